@@ -1,0 +1,153 @@
+"""The actor's side of the environment hub: one HTTP session per episode, retries that are safe."""
+
+import asyncio
+import json
+import logging
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import aiohttp
+
+from common.errors import EnvError, EnvTimeout
+
+logger = logging.getLogger(__name__)
+
+NUM_TRIES = 4
+BACKOFF_S = 0.25  # doubles per try
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What the environment answers to one action."""
+
+    observation: str
+    reward: float  # [0, 1]
+    done: bool
+    is_valid: bool  # False if the text was no executable action
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hint:
+    """What a scripted policy may know."""
+
+    valid_actions: list[str]
+    expert_action: str | None  # None when the expert knows no way
+
+
+class HubClient:
+    """A pool of connections to one hub.
+
+    Example:
+        async with HubClient(url, token=token, timeout_s=60) as hub:
+            session = await hub.open("babyai", "GoToLocal-train-3", seed=0, style="compact")
+            result = await session.step("go to red ball 1")
+    """
+
+    def __init__(self, url: str, *, token: str, timeout_s: float) -> None:
+        self._url = url.rstrip("/")
+        self._timeout_s = timeout_s
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        headers["Content-Type"] = "application/json"
+        self._http = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
+            headers=headers,
+            timeout=aiohttp.ClientTimeout(total=timeout_s),
+        )
+
+    async def __aenter__(self) -> "HubClient":
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self._http.close()
+
+    async def open(self, env: str, item_id: str, *, seed: int, style: str) -> "HubSession":
+        """Start an episode; waits while the hub is full. Raises: EnvError, EnvTimeout."""
+        body = {"env": env, "item_id": item_id, "seed": seed, "style": style}
+        reply = await self.request("POST", "/v1/sessions", body)
+        return HubSession(self, reply["session_id"], reply["observation"])
+
+    async def instructions(self) -> dict[str, dict[str, str]]:
+        """Return {environment: {style: instruction text}}. Raises: EnvError, EnvTimeout."""
+        catalogue = await self.request("GET", "/v1/envs", None)
+        return {name: entry["instruction"] for name, entry in catalogue.items()}
+
+    async def request(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
+        """Send one request, again after a lost connection or a 429, until the deadline.
+
+        A repeat is safe: a step carries its sequence number, and a session opened by a lost
+        answer expires by itself.
+
+        Raises:
+            EnvTimeout: no answer within `timeout_s`, or a 504 from the hub.
+            EnvError: the hub refused or failed, or cannot be reached.
+        """
+        payload = None if body is None else json.dumps(body).encode()
+        failure = "no try was made"
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                for number in range(NUM_TRIES):
+                    try:
+                        reply = await self._once(method, path, payload)
+                    except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as e:
+                        failure = f"{type(e).__name__}: {e}"
+                        await asyncio.sleep(BACKOFF_S * 2**number)
+                        continue
+                    if reply is not None:
+                        return reply
+                    failure = "the hub is full (429)"
+        except TimeoutError as e:
+            raise EnvTimeout(f"{method} {path}: no answer within {self._timeout_s:g}s") from e
+        raise EnvError(f"{method} {path}: {failure}, {NUM_TRIES} tries")
+
+    async def _once(self, method: str, path: str, payload: bytes | None) -> Any:
+        """Return the parsed answer; None after waiting out a 429."""
+        async with self._http.request(method, self._url + path, data=payload) as response:
+            text = await response.read()
+            if response.status == 429:
+                await asyncio.sleep(float(response.headers.get("Retry-After", "1")))
+                return None
+            if response.status == 504:
+                raise EnvTimeout(f"{method} {path}: {text[:300]!r}")
+            if response.status >= 400:
+                raise EnvError(f"{method} {path}: HTTP {response.status} {text[:300]!r}")
+            return json.loads(text) if text else {}
+
+
+class HubSession:
+    """One episode at the hub. Not for use by two tasks at once."""
+
+    def __init__(self, hub: HubClient, session_id: str, observation: str) -> None:
+        self._hub = hub
+        self._path = f"/v1/sessions/{session_id}"
+        self._seq = 0
+        self.first_observation = observation
+
+    async def step(self, action: str) -> StepResult:
+        """Act. Raises: EnvError, EnvTimeout."""
+        self._seq += 1
+        body = {"action": action, "seq": self._seq}
+        reply = await self._hub.request("POST", f"{self._path}/step", body)
+        return StepResult(
+            observation=reply["observation"],
+            reward=float(reply["reward"]),
+            done=bool(reply["done"]),
+            is_valid=bool(reply["is_valid"]),
+        )
+
+    async def hint(self) -> Hint:
+        """Return what a scripted policy may know. Raises: EnvError, EnvTimeout."""
+        reply = await self._hub.request("GET", f"{self._path}/hint", None)
+        return Hint(valid_actions=reply["valid_actions"], expert_action=reply["expert_action"])
+
+    async def close(self) -> None:
+        """Give the session back. One that is already gone, or a hub that is, is no error."""
+        try:
+            await self._hub.request("DELETE", self._path, None)
+        except EnvError as e:
+            logger.debug("close failed path=%s reason=%s", self._path, e)

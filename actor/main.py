@@ -1,0 +1,224 @@
+"""The actor: an engine, many episodes at once, and the lines to scheduler, learner and hub."""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import time
+import uuid
+from contextlib import suppress
+from dataclasses import dataclass
+
+import psutil
+import torch
+import uvloop
+import zmq.asyncio
+from transformers import AutoTokenizer
+
+from actor.control import Control
+from actor.delivery import Delivery
+from actor.engine import Engine
+from actor.env_client import HubClient
+from actor.episodes import Episodes
+from actor.lockstep import Rounds
+from actor.render import Renderer
+from actor.weights import WeightLink
+from common.config import RunConfig
+from common.errors import LongstrideError
+from common.messages import Heartbeat, Hello
+from common.run_dir import RunDir
+from common.security import load_keys
+
+logger = logging.getLogger(__name__)
+
+DRAIN_S = 5.0  # at the end, for trajectories without an acknowledgement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """Everything an actor is made of."""
+
+    name: str
+    engine: Engine
+    hub: HubClient
+    control: Control
+    delivery: Delivery
+    weights: WeightLink
+    episodes: Episodes
+
+
+def run(cfg: RunConfig, run_dir: RunDir) -> None:
+    """Play episodes until the scheduler says that the run is over, or SIGTERM."""
+    uvloop.run(_run(cfg, run_dir))
+
+
+async def _run(cfg: RunConfig, run_dir: RunDir) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    name = cfg.actor.name or f"actor-{socket.gethostname()}-{os.getpid()}"
+    context = zmq.asyncio.Context()
+    parts = await _build(cfg, run_dir, name, context)
+    try:
+        await _work(cfg, parts, stop)
+    finally:
+        await _shut_down(parts)
+        context.destroy(linger=500)
+
+
+async def _build(cfg: RunConfig, run_dir: RunDir, name: str, context: zmq.asyncio.Context) -> Parts:
+    """Start the engine, then connect: an actor that cannot generate never joins."""
+    keys = load_keys(run_dir.keys)
+    incarnation = uuid.uuid4().hex[:12]
+    exclusive = asyncio.Lock()
+    renderer = Renderer(AutoTokenizer.from_pretrained(cfg.model.path, local_files_only=True))
+    engine = await Engine.start(
+        cfg.model, cfg.actor, end_of_turn_ids=renderer.end_of_turn_ids, seed=cfg.run.seed
+    )
+    start_s = cfg.actor.start_timeout_s
+    hub_url = cfg.envhub.url or run_dir.wait_for_address("envhub", timeout_s=start_s)
+    hub = HubClient(hub_url, token=keys.hub_token, timeout_s=cfg.actor.env_timeout_s)
+    hello = Hello(role="actor", name=name, incarnation=incarnation, version=-1)
+    control = Control(
+        run_dir, keys, hello=hello, context=context, silence_s=4 * cfg.scheduler.dead_after_s
+    )
+    control.connect(timeout_s=start_s)
+    delivery = Delivery(run_dir, keys, window=cfg.actor.delivery_window, context=context)
+    delivery.connect(timeout_s=start_s)
+    weights = WeightLink(
+        run_dir,
+        keys,
+        engine,
+        actor=name,
+        incarnation=incarnation,
+        device="cuda" if torch.cuda.is_available() else "cpu",
+        exclusive=exclusive,
+        context=context,
+    )
+    weights.connect(timeout_s=start_s)
+    is_lockstep = cfg.train.mode == "sync"
+    turn_tokens = cfg.actor.max_turn_tokens
+    episodes = Episodes(
+        cfg.actor,
+        actor=name,
+        style=cfg.envhub.style,
+        engine=engine,
+        renderer=renderer,
+        hub=hub,
+        instructions=await hub.instructions(),
+        delivery=delivery,
+        rounds=Rounds(engine, max_tokens=turn_tokens, exclusive=exclusive) if is_lockstep else None,
+    )
+    control.on_revoked = episodes.revoke
+    return Parts(
+        name=name,
+        engine=engine,
+        hub=hub,
+        control=control,
+        delivery=delivery,
+        weights=weights,
+        episodes=episodes,
+    )
+
+
+async def _work(cfg: RunConfig, parts: Parts, stop: asyncio.Event) -> None:
+    """Run the actor's loops until the run is over; the first failure ends all of them."""
+    loops = [
+        asyncio.create_task(coroutine, name=name)
+        for name, coroutine in {
+            "control": parts.control.run(),
+            "delivery": parts.delivery.run(),
+            "weights": parts.weights.run(),
+            "heartbeat": _beat(cfg, parts),
+            "leases": _take_leases(cfg, parts),
+        }.items()
+    ]
+    ends = [asyncio.create_task(event.wait()) for event in (stop, parts.control.is_finished)]
+    try:
+        done, _ = await asyncio.wait(
+            [*loops, *ends, parts.episodes.failed], return_when=asyncio.FIRST_COMPLETED
+        )
+        for task in done:
+            task.result()
+        if not any(task in done for task in ends):
+            raise LongstrideError("a loop of the actor returned")
+        await parts.episodes.cancel_all()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(DRAIN_S):
+                await parts.delivery.drained()
+    finally:
+        for task in [*loops, *ends]:
+            task.cancel()
+        await asyncio.gather(*loops, *ends, return_exceptions=True)
+
+
+async def _take_leases(cfg: RunConfig, parts: Parts) -> None:
+    """Pull work whenever there is room: single slots, or whole batches in lockstep."""
+    await parts.weights.first_version.wait()
+    is_lockstep = cfg.train.mode == "sync"
+    while True:
+        parts.episodes.slot_freed.clear()
+        num_free = parts.episodes.num_free_slots
+        if num_free == 0 or (is_lockstep and parts.episodes.running_ids):
+            await parts.episodes.slot_freed.wait()
+            continue
+        grant = await parts.control.request_leases(
+            num_free_slots=num_free, version=parts.engine.version
+        )
+        parts.episodes.start(grant.leases)
+        if not grant.leases:
+            await asyncio.sleep(grant.retry_after_s)
+        elif len(grant.leases) < num_free:
+            await asyncio.sleep(0.02)  # let freed slots gather into one request
+
+
+async def _beat(cfg: RunConfig, parts: Parts) -> None:
+    process = psutil.Process()
+    last_tokens, last_time = 0, time.monotonic()
+    while True:
+        now = time.monotonic()
+        tokens = parts.engine.num_sampled_tokens
+        rate = (tokens - last_tokens) / max(now - last_time, 1e-6)
+        last_tokens, last_time = tokens, now
+        parts.control.beat(
+            Heartbeat(
+                role="actor",
+                name=parts.name,
+                version=parts.engine.version,
+                running=[*parts.episodes.running_ids, *parts.delivery.pending_ids],
+                num_free_slots=parts.episodes.num_free_slots,
+                tokens_per_s=rate,
+                waiting_for=_waiting_for(parts),
+                rss_bytes=_tree_rss_bytes(process),
+            )
+        )
+        await asyncio.sleep(cfg.scheduler.heartbeat_s)
+
+
+def _waiting_for(parts: Parts) -> str:
+    if not parts.weights.first_version.is_set():
+        return "learner: first weights"
+    if parts.weights.is_loading:
+        return "learner: weights"
+    if parts.engine.num_running:
+        return ""
+    return "envhub" if parts.episodes.running_ids else "scheduler: leases"
+
+
+def _tree_rss_bytes(process: psutil.Process) -> int:
+    """Return the resident bytes of this process and its children (the engine)."""
+    total = 0
+    for member in [process, *process.children(recursive=True)]:
+        with suppress(psutil.NoSuchProcess):
+            total += member.memory_info().rss
+    return total
+
+
+async def _shut_down(parts: Parts) -> None:
+    await parts.episodes.cancel_all()
+    parts.control.close()
+    parts.delivery.close()
+    parts.weights.close()
+    await parts.hub.__aexit__(None, None, None)
+    parts.engine.shut_down()

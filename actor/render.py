@@ -1,0 +1,82 @@
+"""Conversation text -> token ids, one turn at a time: what was sampled is never encoded again.
+
+The chat template is asked twice with marker texts, and what it puts between an assistant's text and
+the next user's text is kept as a string. So any template works whose turns follow one another; a
+template that rewrites earlier turns is refused at start.
+"""
+
+from typing import Any
+
+from common.errors import ConfigError
+
+_USER, _ASSISTANT, _NEXT = "\u2402user\u2403", "\u2402assistant\u2403", "\u2402next\u2403"
+
+
+class Renderer:
+    """Renders observations for one tokenizer.
+
+    Example (ChatML):
+        first_prompt("hi")        <|im_start|>user\\nhi<|im_end|>\\n<|im_start|>assistant\\n
+        after_action("ok", True)  \\n<|im_start|>user\\nok<|im_end|>\\n<|im_start|>assistant\\n
+        after_action("ok", False) the same behind an <|im_end|> that the model did not sample
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        first = self._template([{"role": "user", "content": _USER}])
+        self._before_first, _, self._after_user = first.partition(_USER)
+        if not self._after_user and not self._before_first and first != _USER:
+            raise ConfigError("the chat template drops the user's text")
+        both = self._template(
+            [
+                {"role": "user", "content": _USER},
+                {"role": "assistant", "content": _ASSISTANT},
+                {"role": "user", "content": _NEXT},
+            ]
+        )
+        head, _, tail = both.partition(_ASSISTANT)
+        between, _, after_next = tail.partition(_NEXT)
+        if head != first or after_next != self._after_user:
+            raise ConfigError(
+                "the chat template rewrites earlier turns, so token ids cannot be kept; "
+                f"it renders {both!r} after {first!r}"
+            )
+        self.end_of_turn_ids = self._end_of_turn(between)
+        self._end_of_turn_text: str = tokenizer.decode(self.end_of_turn_ids[:1])
+        self._between = between.removeprefix(self._end_of_turn_text)
+
+    def _template(self, messages: list[dict[str, str]]) -> str:
+        if not getattr(self._tokenizer, "chat_template", None):
+            raise ConfigError("model.path: the tokenizer has no chat template")
+        return self._tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+
+    def _end_of_turn(self, between: str) -> list[int]:
+        ids = self._tokenizer.encode(between, add_special_tokens=False)
+        if not ids or ids[0] not in self._tokenizer.all_special_ids:
+            raise ConfigError("the chat template does not end a turn with a special token")
+        eos = self._tokenizer.eos_token_id
+        return [ids[0]] if eos is None or eos == ids[0] else [ids[0], eos]
+
+    def first_prompt(self, text: str) -> list[int]:
+        """Return the ids of the first user turn, up to where the assistant starts."""
+        return self._encode(self._before_first + text + self._after_user)
+
+    def after_action(self, text: str, *, is_stopped: bool) -> list[int]:
+        """Return the ids between a sampled action and the next one.
+
+        Args:
+            text: the observation.
+            is_stopped: the action ended with an end-of-turn token of its own; if not, one is put
+                in here, unsampled and therefore never trained on.
+        """
+        lead = "" if is_stopped else self._end_of_turn_text
+        return self._encode(lead + self._between + text + self._after_user)
+
+    def action_text(self, token_ids: list[int]) -> str:
+        """Return the text of a sampled action without special tokens."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True).strip()
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)

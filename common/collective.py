@@ -1,0 +1,148 @@
+"""Broadcast of one flat byte buffer from the learner to engines, over torch.distributed.
+
+Groups are made outside the default process group, so that every new membership is a new group and
+nobody's world has to be rebuilt. NCCL on CUDA, gloo on CPU; all else is shared.
+"""
+
+import socket
+from collections.abc import Iterable, Iterator
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from common.errors import WeightSyncError
+from common.messages import TensorSpec
+
+ALIGN_BYTES = 16  # every tensor starts here, so that a view of any dtype is legal
+CHECKSUM_CHUNK = 1 << 20  # int32 words summed at a time
+
+
+def open_store(host: str, port: int, *, is_server: bool, timeout_s: float) -> dist.TCPStore:
+    """Return the rendezvous store of a learner (`is_server`) or a client of it."""
+    return dist.TCPStore(
+        host,
+        port,
+        is_master=is_server,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+    )
+
+
+class BroadcastGroup:
+    """One membership: rank 0 sends, the others receive. Use from one thread.
+
+    Example:
+        learner: group = BroadcastGroup(store, epoch=3, rank=0, world_size=2, backend="gloo", ...)
+                 group.broadcast(buffer)          waits for rank 1 up to timeout_s
+        engine:  group = BroadcastGroup(store, epoch=3, rank=1, world_size=2, backend="gloo", ...)
+                 group.broadcast(buffer)          fills its buffer with rank 0's bytes
+
+    Raises:
+        WeightSyncError: a member is missing or dies; both sides raise within timeout_s.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        *,
+        epoch: int,
+        rank: int,
+        world_size: int,
+        backend: str,
+        timeout_s: float,
+        bind_host: str,
+    ) -> None:
+        prefixed = dist.PrefixStore(f"weights/{epoch}", store)
+        timeout = timedelta(seconds=timeout_s)
+        self.epoch = epoch
+        self._timeout = timeout
+        try:
+            if backend == "nccl":
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = timeout
+                self._group = dist.ProcessGroupNCCL(prefixed, rank, world_size, options)
+            else:
+                options = dist.ProcessGroupGloo._Options()
+                options._timeout = timeout
+                options._devices = [dist.ProcessGroupGloo.create_device(hostname=bind_host)]
+                self._group = dist.ProcessGroupGloo(prefixed, rank, world_size, options)
+        except (RuntimeError, ValueError) as e:
+            raise WeightSyncError(f"no process group epoch={epoch} rank={rank}: {e}") from e
+
+    def broadcast(self, buffer: Tensor) -> None:
+        """Send (rank 0) or receive `buffer` [num_bytes] uint8 in place."""
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.timeout = self._timeout
+        try:
+            work = self._group.broadcast([buffer], options)
+            work.wait(self._timeout)
+            if buffer.is_cuda:
+                torch.cuda.current_stream(buffer.device).synchronize()
+        except RuntimeError as e:
+            raise WeightSyncError(f"broadcast failed epoch={self.epoch}: {e}") from e
+
+    def close(self) -> None:
+        """Abort what is in flight and let the connections go."""
+        try:
+            self._group.abort()
+        except RuntimeError:  # gloo has nothing to abort once a peer is gone
+            return
+
+
+def local_address_towards(host: str) -> str:
+    """Return this machine's address on the interface that reaches `host`. Sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))
+        return str(probe.getsockname()[0])
+
+
+def lay_out(tensors: Iterable[tuple[str, Tensor]]) -> tuple[list[TensorSpec], int]:
+    """Return where each named tensor goes in the flat buffer, and the buffer's size in bytes."""
+    specs: list[TensorSpec] = []
+    offset = 0
+    for name, tensor in tensors:
+        num_bytes = tensor.numel() * tensor.element_size()
+        specs.append(
+            TensorSpec(
+                name=name,
+                shape=list(tensor.shape),
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                offset_bytes=offset,
+                num_bytes=num_bytes,
+            )
+        )
+        offset += -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
+    return specs, offset
+
+
+def flatten_into(buffer: Tensor, specs: list[TensorSpec], tensors: Iterable[Tensor]) -> None:
+    """Copy tensors to their places in `buffer` [num_bytes] uint8."""
+    for view, tensor in zip(views(buffer, specs), tensors, strict=True):
+        view[1].copy_(tensor)
+
+
+def views(buffer: Tensor, specs: list[TensorSpec]) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) views into `buffer` [num_bytes] uint8; nothing is copied."""
+    for spec in specs:
+        part = buffer[spec.offset_bytes : spec.offset_bytes + spec.num_bytes]
+        yield spec.name, part.view(getattr(torch, spec.dtype)).view(spec.shape)
+
+
+def checksum(buffer: Tensor) -> str:
+    """Return a hex digest of `buffer` [num_bytes] uint8, computed on its device.
+
+    Two wrapping 64-bit sums over the 32-bit words, plain and weighted by position: any single
+    changed word, and any two swapped ones, change it. Not cryptographic; the wire is.
+    """
+    words = buffer.view(torch.int32)
+    plain = weighted = 0
+    position = torch.arange(1, CHECKSUM_CHUNK + 1, dtype=torch.int64, device=buffer.device)
+    for chunk_index, chunk in enumerate(words.split(CHECKSUM_CHUNK)):
+        wide = chunk.to(torch.int64)
+        plain += int(wide.sum())
+        weighted += (chunk_index + 1) * int((wide * position[: wide.numel()]).sum())
+    mask = (1 << 64) - 1
+    return f"{plain & mask:016x}{weighted & mask:016x}"

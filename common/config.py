@@ -1,0 +1,325 @@
+"""The configuration: every default lives here; YAML files and overrides only change them.
+
+No I/O, no environment variables, no device code. Loading is in `common/config_load.py`.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from omegaconf import MISSING
+
+from common.errors import ConfigError
+
+
+def _require(condition: bool, key: str, value: object, law: str) -> None:
+    if not condition:
+        raise ConfigError(f"{key}={value!r}: {law}")
+
+
+class TrainMode(StrEnum):
+    """async: actors and learner overlap. sync: generate a batch, train, publish, repeat."""
+
+    ASYNC = "async"
+    SYNC = "sync"
+
+
+class Resume(StrEnum):
+    """auto: continue if the run directory holds a checkpoint. never: refuse a used directory."""
+
+    AUTO = "auto"
+    NEVER = "never"
+
+
+class HorizonKind(StrEnum):
+    """How the most turns of an episode change over the run."""
+
+    FIXED = "fixed"
+    STEPWISE = "stepwise"
+
+
+class OptimizerKind(StrEnum):
+    """adamw: on everything. muon: Muon on the hidden matrices, AdamW on the rest."""
+
+    ADAMW = "adamw"
+    MUON = "muon"
+
+
+class Baseline(StrEnum):
+    """What a group member's reward is compared with."""
+
+    LEAVE_ONE_OUT = "leave_one_out"
+    GROUP_MEAN = "group_mean"
+
+
+class WandbMode(StrEnum):
+    """auto: online if the user is logged in, else offline."""
+
+    AUTO = "auto"
+    ONLINE = "online"
+    OFFLINE = "offline"
+    DISABLED = "disabled"
+
+
+@dataclass(slots=True, kw_only=True)
+class RunSection:
+    """Where the run lives and what makes it repeatable."""
+
+    name: str = "quickstart"  # directory below `dir`
+    dir: str = "runs"
+    seed: int = 0
+    resume: Resume = Resume.AUTO
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainSection:
+    """How long, and how the roles interleave."""
+
+    mode: TrainMode = TrainMode.ASYNC
+    num_steps: int = 100  # optimizer steps, so versions published after v0
+
+    def __post_init__(self) -> None:
+        _require(self.num_steps >= 0, "train.num_steps", self.num_steps, "must be >= 0")
+
+
+@dataclass(slots=True, kw_only=True)
+class ModelSection:
+    """The policy: a transformers checkpoint directory, loaded by path."""
+
+    path: str = MISSING
+    dtype: str = "bfloat16"  # of the engine and of what is published
+
+    def __post_init__(self) -> None:
+        allowed = ("bfloat16", "float16", "float32")
+        _require(self.dtype in allowed, "model.dtype", self.dtype, f"one of {allowed}")
+
+
+@dataclass(slots=True, kw_only=True)
+class TaskSection:
+    """One part of the training mixture."""
+
+    env: str = MISSING
+    subset: str = MISSING
+    weight: float = 1.0  # relative to the other tasks
+
+    def __post_init__(self) -> None:
+        _require(self.weight >= 0, f"tasks[{self.subset}].weight", self.weight, "must be >= 0")
+
+
+@dataclass(slots=True, kw_only=True)
+class HorizonSection:
+    """The interaction horizon: the most turns of an episode (ScalingInter-RL, arXiv 2509.08755)."""
+
+    kind: HorizonKind = HorizonKind.FIXED
+    stages: list[int] = field(default_factory=lambda: [20])  # turns; fixed uses the last
+    every_steps: int = 100  # stepwise: optimizer steps per stage
+
+    def __post_init__(self) -> None:
+        increasing = all(a < b for a, b in zip(self.stages, self.stages[1:], strict=False))
+        is_valid = bool(self.stages) and increasing and self.stages[0] > 0
+        _require(is_valid, "horizon.stages", self.stages, "positive turns, strictly increasing")
+        _require(self.every_steps > 0, "horizon.every_steps", self.every_steps, "must be > 0")
+
+
+@dataclass(slots=True, kw_only=True)
+class GroupsSection:
+    """How episodes are grouped for a step."""
+
+    size: int = 8  # episodes of one prompt
+    per_step: int = 16  # groups with signal in one optimizer step
+    min_size: int = 4  # survivors below which a damaged group is given up
+    max_oversample: float = 3.0  # open at most this many times per_step groups for one step
+
+    def __post_init__(self) -> None:
+        _require(self.size >= 2, "groups.size", self.size, "must be >= 2")
+        _require(self.per_step >= 1, "groups.per_step", self.per_step, "must be >= 1")
+        law = "must be between 2 and groups.size"
+        _require(2 <= self.min_size <= self.size, "groups.min_size", self.min_size, law)
+        _require(self.max_oversample >= 1, "groups.max_oversample", self.max_oversample, ">= 1")
+
+
+@dataclass(slots=True, kw_only=True)
+class SchedulerSection:
+    """The centre's control plane."""
+
+    host: str = "127.0.0.1"
+    port: int = 0  # 0: a free one, written to the run directory
+    max_ahead_steps: int = 1  # batches of groups that may be open beyond the current one
+    heartbeat_s: float = 1.0
+    dead_after_s: float = 20.0  # silence after which an actor's leases are issued again
+    max_attempts: int = 3  # issues of one episode before it counts as failed
+    max_failed_frac: float = 0.2  # of the last 200 episodes; more ends the run
+
+
+@dataclass(slots=True, kw_only=True)
+class ActorSection:
+    """Generation and interaction."""
+
+    num_actors: int = 1  # started by the launcher; more may join at any time
+    name: str = ""  # of an actor started alone; "": made from host and pid
+    max_concurrent: int = 64  # episodes at once in one actor
+    max_model_len: int = 512  # tokens; an episode that would exceed it ends as context_full
+    max_turn_tokens: int = 16  # sampled tokens per turn
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    kv_cache_gib: int = 1  # CPU engine only
+    gpu_memory_frac: float = 0.85
+    tensor_parallel_size: int = 1
+    enforce_eager: bool = True
+    turn_timeout_s: float = 300.0
+    episode_timeout_s: float = 1800.0
+    env_timeout_s: float = 60.0
+    start_timeout_s: float = 300.0
+    delivery_window: int = 256  # unacknowledged trajectories before episodes wait
+
+    def __post_init__(self) -> None:
+        truncation = "truncated sampling biases the importance ratio; training needs"
+        _require(self.top_p == 1.0, "actor.top_p", self.top_p, f"{truncation} 1.0")
+        _require(self.top_k == -1, "actor.top_k", self.top_k, f"{truncation} -1")
+        _require(self.temperature > 0, "actor.temperature", self.temperature, "must be > 0")
+        _require(self.num_actors >= 0, "actor.num_actors", self.num_actors, "must be >= 0")
+        _require(self.max_concurrent > 0, "actor.max_concurrent", self.max_concurrent, "> 0")
+
+
+@dataclass(slots=True, kw_only=True)
+class LearnerSection:
+    """The trainer."""
+
+    host: str = "127.0.0.1"
+    port: int = 0  # inbox; 0: a free one
+    device: str = "auto"  # auto | cpu | cuda
+    optimizer: OptimizerKind = OptimizerKind.ADAMW
+    lr: float = 1e-6
+    muon_lr: float = 3e-3  # optimizer=muon: rate of the hidden matrices, `lr` for the rest
+    beta1: float = 0.9
+    beta2: float = 0.95
+    weight_decay: float = 0.01
+    warmup_steps: int = 10
+    decay_start_frac: float = 1.0  # of num_steps, where a linear decay to min_lr_frac begins
+    min_lr_frac: float = 0.1
+    max_grad_norm: float = 1.0
+    ppo_epochs: int = 1
+    num_minibatches: int = 1
+    max_tokens_per_microbatch: int = 8192
+    logprob_chunk_tokens: int = 1024  # rows of the vocabulary projection alive at once
+    autocast: bool = True  # bf16 compute over fp32 master weights
+    gradient_checkpointing: bool = False
+    num_threads: int = 1  # CPU only
+    max_lag_steps: int = 4  # oldest token of a trajectory; beyond it the episode is stale
+    batch_timeout_s: float = 1800.0  # without a batch the run ends with who is waited for
+    publish_timeout_s: float = 120.0
+    max_canary_delta: float = 0.05  # mean |delta logprob| between engine and trainer: alarm
+    max_canary_alarms: int = 3  # in a row before the run stops
+    checkpoint_every_steps: int = 25
+    checkpoint_every_s: float = 900.0
+    keep_checkpoints: int = 3
+    max_bad_steps: int = 3  # non-finite losses in a row before the run stops
+
+    def __post_init__(self) -> None:
+        _require(self.lr > 0, "learner.lr", self.lr, "must be > 0")
+        _require(self.max_lag_steps >= 0, "learner.max_lag_steps", self.max_lag_steps, ">= 0")
+        _require(self.num_minibatches >= 1, "learner.num_minibatches", self.num_minibatches, ">= 1")
+        _require(self.ppo_epochs >= 1, "learner.ppo_epochs", self.ppo_epochs, "must be >= 1")
+
+
+@dataclass(slots=True, kw_only=True)
+class AlgorithmSection:
+    """The objective: GRPO advantages, PPO clip, truncated importance sampling."""
+
+    baseline: Baseline = Baseline.LEAVE_ONE_OUT
+    normalize_std: bool = False
+    invalid_action_penalty: float = 0.0  # times the share of invalid actions, off the reward
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    dual_clip: float = 3.0  # bound of the loss where the advantage is negative; 0: off
+    tis_cap: float = 2.0  # cap of pi_prox / pi_sampler per token; 0: no correction
+    entropy_coef: float = 0.0
+    filter_zero_variance: bool = True
+
+    def __post_init__(self) -> None:
+        _require(0 < self.clip_low < 1, "algorithm.clip_low", self.clip_low, "in (0, 1)")
+        _require(self.clip_high > 0, "algorithm.clip_high", self.clip_high, "must be > 0")
+        is_valid = self.dual_clip == 0 or self.dual_clip > 1
+        _require(is_valid, "algorithm.dual_clip", self.dual_clip, "0 (off) or > 1")
+
+
+@dataclass(slots=True, kw_only=True)
+class EnvhubSection:
+    """The environment service."""
+
+    host: str = "127.0.0.1"
+    port: int = 0  # 0: a free one
+    url: str = ""  # use this hub instead of starting one
+    style: str = "compact"  # compact | agentgym: how observations are worded
+    session_lease_s: float = 600.0
+    capacity: int = 4096  # sessions per environment
+    step_timeout_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        _require(self.style in ("compact", "agentgym"), "envhub.style", self.style, "no such style")
+
+
+@dataclass(slots=True, kw_only=True)
+class EvalSection:
+    """Held-out evaluation, always at the full horizon."""
+
+    num_items: int = 400  # spread over the tasks by weight
+    before: bool = True
+    after: bool = True
+    baselines: bool = True  # uniform valid play and the scripted expert on the same items
+
+
+@dataclass(slots=True, kw_only=True)
+class SftSection:
+    """Supervised warm start from demonstrations."""
+
+    output: str = "configs/policies/tiny"
+    demonstrations: str = ""  # AgentTraj-format JSON lines; "": made from the environments' experts
+    num_demonstrations: int = 6000
+    expert_subsets: list[str] = field(default_factory=list)  # [] : all of the tasks
+    random_frac: float = 0.3  # share of episodes of uniform valid play over the whole mixture
+    num_epochs: int = 3
+    batch_tokens: int = 4096
+    lr: float = 1e-3  # with learner.optimizer=muon: of embeddings, head and norms
+    muon_lr: float = 0.02  # learner.optimizer=muon: of the hidden matrices
+    hidden_size: int = 128  # of a policy made from nothing
+    num_layers: int = 4
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    intermediate_size: int = 512
+    vocab_size: int = 640
+    from_scratch: bool = True  # make tokenizer and weights; False: start from model.path
+
+
+@dataclass(slots=True, kw_only=True)
+class LogSection:
+    """What is shown and where metrics go."""
+
+    wandb: WandbMode = WandbMode.AUTO
+    wandb_project: str = "longstride"
+    level: str = "INFO"
+    live: bool = True  # the terminal display, when there is a terminal
+
+
+@dataclass(slots=True, kw_only=True)
+class RunConfig:
+    """A whole run. `OmegaConf.structured(RunConfig)` is the schema that all else is merged into."""
+
+    run: RunSection = field(default_factory=RunSection)
+    train: TrainSection = field(default_factory=TrainSection)
+    model: ModelSection = field(default_factory=ModelSection)
+    tasks: list[TaskSection] = field(default_factory=list)
+    horizon: HorizonSection = field(default_factory=HorizonSection)
+    groups: GroupsSection = field(default_factory=GroupsSection)
+    algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
+    scheduler: SchedulerSection = field(default_factory=SchedulerSection)
+    learner: LearnerSection = field(default_factory=LearnerSection)
+    actor: ActorSection = field(default_factory=ActorSection)
+    envhub: EnvhubSection = field(default_factory=EnvhubSection)
+    eval: EvalSection = field(default_factory=EvalSection)
+    sft: SftSection = field(default_factory=SftSection)
+    log: LogSection = field(default_factory=LogSection)
+
+    def __post_init__(self) -> None:
+        total = sum(task.weight for task in self.tasks)
+        _require(not self.tasks or total > 0, "tasks", total, "the weights must not sum to zero")

@@ -1,0 +1,47 @@
+"""What a launcher is given and what it answers, whatever machines it starts the roles on."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+EXIT_FINISHED = 0
+EXIT_FAILED = 1
+EXIT_CONFIG_ERROR = 2  # of a role: what the user asked for is wrong, trying again cannot help
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleSpec:
+    """One role as a process: what to start, and what to do when it ends."""
+
+    name: str  # "actor-0"; also in messages and log lines
+    argv: tuple[str, ...]
+    log_path: Path  # stdout and stderr are appended here
+    env: dict[str, str] = field(default_factory=lambda: {})  # on top of the launcher's own
+    ends_run: bool = False  # exit code 0 means that the run is finished
+    is_restartable: bool = True
+    max_restarts: int = 20  # within `restart_window_s`; one more fails the run
+    restart_window_s: float = 600.0
+    quiet_exit_grace_s: float = 0.0  # after exit code 0, before it is started again
+    stop_rank: int = 0  # at a stop all of one rank are ended before the next rank is told
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How a run ended."""
+
+    exit_code: int  # 0 finished, 130 or 143 interrupted, 1 failed, 2 wrong configuration
+    reason: str  # for people; several lines if a role failed
+
+
+class Launcher(Protocol):
+    """Starts the roles of a run and stays until all of them have ended."""
+
+    def run(self, specs: Sequence[RoleSpec], *, on_poll: Callable[[], None]) -> Ending:
+        """Start the roles in order, keep them alive, stop all of them.
+
+        Args:
+            specs: in the order of starting.
+            on_poll: called about twice a second while the run goes on.
+        """
+        ...

@@ -1,0 +1,350 @@
+"""Every message between roles, and the words that the whole product uses.
+
+episode     one run of an environment, from reset to its end
+turn        one action of the model and the observation that answers it
+trajectory  an episode as tokens, with what the learner needs to know about each of them
+group       the episodes of one prompt (same item, same stamp)
+step        one optimizer step; version v is the policy after step v, v0 is the start
+lag         learner version minus the version that sampled a token
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+
+SCHEMA_VERSION = 1
+
+
+class EndReason(StrEnum):
+    """Why an episode ended. The first three say something about the policy, the rest do not."""
+
+    DONE = "done"
+    HORIZON = "horizon"
+    CONTEXT_FULL = "context_full"
+    ENV_ERROR = "env_error"
+    ENV_TIMEOUT = "env_timeout"
+    DEADLINE = "deadline"
+    ABORTED = "aborted"
+
+    @property
+    def is_infrastructure_failure(self) -> bool:
+        """True if the episode says nothing about the policy and must never reach the loss."""
+        return self not in (EndReason.DONE, EndReason.HORIZON, EndReason.CONTEXT_FULL)
+
+
+class EpisodeKind(StrEnum):
+    """What an episode is for."""
+
+    TRAIN = "train"
+    EVAL = "eval"
+
+
+class PolicyKind(StrEnum):
+    """Who acts: the model, or one of the scripted baselines."""
+
+    MODEL = "model"
+    RANDOM_VALID = "random_valid"
+    EXPERT = "expert"
+
+
+class Outcome(StrEnum):
+    """Where an issued episode ended up. Each episode gets exactly one."""
+
+    TRAINED = "trained"
+    FILTERED = "filtered"
+    STALE = "stale"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """Permission, and duty, to play one episode. All members of a group share the stamp."""
+
+    episode_id: str  # unique in a run: "<group_id>/<member>"
+    group_id: str
+    member: int  # 0-based within the group
+    attempt: int  # 0 for the first issue; +1 each time it is issued again
+    kind: EpisodeKind
+    policy: PolicyKind
+    env: str
+    item_id: str
+    seed: int  # sampling seed of this member
+    horizon: int  # most turns of this episode
+    horizon_stage: int  # 0-based stage of the curriculum at opening
+    opened_at_version: int
+    deadline_s: float  # seconds from receipt until the episode must have ended
+
+
+# --- control plane: actor <-> scheduler, learner <-> scheduler -------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """First message of a role, and again after every reconnect."""
+
+    role: str  # "actor" | "learner"
+    name: str  # unique per process: "<role>-<index>" or chosen by the user
+    incarnation: str  # random per process start
+    version: int  # weights that the role holds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Welcome:
+    """The scheduler knows the role."""
+
+    run_epoch: str  # random per scheduler start; leases of another epoch are void
+    version: int
+    is_lockstep: bool  # sync mode: take what is offered, finish all of it, ask again
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseRequest:
+    """Pull: an actor asks for work when it has free slots."""
+
+    actor: str
+    num_free_slots: int
+    version: int  # weights that the actor's engine holds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseGrant:
+    """Answer to LeaseRequest; an empty grant says when to ask again and who is waited for."""
+
+    run_epoch: str
+    leases: list[Lease]
+    retry_after_s: float
+    reason: str  # why fewer than asked; "" if all were granted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heartbeat:
+    """Proof of life with what the role does. Renews the leases it lists."""
+
+    role: str
+    name: str
+    version: int
+    running: list[str]  # episode ids in work or not yet acknowledged by the learner
+    num_free_slots: int
+    tokens_per_s: float  # sampled by an actor, trained by a learner
+    waiting_for: str  # "" when busy
+    rss_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """The scheduler's answer to a heartbeat."""
+
+    run_epoch: str
+    version: int
+    revoked: list[str]  # episode ids that this actor should abandon
+    is_finished: bool  # the run is over: drain and leave
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupArrived:
+    """Learner -> scheduler: all members of the group are in the journal."""
+
+    group_id: str
+    is_ready: bool  # False when it carries no signal or was damaged; outcomes say which
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeOutcome:
+    """What became of one issued episode, and the numbers the scheduler steers by."""
+
+    episode_id: str
+    outcome: Outcome
+    cause: str  # "" or a short reason: "zero_variance", "lag", "env_error", ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeSeen:
+    """Learner -> scheduler: an episode is in the journal and acknowledged."""
+
+    episode_id: str
+    kind: EpisodeKind
+    env: str
+    subset: str
+    reward: float
+    is_success: bool
+    end_reason: EndReason
+    num_turns: int
+    num_sampled_tokens: int
+    wall_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcomes:
+    """Learner -> scheduler, in one message so that a step's books close at once."""
+
+    version: int  # learner version after what is reported
+    seen: list[EpisodeSeen]
+    outcomes: list[EpisodeOutcome]
+    groups: list[GroupArrived]
+    num_duplicates: int  # trajectories discarded as duplicates since the last report
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepDone:
+    """Learner -> scheduler: step `version` is trained and published."""
+
+    version: int
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotRequest:
+    """Learner -> scheduler: give me your state for the checkpoint of this version."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """The scheduler's whole state, opaque to the learner."""
+
+    version: int
+    state: str  # JSON
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatusRequest:
+    """Anybody -> scheduler: what is going on?"""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+    """Scheduler -> anybody; also written to the run directory as status.json."""
+
+    state: str  # JSON
+
+
+# --- trajectory plane: actor -> learner ------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """One finished episode as tokens. Arrays share one length; -1 marks "not sampled"."""
+
+    episode_id: str
+    group_id: str
+    member: int
+    attempt: int
+    kind: EpisodeKind
+    policy: PolicyKind
+    env: str
+    item_id: str
+    seed: int
+    horizon: int
+    horizon_stage: int
+    opened_at_version: int
+    actor: str
+    end_reason: EndReason
+    error: str  # "" unless end_reason is an infrastructure failure
+    reward: float  # [0, 1], of the last step
+    is_success: bool  # the environment says that the task was solved
+    num_turns: int
+    num_invalid_actions: int
+    generate_s: float  # seconds spent waiting for the engine
+    env_s: float  # seconds spent waiting for the environment
+    wall_s: float
+    token_ids: np.ndarray = field(repr=False)  # [seq] int32
+    loss_mask: np.ndarray = field(repr=False)  # [seq] bool, True on sampled tokens
+    logprobs: np.ndarray = field(repr=False)  # [seq] float32 nats, 0 where not sampled
+    versions: np.ndarray = field(repr=False)  # [seq] int32, -1 where not sampled
+    turn_ids: np.ndarray = field(repr=False)  # [seq] int32 0-based turn of a token, prompt = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ack:
+    """Learner -> actor: the trajectory is in the journal (or is a duplicate of one that is)."""
+
+    episode_id: str
+    is_accepted: bool
+    reason: str  # why it was refused; "" when accepted
+
+
+# --- weight plane, its small talk: learner <-> actor (tensors go over torch.distributed) -----
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """Where one tensor lies in the flat transfer buffer."""
+
+    name: str
+    shape: list[int]
+    dtype: str  # torch name without prefix: "bfloat16"
+    offset_bytes: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsJoin:
+    """Actor -> learner: my engine wants weights from now on."""
+
+    actor: str
+    incarnation: str
+    device: str  # "cpu" or "cuda"
+    version: int  # what the engine holds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsOffer:
+    """Learner -> actor: version `version` starts now; take your place in the process group."""
+
+    version: int
+    group_epoch: int  # a new number means: build a new process group
+    rank: int
+    world_size: int
+    store_host: str
+    store_port: int
+    backend: str  # "gloo" | "nccl"
+    timeout_s: float
+    tensors: list[TensorSpec]
+    total_bytes: int
+    checksum: str  # hex, of the bytes that the learner sends
+    canary_token_ids: list[list[int]]  # prompts that both sides score after loading
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsReady:
+    """Actor -> learner: generation is paused and my rank is about to enter the broadcast."""
+
+    actor: str
+    incarnation: str
+    version: int
+    group_epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsLoaded:
+    """Actor -> learner: what became of the offer."""
+
+    actor: str
+    incarnation: str
+    version: int
+    group_epoch: int
+    is_ok: bool
+    error: str
+    checksum: str  # of the bytes received
+    pause_s: float
+    load_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CanaryScores:
+    """Actor -> learner: logprobs of the canary tokens under the weights now loaded."""
+
+    actor: str
+    version: int
+    logprobs: list[list[float]]  # [canary, seq-1] nats of token t given tokens < t
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rejected:
+    """Answer to a message that was not understood."""
+
+    reason: str

@@ -1,0 +1,165 @@
+"""A run's results as numbers: evaluations with intervals, the paired gain, sums over the steps."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from common.journal import read_journal
+from common.messages import EpisodeKind, Trajectory
+from common.metrics import MetricsLine
+
+EVALS = ("before-model", "after-model", "before-random_valid", "before-expert")
+MAX_LAG_SHOWN = 8
+_Z95 = 1.959964
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Play:
+    """One held-out episode that says something about its policy."""
+
+    item: tuple[str, str]  # env, item id
+    subset: str
+    is_success: bool
+
+
+@dataclass(slots=True, kw_only=True)
+class Evaluation:
+    """The episodes of one evaluation."""
+
+    plays: dict[str, Play] = field(default_factory=dict)  # by episode id
+    failed: set[str] = field(default_factory=set)  # infrastructure failures, not in `plays`
+
+
+@dataclass(slots=True, kw_only=True)
+class JournalTotals:
+    """What the report takes from the journal."""
+
+    evaluations: dict[str, Evaluation] = field(default_factory=lambda: defaultdict(Evaluation))
+    train_episodes: set[str] = field(default_factory=set)
+    train_items: set[tuple[str, str]] = field(default_factory=set)
+    test_items: set[tuple[str, str]] = field(default_factory=set)
+
+
+def read_totals(folder: Path) -> JournalTotals:
+    """Return the totals of a journal; of an episode that was played again, one play counts."""
+    totals = JournalTotals()
+    for _, trajectory in read_journal(folder):
+        _count(totals, trajectory)
+    return totals
+
+
+def _count(totals: JournalTotals, trajectory: Trajectory) -> None:
+    item = (trajectory.env, trajectory.item_id)
+    if trajectory.kind is EpisodeKind.TRAIN:
+        totals.train_episodes.add(trajectory.episode_id)
+        totals.train_items.add(item)
+        return
+    totals.test_items.add(item)
+    name = next((n for n in EVALS if trajectory.episode_id.startswith(f"eval-{n}/")), None)
+    if name is None:
+        return
+    evaluation = totals.evaluations[name]
+    if trajectory.end_reason.is_infrastructure_failure:
+        evaluation.failed |= {trajectory.episode_id} - evaluation.plays.keys()
+        return
+    evaluation.failed.discard(trajectory.episode_id)
+    evaluation.plays.setdefault(
+        trajectory.episode_id,
+        Play(
+            item=item,
+            subset=trajectory.item_id.rsplit("-", 2)[0],
+            is_success=trajectory.is_success,
+        ),
+    )
+
+
+def score(plays: Iterable[Play]) -> dict[str, object]:
+    """Return success, n, its 95% interval and the same by subset. Needs at least one play."""
+    plays = list(plays)
+    by_subset: dict[str, list[Play]] = defaultdict(list)
+    for play in plays:
+        by_subset[play.subset].append(play)
+    num_solved = _num_solved(plays)
+    return {
+        "success": num_solved / len(plays),
+        "n": len(plays),
+        "ci95": list(wilson_interval(num_solved, len(plays))),
+        "by_subset": {
+            subset: {"success": _num_solved(some) / len(some), "n": len(some)}
+            for subset, some in sorted(by_subset.items())
+        },
+    }
+
+
+def wilson_interval(num_solved: int, num_plays: int) -> tuple[float, float]:
+    """Return the 95% score interval of a share.
+
+    Args:
+        num_solved: between 0 and num_plays.
+        num_plays: at least 1.
+
+    Source: Wilson (1927), J. Am. Stat. Assoc. 22:209, without continuity correction.
+    """
+    share, z2 = num_solved / num_plays, _Z95**2
+    centre = share + z2 / (2 * num_plays)
+    spread = _Z95 * math.sqrt((share * (1 - share) + z2 / (4 * num_plays)) / num_plays)
+    scale = 1 + z2 / num_plays
+    return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
+
+
+def paired_gain(before: Iterable[Play], after: Iterable[Play]) -> dict[str, object] | None:
+    """Return the mean gain over items played in both, with its 95% interval; None if there is none.
+
+    The interval is the normal one on per-item differences; below two items it is null.
+    """
+    old, new = _success_by_item(before), _success_by_item(after)
+    gains = [new[item] - old[item] for item in sorted(old.keys() & new.keys())]
+    if not gains:
+        return None
+    mean = sum(gains) / len(gains)
+    interval = None
+    if len(gains) > 1:
+        variance = sum((gain - mean) ** 2 for gain in gains) / (len(gains) - 1)
+        spread = _Z95 * math.sqrt(variance / len(gains))
+        interval = [max(-1.0, mean - spread), min(1.0, mean + spread)]
+    return {"success": mean, "ci95": interval, "num_pairs": len(gains)}
+
+
+def lag_histogram(lines: list[MetricsLine]) -> dict[str, int]:
+    """Return trained tokens by lag in versions; the last bin holds all that is older."""
+    names = {str(k): f"offpolicy/lag_{k}_tokens" for k in range(MAX_LAG_SHOWN + 1)}
+    return {k: int(total(lines, name)) for k, name in names.items() if has(lines, name)}
+
+
+def has(lines: list[MetricsLine], name: str) -> bool:
+    """Return whether any step has a value of this name."""
+    return any(line.get(name) is not None for line in lines)
+
+
+def total(lines: list[MetricsLine], name: str) -> float:
+    """Return the sum over the steps that have a value."""
+    return sum(value for line in lines if (value := line.get(name)) is not None)
+
+
+def mean(lines: list[MetricsLine], name: str) -> float | None:
+    """Return the mean over the steps that have a value; None if none has."""
+    values = [value for line in lines if (value := line.get(name)) is not None]
+    return sum(values) / len(values) if values else None
+
+
+def peak(lines: list[MetricsLine], name: str) -> float | None:
+    """Return the largest value of any step; None if no step has one."""
+    return max((value for line in lines if (value := line.get(name)) is not None), default=None)
+
+
+def _num_solved(plays: list[Play]) -> int:
+    return sum(play.is_success for play in plays)
+
+
+def _success_by_item(plays: Iterable[Play]) -> dict[tuple[str, str], float]:
+    by_item: dict[tuple[str, str], list[Play]] = defaultdict(list)
+    for play in plays:
+        by_item[play.item].append(play)
+    return {item: _num_solved(some) / len(some) for item, some in by_item.items()}

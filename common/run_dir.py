@@ -1,0 +1,87 @@
+"""The run directory: where every file of a run lies, and how roles find each other's addresses."""
+
+import json
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.errors import LongstrideError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunDir:
+    """Paths of one run. Owns nothing but the names."""
+
+    root: Path
+
+    @property
+    def config(self) -> Path:
+        return self.root / "config.yaml"
+
+    @property
+    def journal(self) -> Path:
+        return self.root / "journal"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    @property
+    def ledger(self) -> Path:
+        return self.root / "ledger.json"
+
+    @property
+    def status(self) -> Path:
+        return self.root / "status.json"
+
+    @property
+    def keys(self) -> Path:
+        return self.root / "keys"
+
+    @property
+    def addresses(self) -> Path:
+        return self.root / "addresses"
+
+    def publish_address(self, role: str, address: str) -> None:
+        """Tell the other roles where `role` listens."""
+        self.addresses.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.addresses / role, address)
+
+    def forget_address(self, role: str) -> None:
+        """Remove a stale address before its role starts again."""
+        (self.addresses / role).unlink(missing_ok=True)
+
+    def wait_for_address(self, role: str, *, timeout_s: float) -> str:
+        """Return where `role` listens, waiting until it says so.
+
+        Raises:
+            LongstrideError: nothing was published in time; names the role and the file.
+        """
+        path = self.addresses / role
+        deadline = time.monotonic() + timeout_s
+        while not path.exists():
+            if time.monotonic() > deadline:
+                raise LongstrideError(f"no {role} within {timeout_s:g}s: {path} does not exist")
+            time.sleep(0.05)
+        return path.read_text().strip()
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a file so that a reader sees the old or the new text, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+def write_json(path: Path, value: object) -> None:
+    """Replace a JSON file atomically."""
+    write_atomically(path, json.dumps(value, indent=2, sort_keys=True) + "\n")

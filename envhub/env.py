@@ -1,0 +1,131 @@
+"""What an environment must offer, and the words the hub uses about it."""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from enum import StrEnum
+from typing import Protocol
+
+ITEM_PATTERN = re.compile(r"(?P<subset>[^-\s]+)-(?P<split>train|test)-(?P<index>[0-9]{1,9})")
+
+
+class Style(StrEnum):
+    """How observations are worded: short for small models, or as AgentGym words them."""
+
+    COMPACT = "compact"
+    AGENTGYM = "agentgym"
+
+
+class UnknownItem(ValueError):
+    """The item id names no task of this environment; the text says what would."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SubsetSpec:
+    """Size of one subset; `max_turns` is the most turns an episode may use at any horizon."""
+
+    num_train: int
+    num_test: int
+    max_turns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ItemId:
+    """A parsed item id, `"<subset>-<split>-<index>"`."""
+
+    subset: str
+    split: str
+    index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What one action led to.
+
+    `reward` is in [0, 1]. `is_valid` is False when the text was no executable action.
+    """
+
+    observation: str
+    reward: float
+    done: bool
+    is_valid: bool
+
+
+class Env(Protocol):
+    """One live episode. Calls come one at a time; a call before `reset` may raise."""
+
+    def reset(self, item_id: str, seed: int) -> str:
+        """Starts the episode of an item and returns its first observation.
+
+        Args:
+            item_id: `"<subset>-<split>-<index>"`; it alone fixes the task, on every machine.
+            seed: for chance inside the environment; deterministic environments ignore it.
+
+        Raises:
+            UnknownItem: no such subset, or the index is out of range.
+        """
+        ...
+
+    def step(self, action: str) -> StepResult:
+        """Performs one action, any text at all, and returns what came of it."""
+        ...
+
+    def valid_actions(self) -> list[str]:
+        """Returns actions that would be executed now (a finite sample if there are endless)."""
+        ...
+
+    def expert_action(self) -> str | None:
+        """Returns what the scripted expert does now; None when it knows no way."""
+        ...
+
+    def render(self) -> str:
+        """Returns a picture of the whole state for people; never shown to the agent."""
+        ...
+
+    def fingerprint(self) -> str:
+        """Returns a hash of the full state at reset; equal states have equal hashes."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvSpec:
+    """An environment's catalogue entry: `make(style)` builds one `Env`."""
+
+    name: str
+    subsets: Mapping[str, SubsetSpec]
+    instruction: Mapping[Style, str]
+    make: Callable[[Style], Env]
+
+
+def nearest(word: str, words: list[str]) -> str:
+    """Returns the word most like `word`, or the first of `words` when none is alike."""
+    alike = get_close_matches(word, words, n=1, cutoff=0.0)
+    return alike[0] if alike else words[0]
+
+
+def parse_item(item_id: str, subsets: Mapping[str, SubsetSpec]) -> ItemId:
+    """Returns the parts of an item id that exists in `subsets`.
+
+    Raises:
+        UnknownItem: malformed, unknown subset, or index out of range.
+    """
+    match = ITEM_PATTERN.fullmatch(item_id)
+    if match is None:
+        example = f"{next(iter(subsets))}-train-0"
+        raise UnknownItem(f"item id {item_id[:80]!r} is not <subset>-<split>-<index>, as {example}")
+    subset, split, index = match["subset"], match["split"], int(match["index"])
+    spec = subsets.get(subset)
+    if spec is None:
+        known = nearest(subset, list(subsets))
+        raise UnknownItem(f"no subset {subset!r}; the nearest is {known!r}")
+    num_items = spec.num_train if split == "train" else spec.num_test
+    if index >= num_items:
+        last = f"{subset}-{split}-{num_items - 1}"
+        raise UnknownItem(f"item {item_id!r} is out of range; the last is {last!r}")
+    return ItemId(subset=subset, split=split, index=index)
+
+
+def action_text(text: str) -> str:
+    """Returns what follows the last `Action:`, or the whole text, stripped."""
+    return text.rpartition("Action:")[2].strip()

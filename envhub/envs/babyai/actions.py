@@ -1,0 +1,108 @@
+"""The high-level actions of a scene and the primitives each stands for."""
+
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+
+from envhub.envs.babyai import scene as sc
+from envhub.envs.babyai.scene import Scene, Seen
+
+
+class Kind(Enum):
+    """What an action does at its end, after walking."""
+
+    MOVE = auto()
+    PICKUP = auto()
+    DROP = auto()
+    TOGGLE = auto()
+    TOGGLE_THROUGH = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One executable action; `position` is what it acts on, -1 for none."""
+
+    name: str
+    kind: Kind
+    primitives: tuple[int, ...]
+    position: int = -1
+
+
+def has_key(scene: Scene, position: int) -> bool:
+    """Returns whether the agent carries the key of the door at `position`."""
+    return scene.carrying == (scene.things[position][0], "key")
+
+
+def list_actions(scene: Scene, objects: list[Seen]) -> list[Action]:
+    """Returns every action that changes something now, in a fixed order.
+
+    Unlike AgentGym's list it leaves out what would have no effect: walking into a ball, a key
+    or a closed door, and going to an object already faced. Paths keep to visible free cells.
+    """
+    front = scene.front()
+    ahead = scene.codes[front]
+    actions = [
+        Action("turn left", Kind.MOVE, (sc.LEFT,)),
+        Action("turn right", Kind.MOVE, (sc.RIGHT,)),
+    ]
+    if sc.IS_WALKABLE[ahead]:
+        actions.append(Action("move forward", Kind.MOVE, (sc.FORWARD,)))
+    if scene.carrying is not None and ahead == sc.FREE:
+        actions.append(Action("drop", Kind.DROP, (sc.DROP,), front))
+    if ahead == sc.CLOSED or (ahead == sc.LOCKED and has_key(scene, front)):
+        actions.append(Action("toggle", Kind.TOGGLE, (sc.TOGGLE,), front))
+    for seen in objects:
+        actions.extend(_actions_on(scene, seen))
+    return actions
+
+
+def _actions_on(scene: Scene, seen: Seen) -> list[Action]:
+    """Returns the actions that walk to one object and act on it."""
+    label = f"{seen.name} {seen.number}"
+    if seen.code == sc.GOAL:
+        return [Action("go to goal", Kind.MOVE, seen.path_onto)] if seen.path_onto else []
+    actions = []
+    if seen.path is not None:
+        if seen.code == sc.THING and scene.carrying is None:
+            path = (*seen.path, sc.PICKUP)
+            actions.append(Action(f"pickup {label}", Kind.PICKUP, path, seen.position))
+        openable = seen.code == sc.LOCKED and has_key(scene, seen.position)
+        if seen.code == sc.CLOSED or openable:
+            path = (*seen.path, sc.TOGGLE, sc.FORWARD)
+            name = f"toggle and go through {label}"
+            actions.append(Action(name, Kind.TOGGLE_THROUGH, path, seen.position))
+    if seen.code == sc.OPEN and seen.path_onto:
+        actions.append(Action(f"go through {label}", Kind.MOVE, seen.path_onto))
+    if seen.path and seen.code != sc.LAVA:
+        actions.append(Action(f"go to {label}", Kind.MOVE, seen.path))
+    return actions
+
+
+def poses(scene: Scene, action: Action) -> list[tuple[int, int]]:
+    """Returns the (position, heading) after each primitive of an action, without performing it."""
+    at, heading = scene.at, scene.heading
+    passed = []
+    for primitive in action.primitives:
+        if primitive == sc.FORWARD:
+            at += sc.delta(scene.stride, heading)
+        elif primitive == sc.LEFT:
+            heading = (heading - 1) & 3
+        elif primitive == sc.RIGHT:
+            heading = (heading + 1) & 3
+        passed.append((at, heading))
+    return passed
+
+
+def after(scene: Scene, action: Action) -> Scene:
+    """Returns the scene a walk or a door action leads to; pickups and drops are not modelled."""
+    at, heading = poses(scene, action)[-1]
+    codes = scene.codes
+    if action.kind in (Kind.TOGGLE, Kind.TOGGLE_THROUGH):
+        codes = codes.copy()
+        codes[action.position] = sc.OPEN
+    return replace(scene, codes=codes, at=at, heading=heading)
+
+
+def normalize(text: str) -> str:
+    """Returns an action text in lower case, single-spaced, with `pick up` written `pickup`."""
+    words = " ".join(text.lower().split())
+    return "pickup " + words[8:] if words.startswith("pick up ") else words

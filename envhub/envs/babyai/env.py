@@ -1,0 +1,180 @@
+"""BabyAI levels played in words with high-level actions."""
+
+import hashlib
+
+from envhub.env import EnvSpec, ItemId, StepResult, Style, action_text, parse_item
+from envhub.envs.babyai import actions as act
+from envhub.envs.babyai import levels, text
+from envhub.envs.babyai import scene as sc
+from envhub.envs.babyai.actions import Action, Kind
+from envhub.envs.babyai.expert import Expert
+from envhub.envs.babyai.scene import Scene
+
+# minigrid shortens the reward and truncates by its own step count; turn budgets are the caller's.
+ENDLESS_STEPS = 1_000_000_000
+SUBSETS = levels.subsets()
+
+
+class BabyAiEnv:
+    """One BabyAI episode.
+
+    Differs from AgentGym's server on purpose: reward is 1.0 and the episode ends at the very
+    primitive that completes the mission, whatever the step count; the mission keeps its `then`
+    and `after you`; an object's number in an action is the number it has in the description;
+    only actions that change something are valid.
+    """
+
+    def __init__(self, style: Style) -> None:
+        self._style = style
+        self._level_name = ""
+        self._done = False
+
+    def reset(self, item_id: str, seed: int = 0) -> str:
+        """Starts an item; `seed` is unused, since the item fixes the whole level."""
+        item = parse_item(item_id, SUBSETS)
+        self._start(item)
+        return self._first_observation()
+
+    def _start(self, item: ItemId) -> None:
+        if item.subset != self._level_name:
+            self._level = levels.make_level(item.subset)
+            # The level would draw its own view at every primitive; ours replaces it.
+            self._level.gen_obs = dict
+            self._level_name = item.subset
+        self._level.reset(seed=levels.env_seed(item.split, item.index))
+        self._level.max_steps = ENDLESS_STEPS
+        self._fingerprint = _fingerprint(self._level)
+        self._expert = Expert(self._level)
+        self._done = False
+        self._scene = read_scene(self._level)
+        self._look()
+
+    def step(self, action: str) -> StepResult:
+        """Performs one high-level action given as text."""
+        if self._done:
+            raise RuntimeError("step after the episode has ended")
+        name = act.normalize(action_text(action))
+        chosen = self._by_name.get(name)
+        if chosen is None:
+            return StepResult(
+                observation=self._refusal(name),
+                reward=0.0,
+                done=False,
+                is_valid=name == text.CHECK and self._style is Style.AGENTGYM,
+            )
+        is_won = self._perform(chosen)
+        observation = self._observation()
+        if self._done and self._style is Style.AGENTGYM:
+            observation += "\n The task is completed."
+        reward = 1.0 if is_won else 0.0
+        return StepResult(observation=observation, reward=reward, done=self._done, is_valid=True)
+
+    def _perform(self, action: Action) -> bool:
+        """Runs the primitives until the mission ends or one has no effect; returns whether won."""
+        is_won = False
+        for primitive in action.primitives:
+            before = self._pose()
+            _, reward, self._done, _, _ = self._level.step(primitive)
+            if self._done:
+                is_won = float(reward) > 0
+                break
+            if primitive <= sc.FORWARD and before == self._pose():
+                break
+        if action.kind is Kind.MOVE:
+            self._scene.at, self._scene.heading = _pose(self._level, self._scene.stride)
+        else:
+            self._scene = read_scene(self._level)
+        self._look()
+        return is_won
+
+    def _pose(self) -> tuple[int, int]:
+        return _pose(self._level, self._scene.stride)
+
+    def _look(self) -> None:
+        self._objects, self._view = sc.see(self._scene)
+        self._actions = act.list_actions(self._scene, self._objects)
+        self._by_name = {action.name: action for action in self._actions}
+
+    def _first_observation(self) -> str:
+        if self._style is Style.COMPACT:
+            return f"goal: {self._level.mission}\n{self._observation()}"
+        return f"Your goal: {self._level.mission}\n{self._observation()}"
+
+    def _observation(self) -> str:
+        if self._style is Style.COMPACT:
+            return text.compact_view(self._scene, self._objects, self._view)
+        return text.agentgym_view(self._scene, self._objects, self._view, self._actions)
+
+    def _refusal(self, name: str) -> str:
+        if self._style is Style.COMPACT:
+            return f"{text.INVALID}, {self._observation()}"
+        answer = text.refusal(self._scene, self._objects, self._actions, name)
+        return f"{answer}\n{text.available(self._actions)}"
+
+    def valid_actions(self) -> list[str]:
+        """Returns every action that changes something now; none when the episode has ended."""
+        return [] if self._done else [action.name for action in self._actions]
+
+    def expert_action(self) -> str | None:
+        """Returns the scripted expert's action; it knows the whole map and the instruction."""
+        return None if self._done else self._expert.choose(self._scene, self._by_name)
+
+    def render(self) -> str:
+        """Returns the whole map, two characters a cell, and the mission."""
+        return f"{self._level.mission}\n{self._level.pprint_grid()}"
+
+    def fingerprint(self) -> str:
+        """Returns the hash of the full state the episode began with."""
+        return self._fingerprint
+
+
+def _fingerprint(level) -> str:
+    """Returns sha256 over the grid, the agent's pose, what it carries and the mission."""
+    carried = level.carrying.encode() if level.carrying else ()
+    pose = tuple(int(v) for v in (*level.agent_pos, level.agent_dir, *carried))
+    digest = hashlib.sha256(level.grid.encode().tobytes())
+    digest.update(f"{pose} {level.mission}".encode())
+    return digest.hexdigest()
+
+
+def _pose(level, stride: int) -> tuple[int, int]:
+    x, y = level.agent_pos
+    return (int(y) + sc.PAD) * stride + int(x) + sc.PAD, int(level.agent_dir)
+
+
+def read_scene(level) -> Scene:
+    """Returns a snapshot of a minigrid level."""
+    grid = level.grid
+    stride = grid.width + 2 * sc.PAD
+    codes = [sc.WALL] * (stride * (grid.height + 2 * sc.PAD))
+    things: dict[int, tuple[str, str]] = {}
+    for i, thing in enumerate(grid.grid):
+        position = (i // grid.width + sc.PAD) * stride + i % grid.width + sc.PAD
+        if thing is None or thing.type == "floor":
+            codes[position] = sc.FREE
+        elif thing.type != "wall":
+            codes[position] = _code(thing)
+            things[position] = (thing.color, thing.type)
+    at, heading = _pose(level, stride)
+    held = level.carrying
+    carrying = (held.color, held.type) if held else None
+    return Scene(codes, things, stride, at, heading, carrying)
+
+
+def _code(thing) -> int:
+    if thing.type == "door":
+        return sc.OPEN if thing.is_open else sc.LOCKED if thing.is_locked else sc.CLOSED
+    return {"goal": sc.GOAL, "lava": sc.LAVA}.get(thing.type, sc.THING)
+
+
+def make_spec() -> EnvSpec:
+    """Returns BabyAI's catalogue entry."""
+    return EnvSpec(
+        name="babyai",
+        subsets=SUBSETS,
+        instruction={
+            Style.COMPACT: text.COMPACT_INSTRUCTION,
+            Style.AGENTGYM: text.AGENTGYM_INSTRUCTION,
+        },
+        make=BabyAiEnv,
+    )

@@ -1,0 +1,101 @@
+"""The scripted expert: plans over high-level actions on the whole map, then follows the plan."""
+
+import heapq
+from collections import deque
+from collections.abc import Mapping
+
+from envhub.envs.babyai import actions as act
+from envhub.envs.babyai import scene as sc
+from envhub.envs.babyai.actions import Action, Kind
+from envhub.envs.babyai.scene import Scene
+from envhub.envs.babyai.targets import Target, current_targets
+from envhub.envs.babyai.ways import UNREACHABLE, distances, first_errand
+
+MAX_EXPANSIONS = 48
+PRIMITIVES_PER_ACTION = 3.0  # how far one action brings us, as the search guesses
+
+
+class Expert:
+    """Chooses actions for one level; keeps its plan while the state follows it.
+
+    A search of at most `MAX_EXPANSIONS` scenes bounds the time of a decision. When the target is
+    too far it walks to the scene nearest to it that the search met and no earlier plan began in,
+    so it cannot walk in circles.
+    """
+
+    def __init__(self, level) -> None:
+        self._level = level
+        self._plan: deque[tuple[tuple, str]] = deque()  # (state before, action)
+        self._visited: set[tuple] = set()
+
+    def choose(self, scene: Scene, by_name: Mapping[str, Action]) -> str | None:
+        """Returns the name of the action to take in `scene`; None when it knows no way."""
+        here = _key(scene)
+        if not self._plan or self._plan[0][0] != here or self._plan[0][1] not in by_name:
+            self._plan = self._make_plan(scene)
+        if not self._plan:
+            return None
+        return self._plan.popleft()[1]
+
+    def _make_plan(self, scene: Scene) -> deque[tuple[tuple, str]]:
+        wanted = current_targets(self._level, scene)
+        targets = [t for t in (first_errand(scene, w) for w in wanted) if t is not None]
+        self._visited.add(_key(scene))
+        if not targets:
+            return deque()
+        return deque(search(scene, targets, self._visited))
+
+
+def _key(scene: Scene) -> tuple:
+    """Returns what tells two scenes of one episode apart for the planner."""
+    return scene.at, scene.heading, scene.carrying, bytes(scene.codes)
+
+
+def finishes(scene: Scene, action: Action, target: Target) -> bool:
+    """Returns whether an action meets the target at any of its primitives."""
+    if target.kinds:
+        return action.kind in target.kinds and action.position in target.positions
+    passed = act.poses(scene, action)
+    return any(at + sc.delta(scene.stride, h) in target.positions for at, h in passed)
+
+
+def search(scene: Scene, targets: list[Target], visited: set[tuple]) -> list[tuple[tuple, str]]:
+    """Returns the actions that meet a target, or else lead nearest to one, each with its state.
+
+    Weighted best-first search; ties go to fewer primitives, then to the order of the action list.
+    """
+    ranges = [distances(scene, target) for target in targets]
+
+    def remaining(at: int) -> int:
+        return min(r.get(at, UNREACHABLE) for r in ranges)
+
+    counter = 0
+    start = (_key(scene), scene, [])
+    frontier = [(remaining(scene.at) / PRIMITIVES_PER_ACTION, 0, counter, start)]
+    seen_states = {start[0]}
+    best = (UNREACHABLE, [])
+    for _ in range(MAX_EXPANSIONS):
+        if not frontier:
+            break
+        _, num_primitives, _, (state, here, path) = heapq.heappop(frontier)
+        if path and state not in visited:
+            best = min(best, (remaining(here.at), path), key=lambda b: b[0])
+        objects, _ = sc.see(here)
+        options = act.list_actions(here, objects)
+        final = [a for a in options if any(finishes(here, a, t) for t in targets)]
+        if final:
+            return [*path, (state, min(final, key=lambda a: len(a.primitives)).name)]
+        for action in options:
+            if action.kind not in (Kind.MOVE, Kind.TOGGLE_THROUGH):
+                continue
+            following = act.after(here, action)
+            key = _key(following)
+            if key in seen_states:
+                continue
+            seen_states.add(key)
+            counter += 1
+            total = num_primitives + len(action.primitives)
+            guess = len(path) + 1 + remaining(following.at) / PRIMITIVES_PER_ACTION
+            step = (key, following, [*path, (state, action.name)])
+            heapq.heappush(frontier, (guess, total, counter, step))
+    return best[1]

@@ -1,0 +1,93 @@
+"""Reads a BabyAI instruction: what would complete or advance it from the current state."""
+
+from dataclasses import dataclass
+
+from minigrid.envs.babyai.core.verifier import (
+    AfterInstr,
+    AndInstr,
+    BeforeInstr,
+    GoToInstr,
+    Instr,
+    OpenInstr,
+    PickupInstr,
+    PutNextInstr,
+)
+
+from envhub.envs.babyai import scene as sc
+from envhub.envs.babyai.actions import Kind
+from envhub.envs.babyai.scene import Scene
+
+OPENING = (Kind.TOGGLE, Kind.TOGGLE_THROUGH)
+PICKING_UP = (Kind.PICKUP,)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Cells to face, and the kinds of action that finish there; no kinds: facing is enough."""
+
+    positions: frozenset[int]
+    kinds: tuple[Kind, ...]
+
+
+def position_of(cell, stride: int) -> int:
+    """Returns the padded position of a minigrid (x, y)."""
+    return (int(cell[1]) + sc.PAD) * stride + int(cell[0]) + sc.PAD
+
+
+def current_targets(level, scene: Scene) -> list[Target]:
+    """Returns what is to be done next for the level's instruction; usually one target."""
+    targets = [_target(level, scene, clause) for clause in _open_clauses(level.instrs)]
+    return [target for target in targets if target is not None and target.positions]
+
+
+def _open_clauses(instruction: Instr) -> list[Instr]:
+    """Returns the action clauses that count now, following before, after and and."""
+    if isinstance(instruction, BeforeInstr):
+        is_first = instruction.a_done != "success"
+        return _open_clauses(instruction.instr_a if is_first else instruction.instr_b)
+    if isinstance(instruction, AfterInstr):
+        is_first = instruction.b_done != "success"
+        return _open_clauses(instruction.instr_b if is_first else instruction.instr_a)
+    if isinstance(instruction, AndInstr):
+        clauses = []
+        if instruction.a_done != "success":
+            clauses += _open_clauses(instruction.instr_a)
+        if instruction.b_done != "success":
+            clauses += _open_clauses(instruction.instr_b)
+        return clauses
+    return [instruction]
+
+
+def _target(level, scene: Scene, clause: Instr) -> Target | None:
+    if isinstance(clause, GoToInstr):
+        return Target(frozenset(position_of(p, scene.stride) for p in clause.desc.obj_poss), ())
+    if isinstance(clause, OpenInstr):
+        closed = [door for door in clause.desc.obj_set if not door.is_open]
+        return Target(_where(level, scene, closed), OPENING)
+    if isinstance(clause, PickupInstr):
+        return Target(_where(level, scene, clause.desc.obj_set), PICKING_UP)
+    if isinstance(clause, PutNextInstr):
+        return _put_next(level, scene, clause)
+    return None
+
+
+def _where(level, scene: Scene, wanted: list) -> frozenset[int]:
+    """Returns where these very objects stand; minigrid does not always record it on them."""
+    identities = {id(thing) for thing in wanted}
+    width = level.grid.width
+    cells = (i for i, thing in enumerate(level.grid.grid) if id(thing) in identities)
+    return frozenset(position_of((i % width, i // width), scene.stride) for i in cells)
+
+
+def _put_next(level, scene: Scene, clause: PutNextInstr) -> Target:
+    """Returns where to drop the object to be moved, or where to pick it up first."""
+    if not any(level.carrying is thing for thing in clause.desc_move.obj_set):
+        return Target(_where(level, scene, clause.desc_move.obj_set), PICKING_UP)
+    beside = set()
+    for cell in clause.desc_fixed.obj_poss:
+        position = position_of(cell, scene.stride)
+        for heading in range(4):
+            near = position + sc.delta(scene.stride, heading)
+            if scene.codes[near] == sc.FREE:
+                beside.add(near)
+    return Target(frozenset(beside), (Kind.DROP,))

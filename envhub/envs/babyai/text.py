@@ -1,0 +1,136 @@
+"""A scene in words, in the compact style and in AgentGym's."""
+
+import json
+
+from envhub.envs.babyai import scene as sc
+from envhub.envs.babyai.actions import Action, has_key
+from envhub.envs.babyai.scene import Scene, Seen
+
+INVALID = "invalid action"
+CHECK = "check available actions"
+
+COMPACT_INSTRUCTION = ""
+
+AGENTGYM_INSTRUCTION = """\
+You explore rooms of a grid world and must reach the goal you are given. Each turn you are told \
+what you see and which actions are available. Actions are:
+turn left
+turn right
+move forward
+go to <object> <number>
+pickup <object> <number>
+drop
+go through <open door> <number>
+toggle and go through <closed door> <number> (a locked door needs the key of its colour in hand)
+toggle (the door right in front of you)
+Numbers are those of the latest observation. Answer in this form:
+Thought:
+<your thoughts>
+
+Action:
+<one action>"""
+
+
+def wall_ahead(view: list[int | None]) -> int | None:
+    """Returns the steps to the wall straight ahead (1: it is adjacent); None when none is seen."""
+    for forward in range(1, sc.VIEW):
+        if view[forward * sc.VIEW + sc.HALF] == sc.WALL:
+            return forward
+    return None
+
+
+def compact_view(scene: Scene, objects: list[Seen], view: list[int | None]) -> str:
+    """Returns the view as one line, such as `red box 1 ahead 1 right 1, wall 4`."""
+    parts = [_compact_object(seen) for seen in objects]
+    wall = wall_ahead(view)
+    if wall is not None:
+        parts.append(f"wall {wall}")
+    if scene.carrying is not None:
+        parts.append("carrying {} {}".format(*scene.carrying))
+    return ", ".join(parts) if parts else "nothing"
+
+
+def _compact_object(seen: Seen) -> str:
+    words = [seen.name, str(seen.number)]
+    if seen.forward:
+        words.append(f"ahead {seen.forward}")
+    if seen.right:
+        words.append(f"right {seen.right}" if seen.right > 0 else f"left {-seen.right}")
+    if seen.path is None:
+        words.append("blocked")
+    return " ".join(words)
+
+
+def agentgym_view(
+    scene: Scene, objects: list[Seen], view: list[int | None], actions: list[Action]
+) -> str:
+    """Returns the view in AgentGym's sentences, ending in the list of available actions."""
+    sentences = ["You cannot see any objects within sight. "]
+    if objects:
+        sentences = ["In front of you in this room, you can see several objects: "]
+        sentences += [f"There is a {s.name} {s.number} {_position(s)} " for s in objects]
+    sentences.append("The room has walls around you. ")
+    sentences.append(_barrier(objects, view))
+    if scene.carrying is None:
+        sentences.append("You are not carrying anything.")
+    else:
+        sentences.append("You are carrying a {} {}.".format(*scene.carrying))
+    return "".join(sentences) + "\n" + available(actions)
+
+
+def _position(seen: Seen) -> str:
+    if not seen.right:
+        return f"right in front of you {seen.forward} steps away. "
+    side = "right" if seen.right > 0 else "left"
+    return f"{seen.forward} steps in front of you and {abs(seen.right)} steps to your {side}. "
+
+
+def _barrier(objects: list[Seen], view: list[int | None]) -> str:
+    """Returns the sentence about the nearest wall or box straight ahead, or nothing."""
+    boxes = [s.forward for s in objects if not s.right and s.name.endswith(" box")]
+    wall = wall_ahead(view)
+    if boxes and (wall is None or min(boxes) < wall):
+        return f"You are facing a box {min(boxes)} steps away. "
+    return f"You are facing a wall {wall} steps away. " if wall is not None else ""
+
+
+def available(actions: list[Action]) -> str:
+    """Returns AgentGym's line of available actions."""
+    return "Available actions: " + json.dumps([*(a.name for a in actions), CHECK])
+
+
+def refusal(scene: Scene, objects: list[Seen], actions: list[Action], action: str) -> str:
+    """Returns AgentGym's answer to a normalized action text that is not available."""
+    if not action:
+        return "No change in state."
+    if "check" in action:
+        return f"You can take the following actions: {', '.join(a.name for a in actions)}"
+    if action == "move forward":
+        return "There is a barrier in front of you, you can't move forward."
+    if action == "drop":
+        if scene.carrying is None:
+            return "You cannot drop the object, as you are not carrying anything."
+        return "You cannot drop the object, as there is already an object in front of you."
+    by_label = {f"{seen.name} {seen.number}": seen for seen in objects}
+    for verb in ("toggle and go through", "go through", "pickup", "go to"):
+        seen = by_label.get(action.removeprefix(verb + " "))
+        if action.startswith(verb + " ") and seen is not None:
+            return _refusal_on(scene, seen, verb)
+    return "The action is not recognized. Please check valid actions."
+
+
+def _refusal_on(scene: Scene, seen: Seen, verb: str) -> str:
+    label = f"{verb} {seen.name} {seen.number}"
+    if verb == "go to" and seen.path == ():
+        return "No change in state."
+    reason = "there is no path leading to it"
+    if verb == "pickup" and scene.carrying is not None:
+        reason = "you are already carrying something"
+    if verb == "go through" and seen.code == sc.CLOSED:
+        reason = "it is closed. You should toggle it first"
+    locked_out = seen.code == sc.LOCKED and not has_key(scene, seen.position)
+    if verb == "toggle and go through" and locked_out:
+        reason = "you are not carrying a key"
+        if scene.carrying is not None and scene.carrying[1] == "key":
+            reason = "the color of the key you are carrying does not match the color of door"
+    return f"You cannot {label}, as {reason}."

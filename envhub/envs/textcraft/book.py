@@ -1,0 +1,109 @@
+"""The recipe book: recipes by target, tags, and how deep each item lies."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+
+from envhub.envs.textcraft.recipes import TAGS, recipe_lines
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """`count` of `target` from ingredients (count, item or tag), each named once."""
+
+    target: str
+    count: int
+    ingredients: tuple[tuple[int, str], ...]
+
+    def command(self) -> str:
+        """Returns the crafting command as the agent is shown it; tags by their plain name."""
+        parts = ", ".join(f"{count} {name}" for count, name in self.ingredients)
+        return f"craft {self.count} {self.target} using {parts}"
+
+
+@dataclass(frozen=True, slots=True)
+class Book:
+    """All recipes. An item is craftable, or gettable, never both; tags are neither."""
+
+    recipes: Mapping[str, tuple[Recipe, ...]]
+    tags: Mapping[str, tuple[str, ...]]
+    depths: Mapping[str, int]  # of items and tags; 0 for what can only be got
+
+    def is_gettable(self, name: str) -> bool:
+        """Returns whether the world gives this item away."""
+        return name in self.depths and name not in self.recipes and name not in self.tags
+
+    def members(self, name: str) -> tuple[str, ...]:
+        """Returns the least deep items of a tag, or the item itself."""
+        members = self.tags.get(name)
+        if members is None:
+            return (name,)
+        return tuple(m for m in members if self.depths[m] == self.depths[name])
+
+    def goals(self, depth: int) -> list[str]:
+        """Returns the craftable items of a depth, sorted."""
+        return sorted(item for item in self.recipes if self.depths[item] == depth)
+
+
+def parse_recipe(line: str) -> Recipe:
+    """Returns the recipe of one line of the table."""
+    product, _, inputs = line.partition(" = ")
+    count, _, target = product.partition(" ")
+    ingredients = []
+    for part in inputs.split(", "):
+        num, _, name = part.partition(" ")
+        ingredients.append((int(num), name.removeprefix("#")))
+    return Recipe(target, int(count), tuple(ingredients))
+
+
+@cache
+def the_book() -> Book:
+    """Returns the one recipe book.
+
+    Raises:
+        ValueError: the table has a cycle.
+    """
+    recipes: dict[str, list[Recipe]] = {}
+    for recipe in map(parse_recipe, recipe_lines()):
+        recipes.setdefault(recipe.target, []).append(recipe)
+    by_target = {target: tuple(recipes[target]) for target in sorted(recipes)}
+    depths = _depths(by_target, TAGS)
+    # the easiest recipe first: the solver takes it
+    ordered = {
+        target: tuple(sorted(rs, key=lambda r: (_depth_of(r, depths), r.command())))
+        for target, rs in by_target.items()
+    }
+    return Book(recipes=ordered, tags=TAGS, depths=depths)
+
+
+def _depth_of(recipe: Recipe, depths: Mapping[str, int]) -> int:
+    return 1 + max(depths[name] for _, name in recipe.ingredients)
+
+
+def _depths(
+    recipes: Mapping[str, tuple[Recipe, ...]], tags: Mapping[str, tuple[str, ...]]
+) -> dict[str, int]:
+    """Returns depths: 0 without recipe, else 1 + the deepest ingredient of the easiest recipe."""
+    depths: dict[str, int] = {}
+    open_items: set[str] = set()
+
+    def depth(name: str) -> int:
+        if name in depths:
+            return depths[name]
+        if name in open_items:
+            raise ValueError(f"the recipe table has a cycle through {name!r}")
+        open_items.add(name)
+        if name in tags:
+            found = min(depth(member) for member in tags[name])
+        else:
+            found = min(
+                (1 + max(depth(part) for _, part in r.ingredients) for r in recipes.get(name, ())),
+                default=0,
+            )
+        open_items.discard(name)
+        depths[name] = found
+        return found
+
+    for target in recipes:
+        depth(target)
+    return depths

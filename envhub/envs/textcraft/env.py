@@ -1,0 +1,220 @@
+"""TextCraft: get ingredients and craft until the goal item is made."""
+
+import hashlib
+import re
+from collections import Counter
+from dataclasses import dataclass
+
+from envhub.env import EnvSpec, StepResult, Style, action_text, parse_item
+from envhub.envs.textcraft import solver, tasks
+from envhub.envs.textcraft.book import Recipe, the_book
+
+SUBSETS = tasks.subsets()
+MAX_ECHO_CHARS = 200  # an action is untrusted text and comes back in the observation
+COUNTED = re.compile(r"([0-9]{1,9}) +(\S.*)")
+CRAFT = re.compile(r"craft +(?:([0-9]{1,9}) +)?(\S.*?) +using +(\S.*)")
+GET = re.compile(r"get +([0-9]{1,9}) +(\S.*)")
+
+INSTRUCTION = """\
+You are given crafting commands and a goal. Each turn you may get an item that cannot be crafted \
+("get 2 oak log"), look at what you hold ("inventory"), or craft with one of the commands \
+("craft 4 oak planks using 1 oak log"). Always state the quantities. Where a command names a \
+kind of ingredient, such as planks, use one specific item of that kind, such as oak planks. \
+Answer in this form:
+Thought:
+<your thoughts>
+
+Action:
+<one action>"""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the engine says, worded for both styles."""
+
+    agentgym: str
+    compact: str
+    is_valid: bool = False
+    is_goal: bool = False
+
+
+class TextCraftEnv:
+    """One TextCraft episode. Reward is 1 when the goal item is crafted, which ends it."""
+
+    def __init__(self, style: Style) -> None:
+        self._style = style
+        self._done = False
+        self._inventory: Counter[str] = Counter()
+
+    def reset(self, item_id: str, seed: int = 0) -> str:
+        """Starts an item; `seed` is unused, since the item fixes everything."""
+        self._task = tasks.make_task(parse_item(item_id, SUBSETS))
+        self._inventory = Counter()
+        self._done = False
+        commands = "\n".join(recipe.command() for recipe in self._task.recipes)
+        if self._style is Style.COMPACT:
+            return f"{commands}\ngoal: {self._task.goal}"
+        return f"Crafting commands:\n{commands}\n\nGoal: craft {self._task.goal}."
+
+    def step(self, action: str) -> StepResult:
+        """Performs one action given as text."""
+        if self._done:
+            raise RuntimeError("step after the episode has ended")
+        text = action_text(action)
+        if self._style is Style.COMPACT:
+            text = text.lower()
+        answer = self._answer(text)
+        self._done = answer.is_goal
+        return StepResult(
+            observation=answer.compact if self._style is Style.COMPACT else answer.agentgym,
+            reward=1.0 if answer.is_goal else 0.0,
+            done=answer.is_goal,
+            is_valid=answer.is_valid,
+        )
+
+    def _answer(self, text: str) -> Answer:
+        craft = CRAFT.match(text)
+        if craft is not None:
+            return self._craft(int(craft[1] or 1), craft[2], craft[3])
+        get = GET.match(text)
+        if get is not None:
+            return self._get(int(get[1]), get[2])
+        if text.startswith("inventory"):
+            return self._show_inventory()
+        return Answer(f"Could not execute {text[:MAX_ECHO_CHARS]}", "could not execute")
+
+    def _show_inventory(self) -> Answer:
+        if not self._inventory:
+            empty = "Inventory: You are not carrying anything."
+            return Answer(empty, "inventory: nothing", is_valid=True)
+        items = self._inventory.items()
+        listed = "".join(f"[{name}] ({count}) " for name, count in items)
+        compact = ", ".join(f"{count} {name}" for name, count in items if count)
+        return Answer(f"Inventory: {listed}", f"inventory: {compact or 'nothing'}", is_valid=True)
+
+    def _get(self, count: int, typed: str) -> Answer:
+        name = typed.strip()
+        if not the_book().is_gettable(name):
+            echo = name[:MAX_ECHO_CHARS]
+            return Answer(f"Could not find {echo}", f"could not find {_known(name)}".rstrip())
+        self._inventory[name] += count
+        return Answer(f"Got {count} {name}", f"got {count} {name}", is_valid=True)
+
+    def _craft(self, count_asked: int, target: str, inputs: str) -> Answer:
+        """Checks, in this order: wording, what is held, and that a recipe matches exactly.
+
+        The count asked for is only repeated in one answer; a recipe makes what it makes.
+        """
+        given: Counter[str] = Counter()
+        for fragment in inputs.split(","):
+            counted = COUNTED.fullmatch(fragment.strip())
+            if counted is None:
+                echo = fragment.strip()[:MAX_ECHO_CHARS]
+                return Answer(f"Wrong item format: {echo}", "wrong item format")
+            given[counted[2]] += int(counted[1])
+        raw, known = _raw(target), _known(target)
+        if any(self._inventory[name] < count for name, count in given.items()):
+            missing = "None" if target in the_book().tags else raw
+            return Answer(
+                f"Could not find enough items to craft {missing}",
+                f"could not find enough items to craft {known}".rstrip(),
+            )
+        recipe = find_recipe(target, given)
+        if recipe is None:
+            return Answer(
+                "Could not find a valid recipe for ItemTagWithCount(item_tag=ItemTag("
+                f"tag=None, item_id={raw!r}), count={count_asked})",
+                f"could not find a valid recipe for {known}".rstrip(),
+            )
+        for name, count in given.items():
+            self._inventory[name] -= count
+            if not self._inventory[name]:
+                del self._inventory[name]
+        self._inventory[target] += recipe.count
+        return Answer(
+            f"Crafted {recipe.count} {raw}",
+            f"crafted {recipe.count} {target}",
+            is_valid=True,
+            is_goal=target == self._task.goal,
+        )
+
+    def valid_actions(self) -> list[str]:
+        """Returns `inventory`, gets in the amounts the commands name, and crafts possible now."""
+        if self._done:
+            return []
+        actions = {"inventory": None}
+        for recipe in self._task.recipes:
+            for count, part in recipe.ingredients:
+                if the_book().is_gettable(part):
+                    actions[f"get {count} {part}"] = None
+        for recipe in self._task.recipes:
+            command = self._filled(recipe)
+            if command is not None:
+                actions[command] = None
+        return list(actions)
+
+    def _filled(self, recipe: Recipe) -> str | None:
+        """Returns the command with held items in its slots; None when something is missing."""
+        used = []
+        for count, part in recipe.ingredients:
+            members = the_book().tags.get(part, (part,))
+            held = [name for name in members if self._inventory[name] >= count]
+            if not held:
+                return None
+            used.append(f"{count} {held[0]}")
+        return f"craft {recipe.count} {recipe.target} using {', '.join(used)}"
+
+    def expert_action(self) -> str | None:
+        """Returns the exact solver's next action."""
+        if self._done:
+            return None
+        task = self._task
+        return solver.next_action(the_book(), task.goal, self._inventory, task.members)
+
+    def render(self) -> str:
+        """Returns the goal, the commands and the inventory."""
+        commands = "\n".join(recipe.command() for recipe in self._task.recipes)
+        return f"goal: {self._task.goal}\n{commands}\n{self._show_inventory().compact}"
+
+    def fingerprint(self) -> str:
+        """Returns sha256 over the goal and the commands in their order."""
+        lines = [self._task.goal, *(recipe.command() for recipe in self._task.recipes)]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def find_recipe(target: str, given: Counter[str]) -> Recipe | None:
+    """Returns the recipe of `target` whose slots `given` fills exactly, a tag slot by one kind."""
+    for recipe in the_book().recipes.get(target, ()):
+        if len(recipe.ingredients) == len(given) and _fills(recipe, given):
+            return recipe
+    return None
+
+
+def _fills(recipe: Recipe, given: Counter[str]) -> bool:
+    tags = the_book().tags
+    left = dict(given)
+    for count, part in sorted(recipe.ingredients, key=lambda slot: slot[1] in tags):
+        fitting = [name for name in tags.get(part, (part,)) if left.get(name) == count]
+        if not fitting:
+            return False
+        del left[fitting[0]]
+    return not left
+
+
+def _raw(name: str) -> str:
+    return "minecraft:" + name[:MAX_ECHO_CHARS].replace(" ", "_")
+
+
+def _known(name: str) -> str:
+    """Returns the name if the book has it, else nothing: compact text keeps to known words."""
+    return name if name in the_book().depths else ""
+
+
+def make_spec() -> EnvSpec:
+    """Returns TextCraft's catalogue entry."""
+    return EnvSpec(
+        name="textcraft",
+        subsets=SUBSETS,
+        instruction={Style.COMPACT: "", Style.AGENTGYM: INSTRUCTION},
+        make=TextCraftEnv,
+    )

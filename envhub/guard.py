@@ -1,0 +1,63 @@
+"""What stands before every route: the bearer token and the limit on request size."""
+
+import hmac
+import json
+
+from fastapi import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+OPEN_PATHS = frozenset({"/healthz"})
+
+
+class Guard:
+    """ASGI middleware that answers 401 without the token and 413 to bodies over the limit."""
+
+    def __init__(self, app: ASGIApp, *, token: str | None, max_body_bytes: int) -> None:
+        self._app = app
+        self._expected = f"Bearer {token}".encode() if token is not None else None
+        self._max_body_bytes = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers the request itself or hands it on."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        if not self._is_allowed(scope["path"], headers):
+            await _answer(send, 401, "a valid bearer token is required")
+            return
+        length = headers.get(b"content-length")
+        if length is not None and int(length) > self._max_body_bytes:
+            await _answer(send, 413, f"request bodies are limited to {self._max_body_bytes} bytes")
+            return
+        if length is None and b"transfer-encoding" in headers:
+            receive = self._limited(receive)
+        await self._app(scope, receive, send)
+
+    def _is_allowed(self, path: str, headers: dict[bytes, bytes]) -> bool:
+        if self._expected is None or path in OPEN_PATHS:
+            return True
+        return hmac.compare_digest(headers.get(b"authorization", b""), self._expected)
+
+    def _limited(self, receive: Receive) -> Receive:
+        """Returns `receive` that raises 413 once a body of unstated length grows too large."""
+        num_bytes = 0
+
+        async def receive_limited() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > self._max_body_bytes:
+                raise HTTPException(413, "request body too large")
+            return message
+
+        return receive_limited
+
+
+async def _answer(send: Send, status: int, detail: str) -> None:
+    body = json.dumps({"detail": detail}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    if status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,173 @@
+"""Puts a learner together, and back to where a previous one stopped."""
+
+import logging
+import os
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+
+from common.config import RunConfig
+from common.journal import JournalWriter, read_journal
+from common.messages import EpisodeKind, Hello, Trajectory
+from common.metrics import MetricsWriter
+from common.run_dir import RunDir
+from common.security import load_keys
+from common.sockets import Router
+from common.wandb_sink import WandbSink
+from learner.batching import Sample
+from learner.checkpoint import Checkpoints, load_checkpoint, newest_checkpoint
+from learner.device import pick_device
+from learner.groups import Group, GroupTable
+from learner.intake import Intake
+from learner.model import load_policy
+from learner.publish import Publisher
+from learner.samples import group_has_signal, samples_of
+from learner.step_log import StepLog
+from learner.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """Everything a learner is made of."""
+
+    model: Any
+    tokenizer: Any
+    trainer: Trainer
+    intake: Intake
+    publisher: Publisher
+    checkpoints: Checkpoints
+    journal: JournalWriter
+    step_log: StepLog
+    metrics: MetricsWriter
+    version: int
+
+
+def build(cfg: RunConfig, run_dir: RunDir) -> Parts:
+    """Return a learner at the version where the run stands, 0 for a new one.
+
+    A checkpoint is restored, then the steps logged after it are repeated from the journal.
+    """
+    device = pick_device(cfg.learner.device)
+    if device.type == "cpu":
+        torch.set_num_threads(cfg.learner.num_threads)
+    torch.manual_seed(cfg.run.seed)
+    keys = load_keys(run_dir.keys)
+    folder = newest_checkpoint(run_dir.checkpoints)
+    model_path = str(folder) if folder else cfg.model.path
+    model = load_policy(
+        model_path, device=device, gradient_checkpointing=cfg.learner.gradient_checkpointing
+    )
+    tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
+    trainer = Trainer(
+        cfg.learner,
+        cfg.algorithm,
+        model,
+        num_steps=cfg.train.num_steps,
+        seed=cfg.run.seed,
+        temperature=cfg.actor.temperature,
+        engine_dtype=cfg.model.dtype,
+    )
+    version = 0
+    if folder is not None:
+        restored = load_checkpoint(folder)
+        trainer.load_state_dict(restored.state)
+        version = restored.version
+        logger.info("restored checkpoint=%s version=%d", folder, version)
+    journal = JournalWriter(run_dir.journal)
+    step_log = StepLog(run_dir.journal / "steps.jsonl")
+    held = {t.episode_id: t for _, t in read_journal(run_dir.journal)}
+    version = _repeat_steps(cfg, trainer, step_log, held, version)
+    intake = _intake(cfg, run_dir, keys, journal, version)
+    _readopt(intake, step_log, held)
+    publisher = Publisher(
+        Router(keys, host=cfg.learner.host, port=0),
+        host=cfg.learner.host,
+        timeout_s=cfg.learner.publish_timeout_s,
+        max_canary_delta=cfg.learner.max_canary_delta,
+    )
+    return Parts(
+        model=model,
+        tokenizer=tokenizer,
+        trainer=trainer,
+        intake=intake,
+        publisher=publisher,
+        checkpoints=Checkpoints(
+            run_dir.checkpoints,
+            every_steps=cfg.learner.checkpoint_every_steps,
+            every_s=cfg.learner.checkpoint_every_s,
+            keep=cfg.learner.keep_checkpoints,
+        ),
+        journal=journal,
+        step_log=step_log,
+        metrics=MetricsWriter(run_dir, [WandbSink(run_dir, cfg)], resumed_at_step=version),
+        version=version,
+    )
+
+
+def _intake(
+    cfg: RunConfig, run_dir: RunDir, keys: Any, journal: JournalWriter, version: int
+) -> Intake:
+    router = Router(keys, host=cfg.learner.host, port=cfg.learner.port)
+    table = GroupTable(
+        cfg.groups, cfg.algorithm, has_signal=lambda m: group_has_signal(m, cfg.algorithm)
+    )
+    hello = Hello(
+        role="learner",
+        name=f"learner-{os.getpid()}",
+        incarnation=uuid.uuid4().hex[:12],
+        version=version,
+    )
+    intake = Intake(
+        run_dir,
+        keys,
+        router,
+        journal,
+        table,
+        hello=hello,
+        heartbeat_s=cfg.scheduler.heartbeat_s,
+        group_size=cfg.groups.size,
+        silence_s=4 * cfg.scheduler.dead_after_s,
+    )
+    return intake
+
+
+def _repeat_steps(
+    cfg: RunConfig,
+    trainer: Trainer,
+    step_log: StepLog,
+    held: dict[str, Trajectory],
+    version: int,
+) -> int:
+    """Train again on the logged batches after `version`; return the version reached."""
+    for step in step_log.steps:
+        if step.version <= version:
+            continue
+        groups = [
+            Group(group_id=ids[0].rpartition("/")[0], members=[held[name] for name in ids])
+            for ids in step.groups
+        ]
+        samples: list[Sample] = samples_of(groups, cfg.algorithm)
+        trainer.train_on(samples, version=step.version - 1)
+        version = step.version
+        logger.info("repeated step=%d groups=%d", version, len(groups))
+    return version
+
+
+def _readopt(intake: Intake, step_log: StepLog, held: dict[str, Trajectory]) -> None:
+    """Give the journal's episodes back: consumed ones to the books, the others to their groups."""
+    consumed = {o.episode_id for step in step_log.steps for o in step.outcomes}
+    for step in step_log.steps:
+        intake.adopt_outcomes(step.outcomes)
+    for trajectory in held.values():
+        is_consumed = trajectory.episode_id in consumed
+        intake.adopt(trajectory, is_consumed=is_consumed)
+    num_open = sum(
+        t.kind is EpisodeKind.TRAIN and t.episode_id not in consumed for t in held.values()
+    )
+    if held:
+        logger.info("journal episodes=%d not_consumed=%d", len(held), num_open)

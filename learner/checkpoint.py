@@ -1,0 +1,107 @@
+"""Checkpoints: the policy as a model directory, the trainer's state beside it, a marker last."""
+
+import json
+import logging
+import os
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_MARKER = "COMPLETE"  # written last; a folder without it is the remains of a crash
+_PREFIX = "step-"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """What a checkpoint holds."""
+
+    version: int
+    folder: Path
+    state: dict[str, Any]
+
+
+def newest_checkpoint(root: Path) -> Path | None:
+    """Return the newest complete checkpoint below `root`, None if there is none."""
+    complete = [path for path in root.glob(f"{_PREFIX}*") if (path / _MARKER).exists()]
+    return max(complete, key=lambda path: int(path.name.removeprefix(_PREFIX)), default=None)
+
+
+def load_checkpoint(folder: Path) -> Restored:
+    """Return a checkpoint's content.
+
+    Raises:
+        ConfigError: the folder is no complete checkpoint.
+    """
+    if not (folder / _MARKER).exists():
+        raise ConfigError(f"{folder} is no complete checkpoint")
+    version = json.loads((folder / _MARKER).read_text())["version"]
+    state = torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True)
+    return Restored(version=version, folder=folder, state=state)
+
+
+class Checkpoints:
+    """Saves every `every_steps` steps or `every_s` seconds, keeps the newest few.
+
+    Example (every_steps=25, keep=3): after step 100 there are step-50, step-75 and step-100. A
+    crash while step-100 is written leaves a folder without marker, which nobody reads.
+    """
+
+    def __init__(self, root: Path, *, every_steps: int, every_s: float, keep: int) -> None:
+        self._root = root
+        self._every_steps = every_steps
+        self._every_s = every_s
+        self._keep = keep
+        self._saved_at = time.monotonic()
+        self._saved_version = -1
+        root.mkdir(parents=True, exist_ok=True)
+
+    def is_due(self, version: int) -> bool:
+        """Return True if this version should be saved now."""
+        if version == self._saved_version:
+            return False
+        by_step = version % self._every_steps == 0
+        return by_step or time.monotonic() - self._saved_at >= self._every_s
+
+    def save(self, version: int, *, model: Any, tokenizer: Any, state: dict[str, Any]) -> Path:
+        """Write a checkpoint and return its folder; older ones beyond `keep` are removed."""
+        if version == self._saved_version:
+            return self._folder(version)
+        started = time.monotonic()
+        folder = self._folder(version)
+        partial = folder.with_name(f".{folder.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        torch.save(state, partial / "trainer.pt")
+        (partial / _MARKER).write_text(json.dumps({"version": version}))
+        _sync_tree(partial)
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
+        self._saved_at, self._saved_version = time.monotonic(), version
+        self._remove_old()
+        logger.info("saved version=%d took_s=%.2f", version, time.monotonic() - started)
+        return folder
+
+    def _folder(self, version: int) -> Path:
+        return self._root / f"{_PREFIX}{version:06d}"
+
+    def _remove_old(self) -> None:
+        complete = sorted(p for p in self._root.glob(f"{_PREFIX}*") if (p / _MARKER).exists())
+        for path in complete[: -self._keep]:
+            shutil.rmtree(path)
+
+
+def _sync_tree(folder: Path) -> None:
+    for path in [*folder.iterdir(), folder]:
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)

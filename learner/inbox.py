@@ -1,0 +1,57 @@
+"""The gate of the trajectory plane: what a trajectory must be, before it is written down."""
+
+import numpy as np
+
+from common.messages import PolicyKind, Trajectory
+
+MAX_ABS_LOGPROB = 200.0  # nats; anything beyond is no logprob
+
+
+def refusal(trajectory: Trajectory, *, learner_version: int, max_group_size: int) -> str:
+    """Return why a trajectory must not be accepted, "" if it may.
+
+    An infrastructure failure may carry few or no tokens; it is accepted as a record of itself and
+    never reaches the loss.
+
+    Args:
+        learner_version: newest version there is; a token cannot be newer.
+        max_group_size: members are numbered below it (training episodes only).
+    """
+    length = len(trajectory.token_ids)
+    columns = {
+        "loss_mask": trajectory.loss_mask,
+        "logprobs": trajectory.logprobs,
+        "versions": trajectory.versions,
+        "turn_ids": trajectory.turn_ids,
+    }
+    for name, column in columns.items():
+        if column.ndim != 1 or len(column) != length:
+            return f"{name} has shape {column.shape}, token_ids has {length} tokens"
+    if not 0.0 <= trajectory.reward <= 1.0:
+        return f"reward {trajectory.reward} is not in [0, 1]"
+    if trajectory.kind == "train" and not 0 <= trajectory.member < max_group_size:
+        return f"member {trajectory.member} of a group of {max_group_size}"
+    if trajectory.end_reason.is_infrastructure_failure:
+        return ""
+    if trajectory.policy is not PolicyKind.MODEL:
+        return ""
+    return _refusal_of_tokens(trajectory, learner_version)
+
+
+def _refusal_of_tokens(trajectory: Trajectory, learner_version: int) -> str:
+    mask = trajectory.loss_mask
+    if not mask.any():
+        return "no sampled token"
+    if int(trajectory.token_ids.min()) < 0:
+        return "negative token id"
+    logprobs = trajectory.logprobs[mask]
+    if not np.isfinite(logprobs).all():
+        return "a sampled token has no finite logprob"
+    if float(np.abs(logprobs).max()) > MAX_ABS_LOGPROB or float(logprobs.max()) > 1e-3:
+        return "a sampled token has an impossible logprob"
+    versions = trajectory.versions[mask]
+    if int(versions.min()) < 0 or int(versions.max()) > learner_version:
+        return f"versions {versions.min()}..{versions.max()}, the newest is {learner_version}"
+    if (trajectory.versions[~mask] != -1).any():
+        return "a token that was not sampled carries a version"
+    return ""

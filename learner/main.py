@@ -1,0 +1,211 @@
+"""The learner: wait for a batch, train on it, publish the weights. Repeat."""
+
+import logging
+import signal
+import threading
+import time
+
+import psutil
+import torch
+
+from common.config import RunConfig, TrainMode
+from common.errors import LongstrideError
+from common.messages import EpisodeOutcome, Outcome
+from common.run_dir import RunDir
+from learner.build import Parts, build
+from learner.groups import Group
+from learner.model import export_tensors
+from learner.publish import snapshot
+from learner.samples import samples_of
+from learner.step_log import LoggedStep
+
+logger = logging.getLogger(__name__)
+
+NUM_CANARIES = 4
+MAX_CANARY_TOKENS = 96
+FINISH_S = 900.0  # for the evaluation after the last step
+
+
+class StopRequested(Exception):
+    """SIGTERM or SIGINT: save and leave."""
+
+
+def run(cfg: RunConfig, run_dir: RunDir) -> None:
+    """Train for `cfg.train.num_steps` optimizer steps. Any exception ends the role.
+
+    Version counts optimizer steps: version v is the policy after step v.
+    """
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    parts = build(cfg, run_dir)
+    loop = Loop(cfg, parts, stop)
+    try:
+        parts.intake.start()
+        parts.publisher.start()
+        loop.publish()
+        run_dir.publish_address("weights", f"tcp://{cfg.learner.host}:{parts.publisher.port}")
+        run_dir.publish_address("learner", f"tcp://{cfg.learner.host}:{parts.intake.port}")
+        loop.train()
+    except StopRequested:
+        logger.info("stopping version=%d", loop.version)
+        loop.save()
+    finally:
+        shut_down(parts)
+
+
+class Loop:
+    """The steps of training, each behind a name."""
+
+    def __init__(self, cfg: RunConfig, parts: Parts, stop: threading.Event) -> None:
+        self._cfg = cfg
+        self._parts = parts
+        self._stop = stop
+        self._process = psutil.Process()
+        self._canary: list[list[int]] = []
+        self.version = parts.version
+
+    def train(self) -> None:
+        """Run to the last step, then until the scheduler has its last evaluation."""
+        cfg, parts = self._cfg, self._parts
+        is_last = self.version >= cfg.train.num_steps
+        parts.intake.step_done(self.version, is_last=is_last)
+        while self.version < cfg.train.num_steps:
+            groups, stale, waited_s = self._next_batch()
+            metrics = parts.trainer.train_on(
+                samples_of(groups, cfg.algorithm), version=self.version
+            )
+            self.version += 1
+            self._log_step(groups, stale)
+            self.publish()
+            parts.intake.step_done(self.version, is_last=self.version >= cfg.train.num_steps)
+            self._log_metrics(metrics, groups, stale, waited_s)
+            if parts.checkpoints.is_due(self.version):
+                self.save()
+        self.save()
+        self._finish()
+
+    def _next_batch(self) -> tuple[list[Group], list[EpisodeOutcome], float]:
+        started = time.monotonic()
+        learner = self._cfg.learner
+        self._parts.intake.waiting_for = "actors: a batch"
+        deadline = started + learner.batch_timeout_s
+        while True:
+            if self._stop.is_set():
+                raise StopRequested
+            try:
+                groups, stale = self._parts.intake.next_batch(
+                    self.version,
+                    max_lag_steps=learner.max_lag_steps,
+                    in_order=self._cfg.train.mode is TrainMode.SYNC,
+                    timeout_s=0.5,
+                )
+            except TimeoutError:
+                if time.monotonic() > deadline:
+                    raise
+                continue
+            self._parts.intake.waiting_for = ""
+            return groups, stale, time.monotonic() - started
+
+    def _log_step(self, groups: list[Group], stale: list[EpisodeOutcome]) -> None:
+        """Write down what the step consumed, before anybody sees its weights."""
+        trained = [
+            EpisodeOutcome(episode_id=t.episode_id, outcome=Outcome.TRAINED, cause="")
+            for group in groups
+            for t in group.members
+        ]
+        self._parts.step_log.append(
+            LoggedStep(
+                version=self.version,
+                groups=[[t.episode_id for t in group.members] for group in groups],
+                outcomes=[*trained, *stale],
+            )
+        )
+        self._parts.intake.report(trained)
+        if not self._canary:
+            members = [group.members[0] for group in groups[:NUM_CANARIES]]
+            self._canary = [t.token_ids[:MAX_CANARY_TOKENS].tolist() for t in members]
+
+    def publish(self) -> None:
+        """Send the current weights to every engine and wait until they are there."""
+        parts = self._parts
+        parts.intake.waiting_for = "actors: weights"
+        dtype = getattr(torch, self._cfg.model.dtype)
+        scores = parts.trainer.score(self._canary) if self._canary else []
+        parts.publisher.publish(
+            snapshot(
+                self.version,
+                export_tensors(parts.model, dtype),
+                canary_token_ids=self._canary,
+                canary_logprobs=scores,
+            )
+        )
+        parts.intake.waiting_for = ""
+
+    def _log_metrics(
+        self,
+        metrics: dict[str, float],
+        groups: list[Group],
+        stale: list[EpisodeOutcome],
+        waited_s: float,
+    ) -> None:
+        parts = self._parts
+        rss = self._process.memory_info().rss
+        parts.intake.rss_bytes = rss
+        parts.intake.tokens_per_s = metrics.get("train/tokens_per_s", 0.0)
+        first = groups[0].members[0]
+        horizons = [t.horizon for group in groups for t in group.members]
+        metrics |= parts.intake.drain_stats()
+        metrics |= parts.publisher.drain_metrics()
+        metrics |= {
+            "groups/trained": float(len(groups)),
+            "groups/stale_episodes": float(len(stale)),
+            "horizon/value": float(max(horizons)),
+            "horizon/stage": float(first.horizon_stage),
+            "wait/batch_s": waited_s,
+            "memory/learner_rss_bytes": float(rss),
+        }
+        parts.metrics.log(self.version, metrics)
+        logger.info(
+            "step=%d success=%.3f lag=%.2f loss=%.4f took_s=%.2f waited_s=%.2f",
+            self.version,
+            metrics.get("reward/success", float("nan")),
+            metrics.get("offpolicy/lag_mean", float("nan")),
+            metrics.get("loss/policy", float("nan")),
+            metrics.get("train/step_s", float("nan")),
+            waited_s,
+        )
+        if parts.publisher.num_canary_alarms >= self._cfg.learner.max_canary_alarms:
+            raise LongstrideError(
+                f"engine and trainer disagree for {parts.publisher.num_canary_alarms} versions "
+                f"in a row (learner.max_canary_delta={self._cfg.learner.max_canary_delta})"
+            )
+
+    def save(self) -> None:
+        """Write a checkpoint of the current version."""
+        parts = self._parts
+        parts.checkpoints.save(
+            self.version,
+            model=parts.model,
+            tokenizer=parts.tokenizer,
+            state=parts.trainer.state_dict(),
+        )
+
+    def _finish(self) -> None:
+        """Keep serving trajectories until the scheduler's last evaluation is in."""
+        deadline = time.monotonic() + FINISH_S
+        self._parts.intake.waiting_for = "actors: evaluation"
+        while not self._parts.intake.wait_finished(timeout_s=0.5):
+            if self._stop.is_set():
+                raise StopRequested
+            if time.monotonic() > deadline:
+                raise LongstrideError(f"evaluation not finished within {FINISH_S:g}s")
+
+
+def shut_down(parts: Parts) -> None:
+    """Stop accepting, drain, close; each part in bounded time."""
+    parts.intake.stop()
+    parts.publisher.stop()
+    parts.step_log.close()
+    parts.journal.close()
+    parts.metrics.close()

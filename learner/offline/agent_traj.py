@@ -1,0 +1,62 @@
+"""Conversations as AgentGym stores them: JSON lines of {"conversations", "item_id"}.
+
+Each message is {"from": "human" | "gpt", "loss": true | false | null, "value": text}; only gpt
+messages with loss true are imitated.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One side's text."""
+
+    is_agent: bool
+    is_trained: bool
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """One episode in words."""
+
+    item_id: str
+    messages: list[Message]
+
+
+def read_conversations(path: Path) -> list[Conversation]:
+    """Return all conversations of a JSON-lines file, or of a JSON file that holds one list.
+
+    Raises:
+        ConfigError: no such file, or a record that is not of this form; names its number.
+    """
+    if not path.exists():
+        raise ConfigError(f"sft.demonstrations={path}: no such file")
+    text = path.read_text()
+    try:
+        records = json.loads(text) if text.lstrip().startswith("[") else _lines(text)
+    except json.JSONDecodeError as e:
+        raise ConfigError(f"{path}: not JSON: {e}") from e
+    return [_conversation(record, f"{path}: record {i + 1}") for i, record in enumerate(records)]
+
+
+def _lines(text: str) -> list[object]:
+    return [json.loads(line) for line in text.splitlines() if line.strip()]
+
+
+def _conversation(record: object, place: str) -> Conversation:
+    if not isinstance(record, dict) or not isinstance(record.get("conversations"), list):
+        raise ConfigError(f"{place}: no list under 'conversations'")
+    messages = []
+    for message in record["conversations"]:
+        sender, value = message.get("from"), message.get("value")
+        if sender not in ("human", "gpt") or not isinstance(value, str):
+            raise ConfigError(f"{place}: a message needs 'from' human|gpt and a text 'value'")
+        is_agent = sender == "gpt"
+        is_trained = is_agent and message.get("loss") is not False
+        messages.append(Message(is_agent=is_agent, is_trained=is_trained, text=value))
+    return Conversation(item_id=str(record.get("item_id", "")), messages=messages)

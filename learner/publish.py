@@ -1,0 +1,331 @@
+"""Publishing: every version goes to every engine that listens; a dead one is left behind.
+
+One thread owns the weight plane. A transfer is: offer -> each engine freezes and says ready ->
+broadcast -> each engine reports what it loaded. Whoever misses a deadline is dropped from the
+membership; the others go on in a new process group. Late joiners get the current version at once.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common.collective import BroadcastGroup, checksum, flatten_into, lay_out, open_store
+from common.errors import LongstrideError, WeightSyncError
+from common.messages import (
+    CanaryScores,
+    Rejected,
+    TensorSpec,
+    WeightsJoin,
+    WeightsLoaded,
+    WeightsOffer,
+    WeightsReady,
+)
+from common.sockets import Router
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedWeights:
+    """One version, flat, and what both sides need to check it."""
+
+    version: int
+    buffer: Tensor  # [num_bytes] uint8
+    tensors: list[TensorSpec]
+    checksum: str
+    canary_token_ids: list[list[int]]
+    canary_logprobs: list[list[float]]  # [canary, seq-1] nats by the trainer, same weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Member:
+    """An engine that takes weights. A restart has a new incarnation and is a new member."""
+
+    sender: bytes
+    actor: str
+    incarnation: str
+
+
+def snapshot(
+    version: int,
+    tensors: Iterable[tuple[str, Tensor]],
+    *,
+    canary_token_ids: list[list[int]],
+    canary_logprobs: list[list[float]],
+) -> PublishedWeights:
+    """Return a copy of the policy's tensors, ready to be sent while training goes on."""
+    named = list(tensors)
+    specs, num_bytes = lay_out(named)
+    buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=named[0][1].device)
+    flatten_into(buffer, specs, (tensor for _, tensor in named))
+    return PublishedWeights(
+        version=version,
+        buffer=buffer,
+        tensors=specs,
+        checksum=checksum(buffer),
+        canary_token_ids=canary_token_ids,
+        canary_logprobs=canary_logprobs,
+    )
+
+
+class Publisher(threading.Thread):
+    """The learner's side of the weight plane.
+
+    Example: publish(v3) returns when v3 is at its engines. An engine that died meanwhile costs
+    that one call up to `timeout_s`, then it is no member any more; with no member left, publish
+    returns at once, and whoever joins later is given the newest version.
+    """
+
+    def __init__(self, router: Router, *, host: str, timeout_s: float, max_canary_delta: float):
+        super().__init__(name="publisher", daemon=True)
+        self._router = router
+        self.port = router.port
+        self._host = host
+        self._timeout_s = timeout_s
+        self._max_canary_delta = max_canary_delta
+        self._store = open_store(host, 0, is_server=True, timeout_s=timeout_s)
+        self._group: BroadcastGroup | None = None
+        self._group_members: tuple[_Member, ...] = ()
+        self._epoch = 0
+        self._members: dict[str, _Member] = {}  # by actor name
+        self._newcomers: list[_Member] = []
+        self._changed = threading.Condition()
+        self._wanted: PublishedWeights | None = None
+        self._current: PublishedWeights | None = None
+        self._recent: dict[int, PublishedWeights] = {}
+        self._stop_requested = threading.Event()
+        self._error: BaseException | None = None
+        self._metrics: dict[str, float] = {}
+        self.num_canary_alarms = 0  # in a row
+
+    # --- main thread ------------------------------------------------------------------------
+
+    def publish(self, weights: PublishedWeights) -> None:
+        """Send a version to all members and return when it is there.
+
+        Raises:
+            LongstrideError: the publisher's thread failed, or did not finish in bounded time.
+        """
+        started = time.monotonic()
+        deadline = started + 3 * self._timeout_s
+        with self._changed:
+            self._wanted = weights
+            while self._wanted is not None:
+                if self._error is not None:
+                    raise LongstrideError(f"publisher failed: {self._error}") from self._error
+                if time.monotonic() > deadline:
+                    raise WeightSyncError(
+                        f"version {weights.version} not published to {sorted(self._members)} "
+                        f"within {3 * self._timeout_s:g}s"
+                    )
+                self._changed.wait(0.5)
+            self._metrics["publish/total_s"] = time.monotonic() - started
+
+    def drain_metrics(self) -> dict[str, float]:
+        """Return what the transfers and canaries since the last call measured."""
+        with self._changed:
+            metrics, self._metrics = self._metrics, {}
+            metrics["weights/members"] = float(len(self._members))
+            metrics["weights/canary_alarms"] = float(self.num_canary_alarms)
+            return metrics
+
+    def stop(self) -> None:
+        """End the thread and close its sockets and groups."""
+        self._stop_requested.set()
+        self.join(timeout=self._timeout_s)
+
+    # --- the thread -------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Serve until stopped; a failure is kept and raised in the main thread."""
+        try:
+            while not self._stop_requested.is_set():
+                self._hear(POLL_S)
+                if self._wanted is not None:
+                    self._send_wanted()
+                elif self._newcomers and self._current is not None:
+                    newcomers, self._newcomers = self._newcomers, []
+                    self._transfer(self._current, newcomers)
+        except Exception as e:
+            logger.exception("publisher failed")
+            with self._changed:
+                self._error = e
+                self._changed.notify_all()
+        finally:
+            if self._group is not None:
+                self._group.close()
+            self._router.close()
+
+    def _send_wanted(self) -> None:
+        weights = self._wanted
+        assert weights is not None
+        self._current = weights
+        self._recent = {v: w for v, w in self._recent.items() if v > weights.version - 4}
+        self._recent[weights.version] = weights
+        self._newcomers = []
+        self._transfer(weights, list(self._members.values()))
+        with self._changed:
+            self._wanted = None
+            self._changed.notify_all()
+
+    def _hear(self, timeout_s: float) -> list[tuple[_Member, Any]]:
+        """Receive; joins and canaries are handled here, the rest is returned."""
+        others: list[tuple[_Member, Any]] = []
+        for received in self._router.receive_all(timeout_s=timeout_s):
+            message = received.message
+            if isinstance(message, WeightsJoin):
+                self._join(received.sender, message)
+            elif isinstance(message, CanaryScores):
+                self._compare(message)
+            elif isinstance(message, WeightsReady | WeightsLoaded):
+                member = self._members.get(message.actor)
+                if member is not None and member.incarnation == message.incarnation:
+                    others.append((member, message))
+                elif isinstance(message, WeightsLoaded):  # it was dropped, but is alive
+                    self._join(received.sender, message)
+            else:
+                name = type(message).__name__
+                self._router.send(received.sender, Rejected(reason=f"{name} is not for weights"))
+        return others
+
+    def _join(self, sender: bytes, message: WeightsJoin | WeightsLoaded) -> None:
+        member = _Member(sender=sender, actor=message.actor, incarnation=message.incarnation)
+        logger.info("joined actor=%s incarnation=%s", message.actor, message.incarnation)
+        self._members[message.actor] = member
+        self._newcomers = [m for m in self._newcomers if m.actor != message.actor] + [member]
+
+    def _transfer(self, weights: PublishedWeights, members: list[_Member]) -> None:
+        """Bring one version to the given members; drop those that fail, retry with the rest."""
+        while members:
+            try:
+                failed = self._transfer_once(weights, members)
+            except WeightSyncError as e:
+                logger.error("transfer failed version=%d reason=%s", weights.version, e)
+                failed = members if len(members) == 1 else []
+                self._leave_group()
+                if not failed:  # nobody knows who it was: one by one tells
+                    for member in members:
+                        self._transfer(weights, [member])
+                    return
+            for member in failed:
+                logger.error("dropped actor=%s version=%d", member.actor, weights.version)
+                if self._members.get(member.actor) == member:
+                    del self._members[member.actor]
+            if not failed:
+                return
+            self._leave_group()
+            members = [member for member in members if member not in failed]
+
+    def _transfer_once(self, weights: PublishedWeights, members: list[_Member]) -> list[_Member]:
+        """Offer, wait for all to be ready, broadcast, wait for all to have loaded.
+
+        Returns:
+            The members that missed a deadline or loaded something else.
+        """
+        if tuple(members) != self._group_members or self._group is None:
+            self._leave_group()
+            self._epoch += 1
+        backend = "nccl" if weights.buffer.is_cuda else "gloo"
+        for rank, member in enumerate(members, start=1):
+            self._router.send(member.sender, self._offer(weights, rank, len(members) + 1, backend))
+        silent = self._collect(members, WeightsReady, weights.version)
+        if silent:
+            return list(silent)
+        if self._group is None:
+            self._group = BroadcastGroup(
+                self._store,
+                epoch=self._epoch,
+                rank=0,
+                world_size=len(members) + 1,
+                backend=backend,
+                timeout_s=self._timeout_s,
+                bind_host=self._host,
+            )
+            self._group_members = tuple(members)
+        self._group.broadcast(weights.buffer)
+        return list(self._collect(members, WeightsLoaded, weights.version))
+
+    def _offer(
+        self, weights: PublishedWeights, rank: int, world_size: int, backend: str
+    ) -> WeightsOffer:
+        return WeightsOffer(
+            version=weights.version,
+            group_epoch=self._epoch,
+            rank=rank,
+            world_size=world_size,
+            store_host=self._host,
+            store_port=self._store.port,
+            backend=backend,
+            timeout_s=self._timeout_s,
+            tensors=weights.tensors,
+            total_bytes=weights.buffer.numel(),
+            checksum=weights.checksum,
+            canary_token_ids=weights.canary_token_ids,
+        )
+
+    def _collect(self, members: list[_Member], kind: type, version: int) -> set[_Member]:
+        """Wait for one message of `kind` from each member; return who failed or is silent."""
+        waiting, failed = set(members), set()
+        deadline = time.monotonic() + self._timeout_s
+        while waiting and time.monotonic() < deadline and not self._stop_requested.is_set():
+            for member, message in self._hear(POLL_S):
+                if message.version != version or message.group_epoch != self._epoch:
+                    continue
+                if isinstance(message, WeightsLoaded) and not message.is_ok:
+                    logger.error("not loaded actor=%s reason=%s", member.actor, message.error)
+                    failed.add(member)
+                    waiting.discard(member)
+                elif isinstance(message, kind):
+                    waiting.discard(member)
+                    self._note_loaded(message)
+            waiting = {m for m in waiting if self._members.get(m.actor) == m} & waiting
+        for member in waiting:
+            logger.error("silent actor=%s kind=%s", member.actor, kind.__name__)
+        gone = {m for m in members if self._members.get(m.actor) != m}
+        return waiting | failed | gone
+
+    def _note_loaded(self, message: Any) -> None:
+        if isinstance(message, WeightsLoaded):
+            with self._changed:
+                pause_s = max(self._metrics.get("publish/pause_s", 0.0), message.pause_s)
+                self._metrics["publish/pause_s"] = pause_s
+
+    def _compare(self, message: CanaryScores) -> None:
+        """Hold the engine's canary scores against the trainer's of the same version."""
+        weights = self._recent.get(message.version)
+        if weights is None or not weights.canary_logprobs:
+            return
+        pairs = [
+            abs(ours - theirs)
+            for ours_row, theirs_row in zip(weights.canary_logprobs, message.logprobs, strict=True)
+            for ours, theirs in zip(ours_row, theirs_row, strict=True)
+        ]
+        delta = sum(pairs) / len(pairs)
+        is_alarm = not delta <= self._max_canary_delta  # a NaN is an alarm
+        with self._changed:
+            self._metrics["weights/canary_abs_logprob"] = max(
+                delta, self._metrics.get("weights/canary_abs_logprob", 0.0)
+            )
+            self.num_canary_alarms = self.num_canary_alarms + 1 if is_alarm else 0
+        if is_alarm:
+            logger.error(
+                "engine and trainer disagree actor=%s version=%d mean_abs_logprob=%.4f limit=%g",
+                message.actor,
+                message.version,
+                delta,
+                self._max_canary_delta,
+            )
+
+    def _leave_group(self) -> None:
+        if self._group is not None:
+            self._group.close()
+        self._group = None
+        self._group_members = ()

@@ -1,0 +1,92 @@
+"""The scheduler's memory on disk: a saved state, and every message since, to be handled again.
+
+A message is logged after it was handled and before it is answered, so whatever a role was told
+survives a `kill -9` of the scheduler.
+"""
+
+import json
+import logging
+import struct
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from common.run_dir import write_atomically
+from common.wire import pack_record, unpack_record
+
+logger = logging.getLogger(__name__)
+
+_HEAD = struct.Struct("<dIII")  # time, bytes of the sender's name, bytes of the record, CRC-32
+
+
+class EventLog:
+    """`scheduler.json` plus the log it names.
+
+    Example: save(state) writes log 8 (empty), then a state that names log 8, then removes log 7.
+    Killed at any point in between, the state that is there names a log that is there.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._state_path = root / "scheduler.json"
+        self._number = 0
+        self._file: BinaryIO | None = None
+
+    def load(self) -> dict[str, Any] | None:
+        """Return what `save` wrote last, None if nothing."""
+        if not self._state_path.exists():
+            return None
+        saved = json.loads(self._state_path.read_text())
+        self._number = saved["log"]
+        return saved["state"]
+
+    def events(self) -> Iterator[tuple[float, str, Any]]:
+        """Yield (time, sender name, message) since the saved state; message None is a tick.
+
+        A record cut off by a kill ends the log.
+        """
+        path = self._path(self._number)
+        content = path.read_bytes() if path.exists() else b""
+        start = 0
+        while start + _HEAD.size <= len(content):
+            time_s, num_name, num_record, checksum = _HEAD.unpack_from(content, start)
+            start += _HEAD.size
+            body = content[start : start + num_name + num_record]
+            if len(body) < num_name + num_record or zlib.crc32(body) != checksum:
+                logger.warning("log cut off path=%s offset_bytes=%d", path, start)
+                return
+            start += len(body)
+            record = body[num_name:]
+            yield time_s, body[:num_name].decode(), unpack_record(record) if record else None
+
+    def append(self, time_s: float, sender_name: str, message: Any) -> None:
+        """Log one handled message, or a tick (None). `flush` makes it safe from a kill."""
+        assert self._file is not None, "save() opens the log"
+        record = b"" if message is None else pack_record(message)
+        name = sender_name.encode()
+        head = _HEAD.pack(time_s, len(name), len(record), zlib.crc32(name + record))
+        self._file.write(head + name + record)
+
+    def flush(self) -> None:
+        """Hand what was appended to the operating system."""
+        if self._file is not None:
+            self._file.flush()
+
+    def save(self, state: dict[str, Any]) -> None:
+        """Replace state and log."""
+        self.close()
+        old = self._path(self._number)
+        self._number += 1
+        self._file = self._path(self._number).open("wb")
+        write_atomically(self._state_path, json.dumps({"log": self._number, "state": state}))
+        old.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Close the log; it stays on disk."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _path(self, number: int) -> Path:
+        return self._root / f"scheduler.{number}.log"

@@ -1,0 +1,226 @@
+"""The scheduler process: construction, the loop, shutdown."""
+
+import logging
+import secrets
+import signal
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from common.config import RunConfig
+from common.errors import ConfigError
+from common.messages import Heartbeat, Hello, LeaseRequest, SnapshotRequest, StatusRequest
+from common.run_dir import RunDir, write_json
+from common.security import RunKeys, load_keys
+from common.sockets import Received, Router
+from learner.scheduler.catalog import fetch_catalogue, validate_tasks
+from learner.scheduler.core import SchedulerCore
+from learner.scheduler.evaluation import Phase
+from learner.scheduler.event_log import EventLog
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.05
+SAVE_S = 2.0  # between two saved states; the log holds what came since
+STATUS_S = 1.0
+READ_ONLY = (StatusRequest, SnapshotRequest)  # change nothing, so are not logged
+
+
+@dataclass(slots=True)
+class LoopClock:
+    """Time as the core sees it: the loop sets it, and a replay sets it to what it was."""
+
+    now: float
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass(slots=True)
+class Parts:
+    """What the loop works with."""
+
+    core: SchedulerCore
+    clock: LoopClock
+    log: EventLog
+    router: Router
+    run_dir: RunDir
+    names: dict[bytes, str] = field(default_factory=dict)  # of senders, once they said it
+    is_changed: bool = True  # since the last save
+    saved_at: float = 0.0
+    status_at: float = 0.0
+    ledger_of: tuple[int, Phase] | None = None  # version and phase of the last ledger.json
+
+
+def run(cfg: RunConfig, run_dir: RunDir) -> None:
+    """Be the scheduler of a run until SIGTERM, or until the run is over and everybody has left.
+
+    Raises:
+        ConfigError: no hub, a task that the hub does not have, an address in use.
+        LongstrideError: the books do not balance, or too many episodes failed.
+    """
+    stop = threading.Event()
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda *_: stop.set())
+        signal.signal(signal.SIGINT, lambda *_: stop.set())
+    serve(cfg, run_dir, stop)
+
+
+def serve(cfg: RunConfig, run_dir: RunDir, stop: threading.Event) -> None:
+    """Build, loop until `stop`, shut down. What failed is not saved, so a restart may go on."""
+    parts = build(cfg, run_dir)
+    try:
+        loop(parts, stop)
+        save(parts)
+        write_reports(parts)
+    finally:
+        shut_down(parts)
+
+
+# --- construction -----------------------------------------------------------------------------
+
+
+def build(cfg: RunConfig, run_dir: RunDir) -> Parts:
+    """Ask the hub what there is, take up the last state, and listen."""
+    keys = load_keys(run_dir.keys)
+    start_s = cfg.actor.start_timeout_s
+    url = cfg.envhub.url or run_dir.wait_for_address("envhub", timeout_s=start_s)
+    catalogue = fetch_catalogue(url, token=keys.hub_token, timeout_s=start_s)
+    validate_tasks(cfg.tasks, catalogue)
+    clock = LoopClock(time.monotonic())
+    core = SchedulerCore(cfg, catalogue, clock=clock, run_epoch=secrets.token_hex(8))
+    log = EventLog(run_dir.root)
+    port = resume(core, clock, log)
+    router = listen(cfg, keys, preferred_port=port)
+    parts = Parts(core=core, clock=clock, log=log, router=router, run_dir=run_dir)
+    save(parts)
+    run_dir.publish_address("scheduler", f"tcp://{cfg.scheduler.host}:{router.port}")
+    logger.info("listening port=%d phase=%s version=%d", router.port, core.phase, core.version)
+    return parts
+
+
+def resume(core: SchedulerCore, clock: LoopClock, log: EventLog) -> int:
+    """Restore the saved state and handle again what was logged since; return the port it had.
+
+    The times of the log are those of the process that wrote it; at the end every lease and every
+    member gets a fresh term.
+    """
+    saved = log.load()
+    if saved is None:
+        return 0
+    clock.now = saved["time_s"]
+    core.restore(saved["core"])
+    core.restore_terms(saved["terms"])
+    num_events = 0
+    for time_s, sender_name, message in log.events():
+        clock.now = time_s
+        if message is None:
+            core.tick()
+        else:
+            core.handle(sender_name, message)
+        num_events += 1
+    clock.now = time.monotonic()
+    core.restore(core.snapshot())
+    logger.info("resumed version=%d phase=%s events=%d", core.version, core.phase, num_events)
+    return saved["port"]
+
+
+def listen(cfg: RunConfig, keys: RunKeys, *, preferred_port: int) -> Router:
+    """Bind the configured port; if any will do, the one that the roles know already."""
+    host, port = cfg.scheduler.host, cfg.scheduler.port
+    if port == 0 and preferred_port:
+        try:
+            return Router(keys, host=host, port=preferred_port)
+        except ConfigError as e:
+            logger.info("taking another port reason=%s", e)
+    return Router(keys, host=host, port=port)
+
+
+# --- the loop ---------------------------------------------------------------------------------
+
+
+def loop(parts: Parts, stop: threading.Event) -> None:
+    """Serve until told to stop, or until the run is over and everybody has left."""
+    while not stop.is_set() and not has_ended(parts):
+        received = parts.router.receive_all(timeout_s=POLL_S)
+        parts.clock.now = time.monotonic()
+        answer_all(parts, received)
+        if parts.core.tick():
+            parts.log.append(parts.clock.now, "", None)
+            parts.is_changed = True
+        if parts.is_changed and parts.clock.now - parts.saved_at >= SAVE_S:
+            save(parts)
+        if is_report_due(parts):
+            write_reports(parts)
+
+
+def has_ended(parts: Parts) -> bool:
+    """True if the run is over and nobody is left to be told so."""
+    members = parts.core.members
+    known = bool(members.by_name)
+    living = members.alive("actor") or members.alive("learner")
+    return parts.core.phase is Phase.DONE and known and not living
+
+
+def answer_all(parts: Parts, received: list[Received]) -> None:
+    """Handle and log a batch, make the log safe, then answer."""
+    answers: list[tuple[bytes, Any]] = []
+    for each in received:
+        name = name_of(parts, each)
+        answer = parts.core.handle(name, each.message)
+        if not isinstance(each.message, READ_ONLY):
+            parts.log.append(parts.clock.now, name, each.message)
+            parts.is_changed = True
+        if answer is not None:
+            answers.append((each.sender, answer))
+    parts.log.flush()
+    for receiver, answer in answers:
+        if not parts.router.send(receiver, answer):
+            logger.debug("unanswered receiver=%s", parts.names.get(receiver, receiver.hex()))
+
+
+def name_of(parts: Parts, received: Received) -> str:
+    """Return the name that a sender gave itself, its ROUTER identity before that."""
+    match received.message:
+        case Hello() | Heartbeat():
+            parts.names[received.sender] = received.message.name
+        case LeaseRequest():
+            parts.names[received.sender] = received.message.actor
+    return parts.names.get(received.sender, received.sender.hex())
+
+
+def save(parts: Parts) -> None:
+    """Save the state; the log begins anew."""
+    parts.log.save(
+        {
+            "core": parts.core.snapshot(),
+            "terms": parts.core.terms(),
+            "time_s": parts.clock.now,
+            "port": parts.router.port,
+        }
+    )
+    parts.is_changed = False
+    parts.saved_at = parts.clock.now
+
+
+def is_report_due(parts: Parts) -> bool:
+    """True once a second, and after every step and phase."""
+    is_new = parts.ledger_of != (parts.core.version, parts.core.phase)
+    return is_new or parts.clock.now - parts.status_at >= STATUS_S
+
+
+def write_reports(parts: Parts) -> None:
+    """Write status.json and ledger.json."""
+    status = parts.core.status()
+    write_json(parts.run_dir.status, status)
+    write_json(parts.run_dir.ledger, {"version": parts.core.version, **status["ledger"]})
+    parts.status_at = parts.clock.now
+    parts.ledger_of = (parts.core.version, parts.core.phase)
+
+
+def shut_down(parts: Parts) -> None:
+    """Close everything; the state was saved before."""
+    parts.log.close()
+    parts.router.close()
+    logger.info("stopped version=%d phase=%s", parts.core.version, parts.core.phase)

@@ -1,0 +1,289 @@
+"""The command line: parse the command and the overrides, then start roles or be one."""
+
+import argparse
+import asyncio
+import difflib
+import logging
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.config import RunConfig
+from common.config_load import (
+    config_as_yaml,
+    find_config,
+    list_configs,
+    load_config,
+    override_value,
+    save_config,
+)
+from common.errors import ConfigError
+from common.log import configure_logging
+from common.run_dir import RunDir
+
+ROOT = Path(__file__).resolve().parent
+DEFAULT_CONFIG = "quickstart"
+COMMANDS = {
+    "train": "start all roles of a run, keep them alive, write the report (the default)",
+    "sft": "make or warm-start a policy from demonstrations, on this machine",
+    "envhub": "be the environment server of a run",
+    "scheduler": "be the scheduler of a run",
+    "learner": "be the learner of a run",
+    "actor": "be one more actor of a run; may join and leave at any time",
+    "status": "say how a run is doing (the latest, or run.name=...)",
+    "doctor": "check what this machine has and lacks",
+}
+ROLES = ("envhub", "scheduler", "learner", "actor")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What the command line asked for."""
+
+    command: str
+    config: str | None
+    overrides: list[str]
+    is_dry: bool
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:  # type: ignore[override]
+        raise ConfigError(f"{message} (see run.py --help)")
+
+
+def parse(argv: list[str]) -> Request:
+    """Return what the command line asks for.
+
+    Raises:
+        ConfigError: an unknown flag or command.
+    """
+    commands = "\n".join(f"  {name:<10} {text}" for name, text in COMMANDS.items())
+    parser = _Parser(
+        prog="run.py",
+        usage="run.py [COMMAND] [--config NAME|FILE] [--dry-run] [key=value ...]",
+        description=f"Train language-model agents on long tasks.\n\ncommands:\n{commands}",
+        epilog=(
+            f"configs: {', '.join(list_configs(ROOT))}\n"
+            "overrides: any key of common/config.py, by its dotted name. Examples:\n"
+            "  run.py                                  train with --config quickstart\n"
+            "  run.py --config quickstart run.name=a train.num_steps=20 learner.lr=3e-4\n"
+            "  run.py horizon.stages=[5,10] tasks[0].weight=0.5 train.mode=sync\n"
+            "  run.py actor run.name=a actor.name=extra    one more actor for the run `a`\n"
+            "Relative paths start at the project's directory. Exit codes: 0 finished,\n"
+            "1 a role failed, 2 wrong configuration, 130/143 interrupted."
+        ),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)
+    parser.add_argument("--config", metavar="NAME|FILE", help="a config by name, or a YAML file")
+    parser.add_argument("--dry-run", action="store_true", help="print the resolved config, stop")
+    asked = parser.parse_intermixed_args(argv)
+    words: list[str] = asked.words
+    command = words.pop(0) if words and "=" not in words[0] else "train"
+    if command not in COMMANDS:
+        near = difflib.get_close_matches(command, COMMANDS, n=1, cutoff=0.0)[0]
+        raise ConfigError(f"{command}: neither a command nor key=value; the nearest is {near}")
+    return Request(command=command, config=asked.config, overrides=words, is_dry=asked.dry_run)
+
+
+def load(request: Request) -> RunConfig:
+    """Return the config of the request; whoever joins a run gets that run's own config."""
+    directory = override_value(request.overrides, "run.dir") or "runs"
+    name = override_value(request.overrides, "run.name")
+    overrides = request.overrides
+    joins = request.command in (*ROLES, "status")
+    if name is None and request.config is not None and joins:
+        name = find_config(request.config, root=ROOT).stem
+    if name is None and request.command == "status":
+        latest = ROOT / directory / "latest"
+        name = latest.resolve().name if latest.exists() else DEFAULT_CONFIG
+    own = ROOT / directory / (name or DEFAULT_CONFIG) / "config.yaml"
+    if own.is_file() and (joins or (request.config is None and name is not None)):
+        return load_config(str(own), overrides, root=ROOT)
+    if request.command == "status":
+        raise ConfigError(f"run.name={name}: no such run below {directory}/")
+    return load_config(request.config or DEFAULT_CONFIG, overrides, root=ROOT)
+
+
+def missing_for(cfg: RunConfig) -> list[str]:
+    """Return what the tasks need and the machine or the environments lack, one line each."""
+    from envhub.env import nearest
+    from envhub.registry import Registry, UnknownEnv, missing_requirements
+
+    envs = sorted({task.env for task in cfg.tasks})
+    try:
+        registry = Registry(envs)
+    except UnknownEnv as e:
+        return [str(e)]
+    missing = missing_requirements(envs)
+    if missing:
+        return missing
+    return [
+        f"{task.env} has no subset {task.subset!r}; the nearest is "
+        f"{nearest(task.subset, list(registry.spec(task.env).subsets))!r}"
+        for task in cfg.tasks
+        if task.subset not in registry.spec(task.env).subsets
+    ]
+
+
+def train(cfg: RunConfig, run_dir: RunDir) -> int:
+    """Start all roles, wait for the end, write the report; return the exit code."""
+    from common.dashboard.live import LiveDisplay
+    from common.launch.local import LocalLauncher
+    from common.launch.lock import hold_run
+    from common.launch.roles import make_role_specs
+    from common.preflight import check, has_cuda
+    from common.security import create_keys
+
+    check(cfg, ROOT, missing=[] if cfg.envhub.url else missing_for(cfg))
+    with hold_run(run_dir.root, name=cfg.run.name):
+        for role in (*ROLES, "weights"):
+            run_dir.forget_address(role)
+        create_keys(run_dir.keys)
+        save_config(cfg, run_dir.config)
+        _point_latest(run_dir)
+        specs = make_role_specs(cfg, run_dir, root=ROOT, has_cuda=has_cuda())
+        display = LiveDisplay(run_dir, cfg)
+        display.start()
+        try:
+            ending = LocalLauncher().run(specs, on_poll=display.refresh)
+        finally:
+            display.stop()
+    if ending.exit_code != 0:
+        print(f"error: {ending.reason}", file=sys.stderr)
+        return ending.exit_code
+    return _report(cfg, run_dir)
+
+
+def _report(cfg: RunConfig, run_dir: RunDir) -> int:
+    from common.dashboard.live import status_line
+    from common.dashboard.run_view import view_run
+    from common.report.write import write_report
+
+    write_report(run_dir, cfg)
+    print(f"{cfg.run.name}: {status_line(view_run(run_dir, cfg))}")
+    print(f"report: {run_dir.root / 'report.html'}")
+    return 0
+
+
+def _point_latest(run_dir: RunDir) -> None:
+    latest = run_dir.root.parent / "latest"
+    if latest.is_symlink() or not latest.exists():
+        latest.unlink(missing_ok=True)
+        latest.symlink_to(run_dir.root.name)
+
+
+def find_role(name: str) -> Callable[[RunConfig, RunDir], None]:
+    """Return the blocking entry point of a role; only its own packages are imported."""
+    if name == "envhub":
+        from envhub.main import run
+    elif name == "scheduler":
+        from learner.scheduler.main import run
+    elif name == "learner":
+        from learner.main import run
+    else:
+        from actor.main import run
+    return run
+
+
+def make_policy(cfg: RunConfig, run_dir: RunDir) -> int:
+    """Collect demonstrations unless some are given, train on them; return the exit code."""
+    from actor.demonstrate import demonstrate
+    from common.launch.hub import serve_hub
+    from common.security import create_keys
+    from learner.offline import sft
+
+    missing = missing_for(cfg)
+    if missing:
+        raise ConfigError(f"tasks: {'; '.join(missing)}")
+    path = Path(cfg.sft.demonstrations)
+    if not cfg.sft.demonstrations:
+        path = run_dir.root / "demonstrations.jsonl"
+        token = create_keys(run_dir.keys).hub_token
+        save_config(cfg, run_dir.config)
+        with serve_hub(cfg, run_dir, root=ROOT) as url:
+            asyncio.run(demonstrate(cfg, hub_url=url, token=token, path=path))
+    print(f"policy: {sft.run(cfg, path)}")
+    return 0
+
+
+def be_role(name: str, cfg: RunConfig, run_dir: RunDir) -> int:
+    """Run one role in this process until it ends; return the exit code."""
+    from common.security import create_keys
+
+    configure_logging(name, cfg.log.level)
+    create_keys(run_dir.keys)
+    if not run_dir.config.exists():
+        save_config(cfg, run_dir.config)
+    find_role(name)(cfg, run_dir)
+    return 0
+
+
+def doctor(request: Request) -> int:
+    """Print what this machine has and lacks; 1 if anything is lacking."""
+    from common.preflight import examine, format_checks
+
+    config = request.config or DEFAULT_CONFIG
+    cfg = load_config(config, ["model.path=unset", *request.overrides], root=ROOT)
+    checks = examine(ROOT, config=config, missing=missing_for(cfg))
+    print(format_checks(checks))
+    return 1 if any(each.remedy for each in checks) else 0
+
+
+def status(cfg: RunConfig, run_dir: RunDir) -> int:
+    """Print how a run is doing."""
+    from common.dashboard.live import status_line
+    from common.dashboard.run_view import view_run
+
+    print(f"{run_dir.root}: {status_line(view_run(run_dir, cfg))}")
+    return 0
+
+
+def dispatch(request: Request) -> int:
+    """Carry out a request; return the exit code."""
+    if request.command == "doctor":
+        return doctor(request)
+    cfg = load(request)
+    if request.is_dry:
+        print(config_as_yaml(cfg), end="")
+        return 0
+    run_dir = RunDir(root=ROOT / cfg.run.dir / cfg.run.name)
+    if request.command == "status":
+        return status(cfg, run_dir)
+    if request.command == "train":
+        configure_logging("launcher", cfg.log.level)
+        return train(cfg, run_dir)
+    if request.command == "sft":
+        configure_logging("sft", cfg.log.level)
+        return make_policy(cfg, run_dir)
+    return be_role(request.command, cfg, run_dir)
+
+
+def main(argv: list[str]) -> int:
+    """Return the exit code of the command line."""
+    try:
+        request = parse(argv)
+        if request.config is not None and Path(request.config).is_file():
+            request = Request(
+                command=request.command,
+                config=str(Path(request.config).resolve()),
+                overrides=request.overrides,
+                is_dry=request.is_dry,
+            )
+        os.chdir(ROOT)
+        return dispatch(request)
+    except ConfigError as e:
+        print(f"error: {' '.join(str(e).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except Exception:  # the log, not the terminal, tells what happened to a role
+        logging.exception("ended by an error")
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

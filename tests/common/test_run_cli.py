@@ -1,0 +1,76 @@
+"""Laws of the command line, on the real one in a subprocess."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+
+def run_cli(repository: Path, *argv: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(repository / "run.py"), *argv],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["learner.lr=abc"], "learner.lr=abc: expects a number"),
+        (["learnr.lr=1e-4"], "nearest is learner.lr"),
+        (["--config", "nosuch"], "--config nosuch: no such config"),
+        (["--config", "textcraft-qwen7b"], "model.path is not set"),
+        (["trian"], "trian: neither a command nor key=value; the nearest is train"),
+        (["train", "oops"], "oops: an override is key=value"),
+        (["--confg", "smoke"], "--confg"),
+        (["--config", "smoke", "model.path=/nosuch"], "model.path=/nosuch: no such directory"),
+        (["--config", "smoke", "tasks=[{env: babyia, subset: GoToLocal}]"], "'babyai'"),
+        (["actor", "train.mode=fast"], "train.mode=fast"),
+        (["status", "run.name=never-started"], "run.name=never-started"),
+    ],
+)
+def test_wrong_command_line_ends_at_once_with_one_line(
+    argv: list[str], words: str, repository: Path
+) -> None:
+    started = time.monotonic()
+    done = run_cli(repository, *argv)
+    assert time.monotonic() - started < 2.0
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    assert words in done.stderr
+    assert done.stdout == ""
+
+
+def test_dry_run_prints_the_resolved_config_and_starts_nothing(
+    repository: Path, tmp_path: Path
+) -> None:
+    done = run_cli(
+        repository, "--dry-run", "--config", "smoke", f"run.dir={tmp_path}", "learner.lr=0.5"
+    )
+    assert done.returncode == 0
+    assert "  lr: 0.5\n" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help_names_commands_configs_and_an_override(repository: Path) -> None:
+    done = run_cli(repository, "--help")
+    assert done.returncode == 0
+    for word in ("train", "actor", "doctor", "quickstart", "learner.lr=3e-4"):
+        assert word in done.stdout
+
+
+def test_role_joins_the_run_with_that_runs_config(repository: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "mine"
+    run_dir.mkdir()
+    (run_dir / "config.yaml").write_text(
+        f"run: {{name: mine, dir: '{tmp_path}'}}\nmodel: {{path: p}}\ntrain: {{num_steps: 77}}\n"
+    )
+    where = [f"run.dir={tmp_path}", "run.name=mine"]
+    done = run_cli(repository, "actor", "--dry-run", *where, "actor.name=extra")
+    assert "num_steps: 77\n" in done.stdout
+    assert "name: extra\n" in done.stdout

@@ -1,0 +1,92 @@
+"""Laws of the view: what is seen, and which ways it offers."""
+
+import random
+
+from envhub.envs.babyai import levels
+from envhub.envs.babyai import scene as sc
+from envhub.envs.babyai.actions import list_actions
+from envhub.envs.babyai.env import read_scene
+from envhub.envs.babyai.scene import Scene
+from envhub.envs.babyai.text import compact_view
+
+SIGNS = {"#": sc.WALL, ".": sc.FREE, "r": sc.THING, "b": sc.THING, "D": sc.CLOSED, "O": sc.OPEN}
+NAMES = {"r": ("red", "ball"), "b": ("blue", "box"), "D": ("grey", "door"), "O": ("grey", "door")}
+
+
+def drawn(*rows: str, carrying: tuple[str, str] | None = None) -> Scene:
+    """Returns a drawn scene; `^` is the agent, looking up."""
+    stride = len(rows[0]) + 2 * sc.PAD
+    codes = [sc.WALL] * (stride * (len(rows) + 2 * sc.PAD))
+    things, at = {}, -1
+    for y, row in enumerate(rows):
+        for x, sign in enumerate(row):
+            position = (y + sc.PAD) * stride + x + sc.PAD
+            if sign == "^":
+                at = position
+            codes[position] = SIGNS.get(sign, sc.FREE)
+            if sign in NAMES:
+                things[position] = NAMES[sign]
+    return Scene(codes, things, stride, at, 3, carrying)
+
+
+def described(scene: Scene) -> str:
+    objects, view = sc.see(scene)
+    return compact_view(scene, objects, view)
+
+
+def action_names(scene: Scene) -> set[str]:
+    return {action.name for action in list_actions(scene, sc.see(scene)[0])}
+
+
+def test_view_counts_like_named_objects_from_the_nearest():
+    scene = drawn("#####", "#r..#", "#..r#", "#^..#", "#####")
+    assert described(scene) == "red ball 1 ahead 2, red ball 2 ahead 1 right 2, wall 3"
+
+
+def test_view_calls_an_object_blocked_when_nothing_in_sight_leads_to_it():
+    scene = drawn("#####", "#r#.#", "#bb.#", "#^b.#", "#####")
+    assert "red ball 1 ahead 2 blocked" in described(scene)
+    assert "go to red ball 1" not in action_names(scene)
+
+
+def test_view_ends_at_a_closed_door_and_not_at_an_open_one():
+    closed = drawn("##r##", "##D##", "#.^.#", "#####")
+    opened = drawn("##r##", "##O##", "#.^.#", "#####")
+    assert described(closed) == "grey closed door 1 ahead 1"
+    assert described(opened) == "grey open door 1 ahead 1, red ball 1 ahead 2, wall 3"
+    assert {"toggle", "toggle and go through grey closed door 1"} <= action_names(closed)
+    assert {"move forward", "go through grey open door 1"} <= action_names(opened)
+    assert "move forward" not in action_names(closed)
+
+
+def test_view_tells_what_is_carried_and_pickup_needs_a_free_hand():
+    rows = ("#####", "#.r.#", "#.^.#", "#####")
+    carrying = drawn(*rows, carrying=("blue", "key"))
+    assert described(carrying) == "red ball 1 ahead 1, wall 2, carrying blue key"
+    assert "pickup red ball 1" in action_names(drawn(*rows))
+    assert not {"pickup red ball 1", "drop"} & action_names(carrying)
+
+
+def test_action_to_an_object_already_faced_is_not_offered():
+    assert "go to red ball 1" not in action_names(drawn("####", "#r.#", "#^.#", "####"))
+
+
+def test_walk_takes_the_fewest_primitives():
+    scene = drawn("#####", "#..r#", "#^..#", "#####")
+    by_name = {a.name: a.primitives for a in list_actions(scene, sc.see(scene)[0])}
+    assert by_name["go to red ball 1"] == (sc.FORWARD, sc.RIGHT, sc.FORWARD)
+    assert by_name["pickup red ball 1"] == (sc.FORWARD, sc.RIGHT, sc.FORWARD, sc.PICKUP)
+
+
+def test_view_shows_exactly_the_cells_minigrid_shows():
+    rng = random.Random(0)
+    for name in ("BossLevel", "GoToObjMazeS4", "PickupDist"):
+        level = levels.make_level(name)
+        level.reset(seed=3)
+        for _ in range(60):
+            level.step(rng.choice((0, 1, 2, 2, 2, 3, 4, 5, 5)))
+            _, lit = level.gen_obs_grid()
+            view = sc.visible_codes(read_scene(level))
+            for cell, code in enumerate(view):
+                forward, column = divmod(cell, sc.VIEW)
+                assert (code is not None) == bool(lit[column, sc.VIEW - 1 - forward])
