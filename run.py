@@ -6,6 +6,7 @@ import difflib
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,10 +137,14 @@ def train(cfg: RunConfig, run_dir: RunDir) -> int:
     from common.launch.lock import hold_run
     from common.launch.roles import make_role_specs
     from common.preflight import check, has_cuda
+    from common.run_start import mark_finished, prepare
     from common.security import create_keys
 
     check(cfg, ROOT, missing=[] if cfg.envhub.url else missing_for(cfg))
+    started = time.monotonic()
     with hold_run(run_dir.root, name=cfg.run.name):
+        prepare(cfg, run_dir)
+        run_dir.root.mkdir(parents=True, exist_ok=True)
         for role in (*ROLES, "weights"):
             run_dir.forget_address(role)
         create_keys(run_dir.keys)
@@ -155,18 +160,19 @@ def train(cfg: RunConfig, run_dir: RunDir) -> int:
     if ending.exit_code != 0:
         print(f"error: {ending.reason}", file=sys.stderr)
         return ending.exit_code
-    return _report(cfg, run_dir)
+    _report(cfg, run_dir, wall_s=time.monotonic() - started)
+    mark_finished(run_dir, version=cfg.train.num_steps)
+    return 0
 
 
-def _report(cfg: RunConfig, run_dir: RunDir) -> int:
+def _report(cfg: RunConfig, run_dir: RunDir, *, wall_s: float) -> None:
     from common.dashboard.live import status_line
     from common.dashboard.run_view import view_run
     from common.report.write import write_report
 
-    write_report(run_dir, cfg)
+    write_report(run_dir, cfg, wall_s=wall_s)
     print(f"{cfg.run.name}: {status_line(view_run(run_dir, cfg))}")
     print(f"report: {run_dir.root / 'report.html'}")
-    return 0
 
 
 def _point_latest(run_dir: RunDir) -> None:

@@ -46,6 +46,7 @@ class Control:
         self._silence_s = silence_s
         self._socket: Any = None
         self._address = ""
+        self._has_moved = False
         self._last_heard = time.monotonic()
         self._grant: asyncio.Future[LeaseGrant] | None = None
         self.welcome: asyncio.Future[Welcome] = asyncio.get_running_loop().create_future()
@@ -100,12 +101,15 @@ class Control:
         if address != self._address:
             logger.info("scheduler moved from=%s to=%s", self._address, address)
             self._address = address
-            self._open()
+            self._has_moved = True
         self._send(heartbeat)
 
     async def run(self) -> None:
         """Receive until cancelled."""
         while True:
+            if self._has_moved:  # here, because closing a socket cancels who waits for it
+                self._has_moved = False
+                self._open()
             if await self._socket.poll(500):
                 message = decode(await self._socket.recv_multipart())
                 self._last_heard = time.monotonic()

@@ -18,6 +18,7 @@ from common.wire import decode, encode
 logger = logging.getLogger(__name__)
 
 RESEND_S = 15.0  # without an acknowledgement
+CHECK_S = 1.0  # between looks at the address and at what is overdue
 
 
 class Delivery:
@@ -51,6 +52,9 @@ class Delivery:
     async def put(self, trajectory: Trajectory) -> None:
         """Take over a finished episode; waits while the window is full."""
         await self._slots.acquire()
+        if trajectory.episode_id in self._pending:  # issued again meanwhile: the first one counts
+            self._slots.release()
+            return
         self._all_done.clear()
         self._pending[trajectory.episode_id] = (trajectory, time.monotonic())
         await self._send(trajectory)
@@ -61,11 +65,13 @@ class Delivery:
 
     async def run(self) -> None:
         """Receive acknowledgements and resend, until cancelled."""
+        checked = time.monotonic()
         while True:
-            if await self._socket.poll(1_000):
+            if await self._socket.poll(int(CHECK_S * 1_000)):
                 self._receive(decode(await self._socket.recv_multipart()))
-            else:
+            if time.monotonic() - checked >= CHECK_S:  # also while acknowledgements stream in
                 await self._follow_and_resend()
+                checked = time.monotonic()
 
     def _receive(self, message: Any) -> None:
         if isinstance(message, Rejected):

@@ -78,7 +78,7 @@ class HubClient:
         return {name: entry["instruction"] for name, entry in catalogue.items()}
 
     async def request(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
-        """Send one request, again after a lost connection or a 429, until the deadline.
+        """Send one request, again after a lost connection or, until the deadline, a 429.
 
         A repeat is safe: a step carries its sequence number, and a session opened by a lost
         answer expires by itself.
@@ -88,21 +88,26 @@ class HubClient:
             EnvError: the hub refused or failed, or cannot be reached.
         """
         payload = None if body is None else json.dumps(body).encode()
-        failure = "no try was made"
+        failure, num_lost = "", 0
         try:
             async with asyncio.timeout(self._timeout_s):
-                for number in range(NUM_TRIES):
+                while num_lost < NUM_TRIES:
                     try:
                         reply = await self._once(method, path, payload)
-                    except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as e:
+                    except aiohttp.ClientError as e:
                         failure = f"{type(e).__name__}: {e}"
-                        await asyncio.sleep(BACKOFF_S * 2**number)
+                        await asyncio.sleep(BACKOFF_S * 2**num_lost)
+                        num_lost += 1
                         continue
                     if reply is not None:
                         return reply
                     failure = "the hub is full (429)"
+        except EnvTimeout:
+            raise
         except TimeoutError as e:
-            raise EnvTimeout(f"{method} {path}: no answer within {self._timeout_s:g}s") from e
+            raise EnvTimeout(
+                f"{method} {path}: no answer within {self._timeout_s:g}s; {failure}"
+            ) from e
         raise EnvError(f"{method} {path}: {failure}, {NUM_TRIES} tries")
 
     async def _once(self, method: str, path: str, payload: bytes | None) -> Any:

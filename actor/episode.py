@@ -115,7 +115,7 @@ async def run_episode(
     play = _Play()
     session: Session | None = None
     try:
-        async with asyncio.timeout(lease.deadline_s):
+        async with asyncio.timeout(lease.deadline_s) as deadline:
             session = await open_session()
             first = f"{instruction}\n\n{session.first_observation}" if instruction else None
             text = first or session.first_observation
@@ -127,6 +127,8 @@ async def run_episode(
     except EnvError as e:
         play.end, play.error = EndReason.ENV_ERROR, str(e)
     except TimeoutError:
+        if not deadline.expired():  # the engine's, not the lease's
+            raise
         play.end, play.error = EndReason.DEADLINE, f"not ended within {lease.deadline_s:g}s"
     finally:
         if session is not None:

@@ -1,9 +1,11 @@
 """Rounds: all running episodes generate together, so that a run repeats itself bit for bit."""
 
 import asyncio
+from typing import TYPE_CHECKING
 
-from actor.engine import Completion, Engine
-from actor.env_client import HubSession
+if TYPE_CHECKING:  # the engine takes seconds to import
+    from actor.engine import Completion, Engine
+    from actor.env_client import HubSession
 
 
 class Rounds:
@@ -13,7 +15,7 @@ class Rounds:
     ends), the round {a, b, c} (or {a, b}) is generated in the order of episode ids, and all go on.
     """
 
-    def __init__(self, engine: Engine, *, max_tokens: int, exclusive: asyncio.Lock) -> None:
+    def __init__(self, engine: "Engine", *, max_tokens: int, exclusive: asyncio.Lock) -> None:
         self._engine = engine
         self._exclusive = exclusive
         self._max_tokens = max_tokens
@@ -31,7 +33,7 @@ class Rounds:
         self._running.discard(episode_id)
         self._maybe_start()
 
-    async def act(self, episode_id: str, prompt_ids: list[int], _: HubSession) -> Completion:
+    async def act(self, episode_id: str, prompt_ids: list[int], _: "HubSession") -> "Completion":
         """Return this episode's next turn, once everybody has asked."""
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._waiting[episode_id] = (prompt_ids, future)
@@ -44,7 +46,7 @@ class Rounds:
             self._round = asyncio.create_task(self._generate(waiting))
 
     async def _generate(
-        self, waiting: dict[str, tuple[list[int], asyncio.Future[Completion]]]
+        self, waiting: "dict[str, tuple[list[int], asyncio.Future[Completion]]]"
     ) -> None:
         self._round_number += 1
         prompts = {f"{self._round_number}:{name}": waiting[name][0] for name in sorted(waiting)}

@@ -25,7 +25,7 @@ class Renderer:
         self._tokenizer = tokenizer
         first = self._template([{"role": "user", "content": _USER}])
         self._before_first, _, self._after_user = first.partition(_USER)
-        if not self._after_user and not self._before_first and first != _USER:
+        if _USER not in first:
             raise ConfigError("the chat template drops the user's text")
         both = self._template(
             [
@@ -36,7 +36,7 @@ class Renderer:
         )
         head, _, tail = both.partition(_ASSISTANT)
         between, _, after_next = tail.partition(_NEXT)
-        if head != first or after_next != self._after_user:
+        if head != first or _NEXT not in tail or after_next != self._after_user:
             raise ConfigError(
                 "the chat template rewrites earlier turns, so token ids cannot be kept; "
                 f"it renders {both!r} after {first!r}"

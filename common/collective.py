@@ -142,7 +142,9 @@ def checksum(buffer: Tensor) -> str:
     position = torch.arange(1, CHECKSUM_CHUNK + 1, dtype=torch.int64, device=buffer.device)
     for chunk_index, chunk in enumerate(words.split(CHECKSUM_CHUNK)):
         wide = chunk.to(torch.int64)
-        plain += int(wide.sum())
-        weighted += (chunk_index + 1) * int((wide * position[: wide.numel()]).sum())
+        total = int(wide.sum())
+        plain += total
+        within = int((wide * position[: wide.numel()]).sum())
+        weighted += within + chunk_index * CHECKSUM_CHUNK * total
     mask = (1 << 64) - 1
     return f"{plain & mask:016x}{weighted & mask:016x}"

@@ -61,7 +61,7 @@ def decode(frames: list[bytes]) -> Any:
     if not isinstance(header, list) or len(header) != 3:
         raise WireError("header is not [schema, type, fields]")
     schema, name, fields = header
-    if schema != SCHEMA_VERSION:
+    if type(schema) is not int or schema != SCHEMA_VERSION:
         raise WireError(f"schema version {schema!r}, this side speaks {SCHEMA_VERSION}")
     cls = _MESSAGE_TYPES.get(name) if isinstance(name, str) else None
     if cls is None:
@@ -178,4 +178,9 @@ def _array_from_frame(value: Any, frames: list[bytes], *, path: str) -> np.ndarr
     num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
     if num_bytes > MAX_ARRAY_BYTES or len(frame) != num_bytes:
         raise WireError(f"{path}: {len(frame)} bytes for shape {shape} of {dtype}")
-    return np.frombuffer(frame, dtype=dtype).reshape(shape)
+    if dtype == "bool" and np.frombuffer(frame, dtype=np.uint8).max(initial=0) > 1:
+        raise WireError(f"{path}: a bool that is neither 0 nor 1")
+    try:
+        return np.frombuffer(frame, dtype=dtype).reshape(shape)
+    except ValueError as e:  # no elements, but more or longer axes than numpy has
+        raise WireError(f"{path}: shape {shape!r:.80}: {e}") from e

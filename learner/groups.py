@@ -57,6 +57,7 @@ class GroupTable:
         self._filter = algorithm.filter_zero_variance
         self._has_signal = has_signal
         self._open: dict[str, _Open] = {}
+        self._completed: set[str] = set()  # what comes later is in no batch
         self._ready: deque[Group] = deque()
         self._num_filtered = 0  # since the last batch
 
@@ -72,6 +73,8 @@ class GroupTable:
 
     def add(self, trajectory: Trajectory) -> tuple[list[EpisodeOutcome], list[GroupArrived]]:
         """Take one new trajectory; return what is decided by it, often nothing yet."""
+        if trajectory.group_id in self._completed:  # it was given up, and came after all
+            return [_outcome(trajectory, Outcome.FAILED, "late")], []
         entry = self._open.setdefault(trajectory.group_id, _Open())
         entry.arrived[trajectory.member] = trajectory
         entry.given_up.discard(trajectory.member)
@@ -81,11 +84,22 @@ class GroupTable:
         self, group_id: str, member: int
     ) -> tuple[list[EpisodeOutcome], list[GroupArrived]]:
         """Learn that a member will never arrive. Its own outcome is the scheduler's."""
+        if group_id in self._completed:
+            return [], []
         entry = self._open.setdefault(group_id, _Open())
         if member in entry.arrived:
             return [], []
         entry.given_up.add(member)
         return self._maybe_complete(group_id, entry)
+
+    def mark_completed(self, group_id: str) -> tuple[list[EpisodeOutcome], list[GroupArrived]]:
+        """Learn that a previous learner trained on this group; what it left over had failed."""
+        if group_id in self._completed:
+            return [], []
+        self._completed.add(group_id)
+        left = self._open.pop(group_id, _Open()).arrived.values()
+        outcomes = [_outcome(t, Outcome.FAILED, t.end_reason.value) for t in left]
+        return outcomes, [GroupArrived(group_id=group_id, is_ready=True)]
 
     def _maybe_complete(
         self, group_id: str, entry: _Open
@@ -93,6 +107,7 @@ class GroupTable:
         if len(entry.arrived) + len(entry.given_up) < self._cfg.size:
             return [], []
         del self._open[group_id]
+        self._completed.add(group_id)
         outcomes: list[EpisodeOutcome] = []
         survivors: list[Trajectory] = []
         for member in sorted(entry.arrived):

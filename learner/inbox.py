@@ -5,6 +5,13 @@ import numpy as np
 from common.messages import PolicyKind, Trajectory
 
 MAX_ABS_LOGPROB = 200.0  # nats; anything beyond is no logprob
+_COLUMNS = {
+    "token_ids": "int32",
+    "loss_mask": "bool",
+    "logprobs": "float32",
+    "versions": "int32",
+    "turn_ids": "int32",
+}
 
 
 def refusal(trajectory: Trajectory, *, learner_version: int, max_group_size: int) -> str:
@@ -17,24 +24,23 @@ def refusal(trajectory: Trajectory, *, learner_version: int, max_group_size: int
         learner_version: newest version there is; a token cannot be newer.
         max_group_size: members are numbered below it (training episodes only).
     """
-    length = len(trajectory.token_ids)
-    columns = {
-        "loss_mask": trajectory.loss_mask,
-        "logprobs": trajectory.logprobs,
-        "versions": trajectory.versions,
-        "turn_ids": trajectory.turn_ids,
-    }
-    for name, column in columns.items():
-        if column.ndim != 1 or len(column) != length:
-            return f"{name} has shape {column.shape}, token_ids has {length} tokens"
+    num_tokens = trajectory.token_ids.size
+    for name, dtype in _COLUMNS.items():
+        column: np.ndarray = getattr(trajectory, name)
+        if column.dtype.name != dtype:
+            return f"{name} is {column.dtype.name}, not {dtype}"
+        if column.shape != (num_tokens,):
+            return f"{name} has shape {column.shape}, token_ids has {num_tokens} tokens"
     if not 0.0 <= trajectory.reward <= 1.0:
         return f"reward {trajectory.reward} is not in [0, 1]"
     if trajectory.kind == "train" and not 0 <= trajectory.member < max_group_size:
         return f"member {trajectory.member} of a group of {max_group_size}"
+    if not 0 <= trajectory.num_invalid_actions <= trajectory.num_turns:
+        return f"{trajectory.num_invalid_actions} invalid actions in {trajectory.num_turns} turns"
     if trajectory.end_reason.is_infrastructure_failure:
         return ""
     if trajectory.policy is not PolicyKind.MODEL:
-        return ""
+        return "" if trajectory.kind == "eval" else f"{trajectory.policy} play cannot be trained on"
     return _refusal_of_tokens(trajectory, learner_version)
 
 

@@ -92,9 +92,13 @@ class Intake(threading.Thread):
         """Take an episode that the journal already holds (before the thread starts)."""
         self._known.add(trajectory.episode_id)
         self._link.remember(self._outcomes(seen=[_seen(trajectory)]))
-        if trajectory.kind is not EpisodeKind.TRAIN or is_consumed:
+        if trajectory.kind is not EpisodeKind.TRAIN:
             return
-        outcomes, groups = self._table.add(trajectory)
+        outcomes, groups = (
+            self._table.mark_completed(trajectory.group_id)
+            if is_consumed
+            else self._table.add(trajectory)
+        )
         self._link.remember(self._outcomes(outcomes=outcomes, groups=groups))
 
     def adopt_outcomes(self, outcomes: list[EpisodeOutcome]) -> None:

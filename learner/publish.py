@@ -6,6 +6,7 @@ membership; the others go on in a new process group. Late joiners get the curren
 """
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Iterable
@@ -104,7 +105,7 @@ class Publisher(threading.Thread):
         self._stop_requested = threading.Event()
         self._error: BaseException | None = None
         self._metrics: dict[str, float] = {}
-        self.num_canary_alarms = 0  # in a row
+        self._alarms: dict[str, int] = {}  # by actor name, in a row
 
     # --- main thread ------------------------------------------------------------------------
 
@@ -128,6 +129,11 @@ class Publisher(threading.Thread):
                     )
                 self._changed.wait(0.5)
             self._metrics["publish/total_s"] = time.monotonic() - started
+
+    @property
+    def num_canary_alarms(self) -> int:
+        """Versions in a row on which the worst engine and the trainer disagreed."""
+        return max(self._alarms.values(), default=0)
 
     def drain_metrics(self) -> dict[str, float]:
         """Return what the transfers and canaries since the last call measured."""
@@ -203,23 +209,32 @@ class Publisher(threading.Thread):
         self._newcomers = [m for m in self._newcomers if m.actor != message.actor] + [member]
 
     def _transfer(self, weights: PublishedWeights, members: list[_Member]) -> None:
-        """Bring one version to the given members; drop those that fail, retry with the rest."""
+        """Bring one version to the given members; drop those that fail, retry with the rest.
+
+        A broken transfer does not say who broke it. The dead are silent at the next offer; if
+        there is no silence, one transfer each tells.
+        """
+        num_broken = 0
         while members:
             try:
                 failed = self._transfer_once(weights, members)
             except WeightSyncError as e:
                 logger.error("transfer failed version=%d reason=%s", weights.version, e)
-                failed = members if len(members) == 1 else []
                 self._leave_group()
-                if not failed:  # nobody knows who it was: one by one tells
+                num_broken += 1
+                if len(members) > 1 and num_broken == 1:
+                    continue
+                if len(members) > 1:
                     for member in members:
                         self._transfer(weights, [member])
                     return
+                failed = members
             for member in failed:
                 logger.error("dropped actor=%s version=%d", member.actor, weights.version)
                 if self._members.get(member.actor) == member:
                     del self._members[member.actor]
-            if not failed:
+            if not failed:  # a member that asked again meanwhile has what it asked for
+                self._newcomers = [m for m in self._newcomers if m not in members]
                 return
             self._leave_group()
             members = [member for member in members if member not in failed]
@@ -303,18 +318,13 @@ class Publisher(threading.Thread):
         weights = self._recent.get(message.version)
         if weights is None or not weights.canary_logprobs:
             return
-        pairs = [
-            abs(ours - theirs)
-            for ours_row, theirs_row in zip(weights.canary_logprobs, message.logprobs, strict=True)
-            for ours, theirs in zip(ours_row, theirs_row, strict=True)
-        ]
-        delta = sum(pairs) / len(pairs)
+        delta = _mean_delta(weights.canary_logprobs, message.logprobs)
         is_alarm = not delta <= self._max_canary_delta  # a NaN is an alarm
         with self._changed:
             self._metrics["weights/canary_abs_logprob"] = max(
                 delta, self._metrics.get("weights/canary_abs_logprob", 0.0)
             )
-            self.num_canary_alarms = self.num_canary_alarms + 1 if is_alarm else 0
+            self._alarms[message.actor] = self._alarms.get(message.actor, 0) + 1 if is_alarm else 0
         if is_alarm:
             logger.error(
                 "engine and trainer disagree actor=%s version=%d mean_abs_logprob=%.4f limit=%g",
@@ -329,3 +339,15 @@ class Publisher(threading.Thread):
             self._group.close()
         self._group = None
         self._group_members = ()
+
+
+def _mean_delta(ours: list[list[float]], theirs: list[list[float]]) -> float:
+    """Return the mean |difference| in nats; NaN if the rows do not belong together."""
+    if [len(row) for row in ours] != [len(row) for row in theirs] or not any(ours):
+        return math.nan
+    deltas = [
+        abs(a - b)
+        for our_row, their_row in zip(ours, theirs, strict=True)
+        for a, b in zip(our_row, their_row, strict=True)
+    ]
+    return sum(deltas) / len(deltas)

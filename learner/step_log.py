@@ -28,9 +28,9 @@ class StepLog:
     def __init__(self, path: Path) -> None:
         self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.steps = _read(path)
-        path.write_text("".join(_line(step) for step in self.steps))
         self._file = path.open("a")
+        self.steps, num_bytes = _read(path)
+        self._file.truncate(num_bytes)
 
     def append(self, step: LoggedStep) -> None:
         """Write a step and return when it is on disk."""
@@ -50,11 +50,14 @@ def _line(step: LoggedStep) -> str:
     return json.dumps(plain, separators=(",", ":")) + "\n"
 
 
-def _read(path: Path) -> list[LoggedStep]:
+def _read(path: Path) -> tuple[list[LoggedStep], int]:
+    """Return the steps, and how many bytes of the file they take."""
     steps: list[LoggedStep] = []
-    for line in path.read_text().splitlines(keepends=True) if path.exists() else []:
-        if not line.endswith("\n"):
+    num_bytes = 0
+    for line in path.read_bytes().splitlines(keepends=True):
+        if not line.endswith(b"\n"):
             break
+        num_bytes += len(line)
         plain = json.loads(line)
         outcomes = [
             EpisodeOutcome(episode_id=name, outcome=Outcome(outcome), cause=cause)
@@ -62,4 +65,4 @@ def _read(path: Path) -> list[LoggedStep]:
         ]
         step = LoggedStep(version=plain["version"], groups=plain["groups"], outcomes=outcomes)
         steps.append(step)
-    return steps
+    return steps, num_bytes

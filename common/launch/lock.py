@@ -16,8 +16,8 @@ def hold_run(root: Path, *, name: str) -> Generator[None]:
     Raises:
         ConfigError: another launcher holds it; names its process id.
     """
-    root.mkdir(parents=True, exist_ok=True)
-    with (root / ".launcher").open("a+") as file:
+    root.parent.mkdir(parents=True, exist_ok=True)
+    with (root.parent / f".{root.name}.lock").open("a+") as file:  # the folder itself may move
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as e:

@@ -1,7 +1,7 @@
 """Conversations as AgentGym stores them: JSON lines of {"conversations", "item_id"}.
 
 Each message is {"from": "human" | "gpt", "loss": true | false | null, "value": text}; only gpt
-messages with loss true are imitated.
+messages are imitated, unless their loss is false.
 """
 
 import json
@@ -38,14 +38,21 @@ def read_conversations(path: Path) -> list[Conversation]:
         raise ConfigError(f"sft.demonstrations={path}: no such file")
     text = path.read_text()
     try:
-        records = json.loads(text) if text.lstrip().startswith("[") else _lines(text)
+        records = json.loads(text) if text.lstrip().startswith("[") else _lines(text, path)
     except json.JSONDecodeError as e:
         raise ConfigError(f"{path}: not JSON: {e}") from e
     return [_conversation(record, f"{path}: record {i + 1}") for i, record in enumerate(records)]
 
 
-def _lines(text: str) -> list[object]:
-    return [json.loads(line) for line in text.splitlines() if line.strip()]
+def _lines(text: str, path: Path) -> list[object]:
+    records: list[object] = []
+    lines = [line for line in text.split("\n") if line.strip()]  # splitlines knows other ends, too
+    for i, line in enumerate(lines):
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError as e:
+            raise ConfigError(f"{path}: record {i + 1} is not JSON: {e}") from e
+    return records
 
 
 def _conversation(record: object, place: str) -> Conversation:
@@ -53,6 +60,8 @@ def _conversation(record: object, place: str) -> Conversation:
         raise ConfigError(f"{place}: no list under 'conversations'")
     messages = []
     for message in record["conversations"]:
+        if not isinstance(message, dict):
+            raise ConfigError(f"{place}: a message is {type(message).__name__}, not a map")
         sender, value = message.get("from"), message.get("value")
         if sender not in ("human", "gpt") or not isinstance(value, str):
             raise ConfigError(f"{place}: a message needs 'from' human|gpt and a text 'value'")

@@ -84,12 +84,24 @@ def encode(tokenizer: Any, conversation: Conversation) -> tuple[list[int], list[
 def encode_all(
     tokenizer: Any, conversations: list[Conversation], *, max_tokens: int
 ) -> list[tuple[list[int], list[int]]]:
-    """Return the encoded conversations, cut on the right at `max_tokens`."""
+    """Return the encoded conversations, cut on the right at `max_tokens`.
+
+    One without a trained token is left out: the mean loss of a batch of such is 0/0.
+
+    Raises:
+        ConfigError: no conversation has a trained token.
+    """
     rows = [encode(tokenizer, conversation) for conversation in conversations]
     num_cut = sum(len(ids) > max_tokens for ids, _ in rows)
     if num_cut:
         logger.warning("cut conversations=%d max_tokens=%d", num_cut, max_tokens)
-    return [(ids[:max_tokens], labels[:max_tokens]) for ids, labels in rows]
+    cut = [(ids[:max_tokens], labels[:max_tokens]) for ids, labels in rows]
+    trained = [row for row in cut if any(label != IGNORED for label in row[1][1:])]
+    if len(trained) < len(cut):
+        logger.warning("left out conversations=%d without loss", len(cut) - len(trained))
+    if not trained:
+        raise ConfigError(f"no conversation has an agent's token within {max_tokens} tokens")
+    return trained
 
 
 def batches(

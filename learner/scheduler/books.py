@@ -94,7 +94,6 @@ class Books:
             self.give_up(group, episode, FAILED, cause)
             self._note(cause)
             return
-        episode.state = EpisodeState.QUEUED
         self.leases.enqueue(group, [episode], is_first=True)
 
     def give_up(self, group: Group, episode: Episode, outcome: str, cause: str) -> None:
@@ -138,7 +137,6 @@ class Books:
         elif episode.num_issues >= self._max_attempts:
             self.give_up(group, episode, FAILED, seen.end_reason.value)
         else:
-            episode.state = EpisodeState.QUEUED
             self.leases.enqueue(group, [episode], is_first=True)
 
     def group_arrived(self, message: GroupArrived) -> None:

@@ -46,6 +46,7 @@ logger = logging.getLogger(__name__)
 
 STATE_FORMAT = 1
 TICK_S = 0.25  # between two searches for the dead and the overdue
+NEVER = -1e9
 RETRY_S = 0.1  # after an empty grant
 FINISHED_RETRY_S = 1.0
 MAX_MISSED = 2  # heartbeats in a row that may not list a lease before it counts as lost
@@ -85,7 +86,7 @@ class SchedulerCore:
         self.members = Members(dead_after_s=cfg.scheduler.dead_after_s)
         self._is_trained = cfg.train.num_steps == 0
         self._generation = 0  # times that a checkpoint took the run back
-        self._last_tick = float("-inf")
+        self._last_tick = NEVER
         self._handlers: dict[type, Callable[[str, Any], Any]] = {
             Hello: self._hello,
             LeaseRequest: self._lease_request,
@@ -119,7 +120,7 @@ class SchedulerCore:
         for member in self.members.bury(now):
             logger.warning("dead role=%s name=%s", member.role, member.name)
             self._lose_all(member.name, "actor_dead")
-        for episode in self.books.leases.overdue(now):
+        for episode in reversed(self.books.leases.overdue(now)):
             self.books.lose(episode, "lease_deadline")
         self._advance_phase()
         return True
@@ -196,7 +197,7 @@ class SchedulerCore:
         return True
 
     def _lose_all(self, actor: str, cause: str) -> None:
-        for episode in self.books.leases.leased_to(actor):
+        for episode in reversed(self.books.leases.leased_to(actor)):  # requeued in their order
             self.books.lose(episode, cause)
         self.books.leases.disown(actor)
 
@@ -313,7 +314,7 @@ class SchedulerCore:
             if state.get(key) != value:
                 raise ConfigError(f"scheduler state: {key}={state.get(key)!r}, not {value!r}")
         now = self._clock()
-        self._last_tick = float("-inf")
+        self._last_tick = NEVER
         self.version = state["version"]
         self.phase = Phase(state["phase"])
         self._is_trained = state["is_trained"]
@@ -346,7 +347,7 @@ class SchedulerCore:
         self._generation = max(generation, self._generation) + 1
         self.members.by_name.update(members)
         for member in members.values():
-            for episode in self.books.leases.leased_to(member.name):
+            for episode in reversed(self.books.leases.leased_to(member.name)):
                 if member.is_dead or episode.incarnation != member.incarnation:
                     self.books.lose(episode, "actor_restarted")
             if member.is_dead:

@@ -33,16 +33,23 @@ class LeaseBook:
 
     def enqueue(self, group: Group, episodes: Iterable[Episode], *, is_first: bool = False) -> None:
         """Put queued members of a group up for grant; first if they were lost before."""
-        pending = self._pending.get(group.group_id)
+        group_id = group.group_id
+        pending = self._pending.get(group_id)
         if pending is None:
             pending = _Pending(group=group, members=deque(), owner="")
-            self._pending[group.group_id] = pending
-            (self._free.appendleft if is_first else self._free.append)(group.group_id)
+            self._pending[group_id] = pending
         elif pending.owner:
-            self._owned[pending.owner].pop(group.group_id, None)
+            self._owned[pending.owner].pop(group_id, None)
             pending.owner = ""
-            self._free.appendleft(group.group_id)
-        pending.members.extend(episode.member for episode in episodes)
+        else:
+            self._free.remove(group_id)
+        members = [episode.member for episode in episodes]
+        if is_first:
+            self._free.appendleft(group_id)
+            pending.members.extendleft(reversed(members))
+        else:
+            self._free.append(group_id)
+            pending.members.extend(members)
 
     def take(
         self, actor: str, num: int, *, is_allowed: Callable[[Group], bool]
@@ -118,9 +125,10 @@ class LeaseBook:
         episode.num_missed = 0
 
     def release(self, episode: Episode) -> None:
-        """End the lease, if there is one. The caller says what the episode is now."""
+        """End the lease, if there is one. The caller enqueues the episode or moves it on."""
         if episode.state is EpisodeState.LEASED:
             del self._leased[episode.actor][episode.episode_id]
+            episode.state = EpisodeState.QUEUED
         episode.actor = episode.incarnation = ""
 
     def leased_to(self, actor: str) -> list[Episode]:

@@ -1,0 +1,178 @@
+"""Small builders for the tests of the scheduler: a configuration, a hub's catalogue, messages."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from common.config import (
+    EvalSection,
+    GroupsSection,
+    HorizonKind,
+    HorizonSection,
+    RunConfig,
+    SchedulerSection,
+    TaskSection,
+    TrainMode,
+    TrainSection,
+)
+from common.messages import (
+    EndReason,
+    EpisodeKind,
+    EpisodeOutcome,
+    EpisodeSeen,
+    GroupArrived,
+    Heartbeat,
+    Hello,
+    Lease,
+    LeaseGrant,
+    LeaseRequest,
+    Outcome,
+    Outcomes,
+    Progress,
+    StepDone,
+)
+from learner.scheduler.catalog import Catalogue, SubsetEntry
+from learner.scheduler.core import SchedulerCore
+
+CATALOGUE = Catalogue(
+    envs={
+        "maze": {
+            "easy": SubsetEntry(num_train=100, num_test=6, max_turns=8),
+            "hard": SubsetEntry(num_train=100, num_test=6, max_turns=30),
+        }
+    }
+)
+
+
+def make_config(
+    *,
+    mode: TrainMode = TrainMode.ASYNC,
+    num_steps: int = 10,
+    size: int = 4,
+    per_step: int = 2,
+    max_ahead_steps: int = 1,
+    max_oversample: float = 3.0,
+    max_attempts: int = 3,
+    max_failed_frac: float = 1.0,
+    evaluation: EvalSection | None = None,
+) -> RunConfig:
+    """A run of two subsets without evaluation, 10 s of silence meaning death."""
+    return RunConfig(
+        train=TrainSection(mode=mode, num_steps=num_steps),
+        tasks=[TaskSection(env="maze", subset="easy"), TaskSection(env="maze", subset="hard")],
+        horizon=HorizonSection(kind=HorizonKind.STEPWISE, stages=[5, 10, 20], every_steps=2),
+        groups=GroupsSection(
+            size=size, per_step=per_step, min_size=2, max_oversample=max_oversample
+        ),
+        scheduler=SchedulerSection(
+            dead_after_s=10.0,
+            max_ahead_steps=max_ahead_steps,
+            max_attempts=max_attempts,
+            max_failed_frac=max_failed_frac,
+        ),
+        eval=evaluation or EvalSection(before=False, after=False),
+    )
+
+
+@dataclass
+class Clock:
+    """Time that only moves when told to."""
+
+    now: float = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class Table:
+    """A core with a clock, and the roles around it as one-line calls."""
+
+    cfg: RunConfig = field(default_factory=make_config)
+    clock: Clock = field(default_factory=Clock)
+    core: SchedulerCore = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.core = SchedulerCore(self.cfg, CATALOGUE, clock=self.clock)
+
+    def hello(self, name: str, incarnation: str = "i0", version: int = 0) -> Any:
+        role = name.partition("-")[0]
+        message = Hello(role=role, name=name, incarnation=incarnation, version=version)
+        return self.core.handle(name, message)
+
+    def ask(self, actor: str, num: int, version: int = 0) -> LeaseGrant:
+        message = LeaseRequest(actor=actor, num_free_slots=num, version=version)
+        return self.core.handle(actor, message)
+
+    def beat(self, name: str, running: list[str], version: int = 0) -> Progress:
+        message = Heartbeat(
+            role=name.partition("-")[0],
+            name=name,
+            version=version,
+            running=running,
+            num_free_slots=0,
+            tokens_per_s=1.0,
+            waiting_for="",
+            rss_bytes=1,
+        )
+        return self.core.handle(name, message)
+
+    def report(
+        self,
+        *,
+        seen: list[EpisodeSeen] | None = None,
+        outcomes: list[EpisodeOutcome] | None = None,
+        groups: list[GroupArrived] | None = None,
+    ) -> None:
+        message = Outcomes(
+            version=self.core.version,
+            seen=seen or [],
+            outcomes=outcomes or [],
+            groups=groups or [],
+            num_duplicates=0,
+        )
+        assert self.core.handle("learner", message) is None
+
+    def arrive(self, leases: list[Lease], *, end_reason: EndReason = EndReason.DONE) -> None:
+        self.report(seen=[seen_of(lease, end_reason=end_reason) for lease in leases])
+
+    def finish_group(self, group_id: str, outcome: Outcome) -> None:
+        """The group is ready; every member without outcome gets this one."""
+        is_ready = outcome is Outcome.TRAINED
+        members = self.core.books.table.groups[group_id].episodes
+        self.report(
+            groups=[GroupArrived(group_id=group_id, is_ready=is_ready)],
+            outcomes=[outcome_of(e.episode_id, outcome) for e in members if e.settled is None],
+        )
+
+    def step(self, version: int, *, is_last: bool = False) -> None:
+        self.core.handle("learner", StepDone(version=version, is_last=is_last))
+
+    def counts(self) -> dict[str, Any]:
+        return self.core.books.ledger_report()
+
+
+def seen_of(lease: Lease, *, end_reason: EndReason = EndReason.DONE) -> EpisodeSeen:
+    return EpisodeSeen(
+        episode_id=lease.episode_id,
+        kind=lease.kind,
+        env=lease.env,
+        subset=lease.item_id.rsplit("-", 2)[0],
+        reward=1.0,
+        is_success=True,
+        end_reason=end_reason,
+        num_turns=3,
+        num_sampled_tokens=12,
+        wall_s=1.0,
+    )
+
+
+def outcome_of(episode_id: str, outcome: Outcome, cause: str = "") -> EpisodeOutcome:
+    return EpisodeOutcome(episode_id=episode_id, outcome=outcome, cause=cause)
+
+
+def ids(leases: list[Lease]) -> list[str]:
+    return [lease.episode_id for lease in leases]
+
+
+def train_ids(leases: list[Lease]) -> set[str]:
+    return {lease.group_id for lease in leases if lease.kind is EpisodeKind.TRAIN}

@@ -1,0 +1,34 @@
+"""The horizon curriculum against tables computed by hand."""
+
+from common.config import HorizonKind, HorizonSection
+from learner.scheduler.horizon import HorizonStamp, horizon_at
+
+
+def _stamps(cfg: HorizonSection, versions: range) -> list[tuple[int, int]]:
+    stamps = [horizon_at(cfg, version) for version in versions]
+    return [(stamp.horizon, stamp.stage) for stamp in stamps]
+
+
+def test_stepwise_horizon_holds_each_stage_for_exactly_every_steps_steps() -> None:
+    cfg = HorizonSection(kind=HorizonKind.STEPWISE, stages=[10, 20, 30], every_steps=3)
+    # version v is the state while optimizer step v + 1 is trained: steps 1-3, 4-6, 7 and on
+    expected = [(10, 0)] * 3 + [(20, 1)] * 3 + [(30, 2)] * 4
+    assert _stamps(cfg, range(10)) == expected
+
+
+def test_stepwise_horizon_of_the_paper_changes_at_steps_101_and_201() -> None:
+    cfg = HorizonSection(kind=HorizonKind.STEPWISE, stages=[10, 20, 30], every_steps=100)
+    at = {step: horizon_at(cfg, step - 1).horizon for step in (1, 100, 101, 200, 201, 300, 999)}
+    assert at == {1: 10, 100: 10, 101: 20, 200: 20, 201: 30, 300: 30, 999: 30}
+
+
+def test_stepwise_horizon_changes_every_step_when_every_steps_is_one() -> None:
+    cfg = HorizonSection(kind=HorizonKind.STEPWISE, stages=[1, 2, 3], every_steps=1)
+    assert _stamps(cfg, range(4)) == [(1, 0), (2, 1), (3, 2), (3, 2)]
+
+
+def test_fixed_horizon_uses_the_last_stage_at_every_version() -> None:
+    cfg = HorizonSection(kind=HorizonKind.FIXED, stages=[10, 20], every_steps=1)
+    assert {horizon_at(cfg, version) for version in range(50)} == {
+        HorizonStamp(horizon=20, stage=1)
+    }
