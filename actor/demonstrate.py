@@ -43,8 +43,9 @@ class Demonstrations:
 async def demonstrate(cfg: RunConfig, *, hub_url: str, token: str, path: Path) -> Demonstrations:
     """Play `sft.num_demonstrations` episodes at the hub and write them to `path`.
 
-    A share `sft.random_frac` is uniform valid play over all tasks, the rest is the expert on
-    `sft.expert_subsets` (all tasks if empty), by the tasks' weights.
+    A share `sft.random_frac` is uniform valid play, the rest is the expert on
+    `sft.expert_subsets` (all tasks if empty); random play is on the other subsets, so that the
+    policy knows all actions but is good at the chosen tasks only. By the tasks' weights.
 
     Raises:
         ConfigError: a subset that the hub does not have, or none to show.
@@ -80,11 +81,12 @@ def _plans(cfg: RunConfig, catalogue: dict[str, Any]) -> Iterator[_Plan]:
     for name in cfg.sft.expert_subsets:
         if all(task.subset != name for task in cfg.tasks):
             raise ConfigError(f"sft.expert_subsets: {name!r} is not among the tasks' subsets")
+    random_tasks = [task for task in cfg.tasks if task.subset not in cfg.sft.expert_subsets]
     num_random = round(cfg.sft.num_demonstrations * cfg.sft.random_frac)
     num_played: dict[str, int] = {}
     for number in range(cfg.sft.num_demonstrations):
         is_random = number < num_random
-        tasks = cfg.tasks if is_random else expert_tasks
+        tasks = random_tasks if is_random else expert_tasks
         task = chooser.choices(tasks, weights=[max(t.weight, 1e-9) for t in tasks])[0]
         spec = catalogue.get(task.env, {}).get("subsets", {}).get(task.subset)
         if spec is None:

@@ -18,6 +18,7 @@ from vllm.inputs.engine import tokens_input
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from common.collective import BroadcastGroup, checksum, local_address_towards, open_store, views
 from common.config import ActorSection, ModelSection
@@ -143,7 +144,9 @@ class Engine:
             enable_prefix_caching=True,
             logprobs_mode="processed_logprobs",
             worker_extension_cls="actor.engine.WeightReceiver",
-            distributed_executor_backend="uni" if cfg.tensor_parallel_size == 1 else "mp",
+            # The class, not its name: on CPU the name "uni" is turned into "mp", whose two
+            # processes poll each other and burn a core.
+            distributed_executor_backend=UniProcExecutor if cfg.tensor_parallel_size == 1 else "mp",
             disable_log_stats=True,
         )
         started = time.monotonic()

@@ -96,8 +96,9 @@ class HubClient:
                         reply = await self._once(method, path, payload)
                     except aiohttp.ClientError as e:
                         failure = f"{type(e).__name__}: {e}"
-                        await asyncio.sleep(BACKOFF_S * 2**num_lost)
                         num_lost += 1
+                        if num_lost < NUM_TRIES:
+                            await asyncio.sleep(BACKOFF_S * 2 ** (num_lost - 1))
                         continue
                     if reply is not None:
                         return reply

@@ -83,7 +83,7 @@ class _Play:
     reward: float = 0.0
     is_success: bool = False
     num_turns: int = 0
-    num_invalid: int = 0
+    invalid_turns: list[bool] = field(default_factory=list)
     generate_s: float = 0.0
     env_s: float = 0.0
 
@@ -151,7 +151,7 @@ async def _turns(
         play.generate_s += answered - asked
         play.env_s += time.monotonic() - answered
         play.num_turns += 1
-        play.num_invalid += not result.is_valid
+        play.invalid_turns.append(not result.is_valid)
         play.reward = result.reward
         if result.done:
             play.end = EndReason.DONE
@@ -183,7 +183,7 @@ def _trajectory(lease: Lease, play: _Play, *, actor: str, wall_s: float) -> Traj
         reward=0.0 if play.end.is_infrastructure_failure else play.reward,
         is_success=play.is_success,
         num_turns=play.num_turns,
-        num_invalid_actions=play.num_invalid,
+        num_invalid_actions=sum(play.invalid_turns),
         generate_s=play.generate_s,
         env_s=play.env_s,
         wall_s=wall_s,
@@ -192,4 +192,5 @@ def _trajectory(lease: Lease, play: _Play, *, actor: str, wall_s: float) -> Traj
         logprobs=np.array(tape.logprobs, dtype=np.float32),
         versions=np.array(tape.versions, dtype=np.int32),
         turn_ids=np.array(tape.turn_ids, dtype=np.int32),
+        invalid_turns=np.array(play.invalid_turns, dtype=bool),
     )

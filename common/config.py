@@ -51,6 +51,20 @@ class Baseline(StrEnum):
     GROUP_MEAN = "group_mean"
 
 
+class Aggregation(StrEnum):
+    """What weighs the same in the loss. token: every sampled token. sequence: every episode."""
+
+    TOKEN = "token"
+    SEQUENCE = "sequence"
+
+
+class CreditLevel(StrEnum):
+    """Where a penalty for an action lands: on the whole episode's reward, or on that turn."""
+
+    EPISODE = "episode"
+    TURN = "turn"
+
+
 class WandbMode(StrEnum):
     """auto: online if the user is logged in, else offline."""
 
@@ -228,7 +242,10 @@ class AlgorithmSection:
 
     baseline: Baseline = Baseline.LEAVE_ONE_OUT
     normalize_std: bool = False
-    invalid_action_penalty: float = 0.0  # times the share of invalid actions, off the reward
+    aggregation: Aggregation = Aggregation.TOKEN
+    turn_discount: float = 1.0  # reward times this to the power of turns after the first
+    invalid_action_penalty: float = 0.0  # per invalid turn, or times their share of the episode
+    invalid_action_level: CreditLevel = CreditLevel.EPISODE
     clip_low: float = 0.2
     clip_high: float = 0.28
     dual_clip: float = 3.0  # bound of the loss where the advantage is negative; 0: off
@@ -239,6 +256,7 @@ class AlgorithmSection:
     def __post_init__(self) -> None:
         _require(0 < self.clip_low < 1, "algorithm.clip_low", self.clip_low, "in (0, 1)")
         _require(self.clip_high > 0, "algorithm.clip_high", self.clip_high, "must be > 0")
+        _require(0 < self.turn_discount <= 1, "algorithm.turn_discount", self.turn_discount, "(0, 1]")
         is_valid = self.dual_clip == 0 or self.dual_clip > 1
         _require(is_valid, "algorithm.dual_clip", self.dual_clip, "0 (off) or > 1")
 

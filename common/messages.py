@@ -256,6 +256,7 @@ class Trajectory:
     logprobs: np.ndarray = field(repr=False)  # [seq] float32 nats, 0 where not sampled
     versions: np.ndarray = field(repr=False)  # [seq] int32, -1 where not sampled
     turn_ids: np.ndarray = field(repr=False)  # [seq] int32 0-based turn of a token, prompt = 0
+    invalid_turns: np.ndarray = field(repr=False)  # [num_turns] bool, True: no executable action
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

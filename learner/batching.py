@@ -22,7 +22,14 @@ class Sample:
     """One trajectory that trains, and its advantage."""
 
     trajectory: Trajectory
-    advantage: float
+    advantage: float  # of the episode, on every sampled token
+    turn_advantages: np.ndarray | None = None  # [num_turns] float32, added on a turn's tokens
+
+    def token_advantages(self) -> np.ndarray:
+        """Return the advantage [tokens] float32 of every sampled token."""
+        turns = self.trajectory.turn_ids[self.trajectory.loss_mask]  # [tokens]
+        own = np.full(len(turns), self.advantage, dtype=np.float32)
+        return own if self.turn_advantages is None else own + self.turn_advantages[turns]
 
     @property
     def num_sampled_tokens(self) -> int:
@@ -158,9 +165,8 @@ def _collate(
     chosen = [samples[index] for index in indices]
     trajectories = [sample.trajectory for sample in chosen]
     masks = [t.loss_mask for t in trajectories]
-    counts = [sample.num_sampled_tokens for sample in chosen]
     logprobs = sampled(trajectories, [t.logprobs for t in trajectories])
-    advantages = np.repeat([sample.advantage for sample in chosen], counts).astype(np.float32)
+    advantages = np.concatenate([sample.token_advantages() for sample in chosen])
     return MicroBatch(
         tokens=collate_tokens([t.token_ids for t in trajectories], masks, device=device),
         sample_indices=indices,

@@ -37,6 +37,9 @@ def refusal(trajectory: Trajectory, *, learner_version: int, max_group_size: int
         return f"member {trajectory.member} of a group of {max_group_size}"
     if not 0 <= trajectory.num_invalid_actions <= trajectory.num_turns:
         return f"{trajectory.num_invalid_actions} invalid actions in {trajectory.num_turns} turns"
+    invalid = trajectory.invalid_turns
+    if invalid.shape != (trajectory.num_turns,) or invalid.sum() != trajectory.num_invalid_actions:
+        return f"invalid_turns {invalid.tolist()} for {trajectory.num_turns} turns"
     if trajectory.end_reason.is_infrastructure_failure:
         return ""
     if trajectory.policy is not PolicyKind.MODEL:

@@ -90,7 +90,7 @@ class Intake(threading.Thread):
 
     def adopt(self, trajectory: Trajectory, *, is_consumed: bool) -> None:
         """Take an episode that the journal already holds (before the thread starts)."""
-        self._known.add(trajectory.episode_id)
+        self._know(trajectory)
         self._link.remember(self._outcomes(seen=[_seen(trajectory)]))
         if trajectory.kind is not EpisodeKind.TRAIN:
             return
@@ -247,9 +247,15 @@ class Intake(threading.Thread):
             self._refuse(trajectory)
             return reason
         self._journal.append(trajectory)
-        self._known.add(trajectory.episode_id)
+        self._know(trajectory)
         accepted.append(trajectory)
         return ""
+
+    def _know(self, trajectory: Trajectory) -> None:
+        """Note an episode, so that it is taken once. A failed evaluation is played again."""
+        is_failed = trajectory.end_reason.is_infrastructure_failure
+        if trajectory.kind is EpisodeKind.TRAIN or not is_failed:
+            self._known.add(trajectory.episode_id)
 
     def _refuse(self, trajectory: Trajectory) -> None:
         """A refused episode never arrives: its group is completed without it."""

@@ -62,7 +62,8 @@ class Loop:
         self._parts = parts
         self._stop = stop
         self._process = psutil.Process()
-        self._canary: list[list[int]] = []
+        self._canary: list[list[int]] = []  # [canary, seq] token ids
+        self._canary_masks: list[list[bool]] = []  # [canary, seq-1] True on sampled tokens
         self.version = parts.version
 
     def train(self) -> None:
@@ -125,6 +126,7 @@ class Loop:
         if not self._canary:
             members = [group.members[0] for group in groups[:NUM_CANARIES]]
             self._canary = [t.token_ids[:MAX_CANARY_TOKENS].tolist() for t in members]
+            self._canary_masks = [t.loss_mask[1:MAX_CANARY_TOKENS].tolist() for t in members]
 
     def publish(self) -> None:
         """Send the current weights to every engine and wait until they are there."""
@@ -138,6 +140,7 @@ class Loop:
                 export_tensors(parts.model, dtype),
                 canary_token_ids=self._canary,
                 canary_logprobs=scores,
+                canary_masks=self._canary_masks,
             )
         )
         parts.intake.waiting_for = ""

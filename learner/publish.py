@@ -44,6 +44,7 @@ class PublishedWeights:
     checksum: str
     canary_token_ids: list[list[int]]
     canary_logprobs: list[list[float]]  # [canary, seq-1] nats by the trainer, same weights
+    canary_masks: list[list[bool]]  # [canary, seq-1] True on the tokens to compare
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +62,17 @@ def snapshot(
     *,
     canary_token_ids: list[list[int]],
     canary_logprobs: list[list[float]],
+    canary_masks: list[list[bool]] | None = None,
 ) -> PublishedWeights:
-    """Return a copy of the policy's tensors, ready to be sent while training goes on."""
+    """Return a copy of the policy's tensors, ready to be sent while training goes on.
+
+    Args:
+        tensors: (name, tensor) of the policy.
+        canary_token_ids: [canary, seq] what both sides score.
+        canary_logprobs: [canary, seq-1] nats by the trainer, with these very weights.
+        canary_masks: [canary, seq-1] True on tokens that a policy sampled; None: compare all. What
+            nobody would sample has huge logprobs, and rounding of huge numbers says little.
+    """
     named = list(tensors)
     specs, num_bytes = lay_out(named)
     buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=named[0][1].device)
@@ -74,6 +84,7 @@ def snapshot(
         checksum=checksum(buffer),
         canary_token_ids=canary_token_ids,
         canary_logprobs=canary_logprobs,
+        canary_masks=canary_masks or [[True] * len(row) for row in canary_logprobs],
     )
 
 
@@ -318,7 +329,7 @@ class Publisher(threading.Thread):
         weights = self._recent.get(message.version)
         if weights is None or not weights.canary_logprobs:
             return
-        delta = _mean_delta(weights.canary_logprobs, message.logprobs)
+        delta = _mean_delta(weights.canary_logprobs, message.logprobs, weights.canary_masks)
         is_alarm = not delta <= self._max_canary_delta  # a NaN is an alarm
         with self._changed:
             self._metrics["weights/canary_abs_logprob"] = max(
@@ -341,13 +352,16 @@ class Publisher(threading.Thread):
         self._group_members = ()
 
 
-def _mean_delta(ours: list[list[float]], theirs: list[list[float]]) -> float:
+def _mean_delta(
+    ours: list[list[float]], theirs: list[list[float]], masks: list[list[bool]]
+) -> float:
     """Return the mean |difference| in nats; NaN if the rows do not belong together."""
     if [len(row) for row in ours] != [len(row) for row in theirs] or not any(ours):
         return math.nan
     deltas = [
         abs(a - b)
-        for our_row, their_row in zip(ours, theirs, strict=True)
-        for a, b in zip(our_row, their_row, strict=True)
+        for our_row, their_row, mask in zip(ours, theirs, masks, strict=True)
+        for a, b, is_compared in zip(our_row, their_row, mask, strict=True)
+        if is_compared
     ]
-    return sum(deltas) / len(deltas)
+    return sum(deltas) / len(deltas) if deltas else math.nan

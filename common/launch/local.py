@@ -59,7 +59,10 @@ class LocalLauncher:
                 role.start()
             ending = self._watch(on_poll)
             if ending.exit_code == EXIT_FINISHED:
-                alive = [role.process for role in self._roles if role.process is not None]
+                # The roles that stop first end by themselves; the others serve until told to stop.
+                first = min(role.spec.stop_rank for role in self._roles)
+                ours = [role for role in self._roles if role.spec.stop_rank == first]
+                alive = [role.process for role in ours if role.process is not None]
                 self._wait(alive, deadline=time.monotonic() + self._finish_grace_s, num_signals=0)
             return ending
         finally:

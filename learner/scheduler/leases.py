@@ -44,6 +44,9 @@ class LeaseBook:
         else:
             self._free.remove(group_id)
         members = [episode.member for episode in episodes]
+        for member in members:  # taken back and lost again, it may still stand in the queue
+            if member in pending.members:
+                pending.members.remove(member)
         if is_first:
             self._free.appendleft(group_id)
             pending.members.extendleft(reversed(members))

@@ -41,6 +41,7 @@ def make_trajectory(episode_id: str) -> Trajectory:
         logprobs=np.array([0, -0.5, -0.25], dtype=np.float32),
         versions=np.array([-1, 0, 1], dtype=np.int32),
         turn_ids=np.array([0, 0, 0], dtype=np.int32),
+        invalid_turns=np.array([False]),
     )
 
 

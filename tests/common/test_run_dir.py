@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import ConfigError
+from common.errors import LongstrideError
 from common.run_dir import RunDir, write_atomically
 
 
@@ -25,7 +25,7 @@ def test_a_missing_role_is_named_after_the_wait(tmp_path: Path) -> None:
     run_dir = RunDir(root=tmp_path)
     run_dir.publish_address("learner", "old")
     run_dir.forget_address("learner")
-    with pytest.raises(ConfigError, match=r"no learner within 0\.01s"):
+    with pytest.raises(LongstrideError, match=r"no learner within 0\.01s"):
         run_dir.wait_for_address("learner", timeout_s=0.01)
 
 

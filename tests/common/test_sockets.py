@@ -1,6 +1,6 @@
 """Laws of the encrypted sockets."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -25,16 +25,26 @@ def router(keys: RunKeys) -> Iterator[Router]:
     router.close()
 
 
+Connect = Callable[..., zmq.Socket]
+
+
 @pytest.fixture
-def context() -> Iterator[zmq.Context]:
+def connect(keys: RunKeys, router: Router) -> Iterator[Connect]:
+    """Yields a function that connects a dealer to the router; all are closed at the end."""
     context = zmq.Context()
-    yield context
+    dealers: list[zmq.Socket] = []
+
+    def start(*, identity: str = "", own_keys: RunKeys = keys) -> zmq.Socket:
+        address = f"tcp://127.0.0.1:{router.port}"
+        dealers.append(
+            connect_dealer(context, own_keys, address=address, identity=identity, timeout_s=5.0)
+        )
+        return dealers[-1]
+
+    yield start
+    for dealer in dealers:
+        dealer.close(linger=0)
     context.destroy(linger=0)
-
-
-def connect(context: zmq.Context, keys: RunKeys, router: Router, identity: str = "") -> zmq.Socket:
-    address = f"tcp://127.0.0.1:{router.port}"
-    return connect_dealer(context, keys, address=address, identity=identity, timeout_s=5.0)
 
 
 def receive_until(router: Router, num: int) -> list[Received]:
@@ -47,10 +57,8 @@ def receive_until(router: Router, num: int) -> list[Received]:
     return received
 
 
-def test_a_router_answers_each_sender(
-    router: Router, keys: RunKeys, context: zmq.Context
-) -> None:
-    dealers = [connect(context, keys, router) for _ in range(2)]
+def test_a_router_answers_each_sender(router: Router, connect: Connect) -> None:
+    dealers = [connect() for _ in range(2)]
     for number, dealer in enumerate(dealers):
         dealer.send_multipart(encode(StatusRequest(name=str(number))))
     for received in receive_until(router, 2):
@@ -61,7 +69,7 @@ def test_a_router_answers_each_sender(
 
 
 def test_a_client_with_a_foreign_key_gets_nothing_through(
-    router: Router, keys: RunKeys, context: zmq.Context, tmp_path: Path
+    router: Router, keys: RunKeys, connect: Connect, tmp_path: Path
 ) -> None:
     foreign = create_keys(tmp_path / "foreign")
     mixed = RunKeys(
@@ -71,21 +79,22 @@ def test_a_client_with_a_foreign_key_gets_nothing_through(
         client_secret=foreign.client_secret,
         hub_token="",
     )
-    stranger = connect(context, mixed, router)
+    stranger = connect(own_keys=mixed)
     refused = stranger.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
     stranger.send_multipart(encode(StatusRequest(name="stranger")))
     assert refused.poll(5_000), "the handshake was not refused"
-    friend = connect(context, keys, router)
+    friend = connect()
     friend.send_multipart(encode(StatusRequest(name="friend")))
     assert [r.message.name for r in receive_until(router, 1)] == ["friend"]
     assert router.receive_all(timeout_s=0.1) == []
     stranger.disable_monitor()
+    refused.close(linger=0)
 
 
 def test_an_invalid_message_is_counted_answered_and_disturbs_nobody(
-    router: Router, keys: RunKeys, context: zmq.Context
+    router: Router, connect: Connect
 ) -> None:
-    bad, good = connect(context, keys, router), connect(context, keys, router)
+    bad, good = connect(), connect()
     bad.send_multipart([b"\xc1 rubbish"])
     assert router.receive_all(timeout_s=5.0) == []
     answer = decode(bad.recv_multipart())
@@ -108,13 +117,11 @@ def test_sending_to_nobody_returns_false(router: Router) -> None:
     assert not router.send(b"nobody", Rejected(reason=""))
 
 
-def test_a_new_connection_takes_over_its_identity(
-    router: Router, keys: RunKeys, context: zmq.Context
-) -> None:
-    first = connect(context, keys, router, identity="actor-0")
+def test_a_new_connection_takes_over_its_identity(router: Router, connect: Connect) -> None:
+    first = connect(identity="actor-0")
     first.send_multipart(encode(StatusRequest(name="first")))
     receive_until(router, 1)
-    second = connect(context, keys, router, identity="actor-0")
+    second = connect(identity="actor-0")
     second.send_multipart(encode(StatusRequest(name="second")))
     (received,) = receive_until(router, 1)
     assert received.sender == b"actor-0"
@@ -122,10 +129,8 @@ def test_a_new_connection_takes_over_its_identity(
     assert decode(second.recv_multipart()).reason == "to the second"
 
 
-def test_receiving_stops_at_its_limit(
-    router: Router, keys: RunKeys, context: zmq.Context
-) -> None:
-    dealer = connect(context, keys, router)
+def test_receiving_stops_at_its_limit(router: Router, connect: Connect) -> None:
+    dealer = connect()
     for number in range(3):
         dealer.send_multipart(encode(StatusRequest(name=str(number))))
     names: list[str] = []

@@ -51,6 +51,7 @@ def make_trajectory(
         logprobs=full,
         versions=np.where(mask, version, -1).astype(np.int32),
         turn_ids=np.zeros(len(token_ids), dtype=np.int32),
+        invalid_turns=np.zeros(1, dtype=bool),
     )
 
 

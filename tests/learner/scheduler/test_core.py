@@ -90,6 +90,17 @@ def test_lease_of_a_dead_actor_is_issued_again_with_the_next_attempt() -> None:
     assert table.counts()["reissued"] == 4
 
 
+def test_rest_of_a_dead_actor_s_group_goes_to_the_next_one_that_asks() -> None:
+    table = Table()
+    table.hello("actor-0")
+    leases = table.ask("actor-0", 2).leases
+    table.arrive(leases)
+    table.clock.now += 11
+    table.hello("actor-1")
+    table.core.tick()
+    assert ids(table.ask("actor-1", 2).leases) == ["g0000000/2", "g0000000/3"]
+
+
 def test_lease_of_a_restarted_actor_is_issued_again_at_once() -> None:
     table = Table()
     table.hello("actor-0", incarnation="old")
@@ -288,6 +299,22 @@ def test_sync_batch_opens_exactly_what_filtering_took_at_the_same_version() -> N
     again = table.ask("actor-0", 99).leases
     assert train_ids(again) == {"g0000003", "g0000004"}
     assert {lease.opened_at_version for lease in again} == {0}
+
+
+def test_step_is_not_refilled_for_ever_when_groups_carry_no_signal() -> None:
+    cfg = make_config(mode=TrainMode.SYNC, per_step=2, max_oversample=2.0)  # 4 groups a step
+    table = Table(cfg)
+    table.hello("actor-0")
+    table.ask("actor-0", 99)
+    table.report(groups=[GroupArrived(group_id="g0000000", is_ready=True)])
+    for number in (1, 2, 3):
+        table.finish_group(f"g000000{number}", Outcome.FILTERED)
+        grant = table.ask("actor-0", 99)
+    assert grant.leases == []
+    assert grant.reason == "gate: 3 groups of this step carried no signal, no more drawn"
+    table.finish_group("g0000000", Outcome.TRAINED)
+    table.step(1)
+    assert len(train_ids(table.ask("actor-0", 99, version=1).leases)) == 2
 
 
 def test_run_ends_with_the_counts_when_too_many_episodes_fail() -> None:

@@ -1,0 +1,102 @@
+"""Starts real runs of the product for the end-to-end tests, and reads what they leave behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+RUN_S = 240.0  # for one small run, engine start included
+
+
+class Run:
+    """One `python run.py` with its run directory below a test's own folder."""
+
+    def __init__(self, folder: Path, *overrides: str, config: str = "smoke") -> None:
+        self.root = folder / "r"
+        argv = [sys.executable, "run.py", "--config", config, f"run.dir={folder}", "run.name=r"]
+        self._output = (folder / "output.txt").open("ab")
+        self.process = subprocess.Popen(
+            [*argv, *overrides],
+            cwd=REPOSITORY,
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, "LONGSTRIDE_TEST_MARK": str(folder)},
+        )
+        self._folder = folder
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End what is left, by process id."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(15)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+        self._output.close()
+        for left in self.left_over():
+            os.kill(left, signal.SIGKILL)
+
+    @property
+    def output(self) -> str:
+        """What the command printed."""
+        return (self._folder / "output.txt").read_text(errors="replace")
+
+    def wait(self, *, timeout_s: float = RUN_S) -> int:
+        """Return the exit code. Raises: TimeoutExpired."""
+        return self.process.wait(timeout_s)
+
+    def wait_until(self, happened: Callable[[], bool], *, timeout_s: float = RUN_S) -> None:
+        """Wait for something visible in the run directory. Raises: AssertionError."""
+        deadline = time.monotonic() + timeout_s
+        while not happened():
+            assert self.process.poll() is None, f"ended early: {self.output[-2_000:]}"
+            assert time.monotonic() < deadline, f"did not happen: {self.output[-2_000:]}"
+            time.sleep(0.1)
+
+    def read(self, name: str) -> dict[str, Any]:
+        """Return a JSON file of the run directory."""
+        return json.loads((self.root / name).read_text())
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """Return the lines of metrics.jsonl so far."""
+        path = self.root / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def role_pid(self, role: str) -> int:
+        """Return the process id of a role's own process."""
+        for child in psutil.Process(self.process.pid).children():
+            arguments = child.cmdline()
+            if "run.py" in " ".join(arguments) and role in arguments:
+                return child.pid
+        raise AssertionError(f"no process of role {role}")
+
+    def left_over(self) -> list[int]:
+        """Return the ids of this run's processes that are still there, itself excepted."""
+        mark = f"LONGSTRIDE_TEST_MARK={self._folder}"
+        found = []
+        for process in psutil.process_iter():
+            try:
+                environment = process.environ()
+            except (psutil.AccessDenied, psutil.NoSuchProcess, psutil.ZombieProcess):
+                continue
+            if environment.get("LONGSTRIDE_TEST_MARK") == mark.partition("=")[2]:
+                found.append(process.pid)
+        return [pid for pid in found if pid != self.process.pid]
+
+
+def balances(ledger: dict[str, Any]) -> bool:
+    """Return True if every issued episode is accounted for."""
+    parts = ("trained", "filtered", "stale", "failed", "in_flight")
+    return ledger["issued"] == sum(ledger[part] for part in parts) and ledger["lost"] == 0

@@ -1,0 +1,96 @@
+"""The whole machine for real: every role a process, every plane its real part."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from tests.end_to_end.runs import REPOSITORY, Run, balances
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def test_run_trains_evaluates_and_accounts_for_every_episode(tmp_path: Path) -> None:
+    with Run(tmp_path, "eval.baselines=true") as run:
+        assert run.wait() == 0, run.output
+        assert run.left_over() == []
+    ledger = run.read("ledger.json")
+    assert balances(ledger)
+    assert ledger["trained"] >= 3 * 2 * 2  # steps x groups x smallest group
+    metrics = run.metrics()
+    assert [line["step"] for line in metrics] == [1, 2, 3]
+    noise = [line["weights/canary_abs_logprob"] for line in metrics[1:]]
+    assert max(noise) <= 0.005  # the engine's weights are the learner's weights
+    assert all(line["offpolicy/lag_max"] <= 4 for line in metrics)
+    report = run.read("report.json")
+    for name in ("before", "after"):
+        assert report[name]["n"] == 8
+        assert report[name]["ci95"][0] <= report[name]["success"] <= report[name]["ci95"][1]
+    assert report["baselines"]["expert"]["success"] == 1.0
+    assert report["heldout"]["num_shared_item_ids"] == 0
+    assert "<html" in (run.root / "report.html").read_text()
+    before = load_file(REPOSITORY / "configs/policies/tiny/model.safetensors")
+    after = load_file(run.root / "checkpoints/step-000003/model.safetensors")
+    assert any((before[name] != after[name]).any() for name in before)
+
+
+def test_killed_actor_is_restarted_and_no_episode_is_lost(tmp_path: Path) -> None:
+    with Run(tmp_path, "train.num_steps=6", "eval.before=false") as run:
+        run.wait_until(lambda: len(run.metrics()) >= 1)
+        os.kill(run.role_pid("actor"), signal.SIGKILL)
+        assert run.wait() == 0, run.output
+        assert run.left_over() == []
+    assert "exit" in run.output or "restart" in run.output
+    ledger = run.read("ledger.json")
+    assert balances(ledger)
+    assert [line["step"] for line in run.metrics()] == [1, 2, 3, 4, 5, 6]
+
+
+def test_stopped_run_leaves_nothing_and_goes_on_at_the_next_step(tmp_path: Path) -> None:
+    overrides = ("train.num_steps=200", "eval.before=false", "eval.after=false")
+    with Run(tmp_path, *overrides) as run:
+        run.wait_until(lambda: len(run.metrics()) >= 2)
+        run.process.send_signal(signal.SIGTERM)
+        started = time.monotonic()
+        assert run.wait(timeout_s=15) != 0
+        assert time.monotonic() - started < 10.0
+        assert run.left_over() == []
+    reached = run.metrics()[-1]["step"]
+    saved = sorted((run.root / "checkpoints").glob("step-*"))[-1]
+    assert json.loads((saved / "COMPLETE").read_text())["version"] >= reached
+    with Run(tmp_path, f"train.num_steps={reached + 3}", *overrides[1:]) as again:
+        assert again.wait() == 0, again.output
+    steps = [line["step"] for line in again.metrics()]
+    assert steps == list(range(1, reached + 4))
+    assert balances(again.read("ledger.json"))
+
+
+def test_killed_learner_repeats_its_logged_steps_and_loses_nothing(tmp_path: Path) -> None:
+    overrides = ("train.num_steps=8", "eval.before=false", "learner.checkpoint_every_steps=100")
+    with Run(tmp_path, *overrides) as run:
+        run.wait_until(lambda: len(run.metrics()) >= 3)
+        os.kill(run.role_pid("learner"), signal.SIGKILL)
+        assert run.wait() == 0, run.output
+    log = (run.root / "logs" / "learner.log").read_text()
+    assert "repeated step=" in log
+    assert [line["step"] for line in run.metrics()][-1] == 8
+    assert balances(run.read("ledger.json"))
+
+
+def test_synchronous_run_repeats_itself_bit_for_bit(tmp_path: Path) -> None:
+    losses = []
+    for name in ("a", "b"):
+        folder = tmp_path / name
+        folder.mkdir()
+        overrides = ("train.mode=sync", "train.num_steps=5", "eval.before=false", "eval.after=false")
+        with Run(folder, *overrides) as run:
+            assert run.wait() == 0, run.output
+        metrics = run.metrics()
+        losses.append([line["loss/policy"] for line in metrics])
+        assert all(line["offpolicy/lag_max"] == 0 for line in metrics)
+        assert all(line["offpolicy/noise_abs_logprob"] <= 0.005 for line in metrics)
+    assert len(losses[0]) == 5
+    assert losses[0] == losses[1]

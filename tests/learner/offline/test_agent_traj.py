@@ -1,0 +1,74 @@
+"""Laws of the conversation format."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.errors import ConfigError
+from learner.offline.agent_traj import Conversation, Message, read_conversations
+
+RECORD = {
+    "item_id": "babyai_3",
+    "conversations": [
+        {"from": "human", "loss": None, "value": "Play."},
+        {"from": "gpt", "loss": False, "value": "OK."},
+        {"from": "human", "loss": None, "value": "A ball.\u2028A key.\n"},
+        {"from": "gpt", "loss": True, "value": "go"},
+    ],
+}
+
+
+def write(tmp_path: Path, *records: Any) -> Path:
+    path = tmp_path / "traj.jsonl"
+    lines = (r if isinstance(r, str) else json.dumps(r, ensure_ascii=False) for r in records)
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_only_the_agent_is_trained_and_not_where_its_loss_is_false(tmp_path: Path) -> None:
+    (got,) = read_conversations(write(tmp_path, RECORD))
+    assert got.item_id == "babyai_3"
+    assert [(m.is_agent, m.is_trained) for m in got.messages] == [
+        (False, False),
+        (True, False),
+        (False, False),
+        (True, True),
+    ]
+    assert got.messages[2].text == "A ball.\u2028A key.\n"
+
+
+def test_lines_and_one_list_are_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "traj.json"
+    path.write_text(json.dumps([RECORD, RECORD], indent=2))
+    assert read_conversations(path) == read_conversations(write(tmp_path, RECORD, "", RECORD))
+
+
+def test_a_record_without_item_id_is_read(tmp_path: Path) -> None:
+    message = {"from": "gpt", "value": "go"}
+    assert read_conversations(write(tmp_path, {"conversations": [message]})) == [
+        Conversation(item_id="", messages=[Message(is_agent=True, is_trained=True, text="go")])
+    ]
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        ('{"conversations": [', "record 2 is not JSON"),
+        (42, "record 2: no list under 'conversations'"),
+        ({"item_id": "x"}, "record 2: no list"),
+        ({"conversations": "hello"}, "record 2: no list"),
+        ({"conversations": ["hello"]}, "record 2: a message is str"),
+        ({"conversations": [{"from": "system", "value": ""}]}, "record 2: a message needs 'from'"),
+        ({"conversations": [{"from": "gpt", "value": None}]}, "record 2: a message needs"),
+    ],
+)
+def test_a_record_of_another_form_is_named(tmp_path: Path, record: Any, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        read_conversations(write(tmp_path, RECORD, record))
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"traj\.jsonl: no such file"):
+        read_conversations(tmp_path / "traj.jsonl")

@@ -1,0 +1,120 @@
+"""What survives a kill: the saved state and every message that was handled since."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.messages import Lease, Outcome
+from learner.scheduler.core import SchedulerCore
+from learner.scheduler.event_log import EventLog
+from learner.scheduler.main import LoopClock, resume
+from tests.learner.scheduler.builders import CATALOGUE, Table, make_config
+
+
+class LoggedCore(SchedulerCore):
+    """A core whose messages are logged as the loop does it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.now = LoopClock(100.0)
+        self.log = EventLog(folder)
+        super().__init__(make_config(num_steps=1_000), CATALOGUE, clock=self.now)
+        self.save()
+
+    def handle(self, sender_name: str, message: Any) -> Any:
+        answer = super().handle(sender_name, message)
+        self.log.append(self.now.now, sender_name, message)
+        return answer
+
+    def tick(self) -> bool:
+        if is_due := super().tick():
+            self.log.append(self.now.now, "", None)
+        return is_due
+
+    def save(self) -> None:
+        saved = {"core": self.snapshot(), "terms": self.terms(), "time_s": self.now.now}
+        self.log.save(saved | {"port": 77})
+
+
+@pytest.fixture
+def core(tmp_path: Path) -> Iterator[LoggedCore]:
+    logged = LoggedCore(tmp_path)
+    yield logged
+    logged.log.close()
+
+
+def _table(core: SchedulerCore) -> Table:
+    table = Table()
+    table.core = core
+    return table
+
+
+def _resumed(folder: Path) -> SchedulerCore:
+    clock = LoopClock(0.0)
+    core = SchedulerCore(make_config(num_steps=1_000), CATALOGUE, clock=clock)
+    assert resume(core, clock, EventLog(folder)) == 77
+    return core
+
+
+def _live(core: LoggedCore, rng: random.Random, num: int) -> None:
+    """Random life of three actors and a learner."""
+    table = _table(core)
+    playing: dict[str, list[Lease]] = {f"actor-{i}": [] for i in range(3)}
+    for i in range(num):
+        core.now.now += rng.choice([0.1, 0.1, 0.5, 3.0])
+        name = rng.choice(sorted(playing))
+        match rng.randrange(6):
+            case 0 | 1:
+                playing[name] += table.ask(name, rng.randrange(6)).leases
+            case 2:
+                table.beat(name, [x.episode_id for x in playing[name] if rng.random() < 0.8])
+            case 3:
+                table.hello(name, incarnation=f"i{rng.randrange(2)}")
+            case 4:
+                table.arrive(playing[name][:2])
+                for lease in playing[name][:2]:
+                    if lease.group_id in core.books.table.groups and rng.random() < 0.3:
+                        table.finish_group(lease.group_id, Outcome.FILTERED)
+                playing[name] = playing[name][2:]
+            case 5:
+                core.tick()
+        if i % 40 == 17:
+            core.save()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_log_handled_again_gives_exactly_the_state_that_was_lost(
+    core: LoggedCore, tmp_path: Path, seed: int
+) -> None:
+    _live(core, random.Random(seed), 150)
+    core.log.flush()
+    assert core.books.ledger.train.reissued > 0
+    assert _resumed(tmp_path).snapshot() == core.snapshot()
+
+
+def test_log_cut_off_in_a_record_gives_what_came_before(core: LoggedCore, tmp_path: Path) -> None:
+    table = _table(core)
+    table.hello("actor-0")
+    table.ask("actor-0", 4)
+    expected = core.snapshot()
+    table.ask("actor-0", 4)
+    core.log.close()
+    (path,) = tmp_path.glob("scheduler.*.log")
+    path.write_bytes(path.read_bytes()[:-3])
+    assert _resumed(tmp_path).snapshot() == expected
+
+
+def test_save_leaves_one_state_and_one_log(core: LoggedCore, tmp_path: Path) -> None:
+    core.save()
+    core.save()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["scheduler.3.log", "scheduler.json"]
+
+
+def test_resume_without_a_saved_state_starts_from_nothing(tmp_path: Path) -> None:
+    clock = LoopClock(0.0)
+    core = SchedulerCore(make_config(), CATALOGUE, clock=clock)
+    before = core.snapshot()
+    assert resume(core, clock, EventLog(tmp_path)) == 0
+    assert core.snapshot() == before

@@ -1,0 +1,228 @@
+"""The scheduler process over real sockets."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+from omegaconf import OmegaConf
+
+from common.config import RunConfig
+from common.errors import ConfigError
+from common.messages import (
+    GroupArrived,
+    Heartbeat,
+    Hello,
+    LeaseGrant,
+    LeaseRequest,
+    Outcome,
+    Outcomes,
+    Progress,
+    StatusRequest,
+    StepDone,
+    Welcome,
+)
+from common.run_dir import RunDir
+from common.security import RunKeys, create_keys
+from common.sockets import connect_dealer
+from common.wire import decode, encode
+from learner.scheduler.main import serve
+from tests.learner.scheduler.builders import make_config, outcome_of, seen_of
+from tests.learner.scheduler.hub import run_hub
+
+TIMEOUT_S = 5.0
+
+
+class Role:
+    """A DEALER that asks and waits for the answer."""
+
+    def __init__(self, context: zmq.Context, run_dir: RunDir, keys: RunKeys) -> None:
+        address = run_dir.wait_for_address("scheduler", timeout_s=TIMEOUT_S)
+        self._socket = connect_dealer(context, keys, address=address, timeout_s=TIMEOUT_S)
+
+    def tell(self, message: Any) -> None:
+        self._socket.send_multipart(encode(message))
+
+    def ask(self, message: Any) -> Any:
+        self.tell(message)
+        return decode(self._socket.recv_multipart())
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+
+
+@pytest.fixture
+def hub_url() -> Iterator[str]:
+    with run_hub() as url:
+        yield url
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    return RunDir(root=tmp_path)
+
+
+@contextlib.contextmanager
+def _serving(cfg: RunConfig, run_dir: RunDir) -> Iterator[Role]:
+    """A scheduler in a thread and a role connected to it."""
+    keys = create_keys(run_dir.keys)
+    stop = threading.Event()
+    run_dir.forget_address("scheduler")
+    thread = threading.Thread(target=serve, args=(cfg, run_dir, stop))
+    thread.start()
+    context = zmq.Context()
+    try:
+        role = Role(context, run_dir, keys)
+        yield role
+        role.close()
+    finally:
+        stop.set()
+        thread.join(timeout=TIMEOUT_S)
+        context.term()
+    assert not thread.is_alive()
+
+
+def _config(hub_url: str) -> RunConfig:
+    cfg = make_config(num_steps=1, per_step=1)
+    cfg.envhub.url = hub_url
+    return cfg
+
+
+def _hello() -> Hello:
+    return Hello(role="actor", name="actor-0", incarnation="i", version=0)
+
+
+def _request(num: int) -> LeaseRequest:
+    return LeaseRequest(actor="actor-0", num_free_slots=num, version=0)
+
+
+def _heartbeat(running: list[str]) -> Heartbeat:
+    return Heartbeat(
+        role="actor",
+        name="actor-0",
+        version=0,
+        running=running,
+        num_free_slots=0,
+        tokens_per_s=0.0,
+        waiting_for="",
+        rss_bytes=0,
+    )
+
+
+def test_run_goes_from_hello_to_finished_over_real_sockets(hub_url: str, run_dir: RunDir) -> None:
+    with _serving(_config(hub_url), run_dir) as role:
+        assert isinstance(role.ask(_hello()), Welcome)
+        leases = role.ask(_request(4)).leases
+        assert [lease.group_id for lease in leases] == ["g0000000"] * 4
+        role.tell(
+            Outcomes(
+                version=0,
+                seen=[seen_of(lease) for lease in leases],
+                outcomes=[outcome_of(lease.episode_id, Outcome.TRAINED) for lease in leases],
+                groups=[GroupArrived(group_id="g0000000", is_ready=True)],
+                num_duplicates=2,
+            )
+        )
+        role.tell(StepDone(version=1, is_last=True))
+        progress = role.ask(_heartbeat([]))
+        assert isinstance(progress, Progress)
+        assert progress.is_finished
+        status = json.loads(role.ask(StatusRequest(name="test")).state)
+        assert (status["phase"], status["version"]) == ("done", 1)
+    ledger = json.loads(run_dir.ledger.read_text())
+    names = ("issued", "trained", "in_flight", "lost", "duplicates_discarded")
+    assert [ledger[name] for name in names] == [4, 4, 0, 0, 2]
+    assert json.loads(run_dir.status.read_text())["phase"] == "done"
+
+
+def test_restarted_scheduler_keeps_leases_and_address_but_not_the_epoch(
+    hub_url: str, run_dir: RunDir
+) -> None:
+    cfg = _config(hub_url)
+    with _serving(cfg, run_dir) as role:
+        first = role.ask(_hello())
+        leases = role.ask(_request(3)).leases
+        address = (run_dir.addresses / "scheduler").read_text()
+    with _serving(cfg, run_dir) as role:
+        assert (run_dir.addresses / "scheduler").read_text() == address
+        running = [lease.episode_id for lease in leases]
+        progress = role.ask(_heartbeat(running))
+        assert progress.revoked == []
+        assert progress.run_epoch != first.run_epoch
+        rest = role.ask(_request(9)).leases
+        assert rest[0].episode_id == "g0000000/3"
+        assert not {lease.episode_id for lease in rest} & set(running)
+
+
+def test_task_that_the_hub_does_not_have_stops_the_scheduler(hub_url: str, run_dir: RunDir) -> None:
+    cfg = _config(hub_url)
+    cfg.tasks[0].subset = "esay"
+    create_keys(run_dir.keys)
+    with pytest.raises(ConfigError, match="nearest is 'easy'"):
+        serve(cfg, run_dir, threading.Event())
+
+
+ROLE_SCRIPT = """
+import sys
+from pathlib import Path
+from omegaconf import OmegaConf
+from common.config import RunConfig
+from common.run_dir import RunDir
+from learner.scheduler.main import run
+
+schema = OmegaConf.structured(RunConfig)
+cfg = OmegaConf.to_object(OmegaConf.merge(schema, OmegaConf.load(sys.argv[1])))
+run(cfg, RunDir(root=Path(sys.argv[2])))
+"""
+
+
+def _start(cfg: RunConfig, run_dir: RunDir) -> subprocess.Popen:
+    OmegaConf.save(OmegaConf.structured(cfg), run_dir.config)
+    create_keys(run_dir.keys)
+    run_dir.forget_address("scheduler")
+    argv = [sys.executable, "-c", ROLE_SCRIPT, str(run_dir.config), str(run_dir.root)]
+    root = Path(__file__).resolve().parents[3]
+    return subprocess.Popen(argv, cwd=root, env={**os.environ, "PYTHONPATH": str(root)})
+
+
+@pytest.mark.slow
+def test_killed_scheduler_forgets_no_lease_and_a_terminated_one_exits_0_within_2_s(
+    hub_url: str, run_dir: RunDir
+) -> None:
+    cfg = _config(hub_url)
+    cfg.model.path = "unused"
+    context = zmq.Context()
+    process = _start(cfg, run_dir)
+    try:
+        role = Role(context, run_dir, create_keys(run_dir.keys))
+        role.ask(_hello())
+        running = [lease.episode_id for lease in role.ask(_request(3)).leases]
+        process.kill()
+        process.wait(TIMEOUT_S)
+        role.close()
+        process = _start(cfg, run_dir)
+        role = Role(context, run_dir, create_keys(run_dir.keys))
+        assert role.ask(_heartbeat(running)).revoked == []
+        grant = role.ask(_request(1))
+        assert isinstance(grant, LeaseGrant)
+        assert [lease.episode_id for lease in grant.leases] == ["g0000000/3"]
+        started = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(TIMEOUT_S) == 0
+        assert time.monotonic() - started < 2.0
+        role.close()
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait(TIMEOUT_S)
+        context.term()
+    assert json.loads(run_dir.ledger.read_text())["in_flight"] == 4

@@ -1,0 +1,73 @@
+"""Laws of the running means over episodes."""
+
+from dataclasses import replace
+
+import pytest
+
+from common.messages import EndReason
+from learner.episode_stats import EpisodeStats, subset_of
+from tests.learner.builders import make_trajectory
+
+WON = replace(
+    make_trajectory([1, 2, 3, 4], [0, 1, 1, 0]),
+    item_id="GoTo-Local-train-3",
+    num_turns=2,
+    generate_s=1.0,
+    env_s=0.5,
+    wall_s=2.0,
+)
+LOST = replace(
+    make_trajectory([1, 2], [0, 1]),
+    item_id="depth2-train-1",
+    reward=0.0,
+    is_success=False,
+    end_reason=EndReason.HORIZON,
+    num_turns=4,
+    num_invalid_actions=3,
+)
+
+
+def test_a_subset_may_hold_dashes() -> None:
+    assert subset_of("GoTo-Local-train-17") == "GoTo-Local"
+
+
+def test_means_are_over_episodes_and_invalid_over_turns() -> None:
+    stats = EpisodeStats()
+    stats.add(WON)
+    stats.add(LOST)
+    metrics = stats.drain(elapsed_s=2.0)
+    expected = {
+        "episodes/arrived": 2,
+        "episodes/failed": 0,
+        "actor/episodes_per_s": 1.0,
+        "actor/tokens_per_s": 1.5,
+        "reward/mean": 0.5,
+        "reward/success": 0.5,
+        "reward/success/GoTo-Local": 1.0,
+        "reward/success/depth2": 0.0,
+        "episodes/turns_mean": 3.0,
+        "episodes/truncated_frac": 0.5,
+        "episodes/context_full_frac": 0.0,
+        "episodes/invalid_frac": 0.5,
+        "episodes/tokens_mean": 3.0,
+        "episodes/generate_s_mean": 0.5,
+        "episodes/env_s_mean": 0.25,
+        "episodes/wall_s_mean": 1.0,
+    }
+    assert metrics == pytest.approx(expected)
+
+
+def test_an_infrastructure_failure_is_counted_and_in_no_mean() -> None:
+    stats = EpisodeStats()
+    stats.add(WON)
+    stats.add(replace(LOST, end_reason=EndReason.ENV_TIMEOUT))
+    metrics = stats.drain(elapsed_s=1.0)
+    assert metrics["episodes/failed"] == 1
+    assert metrics["reward/mean"] == 1.0
+
+
+def test_a_window_without_episodes_has_no_means() -> None:
+    stats = EpisodeStats()
+    stats.add(WON)
+    stats.drain(elapsed_s=1.0)
+    assert set(stats.drain(elapsed_s=1.0).values()) == {0.0}
