@@ -27,6 +27,8 @@ from common.messages import TensorSpec, WeightsOffer
 
 logger = logging.getLogger(__name__)
 
+SHUTDOWN_S = 1.0  # until the engine's processes are killed; they hold nothing worth saving
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
@@ -285,5 +287,5 @@ class Engine:
         return scores
 
     def shut_down(self) -> None:
-        """End the engine's processes."""
-        self._llm.shutdown()
+        """End the engine's processes; one that hangs in a broadcast is killed."""
+        self._llm.shutdown(timeout=SHUTDOWN_S)

@@ -256,7 +256,9 @@ class AlgorithmSection:
     def __post_init__(self) -> None:
         _require(0 < self.clip_low < 1, "algorithm.clip_low", self.clip_low, "in (0, 1)")
         _require(self.clip_high > 0, "algorithm.clip_high", self.clip_high, "must be > 0")
-        _require(0 < self.turn_discount <= 1, "algorithm.turn_discount", self.turn_discount, "(0, 1]")
+        _require(
+            0 < self.turn_discount <= 1, "algorithm.turn_discount", self.turn_discount, "(0, 1]"
+        )
         is_valid = self.dual_clip == 0 or self.dual_clip > 1
         _require(is_valid, "algorithm.dual_clip", self.dual_clip, "0 (off) or > 1")
 

@@ -52,6 +52,11 @@ class MetricsWriter:
         self._started_s = time.monotonic() - elapsed_s
         self._file = run_dir.metrics.open("a", buffering=1, encoding="utf-8")
 
+    @property
+    def last_step(self) -> int:
+        """The step of the last line, `BEFORE_FIRST_STEP` if there is none."""
+        return self._last_step
+
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write one step's metrics; a value that is not finite becomes null and is counted.
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from common.config import RunConfig
+from common.config_load import config_as_yaml
 from common.errors import ConfigError
 from common.run_dir import RunDir, write_json
 
@@ -72,7 +73,7 @@ def _require_same(cfg: RunConfig, run_dir: RunDir) -> None:
 
 def _differences(cfg: RunConfig, run_dir: RunDir) -> list[str]:
     old = OmegaConf.load(run_dir.config)
-    new = OmegaConf.create(OmegaConf.to_yaml(OmegaConf.structured(cfg)))
+    new = OmegaConf.create(config_as_yaml(cfg))
     found = []
     for key in _SAME_KEYS:
         was, now = OmegaConf.select(old, key), OmegaConf.select(new, key)

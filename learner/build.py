@@ -12,7 +12,8 @@ from transformers import AutoTokenizer
 from common.config import RunConfig
 from common.journal import JournalWriter, read_journal
 from common.messages import EpisodeKind, Hello, Trajectory
-from common.metrics import MetricsWriter
+from common.metrics import BEFORE_FIRST_STEP as NOTHING_LOGGED
+from common.metrics import MetricsWriter, read_metrics
 from common.run_dir import RunDir
 from common.security import load_keys
 from common.sockets import Router
@@ -81,7 +82,10 @@ def build(cfg: RunConfig, run_dir: RunDir) -> Parts:
     journal = JournalWriter(run_dir.journal)
     step_log = StepLog(run_dir.journal / "steps.jsonl")
     held = {t.episode_id: t for _, t in read_journal(run_dir.journal)}
-    version = _repeat_steps(cfg, trainer, step_log, held, version)
+    metrics = MetricsWriter(
+        run_dir, [WandbSink(run_dir, cfg)], resumed_at_step=_last_logged(run_dir, step_log, version)
+    )
+    version = _repeat_steps(cfg, trainer, step_log, held, version, metrics)
     intake = _intake(cfg, run_dir, keys, journal, version)
     _readopt(intake, step_log, held)
     publisher = Publisher(
@@ -104,8 +108,17 @@ def build(cfg: RunConfig, run_dir: RunDir) -> Parts:
         ),
         journal=journal,
         step_log=step_log,
-        metrics=MetricsWriter(run_dir, [WandbSink(run_dir, cfg)], resumed_at_step=version),
+        metrics=metrics,
         version=version,
+    )
+
+
+def _last_logged(run_dir: RunDir, step_log: StepLog, version: int) -> int:
+    """Return the last step whose metrics are still true: all up to where the run will stand."""
+    stands_at = max([version, *(step.version for step in step_log.steps)])
+    lines = read_metrics(run_dir.metrics) if run_dir.metrics.exists() else []
+    return max(
+        (s for line in lines if (s := int(line["step"])) <= stands_at), default=NOTHING_LOGGED
     )
 
 
@@ -142,8 +155,12 @@ def _repeat_steps(
     step_log: StepLog,
     held: dict[str, Trajectory],
     version: int,
+    metrics: MetricsWriter,
 ) -> int:
-    """Train again on the logged batches after `version`; return the version reached."""
+    """Train again on the logged batches after `version`; return the version reached.
+
+    A step whose metrics were not written any more gets a line with what training alone tells.
+    """
     for step in step_log.steps:
         if step.version <= version:
             continue
@@ -152,8 +169,10 @@ def _repeat_steps(
             for ids in step.groups
         ]
         samples: list[Sample] = samples_of(groups, cfg.algorithm)
-        trainer.train_on(samples, version=step.version - 1)
+        measured = trainer.train_on(samples, version=step.version - 1)
         version = step.version
+        if version > metrics.last_step:
+            metrics.log(version, measured)
         logger.info("repeated step=%d groups=%d", version, len(groups))
     return version
 

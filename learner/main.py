@@ -78,9 +78,9 @@ class Loop:
             )
             self.version += 1
             self._log_step(groups, stale)
+            self._log_metrics(metrics, groups, stale, waited_s)
             self.publish()
             parts.intake.step_done(self.version, is_last=self.version >= cfg.train.num_steps)
-            self._log_metrics(metrics, groups, stale, waited_s)
             if parts.checkpoints.is_due(self.version):
                 self.save()
         self.save()
@@ -134,15 +134,15 @@ class Loop:
         parts.intake.waiting_for = "actors: weights"
         dtype = getattr(torch, self._cfg.model.dtype)
         scores = parts.trainer.score(self._canary) if self._canary else []
-        parts.publisher.publish(
-            snapshot(
-                self.version,
-                export_tensors(parts.model, dtype),
-                canary_token_ids=self._canary,
-                canary_logprobs=scores,
-                canary_masks=self._canary_masks,
-            )
+        weights = snapshot(
+            self.version,
+            export_tensors(parts.model, dtype),
+            canary_token_ids=self._canary,
+            canary_logprobs=scores,
+            canary_masks=self._canary_masks,
         )
+        if not parts.publisher.publish(weights, is_stopping=self._stop.is_set):
+            raise StopRequested
         parts.intake.waiting_for = ""
 
     def _log_metrics(

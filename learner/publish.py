@@ -9,7 +9,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,7 @@ from common.sockets import Router
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.02
+STOP_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,8 +121,10 @@ class Publisher(threading.Thread):
 
     # --- main thread ------------------------------------------------------------------------
 
-    def publish(self, weights: PublishedWeights) -> None:
-        """Send a version to all members and return when it is there.
+    def publish(
+        self, weights: PublishedWeights, *, is_stopping: Callable[[], bool] = lambda: False
+    ) -> bool:
+        """Send a version to all members; True when it is there, False if told to stop first.
 
         Raises:
             LongstrideError: the publisher's thread failed, or did not finish in bounded time.
@@ -138,8 +141,11 @@ class Publisher(threading.Thread):
                         f"version {weights.version} not published to {sorted(self._members)} "
                         f"within {3 * self._timeout_s:g}s"
                     )
+                if is_stopping():
+                    return False
                 self._changed.wait(0.5)
             self._metrics["publish/total_s"] = time.monotonic() - started
+        return True
 
     @property
     def num_canary_alarms(self) -> int:
@@ -155,9 +161,12 @@ class Publisher(threading.Thread):
             return metrics
 
     def stop(self) -> None:
-        """End the thread and close its sockets and groups."""
+        """End the thread and close its sockets and groups.
+
+        A thread that is blocked in a broadcast ends with the process.
+        """
         self._stop_requested.set()
-        self.join(timeout=self._timeout_s)
+        self.join(timeout=STOP_S)
 
     # --- the thread -------------------------------------------------------------------------
 

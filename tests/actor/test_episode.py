@@ -138,6 +138,7 @@ def test_every_token_is_written_down_with_who_made_it() -> None:
     assert prompts == [got.token_ids.tolist()[:end] for end in (5, 9, 13)]
     assert session.actions == ["x", "y", "z"]
     assert (got.num_turns, got.num_invalid_actions) == (3, 1)
+    assert got.invalid_turns.tolist() == [False, True, False]
     assert refusal(got, learner_version=6, max_group_size=2) == ""
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+
 from tests.end_to_end.runs import REPOSITORY, Run, balances
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -85,7 +86,12 @@ def test_synchronous_run_repeats_itself_bit_for_bit(tmp_path: Path) -> None:
     for name in ("a", "b"):
         folder = tmp_path / name
         folder.mkdir()
-        overrides = ("train.mode=sync", "train.num_steps=5", "eval.before=false", "eval.after=false")
+        overrides = (
+            "train.mode=sync",
+            "train.num_steps=5",
+            "eval.before=false",
+            "eval.after=false",
+        )
         with Run(folder, *overrides) as run:
             assert run.wait() == 0, run.output
         metrics = run.metrics()

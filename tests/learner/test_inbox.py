@@ -51,6 +51,8 @@ def test_a_good_trajectory_is_not_refused() -> None:
         ({"reward": 1.1}, "reward 1.1 is not in [0, 1]"),
         ({"reward": float("nan")}, "reward nan"),
         ({"num_invalid_actions": 2}, "2 invalid actions in 1 turns"),
+        ({"invalid_turns": np.zeros(2, dtype=bool)}, "invalid_turns [False, False] for 1 turns"),
+        ({"invalid_turns": np.ones(1, dtype=bool)}, "invalid_turns [True] for 1 turns"),
         ({"policy": PolicyKind.EXPERT}, "expert play cannot be trained on"),
     ],
 )
