@@ -135,6 +135,7 @@ def train(cfg: RunConfig, run_dir: RunDir) -> int:
     from common.dashboard.live import LiveDisplay
     from common.launch.local import LocalLauncher
     from common.launch.lock import hold_run
+    from common.launch.memory import MemoryWatch
     from common.launch.roles import make_role_specs
     from common.preflight import check, has_cuda
     from common.run_start import mark_finished, prepare
@@ -153,25 +154,33 @@ def train(cfg: RunConfig, run_dir: RunDir) -> int:
         specs = make_role_specs(cfg, run_dir, root=ROOT, has_cuda=has_cuda())
         display = LiveDisplay(run_dir, cfg)
         display.start()
+        memory = MemoryWatch()
+
+        def on_poll() -> None:
+            display.refresh()
+            memory.sample()
+
         try:
-            ending = LocalLauncher().run(specs, on_poll=display.refresh)
+            ending = LocalLauncher().run(specs, on_poll=on_poll)
         finally:
             display.stop()
     if ending.exit_code != 0:
         print(f"error: {ending.reason}", file=sys.stderr)
         return ending.exit_code
-    _report(cfg, run_dir, wall_s=time.monotonic() - started)
+    wall_s = time.monotonic() - started
+    _report(cfg, run_dir, wall_s=wall_s, peak_memory_bytes=memory.peak_bytes)
     mark_finished(run_dir, version=cfg.train.num_steps)
     return 0
 
 
-def _report(cfg: RunConfig, run_dir: RunDir, *, wall_s: float) -> None:
+def _report(cfg: RunConfig, run_dir: RunDir, *, wall_s: float, peak_memory_bytes: int) -> None:
     from common.dashboard.live import status_line
     from common.dashboard.run_view import view_run
-    from common.report.write import write_report
+    from common.report.write import summary, write_report
 
-    write_report(run_dir, cfg, wall_s=wall_s)
+    report = write_report(run_dir, cfg, wall_s=wall_s, peak_memory_bytes=peak_memory_bytes)
     print(f"{cfg.run.name}: {status_line(view_run(run_dir, cfg))}")
+    print(summary(report))
     print(f"report: {run_dir.root / 'report.html'}")
 
 
@@ -248,13 +257,20 @@ def status(cfg: RunConfig, run_dir: RunDir) -> int:
     return 0
 
 
+def objective_comment(cfg: RunConfig) -> str:
+    """Return what the learner would optimise, as lines of comment below the config."""
+    from learner.loss import objective_text  # imports torch, which takes seconds
+
+    return f"# objective: {objective_text(cfg.algorithm, cfg.learner)}\n"
+
+
 def dispatch(request: Request) -> int:
     """Carry out a request; return the exit code."""
     if request.command == "doctor":
         return doctor(request)
     cfg = load(request)
     if request.is_dry:
-        print(config_as_yaml(cfg), end="")
+        print(f"{config_as_yaml(cfg)}{objective_comment(cfg)}", end="")
         return 0
     run_dir = RunDir(root=ROOT / cfg.run.dir / cfg.run.name)
     if request.command == "status":

@@ -9,10 +9,11 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from vllm import SamplingParams
+from vllm.config.model import ModelDType
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs.engine import tokens_input
 from vllm.sampling_params import RequestOutputKind
@@ -76,10 +77,12 @@ class WeightReceiver:
 
     def _broadcast_group(self, offer: dict[str, Any]) -> BroadcastGroup:
         group: BroadcastGroup | None = getattr(self, "_longstride_group", None)
-        if group is not None and group.epoch == offer["group_epoch"]:
+        host = offer["store_host"]
+        # A learner that starts again counts its epochs from the start; its store is another one.
+        place = (host, offer["store_port"], offer["group_epoch"])
+        if group is not None and getattr(self, "_longstride_place", None) == place:
             return group
         self._leave_group()
-        host = offer["store_host"]
         store = open_store(host, offer["store_port"], is_server=False, timeout_s=offer["timeout_s"])
         group = BroadcastGroup(
             store,
@@ -91,6 +94,7 @@ class WeightReceiver:
             bind_host=local_address_towards(host),
         )
         self._longstride_group = group
+        self._longstride_place = place
         return group
 
     def _leave_group(self) -> None:
@@ -136,7 +140,7 @@ class Engine:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         arguments = AsyncEngineArgs(
             model=model.path,
-            dtype=model.dtype,
+            dtype=cast(ModelDType, model.dtype),
             seed=seed,
             max_model_len=cfg.max_model_len,
             max_num_seqs=cfg.max_concurrent,
@@ -282,7 +286,8 @@ class Engine:
             prompt = tokens_input(token_ids)
             async for output in self._llm.generate(prompt, params, f"{request_id}-{index}"):
                 if output.finished:
-                    steps = zip(token_ids[1:], output.prompt_logprobs[1:], strict=True)
+                    known = output.prompt_logprobs or []  # [seq]; the first token has none
+                    steps = zip(token_ids[1:], (s for s in known[1:] if s), strict=True)
                     scores.append([step[token].logprob for token, step in steps])
         return scores
 

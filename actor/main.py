@@ -23,6 +23,7 @@ from actor.env_client import HubClient
 from actor.episodes import Episodes
 from actor.lockstep import Rounds
 from actor.render import Renderer
+from actor.waiting import wait_aloud
 from actor.weights import WeightLink
 from common.config import RunConfig
 from common.errors import LongstrideError
@@ -155,7 +156,7 @@ async def _work(cfg: RunConfig, parts: Parts, stop: asyncio.Event) -> None:
 
 async def _take_leases(cfg: RunConfig, parts: Parts) -> None:
     """Pull work whenever there is room: single slots, or whole batches in lockstep."""
-    await parts.weights.first_version.wait()
+    await wait_aloud(parts.weights.first_version, waiting_for="learner: first weights")
     is_lockstep = cfg.train.mode == "sync"
     while True:
         parts.episodes.slot_freed.clear()

@@ -3,6 +3,10 @@
 Groups are made outside the default process group, so that every new membership is a new group and
 nobody's world has to be rebuilt. NCCL on CUDA, gloo on CPU; all else is shared.
 """
+# torch's type stubs lack half of what its C++ process groups export:
+# pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
 
 import socket
 from collections.abc import Iterable, Iterator

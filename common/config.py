@@ -296,7 +296,7 @@ class SftSection:
     output: str = "configs/policies/tiny"
     demonstrations: str = ""  # AgentTraj-format JSON lines; "": made from the environments' experts
     num_demonstrations: int = 6000
-    expert_subsets: list[str] = field(default_factory=list)  # [] : all of the tasks
+    expert_subsets: list[str] = field(default_factory=list[str])  # [] : all of the tasks
     random_frac: float = 0.3  # share of episodes of uniform valid play over the whole mixture
     num_epochs: int = 3
     batch_tokens: int = 4096
@@ -328,7 +328,7 @@ class RunConfig:
     run: RunSection = field(default_factory=RunSection)
     train: TrainSection = field(default_factory=TrainSection)
     model: ModelSection = field(default_factory=ModelSection)
-    tasks: list[TaskSection] = field(default_factory=list)
+    tasks: list[TaskSection] = field(default_factory=list[TaskSection])
     horizon: HorizonSection = field(default_factory=HorizonSection)
     groups: GroupsSection = field(default_factory=GroupsSection)
     algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
 from common.run_dir import RunDir, write_atomically
 
@@ -118,23 +118,30 @@ def tail_metrics(path: Path, *, num_steps: int, tail_bytes: int = 262144) -> lis
             texts = handle.read().split(b"\n")[:-1]
     except FileNotFoundError:
         return []
-    lines = []
+    lines: list[object] = []
     for text in texts[-num_steps:]:
         try:
             lines.append(json.loads(text))
         except ValueError:
             continue  # cut by `tail_bytes`
-    return [line for line in lines if isinstance(line, dict)]
+    return [cast(MetricsLine, line) for line in lines if isinstance(line, dict)]
 
 
 def _parse(text: str, where: str) -> MetricsLine:
     try:
-        line = json.loads(text)
+        line: object = json.loads(text)
     except ValueError as e:
         raise ValueError(f"{where}: not JSON: {e}") from e
-    if not isinstance(line, dict) or not isinstance(line.get("step"), int):
+    found = cast(MetricsLine, line) if isinstance(line, dict) else {}
+    if not isinstance(found.get("step"), int):
         raise ValueError(f"{where}: not a JSON object with a step")
-    return line
+    return found
+
+
+def _step(line: MetricsLine) -> float:
+    step = line["step"]
+    assert step is not None  # `_parse` saw an int
+    return step
 
 
 def _cut_after(path: Path, step: int) -> float:
@@ -144,8 +151,8 @@ def _cut_after(path: Path, step: int) -> float:
     *texts, torn = path.read_text(encoding="utf-8", errors="replace").split("\n")
     parsed = [(_parse(text, f"{path}:{n}"), text) for n, text in enumerate(texts, 1) if text]
     elapsed_s = max((line.get("time_s") or 0.0 for line, _ in parsed), default=0.0)
-    kept = [text for line, text in parsed if line["step"] <= step]
-    cut = [text for line, text in parsed if line["step"] > step] + ([torn] if torn else [])
+    kept = [text for line, text in parsed if _step(line) <= step]
+    cut = [text for line, text in parsed if _step(line) > step] + ([torn] if torn else [])
     if cut:
         discarded = path.with_name("metrics.discarded.jsonl")
         with discarded.open("a", encoding="utf-8") as handle:

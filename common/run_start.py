@@ -74,7 +74,7 @@ def _require_same(cfg: RunConfig, run_dir: RunDir) -> None:
 def _differences(cfg: RunConfig, run_dir: RunDir) -> list[str]:
     old = OmegaConf.load(run_dir.config)
     new = OmegaConf.create(config_as_yaml(cfg))
-    found = []
+    found: list[str] = []
     for key in _SAME_KEYS:
         was, now = OmegaConf.select(old, key), OmegaConf.select(new, key)
         if was != now:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import zmq
-import zmq.asyncio
 import zmq.auth.thread
 
 from common.errors import ConfigError, WireError

@@ -88,6 +88,7 @@ class WandbSink:
             init_timeout=self._init_timeout_s,
             finish_timeout=self._finish_timeout_s,
         )
+        assert self.mode is not WandbMode.AUTO  # `choose_mode` has chosen
         run = wandb.init(
             project=cfg.log.wandb_project,
             name=cfg.run.name,

@@ -4,6 +4,9 @@ The header is [schema version, type name, {field: value}]; an array field holds
 [frame index, dtype, shape]. Decoding checks every field's type against the dataclass, so that a
 damaged or foreign message raises `WireError` here and nowhere later.
 """
+# msgpack has no type stubs, and what it unpacks is of no known type until it is checked here:
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 import dataclasses
 import functools
@@ -42,7 +45,7 @@ def encode(message: Any) -> list[bytes]:
         raise WireError(f"{name} is not a message")
     frames: list[bytes] = []
     header = [SCHEMA_VERSION, name, _to_plain(message, frames)]
-    return [msgpack.packb(header, use_bin_type=True), *frames]
+    return [_pack(header), *frames]
 
 
 def decode(frames: list[bytes]) -> Any:
@@ -55,7 +58,7 @@ def decode(frames: list[bytes]) -> Any:
     if not frames or len(frames[0]) > MAX_HEADER_BYTES:
         raise WireError("no header, or a header over the size limit")
     try:
-        header = msgpack.unpackb(frames[0], raw=False, strict_map_key=True)
+        header: Any = msgpack.unpackb(frames[0], raw=False, strict_map_key=True)
     except (ValueError, msgpack.exceptions.UnpackException) as e:
         raise WireError(f"header is not msgpack: {e}") from e
     if not isinstance(header, list) or len(header) != 3:
@@ -71,13 +74,19 @@ def decode(frames: list[bytes]) -> Any:
 
 def pack_record(message: Any) -> bytes:
     """Return one message as a single byte string (journal records)."""
-    return msgpack.packb([bytes(frame) for frame in encode(message)], use_bin_type=True)
+    return _pack([bytes(frame) for frame in encode(message)])
+
+
+def _pack(value: list[Any]) -> bytes:
+    packed = msgpack.packb(value, use_bin_type=True)
+    assert packed is not None  # only with `autoreset=False`
+    return packed
 
 
 def unpack_record(record: bytes) -> Any:
     """Return the message of `pack_record`. Raises: WireError."""
     try:
-        frames = msgpack.unpackb(record, raw=False)
+        frames: Any = msgpack.unpackb(record, raw=False)
     except (ValueError, msgpack.exceptions.UnpackException) as e:
         raise WireError(f"record is not msgpack: {e}") from e
     if not isinstance(frames, list) or not all(isinstance(frame, bytes) for frame in frames):
@@ -101,7 +110,7 @@ def _to_plain(value: Any, frames: list[bytes]) -> Any:
 
 
 @functools.cache
-def _fields(cls: type) -> tuple[dataclasses.Field, ...]:
+def _fields(cls: type) -> tuple[dataclasses.Field[Any], ...]:
     return dataclasses.fields(cls)
 
 
@@ -111,7 +120,7 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def _from_plain(kind: Any, value: Any, frames: list[bytes], *, path: str) -> Any:
-    if dataclasses.is_dataclass(kind):
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         return _message_from_plain(kind, value, frames, path=path)
     if kind is np.ndarray:
         return _array_from_frame(value, frames, path=path)
@@ -135,7 +144,7 @@ def _from_plain(kind: Any, value: Any, frames: list[bytes], *, path: str) -> Any
     return _scalars(kind, [value], path=path)[0]
 
 
-def _scalars(kind: type, values: list, *, path: str) -> list:
+def _scalars(kind: type, values: list[Any], *, path: str) -> list[Any]:
     """Return the values, ints widened where floats are asked for. bool is never an int here."""
     allowed = (int, float) if kind is float else (kind,)
     for value in values:

@@ -4,10 +4,11 @@ import logging
 import os
 import uuid
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedModel
 
 from common.config import RunConfig
 from common.journal import JournalWriter, read_journal
@@ -15,7 +16,7 @@ from common.messages import EpisodeKind, Hello, Trajectory
 from common.metrics import BEFORE_FIRST_STEP as NOTHING_LOGGED
 from common.metrics import MetricsWriter, read_metrics
 from common.run_dir import RunDir
-from common.security import load_keys
+from common.security import RunKeys, load_keys
 from common.sockets import Router
 from common.wandb_sink import WandbSink
 from learner.batching import Sample
@@ -23,7 +24,7 @@ from learner.checkpoint import Checkpoints, load_checkpoint, newest_checkpoint
 from learner.device import pick_device
 from learner.groups import Group, GroupTable
 from learner.intake import Intake
-from learner.model import load_policy
+from learner.model import load_policy, vocabulary_size
 from learner.publish import Publisher
 from learner.samples import group_has_signal, samples_of
 from learner.step_log import StepLog
@@ -64,21 +65,7 @@ def build(cfg: RunConfig, run_dir: RunDir) -> Parts:
         model_path, device=device, gradient_checkpointing=cfg.learner.gradient_checkpointing
     )
     tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
-    trainer = Trainer(
-        cfg.learner,
-        cfg.algorithm,
-        model,
-        num_steps=cfg.train.num_steps,
-        seed=cfg.run.seed,
-        temperature=cfg.actor.temperature,
-        engine_dtype=cfg.model.dtype,
-    )
-    version = 0
-    if folder is not None:
-        restored = load_checkpoint(folder)
-        trainer.load_state_dict(restored.state)
-        version = restored.version
-        logger.info("restored checkpoint=%s version=%d", folder, version)
+    trainer, version = _trainer(cfg, model, folder)
     journal = JournalWriter(run_dir.journal)
     step_log = StepLog(run_dir.journal / "steps.jsonl")
     held = {t.episode_id: t for _, t in read_journal(run_dir.journal)}
@@ -86,7 +73,7 @@ def build(cfg: RunConfig, run_dir: RunDir) -> Parts:
         run_dir, [WandbSink(run_dir, cfg)], resumed_at_step=_last_logged(run_dir, step_log, version)
     )
     version = _repeat_steps(cfg, trainer, step_log, held, version, metrics)
-    intake = _intake(cfg, run_dir, keys, journal, version)
+    intake = _intake(cfg, run_dir, keys, journal, version, vocab_size=vocabulary_size(model))
     _readopt(intake, step_log, held)
     publisher = Publisher(
         Router(keys, host=cfg.learner.host, port=0),
@@ -113,17 +100,43 @@ def build(cfg: RunConfig, run_dir: RunDir) -> Parts:
     )
 
 
+def _trainer(
+    cfg: RunConfig, model: PreTrainedModel, checkpoint: Path | None
+) -> tuple[Trainer, int]:
+    """Return the trainer of a model and the version it stands at: that of its checkpoint, or 0."""
+    trainer = Trainer(
+        cfg.learner,
+        cfg.algorithm,
+        model,
+        num_steps=cfg.train.num_steps,
+        seed=cfg.run.seed,
+        temperature=cfg.actor.temperature,
+        engine_dtype=cfg.model.dtype,
+    )
+    if checkpoint is None:
+        return trainer, 0
+    restored = load_checkpoint(checkpoint)
+    trainer.load_state_dict(restored.state)
+    logger.info("restored checkpoint=%s version=%d", checkpoint, restored.version)
+    return trainer, restored.version
+
+
 def _last_logged(run_dir: RunDir, step_log: StepLog, version: int) -> int:
     """Return the last step whose metrics are still true: all up to where the run will stand."""
     stands_at = max([version, *(step.version for step in step_log.steps)])
     lines = read_metrics(run_dir.metrics) if run_dir.metrics.exists() else []
-    return max(
-        (s for line in lines if (s := int(line["step"])) <= stands_at), default=NOTHING_LOGGED
-    )
+    steps = [int(step) for line in lines if (step := line["step"]) is not None]
+    return max((step for step in steps if step <= stands_at), default=NOTHING_LOGGED)
 
 
 def _intake(
-    cfg: RunConfig, run_dir: RunDir, keys: Any, journal: JournalWriter, version: int
+    cfg: RunConfig,
+    run_dir: RunDir,
+    keys: RunKeys,
+    journal: JournalWriter,
+    version: int,
+    *,
+    vocab_size: int,
 ) -> Intake:
     router = Router(keys, host=cfg.learner.host, port=cfg.learner.port)
     table = GroupTable(
@@ -145,6 +158,7 @@ def _intake(
         heartbeat_s=cfg.scheduler.heartbeat_s,
         group_size=cfg.groups.size,
         silence_s=4 * cfg.scheduler.dead_after_s,
+        vocab_size=vocab_size,
     )
     return intake
 

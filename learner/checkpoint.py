@@ -17,6 +17,7 @@ logger = logging.getLogger(__name__)
 
 _MARKER = "COMPLETE"  # written last; a folder without it is the remains of a crash
 _PREFIX = "step-"
+_ASIDE = ".old"  # suffix of a checkpoint while another of the same version takes its place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,9 +30,17 @@ class Restored:
 
 
 def newest_checkpoint(root: Path) -> Path | None:
-    """Return the newest complete checkpoint below `root`, None if there is none."""
+    """Return the newest complete checkpoint below `root`, None if there is none.
+
+    One that was set aside counts, if its replacement never came.
+    """
     complete = [path for path in root.glob(f"{_PREFIX}*") if (path / _MARKER).exists()]
-    return max(complete, key=lambda path: int(path.name.removeprefix(_PREFIX)), default=None)
+    return max(complete, key=_age, default=None)
+
+
+def _age(folder: Path) -> tuple[int, bool]:
+    number = folder.name.removeprefix(_PREFIX).removesuffix(_ASIDE)
+    return int(number), not folder.name.endswith(_ASIDE)
 
 
 def load_checkpoint(folder: Path) -> Restored:
@@ -84,7 +93,10 @@ class Checkpoints:
         torch.save(state, partial / "trainer.pt")
         (partial / _MARKER).write_text(json.dumps({"version": version}))
         _sync_tree(partial)
-        shutil.rmtree(folder, ignore_errors=True)
+        if folder.exists():
+            aside = folder.with_name(f"{folder.name}{_ASIDE}")
+            shutil.rmtree(aside, ignore_errors=True)
+            folder.rename(aside)
         partial.rename(folder)
         self._saved_at, self._saved_version = time.monotonic(), version
         self._remove_old()
@@ -95,6 +107,8 @@ class Checkpoints:
         return self._root / f"{_PREFIX}{version:06d}"
 
     def _remove_old(self) -> None:
+        for path in self._root.glob(f"{_PREFIX}*{_ASIDE}"):
+            shutil.rmtree(path)
         complete = sorted(p for p in self._root.glob(f"{_PREFIX}*") if (p / _MARKER).exists())
         for path in complete[: -self._keep]:
             shutil.rmtree(path)

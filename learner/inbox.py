@@ -14,7 +14,13 @@ _COLUMNS = {
 }
 
 
-def refusal(trajectory: Trajectory, *, learner_version: int, max_group_size: int) -> str:
+def refusal(
+    trajectory: Trajectory,
+    *,
+    learner_version: int,
+    max_group_size: int,
+    vocab_size: int | None = None,
+) -> str:
     """Return why a trajectory must not be accepted, "" if it may.
 
     An infrastructure failure may carry few or no tokens; it is accepted as a record of itself and
@@ -23,6 +29,8 @@ def refusal(trajectory: Trajectory, *, learner_version: int, max_group_size: int
     Args:
         learner_version: newest version there is; a token cannot be newer.
         max_group_size: members are numbered below it (training episodes only).
+        vocab_size: rows of the policy's embedding; a token id beyond them, once journaled, would
+            end the trainer at every replay. None: not known, so not checked.
     """
     num_tokens = trajectory.token_ids.size
     for name, dtype in _COLUMNS.items():
@@ -44,15 +52,18 @@ def refusal(trajectory: Trajectory, *, learner_version: int, max_group_size: int
         return ""
     if trajectory.policy is not PolicyKind.MODEL:
         return "" if trajectory.kind == "eval" else f"{trajectory.policy} play cannot be trained on"
-    return _refusal_of_tokens(trajectory, learner_version)
+    return _refusal_of_tokens(trajectory, learner_version, vocab_size)
 
 
-def _refusal_of_tokens(trajectory: Trajectory, learner_version: int) -> str:
+def _refusal_of_tokens(trajectory: Trajectory, learner_version: int, vocab_size: int | None) -> str:
     mask = trajectory.loss_mask
     if not mask.any():
         return "no sampled token"
     if int(trajectory.token_ids.min()) < 0:
         return "negative token id"
+    largest = int(trajectory.token_ids.max())
+    if vocab_size is not None and largest >= vocab_size:
+        return f"token id {largest} of a vocabulary of {vocab_size}"
     logprobs = trajectory.logprobs[mask]
     if not np.isfinite(logprobs).all():
         return "a sampled token has no finite logprob"

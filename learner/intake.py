@@ -58,6 +58,7 @@ class Intake(threading.Thread):
         heartbeat_s: float,
         group_size: int,
         silence_s: float,
+        vocab_size: int | None = None,
     ) -> None:
         super().__init__(name="intake", daemon=True)
         self._router = router
@@ -67,6 +68,7 @@ class Intake(threading.Thread):
         self._hello = hello
         self._heartbeat_s = heartbeat_s
         self._group_size = group_size
+        self._vocab_size = vocab_size
         self._changed = threading.Condition()
         self._stop_requested = threading.Event()
         self._known: set[str] = set()  # episode ids in the journal
@@ -234,7 +236,10 @@ class Intake(threading.Thread):
                 self._link.queue(self._outcomes(num_duplicates=1))
             return ""
         reason = refusal(
-            trajectory, learner_version=self.version + 1, max_group_size=self._group_size
+            trajectory,
+            learner_version=self.version + 1,
+            max_group_size=self._group_size,
+            vocab_size=self._vocab_size,
         )
         if reason:
             self.num_refused += 1

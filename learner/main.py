@@ -14,6 +14,7 @@ from common.messages import EpisodeOutcome, Outcome
 from common.run_dir import RunDir
 from learner.build import Parts, build
 from learner.groups import Group
+from learner.loss import objective_text
 from learner.model import export_tensors
 from learner.publish import snapshot
 from learner.samples import samples_of
@@ -38,6 +39,7 @@ def run(cfg: RunConfig, run_dir: RunDir) -> None:
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
+    logger.info("objective: %s", objective_text(cfg.algorithm, cfg.learner))
     parts = build(cfg, run_dir)
     loop = Loop(cfg, parts, stop)
     try:

@@ -139,6 +139,13 @@ def export_tensors(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple
         yield name, tensor.detach().to(dtype) if tensor.is_floating_point() else tensor.detach()
 
 
+def vocabulary_size(model: PreTrainedModel) -> int:
+    """Return the rows of the embedding: token ids are below it."""
+    embedding = model.get_input_embeddings()
+    assert isinstance(embedding, nn.Embedding)  # every causal language model of transformers
+    return embedding.num_embeddings
+
+
 def parameter_count(model: PreTrainedModel) -> int:
     """Return the number of weights, tied ones once."""
     return sum(parameter.numel() for parameter in model.parameters())

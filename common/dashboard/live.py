@@ -3,7 +3,7 @@
 import logging
 import sys
 import time
-from typing import TextIO
+from typing import TextIO, cast
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -41,7 +41,7 @@ class LiveDisplay:
         self._interval_s = live_interval_s if self.is_live else plain_interval_s
         self._next_s = 0.0
         self._live: Live | None = None
-        self._moved: list[tuple[logging.StreamHandler, TextIO]] = []
+        self._moved: list[tuple[logging.StreamHandler[TextIO], TextIO]] = []
 
     def start(self) -> None:
         """Take the terminal, if there is one. Log lines scroll above the panel meanwhile."""
@@ -51,9 +51,13 @@ class LiveDisplay:
         self._live = Live(self._panel(), console=self._console, auto_refresh=False)
         self._live.start(refresh=True)
         for handler in logging.getLogger().handlers:
-            if isinstance(handler, logging.StreamHandler) and handler.stream in before:
-                handler.setStream(sys.stderr)  # now the display's, which keeps the panel whole
-                self._moved.append(handler)
+            if not isinstance(handler, logging.StreamHandler):
+                continue
+            writing = cast("logging.StreamHandler[TextIO]", handler)
+            stream = writing.stream
+            if stream in before:
+                writing.setStream(sys.stderr)  # now the display's, which keeps the panel whole
+                self._moved.append((writing, stream))
 
     def refresh(self) -> None:
         """Show the newest state, if the last showing is long enough ago."""

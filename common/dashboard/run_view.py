@@ -5,7 +5,7 @@ import re
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from common.config import HorizonKind, RunConfig
 from common.metrics import MetricsLine, tail_metrics
@@ -102,14 +102,13 @@ def view_run(run_dir: RunDir, cfg: RunConfig, *, max_warnings: int = 4) -> RunVi
 
 
 def _actors(status: dict[str, Any]) -> list[RoleView]:
-    entries = status.get("actors")
-    entries = entries if isinstance(entries, list) else []
+    entries = _list(status.get("actors"))
     return [_role(f"actor-{i}", _object(entry), {}) for i, entry in enumerate(entries)]
 
 
 def _role(name: str, entry: dict[str, Any], metrics: MetricsLine) -> RoleView:
     running = entry.get("running")
-    num_running = len(running) if isinstance(running, list) else _integer(running)
+    num_running = len(_list(running)) or _integer(running)
     own_name = str(entry.get("name") or name)
     return RoleView(
         name=own_name,
@@ -179,7 +178,11 @@ def _age_s(path: Path) -> float | None:
 
 
 def _object(value: object) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
+
+
+def _list(value: object) -> list[object]:
+    return cast("list[object]", value) if isinstance(value, list) else []
 
 
 def _numbers(value: object) -> dict[str, float]:

@@ -91,7 +91,7 @@ def bar_chart(title: str, bars: Sequence[tuple[str, float]], *, height: int = 19
     top = max((value for _, value in bars), default=1.0) or 1.0
     slot = (WIDTH - 2 * RIGHT) / max(1, len(bars))
     room = height - TOP - BOTTOM - 14
-    parts = []
+    parts: list[str] = []
     for i, (name, value) in enumerate(bars):
         bar, x = room * value / top, RIGHT + slot * i
         y, middle = height - BOTTOM - bar, x + slot / 2
@@ -112,7 +112,8 @@ def bar_chart(title: str, bars: Sequence[tuple[str, float]], *, height: int = 19
 def stacked_bar(title: str, parts: Sequence[tuple[str, float, str]], *, height: int = 34) -> str:
     """Return one horizontal bar; parts are (name, value, css). The page writes the legend."""
     total = sum(value for _, value, _ in parts) or 1.0
-    x, rects = 0.0, []
+    x = 0.0
+    rects: list[str] = []
     for name, value, css in parts:
         width = WIDTH * value / total
         rects.append(
@@ -142,7 +143,7 @@ def short_number(value: float) -> str:
 
 
 def _axes(frame: _Frame, ticks: list[float], *, is_percent: bool) -> list[str]:
-    parts = []
+    parts: list[str] = []
     for tick in ticks:
         y = frame.y(tick)
         label = f"{tick:.0%}" if is_percent else short_number(tick)
@@ -157,7 +158,8 @@ def _axes(frame: _Frame, ticks: list[float], *, is_percent: bool) -> list[str]:
 
 
 def _references(frame: _Frame, references: Sequence[Reference]) -> list[str]:
-    parts, lowest = [], float("inf")
+    parts: list[str] = []
+    lowest = float("inf")
     for ref in sorted(references, key=lambda ref: ref.y):
         y = frame.y(ref.y)
         label_y = min(y - 5, lowest - 15)  # labels of close lines are stacked upwards
@@ -174,7 +176,8 @@ def _references(frame: _Frame, references: Sequence[Reference]) -> list[str]:
 
 
 def _path(frame: _Frame, line: Series) -> str:
-    moves, is_drawing, last_y = [], False, 0.0
+    moves: list[str] = []
+    is_drawing, last_y = False, 0.0
     for x, y in line.points:
         if y is None:
             is_drawing = False

@@ -88,7 +88,7 @@ def _headline(report: dict[str, Any], cfg: RunConfig) -> str:
     )
     known = after or before
     played = f"Success on {known['n']:,} held-out episodes" if known else "No held-out evaluation"
-    facts = [
+    facts: list[tuple[str, object]] = [
         (name, f"{_percent(result)} {_interval(result['ci95'])}")
         for name, result in _evals(report).items()
         if result is not None
@@ -164,7 +164,7 @@ def _subsets(report: dict[str, Any]) -> str:
     if not subsets:
         return ""
     head = "".join(f"<th>{name}</th>" for name in evals)
-    rows = []
+    rows: list[str] = []
     for subset in subsets:
         cells = [result["by_subset"].get(subset) for result in evals.values()]
         num = max(cell["n"] for cell in cells if cell)
@@ -208,7 +208,7 @@ def _lag(report: dict[str, Any]) -> str:
 
 
 def _books(report: dict[str, Any]) -> str:
-    ledger = report["ledger"] or {}
+    ledger: dict[str, Any] = report["ledger"] or {}
     parts = [
         (key.replace("_", " "), float(ledger[key]), css)
         for key, css in _BOOKS
@@ -243,8 +243,9 @@ def _waits(lines: list[MetricsLine]) -> str:
 def _essentials(report: dict[str, Any], cfg: RunConfig) -> str:
     is_fixed = cfg.horizon.kind is HorizonKind.FIXED
     stages = cfg.horizon.stages[-1:] if is_fixed else cfg.horizon.stages
-    memory, heldout = report["peak_memory_bytes"] or {}, report["heldout"]
-    facts = [
+    memory: dict[str, float] = report["peak_memory_bytes"] or {}
+    heldout = report["heldout"]
+    facts: list[tuple[str, object]] = [
         ("model", cfg.model.path),
         ("mode", cfg.train.mode.value),
         ("seed", cfg.run.seed),

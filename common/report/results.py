@@ -28,8 +28,8 @@ class Play:
 class Evaluation:
     """The episodes of one evaluation."""
 
-    plays: dict[str, Play] = field(default_factory=dict)  # by episode id
-    failed: set[str] = field(default_factory=set)  # infrastructure failures, not in `plays`
+    plays: dict[str, Play] = field(default_factory=dict[str, Play])  # by episode id
+    failed: set[str] = field(default_factory=set[str])  # infrastructure; not in `plays`
 
 
 @dataclass(slots=True, kw_only=True)
@@ -37,9 +37,9 @@ class JournalTotals:
     """What the report takes from the journal."""
 
     evaluations: dict[str, Evaluation] = field(default_factory=lambda: defaultdict(Evaluation))
-    train_episodes: set[str] = field(default_factory=set)
-    train_items: set[tuple[str, str]] = field(default_factory=set)
-    test_items: set[tuple[str, str]] = field(default_factory=set)
+    train_episodes: set[str] = field(default_factory=set[str])
+    train_items: set[tuple[str, str]] = field(default_factory=set[tuple[str, str]])
+    test_items: set[tuple[str, str]] = field(default_factory=set[tuple[str, str]])
 
 
 def read_totals(folder: Path) -> JournalTotals:

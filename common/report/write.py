@@ -2,6 +2,7 @@
 
 import json
 import logging
+from typing import Any, cast
 
 from common.config import RunConfig
 from common.metrics import MetricsLine, read_metrics
@@ -9,6 +10,7 @@ from common.report.page import render_page
 from common.report.results import (
     Evaluation,
     JournalTotals,
+    Play,
     has,
     lag_histogram,
     mean,
@@ -23,12 +25,17 @@ logger = logging.getLogger(__name__)
 
 
 def write_report(
-    run_dir: RunDir, cfg: RunConfig, *, wall_s: float | None = None
+    run_dir: RunDir,
+    cfg: RunConfig,
+    *,
+    wall_s: float | None = None,
+    peak_memory_bytes: int | None = None,
 ) -> dict[str, object]:
     """Write both files and return what report.json holds.
 
     Args:
         wall_s: seconds of the whole run; None: the time of the last step in metrics.jsonl.
+        peak_memory_bytes: of all roles together; None: not measured.
 
     Raises:
         WireError: the journal is damaged before its end.
@@ -37,10 +44,29 @@ def write_report(
     lines = read_metrics(run_dir.metrics)
     totals = read_totals(run_dir.journal)
     report = build_report(lines, totals, _read_ledger(run_dir), cfg, wall_s=wall_s)
+    if peak_memory_bytes is not None:
+        roles = _peak_memory(lines) or {}
+        report["peak_memory_bytes"] = {**roles, "all_roles": float(peak_memory_bytes)}
     write_json(run_dir.root / "report.json", report)
     write_atomically(run_dir.root / "report.html", render_page(report, lines, cfg))
     logger.info("wrote report folder=%s", run_dir.root)
     return report
+
+
+def summary(report: dict[str, Any]) -> str:
+    """Return the outcome of a run in one line of words."""
+    parts: list[str] = []
+    for name in ("before", "after"):
+        if (score := report[name]) is not None:
+            low, high = score["ci95"]
+            parts.append(f"{name} {score['success']:.3f} [{low:.3f}, {high:.3f}]")
+    for name, score in report["baselines"].items():
+        if score is not None:
+            parts.append(f"{name} {score['success']:.3f}")
+    if not parts:
+        return "no held-out evaluation was asked for"
+    scored = report["after"] or report["before"]
+    return f"held-out success ({scored['n'] if scored else 0} items): " + ", ".join(parts)
 
 
 def build_report(
@@ -101,7 +127,7 @@ def _score(
     return None
 
 
-def _plays(evals: dict[str, Evaluation], name: str) -> list:
+def _plays(evals: dict[str, Evaluation], name: str) -> list[Play]:
     return list(evals[name].plays.values()) if name in evals else []
 
 
@@ -118,4 +144,4 @@ def _read_ledger(run_dir: RunDir) -> dict[str, object] | None:
     if not run_dir.ledger.exists():
         return None
     ledger = json.loads(run_dir.ledger.read_text(encoding="utf-8"))
-    return ledger if isinstance(ledger, dict) else None
+    return cast("dict[str, object]", ledger) if isinstance(ledger, dict) else None

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from common.config import SftSection
 
@@ -55,6 +55,7 @@ def make_policy(
     """Return a randomly initialised Qwen3 of the configured size, fp32, untied head."""
     torch.manual_seed(seed)
     vocab_size = -(-len(tokenizer) // 64) * 64  # a multiple of 64 suits every kernel
+    ids = tokenizer.get_vocab()
     config = Qwen3Config(
         vocab_size=vocab_size,
         hidden_size=cfg.hidden_size,
@@ -64,16 +65,16 @@ def make_policy(
         num_key_value_heads=cfg.num_kv_heads,
         head_dim=cfg.hidden_size // cfg.num_heads,
         max_position_embeddings=2048,
-        rope_theta=10_000.0,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
         tie_word_embeddings=False,
         bos_token_id=None,
-        eos_token_id=tokenizer.convert_tokens_to_ids(END),
-        pad_token_id=tokenizer.convert_tokens_to_ids(PAD),
+        eos_token_id=ids[END],
+        pad_token_id=ids[PAD],
     )
     return Qwen3ForCausalLM(config)
 
 
-def save_policy(folder: Path, model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+def save_policy(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
     """Write the checkpoint directory that every role loads by path."""
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)

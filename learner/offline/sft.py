@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from transformers import AutoTokenizer
+from torch import Tensor, nn
+from transformers import AutoTokenizer, PreTrainedModel
 
 from common.config import LearnerSection, RunConfig, SftSection
 from common.errors import ConfigError
@@ -43,7 +43,8 @@ def run(cfg: RunConfig, demonstrations: Path) -> Path:
     if sft.from_scratch:
         texts = (m.text for c in conversations for m in c.messages)
         tokenizer = make_tokenizer(texts, vocab_size=sft.vocab_size)
-        model = make_policy(sft, tokenizer, seed=cfg.run.seed).to(device)
+        model: PreTrainedModel = make_policy(sft, tokenizer, seed=cfg.run.seed)
+        nn.Module.to(model, device)  # in place; its own wrapper hides the type
     else:
         tokenizer = AutoTokenizer.from_pretrained(cfg.model.path, local_files_only=True)
         model = load_policy(cfg.model.path, device=device, gradient_checkpointing=False)

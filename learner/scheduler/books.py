@@ -210,12 +210,15 @@ class Books:
         self.table.close(group)
 
     def given_up_ids(self) -> list[str]:
-        """Return the episodes that the learner must not wait for any longer."""
+        """Return the episodes that the learner must not wait for any longer.
+
+        A group that the learner called ready counts too, until it is closed: a learner that
+        restarts has the group's journal, but does not know who was given up.
+        """
         return [
             episode.episode_id
             for group, episode in self.table.episodes()
             if group.kind is EpisodeKind.TRAIN
-            and group.state is GroupState.OPEN
             and episode.settled is not None
             and episode.settled.is_given_up
         ]

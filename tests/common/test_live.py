@@ -3,6 +3,7 @@
 import io
 import json
 import logging
+import sys
 from pathlib import Path
 
 import pytest
@@ -154,6 +155,21 @@ def test_display_is_plain_on_a_terminal_when_the_user_says_so(tmp_path: Path) ->
     cfg.log.live = False
     console = Console(file=io.StringIO(), force_terminal=True)
     assert not LiveDisplay(RunDir(root=tmp_path), cfg, console=console).is_live
+
+
+def test_display_takes_the_log_to_its_terminal_and_gives_it_back(tmp_path: Path) -> None:
+    stream = sys.stderr
+    handler = logging.StreamHandler(stream)
+    console = Console(file=io.StringIO(), force_terminal=True, width=120)
+    display = LiveDisplay(make_run(tmp_path), make_config(), console=console)
+    logging.getLogger().addHandler(handler)
+    try:
+        display.start()
+        assert handler.stream is not stream
+        display.stop()
+        assert handler.stream is stream
+    finally:
+        logging.getLogger().removeHandler(handler)
 
 
 def test_ledger_line_and_sparkline_by_hand() -> None:

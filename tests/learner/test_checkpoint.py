@@ -1,5 +1,6 @@
 """Laws of checkpoints."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -109,3 +110,31 @@ def test_the_same_version_is_written_once_per_process_and_replaced_by_the_next(
     assert (folder / "model.bin").read_text() == "mark"
     save(make(tmp_path), 1)
     assert (folder / "model.bin").read_text() == "model.bin"
+
+
+def test_the_old_checkpoint_counts_until_its_replacement_is_in_place(tmp_path: Path) -> None:
+    folder = save(make(tmp_path), 1)
+    aside = folder.rename(tmp_path / "step-000001.old")  # as a crash between two renames leaves it
+    assert newest_checkpoint(tmp_path) == aside
+    assert load_checkpoint(aside).version == 1
+    save(make(tmp_path), 1)
+    assert newest_checkpoint(tmp_path) == folder
+    assert names(tmp_path) == ["step-000001"]
+
+
+def test_a_replacement_wins_over_what_was_set_aside(tmp_path: Path) -> None:
+    folder = save(make(tmp_path), 1)
+    shutil.copytree(folder, tmp_path / "step-000001.old")
+    assert newest_checkpoint(tmp_path) == folder
+    save(make(tmp_path), 1)
+    assert names(tmp_path) == ["step-000001"]
+
+
+def test_a_save_that_cannot_set_the_old_checkpoint_aside_leaves_it(tmp_path: Path) -> None:
+    folder = save(make(tmp_path), 1)
+    (folder / "model.bin").write_text("mark")
+    (tmp_path / "step-000001.old").write_text("in the way")
+    with pytest.raises(OSError, match=r"step-000001"):
+        save(make(tmp_path), 1)
+    assert newest_checkpoint(tmp_path) == folder
+    assert (folder / "model.bin").read_text() == "mark"

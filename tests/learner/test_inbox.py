@@ -84,3 +84,13 @@ def test_an_evaluation_may_be_played_by_a_script_and_by_any_member() -> None:
 
 def test_what_was_not_sampled_may_have_any_logprob() -> None:
     assert judge(replace(GOOD, logprobs=floats(np.nan, -1, -1, 5))) == ""
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "reason"), [(9, ""), (8, "token id 8 of a vocabulary of 8"), (None, "")]
+)
+def test_a_token_beyond_the_vocabulary_is_refused_where_its_size_is_known(
+    vocab_size: int | None, reason: str
+) -> None:
+    judged = refusal(GOOD, learner_version=3, max_group_size=2, vocab_size=vocab_size)
+    assert judged == reason

@@ -39,6 +39,7 @@ from learner.samples import group_has_signal
 from tests.learner.builders import make_trajectory
 
 HOST = "127.0.0.1"
+VOCAB_SIZE = 100
 HELLO = Hello(role="learner", name="learner-1", incarnation="i", version=0)
 
 
@@ -147,6 +148,7 @@ class Setup:
             heartbeat_s=0.02,
             group_size=3,
             silence_s=30.0,
+            vocab_size=VOCAB_SIZE,
         )
         self._context = zmq.Context()
         address = f"tcp://{HOST}:{self.intake.port}"
@@ -239,6 +241,13 @@ def test_a_refused_trajectory_is_answered_with_its_reason_and_never_arrives(
     running.scheduler.pump_until(lambda: running.scheduler.groups == {"g": True})
     assert running.scheduler.outcomes == {"g/2": ("failed", "refused")}
     assert running.intake.drain_stats()["inbox/refused"] == 1
+
+
+def test_a_token_that_the_policy_does_not_have_never_reaches_the_journal(running: Setup) -> None:
+    bad = replace(member(0), token_ids=np.array([1, VOCAB_SIZE], dtype=np.int32))
+    ack = running.deliver(bad)
+    assert ack.reason == "token id 100 of a vocabulary of 100"
+    assert running.journaled() == []
 
 
 @pytest.mark.parametrize("is_at_new_address", [True, False])

@@ -8,7 +8,13 @@ import torch
 
 from common.errors import ConfigError
 from learner.batching import TokenBatch, collate_tokens
-from learner.model import export_tensors, load_policy, parameter_count, token_logprobs
+from learner.model import (
+    export_tensors,
+    load_policy,
+    parameter_count,
+    token_logprobs,
+    vocabulary_size,
+)
 from tests.learner.builders import VOCAB, make_model
 
 RNG = np.random.default_rng(3)
@@ -138,3 +144,10 @@ def test_policy_is_loaded_in_fp32_without_dropout(tmp_path: Path) -> None:
 def test_missing_policy_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nowhere"):
         load_policy(str(tmp_path / "nowhere"), device="cpu", gradient_checkpointing=False)
+
+
+def test_token_ids_are_below_the_vocabulary_size() -> None:
+    model = make_model()
+    model(input_ids=torch.tensor([[vocabulary_size(model) - 1]]))
+    with pytest.raises(IndexError):
+        model(input_ids=torch.tensor([[vocabulary_size(model)]]))

@@ -132,7 +132,7 @@ def test_episode_is_failed_with_its_cause_after_max_attempts() -> None:
     assert counts["lost"] == 0
 
 
-def test_learner_is_told_of_episodes_given_up_until_it_completes_the_group() -> None:
+def test_learner_is_told_of_episodes_given_up_until_the_group_is_closed() -> None:
     table = Table(make_config(max_attempts=1))
     table.hello("learner")
     table.hello("actor-0")
@@ -142,7 +142,21 @@ def test_learner_is_told_of_episodes_given_up_until_it_completes_the_group() -> 
     assert table.beat("learner", []).revoked == ["g0000000/0"]
     assert table.beat("learner", []).revoked == ["g0000000/0"]
     table.report(groups=[GroupArrived(group_id="g0000000", is_ready=True)])
+    assert table.beat("learner", []).revoked == ["g0000000/0"]
+    table.report(outcomes=[outcome_of(x.episode_id, Outcome.TRAINED) for x in leases[1:]])
     assert table.beat("learner", []).revoked == []
+
+
+def test_learner_that_restarts_is_told_who_was_given_up_in_a_group_called_ready() -> None:
+    table = Table(make_config(max_attempts=1))
+    table.hello("learner-1")
+    table.hello("actor-0")
+    leases = table.ask("actor-0", 4).leases
+    table.arrive(leases[1:])
+    table.hello("actor-0", incarnation="new")
+    table.report(groups=[GroupArrived(group_id="g0000000", is_ready=True)])
+    table.hello("learner-2", incarnation="i1")
+    assert table.beat("learner-2", []).revoked == ["g0000000/0"]
 
 
 def test_learner_s_word_replaces_that_of_the_scheduler() -> None:
