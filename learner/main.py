@@ -13,8 +13,10 @@ from common.errors import LongstrideError
 from common.messages import EpisodeOutcome, Outcome
 from common.run_dir import RunDir
 from learner.build import Parts, build
+from learner.device import pick_device
 from learner.groups import Group
 from learner.loss import objective_text
+from learner.memory import TRIM_EVERY_STEPS, trim_heap
 from learner.model import export_tensors
 from learner.publish import snapshot
 from learner.samples import samples_of
@@ -64,6 +66,7 @@ class Loop:
         self._parts = parts
         self._stop = stop
         self._process = psutil.Process()
+        self._device = pick_device(cfg.learner.device)
         self._canary: list[list[int]] = []  # [canary, seq] token ids
         self._canary_masks: list[list[bool]] = []  # [canary, seq-1] True on sampled tokens
         self.version = parts.version
@@ -83,6 +86,8 @@ class Loop:
             self._log_metrics(metrics, groups, stale, waited_s)
             self.publish()
             parts.intake.step_done(self.version, is_last=self.version >= cfg.train.num_steps)
+            if self._device.type == "cpu" and self.version % TRIM_EVERY_STEPS == 0:
+                trim_heap()
             if parts.checkpoints.is_due(self.version):
                 self.save()
         self.save()

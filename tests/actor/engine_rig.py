@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import warnings
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -85,10 +84,7 @@ class Rig:
         self._runner.run(shut_down())
         self._runner.close()
         del self.engine
-        with warnings.catch_warnings():
-            # vLLM leaves a ZeroMQ context to the garbage collector.
-            warnings.simplefilter("ignore", ResourceWarning)
-            gc.collect()
+        gc.collect()  # what vLLM leaves to it, here and now
 
     # --- the learner's side -----------------------------------------------------------------
 
@@ -124,7 +120,7 @@ class Rig:
     ) -> PublishedWeights:
         """The trainer's weights, with canary scores; the tensor `spoil` is scaled on its way."""
         named = [
-            (name, tensor * 1.5 if name == spoil else tensor)
+            (name, tensor * 4.0 if name == spoil else tensor)
             for name, tensor in export_tensors(self.model, self.dtype)
         ]
         assert not spoil or spoil in dict(named)

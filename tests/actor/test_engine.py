@@ -3,10 +3,11 @@
 import asyncio
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 from common.collective import BroadcastGroup, open_store
 from common.errors import WeightSyncError
@@ -16,11 +17,17 @@ from tests.actor.engine_rig import FIRST_FORCED, HOST, TIMEOUT_S, WAIT_S, Rig
 if TYPE_CHECKING:
     from actor.engine import Completion
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    # vLLM leaves a ZeroMQ context to the garbage collector.
+    pytest.mark.filterwarnings("ignore:Unclosed context:ResourceWarning"),
+]
 
 PROMPT_TOKENS = 300  # more than two blocks of the engine's prefix cache
 EXACT, ROUNDED = "float32", "bfloat16 tied"  # tied: embedding and head are one tensor
+LIMITS = {torch.float32: 1e-4, torch.bfloat16: 0.005}  # mean |delta logprob|, nats
 on_float32 = pytest.mark.parametrize("rig", [EXACT], indirect=True)
+on_both = pytest.mark.parametrize("rig", [EXACT, ROUNDED], indirect=True)
 
 
 @pytest.fixture(scope="module")
@@ -80,10 +87,10 @@ def test_every_token_is_labelled_with_the_weights_that_sampled_it(rig: Rig) -> N
     rig.run(law())
 
 
-@pytest.mark.parametrize(("rig", "limit"), [(EXACT, 1e-4), (ROUNDED, 0.005)], indirect=["rig"])
-def test_engine_and_trainer_agree_on_sampled_tokens_after_every_update(
-    rig: Rig, limit: float
-) -> None:
+@on_both
+def test_engine_and_trainer_agree_on_sampled_tokens_after_every_update(rig: Rig) -> None:
+    limit = LIMITS[rig.dtype]
+
     async def law() -> None:
         prompts = make_prompts(8, num_tokens=PROMPT_TOKENS)
         with rig.learner() as (publisher, _):
@@ -119,7 +126,7 @@ async def sample(rig: Rig, prompts: list[list[int]]) -> "list[Completion]":
     return [*alone, *together.values()]
 
 
-@pytest.mark.parametrize("rig", [EXACT, ROUNDED], indirect=True)
+@on_both
 def test_a_tensor_damaged_before_the_checksum_raises_the_canary_alarm(rig: Rig) -> None:
     async def law() -> None:
         canary = make_prompts(4, num_tokens=40, seed=1)
@@ -127,22 +134,19 @@ def test_a_tensor_damaged_before_the_checksum_raises_the_canary_alarm(rig: Rig) 
         with rig.learner() as (publisher, listener):
             async with rig.link() as (link, _task):
                 await rig.publish_first(publisher, link, rig.weights(1, canary))
-                await heard(listener.heard, CanaryScores)
+                await eventually(lambda: CanaryScores in map(type, listener.heard))
                 assert publisher.num_canary_alarms == 0
-                listener.heard.clear()
                 spoilt = rig.weights(2, canary, spoil="model.layers.1.mlp.down_proj.weight")
                 await asyncio.to_thread(publisher.publish, spoilt)
-                await heard(listener.heard, CanaryScores)
-                await asyncio.to_thread(publisher.publish, rig.forced_weights(3))
-                assert publisher.num_canary_alarms == 1
+                await eventually(lambda: publisher.num_canary_alarms == 1)
 
     rig.run(law())
 
 
-async def heard(messages: list, kind: type) -> None:
-    """Return once the learner was told something of this kind."""
+async def eventually(condition: Callable[[], bool]) -> None:
+    """Return as soon as the condition holds. Raises: TimeoutError: it does not."""
     async with asyncio.timeout(WAIT_S):
-        while not any(isinstance(message, kind) for message in messages):
+        while not condition():
             await asyncio.sleep(0.02)
 
 
@@ -185,7 +189,9 @@ def test_requests_survive_a_learner_that_vanishes_within_a_transfer(rig: Rig, mo
         started = time.monotonic()
         with pytest.raises(WeightSyncError):
             await load_from_a_learner_that_vanishes(rig, moment)
-        assert time.monotonic() - started < TIMEOUT_S + 1.0
+        # Connecting to a store has a deadline of its own, and torch is not exact about it.
+        max_s = 3 * TIMEOUT_S if moment == "before_the_store" else TIMEOUT_S + 1.0
+        assert time.monotonic() - started < max_s
         for completion in await asyncio.gather(*running):
             assert completion.versions == forced(completion) == [1] * 300
 
@@ -247,7 +253,7 @@ def test_a_learner_that_starts_again_is_followed_without_a_failed_transfer(
                 publisher.stop()
                 with rig.learner() as (again, listener):
                     await asyncio.to_thread(again.publish, rig.forced_weights(2))
-                    await heard(listener.heard, WeightsLoaded)
+                    await eventually(lambda: WeightsLoaded in map(type, listener.heard))
         assert rig.engine.version == 2
         assert [r.getMessage() for r in caplog.records if r.levelname == "ERROR"] == []
 
