@@ -53,12 +53,27 @@ class LoadReport:
 class WeightReceiver:
     """Mixed into vLLM's worker (`worker_extension_cls`): takes weights over torch.distributed."""
 
-    def receive_weights(self, offer: dict[str, Any]) -> str:
-        """Join the offer's group if it is new, receive the buffer, load it; return its checksum.
+    def receive_weights(self, offer: dict[str, Any]) -> dict[str, str]:
+        """Join the offer's group if it is new, receive the buffer, load it.
+
+        Returns:
+            {"checksum", "error"}: an error means that the transfer failed and the old weights are
+            untouched. Whatever is raised instead happened while loading and ends the engine, since
+            nobody knows then which weights it holds.
+        """
+        try:
+            buffer = self._receive(offer)
+        except WeightSyncError as e:
+            return {"checksum": "", "error": str(e)}
+        specs = [TensorSpec(**spec) for spec in offer["tensors"]]
+        self._load(views(buffer, specs))
+        return {"checksum": offer["checksum"], "error": ""}
+
+    def _receive(self, offer: dict[str, Any]) -> torch.Tensor:
+        """Return the received buffer [num_bytes] uint8.
 
         Raises:
-            WeightSyncError: the broadcast failed, or the bytes are not those that were sent. The
-                old weights are still loaded then.
+            WeightSyncError: the broadcast failed, or the bytes are not those that were sent.
         """
         device = torch.device(self.device)  # type: ignore[attr-defined]
         group = self._broadcast_group(offer)
@@ -71,9 +86,7 @@ class WeightReceiver:
         received = checksum(buffer)
         if received != offer["checksum"]:
             raise WeightSyncError(f"checksum {received} is not the sender's {offer['checksum']}")
-        specs = [TensorSpec(**spec) for spec in offer["tensors"]]
-        self._load(views(buffer, specs))
-        return received
+        return buffer
 
     def _broadcast_group(self, offer: dict[str, Any]) -> BroadcastGroup:
         group: BroadcastGroup | None = getattr(self, "_longstride_group", None)
@@ -255,6 +268,7 @@ class Engine:
 
         Raises:
             WeightSyncError: the transfer failed; generation goes on with the old weights.
+            EngineError: the engine died, or failed while loading.
         """
         started = time.monotonic()
         await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
@@ -266,17 +280,21 @@ class Engine:
                 {name: getattr(spec, name) for name in TensorSpec.__slots__}
                 for spec in offer.tensors
             ]
-            sums = await self._llm.collective_rpc("receive_weights", args=(fields,))
+            replies = await self._llm.collective_rpc("receive_weights", args=(fields,))
+            errors = [reply["error"] for reply in replies if reply["error"]]
+            if errors:
+                raise WeightSyncError("; ".join(errors))
             await self._llm.update_weight_version(str(offer.version))
             self.version = offer.version
-        except EngineDeadError as e:
-            raise EngineError(f"engine died: {e}") from e
-        except Exception as e:
-            raise WeightSyncError(str(e)) from e
+        except WeightSyncError:
+            raise
+        except Exception as e:  # the worker's own exception arrives without its type
+            raise EngineError(f"loading version {offer.version} failed: {e}") from e
         finally:
             await self._llm.resume_generation()
         now = time.monotonic()
-        return LoadReport(checksum=sums[0], pause_s=now - started, load_s=now - entered)
+        checksum_of_all = replies[0]["checksum"]
+        return LoadReport(checksum=checksum_of_all, pause_s=now - started, load_s=now - entered)
 
     async def score(self, sequences: list[list[int]], *, request_id: str) -> list[list[float]]:
         """Return the logprob [seq-1] of every token given those before it, nothing cached."""

@@ -24,14 +24,21 @@ CHECKSUM_CHUNK = 1 << 20  # int32 words summed at a time
 
 
 def open_store(host: str, port: int, *, is_server: bool, timeout_s: float) -> dist.TCPStore:
-    """Return the rendezvous store of a learner (`is_server`) or a client of it."""
-    return dist.TCPStore(
-        host,
-        port,
-        is_master=is_server,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout_s),
-    )
+    """Return the rendezvous store of a learner (`is_server`) or a client of it.
+
+    Raises:
+        WeightSyncError: nobody serves there, or the address is not ours to serve on.
+    """
+    try:
+        return dist.TCPStore(
+            host,
+            port,
+            is_master=is_server,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    except RuntimeError as e:
+        raise WeightSyncError(f"no rendezvous store at {host}:{port}: {e}") from e
 
 
 class BroadcastGroup:

@@ -251,7 +251,8 @@ class Publisher(threading.Thread):
                 failed = members
             for member in failed:
                 logger.error("dropped actor=%s version=%d", member.actor, weights.version)
-                if self._members.get(member.actor) == member:
+                has_asked_again = member in self._newcomers  # after its failure: still a member
+                if self._members.get(member.actor) == member and not has_asked_again:
                     del self._members[member.actor]
             if not failed:  # a member that asked again meanwhile has what it asked for
                 self._newcomers = [m for m in self._newcomers if m not in members]

@@ -163,7 +163,7 @@ def test_a_buffer_damaged_on_its_way_is_refused_and_the_old_weights_go_on(rig: R
                 damaged.buffer[7] ^= 1
                 await asyncio.to_thread(publisher.publish, damaged)
                 with pytest.raises(WeightSyncError, match="in a row"):
-                    await asyncio.wait_for(task, WAIT_S)  # it is damaged every time
+                    await asyncio.wait_for(task, TIMEOUT_S - 1.0)  # it is damaged every time
                 completion = await running
         loaded = [m for m in listener.heard if isinstance(m, WeightsLoaded)]
         assert not any(message.is_ok for message in loaded)
@@ -189,8 +189,8 @@ def test_requests_survive_a_learner_that_vanishes_within_a_transfer(rig: Rig, mo
         started = time.monotonic()
         with pytest.raises(WeightSyncError):
             await load_from_a_learner_that_vanishes(rig, moment)
-        # Connecting to a store has a deadline of its own, and torch is not exact about it.
-        max_s = 3 * TIMEOUT_S if moment == "before_the_store" else TIMEOUT_S + 1.0
+        # torch overshoots the deadline of connecting to a store: 2.6 s for 1 s, 7 s for 3 s.
+        max_s = 4 * TIMEOUT_S if moment == "before_the_store" else TIMEOUT_S + 1.0
         assert time.monotonic() - started < max_s
         for completion in await asyncio.gather(*running):
             assert completion.versions == forced(completion) == [1] * 300
