@@ -28,6 +28,7 @@ from common.messages import TensorSpec, WeightsOffer
 
 logger = logging.getLogger(__name__)
 
+RELOAD_LOGGER = "vllm.model_executor.model_loader.reload.layerwise"
 SHUTDOWN_S = 1.0  # until the engine's processes are killed; they hold nothing worth saving
 
 
@@ -117,6 +118,8 @@ class WeightReceiver:
         self._longstride_group = None
 
     def _load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        # vLLM warns at every reload of layers that no checkpoint has weights for (rotary tables).
+        logging.getLogger(RELOAD_LOGGER).setLevel(logging.ERROR)
         runner = self.model_runner  # type: ignore[attr-defined]
         runner.reload_weights(weights_iterator=tensors)
         model = runner.get_model()

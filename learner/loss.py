@@ -20,7 +20,7 @@ anything is clipped and at the first update, is min(pi/mu, tis_cap) A.
 import torch
 from torch import Tensor
 
-from common.config import AlgorithmSection, LearnerSection
+from common.config import Aggregation, AlgorithmSection, CreditLevel, LearnerSection
 from learner.correction import log_ratio
 
 
@@ -130,12 +130,17 @@ def objective_text(cfg_algorithm: AlgorithmSection, cfg_learner: LearnerSection)
     entropy = f" + {cfg.entropy_coef:g}*H" if cfg.entropy_coef != 0 else ""
     weighted = f"w*{surrogate}" if cfg.tis_cap > 0 else surrogate
     laws = ", ".join([ratio, *([weight] if cfg.tis_cap > 0 else []), _advantage_text(cfg)])
-    return f"maximise sum_tokens {weighted}{entropy} / num_tokens; {laws}; {updates}"
+    mean = "mean_tokens" if cfg.aggregation is Aggregation.TOKEN else "mean_episodes mean_tokens"
+    return f"maximise {mean} {weighted}{entropy}; {laws}; {updates}"
 
 
 def _advantage_text(cfg: AlgorithmSection) -> str:
-    reward = "R"
+    discount = f"*{cfg.turn_discount:g}^(turns-1)" if cfg.turn_discount != 1 else ""
+    reward, turn = f"R{discount}", ""
     if cfg.invalid_action_penalty != 0:
-        reward = f"(R - {cfg.invalid_action_penalty:g}*invalid_frac)"
+        if cfg.invalid_action_level is CreditLevel.EPISODE:
+            reward = f"({reward} - {cfg.invalid_action_penalty:g}*invalid_frac)"
+        else:
+            turn = f" - {cfg.invalid_action_penalty:g}*(invalid_turn - group_mean)"
     scale = "/std" if cfg.normalize_std else ""
-    return f"A=({reward} - {cfg.baseline.value}){scale}"
+    return f"A=({reward} - {cfg.baseline.value}){scale}{turn}"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.config import AlgorithmSection, LearnerSection
+from common.config import Aggregation, AlgorithmSection, CreditLevel, LearnerSection
 from learner.loss import clipped_policy_loss, is_anchored_at_sampler, objective_text
 
 CFG = AlgorithmSection(clip_low=0.2, clip_high=0.28, dual_clip=3.0, tis_cap=2.0)
@@ -124,8 +124,8 @@ def test_ratio_is_taken_to_the_sampler_only_with_one_update_per_batch() -> None:
 
 def test_objective_text_states_the_form_and_its_numbers() -> None:
     assert objective_text(CFG, LearnerSection()) == (
-        "maximise sum_tokens w*[min(r*A, clip(r, 0.8, 1.28)*A), at least 3*A if A<0]"
-        " / num_tokens; r=pi/mu, w=min(1, 2/r), A=(R - leave_one_out); 1 update per batch"
+        "maximise mean_tokens w*[min(r*A, clip(r, 0.8, 1.28)*A), at least 3*A if A<0]"
+        "; r=pi/mu, w=min(1, 2/r), A=(R - leave_one_out); 1 update per batch"
     )
     decoupled = objective_text(CFG, LearnerSection(ppo_epochs=2, num_minibatches=4))
     assert "r=pi/pi_prox, w=min(pi_prox/mu, 2)" in decoupled
@@ -137,6 +137,18 @@ def test_objective_text_omits_what_is_switched_off_and_names_what_is_on() -> Non
         dual_clip=0.0, tis_cap=0.0, entropy_coef=0.01, invalid_action_penalty=0.2
     )
     assert objective_text(cfg, LearnerSection()) == (
-        "maximise sum_tokens min(r*A, clip(r, 0.8, 1.28)*A) + 0.01*H / num_tokens; "
+        "maximise mean_tokens min(r*A, clip(r, 0.8, 1.28)*A) + 0.01*H; "
         "r=pi/mu, A=((R - 0.2*invalid_frac) - leave_one_out); 1 update per batch"
     )
+
+
+def test_objective_text_tells_where_weight_and_penalty_lie() -> None:
+    cfg = AlgorithmSection(
+        aggregation=Aggregation.SEQUENCE,
+        turn_discount=0.9,
+        invalid_action_penalty=0.3,
+        invalid_action_level=CreditLevel.TURN,
+    )
+    text = objective_text(cfg, LearnerSection())
+    assert text.startswith("maximise mean_episodes mean_tokens ")
+    assert "A=(R*0.9^(turns-1) - leave_one_out) - 0.3*(invalid_turn - group_mean)" in text
