@@ -62,7 +62,7 @@ def test_dry_run_prints_the_resolved_config_with_its_objective_and_starts_nothin
     )
     assert done.returncode == 0
     assert "  lr: 0.5\n" in done.stdout
-    assert done.stdout.splitlines()[-1].startswith("# objective: maximise mean_ ")
+    assert done.stdout.splitlines()[-1].startswith("# objective: maximise mean_")
     assert list(tmp_path.iterdir()) == []
 
 
