@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
-from common.config import RunConfig
+from common.config import RunConfig, TrainMode
 from common.journal import JournalWriter, read_journal
 from common.messages import EpisodeKind, Hello, Trajectory
 from common.metrics import BEFORE_FIRST_STEP as NOTHING_LOGGED
@@ -140,7 +140,10 @@ def _intake(
 ) -> Intake:
     router = Router(keys, host=cfg.learner.host, port=cfg.learner.port)
     table = GroupTable(
-        cfg.groups, cfg.algorithm, has_signal=lambda m: group_has_signal(m, cfg.algorithm)
+        cfg.groups,
+        cfg.algorithm,
+        has_signal=lambda m: group_has_signal(m, cfg.algorithm),
+        is_lockstep=cfg.train.mode is TrainMode.SYNC,
     )
     hello = Hello(
         role="learner",

@@ -1,5 +1,6 @@
 """Trajectories -> groups -> batches: complete, repair, filter, and check freshness."""
 
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -52,7 +53,15 @@ class GroupTable:
         algorithm: AlgorithmSection,
         *,
         has_signal: Callable[[list[Trajectory]], bool],
+        is_lockstep: bool = False,
     ) -> None:
+        """Make an empty table.
+
+        Args:
+            has_signal: False for members that are all worth the same.
+            is_lockstep: the scheduler opens a whole round of groups at once and none before it is
+                over; then a batch is ready only between rounds, however members arrive.
+        """
         self._cfg = cfg
         self._filter = algorithm.filter_zero_variance
         self._has_signal = has_signal
@@ -60,6 +69,8 @@ class GroupTable:
         self._completed: set[str] = set()  # what comes later is in no batch
         self._ready: deque[Group] = deque()
         self._num_filtered = 0  # since the last batch
+        self._is_lockstep = is_lockstep
+        self._num_left_in_round = cfg.per_step
 
     @property
     def num_ready(self) -> int:
@@ -125,11 +136,24 @@ class GroupTable:
         else:
             is_ready = True
             self._ready.append(Group(group_id=group_id, members=survivors))
+        self._num_left_in_round -= 1
+        if self._num_left_in_round <= 0 and not self._is_enough():
+            self._num_left_in_round = self._size_of_next_round()
         return outcomes, [GroupArrived(group_id=group_id, is_ready=is_ready)]
 
     def is_batch_ready(self) -> bool:
         """Return True if there are enough groups, or so many were filtered that fewer must do."""
+        return self._is_enough() and not (self._is_lockstep and self._num_left_in_round > 0)
+
+    def _is_enough(self) -> bool:
         return self.num_ready >= self._cfg.per_step or self._may_be_short(self.num_ready)
+
+    def _size_of_next_round(self) -> int:
+        """Return how many groups the scheduler opens now, by the rule of its gate."""
+        bound = math.ceil(self._cfg.max_oversample * self._cfg.per_step)
+        budget = bound - self._num_filtered - self.num_ready
+        missing = self._cfg.per_step - self.num_ready
+        return min(missing, budget) if budget > 0 else self._cfg.per_step
 
     def _may_be_short(self, num_groups: int) -> bool:
         bound = self._cfg.max_oversample * self._cfg.per_step
@@ -161,6 +185,7 @@ class GroupTable:
             self._ready.extendleft(reversed(taken))
             return [], outcomes
         self._num_filtered = 0
+        self._num_left_in_round = self._cfg.per_step
         return taken, outcomes
 
     def _without_stale(

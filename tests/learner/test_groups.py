@@ -12,13 +12,23 @@ from tests.learner.builders import make_trajectory
 
 
 def make_table(
-    *, size: int = 3, per_step: int = 2, min_size: int = 2, max_oversample: float = 2.0
+    *,
+    size: int = 3,
+    per_step: int = 2,
+    min_size: int = 2,
+    max_oversample: float = 2.0,
+    is_lockstep: bool = False,
 ) -> GroupTable:
     cfg = GroupsSection(
         size=size, per_step=per_step, min_size=min_size, max_oversample=max_oversample
     )
     algorithm = AlgorithmSection()
-    return GroupTable(cfg, algorithm, has_signal=lambda m: group_has_signal(m, algorithm))
+    return GroupTable(
+        cfg,
+        algorithm,
+        has_signal=lambda m: group_has_signal(m, algorithm),
+        is_lockstep=is_lockstep,
+    )
 
 
 def member(
@@ -263,3 +273,25 @@ def test_every_trajectory_leaves_exactly_once() -> None:
     left += [t.episode_id for group in groups for t in group.members]
     assert sorted(left) == [f"{group}/{number}" for group in "abc" for number in range(3)]
     assert table.untrained() == []
+
+
+def test_in_lockstep_a_batch_waits_for_the_end_of_its_round() -> None:
+    """Rounds of two: a filtered, b filtered | c filtered, d filtered | e ready, f still to come."""
+    for is_lockstep in (False, True):
+        table = make_table(is_lockstep=is_lockstep)
+        fill_equal(table, "a", "b", "c", "d")  # as many as max_oversample allows: the bound lifts
+        fill(table, "e")
+        assert table.is_batch_ready() is not is_lockstep
+        fill(table, "f")
+        assert table.is_batch_ready()
+
+
+def test_in_lockstep_a_short_batch_is_ready_when_the_bound_is_reached() -> None:
+    """a ready, b filtered | c filtered | d filtered: one ready of four drawn must do."""
+    table = make_table(is_lockstep=True)
+    fill(table, "a")
+    fill_equal(table, "b", "c")
+    assert not table.is_batch_ready()
+    fill_equal(table, "d")
+    assert table.is_batch_ready()
+    assert ids(take(table)[0]) == ["a"]
