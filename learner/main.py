@@ -82,9 +82,11 @@ class Loop:
                 samples_of(groups, cfg.algorithm), version=self.version
             )
             self.version += 1
-            self._log_step(groups, stale)
+            trained = self._log_step(groups, stale)
             self._log_metrics(metrics, groups, stale, waited_s)
             self.publish()
+            # Only now: a report frees the gate, and new groups must not meet the old weights.
+            parts.intake.report(trained)
             parts.intake.step_done(self.version, is_last=self.version >= cfg.train.num_steps)
             if self._device.type == "cpu" and self.version % TRIM_EVERY_STEPS == 0:
                 trim_heap()
@@ -115,8 +117,8 @@ class Loop:
             self._parts.intake.waiting_for = ""
             return groups, stale, time.monotonic() - started
 
-    def _log_step(self, groups: list[Group], stale: list[EpisodeOutcome]) -> None:
-        """Write down what the step consumed, before anybody sees its weights."""
+    def _log_step(self, groups: list[Group], stale: list[EpisodeOutcome]) -> list[EpisodeOutcome]:
+        """Write down what the step consumed, before anybody sees its weights; return who trained."""
         trained = [
             EpisodeOutcome(episode_id=t.episode_id, outcome=Outcome.TRAINED, cause="")
             for group in groups
@@ -129,11 +131,11 @@ class Loop:
                 outcomes=[*trained, *stale],
             )
         )
-        self._parts.intake.report(trained)
         if not self._canary:
             members = [group.members[0] for group in groups[:NUM_CANARIES]]
             self._canary = [t.token_ids[:MAX_CANARY_TOKENS].tolist() for t in members]
             self._canary_masks = [t.loss_mask[1:MAX_CANARY_TOKENS].tolist() for t in members]
+        return trained
 
     def publish(self) -> None:
         """Send the current weights to every engine and wait until they are there."""
