@@ -25,6 +25,7 @@ from learner.step_log import LoggedStep
 logger = logging.getLogger(__name__)
 
 NUM_CANARIES = 4
+CANARY_EVERY_STEPS = 10  # new prompts: what an old policy sampled is rare under a new one
 MAX_CANARY_TOKENS = 96
 FINISH_S = 900.0  # for the evaluation after the last step
 
@@ -118,7 +119,7 @@ class Loop:
             return groups, stale, time.monotonic() - started
 
     def _log_step(self, groups: list[Group], stale: list[EpisodeOutcome]) -> list[EpisodeOutcome]:
-        """Write down what the step consumed, before anybody sees its weights; return who trained."""
+        """Write down what the step consumed before its weights are seen; return who trained."""
         trained = [
             EpisodeOutcome(episode_id=t.episode_id, outcome=Outcome.TRAINED, cause="")
             for group in groups
@@ -131,7 +132,7 @@ class Loop:
                 outcomes=[*trained, *stale],
             )
         )
-        if not self._canary:
+        if not self._canary or self.version % CANARY_EVERY_STEPS == 0:
             members = [group.members[0] for group in groups[:NUM_CANARIES]]
             self._canary = [t.token_ids[:MAX_CANARY_TOKENS].tolist() for t in members]
             self._canary_masks = [t.loss_mask[1:MAX_CANARY_TOKENS].tolist() for t in members]
