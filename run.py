@@ -259,9 +259,11 @@ def status(cfg: RunConfig, run_dir: RunDir) -> int:
 
 def objective_comment(cfg: RunConfig) -> str:
     """Return what the learner would optimise, as lines of comment below the config."""
-    from learner.loss import objective_text  # imports torch, which takes seconds
+    from learner.objective import dead_knobs, objective_text
 
-    return f"# objective: {objective_text(cfg.algorithm, cfg.learner)}\n"
+    lines = [f"objective: {objective_text(cfg.algorithm, cfg.learner)}"]
+    lines += [f"warning: {line}" for line in dead_knobs(cfg.algorithm, cfg.learner)]
+    return "".join(f"# {line}\n" for line in lines)
 
 
 def dispatch(request: Request) -> int:

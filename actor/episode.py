@@ -84,6 +84,7 @@ class _Play:
     is_success: bool = False
     num_turns: int = 0
     invalid_turns: list[bool] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
     generate_s: float = 0.0
     env_s: float = 0.0
 
@@ -153,6 +154,7 @@ async def _turns(
         play.num_turns += 1
         play.invalid_turns.append(not result.is_valid)
         play.reward = result.reward
+        play.scores.append(result.reward)
         if result.done:
             play.end = EndReason.DONE
             play.is_success = result.reward >= 1.0
@@ -193,4 +195,5 @@ def _trajectory(lease: Lease, play: _Play, *, actor: str, wall_s: float) -> Traj
         versions=np.array(tape.versions, dtype=np.int32),
         turn_ids=np.array(tape.turn_ids, dtype=np.int32),
         invalid_turns=np.array(play.invalid_turns, dtype=bool),
+        turn_scores=np.array(play.scores, dtype=np.float32),
     )

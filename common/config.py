@@ -8,6 +8,8 @@ from enum import StrEnum
 
 from omegaconf import MISSING
 
+from common.config_envs import EnvsSection, RemoteOptions
+from common.config_learning import AlgorithmSection, LearnerSection
 from common.errors import ConfigError
 
 
@@ -35,34 +37,6 @@ class HorizonKind(StrEnum):
 
     FIXED = "fixed"
     STEPWISE = "stepwise"
-
-
-class OptimizerKind(StrEnum):
-    """adamw: on everything. muon: Muon on the hidden matrices, AdamW on the rest."""
-
-    ADAMW = "adamw"
-    MUON = "muon"
-
-
-class Baseline(StrEnum):
-    """What a group member's reward is compared with."""
-
-    LEAVE_ONE_OUT = "leave_one_out"
-    GROUP_MEAN = "group_mean"
-
-
-class Aggregation(StrEnum):
-    """What weighs the same in the loss. token: every sampled token. sequence: every episode."""
-
-    TOKEN = "token"
-    SEQUENCE = "sequence"
-
-
-class CreditLevel(StrEnum):
-    """Where a penalty for an action lands: on the whole episode's reward, or on that turn."""
-
-    EPISODE = "episode"
-    TURN = "turn"
 
 
 class WandbMode(StrEnum):
@@ -196,80 +170,14 @@ class ActorSection:
 
 
 @dataclass(slots=True, kw_only=True)
-class LearnerSection:
-    """The trainer."""
-
-    host: str = "127.0.0.1"
-    port: int = 0  # inbox; 0: a free one
-    device: str = "auto"  # auto | cpu | cuda
-    optimizer: OptimizerKind = OptimizerKind.ADAMW
-    lr: float = 1e-6
-    muon_lr: float = 3e-3  # optimizer=muon: rate of the hidden matrices, `lr` for the rest
-    beta1: float = 0.9
-    beta2: float = 0.95
-    weight_decay: float = 0.01
-    warmup_steps: int = 10
-    decay_start_frac: float = 1.0  # of num_steps, where a linear decay to min_lr_frac begins
-    min_lr_frac: float = 0.1
-    max_grad_norm: float = 1.0
-    ppo_epochs: int = 1
-    num_minibatches: int = 1
-    max_tokens_per_microbatch: int = 8192
-    logprob_chunk_tokens: int = 1024  # rows of the vocabulary projection alive at once
-    autocast: bool = True  # bf16 compute over fp32 master weights
-    gradient_checkpointing: bool = False
-    num_threads: int = 1  # CPU only
-    max_lag_steps: int = 4  # oldest token of a trajectory; beyond it the episode is stale
-    batch_timeout_s: float = 1800.0  # without a batch the run ends with who is waited for
-    publish_timeout_s: float = 120.0
-    max_canary_delta: float = 0.05  # mean |delta logprob| between engine and trainer: alarm
-    max_canary_alarms: int = 3  # in a row before the run stops
-    checkpoint_every_steps: int = 25
-    checkpoint_every_s: float = 900.0
-    keep_checkpoints: int = 3
-    max_bad_steps: int = 3  # non-finite losses in a row before the run stops
-
-    def __post_init__(self) -> None:
-        _require(self.lr > 0, "learner.lr", self.lr, "must be > 0")
-        _require(self.max_lag_steps >= 0, "learner.max_lag_steps", self.max_lag_steps, ">= 0")
-        _require(self.num_minibatches >= 1, "learner.num_minibatches", self.num_minibatches, ">= 1")
-        _require(self.ppo_epochs >= 1, "learner.ppo_epochs", self.ppo_epochs, "must be >= 1")
-
-
-@dataclass(slots=True, kw_only=True)
-class AlgorithmSection:
-    """The objective: GRPO advantages, PPO clip, truncated importance sampling."""
-
-    baseline: Baseline = Baseline.LEAVE_ONE_OUT
-    normalize_std: bool = False
-    aggregation: Aggregation = Aggregation.TOKEN
-    turn_discount: float = 1.0  # reward times this to the power of turns after the first
-    invalid_action_penalty: float = 0.0  # per invalid turn, or times their share of the episode
-    invalid_action_level: CreditLevel = CreditLevel.EPISODE
-    clip_low: float = 0.2
-    clip_high: float = 0.28
-    dual_clip: float = 3.0  # bound of the loss where the advantage is negative; 0: off
-    tis_cap: float = 2.0  # cap of pi_prox / pi_sampler per token; 0: no correction
-    entropy_coef: float = 0.0
-    filter_zero_variance: bool = True
-
-    def __post_init__(self) -> None:
-        _require(0 < self.clip_low < 1, "algorithm.clip_low", self.clip_low, "in (0, 1)")
-        _require(self.clip_high > 0, "algorithm.clip_high", self.clip_high, "must be > 0")
-        _require(
-            0 < self.turn_discount <= 1, "algorithm.turn_discount", self.turn_discount, "(0, 1]"
-        )
-        is_valid = self.dual_clip == 0 or self.dual_clip > 1
-        _require(is_valid, "algorithm.dual_clip", self.dual_clip, "0 (off) or > 1")
-
-
-@dataclass(slots=True, kw_only=True)
 class EnvhubSection:
     """The environment service."""
 
+    envs: list[str] = field(default_factory=list[str])  # to serve; []: those of the tasks
     host: str = "127.0.0.1"
     port: int = 0  # 0: a free one
     url: str = ""  # use this hub instead of starting one
+    token: str = ""  # of a hub started alone; "": none is asked for. A run has a key of its own
     style: str = "compact"  # compact | agentgym: how observations are worded
     session_lease_s: float = 600.0
     capacity: int = 4096  # sessions per environment
@@ -336,6 +244,8 @@ class RunConfig:
     learner: LearnerSection = field(default_factory=LearnerSection)
     actor: ActorSection = field(default_factory=ActorSection)
     envhub: EnvhubSection = field(default_factory=EnvhubSection)
+    env: RemoteOptions = field(default_factory=RemoteOptions)
+    envs: EnvsSection = field(default_factory=EnvsSection)
     eval: EvalSection = field(default_factory=EvalSection)
     sft: SftSection = field(default_factory=SftSection)
     log: LogSection = field(default_factory=LogSection)

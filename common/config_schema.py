@@ -63,6 +63,8 @@ def describe_kind(kind: Any) -> str:
         (item,) = get_args(kind)
         many = {int: "whole numbers", float: "numbers", str: "texts"}.get(item, "sections")
         return f"a list of {many}, like [a, b]"
+    if get_origin(kind) is dict:
+        return "names with texts, like {a: b}"
     if issubclass(kind, Enum):
         return f"one of {', '.join(str(member.value) for member in kind)}"
     return _WORDS[kind]
@@ -86,6 +88,8 @@ def kind_of(key: str, *, shown: str) -> Any:
             kind = field_kinds(_as_type(kind))[part]
         elif get_origin(kind) is list and part.isdigit():
             (kind,) = get_args(kind)
+        elif get_origin(kind) is dict:
+            kind = get_args(kind)[1]
         else:
             raise ConfigError(f"{shown}: no such key; the nearest is {nearest_keys(key)}")
     return kind
@@ -113,7 +117,11 @@ def conform(value: Any, kind: Any, *, key: str) -> Any:
         return [
             conform(each, item, key=f"{key}[{i}]") for i, each in enumerate(cast(list[Any], value))
         ]
-    if isinstance(kind, type) and not is_dataclass(kind):
+    if get_origin(kind) is dict and isinstance(value, dict):
+        item = get_args(kind)[1]
+        below = cast(dict[Any, Any], value)
+        return {name: conform(each, item, key=f"{key}.{name}") for name, each in below.items()}
+    if isinstance(kind, type) and get_origin(kind) is None and not is_dataclass(kind):
         return _conform_leaf(value, cast(type, kind), key)
     raise ConfigError(f"{key}={show(value)}: expects {describe_kind(kind)}")
 

@@ -13,7 +13,7 @@ from enum import StrEnum
 
 import numpy as np
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 class EndReason(StrEnum):
@@ -191,6 +191,7 @@ class StepDone:
 
     version: int
     is_last: bool
+    max_ahead_steps: int  # how far ahead groups may be opened from now on; the config's at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,6 +258,7 @@ class Trajectory:
     versions: np.ndarray = field(repr=False)  # [seq] int32, -1 where not sampled
     turn_ids: np.ndarray = field(repr=False)  # [seq] int32 0-based turn of a token, prompt = 0
     invalid_turns: np.ndarray = field(repr=False)  # [num_turns] bool, True: no executable action
+    turn_scores: np.ndarray = field(repr=False)  # [num_turns] float32 in [0, 1], after each turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from common.config import Baseline
+from common.config_learning import Baseline
 
 STD_EPSILON = 1e-6  # keeps the division finite; far below any real spread of rewards
 
@@ -73,3 +73,47 @@ def group_advantages(rewards: Tensor, *, baseline: Baseline, normalize_std: bool
     if normalize_std:
         advantages = advantages / (rewards.std(correction=0) + STD_EPSILON)
     return advantages
+
+
+def whiten(values: Tensor, weights: Tensor) -> Tensor:
+    """Return values less their weighted mean, over their weighted standard deviation.
+
+    Args:
+        values: [entry].
+        weights: [entry] >= 0, how often each counts: the tokens of an episode, say.
+
+    Returns:
+        [entry] float32; zeros if all entries are equal.
+
+    Source: REINFORCE++, arXiv:2501.03262 (advantages normalised over the global batch).
+    """
+    values, weights = values.double(), weights.double()
+    mean = (values * weights).sum() / weights.sum()
+    centred = values - mean
+    variance = (centred**2 * weights).sum() / weights.sum()
+    if values.max() == values.min():
+        return torch.zeros_like(values, dtype=torch.float32)
+    return (centred / (variance.sqrt() + STD_EPSILON)).float()
+
+
+def scale_per_kind(values: Tensor, weights: Tensor, kinds: list[str]) -> Tensor:
+    """Return values over the weighted root mean square of their own kind.
+
+    In a batch of several environments each then has advantages of the same size, whatever the
+    spread of its rewards. The mean is left alone: group baselines have already centred it.
+
+    Args:
+        values: [entry].
+        weights: [entry] >= 0.
+        kinds: [entry], the environment of each.
+
+    Source: task advantage normalisation, AgentRL, arXiv:2510.04206.
+    """
+    scaled = values.float().clone()
+    for kind in sorted(set(kinds)):
+        own = torch.tensor([each == kind for each in kinds])
+        w = weights[own].double()
+        spread = ((values[own].double() ** 2 * w).sum() / w.sum()).sqrt()
+        if spread > 0:
+            scaled[own] = (values[own].double() / (spread + STD_EPSILON)).float()
+    return scaled

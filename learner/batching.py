@@ -24,9 +24,15 @@ class Sample:
     trajectory: Trajectory
     advantage: float  # of the episode, on every sampled token
     turn_advantages: np.ndarray | None = None  # [num_turns] float32, added on a turn's tokens
+    own_advantages: np.ndarray | None = None  # [tokens] float32, instead of the two above
+    value_targets: np.ndarray | None = None  # [tokens] float32, of the critic
+    values: np.ndarray | None = None  # [tokens] float32, the critic's before the step
+    state_marks: np.ndarray | None = None  # [tokens] float32, 1 where the critic is to learn
 
     def token_advantages(self) -> np.ndarray:
         """Return the advantage [tokens] float32 of every sampled token."""
+        if self.own_advantages is not None:
+            return self.own_advantages
         turns = self.trajectory.turn_ids[self.trajectory.loss_mask]  # [tokens]
         own = np.full(len(turns), self.advantage, dtype=np.float32)
         return own if self.turn_advantages is None else own + self.turn_advantages[turns]
@@ -43,9 +49,8 @@ class TokenBatch:
 
     token_ids: Tensor = field(repr=False)  # [batch, seq] int64, padded on the right
     source_rows: Tensor = field(repr=False)  # [tokens] int64, into [batch * seq]: predicts target
-    target_ids: Tensor = field(
-        repr=False
-    )  # [tokens] int64, the scored tokens, sequence by sequence
+    target_ids: Tensor = field(repr=False)  # [tokens] int64, scored tokens, sequence by sequence
+    last_rows: Tensor = field(repr=False)  # [batch] int64, where each sequence ends
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +62,16 @@ class MicroBatch:
     num_tokens: int  # real ones, sampled or not, without padding
     sampler_logprobs: Tensor = field(repr=False)  # [tokens] float32 nats
     advantages: Tensor = field(repr=False)  # [tokens] float32
+    versions: Tensor = field(repr=False)  # [tokens] int64, of the policy that sampled
+    sequence_ids: Tensor = field(repr=False)  # [tokens] int64, 0-based sequence of each token
+    value_targets: Tensor | None = field(repr=False, default=None)  # [tokens] float32
+    values: Tensor | None = field(repr=False, default=None)  # [tokens] float32, before the step
+    state_marks: Tensor | None = field(repr=False, default=None)  # [tokens] float32, 0 or 1
+
+    @property
+    def num_sequences(self) -> int:
+        """Trajectories in this block."""
+        return len(self.sample_indices)
 
 
 def collate_tokens(
@@ -92,6 +107,10 @@ def collate_tokens(
         token_ids=torch.from_numpy(token_ids).to(device),
         source_rows=torch.from_numpy(np.concatenate(rows)).to(device),
         target_ids=torch.from_numpy(np.concatenate(targets).astype(np.int64)).to(device),
+        last_rows=torch.tensor(
+            [index * width + len(sequence) - 1 for index, sequence in enumerate(sequences)],
+            device=device,
+        ),
     )
 
 
@@ -167,13 +186,28 @@ def _collate(
     masks = [t.loss_mask for t in trajectories]
     logprobs = sampled(trajectories, [t.logprobs for t in trajectories])
     advantages = np.concatenate([sample.token_advantages() for sample in chosen])
+    versions = sampled(trajectories, [t.versions for t in trajectories]).astype(np.int64)
+    counts = [sample.num_sampled_tokens for sample in chosen]
     return MicroBatch(
         tokens=collate_tokens([t.token_ids for t in trajectories], masks, device=device),
         sample_indices=indices,
         num_tokens=sum(len(t.token_ids) for t in trajectories),
         sampler_logprobs=torch.from_numpy(logprobs.astype(np.float32)).to(device),
         advantages=torch.from_numpy(advantages).to(device),
+        versions=torch.from_numpy(versions).to(device),
+        sequence_ids=torch.from_numpy(np.repeat(np.arange(len(chosen)), counts)).to(device),
+        value_targets=_joined([sample.value_targets for sample in chosen], device),
+        values=_joined([sample.values for sample in chosen], device),
+        state_marks=_joined([sample.state_marks for sample in chosen], device),
     )
+
+
+def _joined(parts: list[np.ndarray | None], device: torch.device | str) -> Tensor | None:
+    """Return [tokens] of all samples, None if there is no critic."""
+    present = [part for part in parts if part is not None]
+    if len(present) < len(parts):
+        return None
+    return torch.from_numpy(np.concatenate(present).astype(np.float32)).to(device)
 
 
 def sampled(trajectories: Sequence[Trajectory], arrays: Sequence[np.ndarray]) -> np.ndarray:

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
 from common.config import RunConfig, TrainMode
+from common.config_learning import Advantage
 from common.journal import JournalWriter, read_journal
 from common.messages import EpisodeKind, Hello, Trajectory
 from common.metrics import BEFORE_FIRST_STEP as NOTHING_LOGGED
@@ -19,8 +20,10 @@ from common.run_dir import RunDir
 from common.security import RunKeys, load_keys
 from common.sockets import Router
 from common.wandb_sink import WandbSink
+from learner.bad_batch import dump_batch
 from learner.batching import Sample
 from learner.checkpoint import Checkpoints, load_checkpoint, newest_checkpoint
+from learner.critic import make_critic
 from learner.device import pick_device
 from learner.groups import Group, GroupTable
 from learner.intake import Intake
@@ -65,7 +68,7 @@ def build(cfg: RunConfig, run_dir: RunDir) -> Parts:
         model_path, device=device, gradient_checkpointing=cfg.learner.gradient_checkpointing
     )
     tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
-    trainer, version = _trainer(cfg, model, folder)
+    trainer, version = _trainer(cfg, run_dir, model, folder)
     journal = JournalWriter(run_dir.journal)
     step_log = StepLog(run_dir.journal / "steps.jsonl")
     held = {t.episode_id: t for _, t in read_journal(run_dir.journal)}
@@ -101,9 +104,12 @@ def build(cfg: RunConfig, run_dir: RunDir) -> Parts:
 
 
 def _trainer(
-    cfg: RunConfig, model: PreTrainedModel, checkpoint: Path | None
+    cfg: RunConfig, run_dir: RunDir, model: PreTrainedModel, checkpoint: Path | None
 ) -> tuple[Trainer, int]:
     """Return the trainer of a model and the version it stands at: that of its checkpoint, or 0."""
+    critic = None
+    if cfg.algorithm.advantage is Advantage.PPO:
+        critic = make_critic(cfg.learner.critic, model, policy_path=cfg.model.path)
     trainer = Trainer(
         cfg.learner,
         cfg.algorithm,
@@ -112,6 +118,10 @@ def _trainer(
         seed=cfg.run.seed,
         temperature=cfg.actor.temperature,
         engine_dtype=cfg.model.dtype,
+        max_ahead_steps=cfg.scheduler.max_ahead_steps,
+        critic=critic,
+        reference=_reference(cfg, model),
+        on_bad_batch=lambda version, samples: dump_batch(run_dir.root, version, samples),
     )
     if checkpoint is None:
         return trainer, 0
@@ -119,6 +129,19 @@ def _trainer(
     trainer.load_state_dict(restored.state)
     logger.info("restored checkpoint=%s version=%d", checkpoint, restored.version)
     return trainer, restored.version
+
+
+def _reference(cfg: RunConfig, model: PreTrainedModel) -> PreTrainedModel | None:
+    """Return the frozen reference policy; it is loaded only if the objective uses it."""
+    if cfg.algorithm.kl_coef == 0:
+        return None
+    reference = load_policy(
+        cfg.algorithm.reference_path or cfg.model.path,
+        device=next(model.parameters()).device,
+        gradient_checkpointing=False,
+    )
+    reference.requires_grad_(False)
+    return reference
 
 
 def _last_logged(run_dir: RunDir, step_log: StepLog, version: int) -> int:
@@ -186,7 +209,7 @@ def _repeat_steps(
             for ids in step.groups
         ]
         samples: list[Sample] = samples_of(groups, cfg.algorithm)
-        measured = trainer.train_on(samples, version=step.version - 1)
+        measured = trainer.train_on(samples, version=step.version - 1, must_train=True)
         version = step.version
         if version > metrics.last_step:
             metrics.log(version, measured)

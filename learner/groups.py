@@ -5,7 +5,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from common.config import AlgorithmSection, GroupsSection
+from common.config import GroupsSection
+from common.config_learning import AlgorithmSection
 from common.messages import EpisodeOutcome, GroupArrived, Outcome, Trajectory
 
 

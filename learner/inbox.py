@@ -48,6 +48,9 @@ def refusal(
     invalid = trajectory.invalid_turns
     if invalid.shape != (trajectory.num_turns,) or invalid.sum() != trajectory.num_invalid_actions:
         return f"invalid_turns {invalid.tolist()} for {trajectory.num_turns} turns"
+    scores = trajectory.turn_scores
+    if scores.shape != (trajectory.num_turns,) or not ((scores >= 0) & (scores <= 1)).all():
+        return f"turn_scores {scores.tolist()} for {trajectory.num_turns} turns, each in [0, 1]"
     if trajectory.end_reason.is_infrastructure_failure:
         return ""
     if trajectory.policy is not PolicyKind.MODEL:

@@ -142,11 +142,13 @@ class Intake(threading.Thread):
         with self._changed:
             self._link.queue(self._outcomes(outcomes=outcomes))
 
-    def step_done(self, version: int, *, is_last: bool) -> None:
-        """Tell the scheduler that a version is trained and published."""
+    def step_done(self, version: int, *, is_last: bool, max_ahead_steps: int) -> None:
+        """Tell the scheduler that a version is trained and published, and how far to go ahead."""
         with self._changed:
             self.version = version
-            self._link.queue(StepDone(version=version, is_last=is_last))
+            self._link.queue(
+                StepDone(version=version, is_last=is_last, max_ahead_steps=max_ahead_steps)
+            )
 
     def drain_stats(self) -> dict[str, float]:
         """Return metrics over the episodes that arrived since the last call."""

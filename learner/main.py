@@ -15,9 +15,9 @@ from common.run_dir import RunDir
 from learner.build import Parts, build
 from learner.device import pick_device
 from learner.groups import Group
-from learner.loss import objective_text
 from learner.memory import TRIM_EVERY_STEPS, trim_heap
 from learner.model import export_tensors
+from learner.objective import dead_knobs, objective_text
 from learner.publish import snapshot
 from learner.samples import samples_of
 from learner.step_log import LoggedStep
@@ -43,6 +43,8 @@ def run(cfg: RunConfig, run_dir: RunDir) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     logger.info("objective: %s", objective_text(cfg.algorithm, cfg.learner))
+    for line in dead_knobs(cfg.algorithm, cfg.learner):
+        logger.warning("%s", line)
     parts = build(cfg, run_dir)
     loop = Loop(cfg, parts, stop)
     try:
@@ -70,31 +72,58 @@ class Loop:
         self._device = pick_device(cfg.learner.device)
         self._canary: list[list[int]] = []  # [canary, seq] token ids
         self._canary_masks: list[list[bool]] = []  # [canary, seq-1] True on sampled tokens
+        self._skipped: list[EpisodeOutcome] = []  # of batches the controller refused, since a step
         self.version = parts.version
 
     def train(self) -> None:
         """Run to the last step, then until the scheduler has its last evaluation."""
         cfg, parts = self._cfg, self._parts
-        is_last = self.version >= cfg.train.num_steps
-        parts.intake.step_done(self.version, is_last=is_last)
+        self._report_step()
         while self.version < cfg.train.num_steps:
             groups, stale, waited_s = self._next_batch()
             metrics = parts.trainer.train_on(
                 samples_of(groups, cfg.algorithm), version=self.version
             )
+            if parts.trainer.decision.is_skipped:
+                self._give_back(groups, stale)
+                continue
+            stale = [*self._skipped, *stale]
+            self._skipped = []
             self.version += 1
             trained = self._log_step(groups, stale)
             self._log_metrics(metrics, groups, stale, waited_s)
             self.publish()
             # Only now: a report frees the gate, and new groups must not meet the old weights.
             parts.intake.report(trained)
-            parts.intake.step_done(self.version, is_last=self.version >= cfg.train.num_steps)
+            self._report_step()
             if self._device.type == "cpu" and self.version % TRIM_EVERY_STEPS == 0:
                 trim_heap()
             if parts.checkpoints.is_due(self.version):
                 self.save()
         self.save()
         self._finish()
+
+    def _report_step(self) -> None:
+        """Tell the scheduler where the learner stands and how far ahead of it groups may be."""
+        self._parts.intake.step_done(
+            self.version,
+            is_last=self.version >= self._cfg.train.num_steps,
+            max_ahead_steps=self._parts.trainer.max_ahead_steps,
+        )
+
+    def _give_back(self, groups: list[Group], stale: list[EpisodeOutcome]) -> None:
+        """Account for a batch that was too far off to learn from; the next one must be fresh.
+
+        The outcomes are written down with the next step: until then a restart decides anew.
+        """
+        dropped = [
+            EpisodeOutcome(episode_id=t.episode_id, outcome=Outcome.STALE, cause="controller")
+            for group in groups
+            for t in group.members
+        ]
+        self._skipped += [*stale, *dropped]
+        self._parts.intake.report(dropped)
+        self._report_step()
 
     def _next_batch(self) -> tuple[list[Group], list[EpisodeOutcome], float]:
         started = time.monotonic()
@@ -107,7 +136,7 @@ class Loop:
             try:
                 groups, stale = self._parts.intake.next_batch(
                     self.version,
-                    max_lag_steps=learner.max_lag_steps,
+                    max_lag_steps=0 if self._skipped else learner.max_lag_steps,
                     in_order=self._cfg.train.mode is TrainMode.SYNC,
                     timeout_s=0.5,
                 )

@@ -70,11 +70,52 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor | None]:
     """Return log-probabilities of the scored tokens, each given its own sequence before it.
 
+    Args:
+        tokens: padded sequences and the tokens to score.
+        The others as in `hidden_logprobs`.
+
+    Returns:
+        ([tokens] float32 nats, [tokens] float32 nats or None).
+    """
+    return hidden_logprobs(
+        model,
+        flat_hidden(model.base_model, tokens, autocast=autocast)[tokens.source_rows],
+        tokens.target_ids,
+        chunk_tokens=chunk_tokens,
+        autocast=autocast,
+        temperature=temperature,
+        with_entropy=with_entropy,
+        head_dtype=head_dtype,
+    )
+
+
+def flat_hidden(body: nn.Module, tokens: TokenBatch, *, autocast: bool) -> Tensor:
+    """Return the last hidden states of a network without its head, [batch * seq, hidden]."""
+    device_type = tokens.token_ids.device.type
+    with torch.autocast(device_type, dtype=torch.bfloat16, enabled=autocast):
+        out = body(input_ids=tokens.token_ids, use_cache=False)
+    return out.last_hidden_state.flatten(0, 1)
+
+
+def hidden_logprobs(
+    model: PreTrainedModel,
+    hidden: Tensor,
+    target_ids: Tensor,
+    *,
+    chunk_tokens: int,
+    autocast: bool,
+    temperature: float,
+    with_entropy: bool,
+    head_dtype: torch.dtype = torch.bfloat16,
+) -> tuple[Tensor, Tensor | None]:
+    """Return log-probabilities of tokens from the hidden states that predict them.
+
     Only positions that predict a scored token are projected to the vocabulary, `chunk_tokens` at
     a time, and each chunk is computed again in the backward pass: [tokens, vocab] never exists.
 
     Args:
-        tokens: padded sequences and the tokens to score.
+        hidden: [tokens, hidden].
+        target_ids: [tokens] int64.
         chunk_tokens: rows of the vocabulary projection that are alive at once.
         autocast: bf16 compute over fp32 weights.
         temperature: of sampling; logits are divided by it, as the sampler did.
@@ -86,10 +127,6 @@ def token_logprobs(
     Returns:
         ([tokens] float32 nats, [tokens] float32 nats or None).
     """
-    device_type = tokens.token_ids.device.type
-    with torch.autocast(device_type, dtype=torch.bfloat16, enabled=autocast):
-        body = model.base_model(input_ids=tokens.token_ids, use_cache=False)
-    hidden = body.last_hidden_state.flatten(0, 1)[tokens.source_rows]  # [tokens, hidden]
     head = model.get_output_embeddings()
     assert head is not None  # every causal language model has one
     dtype = head_dtype if autocast else torch.float32
@@ -101,7 +138,7 @@ def token_logprobs(
     num_rows = hidden.shape[0]
     for start in range(0, max(num_rows, 1), chunk_tokens):  # no rows: one empty chunk
         rows = hidden[start : start + chunk_tokens].to(dtype)
-        targets = tokens.target_ids[start : start + chunk_tokens]
+        targets = target_ids[start : start + chunk_tokens]
         args = (rows, weight, bias, targets, temperature, with_entropy)
         if torch.is_grad_enabled() and num_rows > chunk_tokens:
             chunk = checkpoint(_score_rows, *args, use_reentrant=False, preserve_rng_state=False)

@@ -3,10 +3,10 @@
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from common.config import LearnerSection, OptimizerKind
+from common.config_learning import LearnerSection, OptimizerKind
 
 
 def lr_scale(step: int, num_steps: int, cfg: LearnerSection) -> float:
@@ -107,6 +107,17 @@ def make_optimizer(model: PreTrainedModel, cfg: LearnerSection) -> PolicyOptimiz
         return PolicyOptimizer([adamw])
     muon = torch.optim.Muon(hidden, lr=cfg.muon_lr, weight_decay=cfg.weight_decay)
     return PolicyOptimizer([adamw, muon])
+
+
+def make_critic_optimizer(critic: nn.Module, cfg: LearnerSection) -> torch.optim.Optimizer:
+    """Return AdamW at the critic's own, constant rate on everything that is only the critic's."""
+    return torch.optim.AdamW(
+        critic.parameters(),
+        lr=cfg.critic.lr,
+        betas=(cfg.beta1, cfg.beta2),
+        weight_decay=cfg.weight_decay,
+        fused=True,
+    )
 
 
 def _table_parameters(model: PreTrainedModel) -> set[int]:

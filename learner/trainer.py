@@ -4,7 +4,7 @@ import logging
 import math
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,33 +12,34 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from common.config import AlgorithmSection, LearnerSection
+from common.config_learning import AlgorithmSection, LearnerSection
 from common.errors import LongstrideError
+from learner.batch_step import BatchStep, StepParts
 from learner.batching import (
     MicroBatch,
     Sample,
-    TokenBatch,
     collate_tokens,
-    make_microbatches,
     make_minibatches,
     plan_microbatches,
-    sampled,
 )
-from learner.correction import ratio_statistics, surplus_weights, truncated_weights
-from learner.loss import clipped_policy_loss, is_anchored_at_sampler
-from learner.model import token_logprobs
-from learner.optimizer import lr_scale, make_optimizer
+from learner.controller import Controller, Decision
+from learner.critic import Critic
+from learner.loss import Denominator, policy_loss, value_loss
+from learner.optimizer import lr_scale, make_critic_optimizer, make_optimizer
+from learner.passes import Passes, Scores
+from learner.ranks import Ranks
+from learner.step_metrics import mean_metrics, offpolicy_metrics, volume_metrics
 
 logger = logging.getLogger(__name__)
 
-MAX_LAG_SHOWN = 8  # the histogram's last bin holds everything from here on
+NO_REACTION = Decision(lr_scale=1.0, is_skipped=False, max_ahead_steps=0)
 
 
 class TrainingDiverged(LongstrideError):
     """Losses or gradients were not finite in too many steps in a row."""
 
 
-class _Update(NamedTuple):
+class Update(NamedTuple):
     """What one optimizer update did."""
 
     is_good: bool  # False: something was not finite and the weights are as before
@@ -64,6 +65,11 @@ class Trainer:
         seed: int,
         temperature: float,
         engine_dtype: str = "bfloat16",
+        max_ahead_steps: int = 0,
+        critic: Critic | None = None,
+        reference: PreTrainedModel | None = None,
+        ranks: Ranks | None = None,
+        on_bad_batch: Callable[[int, list[Sample]], object] | None = None,
     ) -> None:
         """Make the optimizer.
 
@@ -72,32 +78,62 @@ class Trainer:
             seed: of the order of minibatches.
             temperature: of the sampler whose logprobs the samples carry.
             engine_dtype: `model.dtype`; a bf16 engine's logits are rounded, so ours are then too.
+            max_ahead_steps: of the dispatch gate when nothing is amiss.
+            critic: needed by `advantage=ppo`.
+            reference: needed if `kl_coef` is not 0.
+            ranks: the data-parallel learners; None is this one alone.
+            on_bad_batch: called with version and samples of a step whose loss was not finite.
         """
         self._cfg = cfg
         self._algorithm = cfg_algorithm
         self._model = model
+        self._critic = critic
         self._num_steps = num_steps
-        self._temperature = temperature
-        self._head_dtype = torch.bfloat16 if engine_dtype == "bfloat16" else torch.float32
+        self._ranks = ranks or Ranks()
+        self._on_bad_batch = on_bad_batch
+        self._passes = Passes(
+            cfg, model, critic, temperature=temperature, engine_dtype=engine_dtype
+        )
         self._device = next(model.parameters()).device
+        self._parts = StepParts(
+            cfg=cfg,
+            algorithm=cfg_algorithm,
+            passes=self._passes,
+            reference=reference,
+            has_critic=critic is not None,
+            ranks=self._ranks,
+            device=self._device,
+        )
         self._optimizer = make_optimizer(model, cfg)
+        self._critic_optimizer = make_critic_optimizer(critic, cfg) if critic else None
+        self._controller = Controller(cfg.controller, max_ahead_steps=max_ahead_steps)
         self._generator = torch.Generator().manual_seed(seed)
         self._num_bad_steps_in_a_row = 0
         self._num_updates = 0
+        self.decision = NO_REACTION
 
     @property
     def num_updates(self) -> int:
         """Optimizer updates made so far; skipped ones do not count."""
         return self._num_updates
 
-    def train_on(self, samples: Sequence[Sample], *, version: int) -> dict[str, float]:
+    @property
+    def max_ahead_steps(self) -> int:
+        """How far ahead of this learner the controller lets groups be opened."""
+        return self._controller.max_ahead_steps
+
+    def train_on(
+        self, samples: Sequence[Sample], *, version: int, must_train: bool = False
+    ) -> dict[str, float]:
         """Make ppo_epochs x num_minibatches updates; return the step's metrics.
 
         A sample without sampled tokens adds nothing. An update whose loss or gradient is not
-        finite is skipped and counted, and metrics that are not finite are left out.
+        finite is skipped and counted, and metrics that are not finite are left out. If the
+        controller skips the batch (`decision.is_skipped`), nothing has changed.
 
         Args:
             version: of the current weights; decides the learning rate and what counts as lag.
+            must_train: the controller may not skip the batch: it was trained on once already.
 
         Raises:
             ValueError: there is no sampled token to train on.
@@ -107,94 +143,130 @@ class Trainer:
         samples = [sample for sample in samples if sample.num_sampled_tokens > 0]
         if not samples:
             raise ValueError("there is no sampled token to train on")
-        self._optimizer.set_lr_scale(lr_scale(version, self._num_steps, self._cfg))
-        # [sample][tokens] logprobs before the step; the single update of a step fills them in.
-        before: list[Tensor] = [torch.empty(0)] * len(samples)
-        is_single = is_anchored_at_sampler(self._cfg)
-        if not is_single:
-            self._score_before(samples, before)
-        updates: list[_Update] = []
+        step = BatchStep(self._parts, samples, version, must_train=must_train)
+        step.score_before()
+        updates: list[Update] = []
         for _ in range(self._cfg.ppo_epochs):
-            parts = make_minibatches(samples, self._cfg.num_minibatches, generator=self._generator)
-            updates += [self._update(samples, part, before, is_single) for part in parts]
+            num_parts = self._cfg.num_minibatches
+            parts = make_minibatches(step.samples, num_parts, generator=self._generator)
+            for part in parts:
+                update = self._update(step, part)
+                if update is not None:
+                    updates.append(update)
+        self.decision = step.decision or NO_REACTION
+        self._count_bad(updates, step)
+        return self._metrics(step, updates, time.perf_counter() - started_s)
 
-        self._count_bad(updates, version)
-        metrics = _mean_metrics(updates)
-        metrics |= _offpolicy_metrics(samples, torch.cat(before).cpu(), version)
-        metrics |= _volume_metrics(samples, time.perf_counter() - started_s)
+    def _metrics(self, step: BatchStep, updates: list[Update], step_s: float) -> dict[str, float]:
+        metrics = mean_metrics(updates)
+        before = self._ranks.sum(step.before.flat()).cpu()
+        metrics |= offpolicy_metrics(step.samples, before, step.version)
+        metrics |= volume_metrics(step.samples, step_s)
         metrics["train/lr"] = self._optimizer.lr
+        metrics["controller/lr_scale"] = self.decision.lr_scale
+        metrics["controller/skipped"] = float(self.decision.is_skipped)
+        metrics["controller/max_ahead_steps"] = float(self._controller.max_ahead_steps)
         return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
-    def _score_before(self, samples: Sequence[Sample], before: list[Tensor]) -> None:
-        for micro in self._microbatches(samples, range(len(samples))):
-            with torch.no_grad():
-                logprobs, _ = self._logprobs(micro.tokens, self._temperature)
-            _store(before, samples, micro, logprobs)
+    def _update(self, step: BatchStep, part: list[int]) -> Update | None:
+        """Make one optimizer update; None if the controller skips the batch."""
+        if step.decision is not None and step.decision.is_skipped:
+            return None
+        self._zero_grad()
+        sums = self._accumulate(step, part)
+        if step.decision is None:
+            step.decision = self._controller.decide(
+                version=step.version,
+                ess_frac=step.ess_frac(),
+                masked_frac=sums["policy/masked_frac"],
+                must_train=step.must_train,
+            )
+            if step.decision.is_skipped:
+                self._zero_grad()
+                return None
+        base = lr_scale(step.version, self._num_steps, self._cfg)
+        self._optimizer.set_lr_scale(base * step.decision.lr_scale)
+        grad_norm = self._clip(self._model.parameters())
+        is_good = math.isfinite(sums.pop("loss")) and math.isfinite(grad_norm)
+        if self._critic is not None:
+            critic_norm = self._clip(self._critic.parameters())
+            sums["critic/grad_norm"] = critic_norm
+            is_good = is_good and math.isfinite(critic_norm)
+        if is_good:
+            if step.version >= self._warmup_steps:
+                self._optimizer.step()
+            if self._critic_optimizer is not None:
+                self._critic_optimizer.step()
+            self._num_updates += 1
+        self._zero_grad()  # gradients need not outlive the step
+        return Update(is_good, grad_norm, dict(sums))
 
-    def _update(
-        self, samples: Sequence[Sample], part: list[int], before: list[Tensor], is_single: bool
-    ) -> _Update:
-        microbatches = self._microbatches(samples, part)
-        num_global_tokens = sum(micro.advantages.numel() for micro in microbatches)
-        sums: dict[str, float] = defaultdict(float)
+    @property
+    def _warmup_steps(self) -> int:
+        """Steps in which only the critic learns."""
+        return self._cfg.critic.warmup_steps if self._critic is not None else 0
+
+    def _clip(self, parameters: Any) -> float:
+        kept = list(parameters)
+        self._ranks.sum_gradients(kept)
+        return nn.utils.clip_grad_norm_(kept, self._cfg.max_grad_norm).item()
+
+    def _zero_grad(self) -> None:
         self._optimizer.zero_grad()
-        for micro in microbatches:
-            new, entropy = self._logprobs(
-                micro.tokens, self._temperature, self._algorithm.entropy_coef != 0
+        if self._critic_optimizer is not None:
+            self._critic_optimizer.zero_grad()
+
+    def _accumulate(self, step: BatchStep, part: list[int]) -> dict[str, float]:
+        """Add the gradient of a minibatch; return the metrics summed over its microbatches."""
+        samples = [step.samples[index] for index in part]
+        denominator = Denominator(
+            num_tokens=sum(sample.num_sampled_tokens for sample in samples),
+            num_sequences=len(samples),
+        )
+        num_states = sum(
+            0.0 if sample.state_marks is None else float(sample.state_marks.sum())
+            for sample in samples
+        )
+        sums: dict[str, float] = defaultdict(float)
+        for micro in step.microbatches(self._ranks.own(part)):
+            scores = self._passes.score(
+                micro.tokens,
+                with_entropy=self._algorithm.entropy_coef != 0,
+                with_values=self._critic is not None,
             )
-            if is_single:
-                _store(before, samples, micro, new.detach())
-            anchor, weights = self._anchor_and_weights(micro, new, before, is_single)
-            loss, metrics = clipped_policy_loss(
-                new,
-                anchor,
-                micro.advantages,
-                is_weights=weights,
-                entropy=entropy,
-                num_global_tokens=num_global_tokens,
-                cfg=self._algorithm,
-            )
+            inputs = step.loss_inputs(micro, scores)
+            loss, metrics = policy_loss(inputs, denominator, self._algorithm)
+            if self._critic is not None:
+                loss = loss + self._value_term(micro, scores, num_states, metrics)
             loss.backward()
             sums["loss"] += loss.item()
             for name, value in metrics.items():
                 sums[name] += value.item()
-        max_norm = self._cfg.max_grad_norm
-        grad_norm = nn.utils.clip_grad_norm_(self._model.parameters(), max_norm).item()
-        is_good = math.isfinite(sums.pop("loss")) and math.isfinite(grad_norm)
-        if is_good:
-            self._optimizer.step()
-            self._num_updates += 1
-        self._optimizer.zero_grad()  # gradients need not outlive the step
-        return _Update(is_good, grad_norm, dict(sums))
+        return self._summed_over_ranks(sums)
 
-    def _anchor_and_weights(
-        self, micro: MicroBatch, new: Tensor, before: list[Tensor], is_single: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Return what the ratio is taken to and the importance weights, see `learner/loss.py`."""
-        mu, cap = micro.sampler_logprobs, self._algorithm.tis_cap
-        if is_single:
-            return mu, surplus_weights(new, mu, cap=cap)
-        prox = torch.cat([before[index] for index in micro.sample_indices])
-        return prox, truncated_weights(prox, mu, cap=cap)
+    def _value_term(
+        self, micro: MicroBatch, scores: Scores, num_states: float, metrics: dict[str, Tensor]
+    ) -> Tensor:
+        targets, old, marks = micro.value_targets, micro.values, micro.state_marks
+        values = scores.values
+        if values is None or targets is None or old is None or marks is None:
+            raise ValueError("a critic's loss needs values, targets and marks of the batch")
+        cfg = self._cfg.critic
+        loss = value_loss(values, targets, old, marks / num_states, clip=cfg.clip)
+        metrics["critic/loss"] = loss.detach()
+        metrics["critic/value_mean"] = (marks * values.detach()).sum() / num_states
+        metrics["critic/target_mean"] = (marks * targets).sum() / num_states
+        is_shared = self._critic is not None and self._critic.trunk is None
+        return loss * cfg.coef if is_shared else loss
 
-    def _microbatches(self, samples: Sequence[Sample], indices: Sequence[int]) -> list[MicroBatch]:
-        budget = self._cfg.max_tokens_per_microbatch
-        return make_microbatches(samples, indices, max_tokens=budget, device=self._device)
+    def _summed_over_ranks(self, sums: dict[str, float]) -> dict[str, float]:
+        if self._ranks.size == 1:
+            return sums
+        names = sorted(sums)  # every rank has at least one sample of every minibatch it knows
+        flat = torch.tensor([sums[name] for name in names], dtype=torch.float64)
+        return dict(zip(names, self._ranks.sum(flat).tolist(), strict=True))
 
-    def _logprobs(
-        self, tokens: TokenBatch, temperature: float, with_entropy: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
-        return token_logprobs(
-            self._model,
-            tokens,
-            chunk_tokens=self._cfg.logprob_chunk_tokens,
-            autocast=self._cfg.autocast,
-            temperature=temperature,
-            with_entropy=with_entropy,
-            head_dtype=self._head_dtype,
-        )
-
-    def _count_bad(self, updates: list[_Update], version: int) -> None:
+    def _count_bad(self, updates: list[Update], step: BatchStep) -> None:
         num_bad = sum(not update.is_good for update in updates)
         if num_bad == 0:
             self._num_bad_steps_in_a_row = 0
@@ -203,12 +275,14 @@ class Trainer:
         in_a_row = self._num_bad_steps_in_a_row
         logger.warning(
             "skipped updates, not finite version=%d num_bad=%d in_a_row=%d",
-            *(version, num_bad, in_a_row),
+            *(step.version, num_bad, in_a_row),
         )
+        if self._on_bad_batch is not None:
+            self._on_bad_batch(step.version, step.samples)
         if in_a_row >= self._cfg.max_bad_steps:
             raise TrainingDiverged(
                 f"losses or gradients were not finite in {in_a_row} steps in a row, the last one "
-                f"at version {version} (learner.max_bad_steps={self._cfg.max_bad_steps})"
+                f"at version {step.version} (learner.max_bad_steps={self._cfg.max_bad_steps})"
             )
 
     @torch.no_grad()
@@ -220,7 +294,7 @@ class Trainer:
             sequences = [np.asarray(token_ids[index]) for index in block]
             masks = [np.arange(len(sequence)) > 0 for sequence in sequences]
             tokens = collate_tokens(sequences, masks, device=self._device)
-            logprobs, _ = self._logprobs(tokens, 1.0)
+            logprobs = self._passes.score(tokens, temperature=1.0).logprobs
             parts = logprobs.cpu().split([len(sequence) - 1 for sequence in sequences])
             for index, part in zip(block, parts, strict=True):
                 scores[index] = part.tolist()
@@ -228,13 +302,18 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs to go on exactly as this one would (live tensors)."""
-        return {
+        state = {
             "model": self._model.state_dict(),
             "optimizer": self._optimizer.state_dict(),
             "generator": self._generator.get_state(),
             "num_bad_steps_in_a_row": self._num_bad_steps_in_a_row,
             "num_updates": self._num_updates,
+            "controller": self._controller.state_dict(),
         }
+        if self._critic is not None and self._critic_optimizer is not None:
+            state["critic"] = self._critic.state_dict()
+            state["critic_optimizer"] = self._critic_optimizer.state_dict()
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
@@ -243,54 +322,7 @@ class Trainer:
         self._generator.set_state(state["generator"])
         self._num_bad_steps_in_a_row = state["num_bad_steps_in_a_row"]
         self._num_updates = state["num_updates"]
-
-
-def _store(
-    before: list[Tensor], samples: Sequence[Sample], micro: MicroBatch, logprobs: Tensor
-) -> None:
-    counts = [samples[index].num_sampled_tokens for index in micro.sample_indices]
-    for index, part in zip(micro.sample_indices, logprobs.split(counts), strict=True):
-        before[index] = part
-
-
-def _mean_metrics(updates: list[_Update]) -> dict[str, float]:
-    """Average over the updates that happened; says how many did not."""
-    good = [update for update in updates if update.is_good]
-    metrics = {
-        "train/num_updates": float(len(good)),
-        "train/num_bad_updates": float(len(updates) - len(good)),
-    }
-    if good:
-        for name in good[0].metrics:
-            metrics[name] = sum(update.metrics[name] for update in good) / len(good)
-        metrics["train/grad_norm"] = sum(update.grad_norm for update in good) / len(good)
-    return metrics
-
-
-def _offpolicy_metrics(samples: Sequence[Sample], before: Tensor, version: int) -> dict[str, float]:
-    """Compare the policy before the step with the sampler; split noise from version lag."""
-    trajectories = [sample.trajectory for sample in samples]
-    mu = torch.from_numpy(sampled(trajectories, [t.logprobs for t in trajectories]))  # [tokens]
-    lag = version - torch.from_numpy(sampled(trajectories, [t.versions for t in trajectories]))
-    is_same = lag == 0  # [tokens] any difference here is arithmetic, not learning
-    metrics = ratio_statistics(before, mu.float())
-    metrics["offpolicy/lag_mean"] = lag.double().mean().item()
-    metrics["offpolicy/lag_max"] = float(lag.max())
-    for number in range(MAX_LAG_SHOWN + 1):
-        in_bin = lag == number if number < MAX_LAG_SHOWN else lag >= number
-        metrics[f"offpolicy/lag_{number}_tokens"] = float(in_bin.sum())
-    metrics["offpolicy/num_same_version_tokens"] = float(is_same.sum())
-    if is_same.any():
-        noise = (before - mu)[is_same].abs().mean()
-        metrics["offpolicy/noise_abs_logprob"] = noise.item()
-    return metrics
-
-
-def _volume_metrics(samples: Sequence[Sample], step_s: float) -> dict[str, float]:
-    num_tokens = sum(len(sample.trajectory.token_ids) for sample in samples)
-    return {
-        "train/num_tokens": float(num_tokens),
-        "train/num_sampled_tokens": float(sum(sample.num_sampled_tokens for sample in samples)),
-        "train/tokens_per_s": num_tokens / step_s,
-        "train/step_s": step_s,
-    }
+        self._controller.load_state_dict(state["controller"])
+        if self._critic is not None and self._critic_optimizer is not None:
+            self._critic.load_state_dict(state["critic"])
+            self._critic_optimizer.load_state_dict(state["critic_optimizer"])

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel
 
-from common.config import LearnerSection, RunConfig, SftSection
+from common.config import RunConfig, SftSection
+from common.config_learning import LearnerSection
 from common.errors import ConfigError
 from learner.device import pick_device
 from learner.model import load_policy

@@ -239,6 +239,7 @@ class SchedulerCore:
         self._touch_learner()
         if message.version > self.version:
             self._set_version(message.version)
+        self._grants.max_ahead_steps = message.max_ahead_steps
         self._is_trained = self._is_trained or message.is_last
         self.books.assert_balanced()
 

@@ -14,6 +14,7 @@ class GateState:
     num_open: int  # groups with members still to come
     num_ready: int  # groups complete at the learner, not yet trained
     num_filtered: int  # groups without signal since the last step, whose places were filled again
+    max_ahead_steps: int  # the learner's wish; the configuration's at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +62,9 @@ def allowed_groups(cfg: RunConfig, state: GateState) -> GateVerdict:
             return GateVerdict(num_allowed=0, reason=f"sync: {state.num_open} groups are open")
         limit = per_step
     else:
+        ahead = min(state.max_ahead_steps, cfg.scheduler.max_ahead_steps)
         steps_left = max(cfg.train.num_steps - state.version, 1)
-        limit = min(cfg.scheduler.max_ahead_steps + 1, steps_left) * per_step
+        limit = min(ahead + 1, steps_left) * per_step
     if num_ahead >= limit:
         reason = f"gate: {num_ahead} groups ahead of the learner"
         return GateVerdict(num_allowed=0, reason=reason)

@@ -23,6 +23,7 @@ class Grants:
         self._books = books
         self._sampler = Sampler(cfg.tasks, catalogue, seed=cfg.run.seed)
         self._is_sync = cfg.train.mode is TrainMode.SYNC
+        self.max_ahead_steps = cfg.scheduler.max_ahead_steps  # the learner may ask for less
 
     def take(
         self, request: LeaseRequest, *, phase: Phase, version: int, generation: int
@@ -70,6 +71,7 @@ class Grants:
             num_open=self._books.table.num_open,
             num_ready=self._books.table.num_ready,
             num_filtered=self._books.num_filtered,
+            max_ahead_steps=self.max_ahead_steps,
         )
 
     def _open_group(self, version: int, generation: int) -> None:

@@ -11,7 +11,8 @@ import torch
 import zmq.asyncio
 from transformers import Qwen3ForCausalLM
 
-from common.config import ActorSection, AlgorithmSection, LearnerSection, ModelSection, SftSection
+from common.config import ActorSection, ModelSection, SftSection
+from common.config_learning import AlgorithmSection, LearnerSection
 from common.run_dir import RunDir
 from common.security import create_keys
 from common.sockets import Received, Router

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from common.config import Baseline, TrainMode
+from common.config import TrainMode
+from common.config_learning import Baseline
 from common.config_load import list_configs, load_config, save_config
 from common.errors import ConfigError
 
@@ -76,8 +77,8 @@ def test_one_field_of_one_task_can_be_overridden(repository: Path) -> None:
         ("groups.size=null", "groups.size=null: expects a whole number"),
         ("learnr.lr=1e-4", "learnr.lr=1e-4: no such key; the nearest is learner.lr"),
         ("learner.lrr=1", "learner.lrr=1: no such key; the nearest is learner.lr"),
-        ("lr=1", "lr=1: no such key; the nearest is learner.lr or sft.lr"),
-        ("env=textcraft", "env=textcraft: no such key; the nearest is tasks[0].env"),
+        ("lr=1", "lr=1: no such key; the nearest is learner.lr or learner.critic.lr or sft.lr"),
+        ("env=textcraft", "env=textcraft: expects a section with url, dialect"),
         ("tasks[99].weight=1", "tasks[99].weight=1: tasks has 9 entries"),
         ("tasks=[{env: a, subset: b, wieght: 2}]", "tasks[0].wieght=2: no such key"),
         ("tasks=[{env: a}]", "tasks[0].subset is not set"),

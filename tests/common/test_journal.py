@@ -42,6 +42,7 @@ def make_trajectory(episode_id: str) -> Trajectory:
         versions=np.array([-1, 0, 1], dtype=np.int32),
         turn_ids=np.array([0, 0, 0], dtype=np.int32),
         invalid_turns=np.array([False]),
+        turn_scores=np.array([1.0], dtype=np.float32),
     )
 
 

@@ -14,7 +14,7 @@ from hypothesis.extra import numpy as np_st
 
 from common import messages
 from common.errors import WireError
-from common.messages import Ack, LeaseGrant, Rejected, TensorSpec
+from common.messages import SCHEMA_VERSION, Ack, LeaseGrant, Rejected, TensorSpec
 from common.wire import (
     ARRAY_DTYPES,
     MAX_HEADER_BYTES,
@@ -69,7 +69,7 @@ def is_same(one: Any, other: Any) -> bool:
     return one == other or (one != one and other != other)
 
 
-def frames_of(name: str, fields: Any, *arrays: bytes, schema: Any = 1) -> list[bytes]:
+def frames_of(name: str, fields: Any, *arrays: bytes, schema: Any = SCHEMA_VERSION) -> list[bytes]:
     return [msgpack.packb([schema, name, fields]), *arrays]
 
 
@@ -112,7 +112,7 @@ def test_ints_are_widened_where_a_float_is_asked_for() -> None:
         ([b"\0" * (MAX_HEADER_BYTES + 1)], "size limit"),
         ([b"\xc1"], "not msgpack"),
         ([msgpack.packb([1, "Ack"])], "not \\[schema"),
-        (frames_of("Ack", ack_fields(), schema=2), "schema version 2"),
+        (frames_of("Ack", ack_fields(), schema=99), "schema version 99"),
         (frames_of("Ack", ack_fields(), schema=True), "schema version True"),
         (frames_of("Nack", ack_fields()), "unknown message type 'Nack'"),
         (frames_of("EndReason", {}), "unknown message type"),
@@ -121,8 +121,14 @@ def test_ints_are_widened_where_a_float_is_asked_for() -> None:
         (frames_of("Ack", {"episode_id": "g/0", "is_accepted": True}), "missing fields"),
         (frames_of("Ack", ack_fields(reason=3)), r"Ack\.reason is int 3, not str"),
         (frames_of("Ack", ack_fields(is_accepted=1)), r"Ack\.is_accepted is int 1, not bool"),
-        (frames_of("StepDone", {"version": True, "is_last": True}), "is bool True, not int"),
-        (frames_of("StepDone", {"version": 1.0, "is_last": True}), "is float 1.0, not int"),
+        (
+            frames_of("StepDone", {"version": True, "is_last": True, "max_ahead_steps": 1}),
+            "is bool True, not int",
+        ),
+        (
+            frames_of("StepDone", {"version": 1.0, "is_last": True, "max_ahead_steps": 1}),
+            "is float 1.0, not int",
+        ),
         (frames_of("CanaryScores", {"actor": "a", "version": 1, "logprobs": [[True]]}), "bool"),
         (frames_of("CanaryScores", {"actor": "a", "version": 1, "logprobs": 1}), "not a list"),
     ],

@@ -52,6 +52,7 @@ def make_trajectory(
         versions=np.where(mask, version, -1).astype(np.int32),
         turn_ids=np.zeros(len(token_ids), dtype=np.int32),
         invalid_turns=np.zeros(1, dtype=bool),
+        turn_scores=np.ones(1, dtype=np.float32),
     )
 
 

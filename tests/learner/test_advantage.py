@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from common.config import Baseline
+from common.config_learning import Baseline
 from learner.advantage import group_advantages, has_signal, shaped_reward
 
 

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from common.config import AlgorithmSection, GroupsSection
+from common.config import GroupsSection
+from common.config_learning import AlgorithmSection
 from common.messages import EndReason, EpisodeOutcome, GroupArrived, Trajectory
 from learner.groups import Group, GroupTable, is_fresh, oldest_version
 from learner.samples import group_has_signal

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import zmq
 
-from common.config import AlgorithmSection, GroupsSection
+from common.config import GroupsSection
+from common.config_learning import AlgorithmSection
 from common.errors import LongstrideError
 from common.journal import JournalWriter, read_journal
 from common.messages import (
@@ -255,7 +256,7 @@ def test_a_scheduler_that_comes_back_is_told_everything_again(
     running: Setup, is_at_new_address: bool
 ) -> None:
     scheduler = running.scheduler
-    running.intake.step_done(1, is_last=False)
+    running.intake.step_done(1, is_last=False, max_ahead_steps=1)
     for number in range(3):
         running.deliver(member(number))
     running.deliver(replace(member(0, group_id="eval-0"), kind=EpisodeKind.EVAL))
@@ -264,7 +265,7 @@ def test_a_scheduler_that_comes_back_is_told_everything_again(
     scheduler.start("epoch-2", is_at_new_address=is_at_new_address)
     scheduler.pump_until(lambda: set(scheduler.seen) == told and scheduler.groups == {"g": True})
     assert HELLO in scheduler.heard
-    assert StepDone(version=1, is_last=False) in scheduler.heard
+    assert StepDone(version=1, is_last=False, max_ahead_steps=1) in scheduler.heard
     assert len(scheduler.seen) == 4
 
 
@@ -328,7 +329,7 @@ def test_what_grew_stale_before_a_timeout_is_told_and_comes_with_the_next_batch(
         running.next_batch(5, timeout_s=0.01)
     scheduler.pump_until(lambda: len(scheduler.outcomes) == 3)
     assert scheduler.outcomes["old/0"] == ("stale", "lag")
-    running.intake.step_done(5, is_last=False)
+    running.intake.step_done(5, is_last=False, max_ahead_steps=1)
     for number in range(3):
         running.deliver(member(number, group_id="new", version=5))
     groups, stale = running.next_batch(5)

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from common.config import LearnerSection, OptimizerKind
+from common.config_learning import LearnerSection, OptimizerKind
 from learner.optimizer import lr_scale, make_optimizer
 from tests.learner.builders import make_model
 

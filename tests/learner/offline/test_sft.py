@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from common.config import LearnerSection, RunConfig, SftSection
+from common.config import RunConfig, SftSection
+from common.config_learning import LearnerSection
 from common.errors import ConfigError
 from learner.model import load_policy
 from learner.offline import sft

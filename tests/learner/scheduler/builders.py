@@ -145,7 +145,7 @@ class Table:
         )
 
     def step(self, version: int, *, is_last: bool = False) -> None:
-        self.core.handle("learner", StepDone(version=version, is_last=is_last))
+        self.core.handle("learner", StepDone(version=version, is_last=is_last, max_ahead_steps=9))
 
     def counts(self) -> dict[str, Any]:
         return self.core.books.ledger_report()

@@ -6,10 +6,19 @@ from tests.learner.scheduler.builders import make_config
 
 
 def _state(
-    *, version: int = 0, num_open: int = 0, num_ready: int = 0, num_filtered: int = 0
+    *,
+    version: int = 0,
+    num_open: int = 0,
+    num_ready: int = 0,
+    num_filtered: int = 0,
+    ahead: int = 9,
 ) -> GateState:
     return GateState(
-        version=version, num_open=num_open, num_ready=num_ready, num_filtered=num_filtered
+        version=version,
+        num_open=num_open,
+        num_ready=num_ready,
+        num_filtered=num_filtered,
+        max_ahead_steps=ahead,
     )
 
 
@@ -17,6 +26,12 @@ def test_async_gate_allows_the_current_batch_and_those_ahead() -> None:
     cfg = make_config(per_step=16, max_ahead_steps=2, num_steps=100)
     assert allowed_groups(cfg, _state()).num_allowed == 48
     assert allowed_groups(cfg, _state(num_open=30, num_ready=10)).num_allowed == 8
+
+
+def test_gate_follows_a_learner_that_asks_for_fresher_data_but_never_opens_wider() -> None:
+    cfg = make_config(per_step=16, max_ahead_steps=2, num_steps=100)
+    assert allowed_groups(cfg, _state(ahead=0)).num_allowed == 16
+    assert allowed_groups(cfg, _state(ahead=5)).num_allowed == 48
 
 
 def test_async_gate_names_how_far_the_actors_are_ahead() -> None:
