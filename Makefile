@@ -7,13 +7,16 @@ HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 LOCK := $(if $(HAS_GPU),requirements-gpu.lock,requirements-cpu.lock)
 STAMP := $(VENV)/.installed-$(shell (sha256sum $(LOCK) || shasum -a 256 $(LOCK)) 2>/dev/null | cut -c1-16)
 
-.PHONY: run test check format smoke setup clean
+SYSTEM_PACKAGES := default-jre-headless chromium
+INSTALL_SYSTEM := apt-get install --yes --no-install-recommends $(SYSTEM_PACKAGES)
+
+.PHONY: run test check format smoke setup system clean
 .DEFAULT_GOAL := run
 
 run: $(STAMP)
 	@$(VENV)/bin/python run.py $(if $(CONFIG),--config $(CONFIG)) $(ARGS)
 
-test: $(STAMP)
+test: $(STAMP) system
 	@$(VENV)/bin/python -m pytest $(ARGS)
 
 check: $(STAMP)
@@ -29,6 +32,17 @@ smoke: $(STAMP)
 	@$(VENV)/bin/python run.py --config smoke run.name=smoke-$$$$ $(ARGS)
 
 setup: $(STAMP)
+
+# Java for ScienceWorld and a browser for the web environments; their tests need both.
+system:
+	@{ command -v java && { command -v chromium || command -v chromium-browser || command -v google-chrome; }; } \
+	  >/dev/null 2>&1 || { \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  echo "installing $(SYSTEM_PACKAGES)" && apt-get update --quiet=2 && \
+	  DEBIAN_FRONTEND=noninteractive $(INSTALL_SYSTEM) --quiet=2 >/dev/null; \
+	else \
+	  echo "the tests need Java and Chromium: sudo $(INSTALL_SYSTEM)" >&2; exit 1; \
+	fi; }
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis

@@ -8,7 +8,8 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from common.config import RunConfig
@@ -29,13 +30,18 @@ DEFAULT_CONFIG = "quickstart"
 COMMANDS = {
     "train": "start all roles of a run, keep them alive, write the report (the default)",
     "sft": "make or warm-start a policy from demonstrations, on this machine",
-    "envhub": "be the environment server of a run",
+    "dpo": "train on pairs of better and worse episodes of the same item (dpo.data=...)",
+    "evolve": "play, keep what succeeded, train on it, and again (AgentEvol)",
+    "envhub": "serve environments: env=textcraft,babyai port=8080, or those of a run",
     "scheduler": "be the scheduler of a run",
     "learner": "be the learner of a run",
     "actor": "be one more actor of a run; may join and leave at any time",
+    "envs": "list the tasks and environments (env=a,b: only theirs)",
     "status": "say how a run is doing (the latest, or run.name=...)",
     "doctor": "check what this machine has and lacks",
+    "bench": "measure this machine: --suite envhub | learner | gpu | soak | solve",
 }
+SUITES = "envhub, soak, solve, learner, gpu"
 ROLES = ("envhub", "scheduler", "learner", "actor")
 
 
@@ -47,6 +53,7 @@ class Request:
     config: str | None
     overrides: list[str]
     is_dry: bool
+    suite: str | None
 
 
 class _Parser(argparse.ArgumentParser):
@@ -71,6 +78,7 @@ def parse(argv: list[str]) -> Request:
             "  run.py                                  train with --config quickstart\n"
             "  run.py --config quickstart run.name=a train.num_steps=20 learner.lr=3e-4\n"
             "  run.py horizon.stages=[5,10] tasks[0].weight=0.5 train.mode=sync\n"
+            "  run.py envhub env=textcraft,babyai port=8080    only the environments\n"
             "  run.py actor run.name=a actor.name=extra    one more actor for the run `a`\n"
             "Relative paths start at the project's directory. Exit codes: 0 finished,\n"
             "1 a role failed, 2 wrong configuration, 130/143 interrupted."
@@ -81,13 +89,29 @@ def parse(argv: list[str]) -> Request:
     parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)
     parser.add_argument("--config", metavar="NAME|FILE", help="a config by name, or a YAML file")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved config, stop")
+    parser.add_argument("--suite", metavar="NAME", help="of bench: what to measure")
     asked = parser.parse_intermixed_args(argv)
     words: list[str] = asked.words
     command = words.pop(0) if words and "=" not in words[0] else "train"
     if command not in COMMANDS:
         near = difflib.get_close_matches(command, COMMANDS, n=1, cutoff=0.0)[0]
         raise ConfigError(f"{command}: neither a command nor key=value; the nearest is {near}")
-    return Request(command=command, config=asked.config, overrides=words, is_dry=asked.dry_run)
+    if (asked.suite is None) == (command == "bench"):
+        raise ConfigError(f"--suite: bench needs it and nothing else has it, one of {SUITES}")
+    return Request(
+        command=command,
+        config=asked.config,
+        overrides=words,
+        is_dry=asked.dry_run,
+        suite=asked.suite,
+    )
+
+
+def belongs_to_no_run(request: Request) -> bool:
+    """Return whether neither a config nor a run is named."""
+    keys = ("run.name", "run.dir")
+    named = [key for key in keys if override_value(request.overrides, key) is not None]
+    return request.config is None and not named
 
 
 def load(request: Request) -> RunConfig:
@@ -109,27 +133,6 @@ def load(request: Request) -> RunConfig:
     return load_config(request.config or DEFAULT_CONFIG, overrides, root=ROOT)
 
 
-def missing_for(cfg: RunConfig) -> list[str]:
-    """Return what the tasks need and the machine or the environments lack, one line each."""
-    from envhub.env import nearest
-    from envhub.registry import Registry, UnknownEnv, missing_requirements
-
-    envs = sorted({task.env for task in cfg.tasks})
-    try:
-        registry = Registry(envs)
-    except UnknownEnv as e:
-        return [str(e)]
-    missing = missing_requirements(envs)
-    if missing:
-        return missing
-    return [
-        f"{task.env} has no subset {task.subset!r}; the nearest is "
-        f"{nearest(task.subset, list(registry.spec(task.env).subsets))!r}"
-        for task in cfg.tasks
-        if task.subset not in registry.spec(task.env).subsets
-    ]
-
-
 def train(cfg: RunConfig, run_dir: RunDir) -> int:
     """Start all roles, wait for the end, write the report; return the exit code."""
     from common.dashboard.live import LiveDisplay
@@ -140,6 +143,7 @@ def train(cfg: RunConfig, run_dir: RunDir) -> int:
     from common.preflight import check, has_cuda
     from common.run_start import mark_finished, prepare
     from common.security import create_keys
+    from envhub.command import missing_for
 
     check(cfg, ROOT, missing=[] if cfg.envhub.url else missing_for(cfg))
     started = time.monotonic()
@@ -209,6 +213,7 @@ def make_policy(cfg: RunConfig, run_dir: RunDir) -> int:
     from actor.demonstrate import demonstrate
     from common.launch.hub import serve_hub
     from common.security import create_keys
+    from envhub.command import missing_for
     from learner.offline import sft
 
     missing = missing_for(cfg)
@@ -222,6 +227,41 @@ def make_policy(cfg: RunConfig, run_dir: RunDir) -> int:
         with serve_hub(cfg, run_dir, root=ROOT) as url:
             asyncio.run(demonstrate(cfg, hub_url=url, token=token, path=path))
     print(f"policy: {sft.run(cfg, path)}")
+    return 0
+
+
+def prefer(cfg: RunConfig) -> int:
+    """Train on pairs of episodes; return the exit code."""
+    from common.preflight import check_model
+    from learner.offline import dpo
+
+    check_model(cfg.model.path, ROOT)
+    print(f"policy: {dpo.run(cfg)}")
+    return 0
+
+
+def evolve(cfg: RunConfig, run_dir: RunDir) -> int:
+    """Play and imitate what succeeded, again and again; return the exit code."""
+    from actor.play import Plan, play_into_journal
+    from common.launch.hub import serve_hub
+    from common.preflight import check
+    from common.security import create_keys
+    from envhub.command import missing_for
+    from learner.offline import evolve as agent_evol
+    from learner.scheduler.catalog import fetch_catalogue
+
+    check(cfg, ROOT, missing=[] if cfg.envhub.url else missing_for(cfg))
+    token = create_keys(run_dir.keys).hub_token
+    save_config(cfg, run_dir.config)
+    with serve_hub(cfg, run_dir, root=ROOT) as url:
+        catalogue = fetch_catalogue(url, token=token, timeout_s=cfg.actor.env_timeout_s)
+
+        def play(now: RunConfig, iteration: int, folder: Path) -> None:
+            plans = [Plan(**asdict(t)) for t in agent_evol.turnouts(now, catalogue, iteration)]
+            play_into_journal(now, plans, hub_url=url, token=token, folder=folder)
+
+        policy = agent_evol.run(cfg, run_dir.root, play=play)
+    print(f"policy: {policy}")
     return 0
 
 
@@ -240,12 +280,34 @@ def be_role(name: str, cfg: RunConfig, run_dir: RunDir) -> int:
 def doctor(request: Request) -> int:
     """Print what this machine has and lacks; 1 if anything is lacking."""
     from common.preflight import examine, format_checks
+    from envhub.command import examine_environments, missing_for
 
     config = request.config or DEFAULT_CONFIG
     cfg = load_config(config, ["model.path=unset", *request.overrides], root=ROOT)
-    checks = examine(ROOT, config=config, missing=missing_for(cfg))
+    environments = examine_environments(cfg)
+    checks = examine(ROOT, config=config, missing=missing_for(cfg), environments=environments)
     print(format_checks(checks))
-    return 1 if any(each.remedy for each in checks) else 0
+    return 1 if any(each.remedy and not each.is_optional for each in checks) else 0
+
+
+def serve_environments(overrides: list[str], *, is_dry: bool) -> int:
+    """Be a hub that belongs to no run until a signal ends it."""
+    from envhub.command import load_alone, serve_alone
+
+    cfg = load_alone(overrides, root=ROOT)
+    if is_dry:
+        print(config_as_yaml(cfg), end="")
+        return 0
+    configure_logging("envhub", cfg.log.level)
+    return serve_alone(cfg, say=partial(print, flush=True))
+
+
+def list_environments(overrides: list[str]) -> int:
+    """Print the tasks and environments."""
+    from envhub import command
+
+    print(command.list_environments(command.load_alone(overrides, root=ROOT)))
+    return 0
 
 
 def status(cfg: RunConfig, run_dir: RunDir) -> int:
@@ -266,10 +328,29 @@ def objective_comment(cfg: RunConfig) -> str:
     return "".join(f"# {line}\n" for line in lines)
 
 
+def bench(request: Request) -> int:
+    """Measure this machine; return 0 if every bound holds."""
+    from envhub.bench import SUITES as HUB_SUITES
+    from learner.bench import run_suite as measure_learner
+    from learner.bench_gpu import run_suite as measure_gpu
+
+    suites = {**HUB_SUITES, "learner": measure_learner, "gpu": measure_gpu}
+    if request.suite not in suites:
+        raise ConfigError(f"--suite={request.suite}: one of {', '.join(suites)}")
+    configure_logging("bench", "INFO")
+    return suites[request.suite](sys.stdout)
+
+
 def dispatch(request: Request) -> int:
     """Carry out a request; return the exit code."""
     if request.command == "doctor":
         return doctor(request)
+    if request.command == "bench":
+        return bench(request)
+    if request.command == "envs":
+        return list_environments(request.overrides)
+    if request.command == "envhub" and belongs_to_no_run(request):
+        return serve_environments(request.overrides, is_dry=request.is_dry)
     cfg = load(request)
     if request.is_dry:
         print(f"{config_as_yaml(cfg)}{objective_comment(cfg)}", end="")
@@ -283,6 +364,12 @@ def dispatch(request: Request) -> int:
     if request.command == "sft":
         configure_logging("sft", cfg.log.level)
         return make_policy(cfg, run_dir)
+    if request.command == "dpo":
+        configure_logging("dpo", cfg.log.level)
+        return prefer(cfg)
+    if request.command == "evolve":
+        configure_logging("evolve", cfg.log.level)
+        return evolve(cfg, run_dir)
     return be_role(request.command, cfg, run_dir)
 
 
@@ -296,6 +383,7 @@ def main(argv: list[str]) -> int:
                 config=str(Path(request.config).resolve()),
                 overrides=request.overrides,
                 is_dry=request.is_dry,
+                suite=request.suite,
             )
         os.chdir(ROOT)
         return dispatch(request)

@@ -44,7 +44,7 @@ class HubClient:
             result = await session.step("go to red ball 1")
     """
 
-    def __init__(self, url: str, *, token: str, timeout_s: float) -> None:
+    def __init__(self, url: str, *, token: str | None, timeout_s: float) -> None:
         self._url = url.rstrip("/")
         self._timeout_s = timeout_s
         headers = {"Authorization": f"Bearer {token}"} if token else {}

@@ -10,6 +10,7 @@ from omegaconf import MISSING
 
 from common.config_envs import EnvsSection, RemoteOptions
 from common.config_learning import AlgorithmSection, LearnerSection
+from common.config_offline import DpoSection, EvolveSection
 from common.errors import ConfigError
 
 
@@ -205,6 +206,7 @@ class SftSection:
     demonstrations: str = ""  # AgentTraj-format JSON lines; "": made from the environments' experts
     num_demonstrations: int = 6000
     expert_subsets: list[str] = field(default_factory=list[str])  # [] : all of the tasks
+    min_reward: float = 0.0  # episodes worth less are left out
     random_frac: float = 0.3  # share of episodes of uniform valid play over the whole mixture
     num_epochs: int = 3
     batch_tokens: int = 4096
@@ -248,6 +250,8 @@ class RunConfig:
     envs: EnvsSection = field(default_factory=EnvsSection)
     eval: EvalSection = field(default_factory=EvalSection)
     sft: SftSection = field(default_factory=SftSection)
+    dpo: DpoSection = field(default_factory=DpoSection)
+    evolve: EvolveSection = field(default_factory=EvolveSection)
     log: LogSection = field(default_factory=LogSection)
 
     def __post_init__(self) -> None:

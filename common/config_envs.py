@@ -32,7 +32,7 @@ class SciworldOptions:
     max_jvms: int = 8
     jvm_memory_mib: int = 160
     gold_memory_mib: int = 512  # of the JVM that works out solutions, only while it is asked
-    call_timeout_s: float = 30.0  # longest wait for the simulator's answer
+    call_timeout_s: float = 60.0  # longest wait for the simulator's answer
     simplifications: str = ""  # ScienceWorld's own words, comma-separated, such as "easy"
 
 

@@ -27,6 +27,7 @@ class Check:
     what: str
     found: str
     remedy: str  # "" when all is well
+    is_optional: bool = False  # a run may do without it
 
 
 def check(cfg: RunConfig, root: Path, *, missing: Sequence[str] = ()) -> None:
@@ -125,13 +126,16 @@ def has_cuda() -> bool:
     return bool(_gpus())
 
 
-def examine(root: Path, *, config: str, missing: Sequence[str]) -> list[Check]:
+def examine(
+    root: Path, *, config: str, missing: Sequence[str], environments: Sequence[Check] = ()
+) -> list[Check]:
     """Return the lines of `doctor`.
 
     Args:
         root: the repository.
         config: the config whose model, ports and environments are looked at.
         missing: as for `check`.
+        environments: a line for each environment that there is.
     """
     version = ".".join(str(part) for part in sys.version_info[:3])
     remedy = "" if sys.version_info >= (3, 11) else "install Python 3.11 or newer"
@@ -143,6 +147,7 @@ def examine(root: Path, *, config: str, missing: Sequence[str]) -> list[Check]:
     checks.append(Check(what="configs", found=", ".join(names) or "none", remedy=""))
     found, lacking = ("all that they need is here", "") if not missing else ("", "; ".join(missing))
     checks.append(Check(what="environments", found=found, remedy=lacking))
+    checks += environments
     try:
         check(load_config(config, [], root=root), root, missing=missing)
         checks.append(Check(what=f"config {config}", found="ready to start", remedy=""))
@@ -156,7 +161,7 @@ def format_checks(checks: Sequence[Check]) -> str:
     width = max(len(each.what) for each in checks)
     lines: list[str] = []
     for each in checks:
-        state = "FIX" if each.remedy else "ok "
+        state = ("opt" if each.is_optional else "FIX") if each.remedy else "ok "
         lines.append(f"{state}  {each.what:<{width}}  {each.found}".rstrip())
         if each.remedy:
             lines.append(f"     {'':<{width}}  -> {each.remedy}")

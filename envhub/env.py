@@ -1,8 +1,8 @@
 """What an environment must offer, and the words the hub uses about it."""
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from enum import StrEnum
 from typing import Protocol
@@ -15,6 +15,26 @@ class Style(StrEnum):
 
     COMPACT = "compact"
     AGENTGYM = "agentgym"
+
+
+class Isolation(StrEnum):
+    """Where the episodes of an environment live.
+
+    INLINE: in the server's own process and thread; only for quick code of ours that cannot hang.
+    TASK: in the server's event loop; only for asynchronous environments that wait for others.
+    WORKER: in a worker process, which is killed and replaced when it hangs, leaks or dies.
+    """
+
+    INLINE = "inline"
+    TASK = "task"
+    WORKER = "worker"
+
+
+class EnvFailure(RuntimeError):
+    """The machinery of the environment failed (a dead JVM, no browser, a server's silence).
+
+    Never the agent's doing and never a reward: the session ends with this text.
+    """
 
 
 class UnknownItem(ValueError):
@@ -87,15 +107,89 @@ class Env(Protocol):
         """Returns a hash of the full state at reset; equal states have equal hashes."""
         ...
 
+    def close(self) -> None:
+        """Gives back what the episode holds; called once, also after a failure."""
+        ...
+
+
+class AsyncEnv(Protocol):
+    """`Env` with coroutines, for environments that wait for a browser or a server."""
+
+    async def reset(self, item_id: str, seed: int) -> str:
+        """See `Env.reset`."""
+        ...
+
+    async def step(self, action: str) -> StepResult:
+        """See `Env.step`."""
+        ...
+
+    async def valid_actions(self) -> list[str]:
+        """See `Env.valid_actions`."""
+        ...
+
+    async def expert_action(self) -> str | None:
+        """See `Env.expert_action`."""
+        ...
+
+    async def render(self) -> str:
+        """See `Env.render`."""
+        ...
+
+    async def fingerprint(self) -> str:
+        """See `Env.fingerprint`."""
+        ...
+
+    async def close(self) -> None:
+        """See `Env.close`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskSpec:
+    """One task of the catalogue: a subset and its fixed lists of item ids.
+
+    `train` and `test` name items of `subset`, in the order in which results are reported.
+    """
+
+    scenario: str
+    subset: str
+    train: tuple[str, ...]
+    test: tuple[str, ...]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvSpec:
-    """An environment's catalogue entry: `make(style)` builds one `Env`."""
+    """An environment's catalogue entry.
+
+    Attributes:
+        make: builds one episode; an `Env`, or an `AsyncEnv` where `isolation` is not INLINE.
+        tasks: the catalogue's tasks by name, as the field's papers report them.
+        isolation: where episodes live. In a worker, synchronous calls of different sessions run
+            in threads side by side; calls of one session never overlap.
+        sessions_per_worker: episodes that one worker holds at a time; workers are reused.
+        max_workers: worker processes of this environment.
+        worker_memory_bytes: resident memory of a worker with its children; above it, it is
+            replaced.
+        step_timeout_s: deadline of one call, when it differs from the hub's.
+        expert_in_worker: the expert may hang: `valid_actions` and `expert_action` are asked of a
+            copy of the episode in a worker, brought there by the same actions.
+        from_agentgym: item id of AgentGym's data index; raises UnknownItem. None: there is none.
+        stop: called once when the process that holds the episodes ends.
+    """
 
     name: str
     subsets: Mapping[str, SubsetSpec]
     instruction: Mapping[Style, str]
-    make: Callable[[Style], Env]
+    make: Callable[[Style], Env | AsyncEnv]
+    tasks: Mapping[str, TaskSpec] = field(default_factory=dict[str, TaskSpec])
+    isolation: Isolation = Isolation.INLINE
+    sessions_per_worker: int = 1
+    max_workers: int = 1
+    worker_memory_bytes: int = 2 << 30
+    step_timeout_s: float | None = None
+    expert_in_worker: bool = False
+    from_agentgym: Callable[[int], str] | None = None
+    stop: Callable[[], Awaitable[None]] | None = None
 
 
 def nearest(word: str, words: list[str]) -> str:

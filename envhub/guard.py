@@ -12,10 +12,14 @@ OPEN_PATHS = frozenset({"/healthz"})
 class Guard:
     """ASGI middleware that answers 401 without the token and 413 to bodies over the limit."""
 
-    def __init__(self, app: ASGIApp, *, token: str | None, max_body_bytes: int) -> None:
+    def __init__(
+        self, app: ASGIApp, *, token: str | None, max_body_bytes: int, max_batch_bytes: int
+    ) -> None:
+        """`max_batch_bytes` is for paths that end in /batch."""
         self._app = app
         self._expected = f"Bearer {token}".encode() if token is not None else None
         self._max_body_bytes = max_body_bytes
+        self._max_batch_bytes = max_batch_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers the request itself or hands it on."""
@@ -26,12 +30,14 @@ class Guard:
         if not self._is_allowed(scope["path"], headers):
             await _answer(send, 401, "a valid bearer token is required")
             return
+        is_batch = scope["path"].endswith("/batch")
+        limit = self._max_batch_bytes if is_batch else self._max_body_bytes
         length = headers.get(b"content-length")
-        if length is not None and int(length) > self._max_body_bytes:
-            await _answer(send, 413, f"request bodies are limited to {self._max_body_bytes} bytes")
+        if length is not None and (not length.isdigit() or int(length[:20]) > limit):
+            await _answer(send, 413, f"request bodies are limited to {limit} bytes")
             return
         if length is None and b"transfer-encoding" in headers:
-            receive = self._limited(receive)
+            receive = _limited(receive, limit)
         await self._app(scope, receive, send)
 
     def _is_allowed(self, path: str, headers: dict[bytes, bytes]) -> bool:
@@ -39,19 +45,20 @@ class Guard:
             return True
         return hmac.compare_digest(headers.get(b"authorization", b""), self._expected)
 
-    def _limited(self, receive: Receive) -> Receive:
-        """Returns `receive` that raises 413 once a body of unstated length grows too large."""
-        num_bytes = 0
 
-        async def receive_limited() -> Message:
-            nonlocal num_bytes
-            message = await receive()
-            num_bytes += len(message.get("body", b""))
-            if num_bytes > self._max_body_bytes:
-                raise HTTPException(413, "request body too large")
-            return message
+def _limited(receive: Receive, max_bytes: int) -> Receive:
+    """Returns `receive` that raises 413 once a body of unstated length grows too large."""
+    num_bytes = 0
 
-        return receive_limited
+    async def receive_limited() -> Message:
+        nonlocal num_bytes
+        message = await receive()
+        num_bytes += len(message.get("body", b""))
+        if num_bytes > max_bytes:
+            raise HTTPException(413, "request body too large")
+        return message
+
+    return receive_limited
 
 
 async def _answer(send: Send, status: int, detail: str) -> None:

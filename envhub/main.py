@@ -1,5 +1,6 @@
 """The envhub role: builds the hub and serves it until told to stop."""
 
+import asyncio
 import contextlib
 import ipaddress
 import logging
@@ -7,11 +8,13 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
+from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
 
-from common.config import RunConfig
+from common.config import EnvhubSection, RunConfig
+from common.config_envs import EnvsSection, RemoteOptions
 from common.run_dir import RunDir
 from common.security import create_keys
 from envhub.registry import Registry, missing_requirements
@@ -20,78 +23,90 @@ from envhub.sessions import Sessions
 
 logger = logging.getLogger(__name__)
 
-GRACEFUL_STOP_S = 2
+DRAIN_S = 2.0
+GRACEFUL_STOP_S = 1
 KEEP_ALIVE_S = 75
+BACKLOG = 4096
 
 
 def run(cfg: RunConfig, run_dir: RunDir) -> None:
     """Serves the environments of the run's tasks and tells the other roles where."""
-    envs = sorted({task.env for task in cfg.tasks})
     token = create_keys(run_dir.keys).hub_token
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((cfg.envhub.host, cfg.envhub.port or _previous_port(run_dir)))
-        port = listener.getsockname()[1]
-        run_dir.publish_address("envhub", f"http://{cfg.envhub.host}:{port}")
-        serve(
-            envs=envs,
-            host=cfg.envhub.host,
-            port=port,
-            token=token,
-            lease_s=cfg.envhub.session_lease_s,
-            capacity=cfg.envhub.capacity,
-            step_timeout_s=cfg.envhub.step_timeout_s,
-            log_level=cfg.log.level,
-            listener=listener,
-        )
+    app, sessions = build(
+        envs_of_run(cfg), cfg.envhub, token=token, options=cfg.envs, remote=cfg.env
+    )
+    with _listener(cfg.envhub.host, cfg.envhub.port or _previous_port(run_dir)) as listener:
+        run_dir.publish_address("envhub", address_of(listener))
+        serve(app, sessions, listener, log_level=cfg.log.level)
 
 
-def _previous_port(run_dir: RunDir) -> int:
-    """Returns the port of a hub that this one replaces, since its clients look there; else 0."""
-    path = run_dir.addresses / "envhub"
-    return int(path.read_text().rpartition(":")[2]) if path.exists() else 0
-
-
-def serve(
-    *,
-    envs: list[str],
-    host: str,
-    port: int,
-    token: str | None,
-    lease_s: float,
-    capacity: int,
-    step_timeout_s: float,
-    log_level: str = "info",
-    listener: socket.socket | None = None,
-) -> None:
-    """Serves the hub until SIGTERM or SIGINT, then stops within `GRACEFUL_STOP_S`.
+def serve_alone(cfg: RunConfig, env_names: list[str], *, started) -> None:
+    """Serves environments without any run.
 
     Args:
-        envs: names to offer.
-        host: address to bind; other than loopback it needs a token.
-        port: TCP port.
-        token: bearer token of every route but /healthz; None asks for none.
-        lease_s: seconds an unused session lives.
-        capacity: sessions per environment.
-        step_timeout_s: longest a call into an environment may take.
-        log_level: of the server, in lower case.
-        listener: a bound socket to serve on instead of binding `port`.
+        cfg: `envhub.token` is asked of clients; "" asks for none.
+        env_names: what to serve.
+        started: told the hub's address once it is bound.
 
     Raises:
-        ValueError: an open address without a token, an unknown environment or a missing program.
+        ValueError: see `build`.
+        OSError: the address cannot be bound.
     """
-    app = build(
-        envs=envs,
-        host=host,
-        token=token,
-        lease_s=lease_s,
-        capacity=capacity,
-        step_timeout_s=step_timeout_s,
+    token = cfg.envhub.token or None
+    app, sessions = build(env_names, cfg.envhub, token=token, options=cfg.envs, remote=cfg.env)
+    with _listener(cfg.envhub.host, cfg.envhub.port) as listener:
+        started(address_of(listener))
+        serve(app, sessions, listener, log_level=cfg.log.level)
+
+
+def envs_of_run(cfg: RunConfig) -> list[str]:
+    """Returns the environments that a run's hub serves."""
+    return sorted({*(task.env for task in cfg.tasks), *cfg.envhub.envs})
+
+
+def build(
+    env_names: list[str],
+    section: EnvhubSection,
+    *,
+    token: str | None,
+    options: EnvsSection,
+    remote: RemoteOptions,
+) -> tuple[FastAPI, Sessions]:
+    """Returns the application and its table of sessions.
+
+    Raises:
+        ValueError: an open address without a token, or something an environment needs is missing.
+        UnknownEnv: no such environment.
+    """
+    if token is None and not _is_loopback(section.host):
+        raise ValueError(
+            f"envhub.host={section.host}: open to others: set envhub.token, or bind 127.0.0.1"
+        )
+    if token is not None and not token.strip():
+        raise ValueError("envhub.token: the token is empty")
+    missing = missing_requirements(env_names, options, remote)
+    if missing:
+        raise ValueError("; ".join(missing))
+    registry = Registry(env_names, options, remote)
+    for name in registry.names:
+        registry.spec(name)  # a module that cannot be imported stops the start, not an episode
+    sessions = Sessions(
+        registry,
+        lease_s=section.session_lease_s,
+        capacity=section.capacity,
+        step_timeout_s=section.step_timeout_s,
     )
+    app = make_app(sessions, registry, token=token, step_timeout_s=section.step_timeout_s)
+    return app, sessions
+
+
+def serve(app: FastAPI, sessions: Sessions, listener: socket.socket, *, log_level: str) -> None:
+    """Serves on a bound socket until SIGTERM or SIGINT.
+
+    Then new sessions get 503, running calls may finish for DRAIN_S, and everything ends.
+    """
     config = uvicorn.Config(
         app,
-        host=host,
-        port=port,
         loop="uvloop",
         http="httptools",
         ws="none",
@@ -99,13 +114,69 @@ def serve(
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=GRACEFUL_STOP_S,
+        backlog=BACKLOG,
         log_level=log_level.lower(),
         log_config=None,
     )
-    logger.info("hub starting envs=%s host=%s port=%d", ",".join(envs), host, port)
+    logger.info("hub starting address=%s", address_of(listener))
     with _signals_end_quietly():
-        uvicorn.Server(config).run(sockets=[listener] if listener else None)
+        DrainingServer(config, sessions).run(sockets=[listener])
     logger.info("hub stopped")
+
+
+class DrainingServer(uvicorn.Server):
+    """A server that drains before it stops; a second signal stops it at once."""
+
+    def __init__(self, config: uvicorn.Config, sessions: Sessions) -> None:
+        super().__init__(config)
+        self._sessions = sessions
+        self._draining: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Starts, and remembers the loop that a signal has to reach."""
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets=sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begins to drain; called by a signal."""
+        if self._loop is None or self._sessions.is_draining:
+            super().handle_exit(sig, frame)
+            return
+        self._sessions.is_draining = True
+        self._loop.call_soon_threadsafe(self._begin_drain)
+
+    def _begin_drain(self) -> None:
+        self._draining = asyncio.ensure_future(self._drain())
+
+    async def _drain(self) -> None:
+        logger.info("hub draining num_sessions=%d", len(self._sessions))
+        await self._sessions.drain(DRAIN_S)
+        self.should_exit = True
+
+
+def address_of(listener: socket.socket) -> str:
+    """Returns the URL of a bound socket."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _previous_port(run_dir: RunDir) -> int:
+    """Returns the port of a hub that this one replaces, since its clients look there; else 0."""
+    path = run_dir.addresses / "envhub"
+    return int(path.read_text().rpartition(":")[2]) if path.exists() else 0
 
 
 @contextlib.contextmanager
@@ -125,30 +196,6 @@ def _signals_end_quietly() -> Iterator[None]:
     finally:
         for number, handler in zip(stops, previous, strict=True):
             signal.signal(number, handler)
-
-
-def build(
-    *,
-    envs: list[str],
-    host: str,
-    token: str | None,
-    lease_s: float,
-    capacity: int,
-    step_timeout_s: float,
-) -> FastAPI:
-    """Returns the application `serve` runs; refuses what `serve` refuses."""
-    if token is None and not _is_loopback(host):
-        raise ValueError(f"host {host!r} is open to others: set a token, or bind 127.0.0.1")
-    if token is not None and not token.strip():
-        raise ValueError("the token is empty")
-    missing = missing_requirements(envs)
-    if missing:
-        raise ValueError("; ".join(missing))
-    registry = Registry(envs)
-    for name in envs:
-        registry.spec(name)  # a module that cannot be imported stops the start, not an episode
-    sessions = Sessions(registry, lease_s=lease_s, capacity=capacity, step_timeout_s=step_timeout_s)
-    return make_app(sessions, registry, token=token, step_timeout_s=step_timeout_s)
 
 
 def _is_loopback(host: str) -> bool:

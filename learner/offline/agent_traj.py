@@ -26,6 +26,7 @@ class Conversation:
 
     item_id: str
     messages: list[Message]
+    reward: float = 1.0  # a record without one is a demonstration
 
 
 def read_conversations(path: Path) -> list[Conversation]:
@@ -68,4 +69,9 @@ def _conversation(record: object, place: str) -> Conversation:
         is_agent = sender == "gpt"
         is_trained = is_agent and message.get("loss") is not False
         messages.append(Message(is_agent=is_agent, is_trained=is_trained, text=value))
-    return Conversation(item_id=str(record.get("item_id", "")), messages=messages)
+    reward = record.get("reward", 1.0)
+    if isinstance(reward, bool) or not isinstance(reward, (int, float)):
+        raise ConfigError(f"{place}: 'reward' is {reward!r}, not a number")
+    return Conversation(
+        item_id=str(record.get("item_id", "")), messages=messages, reward=float(reward)
+    )

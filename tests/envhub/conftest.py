@@ -1,65 +1,22 @@
-"""A hub on a free port, served by uvicorn in a thread, and an environment that misbehaves."""
+"""A hub on a free port, served by uvicorn in a thread, with environments that misbehave."""
 
+import asyncio
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
 
 import httpx
 import pytest
 import uvicorn
 
 from envhub import registry as registry_module
-from envhub.env import EnvSpec, StepResult, Style, SubsetSpec, parse_item
 from envhub.registry import Registry
 from envhub.server import make_app
 from envhub.sessions import Sessions
 
-FAULTY_SUBSETS = {"any": SubsetSpec(num_train=10, num_test=10, max_turns=5)}
-
-
-class FaultyEnv:
-    """Counts its steps; raises on `raise`, overruns on `slow`, ends on `end`."""
-
-    def __init__(self, style: Style) -> None:
-        self.num_steps = 0
-
-    def reset(self, item_id: str, seed: int) -> str:
-        parse_item(item_id, FAULTY_SUBSETS)
-        return "begun"
-
-    def step(self, action: str) -> StepResult:
-        if action == "raise":
-            raise KeyError("a bug in the environment")
-        if action == "slow":
-            time.sleep(0.15)
-        self.num_steps += 1
-        is_end = action == "end"
-        return StepResult(
-            observation=f"step {self.num_steps}",
-            reward=float(is_end),
-            done=is_end,
-            is_valid=True,
-        )
-
-    def valid_actions(self) -> list[str]:
-        return ["end"]
-
-    def expert_action(self) -> str | None:
-        return None
-
-    def render(self) -> str:
-        return f"{self.num_steps} steps"
-
-    def fingerprint(self) -> str:
-        return "same"
-
-
-def make_spec() -> EnvSpec:
-    """Returns the faulty environment's catalogue entry."""
-    return EnvSpec(
-        name="faulty", subsets=FAULTY_SUBSETS, instruction={Style.COMPACT: ""}, make=FaultyEnv
-    )
+MISBEHAVING = ("faulty", "waiting", "shadowed")
+NAMES = ("babyai", "textcraft", *MISBEHAVING)
 
 
 class Clock:
@@ -75,10 +32,17 @@ class Clock:
 class Hub:
     """A served hub: an HTTP client for it, its clock and its table."""
 
-    def __init__(self, client: httpx.Client, clock: Clock, sessions: Sessions) -> None:
+    def __init__(
+        self,
+        client: httpx.Client,
+        clock: Clock,
+        sessions: Sessions,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
         self.client = client
         self.clock = clock
         self.sessions = sessions
+        self.loop = loop
 
     def open(self, env: str = "faulty", item_id: str = "any-train-0") -> str:
         """Returns the path of a new session."""
@@ -89,38 +53,75 @@ class Hub:
     def step(self, path: str, action: str, seq: int) -> httpx.Response:
         return self.client.post(f"{path}/step", json={"action": action, "seq": seq})
 
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Returns what a coroutine returns in the hub's own event loop."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout=30.0)
+
 
 @pytest.fixture(scope="session", autouse=True)
-def faulty_environment() -> Iterator[None]:
-    registry_module.LOADERS["faulty"] = __name__
+def misbehaving_environments() -> Iterator[None]:
+    for name in MISBEHAVING:
+        registry_module.LOADERS[name] = f"tests.envhub.inside.{name}"
     yield
-    del registry_module.LOADERS["faulty"]
+    for name in MISBEHAVING:
+        del registry_module.LOADERS[name]
+
+
+class _Server:
+    """A hub in a thread with an event loop of its own."""
+
+    def __init__(self, sessions: Sessions, registry: Registry, token: str | None) -> None:
+        app = make_app(sessions, registry, token=token, step_timeout_s=10.0)
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.loop = asyncio.new_event_loop()
+        config = uvicorn.Config(app, log_config=None, access_log=False)
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        self.loop.run_until_complete(self._server.serve(sockets=[self.listener]))
+        self.loop.run_until_complete(self.loop.shutdown_default_executor())
+        self.loop.close()
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+        self._thread.join(timeout=10.0)
+        assert not self._thread.is_alive()
 
 
 @pytest.fixture
 def serve_hub() -> Iterator[Callable[..., Hub]]:
     """Yields a function that starts a hub; all are stopped at the end of the test."""
-    running: list[tuple[uvicorn.Server, threading.Thread, httpx.Client]] = []
+    yield from _serve_hubs()
 
-    def start(*, token: str | None = None, capacity: int = 100) -> Hub:
+
+@pytest.fixture(scope="module")
+def serve_hubs() -> Iterator[Callable[..., Hub]]:
+    """The same, until the end of the module."""
+    yield from _serve_hubs()
+
+
+def _serve_hubs() -> Iterator[Callable[..., Hub]]:
+    running: list[tuple[_Server, httpx.Client]] = []
+
+    def start(*outsiders: str, token: str | None = None, capacity: int = 100) -> Hub:
         clock = Clock()
-        registry = Registry(["babyai", "textcraft", "faulty"])
+        registry = Registry([*NAMES, *map(_reference, outsiders)])
         sessions = Sessions(
-            registry, lease_s=60.0, capacity=capacity, step_timeout_s=0.1, now_s=clock
+            registry, lease_s=60.0, capacity=capacity, step_timeout_s=10.0, now_s=clock
         )
-        app = make_app(sessions, registry, token=token, step_timeout_s=0.1)
-        listener = socket.create_server(("127.0.0.1", 0))
-        server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-        thread.start()
-        port = listener.getsockname()[1]
-        client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=5.0, trust_env=False)
-        running.append((server, thread, client))
-        return Hub(client, clock, sessions)
+        server = _Server(sessions, registry, token)
+        port = server.listener.getsockname()[1]
+        client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20.0, trust_env=False)
+        running.append((server, client))
+        return Hub(client, clock, sessions, server.loop)
 
     yield start
-    for server, thread, client in running:
+    for server, client in running:
         client.close()
-        server.should_exit = True
-        thread.join(timeout=5.0)
-        assert not thread.is_alive()
+        server.stop()
+
+
+def _reference(name: str) -> str:
+    return name if ":" in name else f"tests.envhub.outside:{name}"

@@ -2,20 +2,22 @@
 
 import json
 import random
+import re
 import subprocess
 import sys
 
 import pytest
 
-from envhub.env import Style, UnknownItem
+from common.config_envs import BabyaiOptions, EnvsSection
+from envhub.env import Style, UnknownItem, parse_item
 from envhub.envs.babyai import levels
-from envhub.envs.babyai.env import SUBSETS, BabyAiEnv
+from envhub.envs.babyai.env import SUBSETS, BabyAiEnv, make_spec
 
 ONE_ROOM = ("PickupLoc", "PickupDist", "GoToLocal")
 MIXTURE = {
     **{"PickupLoc": 0.15, "ActionObjDoor": 0.13, "OpenDoor": 0.13, "PickupDist": 0.10},
     **{"GoToLocal": 0.08, "GoToDoor": 0.08, "GoToObjDoor": 0.08, "Open": 0.06},
-    **{"OneRoomS12": 0.05, "GoToObjMazeS4": 0.05, "FindObjS5": 0.05, "Pickup": 0.04},
+    **{"OneRoomS12": 0.05, "GoToObjMazeS4": 0.05, "FindObjS5": 0.05, "PickupLevel": 0.04},
 }
 
 
@@ -168,14 +170,66 @@ def test_expert_fetches_keys_clears_ways_and_puts_things_down(level):
     assert sum(played_by_expert(f"{level}-test-{i}") for i in range(5)) == 5
 
 
-def test_expert_knows_no_way_when_the_key_lies_in_a_box():
-    assert started("KeyInBox-test-0").expert_action() is None
+def test_expert_opens_the_box_that_holds_the_key():
+    env = started("KeyInBox-test-0")
+    played = []
+    while (action := env.expert_action()) is not None:
+        played.append(action)
+        env.step(action)
+    assert "toggle" in played
+    assert played[-1].startswith("toggle and go through")
+    assert all(played_by_expert(f"KeyInBox-train-{i}") == 1 for i in range(5))
+
+
+def test_box_cannot_be_toggled_in_other_levels():
+    for index in range(20):
+        env = started(f"PickupLoc-train-{index}")
+        to_box = [a for a in env.valid_actions() if re.fullmatch(r"go to \w+ box 1", a)]
+        if to_box:
+            assert re.search(r"box \d ahead 1(,|$)", env.step(to_box[0]).observation)
+            assert "toggle" not in env.valid_actions()
+            return
+    pytest.fail("no item with a box in reach")
+
+
+def test_expert_closes_a_door_that_it_passed_before_it_had_to_open_it():
+    env = started("MiniBossLevel-test-11")  # "open a door ..., then open the red door ..."
+    results = []
+    while (action := env.expert_action()) is not None:
+        results.append((action, env.step(action).reward))
+    assert ("toggle", 0.0) in results
+    assert results[-1][1] == 1.0
+
+
+@pytest.mark.parametrize(
+    "item_id",
+    [
+        "SynthS5R2-test-7",  # both cells beside the door are taken
+        "SynthS5R2-train-25",  # what blocks the way must not be put down on the way back
+        "MiniBossLevel-train-35",  # two things to be moved, in any order
+        "Unlock-test-4",  # one of two doors is locked, the other is only far away
+    ],
+)
+def test_expert_is_not_caught_in_a_circle(item_id):
+    assert played_by_expert(item_id) == 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("subset", sorted(SUBSETS))
+def test_expert_solves_the_items_of_every_subset(subset):
+    solved = [played_by_expert(f"{subset}-{s}-{i}") for s in ("test", "train") for i in range(30)]
+    # In Unlock and GoToImpUnlock some layouts lock the only key behind its own door.
+    assert sum(solved) >= (54 if subset in ("Unlock", "GoToImpUnlock") else 59)
+
+
+def test_expert_knows_no_way_when_the_key_lies_behind_its_own_door():
+    assert started("Unlock-test-12").expert_action() is None
 
 
 def test_every_level_resets_and_offers_actions():
     env = BabyAiEnv(Style.COMPACT)
-    for level in SUBSETS:
-        assert env.reset(f"{level}-test-999", 0).startswith("goal: ")
+    for subset, spec in SUBSETS.items():
+        assert env.reset(f"{subset}-test-{spec.num_test - 1}", 0).startswith("goal: ")
         assert "turn left" in env.valid_actions()
 
 
@@ -195,7 +249,84 @@ def test_agentgym_numbering_has_forty_levels():
     assert len(levels.AGENTGYM_LEVELS) == 40
     assert levels.AGENTGYM_LEVELS[29] == "ActionObjDoor"
     assert levels.AGENTGYM_LEVELS[39] == "BossLevelNoUnlock"
-    assert set(levels.AGENTGYM_LEVELS) <= set(SUBSETS)
+    assert set(map(levels.subset_of, levels.AGENTGYM_LEVELS)) <= set(SUBSETS)
+
+
+def test_agentgyms_data_index_names_the_level_and_the_seed():
+    spec = make_spec(EnvsSection())
+    for index in (0, 16, 39, 40, 1804, 123_456):
+        item = parse_item(spec.from_agentgym(index), spec.subsets)
+        assert levels.locate(item) == (levels.AGENTGYM_LEVELS[index % 40], index // 40)
+    assert spec.from_agentgym(29) == "ActionObjDoor-train-0"
+    assert spec.from_agentgym(56) == "PickupLevel-train-1"
+    for index in (-1, 40_000_000):
+        with pytest.raises(UnknownItem, match="out of range"):
+            spec.from_agentgym(index)
+
+
+def test_tasks_pool_agentgyms_levels_with_its_train_and_test_seeds():
+    spec = make_spec(EnvsSection())
+    sizes = {name: (len(task.train), len(task.test)) for name, task in spec.tasks.items()}
+    assert sizes == {
+        **{"GoTo": (495, 55), "Pickup": (135, 15)},
+        **dict.fromkeys(("AOD", "Find", "Room", "SLoc"), (45, 5)),
+    }
+    places = {s: set() for s in ("train", "test")}
+    for task in spec.tasks.values():
+        for split in places:
+            for item_id in getattr(task, split):
+                item = parse_item(item_id, spec.subsets)
+                assert (item.subset, item.split) == (task.subset, split)
+                places[split].add(levels.locate(item))
+    assert {seed for _, seed in places["train"]} == set(range(45))
+    assert {seed for _, seed in places["test"]} == set(range(45, 50))
+    assert len({level for level, _ in places["test"]}) == 18
+    assert len(places["test"]) == 90
+
+
+def test_task_seeds_of_train_and_test_never_meet():
+    for index in range(11 * 60):
+        item = parse_item(f"GoTo-train-{index}", SUBSETS)
+        assert not 45 <= levels.locate(item)[1] < 245
+    last = parse_item("GoTo-test-2199", SUBSETS)
+    assert levels.locate(last) == ("GoToObjDoor", 244)
+
+
+def test_level_whose_name_a_task_took_has_another_name():
+    assert levels.locate(parse_item("PickupLevel-train-7", SUBSETS)) == ("Pickup", 7)
+    assert levels.locate(parse_item("Pickup-train-7", SUBSETS)) == ("PickupDistDebug", 2)
+
+
+def test_reward_is_minigrids_when_asked_for():
+    env = BabyAiEnv(Style.COMPACT, options=BabyaiOptions(shaped_reward=True))
+    env.reset("GoToLocal-train-0", 0)
+    for _ in range(4):
+        assert env.step("turn left").reward == 0.0
+    # two steps to the ball three cells ahead: step 6 of at most 64
+    assert env.step("go to green ball 1").reward == pytest.approx(1 - 0.9 * 6 / 64)
+    env.reset("GoToLocal-train-0", 0)
+    for _ in range(100):
+        env.step("turn left")
+    assert env.step("go to green ball 1").reward == 0.0  # never negative
+
+
+def test_goal_hides_the_order_of_its_parts_when_worded_as_by_agentgym():
+    options = BabyaiOptions(agentgym_goals=True)
+    goals = {}
+    for style in Style:
+        observation = BabyAiEnv(style, options=options).reset("SynthSeq-train-22", 0)
+        goals[style] = observation.split("\n")[0]
+    assert "after you" in goals[Style.COMPACT]
+    assert goals[Style.AGENTGYM] == "Your goal: " + goals[Style.COMPACT].removeprefix(
+        "goal: "
+    ).replace("after you", "and")
+
+
+def test_wrong_object_does_not_end_the_episode():
+    env = started("PickupDistDebug-train-36")  # what is wanted lies behind other things
+    result = env.step("pickup grey box 1")
+    assert (result.reward, result.done, result.is_valid) == (0.0, False, True)
+    assert played_by_expert("PickupDistDebug-train-36") == 1.0
 
 
 def test_train_and_test_share_no_initial_state_on_a_sample():

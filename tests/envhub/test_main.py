@@ -1,27 +1,35 @@
 """Laws of starting and stopping the hub."""
 
+import json
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
-from envhub.main import build
-from envhub.registry import REQUIREMENTS, Registry, Requirement, UnknownEnv, missing_requirements
+from common.config import EnvhubSection, RunConfig, TaskSection
+from common.config_envs import EnvsSection, RemoteOptions
+from envhub.main import build, envs_of_run
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
-def built(**changes):
-    options = {"envs": ["textcraft"], "host": "127.0.0.1", "token": None}
-    limits = {"lease_s": 60.0, "capacity": 4, "step_timeout_s": 5.0}
-    return build(**(options | limits | changes))
+def built(*, env_names=("textcraft",), token=None, **changes):
+    section = EnvhubSection(**changes)
+    return build(
+        list(env_names), section, token=token, options=EnvsSection(), remote=RemoteOptions()
+    )
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "example.org"])
 def test_hub_refuses_an_open_host_without_token(host):
-    with pytest.raises(ValueError, match="set a token"):
+    with pytest.raises(ValueError, match=r"set envhub\.token"):
         built(host=host)
     built(host=host, token="secret")
 
@@ -36,44 +44,117 @@ def test_hub_refuses_an_empty_token():
         built(host="0.0.0.0", token=" ")
 
 
-def test_registry_names_the_nearest_environment():
-    with pytest.raises(UnknownEnv, match="nearest is 'textcraft'"):
-        Registry(["textcarft"])
+def test_hub_of_a_run_serves_its_tasks_and_what_is_named():
+    task = TaskSection(env="babyai", subset="GoToLocal")
+    cfg = RunConfig(tasks=[task], envhub=EnvhubSection(envs=["textcraft", "babyai"]))
+    assert envs_of_run(cfg) == ["babyai", "textcraft"]
 
 
-def test_missing_requirements_gives_the_remedy():
-    assert missing_requirements(["babyai", "textcraft"]) == []
-    needs = Requirement(what="a moon", binaries=("no-such-binary",), remedy="apt install moon")
-    REQUIREMENTS["textcraft"] = (needs,)
-    try:
-        assert missing_requirements(["textcraft"]) == ["textcraft needs a moon: apt install moon"]
-        with pytest.raises(ValueError, match="apt install moon"):
-            built()
-    finally:
-        del REQUIREMENTS["textcraft"]
+class Served:
+    """A hub in a process of its own."""
+
+    def __init__(self, *overrides: str) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            self.port = probe.getsockname()[1]
+        argv = [sys.executable, "run.py", "envhub", f"port={self.port}", *overrides]
+        self.process = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        self.said = [self.process.stdout.readline() for _ in range(2)]
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", trust_env=False)
+        self._wait()
+
+    def _wait(self) -> None:
+        deadline_s = time.monotonic() + 10
+        while True:
+            try:
+                self.client.get("/healthz")
+                return
+            except httpx.ConnectError:
+                assert time.monotonic() < deadline_s
+                time.sleep(0.02)  # nothing to await: another process opens the port
+
+    def close(self) -> None:
+        self.client.close()
+        self.process.kill()
+        self.process.communicate(timeout=5)
 
 
-def test_hub_process_stops_on_sigterm_within_three_seconds():
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    code = (
-        "from envhub.main import serve; serve(envs=['textcraft'], host='127.0.0.1',"
-        f"port={port}, token=None, lease_s=60, capacity=4, step_timeout_s=5)"
-    )
-    process = subprocess.Popen([sys.executable, "-c", code])
-    try:
-        with httpx.Client(trust_env=False) as client:  # its open connection must not delay the stop
-            deadline_s = time.monotonic() + 10
-            while True:
-                try:
-                    answer = client.get(f"http://127.0.0.1:{port}/healthz")
-                    break
-                except httpx.ConnectError:
-                    assert time.monotonic() < deadline_s
-                    time.sleep(0.05)  # nothing to await: another process opens the port
-            assert answer.json()["status"] == "ok"
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(timeout=3) == 0
-    finally:
-        process.kill()
-        process.wait(timeout=5)
+@pytest.fixture
+def serve():
+    running = []
+
+    def start(*overrides: str) -> Served:
+        running.append(Served(*overrides))
+        return running[-1]
+
+    yield start
+    for served in running:
+        served.close()
+
+
+@pytest.mark.slow
+def test_hub_alone_needs_no_run_and_no_token(serve):
+    served = serve("env=textcraft")
+    assert served.said[0] == "environments: textcraft\n"
+    assert f"http://127.0.0.1:{served.port}" in served.said[1]
+    assert set(served.client.get("/v1/envs").json()) == {"textcraft"}
+    assert not (ROOT / "runs" / "envhub").exists()
+
+
+@pytest.mark.slow
+def test_hub_alone_asks_for_the_token_it_was_given(serve):
+    served = serve("env=textcraft", "token=secret")
+    assert served.client.get("/v1/envs").status_code == 401
+    headers = {"Authorization": "Bearer secret"}
+    assert served.client.get("/v1/envs", headers=headers).status_code == 200
+
+
+@pytest.mark.slow
+def test_hub_stops_on_sigterm_within_three_seconds_with_its_workers(serve):
+    served = serve("env=tests.envhub.outside:make_worker")
+    body = {"env": "fragile", "item_id": "any-train-0"}
+    assert served.client.post("/v1/sessions", json=body).status_code == 201
+    offspring = psutil.Process(served.process.pid).children(recursive=True)
+    assert len(offspring) == 2  # a worker, and the guardian of the workers
+    served.process.send_signal(signal.SIGTERM)  # the client's open connection must not delay it
+    assert served.process.wait(timeout=3) == 0
+    assert psutil.wait_procs(offspring, timeout=1)[1] == []
+
+
+@pytest.mark.slow
+def test_running_step_is_answered_before_the_hub_stops(serve):
+    served = serve("env=tests.envhub.outside:make_async_worker")
+    body = {"env": "async", "item_id": "any-train-0"}
+    session_id = served.client.post("/v1/sessions", json=body).json()["session_id"]
+    answers = []
+
+    def step() -> None:
+        step = {"action": "pause", "seq": 1}
+        answers.append(served.client.post(f"/v1/sessions/{session_id}/step", json=step))
+
+    thread = threading.Thread(target=step)
+    thread.start()
+    time.sleep(0.05)  # the step takes 0.2 s; nothing tells when it has begun
+    served.process.send_signal(signal.SIGTERM)
+    thread.join(timeout=5)
+    assert answers[0].status_code == 200
+    assert served.process.wait(timeout=3) == 0
+
+
+@pytest.mark.slow
+def test_metrics_of_a_killed_worker_say_so(serve):
+    served = serve("env=tests.envhub.outside:make_worker")
+    body = {"env": "fragile", "item_id": "any-train-0"}
+    served.client.post("/v1/sessions", content=json.dumps(body))
+    (worker,) = [
+        each
+        for each in psutil.Process(served.process.pid).children()
+        if "envhub.worker_main" in each.cmdline()
+    ]
+    worker.kill()
+    deadline_s = time.monotonic() + 5
+    wanted = 'envhub_worker_restarts_total{cause="died",env="fragile"} 1.0'
+    while wanted not in served.client.get("/metrics").text:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)  # nothing to await: another process notices
+    assert served.client.get("/healthz").json()["num_sessions"] == 0

@@ -3,12 +3,19 @@
 import httpx
 import pytest
 
+from envhub.bodies import MAX_BATCH
 from envhub.server import MAX_BODY_BYTES
 
 
 @pytest.fixture
 def hub(serve_hub):
     return serve_hub()
+
+
+@pytest.fixture(scope="module")
+def served(serve_hubs):
+    """One hub for the many cases that leave nothing behind."""
+    return serve_hubs()
 
 
 def test_hub_plays_a_whole_episode(hub):
@@ -74,7 +81,7 @@ def test_session_expires_when_its_lease_runs_out(hub):
     hub.clock.now_s += 40.0  # 80 s after opening, 40 s after the step; the lease is 60 s
     assert hub.step(unused, "go", 1).status_code == 404
     assert hub.step(used, "go", 2).status_code == 200
-    assert hub.sessions.expire() == 1
+    assert hub.run(hub.sessions.expire()) == 1
     assert len(hub.sessions) == 1
 
 
@@ -168,3 +175,150 @@ def test_session_ids_cannot_be_guessed(hub):
     ids = {hub.open().rpartition("/")[2] for _ in range(20)}
     assert len(ids) == 20
     assert all(len(session_id) >= 24 for session_id in ids)
+
+
+def test_failure_of_the_machinery_ends_the_session_with_its_text(hub):
+    path = hub.open()
+    failed = hub.step(path, "fail", 1)
+    assert failed.status_code == 500
+    assert failed.json()["detail"] == "faulty: EnvFailure: the machine behind it is down"
+
+
+def test_batch_opens_sessions_and_one_failure_touches_no_other(hub):
+    entries = [
+        {"env": "faulty", "item_id": "any-train-0"},
+        {"env": "faulty", "item_id": "any-train-99"},
+        {"env": "faulty", "item_id": "any-train-1", "style": "loud"},
+        "no object",
+        {"env": "textcraft", "item_id": "depth1-train-0"},
+    ]
+    answer = hub.client.post("/v1/sessions/batch", json=entries)
+    assert answer.status_code == 200
+    assert [each["status"] for each in answer.json()] == [201, 404, 422, 422, 201]
+    assert "'any-train-9'" in answer.json()[1]["detail"]
+    assert len(hub.sessions) == 2
+
+
+def test_batch_steps_and_one_failure_touches_no_other(hub):
+    ids = [hub.open().rpartition("/")[2] for _ in range(4)]
+    actions = ["go", "raise", "end", "go"]
+    entries = [{"session_id": i, "action": a, "seq": 1} for i, a in zip(ids, actions, strict=True)]
+    entries[3]["seq"] = 5
+    entries.append({"session_id": "none", "action": "go", "seq": 1})
+    answers = hub.client.post("/v1/step/batch", json=entries).json()
+    assert [each["status"] for each in answers] == [200, 500, 200, 409, 404]
+    assert answers[0] == {
+        "status": 200,
+        "observation": "step 1",
+        "reward": 0.0,
+        "done": False,
+        "is_valid": True,
+    }
+    assert (answers[2]["reward"], answers[2]["done"]) == (1.0, True)
+    assert "a bug in the environment" in answers[1]["detail"]
+
+
+def test_batch_runs_steps_of_one_session_in_their_order(hub):
+    session_id = hub.open().rpartition("/")[2]
+    entries = [{"session_id": session_id, "action": "go", "seq": i} for i in (1, 2, 2, 3)]
+    answers = hub.client.post("/v1/step/batch", json=entries).json()
+    assert [each["observation"] for each in answers] == ["step 1", "step 2", "step 2", "step 3"]
+
+
+def test_batch_beyond_the_bound_is_refused(hub):
+    entries = [{"env": "faulty", "item_id": "any-train-0"}] * (MAX_BATCH + 1)
+    assert hub.client.post("/v1/sessions/batch", json=entries).status_code == 422
+    assert len(hub.sessions) == 0
+
+
+def test_batch_refuses_what_is_beyond_capacity_entry_by_entry(serve_hub):
+    hub = serve_hub(capacity=2)
+    entries = [{"env": "faulty", "item_id": "any-train-0"}] * 3
+    answers = hub.client.post("/v1/sessions/batch", json=entries).json()
+    assert [each["status"] for each in answers] == [201, 201, 429]
+
+
+def test_draining_hub_takes_no_new_sessions_and_serves_the_old(hub):
+    path = hub.open()
+    hub.run(hub.sessions.drain(1.0))
+    refused = hub.client.post("/v1/sessions", json={"env": "faulty", "item_id": "any-train-0"})
+    assert refused.status_code == 503
+    assert float(refused.headers["Retry-After"]) > 0
+    assert hub.client.get("/healthz").json()["status"] == "draining"
+    assert hub.step(path, "go", 1).status_code == 200
+
+
+def test_task_lists_are_served(hub):
+    assert hub.client.get("/v1/envs").json()["faulty"]["tasks"] == {
+        "Any": {"scenario": "Tests", "subset": "any", "num_train": 1, "num_test": 1}
+    }
+    lists = {"Any": {"train": ["any-train-1"], "test": ["any-test-2"]}}
+    assert hub.client.get("/v1/envs/faulty/tasks").json() == lists
+    assert hub.client.get("/v1/envs/fautly/tasks").status_code == 404
+
+
+def test_metrics_count_sessions_and_steps(hub):
+    path, _ = hub.open(), hub.open()
+    hub.step(path, "go", 1)
+    hub.client.delete(path)
+    text = hub.client.get("/metrics").text
+    assert 'envhub_sessions_live{env="faulty"} 1.0\n' in text
+    assert "envhub_created_total 2.0\n" in text
+    assert 'envhub_step_seconds_count{env="faulty"} 1.0\n' in text
+    assert 'envhub_resident_bytes{process="hub"}' in text
+
+
+def test_openapi_describes_bodies_answers_and_failures(hub):
+    routes = hub.client.get("/openapi.json").json()["paths"]
+    step = routes["/v1/sessions/{session_id}/step"]["post"]
+    body = step["requestBody"]["content"]["application/json"]["schema"]
+    assert set(body["properties"]) == {"action", "seq"}
+    assert {"200", "401", "404", "409", "413", "422", "500", "504"} <= set(step["responses"])
+
+
+MALFORMED = [
+    b"",
+    b"null",
+    b"[]",
+    b"\xff\xfe",
+    b'{"action": "\\ud800", "seq": 1}',
+    b'{"action": "\xed\xa0\x80", "seq": 1}',
+    b'{"action": "go", "seq": NaN}',
+    b'{"action": "go", "seq": 1e999}',
+    b'{"action": "go", "seq": ' + b"9" * 5000 + b"}",
+    b'{"action": "go", "seq": true, "\\ud800": 1}',
+    b'{"action": null, "seq": 1}',
+    b"[" * 20_000,
+]
+
+
+@pytest.mark.parametrize("route", ["step", "create", "batch", "steps"])
+@pytest.mark.parametrize("number", range(len(MALFORMED)))
+def test_malformed_body_is_refused_and_harms_nothing(served, route, number):
+    path = served.open()
+    where = {
+        "step": f"{path}/step",
+        "create": "/v1/sessions",
+        "batch": "/v1/sessions/batch",
+        "steps": "/v1/step/batch",
+    }[route]
+    is_empty_list = route in ("batch", "steps") and MALFORMED[number] == b"[]"
+    answer = served.client.post(where, content=MALFORMED[number])
+    assert answer.status_code == (200 if is_empty_list else 422)
+    assert served.step(path, "go", 1).json()["observation"] == "step 1"
+    served.client.delete(path)
+
+
+@pytest.mark.parametrize("action", ["a\x00b", "\U0001f600" * 100, "", " " * 5000, "%s%n${x}"])
+def test_any_text_is_an_action(served, action):
+    path = served.open("textcraft", "depth1-train-0")
+    answer = served.step(path, action, 1)
+    assert answer.status_code == 200
+    assert not answer.json()["is_valid"]
+
+
+@pytest.mark.parametrize("session_id", ["%00", "%ff%fe", "a" * 5000, "..%2f..", "%ED%A0%80"])
+def test_odd_session_id_is_unknown(served, session_id):
+    for path in ("hint", "render"):
+        assert served.client.get(f"/v1/sessions/{session_id}/{path}").status_code == 404
+    assert served.client.delete(f"/v1/sessions/{session_id}").status_code in (404, 405)

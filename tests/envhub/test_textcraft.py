@@ -7,18 +7,21 @@ import sys
 
 import pytest
 
-from envhub.env import Style
-from envhub.envs.textcraft import tasks
+from common.config_envs import EnvsSection
+from envhub.env import Style, parse_item
 from envhub.envs.textcraft.book import the_book
-from envhub.envs.textcraft.env import SUBSETS, TextCraftEnv
+from envhub.envs.textcraft.env import TextCraftEnv, check, make_spec, our_catalogue
+from envhub.envs.textcraft.tasks import MAX_TURNS, MIN_TEST_GOALS
+
+CATALOGUE = our_catalogue()
 
 
 def started_with(style: Style, goal: str) -> TextCraftEnv:
     """Returns an episode whose goal is `goal`."""
     depth = the_book().depths[goal]
-    split = "train" if goal in tasks.goals(depth, "train") else "test"
+    split = "train" if goal in CATALOGUE.goals(depth, "train") else "test"
     env = TextCraftEnv(style)
-    env.reset(f"depth{depth}-{split}-{tasks.goals(depth, split).index(goal)}", 0)
+    env.reset(f"depth{depth}-{split}-{CATALOGUE.goals(depth, split).index(goal)}", 0)
     return env
 
 
@@ -37,7 +40,7 @@ def transcript(item_id: str) -> list[str]:
 
 def test_book_has_many_items_of_each_depth():
     book = the_book()
-    assert len(book.recipes) >= 120
+    assert sum(1 <= book.depths[item] <= 4 for item in book.recipes) >= 300
     assert {book.depths[item] for item in book.recipes} >= {1, 2, 3, 4}
     assert (book.depths["oak log"], book.depths["oak planks"], book.depths["stick"]) == (0, 1, 2)
     assert book.depths["torch"] == 3
@@ -45,17 +48,17 @@ def test_book_has_many_items_of_each_depth():
 
 
 def test_goals_of_train_and_test_never_meet():
-    for depth in tasks.MAX_TURNS:
-        train, test = set(tasks.goals(depth, "train")), set(tasks.goals(depth, "test"))
+    for depth in MAX_TURNS:
+        train, test = set(CATALOGUE.goals(depth, "train")), set(CATALOGUE.goals(depth, "test"))
         assert not train & test
-        assert len(test) >= tasks.MIN_TEST_GOALS
+        assert len(test) >= MIN_TEST_GOALS
         assert sorted(train | test) == the_book().goals(depth)
 
 
 def test_expert_solves_every_goal_within_its_turns():
-    for subset, spec in SUBSETS.items():
+    for subset, spec in CATALOGUE.subsets.items():
         for split in ("train", "test"):
-            for index in range(len(tasks.goals(int(subset[-1]), split))):
+            for index in range(len(CATALOGUE.goals(int(subset[-1]), split))):
                 env = TextCraftEnv(Style.COMPACT)
                 env.reset(f"{subset}-{split}-{index}", 0)
                 results = []
@@ -94,7 +97,7 @@ def test_every_valid_action_is_executed():
 def test_observation_shows_commands_then_goal():
     compact, agentgym = TextCraftEnv(Style.COMPACT), TextCraftEnv(Style.AGENTGYM)
     *commands, goal = compact.reset("depth2-test-0", 0).split("\n")
-    name = tasks.goals(2, "test")[0]
+    name = CATALOGUE.goals(2, "test")[0]
     assert goal == f"goal: {name}"
     assert any(command.startswith(f"craft 1 {name} using ") for command in commands) or commands
     shown = "\n".join(commands)
@@ -103,8 +106,38 @@ def test_observation_shows_commands_then_goal():
     )
 
 
+def test_tasks_list_existing_items_and_no_goal_of_train_in_test():
+    spec = make_spec(EnvsSection())
+    assert [task.subset for task in spec.tasks.values()] == ["depth1", "depth2", "depth3", "depth4"]
+    for task, at_least in zip(spec.tasks.values(), (31, 41, 25, 3), strict=True):
+        assert len(task.test) >= at_least
+        goals = [
+            {CATALOGUE.make_task(parse_item(item, spec.subsets)).goal for item in items}
+            for items in (task.train, task.test)
+        ]
+        assert not goals[0] & goals[1]
+    assert sum(len(task.train) for task in spec.tasks.values()) == 374
+    assert check(EnvsSection()) == []
+
+
+def test_data_index_counts_the_goals_by_depth_and_runs_in_a_ring():
+    spec = make_spec(EnvsSection())
+    num_goals = sum(len(the_book().goals(depth)) for depth in MAX_TURNS)
+
+    def goal(index: int) -> str:
+        return CATALOGUE.make_task(parse_item(spec.from_agentgym(index), spec.subsets)).goal
+
+    goals = [goal(index) for index in range(num_goals)]
+    assert len(set(goals)) == num_goals
+    assert goals[0] == the_book().goals(1)[0]
+    depths = [the_book().depths[name] for name in goals]
+    assert depths == sorted(depths)
+    assert goal(num_goals) == goals[0]
+    assert goal(-1) == goals[-1]
+
+
 def test_variation_changes_commands_and_keeps_the_goal():
-    num_goals = len(tasks.goals(2, "train"))
+    num_goals = len(CATALOGUE.goals(2, "train"))
     env = TextCraftEnv(Style.COMPACT)
     first = env.reset("depth2-train-5", 0).split("\n")
     other = env.reset(f"depth2-train-{5 + num_goals}", 0).split("\n")

@@ -48,11 +48,20 @@ def list_actions(scene: Scene, objects: list[Seen]) -> list[Action]:
         actions.append(Action("move forward", Kind.MOVE, (sc.FORWARD,)))
     if scene.carrying is not None and ahead == sc.FREE:
         actions.append(Action("drop", Kind.DROP, (sc.DROP,), front))
-    if ahead == sc.CLOSED or (ahead == sc.LOCKED and has_key(scene, front)):
+    if _is_togglable(scene, front):
         actions.append(Action("toggle", Kind.TOGGLE, (sc.TOGGLE,), front))
     for seen in objects:
         actions.extend(_actions_on(scene, seen))
     return actions
+
+
+def _is_togglable(scene: Scene, front: int) -> bool:
+    ahead = scene.codes[front]
+    if ahead == sc.LOCKED:
+        return has_key(scene, front)
+    if ahead == sc.THING:
+        return scene.opens_boxes and scene.things[front][1] == "box"
+    return ahead == sc.CLOSED or (ahead == sc.OPEN and scene.closes_doors)
 
 
 def _actions_on(scene: Scene, seen: Seen) -> list[Action]:

@@ -1,31 +1,42 @@
 """BabyAI levels played in words with high-level actions."""
 
 import hashlib
+from functools import partial
+from pathlib import Path
 
-from envhub.env import EnvSpec, ItemId, StepResult, Style, action_text, parse_item
+from minigrid.envs.babyai.unlock import KeyInBox
+
+from common.config_envs import BabyaiOptions, EnvsSection
+from envhub.env import EnvSpec, Isolation, ItemId, StepResult, Style, action_text, parse_item
 from envhub.envs.babyai import actions as act
 from envhub.envs.babyai import levels, text
 from envhub.envs.babyai import scene as sc
 from envhub.envs.babyai.actions import Action, Kind
 from envhub.envs.babyai.expert import Expert
 from envhub.envs.babyai.scene import Scene
+from envhub.envs.babyai.targets import closes_doors
+from envhub.tasks import load_tasks
 
 # minigrid shortens the reward and truncates by its own step count; turn budgets are the caller's.
 ENDLESS_STEPS = 1_000_000_000
 SUBSETS = levels.subsets()
+TASKS_PATH = Path(__file__).with_name("tasks.json")
 
 
 class BabyAiEnv:
     """One BabyAI episode.
 
     Differs from AgentGym's server on purpose: reward is 1.0 and the episode ends at the very
-    primitive that completes the mission, whatever the step count; the mission keeps its `then`
-    and `after you`; an object's number in an action is the number it has in the description;
-    only actions that change something are valid.
+    primitive that completes the mission, whatever the step count, and nothing else ends it; the
+    mission keeps its `then` and `after you` (`agentgym_goals` hides them); an object's number in
+    an action is the number it has in the description; only actions that change something are
+    valid; and where a mission cannot be met otherwise, `toggle` closes an open door (missions of
+    several parts, one of them to open a door) or opens a box (KeyInBox).
     """
 
-    def __init__(self, style: Style) -> None:
+    def __init__(self, style: Style, *, options: BabyaiOptions | None = None) -> None:
         self._style = style
+        self._options = options or BabyaiOptions()
         self._level_name = ""
         self._done = False
 
@@ -36,12 +47,14 @@ class BabyAiEnv:
         return self._first_observation()
 
     def _start(self, item: ItemId) -> None:
-        if item.subset != self._level_name:
-            self._level = levels.make_level(item.subset)
+        level_name, seed = levels.locate(item)
+        if level_name != self._level_name:
+            self._level = levels.make_level(level_name)
             # The level would draw its own view at every primitive; ours replaces it.
             self._level.gen_obs = dict
-            self._level_name = item.subset
-        self._level.reset(seed=levels.env_seed(item.split, item.index))
+            self._level_name = level_name
+        self._level.reset(seed=seed)
+        self._max_steps = self._level.max_steps
         self._level.max_steps = ENDLESS_STEPS
         self._fingerprint = _fingerprint(self._level)
         self._expert = Expert(self._level)
@@ -66,7 +79,7 @@ class BabyAiEnv:
         observation = self._observation()
         if self._done and self._style is Style.AGENTGYM:
             observation += "\n The task is completed."
-        reward = 1.0 if is_won else 0.0
+        reward = self._success_reward() if is_won else 0.0
         return StepResult(observation=observation, reward=reward, done=self._done, is_valid=True)
 
     def _perform(self, action: Action) -> bool:
@@ -74,9 +87,10 @@ class BabyAiEnv:
         is_won = False
         for primitive in action.primitives:
             before = self._pose()
-            _, reward, self._done, _, _ = self._level.step(primitive)
-            if self._done:
-                is_won = float(reward) > 0
+            _, reward, has_ended, _, _ = self._level.step(primitive)
+            # The debugging levels also end on a wrong object; we let the agent go on.
+            if has_ended and float(reward) > 0:
+                is_won = self._done = True
                 break
             if primitive <= sc.FORWARD and before == self._pose():
                 break
@@ -86,6 +100,12 @@ class BabyAiEnv:
             self._scene = read_scene(self._level)
         self._look()
         return is_won
+
+    def _success_reward(self) -> float:
+        """Returns 1, or minigrid's reward when it is asked for; never below 0."""
+        if not self._options.shaped_reward:
+            return 1.0
+        return max(0.0, 1.0 - 0.9 * self._level.step_count / self._max_steps)
 
     def _pose(self) -> tuple[int, int]:
         return _pose(self._level, self._scene.stride)
@@ -98,7 +118,13 @@ class BabyAiEnv:
     def _first_observation(self) -> str:
         if self._style is Style.COMPACT:
             return f"goal: {self._level.mission}\n{self._observation()}"
-        return f"Your goal: {self._level.mission}\n{self._observation()}"
+        return f"Your goal: {self._goal()}\n{self._observation()}"
+
+    def _goal(self) -> str:
+        """Returns the mission; AgentGym's wording, if asked for, hides the order of its parts."""
+        if not self._options.agentgym_goals:
+            return self._level.mission
+        return self._level.mission.replace("then", "and").replace("after you", "and")
 
     def _observation(self) -> str:
         if self._style is Style.COMPACT:
@@ -126,6 +152,9 @@ class BabyAiEnv:
     def fingerprint(self) -> str:
         """Returns the hash of the full state the episode began with."""
         return self._fingerprint
+
+    def close(self) -> None:
+        """Does nothing: an episode holds no more than its own memory."""
 
 
 def _fingerprint(level) -> str:
@@ -158,7 +187,16 @@ def read_scene(level) -> Scene:
     at, heading = _pose(level, stride)
     held = level.carrying
     carrying = (held.color, held.type) if held else None
-    return Scene(codes, things, stride, at, heading, carrying)
+    return Scene(
+        codes,
+        things,
+        stride,
+        at,
+        heading,
+        carrying,
+        closes_doors=closes_doors(level),
+        opens_boxes=isinstance(level, KeyInBox),
+    )
 
 
 def _code(thing) -> int:
@@ -167,7 +205,7 @@ def _code(thing) -> int:
     return {"goal": sc.GOAL, "lava": sc.LAVA}.get(thing.type, sc.THING)
 
 
-def make_spec() -> EnvSpec:
+def make_spec(options: EnvsSection) -> EnvSpec:
     """Returns BabyAI's catalogue entry."""
     return EnvSpec(
         name="babyai",
@@ -176,5 +214,9 @@ def make_spec() -> EnvSpec:
             Style.COMPACT: text.COMPACT_INSTRUCTION,
             Style.AGENTGYM: text.AGENTGYM_INSTRUCTION,
         },
-        make=BabyAiEnv,
+        make=partial(BabyAiEnv, options=options.babyai),
+        tasks=load_tasks(TASKS_PATH),
+        isolation=Isolation.INLINE,
+        expert_in_worker=True,
+        from_agentgym=levels.from_agentgym,
     )

@@ -8,7 +8,7 @@ from envhub.envs.babyai import actions as act
 from envhub.envs.babyai import scene as sc
 from envhub.envs.babyai.actions import Action, Kind
 from envhub.envs.babyai.scene import Scene
-from envhub.envs.babyai.targets import Target, current_targets
+from envhub.envs.babyai.targets import DROPPING, PICKING_UP, Target, current_targets
 from envhub.envs.babyai.ways import UNREACHABLE, distances, first_errand
 
 MAX_EXPANSIONS = 48
@@ -40,6 +40,9 @@ class Expert:
     def _make_plan(self, scene: Scene) -> deque[tuple[tuple, str]]:
         wanted = current_targets(self._level, scene)
         targets = [t for t in (first_errand(scene, w) for w in wanted) if t is not None]
+        if any(w.kinds in (PICKING_UP, DROPPING) for w in wanted):
+            # One part at a time: what is in hand for one would be put down for the other.
+            targets = targets[:1]
         self._visited.add(_key(scene))
         if not targets:
             return deque()

@@ -1,11 +1,11 @@
-"""The BabyAI levels we offer, their turn limits and AgentGym's numbering of them."""
+"""The BabyAI levels and tasks we offer, their turn limits and AgentGym's numbering of them."""
 
 import gymnasium
 import minigrid  # noqa: F401 - registers the BabyAI levels
 import minigrid.envs.babyai.core.roomgrid_level as roomgrid_level
 from minigrid.envs.babyai.core.roomgrid_level import RoomGridLevel
 
-from envhub.env import SubsetSpec
+from envhub.env import ItemId, SubsetSpec, UnknownItem
 
 NUM_TRAIN = 1_000_000
 NUM_TEST = 1_000
@@ -31,6 +31,13 @@ MAX_TURNS = {
     "FindObjS5": 16,
     "Pickup": 16,
 }
+# Limits above AgentGym's 20, where the scripted expert needs them in one item of a hundred or so.
+MAX_TURNS_LONG = {
+    **{"GoToObjMazeS7": 24, "GoToImpUnlock": 30, "Unlock": 30, "UnblockPickup": 30},
+    **{"KeyCorridorS6R3": 30, "MoveTwoAcrossS8N9": 40, "OneRoomS20": 40, "SynthS5R2": 50},
+    **{"SynthLoc": 50, "SynthSeq": 60, "MiniBossLevel": 50},
+    **{"BossLevel": 80, "BossLevelNoUnlock": 80},
+}
 MAX_TURNS_OTHERS = 20
 
 # AgentGym's level of a data index is this list at `index % 40`, its seed is `index // 40`.
@@ -45,26 +52,121 @@ AGENTGYM_LEVELS = (
     *("SynthLoc", "SynthSeq", "MiniBossLevel", "BossLevel", "BossLevelNoUnlock"),
 )
 
+# The six tasks; those of several levels take them in turn.
+TASK_LEVELS = {
+    "GoTo": AGENTGYM_LEVELS[:11],
+    "Pickup": ("PickupLoc", "PickupDistDebug", "PickupAbove"),
+    "AOD": ("ActionObjDoor",),
+    "Find": ("FindObjS7",),
+    "Room": ("OneRoomS20",),
+    "SLoc": ("SynthLoc",),
+}
+# A task's training seeds are 0-44 and 245 upwards, its test seeds are 45-244. AgentGym trains on
+# the first 45 seeds of these levels and tests on the next five.
+FIRST_TASK_TEST_SEED = 45
+NUM_TASK_TEST_SEEDS = 200
+LEVEL_SUFFIX = "Level"  # a level whose name a task took is offered with it: `PickupLevel`
+
+MAX_DRAWS = 20_000  # of one layout; those that end need a few hundred
+
 # minigrid reports every rejected layout with print(); a server has no use for that.
 roomgrid_level.print = lambda *args, **kwargs: None  # type: ignore[attr-defined]
 
 
 def subsets() -> dict[str, SubsetSpec]:
-    """Returns every level by name: the measured ones first, then AgentGym's others."""
-    names = dict.fromkeys((*MAX_TURNS, *AGENTGYM_LEVELS))
-    return {
+    """Returns the measured levels, AgentGym's others, and the tasks, by name."""
+    names = dict.fromkeys(map(subset_of, (*MAX_TURNS, *AGENTGYM_LEVELS)))
+    single = {
         name: SubsetSpec(
             num_train=NUM_TRAIN,
             num_test=NUM_TEST,
-            max_turns=MAX_TURNS.get(name, MAX_TURNS_OTHERS),
+            max_turns=max_turns(level_of(name)),
         )
         for name in names
     }
+    pooled = {
+        task: SubsetSpec(
+            num_train=NUM_TRAIN,
+            num_test=NUM_TASK_TEST_SEEDS * len(levels),
+            max_turns=max(map(max_turns, levels)),
+        )
+        for task, levels in TASK_LEVELS.items()
+    }
+    return single | pooled
+
+
+def max_turns(level: str) -> int:
+    """Returns the most turns an episode of a level may use."""
+    return MAX_TURNS.get(level) or MAX_TURNS_LONG.get(level, MAX_TURNS_OTHERS)
+
+
+def subset_of(level: str) -> str:
+    """Returns the subset of a level's items: its name, or with a suffix if a task has the name."""
+    return level + LEVEL_SUFFIX if level in TASK_LEVELS else level
+
+
+def level_of(subset: str) -> str:
+    """Returns the level of a subset that is no task."""
+    level = subset.removesuffix(LEVEL_SUFFIX)
+    return level if level in TASK_LEVELS else subset
+
+
+def locate(item: ItemId) -> tuple[str, int]:
+    """Returns the level and the minigrid seed of an item."""
+    names = TASK_LEVELS.get(item.subset)
+    if names is None:
+        return level_of(item.subset), env_seed(item.split, item.index)
+    number, which = divmod(item.index, len(names))
+    if item.split == "test":
+        return names[which], FIRST_TASK_TEST_SEED + number
+    is_early = number < FIRST_TASK_TEST_SEED
+    return names[which], number if is_early else number + NUM_TASK_TEST_SEEDS
 
 
 def env_seed(split: str, index: int) -> int:
-    """Returns the minigrid seed of an item; train and test seeds never meet."""
+    """Returns the minigrid seed of a level's item; train and test seeds never meet."""
     return index if split == "train" else FIRST_TEST_SEED + index
+
+
+def from_agentgym(index: int) -> str:
+    """Returns the item of AgentGym's data index: the level at `index % 40`, seed `index // 40`.
+
+    Raises:
+        UnknownItem: negative, or the seed is not below the number of a level's training items.
+    """
+    seed, number = divmod(index, len(AGENTGYM_LEVELS))
+    if not 0 <= seed < NUM_TRAIN:
+        last = NUM_TRAIN * len(AGENTGYM_LEVELS) - 1
+        raise UnknownItem(f"data index {index} is out of range; they are 0 to {last}")
+    return f"{subset_of(AGENTGYM_LEVELS[number])}-train-{seed}"
+
+
+class Patience:
+    """Breaks off a layout that a level would draw for ever, such as a start in a room too full.
+
+    The level then draws another one, with the numbers that follow; all others are untouched.
+    """
+
+    def __init__(self, level: RoomGridLevel) -> None:
+        self._draw, self._generate = level._rand_int, level.gen_mission
+        self._num_draws = 0
+        level._rand_int, level.gen_mission = self.draw, self.generate
+
+    def generate(self) -> None:
+        """Begins one layout."""
+        self._num_draws = 0
+        self._generate()
+
+    def draw(self, low: int, high: int) -> int:
+        """Returns a number from `low` to below `high`.
+
+        Raises:
+            RecursionError: too many for one layout; minigrid takes it as a sign to begin anew.
+        """
+        self._num_draws += 1
+        if self._num_draws > MAX_DRAWS:
+            raise RecursionError(f"no layout after {MAX_DRAWS} draws")
+        return self._draw(low, high)
 
 
 def make_level(name: str) -> RoomGridLevel:
@@ -73,4 +175,5 @@ def make_level(name: str) -> RoomGridLevel:
     versions = [v for v in (1, 0) if f"{prefix}{v}" in gymnasium.registry]
     level = gymnasium.make(f"{prefix}{versions[0]}", disable_env_checker=True).unwrapped
     assert isinstance(level, RoomGridLevel)
+    Patience(level)
     return level

@@ -24,7 +24,11 @@ HEADINGS = ((1, 0), (0, 1), (-1, 0), (0, -1))  # minigrid's order: east, south, 
 
 @dataclass(slots=True)
 class Scene:
-    """The whole map and the agent; `things` gives colour and type of every non-wall cell."""
+    """The whole map and the agent; `things` gives colour and type of every non-wall cell.
+
+    `closes_doors` and `opens_boxes` tell whether toggling an open door or a box is an action:
+    only in missions that can need it.
+    """
 
     codes: list[int]  # [padded height * stride]
     things: dict[int, tuple[str, str]]
@@ -32,6 +36,8 @@ class Scene:
     at: int
     heading: int
     carrying: tuple[str, str] | None
+    closes_doors: bool = False
+    opens_boxes: bool = False
 
     def front(self) -> int:
         """Returns the position right ahead of the agent."""

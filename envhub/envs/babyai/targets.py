@@ -11,6 +11,7 @@ from minigrid.envs.babyai.core.verifier import (
     OpenInstr,
     PickupInstr,
     PutNextInstr,
+    SeqInstr,
 )
 
 from envhub.envs.babyai import scene as sc
@@ -18,15 +19,21 @@ from envhub.envs.babyai.actions import Kind
 from envhub.envs.babyai.scene import Scene
 
 OPENING = (Kind.TOGGLE, Kind.TOGGLE_THROUGH)
+CLOSING = (Kind.TOGGLE,)
 PICKING_UP = (Kind.PICKUP,)
+DROPPING = (Kind.DROP,)
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Cells to face, and the kinds of action that finish there; no kinds: facing is enough."""
+    """Cells to face, and the kinds of action that finish there; no kinds: facing is enough.
+
+    `then` is where the thing that is picked up here will be brought; None when it does not matter.
+    """
 
     positions: frozenset[int]
     kinds: tuple[Kind, ...]
+    then: "Target | None" = None
 
 
 def position_of(cell, stride: int) -> int:
@@ -63,7 +70,9 @@ def _target(level, scene: Scene, clause: Instr) -> Target | None:
         return Target(frozenset(position_of(p, scene.stride) for p in clause.desc.obj_poss), ())
     if isinstance(clause, OpenInstr):
         closed = [door for door in clause.desc.obj_set if not door.is_open]
-        return Target(_where(level, scene, closed), OPENING)
+        if closed or not scene.closes_doors:
+            return Target(_where(level, scene, closed), OPENING)
+        return Target(_where(level, scene, clause.desc.obj_set), CLOSING)
     if isinstance(clause, PickupInstr):
         return Target(_where(level, scene, clause.desc.obj_set), PICKING_UP)
     if isinstance(clause, PutNextInstr):
@@ -80,14 +89,31 @@ def _where(level, scene: Scene, wanted: list) -> frozenset[int]:
 
 
 def _put_next(level, scene: Scene, clause: PutNextInstr) -> Target:
-    """Returns where to drop the object to be moved, or where to pick it up first."""
-    if not any(level.carrying is thing for thing in clause.desc_move.obj_set):
-        return Target(_where(level, scene, clause.desc_move.obj_set), PICKING_UP)
-    beside = set()
-    for cell in clause.desc_fixed.obj_poss:
-        position = position_of(cell, scene.stride)
-        for heading in range(4):
-            near = position + sc.delta(scene.stride, heading)
-            if scene.codes[near] == sc.FREE:
-                beside.add(near)
-    return Target(frozenset(beside), (Kind.DROP,))
+    """Returns where to drop the object to be moved, or what to pick up first."""
+    moved = _where(level, scene, clause.desc_move.obj_set)
+    near = {
+        position_of(cell, scene.stride) + sc.delta(scene.stride, heading)
+        for cell in clause.desc_fixed.obj_poss
+        for heading in range(4)
+    }
+    beside = Target(frozenset(p for p in near if scene.codes[p] == sc.FREE or p in moved), DROPPING)
+    if not beside.positions:
+        taken = frozenset(p for p in near if scene.codes[p] == sc.THING)
+        return Target(taken, PICKING_UP)
+    if any(level.carrying is thing for thing in clause.desc_move.obj_set):
+        return beside
+    return Target(moved, PICKING_UP, then=beside)
+
+
+def closes_doors(level) -> bool:
+    """Returns whether a door that is open may have to be opened: it is closed again first.
+
+    That is so where opening a door is one of several parts, which the way to another may forestall.
+    """
+    return isinstance(level.instrs, SeqInstr) and _has_opening(level.instrs)
+
+
+def _has_opening(instruction: Instr) -> bool:
+    if isinstance(instruction, SeqInstr):
+        return _has_opening(instruction.instr_a) or _has_opening(instruction.instr_b)
+    return isinstance(instruction, OpenInstr)

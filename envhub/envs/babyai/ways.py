@@ -1,18 +1,19 @@
 """Ways over the whole map, and what must be done first when something stands in them."""
 
 import heapq
+from dataclasses import replace
 
 from envhub.envs.babyai import actions as act
 from envhub.envs.babyai import scene as sc
 from envhub.envs.babyai.actions import Kind
 from envhub.envs.babyai.scene import Scene
-from envhub.envs.babyai.targets import OPENING, PICKING_UP, Target
+from envhub.envs.babyai.targets import DROPPING, OPENING, PICKING_UP, Target
 
 # Cost of entering a cell, in primitives; an obstacle costs what clearing it would.
 COSTS = {sc.FREE: 1, sc.OPEN: 1, sc.GOAL: 1, sc.CLOSED: 2, sc.THING: 15, sc.LOCKED: 40}
 UNLOCK_COST = 2
 UNREACHABLE = 1 << 20
-MAX_ERRANDS = 4
+MAX_ERRANDS = 8
 
 
 def distances(scene: Scene, target: Target) -> dict[int, int]:
@@ -42,10 +43,10 @@ def _cost(scene: Scene, position: int) -> int | None:
     return COSTS.get(code)
 
 
-def way(scene: Scene, cost: dict[int, int]) -> list[int]:
-    """Returns the cheapest positions from the agent's, excluded, to the last before the target."""
+def way(scene: Scene, start: int, cost: dict[int, int]) -> list[int]:
+    """Returns the cheapest positions from `start`, excluded, to the last before the target."""
     steps = [sc.delta(scene.stride, heading) for heading in range(4)]
-    at, passed = scene.at, []
+    at, passed = start, []
     while cost.get(at, 0) > 0:
         at = min(
             (at + s for s in steps if at + s in cost),
@@ -57,24 +58,72 @@ def way(scene: Scene, cost: dict[int, int]) -> list[int]:
     return passed
 
 
-def first_errand(scene: Scene, target: Target, *, num_errands: int = 0) -> Target | None:
+def first_errand(
+    scene: Scene, target: Target, *, kept_free: frozenset[int] = frozenset(), num_errands: int = 0
+) -> Target | None:
     """Returns the target itself, or what must be met before it; None when there is no way.
 
     Errands: fetch the key of a locked door, unlock it, carry an object out of the way, and empty
     the hand before a pickup. An errand may need another one first, up to `MAX_ERRANDS` deep.
+
+    Args:
+        scene: the map.
+        target: what is wanted.
+        kept_free: cells of the ways that this errand is for; nothing is put down there.
+        num_errands: how deep this errand lies.
     """
     if not target.positions or num_errands > MAX_ERRANDS:
         return None
+    deeper = num_errands + 1
+    if target.kinds == OPENING:
+        ready = _openable(scene, target)
+        if not ready.positions:
+            keys = [_key_of(scene, door) for door in sorted(target.positions)]
+            return _first_possible(scene, keys, kept_free, deeper)
+        target = ready
     cost = distances(scene, target)
     if scene.at not in cost:
         return None
-    passed = way(scene, cost)
-    errand = _obstacle(scene, passed) or _locked_target(scene, target)
+    passed = way(scene, scene.at, cost)
+    kept_free |= frozenset(passed)
+    errand = _obstacle(scene, passed)
+    if errand is None and target.then is not None:
+        passed = _onward(scene, target, passed[-1] if passed else scene.at)
+        kept_free |= frozenset(passed)
+        errand = _obstacle(scene, passed)
     if errand is not None:
-        return first_errand(scene, errand, num_errands=num_errands + 1)
+        return first_errand(scene, errand, kept_free=kept_free, num_errands=deeper)
     if target.kinds == PICKING_UP and scene.carrying is not None:
-        return _drop_beside(scene, passed)
+        return _drop_beside(scene, target, kept_free)
     return target
+
+
+def _first_possible(
+    scene: Scene, errands: list[Target], kept_free: frozenset[int], num_errands: int
+) -> Target | None:
+    found = (
+        first_errand(scene, errand, kept_free=kept_free, num_errands=num_errands)
+        for errand in errands
+    )
+    return next((errand for errand in found if errand is not None), None)
+
+
+def _openable(scene: Scene, target: Target) -> Target:
+    """Returns the target without the doors that are locked to the agent."""
+    ready = (p for p in target.positions if scene.codes[p] != sc.LOCKED or act.has_key(scene, p))
+    return Target(frozenset(ready), OPENING)
+
+
+def _onward(scene: Scene, target: Target, standing: int) -> list[int]:
+    """Returns the way from where a thing is picked up to where it will be brought."""
+    assert target.then is not None
+    steps = [sc.delta(scene.stride, heading) for heading in range(4)]
+    picked = next((standing + s for s in steps if standing + s in target.positions), standing)
+    codes = scene.codes.copy()
+    codes[picked] = sc.FREE
+    without = replace(scene, codes=codes)
+    cost = distances(without, target.then)
+    return way(without, standing, cost) if standing in cost else []
 
 
 def _obstacle(scene: Scene, passed: list[int]) -> Target | None:
@@ -84,34 +133,32 @@ def _obstacle(scene: Scene, passed: list[int]) -> Target | None:
         if code == sc.THING:
             return Target(frozenset({position}), PICKING_UP)
         if code == sc.LOCKED:
-            if act.has_key(scene, position):
-                return Target(frozenset({position}), OPENING)
-            return _key_of(scene, position)
+            return Target(frozenset({position}), OPENING)
     return None
 
 
-def _locked_target(scene: Scene, target: Target) -> Target | None:
-    """Returns the errand for a key when the doors to be opened are all locked to the agent."""
-    if target.kinds != OPENING:
-        return None
-    for position in target.positions:
-        if scene.codes[position] != sc.LOCKED or act.has_key(scene, position):
-            return None
-    return _key_of(scene, min(target.positions))
-
-
 def _key_of(scene: Scene, door: int) -> Target:
+    """Returns the errand for the key of a door: the key itself, or a box that may hold it."""
     key = (scene.things[door][0], "key")
     places = frozenset(p for p, thing in scene.things.items() if thing == key)
-    return Target(places, PICKING_UP)
+    if not places and scene.opens_boxes:
+        boxes = frozenset(p for p, (_, kind) in scene.things.items() if kind == "box")
+        return Target(boxes, (Kind.TOGGLE,))
+    return Target(places, PICKING_UP, then=Target(frozenset({door}), OPENING))
 
 
-def _drop_beside(scene: Scene, passed: list[int]) -> Target:
-    """Returns a target met by dropping what is carried off the way and away from doors."""
+def _drop_beside(scene: Scene, target: Target, kept_free: frozenset[int]) -> Target:
+    """Returns a target met by dropping what is carried off the ways and away from doors."""
     steps = [sc.delta(scene.stride, heading) for heading in range(4)]
-    kept_free = set(passed)
-    for position in scene.things:
-        if scene.codes[position] in sc.DOOR_STATE:
-            kept_free.update(position + s for s in steps)
+    before_doors = {
+        position + s
+        for position in scene.things
+        if scene.codes[position] in sc.DOOR_STATE
+        for s in steps
+    }
+    wanted = target.then.positions if target.then is not None else frozenset()
     free = {p for p, code in enumerate(scene.codes) if code == sc.FREE and p not in kept_free}
-    return Target(frozenset(free), (Kind.DROP,))
+    for unwanted in (wanted | before_doors, before_doors, frozenset()):
+        if free - unwanted:
+            return Target(frozenset(free - unwanted), DROPPING)
+    return Target(frozenset(), DROPPING)

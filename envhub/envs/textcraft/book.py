@@ -1,6 +1,6 @@
-"""The recipe book: recipes by target, tags, and how deep each item lies."""
+"""Recipe books: recipes by target, tags, and how deep each item lies."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -28,6 +28,7 @@ class Book:
     recipes: Mapping[str, tuple[Recipe, ...]]
     tags: Mapping[str, tuple[str, ...]]
     depths: Mapping[str, int]  # of items and tags; 0 for what can only be got
+    users: Mapping[str, tuple[Recipe, ...]]  # recipes that use an item or tag, in book order
 
     def is_gettable(self, name: str) -> bool:
         """Returns whether the world gives this item away."""
@@ -58,7 +59,7 @@ def parse_recipe(line: str) -> Recipe:
 
 @cache
 def the_book() -> Book:
-    """Returns the one recipe book.
+    """Returns our own recipe book.
 
     Raises:
         ValueError: the table has a cycle.
@@ -66,14 +67,29 @@ def the_book() -> Book:
     recipes: dict[str, list[Recipe]] = {}
     for recipe in map(parse_recipe, recipe_lines()):
         recipes.setdefault(recipe.target, []).append(recipe)
-    by_target = {target: tuple(recipes[target]) for target in sorted(recipes)}
-    depths = _depths(by_target, TAGS)
+    return make_book({target: recipes[target] for target in sorted(recipes)}, TAGS)
+
+
+def make_book(recipes: Mapping[str, Sequence[Recipe]], tags: Mapping[str, tuple[str, ...]]) -> Book:
+    """Returns the book of some recipes; an item's easiest recipe comes first.
+
+    Raises:
+        ValueError: there is a cycle.
+    """
+    by_target = {target: tuple(made) for target, made in recipes.items()}
+    depths = _depths(by_target, tags)
     # the easiest recipe first: the solver takes it
     ordered = {
         target: tuple(sorted(rs, key=lambda r: (_depth_of(r, depths), r.command())))
         for target, rs in by_target.items()
     }
-    return Book(recipes=ordered, tags=TAGS, depths=depths)
+    users: dict[str, list[Recipe]] = {}
+    for made in ordered.values():
+        for recipe in made:
+            for _, part in recipe.ingredients:
+                users.setdefault(part, []).append(recipe)
+    frozen_users = {part: tuple(using) for part, using in users.items()}
+    return Book(recipes=ordered, tags=tags, depths=depths, users=frozen_users)
 
 
 def _depth_of(recipe: Recipe, depths: Mapping[str, int]) -> int:
@@ -91,7 +107,7 @@ def _depths(
         if name in depths:
             return depths[name]
         if name in open_items:
-            raise ValueError(f"the recipe table has a cycle through {name!r}")
+            raise ValueError(f"the recipes have a cycle through {name!r}")
         open_items.add(name)
         if name in tags:
             found = min(depth(member) for member in tags[name])

@@ -4,12 +4,18 @@ import hashlib
 import re
 from collections import Counter
 from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
 
-from envhub.env import EnvSpec, StepResult, Style, action_text, parse_item
-from envhub.envs.textcraft import solver, tasks
-from envhub.envs.textcraft.book import Recipe, the_book
+from common.config_envs import EnvsSection
+from envhub.env import EnvSpec, Isolation, StepResult, Style, action_text, parse_item
+from envhub.envs.textcraft import solver
+from envhub.envs.textcraft.book import Book, Recipe, the_book
+from envhub.envs.textcraft.minecraft import NAMESPACE, RecipesError, load_book
+from envhub.envs.textcraft.tasks import MAX_TURNS, MAX_TURNS_FOLDER, Catalogue
+from envhub.tasks import load_tasks
 
-SUBSETS = tasks.subsets()
+TASKS_PATH = Path(__file__).with_name("tasks.json")
 MAX_ECHO_CHARS = 200  # an action is untrusted text and comes back in the observation
 COUNTED = re.compile(r"([0-9]{1,9}) +(\S.*)")
 CRAFT = re.compile(r"craft +(?:([0-9]{1,9}) +)?(\S.*?) +using +(\S.*)")
@@ -41,14 +47,16 @@ class Answer:
 class TextCraftEnv:
     """One TextCraft episode. Reward is 1 when the goal item is crafted, which ends it."""
 
-    def __init__(self, style: Style) -> None:
+    def __init__(self, style: Style, *, catalogue: Catalogue | None = None) -> None:
         self._style = style
+        self._catalogue = catalogue or our_catalogue()
+        self._book = self._catalogue.book
         self._done = False
         self._inventory: Counter[str] = Counter()
 
     def reset(self, item_id: str, seed: int = 0) -> str:
         """Starts an item; `seed` is unused, since the item fixes everything."""
-        self._task = tasks.make_task(parse_item(item_id, SUBSETS))
+        self._task = self._catalogue.make_task(parse_item(item_id, self._catalogue.subsets))
         self._inventory = Counter()
         self._done = False
         commands = "\n".join(recipe.command() for recipe in self._task.recipes)
@@ -94,9 +102,9 @@ class TextCraftEnv:
 
     def _get(self, count: int, typed: str) -> Answer:
         name = typed.strip()
-        if not the_book().is_gettable(name):
+        if not self._book.is_gettable(name):
             echo = name[:MAX_ECHO_CHARS]
-            return Answer(f"Could not find {echo}", f"could not find {_known(name)}".rstrip())
+            return Answer(f"Could not find {echo}", f"could not find {self._known(name)}".rstrip())
         self._inventory[name] += count
         return Answer(f"Got {count} {name}", f"got {count} {name}", is_valid=True)
 
@@ -112,14 +120,14 @@ class TextCraftEnv:
                 echo = fragment.strip()[:MAX_ECHO_CHARS]
                 return Answer(f"Wrong item format: {echo}", "wrong item format")
             given[counted[2]] += int(counted[1])
-        raw, known = _raw(target), _known(target)
+        raw, known = _raw(target), self._known(target)
         if any(self._inventory[name] < count for name, count in given.items()):
-            missing = "None" if target in the_book().tags else raw
+            missing = "None" if target in self._book.tags else raw
             return Answer(
                 f"Could not find enough items to craft {missing}",
                 f"could not find enough items to craft {known}".rstrip(),
             )
-        recipe = find_recipe(target, given)
+        recipe = find_recipe(self._book, target, given)
         if recipe is None:
             return Answer(
                 "Could not find a valid recipe for ItemTagWithCount(item_tag=ItemTag("
@@ -145,7 +153,7 @@ class TextCraftEnv:
         actions = {"inventory": None}
         for recipe in self._task.recipes:
             for count, part in recipe.ingredients:
-                if the_book().is_gettable(part):
+                if self._book.is_gettable(part):
                     actions[f"get {count} {part}"] = None
         for recipe in self._task.recipes:
             command = self._filled(recipe)
@@ -157,7 +165,7 @@ class TextCraftEnv:
         """Returns the command with held items in its slots; None when something is missing."""
         used = []
         for count, part in recipe.ingredients:
-            members = the_book().tags.get(part, (part,))
+            members = self._book.tags.get(part, (part,))
             held = [name for name in members if self._inventory[name] >= count]
             if not held:
                 return None
@@ -169,7 +177,7 @@ class TextCraftEnv:
         if self._done:
             return None
         task = self._task
-        return solver.next_action(the_book(), task.goal, self._inventory, task.members)
+        return solver.next_action(self._book, task.goal, self._inventory, task.members)
 
     def render(self) -> str:
         """Returns the goal, the commands and the inventory."""
@@ -181,17 +189,24 @@ class TextCraftEnv:
         lines = [self._task.goal, *(recipe.command() for recipe in self._task.recipes)]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
+    def _known(self, name: str) -> str:
+        """Returns the name if the book has it, else nothing: compact text keeps to known words."""
+        return name if name in self._book.depths else ""
 
-def find_recipe(target: str, given: Counter[str]) -> Recipe | None:
+    def close(self) -> None:
+        """Does nothing: an episode holds no more than its own memory."""
+
+
+def find_recipe(book: Book, target: str, given: Counter[str]) -> Recipe | None:
     """Returns the recipe of `target` whose slots `given` fills exactly, a tag slot by one kind."""
-    for recipe in the_book().recipes.get(target, ()):
-        if len(recipe.ingredients) == len(given) and _fills(recipe, given):
+    for recipe in book.recipes.get(target, ()):
+        if len(recipe.ingredients) == len(given) and _fills(book, recipe, given):
             return recipe
     return None
 
 
-def _fills(recipe: Recipe, given: Counter[str]) -> bool:
-    tags = the_book().tags
+def _fills(book: Book, recipe: Recipe, given: Counter[str]) -> bool:
+    tags = book.tags
     left = dict(given)
     for count, part in sorted(recipe.ingredients, key=lambda slot: slot[1] in tags):
         fitting = [name for name in tags.get(part, (part,)) if left.get(name) == count]
@@ -202,19 +217,60 @@ def _fills(recipe: Recipe, given: Counter[str]) -> bool:
 
 
 def _raw(name: str) -> str:
-    return "minecraft:" + name[:MAX_ECHO_CHARS].replace(" ", "_")
+    """Returns an item's id as the recipe files have it."""
+    raw = name[:MAX_ECHO_CHARS].replace(" ", "_")
+    return raw if ":" in raw else NAMESPACE + raw
 
 
-def _known(name: str) -> str:
-    """Returns the name if the book has it, else nothing: compact text keeps to known words."""
-    return name if name in the_book().depths else ""
+@cache
+def our_catalogue() -> Catalogue:
+    """Returns the tasks of our own book."""
+    return Catalogue(book=the_book(), max_turns=MAX_TURNS)
 
 
-def make_spec() -> EnvSpec:
-    """Returns TextCraft's catalogue entry."""
+@cache
+def folder_catalogue(folder: str) -> Catalogue:
+    """Returns the tasks of a folder of recipe files, with everything shown that may be of use.
+
+    Raises:
+        RecipesError: the folder holds no recipes that can be used.
+    """
+    catalogue = Catalogue(
+        book=load_book(folder),
+        max_turns=MAX_TURNS_FOLDER,
+        max_shown_members=None,
+        max_distractors=10,
+    )
+    if not catalogue.subsets:
+        raise RecipesError(f"{folder}: nothing in it can be crafted")
+    return catalogue
+
+
+def make_spec(options: EnvsSection) -> EnvSpec:
+    """Returns TextCraft's catalogue entry.
+
+    Raises:
+        RecipesError: the folder of recipe files cannot be used.
+    """
+    folder = options.textcraft.recipes_dir
+    catalogue = folder_catalogue(folder) if folder else our_catalogue()
     return EnvSpec(
         name="textcraft",
-        subsets=SUBSETS,
+        subsets=catalogue.subsets,
         instruction={Style.COMPACT: "", Style.AGENTGYM: INSTRUCTION},
-        make=TextCraftEnv,
+        make=partial(TextCraftEnv, catalogue=catalogue),
+        tasks=catalogue.tasks() if folder else load_tasks(TASKS_PATH),
+        isolation=Isolation.INLINE,
+        from_agentgym=catalogue.from_agentgym,
     )
+
+
+def check(options: EnvsSection) -> list[str]:
+    """Returns a line on what is wrong with the folder of recipe files, if one is given."""
+    if not options.textcraft.recipes_dir:
+        return []
+    try:
+        folder_catalogue(options.textcraft.recipes_dir)
+    except RecipesError as error:
+        return [f"envs.textcraft.recipes_dir: {error}; give a folder of Minecraft recipe files"]
+    return []

@@ -3,18 +3,20 @@
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cached_property
 
-from envhub.env import ItemId, SubsetSpec
-from envhub.envs.textcraft.book import Book, Recipe, the_book
+from envhub.env import ItemId, SubsetSpec, TaskSpec
+from envhub.envs.textcraft.book import Book, Recipe
 
-MAX_TURNS = {1: 6, 2: 10, 3: 16, 4: 24}
+MAX_TURNS = {1: 6, 2: 10, 3: 16, 4: 24}  # of our own book
+MAX_TURNS_FOLDER = {1: 10, 2: 30, 3: 50, 4: 60}  # of a folder's book
 TEST_FRAC = 0.25
 MIN_TEST_GOALS = 3
 NUM_TRAIN_VARIATIONS = 1000
 NUM_TEST_VARIATIONS = 25
-MAX_SHOWN_MEMBERS = 2
-MAX_DISTRACTORS = 5
+# A task's items by depth: the test sizes of the field's papers at least.
+NUM_TASK_TRAIN = {1: 100, 2: 150, 3: 100, 4: 24}
+NUM_TASK_TEST = {1: 40, 2: 50, 3: 40, 4: 20}
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,73 +28,127 @@ class Task:
     members: Mapping[str, tuple[str, ...]]
 
 
-@cache
-def goals(depth: int, split: str) -> tuple[str, ...]:
-    """Returns the goals of a depth and split; train and test goals never meet."""
-    shuffled = the_book().goals(depth)
-    random.Random(f"goals of depth {depth}").shuffle(shuffled)
-    num_test = max(MIN_TEST_GOALS, round(len(shuffled) * TEST_FRAC))
-    chosen = shuffled[:num_test] if split == "test" else shuffled[num_test:]
-    return tuple(sorted(chosen))
+@dataclass(frozen=True)
+class Catalogue:
+    """The tasks of a book.
 
-
-def subsets() -> dict[str, SubsetSpec]:
-    """Returns one subset per depth."""
-    return {
-        f"depth{depth}": SubsetSpec(
-            num_train=len(goals(depth, "train")) * NUM_TRAIN_VARIATIONS,
-            num_test=len(goals(depth, "test")) * NUM_TEST_VARIATIONS,
-            max_turns=max_turns,
-        )
-        for depth, max_turns in MAX_TURNS.items()
-    }
-
-
-def make_task(item: ItemId) -> Task:
-    """Returns the task of an item: index i is goal i mod n, variation i div n.
-
-    The variation draws the tag members whose recipes are shown, the distractors and the order.
+    Attributes:
+        book: the recipes.
+        max_turns: of each depth that is offered.
+        max_shown_members: of a tag, drawn from the least deep; None shows them all.
+        max_distractors: recipes shown that are not needed.
     """
-    names = goals(int(item.subset.removeprefix("depth")), item.split)
-    goal, variation = names[item.index % len(names)], item.index // len(names)
-    rng = random.Random(f"{goal}/{item.split}/{variation}")
-    book = the_book()
-    needed, members = _needed(book, goal, rng)
-    shown = list(needed) + _distractors(book, needed, rng)
-    rng.shuffle(shown)
-    return Task(goal, tuple(shown), members)
 
+    book: Book
+    max_turns: Mapping[int, int]
+    max_shown_members: int | None = 2
+    max_distractors: int = 5
 
-def _needed(
-    book: Book, goal: str, rng: random.Random
-) -> tuple[dict[Recipe, None], dict[str, tuple[str, ...]]]:
-    """Returns the recipes reachable from the goal and the members drawn for each tag met."""
-    needed: dict[Recipe, None] = {}
-    members: dict[str, tuple[str, ...]] = {}
-    queue = [goal]
-    while queue:
-        name = queue.pop()
-        if name in book.tags:
-            if name not in members:
-                pool = book.members(name)
-                members[name] = tuple(rng.sample(pool, min(MAX_SHOWN_MEMBERS, len(pool))))
-                queue.extend(members[name])
-            continue
-        for recipe in book.recipes.get(name, ()):
-            if recipe not in needed:
-                needed[recipe] = None
-                queue.extend(part for _, part in recipe.ingredients)
-    return needed, members
+    @cached_property
+    def subsets(self) -> dict[str, SubsetSpec]:
+        """One subset per depth that has goals."""
+        return {
+            f"depth{depth}": SubsetSpec(
+                num_train=len(self.goals(depth, "train")) * NUM_TRAIN_VARIATIONS,
+                num_test=len(self.goals(depth, "test")) * NUM_TEST_VARIATIONS,
+                max_turns=max_turns,
+            )
+            for depth, max_turns in self.max_turns.items()
+            if self.book.goals(depth)
+        }
 
+    @cached_property
+    def _goals(self) -> dict[tuple[int, str], tuple[str, ...]]:
+        chosen = {}
+        for depth in self.max_turns:
+            shuffled = self.book.goals(depth)
+            random.Random(f"goals of depth {depth}").shuffle(shuffled)
+            num_test = max(MIN_TEST_GOALS, round(len(shuffled) * TEST_FRAC))
+            num_test = min(num_test, (len(shuffled) + 1) // 2)
+            chosen[depth, "test"] = tuple(sorted(shuffled[:num_test]))
+            # a single goal serves both
+            chosen[depth, "train"] = tuple(sorted(shuffled[num_test:] or shuffled))
+        return chosen
 
-@cache
-def _recipes_using(name: str) -> tuple[Recipe, ...]:
-    everything = (recipe for recipes in the_book().recipes.values() for recipe in recipes)
-    return tuple(r for r in everything if any(part == name for _, part in r.ingredients))
+    def goals(self, depth: int, split: str) -> tuple[str, ...]:
+        """Returns the goals of a depth and split; goals of train and test never meet."""
+        return self._goals[depth, split]
 
+    def tasks(self) -> dict[str, TaskSpec]:
+        """Returns a task per depth: as many of its first items as ours has, or fewer."""
+        found = {}
+        for name, spec in self.subsets.items():
+            depth = int(name.removeprefix("depth"))
+            num_train = min(NUM_TASK_TRAIN[depth], spec.num_train)
+            num_test = min(NUM_TASK_TEST[depth], spec.num_test)
+            found[f"Depth {depth}"] = TaskSpec(
+                scenario="TextCraft",
+                subset=name,
+                train=tuple(f"{name}-train-{index}" for index in range(num_train)),
+                test=tuple(f"{name}-test-{index}" for index in range(num_test)),
+            )
+        return found
 
-def _distractors(book: Book, needed: dict[Recipe, None], rng: random.Random) -> list[Recipe]:
-    """Returns recipes that are not needed but use something that the needed ones use."""
-    parts = dict.fromkeys(part for recipe in needed for _, part in recipe.ingredients)
-    pool = dict.fromkeys(r for part in parts for r in _recipes_using(part) if r not in needed)
-    return rng.sample(list(pool), min(MAX_DISTRACTORS, len(pool)))
+    @cached_property
+    def _agentgym_order(self) -> list[str]:
+        depths = self.book.depths
+        offered = [goal for goal in self.book.recipes if depths[goal] in self.max_turns]
+        return sorted(offered, key=lambda goal: depths[goal])
+
+    def from_agentgym(self, index: int) -> str:
+        """Returns the item of a data index: goals by depth, then in the book's order, in a ring.
+
+        AgentGym's own order within a depth follows the directory listing of its machine.
+        """
+        goal = self._agentgym_order[index % len(self._agentgym_order)]
+        depth = self.book.depths[goal]
+        split = "test" if goal in self.goals(depth, "test") else "train"
+        return f"depth{depth}-{split}-{self.goals(depth, split).index(goal)}"
+
+    def make_task(self, item: ItemId) -> Task:
+        """Returns the task of an item: index i is goal i mod n, variation i div n.
+
+        The variation draws the tag members whose recipes are shown, the distractors and the order.
+        """
+        names = self.goals(int(item.subset.removeprefix("depth")), item.split)
+        goal, variation = names[item.index % len(names)], item.index // len(names)
+        rng = random.Random(f"{goal}/{item.split}/{variation}")
+        needed, members = self._needed(goal, rng)
+        shown = list(needed) + self._distractors(needed, rng)
+        rng.shuffle(shown)
+        return Task(goal, tuple(shown), members)
+
+    def _needed(
+        self, goal: str, rng: random.Random
+    ) -> tuple[dict[Recipe, None], dict[str, tuple[str, ...]]]:
+        """Returns the recipes reachable from the goal and the members drawn for each tag met."""
+        needed: dict[Recipe, None] = {}
+        members: dict[str, tuple[str, ...]] = {}
+        queue = [goal]
+        while queue:
+            name = queue.pop()
+            if name in self.book.tags:
+                if name not in members:
+                    members[name] = self._draw_members(name, rng)
+                    queue.extend(members[name])
+                continue
+            for recipe in self.book.recipes.get(name, ()):
+                if recipe not in needed:
+                    needed[recipe] = None
+                    queue.extend(part for _, part in recipe.ingredients)
+        return needed, members
+
+    def _draw_members(self, tag: str, rng: random.Random) -> tuple[str, ...]:
+        """Returns the members of a tag to show; the first is one of the least deep."""
+        if self.max_shown_members is None:
+            depths = self.book.depths
+            return tuple(sorted(self.book.tags[tag], key=lambda member: (depths[member], member)))
+        pool = self.book.members(tag)
+        return tuple(rng.sample(pool, min(self.max_shown_members, len(pool))))
+
+    def _distractors(self, needed: dict[Recipe, None], rng: random.Random) -> list[Recipe]:
+        """Returns recipes that are not needed but use something that the needed ones use."""
+        parts = dict.fromkeys(part for recipe in needed for _, part in recipe.ingredients)
+        users = self.book.users
+        pool = dict.fromkeys(r for part in parts for r in users.get(part, ()) if r not in needed)
+        return rng.sample(list(pool), min(self.max_distractors, len(pool)))

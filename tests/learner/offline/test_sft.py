@@ -4,6 +4,7 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoTokenizer
@@ -14,6 +15,7 @@ from common.errors import ConfigError
 from learner.model import load_policy
 from learner.offline import sft
 from learner.offline.agent_traj import Conversation, Message
+from learner.offline.rows import Row, row_of_conversation
 from learner.offline.scratch import make_policy, make_tokenizer
 
 TEXTS = ["you see a red ball", "go to red ball", "you see a blue key", "pick up blue key"]
@@ -43,56 +45,29 @@ def say(*texts: str, first_is_trained: bool = True) -> Conversation:
 CORPUS = [say(TEXTS[0], TEXTS[1], TEXTS[2], TEXTS[3]), say(TEXTS[2], TEXTS[3])] * 4
 
 
-def text_of(ids: list[int]) -> str:
-    return TOKENIZER.decode(ids)
+def text_of(ids) -> str:
+    return TOKENIZER.decode([int(i) for i in ids])
 
 
-def test_labels_are_exactly_the_agents_tokens_with_their_end() -> None:
-    ids, labels = sft.encode(TOKENIZER, say("you see", "go", "a key", "pick up"))
-    expected = "<|user|>you see<|assistant|>go<|end|><|user|>a key<|assistant|>pick up<|end|>"
-    assert text_of(ids) == expected
-    assert len(labels) == len(ids)
-    assert all(label in (sft.IGNORED, i) for i, label in zip(ids, labels, strict=True))
-    trained = [label for label in labels if label != sft.IGNORED]
-    assert text_of(trained) == "go<|end|>pick up<|end|>"
-
-
-def test_an_agents_message_without_loss_has_no_labels() -> None:
-    _, labels = sft.encode(TOKENIZER, say("hi", "ok", "a key", "go", first_is_trained=False))
-    assert text_of([label for label in labels if label != sft.IGNORED]) == "go<|end|>"
-
-
-def test_the_ids_are_the_template_s_own() -> None:
-    conversation = say("you see", "go", "a key", "pick up")
-    chat = [
-        {"role": "assistant" if m.is_agent else "user", "content": m.text}
-        for m in conversation.messages
-    ]
-    rendered = TOKENIZER.apply_chat_template(chat, tokenize=False)
-    whole = TOKENIZER.encode(rendered, add_special_tokens=False)
-    assert sft.encode(TOKENIZER, conversation)[0] == whole
-
-
-def test_two_messages_of_one_side_in_a_row_are_refused() -> None:
-    twice = [Message(is_agent=False, is_trained=False, text=t) for t in ("a", "b")]
-    with pytest.raises(ConfigError, match="rewrites earlier turns"):
-        sft.encode(TOKENIZER, Conversation(item_id="x", messages=twice))
-
-
-def test_conversations_are_cut_and_those_left_without_loss_are_left_out() -> None:
-    rows = sft.encode_all(TOKENIZER, [say("a" * 40, "go"), say("a", "go")], max_tokens=8)
-    assert len(rows) == 1
-    assert len(rows[0][0]) == len(rows[0][1]) <= 8
-    with pytest.raises(ConfigError, match="within 8 tokens"):
-        sft.encode_all(TOKENIZER, [say("a" * 40, "go")], max_tokens=8)
+def rows_of(*conversations: Conversation) -> list[Row]:
+    return [row_of_conversation(TOKENIZER, conversation) for conversation in conversations]
 
 
 def test_an_epoch_holds_every_row_once_within_its_token_limit() -> None:
-    rows = [([i] * length, [i] * length) for i, length in enumerate((5, 30, 7, 7, 12, 3, 64, 9))]
+    rows = [
+        Row(
+            item_id="x",
+            reward=1.0,
+            token_ids=np.full(length, i, dtype=np.int32),
+            mask=np.ones(length, dtype=bool),
+        )
+        for i, length in enumerate((5, 30, 7, 7, 12, 3, 64, 9))
+    ]
     epoch = list(sft.batches(rows, batch_tokens=32, generator=torch.Generator().manual_seed(0)))
-    assert sorted(row[0][0] for batch in epoch for row in batch) == list(range(8))
+    assert sorted(int(row.token_ids[0]) for batch in epoch for row in batch) == list(range(8))
     for batch in epoch:
-        assert len(batch) == 1 or len(batch) * max(len(ids) for ids, _ in batch) <= 32
+        longest = max(len(row.token_ids) for row in batch)
+        assert len(batch) == 1 or len(batch) * longest <= 32
 
 
 def test_the_rate_warms_up_and_falls_to_a_tenth() -> None:
@@ -104,32 +79,19 @@ def test_the_rate_warms_up_and_falls_to_a_tenth() -> None:
 
 @pytest.mark.slow
 def test_the_loss_falls_on_a_toy_corpus_and_what_is_not_trained_is_not_learnt() -> None:
-    rows = sft.encode_all(TOKENIZER, CORPUS, max_tokens=128)
+    rows = rows_of(*CORPUS)
     model = make_policy(TINY, TOKENIZER, seed=0)
-    losses = sft.train(model, rows, TINY, LearnerSection(), seed=0)
+    losses = sft.train(model, rows, TINY, LearnerSection(warmup_steps=0), seed=0)
     assert len(losses) == 40
     assert losses[0] < 1.05 * math.log(model.config.vocab_size)
     assert losses[-1] < 0.3
-    ids, labels = (torch.tensor([column]) for column in rows[0])
+    ids = torch.from_numpy(rows[0].token_ids.astype(np.int64))[None]
     with torch.no_grad():
         logprobs = model(input_ids=ids).logits[0, :-1].float().log_softmax(-1)
     chosen = logprobs.gather(1, ids[0, 1:, None])[:, 0]
-    is_trained = labels[0, 1:] != sft.IGNORED
+    is_trained = torch.from_numpy(rows[0].mask[1:])
     assert -chosen[is_trained].mean() < 0.3
     assert -chosen[~is_trained].mean() > 2.0
-
-
-def test_padding_and_company_do_not_change_the_loss() -> None:
-    rows = sft.encode_all(TOKENIZER, CORPUS[:2], max_tokens=128)
-    ids, labels, attention = sft._pad(rows, torch.device("cpu"))
-    short = min(len(row) for row, _ in rows)
-    assert attention.sum(1).tolist() == [len(row) for row, _ in rows]
-    assert set(labels[1, short:].tolist()) == {sft.IGNORED}
-    model = make_policy(TINY, TOKENIZER, seed=0).eval()
-    with torch.no_grad():
-        together = model(input_ids=ids, attention_mask=attention).logits[1, :short]
-        alone = model(input_ids=ids[1:, :short]).logits[0]
-    torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -158,5 +120,6 @@ def test_a_policy_from_nothing_is_written_where_it_can_be_loaded(tmp_path: Path)
 def test_no_conversation_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "empty.jsonl"
     path.write_text("\n")
-    with pytest.raises(ConfigError, match="holds no conversation"):
-        sft.run(RunConfig(), path)
+    cfg = RunConfig(sft=TINY, learner=LearnerSection(device="cpu"))
+    with pytest.raises(ConfigError, match=r"sft\.demonstrations=.*holds no episode"):
+        sft.run(cfg, path)

@@ -1,0 +1,68 @@
+"""The action within a model's text, found as each AgentGym client finds it."""
+
+import re
+from dataclasses import dataclass
+
+from envhub.agentgym.dialects import Dialect, Extraction
+from envhub.env import Style
+
+MARK = "Action:"
+END_OF_TEXT = "</s>"
+SEVERAL_ACTIONS = "Error: Only one 'Action' is allowed per response. Please adjust your response."
+NO_FENCE = (
+    "Cannot parse action from response. Your action should be inside triple backticks (```). "
+    "Please adjust accordingly."
+)
+ACTION_LINE = re.compile(r"Action:\s*([^\n]*)")
+FENCE = re.compile(r"```.*?```", re.DOTALL)
+NOT_PLAIN = re.compile(r"[^A-Za-z0-9, ]+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extracted:
+    """The action to send, or what the agent is told instead of sending anything."""
+
+    action: str = ""
+    complaint: str = ""
+
+
+def extract(dialect: Dialect, text: str, style: Style) -> Extracted:
+    """Returns what of `text` is the action.
+
+    In AgentGym's style a text without the expected marks yields what AgentGym's client would
+    send, often nothing. In the compact style such a text is taken as the action itself.
+    """
+    text = text.removesuffix(END_OF_TEXT)
+    is_bare = style is Style.COMPACT and MARK not in text and "```" not in text
+    match dialect.extraction:
+        case Extraction.ONE_ACTION:
+            return _one_action(text, is_bare=is_bare)
+        case Extraction.LAST_ACTION:
+            return Extracted(action=_last_action(text, is_bare=is_bare))
+        case Extraction.FIRST_ACTION:
+            parts = text.split(MARK)
+            return Extracted(action=parts[min(1, len(parts) - 1)].strip())
+        case Extraction.SQL_BLOCK:
+            return Extracted(action=text.rpartition("```sql")[2].partition("```")[0].strip())
+        case Extraction.FENCED:
+            if is_bare:
+                return Extracted(action=f"```{text.strip()}```")
+            is_fenced = FENCE.search(text) is not None
+            return Extracted(action=text) if is_fenced else Extracted(complaint=NO_FENCE)
+        case Extraction.WHOLE:
+            return Extracted(action=text)
+
+
+def _one_action(text: str, *, is_bare: bool) -> Extracted:
+    lines = [" ".join(text.split())] if is_bare else ACTION_LINE.findall(text)
+    if len(lines) > 1:
+        return Extracted(complaint=SEVERAL_ACTIONS)
+    plain = NOT_PLAIN.sub("", lines[0]) if lines else ""
+    return Extracted(action=" ".join(plain.split()))
+
+
+def _last_action(text: str, *, is_bare: bool) -> str:
+    if MARK in text:
+        return text.rpartition(MARK)[2].strip()
+    is_action = is_bare or "search[" in text or "click[" in text
+    return text.strip() if is_action else ""

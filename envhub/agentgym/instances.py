@@ -1,0 +1,180 @@
+"""AgentGym's instances: whole numbers that stay while episode after episode is played in them."""
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from envhub.env import EnvSpec, StepResult, Style, UnknownItem
+from envhub.errors import CapacityFull, SessionUnknown
+from envhub.sessions import Sessions
+
+ID_BITS = 53  # what a JSON number holds exactly everywhere
+MAX_SWEEP_S = 30.0
+
+
+class InstanceUnknown(LookupError):
+    """No such instance: never made, closed, or its lease ran out."""
+
+
+class NotReset(RuntimeError):
+    """The instance has no episode yet."""
+
+
+class EpisodeOver(RuntimeError):
+    """The instance's episode has ended, and it takes no more steps."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Instance:
+    """One instance and its present episode; `session_id` is None between episodes."""
+
+    expires_at_s: float
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    session_id: str | None = None
+    item_id: str = ""
+    first_observation: str = ""
+    answer: StepResult | None = None
+    score: float = 0.0
+
+
+class Instances:
+    """The instances of one environment, each with at most one session of the hub.
+
+    Example: two requests step instance 5 at once. The second waits for the first, then takes the
+    next step. A third closes 5 meanwhile: it waits too, and whoever comes after finds no 5.
+    An instance that nobody asks for lives `lease_s`; a timer, set while there are any, ends it.
+    """
+
+    def __init__(
+        self,
+        spec: EnvSpec,
+        sessions: Sessions,
+        *,
+        lease_s: float,
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._spec = spec
+        self._sessions = sessions
+        self._lease_s = lease_s
+        self._now_s = now_s
+        self._instances: dict[int, Instance] = {}  # the longest unused one first
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __len__(self) -> int:
+        return len(self._instances)
+
+    def add(self) -> int:
+        """Returns the number of a new instance, random since it is all that protects it.
+
+        Raises:
+            CapacityFull: a session for it could not be had now. AgentGym's trainer asks again
+                after a refused create, but a refused reset ends its run.
+        """
+        self.expire()
+        capacity = self._sessions.lodging.capacity(self._spec)
+        num_used = max(len(self._instances), self._sessions.num_live[self._spec.name])
+        if num_used >= capacity:
+            raise CapacityFull(f"{self._spec.name} has all its {capacity} sessions in use")
+        number = secrets.randbits(ID_BITS)
+        self._instances[number] = Instance(expires_at_s=self._now_s() + self._lease_s)
+        self._set_timer()
+        return number
+
+    def find(self, number: int) -> Instance:
+        """Returns an instance and renews its lease.
+
+        Raises:
+            InstanceUnknown.
+        """
+        now_s = self._now_s()
+        instance = self._instances.get(number)
+        if instance is None or instance.expires_at_s <= now_s:
+            raise InstanceUnknown(f"The id {number} is not valid.")
+        instance.expires_at_s = now_s + self._lease_s
+        self._instances[number] = self._instances.pop(number)
+        return instance
+
+    async def reset(self, number: int, index: int) -> Instance:
+        """Starts the episode of AgentGym's data index and returns its instance.
+
+        Raises:
+            InstanceUnknown, UnknownItem, and what `Sessions.create` raises.
+        """
+        instance = self.find(number)
+        async with instance.lock:
+            await self._end_session(instance)
+            if self._spec.from_agentgym is None:
+                raise UnknownItem(f"{self._spec.name} has no items by AgentGym's numbers")
+            item_id = self._spec.from_agentgym(index)
+            session_id, observation = await self._sessions.create(
+                self._spec.name, item_id, seed=0, style=Style.AGENTGYM
+            )
+            instance.session_id = session_id
+            instance.item_id, instance.first_observation = item_id, observation
+            instance.answer, instance.score = None, 0.0
+            if self._instances.get(number) is not instance:  # closed while it was being reset
+                await self._end_session(instance)
+                raise InstanceUnknown(f"The id {number} is not valid.")
+            return instance
+
+    async def step(
+        self, number: int, action: str, *, refuses_after_done: bool
+    ) -> tuple[Instance, StepResult]:
+        """Performs a step and returns its result; after the end, the last one stands.
+
+        Raises:
+            InstanceUnknown, NotReset, EpisodeOver, and what `Sessions.step` raises.
+        """
+        instance = self.find(number)
+        async with instance.lock:
+            if instance.session_id is None:
+                raise NotReset
+            if instance.answer is not None and instance.answer.done:
+                if refuses_after_done:
+                    raise EpisodeOver(f"The task with environment {number} has finished.")
+                return instance, instance.answer
+            try:
+                result = await self._sessions.step(instance.session_id, action)
+            except SessionUnknown as error:
+                instance.session_id = None
+                raise InstanceUnknown(f"The episode of {number} is gone.") from error
+            instance.answer = result
+            return instance, result
+
+    async def close(self, number: int) -> bool:
+        """Ends an instance; False when there is none of that number."""
+        instance = self._instances.pop(number, None)
+        if instance is None:
+            return False
+        async with instance.lock:
+            await self._end_session(instance)
+        return True
+
+    def expire(self) -> None:
+        """Forgets the instances whose lease has run out; their sessions' own leases end those."""
+        now_s = self._now_s()
+        while self._instances:
+            number, instance = next(iter(self._instances.items()))
+            if instance.expires_at_s > now_s:
+                return
+            del self._instances[number]
+
+    def _set_timer(self) -> None:
+        if self._timer is None and self._instances:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(min(self._lease_s, MAX_SWEEP_S), self._sweep)
+
+    def _sweep(self) -> None:
+        self._timer = None
+        self.expire()
+        self._set_timer()
+
+    async def _end_session(self, instance: Instance) -> None:
+        if instance.session_id is None:
+            return
+        session_id, instance.session_id = instance.session_id, None
+        with contextlib.suppress(SessionUnknown):  # its own lease may have ended it already
+            await self._sessions.delete(session_id)

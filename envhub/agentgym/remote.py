@@ -1,0 +1,257 @@
+"""An AgentGym server as an environment of ours: `env.url=http://... env.dialect=<name>`."""
+
+import asyncio
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping
+from typing import TypeVar
+
+from common.config_envs import RemoteOptions
+from common.errors import ConfigError
+from envhub.agentgym.connection import CLOSE_TIMEOUT_S, Connection, RemoteFailure, max_sessions
+from envhub.agentgym.dialects import ALFWORLD, BABYAI, DIALECTS, SCIWORLD, WEBARENA, WORDLE, Dialect
+from envhub.agentgym.extraction import extract
+from envhub.agentgym.instructions import instruction
+from envhub.agentgym.replies import RESET_FAILED
+from envhub.env import EnvSpec, Isolation, StepResult, Style, SubsetSpec, nearest, parse_item
+
+T = TypeVar("T")
+
+SUBSET = "all"
+URL = re.compile(r"https?://[^/\s]+(/\S*)?")
+OFFERED = re.compile(r"^Available actions: (\[.*\])\s*$", re.MULTILINE)
+PICK_UP = re.compile(r"pick up\b", re.IGNORECASE)  # BabyAI's prompt says so, its server does not
+
+
+class RemoteEnv:
+    """One episode on an AgentGym server. Its items are numbered there: 0.. train, then test."""
+
+    def __init__(
+        self, connection: Connection, subset: SubsetSpec, style: Style, *, timeout_s: float
+    ) -> None:
+        self._connection = connection
+        self._dialect = connection.dialect
+        self._subset = subset
+        self._style = style
+        self._timeout_s = timeout_s
+        self._number: int | None = None
+        self._is_sound = False  # no call is running, and none has failed
+        self._first = self._observation = ""
+        self._offered: list[str] = []
+        self._reward = 0.0
+        self._is_done = False
+
+    async def reset(self, item_id: str, seed: int) -> str:
+        """Starts an item; the server's data alone fixes the task, so `seed` is unused.
+
+        Raises:
+            UnknownItem, EnvFailure.
+        """
+        item = parse_item(item_id, {SUBSET: self._subset})
+        index = item.index + (self._subset.num_train if item.split == "test" else 0)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                self._first = self._observation = await self._begin(index)
+        except TimeoutError as error:
+            raise self._slow(f"the reset of item {index}") from error
+        self._is_sound = True
+        return self._first
+
+    async def step(self, action: str) -> StepResult:
+        """Sends the action that AgentGym's client would find in the text.
+
+        Raises:
+            EnvFailure: the server failed; the action may have been performed.
+        """
+        if self._is_done or not self._is_sound:
+            raise RuntimeError("step before reset, or after the episode has ended")
+        extracted = extract(self._dialect, action, self._style)
+        if extracted.complaint:
+            return self._result(extracted.complaint, is_valid=False)
+        sent = extracted.action
+        if self._dialect is BABYAI:
+            sent = PICK_UP.sub("pickup", sent, count=1)
+        self._is_sound = False
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                reply = await self._post("step", {"action": sent})
+        except TimeoutError as error:
+            raise self._slow("a step") from error
+        result = self._read(reply, sent)
+        self._is_sound = True
+        return result
+
+    async def valid_actions(self) -> list[str]:
+        """Returns what the last reply offered; [] where the server does not say."""
+        return list(self._dialect.moves or self._offered) if not self._is_done else []
+
+    async def expert_action(self) -> str | None:
+        """Returns None: the servers have no expert."""
+        return None
+
+    async def render(self) -> str:
+        """Returns the last observation."""
+        return self._observation
+
+    async def fingerprint(self) -> str:
+        """Returns the hash of the first observation, which is all that can be seen from here."""
+        return hashlib.sha256(self._first.encode(errors="surrogatepass")).hexdigest()
+
+    async def close(self) -> None:
+        """Gives the instance back."""
+        number, self._number = self._number, None
+        if number is not None:
+            await self._connection.give_back(number, is_sound=self._is_sound)
+
+    async def _begin(self, index: int) -> str:
+        """Resets an instance; a kept one that the server has forgotten is replaced once."""
+        self._number, is_used = await self._connection.take()
+        try:
+            return await self._reset(self._number, index)
+        except RemoteFailure:
+            if not is_used:
+                raise
+        await self.close()
+        self._number, _ = await self._connection.take()
+        return await self._reset(self._number, index)
+
+    async def _reset(self, number: int, index: int) -> str:
+        """Returns the first observation as AgentGym's client puts it together."""
+        dialect = self._dialect
+        fields = {dialect.item_key: index} | dict(dialect.reset_extra)
+        reply = await self._connection.post("reset", number, fields)
+        if dialect is WEBARENA and self._field(reply, "observation", str) == RESET_FAILED:
+            raise self._connection.failure(f"cannot reset item {index}")
+        if dialect.is_first_by_get:
+            return self._text(await self._connection.get("observation", number), "GET observation")
+        if dialect is WORDLE:
+            words = await self._connection.get("filtered_vocab", number)
+            return "The vocabulary:\n" + "\n".join(self._texts(words, "GET filtered_vocab"))
+        first = self._field(reply, "observation", str)
+        self._offered = self._offers(reply, first)
+        if dialect is SCIWORLD:
+            return f"{self._field(reply, 'task_description', str)}\n{first}"
+        if dialect is ALFWORLD:
+            return f"{first}\nAVAILABLE ACTIONS: {','.join(self._offered)}"
+        return first
+
+    async def _post(self, verb: str, fields: Mapping[str, object]) -> object:
+        assert self._number is not None
+        return await self._connection.post(verb, self._number, fields)
+
+    def _read(self, reply: object, sent: str) -> StepResult:
+        dialect = self._dialect
+        observation = self._field(reply, dialect.observation_key, str)
+        is_done = self._field(reply, dialect.done_key, bool)
+        is_valid = not observation.startswith(dialect.invalid_marks or ("\0",))
+        if is_valid and not is_done and not observation.startswith(dialect.sound_mark):
+            raise self._connection.failure(f"a step answered {observation[:200]!r}")
+        value = self._score(reply)
+        if dialect.moves:
+            is_valid = sent in dialect.moves
+        if dialect is WEBARENA and not is_done:  # its reward says whether the action was executed
+            is_valid, value = value > 0, 0.0
+        self._reward = min(max(value / dialect.max_score, 0.0), 1.0)
+        self._is_done = is_done
+        self._offered = self._offers(reply, observation)
+        return self._result(observation, is_valid=is_valid)
+
+    def _result(self, observation: str, *, is_valid: bool) -> StepResult:
+        """Returns the result of a step; the score of the episode stays where it was."""
+        self._observation = observation
+        return StepResult(
+            observation=observation,
+            reward=self._reward,
+            done=self._is_done,
+            is_valid=is_valid,
+        )
+
+    def _offers(self, reply: object, observation: str) -> list[str]:
+        if self._dialect is ALFWORLD:
+            actions = self._field(reply, "available_actions", list)
+            return self._texts(actions, "available_actions")
+        listed = OFFERED.search(observation) if self._dialect is BABYAI else None
+        try:
+            return self._texts(json.loads(listed[1]), "Available actions") if listed else []
+        except ValueError:
+            return []  # only a hint
+
+    def _field(self, reply: object, key: str, kind: type[T]) -> T:
+        value = reply.get(key) if isinstance(reply, dict) else None
+        if not isinstance(value, kind):
+            shown = json.dumps(reply)[:200]
+            raise self._connection.failure(f"an answer lacks a proper {key!r}: {shown}")
+        return value
+
+    def _score(self, reply: object) -> float:
+        key = self._dialect.score_key
+        value = reply.get(key) if isinstance(reply, dict) else None
+        if not isinstance(value, int | float) or math.isnan(value):
+            raise self._connection.failure(f"a step answered {value!r} as its {key!r}")
+        return float(value)
+
+    def _text(self, reply: object, what: str) -> str:
+        if not isinstance(reply, str):
+            raise self._connection.failure(f"{what} is no text: {json.dumps(reply)[:200]}")
+        return reply
+
+    def _texts(self, reply: object, what: str) -> list[str]:
+        if not isinstance(reply, list):
+            raise self._connection.failure(f"{what} is no list: {json.dumps(reply)[:200]}")
+        return [self._text(each, what) for each in reply]
+
+    def _slow(self, what: str) -> RemoteFailure:
+        return self._connection.failure(f"{what} took more than {self._timeout_s:g} s")
+
+
+def check(remote: RemoteOptions) -> list[str]:
+    """Returns what is wrong with the options, with the remedy; asks no server."""
+    lines: list[str] = []
+    if remote.dialect not in DIALECTS:
+        known = nearest(remote.dialect, list(DIALECTS))
+        lines.append(f"env.dialect={remote.dialect!r} is unknown; the nearest is {known!r}")
+    if not URL.fullmatch(remote.url):
+        lines.append(f"env.url={remote.url!r} is no URL; give one such as http://10.0.0.5:36001")
+    return lines
+
+
+def make_spec(remote: RemoteOptions) -> EnvSpec:
+    """Returns the catalogue entry of an AgentGym server, named after its dialect.
+
+    Raises:
+        ConfigError: an unknown dialect, or no URL.
+    """
+    problems = check(remote)
+    if problems:
+        raise ConfigError("; ".join(problems))
+    dialect = DIALECTS[remote.dialect]
+    subset = _subset(dialect, remote)
+    connection = Connection(dialect, remote)
+
+    def make(style: Style) -> RemoteEnv:
+        return RemoteEnv(connection, subset, style, timeout_s=remote.timeout_s)
+
+    return EnvSpec(
+        name=dialect.name,
+        subsets={SUBSET: subset},
+        instruction={
+            style: instruction(dialect.name, dialect.extraction, style) for style in Style
+        },
+        make=make,
+        isolation=Isolation.TASK,
+        sessions_per_worker=max_sessions(dialect, remote),
+        step_timeout_s=remote.timeout_s + CLOSE_TIMEOUT_S,
+        stop=connection.stop,
+    )
+
+
+def _subset(dialect: Dialect, remote: RemoteOptions) -> SubsetSpec:
+    """Returns the sizes asked for, both scaled down alike where the server has fewer items."""
+    num_asked = remote.num_train + remote.num_test
+    num_items = min(num_asked, dialect.num_items or num_asked)
+    num_test = remote.num_test * num_items // max(num_asked, 1)
+    if remote.num_test and num_items > 1:
+        num_test = max(num_test, 1)
+    return SubsetSpec(num_train=num_items - num_test, num_test=num_test, max_turns=remote.max_turns)

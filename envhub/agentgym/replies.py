@@ -1,0 +1,108 @@
+"""What our episodes look like in each dialect of AgentGym."""
+
+from envhub.agentgym.dialects import (
+    BABYAI,
+    SCIWORLD,
+    SEARCHQA,
+    TEXTCRAFT,
+    WEBARENA,
+    WORDLE,
+    Dialect,
+    Faults,
+    ResetReply,
+)
+from envhub.agentgym.instances import Instance, NotReset
+from envhub.env import StepResult
+
+Json = dict[str, object]
+
+GOAL_MARK = "Your goal:"
+OBJECTIVE_MARK = "OBJECTIVE:"
+RESET_FAILED = "TimeoutError"  # by it, and only by it, WebArena's client knows a failed reset
+
+
+def create_reply(dialect: Dialect, number: int) -> Json | int:
+    """Returns the JSON that tells of a new instance."""
+    return number if dialect.is_create_bare else {dialect.instance_key: number}
+
+
+def reset_reply(dialect: Dialect, number: int, instance: Instance) -> Json | list | str:
+    """Returns the JSON that answers a reset; TextCraft's create is one, too."""
+    first = instance.first_observation
+    start: Json = {"reward": 0, "done": False}
+    if dialect.reset_reply is ResetReply.TEXT:
+        return first
+    if dialect.reset_reply is ResetReply.LIST:
+        return [first, None]
+    if dialect is TEXTCRAFT:
+        return {"id": number, "observation": first} | start
+    if dialect is BABYAI:
+        return {"observation": first, "score": 0, "deleted": False} | start
+    if dialect is SCIWORLD:  # its client puts the two together again
+        task, _, room = first.partition("\n")
+        told: Json = {"task_description": task, "observation": room}
+        return told | {"score": 0, "deleted": False} | start
+    if dialect is WORDLE:
+        return {"id": number, "observation": first}
+    if dialect is WEBARENA:
+        subset = instance.item_id.partition("-")[0]
+        return {"observation": first, "sites": [subset], "object": _line_of(first, OBJECTIVE_MARK)}
+    return {"observation": first}
+
+
+def step_reply(dialect: Dialect, instance: Instance, result: StepResult) -> Json:
+    """Returns the JSON that answers a step, and adds it to the instance's score."""
+    reward = result.reward * dialect.max_score
+    if result.done and not reward:
+        reward = dialect.lost_reward
+    told: Json = {dialect.observation_key: result.observation, dialect.done_key: result.done}
+    told |= dict(dialect.step_extra)
+    if dialect is SCIWORLD:  # ours is the score so far, theirs what the step added to it
+        previous, instance.score = instance.score, round(reward)
+        return told | {"reward": instance.score - previous, "score": instance.score}
+    if dialect is BABYAI:
+        instance.score += reward
+        return told | {"reward": reward, "score": instance.score}
+    if dialect is WEBARENA and not result.done:  # theirs says here whether the action was executed
+        reward = float(result.is_valid)
+    return told | {"reward": reward}
+
+
+def observation_reply(dialect: Dialect, instance: Instance) -> Json | str:
+    """Returns the JSON of GET /observation.
+
+    Raises:
+        NotReset: there is none yet.
+    """
+    if instance.session_id is None and dialect is not BABYAI:
+        raise NotReset
+    first, answer = instance.first_observation, instance.answer
+    if dialect is SEARCHQA:  # always the question
+        return first
+    last = first if answer is None else answer.observation
+    if dialect is not BABYAI:
+        return last
+    if answer is not None:
+        last = f"{GOAL_MARK} {_line_of(first, GOAL_MARK)}\n{last}"
+    return {
+        "observation": last or "Environment not initialized",
+        "reward": answer.reward if answer else 0,
+        "score": instance.score,
+        "done": answer.done if answer else False,
+        "deleted": False,
+    }
+
+
+def fault_reply(dialect: Dialect, text: str, *, is_reset: bool = False) -> Json:
+    """Returns the JSON of status 200 with which a server refuses; not for Faults.STATUS."""
+    if dialect.faults is Faults.ERROR_KEY:
+        return {"error": text}
+    if is_reset:
+        return {"observation": RESET_FAILED, "sites": "Error", "object": "Error"}
+    told: Json = {"observation": text, "reward": 0, dialect.done_key: False}
+    return told | dict(dialect.step_extra)
+
+
+def _line_of(text: str, mark: str) -> str:
+    """Returns the rest of the line after a mark; "" when it is not there."""
+    return text.partition(mark)[2].partition("\n")[0].strip()

@@ -1,0 +1,185 @@
+"""AgentGym's routes: its unmodified clients play our environments under /agentgym/<env>."""
+
+import json
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Any
+
+from fastapi import FastAPI, Query, Request, Response
+from pydantic import BaseModel, Field, create_model
+
+from envhub.agentgym.dialects import SERVED, WORDLE, Dialect, Faults
+from envhub.agentgym.instances import EpisodeOver, Instances, InstanceUnknown, NotReset
+from envhub.agentgym.replies import (
+    create_reply,
+    fault_reply,
+    observation_reply,
+    reset_reply,
+    step_reply,
+)
+from envhub.bodies import body_of, parse_body
+from envhub.env import UnknownItem
+from envhub.envs.wordle.words import VOCABULARY
+from envhub.errors import CapacityFull, EnvRaised, EnvTimeout
+from envhub.registry import Registry
+from envhub.sessions import Sessions
+
+LEASE_S = 600.0
+MAX_NUMBER = 2**53
+
+Number = Annotated[int, Field(ge=-MAX_NUMBER, le=MAX_NUMBER)]
+
+
+def add_agentgym_routes(
+    app: FastAPI, sessions: Sessions, registry: Registry, *, lease_s: float = LEASE_S
+) -> None:
+    """Mounts /agentgym/<env>/... for each environment of the registry that AgentGym knows.
+
+    A client's base URL is the hub's URL + "/agentgym/<env>". What is not the client's doing (an
+    environment's crash, its deadline, a full hub) is answered with the hub's own status codes.
+
+    Args:
+        app: the hub.
+        sessions: holds the episodes.
+        registry: what the hub offers; a driven AgentGym server is not served once more.
+        lease_s: how long an instance that nobody asks for lives.
+    """
+    for dialect in SERVED:
+        if dialect.name in registry.names and dialect.name != registry.remote.dialect:
+            instances = Instances(registry.spec(dialect.name), sessions, lease_s=lease_s)
+            _add_routes(app, _Desk(dialect, instances))
+
+
+def _add_routes(app: FastAPI, desk: "_Desk") -> None:
+    dialect = desk.dialect
+    base = f"/agentgym/{dialect.name}"
+    instance: dict[str, Any] = {dialect.instance_key: (Number, ...)}
+    # TextCraft alone does not need a data index.
+    index: dict[str, Any] = {dialect.item_key: (Number, 0 if desk.resets_at_create else ...)}
+    bodies = {
+        "create": (desk.create, {key: (Number, ...) for key in dialect.create_body or ()}),
+        "reset": (desk.reset, instance | index),
+        "step": (desk.step, instance | {"action": (str, ...)}),
+        "close": (desk.close, instance),
+    }
+    for verb, (handle, fields) in bodies.items():
+        model = create_model(f"{dialect.name}_{verb}", **fields)
+        has_body = verb != "create" or dialect.create_body is not None
+        app.post(
+            f"{base}/{verb}",
+            tags=["agentgym"],
+            operation_id=f"agentgym_{dialect.name}_{verb}",
+            openapi_extra=body_of(model) if has_body else None,
+        )(_route(handle, model if has_body else None))
+    for path, handle in desk.looks().items():
+        operation_id = f"agentgym_{dialect.name}_{path[1:] or 'greet'}"
+        app.get(base + path, tags=["agentgym"], operation_id=operation_id)(handle)
+
+
+def _route(
+    handle: Callable[[Any], Awaitable[Response]], model: type[BaseModel] | None
+) -> Callable[[Request], Awaitable[Response]]:
+    """Returns a route that hands its body over as `model`; with None it does not look at it."""
+
+    async def route(request: Request) -> Response:
+        return await handle(parse_body(model, await request.body()) if model else None)
+
+    return route
+
+
+class _Desk:
+    """Answers the requests for one environment."""
+
+    def __init__(self, dialect: Dialect, instances: Instances) -> None:
+        self.dialect = dialect
+        self._instances = instances
+        self.resets_at_create = dialect.create_body == {}
+
+    def looks(self) -> dict[str, Callable[..., Awaitable[Response]]]:
+        """Returns the GET routes by path."""
+        query = Query(alias=self.dialect.instance_key, ge=-MAX_NUMBER, le=MAX_NUMBER)
+
+        async def greet() -> Response:
+            is_plain = self.dialect.faults is not Faults.ERROR_KEY
+            return _json("ok" if is_plain else f"This is environment {self.dialect.title}.")
+
+        async def observation(number: int = query) -> Response:
+            try:
+                return _json(observation_reply(self.dialect, self._instances.find(number)))
+            except InstanceUnknown as error:
+                return self._look_refused(str(error))
+            except NotReset:
+                return self._look_refused(self.dialect.error_before_reset)
+
+        async def filtered_vocab(number: int = query) -> Response:
+            try:
+                self._instances.find(number)
+            except InstanceUnknown as error:
+                return self._look_refused(str(error))
+            return _json(list(VOCABULARY))
+
+        looks: dict[str, Callable[..., Awaitable[Response]]]
+        looks = {"": greet, "/observation": observation}
+        if self.dialect is WORDLE:
+            looks["/filtered_vocab"] = filtered_vocab
+        return looks
+
+    async def create(self, _: BaseModel | None) -> Response:
+        number = self._instances.add()
+        if not self.resets_at_create:
+            return _json(create_reply(self.dialect, number))
+        try:
+            instance = await self._instances.reset(number, number)
+        except BaseException:
+            await self._instances.close(number)
+            raise
+        return _json(reset_reply(self.dialect, number, instance))
+
+    async def reset(self, body: BaseModel) -> Response:
+        number, index = self._number(body), getattr(body, self.dialect.item_key)
+        is_told = self.dialect.faults is Faults.OBSERVATION  # even of what the hub could not help
+        try:
+            instance = await self._instances.reset(number, index)
+        except (InstanceUnknown, UnknownItem) as error:
+            return self._refused(str(error), is_reset=True)
+        except (CapacityFull, EnvRaised, EnvTimeout) as error:
+            if not is_told:
+                raise
+            return self._refused(str(error), is_reset=True)
+        return _json(reset_reply(self.dialect, number, instance))
+
+    async def step(self, body: Any) -> Response:
+        number = self._number(body)
+        refuses = self.dialect.refuses_after_done
+        try:
+            instance, result = await self._instances.step(
+                number, body.action, refuses_after_done=refuses
+            )
+        except NotReset:
+            return self._refused(self.dialect.error_before_reset)
+        except (InstanceUnknown, EpisodeOver) as error:
+            return self._refused(str(error))
+        return _json(step_reply(self.dialect, instance, result))
+
+    async def close(self, body: BaseModel) -> Response:
+        number = self._number(body)
+        is_closed = await self._instances.close(number)
+        if self.dialect.faults is not Faults.OBSERVATION:
+            return _json(is_closed)
+        return _json({"closed": "closed" if is_closed else f"Close Env {number} Error: unknown"})
+
+    def _number(self, body: BaseModel) -> int:
+        return getattr(body, self.dialect.instance_key)
+
+    def _refused(self, text: str, *, is_reset: bool = False) -> Response:
+        if self.dialect.faults is Faults.STATUS:
+            return _json({"detail": text}, status=404)
+        return _json(fault_reply(self.dialect, text, is_reset=is_reset))
+
+    def _look_refused(self, text: str) -> Response:
+        if self.dialect.faults is Faults.ERROR_KEY:
+            return _json(fault_reply(self.dialect, text))
+        return _json({"detail": text}, status=404)
+
+
+def _json(content: object, *, status: int = 200) -> Response:
+    return Response(json.dumps(content), status_code=status, media_type="application/json")

@@ -1,0 +1,163 @@
+"""What clients send and get, and how a body is read."""
+
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from envhub.env import Style
+
+MAX_SEED = 2**63 - 1
+MAX_NAME_CHARS = 200
+MAX_BATCH = 1024
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+class BadBody(ValueError):
+    """The body is not what the route takes; the text says where and why."""
+
+
+class CreateRequest(BaseModel):
+    """Body of POST /v1/sessions."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    env: str = Field(max_length=MAX_NAME_CHARS)
+    item_id: str = Field(max_length=MAX_NAME_CHARS)
+    seed: int = Field(default=0, ge=0, le=MAX_SEED)
+    style: Style = Style.COMPACT
+
+
+class StepRequest(BaseModel):
+    """Body of POST /v1/sessions/{id}/step; `seq` starts at 1 and grows by one."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    action: str
+    seq: int = Field(ge=1, le=MAX_SEED)
+
+
+class BatchStepRequest(StepRequest):
+    """One entry of POST /v1/step/batch."""
+
+    session_id: str = Field(max_length=MAX_NAME_CHARS)
+
+
+class Created(BaseModel):
+    """A new session."""
+
+    session_id: str
+    observation: str
+
+
+class Stepped(BaseModel):
+    """What one action led to; `is_valid` is False when the text was no executable action."""
+
+    observation: str
+    reward: float = Field(ge=0, le=1)
+    done: bool
+    is_valid: bool
+
+
+class Hint(BaseModel):
+    """Actions that would be executed now, and the expert's; null when it knows none."""
+
+    valid_actions: list[str]
+    expert_action: str | None
+
+
+class Rendered(BaseModel):
+    """The state for people, and a hash of the state at reset."""
+
+    text: str
+    fingerprint: str
+
+
+class Failed(BaseModel):
+    """Why a request was not served."""
+
+    detail: str
+
+
+class CreatedEntry(BaseModel):
+    """One entry of a batch's answer: `status` as of the single route, and its fields."""
+
+    status: int
+    session_id: str | None = None
+    observation: str | None = None
+    detail: str | None = None
+
+
+class SteppedEntry(BaseModel):
+    """One entry of a batch's answer: `status` as of the single route, and its fields."""
+
+    status: int
+    observation: str | None = None
+    reward: float | None = None
+    done: bool | None = None
+    is_valid: bool | None = None
+    detail: str | None = None
+
+
+_BATCH = TypeAdapter(Annotated[list[Any], Field(max_length=MAX_BATCH)])
+
+
+def parse_body(model: type[Model], raw: bytes) -> Model:
+    """Returns the body of a request.
+
+    Raises:
+        BadBody: no JSON, or not of that form.
+    """
+    try:
+        return model.model_validate_json(raw)
+    except ValidationError as error:
+        raise BadBody(_explain(error)) from error
+
+
+def parse_entry(model: type[Model], entry: object) -> Model:
+    """Returns one entry of a batch. Raises BadBody."""
+    try:
+        return model.model_validate(entry)
+    except ValidationError as error:
+        raise BadBody(_explain(error)) from error
+
+
+def parse_batch(raw: bytes) -> list[Any]:
+    """Returns the entries of a batch, each still to be checked.
+
+    Raises:
+        BadBody: no JSON list, or longer than MAX_BATCH.
+    """
+    try:
+        return _BATCH.validate_json(raw)
+    except ValidationError as error:
+        raise BadBody(_explain(error)) from error
+
+
+def _explain(error: ValidationError) -> str:
+    """Returns the problems in words, without echoing what was sent."""
+    problems = error.errors(include_url=False, include_context=False, include_input=False)
+    return "; ".join(
+        ": ".join(filter(None, [".".join(str(part)[:40] for part in each["loc"]), each["msg"]]))
+        for each in problems[:5]
+    )
+
+
+def body_of(model: type[BaseModel], *, is_list: bool = False) -> dict[str, Any]:
+    """Returns the OpenAPI entry of a route that reads such a body by itself."""
+    schema: dict[str, Any] = model.model_json_schema()
+    schema = _inlined(schema, schema.pop("$defs", {}))
+    if is_list:
+        schema = {"type": "array", "items": schema, "maxItems": MAX_BATCH}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def _inlined(schema: Any, definitions: dict[str, Any]) -> Any:
+    if isinstance(schema, list):
+        return [_inlined(each, definitions) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if "$ref" in schema:
+        rest = {key: value for key, value in schema.items() if key != "$ref"}
+        return {**definitions[schema["$ref"].rpartition("/")[2]], **rest}
+    return {key: _inlined(value, definitions) for key, value in schema.items()}

@@ -1,0 +1,216 @@
+"""MiniWoB++ pages played through their accessibility tree in a real browser."""
+
+import hashlib
+from collections.abc import Callable
+
+from common.config_envs import EnvsSection
+from envhub.env import (
+    EnvFailure,
+    EnvSpec,
+    Isolation,
+    StepResult,
+    Style,
+    TaskSpec,
+    action_text,
+    parse_item,
+)
+from envhub.envs.miniwob import experts, pages
+from envhub.envs.miniwob.view import PageView
+from envhub.envs.miniwob.world import HOST, MiniwobWorld
+from envhub.web import tree
+from envhub.web.actions import (
+    Action,
+    InvalidAction,
+    Kind,
+    describe,
+    fenced,
+    in_answer_format,
+    instruction_lines,
+    parse,
+)
+from envhub.web.browser import check_browser
+from envhub.web.session import WebSession
+
+KINDS = frozenset({Kind.CLICK, Kind.HOVER, Kind.TYPE, Kind.PRESS, Kind.SCROLL, Kind.DRAG})
+MAX_WORDS = 1500
+POOLS = pages.pools(experts.BY_PAGE)
+SUBSETS = pages.subset_specs(POOLS)
+ENDING = {True: "The task is completed.", False: "The task has failed."}
+COMPACT_INSTRUCTION = (
+    "You use a small web page to reach the goal. The page is given as lines; [number] is the id "
+    f"of an element. Answer with one action:\n{instruction_lines(KINDS)}"
+)
+AGENTGYM_INSTRUCTION = (
+    "You control a web browser and must reach the objective on the page that is shown to you as "
+    "an accessibility tree; every element has its id in square brackets. The actions you can "
+    f"take, with their parameters in square brackets:\n{instruction_lines(KINDS)}\n"
+    'Take one action at a time. Think first, beginning with "Let\'s think step-by-step", and '
+    'close with "In summary, the next action I will perform is" followed by the action between '
+    "triple backticks, for example ```click [12]```."
+)
+
+
+class MiniwobEnv:
+    """One episode on one page. The page's clock moves one second with every look.
+
+    Differs from the pages' own rules on purpose: there is no time limit and no reward for haste,
+    since results must not depend on the machine's speed; any raw reward above 0 is success.
+    """
+
+    def __init__(self, style: Style, world: MiniwobWorld) -> None:
+        self._style = style
+        self._world = world
+        self._session: WebSession | None = None
+        self._done = False
+        self._previous = "None"
+        self._taken: list[Action] = []
+
+    async def reset(self, item_id: str, seed: int = 0) -> str:
+        """Starts an item; `seed` is unused, since the item fixes everything."""
+        item = parse_item(item_id, SUBSETS)
+        self._page, chance = pages.page_and_seed(item, POOLS[item.subset])
+        await self.close()
+        self._session = await self._world.borrow()
+        self._session.dialogs.clear()
+        await self._session.open(f"http://{HOST}/miniwob/{self._page}.html")
+        await self._session.run("seed => __lsStart(seed)", chance)
+        self._done, self._previous, self._taken = False, "None", []
+        await self._look()
+        self._fingerprint = _fingerprint(self._page, self._snapshot)
+        return self._observation()
+
+    async def _look(self) -> None:
+        assert self._session is not None, "an episode is used before its reset"
+        self._snapshot = await self._session.look()
+        state = self._snapshot.state
+        if state is None:
+            raise EnvFailure(f"the page {self._page} is gone")
+        self._goal = state["goal"] if not state["isDone"] else self._goal
+        self._done = state["isDone"]
+        self._reward = 1.0 if state["isDone"] and state["reward"] > 0 else 0.0
+        self._shown = tree.shown_nodes(self._snapshot.nodes, only_in_view=False)
+        self._ids = {node.id for node in self._shown}
+
+    async def step(self, action: str) -> StepResult:
+        """Performs one action given as text."""
+        if self._done or self._session is None:
+            raise RuntimeError("step after the episode has ended")
+        problem = ""
+        try:
+            chosen = self._parse(action)
+            self._previous = describe(chosen)
+            await self._session.perform(chosen)
+            self._taken.append(chosen)
+        except InvalidAction as error:
+            problem = self._previous = str(error)
+        await self._look()
+        observation = self._observation()
+        return StepResult(
+            observation=observation, reward=self._reward, done=self._done, is_valid=not problem
+        )
+
+    def _parse(self, reply: str) -> Action:
+        text = fenced(reply) if self._style is Style.AGENTGYM else action_text(reply)
+        action = parse(text, KINDS)
+        for element in (action.element, action.target):
+            if element >= 0 and element not in self._ids:
+                raise InvalidAction(f"There is no element [{element}] in the observation.")
+        return action
+
+    def _observation(self) -> str:
+        if self._done:
+            return ENDING[self._reward > 0]
+        if self._style is Style.COMPACT:
+            lines = tree.compact_lines(self._shown, self._snapshot.nodes, ids=True)
+            text = f"goal: {self._goal}\n{tree.cut(lines, MAX_WORDS)}"
+            return text if self._previous == "None" else f"{text}\nlast: {self._previous}"
+        text = tree.cut(tree.agentgym_lines(self._shown), MAX_WORDS)
+        return (
+            f"OBSERVATION:\nTab 0 (current): {self._snapshot.title}\n\n{text}\n"
+            f"URL: {self._snapshot.url}\nOBJECTIVE: {self._goal}\n"
+            f"PREVIOUS ACTION: {self._previous}"
+        )
+
+    async def valid_actions(self) -> list[str]:
+        """Returns a click on every element, and texts from the goal for every field."""
+        if self._done:
+            return []
+        actions = []
+        for node in self._shown:
+            if node.role in ("textbox", "searchbox", "spinbutton", "combobox"):
+                words = [word.strip('".,') for word in self._goal.split()]
+                actions += [f"type [{node.id}] [{word}] [0]" for word in words if word]
+            actions.append(f"click [{node.id}]")
+        return [self._wrap(action) for action in actions]
+
+    async def expert_action(self) -> str | None:
+        """Returns what the page's expert does now; None where there is none for this page."""
+        solve: Callable[[PageView], str | None] | None = experts.BY_PAGE.get(self._page)
+        if self._done or solve is None:
+            return None
+        action = solve(PageView(self._goal, self._snapshot.nodes, tuple(self._taken)))
+        return action and self._wrap(action)
+
+    def _wrap(self, action: str) -> str:
+        return action if self._style is Style.COMPACT else in_answer_format(action)
+
+    async def render(self) -> str:
+        """Returns the goal and the whole tree."""
+        lines = tree.agentgym_lines(tree.shown_nodes(self._snapshot.nodes, only_in_view=False))
+        return "\n".join([f"{self._page}: {self._goal}", *lines])
+
+    async def fingerprint(self) -> str:
+        """Returns the hash of the page at reset."""
+        return self._fingerprint
+
+    async def close(self) -> None:
+        """Gives the tab back."""
+        session, self._session = self._session, None
+        if session is not None:
+            await self._world.give_back(session)
+
+
+def _fingerprint(page: str, snapshot: tree.Snapshot) -> str:
+    parts = [f"{node.role} {node.name} {node.states} {node.x} {node.y}" for node in snapshot.nodes]
+    return hashlib.sha256("\n".join([page, str(snapshot.state), *parts]).encode()).hexdigest()
+
+
+def check(options: EnvsSection) -> list[str]:
+    """Returns a line for each thing that is missing on this machine, with its remedy."""
+    lines = check_browser(options.browser)
+    if pages.pages_dir() is None:
+        lines.append(f"the pages of MiniWoB are not installed: {pages.REMEDY}")
+    return lines
+
+
+def make_spec(options: EnvsSection) -> EnvSpec:
+    """Returns MiniWoB's catalogue entry."""
+    world = MiniwobWorld(options.browser)
+    return EnvSpec(
+        name="miniwob",
+        subsets=SUBSETS,
+        instruction={Style.COMPACT: COMPACT_INSTRUCTION, Style.AGENTGYM: AGENTGYM_INSTRUCTION},
+        make=lambda style: MiniwobEnv(style, world),
+        tasks=_tasks(),
+        isolation=Isolation.WORKER,
+        sessions_per_worker=options.browser.max_sessions,
+        max_workers=1,
+        worker_memory_bytes=8 << 30,
+        step_timeout_s=60.0,
+        stop=world.stop,
+    )
+
+
+def _tasks() -> dict[str, TaskSpec]:
+    def items(subset: str, split: str, count: int) -> tuple[str, ...]:
+        return tuple(f"{subset}-{split}-{i}" for i in range(count))
+
+    return {
+        f"MiniWoB {subset}": TaskSpec(
+            scenario="Web navigation",
+            subset=subset,
+            train=items(subset, "train", 20 * len(POOLS[subset])),
+            test=items(subset, "test", 5 * len(POOLS[subset])),
+        )
+        for subset in ("first_steps", "solved", "all")
+    }

@@ -1,0 +1,328 @@
+"""Experts of the pages on which clicks do it: buttons, links, boxes, menus, drawings."""
+
+import re
+
+from envhub.envs.miniwob.view import PageView, click
+from envhub.web.actions import Kind
+from envhub.web.tree import Node
+
+SHAPE_ROLES = {"rect": "rectangle", "circle": "circle", "polygon": "triangle"}
+LARGE_PX = 15
+
+
+def submit(page: PageView) -> str | None:
+    """Clicks the button that sends the answer."""
+    for name in ("Submit", "Search", "Go!", "Order!", "OK", "Login"):
+        for role in ("button", "clickable"):
+            if found := page.all(role, name=name):
+                return click(found[-1])
+    return None
+
+
+def quoted_button(page: PageView) -> str | None:
+    """Clicks the button whose name the goal quotes."""
+    return click(page.one("button", name=page.quoted()[0]))
+
+
+def button_one(page: PageView) -> str | None:
+    """Clicks ONE."""
+    return click(page.one("button", name="ONE"))
+
+
+def only_button(page: PageView) -> str | None:
+    """Clicks the button."""
+    return click(page.one("button"))
+
+
+def one_then_two(page: PageView) -> str | None:
+    """Clicks ONE, then TWO."""
+    return click(page.one("button", name="TWO" if page.taken else "ONE"))
+
+
+def one_wait_two(page: PageView) -> str | None:
+    """Clicks ONE, lets as many seconds pass as the goal says, clicks TWO."""
+    seconds = int(page.goal_part(r"wait (\d+) second") or 0)
+    one, two = page.one("button", name="ONE"), page.one("button", name="TWO")
+    if not page.taken:
+        return click(one)
+    # Every look takes a second of the page's clock.
+    waits = sum(action.kind is Kind.HOVER for action in page.taken)
+    if one is not None and waits + 1 < seconds:
+        return f"hover [{one.id}]"
+    return click(two)
+
+
+def quoted_link(page: PageView) -> str | None:
+    """Clicks the link that the goal quotes; opens what hides it first."""
+    word = page.quoted()[0]
+    if link := page.one("clickable", name=word, cls="alink"):
+        return click(link)
+    tabs = [tab for tab in page.all("tab") if "expanded: True" not in tab.states]
+    opened = {action.element for action in page.taken}
+    return click(next((tab for tab in tabs if tab.id not in opened), tabs[0] if tabs else None))
+
+
+def accordion_link(page: PageView) -> str | None:
+    """Expands one section after the other until the quoted link is in sight."""
+    word = page.quoted()[0]
+    if link := page.one("clickable", name=word, cls="alink"):
+        return click(link)
+    tabs = page.all("tab")
+    num_clicks = sum(action.kind is Kind.CLICK for action in page.taken)
+    return click(tabs[num_clicks % len(tabs)]) if tabs else None
+
+
+def expand_and_submit(page: PageView) -> str | None:
+    """Expands the section and clicks the button."""
+    section = page.one("tab")
+    if section is not None and "expanded: False" in section.states:
+        return click(section)
+    return click(page.one("button", name="Submit"))
+
+
+def tab_by_name(page: PageView) -> str | None:
+    """Clicks the tab of the goal."""
+    return click(page.one("tab", name=page.goal_part(r"Click on (Tab #\d+)")))
+
+
+def tabs_to_link(page: PageView) -> str | None:
+    """Goes through the tabs until the quoted link is in sight."""
+    if link := page.one("clickable", name=page.quoted()[0], cls="alink"):
+        return click(link)
+    tabs = page.all("tab")
+    return click(tabs[(len(page.taken) + 1) % len(tabs)]) if tabs else None
+
+
+def close_dialog(page: PageView) -> str | None:
+    """Clicks the x of the dialog box."""
+    return click(page.one("button", name="Close"))
+
+
+def dialog_button(page: PageView) -> str | None:
+    """Clicks the dialog box's button of the goal."""
+    name = page.quoted()[0]
+    return click(page.one("button", name="Close" if name == "x" else name))
+
+
+def checkboxes(page: PageView) -> str | None:
+    """Checks the named boxes and sends."""
+    names = page.goal_part(r"Select (.*) and click Submit").split(", ")
+    for box in page.all("checkbox"):
+        if (box.name in names) != box.is_checked:
+            return click(box)
+    return submit(page)
+
+
+def radio(page: PageView) -> str | None:
+    """Chooses the named option and sends."""
+    option = page.one("radio", name=page.goal_part(r"Select (.*) and click Submit"))
+    if option is not None and not option.is_checked:
+        return click(option)
+    return submit(page)
+
+
+def listed_options(page: PageView) -> str | None:
+    """Chooses the named options of a list and sends."""
+    names = page.goal_part(r"Select (.*) from the (?:scroll )?list").split(", ")
+    for option in page.all("option"):
+        if option.name in names and not option.is_selected:
+            return click(option)
+    return submit(page)
+
+
+def coloured_box(page: PageView) -> str | None:
+    """Clicks the box of the colour."""
+    colour = page.goal_part(r"Click on the (\w+) colored")
+    boxes = page.all("clickable", cls="color")
+    return click(next((b for b in boxes if b.states == f"color: {colour}"), None))
+
+
+def shades(page: PageView) -> str | None:
+    """Selects every span in which the colour is the strongest, and sends."""
+    channel = ("red", "green", "blue").index(page.goal_part(r"shades of (\w+)"))
+    for node in page.all("clickable"):
+        levels = [int(n) for n in re.findall(r"\d+", node.states.partition("color: rgb")[2])]
+        if len(levels) == 3 and levels[channel] == max(levels) and node.name != "selected":
+            return click(node)
+    return submit(page)
+
+
+def widget(page: PageView) -> str | None:
+    """Clicks a widget of the kind."""
+    kind = page.quoted()[0]
+    if kind in ("radio", "checkbox", "button"):
+        return click(page.one(kind))
+    fields = page.all("textbox")
+    # A text area is taller than an input.
+    tall = [field for field in fields if field.height > 25]
+    low = [field for field in fields if field.height <= 25]
+    chosen = tall if kind == "textarea" else low
+    return click(chosen[0] if chosen else None)
+
+
+def menu_path(page: PageView) -> str | None:
+    """Opens the menus on the way and clicks the last item."""
+    path = page.goal_part(r"Select (.*)").split(">")
+    items = page.all("menuitem")
+    for depth in range(len(path) - 1, -1, -1):
+        item = next((i for i in items if i.name == path[depth]), None)
+        if item is not None:
+            last = depth == len(path) - 1
+            return click(item) if last else f"hover [{item.id}]"
+    return None
+
+
+def pie(page: PageView) -> str | None:
+    """Expands the pie and clicks the slice."""
+    letter = page.quoted()[0]
+    slices = [t for t in page.all("text", name=letter) if t.height > 5]
+    return click(slices[0] if slices else page.one("text", name="+"))
+
+
+def _describes(words: list[str], node: Node) -> bool:
+    is_text = node.role == "text"
+    kind = ("digit" if node.name.isdigit() else "letter") if is_text else "shape"
+    names = {kind, node.name if is_text else SHAPE_ROLES.get(node.role, ""), "item"}
+    fill = re.search(r"fill: (\w+)", node.states)
+    # The font of a large letter is twice that of a small one.
+    is_large = node.height > (17 if is_text else LARGE_PX)
+    tests = {"large": is_large, "small": not is_large}
+    for word in words:
+        if word in tests:
+            if not tests[word]:
+                return False
+        elif word not in names and not (fill and fill[1] == word):
+            return False
+    return True
+
+
+def _drawn(page: PageView) -> list[Node]:
+    return [n for n in page.nodes if n.role in (*SHAPE_ROLES, "text")]
+
+
+def described_shape(page: PageView) -> str | None:
+    """Clicks a figure that the words describe; the one drawn last lies on top."""
+    words = page.goal_part(r"Click on an? (.*)").split()
+    found = [n for n in _drawn(page) if _describes(words, n)]
+    free = [n for n in found if not any(_covers(o, n) for o in _drawn(page) if o.id > n.id)]
+    return click((free or found or [None])[0])
+
+
+def _covers(upper: Node, lower: Node) -> bool:
+    x, y = lower.x + lower.width / 2, lower.y + lower.height / 2
+    return (
+        upper.x - 1 <= x <= upper.x + upper.width + 1
+        and upper.y - 1 <= y <= upper.y + upper.height + 1
+    )
+
+
+def count_shapes(page: PageView) -> str | None:
+    """Clicks the number of figures that the words describe."""
+    words = page.goal_part(r"How many (.*)s are there").split()
+    count = sum(_describes(words, n) for n in _drawn(page))
+    return click(page.one("button", name=str(count)))
+
+
+def name_shape(page: PageView) -> str | None:
+    """Clicks what the figure is."""
+    figure = next(iter(_drawn(page)), None)
+    if figure is None:
+        return None
+    names = {"rect": "Rectangle", "circle": "Circle", "polygon": "Triangle"}
+    text = "Number" if figure.name.isdigit() else "Letter"
+    return click(page.one("button", name=names.get(figure.role, text)))
+
+
+def grid_point(page: PageView) -> str | None:
+    """Clicks the circle at the coordinates; they count from the middle of the grid."""
+    column, row = (int(n) for n in re.findall(r"-?\d+", page.goal)[-2:])
+    circles = page.all("circle")
+    xs = sorted({circle.x for circle in circles})
+    ys = sorted({circle.y for circle in circles}, reverse=True)
+    wanted = (xs[column + 2], ys[row + 2])
+    return click(next(c for c in circles if (c.x, c.y) == wanted))
+
+
+def circle_center(page: PageView) -> str | None:
+    """Clicks the circle, which a click meets in its middle, and sends."""
+    return submit(page) if page.taken else click(page.one("circle"))
+
+
+def ascending(page: PageView) -> str | None:
+    """Clicks the numbers in order; covered ones lie in the order of their numbers."""
+    if number := page.one("text", name="1"):
+        return click(number)
+    squares = page.all("rect")
+    return click(squares[0] if squares else None)
+
+
+def greatest_card(page: PageView) -> str | None:
+    """Turns the card with the greatest number and sends."""
+    cards = [n for n in page.all("clickable", cls="card") if n.name.lstrip("-").isdigit()]
+    best = max(cards, key=lambda card: int(card.name), default=None)
+    if best is not None and "hidden" in best.dom_class:
+        return click(best)
+    return submit(page)
+
+
+def odd_or_even(page: PageView) -> str | None:
+    """Marks every number and sends."""
+    numbers = [t for t in page.texts() if re.fullmatch(r"-?\d+", t.name)]
+    for number in numbers:
+        name = "Odd" if int(number.name) % 2 else "Even"
+        buttons = [b for b in page.all("button", name=name)]
+        button = min(buttons, key=lambda b: abs(b.y - number.y))
+        if "selected" not in button.dom_class:
+            return click(button)
+    return submit(page)
+
+
+def number_pattern(page: PageView) -> str | None:
+    """Checks the boxes that draw the digit."""
+    rows = DIGITS[int(page.quoted()[0])].split()
+    boxes = page.all("checkbox")
+    for box, mark in zip(boxes, "".join(rows), strict=False):
+        if box.is_checked != (mark == "1"):
+            return click(box)
+    return submit(page)
+
+
+# The digits as the page draws them, four boxes wide and seven high.
+DIGITS = (
+    "0110 1001 1001 1001 1001 1001 0110",
+    "0010 0110 0010 0010 0010 0010 0010",
+    "0110 1001 1001 0010 0100 1000 1111",
+    "0110 1001 0001 0110 0001 1001 0110",
+    "1000 1010 1010 1111 0010 0010 0010",
+    "1111 1000 1000 1110 0001 1001 0110",
+    "0110 1001 1000 1110 1001 1001 0110",
+    "1111 1001 0001 0010 0010 0100 0100",
+    "0110 1001 1001 0110 1001 1001 0110",
+    "0110 1001 1001 0111 0001 1001 0110",
+)
+
+
+def focus_nth(page: PageView) -> str | None:
+    """Clicks the n-th text field."""
+    place = page.goal_part(r"(\d)\w\w input")
+    fields = page.all("textbox")
+    return click(fields[int(place) - 1] if place else fields[0])
+
+
+def drag_box(page: PageView) -> str | None:
+    """Drags the small box into the large one and sends."""
+    if any(action.kind is Kind.DRAG for action in page.taken):
+        return submit(page)
+    small, large = page.one("clickable", name="s"), page.one("clickable", name="L")
+    return f"drag [{small.id}] [{large.id}]" if small and large else None
+
+
+def tree_item(page: PageView) -> str | None:
+    """Opens the folders from the top down until the named item is in sight, and clicks it."""
+    name = page.quoted()[0]
+    if item := page.one(name=name):
+        return click(item)
+    opener = next(
+        (n for n in page.all("clickable") if "expandable-hitarea" in n.dom_class.split()), None
+    )
+    return click(opener)

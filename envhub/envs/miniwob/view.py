@@ -1,0 +1,66 @@
+"""What an expert of a MiniWoB page looks at."""
+
+import re
+from dataclasses import dataclass
+
+from envhub.web.actions import Action
+from envhub.web.tree import STATIC, Node
+
+
+@dataclass(frozen=True, slots=True)
+class PageView:
+    """The goal, everything the page shows, and the actions performed so far."""
+
+    goal: str
+    nodes: tuple[Node, ...]
+    taken: tuple[Action, ...] = ()
+
+    def all(self, role: str = "", *, name: str | None = None, cls: str = "") -> list[Node]:
+        """Returns the nodes with this role, exact name and class, as far as these are given."""
+        return [
+            node
+            for node in self.nodes
+            if (not role or node.role == role)
+            and (name is None or node.name == name)
+            and (not cls or cls in node.dom_class.split())
+        ]
+
+    def one(
+        self, role: str = "", *, name: str | None = None, cls: str = "", dom_id: str = ""
+    ) -> Node | None:
+        """Returns the first such node; None when there is none."""
+        found = self.all(role, name=name, cls=cls)
+        return next((node for node in found if not dom_id or node.dom_id == dom_id), None)
+
+    def texts(self) -> list[Node]:
+        """Returns the plain texts in reading order."""
+        return self.all(STATIC)
+
+    def quoted(self) -> list[str]:
+        """Returns what stands between double quotes in the goal."""
+        return re.findall(r'"([^"]*)"', self.goal)
+
+    def goal_part(self, pattern: str) -> str:
+        """Returns the first group of a pattern in the goal; "" when it does not match."""
+        match = re.search(pattern, self.goal)
+        return match[1] if match else ""
+
+    def inside(self, outer: Node) -> list[Node]:
+        """Returns the nodes within a node, in reading order."""
+        held = {outer.id}
+        found = []
+        for node in self.nodes:
+            if node.parent in held:
+                held.add(node.id)
+                found.append(node)
+        return found
+
+
+def click(node: Node | None) -> str | None:
+    """Returns a click on a node, None for none."""
+    return None if node is None else f"click [{node.id}]"
+
+
+def write(node: Node | None, text: str, *, enter: bool = False) -> str | None:
+    """Returns the typing of a text into a node, None for none."""
+    return None if node is None else f"type [{node.id}] [{text}] [{int(enter)}]"

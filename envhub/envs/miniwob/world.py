@@ -1,0 +1,102 @@
+"""What the MiniWoB episodes of one process share: the pages' server, the browser, open tabs."""
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.responses import Response
+from starlette.routing import Mount
+from starlette.staticfiles import StaticFiles
+
+from common.config_envs import BrowserOptions
+from envhub.env import EnvFailure
+from envhub.envs.miniwob.pages import REMEDY, pages_dir
+from envhub.web.browser import BrowserHost, host_rules
+from envhub.web.local_site import LocalSite
+from envhub.web.session import Look, WebSession
+
+logger = logging.getLogger(__name__)
+HOST = "miniwob.test"
+START_SCRIPT = (Path(__file__).parent / "episode.js").read_text(encoding="utf-8")
+# Parts of every page that are not part of the task.
+FURNITURE = ("query", "reward-display", "sync-task-cover", "click-canvas")
+STEP_MS = 1000
+LOOK = Look(advance_ms=STEP_MS, deep=True, skip=FURNITURE)
+MAX_EPISODES_PER_TAB = 200
+
+
+class _KeptFiles(StaticFiles):
+    """Files that a browser need not ask for twice."""
+
+    def file_response(self, *args: Any, **kwargs: Any) -> Response:
+        response = super().file_response(*args, **kwargs)
+        response.headers["Cache-Control"] = "public, max-age=86400, immutable"
+        return response
+
+
+class MiniwobWorld:
+    """Starts at the first episode; tabs are used again by later ones."""
+
+    def __init__(self, options: BrowserOptions) -> None:
+        self._options = options
+        self._lock = asyncio.Lock()
+        self._site: LocalSite | None = None
+        self._browser: BrowserHost | None = None
+        self._idle: list[WebSession] = []
+        self._num_episodes: dict[WebSession, int] = {}
+
+    async def borrow(self) -> WebSession:
+        """Returns a tab for one episode; `give_back` it.
+
+        Raises:
+            EnvFailure: no browser, or the pages are not installed.
+        """
+        browser = await self._started()
+        while self._idle:
+            session = self._idle.pop()
+            if session.is_alive:
+                self._num_episodes[session] += 1
+                return session
+            self._num_episodes.pop(session)
+        context = await browser.open_context(clock=True)
+        await context.add_init_script(START_SCRIPT)
+        session = WebSession(
+            context,
+            LOOK,
+            may_go=lambda url: False,
+            action_timeout_s=self._options.action_timeout_s,
+        )
+        self._num_episodes[session] = 1
+        return session
+
+    async def give_back(self, session: WebSession) -> None:
+        """Takes a tab back: for the next episode, or to close it when it has served long."""
+        is_worn = self._num_episodes[session] >= MAX_EPISODES_PER_TAB
+        if session.is_alive and len(session.tabs) == 1 and not is_worn:
+            self._idle.append(session)
+            return
+        del self._num_episodes[session]
+        await session.close()
+
+    async def _started(self) -> BrowserHost:
+        async with self._lock:
+            if self._browser is None:
+                folder = pages_dir()
+                if folder is None:
+                    raise EnvFailure(f"the pages of MiniWoB are not installed: {REMEDY}")
+                app = Starlette(routes=[Mount("/", _KeptFiles(directory=folder))])
+                self._site = LocalSite(app)
+                await self._site.start()
+                rules = host_rules({HOST: self._site.address})
+                self._browser = BrowserHost(self._options, rules)
+            return self._browser
+
+    async def stop(self) -> None:
+        """Ends the browser and the pages' server."""
+        self._idle.clear()
+        if self._browser is not None:
+            await self._browser.stop()
+        if self._site is not None:
+            await self._site.stop()

@@ -1,0 +1,183 @@
+"""ScienceWorld: elementary science in a simulated house, one small JVM per live episode."""
+
+import hashlib
+import json
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from common.config_envs import EnvsSection
+from envhub.env import EnvSpec, Isolation, StepResult, Style, action_text, parse_item
+from envhub.envs.sciworld import catalogue, text
+from envhub.envs.sciworld.machines import Machines
+from envhub.tasks import load_tasks
+
+if TYPE_CHECKING:
+    from envhub.envs.sciworld.simulator import Simulator
+
+# Of a worker: itself, its JVM beside the heap, and the gold paths' JVM beside its heap.
+OVERHEAD_MIB = 700
+# What changes nothing, so that the expert's way stays open.
+FREE_ACTIONS = frozenset({"look around", "inventory", "task", "objects", "help", ""})
+
+SIMPLIFICATIONS = frozenset(
+    {
+        "easy",
+        "noElectricalAction",
+        "openContainers",
+        "openDoors",
+        "selfWateringFlowerPots",
+        "teleportAction",
+    }
+)
+
+
+class SciWorldEnv:
+    """One ScienceWorld episode.
+
+    The reward of a step is the score so far, 0 to 1; a wrong `focus on` ends the episode with 0.
+    Differs from AgentGym's server on purpose: it ends after `max_turns` actions of any kind and
+    not after 100 of the simulator's moves, of which `wait` takes ten.
+    """
+
+    def __init__(self, style: Style, machines: Machines) -> None:
+        self._style = style
+        self._machines = machines
+        self._simulator: Simulator | None = None
+        self._done = False
+
+    def reset(self, item_id: str, seed: int = 0) -> str:
+        """Starts an item; `seed` is unused, since the item fixes everything."""
+        item = parse_item(item_id, catalogue.SUBSETS)
+        self._variation = catalogue.variation_of(item)
+        self._max_turns = catalogue.SUBSETS[item.subset].max_turns
+        if self._simulator is None:
+            self._simulator = self._machines.simulators.take()
+        self._simulator.load(self._variation, self._machines.simplifications)
+        self._done = False
+        self._num_turns = 0
+        self._choices: tuple[str, ...] = ()
+        self._gold: tuple[str, ...] | None = None
+        self._performed: list[str] = []
+        task, room = self._simulator.task_description(), self._simulator.look()
+        state = (self._variation, task, room, self._simulator.inventory())
+        self._fingerprint = hashlib.sha256(repr(state).encode()).hexdigest()
+        if self._style is Style.COMPACT:
+            return f"{task}\n{text.compact(room)}"
+        return f"{task}\n{room}"
+
+    def step(self, action: str) -> StepResult:
+        """Performs one action given as text."""
+        simulator = self._live()
+        line = text.one_line(action_text(action))
+        if self._style is Style.COMPACT:
+            line = text.plain(line)
+            if self._choices and line not in self._choices:
+                simulator.act("")  # cancels the question, which would swallow this action
+        outcome = simulator.act(line)
+        is_understood = text.is_understood(outcome.observation)
+        self._choices = text.choices(outcome.observation)
+        self._num_turns += 1
+        if is_understood:
+            self._performed.append(line)
+        is_over = outcome.is_complete or not 0 <= outcome.score < 100
+        self._done = is_over or self._num_turns >= self._max_turns
+        observation = outcome.observation.strip()
+        return StepResult(
+            observation=text.compact(observation) if self._style is Style.COMPACT else observation,
+            reward=min(max(outcome.score, 0), 100) / 100,
+            done=self._done,
+            is_valid=is_understood,
+        )
+
+    def _live(self) -> "Simulator":
+        if self._simulator is None or self._done:
+            raise RuntimeError("step before reset, or after the episode has ended")
+        return self._simulator
+
+    def valid_actions(self) -> list[str]:
+        """Returns every executable action, sorted; up to thousands, in 50 ms to 300 ms."""
+        if self._done or self._simulator is None:
+            return []
+        if self._choices:
+            return list(self._choices)
+        combinations = json.loads(self._simulator.valid_actions_json())["validActions"]
+        return sorted({combination["action"] for combination in combinations})
+
+    def expert_action(self) -> str | None:
+        """Returns the next action of the gold path; None once the episode has left that path."""
+        if self._done or self._simulator is None:
+            return None
+        if self._gold is None:
+            self._gold = self._machines.gold.find(self._variation)
+        gold, num_followed = self._gold, 0
+        for action in self._performed:
+            is_next = num_followed < len(gold) and action.lower() == gold[num_followed].lower()
+            if is_next:
+                num_followed += 1
+            elif action not in FREE_ACTIONS:
+                return None
+        return gold[num_followed] if num_followed < len(gold) else None
+
+    def render(self) -> str:
+        """Returns the task, the room, the inventory and the goals that are met."""
+        if self._simulator is None:
+            return ""
+        parts = (
+            self._simulator.task_description(),
+            self._simulator.look(),
+            self._simulator.inventory(),
+            self._simulator.goal_progress(),
+        )
+        return "\n\n".join(parts)
+
+    def fingerprint(self) -> str:
+        """Returns sha256 over the variation, the task and what is seen and held at the start."""
+        return self._fingerprint
+
+    def close(self) -> None:
+        """Gives the JVM back for the next episode."""
+        if self._simulator is not None:
+            simulator, self._simulator = self._simulator, None
+            if self._gold is None:
+                self._machines.gold.rest()  # no more demonstrations: give its memory back
+            self._machines.simulators.give(simulator)
+
+
+def make_spec(options: EnvsSection) -> EnvSpec:
+    """Returns ScienceWorld's catalogue entry."""
+    chosen = options.sciworld
+    machines = Machines(chosen)
+    memory_mib = chosen.jvm_memory_mib + chosen.gold_memory_mib + OVERHEAD_MIB
+    return EnvSpec(
+        name="sciworld",
+        subsets=catalogue.SUBSETS,
+        instruction={
+            Style.COMPACT: text.COMPACT_INSTRUCTION,
+            Style.AGENTGYM: text.AGENTGYM_INSTRUCTION,
+        },
+        make=lambda style: SciWorldEnv(style, machines),
+        tasks=load_tasks(Path(__file__).parent / "tasks.json"),
+        isolation=Isolation.WORKER,
+        sessions_per_worker=1,
+        max_workers=chosen.max_jvms,
+        worker_memory_bytes=memory_mib << 20,
+        step_timeout_s=chosen.call_timeout_s,
+        from_agentgym=catalogue.from_agentgym,
+        stop=machines.stop,
+    )
+
+
+def check(options: EnvsSection) -> list[str]:
+    """Returns what is missing on this machine, one line each with the remedy."""
+    missing = []
+    if find_spec("scienceworld") is None:
+        missing.append("sciworld needs the package scienceworld: pip install scienceworld")
+    if shutil.which("java") is None:
+        missing.append("sciworld needs Java: apt install default-jre-headless")
+    unknown = set(filter(None, options.sciworld.simplifications.split(","))) - SIMPLIFICATIONS
+    if unknown:
+        known = ", ".join(sorted(SIMPLIFICATIONS))
+        missing.append(f"envs.sciworld.simplifications: {sorted(unknown)} not among {known}")
+    return missing

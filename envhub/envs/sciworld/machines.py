@@ -1,0 +1,120 @@
+"""The JVMs of one process: those that hold episodes, and the one that works out solutions."""
+
+import threading
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+from common.config_envs import SciworldOptions
+from envhub.envs.sciworld.catalogue import Variation
+
+if TYPE_CHECKING:
+    from envhub.envs.sciworld.simulator import Simulator
+
+
+def _start(memory_mib: int, timeout_s: float) -> "Simulator":
+    # The catalogue must load where scienceworld and py4j are not installed.
+    from envhub.envs.sciworld.simulator import Simulator
+
+    return Simulator(memory_mib=memory_mib, timeout_s=timeout_s)
+
+
+class Simulators:
+    """The JVMs of one process: idle ones wait for the next episode.
+
+    Example: an episode takes a JVM at its first reset and gives it back when it closes; the next
+    episode loads its own task there. One that failed is not taken back; the next take starts a
+    new one.
+    """
+
+    def __init__(self, *, memory_mib: int, timeout_s: float) -> None:
+        self._memory_mib = memory_mib
+        self._timeout_s = timeout_s
+        self._idle: list[Simulator] = []
+        self._lock = threading.Lock()
+
+    def take(self) -> "Simulator":
+        """Returns a JVM that nobody else uses.
+
+        Raises:
+            EnvFailure: a new one was needed and did not start.
+        """
+        with self._lock:
+            if self._idle:
+                return self._idle.pop()
+        return _start(self._memory_mib, self._timeout_s)
+
+    def give(self, simulator: "Simulator") -> None:
+        """Takes a JVM back; its episode has ended."""
+        if simulator.is_alive:
+            with self._lock:
+                self._idle.append(simulator)
+
+    def close(self) -> None:
+        """Ends the idle JVMs."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for simulator in idle:
+            simulator.close()
+
+
+class GoldPaths:
+    """Solutions by variation, worked out in a JVM of their own, which needs far more memory.
+
+    That JVM starts with the first question and lives until `rest`.
+    """
+
+    MAX_KEPT = 1000
+
+    def __init__(self, *, memory_mib: int, timeout_s: float, simplifications: str) -> None:
+        self._memory_mib = memory_mib
+        self._timeout_s = timeout_s
+        self._simplifications = simplifications
+        self._kept: OrderedDict[Variation, tuple[str, ...]] = OrderedDict()
+        self._solver: Simulator | None = None
+        self._lock = threading.Lock()
+
+    def find(self, variation: Variation) -> tuple[str, ...]:
+        """Returns the actions that solve a variation; half a second each on average.
+
+        Raises:
+            EnvFailure: the JVM failed.
+        """
+        with self._lock:
+            if variation not in self._kept:
+                self._kept[variation] = self._solve(variation)
+                if len(self._kept) > self.MAX_KEPT:
+                    self._kept.popitem(last=False)
+            return self._kept[variation]
+
+    def _solve(self, variation: Variation) -> tuple[str, ...]:
+        if self._solver is None or not self._solver.is_alive:
+            self._solver = _start(self._memory_mib, self._timeout_s)
+        self._solver.load(variation, self._simplifications, with_gold=True)
+        return self._solver.gold_path()
+
+    def rest(self) -> None:
+        """Ends the JVM, which gives its memory back; what was found is kept."""
+        with self._lock:
+            if self._solver is not None:
+                self._solver.close()
+                self._solver = None
+
+
+class Machines:
+    """What the episodes of one process share; nothing runs until the first reset."""
+
+    def __init__(self, options: SciworldOptions) -> None:
+        self.simplifications = options.simplifications
+        self.simulators = Simulators(
+            memory_mib=options.jvm_memory_mib, timeout_s=options.call_timeout_s
+        )
+        self.gold = GoldPaths(
+            memory_mib=options.gold_memory_mib,
+            timeout_s=options.call_timeout_s,
+            simplifications=options.simplifications,
+        )
+
+    async def stop(self) -> None:
+        """Ends the JVMs that no episode uses."""
+        self.simulators.close()
+        self.gold.rest()

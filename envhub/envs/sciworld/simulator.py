@@ -1,0 +1,132 @@
+"""ScienceWorld's simulator in a small JVM of our own."""
+
+import logging
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from py4j.java_gateway import GatewayParameters, JavaGateway, launch_gateway
+from py4j.protocol import Py4JError
+from scienceworld.constants import BASEPATH, JAR_PATH
+
+from envhub.env import EnvFailure
+from envhub.envs.sciworld.catalogue import Variation
+
+logger = logging.getLogger(__name__)
+
+# Objects are listed in the order of their identity hash, which is drawn at random unless it is
+# the same for all (hashCode=2): without it the same episode reads differently each time.
+JVM_OPTIONS = ("-XX:+UseSerialGC", "-XX:+UnlockExperimentalVMOptions", "-XX:hashCode=2")
+EXIT_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """The simulator's answer to one line: `score` is -100 to 100, rounded."""
+
+    observation: str
+    score: int
+    is_complete: bool
+
+
+class Simulator:
+    """One JVM with one world. Not for concurrent use. Any failure closes it for good."""
+
+    def __init__(self, *, memory_mib: int, timeout_s: float) -> None:
+        """Starts the JVM; `timeout_s` is the longest wait for one answer.
+
+        Raises:
+            EnvFailure: Java is missing or does not start.
+        """
+        if shutil.which("java") is None:
+            raise EnvFailure("ScienceWorld's JVM did not start: there is no java on the PATH")
+        try:
+            port, token, self._process = launch_gateway(  # pyright: ignore
+                classpath=JAR_PATH,
+                cwd=BASEPATH,
+                javaopts=[f"-Xmx{memory_mib}m", *JVM_OPTIONS],
+                die_on_exit=True,  # also when this process is killed: its end of the pipe closes
+                enable_auth=True,
+                return_proc=True,
+            )
+        except (OSError, ValueError, Py4JError) as error:
+            raise EnvFailure(f"ScienceWorld's JVM did not start: {error}") from error
+        self._gateway = JavaGateway(
+            gateway_parameters=GatewayParameters(
+                port=port, auth_token=token, auto_field=True, read_timeout=timeout_s
+            )
+        )
+        self.is_alive = True
+        self.pid: int = self._process.pid
+        try:
+            # Names of Java's packages, which no type checker can know.
+            package = self._gateway.jvm.scienceworld.runtime.pythonapi  # pyright: ignore
+            self._interface = package.PythonInterface()  # pyright: ignore
+        except (Py4JError, OSError) as error:
+            self.close()
+            raise EnvFailure(f"ScienceWorld's JVM failed at its start: {error}") from error
+        logger.info("started jvm pid=%d memory_mib=%d", self.pid, memory_mib)
+
+    def load(self, variation: Variation, simplifications: str, *, with_gold: bool = False) -> None:
+        """Begins an episode. The variation must exist: the simulator itself does not say so."""
+        self._call("load", variation.task, variation.index, simplifications, with_gold)
+
+    def act(self, line: str) -> Outcome:
+        """Performs one line of text, whatever it says."""
+        return Outcome(
+            observation=self._text("step", line),
+            score=round(100 * float(self._text("getScore"))),
+            is_complete=bool(self._call("getCompleted")),
+        )
+
+    def task_description(self) -> str:
+        """Returns the sentence that says what to do."""
+        return self._text("getTaskDescription").strip()
+
+    def look(self) -> str:
+        """Returns the room's description; takes no time in the world."""
+        return self._text("freeActionLook").strip()
+
+    def inventory(self) -> str:
+        """Returns what the agent holds; takes no time in the world."""
+        return self._text("freeActionInventory").strip()
+
+    def goal_progress(self) -> str:
+        """Returns which goals of the task are met, for people."""
+        return self._text("getGoalProgressStr").strip()
+
+    def valid_actions_json(self) -> str:
+        """Returns every executable action as the simulator's JSON, tens of milliseconds."""
+        return self._text("getValidActionObjectCombinationsJSON")
+
+    def gold_path(self) -> tuple[str, ...]:
+        """Returns actions that solve the episode, when it was loaded `with_gold`."""
+        gold = self._call("getGoldActionSequence")
+        assert isinstance(gold, Iterable)
+        return tuple(str(action) for action in gold)
+
+    def _text(self, name: str, *arguments: object) -> str:
+        return str(self._call(name, *arguments))
+
+    def _call(self, name: str, *arguments: object) -> object:
+        if not self.is_alive:
+            raise EnvFailure("ScienceWorld's JVM has already been closed")
+        try:
+            return getattr(self._interface, name)(*arguments)
+        except (Py4JError, OSError) as error:
+            self.close()
+            first_line = str(error).strip().partition("\n")[0]
+            raise EnvFailure(f"ScienceWorld's JVM failed in {name}: {first_line}") from error
+
+    def close(self) -> None:
+        """Ends the JVM; may be called again."""
+        if not self.is_alive:
+            return
+        self.is_alive = False
+        self._gateway.close()
+        self._process.kill()
+        self._process.wait(timeout=EXIT_TIMEOUT_S)
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+        logger.info("ended jvm pid=%d", self.pid)

@@ -1,0 +1,184 @@
+"""Deep search: answer questions with a retriever, by the tags of Search-R1 and AgentGym."""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from common.config_envs import EnvsSection
+from common.errors import ConfigError
+from envhub.env import (
+    EnvSpec,
+    Isolation,
+    StepResult,
+    Style,
+    SubsetSpec,
+    TaskSpec,
+    parse_item,
+)
+from envhub.envs.searchqa import library, prompts, tags
+from envhub.envs.searchqa.grade import GRADES, exact_match
+from envhub.envs.searchqa.library import Library
+from envhub.envs.searchqa.passages import Passage, worded
+from envhub.envs.searchqa.questions import Hop, agentgym_item
+from envhub.envs.searchqa.tags import Kind
+from envhub.tasks import load_tasks
+
+SESSIONS_PER_WORKER = 256
+MAX_QUERY_CHARS = 2000
+
+
+class SearchqaEnv:
+    """One question. An answer ends the episode, unless a wrong one may be tried again.
+
+    The reward is that of the last action: an answer's grade, 0 for anything else.
+    """
+
+    def __init__(self, style: Style, shared: Library, subsets: Mapping[str, SubsetSpec]) -> None:
+        self._style = style
+        self._shared = shared
+        self._subsets = subsets
+        self._done = False
+
+    def reset(self, item_id: str, seed: int = 0) -> str:
+        """Starts an item; `seed` is unused, since nothing here is left to chance."""
+        item = parse_item(item_id, self._subsets)
+        self._question = self._shared.bank().question(item)
+        self._retriever = self._shared.retriever()
+        self._done = False
+        self._found: list[Passage] = []
+        self._asked: dict[str, None] = {}
+        is_retry = self._shared.options.retry
+        return prompts.first_observation(self._question, self._style, is_retry=is_retry)
+
+    def step(self, action: str) -> StepResult:
+        """Performs the search or the answer in the agent's text."""
+        if self._done:
+            raise RuntimeError("step after the episode has ended")
+        wanted = tags.parse(action)
+        if wanted is None:
+            observation = prompts.WORDS[self._style]["invalid"]
+            return StepResult(observation=observation, reward=0.0, done=False, is_valid=False)
+        if wanted.kind is Kind.SEARCH:
+            observation = self._search(wanted.text[:MAX_QUERY_CHARS])
+            return StepResult(observation=observation, reward=0.0, done=False, is_valid=True)
+        return self._answer(wanted.text)
+
+    def _search(self, query: str) -> str:
+        found = self._retriever.search(query, self._shared.options.num_passages)
+        self._asked[query] = None
+        self._found += [passage for passage in found if passage not in self._found]
+        return worded(found, self._style)
+
+    def _answer(self, text: str) -> StepResult:
+        options = self._shared.options
+        golden = self._question.golden_answers
+        is_right = exact_match(text, golden) == 1.0
+        self._done = is_right or not options.retry
+        return StepResult(
+            observation=prompts.verdict(self._style, is_right=is_right, is_retry=options.retry),
+            reward=GRADES[options.metric](text, golden),
+            done=self._done,
+            is_valid=True,
+        )
+
+    def valid_actions(self) -> list[str]:
+        """Returns the search for the question itself, and the expert's action."""
+        if self._done:
+            return []
+        actions = [_tagged(Kind.SEARCH, self._question.text), self.expert_action()]
+        return list(dict.fromkeys(one for one in actions if one is not None))
+
+    def expert_action(self) -> str | None:
+        """Returns the search for the next missing fact, or the answer once all were found.
+
+        Where the way is not known, the question itself is searched for, and answered if the
+        passages hold a golden answer.
+        """
+        if self._done:
+            return None
+        for hop in self._question.hops:
+            if not self._has_found(hop):
+                return None if hop.query in self._asked else _tagged(Kind.SEARCH, hop.query)
+        answer = self._question.golden_answers[0]
+        if self._question.hops:
+            return _tagged(Kind.ANSWER, answer)
+        in_sight = [one for one in self._question.golden_answers if self._is_in_sight(one)]
+        if in_sight:
+            return _tagged(Kind.ANSWER, in_sight[0])
+        if self._question.text in self._asked:
+            return None
+        return _tagged(Kind.SEARCH, self._question.text)
+
+    def _has_found(self, hop: Hop) -> bool:
+        return any(one.title == hop.title and hop.evidence in one.text for one in self._found)
+
+    def _is_in_sight(self, answer: str) -> bool:
+        return any(answer in one.title or answer in one.text for one in self._found)
+
+    def render(self) -> str:
+        """Returns the question, its answers and the titles found so far."""
+        answers = " | ".join(self._question.golden_answers)
+        titles = ", ".join(passage.title for passage in self._found) or "nothing"
+        return f"question: {self._question.text}\nanswers: {answers}\nfound: {titles}"
+
+    def fingerprint(self) -> str:
+        """Returns sha256 over the question and its answers."""
+        lines = [self._question.text, *self._question.golden_answers]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+    def close(self) -> None:
+        """Nothing to give back: questions and retriever are shared."""
+
+
+def _tagged(kind: Kind, text: str) -> str:
+    return f"<{kind}>{text}</{kind}>"
+
+
+def make_spec(options: EnvsSection) -> EnvSpec:
+    """Returns deep search's catalogue entry.
+
+    Raises:
+        ConfigError: there are no questions.
+    """
+    shared = Library(options.searchqa)
+    subsets = shared.bank().subsets()
+    if not subsets:
+        raise ConfigError(" ".join(library.faults(options.searchqa)) or "no questions")
+    return EnvSpec(
+        name="searchqa",
+        subsets=subsets,
+        instruction=prompts.instructions(is_retry=options.searchqa.retry),
+        make=lambda style: SearchqaEnv(style, shared, subsets),
+        tasks=_tasks(subsets),
+        isolation=Isolation.WORKER,
+        sessions_per_worker=SESSIONS_PER_WORKER,
+        worker_memory_bytes=library.memory_bytes(options.searchqa),
+        step_timeout_s=library.call_timeout_s(options.searchqa),
+        from_agentgym=lambda index: agentgym_item(index, subsets, wrap=shared.is_world),
+    )
+
+
+def _tasks(subsets: Mapping[str, SubsetSpec]) -> dict[str, TaskSpec]:
+    """Returns the catalogue's tasks, without items that the question files do not have."""
+    tasks = load_tasks(Path(__file__).with_name("tasks.json"))
+    return {
+        name: replace(
+            task,
+            train=tuple(
+                item for item in task.train if _index(item) < subsets[task.subset].num_train
+            ),
+            test=tuple(item for item in task.test if _index(item) < subsets[task.subset].num_test),
+        )
+        for name, task in tasks.items()
+        if task.subset in subsets
+    }
+
+
+def _index(item_id: str) -> int:
+    return int(item_id.rpartition("-")[2])
+
+
+def check(options: EnvsSection) -> list[str]:
+    """Returns a line with its remedy for each file or URL of the options that is no good."""
+    return library.faults(options.searchqa)

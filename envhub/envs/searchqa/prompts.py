@@ -1,0 +1,55 @@
+"""What the agent is told: the instruction, the question and the answers to its actions."""
+
+from envhub.env import Style
+from envhub.envs.searchqa.questions import Question
+
+FINAL = {
+    True: "If the answer turns out to be wrong you may search on and answer again.",
+    False: "You may answer only once.",
+}
+
+COMPACT = """\
+Answer the question. <search>words</search> finds passages; <answer>text</answer> gives the final \
+answer. One of them each turn."""
+
+AGENTGYM = """\
+You answer questions with the help of a search engine. Always reason inside <think> and </think> \
+first, and again whenever new information has come. If you lack knowledge, write a query between \
+<search> and </search> and stop there: the passages found are given to you between <information> \
+and </information>. Never write <information> yourself. You may search as often as you want. When \
+you need nothing more, write the final answer, short and without explanation, between <answer> \
+and </answer>, for example <answer> Beijing </answer>. {final}"""
+
+WORDS = {
+    Style.COMPACT: {"right": "correct", "wrong": "incorrect", "invalid": "invalid action"},
+    Style.AGENTGYM: {
+        "right": "Congratulations! You have answered the question correctly.",
+        "wrong": "Sorry, your answer is incorrect.",
+        "invalid": (
+            "Your previous action is invalid. If you want to search, you should put the query "
+            "between <search> and </search>. If you want to give the final answer, you should put "
+            "the answer between <answer> and </answer>. Please try again."
+        ),
+    },
+}
+AGAIN = {Style.COMPACT: "; try again", Style.AGENTGYM: " Please try again."}
+
+
+def instructions(*, is_retry: bool) -> dict[Style, str]:
+    """Returns the instruction of each style."""
+    return {Style.COMPACT: COMPACT, Style.AGENTGYM: AGENTGYM.format(final=FINAL[is_retry])}
+
+
+def first_observation(question: Question, style: Style, *, is_retry: bool) -> str:
+    """Returns the question as the agent first sees it."""
+    if style is Style.COMPACT:
+        return f"question: {question.text}"
+    return f"{AGENTGYM.format(final=FINAL[is_retry])}\nQuestion: {question.text}"
+
+
+def verdict(style: Style, *, is_right: bool, is_retry: bool) -> str:
+    """Returns what the agent is told about its answer."""
+    words = WORDS[style]
+    if is_right:
+        return words["right"]
+    return words["wrong"] + (AGAIN[style] if is_retry else "")

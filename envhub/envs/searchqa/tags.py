@@ -1,0 +1,53 @@
+"""Reads what the agent wants from its text: a search, an answer or neither."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Kind(StrEnum):
+    """What the agent asks for; the names are those of the tags."""
+
+    SEARCH = "search"
+    ANSWER = "answer"
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """A search for `text`, or `text` as the final answer."""
+
+    kind: Kind
+    text: str
+
+
+def parse(text: str) -> Action | None:
+    """Returns the action of an agent's turn; None when there is none.
+
+    The first closed <search> or <answer> decides which it is; of several answers the last one
+    counts. Tags are found by plain search, in time linear in the text, however they are nested.
+    """
+    blocks = [(_first(text, kind), kind) for kind in Kind]
+    found = [(block, kind) for block, kind in blocks if block is not None]
+    if not found:
+        return None
+    (_, content), kind = min(found)
+    if kind is Kind.ANSWER:
+        content = _last(text, kind)
+    return Action(kind, content.strip())
+
+
+def _first(text: str, kind: Kind, start: int = 0) -> tuple[int, str] | None:
+    """Returns position and content of the first closed block from `start` on."""
+    opening, closing = f"<{kind}>", f"</{kind}>"
+    begin = text.find(opening, start)
+    if begin < 0:
+        return None
+    end = text.find(closing, begin + len(opening))
+    return None if end < 0 else (begin, text[begin + len(opening) : end])
+
+
+def _last(text: str, kind: Kind) -> str:
+    start, content = 0, ""
+    while (block := _first(text, kind, start)) is not None:
+        start = block[0] + 2 * len(kind) + 5 + len(block[1])
+        content = block[1]
+    return content

@@ -1,0 +1,252 @@
+"""Questions about the generated world, as rows of the same form as the real datasets'."""
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from envhub.envs.searchqa.world.relations import NOUN_BEFORE_NAME, Relation, of_kind
+from envhub.envs.searchqa.world.things import Thing, Things
+
+Row = dict[str, object]
+
+# A comparison: kind, key, question about the first and second thing, whether the lower value wins.
+COMPARISONS = (
+    ("person", "birth_year", "Who was born first, {a} or {b}?", True),
+    ("film", "year", "Which came out first, {a} or {b}?", True),
+    ("novel", "year", "Which appeared later, {a} or {b}?", False),
+    ("company", "year", "Which was founded first, {a} or {b}?", True),
+    ("river", "length", "Which is longer, {a} or {b}?", False),
+    ("mountain", "height", "Which is higher, {a} or {b}?", False),
+    ("city", "population", "Which city has more inhabitants, {a} or {b}?", False),
+)
+# The same, of the values of two hops: kind, first hop, second hop, question, lower wins.
+BRIDGE_COMPARISONS = (
+    ("film", "director", "birth_year", "Whose director was born first: {a} or {b}?", True),
+    ("novel", "author", "birth_year", "Whose author was born later: {a} or {b}?", False),
+    ("album", "band", "year", "Which is by the band that was formed first, {a} or {b}?", True),
+    ("team", "city", "population", "Which plays in the larger city, {a} or {b}?", False),
+)
+# Questions for yes or no: kind, key, question.
+SAMENESS = (
+    ("film", "director", "Do {a} and {b} have the same director?"),
+    ("novel", "publisher", "Were {a} and {b} published by the same company?"),
+    ("person", "occupation", "Do {a} and {b} have the same profession?"),
+    ("city", "country", "Are {a} and {b} in the same country?"),
+    ("team", "sport", "Do {a} and {b} play the same sport?"),
+)
+INFERENCES = (
+    ("father", "father", "Who is the paternal grandfather of {}?"),
+    ("father", "mother", "Who is the paternal grandmother of {}?"),
+    ("mother", "father", "Who is the maternal grandfather of {}?"),
+    ("mother", "mother", "Who is the maternal grandmother of {}?"),
+    ("spouse", "father", "Who is the father-in-law of {}?"),
+    ("spouse", "mother", "Who is the mother-in-law of {}?"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A question before it becomes a row; `hops` are (thing, relation) in their order."""
+
+    text: str
+    answers: tuple[str, ...]
+    hops: tuple[tuple[Thing, Relation], ...]
+    sort: str
+
+
+class Drafts:
+    """Draws questions about things of one split."""
+
+    def __init__(self, things: Things, rng: random.Random, *, is_test: bool) -> None:
+        self._rng = rng
+        self._starts = {
+            kind: [thing for thing in of_one if thing.is_test == is_test]
+            for kind, of_one in things.by_kind.items()
+        }
+        self._kinds = list(self._starts)
+
+    def single(self, wording: int) -> Draft:
+        """Draws a question of one hop; `wording` chooses among the relation's questions."""
+        return self._chain(1, wording=wording, sort="single")
+
+    def composed(self, num_hops: int, *, by_clause: bool = False) -> Draft:
+        """Draws a question of several hops, each about the answer of the one before."""
+        return self._chain(num_hops, by_clause=by_clause, sort=f"{num_hops}hop")
+
+    def inferred(self) -> Draft:
+        """Draws a question whose two hops have one name, such as grandfather."""
+        first, second, text = self._rng.choice(INFERENCES)
+        while True:
+            person = self._rng.choice(self._starts["person"])
+            between = person.facts.get(first)
+            if isinstance(between, Thing) and second in between.facts:
+                hops = ((person, _relation(person, first)), (between, _relation(between, second)))
+                answers = _answers(between.facts[second])
+                return Draft(text.format(person.name), answers, hops, "inference")
+
+    def compared(self) -> Draft:
+        """Draws a question which of two things has more or less of something."""
+        kind, key, text, lower_wins = self._rng.choice(COMPARISONS)
+        while True:
+            pair = self._pair(kind)
+            values = [_number(str(thing.facts[key])) for thing in pair]
+            if values[0] != values[1]:
+                winner = pair[_winning(values, lower_wins)]
+                hops = tuple((thing, _relation(thing, key)) for thing in pair)
+                return Draft(_about(text, pair), _names(winner), hops, "comparison")
+
+    def compared_beyond(self) -> Draft:
+        """Draws a comparison of two things by a fact about something of theirs."""
+        kind, first, second, text, lower_wins = self._rng.choice(BRIDGE_COMPARISONS)
+        while True:
+            pair = self._pair(kind)
+            between = [_thing(one.facts[first]) for one in pair]
+            values = [_number(str(thing.facts[second])) for thing in between]
+            if values[0] != values[1]:
+                winner = pair[_winning(values, lower_wins)]
+                hops = tuple(
+                    hop
+                    for thing, other in zip(pair, between, strict=True)
+                    for hop in ((thing, _relation(thing, first)), (other, _relation(other, second)))
+                )
+                return Draft(_about(text, pair), _names(winner), hops, "bridge-comparison")
+
+    def same(self) -> Draft:
+        """Draws a question for yes or no; either is as likely."""
+        kind, key, text = self._rng.choice(SAMENESS)
+        is_yes = self._rng.random() < 0.5
+        while True:
+            one = self._rng.choice(self._starts[kind])
+            others = [
+                other
+                for other in self._starts[kind]
+                if other is not one and (other.facts[key] == one.facts[key]) == is_yes
+            ]
+            if others:
+                pair = [one, self._rng.choice(others)]
+                hops = tuple((thing, _relation(thing, key)) for thing in pair)
+                return Draft(_about(text, pair), ("yes" if is_yes else "no",), hops, "sameness")
+
+    def _pair(self, kind: str) -> list[Thing]:
+        return self._rng.sample(self._starts[kind], 2)
+
+    def _chain(
+        self, num_hops: int, *, wording: int = 0, by_clause: bool = False, sort: str
+    ) -> Draft:
+        """Walks from a thing along its facts, never back to where it was."""
+        while True:
+            thing = self._rng.choice(self._starts[self._rng.choice(self._kinds)])
+            noun = start = _noun(thing)
+            hops: list[tuple[Thing, Relation]] = []
+            seen = [thing]
+            for place in range(num_hops):
+                is_last = place == num_hops - 1
+                known = [one for one in of_kind(thing.kind) if one.key in thing.facts]
+                fitting = [one for one in known if is_last or one.target]
+                if not fitting:
+                    break
+                relation = self._rng.choice(fitting)
+                value = thing.facts[relation.key]
+                hops.append((thing, relation))
+                if is_last:
+                    text = relation.asks[wording].format(noun)
+                    answers = _answers(value)
+                    if value not in seen and answers[0] not in start:
+                        return Draft(text[0].upper() + text[1:], answers, tuple(hops), sort)
+                    break
+                thing = _thing(value)
+                if thing in seen:
+                    break
+                noun = (relation.clause if by_clause else relation.phrase).format(noun)
+                seen.append(thing)
+
+
+def make_rows(things: Things, subset: str, split: str, num_rows: int) -> list[Row]:
+    """Returns the rows of a subset, no question twice; the same on every machine."""
+    rng = random.Random(f"{subset}/{split}")
+    draw = DRAWS[subset]
+    drafts = Drafts(things, rng, is_test=split == "test")
+    rows: dict[str, Row] = {}
+    while len(rows) < num_rows:
+        draft = draw(drafts, rng)
+        if draft.text not in rows:
+            text = draft.text.lower().rstrip("?") if subset == "nq" else draft.text
+            rows[draft.text] = {
+                "id": f"{split}_{len(rows)}",
+                "question": text,
+                "golden_answers": list(draft.answers),
+                "data_source": subset,
+                "metadata": {"type": draft.sort, "hops": list(_hops(draft))},
+            }
+    return list(rows.values())
+
+
+def _hops(draft: Draft) -> Iterator[dict[str, str]]:
+    for thing, relation in draft.hops:
+        evidence = _answers(thing.facts[relation.key])[0]
+        query = f"{thing.name} {relation.query}"
+        yield {"query": query, "title": thing.name, "evidence": evidence}
+
+
+def _hotpotqa(drafts: Drafts, rng: random.Random) -> Draft:
+    return rng.choice((lambda: drafts.composed(2), drafts.compared, drafts.same))()
+
+
+def _2wiki(drafts: Drafts, rng: random.Random) -> Draft:
+    ways = (
+        lambda: drafts.composed(2), drafts.inferred, drafts.compared, drafts.compared_beyond
+    )  # fmt: skip
+    return rng.choice(ways)()
+
+
+DRAWS: dict[str, Callable[[Drafts, random.Random], Draft]] = {
+    "nq": lambda drafts, _: drafts.single(0),
+    "triviaqa": lambda drafts, _: drafts.single(1),
+    "popqa": lambda drafts, _: drafts.single(2),
+    "hotpotqa": _hotpotqa,
+    "2wiki": _2wiki,
+    "musique": lambda drafts, rng: drafts.composed(rng.choice((2, 2, 3, 3, 4))),
+    "bamboogle": lambda drafts, _: drafts.composed(2, by_clause=True),
+}
+
+
+def _relation(thing: Thing, key: str) -> Relation:
+    return next(relation for relation in of_kind(thing.kind) if relation.key == key)
+
+
+def _thing(value: Thing | str) -> Thing:
+    assert isinstance(value, Thing)
+    return value
+
+
+def _names(thing: Thing) -> tuple[str, ...]:
+    """Returns the names under which a thing of a comparison may be given as the answer."""
+    return tuple(dict.fromkeys((thing.name, _noun(thing))))
+
+
+def _noun(thing: Thing) -> str:
+    return NOUN_BEFORE_NAME.get(thing.kind, "") + thing.name
+
+
+def _about(text: str, pair: list[Thing]) -> str:
+    return text.format(a=_noun(pair[0]), b=_noun(pair[1]))
+
+
+def _winning(values: list[int], lower_wins: bool) -> int:
+    return int((values[1] < values[0]) == lower_wins)
+
+
+def _number(text: str) -> int:
+    return int(text.split()[0].replace(",", ""))
+
+
+def _answers(value: Thing | str) -> tuple[str, ...]:
+    """Returns all wordings of a value that count as right; the first is the passage's."""
+    if isinstance(value, Thing):
+        country = value.facts.get("country")
+        if isinstance(country, Thing):
+            return value.name, f"{value.name}, {country.name}"
+        return (value.name,)
+    number, _, unit = value.partition(" ")
+    short = {"kilometres": "km", "metres": "m"}.get(unit)
+    return (value,) if short is None else (value, f"{number} {short}", number)

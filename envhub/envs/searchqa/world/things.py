@@ -1,0 +1,139 @@
+"""The things of the generated world and the facts about them, drawn from one seed."""
+
+import random
+from dataclasses import dataclass, field
+
+from envhub.envs.searchqa.world.names import Names, words
+from envhub.envs.searchqa.world.relations import of_kind
+
+NUM_THINGS = {
+    "country": 30, "city": 200, "river": 80, "mountain": 80, "university": 60, "museum": 60,
+    "company": 140, "band": 100, "team": 80, "film": 280, "novel": 260, "album": 160,
+    "painting": 140,
+}  # fmt: skip
+GENERATION_SIZES = (300, 300, 260)
+FIRST_BIRTH_YEAR = 1880
+YEARS = {"university": (1400, 1900)}  # of founding; all else is of the time of the people
+USUAL_YEARS = (1920, 2020)
+TEST_FRAC = 0.2
+CREATORS = ("director", "star", "composer", "author", "artist")
+NUM_CREATORS = 70  # people of each of these trades; most have several works
+
+OCCUPATIONS = words(
+    "architect astronomer baker botanist carpenter cartographer chemist dentist diplomat engineer "
+    "farmer geologist historian journalist judge librarian locksmith magician nurse optician "
+    "photographer pilot potter printer sculptor shipwright surgeon tailor translator watchmaker"
+)
+GOODS = words(
+    "bicycles bricks buttons carpets chocolate clocks cutlery furniture glassware gloves ink "
+    "lanterns mattresses paint paper pianos porcelain ropes saddles shoes soap spectacles "
+    "tractors umbrellas velvet wallpaper"
+)
+SPORTS = words("badminton curling fencing handball hockey polo rowing rugby sailing volleyball")
+
+
+@dataclass(eq=False, slots=True)
+class Thing:
+    """One thing with its facts by relation key; a value is another thing or words."""
+
+    kind: str
+    name: str
+    is_test: bool = False
+    facts: dict[str, "Thing | str"] = field(default_factory=dict)
+
+
+class Things:
+    """All things by kind, in the order in which they were drawn."""
+
+    def __init__(self, seed: str) -> None:
+        self._rng = random.Random(seed)
+        self._names = Names(self._rng)
+        self.by_kind: dict[str, list[Thing]] = {}
+        for kind, num_things in NUM_THINGS.items():
+            self.by_kind[kind] = [Thing(kind, self._name(kind)) for _ in range(num_things)]
+        people = self.by_kind["person"] = self._draw_people()
+        self._creators = {trade: self._rng.sample(people, NUM_CREATORS) for trade in CREATORS}
+        for kind, things in self.by_kind.items():
+            for thing in things:
+                self._fill(thing)
+            order = list(things)
+            random.Random(f"{seed}/{kind}").shuffle(order)
+            for thing in order[: round(len(order) * TEST_FRAC)]:
+                thing.is_test = True
+        self._crown_capitals()
+
+    def all(self) -> list[Thing]:
+        """Returns every thing, in an order that is always the same."""
+        return [thing for things in self.by_kind.values() for thing in things]
+
+    def _name(self, kind: str) -> str:
+        if kind in ("film", "novel", "album", "painting"):
+            return self._names.title()
+        word = self._names.word()
+        if kind == "company":
+            return f"{word} {self._rng.choice(('Works', 'Brothers', 'Trading', 'Union'))}"
+        if kind == "mountain":
+            return f"Mount {word}"
+        if kind == "band":
+            return f"The {word} {self._rng.choice(('Quartet', 'Ensemble', 'Collective', 'Trio'))}"
+        if kind == "team":
+            return f"{word} {self._rng.choice(('Rovers', 'Falcons', 'Wolves', 'United'))}"
+        return f"{word} {kind.capitalize()}" if kind in ("university", "museum") else word
+
+    def _draw_people(self) -> list[Thing]:
+        """Draws three generations: spouses of one generation are parents in the next."""
+        rng, people, couples = self._rng, [], []
+        for age, size in enumerate(GENERATION_SIZES):
+            families = list(couples)
+            couples = []
+            for number in range(size):
+                is_woman = number % 2 == 0
+                parents = rng.choice(families) if families else None
+                surname = parents[0].name.split()[1] if parents else self._names.word()
+                person = Thing("person", self._names.person(surname, is_woman=is_woman))
+                person.facts["birth_year"] = str(FIRST_BIRTH_YEAR + 45 * age + rng.randrange(18))
+                if parents:
+                    person.facts["father"], person.facts["mother"] = parents
+                if not is_woman and not _are_siblings(person, people[-1]) and rng.random() < 0.8:
+                    person.facts["spouse"], people[-1].facts["spouse"] = people[-1], person
+                    couples.append((person, people[-1]))
+                people.append(person)
+        return people
+
+    def _fill(self, thing: Thing) -> None:
+        """Draws the facts that are not there yet; a person need not have an employer."""
+        for relation in of_kind(thing.kind):
+            if relation.key in thing.facts or relation.key in ("father", "mother", "spouse"):
+                continue
+            if relation.key == "employer" and self._rng.random() < 0.5:
+                continue
+            if relation.target:
+                others = self._creators.get(relation.key, self.by_kind[relation.target])
+                thing.facts[relation.key] = self._rng.choice(others)
+            else:
+                thing.facts[relation.key] = self._word(thing.kind, relation.key)
+
+    def _word(self, kind: str, key: str) -> str:
+        rng = self._rng
+        if key == "year":
+            return str(rng.randrange(*YEARS.get(kind, USUAL_YEARS)))
+        if key == "population":
+            return f"{rng.randrange(9_000, 900_000):,}"
+        if key == "length":
+            return f"{rng.randrange(60, 2_900):,} kilometres"
+        if key == "height":
+            return f"{rng.randrange(900, 7_900):,} metres"
+        if key == "currency":
+            return self._names.word().lower()
+        return rng.choice({"occupation": OCCUPATIONS, "industry": GOODS, "sport": SPORTS}[key])
+
+    def _crown_capitals(self) -> None:
+        """Puts each capital in its own country; a city is the capital of one country at most."""
+        cities = self._rng.sample(self.by_kind["city"], len(self.by_kind["country"]))
+        for country, city in zip(self.by_kind["country"], cities, strict=True):
+            country.facts["capital"] = city
+            city.facts["country"] = country
+
+
+def _are_siblings(one: Thing, other: Thing) -> bool:
+    return "father" in one.facts and one.facts["father"] is other.facts.get("father")

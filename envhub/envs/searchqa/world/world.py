@@ -1,0 +1,100 @@
+"""The generated world: its corpus and its questions, in memory or as files."""
+
+import json
+import threading
+from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
+
+from envhub.env import ItemId, SubsetSpec
+from envhub.envs.searchqa.passages import Passage
+from envhub.envs.searchqa.questions import (
+    DATASETS,
+    MAX_TURNS,
+    SPLITS,
+    Question,
+    make_question,
+    question_path,
+)
+from envhub.envs.searchqa.world.relations import of_kind
+from envhub.envs.searchqa.world.rows import Row, make_rows
+from envhub.envs.searchqa.world.things import Thing, Things
+
+SEED = "world of facts 1"  # another seed is another world: item ids then mean other questions
+NUM_TRAIN = 1000
+NUM_TEST = {name: 200 if name == "musique" else 100 for name in DATASETS}
+CORPUS_FILE = "corpus.jsonl"
+
+WORLD_SUBSETS = {
+    name: SubsetSpec(num_train=NUM_TRAIN, num_test=NUM_TEST[name], max_turns=MAX_TURNS)
+    for name in DATASETS
+}
+
+
+class World:
+    """A world of invented facts. Test questions start from things that no train question does."""
+
+    def __init__(self) -> None:
+        self._things = Things(SEED)
+        self._rows: dict[tuple[str, str], list[Row]] = {}
+        self._lock = threading.Lock()
+
+    def subsets(self) -> Mapping[str, SubsetSpec]:
+        """See `QuestionBank.subsets`."""
+        return WORLD_SUBSETS
+
+    def question(self, item: ItemId) -> Question:
+        """See `QuestionBank.question`."""
+        return make_question(self.rows(item.subset, item.split)[item.index])
+
+    def rows(self, subset: str, split: str) -> list[Row]:
+        """Returns the questions of a subset as rows; they are drawn when first asked for."""
+        with self._lock:
+            if (subset, split) not in self._rows:
+                spec = WORLD_SUBSETS[subset]
+                num_rows = spec.num_train if split == "train" else spec.num_test
+                self._rows[subset, split] = make_rows(self._things, subset, split, num_rows)
+            return self._rows[subset, split]
+
+    def passages(self) -> list[Passage]:
+        """Returns one passage for each thing; its title is the thing's name."""
+        return [Passage(thing.name, describe(thing)) for thing in self._things.all()]
+
+
+@cache
+def the_world() -> World:
+    """Returns the world of this process."""
+    return World()
+
+
+def describe(thing: Thing) -> str:
+    """Returns the text of a thing's passage: a sentence for each fact."""
+    is_person = thing.kind == "person"
+    again = thing.name.split()[0] if is_person else "It"
+    article = "an" if thing.kind == "album" else "a"
+    sentences = [f"{thing.name} is {article} {thing.kind}."]
+    for relation in of_kind(thing.kind):
+        value = thing.facts.get(relation.key)
+        if value is not None:
+            words = value.name if isinstance(value, Thing) else value
+            sentences.append(f"{again} {relation.sentence.format(words)}.")
+    return " ".join(sentences)
+
+
+def write_world(folder: Path) -> None:
+    """Writes corpus and questions as files, in the form in which real ones are read."""
+    folder.mkdir(parents=True, exist_ok=True)
+    world = the_world()
+    corpus = (
+        {"id": str(number), "contents": f"{one.title}\n{one.text}"}
+        for number, one in enumerate(world.passages())
+    )
+    _write(folder / CORPUS_FILE, corpus)
+    for subset in DATASETS:
+        for split in SPLITS:
+            _write(question_path(folder, subset, split), world.rows(subset, split))
+
+
+def _write(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
+    lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    path.write_text("".join(lines), encoding="utf-8")

@@ -1,0 +1,115 @@
+"""Problems read from a folder in BIRD's format."""
+
+import json
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from envhub.env import EnvFailure, ItemId, SubsetSpec, UnknownItem
+from envhub.envs.sqlgym.problems import Problem, SchemaView, TableView, numbered
+from envhub.envs.sqlgym.query import open_file
+
+SUBSET = "bird"
+FOLDERS = {"train": "train", "test": "dev"}  # BIRD keeps its test set to itself
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """The questions, designs and database files of one split."""
+
+    questions: list[dict]
+    schemas: dict[str, SchemaView]
+    databases: Path
+
+
+class Bird:
+    """The questions of BIRD's `train` and `dev`; AgentGym numbers train first, then dev."""
+
+    def __init__(self, folder: Path) -> None:
+        """Reads the questions and designs; databases are opened by the episodes.
+
+        Raises:
+            OSError, ValueError, KeyError: the folder is not in BIRD's format.
+        """
+        self._parts = {split: _read(folder, name) for split, name in FOLDERS.items()}
+        self.subsets = {
+            SUBSET: SubsetSpec(
+                num_train=len(self._parts["train"].questions),
+                num_test=len(self._parts["test"].questions),
+                max_turns=1,
+            )
+        }
+
+    def problem(self, item: ItemId) -> Problem:
+        """Returns the problem of an item of `subsets`."""
+        part = self._parts[item.split]
+        row = part.questions[item.index]
+        name = row["db_id"]
+        if name not in part.schemas:
+            raise EnvFailure(f"BIRD's {FOLDERS[item.split]}_tables.json lacks database {name!r}")
+        path = part.databases / name / f"{name}.sqlite"
+        if not path.is_file():
+            raise EnvFailure(f"BIRD's database {path.name} is missing")
+        return Problem(
+            schema=part.schemas[name],
+            question=row["question"],
+            evidence=row.get("evidence") or "",
+            gold=row["SQL"],
+            open=partial(open_file, path),
+        )
+
+    def from_agentgym(self, index: int) -> str:
+        """Returns the item of AgentGym's number: 0 to 9427 are train, 9428 to 10961 are dev."""
+        item_id = numbered(self.subsets, index)
+        if item_id is None:
+            last = sum(len(part.questions) for part in self._parts.values()) - 1
+            raise UnknownItem(f"no data index {index}; the last is {last}")
+        return item_id
+
+
+def files_of(folder: Path) -> list[Path]:
+    """Returns the files and folders that BIRD's folder must hold."""
+    return [
+        folder / name / part
+        for name in FOLDERS.values()
+        for part in (f"{name}.json", f"{name}_tables.json", f"{name}_databases")
+    ]
+
+
+def _read(folder: Path, name: str) -> _Part:
+    questions_file, tables_file, databases = (
+        path for path in files_of(folder) if path.parent.name == name
+    )
+    designs = json.loads(tables_file.read_text(encoding="utf-8"))
+    return _Part(
+        questions=json.loads(questions_file.read_text(encoding="utf-8")),
+        schemas={design["db_id"]: _view(design) for design in designs},
+        databases=databases,
+    )
+
+
+def _view(design: dict) -> SchemaView:
+    """Returns a design of tables.json, which numbers the columns of all tables through."""
+    names = design["table_names_original"]
+    columns = design["column_names_original"]  # [[table number, name]]; number -1 is "*"
+    labels, types = design["column_names"], design["column_types"]
+    keys = {
+        number
+        for entry in design["primary_keys"]
+        for number in (entry if isinstance(entry, list) else [entry])
+    }
+    tables = []
+    for i, table in enumerate(names):
+        mine = [n for n, (of_table, _) in enumerate(columns) if of_table == i]
+        tables.append(
+            TableView(
+                name=table,
+                columns=tuple((columns[n][1], types[n], labels[n][1]) for n in mine),
+                key=tuple(columns[n][1] for n in mine if n in keys),
+            )
+        )
+    references = tuple(
+        (names[columns[a][0]], columns[a][1], names[columns[b][0]], columns[b][1])
+        for a, b in design["foreign_keys"]
+    )
+    return SchemaView(name=design["db_id"], tables=tuple(tables), references=references)

@@ -1,0 +1,96 @@
+"""Fills the generated databases with rows drawn from a seed."""
+
+import random
+import sqlite3
+from dataclasses import dataclass
+from functools import lru_cache
+
+from envhub.envs.sqlgym.domains import TEST_DOMAINS
+from envhub.envs.sqlgym.schema import Column, Domain, Kind, Table
+
+NAMES = {
+    "first": "Ada Ben Cleo Dan Eva Finn Gil Hana Ivo Jana Kai Lea Max Nina Otto Pia",
+    "last": "Abel Bauer Costa Dahl Egger Fuchs Garner Hill Ivers Jonas Keller Lund Moser",
+    "adjective": "Amber Blue Calm Dark Early Fine Golden High Iron Jolly Late Silent Wild",
+    "noun": "Arch Bridge Crown Dream Field Garden Harbor Lamp Meadow River Stone Tower Wind",
+}
+PEOPLE = frozenset({"customers", "teachers", "authors", "doctors", "patients", "players"})
+
+
+@dataclass(frozen=True, slots=True)
+class DatabaseId:
+    """Which database: a design and the seed of its rows."""
+
+    domain: str
+    seed: str
+
+
+def domain_of(database: DatabaseId) -> Domain:
+    """Returns a database's design."""
+    return next(domain for domain in TEST_DOMAINS if domain.name == database.domain)
+
+
+@lru_cache(maxsize=64)
+def image(database: DatabaseId) -> bytes:
+    """Returns the sqlite file of a database; the same on every machine but for sqlite's version."""
+    connection = sqlite3.connect(":memory:")
+    rng = random.Random(f"{database.domain} {database.seed}")
+    domain = domain_of(database)
+    for table in domain.tables:
+        connection.execute(_create(table))
+        marks = ", ".join("?" for _ in table.columns)
+        connection.executemany(
+            f"INSERT INTO {table.name} VALUES ({marks})", _rows(table, rng, domain)
+        )
+    connection.commit()
+    content = connection.serialize()
+    connection.close()
+    return content
+
+
+def _create(table: Table) -> str:
+    lines = []
+    for column in table.columns:
+        line = f"{column.name} {column.sql_type}"
+        if column.kind is Kind.KEY:
+            line += " PRIMARY KEY"
+        if column.kind is Kind.REFERENCE:
+            line += f" REFERENCES {column.table} (id)"
+        lines.append(line)
+    return f"CREATE TABLE {table.name} ({', '.join(lines)})"
+
+
+def _rows(table: Table, rng: random.Random, domain: Domain) -> list[tuple]:
+    names = _names(table, rng)
+    return [
+        tuple(_value(column, i, names, rng, domain) for column in table.columns)
+        for i in range(table.num_rows)
+    ]
+
+
+def _names(table: Table, rng: random.Random) -> list[str]:
+    """Returns a different name for every row."""
+    if table.title.name not in ("name", "title"):
+        return [f"{table.one[:1].upper()}{i + 101}" for i in range(table.num_rows)]
+    kinds = ("first", "last") if table.name in PEOPLE else ("adjective", "noun")
+    first, last = (NAMES[kind].split() for kind in kinds)
+    return rng.sample([f"{a} {b}" for a in first for b in last], table.num_rows)
+
+
+def _value(
+    column: Column, row: int, names: list[str], rng: random.Random, domain: Domain
+) -> int | float | str:
+    match column.kind:
+        case Kind.KEY:
+            return row + 1
+        case Kind.NAME:
+            return names[row]
+        case Kind.CATEGORY:
+            return rng.choice(column.words)
+        case Kind.REFERENCE:
+            # Squared: some rows are referred to often, others never.
+            return 1 + int(domain.table(column.table).num_rows * rng.random() ** 2)
+        case Kind.NUMBER:
+            if column.num_decimals:
+                return round(rng.uniform(column.low, column.high), column.num_decimals)
+            return rng.randint(column.low, column.high)

@@ -1,0 +1,178 @@
+"""Text to SQL: one statement answers a question about a database."""
+
+import hashlib
+import sqlite3
+from collections.abc import Mapping
+from pathlib import Path
+
+from common.config_envs import EnvsSection, SqlgymOptions
+from envhub.env import (
+    EnvFailure,
+    EnvSpec,
+    Isolation,
+    ItemId,
+    StepResult,
+    Style,
+    SubsetSpec,
+    parse_item,
+)
+from envhub.envs.sqlgym import bird, text
+from envhub.envs.sqlgym.bird import Bird
+from envhub.envs.sqlgym.generated import Generated
+from envhub.envs.sqlgym.problems import Problem
+from envhub.envs.sqlgym.query import Limits, QueryRefused, Row, rows_of
+from envhub.tasks import load_tasks
+
+SESSIONS_PER_WORKER = 64
+MAX_WORKERS = 2
+MAX_GOLD_ROWS = 1_000_000
+# Beside the queries themselves: opening files, waiting for a processor among other sessions.
+PATIENCE_S = 20.0
+
+
+class Problems:
+    """All problems on offer, and how much a statement may take."""
+
+    def __init__(self, options: SqlgymOptions) -> None:
+        self.options = options
+        self._generated = Generated()
+        self._bird = Bird(Path(options.bird_dir)) if options.bird_dir else None
+        self.subsets: Mapping[str, SubsetSpec] = {
+            **(self._bird.subsets if self._bird else {}),
+            **self._generated.subsets,
+        }
+
+    def problem(self, item: ItemId) -> Problem:
+        """Returns an item's problem."""
+        if self._bird is not None and item.subset in self._bird.subsets:
+            return self._bird.problem(item)
+        return self._generated.problem(item)
+
+    def from_agentgym(self, index: int) -> str:
+        """Returns the item of AgentGym's index into BIRD, or else into the generated problems."""
+        return (self._bird or self._generated).from_agentgym(index)
+
+
+class SqlEnv:
+    """One question, one statement: the first step always ends the episode.
+
+    The reward is 1 when the statement's rows, as a set, are those of the gold statement. Dates
+    that a statement computes from "now" are those of the machine.
+    """
+
+    def __init__(self, style: Style, problems: Problems) -> None:
+        self._style = style
+        self._problems = problems
+        self._connection: sqlite3.Connection | None = None
+        self._done = False
+
+    def reset(self, item_id: str, seed: int = 0) -> str:
+        """Starts an item; `seed` is unused, since the item fixes everything."""
+        problem = self._problems.problem(parse_item(item_id, self._problems.subsets))
+        self.close()
+        self._problem = problem
+        try:
+            self._connection = problem.open()
+        except sqlite3.Error as error:
+            raise EnvFailure(f"the database {problem.schema.name} cannot be read") from error
+        self._done = False
+        return text.first_observation(problem, self._style)
+
+    def step(self, action: str) -> StepResult:
+        """Runs the statement in the action's text."""
+        if self._connection is None or self._done:
+            raise RuntimeError("step before reset, or after the episode has ended")
+        gold = self._gold_rows(self._connection)
+        options = self._problems.options
+        # As many rows as the answer has may always be fetched.
+        limits = Limits(
+            timeout_s=options.query_timeout_s, max_rows=max(options.max_rows, len(gold))
+        )
+        answer: list[Row] | str
+        try:
+            statement = text.statement_of(action, self._style)
+            answer = rows_of(self._connection, statement, limits)
+        except QueryRefused as error:
+            answer = f"Error: {error}"
+        self._done = True
+        is_right = not isinstance(answer, str) and set(answer) == set(gold)
+        return StepResult(
+            observation=text.state(answer),
+            reward=1.0 if is_right else 0.0,
+            done=True,
+            is_valid=not isinstance(answer, str),
+        )
+
+    def _gold_rows(self, connection: sqlite3.Connection) -> list[Row]:
+        limits = Limits(timeout_s=self._problems.options.gold_timeout_s, max_rows=MAX_GOLD_ROWS)
+        try:
+            return rows_of(connection, self._problem.gold, limits)
+        except QueryRefused as error:
+            raise EnvFailure(f"the gold statement failed: {error}") from error
+
+    def valid_actions(self) -> list[str]:
+        """Returns a statement for each table, as a sample of what can be run."""
+        if self._connection is None or self._done:
+            return []
+        return [
+            text.fenced(f'SELECT COUNT(*) FROM "{table.name}"')
+            for table in self._problem.schema.tables
+        ]
+
+    def expert_action(self) -> str | None:
+        """Returns the gold statement."""
+        if self._connection is None or self._done:
+            return None
+        return text.fenced(self._problem.gold)
+
+    def render(self) -> str:
+        """Returns the problem with its gold statement."""
+        asked = text.first_observation(self._problem, Style.COMPACT)
+        return f"{asked}\ngold: {self._problem.gold}"
+
+    def fingerprint(self) -> str:
+        """Returns sha256 over the design, the question and the gold statement."""
+        problem = self._problem
+        state = (problem.schema, problem.question, problem.gold)
+        return hashlib.sha256(repr(state).encode()).hexdigest()
+
+    def close(self) -> None:
+        """Closes the database."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+
+def make_spec(options: EnvsSection) -> EnvSpec:
+    """Returns the SQL environment's catalogue entry."""
+    chosen = options.sqlgym
+    problems = Problems(chosen)
+    return EnvSpec(
+        name="sqlgym",
+        subsets=problems.subsets,
+        instruction={
+            Style.COMPACT: text.COMPACT_INSTRUCTION,
+            Style.AGENTGYM: text.AGENTGYM_INSTRUCTION,
+        },
+        make=lambda style: SqlEnv(style, problems),
+        tasks=load_tasks(Path(__file__).parent / "tasks.json"),
+        isolation=Isolation.WORKER,
+        sessions_per_worker=SESSIONS_PER_WORKER,
+        max_workers=MAX_WORKERS,
+        step_timeout_s=chosen.gold_timeout_s + chosen.query_timeout_s + PATIENCE_S,
+        from_agentgym=problems.from_agentgym,
+    )
+
+
+def check(options: EnvsSection) -> list[str]:
+    """Returns what is missing on this machine, one line each with the remedy."""
+    missing = []
+    if not hasattr(sqlite3.Connection, "deserialize"):
+        missing.append("sqlgym needs a Python whose sqlite3 has deserialize: sqlite 3.36 or newer")
+    if options.sqlgym.bird_dir:
+        missing += [
+            f"envs.sqlgym.bird_dir: {path} is missing; unpack BIRD's train.zip and dev.zip there"
+            for path in bird.files_of(Path(options.sqlgym.bird_dir))
+            if not path.exists()
+        ]
+    return missing

@@ -1,0 +1,66 @@
+"""Problems about the generated databases."""
+
+import threading
+from functools import lru_cache, partial
+
+from envhub.env import ItemId, SubsetSpec, UnknownItem
+from envhub.envs.sqlgym import database
+from envhub.envs.sqlgym.problems import Problem, SchemaView, TableView, numbered
+from envhub.envs.sqlgym.query import open_image
+from envhub.envs.sqlgym.questions import SIZES, TEMPLATES, questions
+from envhub.envs.sqlgym.schema import Domain, Kind
+
+MAX_TURNS = 1
+SUBSETS = {
+    difficulty: SubsetSpec(num_train=SIZES["train"], num_test=SIZES["test"], max_turns=MAX_TURNS)
+    for difficulty in TEMPLATES
+}
+
+
+@lru_cache(maxsize=64)
+def view_of(domain: Domain) -> SchemaView:
+    """Returns what the agent is told of a design."""
+    tables = tuple(
+        TableView(
+            name=table.name,
+            columns=tuple((c.name, c.sql_type.lower(), c.label) for c in table.columns),
+            key=("id",),
+        )
+        for table in domain.tables
+    )
+    references = tuple(
+        (table.name, column.name, column.table, "id")
+        for table in domain.tables
+        for column in table.of_kind(Kind.REFERENCE)
+    )
+    return SchemaView(name=domain.name, tables=tables, references=references)
+
+
+class Generated:
+    """The questions by difficulty; databases and questions are made when first asked for."""
+
+    subsets = SUBSETS
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # so that the first sessions do not all make the same
+
+    def problem(self, item: ItemId) -> Problem:
+        """Returns the problem of an item of `subsets`."""
+        with self._lock:
+            question = questions(item.subset, item.split)[item.index]
+            content = database.image(question.database)
+        return Problem(
+            schema=view_of(database.domain_of(question.database)),
+            question=question.text,
+            evidence="",
+            gold=question.gold,
+            open=partial(open_image, content),
+        )
+
+    def from_agentgym(self, index: int) -> str:
+        """Returns the item of a running number: easy to hard, training before test."""
+        item_id = numbered(self.subsets, index)
+        if item_id is None:
+            last = sum(s.num_train + s.num_test for s in self.subsets.values()) - 1
+            raise UnknownItem(f"no data index {index}; the last is {last}")
+        return item_id

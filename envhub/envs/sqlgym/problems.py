@@ -1,0 +1,69 @@
+"""What an item asks, whatever it was read or generated from."""
+
+import sqlite3
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from envhub.env import ItemId, SubsetSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableView:
+    """A table as the agent is told of it: columns as (name, type, label), and the key's names."""
+
+    name: str
+    columns: tuple[tuple[str, str, str], ...]
+    key: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchemaView:
+    """A database as the agent is told of it.
+
+    `references` holds (table, column, table referred to, column referred to).
+    """
+
+    name: str
+    tables: tuple[TableView, ...]
+    references: tuple[tuple[str, str, str, str], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """A question, its gold statement, and a way to its database.
+
+    `evidence` is what else the asker lets know; it may be "".
+    """
+
+    schema: SchemaView
+    question: str
+    evidence: str
+    gold: str
+    open: Callable[[], sqlite3.Connection]
+
+
+class Source(Protocol):
+    """Where problems come from."""
+
+    subsets: Mapping[str, SubsetSpec]
+
+    def problem(self, item: ItemId) -> Problem:
+        """Returns the problem of an item of `subsets`."""
+        ...
+
+    def from_agentgym(self, index: int) -> str:
+        """Returns the item id of AgentGym's data index; raises UnknownItem."""
+        ...
+
+
+def numbered(subsets: Mapping[str, SubsetSpec], index: int) -> str | None:
+    """Returns the item of a running number: all training items, then all test items."""
+    left = index
+    for split in ("train", "test"):
+        for subset, spec in subsets.items():
+            num_items = spec.num_train if split == "train" else spec.num_test
+            if 0 <= left < num_items:
+                return f"{subset}-{split}-{left}"
+            left -= num_items
+    return None

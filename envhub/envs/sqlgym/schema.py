@@ -1,0 +1,107 @@
+"""What a database looks like, in the words that questions about it use."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Kind(StrEnum):
+    """What a column holds, which decides what can be asked about it."""
+
+    KEY = "key"
+    NAME = "name"  # tells a row from the others
+    CATEGORY = "category"  # one of a few words
+    NUMBER = "number"
+    REFERENCE = "reference"  # the key of a row of another table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """A column: `name` in SQL, `label` in English.
+
+    `words` are a category's values; `low` and `high` bound a number, with `num_decimals`;
+    `table` is what a reference refers to.
+    """
+
+    name: str
+    label: str
+    kind: Kind
+    words: tuple[str, ...] = ()
+    low: int = 0
+    high: int = 0
+    num_decimals: int = 0
+    table: str = ""
+
+    @property
+    def sql_type(self) -> str:
+        """The column's type in SQL."""
+        if self.kind in (Kind.KEY, Kind.REFERENCE):
+            return "INTEGER"
+        if self.kind is Kind.NUMBER:
+            return "REAL" if self.num_decimals else "INTEGER"
+        return "TEXT"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """A table; `one` and `many` are what a row and rows are called."""
+
+    name: str
+    one: str
+    many: str
+    num_rows: int
+    columns: tuple[Column, ...]
+
+    def of_kind(self, kind: Kind) -> tuple[Column, ...]:
+        """Returns the columns of a kind, in their order."""
+        return tuple(column for column in self.columns if column.kind is kind)
+
+    @property
+    def title(self) -> Column:
+        """The column that names a row."""
+        return self.of_kind(Kind.NAME)[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Domain:
+    """A database's design: tables, each after those that it refers to."""
+
+    name: str
+    tables: tuple[Table, ...]
+
+    def table(self, name: str) -> Table:
+        """Returns a table by its name."""
+        return next(table for table in self.tables if table.name == name)
+
+
+def key() -> Column:
+    """Returns the primary key that every table has."""
+    return Column(name="id", label="id", kind=Kind.KEY)
+
+
+def title(name: str = "name", label: str = "") -> Column:
+    """Returns the column that names a row."""
+    return Column(name=name, label=label or name, kind=Kind.NAME)
+
+
+def category(name: str, words: str, label: str = "") -> Column:
+    """Returns a column of the given words, separated by commas."""
+    parts = tuple(word.strip() for word in words.split(","))
+    return Column(name=name, label=label or name, kind=Kind.CATEGORY, words=parts)
+
+
+def number(name: str, low: int, high: int, *, label: str = "", num_decimals: int = 0) -> Column:
+    """Returns a column of numbers from `low` to `high`."""
+    return Column(
+        name=name,
+        label=label or name,
+        kind=Kind.NUMBER,
+        low=low,
+        high=high,
+        num_decimals=num_decimals,
+    )
+
+
+def reference(table: str, one: str) -> Column:
+    """Returns a column that refers to another table, whose row is called `one`."""
+    name = f"{one.replace(' ', '_')}_id"
+    return Column(name=name, label=f"{one} id", kind=Kind.REFERENCE, table=table)

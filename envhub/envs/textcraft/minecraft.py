@@ -1,0 +1,175 @@
+"""Reads a folder of Minecraft recipe files into a book."""
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from envhub.envs.textcraft.book import Book, Recipe, make_book
+
+NAMESPACE = "minecraft:"
+SHAPED, SHAPELESS = "crafting_shaped", "crafting_shapeless"
+BLOCK_SUFFIX = "_block"
+
+
+class RecipesError(ValueError):
+    """The folder holds no recipes that can be used; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ingredient:
+    """An item or, with `is_tag`, any item of a kind; named as in the file, with its namespace."""
+
+    name: str
+    is_tag: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecipe:
+    """One recipe file; `group` is the tag that its target belongs to, or none."""
+
+    target: str
+    count: int
+    group: str | None
+    ingredients: tuple[tuple[int, Ingredient], ...]
+
+    def makes(self) -> tuple[Ingredient, ...]:
+        """Returns the target, and the tag it belongs to if there is one."""
+        item = Ingredient(self.target, False)
+        return (item,) if self.group is None else (item, Ingredient(self.group, True))
+
+
+@lru_cache(maxsize=4)
+def load_book(folder: str) -> Book:
+    """Returns the book of a folder of recipe files.
+
+    Files are read in the order of their names, so that the book is the same on every machine.
+    Only shaped and shapeless crafting counts; of alternatives for an ingredient the first is
+    taken. Left out are recipes from a single kind of block, and those that would close a cycle
+    with the recipes before them. A tag that no recipe makes a member of is an item of its name.
+
+    Raises:
+        RecipesError: no such folder, a file that is no recipe, or no recipe at all.
+    """
+    paths = sorted(Path(folder).glob("*.json"), key=lambda path: path.name)
+    if not paths:
+        what = "holds no *.json file" if Path(folder).is_dir() else "is no folder"
+        raise RecipesError(f"{folder} {what}")
+    kept: list[FileRecipe] = []
+    makers: dict[Ingredient, list[FileRecipe]] = {}
+    for path in paths:
+        recipe = _read(path)
+        if recipe is None or _is_block_only(recipe) or _closes_cycle(recipe, makers):
+            continue
+        kept.append(recipe)
+        for made in recipe.makes():
+            makers.setdefault(made, []).append(recipe)
+    if not kept:
+        raise RecipesError(f"{folder}: none of its {len(paths)} files is a crafting recipe")
+    return _to_book(kept)
+
+
+def _read(path: Path) -> FileRecipe | None:
+    """Returns the recipe of a file; None when it is of another type than crafting."""
+    try:
+        content = json.loads(path.read_bytes())
+        kind = str(content["type"]).removeprefix(NAMESPACE)
+        if kind == SHAPED:
+            symbols = "".join(content["pattern"]).replace(" ", "")
+            parts = [_ingredient(content["key"][symbol]) for symbol in symbols]
+        elif kind == SHAPELESS:
+            parts = [_ingredient(part) for part in content["ingredients"]]
+        else:
+            return None
+        target, count = _result(content["result"])
+        if not parts or count < 1:
+            raise ValueError("makes nothing, or out of nothing")
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, OSError) as error:
+        raise RecipesError(f"{path} is no recipe: {type(error).__name__}: {error}") from error
+    group = content.get("group")
+    counted = tuple((number, part) for part, number in Counter(parts).items())
+    return FileRecipe(target, count, _full(group) if group else None, counted)
+
+
+def _ingredient(part: Any) -> Ingredient:
+    """Returns the first alternative of an ingredient, in the older or the newer notation."""
+    if isinstance(part, list):
+        part = part[0]
+    if isinstance(part, str):
+        return Ingredient(_full(part.removeprefix("#")), part.startswith("#"))
+    if "item" in part:
+        return Ingredient(_full(part["item"]), False)
+    return Ingredient(_full(part["tag"]), True)
+
+
+def _result(result: Any) -> tuple[str, int]:
+    if isinstance(result, str):
+        return _full(result), 1
+    return _full(result["item"] if "item" in result else result["id"]), int(result.get("count", 1))
+
+
+def _full(name: str) -> str:
+    return name if ":" in name else NAMESPACE + name
+
+
+def _is_block_only(recipe: FileRecipe) -> bool:
+    return len(recipe.ingredients) == 1 and recipe.ingredients[0][1].name.endswith(BLOCK_SUFFIX)
+
+
+def _closes_cycle(recipe: FileRecipe, makers: Mapping[Ingredient, list[FileRecipe]]) -> bool:
+    """Returns whether an ingredient is made, by the recipes kept so far, out of the target."""
+    made = recipe.makes()
+    needed = [part for _, part in recipe.ingredients]
+    seen = set(needed)
+    while needed:
+        part = needed.pop()
+        if part in made:
+            return True
+        for earlier in makers.get(part, ()):
+            following = {p for _, p in earlier.ingredients} - seen
+            seen |= following
+            needed.extend(following)
+    return False
+
+
+def _to_book(kept: list[FileRecipe]) -> Book:
+    """Returns the book with names as they are shown; recipes keep the order of the files."""
+    members: dict[str, dict[str, None]] = {}
+    for recipe in kept:
+        if recipe.group is not None:
+            members.setdefault(recipe.group, {})[shown(recipe.target)] = None
+    parts = {part for recipe in kept for _, part in recipe.ingredients}
+    items = {shown(recipe.target) for recipe in kept}
+    items |= {shown(part.name) for part in parts if not part.is_tag}
+    names = {
+        part: _tag_name(part, items) if part.is_tag and part.name in members else shown(part.name)
+        for part in parts
+    }
+    recipes: dict[str, list[Recipe]] = {}
+    for recipe in kept:
+        merged: Counter[str] = Counter()
+        for number, part in recipe.ingredients:
+            merged[names[part]] += number
+        slots = tuple((number, name) for name, number in merged.items())
+        made = Recipe(shown(recipe.target), recipe.count, slots)
+        recipes.setdefault(made.target, []).append(made)
+    tags = {
+        names[part]: tuple(members[part.name])
+        for part in sorted(parts, key=lambda part: part.name)
+        if part.is_tag and part.name in members
+    }
+    return make_book(recipes, tags)
+
+
+def _tag_name(tag: Ingredient, items: set[str]) -> str:
+    """Returns a tag's plain name, or `any <name>` where an item has it already."""
+    name = shown(tag.name)
+    return f"any {name}" if name in items else name
+
+
+def shown(name: str) -> str:
+    """Returns a name as the agent is shown it: `minecraft:oak_log` is `oak log`."""
+    return name.removeprefix(NAMESPACE).replace("_", " ")

@@ -1,0 +1,78 @@
+"""WebArena's sites at the addresses of the configuration, and the names that agents see instead."""
+
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from common.config_envs import WebarenaOptions
+
+PUBLIC_URLS = {
+    "reddit": "http://reddit.com",
+    "shopping": "http://onestopmarket.com",
+    "shopping_admin": "http://luma.com/admin",
+    "gitlab": "http://gitlab.com",
+    "wikipedia": "http://wikipedia.org",
+    "map": "http://openstreetmap.org",
+    "homepage": "http://homepage.com",
+}
+ACCOUNT_SITES = ("shopping", "shopping_admin", "gitlab", "reddit")
+
+
+def configured(options: WebarenaOptions) -> dict[str, str]:
+    """Returns the address of each site that has one, by WebArena's name."""
+    urls = {name: getattr(options, name).rstrip("/") for name in PUBLIC_URLS}
+    return {name: url for name, url in urls.items() if url}
+
+
+def check_urls(options: WebarenaOptions) -> list[str]:
+    """Returns a line for each address or login that cannot be used, with its remedy."""
+    lines = []
+    for name, url in configured(options).items():
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            lines.append(f"envs.webarena.{name}={url!r} is no address such as http://host:7770")
+    if options.auth_dir and not Path(options.auth_dir).is_dir():
+        lines.append(f"envs.webarena.auth_dir={options.auth_dir!r} is no folder")
+    elif options.auth_dir:
+        sites = [name for name in ACCOUNT_SITES if name in configured(options)]
+        lines += [
+            f"envs.webarena.auth_dir lacks {name}_state.json: tasks of {name} start logged out"
+            for name in sites
+            if not (Path(options.auth_dir) / f"{name}_state.json").is_file()
+        ]
+    return lines
+
+
+def login_state(options: WebarenaOptions, sites: list[str]) -> str | None:
+    """Returns the file with the cookies of a task's accounts; None when there is none.
+
+    WebArena names the file of a task on two sites after both, in the order of the alphabet.
+    """
+    if not options.auth_dir:
+        return None
+    accounts = sorted(site for site in sites if site in ACCOUNT_SITES)
+    path = Path(options.auth_dir) / f"{'.'.join(accounts)}_state.json"
+    return str(path) if accounts and path.is_file() else None
+
+
+class PublicNames:
+    """Translates between the sites' addresses and the public names that agents see."""
+
+    def __init__(self, sites: dict[str, str]) -> None:
+        # The longest first: the admin site lies below the shop.
+        pairs = [(url, PUBLIC_URLS[name]) for name, url in sites.items()]
+        self._pairs = sorted(pairs, key=lambda pair: -len(pair[0]))
+        self._publics = sorted(pairs, key=lambda pair: -len(pair[1]))
+
+    def public(self, text: str) -> str:
+        """Returns a text with the public names for the addresses in it."""
+        for url, public in self._pairs:
+            text = text.replace(url, public)
+        return text
+
+    def local(self, url: str) -> str:
+        """Returns the address that a public name stands for."""
+        for address, public in self._publics:
+            for form in (public, public.replace("http://", "https://"), public[len("http://") :]):
+                if url == form or url.startswith((form + "/", form + "?")):
+                    return address + url[len(form) :]
+        return url

@@ -1,0 +1,68 @@
+"""Follows a task's known way: turns its steps into actions on the page at hand."""
+
+from typing import Any
+
+from envhub.web.actions import Action, Kind
+from envhub.web.tree import Node
+
+
+class Solution:
+    """The expert of one episode. It knows one way and no other: whoever leaves it is on his own.
+
+    Args:
+        steps: {"do": click|type|select|goto|press|stop, "role", "name", "text", "enter", "url",
+            "answer"}; empty when no way is known.
+    """
+
+    def __init__(self, steps: list[dict[str, Any]]) -> None:
+        self._steps = steps
+        self._at = 0
+        self._is_lost = not steps
+
+    def next(self, nodes: tuple[Node, ...], *, only_in_view: bool) -> Action | None:
+        """Returns the next action; None when the way has been left or does not fit the page."""
+        if self._is_lost or self._at >= len(self._steps):
+            return None
+        step = self._steps[self._at]
+        if step["do"] == "stop":
+            return Action(kind=Kind.STOP, text=str(step.get("answer", "")))
+        if step["do"] == "goto":
+            return Action(kind=Kind.GOTO, text=step["url"])
+        if step["do"] == "press":
+            return Action(kind=Kind.PRESS, text=step["text"])
+        node = _find(nodes, step)
+        if node is None:
+            return None
+        if only_in_view and not node.is_in_view:
+            return Action(kind=Kind.SCROLL, text=_direction(node, nodes))
+        if step["do"] == "type":
+            enter = bool(step.get("enter", False))
+            return Action(kind=Kind.TYPE, element=node.id, text=step["text"], enter=enter)
+        return Action(kind=Kind.CLICK, element=node.id)
+
+    def follow(self, taken: Action, expected: Action | None) -> None:
+        """Notes an action that was performed, and what `next` had wanted before it."""
+        if taken.kind in (Kind.SCROLL, Kind.HOVER) and taken != expected:
+            return
+        if taken != expected:
+            self._is_lost = True
+        elif taken.kind is not Kind.SCROLL:
+            self._at += 1
+
+
+def _find(nodes: tuple[Node, ...], step: dict[str, Any]) -> Node | None:
+    """Returns the element of a step's role and name; for `select`, the option of its text."""
+    name = " ".join(str(step.get("name", "")).split())
+    found = [node for node in nodes if node.role == step["role"]]
+    exact = [node for node in found if node.name == name]
+    partial = [node for node in found if name and name in node.name]
+    node = next(iter(exact), None) or (partial[0] if len(partial) == 1 else None)
+    if node is None or step["do"] != "select":
+        return node
+    options = [other for other in nodes if other.role == "option" and other.parent == node.id]
+    return next((option for option in options if option.name == step["text"]), None)
+
+
+def _direction(node: Node, nodes: tuple[Node, ...]) -> str:
+    seen = [other.y for other in nodes if other.is_in_view]
+    return "up" if seen and node.y < min(seen) else "down"

@@ -1,0 +1,133 @@
+"""Wordle: find the hidden word in six guesses."""
+
+import hashlib
+import random
+from pathlib import Path
+
+from common.config_envs import EnvsSection
+from envhub.env import (
+    EnvSpec,
+    Isolation,
+    StepResult,
+    Style,
+    SubsetSpec,
+    UnknownItem,
+    action_text,
+    parse_item,
+)
+from envhub.envs.wordle.words import VOCABULARY, best_guess, consistent, marks
+from envhub.tasks import load_tasks
+
+SUBSET = "Common"
+MAX_GUESSES = 6
+NUM_TRAIN = 1_000_000
+NUM_TEST = 1_000
+FIRST_TEST_SEED = 10_000_000
+MAX_ACTION_CHARS = 200
+SOLVED = "ggggg"
+TASKS_PATH = Path(__file__).with_name("tasks.json")
+SUBSETS = {SUBSET: SubsetSpec(num_train=NUM_TRAIN, num_test=NUM_TEST, max_turns=MAX_GUESSES)}
+
+INSTRUCTION = f"""\
+You play Wordle: a word of five letters is hidden and you have {MAX_GUESSES} guesses to find it. \
+Every guess is answered with one mark per letter: g when the letter is at its place, y when it is \
+elsewhere in the word, b when it is not in it. The hidden word is one of these, and so must every \
+guess be: {", ".join(VOCABULARY)}. Write a guess letter by letter with spaces between. \
+Answer in this form:
+Thought:
+<your thoughts>
+
+Action:
+<one guess, such as h o u s e>"""
+
+
+class WordleEnv:
+    """One Wordle episode. Reward is 1 for finding the word.
+
+    The word is not chosen at the start: every guess is answered as a word would that is drawn
+    from those that all answers so far allow. Only the item decides the draws.
+    """
+
+    def __init__(self, style: Style) -> None:
+        self._style = style
+        self._done = False
+
+    def reset(self, item_id: str, seed: int = 0) -> str:
+        """Starts an item; `seed` is unused, since the item fixes all draws."""
+        item = parse_item(item_id, SUBSETS)
+        self._seed = item.index if item.split == "train" else FIRST_TEST_SEED + item.index
+        self._rng = random.Random(self._seed)
+        self._words = VOCABULARY
+        self._answers: list[tuple[str, str]] = []  # (guess or what stood for one, answer)
+        self._done = False
+        if self._style is Style.COMPACT:
+            return f"words: {' '.join(VOCABULARY)}\nguess"
+        return "Let's start Wordle!"
+
+    def step(self, action: str) -> StepResult:
+        """Makes one guess given as text."""
+        if self._done:
+            raise RuntimeError("step after the episode has ended")
+        guess = "".join(action_text(action)[:MAX_ACTION_CHARS].lower().split())
+        is_valid = guess in VOCABULARY
+        answer = self._answer(guess) if is_valid else "invalid word"
+        self._answers.append((guess, answer))
+        self._done = answer == SOLVED or len(self._answers) == MAX_GUESSES
+        observation = answer
+        if is_valid:
+            observation = " ".join(answer) + ("\n" if self._style is Style.AGENTGYM else "")
+        return StepResult(
+            observation=observation,
+            reward=float(answer == SOLVED),
+            done=self._done,
+            is_valid=is_valid,
+        )
+
+    def _answer(self, guess: str) -> str:
+        answer = marks(guess, self._rng.choice(self._words))
+        self._words = consistent(self._words, guess, answer)
+        return answer
+
+    def valid_actions(self) -> list[str]:
+        """Returns every word, letter by letter."""
+        return [] if self._done else [" ".join(word) for word in VOCABULARY]
+
+    def expert_action(self) -> str | None:
+        """Returns the guess whose worst answer leaves the fewest words; it needs at most six."""
+        return None if self._done else " ".join(best_guess(self._words))
+
+    def render(self) -> str:
+        """Returns the guesses with their answers, and the words that are still possible."""
+        lines = [f"{guess} {answer}" for guess, answer in self._answers]
+        return "\n".join([*lines, f"possible: {' '.join(self._words)}"])
+
+    def fingerprint(self) -> str:
+        """Returns sha256 over the words and the seed of the draws."""
+        return hashlib.sha256(f"{VOCABULARY} {self._seed}".encode()).hexdigest()
+
+    def close(self) -> None:
+        """Does nothing: an episode holds no more than its own memory."""
+
+
+def from_agentgym(index: int) -> str:
+    """Returns the item whose draws begin with AgentGym's seed; the draws themselves are ours.
+
+    Raises:
+        UnknownItem: negative or too large.
+    """
+    if not 0 <= index < NUM_TRAIN:
+        raise UnknownItem(f"seed {index} is out of range; they are 0 to {NUM_TRAIN - 1}")
+    return f"{SUBSET}-train-{index}"
+
+
+def make_spec(options: EnvsSection) -> EnvSpec:
+    """Returns Wordle's catalogue entry."""
+    return EnvSpec(
+        name="wordle",
+        subsets=SUBSETS,
+        instruction={Style.COMPACT: "", Style.AGENTGYM: INSTRUCTION},
+        make=WordleEnv,
+        tasks=load_tasks(TASKS_PATH),
+        isolation=Isolation.INLINE,
+        from_agentgym=from_agentgym,
+    )

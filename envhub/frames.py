@@ -1,0 +1,34 @@
+"""Messages between the hub and its workers: JSON objects, each preceded by its length."""
+
+import asyncio
+import json
+import struct
+from typing import Any
+
+MAX_FRAME_BYTES = 64 << 20
+_LENGTH = struct.Struct(">I")
+
+
+def encode_frame(message: dict[str, Any]) -> bytes:
+    """Returns the bytes of one message.
+
+    Raises:
+        ValueError: longer than MAX_FRAME_BYTES, or no JSON.
+    """
+    body = json.dumps(message).encode()
+    if len(body) > MAX_FRAME_BYTES:
+        raise ValueError(f"a message of {len(body)} bytes; at most {MAX_FRAME_BYTES}")
+    return _LENGTH.pack(len(body)) + body
+
+
+async def read_frame(reader: asyncio.StreamReader) -> dict[str, Any]:
+    """Returns the next message.
+
+    Raises:
+        asyncio.IncompleteReadError, ConnectionError: the other side is gone.
+        ValueError: no message of ours.
+    """
+    (num_bytes,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+    if num_bytes > MAX_FRAME_BYTES:
+        raise ValueError(f"a message of {num_bytes} bytes; at most {MAX_FRAME_BYTES}")
+    return json.loads(await reader.readexactly(num_bytes))

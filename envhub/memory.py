@@ -1,0 +1,52 @@
+"""Memory of worker processes with all that they started, and the end of what they leave behind."""
+
+import contextlib
+import os
+import signal
+from collections import defaultdict
+from collections.abc import Iterable
+
+import psutil
+
+MARK = "LONGSTRIDE_WORKER"  # environment variable that a worker's whole offspring inherits
+
+
+def resident_bytes(roots: Iterable[int]) -> dict[int, int]:
+    """Returns the resident memory of each process with its descendants, by process id."""
+    children: defaultdict[int, list[int]] = defaultdict(list)
+    resident: dict[int, int] = {}
+    for process in psutil.process_iter(["ppid", "memory_info"]):
+        memory = process.info["memory_info"]
+        if memory is not None:
+            resident[process.pid] = memory.rss
+            children[process.info["ppid"]].append(process.pid)
+    return {root: _sum(root, children, resident) for root in roots if root in resident}
+
+
+def _sum(root: int, children: dict[int, list[int]], resident: dict[int, int]) -> int:
+    total, waiting = 0, [root]
+    while waiting:
+        pid = waiting.pop()
+        total += resident[pid]
+        waiting += children.get(pid, ())
+    return total
+
+
+def kill_marked(mark: str) -> int:
+    """Kills every process that inherited the mark and returns how many there were.
+
+    A browser leaves its worker's process group, so killing the group does not end it.
+    """
+    num_killed = 0
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.environ().get(MARK) == mark:
+                process.kill()
+                num_killed += 1
+    return num_killed
+
+
+def kill_group(group: int) -> None:
+    """Kills a process group; one that is gone already is no error."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signal.SIGKILL)

@@ -1,0 +1,222 @@
+"""The action language of web pages: `click [12]`, `type [7] [blue socks] [1]`, `stop [42]`."""
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+
+MAX_TEXT_CHARS = 4000
+NO_FENCE = (
+    "Cannot parse action from response. Your action should be inside triple backticks (```). "
+    "Please adjust accordingly."
+)
+FENCED = re.compile(r"```(.*?)```", re.DOTALL)
+WORD = re.compile(r"\s*([a-z_]+)")
+
+
+class Kind(StrEnum):
+    """What an action does."""
+
+    CLICK = "click"
+    HOVER = "hover"
+    TYPE = "type"
+    PRESS = "press"
+    SCROLL = "scroll"
+    DRAG = "drag"
+    NEW_TAB = "new_tab"
+    TAB_FOCUS = "tab_focus"
+    CLOSE_TAB = "close_tab"
+    GOTO = "goto"
+    GO_BACK = "go_back"
+    GO_FORWARD = "go_forward"
+    STOP = "stop"
+
+
+WEB_KINDS = frozenset(Kind) - {Kind.DRAG}
+PATTERNS = {
+    Kind.CLICK: r"\[\s*(?P<id>\d{1,6})\s*\]",
+    Kind.HOVER: r"\[\s*(?P<id>\d{1,6})\s*\]",
+    Kind.TYPE: r"\[\s*(?P<id>\d{1,6})\s*\]\s*\[(?P<text>.*?)\](?:\s*\[\s*(?P<enter>[01])\s*\])?",
+    Kind.PRESS: r"\[(?P<text>.+)\]",
+    Kind.SCROLL: r"\[?\s*(?P<text>(?:direction\s*=\s*)?(?:up|down))\s*\]?",
+    Kind.DRAG: r"\[\s*(?P<id>\d{1,6})\s*\]\s*\[\s*(?P<to>\d{1,6})\s*\]",
+    Kind.NEW_TAB: "",
+    Kind.TAB_FOCUS: r"\[?\s*(?P<id>\d{1,3})\s*\]?",
+    Kind.CLOSE_TAB: "",
+    Kind.GOTO: r"\[(?P<text>.+)\]",
+    Kind.GO_BACK: "",
+    Kind.GO_FORWARD: "",
+    Kind.STOP: r"(?:\[(?P<text>.*)\])?",
+}
+COMPILED = {kind: re.compile(rf"\s*{text}\s*", re.DOTALL) for kind, text in PATTERNS.items()}
+KEY_NAMES = {
+    "enter": "Enter",
+    "return": "Enter",
+    "tab": "Tab",
+    "esc": "Escape",
+    "escape": "Escape",
+    "backspace": "Backspace",
+    "delete": "Delete",
+    "del": "Delete",
+    "space": "Space",
+    "spacebar": "Space",
+    "arrowup": "ArrowUp",
+    "arrowdown": "ArrowDown",
+    "arrowleft": "ArrowLeft",
+    "arrowright": "ArrowRight",
+    "up": "ArrowUp",
+    "down": "ArrowDown",
+    "left": "ArrowLeft",
+    "right": "ArrowRight",
+    "home": "Home",
+    "end": "End",
+    "pageup": "PageUp",
+    "pagedown": "PageDown",
+    "insert": "Insert",
+    "ctrl": "Control",
+    "control": "Control",
+    "meta": "Control",
+    "cmd": "Control",
+    "command": "Control",
+    "shift": "Shift",
+    "alt": "Alt",
+}
+MODIFIERS = ("Control", "Shift", "Alt")
+
+
+class InvalidAction(ValueError):
+    """The text is no action of this language; the message is for the agent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Action:
+    """One action.
+
+    Attributes:
+        element: id of a node in the last observation, or a tab's number; -1 where there is none.
+        target: id of the node that `element` is dragged to; -1 where there is none.
+        text: what to type, the key, the direction, the URL or the answer.
+        enter: whether Enter follows the typed text.
+    """
+
+    kind: Kind
+    element: int = -1
+    target: int = -1
+    text: str = ""
+    enter: bool = False
+
+
+def fenced(reply: str) -> str:
+    """Returns what the first pair of triple backticks of a reply holds.
+
+    Raises:
+        InvalidAction: there is no such pair.
+    """
+    match = FENCED.search(reply)
+    if match is None:
+        raise InvalidAction(NO_FENCE)
+    return match[1].strip()
+
+
+def parse(text: str, kinds: frozenset[Kind] = WEB_KINDS) -> Action:
+    """Returns the action that a text names.
+
+    Raises:
+        InvalidAction: unknown word, or its arguments are malformed.
+    """
+    word = WORD.match(text)
+    if word is None or word[1] not in kinds:
+        raise InvalidAction(f'Invalid action "{text[:200]}". Known actions: {_known(kinds)}.')
+    kind = Kind(word[1])
+    match = COMPILED[kind].fullmatch(text, word.end())
+    if match is None:
+        raise InvalidAction(f'Invalid {kind} action "{text[:200]}". Its form is {FORMS[kind]}.')
+    parts = {name: value for name, value in match.groupdict().items() if value is not None}
+    words = parts.get("text", "")
+    if kind is not Kind.TYPE:
+        words = words.strip()
+    if len(words) > MAX_TEXT_CHARS:
+        raise InvalidAction(f"Invalid {kind} action: longer than {MAX_TEXT_CHARS} characters.")
+    if kind is Kind.SCROLL:
+        words = "down" if words.endswith("down") else "up"
+    if kind is Kind.PRESS:
+        words = key_name(words)
+    return Action(
+        kind=kind,
+        element=int(parts.get("id", -1)),
+        target=int(parts.get("to", -1)),
+        text=words,
+        enter=kind is Kind.TYPE and parts.get("enter", "1") == "1",
+    )
+
+
+def describe(action: Action) -> str:
+    """Returns an action as the language writes it."""
+    parts = [action.kind.value]
+    parts += [f"[{number}]" for number in (action.element, action.target) if number >= 0]
+    if action.text or action.kind in (Kind.TYPE, Kind.STOP):
+        parts.append(f"[{action.text}]")
+    if action.kind is Kind.TYPE:
+        parts.append(f"[{int(action.enter)}]")
+    return " ".join(parts)
+
+
+def in_answer_format(action: str) -> str:
+    """Returns the reply with which AgentGym's agents give an action."""
+    return f"In summary, the next action I will perform is ```{action}```"
+
+
+def key_name(combination: str) -> str:
+    """Returns a key combination as browsers name it: `ctrl+a` is `Control+a`.
+
+    Raises:
+        InvalidAction: an unknown key.
+    """
+    names = [part.strip() for part in re.split(r"\+(?=.)", combination)]
+    keys = [KEY_NAMES.get(name.lower(), name) for name in names]
+    *held, last = keys
+    is_function_key = re.fullmatch(r"F([1-9]|1[0-2])", last) is not None
+    is_key = len(last) == 1 or last in KEY_NAMES.values() or is_function_key
+    if not is_key or not all(key in MODIFIERS for key in held):
+        raise InvalidAction(f'Invalid press action: no key "{combination[:40]}".')
+    return "+".join(keys)
+
+
+FORMS = {
+    Kind.CLICK: "click [id]",
+    Kind.HOVER: "hover [id]",
+    Kind.TYPE: "type [id] [text] [0 or 1]",
+    Kind.PRESS: "press [key]",
+    Kind.SCROLL: "scroll [up or down]",
+    Kind.DRAG: "drag [id] [id]",
+    Kind.NEW_TAB: "new_tab",
+    Kind.TAB_FOCUS: "tab_focus [number]",
+    Kind.CLOSE_TAB: "close_tab",
+    Kind.GOTO: "goto [url]",
+    Kind.GO_BACK: "go_back",
+    Kind.GO_FORWARD: "go_forward",
+    Kind.STOP: "stop [answer]",
+}
+
+
+def _known(kinds: frozenset[Kind]) -> str:
+    return ", ".join(FORMS[kind] for kind in Kind if kind in kinds)
+
+
+def instruction_lines(kinds: frozenset[Kind]) -> str:
+    """Returns one line of explanation for each kind of action."""
+    meanings = {
+        Kind.CLICK: "click the element with this id (an option of a list is chosen by its click)",
+        Kind.HOVER: "point at the element",
+        Kind.TYPE: "replace the field's text; Enter follows, unless the last number is 0",
+        Kind.PRESS: "press a key or a combination, such as Enter or ctrl+a",
+        Kind.SCROLL: "scroll what is under the mouse, or the page, by one screen",
+        Kind.DRAG: "drag the first element onto the second",
+        Kind.NEW_TAB: "open an empty tab",
+        Kind.TAB_FOCUS: "switch to the tab with this number",
+        Kind.CLOSE_TAB: "close the tab",
+        Kind.GOTO: "go to an address",
+        Kind.GO_BACK: "go to the page before",
+        Kind.GO_FORWARD: "undo go_back",
+        Kind.STOP: "finish; the answer, if one is asked for, goes in the brackets",
+    }
+    return "\n".join(f"{FORMS[kind]}: {meanings[kind]}" for kind in Kind if kind in kinds)

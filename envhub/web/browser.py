@@ -1,0 +1,172 @@
+"""The one Chromium of a process: found on this machine, started at first use, replaced."""
+
+import asyncio
+import logging
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from playwright.async_api import Browser, BrowserContext, Playwright, async_playwright
+from playwright.async_api import Error as BrowserError
+
+from common.config_envs import BrowserOptions
+from envhub.env import EnvFailure
+
+logger = logging.getLogger(__name__)
+BINARIES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+START_TIMEOUT_S = 30.0
+STOP_TIMEOUT_S = 5.0
+VIEWPORT = (1280, 720)
+
+
+def _script(*names: str) -> str:
+    folder = Path(__file__).parent
+    return "\n".join((folder / name).read_text(encoding="utf-8") for name in names)
+
+
+PAGE_SCRIPT = _script("settle.js", "page.js", "hands.js")
+CLOCK_SCRIPT = _script("clock.js")
+FLAGS = (
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-domain-reliability",
+    "--disable-default-apps",
+    "--disable-extensions",
+    "--disable-breakpad",
+    "--disable-dev-shm-usage",
+    "--disable-background-timer-throttling",
+    "--disable-renderer-backgrounding",
+    "--disable-backgrounding-occluded-windows",
+    "--disable-features=HttpsUpgrades,HttpsFirstBalancedModeAutoEnable,Translate,"
+    "OptimizationHints,MediaRouter,AutofillServerCommunication",
+    "--no-proxy-server",
+    "--font-render-hinting=none",
+    "--force-device-scale-factor=1",
+    "--lang=en-US",
+)
+
+
+def find_browser(options: BrowserOptions) -> str:
+    """Returns the path of the browser to drive; "" when there is none."""
+    if options.executable:
+        return options.executable if os.access(options.executable, os.X_OK) else ""
+    return next((path for name in BINARIES if (path := shutil.which(name))), "")
+
+
+def check_browser(options: BrowserOptions) -> list[str]:
+    """Returns a line for what the browser environments lack on this machine."""
+    if find_browser(options):
+        return []
+    if options.executable:
+        return [f"envs.browser.executable={options.executable!r} is no program that can be run"]
+    names = ", ".join(BINARIES[:3])
+    return [
+        f"no browser: none of {names} is on the PATH; install Chromium (apt-get install chromium) "
+        "or set envs.browser.executable"
+    ]
+
+
+def host_rules(hosts: Mapping[str, str], *, reachable: frozenset[str] = frozenset()) -> str:
+    """Returns Chromium's rules for names: `hosts` lead to addresses, `reachable` stay as they are.
+
+    Every other host does not exist for the browser, whatever page or agent asks for it.
+    """
+    rules = [f"MAP {host} {address}" for host, address in hosts.items()]
+    kept = [f"EXCLUDE {host}" for host in sorted(reachable)]
+    return ", ".join([*rules, "MAP * ~NOTFOUND", *kept])
+
+
+class BrowserHost:
+    """Starts the browser at the first context and again when it has died.
+
+    Example: two sessions have a context each; Chromium is killed. Their next calls raise
+    EnvFailure (`is_alive` of their browser is False); the next new session starts a new browser.
+    """
+
+    def __init__(self, options: BrowserOptions, rules: str) -> None:
+        self._options = options
+        self._rules = rules
+        self._lock = asyncio.Lock()
+        self._playwright: Playwright | None = None
+        self._browser: Browser | None = None
+        self.num_starts = 0
+
+    async def open_context(
+        self, *, clock: bool = False, storage_state: str | None = None, is_still: bool = True
+    ) -> BrowserContext:
+        """Returns a fresh context: own cookies, cache and storage.
+
+        Args:
+            clock: pages see a clock that only moves when told to.
+            storage_state: file with cookies to start from; None starts without any.
+            is_still: animations take no time.
+
+        Raises:
+            EnvFailure: there is no browser, or it does not answer.
+        """
+        browser = await self._living()
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                context = await browser.new_context(
+                    viewport={"width": VIEWPORT[0], "height": VIEWPORT[1]},
+                    storage_state=storage_state,
+                    locale="en-US",
+                    timezone_id="UTC",
+                    accept_downloads=False,
+                    service_workers="block",
+                    reduced_motion="reduce" if is_still else None,
+                )
+                await context.add_init_script(PAGE_SCRIPT)
+                if clock:
+                    await context.add_init_script(CLOCK_SCRIPT)
+        except (BrowserError, TimeoutError) as error:
+            raise EnvFailure(f"the browser gave no context: {first_line(error)}") from error
+        return context
+
+    async def _living(self) -> Browser:
+        async with self._lock:
+            if self._browser is not None and self._browser.is_connected():
+                return self._browser
+            executable = find_browser(self._options)
+            if not executable:
+                raise EnvFailure(check_browser(self._options)[0])
+            try:
+                async with asyncio.timeout(START_TIMEOUT_S):
+                    self._browser = await self._launch(executable)
+            except (BrowserError, TimeoutError) as error:
+                raise EnvFailure(f"{executable} did not start: {first_line(error)}") from error
+            self.num_starts += 1
+            logger.info("browser started path=%s starts=%d", executable, self.num_starts)
+            return self._browser
+
+    async def _launch(self, executable: str) -> Browser:
+        if self._playwright is None:
+            self._playwright = await async_playwright().start()
+        flags = [*FLAGS, f"--host-resolver-rules={self._rules}"]
+        if os.geteuid() == 0:
+            flags.append("--no-sandbox")
+        return await self._playwright.chromium.launch(
+            executable_path=executable, args=flags, headless=True
+        )
+
+    async def stop(self) -> None:
+        """Ends the browser; a browser that does not answer is left to the end of the process."""
+        try:
+            async with asyncio.timeout(STOP_TIMEOUT_S):
+                if self._browser is not None:
+                    await self._browser.close()
+                if self._playwright is not None:
+                    await self._playwright.stop()
+        except (BrowserError, TimeoutError) as error:
+            logger.warning("browser did not stop error=%s", first_line(error))
+        self._browser = self._playwright = None
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error's text, or its type when it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]

@@ -1,0 +1,102 @@
+// Points at, types into and scrolls what the last snapshot listed; follows page.js.
+(() => {
+  if (window.__ls.aim) return;
+  const { state, frame } = window.__ls;
+  let mouse = { x: 0, y: 0 }; // where it was pointed to last
+
+  function boxOf(target) {
+    if (target.nodeType === Node.TEXT_NODE) {
+      const range = document.createRange();
+      range.selectNodeContents(target);
+      return range.getClientRects()[0] || range.getBoundingClientRect();
+    }
+    return target.getClientRects()[0] || target.getBoundingClientRect();
+  }
+
+  // A point of a box that shows the element and not what lies over it; the middle first.
+  const SHARES = [0.5, 0.3, 0.7, 0.1, 0.9];
+  function freePoint(el, box) {
+    for (const down of SHARES) {
+      for (const across of SHARES) {
+        const point = { x: box.left + box.width * across, y: box.top + box.height * down };
+        const isPlaced = point.x >= 0 && point.y >= 0 && point.x < innerWidth
+          && point.y < innerHeight;
+        const hit = isPlaced ? document.elementFromPoint(point.x, point.y) : null;
+        if (hit !== null && el.contains(hit)) return point;
+      }
+    }
+    return null;
+  }
+
+  // Brings a node of the last snapshot into view and says where to point the mouse.
+  function aim(index) {
+    const target = state.targets[index];
+    if (!target || !target.isConnected) return { is_gone: true };
+    const el = target.nodeType === Node.TEXT_NODE ? target.parentElement : target;
+    if (el.tagName === 'OPTION') return { is_option: true };
+    let box = boxOf(target);
+    let point = freePoint(el, box);
+    if (point === null) {
+      el.scrollIntoView({ block: 'center', inline: 'nearest', behavior: 'instant' });
+      box = boxOf(target);
+      point = freePoint(el, box)
+        || { x: box.left + box.width / 2, y: box.top + box.height / 2 };
+    }
+    mouse = point;
+    return point;
+  }
+
+  // Scrolls what is under the mouse, or the page, by one screen of it.
+  async function scroll(direction) {
+    const canMove = (el) => el.scrollHeight > el.clientHeight + 1
+      && ['auto', 'scroll'].includes(getComputedStyle(el).overflowY)
+      && (direction > 0 ? el.scrollTop + el.clientHeight + 1 < el.scrollHeight : el.scrollTop > 0);
+    let el = document.elementFromPoint(mouse.x, mouse.y);
+    while (el && el !== document.body && el !== document.documentElement && !canMove(el)) {
+      el = el.parentElement;
+    }
+    const isInner = el && el !== document.body && el !== document.documentElement;
+    if (isInner) el.scrollBy({ top: direction * el.clientHeight, behavior: 'instant' });
+    else scrollBy({ top: direction * innerHeight, behavior: 'instant' });
+    // Pages hear of it with the next frame.
+    await new Promise((resolve) => { frame(() => frame(resolve)); });
+  }
+
+  function pick(index) {
+    const option = state.targets[index];
+    const select = option.closest('select');
+    if (!select || option.disabled || select.disabled) return false;
+    select.focus();
+    if (select.multiple) option.selected = !option.selected;
+    else select.value = option.value, option.selected = true;
+    select.dispatchEvent(new Event('input', { bubbles: true }));
+    select.dispatchEvent(new Event('change', { bubbles: true }));
+    return true;
+  }
+
+  const SET_DIRECTLY = ['date', 'time', 'datetime-local', 'month', 'week', 'color', 'range'];
+
+  // Focuses a field and selects what is in it, so that typing replaces it.
+  function startTyping(index, words) {
+    const el = state.targets[index];
+    if (!el || !el.isConnected || el.nodeType === Node.TEXT_NODE) return 'gone';
+    const isField = el.tagName === 'INPUT' || el.tagName === 'TEXTAREA';
+    if (el.disabled || el.readOnly) return 'locked';
+    if (!isField && !el.isContentEditable) return 'click';
+    el.scrollIntoView({ block: 'nearest', behavior: 'instant' });
+    el.focus();
+    if (isField && SET_DIRECTLY.includes(el.type)) {
+      const proto = HTMLInputElement.prototype;
+      Object.getOwnPropertyDescriptor(proto, 'value').set.call(el, words);
+      el.dispatchEvent(new Event('input', { bubbles: true }));
+      el.dispatchEvent(new Event('change', { bubbles: true }));
+      return 'set';
+    }
+    if (isField && ['checkbox', 'radio', 'button', 'submit', 'file'].includes(el.type)) return 'locked';
+    if (isField) el.select();
+    else getSelection().selectAllChildren(el);
+    return 'type';
+  }
+
+  Object.assign(window.__ls, { aim, pick, scroll, startTyping });
+})();

@@ -1,0 +1,367 @@
+"""One episode's view of the browser: a context, its tabs, and what an action does in them."""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from playwright.async_api import BrowserContext, Dialog, Page
+from playwright.async_api import Error as BrowserError
+from playwright.async_api import TimeoutError as BrowserTimeout
+
+from envhub.env import EnvFailure
+from envhub.web.actions import Action, InvalidAction, Kind
+from envhub.web.browser import VIEWPORT, first_line
+from envhub.web.tree import Snapshot, read_snapshot
+
+logger = logging.getLogger(__name__)
+Answer = TypeVar("Answer")
+MAX_RETRIES = 5
+MAX_TABS = 8
+GRACE_S = 10.0
+NEW_TAB_TIMEOUT_S = 2.0
+FAR_CORNER = (VIEWPORT[0] - 1, VIEWPORT[1] - 1)
+NO_ELEMENT = (
+    'Attempt to perform "{}" on element "[{}]" but no matching element found. '
+    "Please check the observation more carefully."
+)
+# What a browser says when a page went away while it was being read.
+GONE_WORDS = ("Execution context was destroyed", "navigat", "Cannot find context", "detached")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """How pages are read.
+
+    Attributes:
+        max_settle_ms: longest wait for a page to come to rest before it is read as it is.
+        quiet_ms: how long its document must not have changed; 0 asks for no such rest.
+        advance_ms: by how much a page's own clock moves before each look, if it has one.
+        deep: whether drawings, listeners and class names are told of, for pages without words.
+        skip: ids of elements that are left out.
+    """
+
+    max_settle_ms: int = 5000
+    quiet_ms: int = 0
+    advance_ms: int = 0
+    deep: bool = False
+    skip: tuple[str, ...] = ()
+
+
+class WebSession:
+    """Tabs of one context; calls come one at a time.
+
+    Args:
+        may_go: whether an address may be opened by `goto`.
+    """
+
+    def __init__(
+        self,
+        context: BrowserContext,
+        look: Look,
+        *,
+        may_go: Callable[[str], bool],
+        action_timeout_s: float,
+    ) -> None:
+        self.context = context
+        self._look = look
+        self._may_go = may_go
+        self._timeout_s = action_timeout_s
+        self._tabs: list[Page] = []
+        self._current: Page | None = None
+        self._has_new_tab = asyncio.Event()
+        self.dialogs: list[str] = []
+        self._is_aside = False
+        self.answer: str | None = None
+        context.on("page", self._adopt)
+        context.on("dialog", self._accept)
+
+    @property
+    def page(self) -> Page:
+        """The tab that actions go to."""
+        assert self._current is not None, "a session is used before a tab is open"
+        return self._current
+
+    @property
+    def tabs(self) -> list[Page]:
+        """The open tabs in the order of their opening."""
+        return self._tabs
+
+    def _adopt(self, page: Page) -> None:
+        if self._is_aside:
+            return
+        page.set_default_timeout(self._timeout_s * 1000)
+        page.on("close", lambda _: self._forget(page))
+        self._tabs.append(page)
+        self._current = page
+        self._has_new_tab.set()
+
+    def _forget(self, page: Page) -> None:
+        if page in self._tabs:
+            self._tabs.remove(page)
+        if self._current is page and self._tabs:
+            self._current = self._tabs[-1]
+
+    async def _accept(self, dialog: Dialog) -> None:
+        self.dialogs.append(f"{dialog.type}: {dialog.message}")
+        await dialog.accept()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the browser is there and a tab is open."""
+        browser = self.context.browser
+        return browser is not None and browser.is_connected() and bool(self._tabs)
+
+    async def open(self, *urls: str) -> None:
+        """Opens a tab for each address, the only open one first; the first becomes current.
+
+        Raises:
+            EnvFailure: an address does not answer.
+        """
+        kept = list(self._tabs)
+        for url in urls:
+            page = kept.pop(0) if kept else await self._guard(self.context.new_page())
+            try:
+                # What the mouse was left over must not look pointed at on the next page.
+                await self._guard(page.mouse.move(*FAR_CORNER))
+                await self._guard(page.goto(url, wait_until="load", timeout=self._timeout_s * 2000))
+            except BrowserError as error:
+                raise EnvFailure(f"{url} cannot be opened: {first_line(error)}") from error
+        self._current = self._tabs[-len(urls)]
+
+    @asynccontextmanager
+    async def aside(self, url: str) -> AsyncIterator[Page]:
+        """Opens an address in a tab that is none of the agent's, for the time of a look.
+
+        Raises:
+            EnvFailure: it does not answer.
+        """
+        self._is_aside = True
+        try:
+            page = await self._guard(self.context.new_page())
+        finally:
+            self._is_aside = False
+        try:
+            await self._guard(page.goto(url, wait_until="load", timeout=self._timeout_s * 2000))
+            yield page
+        except BrowserTimeout as error:
+            raise EnvFailure(f"{url} does not answer: {first_line(error)}") from error
+        finally:
+            await self._guard(page.close())
+
+    async def run(self, script: str, argument: object = None) -> object:
+        """Runs a script of ours in the current page and returns its result.
+
+        Raises:
+            EnvFailure: it raised, or the page is gone.
+        """
+        try:
+            return await self._guard(self.page.evaluate(script, argument))
+        except BrowserError as error:
+            raise EnvFailure(f"a script failed on {self.page.url}: {first_line(error)}") from error
+
+    async def look(self) -> Snapshot:
+        """Returns what the current tab shows once it has come to rest.
+
+        Raises:
+            EnvFailure: the page cannot be read.
+        """
+        options = {
+            "maxMs": self._look.max_settle_ms,
+            "quietMs": self._look.quiet_ms,
+            "advanceMs": self._look.advance_ms,
+            "deep": self._look.deep,
+            "skip": list(self._look.skip),
+        }
+        for _ in range(MAX_RETRIES):
+            page = self.page
+            try:
+                text = await self._guard(page.evaluate("o => __ls.snapshot(o)", options))
+            except BrowserError as error:
+                if not _is_leaving(error) or page.is_closed():
+                    raise EnvFailure(f"the page cannot be read: {first_line(error)}") from error
+                await self._loaded(page)
+                continue
+            message = json.loads(text)
+            if message["opened"]:
+                await self._opened()
+            if page is self.page and not message["isLeaving"]:
+                return read_snapshot(message)
+        raise EnvFailure("the page does not come to rest")
+
+    async def _opened(self) -> None:
+        """Waits for the tab that a page has asked for; a browser may refuse to open it."""
+        try:
+            async with asyncio.timeout(NEW_TAB_TIMEOUT_S):
+                await self._has_new_tab.wait()
+            await self._loaded(self.page)
+        except TimeoutError:
+            logger.debug("no tab was opened")
+
+    async def _loaded(self, page: Page) -> None:
+        try:
+            await self._guard(page.wait_for_load_state("load"))
+        except BrowserTimeout:
+            logger.debug("page is slow url=%s", page.url)
+
+    async def perform(self, action: Action) -> None:
+        """Does what an action says; what it led to is seen by `look`.
+
+        Raises:
+            InvalidAction: it cannot be done here; the text is for the agent.
+            EnvFailure: the browser is gone or hangs.
+        """
+        self.dialogs.clear()
+        self._has_new_tab.clear()
+        try:
+            await self._guard(self._act(action))
+        except BrowserTimeout:
+            logger.debug("action is slow kind=%s", action.kind)
+        except BrowserError as error:
+            if _is_leaving(error):
+                return
+            raise InvalidAction(f"The action failed: {first_line(error)}") from error
+
+    async def _act(self, action: Action) -> None:
+        match action.kind:
+            case Kind.CLICK | Kind.HOVER:
+                await self._point(action)
+            case Kind.TYPE:
+                await self._type(action)
+            case Kind.DRAG:
+                await self._drag(action)
+            case Kind.PRESS:
+                await self.page.keyboard.press(action.text)
+            case Kind.SCROLL:
+                pages = 1 if action.text == "down" else -1
+                await self.page.evaluate("n => __ls.scroll(n)", pages)
+            case Kind.GOTO:
+                await self._goto(action.text)
+            case Kind.GO_BACK:
+                await self._turn(self.page.go_back())
+            case Kind.GO_FORWARD:
+                await self._turn(self.page.go_forward())
+            case Kind.STOP:
+                self.answer = action.text
+            case _:
+                await self._act_on_tabs(action)
+
+    async def _aim(self, action: Action, element: int) -> dict:
+        aim = await self.page.evaluate("i => __ls.aim(i)", element)
+        if aim.get("is_gone"):
+            raise InvalidAction(NO_ELEMENT.format(action.kind, element))
+        return aim
+
+    async def _point(self, action: Action) -> None:
+        aim = await self._aim(action, action.element)
+        if aim.get("is_option"):
+            if action.kind is Kind.CLICK and not await self.page.evaluate(
+                "i => __ls.pick(i)", action.element
+            ):
+                raise InvalidAction(f"Option [{action.element}] cannot be chosen.")
+        elif action.kind is Kind.CLICK:
+            await self.page.mouse.click(aim["x"], aim["y"])
+        else:
+            await self.page.mouse.move(aim["x"], aim["y"])
+
+    async def _drag(self, action: Action) -> None:
+        start = await self._aim(action, action.element)
+        end = await self._aim(action, action.target)
+        if start.get("is_option") or end.get("is_option"):
+            raise InvalidAction("Options cannot be dragged.")
+        mouse = self.page.mouse
+        await mouse.move(start["x"], start["y"])
+        await mouse.down()
+        await mouse.move(end["x"], end["y"], steps=4)
+        await mouse.up()
+
+    async def _type(self, action: Action) -> None:
+        how = await self.page.evaluate(
+            "([i, words]) => __ls.startTyping(i, words)", [action.element, action.text]
+        )
+        if how == "gone":
+            raise InvalidAction(NO_ELEMENT.format(action.kind, action.element))
+        if how == "locked":
+            raise InvalidAction(f"Nothing can be typed into [{action.element}].")
+        if how == "click":
+            await self._point(action_click(action.element))
+        if how != "set":
+            await self._keys(action.text)
+        if action.enter:
+            await self.page.keyboard.press("Enter")
+
+    async def _keys(self, words: str) -> None:
+        """Types over the selection; the last character by key, for pages that watch the keys."""
+        keyboard = self.page.keyboard
+        if not words:
+            await keyboard.press("Delete")
+            return
+        if len(words) > 1:
+            await keyboard.insert_text(words[:-1])
+        await keyboard.type(words[-1])
+
+    async def _goto(self, url: str) -> None:
+        if not self._may_go(url):
+            raise InvalidAction(f'Invalid goto action: "{url[:200]}" is not among the sites here.')
+        response = await self.page.goto(url, wait_until="load")
+        if response is not None and response.status >= 400:
+            raise InvalidAction(f'The page "{url[:200]}" answers with status {response.status}.')
+
+    async def _turn(self, turning: Coroutine[Any, Any, object]) -> None:
+        """Goes back or forward; the empty page before the first is not a place to go."""
+        await turning
+        if self.page.url == "about:blank":
+            await self.page.go_forward()
+
+    async def _act_on_tabs(self, action: Action) -> None:
+        if action.kind is Kind.NEW_TAB:
+            if len(self._tabs) >= MAX_TABS:
+                raise InvalidAction(f"There are {MAX_TABS} tabs already.")
+            await self.context.new_page()
+            return
+        if action.kind is Kind.TAB_FOCUS:
+            if not 0 <= action.element < len(self._tabs):
+                raise InvalidAction(f"There is no tab {action.element}.")
+            self._current = self._tabs[action.element]
+            await self.page.bring_to_front()
+            return
+        if len(self._tabs) == 1:
+            raise InvalidAction("The last tab cannot be closed.")
+        await self.page.close()
+
+    async def tab_titles(self) -> list[str]:
+        """Returns the titles of all tabs."""
+        return [await self._guard(page.title()) for page in self._tabs]
+
+    async def _guard(self, work: Coroutine[Any, Any, Answer]) -> Answer:
+        """Awaits work of the browser under a deadline; a dead or hanging browser is a failure."""
+        try:
+            async with asyncio.timeout(self._timeout_s * 2 + GRACE_S):
+                return await work
+        except TimeoutError as error:
+            raise EnvFailure("the browser does not answer") from error
+        except BrowserError as error:
+            browser = self.context.browser
+            if browser is None or not browser.is_connected():
+                raise EnvFailure("the browser has died") from error
+            raise
+
+    async def close(self) -> None:
+        """Gives back the context; a dead browser has given it back already."""
+        try:
+            async with asyncio.timeout(GRACE_S):
+                await self.context.close()
+        except (BrowserError, TimeoutError) as error:
+            logger.debug("context was gone error=%s", first_line(error))
+
+
+def action_click(element: int) -> Action:
+    """Returns a click on an element."""
+    return Action(kind=Kind.CLICK, element=element)
+
+
+def _is_leaving(error: BrowserError) -> bool:
+    return any(word in str(error) for word in GONE_WORDS)

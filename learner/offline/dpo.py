@@ -1,0 +1,210 @@
+"""Direct preference optimisation on whole episodes: loss on the agent's tokens of every turn.
+
+loss = -log sigmoid(beta * [(log pi - log ref)(chosen) - (log pi - log ref)(rejected)])
+"""
+
+import logging
+import random
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoTokenizer, PreTrainedModel
+
+from common.config import RunConfig
+from common.config_learning import LearnerSection
+from common.config_offline import DpoSection
+from common.errors import ConfigError
+from learner.batching import plan_microbatches
+from learner.correction import sequence_sum
+from learner.device import pick_device
+from learner.model import load_policy, token_logprobs
+from learner.offline.rows import Row, read_rows, token_batch
+from learner.offline.scratch import save_policy
+from learner.optimizer import make_optimizer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """Two episodes of one item, the first worth more than the second."""
+
+    chosen: Row
+    rejected: Row
+
+
+def run(cfg: RunConfig) -> Path:
+    """Train `model.path` on the pairs found in `dpo.data`; return the new policy's folder.
+
+    Raises:
+        ConfigError: no data, or no item with episodes of different worth.
+    """
+    if not cfg.dpo.data:
+        raise ConfigError("dpo.data is not set: give a run directory or a file of episodes")
+    device = pick_device(cfg.learner.device)
+    if device.type == "cpu":
+        torch.set_num_threads(cfg.learner.num_threads)
+    tokenizer = AutoTokenizer.from_pretrained(cfg.model.path, local_files_only=True)
+    model = load_policy(
+        cfg.model.path, device=device, gradient_checkpointing=cfg.learner.gradient_checkpointing
+    )
+    rows = read_rows(
+        Path(cfg.dpo.data),
+        tokenizer=tokenizer,
+        max_tokens=cfg.actor.max_model_len,
+        key="dpo.data",
+    )
+    pairs = make_pairs(rows, cfg.dpo, seed=cfg.run.seed)
+    if not pairs:
+        raise ConfigError(
+            f"dpo.data={cfg.dpo.data}: no item has two episodes whose rewards differ by "
+            f"dpo.min_gap={cfg.dpo.min_gap:g}"
+        )
+    logger.info("pairs=%d of episodes=%d", len(pairs), len(rows))
+    train(model, pairs, cfg.dpo, cfg.learner, seed=cfg.run.seed)
+    folder = Path(cfg.dpo.output)
+    save_policy(folder, model, tokenizer)
+    return folder
+
+
+def make_pairs(rows: Sequence[Row], cfg: DpoSection, *, seed: int) -> list[Pair]:
+    """Return pairs of one item whose rewards differ by at least `min_gap`.
+
+    The largest gaps first, at most `max_pairs_per_item` of an item; ties in an order drawn from
+    the seed. No episode is on the same side of two pairs of an item while others are unused.
+    """
+    chooser = random.Random(seed)
+    by_item: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        by_item[row.item_id].append(row)
+    pairs: list[Pair] = []
+    for item_id in sorted(by_item):
+        members = by_item[item_id]
+        chooser.shuffle(members)
+        best = sorted(members, key=lambda row: -row.reward)
+        worst = sorted(members, key=lambda row: row.reward)
+        found = [
+            Pair(chosen=high, rejected=low)
+            for high, low in zip(best, worst, strict=True)
+            if high.reward - low.reward >= cfg.min_gap
+        ]
+        pairs += found[: cfg.max_pairs_per_item]
+    return pairs
+
+
+def train(
+    model: PreTrainedModel,
+    pairs: Sequence[Pair],
+    cfg: DpoSection,
+    learner: LearnerSection,
+    *,
+    seed: int,
+) -> list[dict[str, float]]:
+    """Train in place; return the metrics of every epoch.
+
+    The reference is the model as it comes in. It scores all pairs once, before anything changes,
+    so no second network is held.
+    """
+    reference = _score_pairs(model, pairs, cfg, learner)  # [pair, 2]
+    optimizer = make_optimizer(model, replace(learner, lr=cfg.lr, muon_lr=cfg.muon_lr))
+    generator = torch.Generator().manual_seed(seed)
+    model.train()
+    epochs: list[dict[str, float]] = []
+    for epoch in range(cfg.num_epochs):
+        order = torch.randperm(len(pairs), generator=generator).tolist()
+        sums: dict[str, float] = defaultdict(float)
+        for start in range(0, len(order), cfg.batch_pairs):
+            batch = order[start : start + cfg.batch_pairs]
+            for part in _parts([pairs[i] for i in batch], batch, learner):
+                chosen = [pairs[i] for i in part]
+                _accumulate(model, chosen, reference[part], len(batch), cfg, learner, sums)
+            nn.utils.clip_grad_norm_(model.parameters(), learner.max_grad_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+        epochs.append({name: value / len(pairs) for name, value in sums.items()})
+        shown = " ".join(f"{name}={value:.4f}" for name, value in epochs[-1].items())
+        logger.info("epoch=%d %s", epoch + 1, shown)
+    return epochs
+
+
+def _accumulate(
+    model: PreTrainedModel,
+    pairs: list[Pair],
+    reference: Tensor,
+    num_pairs: int,
+    cfg: DpoSection,
+    learner: LearnerSection,
+    sums: dict[str, float],
+) -> None:
+    """Add the gradient of a part of a batch, and its metrics to `sums`."""
+    scores, likelihood = _pair_scores(model, pairs, cfg, learner)
+    losses, margins = preference_loss(scores, reference.to(scores.device), beta=cfg.beta)
+    loss = (losses + cfg.sft_coef * likelihood).sum() / num_pairs
+    loss.backward()
+    sums["loss"] += losses.detach().sum().item()
+    sums["accuracy"] += float((margins > 0).sum())
+    sums["margin"] += margins.detach().sum().item()
+
+
+def preference_loss(scores: Tensor, reference: Tensor, *, beta: float) -> tuple[Tensor, Tensor]:
+    """Return (losses, margins), both [pair].
+
+    Args:
+        scores: [pair, 2] log-probabilities of the chosen and the rejected episode, in nats.
+        reference: [pair, 2] the same under the reference.
+        beta: > 0; how much a nat of margin counts.
+
+    Returns:
+        Losses -log sigmoid(margin), and margins beta * (chosen's gain - rejected's gain).
+
+    Source: arXiv:2305.18290.
+    """
+    gains = scores - reference
+    margins = beta * (gains[:, 0] - gains[:, 1])
+    return -F.logsigmoid(margins), margins
+
+
+def _pair_scores(
+    model: PreTrainedModel, pairs: Sequence[Pair], cfg: DpoSection, learner: LearnerSection
+) -> tuple[Tensor, Tensor]:
+    """Return ([pair, 2] log-probabilities, [pair] negative log-likelihood per chosen token)."""
+    rows = [row for pair in pairs for row in (pair.chosen, pair.rejected)]
+    tokens = token_batch(rows, model.device)
+    logprobs, _ = token_logprobs(
+        model,
+        tokens,
+        chunk_tokens=learner.logprob_chunk_tokens,
+        autocast=learner.autocast,
+        temperature=1.0,
+        with_entropy=False,
+    )
+    counts = torch.tensor([int(row.mask[1:].sum()) for row in rows], device=logprobs.device)
+    owner = torch.repeat_interleave(torch.arange(len(rows), device=logprobs.device), counts)
+    totals = sequence_sum(logprobs, owner, len(rows))
+    means = totals / counts
+    scores = (means if cfg.normalize_length else totals).view(-1, 2)
+    return scores, -means.view(-1, 2)[:, 0]
+
+
+def _score_pairs(
+    model: PreTrainedModel, pairs: Sequence[Pair], cfg: DpoSection, learner: LearnerSection
+) -> Tensor:
+    """Return [pair, 2] log-probabilities under the model as it is."""
+    scores = torch.zeros(len(pairs), 2)
+    for part in _parts(pairs, range(len(pairs)), learner):
+        with torch.no_grad():
+            found, _ = _pair_scores(model, [pairs[i] for i in part], cfg, learner)
+        scores[part] = found.cpu()
+    return scores
+
+
+def _parts(pairs: Sequence[Pair], names: Sequence[int], learner: LearnerSection) -> list[list[int]]:
+    """Return the names of the pairs in parts whose padded tokens fit the budget."""
+    lengths = [2 * max(len(p.chosen.token_ids), len(p.rejected.token_ids)) for p in pairs]
+    parts = plan_microbatches(lengths, max_tokens=learner.max_tokens_per_microbatch)
+    return [[names[i] for i in part] for part in parts]

@@ -1,0 +1,130 @@
+"""AgentEvol: play training items, keep what succeeded, train on it, and again.
+
+Each iteration plays with the newest policy. What it keeps joins everything kept before; the first
+policy is then trained on all of it (`evolve.from_base`), or the newest on the new part only.
+"""
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer
+
+from common.config import RunConfig
+from common.errors import ConfigError
+from common.journal import read_journal
+from learner.device import pick_device
+from learner.model import load_policy
+from learner.offline import sft
+from learner.offline.rows import Row, read_rows
+from learner.offline.scratch import save_policy
+from learner.scheduler.catalog import Catalogue
+from learner.scheduler.sampling import hash_words, permute, spread
+
+logger = logging.getLogger(__name__)
+
+# (config whose model.path plays, iteration, folder for the journal of what was played)
+Play = Callable[[RunConfig, int, Path], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turnout:
+    """One episode that an iteration is to play."""
+
+    episode_id: str
+    env: str
+    item_id: str
+    seed: int
+    horizon: int
+
+
+def turnouts(cfg: RunConfig, catalogue: Catalogue, iteration: int) -> list[Turnout]:
+    """Return the episodes of an iteration: other training items each time, by the tasks' weights.
+
+    Within a task every item comes once before any comes again.
+    """
+    active = [task for task in cfg.tasks if task.weight > 0]
+    sizes = [catalogue.entry(task.env, task.subset).num_train for task in active]
+    quotas = spread(
+        cfg.evolve.items_per_iteration, weights=[task.weight for task in active], caps=sizes
+    )
+    found: list[Turnout] = []
+    for task, size, quota in zip(active, sizes, quotas, strict=True):
+        key = hash_words("evolve", cfg.run.seed, task.env, task.subset)
+        for number in range(iteration * quota, (iteration + 1) * quota):
+            item_id = f"{task.subset}-train-{permute(number % size, size, key=key)}"
+            found += [
+                Turnout(
+                    episode_id=f"evolve-{iteration}/{task.env}/{item_id}/{number // size}.{sample}",
+                    env=task.env,
+                    item_id=item_id,
+                    seed=hash_words("evolve", item_id, sample) >> 33,
+                    horizon=catalogue.entry(task.env, task.subset).max_turns,
+                )
+                for sample in range(cfg.evolve.samples_per_item)
+            ]
+    return found
+
+
+def run(cfg: RunConfig, run_root: Path, *, play: Play) -> Path:
+    """Run all iterations and return the folder of the last policy.
+
+    An iteration that is complete on disk is not repeated, so an interrupted run goes on.
+
+    Args:
+        run_root: where the iterations are kept, `iteration-<i>/` each.
+        play: plays the items of an iteration into a journal.
+
+    Raises:
+        ConfigError: an iteration brought no episode that is worth keeping.
+    """
+    device = pick_device(cfg.learner.device)
+    if device.type == "cpu":
+        torch.set_num_threads(cfg.learner.num_threads)
+    tokenizer = AutoTokenizer.from_pretrained(cfg.model.path, local_files_only=True)
+    kept: list[Row] = []
+    newest = cfg.model.path
+    for iteration in range(cfg.evolve.num_iterations):
+        folder = run_root / f"iteration-{iteration}"
+        journal, policy = folder / "journal", folder / "policy"
+        if not (folder / "played.json").exists():
+            play(replace(cfg, model=replace(cfg.model, path=newest)), iteration, journal)
+            _write_summary(journal, folder / "played.json")
+        new = _worthy(journal, cfg, tokenizer)
+        kept = [*kept, *new] if cfg.evolve.from_base else new
+        logger.info("iteration=%d kept=%d of_now=%d", iteration, len(kept), len(new))
+        if not kept:
+            raise ConfigError(
+                f"evolve.min_reward={cfg.evolve.min_reward:g}: iteration {iteration} brought no "
+                "such episode"
+            )
+        if not (policy / "config.json").exists():
+            start = cfg.model.path if cfg.evolve.from_base else newest
+            model = load_policy(
+                start, device=device, gradient_checkpointing=cfg.learner.gradient_checkpointing
+            )
+            sft.train(model, kept, cfg.sft, cfg.learner, seed=cfg.run.seed + iteration)
+            save_policy(policy, model, tokenizer)
+        newest = str(policy)
+    output = Path(cfg.evolve.output)
+    save_policy(output, load_policy(newest, device=device, gradient_checkpointing=False), tokenizer)
+    return output
+
+
+def _worthy(journal: Path, cfg: RunConfig, tokenizer: object) -> list[Row]:
+    rows = read_rows(
+        journal, tokenizer=tokenizer, max_tokens=cfg.actor.max_model_len, key="evolve journal"
+    )
+    return [row for row in rows if row.reward >= cfg.evolve.min_reward]
+
+
+def _write_summary(journal: Path, path: Path) -> None:
+    """Mark an iteration as played, with what came of it."""
+    rewards = [t.reward for _, t in read_journal(journal)]
+    successes = sum(reward >= 1.0 for reward in rewards)
+    summary = {"episodes": len(rewards), "successes": successes}
+    path.write_text(json.dumps(summary) + "\n")
+    logger.info("played episodes=%d success=%.3f", len(rewards), successes / max(len(rewards), 1))

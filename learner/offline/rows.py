@@ -1,0 +1,124 @@
+"""Episodes as token rows, from a run's journal or from a file of conversations."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from common.errors import ConfigError
+from common.journal import read_journal
+from common.messages import PolicyKind, Trajectory
+from learner.batching import TokenBatch, collate_tokens
+from learner.offline.agent_traj import Conversation, read_conversations
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One episode: its tokens, which of them are the agent's, and what it was worth."""
+
+    item_id: str
+    reward: float
+    token_ids: np.ndarray = field(repr=False)  # [seq] int32
+    mask: np.ndarray = field(repr=False)  # [seq] bool, True on tokens to learn
+
+    @property
+    def num_trained(self) -> int:
+        """Tokens to learn."""
+        return int(self.mask.sum())
+
+
+def read_rows(path: Path, *, tokenizer: Any, max_tokens: int, key: str) -> list[Row]:
+    """Return the episodes of a run directory, of its `journal/`, or of an AgentTraj-format file.
+
+    A journal's tokens are taken as they were sampled; nothing is encoded again. Failures of the
+    infrastructure and scripted play are left out. Rows are cut on the right at `max_tokens`, and
+    one without a token to learn is left out.
+
+    Args:
+        key: the setting that named `path`, for messages.
+
+    Raises:
+        ConfigError: nothing of the kind is there, or it holds no episode.
+    """
+    folder = path / "journal" if (path / "journal").is_dir() else path
+    if folder.is_dir():
+        rows = [row_of_trajectory(t) for _, t in read_journal(folder) if _is_usable(t)]
+    elif path.is_file():
+        rows = [row_of_conversation(tokenizer, c) for c in read_conversations(path)]
+    else:
+        raise ConfigError(f"{key}={path}: neither a run directory nor a file")
+    rows = [_cut(row, max_tokens) for row in rows]
+    kept = [row for row in rows if row.mask[1:].any()]
+    if not kept:
+        raise ConfigError(f"{key}={path}: holds no episode with a token to learn")
+    return kept
+
+
+def _is_usable(trajectory: Trajectory) -> bool:
+    return (
+        trajectory.policy is PolicyKind.MODEL
+        and not trajectory.end_reason.is_infrastructure_failure
+        and bool(trajectory.loss_mask.any())
+    )
+
+
+def _cut(row: Row, max_tokens: int) -> Row:
+    return Row(
+        item_id=row.item_id,
+        reward=row.reward,
+        token_ids=row.token_ids[:max_tokens],
+        mask=row.mask[:max_tokens],
+    )
+
+
+def row_of_trajectory(trajectory: Trajectory) -> Row:
+    """Return a journaled episode as a row."""
+    return Row(
+        item_id=trajectory.item_id,
+        reward=trajectory.reward,
+        token_ids=trajectory.token_ids,
+        mask=trajectory.loss_mask,
+    )
+
+
+def row_of_conversation(tokenizer: Any, conversation: Conversation) -> Row:
+    """Return a conversation as the tokenizer's chat template renders it.
+
+    The template renders growing prefixes; what it adds for an agent's message is that message with
+    its end-of-turn token. That much is learnt; what a template puts behind the end-of-turn token
+    (a line feed, say) is nothing that a policy ever samples.
+
+    Raises:
+        ConfigError: the template changes earlier turns when later ones are added.
+    """
+    ids: list[int] = []
+    mask: list[bool] = []
+    done = ""
+    chat: list[dict[str, str]] = []
+    special = set(tokenizer.all_special_ids)
+    for message in conversation.messages:
+        chat.append({"role": "assistant" if message.is_agent else "user", "content": message.text})
+        rendered = tokenizer.apply_chat_template(
+            chat, tokenize=False, add_generation_prompt=not message.is_agent
+        )
+        if not rendered.startswith(done):
+            raise ConfigError("the chat template rewrites earlier turns")
+        part = tokenizer.encode(rendered[len(done) :], add_special_tokens=False)
+        done = rendered
+        ends = [i for i, token in enumerate(part) if token in special]
+        num_learnt = (ends[-1] + 1 if ends else len(part)) if message.is_trained else 0
+        ids += part
+        mask += [i < num_learnt for i in range(len(part))]
+    return Row(
+        item_id=conversation.item_id,
+        reward=conversation.reward,
+        token_ids=np.array(ids, dtype=np.int32),
+        mask=np.array(mask, dtype=bool),
+    )
+
+
+def token_batch(rows: list[Row], device: Any) -> TokenBatch:
+    """Return rows as one padded block whose scored tokens are those to learn."""
+    masks = [row.mask & (np.arange(len(row.mask)) > 0) for row in rows]
+    return collate_tokens([row.token_ids for row in rows], masks, device=device)

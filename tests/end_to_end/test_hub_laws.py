@@ -1,0 +1,90 @@
+"""Every item can be solved over HTTP, and the same actions always see the same observations.
+
+LONGSTRIDE_SOLVE_ITEMS=200 solves that many items of every subset; by default a few of some.
+"""
+
+import random
+
+import pytest
+import uvloop
+
+from envhub.bench_client import Client, Target
+from envhub.bench_hub import hub_process
+from envhub.bench_solve import (
+    MIN_SOLVED_FRAC,
+    Outcome,
+    Subset,
+    list_subsets,
+    open_patiently,
+    sample_items,
+    solve_one_env,
+    solve_subset,
+)
+from tests.end_to_end.hubs import amount, offline_envs
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+
+NUM_ITEMS = amount("LONGSTRIDE_SOLVE_ITEMS", default=0)
+NUM_SUBSETS = 6  # by default, with one item each
+NUM_TURNS = 12
+ENVS = offline_envs()
+
+
+def some_of(subsets: list[Subset]) -> list[Subset]:
+    """Return at most NUM_SUBSETS subsets, the same ones on every machine."""
+    chance = random.Random(len(subsets))
+    return chance.sample(subsets, min(NUM_SUBSETS, len(subsets)))
+
+
+@pytest.mark.parametrize("env", ENVS)
+def test_every_sampled_item_is_solved_by_following_the_expert(env: str) -> None:
+    with hub_process([env]) as hub:
+        if NUM_ITEMS:
+            tallies = solve_one_env(hub, num_items=NUM_ITEMS)
+            assert [t for t in tallies if t.solved_frac < MIN_SOLVED_FRAC] == []
+            return
+        subsets = some_of(uvloop.run(list_subsets(hub.target)))
+        faults: list[Outcome] = []
+        for subset in subsets:
+            faults += uvloop.run(solve_subset(hub.target, subset, num_items=1)).faults
+    assert faults == []
+
+
+async def play(target: Target, subset: Subset, item_id: str) -> list[object]:
+    """Return all that an agent sees of an item: expert's, valid and invalid actions in turn."""
+    chance = random.Random(item_id)
+    async with Client(target) as client:
+        session_id = await open_patiently(client, subset.env, item_id)
+        seen: list[object] = [await client.want(200, "GET", f"/v1/sessions/{session_id}/render")]
+        for seq in range(1, min(NUM_TURNS, subset.max_turns) + 1):
+            hint = await client.hint(session_id)
+            seen.append(hint)
+            valid = hint["valid_actions"] or ["look"]
+            expert = hint["expert_action"] or valid[0]
+            action = chance.choice([expert, expert, chance.choice(valid), "no such action"])
+            answer = await client.step(session_id, action, seq)
+            seen.append((action, answer))
+            if answer["done"]:
+                break
+        else:
+            await client.delete(session_id)
+    return seen
+
+
+async def play_all(target: Target) -> dict[str, list[object]]:
+    """Return what is seen in two items of some subsets."""
+    return {
+        item_id: await play(target, subset, item_id)
+        for subset in some_of(await list_subsets(target))
+        for item_id in sample_items(subset, 2)
+    }
+
+
+@pytest.mark.parametrize("env", ENVS)
+def test_observations_are_equal_in_two_hubs_with_different_hash_seeds(env: str) -> None:
+    seen = []
+    for hash_seed in ("0", "12345"):
+        with hub_process([env], environ={"PYTHONHASHSEED": hash_seed}) as hub:
+            seen.append(uvloop.run(play_all(hub.target)))
+    assert seen[0].keys() == seen[1].keys()
+    assert [item_id for item_id in seen[0] if seen[0][item_id] != seen[1][item_id]] == []

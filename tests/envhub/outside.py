@@ -1,0 +1,177 @@
+"""Small environments that misbehave on demand; the hub loads them by import path."""
+
+import asyncio
+import os
+import time
+from dataclasses import replace
+
+from envhub.env import (
+    EnvFailure,
+    EnvSpec,
+    Isolation,
+    StepResult,
+    Style,
+    SubsetSpec,
+    TaskSpec,
+    parse_item,
+)
+
+SUBSETS = {"any": SubsetSpec(num_train=10, num_test=10, max_turns=5)}
+closed: list[str] = []  # last actions of the episodes of this process that were closed
+stopped: list[str] = []
+meeting: list["FaultyEnv"] = []
+
+
+class FaultyEnv:
+    """Counts its steps and does what the action says."""
+
+    def __init__(self, style: Style) -> None:
+        self.num_steps = 0
+        self.last = ""
+        self.held = b""
+
+    def reset(self, item_id: str, seed: int) -> str:
+        parse_item(item_id, SUBSETS)
+        return f"begun in {os.getpid()}"
+
+    def step(self, action: str) -> StepResult:
+        self.last = action
+        self._misbehave(action)
+        self.num_steps += 1
+        return StepResult(
+            observation=f"step {self.num_steps}",
+            reward=2.0 if action == "overpay" else float(action == "end"),
+            done=action == "end",
+            is_valid=True,
+        )
+
+    def _misbehave(self, action: str) -> None:
+        if action == "raise":
+            raise KeyError("a bug in the environment")
+        if action == "fail":
+            raise EnvFailure("the machine behind it is down")
+        if action == "slow":
+            time.sleep(0.15)
+        if action == "hang":
+            time.sleep(60.0)
+        if action == "meet":
+            meeting.append(self)
+            while len(meeting) < 2:
+                time.sleep(0.01)
+        if action == "exit":
+            os._exit(3)
+        if action == "grow":
+            self.held = os.urandom(1) * (160 << 20)
+
+    def valid_actions(self) -> list[str]:
+        return ["end", f"after {self.num_steps}"]
+
+    def expert_action(self) -> str | None:
+        if self.last == "trap":
+            time.sleep(60.0)
+        return None
+
+    def render(self) -> str:
+        return f"{self.num_steps} steps"
+
+    def fingerprint(self) -> str:
+        return "same"
+
+    def close(self) -> None:
+        closed.append(self.last)
+
+
+class WaitingEnv(FaultyEnv):
+    """The same with coroutines."""
+
+    async def reset(self, item_id: str, seed: int) -> str:  # type: ignore[override]
+        return super().reset(item_id, seed)
+
+    async def step(self, action: str) -> StepResult:  # type: ignore[override]
+        if action == "wait":
+            await asyncio.sleep(60.0)
+        if action == "pause":
+            await asyncio.sleep(0.2)
+        if action == "meet":
+            meeting.append(self)
+            while len(meeting) < 2:  # then its own step finds that both have come
+                await asyncio.sleep(0.01)
+        return super().step(action)
+
+    async def valid_actions(self) -> list[str]:  # type: ignore[override]
+        return super().valid_actions()
+
+    async def expert_action(self) -> str | None:  # type: ignore[override]
+        return None
+
+    async def render(self) -> str:  # type: ignore[override]
+        return super().render()
+
+    async def fingerprint(self) -> str:  # type: ignore[override]
+        return "same"
+
+    async def close(self) -> None:  # type: ignore[override]
+        super().close()
+
+
+async def _stop() -> None:
+    stopped.append("task")
+
+
+def make_spec() -> EnvSpec:
+    """Returns the environment that lives in the hub's own thread."""
+    tasks = {
+        "Any": TaskSpec(
+            scenario="Tests", subset="any", train=("any-train-1",), test=("any-test-2",)
+        )
+    }
+    return EnvSpec(
+        name="faulty",
+        subsets=SUBSETS,
+        instruction={Style.COMPACT: ""},
+        make=FaultyEnv,
+        tasks=tasks,
+        step_timeout_s=0.1,
+    )
+
+
+def make_task() -> EnvSpec:
+    """Returns the environment that lives in the hub's event loop."""
+    return replace(
+        make_spec(),
+        name="waiting",
+        make=WaitingEnv,
+        isolation=Isolation.TASK,
+        step_timeout_s=None,
+        stop=_stop,
+    )
+
+
+def make_worker() -> EnvSpec:
+    """Returns the environment that lives in two workers of two sessions each."""
+    return replace(
+        make_spec(),
+        name="fragile",
+        isolation=Isolation.WORKER,
+        sessions_per_worker=2,
+        max_workers=2,
+        worker_memory_bytes=160 << 20,
+        step_timeout_s=1.0,
+    )
+
+
+def make_async_worker() -> EnvSpec:
+    """Returns the environment of coroutines that lives in a worker."""
+    return replace(make_worker(), name="async", make=WaitingEnv)
+
+
+def make_shadowed() -> EnvSpec:
+    """Returns the environment whose expert is asked of a copy in a worker."""
+    return replace(make_spec(), name="shadowed", expert_in_worker=True, step_timeout_s=1.0)
+
+
+def make_unloadable() -> EnvSpec:
+    """Returns an environment that loads in the hub and not in a worker."""
+    if "LONGSTRIDE_WORKER" in os.environ:
+        raise RuntimeError("no libfoo.so here")
+    return replace(make_worker(), name="unloadable")

@@ -1,0 +1,91 @@
+"""Laws of the commands about environments, on the real command line."""
+
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from envhub.command import spell_out
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run_cli(*argv: str, path: str | None = None) -> subprocess.CompletedProcess[str]:
+    env = {"PATH": path} if path is not None else None
+    argv_all = [sys.executable, "run.py", *argv]
+    return subprocess.run(argv_all, cwd=ROOT, env=env, capture_output=True, text=True, timeout=30)
+
+
+def test_short_keys_are_those_of_the_hub():
+    given = ["env=textcraft, a.b:make", "port=8080", "host=::", "token=t", "log.level=INFO"]
+    assert spell_out(given) == [
+        'envhub.envs=["textcraft", "a.b:make"]',
+        "envhub.port=8080",
+        "envhub.host=::",
+        "envhub.token=t",
+        "log.level=INFO",
+    ]
+
+
+def test_section_of_the_same_name_is_left_alone():
+    assert spell_out(["env.url=http://h", "env.dialect=maze"]) == [
+        "env.url=http://h",
+        "env.dialect=maze",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["envhub", "env=textcarft"], "nearest is 'textcraft'"),
+        (["envhub", "env=textcraft", "host=0.0.0.0"], "set envhub.token"),
+        (["envhub", "env=textcraft", "host=192.0.2.1", "token=a"], "cannot bind 192.0.2.1:0"),
+        (["envhub", "env=no.such:make"], "No module named 'no'"),
+        (["envhub", "prot=8080"], "prot"),
+        (["envs", "env=textcarft"], "nearest is 'textcraft'"),
+        (["--config", "smoke", "envhub.envs=[no.such:make]"], "No module named 'no'"),
+    ],
+)
+def test_wrong_request_ends_at_once_with_one_line(argv: list[str], words: str):
+    done = run_cli(*argv)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    assert words in done.stderr
+
+
+def test_missing_program_is_told_at_once_with_the_remedy(tmp_path: Path):
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = run_cli("envhub", "env=textcraft,sciworld", path=str(tmp_path))
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 2
+    # Unlike wall time, the same on a loaded machine.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2.0
+    assert done.stderr.startswith("error: sciworld needs Java: apt install")
+    assert done.stderr.count("\n") == 1
+
+
+def test_list_says_what_can_run_and_what_is_missing(tmp_path: Path):
+    done = run_cli("envs", "env=textcraft,sciworld", path=str(tmp_path))
+    assert done.returncode == 0
+    lines = done.stdout.splitlines()
+    assert lines[0].split()[:3] == ["SCENARIO", "TASK", "ENV"]
+    assert any(line.endswith("yes") and "textcraft" in line for line in lines)
+    assert any("no: sciworld needs Java" in line for line in lines)
+
+
+def test_list_has_the_sizes_of_a_task():
+    done = run_cli("envs", "env=tests.envhub.outside:make_worker")
+    row = next(line.split() for line in done.stdout.splitlines() if "fragile" in line)
+    assert row == ["Tests", "Any", "fragile", "any", "1", "1", "5", "yes"]
+
+
+@pytest.mark.slow
+def test_doctor_names_optional_parts_and_does_not_fail_for_them(tmp_path: Path):
+    done = run_cli("doctor", "--config", "smoke", path=str(tmp_path))
+    assert "opt  env sciworld" in done.stdout
+    assert "-> sciworld needs Java: apt install" in done.stdout
+    assert "opt  env miniwob" in done.stdout
+    assert "ok   env textcraft" in done.stdout

@@ -1,0 +1,43 @@
+"""The environments that the documentation shows work."""
+
+from pathlib import Path
+
+import pytest
+
+from envhub.registry import Registry
+
+ROOT = Path(__file__).resolve().parents[2]
+GUESS = f"{ROOT / 'docs' / 'examples' / 'guess.py'}:make_spec"
+
+
+@pytest.fixture(scope="module")
+def hub(serve_hubs):
+    return serve_hubs(GUESS)
+
+
+def test_every_item_of_the_example_is_solved_by_its_expert():
+    spec = Registry([GUESS]).spec("guess")
+    items = [f"hundred-train-{i}" for i in range(80)] + [f"hundred-test-{i}" for i in range(20)]
+    numbers = set()
+    for item_id in items:
+        env = spec.make(next(iter(spec.instruction)))
+        env.reset(item_id, 0)
+        numbers.add(env.fingerprint())
+        results = [env.step(env.expert_action())]
+        while not results[-1].done:
+            results.append(env.step(env.expert_action()))
+        assert results[-1].reward == 1.0
+        assert len(results) <= spec.subsets["hundred"].max_turns
+    assert len(numbers) == 100
+
+
+def test_example_outside_the_package_is_played_over_http(hub):
+    assert "guess" in hub.client.get("/v1/envs").json()
+    path = hub.open("guess", "hundred-test-3")
+    assert not hub.step(path, "__import__('os')", 1).json()["is_valid"]
+    seq, done = 1, False
+    while not done:
+        seq += 1
+        action = hub.client.get(f"{path}/hint").json()["expert_action"]
+        done = hub.step(path, action, seq).json()["done"]
+    assert seq <= 8 + 1

@@ -1,0 +1,159 @@
+"""MiniWoB pages in a real browser."""
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from common.config_envs import BrowserOptions, EnvsSection
+from envhub.env import EnvSpec, ItemId, Style, UnknownItem
+from envhub.envs.miniwob import env as miniwob
+from envhub.envs.miniwob import experts, pages
+from tests.envhub.web_rig import has_browser
+
+browser = pytest.mark.skipif(
+    not has_browser() or pages.pages_dir() is None, reason="no Chromium or no MiniWoB pages"
+)
+
+
+def test_pages_are_those_of_the_package():
+    folder = pages.pages_dir()
+    if folder is None:
+        pytest.skip("the package miniwob is not installed")
+    assert sorted(path.stem for path in (folder / "miniwob").glob("*.html")) == list(pages.PAGES)
+
+
+def test_subsets_hold_one_page_each_and_three_pools():
+    assert len(miniwob.SUBSETS) == 130 + 3
+    assert miniwob.POOLS["click_tab_2"] == ("click-tab-2",)
+    assert set(miniwob.POOLS["first_steps"]) <= set(miniwob.POOLS["solved"])
+    assert miniwob.SUBSETS["click_tab_2"].num_test == 100
+
+
+def test_page_and_seed_of_a_pool_take_pages_in_turn():
+    pool = ("a-b", "c")
+    items = [ItemId(subset="x", split="test", index=i) for i in range(3)]
+    assert [pages.page_and_seed(item, pool) for item in items] == [
+        ("a-b", "a-b/test/0"),
+        ("c", "c/test/0"),
+        ("a-b", "a-b/test/1"),
+    ]
+
+
+def test_check_names_a_missing_browser():
+    options = EnvsSection(browser=BrowserOptions(executable="/nowhere/chromium"))
+    assert any("/nowhere/chromium" in line for line in miniwob.check(options))
+
+
+class Rig:
+    """MiniWoB's catalogue entry and the loop its episodes live in."""
+
+    def __init__(self) -> None:
+        self.runner = asyncio.Runner()
+        self.spec: EnvSpec = miniwob.make_spec(EnvsSection())
+
+    def stop(self) -> None:
+        assert self.spec.stop is not None
+        self.runner.run(self.spec.stop())
+        self.runner.close()
+
+
+@pytest.fixture(scope="module")
+def rig() -> Iterator[Rig]:
+    rig = Rig()
+    yield rig
+    rig.stop()
+
+
+async def play(spec: EnvSpec, item: str, style: Style = Style.COMPACT) -> tuple[list[str], float]:
+    """Returns the observations of an episode that the expert plays, and its reward."""
+    env = spec.make(style)
+    try:
+        seen = [await env.reset(item, 0)]
+        for _ in range(spec.subsets[item.split("-")[0]].max_turns):
+            action = await env.expert_action()
+            assert action is not None, f"{item}: the expert knows no way\n{seen[-1]}"
+            result = await env.step(action)
+            seen.append(result.observation)
+            if result.done:
+                return seen, result.reward
+        return seen, 0.0
+    finally:
+        await env.close()
+
+
+@browser
+@pytest.mark.slow
+@pytest.mark.parametrize("style", list(Style))
+def test_expert_solves_every_page_it_is_there_for(rig: Rig, style: Style):
+    async def all_pages():
+        gate = asyncio.Semaphore(4)
+
+        async def one(page: str) -> tuple[str, float]:
+            async with gate:
+                item = f"{pages.subset_name(page)}-test-7"
+                return page, (await play(rig.spec, item, style))[1]
+
+        return await asyncio.gather(*[one(page) for page in experts.BY_PAGE])
+
+    assert [page for page, reward in rig.runner.run(all_pages()) if reward != 1.0] == []
+
+
+@browser
+@pytest.mark.slow
+def test_observations_are_the_same_in_another_browser(rig: Rig):
+    items = [
+        "click_shape-train-3",
+        "book_flight-train-1",
+        "social_media-test-2",
+        "guess_number-test-5",
+    ]
+
+    async def twice():
+        first = [(await play(rig.spec, item))[0] for item in items]
+        other = miniwob.make_spec(EnvsSection())
+        second = [(await play(other, item))[0] for item in reversed(items)]
+        assert other.stop is not None
+        await other.stop()
+        return first, second[::-1]
+
+    first, second = rig.runner.run(twice())
+    assert first == second
+
+
+@browser
+@pytest.mark.slow
+def test_wrong_click_fails_and_a_fresh_reset_starts_anew(rig: Rig):
+    async def episode():
+        env = rig.spec.make(Style.COMPACT)
+        first = await env.reset("click_test_2-train-0", 0)
+        print_ = await env.fingerprint()
+        wrong = next(line for line in first.splitlines() if "'TWO'" in line).split("]")[0][1:]
+        result = await env.step(f"click [{wrong}]")
+        assert (result.reward, result.done, result.is_valid) == (0.0, True, True)
+        assert await env.reset("click_test_2-train-0", 0) == first
+        assert await env.fingerprint() == print_
+        await env.reset("click_test_2-train-1", 0)
+        assert await env.fingerprint() != print_
+        with pytest.raises(UnknownItem):
+            await env.reset("click_test-test-100", 0)
+        await env.close()
+
+    rig.runner.run(episode())
+
+
+@browser
+@pytest.mark.slow
+def test_bad_actions_are_told_of_and_end_nothing(rig: Rig):
+    async def episode():
+        env = rig.spec.make(Style.AGENTGYM)
+        await env.reset("click_test-train-0", 0)
+        for text in ("", "click [0]", "```click [99]```", "```goto [http://a.test]```", "\x00"):
+            result = await env.step(text)
+            assert (result.is_valid, result.done, result.reward) == (False, False, 0.0)
+        assert "PREVIOUS ACTION: Cannot parse action" in result.observation
+        result = await env.step("so ```click [0]```")
+        assert (result.reward, result.done) == (1.0, True)
+        await env.close()
+
+    rig.runner.run(episode())

@@ -1,0 +1,83 @@
+"""The action language of web pages."""
+
+import pytest
+
+from envhub.web.actions import (
+    MAX_TEXT_CHARS,
+    NO_FENCE,
+    Action,
+    InvalidAction,
+    Kind,
+    describe,
+    fenced,
+    parse,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "action"),
+    [
+        ("click [12]", Action(kind=Kind.CLICK, element=12)),
+        ("click[12]", Action(kind=Kind.CLICK, element=12)),
+        ("hover [3]", Action(kind=Kind.HOVER, element=3)),
+        (
+            "type [7] [blue socks] [1]",
+            Action(kind=Kind.TYPE, element=7, text="blue socks", enter=True),
+        ),
+        ("type [7] [blue socks]", Action(kind=Kind.TYPE, element=7, text="blue socks", enter=True)),
+        ("type [7] [a [b] c] [0]", Action(kind=Kind.TYPE, element=7, text="a [b] c")),
+        ("type [7] [1] [0]", Action(kind=Kind.TYPE, element=7, text="1")),
+        ("type [7] [kept ] [0]", Action(kind=Kind.TYPE, element=7, text="kept ")),
+        ("type [7] [] [0]", Action(kind=Kind.TYPE, element=7)),
+        ("press [ctrl+a]", Action(kind=Kind.PRESS, text="Control+a")),
+        ("press [Enter]", Action(kind=Kind.PRESS, text="Enter")),
+        ("press [meta+shift+k]", Action(kind=Kind.PRESS, text="Control+Shift+k")),
+        ("scroll [down]", Action(kind=Kind.SCROLL, text="down")),
+        ("scroll up", Action(kind=Kind.SCROLL, text="up")),
+        ("scroll [direction=down]", Action(kind=Kind.SCROLL, text="down")),
+        ("new_tab", Action(kind=Kind.NEW_TAB)),
+        ("tab_focus [1]", Action(kind=Kind.TAB_FOCUS, element=1)),
+        ("close_tab", Action(kind=Kind.CLOSE_TAB)),
+        ("goto [http://shopping.test/a]", Action(kind=Kind.GOTO, text="http://shopping.test/a")),
+        ("go_back", Action(kind=Kind.GO_BACK)),
+        ("go_forward", Action(kind=Kind.GO_FORWARD)),
+        ("stop [42 km]", Action(kind=Kind.STOP, text="42 km")),
+        ("stop", Action(kind=Kind.STOP)),
+        ("stop []", Action(kind=Kind.STOP)),
+    ],
+)
+def test_parse_reads_every_form(text, action):
+    assert parse(text) == action
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "click", "click [x]", "click [1] [2]", "fly [1]", "type [1]", "press [NoSuchKey]",
+     "press [Enter+a]", "scroll [left]", "goto []", "go_back [1]", "Click [1]", "[12]", "é" * 300,
+     f"type [1] [{'x' * (MAX_TEXT_CHARS + 1)}]"],
+)  # fmt: skip
+def test_parse_refuses_what_is_no_action(text):
+    with pytest.raises(InvalidAction):
+        parse(text)
+
+
+def test_parse_knows_drag_only_where_it_is_offered():
+    drag = parse("drag [3] [4]", frozenset({Kind.DRAG}))
+    assert drag == Action(kind=Kind.DRAG, element=3, target=4)
+    with pytest.raises(InvalidAction):
+        parse("drag [3] [4]")
+
+
+def test_fenced_returns_the_first_block():
+    assert fenced("Let me see ```click [1]``` or ```click [2]```") == "click [1]"
+
+
+def test_fenced_asks_for_backticks_when_there_are_none():
+    with pytest.raises(InvalidAction) as error:
+        fenced("click [1]")
+    assert str(error.value) == NO_FENCE
+
+
+@pytest.mark.parametrize("text", ["type [7] [a [b]] [0]", "click [3]", "stop []", "press [Tab]"])
+def test_describe_writes_what_parse_reads(text):
+    assert describe(parse(text)) == text

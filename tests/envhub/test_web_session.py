@@ -1,0 +1,188 @@
+"""What actions do in a real browser."""
+
+import os
+import signal
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from common.config_envs import BrowserOptions
+from envhub.env import EnvFailure
+from envhub.web.actions import InvalidAction, parse
+from envhub.web.browser import check_browser, find_browser, host_rules
+from envhub.web.session import WebSession
+from envhub.web.tree import Snapshot
+from tests.envhub.web_rig import Rig, find, has_browser
+
+browser = pytest.mark.skipif(not has_browser(), reason="no Chromium on this machine")
+
+
+@pytest.fixture(scope="module")
+def rig() -> Iterator[Rig]:
+    rig = Rig()
+    yield rig
+    rig.stop()
+
+
+async def act(session: WebSession, text: str) -> Snapshot:
+    await session.perform(parse(text))
+    return await session.look()
+
+
+def test_check_browser_names_the_remedy_when_the_path_is_wrong():
+    options = BrowserOptions(executable="/nowhere/chromium")
+    assert find_browser(options) == ""
+    assert "envs.browser.executable='/nowhere/chromium'" in check_browser(options)[0]
+
+
+def test_host_rules_reach_nothing_but_the_hosts():
+    rules = host_rules({"a.test": "127.0.0.1:7"}, reachable=frozenset({"b.test"}))
+    assert rules == "MAP a.test 127.0.0.1:7, MAP * ~NOTFOUND, EXCLUDE b.test"
+
+
+@browser
+@pytest.mark.slow
+def test_click_on_a_link_shows_the_page_it_leads_to_and_back(rig: Rig):
+    async def episode():
+        session = await rig.session()
+        home = await session.look()
+        other = await act(session, f"click [{find(home, 'link', 'Other').id}]")
+        assert (other.url, other.title) == ("http://site.test/other", "Other")
+        again = await act(session, "go_back")
+        assert again.nodes == home.nodes
+        still = await act(session, "go_back")
+        assert still.url == "http://site.test/"
+        await session.close()
+
+    rig.run(episode())
+
+
+@browser
+@pytest.mark.slow
+def test_form_takes_text_choice_and_date(rig: Rig):
+    async def episode():
+        session = await rig.session()
+        page = await session.look()
+        page = await act(session, f"type [{find(page, 'textbox', 'Name').id}] [wrong] [0]")
+        page = await act(session, f"type [{find(page, 'textbox', 'Name').id}] [A [b]] [0]")
+        assert find(page, "textbox", "Name").value == "A [b]"
+        page = await act(session, f"click [{find(page, 'option', 'blue').id}]")
+        assert find(page, "combobox", "Tint").value == "blue"
+        page = await act(session, f"type [{find(page, 'Date', 'Day').id}] [2024-02-29] [0]")
+        page = await act(session, f"click [{find(page, 'button', 'Go').id}]")
+        assert find(page, "StaticText", "You said A [b]-blue-2024-02-29")
+        await session.close()
+
+    rig.run(episode())
+
+
+@browser
+@pytest.mark.slow
+def test_new_tab_of_a_link_becomes_current_and_tabs_can_be_switched(rig: Rig):
+    async def episode():
+        session = await rig.session()
+        page = await session.look()
+        page = await act(session, f"click [{find(page, 'link', 'New tab').id}]")
+        assert await session.tab_titles() == ["Home", "Other"]
+        assert page.title == "Other"
+        assert (await act(session, "tab_focus [0]")).title == "Home"
+        assert (await act(session, "tab_focus [1]")).title == "Other"
+        assert (await act(session, "close_tab")).title == "Home"
+        with pytest.raises(InvalidAction, match="last tab"):
+            await session.perform(parse("close_tab"))
+        await session.close()
+
+    rig.run(episode())
+
+
+@browser
+@pytest.mark.slow
+def test_goto_stays_on_the_sites_and_other_hosts_do_not_exist(rig: Rig):
+    async def episode():
+        session = await rig.session()
+        page = await session.look()
+        for url in ("http://elsewhere.test/", "file:///etc/passwd", "javascript:alert(1)"):
+            with pytest.raises(InvalidAction, match="not among the sites"):
+                await session.perform(parse(f"goto [{url}]"))
+        with pytest.raises(InvalidAction, match="status 404"):
+            await session.perform(parse("goto [http://site.test/missing]"))
+        page = await act(session, "goto [http://site.test/]")
+        page = await act(session, f"click [{find(page, 'link', 'Elsewhere').id}]")
+        assert page.url.startswith("chrome-error://")
+        await session.close()
+
+    rig.run(episode())
+
+
+@browser
+@pytest.mark.slow
+def test_look_waits_for_what_the_page_fetches_and_dialogs_are_accepted(rig: Rig):
+    async def episode():
+        session = await rig.session()
+        page = await session.look()
+        page = await act(session, f"click [{find(page, 'button', 'Ask').id}]")
+        assert (page.title, session.dialogs) == ("yes", ["confirm: Sure?"])
+        page = await act(session, f"click [{find(page, 'button', 'Load').id}]")
+        assert find(page, "button", "loaded")
+        await session.close()
+
+    rig.run(episode())
+
+
+@browser
+@pytest.mark.slow
+def test_scroll_brings_what_is_below_into_view_and_click_scrolls_by_itself(rig: Rig):
+    async def episode():
+        session = await rig.session()
+        page = await session.look()
+        assert not find(page, "button", "Deep down").is_in_view
+        for _ in range(5):
+            page = await act(session, "scroll [down]")
+        assert find(page, "button", "Deep down").is_in_view
+        assert not find(page, "link", "Other").is_in_view
+        page = await act(session, f"click [{find(page, 'link', 'Other').id}]")
+        assert page.title == "Other"
+        await session.close()
+
+    rig.run(episode())
+
+
+@browser
+@pytest.mark.slow
+def test_sessions_share_no_tabs(rig: Rig):
+    async def episode():
+        first, second = await rig.session(), await rig.session()
+        page = await first.look()
+        await act(first, f"click [{find(page, 'link', 'Other').id}]")
+        assert (await second.look()).title == "Home"
+        with pytest.raises(InvalidAction, match="no matching element"):
+            await first.perform(parse("click [999]"))
+        await first.close()
+        await second.close()
+
+    rig.run(episode())
+
+
+@browser
+@pytest.mark.slow
+def test_sessions_of_a_killed_browser_fail_and_the_next_one_gets_a_new_browser(rig: Rig):
+    async def episode():
+        session = await rig.session()
+        num_starts = rig.browser.num_starts
+        killed = [
+            child
+            for child in psutil.Process().children(recursive=True)
+            if "--headless" in child.cmdline() and "--type=" not in " ".join(child.cmdline())
+        ]
+        for child in killed:
+            os.kill(child.pid, signal.SIGKILL)
+        with pytest.raises(EnvFailure):
+            await session.look()
+        await session.close()
+        fresh = await rig.session()
+        assert (await fresh.look()).title == "Home"
+        assert rig.browser.num_starts == num_starts + 1
+        await fresh.close()
+
+    rig.run(episode())

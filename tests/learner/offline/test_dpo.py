@@ -1,0 +1,88 @@
+"""Laws of direct preference optimisation."""
+
+from math import exp, log
+
+import numpy as np
+import pytest
+import torch
+
+from common.config_learning import LearnerSection
+from common.config_offline import DpoSection
+from learner.offline import dpo
+from learner.offline.dpo import Pair, make_pairs, preference_loss
+from learner.offline.rows import Row
+from tests.learner.builders import make_model
+
+LEARNER = LearnerSection(warmup_steps=0, autocast=False)
+
+
+def row(item: str, reward: float, tokens: list[int]) -> Row:
+    """Build an episode that begins with one observation token."""
+    return Row(
+        item_id=item,
+        reward=reward,
+        token_ids=np.array([1, *tokens], dtype=np.int32),
+        mask=np.array([False, *[True] * len(tokens)]),
+    )
+
+
+def test_loss_matches_hand_computed_numbers() -> None:
+    scores = torch.tensor([[-1.0, -3.0], [-2.0, -2.0]])
+    reference = torch.tensor([[-2.0, -2.0], [-2.0, -2.0]])
+    losses, margins = preference_loss(scores, reference, beta=0.5)
+    assert margins.tolist() == [1.0, 0.0]  # 0.5 * ((-1 + 2) - (-3 + 2))
+    assert losses.tolist() == pytest.approx([log(1 + exp(-1)), log(2)])
+
+
+def test_pairs_are_of_one_item_with_a_gap_in_reward() -> None:
+    rows = [row("a", 1.0, [2]), row("a", 0.0, [3]), row("a", 0.9, [4]), row("b", 1.0, [5])]
+    pairs = make_pairs(rows, DpoSection(min_gap=0.5), seed=0)
+    assert len(pairs) == 1
+    assert (pairs[0].chosen.reward, pairs[0].rejected.reward) == (1.0, 0.0)
+
+
+def test_pairs_of_an_item_are_bounded_and_use_different_episodes() -> None:
+    rows = [row("a", float(i % 2), [i]) for i in range(12)]
+    pairs = make_pairs(rows, DpoSection(max_pairs_per_item=3), seed=0)
+    assert len(pairs) == 3
+    assert len({int(p.chosen.token_ids[1]) for p in pairs}) == 3
+    assert len({int(p.rejected.token_ids[1]) for p in pairs}) == 3
+
+
+def test_training_prefers_the_chosen_episodes() -> None:
+    pairs = [
+        Pair(chosen=row("a", 1.0, [2, 3, 4]), rejected=row("a", 0.0, [5, 6])),
+        Pair(chosen=row("b", 1.0, [7, 3]), rejected=row("b", 0.0, [5, 8, 9, 9])),
+    ]
+    cfg = DpoSection(num_epochs=5, batch_pairs=2, lr=3e-3)
+    epochs = dpo.train(make_model(), pairs, cfg, LEARNER, seed=0)
+    assert epochs[0]["loss"] == pytest.approx(log(2), abs=1e-5)  # the reference is the start
+    assert epochs[-1]["loss"] < 0.6
+    assert epochs[-1]["accuracy"] == 1.0
+
+
+def test_only_the_agents_tokens_count() -> None:
+    cfg, model = DpoSection(), make_model()
+    pair = Pair(chosen=row("a", 1.0, [2, 3]), rejected=row("a", 0.0, [4]))
+    got = dpo._score_pairs(model, [pair], cfg, LEARNER)
+    with torch.no_grad():
+        chosen = model(input_ids=torch.tensor([[1, 2, 3]])).logits[0].log_softmax(-1)
+        rejected = model(input_ids=torch.tensor([[1, 4]])).logits[0].log_softmax(-1)
+    assert got[0, 0].item() == pytest.approx((chosen[0, 2] + chosen[1, 3]).item(), rel=1e-4)
+    assert got[0, 1].item() == pytest.approx(rejected[0, 4].item(), rel=1e-4)
+
+
+def test_parts_of_a_batch_train_as_the_whole() -> None:
+    pairs = [
+        Pair(chosen=row("a", 1.0, [2, 3, 4]), rejected=row("a", 0.0, [5, 6])),
+        Pair(chosen=row("b", 1.0, [7]), rejected=row("b", 0.0, [5, 8, 9, 9])),
+        Pair(chosen=row("c", 1.0, [7, 7, 2]), rejected=row("c", 0.0, [3])),
+    ]
+    cfg = DpoSection(batch_pairs=3, lr=1e-3, sft_coef=0.1)
+    found = []
+    for budget in (8, 1_000):
+        model = make_model()
+        learner = LearnerSection(autocast=False, max_tokens_per_microbatch=budget)
+        dpo.train(model, pairs, cfg, learner, seed=0)
+        found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert (found[0] - found[1]).abs().max() < 1e-5

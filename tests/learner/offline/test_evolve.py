@@ -1,0 +1,110 @@
+"""Laws of AgentEvol: what is played, what is kept, and where it goes on."""
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from common.config import ModelSection, RunConfig, SftSection, TaskSection
+from common.config_learning import LearnerSection
+from common.config_offline import EvolveSection
+from common.errors import ConfigError
+from common.journal import JournalWriter
+from learner.offline import evolve
+from learner.offline.scratch import make_policy, make_tokenizer, save_policy
+from learner.scheduler.catalog import parse_catalogue
+from tests.learner.builders import make_trajectory
+
+TINY = SftSection(
+    hidden_size=32,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=1,
+    intermediate_size=64,
+    vocab_size=300,
+    num_epochs=1,
+    batch_tokens=64,
+)
+CATALOGUE = parse_catalogue(
+    {
+        "toy": {
+            "subsets": {
+                "a": {"num_train": 6, "num_test": 1, "max_turns": 3},
+                "b": {"num_train": 100, "num_test": 1, "max_turns": 5},
+            },
+            "instruction": {},
+        }
+    }
+)
+
+
+@pytest.fixture
+def cfg(tmp_path: Path) -> RunConfig:
+    tokenizer = make_tokenizer(["you see", "go"] * 4, vocab_size=300)
+    save_policy(tmp_path / "base", make_policy(TINY, tokenizer, seed=0), tokenizer)
+    return RunConfig(
+        model=ModelSection(path=str(tmp_path / "base")),
+        tasks=[TaskSection(env="toy", subset="a"), TaskSection(env="toy", subset="b", weight=2.0)],
+        sft=TINY,
+        learner=LearnerSection(device="cpu", autocast=False),
+        evolve=EvolveSection(
+            output=str(tmp_path / "out"),
+            num_iterations=2,
+            items_per_iteration=9,
+            samples_per_item=2,
+        ),
+    )
+
+
+class Player:
+    """Writes one success and one failure per iteration; remembers who played."""
+
+    def __init__(self, *, success: float = 1.0) -> None:
+        self.calls: list[tuple[str, int]] = []
+        self._success = success
+
+    def __call__(self, cfg: RunConfig, iteration: int, folder: Path) -> None:
+        self.calls.append((cfg.model.path, iteration))
+        writer = JournalWriter(folder)
+        for member, reward in enumerate([self._success, 0.0]):
+            trajectory = make_trajectory([5, 6, 7], [0, 1, 1], group_id=f"i{iteration}")
+            writer.append(replace(trajectory, episode_id=f"{iteration}/{member}", reward=reward))
+        writer.close()
+
+
+def test_items_follow_the_weights_and_do_not_repeat_before_all_were_played(cfg: RunConfig) -> None:
+    played = [evolve.turnouts(cfg, CATALOGUE, i) for i in range(2)]
+    assert [len(each) for each in played] == [18, 18]
+    for each in played:
+        assert Counter(t.item_id.split("-")[0] for t in each) == {"a": 6, "b": 12}
+    both = [*played[0], *played[1]]
+    assert set(Counter(t.item_id for t in both).values()) == {2}  # samples, no second visit
+    assert len({t.episode_id for t in both}) == 36
+    assert {t.horizon for t in both if t.item_id.startswith("b")} == {5}
+    assert played[0] == evolve.turnouts(cfg, CATALOGUE, 0)
+
+
+@pytest.mark.slow
+def test_every_iteration_plays_with_the_newest_policy(cfg: RunConfig, tmp_path: Path) -> None:
+    player = Player()
+    output = evolve.run(cfg, tmp_path / "run", play=player)
+    first = str(tmp_path / "run" / "iteration-0" / "policy")
+    assert player.calls == [(cfg.model.path, 0), (first, 1)]
+    assert (output / "model.safetensors").exists()
+    assert (output / "tokenizer.json").exists()
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_does_not_play_again_what_it_has(cfg: RunConfig, tmp_path: Path) -> None:
+    first = Player()
+    short = replace(cfg, evolve=replace(cfg.evolve, num_iterations=1))
+    evolve.run(short, tmp_path / "run", play=first)
+    again = Player()
+    evolve.run(cfg, tmp_path / "run", play=again)
+    assert [iteration for _, iteration in again.calls] == [1]
+
+
+def test_without_a_success_it_stops_with_the_setting(cfg: RunConfig, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"evolve\.min_reward=1: iteration 0 brought no"):
+        evolve.run(cfg, tmp_path / "run", play=Player(success=0.5))

@@ -1,0 +1,111 @@
+"""Laws of token rows: what is learnt, from journals and from conversations."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from common.errors import ConfigError
+from common.journal import JournalWriter
+from common.messages import EndReason, PolicyKind
+from learner.offline.agent_traj import Conversation, Message
+from learner.offline.rows import read_rows, row_of_conversation
+from learner.offline.scratch import make_tokenizer
+from tests.learner.builders import make_trajectory
+
+TEXTS = ["you see", "go", "a key", "pick up"]
+TOKENIZER = make_tokenizer(TEXTS * 4, vocab_size=300)
+CHATML = (
+    "{%- for m in messages -%}<|user|>{{ m['role'] }} {{ m['content'] }}<|end|>\n{% endfor -%}"
+    "{%- if add_generation_prompt -%}<|user|>assistant {% endif -%}"
+)
+
+
+def say(*texts: str, first_is_trained: bool = True) -> Conversation:
+    """A conversation of user, agent, user, agent, ..."""
+    messages = [
+        Message(is_agent=i % 2 == 1, is_trained=i % 2 == 1 and (i > 1 or first_is_trained), text=t)
+        for i, t in enumerate(texts)
+    ]
+    return Conversation(item_id="x", messages=messages)
+
+
+def learnt(row) -> str:
+    return TOKENIZER.decode(row.token_ids[row.mask].tolist())
+
+
+def test_the_agents_tokens_are_learnt_with_their_end() -> None:
+    row = row_of_conversation(TOKENIZER, say(*TEXTS))
+    expected = "<|user|>you see<|assistant|>go<|end|><|user|>a key<|assistant|>pick up<|end|>"
+    assert TOKENIZER.decode(row.token_ids.tolist()) == expected
+    assert learnt(row) == "go<|end|>pick up<|end|>"
+
+
+def test_a_message_without_loss_is_not_learnt() -> None:
+    row = row_of_conversation(TOKENIZER, say(*TEXTS, first_is_trained=False))
+    assert learnt(row) == "pick up<|end|>"
+
+
+def test_what_a_template_puts_behind_the_end_of_a_turn_is_not_learnt() -> None:
+    tokenizer = make_tokenizer(TEXTS * 4, vocab_size=300)
+    tokenizer.chat_template = CHATML
+    row = row_of_conversation(tokenizer, say(*TEXTS))
+    text = tokenizer.decode(row.token_ids.tolist())
+    assert "go<|end|>\n" in text
+    assert tokenizer.decode(row.token_ids[row.mask].tolist()) == "go<|end|>pick up<|end|>"
+
+
+def test_the_ids_are_the_template_s_own() -> None:
+    conversation = say(*TEXTS)
+    chat = [
+        {"role": "assistant" if m.is_agent else "user", "content": m.text}
+        for m in conversation.messages
+    ]
+    rendered = TOKENIZER.apply_chat_template(chat, tokenize=False)
+    whole = TOKENIZER.encode(rendered, add_special_tokens=False)
+    assert row_of_conversation(TOKENIZER, conversation).token_ids.tolist() == whole
+
+
+def test_two_messages_of_one_side_in_a_row_are_refused() -> None:
+    twice = [Message(is_agent=False, is_trained=False, text=t) for t in ("a", "b")]
+    with pytest.raises(ConfigError, match="rewrites earlier turns"):
+        row_of_conversation(TOKENIZER, Conversation(item_id="x", messages=twice))
+
+
+def test_rows_are_cut_and_those_left_without_loss_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    records = [
+        {"conversations": [{"from": "human", "value": text}, {"from": "gpt", "value": "go"}]}
+        for text in ("a" * 40, "a")
+    ]
+    path.write_text("\n".join(json.dumps(record) for record in records))
+    rows = read_rows(path, tokenizer=TOKENIZER, max_tokens=8, key="k")
+    assert len(rows) == 1
+    assert len(rows[0].token_ids) == len(rows[0].mask) <= 8
+    with pytest.raises(ConfigError, match=r"k=.*holds no episode"):
+        read_rows(path, tokenizer=TOKENIZER, max_tokens=2, key="k")
+
+
+def test_a_journal_gives_what_the_policy_sampled_and_nothing_else(tmp_path: Path) -> None:
+    good = make_trajectory([5, 6, 7], [0, 1, 1])
+    writer = JournalWriter(tmp_path / "run" / "journal")
+    for index, trajectory in enumerate(
+        [
+            good,
+            replace(good, end_reason=EndReason.ENV_ERROR, error="gone"),
+            replace(good, policy=PolicyKind.EXPERT),
+        ]
+    ):
+        writer.append(replace(trajectory, episode_id=f"g/{index}"))
+    writer.close()
+    for place in (tmp_path / "run", tmp_path / "run" / "journal"):
+        (row,) = read_rows(place, tokenizer=TOKENIZER, max_tokens=8, key="k")
+        assert row.token_ids.tolist() == [5, 6, 7]
+        assert row.mask.tolist() == [False, True, True]
+        assert (row.item_id, row.reward) == ("toy-train-0", 1.0)
+
+
+def test_a_path_without_anything_names_the_setting(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"dpo\.data=.*neither a run directory nor a file"):
+        read_rows(tmp_path / "no", tokenizer=TOKENIZER, max_tokens=8, key="dpo.data")
