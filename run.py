@@ -1,22 +1,20 @@
 """The command line: parse the command and the overrides, then start roles or be one."""
 
-import argparse
 import asyncio
-import difflib
 import logging
 import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
+from common.command_line import Request, parse
 from common.config import RunConfig
 from common.config_load import (
     config_as_yaml,
     find_config,
-    list_configs,
     load_config,
     override_value,
     save_config,
@@ -27,84 +25,7 @@ from common.run_dir import RunDir
 
 ROOT = Path(__file__).resolve().parent
 DEFAULT_CONFIG = "quickstart"
-COMMANDS = {
-    "train": "start all roles of a run, keep them alive, write the report (the default)",
-    "sft": "make or warm-start a policy from demonstrations, on this machine",
-    "dpo": "train on pairs of better and worse episodes of the same item (dpo.data=...)",
-    "evolve": "play, keep what succeeded, train on it, and again (AgentEvol)",
-    "envhub": "serve environments: env=textcraft,babyai port=8080, or those of a run",
-    "scheduler": "be the scheduler of a run",
-    "learner": "be the learner of a run",
-    "actor": "be one more actor of a run; may join and leave at any time",
-    "envs": "list the tasks and environments (env=a,b: only theirs)",
-    "status": "say how a run is doing (the latest, or run.name=...)",
-    "doctor": "check what this machine has and lacks",
-    "bench": "measure this machine: --suite envhub | learner | gpu | soak | solve",
-}
-SUITES = "envhub, soak, solve, learner, gpu"
 ROLES = ("envhub", "scheduler", "learner", "actor")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """What the command line asked for."""
-
-    command: str
-    config: str | None
-    overrides: list[str]
-    is_dry: bool
-    suite: str | None
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:  # type: ignore[override]
-        raise ConfigError(f"{message} (see run.py --help)")
-
-
-def parse(argv: list[str]) -> Request:
-    """Return what the command line asks for.
-
-    Raises:
-        ConfigError: an unknown flag or command.
-    """
-    commands = "\n".join(f"  {name:<10} {text}" for name, text in COMMANDS.items())
-    parser = _Parser(
-        prog="run.py",
-        usage="run.py [COMMAND] [--config NAME|FILE] [--dry-run] [key=value ...]",
-        description=f"Train language-model agents on long tasks.\n\ncommands:\n{commands}",
-        epilog=(
-            f"configs: {', '.join(list_configs(ROOT))}\n"
-            "overrides: any key of common/config.py, by its dotted name. Examples:\n"
-            "  run.py                                  train with --config quickstart\n"
-            "  run.py --config quickstart run.name=a train.num_steps=20 learner.lr=3e-4\n"
-            "  run.py horizon.stages=[5,10] tasks[0].weight=0.5 train.mode=sync\n"
-            "  run.py envhub env=textcraft,babyai port=8080    only the environments\n"
-            "  run.py actor run.name=a actor.name=extra    one more actor for the run `a`\n"
-            "Relative paths start at the project's directory. Exit codes: 0 finished,\n"
-            "1 a role failed, 2 wrong configuration, 130/143 interrupted."
-        ),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)
-    parser.add_argument("--config", metavar="NAME|FILE", help="a config by name, or a YAML file")
-    parser.add_argument("--dry-run", action="store_true", help="print the resolved config, stop")
-    parser.add_argument("--suite", metavar="NAME", help="of bench: what to measure")
-    asked = parser.parse_intermixed_args(argv)
-    words: list[str] = asked.words
-    command = words.pop(0) if words and "=" not in words[0] else "train"
-    if command not in COMMANDS:
-        near = difflib.get_close_matches(command, COMMANDS, n=1, cutoff=0.0)[0]
-        raise ConfigError(f"{command}: neither a command nor key=value; the nearest is {near}")
-    if (asked.suite is None) == (command == "bench"):
-        raise ConfigError(f"--suite: bench needs it and nothing else has it, one of {SUITES}")
-    return Request(
-        command=command,
-        config=asked.config,
-        overrides=words,
-        is_dry=asked.dry_run,
-        suite=asked.suite,
-    )
 
 
 def belongs_to_no_run(request: Request) -> bool:
@@ -119,6 +40,8 @@ def load(request: Request) -> RunConfig:
     directory = override_value(request.overrides, "run.dir") or "runs"
     name = override_value(request.overrides, "run.name")
     overrides = request.overrides
+    if request.command == "eval" and override_value(overrides, "policy.url"):
+        overrides = ["model.path=unset", *overrides]  # no checkpoint plays
     joins = request.command in (*ROLES, "status")
     if name is None and request.config is not None and joins:
         name = find_config(request.config, root=ROOT).stem
@@ -265,6 +188,43 @@ def evolve(cfg: RunConfig, run_dir: RunDir) -> int:
     return 0
 
 
+def evaluate(cfg: RunConfig, run_dir: RunDir) -> int:
+    """Play held-out items with one policy, write and print the tables; return the exit code."""
+    from actor.evaluate import check_policy
+    from common.launch.hub import serve_hub
+    from common.launch.lock import hold_run
+    from common.security import create_keys
+    from envhub.command import missing_for
+
+    missing = [] if cfg.envhub.url else missing_for(cfg)
+    if missing:
+        raise ConfigError(f"tasks: {'; '.join(missing)}")
+    check_policy(cfg, ROOT)
+    # The hub's own files are apart, so that a run which is being trained can be evaluated.
+    hub_cfg = replace(cfg, run=replace(cfg.run, dir=f"{cfg.run.dir}/{cfg.run.name}", name="eval"))
+    hub_dir = RunDir(root=run_dir.root / "eval")
+    with hold_run(hub_dir.root, name="eval"):
+        token = create_keys(hub_dir.keys).hub_token
+        token = cfg.envhub.token if cfg.envhub.url and cfg.envhub.token else token
+        save_config(hub_cfg, hub_dir.config)
+        with serve_hub(hub_cfg, hub_dir, root=ROOT) as url:
+            return _evaluate_at(url, token, cfg, run_dir)
+
+
+def _evaluate_at(url: str, token: str, cfg: RunConfig, run_dir: RunDir) -> int:
+    from actor.evaluate import fetch_task_lists, run
+    from common.config_eval import EvalItems
+    from learner.scheduler.catalog import fetch_catalogue, validate_tasks
+    from learner.scheduler.heldout import choose_items
+
+    catalogue = fetch_catalogue(url, token=token, timeout_s=cfg.actor.env_timeout_s)
+    validate_tasks(cfg.tasks, catalogue)
+    by_task = cfg.eval.items is EvalItems.TASKS
+    lists = fetch_task_lists(cfg, hub_url=url, token=token) if by_task else {}
+    items = choose_items(cfg, catalogue, lists)
+    return run(cfg, run_dir, items, hub_url=url, token=token, say=print)
+
+
 def be_role(name: str, cfg: RunConfig, run_dir: RunDir) -> int:
     """Run one role in this process until it ends; return the exit code."""
     from common.security import create_keys
@@ -330,9 +290,10 @@ def objective_comment(cfg: RunConfig) -> str:
 
 def bench(request: Request) -> int:
     """Measure this machine; return 0 if every bound holds."""
+    from learner.bench_gpu import run_suite as measure_gpu
+
     from envhub.bench import SUITES as HUB_SUITES
     from learner.bench import run_suite as measure_learner
-    from learner.bench_gpu import run_suite as measure_gpu
 
     suites = {**HUB_SUITES, "learner": measure_learner, "gpu": measure_gpu}
     if request.suite not in suites:
@@ -345,6 +306,10 @@ def dispatch(request: Request) -> int:
     """Carry out a request; return the exit code."""
     if request.command == "doctor":
         return doctor(request)
+    if request.command == "envhub" and not request.is_dry:
+        from envhub.memory import use_system_allocator
+
+        use_system_allocator()
     if request.command == "bench":
         return bench(request)
     if request.command == "envs":
@@ -367,6 +332,9 @@ def dispatch(request: Request) -> int:
     if request.command == "dpo":
         configure_logging("dpo", cfg.log.level)
         return prefer(cfg)
+    if request.command == "eval":
+        configure_logging("eval", cfg.log.level)
+        return evaluate(cfg, run_dir)
     if request.command == "evolve":
         configure_logging("evolve", cfg.log.level)
         return evolve(cfg, run_dir)
@@ -376,7 +344,7 @@ def dispatch(request: Request) -> int:
 def main(argv: list[str]) -> int:
     """Return the exit code of the command line."""
     try:
-        request = parse(argv)
+        request = parse(argv, root=ROOT)
         if request.config is not None and Path(request.config).is_file():
             request = Request(
                 command=request.command,

@@ -11,6 +11,7 @@ ENVS = ("textcraft", "babyai")
 NUM_CLIENTS = (1, 32, 128)
 NUM_OPENED = 64
 NUM_BATCHED = 128
+NUM_ROUNDS = 3
 MIN_STEPS_PER_S = 1500.0  # TextCraft, 128 clients
 MAX_P99_MS = 250.0
 REFERENCE = "envhub.bench_reference"
@@ -53,18 +54,23 @@ def run_suite(out: TextIO) -> int:
 def _row(
     out: TextIO, servers: tuple[Service, ...], env: str, kind: str, num_clients: int
 ) -> Measured:
-    """Measures one load on each server in turn, writes the row, returns the hub's figures."""
-    figures: list[Measured] = []
-    for server in servers:
-        is_reference = server is not servers[0]
-        job = Job(
+    """Measures one load on each server, writes the row, returns the hub's figures.
+
+    The servers take turns in several short rounds, so that other work on the machine, which comes
+    and goes, weighs on all of them alike.
+    """
+    jobs = [
+        Job(
             target=server.target,
             kind=kind,
-            is_reference=is_reference,
+            is_reference=server is not servers[0],
             env=env,
             num_clients=num_clients,
         )
-        figures.append(measure(job))
+        for server in servers
+    ]
+    rounds = [[measure(job) for job in jobs] for _ in range(NUM_ROUNDS)]
+    figures = [_joined(list(each)) for each in zip(*rounds, strict=True)]
     hub = figures[0]
     cells = f"{env:<12}{_label(kind, num_clients):<24}{hub.per_s:>9.0f}{_latencies(hub)}"
     if len(figures) > 1:
@@ -74,6 +80,14 @@ def _row(
     out.write(cells + "\n")
     out.flush()
     return hub
+
+
+def _joined(rounds: list[Measured]) -> Measured:
+    return Measured(
+        num_done=sum(each.num_done for each in rounds),
+        duration_s=sum(each.duration_s for each in rounds),
+        latencies_ms=[latency for each in rounds for latency in each.latencies_ms],
+    )
 
 
 def _label(kind: str, num_clients: int) -> str:

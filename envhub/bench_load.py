@@ -24,7 +24,7 @@ ACTIONS = {
 }
 DONE = (b'"done": true', b'"done":true')
 FAILED = (b'"error":"', b'"error": "')
-NUM_ROUNDS = 6  # of opening, after one that warms up
+NUM_ROUNDS = 3  # of opening, after one that warms up
 JOB_TIMEOUT_S = 300.0
 
 
@@ -46,8 +46,8 @@ class Job:
     is_reference: bool
     env: str
     num_clients: int
-    warmup_s: float = 1.0
-    duration_s: float = 4.0
+    warmup_s: float = 0.4
+    duration_s: float = 1.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,6 +23,7 @@ NUM_CLIENTS = 16
 LEASE_S = 5.0
 ABANDON_LEASE_S = 30.0
 MAX_GROWTH_FRAC = 0.10
+SETTLE_S = 15.0  # for giving memory back after the last session has expired
 NUM_SAMPLES = 60
 GARBAGE = ("", "fly", "get -1 oak log", "Action:", "\u2603" * 50, "x" * 3000, "a\n\0b", '{"a":1}')
 PAGE_MIB = 1 << 20
@@ -190,11 +191,12 @@ async def _abandon(hub: Service, num_sessions: int, lease_s: float) -> Abandoned
             await client.open(subset.env, f"{subset.name}-train-{number % subset.num_train}")
         peak_bytes = hub.rss_bytes()
         await _wait_until_empty(client, timeout_s=3 * lease_s + 10)
+        end_bytes = await _settled_bytes(hub, (1 + MAX_GROWTH_FRAC) * start_bytes)
     return Abandoned(
         num_sessions=num_sessions,
         start_bytes=start_bytes,
         peak_bytes=peak_bytes,
-        end_bytes=hub.rss_bytes(),
+        end_bytes=end_bytes,
         took_s=time.monotonic() - began_s,
     )
 
@@ -207,6 +209,14 @@ def _one_of_each(subsets: list[Subset]) -> list[Subset]:
         if subset.num_train > held.num_train:
             largest[subset.env] = subset
     return list(largest.values())
+
+
+async def _settled_bytes(hub: Service, enough_bytes: float) -> int:
+    """Returns the resident memory once it is small enough, or what it is after SETTLE_S."""
+    deadline_s = time.monotonic() + SETTLE_S
+    while hub.rss_bytes() > enough_bytes and time.monotonic() < deadline_s:
+        await asyncio.sleep(0.5)
+    return hub.rss_bytes()
 
 
 async def _wait_until_empty(client: Client, *, timeout_s: float) -> None:

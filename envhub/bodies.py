@@ -20,7 +20,7 @@ class BadBody(ValueError):
 class CreateRequest(BaseModel):
     """Body of POST /v1/sessions."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", cache_strings="keys")
 
     env: str = Field(max_length=MAX_NAME_CHARS)
     item_id: str = Field(max_length=MAX_NAME_CHARS)
@@ -31,7 +31,7 @@ class CreateRequest(BaseModel):
 class StepRequest(BaseModel):
     """Body of POST /v1/sessions/{id}/step; `seq` starts at 1 and grows by one."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", cache_strings="keys")
 
     action: str
     seq: int = Field(ge=1, le=MAX_SEED)

@@ -166,7 +166,8 @@ class EnvSpec:
         tasks: the catalogue's tasks by name, as the field's papers report them.
         isolation: where episodes live. In a worker, synchronous calls of different sessions run
             in threads side by side; calls of one session never overlap.
-        sessions_per_worker: episodes that one worker holds at a time; workers are reused.
+        sessions_per_worker: episodes that one worker holds at a time; workers are reused. With
+            TASK: episodes that there may be at a time.
         max_workers: worker processes of this environment.
         worker_memory_bytes: resident memory of a worker with its children; above it, it is
             replaced.

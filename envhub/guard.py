@@ -1,5 +1,6 @@
 """What stands before every route: the bearer token and the limit on request size."""
 
+import base64
 import hmac
 import json
 
@@ -17,7 +18,7 @@ class Guard:
     ) -> None:
         """`max_batch_bytes` is for paths that end in /batch."""
         self._app = app
-        self._expected = f"Bearer {token}".encode() if token is not None else None
+        self._token = token.encode() if token is not None else None
         self._max_body_bytes = max_body_bytes
         self._max_batch_bytes = max_batch_bytes
 
@@ -41,9 +42,25 @@ class Guard:
         await self._app(scope, receive, send)
 
     def _is_allowed(self, path: str, headers: dict[bytes, bytes]) -> bool:
-        if self._expected is None or path in OPEN_PATHS:
+        if self._token is None or path in OPEN_PATHS:
             return True
-        return hmac.compare_digest(headers.get(b"authorization", b""), self._expected)
+        return hmac.compare_digest(_given(headers.get(b"authorization", b"")), self._token)
+
+
+def _given(header: bytes) -> bytes:
+    """Returns the token of a Bearer header, or the password of a Basic one.
+
+    A client that knows nothing of tokens can put one into its URL: http://any:TOKEN@host:port.
+    """
+    kind, _, value = header.partition(b" ")
+    if kind.lower() == b"bearer":
+        return value
+    if kind.lower() != b"basic":
+        return b""
+    try:
+        return base64.b64decode(value, validate=True).partition(b":")[2]
+    except ValueError:
+        return b""
 
 
 def _limited(receive: Receive, max_bytes: int) -> Receive:

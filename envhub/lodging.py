@@ -37,9 +37,9 @@ class Lodging:
 
     def capacity(self, spec: EnvSpec) -> int:
         """Returns how many sessions an environment may have at a time."""
-        if spec.isolation is Isolation.WORKER:
-            return min(self._capacity, spec.max_workers * spec.sessions_per_worker)
-        return self._capacity
+        if spec.isolation is Isolation.INLINE:
+            return self._capacity
+        return min(self._capacity, spec.max_workers * spec.sessions_per_worker)
 
     def make(self, spec: EnvSpec, style: Style) -> Episode:
         """Returns an episode that is not open yet.

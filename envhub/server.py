@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
+from starlette.requests import ClientDisconnect
 
 from envhub.agentgym.serve import add_agentgym_routes
 from envhub.bodies import (
@@ -92,11 +93,12 @@ def make_app(
     )
     for error, status in STATUS_CODES.items():
         app.add_exception_handler(error, _failure(status))
+    app.add_exception_handler(ClientDisconnect, _failure(400))  # nobody is left to read it
     _add_catalogue_routes(app, sessions, registry, step_timeout_s=step_timeout_s)
     _add_session_routes(app, sessions)
     _add_look_routes(app, sessions)
     _add_batch_routes(app, sessions)
-    add_agentgym_routes(app, sessions, registry)
+    add_agentgym_routes(app, sessions, registry, lease_s=sessions.lease_s)
     return app
 
 

@@ -21,6 +21,7 @@ from envhub.errors import (
     WorkerLost,
 )
 from envhub.lodging import Lodging
+from envhub.memory import give_back_memory
 from envhub.metrics import HubMetrics
 from envhub.registry import Registry
 from envhub.workers import Worker
@@ -28,6 +29,7 @@ from envhub.workers import Worker
 logger = logging.getLogger(__name__)
 
 MAX_REAP_INTERVAL_S = 5.0
+SESSIONS_PER_TRIM = 200  # ended sessions after which free memory goes back to the system
 STOP_TIMEOUT_S = 1.0
 
 
@@ -78,7 +80,7 @@ class Sessions:
     ) -> None:
         """`capacity` is per environment; `now_s` is a monotonic clock."""
         self._registry = registry
-        self._lease_s = lease_s
+        self.lease_s = lease_s
         self._now_s = now_s
         self._sessions: dict[str, Session] = {}
         self._ended: dict[str, Ended] = {}
@@ -130,7 +132,7 @@ class Sessions:
             env_name=env_name,
             episode=episode,
             lock=None if episode.is_instant else asyncio.Lock(),
-            expires_at_s=self._now_s() + self._lease_s,
+            expires_at_s=self._now_s() + self.lease_s,
         )
         self.counts["created"] += 1
         return session_id, observation
@@ -222,9 +224,14 @@ class Sessions:
 
     async def reap(self) -> None:
         """Drops expired sessions for ever; ends only by cancellation."""
+        num_trimmed = 0
         while True:
-            await asyncio.sleep(min(self._lease_s / 4, MAX_REAP_INTERVAL_S))
+            await asyncio.sleep(min(self.lease_s / 4, MAX_REAP_INTERVAL_S))
             num_expired = await self.expire()
+            num_ended = self.counts["expired"] + self.counts["deleted"]
+            if num_ended - num_trimmed >= SESSIONS_PER_TRIM:
+                num_trimmed = num_ended
+                give_back_memory()
             if num_expired:
                 logger.info("sessions expired num=%d left=%d", num_expired, len(self))
 
@@ -252,7 +259,7 @@ class Sessions:
             if ended is not None:
                 raise WorkerLost(ended.failure)
             raise SessionUnknown("no such session, or its lease has expired")
-        session.expires_at_s = now_s + self._lease_s
+        session.expires_at_s = now_s + self.lease_s
         return session
 
     @contextlib.asynccontextmanager
@@ -264,7 +271,7 @@ class Sessions:
         async with session.lock:
             self._find(session.session_id)
             yield
-            session.expires_at_s = self._now_s() + self._lease_s
+            session.expires_at_s = self._now_s() + self.lease_s
 
     @contextlib.contextmanager
     def _running(self):
@@ -296,7 +303,7 @@ class Sessions:
 
     def _end_sessions_of(self, worker: Worker) -> None:
         """Ends the sessions of a lost worker; each client learns why at its next request."""
-        expires_at_s = self._now_s() + self._lease_s
+        expires_at_s = self._now_s() + self.lease_s
         for session in [s for s in self._sessions.values() if s.episode.worker is worker]:
             del self._sessions[session.session_id]
             self.num_live[session.env_name] -= 1

@@ -142,6 +142,7 @@ def make_task() -> EnvSpec:
         name="waiting",
         make=WaitingEnv,
         isolation=Isolation.TASK,
+        sessions_per_worker=64,
         step_timeout_s=None,
         stop=_stop,
     )

@@ -233,6 +233,13 @@ def test_every_level_resets_and_offers_actions():
         assert "turn left" in env.valid_actions()
 
 
+def test_reset_ends_where_minigrid_would_look_for_a_start_for_ever():
+    for seed in (1741, 2678):
+        env = started(f"SynthS5R2-train-{seed}")
+        assert env.fingerprint() == started(f"SynthS5R2-train-{seed}").fingerprint()
+        assert env.valid_actions()
+
+
 def test_turn_limits_follow_the_rooms_that_must_be_searched():
     in_first_room = {"ActionObjDoor", "OpenDoor", "GoToDoor", "GoToObjDoor"}
     for level, max_turns in levels.MAX_TURNS.items():

@@ -1,5 +1,7 @@
 """Laws of the hub's routes and sessions, through real HTTP."""
 
+import socket
+
 import httpx
 import pytest
 
@@ -120,6 +122,15 @@ def test_token_is_demanded_everywhere_but_healthz(serve_hub):
         assert hub.client.post("/v1/sessions", json={}, headers=headers).status_code == 401
     right = {"Authorization": "Bearer right"}
     assert hub.client.get("/v1/envs", headers=right).status_code == 200
+
+
+def test_token_may_stand_in_the_url_for_clients_that_know_of_none(serve_hub):
+    hub = serve_hub(token="right")
+    assert hub.client.get("/v1/envs", auth=("anybody", "right")).status_code == 200
+    assert hub.client.get("/v1/envs", auth=("right", "wrong")).status_code == 401
+    for header in ("Basic", "Basic !!", "Basic cmlnaHQ=", "basic", "Digest right"):
+        headers = {"Authorization": header}
+        assert hub.client.get("/v1/envs", headers=headers).status_code == 401
 
 
 def test_oversized_body_is_refused(hub):
@@ -322,3 +333,13 @@ def test_odd_session_id_is_unknown(served, session_id):
     for path in ("hint", "render"):
         assert served.client.get(f"/v1/sessions/{session_id}/{path}").status_code == 404
     assert served.client.delete(f"/v1/sessions/{session_id}").status_code in (404, 405)
+
+
+def test_a_client_that_leaves_in_the_middle_of_a_body_leaves_no_traceback(hub, caplog):
+    address = hub.client.base_url
+    head = b"POST /v1/sessions HTTP/1.1\r\nHost: hub\r\nContent-Length: 500\r\n\r\n{"
+    with socket.create_connection((address.host, address.port), timeout=5) as client:
+        client.sendall(head)
+    assert hub.client.get("/healthz").status_code == 200
+    assert "Traceback" not in caplog.text
+    assert "ClientDisconnect" not in caplog.text

@@ -1,8 +1,13 @@
 """The BabyAI levels and tasks we offer, their turn limits and AgentGym's numbering of them."""
 
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
 import gymnasium
 import minigrid  # noqa: F401 - registers the BabyAI levels
 import minigrid.envs.babyai.core.roomgrid_level as roomgrid_level
+from gymnasium.envs.registration import load_env_creator
 from minigrid.envs.babyai.core.roomgrid_level import RoomGridLevel
 
 from envhub.env import ItemId, SubsetSpec, UnknownItem
@@ -165,15 +170,29 @@ class Patience:
         """
         self._num_draws += 1
         if self._num_draws > MAX_DRAWS:
+            self._num_draws = 0  # the next layout draws before it comes to its mission
             raise RecursionError(f"no layout after {MAX_DRAWS} draws")
         return self._draw(low, high)
 
 
+@cache
+def _creator(name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """Returns what makes a level, and with which arguments.
+
+    `gymnasium.make` looks the class up by a new string each time. The interpreter keeps thousands
+    of these alive, scattered over the memory of levels that are gone, which then stays taken.
+    """
+    prefix = f"BabyAI-{name}-v"
+    version = next(v for v in (1, 0) if f"{prefix}{v}" in gymnasium.registry)
+    spec = gymnasium.spec(f"{prefix}{version}")
+    assert isinstance(spec.entry_point, str)
+    return load_env_creator(spec.entry_point), dict(spec.kwargs)
+
+
 def make_level(name: str) -> RoomGridLevel:
     """Returns a fresh bare minigrid level; some levels are registered only as version 1."""
-    prefix = f"BabyAI-{name}-v"
-    versions = [v for v in (1, 0) if f"{prefix}{v}" in gymnasium.registry]
-    level = gymnasium.make(f"{prefix}{versions[0]}", disable_env_checker=True).unwrapped
+    create, kwargs = _creator(name)
+    level = create(**kwargs)
     assert isinstance(level, RoomGridLevel)
     Patience(level)
     return level
