@@ -3,7 +3,6 @@
 import logging
 import math
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -199,7 +198,7 @@ class Trainer:
                 self._critic_optimizer.step()
             self._num_updates += 1
         self._zero_grad()  # gradients need not outlive the step
-        return Update(is_good, grad_norm, dict(sums))
+        return Update(is_good, grad_norm, sums)
 
     @property
     def _warmup_steps(self) -> int:
@@ -227,7 +226,8 @@ class Trainer:
             0.0 if sample.state_marks is None else float(sample.state_marks.sum())
             for sample in samples
         )
-        sums: dict[str, float] = defaultdict(float)
+        names: list[str] = []
+        rows: list[Tensor] = []  # on the device: asking for a number would wait for it each time
         for micro in step.microbatches(self._ranks.own(part)):
             scores = self._passes.score(
                 micro.tokens,
@@ -239,10 +239,10 @@ class Trainer:
             if self._critic is not None:
                 loss = loss + self._value_term(micro, scores, num_states, metrics)
             loss.backward()
-            sums["loss"] += loss.item()
-            for name, value in metrics.items():
-                sums[name] += value.item()
-        return self._summed_over_ranks(sums)
+            names = ["loss", *metrics]
+            rows.append(torch.stack([loss.detach(), *metrics.values()]))  # [metric]
+        totals = torch.stack(rows).double().sum(0).tolist()
+        return self._summed_over_ranks(dict(zip(names, totals, strict=True)))
 
     def _value_term(
         self, micro: MicroBatch, scores: Scores, num_states: float, metrics: dict[str, Tensor]

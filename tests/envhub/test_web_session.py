@@ -164,17 +164,22 @@ def test_sessions_share_no_tabs(rig: Rig):
     rig.run(episode())
 
 
+def is_browser(process: psutil.Process) -> bool:
+    """Tell a browser's main process from its helpers and from those that are already dead."""
+    try:
+        words = process.cmdline()
+    except psutil.Error:
+        return False
+    return "--headless" in words and not any(word.startswith("--type=") for word in words)
+
+
 @browser
 @pytest.mark.slow
 def test_sessions_of_a_killed_browser_fail_and_the_next_one_gets_a_new_browser(rig: Rig):
     async def episode():
         session = await rig.session()
         num_starts = rig.browser.num_starts
-        killed = [
-            child
-            for child in psutil.Process().children(recursive=True)
-            if "--headless" in child.cmdline() and "--type=" not in " ".join(child.cmdline())
-        ]
+        killed = [child for child in psutil.Process().children(recursive=True) if is_browser(child)]
         for child in killed:
             os.kill(child.pid, signal.SIGKILL)
         with pytest.raises(EnvFailure):
