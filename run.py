@@ -290,10 +290,9 @@ def objective_comment(cfg: RunConfig) -> str:
 
 def bench(request: Request) -> int:
     """Measure this machine; return 0 if every bound holds."""
-    from learner.bench_gpu import run_suite as measure_gpu
-
     from envhub.bench import SUITES as HUB_SUITES
     from learner.bench import run_suite as measure_learner
+    from learner.bench_gpu import run_suite as measure_gpu
 
     suites = {**HUB_SUITES, "learner": measure_learner, "gpu": measure_gpu}
     if request.suite not in suites:

@@ -13,6 +13,14 @@ from common.errors import EnvError, EnvTimeout
 from common.messages import EndReason, Lease, Trajectory
 
 
+class ContextFull(Exception):
+    """Raised by an act: the conversation has outgrown the policy's context."""
+
+
+class PolicyFailed(Exception):
+    """Raised by an act: no answer from a policy that others run. Says nothing about the policy."""
+
+
 class Turn(Protocol):
     """What a policy returns for one turn; `actor.engine.Completion` is one."""
 
@@ -102,9 +110,9 @@ async def run_episode(
 ) -> Trajectory:
     """Play the leased episode to its end and return it.
 
-    A failure of the environment, or the lease's deadline, ends the episode and is recorded on it
-    with its reason; it never becomes a reward. Everything else is a bug or a dead engine, and
-    propagates.
+    A failure of the environment or of a policy that others run, or the lease's deadline, ends the
+    episode and is recorded on it with its reason; it never becomes a reward. Everything else is a
+    bug or a dead engine, and propagates.
 
     Args:
         act: maps the conversation's token ids to the next turn.
@@ -123,6 +131,10 @@ async def run_episode(
             play.env_s += time.monotonic() - started
             play.tape.observe(render.first_prompt(text), 0)
             await _turns(lease, session, play, act, render, max_tokens - turn_tokens)
+    except ContextFull:
+        play.end = EndReason.CONTEXT_FULL
+    except PolicyFailed as e:
+        play.end, play.error = EndReason.ABORTED, str(e)
     except EnvTimeout as e:
         play.end, play.error = EndReason.ENV_TIMEOUT, str(e)
     except EnvError as e:

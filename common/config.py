@@ -8,7 +8,14 @@ from enum import StrEnum
 
 from omegaconf import MISSING
 
+from common.config_curriculum import (
+    HorizonSection,
+    MixtureSection,
+    TaskSection,
+    check_curriculum,
+)
 from common.config_envs import EnvsSection, RemoteOptions
+from common.config_eval import EvalSection, PolicySection
 from common.config_learning import AlgorithmSection, LearnerSection
 from common.config_offline import DpoSection, EvolveSection
 from common.errors import ConfigError
@@ -31,13 +38,6 @@ class Resume(StrEnum):
 
     AUTO = "auto"
     NEVER = "never"
-
-
-class HorizonKind(StrEnum):
-    """How the most turns of an episode change over the run."""
-
-    FIXED = "fixed"
-    STEPWISE = "stepwise"
 
 
 class WandbMode(StrEnum):
@@ -83,33 +83,6 @@ class ModelSection:
 
 
 @dataclass(slots=True, kw_only=True)
-class TaskSection:
-    """One part of the training mixture."""
-
-    env: str = MISSING
-    subset: str = MISSING
-    weight: float = 1.0  # relative to the other tasks
-
-    def __post_init__(self) -> None:
-        _require(self.weight >= 0, f"tasks[{self.subset}].weight", self.weight, "must be >= 0")
-
-
-@dataclass(slots=True, kw_only=True)
-class HorizonSection:
-    """The interaction horizon: the most turns of an episode (ScalingInter-RL, arXiv 2509.08755)."""
-
-    kind: HorizonKind = HorizonKind.FIXED
-    stages: list[int] = field(default_factory=lambda: [20])  # turns; fixed uses the last
-    every_steps: int = 100  # stepwise: optimizer steps per stage
-
-    def __post_init__(self) -> None:
-        increasing = all(a < b for a, b in zip(self.stages, self.stages[1:], strict=False))
-        is_valid = bool(self.stages) and increasing and self.stages[0] > 0
-        _require(is_valid, "horizon.stages", self.stages, "positive turns, strictly increasing")
-        _require(self.every_steps > 0, "horizon.every_steps", self.every_steps, "must be > 0")
-
-
-@dataclass(slots=True, kw_only=True)
 class GroupsSection:
     """How episodes are grouped for a step."""
 
@@ -117,6 +90,8 @@ class GroupsSection:
     per_step: int = 16  # groups with signal in one optimizer step
     min_size: int = 4  # survivors below which a damaged group is given up
     max_oversample: float = 3.0  # open at most this many times per_step groups for one step
+    straggler_factor: float = 0.0  # re-issue beyond this x the p95 of episode seconds; 0: never
+    straggler_min_s: float = 30.0  # but not before
 
     def __post_init__(self) -> None:
         _require(self.size >= 2, "groups.size", self.size, "must be >= 2")
@@ -124,6 +99,10 @@ class GroupsSection:
         law = "must be between 2 and groups.size"
         _require(2 <= self.min_size <= self.size, "groups.min_size", self.min_size, law)
         _require(self.max_oversample >= 1, "groups.max_oversample", self.max_oversample, ">= 1")
+        factor = self.straggler_factor
+        law = "0 (off) or >= 1"
+        _require(factor == 0 or factor >= 1, "groups.straggler_factor", factor, law)
+        _require(self.straggler_min_s > 0, "groups.straggler_min_s", self.straggler_min_s, "> 0")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -137,6 +116,17 @@ class SchedulerSection:
     dead_after_s: float = 20.0  # silence after which an actor's leases are issued again
     max_attempts: int = 3  # issues of one episode before it counts as failed
     max_failed_frac: float = 0.2  # of the last 200 episodes; more ends the run
+    gate_margin: float = 1.5  # x group seconds / step seconds is opened ahead; 0: max_ahead_steps
+    max_stretch: float = 2.0  # x learner.max_lag_steps, for horizons whose episodes outlast it
+    size_leases: bool = True  # an actor holds no more than it finishes before it is stale
+
+    def __post_init__(self) -> None:
+        margin = self.gate_margin
+        law = "0 (off) or >= 1"
+        _require(margin == 0 or margin >= 1, "scheduler.gate_margin", margin, law)
+        _require(self.max_stretch >= 1, "scheduler.max_stretch", self.max_stretch, "must be >= 1")
+        ahead = self.max_ahead_steps
+        _require(ahead >= 0, "scheduler.max_ahead_steps", ahead, "must be >= 0")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -189,16 +179,6 @@ class EnvhubSection:
 
 
 @dataclass(slots=True, kw_only=True)
-class EvalSection:
-    """Held-out evaluation, always at the full horizon."""
-
-    num_items: int = 400  # spread over the tasks by weight
-    before: bool = True
-    after: bool = True
-    baselines: bool = True  # uniform valid play and the scripted expert on the same items
-
-
-@dataclass(slots=True, kw_only=True)
 class SftSection:
     """Supervised warm start from demonstrations."""
 
@@ -239,6 +219,7 @@ class RunConfig:
     train: TrainSection = field(default_factory=TrainSection)
     model: ModelSection = field(default_factory=ModelSection)
     tasks: list[TaskSection] = field(default_factory=list[TaskSection])
+    mixture: MixtureSection = field(default_factory=MixtureSection)
     horizon: HorizonSection = field(default_factory=HorizonSection)
     groups: GroupsSection = field(default_factory=GroupsSection)
     algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
@@ -249,11 +230,11 @@ class RunConfig:
     env: RemoteOptions = field(default_factory=RemoteOptions)
     envs: EnvsSection = field(default_factory=EnvsSection)
     eval: EvalSection = field(default_factory=EvalSection)
+    policy: PolicySection = field(default_factory=PolicySection)
     sft: SftSection = field(default_factory=SftSection)
     dpo: DpoSection = field(default_factory=DpoSection)
     evolve: EvolveSection = field(default_factory=EvolveSection)
     log: LogSection = field(default_factory=LogSection)
 
     def __post_init__(self) -> None:
-        total = sum(task.weight for task in self.tasks)
-        _require(not self.tasks or total > 0, "tasks", total, "the weights must not sum to zero")
+        check_curriculum(self.horizon, self.tasks)

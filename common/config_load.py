@@ -3,7 +3,7 @@
 import difflib
 import subprocess
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, is_dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any, cast
@@ -166,6 +166,7 @@ def _apply(merged: DictConfig, overrides: Sequence[str]) -> None:
         seen[name] = override
         value = raw if kind is str else conform(_parse(raw, key), kind, key=key)
         _require_index(merged, name, shown=override)
+        _make_sections(merged, name)
         OmegaConf.update(merged, name, value, merge=True)
 
 
@@ -178,6 +179,16 @@ def _require_index(merged: DictConfig, name: str, *, shown: str) -> None:
             size = len(OmegaConf.select(merged, parent))
             if int(part) >= size:
                 raise ConfigError(f"{shown}: {parent} has {size} entries, counted from 0")
+
+
+def _make_sections(merged: DictConfig, name: str) -> None:
+    """Add the sections on the way to a key, where they are named by the user (`per_env.x.kind`)."""
+    parts = name.split(".")
+    for i in range(1, len(parts)):
+        above, section = ".".join(parts[:i]), ".".join(parts[: i + 1])
+        kind = kind_of(section, shown=section)
+        if is_dataclass(kind) and OmegaConf.select(merged, section) is None:
+            OmegaConf.select(merged, above)[parts[i]] = OmegaConf.structured(kind)
 
 
 def _parse(raw: str, key: str) -> Any:

@@ -64,6 +64,9 @@ def describe_kind(kind: Any) -> str:
         many = {int: "whole numbers", float: "numbers", str: "texts"}.get(item, "sections")
         return f"a list of {many}, like [a, b]"
     if get_origin(kind) is dict:
+        below = get_args(kind)[1]
+        if is_dataclass(below):
+            return f"names with sections of {', '.join(field_kinds(_as_type(below)))}"
         return "names with texts, like {a: b}"
     if issubclass(kind, Enum):
         return f"one of {', '.join(str(member.value) for member in kind)}"

@@ -124,11 +124,20 @@ class Heartbeat:
     role: str
     name: str
     version: int
-    running: list[str]  # episode ids in work or not yet acknowledged by the learner
+    running: list[str]  # actor: episode ids in work or unacknowledged; learner: incomplete groups
     num_free_slots: int
     tokens_per_s: float  # sampled by an actor, trained by a learner
     waiting_for: str  # "" when busy
     rss_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LagBound:
+    """How old episodes of one kind may be when they are consumed."""
+
+    env: str
+    horizon: int  # most turns of the episode
+    max_lag_steps: int  # of its oldest token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +146,8 @@ class Progress:
 
     run_epoch: str
     version: int
-    revoked: list[str]  # episode ids that this actor should abandon
+    revoked: list[str]  # episode ids that an actor should abandon, a learner not wait for
+    lag_bounds: list[LagBound]  # to a learner: those wider than the configured one
     is_finished: bool  # the run is over: drain and leave
 
 
@@ -192,21 +202,8 @@ class StepDone:
     version: int
     is_last: bool
     max_ahead_steps: int  # how far ahead groups may be opened from now on; the config's at most
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SnapshotRequest:
-    """Learner -> scheduler: give me your state for the checkpoint of this version."""
-
-    version: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
-    """The scheduler's whole state, opaque to the learner."""
-
-    version: int
-    state: str  # JSON
+    signals: dict[str, float]  # of the step, absent: not known. "entropy" in nats, "ess_frac",
+    # "busy_s" from a batch to its published weights, "wait_s" before that for the batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,6 +40,10 @@ class RunDir:
         return self.root / "ledger.json"
 
     @property
+    def selection(self) -> Path:
+        return self.root / "selection.json"
+
+    @property
     def status(self) -> Path:
         return self.root / "status.json"
 

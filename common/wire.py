@@ -134,6 +134,12 @@ def _from_plain(kind: Any, value: Any, frames: list[bytes], *, path: str) -> Any
             _from_plain(item_kind, item, frames, path=f"{path}[{i}]")
             for i, item in enumerate(value)
         ]
+    if typing.get_origin(kind) is dict:
+        if not isinstance(value, dict):
+            raise WireError(f"{path} is {type(value).__name__}, not a map")
+        key_kind, item_kind = typing.get_args(kind)
+        keys = _scalars(key_kind, list(value), path=f"{path} key")
+        return dict(zip(keys, _scalars(item_kind, list(value.values()), path=path), strict=True))
     if isinstance(kind, type) and issubclass(kind, StrEnum):
         try:
             return kind(value)

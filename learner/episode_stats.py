@@ -1,6 +1,7 @@
 """Running sums over the training episodes that arrived since the last step."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 
 from common.messages import EndReason, Trajectory
 
@@ -16,6 +17,7 @@ class EpisodeStats:
     def __init__(self) -> None:
         self._sums: dict[str, float] = defaultdict(float)
         self._subsets: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+        self._tasks: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
 
     def add(self, trajectory: Trajectory) -> None:
         """Count one training episode."""
@@ -38,12 +40,18 @@ class EpisodeStats:
         cell = self._subsets[subset_of(trajectory.item_id)]
         cell[0] += trajectory.is_success
         cell[1] += 1
+        for task in (trajectory.env, f"{trajectory.env}/{subset_of(trajectory.item_id)}"):
+            tally = self._tasks[task]
+            tally[0] += 1
+            tally[1] += trajectory.is_success
+            tally[2] += trajectory.end_reason is EndReason.HORIZON
 
     def drain(self, elapsed_s: float) -> dict[str, float]:
         """Return the metrics of the window of `elapsed_s` seconds and start a new one."""
-        sums, subsets = self._sums, self._subsets
+        sums, subsets, tasks = self._sums, self._subsets, self._tasks
         self._sums = defaultdict(float)
         self._subsets = defaultdict(lambda: [0, 0])
+        self._tasks = defaultdict(lambda: [0, 0, 0])
         num = max(sums["episodes"], 1.0)
         metrics = {
             "episodes/arrived": sums["episodes"],
@@ -67,4 +75,28 @@ class EpisodeStats:
         }
         for subset, (solved, total) in sorted(subsets.items()):
             metrics[f"reward/success/{subset}"] = solved / total
+        for task, (total, solved, cut) in sorted(tasks.items()):
+            metrics[f"tasks/episodes/{task}"] = float(total)
+            metrics[f"tasks/success/{task}"] = solved / total
+            metrics[f"tasks/truncated_frac/{task}"] = cut / total
         return metrics
+
+
+def horizon_mix(members: Sequence[Trajectory]) -> dict[str, float]:
+    """Return the horizons of a batch: the longest, the mean, each one's share, and by environment.
+
+    Groups opened before a change of stage are trained after it, so a batch may hold several.
+    """
+    horizons = [t.horizon for t in members]
+    metrics = {
+        "horizon/value": float(max(horizons)),
+        "horizon/mean": sum(horizons) / len(horizons),
+        "horizon/stage": float(max(t.horizon_stage for t in members)),
+    }
+    for turns, num in sorted(Counter(horizons).items()):
+        metrics[f"horizon/share/{turns}"] = num / len(horizons)
+    for env in sorted({t.env for t in members}):
+        own = [t for t in members if t.env == env]
+        metrics[f"horizon/value/{env}"] = float(max(t.horizon for t in own))
+        metrics[f"horizon/stage/{env}"] = float(max(t.horizon_stage for t in own))
+    return metrics

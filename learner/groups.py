@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from common.config import GroupsSection
@@ -83,6 +83,11 @@ class GroupTable:
         """Groups that wait for members."""
         return len(self._open)
 
+    @property
+    def open_ids(self) -> list[str]:
+        """The groups that wait for members."""
+        return list(self._open)
+
     def add(self, trajectory: Trajectory) -> tuple[list[EpisodeOutcome], list[GroupArrived]]:
         """Take one new trajectory; return what is decided by it, often nothing yet."""
         if trajectory.group_id in self._completed:  # it was given up, and came after all
@@ -161,13 +166,20 @@ class GroupTable:
         return num_groups > 0 and num_groups + self._num_filtered >= bound
 
     def take(
-        self, version: int, *, max_lag_steps: int, in_order: bool
+        self,
+        version: int,
+        *,
+        max_lag_steps: int,
+        in_order: bool,
+        lag_bounds: Mapping[tuple[str, int], int] | None = None,
     ) -> tuple[list[Group], list[EpisodeOutcome]]:
         """Remove a batch of groups, and whatever has grown stale.
 
         Args:
             version: of the learner, about to train step version + 1.
+            max_lag_steps: how old the oldest token of an episode may be.
             in_order: sort by group id, so that arrival order plays no role.
+            lag_bounds: by environment and horizon, where another bound holds.
 
         Returns:
             (groups to train on, outcomes of the stale). No groups if, without the stale, there
@@ -178,7 +190,10 @@ class GroupTable:
         taken: list[Group] = []
         outcomes: list[EpisodeOutcome] = []
         while self._ready and len(taken) < self._cfg.per_step:
-            group, dropped = self._without_stale(self._ready.popleft(), version, max_lag_steps)
+            group = self._ready.popleft()
+            first = group.members[0]  # the members share environment and horizon
+            bound = (lag_bounds or {}).get((first.env, first.horizon), max_lag_steps)
+            group, dropped = self._without_stale(group, version, bound)
             outcomes += dropped
             if group.members:
                 taken.append(group)

@@ -80,6 +80,7 @@ class Intake(threading.Thread):
         self._stats_since = time.monotonic()
         self._error: BaseException | None = None
         self._last_beat = 0.0
+        self._lag_bounds: dict[tuple[str, int], int] = {}  # of the scheduler; by env and horizon
         self.version = hello.version
         self.tokens_per_s = 0.0
         self.rss_bytes = 0
@@ -108,9 +109,18 @@ class Intake(threading.Thread):
         self._link.remember(self._outcomes(outcomes=outcomes))
 
     def next_batch(
-        self, version: int, *, max_lag_steps: int, in_order: bool, timeout_s: float
+        self,
+        version: int,
+        *,
+        max_lag_steps: int,
+        in_order: bool,
+        timeout_s: float,
+        may_stretch: bool = True,
     ) -> tuple[list[Group], list[EpisodeOutcome]]:
         """Wait for a batch of fresh groups; return it and what has grown stale since the last.
+
+        Args:
+            may_stretch: where the scheduler says so, a wider bound than `max_lag_steps` holds.
 
         Raises:
             TimeoutError: none within `timeout_s`; says what there is and who is waited for.
@@ -122,7 +132,10 @@ class Intake(threading.Thread):
                 self._raise_failure()
                 if self._table.is_batch_ready():
                     groups, outcomes = self._table.take(
-                        version, max_lag_steps=max_lag_steps, in_order=in_order
+                        version,
+                        max_lag_steps=max_lag_steps,
+                        in_order=in_order,
+                        lag_bounds=self._lag_bounds if may_stretch else None,
                     )
                     self._stale += outcomes
                     self._news(outcomes, [])
@@ -142,12 +155,19 @@ class Intake(threading.Thread):
         with self._changed:
             self._link.queue(self._outcomes(outcomes=outcomes))
 
-    def step_done(self, version: int, *, is_last: bool, max_ahead_steps: int) -> None:
-        """Tell the scheduler that a version is trained and published, and how far to go ahead."""
+    def step_done(
+        self, version: int, *, is_last: bool, max_ahead_steps: int, signals: dict[str, float]
+    ) -> None:
+        """Tell the scheduler that a version is published, how far to go ahead, and how it went."""
         with self._changed:
             self.version = version
             self._link.queue(
-                StepDone(version=version, is_last=is_last, max_ahead_steps=max_ahead_steps)
+                StepDone(
+                    version=version,
+                    is_last=is_last,
+                    max_ahead_steps=max_ahead_steps,
+                    signals=signals,
+                )
             )
 
     def drain_stats(self) -> dict[str, float]:
@@ -285,8 +305,9 @@ class Intake(threading.Thread):
     # --- the scheduler ----------------------------------------------------------------------
 
     def _apply(self, progress: Progress) -> None:
-        """Complete groups whose members will never come; note the end of the run."""
+        """Complete groups whose members will never come; note bounds and the end of the run."""
         with self._changed:
+            self._lag_bounds = {(b.env, b.horizon): b.max_lag_steps for b in progress.lag_bounds}
             for episode_id in progress.revoked:
                 group_id, _, member = episode_id.rpartition("/")
                 self._news(*self._table.give_up(group_id, int(member)))
@@ -318,7 +339,7 @@ class Intake(threading.Thread):
             role="learner",
             name=self._hello.name,
             version=self.version,
-            running=[],
+            running=self._table.open_ids,
             num_free_slots=0,
             tokens_per_s=self.tokens_per_s,
             waiting_for=self.waiting_for,

@@ -14,6 +14,7 @@ from common.messages import EpisodeOutcome, Outcome
 from common.run_dir import RunDir
 from learner.build import Parts, build
 from learner.device import pick_device
+from learner.episode_stats import horizon_mix
 from learner.groups import Group
 from learner.memory import TRIM_EVERY_STEPS, trim_heap
 from learner.model import export_tensors
@@ -27,6 +28,7 @@ logger = logging.getLogger(__name__)
 NUM_CANARIES = 4
 CANARY_EVERY_STEPS = 10  # new prompts: what an old policy sampled is rare under a new one
 MAX_CANARY_TOKENS = 96
+SIGNALS = {"policy/entropy": "entropy", "offpolicy/ess_frac": "ess_frac"}  # to the scheduler
 FINISH_S = 900.0  # for the evaluation after the last step
 
 
@@ -73,6 +75,7 @@ class Loop:
         self._canary: list[list[int]] = []  # [canary, seq] token ids
         self._canary_masks: list[list[bool]] = []  # [canary, seq-1] True on sampled tokens
         self._skipped: list[EpisodeOutcome] = []  # of batches the controller refused, since a step
+        self._signals: dict[str, float] = {}  # of the last step, for curriculum and gate
         self.version = parts.version
 
     def train(self) -> None:
@@ -81,18 +84,24 @@ class Loop:
         self._report_step()
         while self.version < cfg.train.num_steps:
             groups, stale, waited_s = self._next_batch()
+            started_s = time.monotonic()
             metrics = parts.trainer.train_on(
                 samples_of(groups, cfg.algorithm), version=self.version
             )
             if parts.trainer.decision.is_skipped:
                 self._give_back(groups, stale)
                 continue
+            self._signals = {
+                signal: metrics[name] for name, signal in SIGNALS.items() if name in metrics
+            }
             stale = [*self._skipped, *stale]
             self._skipped = []
             self.version += 1
             trained = self._log_step(groups, stale)
             self._log_metrics(metrics, groups, stale, waited_s)
             self.publish()
+            self._signals["busy_s"] = time.monotonic() - started_s
+            self._signals["wait_s"] = waited_s
             # Only now: a report frees the gate, and new groups must not meet the old weights.
             parts.intake.report(trained)
             self._report_step()
@@ -109,6 +118,7 @@ class Loop:
             self.version,
             is_last=self.version >= self._cfg.train.num_steps,
             max_ahead_steps=self._parts.trainer.max_ahead_steps,
+            signals=self._signals,
         )
 
     def _give_back(self, groups: list[Group], stale: list[EpisodeOutcome]) -> None:
@@ -139,6 +149,7 @@ class Loop:
                     max_lag_steps=0 if self._skipped else learner.max_lag_steps,
                     in_order=self._cfg.train.mode is TrainMode.SYNC,
                     timeout_s=0.5,
+                    may_stretch=not self._skipped,
                 )
             except TimeoutError:
                 if time.monotonic() > deadline:
@@ -195,15 +206,12 @@ class Loop:
         rss = self._process.memory_info().rss
         parts.intake.rss_bytes = rss
         parts.intake.tokens_per_s = metrics.get("train/tokens_per_s", 0.0)
-        first = groups[0].members[0]
-        horizons = [t.horizon for group in groups for t in group.members]
         metrics |= parts.intake.drain_stats()
+        metrics |= horizon_mix([t for group in groups for t in group.members])
         metrics |= parts.publisher.drain_metrics()
         metrics |= {
             "groups/trained": float(len(groups)),
             "groups/stale_episodes": float(len(stale)),
-            "horizon/value": float(max(horizons)),
-            "horizon/stage": float(first.horizon_stage),
             "wait/batch_s": waited_s,
             "memory/learner_rss_bytes": float(rss),
         }

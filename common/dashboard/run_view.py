@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from common.config import HorizonKind, RunConfig
+from common.config import RunConfig
+from common.config_curriculum import HorizonKind
 from common.metrics import MetricsLine, tail_metrics
 from common.run_dir import RunDir
 
@@ -76,7 +77,7 @@ def view_run(run_dir: RunDir, cfg: RunConfig, *, max_warnings: int = 4) -> RunVi
     groups = _object(status.get("groups"))
     success = [v for line in lines if (v := _number(line.get("reward/success"))) is not None]
     step = _first(_number(status.get("version")), _number(last.get("step"))) or 0
-    is_stepwise = cfg.horizon.kind is HorizonKind.STEPWISE
+    is_fixed = cfg.horizon.kind is HorizonKind.FIXED
     return RunView(
         phase=str(status.get("phase") or "starting"),
         step=int(step),
@@ -88,7 +89,7 @@ def view_run(run_dir: RunDir, cfg: RunConfig, *, max_warnings: int = 4) -> RunVi
         success_by_subset=_numbers(status.get("success")) or _subset_metrics(last),
         horizon=_first(_number(status.get("horizon")), _number(last.get("horizon/value"))),
         stage=_integer(_first(_number(status.get("stage")), _number(last.get("horizon/stage")))),
-        num_stages=len(cfg.horizon.stages) if is_stepwise else 1,
+        num_stages=1 if is_fixed else len(cfg.horizon.stages),
         lag_mean=_number(last.get("offpolicy/lag_mean")),
         lag_max=_number(last.get("offpolicy/lag_max")),
         num_open=_integer(_first(groups.get("open"), status.get("num_open"))),

@@ -5,6 +5,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+Point = tuple[float, float | None]
+
 WIDTH, LEFT, RIGHT, TOP, BOTTOM = 480, 50, 14, 14, 36
 
 
@@ -13,7 +15,7 @@ class Series:
     """A line. A y of None breaks it."""
 
     label: str
-    points: Sequence[tuple[float, float | None]]
+    points: Sequence[Point]
     css: str  # class of the stroke: "c1".."c5", with " faint" for a background line
     is_step: bool = False  # holds its value until the next point
 
@@ -65,6 +67,8 @@ def line_chart(
     y_max: float | None = None,
     height: int = 190,
     is_percent: bool = False,
+    rules: Sequence[float] = (),
+    x_max: float | None = None,
 ) -> str:
     """Return an SVG of lines over optimizer steps; `title` is its accessible name.
 
@@ -72,13 +76,17 @@ def line_chart(
         y_max: top of the axis; None: what the values need. The axis begins at zero, or below it
             where values are negative.
         is_percent: values are shares and the axis says percent.
+        rules: steps at which an upright dashed line stands.
+        x_max: last step of the axis, so that charts below each other agree; None: what there is.
     """
     values = [y for line in series for _, y in line.points if y is not None]
     values += [ref.y for ref in references] + [m.high for m in markers]
     xs = [x for line in series for x, _ in line.points] + [m.x for m in markers]
     ticks = nice_ticks(min([0.0, *values]), y_max if y_max is not None else max([1e-9, *values]))
-    frame = _Frame(x_max=max([1.0, *xs]), y_min=ticks[0], y_max=ticks[-1], height=height)
+    last = x_max if x_max is not None else max([1.0, *xs])
+    frame = _Frame(x_max=last, y_min=ticks[0], y_max=ticks[-1], height=height)
     parts = _axes(frame, ticks, is_percent=is_percent)
+    parts += [_rule(frame, at) for at in rules]
     parts += _references(frame, references)
     parts += [_path(frame, line) for line in series]
     parts += [_marker(frame, marker) for marker in markers]
@@ -155,6 +163,11 @@ def _axes(frame: _Frame, ticks: list[float], *, is_percent: bool) -> list[str]:
             parts.append(_text(at, frame.height - BOTTOM + 18, f"{tick:.0f}", "middle", css="dim"))
     parts.append(_text(WIDTH - RIGHT, frame.height - 3, "step", "end", css="dim"))
     return parts
+
+
+def _rule(frame: _Frame, at: float) -> str:
+    x = f"{frame.x(at):.1f}"
+    return f'<line class="rule" x1="{x}" x2="{x}" y1="{TOP}" y2="{frame.height - BOTTOM}"/>'
 
 
 def _references(frame: _Frame, references: Sequence[Reference]) -> list[str]:

@@ -3,7 +3,8 @@
 import html
 from typing import Any
 
-from common.config import HorizonKind, RunConfig
+from common.config import RunConfig
+from common.config_curriculum import HorizonKind
 from common.metrics import MetricsLine
 from common.report.charts import (
     Marker,
@@ -14,6 +15,7 @@ from common.report.charts import (
     short_number,
     stacked_bar,
 )
+from common.report.curriculum import curriculum_charts, points_of, smooth
 from common.report.results import MAX_LAG_SHOWN, has, mean, total
 from common.report.style import CSS
 
@@ -34,19 +36,8 @@ def render_page(report: dict[str, Any], lines: list[MetricsLine], cfg: RunConfig
         _headline(report, cfg),
         _learning(report, lines),
         _subsets(report),
-        _steps_card(
-            "Interaction horizon",
-            lines,
-            "horizon/value",
-            "turns per episode",
-            step=True,
-        ),
-        _steps_card(
-            "Episodes cut by the horizon or the context",
-            lines,
-            "episodes/truncated_frac",
-            "share",
-        ),
+        _curriculum(lines),
+        _context_full(lines),
         _lag(report),
         _books(report),
         _waits(lines),
@@ -119,7 +110,7 @@ def _gain(gain: dict[str, Any] | None) -> str:
 
 
 def _learning(report: dict[str, Any], lines: list[MetricsLine]) -> str:
-    points = _points(lines, "reward/success")
+    points = points_of(lines, "reward/success")
     evals = _evals(report)
     markers = [
         Marker(
@@ -142,7 +133,9 @@ def _learning(report: dict[str, Any], lines: list[MetricsLine]) -> str:
         return ""
     series = [
         Series(label="train, each step", points=points, css="c1 faint"),
-        Series(label=f"train, mean of {SMOOTH_STEPS}", points=_smooth(points), css="c1"),
+        Series(
+            label=f"train, mean of {SMOOTH_STEPS}", points=smooth(points, SMOOTH_STEPS), css="c1"
+        ),
     ]
     chart = line_chart(
         "Success over steps",
@@ -174,19 +167,37 @@ def _subsets(report: dict[str, Any]) -> str:
     return _card("Held-out success by subset", f'<div class="table">{table}</div>')
 
 
-def _steps_card(
-    heading: str, lines: list[MetricsLine], name: str, unit: str, *, step: bool = False
-) -> str:
+def _curriculum(lines: list[MetricsLine]) -> str:
+    charts = curriculum_charts(lines, smooth_steps=SMOOTH_STEPS)
+    if not charts:
+        return ""
+    note = (
+        "Share of the training episodes, and below it the most turns that an episode of the batch"
+        " was allowed. Upright lines: it changed."
+    )
+    body = "".join(chart + _legend(legend) for chart, legend in charts)
+    return _card("Horizon curriculum", f'{body}<p class="note">{esc(note)}</p>')
+
+
+def _context_full(lines: list[MetricsLine]) -> str:
+    """Only where it happened: it says that `actor.max_model_len` is too small."""
+    name = "episodes/context_full_frac"
+    if not total(lines, name):
+        return ""
+    return _steps_card("Episodes cut by the context", lines, name, "share")
+
+
+def _steps_card(heading: str, lines: list[MetricsLine], name: str, unit: str) -> str:
     if not has(lines, name):
         return ""
-    points = _points(lines, name)
-    series = [Series(label=unit, points=points, css="c1", is_step=step)]
-    if not step and len(points) > 2 * SMOOTH_STEPS:
+    points = points_of(lines, name)
+    series = [Series(label=unit, points=points, css="c1")]
+    if len(points) > 2 * SMOOTH_STEPS:
         series = [
             Series(label=unit, points=points, css="c1 faint"),
             Series(
                 label=f"{unit}, mean of {SMOOTH_STEPS} steps",
-                points=_smooth(points),
+                points=smooth(points, SMOOTH_STEPS),
                 css="c1",
             ),
         ]
@@ -241,8 +252,6 @@ def _waits(lines: list[MetricsLine]) -> str:
 
 
 def _essentials(report: dict[str, Any], cfg: RunConfig) -> str:
-    is_fixed = cfg.horizon.kind is HorizonKind.FIXED
-    stages = cfg.horizon.stages[-1:] if is_fixed else cfg.horizon.stages
     memory: dict[str, float] = report["peak_memory_bytes"] or {}
     heldout = report["heldout"]
     facts: list[tuple[str, object]] = [
@@ -250,7 +259,7 @@ def _essentials(report: dict[str, Any], cfg: RunConfig) -> str:
         ("mode", cfg.train.mode.value),
         ("seed", cfg.run.seed),
         ("steps", cfg.train.num_steps),
-        ("horizon, turns", " → ".join(map(str, stages))),
+        *(("horizon, turns" + of, text) for of, text in _horizon_facts(cfg)),
         ("groups", f"{cfg.groups.per_step} of {cfg.groups.size}"),
         ("optimizer", f"{cfg.learner.optimizer.value}, lr {cfg.learner.lr:g}"),
         ("actors", cfg.actor.num_actors),
@@ -265,6 +274,19 @@ def _essentials(report: dict[str, Any], cfg: RunConfig) -> str:
     if "total" in memory:
         facts.append(("peak memory", f"{memory['total'] / 2**30:.2f} GiB"))
     return _card("This run", _facts(facts), css="wide")
+
+
+def _horizon_facts(cfg: RunConfig) -> list[tuple[str, str]]:
+    """Return (" of <env>", stages); one entry without environment if all have the same."""
+    own = sorted(cfg.horizon.per_env)
+    facts: list[tuple[str, str]] = []
+    for env in ("", *own):
+        policy = cfg.horizon.policy(env)
+        is_fixed = policy.kind is HorizonKind.FIXED
+        stages = policy.stages[-1:] if is_fixed else policy.stages
+        text = f"{policy.kind.value} {' → '.join(map(str, stages))}"
+        facts.append((f" of {env}" if env else "", text))
+    return facts
 
 
 def _evals(report: dict[str, Any]) -> dict[str, Any]:
@@ -291,20 +313,6 @@ def _facts(facts: list[tuple[str, object]]) -> str:
 def _legend(entries: list[tuple[str, str]]) -> str:
     rows = "".join(f'<li><i class="{css}"></i>{esc(name)}</li>' for name, css in entries)
     return f'<ul class="legend">{rows}</ul>'
-
-
-def _points(lines: list[MetricsLine], name: str) -> list[tuple[float, float | None]]:
-    return [(float(line["step"] or 0), line[name]) for line in lines if name in line]
-
-
-def _smooth(
-    points: list[tuple[float, float | None]],
-) -> list[tuple[float, float | None]]:
-    smooth: list[tuple[float, float | None]] = []
-    for i, (x, _) in enumerate(points):
-        window = [y for _, y in points[max(0, i + 1 - SMOOTH_STEPS) : i + 1] if y is not None]
-        smooth.append((x, sum(window) / len(window) if window else None))
-    return smooth
 
 
 def _percent(result: dict[str, Any] | None) -> str:

@@ -35,6 +35,7 @@ svg{display:block;width:100%;max-width:560px;height:auto;overflow:visible}
 svg text{font-size:13px;fill:var(--ink);font-family:inherit;font-variant-numeric:tabular-nums}
 svg .dim{fill:var(--dim)}
 .grid{stroke:var(--line);stroke-width:1}
+.rule{stroke:var(--dim);stroke-width:1;stroke-dasharray:2 4}
 .line{fill:none;stroke-width:2.4;stroke-linejoin:round;stroke-linecap:round}
 .faint{opacity:.32;stroke-width:1.4}.dot{stroke-width:7}
 .ref{stroke-width:1.5;stroke-dasharray:5 5}

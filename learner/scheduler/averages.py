@@ -11,12 +11,12 @@ class SuccessAverages:
     """Success per subset while training, success and reward per evaluation group."""
 
     def __init__(self) -> None:
-        self._train: dict[str, list[float]] = {}  # subset -> [episodes, moving average]
+        self._train: dict[str, list[float]] = {}  # "env/subset" -> [episodes, moving average]
         self._eval: dict[str, list[float]] = {}  # group -> [episodes, successes, sum of rewards]
 
     def add_train(self, seen: EpisodeSeen) -> None:
         """Count a training episode that says something about the policy."""
-        entry = self._train.setdefault(seen.subset, [0, 0.0])
+        entry = self._train.setdefault(f"{seen.env}/{seen.subset}", [0, 0.0])
         entry[0] += 1
         entry[1] += max(_WEIGHT, 1 / entry[0]) * (seen.is_success - entry[1])
 
@@ -28,8 +28,12 @@ class SuccessAverages:
         entry[2] += seen.reward
 
     def train_report(self) -> dict[str, float]:
-        """Return subset -> moving average of success."""
-        return {subset: round(mean, 4) for subset, (_, mean) in sorted(self._train.items())}
+        """Return subset -> moving average of success; "env/subset" if there are several envs."""
+        has_one_env = len({name.partition("/")[0] for name in self._train}) == 1
+        return {
+            name.partition("/")[2] if has_one_env else name: round(mean, 4)
+            for name, (_, mean) in sorted(self._train.items())
+        }
 
     def eval_report(self) -> dict[str, dict[str, float]]:
         """Return evaluation group -> episodes, success, reward."""

@@ -16,7 +16,11 @@ from common.messages import (
     GroupArrived,
     Outcome,
 )
+from learner.scheduler.audit import SelectionAudit
 from learner.scheduler.averages import SuccessAverages
+from learner.scheduler.budget_pace import Pace
+from learner.scheduler.catalog import Catalogue
+from learner.scheduler.curriculum import Curriculum
 from learner.scheduler.groups import (
     Episode,
     EpisodeState,
@@ -24,6 +28,7 @@ from learner.scheduler.groups import (
     GroupState,
     GroupTable,
     Settled,
+    episode_id_of,
 )
 from learner.scheduler.leases import LeaseBook
 from learner.scheduler.ledger import EVALUATED, FAILED, Account, Ledger
@@ -44,7 +49,8 @@ class Books:
     the failure is taken back and the episode is booked as trained.
     """
 
-    def __init__(self, cfg: RunConfig) -> None:
+    def __init__(self, cfg: RunConfig, catalogue: Catalogue) -> None:
+        self._group_size = cfg.groups.size
         self._max_attempts = cfg.scheduler.max_attempts
         self._max_failed_frac = cfg.scheduler.max_failed_frac
         ahead = (cfg.scheduler.max_ahead_steps + 1) * cfg.groups.per_step
@@ -52,6 +58,9 @@ class Books:
         self.leases = LeaseBook(lease_s=cfg.actor.episode_timeout_s + cfg.scheduler.dead_after_s)
         self.ledger = Ledger()
         self.averages = SuccessAverages()
+        self.audit = SelectionAudit()
+        self.pace = Pace()
+        self.curriculum = Curriculum(cfg, catalogue)
         self.num_filtered = 0  # groups without signal since the last step
         self.next_number = 0  # of the next training group
         self._recent: deque[str] = deque(maxlen=FAILURE_WINDOW)  # "" or the cause of a failure
@@ -98,13 +107,18 @@ class Books:
 
     def give_up(self, group: Group, episode: Episode, outcome: str, cause: str) -> None:
         """Settle an episode by the scheduler's own word."""
-        self._settle(group, episode, Settled(outcome=outcome, cause=cause, is_given_up=True))
+        cell = episode.cell if group.kind is EpisodeKind.TRAIN else None
+        settled = Settled(outcome=outcome, cause=cause, is_given_up=True, cell=cell)
+        self._settle(group, episode, settled)
         self._maybe_close(group)
 
     # --- in, from the learner -----------------------------------------------------------------
 
-    def see(self, seen: EpisodeSeen) -> None:
+    def see(self, seen: EpisodeSeen) -> str:
         """An episode is in the learner's journal. Attempts do not matter; repeats are ignored.
+
+        Returns:
+            the actor whose lease has ended by that, "" if there was none.
 
         Raises:
             LongstrideError: too many of the last episodes failed.
@@ -112,19 +126,24 @@ class Books:
         found = self.table.find(seen.episode_id)
         if found is None:
             self._unknown(seen.episode_id)
-            return
+            return ""
         group, episode = found
         if episode.state not in (EpisodeState.QUEUED, EpisodeState.LEASED):
-            return
+            return ""
+        actor = episode.actor
         is_failure = seen.end_reason.is_infrastructure_failure
         if group.kind is EpisodeKind.TRAIN:
             self.leases.release(episode)
             episode.state = EpisodeState.ARRIVED
+            episode.num_turns = seen.num_turns
             if not is_failure:
                 self.averages.add_train(seen)
+                self.curriculum.see(seen, group, episode)
+                self.pace.add_episode(episode.env, episode.horizon, seen.wall_s)
         else:
             self._see_eval(group, episode, seen)
         self._note(seen.end_reason.value if is_failure else "")
+        return actor
 
     def _see_eval(self, group: Group, episode: Episode, seen: EpisodeSeen) -> None:
         """A failed evaluation episode is played again: a failure is no wrong answer."""
@@ -139,7 +158,7 @@ class Books:
         else:
             self.leases.enqueue(group, [episode], is_first=True)
 
-    def group_arrived(self, message: GroupArrived) -> None:
+    def group_arrived(self, message: GroupArrived, *, now: float) -> None:
         """The learner has all members of a group that it will ever have."""
         group = self.table.groups.get(message.group_id)
         if group is None:
@@ -147,16 +166,22 @@ class Books:
         if group.state is GroupState.OPEN and group.kind is EpisodeKind.TRAIN:
             state = GroupState.READY if message.is_ready else GroupState.DROPPED
             self.table.set_state(group, state)
+            seconds = None if group.opened_at is None else max(0.0, now - group.opened_at)
+            self.pace.add_group(seconds, has_signal=message.is_ready)
         self._maybe_close(group)
 
     def report(self, report: EpisodeOutcome) -> None:
         """Book the learner's word. The same word twice is one.
 
         Raises:
-            LedgerError: the learner has given this episode another outcome before.
+            LedgerError: the learner has given this episode another outcome before. Only what it
+                called stale may be trained on after all: one that restarts judges that anew.
         """
-        settled = Settled(outcome=report.outcome.value, cause=report.cause, is_given_up=False)
         found = self.table.find(report.episode_id)
+        cell = found[1].cell if found and report.outcome is Outcome.STALE else None
+        settled = Settled(
+            outcome=report.outcome.value, cause=report.cause, is_given_up=False, cell=cell
+        )
         if found is not None and found[0].kind is not EpisodeKind.TRAIN:
             return
         known = found[1].settled if found else self.table.find_closed(report.episode_id)
@@ -174,16 +199,19 @@ class Books:
             self._unknown(report.episode_id)
 
     def _replaces(self, episode_id: str, known: Settled, settled: Settled) -> bool:
-        """Rebook an episode that the scheduler gave up and the learner knows better about."""
+        """Rebook an episode that was given up, or stale, and that the learner now knows better."""
         if known.outcome == settled.outcome:
             return False
-        if not known.is_given_up:
+        if not (known.is_given_up or known.outcome == Outcome.STALE):
             raise LedgerError(
                 f"{episode_id} was {known.outcome} ({known.cause}) and is now reported as"
                 f" {settled.outcome} ({settled.cause})"
             )
         self.ledger.train.take_back(known.outcome, known.cause)
         self.ledger.train.settle(settled.outcome, settled.cause)
+        if known.cell is not None:
+            self.audit.take_back(known.cell, known.outcome, known.cause)
+            self.audit.add(known.cell, settled.outcome, settled.cause)
         return True
 
     # --- common -------------------------------------------------------------------------------
@@ -195,6 +223,8 @@ class Books:
         self.leases.release(episode)
         self.table.settle(group, episode, settled)
         self._account(group).settle(settled.outcome, settled.cause)
+        if group.kind is EpisodeKind.TRAIN:
+            self.audit.add(episode.cell, settled.outcome, settled.cause)
 
     def _maybe_close(self, group: Group) -> None:
         """A training group with a given-up member stays until the learner has heard of that."""
@@ -209,18 +239,39 @@ class Books:
         self.leases.drop_group(group)
         self.table.close(group)
 
-    def given_up_ids(self) -> list[str]:
+    def given_up_ids(self, waiting: list[str]) -> list[str]:
         """Return the episodes that the learner must not wait for any longer.
 
-        A group that the learner called ready counts too, until it is closed: a learner that
-        restarts has the group's journal, but does not know who was given up.
+        A group that the learner called ready counts too: a learner that restarts has the group's
+        journal, but does not know who was given up.
+
+        Args:
+            waiting: the groups that the learner has members to wait for, also closed ones.
         """
-        return [
+        given_up = [
             episode.episode_id
             for group, episode in self.table.episodes()
             if group.kind is EpisodeKind.TRAIN
             and episode.settled is not None
             and episode.settled.is_given_up
+        ]
+        for group_id in waiting:
+            if group_id not in self.table.groups and self._number_of(group_id) < self.next_number:
+                given_up += self._never_came(group_id)
+        return given_up
+
+    def _never_came(self, group_id: str) -> list[str]:
+        """Return the members that a closed group is to be completed without.
+
+        Of one closed long ago that is not known any more: all, of which the learner skips those
+        that it has. What was cut off by the end of the run is not completed.
+        """
+        settled = self.table.closed.get(group_id)
+        members = range(self._group_size) if settled is None else range(len(settled))
+        return [
+            episode_id_of(group_id, member)
+            for member in members
+            if settled is None or settled[member].is_failed
         ]
 
     def end_training(self, *, states: tuple[EpisodeState, ...]) -> None:
@@ -272,6 +323,9 @@ class Books:
             "ledger": self.ledger.snapshot(),
             "leases": self.leases.snapshot(),
             "averages": self.averages.snapshot(),
+            "audit": self.audit.snapshot(),
+            "pace": self.pace.snapshot(),
+            "curriculum": self.curriculum.snapshot(),
             "num_filtered": self.num_filtered,
             "next_number": self.next_number,
         }
@@ -281,16 +335,26 @@ class Books:
         self.table.restore(state["table"])
         self.ledger.restore(state["ledger"])
         self.averages.restore(state["averages"])
+        self.audit.restore(state["audit"])
+        self.pace.restore(state["pace"])
+        self.curriculum.restore(state["curriculum"])
         self.num_filtered = state["num_filtered"]
         self.next_number = state["next_number"]
         self._recent.clear()
         self.leases.restore(state["leases"], self.table, now=now)
 
     def terms(self) -> dict[str, Any]:
-        """Return what a snapshot leaves out: the times of the leases, and recent failures."""
-        return {"leases": self.leases.terms(), "recent": list(self._recent)}
+        """Return what a snapshot leaves out: times, and recent failures."""
+        return {
+            "leases": self.leases.terms(),
+            "table": self.table.terms(),
+            "pace": self.pace.terms(),
+            "recent": list(self._recent),
+        }
 
     def restore_terms(self, terms: dict[str, Any]) -> None:
         """Take over `terms` on top of the snapshot of the same moment."""
         self.leases.restore_terms(terms["leases"])
+        self.table.restore_terms(terms["table"])
+        self.pace.restore_terms(terms["pace"])
         self._recent.extend(terms["recent"])

@@ -9,7 +9,7 @@ import urllib.request
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from common.config import TaskSection
+from common.config_curriculum import TaskSection
 from common.errors import ConfigError, EnvError
 
 logger = logging.getLogger(__name__)

@@ -19,8 +19,6 @@ from common.messages import (
     Outcomes,
     Progress,
     Rejected,
-    Snapshot,
-    SnapshotRequest,
     Status,
     StatusRequest,
     StepDone,
@@ -28,6 +26,7 @@ from common.messages import (
 )
 from learner.scheduler.books import Books
 from learner.scheduler.catalog import Catalogue
+from learner.scheduler.eval_stream import EvalStream
 from learner.scheduler.evaluation import (
     NEXT_PHASE,
     Phase,
@@ -38,18 +37,18 @@ from learner.scheduler.evaluation import (
 from learner.scheduler.grants import Grants
 from learner.scheduler.groups import EpisodeState
 from learner.scheduler.ledger import FAILED
-from learner.scheduler.members import Member, Members
+from learner.scheduler.members import Members
+from learner.scheduler.roll_call import RollCall
 from learner.scheduler.sampling import eval_items
 from learner.scheduler.status import build_status
 
 logger = logging.getLogger(__name__)
 
-STATE_FORMAT = 1
+STATE_FORMAT = 2
 TICK_S = 0.25  # between two searches for the dead and the overdue
 NEVER = -1e9
 RETRY_S = 0.1  # after an empty grant
 FINISHED_RETRY_S = 1.0
-MAX_MISSED = 2  # heartbeats in a row that may not list a lease before it counts as lost
 
 
 class SchedulerCore:
@@ -81,11 +80,12 @@ class SchedulerCore:
         self.run_epoch = run_epoch
         self.version = 0
         self.phase = Phase.EVAL_BEFORE
-        self.books = Books(cfg)
+        self.books = Books(cfg, catalogue)
         self._grants = Grants(cfg, catalogue, self.books)
+        self.stream = EvalStream(cfg, catalogue)
         self.members = Members(dead_after_s=cfg.scheduler.dead_after_s)
+        self._roll_call = RollCall(cfg, self.books, self.members)
         self._is_trained = cfg.train.num_steps == 0
-        self._generation = 0  # times that a checkpoint took the run back
         self._last_tick = NEVER
         self._handlers: dict[type, Callable[[str, Any], Any]] = {
             Hello: self._hello,
@@ -93,8 +93,6 @@ class SchedulerCore:
             Heartbeat: self._heartbeat,
             Outcomes: self._outcomes,
             StepDone: self._step_done,
-            SnapshotRequest: self._snapshot_request,
-            Snapshot: self._roll_back,
             StatusRequest: self._status_request,
         }
         self._enter_phase()
@@ -117,25 +115,14 @@ class SchedulerCore:
         if now - self._last_tick < TICK_S:
             return False
         self._last_tick = now
-        for member in self.members.bury(now):
-            logger.warning("dead role=%s name=%s", member.role, member.name)
-            self._lose_all(member.name, "actor_dead")
-        for episode in reversed(self.books.leases.overdue(now)):
-            self.books.lose(episode, "lease_deadline")
+        self._roll_call.tick(now)
         self._advance_phase()
         return True
 
     # --- members ------------------------------------------------------------------------------
 
     def _hello(self, sender_name: str, message: Hello) -> Welcome:
-        if self.members.hello(message, self._clock()):
-            logger.warning("restarted role=%s name=%s", message.role, message.name)
-            self._lose_all(message.name, "actor_restarted")
-        else:
-            for episode in self.books.leases.leased_to(message.name):
-                episode.incarnation = episode.incarnation or message.incarnation
-                if episode.incarnation != message.incarnation:
-                    self.books.lose(episode, "actor_restarted")
+        self._roll_call.hello(message, self._clock())
         if message.role == "learner" and message.version > self.version:
             logger.info("learner is ahead version=%d known=%d", message.version, self.version)
             self._set_version(message.version)
@@ -147,59 +134,13 @@ class SchedulerCore:
         return Welcome(run_epoch=self.run_epoch, version=self.version, is_lockstep=self._is_sync)
 
     def _heartbeat(self, sender_name: str, message: Heartbeat) -> Progress:
-        now = self._clock()
-        member = self.members.heartbeat(message, now)
-        if message.role == "actor":
-            revoked = self._renew(member, message.running, now)
-        else:
-            revoked = self.books.given_up_ids()
         return Progress(
             run_epoch=self.run_epoch,
             version=self.version,
-            revoked=revoked,
+            revoked=self._roll_call.heartbeat(message, self._clock()),
+            lag_bounds=self._grants.limits.lag_bounds if message.role == "learner" else [],
             is_finished=self.phase is Phase.DONE,
         )
-
-    def _renew(self, member: Member, running: list[str], now: float) -> list[str]:
-        """Renew what an actor lists, miss what it does not; return what it should abandon."""
-        revoked = [episode_id for episode_id in running if not self._keep(member, episode_id, now)]
-        listed = set(running)
-        patience_s = self._cfg.scheduler.dead_after_s / 2
-        for episode in self.books.leases.leased_to(member.name):
-            if episode.episode_id in listed:
-                continue
-            episode.num_missed += 1
-            if episode.num_missed >= MAX_MISSED and now - episode.listed_at >= patience_s:
-                self.books.lose(episode, "lost_by_actor")
-        return revoked
-
-    def _keep(self, member: Member, episode_id: str, now: float) -> bool:
-        """Renew one listed episode; False if the actor should abandon it."""
-        found = self.books.table.find(episode_id)
-        if found is None:
-            return False
-        episode = found[1]
-        match episode.state:
-            case EpisodeState.LEASED:
-                if episode.actor != member.name:
-                    return False
-                self.books.leases.renew(episode, now=now)
-            case EpisodeState.QUEUED:  # thought lost, and here it is
-                if episode.num_issues == 0:
-                    return False
-                self.books.leases.lease(
-                    episode, actor=member.name, incarnation=member.incarnation, now=now
-                )
-            case EpisodeState.ARRIVED:  # on its first issue it only waits to be acknowledged
-                return episode.num_issues <= 1
-            case EpisodeState.SETTLED:
-                return False
-        return True
-
-    def _lose_all(self, actor: str, cause: str) -> None:
-        for episode in reversed(self.books.leases.leased_to(actor)):  # requeued in their order
-            self.books.lose(episode, cause)
-        self.books.leases.disown(actor)
 
     # --- leases -------------------------------------------------------------------------------
 
@@ -211,11 +152,14 @@ class SchedulerCore:
         member.version = message.version
         if self.phase is Phase.DONE:
             return self._answer([], "finished")
-        taken, reason = self._grants.take(
-            message, phase=self.phase, version=self.version, generation=self._generation
+        now = self._clock()
+        taken, reason = self._grants.serve(
+            message, self.members, phase=self.phase, version=self.version, now=now
         )
-        leases = [self._grants.grant(*each, member=member, now=self._clock()) for each in taken]
-        return self._answer(leases, reason if len(leases) < message.num_free_slots else "")
+        for group, _ in taken:
+            self.stream.granted(group, version=message.version)
+        leases = [self._grants.grant(*each, member=member, now=now) for each in taken]
+        return self._answer(leases, reason)
 
     def _answer(self, leases: list[Lease], reason: str) -> LeaseGrant:
         retry_s = FINISHED_RETRY_S if self.phase is Phase.DONE else RETRY_S
@@ -229,9 +173,11 @@ class SchedulerCore:
         self._touch_learner()
         self.books.ledger.num_duplicates += message.num_duplicates
         for seen in message.seen:
-            self.books.see(seen)
+            if actor := self.books.see(seen):
+                num_held = self.books.leases.num_leased_to(actor) + 1
+                self.members.finished(actor, wall_s=seen.wall_s, num_held=num_held)
         for group in message.groups:
-            self.books.group_arrived(group)
+            self.books.group_arrived(group, now=self._clock())
         for outcome in message.outcomes:
             self.books.report(outcome)
 
@@ -239,9 +185,17 @@ class SchedulerCore:
         self._touch_learner()
         if message.version > self.version:
             self._set_version(message.version)
-        self._grants.max_ahead_steps = message.max_ahead_steps
+            busy_s, wait_s = message.signals.get("busy_s"), message.signals.get("wait_s")
+            self.books.pace.add_step(self._clock(), busy_s=busy_s, wait_s=wait_s)
+        self.books.curriculum.step(message.version, message.signals)
+        self._grants.limits.update(self.books.pace, max_ahead_steps=message.max_ahead_steps)
         self._is_trained = self._is_trained or message.is_last
+        if self.phase is Phase.TRAIN:
+            due = self.stream.due(message.version, is_last=self._is_trained)
+            if due is not None:
+                self.books.open(due)
         self.books.assert_balanced()
+        self.books.audit.warn()
 
     def _touch_learner(self) -> None:
         now = self._clock()
@@ -263,6 +217,7 @@ class SchedulerCore:
 
     def _advance_phase(self) -> None:
         """Go on to the next phase as long as the current one has nothing to do."""
+        self.stream.collect(self.books.table, self.books.averages, version=self.version)
         while self.phase is not Phase.DONE and self._is_phase_over():
             if self.phase is Phase.TRAIN:
                 unplayed = (EpisodeState.QUEUED, EpisodeState.LEASED)
@@ -274,6 +229,8 @@ class SchedulerCore:
     def _is_phase_over(self) -> bool:
         if self.phase is Phase.TRAIN:
             return self._is_trained
+        if self.phase is Phase.EVAL_AFTER and self.stream.is_open:
+            return False  # an evaluation beside training is finished here
         open_groups = self.books.table.groups
         policies = eval_policies(self._cfg.eval, self.phase)
         return not any(eval_group_id(self.phase, policy) in open_groups for policy in policies)
@@ -299,8 +256,9 @@ class SchedulerCore:
             "version": self.version,
             "phase": self.phase.value,
             "is_trained": self._is_trained,
-            "generation": self._generation,
             "books": self.books.snapshot(),
+            "limits": self._grants.limits.snapshot(),
+            "stream": self.stream.snapshot(),
             "members": self.members.snapshot(),
         }
 
@@ -319,8 +277,9 @@ class SchedulerCore:
         self.version = state["version"]
         self.phase = Phase(state["phase"])
         self._is_trained = state["is_trained"]
-        self._generation = state["generation"]
         self.books.restore(state["books"], now=now)
+        self._grants.limits.restore(state["limits"])
+        self.stream.restore(state["stream"])
         self.members.restore(state["members"], now)
 
     def terms(self) -> dict[str, Any]:
@@ -337,24 +296,6 @@ class SchedulerCore:
         self.members.restore_terms(terms["members"])
         self._last_tick = terms["last_tick"]
 
-    def _snapshot_request(self, sender_name: str, message: SnapshotRequest) -> Snapshot:
-        return Snapshot(version=message.version, state=json.dumps(self.snapshot()))
-
-    def _roll_back(self, sender_name: str, message: Snapshot) -> Welcome:
-        """Return to the state of a checkpoint. New groups get ids that were never used before."""
-        members, generation = self.members.by_name, self._generation
-        logger.warning("rolling back version=%d to=%d", self.version, message.version)
-        self.restore(json.loads(message.state))
-        self._generation = max(generation, self._generation) + 1
-        self.members.by_name.update(members)
-        for member in members.values():
-            for episode in reversed(self.books.leases.leased_to(member.name)):
-                if member.is_dead or episode.incarnation != member.incarnation:
-                    self.books.lose(episode, "actor_restarted")
-            if member.is_dead:
-                self.books.leases.disown(member.name)
-        return self._welcome()
-
     def _status_request(self, sender_name: str, message: StatusRequest) -> Status:
         return Status(state=json.dumps(self.status()))
 
@@ -364,7 +305,8 @@ class SchedulerCore:
             self._cfg,
             self.books,
             self.members,
+            limits=self._grants.limits,
             gate=self._grants.gate_state(self.version),
             phase=self.phase,
             now=self._clock(),
-        ) | {"run_epoch": self.run_epoch}
+        ) | {"run_epoch": self.run_epoch, "eval_stream": self.stream.report()}

@@ -1,8 +1,8 @@
-"""The phases of a run, and the groups of held-out episodes that are played in two of them."""
+"""The phases of a run, and the groups of held-out episodes of the phases before and after."""
 
 from enum import StrEnum
 
-from common.config import EvalSection
+from common.config_eval import EvalSection
 from common.messages import EpisodeKind, PolicyKind
 from learner.scheduler.catalog import Catalogue
 from learner.scheduler.groups import Episode, Group, episode_id_of
@@ -48,12 +48,19 @@ def eval_group_id(phase: Phase, policy: PolicyKind) -> str:
 def eval_group(
     phase: Phase, policy: PolicyKind, items: list[Item], catalogue: Catalogue, *, version: int
 ) -> Group:
+    """Return all held-out items as one group, as `heldout_group` does."""
+    group_id = eval_group_id(phase, policy)
+    return heldout_group(group_id, policy, items, catalogue, version=version)
+
+
+def heldout_group(
+    group_id: str, policy: PolicyKind, items: list[Item], catalogue: Catalogue, *, version: int
+) -> Group:
     """Return all held-out items as one group, at the full horizon of each subset.
 
     The sampling seeds depend on the item's place only, so before and after, and runs of different
     training seeds, differ in the policy alone.
     """
-    group_id = eval_group_id(phase, policy)
     episodes = [
         Episode(
             episode_id=episode_id_of(group_id, i),

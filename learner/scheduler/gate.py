@@ -15,6 +15,7 @@ class GateState:
     num_ready: int  # groups complete at the learner, not yet trained
     num_filtered: int  # groups without signal since the last step, whose places were filled again
     max_ahead_steps: int  # the learner's wish; the configuration's at most
+    needed_ahead_steps: int  # with which the learner never waits; 0: not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +50,8 @@ def allowed_groups(cfg: RunConfig, state: GateState) -> GateVerdict:
     """Return how many groups may be opened.
 
     async: open and ready groups together stay within the current step's and the next
-        `max_ahead_steps` steps', and within what the rest of the run can train.
+        `max_ahead_steps` steps', fewer where the measured pace needs fewer, and within what the
+        rest of the run can train.
     sync: nothing while a group is open; then exactly what the step still misses.
     """
     num_ahead = state.num_open + state.num_ready
@@ -63,6 +65,8 @@ def allowed_groups(cfg: RunConfig, state: GateState) -> GateVerdict:
         limit = per_step
     else:
         ahead = min(state.max_ahead_steps, cfg.scheduler.max_ahead_steps)
+        if state.needed_ahead_steps:
+            ahead = min(ahead, state.needed_ahead_steps)
         steps_left = max(cfg.train.num_steps - state.version, 1)
         limit = min(ahead + 1, steps_left) * per_step
     if num_ahead >= limit:

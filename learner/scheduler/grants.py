@@ -7,11 +7,12 @@ from learner.scheduler.catalog import Catalogue
 from learner.scheduler.evaluation import Phase
 from learner.scheduler.gate import GateState, allowed_groups
 from learner.scheduler.groups import Episode, Group, episode_id_of
-from learner.scheduler.horizon import horizon_at
-from learner.scheduler.members import Member
-from learner.scheduler.sampling import Sampler
+from learner.scheduler.limits import Limits
+from learner.scheduler.members import Member, Members
+from learner.scheduler.sampling import member_seed
 
 Taken = list[tuple[Group, Episode]]
+UNLIMITED = 1 << 30
 
 
 class Grants:
@@ -21,16 +22,71 @@ class Grants:
         self._cfg = cfg
         self._catalogue = catalogue
         self._books = books
-        self._sampler = Sampler(cfg.tasks, catalogue, seed=cfg.run.seed)
         self._is_sync = cfg.train.mode is TrainMode.SYNC
-        self.max_ahead_steps = cfg.scheduler.max_ahead_steps  # the learner may ask for less
+        self.limits = Limits(cfg)
+
+    def serve(
+        self, request: LeaseRequest, members: Members, *, phase: Phase, version: int, now: float
+    ) -> tuple[Taken, str]:
+        """Choose what an actor gets by what it asks for, by its speed and by who waits for work.
+
+        Example: the gate is closed. fast holds 60 episodes, late asks and is refused. Until late
+        holds as many, or has all that it can play, fast is not given new groups.
+
+        Returns:
+            (episodes taken off the queue, why there are no more; "" if it has all it asked for).
+        """
+        name, num = request.actor, max(0, request.num_free_slots)
+        member = members.by_name[name]
+        num_allowed = min(num, self._num_by_speed(member, members))
+        num_fresh = min(num_allowed, self._num_in_turn(name, members, now))
+        taken, reason = self.take(
+            request, num_allowed, num_fresh, phase=phase, version=version, now=now
+        )
+        if len(taken) == num:
+            members.feed(name)
+            return taken, ""
+        if len(taken) == num_allowed:
+            members.feed(name)
+            return taken, f"speed: {name} has as much as it finishes before it is stale"
+        if not phase.is_eval and request.version >= version:
+            members.refuse(name, now, has_some=bool(taken))
+        return taken, reason or "turn: an actor with fewer episodes is served first"
+
+    def _num_by_speed(self, member: Member, members: Members) -> int:
+        """Return how many more episodes an actor may get. One that is alone may have all."""
+        limit = self.limits.lease_limit(self._books.pace, member)
+        if limit is None or not members.has_other_actor(member):
+            return UNLIMITED
+        return max(0, limit - self._books.leases.num_leased_to(member.name))
+
+    def _num_in_turn(self, name: str, members: Members, now: float) -> int:
+        """Return how many episodes an actor may get beyond those of open groups."""
+        rival = members.hungriest(name, now)
+        if self._is_sync or not rival:
+            return UNLIMITED
+        leases = self._books.leases
+        lead = leases.num_leased_to(name) - leases.num_leased_to(rival)
+        return max(0, self._cfg.groups.size - lead)
 
     def take(
-        self, request: LeaseRequest, *, phase: Phase, version: int, generation: int
+        self,
+        request: LeaseRequest,
+        num: int,
+        num_fresh: int,
+        *,
+        phase: Phase,
+        version: int,
+        now: float,
     ) -> tuple[Taken, str]:
         """Choose episodes: of the actor's own groups, of nobody's, of new ones, of others'.
 
         What evaluates, or trains in step, is only for engines that hold the latest version.
+
+        Args:
+            num: episodes at most.
+            num_fresh: groups are opened up to so many episodes.
+            now: core's clock.
 
         Returns:
             (episodes taken off the queue, why there are no more).
@@ -41,7 +97,7 @@ class Grants:
             needs_latest = group.kind is EpisodeKind.EVAL or self._is_sync
             return not (is_behind and needs_latest and group.policy is PolicyKind.MODEL)
 
-        actor, num = request.actor, max(0, request.num_free_slots)
+        actor = request.actor
         leases = self._books.leases
         taken = leases.take(actor, num, is_allowed=is_allowed)
         reason = ""
@@ -50,18 +106,18 @@ class Grants:
         elif phase.is_eval:
             reason = f"{phase}: all its episodes are being played"
         else:
-            while len(taken) < num and not reason:
-                reason = self._open_groups(version, generation)
+            while len(taken) < num_fresh and not reason:
+                reason = self._open_groups(version, now)
                 taken += leases.take(actor, num - len(taken), is_allowed=is_allowed)
         if len(taken) < num:
             taken += leases.steal(actor, num - len(taken), is_allowed=is_allowed)
         return taken, reason
 
-    def _open_groups(self, version: int, generation: int) -> str:
+    def _open_groups(self, version: int, now: float) -> str:
         """Open the next group, in sync mode the whole batch; return why not, "" if opened."""
         verdict = allowed_groups(self._cfg, self.gate_state(version))
         for _ in range(verdict.num_allowed if self._is_sync else min(1, verdict.num_allowed)):
-            self._open_group(version, generation)
+            self._open_group(version, now)
         return verdict.reason
 
     def gate_state(self, version: int) -> GateState:
@@ -71,16 +127,17 @@ class Grants:
             num_open=self._books.table.num_open,
             num_ready=self._books.table.num_ready,
             num_filtered=self._books.num_filtered,
-            max_ahead_steps=self.max_ahead_steps,
+            max_ahead_steps=self.limits.max_ahead_steps,
+            needed_ahead_steps=self.limits.needed_ahead_steps,
         )
 
-    def _open_group(self, version: int, generation: int) -> None:
+    def _open_group(self, version: int, now: float) -> None:
         number = self._books.next_number
         self._books.next_number += 1
-        item = self._sampler.item(number)
-        stamp = horizon_at(self._cfg.horizon, version)
+        item = self._books.curriculum.item(number)
+        stamp = self._books.curriculum.stamp(item.env, version)
         max_turns = self._catalogue.entry(item.env, item.subset).max_turns
-        group_id = f"g{number:07d}" + (f".{generation}" if generation else "")
+        group_id = f"g{number:07d}"
         episodes = [
             Episode(
                 episode_id=episode_id_of(group_id, member),
@@ -88,7 +145,7 @@ class Grants:
                 env=item.env,
                 subset=item.subset,
                 item_id=item.item_id,
-                seed=self._sampler.member_seed(number, member),
+                seed=member_seed(self._cfg.run.seed, number, member),
                 horizon=min(stamp.horizon, max_turns),
             )
             for member in range(self._cfg.groups.size)
@@ -101,6 +158,7 @@ class Grants:
             horizon_stage=stamp.stage,
             opened_at_version=version,
             episodes=episodes,
+            opened_at=now,
         )
         self._books.open(group)
 

@@ -8,6 +8,9 @@ from typing import Any
 
 from common.errors import LedgerError
 from common.messages import EpisodeKind, Outcome, PolicyKind
+from learner.scheduler.audit import UNKNOWN, Cell, bucket_of
+
+NOT_SEEN = -1  # turns of an episode that has not arrived
 
 
 class EpisodeState(StrEnum):
@@ -34,6 +37,12 @@ class Settled:
     outcome: str
     cause: str
     is_given_up: bool  # the scheduler's word; a word of the learner replaces it
+    cell: Cell | None = None  # where the audit counted it, if it may be counted anew
+
+    @property
+    def is_failed(self) -> bool:
+        """True if it was given up while it was waited for."""
+        return self.is_given_up and self.outcome == Outcome.FAILED
 
 
 @dataclass(slots=True, kw_only=True)
@@ -49,9 +58,12 @@ class Episode:
     horizon: int
     state: EpisodeState = EpisodeState.QUEUED
     num_issues: int = 0
+    num_turns: int = NOT_SEEN  # that it took, once it has arrived
     actor: str = ""
     incarnation: str = ""
+    is_revoked: bool = False  # the actor is told to abandon it, and has it still
     settled: Settled | None = None
+    granted_at: float | None = None  # None: not known any more
     deadline: float = 0.0  # the lease ends
     listed_at: float = 0.0  # granted, or last listed in a heartbeat
     num_missed: int = 0  # heartbeats in a row that did not list it
@@ -60,6 +72,13 @@ class Episode:
     def attempt(self) -> int:
         """0 for the first issue."""
         return self.num_issues - 1
+
+    @property
+    def cell(self) -> Cell:
+        """Where the selection audit counts it."""
+        is_seen = self.num_turns != NOT_SEEN
+        bucket = bucket_of(self.num_turns, self.horizon) if is_seen else UNKNOWN
+        return Cell(self.env, self.subset, self.horizon, bucket)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,6 +94,7 @@ class Group:
     episodes: list[Episode]
     state: GroupState = GroupState.OPEN
     num_settled: int = 0
+    opened_at: float | None = None  # None: not known any more
 
     @property
     def is_settled(self) -> bool:
@@ -179,10 +199,20 @@ class GroupTable:
         return {
             "groups": [_group_to_json(group) for group in self.groups.values()],
             "closed": {
-                group_id: [[s.outcome, s.cause, s.is_given_up] for s in settled]
+                group_id: [_settled_to_json(each) for each in settled]
                 for group_id, settled in self.closed.items()
             },
         }
+
+    def terms(self) -> dict[str, float]:
+        """Return when each group was opened, where that is known."""
+        groups = self.groups.values()
+        return {g.group_id: g.opened_at for g in groups if g.opened_at is not None}
+
+    def restore_terms(self, terms: dict[str, float]) -> None:
+        """Take over the times of `terms`."""
+        for group_id, opened_at in terms.items():
+            self.groups[group_id].opened_at = opened_at
 
     def restore(self, state: dict[str, Any]) -> None:
         """Take over the state of `snapshot`."""
@@ -196,8 +226,8 @@ class GroupTable:
             self.add(_group_from_json(entry))
 
 
-_EPISODE_FIELDS = ("env", "subset", "item_id", "seed", "horizon", "num_issues")
-_LEASE_FIELDS = ("actor", "incarnation")
+_EPISODE_FIELDS = ("env", "subset", "item_id", "seed", "horizon", "num_issues", "num_turns")
+_LEASE_FIELDS = ("actor", "incarnation", "is_revoked")
 
 
 def _group_to_json(group: Group) -> dict[str, Any]:
@@ -214,17 +244,24 @@ def _group_to_json(group: Group) -> dict[str, Any]:
 
 
 def _episode_to_json(episode: Episode) -> dict[str, Any]:
-    s = episode.settled
+    settled = episode.settled
     return {
         **{name: getattr(episode, name) for name in (*_EPISODE_FIELDS, *_LEASE_FIELDS)},
         "state": episode.state.value,
-        "settled": None if s is None else [s.outcome, s.cause, s.is_given_up],
+        "settled": None if settled is None else _settled_to_json(settled),
     }
 
 
+def _settled_to_json(settled: Settled) -> list[Any]:
+    cell = settled.cell
+    place = [] if cell is None else [cell.env, cell.subset, cell.horizon, cell.bucket]
+    return [settled.outcome, settled.cause, settled.is_given_up, *place]
+
+
 def _settled_from_json(entry: list[Any]) -> Settled:
-    outcome, cause, is_given_up = entry
-    return Settled(outcome=outcome, cause=cause, is_given_up=is_given_up)
+    outcome, cause, is_given_up, *place = entry
+    cell = Cell(*place) if place else None
+    return Settled(outcome=outcome, cause=cause, is_given_up=is_given_up, cell=cell)
 
 
 def _group_from_json(entry: dict[str, Any]) -> Group:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from common.messages import EpisodeKind
 from learner.scheduler.groups import Episode, EpisodeState, Group, GroupTable
 
 
@@ -19,6 +20,8 @@ class _Pending:
 
 class LeaseBook:
     """The queue keeps the members of a group together, and with one actor where possible.
+
+    The episodes of an evaluation are of different items; they are everybody's from the start.
 
     Example: a (3 slots) asks and gets g0/0..2, so it owns g0. b (8 slots) asks and gets g1. The
     rest of g0 waits for a, until nothing else is left for b to take.
@@ -93,7 +96,7 @@ class LeaseBook:
                     taken.append((pending.group, episode))
             if not pending.members:
                 self._forget(pending)
-            elif not pending.owner:
+            elif not pending.owner and pending.group.kind is EpisodeKind.TRAIN:
                 self._free.remove(group_id)
                 self._own(pending, actor)
 
@@ -118,6 +121,7 @@ class LeaseBook:
         """Write the lease down. The caller counts the issue."""
         episode.state = EpisodeState.LEASED
         episode.actor, episode.incarnation = actor, incarnation
+        episode.granted_at, episode.is_revoked = now, False
         self._leased.setdefault(actor, {})[episode.episode_id] = episode
         self.renew(episode, now=now)
 
@@ -133,10 +137,15 @@ class LeaseBook:
             del self._leased[episode.actor][episode.episode_id]
             episode.state = EpisodeState.QUEUED
         episode.actor = episode.incarnation = ""
+        episode.granted_at, episode.is_revoked = None, False
 
     def leased_to(self, actor: str) -> list[Episode]:
         """Return the episodes that this actor should be playing."""
         return list(self._leased.get(actor, {}).values())
+
+    def num_leased_to(self, actor: str) -> int:
+        """Episodes that this actor should be playing."""
+        return len(self._leased.get(actor, ()))
 
     def overdue(self, now: float) -> list[Episode]:
         """Return the episodes whose lease has ended."""
@@ -184,17 +193,16 @@ class LeaseBook:
                 out[episode_id] = found[1]
                 self.renew(found[1], now=now)
 
-    def terms(self) -> dict[str, list[float]]:
+    def terms(self) -> dict[str, list[float | None]]:
         """Return the times of every lease, by episode id."""
         return {
-            e.episode_id: [e.deadline, e.listed_at, e.num_missed]
+            e.episode_id: [e.deadline, e.listed_at, e.num_missed, e.granted_at]
             for out in self._leased.values()
             for e in out.values()
         }
 
-    def restore_terms(self, terms: dict[str, list[float]]) -> None:
+    def restore_terms(self, terms: dict[str, list[Any]]) -> None:
         """Take over the times of `terms`."""
         for out in self._leased.values():
             for e in out.values():
-                e.deadline, e.listed_at, num_missed = terms[e.episode_id]
-                e.num_missed = int(num_missed)
+                e.deadline, e.listed_at, e.num_missed, e.granted_at = terms[e.episode_id]

@@ -10,12 +10,13 @@ from typing import Any
 
 from common.config import RunConfig
 from common.errors import ConfigError
-from common.messages import Heartbeat, Hello, LeaseRequest, SnapshotRequest, StatusRequest
-from common.run_dir import RunDir, write_json
+from common.messages import Heartbeat, Hello, LeaseRequest, StatusRequest
+from common.run_dir import RunDir, write_atomically, write_json
 from common.security import RunKeys, load_keys
 from common.sockets import Received, Router
 from learner.scheduler.catalog import fetch_catalogue, validate_tasks
 from learner.scheduler.core import SchedulerCore
+from learner.scheduler.eval_stream import eval_lines
 from learner.scheduler.evaluation import Phase
 from learner.scheduler.event_log import EventLog
 
@@ -24,7 +25,6 @@ logger = logging.getLogger(__name__)
 POLL_S = 0.05
 SAVE_S = 2.0  # between two saved states; the log holds what came since
 STATUS_S = 1.0
-READ_ONLY = (StatusRequest, SnapshotRequest)  # change nothing, so are not logged
 
 
 @dataclass(slots=True)
@@ -169,7 +169,7 @@ def answer_all(parts: Parts, received: list[Received]) -> None:
     for each in received:
         name = name_of(parts, each)
         answer = parts.core.handle(name, each.message)
-        if not isinstance(each.message, READ_ONLY):
+        if not isinstance(each.message, StatusRequest):  # changes nothing
             parts.log.append(parts.clock.now, name, each.message)
             parts.is_changed = True
         if answer is not None:
@@ -211,11 +211,17 @@ def is_report_due(parts: Parts) -> bool:
 
 
 def write_reports(parts: Parts) -> None:
-    """Write status.json and ledger.json."""
+    """Write status.json and, once a step or phase, what it leaves behind."""
     status = parts.core.status()
     write_json(parts.run_dir.status, status)
     write_json(parts.run_dir.ledger, {"version": parts.core.version, **status["ledger"]})
+    if status["eval_stream"]["evals"]:
+        path = parts.run_dir.root / "eval.jsonl"
+        write_atomically(path, eval_lines(status["eval_stream"]))
     parts.status_at = parts.clock.now
+    if parts.ledger_of != (parts.core.version, parts.core.phase):
+        selection = parts.core.books.audit.report()
+        write_json(parts.run_dir.selection, {"version": parts.core.version, **selection})
     parts.ledger_of = (parts.core.version, parts.core.phase)
 
 

@@ -5,7 +5,16 @@ from typing import Any
 
 from common.messages import Heartbeat, Hello
 
+WEIGHT = 0.1  # of a new episode in the means of an actor's speed
+MIN_FINISHED = 8  # episodes before they say anything
+HUNGRY_S = 1.0  # for which others wait for an actor that the gate refused
 FORGET_S = 3600.0  # silence after which a dead member is not shown any more
+
+
+_KEPT = (
+    *("role", "name", "incarnation", "version", "is_dead"),
+    *("num_finished", "held_mean", "wall_mean_s"),
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -22,6 +31,16 @@ class Member:
     tokens_per_s: float = 0.0
     waiting_for: str = ""
     rss_bytes: int = 0
+    num_finished: int = 0  # episodes
+    held_mean: float = 0.0  # episodes at once, while they were played
+    wall_mean_s: float = 0.0  # of an episode
+
+    @property
+    def episodes_per_s(self) -> float | None:
+        """Measured speed, by Little's law from episodes at once and seconds of each."""
+        if self.num_finished < MIN_FINISHED or self.wall_mean_s <= 0:
+            return None
+        return self.held_mean / self.wall_mean_s
 
 
 class Members:
@@ -30,6 +49,7 @@ class Members:
     def __init__(self, *, dead_after_s: float) -> None:
         self._dead_after_s = dead_after_s
         self.by_name: dict[str, Member] = {}
+        self._hungry: dict[str, float] = {}  # actor -> when it last got less than it wanted
 
     def hello(self, message: Hello, now: float) -> bool:
         """Enter a role; True if it is a new process under a name that was known."""
@@ -62,6 +82,35 @@ class Members:
         self.touch(member, now)
         return member
 
+    def finished(self, name: str, *, wall_s: float, num_held: int) -> None:
+        """Note an episode of an actor, played beside `num_held - 1` others."""
+        member = self.by_name.get(name)
+        if member is None:
+            return
+        member.num_finished += 1
+        weight = max(WEIGHT, 1 / member.num_finished)
+        member.held_mean += weight * (num_held - member.held_mean)
+        member.wall_mean_s += weight * (wall_s - member.wall_mean_s)
+
+    def refuse(self, name: str, now: float, *, has_some: bool) -> None:
+        """An actor got less than it could play. It keeps its place in the row until it got some."""
+        if has_some:
+            self._hungry.pop(name, None)
+        self._hungry[name] = now
+
+    def feed(self, name: str) -> None:
+        """This actor has all that it asked for."""
+        self._hungry.pop(name, None)
+
+    def hungriest(self, name: str, now: float) -> str:
+        """Return who else waits for work, first in the row; "" if nobody."""
+        for other, refused_at in list(self._hungry.items()):
+            if now - refused_at > HUNGRY_S:
+                del self._hungry[other]
+            elif other != name:
+                return other
+        return ""
+
     def touch(self, member: Member, now: float) -> None:
         """It lives."""
         member.last_seen = now
@@ -82,6 +131,11 @@ class Members:
         """Return the living members of a role."""
         return [m for m in self.by_name.values() if m.role == role and not m.is_dead]
 
+    def has_other_actor(self, member: Member) -> bool:
+        """True if another actor is alive beside this one."""
+        everybody = self.by_name.values()
+        return any(m.role == "actor" and not m.is_dead and m is not member for m in everybody)
+
     def report(self, role: str, now: float) -> list[dict[str, Any]]:
         """Return the members of a role for the status."""
         return [
@@ -93,31 +147,22 @@ class Members:
             if member.role == role
         ]
 
-    def snapshot(self) -> list[list[Any]]:
-        """Return [role, name, incarnation, version, is_dead] of each."""
-        return [
-            [m.role, m.name, m.incarnation, m.version, m.is_dead] for m in self.by_name.values()
-        ]
+    def snapshot(self) -> list[dict[str, Any]]:
+        """Return what is not said anew with every heartbeat, of each."""
+        return [{name: getattr(m, name) for name in _KEPT} for m in self.by_name.values()]
 
-    def restore(self, state: list[list[Any]], now: float) -> None:
+    def restore(self, state: list[dict[str, Any]], now: float) -> None:
         """Take over the state of `snapshot`; everybody has just been seen."""
-        self.by_name = {
-            name: Member(
-                role=role,
-                name=name,
-                incarnation=incarnation,
-                version=version,
-                last_seen=now,
-                is_dead=is_dead,
-            )
-            for role, name, incarnation, version, is_dead in state
-        }
+        self._hungry = {}
+        self.by_name = {entry["name"]: Member(**entry, last_seen=now) for entry in state}
 
-    def terms(self) -> dict[str, float]:
-        """Return when each was heard last."""
-        return {member.name: member.last_seen for member in self.by_name.values()}
+    def terms(self) -> dict[str, dict[str, float]]:
+        """Return when each was heard last, and refused."""
+        seen = {member.name: member.last_seen for member in self.by_name.values()}
+        return {"seen": seen, "hungry": dict(self._hungry)}
 
-    def restore_terms(self, terms: dict[str, float]) -> None:
+    def restore_terms(self, terms: dict[str, dict[str, float]]) -> None:
         """Take over the times of `terms`."""
-        for name, last_seen in terms.items():
+        for name, last_seen in terms["seen"].items():
             self.by_name[name].last_seen = last_seen
+        self._hungry = dict(terms["hungry"])

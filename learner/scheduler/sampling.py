@@ -1,4 +1,4 @@
-"""Which item a training group gets: a pure function of (seed, group number), without memory.
+"""Which item a training group gets by weight: a pure function of (seed, group number).
 
 The subset follows the weights along a golden-ratio sequence, which keeps the shares of *any*
 window of groups near the weights; short blocks of it are shuffled. Inside a subset every item is
@@ -8,12 +8,13 @@ visited once per epoch, in an order that a keyed permutation defines.
 import hashlib
 from dataclasses import dataclass
 
-from common.config import TaskSection
+from common.config_curriculum import TaskSection
 from learner.scheduler.catalog import Catalogue
 
 _SIZE = 1 << 64  # of the integer circle that stands for [0, 1)
 _MASK = _SIZE - 1
 _GOLDEN = 0x9E3779B97F4A7C15  # _SIZE / golden ratio, made odd
+ONE_BELOW = 1 - 2**-53  # the largest float below 1
 _BLOCK = 8  # groups that are shuffled among themselves
 _NUM_ROUNDS = 4
 
@@ -93,33 +94,50 @@ def floor_sum(count: int, modulus: int, slope: int, offset: int) -> int:
     return total
 
 
+def member_seed(seed: int, number: int, member: int) -> int:
+    """Return the sampling seed of one member of a group; fits a signed 32-bit integer."""
+    return hash_words(seed, "member", number, member) >> 33
+
+
+class Spiral:
+    """Maps a group number to a point of the integer circle [0, 2^64)."""
+
+    def __init__(self, *, seed: int) -> None:
+        self._seed = seed
+        self.offset = hash_words(seed, "offset")
+
+    def place(self, number: int) -> int:
+        """Return where the number stands after the shuffle of its block."""
+        block, position = divmod(number, _BLOCK)
+        key = hash_words(self._seed, "block", block)
+        return block * _BLOCK + permute(position, _BLOCK, key=key)
+
+    def phase(self, place: int) -> int:
+        """Return the point: a golden angle further with each place."""
+        return (self.offset + place * _GOLDEN) & _MASK
+
+    def share(self, number: int) -> float:
+        """Return the point of a number as a share of the circle, [0, 1)."""
+        return min(self.phase(self.place(number)) / _SIZE, ONE_BELOW)
+
+
 class Sampler:
-    """Maps a group number to an item and a member to its sampling seed."""
+    """Maps a group number to an item."""
 
     def __init__(self, tasks: list[TaskSection], catalogue: Catalogue, *, seed: int) -> None:
-        self._seed = seed
-        self._offset = hash_words(seed, "offset")
+        self._spiral = Spiral(seed=seed)
+        self._offset = self._spiral.offset
         self._slices = _slices(tasks, catalogue, seed)
 
     def item(self, number: int) -> Item:
         """Return the training item of group `number` (0-based)."""
-        place = self._shuffled(number)
-        phase = (self._offset + place * _GOLDEN) & _MASK
+        place = self._spiral.place(number)
+        phase = self._spiral.phase(place)
         part = next(s for s in self._slices if s.low <= phase < s.high)
         rank = self._num_below(place, part.high) - self._num_below(place, part.low)
         epoch, position = divmod(rank, part.num_train)
         index = permute(position, part.num_train, key=hash_words(part.key, epoch))
         return Item(env=part.env, subset=part.subset, item_id=f"{part.subset}-train-{index}")
-
-    def member_seed(self, number: int, member: int) -> int:
-        """Return the sampling seed of one member; fits a signed 32-bit integer."""
-        return hash_words(self._seed, "member", number, member) >> 33
-
-    def _shuffled(self, number: int) -> int:
-        block, position = divmod(number, _BLOCK)
-        return block * _BLOCK + permute(
-            position, _BLOCK, key=hash_words(self._seed, "block", block)
-        )
 
     def _num_below(self, count: int, bound: int) -> int:
         """How many of the first `count` phases lie below `bound`."""

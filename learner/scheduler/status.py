@@ -6,25 +6,34 @@ from common.config import RunConfig
 from learner.scheduler.books import Books
 from learner.scheduler.evaluation import Phase
 from learner.scheduler.gate import GateState, allowed_groups, is_oversampled
-from learner.scheduler.horizon import horizon_at
+from learner.scheduler.limits import Limits
 from learner.scheduler.members import Members
 
 
 def build_status(
-    cfg: RunConfig, books: Books, members: Members, *, gate: GateState, phase: Phase, now: float
+    cfg: RunConfig,
+    books: Books,
+    members: Members,
+    *,
+    limits: Limits,
+    gate: GateState,
+    phase: Phase,
+    now: float,
 ) -> dict[str, Any]:
     """Return the content of status.json.
 
     Args:
         now: the core's clock, for how long ago members were heard.
     """
-    stamp = horizon_at(cfg.horizon, gate.version)
+    curriculum = books.curriculum.report(gate.version)
+    longest = max(curriculum["horizons"].values(), key=lambda each: each["horizon"], default={})
     learners = members.report("learner", now)
     return {
         "phase": phase.value,
         "version": gate.version,
-        "horizon": stamp.horizon,
-        "stage": stamp.stage,
+        "horizon": longest.get("horizon"),  # of the environment that may play longest
+        "stage": longest.get("stage"),
+        "curriculum": curriculum,
         "groups": {
             "open": gate.num_open,
             "ready": gate.num_ready,
@@ -33,6 +42,8 @@ def build_status(
             "oversampled": is_oversampled(cfg, gate),
         },
         "num_leased": books.leases.num_leased,
+        "pace": books.pace.report(),
+        "limits": limits.snapshot(),
         "gate": allowed_groups(cfg, gate).reason if phase is Phase.TRAIN else "",
         "ledger": books.ledger_report(),
         "success": books.averages.train_report(),

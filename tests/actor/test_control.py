@@ -39,7 +39,13 @@ EMPTY = LeaseGrant(run_epoch="e", leases=[], retry_after_s=0.5, reason="nothing 
 
 
 def progress(*, epoch: str = "e", revoked: tuple[str, ...] = (), is_finished: bool = False) -> Any:
-    return Progress(run_epoch=epoch, version=1, revoked=list(revoked), is_finished=is_finished)
+    return Progress(
+        run_epoch=epoch,
+        version=1,
+        revoked=list(revoked),
+        lag_bounds=[],
+        is_finished=is_finished,
+    )
 
 
 class Scheduler:

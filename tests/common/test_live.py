@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from common.config import HorizonKind, HorizonSection, RunConfig, TrainSection
+from common.config import RunConfig, TrainSection
+from common.config_curriculum import HorizonKind, HorizonSection
 from common.dashboard.live import LiveDisplay, ledger_line, sparkline, status_line
 from common.dashboard.run_view import view_run
 from common.run_dir import RunDir

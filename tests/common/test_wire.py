@@ -44,6 +44,9 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
         return np_st.arrays(st.sampled_from(ARRAY_DTYPES), shapes)
     if typing.get_origin(kind) is list:
         return st.lists(values_of(typing.get_args(kind)[0]), max_size=3)
+    if typing.get_origin(kind) is dict:
+        keys, values = (values_of(each) for each in typing.get_args(kind))
+        return st.dictionaries(keys, values, max_size=3)
     if issubclass(kind, StrEnum):
         return st.sampled_from(kind)
     return {
@@ -66,6 +69,8 @@ def is_same(one: Any, other: Any) -> bool:
         return is_alike and one.tobytes() == other.tobytes()
     if isinstance(one, list):
         return len(one) == len(other) and all(map(is_same, one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(is_same(one[k], other[k]) for k in one)
     return one == other or (one != one and other != other)
 
 
@@ -78,6 +83,10 @@ LAST = len(encode(make_trajectory([1], [1])))  # index of a frame behind a traje
 
 def ack_fields(**changes: Any) -> dict[str, Any]:
     return {"episode_id": "g/0", "is_accepted": True, "reason": ""} | changes
+
+
+def step_fields(**changes: Any) -> dict[str, Any]:
+    return {"version": 1, "is_last": True, "max_ahead_steps": 1, "signals": {}} | changes
 
 
 def trajectory_frames(**changes: Any) -> list[bytes]:
@@ -122,13 +131,15 @@ def test_ints_are_widened_where_a_float_is_asked_for() -> None:
         (frames_of("Ack", ack_fields(reason=3)), r"Ack\.reason is int 3, not str"),
         (frames_of("Ack", ack_fields(is_accepted=1)), r"Ack\.is_accepted is int 1, not bool"),
         (
-            frames_of("StepDone", {"version": True, "is_last": True, "max_ahead_steps": 1}),
+            frames_of("StepDone", step_fields(version=True)),
             "is bool True, not int",
         ),
         (
-            frames_of("StepDone", {"version": 1.0, "is_last": True, "max_ahead_steps": 1}),
+            frames_of("StepDone", step_fields(version=1.0)),
             "is float 1.0, not int",
         ),
+        (frames_of("StepDone", step_fields(signals=[])), "signals is list, not a map"),
+        (frames_of("StepDone", step_fields(signals={"ess": "1"})), "signals is str '1', not float"),
         (frames_of("CanaryScores", {"actor": "a", "version": 1, "logprobs": [[True]]}), "bool"),
         (frames_of("CanaryScores", {"actor": "a", "version": 1, "logprobs": 1}), "not a list"),
     ],

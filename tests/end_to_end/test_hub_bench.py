@@ -10,7 +10,7 @@ from envhub.bench_client import Client, HubAnswer, Target
 from envhub.bench_hub import ServiceFailed, hub_process, module_process
 from envhub.bench_load import Job, Measured, measure
 from envhub.bench_soak import Abandoned, Soak
-from envhub.bench_solve import Outcome, Subset, Tally, sample_items
+from envhub.bench_solve import NO_WAY, Outcome, Subset, Tally, sample_items
 
 
 def measured(num_steps: int, *, slowest_ms: float) -> Measured:
@@ -68,6 +68,9 @@ def test_tally_counts_the_items_with_a_fault() -> None:
     tally = Tally(subset=subset, outcomes=outcomes, took_s=1.0, num_retried=0)
     assert tally.solved_frac == 0.5
     assert [each.item_id for each in tally.faults] == ["s-test-1"]
+    assert tally.has_expert
+    helpless = [Outcome(item_id="s-test-0", num_turns=0, fault=NO_WAY)]
+    assert not Tally(subset=subset, outcomes=helpless, took_s=1.0, num_retried=0).has_expert
 
 
 @pytest.mark.slow

@@ -26,13 +26,64 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 NUM_ITEMS = amount("LONGSTRIDE_SOLVE_ITEMS", default=0)
 NUM_SUBSETS = 6  # by default, with one item each
-NUM_TURNS = 12
+NUM_TURNS = 10
 ENVS = offline_envs()
+# Items that nobody can solve as they are, or whose own gold path is wrong.
+UNSOLVABLE = frozenset(
+    [
+        "TestCond-test-150",  # ScienceWorld's gold path names a block that the simulator rejects
+    ]
+)
+# Pages of MiniWoB++ that need sight, free-hand drags or free text: no script plays them.
+WITHOUT_EXPERT = frozenset(
+    [
+        "bisect_angle",
+        "chase_circle",
+        "click_checkboxes_soft",
+        "click_menu_2",
+        "click_pie_nodelay",
+        "count_sides",
+        "daily_calendar",
+        "drag_circle",
+        "drag_cube",
+        "drag_items",
+        "drag_items_grid",
+        "drag_shapes",
+        "drag_shapes_2",
+        "drag_single_shape",
+        "drag_sort_numbers",
+        "draw_circle",
+        "draw_line",
+        "email_inbox_forward_nl",
+        "email_inbox_forward_nl_turk",
+        "email_inbox_nl_turk",
+        "find_midpoint",
+        "form_sequence",
+        "highlight_text",
+        "highlight_text_2",
+        "hot_cold",
+        "hover_shape",
+        "moving_items",
+        "resize_textarea",
+        "right_angle",
+        "simon_says",
+        "stock_market",
+        "terminal",
+        "text_editor",
+        "tic_tac_toe",
+        "use_colorwheel",
+        "use_colorwheel_2",
+        "use_slider",
+        "use_slider_2",
+        "visual_addition",
+    ]
+)
 
 
 def some_of(subsets: list[Subset]) -> list[Subset]:
     """Return at most NUM_SUBSETS subsets, the same ones on every machine."""
     chance = random.Random(len(subsets))
+    subsets = [each for each in subsets if each.name not in WITHOUT_EXPERT]
     return chance.sample(subsets, min(NUM_SUBSETS, len(subsets)))
 
 
@@ -41,13 +92,15 @@ def test_every_sampled_item_is_solved_by_following_the_expert(env: str) -> None:
     with hub_process([env]) as hub:
         if NUM_ITEMS:
             tallies = solve_one_env(hub, num_items=NUM_ITEMS)
-            assert [t for t in tallies if t.solved_frac < MIN_SOLVED_FRAC] == []
+            assert {t.subset.name for t in tallies if not t.has_expert} <= WITHOUT_EXPERT
+            low = [t for t in tallies if t.has_expert and t.solved_frac < MIN_SOLVED_FRAC]
+            assert low == []
             return
         subsets = some_of(uvloop.run(list_subsets(hub.target)))
         faults: list[Outcome] = []
         for subset in subsets:
             faults += uvloop.run(solve_subset(hub.target, subset, num_items=1)).faults
-    assert faults == []
+    assert [each for each in faults if each.item_id not in UNSOLVABLE] == []
 
 
 async def play(target: Target, subset: Subset, item_id: str) -> list[object]:
@@ -72,11 +125,11 @@ async def play(target: Target, subset: Subset, item_id: str) -> list[object]:
 
 
 async def play_all(target: Target) -> dict[str, list[object]]:
-    """Return what is seen in two items of some subsets."""
+    """Return what is seen in an item of some subsets."""
     return {
         item_id: await play(target, subset, item_id)
-        for subset in some_of(await list_subsets(target))
-        for item_id in sample_items(subset, 2)
+        for subset in some_of(await list_subsets(target))[:3]
+        for item_id in sample_items(subset, 1)
     }
 
 

@@ -296,3 +296,22 @@ def test_in_lockstep_a_short_batch_is_ready_when_the_bound_is_reached() -> None:
     fill_equal(table, "d")
     assert table.is_batch_ready()
     assert ids(take(table)[0]) == ["a"]
+
+
+def test_wider_bound_holds_for_the_horizon_it_was_given_for_only() -> None:
+    table = make_table(per_step=1)
+    fill(table, "a", version=0)
+    bounds = {("toy", 4): 5}
+    assert table.take(5, max_lag_steps=2, in_order=False, lag_bounds={("toy", 9): 5})[0] == []
+    fill(table, "b", version=0)
+    groups, outcomes = table.take(5, max_lag_steps=2, in_order=False, lag_bounds=bounds)
+    assert (ids(groups), outcomes) == (["b"], [])
+    fill(table, "c", version=0)
+    assert table.take(6, max_lag_steps=2, in_order=False, lag_bounds=bounds)[0] == []
+
+
+def test_groups_that_wait_for_members_are_named() -> None:
+    table = make_table()
+    table.add(member("a", 0))
+    fill(table, "b")
+    assert table.open_ids == ["a"]

@@ -22,6 +22,7 @@ from common.messages import (
     EpisodeOutcome,
     Heartbeat,
     Hello,
+    LagBound,
     Outcome,
     Outcomes,
     Progress,
@@ -54,6 +55,7 @@ class Scheduler:
         self.epoch = ""
         self.heard: list[Any] = []
         self.revoked: list[str] = []
+        self.lag_bounds: list[LagBound] = []
         self.is_finished = False
         self.rejects = False
 
@@ -90,6 +92,7 @@ class Scheduler:
                 run_epoch=self.epoch,
                 version=0,
                 revoked=self.revoked,
+                lag_bounds=self.lag_bounds,
                 is_finished=self.is_finished,
             )
         return None
@@ -256,7 +259,7 @@ def test_a_scheduler_that_comes_back_is_told_everything_again(
     running: Setup, is_at_new_address: bool
 ) -> None:
     scheduler = running.scheduler
-    running.intake.step_done(1, is_last=False, max_ahead_steps=1)
+    running.intake.step_done(1, is_last=False, max_ahead_steps=1, signals={"entropy": 0.5})
     for number in range(3):
         running.deliver(member(number))
     running.deliver(replace(member(0, group_id="eval-0"), kind=EpisodeKind.EVAL))
@@ -265,7 +268,8 @@ def test_a_scheduler_that_comes_back_is_told_everything_again(
     scheduler.start("epoch-2", is_at_new_address=is_at_new_address)
     scheduler.pump_until(lambda: set(scheduler.seen) == told and scheduler.groups == {"g": True})
     assert HELLO in scheduler.heard
-    assert StepDone(version=1, is_last=False, max_ahead_steps=1) in scheduler.heard
+    done = StepDone(version=1, is_last=False, max_ahead_steps=1, signals={"entropy": 0.5})
+    assert done in scheduler.heard
     assert len(scheduler.seen) == 4
 
 
@@ -329,7 +333,7 @@ def test_what_grew_stale_before_a_timeout_is_told_and_comes_with_the_next_batch(
         running.next_batch(5, timeout_s=0.01)
     scheduler.pump_until(lambda: len(scheduler.outcomes) == 3)
     assert scheduler.outcomes["old/0"] == ("stale", "lag")
-    running.intake.step_done(5, is_last=False, max_ahead_steps=1)
+    running.intake.step_done(5, is_last=False, max_ahead_steps=1, signals={})
     for number in range(3):
         running.deliver(member(number, group_id="new", version=5))
     groups, stale = running.next_batch(5)

@@ -6,14 +6,12 @@ from typing import Any
 from common.config import (
     EvalSection,
     GroupsSection,
-    HorizonKind,
-    HorizonSection,
     RunConfig,
     SchedulerSection,
-    TaskSection,
     TrainMode,
     TrainSection,
 )
+from common.config_curriculum import HorizonKind, HorizonSection, TaskSection
 from common.messages import (
     EndReason,
     EpisodeKind,
@@ -145,7 +143,8 @@ class Table:
         )
 
     def step(self, version: int, *, is_last: bool = False) -> None:
-        self.core.handle("learner", StepDone(version=version, is_last=is_last, max_ahead_steps=9))
+        message = StepDone(version=version, is_last=is_last, max_ahead_steps=9, signals={})
+        self.core.handle("learner", message)
 
     def counts(self) -> dict[str, Any]:
         return self.core.books.ledger_report()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from common.config import TaskSection
+from common.config_curriculum import TaskSection
 from common.errors import ConfigError, EnvError
 from learner.scheduler.catalog import (
     Catalogue,

@@ -3,30 +3,21 @@
 import json
 import time
 
-import pytest
-
 from common.config import TrainMode
-from common.errors import ConfigError, LedgerError, LongstrideError
 from common.messages import (
-    EndReason,
     GroupArrived,
     LeaseRequest,
     Outcome,
     Rejected,
-    Snapshot,
-    SnapshotRequest,
     StatusRequest,
     WeightsJoin,
 )
 from learner.scheduler.core import SchedulerCore
-from learner.scheduler.evaluation import Phase
 from tests.learner.scheduler.builders import (
     CATALOGUE,
     Table,
     ids,
     make_config,
-    outcome_of,
-    seen_of,
     train_ids,
 )
 
@@ -75,203 +66,6 @@ def test_members_of_a_group_share_everything_but_their_seed() -> None:
     stamps = {(x.group_id, x.env, x.item_id, x.horizon, x.opened_at_version) for x in leases}
     assert len(stamps) == 1
     assert len({lease.seed for lease in leases}) == 4
-
-
-def test_lease_of_a_dead_actor_is_issued_again_with_the_next_attempt() -> None:
-    table = Table()
-    table.hello("actor-0")
-    first = table.ask("actor-0", 4).leases
-    table.clock.now += 11
-    table.hello("actor-1")
-    table.core.tick()
-    second = table.ask("actor-1", 4).leases
-    assert ids(second) == ids(first)
-    assert {lease.attempt for lease in second} == {1}
-    assert table.counts()["reissued"] == 4
-
-
-def test_rest_of_a_dead_actor_s_group_goes_to_the_next_one_that_asks() -> None:
-    table = Table()
-    table.hello("actor-0")
-    leases = table.ask("actor-0", 2).leases
-    table.arrive(leases)
-    table.clock.now += 11
-    table.hello("actor-1")
-    table.core.tick()
-    assert ids(table.ask("actor-1", 2).leases) == ["g0000000/2", "g0000000/3"]
-
-
-def test_lease_of_a_restarted_actor_is_issued_again_at_once() -> None:
-    table = Table()
-    table.hello("actor-0", incarnation="old")
-    first = table.ask("actor-0", 2).leases
-    table.hello("actor-0", incarnation="new")
-    again = table.ask("actor-0", 4).leases
-    assert {x.episode_id: x.attempt for x in again} == {
-        **{x.episode_id: 1 for x in first},
-        "g0000000/2": 0,
-        "g0000000/3": 0,
-    }
-
-
-def test_hello_of_the_same_process_keeps_its_leases() -> None:
-    table = Table()
-    table.hello("actor-0")
-    first = table.ask("actor-0", 4).leases
-    table.hello("actor-0")
-    assert set(ids(table.ask("actor-0", 4).leases)).isdisjoint(ids(first))
-
-
-def test_episode_is_failed_with_its_cause_after_max_attempts() -> None:
-    table = Table(make_config(max_attempts=2))
-    for incarnation in ("a", "b", "c"):
-        table.hello("actor-0", incarnation=incarnation)
-        table.ask("actor-0", 1)
-    counts = table.counts()
-    assert (counts["failed"], counts["causes"]) == (1, {"failed:actor_restarted": 1})
-    assert counts["lost"] == 0
-
-
-def test_learner_is_told_of_episodes_given_up_until_the_group_is_closed() -> None:
-    table = Table(make_config(max_attempts=1))
-    table.hello("learner")
-    table.hello("actor-0")
-    leases = table.ask("actor-0", 4).leases
-    table.arrive(leases[1:])
-    table.hello("actor-0", incarnation="new")
-    assert table.beat("learner", []).revoked == ["g0000000/0"]
-    assert table.beat("learner", []).revoked == ["g0000000/0"]
-    table.report(groups=[GroupArrived(group_id="g0000000", is_ready=True)])
-    assert table.beat("learner", []).revoked == ["g0000000/0"]
-    table.report(outcomes=[outcome_of(x.episode_id, Outcome.TRAINED) for x in leases[1:]])
-    assert table.beat("learner", []).revoked == []
-
-
-def test_learner_that_restarts_is_told_who_was_given_up_in_a_group_called_ready() -> None:
-    table = Table(make_config(max_attempts=1))
-    table.hello("learner-1")
-    table.hello("actor-0")
-    leases = table.ask("actor-0", 4).leases
-    table.arrive(leases[1:])
-    table.hello("actor-0", incarnation="new")
-    table.report(groups=[GroupArrived(group_id="g0000000", is_ready=True)])
-    table.hello("learner-2", incarnation="i1")
-    assert table.beat("learner-2", []).revoked == ["g0000000/0"]
-
-
-def test_learner_s_word_replaces_that_of_the_scheduler() -> None:
-    table = Table(make_config(max_attempts=1))
-    table.hello("actor-0")
-    leases = table.ask("actor-0", 4).leases
-    table.hello("actor-0", incarnation="new")  # all four given up
-    assert table.counts()["failed"] == 4
-    table.finish_group("g0000000", Outcome.TRAINED)
-    table.report(outcomes=[outcome_of(x.episode_id, Outcome.TRAINED) for x in leases])
-    counts = table.counts()
-    assert (counts["failed"], counts["trained"], counts["lost"]) == (0, 4, 0)
-    assert counts["causes"] == {}
-
-
-def test_heartbeat_renews_what_it_lists() -> None:
-    table = Table()
-    table.hello("actor-0")
-    leases = table.ask("actor-0", 4).leases
-    for _ in range(500):  # 2500 s, beyond the 1810 s of a lease
-        table.clock.now += 5
-        assert table.beat("actor-0", ids(leases)).revoked == []
-        table.core.tick()
-    assert table.counts()["reissued"] == 0
-    assert table.core.books.leases.num_leased == 4
-
-
-def test_lease_past_its_deadline_is_issued_again() -> None:
-    table = Table()
-    table.hello("actor-0")
-    first = table.ask("actor-0", 1).leases
-    episode = table.core.books.leases.leased_to("actor-0")[0]
-    assert episode.deadline == table.clock.now + 1800 + 10
-    table.clock.now = episode.deadline + 1
-    table.hello("actor-0")
-    table.core.tick()
-    assert ids(table.ask("actor-0", 1).leases) == ids(first)
-
-
-def test_lease_that_two_heartbeats_do_not_list_is_lost() -> None:
-    table = Table()
-    table.hello("actor-0")
-    leases = table.ask("actor-0", 2).leases
-    kept, missed = leases
-    table.clock.now += 6
-    table.beat("actor-0", [kept.episode_id])
-    assert table.core.books.leases.num_leased == 2
-    table.beat("actor-0", [kept.episode_id])
-    assert ids(table.ask("actor-0", 1).leases) == [missed.episode_id]
-
-
-def test_missed_lease_is_not_lost_when_the_next_heartbeat_lists_it() -> None:
-    table = Table()
-    table.hello("actor-0")
-    leases = table.ask("actor-0", 1).leases
-    for running in ([], ids(leases), [], ids(leases)):
-        table.clock.now += 6
-        table.beat("actor-0", running)
-    assert table.core.books.leases.num_leased == 1
-
-
-def test_actor_that_was_thought_dead_takes_its_episodes_back() -> None:
-    table = Table()
-    table.hello("actor-0")
-    leases = table.ask("actor-0", 2).leases
-    table.clock.now += 11
-    table.core.tick()
-    assert table.core.books.leases.num_leased == 0
-    assert table.beat("actor-0", ids(leases)).revoked == []
-    assert table.core.books.leases.num_leased == 2
-    assert table.counts()["reissued"] == 0
-
-
-def test_actor_is_told_to_abandon_what_another_one_plays_now() -> None:
-    table = Table()
-    table.hello("actor-0")
-    leases = table.ask("actor-0", 2).leases
-    table.clock.now += 11
-    table.hello("actor-1")
-    table.core.tick()
-    table.ask("actor-1", 2)
-    assert table.beat("actor-0", ids(leases)).revoked == ids(leases)
-    assert table.beat("actor-0", ["g0099999/0", "nonsense"]).revoked == ["g0099999/0", "nonsense"]
-
-
-def test_late_arrival_of_an_earlier_attempt_is_accepted() -> None:
-    table = Table()
-    table.hello("actor-0")
-    first = table.ask("actor-0", 1).leases
-    table.hello("actor-0", incarnation="new")
-    second = table.ask("actor-0", 1).leases
-    table.arrive(first)
-    assert table.core.books.leases.num_leased == 0
-    assert table.beat("actor-0", ids(second)).revoked == ids(second)
-    table.report(outcomes=[outcome_of(first[0].episode_id, Outcome.TRAINED)])
-    assert table.counts()["trained"] == 1
-
-
-def test_repeated_outcome_is_ignored_and_another_one_is_an_error() -> None:
-    table = Table()
-    table.hello("actor-0")
-    leases = table.ask("actor-0", 4).leases
-    table.arrive(leases)
-    table.finish_group("g0000000", Outcome.TRAINED)
-    trained = [outcome_of(x.episode_id, Outcome.TRAINED) for x in leases]
-    table.report(seen=[seen_of(x) for x in leases], outcomes=trained)
-    assert table.counts()["trained"] == 4
-    with pytest.raises(LedgerError, match="g0000000/0 was trained"):
-        table.report(outcomes=[outcome_of(leases[0].episode_id, Outcome.STALE)])
-
-
-def test_report_of_an_episode_that_was_never_issued_is_counted_not_fatal() -> None:
-    table = Table()
-    table.report(outcomes=[outcome_of("g0000099/0", Outcome.TRAINED)])
-    assert table.counts()["unknown_reports"] == 1
 
 
 def test_filtered_group_is_filled_up_and_a_ready_one_holds_its_place() -> None:
@@ -331,16 +125,6 @@ def test_step_is_not_refilled_for_ever_when_groups_carry_no_signal() -> None:
     assert len(train_ids(table.ask("actor-0", 99, version=1).leases)) == 2
 
 
-def test_run_ends_with_the_counts_when_too_many_episodes_fail() -> None:
-    table = Table(make_config(per_step=50, max_failed_frac=0.2))
-    table.hello("actor-0")
-    leases = table.ask("actor-0", 60).leases
-    table.arrive(leases[:39])
-    table.arrive(leases[39:49], end_reason=EndReason.ENV_ERROR)
-    with pytest.raises(LongstrideError, match=r"11 of the last 50 .*'env_error': 10, 'aborted': 1"):
-        table.arrive(leases[49:50], end_reason=EndReason.ABORTED)
-
-
 def test_status_tells_what_a_display_needs() -> None:
     table = Table()
     table.hello("actor-0")
@@ -358,90 +142,6 @@ def test_status_tells_what_a_display_needs() -> None:
 def test_message_that_is_not_for_the_scheduler_is_rejected() -> None:
     join = WeightsJoin(actor="a", incarnation="i", device="cpu", version=0)
     assert isinstance(Table().core.handle("actor-0", join), Rejected)
-
-
-def test_restored_state_is_the_same_state_and_live_actors_keep_their_leases() -> None:
-    table = Table()
-    table.hello("actor-0")
-    leases = table.ask("actor-0", 6).leases
-    table.arrive(leases[:2])
-    state = json.loads(json.dumps(table.core.snapshot()))
-    other = Table(clock=table.clock)
-    other.clock.now += 5_000
-    other.core.restore(state)
-    assert other.core.snapshot() == state
-    other.core.tick()
-    assert other.beat("actor-0", ids(leases[2:])).revoked == []
-    assert other.core.books.leases.num_leased == 4
-    assert ids(other.ask("actor-0", 2).leases) == ["g0000001/2", "g0000001/3"]
-
-
-def test_restored_lease_is_issued_again_when_its_actor_does_not_come_back() -> None:
-    table = Table()
-    table.hello("actor-0")
-    leases = table.ask("actor-0", 4).leases
-    other = Table(clock=table.clock)
-    other.core.restore(table.core.snapshot())
-    other.clock.now += 11
-    other.hello("actor-1")
-    other.core.tick()
-    assert ids(other.ask("actor-1", 4).leases) == ids(leases)
-
-
-def test_state_of_another_seed_is_refused() -> None:
-    table = Table()
-    state = table.core.snapshot() | {"seed": 7}
-    with pytest.raises(ConfigError, match="seed=7, not 0"):
-        table.core.restore(state)
-
-
-def test_rollback_restores_the_checkpoint_and_never_uses_an_id_twice() -> None:
-    table = Table()
-    table.hello("actor-0")
-    before = table.ask("actor-0", 4).leases
-    snapshot = table.core.handle("learner", SnapshotRequest(version=0))
-    after = table.ask("actor-0", 4).leases
-    table.step(1)
-    table.core.handle("learner", Snapshot(version=0, state=snapshot.state))
-    assert table.core.version == 0
-    assert table.beat("actor-0", ids(before) + ids(after)).revoked == ids(after)
-    again = table.ask("actor-0", 4).leases
-    assert ids(again)[0] == "g0000001.1/0"
-    assert [x.item_id for x in again] == [x.item_id for x in after]
-
-
-def test_rollback_issues_leases_of_restarted_actors_again() -> None:
-    table = Table()
-    table.hello("actor-0", incarnation="old")
-    leases = table.ask("actor-0", 4).leases
-    snapshot = table.core.handle("learner", SnapshotRequest(version=0))
-    table.hello("actor-0", incarnation="new")
-    table.core.handle("learner", Snapshot(version=0, state=snapshot.state))
-    assert ids(table.ask("actor-0", 4).leases) == ids(leases)
-
-
-def test_step_that_leaves_the_books_unbalanced_raises_with_the_difference() -> None:
-    table = Table()
-    table.hello("actor-0")
-    table.ask("actor-0", 4)
-    table.core.books.ledger.train.issued += 3
-    with pytest.raises(LedgerError, match="difference 3"):
-        table.step(1)
-
-
-def test_training_ends_with_the_last_step_and_what_was_not_played_is_stale() -> None:
-    table = Table(make_config(num_steps=1))
-    table.hello("actor-0")
-    leases = table.ask("actor-0", 8).leases
-    table.arrive(leases[:4])
-    table.finish_group("g0000000", Outcome.TRAINED)
-    table.step(1, is_last=True)
-    assert table.core.phase is Phase.DONE
-    assert table.beat("actor-0", ids(leases[4:])).is_finished
-    assert table.ask("actor-0", 1, version=1).reason == "finished"
-    counts = table.counts()
-    assert (counts["trained"], counts["stale"], counts["in_flight"]) == (4, 4, 0)
-    assert counts["causes"] == {"stale:run_ended": 4}
 
 
 def test_scheduler_serves_five_thousand_leases_a_second() -> None:

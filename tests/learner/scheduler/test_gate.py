@@ -12,6 +12,7 @@ def _state(
     num_ready: int = 0,
     num_filtered: int = 0,
     ahead: int = 9,
+    needed: int = 0,  # steps
 ) -> GateState:
     return GateState(
         version=version,
@@ -19,6 +20,7 @@ def _state(
         num_ready=num_ready,
         num_filtered=num_filtered,
         max_ahead_steps=ahead,
+        needed_ahead_steps=needed,
     )
 
 
@@ -32,6 +34,14 @@ def test_gate_follows_a_learner_that_asks_for_fresher_data_but_never_opens_wider
     cfg = make_config(per_step=16, max_ahead_steps=2, num_steps=100)
     assert allowed_groups(cfg, _state(ahead=0)).num_allowed == 16
     assert allowed_groups(cfg, _state(ahead=5)).num_allowed == 48
+
+
+def test_gate_opens_what_the_measured_pace_needs_within_the_bound_and_the_learner_s_wish() -> None:
+    cfg = make_config(per_step=16, max_ahead_steps=2, num_steps=100)
+    assert allowed_groups(cfg, _state(needed=1, num_open=4)).num_allowed == 28
+    assert allowed_groups(cfg, _state(needed=9)).num_allowed == 48
+    assert allowed_groups(cfg, _state(needed=9, ahead=1)).num_allowed == 32
+    assert allowed_groups(cfg, _state(needed=1, ahead=0)).num_allowed == 16
 
 
 def test_async_gate_names_how_far_the_actors_are_ahead() -> None:

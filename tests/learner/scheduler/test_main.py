@@ -132,7 +132,7 @@ def test_run_goes_from_hello_to_finished_over_real_sockets(hub_url: str, run_dir
                 num_duplicates=2,
             )
         )
-        role.tell(StepDone(version=1, is_last=True, max_ahead_steps=1))
+        role.tell(StepDone(version=1, is_last=True, max_ahead_steps=1, signals={}))
         progress = role.ask(_heartbeat([]))
         assert isinstance(progress, Progress)
         assert progress.is_finished

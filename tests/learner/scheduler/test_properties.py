@@ -107,8 +107,9 @@ class RunMachine(RuleBasedStateMachine):
         self.incarnations[name] += 1
         self._say_hello(name, self.incarnations[name])
 
-    @rule(seconds=st.sampled_from([0.3, 6.0, 11.0, 2000.0]))
+    @rule(seconds=st.sampled_from([0.3, 6.0, 11.0, 2000.0, -500.0, 1e6]))
     def wait(self, seconds: float) -> None:
+        """Time passes, or the clock jumps."""
         self.table.clock.now += seconds
         self.core.tick()
 
@@ -166,11 +167,13 @@ class RunMachine(RuleBasedStateMachine):
 
     # --- scheduler ----------------------------------------------------------------------------
 
-    @rule()
-    def restart_scheduler(self) -> None:
-        state = json.loads(json.dumps(self.core.snapshot()))
+    @rule(has_log=st.booleans())
+    def restart_scheduler(self, has_log: bool) -> None:
+        state, terms = json.loads(json.dumps([self.core.snapshot(), self.core.terms()]))
         core = SchedulerCore(self.cfg, CATALOGUE, clock=self.table.clock)
         core.restore(state)
+        if has_log:
+            core.restore_terms(terms)
         assert core.snapshot() == state
         self.table.core = core
 
@@ -238,7 +241,7 @@ class SyncRunMachine(RunMachine):
         assert len({g.opened_at_version for g in is_open}) <= 1
 
 
-LIMITS = settings(max_examples=150, stateful_step_count=60)
+LIMITS = settings(max_examples=120, stateful_step_count=60)
 TestAsyncLawsHold = RunMachine.TestCase
 TestAsyncLawsHold.settings = LIMITS
 TestSyncLawsHold = SyncRunMachine.TestCase

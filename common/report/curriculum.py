@@ -1,0 +1,89 @@
+"""The card of the curriculum: success, cut episodes and the horizon, one below the other."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from common.metrics import MetricsLine
+from common.report.charts import Point, Series, line_chart
+
+MAX_ENVS = 5  # that get a line of their own
+_SHARES = (("success", "reward/success", "c1"), ("cut", "episodes/truncated_frac", "c3"))
+_ENV_COLOURS = ("c4", "c5", "c2", "c1", "c3")
+MAX_RULES = 12  # upright lines; a horizon that changes more often is seen without
+Legend = list[tuple[str, str]]  # (name, css)
+
+
+def curriculum_charts(lines: list[MetricsLine], *, smooth_steps: int) -> list[tuple[str, Legend]]:
+    """Return the charts from top to bottom with their legends; none if there is no horizon.
+
+    Above: success and the share of episodes cut by the horizon, as they were and smoothed. Below:
+    the horizon of every environment. Upright lines mark the steps at which one of them changed.
+    """
+    horizons = _horizons(lines)
+    if not horizons:
+        return []
+    changes = sorted({x for points in horizons.values() for x in changes_of(points)})
+    changes = changes if len(changes) <= MAX_RULES else []
+    x_max = max(x for points in horizons.values() for x, _ in points)
+    shares: list[Series] = []
+    for label, name, css in _SHARES:
+        points = points_of(lines, name)
+        if not points:
+            continue
+        is_long = len(points) > 2 * smooth_steps
+        if is_long:
+            shares.append(Series(label=f"{label}, each step", points=points, css=f"{css} faint"))
+        shown = smooth(points, smooth_steps) if is_long else points
+        shares.append(Series(label=label, points=shown, css=css))
+    upper = line_chart(
+        "Success and cut episodes over steps",
+        shares,
+        y_max=1.0,
+        height=230,
+        is_percent=True,
+        rules=changes,
+        x_max=x_max,
+    )
+    lower = line_chart(
+        "Horizon in turns over steps",
+        [
+            Series(label=env, points=points, css=css, is_step=True)
+            for (env, points), css in zip(horizons.items(), _ENV_COLOURS, strict=False)
+        ],
+        height=150,
+        rules=changes,
+        x_max=x_max,
+    )
+    above: Legend = [("solved", "c1"), ("cut by the horizon", "c3")]
+    below = [(f"turns, {env}", css) for env, css in zip(horizons, _ENV_COLOURS, strict=False)]
+    return [(upper, above), (lower, below)] if shares else [(lower, below)]
+
+
+def points_of(lines: list[MetricsLine], name: str) -> list[Point]:
+    """Return the metric over the steps that have it; an absent value stays None."""
+    return [(float(line["step"] or 0), line[name]) for line in lines if name in line]
+
+
+def smooth(points: Sequence[Point], num_steps: int) -> list[Point]:
+    """Return the mean of each point and those before it, `num_steps` in all."""
+    smoothed: list[Point] = []
+    for i, (x, _) in enumerate(points):
+        window = [y for _, y in points[max(0, i + 1 - num_steps) : i + 1] if y is not None]
+        smoothed.append((x, sum(window) / len(window) if window else None))
+    return smoothed
+
+
+def changes_of(points: Sequence[Point]) -> list[float]:
+    """Return the steps whose value differs from that of the step before."""
+    known = [(x, y) for x, y in points if y is not None]
+    return [x for (_, before), (x, y) in pairwise(known) if y != before]
+
+
+def _horizons(lines: list[MetricsLine]) -> dict[str, list[Point]]:
+    """Return environment -> its horizon; the longest of all if no environment is named."""
+    prefix = "horizon/value/"
+    names = sorted({name for line in lines for name in line if name.startswith(prefix)})
+    if not 0 < len(names) <= MAX_ENVS:
+        points = points_of(lines, "horizon/value")
+        return {"longest": points} if points else {}
+    return {name.removeprefix(prefix): points_of(lines, name) for name in names}

@@ -1,0 +1,164 @@
+"""What an evaluation says: success, score, avg@k and pass@k with intervals, failures apart."""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from common.messages import Trajectory
+from common.report.results import wilson_interval
+
+_Z95 = 1.959964
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One episode that says something about the policy."""
+
+    is_success: bool
+    score: float  # the last reward, in [0, 1]
+    num_turns: int
+    end: str  # EndReason's value
+
+
+@dataclass(slots=True, kw_only=True)
+class ItemPlays:
+    """What became of the k samples of one item."""
+
+    env: str
+    subset: str
+    item_id: str
+    samples: list[Sample] = field(default_factory=list[Sample])
+    failures: list[str] = field(default_factory=list[str])  # end reasons of the infrastructure's
+    num_missing: int = 0  # not played yet
+
+    def add(self, trajectory: Trajectory) -> None:
+        """Count an episode."""
+        if trajectory.end_reason.is_infrastructure_failure:
+            self.failures.append(trajectory.end_reason.value)
+            return
+        self.samples.append(
+            Sample(
+                is_success=trajectory.is_success,
+                score=trajectory.reward,
+                num_turns=trajectory.num_turns,
+                end=trajectory.end_reason.value,
+            )
+        )
+
+    @property
+    def num_solved(self) -> int:
+        """Samples that solved the item."""
+        return sum(sample.is_success for sample in self.samples)
+
+
+def pass_at(k: int, *, num_samples: int, num_solved: int) -> float:
+    """Return the chance that k of the samples, drawn without replacement, hold a solved one.
+
+    Args:
+        num_samples: at least k.
+
+    Source: Chen et al., arXiv 2107.03374, equation 1; unbiased for 1 - (1 - p)^k.
+    """
+    return 1.0 - math.comb(num_samples - num_solved, k) / math.comb(num_samples, k)
+
+
+def clustered_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Return the 95% interval of the mean over items that each have a value in [0, 1].
+
+    Items are independent; the samples of one item need not be, since only its mean counts. It is
+    the score interval with the effective number of trials m(1-m)/v in the place of n, v being the
+    variance of the mean m. With one sample of success per item that is n, so the interval is
+    Wilson's; it stays inside [0, 1] and is never empty. Where all values are the same, whatever
+    they are, nothing is known about their spread and every item counts as one trial.
+
+    Args:
+        values: at least one.
+
+    Source: Korn, Graubard (1998), Survey Methodology 24:193, for the effective number; the score
+    interval instead of the exact one.
+    """
+    num, mean = len(values), sum(values) / len(values)
+    spread = sum((value - mean) ** 2 for value in values) / num
+    trials = num * mean * (1 - mean) / spread if spread > 1e-12 else float(num)
+    z2 = _Z95**2
+    centre = mean + z2 / (2 * trials)
+    half = _Z95 * math.sqrt((mean * (1 - mean) + z2 / (4 * trials)) / trials)
+    scale = 1 + z2 / trials
+    return max(0.0, (centre - half) / scale), min(1.0, (centre + half) / scale)
+
+
+def scores(items: Iterable[ItemPlays], *, k: int) -> dict[str, object]:
+    """Return all numbers of some items as JSON; a mean over nothing is null.
+
+    Returns:
+        num_items, num_episodes, num_failed, num_missing, failures (by reason);
+        success: share of the episodes that were played to an end, with Wilson's interval over
+            episodes: for k > 1 too narrow, as the samples of one item are alike;
+        avg_at_k, score: means over items, with intervals clustered by item;
+        pass_at: for each power of two up to k and for k: mean over the items with so many samples.
+    """
+    items = list(items)
+    played = [item for item in items if item.samples]
+    samples = [sample for item in played for sample in item.samples]
+    num_solved = sum(sample.is_success for sample in samples)
+    failures = Counter(reason for item in items for reason in item.failures)
+    return {
+        "num_items": len(items),
+        "num_episodes": len(samples),
+        "num_failed": failures.total(),
+        "num_missing": sum(item.num_missing for item in items),
+        "failures": dict(sorted(failures.items())),
+        "success": {
+            "mean": num_solved / len(samples) if samples else None,
+            "ci95": list(wilson_interval(num_solved, len(samples))) if samples else None,
+            "num_episodes": len(samples),
+        },
+        "avg_at_k": {"k": k, **_mean([i.num_solved / len(i.samples) for i in played])},
+        "score": _mean([sum(s.score for s in i.samples) / len(i.samples) for i in played]),
+        "pass_at": {str(each): _pass(played, each) for each in _powers(k)},
+        "num_turns": _plain_mean([float(sample.num_turns) for sample in samples]),
+        "ends": dict(sorted(Counter(sample.end for sample in samples).items())),
+    }
+
+
+def all_scores(items: Sequence[ItemPlays], *, k: int) -> dict[str, object]:
+    """Return `scores` of all items, of each environment, and of each subset in it."""
+    by_subset: dict[tuple[str, str], list[ItemPlays]] = defaultdict(list)
+    by_env: dict[str, list[ItemPlays]] = defaultdict(list)
+    for item in items:
+        by_subset[item.env, item.subset].append(item)
+        by_env[item.env].append(item)
+    subsets: dict[str, dict[str, object]] = defaultdict(dict)
+    for (env, subset), some in by_subset.items():
+        subsets[env][subset] = scores(some, k=k)
+    envs: Mapping[str, object] = {
+        env: {**scores(some, k=k), "by_subset": subsets[env]} for env, some in by_env.items()
+    }
+    return {"overall": scores(items, k=k), "by_env": envs}
+
+
+def _powers(k: int) -> list[int]:
+    return sorted({*(1 << i for i in range(k.bit_length())), k})
+
+
+def _pass(played: list[ItemPlays], k: int) -> dict[str, object]:
+    return _mean(
+        [
+            pass_at(k, num_samples=len(item.samples), num_solved=item.num_solved)
+            for item in played
+            if len(item.samples) >= k
+        ]
+    )
+
+
+def _mean(values: list[float]) -> dict[str, object]:
+    return {
+        "mean": _plain_mean(values),
+        "ci95": list(clustered_interval(values)) if values else None,
+        "num_items": len(values),
+    }
+
+
+def _plain_mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None

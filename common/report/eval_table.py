@@ -1,0 +1,189 @@
+"""Evaluations as Markdown: a table per scenario, laid out like Tables 1-5 of arXiv 2509.08755."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+ABSENT = "-"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """The columns of one scenario: name and the subsets that it pools."""
+
+    title: str
+    columns: tuple[tuple[str, tuple[str, ...]], ...]
+
+
+LAYOUTS = {
+    "webarena": Layout(
+        title="Web navigation (WebArena)",
+        columns=(
+            ("Shopping", ("Shopping",)),
+            ("CMS", ("CMS",)),
+            ("Maps", ("Maps",)),
+            ("G & R", ("GitLab", "Reddit")),
+        ),
+    ),
+    "searchqa": Layout(
+        title="Deep search",
+        columns=(
+            ("NQ", ("nq",)),
+            ("TriviaQA", ("triviaqa",)),
+            ("PopQA", ("popqa",)),
+            ("HotpotQA", ("hotpotqa",)),
+            ("2Wiki", ("2wiki",)),
+            ("Musique", ("musique",)),
+            ("Bamboogle", ("bamboogle",)),
+        ),
+    ),
+    "textcraft": Layout(
+        title="Digital games (TextCraft)",
+        columns=tuple((f"Depth {d}", (f"depth{d}",)) for d in range(1, 5)),
+    ),
+    "babyai": Layout(
+        title="Embodied (BabyAI)",
+        columns=tuple((s, (s,)) for s in ("GoTo", "Pickup", "AOD", "Find", "Room", "SLoc")),
+    ),
+    "sciworld": Layout(
+        title="Scientific (SciWorld)",
+        columns=(
+            ("Measure", ("Measure",)),
+            ("Test-Cond", ("TestCond",)),
+            ("Find", ("Find",)),
+            ("Chem-Mix", ("ChemMix",)),
+            ("Lifespan", ("Lifespan",)),
+        ),
+    ),
+}
+
+Entry = Mapping[str, Any]  # one evaluated policy of eval.json
+
+
+def layout_of(env: str, subsets: Sequence[str]) -> Layout:
+    """Return the columns for the subsets that were played.
+
+    The scenario's own columns if all of them fit in; else one for each subset.
+    """
+    layout = LAYOUTS.get(env)
+    known = {subset for _, pooled in layout.columns for subset in pooled} if layout else set[str]()
+    if layout is not None and known.issuperset(subsets):
+        return layout
+    title = layout.title if layout else env
+    return Layout(title=title, columns=tuple((subset, (subset,)) for subset in subsets))
+
+
+def as_markdown(entries: Sequence[Entry]) -> str:
+    """Return eval.md: per scenario a table with a row for each policy, then what to know of them.
+
+    Args:
+        entries: of eval.json, in the order of rows.
+    """
+    envs = list(dict.fromkeys(env for entry in entries for env in entry["by_env"]))
+    parts = ["# Evaluation", "Percent of held-out items, 95 % intervals in brackets; at the full"]
+    parts[-1] += " horizon. Overall is weighted by items."
+    parts += [_scenario(env, entries) for env in envs]
+    if len(envs) > 1:
+        parts.append(_overall(entries))
+    parts.append(_runs(entries))
+    return "\n\n".join(parts) + "\n"
+
+
+def _scenario(env: str, entries: Sequence[Entry]) -> str:
+    rows = [entry for entry in entries if env in entry["by_env"]]
+    played = dict.fromkeys(s for entry in rows for s in entry["by_env"][env]["by_subset"])
+    layout = layout_of(env, list(played))
+    lines = [_row(["Model", "", *(name for name, _ in layout.columns), "Overall"])]
+    lines.append(_row(["---", "---", *("---:" for _ in range(len(layout.columns) + 1))]))
+    for entry in rows:
+        scores = entry["by_env"][env]
+        for name, pick in _measures(entry).items():
+            cells = [
+                _pooled([scores["by_subset"][s] for s in pooled if s in scores["by_subset"]], pick)
+                for _, pooled in layout.columns
+            ]
+            lines.append(_row([_label(entry), name, *cells, _cell(_at(scores, pick))]))
+    return f"## {layout.title}\n\n" + "\n".join(lines)
+
+
+def _overall(entries: Sequence[Entry]) -> str:
+    lines = [_row(["Model", "", "All items"]), _row(["---", "---", "---:"])]
+    lines += [
+        _row([_label(entry), name, _cell(_at(entry["overall"], pick))])
+        for entry in entries
+        for name, pick in _measures(entry).items()
+    ]
+    return "## All scenarios\n\n" + "\n".join(lines)
+
+
+def _measures(entry: Entry) -> dict[str, tuple[str, ...]]:
+    """Return the rows of a policy: name -> where its number stands."""
+    k = entry["k"]
+    if k == 1:
+        return {"success": ("success",), "score": ("score",)}
+    return {f"avg@{k}": ("avg_at_k",), f"pass@{k}": ("pass_at", str(k)), "score": ("score",)}
+
+
+def _at(scores: Mapping[str, Any], path: tuple[str, ...]) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = scores
+    for key in path:
+        found = found[key]
+    return found
+
+
+def _pooled(scores: Sequence[Mapping[str, Any]], path: tuple[str, ...]) -> str:
+    """Return the cell of a column; of several subsets the mean over items, without interval."""
+    found = [_at(each, path) for each in scores]
+    found = [each for each in found if each["mean"] is not None]
+    if not found:
+        return ABSENT
+    if len(found) == 1:
+        return _cell(found[0])
+    weights = [each.get("num_items") or each["num_episodes"] for each in found]
+    pairs = zip(found, weights, strict=True)
+    return f"{100 * sum(each['mean'] * w for each, w in pairs) / sum(weights):.2f}"
+
+
+def _cell(value: Mapping[str, Any]) -> str:
+    if value["mean"] is None:
+        return ABSENT
+    low, high = value["ci95"]
+    return f"{100 * value['mean']:.2f} [{100 * low:.1f}, {100 * high:.1f}]"
+
+
+def _runs(entries: Sequence[Entry]) -> str:
+    """Return what stands behind the rows: how much was played, and what failed and is left out."""
+    heads = ["Model", "Policy", "k", "Items", "Episodes", "Failed", "Not played", "Turns"]
+    lines = [_row(heads), _row(["---", "---", *("---:" for _ in heads[2:])])]
+    for entry in entries:
+        overall = entry["overall"]
+        causes = ", ".join(f"{reason} {num}" for reason, num in overall["failures"].items())
+        failed = f"{overall['num_failed']} ({causes})" if causes else "0"
+        turns = overall["num_turns"]
+        lines.append(
+            _row(
+                [
+                    _label(entry),
+                    str(entry["policy"]["source"]).replace("|", "/"),
+                    str(entry["k"]),
+                    str(overall["num_items"]),
+                    str(overall["num_episodes"]),
+                    failed,
+                    str(overall["num_missing"]),
+                    ABSENT if turns is None else f"{turns:.1f}",
+                ]
+            )
+        )
+    note = (
+        "Failed: episodes that environments, hub or endpoint did not let end. They are left out of"
+        " every number above, as are those not played."
+    )
+    return "## Episodes\n\n" + "\n".join(lines) + "\n\n" + note
+
+
+def _label(entry: Entry) -> str:
+    return str(entry["label"]).replace("|", "/")
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"

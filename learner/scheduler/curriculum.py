@@ -1,0 +1,117 @@
+"""The curriculum: which item comes next, and how long its episodes may be."""
+
+from typing import Any
+
+from common.config import RunConfig
+from common.config_curriculum import HorizonKind
+from common.messages import EndReason, EpisodeSeen
+from learner.scheduler.catalog import Catalogue
+from learner.scheduler.curriculum_gated import UNKNOWN, GatedHorizon, StepSeen
+from learner.scheduler.groups import Episode, Group
+from learner.scheduler.horizon import HorizonStamp, horizon_at
+from learner.scheduler.mixture import Mixture
+from learner.scheduler.sampling import Item
+
+
+class Curriculum:
+    """Items and horizons of the groups to come. What is open keeps the stamp it has.
+
+    Example: a group opened at version 99 of a stepwise horizon [10, 20] with 100 steps a stage is
+    stamped 10. At version 100 new groups are stamped 20; the first one plays on with 10 turns,
+    and its episodes do not count towards what a gated horizon measures of its present stage.
+    """
+
+    def __init__(self, cfg: RunConfig, catalogue: Catalogue) -> None:
+        self._catalogue = catalogue
+        envs = sorted({task.env for task in cfg.tasks})
+        self._policies = {env: cfg.horizon.policy(env) for env in envs}
+        self._gated = {
+            env: GatedHorizon(policy, env)
+            for env, policy in self._policies.items()
+            if policy.kind is HorizonKind.GATED
+        }
+        self._tallies = {env: [0, 0, 0] for env in self._gated}  # episodes, solved, truncated
+        self._version = 0  # of the last step that was taken in
+        self.mixture = Mixture(
+            cfg.mixture, cfg.tasks, catalogue, seed=cfg.run.seed, group_size=cfg.groups.size
+        )
+
+    def item(self, number: int) -> Item:
+        """Return the item of group `number`; each number is asked for once, in order."""
+        return self.mixture.item(number)
+
+    def stamp(self, env: str, version: int) -> HorizonStamp:
+        """Return what a group of this environment is stamped with at this version."""
+        gated = self._gated.get(env)
+        return gated.stamp if gated else horizon_at(self._policies[env], version)
+
+    def see(self, seen: EpisodeSeen, group: Group, episode: Episode) -> None:
+        """Count a training episode that says something about the policy; once each."""
+        self.mixture.see(seen, episode.item_id)
+        gated = self._gated.get(episode.env)
+        if gated is None or not gated.is_present(group.horizon_stage, group.opened_at_version):
+            return
+        max_turns = self._catalogue.entry(episode.env, episode.subset).max_turns
+        is_cut = seen.end_reason is EndReason.HORIZON and episode.horizon < max_turns
+        tally = self._tallies[episode.env]
+        tally[0] += 1
+        tally[1] += seen.is_success
+        tally[2] += is_cut
+
+    def step(self, version: int, signals: dict[str, float]) -> None:
+        """Take in that step `version` is trained; a step that is known is ignored."""
+        if version <= self._version:
+            return
+        before = {env: self.stamp(env, self._version).stage for env in self._policies}
+        self._version = version
+        for env, gated in self._gated.items():
+            num, num_solved, num_truncated = self._tallies[env]
+            self._tallies[env] = [0, 0, 0]
+            gated.step(
+                StepSeen(
+                    version=version,
+                    num_episodes=num,
+                    num_solved=num_solved,
+                    num_truncated=num_truncated,
+                    entropy=signals.get("entropy", UNKNOWN),
+                    ess_frac=signals.get("ess_frac", UNKNOWN),
+                )
+            )
+        for env, stage in before.items():
+            if self.stamp(env, version).stage != stage:
+                self.mixture.forget_items(env)
+
+    def report(self, version: int) -> dict[str, Any]:
+        """Return every environment's horizon, the decisions so far and the mixture."""
+        return {
+            "horizons": {env: self._report_env(env, version) for env in self._policies},
+            "mixture": self.mixture.report(),
+        }
+
+    def _report_env(self, env: str, version: int) -> dict[str, Any]:
+        stamp = self.stamp(env, version)
+        gated = self._gated.get(env)
+        return {
+            "kind": self._policies[env].kind.value,
+            "horizon": stamp.horizon,
+            "stage": stamp.stage,
+            **(gated.report() if gated else {}),
+        }
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the exact state as JSON."""
+        return {
+            "version": self._version,
+            "tallies": {env: list(tally) for env, tally in self._tallies.items()},
+            "gated": {env: gated.snapshot() for env, gated in self._gated.items()},
+            "mixture": self.mixture.snapshot(),
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take over the state of `snapshot`; a new environment starts at its first stage."""
+        self._version = state["version"]
+        for env, gated in self._gated.items():
+            self._tallies[env] = list(state["tallies"].get(env, [0, 0, 0]))
+            if env in state["gated"]:
+                gated.restore(state["gated"][env])
+        self.mixture.restore(state["mixture"])

@@ -1,0 +1,120 @@
+"""Two small real servers: a hub with a counting game, and an OpenAI-compatible endpoint."""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+
+START_S = 20.0
+
+
+@contextlib.contextmanager
+def serve(app: FastAPI) -> Iterator[str]:
+    """Serve an app in a thread; yields its address."""
+    server = uvicorn.Server(
+        uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", lifespan="off")
+    )
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    started = threading.Event()
+    for _ in range(int(START_S / 0.01)):
+        if server.started:
+            break
+        started.wait(0.01)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(START_S)
+
+
+@dataclass
+class ToyHub:
+    """The game: say "go" twice. The item <subset>-test-9 fails to open; a broken hub, every one."""
+
+    is_broken: bool = False
+    opened: list[str] = field(default_factory=list[str])
+    turns: dict[str, int] = field(default_factory=dict[str, int])
+
+    def app(self) -> FastAPI:
+        app = FastAPI()
+
+        @app.get("/v1/envs")
+        async def envs() -> Any:
+            subset = {"num_train": 5, "num_test": 10, "max_turns": 3}
+            return {
+                "toy": {"subsets": {"a": subset, "b": subset}, "instruction": {"compact": "Play."}}
+            }
+
+        @app.get("/v1/envs/toy/tasks")
+        async def tasks() -> Any:
+            return {"A": {"train": [], "test": ["a-test-2", "a-test-5"]}}
+
+        @app.post("/v1/sessions", status_code=201)
+        async def open_session(request: Request) -> Any:
+            item_id = (await request.json())["item_id"]
+            self.opened.append(item_id)
+            if self.is_broken or item_id.endswith("-9"):
+                return JSONResponse({"detail": "the game is broken"}, status_code=500)
+            name = f"s{len(self.opened)}"
+            self.turns[name] = 0
+            return {"session_id": name, "observation": f"begin {item_id}"}
+
+        @app.post("/v1/sessions/{name}/step")
+        async def step(name: str, request: Request) -> Any:
+            is_go = (await request.json())["action"] == "go"
+            self.turns[name] += is_go
+            done = self.turns[name] == 2
+            reward = self.turns[name] / 2
+            return {"observation": "on", "reward": reward, "done": done, "is_valid": is_go}
+
+        @app.delete("/v1/sessions/{name}", status_code=204)
+        async def close(name: str) -> Response:
+            return Response(status_code=204)
+
+        return app
+
+
+@dataclass
+class ToyEndpoint:
+    """Answers "go", or as its script says: a status, a text, or a whole body; then "go" again."""
+
+    script: list[int | str | dict[str, Any]] = field(default_factory=list[Any])
+    texts: dict[int, str] = field(default_factory=dict[int, str])  # status -> body
+    retry_after: str = "0.01"
+    requests: list[dict[str, Any]] = field(default_factory=list[Any])
+    keys: list[str | None] = field(default_factory=list[Any])
+    delay_s: float = 0.0
+    num_at_once: int = 0
+    most_at_once: int = 0
+
+    def app(self) -> FastAPI:
+        app = FastAPI()
+
+        @app.post("/v1/chat/completions")
+        async def complete(request: Request) -> Any:
+            self.requests.append(await request.json())
+            self.keys.append(request.headers.get("authorization"))
+            self.num_at_once += 1
+            self.most_at_once = max(self.most_at_once, self.num_at_once)
+            await asyncio.sleep(self.delay_s)
+            self.num_at_once -= 1
+            act = self.script.pop(0) if self.script else "go"
+            if isinstance(act, int):
+                headers = {"Retry-After": self.retry_after} if act == 429 else {}
+                return Response(self.texts.get(act, "no"), status_code=act, headers=headers)
+            if isinstance(act, dict):
+                return act
+            message = {"role": "assistant", "content": act}
+            return {
+                "choices": [{"message": message, "finish_reason": "stop"}],
+                "usage": {"prompt_tokens": 7, "completion_tokens": 2},
+            }
+
+        return app

@@ -1,0 +1,46 @@
+"""The state of the scheduler survives, exactly."""
+
+import json
+
+import pytest
+
+from common.errors import ConfigError
+from tests.learner.scheduler.builders import (
+    Table,
+    ids,
+)
+
+
+def test_restored_state_is_the_same_state_and_live_actors_keep_their_leases() -> None:
+    table = Table()
+    table.hello("actor-0")
+    leases = table.ask("actor-0", 6).leases
+    table.arrive(leases[:2])
+    state = json.loads(json.dumps(table.core.snapshot()))
+    other = Table(clock=table.clock)
+    other.clock.now += 5_000
+    other.core.restore(state)
+    assert other.core.snapshot() == state
+    other.core.tick()
+    assert other.beat("actor-0", ids(leases[2:])).revoked == []
+    assert other.core.books.leases.num_leased == 4
+    assert ids(other.ask("actor-0", 2).leases) == ["g0000001/2", "g0000001/3"]
+
+
+def test_restored_lease_is_issued_again_when_its_actor_does_not_come_back() -> None:
+    table = Table()
+    table.hello("actor-0")
+    leases = table.ask("actor-0", 4).leases
+    other = Table(clock=table.clock)
+    other.core.restore(table.core.snapshot())
+    other.clock.now += 11
+    other.hello("actor-1")
+    other.core.tick()
+    assert ids(other.ask("actor-1", 4).leases) == ids(leases)
+
+
+def test_state_of_another_seed_is_refused() -> None:
+    table = Table()
+    state = table.core.snapshot() | {"seed": 7}
+    with pytest.raises(ConfigError, match="seed=7, not 0"):
+        table.core.restore(state)

@@ -1,0 +1,121 @@
+"""Leases are renewed, lost, taken back and issued again."""
+
+from tests.learner.scheduler.builders import (
+    Table,
+    ids,
+)
+
+
+def test_lease_of_a_dead_actor_is_issued_again_with_the_next_attempt() -> None:
+    table = Table()
+    table.hello("actor-0")
+    first = table.ask("actor-0", 4).leases
+    table.clock.now += 11
+    table.hello("actor-1")
+    table.core.tick()
+    second = table.ask("actor-1", 4).leases
+    assert ids(second) == ids(first)
+    assert {lease.attempt for lease in second} == {1}
+    assert table.counts()["reissued"] == 4
+
+
+def test_rest_of_a_dead_actor_s_group_goes_to_the_next_one_that_asks() -> None:
+    table = Table()
+    table.hello("actor-0")
+    leases = table.ask("actor-0", 2).leases
+    table.arrive(leases)
+    table.clock.now += 11
+    table.hello("actor-1")
+    table.core.tick()
+    assert ids(table.ask("actor-1", 2).leases) == ["g0000000/2", "g0000000/3"]
+
+
+def test_lease_of_a_restarted_actor_is_issued_again_at_once() -> None:
+    table = Table()
+    table.hello("actor-0", incarnation="old")
+    first = table.ask("actor-0", 2).leases
+    table.hello("actor-0", incarnation="new")
+    again = table.ask("actor-0", 4).leases
+    assert {x.episode_id: x.attempt for x in again} == {
+        **{x.episode_id: 1 for x in first},
+        "g0000000/2": 0,
+        "g0000000/3": 0,
+    }
+
+
+def test_hello_of_the_same_process_keeps_its_leases() -> None:
+    table = Table()
+    table.hello("actor-0")
+    first = table.ask("actor-0", 4).leases
+    table.hello("actor-0")
+    assert set(ids(table.ask("actor-0", 4).leases)).isdisjoint(ids(first))
+
+
+def test_heartbeat_renews_what_it_lists() -> None:
+    table = Table()
+    table.hello("actor-0")
+    leases = table.ask("actor-0", 4).leases
+    for _ in range(500):  # 2500 s, beyond the 1810 s of a lease
+        table.clock.now += 5
+        assert table.beat("actor-0", ids(leases)).revoked == []
+        table.core.tick()
+    assert table.counts()["reissued"] == 0
+    assert table.core.books.leases.num_leased == 4
+
+
+def test_lease_past_its_deadline_is_issued_again() -> None:
+    table = Table()
+    table.hello("actor-0")
+    first = table.ask("actor-0", 1).leases
+    episode = table.core.books.leases.leased_to("actor-0")[0]
+    assert episode.deadline == table.clock.now + 1800 + 10
+    table.clock.now = episode.deadline + 1
+    table.hello("actor-0")
+    table.core.tick()
+    assert ids(table.ask("actor-0", 1).leases) == ids(first)
+
+
+def test_lease_that_two_heartbeats_do_not_list_is_lost() -> None:
+    table = Table()
+    table.hello("actor-0")
+    leases = table.ask("actor-0", 2).leases
+    kept, missed = leases
+    table.clock.now += 6
+    table.beat("actor-0", [kept.episode_id])
+    assert table.core.books.leases.num_leased == 2
+    table.beat("actor-0", [kept.episode_id])
+    assert ids(table.ask("actor-0", 1).leases) == [missed.episode_id]
+
+
+def test_missed_lease_is_not_lost_when_the_next_heartbeat_lists_it() -> None:
+    table = Table()
+    table.hello("actor-0")
+    leases = table.ask("actor-0", 1).leases
+    for running in ([], ids(leases), [], ids(leases)):
+        table.clock.now += 6
+        table.beat("actor-0", running)
+    assert table.core.books.leases.num_leased == 1
+
+
+def test_actor_that_was_thought_dead_takes_its_episodes_back() -> None:
+    table = Table()
+    table.hello("actor-0")
+    leases = table.ask("actor-0", 2).leases
+    table.clock.now += 11
+    table.core.tick()
+    assert table.core.books.leases.num_leased == 0
+    assert table.beat("actor-0", ids(leases)).revoked == []
+    assert table.core.books.leases.num_leased == 2
+    assert table.counts()["reissued"] == 0
+
+
+def test_actor_is_told_to_abandon_what_another_one_plays_now() -> None:
+    table = Table()
+    table.hello("actor-0")
+    leases = table.ask("actor-0", 2).leases
+    table.clock.now += 11
+    table.hello("actor-1")
+    table.core.tick()
+    table.ask("actor-1", 2)
+    assert table.beat("actor-0", ids(leases)).revoked == ids(leases)
+    assert table.beat("actor-0", ["g0099999/0", "nonsense"]).revoked == ["g0099999/0", "nonsense"]

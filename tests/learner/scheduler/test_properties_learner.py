@@ -1,0 +1,311 @@
+"""Laws of scheduler and learner together: the real group table at the other end of the wire."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from common.config_learning import AlgorithmSection
+from common.messages import (
+    EndReason,
+    EpisodeOutcome,
+    EpisodeSeen,
+    GroupArrived,
+    Lease,
+    Outcome,
+    Trajectory,
+)
+from learner.groups import GroupTable, oldest_version
+from learner.scheduler.audit import ENDED
+from learner.scheduler.core import SchedulerCore
+from learner.scheduler.groups import EpisodeState
+from tests.learner.scheduler.builders import CATALOGUE, Table, make_config, outcome_of, seen_of
+
+ACTORS = ("actor-0", "actor-1", "actor-2")
+MAX_LAG_STEPS, MAX_STRETCH = 1, 3.0
+actors = st.sampled_from(ACTORS)
+picks = st.randoms(use_true_random=False)
+
+
+def _trajectory(
+    lease: Lease, *, version: int, reward: float, end_reason: EndReason, actor: str
+) -> Trajectory:
+    """One sampled token."""
+    stamp = {name: getattr(lease, name) for name in Lease.__dataclass_fields__}
+    del stamp["deadline_s"]
+    return Trajectory(
+        **stamp,
+        actor=actor,
+        end_reason=end_reason,
+        error="",
+        reward=reward,
+        is_success=reward > 0,
+        num_turns=1,
+        num_invalid_actions=0,
+        generate_s=0.0,
+        env_s=0.0,
+        wall_s=1.0,
+        token_ids=np.array([1, 2], dtype=np.int32),
+        loss_mask=np.array([False, True]),
+        logprobs=np.zeros(2, dtype=np.float32),
+        versions=np.array([-1, version], dtype=np.int32),
+        turn_ids=np.zeros(2, dtype=np.int32),
+        invalid_turns=np.zeros(1, dtype=bool),
+        turn_scores=np.zeros(1, dtype=np.float32),
+    )
+
+
+def _has_signal(members: list[Trajectory]) -> bool:
+    return len({member.reward for member in members}) > 1
+
+
+class TwoSidesMachine(RuleBasedStateMachine):
+    """Everybody may die at any time; what is on disk (journal, step log, state) remains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        cfg = make_config(size=3, per_step=1, num_steps=1_000, max_attempts=2, max_ahead_steps=2)
+        cfg.groups.straggler_factor, cfg.groups.straggler_min_s = 2.0, 5.0
+        cfg.learner.max_lag_steps, cfg.scheduler.max_stretch = MAX_LAG_STEPS, MAX_STRETCH
+        self.cfg = cfg
+        self.table = Table(cfg)
+        self.playing: dict[str, dict[str, tuple[Lease, int]]] = {name: {} for name in ACTORS}
+        self.incarnations = dict.fromkeys((*ACTORS, "learner-0"), 0)
+        self.delivered: list[Trajectory] = []
+        self.journal: dict[str, Trajectory] = {}
+        self.logged: list[list[EpisodeOutcome]] = []  # the step log
+        self.trained: set[str] = set()
+        self.stamps: dict[str, tuple[Any, ...]] = {}
+        self.version = 0
+        for name in ("learner-0", *ACTORS):
+            self._hello(name)
+        self._start_learner()
+        for horizon in [5] * 20 + [8] * 20:  # it has run for a while
+            self.core.books.pace.add_episode("maze", horizon, 25.0)
+
+    @property
+    def core(self) -> SchedulerCore:
+        return self.table.core
+
+    def _hello(self, name: str) -> None:
+        self.table.hello(name, incarnation=f"i{self.incarnations[name]}", version=self.version)
+
+    # --- actors -------------------------------------------------------------------------------
+
+    @rule(name=actors, num=st.integers(1, 6), is_lost=st.sampled_from([False] * 5 + [True]))
+    def ask(self, name: str, num: int, is_lost: bool) -> None:
+        held = {e.episode_id for other in ACTORS for e in self.core.books.leases.leased_to(other)}
+        for lease in self.table.ask(name, num, version=self.version).leases:
+            assert lease.episode_id not in held  # nobody else is on it
+            stamp = (lease.horizon, lease.horizon_stage, lease.item_id, lease.opened_at_version)
+            assert self.stamps.setdefault(lease.group_id, stamp) == stamp
+            if not is_lost:
+                self.playing[name][lease.episode_id] = (lease, self.version)
+
+    @rule(name=actors, pick=picks, num_left=st.integers(0, 2))
+    def play(self, name: str, pick: Any, num_left: int) -> None:
+        """A round of work, all but the last ones of it."""
+        self.ask(name, 9, is_lost=False)
+        self.deliver(name, max(1, len(self.playing[name]) - num_left), pick)
+
+    @rule(name=actors)
+    def beat(self, name: str) -> None:
+        for episode_id in self.table.beat(name, list(self.playing[name]), self.version).revoked:
+            self.playing[name].pop(episode_id, None)
+
+    @rule(name=actors, num=st.integers(1, 9), pick=picks)
+    def deliver(self, name: str, num: int, pick: Any) -> None:
+        for _ in range(min(num, len(self.playing[name]))):
+            lease, version = self.playing[name].pop(pick.choice(sorted(self.playing[name])))
+            failed = 0.4 < pick.random() < 0.5
+            trajectory = _trajectory(
+                lease,
+                version=version,
+                reward=float((lease.member + pick.randrange(2)) % 2),
+                end_reason=EndReason.ENV_ERROR if failed else EndReason.DONE,
+                actor=name,
+            )
+            self.delivered.append(trajectory)
+            self._accept(trajectory)
+
+    @precondition(lambda self: self.delivered)
+    @rule(pick=picks)
+    def deliver_again(self, pick: Any) -> None:
+        self._accept(pick.choice(self.delivered))
+
+    @rule(name=actors)
+    def restart_actor(self, name: str) -> None:
+        self.playing[name] = {}
+        self.incarnations[name] += 1
+        self._hello(name)
+
+    @rule(seconds=st.sampled_from([0.3, 0.3, 6.0, 11.0, 2000.0, -400.0, 1e6]))
+    def wait(self, seconds: float) -> None:
+        """Time passes, or the clock jumps."""
+        self.table.clock.now += seconds
+        self.core.tick()
+
+    @rule(seconds=st.sampled_from([6.0, 60.0]))
+    def wait_with_heartbeats(self, seconds: float) -> None:
+        """Long enough for stragglers; the second heartbeat has let go of them."""
+        for _ in range(2):
+            self.table.clock.now += seconds / 2
+            self.beat_of_learner()
+            for name in ACTORS:
+                self.beat(name)
+        self.core.tick()
+
+    # --- learner ------------------------------------------------------------------------------
+
+    def _tell(
+        self,
+        seen: Sequence[EpisodeSeen] = (),
+        outcomes: Sequence[EpisodeOutcome] = (),
+        groups: Sequence[GroupArrived] = (),
+        *,
+        only_remember: bool = False,
+    ) -> None:
+        report = {"seen": list(seen), "outcomes": list(outcomes), "groups": list(groups)}
+        self.history.append(report)
+        if not only_remember:
+            self.table.report(**report)
+
+    def _seen(self, trajectory: Trajectory) -> EpisodeSeen:
+        return replace(
+            seen_of(trajectory, end_reason=trajectory.end_reason),  # type: ignore[arg-type]
+            num_turns=trajectory.num_turns,
+            wall_s=25.0 if trajectory.horizon > 5 else 1.0,
+        )
+
+    def _accept(self, trajectory: Trajectory) -> None:
+        if trajectory.episode_id in self.journal:
+            return
+        self.journal[trajectory.episode_id] = trajectory
+        self._tell(seen=[self._seen(trajectory)])
+        outcomes, groups = self.groups.add(trajectory)
+        self._tell(outcomes=outcomes, groups=groups)
+
+    @rule()
+    def beat_of_learner(self) -> None:
+        progress = self.table.beat("learner-0", self.groups.open_ids, self.version)
+        self.bounds = {(b.env, b.horizon): b.max_lag_steps for b in progress.lag_bounds}
+        for episode_id in progress.revoked:
+            group_id, _, member = episode_id.rpartition("/")
+            outcomes, groups = self.groups.give_up(group_id, int(member))
+            self._tell(outcomes=outcomes, groups=groups)
+
+    @precondition(lambda self: self.groups.is_batch_ready())
+    @rule(dies=st.sampled_from([False] * 6 + [True]), seconds=st.sampled_from([1.0, 8.0]))
+    def train(self, dies: bool, seconds: float) -> None:
+        self.table.clock.now += seconds
+        batch, stale = self.groups.take(
+            self.version, max_lag_steps=MAX_LAG_STEPS, in_order=False, lag_bounds=self.bounds
+        )
+        self._tell(outcomes=stale)
+        self.stale += stale
+        if not batch:
+            return
+        if dies:  # with the batch in its hands
+            self.restart_learner()
+            return
+        for group in batch:
+            assert group.group_id not in self.trained
+            self.trained.add(group.group_id)
+            for member in group.members:
+                bound = self.bounds.get((member.env, member.horizon), MAX_LAG_STEPS)
+                assert self.version - oldest_version(member) <= bound
+                assert bound <= MAX_LAG_STEPS * MAX_STRETCH
+        trained = [outcome_of(t.episode_id, Outcome.TRAINED) for g in batch for t in g.members]
+        self.version += 1
+        self.logged.append([*trained, *self.stale])
+        self.stale = []
+        self._tell(outcomes=trained)
+        self.table.step(self.version)
+
+    @rule()
+    def restart_learner(self) -> None:
+        self.incarnations["learner-0"] += 1
+        self._start_learner()
+        self._hello("learner-0")
+        self._tell_everything()
+
+    def _start_learner(self) -> None:
+        """From the journal and the step log alone."""
+        self.groups = GroupTable(self.cfg.groups, AlgorithmSection(), has_signal=_has_signal)
+        self.bounds: dict[tuple[str, int], int] = {}
+        self.stale: list[EpisodeOutcome] = []  # not written down yet
+        self.history: list[dict[str, Any]] = []
+        consumed = {each.episode_id for step in self.logged for each in step}
+        for step in self.logged:
+            self._tell(outcomes=step, only_remember=True)
+        for trajectory in self.journal.values():
+            self._tell(seen=[self._seen(trajectory)], only_remember=True)
+            is_consumed = trajectory.episode_id in consumed
+            outcomes, groups = (
+                self.groups.mark_completed(trajectory.group_id)
+                if is_consumed
+                else self.groups.add(trajectory)
+            )
+            self._tell(outcomes=outcomes, groups=groups, only_remember=True)
+
+    def _tell_everything(self) -> None:
+        for report in self.history:
+            self.table.report(**report)
+        self.table.step(self.version)
+
+    # --- scheduler ----------------------------------------------------------------------------
+
+    @rule(has_log=st.booleans())
+    def restart_scheduler(self, has_log: bool) -> None:
+        state, terms = json.loads(json.dumps([self.core.snapshot(), self.core.terms()]))
+        core = SchedulerCore(self.cfg, CATALOGUE, clock=self.table.clock)
+        core.restore(state)
+        if has_log:
+            core.restore_terms(terms)
+        assert core.snapshot() == state
+        self.table.core = core
+        self._tell_everything()
+
+    # --- the laws -----------------------------------------------------------------------------
+
+    @invariant()
+    def ledger_and_audit_balance(self) -> None:
+        books = self.core.books
+        books.assert_balanced()
+        settled, audited = books.ledger.train.settled, books.audit.total()
+        assert audited.total() == sum(settled.values())
+        assert audited[ENDED] == 0
+        assert all(audited[name] == num for name, num in settled.items())
+
+    @invariant()
+    def what_was_trained_is_booked_as_trained(self) -> None:
+        said = [each for step in self.logged for each in step]
+        num_trained = sum(each.outcome is Outcome.TRAINED for each in said)
+        assert self.core.books.ledger.train.settled["trained"] == num_trained
+
+    @invariant()
+    def lease_has_one_holder(self) -> None:
+        leases = self.core.books.leases
+        held = [e.episode_id for name in ACTORS for e in leases.leased_to(name)]
+        assert len(set(held)) == len(held) == leases.num_leased
+        table = self.core.books.table
+        assert set(held) == {
+            e.episode_id for _, e in table.episodes() if e.state is EpisodeState.LEASED
+        }
+
+    @invariant()
+    def everything_settled_has_left_or_waits_for_the_learner(self) -> None:
+        """No ghosts: what the learner waits for, the scheduler waits for or will give up."""
+        table = self.core.books.table
+        waiting = set(self.groups.open_ids)
+        told = {each.rpartition("/")[0] for each in self.core.books.given_up_ids(sorted(waiting))}
+        assert waiting <= set(table.groups) | told
+
+
+TestTwoSidesHold = TwoSidesMachine.TestCase
+TestTwoSidesHold.settings = settings(max_examples=150, stateful_step_count=80)

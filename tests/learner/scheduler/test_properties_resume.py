@@ -1,0 +1,165 @@
+"""A scheduler that restarts, at whatever point, goes on as the one that never did."""
+
+import json
+import random
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.config import EvalSection, TrainMode
+from common.messages import (
+    GroupArrived,
+    Heartbeat,
+    Hello,
+    LeaseGrant,
+    LeaseRequest,
+    Outcome,
+    Outcomes,
+    Progress,
+    StepDone,
+)
+from learner.scheduler.core import SchedulerCore
+from learner.scheduler.groups import EpisodeState, GroupState
+from tests.learner.scheduler.builders import (
+    CATALOGUE,
+    Clock,
+    make_config,
+    outcome_of,
+    seen_of,
+)
+
+ACTORS = ("actor-0", "actor-1", "actor-2")
+
+
+class Life:
+    """Roles that act by dice and by what they are told."""
+
+    def __init__(self, seed: int, core: SchedulerCore) -> None:
+        self.dice = random.Random(seed)
+        self.core = core
+        self.version = 0
+        self.playing: dict[str, dict[str, Any]] = {name: {} for name in ACTORS}
+
+    def next_message(self) -> tuple[str, Any]:
+        """Return (sender, message); the state is looked at as a learner would know it."""
+        name = self.dice.choice(ACTORS)
+        match self.dice.randrange(9):
+            case 0:
+                incarnation = f"i{self.dice.random() < 0.1}"
+                hello = Hello(role="actor", name=name, incarnation=incarnation, version=0)
+                return name, hello
+            case 1 | 2:
+                num = self.dice.randrange(1, 12)
+                return name, LeaseRequest(actor=name, num_free_slots=num, version=self.version)
+            case 3:
+                return name, self._beat(name, list(self.playing[name]))
+            case 4 | 5 | 6:
+                return "learner-0", self._arrivals(name)
+            case 7:
+                return "learner-0", self._beat("learner-0", [])
+        return "learner-0", self._step()
+
+    def _beat(self, name: str, running: list[str]) -> Heartbeat:
+        return Heartbeat(
+            role=name.partition("-")[0],
+            name=name,
+            version=self.version,
+            running=running,
+            num_free_slots=0,
+            tokens_per_s=1.0,
+            waiting_for="",
+            rss_bytes=1,
+        )
+
+    def _arrivals(self, name: str) -> Outcomes:
+        held = self.playing[name]
+        leases = [held.pop(key) for key in list(held)[: self.dice.randrange(1, 9)]]
+        arrived = {lease.episode_id for lease in leases}
+        waits = (EpisodeState.QUEUED, EpisodeState.LEASED)
+        groups: list[GroupArrived] = []
+        outcomes = []
+        for group in self.core.books.table.groups.values():
+            waiting = {e.episode_id for e in group.episodes if e.state in waits}
+            if group.state is GroupState.OPEN and group.number >= 0 and waiting <= arrived:
+                is_ready = self.dice.random() < 0.7
+                groups.append(GroupArrived(group_id=group.group_id, is_ready=is_ready))
+                if not is_ready:
+                    ids = [e.episode_id for e in group.episodes if e.settled is None]
+                    outcomes += [outcome_of(each, Outcome.FILTERED) for each in ids]
+        return Outcomes(
+            version=self.version,
+            seen=[seen_of(lease) for lease in leases],
+            outcomes=outcomes,
+            groups=groups,
+            num_duplicates=0,
+        )
+
+    def _step(self) -> Outcomes | StepDone:
+        groups = self.core.books.table.groups.values()
+        ready = [group for group in groups if group.state is GroupState.READY][:2]
+        ids = [e.episode_id for group in ready for e in group.episodes if e.settled is None]
+        if ids:
+            outcomes = [outcome_of(each, Outcome.TRAINED) for each in ids]
+            return Outcomes(
+                version=self.version, seen=[], outcomes=outcomes, groups=[], num_duplicates=0
+            )
+        self.version += 1
+        return StepDone(
+            version=self.version,
+            is_last=False,
+            max_ahead_steps=self.dice.randrange(3),
+            signals={"busy_s": 1.0, "wait_s": self.dice.random()},
+        )
+
+    def hear(self, name: str, answer: Any) -> None:
+        """Take what an actor is told."""
+        if isinstance(answer, LeaseGrant):
+            self.playing[name].update({lease.episode_id: lease for lease in answer.leases})
+        if isinstance(answer, Progress) and name in self.playing:
+            for episode_id in answer.revoked:
+                self.playing[name].pop(episode_id, None)
+
+
+def _new_core(mode: TrainMode, clock: Clock) -> SchedulerCore:
+    evaluation = EvalSection(before=False, after=False, every_steps=3, stream_items=4)
+    cfg = make_config(mode=mode, size=3, num_steps=1_000, max_ahead_steps=2, evaluation=evaluation)
+    cfg.groups.straggler_factor, cfg.groups.straggler_min_s = 1.0, 3.0
+    return SchedulerCore(cfg, CATALOGUE, clock=clock)
+
+
+def _restarted(core: SchedulerCore, mode: TrainMode, clock: Clock) -> SchedulerCore:
+    state, terms = json.loads(json.dumps([core.snapshot(), core.terms()]))
+    other = _new_core(mode, clock)
+    other.restore(state)
+    other.restore_terms(terms)
+    return other
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    restarts=st.sets(st.integers(0, 199), max_size=12),
+    mode=st.sampled_from(list(TrainMode)),
+)
+def test_resume_at_any_point_equals_no_restart(
+    seed: int, restarts: set[int], mode: TrainMode
+) -> None:
+    clock = Clock()
+    straight = _new_core(mode, clock)
+    restarted = _new_core(mode, clock)
+    life = Life(seed, straight)
+    for name in (*ACTORS, "learner-0"):
+        hello = Hello(role=name.partition("-")[0], name=name, incarnation="iFalse", version=0)
+        assert straight.handle(name, hello) == restarted.handle(name, hello)
+    for number in range(200):
+        if number in restarts:
+            restarted = _restarted(restarted, mode, clock)
+        clock.now += life.dice.choice([0.1, 0.4, 1.0, 4.0])
+        name, message = life.next_message()
+        answer = straight.handle(name, message)
+        assert restarted.handle(name, message) == answer
+        life.hear(name, answer)
+        assert straight.tick() == restarted.tick()
+    assert restarted.snapshot() == straight.snapshot()
+    assert restarted.terms() == straight.terms()
