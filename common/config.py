@@ -18,6 +18,7 @@ from common.config_envs import EnvsSection, RemoteOptions
 from common.config_eval import EvalSection, PolicySection
 from common.config_learning import AlgorithmSection, LearnerSection
 from common.config_offline import DpoSection, EvolveSection
+from common.config_twin import TwinSection
 from common.errors import ConfigError
 
 
@@ -234,6 +235,7 @@ class RunConfig:
     sft: SftSection = field(default_factory=SftSection)
     dpo: DpoSection = field(default_factory=DpoSection)
     evolve: EvolveSection = field(default_factory=EvolveSection)
+    twin: TwinSection = field(default_factory=TwinSection)
     log: LogSection = field(default_factory=LogSection)
 
     def __post_init__(self) -> None:

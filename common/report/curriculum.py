@@ -1,11 +1,12 @@
 """The card of the curriculum: success, cut episodes and the horizon, one below the other."""
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 from common.metrics import MetricsLine
 from common.report.charts import Point, Series, line_chart
 
+STAGE = "horizon/stage"
 MAX_ENVS = 5  # that get a line of their own
 _SHARES = (("success", "reward/success", "c1"), ("cut", "episodes/truncated_frac", "c3"))
 _ENV_COLOURS = ("c4", "c5", "c2", "c1", "c3")
@@ -86,4 +87,27 @@ def _horizons(lines: list[MetricsLine]) -> dict[str, list[Point]]:
     if not 0 < len(names) <= MAX_ENVS:
         points = points_of(lines, "horizon/value")
         return {"longest": points} if points else {}
-    return {name.removeprefix(prefix): points_of(lines, name) for name in names}
+    return {
+        env: level_of_stages(points_of(lines, prefix + env), points_of(lines, f"{STAGE}/{env}"))
+        for env in (name.removeprefix(prefix) for name in names)
+    }
+
+
+def level_of_stages(horizons: Sequence[Point], stages: Sequence[Point]) -> list[Point]:
+    """Return the horizons, each raised to the longest of its visit to a stage.
+
+    Tasks may end earlier than the curriculum allows; a batch of short ones alone would look as if
+    the horizon had shrunk.
+
+    Args:
+        horizons: longest of each step's batch.
+        stages: of each step; one without a stage is left as it is.
+    """
+    stage_of = dict(stages)
+    raised: list[Point] = []
+    for stage, visit in groupby(horizons, key=lambda point: stage_of.get(point[0])):
+        points = list(visit)
+        known = [y for _, y in points if y is not None]
+        level = max(known, default=None)
+        raised += points if stage is None else [(x, level) for x, _ in points]
+    return raised

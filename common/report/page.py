@@ -16,6 +16,7 @@ from common.report.charts import (
     stacked_bar,
 )
 from common.report.curriculum import curriculum_charts, points_of, smooth
+from common.report.dropped import dropped_table
 from common.report.results import MAX_LAG_SHOWN, has, mean, total
 from common.report.style import CSS
 
@@ -35,11 +36,13 @@ def render_page(report: dict[str, Any], lines: list[MetricsLine], cfg: RunConfig
     cards = [
         _headline(report, cfg),
         _learning(report, lines),
+        _eval_curve(report),
         _subsets(report),
         _curriculum(lines),
         _context_full(lines),
         _lag(report),
         _books(report),
+        _dropped(report),
         _waits(lines),
         _steps_card("Actors", lines, "actor/tokens_per_s", "sampled tokens per second"),
         _steps_card("Learner", lines, "train/tokens_per_s", "trained tokens per second"),
@@ -234,6 +237,43 @@ def _books(report: dict[str, Any]) -> str:
         note = f"The books do not balance: {ledger['issued']} issued, {issued:,.0f} accounted for."
     body = stacked_bar("Ledger", parts) + legend + f'<p class="note">{esc(note)}</p>'
     return _card("Ledger", body)
+
+
+def _dropped(report: dict[str, Any]) -> str:
+    body = dropped_table(report.get("selection") or {})
+    return _card("Who was dropped", body) if body else ""
+
+
+def _eval_curve(report: dict[str, Any]) -> str:
+    """Only where evaluations were played beside training."""
+    points: list[dict[str, Any]] = report.get("eval_curve") or []
+    if not points:
+        return ""
+    markers = [
+        Marker(
+            label=f"step {point['step']}",
+            x=float(point["step"]),
+            y=point["success"],
+            low=point["ci95"][0],
+            high=point["ci95"][1],
+            css="c4",
+        )
+        for point in points
+    ]
+    line = [(float(point["step"]), point["success"]) for point in points]
+    chart = line_chart(
+        "Held-out success while training",
+        [Series(label="held-out", points=line, css="c4")],
+        markers=markers,
+        y_max=1.0,
+        is_percent=True,
+    )
+    own = sum(point["own_version_frac"] for point in points) / len(points)
+    note = (
+        "Each belongs to the step that opened it. Weights go on changing while it is played: "
+        f"{own:.0%} of its tokens were sampled by that very version."
+    )
+    return _card("Held-out success while training", f'{chart}<p class="note">{note}</p>')
 
 
 def _waits(lines: list[MetricsLine]) -> str:

@@ -2,10 +2,12 @@
 
 import json
 import logging
+from dataclasses import asdict
 from typing import Any, cast
 
 from common.config import RunConfig
 from common.metrics import MetricsLine, read_metrics
+from common.report.eval_curve import eval_curve
 from common.report.page import render_page
 from common.report.results import (
     Evaluation,
@@ -44,6 +46,9 @@ def write_report(
     lines = read_metrics(run_dir.metrics)
     totals = read_totals(run_dir.journal)
     report = build_report(lines, totals, _read_ledger(run_dir), cfg, wall_s=wall_s)
+    report["eval_curve"] = [asdict(point) for point in eval_curve(run_dir.journal)]
+    if run_dir.selection.exists():
+        report["selection"] = json.loads(run_dir.selection.read_text())
     if peak_memory_bytes is not None:
         roles = _peak_memory(lines) or {}
         report["peak_memory_bytes"] = {**roles, "all_roles": float(peak_memory_bytes)}

@@ -4,7 +4,13 @@ import re
 
 from common.metrics import MetricsLine
 from common.report.charts import line_chart
-from common.report.curriculum import MAX_RULES, changes_of, curriculum_charts, smooth
+from common.report.curriculum import (
+    MAX_RULES,
+    changes_of,
+    curriculum_charts,
+    level_of_stages,
+    smooth,
+)
 
 
 def make_lines(num_steps: int, **horizons: list[int]) -> list[MetricsLine]:
@@ -63,3 +69,11 @@ def test_card_shows_the_longest_horizon_of_runs_that_name_no_environment() -> No
 
 def test_charts_below_each_other_share_the_axis_when_told() -> None:
     assert ">200<" in line_chart("t", [], x_max=200.0)
+
+
+def test_a_batch_of_short_tasks_does_not_look_like_a_shorter_horizon() -> None:
+    horizons = [(1.0, 6.0), (2.0, 4.0), (3.0, 10.0), (4.0, 8.0), (5.0, 6.0)]
+    stages = [(1.0, 0.0), (2.0, 0.0), (3.0, 1.0), (4.0, 1.0), (5.0, 0.0)]
+    levels = [y for _, y in level_of_stages(horizons, stages)]
+    assert levels == [6.0, 6.0, 10.0, 10.0, 6.0]
+    assert level_of_stages(horizons, []) == horizons
