@@ -58,19 +58,42 @@
   };
   const frame = window.requestAnimationFrame.bind(window);
 
-  // Images that styles bring in give elements their size; a page says nothing of their loading.
-  const drawn = new Set();
-  async function styledImages() {
+  // Images that styles bring in give elements their size; a page says nothing of their loading. They
+  // are held, so that one that only shows under the mouse has its size at once: while it loads the
+  // element has none, and a click misses it.
+  const drawn = new Map();
+  function load(url) {
+    if (!url || drawn.has(url)) return [];
+    const image = new Image();
+    image.src = url;
+    drawn.set(url, image);
+    return [image.decode().catch(() => {})];
+  }
+
+  // Of rules, too, that match nothing yet (`:hover`); sheets of other sites cannot be read.
+  const read = new WeakSet();
+  function imagesOfRules() {
     const waits = [];
+    for (const sheet of document.styleSheets) {
+      if (read.has(sheet)) continue;
+      read.add(sheet);
+      let rules = [];
+      try { rules = Array.from(sheet.cssRules); } catch { continue; }
+      for (const rule of rules) {
+        for (const match of rule.cssText.matchAll(/url\("([^"]+)"\)/g)) {
+          if (rule.selectorText) waits.push(...load(new URL(match[1], sheet.href || document.baseURI).href));
+        }
+      }
+    }
+    return waits;
+  }
+
+  async function styledImages() {
+    const waits = imagesOfRules();
     for (const el of document.body ? document.body.querySelectorAll('*') : []) {
       const style = getComputedStyle(el);
       for (const value of [style.backgroundImage, style.content, style.listStyleImage]) {
-        const url = value.startsWith('url("') ? value.slice(5, value.indexOf('")')) : '';
-        if (!url || drawn.has(url)) continue;
-        drawn.add(url);
-        const image = new Image();
-        image.src = url;
-        waits.push(image.decode().catch(() => {}));
+        waits.push(...load(value.startsWith('url("') ? value.slice(5, value.indexOf('")')) : ''));
       }
     }
     await Promise.all(waits);
