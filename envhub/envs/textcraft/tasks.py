@@ -82,7 +82,7 @@ class Catalogue:
             num_train = min(NUM_TASK_TRAIN[depth], spec.num_train)
             num_test = min(NUM_TASK_TEST[depth], spec.num_test)
             found[f"Depth {depth}"] = TaskSpec(
-                scenario="TextCraft",
+                scenario="Digital games",
                 subset=name,
                 train=tuple(f"{name}-train-{index}" for index in range(num_train)),
                 test=tuple(f"{name}-test-{index}" for index in range(num_test)),
