@@ -328,6 +328,10 @@ def dispatch(request: Request) -> int:
     if request.command == "sft":
         configure_logging("sft", cfg.log.level)
         return make_policy(cfg, run_dir)
+    if request.command == "simulate":
+        from learner.twin.main import run as simulate
+
+        return simulate(cfg, sys.stdout)
     if request.command == "dpo":
         configure_logging("dpo", cfg.log.level)
         return prefer(cfg)

@@ -21,6 +21,7 @@ COMMANDS = {
     "actor": "be one more actor of a run; may join and leave at any time",
     "envs": "list the tasks and environments (env=a,b: only theirs)",
     "status": "say how a run is doing (the latest, or run.name=...)",
+    "simulate": "play a run on a virtual clock: throughput, lag, drops, and advice (twin.*)",
     "doctor": "check what this machine has and lacks",
     "bench": "measure this machine: --suite envhub | learner | gpu | soak | solve",
 }

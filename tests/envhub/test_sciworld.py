@@ -69,6 +69,15 @@ def test_gold_path_reaches_reward_one(machines, item_id, style):
     assert max(rewards[:-1]) < 1.0
 
 
+def test_gold_step_that_the_simulator_rejects_is_passed_over(machines):
+    env = SciWorldEnv(Style.COMPACT, machines)
+    env.reset("TestCond-test-150", 0)  # its gold path names terminals that a wood block lacks
+    seen = [env.step(action) for _ in range(60) if (action := env.expert_action()) is not None]
+    env.close()
+    assert not all(result.is_valid for result in seen)
+    assert seen[-1].reward == 1.0
+
+
 def test_first_observation_tells_task_and_room(env, machines):
     task, room = env.reset("Lifespan-test-0", 0).split("\n")
     assert task.startswith("Your task is to find the animal with the longest life span.")

@@ -59,7 +59,7 @@ class SciWorldEnv:
         self._num_turns = 0
         self._choices: tuple[str, ...] = ()
         self._gold: tuple[str, ...] | None = None
-        self._performed: list[str] = []
+        self._performed: list[tuple[str, bool]] = []
         task, room = self._simulator.task_description(), self._simulator.look()
         state = (self._variation, task, room, self._simulator.inventory())
         self._fingerprint = hashlib.sha256(repr(state).encode()).hexdigest()
@@ -79,8 +79,7 @@ class SciWorldEnv:
         is_understood = text.is_understood(outcome.observation)
         self._choices = text.choices(outcome.observation)
         self._num_turns += 1
-        if is_understood:
-            self._performed.append(line)
+        self._performed.append((line, is_understood))
         is_over = outcome.is_complete or not 0 <= outcome.score < 100
         self._done = is_over or self._num_turns >= self._max_turns
         observation = outcome.observation.strip()
@@ -106,17 +105,21 @@ class SciWorldEnv:
         return sorted({combination["action"] for combination in combinations})
 
     def expert_action(self) -> str | None:
-        """Returns the next action of the gold path; None once the episode has left that path."""
+        """Returns the next action of the gold path; None once the episode has left that path.
+
+        A step that the simulator rejects counts as followed: some gold paths name terminals that an
+        object does not have, and reach the goal without them.
+        """
         if self._done or self._simulator is None:
             return None
         if self._gold is None:
             self._gold = self._machines.gold.find(self._variation)
         gold, num_followed = self._gold, 0
-        for action in self._performed:
+        for action, is_understood in self._performed:
             is_next = num_followed < len(gold) and action.lower() == gold[num_followed].lower()
             if is_next:
                 num_followed += 1
-            elif action not in FREE_ACTIONS:
+            elif is_understood and action not in FREE_ACTIONS:
                 return None
         return gold[num_followed] if num_followed < len(gold) else None
 

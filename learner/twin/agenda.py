@@ -1,0 +1,41 @@
+"""Virtual time: what happens when, in a fixed order."""
+
+import heapq
+from collections.abc import Callable
+from typing import Any
+
+START_S = 1000.0  # a clock never starts at zero
+
+
+class Agenda:
+    """The clock of a simulation and the heap of what is to come; equal times in order of entry."""
+
+    def __init__(self) -> None:
+        self.clock_s = START_S
+        self._events: list[tuple[float, int, Callable[..., Any], tuple[Any, ...]]] = []
+        self._num_entered = 0
+
+    def __call__(self) -> float:
+        """Return the time as the scheduler's clock."""
+        return self.clock_s
+
+    @property
+    def now_s(self) -> float:
+        """Virtual seconds since the start."""
+        return self.clock_s - START_S
+
+    def at(self, after_s: float, action: Callable[..., Any], *args: Any) -> None:
+        """Let `action(*args)` happen after so many seconds."""
+        self._num_entered += 1
+        heapq.heappush(self._events, (self.clock_s + after_s, self._num_entered, action, args))
+
+    def run_until(self, end_s: float, *, is_over: Callable[[], bool]) -> None:
+        """Let things happen until `end_s`, or until `is_over` says so after one of them."""
+        events = self._events
+        while events and events[0][0] - START_S <= end_s:
+            self.clock_s, _, action, args = heapq.heappop(events)
+            action(*args)
+            if is_over():
+                return
+        if events:
+            self.clock_s = START_S + end_s

@@ -1,0 +1,100 @@
+"""What a simulation counted, and the figures made of it."""
+
+from bisect import bisect_right
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+WARM_UP_FRAC = 0.1  # of the steps, left out of rates
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What one simulation predicts. Rates leave the beginning out."""
+
+    mode: str
+    num_actors: int
+    simulated_h: float
+    num_steps: int
+    num_episodes: int  # that arrived
+    steps_per_h: float
+    episodes_per_s: float
+    trained_per_h: float  # episodes
+    lag_mean: float  # over turns
+    lag_counts: dict[int, int]  # of an episode's oldest turn, when it was consumed
+    learner_wait_frac: float  # of the time
+    actor_idle_frac: float  # of the time, without any episode
+    filtered_frac: float  # of the settled episodes, as the next two
+    stale_frac: float
+    failed_frac: float
+    num_reissued: int
+    num_deaths: int
+    short_batch_frac: float  # of the steps
+    stopped_by: str  # "" or why a real run would have ended here
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON."""
+        counts = {str(lag): num for lag, num in sorted(self.lag_counts.items())}
+        return {**asdict(self), "lag_counts": counts}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    ended_s: float
+    wait_s: float
+    num_arrived: int  # episodes so far
+    num_trained: int  # of this step
+    lag_sum: float  # over the turns of this step
+    num_turns: int
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts while a simulation runs."""
+
+    published_s: list[float] = field(default_factory=list)  # when version i + 1 was there
+    steps: list[_Step] = field(default_factory=list)
+    lags: Counter[int] = field(default_factory=Counter)
+    num_arrived: int = 0
+    num_short: int = 0  # batches
+
+    def mean_version(self, version: int, started_s: float, ended_s: float) -> float:
+        """Return the mean version over an episode's time; it started with `version`."""
+        last = bisect_right(self.published_s, ended_s)
+        if last <= version or ended_s <= started_s:
+            return float(version)
+        passed = sum(ended_s - each for each in self.published_s[version:last])
+        return version + passed / (ended_s - started_s)
+
+    def add_step(
+        self, now_s: float, *, wait_s: float, num_trained: int, lag_sum: float, num_turns: int
+    ) -> None:
+        """Note a published step."""
+        self.published_s.append(now_s)
+        self.steps.append(
+            _Step(
+                ended_s=now_s,
+                wait_s=wait_s,
+                num_arrived=self.num_arrived,
+                num_trained=num_trained,
+                lag_sum=lag_sum,
+                num_turns=num_turns,
+            )
+        )
+
+    def rates(self) -> dict[str, float]:
+        """Return the means over the steps after the beginning; all 0 with fewer than two."""
+        first = max(0, int(WARM_UP_FRAC * len(self.steps)))
+        if len(self.steps) - first < 2:
+            names = ("steps_per_h", "episodes_per_s", "trained_per_h", "lag_mean")
+            return dict.fromkeys((*names, "learner_wait_frac"), 0.0)
+        before, later = self.steps[first], self.steps[first + 1 :]
+        seconds = later[-1].ended_s - before.ended_s
+        num_turns = sum(step.num_turns for step in later)
+        return {
+            "steps_per_h": 3600.0 * len(later) / seconds,
+            "episodes_per_s": (later[-1].num_arrived - before.num_arrived) / seconds,
+            "trained_per_h": 3600.0 * sum(step.num_trained for step in later) / seconds,
+            "lag_mean": sum(step.lag_sum for step in later) / max(num_turns, 1),
+            "learner_wait_frac": sum(step.wait_s for step in later) / seconds,
+        }
