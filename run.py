@@ -293,8 +293,9 @@ def bench(request: Request) -> int:
     from envhub.bench import SUITES as HUB_SUITES
     from learner.bench import run_suite as measure_learner
     from learner.bench_gpu import run_suite as measure_gpu
+    from learner.studies import SUITES as STUDIES
 
-    suites = {**HUB_SUITES, "learner": measure_learner, "gpu": measure_gpu}
+    suites = {**HUB_SUITES, "learner": measure_learner, "gpu": measure_gpu, **STUDIES}
     if request.suite not in suites:
         raise ConfigError(f"--suite={request.suite}: one of {', '.join(suites)}")
     configure_logging("bench", "INFO")

@@ -23,9 +23,9 @@ COMMANDS = {
     "status": "say how a run is doing (the latest, or run.name=...)",
     "simulate": "play a run on a virtual clock: throughput, lag, drops, and advice (twin.*)",
     "doctor": "check what this machine has and lacks",
-    "bench": "measure this machine: --suite envhub | learner | gpu | soak | solve",
+    "bench": "measure this machine or study training: --suite NAME",
 }
-SUITES = "envhub, soak, solve, learner, gpu"
+SUITES = "envhub, soak, solve, learner, gpu, algorithms, staleness, curriculum"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,7 @@ def parse(argv: Sequence[str], *, root: Path) -> Request:
     parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)
     parser.add_argument("--config", metavar="NAME|FILE", help="a config by name, or a YAML file")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved config, stop")
-    parser.add_argument("--suite", metavar="NAME", help="of bench: what to measure")
+    parser.add_argument("--suite", metavar="NAME", help=f"of bench: {SUITES}")
     asked = parser.parse_intermixed_args(argv)
     words: list[str] = asked.words
     command = words.pop(0) if words and "=" not in words[0] else "train"

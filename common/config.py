@@ -188,6 +188,7 @@ class SftSection:
     num_demonstrations: int = 6000
     expert_subsets: list[str] = field(default_factory=list[str])  # [] : all of the tasks
     min_reward: float = 0.0  # episodes worth less are left out
+    max_episodes: int = 0  # the newest ones of what is left; 0: all
     random_frac: float = 0.3  # share of episodes of uniform valid play over the whole mixture
     num_epochs: int = 3
     batch_tokens: int = 4096
@@ -240,3 +241,14 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         check_curriculum(self.horizon, self.tasks)
+
+
+def published_version(cfg: RunConfig, version: int) -> int:
+    """Return the version that engines are to hold once the learner has made `version` steps.
+
+    Example (learner.hold_back_steps=4, 100 steps): 0 until step 4, 1 after step 5, 95 after step
+    99, and 100 after the last, which is what is evaluated.
+    """
+    if version >= cfg.train.num_steps:
+        return version
+    return max(0, version - cfg.learner.hold_back_steps)

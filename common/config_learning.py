@@ -279,6 +279,7 @@ class LearnerSection:
     gradient_checkpointing: bool = False
     num_threads: int = 1  # CPU only
     max_lag_steps: int = 4  # oldest token of a trajectory; beyond it the episode is stale
+    hold_back_steps: int = 0  # weights reach the actors so many steps late: to study staleness
     batch_timeout_s: float = 1800.0  # without a batch the run ends with who is waited for
     publish_timeout_s: float = 120.0
     max_canary_delta: float = 0.05  # mean |delta logprob| between engine and trainer: alarm
@@ -293,5 +294,8 @@ class LearnerSection:
     def __post_init__(self) -> None:
         _require(self.lr > 0, "learner.lr", self.lr, "must be > 0")
         _require(self.max_lag_steps >= 0, "learner.max_lag_steps", self.max_lag_steps, ">= 0")
+        law = "must be between 0 and learner.max_lag_steps"
+        is_bounded = 0 <= self.hold_back_steps <= self.max_lag_steps
+        _require(is_bounded, "learner.hold_back_steps", self.hold_back_steps, law)
         _require(self.num_minibatches >= 1, "learner.num_minibatches", self.num_minibatches, ">= 1")
         _require(self.ppo_epochs >= 1, "learner.ppo_epochs", self.ppo_epochs, "must be >= 1")

@@ -8,7 +8,7 @@ import time
 import psutil
 import torch
 
-from common.config import RunConfig, TrainMode
+from common.config import RunConfig, TrainMode, published_version
 from common.errors import LongstrideError
 from common.messages import EpisodeOutcome, Outcome
 from common.run_dir import RunDir
@@ -19,7 +19,7 @@ from learner.groups import Group
 from learner.memory import TRIM_EVERY_STEPS, trim_heap
 from learner.model import export_tensors
 from learner.objective import dead_knobs, objective_text
-from learner.publish import snapshot
+from learner.publish import PublishedWeights, snapshot
 from learner.samples import samples_of
 from learner.step_log import LoggedStep
 
@@ -76,6 +76,8 @@ class Loop:
         self._canary_masks: list[list[bool]] = []  # [canary, seq-1] True on sampled tokens
         self._skipped: list[EpisodeOutcome] = []  # of batches the controller refused, since a step
         self._signals: dict[str, float] = {}  # of the last step, for curriculum and gate
+        self._held_back: list[PublishedWeights] = []  # oldest first
+        self._last_published = -1
         self.version = parts.version
 
     def train(self) -> None:
@@ -138,6 +140,7 @@ class Loop:
     def _next_batch(self) -> tuple[list[Group], list[EpisodeOutcome], float]:
         started = time.monotonic()
         learner = self._cfg.learner
+        freshest = learner.hold_back_steps  # what a batch after a skipped one must be
         self._parts.intake.waiting_for = "actors: a batch"
         deadline = started + learner.batch_timeout_s
         while True:
@@ -146,7 +149,7 @@ class Loop:
             try:
                 groups, stale = self._parts.intake.next_batch(
                     self.version,
-                    max_lag_steps=0 if self._skipped else learner.max_lag_steps,
+                    max_lag_steps=freshest if self._skipped else learner.max_lag_steps,
                     in_order=self._cfg.train.mode is TrainMode.SYNC,
                     timeout_s=0.5,
                     may_stretch=not self._skipped,
@@ -179,21 +182,36 @@ class Loop:
         return trained
 
     def publish(self) -> None:
-        """Send the current weights to every engine and wait until they are there."""
+        """Send the weights that are due to every engine and wait until they are there.
+
+        Those are the current ones, unless `learner.hold_back_steps` keeps them back. A resumed run
+        has no older ones: it sends what it has, and goes on when the next one is due.
+        """
+        self._held_back.append(self._snapshot())
+        due = published_version(self._cfg, self.version)
+        if due <= self._last_published:
+            return
+        while len(self._held_back) > 1 and self._held_back[0].version < due:
+            self._held_back.pop(0)
+        weights = self._held_back.pop(0)
+        self._parts.intake.waiting_for = "actors: weights"
+        if not self._parts.publisher.publish(weights, is_stopping=self._stop.is_set):
+            raise StopRequested
+        self._last_published = weights.version
+        self._parts.intake.waiting_for = ""
+
+    def _snapshot(self) -> PublishedWeights:
+        """Return a copy of the current weights, with our scores of the canaries."""
         parts = self._parts
-        parts.intake.waiting_for = "actors: weights"
         dtype = getattr(torch, self._cfg.model.dtype)
         scores = parts.trainer.score(self._canary) if self._canary else []
-        weights = snapshot(
+        return snapshot(
             self.version,
             export_tensors(parts.model, dtype),
             canary_token_ids=self._canary,
             canary_logprobs=scores,
             canary_masks=self._canary_masks,
         )
-        if not parts.publisher.publish(weights, is_stopping=self._stop.is_set):
-            raise StopRequested
-        parts.intake.waiting_for = ""
 
     def _log_metrics(
         self,

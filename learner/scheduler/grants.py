@@ -1,6 +1,6 @@
 """Which episodes an actor gets when it asks, and the opening of groups for it."""
 
-from common.config import RunConfig, TrainMode
+from common.config import RunConfig, TrainMode, published_version
 from common.messages import EpisodeKind, Lease, LeaseRequest, PolicyKind
 from learner.scheduler.books import Books
 from learner.scheduler.catalog import Catalogue
@@ -49,7 +49,7 @@ class Grants:
         if len(taken) == num_allowed:
             members.feed(name)
             return taken, f"speed: {name} has as much as it finishes before it is stale"
-        if not phase.is_eval and request.version >= version:
+        if not phase.is_eval and request.version >= published_version(self._cfg, version):
             members.refuse(name, now, has_some=bool(taken))
         return taken, reason or "turn: an actor with fewer episodes is served first"
 
@@ -81,7 +81,7 @@ class Grants:
     ) -> tuple[Taken, str]:
         """Choose episodes: of the actor's own groups, of nobody's, of new ones, of others'.
 
-        What evaluates, or trains in step, is only for engines that hold the latest version.
+        What evaluates, or trains in step, is only for engines that hold the newest version sent.
 
         Args:
             num: episodes at most.
@@ -91,7 +91,8 @@ class Grants:
         Returns:
             (episodes taken off the queue, why there are no more).
         """
-        is_behind = request.version < version
+        needed = published_version(self._cfg, version)
+        is_behind = request.version < needed
 
         def is_allowed(group: Group) -> bool:
             needs_latest = group.kind is EpisodeKind.EVAL or self._is_sync
@@ -102,7 +103,7 @@ class Grants:
         taken = leases.take(actor, num, is_allowed=is_allowed)
         reason = ""
         if is_behind and (self._is_sync or phase.is_eval):
-            reason = f"weights: the actor holds version {request.version}, {version} is needed"
+            reason = f"weights: the actor holds version {request.version}, {needed} is needed"
         elif phase.is_eval:
             reason = f"{phase}: all its episodes are being played"
         else:

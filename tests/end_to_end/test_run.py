@@ -100,3 +100,12 @@ def test_synchronous_run_repeats_itself_bit_for_bit(tmp_path: Path) -> None:
         assert all(line["offpolicy/noise_abs_logprob"] <= 0.005 for line in metrics)
     assert len(losses[0]) == 5
     assert losses[0] == losses[1]
+
+
+def test_weights_that_are_held_back_make_every_token_exactly_so_old(tmp_path: Path) -> None:
+    held_back = ("train.mode=sync", "learner.hold_back_steps=2", "train.num_steps=5")
+    with Run(tmp_path, *held_back, "eval.before=false") as run:
+        assert run.wait() == 0, run.output
+    lags = [(line["offpolicy/lag_mean"], line["offpolicy/lag_max"]) for line in run.metrics()]
+    assert lags == [(0, 0), (1, 1), (2, 2), (2, 2), (2, 2)]
+    assert run.read("report.json")["after"]["n"] == 8  # by the last version, which is not held back

@@ -129,6 +129,7 @@ ELSEWHERE = {
     "learner.num_threads": "learner/build.py",
     "learner.gradient_checkpointing": "learner/build.py",
     "learner.max_lag_steps": "learner/main.py",
+    "learner.hold_back_steps": "common/config.py",
     "learner.batch_timeout_s": "learner/main.py",
     "learner.publish_timeout_s": "learner/build.py",
     "learner.max_canary_delta": "learner/build.py",

@@ -3,7 +3,7 @@
 import json
 import time
 
-from common.config import TrainMode
+from common.config import TrainMode, published_version
 from common.messages import (
     GroupArrived,
     LeaseRequest,
@@ -166,3 +166,21 @@ def test_scheduler_serves_five_thousand_leases_a_second() -> None:
         num += len(leases)
     assert num == 4 * 2 * 64 * 8
     assert num / (time.process_time() - started) > 5_000
+
+
+def test_engine_that_holds_the_version_held_back_for_it_gets_work_in_sync_mode() -> None:
+    cfg = make_config(per_step=1)
+    cfg.train.mode, cfg.train.num_steps, cfg.learner.hold_back_steps = TrainMode.SYNC, 10, 2
+    table = Table(cfg)
+    table.core.version = 5
+    table.hello("actor-0", version=2)
+    assert table.ask("actor-0", 4, version=2).reason == (
+        "weights: the actor holds version 2, 3 is needed"
+    )
+    assert len(table.ask("actor-0", 4, version=3).leases) == 4
+
+
+def test_published_version_is_held_back_until_the_last_step() -> None:
+    cfg = make_config()
+    cfg.train.num_steps, cfg.learner.hold_back_steps = 10, 4
+    assert [published_version(cfg, version) for version in (0, 4, 5, 9, 10)] == [0, 0, 1, 5, 10]
