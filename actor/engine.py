@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from vllm import SamplingParams
 from vllm.config.model import ModelDType
+from vllm.distributed import get_tp_group
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs.engine import tokens_input
 from vllm.sampling_params import RequestOutputKind
@@ -21,7 +22,14 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from common.collective import BroadcastGroup, checksum, local_address_towards, open_store, views
+from common.collective import (
+    BroadcastGroup,
+    checksum,
+    device_id,
+    local_address_towards,
+    open_store,
+    views,
+)
 from common.config import ActorSection, ModelSection
 from common.errors import EngineError, WeightSyncError
 from common.messages import TensorSpec, WeightsOffer
@@ -54,21 +62,45 @@ class LoadReport:
 class WeightReceiver:
     """Mixed into vLLM's worker (`worker_extension_cls`): takes weights over torch.distributed."""
 
+    def device_id(self) -> str:
+        """Return the name of this worker's GPU, "" if it has none."""
+        return device_id(torch.device(self.device))  # type: ignore[attr-defined]
+
     def receive_weights(self, offer: dict[str, Any]) -> dict[str, str]:
         """Join the offer's group if it is new, receive the buffer, load it.
+
+        Of several workers (tensor parallel) the first one receives and hands on to the others.
 
         Returns:
             {"checksum", "error"}: an error means that the transfer failed and the old weights are
             untouched. Whatever is raised instead happened while loading and ends the engine, since
             nobody knows then which weights it holds.
         """
-        try:
-            buffer = self._receive(offer)
-        except WeightSyncError as e:
-            return {"checksum": "", "error": str(e)}
+        workers = get_tp_group()
+        buffer, error = None, ""
+        if workers.is_first_rank:
+            try:
+                buffer = self._receive(offer)
+            except WeightSyncError as e:
+                error = str(e)
+        if workers.world_size > 1:
+            buffer = self._hand_on(buffer, offer["total_bytes"])
+        if buffer is None:
+            return {"checksum": "", "error": error}
         specs = [TensorSpec(**spec) for spec in offer["tensors"]]
         self._load(views(buffer, specs))
         return {"checksum": offer["checksum"], "error": ""}
+
+    def _hand_on(self, buffer: torch.Tensor | None, num_bytes: int) -> torch.Tensor | None:
+        """Return the first worker's buffer [num_bytes] uint8 on every worker, None if it failed."""
+        workers = get_tp_group()
+        device = torch.device(self.device)  # type: ignore[attr-defined]
+        has_come = torch.tensor([buffer is not None], dtype=torch.int32, device=device)
+        if not workers.broadcast(has_come, src=0).item():
+            return None
+        if buffer is None:
+            buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        return workers.broadcast(buffer, src=0)
 
     def _receive(self, offer: dict[str, Any]) -> torch.Tensor:
         """Return the received buffer [num_bytes] uint8.
@@ -78,7 +110,8 @@ class WeightReceiver:
         """
         device = torch.device(self.device)  # type: ignore[attr-defined]
         group = self._broadcast_group(offer)
-        buffer = torch.empty(offer["total_bytes"], dtype=torch.uint8, device=device)
+        place = device if offer["backend"] == "nccl" else torch.device("cpu")
+        buffer = torch.empty(offer["total_bytes"], dtype=torch.uint8, device=place)
         try:
             group.broadcast(buffer)
         except WeightSyncError:
@@ -87,7 +120,7 @@ class WeightReceiver:
         received = checksum(buffer)
         if received != offer["checksum"]:
             raise WeightSyncError(f"checksum {received} is not the sender's {offer['checksum']}")
-        return buffer
+        return buffer.to(device)
 
     def _broadcast_group(self, offer: dict[str, Any]) -> BroadcastGroup:
         group: BroadcastGroup | None = getattr(self, "_longstride_group", None)
@@ -181,6 +214,10 @@ class Engine:
             raise EngineError(f"engine did not start: {e}") from e
         logger.info("engine ready took_s=%.1f", time.monotonic() - started)
         return engine
+
+    async def device_ids(self) -> list[str]:
+        """Return the names of the engine's GPUs, one per worker; "" for a CPU."""
+        return cast(list[str], await self._llm.collective_rpc("device_id"))
 
     def _sampling(self, max_tokens: int) -> SamplingParams:
         return SamplingParams(

@@ -11,7 +11,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 import psutil
-import torch
 import uvloop
 import zmq.asyncio
 from transformers import AutoTokenizer
@@ -93,7 +92,7 @@ async def _build(cfg: RunConfig, run_dir: RunDir, name: str, context: zmq.asynci
         engine,
         actor=name,
         incarnation=incarnation,
-        device="cuda" if torch.cuda.is_available() else "cpu",
+        device=(await engine.device_ids())[0],
         exclusive=exclusive,
         context=context,
     )

@@ -9,8 +9,9 @@ nobody's world has to be rebuilt. NCCL on CUDA, gloo on CPU; all else is shared.
 # pyright: reportUnknownArgumentType=false
 
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,20 @@ from common.messages import TensorSpec
 
 ALIGN_BYTES = 16  # every tensor starts here, so that a view of any dtype is legal
 CHECKSUM_CHUNK = 1 << 20  # int32 words summed at a time
+
+
+def device_id(device: torch.device) -> str:
+    """Return a name that no other GPU anywhere has; "" for the CPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+
+
+def backend_for(device_ids: Sequence[str]) -> str:
+    """Return what carries tensors between these devices (`device_id`), one per rank.
+
+    "nccl" needs a GPU of its own for every rank; else the bytes go through host memory, by "gloo".
+    """
+    has_gpus = all(device_ids) and len(set(device_ids)) == len(device_ids)
+    return "nccl" if has_gpus else "gloo"
 
 
 def open_store(host: str, port: int, *, is_server: bool, timeout_s: float) -> dist.TCPStore:
@@ -39,6 +54,30 @@ def open_store(host: str, port: int, *, is_server: bool, timeout_s: float) -> di
         )
     except RuntimeError as e:
         raise WeightSyncError(f"no rendezvous store at {host}:{port}: {e}") from e
+
+
+def make_process_group(
+    store: dist.Store, *, rank: int, world_size: int, backend: str, timeout_s: float, bind_host: str
+) -> Any:
+    """Return a process group outside the default one; its calls give up after `timeout_s`.
+
+    Args:
+        store: where the members find each other; used by no other group.
+        backend: "nccl", or anything else for gloo.
+        bind_host: gloo listens here only.
+
+    Raises:
+        RuntimeError: not all members came in time.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    if backend == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(store, rank, world_size, options)
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = timeout
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=bind_host)]
+    return dist.ProcessGroupGloo(store, rank, world_size, options)
 
 
 class BroadcastGroup:
@@ -66,19 +105,17 @@ class BroadcastGroup:
         bind_host: str,
     ) -> None:
         prefixed = dist.PrefixStore(f"weights/{epoch}", store)
-        timeout = timedelta(seconds=timeout_s)
         self.epoch = epoch
-        self._timeout = timeout
+        self._timeout = timedelta(seconds=timeout_s)
         try:
-            if backend == "nccl":
-                options = dist.ProcessGroupNCCL.Options()
-                options._timeout = timeout
-                self._group = dist.ProcessGroupNCCL(prefixed, rank, world_size, options)
-            else:
-                options = dist.ProcessGroupGloo._Options()
-                options._timeout = timeout
-                options._devices = [dist.ProcessGroupGloo.create_device(hostname=bind_host)]
-                self._group = dist.ProcessGroupGloo(prefixed, rank, world_size, options)
+            self._group = make_process_group(
+                prefixed,
+                rank=rank,
+                world_size=world_size,
+                backend=backend,
+                timeout_s=timeout_s,
+                bind_host=bind_host,
+            )
         except (RuntimeError, ValueError) as e:
             raise WeightSyncError(f"no process group epoch={epoch} rank={rank}: {e}") from e
 

@@ -287,7 +287,7 @@ class WeightsJoin:
 
     actor: str
     incarnation: str
-    device: str  # "cpu" or "cuda"
+    device: str  # a GPU's own name; "" for the CPU
     version: int  # what the engine holds
 
 

@@ -16,7 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.collective import BroadcastGroup, checksum, flatten_into, lay_out, open_store
+from common.collective import (
+    BroadcastGroup,
+    backend_for,
+    checksum,
+    device_id,
+    flatten_into,
+    lay_out,
+    open_store,
+)
 from common.errors import LongstrideError, WeightSyncError
 from common.messages import (
     CanaryScores,
@@ -55,6 +63,7 @@ class _Member:
     sender: bytes
     actor: str
     incarnation: str
+    device: str  # a GPU's own name; "" for the CPU
 
 
 def snapshot(
@@ -109,6 +118,7 @@ class Publisher(threading.Thread):
         self._group_members: tuple[_Member, ...] = ()
         self._epoch = 0
         self._members: dict[str, _Member] = {}  # by actor name
+        self._devices: dict[str, str] = {}  # by actor name, of all that ever joined
         self._newcomers: list[_Member] = []
         self._changed = threading.Condition()
         self._wanted: PublishedWeights | None = None
@@ -222,8 +232,18 @@ class Publisher(threading.Thread):
                 self._router.send(received.sender, Rejected(reason=f"{name} is not for weights"))
         return others
 
+    def _member(self, sender: bytes, message: WeightsJoin | WeightsLoaded) -> _Member:
+        if isinstance(message, WeightsJoin):
+            self._devices[message.actor] = message.device
+        return _Member(
+            sender=sender,
+            actor=message.actor,
+            incarnation=message.incarnation,
+            device=self._devices.get(message.actor, ""),
+        )
+
     def _join(self, sender: bytes, message: WeightsJoin | WeightsLoaded) -> None:
-        member = _Member(sender=sender, actor=message.actor, incarnation=message.incarnation)
+        member = self._member(sender, message)
         logger.info("joined actor=%s incarnation=%s", message.actor, message.incarnation)
         self._members[message.actor] = member
         self._newcomers = [m for m in self._newcomers if m.actor != message.actor] + [member]
@@ -269,7 +289,8 @@ class Publisher(threading.Thread):
         if tuple(members) != self._group_members or self._group is None:
             self._leave_group()
             self._epoch += 1
-        backend = "nccl" if weights.buffer.is_cuda else "gloo"
+        own_device = device_id(weights.buffer.device)
+        backend = backend_for([own_device, *(member.device for member in members)])
         for rank, member in enumerate(members, start=1):
             self._router.send(member.sender, self._offer(weights, rank, len(members) + 1, backend))
         silent = self._collect(members, WeightsReady, weights.version)
@@ -286,7 +307,7 @@ class Publisher(threading.Thread):
                 bind_host=self._host,
             )
             self._group_members = tuple(members)
-        self._group.broadcast(weights.buffer)
+        self._group.broadcast(weights.buffer if backend == "nccl" else weights.buffer.cpu())
         return list(self._collect(members, WeightsLoaded, weights.version))
 
     def _offer(

@@ -158,7 +158,7 @@ class Rig:
             self.engine,
             actor="a",
             incarnation="i",
-            device="cpu",
+            device="",
             exclusive=asyncio.Lock(),
             context=context,
         )

@@ -9,7 +9,7 @@ import pytest
 import torch
 import zmq
 
-from common.collective import BroadcastGroup, checksum, open_store, views
+from common.collective import BroadcastGroup, backend_for, checksum, open_store, views
 from common.errors import WeightSyncError
 from common.messages import (
     CanaryScores,
@@ -85,7 +85,7 @@ class Actor(threading.Thread):
         context.term()
 
     def _join(self, socket: zmq.Socket) -> None:
-        join = WeightsJoin(actor=self.name, incarnation="i", device="cpu", version=-1)
+        join = WeightsJoin(actor=self.name, incarnation="i", device="", version=-1)
         socket.send_multipart(encode(join))
 
     def _answer(self, socket: zmq.Socket, offer: WeightsOffer, habit: str) -> str:
@@ -336,3 +336,19 @@ def test_a_message_that_is_not_about_weights_is_rejected(
     assert decode(dealer.recv_multipart()) == Rejected(reason="Rejected is not for weights")
     dealer.close(linger=0)
     context.term()
+
+
+@pytest.mark.parametrize(
+    ("devices", "backend"),
+    [
+        (["", ""], "gloo"),
+        (["GPU-1", "GPU-2", "GPU-3"], "nccl"),
+        (["GPU-1", "GPU-1"], "gloo"),  # NCCL takes no two ranks on one GPU
+        (["GPU-1", "GPU-2", "GPU-2"], "gloo"),
+        (["GPU-1", ""], "gloo"),
+    ],
+)
+def test_weights_go_by_nccl_only_where_every_rank_has_a_gpu_of_its_own(
+    devices: list[str], backend: str
+) -> None:
+    assert backend_for(devices) == backend
