@@ -23,6 +23,7 @@ class BabyaiOptions:
 
     shaped_reward: bool = False  # success pays 1 - 0.9 * steps / max_steps instead of 1
     agentgym_goals: bool = False  # AgentGym's wording: "and" for "then" and "after you"
+    agentgym_layouts: bool = False  # AgentGym's layouts, also the few that nobody can solve
 
 
 @dataclass(slots=True, kw_only=True)

@@ -44,7 +44,7 @@ def check(cfg: RunConfig, root: Path, *, missing: Sequence[str] = ()) -> None:
     if not cfg.tasks:
         raise ConfigError("tasks=[]: a run needs at least one, like tasks=[{env: e, subset: s}]")
     if missing:
-        raise ConfigError(f"tasks: {'; '.join(missing)}")
+        raise ConfigError("; ".join(missing))
     check_model(cfg.model.path, root)
     check_ports(cfg)
     run_dir = root / cfg.run.dir / cfg.run.name

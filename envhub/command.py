@@ -10,6 +10,7 @@ from common.errors import ConfigError
 from common.preflight import Check
 from envhub.catalogue import format_rows, list_rows
 from envhub.env import nearest
+from envhub.reach import hub_of, servers_of, silent
 from envhub.registry import LOADERS, Registry, UnknownEnv, is_reference, missing_requirements
 
 SHORT_KEYS = {"port": "envhub.port", "host": "envhub.host", "token": "envhub.token"}
@@ -40,8 +41,8 @@ def serve_alone(cfg: RunConfig, *, say: Callable[[str], None]) -> int:
     Raises:
         ConfigError: one cannot be served, or the address cannot be had.
     """
-    names = cfg.envhub.envs or _all_that_run(cfg, say)
-    missing = missing_requirements(names, cfg.envs, cfg.env)
+    names = _with_remote(cfg.envhub.envs or _all_that_run(cfg, say), cfg)
+    missing = lacking(names, cfg)
     if missing:  # said before the slow import below
         raise ConfigError("; ".join(missing))
     from envhub.main import serve_alone as serve
@@ -60,10 +61,21 @@ def serve_alone(cfg: RunConfig, *, say: Callable[[str], None]) -> int:
     return 0
 
 
+def lacking(names: Sequence[str], cfg: RunConfig) -> list[str]:
+    """Returns what these environments lack, one line each: programs, files, servers that answer."""
+    missing = missing_requirements(names, cfg.envs, cfg.env)
+    return missing or silent(servers_of(names, cfg))
+
+
+def _with_remote(names: Sequence[str], cfg: RunConfig) -> list[str]:
+    """Returns the names with that of the AgentGym server, if there is one."""
+    return [*dict.fromkeys([*names, *filter(None, [cfg.env.dialect])])]
+
+
 def _all_that_run(cfg: RunConfig, say: Callable[[str], None]) -> list[str]:
     names: list[str] = []
     for name in LOADERS:
-        missing = missing_requirements([name], cfg.envs, cfg.env)
+        missing = lacking([name], cfg)
         if missing:
             say(f"left out: {'; '.join(missing)}")
         else:
@@ -73,24 +85,27 @@ def _all_that_run(cfg: RunConfig, say: Callable[[str], None]) -> list[str]:
 
 def list_environments(cfg: RunConfig) -> str:
     """Returns the table of tasks of the named environments, or of all there are."""
-    names = [*LOADERS]
-    if cfg.env.dialect and cfg.env.dialect not in names:
-        names.append(cfg.env.dialect)
+    names = cfg.envhub.envs or _with_remote([*LOADERS], cfg)
     try:
-        rows = list_rows(cfg.envhub.envs or names, cfg.envs, cfg.env, is_short=not cfg.envhub.envs)
+        rows = list_rows(names, cfg.envs, cfg.env, is_short=not cfg.envhub.envs)
     except UnknownEnv as e:
         raise ConfigError(str(e)) from e
     return format_rows(rows)
 
 
 def missing_for(cfg: RunConfig) -> list[str]:
-    """Returns what a run's environments lack, one line each; [] if they can all be served."""
+    """Returns what a run's environments lack, one line each; [] if they can all be served.
+
+    Where the run uses a hub elsewhere, only whether that one answers: the rest is its own affair.
+    """
+    if cfg.envhub.url:
+        return silent([hub_of(cfg)])
     tasks = {task.env for task in cfg.tasks}
     references = [name for name in tasks if is_reference(name)]
     if references:
         return [f"env: {references[0]}: put it in envhub.envs=[...] and use the name it has there"]
-    names = sorted({*tasks, *cfg.envhub.envs})
-    missing = missing_requirements(names, cfg.envs, cfg.env)
+    names = _with_remote(sorted({*tasks, *cfg.envhub.envs}), cfg)
+    missing = lacking(names, cfg)
     if missing:
         return missing
     try:
@@ -106,10 +121,10 @@ def missing_for(cfg: RunConfig) -> list[str]:
 
 
 def examine_environments(cfg: RunConfig) -> list[Check]:
-    """Returns a line of `doctor` for each environment of the package; none of them is a must."""
+    """Returns a line of `doctor` for each environment that there is; none of them is a must."""
     checks: list[Check] = []
-    for name in LOADERS:
-        missing = missing_requirements([name], cfg.envs, cfg.env)
+    for name in _with_remote([*LOADERS], cfg):
+        missing = lacking([name], cfg)
         found = "cannot run here" if missing else "can run here"
         remedy = "; ".join(missing)
         checks.append(Check(what=f"env {name}", found=found, remedy=remedy, is_optional=True))

@@ -172,8 +172,6 @@ class EnvSpec:
         worker_memory_bytes: resident memory of a worker with its children; above it, it is
             replaced.
         step_timeout_s: deadline of one call, when it differs from the hub's.
-        expert_in_worker: the expert may hang: `valid_actions` and `expert_action` are asked of a
-            copy of the episode in a worker, brought there by the same actions.
         from_agentgym: item id of AgentGym's data index; raises UnknownItem. None: there is none.
         stop: called once when the process that holds the episodes ends.
     """
@@ -188,7 +186,6 @@ class EnvSpec:
     max_workers: int = 1
     worker_memory_bytes: int = 2 << 30
     step_timeout_s: float | None = None
-    expert_in_worker: bool = False
     from_agentgym: Callable[[int], str] | None = None
     stop: Callable[[], Awaitable[None]] | None = None
 

@@ -1,7 +1,6 @@
 """One live episode, wherever it lives: in this thread, in this event loop or in a worker."""
 
 import asyncio
-import contextlib
 import itertools
 import logging
 from collections.abc import Awaitable, Callable
@@ -17,7 +16,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CLOSE_TIMEOUT_S = 5.0
-NUM_SHADOW_TRIES = 2  # the second where another episode's fault ended the copy's worker
 
 _numbers = itertools.count(1)
 
@@ -27,12 +25,10 @@ class Episode(Protocol):
 
     Attributes:
         is_instant: a step never gives way to others, so that it is atomic without a lock.
-        hints_apart: hints are asked of a copy, whose failure is none of the episode.
         worker: the worker process it lives in, if it lives in one.
     """
 
     is_instant: bool
-    hints_apart: bool
     worker: Worker | None
 
     async def open(self, item_id: str, seed: int) -> str:
@@ -63,7 +59,6 @@ class LocalEpisode:
     that overruns cannot be interrupted and is noticed when it returns.
     """
 
-    hints_apart = False
     worker: Worker | None = None
 
     def __init__(self, spec: EnvSpec, style: Style, *, timeout_s: float, is_instant: bool) -> None:
@@ -136,7 +131,6 @@ class WorkerEpisode:
     """An episode in a worker process."""
 
     is_instant = False
-    hints_apart = False
 
     def __init__(self, pool: WorkerPool, style: Style, *, timeout_s: float) -> None:
         self.worker: Worker | None = None
@@ -154,11 +148,7 @@ class WorkerEpisode:
         return StepResult(**await self._call("step", action=action))
 
     async def hint(self) -> tuple[list[str], str | None]:
-        return await self.hint_after([])
-
-    async def hint_after(self, actions: list[str]) -> tuple[list[str], str | None]:
-        """Performs actions, then returns the hint."""
-        valid_actions, expert_action = await self._call("hint", actions=actions)
+        valid_actions, expert_action = await self._call("hint")
         return valid_actions, expert_action
 
     async def render(self) -> tuple[str, str]:
@@ -181,85 +171,3 @@ class WorkerEpisode:
     async def _call(self, op: str, **fields: object) -> Any:
         assert self.worker is not None
         return await self.worker.call(op, session=self._number, timeout_s=self._timeout_s, **fields)
-
-
-class ShadowedEpisode:
-    """An episode in this process whose expert, which may hang, is asked of a copy in a worker.
-
-    The copy is made at the first hint and brought up to date with the same actions. When it
-    hangs only the copy ends; at that same state the hint is then refused without trying again.
-
-    Example: step a, step b, hint: the copy resets, performs a and b and answers. Step c, hint:
-    it performs c. Its worker is killed; hint: a new copy performs a, b and c.
-    """
-
-    is_instant = True
-    hints_apart = True
-    worker: Worker | None = None
-
-    def __init__(
-        self, episode: LocalEpisode, make_copy: Callable[[], WorkerEpisode], *, name: str
-    ) -> None:
-        self._episode = episode
-        self._make_copy = make_copy
-        self._name = name
-        self._copy: WorkerEpisode | None = None
-        self._num_copied = 0
-        self._start: tuple[str, int] = ("", 0)
-        self._actions: list[str] = []
-        self._hang: tuple[int, str] | None = None  # number of actions, what was said then
-        self._lock = asyncio.Lock()
-        self._is_closed = False
-
-    async def open(self, item_id: str, seed: int) -> str:
-        self._start = (item_id, seed)
-        return await self._episode.open(item_id, seed)
-
-    async def step(self, action: str) -> StepResult:
-        result = await self._episode.step(action)
-        self._actions.append(action)
-        return result
-
-    async def hint(self) -> tuple[list[str], str | None]:
-        async with self._lock:
-            try:
-                for _ in range(NUM_SHADOW_TRIES - 1):
-                    with contextlib.suppress(WorkerLost):
-                        return await self._ask()
-                return await self._ask()
-            finally:
-                if self._is_closed:
-                    await self._drop_copy()
-
-    async def _ask(self) -> tuple[list[str], str | None]:
-        num_actions = len(self._actions)
-        if self._hang is not None and self._hang[0] == num_actions:
-            raise EnvTimeout(self._hang[1])
-        try:
-            if self._copy is None:
-                self._copy, self._num_copied = self._make_copy(), 0
-                await self._copy.open(*self._start)
-            hint = await self._copy.hint_after(self._actions[self._num_copied : num_actions])
-        except (EnvRaised, EnvTimeout) as error:
-            await self._drop_copy()
-            if isinstance(error, EnvTimeout):
-                text = f"{self._name}: the expert does not answer here; the session lives ({error})"
-                self._hang = (num_actions, text)
-                raise EnvTimeout(text) from error
-            raise
-        self._num_copied = num_actions
-        return hint
-
-    async def _drop_copy(self) -> None:
-        copy, self._copy = self._copy, None
-        if copy is not None:
-            await copy.close()
-
-    async def render(self) -> tuple[str, str]:
-        return await self._episode.render()
-
-    async def close(self) -> None:
-        self._is_closed = True
-        await self._episode.close()
-        if not self._lock.locked():
-            await self._drop_copy()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from common.launch.guardian import Guardian
 from envhub.env import EnvSpec, Isolation, Style
-from envhub.episodes import Episode, LocalEpisode, ShadowedEpisode, WorkerEpisode
+from envhub.episodes import Episode, LocalEpisode, WorkerEpisode
 from envhub.memory import resident_bytes
 from envhub.registry import Registry
 from envhub.workers import Worker, WorkerPool
@@ -51,13 +51,7 @@ class Lodging:
         if spec.isolation is Isolation.WORKER:
             return WorkerEpisode(self._pool(spec), style, timeout_s=timeout_s)
         is_instant = spec.isolation is Isolation.INLINE
-        episode = LocalEpisode(spec, style, timeout_s=timeout_s, is_instant=is_instant)
-        if not spec.expert_in_worker:
-            return episode
-        pool = self._pool(spec)
-        return ShadowedEpisode(
-            episode, lambda: WorkerEpisode(pool, style, timeout_s=timeout_s), name=spec.name
-        )
+        return LocalEpisode(spec, style, timeout_s=timeout_s, is_instant=is_instant)
 
     def workers(self) -> list[Worker]:
         """Returns all worker processes there are."""
@@ -66,13 +60,10 @@ class Lodging:
     def _pool(self, spec: EnvSpec) -> WorkerPool:
         pool = self._pools.get(spec.name)
         if pool is None:
-            places = spec.sessions_per_worker
-            if spec.isolation is not Isolation.WORKER:  # of copies: a place for every session
-                places = -(-self._capacity // spec.max_workers)
             pool = self._pools[spec.name] = WorkerPool(
                 spec.name,
                 self._registry.load_order(spec.name),
-                sessions_per_worker=places,
+                sessions_per_worker=spec.sessions_per_worker,
                 max_workers=spec.max_workers,
                 memory_bytes=spec.worker_memory_bytes,
                 guardian=self._the_guardian,

@@ -182,8 +182,7 @@ class Sessions:
                 with self._running():
                     return await session.episode.hint()
             except (EnvRaised, EnvTimeout):
-                if not session.episode.hints_apart:
-                    await self._drop(session)
+                await self._drop(session)
                 raise
 
     async def render(self, session_id: str) -> tuple[str, str]:

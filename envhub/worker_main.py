@@ -60,10 +60,7 @@ class Host:
         return _as_json(await self._run(env.step, message["action"]))
 
     async def _hint(self, message: dict[str, Any]) -> list[Any]:
-        """Repeats `actions` first: those that the hub's own episode is ahead by."""
         env = self._envs[message["session"]]
-        for action in message["actions"]:
-            await self._run(env.step, action)
         valid_actions = await self._run(env.valid_actions)
         return [list(valid_actions), await self._run(env.expert_action)]
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 MAX_TEXT_CHARS = 4000
+MAX_POINTS = 32
 NO_FENCE = (
     "Cannot parse action from response. Your action should be inside triple backticks (```). "
     "Please adjust accordingly."
@@ -22,6 +23,9 @@ class Kind(StrEnum):
     PRESS = "press"
     SCROLL = "scroll"
     DRAG = "drag"
+    MOUSE_CLICK = "mouse_click"
+    MOUSE_MOVE = "mouse_move"
+    MOUSE_DRAG = "mouse_drag"
     NEW_TAB = "new_tab"
     TAB_FOCUS = "tab_focus"
     CLOSE_TAB = "close_tab"
@@ -31,7 +35,9 @@ class Kind(StrEnum):
     STOP = "stop"
 
 
-WEB_KINDS = frozenset(Kind) - {Kind.DRAG}
+POINTER_KINDS = frozenset({Kind.DRAG, Kind.MOUSE_CLICK, Kind.MOUSE_MOVE, Kind.MOUSE_DRAG})
+WEB_KINDS = frozenset(Kind) - POINTER_KINDS
+POINT = r"\[\s*\d{1,4}\s*,\s*\d{1,4}\s*\]"
 PATTERNS = {
     Kind.CLICK: r"\[\s*(?P<id>\d{1,6})\s*\]",
     Kind.HOVER: r"\[\s*(?P<id>\d{1,6})\s*\]",
@@ -39,6 +45,9 @@ PATTERNS = {
     Kind.PRESS: r"\[(?P<text>.+)\]",
     Kind.SCROLL: r"\[?\s*(?P<text>(?:direction\s*=\s*)?(?:up|down))\s*\]?",
     Kind.DRAG: r"\[\s*(?P<id>\d{1,6})\s*\]\s*\[\s*(?P<to>\d{1,6})\s*\]",
+    Kind.MOUSE_CLICK: rf"(?P<points>{POINT})",
+    Kind.MOUSE_MOVE: rf"(?P<points>{POINT})",
+    Kind.MOUSE_DRAG: rf"(?P<points>{POINT}(?:\s*{POINT}){{1,{MAX_POINTS - 1}}})",
     Kind.NEW_TAB: "",
     Kind.TAB_FOCUS: r"\[?\s*(?P<id>\d{1,3})\s*\]?",
     Kind.CLOSE_TAB: "",
@@ -96,6 +105,7 @@ class Action:
         target: id of the node that `element` is dragged to; -1 where there is none.
         text: what to type, the key, the direction, the URL or the answer.
         enter: whether Enter follows the typed text.
+        points: where the mouse goes, in pixels from the top left corner of what is in view.
     """
 
     kind: Kind
@@ -103,6 +113,7 @@ class Action:
     target: int = -1
     text: str = ""
     enter: bool = False
+    points: tuple[tuple[int, int], ...] = ()
 
 
 def fenced(reply: str) -> str:
@@ -146,13 +157,20 @@ def parse(text: str, kinds: frozenset[Kind] = WEB_KINDS) -> Action:
         target=int(parts.get("to", -1)),
         text=words,
         enter=kind is Kind.TYPE and parts.get("enter", "1") == "1",
+        points=_points(parts.get("points", "")),
     )
+
+
+def _points(words: str) -> tuple[tuple[int, int], ...]:
+    numbers = [int(number) for number in re.findall(r"\d+", words)]
+    return tuple(zip(numbers[::2], numbers[1::2], strict=True))
 
 
 def describe(action: Action) -> str:
     """Returns an action as the language writes it."""
     parts = [action.kind.value]
     parts += [f"[{number}]" for number in (action.element, action.target) if number >= 0]
+    parts += [f"[{x},{y}]" for x, y in action.points]
     if action.text or action.kind in (Kind.TYPE, Kind.STOP):
         parts.append(f"[{action.text}]")
     if action.kind is Kind.TYPE:
@@ -188,6 +206,9 @@ FORMS = {
     Kind.PRESS: "press [key]",
     Kind.SCROLL: "scroll [up or down]",
     Kind.DRAG: "drag [id] [id]",
+    Kind.MOUSE_CLICK: "mouse_click [x,y]",
+    Kind.MOUSE_MOVE: "mouse_move [x,y]",
+    Kind.MOUSE_DRAG: "mouse_drag [x,y] [x,y] ...",
     Kind.NEW_TAB: "new_tab",
     Kind.TAB_FOCUS: "tab_focus [number]",
     Kind.CLOSE_TAB: "close_tab",
@@ -211,6 +232,9 @@ def instruction_lines(kinds: frozenset[Kind]) -> str:
         Kind.PRESS: "press a key or a combination, such as Enter or ctrl+a",
         Kind.SCROLL: "scroll what is under the mouse, or the page, by one screen",
         Kind.DRAG: "drag the first element onto the second",
+        Kind.MOUSE_CLICK: "click at a point, in pixels from the left and the top",
+        Kind.MOUSE_MOVE: "move the mouse to a point",
+        Kind.MOUSE_DRAG: "hold the mouse down from the first point through the others to the last",
         Kind.NEW_TAB: "open an empty tab",
         Kind.TAB_FOCUS: "switch to the tab with this number",
         Kind.CLOSE_TAB: "close the tab",

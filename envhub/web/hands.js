@@ -1,7 +1,7 @@
 // Points at, types into and scrolls what the last snapshot listed; follows page.js.
 (() => {
   if (window.__ls.aim) return;
-  const { state, frame } = window.__ls;
+  const { state, frame, keyed } = window.__ls;
   let mouse = { x: 0, y: 0 }; // where it was pointed to last
 
   function boxOf(target) {
@@ -44,6 +44,19 @@
     }
     mouse = point;
     return point;
+  }
+
+  // While the button is held every move takes time, on a page with a clock of its own. The clock
+  // moves first: a listener of the page may keep the event to itself.
+  let moveMs = 0;
+  window.addEventListener('mousemove', (event) => {
+    const { clientX: x, clientY: y } = event;
+    if (moveMs > 0 && (x !== mouse.x || y !== mouse.y)) window.__lsClock?.advance(moveMs);
+    mouse = { x, y };
+  }, true);
+  async function hold(ms) {
+    await window.__lsClock?.advance(Math.max(ms, moveMs));
+    moveMs = ms;
   }
 
   // Scrolls what is under the mouse, or the page, by one screen of it.
@@ -95,8 +108,8 @@
     if (isField && ['checkbox', 'radio', 'button', 'submit', 'file'].includes(el.type)) return 'locked';
     if (isField) el.select();
     else getSelection().selectAllChildren(el);
-    return 'type';
+    return keyed.has(el) && /^[^\n\r\t]+$/.test(words) ? 'keys' : 'type';
   }
 
-  Object.assign(window.__ls, { aim, pick, scroll, startTyping });
+  Object.assign(window.__ls, { aim, hold, pick, scroll, startTyping });
 })();

@@ -123,12 +123,16 @@
     return blocks.get(el);
   }
 
+  const placeOf = (rect) => `at: (${Math.round(rect.left)},${Math.round(rect.top)}) `
+    + `size: ${Math.round(rect.width)}x${Math.round(rect.height)}`;
+
   function reader(options) {
     const rows = [];
     const blocks = new Map();
     state.targets = [];
     const focused = document.activeElement;
     const add = (target, row, rect) => {
+      if (options.places && !row[4].includes('at: (')) row[4] = `${row[4]} ${placeOf(rect)}`.trim();
       state.targets.push(target);
       const seen = rect.right > 0 && rect.bottom > 0 && rect.left < innerWidth
         && rect.top < innerHeight;
@@ -136,6 +140,10 @@
         Math.round(rect.width), Math.round(rect.height), seen ? 1 : 0]);
       return rows.length - 1;
     };
+    // A coloured box with nothing in it.
+    const isBox = (el, style) => (el.tagName === 'SPAN' || el.tagName === 'DIV')
+      && el.childNodes.length === 0 && style.borderTopStyle === 'solid'
+      && !['rgba(0, 0, 0, 0)', 'transparent'].includes(style.backgroundColor);
     function text(node, parent, depth) {
       const words = squeeze(node.data);
       if (!words) return;
@@ -150,18 +158,26 @@
       const rect = el.getBoundingClientRect();
       if (el.tagName === 'g' || el.tagName === 'svg' || rect.width + rect.height === 0) return;
       const style = getComputedStyle(el);
-      const facts = [`at: (${Math.round(rect.left)},${Math.round(rect.top)})`,
-        `size: ${Math.round(rect.width)}x${Math.round(rect.height)}`];
+      const facts = [placeOf(rect)];
       if (style.fill !== 'none') facts.unshift(`fill: ${el.getAttribute('fill') || style.fill}`);
       if (el.tagName === 'polygon') facts.push(`points: ${el.getAttribute('points')}`);
       const name = el.tagName === 'text' ? squeeze(el.textContent) : '';
       add(el, [parent, depth, el.tagName, name, facts.join(' '), ...hintsOf(el), -1], rect);
+    }
+    // The line drawn last on a canvas, in the pixels of the page.
+    function canvas(el, parent, depth) {
+      const rect = el.getBoundingClientRect();
+      const drawn = window.__lsDrawn?.get(el) || [];
+      const points = drawn.map(([x, y]) => `${Math.round(x + rect.left)},${Math.round(y + rect.top)}`);
+      const facts = points.length ? `${placeOf(rect)} points: ${points.join(' ')}` : placeOf(rect);
+      add(el, [parent, depth, 'canvas', '', facts, ...hintsOf(el), -1], rect);
     }
     function walk(node, parent, depth) {
       if (node.nodeType === Node.TEXT_NODE) return text(node, parent, depth);
       if (node.nodeType !== Node.ELEMENT_NODE || SKIPPED.has(node.tagName)) return undefined;
       if (options.skip.length && node.id && options.skip.includes(node.id)) return undefined;
       if (options.deep && SHAPES.has(node.tagName)) return shape(node, parent, depth);
+      if (options.deep && node.tagName === 'CANVAS') return canvas(node, parent, depth);
       const style = getComputedStyle(node);
       if (node.tagName !== 'OPTION' && (style.display === 'none'
           || (!options.deep && node.getAttribute('aria-hidden') === 'true'))) return undefined;
@@ -172,6 +188,7 @@
         const pointed = style.cursor === 'pointer'
           && getComputedStyle(node.parentElement || node).cursor !== 'pointer';
         if (node !== document.body && (pointed || listens(node, options.deep))) role = 'clickable';
+        else if (options.deep && isBox(node, style)) role = 'box';
       }
       const hasOwnRow = role !== '';
       let at = parent;

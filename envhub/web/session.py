@@ -3,7 +3,7 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -23,6 +23,8 @@ MAX_RETRIES = 5
 MAX_TABS = 8
 GRACE_S = 10.0
 NEW_TAB_TIMEOUT_S = 2.0
+DRAG_STEPS = 4  # from one point to the next
+MOVE_MS = 20  # of a page's own clock, for each
 FAR_CORNER = (VIEWPORT[0] - 1, VIEWPORT[1] - 1)
 NO_ELEMENT = (
     'Attempt to perform "{}" on element "[{}]" but no matching element found. '
@@ -163,8 +165,12 @@ class WebSession:
         except BrowserError as error:
             raise EnvFailure(f"a script failed on {self.page.url}: {first_line(error)}") from error
 
-    async def look(self) -> Snapshot:
+    async def look(self, *, advance_ms: int | None = None, has_places: bool = False) -> Snapshot:
         """Returns what the current tab shows once it has come to rest.
+
+        Args:
+            advance_ms: by how much the page's own clock moves; None: as the session's look says.
+            has_places: whether every node tells where it is.
 
         Raises:
             EnvFailure: the page cannot be read.
@@ -172,7 +178,8 @@ class WebSession:
         options = {
             "maxMs": self._look.max_settle_ms,
             "quietMs": self._look.quiet_ms,
-            "advanceMs": self._look.advance_ms,
+            "advanceMs": self._look.advance_ms if advance_ms is None else advance_ms,
+            "places": has_places,
             "deep": self._look.deep,
             "skip": list(self._look.skip),
         }
@@ -233,6 +240,12 @@ class WebSession:
                 await self._type(action)
             case Kind.DRAG:
                 await self._drag(action)
+            case Kind.MOUSE_CLICK:
+                await self.page.mouse.click(*action.points[0])
+            case Kind.MOUSE_MOVE:
+                await self.page.mouse.move(*action.points[0])
+            case Kind.MOUSE_DRAG:
+                await self._hold(action.points)
             case Kind.PRESS:
                 await self.page.keyboard.press(action.text)
             case Kind.SCROLL:
@@ -272,10 +285,19 @@ class WebSession:
         end = await self._aim(action, action.target)
         if start.get("is_option") or end.get("is_option"):
             raise InvalidAction("Options cannot be dragged.")
+        x, y = start["x"], start["y"]
+        aside = [(x + 1, y + 1)] if start == end else []  # who drags to the same place moves, too
+        await self._hold([(x, y), *aside, (end["x"], end["y"])])
+
+    async def _hold(self, points: Sequence[tuple[float, float]]) -> None:
+        """Moves to the first point and, with the button held, through the others."""
         mouse = self.page.mouse
-        await mouse.move(start["x"], start["y"])
+        await mouse.move(*points[0])
+        await self.page.evaluate("ms => __ls.hold(ms)", MOVE_MS)
         await mouse.down()
-        await mouse.move(end["x"], end["y"], steps=4)
+        for x, y in points[1:]:
+            await mouse.move(x, y, steps=DRAG_STEPS)
+        await self.page.evaluate("ms => __ls.hold(ms)", 0)
         await mouse.up()
 
     async def _type(self, action: Action) -> None:
@@ -288,7 +310,9 @@ class WebSession:
             raise InvalidAction(f"Nothing can be typed into [{action.element}].")
         if how == "click":
             await self._point(action_click(action.element))
-        if how != "set":
+        if how == "keys":
+            await self.page.keyboard.type(action.text)
+        elif how != "set":
             await self._keys(action.text)
         if action.enter:
             await self.page.keyboard.press("Enter")

@@ -49,11 +49,13 @@
     const link = event.target instanceof Element ? event.target.closest('a[href]') : null;
     if (link && link.target === '_blank' && !event.defaultPrevented) state.opened += 1;
   });
-  // Who listens to clicks.
+  // Who listens to clicks, and which fields to keys.
   const clickable = new WeakSet();
+  const keyed = new WeakSet();
   const addListener = EventTarget.prototype.addEventListener;
   EventTarget.prototype.addEventListener = function (type, ...rest) {
     if ((type === 'click' || type === 'mousedown') && this instanceof Element) clickable.add(this);
+    if (type === 'keydown' && this instanceof HTMLInputElement) keyed.add(this);
     return addListener.call(this, type, ...rest);
   };
   const frame = window.requestAnimationFrame.bind(window);
@@ -117,6 +119,6 @@
   }
 
   Object.defineProperty(window, '__ls', {
-    value: { state, settle, styledImages, clickable, frame }, enumerable: false,
+    value: { state, settle, styledImages, clickable, keyed, frame }, enumerable: false,
   });
 })();

@@ -20,6 +20,7 @@ from envhub.bench_solve import (
     solve_one_env,
     solve_subset,
 )
+from envhub.envs.miniwob.pages import UNSOLVABLE, subset_name
 from tests.end_to_end.hubs import amount, offline_envs
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
@@ -28,50 +29,7 @@ NUM_ITEMS = amount("LONGSTRIDE_SOLVE_ITEMS", default=0)
 NUM_SUBSETS = 6  # by default, with one item each
 NUM_TURNS = 10
 ENVS = offline_envs()
-# Pages of MiniWoB++ that need sight, free-hand drags or free text: no script plays them.
-WITHOUT_EXPERT = frozenset(
-    [
-        "bisect_angle",
-        "chase_circle",
-        "click_checkboxes_soft",
-        "click_menu_2",
-        "click_pie_nodelay",
-        "count_sides",
-        "daily_calendar",
-        "drag_circle",
-        "drag_cube",
-        "drag_items",
-        "drag_items_grid",
-        "drag_shapes",
-        "drag_shapes_2",
-        "drag_single_shape",
-        "drag_sort_numbers",
-        "draw_circle",
-        "draw_line",
-        "email_inbox_forward_nl",
-        "email_inbox_forward_nl_turk",
-        "email_inbox_nl_turk",
-        "find_midpoint",
-        "form_sequence",
-        "highlight_text",
-        "highlight_text_2",
-        "hot_cold",
-        "hover_shape",
-        "moving_items",
-        "resize_textarea",
-        "right_angle",
-        "simon_says",
-        "stock_market",
-        "terminal",
-        "text_editor",
-        "tic_tac_toe",
-        "use_colorwheel",
-        "use_colorwheel_2",
-        "use_slider",
-        "use_slider_2",
-        "visual_addition",
-    ]
-)
+WITHOUT_EXPERT = frozenset(subset_name(page) for page in UNSOLVABLE)
 
 
 def some_of(subsets: list[Subset]) -> list[Subset]:

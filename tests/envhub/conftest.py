@@ -15,7 +15,7 @@ from envhub.registry import Registry
 from envhub.server import make_app
 from envhub.sessions import Sessions
 
-MISBEHAVING = ("faulty", "waiting", "shadowed")
+MISBEHAVING = ("faulty", "waiting")
 NAMES = ("babyai", "textcraft", *MISBEHAVING)
 
 

@@ -166,11 +166,6 @@ def make_async_worker() -> EnvSpec:
     return replace(make_worker(), name="async", make=WaitingEnv)
 
 
-def make_shadowed() -> EnvSpec:
-    """Returns the environment whose expert is asked of a copy in a worker."""
-    return replace(make_spec(), name="shadowed", expert_in_worker=True, step_timeout_s=1.0)
-
-
 def make_unloadable() -> EnvSpec:
     """Returns an environment that loads in the hub and not in a worker."""
     if "LONGSTRIDE_WORKER" in os.environ:

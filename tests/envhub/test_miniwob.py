@@ -2,11 +2,12 @@
 
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from common.config_envs import BrowserOptions, EnvsSection
-from envhub.env import EnvSpec, ItemId, Style, UnknownItem
+from envhub.env import EnvSpec, ItemId, Style, UnknownItem, parse_item
 from envhub.envs.miniwob import env as miniwob
 from envhub.envs.miniwob import experts, pages
 from tests.envhub.web_rig import has_browser
@@ -23,11 +24,27 @@ def test_pages_are_those_of_the_package():
     assert sorted(path.stem for path in (folder / "miniwob").glob("*.html")) == list(pages.PAGES)
 
 
-def test_subsets_hold_one_page_each_and_three_pools():
-    assert len(miniwob.SUBSETS) == 130 + 3
+def test_subsets_hold_one_page_each_and_two_pools():
+    assert len(miniwob.SUBSETS) == 130 + 2
     assert miniwob.POOLS["click_tab_2"] == ("click-tab-2",)
-    assert set(miniwob.POOLS["first_steps"]) <= set(miniwob.POOLS["solved"])
+    assert set(miniwob.POOLS["first_steps"]) <= set(miniwob.POOLS["all"])
     assert miniwob.SUBSETS["click_tab_2"].num_test == 100
+
+
+def test_every_page_has_an_expert_or_a_reason_why_not():
+    assert set(experts.BY_PAGE) | set(pages.UNSOLVABLE) == set(pages.PAGES)
+    assert not set(experts.BY_PAGE) & set(pages.UNSOLVABLE)
+    assert set(experts.INSIDE) <= set(experts.BY_PAGE)
+    docs = (Path(__file__).parents[2] / "docs" / "ENVIRONMENTS.md").read_text(encoding="utf-8")
+    told = " ".join(docs.split())
+    assert all(f"`{page}` {reason}" in told for page, reason in pages.UNSOLVABLE.items())
+
+
+def test_tasks_hold_no_page_that_cannot_be_solved():
+    tasks = miniwob.make_spec(EnvsSection()).tasks
+    items = [parse_item(i, miniwob.SUBSETS) for t in tasks.values() for i in (*t.train, *t.test)]
+    found = {pages.page_and_seed(item, miniwob.POOLS[item.subset])[0] for item in items}
+    assert found == set(experts.BY_PAGE)
 
 
 def test_page_and_seed_of_a_pool_take_pages_in_turn():
@@ -157,3 +174,57 @@ def test_bad_actions_are_told_of_and_end_nothing(rig: Rig):
         await env.close()
 
     rig.runner.run(episode())
+
+
+@browser
+@pytest.mark.slow
+def test_what_a_page_only_paints_is_told(rig: Rig):
+    async def first(item: str) -> str:
+        env = rig.spec.make(Style.COMPACT)
+        try:
+            return await env.reset(item, 0)
+        finally:
+            await env.close()
+
+    async def episode():
+        sides = await first("count_sides-test-7")
+        assert "points: 86,136 56,130 42,103 54,75 84,68 108,86 109,116 86,136" in sides
+        assert (await first("visual_addition-test-8")).count("] box ''") == 4
+        assert "color [rgb(73, 211, 0)] with" in await first("use_colorwheel_2-test-7")
+        assert "Click on the lime colored box." in await first("click_color-test-9")
+        assert "the [ui-icon-disk] icon" in await first("click_menu_2-test-7")
+        assert "'touch-area' at: (2,52) size: 156x127" in await first("hot_cold-test-7")
+
+    rig.runner.run(episode())
+
+
+@browser
+@pytest.mark.slow
+def test_every_flash_is_seen_before_the_buttons_are_pushed(rig: Rig):
+    async def episode():
+        seen, reward = await play(rig.spec, "simon_says-test-7")
+        lines = [line for text in seen for line in text.splitlines() if "push'" in line]
+        pushed = [line.split("]")[0] for text in seen for line in text.splitlines()
+                  if line.startswith("last: click")]  # fmt: skip
+        flashed = [line.split("button-")[1][0] for line in lines]
+        assert reward == 1.0
+        assert len(flashed) in (3, 4, 5)
+        assert [str(int(text.split("[")[1]) + 1) for text in pushed] == flashed[: len(pushed)]
+
+    rig.runner.run(episode())
+
+
+@browser
+@pytest.mark.slow
+@pytest.mark.parametrize("item", ["click_pie_nodelay-train-104", "terminal-train-209"])
+def test_items_that_faults_of_their_pages_made_hopeless_can_be_solved(rig: Rig, item: str):
+    assert rig.runner.run(play(rig.spec, item))[1] == 1.0
+
+
+@browser
+@pytest.mark.slow
+def test_game_is_won_by_the_moves_that_chance_allows(rig: Rig):
+    async def games():
+        return [(await play(rig.spec, f"tic_tac_toe-test-{i}"))[1] for i in range(8)]
+
+    assert rig.runner.run(games()) == [1.0] * 8

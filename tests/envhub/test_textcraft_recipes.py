@@ -104,6 +104,25 @@ def test_group_makes_its_outputs_members_of_the_tag_of_that_name(tmp_path):
     assert (book.depths["planks"], book.depths["stick"], book.depths["ladder"]) == (1, 2, 3)
 
 
+def test_depth_is_that_of_the_deepest_ingredient_of_the_shallowest_way(tmp_path):
+    recipes = {
+        **WOOD,
+        "lamp": shapeless("lamp", [item("ladder"), item("coal")]),
+        "lamp_from_sticks": shapeless("lamp", [item("stick"), item("coal")]),
+        "coarse_rug": shapeless("coarse_rug", [item("ladder")], group="rugs"),
+        "fine_rug": shapeless("fine_rug", [item("wool")], group="rugs"),
+        "tent": shapeless("tent", [tag("rugs"), item("wool")]),
+    }
+    depths = book_of(tmp_path, recipes).depths
+    assert (depths["lamp"], depths["coarse rug"], depths["rugs"], depths["tent"]) == (3, 4, 1, 2)
+
+
+def test_result_may_be_the_bare_name_of_an_item(tmp_path):
+    recipe = shapeless("book", [item("paper")]) | {"result": "minecraft:book"}
+    book = book_of(tmp_path, {"book": recipe})
+    assert commands(book, "book") == ["craft 1 book using 1 paper"]
+
+
 def test_tag_without_a_craftable_member_is_an_item_that_can_be_got(tmp_path):
     book = book_of(tmp_path, WOOD)
     assert commands(book, "oak planks") == ["craft 4 oak planks using 1 oak logs"]

@@ -3,8 +3,10 @@
 import pytest
 
 from envhub.web.actions import (
+    MAX_POINTS,
     MAX_TEXT_CHARS,
     NO_FENCE,
+    POINTER_KINDS,
     Action,
     InvalidAction,
     Kind,
@@ -61,11 +63,31 @@ def test_parse_refuses_what_is_no_action(text):
         parse(text)
 
 
-def test_parse_knows_drag_only_where_it_is_offered():
-    drag = parse("drag [3] [4]", frozenset({Kind.DRAG}))
-    assert drag == Action(kind=Kind.DRAG, element=3, target=4)
+@pytest.mark.parametrize(
+    ("text", "action"),
+    [
+        ("drag [3] [4]", Action(kind=Kind.DRAG, element=3, target=4)),
+        ("mouse_click [80,120]", Action(kind=Kind.MOUSE_CLICK, points=((80, 120),))),
+        ("mouse_move [ 5 , 7 ]", Action(kind=Kind.MOUSE_MOVE, points=((5, 7),))),
+        ("mouse_drag [1,2][3,4] [5,6]",
+         Action(kind=Kind.MOUSE_DRAG, points=((1, 2), (3, 4), (5, 6)))),
+    ],
+)  # fmt: skip
+def test_parse_knows_pointer_actions_only_where_they_are_offered(text, action):
+    assert parse(text, POINTER_KINDS) == action
     with pytest.raises(InvalidAction):
-        parse("drag [3] [4]")
+        parse(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["mouse_click", "mouse_click [80]", "mouse_click [-1,2]", "mouse_click [1.5,2]",
+     "mouse_click [1,2] [3,4]", "mouse_move [1,99999]", "mouse_drag [1,2]",
+     "mouse_drag " + "[1,2] " * (MAX_POINTS + 1)],
+)  # fmt: skip
+def test_parse_refuses_what_is_no_point(text):
+    with pytest.raises(InvalidAction):
+        parse(text, POINTER_KINDS)
 
 
 def test_fenced_returns_the_first_block():
@@ -78,6 +100,10 @@ def test_fenced_asks_for_backticks_when_there_are_none():
     assert str(error.value) == NO_FENCE
 
 
-@pytest.mark.parametrize("text", ["type [7] [a [b]] [0]", "click [3]", "stop []", "press [Tab]"])
+@pytest.mark.parametrize(
+    "text",
+    ["type [7] [a [b]] [0]", "click [3]", "stop []", "press [Tab]", "drag [3] [4]",
+     "mouse_click [80,120]", "mouse_drag [1,2] [3,4]"],
+)  # fmt: skip
 def test_describe_writes_what_parse_reads(text):
-    assert describe(parse(text)) == text
+    assert describe(parse(text, frozenset(Kind))) == text

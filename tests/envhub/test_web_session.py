@@ -9,7 +9,7 @@ import pytest
 
 from common.config_envs import BrowserOptions
 from envhub.env import EnvFailure
-from envhub.web.actions import InvalidAction, parse
+from envhub.web.actions import InvalidAction, Kind, parse
 from envhub.web.browser import check_browser, find_browser, host_rules
 from envhub.web.session import WebSession
 from envhub.web.tree import Snapshot
@@ -26,8 +26,23 @@ def rig() -> Iterator[Rig]:
 
 
 async def act(session: WebSession, text: str) -> Snapshot:
-    await session.perform(parse(text))
+    await session.perform(parse(text, frozenset(Kind)))
     return await session.look()
+
+
+# A page of one box that tells what the mouse did in it, and of one field that does so of the keys.
+PAD = """() => {
+  document.body.innerHTML = '<div id="pad" style="position:fixed;left:0;top:0;width:300px;'
+    + 'height:200px"></div><input style="position:fixed;top:300px"><p id="told"></p>';
+  const told = [];
+  const tell = (words) => { told.push(words); document.title = told.join(' '); };
+  for (const type of ['mousedown', 'mousemove', 'mouseup']) {
+    document.getElementById('pad').addEventListener(type, (event) => {
+      tell(`${type.slice(5)}${event.buttons}:${event.clientX},${event.clientY}`);
+    });
+  }
+  document.querySelector('input').addEventListener('keydown', (event) => tell(event.key));
+}"""
 
 
 def test_check_browser_names_the_remedy_when_the_path_is_wrong():
@@ -143,6 +158,79 @@ def test_scroll_brings_what_is_below_into_view_and_click_scrolls_by_itself(rig: 
         assert not find(page, "link", "Other").is_in_view
         page = await act(session, f"click [{find(page, 'link', 'Other').id}]")
         assert page.title == "Other"
+        await session.close()
+
+    rig.run(episode())
+
+
+@browser
+@pytest.mark.slow
+def test_mouse_goes_to_points_and_holds_the_button_between_them(rig: Rig):
+    async def episode():
+        session = await rig.session()
+        await session.run(PAD)
+        seen = await act(session, "mouse_move [10,20]")
+        assert seen.title == "move0:10,20"
+        seen = await act(session, "mouse_click [30,40]")
+        assert seen.title.split()[1:] == ["move0:30,40", "down1:30,40", "up0:30,40"]
+        seen = await act(session, "mouse_drag [100,50] [140,50] [140,90]")
+        told = seen.title.split()[4:]
+        assert told[:2] == ["move0:100,50", "down1:100,50"]
+        assert told[2:-1] == [
+            *[f"move1:{x},50" for x in (110, 120, 130, 140)],
+            *[f"move1:140,{y}" for y in (60, 70, 80, 90)],
+        ]
+        assert told[-1] == "up0:140,90"
+        await session.close()
+
+    rig.run(episode())
+
+
+@browser
+@pytest.mark.slow
+def test_drag_onto_itself_moves_the_mouse_while_it_is_held(rig: Rig):
+    async def episode():
+        session = await rig.session()
+        await session.run(PAD)
+        seen = await session.look()
+        await session.run("() => { document.getElementById('pad').tabIndex = 0; }")
+        pad = next(node for node in (await session.look()).nodes if node.dom_id == "pad")
+        assert pad.dom_id not in [node.dom_id for node in seen.nodes]
+        seen = await act(session, f"drag [{pad.id}] [{pad.id}]")
+        told = seen.title.split()
+        assert told[:2] == ["move0:150,100", "down1:150,100"]
+        assert "move1:151,101" in told
+        assert told[-2:] == ["move1:150,100", "up0:150,100"]
+        await session.close()
+
+    rig.run(episode())
+
+
+@browser
+@pytest.mark.slow
+def test_field_that_listens_to_keys_gets_every_one(rig: Rig):
+    async def episode():
+        session = await rig.session()
+        await session.run(PAD)
+        field = find(await session.look(), "textbox", "")
+        seen = await act(session, f"type [{field.id}] [a.b] [1]")
+        assert seen.title == "a . b Enter"
+        assert find(seen, "textbox", "").value == "a.b"
+        await session.close()
+
+    rig.run(episode())
+
+
+@browser
+@pytest.mark.slow
+def test_look_tells_places_only_when_asked(rig: Rig):
+    async def episode():
+        session = await rig.session()
+        await session.run(PAD)
+        field = find(await session.look(), "textbox", "")
+        assert "at:" not in field.states
+        placed = find(await session.look(has_places=True), "textbox", "")
+        assert f"at: ({field.x},{field.y}) size: {field.width}x{field.height}" in placed.states
         await session.close()
 
     rig.run(episode())

@@ -233,27 +233,6 @@ def test_worker_that_cannot_load_is_a_clear_failure(serve_hub):
     assert worker_pids(hub) == []
 
 
-@pytest.mark.slow
-def test_hanging_expert_ends_only_its_copy(serve_hub):
-    hub = serve_hub()
-    path, other = hub.open("shadowed"), hub.open("shadowed")
-    hub.step(path, "go", 1)
-    hint = {"valid_actions": ["end", "after 1"], "expert_action": None}
-    assert hub.client.get(f"{path}/hint").json() == hint
-    assert hub.client.get(f"{other}/hint").json()["valid_actions"] == ["end", "after 0"]
-    hub.step(path, "trap", 2)
-    for num_lost in (1, 1):  # the second time it is known that this state has no answer
-        hung = hub.client.get(f"{path}/hint")
-        assert hung.status_code == 504
-        assert "the session lives" in hung.json()["detail"]
-        assert hub.sessions.lodging.num_lost == {("shadowed", "deadline"): num_lost}
-    assert hub.step(path, "go", 3).json()["observation"] == "step 3"
-    assert hub.client.get(f"{path}/hint").json()["valid_actions"] == ["end", "after 3"]
-    hub.step(other, "go", 1)  # its copy died with the worker, and is made again
-    assert hub.client.get(f"{other}/hint").json()["valid_actions"] == ["end", "after 1"]
-    assert len(hub.sessions) == 2
-
-
 CODE = """
 import asyncio
 from envhub.registry import Registry

@@ -28,10 +28,11 @@ class BabyAiEnv:
 
     Differs from AgentGym's server on purpose: reward is 1.0 and the episode ends at the very
     primitive that completes the mission, whatever the step count, and nothing else ends it; the
-    mission keeps its `then` and `after you` (`agentgym_goals` hides them); an object's number in
-    an action is the number it has in the description; only actions that change something are
-    valid; and where a mission cannot be met otherwise, `toggle` closes an open door (missions of
-    several parts, one of them to open a door) or opens a box (KeyInBox).
+    mission keeps its `then` and `after you` (`agentgym_goals` hides them); a layout that nobody
+    could solve is drawn anew (`agentgym_layouts` keeps it); an object's number in an action is the
+    number it has in the description; only actions that change something are valid; and where a
+    mission cannot be met otherwise, `toggle` closes an open door (missions of several parts, one of
+    them to open a door) or opens a box (KeyInBox).
     """
 
     def __init__(self, style: Style, *, options: BabyaiOptions | None = None) -> None:
@@ -49,7 +50,9 @@ class BabyAiEnv:
     def _start(self, item: ItemId) -> None:
         level_name, seed = levels.locate(item)
         if level_name != self._level_name:
-            self._level = levels.make_level(level_name)
+            self._level = levels.make_level(
+                level_name, keeps_unsolvable=self._options.agentgym_layouts
+            )
             # The level would draw its own view at every primitive; ours replaces it.
             self._level.gen_obs = dict
             self._level_name = level_name
@@ -217,6 +220,5 @@ def make_spec(options: EnvsSection) -> EnvSpec:
         make=partial(BabyAiEnv, options=options.babyai),
         tasks=load_tasks(TASKS_PATH),
         isolation=Isolation.INLINE,
-        expert_in_worker=True,
         from_agentgym=levels.from_agentgym,
     )

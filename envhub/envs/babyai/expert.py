@@ -67,7 +67,7 @@ def search(scene: Scene, targets: list[Target], visited: set[tuple]) -> list[tup
 
     Weighted best-first search; ties go to fewer primitives, then to the order of the action list.
     """
-    ranges = [distances(scene, target) for target in targets]
+    ranges = [distances(scene, target, through_locks=False) for target in targets]
 
     def remaining(at: int) -> int:
         return min(r.get(at, UNREACHABLE) for r in ranges)

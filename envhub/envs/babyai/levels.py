@@ -8,9 +8,10 @@ import gymnasium
 import minigrid  # noqa: F401 - registers the BabyAI levels
 import minigrid.envs.babyai.core.roomgrid_level as roomgrid_level
 from gymnasium.envs.registration import load_env_creator
-from minigrid.envs.babyai.core.roomgrid_level import RoomGridLevel
+from minigrid.envs.babyai.core.roomgrid_level import RejectSampling, RoomGridLevel
 
 from envhub.env import ItemId, SubsetSpec, UnknownItem
+from envhub.envs.babyai.solvable import has_way
 
 NUM_TRAIN = 1_000_000
 NUM_TEST = 1_000
@@ -146,21 +147,29 @@ def from_agentgym(index: int) -> str:
     return f"{subset_of(AGENTGYM_LEVELS[number])}-train-{seed}"
 
 
-class Patience:
-    """Breaks off a layout that a level would draw for ever, such as a start in a room too full.
+class Layouts:
+    """Has a level draw anew where its layout would be drawn for ever, or could not be solved.
 
-    The level then draws another one, with the numbers that follow; all others are untouched.
+    The level then draws another one, with the numbers that follow, as it does where it rejects a
+    layout itself; all others are untouched.
     """
 
-    def __init__(self, level: RoomGridLevel) -> None:
+    def __init__(self, level: RoomGridLevel, *, keeps_unsolvable: bool) -> None:
+        self._level, self._keeps_unsolvable = level, keeps_unsolvable
         self._draw, self._generate = level._rand_int, level.gen_mission
         self._num_draws = 0
         level._rand_int, level.gen_mission = self.draw, self.generate
 
     def generate(self) -> None:
-        """Begins one layout."""
+        """Draws one layout.
+
+        Raises:
+            RejectSampling: it cannot be solved; minigrid takes it as a sign to begin anew.
+        """
         self._num_draws = 0
         self._generate()
+        if not self._keeps_unsolvable and not has_way(self._level):
+            raise RejectSampling("what is needed is locked away")
 
     def draw(self, low: int, high: int) -> int:
         """Returns a number from `low` to below `high`.
@@ -189,10 +198,15 @@ def _creator(name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
     return load_env_creator(spec.entry_point), dict(spec.kwargs)
 
 
-def make_level(name: str) -> RoomGridLevel:
-    """Returns a fresh bare minigrid level; some levels are registered only as version 1."""
+def make_level(name: str, *, keeps_unsolvable: bool = False) -> RoomGridLevel:
+    """Returns a fresh bare minigrid level; some levels are registered only as version 1.
+
+    Args:
+        name: such as `GoToLocal`.
+        keeps_unsolvable: it may have a layout that nobody can solve, where minigrid draws one.
+    """
     create, kwargs = _creator(name)
     level = create(**kwargs)
     assert isinstance(level, RoomGridLevel)
-    Patience(level)
+    Layouts(level, keeps_unsolvable=keeps_unsolvable)
     return level

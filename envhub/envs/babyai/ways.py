@@ -16,8 +16,11 @@ UNREACHABLE = 1 << 20
 MAX_ERRANDS = 8
 
 
-def distances(scene: Scene, target: Target) -> dict[int, int]:
-    """Returns for each position the cost of walking to where a target cell can be faced."""
+def distances(scene: Scene, target: Target, *, through_locks: bool = True) -> dict[int, int]:
+    """Returns for each position the cost of walking to where a target cell can be faced.
+
+    Without `through_locks` a door whose key is not in hand is a wall.
+    """
     steps = [sc.delta(scene.stride, heading) for heading in range(4)]
     heap = [(0, position + s) for position in target.positions for s in steps]
     heapq.heapify(heap)
@@ -27,7 +30,7 @@ def distances(scene: Scene, target: Target) -> dict[int, int]:
         if position in cost:
             continue
         entering = _cost(scene, position)
-        if entering is None:
+        if entering is None or (not through_locks and _is_shut(scene, position)):
             continue
         cost[position] = so_far
         for s in steps:
@@ -36,9 +39,13 @@ def distances(scene: Scene, target: Target) -> dict[int, int]:
     return cost
 
 
+def _is_shut(scene: Scene, position: int) -> bool:
+    return scene.codes[position] == sc.LOCKED and not act.has_key(scene, position)
+
+
 def _cost(scene: Scene, position: int) -> int | None:
     code = scene.codes[position]
-    if code == sc.LOCKED and act.has_key(scene, position):
+    if code == sc.LOCKED and not _is_shut(scene, position):
         return UNLOCK_COST
     return COSTS.get(code)
 
@@ -79,22 +86,28 @@ def first_errand(
         ready = _openable(scene, target)
         if not ready.positions:
             keys = [_key_of(scene, door) for door in sorted(target.positions)]
-            return _first_possible(scene, keys, kept_free, deeper)
+            # A key may lie behind its own door, and another like it elsewhere.
+            return _first_possible(_walled(scene, target.positions), keys, kept_free, deeper)
         target = ready
     cost = distances(scene, target)
     if scene.at not in cost:
         return None
     passed = way(scene, scene.at, cost)
-    kept_free |= frozenset(passed)
+    kept = kept_free | frozenset(passed)
     errand = _obstacle(scene, passed)
     if errand is None and target.then is not None:
         passed = _onward(scene, target, passed[-1] if passed else scene.at)
-        kept_free |= frozenset(passed)
+        kept |= frozenset(passed)
         errand = _obstacle(scene, passed)
     if errand is not None:
-        return first_errand(scene, errand, kept_free=kept_free, num_errands=deeper)
+        found = first_errand(scene, errand, kept_free=kept, num_errands=deeper)
+        if found is not None or errand.kinds != OPENING:
+            return found
+        # The door cannot be unlocked: the long way round, if there is one.
+        around = _walled(scene, errand.positions)
+        return first_errand(around, target, kept_free=kept_free, num_errands=deeper)
     if target.kinds == PICKING_UP and scene.carrying is not None:
-        return _drop_beside(scene, target, kept_free)
+        return _drop_beside(scene, target, kept)
     return target
 
 
@@ -108,10 +121,17 @@ def _first_possible(
     return next((errand for errand in found if errand is not None), None)
 
 
+def _walled(scene: Scene, positions: frozenset[int]) -> Scene:
+    """Returns the scene with walls at some positions."""
+    codes = scene.codes.copy()
+    for position in positions:
+        codes[position] = sc.WALL
+    return replace(scene, codes=codes)
+
+
 def _openable(scene: Scene, target: Target) -> Target:
     """Returns the target without the doors that are locked to the agent."""
-    ready = (p for p in target.positions if scene.codes[p] != sc.LOCKED or act.has_key(scene, p))
-    return Target(frozenset(ready), OPENING)
+    return Target(frozenset(p for p in target.positions if not _is_shut(scene, p)), OPENING)
 
 
 def _onward(scene: Scene, target: Target, standing: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable
+from typing import Any
 
 from common.config_envs import EnvsSection
 from envhub.env import (
@@ -19,6 +20,7 @@ from envhub.envs.miniwob.view import PageView
 from envhub.envs.miniwob.world import HOST, MiniwobWorld
 from envhub.web import tree
 from envhub.web.actions import (
+    POINTER_KINDS,
     Action,
     InvalidAction,
     Kind,
@@ -31,9 +33,9 @@ from envhub.web.actions import (
 from envhub.web.browser import check_browser
 from envhub.web.session import WebSession
 
-KINDS = frozenset({Kind.CLICK, Kind.HOVER, Kind.TYPE, Kind.PRESS, Kind.SCROLL, Kind.DRAG})
+KINDS = POINTER_KINDS | {Kind.CLICK, Kind.HOVER, Kind.TYPE, Kind.PRESS, Kind.SCROLL}
 MAX_WORDS = 1500
-POOLS = pages.pools(experts.BY_PAGE)
+POOLS = pages.pools()
 SUBSETS = pages.subset_specs(POOLS)
 ENDING = {True: "The task is completed.", False: "The task has failed."}
 COMPACT_INSTRUCTION = (
@@ -81,7 +83,10 @@ class MiniwobEnv:
 
     async def _look(self) -> None:
         assert self._session is not None, "an episode is used before its reset"
-        self._snapshot = await self._session.look()
+        self._snapshot = await self._session.look(
+            advance_ms=pages.SHORT_STEPS_MS.get(self._page, pages.STEP_MS),
+            has_places=self._page in pages.WITH_PLACES,
+        )
         state = self._snapshot.state
         if state is None:
             raise EnvFailure(f"the page {self._page} is gone")
@@ -148,8 +153,17 @@ class MiniwobEnv:
         solve: Callable[[PageView], str | None] | None = experts.BY_PAGE.get(self._page)
         if self._done or solve is None:
             return None
-        action = solve(PageView(self._goal, self._snapshot.nodes, tuple(self._taken)))
+        action = solve(
+            PageView(self._goal, self._snapshot.nodes, tuple(self._taken), await self._inside())
+        )
         return action and self._wrap(action)
+
+    async def _inside(self) -> Any:
+        """Returns what the page's script knows and its expert asks for."""
+        script = experts.INSIDE.get(self._page)
+        if script is None or self._session is None:
+            return None
+        return await self._session.run(script)
 
     def _wrap(self, action: str) -> str:
         return action if self._style is Style.COMPACT else in_answer_format(action)
@@ -212,5 +226,5 @@ def _tasks() -> dict[str, TaskSpec]:
             train=items(subset, "train", 20 * len(POOLS[subset])),
             test=items(subset, "test", 5 * len(POOLS[subset])),
         )
-        for subset in ("first_steps", "solved", "all")
+        for subset in ("first_steps", "all")
     }

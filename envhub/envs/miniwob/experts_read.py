@@ -13,32 +13,51 @@ NUM_SCREENS = 12
 MAX_SCREENS = 40
 
 
+# What is to be done with which email, as the script of the page knows it.
+ORDERED = (
+    "(({expectedDetails: {action, email, reply, forward}, emails}) => "
+    "({action, place: emails.indexOf(email), reply: reply || '', forward: forward || ''}))"
+    "($._data($('.email-thread')[0], 'events').click[0].data)"
+)
+
+
 def email(page: PageView) -> str | None:
     """Finds the email and deletes, stars, answers or forwards it."""
     sender = page.goal_part(r"(?:email|message) (?:by|from) ([\w-]+)")
-    goal = page.goal
+    threads = page.all("clickable", cls="email-thread")
+    thread = next((t for t in threads if t.name.split(" ")[0] == sender), None)
+    to = page.goal_part(r"forward that email to ([\w-]+)")
+    icon = "trash" if "delete" in page.goal else "star" if "star icon" in page.goal else ""
+    return _deal_with(page, thread, icon=icon, to=to, text=(page.quoted() or [""])[0])
+
+
+def told_email(page: PageView) -> str | None:
+    """Does what the goal means, however it is told."""
+    order = page.inside
+    threads = page.all("clickable", cls="email-thread")
+    thread = threads[order["place"]] if threads else None
+    icon = {"delete": "trash", "important": "star"}.get(order["action"], "")
+    return _deal_with(page, thread, icon=icon, to=order["forward"], text=order["reply"])
+
+
+def _deal_with(page: PageView, thread: Node | None, *, icon: str, to: str, text: str) -> str | None:
+    """Clicks the icon, forwards the email if `to` is a name, or else answers with the text."""
     area = page.one("textbox", dom_id="reply-text")
     if area is not None:
-        text = page.quoted()[0]
         done = area.value == text
         return click(page.one(dom_id="send-reply")) if done else write(area, text)
-    to = page.one("textbox", cls="forward-sender")
-    if to is not None:
-        name = page.goal_part(r"forward that email to ([\w-]+)")
-        done = to.value == name
-        return click(page.one(dom_id="send-forward")) if done else write(to, name)
+    address = page.one("textbox", cls="forward-sender")
+    if address is not None:
+        done = address.value == to
+        return click(page.one(dom_id="send-forward")) if done else write(address, to)
     opened = page.one("clickable", cls="email-reply") or page.one("clickable", cls="email-forward")
-    icon = "trash" if "delete" in goal else "star" if "star icon" in goal else ""
     if opened is not None and icon:
         return click(page.one("clickable", cls=icon))
     if opened is not None:
-        word = "email-forward" if "forward" in goal else "email-reply"
-        return click(page.one("clickable", cls=word))
-    threads = page.all("clickable", cls="email-thread")
-    thread = next((t for t in threads if t.name.split(" ")[0] == sender), None)
+        return click(page.one("clickable", cls="email-forward" if to else "email-reply"))
     if thread is None:
         return None
-    inner = [n for n in page.inside(thread) if icon and icon in n.dom_class.split()]
+    inner = [n for n in page.inside_of(thread) if icon and icon in n.dom_class.split()]
     # Some inboxes have no icons: the email must be opened for them.
     return click(inner[0] if inner else thread)
 

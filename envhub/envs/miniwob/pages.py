@@ -1,7 +1,6 @@
 """The pages of MiniWoB++, the subsets made of them, and where their files lie."""
 
 import importlib.util
-from collections.abc import Iterable
 from pathlib import Path
 
 from envhub.env import ItemId, SubsetSpec
@@ -156,7 +155,34 @@ FIRST_STEPS = [
 NUM_TRAIN = 1000
 NUM_TEST = 100
 MAX_TURNS = 20
-MORE_TURNS = {"sign-agreement": 40}  # a long text to scroll through
+MORE_TURNS = {
+    "sign-agreement": 40,  # a long text to scroll through
+    "stock-market": 40,  # a price to wait for
+}
+# By how much a page's clock moves with every look: less where much happens within a second.
+STEP_MS = 1000
+SHORT_STEPS_MS = {"simon-says": 250, "stock-market": 200}
+# Pages on which lines tell where they stand: the mouse must go to points between elements.
+WITH_PLACES = frozenset(
+    [
+        "daily-calendar",
+        "drag-cube",
+        "drag-items",
+        "drag-items-grid",
+        "drag-sort-numbers",
+        "draw-circle",
+        "draw-line",
+        "highlight-text",
+        "highlight-text-2",
+        "hot-cold",
+        "resize-textarea",
+        "text-editor",
+    ]
+)
+# Pages that cannot be solved, and why: they are in no pool and no task, only in their own subset.
+UNSOLVABLE = {
+    "hover-shape": "never ends with a reward; its score is only computed and thrown away",
+}
 REMEDY = "pip install --no-deps miniwob"
 
 
@@ -177,16 +203,11 @@ def subset_name(page: str) -> str:
     return page.replace("-", "_")
 
 
-def pools(solved: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """Returns the pages of every subset: one per page, and three that mix pages.
-
-    Args:
-        solved: the pages that have an expert.
-    """
+def pools() -> dict[str, tuple[str, ...]]:
+    """Returns the pages of every subset: one per page, and two that mix pages."""
     return {
         "first_steps": tuple(FIRST_STEPS),
-        "solved": tuple(sorted(solved)),
-        "all": PAGES,
+        "all": tuple(page for page in PAGES if page not in UNSOLVABLE),
         **{subset_name(page): (page,) for page in PAGES},
     }
 

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from envhub.web.actions import Action
 from envhub.web.tree import STATIC, Node
@@ -9,11 +10,15 @@ from envhub.web.tree import STATIC, Node
 
 @dataclass(frozen=True, slots=True)
 class PageView:
-    """The goal, everything the page shows, and the actions performed so far."""
+    """The goal, everything the page shows, and the actions performed so far.
+
+    `inside` is what the page's own script holds, for experts that ask for it in `experts.INSIDE`.
+    """
 
     goal: str
     nodes: tuple[Node, ...]
     taken: tuple[Action, ...] = ()
+    inside: Any = None
 
     def all(self, role: str = "", *, name: str | None = None, cls: str = "") -> list[Node]:
         """Returns the nodes with this role, exact name and class, as far as these are given."""
@@ -45,7 +50,7 @@ class PageView:
         match = re.search(pattern, self.goal)
         return match[1] if match else ""
 
-    def inside(self, outer: Node) -> list[Node]:
+    def inside_of(self, outer: Node) -> list[Node]:
         """Returns the nodes within a node, in reading order."""
         held = {outer.id}
         found = []
@@ -64,3 +69,8 @@ def click(node: Node | None) -> str | None:
 def write(node: Node | None, text: str, *, enter: bool = False) -> str | None:
     """Returns the typing of a text into a node, None for none."""
     return None if node is None else f"type [{node.id}] [{text}] [{int(enter)}]"
+
+
+def hold(*points: tuple[float, float]) -> str:
+    """Returns a drag of the mouse through points."""
+    return "mouse_drag " + " ".join(f"[{round(x)},{round(y)}]" for x, y in points)

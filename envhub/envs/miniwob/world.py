@@ -12,7 +12,7 @@ from starlette.staticfiles import StaticFiles
 
 from common.config_envs import BrowserOptions
 from envhub.env import EnvFailure
-from envhub.envs.miniwob.pages import REMEDY, pages_dir
+from envhub.envs.miniwob.pages import REMEDY, STEP_MS, pages_dir
 from envhub.web.browser import BrowserHost, host_rules
 from envhub.web.local_site import LocalSite
 from envhub.web.session import Look, WebSession
@@ -22,7 +22,6 @@ HOST = "miniwob.test"
 START_SCRIPT = (Path(__file__).parent / "episode.js").read_text(encoding="utf-8")
 # Parts of every page that are not part of the task.
 FURNITURE = ("query", "reward-display", "sync-task-cover", "click-canvas")
-STEP_MS = 1000
 LOOK = Look(advance_ms=STEP_MS, deep=True, skip=FURNITURE)
 MAX_EPISODES_PER_TAB = 200
 
