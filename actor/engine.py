@@ -21,7 +21,9 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
+from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerBase
 
+from actor.concurrency import LoadMeter
 from common.collective import (
     BroadcastGroup,
     checksum,
@@ -163,6 +165,25 @@ class WeightReceiver:
             head.quant_method.process_weights_after_loading(head)
 
 
+class _LoadWatch(StatLoggerBase):
+    """Hears from vLLM after every step of the engine, and tells the meter."""
+
+    def __init__(self, meter: LoadMeter) -> None:
+        self._meter = meter
+
+    def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
+        if scheduler_stats is not None:
+            self._meter.add(
+                num_running=scheduler_stats.num_running_reqs,
+                num_waiting=scheduler_stats.num_waiting_reqs,
+                kv_frac=scheduler_stats.kv_cache_usage,
+                num_preemptions=iteration_stats.num_preempted_reqs if iteration_stats else 0,
+            )
+
+    def log_engine_initialized(self) -> None:
+        """There is nothing to say."""
+
+
 class Engine:
     """One vLLM engine and the version of its weights.
 
@@ -174,6 +195,7 @@ class Engine:
 
     def __init__(self, llm: AsyncLLM, cfg: ActorSection, *, end_of_turn_ids: list[int]) -> None:
         self._llm = llm
+        self.meter: LoadMeter | None = None
         self._cfg = cfg
         self._end_of_turn_ids = end_of_turn_ids
         self.version = -1  # nothing received yet
@@ -182,7 +204,13 @@ class Engine:
 
     @classmethod
     async def start(
-        cls, model: ModelSection, cfg: ActorSection, *, end_of_turn_ids: list[int], seed: int
+        cls,
+        model: ModelSection,
+        cfg: ActorSection,
+        *,
+        end_of_turn_ids: list[int],
+        seed: int,
+        meters_load: bool = False,
     ) -> "Engine":
         """Start the engine processes and warm them up. Raises: EngineError."""
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(cfg.kv_cache_gib))
@@ -203,11 +231,14 @@ class Engine:
             # processes poll each other and burn a core.
             distributed_executor_backend=UniProcExecutor if cfg.tensor_parallel_size == 1 else "mp",
             disable_log_stats=True,
+            num_gpu_blocks_override=cfg.kv_cache_blocks or None,
         )
         started = time.monotonic()
         try:
-            llm = AsyncLLM.from_engine_args(arguments)
+            meter = LoadMeter() if meters_load else None
+            llm = _start_llm(arguments, meter)
             engine = cls(llm, cfg, end_of_turn_ids=end_of_turn_ids)
+            engine.meter = meter
             async with asyncio.timeout(cfg.start_timeout_s):
                 await engine.generate([0, 0], request_id="warm-up", max_tokens=2, salt="warm-up")
         except (RuntimeError, ValueError, OSError, TimeoutError) as e:
@@ -352,3 +383,16 @@ class Engine:
     def shut_down(self) -> None:
         """End the engine's processes; one that hangs in a broadcast is killed."""
         self._llm.shutdown(timeout=SHUTDOWN_S)
+
+
+def _start_llm(arguments: AsyncEngineArgs, meter: LoadMeter | None) -> AsyncLLM:
+    """Start the engine processes; with a meter they tell it what they do."""
+    if meter is None:
+        return AsyncLLM.from_engine_args(arguments)
+    llm = AsyncLLM.from_engine_args(arguments, stat_loggers=[lambda *_: _LoadWatch(meter)])
+    manager = llm.logger_manager
+    assert manager is not None, "vLLM has one whenever there are loggers"
+    manager.stat_loggers = [  # Prometheus' own counts at every step, and nobody asks for it
+        each for each in manager.stat_loggers if not isinstance(each, PrometheusStatLogger)
+    ]
+    return llm

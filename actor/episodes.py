@@ -3,6 +3,7 @@
 import asyncio
 import logging
 
+from actor.concurrency import Concurrency, EngineLoad
 from actor.delivery import Delivery
 from actor.engine import Completion, Engine
 from actor.env_client import HubClient, HubSession
@@ -44,6 +45,7 @@ class Episodes:
         self._instructions = instructions
         self._delivery = delivery
         self._rounds = rounds
+        self._concurrency = Concurrency(least=cfg.min_concurrent, most=cfg.max_concurrent)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._num_requests = 0
         self.slot_freed = asyncio.Event()
@@ -57,7 +59,18 @@ class Episodes:
     @property
     def num_free_slots(self) -> int:
         """Episodes that could start now."""
-        return self._cfg.max_concurrent - len(self._tasks)
+        return max(0, self.num_slots - len(self._tasks))
+
+    @property
+    def num_slots(self) -> int:
+        """Episodes at once; what runs already may be more."""
+        return self._concurrency.limit
+
+    def adapt(self, load: EngineLoad) -> None:
+        """Draw the consequences of what the engine had to do since the last call."""
+        before = self.num_slots
+        if self._concurrency.look(load, num_episodes=len(self._tasks)) > before:
+            self.slot_freed.set()
 
     def start(self, leases: list[Lease]) -> None:
         """Begin to play; in rounds all are counted in before the first one asks."""

@@ -73,8 +73,13 @@ async def _build(cfg: RunConfig, run_dir: RunDir, name: str, context: zmq.asynci
     incarnation = uuid.uuid4().hex[:12]
     exclusive = asyncio.Lock()
     renderer = Renderer(AutoTokenizer.from_pretrained(cfg.model.path, local_files_only=True))
+    is_lockstep = cfg.train.mode == "sync"
     engine = await Engine.start(
-        cfg.model, cfg.actor, end_of_turn_ids=renderer.end_of_turn_ids, seed=cfg.run.seed
+        cfg.model,
+        cfg.actor,
+        end_of_turn_ids=renderer.end_of_turn_ids,
+        seed=cfg.run.seed,
+        meters_load=cfg.actor.adapt_concurrency and not is_lockstep,
     )
     start_s = cfg.actor.start_timeout_s
     hub_url = cfg.envhub.url or run_dir.wait_for_address("envhub", timeout_s=start_s)
@@ -97,7 +102,6 @@ async def _build(cfg: RunConfig, run_dir: RunDir, name: str, context: zmq.asynci
         context=context,
     )
     weights.connect(timeout_s=start_s)
-    is_lockstep = cfg.train.mode == "sync"
     turn_tokens = cfg.actor.max_turn_tokens
     episodes = Episodes(
         cfg.actor,
@@ -178,6 +182,8 @@ async def _beat(cfg: RunConfig, parts: Parts) -> None:
     last_tokens, last_time = 0, time.monotonic()
     while True:
         now = time.monotonic()
+        if parts.engine.meter is not None:
+            parts.episodes.adapt(parts.engine.meter.drain())
         tokens = parts.engine.num_sampled_tokens
         rate = (tokens - last_tokens) / max(now - last_time, 1e-6)
         last_tokens, last_time = tokens, now
@@ -188,6 +194,7 @@ async def _beat(cfg: RunConfig, parts: Parts) -> None:
                 version=parts.engine.version,
                 running=[*parts.episodes.running_ids, *parts.delivery.pending_ids],
                 num_free_slots=parts.episodes.num_free_slots,
+                num_slots=parts.episodes.num_slots,
                 tokens_per_s=rate,
                 waiting_for=_waiting_for(parts),
                 rss_bytes=_tree_rss_bytes(process),

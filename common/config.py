@@ -137,12 +137,15 @@ class ActorSection:
     num_actors: int = 1  # started by the launcher; more may join at any time
     name: str = ""  # of an actor started alone; "": made from host and pid
     max_concurrent: int = 64  # episodes at once in one actor
+    adapt_concurrency: bool = True  # fewer while its engine cannot keep up; never in sync mode
+    min_concurrent: int = 1  # but so many always
     max_model_len: int = 512  # tokens; an episode that would exceed it ends as context_full
     max_turn_tokens: int = 16  # sampled tokens per turn
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
     kv_cache_gib: int = 1  # CPU engine only
+    kv_cache_blocks: int = 0  # of the engine's own size; 0: as many as the memory holds
     gpu_memory_frac: float = 0.85
     tensor_parallel_size: int = 1
     enforce_eager: bool = True
@@ -159,6 +162,10 @@ class ActorSection:
         _require(self.temperature > 0, "actor.temperature", self.temperature, "must be > 0")
         _require(self.num_actors >= 0, "actor.num_actors", self.num_actors, "must be >= 0")
         _require(self.max_concurrent > 0, "actor.max_concurrent", self.max_concurrent, "> 0")
+        law = "must be between 1 and actor.max_concurrent"
+        is_bounded = 1 <= self.min_concurrent <= self.max_concurrent
+        _require(is_bounded, "actor.min_concurrent", self.min_concurrent, law)
+        _require(self.kv_cache_blocks >= 0, "actor.kv_cache_blocks", self.kv_cache_blocks, ">= 0")
 
 
 @dataclass(slots=True, kw_only=True)

@@ -100,17 +100,20 @@ class GatedSection:
 
 @dataclass(slots=True, kw_only=True)
 class HorizonOverride:
-    """The horizon of one environment; what is not given is as in `horizon`."""
+    """The horizon of one environment, or of one of its subsets.
 
-    kind: str = ""  # "": as in `horizon`; else one of its kinds
-    stages: list[int] = field(default_factory=list[int])  # []: as in `horizon`
-    every_steps: int = 0  # 0: as in `horizon`
-    over_steps: int = 0  # 0: as in `horizon`
+    What is not given is as the environment's, and what that does not give is as in `horizon`.
+    """
+
+    kind: str = ""  # "": not given; else one of the kinds of `horizon`
+    stages: list[int] = field(default_factory=list[int])  # []: not given
+    every_steps: int = 0  # 0: not given
+    over_steps: int = 0  # 0: not given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HorizonPolicy:
-    """What holds for one environment, nothing left open."""
+    """What holds for one environment or subset, nothing left open."""
 
     kind: HorizonKind
     stages: tuple[int, ...]  # turns, strictly increasing
@@ -129,6 +132,7 @@ class HorizonSection:
     over_steps: int = 200  # linear: optimizer steps from the first stage to the last
     gated: GatedSection = field(default_factory=GatedSection)
     per_env: dict[str, HorizonOverride] = field(default_factory=dict[str, HorizonOverride])
+    # by environment, or by "environment/subset"
 
     def __post_init__(self) -> None:
         _check_policy(self.policy(""), "horizon")
@@ -139,14 +143,20 @@ class HorizonSection:
             _require(is_known, f"horizon.per_env.{env}.kind", override.kind, law)
             _check_policy(self.policy(env), f"horizon.per_env.{env}")
 
-    def policy(self, env: str) -> HorizonPolicy:
-        """Return what holds for an environment."""
-        override = self.per_env.get(env) or HorizonOverride()
+    def name_of(self, env: str, subset: str) -> str:
+        """Return whose horizon a subset follows: "environment/subset", or the environment."""
+        own = f"{env}/{subset}"
+        return own if own in self.per_env else env
+
+    def policy(self, name: str) -> HorizonPolicy:
+        """Return what holds for an environment, or an "environment/subset"."""
+        override = self.per_env.get(name) or HorizonOverride()
+        of_env = self.per_env.get(name.partition("/")[0]) or HorizonOverride()
         return HorizonPolicy(
-            kind=HorizonKind(override.kind or self.kind),
-            stages=tuple(override.stages or self.stages),
-            every_steps=override.every_steps or self.every_steps,
-            over_steps=override.over_steps or self.over_steps,
+            kind=HorizonKind(override.kind or of_env.kind or self.kind),
+            stages=tuple(override.stages or of_env.stages or self.stages),
+            every_steps=override.every_steps or of_env.every_steps or self.every_steps,
+            over_steps=override.over_steps or of_env.over_steps or self.over_steps,
             gated=self.gated,
         )
 
@@ -172,6 +182,8 @@ def check_curriculum(horizon: HorizonSection, tasks: Sequence[TaskSection]) -> N
     total = sum(task.weight for task in tasks)
     _require(not tasks or total > 0, "tasks", total, "the weights must not sum to zero")
     envs = sorted({task.env for task in tasks})
-    for env in horizon.per_env:
-        law = f"no task is of this environment; the tasks are of {envs}"
-        _require(not tasks or env in envs, f"horizon.per_env.{env}", env, law)
+    subsets = sorted({f"{task.env}/{task.subset}" for task in tasks})
+    for name in horizon.per_env:
+        what, known = ("subset", subsets) if "/" in name else ("environment", envs)
+        law = f"no task is of this {what}; the tasks are of {known}"
+        _require(not tasks or name in known, f"horizon.per_env.{name}", name, law)

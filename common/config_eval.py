@@ -15,7 +15,8 @@ class EvalItems(StrEnum):
     """Which held-out items the command `eval` plays.
 
     spread: the first ones of every configured subset, by the tasks' weights. tasks: the test lists
-    of the catalogue's tasks, which the configured subsets must be.
+    of the catalogue's tasks, which the configured subsets must be; all of them, unless the command
+    line gives `eval.num_items` too.
     """
 
     SPREAD = "spread"
@@ -26,7 +27,7 @@ class EvalItems(StrEnum):
 class EvalSection:
     """Held-out evaluation, always at the full horizon."""
 
-    num_items: int = 400  # spread over the tasks by weight
+    num_items: int = 400  # spread over the tasks by weight; -1: all there are
     before: bool = True
     after: bool = True
     baselines: bool = True  # uniform valid play and the scripted expert on the same items
@@ -38,7 +39,7 @@ class EvalSection:
     max_failed_frac: float = 0.05  # command `eval`: more infrastructure failures mean exit code 1
 
     def __post_init__(self) -> None:
-        _require(self.num_items >= 0, "eval.num_items", self.num_items, "must be >= 0")
+        _require(self.num_items >= -1, "eval.num_items", self.num_items, "must be >= -1")
         _require(self.every_steps >= 0, "eval.every_steps", self.every_steps, "must be >= 0")
         _require(self.stream_items >= 1, "eval.stream_items", self.stream_items, "must be >= 1")
         _require(self.k >= 1, "eval.k", self.k, "must be >= 1")

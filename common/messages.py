@@ -126,6 +126,7 @@ class Heartbeat:
     version: int
     running: list[str]  # actor: episode ids in work or unacknowledged; learner: incomplete groups
     num_free_slots: int
+    num_slots: int  # actor: episodes at once that its engine keeps up with
     tokens_per_s: float  # sampled by an actor, trained by a learner
     waiting_for: str  # "" when busy
     rss_bytes: int
@@ -148,6 +149,7 @@ class Progress:
     version: int
     revoked: list[str]  # episode ids that an actor should abandon, a learner not wait for
     lag_bounds: list[LagBound]  # to a learner: those wider than the configured one
+    num_slots: int  # to a learner: episodes at once of all living actors
     is_finished: bool  # the run is over: drain and leave
 
 

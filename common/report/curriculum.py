@@ -23,8 +23,7 @@ def curriculum_charts(lines: list[MetricsLine], *, smooth_steps: int) -> list[tu
     horizons = _horizons(lines)
     if not horizons:
         return []
-    changes = sorted({x for points in horizons.values() for x in changes_of(points)})
-    changes = changes if len(changes) <= MAX_RULES else []
+    changes = changes_shown(lines)
     x_max = max(x for points in horizons.values() for x, _ in points)
     shares: list[Series] = []
     for label, name, css in _SHARES:
@@ -58,6 +57,12 @@ def curriculum_charts(lines: list[MetricsLine], *, smooth_steps: int) -> list[tu
     above: Legend = [("solved", "c1"), ("cut by the horizon", "c3")]
     below = [(f"turns, {env}", css) for env, css in zip(horizons, _ENV_COLOURS, strict=False)]
     return [(upper, above), (lower, below)] if shares else [(lower, below)]
+
+
+def changes_shown(lines: list[MetricsLine]) -> list[float]:
+    """Return the steps at which a horizon changed, where an upright line stands; not too many."""
+    changes = sorted({x for points in _horizons(lines).values() for x in changes_of(points)})
+    return changes if len(changes) <= MAX_RULES else []
 
 
 def points_of(lines: list[MetricsLine], name: str) -> list[Point]:

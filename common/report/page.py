@@ -15,7 +15,7 @@ from common.report.charts import (
     short_number,
     stacked_bar,
 )
-from common.report.curriculum import curriculum_charts, points_of, smooth
+from common.report.curriculum import changes_shown, curriculum_charts, points_of, smooth
 from common.report.dropped import dropped_table
 from common.report.results import MAX_LAG_SHOWN, has, mean, total
 from common.report.style import CSS
@@ -115,18 +115,7 @@ def _gain(gain: dict[str, Any] | None) -> str:
 def _learning(report: dict[str, Any], lines: list[MetricsLine]) -> str:
     points = points_of(lines, "reward/success")
     evals = _evals(report)
-    markers = [
-        Marker(
-            label=f"{name} training",
-            x=x,
-            y=result["success"],
-            low=result["ci95"][0],
-            high=result["ci95"][1],
-            css="c4",
-        )
-        for name, x in (("before", 0.0), ("after", float(report["steps"])))
-        if (result := evals[name]) is not None
-    ]
+    markers = _before_and_after(report)
     references = [
         Reference(label=f"{name} {result['success']:.0%}", y=result["success"], css=css)
         for name, css in (("random", "c2"), ("expert", "c3"))
@@ -154,6 +143,21 @@ def _learning(report: dict[str, Any], lines: list[MetricsLine]) -> str:
     return _card("Success", f'{chart}{legend}<p class="note">{note}</p>')
 
 
+def _before_and_after(report: dict[str, Any]) -> list[Marker]:
+    """Return what was measured at either end of training, where it was."""
+    evals = _evals(report)
+    return [
+        _marker(f"{name} training", x, result)
+        for name, x in (("before", 0.0), ("after", float(report["steps"])))
+        if (result := evals[name]) is not None
+    ]
+
+
+def _marker(label: str, x: float, result: dict[str, Any]) -> Marker:
+    low, high = result["ci95"]
+    return Marker(label=label, x=x, y=result["success"], low=low, high=high, css="c4")
+
+
 def _subsets(report: dict[str, Any]) -> str:
     evals = {name: result for name, result in _evals(report).items() if result is not None}
     subsets = sorted({subset for result in evals.values() for subset in result["by_subset"]})
@@ -176,8 +180,10 @@ def _curriculum(lines: list[MetricsLine]) -> str:
         return ""
     note = (
         "Share of the training episodes, and below it the most turns that an episode of the batch"
-        " was allowed. Upright lines: it changed."
+        " was allowed."
     )
+    if changes_shown(lines):
+        note += " Upright lines: it changed."
     body = "".join(chart + _legend(legend) for chart, legend in charts)
     return _card("Horizon curriculum", f'{body}<p class="note">{esc(note)}</p>')
 
@@ -249,18 +255,9 @@ def _eval_curve(report: dict[str, Any]) -> str:
     points: list[dict[str, Any]] = report.get("eval_curve") or []
     if not points:
         return ""
-    markers = [
-        Marker(
-            label=f"step {point['step']}",
-            x=float(point["step"]),
-            y=point["success"],
-            low=point["ci95"][0],
-            high=point["ci95"][1],
-            css="c4",
-        )
-        for point in points
-    ]
-    line = [(float(point["step"]), point["success"]) for point in points]
+    markers = [_marker(f"step {p['step']}", float(p["step"]), p) for p in points]
+    markers = sorted([*markers, *_before_and_after(report)], key=lambda marker: marker.x)
+    line = [(marker.x, marker.y) for marker in markers]
     chart = line_chart(
         "Held-out success while training",
         [Series(label="held-out", points=line, css="c4")],
@@ -271,7 +268,8 @@ def _eval_curve(report: dict[str, Any]) -> str:
     own = sum(point["own_version_frac"] for point in points) / len(points)
     note = (
         "Each belongs to the step that opened it. Weights go on changing while it is played: "
-        f"{own:.0%} of its tokens were sampled by that very version."
+        f"{own:.0%} of its tokens were sampled by that very version. At the ends, the evaluations"
+        " before and after training."
     )
     return _card("Held-out success while training", f'{chart}<p class="note">{note}</p>')
 

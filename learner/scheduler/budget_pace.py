@@ -1,6 +1,7 @@
 """The measured pace of a run: seconds of episodes, groups and steps."""
 
 import math
+import statistics
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -32,6 +33,7 @@ class Pace:
         self._last_step_at: float | None = None  # core's clock; None after a restore
         self._episodes: dict[tuple[str, int], deque[float]] = {}
         self._quantiles: dict[tuple[str, int], float] = {}  # cache
+        self._medians: dict[tuple[str, int], float] = {}  # cache
 
     # --- in -----------------------------------------------------------------------------------
 
@@ -40,6 +42,7 @@ class Pace:
         key = (env, horizon)
         self._episodes.setdefault(key, deque(maxlen=NUM_REMEMBERED)).append(round(wall_s, 3))
         self._quantiles.pop(key, None)
+        self._medians.pop(key, None)
 
     def add_group(self, seconds: float | None, *, has_signal: bool) -> None:
         """Note a complete group; `seconds` is None if the time of its opening is not known."""
@@ -78,6 +81,15 @@ class Pace:
             nearest = max(shorter)
             return self._quantile((env, nearest)) * horizon / nearest
         return self._quantile((env, min(known))) if known else None
+
+    def median_s(self, env: str, horizon: int) -> float | None:
+        """Return the seconds that half of such episodes stay below; None if little is known."""
+        key = (env, horizon)
+        if key not in self._episodes or not self._is_known(key):
+            return None
+        if key not in self._medians:
+            self._medians[key] = statistics.median(self._episodes[key])
+        return self._medians[key]
 
     def kinds(self) -> Iterator[tuple[str, int]]:
         """Yield every (environment, horizon) that enough is known about."""
@@ -129,7 +141,7 @@ class Pace:
         self._episodes = {
             (e, h): deque(seen, maxlen=NUM_REMEMBERED) for e, h, seen in state["episodes"]
         }
-        self._quantiles = {}
+        self._quantiles, self._medians = {}, {}
 
     def terms(self) -> float | None:
         """Return when the last step was."""

@@ -11,6 +11,7 @@ from typing import Any
 from common.config import RunConfig, TrainMode
 from common.errors import ConfigError
 from common.messages import (
+    EpisodeSeen,
     Heartbeat,
     Hello,
     Lease,
@@ -35,7 +36,7 @@ from learner.scheduler.evaluation import (
     eval_policies,
 )
 from learner.scheduler.grants import Grants
-from learner.scheduler.groups import EpisodeState
+from learner.scheduler.groups import Episode, EpisodeState
 from learner.scheduler.ledger import FAILED
 from learner.scheduler.members import Members
 from learner.scheduler.roll_call import RollCall
@@ -134,11 +135,13 @@ class SchedulerCore:
         return Welcome(run_epoch=self.run_epoch, version=self.version, is_lockstep=self._is_sync)
 
     def _heartbeat(self, sender_name: str, message: Heartbeat) -> Progress:
+        is_learner = message.role == "learner"
         return Progress(
             run_epoch=self.run_epoch,
             version=self.version,
             revoked=self._roll_call.heartbeat(message, self._clock()),
-            lag_bounds=self._grants.limits.lag_bounds if message.role == "learner" else [],
+            lag_bounds=self._grants.limits.lag_bounds if is_learner else [],
+            num_slots=sum(m.num_slots for m in self.members.alive("actor")) if is_learner else 0,
             is_finished=self.phase is Phase.DONE,
         )
 
@@ -172,14 +175,26 @@ class SchedulerCore:
     def _outcomes(self, sender_name: str, message: Outcomes) -> None:
         self._touch_learner()
         self.books.ledger.num_duplicates += message.num_duplicates
-        for seen in message.seen:
-            if actor := self.books.see(seen):
-                num_held = self.books.leases.num_leased_to(actor) + 1
-                self.members.finished(actor, wall_s=seen.wall_s, num_held=num_held)
+        self._see(message.seen)
         for group in message.groups:
             self.books.group_arrived(group, now=self._clock())
         for outcome in message.outcomes:
             self.books.report(outcome)
+
+    def _see(self, seen: list[EpisodeSeen]) -> None:
+        """Take in episodes; those that one message names ended at about the same time."""
+        ended: dict[str, list[tuple[float, Episode]]] = {}
+        for each in seen:
+            found = self.books.table.find(each.episode_id)
+            if actor := self.books.see(each):
+                assert found is not None, f"{each.episode_id} was leased, and is not in the table"
+                ended.setdefault(actor, []).append((each.wall_s, found[1]))
+        pace = self.books.pace
+        for actor, episodes in ended.items():
+            num_held = self.books.leases.num_leased_to(actor) + len(episodes)
+            for wall_s, episode in episodes:
+                usual_s = pace.median_s(episode.env, episode.horizon)
+                self.members.finished(actor, wall_s=wall_s, num_held=num_held, usual_s=usual_s)
 
     def _step_done(self, sender_name: str, message: StepDone) -> None:
         self._touch_learner()
@@ -199,9 +214,8 @@ class SchedulerCore:
 
     def _touch_learner(self) -> None:
         now = self._clock()
-        for member in self.members.by_name.values():
-            if member.role == "learner" and not member.is_dead:
-                self.members.touch(member, now)
+        for member in self.members.alive("learner"):
+            self.members.touch(member, now)
 
     def _set_version(self, version: int) -> None:
         self.version = version

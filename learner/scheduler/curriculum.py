@@ -23,14 +23,15 @@ class Curriculum:
 
     def __init__(self, cfg: RunConfig, catalogue: Catalogue) -> None:
         self._catalogue = catalogue
-        envs = sorted({task.env for task in cfg.tasks})
-        self._policies = {env: cfg.horizon.policy(env) for env in envs}
+        self._name_of = cfg.horizon.name_of
+        names = sorted({self._name_of(task.env, task.subset) for task in cfg.tasks})
+        self._policies = {name: cfg.horizon.policy(name) for name in names}
         self._gated = {
-            env: GatedHorizon(policy, env)
-            for env, policy in self._policies.items()
+            name: GatedHorizon(policy, name)
+            for name, policy in self._policies.items()
             if policy.kind is HorizonKind.GATED
         }
-        self._tallies = {env: [0, 0, 0] for env in self._gated}  # episodes, solved, truncated
+        self._tallies = {name: [0, 0, 0] for name in self._gated}  # episodes, solved, truncated
         self._version = 0  # of the last step that was taken in
         self.mixture = Mixture(
             cfg.mixture, cfg.tasks, catalogue, seed=cfg.run.seed, group_size=cfg.groups.size
@@ -40,20 +41,24 @@ class Curriculum:
         """Return the item of group `number`; each number is asked for once, in order."""
         return self.mixture.item(number)
 
-    def stamp(self, env: str, version: int) -> HorizonStamp:
-        """Return what a group of this environment is stamped with at this version."""
-        gated = self._gated.get(env)
-        return gated.stamp if gated else horizon_at(self._policies[env], version)
+    def stamp(self, env: str, version: int, *, subset: str = "") -> HorizonStamp:
+        """Return what a group of this environment and subset is stamped with at this version."""
+        return self._stamp(self._name_of(env, subset), version)
+
+    def _stamp(self, name: str, version: int) -> HorizonStamp:
+        gated = self._gated.get(name)
+        return gated.stamp if gated else horizon_at(self._policies[name], version)
 
     def see(self, seen: EpisodeSeen, group: Group, episode: Episode) -> None:
         """Count a training episode that says something about the policy; once each."""
         self.mixture.see(seen, episode.item_id)
-        gated = self._gated.get(episode.env)
+        name = self._name_of(episode.env, episode.subset)
+        gated = self._gated.get(name)
         if gated is None or not gated.is_present(group.horizon_stage, group.opened_at_version):
             return
         max_turns = self._catalogue.entry(episode.env, episode.subset).max_turns
         is_cut = seen.end_reason is EndReason.HORIZON and episode.horizon < max_turns
-        tally = self._tallies[episode.env]
+        tally = self._tallies[name]
         tally[0] += 1
         tally[1] += seen.is_success
         tally[2] += is_cut
@@ -62,11 +67,11 @@ class Curriculum:
         """Take in that step `version` is trained; a step that is known is ignored."""
         if version <= self._version:
             return
-        before = {env: self.stamp(env, self._version).stage for env in self._policies}
+        before = {name: self._stamp(name, self._version).stage for name in self._policies}
         self._version = version
-        for env, gated in self._gated.items():
-            num, num_solved, num_truncated = self._tallies[env]
-            self._tallies[env] = [0, 0, 0]
+        for name, gated in self._gated.items():
+            num, num_solved, num_truncated = self._tallies[name]
+            self._tallies[name] = [0, 0, 0]
             gated.step(
                 StepSeen(
                     version=version,
@@ -77,22 +82,22 @@ class Curriculum:
                     ess_frac=signals.get("ess_frac", UNKNOWN),
                 )
             )
-        for env, stage in before.items():
-            if self.stamp(env, version).stage != stage:
-                self.mixture.forget_items(env)
+        for name, stage in before.items():
+            if self._stamp(name, version).stage != stage:
+                self.mixture.forget_items(name)
 
     def report(self, version: int) -> dict[str, Any]:
-        """Return every environment's horizon, the decisions so far and the mixture."""
+        """Return every environment's and subset's horizon, the decisions so far, the mixture."""
         return {
-            "horizons": {env: self._report_env(env, version) for env in self._policies},
+            "horizons": {name: self._report_of(name, version) for name in self._policies},
             "mixture": self.mixture.report(),
         }
 
-    def _report_env(self, env: str, version: int) -> dict[str, Any]:
-        stamp = self.stamp(env, version)
-        gated = self._gated.get(env)
+    def _report_of(self, name: str, version: int) -> dict[str, Any]:
+        stamp = self._stamp(name, version)
+        gated = self._gated.get(name)
         return {
-            "kind": self._policies[env].kind.value,
+            "kind": self._policies[name].kind.value,
             "horizon": stamp.horizon,
             "stage": stamp.stage,
             **(gated.report() if gated else {}),
@@ -102,16 +107,16 @@ class Curriculum:
         """Return the exact state as JSON."""
         return {
             "version": self._version,
-            "tallies": {env: list(tally) for env, tally in self._tallies.items()},
-            "gated": {env: gated.snapshot() for env, gated in self._gated.items()},
+            "tallies": {name: list(tally) for name, tally in self._tallies.items()},
+            "gated": {name: gated.snapshot() for name, gated in self._gated.items()},
             "mixture": self.mixture.snapshot(),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Take over the state of `snapshot`; a new environment starts at its first stage."""
         self._version = state["version"]
-        for env, gated in self._gated.items():
-            self._tallies[env] = list(state["tallies"].get(env, [0, 0, 0]))
-            if env in state["gated"]:
-                gated.restore(state["gated"][env])
+        for name, gated in self._gated.items():
+            self._tallies[name] = list(state["tallies"].get(name, [0, 0, 0]))
+            if name in state["gated"]:
+                gated.restore(state["gated"][name])
         self.mixture.restore(state["mixture"])

@@ -136,7 +136,7 @@ class Grants:
         number = self._books.next_number
         self._books.next_number += 1
         item = self._books.curriculum.item(number)
-        stamp = self._books.curriculum.stamp(item.env, version)
+        stamp = self._books.curriculum.stamp(item.env, version, subset=item.subset)
         max_turns = self._catalogue.entry(item.env, item.subset).max_turns
         group_id = f"g{number:07d}"
         episodes = [

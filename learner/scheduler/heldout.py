@@ -63,7 +63,8 @@ def _task_items(cfg: RunConfig, lists: TaskLists) -> list[Item]:
             )
         found.append(mine)
     sizes = [len(mine) for mine in found]
-    quotas = spread(cfg.eval.num_items, weights=[float(size) for size in sizes], caps=sizes)
+    num_items = sum(sizes) if cfg.eval.num_items < 0 else cfg.eval.num_items
+    quotas = spread(num_items, weights=[float(size) for size in sizes], caps=sizes)
     if sum(quotas) < sum(sizes):
         logger.warning(
             "eval.num_items=%d leaves out %d of the tasks' %d items",

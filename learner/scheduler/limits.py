@@ -54,7 +54,9 @@ class Limits:
     def lease_limit(self, pace: Pace, member: Member) -> int | None:
         """Return the most episodes that an actor may hold beside others; None: as many as it likes.
 
-        In lockstep a batch is opened at once, and whoever asks first takes it.
+        Bound are those whose episodes take longer than others', and newcomers. Where all are as
+        slow nobody else would play them sooner, and to hold fewer makes none of them fresher. In
+        lockstep a batch is opened at once, and whoever asks first takes it.
         """
         cfg = self._cfg
         is_sync = cfg.train.mode is TrainMode.SYNC
@@ -62,6 +64,8 @@ class Limits:
             return None
         if member.episodes_per_s is None:
             return NUM_TRIAL_GROUPS * cfg.groups.size
+        if not member.is_slow:
+            return None
         num_waiting = min(self.max_ahead_steps, cfg.scheduler.max_ahead_steps)
         return lease_cap(
             episodes_per_s=member.episodes_per_s,

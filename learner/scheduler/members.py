@@ -1,11 +1,13 @@
 """Which roles take part in the run, and when each was heard last."""
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from common.messages import Heartbeat, Hello
 
 WEIGHT = 0.1  # of a new episode in the means of an actor's speed
+MAX_SLOWNESS = 1.5  # beyond which an actor counts as slower than the others
 MIN_FINISHED = 8  # episodes before they say anything
 HUNGRY_S = 1.0  # for which others wait for an actor that the gate refused
 FORGET_S = 3600.0  # silence after which a dead member is not shown any more
@@ -13,7 +15,7 @@ FORGET_S = 3600.0  # silence after which a dead member is not shown any more
 
 _KEPT = (
     *("role", "name", "incarnation", "version", "is_dead"),
-    *("num_finished", "held_mean", "wall_mean_s"),
+    *("num_finished", "held_mean", "wall_mean_s", "log_slowness"),
 )
 
 
@@ -28,12 +30,19 @@ class Member:
     last_seen: float = 0.0  # core's clock
     is_dead: bool = False
     running: int = 0  # episodes
+    num_slots: int = 0  # episodes at once, by its own word
     tokens_per_s: float = 0.0
     waiting_for: str = ""
     rss_bytes: int = 0
     num_finished: int = 0  # episodes
     held_mean: float = 0.0  # episodes at once, while they were played
     wall_mean_s: float = 0.0  # of an episode
+    log_slowness: float = 0.0  # mean log of its seconds over what such an episode usually takes
+
+    @property
+    def is_slow(self) -> bool:
+        """True if its episodes take longer than those of the others."""
+        return self.log_slowness > math.log(MAX_SLOWNESS)
 
     @property
     def episodes_per_s(self) -> float | None:
@@ -49,6 +58,7 @@ class Members:
     def __init__(self, *, dead_after_s: float) -> None:
         self._dead_after_s = dead_after_s
         self.by_name: dict[str, Member] = {}
+        self._learners: dict[str, Member] = {}  # those of `by_name`
         self._hungry: dict[str, float] = {}  # actor -> when it last got less than it wanted
 
     def hello(self, message: Hello, now: float) -> bool:
@@ -62,7 +72,7 @@ class Members:
                 incarnation=message.incarnation,
                 version=message.version,
             )
-            self.by_name[message.name] = known
+            self._enter(known)
         known.incarnation = message.incarnation
         known.version = message.version
         self.touch(known, now)
@@ -73,17 +83,32 @@ class Members:
         member = self.by_name.get(message.name)
         if member is None:
             member = Member(role=message.role, name=message.name, incarnation="", version=0)
-            self.by_name[message.name] = member
+            self._enter(member)
         member.version = message.version
         member.running = len(message.running)
+        member.num_slots = message.num_slots
         member.tokens_per_s = message.tokens_per_s
         member.waiting_for = message.waiting_for
         member.rss_bytes = message.rss_bytes
         self.touch(member, now)
         return member
 
-    def finished(self, name: str, *, wall_s: float, num_held: int) -> None:
-        """Note an episode of an actor, played beside `num_held - 1` others."""
+    def _enter(self, member: Member) -> None:
+        self.by_name[member.name] = member
+        self._learners.pop(member.name, None)
+        if member.role == "learner":
+            self._learners[member.name] = member
+
+    def finished(
+        self, name: str, *, wall_s: float, num_held: int, usual_s: float | None = None
+    ) -> None:
+        """Note an episode of an actor.
+
+        Args:
+            wall_s: seconds that it took.
+            num_held: episodes that the actor played when it ended, this one among them.
+            usual_s: median seconds of such episodes of all actors; None: not known.
+        """
         member = self.by_name.get(name)
         if member is None:
             return
@@ -91,6 +116,8 @@ class Members:
         weight = max(WEIGHT, 1 / member.num_finished)
         member.held_mean += weight * (num_held - member.held_mean)
         member.wall_mean_s += weight * (wall_s - member.wall_mean_s)
+        if usual_s and wall_s > 0:
+            member.log_slowness += weight * (math.log(wall_s / usual_s) - member.log_slowness)
 
     def refuse(self, name: str, now: float, *, has_some: bool) -> None:
         """An actor got less than it could play. It keeps its place in the row until it got some."""
@@ -125,11 +152,13 @@ class Members:
         for member in silent:
             if now - member.last_seen > FORGET_S:
                 del self.by_name[member.name]
+                self._learners.pop(member.name, None)
         return died
 
     def alive(self, role: str) -> list[Member]:
         """Return the living members of a role."""
-        return [m for m in self.by_name.values() if m.role == role and not m.is_dead]
+        members = self._learners if role == "learner" else self.by_name
+        return [m for m in members.values() if m.role == role and not m.is_dead]
 
     def has_other_actor(self, member: Member) -> bool:
         """True if another actor is alive beside this one."""
@@ -154,7 +183,9 @@ class Members:
     def restore(self, state: list[dict[str, Any]], now: float) -> None:
         """Take over the state of `snapshot`; everybody has just been seen."""
         self._hungry = {}
-        self.by_name = {entry["name"]: Member(**entry, last_seen=now) for entry in state}
+        self.by_name, self._learners = {}, {}
+        for entry in state:
+            self._enter(Member(**entry, last_seen=now))
 
     def terms(self) -> dict[str, dict[str, float]]:
         """Return when each was heard last, and refused."""

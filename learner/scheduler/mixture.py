@@ -96,9 +96,13 @@ class Mixture:
             self._success.add(f"{seen.env}/{seen.subset}", is_success=seen.is_success)
             self._item_success.add(f"{seen.env}/{item_id}", is_success=seen.is_success)
 
-    def forget_items(self, env: str) -> None:
-        """Another horizon makes other items solvable: what is known of them is void."""
-        self._item_success.forget(f"{env}/")
+    def forget_items(self, name: str) -> None:
+        """Another horizon makes other items solvable: what is known of them is void.
+
+        Args:
+            name: of the environment, or "environment/subset".
+        """
+        self._item_success.forget(f"{name}-" if "/" in name else f"{name}/")
 
     def shares(self) -> dict[str, float]:
         """Return "<env>/<subset>" -> share of the next groups."""

@@ -173,10 +173,11 @@ def _slices(tasks: list[TaskSection], catalogue: Catalogue, seed: int) -> list[_
 def eval_items(tasks: list[TaskSection], catalogue: Catalogue, num_items: int) -> list[Item]:
     """Return the held-out items, spread by weight; the same for every training seed.
 
-    Fewer than `num_items` only if the subsets have fewer test items together.
+    Fewer than `num_items` only if the subsets have fewer test items together; -1: all there are.
     """
     active = [task for task in tasks if task.weight > 0]
     caps = [catalogue.entry(task.env, task.subset).num_test for task in active]
+    num_items = sum(caps) if num_items < 0 else num_items
     quotas = spread(num_items, weights=[task.weight for task in active], caps=caps)
     return [
         Item(env=task.env, subset=task.subset, item_id=f"{task.subset}-test-{i}")

@@ -149,6 +149,7 @@ class Fleet:
                 version=self.version,
                 running=list(actor.held),
                 num_free_slots=self._num_slots - len(actor.held),
+                num_slots=self._num_slots,
                 tokens_per_s=0.0,
                 waiting_for="",
                 rss_bytes=0,

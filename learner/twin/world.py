@@ -294,6 +294,7 @@ class World:
             version=self._core.version,
             running=self._table.open_ids,
             num_free_slots=0,
+            num_slots=0,
             tokens_per_s=0.0,
             waiting_for="",
             rss_bytes=0,
@@ -339,7 +340,8 @@ def catalogue_of(cfg: RunConfig) -> Catalogue:
     """Return a catalogue in which no item ends earlier than the longest horizon."""
     envs: dict[str, dict[str, SubsetEntry]] = {}
     for task in cfg.tasks:
-        max_turns = max(cfg.horizon.policy(task.env).stages)
+        name = cfg.horizon.name_of(task.env, task.subset)
+        max_turns = max(cfg.horizon.policy(name).stages)
         entry = SubsetEntry(num_train=NUM_ITEMS, num_test=NUM_ITEMS, max_turns=max_turns)
         envs.setdefault(task.env, {})[task.subset] = entry
     return Catalogue(envs=envs)

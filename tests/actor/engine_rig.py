@@ -53,7 +53,7 @@ class Rig:
         self.dtype = getattr(torch, dtype)
         self.run_dir = RunDir(root=folder)
         self.keys = create_keys(self.run_dir.keys)
-        _save_tiny_policy(folder / "policy", is_tied=is_tied)
+        save_tiny_policy(folder / "policy", is_tied=is_tied)
         path = str(folder / "policy")
         self.model = load_policy(path, device="cpu", gradient_checkpointing=False)
         self.trainer = Trainer(
@@ -195,7 +195,7 @@ class Rig:
         )
 
 
-def _save_tiny_policy(folder: Path, *, is_tied: bool) -> None:
+def save_tiny_policy(folder: Path, *, is_tied: bool) -> None:
     # Two heads, because the engine has no attention kernel for heads of less than 32 on CPU.
     cfg = SftSection(
         hidden_size=64,

@@ -31,6 +31,7 @@ BEAT = Heartbeat(
     version=0,
     running=["g/0"],
     num_free_slots=1,
+    num_slots=0,
     tokens_per_s=0.0,
     waiting_for="",
     rss_bytes=0,
@@ -44,6 +45,7 @@ def progress(*, epoch: str = "e", revoked: tuple[str, ...] = (), is_finished: bo
         version=1,
         revoked=list(revoked),
         lag_bounds=[],
+        num_slots=0,
         is_finished=is_finished,
     )
 

@@ -24,6 +24,20 @@ def test_an_override_inherits_what_it_does_not_say(repository: Path) -> None:
     assert cfg.horizon.policy("babyai").stages == (6, 13, 20)
 
 
+def test_a_subset_inherits_from_its_environment_what_it_does_not_say(repository: Path) -> None:
+    overrides = [
+        *BASE,
+        "horizon.per_env.textcraft.stages=[10, 20, 30]",
+        "horizon.per_env.textcraft/depth1.every_steps=7",
+    ]
+    cfg = load_config(None, overrides, root=repository)
+    assert cfg.horizon.name_of("textcraft", "depth1") == "textcraft/depth1"
+    assert cfg.horizon.name_of("textcraft", "depth2") == "textcraft"
+    policy = cfg.horizon.policy("textcraft/depth1")
+    assert (policy.kind, policy.stages) == (HorizonKind.STEPWISE, (10, 20, 30))
+    assert (policy.every_steps, cfg.horizon.policy("textcraft").every_steps) == (7, 100)
+
+
 def test_an_override_may_be_of_another_kind(repository: Path, tmp_path: Path) -> None:
     overrides = [
         *BASE,
@@ -56,6 +70,10 @@ def test_an_override_may_be_of_another_kind(repository: Path, tmp_path: Path) ->
         ("horizon.per_env.babyai.kind=gate", "horizon.per_env.babyai.kind='gate': one of fixed"),
         ("horizon.per_env.babyia.stages=[6]", "horizon.per_env.babyia='babyia': no task is of"),
         ("horizon.per_env.babyai.stage=[6]", "no such key"),
+        (
+            "horizon.per_env.babyai/GoTu.stages=[6]",
+            "horizon.per_env.babyai/GoTu='babyai/GoTu': no task is of this subset",
+        ),
         ("horizon.per_env=3", "horizon.per_env=3: expects names with sections of kind, stages"),
         ("horizon.kind=adaptive", "expects one of fixed, stepwise, linear, gated"),
         ("horizon.gated.min_steps=5", "horizon.gated.min_steps=5: must be >= horizon.gated.window"),

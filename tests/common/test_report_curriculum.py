@@ -1,16 +1,19 @@
 """Laws of the curriculum's card."""
 
 import re
+from typing import Any
 
 from common.metrics import MetricsLine
 from common.report.charts import line_chart
 from common.report.curriculum import (
     MAX_RULES,
     changes_of,
+    changes_shown,
     curriculum_charts,
     level_of_stages,
     smooth,
 )
+from common.report.page import _curriculum, _eval_curve
 
 
 def make_lines(num_steps: int, **horizons: list[int]) -> list[MetricsLine]:
@@ -59,6 +62,14 @@ def test_card_has_no_rules_where_the_horizon_always_changes() -> None:
     assert [rules_of(svg) for svg, _ in curriculum_charts(lines, smooth_steps=10)] == [[], []]
 
 
+def test_upright_lines_are_explained_only_where_there_are_some() -> None:
+    still = make_lines(6, maze=[5] * 6)
+    moving = make_lines(6, maze=[5, 5, 10, 10, 10, 10])
+    assert (changes_shown(still), changes_shown(moving)) == ([], [3])
+    assert "Upright lines" not in _curriculum(still)
+    assert "Upright lines" in _curriculum(moving)
+
+
 def test_card_shows_the_longest_horizon_of_runs_that_name_no_environment() -> None:
     lines: list[MetricsLine] = [{"step": 1, "horizon/value": 5}, {"step": 2, "horizon/value": 9}]
     ((lower, below),) = curriculum_charts(lines, smooth_steps=10)
@@ -77,3 +88,21 @@ def test_a_batch_of_short_tasks_does_not_look_like_a_shorter_horizon() -> None:
     levels = [y for _, y in level_of_stages(horizons, stages)]
     assert levels == [6.0, 6.0, 10.0, 10.0, 6.0]
     assert level_of_stages(horizons, []) == horizons
+
+
+def test_curve_of_held_out_success_runs_from_before_training_to_after_it() -> None:
+    def result(success: float) -> dict[str, Any]:
+        return {"success": success, "ci95": [success - 0.1, success + 0.1]}
+
+    baselines = {"random_valid": None, "expert": None}
+    report = {"before": result(0.2), "after": result(0.8), "baselines": baselines, "steps": 30}
+    assert _eval_curve(report) == ""
+    point = {"step": 10, "own_version_frac": 0.9, **result(0.5)}
+    card = _eval_curve({**report, "eval_curve": [point]})
+    labels = re.findall(r"<title>([^<]*)</title>", card)
+    order = [
+        next(i for i, t in enumerate(labels) if n in t) for n in ("before", "step 10", "after")
+    ]
+    assert order == sorted(order)
+    (line,) = re.findall(r'<path class="line c4" d="M([^"]+)"', card)
+    assert len(line.split("L")) == 3

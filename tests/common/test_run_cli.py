@@ -66,6 +66,16 @@ def test_dry_run_prints_the_resolved_config_with_its_objective_and_starts_nothin
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(("more", "num"), [([], -1), (["eval.num_items=5"], 5)])
+def test_evaluation_of_the_task_lists_is_whole_unless_the_user_says_how_many(
+    more: list[str], num: int, repository: Path
+) -> None:
+    argv = ["eval", "--dry-run", "--config", "smoke", "eval.items=tasks", *more]
+    done = run_cli(repository, *argv)
+    assert done.returncode == 0
+    assert f"  num_items: {num}\n" in done.stdout
+
+
 def test_help_names_commands_configs_and_an_override(repository: Path) -> None:
     done = run_cli(repository, "--help")
     assert done.returncode == 0

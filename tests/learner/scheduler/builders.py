@@ -108,6 +108,7 @@ class Table:
             version=version,
             running=running,
             num_free_slots=0,
+            num_slots=0,
             tokens_per_s=1.0,
             waiting_for="",
             rss_bytes=1,

@@ -32,14 +32,16 @@ CATALOGUE = Catalogue(
 GATED = GatedSection(window_steps=2, min_steps=2, min_truncated_frac=0.5, backoff_steps=1)
 
 
-def make_curriculum(*, mixture: MixtureSection | None = None) -> Curriculum:
-    """maze is stepwise [10, 20] every 3 steps, shop gated [4, 8]."""
+def make_curriculum(
+    *, mixture: MixtureSection | None = None, subsets: dict[str, HorizonOverride] | None = None
+) -> Curriculum:
+    """maze is stepwise [10, 20] every 3 steps, shop gated [4, 8]; `subsets` have their own."""
     horizon = HorizonSection(
         kind=HorizonKind.STEPWISE,
         stages=[10, 20],
         every_steps=3,
         gated=GATED,
-        per_env={"shop": HorizonOverride(kind="gated", stages=[4, 8])},
+        per_env={"shop": HorizonOverride(kind="gated", stages=[4, 8]), **(subsets or {})},
     )
     tasks = [
         TaskSection(env=env, subset=subset)
@@ -65,7 +67,7 @@ def play(
     num: int = 4,
 ) -> None:
     """Episodes of a group opened at `version` arrive; `stage`: not the present one."""
-    stamp = curriculum.stamp(env, version)
+    stamp = curriculum.stamp(env, version, subset=subset)
     max_turns = CATALOGUE.entry(env, subset).max_turns
     episode = Episode(
         episode_id="g0/0",
@@ -118,6 +120,31 @@ def test_every_environment_has_its_own_horizon() -> None:
         "stage": 1,
     }
     assert curriculum.report(3)["horizons"]["shop"]["moves"][0]["version"] == 2
+
+
+def test_subset_with_a_horizon_of_its_own_advances_by_its_own_episodes() -> None:
+    """shop/long is gated [5, 9] and inherits that it is; the rest of shop stays where it is."""
+    curriculum = make_curriculum(subsets={"shop/long": HorizonOverride(stages=[5, 9])})
+
+    def shop(version: int) -> list[int]:
+        stamps = [curriculum.stamp("shop", version, subset=name) for name in ("long", "short")]
+        return [stamp.horizon for stamp in stamps]
+
+    assert shop(0) == [5, 4]
+    for version in (1, 2):
+        play(curriculum, EndReason.HORIZON, subset="long")
+        curriculum.step(version, {})
+    assert shop(2) == [9, 4]
+    report = curriculum.report(2)["horizons"]
+    assert {name: each["horizon"] for name, each in report.items()} == {
+        "maze": 10,
+        "shop": 4,
+        "shop/long": 9,
+    }
+    again = make_curriculum(subsets={"shop/long": HorizonOverride(stages=[5, 9])})
+    again.restore(json.loads(json.dumps(curriculum.snapshot())))
+    assert again.stamp("shop", 2, subset="long").horizon == 9
+    assert again.snapshot() == curriculum.snapshot()
 
 
 @pytest.mark.parametrize(

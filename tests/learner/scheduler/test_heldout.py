@@ -50,6 +50,13 @@ def test_fewer_task_items_keep_the_proportions_of_the_lists() -> None:
     ]
 
 
+def test_all_items_are_played_where_their_number_is_left_open() -> None:
+    lists = {"maze": [f"easy-test-{i}" for i in range(6)] + ["hard-test-0", "hard-test-1"]}
+    items = choose_items(_config(items=EvalItems.TASKS, num_items=-1), CATALOGUE, lists)
+    assert [item.item_id for item in items] == lists["maze"]
+    assert len(choose_items(_config(num_items=-1), CATALOGUE, {})) == 12
+
+
 def test_subset_that_belongs_to_no_task_is_refused_by_name() -> None:
     cfg = _config(items=EvalItems.TASKS)
     cfg.tasks.append(TaskSection(env="maze", subset="odd"))

@@ -112,6 +112,7 @@ def _heartbeat(running: list[str]) -> Heartbeat:
         version=0,
         running=running,
         num_free_slots=0,
+        num_slots=0,
         tokens_per_s=0.0,
         waiting_for="",
         rss_bytes=0,

@@ -67,6 +67,7 @@ class Life:
             version=self.version,
             running=running,
             num_free_slots=0,
+            num_slots=0,
             tokens_per_s=1.0,
             waiting_for="",
             rss_bytes=1,

@@ -97,6 +97,15 @@ def test_long_tail_makes_async_at_least_twice_as_fast_as_sync() -> None:
     assert _run(cfg).trained_per_h >= 2 * _run(slow).trained_per_h
 
 
+def test_equal_actors_are_not_bound_by_what_each_of_them_holds() -> None:
+    """As with one actor two batches are in flight; nobody else would play them sooner."""
+    cfg = make_twin(num_steps=60, num_actors=2)
+    workload = Constant(wall_s=100.0, busy_s=1.0)
+    assert _run(cfg, workload).steps_per_h == pytest.approx(72.0, rel=0.03)
+    cfg.scheduler.size_leases = False
+    assert _run(cfg, workload).steps_per_h == pytest.approx(72.0, rel=0.03)
+
+
 def test_late_actors_speed_up_a_run_that_waits_for_them() -> None:
     workload = Constant(wall_s=50.0, busy_s=0.5)
     cfg = make_twin(num_steps=30, num_actors=8, max_ahead_steps=3)

@@ -1,0 +1,92 @@
+"""A slow, a fast and a late actor in one run: real processes, an environment that waits."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from common.journal import read_journal
+from common.messages import EpisodeKind
+from tests.end_to_end.runs import REPOSITORY, Run, balances
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+STOP_S = 15.0
+OVERRIDES = (
+    "actor.num_actors=0",
+    'envhub.envs=["envhub.bench_slow:make_spec"]',
+    "tasks=[{env: slow, subset: wait}]",
+    'envs.plugins={median_s: "0.25", sigma: "0.2", num_turns: "3", tail_frac: "0"}',
+    "eval.before=false",
+    "eval.after=false",
+    "train.num_steps=100000",
+    "groups.per_step=4",
+    "scheduler.max_ahead_steps=3",
+    "learner.max_lag_steps=8",
+    "learner.checkpoint_every_steps=1000",
+    "actor.max_turn_tokens=4",
+)
+
+
+@contextmanager
+def joining(run: Run, name: str, *, slots: int) -> Iterator[None]:
+    """One more actor for the run, as a user would start it on another node."""
+    where = (f"run.dir={run.root.parent}", "run.name=r", f"actor.name={name}")
+    with (run.root.parent / f"{name}.txt").open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "run.py", "actor", *where, f"actor.max_concurrent={slots}"],
+            cwd=REPOSITORY,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+        )
+    try:
+        yield
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def num_finished(run: Run) -> dict[str, int]:
+    """Episodes by actor, as the scheduler counts them."""
+    status = run.root / "status.json"
+    actors = json.loads(status.read_text())["actors"] if status.exists() else []
+    return {each["name"]: each["num_finished"] for each in actors}
+
+
+def test_slow_fast_and_late_actors_all_contribute_and_faster_ones_more(tmp_path: Path) -> None:
+    with Run(tmp_path, *OVERRIDES) as run:
+        run.wait_until((run.root / "addresses" / "learner").exists)
+        with joining(run, "fast", slots=12), joining(run, "slow", slots=2):
+            run.wait_until(lambda: min(num_finished(run).get(n, 0) for n in ("fast", "slow")) > 0)
+            with joining(run, "late", slots=12):
+                run.wait_until(lambda: num_finished(run).get("late", 0) >= 60)
+                run.process.send_signal(signal.SIGTERM)
+                run.wait(timeout_s=30.0)
+        slots = {each["name"]: each["num_slots"] for each in run.read("status.json")["actors"]}
+    assert slots == {"fast": 12, "slow": 2, "late": 12}
+    players = [
+        trajectory.actor
+        for _, trajectory in read_journal(run.root / "journal")
+        if trajectory.kind is EpisodeKind.TRAIN
+    ]
+    together = Counter(players[players.index("late") :])
+    assert together["slow"] > 0
+    assert together["fast"] > 2 * together["slow"]
+    assert together["late"] > 2 * together["slow"]
+    ledger = run.read("ledger.json")
+    assert balances(ledger)
+    assert ledger["trained"] > 0
+    concurrency = [line.get("actor/concurrency") for line in run.metrics()]
+    assert {14.0, 26.0} <= set(concurrency), concurrency
