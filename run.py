@@ -42,6 +42,9 @@ def load(request: Request) -> RunConfig:
     overrides = request.overrides
     if request.command == "eval" and override_value(overrides, "policy.url"):
         overrides = ["model.path=unset", *overrides]  # no checkpoint plays
+    is_by_task = request.command == "eval" and override_value(overrides, "eval.items") == "tasks"
+    if is_by_task and override_value(overrides, "eval.num_items") is None:
+        overrides = ["eval.num_items=-1", *overrides]  # the whole lists
     joins = request.command in (*ROLES, "status")
     if name is None and request.config is not None and joins:
         name = find_config(request.config, root=ROOT).stem
@@ -68,7 +71,7 @@ def train(cfg: RunConfig, run_dir: RunDir) -> int:
     from common.security import create_keys
     from envhub.command import missing_for
 
-    check(cfg, ROOT, missing=[] if cfg.envhub.url else missing_for(cfg))
+    check(cfg, ROOT, missing=missing_for(cfg))
     started = time.monotonic()
     with hold_run(run_dir.root, name=cfg.run.name):
         prepare(cfg, run_dir)
@@ -141,7 +144,7 @@ def make_policy(cfg: RunConfig, run_dir: RunDir) -> int:
 
     missing = missing_for(cfg)
     if missing:
-        raise ConfigError(f"tasks: {'; '.join(missing)}")
+        raise ConfigError("; ".join(missing))
     path = Path(cfg.sft.demonstrations)
     if not cfg.sft.demonstrations:
         path = run_dir.root / "demonstrations.jsonl"
@@ -173,7 +176,7 @@ def evolve(cfg: RunConfig, run_dir: RunDir) -> int:
     from learner.offline import evolve as agent_evol
     from learner.scheduler.catalog import fetch_catalogue
 
-    check(cfg, ROOT, missing=[] if cfg.envhub.url else missing_for(cfg))
+    check(cfg, ROOT, missing=missing_for(cfg))
     token = create_keys(run_dir.keys).hub_token
     save_config(cfg, run_dir.config)
     with serve_hub(cfg, run_dir, root=ROOT) as url:
@@ -196,9 +199,9 @@ def evaluate(cfg: RunConfig, run_dir: RunDir) -> int:
     from common.security import create_keys
     from envhub.command import missing_for
 
-    missing = [] if cfg.envhub.url else missing_for(cfg)
+    missing = missing_for(cfg)
     if missing:
-        raise ConfigError(f"tasks: {'; '.join(missing)}")
+        raise ConfigError("; ".join(missing))
     check_policy(cfg, ROOT)
     # The hub's own files are apart, so that a run which is being trained can be evaluated.
     hub_cfg = replace(cfg, run=replace(cfg.run, dir=f"{cfg.run.dir}/{cfg.run.name}", name="eval"))
@@ -293,9 +296,12 @@ def bench(request: Request) -> int:
     from envhub.bench import SUITES as HUB_SUITES
     from learner.bench import run_suite as measure_learner
     from learner.bench_gpu import run_suite as measure_gpu
+    from learner.scheduler.bench import run_suite as measure_scheduler
     from learner.studies import SUITES as STUDIES
+    from learner.twin.bench_tail import run_suite as measure_tail
 
     suites = {**HUB_SUITES, "learner": measure_learner, "gpu": measure_gpu, **STUDIES}
+    suites |= {"scheduler": measure_scheduler, "tail": measure_tail}
     if request.suite not in suites:
         raise ConfigError(f"--suite={request.suite}: one of {', '.join(suites)}")
     configure_logging("bench", "INFO")

@@ -25,7 +25,10 @@ COMMANDS = {
     "doctor": "check what this machine has and lacks",
     "bench": "measure this machine or study training: --suite NAME",
 }
-SUITES = "envhub, soak, solve, learner, gpu, algorithms, staleness, curriculum"
+SUITES = (
+    "envhub, soak, solve, learner, scheduler, tail, gpu,"
+    " algorithms, staleness, staleness-fast, curriculum"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

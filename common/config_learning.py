@@ -277,7 +277,9 @@ class LearnerSection:
     logprob_chunk_tokens: int = 1024  # rows of the vocabulary projection alive at once
     autocast: bool = True  # bf16 compute over fp32 master weights
     gradient_checkpointing: bool = False
-    num_threads: int = 1  # CPU only
+    num_threads: int = 1  # CPU only; of each rank
+    num_ranks: int = 1  # processes that share each batch; on CUDA one device each, from the first
+    rank_timeout_s: float = 600.0  # within which the ranks must answer each other
     max_lag_steps: int = 4  # oldest token of a trajectory; beyond it the episode is stale
     hold_back_steps: int = 0  # weights reach the actors so many steps late: to study staleness
     batch_timeout_s: float = 1800.0  # without a batch the run ends with who is waited for
@@ -297,5 +299,7 @@ class LearnerSection:
         law = "must be between 0 and learner.max_lag_steps"
         is_bounded = 0 <= self.hold_back_steps <= self.max_lag_steps
         _require(is_bounded, "learner.hold_back_steps", self.hold_back_steps, law)
+        _require(self.num_ranks >= 1, "learner.num_ranks", self.num_ranks, "must be >= 1")
+        _require(self.rank_timeout_s > 0, "learner.rank_timeout_s", self.rank_timeout_s, "> 0")
         _require(self.num_minibatches >= 1, "learner.num_minibatches", self.num_minibatches, ">= 1")
         _require(self.ppo_epochs >= 1, "learner.ppo_epochs", self.ppo_epochs, "must be >= 1")

@@ -21,6 +21,7 @@ class DpoSection:
     normalize_length: bool = False  # divide each episode's log-probability by its trained tokens
     min_gap: float = 0.5  # in reward, between chosen and rejected
     max_pairs_per_item: int = 4
+    max_pairs: int = 0  # of all items together, drawn from the seed; 0: all
     batch_pairs: int = 16
     num_epochs: int = 1
     lr: float = 5e-7
@@ -30,6 +31,7 @@ class DpoSection:
         _require(self.beta > 0, "dpo.beta", self.beta, "must be > 0")
         _require(self.sft_coef >= 0, "dpo.sft_coef", self.sft_coef, "must be >= 0")
         _require(0 < self.min_gap <= 1, "dpo.min_gap", self.min_gap, "in (0, 1]")
+        _require(self.max_pairs >= 0, "dpo.max_pairs", self.max_pairs, "must be >= 0")
         for name in ("max_pairs_per_item", "batch_pairs", "num_epochs"):
             _require(getattr(self, name) > 0, f"dpo.{name}", getattr(self, name), "must be > 0")
 

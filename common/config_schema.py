@@ -10,7 +10,7 @@ from typing import Any, cast, get_args, get_origin, get_type_hints
 from common.config import RunConfig
 from common.errors import ConfigError
 
-_KEY = re.compile(r"[A-Za-z_]\w*(\.\w+|\[\d+\])*")
+_KEY = re.compile(r"[A-Za-z_]\w*(\.\w+(/\w+)?|\[\d+\])*")
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 

@@ -11,11 +11,12 @@ from common.config_learning import AlgorithmSection, LearnerSection, Proximal
 from learner.batching import MicroBatch, Sample, make_microbatches
 from learner.controller import Decision
 from learner.correction import (
-    effective_sample_size,
     importance_weights,
     interpolated_logprobs,
     log_ratio,
     negative_mask,
+    sample_size_of,
+    weight_moments,
 )
 from learner.estimate import Scored, advantages_from_critic
 from learner.loss import LossInputs
@@ -136,16 +137,19 @@ class BatchStep:
         )
 
     def ess_frac(self) -> float:
-        """Return the effective sample size of pi / mu over the tokens scored so far, (0, 1]."""
+        """Return the effective sample size of pi / mu over the tokens scored so far, (0, 1].
+
+        That is over the tokens of all ranks, however many there are.
+        """
+        moments = torch.zeros(3, dtype=torch.float64)
         known = self.before.known()
-        mu = np.concatenate(
-            [
-                (t := self.samples[index].trajectory).logprobs[t.loss_mask].astype(np.float32)
-                for index in known
-            ]
-        )
-        ratio = log_ratio(self.before.of(known).cpu(), torch.from_numpy(mu)).exp()
-        ess = effective_sample_size(ratio, torch.ones_like(ratio, dtype=torch.bool))
-        share = torch.stack([ess * ratio.numel(), ess.new_tensor(ratio.numel())])
-        share = self._parts.ranks.sum(share)
-        return float(share[0] / share[1])
+        if known:
+            mu = np.concatenate(
+                [
+                    (t := self.samples[index].trajectory).logprobs[t.loss_mask].astype(np.float32)
+                    for index in known
+                ]
+            )
+            ratio = log_ratio(self.before.of(known).cpu(), torch.from_numpy(mu)).exp()
+            moments = weight_moments(ratio)
+        return float(sample_size_of(self._parts.ranks.sum(moments)))

@@ -4,14 +4,11 @@ import logging
 import os
 import uuid
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer
 
 from common.config import RunConfig, TrainMode
-from common.config_learning import Advantage
 from common.journal import JournalWriter, read_journal
 from common.messages import EpisodeKind, Hello, Trajectory
 from common.metrics import BEFORE_FIRST_STEP as NOTHING_LOGGED
@@ -22,12 +19,13 @@ from common.sockets import Router
 from common.wandb_sink import WandbSink
 from learner.bad_batch import dump_batch
 from learner.batching import Sample
-from learner.checkpoint import Checkpoints, load_checkpoint, newest_checkpoint
-from learner.critic import make_critic
+from learner.build_trainer import load_start, make_trainer
+from learner.checkpoint import Checkpoints, newest_checkpoint
 from learner.device import pick_device
+from learner.followers import Followers
 from learner.groups import Group, GroupTable
 from learner.intake import Intake
-from learner.model import load_policy, vocabulary_size
+from learner.model import vocabulary_size
 from learner.publish import Publisher
 from learner.samples import group_has_signal, samples_of
 from learner.step_log import StepLog
@@ -43,6 +41,7 @@ class Parts:
     model: Any
     tokenizer: Any
     trainer: Trainer
+    followers: Followers
     intake: Intake
     publisher: Publisher
     checkpoints: Checkpoints
@@ -57,18 +56,19 @@ def build(cfg: RunConfig, run_dir: RunDir) -> Parts:
 
     A checkpoint is restored, then the steps logged after it are repeated from the journal.
     """
-    device = pick_device(cfg.learner.device)
-    if device.type == "cpu":
-        torch.set_num_threads(cfg.learner.num_threads)
-    torch.manual_seed(cfg.run.seed)
     keys = load_keys(run_dir.keys)
     folder = newest_checkpoint(run_dir.checkpoints)
-    model_path = str(folder) if folder else cfg.model.path
-    model = load_policy(
-        model_path, device=device, gradient_checkpointing=cfg.learner.gradient_checkpointing
-    )
+    followers = Followers(cfg, folder)
+    model, model_path = load_start(cfg, folder, pick_device(cfg.learner.device))
     tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
-    trainer, version = _trainer(cfg, run_dir, model, folder)
+    trainer, version = make_trainer(
+        cfg,
+        model,
+        folder,
+        ranks=followers.join(),
+        announce=followers.announce,
+        on_bad_batch=lambda version, samples: dump_batch(run_dir.root, version, samples),
+    )
     journal = JournalWriter(run_dir.journal)
     step_log = StepLog(run_dir.journal / "steps.jsonl")
     held = {t.episode_id: t for _, t in read_journal(run_dir.journal)}
@@ -86,6 +86,7 @@ def build(cfg: RunConfig, run_dir: RunDir) -> Parts:
     )
     return Parts(
         model=model,
+        followers=followers,
         tokenizer=tokenizer,
         trainer=trainer,
         intake=intake,
@@ -101,47 +102,6 @@ def build(cfg: RunConfig, run_dir: RunDir) -> Parts:
         metrics=metrics,
         version=version,
     )
-
-
-def _trainer(
-    cfg: RunConfig, run_dir: RunDir, model: PreTrainedModel, checkpoint: Path | None
-) -> tuple[Trainer, int]:
-    """Return the trainer of a model and the version it stands at: that of its checkpoint, or 0."""
-    critic = None
-    if cfg.algorithm.advantage is Advantage.PPO:
-        critic = make_critic(cfg.learner.critic, model, policy_path=cfg.model.path)
-    trainer = Trainer(
-        cfg.learner,
-        cfg.algorithm,
-        model,
-        num_steps=cfg.train.num_steps,
-        seed=cfg.run.seed,
-        temperature=cfg.actor.temperature,
-        engine_dtype=cfg.model.dtype,
-        max_ahead_steps=cfg.scheduler.max_ahead_steps,
-        critic=critic,
-        reference=_reference(cfg, model),
-        on_bad_batch=lambda version, samples: dump_batch(run_dir.root, version, samples),
-    )
-    if checkpoint is None:
-        return trainer, 0
-    restored = load_checkpoint(checkpoint)
-    trainer.load_state_dict(restored.state)
-    logger.info("restored checkpoint=%s version=%d", checkpoint, restored.version)
-    return trainer, restored.version
-
-
-def _reference(cfg: RunConfig, model: PreTrainedModel) -> PreTrainedModel | None:
-    """Return the frozen reference policy; it is loaded only if the objective uses it."""
-    if cfg.algorithm.kl_coef == 0:
-        return None
-    reference = load_policy(
-        cfg.algorithm.reference_path or cfg.model.path,
-        device=next(model.parameters()).device,
-        gradient_checkpointing=False,
-    )
-    reference.requires_grad_(False)
-    return reference
 
 
 def _last_logged(run_dir: RunDir, step_log: StepLog, version: int) -> int:

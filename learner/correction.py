@@ -154,10 +154,24 @@ def effective_sample_size(weights: Tensor, mask: Tensor) -> Tensor:
 
     Source: Kong, "A note on importance sampling using standardized weights", 1992.
     """
-    chosen = weights[mask].double()  # float32 squares of exp(20) would lose the small ones
+    chosen = weights[mask]
     if chosen.numel() == 0:
         raise ValueError("the effective sample size of no tokens is undefined")
-    return chosen.sum() ** 2 / (chosen.numel() * (chosen**2).sum())
+    return sample_size_of(weight_moments(chosen))
+
+
+def weight_moments(weights: Tensor) -> Tensor:
+    """Return [3] float64: how many weights, their sum, the sum of their squares.
+
+    Those of the parts of a batch add up to those of the whole.
+    """
+    wide = weights.double()  # float32 squares of exp(20) would lose the small ones
+    return torch.stack([wide.new_tensor(wide.numel()), wide.sum(), (wide**2).sum()])
+
+
+def sample_size_of(moments: Tensor) -> Tensor:
+    """Return the effective sample size, a share in (0, 1], of what `weight_moments` saw."""
+    return moments[1] ** 2 / (moments[0] * moments[2])
 
 
 def ratio_statistics(new_logprobs: Tensor, sampler_logprobs: Tensor) -> dict[str, float]:

@@ -62,6 +62,13 @@ def _refusal_of_tokens(trajectory: Trajectory, learner_version: int, vocab_size:
     mask = trajectory.loss_mask
     if not mask.any():
         return "no sampled token"
+    if mask[0]:
+        return "the first token is sampled, but nothing predicts it"
+    turns = trajectory.turn_ids[mask]
+    if int(turns.min()) < 0 or int(turns.max()) >= trajectory.num_turns:
+        return f"sampled in turns {turns.min()}..{turns.max()} of {trajectory.num_turns} turns"
+    if (np.diff(turns) < 0).any():
+        return "turns are out of order"
     if int(trajectory.token_ids.min()) < 0:
         return "negative token id"
     largest = int(trajectory.token_ids.max())

@@ -81,6 +81,7 @@ class Intake(threading.Thread):
         self._error: BaseException | None = None
         self._last_beat = 0.0
         self._lag_bounds: dict[tuple[str, int], int] = {}  # of the scheduler; by env and horizon
+        self._num_slots = 0  # of all actors, by the scheduler's word
         self.version = hello.version
         self.tokens_per_s = 0.0
         self.rss_bytes = 0
@@ -180,6 +181,8 @@ class Intake(threading.Thread):
             metrics["inbox/duplicates"] = float(self.num_duplicates)
             metrics["groups/ready"] = float(self._table.num_ready)
             metrics["groups/open"] = float(self._table.num_open)
+            if self._num_slots:
+                metrics["actor/concurrency"] = float(self._num_slots)
             return metrics
 
     def wait_finished(self, *, timeout_s: float) -> bool:
@@ -307,6 +310,7 @@ class Intake(threading.Thread):
     def _apply(self, progress: Progress) -> None:
         """Complete groups whose members will never come; note bounds and the end of the run."""
         with self._changed:
+            self._num_slots = progress.num_slots
             self._lag_bounds = {(b.env, b.horizon): b.max_lag_steps for b in progress.lag_bounds}
             for episode_id in progress.revoked:
                 group_id, _, member = episode_id.rpartition("/")
@@ -341,6 +345,7 @@ class Intake(threading.Thread):
             version=self.version,
             running=self._table.open_ids,
             num_free_slots=0,
+            num_slots=0,
             tokens_per_s=self.tokens_per_s,
             waiting_for=self.waiting_for,
             rss_bytes=self.rss_bytes,

@@ -115,6 +115,17 @@ def policy_loss(
     return loss, metrics
 
 
+def metric_names(cfg: AlgorithmSection) -> list[str]:
+    """Return the names of the metrics of `policy_loss`, in its order."""
+    names = ["loss/policy", "policy/clipped_frac", "policy/masked_frac", "policy/weight_mean"]
+    names.append("policy/entropy")
+    if cfg.kl_coef != 0:
+        names.append("policy/kl_reference")
+    if cfg.drift_coef != 0:
+        names.append("policy/drift")
+    return names
+
+
 def _extra_terms(inputs: LossInputs, cfg: AlgorithmSection) -> list[tuple[str, float, Tensor]]:
     """Return (name, coefficient in the loss, value [tokens]) of what is added to the surrogate."""
     if cfg.entropy_coef != 0 and inputs.entropy is None:

@@ -146,6 +146,7 @@ class Loop:
         while True:
             if self._stop.is_set():
                 raise StopRequested
+            self._parts.followers.check()
             try:
                 groups, stale = self._parts.intake.next_batch(
                     self.version,
@@ -274,6 +275,7 @@ def shut_down(parts: Parts) -> None:
     """Stop accepting, drain, close; each part in bounded time."""
     parts.intake.stop()
     parts.publisher.stop()
+    parts.followers.stop()
     parts.step_log.close()
     parts.journal.close()
     parts.metrics.close()

@@ -104,7 +104,7 @@ def _run(study: Study, arm: Arm, seed: int, *, folder: Path) -> None:
     logger.info("run name=%s log=%s", name, log)
     with log.open("wb") as out:
         ended = subprocess.run(
-            [*argv, *study.overrides, *arm.overrides],
+            [*argv, *merged(study.overrides, arm.overrides)],
             cwd=ROOT,
             stdout=out,
             stderr=subprocess.STDOUT,
@@ -113,6 +113,12 @@ def _run(study: Study, arm: Arm, seed: int, *, folder: Path) -> None:
         )
     if ended.returncode != 0:
         raise LongstrideError(f"run {name} ended with exit code {ended.returncode}, see {log}")
+
+
+def merged(overrides: Sequence[str], own: Sequence[str]) -> list[str]:
+    """Return all overrides, each key once: an arm's own value holds, and of two the later one."""
+    by_key = {each.partition("=")[0]: each for each in (*overrides, *own)}
+    return list(by_key.values())
 
 
 def read_outcome(run: Path, *, arm: str, seed: int) -> Outcome:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from common.config_learning import AlgorithmSection, LearnerSection
-from common.errors import LongstrideError
+from common.errors import ConfigError
 from learner.batch_step import BatchStep, StepParts
 from learner.batching import (
     MicroBatch,
@@ -23,7 +23,7 @@ from learner.batching import (
 )
 from learner.controller import Controller, Decision
 from learner.critic import Critic
-from learner.loss import Denominator, policy_loss, value_loss
+from learner.loss import Denominator, metric_names, policy_loss, value_loss
 from learner.optimizer import lr_scale, make_critic_optimizer, make_optimizer
 from learner.passes import Passes, Scores
 from learner.ranks import Ranks
@@ -31,11 +31,15 @@ from learner.step_metrics import mean_metrics, offpolicy_metrics, volume_metrics
 
 logger = logging.getLogger(__name__)
 
+CRITIC_METRICS = ("critic/loss", "critic/value_mean", "critic/target_mean")
 NO_REACTION = Decision(lr_scale=1.0, is_skipped=False, max_ahead_steps=0)
 
 
-class TrainingDiverged(LongstrideError):
-    """Losses or gradients were not finite in too many steps in a row."""
+class TrainingDiverged(ConfigError):
+    """Losses or gradients were not finite in too many steps in a row.
+
+    A learner that was started again would repeat the same steps, so the run ends: exit code 2.
+    """
 
 
 class Update(NamedTuple):
@@ -68,6 +72,7 @@ class Trainer:
         critic: Critic | None = None,
         reference: PreTrainedModel | None = None,
         ranks: Ranks | None = None,
+        announce: Callable[[Sequence[Sample], int, bool], object] | None = None,
         on_bad_batch: Callable[[int, list[Sample]], object] | None = None,
     ) -> None:
         """Make the optimizer.
@@ -81,6 +86,7 @@ class Trainer:
             critic: needed by `advantage=ppo`.
             reference: needed if `kl_coef` is not 0.
             ranks: the data-parallel learners; None is this one alone.
+            announce: called with what `train_on` is about to train on, so that the other ranks can.
             on_bad_batch: called with version and samples of a step whose loss was not finite.
         """
         self._cfg = cfg
@@ -89,6 +95,7 @@ class Trainer:
         self._critic = critic
         self._num_steps = num_steps
         self._ranks = ranks or Ranks()
+        self._announce = announce
         self._on_bad_batch = on_bad_batch
         self._passes = Passes(
             cfg, model, critic, temperature=temperature, engine_dtype=engine_dtype
@@ -142,6 +149,8 @@ class Trainer:
         samples = [sample for sample in samples if sample.num_sampled_tokens > 0]
         if not samples:
             raise ValueError("there is no sampled token to train on")
+        if self._announce is not None:
+            self._announce(samples, version, must_train)
         step = BatchStep(self._parts, samples, version, must_train=must_train)
         step.score_before()
         updates: list[Update] = []
@@ -226,7 +235,8 @@ class Trainer:
             0.0 if sample.state_marks is None else float(sample.state_marks.sum())
             for sample in samples
         )
-        names: list[str] = []
+        names = ["loss", *metric_names(self._algorithm)]
+        names += CRITIC_METRICS if self._critic is not None else ()
         rows: list[Tensor] = []  # on the device: asking for a number would wait for it each time
         for micro in step.microbatches(self._ranks.own(part)):
             scores = self._passes.score(
@@ -239,10 +249,12 @@ class Trainer:
             if self._critic is not None:
                 loss = loss + self._value_term(micro, scores, num_states, metrics)
             loss.backward()
-            names = ["loss", *metrics]
-            rows.append(torch.stack([loss.detach(), *metrics.values()]))  # [metric]
-        totals = torch.stack(rows).double().sum(0).tolist()
-        return self._summed_over_ranks(dict(zip(names, totals, strict=True)))
+            metrics["loss"] = loss.detach()
+            rows.append(torch.stack([metrics[name] for name in names]))  # [metric]
+        totals = torch.zeros(len(names), dtype=torch.float64)  # of a rank without a sample
+        if rows:
+            totals = torch.stack(rows).double().sum(0)
+        return dict(zip(names, self._ranks.sum(totals).tolist(), strict=True))
 
     def _value_term(
         self, micro: MicroBatch, scores: Scores, num_states: float, metrics: dict[str, Tensor]
@@ -258,13 +270,6 @@ class Trainer:
         metrics["critic/target_mean"] = (marks * targets).sum() / num_states
         is_shared = self._critic is not None and self._critic.trunk is None
         return loss * cfg.coef if is_shared else loss
-
-    def _summed_over_ranks(self, sums: dict[str, float]) -> dict[str, float]:
-        if self._ranks.size == 1:
-            return sums
-        names = sorted(sums)  # every rank has at least one sample of every minibatch it knows
-        flat = torch.tensor([sums[name] for name in names], dtype=torch.float64)
-        return dict(zip(names, self._ranks.sum(flat).tolist(), strict=True))
 
     def _count_bad(self, updates: list[Update], step: BatchStep) -> None:
         num_bad = sum(not update.is_good for update in updates)

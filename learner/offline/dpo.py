@@ -75,8 +75,8 @@ def run(cfg: RunConfig) -> Path:
 def make_pairs(rows: Sequence[Row], cfg: DpoSection, *, seed: int) -> list[Pair]:
     """Return pairs of one item whose rewards differ by at least `min_gap`.
 
-    The largest gaps first, at most `max_pairs_per_item` of an item; ties in an order drawn from
-    the seed. No episode is on the same side of two pairs of an item while others are unused.
+    The largest gaps first, at most `max_pairs_per_item` of an item and `max_pairs` of all; the
+    rest in an order drawn from the seed. No episode is on the same side of two pairs of an item.
     """
     chooser = random.Random(seed)
     by_item: dict[str, list[Row]] = defaultdict(list)
@@ -94,7 +94,8 @@ def make_pairs(rows: Sequence[Row], cfg: DpoSection, *, seed: int) -> list[Pair]
             if high.reward - low.reward >= cfg.min_gap
         ]
         pairs += found[: cfg.max_pairs_per_item]
-    return pairs
+    chooser.shuffle(pairs)
+    return pairs[: cfg.max_pairs or None]
 
 
 def train(

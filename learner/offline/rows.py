@@ -8,9 +8,11 @@ import numpy as np
 
 from common.errors import ConfigError
 from common.journal import read_journal
-from common.messages import PolicyKind, Trajectory
+from common.messages import EpisodeKind, PolicyKind, Trajectory
 from learner.batching import TokenBatch, collate_tokens
 from learner.offline.agent_traj import Conversation, read_conversations
+
+TRAIN_ITEM = "-train-"  # in the id of every item that may be learnt from
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +34,8 @@ def read_rows(path: Path, *, tokenizer: Any, max_tokens: int, key: str) -> list[
     """Return the episodes of a run directory, of its `journal/`, or of an AgentTraj-format file.
 
     A journal's tokens are taken as they were sampled; nothing is encoded again. Failures of the
-    infrastructure and scripted play are left out. Rows are cut on the right at `max_tokens`, and
-    one without a token to learn is left out.
+    infrastructure, scripted play and evaluation on held-out items are left out. Rows are cut on
+    the right at `max_tokens`, and one without a token to learn is left out.
 
     Args:
         key: the setting that named `path`, for messages.
@@ -56,8 +58,10 @@ def read_rows(path: Path, *, tokenizer: Any, max_tokens: int, key: str) -> list[
 
 
 def _is_usable(trajectory: Trajectory) -> bool:
+    is_held_out = trajectory.kind is EpisodeKind.EVAL and TRAIN_ITEM not in trajectory.item_id
     return (
         trajectory.policy is PolicyKind.MODEL
+        and not is_held_out
         and not trajectory.end_reason.is_infrastructure_failure
         and bool(trajectory.loss_mask.any())
     )
@@ -75,7 +79,7 @@ def _cut(row: Row, max_tokens: int) -> Row:
 def row_of_trajectory(trajectory: Trajectory) -> Row:
     """Return a journaled episode as a row."""
     return Row(
-        item_id=trajectory.item_id,
+        item_id=f"{trajectory.env}/{trajectory.item_id}",
         reward=trajectory.reward,
         token_ids=trajectory.token_ids,
         mask=trajectory.loss_mask,

@@ -31,7 +31,8 @@ def run(cfg: RunConfig, demonstrations: Path) -> Path:
     """Train a policy on the demonstrations and return the folder it was written to.
 
     With `sft.from_scratch` tokenizer and weights are made first; else `model.path` is the start.
-    Episodes worth less than `sft.min_reward` are left out.
+    Episodes worth less than `sft.min_reward` are left out, then all but the newest
+    `sft.max_episodes`.
 
     Raises:
         ConfigError: there is nothing to learn from.
@@ -41,6 +42,11 @@ def run(cfg: RunConfig, demonstrations: Path) -> Path:
     if device.type == "cpu":
         torch.set_num_threads(cfg.learner.num_threads)
     if sft.from_scratch:
+        if demonstrations.is_dir():
+            raise ConfigError(
+                f"sft.demonstrations={demonstrations}: a journal holds tokens, and a policy from "
+                "nothing makes its own; give a file of conversations, or sft.from_scratch=false"
+            )
         conversations = read_conversations(demonstrations)
         texts = (m.text for c in conversations for m in c.messages)
         tokenizer = make_tokenizer(texts, vocab_size=sft.vocab_size)
@@ -62,7 +68,7 @@ def run(cfg: RunConfig, demonstrations: Path) -> Path:
     rows = [row for row in rows if row.reward >= sft.min_reward]
     if not rows:
         raise ConfigError(f"sft.min_reward={sft.min_reward}: no episode of {demonstrations} has it")
-    train(model, rows, sft, cfg.learner, seed=cfg.run.seed)
+    train(model, rows[-sft.max_episodes :], sft, cfg.learner, seed=cfg.run.seed)
     folder = Path(sft.output)
     save_policy(folder, model, tokenizer)
     return folder

@@ -67,9 +67,13 @@ def test_turn_rewards_are_the_rises_of_the_score() -> None:
     assert step_rewards(episode(), algorithm, Timestep.TOKEN).tolist() == [0.0, 0.25, 0.0, 0.75]
 
 
+@pytest.mark.parametrize("trailing", [0, 1, 5])
 @pytest.mark.parametrize("timestep", list(Timestep))
-def test_full_trace_without_discount_is_return_minus_value(timestep: Timestep) -> None:
-    got = estimated(episode(), [0.5, 0.4, 0.3, 0.2], timestep=timestep, gae_lambda=1.0)
+def test_full_trace_without_discount_is_return_minus_value(
+    timestep: Timestep, trailing: int
+) -> None:
+    played = episode(trailing=trailing)
+    got = estimated(played, [0.5, 0.4, 0.3, 0.2], timestep=timestep, gae_lambda=1.0)
     values = [0.5, 0.5, 0.3, 0.3] if timestep is Timestep.TURN else [0.5, 0.4, 0.3, 0.2]
     assert got.token_advantages().tolist() == pytest.approx([1.0 - v for v in values])
     assert got.value_targets.tolist() == pytest.approx([1.0] * 4)

@@ -109,6 +109,7 @@ def test_what_is_masked_changes_no_gradient(name: str) -> None:
         t = sample.trajectory
         t.logprobs[~t.loss_mask] = 7.0
         t.versions[~t.loss_mask] = 5
+        t.turn_ids[~t.loss_mask] = 99
     padded = [replace(s, trajectory=_with_trailing_observation(s.trajectory)) for s in changed]
     same = gradient_step(samples, ALGORITHMS[name])
     assert gradient_step(changed, ALGORITHMS[name]).equal(same)

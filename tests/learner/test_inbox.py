@@ -11,6 +11,11 @@ from learner.inbox import refusal
 from tests.learner.builders import make_trajectory
 
 GOOD = make_trajectory([5, 6, 7, 8], [0, 1, 1, 0], version=3)
+TWO_TURNS = {
+    "num_turns": 2,
+    "invalid_turns": np.zeros(2, dtype=bool),
+    "turn_scores": np.ones(2, dtype=np.float32),
+}
 
 
 def judge(trajectory: Trajectory) -> str:
@@ -45,6 +50,10 @@ def test_a_good_trajectory_is_not_refused() -> None:
         ({"versions": ints(-1, -1, 3, -1)}, "versions -1..3"),
         ({"versions": ints(0, 3, 3, -1)}, "not sampled carries a version"),
         ({"loss_mask": np.zeros(4, dtype=bool)}, "no sampled token"),
+        ({"loss_mask": np.array([1, 1, 1, 0], dtype=bool)}, "first token is sampled"),
+        ({"turn_ids": ints(0, 0, 1, 0)}, "sampled in turns 0..1 of 1 turns"),
+        ({"turn_ids": ints(0, -1, 0, 0)}, "sampled in turns -1..0 of 1 turns"),
+        ({"turn_ids": ints(0, 1, 0, 0), **TWO_TURNS}, "turns are out of order"),
         ({"token_ids": ints(5, -6, 7, 8)}, "negative token id"),
         ({"member": 2}, "member 2 of a group of 2"),
         ({"member": -1}, "member -1 of a group of 2"),
@@ -82,8 +91,13 @@ def test_an_evaluation_may_be_played_by_a_script_and_by_any_member() -> None:
     assert judge(scripted) == ""
 
 
-def test_what_was_not_sampled_may_have_any_logprob() -> None:
+def test_what_was_not_sampled_may_have_any_logprob_and_turn() -> None:
     assert judge(replace(GOOD, logprobs=floats(np.nan, -1, -1, 5))) == ""
+    assert judge(replace(GOOD, turn_ids=ints(7, 0, 0, -3))) == ""
+
+
+def test_turns_in_order_are_not_refused() -> None:
+    assert judge(replace(GOOD, turn_ids=ints(0, 0, 1, 1), **TWO_TURNS)) == ""
 
 
 @pytest.mark.parametrize(

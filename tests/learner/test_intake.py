@@ -56,6 +56,7 @@ class Scheduler:
         self.heard: list[Any] = []
         self.revoked: list[str] = []
         self.lag_bounds: list[LagBound] = []
+        self.num_slots = 0
         self.is_finished = False
         self.rejects = False
 
@@ -93,6 +94,7 @@ class Scheduler:
                 version=0,
                 revoked=self.revoked,
                 lag_bounds=self.lag_bounds,
+                num_slots=self.num_slots,
                 is_finished=self.is_finished,
             )
         return None
@@ -306,6 +308,18 @@ def test_an_evaluation_is_written_and_told_and_in_no_group(running: Setup) -> No
     assert len(running.journaled()) == 3
     metrics = running.intake.drain_stats()
     assert metrics["groups/ready"] == metrics["groups/open"] == metrics["episodes/arrived"] == 0
+
+
+def test_slots_of_the_actors_are_a_metric_once_the_scheduler_has_said_how_many(
+    running: Setup,
+) -> None:
+    assert "actor/concurrency" not in running.intake.drain_stats()
+    running.scheduler.num_slots = 48
+
+    def told() -> bool:
+        return running.intake.drain_stats().get("actor/concurrency") == 48.0
+
+    running.scheduler.pump_until(told)
 
 
 def test_something_else_than_a_trajectory_is_rejected(running: Setup) -> None:

@@ -7,15 +7,26 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from common.config_load import load_config
 from common.errors import LongstrideError
 from common.journal import JournalWriter
 from common.messages import EpisodeKind, Trajectory
-from learner.studies import LAGS, STALENESS, curriculum_table, staleness_table
+from learner.studies import (
+    ALGORITHMS,
+    CURRICULUM,
+    LAGS,
+    STALENESS,
+    STALENESS_FAST,
+    curriculum_table,
+    staleness_table,
+)
 from learner.study import (
+    ROOT,
     Arm,
     Outcome,
     Point,
     Study,
+    merged,
     read_outcome,
     run_study,
     success_at_tokens,
@@ -114,6 +125,16 @@ def test_every_lag_of_the_staleness_study_has_both_arms_in_its_row() -> None:
     outcomes = [make_outcome(arm.name, (0, 0.4, 0), (9, 0.5, 9)) for arm in STALENESS.arms]
     rows = staleness_table(outcomes).splitlines()[2:]
     assert [row.split(" | ")[0] for row in rows] == [f"| {lag}" for lag in LAGS]
+
+
+def test_key_of_an_arm_replaces_that_of_the_study() -> None:
+    assert merged(("a.b=1", "c=2"), ("a.b=[3,4]",)) == ["a.b=[3,4]", "c=2"]
+
+
+@pytest.mark.parametrize("study", [ALGORITHMS, STALENESS, STALENESS_FAST, CURRICULUM])
+def test_every_run_of_every_study_has_a_configuration_that_loads(study: Study) -> None:
+    for arm in study.arms:
+        load_config(study.config, merged(study.overrides, arm.overrides), root=ROOT)
 
 
 def test_failed_run_of_a_study_is_named_with_its_log(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import copy
 from dataclasses import replace
 from io import BytesIO
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +16,8 @@ from common.config_learning import (
     LearnerSection,
     OptimizerKind,
 )
+from common.errors import ConfigError
+from learner.bad_batch import dump_batch
 from learner.batching import Sample
 from learner.trainer import Trainer, TrainingDiverged
 from tests.learner.builders import make_model, make_samples, make_trajectory
@@ -22,7 +25,9 @@ from tests.learner.builders import make_model, make_samples, make_trajectory
 PASSIVE = ControllerSection(scale_lr=False, tighten_gate=False, skip_step=False)
 
 
-def make_trainer(model=None, *, algorithm: AlgorithmSection | None = None, **settings) -> Trainer:
+def make_trainer(
+    model=None, *, algorithm: AlgorithmSection | None = None, on_bad_batch=None, **settings
+) -> Trainer:
     defaults = {"lr": 1e-2, "warmup_steps": 0, "autocast": False, "controller": PASSIVE}
     cfg = LearnerSection(**{**defaults, **settings})
     return Trainer(
@@ -32,6 +37,7 @@ def make_trainer(model=None, *, algorithm: AlgorithmSection | None = None, **set
         num_steps=10,
         seed=0,
         temperature=1.0,
+        on_bad_batch=on_bad_batch,
     )
 
 
@@ -157,6 +163,25 @@ def test_non_finite_batch_changes_no_weight_and_is_counted() -> None:
     assert all(np.isfinite(value) for value in metrics.values())
 
 
+def test_a_gradient_that_is_not_finite_changes_no_weight_and_its_batch_is_kept(
+    tmp_path: Path,
+) -> None:
+    model = make_model()
+    trainer = make_trainer(
+        model, on_bad_batch=lambda version, samples: dump_batch(tmp_path, version, samples)
+    )
+    before = weights_of(trainer)
+    hook = model.lm_head.weight.register_hook(lambda gradient: gradient * torch.inf)
+    metrics = trainer.train_on(make_samples(), version=4)
+    assert difference(before, weights_of(trainer)) == 0.0
+    assert metrics["train/num_bad_updates"] == 1.0
+    assert (tmp_path / "bad_batches" / "version-4" / "samples.jsonl").is_file()
+    hook.remove()
+    trainer.train_on(make_samples(), version=5)
+    assert difference(before, weights_of(trainer)) > 0.0
+    assert not (tmp_path / "bad_batches" / "version-5").exists()
+
+
 def test_a_bad_minibatch_does_not_stop_the_good_one() -> None:
     trainer = make_trainer(num_minibatches=2)
     before = weights_of(trainer)
@@ -174,8 +199,9 @@ def test_training_stops_after_bad_steps_in_a_row_only() -> None:
     trainer.train_on(bad, version=0)
     trainer.train_on(good, version=1)
     trainer.train_on(bad, version=2)
-    with pytest.raises(TrainingDiverged, match="2 steps in a row, the last one at version 3"):
+    with pytest.raises(TrainingDiverged, match="2 steps in a row, the last one at version 3") as e:
         trainer.train_on(bad, version=3)
+    assert isinstance(e.value, ConfigError)  # exit code 2: the supervisor does not try again
 
 
 def test_lag_counts_versions_and_noise_only_tokens_without_lag() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from common.errors import ConfigError
 from common.journal import JournalWriter
-from common.messages import EndReason, PolicyKind
+from common.messages import EndReason, EpisodeKind, PolicyKind
 from learner.offline.agent_traj import Conversation, Message
 from learner.offline.rows import read_rows, row_of_conversation
 from learner.offline.scratch import make_tokenizer
@@ -95,6 +95,7 @@ def test_a_journal_gives_what_the_policy_sampled_and_nothing_else(tmp_path: Path
             good,
             replace(good, end_reason=EndReason.ENV_ERROR, error="gone"),
             replace(good, policy=PolicyKind.EXPERT),
+            replace(good, kind=EpisodeKind.EVAL, item_id="toy-test-0"),
         ]
     ):
         writer.append(replace(trajectory, episode_id=f"g/{index}"))
@@ -103,7 +104,14 @@ def test_a_journal_gives_what_the_policy_sampled_and_nothing_else(tmp_path: Path
         (row,) = read_rows(place, tokenizer=TOKENIZER, max_tokens=8, key="k")
         assert row.token_ids.tolist() == [5, 6, 7]
         assert row.mask.tolist() == [False, True, True]
-        assert (row.item_id, row.reward) == ("toy-train-0", 1.0)
+        assert (row.item_id, row.reward) == ("toy/toy-train-0", 1.0)
+
+
+def test_what_was_played_on_training_items_outside_a_run_is_learnt(tmp_path: Path) -> None:
+    writer = JournalWriter(tmp_path)
+    writer.append(replace(make_trajectory([5, 6, 7], [0, 1, 1]), kind=EpisodeKind.EVAL))
+    writer.close()
+    assert len(read_rows(tmp_path, tokenizer=TOKENIZER, max_tokens=8, key="k")) == 1
 
 
 def test_a_path_without_anything_names_the_setting(tmp_path: Path) -> None:
