@@ -29,11 +29,16 @@ DIGEST_CHARS = 10
 
 
 def check_policy(cfg: RunConfig, root: Path) -> None:
-    """Return if the policy can be asked, as far as this can be said before anything starts.
+    """Return if there is something to play and the policy can be asked; nothing has started yet.
 
     Raises:
-        ConfigError: no such checkpoint or key, or a tokenizer that the model does not fit.
+        ConfigError: no task or item, no such checkpoint or key, or a tokenizer that the model does
+            not fit.
     """
+    if not cfg.tasks:
+        raise ConfigError("tasks=[]: an evaluation needs at least one, as [{env: e, subset: s}]")
+    if cfg.eval.num_items == 0:
+        raise ConfigError("eval.num_items=0: leaves no held-out item; -1: all there are")
     if cfg.policy.url:
         read_key(cfg.policy)
         return

@@ -111,13 +111,21 @@ def missing_for(cfg: RunConfig) -> list[str]:
     try:
         registry = Registry(names, cfg.envs, cfg.env)
     except UnknownEnv as e:
-        return [str(e)]
+        return [f"{_key_of(str(e), cfg)}: {e}"]
     return [
-        f"{task.env} has no subset {task.subset!r}; the nearest is "
-        f"{nearest(task.subset, list(registry.spec(task.env).subsets))!r}"
-        for task in cfg.tasks
+        f"tasks[{i}].subset={task.subset!r}: {task.env} has no subset {task.subset!r}; the nearest"
+        f" is {nearest(task.subset, list(registry.spec(task.env).subsets))!r}"
+        for i, task in enumerate(cfg.tasks)
         if task.subset not in registry.spec(task.env).subsets
     ]
+
+
+def _key_of(refusal: str, cfg: RunConfig) -> str:
+    """Returns the key that names the environment which is refused."""
+    refused = refusal.partition(";")[0]
+    keys = [f"tasks[{i}].env={task.env!r}" for i, task in enumerate(cfg.tasks)]
+    named = [key for key, task in zip(keys, cfg.tasks, strict=True) if repr(task.env) in refused]
+    return next(iter(named), "envhub.envs")
 
 
 def examine_environments(cfg: RunConfig) -> list[Check]:

@@ -38,7 +38,7 @@ def run(cfg: RunConfig, out: TextIO) -> int:
         raise ConfigError("tasks=[]: name at least one")
     measured = load_measured(Path(cfg.twin.compare)) if cfg.twin.compare else None
     workload = make_workload(cfg)
-    with _quiet_scheduler():
+    with quiet_scheduler():
         predictions = [World(each, workload).run() for each in _modes(cfg)]
         out.write(format_predictions(predictions))
         ratio = None
@@ -81,7 +81,7 @@ def _modes(cfg: RunConfig) -> list[RunConfig]:
 
 
 @contextmanager
-def _quiet_scheduler() -> Iterator[None]:
+def quiet_scheduler() -> Iterator[None]:
     """Leave out what the scheduler says about actors that do not exist."""
     logger = logging.getLogger("learner.scheduler")
     level = logger.level

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 BASE = REPOSITORY / "configs/policies/tiny"
 NUM_ITEMS, NUM_SAMPLES = 100, 3
-RATES = ("sft.num_epochs=2", "sft.lr=1e-3", "sft.muon_lr=5e-3")
+RATES = ("sft.num_epochs=4", "sft.batch_tokens=1024", "sft.lr=1e-3", "sft.muon_lr=5e-3")
 
 
 def run(folder: Path, command: str, *overrides: str) -> str:
@@ -123,7 +123,7 @@ def test_dpo_prefers_what_succeeded_in_pairs_that_it_has_not_seen(
         f"dpo.data={evolved}/evolve/iteration-0",
         "dpo.max_pairs_per_item=1",
         f"dpo.max_pairs={num_trained}",
-        "dpo.num_epochs=3",
+        "dpo.num_epochs=6",
         "dpo.lr=3e-4",
         "dpo.muon_lr=2e-3",
         f"dpo.output={tmp_path}/policy",
