@@ -24,7 +24,7 @@ def pack_samples(samples: Sequence[Sample]) -> bytes:
         records=np.concatenate(records),
         record_sizes=np.array([len(record) for record in records]),
         advantages=np.array([sample.advantage for sample in samples], dtype=np.float64),
-        **_joined("turn", [sample.turn_advantages for sample in samples]),
+        **_joined("turn", [sample.turn_advantages for sample in samples]),  # pyright: ignore[reportArgumentType]
         **_joined("own", [sample.own_advantages for sample in samples]),
     )
     return file.getvalue()

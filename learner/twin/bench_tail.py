@@ -51,6 +51,8 @@ SLOW_ENV = (
     f'envs.plugins={{median_s: "{TURN_S}", sigma: "{SIGMA}", num_turns: "{NUM_TURNS}",'
     f' tail_frac: "{TAIL_FRAC}", tail_factor: "{TAIL_FACTOR:g}"}}',
     "learner.checkpoint_every_steps=1000",
+    "learner.lr=1e-7",  # nobody can learn anything here, and what is learnt would only disturb
+    "learner.muon_lr=1e-7",
 )
 SAME_IN_TWIN = (
     "twin.hours=0.25",

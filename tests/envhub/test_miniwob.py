@@ -191,7 +191,7 @@ def test_what_a_page_only_paints_is_told(rig: Rig):
         assert "points: 86,136 56,130 42,103 54,75 84,68 108,86 109,116 86,136" in sides
         assert (await first("visual_addition-test-8")).count("] box ''") == 4
         assert "color [rgb(73, 211, 0)] with" in await first("use_colorwheel_2-test-7")
-        assert "Click on the lime colored box." in await first("click_color-test-9")
+        assert "Click on the magenta colored box." in await first("click_color-test-9")
         assert "the [ui-icon-disk] icon" in await first("click_menu_2-test-7")
         assert "'touch-area' at: (2,52) size: 156x127" in await first("hot_cold-test-7")
 
