@@ -13,17 +13,12 @@
     return target.getClientRects()[0] || target.getBoundingClientRect();
   }
 
-  // A point of a box that shows the element and not what lies over it; the middle first, the
-  // outermost pixels last. Within a pixel only the first half is surely that pixel's.
-  const SHARES = [0.5, 0.3, 0.7, 0.1, 0.9, 0, 1];
-  const along = (start, length, share) => start
-    + (share === 0 ? 0.25 : share === 1 ? length - 0.75 : length * share);
+  // A point of a box that shows the element and not what lies over it; the middle first.
+  const SHARES = [0.5, 0.3, 0.7, 0.1, 0.9];
   function freePoint(el, box) {
     for (const down of SHARES) {
       for (const across of SHARES) {
-        const point = {
-          x: along(box.left, box.width, across), y: along(box.top, box.height, down),
-        };
+        const point = { x: box.left + box.width * across, y: box.top + box.height * down };
         const isPlaced = point.x >= 0 && point.y >= 0 && point.x < innerWidth
           && point.y < innerHeight;
         const hit = isPlaced ? document.elementFromPoint(point.x, point.y) : null;

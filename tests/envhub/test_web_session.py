@@ -208,27 +208,6 @@ def test_drag_onto_itself_moves_the_mouse_while_it_is_held(rig: Rig):
 
 @browser
 @pytest.mark.slow
-@pytest.mark.parametrize("left", [49, 51])
-def test_click_reaches_an_element_of_which_one_pixel_shows(rig: Rig, left: int):
-    async def episode():
-        session = await rig.session()
-        await session.run(
-            """left => {
-              const style = 'position:fixed;width:40px;height:40px;top:50px;left:';
-              document.body.innerHTML = [50, left].map((x, i) => `<button style="${style}${x}px"`
-                + ` onclick="document.title = 'clicked ${i}'">B${i}</button>`).join('');
-            }""",
-            left,
-        )
-        below = find(await session.look(), "button", "B0")
-        assert (await act(session, f"click [{below.id}]")).title == "clicked 0"
-        await session.close()
-
-    rig.run(episode())
-
-
-@browser
-@pytest.mark.slow
 def test_field_that_listens_to_keys_gets_every_one(rig: Rig):
     async def episode():
         session = await rig.session()
