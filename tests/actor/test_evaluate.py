@@ -156,8 +156,17 @@ def test_model_that_does_not_fit_its_tokenizer_is_refused(repository: Path, tmp_
         (tmp_path / name).symlink_to(source / name)
     config = json.loads((source / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config))
-    cfg = RunConfig(model=ModelSection(path=str(tmp_path)))
+    tasks = [TaskSection(env="toy", subset="easy")]
+    cfg = RunConfig(model=ModelSection(path=str(tmp_path)), tasks=tasks)
     check_policy(cfg, Path("/"))
     (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 100}))
     with pytest.raises(ConfigError, match=r"model\.path=.*: the tokenizer has token id \d+"):
         check_policy(cfg, Path("/"))
+
+
+def test_evaluation_of_nothing_is_refused() -> None:
+    tasks = [TaskSection(env="toy", subset="easy")]
+    with pytest.raises(ConfigError, match=r"tasks=\[\]"):
+        check_policy(RunConfig(), Path("/"))
+    with pytest.raises(ConfigError, match="eval.num_items=0"):
+        check_policy(RunConfig(tasks=tasks, eval=EvalSection(num_items=0)), Path("/"))

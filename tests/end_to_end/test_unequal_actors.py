@@ -16,9 +16,10 @@ from common.journal import read_journal
 from common.messages import EpisodeKind
 from tests.end_to_end.runs import REPOSITORY, Run, balances
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 STOP_S = 15.0
+ENGINE_S = 600.0  # for an engine to start and play, on a busy machine
 OVERRIDES = (
     "actor.num_actors=0",
     'envhub.envs=["envhub.bench_slow:make_spec"]',
@@ -32,6 +33,10 @@ OVERRIDES = (
     "learner.max_lag_steps=8",
     "learner.checkpoint_every_steps=1000",
     "actor.max_turn_tokens=4",
+    "learner.lr=1e-7",  # nobody can learn anything here
+    "learner.muon_lr=1e-7",
+    "learner.batch_timeout_s=600",
+    "actor.start_timeout_s=600",
 )
 
 
@@ -69,9 +74,12 @@ def test_slow_fast_and_late_actors_all_contribute_and_faster_ones_more(tmp_path:
     with Run(tmp_path, *OVERRIDES) as run:
         run.wait_until((run.root / "addresses" / "learner").exists)
         with joining(run, "fast", slots=12), joining(run, "slow", slots=2):
-            run.wait_until(lambda: min(num_finished(run).get(n, 0) for n in ("fast", "slow")) > 0)
+            run.wait_until(
+                lambda: min(num_finished(run).get(n, 0) for n in ("fast", "slow")) > 0,
+                timeout_s=ENGINE_S,
+            )
             with joining(run, "late", slots=12):
-                run.wait_until(lambda: num_finished(run).get("late", 0) >= 60)
+                run.wait_until(lambda: num_finished(run).get("late", 0) >= 60, timeout_s=ENGINE_S)
                 run.process.send_signal(signal.SIGTERM)
                 run.wait(timeout_s=30.0)
         slots = {each["name"]: each["num_slots"] for each in run.read("status.json")["actors"]}
