@@ -13,12 +13,22 @@
     return target.getClientRects()[0] || target.getBoundingClientRect();
   }
 
-  // A point of a box that shows the element and not what lies over it; the middle first.
+  // A point of a box that shows the element and not what lies over it; the middle first. Only a
+  // click seeks the outermost pixels too: a drag would miss with them, and a frame drawn around
+  // nothing is met in its middle, not on its line.
   const SHARES = [0.5, 0.3, 0.7, 0.1, 0.9];
-  function freePoint(el, box) {
-    for (const down of SHARES) {
-      for (const across of SHARES) {
-        const point = { x: box.left + box.width * across, y: box.top + box.height * down };
+  const WITH_EDGES = [...SHARES, 0, 1];
+  const along = (start, length, share) => {
+    if (share === 0) return Math.ceil(start);
+    return share === 1 ? Math.ceil(start + length) - 1 : start + length * share;
+  };
+  function freePoint(el, box, isClick) {
+    const shares = isClick && !(el instanceof SVGElement) ? WITH_EDGES : SHARES;
+    for (const down of shares) {
+      for (const across of shares) {
+        const point = {
+          x: along(box.left, box.width, across), y: along(box.top, box.height, down),
+        };
         const isPlaced = point.x >= 0 && point.y >= 0 && point.x < innerWidth
           && point.y < innerHeight;
         const hit = isPlaced ? document.elementFromPoint(point.x, point.y) : null;
@@ -29,17 +39,17 @@
   }
 
   // Brings a node of the last snapshot into view and says where to point the mouse.
-  function aim(index) {
+  function aim(index, isClick) {
     const target = state.targets[index];
     if (!target || !target.isConnected) return { is_gone: true };
     const el = target.nodeType === Node.TEXT_NODE ? target.parentElement : target;
     if (el.tagName === 'OPTION') return { is_option: true };
     let box = boxOf(target);
-    let point = freePoint(el, box);
+    let point = freePoint(el, box, isClick);
     if (point === null) {
       el.scrollIntoView({ block: 'center', inline: 'nearest', behavior: 'instant' });
       box = boxOf(target);
-      point = freePoint(el, box)
+      point = freePoint(el, box, isClick)
         || { x: box.left + box.width / 2, y: box.top + box.height / 2 };
     }
     mouse = point;

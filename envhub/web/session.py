@@ -263,7 +263,8 @@ class WebSession:
                 await self._act_on_tabs(action)
 
     async def _aim(self, action: Action, element: int) -> dict:
-        aim = await self.page.evaluate("i => __ls.aim(i)", element)
+        is_click = action.kind is Kind.CLICK
+        aim = await self.page.evaluate("([i, how]) => __ls.aim(i, how)", [element, is_click])
         if aim.get("is_gone"):
             raise InvalidAction(NO_ELEMENT.format(action.kind, element))
         return aim

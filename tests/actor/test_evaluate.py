@@ -168,5 +168,5 @@ def test_evaluation_of_nothing_is_refused() -> None:
     tasks = [TaskSection(env="toy", subset="easy")]
     with pytest.raises(ConfigError, match=r"tasks=\[\]"):
         check_policy(RunConfig(), Path("/"))
-    with pytest.raises(ConfigError, match="eval.num_items=0"):
+    with pytest.raises(ConfigError, match=r"eval\.num_items=0"):
         check_policy(RunConfig(tasks=tasks, eval=EvalSection(num_items=0)), Path("/"))

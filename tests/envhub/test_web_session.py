@@ -11,7 +11,7 @@ from common.config_envs import BrowserOptions
 from envhub.env import EnvFailure
 from envhub.web.actions import InvalidAction, Kind, parse
 from envhub.web.browser import check_browser, find_browser, host_rules
-from envhub.web.session import WebSession
+from envhub.web.session import Look, WebSession
 from envhub.web.tree import Snapshot
 from tests.envhub.web_rig import Rig, find, has_browser
 
@@ -201,6 +201,50 @@ def test_drag_onto_itself_moves_the_mouse_while_it_is_held(rig: Rig):
         assert told[:2] == ["move0:150,100", "down1:150,100"]
         assert "move1:151,101" in told
         assert told[-2:] == ["move1:150,100", "up0:150,100"]
+        await session.close()
+
+    rig.run(episode())
+
+
+# A button with another over it, and a drawn frame with nothing in it.
+HIDDEN = """left => {
+  const style = 'position:fixed;width:40px;height:40px;top:50px;left:';
+  document.body.innerHTML = [50, left].map((x, i) => `<button style="${style}${x}px"`
+    + ` onclick="document.title = 'clicked ${i}'">B${i}</button>`).join('')
+    + '<svg style="position:fixed;left:0;top:100px"><rect x="10" y="10" width="100" height="60"'
+    + ' fill="none" stroke="black"/></svg>';
+  document.addEventListener('mouseup', (e) => { document.title += ` ${e.clientX},${e.clientY}`; });
+}"""
+
+
+@browser
+@pytest.mark.slow
+@pytest.mark.parametrize("left", [49, 51])
+def test_click_reaches_an_element_of_which_one_pixel_shows(rig: Rig, left: int):
+    async def episode():
+        session = await rig.session()
+        await session.run(HIDDEN, left)
+        below = find(await session.look(), "button", "B0")
+        assert "clicked 0" in (await act(session, f"click [{below.id}]")).title
+        await session.close()
+
+    rig.run(episode())
+
+
+@browser
+@pytest.mark.slow
+def test_drag_meets_what_is_covered_and_what_is_empty_in_the_middle(rig: Rig):
+    async def episode():
+        context = await rig.browser.open_context()
+        session = WebSession(context, Look(deep=True), may_go=lambda _: False, action_timeout_s=5.0)
+        await session.open("http://site.test/")
+        await session.run(HIDDEN, 51)
+        seen = await session.look()
+        frame = next(node for node in seen.nodes if node.role == "rect")
+        below = find(seen, "button", "B0")
+        assert (await act(session, f"drag [{below.id}] [{frame.id}]")).title.endswith(" 60,140")
+        assert (await act(session, f"drag [{frame.id}] [{below.id}]")).title.endswith(" 70,70")
+        assert (await act(session, f"click [{frame.id}]")).title.endswith(" 60,140")
         await session.close()
 
     rig.run(episode())
