@@ -6,7 +6,6 @@ from dataclasses import dataclass
 logger = logging.getLogger(__name__)
 
 MIN_STEPS = 5  # of the engine, before a look says anything
-MAX_QUEUE_FRAC = 0.2  # of the requests that may wait on average; prompts that come in bursts do
 MAX_KV_FRAC = 0.9  # of the KV cache in use, beyond which no episode is added
 DECREASE = 0.75  # times as many after a cut
 INCREASE_FRAC = 1 / 32  # of the ceiling that is added at a look, one episode at least
@@ -17,7 +16,7 @@ class EngineLoad:
     """What an engine had to do between two looks at it."""
 
     num_steps: int = 0  # of the engine
-    queue_frac: float = 0.0  # of its requests, that found no place in a step; mean over steps
+    num_queued: int = 0  # requests that found no place, in the step that had fewest of them
     kv_frac: float = 0.0  # of the KV cache that running requests used, at most
     num_preemptions: int = 0  # requests that lost their place in the KV cache to others
 
@@ -26,26 +25,29 @@ class LoadMeter:
     """Sums up what an engine says of itself after each of its steps."""
 
     def __init__(self) -> None:
-        self._num_steps = self._num_running = self._num_waiting = self._num_preemptions = 0
+        self._num_steps = self._num_queued = self._num_preemptions = 0
         self._kv_frac = 0.0
 
     def add(
         self, *, num_running: int, num_waiting: int, kv_frac: float, num_preemptions: int
     ) -> None:
-        """Note one step; requests wait for the next one if it had no place for them."""
+        """Note one step; requests wait for the next one if it had no place for them.
+
+        Steps in which nothing runs are those of an engine that stands still for new weights.
+        """
         self._num_preemptions += num_preemptions
-        if num_running + num_waiting == 0:
+        if num_running == 0:
             return
+        is_least = self._num_steps == 0 or num_waiting < self._num_queued
+        self._num_queued = num_waiting if is_least else self._num_queued
         self._num_steps += 1
-        self._num_running += num_running
-        self._num_waiting += num_waiting
         self._kv_frac = max(self._kv_frac, kv_frac)
 
     def drain(self) -> EngineLoad:
         """Return the load since the last call, and begin anew."""
         load = EngineLoad(
             num_steps=self._num_steps,
-            queue_frac=self._num_waiting / max(1, self._num_running + self._num_waiting),
+            num_queued=self._num_queued,
             kv_frac=self._kv_frac,
             num_preemptions=self._num_preemptions,
         )
@@ -56,7 +58,9 @@ class LoadMeter:
 class Concurrency:
     """The number of episodes at once, by additive increase and multiplicative decrease.
 
-    It begins at the ceiling. After a cut it waits until no more episodes than that are left,
+    It is cut when the engine preempts, or has a queue that never empties: prompts that come in a
+    burst wait for a few steps, those that the engine has no room for wait all the time. It begins
+    at the ceiling. After a cut it waits until no more episodes than that are left,
     because what is running goes on, and says nothing about the new limit.
 
     Example (ceiling 32): the engine preempts -> 24, no more leases until 24 episodes are left. It
@@ -80,15 +84,15 @@ class Concurrency:
         if num_episodes > self.limit:
             return self.limit  # an earlier cut has not come into effect
         before = self.limit
-        is_queueing = load.num_steps >= MIN_STEPS and load.queue_frac > MAX_QUEUE_FRAC
+        is_queueing = load.num_steps >= MIN_STEPS and load.num_queued > 0
         if load.num_preemptions > 0 or is_queueing:
             self.limit = max(self._least, int(DECREASE * self.limit))
         elif self._may_grow(load, num_episodes):
             self.limit = min(self._most, self.limit + self._increase)
         if self.limit != before:
             logger.info(
-                "concurrency=%d before=%d queue_frac=%.2f kv_frac=%.2f preemptions=%d",
-                *(self.limit, before, load.queue_frac, load.kv_frac, load.num_preemptions),
+                "concurrency=%d before=%d queued=%d kv_frac=%.2f preemptions=%d",
+                *(self.limit, before, load.num_queued, load.kv_frac, load.num_preemptions),
             )
         return self.limit
 

@@ -117,6 +117,6 @@ def test_limit_shrinks_while_the_engine_preempts_and_recovers_when_prompts_are_s
         await players.stop()
         assert sum(load.num_preemptions for load in loads) > 0
         assert max(load.kv_frac for load in loads) > 0.9
-        assert max(load.queue_frac for load in loads) > 0.2
+        assert max(load.num_queued for load in loads) > 0
 
     runner.run(law())
