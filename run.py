@@ -10,18 +10,24 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
-from common.command_line import Request, parse
-from common.config import RunConfig
-from common.config_load import (
-    config_as_yaml,
-    find_config,
-    load_config,
-    override_value,
-    save_config,
-)
-from common.errors import ConfigError
-from common.log import configure_logging
-from common.run_dir import RunDir
+try:
+    from common.command_line import Request, parse
+    from common.config import RunConfig
+    from common.config_load import (
+        config_as_yaml,
+        find_config,
+        load_config,
+        override_value,
+        save_config,
+    )
+    from common.errors import ConfigError
+    from common.log import configure_logging
+    from common.run_dir import RunDir
+except ModuleNotFoundError as e:
+    sys.exit(
+        f"error: {e.name} is not installed for {sys.executable}; `make setup` installs everything "
+        "that is needed, then it is .venv/bin/python run.py, or source .venv/bin/activate first"
+    )
 
 ROOT = Path(__file__).resolve().parent
 DEFAULT_CONFIG = "quickstart"

@@ -63,6 +63,15 @@ def test_wrong_command_line_ends_at_once_with_one_line(
     assert done.stdout == ""
 
 
+def test_python_without_the_packages_is_told_what_to_do(repository: Path) -> None:
+    bare = [sys.executable, "-S", str(repository / "run.py"), "--help"]
+    done = subprocess.run(bare, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 1
+    assert " is not installed for " in done.stderr
+    assert "make setup" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
 def test_dry_run_prints_the_resolved_config_with_its_objective_and_starts_nothing(
     repository: Path, tmp_path: Path
 ) -> None:
