@@ -16,6 +16,7 @@ from typing import IO
 
 from common.errors import ConfigError, WireError
 from common.messages import Trajectory
+from common.run_dir import sync_folder
 from common.wire import pack_record, unpack_record
 
 logger = logging.getLogger(__name__)
@@ -114,7 +115,7 @@ class JournalWriter:
     def _open_segment(self, segment: int) -> int:
         path = _segment_path(self._folder, segment)
         fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        _sync_folder(self._folder)  # else the new name itself may be lost in a power cut
+        sync_folder(self._folder)  # else the new name itself may be lost in a power cut
         return fd
 
     def _cut_torn_tail(self) -> int:
@@ -227,14 +228,6 @@ def _write_all(fd: int, record: bytes) -> None:
     view = memoryview(record)
     while view:
         view = view[os.write(fd, view) :]
-
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _lock_folder(folder: Path) -> IO[bytes]:

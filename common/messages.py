@@ -151,6 +151,9 @@ class Progress:
     lag_bounds: list[LagBound]  # to a learner: those wider than the configured one
     num_slots: int  # to a learner: episodes at once of all living actors
     is_finished: bool  # the run is over: drain and leave
+    num_heard: int = 0  # to a learner: its numbered messages since hello that came without a gap
+    num_saved: int = 0  # of them, those that survive the scheduler's machine: they may be forgotten
+    closed_below: int = 0  # training groups with smaller numbers are settled for good, and saved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,6 +198,7 @@ class Outcomes:
     outcomes: list[EpisodeOutcome]
     groups: list[GroupArrived]
     num_duplicates: int  # trajectories discarded as duplicates since the last report
+    number: int = 0  # 1 for the first message after hello; 0: not counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,6 +210,7 @@ class StepDone:
     max_ahead_steps: int  # how far ahead groups may be opened from now on; the config's at most
     signals: dict[str, float]  # of the step, absent: not known. "entropy" in nats, "ess_frac",
     # "busy_s" from a batch to its published weights, "wait_s" before that for the batch
+    number: int = 0  # as in Outcomes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,8 @@ import logging
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -100,11 +101,18 @@ def read_metrics(path: Path) -> list[MetricsLine]:
     Raises:
         ValueError: a line before the last is no JSON object; names file and line number.
     """
+    return [line for line, _ in iter_metrics(path)]
+
+
+def iter_metrics(path: Path) -> Iterator[tuple[MetricsLine, str]]:
+    """Yield what `read_metrics` returns, each with its text, one line in memory at a time."""
     if not path.exists():
-        return []
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    whole = lines[:-1]  # what follows the last newline is being written, or was torn by a crash
-    return [_parse(text, f"{path}:{number}") for number, text in enumerate(whole, 1) if text]
+        return
+    with path.open(encoding="utf-8", errors="replace", newline="\n") as handle:
+        for number, text in enumerate(handle, 1):
+            # What follows the last newline is being written, or was torn by a crash.
+            if text.endswith("\n") and text != "\n":
+                yield _parse(text, f"{path}:{number}"), text
 
 
 def tail_metrics(path: Path, *, num_steps: int, tail_bytes: int = 262144) -> list[MetricsLine]:
@@ -144,20 +152,31 @@ def _step(line: MetricsLine) -> float:
     return step
 
 
+def _torn_line(path: Path) -> str:
+    """Return what follows the last newline."""
+    with path.open(encoding="utf-8", errors="replace", newline="\n") as handle:
+        last = "".join(deque(handle, maxlen=1))
+    return "" if last.endswith("\n") else last
+
+
 def _cut_after(path: Path, step: int) -> float:
     """Move later and torn lines away, and return the seconds that the run had taken by its end."""
     if not path.exists():
         return 0.0
-    *texts, torn = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    parsed = [(_parse(text, f"{path}:{n}"), text) for n, text in enumerate(texts, 1) if text]
-    elapsed_s = max((line.get("time_s") or 0.0 for line, _ in parsed), default=0.0)
-    kept = [text for line, text in parsed if _step(line) <= step]
-    cut = [text for line, text in parsed if _step(line) > step] + ([torn] if torn else [])
+    elapsed_s = 0.0
+    cut: list[str] = []
+    for line, text in iter_metrics(path):
+        elapsed_s = max(elapsed_s, line.get("time_s") or 0.0)
+        if _step(line) > step:
+            cut.append(text)
+    if torn := _torn_line(path):
+        cut.append(f"{torn}\n")
     if cut:
         discarded = path.with_name("metrics.discarded.jsonl")
         with discarded.open("a", encoding="utf-8") as handle:
-            handle.writelines(f"{text}\n" for text in cut)
-        write_atomically(path, "".join(f"{text}\n" for text in kept))
+            handle.writelines(cut)
+        kept = (text for line, text in iter_metrics(path) if _step(line) <= step)
+        write_atomically(path, "".join(kept))
         logger.info(
             "discarded metrics lines=%d after_step=%d file=%s",
             len(cut),

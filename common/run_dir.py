@@ -24,6 +24,14 @@ class RunDir:
         return self.root / "journal"
 
     @property
+    def steps(self) -> Path:
+        return self.journal / "steps.jsonl"
+
+    @property
+    def bookmark(self) -> Path:
+        return self.journal / "bookmark.json"
+
+    @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
 
@@ -79,11 +87,30 @@ class RunDir:
         return path.read_text().strip()
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replace a file so that a reader sees the old or the new text, never a part."""
+def write_atomically(path: Path, text: str, *, is_durable: bool = False) -> None:
+    """Replace a file so that a reader sees the old or the new text, never a part.
+
+    Args:
+        is_durable: return only when a power cut leaves one of the two as well.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text)
+    with temporary.open("w") as handle:
+        handle.write(text)
+        if is_durable:
+            handle.flush()
+            os.fsync(handle.fileno())
     temporary.replace(path)
+    if is_durable:
+        sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Return when the names in a folder survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def write_json(path: Path, value: object) -> None:

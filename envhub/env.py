@@ -174,6 +174,7 @@ class EnvSpec:
         step_timeout_s: deadline of one call, when it differs from the hub's.
         from_agentgym: item id of AgentGym's data index; raises UnknownItem. None: there is none.
         stop: called once when the process that holds the episodes ends.
+        stop_timeout_s: how long that may take.
     """
 
     name: str
@@ -188,6 +189,7 @@ class EnvSpec:
     step_timeout_s: float | None = None
     from_agentgym: Callable[[int], str] | None = None
     stop: Callable[[], Awaitable[None]] | None = None
+    stop_timeout_s: float = 1.0
 
 
 def nearest(word: str, words: list[str]) -> str:

@@ -15,7 +15,6 @@ from envhub.workers import Worker, WorkerPool
 logger = logging.getLogger(__name__)
 
 MEMORY_INTERVAL_S = 5.0
-STOP_TIMEOUT_S = 1.0
 
 
 class Lodging:
@@ -101,16 +100,16 @@ class Lodging:
         stops = [pool.stop() for pool in self._pools.values()]
         for spec in self._registry.loaded():
             if spec.isolation is not Isolation.WORKER and spec.stop is not None:
-                stops.append(_within(spec.stop(), spec.name))
+                stops.append(_within(spec.stop_timeout_s, spec.stop(), spec.name))
         await asyncio.gather(*stops)
         if self._guardian is not None:
             self._guardian.close()
             self._guardian = None
 
 
-async def _within(stop, name: str) -> None:
+async def _within(timeout_s: float, stop, name: str) -> None:
     try:
-        async with asyncio.timeout(STOP_TIMEOUT_S):
+        async with asyncio.timeout(timeout_s):
             await stop
     except Exception:
         logger.warning("environment did not stop env=%s", name, exc_info=True)

@@ -72,6 +72,11 @@ class Checkpoints:
         self._saved_version = -1
         root.mkdir(parents=True, exist_ok=True)
 
+    @property
+    def oldest_version(self) -> int:
+        """The oldest version that may be restored, 0 for a run without a checkpoint."""
+        return min((_age(path)[0] for path in self._complete()), default=0)
+
     def is_due(self, version: int) -> bool:
         """Return True if this version should be saved now."""
         if version == self._saved_version:
@@ -109,9 +114,11 @@ class Checkpoints:
     def _remove_old(self) -> None:
         for path in self._root.glob(f"{_PREFIX}*{_ASIDE}"):
             shutil.rmtree(path)
-        complete = sorted(p for p in self._root.glob(f"{_PREFIX}*") if (p / _MARKER).exists())
-        for path in complete[: -self._keep]:
+        for path in self._complete()[: -self._keep]:
             shutil.rmtree(path)
+
+    def _complete(self) -> list[Path]:
+        return sorted(p for p in self._root.glob(f"{_PREFIX}*") if (p / _MARKER).exists())
 
 
 def _sync_tree(folder: Path) -> None:

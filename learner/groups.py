@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from common.config import GroupsSection
 from common.config_learning import AlgorithmSection
+from common.ids import is_below
 from common.messages import EpisodeOutcome, GroupArrived, Outcome, Trajectory
 
 
@@ -117,6 +118,10 @@ class GroupTable:
         left = self._open.pop(group_id, _Open()).arrived.values()
         outcomes = [_outcome(t, Outcome.FAILED, t.end_reason.value) for t in left]
         return outcomes, [GroupArrived(group_id=group_id, is_ready=True)]
+
+    def close_below(self, number: int) -> None:
+        """Forget the completed groups of smaller numbers: nothing of them comes any more."""
+        self._completed = {each for each in self._completed if not is_below(each, number)}
 
     def _maybe_complete(
         self, group_id: str, entry: _Open

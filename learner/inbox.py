@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from common.messages import PolicyKind, Trajectory
+from common.messages import EpisodeSeen, PolicyKind, Trajectory
+from learner.episode_stats import subset_of
 
 MAX_ABS_LOGPROB = 200.0  # nats; anything beyond is no logprob
 _COLUMNS = {
@@ -85,3 +86,19 @@ def _refusal_of_tokens(trajectory: Trajectory, learner_version: int, vocab_size:
     if (trajectory.versions[~mask] != -1).any():
         return "a token that was not sampled carries a version"
     return ""
+
+
+def seen_of(trajectory: Trajectory) -> EpisodeSeen:
+    """Return what the scheduler is told of a trajectory that is in the journal."""
+    return EpisodeSeen(
+        episode_id=trajectory.episode_id,
+        kind=trajectory.kind,
+        env=trajectory.env,
+        subset=subset_of(trajectory.item_id),
+        reward=trajectory.reward,
+        is_success=trajectory.is_success,
+        end_reason=trajectory.end_reason,
+        num_turns=trajectory.num_turns,
+        num_sampled_tokens=int(trajectory.loss_mask.sum()),
+        wall_s=trajectory.wall_s,
+    )

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 
 from common.errors import LongstrideError
-from common.journal import JournalWriter
+from common.journal import JournalPosition, JournalWriter
 from common.messages import (
     Ack,
     EpisodeKind,
@@ -28,9 +28,11 @@ from common.messages import (
 from common.run_dir import RunDir
 from common.security import RunKeys
 from common.sockets import Received, Router
-from learner.episode_stats import EpisodeStats, subset_of
+from learner.bookmark import Bookmark
+from learner.episode_stats import EpisodeStats
 from learner.groups import Group, GroupTable
-from learner.inbox import refusal
+from learner.inbox import refusal, seen_of
+from learner.journal_index import JournalIndex
 from learner.scheduler_link import SchedulerLink
 
 logger = logging.getLogger(__name__)
@@ -59,6 +61,7 @@ class Intake(threading.Thread):
         group_size: int,
         silence_s: float,
         vocab_size: int | None = None,
+        closed_below: int = 0,
     ) -> None:
         super().__init__(name="intake", daemon=True)
         self._router = router
@@ -71,7 +74,7 @@ class Intake(threading.Thread):
         self._vocab_size = vocab_size
         self._changed = threading.Condition()
         self._stop_requested = threading.Event()
-        self._known: set[str] = set()  # episode ids in the journal
+        self.index = JournalIndex(end=journal.position, closed_below=closed_below)
         self._link = SchedulerLink(
             run_dir, keys, hello=hello, silence_s=silence_s, on_progress=self._apply
         )
@@ -92,10 +95,30 @@ class Intake(threading.Thread):
 
     # --- main thread ------------------------------------------------------------------------
 
-    def adopt(self, trajectory: Trajectory, *, is_consumed: bool) -> None:
-        """Take an episode that the journal already holds (before the thread starts)."""
-        self._know(trajectory)
-        self._link.remember(self._outcomes(seen=[_seen(trajectory)]))
+    def adopt(self, trajectory: Trajectory, position: JournalPosition, *, step: int | None) -> bool:
+        """Take an episode that the journal already holds (before the thread starts).
+
+        Args:
+            step: that consumed it, None if none has.
+
+        Returns:
+            True if its group was settled for good, so that nobody need be told.
+        """
+        is_closed = self.index.is_closed(trajectory)
+        if is_closed:  # it is read in case that its step must be repeated once more
+            self.index.enter(trajectory, position, told=0)
+        else:
+            self._adopt_open(trajectory, position, is_consumed=step is not None)
+        if step is not None:
+            self.index.trained([trajectory.group_id], step=step)
+        return is_closed
+
+    def _adopt_open(
+        self, trajectory: Trajectory, position: JournalPosition, *, is_consumed: bool
+    ) -> None:
+        self.index.know(trajectory)
+        told = self._link.queue(self._outcomes(seen=[seen_of(trajectory)]))
+        self.index.enter(trajectory, position, told=told)
         if trajectory.kind is not EpisodeKind.TRAIN:
             return
         outcomes, groups = (
@@ -103,11 +126,15 @@ class Intake(threading.Thread):
             if is_consumed
             else self._table.add(trajectory)
         )
-        self._link.remember(self._outcomes(outcomes=outcomes, groups=groups))
+        self._news(outcomes, groups)
 
     def adopt_outcomes(self, outcomes: list[EpisodeOutcome]) -> None:
         """Take outcomes of steps that were logged by a previous learner."""
-        self._link.remember(self._outcomes(outcomes=outcomes))
+        self._news(outcomes, [])
+
+    def bookmark(self, *, version: int) -> Bookmark:
+        """Return where a learner would begin to read, if it restores `version` or a later one."""
+        return self.index.bookmark(num_saved=self._link.num_saved, version=version)
 
     def next_batch(
         self,
@@ -234,7 +261,7 @@ class Intake(threading.Thread):
     def _take_in(self, received: list[Received]) -> None:
         """Journal what is new and good, make it durable, then acknowledge all of it."""
         answers: list[tuple[bytes, Ack]] = []
-        accepted: list[Trajectory] = []
+        accepted: list[tuple[Trajectory, JournalPosition]] = []
         for item in received:
             trajectory = item.message
             if not isinstance(trajectory, Trajectory):
@@ -249,13 +276,16 @@ class Intake(threading.Thread):
         for sender, ack in answers:
             self._router.send(sender, ack)
         with self._changed:
-            for trajectory in accepted:
-                self._enter(trajectory)
+            for trajectory, position in accepted:
+                self._enter(trajectory, position)
+            self.index.move_end(self._journal.position)
             self._changed.notify_all()
 
-    def _accept(self, trajectory: Trajectory, accepted: list[Trajectory]) -> str:
+    def _accept(
+        self, trajectory: Trajectory, accepted: list[tuple[Trajectory, JournalPosition]]
+    ) -> str:
         """Append a trajectory to the journal unless it is known or refused; return why refused."""
-        if trajectory.episode_id in self._known:
+        if trajectory in self.index:
             self.num_duplicates += 1
             with self._changed:
                 self._link.queue(self._outcomes(num_duplicates=1))
@@ -276,16 +306,10 @@ class Intake(threading.Thread):
             )
             self._refuse(trajectory)
             return reason
-        self._journal.append(trajectory)
-        self._know(trajectory)
-        accepted.append(trajectory)
+        position = self._journal.append(trajectory)
+        self.index.know(trajectory)
+        accepted.append((trajectory, position))
         return ""
-
-    def _know(self, trajectory: Trajectory) -> None:
-        """Note an episode, so that it is taken once. A failed evaluation is played again."""
-        is_failed = trajectory.end_reason.is_infrastructure_failure
-        if trajectory.kind is EpisodeKind.TRAIN or not is_failed:
-            self._known.add(trajectory.episode_id)
 
     def _refuse(self, trajectory: Trajectory) -> None:
         """A refused episode never arrives: its group is completed without it."""
@@ -298,8 +322,9 @@ class Intake(threading.Thread):
             outcomes, groups = self._table.give_up(trajectory.group_id, trajectory.member)
             self._link.queue(self._outcomes(outcomes=[failed, *outcomes], groups=groups))
 
-    def _enter(self, trajectory: Trajectory) -> None:
-        self._link.queue(self._outcomes(seen=[_seen(trajectory)]))
+    def _enter(self, trajectory: Trajectory, position: JournalPosition) -> None:
+        told = self._link.queue(self._outcomes(seen=[seen_of(trajectory)]))
+        self.index.enter(trajectory, position, told=told)
         if trajectory.kind is not EpisodeKind.TRAIN:
             return
         self._stats.add(trajectory)
@@ -310,6 +335,7 @@ class Intake(threading.Thread):
     def _apply(self, progress: Progress) -> None:
         """Complete groups whose members will never come; note bounds and the end of the run."""
         with self._changed:
+            self._close_below(progress.closed_below)
             self._num_slots = progress.num_slots
             self._lag_bounds = {(b.env, b.horizon): b.max_lag_steps for b in progress.lag_bounds}
             for episode_id in progress.revoked:
@@ -317,6 +343,16 @@ class Intake(threading.Thread):
                 self._news(*self._table.give_up(group_id, int(member)))
             self.is_finished = self.is_finished or progress.is_finished
             self._changed.notify_all()
+
+    def _close_below(self, number: int) -> None:
+        if number < self.index.closed_below:
+            raise LongstrideError(
+                f"the scheduler has open groups from number {number} on, and those below"
+                f" {self.index.closed_below} were settled: its scheduler.json is lost or another's"
+            )
+        if number > self.index.closed_below:
+            self.index.close_below(number)
+            self._table.close_below(number)
 
     def _outcomes(
         self,
@@ -350,18 +386,3 @@ class Intake(threading.Thread):
             waiting_for=self.waiting_for,
             rss_bytes=self.rss_bytes,
         )
-
-
-def _seen(trajectory: Trajectory) -> EpisodeSeen:
-    return EpisodeSeen(
-        episode_id=trajectory.episode_id,
-        kind=trajectory.kind,
-        env=trajectory.env,
-        subset=subset_of(trajectory.item_id),
-        reward=trajectory.reward,
-        is_success=trajectory.is_success,
-        end_reason=trajectory.end_reason,
-        num_turns=trajectory.num_turns,
-        num_sampled_tokens=int(trajectory.loss_mask.sum()),
-        wall_s=trajectory.wall_s,
-    )

@@ -12,6 +12,7 @@ from common.config import RunConfig, TrainMode, published_version
 from common.errors import LongstrideError
 from common.messages import EpisodeOutcome, Outcome
 from common.run_dir import RunDir
+from learner.bookmark import save_bookmark
 from learner.build import Parts, build
 from learner.device import pick_device
 from learner.episode_stats import horizon_mix
@@ -176,6 +177,7 @@ class Loop:
                 outcomes=[*trained, *stale],
             )
         )
+        self._parts.intake.index.trained([group.group_id for group in groups], step=self.version)
         if not self._canary or self.version % CANARY_EVERY_STEPS == 0:
             members = [group.members[0] for group in groups[:NUM_CANARIES]]
             self._canary = [t.token_ids[:MAX_CANARY_TOKENS].tolist() for t in members]
@@ -251,13 +253,16 @@ class Loop:
             )
 
     def save(self) -> None:
-        """Write a checkpoint of the current version."""
+        """Write a checkpoint of the current version, and where its reading begins."""
         parts = self._parts
         parts.checkpoints.save(
             self.version,
             model=parts.model,
             tokenizer=parts.tokenizer,
             state=parts.trainer.state_dict(),
+        )
+        save_bookmark(
+            parts.bookmark, parts.intake.bookmark(version=parts.checkpoints.oldest_version)
         )
 
     def _finish(self) -> None:

@@ -4,7 +4,9 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import zmq
@@ -22,11 +24,12 @@ logger = logging.getLogger(__name__)
 class SchedulerLink:
     """Queues messages from any thread, sends them from one.
 
-    Everything ever told is kept, because a scheduler that restarts may be a little behind; it
-    ignores what it knows. Reports are merged, so that a busy second costs one message.
+    What is told is kept until the scheduler has it on disk, because one that restarts may be a
+    little behind; it ignores what it knows. Reports are merged, so that a busy second costs one
+    message, and numbered, so that one that was lost on the way is noticed.
 
-    Example: queue(a), queue(b) -> pump() sends one Outcomes with both. The scheduler dies and
-    returns under a new epoch -> pump() says hello, hears welcome, sends all of the history.
+    Example: queue(a), queue(b) -> pump() sends one Outcomes with both. The scheduler saves them,
+    hears c, dies and returns under a new epoch -> pump() says hello, hears welcome, sends c again.
     """
 
     def __init__(
@@ -44,8 +47,12 @@ class SchedulerLink:
         self._silence_s = silence_s
         self._on_progress = on_progress
         self._lock = threading.Lock()
-        self._outbox: deque[Any] = deque()
-        self._history: list[Any] = []
+        self._kept: deque[Any] = deque()  # not saved yet, oldest first
+        self._num_saved = 0  # messages that went before those
+        self._num_told = 0  # of all messages, to the present scheduler
+        self._number = 0  # of the last one sent since its welcome, after merging
+        self._sent: deque[tuple[int, int]] = deque()  # (number, messages told up to it)
+        self._caught_up = (0, 0.0)  # a number that must be heard of, and since when
         self._context = zmq.Context()
         self._socket: Any = None
         self._address = ""
@@ -54,16 +61,16 @@ class SchedulerLink:
 
     # --- any thread -------------------------------------------------------------------------
 
-    def remember(self, message: Any) -> None:
-        """Keep a message for schedulers to come, without sending it to the present one."""
+    def queue(self, message: Any) -> int:
+        """Keep a message, and send it with the next pump. Returns: how many were queued by now."""
         with self._lock:
-            self._history.append(message)
+            self._kept.append(message)
+            return self._num_saved + len(self._kept)
 
-    def queue(self, message: Any) -> None:
-        """Keep a message, and send it with the next pump."""
-        with self._lock:
-            self._history.append(message)
-            self._outbox.append(message)
+    @property
+    def num_saved(self) -> int:
+        """How many of the queued messages, counted from the first, no scheduler can forget."""
+        return self._num_saved
 
     # --- the sending thread -----------------------------------------------------------------
 
@@ -73,10 +80,12 @@ class SchedulerLink:
         self._open()
 
     def _open(self) -> None:
+        """Begin anew on a new socket: everything that is kept will be told after the welcome."""
         if self._socket is not None:
             self._socket.close(linger=0)
         self._socket = connect_dealer(self._context, self._keys, address=self._address)
         self._last_heard = time.monotonic()
+        self._run_epoch = ""
         self._send(self._hello)
 
     def pump(self) -> None:
@@ -109,52 +118,62 @@ class SchedulerLink:
                 is_new = message.run_epoch != self._run_epoch
                 self._run_epoch = message.run_epoch
                 if is_new:
-                    self._tell_everything()
+                    self._tell_from_the_start()
             case Progress():
-                if self._run_epoch and message.run_epoch != self._run_epoch:
+                if message.run_epoch == self._run_epoch:
+                    self._forget_saved(message)
+                elif self._run_epoch:
                     self._send(self._hello)
                 self._on_progress(message)
+                if message.run_epoch == self._run_epoch:
+                    self._look_for_gap(message)
             case Rejected():
                 raise LongstrideError(f"the scheduler refused a message: {message.reason}")
             case _:
                 raise LongstrideError(f"unexpected {type(message).__name__} from the scheduler")
 
-    def _tell_everything(self) -> None:
+    def _tell_from_the_start(self) -> None:
+        self._num_told, self._number = self._num_saved, 0
+        self._sent.clear()
+        self._caught_up = (0, time.monotonic())
+        self.flush()
+
+    def _forget_saved(self, progress: Progress) -> None:
+        num_saved = self._num_saved
+        while self._sent and self._sent[0][0] <= progress.num_saved:
+            num_saved = self._sent.popleft()[1]
         with self._lock:
-            batch = list(self._history)
-            self._outbox.clear()
-        self._send_merged(batch)
+            for _ in range(num_saved - self._num_saved):
+                self._kept.popleft()
+            self._num_saved = num_saved
+
+    def _look_for_gap(self, progress: Progress) -> None:
+        """A message may be lost with a connection that broke and came back."""
+        now = time.monotonic()
+        wanted, since = self._caught_up
+        if progress.num_heard >= wanted:
+            self._caught_up = (self._number, now)
+        elif now - since > self._silence_s:
+            logger.warning(
+                "scheduler has not heard of message=%d, only up to %d; telling it again",
+                wanted,
+                progress.num_heard,
+            )
+            self._open()
 
     def flush(self) -> None:
-        """Send what is queued. Before the first welcome all of it waits."""
+        """Send what is queued. Before the welcome all of it waits."""
         if not self._run_epoch:
             return
         with self._lock:
-            batch, self._outbox = list(self._outbox), deque()
-        self._send_merged(batch)
-
-    def _send_merged(self, batch: list[Any]) -> None:
-        news: list[Outcomes] = []
-        for message in batch:
-            if isinstance(message, Outcomes):
-                news.append(message)
-            else:
-                self._send_news(news)
-                news = []
-                self._send(message)
-        self._send_news(news)
-
-    def _send_news(self, news: list[Outcomes]) -> None:
-        if news:
-            self._send(
-                Outcomes(
-                    version=news[-1].version,
-                    seen=[seen for report in news for seen in report.seen],
-                    outcomes=[outcome for report in news for outcome in report.outcomes],
-                    groups=[group for report in news for group in report.groups],
-                    num_duplicates=sum(report.num_duplicates for report in news),
-                )
-            )
+            news = list(islice(self._kept, self._num_told - self._num_saved, None))
+        if not news:
+            return
+        for message in _merged(news):
+            self._number += 1
+            self._send(replace(message, number=self._number))
+        self._num_told += len(news)
+        self._sent.append((self._number, self._num_told))
 
     def _send(self, message: Any) -> None:
         self._socket.send_multipart(encode(message))
@@ -164,3 +183,30 @@ class SchedulerLink:
         if self._socket is not None:
             self._socket.close(linger=500)
         self._context.term()
+
+
+def _merged(messages: Iterable[Any]) -> Iterator[Any]:
+    """Yield the messages in order, reports that follow each other as one."""
+    reports: list[Outcomes] = []
+    for message in messages:
+        if isinstance(message, Outcomes):
+            reports.append(message)
+            continue
+        yield from _as_one(reports)
+        reports = []
+        yield message
+    yield from _as_one(reports)
+
+
+def _as_one(reports: list[Outcomes]) -> list[Outcomes]:
+    if not reports:
+        return []
+    return [
+        Outcomes(
+            version=reports[-1].version,
+            seen=[seen for report in reports for seen in report.seen],
+            outcomes=[outcome for report in reports for outcome in report.outcomes],
+            groups=[group for report in reports for group in report.groups],
+            num_duplicates=sum(report.num_duplicates for report in reports),
+        )
+    ]

@@ -7,6 +7,7 @@ is lost, none is trained twice.
 
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,15 +27,12 @@ class StepLog:
     """JSON lines, one per step, synced to disk. A torn last line is cut off on opening."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a")
-        self.steps, num_bytes = _read(path)
-        self._file.truncate(num_bytes)
+        self._file.truncate(sum(len(line) for line in _whole_lines(path)))
 
     def append(self, step: LoggedStep) -> None:
         """Write a step and return when it is on disk."""
-        self.steps.append(step)
         self._file.write(_line(step))
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -50,19 +48,19 @@ def _line(step: LoggedStep) -> str:
     return json.dumps(plain, separators=(",", ":")) + "\n"
 
 
-def _read(path: Path) -> tuple[list[LoggedStep], int]:
-    """Return the steps, and how many bytes of the file they take."""
-    steps: list[LoggedStep] = []
-    num_bytes = 0
-    for line in path.read_bytes().splitlines(keepends=True):
-        if not line.endswith(b"\n"):
-            break
-        num_bytes += len(line)
+def read_steps(path: Path) -> Iterator[LoggedStep]:
+    """Yield the steps of a log in order."""
+    for line in _whole_lines(path):
         plain = json.loads(line)
         outcomes = [
             EpisodeOutcome(episode_id=name, outcome=Outcome(outcome), cause=cause)
             for name, outcome, cause in plain["outcomes"]
         ]
-        step = LoggedStep(version=plain["version"], groups=plain["groups"], outcomes=outcomes)
-        steps.append(step)
-    return steps, num_bytes
+        yield LoggedStep(version=plain["version"], groups=plain["groups"], outcomes=outcomes)
+
+
+def _whole_lines(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as handle:
+        for line in handle:
+            if line.endswith(b"\n"):
+                yield line

@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import aiohttp
 
@@ -13,13 +14,29 @@ from envhub.env import EnvFailure
 
 logger = logging.getLogger(__name__)
 
-CLOSE_TIMEOUT_S = 5.0
+CREATE_TIMEOUT_S = 300.0  # some servers make one instance after the other, each within many seconds
 KEEP_ALIVE_S = 2.0  # less than any server's, lest a request goes out on a closing connection
 MAX_SHOWN_CHARS = 200
+NO_ROUTE = (404, 405)
 
 
 class RemoteFailure(EnvFailure):
-    """The server failed; the text names it."""
+    """The server failed; the text names it. `status` is that of its answer, if there was one."""
+
+    def __init__(self, text: str, *, status: int | None = None) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+@dataclass(slots=True, eq=False)
+class Instance:
+    """An instance on the server while an episode uses it.
+
+    `is_lost`: the server gave its number to somebody else, as one does that was started anew.
+    """
+
+    number: int
+    is_lost: bool = False
 
 
 class Connection:
@@ -27,6 +44,9 @@ class Connection:
 
     Instances of a server that cannot close them, or whose instances are dear, are kept after an
     episode and given out again, so that there are never more of them than episodes at a time.
+
+    Example: a server takes 20 s for each instance and makes one at a time. Of four episodes whose
+    reset may take 60 s the last gives up; its instance, ready after 80 s, goes to the next episode.
     """
 
     def __init__(self, dialect: Dialect, options: RemoteOptions) -> None:
@@ -35,11 +55,13 @@ class Connection:
         self._timeout_s = options.timeout_s
         self._session: aiohttp.ClientSession | None = None
         self._kept: list[int] = []
-        self._used: set[int] = set()
+        self._late: list[asyncio.Task[int]] = []  # instances that nobody waits for any longer
+        self._used: dict[int, Instance] = {}
         self._places = asyncio.Semaphore(max_sessions(dialect, options))
+        self._can_close = dialect.has_close
 
-    async def take(self) -> tuple[int, bool]:
-        """Returns an instance nobody else uses, and whether it was used before.
+    async def take(self) -> tuple[Instance, bool]:
+        """Returns an instance nobody else uses, and whether it is an old one.
 
         Waits while as many are in use as the server can keep apart.
 
@@ -48,30 +70,51 @@ class Connection:
         """
         await self._places.acquire()
         try:
-            number = self._kept.pop() if self._kept else None
-            is_used = number is not None
-            if number is None:
-                number = await self._create()
-            if number in self._used:
-                raise self.failure(f"gave out instance {number}, which is in use, once more")
+            is_old = bool(self._kept or self._late)
+            number = self._kept.pop() if self._kept else await self._new_number()
         except BaseException:
             self._places.release()
             raise
-        self._used.add(number)
-        return number, is_used
+        instance = self._used[number] = Instance(number)
+        return instance, is_old
 
-    async def give_back(self, number: int, *, is_sound: bool) -> None:
+    async def give_back(self, instance: Instance, *, is_sound: bool) -> None:
         """Ends the use of an instance; one that failed is not used again."""
-        self._used.remove(number)
         self._places.release()
-        if is_sound and self.dialect.is_kept:
-            self._kept.append(number)
-        elif self.dialect.has_close:
-            await self._close(number)
+        if instance.is_lost:
+            return
+        del self._used[instance.number]
+        is_kept = self.dialect.is_kept
+        if self._can_close and not (is_sound and is_kept):
+            await self._close(instance.number)
+            is_kept |= not self._can_close
+        if is_sound and (is_kept or not self._can_close):
+            self._kept.append(instance.number)
 
-    async def post(self, verb: str, number: int, fields: Mapping[str, object]) -> object:
+    async def is_at_fault(self, instance: Instance) -> bool:
+        """Returns whether a failed reset was the instance's doing; else it was the item's.
+
+        An instance that can be closed is always replaced. Of one that cannot the server is asked:
+        it knows nothing of the instances it had before it was started anew.
+        """
+        if self._can_close:
+            return True
+        try:
+            await self.get("observation", instance.number)
+        except RemoteFailure as error:
+            return "has finished" not in str(error)
+        return False
+
+    def forget_kept(self) -> None:
+        """Gives out none of the kept instances again."""
+        self._kept.clear()
+
+    async def post(self, verb: str, instance: Instance, fields: Mapping[str, object]) -> object:
         """Returns the JSON of a POST about an instance. Raises RemoteFailure."""
-        return await self._request("POST", verb, dict(fields) | {self.dialect.instance_key: number})
+        if instance.is_lost:
+            raise self.failure(f"instance {instance.number} is gone; the server was started anew")
+        body = dict(fields) | {self.dialect.instance_key: instance.number}
+        return await self._request("POST", verb, body)
 
     async def get(self, verb: str, number: int) -> object:
         """Returns the JSON of a GET about an instance. Raises RemoteFailure."""
@@ -80,19 +123,52 @@ class Connection:
     async def stop(self) -> None:
         """Closes the kept instances, if that can be done, and the connections."""
         kept, self._kept = self._kept, []
-        if self.dialect.has_close:
+        late, self._late = self._late, []
+        for task in late:
+            task.cancel()
+        made = await asyncio.gather(*late, return_exceptions=True)
+        kept += [number for number in made if isinstance(number, int)]
+        if self._can_close:
             await asyncio.gather(*(self._close(number) for number in kept))
         if self._session is not None:
             await self._session.close()
             self._session = None
 
-    def failure(self, text: str) -> RemoteFailure:
+    def failure(self, text: str, *, status: int | None = None) -> RemoteFailure:
         """Returns an error that names the server."""
-        return RemoteFailure(f"AgentGym server {self.dialect.name} at {self._shown_url()}: {text}")
+        where = f"AgentGym server {self.dialect.name} at {self._shown_url()}"
+        return RemoteFailure(f"{where}: {text}", status=status)
+
+    async def _new_number(self) -> int:
+        """Returns the number of an instance that is in use nowhere here."""
+        for _ in range(len(self._used) + 1):
+            number = await self._late_or_created()
+            if number in self._kept:
+                self._kept.remove(number)
+            if number not in self._used:
+                return number
+            if not self.dialect.reuses_numbers:
+                self._used.pop(number).is_lost = True
+                return number
+        raise self.failure("gives out nothing but instances that are in use")
+
+    async def _late_or_created(self) -> int:
+        self._late = [task for task in self._late if not _has_failed(task)]
+        task = self._late.pop(0) if self._late else asyncio.create_task(self._create())
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            self._late.append(task)
+            raise
 
     async def _create(self) -> int:
         body = self.dialect.create_body
-        reply = await self._request("POST", "create", None if body is None else dict(body))
+        reply = await self._request(
+            "POST",
+            "create",
+            None if body is None else dict(body),
+            timeout_s=max(self._timeout_s, CREATE_TIMEOUT_S),
+        )
         number = reply
         if isinstance(reply, dict):
             number = reply.get(self.dialect.instance_key)
@@ -103,8 +179,9 @@ class Connection:
     async def _close(self, number: int) -> None:
         body: dict[str, object] = {self.dialect.instance_key: number}
         try:
-            await self._request("POST", "close", body, timeout_s=CLOSE_TIMEOUT_S)
+            await self._request("POST", "close", body, timeout_s=self.dialect.close_timeout_s)
         except RemoteFailure as error:  # the episode is over; the server alone loses by it
+            self._can_close &= error.status not in NO_ROUTE
             logger.warning("instance not closed number=%d reason=%s", number, error)
 
     async def _request(
@@ -128,7 +205,8 @@ class Connection:
         except (aiohttp.ClientError, UnicodeError) as error:
             raise self.failure(f"{verb} failed: {type(error).__name__}: {error}") from error
         if response.status != 200:
-            raise self.failure(f"{verb} answered {response.status}: {text[:MAX_SHOWN_CHARS]}")
+            shown = f"{response.status}: {text[:MAX_SHOWN_CHARS]}"
+            raise self.failure(f"{verb} answered {shown}", status=response.status)
         try:
             reply = json.loads(text)
         except ValueError as error:
@@ -153,6 +231,10 @@ class Connection:
 def max_sessions(dialect: Dialect, options: RemoteOptions) -> int:
     """Returns how many episodes of a server may be live at a time."""
     return min(options.max_sessions, dialect.max_instances or options.max_sessions)
+
+
+def _has_failed(task: asyncio.Task[int]) -> bool:
+    return task.done() and (task.cancelled() or task.exception() is not None)
 
 
 def _shown(reply: object) -> str:

@@ -64,16 +64,20 @@ class Dialect:
         max_score: the best value under `score_key`; rewards are divided by it.
         lost_reward: what an episode that ended without success pays.
         is_first_by_get: the first observation is asked for by GET after a reset.
-        has_close: the server knows how to close an instance.
+        has_close: the server knows how to close an instance; those of before 2025-09 do not.
+        close_timeout_s: how long that may take.
         is_kept: instances are dear to make or cannot be closed, so a client plays many episodes
             in one.
         refuses_after_done: a step after the end is an error; else it is answered.
-        error_before_reset: text of the error of a step before the first reset.
+        error_before_reset: text of the error of a step before the first reset; `{number}` is the
+            instance's.
         num_items: data indices 0..num_items-1 are different items; None: there is no end.
         max_instances: more live instances than this share their state.
+        reuses_numbers: a create beyond `max_instances` gives out an instance that there is.
         invalid_marks: how observations begin that refuse an action.
         moves: all the actions there are, when they are few.
-        sound_mark: how observations begin otherwise; one that does not tells of a broken server.
+        sound_mark: how observations begin otherwise; another text is that of an error, be it of
+            the action or of the server.
     """
 
     name: str
@@ -94,11 +98,13 @@ class Dialect:
     extraction: Extraction
     faults: Faults = Faults.ERROR_KEY
     has_close: bool = False
+    close_timeout_s: float = 5.0
     is_kept: bool = False
     refuses_after_done: bool = False
-    error_before_reset: str = "0"
+    error_before_reset: str = "{number}"
     num_items: int | None = None
     max_instances: int | None = None
+    reuses_numbers: bool = False
     invalid_marks: tuple[str, ...] = ()
     moves: tuple[str, ...] = ()
     sound_mark: str = ""
@@ -124,7 +130,10 @@ BABYAI = Dialect(
     refuses_after_done=True,
     invalid_marks=(
         "The action is not recognized",
-        "You cannot ",
+        "You cannot pickup ",
+        "You cannot drop ",
+        "You cannot go ",
+        "You cannot toggle ",
         "There is a barrier",
         "No change in state",
     ),
@@ -187,6 +196,7 @@ WEBSHOP = Dialect(
     faults=Faults.STATUS,
     is_kept=True,
     max_instances=8000,
+    reuses_numbers=True,
 )
 SQLGYM = Dialect(
     name="sqlgym",
@@ -203,6 +213,7 @@ SQLGYM = Dialect(
     is_kept=True,
     num_items=10962,
     max_instances=8,
+    reuses_numbers=True,
 )
 SEARCHQA = Dialect(
     name="searchqa",
@@ -232,6 +243,7 @@ WEBARENA = Dialect(
     extraction=Extraction.FENCED,
     faults=Faults.OBSERVATION,
     has_close=True,
+    close_timeout_s=35.0,  # never below 5 s; the server itself gives up after 30
     is_kept=True,
     num_items=812,
     invalid_marks=("Cannot parse action", "Invalid "),

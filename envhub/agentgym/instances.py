@@ -26,6 +26,9 @@ class NotReset(RuntimeError):
 class EpisodeOver(RuntimeError):
     """The instance's episode has ended, and it takes no more steps."""
 
+    def __init__(self, number: int) -> None:
+        super().__init__(f"The task with environment {number} has finished.")
+
 
 @dataclass(slots=True, kw_only=True)
 class Instance:
@@ -38,6 +41,11 @@ class Instance:
     first_observation: str = ""
     answer: StepResult | None = None
     score: float = 0.0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the episode has ended."""
+        return self.answer is not None and self.answer.done
 
 
 class Instances:
@@ -132,9 +140,9 @@ class Instances:
         async with instance.lock:
             if instance.session_id is None:
                 raise NotReset
-            if instance.answer is not None and instance.answer.done:
+            if instance.answer is not None and instance.is_over:
                 if refuses_after_done:
-                    raise EpisodeOver(f"The task with environment {number} has finished.")
+                    raise EpisodeOver(number)
                 return instance, instance.answer
             try:
                 result = await self._sessions.step(instance.session_id, action)

@@ -5,12 +5,11 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
 from typing import TypeVar
 
 from common.config_envs import RemoteOptions
 from common.errors import ConfigError
-from envhub.agentgym.connection import CLOSE_TIMEOUT_S, Connection, RemoteFailure, max_sessions
+from envhub.agentgym.connection import Connection, Instance, RemoteFailure, max_sessions
 from envhub.agentgym.dialects import ALFWORLD, BABYAI, DIALECTS, SCIWORLD, WEBARENA, WORDLE, Dialect
 from envhub.agentgym.extraction import extract
 from envhub.agentgym.instructions import instruction
@@ -36,7 +35,7 @@ class RemoteEnv:
         self._subset = subset
         self._style = style
         self._timeout_s = timeout_s
-        self._number: int | None = None
+        self._instance: Instance | None = None
         self._is_sound = False  # no call is running, and none has failed
         self._first = self._observation = ""
         self._offered: list[str] = []
@@ -76,7 +75,9 @@ class RemoteEnv:
         self._is_sound = False
         try:
             async with asyncio.timeout(self._timeout_s):
-                reply = await self._post("step", {"action": sent})
+                assert self._instance is not None
+                reply = await self._connection.post("step", self._instance, {"action": sent})
+                await self._check_sound(reply, self._instance)
         except TimeoutError as error:
             raise self._slow("a step") from error
         result = self._read(reply, sent)
@@ -101,27 +102,31 @@ class RemoteEnv:
 
     async def close(self) -> None:
         """Gives the instance back."""
-        number, self._number = self._number, None
-        if number is not None:
-            await self._connection.give_back(number, is_sound=self._is_sound)
+        instance, self._instance = self._instance, None
+        if instance is not None:
+            await self._connection.give_back(instance, is_sound=self._is_sound)
 
     async def _begin(self, index: int) -> str:
-        """Resets an instance; a kept one that the server has forgotten is replaced once."""
-        self._number, is_used = await self._connection.take()
+        """Resets an instance; an old one that the server has forgotten is replaced once."""
+        self._instance, is_old = await self._connection.take()
         try:
-            return await self._reset(self._number, index)
+            return await self._reset(self._instance, index)
         except RemoteFailure:
-            if not is_used:
+            if not await self._connection.is_at_fault(self._instance):
+                self._is_sound = self._is_done = True  # the instance serves for other items
+                raise
+            if not is_old:
                 raise
         await self.close()
-        self._number, _ = await self._connection.take()
-        return await self._reset(self._number, index)
+        self._connection.forget_kept()
+        self._instance, _ = await self._connection.take()
+        return await self._reset(self._instance, index)
 
-    async def _reset(self, number: int, index: int) -> str:
+    async def _reset(self, instance: Instance, index: int) -> str:
         """Returns the first observation as AgentGym's client puts it together."""
-        dialect = self._dialect
+        dialect, number = self._dialect, instance.number
         fields = {dialect.item_key: index} | dict(dialect.reset_extra)
-        reply = await self._connection.post("reset", number, fields)
+        reply = await self._connection.post("reset", instance, fields)
         if dialect is WEBARENA and self._field(reply, "observation", str) == RESET_FAILED:
             raise self._connection.failure(f"cannot reset item {index}")
         if dialect.is_first_by_get:
@@ -137,17 +142,27 @@ class RemoteEnv:
             return f"{first}\nAVAILABLE ACTIONS: {','.join(self._offered)}"
         return first
 
-    async def _post(self, verb: str, fields: Mapping[str, object]) -> object:
-        assert self._number is not None
-        return await self._connection.post(verb, self._number, fields)
+    async def _check_sound(self, reply: object, instance: Instance) -> None:
+        """Raises RemoteFailure if a step was answered with an error that is not the action's.
+
+        The server answers an action that it cannot read and a browser that is gone alike, with the
+        text of the exception; but in the second case it has no observation any longer.
+        """
+        dialect = self._dialect
+        observation = self._field(reply, dialect.observation_key, str)
+        is_known = observation.startswith((dialect.sound_mark, *dialect.invalid_marks))
+        if is_known or self._field(reply, dialect.done_key, bool):
+            return
+        try:
+            await self._connection.get("observation", instance.number)
+        except RemoteFailure as error:
+            raise self._connection.failure(f"a step answered {observation[:200]!r}") from error
 
     def _read(self, reply: object, sent: str) -> StepResult:
         dialect = self._dialect
         observation = self._field(reply, dialect.observation_key, str)
         is_done = self._field(reply, dialect.done_key, bool)
         is_valid = not observation.startswith(dialect.invalid_marks or ("\0",))
-        if is_valid and not is_done and not observation.startswith(dialect.sound_mark):
-            raise self._connection.failure(f"a step answered {observation[:200]!r}")
         value = self._score(reply)
         if dialect.moves:
             is_valid = sent in dialect.moves
@@ -242,8 +257,9 @@ def make_spec(remote: RemoteOptions) -> EnvSpec:
         make=make,
         isolation=Isolation.TASK,
         sessions_per_worker=max_sessions(dialect, remote),
-        step_timeout_s=remote.timeout_s + CLOSE_TIMEOUT_S,
+        step_timeout_s=remote.timeout_s + dialect.close_timeout_s,
         stop=connection.stop,
+        stop_timeout_s=dialect.close_timeout_s,
     )
 
 

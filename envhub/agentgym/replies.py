@@ -12,11 +12,14 @@ from envhub.agentgym.dialects import (
     ResetReply,
 )
 from envhub.agentgym.instances import Instance, NotReset
-from envhub.env import StepResult
+from envhub.env import StepResult, parse_item
+from envhub.envs.sciworld.catalogue import SUBSETS, variation_of
 
 Json = dict[str, object]
 
 GOAL_MARK = "Your goal:"
+OBSERVATION_MARK = "OBSERVATION:\n"
+URL_MARK = "\nURL: "
 OBJECTIVE_MARK = "OBJECTIVE:"
 RESET_FAILED = "TimeoutError"  # by it, and only by it, WebArena's client knows a failed reset
 
@@ -40,13 +43,16 @@ def reset_reply(dialect: Dialect, number: int, instance: Instance) -> Json | lis
         return {"observation": first, "score": 0, "deleted": False} | start
     if dialect is SCIWORLD:  # its client puts the two together again
         task, _, room = first.partition("\n")
-        told: Json = {"task_description": task, "observation": room}
+        variation = variation_of(parse_item(instance.item_id, SUBSETS))
+        told: Json = {"task_name": variation.task, "var_num": variation.index}
+        told |= {"task_description": task, "observation": room}
         return told | {"score": 0, "deleted": False} | start
     if dialect is WORDLE:
         return {"id": number, "observation": first}
     if dialect is WEBARENA:
         subset = instance.item_id.partition("-")[0]
-        return {"observation": first, "sites": [subset], "object": _line_of(first, OBJECTIVE_MARK)}
+        page = first.removeprefix(OBSERVATION_MARK).rpartition(URL_MARK)[0]  # not the whole prompt
+        return {"observation": page, "sites": [subset], "object": _line_of(first, OBJECTIVE_MARK)}
     return {"observation": first}
 
 

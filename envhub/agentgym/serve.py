@@ -8,7 +8,13 @@ from fastapi import FastAPI, Query, Request, Response
 from pydantic import BaseModel, Field, create_model
 
 from envhub.agentgym.dialects import SERVED, WORDLE, Dialect, Faults
-from envhub.agentgym.instances import EpisodeOver, Instances, InstanceUnknown, NotReset
+from envhub.agentgym.instances import (
+    EpisodeOver,
+    Instance,
+    Instances,
+    InstanceUnknown,
+    NotReset,
+)
 from envhub.agentgym.replies import (
     create_reply,
     fault_reply,
@@ -25,6 +31,7 @@ from envhub.sessions import Sessions
 
 LEASE_S = 600.0
 MAX_NUMBER = 2**53
+UNSEEN = "'observation'"  # error of a look before the first reset: the key that is missing
 
 Number = Annotated[int, Field(ge=-MAX_NUMBER, le=MAX_NUMBER)]
 
@@ -104,16 +111,16 @@ class _Desk:
 
         async def observation(number: int = query) -> Response:
             try:
-                return _json(observation_reply(self.dialect, self._instances.find(number)))
-            except InstanceUnknown as error:
+                return _json(observation_reply(self.dialect, self._look_at(number)))
+            except (InstanceUnknown, EpisodeOver) as error:
                 return self._look_refused(str(error))
             except NotReset:
-                return self._look_refused(self.dialect.error_before_reset)
+                return self._look_refused(UNSEEN)
 
         async def filtered_vocab(number: int = query) -> Response:
             try:
-                self._instances.find(number)
-            except InstanceUnknown as error:
+                self._look_at(number)
+            except (InstanceUnknown, EpisodeOver) as error:
                 return self._look_refused(str(error))
             return _json(list(VOCABULARY))
 
@@ -155,7 +162,7 @@ class _Desk:
                 number, body.action, refuses_after_done=refuses
             )
         except NotReset:
-            return self._refused(self.dialect.error_before_reset)
+            return self._refused(self.dialect.error_before_reset.format(number=number))
         except (InstanceUnknown, EpisodeOver) as error:
             return self._refused(str(error))
         return _json(step_reply(self.dialect, instance, result))
@@ -163,9 +170,14 @@ class _Desk:
     async def close(self, body: BaseModel) -> Response:
         number = self._number(body)
         is_closed = await self._instances.close(number)
-        if self.dialect.faults is not Faults.OBSERVATION:
-            return _json(is_closed)
-        return _json({"closed": "closed" if is_closed else f"Close Env {number} Error: unknown"})
+        is_told = self.dialect.faults is Faults.OBSERVATION  # it says so of any number
+        return _json({"closed": "closed"} if is_told else is_closed)
+
+    def _look_at(self, number: int) -> Instance:
+        instance = self._instances.find(number)
+        if self.dialect.refuses_after_done and instance.is_over:
+            raise EpisodeOver(number)
+        return instance
 
     def _number(self, body: BaseModel) -> int:
         return getattr(body, self.dialect.instance_key)

@@ -9,6 +9,7 @@ from typing import Any
 
 from common.config import RunConfig
 from common.errors import LedgerError, LongstrideError
+from common.ids import training_number
 from common.messages import (
     EpisodeKind,
     EpisodeOutcome,
@@ -287,9 +288,16 @@ class Books:
         self.ledger.num_unknown += 1
         logger.warning("report of an unknown episode=%s", episode_id)
 
-    def _number_of(self, episode_id: str) -> int:
-        digits = episode_id.partition("/")[0].partition(".")[0][1:]
-        return int(digits) if digits.isascii() and digits.isdigit() else self.next_number
+    def _number_of(self, name: str) -> int:
+        number = training_number(name)
+        return self.next_number if number is None else number
+
+    @property
+    def closed_below(self) -> int:
+        """Training groups with smaller numbers are closed, and never opened again."""
+        groups = self.table.groups.values()
+        numbers = [group.number for group in groups if group.kind is EpisodeKind.TRAIN]
+        return min(numbers, default=self.next_number)
 
     def _note(self, cause: str) -> None:
         self._recent.append(cause)

@@ -42,6 +42,7 @@ from learner.scheduler.members import Members
 from learner.scheduler.roll_call import RollCall
 from learner.scheduler.sampling import eval_items
 from learner.scheduler.status import build_status
+from learner.scheduler.told import Told
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +87,7 @@ class SchedulerCore:
         self.stream = EvalStream(cfg, catalogue)
         self.members = Members(dead_after_s=cfg.scheduler.dead_after_s)
         self._roll_call = RollCall(cfg, self.books, self.members)
+        self._told = Told()
         self._is_trained = cfg.train.num_steps == 0
         self._last_tick = NEVER
         self._handlers: dict[type, Callable[[str, Any], Any]] = {
@@ -124,6 +126,8 @@ class SchedulerCore:
 
     def _hello(self, sender_name: str, message: Hello) -> Welcome:
         self._roll_call.hello(message, self._clock())
+        if message.role == "learner":
+            self._told.begin()
         if message.role == "learner" and message.version > self.version:
             logger.info("learner is ahead version=%d known=%d", message.version, self.version)
             self._set_version(message.version)
@@ -143,6 +147,9 @@ class SchedulerCore:
             lag_bounds=self._grants.limits.lag_bounds if is_learner else [],
             num_slots=sum(m.num_slots for m in self.members.alive("actor")) if is_learner else 0,
             is_finished=self.phase is Phase.DONE,
+            num_heard=self._told.num_heard if is_learner else 0,
+            num_saved=self._told.num_saved if is_learner else 0,
+            closed_below=self._told.closed_below if is_learner else 0,
         )
 
     # --- leases -------------------------------------------------------------------------------
@@ -180,6 +187,7 @@ class SchedulerCore:
             self.books.group_arrived(group, now=self._clock())
         for outcome in message.outcomes:
             self.books.report(outcome)
+        self._told.hear(message.number)
 
     def _see(self, seen: list[EpisodeSeen]) -> None:
         """Take in episodes; those that one message names ended at about the same time."""
@@ -211,6 +219,7 @@ class SchedulerCore:
                 self.books.open(due)
         self.books.assert_balanced()
         self.books.audit.warn()
+        self._told.hear(message.number)
 
     def _touch_learner(self) -> None:
         now = self._clock()
@@ -261,6 +270,10 @@ class SchedulerCore:
             self.books.open(group)
 
     # --- state --------------------------------------------------------------------------------
+
+    def mark_saved(self) -> None:
+        """A snapshot of this moment is on disk: the learner may forget what it told until now."""
+        self._told.save(closed_below=self.books.closed_below)
 
     def snapshot(self) -> dict[str, Any]:
         """Return the whole state as JSON: `restore` of it gives the same `snapshot`."""

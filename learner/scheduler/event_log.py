@@ -74,12 +74,13 @@ class EventLog:
             self._file.flush()
 
     def save(self, state: dict[str, Any]) -> None:
-        """Replace state and log."""
+        """Replace state and log; the state survives a power cut when this returns."""
         self.close()
         old = self._path(self._number)
         self._number += 1
         self._file = self._path(self._number).open("wb")
-        write_atomically(self._state_path, json.dumps({"log": self._number, "state": state}))
+        text = json.dumps({"log": self._number, "state": state})
+        write_atomically(self._state_path, text, is_durable=True)
         old.unlink(missing_ok=True)
 
     def close(self) -> None:

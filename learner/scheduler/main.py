@@ -200,6 +200,7 @@ def save(parts: Parts) -> None:
             "port": parts.router.port,
         }
     )
+    parts.core.mark_saved()
     parts.is_changed = False
     parts.saved_at = parts.clock.now
 

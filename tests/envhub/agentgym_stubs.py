@@ -1,5 +1,6 @@
 """Small servers in the shapes of AgentGym's dialects, for driving them without AgentGym."""
 
+import asyncio
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
@@ -21,11 +22,15 @@ class Stub:
         self.resets: list[dict[str, Any]] = []
         self.steps: list[dict[str, Any]] = []
         self.fault = ""
+        self.is_gone = False  # WebArena's browser
+        self.told = ""  # what BabyAI's steps answer
         self.app = FastAPI()
         if dialect == "alfworld":
             self._add_alfworld()
         elif dialect == "webarena":
             self._add_webarena()
+        elif dialect == "babyai":
+            self._add_babyai()
         else:
             self._add_indexed()
 
@@ -48,12 +53,19 @@ class Stub:
             body = await request.json()
             if body["id"] >= self.num_created:
                 return {"error": f"The id {body['id']} is not valid."}
+            if body["game"] == 13:
+                return {"error": "no such file"}
             self.resets.append(body)
             offered = ["go to bed 1", "look"]
             room = f"You are in room {body['game']}.\nYour task is to: sleep."
             return {"id": body["id"], "observation": room, "available_actions": offered} | {
                 "task_type": "bed/trial"
             }
+
+        @self.app.get("/observation")
+        async def observation(id: int):
+            error = {"error": f"The id {id} is not valid."}
+            return "You are in a room." if id < self.num_created else error
 
         @self.app.post("/step")
         async def step(request: Request):
@@ -63,6 +75,25 @@ class Stub:
             text = "You sleep." if is_good else "Nothing happens."
             reply = {"observation": text, "reward": float(is_good), "done": is_good}
             return self._fail() or reply | {"available_actions": ["look"]}
+
+    def _add_babyai(self) -> None:
+        start = {"observation": "Your goal: go", "reward": 0, "score": 0, "done": False}
+
+        @self.app.post("/create")
+        async def create():
+            return {"id": 0}
+
+        @self.app.post("/reset")
+        async def reset():
+            return start
+
+        @self.app.post("/step")
+        async def step():
+            return start | {"observation": self.told}
+
+        @self.app.post("/close")
+        async def close():
+            return True
 
     def _add_webarena(self) -> None:
         @self.app.post("/create")
@@ -80,6 +111,8 @@ class Stub:
 
         @self.app.get("/observation")
         async def observation(env_idx: int):
+            if self.is_gone:
+                raise HTTPException(500)
             return "OBSERVATION:\nTab 0 (current): Home\nPREVIOUS ACTION: None"
 
         @self.app.post("/step")
@@ -89,7 +122,10 @@ class Stub:
             is_stop = "stop" in body["action"]
             text = "OBSERVATION:\nTab 0 (current): Home\nPREVIOUS ACTION: that"
             if self.fault:
+                self.is_gone = True
                 text = "BrowserContext.new_page: Target closed"
+            elif "``````" in body["action"]:
+                text = "list index out of range"
             reply = {"observation": text, "reward": float("click" in body["action"] or is_stop)}
             return reply | {"terminated": is_stop, "truncated": False, "info": None}
 
@@ -131,3 +167,64 @@ class Stub:
             key = "observation" if is_tool else "state"
             reply = {key: text, "reward": 1.0 if is_good else 0.25, "done": is_good}
             return self._fail() or (reply if is_tool else reply | {"info": None})
+
+
+class Counted:
+    """A server that counts its instances from 0 and tells each step's number and item.
+
+    Attributes:
+        has_close: it knows the route; servers of before 2025-09 do not.
+        max_instances: a create beyond gives out the instances there are, one after the other.
+        create_s: how long a create takes; one is made after the other.
+    """
+
+    def __init__(self, *, has_close: bool = True, max_instances: int = 1000) -> None:
+        self.max_instances = max_instances
+        self.create_s = 0.0
+        self.fault = False
+        self.num_asked = 0
+        self.items: dict[int, int | None] = {}
+        self._lock = asyncio.Lock()
+        self.app = FastAPI()
+        self._add_routes()
+        if has_close:
+            self.app.post("/close")(self._close)
+
+    def start_anew(self) -> None:
+        """Forgets all instances, as a server does that is started again."""
+        self.num_asked = 0
+        self.items.clear()
+
+    async def _close(self, request: Request):
+        return self.items.pop((await request.json())["id"], None) is not None
+
+    def _add_routes(self) -> None:
+        @self.app.post("/create")
+        async def create(request: Request):
+            async with self._lock:
+                await asyncio.sleep(self.create_s)
+                number = self.num_asked % self.max_instances
+                self.num_asked += 1
+                self.items.setdefault(number, None)
+            return {"id": number} if await request.body() else number
+
+        @self.app.post("/reset")
+        async def reset(request: Request):
+            body = await request.json()
+            is_sql = "env_idx" in body
+            number, item = (body["env_idx" if is_sql else "id"], body.get("data_idx"))
+            self.items[number] = item
+            return [f"item {item}", None] if is_sql else {"observation": f"item {item}"}
+
+        @self.app.get("/observation")
+        async def observation(env_idx: int):
+            return f"question of {env_idx}"
+
+        @self.app.post("/step")
+        async def step(request: Request):
+            if self.fault:
+                raise HTTPException(500)
+            body = await request.json()
+            number = body.get("id", body.get("env_idx"))
+            told = f"{number} plays {self.items[number]}"
+            return {"observation": told, "state": told, "reward": 0, "done": False}

@@ -115,6 +115,22 @@ def test_several_actions_are_refused_without_asking_the_server(hub):
     assert result.observation.startswith("Error: Only one 'Action' is allowed")
 
 
+@pytest.mark.parametrize(
+    ("text", "is_valid"),
+    [
+        ("You cannot see any objects within sight.The room has walls around you. ", True),
+        ("You cannot go to red ball 1, as there is no path leading to it.", False),
+        ("You cannot pickup red ball 1, as there is no path leading to it.", False),
+    ],
+)
+def test_babyai_seeing_nothing_is_no_refusal(text, is_valid):
+    stub = Stub("babyai")
+    stub.told = text
+    with serve_app(stub.app) as url:
+        _, (result,) = asyncio.run(driven("babyai", url, "Action: turn left"))
+    assert result.is_valid is is_valid
+
+
 def test_alfworld_first_observation_lists_the_actions():
     stub = Stub("alfworld")
     with serve_app(stub.app) as url:

@@ -4,6 +4,10 @@ import httpx
 import pytest
 
 from common.config_envs import EnvsSection
+from envhub.agentgym.dialects import SCIWORLD, WEBARENA
+from envhub.agentgym.instances import Instance
+from envhub.agentgym.replies import reset_reply
+from envhub.envs.sciworld.catalogue import from_agentgym
 from envhub.registry import Registry
 from tests.envhub.agentgym_clients import DIRECT, IdClient, make_client, phrase, serve_envs
 
@@ -74,9 +78,55 @@ def test_step_after_the_end_is_an_error_within_status_200(hub):
     assert steps[-1] == {"error": text}
 
 
+def test_look_after_the_end_is_an_error_within_status_200_until_the_reset(hub):
+    client = make_client("wordle", hub)
+    first = client.reset(0)
+    for _ in range(6):
+        assert client.wire.get("observation") != {}
+        client.step("Action: nothing")
+    over = {"error": f"The task with environment {client.wire.number} has finished."}
+    assert client.wire.get("observation") == over
+    assert client.wire.get("filtered_vocab") == over
+    client.reset(0)
+    assert client.wire.get("observation") == first
+
+
+def test_look_before_the_first_reset_is_an_error_within_status_200(hub):
+    client = make_client("maze", hub)
+    assert client.wire.get("observation") == {"error": "'observation'"}
+
+
+def test_webarena_says_closed_of_any_instance():
+    with serve_envs("webarena") as hub:
+        client = make_client("webarena", hub)
+        client.close()
+        client.close()
+
+
+def test_reset_of_webarena_answers_the_page_without_the_rest_of_the_prompt():
+    first = "OBSERVATION:\nTab 0 (current): Shop\n\n[1] link 'URL: /'\nURL: http://shop.test/\n"
+    first += "OBJECTIVE: Find the shop.\nPREVIOUS ACTION: None"
+    instance = Instance(expires_at_s=0.0, item_id="Shopping-test-0", first_observation=first)
+    assert reset_reply(WEBARENA, 1, instance) == {
+        "observation": "Tab 0 (current): Shop\n\n[1] link 'URL: /'",
+        "sites": ["Shopping"],
+        "object": "Find the shop.",
+    }
+
+
+def test_reset_of_sciworld_names_task_and_variation():
+    item_id = from_agentgym(700)
+    instance = Instance(expires_at_s=0.0, item_id=item_id, first_observation="Measure.\nA room.")
+    reply = reset_reply(SCIWORLD, 1, instance)
+    assert isinstance(reply, dict)
+    assert (reply["task_name"], reply["var_num"]) == ("measure-melting-point-known-substance", 40)
+    assert (reply["task_description"], reply["observation"]) == ("Measure.", "A room.")
+
+
 def test_unknown_and_unreset_instances_are_errors_within_status_200(hub):
     client = IdClient("babyai", f"{hub}/agentgym/babyai")
-    assert client.wire.post("step", {"action": "turn left"}) == {"error": "0"}
+    number = str(client.wire.number)
+    assert client.wire.post("step", {"action": "turn left"}) == {"error": number}
     assert client.wire.get("observation")["observation"] == "Environment not initialized"
     client.close()
     gone = {"error": f"The id {client.wire.number} is not valid."}

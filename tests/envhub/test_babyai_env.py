@@ -132,7 +132,17 @@ def test_agentgym_refusals_say_why():
     for action, answer in answers.items():
         assert env.step(action).observation.split("\n")[0] == answer
     checked = env.step("check available actions")
-    assert checked.observation.startswith("You can take the following actions: turn left, ")
+    listed = ", ".join([*env.valid_actions(), "check available actions"])
+    said = checked.observation.split("\n")[0]
+    assert said == f"You can take the following actions: {listed}"
+
+
+def test_agentgym_end_is_told_before_the_actions():
+    env = started("GoToLocal-train-0", Style.AGENTGYM)
+    view, end, actions = env.step("go to green ball 1").observation.split("\n")
+    assert view.endswith("You are not carrying anything.")
+    assert end == " The task is completed."
+    assert actions.startswith("Available actions: ")
 
 
 @pytest.mark.parametrize("level", ["BossLevel", "PickupLoc", "KeyCorridorS6R3", "UnblockPickup"])

@@ -7,7 +7,7 @@ from envhub.envs.babyai import scene as sc
 from envhub.envs.babyai.actions import list_actions
 from envhub.envs.babyai.env import read_scene
 from envhub.envs.babyai.scene import Scene
-from envhub.envs.babyai.text import compact_view
+from envhub.envs.babyai.text import agentgym_view, compact_view
 
 SIGNS = {"#": sc.WALL, ".": sc.FREE, "r": sc.THING, "b": sc.THING, "D": sc.CLOSED, "O": sc.OPEN}
 NAMES = {"r": ("red", "ball"), "b": ("blue", "box"), "D": ("grey", "door"), "O": ("grey", "door")}
@@ -69,6 +69,29 @@ def test_view_tells_what_is_carried_and_pickup_needs_a_free_hand():
 
 def test_action_to_an_object_already_faced_is_not_offered():
     assert "go to red ball 1" not in action_names(drawn("####", "#r.#", "#^.#", "####"))
+
+
+def test_actions_are_offered_by_kind_in_agentgyms_order():
+    free = drawn("#####", "#r.b#", "#.D.#", "#.^.#", "#####")
+    assert [a.name for a in list_actions(free, sc.see(free)[0])] == [
+        *("turn left", "turn right", "pickup red ball 1", "pickup blue box 1"),
+        *("toggle and go through grey closed door 1", "toggle"),
+        *("go to red ball 1", "go to blue box 1"),
+    ]
+    carrying = drawn("#####", "#O..#", "#.r.#", "#^..#", "#####", carrying=("blue", "key"))
+    assert [a.name for a in list_actions(carrying, sc.see(carrying)[0])] == [
+        *("turn left", "turn right", "move forward", "drop"),
+        *("go through grey open door 1", "go to grey open door 1", "go to red ball 1"),
+    ]
+
+
+def test_agentgym_sentences_count_walls_among_what_is_seen():
+    walled, open_floor = drawn("###", "#^#", "###"), drawn(*["." * 17] * 8, "." * 8 + "^" + "." * 8)
+    for scene, seen in (
+        (walled, "In front of you in this room, you can see several objects: The room has "),
+        (open_floor, "You cannot see any objects within sight.The room has "),
+    ):
+        assert agentgym_view(scene, *sc.see(scene), [], is_over=False).startswith(seen)
 
 
 def test_walk_takes_the_fewest_primitives():

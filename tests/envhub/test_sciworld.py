@@ -52,6 +52,28 @@ def transcript(item_id: str, machines: Machines) -> list[str]:
     return said
 
 
+@pytest.mark.parametrize("first_action", ["task", "help", "objects"])
+def test_first_action_is_not_scored_as_the_episode_before_ended(machines, first_action):
+    for item_id in ("Find-test-8", "ChemMix-train-18"):
+        env = SciWorldEnv(Style.AGENTGYM, machines)
+        env.reset(item_id, 0)
+        result = env.step(first_action)
+        assert not result.done
+        assert result.reward < 0.1  # the agent may begin where a goal is half met
+        while not result.done:
+            result = env.step(env.expert_action() or "")
+        assert result.reward == 1.0
+        env.close()
+
+
+def test_agentgym_style_tells_the_simulators_text_as_it_is(machines):
+    env = SciWorldEnv(Style.AGENTGYM, machines)
+    env.reset("Find-test-8", 0)
+    assert env.step("open door").observation.endswith("\n")
+    assert env.step("9999").observation.endswith(" ")
+    env.close()
+
+
 @pytest.mark.parametrize("item_id", SOLVED)
 @pytest.mark.parametrize("style", list(Style))
 def test_gold_path_reaches_reward_one(machines, item_id, style):

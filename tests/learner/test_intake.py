@@ -14,7 +14,7 @@ import zmq
 from common.config import GroupsSection
 from common.config_learning import AlgorithmSection
 from common.errors import LongstrideError
-from common.journal import JournalWriter, read_journal
+from common.journal import JOURNAL_START, JournalWriter, read_journal
 from common.messages import (
     Ack,
     EndReason,
@@ -38,6 +38,7 @@ from common.wire import decode, encode
 from learner.groups import GroupTable
 from learner.intake import Intake
 from learner.samples import group_has_signal
+from learner.scheduler.told import Told
 from tests.learner.builders import make_trajectory
 
 HOST = "127.0.0.1"
@@ -59,6 +60,8 @@ class Scheduler:
         self.num_slots = 0
         self.is_finished = False
         self.rejects = False
+        self.told = Told()
+        self.num_to_lose = 0  # numbered messages that never arrive
 
     def start(self, epoch: str, *, is_at_new_address: bool = True) -> None:
         """Begin a new epoch that knows nothing."""
@@ -78,6 +81,8 @@ class Scheduler:
         while not condition():
             assert time.monotonic() < deadline, f"heard only {self.heard}"
             for received in self._router.receive_all(timeout_s=0.05):
+                if self._is_lost(received.message):
+                    continue
                 self.heard.append(received.message)
                 answer = self._answer(received.message)
                 if answer is not None:
@@ -87,7 +92,10 @@ class Scheduler:
         if self.rejects:
             return Rejected(reason="no")
         if isinstance(message, Hello):
+            self.told.begin()
             return Welcome(run_epoch=self.epoch, version=0, is_lockstep=False)
+        if isinstance(message, Outcomes | StepDone):
+            self.told.hear(message.number)
         if isinstance(message, Heartbeat):
             return Progress(
                 run_epoch=self.epoch,
@@ -96,8 +104,21 @@ class Scheduler:
                 lag_bounds=self.lag_bounds,
                 num_slots=self.num_slots,
                 is_finished=self.is_finished,
+                num_heard=self.told.num_heard,
+                num_saved=self.told.num_saved,
+                closed_below=self.told.closed_below,
             )
         return None
+
+    def _is_lost(self, message: Any) -> bool:
+        is_lost = isinstance(message, Outcomes | StepDone) and self.num_to_lose > 0
+        self.num_to_lose -= is_lost
+        return is_lost
+
+    def pump_beats(self, num: int) -> None:
+        """Answer so many heartbeats from now on."""
+        num += sum(isinstance(message, Heartbeat) for message in self.heard)
+        self.pump_until(lambda: sum(isinstance(m, Heartbeat) for m in self.heard) >= num)
 
     def _told(self, name: str) -> list[Any]:
         reports = [message for message in self.heard if isinstance(message, Outcomes)]
@@ -136,7 +157,7 @@ class GatedJournal(JournalWriter):
 class Setup:
     """An intake with its neighbours."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, silence_s: float = 30.0) -> None:
         self.run_dir = RunDir(root=root)
         keys = create_keys(root / "keys")
         self.scheduler = Scheduler(self.run_dir, keys)
@@ -153,7 +174,7 @@ class Setup:
             hello=HELLO,
             heartbeat_s=0.02,
             group_size=3,
-            silence_s=30.0,
+            silence_s=silence_s,
             vocab_size=VOCAB_SIZE,
         )
         self._context = zmq.Context()
@@ -271,7 +292,8 @@ def test_a_scheduler_that_comes_back_is_told_everything_again(
     scheduler.pump_until(lambda: set(scheduler.seen) == told and scheduler.groups == {"g": True})
     assert HELLO in scheduler.heard
     done = StepDone(version=1, is_last=False, max_ahead_steps=1, signals={"entropy": 0.5})
-    assert done in scheduler.heard
+    steps = [message for message in scheduler.heard if isinstance(message, StepDone)]
+    assert [replace(message, number=0) for message in steps] == [done]
     assert len(scheduler.seen) == 4
 
 
@@ -281,11 +303,60 @@ def test_nothing_is_told_twice_to_the_same_scheduler(running: Setup) -> None:
         running.deliver(member(number))
         scheduler.pump_until(lambda: len(scheduler.seen) > 0)
     scheduler.pump_until(lambda: len(scheduler.seen) == 2)
-    num_beats = sum(isinstance(m, Heartbeat) for m in scheduler.heard)
-    scheduler.pump_until(
-        lambda: sum(isinstance(m, Heartbeat) for m in scheduler.heard) > num_beats + 2
-    )
+    scheduler.pump_beats(3)
     assert scheduler.seen == ["g/0", "g/1"]
+
+
+def test_what_a_scheduler_has_saved_is_not_told_to_the_one_that_follows(running: Setup) -> None:
+    scheduler = running.scheduler
+    running.intake.step_done(1, is_last=False, max_ahead_steps=1, signals={})
+    running.deliver(member(0))
+    scheduler.pump_until(lambda: scheduler.seen == ["g/0"])
+    scheduler.told.save(closed_below=0)
+    scheduler.pump_beats(2)
+    running.deliver(member(1))
+    scheduler.pump_until(lambda: scheduler.seen == ["g/0", "g/1"])
+    scheduler.start("epoch-2")
+    scheduler.pump_until(lambda: len(scheduler.seen) > 0)
+    scheduler.pump_beats(2)
+    assert scheduler.seen == ["g/1"]
+    assert not any(isinstance(message, StepDone) for message in scheduler.heard)
+
+
+def test_message_that_was_lost_on_the_way_is_told_again(tmp_path: Path) -> None:
+    setup = Setup(tmp_path, silence_s=0.5)
+    try:
+        setup.intake.start()
+        setup.scheduler.pump_beats(1)
+        setup.scheduler.num_to_lose = 1
+        for number in range(3):
+            setup.deliver(member(number))
+            setup.scheduler.pump_beats(1)
+        setup.scheduler.pump_until(lambda: set(setup.scheduler.seen) == {"g/0", "g/1", "g/2"})
+        assert setup.scheduler.heard.count(HELLO) == 2
+        setup.scheduler.pump_beats(40)  # longer than the silence: all is well now
+        assert setup.scheduler.heard.count(HELLO) == 2
+    finally:
+        setup.close()
+
+
+def test_late_episode_of_a_group_that_is_settled_for_good_is_a_duplicate(running: Setup) -> None:
+    running.deliver(member(0, group_id="g0000003"))
+    running.scheduler.told.save(closed_below=4)
+    running.scheduler.pump_beats(2)
+    assert running.deliver(member(1, group_id="g0000003")).is_accepted
+    assert running.deliver(member(1, group_id="g0000004")).is_accepted
+    running.scheduler.pump_until(lambda: running.scheduler.num_duplicates == 1)
+    assert running.journaled() == ["g0000003/0", "g0000004/1"]
+
+
+def test_scheduler_that_lost_its_memory_is_an_error_and_not_a_silent_wait(running: Setup) -> None:
+    running.scheduler.told.save(closed_below=4)
+    running.scheduler.pump_beats(2)
+    running.scheduler.told.save(closed_below=2)
+    running.scheduler.pump_until(lambda: not running.intake.is_alive())
+    with pytest.raises(LongstrideError, match=r"number 2 on.*below 4 were settled.*scheduler.json"):
+        running.next_batch()
 
 
 def test_members_that_the_scheduler_gave_up_complete_a_group(running: Setup) -> None:
@@ -377,11 +448,11 @@ def test_adopted_episodes_are_known_and_go_where_they_belong(setup: Setup) -> No
     failed = replace(member(1, group_id="done"), end_reason=EndReason.ENV_ERROR)
     trained = EpisodeOutcome(episode_id="done/0", outcome=Outcome.TRAINED, cause="")
     setup.intake.adopt_outcomes([trained])
-    setup.intake.adopt(failed, is_consumed=False)
-    setup.intake.adopt(member(0, group_id="done"), is_consumed=True)
-    setup.intake.adopt(member(2, group_id="done"), is_consumed=True)
+    setup.intake.adopt(failed, JOURNAL_START, step=None)
+    setup.intake.adopt(member(0, group_id="done"), JOURNAL_START, step=1)
+    setup.intake.adopt(member(2, group_id="done"), JOURNAL_START, step=1)
     for number in range(2):
-        setup.intake.adopt(member(number, group_id="open"), is_consumed=False)
+        setup.intake.adopt(member(number, group_id="open"), JOURNAL_START, step=None)
     setup.intake.start()
     assert setup.deliver(member(0, group_id="open")).is_accepted
     setup.deliver(member(2, group_id="open"))

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from common.messages import EpisodeOutcome, Outcome
-from learner.step_log import LoggedStep, StepLog
+from learner.step_log import LoggedStep, StepLog, read_steps
 
 
 def make_step(version: int) -> LoggedStep:
@@ -22,9 +22,7 @@ def write(path: Path, *versions: int) -> None:
 
 
 def read(path: Path) -> list[LoggedStep]:
-    log = StepLog(path)
-    log.close()
-    return log.steps
+    return list(read_steps(path))
 
 
 def test_steps_come_back_as_they_were_written(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def has_key(scene: Scene, position: int) -> bool:
 
 
 def list_actions(scene: Scene, objects: list[Seen]) -> list[Action]:
-    """Returns every action that changes something now, in a fixed order.
+    """Returns every action that changes something now, in AgentGym's order.
 
     Unlike AgentGym's list it leaves out what would have no effect: walking into a ball, a key
     or a closed door, and going to an object already faced. Paths keep to visible free cells.
@@ -46,12 +46,18 @@ def list_actions(scene: Scene, objects: list[Seen]) -> list[Action]:
     ]
     if sc.IS_WALKABLE[ahead]:
         actions.append(Action("move forward", Kind.MOVE, (sc.FORWARD,)))
-    if scene.carrying is not None and ahead == sc.FREE:
+    if scene.carrying is None:
+        actions += [
+            _pickup(seen) for seen in objects if seen.code == sc.THING and seen.path is not None
+        ]
+    elif ahead == sc.FREE:
         actions.append(Action("drop", Kind.DROP, (sc.DROP,), front))
-    if _is_togglable(scene, front):
-        actions.append(Action("toggle", Kind.TOGGLE, (sc.TOGGLE,), front))
     for seen in objects:
-        actions.extend(_actions_on(scene, seen))
+        actions += _on_door(scene, seen)
+        if seen.position == front and _is_togglable(scene, front):
+            actions.append(Action("toggle", Kind.TOGGLE, (sc.TOGGLE,), front))
+    for seen in objects:
+        actions += _going_to(seen)
     return actions
 
 
@@ -64,26 +70,30 @@ def _is_togglable(scene: Scene, front: int) -> bool:
     return ahead == sc.CLOSED or (ahead == sc.OPEN and scene.closes_doors)
 
 
-def _actions_on(scene: Scene, seen: Seen) -> list[Action]:
-    """Returns the actions that walk to one object and act on it."""
+def _pickup(seen: Seen) -> Action:
+    path = (*(seen.path or ()), sc.PICKUP)
+    return Action(f"pickup {seen.name} {seen.number}", Kind.PICKUP, path, seen.position)
+
+
+def _on_door(scene: Scene, seen: Seen) -> list[Action]:
+    """Returns the action that leads through a door, if there is one."""
     label = f"{seen.name} {seen.number}"
+    if seen.code == sc.OPEN and seen.path_onto:
+        return [Action(f"go through {label}", Kind.MOVE, seen.path_onto)]
+    openable = seen.code == sc.LOCKED and has_key(scene, seen.position)
+    if seen.path is None or not (seen.code == sc.CLOSED or openable):
+        return []
+    path = (*seen.path, sc.TOGGLE, sc.FORWARD)
+    return [Action(f"toggle and go through {label}", Kind.TOGGLE_THROUGH, path, seen.position)]
+
+
+def _going_to(seen: Seen) -> list[Action]:
+    """Returns the walk that ends facing an object, or on the goal, if there is one."""
     if seen.code == sc.GOAL:
         return [Action("go to goal", Kind.MOVE, seen.path_onto)] if seen.path_onto else []
-    actions = []
-    if seen.path is not None:
-        if seen.code == sc.THING and scene.carrying is None:
-            path = (*seen.path, sc.PICKUP)
-            actions.append(Action(f"pickup {label}", Kind.PICKUP, path, seen.position))
-        openable = seen.code == sc.LOCKED and has_key(scene, seen.position)
-        if seen.code == sc.CLOSED or openable:
-            path = (*seen.path, sc.TOGGLE, sc.FORWARD)
-            name = f"toggle and go through {label}"
-            actions.append(Action(name, Kind.TOGGLE_THROUGH, path, seen.position))
-    if seen.code == sc.OPEN and seen.path_onto:
-        actions.append(Action(f"go through {label}", Kind.MOVE, seen.path_onto))
-    if seen.path and seen.code != sc.LAVA:
-        actions.append(Action(f"go to {label}", Kind.MOVE, seen.path))
-    return actions
+    if not seen.path or seen.code == sc.LAVA:
+        return []
+    return [Action(f"go to {seen.name} {seen.number}", Kind.MOVE, seen.path)]
 
 
 def poses(scene: Scene, action: Action) -> list[tuple[int, int]]:

@@ -79,11 +79,12 @@ class BabyAiEnv:
                 is_valid=name == text.CHECK and self._style is Style.AGENTGYM,
             )
         is_won = self._perform(chosen)
-        observation = self._observation()
-        if self._done and self._style is Style.AGENTGYM:
-            observation += "\n The task is completed."
-        reward = self._success_reward() if is_won else 0.0
-        return StepResult(observation=observation, reward=reward, done=self._done, is_valid=True)
+        return StepResult(
+            observation=self._observation(),
+            reward=self._success_reward() if is_won else 0.0,
+            done=self._done,
+            is_valid=True,
+        )
 
     def _perform(self, action: Action) -> bool:
         """Runs the primitives until the mission ends or one has no effect; returns whether won."""
@@ -132,7 +133,9 @@ class BabyAiEnv:
     def _observation(self) -> str:
         if self._style is Style.COMPACT:
             return text.compact_view(self._scene, self._objects, self._view)
-        return text.agentgym_view(self._scene, self._objects, self._view, self._actions)
+        return text.agentgym_view(
+            self._scene, self._objects, self._view, self._actions, is_over=self._done
+        )
 
     def _refusal(self, name: str) -> str:
         if self._style is Style.COMPACT:

@@ -62,11 +62,16 @@ def _compact_object(seen: Seen) -> str:
 
 
 def agentgym_view(
-    scene: Scene, objects: list[Seen], view: list[int | None], actions: list[Action]
+    scene: Scene,
+    objects: list[Seen],
+    view: list[int | None],
+    actions: list[Action],
+    *,
+    is_over: bool,
 ) -> str:
     """Returns the view in AgentGym's sentences, ending in the list of available actions."""
-    sentences = ["You cannot see any objects within sight. "]
-    if objects:
+    sentences = ["You cannot see any objects within sight."]
+    if objects or sc.WALL in view:
         sentences = ["In front of you in this room, you can see several objects: "]
         sentences += [f"There is a {s.name} {s.number} {_position(s)} " for s in objects]
     sentences.append("The room has walls around you. ")
@@ -75,6 +80,8 @@ def agentgym_view(
         sentences.append("You are not carrying anything.")
     else:
         sentences.append("You are carrying a {} {}.".format(*scene.carrying))
+    if is_over:
+        sentences.append("\n The task is completed.")
     return "".join(sentences) + "\n" + available(actions)
 
 
@@ -96,7 +103,11 @@ def _barrier(objects: list[Seen], view: list[int | None]) -> str:
 
 def available(actions: list[Action]) -> str:
     """Returns AgentGym's line of available actions."""
-    return "Available actions: " + json.dumps([*(a.name for a in actions), CHECK])
+    return "Available actions: " + json.dumps(_names(actions))
+
+
+def _names(actions: list[Action]) -> list[str]:
+    return [*(action.name for action in actions), CHECK]
 
 
 def refusal(scene: Scene, objects: list[Seen], actions: list[Action], action: str) -> str:
@@ -104,7 +115,7 @@ def refusal(scene: Scene, objects: list[Seen], actions: list[Action], action: st
     if not action:
         return "No change in state."
     if "check" in action:
-        return f"You can take the following actions: {', '.join(a.name for a in actions)}"
+        return f"You can take the following actions: {', '.join(_names(actions))}"
     if action == "move forward":
         return "There is a barrier in front of you, you can't move forward."
     if action == "drop":

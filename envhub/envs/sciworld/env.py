@@ -60,7 +60,9 @@ class SciWorldEnv:
         self._choices: tuple[str, ...] = ()
         self._gold: tuple[str, ...] | None = None
         self._performed: list[tuple[str, bool]] = []
-        task, room = self._simulator.task_description(), self._simulator.look()
+        task = self._simulator.task_description()
+        # Until a first step, the simulator tells the score and the end of the last episode.
+        room = self._simulator.act("look around").observation.strip()
         state = (self._variation, task, room, self._simulator.inventory())
         self._fingerprint = hashlib.sha256(repr(state).encode()).hexdigest()
         if self._style is Style.COMPACT:
@@ -82,13 +84,15 @@ class SciWorldEnv:
         self._performed.append((line, is_understood))
         is_over = outcome.is_complete or not 0 <= outcome.score < 100
         self._done = is_over or self._num_turns >= self._max_turns
-        observation = outcome.observation.strip()
         return StepResult(
-            observation=text.compact(observation) if self._style is Style.COMPACT else observation,
+            observation=self._worded(outcome.observation),
             reward=min(max(outcome.score, 0), 100) / 100,
             done=self._done,
             is_valid=is_understood,
         )
+
+    def _worded(self, observation: str) -> str:
+        return text.compact(observation) if self._style is Style.COMPACT else observation
 
     def _live(self) -> "Simulator":
         if self._simulator is None or self._done:

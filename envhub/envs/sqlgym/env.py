@@ -93,7 +93,7 @@ class SqlEnv:
             statement = text.statement_of(action, self._style)
             answer = rows_of(self._connection, statement, limits)
         except QueryRefused as error:
-            answer = f"Error: {error}"
+            answer = text.refusal(error, self._style)
         self._done = True
         is_right = not isinstance(answer, str) and set(answer) == set(gold)
         return StepResult(

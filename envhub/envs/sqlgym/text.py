@@ -2,7 +2,7 @@
 
 from envhub.env import Style, action_text
 from envhub.envs.sqlgym.problems import Problem, SchemaView, TableView
-from envhub.envs.sqlgym.query import Row
+from envhub.envs.sqlgym.query import QueryRefused, Row
 
 AGENTGYM_INSTRUCTION = """\
 You are given the description of an SQLite database and a question about its content. Explain the \
@@ -82,6 +82,11 @@ def _listed(schema: SchemaView) -> str:
         )
         lines.append(f"{table.name}({columns})")
     return "\n".join(lines)
+
+
+def refusal(error: QueryRefused, style: Style) -> str:
+    """Returns what the agent is told of an error; AgentGym tells it bare."""
+    return str(error) if style is Style.AGENTGYM else f"Error: {error}"
 
 
 def state(answer: list[Row] | str) -> str:

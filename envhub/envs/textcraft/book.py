@@ -1,6 +1,6 @@
 """Recipe books: recipes by target, tags, and how deep each item lies."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -70,14 +70,18 @@ def the_book() -> Book:
     return make_book({target: recipes[target] for target in sorted(recipes)}, TAGS)
 
 
-def make_book(recipes: Mapping[str, Sequence[Recipe]], tags: Mapping[str, tuple[str, ...]]) -> Book:
-    """Returns the book of some recipes; an item's easiest recipe comes first.
+def make_book(
+    recipes: Mapping[str, Sequence[Recipe]],
+    tags: Mapping[str, tuple[str, ...]],
+    others: Iterable[str] = (),
+) -> Book:
+    """Returns the book of some recipes, and of other items; the easiest of an item comes first.
 
     Raises:
         ValueError: there is a cycle.
     """
     by_target = {target: tuple(made) for target, made in recipes.items()}
-    depths = _depths(by_target, tags)
+    depths = dict.fromkeys(others, 0) | _depths(by_target, tags)
     # the easiest recipe first: the solver takes it
     ordered = {
         target: tuple(sorted(rs, key=lambda r: (_depth_of(r, depths), r.command())))

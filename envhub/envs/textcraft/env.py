@@ -3,6 +3,7 @@
 import hashlib
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -113,32 +114,33 @@ class TextCraftEnv:
 
         The count asked for is only repeated in one answer; a recipe makes what it makes.
         """
-        given: Counter[str] = Counter()
+        given: list[tuple[int, str]] = []
         for fragment in inputs.split(","):
             counted = COUNTED.fullmatch(fragment.strip())
             if counted is None:
                 echo = fragment.strip()[:MAX_ECHO_CHARS]
                 return Answer(f"Wrong item format: {echo}", "wrong item format")
-            given[counted[2]] += int(counted[1])
-        raw, known = _raw(target), self._known(target)
-        if any(self._inventory[name] < count for name, count in given.items()):
-            missing = "None" if target in self._book.tags else raw
+            given.append((int(counted[1]), counted[2]))
+        is_tag, raw, known = target in self._book.tags, _raw(target), self._known(target)
+        held = self._inventory
+        if any(name not in held or held[name] < count for count, name in given):
             return Answer(
-                f"Could not find enough items to craft {missing}",
+                f"Could not find enough items to craft {None if is_tag else raw}",
                 f"could not find enough items to craft {known}".rstrip(),
             )
         recipe = find_recipe(self._book, target, given)
         if recipe is None:
+            tag, item_id = (raw, None) if is_tag else (None, raw)
             return Answer(
                 "Could not find a valid recipe for ItemTagWithCount(item_tag=ItemTag("
-                f"tag=None, item_id={raw!r}), count={count_asked})",
+                f"tag={tag!r}, item_id={item_id!r}), count={count_asked})",
                 f"could not find a valid recipe for {known}".rstrip(),
             )
-        for name, count in given.items():
-            self._inventory[name] -= count
-            if not self._inventory[name]:
-                del self._inventory[name]
-        self._inventory[target] += recipe.count
+        for count, name in given:
+            held[name] -= count
+            if not held[name]:
+                del held[name]
+        held[target] += recipe.count
         return Answer(
             f"Crafted {recipe.count} {raw}",
             f"crafted {recipe.count} {target}",
@@ -197,23 +199,24 @@ class TextCraftEnv:
         """Does nothing: an episode holds no more than its own memory."""
 
 
-def find_recipe(book: Book, target: str, given: Counter[str]) -> Recipe | None:
-    """Returns the recipe of `target` whose slots `given` fills exactly, a tag slot by one kind."""
+def find_recipe(book: Book, target: str, given: Sequence[tuple[int, str]]) -> Recipe | None:
+    """Returns the recipe of `target` whose slots `given` fills, one each, a tag's by one kind."""
     for recipe in book.recipes.get(target, ()):
         if len(recipe.ingredients) == len(given) and _fills(book, recipe, given):
             return recipe
     return None
 
 
-def _fills(book: Book, recipe: Recipe, given: Counter[str]) -> bool:
+def _fills(book: Book, recipe: Recipe, given: Sequence[tuple[int, str]]) -> bool:
     tags = book.tags
-    left = dict(given)
+    left = list(given)
     for count, part in sorted(recipe.ingredients, key=lambda slot: slot[1] in tags):
-        fitting = [name for name in tags.get(part, (part,)) if left.get(name) == count]
+        members = tags.get(part, (part,))
+        fitting = [one for one in left if one[0] == count and one[1] in members]
         if not fitting:
             return False
-        del left[fitting[0]]
-    return not left
+        left.remove(fitting[0])
+    return True
 
 
 def _raw(name: str) -> str:

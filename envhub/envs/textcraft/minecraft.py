@@ -60,16 +60,21 @@ def load_book(folder: str) -> Book:
         raise RecipesError(f"{folder} {what}")
     kept: list[FileRecipe] = []
     makers: dict[Ingredient, list[FileRecipe]] = {}
+    known: set[str] = set()  # what only a recipe that is left out names can still be got
     for path in paths:
         recipe = _read(path)
-        if recipe is None or _is_block_only(recipe) or _closes_cycle(recipe, makers):
+        if recipe is None:
+            continue
+        known.add(recipe.target)
+        known |= {part.name for _, part in recipe.ingredients if not part.is_tag}
+        if _is_block_only(recipe) or _closes_cycle(recipe, makers):
             continue
         kept.append(recipe)
         for made in recipe.makes():
             makers.setdefault(made, []).append(recipe)
     if not kept:
         raise RecipesError(f"{folder}: none of its {len(paths)} files is a crafting recipe")
-    return _to_book(kept)
+    return _to_book(kept, known)
 
 
 def _read(path: Path) -> FileRecipe | None:
@@ -78,8 +83,11 @@ def _read(path: Path) -> FileRecipe | None:
         content = json.loads(path.read_bytes())
         kind = str(content["type"]).removeprefix(NAMESPACE)
         if kind == SHAPED:
-            symbols = "".join(content["pattern"]).replace(" ", "")
-            parts = [_ingredient(content["key"][symbol]) for symbol in symbols]
+            symbols = Counter("".join(content["pattern"]).replace(" ", ""))
+            wanted = {symbol: content["key"][symbol] for symbol in symbols}
+            # In the order of the key, as AgentGym names them.
+            order = [symbol for symbol in content["key"] for _ in range(symbols[symbol])]
+            parts = [_ingredient(wanted[symbol]) for symbol in order]
         elif kind == SHAPELESS:
             parts = [_ingredient(part) for part in content["ingredients"]]
         else:
@@ -135,7 +143,7 @@ def _closes_cycle(recipe: FileRecipe, makers: Mapping[Ingredient, list[FileRecip
     return False
 
 
-def _to_book(kept: list[FileRecipe]) -> Book:
+def _to_book(kept: list[FileRecipe], known: set[str]) -> Book:
     """Returns the book with names as they are shown; recipes keep the order of the files."""
     members: dict[str, dict[str, None]] = {}
     for recipe in kept:
@@ -161,7 +169,11 @@ def _to_book(kept: list[FileRecipe]) -> Book:
         for part in sorted(parts, key=lambda part: part.name)
         if part.is_tag and part.name in members
     }
-    return make_book(recipes, tags)
+    # A kind that nothing is made of is a tag, too: it is neither got nor crafted.
+    for group, made in members.items():
+        if shown(group) not in items:
+            tags.setdefault(shown(group), tuple(made))
+    return make_book(recipes, tags, map(shown, known - members.keys()))
 
 
 def _tag_name(tag: Ingredient, items: set[str]) -> str:

@@ -16,19 +16,12 @@ VOCABULARY = (
 def marks(guess: str, hidden: str) -> str:
     """Returns a mark per letter: g at its place, y elsewhere in the word, b not in it.
 
-    A letter is marked y only as often as the hidden word has it outside the places marked g.
+    How often the word has a letter does not count, as in LMRL-Gym: both e of `green` are marked.
     """
-    left = Counter(h for g, h in zip(guess, hidden, strict=True) if g != h)
-    found = []
-    for g, h in zip(guess, hidden, strict=True):
-        if g == h:
-            found.append("g")
-        elif left[g]:
-            left[g] -= 1
-            found.append("y")
-        else:
-            found.append("b")
-    return "".join(found)
+    return "".join(
+        "g" if letter == there else "y" if letter in hidden else "b"
+        for letter, there in zip(guess, hidden, strict=True)
+    )
 
 
 def consistent(words: tuple[str, ...], guess: str, answer: str) -> tuple[str, ...]:

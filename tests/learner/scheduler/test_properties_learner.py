@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from common.config_learning import AlgorithmSection
+from common.ids import is_below
+from common.journal import JournalPosition
 from common.messages import (
     EndReason,
     EpisodeOutcome,
@@ -20,7 +22,9 @@ from common.messages import (
     Outcome,
     Trajectory,
 )
+from learner.bookmark import FROM_THE_START
 from learner.groups import GroupTable, oldest_version
+from learner.journal_index import JournalIndex
 from learner.scheduler.audit import ENDED
 from learner.scheduler.core import SchedulerCore
 from learner.scheduler.groups import EpisodeState
@@ -75,9 +79,11 @@ class TwoSidesMachine(RuleBasedStateMachine):
         self.cfg = cfg
         self.table = Table(cfg)
         self.playing: dict[str, dict[str, tuple[Lease, int]]] = {name: {} for name in ACTORS}
-        self.incarnations = dict.fromkeys((*ACTORS, "learner-0"), 0)
+        self.incarnations: dict[str, int] = dict.fromkeys((*ACTORS, "learner-0"), 0)
         self.delivered: list[Trajectory] = []
-        self.journal: dict[str, Trajectory] = {}
+        self.journal: list[Trajectory] = []
+        self.checkpoints = [0]  # versions that may be restored
+        self.bookmark = FROM_THE_START
         self.logged: list[list[EpisodeOutcome]] = []  # the step log
         self.trained: set[str] = set()
         self.stamps: dict[str, tuple[Any, ...]] = {}
@@ -175,6 +181,11 @@ class TwoSidesMachine(RuleBasedStateMachine):
         if not only_remember:
             self.table.report(**report)
 
+    def _adopt(self, trajectory: Trajectory, offset: int, *, only_remember: bool = False) -> None:
+        self.index.know(trajectory)
+        self._tell(seen=[self._seen(trajectory)], only_remember=only_remember)
+        self.index.enter(trajectory, JournalPosition(offset=offset), told=len(self.history))
+
     def _seen(self, trajectory: Trajectory) -> EpisodeSeen:
         return replace(
             seen_of(trajectory, end_reason=trajectory.end_reason),  # type: ignore[arg-type]
@@ -183,10 +194,11 @@ class TwoSidesMachine(RuleBasedStateMachine):
         )
 
     def _accept(self, trajectory: Trajectory) -> None:
-        if trajectory.episode_id in self.journal:
+        if trajectory in self.index:
             return
-        self.journal[trajectory.episode_id] = trajectory
-        self._tell(seen=[self._seen(trajectory)])
+        self.journal.append(trajectory)
+        self._adopt(trajectory, len(self.journal) - 1)
+        self.index.move_end(JournalPosition(offset=len(self.journal)))
         outcomes, groups = self.groups.add(trajectory)
         self._tell(outcomes=outcomes, groups=groups)
 
@@ -194,6 +206,10 @@ class TwoSidesMachine(RuleBasedStateMachine):
     def beat_of_learner(self) -> None:
         progress = self.table.beat("learner-0", self.groups.open_ids, self.version)
         self.bounds = {(b.env, b.horizon): b.max_lag_steps for b in progress.lag_bounds}
+        assert progress.closed_below >= self.index.closed_below
+        self.index.close_below(progress.closed_below)
+        self.groups.close_below(progress.closed_below)
+        self.num_saved = self.num_told_at_save
         for episode_id in progress.revoked:
             group_id, _, member = episode_id.rpartition("/")
             outcomes, groups = self.groups.give_up(group_id, int(member))
@@ -223,9 +239,15 @@ class TwoSidesMachine(RuleBasedStateMachine):
         trained = [outcome_of(t.episode_id, Outcome.TRAINED) for g in batch for t in g.members]
         self.version += 1
         self.logged.append([*trained, *self.stale])
+        self.index.trained([group.group_id for group in batch], step=self.version)
         self.stale = []
         self._tell(outcomes=trained)
         self.table.step(self.version)
+
+    @rule(num_kept=st.integers(1, 3))
+    def save_checkpoint(self, num_kept: int) -> None:
+        self.checkpoints = sorted({*self.checkpoints, self.version})[-num_kept:]
+        self.bookmark = self.index.bookmark(num_saved=self.num_saved, version=self.checkpoints[0])
 
     @rule()
     def restart_learner(self) -> None:
@@ -235,30 +257,56 @@ class TwoSidesMachine(RuleBasedStateMachine):
         self._tell_everything()
 
     def _start_learner(self) -> None:
-        """From the journal and the step log alone."""
+        """From what the journal holds behind the bookmark, and the step log."""
+        mark = self.bookmark
+        self.index = JournalIndex(
+            end=JournalPosition(offset=len(self.journal)), closed_below=mark.closed_below
+        )
         self.groups = GroupTable(self.cfg.groups, AlgorithmSection(), has_signal=_has_signal)
         self.bounds: dict[tuple[str, int], int] = {}
         self.stale: list[EpisodeOutcome] = []  # not written down yet
         self.history: list[dict[str, Any]] = []
-        consumed = {each.episode_id for step in self.logged for each in step}
+        self.num_saved = self.num_told_at_save = 0
+        read = list(enumerate(self.journal))[mark.position.offset :]
+        self._assert_steps_can_be_repeated({trajectory.episode_id for _, trajectory in read})
+        steps = {each.episode_id: v for v, step in enumerate(self.logged, 1) for each in step}
         for step in self.logged:
-            self._tell(outcomes=step, only_remember=True)
-        for trajectory in self.journal.values():
-            self._tell(seen=[self._seen(trajectory)], only_remember=True)
-            is_consumed = trajectory.episode_id in consumed
+            open_ones = [o for o in step if not is_below(o.episode_id, mark.closed_below)]
+            self._tell(outcomes=open_ones, only_remember=True)
+        for offset, trajectory in read:
+            self._readopt(trajectory, offset, step=steps.get(trajectory.episode_id))
+
+    def _assert_steps_can_be_repeated(self, read: set[str]) -> None:
+        """Any checkpoint that is left may be the one that is restored."""
+        for step in self.logged[self.checkpoints[0] :]:
+            assert {o.episode_id for o in step if o.outcome is Outcome.TRAINED} <= read
+
+    def _readopt(self, trajectory: Trajectory, offset: int, *, step: int | None) -> None:
+        if self.index.is_closed(trajectory):
+            self.index.enter(trajectory, JournalPosition(offset=offset), told=0)
+        else:
+            self._adopt(trajectory, offset, only_remember=True)
             outcomes, groups = (
-                self.groups.mark_completed(trajectory.group_id)
-                if is_consumed
-                else self.groups.add(trajectory)
+                self.groups.add(trajectory)
+                if step is None
+                else self.groups.mark_completed(trajectory.group_id)
             )
             self._tell(outcomes=outcomes, groups=groups, only_remember=True)
+        if step is not None:
+            self.index.trained([trajectory.group_id], step=step)
 
     def _tell_everything(self) -> None:
-        for report in self.history:
+        """All that no state on disk has."""
+        for report in self.history[self.num_saved :]:
             self.table.report(**report)
         self.table.step(self.version)
 
     # --- scheduler ----------------------------------------------------------------------------
+
+    @rule()
+    def save_scheduler(self) -> None:
+        self.core.mark_saved()
+        self.num_told_at_save = len(self.history)
 
     @rule(has_log=st.booleans())
     def restart_scheduler(self, has_log: bool) -> None:
@@ -268,6 +316,7 @@ class TwoSidesMachine(RuleBasedStateMachine):
         if has_log:
             core.restore_terms(terms)
         assert core.snapshot() == state
+        core.mark_saved()
         self.table.core = core
         self._tell_everything()
 
@@ -297,6 +346,16 @@ class TwoSidesMachine(RuleBasedStateMachine):
         assert set(held) == {
             e.episode_id for _, e in table.episodes() if e.state is EpisodeState.LEASED
         }
+
+    @invariant()
+    def what_arrived_is_in_the_hands_of_the_learner(self) -> None:
+        held = {trajectory.episode_id for trajectory in self.groups.untrained()}
+        arrived = {
+            e.episode_id
+            for _, e in self.core.books.table.episodes()
+            if e.state is EpisodeState.ARRIVED
+        }
+        assert arrived <= held
 
     @invariant()
     def everything_settled_has_left_or_waits_for_the_learner(self) -> None:
