@@ -223,6 +223,13 @@ def test_items_that_faults_of_their_pages_made_hopeless_can_be_solved(rig: Rig, 
 
 @browser
 @pytest.mark.slow
+@pytest.mark.parametrize("item", ["drag_box-test-18", "drag_box-train-440"])
+def test_box_that_lies_over_the_middle_of_another_is_dragged_there(rig: Rig, item: str):
+    assert rig.runner.run(play(rig.spec, item))[1] == 1.0
+
+
+@browser
+@pytest.mark.slow
 def test_game_is_won_by_the_moves_that_chance_allows(rig: Rig):
     async def games():
         return [(await play(rig.spec, f"tic_tac_toe-test-{i}"))[1] for i in range(8)]

@@ -65,7 +65,7 @@ BY_PAGE: dict[str, Callable[[PageView], str | None]] = {
     "count-shape": clicks.count_shapes,
     "count-sides": keys.sides,
     "daily-calendar": keys.event,
-    "drag-box": clicks.drag_box,
+    "drag-box": mouse.drag_box,
     "drag-circle": mouse.drag_aside,
     "drag-cube": cube.turn,
     "drag-items": mouse.drag_in_list,

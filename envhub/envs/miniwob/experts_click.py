@@ -309,14 +309,6 @@ def focus_nth(page: PageView) -> str | None:
     return click(fields[int(place) - 1] if place else fields[0])
 
 
-def drag_box(page: PageView) -> str | None:
-    """Drags the small box into the large one and sends."""
-    if any(action.kind is Kind.DRAG for action in page.taken):
-        return submit(page)
-    small, large = page.one("clickable", name="s"), page.one("clickable", name="L")
-    return f"drag [{small.id}] [{large.id}]" if small and large else None
-
-
 def tree_item(page: PageView) -> str | None:
     """Opens the folders from the top down until the named item is in sight, and clicks it."""
     name = page.quoted()[0]

@@ -233,3 +233,11 @@ def catch(page: PageView) -> str | None:
     if seen:
         return click(min(seen, key=lambda c: abs(c.x + c.width / 2 - 80)))
     return f"hover [{page.nodes[0].id}]"
+
+
+def drag_box(page: PageView) -> str | None:
+    """Drags the small box into the middle of the large one, which it may lie on, and sends."""
+    if any(action.kind is Kind.MOUSE_DRAG for action in page.taken):
+        return submit(page)
+    small, large = page.one("clickable", name="s"), page.one("clickable", name="L")
+    return hold(middle(small), middle(large)) if small and large else None
