@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from common.journal import read_journal
 from tests.end_to_end.runs import REPOSITORY, Run, balances
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -79,6 +81,31 @@ def test_killed_learner_repeats_its_logged_steps_and_loses_nothing(tmp_path: Pat
     assert "repeated step=" in log
     assert [line["step"] for line in run.metrics()][-1] == 8
     assert balances(run.read("ledger.json"))
+
+
+def test_learner_killed_late_reads_only_what_is_not_settled(tmp_path: Path) -> None:
+    overrides = ("train.num_steps=30", "eval.before=false", "eval.after=false")
+    checkpoints = ("learner.checkpoint_every_steps=2", "learner.keep_checkpoints=1")
+
+    def is_behind_the_start(run: Run) -> bool:
+        path = run.root / "journal" / "bookmark.json"
+        return path.exists() and json.loads(path.read_text())["position"]["offset"] > 0
+
+    with Run(tmp_path, *overrides, *checkpoints) as run:
+        run.wait_until(lambda: is_behind_the_start(run))
+        num_before = sum(1 for _ in read_journal(run.root / "journal"))
+        os.kill(run.role_pid("learner"), signal.SIGKILL)
+        assert run.wait() == 0, run.output
+        assert run.left_over() == []
+    log = (run.root / "logs" / "learner.log").read_text()
+    (num_read,) = re.findall(r"journal from=.* episodes=(\d+)", log)
+    assert int(num_read) < num_before
+    assert [line["step"] for line in run.metrics()] == list(range(1, 31))
+    assert balances(run.read("ledger.json"))
+    logged = (run.root / "journal" / "steps.jsonl").read_text()
+    steps = [json.loads(text) for text in logged.splitlines()]
+    trained = [name for step in steps for group in step["groups"] for name in group]
+    assert len(set(trained)) == len(trained) == run.read("ledger.json")["trained"]
 
 
 def test_synchronous_run_repeats_itself_bit_for_bit(tmp_path: Path) -> None:
