@@ -214,6 +214,8 @@ def parse_item(item_id: str, subsets: Mapping[str, SubsetSpec]) -> ItemId:
         known = nearest(subset, list(subsets))
         raise UnknownItem(f"no subset {subset!r}; the nearest is {known!r}")
     num_items = spec.num_train if split == "train" else spec.num_test
+    if num_items == 0:
+        raise UnknownItem(f"subset {subset!r} has no {split} items")
     if index >= num_items:
         last = f"{subset}-{split}-{num_items - 1}"
         raise UnknownItem(f"item {item_id!r} is out of range; the last is {last!r}")

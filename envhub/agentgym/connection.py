@@ -15,7 +15,6 @@ from envhub.env import EnvFailure
 logger = logging.getLogger(__name__)
 
 CREATE_TIMEOUT_S = 300.0  # some servers make one instance after the other, each within many seconds
-KEEP_ALIVE_S = 2.0  # less than any server's, lest a request goes out on a closing connection
 MAX_SHOWN_CHARS = 200
 NO_ROUTE = (404, 405)
 
@@ -58,10 +57,11 @@ class Connection:
         self._late: list[asyncio.Task[int]] = []  # instances that nobody waits for any longer
         self._used: dict[int, Instance] = {}
         self._places = asyncio.Semaphore(max_sessions(dialect, options))
+        self._makers = asyncio.Semaphore(1 if dialect.halts_to_create else options.max_sessions)
         self._can_close = dialect.has_close
 
-    async def take(self) -> tuple[Instance, bool]:
-        """Returns an instance nobody else uses, and whether it is an old one.
+    async def take(self, *, is_fresh: bool = False) -> tuple[Instance, bool]:
+        """Returns an instance nobody else uses, and whether it is an old one; not if `is_fresh`.
 
         Waits while as many are in use as the server can keep apart.
 
@@ -70,8 +70,9 @@ class Connection:
         """
         await self._places.acquire()
         try:
-            is_old = bool(self._kept or self._late)
-            number = self._kept.pop() if self._kept else await self._new_number()
+            is_kept = bool(self._kept) and not is_fresh
+            is_old = is_kept or bool(self._late)
+            number = self._kept.pop() if is_kept else await self._new_number()
         except BaseException:
             self._places.release()
             raise
@@ -104,10 +105,6 @@ class Connection:
         except RemoteFailure as error:
             return "has finished" not in str(error)
         return False
-
-    def forget_kept(self) -> None:
-        """Gives out none of the kept instances again."""
-        self._kept.clear()
 
     async def post(self, verb: str, instance: Instance, fields: Mapping[str, object]) -> object:
         """Returns the JSON of a POST about an instance. Raises RemoteFailure."""
@@ -163,12 +160,10 @@ class Connection:
 
     async def _create(self) -> int:
         body = self.dialect.create_body
-        reply = await self._request(
-            "POST",
-            "create",
-            None if body is None else dict(body),
-            timeout_s=max(self._timeout_s, CREATE_TIMEOUT_S),
-        )
+        json_body: dict[str, object] | None = None if body is None else dict(body)
+        timeout_s = max(self._timeout_s, CREATE_TIMEOUT_S)
+        async with self._makers:
+            reply = await self._request("POST", "create", json_body, timeout_s=timeout_s)
         number = reply
         if isinstance(reply, dict):
             number = reply.get(self.dialect.instance_key)
@@ -218,7 +213,9 @@ class Connection:
 
     def _client(self) -> aiohttp.ClientSession:
         if self._session is None:
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
+            # One request each, as AgentGym's clients: after an exception the servers close a
+            # connection without a word, and the next request on it would be lost.
+            connector = aiohttp.TCPConnector(limit=0, force_close=True)
             self._session = aiohttp.ClientSession(connector=connector)
         return self._session
 

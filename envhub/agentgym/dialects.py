@@ -56,6 +56,8 @@ class Dialect:
         item_key: name of the data index in a reset.
         reset_extra: what a reset carries besides.
         create_body: JSON of a create; None sends no body at all.
+        halts_to_create: a create takes seconds, and nothing else is answered meanwhile; so creates
+            are asked for one by one, lest they hold up the episodes.
         is_create_bare: create answers with the bare number instead of an object that holds it.
         observation_key: name of a step's text.
         score_key: name of a step's value that says how the episode stands.
@@ -86,6 +88,7 @@ class Dialect:
     item_key: str
     reset_extra: Mapping[str, Scalar] = field(default_factory=dict[str, Scalar])
     create_body: Mapping[str, Scalar] | None = None
+    halts_to_create: bool = False
     is_create_bare: bool = False
     reset_reply: ResetReply = ResetReply.OBJECT
     observation_key: str = "observation"
@@ -188,6 +191,7 @@ WEBSHOP = Dialect(
     title="WebShop",
     instance_key="env_idx",
     item_key="session_id",
+    halts_to_create=True,
     is_create_bare=True,
     reset_reply=ResetReply.LIST,
     observation_key="state",

@@ -5,6 +5,8 @@ import hashlib
 import json
 import math
 import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from common.config_envs import RemoteOptions
@@ -50,11 +52,7 @@ class RemoteEnv:
         """
         item = parse_item(item_id, {SUBSET: self._subset})
         index = item.index + (self._subset.num_train if item.split == "test" else 0)
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                self._first = self._observation = await self._begin(index)
-        except TimeoutError as error:
-            raise self._slow(f"the reset of item {index}") from error
+        self._first = self._observation = await self._begin(index)
         self._is_sound = True
         return self._first
 
@@ -72,14 +70,11 @@ class RemoteEnv:
         sent = extracted.action
         if self._dialect is BABYAI:
             sent = PICK_UP.sub("pickup", sent, count=1)
+        assert self._instance is not None
         self._is_sound = False
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                assert self._instance is not None
-                reply = await self._connection.post("step", self._instance, {"action": sent})
-                await self._check_sound(reply, self._instance)
-        except TimeoutError as error:
-            raise self._slow("a step") from error
+        async with self._limit("a step"):
+            reply = await self._connection.post("step", self._instance, {"action": sent})
+            await self._check_sound(reply, self._instance)
         result = self._read(reply, sent)
         self._is_sound = True
         return result
@@ -108,22 +103,30 @@ class RemoteEnv:
 
     async def _begin(self, index: int) -> str:
         """Resets an instance; an old one that the server has forgotten is replaced once."""
-        self._instance, is_old = await self._connection.take()
+        instance, is_old = await self._take()
         try:
-            return await self._reset(self._instance, index)
+            return await self._reset(instance, index)
         except RemoteFailure:
-            if not await self._connection.is_at_fault(self._instance):
+            if not await self._connection.is_at_fault(instance):
                 self._is_sound = self._is_done = True  # the instance serves for other items
                 raise
             if not is_old:
                 raise
         await self.close()
-        self._connection.forget_kept()
-        self._instance, _ = await self._connection.take()
-        return await self._reset(self._instance, index)
+        instance, _ = await self._take(is_fresh=True)
+        return await self._reset(instance, index)
+
+    async def _take(self, *, is_fresh: bool = False) -> tuple[Instance, bool]:
+        async with self._limit("the wait for an instance"):
+            self._instance, is_old = await self._connection.take(is_fresh=is_fresh)
+        return self._instance, is_old
 
     async def _reset(self, instance: Instance, index: int) -> str:
-        """Returns the first observation as AgentGym's client puts it together."""
+        async with self._limit(f"the reset of item {index}"):
+            return await self._first_observation(instance, index)
+
+    async def _first_observation(self, instance: Instance, index: int) -> str:
+        """Resets, and returns what AgentGym's client then puts together."""
         dialect, number = self._dialect, instance.number
         fields = {dialect.item_key: index} | dict(dialect.reset_extra)
         reply = await self._connection.post("reset", instance, fields)
@@ -217,8 +220,14 @@ class RemoteEnv:
             raise self._connection.failure(f"{what} is no list: {json.dumps(reply)[:200]}")
         return [self._text(each, what) for each in reply]
 
-    def _slow(self, what: str) -> RemoteFailure:
-        return self._connection.failure(f"{what} took more than {self._timeout_s:g} s")
+    @asynccontextmanager
+    async def _limit(self, what: str) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                yield
+        except TimeoutError as error:
+            text = f"{what} took more than {self._timeout_s:g} s"
+            raise self._connection.failure(text) from error
 
 
 def check(remote: RemoteOptions) -> list[str]:
@@ -257,7 +266,7 @@ def make_spec(remote: RemoteOptions) -> EnvSpec:
         make=make,
         isolation=Isolation.TASK,
         sessions_per_worker=max_sessions(dialect, remote),
-        step_timeout_s=remote.timeout_s + dialect.close_timeout_s,
+        step_timeout_s=2 * remote.timeout_s + dialect.close_timeout_s,  # an instance, its reset
         stop=connection.stop,
         stop_timeout_s=dialect.close_timeout_s,
     )

@@ -183,6 +183,7 @@ class Counted:
         self.create_s = 0.0
         self.fault = False
         self.num_asked = 0
+        self.num_at_once = self.max_at_once = 0  # creates
         self.items: dict[int, int | None] = {}
         self._lock = asyncio.Lock()
         self.app = FastAPI()
@@ -201,8 +202,11 @@ class Counted:
     def _add_routes(self) -> None:
         @self.app.post("/create")
         async def create(request: Request):
+            self.num_at_once += 1
+            self.max_at_once = max(self.max_at_once, self.num_at_once)
             async with self._lock:
                 await asyncio.sleep(self.create_s)
+                self.num_at_once -= 1
                 number = self.num_asked % self.max_instances
                 self.num_asked += 1
                 self.items.setdefault(number, None)

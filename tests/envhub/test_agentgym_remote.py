@@ -297,6 +297,12 @@ def test_unknown_items_are_refused_without_a_server():
         asyncio.run(spec.make(Style.COMPACT).reset("all-test-9", 0))
 
 
+def test_split_without_items_is_called_empty():
+    spec = make_spec(options("maze", "http://127.0.0.1:9", num_test=0))
+    with pytest.raises(UnknownItem, match="subset 'all' has no test items"):
+        asyncio.run(spec.make(Style.COMPACT).reset("all-test-0", 0))
+
+
 def test_subset_is_no_larger_than_the_server():
     maze = make_spec(options("maze", "http://h", num_train=1000, num_test=100)).subsets["all"]
     assert (maze.num_train, maze.num_test) == (23, 2)

@@ -227,6 +227,28 @@ def test_every_item_of_a_folder_is_solved_by_the_expert(tmp_path):
                 assert len(results) <= sizes.max_turns
 
 
+def test_two_slots_of_one_kind_need_both_pieces(tmp_path):
+    peg = {"peg": shapeless("peg", [item("oak_planks")] * 3)}
+    crate = {"crate": shapeless("crate", [item("oak_planks"), tag("planks")])}
+    spec = make_spec(options(written(tmp_path, WOOD | peg | crate)))
+    env = spec.make(Style.COMPACT)
+    item_ids = map(spec.from_agentgym, range(5))
+    next(each for each in item_ids if env.reset(each, 0).rstrip(".").endswith("stick"))
+
+    def said(action: str) -> str:
+        return env.step(action).observation
+
+    said("get 2 oak logs")
+    said("craft 4 oak planks using 1 oak logs")
+    assert said("craft 1 peg using 3 oak planks") == "crafted 1 peg"
+    both = "craft 1 crate using 1 oak planks, 1 oak planks"
+    assert said(both) == "could not find enough items to craft crate"
+    assert said("inventory") == "inventory: 1 oak logs, 1 oak planks, 1 peg"
+    said("craft 4 oak planks using 1 oak logs")
+    assert said(both) == "crafted 1 crate"
+    assert said("inventory") == "inventory: 3 oak planks, 1 peg, 1 crate"
+
+
 def test_observation_of_a_folder_shows_every_member_of_a_tag(tmp_path):
     spec = make_spec(options(written(tmp_path, WOOD)))
     item_id = next(

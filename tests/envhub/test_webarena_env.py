@@ -1,6 +1,7 @@
 """Episodes on the web sites, ours and foreign ones, in a real browser."""
 
 import asyncio
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -127,6 +128,24 @@ def test_stopping_with_nothing_done_earns_nothing(sites: Sites):
         assert not result.is_valid
         result = await env.step("I give up ```stop [no idea]```")
         assert (result.reward, result.done) == (0.0, True)
+        await env.close()
+
+    sites.runner.run(episode())
+
+
+@browser
+@pytest.mark.slow
+def test_previous_action_is_told_with_the_line_of_its_element_to_the_end(sites: Sites):
+    async def episode():
+        env = sites.spec.make(Style.AGENTGYM)
+        seen = await env.reset("Shopping-test-0", 0)
+        number, line = re.findall(r"^\t*\[(\d+)\] (link '[^']*')$", seen, re.MULTILINE)[0]
+        result = await env.step(f"```click [{number}]```")
+        click = f"PREVIOUS ACTION: click [{number}] where [{number}] is {line}"
+        assert result.observation.endswith(click)
+        result = await env.step("```stop [no idea]```")
+        assert result.observation.startswith("OBSERVATION:\nTab 0 (current): ")
+        assert result.observation.endswith("PREVIOUS ACTION: stop [no idea]")
         await env.close()
 
     sites.runner.run(episode())

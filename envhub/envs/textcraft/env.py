@@ -123,11 +123,12 @@ class TextCraftEnv:
             given.append((int(counted[1]), counted[2]))
         is_tag, raw, known = target in self._book.tags, _raw(target), self._known(target)
         held = self._inventory
+        too_few = Answer(
+            f"Could not find enough items to craft {None if is_tag else raw}",
+            f"could not find enough items to craft {known}".rstrip(),
+        )
         if any(name not in held or held[name] < count for count, name in given):
-            return Answer(
-                f"Could not find enough items to craft {None if is_tag else raw}",
-                f"could not find enough items to craft {known}".rstrip(),
-            )
+            return too_few
         recipe = find_recipe(self._book, target, given)
         if recipe is None:
             tag, item_id = (raw, None) if is_tag else (None, raw)
@@ -136,7 +137,12 @@ class TextCraftEnv:
                 f"tag={tag!r}, item_id={item_id!r}), count={count_asked})",
                 f"could not find a valid recipe for {known}".rstrip(),
             )
+        wanted: Counter[str] = Counter()
         for count, name in given:
+            wanted[name] += count
+        if not wanted <= held:  # one kind fills two slots
+            return too_few
+        for name, count in wanted.items():
             held[name] -= count
             if not held[name]:
                 del held[name]

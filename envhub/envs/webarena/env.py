@@ -102,11 +102,12 @@ class WebarenaEnv:
         is_valid = True
         try:
             taken = self._parse(action)
-            self._previous = describe(taken)
+            self._previous = self._told(taken)
             if taken.kind is Kind.STOP:
+                told = ENDED if self._style is Style.COMPACT else await self._observation()
                 reward = await grade(self._task["eval"], session, taken.text)
                 self._done = True
-                return StepResult(observation=ENDED, reward=reward, done=True, is_valid=True)
+                return StepResult(observation=told, reward=reward, done=True, is_valid=True)
             local = self._catalogue.names.local(taken.text) if taken.kind is Kind.GOTO else ""
             await session.perform(replace(taken, text=local) if local else taken)
             self._solution.follow(taken, expected)
@@ -127,6 +128,16 @@ class WebarenaEnv:
                 "matching element found. Please check the observation more carefully."
             )
         return action
+
+    def _told(self, action: Action) -> str:
+        """Returns an action as the previous one is told: AgentGym adds its element's line."""
+        said = describe(action)
+        is_on_element = action.kind in (Kind.CLICK, Kind.HOVER, Kind.TYPE)
+        if self._style is Style.COMPACT or not is_on_element:
+            return said
+        lines = zip(self._shown, tree.agentgym_lines(self._shown), strict=True)
+        line = next(line for node, line in lines if node.id == action.element)
+        return f"{said} where [{action.element}] is {' '.join(line.split()[1:])}"
 
     async def _observation(self) -> str:
         session, names = self._live(), self._catalogue.names

@@ -110,7 +110,7 @@ class WordleEnv:
 
 
 def from_agentgym(index: int) -> str:
-    """Returns the item whose draws begin with AgentGym's seed; the draws themselves are ours.
+    """Returns the item that draws as AgentGym's seed does, though from words of our own.
 
     Raises:
         UnknownItem: negative or too large.
