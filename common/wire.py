@@ -52,8 +52,9 @@ def decode(frames: list[bytes]) -> Any:
     """Return the message that `encode` made these frames of.
 
     Raises:
-        WireError: not msgpack, another schema version, an unknown type, a missing or unknown
-            field, a value of the wrong type, or an array that does not match its frame.
+        WireError: not msgpack, another schema version, an unknown type, a field that is unknown,
+            or missing and without a default, a value of the wrong type, or an array that does not
+            match its frame.
     """
     if not frames or len(frames[0]) > MAX_HEADER_BYTES:
         raise WireError("no header, or a header over the size limit")
@@ -115,6 +116,11 @@ def _fields(cls: type) -> tuple[dataclasses.Field[Any], ...]:
 
 
 @functools.cache
+def _required(cls: type) -> frozenset[str]:
+    return frozenset(f.name for f in _fields(cls) if f.default is dataclasses.MISSING)
+
+
+@functools.cache
 def _hints(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
@@ -163,14 +169,15 @@ def _message_from_plain(cls: type, value: Any, frames: list[bytes], *, path: str
     if not isinstance(value, dict):
         raise WireError(f"{path} is {type(value).__name__}, not a map of fields")
     hints = _hints(cls)
-    if value.keys() != hints.keys():
-        missing = sorted(hints.keys() - value.keys())
-        unknown = sorted(map(str, value.keys() - hints.keys()))
+    missing = sorted(_required(cls) - value.keys())
+    unknown = sorted(map(str, value.keys() - hints.keys()))
+    if missing or unknown:
         raise WireError(f"{path}: missing fields {missing}, unknown fields {unknown}")
     return cls(
         **{
             name: _from_plain(hints[name], value[name], frames, path=f"{path}.{name}")
             for name in hints
+            if name in value
         }
     )
 

@@ -149,6 +149,12 @@ def test_wire_refuses_what_its_schema_does_not_say(frames: list[bytes], reason: 
         decode(frames)
 
 
+def test_field_that_has_a_default_may_be_missing() -> None:
+    fields = {"version": 1, "is_last": False, "max_ahead_steps": 2, "signals": {}}
+    assert decode(frames_of("StepDone", fields)).number == 0
+    assert decode(frames_of("StepDone", fields | {"number": 7})).number == 7
+
+
 @pytest.mark.parametrize("value", ["neither", 3, ["train"], None])
 def test_wire_refuses_what_no_enum_holds(value: Any) -> None:
     with pytest.raises(WireError, match=r"Trajectory\.kind"):
