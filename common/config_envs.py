@@ -24,6 +24,7 @@ class BabyaiOptions:
     shaped_reward: bool = False  # success pays 1 - 0.9 * steps / max_steps instead of 1
     agentgym_goals: bool = False  # AgentGym's wording: "and" for "then" and "after you"
     agentgym_layouts: bool = False  # AgentGym's layouts, also the few that nobody can solve
+    agentgym_rules: bool = False  # all three, and its actions, numbers, paths and lost rewards
 
 
 @dataclass(slots=True, kw_only=True)
@@ -109,8 +110,13 @@ class RemoteOptions:
 
 @dataclass(slots=True, kw_only=True)
 class EnvsSection:
-    """Options of every environment; one that is not served is ignored."""
+    """Options of every environment; one that is not served is ignored.
 
+    `agentgym_rules` is the mode for comparing with AgentGym's servers: BabyAI by their rules, and
+    questions that may be answered again.
+    """
+
+    agentgym_rules: bool = False
     textcraft: TextcraftOptions = field(default_factory=TextcraftOptions)
     babyai: BabyaiOptions = field(default_factory=BabyaiOptions)
     sciworld: SciworldOptions = field(default_factory=SciworldOptions)
@@ -119,3 +125,7 @@ class EnvsSection:
     webarena: WebarenaOptions = field(default_factory=WebarenaOptions)
     sqlgym: SqlgymOptions = field(default_factory=SqlgymOptions)
     plugins: dict[str, str] = field(default_factory=dict[str, str])  # options of outside ones
+
+    def __post_init__(self) -> None:
+        if self.agentgym_rules:
+            self.babyai.agentgym_rules = self.searchqa.retry = True

@@ -213,6 +213,11 @@ def _code(thing) -> int:
 
 def make_spec(options: EnvsSection) -> EnvSpec:
     """Returns BabyAI's catalogue entry."""
+    make = partial(BabyAiEnv, options=options.babyai)
+    if options.babyai.agentgym_rules:
+        from envhub.envs.babyai.agentgym_env import AgentGymBabyAiEnv  # imports this module
+
+        make = partial(AgentGymBabyAiEnv, options=options.babyai)
     return EnvSpec(
         name="babyai",
         subsets=SUBSETS,
@@ -220,7 +225,7 @@ def make_spec(options: EnvsSection) -> EnvSpec:
             Style.COMPACT: text.COMPACT_INSTRUCTION,
             Style.AGENTGYM: text.AGENTGYM_INSTRUCTION,
         },
-        make=partial(BabyAiEnv, options=options.babyai),
+        make=make,
         tasks=load_tasks(TASKS_PATH),
         isolation=Isolation.INLINE,
         from_agentgym=levels.from_agentgym,

@@ -88,6 +88,11 @@ def _spread(lit: int, clear: int) -> tuple[int, int]:
     return lit, ahead
 
 
+def view_positions(scene: Scene) -> list[int]:
+    """Returns the positions of the 49 view cells."""
+    return [scene.at + offset for offset in _offsets(scene.stride, scene.heading)]
+
+
 def visible_codes(scene: Scene) -> list[int | None]:
     """Returns the 49 view cells' codes; None where the agent cannot see."""
     codes, at = scene.codes, scene.at

@@ -110,12 +110,17 @@ def _names(actions: list[Action]) -> list[str]:
     return [*(action.name for action in actions), CHECK]
 
 
+def asked(actions: list[Action]) -> str:
+    """Returns AgentGym's answer to `check available actions`."""
+    return f"You can take the following actions: {', '.join(_names(actions))}"
+
+
 def refusal(scene: Scene, objects: list[Seen], actions: list[Action], action: str) -> str:
     """Returns AgentGym's answer to a normalized action text that is not available."""
     if not action:
         return "No change in state."
     if "check" in action:
-        return f"You can take the following actions: {', '.join(_names(actions))}"
+        return asked(actions)
     if action == "move forward":
         return "There is a barrier in front of you, you can't move forward."
     if action == "drop":

@@ -1,0 +1,206 @@
+"""AgentGym's own rules for BabyAI's actions: what is listed, how it is numbered, where paths lead.
+
+They are those of its server, oddities included, for whoever compares with its results: an object
+is numbered among those that can be reached, so that it may have another number than in the
+description; actions without effect are listed; paths lead through cells out of sight.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from envhub.envs.babyai import scene as sc
+from envhub.envs.babyai.actions import Action, Kind, has_key
+from envhub.envs.babyai.scene import Scene, Seen
+
+Pose = tuple[int, int, int]  # cells ahead, cells to the right, quarter turns clockwise
+START: Pose = (0, 0, 0)
+STEPS = ((1, 0), (0, 1), (-1, 0), (0, -1))  # (ahead, right) of a step after 0..3 quarter turns
+# Its window has one row or column more than the view, behind the agent or at its right.
+BEHIND, RIGHTMOST = (1, 1, 0, 0), (3, 4, 4, 3)  # by heading: east, south, west, north
+NO_CHANGE = "No change in state."
+UNKNOWN = "The action is not recognized. Please check valid actions."
+NO_PATH = "there is no path leading to it"
+BARRIER = "There is a barrier in front of you, you can't move forward."
+EMPTY_HANDS = "You cannot drop the object, as you are not carrying anything."
+NO_ROOM = "You cannot drop the object, as there is already an object in front of you."
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What may be done now, in order, and why what is asked for may not."""
+
+    actions: dict[str, Action] = field(default_factory=dict[str, Action])
+    refusals: dict[str, str] = field(default_factory=dict[str, str])
+
+    def add(self, name: str, kind: Kind, path: Iterable[int], position: int = -1) -> None:
+        """Offers an action."""
+        self.actions[name] = Action(name, kind, tuple(path), position)
+
+    def refuse(self, name: str, reason: str) -> None:
+        """Says why something is not offered."""
+        self.refusals[name] = f"You cannot {name}, as {reason}."
+
+    def add_numbered(self, verb: str, seen: Seen, counts: dict[str, int], action: "_Tail") -> None:
+        """Offers something to be done with an object; only what can be reached gets a number."""
+        number = counts.get(seen.name, 0) + 1
+        name = f"{verb} {seen.name} {number}"
+        if action.path is None:
+            self.refuse(name, NO_PATH)
+            return
+        counts[seen.name] = number
+        self.add(name, action.kind, action.path, seen.position)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tail:
+    kind: Kind
+    path: tuple[int, ...] | None
+
+
+def offer(scene: Scene, objects: list[Seen], view: list[int | None]) -> Offer:
+    """Returns AgentGym's actions in a scene, without `check available actions`."""
+    facing, onto = _paths(scene, objects, view)
+    made = Offer()
+    made.add("turn left", Kind.MOVE, (sc.LEFT,))
+    made.add("turn right", Kind.MOVE, (sc.RIGHT,))
+    if _is_barred(scene):
+        made.refusals["move forward"] = BARRIER
+    else:
+        made.add("move forward", Kind.MOVE, (sc.FORWARD,))
+    _add_handling(made, scene, objects, facing)
+    counts: dict[str, int] = {}
+    for seen in objects:
+        if seen.code in sc.DOOR_STATE:
+            counts[seen.name] = counts.get(seen.name, 0) + 1
+            label = f"{seen.name} {counts[seen.name]}"
+            _add_door(made, scene, seen, label, facing[seen.position], onto[seen.position])
+    for seen in objects:
+        if seen.code == sc.GOAL and (path := onto[seen.position]) is not None:
+            made.add("go to goal", Kind.MOVE, path, seen.position)
+    counts = {}
+    for seen in objects:
+        if seen.code != sc.GOAL:
+            made.add_numbered("go to", seen, counts, _Tail(Kind.MOVE, facing[seen.position]))
+    return made
+
+
+def _is_barred(scene: Scene) -> bool:
+    front = scene.front()
+    code = scene.codes[front]
+    return code == sc.WALL or (code == sc.THING and scene.things[front][1] == "box")
+
+
+def _add_handling(
+    made: Offer, scene: Scene, objects: list[Seen], facing: dict[int, tuple[int, ...] | None]
+) -> None:
+    """Offers picking up with empty hands, else dropping."""
+    if scene.carrying is None:
+        made.refusals["drop"] = EMPTY_HANDS
+        counts: dict[str, int] = {}
+        for seen in objects:
+            if seen.code in (sc.THING, sc.LAVA):
+                path = facing[seen.position]
+                full = None if path is None else (*path, sc.PICKUP)
+                made.add_numbered("pickup", seen, counts, _Tail(Kind.PICKUP, full))
+    elif scene.codes[scene.front()] in (sc.WALL, sc.THING, sc.LAVA):
+        made.refusals["drop"] = NO_ROOM
+    else:
+        made.add("drop", Kind.DROP, (sc.DROP,), scene.front())
+
+
+def _add_door(
+    made: Offer,
+    scene: Scene,
+    seen: Seen,
+    label: str,
+    facing: tuple[int, ...] | None,
+    onto: tuple[int, ...] | None,
+) -> None:
+    through, toggle = f"go through {label}", f"toggle and go through {label}"
+    if seen.code == sc.OPEN:
+        if onto is None:
+            made.refuse(through, NO_PATH)
+        else:
+            made.add(through, Kind.MOVE, onto, seen.position)
+        return
+    if seen.code == sc.CLOSED:
+        made.refuse(through, "it is closed. You should toggle it first")
+    elif scene.carrying is None or scene.carrying[1] != "key":
+        made.refuse(toggle, "you are not carrying a key")
+        return
+    elif not has_key(scene, seen.position):
+        made.refuse(
+            toggle, "the color of the key you are carrying does not match the color of door"
+        )
+        return
+    if facing is None:
+        made.refuse(toggle, NO_PATH)
+        return
+    made.add(toggle, Kind.TOGGLE_THROUGH, (*facing, sc.TOGGLE, sc.FORWARD), seen.position)
+    if not facing:
+        made.add("toggle", Kind.TOGGLE, (sc.TOGGLE,), seen.position)
+
+
+def _paths(
+    scene: Scene, objects: list[Seen], view: list[int | None]
+) -> tuple[dict[int, tuple[int, ...] | None], dict[int, tuple[int, ...] | None]]:
+    """Returns the paths that end facing each object, and those that end on it, by its position.
+
+    The search is AgentGym's: forward, left, right; a pose that waits in the queue is entered again,
+    and the path to it is that of its last entry.
+    """
+    barred = {
+        (cell // sc.VIEW, cell % sc.VIEW - sc.HALF)
+        for cell, code in enumerate(view)
+        if code in (sc.WALL, sc.THING, sc.LAVA) and cell != sc.HALF
+    }
+    heading = scene.heading & 3
+    aheads = range(-BEHIND[heading], sc.VIEW)
+    rights = range(-sc.HALF, RIGHTMOST[heading] + 1)
+    wanted = {(seen.forward, seen.right): seen.position for seen in objects}
+    facing: dict[int, tuple[int, ...] | None] = dict.fromkeys(wanted.values())
+    onto: dict[int, tuple[int, ...] | None] = dict.fromkeys(wanted.values())
+    entered: dict[Pose, tuple[Pose, int]] = {}
+    left: set[Pose] = set()
+    queue: deque[Pose] = deque([START])
+    while queue:
+        pose = queue.popleft()
+        left.add(pose)
+        ahead, right, turn = pose
+        step = (ahead + STEPS[turn][0], right + STEPS[turn][1])
+        for found, place in ((facing, step), (onto, (ahead, right))):
+            position = wanted.get(place)
+            if position is not None and found[position] is None:
+                found[position] = _way(entered, pose)
+        for following, primitive in (
+            ((*step, turn), sc.FORWARD),
+            ((ahead, right, (turn - 1) & 3), sc.LEFT),
+            ((ahead, right, (turn + 1) & 3), sc.RIGHT),
+        ):
+            cell = following[:2]
+            is_inside = cell[0] in aheads and cell[1] in rights
+            if is_inside and following not in left and cell not in barred:
+                queue.append(following)
+                entered[following] = (pose, primitive)
+    return facing, onto
+
+
+def _way(entered: dict[Pose, tuple[Pose, int]], pose: Pose) -> tuple[int, ...]:
+    path: list[int] = []
+    while pose != START:
+        pose, primitive = entered[pose]
+        path.append(primitive)
+    return tuple(reversed(path))
+
+
+def image(scene: Scene) -> tuple[object, ...]:
+    """Returns what tells two views apart, as the agent's own picture would."""
+    view = sc.visible_codes(scene)
+    places = sc.view_positions(scene)
+    shown = [
+        (code, scene.things.get(place) if code is not None and code > sc.WALL else None)
+        for code, place in zip(view, places, strict=True)
+    ]
+    shown[sc.HALF] = (None, scene.carrying)
+    return tuple(shown)

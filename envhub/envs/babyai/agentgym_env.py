@@ -1,0 +1,117 @@
+"""BabyAI judged as AgentGym's server judges it, oddities included."""
+
+from dataclasses import replace
+
+from common.config_envs import BabyaiOptions
+from envhub.env import ItemId, StepResult, Style, action_text
+from envhub.envs.babyai import actions as act
+from envhub.envs.babyai import scene as sc
+from envhub.envs.babyai import text
+from envhub.envs.babyai.actions import Action, Kind
+from envhub.envs.babyai.agentgym_actions import NO_CHANGE, UNKNOWN, image, offer
+from envhub.envs.babyai.env import BabyAiEnv, read_scene
+
+MIN_REWARD = 0.5  # what pays no more does not end the episode
+PRIMITIVES = {sc.LEFT: "turn left", sc.RIGHT: "turn right", sc.FORWARD: "move forward"}
+
+
+class AgentGymBabyAiEnv(BabyAiEnv):
+    """One BabyAI episode by AgentGym's rules.
+
+    Its actions, numbers and paths; a macro goes on until a primitive changes nothing in sight, and
+    what its last primitive paid counts, so that a success on the way is lost; the reward is
+    minigrid's, falls with the steps, is told again after an invalid action, and ends the episode
+    only above 0.5. KeyInBox cannot be solved. Here it is never below 0, `pick up` is understood as
+    well, and the first view of PutNextS7N4Carrying does not show what the agent carries already.
+    """
+
+    def __init__(self, style: Style, *, options: BabyaiOptions) -> None:
+        rules = {"shaped_reward": True, "agentgym_goals": True, "agentgym_layouts": True}
+        super().__init__(style, options=replace(options, **rules))
+        self._reward = 0.0  # of the last action that was performed
+        self._has_ended = False  # for minigrid, by that action
+
+    def _start(self, item: ItemId) -> None:
+        self._reward, self._has_ended = 0.0, False
+        super()._start(item)
+
+    def _look(self) -> None:
+        super()._look()
+        self._offer = offer(self._scene, self._objects, self._view)
+
+    def step(self, action: str) -> StepResult:
+        """Performs one high-level action given as text."""
+        if self._done:
+            raise RuntimeError("step after the episode has ended")
+        name = act.normalize(action_text(action))
+        chosen = self._offer.actions.get(name)
+        is_asked = "check" in name
+        if chosen is None or not chosen.primitives or is_asked:
+            return StepResult(
+                observation=self._refusal(name),
+                reward=self._reward,
+                done=False,
+                is_valid=chosen is not None or is_asked,
+            )
+        self._run(chosen)
+        self._done = self._has_ended and self._reward > MIN_REWARD
+        return StepResult(
+            observation=self._observation(), reward=self._reward, done=self._done, is_valid=True
+        )
+
+    def _run(self, action: Action) -> None:
+        is_paid = False
+        for primitive in action.primitives:
+            before = image(self._scene)
+            _, reward, self._has_ended, _, _ = self._level.step(primitive)
+            is_paid = float(reward) > 0
+            self._scene = read_scene(self._level)
+            if image(self._scene) == before:
+                break
+        self._reward = self._success_reward() if is_paid else 0.0
+        self._look()
+
+    def _observation(self) -> str:
+        if self._style is Style.COMPACT:
+            return super()._observation()
+        offered = list(self._offer.actions.values())
+        return text.agentgym_view(
+            self._scene, self._objects, self._view, offered, is_over=self._has_ended
+        )
+
+    def _refusal(self, name: str) -> str:
+        offered = list(self._offer.actions.values())
+        if "check" in name:
+            answer = text.asked(offered)
+        elif name and name not in self._offer.actions:
+            answer = self._offer.refusals.get(name, UNKNOWN)
+        else:
+            answer = NO_CHANGE
+        if self._style is Style.COMPACT:
+            return f"{text.INVALID}, {self._observation()}"
+        return f"{answer}\n{text.available(offered)}"
+
+    def valid_actions(self) -> list[str]:
+        """Returns every action that AgentGym lists; none when the episode has ended."""
+        return [] if self._done else [*self._offer.actions]
+
+    def expert_action(self) -> str | None:
+        """Returns the scripted expert's action, in AgentGym's words and one part at a time."""
+        name = None if self._done else self._expert.choose(self._scene, self._by_name)
+        return None if name is None else self._worded(self._by_name[name])
+
+    def _worded(self, wanted: Action) -> str | None:
+        """Returns an action on offer that does the same, or its first part; None without one."""
+        if wanted.kind is Kind.TOGGLE_THROUGH:  # at once it would pay nothing for opening
+            walk = wanted.primitives[:-2]
+            part = Kind.MOVE if walk else Kind.TOGGLE
+            wanted = replace(wanted, kind=part, primitives=walk or (sc.TOGGLE,))
+        ends = act.poses(self._scene, wanted)[-1]
+        for name, action in self._offer.actions.items():
+            if action.kind is not wanted.kind or not action.primitives:
+                continue
+            is_same_place = act.poses(self._scene, action)[-1] == ends
+            is_same_thing = wanted.kind is Kind.MOVE or action.position == wanted.position
+            if is_same_place and is_same_thing:
+                return name
+        return PRIMITIVES.get(wanted.primitives[0])
