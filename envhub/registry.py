@@ -5,7 +5,7 @@ import inspect
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -162,11 +162,12 @@ def is_reference(name: str) -> bool:
 def parse_options(plain: Mapping[str, Any]) -> tuple[EnvsSection, RemoteOptions]:
     """Returns the options that `Registry.load_order` wrote."""
     default = EnvsSection()
-    sections = {
-        name: value if name == "plugins" else type(getattr(default, name))(**value)
-        for name, value in plain["envs"].items()
-    }
+    sections = {name: _like(getattr(default, name), value) for name, value in plain["envs"].items()}
     return EnvsSection(**sections), RemoteOptions(**plain["env"])
+
+
+def _like(default: Any, value: Any) -> Any:
+    return type(default)(**value) if is_dataclass(default) else value
 
 
 def load_spec(name: str, options: EnvsSection, remote: RemoteOptions) -> EnvSpec:

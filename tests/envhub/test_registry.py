@@ -63,7 +63,8 @@ def test_broken_reference_says_what_is_missing(reference: str, words: str):
 
 
 def test_worker_gets_the_options_of_the_hub():
-    options = EnvsSection(browser=BrowserOptions(max_sessions=3), plugins={"size": "9"})
+    browser, plugins = BrowserOptions(max_sessions=3), {"size": "9"}
+    options = EnvsSection(browser=browser, plugins=plugins, agentgym_rules=True)
     remote = RemoteOptions(url="http://h:1", dialect="alfworld", num_test=7)
     registry = Registry(["textcraft"], options, remote)
     order = registry.load_order("textcraft")
