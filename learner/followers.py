@@ -149,7 +149,7 @@ class Followers:
             if follower.process.exitcode is None:
                 logger.warning("killing rank=%d pid=%s", follower.rank, follower.process.pid)
                 follower.process.kill()
-                follower.process.join()
+                follower.process.join(STOP_S)
         self._followers = []
         shutil.rmtree(self._meeting, ignore_errors=True)
 
