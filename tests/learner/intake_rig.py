@@ -141,8 +141,10 @@ class GatedJournal(JournalWriter):
         super().__init__(folder)
         self.gate = threading.Event()
         self.gate.set()
+        self.is_syncing = threading.Event()  # set when it was asked for, from then on
 
     def sync(self) -> None:
+        self.is_syncing.set()
         assert self.gate.wait(5.0)
         super().sync()
 

@@ -145,3 +145,30 @@ def test_adopted_episodes_are_known_and_go_where_they_belong(setup: Setup) -> No
     assert setup.journaled() == ["open/2"]
     groups, _ = setup.next_batch()
     assert [group.group_id for group in groups] == ["open"]
+
+
+def test_bookmark_moves_to_the_end_when_all_that_was_taken_in_is_settled(running: Setup) -> None:
+    for number in range(3):
+        running.deliver(member(number, group_id="g0000000"))
+    assert running.intake.bookmark(version=0).position == JOURNAL_START
+    running.scheduler.told.save(closed_below=1)
+    running.scheduler.pump_beats(2)
+    bookmark = running.intake.bookmark(version=0)
+    assert bookmark.position == running.journal.position > JOURNAL_START
+    assert bookmark.closed_below == 1
+
+
+def test_bookmark_lies_before_an_episode_that_is_still_being_taken_in(running: Setup) -> None:
+    running.deliver(member(0, group_id="g0000000"))
+    running.scheduler.told.save(closed_below=1)
+    running.scheduler.pump_beats(2)
+    end = running.journal.position
+    running.journal.is_syncing.clear()
+    running.journal.gate.clear()
+    running.actor.send_multipart(encode(member(0, group_id="g0000001")))
+    assert running.journal.is_syncing.wait(5.0)
+    assert running.journal.position > end  # appended, and not yet promised to anybody
+    assert running.intake.bookmark(version=0).position == end
+    running.journal.gate.set()
+    assert decode(running.actor.recv_multipart()).is_accepted
+    assert running.intake.bookmark(version=0).position == end
