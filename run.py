@@ -11,18 +11,18 @@ from functools import partial
 from pathlib import Path
 
 try:
-    from common.command_line import Request, parse
-    from common.config import RunConfig
-    from common.config_load import (
+    from common.config.command_line import Request, parse
+    from common.config.load import (
         config_as_yaml,
         find_config,
         load_config,
         override_value,
         save_config,
     )
+    from common.config.run_config import RunConfig
     from common.errors import ConfigError
     from common.log import configure_logging
-    from common.run_dir import RunDir
+    from common.store.run_dir import RunDir
 except ModuleNotFoundError as e:
     sys.exit(
         f"error: {e.name} is not installed for {sys.executable}; `make setup` installs everything "
@@ -71,10 +71,10 @@ def train(cfg: RunConfig, run_dir: RunDir) -> int:
     from common.launch.local import LocalLauncher
     from common.launch.lock import hold_run
     from common.launch.memory import MemoryWatch
+    from common.launch.preflight import check, has_cuda
     from common.launch.roles import make_role_specs
-    from common.preflight import check, has_cuda
-    from common.run_start import mark_finished, prepare
-    from common.security import create_keys
+    from common.store.run_start import mark_finished, prepare
+    from common.wire.security import create_keys
     from envhub.command import missing_for
 
     check(cfg, ROOT, missing=missing_for(cfg))
@@ -142,9 +142,9 @@ def find_role(name: str) -> Callable[[RunConfig, RunDir], None]:
 
 def make_policy(cfg: RunConfig, run_dir: RunDir) -> int:
     """Collect demonstrations unless some are given, train on them; return the exit code."""
-    from actor.demonstrate import demonstrate
+    from actor.play.demonstrate import demonstrate
     from common.launch.hub import serve_hub
-    from common.security import create_keys
+    from common.wire.security import create_keys
     from envhub.command import missing_for
     from learner.offline import sft
 
@@ -164,7 +164,7 @@ def make_policy(cfg: RunConfig, run_dir: RunDir) -> int:
 
 def prefer(cfg: RunConfig) -> int:
     """Train on pairs of episodes; return the exit code."""
-    from common.preflight import check_model
+    from common.launch.preflight import check_model
     from learner.offline import dpo
 
     check_model(cfg.model.path, ROOT)
@@ -174,13 +174,13 @@ def prefer(cfg: RunConfig) -> int:
 
 def evolve(cfg: RunConfig, run_dir: RunDir) -> int:
     """Play and imitate what succeeded, again and again; return the exit code."""
-    from actor.play import Plan, play_into_journal
+    from actor.play.play import Plan, play_into_journal
     from common.launch.hub import serve_hub
-    from common.preflight import check
-    from common.security import create_keys
+    from common.launch.preflight import check
+    from common.wire.security import create_keys
     from envhub.command import missing_for
     from learner.offline import evolve as agent_evol
-    from learner.scheduler.catalog import fetch_catalogue
+    from learner.scheduler.curriculum.catalogue import fetch_catalogue
 
     check(cfg, ROOT, missing=missing_for(cfg))
     token = create_keys(run_dir.keys).hub_token
@@ -199,10 +199,10 @@ def evolve(cfg: RunConfig, run_dir: RunDir) -> int:
 
 def evaluate(cfg: RunConfig, run_dir: RunDir) -> int:
     """Play held-out items with one policy, write and print the tables; return the exit code."""
-    from actor.evaluate import check_policy
+    from actor.play.evaluate import check_policy
     from common.launch.hub import serve_hub
     from common.launch.lock import hold_run
-    from common.security import create_keys
+    from common.wire.security import create_keys
     from envhub.command import missing_for
 
     missing = missing_for(cfg)
@@ -221,10 +221,10 @@ def evaluate(cfg: RunConfig, run_dir: RunDir) -> int:
 
 
 def _evaluate_at(url: str, token: str, cfg: RunConfig, run_dir: RunDir) -> int:
-    from actor.evaluate import fetch_task_lists, run
-    from common.config_eval import EvalItems
-    from learner.scheduler.catalog import fetch_catalogue, validate_tasks
-    from learner.scheduler.heldout import choose_items
+    from actor.play.evaluate import fetch_task_lists, run
+    from common.config.evaluation import EvalItems
+    from learner.scheduler.curriculum.catalogue import fetch_catalogue, validate_tasks
+    from learner.scheduler.evaluation.heldout import choose_items
 
     catalogue = fetch_catalogue(url, token=token, timeout_s=cfg.actor.env_timeout_s)
     validate_tasks(cfg.tasks, catalogue)
@@ -236,7 +236,7 @@ def _evaluate_at(url: str, token: str, cfg: RunConfig, run_dir: RunDir) -> int:
 
 def be_role(name: str, cfg: RunConfig, run_dir: RunDir) -> int:
     """Run one role in this process until it ends; return the exit code."""
-    from common.security import create_keys
+    from common.wire.security import create_keys
 
     configure_logging(name, cfg.log.level)
     create_keys(run_dir.keys)
@@ -248,7 +248,7 @@ def be_role(name: str, cfg: RunConfig, run_dir: RunDir) -> int:
 
 def doctor(request: Request) -> int:
     """Print what this machine has and lacks; 1 if anything is lacking."""
-    from common.preflight import examine, format_checks
+    from common.launch.preflight import examine, format_checks
     from envhub.command import examine_environments, missing_for
 
     config = request.config or DEFAULT_CONFIG
@@ -290,7 +290,7 @@ def status(cfg: RunConfig, run_dir: RunDir) -> int:
 
 def objective_comment(cfg: RunConfig) -> str:
     """Return what the learner would optimise, as lines of comment below the config."""
-    from learner.objective import dead_knobs, objective_text
+    from learner.objective.describe import dead_knobs, objective_text
 
     lines = [f"objective: {objective_text(cfg.algorithm, cfg.learner)}"]
     lines += [f"warning: {line}" for line in dead_knobs(cfg.algorithm, cfg.learner)]
@@ -299,12 +299,12 @@ def objective_comment(cfg: RunConfig) -> str:
 
 def bench(request: Request) -> int:
     """Measure this machine; return 0 if every bound holds."""
-    from envhub.bench import SUITES as HUB_SUITES
-    from learner.bench import run_suite as measure_learner
-    from learner.bench_gpu import run_suite as measure_gpu
-    from learner.scheduler.bench import run_suite as measure_scheduler
-    from learner.studies import SUITES as STUDIES
-    from learner.twin.bench_tail import run_suite as measure_tail
+    from envhub.bench.suite import SUITES as HUB_SUITES
+    from learner.bench.gpu import run_suite as measure_gpu
+    from learner.bench.studies import SUITES as STUDIES
+    from learner.bench.suite import run_suite as measure_learner
+    from learner.scheduler.bench.suite import run_suite as measure_scheduler
+    from learner.simulator.bench_tail import run_suite as measure_tail
 
     suites = {**HUB_SUITES, "learner": measure_learner, "gpu": measure_gpu, **STUDIES}
     suites |= {"scheduler": measure_scheduler, "tail": measure_tail}
@@ -319,7 +319,7 @@ def dispatch(request: Request) -> int:
     if request.command == "doctor":
         return doctor(request)
     if request.command == "envhub" and not request.is_dry:
-        from envhub.memory import use_system_allocator
+        from envhub.hosting.process_memory import use_system_allocator
 
         use_system_allocator()
     if request.command == "bench":
@@ -342,7 +342,7 @@ def dispatch(request: Request) -> int:
         configure_logging("sft", cfg.log.level)
         return make_policy(cfg, run_dir)
     if request.command == "simulate":
-        from learner.twin.main import run as simulate
+        from learner.simulator.main import run as simulate
 
         return simulate(cfg, sys.stdout)
     if request.command == "dpo":

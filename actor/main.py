@@ -15,20 +15,20 @@ import uvloop
 import zmq.asyncio
 from transformers import AutoTokenizer
 
-from actor.control import Control
-from actor.delivery import Delivery
-from actor.engine import Engine
-from actor.env_client import HubClient
-from actor.episodes import Episodes
-from actor.lockstep import Rounds
-from actor.render import Renderer
-from actor.waiting import wait_aloud
-from actor.weights import WeightLink
-from common.config import RunConfig
+from actor.engine.engine import Engine
+from actor.engine.weights import WeightLink
+from actor.links.delivery import Delivery
+from actor.links.scheduler_client import Control
+from actor.links.waiting import wait_aloud
+from actor.rollout.env_client import HubClient
+from actor.rollout.lockstep import Rounds
+from actor.rollout.pool import Episodes
+from actor.rollout.render import Renderer
+from common.config.run_config import RunConfig
 from common.errors import LongstrideError
-from common.messages import Heartbeat, Hello
-from common.run_dir import RunDir
-from common.security import load_keys
+from common.store.run_dir import RunDir
+from common.wire.messages import Heartbeat, Hello
+from common.wire.security import load_keys
 
 logger = logging.getLogger(__name__)
 

@@ -4,14 +4,20 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from common.config import RunConfig
-from common.config_load import load_config
+from common.config.load import load_config
+from common.config.run_config import RunConfig
 from common.errors import ConfigError
-from common.preflight import Check
-from envhub.catalogue import format_rows, list_rows
+from common.launch.preflight import Check
+from envhub.catalogue.health import hub_of, servers_of, silent
+from envhub.catalogue.listing import format_rows, list_rows
+from envhub.catalogue.registry import (
+    LOADERS,
+    Registry,
+    UnknownEnv,
+    is_reference,
+    missing_requirements,
+)
 from envhub.env import nearest
-from envhub.reach import hub_of, servers_of, silent
-from envhub.registry import LOADERS, Registry, UnknownEnv, is_reference, missing_requirements
 
 SHORT_KEYS = {"port": "envhub.port", "host": "envhub.host", "token": "envhub.token"}
 

@@ -13,13 +13,13 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
-from common.config import EnvhubSection, RunConfig
-from common.config_envs import EnvsSection, RemoteOptions
-from common.run_dir import RunDir
-from common.security import create_keys
-from envhub.registry import Registry, missing_requirements
-from envhub.server import make_app
-from envhub.sessions import Sessions
+from common.config.envs import EnvsSection, RemoteOptions
+from common.config.run_config import EnvhubSection, RunConfig
+from common.store.run_dir import RunDir
+from common.wire.security import create_keys
+from envhub.catalogue.registry import Registry, missing_requirements
+from envhub.hosting.sessions import Sessions
+from envhub.http.routes import make_app
 
 logger = logging.getLogger(__name__)
 

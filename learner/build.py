@@ -8,28 +8,28 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from common.config import RunConfig, TrainMode
-from common.journal import JournalWriter
-from common.messages import Hello
-from common.metrics import MetricsWriter
-from common.run_dir import RunDir
-from common.security import RunKeys, load_keys
-from common.sockets import Router
-from common.wandb_sink import WandbSink
-from learner.bad_batch import dump_batch
-from learner.bookmark import load_bookmark
-from learner.build_trainer import load_start, make_trainer
-from learner.checkpoint import Checkpoints, newest_checkpoint
-from learner.device import pick_device
-from learner.followers import Followers
-from learner.groups import GroupTable
-from learner.intake import Intake
-from learner.model import vocabulary_size
-from learner.publish import Publisher
-from learner.resume import last_logged, readopt, repeat_steps
-from learner.samples import group_has_signal
-from learner.step_log import StepLog, read_steps
-from learner.trainer import Trainer
+from common.config.run_config import RunConfig, TrainMode
+from common.store.journal import JournalWriter
+from common.store.metrics import MetricsWriter
+from common.store.run_dir import RunDir
+from common.store.wandb_sink import WandbSink
+from common.wire.messages import Hello
+from common.wire.security import RunKeys, load_keys
+from common.wire.sockets import Router
+from learner.batch.credit import group_has_signal
+from learner.ingest.group_assembly import GroupTable
+from learner.ingest.intake import Intake
+from learner.ingest.replay_point import load_bookmark
+from learner.policy.device import pick_device
+from learner.policy.model import vocabulary_size
+from learner.recovery.resume import last_logged, readopt, repeat_steps
+from learner.recovery.step_log import StepLog, read_steps
+from learner.training.bad_batch import dump_batch
+from learner.training.build import load_start, make_trainer
+from learner.training.checkpoint import Checkpoints, newest_checkpoint
+from learner.training.rank_workers import Followers
+from learner.training.trainer import Trainer
+from learner.weights.publisher import Publisher
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

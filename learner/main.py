@@ -8,21 +8,21 @@ import time
 import psutil
 import torch
 
-from common.config import RunConfig, TrainMode, published_version
+from common.config.run_config import RunConfig, TrainMode, published_version
 from common.errors import LongstrideError
-from common.messages import EpisodeOutcome, Outcome
-from common.run_dir import RunDir
-from learner.bookmark import save_bookmark
+from common.store.run_dir import RunDir
+from common.wire.messages import EpisodeOutcome, Outcome
+from learner.batch.credit import samples_of
 from learner.build import Parts, build
-from learner.device import pick_device
-from learner.episode_stats import horizon_mix
-from learner.groups import Group
-from learner.memory import TRIM_EVERY_STEPS, trim_heap
-from learner.model import export_tensors
-from learner.objective import dead_knobs, objective_text
-from learner.publish import PublishedWeights, snapshot
-from learner.samples import samples_of
-from learner.step_log import LoggedStep
+from learner.ingest.episode_stats import horizon_mix
+from learner.ingest.group_assembly import Group
+from learner.ingest.replay_point import save_bookmark
+from learner.objective.describe import dead_knobs, objective_text
+from learner.policy.device import pick_device
+from learner.policy.model import export_tensors
+from learner.recovery.step_log import LoggedStep
+from learner.training.memory import TRIM_EVERY_STEPS, trim_heap
+from learner.weights.publisher import PublishedWeights, snapshot
 
 logger = logging.getLogger(__name__)
 

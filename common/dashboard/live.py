@@ -12,9 +12,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from common.config import RunConfig
+from common.config.run_config import RunConfig
 from common.dashboard.run_view import LEDGER_KEYS, RoleView, RunView, view_run
-from common.run_dir import RunDir
+from common.store.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
 

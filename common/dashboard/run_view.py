@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from common.config import RunConfig
-from common.config_curriculum import HorizonKind
-from common.metrics import MetricsLine, tail_metrics
-from common.run_dir import RunDir
+from common.config.curriculum import HorizonKind
+from common.config.run_config import RunConfig
+from common.store.metrics import MetricsLine, tail_metrics
+from common.store.run_dir import RunDir
 
 WINDOW_STEPS = 20
 LEDGER_KEYS = ("trained", "filtered", "stale", "failed", "in_flight")

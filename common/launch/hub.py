@@ -5,12 +5,12 @@ import time
 from collections.abc import Generator
 from pathlib import Path
 
-from common.config import RunConfig
+from common.config.run_config import RunConfig
 from common.errors import EnvError
 from common.launch.guardian import Guardian
 from common.launch.process import RoleProcess, wait_until_ended
 from common.launch.roles import make_role_specs
-from common.run_dir import RunDir
+from common.store.run_dir import RunDir
 
 STOP_TIMEOUT_S = 5.0
 

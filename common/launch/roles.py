@@ -3,9 +3,9 @@
 import sys
 from pathlib import Path
 
-from common.config import RunConfig
+from common.config.run_config import RunConfig
 from common.launch.base import RoleSpec
-from common.run_dir import RunDir
+from common.store.run_dir import RunDir
 
 FIRST_TO_STOP, SECOND_TO_STOP, LAST_TO_STOP = 0, 1, 2
 

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from itertools import groupby, pairwise
 
-from common.metrics import MetricsLine
 from common.report.charts import Point, Series, line_chart
+from common.store.metrics import MetricsLine
 
 STAGE = "horizon/stage"
 MAX_ENVS = 5  # that get a line of their own

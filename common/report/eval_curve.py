@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from common.journal import read_journal
-from common.messages import Trajectory
 from common.report.results import wilson_interval
+from common.store.journal import read_journal
+from common.wire.messages import Trajectory
 
 _ID = re.compile(r"eval-step-(\d+)-model/")
 

@@ -5,8 +5,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from common.messages import Trajectory
 from common.report.results import wilson_interval
+from common.wire.messages import Trajectory
 
 _Z95 = 1.959964
 

@@ -3,9 +3,8 @@
 import html
 from typing import Any
 
-from common.config import RunConfig
-from common.config_curriculum import HorizonKind
-from common.metrics import MetricsLine
+from common.config.curriculum import HorizonKind
+from common.config.run_config import RunConfig
 from common.report.charts import (
     Marker,
     Reference,
@@ -19,6 +18,7 @@ from common.report.curriculum import changes_shown, curriculum_charts, points_of
 from common.report.dropped import dropped_table
 from common.report.results import MAX_LAG_SHOWN, has, mean, total
 from common.report.style import CSS
+from common.store.metrics import MetricsLine
 
 SMOOTH_STEPS = 10
 _EVAL_NAMES = ("before", "after", "random", "expert")

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from common.journal import read_journal
-from common.messages import EpisodeKind, Trajectory
-from common.metrics import MetricsLine
+from common.store.journal import read_journal
+from common.store.metrics import MetricsLine
+from common.wire.messages import EpisodeKind, Trajectory
 
 EVALS = ("before-model", "after-model", "before-random_valid", "before-expert")
 MAX_LAG_SHOWN = 8

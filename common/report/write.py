@@ -5,8 +5,7 @@ import logging
 from dataclasses import asdict
 from typing import Any, cast
 
-from common.config import RunConfig
-from common.metrics import MetricsLine, read_metrics
+from common.config.run_config import RunConfig
 from common.report.eval_curve import eval_curve
 from common.report.page import render_page
 from common.report.results import (
@@ -21,7 +20,8 @@ from common.report.results import (
     read_totals,
     score,
 )
-from common.run_dir import RunDir, write_atomically, write_json
+from common.store.metrics import MetricsLine, read_metrics
+from common.store.run_dir import RunDir, write_atomically, write_json
 
 logger = logging.getLogger(__name__)
 

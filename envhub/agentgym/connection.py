@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import aiohttp
 
-from common.config_envs import RemoteOptions
+from common.config.envs import RemoteOptions
 from envhub.agentgym.dialects import Dialect, Faults
 from envhub.env import EnvFailure
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from envhub.env import EnvSpec, StepResult, Style, UnknownItem
 from envhub.errors import CapacityFull, SessionUnknown
-from envhub.sessions import Sessions
+from envhub.hosting.sessions import Sessions
 
 ID_BITS = 53  # what a JSON number holds exactly everywhere
 MAX_SWEEP_S = 30.0

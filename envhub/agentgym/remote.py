@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
-from common.config_envs import RemoteOptions
+from common.config.envs import RemoteOptions
 from common.errors import ConfigError
 from envhub.agentgym.connection import Connection, Instance, RemoteFailure, max_sessions
 from envhub.agentgym.dialects import ALFWORLD, BABYAI, DIALECTS, SCIWORLD, WEBARENA, WORDLE, Dialect

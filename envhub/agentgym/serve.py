@@ -22,12 +22,12 @@ from envhub.agentgym.replies import (
     reset_reply,
     step_reply,
 )
-from envhub.bodies import body_of, parse_body
+from envhub.catalogue.registry import Registry
 from envhub.env import UnknownItem
 from envhub.envs.wordle.words import VOCABULARY
 from envhub.errors import CapacityFull, EnvRaised, EnvTimeout
-from envhub.registry import Registry
-from envhub.sessions import Sessions
+from envhub.hosting.sessions import Sessions
+from envhub.http.bodies import body_of, parse_body
 
 LEASE_S = 600.0
 MAX_NUMBER = 2**53

@@ -10,7 +10,7 @@ from pathlib import Path
 from playwright.async_api import Browser, BrowserContext, Playwright, async_playwright
 from playwright.async_api import Error as BrowserError
 
-from common.config_envs import BrowserOptions
+from common.config.envs import BrowserOptions
 from envhub.env import EnvFailure
 
 logger = logging.getLogger(__name__)

@@ -15,17 +15,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel
 
-from common.config import RunConfig
-from common.config_learning import LearnerSection
-from common.config_offline import DpoSection
+from common.config.learning import LearnerSection
+from common.config.offline import DpoSection
+from common.config.run_config import RunConfig
 from common.errors import ConfigError
-from learner.batching import plan_microbatches
-from learner.correction import sequence_sum
-from learner.device import pick_device
-from learner.model import load_policy, token_logprobs
+from learner.batch.batching import plan_microbatches
+from learner.objective.correction import sequence_sum
 from learner.offline.rows import Row, read_rows, token_batch
 from learner.offline.scratch import save_policy
-from learner.optimizer import make_optimizer
+from learner.policy.device import pick_device
+from learner.policy.model import load_policy, token_logprobs
+from learner.training.optimizer import make_optimizer
 
 logger = logging.getLogger(__name__)
 

@@ -13,16 +13,16 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
-from common.config import RunConfig
+from common.config.run_config import RunConfig
 from common.errors import ConfigError
-from common.journal import read_journal
-from learner.device import pick_device
-from learner.model import load_policy
+from common.store.journal import read_journal
 from learner.offline import sft
 from learner.offline.rows import Row, read_rows
 from learner.offline.scratch import save_policy
-from learner.scheduler.catalog import Catalogue
-from learner.scheduler.sampling import hash_words, permute, spread
+from learner.policy.device import pick_device
+from learner.policy.model import load_policy
+from learner.scheduler.curriculum.catalogue import Catalogue
+from learner.scheduler.curriculum.sampling import hash_words, permute, spread
 
 logger = logging.getLogger(__name__)
 

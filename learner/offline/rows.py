@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from common.errors import ConfigError
-from common.journal import read_journal
-from common.messages import EpisodeKind, PolicyKind, Trajectory
-from learner.batching import TokenBatch, collate_tokens
+from common.store.journal import read_journal
+from common.wire.messages import EpisodeKind, PolicyKind, Trajectory
+from learner.batch.batching import TokenBatch, collate_tokens
 from learner.offline.agent_traj import Conversation, read_conversations
 
 TRAIN_ITEM = "-train-"  # in the id of every item that may be learnt from

@@ -11,15 +11,15 @@ import torch
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedModel
 
-from common.config import RunConfig, SftSection
-from common.config_learning import LearnerSection
+from common.config.learning import LearnerSection
+from common.config.run_config import RunConfig, SftSection
 from common.errors import ConfigError
-from learner.device import pick_device
-from learner.model import load_policy, token_logprobs
 from learner.offline.agent_traj import read_conversations
 from learner.offline.rows import Row, read_rows, token_batch
 from learner.offline.scratch import make_policy, make_tokenizer, save_policy
-from learner.optimizer import PolicyOptimizer, make_optimizer
+from learner.policy.device import pick_device
+from learner.policy.model import load_policy, token_logprobs
+from learner.training.optimizer import PolicyOptimizer, make_optimizer
 
 logger = logging.getLogger(__name__)
 

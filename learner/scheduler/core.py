@@ -8,9 +8,9 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from common.config import RunConfig, TrainMode
+from common.config.run_config import RunConfig, TrainMode
 from common.errors import ConfigError
-from common.messages import (
+from common.wire.messages import (
     EpisodeSeen,
     Heartbeat,
     Hello,
@@ -25,24 +25,24 @@ from common.messages import (
     StepDone,
     Welcome,
 )
-from learner.scheduler.books import Books
-from learner.scheduler.catalog import Catalogue
-from learner.scheduler.eval_stream import EvalStream
-from learner.scheduler.evaluation import (
+from learner.scheduler.curriculum.catalogue import Catalogue
+from learner.scheduler.curriculum.sampling import eval_items
+from learner.scheduler.dispatch.grants import Grants
+from learner.scheduler.episodes.ledger import FAILED
+from learner.scheduler.episodes.lifecycle import Books
+from learner.scheduler.episodes.table import Episode, EpisodeState
+from learner.scheduler.evaluation.eval_stream import EvalStream
+from learner.scheduler.evaluation.phases import (
     NEXT_PHASE,
     Phase,
     eval_group,
     eval_group_id,
     eval_policies,
 )
-from learner.scheduler.grants import Grants
-from learner.scheduler.groups import Episode, EpisodeState
-from learner.scheduler.ledger import FAILED
-from learner.scheduler.members import Members
-from learner.scheduler.roll_call import RollCall
-from learner.scheduler.sampling import eval_items
+from learner.scheduler.members.liveness import RollCall
+from learner.scheduler.members.members import Members
+from learner.scheduler.members.report_cursor import Told
 from learner.scheduler.status import build_status
-from learner.scheduler.told import Told
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from common.run_dir import write_atomically
-from common.wire import pack_record, unpack_record
+from common.store.run_dir import write_atomically
+from common.wire.codec import pack_record, unpack_record
 
 logger = logging.getLogger(__name__)
 

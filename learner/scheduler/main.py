@@ -8,16 +8,16 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.config import RunConfig
+from common.config.run_config import RunConfig
 from common.errors import ConfigError
-from common.messages import Heartbeat, Hello, LeaseRequest, StatusRequest
-from common.run_dir import RunDir, write_atomically, write_json
-from common.security import RunKeys, load_keys
-from common.sockets import Received, Router
-from learner.scheduler.catalog import fetch_catalogue, validate_tasks
+from common.store.run_dir import RunDir, write_atomically, write_json
+from common.wire.messages import Heartbeat, Hello, LeaseRequest, StatusRequest
+from common.wire.security import RunKeys, load_keys
+from common.wire.sockets import Received, Router
 from learner.scheduler.core import SchedulerCore
-from learner.scheduler.eval_stream import eval_lines
-from learner.scheduler.evaluation import Phase
+from learner.scheduler.curriculum.catalogue import fetch_catalogue, validate_tasks
+from learner.scheduler.evaluation.eval_stream import eval_lines
+from learner.scheduler.evaluation.phases import Phase
 from learner.scheduler.event_log import EventLog
 
 logger = logging.getLogger(__name__)

@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from common.config import RunConfig
-from learner.scheduler.books import Books
-from learner.scheduler.evaluation import Phase
-from learner.scheduler.gate import GateState, allowed_groups, is_oversampled
-from learner.scheduler.limits import Limits
-from learner.scheduler.members import Members
+from common.config.run_config import RunConfig
+from learner.scheduler.dispatch.gate import GateState, allowed_groups, is_oversampled
+from learner.scheduler.dispatch.limits import Limits
+from learner.scheduler.episodes.lifecycle import Books
+from learner.scheduler.evaluation.phases import Phase
+from learner.scheduler.members.members import Members
 
 
 def build_status(

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 import psutil
 import uvloop
 
-from envhub.bench_hub import Service
-from envhub.registry import LOADERS, missing_requirements
+from envhub.bench.hub import Service
+from envhub.catalogue.registry import LOADERS, missing_requirements
 
 OUTSIDE = "tests/end_to_end/outside_env.py:make_spec"
 
@@ -37,7 +37,7 @@ def _is_there(module: str) -> bool:
 def worker_pids(hub: Service) -> set[int]:
     """Return the hub's worker processes."""
     children = psutil.Process(hub.process.pid).children()
-    return {each.pid for each in children if "envhub.worker_main" in each.cmdline()}
+    return {each.pid for each in children if "envhub.hosting.worker_main" in each.cmdline()}
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:

@@ -8,9 +8,9 @@ import random
 import pytest
 import uvloop
 
-from envhub.bench_client import Client, Target
-from envhub.bench_hub import hub_process
-from envhub.bench_solve import (
+from envhub.bench.client import Client, Target
+from envhub.bench.hub import hub_process
+from envhub.bench.solve import (
     MIN_SOLVED_FRAC,
     Outcome,
     Subset,

@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from common.config_offline import DpoSection
-from learner.model import load_policy, token_logprobs
+from common.config.offline import DpoSection
 from learner.offline.dpo import make_pairs, preference_loss
 from learner.offline.rows import Row, read_rows, token_batch
+from learner.policy.model import load_policy, token_logprobs
 from tests.end_to_end.runs import REPOSITORY
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

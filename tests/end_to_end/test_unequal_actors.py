@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from common.journal import read_journal
-from common.messages import EpisodeKind
+from common.store.journal import read_journal
+from common.wire.messages import EpisodeKind
 from tests.end_to_end.runs import REPOSITORY, Run, balances
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
@@ -22,7 +22,7 @@ STOP_S = 15.0
 ENGINE_S = 600.0  # for an engine to start and play, on a busy machine
 OVERRIDES = (
     "actor.num_actors=0",
-    'envhub.envs=["envhub.bench_slow:make_spec"]',
+    'envhub.envs=["envhub.bench.slow:make_spec"]',
     "tasks=[{env: slow, subset: wait}]",
     'envs.plugins={median_s: "0.25", sigma: "0.2", num_turns: "3", tail_frac: "0"}',
     "eval.before=false",

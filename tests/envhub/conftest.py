@@ -10,10 +10,10 @@ import httpx
 import pytest
 import uvicorn
 
-from envhub import registry as registry_module
-from envhub.registry import Registry
-from envhub.server import make_app
-from envhub.sessions import Sessions
+from envhub.catalogue import registry as registry_module
+from envhub.catalogue.registry import Registry
+from envhub.hosting.sessions import Sessions
+from envhub.http.routes import make_app
 
 MISBEHAVING = ("faulty", "waiting")
 NAMES = ("babyai", "textcraft", *MISBEHAVING)

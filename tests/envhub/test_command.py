@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from common.repository import ROOT
 from envhub.command import spell_out
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def run_cli(*argv: str, path: str | None = None) -> subprocess.CompletedProcess[str]:

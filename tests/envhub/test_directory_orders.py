@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from common.config_envs import EnvsSection
+from common.config.envs import EnvsSection
+from common.repository import ROOT
+from envhub.catalogue.registry import Registry
 from envhub.env import Style
-from envhub.registry import Registry
-from tests.envhub.test_sqlgym import ASKED, CREATE_PETS, PETS
-from tests.envhub.test_textcraft_recipes import METAL, WOOD
+from tests.envhub.envs.test_sqlgym import ASKED, CREATE_PETS, PETS
+from tests.envhub.envs.test_textcraft_recipes import METAL, WOOD
 
-ROOT = Path(__file__).resolve().parents[2]
 CORPUS = [("Pie", "the pie was baked by Ann"), ("Tart", "a pie of Bob"), ("Cake", "no pie")]
 
 

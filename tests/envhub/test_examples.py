@@ -1,12 +1,10 @@
 """The environments that the documentation shows work."""
 
-from pathlib import Path
-
 import pytest
 
-from envhub.registry import Registry
+from common.repository import ROOT
+from envhub.catalogue.registry import Registry
 
-ROOT = Path(__file__).resolve().parents[2]
 GUESS = f"{ROOT / 'docs' / 'examples' / 'guess.py'}:make_spec"
 
 

@@ -7,17 +7,15 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import httpx
 import psutil
 import pytest
 
-from common.config import EnvhubSection, RunConfig, TaskSection
-from common.config_envs import EnvsSection, RemoteOptions
+from common.config.envs import EnvsSection, RemoteOptions
+from common.config.run_config import EnvhubSection, RunConfig, TaskSection
+from common.repository import ROOT
 from envhub.main import build, envs_of_run
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def built(*, env_names=("textcraft",), token=None, **changes):
@@ -149,7 +147,7 @@ def test_metrics_of_a_killed_worker_say_so(serve):
     (worker,) = [
         each
         for each in psutil.Process(served.process.pid).children()
-        if "envhub.worker_main" in each.cmdline()
+        if "envhub.hosting.worker_main" in each.cmdline()
     ]
     worker.kill()
     deadline_s = time.monotonic() + 5

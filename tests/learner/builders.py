@@ -4,8 +4,8 @@ import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from common.messages import EndReason, EpisodeKind, PolicyKind, Trajectory
-from learner.batching import Sample
+from common.wire.messages import EndReason, EpisodeKind, PolicyKind, Trajectory
+from learner.batch.batching import Sample
 
 VOCAB = 50
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from common.config_envs import BabyaiOptions
+from common.config.envs import BabyaiOptions
 from envhub.env import ItemId, StepResult, Style, action_text
 from envhub.envs.babyai import actions as act
 from envhub.envs.babyai import scene as sc

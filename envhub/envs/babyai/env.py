@@ -6,7 +6,7 @@ from pathlib import Path
 
 from minigrid.envs.babyai.unlock import KeyInBox
 
-from common.config_envs import BabyaiOptions, EnvsSection
+from common.config.envs import BabyaiOptions, EnvsSection
 from envhub.env import EnvSpec, Isolation, ItemId, StepResult, Style, action_text, parse_item
 from envhub.envs.babyai import actions as act
 from envhub.envs.babyai import levels, text

@@ -3,7 +3,7 @@
 import hashlib
 from pathlib import Path
 
-from common.config_envs import EnvsSection
+from common.config.envs import EnvsSection
 from envhub.env import (
     EnvSpec,
     Isolation,

@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Callable
 from typing import Any
 
-from common.config_envs import EnvsSection
+from common.config.envs import EnvsSection
 from envhub.env import (
     EnvFailure,
     EnvSpec,
@@ -15,7 +15,8 @@ from envhub.env import (
     action_text,
     parse_item,
 )
-from envhub.envs.miniwob import experts, pages
+from envhub.envs.miniwob import pages
+from envhub.envs.miniwob.experts import table as experts
 from envhub.envs.miniwob.view import PageView
 from envhub.envs.miniwob.world import HOST, MiniwobWorld
 from envhub.web import tree

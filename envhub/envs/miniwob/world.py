@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.routing import Mount
 from starlette.staticfiles import StaticFiles
 
-from common.config_envs import BrowserOptions
+from common.config.envs import BrowserOptions
 from envhub.env import EnvFailure
 from envhub.envs.miniwob.pages import REMEDY, STEP_MS, pages_dir
 from envhub.web.browser import BrowserHost, host_rules

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common.config_envs import EnvsSection
+from common.config.envs import EnvsSection
 from envhub.env import EnvSpec, Isolation, StepResult, Style, action_text, parse_item
 from envhub.envs.sciworld import catalogue, text
 from envhub.envs.sciworld.machines import Machines

@@ -4,7 +4,7 @@ import threading
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
-from common.config_envs import SciworldOptions
+from common.config.envs import SciworldOptions
 from envhub.envs.sciworld.catalogue import Variation
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from common.config_envs import EnvsSection
+from common.config.envs import EnvsSection
 from common.errors import ConfigError
 from envhub.env import (
     EnvSpec,

@@ -4,7 +4,7 @@ import os
 import threading
 from pathlib import Path
 
-from common.config_envs import SearchqaOptions
+from common.config.envs import SearchqaOptions
 from envhub.env import EnvFailure
 from envhub.envs.searchqa import remote
 from envhub.envs.searchqa.index import FileRetriever, MemoryRetriever, index_path

@@ -9,7 +9,7 @@ import logging
 import sys
 from pathlib import Path
 
-from common.config_envs import SearchqaOptions
+from common.config.envs import SearchqaOptions
 from envhub.env import EnvFailure
 from envhub.envs.searchqa.index import build_index
 from envhub.envs.searchqa.library import index_folder

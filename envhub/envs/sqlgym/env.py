@@ -5,7 +5,7 @@ import sqlite3
 from collections.abc import Mapping
 from pathlib import Path
 
-from common.config_envs import EnvsSection, SqlgymOptions
+from common.config.envs import EnvsSection, SqlgymOptions
 from envhub.env import (
     EnvFailure,
     EnvSpec,

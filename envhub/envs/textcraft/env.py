@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 
-from common.config_envs import EnvsSection
+from common.config.envs import EnvsSection
 from envhub.env import EnvSpec, Isolation, StepResult, Style, action_text, parse_item
 from envhub.envs.textcraft import solver
 from envhub.envs.textcraft.book import Book, Recipe, the_book

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from common.config_envs import EnvsSection
+from common.config.envs import EnvsSection
 from envhub.env import (
     EnvSpec,
     Isolation,

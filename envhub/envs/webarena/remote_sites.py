@@ -3,7 +3,7 @@
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from common.config_envs import WebarenaOptions
+from common.config.envs import WebarenaOptions
 
 PUBLIC_URLS = {
     "reddit": "http://reddit.com",

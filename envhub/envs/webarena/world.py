@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from common.config_envs import EnvsSection
+from common.config.envs import EnvsSection
 from envhub.env import EnvFailure
 from envhub.envs.webarena import remote_sites
 from envhub.envs.webarena.sites.apps import SITES, make_app

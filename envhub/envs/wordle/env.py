@@ -4,7 +4,7 @@ import hashlib
 import random
 from pathlib import Path
 
-from common.config_envs import EnvsSection
+from common.config.envs import EnvsSection
 from envhub.env import (
     EnvSpec,
     Isolation,

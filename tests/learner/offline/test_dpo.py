@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from common.config_learning import LearnerSection
-from common.config_offline import DpoSection
+from common.config.learning import LearnerSection
+from common.config.offline import DpoSection
 from learner.offline import dpo
 from learner.offline.dpo import Pair, make_pairs, preference_loss
 from learner.offline.rows import Row

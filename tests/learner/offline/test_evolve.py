@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from common.config import ModelSection, RunConfig, SftSection, TaskSection
-from common.config_learning import LearnerSection
-from common.config_offline import EvolveSection
+from common.config.learning import LearnerSection
+from common.config.offline import EvolveSection
+from common.config.run_config import ModelSection, RunConfig, SftSection, TaskSection
 from common.errors import ConfigError
-from common.journal import JournalWriter
+from common.store.journal import JournalWriter
 from learner.offline import evolve
 from learner.offline.scratch import make_policy, make_tokenizer, save_policy
-from learner.scheduler.catalog import parse_catalogue
+from learner.scheduler.curriculum.catalogue import parse_catalogue
 from tests.learner.builders import make_trajectory
 
 TINY = SftSection(

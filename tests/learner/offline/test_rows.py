@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from common.errors import ConfigError
-from common.journal import JournalWriter
-from common.messages import EndReason, EpisodeKind, PolicyKind
+from common.store.journal import JournalWriter
+from common.wire.messages import EndReason, EpisodeKind, PolicyKind
 from learner.offline.agent_traj import Conversation, Message
 from learner.offline.rows import read_rows, row_of_conversation
 from learner.offline.scratch import make_tokenizer

@@ -9,14 +9,14 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from common.config import RunConfig, SftSection
-from common.config_learning import LearnerSection
+from common.config.learning import LearnerSection
+from common.config.run_config import RunConfig, SftSection
 from common.errors import ConfigError
-from learner.model import load_policy
 from learner.offline import sft
 from learner.offline.agent_traj import Conversation, Message
 from learner.offline.rows import Row, row_of_conversation
 from learner.offline.scratch import make_policy, make_tokenizer
+from learner.policy.model import load_policy
 
 TEXTS = ["you see a red ball", "go to red ball", "you see a blue key", "pick up blue key"]
 TOKENIZER = make_tokenizer(TEXTS * 4, vocab_size=300)

@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.config import (
+from common.config.curriculum import HorizonKind, HorizonSection, TaskSection
+from common.config.run_config import (
     EvalSection,
     GroupsSection,
     RunConfig,
@@ -11,8 +12,7 @@ from common.config import (
     TrainMode,
     TrainSection,
 )
-from common.config_curriculum import HorizonKind, HorizonSection, TaskSection
-from common.messages import (
+from common.wire.messages import (
     EndReason,
     EpisodeKind,
     EpisodeOutcome,
@@ -28,8 +28,8 @@ from common.messages import (
     Progress,
     StepDone,
 )
-from learner.scheduler.catalog import Catalogue, SubsetEntry
 from learner.scheduler.core import SchedulerCore
+from learner.scheduler.curriculum.catalogue import Catalogue, SubsetEntry
 
 CATALOGUE = Catalogue(
     envs={

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from common.config import RunConfig
-from common.messages import GroupArrived, Lease, Outcome, StepDone
-from learner.scheduler.groups import EpisodeState, GroupState
+from common.config.run_config import RunConfig
+from common.wire.messages import GroupArrived, Lease, Outcome, StepDone
+from learner.scheduler.episodes.table import EpisodeState, GroupState
 from tests.learner.scheduler.builders import Table, outcome_of, seen_of
 
 BEAT_S = 1.0

@@ -3,8 +3,8 @@
 import json
 import time
 
-from common.config import TrainMode, published_version
-from common.messages import (
+from common.config.run_config import TrainMode, published_version
+from common.wire.messages import (
     GroupArrived,
     LeaseRequest,
     Outcome,

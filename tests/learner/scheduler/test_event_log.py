@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from common.messages import Lease, Outcome
+from common.wire.messages import Lease, Outcome
 from learner.scheduler.core import SchedulerCore
 from learner.scheduler.event_log import EventLog
 from learner.scheduler.main import LoopClock, resume

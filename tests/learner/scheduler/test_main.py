@@ -16,9 +16,12 @@ import pytest
 import zmq
 from omegaconf import OmegaConf
 
-from common.config import RunConfig
+from common.config.run_config import RunConfig
 from common.errors import ConfigError
-from common.messages import (
+from common.repository import ROOT
+from common.store.run_dir import RunDir
+from common.wire.codec import decode, encode
+from common.wire.messages import (
     GroupArrived,
     Heartbeat,
     Hello,
@@ -31,10 +34,8 @@ from common.messages import (
     StepDone,
     Welcome,
 )
-from common.run_dir import RunDir
-from common.security import RunKeys, create_keys
-from common.sockets import connect_dealer
-from common.wire import decode, encode
+from common.wire.security import RunKeys, create_keys
+from common.wire.sockets import connect_dealer
 from learner.scheduler.main import serve
 from tests.learner.scheduler.builders import make_config, outcome_of, seen_of
 from tests.learner.scheduler.hub import run_hub
@@ -176,8 +177,8 @@ ROLE_SCRIPT = """
 import sys
 from pathlib import Path
 from omegaconf import OmegaConf
-from common.config import RunConfig
-from common.run_dir import RunDir
+from common.config.run_config import RunConfig
+from common.store.run_dir import RunDir
 from learner.scheduler.main import run
 
 schema = OmegaConf.structured(RunConfig)
@@ -191,7 +192,7 @@ def _start(cfg: RunConfig, run_dir: RunDir) -> subprocess.Popen:
     create_keys(run_dir.keys)
     run_dir.forget_address("scheduler")
     argv = [sys.executable, "-c", ROLE_SCRIPT, str(run_dir.config), str(run_dir.root)]
-    root = Path(__file__).resolve().parents[3]
+    root = ROOT
     return subprocess.Popen(argv, cwd=root, env={**os.environ, "PYTHONPATH": str(root)})
 
 

@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from common.config import EvalSection, TrainMode
-from common.messages import (
+from common.config.run_config import EvalSection, TrainMode
+from common.wire.messages import (
     EndReason,
     EpisodeKind,
     GroupArrived,
@@ -17,9 +17,9 @@ from common.messages import (
     Outcome,
 )
 from learner.scheduler.core import SchedulerCore
-from learner.scheduler.evaluation import Phase
-from learner.scheduler.gate import max_groups_of_step
-from learner.scheduler.groups import EpisodeState, GroupState
+from learner.scheduler.dispatch.gate import max_groups_of_step
+from learner.scheduler.episodes.table import EpisodeState, GroupState
+from learner.scheduler.evaluation.phases import Phase
 from tests.learner.scheduler.builders import (
     CATALOGUE,
     Table,

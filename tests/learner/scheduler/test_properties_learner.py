@@ -10,10 +10,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from common.config_learning import AlgorithmSection
-from common.ids import is_below
-from common.journal import JournalPosition
-from common.messages import (
+from common.config.learning import AlgorithmSection
+from common.store.journal import JournalPosition
+from common.wire.ids import is_below
+from common.wire.messages import (
     EndReason,
     EpisodeOutcome,
     EpisodeSeen,
@@ -22,12 +22,12 @@ from common.messages import (
     Outcome,
     Trajectory,
 )
-from learner.bookmark import FROM_THE_START
-from learner.groups import GroupTable, oldest_version
-from learner.journal_index import JournalIndex
-from learner.scheduler.audit import ENDED
+from learner.ingest.group_assembly import GroupTable, oldest_version
+from learner.ingest.journal_index import JournalIndex
+from learner.ingest.replay_point import FROM_THE_START
 from learner.scheduler.core import SchedulerCore
-from learner.scheduler.groups import EpisodeState
+from learner.scheduler.episodes.audit import ENDED
+from learner.scheduler.episodes.table import EpisodeState
 from tests.learner.scheduler.builders import CATALOGUE, Table, make_config, outcome_of, seen_of
 
 ACTORS = ("actor-0", "actor-1", "actor-2")

@@ -7,8 +7,8 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.config import EvalSection, TrainMode
-from common.messages import (
+from common.config.run_config import EvalSection, TrainMode
+from common.wire.messages import (
     GroupArrived,
     Heartbeat,
     Hello,
@@ -20,7 +20,7 @@ from common.messages import (
     StepDone,
 )
 from learner.scheduler.core import SchedulerCore
-from learner.scheduler.groups import EpisodeState, GroupState
+from learner.scheduler.episodes.table import EpisodeState, GroupState
 from tests.learner.scheduler.builders import (
     CATALOGUE,
     Clock,

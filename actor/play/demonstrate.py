@@ -1,0 +1,122 @@
+"""Demonstrations by the environments' own experts, written as AgentGym conversations."""
+
+import asyncio
+import json
+import logging
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from actor.rollout.env_client import HubClient, HubSession
+from actor.rollout.scripted import ScriptedPolicy, ScriptedRender
+from common.config.run_config import RunConfig
+from common.errors import ConfigError
+from common.wire.messages import PolicyKind
+
+logger = logging.getLogger(__name__)
+
+CONCURRENCY = 32
+FIRST_INDEX = 500_000  # training items from here on, so that runs do not meet them by counting up
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    """One episode to be played."""
+
+    env: str
+    item_id: str
+    max_turns: int
+    policy: PolicyKind
+    seed: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demonstrations:
+    """What was played."""
+
+    num_episodes: int
+    num_solved: int
+
+
+async def demonstrate(cfg: RunConfig, *, hub_url: str, token: str, path: Path) -> Demonstrations:
+    """Play `sft.num_demonstrations` episodes at the hub and write them to `path`.
+
+    A share `sft.random_frac` is uniform valid play, the rest is the expert on
+    `sft.expert_subsets` (all tasks if empty); random play is on the other subsets, so that the
+    policy knows all actions but is good at the chosen tasks only. By the tasks' weights.
+
+    Raises:
+        ConfigError: a subset that the hub does not have, or none to show.
+        EnvError: the hub failed.
+    """
+    async with HubClient(hub_url, token=token, timeout_s=cfg.actor.env_timeout_s) as hub:
+        catalogue = await hub.request("GET", "/v1/envs", None)
+        plans = list(_plans(cfg, catalogue))
+        instructions = await hub.instructions()
+        gate = asyncio.Semaphore(CONCURRENCY)
+
+        async def one(plan: _Plan) -> dict[str, Any]:
+            async with gate:
+                instruction = instructions[plan.env].get(cfg.envhub.style, "")
+                return await _play(hub, plan, style=cfg.envhub.style, instruction=instruction)
+
+        records = await asyncio.gather(*(one(plan) for plan in plans))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    num_solved = sum(record["reward"] >= 1.0 for record in records)
+    logger.info("demonstrations episodes=%d solved=%d file=%s", len(records), num_solved, path)
+    return Demonstrations(num_episodes=len(records), num_solved=num_solved)
+
+
+def _plans(cfg: RunConfig, catalogue: dict[str, Any]) -> Iterator[_Plan]:
+    """Yield the episodes in a fixed order, each with an item of its own."""
+    chooser = random.Random(cfg.run.seed)
+    expert_tasks = [
+        task
+        for task in cfg.tasks
+        if not cfg.sft.expert_subsets or task.subset in cfg.sft.expert_subsets
+    ]
+    for name in cfg.sft.expert_subsets:
+        if all(task.subset != name for task in cfg.tasks):
+            raise ConfigError(f"sft.expert_subsets: {name!r} is not among the tasks' subsets")
+    random_tasks = [task for task in cfg.tasks if task.subset not in cfg.sft.expert_subsets]
+    num_random = round(cfg.sft.num_demonstrations * cfg.sft.random_frac)
+    num_played: dict[str, int] = {}
+    for number in range(cfg.sft.num_demonstrations):
+        is_random = number < num_random
+        tasks = random_tasks if is_random else expert_tasks
+        task = chooser.choices(tasks, weights=[max(t.weight, 1e-9) for t in tasks])[0]
+        spec = catalogue.get(task.env, {}).get("subsets", {}).get(task.subset)
+        if spec is None:
+            raise ConfigError(f"tasks: the hub has no subset {task.subset!r} of {task.env!r}")
+        index = FIRST_INDEX + num_played.get(task.subset, 0)
+        num_played[task.subset] = index - FIRST_INDEX + 1
+        yield _Plan(
+            env=task.env,
+            item_id=f"{task.subset}-train-{index % spec['num_train']}",
+            max_turns=spec["max_turns"],
+            policy=PolicyKind.RANDOM_VALID if is_random else PolicyKind.EXPERT,
+            seed=f"{cfg.run.seed}/{number}",
+        )
+
+
+async def _play(hub: HubClient, plan: _Plan, *, style: str, instruction: str) -> dict[str, Any]:
+    render = ScriptedRender()
+    policy = ScriptedPolicy(plan.policy, seed=plan.seed, render=render)
+    session: HubSession = await hub.open(plan.env, plan.item_id, seed=0, style=style)
+    first = session.first_observation
+    text = f"{instruction}\n\n{first}" if instruction else first
+    messages: list[dict[str, Any]] = [{"from": "human", "loss": None, "value": text}]
+    reward = 0.0
+    for turn in range(plan.max_turns):
+        action = render.action_text((await policy.act([], session)).token_ids)
+        result = await session.step(action)
+        messages.append({"from": "gpt", "loss": True, "value": action})
+        reward = result.reward
+        if result.done or turn + 1 == plan.max_turns:
+            break
+        messages.append({"from": "human", "loss": None, "value": result.observation})
+    await session.close()
+    return {"conversations": messages, "item_id": plan.item_id, "reward": reward}

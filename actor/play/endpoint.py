@@ -1,0 +1,215 @@
+"""A policy behind an OpenAI-compatible endpoint: chat completions over HTTP, text in, text out."""
+
+import asyncio
+import json
+import logging
+import os
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import aiohttp
+
+from actor.rollout.episode import Act, ContextFull, PolicyFailed, Render, Session
+from common.config.evaluation import PolicySection
+from common.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+NO_LIMIT = 1 << 40  # bytes; the endpoint itself says when its context is full
+# Endpoints word it differently: by a code, or in the text of a 400.
+CONTEXT_WORDS = ("context_length_exceeded", "maximum context length", "context window")
+WRONG_CONFIG = {  # status -> key of the config that it means
+    401: "policy.api_key_env",
+    403: "policy.api_key_env",
+    404: "policy.model",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """What the endpoint answered."""
+
+    text: str
+    is_stopped: bool  # False: cut at policy.max_turn_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextTurn:
+    """A turn as text, its UTF-8 bytes standing for tokens. Log-probabilities are not known: 0."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    is_stopped: bool
+
+
+def read_key(cfg: PolicySection) -> str:
+    """Return the endpoint's key, "" if none is configured.
+
+    Raises:
+        ConfigError: the environment variable is not set.
+    """
+    key = os.environ.get(cfg.api_key_env, "").strip() if cfg.api_key_env else ""
+    if cfg.api_key_env and not key:
+        raise ConfigError(f"policy.api_key_env={cfg.api_key_env}: no such environment variable")
+    return key
+
+
+class Endpoint:
+    """A pool of connections to the endpoint. The key is in its headers and in nothing it says.
+
+    Example:
+        async with Endpoint(cfg.policy) as endpoint:
+            reply = await endpoint.complete([{"role": "user", "content": "hello"}])
+    """
+
+    def __init__(self, cfg: PolicySection) -> None:
+        self._cfg = cfg
+        self._key = read_key(cfg)
+        self._url = f"{cfg.url.rstrip('/')}/chat/completions"
+        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        self._http = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),
+            headers=headers,
+            timeout=aiohttp.ClientTimeout(total=cfg.timeout_s),
+        )
+        self.num_prompt_tokens = 0  # by the endpoint's own count, as far as it tells
+        self.num_sampled_tokens = 0
+        self.num_retries = 0
+
+    async def __aenter__(self) -> "Endpoint":
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self._http.close()
+
+    async def complete(self, messages: list[dict[str, str]]) -> Reply:
+        """Return the next message of a conversation.
+
+        Lost connections, silence, 408, 429 and 5xx are tried again, at most `policy.max_tries`
+        times in all, waiting longer each time or as long as Retry-After says.
+
+        Raises:
+            ContextFull: the conversation is too long for the model.
+            PolicyFailed: no answer, or none that can be read.
+            ConfigError: the endpoint refuses the key or does not know the model.
+        """
+        failure = ""
+        for attempt in range(self._cfg.max_tries):
+            wait_s = min(self._cfg.max_backoff_s, self._cfg.backoff_s * 2**attempt)
+            try:
+                status, asked_s, body = await self._post(messages)
+            except (aiohttp.ClientError, TimeoutError) as e:
+                failure = self._redact(f"{type(e).__name__}: {e}")
+            else:
+                if status == 200:
+                    return self._read(body)
+                failure = f"HTTP {status} {self._redact(body[:300])}"
+                if status not in (408, 429) and status < 500:
+                    raise self._refusal(status, failure, body)
+                wait_s = min(self._cfg.max_backoff_s, asked_s or wait_s)
+            if attempt + 1 < self._cfg.max_tries:
+                self.num_retries += 1
+                logger.debug("retry attempt=%d wait_s=%.1f reason=%s", attempt, wait_s, failure)
+                await asyncio.sleep(wait_s)
+        raise PolicyFailed(f"{self._url}: {failure}, {self._cfg.max_tries} tries")
+
+    async def _post(self, messages: list[dict[str, str]]) -> tuple[int, float, str]:
+        """Return (status, seconds that Retry-After asks for or 0, body)."""
+        payload = {
+            "model": self._cfg.model,
+            "messages": messages,
+            "temperature": self._cfg.temperature,
+            self._cfg.limit_key: self._cfg.max_turn_tokens,
+        }
+        async with self._http.post(self._url, json=payload) as response:
+            body = await response.text(errors="replace")
+            return response.status, _seconds(response.headers.get("Retry-After", "")), body
+
+    def _read(self, body: str) -> Reply:
+        try:
+            answer = json.loads(body)
+            choice = answer["choices"][0]
+            text = choice["message"].get("content") or ""
+            if not isinstance(text, str):
+                raise TypeError(f"content is {type(text).__name__}")
+            usage: dict[str, Any] = answer.get("usage") or {}
+            self.num_prompt_tokens += int(usage.get("prompt_tokens") or 0)
+            self.num_sampled_tokens += int(usage.get("completion_tokens") or 0)
+            return Reply(text=text, is_stopped=choice.get("finish_reason") != "length")
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as e:
+            shown = self._redact(body[:300])
+            raise PolicyFailed(f"{self._url}: not a chat completion ({e!r}): {shown}") from e
+
+    def _refusal(self, status: int, failure: str, body: str) -> Exception:
+        if status in (400, 413, 422) and any(word in body.lower() for word in CONTEXT_WORDS):
+            return ContextFull(failure)
+        if status in WRONG_CONFIG:
+            key = WRONG_CONFIG[status]
+            value = self._cfg.model if key == "policy.model" else self._cfg.api_key_env
+            return ConfigError(f"{key}={value}: {self._url} answers {failure}")
+        return PolicyFailed(f"{self._url}: {failure}")
+
+    def _redact(self, text: str) -> str:
+        return text.replace(self._key, "***") if self._key else text
+
+
+def _bytes(text: str) -> list[int]:
+    return list(text.encode(errors="replace"))  # JSON may hold halves of surrogate pairs
+
+
+def _seconds(text: str) -> float:
+    try:
+        return max(0.0, float(text))
+    except ValueError:  # a date, or nothing
+        return 0.0
+
+
+class TextEpisode:
+    """One conversation: what its episode asks for to render and to act.
+
+    The episode's sequence is the conversation as UTF-8 bytes, with the agent's bytes marked. So a
+    journal of it can be read; there is nothing in it to train on.
+    """
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        self._messages: list[dict[str, str]] = []
+
+    def first_prompt(self, text: str) -> list[int]:
+        """Begin the conversation anew."""
+        self._messages = [{"role": "user", "content": text}]
+        return _bytes(text)
+
+    def after_action(self, text: str, *, is_stopped: bool) -> list[int]:
+        """Add an observation."""
+        self._messages.append({"role": "user", "content": text})
+        return _bytes(text)
+
+    def action_text(self, token_ids: list[int]) -> str:
+        """Return what the bytes say."""
+        return bytes(token_ids).decode(errors="replace").strip()
+
+    async def act(self, _: list[int], session: Session) -> TextTurn:
+        """Ask for the next message. Raises: ContextFull, PolicyFailed, ConfigError."""
+        reply = await self._endpoint.complete(self._messages)
+        self._messages.append({"role": "assistant", "content": reply.text})
+        ids = _bytes(reply.text)
+        return TextTurn(
+            token_ids=ids,
+            logprobs=[0.0] * len(ids),
+            versions=[0] * len(ids),
+            is_stopped=reply.is_stopped,
+        )
+
+
+def text_policy(endpoint: Endpoint) -> tuple[Act, Render]:
+    """Return act and render of one more episode at the endpoint."""
+    episode = TextEpisode(endpoint)
+    return episode.act, episode

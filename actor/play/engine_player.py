@@ -1,0 +1,63 @@
+"""Plays given items with the checkpoint at `model.path`, in an engine of this process."""
+
+import asyncio
+from collections.abc import Sequence
+
+from transformers import AutoTokenizer
+
+from actor.engine.engine import Completion, Engine
+from actor.play.play import Patience, Plan, Player, Record, play_all
+from actor.rollout.env_client import HubClient, HubSession
+from actor.rollout.episode import Act, Render
+from actor.rollout.render import Renderer
+from common.config.run_config import RunConfig
+
+
+async def play_with_engine(
+    cfg: RunConfig,
+    plans: Sequence[Plan],
+    *,
+    hub_url: str,
+    token: str | None,
+    record: Record,
+    patience: Patience,
+) -> None:
+    """Play all plans.
+
+    Raises:
+        EngineError: the engine did not start or failed.
+        EnvError: the hub cannot be reached.
+        LongstrideError: too many episodes failed.
+    """
+    renderer = Renderer(AutoTokenizer.from_pretrained(cfg.model.path, local_files_only=True))
+    engine = await Engine.start(
+        cfg.model, cfg.actor, end_of_turn_ids=renderer.end_of_turn_ids, seed=cfg.run.seed
+    )
+    engine.version = 0
+    num_requests = 0
+
+    def policy(plan: Plan) -> tuple[Act, Render]:
+        async def act(ids: list[int], _: HubSession) -> Completion:
+            nonlocal num_requests
+            num_requests += 1
+            async with asyncio.timeout(cfg.actor.turn_timeout_s):
+                return await engine.generate(
+                    list(ids),
+                    request_id=f"{plan.episode_id}:{num_requests}",
+                    max_tokens=cfg.actor.max_turn_tokens,
+                    salt="play",
+                )
+
+        return act, renderer  # type: ignore[return-value]
+
+    player = Player(
+        policy=policy,
+        max_concurrent=cfg.actor.max_concurrent,
+        max_tokens=cfg.actor.max_model_len,
+        turn_tokens=cfg.actor.max_turn_tokens,
+    )
+    try:
+        async with HubClient(hub_url, token=token, timeout_s=cfg.actor.env_timeout_s) as hub:
+            await play_all(cfg, plans, hub=hub, player=player, record=record, patience=patience)
+    finally:
+        engine.shut_down()

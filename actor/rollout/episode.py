@@ -1,0 +1,211 @@
+"""One episode: ask the policy, step the environment, until it ends, and write down every token."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from actor.rollout.env_client import StepResult
+from common.errors import EnvError, EnvTimeout
+from common.wire.messages import EndReason, Lease, Trajectory
+
+
+class ContextFull(Exception):
+    """Raised by an act: the conversation has outgrown the policy's context."""
+
+
+class PolicyFailed(Exception):
+    """Raised by an act: no answer from a policy that others run. Says nothing about the policy."""
+
+
+class Turn(Protocol):
+    """What a policy returns for one turn; `actor.engine.Completion` is one."""
+
+    @property
+    def token_ids(self) -> list[int]: ...
+    @property
+    def logprobs(self) -> list[float]: ...
+    @property
+    def versions(self) -> list[int]: ...
+    @property
+    def is_stopped(self) -> bool: ...
+
+
+class Session(Protocol):
+    """One episode of an environment; `actor.env_client.HubSession` is one."""
+
+    first_observation: str
+
+    async def step(self, action: str) -> StepResult: ...
+    async def close(self) -> None: ...
+
+
+class Render(Protocol):
+    """Text to token ids and back; `actor.render.Renderer` is one."""
+
+    def first_prompt(self, text: str) -> list[int]: ...
+    def after_action(self, text: str, *, is_stopped: bool) -> list[int]: ...
+    def action_text(self, token_ids: list[int]) -> str: ...
+
+
+Act = Callable[[list[int], Session], Awaitable[Turn]]  # whole conversation so far -> one turn
+OpenSession = Callable[[], Awaitable[Session]]
+
+
+@dataclass(slots=True)
+class _Tape:
+    """The growing sequence. One place appends, so the columns cannot fall out of step."""
+
+    token_ids: list[int] = field(default_factory=list)
+    loss_mask: list[bool] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    turn_ids: list[int] = field(default_factory=list)
+
+    def observe(self, ids: list[int], turn: int) -> None:
+        self.token_ids += ids
+        self.loss_mask += [False] * len(ids)
+        self.logprobs += [0.0] * len(ids)
+        self.versions += [-1] * len(ids)
+        self.turn_ids += [turn] * len(ids)
+
+    def act(self, turn_taken: Turn, turn: int) -> None:
+        num_sampled = len(turn_taken.token_ids)
+        self.token_ids += turn_taken.token_ids
+        self.loss_mask += [True] * num_sampled
+        self.logprobs += turn_taken.logprobs
+        self.versions += turn_taken.versions
+        self.turn_ids += [turn] * num_sampled
+
+
+@dataclass(slots=True)
+class _Play:
+    """What happened so far."""
+
+    tape: _Tape = field(default_factory=_Tape)
+    end: EndReason = EndReason.HORIZON
+    error: str = ""
+    reward: float = 0.0
+    is_success: bool = False
+    num_turns: int = 0
+    invalid_turns: list[bool] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
+    generate_s: float = 0.0
+    env_s: float = 0.0
+
+
+async def run_episode(
+    lease: Lease,
+    *,
+    open_session: OpenSession,
+    act: Act,
+    render: Render,
+    instruction: str,
+    max_tokens: int,
+    turn_tokens: int,
+    actor: str,
+) -> Trajectory:
+    """Play the leased episode to its end and return it.
+
+    A failure of the environment or of a policy that others run, or the lease's deadline, ends the
+    episode and is recorded on it with its reason; it never becomes a reward. Everything else is a
+    bug or a dead engine, and propagates.
+
+    Args:
+        act: maps the conversation's token ids to the next turn.
+        instruction: put before the first observation; "" for none.
+        max_tokens: context limit; an episode that could exceed it in its next turn ends there.
+        turn_tokens: most tokens that one turn may sample.
+    """
+    started = time.monotonic()
+    play = _Play()
+    session: Session | None = None
+    try:
+        async with asyncio.timeout(lease.deadline_s) as deadline:
+            session = await open_session()
+            first = f"{instruction}\n\n{session.first_observation}" if instruction else None
+            text = first or session.first_observation
+            play.env_s += time.monotonic() - started
+            play.tape.observe(render.first_prompt(text), 0)
+            await _turns(lease, session, play, act, render, max_tokens - turn_tokens)
+    except ContextFull:
+        play.end = EndReason.CONTEXT_FULL
+    except PolicyFailed as e:
+        play.end, play.error = EndReason.ABORTED, str(e)
+    except EnvTimeout as e:
+        play.end, play.error = EndReason.ENV_TIMEOUT, str(e)
+    except EnvError as e:
+        play.end, play.error = EndReason.ENV_ERROR, str(e)
+    except TimeoutError:
+        if not deadline.expired():  # the engine's, not the lease's
+            raise
+        play.end, play.error = EndReason.DEADLINE, f"not ended within {lease.deadline_s:g}s"
+    finally:
+        if session is not None:
+            await session.close()
+    return _trajectory(lease, play, actor=actor, wall_s=time.monotonic() - started)
+
+
+async def _turns(
+    lease: Lease, session: Session, play: _Play, act: Act, render: Render, max_prompt: int
+) -> None:
+    for turn in range(lease.horizon):
+        if len(play.tape.token_ids) > max_prompt:
+            play.end = EndReason.CONTEXT_FULL
+            return
+        asked = time.monotonic()
+        taken = await act(play.tape.token_ids, session)
+        answered = time.monotonic()
+        play.tape.act(taken, turn)
+        result = await session.step(render.action_text(taken.token_ids))
+        play.generate_s += answered - asked
+        play.env_s += time.monotonic() - answered
+        play.num_turns += 1
+        play.invalid_turns.append(not result.is_valid)
+        play.reward = result.reward
+        play.scores.append(result.reward)
+        if result.done:
+            play.end = EndReason.DONE
+            play.is_success = result.reward >= 1.0
+            return
+        if turn + 1 < lease.horizon:
+            ids = render.after_action(result.observation, is_stopped=taken.is_stopped)
+            play.tape.observe(ids, turn + 1)
+
+
+def _trajectory(lease: Lease, play: _Play, *, actor: str, wall_s: float) -> Trajectory:
+    tape = play.tape
+    return Trajectory(
+        episode_id=lease.episode_id,
+        group_id=lease.group_id,
+        member=lease.member,
+        attempt=lease.attempt,
+        kind=lease.kind,
+        policy=lease.policy,
+        env=lease.env,
+        item_id=lease.item_id,
+        seed=lease.seed,
+        horizon=lease.horizon,
+        horizon_stage=lease.horizon_stage,
+        opened_at_version=lease.opened_at_version,
+        actor=actor,
+        end_reason=play.end,
+        error=play.error[:1_000],
+        reward=0.0 if play.end.is_infrastructure_failure else play.reward,
+        is_success=play.is_success,
+        num_turns=play.num_turns,
+        num_invalid_actions=sum(play.invalid_turns),
+        generate_s=play.generate_s,
+        env_s=play.env_s,
+        wall_s=wall_s,
+        token_ids=np.array(tape.token_ids, dtype=np.int32),
+        loss_mask=np.array(tape.loss_mask, dtype=bool),
+        logprobs=np.array(tape.logprobs, dtype=np.float32),
+        versions=np.array(tape.versions, dtype=np.int32),
+        turn_ids=np.array(tape.turn_ids, dtype=np.int32),
+        invalid_turns=np.array(play.invalid_turns, dtype=bool),
+        turn_scores=np.array(play.scores, dtype=np.float32),
+    )

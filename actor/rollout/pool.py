@@ -1,0 +1,143 @@
+"""Turns leases into finished trajectories: as many at once as there are slots."""
+
+import asyncio
+import logging
+
+from actor.engine.concurrency import Concurrency, EngineLoad
+from actor.engine.engine import Completion, Engine
+from actor.links.delivery import Delivery
+from actor.rollout.env_client import HubClient, HubSession
+from actor.rollout.episode import Act, Render, run_episode
+from actor.rollout.lockstep import Rounds
+from actor.rollout.render import Renderer
+from actor.rollout.scripted import ScriptedPolicy, ScriptedRender
+from common.config.run_config import ActorSection
+from common.wire.messages import Lease, PolicyKind
+
+logger = logging.getLogger(__name__)
+
+
+class Episodes:
+    """The episodes in work. A slot is free again when its trajectory is handed to delivery.
+
+    Raises in `failed`: whatever is no `EnvError` in an episode ends the actor.
+    """
+
+    def __init__(
+        self,
+        cfg: ActorSection,
+        *,
+        actor: str,
+        style: str,
+        engine: Engine,
+        renderer: Renderer,
+        hub: HubClient,
+        instructions: dict[str, dict[str, str]],
+        delivery: Delivery,
+        rounds: Rounds | None,
+    ) -> None:
+        self._cfg = cfg
+        self._actor = actor
+        self._style = style
+        self._engine = engine
+        self._renderer = renderer
+        self._hub = hub
+        self._instructions = instructions
+        self._delivery = delivery
+        self._rounds = rounds
+        self._concurrency = Concurrency(least=cfg.min_concurrent, most=cfg.max_concurrent)
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._num_requests = 0
+        self.slot_freed = asyncio.Event()
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    @property
+    def running_ids(self) -> list[str]:
+        """Episodes in work."""
+        return list(self._tasks)
+
+    @property
+    def num_free_slots(self) -> int:
+        """Episodes that could start now."""
+        return max(0, self.num_slots - len(self._tasks))
+
+    @property
+    def num_slots(self) -> int:
+        """Episodes at once; what runs already may be more."""
+        return self._concurrency.limit
+
+    def adapt(self, load: EngineLoad) -> None:
+        """Draw the consequences of what the engine had to do since the last call."""
+        before = self.num_slots
+        if self._concurrency.look(load, num_episodes=len(self._tasks)) > before:
+            self.slot_freed.set()
+
+    def start(self, leases: list[Lease]) -> None:
+        """Begin to play; in rounds all are counted in before the first one asks."""
+        for lease in leases:
+            if self._rounds is not None and lease.policy is PolicyKind.MODEL:
+                self._rounds.enter(lease.episode_id)
+        for lease in leases:
+            task = asyncio.create_task(self._play(lease), name=lease.episode_id)
+            self._tasks[lease.episode_id] = task
+            task.add_done_callback(self._ended)
+
+    def revoke(self, episode_ids: list[str]) -> None:
+        """Abandon episodes that are nobody's any more."""
+        for episode_id in episode_ids:
+            if (task := self._tasks.get(episode_id)) is not None:
+                logger.info("revoked episode=%s", episode_id)
+                task.cancel()
+
+    async def cancel_all(self) -> None:
+        """Abandon everything."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.pop(task.get_name(), None)
+        if self._rounds is not None:
+            self._rounds.leave(task.get_name())
+        self.slot_freed.set()
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not self.failed.done():
+            self.failed.set_exception(error)
+
+    async def _play(self, lease: Lease) -> None:
+        act, render = self._policy(lease)
+        trajectory = await run_episode(
+            lease,
+            open_session=lambda: self._hub.open(
+                lease.env, lease.item_id, seed=lease.seed, style=self._style
+            ),
+            act=act,
+            render=render,
+            instruction=self._instructions.get(lease.env, {}).get(self._style, ""),
+            max_tokens=self._cfg.max_model_len,
+            turn_tokens=self._cfg.max_turn_tokens,
+            actor=self._actor,
+        )
+        if self._rounds is not None:
+            self._rounds.leave(lease.episode_id)
+        await self._delivery.put(trajectory)
+
+    def _policy(self, lease: Lease) -> tuple[Act, Render]:
+        if lease.policy is not PolicyKind.MODEL:
+            scripted = ScriptedRender()
+            policy = ScriptedPolicy(lease.policy, seed=lease.episode_id, render=scripted)
+            return policy.act, scripted  # type: ignore[return-value]
+        return (lambda ids, session: self._act(lease, ids, session)), self._renderer  # type: ignore[return-value]
+
+    async def _act(self, lease: Lease, ids: list[int], session: HubSession) -> Completion:
+        if self._rounds is not None:
+            return await self._rounds.act(lease.episode_id, ids, session)
+        self._num_requests += 1
+        async with asyncio.timeout(self._cfg.turn_timeout_s):
+            return await self._engine.generate(
+                list(ids),
+                request_id=f"{lease.episode_id}:{lease.attempt}:{self._num_requests}",
+                max_tokens=self._cfg.max_turn_tokens,
+                salt=f"v{self._engine.version}",
+            )

@@ -1,0 +1,60 @@
+"""Scripted policies, played through the same episodes as the model: the baselines of a report."""
+
+import random
+from dataclasses import dataclass, field
+
+from actor.rollout.env_client import HubSession
+from common.wire.messages import PolicyKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptedTurn:
+    """An action in text, shaped like a turn of the engine. Nothing was sampled, so no logprobs."""
+
+    token_ids: list[int]
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    is_stopped: bool = True
+
+
+class ScriptedRender:
+    """Passes action texts through the episode as "token ids" of one made-up token each."""
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+
+    def add(self, text: str) -> list[int]:
+        """Return the made-up id of an action text."""
+        self._texts.append(text)
+        return [len(self._texts) - 1]
+
+    def first_prompt(self, text: str) -> list[int]:
+        return []
+
+    def after_action(self, text: str, *, is_stopped: bool) -> list[int]:
+        return []
+
+    def action_text(self, token_ids: list[int]) -> str:
+        return self._texts[token_ids[0]]
+
+
+class ScriptedPolicy:
+    """Chooses by rule from what the hub's hint allows.
+
+    random_valid: uniform over the valid actions. expert: the environment's own expert; where it
+    knows no way, uniform over the valid actions.
+    """
+
+    def __init__(self, kind: PolicyKind, *, seed: str, render: ScriptedRender) -> None:
+        self._kind = kind
+        self._random = random.Random(seed)
+        self._render = render
+
+    async def act(self, _: list[int], session: HubSession) -> ScriptedTurn:
+        """Return the next action. Raises: EnvError."""
+        hint = await session.hint()
+        action = hint.expert_action if self._kind is PolicyKind.EXPERT else None
+        if action is None:
+            action = self._random.choice(hint.valid_actions) if hint.valid_actions else "wait"
+        token_ids = self._render.add(action)
+        return ScriptedTurn(token_ids=token_ids, logprobs=[0.0], versions=[-1])

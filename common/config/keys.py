@@ -1,0 +1,178 @@
+"""The shape of `RunConfig`: which keys there are, what each expects, which are nearest."""
+
+import difflib
+import re
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from functools import cache
+from typing import Any, cast, get_args, get_origin, get_type_hints
+
+from common.config.run_config import RunConfig
+from common.errors import ConfigError
+
+_KEY = re.compile(r"[A-Za-z_]\w*(\.\w+(/\w+)?|\[\d+\])*")
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+
+
+@cache
+def field_kinds(section: type) -> dict[str, Any]:
+    """Return the field names of a config section with their types."""
+    hints = get_type_hints(section)
+    return {field.name: hints[field.name] for field in fields(section)}
+
+
+@cache
+def list_keys() -> tuple[str, ...]:
+    """Return every dotted key of the configuration, the first item standing for a list's all."""
+
+    def walk(section: type, prefix: str) -> list[str]:
+        keys: list[str] = []
+        for name, kind in field_kinds(section).items():
+            if is_dataclass(kind):
+                keys += walk(_as_type(kind), f"{prefix}{name}.")
+                continue
+            keys.append(f"{prefix}{name}")
+            if get_origin(kind) is list and is_dataclass(get_args(kind)[0]):
+                keys += walk(get_args(kind)[0], f"{prefix}{name}[0].")
+        return keys
+
+    return tuple(walk(RunConfig, ""))
+
+
+def nearest_keys(key: str) -> str:
+    """Return the valid key most like `key`, or those of the same last word, as "a or b"."""
+    last = key.rsplit(".", 1)[-1]
+    if "." not in key:
+        namesakes = [known for known in list_keys() if known.rsplit(".", 1)[-1] == last]
+        sections = difflib.get_close_matches(key, list(field_kinds(RunConfig)), n=1, cutoff=0.7)
+        if namesakes or sections:
+            return " or ".join(namesakes[:3] or sections)
+
+    def likeness(known: str) -> float:
+        by_last = difflib.SequenceMatcher(None, known.rsplit(".", 1)[-1], last).ratio()
+        return by_last + difflib.SequenceMatcher(None, known, key).ratio()
+
+    return max(list_keys(), key=likeness)
+
+
+def describe_kind(kind: Any) -> str:
+    """Return in words what a key of this type expects."""
+    if is_dataclass(kind):
+        return f"a section with {', '.join(field_kinds(_as_type(kind)))}"
+    if get_origin(kind) is list:
+        (item,) = get_args(kind)
+        many = {int: "whole numbers", float: "numbers", str: "texts"}.get(item, "sections")
+        return f"a list of {many}, like [a, b]"
+    if get_origin(kind) is dict:
+        below = get_args(kind)[1]
+        if is_dataclass(below):
+            return f"names with sections of {', '.join(field_kinds(_as_type(below)))}"
+        return "names with texts, like {a: b}"
+    if issubclass(kind, Enum):
+        return f"one of {', '.join(str(member.value) for member in kind)}"
+    return _WORDS[kind]
+
+
+def kind_of(key: str, *, shown: str) -> Any:
+    """Return the type that a dotted key expects; `tasks[0].weight` and `tasks.0.weight` both work.
+
+    Args:
+        key: as the user wrote it.
+        shown: key and value for the message.
+
+    Raises:
+        ConfigError: there is no such key; names the nearest.
+    """
+    if not _KEY.fullmatch(key):
+        raise ConfigError(f"{shown}: not a key; the nearest is {nearest_keys(key)}")
+    kind: Any = RunConfig
+    for part in dotted(key).split("."):
+        if is_dataclass(kind) and part in field_kinds(_as_type(kind)):
+            kind = field_kinds(_as_type(kind))[part]
+        elif get_origin(kind) is list and part.isdigit():
+            (kind,) = get_args(kind)
+        elif get_origin(kind) is dict:
+            kind = get_args(kind)[1]
+        else:
+            raise ConfigError(f"{shown}: no such key; the nearest is {nearest_keys(key)}")
+    return kind
+
+
+def dotted(key: str) -> str:
+    """Return `a[0].b` as `a.0.b`."""
+    return re.sub(r"\[(\d+)\]", r".\1", key)
+
+
+def conform(value: Any, kind: Any, *, key: str) -> Any:
+    """Return `value`, checked against `kind`, with enum members in place of their names.
+
+    An interpolation ("${...}") passes as it is.
+
+    Raises:
+        ConfigError: an unknown key or a wrong type anywhere below; names key, value, what is right.
+    """
+    if isinstance(value, str) and value.startswith("${"):
+        return value
+    if is_dataclass(kind) and isinstance(value, dict):
+        return _conform_section(cast(dict[Any, Any], value), _as_type(kind), key)
+    if get_origin(kind) is list and isinstance(value, list):
+        (item,) = get_args(kind)
+        return [
+            conform(each, item, key=f"{key}[{i}]") for i, each in enumerate(cast(list[Any], value))
+        ]
+    if get_origin(kind) is dict and isinstance(value, dict):
+        item = get_args(kind)[1]
+        below = cast(dict[Any, Any], value)
+        return {name: conform(each, item, key=f"{key}.{name}") for name, each in below.items()}
+    if isinstance(kind, type) and get_origin(kind) is None and not is_dataclass(kind):
+        return _conform_leaf(value, cast(type, kind), key)
+    raise ConfigError(f"{key}={show(value)}: expects {describe_kind(kind)}")
+
+
+def show(value: Any) -> str:
+    """Return a value as it would be written in YAML, shortened."""
+    text = {None: "null", True: "true", False: "false"}.get(value) if _is_flag(value) else None
+    text = str(value) if text is None else text
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _is_flag(value: Any) -> bool:
+    return value is None or isinstance(value, bool)
+
+
+def _as_type(kind: Any) -> type:
+    assert isinstance(kind, type)
+    return kind
+
+
+def _conform_section(value: dict[Any, Any], section: type, key: str) -> dict[str, Any]:
+    kinds = field_kinds(section)
+    prefix = f"{key}." if key else ""
+    for name in value:
+        if name not in kinds:
+            wrong, leaf = _first_leaf(f"{prefix}{name}", value[name])
+            near = nearest_keys(wrong)
+            raise ConfigError(f"{wrong}={show(leaf)}: no such key; the nearest is {near}")
+    return {name: conform(each, kinds[name], key=f"{prefix}{name}") for name, each in value.items()}
+
+
+def _first_leaf(key: str, value: Any) -> tuple[str, Any]:
+    if isinstance(value, dict) and value:
+        name, below = next(iter(cast(dict[Any, Any], value).items()))
+        return _first_leaf(f"{key}.{name}", below)
+    return key, cast(Any, value)
+
+
+def _conform_leaf(value: Any, kind: type, key: str) -> Any:
+    if issubclass(kind, Enum):
+        by_name = {str(member.value).lower(): member for member in kind}
+        member = by_name.get(str(value.value if isinstance(value, Enum) else value).lower())
+        if member is not None:
+            return member
+    elif kind is str and isinstance(value, (str, int, float)) and not isinstance(value, bool):
+        return str(value)
+    elif kind is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    elif kind in (int, bool) and type(value) is kind:
+        return value
+    raise ConfigError(f"{key}={show(value)}: expects {describe_kind(kind)}")

@@ -1,0 +1,215 @@
+"""Loading: dataclass defaults, then a YAML file and what it builds on, then overrides."""
+
+import difflib
+import subprocess
+from collections.abc import Sequence
+from dataclasses import asdict, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from common.config.keys import conform, describe_kind, dotted, kind_of, show
+from common.config.run_config import RunConfig
+from common.errors import ConfigError
+from common.repository import ROOT
+from common.store.run_dir import write_atomically
+
+GIT_TIMEOUT_S = 5.0
+_DEFAULTS = "defaults"  # the one key of a YAML file that is not in the schema
+
+
+def load_config(config: str | None, overrides: Sequence[str], *, root: Path) -> RunConfig:
+    """Return the configuration of a run.
+
+    Args:
+        config: a name (`configs/<name>.yaml` below `root`) or a YAML file; None: defaults only.
+        overrides: "section.key=value" each; text values are taken as they are written.
+        root: the repository.
+
+    Returns:
+        The checked configuration. `run.name` is the config's name unless something sets it.
+
+    Raises:
+        ConfigError: one line that names the key, the value and what would be right.
+    """
+    tree: dict[str, Any] = {}
+    merged = cast(DictConfig, OmegaConf.structured(RunConfig))
+    try:
+        if config is not None:
+            path = find_config(config, root=root)
+            merged = _merge(merged, {"run": {"name": path.stem}})
+            for tree in _read_chain(path, root=root):
+                merged = _merge(merged, tree)
+        _apply(merged, overrides)
+        missing = sorted(OmegaConf.missing_keys(merged))
+        if missing:
+            key = missing[0]
+            kind = describe_kind(kind_of(key, shown=key))
+            raise ConfigError(f"{key} is not set: give {key}=... ({kind})")
+        loaded = cast(RunConfig, OmegaConf.to_object(merged))
+    except OmegaConfBaseException as e:
+        key = getattr(e, "full_key", None) or "config"
+        raise ConfigError(f"{key}: {str(e).splitlines()[0]}") from e
+    _require_distinct_tasks(loaded)
+    return loaded
+
+
+def list_configs(root: Path) -> list[str]:
+    """Return the names of the configs that ship with the project."""
+    return sorted(path.stem for path in (root / "configs").glob("*.yaml"))
+
+
+def find_config(config: str, *, root: Path) -> Path:
+    """Return the file that `--config` means.
+
+    Raises:
+        ConfigError: neither a file nor a known name; names the nearest and all there are.
+    """
+    named = root / "configs" / f"{config}.yaml"
+    if named.is_file():
+        return named
+    if Path(config).is_file():
+        return Path(config)
+    known = list_configs(root)
+    near = difflib.get_close_matches(Path(config).stem, known, n=1, cutoff=0.0)
+    hint = f"; the nearest is {near[0]}" if near else ""
+    raise ConfigError(f"--config {config}: no such config{hint} (there are: {', '.join(known)})")
+
+
+def save_config(cfg: RunConfig, path: Path) -> None:
+    """Write every resolved value as YAML that `load_config` reads back to an equal config."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, config_as_yaml(cfg, revision=git_revision()))
+
+
+def config_as_yaml(cfg: RunConfig, *, revision: str = "") -> str:
+    """Return the resolved config as YAML text, headed by the code's revision if one is given."""
+    head = f"# code: git {revision}\n" if revision else ""
+    text: str = yaml.safe_dump(_plain(asdict(cfg)), sort_keys=False, allow_unicode=True)
+    return head + text
+
+
+def git_revision() -> str:
+    """Return the commit of the code, with "+changes" if the tree differs; "" outside git."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=40"]
+    try:
+        done = subprocess.run(
+            [*command, "--dirty=+changes"], capture_output=True, text=True, timeout=GIT_TIMEOUT_S
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def override_value(overrides: Sequence[str], key: str) -> str | None:
+    """Return the text that an override gives to `key`, None if none does."""
+    for override in overrides:
+        name, equals, value = override.partition("=")
+        if equals and dotted(name.strip()) == key:
+            return value
+    return None
+
+
+def _merge(merged: DictConfig, tree: dict[str, Any]) -> DictConfig:
+    checked = conform(tree, RunConfig, key="")
+    return cast(DictConfig, OmegaConf.merge(merged, checked))
+
+
+def _read_chain(path: Path, *, root: Path) -> list[dict[str, Any]]:
+    """Return the YAML trees from the outermost `defaults` down to `path` itself."""
+    chain: list[dict[str, Any]] = []
+    seen: list[Path] = []
+    while True:
+        if path.resolve() in seen:
+            raise ConfigError(f"{path}: `defaults` comes back to itself")
+        seen.append(path.resolve())
+        tree = _read(path)
+        base = tree.pop(_DEFAULTS, None)
+        chain.insert(0, tree)
+        if base is None:
+            return chain
+        sibling = path.with_name(f"{base}.yaml")
+        path = sibling if sibling.is_file() else find_config(str(base), root=root)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    except (yaml.YAMLError, UnicodeDecodeError) as e:
+        problem = getattr(e, "problem", None) or "not text"
+        line = getattr(getattr(e, "problem_mark", None), "line", None)
+        where = "" if line is None else f" line {line + 1}"
+        raise ConfigError(f"{path}{where}: not valid YAML: {problem}") from e
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: expects sections at the top, not {show(tree)}")
+    known = {key: each for key, each in cast(dict[Any, Any], tree).items() if key != _DEFAULTS}
+    try:
+        conform(known, RunConfig, key="")
+    except ConfigError as e:
+        raise ConfigError(f"{path}: {e}") from e
+    return cast(dict[str, Any], tree)
+
+
+def _apply(merged: DictConfig, overrides: Sequence[str]) -> None:
+    seen: dict[str, str] = {}
+    for override in overrides:
+        key, equals, raw = override.partition("=")
+        if not equals:
+            raise ConfigError(f"{override}: an override is key=value, like learner.lr=1e-4")
+        kind = kind_of(key, shown=override)
+        name = dotted(key)
+        if name in seen:
+            raise ConfigError(f"{override}: {key} is given twice, first as {seen[name]}")
+        seen[name] = override
+        value = raw if kind is str else conform(_parse(raw, key), kind, key=key)
+        _require_index(merged, name, shown=override)
+        _make_sections(merged, name)
+        OmegaConf.update(merged, name, value, merge=True)
+
+
+def _require_index(merged: DictConfig, name: str, *, shown: str) -> None:
+    """Refuse an index beyond the end of a list."""
+    parts = name.split(".")
+    for i, part in enumerate(parts):
+        if part.isdigit():
+            parent = ".".join(parts[:i])
+            size = len(OmegaConf.select(merged, parent))
+            if int(part) >= size:
+                raise ConfigError(f"{shown}: {parent} has {size} entries, counted from 0")
+
+
+def _make_sections(merged: DictConfig, name: str) -> None:
+    """Add the sections on the way to a key, where they are named by the user (`per_env.x.kind`)."""
+    parts = name.split(".")
+    for i in range(1, len(parts)):
+        above, section = ".".join(parts[:i]), ".".join(parts[: i + 1])
+        kind = kind_of(section, shown=section)
+        if is_dataclass(kind) and OmegaConf.select(merged, section) is None:
+            OmegaConf.select(merged, above)[parts[i]] = OmegaConf.structured(kind)
+
+
+def _parse(raw: str, key: str) -> Any:
+    try:
+        parsed = OmegaConf.from_dotlist([f"value={raw}"])
+        return cast(dict[str, Any], OmegaConf.to_container(parsed, resolve=False))["value"]
+    except (yaml.YAMLError, OmegaConfBaseException) as e:
+        raise ConfigError(f"{key}={raw}: the value is not valid YAML") from e
+
+
+def _require_distinct_tasks(cfg: RunConfig) -> None:
+    names = [f"{task.env}/{task.subset}" for task in cfg.tasks]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"tasks={name}: is there twice; add the weights up in one entry")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in cast(dict[str, Any], value).items()}
+    if isinstance(value, list):
+        return [_plain(each) for each in cast(list[Any], value)]
+    return value.value if isinstance(value, Enum) else value

@@ -1,0 +1,186 @@
+"""The run's numbers: one JSON object per step in metrics.jsonl, handed on to sinks as well."""
+
+import json
+import logging
+import math
+import os
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol, cast
+
+from common.store.run_dir import RunDir, write_atomically
+
+logger = logging.getLogger(__name__)
+
+BEFORE_FIRST_STEP = -1
+MetricsLine = dict[str, float | None]
+
+
+class MetricsSink(Protocol):
+    """Another place that wants every metric."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Take the finite metrics of one step."""
+        ...
+
+    def close(self) -> None:
+        """Finish what is under way."""
+        ...
+
+
+class MetricsWriter:
+    """The only writer of a run's metrics.jsonl. Every step appears in it once.
+
+    Example: a run is killed at step 57 and resumes from the checkpoint of step 50. The lines of
+    51 to 57 move to metrics.discarded.jsonl, step 51 is logged anew, `time_s` goes on from 57.
+    """
+
+    def __init__(
+        self,
+        run_dir: RunDir,
+        sinks: Sequence[MetricsSink],
+        *,
+        resumed_at_step: int = BEFORE_FIRST_STEP,
+    ) -> None:
+        """Open the file behind the line of `resumed_at_step`; by default the run begins anew."""
+        run_dir.root.mkdir(parents=True, exist_ok=True)
+        self._sinks = list(sinks)
+        self._last_step = resumed_at_step
+        self.num_nonfinite = 0
+        elapsed_s = _cut_after(run_dir.metrics, resumed_at_step)
+        self._started_s = time.monotonic() - elapsed_s
+        self._file = run_dir.metrics.open("a", buffering=1, encoding="utf-8")
+
+    @property
+    def last_step(self) -> int:
+        """The step of the last line, `BEFORE_FIRST_STEP` if there is none."""
+        return self._last_step
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write one step's metrics; a value that is not finite becomes null and is counted.
+
+        Args:
+            step: larger than any step logged before.
+            metrics: flat names `area/thing_unit`. `step` and `time_s` are added.
+
+        Raises:
+            ValueError: the step is not larger than the last one.
+        """
+        if step <= self._last_step:
+            raise ValueError(f"step {step} logged after step {self._last_step}")
+        values = {name: float(value) for name, value in metrics.items()}
+        finite = {name: value for name, value in values.items() if math.isfinite(value)}
+        if len(finite) < len(values):
+            lost = sorted(values.keys() - finite.keys())
+            self.num_nonfinite += len(lost)
+            logger.warning("metrics are not finite step=%d names=%s", step, lost)
+        elapsed_s = round(time.monotonic() - self._started_s, 3)
+        line = {
+            "step": step,
+            "time_s": elapsed_s,
+            **{name: finite.get(name) for name in values},
+        }
+        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        self._file.flush()
+        self._last_step = step
+        for sink in self._sinks:
+            sink.log(step, finite)
+
+    def close(self) -> None:
+        """Close the file and every sink."""
+        self._file.close()
+        for sink in self._sinks:
+            sink.close()
+
+
+def read_metrics(path: Path) -> list[MetricsLine]:
+    """Return the steps in order; a missing file has none, and a half-written last line is not seen.
+
+    Raises:
+        ValueError: a line before the last is no JSON object; names file and line number.
+    """
+    return [line for line, _ in iter_metrics(path)]
+
+
+def iter_metrics(path: Path) -> Iterator[tuple[MetricsLine, str]]:
+    """Yield what `read_metrics` returns, each with its text, one line in memory at a time."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8", errors="replace", newline="\n") as handle:
+        for number, text in enumerate(handle, 1):
+            # What follows the last newline is being written, or was torn by a crash.
+            if text.endswith("\n") and text != "\n":
+                yield _parse(text, f"{path}:{number}"), text
+
+
+def tail_metrics(path: Path, *, num_steps: int, tail_bytes: int = 262144) -> list[MetricsLine]:
+    """Return up to `num_steps` newest steps in order without reading the whole file.
+
+    Reads the last `tail_bytes` at most. Never raises over what the file holds: for displays.
+    """
+    try:
+        with path.open("rb") as handle:
+            handle.seek(max(0, os.fstat(handle.fileno()).st_size - tail_bytes))
+            texts = handle.read().split(b"\n")[:-1]
+    except FileNotFoundError:
+        return []
+    lines: list[object] = []
+    for text in texts[-num_steps:]:
+        try:
+            lines.append(json.loads(text))
+        except ValueError:
+            continue  # cut by `tail_bytes`
+    return [cast(MetricsLine, line) for line in lines if isinstance(line, dict)]
+
+
+def _parse(text: str, where: str) -> MetricsLine:
+    try:
+        line: object = json.loads(text)
+    except ValueError as e:
+        raise ValueError(f"{where}: not JSON: {e}") from e
+    found = cast(MetricsLine, line) if isinstance(line, dict) else {}
+    if not isinstance(found.get("step"), int):
+        raise ValueError(f"{where}: not a JSON object with a step")
+    return found
+
+
+def _step(line: MetricsLine) -> float:
+    step = line["step"]
+    assert step is not None  # `_parse` saw an int
+    return step
+
+
+def _torn_line(path: Path) -> str:
+    """Return what follows the last newline."""
+    with path.open(encoding="utf-8", errors="replace", newline="\n") as handle:
+        last = "".join(deque(handle, maxlen=1))
+    return "" if last.endswith("\n") else last
+
+
+def _cut_after(path: Path, step: int) -> float:
+    """Move later and torn lines away, and return the seconds that the run had taken by its end."""
+    if not path.exists():
+        return 0.0
+    elapsed_s = 0.0
+    cut: list[str] = []
+    for line, text in iter_metrics(path):
+        elapsed_s = max(elapsed_s, line.get("time_s") or 0.0)
+        if _step(line) > step:
+            cut.append(text)
+    if torn := _torn_line(path):
+        cut.append(f"{torn}\n")
+    if cut:
+        discarded = path.with_name("metrics.discarded.jsonl")
+        with discarded.open("a", encoding="utf-8") as handle:
+            handle.writelines(cut)
+        kept = (text for line, text in iter_metrics(path) if _step(line) <= step)
+        write_atomically(path, "".join(kept))
+        logger.info(
+            "discarded metrics lines=%d after_step=%d file=%s",
+            len(cut),
+            step,
+            discarded,
+        )
+    return 0.0 if step == BEFORE_FIRST_STEP else elapsed_s

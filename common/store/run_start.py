@@ -1,0 +1,92 @@
+"""What a start finds in its run directory: nothing, a run to go on with, or one to keep aside."""
+
+import json
+import logging
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from common.config.load import config_as_yaml
+from common.config.run_config import RunConfig
+from common.errors import ConfigError
+from common.store.run_dir import RunDir, write_json
+
+logger = logging.getLogger(__name__)
+
+_FINISHED = "finished.json"
+
+# A run that goes on must be the same experiment; these decide whether it is.
+_SAME_KEYS = (
+    "run.seed",
+    "train.mode",
+    "model.path",
+    "model.dtype",
+    "tasks",
+    "groups.size",
+    "learner.optimizer",
+    "envhub.style",
+)
+
+
+def mark_finished(run_dir: RunDir, *, version: int) -> None:
+    """Note that the run reached its end, so that the next start is a new run."""
+    write_json(run_dir.root / _FINISHED, {"version": version})
+
+
+def prepare(cfg: RunConfig, run_dir: RunDir) -> Path | None:
+    """Make the run directory ready for this configuration.
+
+    A finished run is kept aside as `<name>.1`, `<name>.2`, ..., unless it is the same experiment
+    with a larger `train.num_steps` now: then it goes on.
+
+    Returns:
+        Where an earlier run was put aside, None if there was none.
+
+    Raises:
+        ConfigError: an unfinished run of another experiment is there; names the keys that differ.
+    """
+    if not run_dir.config.exists():
+        return None
+    if not _goes_on(cfg, run_dir):
+        return _set_aside(run_dir)
+    _require_same(cfg, run_dir)
+    (run_dir.root / _FINISHED).unlink(missing_ok=True)
+    return None
+
+
+def _goes_on(cfg: RunConfig, run_dir: RunDir) -> bool:
+    marker = run_dir.root / _FINISHED
+    if not marker.exists():
+        return True
+    is_longer = json.loads(marker.read_text())["version"] < cfg.train.num_steps
+    return is_longer and not _differences(cfg, run_dir)
+
+
+def _require_same(cfg: RunConfig, run_dir: RunDir) -> None:
+    differences = _differences(cfg, run_dir)
+    if differences:
+        raise ConfigError(
+            f"run.name={cfg.run.name}: an unfinished run with other settings is there "
+            f"({'; '.join(differences)}); choose another run.name, or move {run_dir.root} away"
+        )
+
+
+def _differences(cfg: RunConfig, run_dir: RunDir) -> list[str]:
+    old = OmegaConf.load(run_dir.config)
+    new = OmegaConf.create(config_as_yaml(cfg))
+    found: list[str] = []
+    for key in _SAME_KEYS:
+        was, now = OmegaConf.select(old, key), OmegaConf.select(new, key)
+        if was != now:
+            shown = f"{key}: was {was}, now {now}" if key != "tasks" else "tasks differ"
+            found.append(shown)
+    return found
+
+
+def _set_aside(run_dir: RunDir) -> Path:
+    number = 1
+    while (target := run_dir.root.with_name(f"{run_dir.root.name}.{number}")).exists():
+        number += 1
+    run_dir.root.rename(target)
+    logger.info("earlier run kept aside folder=%s", target)
+    return target

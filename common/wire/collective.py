@@ -1,0 +1,198 @@
+"""Broadcast of one flat byte buffer from the learner to engines, over torch.distributed.
+
+Groups are made outside the default process group, so that every new membership is a new group and
+nobody's world has to be rebuilt. NCCL on CUDA, gloo on CPU; all else is shared.
+"""
+# torch's type stubs lack half of what its C++ process groups export:
+# pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
+import socket
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from common.errors import WeightSyncError
+from common.wire.messages import TensorSpec
+
+ALIGN_BYTES = 16  # every tensor starts here, so that a view of any dtype is legal
+CHECKSUM_CHUNK = 1 << 20  # int32 words summed at a time
+
+
+def device_id(device: torch.device) -> str:
+    """Return a name that no other GPU anywhere has; "" for the CPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+
+
+def backend_for(device_ids: Sequence[str]) -> str:
+    """Return what carries tensors between these devices (`device_id`), one per rank.
+
+    "nccl" needs a GPU of its own for every rank; else the bytes go through host memory, by "gloo".
+    """
+    has_gpus = all(device_ids) and len(set(device_ids)) == len(device_ids)
+    return "nccl" if has_gpus else "gloo"
+
+
+def open_store(host: str, port: int, *, is_server: bool, timeout_s: float) -> dist.TCPStore:
+    """Return the rendezvous store of a learner (`is_server`) or a client of it.
+
+    Raises:
+        WeightSyncError: nobody serves there, or the address is not ours to serve on.
+    """
+    try:
+        return dist.TCPStore(
+            host,
+            port,
+            is_master=is_server,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    except RuntimeError as e:
+        raise WeightSyncError(f"no rendezvous store at {host}:{port}: {e}") from e
+
+
+def make_process_group(
+    store: dist.Store, *, rank: int, world_size: int, backend: str, timeout_s: float, bind_host: str
+) -> Any:
+    """Return a process group outside the default one; its calls give up after `timeout_s`.
+
+    Args:
+        store: where the members find each other; used by no other group.
+        backend: "nccl", or anything else for gloo.
+        bind_host: gloo listens here only.
+
+    Raises:
+        RuntimeError: not all members came in time.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    if backend == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(store, rank, world_size, options)
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = timeout
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=bind_host)]
+    return dist.ProcessGroupGloo(store, rank, world_size, options)
+
+
+class BroadcastGroup:
+    """One membership: rank 0 sends, the others receive. Use from one thread.
+
+    Example:
+        learner: group = BroadcastGroup(store, epoch=3, rank=0, world_size=2, backend="gloo", ...)
+                 group.broadcast(buffer)          waits for rank 1 up to timeout_s
+        engine:  group = BroadcastGroup(store, epoch=3, rank=1, world_size=2, backend="gloo", ...)
+                 group.broadcast(buffer)          fills its buffer with rank 0's bytes
+
+    Raises:
+        WeightSyncError: a member is missing or dies; both sides raise within timeout_s.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        *,
+        epoch: int,
+        rank: int,
+        world_size: int,
+        backend: str,
+        timeout_s: float,
+        bind_host: str,
+    ) -> None:
+        prefixed = dist.PrefixStore(f"weights/{epoch}", store)
+        self.epoch = epoch
+        self._timeout = timedelta(seconds=timeout_s)
+        try:
+            self._group = make_process_group(
+                prefixed,
+                rank=rank,
+                world_size=world_size,
+                backend=backend,
+                timeout_s=timeout_s,
+                bind_host=bind_host,
+            )
+        except (RuntimeError, ValueError) as e:
+            raise WeightSyncError(f"no process group epoch={epoch} rank={rank}: {e}") from e
+
+    def broadcast(self, buffer: Tensor) -> None:
+        """Send (rank 0) or receive `buffer` [num_bytes] uint8 in place."""
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.timeout = self._timeout
+        try:
+            work = self._group.broadcast([buffer], options)
+            work.wait(self._timeout)
+            if buffer.is_cuda:
+                torch.cuda.current_stream(buffer.device).synchronize()
+        except RuntimeError as e:
+            raise WeightSyncError(f"broadcast failed epoch={self.epoch}: {e}") from e
+
+    def close(self) -> None:
+        """Abort what is in flight and let the connections go."""
+        try:
+            self._group.abort()
+        except RuntimeError:  # gloo has nothing to abort once a peer is gone
+            return
+
+
+def local_address_towards(host: str) -> str:
+    """Return this machine's address on the interface that reaches `host`. Sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))
+        return str(probe.getsockname()[0])
+
+
+def lay_out(tensors: Iterable[tuple[str, Tensor]]) -> tuple[list[TensorSpec], int]:
+    """Return where each named tensor goes in the flat buffer, and the buffer's size in bytes."""
+    specs: list[TensorSpec] = []
+    offset = 0
+    for name, tensor in tensors:
+        num_bytes = tensor.numel() * tensor.element_size()
+        specs.append(
+            TensorSpec(
+                name=name,
+                shape=list(tensor.shape),
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                offset_bytes=offset,
+                num_bytes=num_bytes,
+            )
+        )
+        offset += -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
+    return specs, offset
+
+
+def flatten_into(buffer: Tensor, specs: list[TensorSpec], tensors: Iterable[Tensor]) -> None:
+    """Copy tensors to their places in `buffer` [num_bytes] uint8."""
+    for view, tensor in zip(views(buffer, specs), tensors, strict=True):
+        view[1].copy_(tensor)
+
+
+def views(buffer: Tensor, specs: list[TensorSpec]) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) views into `buffer` [num_bytes] uint8; nothing is copied."""
+    for spec in specs:
+        part = buffer[spec.offset_bytes : spec.offset_bytes + spec.num_bytes]
+        yield spec.name, part.view(getattr(torch, spec.dtype)).view(spec.shape)
+
+
+def checksum(buffer: Tensor) -> str:
+    """Return a hex digest of `buffer` [num_bytes] uint8, computed on its device.
+
+    Two wrapping 64-bit sums over the 32-bit words, plain and weighted by position: any single
+    changed word, and any two swapped ones, change it. Not cryptographic; the wire is.
+    """
+    words = buffer.view(torch.int32)
+    plain = weighted = 0
+    position = torch.arange(1, CHECKSUM_CHUNK + 1, dtype=torch.int64, device=buffer.device)
+    for chunk_index, chunk in enumerate(words.split(CHECKSUM_CHUNK)):
+        wide = chunk.to(torch.int64)
+        total = int(wide.sum())
+        plain += total
+        within = int((wide * position[: wide.numel()]).sum())
+        weighted += within + chunk_index * CHECKSUM_CHUNK * total
+    mask = (1 << 64) - 1
+    return f"{plain & mask:016x}{weighted & mask:016x}"

@@ -1,0 +1,145 @@
+"""ROUTER and DEALER sockets that speak `common.messages`, encrypted with the run's CURVE keys.
+
+A ROUTER answers whoever asked; a DEALER talks to one ROUTER and reconnects by itself. Only holders
+of the run's client key get in. Both refuse to block for ever: every receive has a deadline.
+"""
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+import zmq.auth.thread
+
+from common.errors import ConfigError, WireError
+from common.wire.codec import decode, encode
+from common.wire.messages import Rejected
+from common.wire.security import RunKeys
+
+logger = logging.getLogger(__name__)
+
+HIGH_WATER_MARK = 10_000  # messages queued per peer before a send blocks
+HEARTBEAT_MS = 5_000  # ZeroMQ's own ping; finds half-open connections
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Received:
+    """A message and the ROUTER identity of who sent it."""
+
+    sender: bytes
+    message: Any
+
+
+def _prepare(socket: Any) -> None:
+    socket.setsockopt(zmq.LINGER, 1_000)
+    socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
+    socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 4 * HEARTBEAT_MS)
+    socket.setsockopt(zmq.RECONNECT_IVL, 100)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2_000)
+
+
+class Router:
+    """A bound ROUTER. Use from one thread.
+
+    Example:
+        router = Router(keys, host="127.0.0.1", port=0)
+        for received in router.receive_all(timeout_s=0.1):
+            router.send(received.sender, answer)
+    """
+
+    def __init__(self, keys: RunKeys, *, host: str, port: int) -> None:
+        self._context = zmq.Context()
+        self._auth = zmq.auth.thread.ThreadAuthenticator(self._context)
+        self._auth.start()
+        self._auth.configure_curve_callback(domain="*", credentials_provider=_OnlyClient(keys))
+        self._socket = self._context.socket(zmq.ROUTER)
+        _prepare(self._socket)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.SNDTIMEO, 1_000)
+        self._socket.curve_server = True
+        self._socket.curve_publickey = keys.server_public.encode()
+        self._socket.curve_secretkey = keys.server_secret.encode()
+        try:
+            self.port: int = (
+                self._socket.bind_to_random_port(f"tcp://{host}")
+                if port == 0
+                else (self._socket.bind(f"tcp://{host}:{port}"), port)[1]
+            )
+        except zmq.ZMQError as e:
+            self.close()
+            raise ConfigError(f"cannot bind {host}:{port}: {e.strerror}") from e
+        self.num_invalid = 0
+
+    def receive_all(self, *, timeout_s: float, limit: int = 1_000) -> list[Received]:
+        """Wait up to `timeout_s` for a first message; return it and those already queued.
+
+        An invalid message is counted, logged with its sender and answered with `Rejected`.
+        """
+        if not self._socket.poll(int(timeout_s * 1_000)):
+            return []
+        received: list[Received] = []
+        while len(received) < limit:
+            try:
+                sender, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            try:
+                received.append(Received(sender=sender, message=decode(frames)))
+            except WireError as e:
+                self.num_invalid += 1
+                logger.warning("invalid message sender=%s reason=%s", sender.hex(), e)
+                self.send(sender, Rejected(reason=str(e)[:500]))
+        return received
+
+    def send(self, receiver: bytes, message: Any) -> bool:
+        """Send; False if the receiver is gone or its queue is full (it will ask again)."""
+        try:
+            self._socket.send_multipart([receiver, *encode(message)])
+        except zmq.ZMQError as e:
+            logger.debug("cannot send receiver=%s reason=%s", receiver.hex(), e.strerror)
+            return False
+        return True
+
+    def close(self) -> None:
+        """Close the socket, its authenticator and its context."""
+        self._socket.close(linger=200)
+        self._auth.stop()
+        self._context.term()
+
+
+class _OnlyClient:
+    """Lets in exactly the run's client key."""
+
+    def __init__(self, keys: RunKeys) -> None:
+        self._public = keys.client_public.encode()
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return key == self._public
+
+
+def connect_dealer(
+    context: Any, keys: RunKeys, *, address: str, identity: str = "", timeout_s: float = 30.0
+) -> Any:
+    """Return a DEALER connected to a Router's address. Works for sync and asyncio contexts.
+
+    Args:
+        context: zmq.Context or zmq.asyncio.Context.
+        address: "tcp://host:port".
+        identity: ROUTER identity; "" lets ZeroMQ choose. A restarted peer must not reuse one
+            that still has messages in flight.
+        timeout_s: a send or receive without progress for so long raises zmq.Again.
+    """
+    socket = context.socket(zmq.DEALER)
+    _prepare(socket)
+    socket.setsockopt(zmq.SNDTIMEO, int(timeout_s * 1_000))
+    socket.setsockopt(zmq.RCVTIMEO, int(timeout_s * 1_000))
+    if identity:
+        socket.setsockopt(zmq.IDENTITY, identity.encode())
+    socket.curve_serverkey = keys.server_public.encode()
+    socket.curve_publickey = keys.client_public.encode()
+    socket.curve_secretkey = keys.client_secret.encode()
+    socket.connect(address)
+    return socket

@@ -1,0 +1,224 @@
+"""Whether every item can be solved: the expert of /hint is followed to the end, over HTTP."""
+
+import asyncio
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TextIO
+
+import uvloop
+
+from envhub.bench.client import Client, HubAnswer, Target
+from envhub.bench.hub import Service, hub_process
+from envhub.catalogue.registry import LOADERS, missing_requirements
+
+MIN_SOLVED_FRAC = 0.99
+NUM_ITEMS = 200
+NUM_CLIENTS = 8
+MAX_FAULTS_SHOWN = 5
+OPEN_TIMEOUT_S = 120.0
+RETRY_S = 0.2
+MAX_RETRIED = 10
+NO_WAY = "the expert knows no way"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subset:
+    """One subset as GET /v1/envs lists it."""
+
+    env: str
+    name: str
+    num_train: int
+    num_test: int
+    max_turns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How one item went; `fault` is empty when the expert reached reward 1.
+
+    `is_outage`: the hub failed, perhaps on account of another session in the same worker.
+    """
+
+    item_id: str
+    num_turns: int
+    fault: str = ""
+    is_outage: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tally:
+    """All outcomes of one subset, the time they took, and how many needed a second try."""
+
+    subset: Subset
+    outcomes: list[Outcome]
+    took_s: float
+    num_retried: int
+
+    @property
+    def faults(self) -> list[Outcome]:
+        """The items that were not solved."""
+        return [each for each in self.outcomes if each.fault]
+
+    @property
+    def solved_frac(self) -> float:
+        """Share of items solved."""
+        return 1 - len(self.faults) / len(self.outcomes)
+
+    @property
+    def has_expert(self) -> bool:
+        """Whether the expert knew a first action of any item."""
+        return any(each.fault != NO_WAY or each.num_turns > 0 for each in self.outcomes)
+
+
+def run_suite(out: TextIO, *, num_items: int = NUM_ITEMS, envs: Sequence[str] | None = None) -> int:
+    """Solves a sample of every subset; returns 1 when one lies below MIN_SOLVED_FRAC.
+
+    Args:
+        out: where the table goes, a row per subset and a line per item not solved;
+            subsets of which the expert solves nothing at all are listed by name.
+        num_items: of a subset, half of them test items; all of a smaller one.
+        envs: names; None: all of the registry. One whose needs are missing is reported by name.
+    """
+    is_kept = True
+    without: list[str] = []
+    out.write(
+        f"{'environment':<12}{'subset':<28}{'items':>6}{'solved':>8}{'turns':>7}{'ms/turn':>9}{'retried':>9}\n"
+    )
+    for env in envs if envs is not None else sorted(LOADERS):
+        missing = missing_requirements([env])
+        if missing:
+            out.write(f"{env:<12}not measured: {'; '.join(missing)}\n")
+            is_kept = False
+            continue
+        with hub_process([env]) as hub:
+            for subset in uvloop.run(list_subsets(hub.target)):
+                tally = uvloop.run(solve_subset(hub.target, subset, num_items=num_items))
+                if not tally.has_expert:
+                    without.append(f"{env}/{subset.name}")
+                    continue
+                _write_row(out, tally)
+                is_kept &= tally.solved_frac >= MIN_SOLVED_FRAC
+    if without:
+        out.write(f"without an expert ({len(without)}): {', '.join(without)}\n")
+    verdict = "kept" if is_kept else "NOT KEPT"
+    out.write(f"{verdict}: {MIN_SOLVED_FRAC:.0%} solved in each subset that has an expert\n")
+    return 0 if is_kept else 1
+
+
+def _write_row(out: TextIO, tally: Tally) -> None:
+    num_turns = sum(each.num_turns for each in tally.outcomes)
+    num_items = len(tally.outcomes)
+    subset = tally.subset
+    out.write(
+        f"{subset.env:<12}{subset.name:<28}{num_items:>6}{tally.solved_frac:>8.1%}"
+        f"{num_turns / num_items:>7.1f}{tally.took_s * 1e3 / max(1, num_turns):>9.1f}"
+        f"{tally.num_retried:>9}\n"
+    )
+    for each in tally.faults[:MAX_FAULTS_SHOWN]:
+        out.write(f"    {each.item_id}: {each.fault}\n")
+    if len(tally.faults) > MAX_FAULTS_SHOWN:
+        out.write(f"    and {len(tally.faults) - MAX_FAULTS_SHOWN} more\n")
+    out.flush()
+
+
+async def list_subsets(target: Target) -> list[Subset]:
+    """Returns the subsets of everything a hub serves."""
+    async with Client(target) as client:
+        catalogue = await client.want(200, "GET", "/v1/envs")
+    return [
+        Subset(
+            env=env,
+            name=name,
+            num_train=sizes["num_train"],
+            num_test=sizes["num_test"],
+            max_turns=sizes["max_turns"],
+        )
+        for env, entry in catalogue.items()
+        for name, sizes in entry["subsets"].items()
+    ]
+
+
+def sample_items(subset: Subset, num_items: int) -> list[str]:
+    """Returns ids of distinct items, the same on every machine; half of them test items."""
+    chance = random.Random(f"{subset.env} {subset.name}")
+    num_test = min(subset.num_test, max((num_items + 1) // 2, num_items - subset.num_train))
+    num_train = min(subset.num_train, num_items - num_test)
+    test = chance.sample(range(subset.num_test), num_test)
+    train = chance.sample(range(subset.num_train), num_train)
+    ids = [f"{subset.name}-test-{index}" for index in sorted(test)]
+    return ids + [f"{subset.name}-train-{index}" for index in sorted(train)]
+
+
+async def solve_subset(
+    target: Target, subset: Subset, *, num_items: int, num_clients: int = NUM_CLIENTS
+) -> Tally:
+    """Follows the expert through a sample of a subset, `num_clients` episodes at a time.
+
+    Items that an outage ended are tried once more, alone, so that only those that cause one count.
+    """
+    left = iter(sample_items(subset, num_items))
+    outcomes: list[Outcome] = []
+
+    async def work() -> None:
+        async with Client(target) as client:
+            for item_id in left:
+                outcomes.append(await solve_item(client, subset, item_id))
+
+    began_s = time.perf_counter()
+    await asyncio.gather(*(work() for _ in range(num_clients)))
+    took_s = time.perf_counter() - began_s
+    retried = [each for each in outcomes if each.is_outage][:MAX_RETRIED]
+    async with Client(target) as client:
+        for each in retried:
+            outcomes.remove(each)
+            outcomes.append(await solve_item(client, subset, each.item_id))
+    return Tally(subset=subset, outcomes=outcomes, took_s=took_s, num_retried=len(retried))
+
+
+async def solve_item(client: Client, subset: Subset, item_id: str) -> Outcome:
+    """Follows the expert from reset to the end of one item, at most `max_turns` turns."""
+    num_turns = 0
+    session_id = None
+    try:
+        session_id = await open_patiently(client, subset.env, item_id)
+        while num_turns < subset.max_turns:
+            action = (await client.hint(session_id))["expert_action"]
+            if action is None:
+                return Outcome(item_id=item_id, num_turns=num_turns, fault=NO_WAY)
+            num_turns += 1
+            answer = await client.step(session_id, action, num_turns)
+            if answer["done"]:
+                fault = "" if answer["reward"] == 1.0 else f"ended with {answer['reward']}"
+                return Outcome(item_id=item_id, num_turns=num_turns, fault=fault)
+        return Outcome(item_id=item_id, num_turns=num_turns, fault=f"no end in {num_turns} turns")
+    except (HubAnswer, OSError) as error:
+        session_id = None
+        fault = str(error) or repr(error)
+        return Outcome(item_id=item_id, num_turns=num_turns, fault=fault, is_outage=True)
+    finally:
+        if session_id is not None:
+            await client.delete(session_id)
+
+
+async def open_patiently(client: Client, env: str, item_id: str) -> str:
+    """Returns a new session's id; waits while the environment has all its sessions in use.
+
+    Raises:
+        HubAnswer: it failed, or was still full after OPEN_TIMEOUT_S.
+    """
+    deadline_s = time.monotonic() + OPEN_TIMEOUT_S
+    while True:
+        try:
+            return (await client.open(env, item_id))[0]
+        except HubAnswer as error:
+            if error.status != 429 or time.monotonic() > deadline_s:
+                raise
+        await asyncio.sleep(RETRY_S)
+
+
+def solve_one_env(hub: Service, *, num_items: int) -> list[Tally]:
+    """Returns a tally per subset of everything that a running hub serves."""
+    subsets = uvloop.run(list_subsets(hub.target))
+    return [uvloop.run(solve_subset(hub.target, subset, num_items=num_items)) for subset in subsets]

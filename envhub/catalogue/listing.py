@@ -1,0 +1,125 @@
+"""The list of tasks and environments for people."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from common.config.envs import EnvsSection, RemoteOptions
+from common.repository import ROOT
+from envhub.catalogue.registry import Registry, missing_requirements
+from envhub.env import EnvSpec
+from envhub.tasks import load_tasks
+
+ENVS = ROOT / "envhub" / "envs"
+MAX_OTHERS = 8  # subsets outside all tasks that the short list shows one by one
+HEADINGS = ("SCENARIO", "TASK", "ENV", "SUBSET", "TRAIN", "TEST", "TURNS", "RUNS HERE")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One task, or a subset that is in no task, or an environment that cannot run here."""
+
+    env: str
+    scenario: str = ""
+    task: str = ""
+    subset: str = ""
+    num_train: int = 0
+    num_test: int = 0
+    max_turns: int = 0  # 0: not known
+    missing: str = ""  # "" when it can run
+
+    def cells(self) -> tuple[str, ...]:
+        """Returns the row as text; what is unknown is left out."""
+        sizes = (self.num_train, self.num_test) if self.subset else (None, None)
+        numbers = ["" if number is None else f"{number:,}" for number in sizes]
+        turns = str(self.max_turns or "")
+        state = f"no: {self.missing}" if self.missing else "yes"
+        return (self.scenario, self.task, self.env, self.subset, *numbers, turns, state)
+
+
+def list_rows(
+    env_names: Sequence[str], options: EnvsSection, remote: RemoteOptions, *, is_short: bool
+) -> list[Row]:
+    """Returns the tasks of the environments, by scenario, then the subsets in no task.
+
+    Args:
+        env_names: as for `Registry`.
+        options: of the environments.
+        remote: see `Registry`.
+        is_short: an environment's many other subsets share one row.
+    """
+    rows: list[Row] = []
+    for name in env_names:
+        missing = "; ".join(missing_requirements([name], options, remote))
+        if missing:
+            rows += _missing_rows(name, missing)
+            continue
+        registry = Registry([name], options, remote)
+        for each in registry.names if ":" in name else [name]:
+            rows += _task_rows(registry.spec(each))
+            rows += _other_rows(registry.spec(each), is_short=is_short)
+    return sorted(rows, key=lambda row: (not row.scenario, row.scenario, row.env))
+
+
+def _task_rows(spec: EnvSpec) -> list[Row]:
+    return [
+        Row(
+            scenario=task.scenario,
+            task=name,
+            env=spec.name,
+            subset=task.subset,
+            num_train=len(task.train),
+            num_test=len(task.test),
+            max_turns=spec.subsets[task.subset].max_turns,
+        )
+        for name, task in spec.tasks.items()
+    ]
+
+
+def _other_rows(spec: EnvSpec, *, is_short: bool) -> list[Row]:
+    in_task = {task.subset for task in spec.tasks.values()}
+    others = [name for name in spec.subsets if name not in in_task]
+    if is_short and len(others) > MAX_OTHERS:
+        return [Row(env=spec.name, task=f"({len(others)} subsets more: env={spec.name})")]
+    return [
+        Row(
+            env=spec.name,
+            subset=name,
+            num_train=spec.subsets[name].num_train,
+            num_test=spec.subsets[name].num_test,
+            max_turns=spec.subsets[name].max_turns,
+        )
+        for name in others
+    ]
+
+
+def _missing_rows(name: str, missing: str) -> list[Row]:
+    """Returns the tasks that an environment would have here."""
+    path = ENVS / name / "tasks.json"
+    tasks = load_tasks(path) if path.is_file() else {}
+    rows = [
+        Row(
+            scenario=task.scenario,
+            task=title,
+            env=name,
+            subset=task.subset,
+            num_train=len(task.train),
+            num_test=len(task.test),
+            missing=missing,
+        )
+        for title, task in tasks.items()
+    ]
+    return rows or [Row(env=name, missing=missing)]
+
+
+def format_rows(rows: Sequence[Row]) -> str:
+    """Returns the table as text."""
+    lines = [HEADINGS, *(row.cells() for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(HEADINGS) - 1)]
+    texts: list[str] = []
+    for line in lines:
+        cells = [
+            f"{cell:>{width}}" if 4 <= i <= 6 else f"{cell:<{width}}"
+            for i, (cell, width) in enumerate(zip(line, widths, strict=False))
+        ]
+        texts.append("  ".join([*cells, line[-1]]).rstrip())
+    return "\n".join(texts)

@@ -1,0 +1,267 @@
+"""Environments by name: how to load each, and what it needs from the machine."""
+
+import importlib.util
+import inspect
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, is_dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from common.config.envs import EnvsSection, RemoteOptions
+from envhub.env import EnvSpec, Isolation, nearest
+from envhub.errors import UnknownEnv
+
+LOADERS = {
+    "babyai": "envhub.envs.babyai.env",
+    "maze": "envhub.envs.maze.env",
+    "miniwob": "envhub.envs.miniwob.env",
+    "sciworld": "envhub.envs.sciworld.env",
+    "searchqa": "envhub.envs.searchqa.env",
+    "sqlgym": "envhub.envs.sqlgym.env",
+    "textcraft": "envhub.envs.textcraft.env",
+    "webarena": "envhub.envs.webarena.env",
+    "wordle": "envhub.envs.wordle.env",
+}
+REMOTE = "envhub.agentgym.remote"
+OUTSIDE_SESSIONS_PER_WORKER = 64  # of an outside environment that does not ask for a worker itself
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Requirement:
+    """What an environment needs: any one of `binaries` on the PATH, and all of `modules`.
+
+    `instead` gives a program's path by an option; where it is set, the PATH does not matter.
+    """
+
+    what: str
+    remedy: str
+    binaries: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
+    instead: Callable[[EnvsSection], str] | None = None
+
+    def is_met(self, options: EnvsSection) -> bool:
+        """Returns whether the machine has it."""
+        given = self.instead(options) if self.instead is not None else ""
+        has_binary = not self.binaries or any(map(shutil.which, self.binaries))
+        if given:
+            has_binary = shutil.which(given) is not None
+        return has_binary and all(importlib.util.find_spec(name) for name in self.modules)
+
+
+def _extra(what: str, *modules: str) -> Requirement:
+    return Requirement(what=what, modules=modules, remedy="pip install 'longstride[envs]'")
+
+
+_CHROMIUM = Requirement(
+    what="Chromium",
+    binaries=("chromium", "chromium-browser", "google-chrome"),
+    remedy="apt install chromium, or give envs.browser.executable=PATH",
+    instead=lambda options: options.browser.executable,
+)
+_PLAYWRIGHT = _extra("the Python package playwright", "playwright")
+
+# What is not part of the plain installation. Environments of the standard library have no entry.
+REQUIREMENTS: dict[str, tuple[Requirement, ...]] = {
+    "babyai": (_extra("the Python package minigrid", "minigrid"),),
+    "miniwob": (_CHROMIUM, _PLAYWRIGHT, _extra("the Python package miniwob", "miniwob")),
+    "sciworld": (
+        Requirement(
+            what="Java",
+            binaries=("java",),
+            remedy="apt install default-jre-headless (any JRE from 8 on)",
+        ),
+        _extra("the Python package scienceworld", "scienceworld"),
+    ),
+    "searchqa": (_extra("the Python packages bm25s and PyStemmer", "bm25s", "Stemmer"),),
+    "webarena": (_CHROMIUM, _PLAYWRIGHT),
+}
+
+
+class Registry:
+    """The environments one hub offers.
+
+    A name is one of LOADERS, the dialect of `remote`, or a reference to an environment outside
+    the package: "package.module:function" or "path/to/file.py:function". An outside environment
+    is offered under the name in its own specification, and always lives in a worker.
+    """
+
+    def __init__(
+        self,
+        env_names: Sequence[str],
+        options: EnvsSection | None = None,
+        remote: RemoteOptions | None = None,
+    ) -> None:
+        """Imports outside environments at once, the others when they are first asked for.
+
+        Raises:
+            UnknownEnv: no such environment; names the nearest.
+        """
+        self.options = options or EnvsSection()
+        self.remote = remote or RemoteOptions()
+        self._specs: dict[str, EnvSpec] = {}
+        self._references: dict[str, str] = {}
+        for name in filter(is_reference, env_names):
+            spec = load_spec(name, self.options, self.remote)
+            self._specs[spec.name] = spec
+            self._references[spec.name] = name
+        inside = [name for name in env_names if not is_reference(name)]
+        if self.remote.dialect:
+            inside.append(self.remote.dialect)
+        known = [*LOADERS, *self._specs, *filter(None, [self.remote.dialect])]
+        for name in inside:
+            if name not in known:
+                raise UnknownEnv(_unknown(name, known))
+            self._references.setdefault(name, name)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names, sorted."""
+        return tuple(sorted(self._references))
+
+    def spec(self, name: str) -> EnvSpec:
+        """Returns an environment's catalogue entry.
+
+        Raises:
+            UnknownEnv: this hub does not offer it.
+        """
+        spec = self._specs.get(name)
+        if spec is None:
+            if name not in self._references:
+                raise UnknownEnv(_unknown(name, list(self._references)))
+            spec = self._specs[name] = load_spec(name, self.options, self.remote)
+        return spec
+
+    def loaded(self) -> list[EnvSpec]:
+        """Returns the entries that have been asked for so far."""
+        return list(self._specs.values())
+
+    def load_order(self, name: str) -> dict[str, Any]:
+        """Returns what a worker process needs to load the same environment, as JSON."""
+        reference = self._references[name]
+        if not is_reference(reference):
+            reference = f"{LOADERS[name]}:make_spec"
+        return {
+            "reference": reference,
+            "options": {"envs": asdict(self.options), "env": asdict(self.remote)},
+        }
+
+    def catalogue(self) -> dict[str, dict[str, Any]]:
+        """Returns subsets, sizes, turn limits, tasks and instructions of all, as JSON."""
+        return {name: _entry(self.spec(name)) for name in self.names}
+
+
+def is_reference(name: str) -> bool:
+    """Returns whether a name refers to an environment outside the package."""
+    return ":" in name
+
+
+def parse_options(plain: Mapping[str, Any]) -> tuple[EnvsSection, RemoteOptions]:
+    """Returns the options that `Registry.load_order` wrote."""
+    default = EnvsSection()
+    sections = {name: _like(getattr(default, name), value) for name, value in plain["envs"].items()}
+    return EnvsSection(**sections), RemoteOptions(**plain["env"])
+
+
+def _like(default: Any, value: Any) -> Any:
+    return type(default)(**value) if is_dataclass(default) else value
+
+
+def load_spec(name: str, options: EnvsSection, remote: RemoteOptions) -> EnvSpec:
+    """Returns the specification of an environment, imported now.
+
+    Raises:
+        UnknownEnv: the reference names no module or no function in it.
+    """
+    if is_reference(name):
+        module, _, function = name.rpartition(":")
+        make_spec = getattr(_import_outside(module), function, None)
+        if make_spec is None:
+            raise UnknownEnv(f"environment {name!r}: {module} has no function {function!r}")
+        spec = _call(make_spec, options)
+        if spec.isolation is Isolation.WORKER:
+            return spec
+        num_sessions = max(spec.sessions_per_worker, OUTSIDE_SESSIONS_PER_WORKER)
+        return replace(spec, isolation=Isolation.WORKER, sessions_per_worker=num_sessions)
+    if name == remote.dialect:
+        return import_module(REMOTE).make_spec(remote)
+    return _call(import_module(LOADERS[name]).make_spec, options)
+
+
+def _call(make_spec: Callable[..., EnvSpec], options: EnvsSection) -> EnvSpec:
+    """Calls with the options, or without where the function takes none."""
+    takes_options = len(inspect.signature(make_spec).parameters) > 0
+    return make_spec(options) if takes_options else make_spec()
+
+
+def _import_outside(module: str) -> ModuleType:
+    if not module.endswith(".py"):
+        try:
+            return import_module(module)
+        except ModuleNotFoundError as error:
+            raise UnknownEnv(f"environment {module!r}: {error}") from error
+    path = Path(module)
+    spec = importlib.util.spec_from_file_location(f"outside_{path.stem}", path)
+    if not path.is_file() or spec is None or spec.loader is None:
+        raise UnknownEnv(f"environment {module!r}: no such file (here is {Path.cwd()})")
+    loaded = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = loaded  # where dataclasses look for their module
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+def _entry(spec: EnvSpec) -> dict[str, Any]:
+    subsets = {
+        name: {"num_train": s.num_train, "num_test": s.num_test, "max_turns": s.max_turns}
+        for name, s in spec.subsets.items()
+    }
+    tasks = {
+        name: {
+            "scenario": task.scenario,
+            "subset": task.subset,
+            "num_train": len(task.train),
+            "num_test": len(task.test),
+        }
+        for name, task in spec.tasks.items()
+    }
+    instruction = {style.value: text for style, text in spec.instruction.items()}
+    return {"subsets": subsets, "tasks": tasks, "instruction": instruction}
+
+
+def _unknown(name: str, known: Sequence[str]) -> str:
+    if not known:
+        return f"no environment {name!r}; this hub offers none"
+    return f"no environment {name!r}; the nearest is {nearest(name, list(known))!r}"
+
+
+def missing_requirements(
+    env_names: Sequence[str],
+    options: EnvsSection | None = None,
+    remote: RemoteOptions | None = None,
+) -> list[str]:
+    """Returns a line for each thing that an environment needs and the machine lacks.
+
+    Names that are not in LOADERS have no requirements that the registry knows of.
+    """
+    options = options or EnvsSection()
+    lines: list[str] = []
+    for name in env_names:
+        if remote is not None and name == remote.dialect:
+            continue
+        unmet = [each for each in REQUIREMENTS.get(name, ()) if not each.is_met(options)]
+        lines += [f"{name} needs {each.what}: {each.remedy}" for each in unmet]
+        if not unmet and name in LOADERS:
+            lines += [f"{name}: {line}" for line in _check(LOADERS[name], options)]
+    return lines
+
+
+def _check(module: str, options: EnvsSection) -> list[str]:
+    """Returns what the environment's own `check` finds missing."""
+    try:
+        check = getattr(import_module(module), "check", None)
+    except ImportError as error:
+        return [f"cannot be imported: {error}"]
+    return [line for line in check(options) if line] if check is not None else []

@@ -1,0 +1,243 @@
+"""Experts of the pages on which the mouse draws, drags or points between elements."""
+
+import math
+import re
+from collections.abc import Callable
+
+from envhub.envs.miniwob.experts.click import submit
+from envhub.envs.miniwob.view import PageView, click, hold
+from envhub.web.actions import Kind
+from envhub.web.tree import Node
+
+Point = tuple[float, float]
+# Points of a drawing area: the pages put it at the left, this far from the top.
+AREA_TOP = 50
+AREA = [(x, y) for x in range(4, 146, 2) for y in range(4, 120, 2)]
+MIN_LEG = 15
+STROKE = 40
+TOWARDS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
+# Every point of the page lies within reach of one of these.
+PROBES = [(x, y) for y in (83, 142) for x in (30, 80, 130)]
+PLACES = ["top left", "top center", "top right", "center left", "center", "center right",
+          "bottom left", "bottom center", "bottom right"]  # fmt: skip
+LANE = 3  # half of the space between two tiles
+GRID_WAYS = {"up": -3, "down": 3, "left": -1, "right": 1}
+
+# What the scripts of the pages know.
+CIRCLES = (
+    "Array.from(document.querySelectorAll('circle'), c => "
+    "[c.getAttribute('fill'), c.cx.baseVal.value, c.cy.baseVal.value])"
+)
+
+
+def middle(node: Node) -> Point:
+    """Returns the middle of a node's box."""
+    return node.x + node.width / 2, node.y + node.height / 2
+
+
+def _circles(page: PageView, fill: str) -> list[Point]:
+    return [(x, y) for colour, x, y in page.inside if colour == fill]
+
+
+def _angle(a: Point, vertex: Point, b: Point) -> float:
+    """Returns the angle at the vertex, in degrees within [0, 180]."""
+    turn = math.atan2(a[1] - vertex[1], a[0] - vertex[0])
+    turn -= math.atan2(b[1] - vertex[1], b[0] - vertex[0])
+    return abs((math.degrees(turn) + 180) % 360 - 180)
+
+
+def _point_out(page: PageView, worth: Callable[[Point], float]) -> str | None:
+    """Clicks the point of the drawing area that is worth most, then sends."""
+    if any(action.kind is Kind.MOUSE_CLICK for action in page.taken):
+        return submit(page)
+    x, y = max(AREA, key=worth)
+    return f"mouse_click [{x},{y + AREA_TOP}]"
+
+
+def midpoint(page: PageView) -> str | None:
+    """Clicks halfway between the two points, and sends."""
+    (ax, ay), (bx, by) = _circles(page, "black")[:2]
+    return _point_out(page, lambda p: -math.dist(p, ((ax + bx) / 2, (ay + by) / 2)))
+
+
+def right_angle(page: PageView) -> str | None:
+    """Clicks where a line from the blue point stands upright on the given one, and sends."""
+    end, vertex = _circles(page, "black")[0], _circles(page, "blue")[0]
+
+    def worth(p: Point) -> float:
+        return -abs(90 - _angle(end, vertex, p)) if math.dist(p, vertex) > MIN_LEG else -180
+
+    return _point_out(page, worth)
+
+
+def bisector(page: PageView) -> str | None:
+    """Clicks where a line from the blue point halves the angle, and sends."""
+    (a, b), vertex = _circles(page, "black")[:2], _circles(page, "blue")[0]
+
+    def worth(p: Point) -> float:
+        return -max(_angle(a, vertex, p), _angle(b, vertex, p)) if p != vertex else -360
+
+    return _point_out(page, worth)
+
+
+def draw_circle(page: PageView) -> str | None:
+    """Draws a circle around the point, and sends."""
+    if page.taken:
+        return submit(page)
+    x, y = middle(next(n for n in page.all("circle")))
+    area = next(n for n in page.nodes if n.role == "clickable")
+    radius = min(x - area.x, area.x + area.width - x, y - area.y, area.y + area.height - y, 25) - 3
+    turns = [2 * math.pi * i / 12 for i in range(13)]
+    return hold(*[(x + radius * math.cos(t), y + radius * math.sin(t)) for t in turns])
+
+
+def draw_line(page: PageView) -> str | None:
+    """Draws a level or upright line through the point, and sends."""
+    if page.taken:
+        return submit(page)
+    x, y = middle(page.all("circle")[0])
+    if "horizontal" in page.goal:
+        return hold((x - STROKE / 2, y), (x + STROKE / 2, y))
+    return hold((x, y - STROKE / 2), (x, y + STROKE / 2))
+
+
+def drag_aside(page: PageView) -> str | None:
+    """Drags the figure in the direction of the goal, and sends."""
+    if page.taken:
+        return submit(page)
+    figure = next(n for n in page.nodes if n.role in ("circle", "rect", "polygon"))
+    across, down = TOWARDS[page.goal_part(r"Drag the \w+ (\w+)")]
+    x, y = middle(figure)
+    return hold((x, y), (x + across * STROKE / 2, y + down * STROKE / 2))
+
+
+FIGURES = {"rectangles": "rect", "circles": "circle", "triangles": "polygon"}
+
+
+def _is_in(figure: Node, box: Node) -> bool:
+    """The upper left corner counts."""
+    return box.x < figure.x < box.x + box.width and box.y < figure.y < box.y + box.height
+
+
+def drag_figures(page: PageView) -> str | None:
+    """Drags every figure into the box that it belongs to, and sends."""
+    boxes = page.all("rect")
+    boxes = [n for n in boxes if n.dom_id == "shape-container"]
+    word = page.goal_part(r"all (\w+)")
+    for figure in page.nodes:
+        if figure.role not in FIGURES.values() or figure in boxes:
+            continue
+        is_meant = figure.role == FIGURES.get(word) or f"fill: {word} " in figure.states
+        home = boxes[0] if is_meant else boxes[-1]
+        is_astray = len(boxes) == 1 and not is_meant
+        if not is_astray and not _is_in(figure, home):
+            return f"drag [{figure.id}] [{home.id}]"
+    return submit(page)
+
+
+def _move_item(texts: list[Node], start: int, end: int) -> str:
+    """Drags one item to another's place; a little beyond, since only then they change places."""
+    x, y = middle(texts[start])
+    left, top = middle(texts[end])
+    return hold((x, y), (left + _sign(end, start) * 3, top + _sign(end, start) * 3))
+
+
+def _sign(a: int, b: int) -> int:
+    return (a > b) - (a < b)
+
+
+def drag_in_list(page: PageView) -> str | None:
+    """Drags a name to its place in the list."""
+    texts = page.texts()
+    name, way = re.findall(r"Drag (.+?) (to the .*|up .*|down .*)", page.goal)[0]
+    start = [text.name for text in texts].index(name)
+    ends = {"to the top": 0, "to the bottom": len(texts) - 1, "up by": start - 1,
+            "down by": start + 1}  # fmt: skip
+    place = re.search(r"(\d)", way)
+    end = int(place[1]) - 1 if place else next(ends[w] for w in ends if way.startswith(w))
+    return _move_item(texts, start, end)
+
+
+def drag_in_grid(page: PageView) -> str | None:
+    """Drags a name to its place in the grid."""
+    texts = page.texts()
+    name, way = re.findall(r"Drag (.+?) (to the .*|\w+ by one)", page.goal)[0]
+    start = [text.name for text in texts].index(name)
+    if way.endswith("by one"):
+        end = start + GRID_WAYS[way.split()[0]]
+    else:
+        end = PLACES.index(way.removeprefix("to the ").rstrip("."))
+    tiles = page.all("listitem")
+    return _slip(tiles[start], tiles[end], is_later=end > start)
+
+
+def _slip(tile: Node, goal: Node, *, is_later: bool) -> str:
+    """Drags a tile between the others, which would give way, to the near side of its goal."""
+    x, y = middle(tile)
+    lane_y = tile.y - LANE
+    lane_x = goal.x - LANE if is_later else goal.x + goal.width + LANE
+    inside_x = goal.x + goal.width * (0.8 if is_later else 0.2)
+    row = middle(goal)[1]
+    return hold((x, y), (x, lane_y), (lane_x, lane_y), (lane_x, row), (inside_x, row))
+
+
+def sort_numbers(page: PageView) -> str | None:
+    """Drags the lowest of the numbers not in place upwards, until all are sorted; sends."""
+    texts = [t for t in page.texts() if re.fullmatch(r"-?\d+", t.name)]
+    numbers = [int(text.name) for text in texts]
+    for place, number in enumerate(sorted(numbers)):
+        if numbers[place] != number:
+            return _move_item(texts, numbers.index(number, place), place)
+    return submit(page)
+
+
+def resize(page: PageView) -> str | None:
+    """Drags the corner of the field, and sends."""
+    if page.taken:
+        return submit(page)
+    field = next(n for n in page.all("textbox"))
+    grow = 20 if "larger" in page.goal else -20
+    across, down = (grow, 0) if "width is" in page.goal else (0, grow)
+    x, y = field.x + field.width - 6, field.y + field.height - 6
+    return hold((x, y), (x + across, y + down))
+
+
+def highlight(page: PageView) -> str | None:
+    """Drags over the text, or the n-th of them, and sends."""
+    if page.taken:
+        return submit(page)
+    texts = [t for t in page.texts() if t.name != "Submit"]
+    text = texts[int(page.goal_part(r"the (\d)\w\w paragraph") or 1) - 1]
+    end = (text.x + text.width + 4, text.y + text.height - 3)
+    return hold((text.x, text.y + 3), end)
+
+
+def hot_cold(page: PageView) -> str | None:
+    """Tries one point after the other and clicks the first that is not far."""
+    words = [text.name for text in page.texts()]
+    if page.taken and "ICE COLD" not in words:
+        x, y = page.taken[-1].points[0]
+        return f"mouse_click [{x},{y}]"
+    x, y = PROBES[len(page.taken) % len(PROBES)]
+    return f"mouse_move [{x},{y}]"
+
+
+def chase(page: PageView) -> str | None:
+    """Points at the circle, wherever it is."""
+    return f"hover [{page.all('circle')[0].id}]"
+
+
+def catch(page: PageView) -> str | None:
+    """Clicks a circle that is in sight; waits while there is none."""
+    seen = [c for c in page.all("circle") if -8 < c.x < 132]
+    if seen:
+        return click(min(seen, key=lambda c: abs(c.x + c.width / 2 - 80)))
+    return f"hover [{page.nodes[0].id}]"
+
+
+def drag_box(page: PageView) -> str | None:
+    """Drags the small box into the middle of the large one, which it may lie on, and sends."""
+    if any(action.kind is Kind.MOUSE_DRAG for action in page.taken):
+        return submit(page)
+    small, large = page.one("clickable", name="s"), page.one("clickable", name="L")
+    return hold(middle(small), middle(large)) if small and large else None

@@ -1,0 +1,173 @@
+"""One live episode, wherever it lives: in this thread, in this event loop or in a worker."""
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Awaitable, Callable
+from inspect import isawaitable
+from typing import Any, Protocol, TypeVar
+
+from envhub.env import EnvSpec, StepResult, Style, UnknownItem
+from envhub.errors import EnvRaised, EnvTimeout, WorkerLost
+from envhub.hosting.workers import Worker, WorkerPool
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+CLOSE_TIMEOUT_S = 5.0
+
+_numbers = itertools.count(1)
+
+
+class Episode(Protocol):
+    """What a session does with its environment. Calls of one episode come one at a time.
+
+    Attributes:
+        is_instant: a step never gives way to others, so that it is atomic without a lock.
+        worker: the worker process it lives in, if it lives in one.
+    """
+
+    is_instant: bool
+    worker: Worker | None
+
+    async def open(self, item_id: str, seed: int) -> str:
+        """Starts the episode. Raises: UnknownItem, EnvRaised, EnvTimeout."""
+        ...
+
+    async def step(self, action: str) -> StepResult:
+        """Performs an action. Raises: EnvRaised, EnvTimeout."""
+        ...
+
+    async def hint(self) -> tuple[list[str], str | None]:
+        """Returns valid actions and the expert's. Raises: EnvRaised, EnvTimeout."""
+        ...
+
+    async def render(self) -> tuple[str, str]:
+        """Returns the state for people and the fingerprint. Raises: EnvRaised, EnvTimeout."""
+        ...
+
+    async def close(self) -> None:
+        """Gives everything back; never raises."""
+        ...
+
+
+class LocalEpisode:
+    """An episode in the hub's own process.
+
+    INLINE environments answer at once. TASK ones are awaited under a deadline; an inline call
+    that overruns cannot be interrupted and is noticed when it returns.
+    """
+
+    worker: Worker | None = None
+
+    def __init__(self, spec: EnvSpec, style: Style, *, timeout_s: float, is_instant: bool) -> None:
+        self.is_instant = is_instant
+        self._name = spec.name
+        self._timeout_s = timeout_s
+        self._env: Any = self._attempt(lambda: spec.make(style))
+
+    async def open(self, item_id: str, seed: int) -> str:
+        return await self._call(lambda: self._env.reset(item_id, seed))
+
+    async def step(self, action: str) -> StepResult:
+        return await self._call(lambda: self._env.step(action))
+
+    async def hint(self) -> tuple[list[str], str | None]:
+        valid_actions = await self._call(self._env.valid_actions)
+        return valid_actions, await self._call(self._env.expert_action)
+
+    async def render(self) -> tuple[str, str]:
+        return await self._call(self._env.render), await self._call(self._env.fingerprint)
+
+    async def close(self) -> None:
+        close = getattr(self._env, "close", None)
+        if close is not None:
+            try:
+                await self._call(close)
+            except (EnvRaised, EnvTimeout) as error:
+                logger.warning("close failed env=%s reason=%s", self._name, error)
+
+    async def _call(self, work: Callable[[], Any]) -> Any:
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        result = self._attempt(work)
+        if isawaitable(result):
+            return await self._wait(result)
+        if loop.time() - began_s > self._timeout_s:
+            raise EnvTimeout(f"{self._name}: took {loop.time() - began_s:.2f} s{self._limit()}")
+        return result
+
+    def _attempt(self, work: Callable[[], T]) -> T:
+        try:
+            return work()
+        except UnknownItem:
+            raise
+        except Exception as error:
+            logger.exception("environment raised env=%s", self._name)
+            raise self._raised(error) from error
+
+    async def _wait(self, result: Awaitable[T]) -> T:
+        deadline = asyncio.timeout(self._timeout_s)
+        try:
+            async with deadline:
+                return await result
+        except UnknownItem:
+            raise
+        except Exception as error:
+            if deadline.expired():
+                raise EnvTimeout(f"{self._name}: no answer{self._limit()}") from error
+            logger.warning("environment raised env=%s", self._name, exc_info=True)
+            raise self._raised(error) from error
+
+    def _raised(self, error: Exception) -> EnvRaised:
+        return EnvRaised(f"{self._name}: {type(error).__name__}: {error}")
+
+    def _limit(self) -> str:
+        return f"; a call may take {self._timeout_s:g} s"
+
+
+class WorkerEpisode:
+    """An episode in a worker process."""
+
+    is_instant = False
+
+    def __init__(self, pool: WorkerPool, style: Style, *, timeout_s: float) -> None:
+        self.worker: Worker | None = None
+        self._pool = pool
+        self._style = style
+        self._timeout_s = timeout_s
+        self._number = next(_numbers)
+
+    async def open(self, item_id: str, seed: int) -> str:
+        self.worker = await self._pool.take()
+        start = {"style": self._style.value, "item_id": item_id, "seed": seed}
+        return await self._call("open", **start)
+
+    async def step(self, action: str) -> StepResult:
+        return StepResult(**await self._call("step", action=action))
+
+    async def hint(self) -> tuple[list[str], str | None]:
+        valid_actions, expert_action = await self._call("hint")
+        return valid_actions, expert_action
+
+    async def render(self) -> tuple[str, str]:
+        text, fingerprint = await self._call("render")
+        return text, fingerprint
+
+    async def close(self) -> None:
+        worker, self.worker = self.worker, None
+        if worker is None:
+            return
+        try:
+            await worker.call("close", session=self._number, timeout_s=CLOSE_TIMEOUT_S)
+        except WorkerLost:
+            pass
+        except (EnvRaised, EnvTimeout) as error:
+            logger.warning("close failed env=%s reason=%s", worker.env_name, error)
+        finally:
+            self._pool.give_back(worker)
+
+    async def _call(self, op: str, **fields: object) -> Any:
+        assert self.worker is not None
+        return await self.worker.call(op, session=self._number, timeout_s=self._timeout_s, **fields)

@@ -1,0 +1,115 @@
+"""Where the episodes of each environment live: makes them, and owns the worker processes."""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable
+
+from common.launch.guardian import Guardian
+from envhub.catalogue.registry import Registry
+from envhub.env import EnvSpec, Isolation, Style
+from envhub.hosting.episodes import Episode, LocalEpisode, WorkerEpisode
+from envhub.hosting.process_memory import resident_bytes
+from envhub.hosting.workers import Worker, WorkerPool
+
+logger = logging.getLogger(__name__)
+
+MEMORY_INTERVAL_S = 5.0
+
+
+class Lodging:
+    """Makes episodes by an environment's isolation. Worker pools come into being at first use.
+
+    Attributes:
+        num_lost: workers lost by (environment, cause).
+        on_lost: told of each lost worker after it was counted.
+    """
+
+    def __init__(self, registry: Registry, *, capacity: int, step_timeout_s: float) -> None:
+        self._registry = registry
+        self._capacity = capacity
+        self._step_timeout_s = step_timeout_s
+        self._pools: dict[str, WorkerPool] = {}
+        self._guardian: Guardian | None = None
+        self.num_lost: Counter[tuple[str, str]] = Counter()
+        self.on_lost: Callable[[Worker], None] = lambda _: None
+
+    def capacity(self, spec: EnvSpec) -> int:
+        """Returns how many sessions an environment may have at a time."""
+        if spec.isolation is Isolation.INLINE:
+            return self._capacity
+        return min(self._capacity, spec.max_workers * spec.sessions_per_worker)
+
+    def make(self, spec: EnvSpec, style: Style) -> Episode:
+        """Returns an episode that is not open yet.
+
+        Raises:
+            EnvRaised: the environment's own code failed.
+        """
+        timeout_s = spec.step_timeout_s or self._step_timeout_s
+        if spec.isolation is Isolation.WORKER:
+            return WorkerEpisode(self._pool(spec), style, timeout_s=timeout_s)
+        is_instant = spec.isolation is Isolation.INLINE
+        return LocalEpisode(spec, style, timeout_s=timeout_s, is_instant=is_instant)
+
+    def workers(self) -> list[Worker]:
+        """Returns all worker processes there are."""
+        return [worker for pool in self._pools.values() for worker in pool.workers]
+
+    def _pool(self, spec: EnvSpec) -> WorkerPool:
+        pool = self._pools.get(spec.name)
+        if pool is None:
+            pool = self._pools[spec.name] = WorkerPool(
+                spec.name,
+                self._registry.load_order(spec.name),
+                sessions_per_worker=spec.sessions_per_worker,
+                max_workers=spec.max_workers,
+                memory_bytes=spec.worker_memory_bytes,
+                guardian=self._the_guardian,
+                on_lost=self._count,
+            )
+        return pool
+
+    def _the_guardian(self) -> Guardian:
+        if self._guardian is None:
+            self._guardian = Guardian()
+        return self._guardian
+
+    def _count(self, worker: Worker) -> None:
+        if worker.cause != "stop":
+            self.num_lost[worker.env_name, worker.cause] += 1
+        self.on_lost(worker)
+
+    async def watch_memory(self) -> None:
+        """Replaces workers that hold too much memory; ends only by cancellation."""
+        while True:
+            await asyncio.sleep(MEMORY_INTERVAL_S)
+            await self.check_memory()
+
+    async def check_memory(self) -> None:
+        """Looks once at what the workers hold."""
+        workers = self.workers()
+        if not workers:
+            return
+        resident = await asyncio.to_thread(resident_bytes, [each.pid for each in workers])
+        for pool in self._pools.values():
+            pool.check_memory(resident)
+
+    async def stop(self) -> None:
+        """Ends the workers, and what the environments in this process share."""
+        stops = [pool.stop() for pool in self._pools.values()]
+        for spec in self._registry.loaded():
+            if spec.isolation is not Isolation.WORKER and spec.stop is not None:
+                stops.append(_within(spec.stop_timeout_s, spec.stop(), spec.name))
+        await asyncio.gather(*stops)
+        if self._guardian is not None:
+            self._guardian.close()
+            self._guardian = None
+
+
+async def _within(timeout_s: float, stop, name: str) -> None:
+    try:
+        async with asyncio.timeout(timeout_s):
+            await stop
+    except Exception:
+        logger.warning("environment did not stop env=%s", name, exc_info=True)

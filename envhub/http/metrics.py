@@ -1,0 +1,72 @@
+"""What the hub counts and how long steps take, for Prometheus."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import psutil
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+if TYPE_CHECKING:
+    from envhub.hosting.sessions import Sessions
+
+STEP_BUCKETS_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+
+
+class HubMetrics(Collector):
+    """The metrics of one hub, in a registry of their own.
+
+    Counts are read from the table of sessions when they are asked for; only step times are
+    collected as they occur.
+    """
+
+    def __init__(self, sessions: "Sessions") -> None:
+        self._sessions = sessions
+        self._process = psutil.Process()
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+        self._step_s = Histogram(
+            "envhub_step_seconds",
+            "Time of one executed step.",
+            ["env"],
+            buckets=STEP_BUCKETS_S,
+            registry=self._registry,
+        )
+        self._by_env: dict[str, Histogram] = {}
+
+    def observe_step(self, env_name: str, took_s: float) -> None:
+        """Counts one executed step."""
+        timer = self._by_env.get(env_name)
+        if timer is None:
+            timer = self._by_env[env_name] = self._step_s.labels(env_name)
+        timer.observe(took_s)
+
+    def text(self) -> bytes:
+        """Returns all metrics in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields what the table of sessions and the workers say now."""
+        live = GaugeMetricFamily("envhub_sessions_live", "Sessions now.", labels=["env"])
+        for env_name, num in self._sessions.num_live.items():
+            live.add_metric([env_name], num)
+        yield live
+        for name in ("created", "expired", "deleted", "steps", "repeated", "refused", "failed"):
+            family = CounterMetricFamily(f"envhub_{name}", f"Sessions or steps {name}.")
+            family.add_metric([], self._sessions.counts[name])
+            yield family
+        lodging = self._sessions.lodging
+        restarts = CounterMetricFamily(
+            "envhub_worker_restarts", "Workers lost.", labels=["env", "cause"]
+        )
+        for labels, num in lodging.num_lost.items():
+            restarts.add_metric(list(labels), num)
+        yield restarts
+        memory = GaugeMetricFamily(
+            "envhub_resident_bytes", "Memory of the hub and its workers.", labels=["process"]
+        )
+        memory.add_metric(["hub"], self._process.memory_info().rss)
+        for worker in lodging.workers():
+            memory.add_metric([str(worker)], worker.rss_bytes)
+        yield memory

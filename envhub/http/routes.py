@@ -1,0 +1,268 @@
+"""The HTTP face of the hub: routes, status codes, nothing else."""
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from starlette.requests import ClientDisconnect
+
+from envhub.agentgym.serve import add_agentgym_routes
+from envhub.catalogue.registry import Registry
+from envhub.env import StepResult, UnknownItem
+from envhub.errors import (
+    CapacityFull,
+    EnvRaised,
+    EnvTimeout,
+    HubDraining,
+    SessionConflict,
+    SessionUnknown,
+    UnknownEnv,
+)
+from envhub.hosting.sessions import Sessions
+from envhub.http.auth import Guard
+from envhub.http.bodies import (
+    BadBody,
+    BatchStepRequest,
+    Created,
+    CreatedEntry,
+    CreateRequest,
+    Failed,
+    Hint,
+    Rendered,
+    Stepped,
+    SteppedEntry,
+    StepRequest,
+    body_of,
+    parse_batch,
+    parse_body,
+    parse_entry,
+)
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 64 * 1024
+MAX_BATCH_BYTES = 4 * 1024 * 1024
+RETRY_AFTER_S = 1
+
+STATUS_CODES: dict[type[Exception], int] = {
+    BadBody: 422,
+    UnknownEnv: 404,
+    UnknownItem: 404,
+    SessionUnknown: 404,
+    SessionConflict: 409,
+    CapacityFull: 429,
+    EnvRaised: 500,
+    HubDraining: 503,
+    EnvTimeout: 504,
+}
+
+
+def make_app(
+    sessions: Sessions, registry: Registry, *, token: str | None, step_timeout_s: float
+) -> FastAPI:
+    """Returns the hub's application.
+
+    Args:
+        sessions: the table the routes work on; its leases are reaped while the app runs.
+        registry: what GET /v1/envs lists.
+        token: bearer token of every route but /healthz; None asks for none.
+        step_timeout_s: told to clients in GET /healthz; `sessions` enforces it.
+    """
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        upkeep = [
+            asyncio.create_task(sessions.reap()),
+            asyncio.create_task(sessions.lodging.watch_memory()),
+        ]
+        for task in upkeep:
+            task.add_done_callback(_log_end)
+        yield
+        for task in upkeep:
+            task.cancel()
+        await asyncio.gather(*upkeep, return_exceptions=True)
+        await sessions.stop()
+
+    app = FastAPI(title="Longstride environment hub", lifespan=lifespan)
+    app.add_middleware(
+        Guard, token=token, max_body_bytes=MAX_BODY_BYTES, max_batch_bytes=MAX_BATCH_BYTES
+    )
+    for error, status in STATUS_CODES.items():
+        app.add_exception_handler(error, _failure(status))
+    app.add_exception_handler(ClientDisconnect, _failure(400))  # nobody is left to read it
+    _add_catalogue_routes(app, sessions, registry, step_timeout_s=step_timeout_s)
+    _add_session_routes(app, sessions)
+    _add_look_routes(app, sessions)
+    _add_batch_routes(app, sessions)
+    add_agentgym_routes(app, sessions, registry, lease_s=sessions.lease_s)
+    return app
+
+
+def _log_end(task: asyncio.Task[None]) -> None:
+    if not task.cancelled():
+        logger.error("upkeep ended reason=%r", task.exception())
+
+
+def _add_catalogue_routes(
+    app: FastAPI, sessions: Sessions, registry: Registry, *, step_timeout_s: float
+) -> None:
+    @app.get("/healthz", tags=["hub"])
+    async def healthz() -> Response:
+        counts = {f"num_{name}": num for name, num in sorted(sessions.counts.items())}
+        status = "draining" if sessions.is_draining else "ok"
+        num_workers = len(sessions.lodging.workers())
+        state = {"status": status, "num_sessions": len(sessions), "num_workers": num_workers}
+        return _json(state | {"step_timeout_s": step_timeout_s} | counts)
+
+    @app.get("/metrics", tags=["hub"])
+    async def metrics() -> Response:
+        return Response(sessions.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    @app.get("/v1/envs", tags=["catalogue"])
+    async def list_envs() -> Response:
+        return _json(registry.catalogue())
+
+    @app.get("/v1/envs/{env}/tasks", tags=["catalogue"], responses=_fails(404))
+    async def list_tasks(env: str) -> Response:
+        tasks = registry.spec(env).tasks
+        lists = {name: {"train": task.train, "test": task.test} for name, task in tasks.items()}
+        return _json(lists)
+
+
+def _add_session_routes(app: FastAPI, sessions: Sessions) -> None:
+    @app.post(
+        "/v1/sessions",
+        status_code=201,
+        response_model=Created,
+        responses=_fails(404, 422, 429, 500, 503, 504),
+        openapi_extra=body_of(CreateRequest),
+        tags=["sessions"],
+    )
+    async def create(request: Request) -> Response:
+        body = parse_body(CreateRequest, await request.body())
+        return _json(await _create(sessions, body), status=201)
+
+    @app.post(
+        "/v1/sessions/{session_id}/step",
+        response_model=Stepped,
+        responses=_fails(404, 409, 422, 500, 504),
+        openapi_extra=body_of(StepRequest),
+        tags=["sessions"],
+    )
+    async def step(session_id: str, request: Request) -> Response:
+        body = parse_body(StepRequest, await request.body())
+        return _json(_as_json(await sessions.step(session_id, body.action, body.seq)))
+
+    @app.delete(
+        "/v1/sessions/{session_id}", status_code=204, responses=_fails(404, 500), tags=["sessions"]
+    )
+    async def delete(session_id: str) -> Response:
+        await sessions.delete(session_id)
+        return Response(status_code=204)
+
+
+def _add_look_routes(app: FastAPI, sessions: Sessions) -> None:
+    @app.get(
+        "/v1/sessions/{session_id}/hint",
+        response_model=Hint,
+        responses=_fails(404, 500, 504),
+        tags=["sessions"],
+    )
+    async def hint(session_id: str) -> Response:
+        valid_actions, expert_action = await sessions.hint(session_id)
+        return _json({"valid_actions": valid_actions, "expert_action": expert_action})
+
+    @app.get(
+        "/v1/sessions/{session_id}/render",
+        response_model=Rendered,
+        responses=_fails(404, 500, 504),
+        tags=["sessions"],
+    )
+    async def render(session_id: str) -> Response:
+        text, fingerprint = await sessions.render(session_id)
+        return _json({"text": text, "fingerprint": fingerprint})
+
+
+def _add_batch_routes(app: FastAPI, sessions: Sessions) -> None:
+    @app.post(
+        "/v1/sessions/batch",
+        response_model=list[CreatedEntry],
+        responses=_fails(422),
+        openapi_extra=body_of(CreateRequest, is_list=True),
+        tags=["batch"],
+    )
+    async def create_batch(request: Request) -> Response:
+        async def one(entry: object) -> dict[str, Any]:
+            return await _create(sessions, parse_entry(CreateRequest, entry))
+
+        entries = parse_batch(await request.body())
+        return _json(await asyncio.gather(*(_entry(one(each), status=201) for each in entries)))
+
+    @app.post(
+        "/v1/step/batch",
+        response_model=list[SteppedEntry],
+        responses=_fails(422),
+        openapi_extra=body_of(BatchStepRequest, is_list=True),
+        tags=["batch"],
+    )
+    async def step_batch(request: Request) -> Response:
+        async def one(entry: object) -> dict[str, Any]:
+            body = parse_entry(BatchStepRequest, entry)
+            return _as_json(await sessions.step(body.session_id, body.action, body.seq))
+
+        entries = parse_batch(await request.body())
+        return _json(await asyncio.gather(*(_entry(one(each), status=200) for each in entries)))
+
+
+async def _create(sessions: Sessions, body: CreateRequest) -> dict[str, Any]:
+    session_id, observation = await sessions.create(
+        body.env, body.item_id, seed=body.seed, style=body.style
+    )
+    return {"session_id": session_id, "observation": observation}
+
+
+async def _entry(work: Coroutine[Any, Any, dict[str, Any]], *, status: int) -> dict[str, Any]:
+    """Returns one entry of a batch's answer; its failure touches no other."""
+    try:
+        return {"status": status} | await work
+    except tuple(STATUS_CODES) as error:
+        return {"status": _status_of(error), "detail": str(error)}
+
+
+def _status_of(error: Exception) -> int:
+    return next(status for kind, status in STATUS_CODES.items() if isinstance(error, kind))
+
+
+def _as_json(result: StepResult) -> dict[str, Any]:
+    return {
+        "observation": result.observation,
+        "reward": result.reward,
+        "done": result.done,
+        "is_valid": result.is_valid,
+    }
+
+
+def _json(content: object, *, status: int = 200) -> Response:
+    """Returns a JSON response; FastAPI's own way would validate every answer once more."""
+    return Response(json.dumps(content), status_code=status, media_type="application/json")
+
+
+def _fails(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Returns the OpenAPI entries of a route's failures, with those of the guard."""
+    return {status: {"model": Failed} for status in (401, 413, *statuses)}
+
+
+def _failure(status: int) -> Callable[[Request, Exception], Awaitable[Response]]:
+    """Returns the handler that answers one kind of error with its text."""
+
+    async def handle(_: Request, error: Exception) -> Response:
+        response = _json({"detail": str(error)}, status=status)
+        if status in (429, 503):
+            response.headers["Retry-After"] = str(RETRY_AFTER_S)
+        return response
+
+    return handle

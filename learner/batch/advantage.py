@@ -1,0 +1,119 @@
+"""Reward -> advantage. Pure functions on tensors."""
+
+import torch
+from torch import Tensor
+
+from common.config.learning import Baseline
+
+STD_EPSILON = 1e-6  # keeps the division finite; far below any real spread of rewards
+
+
+def shaped_reward(reward: float, num_invalid: int, num_turns: int, penalty: float) -> float:
+    """Return the reward less a penalty for actions that the environment could not execute.
+
+    Args:
+        reward: of the episode, [0, 1].
+        num_invalid: turns whose action was invalid.
+        num_turns: turns of the episode; 0 if it ended before the first action.
+        penalty: what an episode of nothing but invalid actions loses.
+
+    Returns:
+        reward - penalty * num_invalid / num_turns.
+
+    Raises:
+        ValueError: num_invalid is not within [0, num_turns].
+    """
+    if not 0 <= num_invalid <= num_turns:
+        raise ValueError(f"num_invalid={num_invalid} is not within [0, num_turns={num_turns}]")
+    return reward - penalty * num_invalid / max(num_turns, 1)
+
+
+def has_signal(rewards: Tensor) -> bool:
+    """Return True if the members of one group differ, so that the group can teach something.
+
+    Args:
+        rewards: [member].
+    """
+    return bool(rewards.max() != rewards.min())
+
+
+def group_advantages(rewards: Tensor, *, baseline: Baseline, normalize_std: bool) -> Tensor:
+    """Return each member's reward minus what the group leads one to expect.
+
+    Args:
+        rewards: [member] of the survivors of one group; any size from 2.
+        baseline: LEAVE_ONE_OUT compares with the mean of the *other* members, which makes the
+            baseline independent of the member's own actions (RLOO). GROUP_MEAN compares with the
+            mean of all (GRPO); it is the former times (size - 1) / size.
+        normalize_std: divide by the group's population standard deviation, as GRPO does.
+            It makes groups that are nearly solved or nearly hopeless count for more, which
+            Dr. GRPO calls a bias; without it and with GROUP_MEAN this is Dr. GRPO.
+
+    Returns:
+        [member] float32, sum zero. Exactly 0.0 everywhere if all rewards are equal.
+
+    Raises:
+        ValueError: rewards is not one axis of at least two finite numbers.
+
+    Source: GRPO, arXiv:2402.03300; Dr. GRPO, arXiv:2503.20783; RLOO, arXiv:2402.14740.
+    """
+    if rewards.ndim != 1 or rewards.shape[0] < 2:
+        raise ValueError(f"rewards must be [member >= 2], got {tuple(rewards.shape)}")
+    rewards = rewards.float()
+    if not torch.isfinite(rewards).all():
+        raise ValueError(f"rewards must be finite, got {rewards.tolist()}")
+    if not has_signal(rewards):
+        return torch.zeros_like(rewards)  # r - mean(r) would leave rounding noise
+    centred = rewards - rewards.mean()  # [member]
+    if baseline is Baseline.LEAVE_ONE_OUT:
+        size = rewards.shape[0]
+        advantages = centred * size / (size - 1)  # == r - (sum - r) / (size - 1)
+    else:
+        advantages = centred
+    if normalize_std:
+        advantages = advantages / (rewards.std(correction=0) + STD_EPSILON)
+    return advantages
+
+
+def whiten(values: Tensor, weights: Tensor) -> Tensor:
+    """Return values less their weighted mean, over their weighted standard deviation.
+
+    Args:
+        values: [entry].
+        weights: [entry] >= 0, how often each counts: the tokens of an episode, say.
+
+    Returns:
+        [entry] float32; zeros if all entries are equal.
+
+    Source: REINFORCE++, arXiv:2501.03262 (advantages normalised over the global batch).
+    """
+    values, weights = values.double(), weights.double()
+    mean = (values * weights).sum() / weights.sum()
+    centred = values - mean
+    variance = (centred**2 * weights).sum() / weights.sum()
+    if values.max() == values.min():
+        return torch.zeros_like(values, dtype=torch.float32)
+    return (centred / (variance.sqrt() + STD_EPSILON)).float()
+
+
+def scale_per_kind(values: Tensor, weights: Tensor, kinds: list[str]) -> Tensor:
+    """Return values over the weighted root mean square of their own kind.
+
+    In a batch of several environments each then has advantages of the same size, whatever the
+    spread of its rewards. The mean is left alone: group baselines have already centred it.
+
+    Args:
+        values: [entry].
+        weights: [entry] >= 0.
+        kinds: [entry], the environment of each.
+
+    Source: task advantage normalisation, AgentRL, arXiv:2510.04206.
+    """
+    scaled = values.float().clone()
+    for kind in sorted(set(kinds)):
+        own = torch.tensor([each == kind for each in kinds])
+        w = weights[own].double()
+        spread = ((values[own].double() ** 2 * w).sum() / w.sum()).sqrt()
+        if spread > 0:
+            scaled[own] = (values[own].double() / (spread + STD_EPSILON)).float()
+    return scaled

@@ -1,0 +1,64 @@
+"""The samples of a step as one byte string, for the other ranks of the learner. No pickle."""
+
+import io
+from collections.abc import Sequence
+
+import numpy as np
+
+from common.wire.codec import pack_record, unpack_record
+from common.wire.messages import Trajectory
+from learner.batch.batching import Sample
+
+ABSENT = -1  # as a length
+
+
+def pack_samples(samples: Sequence[Sample]) -> bytes:
+    """Return samples as bytes: records of trajectories, advantages, and how to cut them apart.
+
+    What a critic adds to a sample during a step is not in there: every rank finds it by itself.
+    """
+    records = [np.frombuffer(pack_record(sample.trajectory), dtype=np.uint8) for sample in samples]
+    file = io.BytesIO()
+    np.savez(
+        file,
+        records=np.concatenate(records),
+        record_sizes=np.array([len(record) for record in records]),
+        advantages=np.array([sample.advantage for sample in samples], dtype=np.float64),
+        **_joined("turn", [sample.turn_advantages for sample in samples]),  # pyright: ignore[reportArgumentType]
+        **_joined("own", [sample.own_advantages for sample in samples]),
+    )
+    return file.getvalue()
+
+
+def unpack_samples(payload: bytes) -> list[Sample]:
+    """Return the samples of `pack_samples`. Raises: WireError, ValueError."""
+    with np.load(io.BytesIO(payload), allow_pickle=False) as arrays:
+        records = np.split(arrays["records"], np.cumsum(arrays["record_sizes"])[:-1])
+        advantages = arrays["advantages"].tolist()
+        turn, own = (_parted(arrays[f"{n}"], arrays[f"{n}_sizes"]) for n in ("turn", "own"))
+    samples: list[Sample] = []
+    for record, advantage, of_turns, of_tokens in zip(records, advantages, turn, own, strict=True):
+        trajectory = unpack_record(record.tobytes())
+        if not isinstance(trajectory, Trajectory):
+            raise ValueError(f"{type(trajectory).__name__} is no trajectory")
+        samples.append(
+            Sample(
+                trajectory=trajectory,
+                advantage=advantage,
+                turn_advantages=of_turns,
+                own_advantages=of_tokens,
+            )
+        )
+    return samples
+
+
+def _joined(name: str, parts: list[np.ndarray | None]) -> dict[str, np.ndarray]:
+    present = [part for part in parts if part is not None]
+    flat = np.concatenate([np.zeros(0, dtype=np.float32), *present])
+    sizes = np.array([ABSENT if part is None else len(part) for part in parts])
+    return {name: flat, f"{name}_sizes": sizes}
+
+
+def _parted(flat: np.ndarray, sizes: np.ndarray) -> list[np.ndarray | None]:
+    parts = np.split(flat, np.cumsum(np.maximum(sizes, 0))[:-1])
+    return [None if size == ABSENT else part for part, size in zip(parts, sizes, strict=True)]

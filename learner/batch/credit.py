@@ -1,0 +1,172 @@
+"""Groups -> samples: each trajectory with its advantages.
+
+Without a critic the advantage of a turn is its credit (the outcome, or what follows the turn) less
+what the group or the batch leads one to expect. With one, `learner/policy/critic.py` fills them in.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.config.learning import Advantage, AlgorithmSection, Baseline, CreditLevel
+from common.wire.messages import Trajectory
+from learner.batch.advantage import (
+    group_advantages,
+    has_signal,
+    scale_per_kind,
+    shaped_reward,
+    whiten,
+)
+from learner.batch.batching import Sample
+from learner.batch.returns import discounted_returns
+from learner.ingest.group_assembly import Group
+
+
+def outcome_credit(trajectory: Trajectory, algorithm: AlgorithmSection) -> float:
+    """Return what the whole episode is worth: discounted reward less the episode's penalty."""
+    is_on_episode = algorithm.invalid_action_level is CreditLevel.EPISODE
+    return shaped_reward(
+        trajectory.reward * algorithm.turn_discount ** max(trajectory.num_turns - 1, 0),
+        trajectory.num_invalid_actions,
+        trajectory.num_turns,
+        algorithm.invalid_action_penalty if is_on_episode else 0.0,
+    )
+
+
+def turn_rewards(trajectory: Trajectory, algorithm: AlgorithmSection) -> np.ndarray:
+    """Return what each turn was paid, [num_turns] float32.
+
+    `turn_scores` are levels (a score so far), so a turn's pay is the rise it brought. At episode
+    level all is paid in the last turn. Penalties land where `invalid_action_level` says.
+    """
+    num_turns = trajectory.num_turns
+    rewards = np.zeros(num_turns, dtype=np.float32)
+    if num_turns == 0:
+        return rewards
+    penalty = algorithm.invalid_action_penalty
+    if algorithm.reward_level is CreditLevel.TURN:
+        rewards += np.diff(trajectory.turn_scores, prepend=np.float32(0.0))
+    else:
+        rewards[-1] += trajectory.reward
+    if algorithm.invalid_action_level is CreditLevel.TURN:
+        rewards -= penalty * trajectory.invalid_turns
+    else:
+        rewards[-1] -= penalty * trajectory.num_invalid_actions / num_turns
+    return rewards
+
+
+def group_has_signal(members: list[Trajectory], algorithm: AlgorithmSection) -> bool:
+    """Return False if all members are worth the same, so that every advantage is zero.
+
+    Algorithms whose baseline is not the group's own always find something to learn.
+    """
+    if not algorithm.advantage.is_group_relative:
+        return True
+    per_turn = _turn_offsets(members, algorithm)
+    if per_turn is not None and any(offset.any() for offset in per_turn):
+        return True
+    if algorithm.reward_level is CreditLevel.TURN:
+        return False
+    return has_signal(_outcomes(members, algorithm))
+
+
+def samples_of(groups: list[Group], algorithm: AlgorithmSection) -> list[Sample]:
+    """Return the samples of a batch, group by group, member by member.
+
+    With `advantage=ppo` the advantages are zero here: they need the critic.
+    """
+    samples: list[Sample] = []
+    for group in groups:
+        advantages = _group_part(group.members, algorithm)
+        offsets = _turn_offsets(group.members, algorithm) or [None] * len(group.members)
+        for trajectory, advantage, offset in zip(group.members, advantages, offsets, strict=True):
+            samples.append(
+                Sample(trajectory=trajectory, advantage=float(advantage), turn_advantages=offset)
+            )
+    if algorithm.advantage in (Advantage.REINFORCE_PP, Advantage.REINFORCE_PP_BASELINE):
+        return whitened(samples)
+    return per_env(samples) if algorithm.normalize_per_env else samples
+
+
+def _outcomes(members: list[Trajectory], algorithm: AlgorithmSection) -> Tensor:
+    credits = [outcome_credit(t, algorithm) for t in members]
+    return torch.tensor(credits, dtype=torch.float32)  # [member]
+
+
+def _group_part(members: list[Trajectory], algorithm: AlgorithmSection) -> Tensor:
+    """Return the episode's part of the advantage, [member]."""
+    if algorithm.advantage is Advantage.PPO or algorithm.reward_level is CreditLevel.TURN:
+        return torch.zeros(len(members))
+    outcomes = _outcomes(members, algorithm)
+    if algorithm.advantage is Advantage.REINFORCE_PP:
+        return outcomes
+    is_grpo = algorithm.advantage is Advantage.GRPO
+    is_rloo = algorithm.advantage is Advantage.RLOO
+    baseline = algorithm.baseline if is_grpo else Baseline.GROUP_MEAN
+    return group_advantages(
+        outcomes,
+        baseline=Baseline.LEAVE_ONE_OUT if is_rloo else baseline,
+        normalize_std=algorithm.normalize_std and is_grpo,
+    )
+
+
+def _turn_offsets(
+    members: list[Trajectory], algorithm: AlgorithmSection
+) -> list[np.ndarray] | None:
+    """Return each member's turn advantages [num_turns]; None if nothing is credited to turns.
+
+    They are centred over all turns of the group: otherwise a group in which every turn is invalid
+    would be pushed away from everything it did, and one without would get nothing for it.
+    REINFORCE++ without baseline leaves centring to the batch.
+    """
+    if algorithm.advantage is Advantage.PPO:
+        return None
+    penalty = algorithm.invalid_action_penalty
+    if algorithm.reward_level is CreditLevel.TURN:
+        credit = [_returns(t, algorithm) for t in members]
+    elif algorithm.invalid_action_level is CreditLevel.TURN and penalty != 0.0:
+        credit = [(-penalty * t.invalid_turns).astype(np.float32) for t in members]
+    else:
+        return None
+    if algorithm.advantage is Advantage.REINFORCE_PP:
+        return credit
+    everything = np.concatenate(credit)
+    centred = [(each - everything.mean()).astype(np.float32) for each in credit]
+    if everything.size and everything.max() == everything.min():
+        return [np.zeros_like(each) for each in centred]  # the subtraction leaves rounding noise
+    is_scaled = algorithm.normalize_std and algorithm.reward_level is CreditLevel.TURN
+    if is_scaled and algorithm.advantage is Advantage.GRPO:
+        centred = [(each / (everything.std() + 1e-6)).astype(np.float32) for each in centred]
+    return centred
+
+
+def _returns(trajectory: Trajectory, algorithm: AlgorithmSection) -> np.ndarray:
+    rewards = torch.from_numpy(turn_rewards(trajectory, algorithm))
+    return discounted_returns(rewards, discount=algorithm.turn_discount).numpy()
+
+
+def whitened(samples: list[Sample]) -> list[Sample]:
+    """Return the samples with advantages of mean 0 and deviation 1 over all tokens of the batch."""
+    return _with_token_advantages(samples, lambda flat: whiten(flat, torch.ones_like(flat)))
+
+
+def per_env(samples: list[Sample]) -> list[Sample]:
+    """Return the samples with advantages of the same size in every environment."""
+    kinds = [sample.trajectory.env for sample in samples for _ in range(sample.num_sampled_tokens)]
+    return _with_token_advantages(
+        samples, lambda flat: scale_per_kind(flat, torch.ones_like(flat), kinds)
+    )
+
+
+def _with_token_advantages(
+    samples: list[Sample], transform: Callable[[Tensor], Tensor]
+) -> list[Sample]:
+    counts = [sample.num_sampled_tokens for sample in samples]
+    flat = np.concatenate([sample.token_advantages() for sample in samples])  # [tokens]
+    parts = np.split(transform(torch.from_numpy(flat)).numpy(), np.cumsum(counts)[:-1])
+    return [
+        replace(sample, own_advantages=part) for sample, part in zip(samples, parts, strict=True)
+    ]

@@ -1,0 +1,146 @@
+"""Random batches and models of realistic shapes, for measurements that need no environment."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from common.wire.messages import EndReason, EpisodeKind, PolicyKind, Trajectory
+from learner.batch.batching import Sample
+from learner.training.trainer import Trainer
+
+SAMPLER_NOISE = 0.05  # nats by which the sampler's logprobs differ: ratios near one, none equal
+MAX_LAG = 3  # versions; tokens of a trajectory come from this many at most
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchShape:
+    """How many episodes a step has, and how long they are."""
+
+    num_groups: int
+    group_size: int
+    max_turns: int  # turns are uniform in [1, max_turns]
+    observation_tokens: int  # before every turn
+    action_tokens: int  # sampled ones per turn
+
+
+# Like quickstart at step 100: 64 episodes of about 200 tokens, about 30 of them sampled.
+QUICKSTART = BatchShape(
+    num_groups=8, group_size=8, max_turns=9, observation_tokens=35, action_tokens=6
+)
+# Fewer and longer, for a model that needs more time for each token.
+LARGER = BatchShape(
+    num_groups=2, group_size=4, max_turns=12, observation_tokens=30, action_tokens=20
+)
+# TextCraft with a language model: longer thoughts, every other token sampled.
+LANGUAGE_MODEL = BatchShape(
+    num_groups=4, group_size=4, max_turns=15, observation_tokens=100, action_tokens=100
+)
+
+
+def make_batch(shape: BatchShape, *, vocab_size: int, seed: int) -> list[Sample]:
+    """Return episodes of random tokens with rewards 0 and 1; advantages sum to zero."""
+    rng = np.random.default_rng(seed)
+    samples: list[Sample] = []
+    for group in range(shape.num_groups):
+        for member in range(shape.group_size):
+            trajectory = _episode(shape, rng, vocab_size, group_id=f"g{group}", member=member)
+            samples.append(Sample(trajectory=trajectory, advantage=1.0 - 2.0 * (member % 2)))
+    return samples
+
+
+def _episode(
+    shape: BatchShape, rng: np.random.Generator, vocab_size: int, *, group_id: str, member: int
+) -> Trajectory:
+    num_turns = int(rng.integers(1, shape.max_turns + 1))
+    turn_tokens = shape.observation_tokens + shape.action_tokens
+    is_sampled = np.arange(turn_tokens) >= shape.observation_tokens
+    mask = np.tile(is_sampled, num_turns)
+    turn_ids = np.repeat(np.arange(num_turns), turn_tokens).astype(np.int32)
+    newest = MAX_LAG
+    versions = np.where(mask, np.minimum(turn_ids, newest), -1).astype(np.int32)
+    is_success = member % 2 == 0
+    return Trajectory(
+        episode_id=f"{group_id}/{member}",
+        group_id=group_id,
+        member=member,
+        attempt=0,
+        kind=EpisodeKind.TRAIN,
+        policy=PolicyKind.MODEL,
+        env="bench",
+        item_id="bench-train-0",
+        seed=0,
+        horizon=shape.max_turns,
+        horizon_stage=0,
+        opened_at_version=0,
+        actor="actor-0",
+        end_reason=EndReason.DONE,
+        error="",
+        reward=float(is_success),
+        is_success=is_success,
+        num_turns=num_turns,
+        num_invalid_actions=0,
+        generate_s=0.0,
+        env_s=0.0,
+        wall_s=0.0,
+        token_ids=rng.integers(0, vocab_size, size=len(mask)).astype(np.int32),
+        loss_mask=mask,
+        logprobs=np.zeros(len(mask), dtype=np.float32),
+        versions=versions,
+        turn_ids=turn_ids,
+        invalid_turns=np.zeros(num_turns, dtype=bool),
+        turn_scores=np.linspace(0.0, float(is_success), num_turns, dtype=np.float32),
+    )
+
+
+def with_sampler_logprobs(
+    samples: Sequence[Sample], trainer: Trainer, *, seed: int
+) -> list[Sample]:
+    """Return the samples with what the trainer's policy thinks of them, and a little noise."""
+    rng = np.random.default_rng(seed)
+    scores = trainer.score([sample.trajectory.token_ids.tolist() for sample in samples])
+    result: list[Sample] = []
+    for sample, score in zip(samples, scores, strict=True):
+        trajectory = sample.trajectory
+        known = np.array([0.0, *score]) + SAMPLER_NOISE * rng.standard_normal(len(score) + 1)
+        logprobs = np.where(trajectory.loss_mask, np.minimum(known, -1e-6), 0.0)
+        changed = replace(trajectory, logprobs=logprobs.astype(np.float32))
+        result.append(replace(sample, trajectory=changed))
+    return result
+
+
+def make_random_model(
+    *,
+    vocab_size: int,
+    hidden_size: int,
+    num_layers: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    intermediate_size: int,
+    device: torch.device,
+    is_tied: bool = False,
+) -> PreTrainedModel:
+    """Return a Qwen3 of random fp32 weights on `device`, in training mode."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
+        head_dim=head_size,
+        intermediate_size=intermediate_size,
+        max_position_embeddings=8192,
+        tie_word_embeddings=is_tied,
+        use_cache=False,
+    )
+    # The same choice as for a policy that is loaded.
+    config._attn_implementation = "sdpa" if device.type == "cuda" else "eager"
+    with device:
+        model = Qwen3ForCausalLM(config)
+    nn.Module.to(model, torch.device(device), dtype=torch.float32)
+    return model.train()

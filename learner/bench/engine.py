@@ -1,0 +1,184 @@
+"""The learner's half of measuring an engine: two versions, their transfers, their canaries."""
+
+import contextlib
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, PreTrainedModel
+
+from common.errors import EngineError
+from common.repository import ROOT
+from common.store.run_dir import RunDir
+from common.wire.security import create_keys
+from common.wire.sockets import Router
+from learner.offline.scratch import save_policy
+from learner.policy.model import export_tensors
+from learner.training.trainer import Trainer
+from learner.weights.publisher import PublishedWeights, Publisher, snapshot
+
+HOST = "127.0.0.1"
+CHILD = "actor.engine.bench"
+REPORT = "bench_engine.json"
+POLL_S = 0.1
+WEIGHT_STD = 0.05  # of version 1; version 0 is what the engine found on disk
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRun:
+    """How to run the engine that is measured."""
+
+    device: str
+    dtype: str
+    is_on_host: bool  # the transfer starts from host memory, over gloo
+    gpu_memory_frac: float = 0.3
+    num_prompts: int = 32
+    max_tokens: int = 64
+    timeout_s: float = 300.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFigures:
+    """What an engine did."""
+
+    start_s: float
+    tokens_per_s: float
+    is_sound: bool  # as many logprobs and versions as tokens, none positive, all of version 1
+    canary_delta: float  # nats, the worst of the versions heard of
+    publish_s: float  # of version 1, offer to loaded
+    num_bytes: int
+
+
+def measure_engine(
+    trainer: Trainer,
+    model: PreTrainedModel,
+    run: EngineRun,
+    *,
+    tokenizer_path: str,
+    canary: list[list[int]],
+    folder: Path,
+    environ: Mapping[str, str],
+) -> EngineFigures:
+    """Start an engine as an actor does, publish two versions to it, let it sample.
+
+    Args:
+        trainer: of `model`; scores the canary.
+        tokenizer_path: a checkpoint whose tokenizer fits the model's vocabulary.
+        canary: [canary, seq] token ids that both sides score.
+        folder: for the checkpoint and the run's files.
+        environ: for the engine's process, such as the GPU it may see.
+
+    Raises:
+        EngineError: the engine ended with an error, or did not end in time; holds its last words.
+    """
+    run_dir = RunDir(root=folder)
+    keys = create_keys(run_dir.keys)
+    path = folder / "policy"
+    save_policy(path, model, AutoTokenizer.from_pretrained(tokenizer_path, local_files_only=True))
+    publisher = Publisher(
+        Router(keys, host=HOST, port=0),
+        host=HOST,
+        timeout_s=run.timeout_s / 3,
+        max_canary_delta=math.inf,
+    )
+    run_dir.publish_address("weights", f"tcp://{HOST}:{publisher.port}")
+    publisher.start()
+    process, log = _start(run, run_dir, path, environ)
+    try:
+        publisher.publish(_version(0, trainer, model, run, canary))
+        _wait(process, log, run.timeout_s, until=lambda: _has_member(publisher))
+        _randomize(model)
+        weights = _version(1, trainer, model, run, canary)
+        publisher.publish(weights)
+        measured = publisher.drain_metrics()
+        report = run_dir.root / REPORT
+        _wait(process, log, run.timeout_s, until=report.exists)
+        measured |= publisher.drain_metrics()
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # it and what it started are gone already
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        publisher.stop()
+    figures: dict[str, Any] = json.loads(report.read_text())
+    return EngineFigures(
+        start_s=figures["start_s"],
+        tokens_per_s=figures["tokens_per_s"],
+        is_sound=figures["sound"] == 1.0,
+        canary_delta=measured.get("weights/canary_abs_logprob", math.nan),
+        publish_s=measured.get("publish/total_s", math.nan),
+        num_bytes=weights.buffer.numel(),
+    )
+
+
+def _version(
+    number: int, trainer: Trainer, model: PreTrainedModel, run: EngineRun, canary: list[list[int]]
+) -> PublishedWeights:
+    weights = snapshot(
+        number,
+        export_tensors(model, getattr(torch, run.dtype)),
+        canary_token_ids=canary,
+        canary_logprobs=trainer.score(canary),
+    )
+    return replace(weights, buffer=weights.buffer.cpu()) if run.is_on_host else weights
+
+
+@torch.no_grad()
+def _randomize(model: PreTrainedModel) -> None:
+    """Replace the matrices: a version that did not arrive cannot pass for one that did."""
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.normal_(0.0, WEIGHT_STD)
+
+
+def _has_member(publisher: Publisher) -> bool:
+    return publisher.drain_metrics()["weights/members"] > 0
+
+
+def _start(
+    run: EngineRun, run_dir: RunDir, model_path: Path, environ: Mapping[str, str]
+) -> tuple[subprocess.Popen[bytes], Path]:
+    settings = {
+        "model_path": str(model_path),
+        "dtype": run.dtype,
+        "device": run.device,
+        "gpu_memory_frac": run.gpu_memory_frac,
+        "num_prompts": run.num_prompts,
+        "max_tokens": run.max_tokens,
+        "timeout_s": run.timeout_s,
+    }
+    argv = [sys.executable, "-m", CHILD, str(run_dir.root), json.dumps(settings)]
+    log = run_dir.root / "engine.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            argv,
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **environ},
+            start_new_session=True,  # vLLM's own processes end with it
+        )
+    return process, log
+
+
+def _wait(process: subprocess.Popen[bytes], log: Path, timeout_s: float, *, until: Any) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not until():
+        if process.poll() is not None and not until():
+            raise EngineError(f"ended with {process.returncode}: {_tail(log)}")
+        if time.monotonic() > deadline:
+            raise EngineError(f"nothing within {timeout_s:g}s: {_tail(log)}")
+        time.sleep(POLL_S)
+
+
+def _tail(log: Path) -> str:
+    return log.read_text(errors="replace")[-600:]

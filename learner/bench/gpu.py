@@ -1,0 +1,306 @@
+"""The suite that a CUDA machine checks itself with: transfers, a step, memory, agreement, engine.
+
+Every check is a function of a device and of sizes, so that the same code runs small on a CPU.
+"""
+
+import importlib.util
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TextIO
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from common.config.learning import AlgorithmSection, LearnerSection
+from common.report.bench_table import BenchTable, Figure, Law
+from common.repository import ROOT
+from learner.batch.batching import collate_tokens
+from learner.bench.agree import canary_delta, chunk_costs, repeat_step
+from learner.bench.batch import LANGUAGE_MODEL, BatchShape, make_batch, make_random_model
+from learner.bench.engine import EngineRun, measure_engine
+from learner.bench.memory import measure_scoring
+from learner.bench.publish import broadcast_alone, broadcast_to_peer, snapshot_weights
+from learner.bench.step import BARE, make_trainer
+from learner.bench.suite import add_peaks, add_step_cost, step_cost
+from learner.policy.model import parameter_count, vocabulary_size
+
+TOKENIZER = ROOT / "configs" / "policies" / "tiny"
+TIMEOUT_S = 120.0
+MIN_NCCL_GB_PER_S = 5.0  # between two GPUs of one machine, over PCIe at the least
+MIN_GLOO_GB_PER_S = 0.2  # between two processes over the loopback
+MIN_SNAPSHOT_GB_PER_S = 1.0
+MIN_STEP_TOKENS_PER_S = 1_000.0
+MIN_ENGINE_TOKENS_PER_S = 100.0
+MAX_CANARY_DELTA = LearnerSection().max_canary_delta
+MAX_CHUNK_DIFFERENCE = 0.005  # nats: bf16 logits round differently in other tilings
+MAX_REPETITION = 0.01  # attention's backward pass adds in no fixed order on CUDA
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """How large everything is that the suite makes."""
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    intermediate_size: int
+    shape: BatchShape
+    learner: LearnerSection
+    num_rounds: int
+    memory_sequences: int
+    memory_seq_tokens: int
+    chunk_sizes: tuple[int, ...]
+    num_canaries: int
+    canary_tokens: int
+
+
+# 0.53B weights in the shape of Qwen3-0.6B; needs about 24 GB.
+HALF_BILLION = Sizes(
+    vocab_size=151_936,
+    hidden_size=1_024,
+    num_layers=24,
+    num_heads=16,
+    num_kv_heads=8,
+    head_size=128,
+    intermediate_size=3_072,
+    shape=LANGUAGE_MODEL,
+    learner=LearnerSection(device="cuda", lr=1e-5, warmup_steps=0, max_tokens_per_microbatch=4_096),
+    num_rounds=5,
+    memory_sequences=4,
+    memory_seq_tokens=1_024,
+    chunk_sizes=(256, 512, 1_024, 2_048),
+    num_canaries=4,
+    canary_tokens=256,
+)
+
+
+def run_suite(out: TextIO) -> int:
+    """Check this CUDA machine; return 1 when a promise is not kept, 2 without CUDA.
+
+    Takes some minutes. The part about the engine runs if vLLM is installed.
+    """
+    if not torch.cuda.is_available():
+        out.write("no CUDA device here: nothing of this suite was measured\n")
+        return 2
+    num_gpus = torch.cuda.device_count()
+    properties = torch.cuda.get_device_properties(0)
+    table = BenchTable(out=out)
+    table.title(
+        f"{num_gpus} x {properties.name}, {properties.total_memory / 1e9:.0f} GB, "
+        f"torch {torch.__version__}, CUDA {torch.version.cuda}"
+    )
+    device = torch.device("cuda", 0)
+    peer_device = "cuda:1" if num_gpus > 1 else "cpu"
+    for name, check in checks(table, HALF_BILLION, device, peer_device):
+        table.attempt(name, check)
+        torch.cuda.empty_cache()
+    return table.finish()
+
+
+def checks(
+    table: BenchTable, sizes: Sizes, device: torch.device, peer_device: str
+) -> list[tuple[str, Callable[[], None]]]:
+    """Return (name, check) of everything, to be run in this order. Each makes its own model.
+
+    Args:
+        peer_device: another GPU, or "cpu" where there is only one.
+    """
+    return [
+        ("weights", lambda: check_transfer(table, sizes, device, peer_device)),
+        ("step", lambda: check_step(table, sizes, device)),
+        ("memory", lambda: check_memory(table, sizes, device)),
+        ("canary", lambda: check_canary(table, sizes, device)),
+        ("repetition", lambda: check_repetition(table, sizes, device)),
+        ("chunks", lambda: check_chunks(table, sizes, device)),
+        ("engine", lambda: check_engine(table, sizes, device, peer_device)),
+    ]
+
+
+def check_transfer(table: BenchTable, sizes: Sizes, device: torch.device, peer_device: str) -> None:
+    """Broadcast the weights to another process: over NCCL to another GPU, else over gloo."""
+    weights, took_s = snapshot_weights(_model(sizes, device), torch.bfloat16)
+    size_gb = weights.buffer.numel() / 1e9
+    _at_least(
+        table,
+        "weights: copy and checksum",
+        size_gb / took_s,
+        "GB/s",
+        MIN_SNAPSHOT_GB_PER_S if device.type == "cuda" else 0.0,
+        f"{size_gb:.2f} GB",
+    )
+    has_peer = device.type == "cuda" and peer_device.startswith("cuda")
+    backend = "nccl" if has_peer else "gloo"
+    if device.type == "cuda" and not has_peer:
+        table.note("weights over NCCL", "one GPU only; NCCL allows one rank per GPU, gloo instead")
+        broadcast_alone(weights.buffer, backend="nccl", timeout_s=TIMEOUT_S)
+        weights = replace(weights, buffer=weights.buffer.cpu())
+    transfer = broadcast_to_peer(
+        weights, backend=backend, peer_device=peer_device, num_rounds=3, timeout_s=TIMEOUT_S
+    )
+    bound = MIN_NCCL_GB_PER_S if has_peer else MIN_GLOO_GB_PER_S
+    name = f"weights: broadcast over {backend} to {peer_device}"
+    _at_least(table, name, transfer.gb_per_s, "GB/s", bound, f"{transfer.send_s:.3f} s each")
+    _at_least(table, "weights: the same checksum at both ends", transfer.is_equal, "", 1)
+
+
+def check_step(table: BenchTable, sizes: Sizes, device: torch.device) -> None:
+    """Measure a step over the bare arithmetic, and its speed."""
+    model = _model(sizes, device)
+    size = f"{parameter_count(model) / 1e6:.0f}M weights"
+    cost = step_cost(
+        sizes.learner,
+        {"grpo, token": AlgorithmSection()},
+        model,
+        sizes.shape,
+        num_rounds=sizes.num_rounds,
+        engine_dtype="bfloat16",
+    )
+    add_step_cost(table, cost, of=f"step of {cost.num_tokens} tokens, {size}, bf16 autocast")
+    (name,) = set(cost.seconds) - {BARE}
+    bound = MIN_STEP_TOKENS_PER_S if device.type == "cuda" else 0.0
+    _at_least(table, f"step: {name}", cost.tokens_per_s(name), "tokens/s", bound)
+
+
+def check_memory(table: BenchTable, sizes: Sizes, device: torch.device) -> None:
+    """Measure the peak of scoring in chunks over that of the whole log-softmax."""
+    num_tokens = sizes.memory_sequences * sizes.memory_seq_tokens
+    defaults = LearnerSection()
+    num_chunks = defaults.max_tokens_per_microbatch // defaults.logprob_chunk_tokens
+    peaks = measure_scoring(
+        _model(sizes, device, num_layers=2),
+        num_sequences=sizes.memory_sequences,
+        num_seq_tokens=sizes.memory_seq_tokens,
+        chunk_tokens=num_tokens // num_chunks,
+        autocast=True,
+    )
+    of = f"memory: vocabulary of {sizes.vocab_size}, {num_tokens} tokens in {num_chunks} chunks"
+    add_peaks(table, peaks, of=of)
+
+
+def check_canary(table: BenchTable, sizes: Sizes, device: torch.device) -> None:
+    """Hold the trainer's scores (fp32 master weights) against a forward pass in bf16."""
+    model = _model(sizes, device)
+    trainer = make_trainer(sizes.learner, AlgorithmSection(), model, engine_dtype="bfloat16")
+    sequences = _sequences(sizes, vocabulary_size(model))
+    known = trainer.score(sequences)
+    nn.Module.to(model, torch.bfloat16)  # in place: the trainer has answered already
+    delta = canary_delta(known, model, sequences)
+    name = "canary: fp32 masters under autocast against bf16 weights"
+    _at_most(table, name, delta, "nats", MAX_CANARY_DELTA)
+
+
+def check_repetition(table: BenchTable, sizes: Sizes, device: torch.device) -> None:
+    """Make the same step twice."""
+    model = _model(sizes, device)
+    samples = make_batch(sizes.shape, vocab_size=vocabulary_size(model), seed=0)
+    twice = repeat_step(sizes.learner, AlgorithmSection(), model, samples, engine_dtype="bfloat16")
+    bound = MAX_REPETITION if device.type == "cuda" else 0.0
+    note = "bit for bit" if twice.is_identical else "not bit for bit"
+    name = "repetition: |update one - update two| / |update one|"
+    _at_most(table, name, twice.distance, "", bound, note)
+
+
+def check_chunks(table: BenchTable, sizes: Sizes, device: torch.device) -> None:
+    """Score one block in chunks of several sizes."""
+    model = _model(sizes, device, num_layers=2)
+    rng = np.random.default_rng(0)
+    shape = (sizes.memory_sequences, sizes.memory_seq_tokens)
+    sequences = list(rng.integers(0, vocabulary_size(model), size=shape))
+    masks = [np.arange(shape[1]) > 0] * shape[0]
+    tokens = collate_tokens(sequences, masks, device=device)
+    for cost in chunk_costs(model, tokens, sizes.chunk_sizes, autocast=True):
+        _at_most(
+            table,
+            f"chunks of {cost.chunk_tokens}: difference from one chunk",
+            cost.mean_difference,
+            "nats",
+            MAX_CHUNK_DIFFERENCE,
+            f"{cost.tokens_per_s:.0f} tokens/s, {cost.peak_bytes / 1e6:.0f} MB",
+        )
+
+
+def check_engine(table: BenchTable, sizes: Sizes, device: torch.device, peer_device: str) -> None:
+    """Start a vLLM engine as an actor does, bring it two versions, sample, compare scores."""
+    if importlib.util.find_spec("vllm") is None:
+        table.note("engine", "vllm is not installed")
+        return
+    is_cuda = device.type == "cuda"
+    has_peer = peer_device.startswith("cuda")
+    is_on_host = is_cuda and not has_peer
+    if is_on_host:
+        table.note("engine", "one GPU only; weights go through host memory")
+    model = _model(sizes, device, vocab_size=448)  # of the tokenizer that it is saved with
+    trainer = make_trainer(sizes.learner, AlgorithmSection(), model, engine_dtype="bfloat16")
+    with tempfile.TemporaryDirectory(prefix="longstride-bench-") as folder:
+        figures = measure_engine(
+            trainer,
+            model,
+            EngineRun(device=device.type, dtype="bfloat16", is_on_host=is_on_host),
+            tokenizer_path=str(TOKENIZER),
+            canary=_sequences(sizes, vocabulary_size(model)),
+            folder=Path(folder),
+            environ=_visible(peer_device),
+        )
+    _at_most(table, "engine: start", figures.start_s, "s", TIMEOUT_S)
+    speed = MIN_ENGINE_TOKENS_PER_S if is_cuda else 0.0
+    _at_least(table, "engine: sampling", figures.tokens_per_s, "tokens/s", speed)
+    _at_least(table, "engine: tokens, logprobs and versions agree", figures.is_sound, "", 1)
+    size_gb = figures.num_bytes / 1e9
+    name = "engine: a version from offer to loaded"
+    _at_most(table, name, figures.publish_s, "s", 10.0, f"{size_gb:.2f} GB")
+    name = "engine: canary against the trainer"
+    _at_most(table, name, figures.canary_delta, "nats", MAX_CANARY_DELTA)
+
+
+def _model(
+    sizes: Sizes,
+    device: torch.device,
+    *,
+    num_layers: int | None = None,
+    vocab_size: int | None = None,
+) -> PreTrainedModel:
+    return make_random_model(
+        vocab_size=vocab_size or sizes.vocab_size,
+        hidden_size=sizes.hidden_size,
+        num_layers=num_layers or sizes.num_layers,
+        num_heads=sizes.num_heads,
+        num_kv_heads=sizes.num_kv_heads,
+        head_size=sizes.head_size,
+        intermediate_size=sizes.intermediate_size,
+        device=device,
+        is_tied=True,
+    )
+
+
+def _visible(peer_device: str) -> dict[str, str]:
+    """Return what makes a process see that GPU only; nothing if there is no other one."""
+    if not peer_device.startswith("cuda:"):
+        return {}
+    number = int(peer_device.removeprefix("cuda:"))
+    known = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return {"CUDA_VISIBLE_DEVICES": known.split(",")[number] if known else str(number)}
+
+
+def _sequences(sizes: Sizes, vocab_size: int) -> list[list[int]]:
+    rng = np.random.default_rng(0)
+    return rng.integers(0, vocab_size, size=(sizes.num_canaries, sizes.canary_tokens)).tolist()
+
+
+def _at_least(
+    table: BenchTable, name: str, value: float, unit: str, bound: float, note: str = ""
+) -> None:
+    table.add(Figure(name=name, value=value, unit=unit, law=Law.AT_LEAST, bound=bound, note=note))
+
+
+def _at_most(
+    table: BenchTable, name: str, value: float, unit: str, bound: float, note: str = ""
+) -> None:
+    table.add(Figure(name=name, value=value, unit=unit, law=Law.AT_MOST, bound=bound, note=note))

@@ -1,0 +1,160 @@
+"""Weights from one process to another: how fast, and whether the same bytes arrive.
+
+Run as a module it is the receiver: `python -m learner.bench.publish '{"port": ...}'`.
+"""
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from common.errors import WeightSyncError
+from common.repository import ROOT
+from common.wire.collective import BroadcastGroup, checksum, open_store
+from learner.bench.step import clock_of
+from learner.policy.model import export_tensors
+from learner.weights.publisher import PublishedWeights, snapshot
+
+HOST = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Receiver:
+    """What the receiving process has to know."""
+
+    port: int  # of the rendezvous store
+    num_bytes: int
+    num_rounds: int
+    device: str
+    backend: str  # nccl or gloo
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """What became of a broadcast between two processes."""
+
+    num_bytes: int
+    send_s: float  # of one broadcast, as the receiver saw it
+    is_equal: bool  # the receiver's checksum is the sender's
+
+    @property
+    def gb_per_s(self) -> float:
+        """Gigabytes (1e9) per second."""
+        return self.num_bytes / self.send_s / 1e9
+
+
+def snapshot_weights(model: PreTrainedModel, dtype: torch.dtype) -> tuple[PublishedWeights, float]:
+    """Return the weights as they are published, and the seconds that copy and checksum took."""
+    clock = clock_of(next(model.parameters()).device)
+    started = clock()
+    weights = snapshot(0, export_tensors(model, dtype), canary_token_ids=[], canary_logprobs=[])
+    return weights, clock() - started
+
+
+def broadcast_to_peer(
+    weights: PublishedWeights,
+    *,
+    backend: str,
+    peer_device: str,
+    num_rounds: int,
+    timeout_s: float,
+) -> Transfer:
+    """Send a version `num_rounds` times to a process of its own and compare checksums.
+
+    Args:
+        weights: the buffer's device is the sender's.
+        peer_device: "cpu", or a GPU other than the sender's: NCCL allows one rank per GPU.
+        timeout_s: for the process to start and join, for each broadcast, and for it to end.
+
+    Raises:
+        WeightSyncError: the receiver failed or is silent; holds its last words.
+    """
+    store = open_store(HOST, 0, is_server=True, timeout_s=timeout_s)
+    receiver = Receiver(
+        port=store.port,
+        num_bytes=weights.buffer.numel(),
+        num_rounds=num_rounds,
+        device=peer_device,
+        backend=backend,
+        timeout_s=timeout_s,
+    )
+    argv = [sys.executable, "-m", "learner.bench.publish", json.dumps(asdict(receiver))]
+    process = subprocess.Popen(
+        argv, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        group = _group(store, 0, receiver)
+        for _ in range(1 + num_rounds):
+            group.broadcast(weights.buffer)
+        output, errors = process.communicate(timeout=timeout_s)
+        group.close()
+    except (WeightSyncError, subprocess.TimeoutExpired) as e:
+        process.kill()
+        _, errors = process.communicate()
+        raise WeightSyncError(f"{e}; receiver: {errors[-500:]}") from e
+    if process.returncode != 0:
+        raise WeightSyncError(f"receiver ended with {process.returncode}: {errors[-500:]}")
+    reply = json.loads(output.splitlines()[-1])
+    return Transfer(
+        num_bytes=receiver.num_bytes,
+        send_s=reply["send_s"],
+        is_equal=reply["checksum"] == weights.checksum,
+    )
+
+
+def broadcast_alone(buffer: torch.Tensor, *, backend: str, timeout_s: float) -> None:
+    """Make a group of one rank and broadcast: the backend is there and takes our options.
+
+    Raises:
+        WeightSyncError: it is not, or does not.
+    """
+    store = open_store(HOST, 0, is_server=True, timeout_s=timeout_s)
+    group = BroadcastGroup(
+        store,
+        epoch=1,
+        rank=0,
+        world_size=1,
+        backend=backend,
+        timeout_s=timeout_s,
+        bind_host=HOST,
+    )
+    group.broadcast(buffer)
+    group.close()
+
+
+def _group(store: Any, rank: int, receiver: Receiver) -> BroadcastGroup:
+    return BroadcastGroup(
+        store,
+        epoch=1,
+        rank=rank,
+        world_size=2,
+        backend=receiver.backend,
+        timeout_s=receiver.timeout_s,
+        bind_host=HOST,
+    )
+
+
+def receive(receiver: Receiver) -> dict[str, Any]:
+    """Take part in all rounds; return the time of one and the checksum of what has come."""
+    store = open_store(HOST, receiver.port, is_server=False, timeout_s=receiver.timeout_s)
+    device = torch.device(receiver.device)
+    buffer = torch.zeros(receiver.num_bytes, dtype=torch.uint8, device=device)
+    group = _group(store, 1, receiver)
+    group.broadcast(buffer)  # connections are made in the first one
+    started = time.perf_counter()
+    for _ in range(receiver.num_rounds):
+        group.broadcast(buffer)
+    send_s = (time.perf_counter() - started) / receiver.num_rounds
+    reply = {"send_s": send_s, "checksum": checksum(buffer)}
+    group.close()
+    return reply
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(receive(Receiver(**json.loads(sys.argv[1])))) + "\n")

@@ -1,0 +1,159 @@
+"""The suite that measures a learner on this machine: what a step costs, and what it remembers."""
+
+from collections.abc import Mapping
+from typing import TextIO
+
+import torch
+from transformers import PreTrainedModel
+
+from common.config.learning import AlgorithmSection, LearnerSection
+from common.config.load import load_config
+from common.report.bench_table import BenchTable, Figure, Law
+from common.repository import ROOT
+from learner.bench.batch import LARGER, QUICKSTART, BatchShape, make_batch, make_random_model
+from learner.bench.memory import MAX_FRAC, ScoringPeaks, measure_scoring
+from learner.bench.step import BARE, MAX_RATIO, StepCost, by_aggregation, measure_step
+from learner.policy.model import load_policy, parameter_count, vocabulary_size
+
+CPU = torch.device("cpu")
+NUM_ROUNDS = 12
+MEMORY_VOCAB = 150_000
+MEMORY_SEQUENCES = 4
+LEGEND = (
+    "Ratios: a whole training step over bare forward, backward and optimizer of the same model on\n"
+    "the same microbatches, in turn, in one process, in its own CPU time; median of {num_rounds}\n"
+    "rounds with quartiles. Memory: the most that torch allocated at once in a forward and\n"
+    "backward pass, over the same with one fp32 log-softmax of [batch, seq, vocab].\n"
+)
+
+
+def run_suite(out: TextIO) -> int:
+    """Measure the learner on the CPU; return 1 when a promise is not kept.
+
+    Takes about two minutes of one core.
+    """
+    torch.set_num_threads(1)
+    table = BenchTable(out=out)
+    out.write(LEGEND.format(num_rounds=NUM_ROUNDS))
+    cfg = load_config("quickstart", [], root=ROOT)
+    path = str(ROOT / cfg.model.path)
+    policy = load_policy(path, device=CPU, gradient_checkpointing=False)
+    sizes: list[tuple[str, PreTrainedModel, BatchShape]] = [
+        ("quickstart's policy", policy, QUICKSTART),
+        ("a larger model", _larger_model(), LARGER),
+    ]
+    for name, model, shape in sizes:
+        cost = step_cost(
+            cfg.learner,
+            by_aggregation(cfg.algorithm),
+            model,
+            shape,
+            num_rounds=NUM_ROUNDS,
+            engine_dtype=cfg.model.dtype,
+        )
+        add_step_cost(table, cost, of=f"{name}, {parameter_count(model) / 1e6:.1f}M weights")
+    del policy, sizes
+    defaults = LearnerSection()
+    rows_per_chunk = defaults.max_tokens_per_microbatch // defaults.logprob_chunk_tokens
+    chunk_tokens = 64
+    peaks = measure_scoring(
+        _wide_model(),
+        num_sequences=MEMORY_SEQUENCES,
+        num_seq_tokens=chunk_tokens * rows_per_chunk // MEMORY_SEQUENCES,
+        chunk_tokens=chunk_tokens,
+        autocast=True,
+    )
+    add_peaks(table, peaks, of=f"vocabulary of {MEMORY_VOCAB}, {rows_per_chunk} chunks")
+    return table.finish()
+
+
+def step_cost(
+    cfg: LearnerSection,
+    algorithms: Mapping[str, AlgorithmSection],
+    model: PreTrainedModel,
+    shape: BatchShape,
+    *,
+    num_rounds: int,
+    engine_dtype: str,
+) -> StepCost:
+    """Return what steps of each algorithm on random episodes of `shape` cost."""
+    samples = make_batch(shape, vocab_size=vocabulary_size(model), seed=0)
+    return measure_step(
+        cfg,
+        algorithms,
+        model,
+        samples,
+        num_rounds=num_rounds,
+        engine_dtype=engine_dtype,
+    )
+
+
+def add_step_cost(table: BenchTable, cost: StepCost, *, of: str) -> None:
+    """Write one ratio per kind of step."""
+    table.title(f"{of}: bare {cost.tokens_per_s(BARE):.0f} tokens/s")
+    for name in cost.seconds:
+        if name == BARE:
+            continue
+        low, high = cost.spread(name)
+        table.add(
+            Figure(
+                name=f"step over bare: {name}",
+                value=cost.ratio(name),
+                unit="",
+                law=Law.AT_MOST,
+                bound=MAX_RATIO,
+                note=f"quartiles {low:.3f} to {high:.3f}, {cost.tokens_per_s(name):.0f} tokens/s",
+            )
+        )
+
+
+def add_peaks(table: BenchTable, peaks: ScoringPeaks, *, of: str) -> None:
+    """Write the share of memory, and how far the two ways of scoring are apart."""
+    table.title(of)
+    sizes = f"{peaks.chunked_bytes / 1e6:.0f} of {peaks.whole_bytes / 1e6:.0f} MB"
+    table.add(
+        Figure(
+            name="peak of forward and backward, over the whole at once",
+            value=peaks.frac,
+            unit="",
+            law=Law.AT_MOST,
+            bound=MAX_FRAC,
+            note=sizes,
+        )
+    )
+    table.add(
+        Figure(
+            name="the same log-probabilities, mean difference",
+            value=peaks.mean_difference,
+            unit="nats",
+            law=Law.AT_MOST,
+            bound=0.005,
+        )
+    )
+
+
+def _larger_model() -> PreTrainedModel:
+    return make_random_model(
+        vocab_size=8_192,
+        hidden_size=256,
+        num_layers=6,
+        num_heads=8,
+        num_kv_heads=4,
+        head_size=32,
+        intermediate_size=1_024,
+        device=CPU,
+    )
+
+
+def _wide_model() -> PreTrainedModel:
+    """Return a model of a large vocabulary and little else."""
+    return make_random_model(
+        vocab_size=MEMORY_VOCAB,
+        hidden_size=64,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=1,
+        head_size=32,
+        intermediate_size=128,
+        device=CPU,
+    )

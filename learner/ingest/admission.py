@@ -1,0 +1,104 @@
+"""The gate of the trajectory plane: what a trajectory must be, before it is written down."""
+
+import numpy as np
+
+from common.wire.messages import EpisodeSeen, PolicyKind, Trajectory
+from learner.ingest.episode_stats import subset_of
+
+MAX_ABS_LOGPROB = 200.0  # nats; anything beyond is no logprob
+_COLUMNS = {
+    "token_ids": "int32",
+    "loss_mask": "bool",
+    "logprobs": "float32",
+    "versions": "int32",
+    "turn_ids": "int32",
+}
+
+
+def refusal(
+    trajectory: Trajectory,
+    *,
+    learner_version: int,
+    max_group_size: int,
+    vocab_size: int | None = None,
+) -> str:
+    """Return why a trajectory must not be accepted, "" if it may.
+
+    An infrastructure failure may carry few or no tokens; it is accepted as a record of itself and
+    never reaches the loss.
+
+    Args:
+        learner_version: newest version there is; a token cannot be newer.
+        max_group_size: members are numbered below it (training episodes only).
+        vocab_size: rows of the policy's embedding; a token id beyond them, once journaled, would
+            end the trainer at every replay. None: not known, so not checked.
+    """
+    num_tokens = trajectory.token_ids.size
+    for name, dtype in _COLUMNS.items():
+        column: np.ndarray = getattr(trajectory, name)
+        if column.dtype.name != dtype:
+            return f"{name} is {column.dtype.name}, not {dtype}"
+        if column.shape != (num_tokens,):
+            return f"{name} has shape {column.shape}, token_ids has {num_tokens} tokens"
+    if not 0.0 <= trajectory.reward <= 1.0:
+        return f"reward {trajectory.reward} is not in [0, 1]"
+    if trajectory.kind == "train" and not 0 <= trajectory.member < max_group_size:
+        return f"member {trajectory.member} of a group of {max_group_size}"
+    if not 0 <= trajectory.num_invalid_actions <= trajectory.num_turns:
+        return f"{trajectory.num_invalid_actions} invalid actions in {trajectory.num_turns} turns"
+    invalid = trajectory.invalid_turns
+    if invalid.shape != (trajectory.num_turns,) or invalid.sum() != trajectory.num_invalid_actions:
+        return f"invalid_turns {invalid.tolist()} for {trajectory.num_turns} turns"
+    scores = trajectory.turn_scores
+    if scores.shape != (trajectory.num_turns,) or not ((scores >= 0) & (scores <= 1)).all():
+        return f"turn_scores {scores.tolist()} for {trajectory.num_turns} turns, each in [0, 1]"
+    if trajectory.end_reason.is_infrastructure_failure:
+        return ""
+    if trajectory.policy is not PolicyKind.MODEL:
+        return "" if trajectory.kind == "eval" else f"{trajectory.policy} play cannot be trained on"
+    return _refusal_of_tokens(trajectory, learner_version, vocab_size)
+
+
+def _refusal_of_tokens(trajectory: Trajectory, learner_version: int, vocab_size: int | None) -> str:
+    mask = trajectory.loss_mask
+    if not mask.any():
+        return "no sampled token"
+    if mask[0]:
+        return "the first token is sampled, but nothing predicts it"
+    turns = trajectory.turn_ids[mask]
+    if int(turns.min()) < 0 or int(turns.max()) >= trajectory.num_turns:
+        return f"sampled in turns {turns.min()}..{turns.max()} of {trajectory.num_turns} turns"
+    if (np.diff(turns) < 0).any():
+        return "turns are out of order"
+    if int(trajectory.token_ids.min()) < 0:
+        return "negative token id"
+    largest = int(trajectory.token_ids.max())
+    if vocab_size is not None and largest >= vocab_size:
+        return f"token id {largest} of a vocabulary of {vocab_size}"
+    logprobs = trajectory.logprobs[mask]
+    if not np.isfinite(logprobs).all():
+        return "a sampled token has no finite logprob"
+    if float(np.abs(logprobs).max()) > MAX_ABS_LOGPROB or float(logprobs.max()) > 1e-3:
+        return "a sampled token has an impossible logprob"
+    versions = trajectory.versions[mask]
+    if int(versions.min()) < 0 or int(versions.max()) > learner_version:
+        return f"versions {versions.min()}..{versions.max()}, the newest is {learner_version}"
+    if (trajectory.versions[~mask] != -1).any():
+        return "a token that was not sampled carries a version"
+    return ""
+
+
+def seen_of(trajectory: Trajectory) -> EpisodeSeen:
+    """Return what the scheduler is told of a trajectory that is in the journal."""
+    return EpisodeSeen(
+        episode_id=trajectory.episode_id,
+        kind=trajectory.kind,
+        env=trajectory.env,
+        subset=subset_of(trajectory.item_id),
+        reward=trajectory.reward,
+        is_success=trajectory.is_success,
+        end_reason=trajectory.end_reason,
+        num_turns=trajectory.num_turns,
+        num_sampled_tokens=int(trajectory.loss_mask.sum()),
+        wall_s=trajectory.wall_s,
+    )

@@ -1,0 +1,234 @@
+"""Trajectories -> groups -> batches: complete, repair, filter, and check freshness."""
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from common.config.learning import AlgorithmSection
+from common.config.run_config import GroupsSection
+from common.wire.ids import is_below
+from common.wire.messages import EpisodeOutcome, GroupArrived, Outcome, Trajectory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """The usable members of one prompt, ordered by member."""
+
+    group_id: str
+    members: list[Trajectory]
+
+
+@dataclass(slots=True)
+class _Open:
+    """A group that still waits for members."""
+
+    arrived: dict[int, Trajectory] = field(default_factory=dict)
+    given_up: set[int] = field(default_factory=set)
+
+
+def oldest_version(trajectory: Trajectory) -> int:
+    """Return the version of the oldest sampled token: a trajectory is as old as that."""
+    return int(trajectory.versions[trajectory.loss_mask].min())
+
+
+def is_fresh(trajectory: Trajectory, learner_version: int, *, max_lag_steps: int) -> bool:
+    """Return True if the trajectory may still train.
+
+    The next step turns version `learner_version` into `learner_version + 1`, so what was sampled
+    from the current weights has lag 0.
+    """
+    return learner_version - oldest_version(trajectory) <= max_lag_steps
+
+
+class GroupTable:
+    """Assembles groups and decides, for every member, what becomes of it. Not thread-safe.
+
+    Example (size 4, min_size 2): a, b, c arrive, d ends in env_error -> the group is complete with
+    three survivors, d is `failed`. All three solved the task -> no signal, all `filtered`.
+    Otherwise the group is ready, and `take` hands it out unless it has grown stale by then.
+    """
+
+    def __init__(
+        self,
+        cfg: GroupsSection,
+        algorithm: AlgorithmSection,
+        *,
+        has_signal: Callable[[list[Trajectory]], bool],
+        is_lockstep: bool = False,
+    ) -> None:
+        """Make an empty table.
+
+        Args:
+            has_signal: False for members that are all worth the same.
+            is_lockstep: the scheduler opens a whole round of groups at once and none before it is
+                over; then a batch is ready only between rounds, however members arrive.
+        """
+        self._cfg = cfg
+        self._filter = algorithm.filter_zero_variance
+        self._has_signal = has_signal
+        self._open: dict[str, _Open] = {}
+        self._completed: set[str] = set()  # what comes later is in no batch
+        self._ready: deque[Group] = deque()
+        self._num_filtered = 0  # since the last batch
+        self._is_lockstep = is_lockstep
+        self._num_left_in_round = cfg.per_step
+
+    @property
+    def num_ready(self) -> int:
+        """Groups that could be trained on now."""
+        return len(self._ready)
+
+    @property
+    def num_open(self) -> int:
+        """Groups that wait for members."""
+        return len(self._open)
+
+    @property
+    def open_ids(self) -> list[str]:
+        """The groups that wait for members."""
+        return list(self._open)
+
+    def add(self, trajectory: Trajectory) -> tuple[list[EpisodeOutcome], list[GroupArrived]]:
+        """Take one new trajectory; return what is decided by it, often nothing yet."""
+        if trajectory.group_id in self._completed:  # it was given up, and came after all
+            return [_outcome(trajectory, Outcome.FAILED, "late")], []
+        entry = self._open.setdefault(trajectory.group_id, _Open())
+        entry.arrived[trajectory.member] = trajectory
+        entry.given_up.discard(trajectory.member)
+        return self._maybe_complete(trajectory.group_id, entry)
+
+    def give_up(
+        self, group_id: str, member: int
+    ) -> tuple[list[EpisodeOutcome], list[GroupArrived]]:
+        """Learn that a member will never arrive. Its own outcome is the scheduler's."""
+        if group_id in self._completed:
+            return [], []
+        entry = self._open.setdefault(group_id, _Open())
+        if member in entry.arrived:
+            return [], []
+        entry.given_up.add(member)
+        return self._maybe_complete(group_id, entry)
+
+    def mark_completed(self, group_id: str) -> tuple[list[EpisodeOutcome], list[GroupArrived]]:
+        """Learn that a previous learner trained on this group; what it left over had failed."""
+        if group_id in self._completed:
+            return [], []
+        self._completed.add(group_id)
+        left = self._open.pop(group_id, _Open()).arrived.values()
+        outcomes = [_outcome(t, Outcome.FAILED, t.end_reason.value) for t in left]
+        return outcomes, [GroupArrived(group_id=group_id, is_ready=True)]
+
+    def close_below(self, number: int) -> None:
+        """Forget the completed groups of smaller numbers: nothing of them comes any more."""
+        self._completed = {each for each in self._completed if not is_below(each, number)}
+
+    def _maybe_complete(
+        self, group_id: str, entry: _Open
+    ) -> tuple[list[EpisodeOutcome], list[GroupArrived]]:
+        if len(entry.arrived) + len(entry.given_up) < self._cfg.size:
+            return [], []
+        del self._open[group_id]
+        self._completed.add(group_id)
+        outcomes: list[EpisodeOutcome] = []
+        survivors: list[Trajectory] = []
+        for member in sorted(entry.arrived):
+            trajectory = entry.arrived[member]
+            if trajectory.end_reason.is_infrastructure_failure:
+                outcomes.append(_outcome(trajectory, Outcome.FAILED, trajectory.end_reason.value))
+            else:
+                survivors.append(trajectory)
+        is_ready = False
+        if len(survivors) < self._cfg.min_size:
+            outcomes += [_outcome(t, Outcome.FAILED, "group_damaged") for t in survivors]
+        elif self._filter and not self._has_signal(survivors):
+            self._num_filtered += 1
+            outcomes += [_outcome(t, Outcome.FILTERED, "zero_variance") for t in survivors]
+        else:
+            is_ready = True
+            self._ready.append(Group(group_id=group_id, members=survivors))
+        self._num_left_in_round -= 1
+        if self._num_left_in_round <= 0 and not self._is_enough():
+            self._num_left_in_round = self._size_of_next_round()
+        return outcomes, [GroupArrived(group_id=group_id, is_ready=is_ready)]
+
+    def is_batch_ready(self) -> bool:
+        """Return True if there are enough groups, or so many were filtered that fewer must do."""
+        return self._is_enough() and not (self._is_lockstep and self._num_left_in_round > 0)
+
+    def _is_enough(self) -> bool:
+        return self.num_ready >= self._cfg.per_step or self._may_be_short(self.num_ready)
+
+    def _size_of_next_round(self) -> int:
+        """Return how many groups the scheduler opens now, by the rule of its gate."""
+        bound = math.ceil(self._cfg.max_oversample * self._cfg.per_step)
+        budget = bound - self._num_filtered - self.num_ready
+        missing = self._cfg.per_step - self.num_ready
+        return min(missing, budget) if budget > 0 else self._cfg.per_step
+
+    def _may_be_short(self, num_groups: int) -> bool:
+        bound = self._cfg.max_oversample * self._cfg.per_step
+        return num_groups > 0 and num_groups + self._num_filtered >= bound
+
+    def take(
+        self,
+        version: int,
+        *,
+        max_lag_steps: int,
+        in_order: bool,
+        lag_bounds: Mapping[tuple[str, int], int] | None = None,
+    ) -> tuple[list[Group], list[EpisodeOutcome]]:
+        """Remove a batch of groups, and whatever has grown stale.
+
+        Args:
+            version: of the learner, about to train step version + 1.
+            max_lag_steps: how old the oldest token of an episode may be.
+            in_order: sort by group id, so that arrival order plays no role.
+            lag_bounds: by environment and horizon, where another bound holds.
+
+        Returns:
+            (groups to train on, outcomes of the stale). No groups if, without the stale, there
+            are too few for a batch: the fresh ones stay.
+        """
+        if in_order:
+            self._ready = deque(sorted(self._ready, key=lambda group: group.group_id))
+        taken: list[Group] = []
+        outcomes: list[EpisodeOutcome] = []
+        while self._ready and len(taken) < self._cfg.per_step:
+            group = self._ready.popleft()
+            first = group.members[0]  # the members share environment and horizon
+            bound = (lag_bounds or {}).get((first.env, first.horizon), max_lag_steps)
+            group, dropped = self._without_stale(group, version, bound)
+            outcomes += dropped
+            if group.members:
+                taken.append(group)
+        if len(taken) < self._cfg.per_step and not self._may_be_short(len(taken)):
+            self._ready.extendleft(reversed(taken))
+            return [], outcomes
+        self._num_filtered = 0
+        self._num_left_in_round = self._cfg.per_step
+        return taken, outcomes
+
+    def _without_stale(
+        self, group: Group, version: int, max_lag_steps: int
+    ) -> tuple[Group, list[EpisodeOutcome]]:
+        fresh: list[Trajectory] = []
+        outcomes: list[EpisodeOutcome] = []
+        for trajectory in group.members:
+            if is_fresh(trajectory, version, max_lag_steps=max_lag_steps):
+                fresh.append(trajectory)
+            else:
+                outcomes.append(_outcome(trajectory, Outcome.STALE, "lag"))
+        if len(fresh) < self._cfg.min_size:
+            outcomes += [_outcome(t, Outcome.STALE, "lag_of_group") for t in fresh]
+            fresh = []
+        return Group(group_id=group.group_id, members=fresh), outcomes
+
+    def untrained(self) -> list[Trajectory]:
+        """Return every trajectory held here (for tests and for the status)."""
+        held = [t for group in self._ready for t in group.members]
+        return held + [t for entry in self._open.values() for t in entry.arrived.values()]
+
+
+def _outcome(trajectory: Trajectory, outcome: Outcome, cause: str) -> EpisodeOutcome:
+    return EpisodeOutcome(episode_id=trajectory.episode_id, outcome=outcome, cause=cause)

@@ -1,0 +1,255 @@
+"""The objective as it will really be optimised, in words, and the settings that do nothing."""
+
+from collections.abc import Iterator
+
+from common.config.learning import (
+    Advantage,
+    Aggregation,
+    AlgorithmSection,
+    Correction,
+    CreditLevel,
+    CriticKind,
+    CriticSection,
+    CriticTargets,
+    LearnerSection,
+    OptimizerKind,
+    PolicyLoss,
+    Proximal,
+    Timestep,
+)
+
+
+def is_anchored_at_sampler(cfg: LearnerSection, proximal: Proximal = Proximal.AUTO) -> bool:
+    """Return True if the surrogate's ratio is taken to the sampler itself."""
+    if proximal is Proximal.AUTO:
+        return cfg.ppo_epochs * cfg.num_minibatches == 1
+    return proximal is Proximal.SAMPLER
+
+
+def objective_text(algorithm: AlgorithmSection, learner: LearnerSection) -> str:
+    """Return the objective that this configuration optimises, with its numbers, in one line."""
+    is_at_sampler = is_anchored_at_sampler(learner, algorithm.proximal)
+    weight = _weight_text(algorithm, is_at_sampler)
+    terms = [f"{'w*' if weight else ''}{_surrogate_text(algorithm)}"]
+    if algorithm.entropy_coef:
+        terms.append(f"+ {algorithm.entropy_coef:g}*H")
+    if algorithm.kl_coef:
+        reference = algorithm.reference_path or "model.path"
+        terms.append(f"- {algorithm.kl_coef:g}*KL_{algorithm.kl_estimator.value}(pi|{reference})")
+    if algorithm.drift_coef:
+        terms.append(f"- {algorithm.drift_coef:g}*(log pi - log mu)^2")
+    laws = [_ratio_text(algorithm, is_at_sampler), weight, _advantage_text(algorithm, learner)]
+    laws += [_updates_text(learner), *_reaction_texts(learner)]
+    mean = {
+        Aggregation.TOKEN: "mean_tokens",
+        Aggregation.SEQUENCE: "mean_episodes mean_tokens",
+        Aggregation.CONSTANT: f"sum_tokens / (episodes * {algorithm.constant_tokens})",
+    }[algorithm.aggregation]
+    body = " ".join(terms)
+    body = f"[{body}]" if len(terms) > 1 else body
+    return f"maximise {mean} {body}; {', '.join(law for law in laws if law)}"
+
+
+def _surrogate_text(cfg: AlgorithmSection) -> str:
+    if cfg.policy_loss is PolicyLoss.CISPO:
+        return f"sg(min(r, {1 + cfg.clip_high:g}))*A*log(pi)"
+    if cfg.policy_loss is PolicyLoss.DPPO:
+        return f"r*A*[not (A>0 and pi-mu>{cfg.dppo_delta:g} or A<0 and pi-mu<-{cfg.dppo_delta:g})]"
+    surrogate = f"min(r*A, clip(r, {1 - cfg.clip_low:g}, {1 + cfg.clip_high:g})*A)"
+    if cfg.dual_clip > 0:
+        surrogate = f"[{surrogate}, at least {cfg.dual_clip:g}*A if A<0]"
+    return surrogate
+
+
+def _ratio_text(cfg: AlgorithmSection, is_at_sampler: bool) -> str:
+    anchor = {
+        Proximal.REUSED: "pi_first",
+        Proximal.INTERPOLATED: "mu^(1/(lag+1))*pi^(lag/(lag+1))",
+    }.get(cfg.proximal, "pi_prox")
+    ratio = "pi/mu" if is_at_sampler else f"pi/{anchor}"
+    if cfg.policy_loss is PolicyLoss.GSPO:
+        return f"r=exp(mean_tokens log({ratio}))"
+    return f"r={ratio}"
+
+
+def _weight_text(cfg: AlgorithmSection, is_at_sampler: bool) -> str:
+    """Return the law of the importance weight, "" if it is always one."""
+    rho = "r" if is_at_sampler else "pi_prox/mu"
+    divided = "/r" if is_at_sampler else ""
+    weight = {
+        Correction.NONE: "",
+        Correction.TOKEN_TIS: (
+            f"min(1, {cfg.tis_cap:g}/r)" if is_at_sampler else f"min({rho}, {cfg.tis_cap:g})"
+        ),
+        Correction.SEQUENCE_TIS: f"min(prod_tokens {rho}, {cfg.tis_cap:g}){divided}",
+        Correction.ICEPOP: f"{rho}*[{cfg.mask_low:g}<={rho}<={cfg.mask_high:g}]{divided}",
+        Correction.GEOMETRIC: (
+            f"[{cfg.geometric_low:g}<=geomean_tokens {rho}<={cfg.geometric_high:g}]"
+        ),
+    }[cfg.correction]
+    if cfg.negative_mask_delta:
+        mask = f"[not (A<0 and mean log(mu/pi)>{cfg.negative_mask_delta:g})]"
+        weight = f"{weight}*{mask}" if weight else mask
+    return f"w={weight}" if weight else ""
+
+
+def _advantage_text(cfg: AlgorithmSection, learner: LearnerSection) -> str:
+    if cfg.advantage is Advantage.PPO:
+        return _critic_text(cfg, learner.critic)
+    credit = _credit_text(cfg)
+    baseline = {
+        Advantage.GRPO: cfg.baseline.value,
+        Advantage.RLOO: "leave_one_out",
+        Advantage.REINFORCE_PP: "",
+        Advantage.REINFORCE_PP_BASELINE: "group_mean",
+    }[cfg.advantage]
+    text = f"({credit} - {baseline})" if baseline else f"({credit})"
+    if cfg.advantage is Advantage.GRPO and cfg.normalize_std:
+        text += "/std"
+    is_turn_penalty = cfg.invalid_action_level is CreditLevel.TURN
+    is_beside = cfg.reward_level is CreditLevel.EPISODE  # the outcome, turn by turn
+    if cfg.invalid_action_penalty and is_turn_penalty and is_beside:
+        mean = " - group_mean" if baseline else ""
+        text += f" - {cfg.invalid_action_penalty:g}*(invalid_turn{mean})"
+    if cfg.advantage in (Advantage.REINFORCE_PP, Advantage.REINFORCE_PP_BASELINE):
+        text = f"whiten_batch({text})"
+    elif cfg.normalize_per_env:
+        text = f"rms_per_env({text})"
+    return f"A={text}"
+
+
+def _credit_text(cfg: AlgorithmSection) -> str:
+    penalty = cfg.invalid_action_penalty
+    is_per_turn = cfg.invalid_action_level is CreditLevel.TURN
+    if cfg.reward_level is CreditLevel.TURN:
+        credit = f"sum_later_turns {cfg.turn_discount:g}^k*dR"
+    else:
+        discount = f"*{cfg.turn_discount:g}^(turns-1)" if cfg.turn_discount != 1 else ""
+        credit = f"R{discount}"
+        if penalty and is_per_turn:
+            return credit
+    if penalty:
+        credit += f" - {penalty:g}*{'invalid_turn' if is_per_turn else 'invalid_frac'}"
+    return credit
+
+
+def _critic_text(cfg: AlgorithmSection, critic: CriticSection) -> str:
+    step = critic.timestep.value
+    discount = cfg.turn_discount if critic.timestep is Timestep.TURN else 1.0
+    kind = "GAE" if critic.targets is CriticTargets.GAE else "V-trace"
+    text = f"{kind}(per {step}, gamma={discount:g}, lambda={critic.gae_lambda:g}"
+    if critic.targets is CriticTargets.VTRACE:
+        text += f", rho<={critic.vtrace_rho:g}, c<={critic.vtrace_c:g}"
+    text += f", V={critic.kind.value}, bootstrapped at a horizon cut)"
+    text = f"rms_per_env({text})" if cfg.normalize_per_env else text
+    return f"A={f'whiten_batch({text})' if critic.whiten else text}"
+
+
+def _updates_text(learner: LearnerSection) -> str:
+    if learner.ppo_epochs * learner.num_minibatches == 1:
+        return "1 update per batch"
+    return f"{learner.ppo_epochs} epochs x {learner.num_minibatches} minibatches"
+
+
+def _reaction_texts(learner: LearnerSection) -> Iterator[str]:
+    cfg = learner.controller
+    if cfg.scale_lr:
+        yield f"lr*max({cfg.min_lr_scale:g}, min(1, ESS/{cfg.ess_target:g}))"
+    if cfg.skip_step:
+        yield f"skipped below ESS {cfg.ess_skip:g}"
+
+
+def dead_knobs(algorithm: AlgorithmSection, learner: LearnerSection) -> list[str]:
+    """Return a line for every setting that differs from its default and changes nothing."""
+    dead = [*_dead_in_algorithm(algorithm, learner), *_dead_in_learner(algorithm, learner)]
+    return [f"{key}={value} has no effect: {why}" for key, value, why in dead]
+
+
+Dead = Iterator[tuple[str, object, str]]
+
+
+def _dead_in_algorithm(cfg: AlgorithmSection, learner: LearnerSection) -> Dead:
+    default = AlgorithmSection()
+
+    def changed(why: str, *names: str) -> Dead:
+        for name in names:
+            value = getattr(cfg, name)
+            if value != getattr(default, name):
+                yield f"algorithm.{name}", getattr(value, "value", value), why
+
+    advantage = cfg.advantage
+    if advantage is not Advantage.GRPO:
+        yield from changed(f"advantage={advantage.value}", "baseline", "normalize_std")
+    if advantage in (Advantage.REINFORCE_PP, Advantage.REINFORCE_PP_BASELINE):
+        yield from changed("the batch is whitened as a whole", "normalize_per_env")
+    if not advantage.is_group_relative:
+        yield from changed(f"advantage={advantage.value}", "filter_zero_variance")
+    if cfg.invalid_action_penalty == 0:
+        yield from changed("invalid_action_penalty=0", "invalid_action_level")
+    if cfg.aggregation is not Aggregation.CONSTANT:
+        yield from changed(f"aggregation={cfg.aggregation.value}", "constant_tokens")
+    why = f"policy_loss={cfg.policy_loss.value}"
+    if cfg.policy_loss is PolicyLoss.CISPO:
+        yield from changed(why, "clip_low", "dual_clip")
+    if cfg.policy_loss is PolicyLoss.DPPO:
+        yield from changed(why, "clip_low", "clip_high", "dual_clip")
+    else:
+        yield from changed(why, "dppo_delta")
+    why = f"correction={cfg.correction.value}"
+    if cfg.correction not in (Correction.TOKEN_TIS, Correction.SEQUENCE_TIS):
+        yield from changed(why, "tis_cap")
+    if cfg.correction is not Correction.ICEPOP:
+        yield from changed(why, "mask_low", "mask_high")
+    if cfg.correction is not Correction.GEOMETRIC:
+        yield from changed(why, "geometric_low", "geometric_high")
+    if cfg.kl_coef == 0:
+        yield from changed("kl_coef=0", "kl_estimator", "reference_path")
+    if _clip_never_binds(cfg, learner) and cfg.policy_loss is not PolicyLoss.DPPO:
+        why = f"proximal={cfg.proximal.value} with one update makes every ratio 1"
+        yield from changed(why, "clip_low", "clip_high", "dual_clip")
+
+
+def _clip_never_binds(cfg: AlgorithmSection, learner: LearnerSection) -> bool:
+    is_single = learner.ppo_epochs * learner.num_minibatches == 1
+    return is_single and cfg.proximal in (Proximal.RECOMPUTED, Proximal.REUSED)
+
+
+def _dead_in_learner(algorithm: AlgorithmSection, cfg: LearnerSection) -> Dead:
+    default = LearnerSection()
+    if cfg.optimizer is not OptimizerKind.MUON and cfg.muon_lr != default.muon_lr:
+        yield "learner.muon_lr", cfg.muon_lr, f"optimizer={cfg.optimizer.value}"
+    if cfg.decay_start_frac >= 1 and cfg.min_lr_frac != default.min_lr_frac:
+        yield "learner.min_lr_frac", cfg.min_lr_frac, "decay_start_frac=1: there is no decay"
+    critic, plain = cfg.critic, CriticSection()
+    names: dict[str, str] = {}
+    if algorithm.advantage is not Advantage.PPO:
+        why = f"algorithm.advantage={algorithm.advantage.value} has no critic"
+        names = dict.fromkeys(CriticSection.__dataclass_fields__, why)
+    else:
+        if critic.kind is CriticKind.HEAD:
+            names["path"] = "kind=head"
+        else:
+            names["coef"] = "kind=model has an optimizer of its own"
+        if cfg.ppo_epochs * cfg.num_minibatches == 1:
+            names["clip"] = "one update per batch moves no value before it"
+        if critic.targets is not CriticTargets.VTRACE:
+            names |= dict.fromkeys(("vtrace_rho", "vtrace_c"), f"targets={critic.targets.value}")
+    for name, why in names.items():
+        value = getattr(critic, name)
+        if value != getattr(plain, name):
+            yield f"learner.critic.{name}", getattr(value, "value", value), why
+    yield from _dead_in_controller(cfg)
+
+
+def _dead_in_controller(cfg: LearnerSection) -> Dead:
+    own, plain = cfg.controller, type(cfg.controller)()
+    off: dict[str, str] = {}
+    if not own.scale_lr:
+        off["min_lr_scale"] = "scale_lr=false"
+    if not own.skip_step:
+        off |= dict.fromkeys(("ess_skip", "max_skips"), "skip_step=false")
+    if not own.tighten_gate:
+        off |= dict.fromkeys(("ess_gate", "recover_steps"), "tighten_gate=false")
+    for name, why in off.items():
+        if getattr(own, name) != getattr(plain, name):
+            yield f"learner.controller.{name}", getattr(own, name), why

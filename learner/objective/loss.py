@@ -1,0 +1,226 @@
+"""The policy loss. Pure functions on tensors.
+
+With r = pi_theta / pi_anchor, A the advantage, w the importance weight, a the aggregation's weight
+of a token and D its denominator, both of the whole minibatch and taken before anything is masked:
+
+    loss = -(1/D) sum_tokens a * (w * f(r, A) + entropy_coef * H - kl_coef * KL - drift_coef * d^2)
+
+    ppo    f = min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), at least dual_clip * A if A < 0
+    gspo   the same with s = exp(mean over the sequence of log r) for every token of it (the
+           token form: equal to the sequence form where A is constant over the sequence)
+    cispo  f = detach(min(r, 1 + clip_high)) * A * log pi_theta
+    dppo   f = r A, but 0 where A > 0 and pi - mu > dppo_delta, or A < 0 and pi - mu < -dppo_delta
+    d      log pi_theta - log mu
+
+The anchor is the sampler mu or a proximal policy, see `Proximal`. A batch that makes one update
+has pi_prox = pi_theta: a ratio to it is always one and no clip would ever bind. That is why the
+sampler is the anchor there: the trust region then limits how far the policy may have moved from
+the one that sampled. Importance weights never count a ratio that f already holds.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from common.config.learning import (
+    Aggregation,
+    AlgorithmSection,
+    KlEstimator,
+    PolicyLoss,
+)
+from learner.objective.correction import log_ratio, sequence_mean
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossInputs:
+    """Sampled tokens of one microbatch; nothing else is in here, so there is nothing to mask."""
+
+    new_logprobs: Tensor = field(repr=False)  # [tokens] nats, current policy, with gradient
+    anchor_logprobs: Tensor = field(repr=False)  # [tokens] nats, what the ratio is taken to
+    sampler_logprobs: Tensor = field(repr=False)  # [tokens] nats of mu
+    advantages: Tensor = field(repr=False)  # [tokens]
+    is_weights: Tensor = field(repr=False)  # [tokens] importance weights, masks included
+    sequence_ids: Tensor = field(repr=False)  # [tokens] int64 in [0, num_sequences)
+    num_sequences: int
+    entropy: Tensor | None = field(repr=False, default=None)  # [tokens] nats, with gradient
+    reference_logprobs: Tensor | None = field(repr=False, default=None)  # [tokens] nats
+
+    def __post_init__(self) -> None:
+        shapes = {
+            tuple(each.shape)
+            for each in (
+                self.new_logprobs,
+                self.anchor_logprobs,
+                self.sampler_logprobs,
+                self.advantages,
+                self.is_weights,
+                self.sequence_ids,
+            )
+        }
+        if len(shapes) != 1 or self.new_logprobs.ndim != 1:
+            raise ValueError(f"inputs must share one [tokens] shape, got {sorted(shapes)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Denominator:
+    """What a minibatch's sum over tokens is divided by; counted before anything is masked."""
+
+    num_tokens: int
+    num_sequences: int
+
+    def __post_init__(self) -> None:
+        if self.num_tokens < 1 or self.num_sequences < 1:
+            raise ValueError(f"nothing to train on: {self}")
+
+
+def policy_loss(
+    inputs: LossInputs, denominator: Denominator, cfg: AlgorithmSection
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss written at the top of this module, and its metrics.
+
+    Dividing by counts given from outside, not by this microbatch's own, makes microbatches, and
+    the ranks of a data-parallel learner, add up to the whole.
+
+    Args:
+        denominator: of the minibatch, over all microbatches and ranks.
+
+    Returns:
+        (loss, metrics): scalars. Metrics are sums over tokens / num_tokens, so adding them over
+        microbatches gives the minibatch's mean.
+
+    Raises:
+        ValueError: the entropy or the reference is missing where its coefficient is not 0.
+
+    Source: PPO, arXiv:1707.06347; clip-higher, DAPO, arXiv:2503.14476; dual clip,
+    arXiv:1912.09729; GSPO, arXiv:2507.18071; CISPO, arXiv:2506.13585; constant denominator,
+    Dr. GRPO, arXiv:2503.20783; decoupled anchor, arXiv:2110.00641.
+    """
+    surrogate, is_bound = _surrogate(inputs, cfg)
+    weights = inputs.is_weights.detach()
+    scale = _token_scale(inputs, denominator, cfg)  # [tokens]
+    num_tokens = denominator.num_tokens
+    policy = -(scale * weights * surrogate).sum()
+    metrics = {
+        "loss/policy": policy.detach(),
+        "policy/clipped_frac": is_bound.sum() / num_tokens,
+        "policy/masked_frac": (weights == 0).sum() / num_tokens,
+        "policy/weight_mean": weights.sum() / num_tokens,
+    }
+    loss = policy
+    for name, coefficient, values in _extra_terms(inputs, cfg):
+        metrics[f"policy/{name}"] = values.detach().sum() / num_tokens
+        if coefficient != 0:
+            loss = loss + coefficient * (scale * values).sum()
+    return loss, metrics
+
+
+def metric_names(cfg: AlgorithmSection) -> list[str]:
+    """Return the names of the metrics of `policy_loss`, in its order."""
+    names = ["loss/policy", "policy/clipped_frac", "policy/masked_frac", "policy/weight_mean"]
+    names.append("policy/entropy")
+    if cfg.kl_coef != 0:
+        names.append("policy/kl_reference")
+    if cfg.drift_coef != 0:
+        names.append("policy/drift")
+    return names
+
+
+def _extra_terms(inputs: LossInputs, cfg: AlgorithmSection) -> list[tuple[str, float, Tensor]]:
+    """Return (name, coefficient in the loss, value [tokens]) of what is added to the surrogate."""
+    if cfg.entropy_coef != 0 and inputs.entropy is None:
+        raise ValueError(f"entropy_coef={cfg.entropy_coef} needs the entropy")
+    if cfg.kl_coef != 0 and inputs.reference_logprobs is None:
+        raise ValueError(f"kl_coef={cfg.kl_coef} needs the reference's logprobs")
+    entropy = -inputs.new_logprobs.detach() if inputs.entropy is None else inputs.entropy
+    terms = [("entropy", -cfg.entropy_coef, entropy)]
+    if inputs.reference_logprobs is not None:
+        kl = kl_estimate(inputs.new_logprobs, inputs.reference_logprobs, cfg.kl_estimator)
+        terms.append(("kl_reference", cfg.kl_coef, kl))
+    if cfg.drift_coef != 0:
+        drift = log_ratio(inputs.new_logprobs, inputs.sampler_logprobs) ** 2
+        terms.append(("drift", cfg.drift_coef, drift))
+    return terms
+
+
+def kl_estimate(new_logprobs: Tensor, reference_logprobs: Tensor, kind: KlEstimator) -> Tensor:
+    """Return per-token estimates of KL(pi | reference) for tokens that pi sampled.
+
+    With d = log pi - log reference: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d.
+
+    Args:
+        new_logprobs: [tokens] nats, with gradient. As a loss, k1's gradient has mean zero: it
+            measures, but only k2 and k3 pull.
+        reference_logprobs: [tokens] nats.
+
+    Returns:
+        [tokens]; k2 and k3 are never negative.
+
+    Source: Schulman, "Approximating KL divergence", 2020.
+    """
+    delta = log_ratio(new_logprobs, reference_logprobs.detach())
+    if kind is KlEstimator.K1:
+        return delta
+    if kind is KlEstimator.K2:
+        return delta**2 / 2
+    return torch.exp(-delta) - 1 + delta
+
+
+def _surrogate(inputs: LossInputs, cfg: AlgorithmSection) -> tuple[Tensor, Tensor]:
+    """Return (f(r, A), whether a bound decides it), both [tokens]."""
+    log_r = log_ratio(inputs.new_logprobs, inputs.anchor_logprobs)
+    advantages = inputs.advantages
+    if cfg.policy_loss is PolicyLoss.CISPO:
+        ratio = log_r.detach().exp()
+        limited = ratio.clamp(max=1 + cfg.clip_high)
+        return limited * advantages * inputs.new_logprobs, limited != ratio
+    if cfg.policy_loss is PolicyLoss.DPPO:
+        moved = (inputs.new_logprobs.exp() - inputs.sampler_logprobs.exp()).detach()
+        too_far = torch.where(advantages > 0, moved, -moved) > cfg.dppo_delta
+        return log_r.exp() * advantages * ~too_far, too_far
+    if cfg.policy_loss is PolicyLoss.GSPO:
+        # The value is the sequence's, the gradient each token's own: advantages may differ by turn.
+        mean = sequence_mean(log_r.detach(), inputs.sequence_ids, inputs.num_sequences)
+        log_r = mean[inputs.sequence_ids] + inputs.new_logprobs - inputs.new_logprobs.detach()
+    ratio = log_r.exp()
+    plain = ratio * advantages
+    clipped = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
+    surrogate = torch.minimum(plain, clipped * advantages)
+    if cfg.dual_clip > 0:
+        floored = torch.maximum(surrogate, cfg.dual_clip * advantages)
+        surrogate = torch.where(advantages < 0, floored, surrogate)
+    return surrogate, surrogate != plain
+
+
+def _token_scale(inputs: LossInputs, denominator: Denominator, cfg: AlgorithmSection) -> Tensor:
+    """Return what each token's term is multiplied by, [tokens]; see `Aggregation`."""
+    ones = torch.ones_like(inputs.advantages)
+    if cfg.aggregation is Aggregation.TOKEN:
+        return ones / denominator.num_tokens
+    if cfg.aggregation is Aggregation.CONSTANT:
+        return ones / (denominator.num_sequences * cfg.constant_tokens)
+    counts = ones.new_zeros(inputs.num_sequences).index_add(0, inputs.sequence_ids, ones)
+    return 1.0 / (counts[inputs.sequence_ids] * denominator.num_sequences)
+
+
+def value_loss(
+    values: Tensor, targets: Tensor, old_values: Tensor, weights: Tensor, *, clip: float
+) -> Tensor:
+    """Return the weighted mean squared error of the critic, with PPO's clipping.
+
+    0.5 * max((V - target)^2, (old + clamp(V - old, -clip, clip) - target)^2)
+
+    Args:
+        values: [entry] with gradient.
+        targets: [entry].
+        old_values: [entry], the critic's before the step.
+        weights: [entry], summing to one over the whole minibatch.
+        clip: 0 means none.
+
+    Source: arXiv:1707.06347; its reference implementation.
+    """
+    error = (values - targets) ** 2
+    if clip > 0:
+        held = old_values + (values - old_values).clamp(-clip, clip)
+        error = torch.maximum(error, (held - targets) ** 2)
+    return 0.5 * (weights * error).sum()

@@ -1,0 +1,188 @@
+"""The policy network: loading, log-probabilities of tokens, and tensors for publishing."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from common.errors import ConfigError
+from learner.batch.batching import TokenBatch
+
+# Settings of other families that change the logits after the head, which is applied here.
+UNSUPPORTED_LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+
+
+def load_policy(
+    path: str, *, device: torch.device | str, gradient_checkpointing: bool
+) -> PreTrainedModel:
+    """Return the causal language model at `path` with fp32 master weights, ready to train.
+
+    Dropout is off: the policy that trains must be the function that sampled.
+
+    Args:
+        path: transformers checkpoint directory; never a name to download.
+
+    Raises:
+        ConfigError: there is no such directory, or the model changes its logits after the head.
+    """
+    if not (Path(path) / "config.json").is_file():
+        raise ConfigError(f"model.path={path!r}: no config.json in there")
+    is_cuda = torch.device(device).type == "cuda"
+    model = AutoModelForCausalLM.from_pretrained(
+        path,
+        dtype=torch.float32,
+        # On one CPU core, bf16: plain matrix products 20-24k tokens/s, the fused kernel 13-16k.
+        attn_implementation="sdpa" if is_cuda else "eager",
+        local_files_only=True,
+    )
+    for name in UNSUPPORTED_LOGIT_SETTINGS:
+        if getattr(model.config, name, None) not in (None, 1, 1.0):
+            raise ConfigError(f"model.path={path!r}: {name} is not supported")
+    _disable_dropout(model)
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    nn.Module.to(model, torch.device(device))  # in place; the subclass's own wrapper hides the type
+    model.train()  # gradient checkpointing is off in eval mode
+    return model
+
+
+def _disable_dropout(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.0  # pyright: ignore[reportArgumentType]
+
+
+def token_logprobs(
+    model: PreTrainedModel,
+    tokens: TokenBatch,
+    *,
+    chunk_tokens: int,
+    autocast: bool,
+    temperature: float,
+    with_entropy: bool,
+    head_dtype: torch.dtype = torch.bfloat16,
+) -> tuple[Tensor, Tensor | None]:
+    """Return log-probabilities of the scored tokens, each given its own sequence before it.
+
+    Args:
+        tokens: padded sequences and the tokens to score.
+        The others as in `hidden_logprobs`.
+
+    Returns:
+        ([tokens] float32 nats, [tokens] float32 nats or None).
+    """
+    return hidden_logprobs(
+        model,
+        flat_hidden(model.base_model, tokens, autocast=autocast)[tokens.source_rows],
+        tokens.target_ids,
+        chunk_tokens=chunk_tokens,
+        autocast=autocast,
+        temperature=temperature,
+        with_entropy=with_entropy,
+        head_dtype=head_dtype,
+    )
+
+
+def flat_hidden(body: nn.Module, tokens: TokenBatch, *, autocast: bool) -> Tensor:
+    """Return the last hidden states of a network without its head, [batch * seq, hidden]."""
+    device_type = tokens.token_ids.device.type
+    with torch.autocast(device_type, dtype=torch.bfloat16, enabled=autocast):
+        out = body(input_ids=tokens.token_ids, use_cache=False)
+    return out.last_hidden_state.flatten(0, 1)
+
+
+def hidden_logprobs(
+    model: PreTrainedModel,
+    hidden: Tensor,
+    target_ids: Tensor,
+    *,
+    chunk_tokens: int,
+    autocast: bool,
+    temperature: float,
+    with_entropy: bool,
+    head_dtype: torch.dtype = torch.bfloat16,
+) -> tuple[Tensor, Tensor | None]:
+    """Return log-probabilities of tokens from the hidden states that predict them.
+
+    Only positions that predict a scored token are projected to the vocabulary, `chunk_tokens` at
+    a time, and each chunk is computed again in the backward pass: [tokens, vocab] never exists.
+
+    Args:
+        hidden: [tokens, hidden].
+        target_ids: [tokens] int64.
+        chunk_tokens: rows of the vocabulary projection that are alive at once.
+        autocast: bf16 compute over fp32 weights.
+        temperature: of sampling; logits are divided by it, as the sampler did.
+        with_entropy: also return the entropy of the distribution that each token came from.
+        head_dtype: with autocast, dtype of the vocabulary projection; use the engine's. An engine
+            in bf16 rounds its logits, and rounding them alike halves the disagreement of
+            log-probabilities (0.0046 against 0.0105 nats on average). Log-softmax is always fp32.
+
+    Returns:
+        ([tokens] float32 nats, [tokens] float32 nats or None).
+    """
+    head = model.get_output_embeddings()
+    assert head is not None  # every causal language model has one
+    dtype = head_dtype if autocast else torch.float32
+    weight = head.weight.to(dtype)  # [vocab, hidden]; cast once, not per chunk
+    bias = None if getattr(head, "bias", None) is None else head.bias.to(dtype)
+
+    logprobs: list[Tensor] = []
+    entropies: list[Tensor] = []
+    num_rows = hidden.shape[0]
+    for start in range(0, max(num_rows, 1), chunk_tokens):  # no rows: one empty chunk
+        rows = hidden[start : start + chunk_tokens].to(dtype)
+        targets = target_ids[start : start + chunk_tokens]
+        args = (rows, weight, bias, targets, temperature, with_entropy)
+        if torch.is_grad_enabled() and num_rows > chunk_tokens:
+            chunk = checkpoint(_score_rows, *args, use_reentrant=False, preserve_rng_state=False)
+        else:
+            chunk = _score_rows(*args)
+        logprobs.append(chunk[0])
+        entropies.append(chunk[1])
+    return torch.cat(logprobs), torch.cat(entropies) if with_entropy else None
+
+
+def _score_rows(
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: float,
+    with_entropy: bool,
+) -> tuple[Tensor, Tensor]:
+    logits = F.linear(rows, weight, bias).float() / temperature  # [rows, vocab]
+    log_softmax = F.log_softmax(logits, dim=-1)
+    logprobs = log_softmax.gather(1, targets[:, None]).squeeze(1)  # [rows]
+    if not with_entropy:
+        return logprobs, logprobs.new_empty(0)
+    return logprobs, -(log_softmax.exp() * log_softmax).sum(-1)
+
+
+def export_tensors(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Yield (transformers name, tensor in `dtype`), one cast copy at a time, tied weights once."""
+    seen: set[tuple[int, torch.Size]] = set()
+    for name, tensor in model.state_dict().items():
+        identity = (tensor.data_ptr(), tensor.shape)
+        if identity in seen:
+            continue
+        seen.add(identity)
+        yield name, tensor.detach().to(dtype) if tensor.is_floating_point() else tensor.detach()
+
+
+def vocabulary_size(model: PreTrainedModel) -> int:
+    """Return the rows of the embedding: token ids are below it."""
+    embedding = model.get_input_embeddings()
+    assert isinstance(embedding, nn.Embedding)  # every causal language model of transformers
+    return embedding.num_embeddings
+
+
+def parameter_count(model: PreTrainedModel) -> int:
+    """Return the number of weights, tied ones once."""
+    return sum(parameter.numel() for parameter in model.parameters())

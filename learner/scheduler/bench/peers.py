@@ -1,0 +1,277 @@
+"""Simulated actors and a learner for the scheduler's measurements: each actor a real socket."""
+
+import heapq
+import itertools
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+
+from common.errors import LongstrideError
+from common.wire.codec import decode, encode
+from common.wire.messages import (
+    EndReason,
+    EpisodeOutcome,
+    EpisodeSeen,
+    GroupArrived,
+    Heartbeat,
+    Hello,
+    Lease,
+    LeaseGrant,
+    LeaseRequest,
+    Outcome,
+    Outcomes,
+    StepDone,
+    Welcome,
+)
+from common.wire.security import RunKeys
+from common.wire.sockets import connect_dealer
+
+LEARNER = "learner-0"
+BEAT_S = 1.0
+ANSWER_S = 0.02  # after which an answer is looked for
+REPORT_S = 0.05  # between two reports of the learner
+MAX_SOCKETS = 8_192
+JOIN_S = 60.0  # for all actors to be welcomed
+
+
+def hello(role: str, name: str) -> Hello:
+    """Return the first words of a role."""
+    return Hello(role=role, name=name, incarnation="i", version=0)
+
+
+def heartbeat(role: str, name: str, *, version: int, running: list[str]) -> Heartbeat:
+    """Return a sign of life."""
+    return Heartbeat(
+        role=role,
+        name=name,
+        version=version,
+        running=running,
+        num_free_slots=0,
+        num_slots=1,
+        tokens_per_s=0.0,
+        waiting_for="",
+        rss_bytes=0,
+    )
+
+
+class BenchLearner:
+    """Says what a learner says: episodes that came, groups that are complete, steps that are done.
+
+    Example (groups of 2, 1 a step): arrive(g/0), arrive(g/1) -> messages() reports both, calls g
+    ready, trains on it and ends step 1.
+    """
+
+    def __init__(self, *, group_size: int, per_step: int) -> None:
+        self._group_size = group_size
+        self._per_step = per_step
+        self._seen: list[EpisodeSeen] = []
+        self._groups: defaultdict[str, list[str]] = defaultdict(list)  # arrived members
+        self._ready: list[str] = []
+        self._said_ready: list[str] = []
+        self.version = 0
+        self.num_arrived = 0
+
+    def arrive(self, lease: Lease, *, wall_s: float) -> None:
+        """An episode is here."""
+        self.num_arrived += 1
+        self._seen.append(
+            EpisodeSeen(
+                episode_id=lease.episode_id,
+                kind=lease.kind,
+                env=lease.env,
+                subset=lease.item_id.rsplit("-", 2)[0],
+                reward=float(lease.member % 2),
+                is_success=lease.member % 2 == 1,
+                end_reason=EndReason.DONE,
+                num_turns=4,
+                num_sampled_tokens=40,
+                wall_s=wall_s,
+            )
+        )
+        members = self._groups[lease.group_id]
+        members.append(lease.episode_id)
+        if len(members) == self._group_size:
+            self._ready.append(lease.group_id)
+
+    def messages(self) -> list[Any]:
+        """Return what there is to say since the last call."""
+        ready, self._ready = self._ready, []
+        groups = [GroupArrived(group_id=each, is_ready=True) for each in ready]
+        said: list[Any] = []
+        if self._seen or groups:
+            said.append(self._outcomes(seen=self._seen, groups=groups))
+            self._seen = []
+        self._said_ready += ready
+        while len(self._said_ready) >= self._per_step:
+            batch = self._said_ready[: self._per_step]
+            del self._said_ready[: self._per_step]
+            trained = [each for group_id in batch for each in self._groups.pop(group_id)]
+            self.version += 1
+            outcomes = [
+                EpisodeOutcome(episode_id=each, outcome=Outcome.TRAINED, cause="")
+                for each in trained
+            ]
+            said.append(self._outcomes(outcomes=outcomes))
+            said.append(
+                StepDone(version=self.version, is_last=False, max_ahead_steps=1_000, signals={})
+            )
+        return said
+
+    def _outcomes(
+        self,
+        *,
+        seen: list[EpisodeSeen] | None = None,
+        groups: list[GroupArrived] | None = None,
+        outcomes: list[EpisodeOutcome] | None = None,
+    ) -> Outcomes:
+        return Outcomes(
+            version=self.version,
+            seen=seen or [],
+            outcomes=outcomes or [],
+            groups=groups or [],
+            num_duplicates=0,
+        )
+
+
+@dataclass(slots=True)
+class _Peer:
+    """One actor that plays one episode at a time."""
+
+    name: str
+    socket: Any
+    lease: Lease | None = None
+    asked_at: float = 0.0
+    is_welcome: bool = False
+
+
+class Peers:
+    """Many actors and a learner, all in one thread, each with a socket of its own."""
+
+    def __init__(
+        self,
+        keys: RunKeys,
+        *,
+        address: str,
+        num_peers: int,
+        episode_s: float,
+        learner: BenchLearner,
+    ) -> None:
+        self._context = zmq.Context(io_threads=1)
+        self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
+        self._episode_s = episode_s
+        self._learner = learner
+        self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._numbers = itertools.count()
+        self._learner_socket = connect_dealer(self._context, keys, address=address)
+        self._peers = [
+            _Peer(f"actor-{i}", connect_dealer(self._context, keys, address=address))
+            for i in range(num_peers)
+        ]
+        self.answer_s: list[float] = []  # from a request to its grant was found, since `reset`
+
+    def join(self) -> None:
+        """Say hello with all of them and wait until all are welcome.
+
+        Raises:
+            LongstrideError: some were not.
+        """
+        _send(self._learner_socket, hello("learner", LEARNER))
+        for peer in self._peers:
+            _send(peer.socket, hello("actor", peer.name))
+        deadline = time.monotonic() + JOIN_S
+        while missing := [peer for peer in self._peers if not peer.is_welcome]:
+            if time.monotonic() > deadline:
+                raise LongstrideError(f"{len(missing)} of {len(self._peers)} are not welcome")
+            for peer in missing:
+                peer.is_welcome = any(isinstance(each, Welcome) for each in _receive(peer.socket))
+            time.sleep(ANSWER_S)
+        self._start()
+
+    def _start(self) -> None:
+        """Everybody begins at another moment, so that the load is even."""
+        num = len(self._peers)
+        for i, peer in enumerate(self._peers):
+            self._at(self._episode_s * i / num, self._ask, peer)
+            self._at(BEAT_S * i / num, self._beat, peer)
+        self._at(0.0, self._report)
+        self._at(0.0, self._beat_learner)
+
+    def run(self, seconds: float) -> None:
+        """Let them play for so long."""
+        end = time.monotonic() + seconds
+        while (now := time.monotonic()) < end:
+            due, _, action, arguments = self._events[0]
+            if due > now:
+                time.sleep(min(due, end) - now)
+                continue
+            heapq.heappop(self._events)
+            action(*arguments)
+
+    def _at(self, after_s: float, action: Callable[..., None], *arguments: Any) -> None:
+        event = (time.monotonic() + after_s, next(self._numbers), action, arguments)
+        heapq.heappush(self._events, event)
+
+    def _ask(self, peer: _Peer) -> None:
+        if peer.lease is not None:
+            self._learner.arrive(peer.lease, wall_s=self._episode_s)
+            peer.lease = None
+        _receive(peer.socket)
+        request = LeaseRequest(actor=peer.name, num_free_slots=1, version=self._learner.version)
+        _send(peer.socket, request)
+        peer.asked_at = time.monotonic()
+        self._at(ANSWER_S, self._look, peer)
+
+    def _look(self, peer: _Peer) -> None:
+        """Take the grant if it is there; ask again where it was empty."""
+        grants = [each for each in _receive(peer.socket) if isinstance(each, LeaseGrant)]
+        if not grants:
+            self._at(ANSWER_S, self._look, peer)
+            return
+        now = time.monotonic()
+        self.answer_s.append(now - peer.asked_at)
+        if grants[0].leases:
+            peer.lease = grants[0].leases[0]
+            self._at(self._episode_s - (now - peer.asked_at), self._ask, peer)
+        else:
+            self._at(grants[0].retry_after_s, self._ask, peer)
+
+    def _beat(self, peer: _Peer) -> None:
+        running = [peer.lease.episode_id] if peer.lease else []
+        version = self._learner.version
+        _send(peer.socket, heartbeat("actor", peer.name, version=version, running=running))
+        self._at(BEAT_S, self._beat, peer)
+
+    def _beat_learner(self) -> None:
+        _receive(self._learner_socket)
+        version = self._learner.version
+        _send(self._learner_socket, heartbeat("learner", LEARNER, version=version, running=[]))
+        self._at(BEAT_S, self._beat_learner)
+
+    def _report(self) -> None:
+        for message in self._learner.messages():
+            _send(self._learner_socket, message)
+        self._at(REPORT_S, self._report)
+
+    def close(self) -> None:
+        """Close all sockets."""
+        for socket in (self._learner_socket, *(peer.socket for peer in self._peers)):
+            socket.close(linger=0)
+        self._context.term()
+
+
+def _send(socket: Any, message: Any) -> None:
+    socket.send_multipart(encode(message))
+
+
+def _receive(socket: Any) -> list[Any]:
+    """Return what has come."""
+    messages: list[Any] = []
+    while True:
+        try:
+            messages.append(decode(socket.recv_multipart(zmq.NOBLOCK)))
+        except zmq.Again:
+            return messages

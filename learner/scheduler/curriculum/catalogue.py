@@ -1,0 +1,131 @@
+"""What the environment hub offers, and whether the configured tasks are among it."""
+
+import difflib
+import json
+import logging
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from common.config.curriculum import TaskSection
+from common.errors import ConfigError, EnvError
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.2
+REQUEST_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SubsetEntry:
+    """One subset of an environment."""
+
+    num_train: int
+    num_test: int
+    max_turns: int  # the most turns of an episode, at any horizon stage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Catalogue:
+    """Environment -> subset -> entry."""
+
+    envs: dict[str, dict[str, SubsetEntry]]
+
+    def entry(self, env: str, subset: str) -> SubsetEntry:
+        """Return the entry of a validated task."""
+        return self.envs[env][subset]
+
+
+def parse_catalogue(body: object) -> Catalogue:
+    """Return the typed catalogue of a `GET /v1/envs` body.
+
+    Raises:
+        EnvError: the hub answered with something else; names the place.
+    """
+    if not isinstance(body, dict):
+        raise EnvError(f"/v1/envs is {type(body).__name__}, not a map of environments")
+    return Catalogue(envs={env: _parse_subsets(env, entry) for env, entry in body.items()})
+
+
+def _parse_subsets(env: str, entry: object) -> dict[str, SubsetEntry]:
+    subsets = entry.get("subsets") if isinstance(entry, dict) else None
+    if not isinstance(subsets, dict):
+        raise EnvError(f"/v1/envs: {env} has no map of subsets")
+    return {name: _parse_entry(f"{env}.{name}", value) for name, value in subsets.items()}
+
+
+def _parse_entry(path: str, value: object) -> SubsetEntry:
+    fields = ("num_train", "num_test", "max_turns")
+    if not isinstance(value, dict) or not all(type(value.get(name)) is int for name in fields):
+        raise EnvError(f"/v1/envs: {path} needs whole numbers {fields}, got {value!r:.200}")
+    return SubsetEntry(**{name: value[name] for name in fields})
+
+
+def fetch_catalogue(url: str, *, token: str, timeout_s: float) -> Catalogue:
+    """Return the catalogue of the hub at `url`, waiting for the hub to come up.
+
+    Args:
+        url: like "http://127.0.0.1:8000".
+        token: bearer token; "" sends none.
+        timeout_s: how long to keep trying.
+
+    Raises:
+        EnvError: no good answer in time; names the address and the last reason. A refused token
+            is not waited for.
+    """
+    address = f"{url.rstrip('/')}/v1/envs"
+    deadline = time.monotonic() + timeout_s
+    logger.info("waiting for envhub address=%s timeout_s=%g", address, timeout_s)
+    while True:
+        try:
+            return parse_catalogue(_get_json(address, token, deadline - time.monotonic()))
+        except urllib.error.HTTPError as e:
+            if e.code < 500:
+                raise EnvError(f"{address} answered {e.code} {e.reason}") from e
+            reason = f"{e.code} {e.reason}"
+        except (OSError, ValueError) as e:
+            reason = str(e)
+        if time.monotonic() + POLL_S > deadline:
+            raise EnvError(f"no catalogue from {address} within {timeout_s:g}s: {reason}")
+        time.sleep(POLL_S)
+
+
+def _get_json(address: str, token: str, remaining_s: float) -> object:
+    if not address.startswith(("http://", "https://")):
+        raise ConfigError(f"envhub.url={address!r}: must begin with http:// or https://")
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    request = urllib.request.Request(address, headers=headers)
+    timeout_s = min(REQUEST_TIMEOUT_S, max(remaining_s, 0.1))
+    with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+        return json.loads(answer.read())
+
+
+def validate_tasks(tasks: list[TaskSection], catalogue: Catalogue) -> None:
+    """Check that every task exists, once, and has training items.
+
+    Raises:
+        ConfigError: names the key, the value and the nearest valid name.
+    """
+    if not tasks:
+        raise ConfigError(f"tasks=[]: name at least one of the environments {list(catalogue.envs)}")
+    known: set[tuple[str, str]] = set()
+    for i, task in enumerate(tasks):
+        if task.env not in catalogue.envs:
+            raise ConfigError(_unknown(f"tasks[{i}].env", task.env, catalogue.envs))
+        subsets = catalogue.envs[task.env]
+        if task.subset not in subsets:
+            raise ConfigError(_unknown(f"tasks[{i}].subset", task.subset, subsets))
+        if task.weight > 0 and subsets[task.subset].num_train == 0:
+            raise ConfigError(f"tasks[{i}].subset={task.subset!r}: has no training items")
+        if (task.env, task.subset) in known:
+            raise ConfigError(f"tasks[{i}].subset={task.subset!r}: named twice for {task.env}")
+        known.add((task.env, task.subset))
+
+
+def _unknown(key: str, value: str, valid: Iterable[str]) -> str:
+    names = sorted(valid)
+    nearest = difflib.get_close_matches(value, names, n=1, cutoff=0.0)
+    hint = f"nearest is {nearest[0]!r}; " if nearest else ""
+    return f"{key}={value!r}: the hub does not have it; {hint}it has {names}"

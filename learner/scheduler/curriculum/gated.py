@@ -1,0 +1,199 @@
+"""The gated horizon of one environment: longer when that would help, shorter when it hurts."""
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from common.config.curriculum import HorizonPolicy
+from learner.scheduler.curriculum.horizon import HorizonStamp
+
+logger = logging.getLogger(__name__)
+
+UNKNOWN = -1.0  # of a signal that the learner did not send
+MAX_MOVES = 100  # decisions that are remembered
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSeen:
+    """What one training step says about an environment: its episodes of the present stage."""
+
+    version: int
+    num_episodes: int
+    num_solved: int
+    num_truncated: int  # cut by the horizon, where the environment would have let them go on
+    entropy: float  # nats per sampled token, of the whole batch; UNKNOWN
+    ess_frac: float  # of the whole batch; UNKNOWN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """The numbers that a decision rests on. UNKNOWN where there is not enough to say."""
+
+    truncated_frac: float
+    gain: float | None  # of success over the window, by the slope of a line through it
+    entropy_ratio: float  # mean of the last steps over that of the window before
+    ess_frac: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """One decision with its numbers."""
+
+    version: int
+    from_stage: int
+    to_stage: int
+    cause: str  # "truncated_and_flat" | "entropy" | "ess"
+    truncated_frac: float
+    gain: float | None
+    entropy_ratio: float
+    ess_frac: float
+
+
+class GatedHorizon:
+    """Decides after every step; between two decisions the stage stands still.
+
+    Example (window_steps 40, min_steps 40): stage 0 begins at version 0. At 40 the last 40 steps
+    had 35% of their episodes cut and success rose by 0.01: stage 1 begins. At 50 the entropy of
+    the last five steps is a quarter of that before: stage 0 again, until 90 at least.
+    """
+
+    def __init__(self, policy: HorizonPolicy, env: str) -> None:
+        self._policy = policy
+        self._cfg = policy.gated
+        self._env = env
+        size = self._cfg.window_steps + self._cfg.backoff_steps
+        self._steps: deque[StepSeen] = deque(maxlen=size)
+        self._since = 0  # version at which the stage began
+        self.stage = 0
+        self.moves: deque[Move] = deque(maxlen=MAX_MOVES)
+
+    @property
+    def stamp(self) -> HorizonStamp:
+        """What a group opened now is stamped with."""
+        return HorizonStamp(horizon=self._policy.stages[self.stage], stage=self.stage)
+
+    def is_present(self, stage: int, opened_at_version: int) -> bool:
+        """True if a group with this stamp belongs to the present stage, not to an earlier visit."""
+        return stage == self.stage and opened_at_version >= self._since
+
+    def step(self, seen: StepSeen) -> None:
+        """Take one step's numbers, and move by at most one stage."""
+        self._steps.append(seen)
+        measured = self.measure()
+        cause = self._backs_off(measured)
+        to_stage = self.stage - 1
+        if not cause and self._advances(measured, seen.version):
+            cause, to_stage = "truncated_and_flat", self.stage + 1
+        if not cause:
+            return
+        move = Move(
+            version=seen.version,
+            from_stage=self.stage,
+            to_stage=to_stage,
+            cause=cause,
+            **asdict(measured),
+        )
+        logger.warning(
+            "horizon moved env=%s version=%d stage=%d to=%d turns=%d cause=%s truncated=%.3f"
+            " gain=%s entropy_ratio=%.3f ess=%.3f after_steps=%d",
+            *(self._env, seen.version, self.stage, to_stage, self._policy.stages[to_stage], cause),
+            *(move.truncated_frac, _show(move.gain), move.entropy_ratio, move.ess_frac),
+            seen.version - self._since,
+        )
+        self.moves.append(move)
+        self.stage = to_stage
+        self._since = seen.version
+
+    def measure(self) -> Measured:
+        """Return what the last steps say."""
+        window = self._own(self._cfg.window_steps)
+        num = sum(step.num_episodes for step in window)
+        cut = sum(step.num_truncated for step in window)
+        recent = self._own(self._cfg.backoff_steps)
+        before = list(self._steps)[: len(self._steps) - len(recent)][-self._cfg.window_steps :]
+        entropy, entropy_before = _mean_entropy(recent), _mean_entropy(before)
+        is_known = entropy != UNKNOWN and entropy_before > 0 and len(before) >= len(recent)
+        ess = [step.ess_frac for step in recent if step.ess_frac != UNKNOWN]
+        return Measured(
+            truncated_frac=cut / num if num else UNKNOWN,
+            gain=success_gain(window),
+            entropy_ratio=entropy / entropy_before if is_known else UNKNOWN,
+            ess_frac=sum(ess) / len(ess) if ess else UNKNOWN,
+        )
+
+    def _own(self, num_steps: int) -> list[StepSeen]:
+        """Return the last steps if there are so many of the present stage, else none."""
+        own = [step for step in self._steps if step.version > self._since]
+        return own[-num_steps:] if len(own) >= num_steps else []
+
+    def _backs_off(self, measured: Measured) -> str:
+        """Return why the stage is one too far, "" if it is not."""
+        if self.stage == 0:
+            return ""
+        if 0 <= measured.entropy_ratio < self._cfg.entropy_frac:
+            return "entropy"
+        return "ess" if 0 <= measured.ess_frac < self._cfg.ess_frac else ""
+
+    def _advances(self, measured: Measured, version: int) -> bool:
+        if self.stage == len(self._policy.stages) - 1:
+            return False
+        if version - self._since < self._cfg.min_steps or measured.gain is None:
+            return False
+        is_cut = measured.truncated_frac >= self._cfg.min_truncated_frac
+        return is_cut and abs(measured.gain) <= self._cfg.max_gain
+
+    def report(self) -> dict[str, Any]:
+        """Return the present numbers and the decisions so far, for people."""
+        return {
+            "since_version": self._since,
+            **asdict(self.measure()),
+            "moves": [asdict(move) for move in self.moves],
+        }
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the exact state as JSON."""
+        return {
+            "stage": self.stage,
+            "since": self._since,
+            "steps": [asdict(step) for step in self._steps],
+            "moves": [asdict(move) for move in self.moves],
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take over the state of `snapshot`; stages that the configuration lost are left."""
+        self.stage = min(state["stage"], len(self._policy.stages) - 1)
+        self._since = state["since"]
+        self._steps.clear()
+        self._steps.extend(StepSeen(**step) for step in state["steps"])
+        self.moves.clear()
+        self.moves.extend(Move(**move) for move in state["moves"])
+
+
+def success_gain(steps: Sequence[StepSeen]) -> float | None:
+    """Return by how much success rose over the steps: slope of the fitted line x their span.
+
+    The line is the least-squares fit of success over versions, each step weighted by its
+    episodes. None if fewer than two steps have any.
+    """
+    seen = [step for step in steps if step.num_episodes]
+    num = sum(step.num_episodes for step in seen)
+    if len(seen) < 2:
+        return None
+    mean_x = sum(step.version * step.num_episodes for step in seen) / num
+    mean_y = sum(step.num_solved for step in seen) / num
+    spread = sum(step.num_episodes * (step.version - mean_x) ** 2 for step in seen)
+    joint = sum(
+        (step.version - mean_x) * (step.num_solved - mean_y * step.num_episodes) for step in seen
+    )
+    return joint / spread * (steps[-1].version - steps[0].version)
+
+
+def _mean_entropy(steps: Sequence[StepSeen]) -> float:
+    known = [step.entropy for step in steps if step.entropy != UNKNOWN]
+    return sum(known) / len(known) if known else UNKNOWN
+
+
+def _show(value: float | None) -> str:
+    return "?" if value is None else f"{value:+.3f}"

@@ -1,0 +1,44 @@
+"""The interaction horizon where it is a pure function of the version, so that resume is exact."""
+
+from dataclasses import dataclass
+
+from common.config.curriculum import HorizonKind, HorizonPolicy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HorizonStamp:
+    """What a group opened now is stamped with."""
+
+    horizon: int  # most turns of an episode
+    stage: int  # 0-based: how many of the stages after the first have been reached
+
+
+def horizon_at(policy: HorizonPolicy, version: int) -> HorizonStamp:
+    """Return the horizon while step `version + 1` is trained.
+
+    fixed: always the last stage.
+    stepwise: optimizer steps 1..D use the first stage, D+1..2D the second, and so on; the last
+        stage holds for ever.
+    linear: first + (last - first) * version / over_steps, rounded down, then the last for ever.
+
+    Raises:
+        ValueError: a gated horizon is no function of the version.
+
+    Source: ScalingInter-RL, arXiv 2509.08755. There every step is on-policy; here the version at
+    the opening of a group decides, so an episode may end after its stage did.
+    """
+    stages = policy.stages
+    last = len(stages) - 1
+    match policy.kind:
+        case HorizonKind.FIXED:
+            return HorizonStamp(horizon=stages[last], stage=last)
+        case HorizonKind.STEPWISE:
+            stage = min(version // policy.every_steps, last)
+            return HorizonStamp(horizon=stages[stage], stage=stage)
+        case HorizonKind.LINEAR:
+            done = min(version, policy.over_steps)
+            horizon = stages[0] + (stages[last] - stages[0]) * done // policy.over_steps
+            reached = sum(turns <= horizon for turns in stages)
+            return HorizonStamp(horizon=horizon, stage=reached - 1)
+        case HorizonKind.GATED:
+            raise ValueError("a gated horizon depends on what the run has seen")

@@ -1,0 +1,185 @@
+"""Which item a training group gets: by weight alone, or also by what there is to learn from it."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from common.config.curriculum import MixtureKind, MixtureSection, TaskSection
+from common.wire.messages import EpisodeSeen
+from learner.scheduler.curriculum.catalogue import Catalogue
+from learner.scheduler.curriculum.sampling import (
+    ONE_BELOW,
+    Item,
+    Sampler,
+    Spiral,
+    hash_words,
+    permute,
+)
+from learner.scheduler.curriculum.success import SuccessPool, worth
+
+MIN_TASK_EPISODES = 32  # before the success of a task says anything
+MAX_ITEMS = 20_000  # whose success is remembered
+MAX_SKIPS = 64  # items passed over for one group
+
+
+@dataclass(slots=True, kw_only=True)
+class _Task:
+    """One part of the mixture and how far its items have been gone through."""
+
+    env: str
+    subset: str
+    base: float  # its share if all tasks were worth the same
+    num_train: int
+    key: int
+    cursor: int = 0  # items passed, drawn or skipped
+
+    @property
+    def name(self) -> str:
+        return f"{self.env}/{self.subset}"
+
+
+class Mixture:
+    """Draws one item per group. Inside a subset no item is drawn twice in an epoch.
+
+    `weights` and `temperature` are pure functions of the group number, which is the cursor.
+    `adaptive` keeps a cursor per subset and the recent success of subsets and items; it is asked
+    once for every number, in order.
+
+    Example (adaptive, floor 0.1): two subsets of equal weight, solved in 50% and in 95% of the
+    episodes, are worth 1 and 0.19, so of 119 groups 100 are of the first. An item of it that was
+    always solved is skipped in nine epochs of ten.
+    """
+
+    def __init__(
+        self,
+        cfg: MixtureSection,
+        tasks: list[TaskSection],
+        catalogue: Catalogue,
+        *,
+        seed: int,
+        group_size: int,
+    ) -> None:
+        """Start at the first item.
+
+        Args:
+            group_size: episodes of an item at a time; two groups are what an item's success is
+                averaged over.
+        """
+        self._cfg = cfg
+        tempered = temper(tasks, cfg.temperature)
+        self._sampler = Sampler(tempered, catalogue, seed=seed)
+        self._spiral = Spiral(seed=seed)
+        self._tasks = [
+            _Task(
+                env=task.env,
+                subset=task.subset,
+                base=task.weight,
+                num_train=catalogue.entry(task.env, task.subset).num_train,
+                key=hash_words(seed, task.env, task.subset),
+            )
+            for task in tempered
+            if task.weight > 0
+        ]
+        self._success = SuccessPool(
+            memory_episodes=cfg.memory_episodes, max_keys=len(self._tasks) + 1
+        )
+        self._item_success = SuccessPool(memory_episodes=2 * group_size, max_keys=MAX_ITEMS)
+
+    @property
+    def is_adaptive(self) -> bool:
+        """True if the draws depend on what was seen."""
+        return self._cfg.kind is MixtureKind.ADAPTIVE
+
+    def item(self, number: int) -> Item:
+        """Return the training item of group `number` (0-based)."""
+        if not self.is_adaptive:
+            return self._sampler.item(number)
+        task = self._choose_task(self._spiral.share(number))
+        index = self._choose_index(task)
+        return Item(env=task.env, subset=task.subset, item_id=f"{task.subset}-train-{index}")
+
+    def see(self, seen: EpisodeSeen, item_id: str) -> None:
+        """Count a training episode that says something about the policy."""
+        if self.is_adaptive:
+            self._success.add(f"{seen.env}/{seen.subset}", is_success=seen.is_success)
+            self._item_success.add(f"{seen.env}/{item_id}", is_success=seen.is_success)
+
+    def forget_items(self, name: str) -> None:
+        """Another horizon makes other items solvable: what is known of them is void.
+
+        Args:
+            name: of the environment, or "environment/subset".
+        """
+        self._item_success.forget(f"{name}-" if "/" in name else f"{name}/")
+
+    def shares(self) -> dict[str, float]:
+        """Return "<env>/<subset>" -> share of the next groups."""
+        worths = [task.base * self._worth(task) for task in self._tasks]
+        total = sum(worths)
+        return {task.name: each / total for task, each in zip(self._tasks, worths, strict=True)}
+
+    def _worth(self, task: _Task) -> float:
+        if not self.is_adaptive:
+            return 1.0
+        success = self._success.success(task.name, min_episodes=MIN_TASK_EPISODES)
+        return 1.0 if success is None else worth(success, floor=self._cfg.floor)
+
+    def _choose_task(self, point: float) -> _Task:
+        """Return the task whose arc of the circle holds the point, [0, 1)."""
+        end = 0.0
+        for task, share in zip(self._tasks, self.shares().values(), strict=True):
+            end += share
+            if point < end:
+                return task
+        return self._tasks[-1]
+
+    def _choose_index(self, task: _Task) -> int:
+        """Go on to the next item that is not skipped; of too many skipped ones take the best."""
+        best, best_worth = 0, -1.0
+        for _ in range(min(task.num_train, MAX_SKIPS)):
+            epoch, position = divmod(task.cursor, task.num_train)
+            task.cursor += 1
+            index = permute(position, task.num_train, key=hash_words(task.key, epoch))
+            success = self._item_success.success(f"{task.env}/{task.subset}-train-{index}")
+            item_worth = 1.0 if success is None else worth(success, floor=self._cfg.floor)
+            draw = min(hash_words(task.key, "keep", epoch, index) / 2**64, ONE_BELOW)
+            if draw < item_worth:
+                return index
+            if item_worth > best_worth:
+                best, best_worth = index, item_worth
+        return best
+
+    def report(self) -> dict[str, Any]:
+        """Return kind, shares and what is known of the tasks, for people."""
+        success = {task.name: self._success.success(task.name) for task in self._tasks}
+        shares = {name: round(share, 4) for name, share in self.shares().items()}
+        known = {"success": success} if self.is_adaptive else {}
+        return {"kind": self._cfg.kind.value, "shares": shares, **known}
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the exact state as JSON."""
+        return {
+            "cursors": {task.name: task.cursor for task in self._tasks},
+            "success": self._success.snapshot(),
+            "item_success": self._item_success.snapshot(),
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take over the state of `snapshot`; a task that is new starts at its first item."""
+        for task in self._tasks:
+            task.cursor = state["cursors"].get(task.name, 0)
+        self._success.restore(state["success"])
+        self._item_success.restore(state["item_success"])
+
+
+def temper(tasks: list[TaskSection], temperature: float) -> list[TaskSection]:
+    """Return the tasks with weights that sum to one, each first raised to 1 / temperature.
+
+    Weight zero stays zero.
+    """
+    if temperature == 1.0:
+        return tasks
+    largest = max(task.weight for task in tasks)
+    shares = [task.weight / largest for task in tasks]
+    powers = [share ** (1 / temperature) if share else 0.0 for share in shares]
+    total = sum(powers)
+    return [replace(task, weight=p / total) for task, p in zip(tasks, powers, strict=True)]

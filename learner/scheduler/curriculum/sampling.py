@@ -1,0 +1,212 @@
+"""Which item a training group gets by weight: a pure function of (seed, group number).
+
+The subset follows the weights along a golden-ratio sequence, which keeps the shares of *any*
+window of groups near the weights; short blocks of it are shuffled. Inside a subset every item is
+visited once per epoch, in an order that a keyed permutation defines.
+"""
+
+import hashlib
+from dataclasses import dataclass
+
+from common.config.curriculum import TaskSection
+from learner.scheduler.curriculum.catalogue import Catalogue
+
+_SIZE = 1 << 64  # of the integer circle that stands for [0, 1)
+_MASK = _SIZE - 1
+_GOLDEN = 0x9E3779B97F4A7C15  # _SIZE / golden ratio, made odd
+ONE_BELOW = 1 - 2**-53  # the largest float below 1
+_BLOCK = 8  # groups that are shuffled among themselves
+_NUM_ROUNDS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """One task item by its portable name."""
+
+    env: str
+    subset: str
+    item_id: str  # "<subset>-<split>-<index>"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Slice:
+    """The arc [low, high) of the circle that belongs to one task."""
+
+    env: str
+    subset: str
+    num_train: int
+    low: int
+    high: int
+    key: int
+
+
+def hash_words(*words: int | str) -> int:
+    """Return 64 well mixed bits of the words; the same on every machine and process."""
+    state = _GOLDEN
+    for word in words:
+        state = _mix(state ^ (_digest(word) if isinstance(word, str) else word & _MASK))
+    return state
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def _mix(word: int) -> int:
+    """Finalizer of SplitMix64. Source: Steele et al., OOPSLA 2014."""
+    word = (word + _GOLDEN) & _MASK
+    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _MASK
+    return word ^ (word >> 31)
+
+
+def permute(position: int, size: int, *, key: int) -> int:
+    """Return where `position` goes under a keyed permutation of range(size).
+
+    A Feistel network on the next power of four, walked until it falls inside. Constant memory.
+    """
+    half = max(1, ((size - 1).bit_length() + 1) // 2)
+    mask = (1 << half) - 1
+    value = position
+    while True:
+        left, right = value >> half, value & mask
+        for i in range(_NUM_ROUNDS):
+            left, right = right, left ^ (_mix(key ^ (i << 56) ^ right) & mask)
+        value = (left << half) | right
+        if value < size:
+            return value
+
+
+def floor_sum(count: int, modulus: int, slope: int, offset: int) -> int:
+    """Return sum of floor((slope * j + offset) / modulus) for j in range(count), in O(log).
+
+    Source: the Euclid-like recursion of Graham, Knuth, Patashnik, Concrete Mathematics, 3.5.
+    """
+    total = 0
+    while count > 0:
+        total += (count - 1) * count // 2 * (slope // modulus) + count * (offset // modulus)
+        slope, offset = slope % modulus, offset % modulus
+        end = slope * count + offset
+        if end < modulus:
+            break
+        count, offset = end // modulus, end % modulus
+        modulus, slope = slope, modulus
+    return total
+
+
+def member_seed(seed: int, number: int, member: int) -> int:
+    """Return the sampling seed of one member of a group; fits a signed 32-bit integer."""
+    return hash_words(seed, "member", number, member) >> 33
+
+
+class Spiral:
+    """Maps a group number to a point of the integer circle [0, 2^64)."""
+
+    def __init__(self, *, seed: int) -> None:
+        self._seed = seed
+        self.offset = hash_words(seed, "offset")
+
+    def place(self, number: int) -> int:
+        """Return where the number stands after the shuffle of its block."""
+        block, position = divmod(number, _BLOCK)
+        key = hash_words(self._seed, "block", block)
+        return block * _BLOCK + permute(position, _BLOCK, key=key)
+
+    def phase(self, place: int) -> int:
+        """Return the point: a golden angle further with each place."""
+        return (self.offset + place * _GOLDEN) & _MASK
+
+    def share(self, number: int) -> float:
+        """Return the point of a number as a share of the circle, [0, 1)."""
+        return min(self.phase(self.place(number)) / _SIZE, ONE_BELOW)
+
+
+class Sampler:
+    """Maps a group number to an item."""
+
+    def __init__(self, tasks: list[TaskSection], catalogue: Catalogue, *, seed: int) -> None:
+        self._spiral = Spiral(seed=seed)
+        self._offset = self._spiral.offset
+        self._slices = _slices(tasks, catalogue, seed)
+
+    def item(self, number: int) -> Item:
+        """Return the training item of group `number` (0-based)."""
+        place = self._spiral.place(number)
+        phase = self._spiral.phase(place)
+        part = next(s for s in self._slices if s.low <= phase < s.high)
+        rank = self._num_below(place, part.high) - self._num_below(place, part.low)
+        epoch, position = divmod(rank, part.num_train)
+        index = permute(position, part.num_train, key=hash_words(part.key, epoch))
+        return Item(env=part.env, subset=part.subset, item_id=f"{part.subset}-train-{index}")
+
+    def _num_below(self, count: int, bound: int) -> int:
+        """How many of the first `count` phases lie below `bound`."""
+        passed = floor_sum(count, _SIZE, _GOLDEN, self._offset)
+        beyond = floor_sum(count, _SIZE, _GOLDEN, self._offset + _SIZE - bound)
+        return count + passed - beyond
+
+
+def _slices(tasks: list[TaskSection], catalogue: Catalogue, seed: int) -> list[_Slice]:
+    active = [task for task in tasks if task.weight > 0]
+    total = sum(task.weight for task in active)
+    slices: list[_Slice] = []
+    low, weight = 0, 0.0
+    for i, task in enumerate(active):
+        weight += task.weight
+        high = _SIZE if i == len(active) - 1 else int(weight / total * _SIZE)
+        entry = catalogue.entry(task.env, task.subset)
+        key = hash_words(seed, task.env, task.subset)
+        slices.append(
+            _Slice(
+                env=task.env,
+                subset=task.subset,
+                num_train=entry.num_train,
+                low=low,
+                high=high,
+                key=key,
+            )
+        )
+        low = high
+    return slices
+
+
+def eval_items(tasks: list[TaskSection], catalogue: Catalogue, num_items: int) -> list[Item]:
+    """Return the held-out items, spread by weight; the same for every training seed.
+
+    Fewer than `num_items` only if the subsets have fewer test items together; -1: all there are.
+    """
+    active = [task for task in tasks if task.weight > 0]
+    caps = [catalogue.entry(task.env, task.subset).num_test for task in active]
+    num_items = sum(caps) if num_items < 0 else num_items
+    quotas = spread(num_items, weights=[task.weight for task in active], caps=caps)
+    return [
+        Item(env=task.env, subset=task.subset, item_id=f"{task.subset}-test-{i}")
+        for task, quota in zip(active, quotas, strict=True)
+        for i in range(quota)
+    ]
+
+
+def spread(total: int, *, weights: list[float], caps: list[int]) -> list[int]:
+    """Return whole quotas by largest remainder, none above its cap; what a cap cuts goes on."""
+    quotas = [0] * len(weights)
+    free = [i for i in range(len(weights)) if caps[i] > 0]
+    remaining = min(total, sum(caps))
+    while free and remaining > 0:
+        scale = remaining / sum(weights[i] for i in free)
+        full = [i for i in free if weights[i] * scale >= caps[i]]
+        if not full:
+            break
+        for i in full:
+            quotas[i] = min(caps[i], remaining)
+            remaining -= quotas[i]
+        free = [i for i in free if i not in full]
+    if not free or remaining <= 0:
+        return quotas
+    scale = remaining / sum(weights[i] for i in free)
+    for i in free:
+        quotas[i] = int(weights[i] * scale)
+    short = remaining - sum(quotas[i] for i in free)
+    by_remainder = sorted(free, key=lambda i: (quotas[i] - weights[i] * scale, i))
+    for i in by_remainder[:short]:
+        quotas[i] += 1
+    return quotas

@@ -1,0 +1,202 @@
+"""Who is dropped: outcomes by environment, subset, horizon and length of the episode.
+
+Staleness and deadlines hit long episodes first. A policy that only learns from what was quick
+enough learns to be quick, so the shares are kept, shown, and warned about.
+"""
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from common.wire.messages import Outcome
+
+logger = logging.getLogger(__name__)
+
+NUM_BUCKETS = 4  # quarters of the horizon
+UNKNOWN = 0  # bucket of episodes that never arrived
+ENDED = "ended"  # untrained only because the run was over
+RUN_ENDED = "run_ended"  # the cause that says so
+DROPPED = (Outcome.STALE.value, Outcome.FAILED.value)
+COLUMNS = (*(outcome.value for outcome in Outcome), ENDED)
+MIN_EPISODES = 50  # on either side before the test says anything
+MIN_DROPPED = 10  # long ones
+MIN_EXCESS = 0.02  # of the dropped share of the long over that of the short
+WARN_Z = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """What is counted together."""
+
+    env: str
+    subset: str
+    horizon: int  # most turns
+    bucket: int  # 1..NUM_BUCKETS: quarter of the horizon that the episode ended in; UNKNOWN
+
+
+def bucket_of(num_turns: int, horizon: int) -> int:
+    """Return the quarter of the horizon in which an episode ended.
+
+    Example: horizon 10 -> turns 1-2: 1, 3-5: 2, 6-7: 3, 8-10: 4. An episode without a turn is in 1.
+    """
+    return min(NUM_BUCKETS, max(1, math.ceil(NUM_BUCKETS * num_turns / horizon)))
+
+
+def turns_of(bucket: int, horizon: int) -> str:
+    """Return the turns of a bucket for people, like "6-7"."""
+    if bucket == UNKNOWN:
+        return "unknown"
+    low = (bucket - 1) * horizon // NUM_BUCKETS + 1
+    return f"{low}-{bucket * horizon // NUM_BUCKETS}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Long episodes (past half of the horizon) against short ones of the same kind."""
+
+    env: str
+    horizon: int
+    num_short: int
+    num_short_dropped: int
+    num_long: int
+    num_long_dropped: int
+
+    @property
+    def z(self) -> float:
+        """Two-proportion z statistic, positive if the long are dropped more; 0 without data."""
+        num = self.num_short + self.num_long
+        pooled = (self.num_short_dropped + self.num_long_dropped) / num if num else 0.0
+        if not (self.num_short and self.num_long and 0 < pooled < 1):
+            return 0.0
+        variance = pooled * (1 - pooled) * (1 / self.num_short + 1 / self.num_long)
+        return self.excess / math.sqrt(variance)
+
+    @property
+    def excess(self) -> float:
+        """Dropped share of the long less that of the short."""
+        long = self.num_long_dropped / max(self.num_long, 1)
+        return long - self.num_short_dropped / max(self.num_short, 1)
+
+    @property
+    def is_biased(self) -> bool:
+        """True if long episodes are clearly dropped more often."""
+        is_enough = min(self.num_short, self.num_long) >= MIN_EPISODES
+        is_enough = is_enough and self.num_long_dropped >= MIN_DROPPED
+        return is_enough and self.excess >= MIN_EXCESS and self.z >= WARN_Z
+
+
+class SelectionAudit:
+    """Counts every settled training episode once, in its cell."""
+
+    def __init__(self) -> None:
+        self._cells: dict[Cell, Counter[str]] = {}
+        self._warned: set[tuple[str, int]] = set()
+
+    def add(self, cell: Cell, outcome: str, cause: str) -> None:
+        """Count an outcome."""
+        column = ENDED if cause == RUN_ENDED else outcome
+        self._cells.setdefault(cell, Counter())[column] += 1
+
+    def take_back(self, cell: Cell, outcome: str, cause: str) -> None:
+        """Undo `add`: the learner knows better than the scheduler's guess."""
+        self._cells[cell][ENDED if cause == RUN_ENDED else outcome] -= 1
+
+    def total(self) -> Counter[str]:
+        """Return the episodes by outcome, those of the run's end apart."""
+        return sum(self._cells.values(), Counter())
+
+    def compare(self) -> Iterator[Comparison]:
+        """Yield one comparison per environment and horizon, over its subsets."""
+        sides: dict[tuple[str, int], list[int]] = {}
+        for cell, counts in self._cells.items():
+            if cell.bucket == UNKNOWN:
+                continue
+            side = sides.setdefault((cell.env, cell.horizon), [0, 0, 0, 0])
+            first = 2 if 2 * cell.bucket > NUM_BUCKETS else 0
+            side[first] += counts.total() - counts[ENDED]
+            side[first + 1] += sum(counts[name] for name in DROPPED)
+        for (env, horizon), side in sorted(sides.items()):
+            yield Comparison(
+                env=env,
+                horizon=horizon,
+                num_short=side[0],
+                num_short_dropped=side[1],
+                num_long=side[2],
+                num_long_dropped=side[3],
+            )
+
+    def warn(self) -> None:
+        """Log, once per environment and horizon, that long episodes are dropped more often."""
+        for each in self.compare():
+            key = (each.env, each.horizon)
+            if not each.is_biased or key in self._warned:
+                continue
+            self._warned.add(key)
+            logger.warning(
+                "long episodes are dropped more often env=%s horizon=%d dropped_long=%d/%d"
+                " dropped_short=%d/%d z=%.1f: raise learner.max_lag_steps or"
+                " scheduler.max_stretch, or add actors",
+                *(each.env, each.horizon, each.num_long_dropped, each.num_long),
+                *(each.num_short_dropped, each.num_short, each.z),
+            )
+
+    def report(self) -> dict[str, Any]:
+        """Return what selection.json holds: the table's `rows` and the `comparisons`."""
+        return {
+            "rows": selection_rows(self._cells),
+            "comparisons": [
+                {
+                    "env": each.env,
+                    "horizon": each.horizon,
+                    "num_short": each.num_short,
+                    "num_short_dropped": each.num_short_dropped,
+                    "num_long": each.num_long,
+                    "num_long_dropped": each.num_long_dropped,
+                    "z": round(each.z, 3),
+                    "is_biased": each.is_biased,
+                }
+                for each in self.compare()
+            ],
+        }
+
+    def snapshot(self) -> list[list[Any]]:
+        """Return the exact state as JSON."""
+        return [
+            [c.env, c.subset, c.horizon, c.bucket, dict(counts)]
+            for c, counts in self._cells.items()
+        ]
+
+    def restore(self, state: list[list[Any]]) -> None:
+        """Take over the state of `snapshot`."""
+        self._cells = {
+            Cell(env, subset, horizon, bucket): Counter(counts)
+            for env, subset, horizon, bucket, counts in state
+        }
+
+
+def selection_rows(cells: dict[Cell, Counter[str]]) -> list[dict[str, Any]]:
+    """Return P(dropped | environment, subset, horizon, length) as rows, in that order.
+
+    `num` leaves out what was cut off by the run's end; `dropped_frac` is 0 where nothing is left.
+    """
+    rows: list[dict[str, Any]] = []
+    order = sorted(cells, key=lambda c: (c.env, c.subset, c.horizon, c.bucket))
+    for cell in order:
+        counts = cells[cell]
+        num = counts.total() - counts[ENDED]
+        num_dropped = sum(counts[name] for name in DROPPED)
+        rows.append(
+            {
+                "env": cell.env,
+                "subset": cell.subset,
+                "horizon": cell.horizon,
+                "turns": turns_of(cell.bucket, cell.horizon),
+                "num": num,
+                **{name: counts[name] for name in COLUMNS},
+                "dropped_frac": round(num_dropped / num, 4) if num else 0.0,
+            }
+        )
+    return rows

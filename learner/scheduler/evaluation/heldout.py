@@ -1,0 +1,83 @@
+"""Which held-out items the command `eval` plays."""
+
+import logging
+from collections.abc import Mapping
+
+from common.config.evaluation import EvalItems
+from common.config.run_config import RunConfig
+from common.errors import ConfigError
+from common.wire.heldout import HeldOutItem
+from learner.scheduler.curriculum.catalogue import Catalogue
+from learner.scheduler.curriculum.sampling import Item, eval_items, hash_words, spread
+
+logger = logging.getLogger(__name__)
+
+# environment -> the test items of all its tasks, in the catalogue's order
+TaskLists = Mapping[str, list[str]]
+
+
+def choose_items(cfg: RunConfig, catalogue: Catalogue, lists: TaskLists) -> list[HeldOutItem]:
+    """Return the items, each with `eval.k` seeds that depend on nothing but the item.
+
+    Args:
+        lists: wanted with eval.items=tasks only.
+
+    Raises:
+        ConfigError: there is nothing to play, or a subset belongs to no task.
+    """
+    if cfg.eval.items is EvalItems.TASKS:
+        items = _task_items(cfg, lists)
+    else:
+        items = eval_items(cfg.tasks, catalogue, cfg.eval.num_items)
+    if not items:
+        raise ConfigError(
+            f"eval.num_items={cfg.eval.num_items}: leaves no held-out item of the configured tasks"
+        )
+    return [
+        HeldOutItem(
+            env=item.env,
+            subset=item.subset,
+            item_id=item.item_id,
+            horizon=catalogue.entry(item.env, item.subset).max_turns,
+            seeds=tuple(
+                hash_words("eval", item.env, item.item_id, sample) >> 33
+                for sample in range(cfg.eval.k)
+            ),
+        )
+        for item in items
+    ]
+
+
+def _task_items(cfg: RunConfig, lists: TaskLists) -> list[Item]:
+    """Return the test lists of the configured subsets, or the same share of each of them."""
+    active = [task for task in cfg.tasks if task.weight > 0]
+    found: list[list[str]] = []
+    for task in active:
+        listed = lists.get(task.env, [])
+        mine = [item_id for item_id in listed if _subset(item_id) == task.subset]
+        if not mine:
+            known = sorted({_subset(item_id) for item_id in listed})
+            raise ConfigError(
+                f"eval.items=tasks: {task.subset!r} of {task.env} belongs to no task of the "
+                f"catalogue; those that do: {known}"
+            )
+        found.append(mine)
+    sizes = [len(mine) for mine in found]
+    num_items = sum(sizes) if cfg.eval.num_items < 0 else cfg.eval.num_items
+    quotas = spread(num_items, weights=[float(size) for size in sizes], caps=sizes)
+    if sum(quotas) < sum(sizes):
+        logger.warning(
+            "eval.num_items=%d leaves out %d of the tasks' %d items",
+            cfg.eval.num_items,
+            sum(sizes) - sum(quotas),
+            sum(sizes),
+        )
+    return [
+        Item(env=task.env, subset=task.subset, item_id=item_id)
+        for task, mine, quota in zip(active, found, quotas, strict=True)
+        for item_id in mine[:quota]
+    ]
+
+
+def _subset(item_id: str) -> str:
+    return item_id.rsplit("-", 2)[0]

@@ -1,0 +1,271 @@
+"""The actors of a twin: they ask, play what they get, deliver, die and come back."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any, Protocol
+
+from common.config.run_config import RunConfig, TrainMode
+from common.wire.messages import (
+    EndReason,
+    EpisodeKind,
+    Heartbeat,
+    Hello,
+    Lease,
+    LeaseGrant,
+    LeaseRequest,
+)
+from learner.scheduler.core import RETRY_S
+from learner.simulator.agenda import Agenda
+from learner.simulator.workload import Play, Workload
+
+GATHER_S = 0.02  # in which freed slots gather into one request
+
+
+@dataclass(slots=True, kw_only=True)
+class SimActor:
+    """One actor; what it holds is lost when it dies."""
+
+    name: str
+    slowness: float  # factor on the seconds of an episode
+    num_lives: int = 0
+    is_alive: bool = False
+    is_asking: bool = False  # a request is on its way
+    held: dict[str, Lease] = field(default_factory=dict)
+    busy_since_s: float = 0.0
+    busy_s: float = 0.0  # with at least one episode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """An episode on its way to the learner."""
+
+    lease: Lease
+    play: Play
+    actor: str
+    end_reason: EndReason
+    started_s: float
+    ended_s: float
+    version: int  # of the weights at its start
+
+
+class Scheduler(Protocol):
+    """What the actors see of the core."""
+
+    def handle(self, sender_name: str, message: Any) -> Any:
+        """Take one message, return the answer."""
+        ...
+
+
+class Fleet:
+    """All actors. One that is refused waits in a row; who is first is woken when there is work.
+
+    A real actor asks again every `RETRY_S`. A thousand that are refused all day would be most of
+    the work, so here the row is woken when something may have changed, as long as somebody gets
+    something, and after the delay that the next request of so many actors would take.
+    """
+
+    def __init__(
+        self,
+        cfg: RunConfig,
+        core: Scheduler,
+        workload: Workload,
+        agenda: Agenda,
+        *,
+        rng: Random,
+        deliver: Callable[[Arrival], None],
+        wait_in_row: Callable[[str], None],
+    ) -> None:
+        """Make actors that have not joined yet.
+
+        Args:
+            deliver: takes an episode that ended.
+            wait_in_row: tells the scheduler's own row that this actor asks all the time.
+        """
+        twin = cfg.twin
+        self._cfg, self._core, self._workload = cfg, core, workload
+        self._agenda, self._rng = agenda, rng
+        self._deliver, self._wait_in_row = deliver, wait_in_row
+        self._is_sync = cfg.train.mode is TrainMode.SYNC
+        self._num_slots = cfg.actor.max_concurrent
+        self._plays: dict[str, list[Play]] = {}  # of groups that are not complete
+        self._row: dict[str, SimActor] = {}  # refused, in order
+        self._is_waking = False
+        self._max_wakes = 4 * cfg.groups.per_step + 8
+        self.version = 0
+        self.num_deaths = 0
+        self.num_started = 0
+        num = twin.num_actors or cfg.actor.num_actors
+        self.actors = [
+            SimActor(name=f"actor-{i}", slowness=rng.lognormvariate(0.0, twin.speed_sigma))
+            for i in range(num)
+        ]
+        for i, actor in enumerate(self.actors):
+            agenda.at(twin.join_s * i / num, self._join, actor)
+
+    # --- joining and dying --------------------------------------------------------------------
+
+    def _join(self, actor: SimActor) -> None:
+        actor.num_lives += 1
+        actor.is_alive = True
+        self._core.handle(
+            actor.name,
+            Hello(
+                role="actor",
+                name=actor.name,
+                incarnation=f"life-{actor.num_lives}",
+                version=self.version,
+            ),
+        )
+        if self._cfg.twin.mtbf_h > 0:
+            life_s = self._rng.expovariate(1 / (3600.0 * self._cfg.twin.mtbf_h))
+            self._agenda.at(life_s, self._die, actor)
+        self._ask(actor)
+        self.wake()
+
+    def _die(self, actor: SimActor) -> None:
+        self.num_deaths += 1
+        self._note_idle(actor)
+        actor.is_alive = False
+        actor.held.clear()
+        self._row.pop(actor.name, None)
+        self._agenda.at(self._cfg.twin.restart_s, self._join, actor)
+
+    def roll_call(self) -> list[str]:
+        """Return who is alive; those who hold episodes that may be revoked send a heartbeat."""
+        living = [actor for actor in self.actors if actor.is_alive]
+        if self._cfg.groups.straggler_factor > 0:
+            for actor in living:
+                if actor.held:
+                    self._beat(actor)
+        return [actor.name for actor in living]
+
+    def _beat(self, actor: SimActor) -> None:
+        progress = self._core.handle(
+            actor.name,
+            Heartbeat(
+                role="actor",
+                name=actor.name,
+                version=self.version,
+                running=list(actor.held),
+                num_free_slots=self._num_slots - len(actor.held),
+                num_slots=self._num_slots,
+                tokens_per_s=0.0,
+                waiting_for="",
+                rss_bytes=0,
+            ),
+        )
+        for episode_id in progress.revoked:
+            actor.held.pop(episode_id, None)
+        if progress.revoked:
+            self._note_idle(actor)
+            self._ask_soon(actor)
+
+    # --- asking -------------------------------------------------------------------------------
+
+    def _ask_soon(self, actor: SimActor) -> None:
+        if not actor.is_asking:
+            actor.is_asking = True
+            self._agenda.at(GATHER_S, self._ask, actor)
+
+    def _ask(self, actor: SimActor) -> LeaseGrant | None:
+        """Ask for all free slots; who did not get all of them waits in the row."""
+        actor.is_asking = False
+        num_free = self._num_slots - len(actor.held)
+        if not actor.is_alive or num_free <= 0 or (self._is_sync and actor.held):
+            return None
+        request = LeaseRequest(actor=actor.name, num_free_slots=num_free, version=self.version)
+        grant: LeaseGrant = self._core.handle(actor.name, request)
+        if grant.leases:
+            self._start(actor, grant.leases)
+            self._row.pop(actor.name, None)
+        if len(grant.leases) < num_free:
+            self._row.setdefault(actor.name, actor)
+        else:
+            self._row.pop(actor.name, None)
+        return grant
+
+    def wake(self) -> None:
+        """There may be work again."""
+        if self._row and not self._is_waking:
+            self._is_waking = True
+            delay_s = RETRY_S * self._rng.random() / len(self._row)
+            self._agenda.at(delay_s, self._wake_row)
+
+    def _wake_row(self) -> None:
+        self._is_waking = False
+        row = list(self._row.values())[: self._max_wakes]
+        for i, actor in enumerate(row):
+            if i + 1 < len(row):
+                self._wait_in_row(row[i + 1].name)
+            grant = self._ask(actor)
+            if grant is None or grant.leases:
+                continue
+            if not grant.reason.startswith(("speed:", "turn:")):
+                break
+            self._row[actor.name] = self._row.pop(actor.name)  # let others try next time
+
+    # --- playing ------------------------------------------------------------------------------
+
+    def _start(self, actor: SimActor, leases: list[Lease]) -> None:
+        twin, now = self._cfg.twin, self._agenda.now_s
+        if not actor.held:
+            actor.busy_since_s = now
+        num_others = len(actor.held) + len(leases) - 1
+        factor = actor.slowness * (1.0 + twin.slot_slowdown * num_others)
+        for lease in leases:
+            play = self._play_of(lease)
+            seconds, end_reason = factor * play.wall_s, play.end_reason
+            if twin.failed_frac and self._rng.random() < twin.failed_frac:
+                seconds, end_reason = seconds * self._rng.random(), EndReason.ENV_ERROR
+            elif seconds > lease.deadline_s:
+                seconds, end_reason = lease.deadline_s, EndReason.DEADLINE
+            actor.held[lease.episode_id] = lease
+            self.num_started += 1
+            arrival = Arrival(
+                lease=lease,
+                play=play,
+                actor=actor.name,
+                end_reason=end_reason,
+                started_s=now,
+                ended_s=now + seconds,
+                version=self.version,
+            )
+            self._agenda.at(seconds, self._finish, actor, arrival)
+
+    def _play_of(self, lease: Lease) -> Play:
+        is_train = lease.kind is EpisodeKind.TRAIN
+        plays = self._plays.get(lease.group_id) if is_train else None
+        if plays is None:
+            plays = self._workload.group(
+                self._rng,
+                horizon=lease.horizon,
+                stage=lease.horizon_stage,
+                version=lease.opened_at_version,
+                size=self._cfg.groups.size,
+            )
+            if is_train:
+                self._plays[lease.group_id] = plays
+        return plays[lease.member if is_train else 0]
+
+    def forget(self, group_id: str) -> None:
+        """The group is complete: nobody plays it again."""
+        self._plays.pop(group_id, None)
+
+    def _finish(self, actor: SimActor, arrival: Arrival) -> None:
+        if actor.held.get(arrival.lease.episode_id) is not arrival.lease:
+            return  # revoked, or the actor died
+        del actor.held[arrival.lease.episode_id]
+        self._note_idle(actor)
+        self._deliver(arrival)
+        self._ask_soon(actor)
+
+    def _note_idle(self, actor: SimActor) -> None:
+        if actor.is_alive and not actor.held and actor.busy_since_s >= 0:
+            actor.busy_s += self._agenda.now_s - actor.busy_since_s
+            actor.busy_since_s = -1.0
+
+    def busy_s(self) -> float:
+        """Return the seconds that all actors together had something to play."""
+        now = self._agenda.now_s
+        return sum(a.busy_s + (now - a.busy_since_s if a.held else 0.0) for a in self.actors)

@@ -1,0 +1,92 @@
+"""The command `simulate`: predict a run, compare it with a measured one, recommend settings."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TextIO
+
+from common.config.run_config import RunConfig, TrainMode
+from common.errors import ConfigError
+from common.store.run_dir import write_json
+from learner.simulator.measured import load_measured, load_workload
+from learner.simulator.report import (
+    compare,
+    format_advice,
+    format_comparison,
+    format_predictions,
+    to_json,
+)
+from learner.simulator.search import advise
+from learner.simulator.workload import SampledWorkload, Workload
+from learner.simulator.world import World
+
+BOTH = "both"
+
+
+def run(cfg: RunConfig, out: TextIO) -> int:
+    """Simulate, write the table to `out` and all of it to `twin.output`; return the exit code.
+
+    The same configuration and seed give the same answer. Exit code 1: a real run would have
+    ended by an error, which the table names.
+
+    Raises:
+        ConfigError: no task is configured, or a run that is named is not there or too short.
+    """
+    if not cfg.tasks:
+        raise ConfigError("tasks=[]: name at least one")
+    measured = load_measured(Path(cfg.twin.compare)) if cfg.twin.compare else None
+    workload = make_workload(cfg)
+    with quiet_scheduler():
+        predictions = [World(each, workload).run() for each in _modes(cfg)]
+        out.write(format_predictions(predictions))
+        ratio = None
+        if len(predictions) > 1:
+            ratio = predictions[0].trained_per_h / max(predictions[1].trained_per_h, 1e-9)
+            out.write(f"\nasync trains {ratio:.2f} x as many episodes per hour as sync\n")
+        compared = compare(predictions[0], measured) if measured else []
+        if compared:
+            out.write("\n" + format_comparison(compared))
+        is_searched = cfg.twin.search and predictions[0].mode == TrainMode.ASYNC
+        advice = advise(_modes(cfg)[0], workload) if is_searched else None
+        if advice is not None:
+            out.write("\n" + format_advice(advice))
+    path = Path(cfg.twin.output)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    findings = to_json(
+        predictions,
+        settings=asdict(cfg.twin),
+        compared=compared,
+        advice=advice,
+        async_over_sync=ratio,
+    )
+    write_json(path, findings)
+    out.write(f"\nwritten: {path}\n")
+    return 1 if any(each.stopped_by for each in predictions) else 0
+
+
+def make_workload(cfg: RunConfig) -> Workload:
+    """Return what episodes and steps take: a run's, or sampled."""
+    if cfg.twin.from_run:
+        return load_workload(Path(cfg.twin.from_run), cfg.algorithm)
+    return SampledWorkload(cfg.twin)
+
+
+def _modes(cfg: RunConfig) -> list[RunConfig]:
+    """Return the configuration in every mode that is asked for."""
+    wish = cfg.twin.mode or cfg.train.mode.value
+    modes = [TrainMode.ASYNC, TrainMode.SYNC] if wish == BOTH else [TrainMode(wish)]
+    return [replace(cfg, train=replace(cfg.train, mode=mode)) for mode in modes]
+
+
+@contextmanager
+def quiet_scheduler() -> Iterator[None]:
+    """Leave out what the scheduler says about actors that do not exist."""
+    logger = logging.getLogger("learner.scheduler")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,129 @@
+"""The twin's findings as text for people and as JSON."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from learner.simulator.measured import Measured
+from learner.simulator.search import Advice, Trial
+from learner.simulator.tally import Prediction
+
+LABEL_WIDTH, WIDTH = 34, 14
+MAX_LAGS = 10  # rows of the histogram
+BAR = 40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """One figure, predicted and measured."""
+
+    name: str
+    predicted: float
+    measured: float
+
+    @property
+    def relative_error(self) -> float:
+        """Of the prediction, positive if it is too high; nan if nothing was measured."""
+        return self.predicted / self.measured - 1.0 if self.measured else float("nan")
+
+
+def compare(prediction: Prediction, measured: Measured) -> list[Compared]:
+    """Return what both know, side by side."""
+    names = ("steps_per_h", "lag_mean", "learner_wait_frac")
+    return [
+        Compared(name=name, predicted=getattr(prediction, name), measured=getattr(measured, name))
+        for name in names
+    ]
+
+
+def format_predictions(predictions: Sequence[Prediction]) -> str:
+    """Return a table with a column for each prediction, and the lags of the first."""
+    rows = [
+        ("mode", "mode", "{}"),
+        ("actors", "num_actors", "{:d}"),
+        ("simulated hours", "simulated_h", "{:.2f}"),
+        ("steps", "num_steps", "{:d}"),
+        ("episodes", "num_episodes", "{:d}"),
+        ("steps per hour", "steps_per_h", "{:.1f}"),
+        ("episodes per second", "episodes_per_s", "{:.2f}"),
+        ("trained episodes per hour", "trained_per_h", "{:.0f}"),
+        ("mean lag (steps)", "lag_mean", "{:.2f}"),
+        ("learner waits for a batch", "learner_wait_frac", "{:.1%}"),
+        ("actors without work", "actor_idle_frac", "{:.1%}"),
+        ("episodes filtered", "filtered_frac", "{:.1%}"),
+        ("episodes stale", "stale_frac", "{:.1%}"),
+        ("episodes failed", "failed_frac", "{:.1%}"),
+        ("episodes issued again", "num_reissued", "{:d}"),
+        ("deaths of actors", "num_deaths", "{:d}"),
+        ("short batches", "short_batch_frac", "{:.1%}"),
+    ]
+    lines = [
+        f"{label:<{LABEL_WIDTH}}"
+        + "".join(f"{form.format(getattr(each, name)):>{WIDTH}}" for each in predictions)
+        for label, name, form in rows
+    ]
+    lines += [f"would have stopped: {each.stopped_by}" for each in predictions if each.stopped_by]
+    return "\n".join([*lines, "", *_histogram(predictions[0].lag_counts)]) + "\n"
+
+
+def _histogram(counts: dict[int, int]) -> list[str]:
+    total = max(1, sum(counts.values()))
+    lines = ["lag of consumed episodes (oldest turn)"]
+    for lag, num in sorted(counts.items())[:MAX_LAGS]:
+        frac = num / total
+        lines.append(f"{lag:>4} {frac:>7.1%} {'#' * round(BAR * frac)}")
+    return lines
+
+
+def format_comparison(compared: Sequence[Compared]) -> str:
+    """Return predicted, measured and relative error, line by line."""
+    head = f"{'':<{LABEL_WIDTH}}{'predicted':>{WIDTH}}{'measured':>{WIDTH}}{'error':>{WIDTH}}"
+    lines = [
+        f"{each.name:<{LABEL_WIDTH}}{each.predicted:>{WIDTH}.3f}{each.measured:>{WIDTH}.3f}"
+        f"{each.relative_error:>+{WIDTH}.1%}"
+        for each in compared
+    ]
+    return "\n".join([head, *lines]) + "\n"
+
+
+def format_advice(advice: Advice) -> str:
+    """Return what to set and the trials behind it."""
+    lines = [
+        "recommended at the longest horizon, if every actor has a machine of its own:",
+        f"  actors {advice.num_actors}, scheduler.max_ahead_steps={advice.max_ahead_steps}"
+        f" learner.max_lag_steps={advice.max_lag_steps} groups.size={advice.group_size}"
+        f" groups.per_step={advice.groups_per_step}",
+        *_trial_lines("max_ahead_steps", advice.ahead_trials),
+        *_trial_lines("actors", advice.actor_trials),
+        *_trial_lines("groups.size", advice.size_trials),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _trial_lines(name: str, trials: Sequence[Trial]) -> list[str]:
+    return [
+        f"  {name:>16} {each.value:>6}: {each.trained_per_h:>10.0f} trained per hour,"
+        f" lag {each.lag_mean:.2f}, actors idle {each.actor_idle_frac:.0%}"
+        for each in trials
+    ]
+
+
+def to_json(
+    predictions: Sequence[Prediction],
+    *,
+    settings: dict[str, Any],
+    compared: Sequence[Compared],
+    advice: Advice | None,
+    async_over_sync: float | None,
+) -> dict[str, Any]:
+    """Return what twin.json holds."""
+    return {
+        "settings": settings,
+        "predictions": [each.to_json() for each in predictions],
+        "async_over_sync": async_over_sync,
+        "comparison": [
+            {**asdict(each), "relative_error": each.relative_error if each.measured else None}
+            for each in compared
+        ],
+        "advice": None if advice is None else asdict(advice),
+    }

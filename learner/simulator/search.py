@@ -1,0 +1,144 @@
+"""A small search: how far ahead, how stale, how many actors, how large groups."""
+
+from dataclasses import dataclass, replace
+
+from common.config.curriculum import HorizonKind
+from common.config.run_config import RunConfig
+from learner.simulator.tally import Prediction
+from learner.simulator.workload import Workload
+from learner.simulator.world import World
+
+AHEAD_STEPS = (1, 2, 4, 8)
+ACTOR_FACTORS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2, 4)
+GROUP_SIZES = (4, 8, 16)
+ENOUGH_FRAC = 0.95  # of the best rate
+KEPT_FRAC = 0.99  # of the episodes that the bound on lag must let through
+MAX_EPISODES = 40_000  # of one trial
+MAX_HOURS = 48.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One setting and the trained episodes per hour that it gives."""
+
+    value: int
+    trained_per_h: float
+    lag_mean: float
+    actor_idle_frac: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """What to set, and what else was tried; settings that were not varied are the run's."""
+
+    max_ahead_steps: int
+    max_lag_steps: int
+    num_actors: int
+    group_size: int
+    groups_per_step: int
+    ahead_trials: list[Trial]
+    actor_trials: list[Trial]
+    size_trials: list[Trial]
+
+
+def advise(cfg: RunConfig, workload: Workload) -> Advice:
+    """Return the cheapest setting that trains nearly as much as the best, one axis at a time.
+
+    The bound on lag comes last of the first axis: of episodes that nobody discards, it is what
+    lets 99 % through. Then fewer actors if they do, then another group size if it trains more.
+    All trials are at the longest horizon, which a run that is long enough spends most time at.
+    """
+    cfg = _at_longest_horizon(cfg)
+    num_actors = cfg.twin.num_actors or cfg.actor.num_actors
+    ahead: dict[int, Prediction] = {}
+    for value in sorted({*AHEAD_STEPS, max(1, cfg.scheduler.max_ahead_steps)}):
+        ahead[value] = _try(_with_ahead(cfg, value, max_lag_steps=4 * value + 8), workload)
+    best_ahead = _least(ahead)
+    max_lag_steps = _bound(ahead[best_ahead])
+    cfg = _with_ahead(cfg, best_ahead, max_lag_steps=max_lag_steps)
+    actors = {
+        value: _try(_with_actors(cfg, value), workload)
+        for value in sorted({max(1, round(num_actors * factor)) for factor in ACTOR_FACTORS})
+    }
+    best_actors = _least(actors)
+    cfg = _with_actors(cfg, best_actors)
+    sizes = {
+        value: _try(_with_size(cfg, value), workload)
+        for value in sorted({*GROUP_SIZES, cfg.groups.size})
+        if cfg.groups.size * cfg.groups.per_step % value == 0
+    }
+    best_size = max(sizes, key=lambda size: sizes[size].trained_per_h)
+    if sizes[cfg.groups.size].trained_per_h >= ENOUGH_FRAC * sizes[best_size].trained_per_h:
+        best_size = cfg.groups.size
+    return Advice(
+        max_ahead_steps=best_ahead,
+        max_lag_steps=max_lag_steps,
+        num_actors=best_actors,
+        group_size=best_size,
+        groups_per_step=_with_size(cfg, best_size).groups.per_step,
+        ahead_trials=_trials(ahead),
+        actor_trials=_trials(actors),
+        size_trials=_trials(sizes),
+    )
+
+
+def _try(cfg: RunConfig, workload: Workload) -> Prediction:
+    num = min(MAX_EPISODES, cfg.twin.max_episodes)
+    cfg = replace(cfg, twin=replace(cfg.twin, hours=MAX_HOURS, max_episodes=num))
+    return World(cfg, workload, max_steps=cfg.twin.search_steps).run()
+
+
+def _least(predictions: dict[int, Prediction]) -> int:
+    best = max(each.trained_per_h for each in predictions.values())
+    enough = [v for v, each in predictions.items() if each.trained_per_h >= ENOUGH_FRAC * best]
+    return min(enough)
+
+
+def _bound(prediction: Prediction) -> int:
+    total = sum(prediction.lag_counts.values())
+    passed = 0
+    for lag, num in sorted(prediction.lag_counts.items()):
+        passed += num
+        if passed >= KEPT_FRAC * total:
+            return max(1, lag)
+    return 1
+
+
+def _at_longest_horizon(cfg: RunConfig) -> RunConfig:
+    per_env = {
+        env: replace(override, kind=HorizonKind.FIXED.value)
+        for env, override in cfg.horizon.per_env.items()
+    }
+    horizon = replace(cfg.horizon, kind=HorizonKind.FIXED, per_env=per_env)
+    return replace(cfg, horizon=horizon)
+
+
+def _with_ahead(cfg: RunConfig, value: int, *, max_lag_steps: int) -> RunConfig:
+    scheduler = replace(cfg.scheduler, max_ahead_steps=value)
+    return replace(
+        cfg, scheduler=scheduler, learner=replace(cfg.learner, max_lag_steps=max_lag_steps)
+    )
+
+
+def _with_actors(cfg: RunConfig, value: int) -> RunConfig:
+    return replace(cfg, twin=replace(cfg.twin, num_actors=value))
+
+
+def _with_size(cfg: RunConfig, value: int) -> RunConfig:
+    """Return groups of this size, and so many that a step has as many episodes as before."""
+    groups = cfg.groups
+    per_step = groups.per_step * groups.size // value
+    min_size = max(2, round(groups.min_size * value / groups.size))
+    return replace(cfg, groups=replace(groups, size=value, per_step=per_step, min_size=min_size))
+
+
+def _trials(predictions: dict[int, Prediction]) -> list[Trial]:
+    return [
+        Trial(
+            value=value,
+            trained_per_h=each.trained_per_h,
+            lag_mean=each.lag_mean,
+            actor_idle_frac=each.actor_idle_frac,
+        )
+        for value, each in predictions.items()
+    ]

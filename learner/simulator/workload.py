@@ -1,0 +1,79 @@
+"""What episodes and steps take: sampled from distributions, where no run was measured."""
+
+import math
+from dataclasses import dataclass
+from random import Random
+from typing import Protocol
+
+from common.config.simulator import TwinSection
+from common.wire.messages import EndReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Play:
+    """One episode as it will turn out, on an actor of speed 1."""
+
+    num_turns: int
+    wall_s: float
+    num_tokens: int  # for the learner
+    worth: float  # what a group's members are compared by
+    is_success: bool
+    end_reason: EndReason
+
+
+class Workload(Protocol):
+    """How the members of a group turn out, and what a step costs."""
+
+    def group(
+        self, rng: Random, *, horizon: int, stage: int, version: int, size: int
+    ) -> list[Play]:
+        """Return the members of a group that is opened at this version."""
+        ...
+
+    def step_s(self, rng: Random, num_tokens: int, *, version: int) -> float:
+        """Return the seconds from a batch of so many tokens to its published weights."""
+        ...
+
+
+class SampledWorkload:
+    """Log-normal seconds per turn and turns per episode; items of even difficulty.
+
+    Example: a turn of 3.5 s, 8 turns -> 28 s; one in fifty takes 280 s. An item that the policy
+    solves with probability 0.9 gives a group of eight without signal with 0.9^8 + 0.1^8.
+    """
+
+    def __init__(self, cfg: TwinSection) -> None:
+        self._cfg = cfg
+        self._mean_log_turns = math.log(cfg.num_turns)
+        self._mean_log_turn_s = math.log(cfg.turn_s + cfg.env_s)
+        self._alpha = 2 * cfg.success
+        self._beta = 2 * (1 - cfg.success)
+
+    def group(
+        self, rng: Random, *, horizon: int, stage: int, version: int, size: int
+    ) -> list[Play]:
+        """Return the members; they share the item's difficulty, nothing else."""
+        solved_frac = rng.betavariate(self._alpha, self._beta)
+        return [self._play(rng, horizon, solved_frac) for _ in range(size)]
+
+    def _play(self, rng: Random, horizon: int, solved_frac: float) -> Play:
+        cfg = self._cfg
+        num_turns = max(1, round(rng.lognormvariate(self._mean_log_turns, cfg.num_turns_sigma)))
+        is_cut = num_turns > horizon
+        num_turns = min(num_turns, horizon)
+        wall_s = num_turns * rng.lognormvariate(self._mean_log_turn_s, cfg.turn_sigma)
+        if rng.random() < cfg.tail_frac:
+            wall_s *= cfg.tail_factor
+        is_success = not is_cut and rng.random() < solved_frac
+        return Play(
+            num_turns=num_turns,
+            wall_s=wall_s,
+            num_tokens=num_turns * cfg.turn_tokens,
+            worth=float(is_success),
+            is_success=is_success,
+            end_reason=EndReason.HORIZON if is_cut else EndReason.DONE,
+        )
+
+    def step_s(self, rng: Random, num_tokens: int, *, version: int) -> float:
+        """Return a constant and the tokens at the learner's rate."""
+        return self._cfg.step_s + num_tokens / self._cfg.learner_tokens_per_s

@@ -1,0 +1,371 @@
+"""One simulation: the scheduler's core and the learner's groups, driven on virtual time."""
+
+from dataclasses import replace
+from random import Random
+
+import numpy as np
+
+from common.config.run_config import RunConfig, TrainMode
+from common.errors import LongstrideError
+from common.wire.messages import (
+    EpisodeKind,
+    EpisodeOutcome,
+    EpisodeSeen,
+    GroupArrived,
+    Heartbeat,
+    Hello,
+    Outcome,
+    Outcomes,
+    PolicyKind,
+    Progress,
+    StepDone,
+    Trajectory,
+)
+from learner.ingest.group_assembly import Group, GroupTable
+from learner.scheduler.core import SchedulerCore
+from learner.scheduler.curriculum.catalogue import Catalogue, SubsetEntry
+from learner.simulator.agenda import Agenda
+from learner.simulator.fleet import Arrival, Fleet
+from learner.simulator.tally import Prediction, Tally
+from learner.simulator.workload import Workload
+
+LEARNER = "learner-0"
+NUM_ITEMS = 1000  # of each subset
+MANY_ACTORS = 16  # beyond which the roll is called as seldom as nobody is taken for dead
+ENDLESS_STEPS = 1 << 30
+MAX_HOURS = 24.0 * 365  # a run that does not come forward ends here
+_MASK = np.ones(1, dtype=bool)
+_NONE = np.zeros(1, dtype=np.float32)
+_TOKEN = np.zeros(1, dtype=np.int32)
+
+
+class World:
+    """A run on virtual time. What it does not do: evaluation before and after, checkpoints.
+
+    Example: an episode ends, is with the learner `delivery_s` later, completes its group, and the
+    learner, which waited, trains for as long as the workload says. Then the version goes up, the
+    scheduler hears of the step, and the actors that were refused ask again.
+    """
+
+    def __init__(self, cfg: RunConfig, workload: Workload, *, max_steps: int = 0) -> None:
+        """Build everything; nobody has joined yet.
+
+        Args:
+            max_steps: end after so many, as if the run went on; 0: as the configuration says.
+        """
+        self._cfg = for_twin(cfg, is_endless=max_steps > 0)
+        self._max_steps = max_steps or self._cfg.train.num_steps
+        self._workload = workload
+        self._agenda = Agenda()
+        self._rng = Random(cfg.run.seed)
+        self._is_sync = cfg.train.mode is TrainMode.SYNC
+        self._core = SchedulerCore(self._cfg, catalogue_of(self._cfg), clock=self._agenda)
+        self._core.handle(LEARNER, _hello())
+        self._table = GroupTable(
+            cfg.groups, cfg.algorithm, has_signal=_has_signal, is_lockstep=self._is_sync
+        )
+        self._fleet = Fleet(
+            self._cfg,
+            self._core,
+            workload,
+            self._agenda,
+            rng=self._rng,
+            deliver=self._deliver,
+            wait_in_row=self._wait_in_row,
+        )
+        self._tally = Tally()
+        self._inbox: list[Arrival] = []
+        self._journal: dict[str, Arrival] = {}  # accepted and not consumed
+        self._known: set[str] = set()
+        self._versions: dict[int, np.ndarray] = {}
+        self._lag_bounds: dict[tuple[str, int], int] = {}
+        self._is_training = False
+        self._waits_since_s = 0.0
+        self._stopped_by = ""
+        many = len(self._fleet.actors) > MANY_ACTORS
+        scheduler = cfg.scheduler
+        self._roll_s = scheduler.dead_after_s / 4 if many else scheduler.heartbeat_s
+        self._report_step(signals={})
+        self._agenda.at(self._roll_s, self._call_roll)
+
+    def run(self) -> Prediction:
+        """Let it happen until the hours, the steps or the episodes are used up."""
+        twin = self._cfg.twin
+        end_s = 3600.0 * (twin.hours or MAX_HOURS)
+        try:
+            self._agenda.run_until(end_s, is_over=self._is_over)
+        except LongstrideError as e:
+            self._stopped_by = str(e)
+        return self._prediction()
+
+    def _is_over(self) -> bool:
+        is_full = self._tally.num_arrived >= self._cfg.twin.max_episodes
+        return is_full or self._core.version >= self._max_steps
+
+    # --- the learner's ear --------------------------------------------------------------------
+
+    def _wait_in_row(self, actor: str) -> None:
+        self._core.members.refuse(actor, self._agenda(), has_some=False)
+
+    def _deliver(self, arrival: Arrival) -> None:
+        if not self._inbox:
+            self._agenda.at(self._cfg.twin.delivery_s, self._take_in)
+        self._inbox.append(arrival)
+
+    def _take_in(self) -> None:
+        inbox, self._inbox = self._inbox, []
+        seen: list[EpisodeSeen] = []
+        outcomes: list[EpisodeOutcome] = []
+        groups: list[GroupArrived] = []
+        num_known = 0
+        for arrival in inbox:
+            lease = arrival.lease
+            if lease.episode_id in self._known:
+                num_known += 1
+                continue
+            seen.append(_seen(arrival))
+            is_train = lease.kind is EpisodeKind.TRAIN
+            if not is_train and arrival.end_reason.is_infrastructure_failure:
+                continue
+            self._known.add(lease.episode_id)
+            self._tally.num_arrived += 1
+            if is_train:
+                self._journal[lease.episode_id] = arrival
+                news = self._table.add(self._trajectory(arrival))
+                outcomes += news[0]
+                groups += news[1]
+        self._report(seen=seen, outcomes=outcomes, groups=groups, num_duplicates=num_known)
+        self._maybe_train()
+        if any(not group.is_ready for group in groups):
+            self._fleet.wake()
+
+    def _report(
+        self,
+        *,
+        outcomes: list[EpisodeOutcome],
+        groups: list[GroupArrived],
+        seen: list[EpisodeSeen],
+        num_duplicates: int = 0,
+    ) -> None:
+        for group in groups:
+            self._fleet.forget(group.group_id)
+        for outcome in outcomes:
+            self._journal.pop(outcome.episode_id, None)
+        self._core.handle(
+            LEARNER,
+            Outcomes(
+                version=self._core.version,
+                seen=seen,
+                outcomes=outcomes,
+                groups=groups,
+                num_duplicates=num_duplicates,
+            ),
+        )
+
+    def _trajectory(self, arrival: Arrival) -> Trajectory:
+        """Return what the group table looks at; the arrays hold one token."""
+        lease, play, version = arrival.lease, arrival.play, arrival.version
+        if version not in self._versions:
+            self._versions[version] = np.array([version], dtype=np.int32)
+        return Trajectory(
+            episode_id=lease.episode_id,
+            group_id=lease.group_id,
+            member=lease.member,
+            attempt=lease.attempt,
+            kind=lease.kind,
+            policy=PolicyKind.MODEL,
+            env=lease.env,
+            item_id=lease.item_id,
+            seed=lease.seed,
+            horizon=lease.horizon,
+            horizon_stage=lease.horizon_stage,
+            opened_at_version=lease.opened_at_version,
+            actor=arrival.actor,
+            end_reason=arrival.end_reason,
+            error="",
+            reward=play.worth,
+            is_success=play.is_success,
+            num_turns=play.num_turns,
+            num_invalid_actions=0,
+            generate_s=0.0,
+            env_s=0.0,
+            wall_s=arrival.ended_s - arrival.started_s,
+            token_ids=_TOKEN,
+            loss_mask=_MASK,
+            logprobs=_NONE,
+            versions=self._versions[version],
+            turn_ids=_TOKEN,
+            invalid_turns=_MASK,
+            turn_scores=_NONE,
+        )
+
+    # --- the learner's steps ------------------------------------------------------------------
+
+    def _maybe_train(self) -> None:
+        while not self._is_training and self._table.is_batch_ready():
+            groups, stale = self._table.take(
+                self._core.version,
+                max_lag_steps=self._cfg.learner.max_lag_steps,
+                in_order=self._is_sync,
+                lag_bounds=self._lag_bounds,
+            )
+            if stale:
+                self._report(outcomes=stale, groups=[], seen=[])
+                self._fleet.wake()
+            if groups:
+                self._train(groups)
+
+    def _train(self, groups: list[Group]) -> None:
+        self._is_training = True
+        wait_s = self._agenda.now_s - self._waits_since_s
+        version = self._core.version
+        ids = [each.episode_id for group in groups for each in group.members]
+        self._tally.num_short += len(groups) < self._cfg.groups.per_step
+        arrivals = [self._journal[episode_id] for episode_id in ids]
+        lag_sum, num_turns = 0.0, 0
+        for each in arrivals:
+            self._tally.lags[version - each.version] += 1
+            mean = self._tally.mean_version(each.version, each.started_s, each.ended_s)
+            lag_sum += each.play.num_turns * (version - mean)
+            num_turns += each.play.num_turns
+        num_tokens = sum(each.play.num_tokens for each in arrivals)
+        busy_s = self._workload.step_s(self._rng, num_tokens, version=version)
+        self._agenda.at(busy_s, self._publish, ids, (wait_s, busy_s), (lag_sum, num_turns))
+
+    def _publish(
+        self, ids: list[str], seconds: tuple[float, float], lag: tuple[float, int]
+    ) -> None:
+        wait_s, busy_s = seconds
+        self._is_training = False
+        self._waits_since_s = self._agenda.now_s
+        self._tally.add_step(
+            self._agenda.now_s,
+            wait_s=wait_s,
+            num_trained=len(ids),
+            lag_sum=lag[0],
+            num_turns=lag[1],
+        )
+        self._fleet.version += 1
+        trained = [
+            EpisodeOutcome(episode_id=each, outcome=Outcome.TRAINED, cause="") for each in ids
+        ]
+        self._report(outcomes=trained, groups=[], seen=[])
+        self._report_step(signals={"busy_s": busy_s, "wait_s": wait_s})
+        self._fleet.wake()
+        self._maybe_train()
+
+    def _report_step(self, *, signals: dict[str, float]) -> None:
+        cfg, version = self._cfg, self._fleet.version
+        self._core.handle(
+            LEARNER,
+            StepDone(
+                version=version,
+                is_last=version >= cfg.train.num_steps,
+                max_ahead_steps=cfg.scheduler.max_ahead_steps,
+                signals=signals,
+            ),
+        )
+
+    # --- who is there -------------------------------------------------------------------------
+
+    def _call_roll(self) -> None:
+        """Heartbeats of all at once: the living are touched, the dead are found."""
+        now = self._agenda()
+        members = self._core.members
+        for name in self._fleet.roll_call():
+            members.touch(members.by_name[name], now)
+        self._core.tick()
+        progress: Progress = self._core.handle(LEARNER, self._heartbeat())
+        bounds = progress.lag_bounds
+        self._lag_bounds = {(each.env, each.horizon): each.max_lag_steps for each in bounds}
+        for episode_id in progress.revoked:
+            group_id, _, member = episode_id.rpartition("/")
+            outcomes, groups = self._table.give_up(group_id, int(member))
+            if outcomes or groups:
+                self._report(outcomes=outcomes, groups=groups, seen=[])
+        self._maybe_train()
+        self._fleet.wake()
+        self._agenda.at(self._roll_s, self._call_roll)
+
+    def _heartbeat(self) -> Heartbeat:
+        return Heartbeat(
+            role="learner",
+            name=LEARNER,
+            version=self._core.version,
+            running=self._table.open_ids,
+            num_free_slots=0,
+            num_slots=0,
+            tokens_per_s=0.0,
+            waiting_for="",
+            rss_bytes=0,
+        )
+
+    def _prediction(self) -> Prediction:
+        tally, fleet = self._tally, self._fleet
+        account = self._core.books.ledger_report()
+        settled = max(1, sum(account[outcome.value] for outcome in Outcome))
+        now_s = max(self._agenda.now_s, 1e-9)
+        rates = tally.rates()
+        return Prediction(
+            mode=self._cfg.train.mode.value,
+            num_actors=len(fleet.actors),
+            simulated_h=now_s / 3600.0,
+            num_steps=len(tally.steps),
+            num_episodes=tally.num_arrived,
+            steps_per_h=rates["steps_per_h"],
+            episodes_per_s=rates["episodes_per_s"],
+            trained_per_h=rates["trained_per_h"],
+            lag_mean=rates["lag_mean"],
+            lag_counts=dict(tally.lags),
+            learner_wait_frac=rates["learner_wait_frac"],
+            actor_idle_frac=max(0.0, 1.0 - fleet.busy_s() / (now_s * len(fleet.actors))),
+            filtered_frac=account[Outcome.FILTERED.value] / settled,
+            stale_frac=account[Outcome.STALE.value] / settled,
+            failed_frac=account[Outcome.FAILED.value] / settled,
+            num_reissued=account["reissued"],
+            num_deaths=fleet.num_deaths,
+            short_batch_frac=tally.num_short / max(1, len(tally.steps)),
+            stopped_by=self._stopped_by,
+        )
+
+
+def for_twin(cfg: RunConfig, *, is_endless: bool = False) -> RunConfig:
+    """Return the configuration as simulated: no evaluation but the stream's, no last step."""
+    evaluation = replace(cfg.eval, before=False, after=False)
+    num_steps = ENDLESS_STEPS if is_endless or cfg.twin.hours else cfg.train.num_steps
+    return replace(cfg, eval=evaluation, train=replace(cfg.train, num_steps=num_steps))
+
+
+def catalogue_of(cfg: RunConfig) -> Catalogue:
+    """Return a catalogue in which no item ends earlier than the longest horizon."""
+    envs: dict[str, dict[str, SubsetEntry]] = {}
+    for task in cfg.tasks:
+        name = cfg.horizon.name_of(task.env, task.subset)
+        max_turns = max(cfg.horizon.policy(name).stages)
+        entry = SubsetEntry(num_train=NUM_ITEMS, num_test=NUM_ITEMS, max_turns=max_turns)
+        envs.setdefault(task.env, {})[task.subset] = entry
+    return Catalogue(envs=envs)
+
+
+def _hello() -> Hello:
+    return Hello(role="learner", name=LEARNER, incarnation="life-1", version=0)
+
+
+def _has_signal(members: list[Trajectory]) -> bool:
+    return len({member.reward for member in members}) > 1
+
+
+def _seen(arrival: Arrival) -> EpisodeSeen:
+    lease, play = arrival.lease, arrival.play
+    return EpisodeSeen(
+        episode_id=lease.episode_id,
+        kind=lease.kind,
+        env=lease.env,
+        subset=lease.item_id.rsplit("-", 2)[0],
+        reward=play.worth,
+        is_success=play.is_success,
+        end_reason=arrival.end_reason,
+        num_turns=play.num_turns,
+        num_sampled_tokens=play.num_tokens,
+        wall_s=arrival.ended_s - arrival.started_s,
+    )

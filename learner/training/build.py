@@ -1,0 +1,76 @@
+"""Makes the trainer of a learner: the same on every rank."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from common.config.learning import Advantage
+from common.config.run_config import RunConfig
+from learner.policy.critic import make_critic
+from learner.policy.model import load_policy
+from learner.training.checkpoint import load_checkpoint
+from learner.training.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+
+def load_start(
+    cfg: RunConfig, checkpoint: Path | None, device: torch.device
+) -> tuple[PreTrainedModel, str]:
+    """Return the policy to go on with and where it came from: the checkpoint, or `model.path`."""
+    if device.type == "cpu":
+        torch.set_num_threads(cfg.learner.num_threads)
+    torch.manual_seed(cfg.run.seed)
+    path = str(checkpoint) if checkpoint else cfg.model.path
+    model = load_policy(
+        path, device=device, gradient_checkpointing=cfg.learner.gradient_checkpointing
+    )
+    return model, path
+
+
+def make_trainer(
+    cfg: RunConfig, model: PreTrainedModel, checkpoint: Path | None, **links: Any
+) -> tuple[Trainer, int]:
+    """Return the trainer of a model and the version it stands at: that of its checkpoint, or 0.
+
+    Args:
+        links: of `Trainer`, to what is around it: `ranks`, `announce`, `on_bad_batch`.
+    """
+    critic = None
+    if cfg.algorithm.advantage is Advantage.PPO:
+        critic = make_critic(cfg.learner.critic, model, policy_path=cfg.model.path)
+    trainer = Trainer(
+        cfg.learner,
+        cfg.algorithm,
+        model,
+        num_steps=cfg.train.num_steps,
+        seed=cfg.run.seed,
+        temperature=cfg.actor.temperature,
+        engine_dtype=cfg.model.dtype,
+        max_ahead_steps=cfg.scheduler.max_ahead_steps,
+        critic=critic,
+        reference=_reference(cfg, model),
+        **links,
+    )
+    if checkpoint is None:
+        return trainer, 0
+    restored = load_checkpoint(checkpoint)
+    trainer.load_state_dict(restored.state)
+    logger.info("restored checkpoint=%s version=%d", checkpoint, restored.version)
+    return trainer, restored.version
+
+
+def _reference(cfg: RunConfig, model: PreTrainedModel) -> PreTrainedModel | None:
+    """Return the frozen reference policy; it is loaded only if the objective uses it."""
+    if cfg.algorithm.kl_coef == 0:
+        return None
+    reference = load_policy(
+        cfg.algorithm.reference_path or cfg.model.path,
+        device=next(model.parameters()).device,
+        gradient_checkpointing=False,
+    )
+    reference.requires_grad_(False)
+    return reference

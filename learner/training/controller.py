@@ -1,0 +1,115 @@
+"""Reacts to data that is too far from the policy: bounded, logged, each reaction switchable.
+
+Example (defaults): ESS 0.8 -> learning rate x 0.89. ESS 0.6 -> x 0.67, and the gate lets actors be
+one step less ahead. ESS 0.4 -> nothing is learnt from this batch, the gate closes to zero steps
+ahead and the next batch must have lag 0. Twenty steps above 0.9 -> the gate opens by one again.
+"""
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from common.config.learning import ControllerSection
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What is to be done with one batch."""
+
+    lr_scale: float  # (0, 1]
+    is_skipped: bool  # learn nothing from it, and take only fresh data next
+    max_ahead_steps: int  # what the dispatch gate is to allow from now on
+
+
+class Controller:
+    """Decides once per batch. Deterministic: the same batches lead to the same decisions."""
+
+    def __init__(self, cfg: ControllerSection, *, max_ahead_steps: int) -> None:
+        """Start with an open gate.
+
+        Args:
+            max_ahead_steps: what the configuration allows; never exceeded.
+        """
+        self._cfg = cfg
+        self._most_ahead = max_ahead_steps
+        self._ahead = max_ahead_steps
+        self._num_good = 0  # steps above the target since the gate last moved
+        self._num_skips = 0  # in a row
+
+    @property
+    def max_ahead_steps(self) -> int:
+        """What the dispatch gate may allow now."""
+        return self._ahead
+
+    def decide(
+        self, *, version: int, ess_frac: float, masked_frac: float, must_train: bool = False
+    ) -> Decision:
+        """Return what to do with a batch and remember it.
+
+        Args:
+            version: that the batch would improve; for the log.
+            ess_frac: effective sample size over tokens, (0, 1].
+            masked_frac: tokens that the correction masks, [0, 1].
+            must_train: do not skip it.
+        """
+        cfg = self._cfg
+        if masked_frac > cfg.masked_warn_frac:
+            logger.warning("many tokens masked version=%d frac=%.3f", version, masked_frac)
+        is_skipped = not must_train and self._skips(version, ess_frac)
+        self._move_gate(version, ess_frac, is_skipped=is_skipped)
+        lr_scale = 1.0
+        if cfg.scale_lr and ess_frac < cfg.ess_target and not is_skipped:
+            lr_scale = max(cfg.min_lr_scale, ess_frac / cfg.ess_target)
+            logger.info("lr scaled version=%d by=%.3f ess=%.3f", version, lr_scale, ess_frac)
+        return Decision(
+            lr_scale=lr_scale, is_skipped=is_skipped, max_ahead_steps=self.max_ahead_steps
+        )
+
+    def _skips(self, version: int, ess_frac: float) -> bool:
+        cfg = self._cfg
+        if not cfg.skip_step or ess_frac >= cfg.ess_skip:
+            self._num_skips = 0
+            return False
+        if self._num_skips >= cfg.max_skips:
+            self._num_skips = 0
+            logger.warning(
+                "batch kept although far off version=%d ess=%.3f after_skips=%d",
+                *(version, ess_frac, cfg.max_skips),
+            )
+            return False
+        self._num_skips += 1
+        logger.warning(
+            "batch skipped version=%d ess=%.3f below=%.2f in_a_row=%d",
+            *(version, ess_frac, cfg.ess_skip, self._num_skips),
+        )
+        return True
+
+    def _move_gate(self, version: int, ess_frac: float, *, is_skipped: bool) -> None:
+        cfg, before = self._cfg, self._ahead
+        if not cfg.tighten_gate:
+            return
+        if is_skipped:
+            self._ahead = 0
+        elif ess_frac < cfg.ess_gate:
+            self._ahead = max(0, self._ahead - 1)
+        self._num_good = self._num_good + 1 if ess_frac >= cfg.ess_target else 0
+        if self._num_good >= cfg.recover_steps and self._ahead < self._most_ahead:
+            self._ahead += 1
+        if self._ahead != before:
+            self._num_good = 0
+            logger.warning(
+                "gate moved version=%d ahead_steps=%d to=%d ess=%.3f",
+                *(version, before, self._ahead, ess_frac),
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs to decide alike."""
+        return {"ahead": self._ahead, "num_good": self._num_good, "num_skips": self._num_skips}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self._ahead = min(state["ahead"], self._most_ahead)
+        self._num_good = state["num_good"]
+        self._num_skips = state["num_skips"]

@@ -1,0 +1,205 @@
+"""The learner's other ranks: processes that rank 0 starts and that make the same updates."""
+
+import logging
+import multiprocessing
+import os
+import shutil
+import signal
+import struct
+import tempfile
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
+
+from common.config.run_config import RunConfig
+from common.errors import ConfigError, LongstrideError
+from common.log import configure_logging
+from common.wire.collective import make_process_group
+from learner.batch.batching import Sample
+from learner.batch.codec import pack_samples, unpack_samples
+from learner.policy.device import pick_device
+from learner.training.build import load_start, make_trainer
+from learner.training.ranks import Ranks
+
+logger = logging.getLogger(__name__)
+
+READY, MEET = b"ready", b"meet"
+LOAD_S = 900.0  # until every rank must have loaded its model
+STOP_S = 5.0  # until a process that may leave by itself must have
+_BATCH = struct.Struct("<qq?")  # bytes of the batch, version, must_train
+
+
+class _Follower(NamedTuple):
+    rank: int
+    process: BaseProcess
+    pipe: Connection
+
+
+class Followers:
+    """Ranks 1 and up, as rank 0 sees them; nobody where `learner.num_ranks` is 1.
+
+    Example (3 ranks): both processes load the model, say so on their pipes, and are told to meet
+    rank 0 in a group. `announce` names a batch on every pipe and broadcasts it; all three then make
+    the same updates from a third of the gradient each. Between batches a process waits at its pipe,
+    which closes when rank 0 ends, whatever ended it. If a process dies, `check` or rank 0's next
+    sum raises, the learner ends, and its supervisor starts it with new ranks from the checkpoint.
+    """
+
+    def __init__(self, cfg: RunConfig, checkpoint: Path | None) -> None:
+        """Start the processes. They load what rank 0 loads: `checkpoint`, or `model.path`."""
+        self._cfg = cfg
+        self._ranks = Ranks()
+        self._followers: list[_Follower] = []
+        self._device = pick_device(cfg.learner.device)
+        num_ranks = cfg.learner.num_ranks
+        if num_ranks == 1:
+            return
+        if self._device.type == "cuda" and torch.cuda.device_count() < num_ranks:
+            has = torch.cuda.device_count()
+            raise ConfigError(f"learner.num_ranks={num_ranks}: {has} CUDA devices are visible")
+        self._meeting = Path(tempfile.mkdtemp(prefix="learner-ranks-"))  # ours alone, on this host
+        context = multiprocessing.get_context("spawn")
+        for rank in range(1, num_ranks):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_follow,
+                args=(cfg, rank, checkpoint, self._meeting, theirs),
+                name=f"learner-{rank}",
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            self._followers.append(_Follower(rank, process, ours))
+
+    def join(self) -> Ranks:
+        """Wait for all of them to have loaded; return the ranks with this process as rank 0.
+
+        Raises:
+            LongstrideError: one of them ended, or did not come in time.
+        """
+        if not self._followers:
+            return self._ranks
+        deadline = time.monotonic() + LOAD_S
+        for follower in self._followers:
+            remaining_s = max(0.0, deadline - time.monotonic())
+            found = wait([follower.pipe, follower.process.sentinel], remaining_s)
+            if not found:
+                raise LongstrideError(
+                    f"learner rank {follower.rank} has not loaded its model within {LOAD_S:g}s"
+                )
+            if follower.pipe in found:
+                self._read_ready(follower)
+            self.check()
+        for follower in self._followers:
+            self._tell(follower, MEET)
+        self._ranks = _meet(self._cfg, 0, self._meeting, self._device)
+        logger.info("ranks=%d pids=%s", self._ranks.size, [f.process.pid for f in self._followers])
+        return self._ranks
+
+    def announce(self, samples: Sequence[Sample], version: int, must_train: bool) -> None:
+        """Let the other ranks train on a batch too. Raises: LongstrideError: one is gone."""
+        if not self._followers:
+            return
+        self.check()
+        payload = pack_samples(samples)
+        for follower in self._followers:
+            self._tell(follower, _BATCH.pack(len(payload), version, must_train))
+        self._ranks.send(torch.from_numpy(np.frombuffer(payload, dtype=np.uint8).copy()))
+
+    def _read_ready(self, follower: _Follower) -> None:
+        try:
+            follower.pipe.recv_bytes()
+        except EOFError as e:
+            follower.process.join(STOP_S)
+            self.check()
+            raise LongstrideError(f"learner rank {follower.rank} closed its pipe") from e
+
+    def _tell(self, follower: _Follower, message: bytes) -> None:
+        try:
+            follower.pipe.send_bytes(message)
+        except OSError as e:
+            raise LongstrideError(f"learner rank {follower.rank} is gone: {e}") from e
+
+    def check(self) -> None:
+        """Return if all are alive. Raises: LongstrideError: which one is not."""
+        for follower in self._followers:
+            code = follower.process.exitcode
+            if code is not None:
+                raise LongstrideError(
+                    f"learner rank {follower.rank} ended with exit code {code}; its lines in this "
+                    f"log are those of learner-{follower.rank}"
+                )
+
+    def stop(self) -> None:
+        """End them: closed pipes, and a kill for whoever does not leave in time."""
+        if not self._followers:
+            return
+        deadline = time.monotonic() + STOP_S
+        for follower in self._followers:
+            follower.pipe.close()
+        for follower in self._followers:
+            follower.process.join(max(0.0, deadline - time.monotonic()))
+            if follower.process.exitcode is None:
+                logger.warning("killing rank=%d pid=%s", follower.rank, follower.process.pid)
+                follower.process.kill()
+                follower.process.join(STOP_S)
+        self._followers = []
+        shutil.rmtree(self._meeting, ignore_errors=True)
+
+
+def _meet(cfg: RunConfig, rank: int, meeting: Path, device: torch.device) -> Ranks:
+    """Return the group of all ranks; they find each other in a folder. Raises: LongstrideError."""
+    num_ranks = cfg.learner.num_ranks
+    try:
+        group = make_process_group(
+            FileStore(str(meeting / "store"), num_ranks),
+            rank=rank,
+            world_size=num_ranks,
+            backend="nccl" if device.type == "cuda" else "gloo",
+            timeout_s=cfg.learner.rank_timeout_s,
+            bind_host=cfg.learner.host,
+        )
+    except RuntimeError as e:
+        raise LongstrideError(f"learner rank {rank} of {num_ranks} found no group: {e}") from e
+    return Ranks(group, device=device)
+
+
+def _follow(
+    cfg: RunConfig, rank: int, checkpoint: Path | None, meeting: Path, pipe: Connection
+) -> None:
+    """Be a rank: load, meet the others, make rank 0's updates until it closes the pipe."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # rank 0 is told, and it saves before it leaves
+    configure_logging(f"learner-{rank}", cfg.log.level)
+    device = pick_device(cfg.learner.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    try:
+        model, _ = load_start(cfg, checkpoint, device)
+        pipe.send_bytes(READY)
+        pipe.recv_bytes()  # rank 0 may take longer to load than the group would wait
+        ranks = _meet(cfg, rank, meeting, device)
+        trainer, _ = make_trainer(cfg, model, checkpoint, ranks=ranks)
+        while True:
+            num_bytes, version, must_train = _BATCH.unpack(pipe.recv_bytes())
+            payload = ranks.receive(num_bytes).numpy().tobytes()
+            trainer.train_on(unpack_samples(payload), version=version, must_train=must_train)
+    except (EOFError, BrokenPipeError):  # rank 0 has left
+        _end(0)
+    except Exception:
+        logger.exception("ended by an error")
+        _end(1)
+
+
+def _end(code: int) -> None:
+    """Leave at once: there is nothing to save, and torch takes seconds to tidy up."""
+    logging.shutdown()
+    os._exit(code)

@@ -1,0 +1,72 @@
+"""What one training step tells about itself."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from learner.batch.batching import Sample, sampled
+from learner.objective.correction import lag_statistics, ratio_statistics
+
+MAX_LAG_SHOWN = 8  # the histogram's last bin holds everything from here on
+
+
+class AnyUpdate(Protocol):
+    """One optimizer update."""
+
+    @property
+    def is_good(self) -> bool: ...
+    @property
+    def grad_norm(self) -> float: ...
+    @property
+    def metrics(self) -> dict[str, float]: ...
+
+
+def mean_metrics(updates: Sequence[AnyUpdate]) -> dict[str, float]:
+    """Average over the updates that happened; says how many did not."""
+    good = [update for update in updates if update.is_good]
+    metrics = {
+        "train/num_updates": float(len(good)),
+        "train/num_bad_updates": float(len(updates) - len(good)),
+    }
+    if good:
+        for name in good[0].metrics:
+            metrics[name] = sum(update.metrics[name] for update in good) / len(good)
+        metrics["train/grad_norm"] = sum(update.grad_norm for update in good) / len(good)
+    return metrics
+
+
+def offpolicy_metrics(samples: Sequence[Sample], before: Tensor, version: int) -> dict[str, float]:
+    """Compare the policy before the step with the sampler; split noise from version lag.
+
+    Args:
+        before: [tokens] nats, policy before the step, zeros where a skipped step never looked.
+        version: of that policy.
+    """
+    trajectories = [sample.trajectory for sample in samples]
+    mu = torch.from_numpy(sampled(trajectories, [t.logprobs for t in trajectories])).float()
+    lag = version - torch.from_numpy(sampled(trajectories, [t.versions for t in trajectories]))
+    is_known = before != 0  # a sampled token's log-probability is never exactly zero...
+    is_known |= mu == 0  # ...unless nothing else could have been sampled
+    metrics: dict[str, float] = {}
+    if is_known.any():
+        metrics |= ratio_statistics(before[is_known], mu[is_known])
+        metrics |= lag_statistics(before[is_known], mu[is_known], lag[is_known])
+    metrics["offpolicy/lag_mean"] = lag.double().mean().item()
+    metrics["offpolicy/lag_max"] = float(lag.max())
+    for number in range(MAX_LAG_SHOWN + 1):
+        in_bin = lag == number if number < MAX_LAG_SHOWN else lag >= number
+        metrics[f"offpolicy/lag_{number}_tokens"] = float(in_bin.sum())
+    return metrics
+
+
+def volume_metrics(samples: Sequence[Sample], step_s: float) -> dict[str, float]:
+    """Return how much was trained on, and how fast."""
+    num_tokens = sum(len(sample.trajectory.token_ids) for sample in samples)
+    return {
+        "train/num_tokens": float(num_tokens),
+        "train/num_sampled_tokens": float(sum(sample.num_sampled_tokens for sample in samples)),
+        "train/tokens_per_s": num_tokens / step_s,
+        "train/step_s": step_s,
+    }

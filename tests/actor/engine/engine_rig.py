@@ -1,0 +1,213 @@
+"""A real engine on its own event loop, and what a learner needs to feed it, for the tests."""
+
+import asyncio
+import gc
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import zmq.asyncio
+from transformers import Qwen3ForCausalLM
+
+from common.config.learning import AlgorithmSection, LearnerSection
+from common.config.run_config import ActorSection, ModelSection, SftSection
+from common.store.run_dir import RunDir
+from common.wire.security import create_keys
+from common.wire.sockets import Received, Router
+from learner.offline.scratch import make_policy, make_tokenizer, save_policy
+from learner.policy.model import export_tensors, load_policy
+from learner.training.trainer import Trainer
+from learner.weights.publisher import PublishedWeights, Publisher, snapshot
+
+if TYPE_CHECKING:  # importing vllm takes seconds, and most runs deselect these tests
+    from actor.engine.engine import Completion
+    from actor.engine.weights import WeightLink
+
+HOST = "127.0.0.1"
+TIMEOUT_S = 3.0  # of a transfer
+WAIT_S = 20.0  # for anything that should happen at once
+FIRST_FORCED = 100  # the token that version 0 of the forced weights samples
+
+
+class Listener(Router):
+    """A router that remembers what it was told."""
+
+    def __init__(self, keys: Any) -> None:
+        super().__init__(keys, host=HOST, port=0)
+        self.heard: list[Any] = []
+
+    def receive_all(self, *, timeout_s: float, limit: int = 1_000) -> list[Received]:
+        received = super().receive_all(timeout_s=timeout_s, limit=limit)
+        self.heard += [one.message for one in received]
+        return received
+
+
+class Rig:
+    """An engine, the trainer of the same policy, and the run directory between them."""
+
+    def __init__(self, folder: Path, *, dtype: str, is_tied: bool) -> None:
+        from actor.engine.engine import Engine
+
+        self.dtype = getattr(torch, dtype)
+        self.run_dir = RunDir(root=folder)
+        self.keys = create_keys(self.run_dir.keys)
+        save_tiny_policy(folder / "policy", is_tied=is_tied)
+        path = str(folder / "policy")
+        self.model = load_policy(path, device="cpu", gradient_checkpointing=False)
+        self.trainer = Trainer(
+            LearnerSection(autocast=dtype != "float32"),
+            AlgorithmSection(),
+            self.model,
+            num_steps=1,
+            seed=0,
+            temperature=1.0,
+            engine_dtype=dtype,
+        )
+        actor = ActorSection(max_concurrent=32, max_model_len=512)
+        self._runner = asyncio.Runner()
+        start = Engine.start(
+            ModelSection(path=path, dtype=dtype), actor, end_of_turn_ids=[], seed=0
+        )
+        self.engine = self._runner.run(start)
+
+    def run(self, law: Coroutine[Any, Any, None]) -> None:
+        """Run a test's coroutine on the engine's loop."""
+        self._runner.run(law)
+
+    def close(self) -> None:
+        """End the engine's processes and the loop."""
+
+        async def shut_down() -> None:
+            self.engine.shut_down()
+
+        self._runner.run(shut_down())
+        self._runner.close()
+        del self.engine
+        gc.collect()  # what vLLM leaves to it, here and now
+
+    # --- the learner's side -----------------------------------------------------------------
+
+    @contextmanager
+    def learner(self) -> Iterator[tuple[Publisher, Listener]]:
+        """A publisher whose address is in the run directory, and its ear."""
+        listener = Listener(self.keys)
+        publisher = Publisher(listener, host=HOST, timeout_s=TIMEOUT_S, max_canary_delta=0.05)
+        self.run_dir.publish_address("weights", f"tcp://{HOST}:{publisher.port}")
+        publisher.start()
+        try:
+            yield publisher, listener
+        finally:
+            publisher.stop()
+
+    @torch.no_grad()
+    def randomize(self, seed: int) -> None:
+        """Give the trainer's model other weights: large, so that mistakes are not small.
+
+        Rounding grows with them. At 0.05 the log-probabilities have a spread of 0.4 nats, and a
+        bf16 engine and a bf16 trainer are each 0.002 from exact arithmetic on average.
+        """
+        scale = 0.15 if self.dtype == torch.float32 else 0.05
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in self.model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, scale, generator=generator)
+            else:
+                parameter.uniform_(0.8, 1.2, generator=generator)
+
+    def weights(
+        self, version: int, canary: list[list[int]] | None = None, *, spoil: str = ""
+    ) -> PublishedWeights:
+        """The trainer's weights, with canary scores; the tensor `spoil` is scaled on its way."""
+        named = [
+            (name, tensor * 4.0 if name == spoil else tensor)
+            for name, tensor in export_tensors(self.model, self.dtype)
+        ]
+        assert not spoil or spoil in dict(named)
+        token_ids = canary or []
+        scores = self.trainer.score(token_ids) if token_ids else []
+        return snapshot(version, named, canary_token_ids=token_ids, canary_logprobs=scores)
+
+    def forced_weights(self, version: int) -> PublishedWeights:
+        """Weights that sample token FIRST_FORCED + version, whatever came before.
+
+        Attention and MLP add nothing, all embeddings are the same, and the head knows one token:
+        its logit is the hidden size, 64, and all others are 0.
+        """
+        named = []
+        for name, tensor in export_tensors(self.model, self.dtype):
+            is_constant = "norm" in name or "embed" in name
+            forced = torch.ones_like(tensor) if is_constant else torch.zeros_like(tensor)
+            if "lm_head" in name:
+                forced[FIRST_FORCED + version] = 1.0
+            named.append((name, forced))
+        return snapshot(version, named, canary_token_ids=[], canary_logprobs=[])
+
+    # --- the actor's side -------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def link(self) -> AsyncIterator[tuple["WeightLink", asyncio.Task[None]]]:
+        """The actor's real link to the learner at the run directory's address, and its task."""
+        from actor.engine.weights import WeightLink
+
+        context = zmq.asyncio.Context()
+        link = WeightLink(
+            self.run_dir,
+            self.keys,
+            self.engine,
+            actor="a",
+            incarnation="i",
+            device="",
+            exclusive=asyncio.Lock(),
+            context=context,
+        )
+        link.connect(timeout_s=WAIT_S)
+        task = asyncio.create_task(link.run())
+        try:
+            yield link, task
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+            link.close()
+            context.destroy(linger=0)
+
+    async def publish_first(
+        self, publisher: Publisher, link: "WeightLink", weights: PublishedWeights
+    ) -> None:
+        """Publish what the engine gets when it joins, and wait until it has it."""
+        await asyncio.to_thread(publisher.publish, weights)
+        async with asyncio.timeout(WAIT_S):
+            await link.first_version.wait()
+        assert self.engine.version == weights.version
+
+    def generate(
+        self, name: str, prompt_ids: list[int], *, max_tokens: int
+    ) -> "asyncio.Task[Completion]":
+        """Start one request in the name space of the engine's version."""
+        return asyncio.create_task(
+            self.engine.generate(
+                prompt_ids,
+                request_id=name,
+                max_tokens=max_tokens,
+                salt=f"v{self.engine.version}",
+            )
+        )
+
+
+def save_tiny_policy(folder: Path, *, is_tied: bool) -> None:
+    # Two heads, because the engine has no attention kernel for heads of less than 32 on CPU.
+    cfg = SftSection(
+        hidden_size=64,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=1,
+        intermediate_size=128,
+        vocab_size=320,
+    )
+    tokenizer = make_tokenizer(["go to the red ball", "pick up the grey key"], vocab_size=320)
+    model = make_policy(cfg, tokenizer, seed=0)
+    if is_tied:
+        model.config.tie_word_embeddings = True
+        model = Qwen3ForCausalLM(model.config)
+    save_policy(folder, model, tokenizer)

@@ -1,0 +1,260 @@
+"""Laws of the engine and its weights: a real vLLM engine, fed by the learner's real publisher."""
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from common.errors import WeightSyncError
+from common.wire.collective import BroadcastGroup, open_store
+from common.wire.messages import CanaryScores, WeightsLoaded, WeightsOffer
+from tests.actor.engine.engine_rig import FIRST_FORCED, HOST, TIMEOUT_S, WAIT_S, Rig
+
+if TYPE_CHECKING:
+    from actor.engine.engine import Completion
+
+pytestmark = [
+    pytest.mark.slow,
+    # vLLM leaves a ZeroMQ context to the garbage collector.
+    pytest.mark.filterwarnings("ignore:Unclosed context:ResourceWarning"),
+]
+
+PROMPT_TOKENS = 300  # more than two blocks of the engine's prefix cache
+EXACT, ROUNDED = "float32", "bfloat16 tied"  # tied: embedding and head are one tensor
+LIMITS = {torch.float32: 1e-4, torch.bfloat16: 0.005}  # mean |delta logprob|, nats
+on_float32 = pytest.mark.parametrize("rig", [EXACT], indirect=True)
+on_both = pytest.mark.parametrize("rig", [EXACT, ROUNDED], indirect=True)
+
+
+@pytest.fixture(scope="module")
+def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    """One engine at a time."""
+    dtype, _, tied = request.param.partition(" ")
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        rig = Rig(tmp_path_factory.mktemp("rig"), dtype=dtype, is_tied=bool(tied))
+        yield rig
+        rig.close()
+
+
+def make_prompts(num: int, *, num_tokens: int, seed: int = 0) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [[draw.randrange(4, 260) for _ in range(num_tokens)] for _ in range(num)]
+
+
+def forced(completion: "Completion") -> list[int]:
+    """The versions that the sampled tokens themselves name."""
+    return [token - FIRST_FORCED for token in completion.token_ids]
+
+
+def mean_delta(rig: Rig, prompts: list[list[int]], completions: "list[Completion]") -> float:
+    """Mean |logprob of the engine - logprob of the trainer| over the sampled tokens."""
+    sequences = [p + c.token_ids for p, c in zip(prompts, completions, strict=True)]
+    deltas = [
+        abs(ours - theirs)
+        for scores, completion in zip(rig.trainer.score(sequences), completions, strict=True)
+        for ours, theirs in zip(
+            scores[-len(completion.logprobs) :], completion.logprobs, strict=True
+        )
+    ]
+    return sum(deltas) / len(deltas)
+
+
+@on_float32
+def test_every_token_is_labelled_with_the_weights_that_sampled_it(rig: Rig) -> None:
+    async def law() -> None:
+        with rig.learner() as (publisher, _):
+            async with rig.link() as (link, _task):
+                await rig.publish_first(publisher, link, rig.forced_weights(1))
+                running = [
+                    rig.generate(f"request-{n}", prompt, max_tokens=100 + 10 * n)
+                    for n, prompt in enumerate(make_prompts(16, num_tokens=20))
+                ]
+                for version in (2, 3):
+                    # It runs beside the others, so that all of them sample some tokens first.
+                    await rig.generate(f"clock-{version}", [5, 6], max_tokens=10)
+                    await asyncio.to_thread(publisher.publish, rig.forced_weights(version))
+                completions = await asyncio.gather(*running)
+        for number, completion in enumerate(completions):
+            assert len(completion.token_ids) == 100 + 10 * number
+            assert completion.versions == forced(completion)
+        assert {tuple(sorted(set(c.versions))) for c in completions} >= {(1, 2, 3)}
+
+    rig.run(law())
+
+
+@on_both
+def test_engine_and_trainer_agree_on_sampled_tokens_after_every_update(rig: Rig) -> None:
+    limit = LIMITS[rig.dtype]
+
+    async def law() -> None:
+        prompts = make_prompts(8, num_tokens=PROMPT_TOKENS)
+        with rig.learner() as (publisher, _):
+            async with rig.link() as (link, _task):
+                rig.randomize(seed=1)
+                await rig.publish_first(publisher, link, rig.weights(1))
+                before = await sample(rig, prompts)
+                assert mean_delta(rig, prompts, before) <= limit
+                rig.randomize(seed=2)
+                assert mean_delta(rig, prompts, before) > 40 * limit, "other weights are noticed"
+                await asyncio.to_thread(publisher.publish, rig.weights(2))
+                after = await sample(rig, prompts)
+                assert mean_delta(rig, prompts, after) <= limit
+        assert {v for completion in after for v in completion.versions} == {2}
+
+    rig.run(law())
+
+
+async def sample(rig: Rig, prompts: list[list[int]]) -> "list[Completion]":
+    """Half of the prompts one by one, half of them in one batch; 64 tokens each."""
+    half = len(prompts) // 2
+    version = rig.engine.version
+    single = [
+        rig.generate(f"single-{version}-{n}", prompt, max_tokens=64)
+        for n, prompt in enumerate(prompts[:half])
+    ]
+    alone = await asyncio.gather(*single)
+    together = await rig.engine.generate_together(
+        {f"together-{version}-{n}": prompt for n, prompt in enumerate(prompts[half:])},
+        max_tokens=64,
+        salt=f"v{version}",
+    )
+    return [*alone, *together.values()]
+
+
+@on_both
+def test_a_tensor_damaged_before_the_checksum_raises_the_canary_alarm(rig: Rig) -> None:
+    async def law() -> None:
+        canary = make_prompts(4, num_tokens=40, seed=1)
+        rig.randomize(seed=3)
+        with rig.learner() as (publisher, listener):
+            async with rig.link() as (link, _task):
+                await rig.publish_first(publisher, link, rig.weights(1, canary))
+                await eventually(lambda: CanaryScores in map(type, listener.heard))
+                assert publisher.num_canary_alarms == 0
+                spoilt = rig.weights(2, canary, spoil="model.layers.1.mlp.down_proj.weight")
+                await asyncio.to_thread(publisher.publish, spoilt)
+                await eventually(lambda: publisher.num_canary_alarms == 1)
+
+    rig.run(law())
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    """Return as soon as the condition holds. Raises: TimeoutError: it does not."""
+    async with asyncio.timeout(WAIT_S):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+@on_float32
+def test_a_buffer_damaged_on_its_way_is_refused_and_the_old_weights_go_on(rig: Rig) -> None:
+    async def law() -> None:
+        with rig.learner() as (publisher, listener):
+            async with rig.link() as (link, task):
+                await rig.publish_first(publisher, link, rig.forced_weights(1))
+                running = rig.generate("refusing", [5, 6], max_tokens=300)
+                await rig.generate("clock", [5, 6], max_tokens=10)
+                listener.heard.clear()
+                damaged = rig.forced_weights(2)
+                damaged.buffer[7] ^= 1
+                await asyncio.to_thread(publisher.publish, damaged)
+                with pytest.raises(WeightSyncError, match="in a row"):
+                    await asyncio.wait_for(task, TIMEOUT_S - 1.0)  # it is damaged every time
+                completion = await running
+        loaded = [m for m in listener.heard if isinstance(m, WeightsLoaded)]
+        assert not any(message.is_ok for message in loaded)
+        assert "checksum" in loaded[0].error
+        assert rig.engine.version == 1
+        assert completion.versions == forced(completion) == [1] * 300
+
+    rig.run(law())
+
+
+@on_float32
+@pytest.mark.parametrize("moment", ["before_the_store", "before_the_group", "before_the_broadcast"])
+def test_requests_survive_a_learner_that_vanishes_within_a_transfer(rig: Rig, moment: str) -> None:
+    async def law() -> None:
+        with rig.learner() as (publisher, _):
+            async with rig.link() as (link, _task):
+                await rig.publish_first(publisher, link, rig.forced_weights(1))
+        running = [
+            rig.generate(f"{moment}-{n}", prompt, max_tokens=300)
+            for n, prompt in enumerate(make_prompts(4, num_tokens=20))
+        ]
+        await rig.generate(f"{moment}-clock", [5, 6], max_tokens=10)
+        started = time.monotonic()
+        with pytest.raises(WeightSyncError):
+            await load_from_a_learner_that_vanishes(rig, moment)
+        # torch overshoots the deadline of connecting to a store: 2.6 s for 1 s, 7 s for 3 s.
+        max_s = 4 * TIMEOUT_S if moment == "before_the_store" else TIMEOUT_S + 1.0
+        assert time.monotonic() - started < max_s
+        for completion in await asyncio.gather(*running):
+            assert completion.versions == forced(completion) == [1] * 300
+
+    rig.run(law())
+
+
+async def load_from_a_learner_that_vanishes(rig: Rig, moment: str) -> None:
+    store = open_store(HOST, 0, is_server=True, timeout_s=TIMEOUT_S)
+    weights = rig.forced_weights(2)
+    offer = WeightsOffer(
+        version=2,
+        group_epoch=1,
+        rank=1,
+        world_size=2,
+        store_host=HOST,
+        store_port=store.port,
+        backend="gloo",
+        timeout_s=TIMEOUT_S,
+        tensors=weights.tensors,
+        total_bytes=weights.buffer.numel(),
+        checksum=weights.checksum,
+        canary_token_ids=[],
+    )
+    if moment == "before_the_store":
+        del store
+
+    def join_and_leave() -> None:
+        group = BroadcastGroup(
+            store,
+            epoch=1,
+            rank=0,
+            world_size=2,
+            backend="gloo",
+            timeout_s=TIMEOUT_S,
+            bind_host=HOST,
+        )
+        group.close()
+
+    joining: list[asyncio.Future[None]] = []
+
+    async def announce() -> None:
+        if moment == "before_the_broadcast":
+            joining.append(asyncio.ensure_future(asyncio.to_thread(join_and_leave)))
+
+    try:
+        await rig.engine.load(offer, announce=announce)
+    finally:
+        await asyncio.gather(*joining)
+
+
+@on_float32
+def test_a_learner_that_starts_again_is_followed_without_a_failed_transfer(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def law() -> None:
+        with rig.learner() as (publisher, _):
+            async with rig.link() as (link, _task):
+                await rig.publish_first(publisher, link, rig.forced_weights(1))
+                publisher.stop()
+                with rig.learner() as (again, listener):
+                    await asyncio.to_thread(again.publish, rig.forced_weights(2))
+                    await eventually(lambda: WeightsLoaded in map(type, listener.heard))
+        assert rig.engine.version == 2
+        assert [r.getMessage() for r in caplog.records if r.levelname == "ERROR"] == []
+
+    rig.run(law())

@@ -1,0 +1,50 @@
+"""Laws of waiting."""
+
+import asyncio
+import logging
+
+import pytest
+
+from actor.links.waiting import wait_aloud
+
+
+class Watch(logging.Handler):
+    """Sets the event at the second record, so that the wait ends by what it says."""
+
+    def __init__(self, event: asyncio.Event) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+        self._event = event
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+        if len(self.messages) == 2:
+            self._event.set()
+
+
+def test_a_long_wait_says_again_and_again_who_is_waited_for() -> None:
+    async def law() -> None:
+        event = asyncio.Event()
+        watch = Watch(event)
+        logger = logging.getLogger("actor.links.waiting")
+        logger.addHandler(watch)
+        try:
+            async with asyncio.timeout(5.0):
+                await wait_aloud(event, waiting_for="learner: first weights", warn_every_s=0.01)
+        finally:
+            logger.removeHandler(watch)
+        assert len(watch.messages) == 2
+        for message in watch.messages:
+            assert message.startswith("still waiting for='learner: first weights' waited_s=0.0")
+
+    asyncio.run(law())
+
+
+def test_a_wait_for_what_is_there_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    async def law() -> None:
+        event = asyncio.Event()
+        event.set()
+        await wait_aloud(event, waiting_for="learner: first weights", warn_every_s=0.01)
+
+    asyncio.run(law())
+    assert caplog.messages == []

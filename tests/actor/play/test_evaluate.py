@@ -1,0 +1,178 @@
+"""Laws of the command `eval`, with a real small hub and a real small endpoint."""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actor.play.evaluate import check_policy, describe_policy, digest_of, fetch_task_lists, run
+from common.config.evaluation import EvalSection, PolicySection
+from common.config.run_config import (
+    ActorSection,
+    ModelSection,
+    RunConfig,
+    SchedulerSection,
+    TaskSection,
+)
+from common.errors import ConfigError
+from common.store.journal import read_journal
+from common.store.run_dir import RunDir
+from common.wire.heldout import HeldOutItem
+from tests.actor.toy_servers import ToyEndpoint, ToyHub, serve
+
+
+@dataclass
+class Stage:
+    """A hub, an endpoint and a run directory."""
+
+    root: Path
+    hub: ToyHub = field(default_factory=ToyHub)
+    endpoint: ToyEndpoint = field(default_factory=ToyEndpoint)
+    said: list[str] = field(default_factory=list[str])
+    hub_url: str = ""
+    endpoint_url: str = ""
+
+    def config(self, *, k: int = 1, model: str = "toy-1", **fields: Any) -> RunConfig:
+        policy = PolicySection(
+            url=f"{self.endpoint_url}/v1", model=model, backoff_s=0.01, max_tries=2
+        )
+        return RunConfig(
+            model=ModelSection(path="unset"),
+            tasks=[TaskSection(env="toy", subset="a")],
+            scheduler=SchedulerSection(max_attempts=2),
+            actor=ActorSection(env_timeout_s=10.0),
+            eval=EvalSection(k=k, **fields),
+            policy=policy,
+        )
+
+    def evaluate(self, cfg: RunConfig, numbers: list[int]) -> int:
+        items = [
+            HeldOutItem(
+                env="toy",
+                subset="a",
+                item_id=f"a-test-{number}",
+                horizon=3,
+                seeds=tuple(range(cfg.eval.k)),
+            )
+            for number in numbers
+        ]
+        run_dir = RunDir(root=self.root)
+        return run(cfg, run_dir, items, hub_url=self.hub_url, token="", say=self.said.append)
+
+    @property
+    def entries(self) -> list[dict[str, Any]]:
+        return json.loads((self.root / "eval.json").read_text())["entries"]
+
+
+@contextlib.contextmanager
+def stage(root: Path) -> Iterator[Stage]:
+    made = Stage(root=root)
+    with serve(made.hub.app()) as hub_url, serve(made.endpoint.app()) as endpoint_url:
+        made.hub_url, made.endpoint_url = hub_url, endpoint_url
+        yield made
+
+
+def test_samples_are_scored_written_and_said(tmp_path: Path) -> None:
+    with stage(tmp_path) as s:
+        s.endpoint.script = ["wait"] * 6  # the first two episodes never go on
+        cfg = s.config(k=2)
+        cfg.policy.max_concurrent = 1
+        assert s.evaluate(cfg, [0, 1]) == 0
+        overall = s.entries[0]["overall"]
+    assert (overall["num_items"], overall["num_episodes"], overall["num_failed"]) == (2, 4, 0)
+    assert overall["avg_at_k"]["mean"] == 0.5  # sample 0 of both failed, sample 1 solved both
+    assert overall["pass_at"]["1"]["mean"] == 0.5
+    assert overall["pass_at"]["2"]["mean"] == 1.0
+    assert overall["score"]["mean"] == 0.5
+    assert s.said == [(tmp_path / "eval.md").read_text()]
+    assert "| toy-1 | avg@2 | 50.00 [" in s.said[0]
+
+
+def test_second_command_plays_only_what_is_missing(tmp_path: Path) -> None:
+    with stage(tmp_path) as s:
+        assert s.evaluate(s.config(), [0, 1]) == 0
+        assert s.evaluate(s.config(), [0, 1, 2]) == 0
+        assert s.hub.opened.count("a-test-0") == s.hub.opened.count("a-test-2") == 1
+        assert s.entries[0]["overall"]["num_episodes"] == 3
+        assert len(s.entries) == 1
+    assert len(list(read_journal(tmp_path / "eval" / "journal"))) == 3
+
+
+def test_failed_episode_is_shown_apart_and_played_again_next_time(tmp_path: Path) -> None:
+    with stage(tmp_path) as s:
+        assert s.evaluate(s.config(max_failed_frac=0.5), [0, 9]) == 0
+        overall = s.entries[0]["overall"]
+        assert (overall["num_episodes"], overall["num_failed"]) == (1, 1)
+        assert overall["failures"] == {"env_error": 1}
+        assert overall["success"]["mean"] == 1.0  # the failure is no zero
+        assert "1 (env_error 1)" in s.said[0]
+        num_before = len(s.hub.opened)
+        s.evaluate(s.config(max_failed_frac=0.5), [0, 9])
+        assert s.hub.opened[num_before:] == ["a-test-9"] * 2
+
+
+def test_too_many_failures_mean_exit_code_1_and_a_table_of_what_there_is(tmp_path: Path) -> None:
+    with stage(tmp_path) as s:
+        assert s.evaluate(s.config(max_failed_frac=0.1), [0, 9]) == 1
+        assert s.entries[0]["overall"]["num_failed"] == 1
+
+
+def test_silent_endpoint_means_exit_code_1_and_no_zero(tmp_path: Path) -> None:
+    with stage(tmp_path) as s:
+        s.endpoint.script = [503] * 100
+        assert s.evaluate(s.config(), [0]) == 1
+        overall = s.entries[0]["overall"]
+    assert (overall["success"]["mean"], overall["failures"]) == (None, {"aborted": 1})
+
+
+def test_two_policies_stand_in_one_table_and_share_no_episode(tmp_path: Path) -> None:
+    with stage(tmp_path) as s:
+        s.evaluate(s.config(model="one"), [0])
+        s.evaluate(s.config(model="two", label="Two | big"), [0])
+        assert [entry["label"] for entry in s.entries] == ["one", "Two | big"]
+    text = (tmp_path / "eval.md").read_text()
+    assert s.hub.opened == ["a-test-0"] * 2
+    assert "| one | success | 100.00 [20.7, 100.0] |" in text
+    assert "| Two / big | success |" in text
+
+
+def test_digest_changes_with_whatever_makes_other_episodes(tmp_path: Path) -> None:
+    with stage(tmp_path) as s:
+        first, other = s.config(), s.config()
+        other.policy.temperature = 0.3
+        assert digest_of(describe_policy(first)) != digest_of(describe_policy(other))
+        other.policy.temperature = first.policy.temperature
+        other.policy.max_tries = 9
+        assert digest_of(describe_policy(first)) == digest_of(describe_policy(other))
+
+
+def test_task_lists_come_from_the_hub(tmp_path: Path) -> None:
+    with stage(tmp_path) as s:
+        lists = fetch_task_lists(s.config(), hub_url=s.hub_url, token="")
+        assert lists == {"toy": ["a-test-2", "a-test-5"]}
+
+
+def test_model_that_does_not_fit_its_tokenizer_is_refused(repository: Path, tmp_path: Path) -> None:
+    source = repository / "configs" / "policies" / "tiny"
+    for name in ("tokenizer.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(source / name)
+    config = json.loads((source / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tasks = [TaskSection(env="toy", subset="easy")]
+    cfg = RunConfig(model=ModelSection(path=str(tmp_path)), tasks=tasks)
+    check_policy(cfg, Path("/"))
+    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 100}))
+    with pytest.raises(ConfigError, match=r"model\.path=.*: the tokenizer has token id \d+"):
+        check_policy(cfg, Path("/"))
+
+
+def test_evaluation_of_nothing_is_refused() -> None:
+    tasks = [TaskSection(env="toy", subset="easy")]
+    with pytest.raises(ConfigError, match=r"tasks=\[\]"):
+        check_policy(RunConfig(), Path("/"))
+    with pytest.raises(ConfigError, match=r"eval\.num_items=0"):
+        check_policy(RunConfig(tasks=tasks, eval=EvalSection(num_items=0)), Path("/"))

@@ -1,0 +1,183 @@
+"""Laws of the hub's client, against a tiny real server that fails on demand."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from actor.rollout.env_client import Hint, HubClient, StepResult
+from common.errors import EnvError, EnvTimeout
+
+OPENED = {"session_id": "s", "observation": "begun"}
+STEPPED = {"observation": "on", "reward": 1, "done": True, "is_valid": False}
+
+
+class Hub:
+    """Answers as its script says: a status, "lost" (the connection breaks) or "hangs".
+
+    A request beyond the script is answered well.
+    """
+
+    def __init__(self) -> None:
+        self.script: list[int | str] = []
+        self.requests: list[tuple[str, str, Any]] = []
+        self.headers: list[Any] = []
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json() if request.can_read_body else None
+        self.requests.append((request.method, request.path, body))
+        self.headers.append(request.headers)
+        number = len(self.requests) - 1
+        act = self.script[number] if number < len(self.script) else 200
+        if act == "lost":
+            assert request.transport is not None
+            request.transport.abort()
+        if act == "hangs":
+            await asyncio.sleep(3.0)
+        if act == 429:
+            return web.Response(status=429, headers={"Retry-After": "0.01"})
+        if act != 200:
+            return web.json_response(
+                {"detail": "what happened"}, status=act if act != "lost" else 500
+            )
+        if request.method == "DELETE":
+            return web.Response(status=204)
+        if request.path == "/v1/envs":
+            return web.json_response({"toy": {"instruction": {"compact": "play"}}})
+        if request.path.endswith("/hint"):
+            return web.json_response({"valid_actions": ["a"], "expert_action": None})
+        return web.json_response(STEPPED if request.path.endswith("/step") else OPENED)
+
+
+Law = Callable[[Hub, HubClient], Awaitable[None]]
+
+
+def check(law: Law, *, script: tuple[int | str, ...] = (), timeout_s: float = 5.0) -> Hub:
+    """Run a law against a served hub."""
+    hub = Hub()
+    hub.script = list(script)
+
+    async def run() -> None:
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", hub.answer)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = runner.addresses[0][1]
+        try:
+            async with HubClient(
+                f"http://127.0.0.1:{port}/", token="secret", timeout_s=timeout_s
+            ) as client:
+                await law(hub, client)
+        finally:
+            await runner.cleanup()
+
+    asyncio.run(run())
+    return hub
+
+
+async def play_one(_: Hub, client: HubClient) -> None:
+    session = await client.open("toy", "toy-train-0", seed=3, style="compact")
+    assert session.first_observation == "begun"
+    result = await session.step("go")
+    assert result == StepResult(observation="on", reward=1.0, done=True, is_valid=False)
+    assert await session.hint() == Hint(valid_actions=["a"], expert_action=None)
+    await session.close()
+
+
+def test_an_episode_is_opened_stepped_and_closed() -> None:
+    hub = check(play_one)
+    opened = {"env": "toy", "item_id": "toy-train-0", "seed": 3, "style": "compact"}
+    assert hub.requests == [
+        ("POST", "/v1/sessions", opened),
+        ("POST", "/v1/sessions/s/step", {"action": "go", "seq": 1}),
+        ("GET", "/v1/sessions/s/hint", None),
+        ("DELETE", "/v1/sessions/s", None),
+    ]
+    assert {headers["Authorization"] for headers in hub.headers} == {"Bearer secret"}
+
+
+def test_a_lost_connection_is_retried_with_the_same_number() -> None:
+    async def law(_: Hub, client: HubClient) -> None:
+        session = await client.open("toy", "toy-train-0", seed=0, style="compact")
+        await session.step("first")
+        await session.step("second")
+
+    hub = check(law, script=(200, "lost", 200, 200))
+    assert [body for _, path, body in hub.requests if path.endswith("/step")] == [
+        {"action": "first", "seq": 1},
+        {"action": "first", "seq": 1},
+        {"action": "second", "seq": 2},
+    ]
+
+
+def test_a_full_hub_is_waited_for_longer_than_a_broken_one() -> None:
+    async def law(_: Hub, client: HubClient) -> None:
+        await client.open("toy", "toy-train-0", seed=0, style="compact")
+
+    assert len(check(law, script=(429,) * 9).requests) == 10
+
+
+def test_a_hub_that_stays_full_is_a_timeout_that_says_so() -> None:
+    async def law(_: Hub, client: HubClient) -> None:
+        with pytest.raises(EnvTimeout, match="full"):
+            await client.open("toy", "toy-train-0", seed=0, style="compact")
+
+    check(law, script=(429,) * 1000, timeout_s=0.1)
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "text"),
+    [
+        (504, EnvTimeout, "what happened"),
+        (500, EnvError, "HTTP 500.*what happened"),
+        (404, EnvError, "HTTP 404"),
+        (409, EnvError, "HTTP 409"),
+    ],
+)
+def test_a_refusal_of_the_hub_is_an_error_and_not_retried(
+    status: int, error: type[EnvError], text: str
+) -> None:
+    async def law(_: Hub, client: HubClient) -> None:
+        session = await client.open("toy", "toy-train-0", seed=0, style="compact")
+        with pytest.raises(EnvError, match=text) as raised:
+            await session.step("go")
+        assert type(raised.value) is error
+
+    assert len(check(law, script=(200, status)).requests) == 2
+
+
+def test_a_hub_that_does_not_answer_is_a_timeout() -> None:
+    async def law(_: Hub, client: HubClient) -> None:
+        with pytest.raises(EnvTimeout, match=r"no answer within 0\.1s"):
+            await client.open("toy", "toy-train-0", seed=0, style="compact")
+
+    check(law, script=("hangs",), timeout_s=0.1)
+
+
+@pytest.mark.slow
+def test_a_hub_that_is_gone_is_an_error_after_a_few_tries() -> None:
+    async def law(_: Hub, client: HubClient) -> None:
+        with pytest.raises(EnvError, match="4 tries"):
+            await client.open("toy", "toy-train-0", seed=0, style="compact")
+
+    assert len(check(law, script=("lost",) * 4).requests) == 4
+
+
+@pytest.mark.parametrize("status", [404, 500, 504])
+def test_closing_a_session_that_is_gone_is_no_error(status: int) -> None:
+    async def law(_: Hub, client: HubClient) -> None:
+        session = await client.open("toy", "toy-train-0", seed=0, style="compact")
+        await session.close()
+
+    check(law, script=(200, status))
+
+
+def test_instructions_are_by_environment_and_style() -> None:
+    async def law(_: Hub, client: HubClient) -> None:
+        assert await client.instructions() == {"toy": {"compact": "play"}}
+
+    check(law)

@@ -1,0 +1,318 @@
+"""Laws of one episode, played against small real sessions and policies."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+
+import pytest
+
+from actor.rollout.env_client import Hint, StepResult
+from actor.rollout.episode import Session, run_episode
+from actor.rollout.scripted import ScriptedPolicy, ScriptedRender
+from common.errors import EngineError, EnvError, EnvTimeout
+from common.wire.messages import EndReason, EpisodeKind, Lease, PolicyKind, Trajectory
+from learner.ingest.admission import refusal
+
+LEASE = Lease(
+    episode_id="g/1",
+    group_id="g",
+    member=1,
+    attempt=2,
+    kind=EpisodeKind.TRAIN,
+    policy=PolicyKind.MODEL,
+    env="toy",
+    item_id="toy-train-0",
+    seed=7,
+    horizon=3,
+    horizon_stage=1,
+    opened_at_version=4,
+    deadline_s=5.0,
+)
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A turn of the policy."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    is_stopped: bool = True
+
+
+class Count:
+    """A session that counts; `answers` says what each step does, the last one for ever."""
+
+    def __init__(self, answers: list[StepResult | Exception | float]) -> None:
+        self.first_observation = "first"
+        self.actions: list[str] = []
+        self.num_closed = 0
+        self._answers = answers
+
+    async def step(self, action: str) -> StepResult:
+        self.actions.append(action)
+        answer = self._answers[min(len(self.actions), len(self._answers)) - 1]
+        if isinstance(answer, float):
+            await asyncio.sleep(answer)
+            raise AssertionError("slept through the deadline")
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async def hint(self) -> Hint:
+        return Hint(valid_actions=["left", "right"], expert_action="jump")
+
+    async def close(self) -> None:
+        self.num_closed += 1
+
+
+class Letters:
+    """Renders each letter as its code; a turn ends with 0."""
+
+    def first_prompt(self, text: str) -> list[int]:
+        return [ord(c) for c in text]
+
+    def after_action(self, text: str, *, is_stopped: bool) -> list[int]:
+        return ([] if is_stopped else [0]) + [ord(c) for c in text]
+
+    def action_text(self, token_ids: list[int]) -> str:
+        return "".join(chr(i) for i in token_ids if i)
+
+
+def go_on(*, reward: float = 0.0, is_valid: bool = True, done: bool = False) -> StepResult:
+    return StepResult(observation="ab", reward=reward, done=done, is_valid=is_valid)
+
+
+TURNS = [
+    Taken([120, 0], [-0.5, -0.25], [4, 4]),
+    Taken([121], [-1.0], [5], is_stopped=False),
+    Taken([122, 0], [-2.0, -3.0], [5, 6]),
+]
+
+
+def play(
+    session: Count,
+    *,
+    lease: Lease = LEASE,
+    turns: list[Taken] = TURNS,
+    act: Callable[..., Awaitable[Taken]] | None = None,
+    instruction: str = "",
+    max_tokens: int = 100,
+    prompts: list[list[int]] | None = None,
+) -> Trajectory:
+    remaining = iter(turns)
+
+    async def next_turn(ids: list[int], _: Session) -> Taken:
+        if prompts is not None:
+            prompts.append(list(ids))
+        return next(remaining)
+
+    async def open_session() -> Count:
+        return session
+
+    return asyncio.run(
+        run_episode(
+            lease,
+            open_session=open_session,
+            act=act or next_turn,
+            render=Letters(),
+            instruction=instruction,
+            max_tokens=max_tokens,
+            turn_tokens=2,
+            actor="actor-0",
+        )
+    )
+
+
+def test_every_token_is_written_down_with_who_made_it() -> None:
+    session = Count([go_on(), go_on(is_valid=False), go_on(reward=0.5)])
+    prompts: list[list[int]] = []
+    got = play(session, prompts=prompts)
+    first = [ord(c) for c in "first"]
+    assert got.token_ids.tolist() == [*first, 120, 0, 97, 98, 121, 0, 97, 98, 122, 0]
+    sampled = [5, 6, 9, 13, 14]
+    assert [i for i, is_on in enumerate(got.loss_mask.tolist()) if is_on] == sampled
+    assert got.versions.tolist() == [*[-1] * 5, 4, 4, -1, -1, 5, -1, -1, -1, 5, 6]
+    assert got.logprobs.tolist() == [*[0.0] * 5, -0.5, -0.25, 0, 0, -1.0, 0, 0, 0, -2.0, -3.0]
+    assert got.turn_ids.tolist() == [*[0] * 7, 1, 1, 1, 2, 2, 2, 2, 2]
+    assert prompts == [got.token_ids.tolist()[:end] for end in (5, 9, 13)]
+    assert session.actions == ["x", "y", "z"]
+    assert (got.num_turns, got.num_invalid_actions) == (3, 1)
+    assert got.invalid_turns.tolist() == [False, True, False]
+    assert refusal(got, learner_version=6, max_group_size=2) == ""
+
+
+def test_an_episode_carries_the_stamp_of_its_lease() -> None:
+    got = play(Count([go_on()]))
+    for name in LEASE.__slots__:
+        if name != "deadline_s":
+            assert getattr(got, name) == getattr(LEASE, name)
+    assert got.actor == "actor-0"
+    assert got.wall_s >= got.generate_s + got.env_s >= 0
+
+
+def test_the_horizon_ends_an_episode_with_the_reward_of_its_last_step() -> None:
+    session = Count([go_on(), go_on(), go_on(reward=0.5)])
+    got = play(session)
+    assert (got.end_reason, got.reward, got.is_success) == (EndReason.HORIZON, 0.5, False)
+    assert session.num_closed == 1
+
+
+@pytest.mark.parametrize(("reward", "is_success"), [(1.0, True), (0.0, False), (0.9, False)])
+def test_done_ends_an_episode_and_full_reward_is_success(reward: float, is_success: bool) -> None:
+    session = Count([go_on(), go_on(reward=reward, done=True)])
+    got = play(session)
+    assert (got.end_reason, got.reward) == (EndReason.DONE, reward)
+    assert got.is_success is is_success
+    assert got.num_turns == 2
+    assert got.token_ids[-1] == 121, "nothing is observed after the end"
+    assert session.num_closed == 1
+
+
+def test_the_instruction_comes_before_the_first_observation() -> None:
+    prompts: list[list[int]] = []
+    play(Count([go_on(done=True)]), instruction="do", prompts=prompts)
+    assert "".join(map(chr, prompts[0])) == "do\n\nfirst"
+
+
+def test_an_episode_ends_before_a_turn_that_could_exceed_the_context() -> None:
+    session = Count([go_on(reward=0.25)])
+    got = play(session, max_tokens=11)  # 9 tokens before the second turn, which may sample 2
+    assert (got.end_reason, got.num_turns, len(got.token_ids)) == (EndReason.CONTEXT_FULL, 2, 13)
+    assert got.reward == 0.25
+    got = play(Count([go_on()]), max_tokens=10)
+    assert (got.end_reason, got.num_turns) == (EndReason.CONTEXT_FULL, 1)
+    assert not got.end_reason.is_infrastructure_failure
+    assert session.num_closed == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (EnvError("HTTP 500"), EndReason.ENV_ERROR),
+        (EnvTimeout("HTTP 504"), EndReason.ENV_TIMEOUT),
+    ],
+)
+def test_a_failure_of_the_environment_is_recorded_and_never_a_reward(
+    error: Exception, reason: EndReason
+) -> None:
+    session = Count([go_on(reward=0.75), error])
+    got = play(session)
+    assert (got.end_reason, got.error, got.reward) == (reason, str(error), 0.0)
+    assert got.end_reason.is_infrastructure_failure
+    assert not got.is_success
+    assert session.num_closed == 1
+
+
+def test_a_session_that_does_not_open_is_recorded() -> None:
+    async def open_session() -> Count:
+        raise EnvError("no such item")
+
+    async def act(ids: list[int], session: Session) -> Taken:
+        raise AssertionError("there is nothing to act on")
+
+    got = asyncio.run(
+        run_episode(
+            LEASE,
+            open_session=open_session,
+            act=act,
+            render=Letters(),
+            instruction="",
+            max_tokens=10,
+            turn_tokens=2,
+            actor="a",
+        )
+    )
+    assert (got.end_reason, got.error) == (EndReason.ENV_ERROR, "no such item")
+    assert got.token_ids.tolist() == []
+    assert refusal(got, learner_version=6, max_group_size=2) == ""
+
+
+def test_the_deadline_of_the_lease_ends_an_episode() -> None:
+    session = Count([go_on(reward=1.0), 5.0])
+    got = play(session, lease=replace(LEASE, deadline_s=0.05))
+    assert (got.end_reason, got.reward) == (EndReason.DEADLINE, 0.0)
+    assert got.error == "not ended within 0.05s"
+    assert session.num_closed == 1
+
+
+@pytest.mark.parametrize("error", [EngineError("dead"), TimeoutError("a turn took too long")])
+def test_a_failure_of_the_engine_propagates(error: Exception) -> None:
+    async def act(ids: list[int], session: Session) -> Taken:
+        raise error
+
+    session = Count([go_on()])
+    with pytest.raises(type(error), match=str(error)):
+        play(session, act=act)
+    assert session.num_closed == 1
+
+
+def test_a_revoked_episode_closes_its_session() -> None:
+    session = Count([go_on()])
+
+    async def revoke() -> None:
+        asked = asyncio.Event()
+
+        async def act(ids: list[int], _: Session) -> Taken:
+            asked.set()
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        async def open_session() -> Count:
+            return session
+
+        task = asyncio.create_task(
+            run_episode(
+                LEASE,
+                open_session=open_session,
+                act=act,
+                render=Letters(),
+                instruction="",
+                max_tokens=100,
+                turn_tokens=2,
+                actor="a",
+            )
+        )
+        await asked.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(revoke())
+    assert session.num_closed == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "allowed"),
+    [(PolicyKind.EXPERT, {"jump"}), (PolicyKind.RANDOM_VALID, {"left", "right"})],
+)
+def test_a_scripted_policy_plays_the_same_episode(kind: PolicyKind, allowed: set[str]) -> None:
+    def play_scripted() -> tuple[Trajectory, list[str]]:
+        session = Count([go_on()])
+        render = ScriptedRender()
+        policy = ScriptedPolicy(kind, seed="g/1", render=render)
+
+        async def open_session() -> Count:
+            return session
+
+        lease = replace(LEASE, horizon=20, kind=EpisodeKind.EVAL, policy=kind)
+        got = asyncio.run(
+            run_episode(
+                lease,
+                open_session=open_session,
+                act=policy.act,  # type: ignore[arg-type]
+                render=render,
+                instruction="",
+                max_tokens=100,
+                turn_tokens=2,
+                actor="a",
+            )
+        )
+        return got, session.actions
+
+    got, actions = play_scripted()
+    assert set(actions) == allowed
+    assert len(actions) == got.num_turns == 20
+    assert set(got.versions.tolist()) == {-1}
+    assert refusal(got, learner_version=0, max_group_size=2) == ""
+    assert play_scripted()[1] == actions, "the seed decides"

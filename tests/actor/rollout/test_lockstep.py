@@ -1,0 +1,143 @@
+"""Laws of rounds."""
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from actor.rollout.lockstep import Rounds
+from common.errors import EngineError
+
+
+@dataclass(frozen=True)
+class Said:
+    """A completion that repeats its prompt."""
+
+    token_ids: list[int]
+
+
+class EchoEngine:
+    """Answers every prompt with itself and notes the rounds."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.version = 3
+        self.rounds: list[dict[str, list[int]]] = []
+        self.salts: list[str] = []
+        self._error = error
+
+    async def generate_together(
+        self, prompts: dict[str, list[int]], *, max_tokens: int, salt: str
+    ) -> dict[str, Said]:
+        assert max_tokens == 16
+        self.rounds.append(prompts)
+        self.salts.append(salt)
+        await asyncio.sleep(0)
+        if self._error is not None:
+            raise self._error
+        return {request_id: Said(ids) for request_id, ids in prompts.items()}
+
+
+def make_rounds(engine: EchoEngine, *names: str, exclusive: Any = None) -> Rounds:
+    lock = exclusive or asyncio.Lock()
+    rounds = Rounds(engine, max_tokens=16, exclusive=lock)  # type: ignore[arg-type]
+    for name in names:
+        rounds.enter(name)
+    return rounds
+
+
+def ask(rounds: Rounds, name: str, *ids: int) -> asyncio.Task[Any]:
+    return asyncio.create_task(rounds.act(name, list(ids), None))  # type: ignore[arg-type]
+
+
+async def settle() -> None:
+    """Let everything that can run, run."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+def test_a_round_waits_for_all_and_is_in_the_order_of_ids() -> None:
+    async def law() -> None:
+        engine = EchoEngine()
+        rounds = make_rounds(engine, "a", "b", "c")
+        late, early = ask(rounds, "c", 3), ask(rounds, "a", 1)
+        await settle()
+        assert engine.rounds == []
+        last = ask(rounds, "b", 2)
+        assert [(await task).token_ids for task in (early, last, late)] == [[1], [2], [3]]
+        assert [list(r.items()) for r in engine.rounds] == [
+            [("1:a", [1]), ("1:b", [2]), ("1:c", [3])]
+        ]
+        assert engine.salts == ["v3"]
+
+    asyncio.run(law())
+
+
+def test_a_round_starts_when_the_last_one_missing_leaves() -> None:
+    async def law() -> None:
+        engine = EchoEngine()
+        rounds = make_rounds(engine, "a", "b")
+        task = ask(rounds, "a", 1)
+        await settle()
+        assert engine.rounds == []
+        rounds.leave("b")
+        assert (await task).token_ids == [1]
+        again = ask(rounds, "a", 1, 1)
+        assert (await again).token_ids == [1, 1]
+        assert [list(r) for r in engine.rounds] == [["1:a"], ["2:a"]]
+
+    asyncio.run(law())
+
+
+def test_leaving_when_nobody_waits_starts_nothing() -> None:
+    async def law() -> None:
+        engine = EchoEngine()
+        rounds = make_rounds(engine, "a", "b")
+        rounds.leave("a")
+        rounds.leave("a")
+        await settle()
+        assert engine.rounds == []
+        assert (await ask(rounds, "b", 2)).token_ids == [2]
+
+    asyncio.run(law())
+
+
+def test_a_failure_reaches_every_episode_of_the_round() -> None:
+    async def law() -> None:
+        rounds = make_rounds(EchoEngine(EngineError("dead")), "a", "b")
+        tasks = [ask(rounds, "a", 1), ask(rounds, "b", 2)]
+        for task in tasks:
+            with pytest.raises(EngineError, match="dead"):
+                await task
+
+    asyncio.run(law())
+
+
+def test_an_episode_that_is_revoked_while_it_waits_does_not_hold_up_the_others() -> None:
+    async def law() -> None:
+        rounds = make_rounds(EchoEngine(), "a", "b", "c")
+        revoked, other = ask(rounds, "a", 1), ask(rounds, "b", 2)
+        await settle()
+        revoked.cancel()
+        await settle()
+        rounds.leave("a")
+        last = ask(rounds, "c", 3)
+        assert (await other).token_ids == [2]
+        assert (await last).token_ids == [3]
+
+    asyncio.run(law())
+
+
+def test_a_round_waits_while_weights_are_loaded() -> None:
+    async def law() -> None:
+        engine, exclusive = EchoEngine(), asyncio.Lock()
+        rounds = make_rounds(engine, "a", exclusive=exclusive)
+        async with exclusive:
+            task = ask(rounds, "a", 1)
+            await settle()
+            assert engine.rounds == []
+            engine.version = 4
+        await task
+        assert engine.salts == ["v4"]
+
+    asyncio.run(law())

@@ -1,0 +1,134 @@
+"""Laws of rendering: the ids that an episode keeps are those of the template's own rendering."""
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from actor.rollout.render import Renderer
+from common.errors import ConfigError
+from learner.offline.scratch import CHAT_TEMPLATE, make_tokenizer
+
+CORPUS = ["go to the red ball", "you see a red ball", "user assistant pick up the key"] * 4
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+WITH_SYSTEM = "<|im_start|>system\nYou are an agent.<|im_end|>\n" + CHATML
+REWRITES = CHATML.replace(
+    "{{ m['content'] }}",
+    "{% if m['role'] == 'user' or loop.last %}{{ m['content'] }}{% endif %}",
+)
+LAST_TURNS_ONLY = CHATML.replace("in messages", "in messages[-2:]")
+NO_USER_TEXT = CHATML.replace(
+    "{{ m['content'] }}", "{% if m.role != 'user' %}{{ m.content }}{% endif %}"
+)
+NO_END = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant: "
+
+
+def make_chatml(template: str, *, eos: str = "<|im_end|>") -> PreTrainedTokenizerFast:
+    """A tokenizer whose special tokens are those of ChatML."""
+    special = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=eos,
+        additional_special_tokens=special,
+        clean_up_tokenization_spaces=False,
+    )
+    fast.chat_template = template
+    return fast
+
+
+COMPACT = make_tokenizer(CORPUS, vocab_size=320)
+TOKENIZERS = {
+    "compact": COMPACT,
+    "chatml": make_chatml(CHATML),
+    "chatml_with_system": make_chatml(WITH_SYSTEM),
+    "chatml_with_other_eos": make_chatml(CHATML, eos="<|endoftext|>"),
+}
+ANY_TOKENIZER = pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)
+OBSERVATIONS = ["you see a red ball\n\ngoal: go", "  nothing\n", "", "küche <3"]
+ACTIONS = ["go to the red ball", "pick up", "x"]
+
+
+def whole(tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    """The template's rendering of the whole conversation, encoded at once."""
+    messages = []
+    for observation, action in zip(OBSERVATIONS, [*ACTIONS, None], strict=True):
+        messages.append({"role": "user", "content": observation})
+        if action is not None:
+            messages.append({"role": "assistant", "content": action})
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+@ANY_TOKENIZER
+@pytest.mark.parametrize("stopped", [(True, True, True), (True, False, True), (False,) * 3])
+def test_the_pieces_are_the_template_s_rendering_of_the_whole(
+    tokenizer: PreTrainedTokenizerFast, stopped: tuple[bool, ...]
+) -> None:
+    renderer = Renderer(tokenizer)
+    ids = renderer.first_prompt(OBSERVATIONS[0])
+    for action, observation, is_stopped in zip(ACTIONS, OBSERVATIONS[1:], stopped, strict=True):
+        ids += tokenizer.encode(action, add_special_tokens=False)
+        ids += renderer.end_of_turn_ids[:1] if is_stopped else []
+        ids += renderer.after_action(observation, is_stopped=is_stopped)
+    assert ids == whole(tokenizer)
+
+
+@ANY_TOKENIZER
+def test_an_unfinished_turn_gets_one_end_token_more(tokenizer: PreTrainedTokenizerFast) -> None:
+    renderer = Renderer(tokenizer)
+    stopped = renderer.after_action("you see", is_stopped=True)
+    cut = renderer.after_action("you see", is_stopped=False)
+    assert cut == [renderer.end_of_turn_ids[0], *stopped]
+
+
+def test_a_turn_ends_with_the_template_s_token_or_with_eos() -> None:
+    ids = {
+        name: tokenizer.convert_ids_to_tokens(Renderer(tokenizer).end_of_turn_ids)
+        for name, tokenizer in TOKENIZERS.items()
+    }
+    assert ids == {
+        "compact": ["<|end|>"],
+        "chatml": ["<|im_end|>"],
+        "chatml_with_system": ["<|im_end|>"],
+        "chatml_with_other_eos": ["<|im_end|>", "<|endoftext|>"],
+    }
+
+
+@ANY_TOKENIZER
+def test_the_text_of_an_action_has_no_special_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
+    renderer = Renderer(tokenizer)
+    ids = tokenizer.encode(" go to the red ball\n", add_special_tokens=False)
+    assert renderer.action_text([*ids, renderer.end_of_turn_ids[0]]) == "go to the red ball"
+    assert renderer.action_text([]) == ""
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (REWRITES, "rewrites earlier turns"),
+        (LAST_TURNS_ONLY, "rewrites earlier turns"),
+        (NO_USER_TEXT, "drops the user's text"),
+        (NO_END, "does not end a turn with a special token"),
+        (None, "no chat template"),
+    ],
+)
+def test_a_template_that_cannot_be_kept_is_refused(template: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        Renderer(make_chatml(template))
+
+
+def test_the_compact_template_costs_two_tokens_per_turn() -> None:
+    renderer = Renderer(COMPACT)
+    assert COMPACT.chat_template == CHAT_TEMPLATE
+    assert COMPACT.convert_ids_to_tokens(renderer.first_prompt("")) == ["<|user|>", "<|assistant|>"]
+    assert renderer.after_action("", is_stopped=True) == renderer.first_prompt("")

@@ -1,0 +1,104 @@
+"""Laws of the curriculum's configuration."""
+
+from pathlib import Path
+
+import pytest
+
+from common.config.curriculum import HorizonKind, MixtureKind
+from common.config.load import load_config, save_config
+from common.errors import ConfigError
+
+BASE = [
+    "model.path=/weights",
+    "tasks=[{env: babyai, subset: GoTo}, {env: textcraft, subset: depth1}]",
+    "horizon.kind=stepwise",
+    "horizon.stages=[6, 13, 20]",
+]
+
+
+def test_an_override_inherits_what_it_does_not_say(repository: Path) -> None:
+    overrides = [*BASE, "horizon.per_env.textcraft.stages=[10, 20, 30]"]
+    cfg = load_config(None, overrides, root=repository)
+    policy = cfg.horizon.policy("textcraft")
+    assert (policy.kind, policy.stages) == (HorizonKind.STEPWISE, (10, 20, 30))
+    assert cfg.horizon.policy("babyai").stages == (6, 13, 20)
+
+
+def test_a_subset_inherits_from_its_environment_what_it_does_not_say(repository: Path) -> None:
+    overrides = [
+        *BASE,
+        "horizon.per_env.textcraft.stages=[10, 20, 30]",
+        "horizon.per_env.textcraft/depth1.every_steps=7",
+    ]
+    cfg = load_config(None, overrides, root=repository)
+    assert cfg.horizon.name_of("textcraft", "depth1") == "textcraft/depth1"
+    assert cfg.horizon.name_of("textcraft", "depth2") == "textcraft"
+    policy = cfg.horizon.policy("textcraft/depth1")
+    assert (policy.kind, policy.stages) == (HorizonKind.STEPWISE, (10, 20, 30))
+    assert (policy.every_steps, cfg.horizon.policy("textcraft").every_steps) == (7, 100)
+
+
+def test_an_override_may_be_of_another_kind(repository: Path, tmp_path: Path) -> None:
+    overrides = [
+        *BASE,
+        "horizon.per_env.textcraft.kind=linear",
+        "horizon.per_env.textcraft.over_steps=50",
+        "mixture.kind=temperature",
+        "mixture.temperature=2",
+    ]
+    cfg = load_config(None, overrides, root=repository)
+    policy = cfg.horizon.policy("textcraft")
+    assert (policy.kind, policy.stages, policy.over_steps) == (
+        HorizonKind.LINEAR,
+        (6, 13, 20),
+        50,
+    )
+    assert cfg.mixture.kind is MixtureKind.TEMPERATURE
+    save_config(cfg, tmp_path / "config.yaml")
+    again = load_config(str(tmp_path / "config.yaml"), [], root=repository)
+    assert again == cfg
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("horizon.stages=[13, 6]", "horizon.stages=[13, 6]: positive turns, strictly increasing"),
+        (
+            "horizon.per_env.babyai.stages=[6, 6]",
+            "horizon.per_env.babyai.stages=[6, 6]: positive turns, strictly increasing",
+        ),
+        ("horizon.per_env.babyai.kind=gate", "horizon.per_env.babyai.kind='gate': one of fixed"),
+        ("horizon.per_env.babyia.stages=[6]", "horizon.per_env.babyia='babyia': no task is of"),
+        ("horizon.per_env.babyai.stage=[6]", "no such key"),
+        (
+            "horizon.per_env.babyai/GoTu.stages=[6]",
+            "horizon.per_env.babyai/GoTu='babyai/GoTu': no task is of this subset",
+        ),
+        ("horizon.per_env=3", "horizon.per_env=3: expects names with sections of kind, stages"),
+        ("horizon.kind=adaptive", "expects one of fixed, stepwise, linear, gated"),
+        ("horizon.gated.min_steps=5", "horizon.gated.min_steps=5: must be >= horizon.gated.window"),
+        ("horizon.gated.ess_frac=2", "horizon.gated.ess_frac=2.0: must be in [0, 1]"),
+        ("mixture.temperature=2", "mixture.temperature=2.0: changes nothing with mixture.kind"),
+        ("mixture.floor=0", "mixture.floor=0.0: must be in (0, 1]"),
+        ("mixture.kind=even", "expects one of weights, temperature, adaptive"),
+    ],
+)
+def test_a_bad_curriculum_is_refused_by_its_key(
+    override: str, words: str, repository: Path
+) -> None:
+    overrides = [each for each in BASE if each.split("=")[0] != override.split("=")[0]]
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [*overrides, override], root=repository)
+    assert words in str(caught.value)
+
+
+def test_a_gated_horizon_needs_two_stages(repository: Path) -> None:
+    overrides = [*BASE[:2], "horizon.kind=gated", "horizon.stages=[6]"]
+    with pytest.raises(ConfigError, match="needs two or more"):
+        load_config(None, overrides, root=repository)
+
+
+def test_a_mixture_that_sums_to_zero_is_refused(repository: Path) -> None:
+    tasks = "tasks=[{env: babyai, subset: GoTo, weight: 0}]"
+    with pytest.raises(ConfigError, match="the weights must not sum to zero"):
+        load_config(None, ["model.path=/weights", tasks], root=repository)

@@ -1,0 +1,131 @@
+"""Laws of loading a configuration."""
+
+from pathlib import Path
+
+import pytest
+
+from common.config.learning import Baseline
+from common.config.load import list_configs, load_config, save_config
+from common.config.run_config import TrainMode
+from common.errors import ConfigError
+
+MODEL = "model.path=/weights"
+
+
+def write(folder: Path, name: str, text: str) -> str:
+    path = folder / f"{name}.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def error_of(overrides: list[str], repository: Path, config: str | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(config, overrides, root=repository)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_defaults_hold_when_nothing_is_given(repository: Path) -> None:
+    cfg = load_config(None, [MODEL], root=repository)
+    assert (cfg.run.name, cfg.learner.lr, cfg.groups.size) == ("quickstart", 1e-6, 8)
+
+
+def test_override_beats_file_and_file_beats_default(tmp_path: Path, repository: Path) -> None:
+    text = "model: {path: m}\nlearner: {lr: 2e-4, beta1: 0.8}\n"
+    cfg = load_config(write(tmp_path, "a", text), ["learner.lr=3e-4"], root=repository)
+    assert (cfg.learner.lr, cfg.learner.beta1, cfg.learner.beta2) == (3e-4, 0.8, 0.95)
+
+
+def test_file_holds_only_differences_to_the_one_it_names(tmp_path: Path, repository: Path) -> None:
+    write(tmp_path, "a", "model: {path: m}\ntrain: {num_steps: 7}\nhorizon: {stages: [3, 5]}\n")
+    config = write(tmp_path, "b", "defaults: a\nhorizon: {stages: [4]}\n")
+    cfg = load_config(config, [], root=repository)
+    assert (cfg.train.num_steps, cfg.horizon.stages, cfg.run.name) == (7, [4], "b")
+
+
+def test_files_that_name_each_other_are_refused(tmp_path: Path, repository: Path) -> None:
+    write(tmp_path, "a", "defaults: b\n")
+    config = write(tmp_path, "b", "defaults: a\n")
+    assert "comes back to itself" in error_of([], repository, config)
+
+
+def test_enum_is_given_by_its_value(repository: Path) -> None:
+    overrides = [MODEL, "train.mode=sync", "algorithm.baseline=group_mean"]
+    cfg = load_config(None, overrides, root=repository)
+    assert (cfg.train.mode, cfg.algorithm.baseline) == (TrainMode.SYNC, Baseline.GROUP_MEAN)
+
+
+def test_text_is_taken_as_it_is_written(repository: Path) -> None:
+    cfg = load_config(None, [MODEL, "run.name=007", "actor.name=on"], root=repository)
+    assert (cfg.run.name, cfg.actor.name) == ("007", "on")
+
+
+def test_one_field_of_one_task_can_be_overridden(repository: Path) -> None:
+    cfg = load_config("quickstart", ["tasks[0].weight=0.5", "tasks.1.weight=0"], root=repository)
+    untouched = load_config("quickstart", [], root=repository).tasks[2].weight
+    assert [task.weight for task in cfg.tasks[:3]] == [0.5, 0.0, untouched]
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("learner.lr=abc", "learner.lr=abc: expects a number"),
+        ("actor.num_actors=1.5", "actor.num_actors=1.5: expects a whole number"),
+        ("log.live=maybe", "log.live=maybe: expects true or false"),
+        ("train.mode=fast", "train.mode=fast: expects one of async, sync"),
+        ("horizon.stages=[1,a]", "horizon.stages[1]=a: expects a whole number"),
+        ("groups.size=null", "groups.size=null: expects a whole number"),
+        ("learnr.lr=1e-4", "learnr.lr=1e-4: no such key; the nearest is learner.lr"),
+        ("learner.lrr=1", "learner.lrr=1: no such key; the nearest is learner.lr"),
+        ("lr=1", "lr=1: no such key; the nearest is learner.lr or learner.critic.lr or sft.lr"),
+        ("env=textcraft", "env=textcraft: expects a section with url, dialect"),
+        ("tasks[99].weight=1", "tasks[99].weight=1: tasks has 9 entries"),
+        ("tasks=[{env: a, subset: b, wieght: 2}]", "tasks[0].wieght=2: no such key"),
+        ("tasks=[{env: a}]", "tasks[0].subset is not set"),
+        ("tasks=[{env: a, subset: b}, {env: a, subset: b}]", "tasks=a/b: is there twice"),
+        ("learner=3", "learner=3: expects a section"),
+        ("learner.lr", "learner.lr: an override is key=value"),
+        ("groups.size=1", "groups.size=1: must be >= 2"),
+        ("log.live=[1", "not valid YAML"),
+    ],
+)
+def test_error_names_key_value_and_what_is_right(
+    override: str, words: str, repository: Path
+) -> None:
+    assert words in error_of([override], repository, "quickstart")
+
+
+def test_key_given_twice_is_refused(repository: Path) -> None:
+    assert "given twice" in error_of([MODEL, "learner.lr=1", "learner.lr=2"], repository)
+
+
+def test_missing_value_is_named(repository: Path) -> None:
+    assert "model.path is not set" in error_of([], repository)
+
+
+def test_unknown_config_lists_those_there_are(repository: Path) -> None:
+    message = error_of([], repository, "quikstart")
+    assert "--config quikstart" in message
+    assert "nearest is quickstart" in message
+    assert all(name in message for name in list_configs(repository))
+
+
+def test_error_in_a_file_names_the_file(tmp_path: Path, repository: Path) -> None:
+    config = write(tmp_path, "a", "learner:\n  lrr: 1\n")
+    assert f"{config}: learner.lrr=1" in error_of([], repository, config)
+
+
+@pytest.mark.parametrize("text", ["a: [1", "just words", "run: {name: a}\nrun: {name: b}\n"])
+def test_broken_file_is_named(text: str, tmp_path: Path, repository: Path) -> None:
+    config = write(tmp_path, "a", text)
+    assert config in error_of([MODEL], repository, config)
+
+
+def test_shipped_config_survives_saving_and_loading(tmp_path: Path, repository: Path) -> None:
+    names = list_configs(repository)
+    assert {"quickstart", "smoke", "tiny", "textcraft-qwen7b", "babyai-qwen7b"} <= set(names)
+    for name in names:
+        cfg = load_config(name, [MODEL], root=repository)
+        assert cfg.run.name == name
+        save_config(cfg, tmp_path / "deep" / "config.yaml")
+        assert load_config(str(tmp_path / "deep" / "config.yaml"), [], root=repository) == cfg

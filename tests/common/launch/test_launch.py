@@ -1,0 +1,224 @@
+"""Laws of the local launcher, with real processes of a few lines."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from common.config.load import load_config
+from common.launch.base import Ending, RoleSpec
+from common.launch.local import LocalLauncher
+from common.launch.roles import make_role_specs
+from common.store.run_dir import RunDir
+
+STAY = "import signal; signal.pause()"
+TERM_NOTED = """
+import signal, sys, time
+def end(*_):
+    with open(sys.argv[1], 'a') as f: f.write(sys.argv[2] + '\\n')
+    time.sleep(0.05)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, end)
+open(sys.argv[1] + '.' + sys.argv[2], 'w').close()
+while True: signal.pause()
+"""
+GRANDCHILD = """
+import os, signal, subprocess, sys
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+code = 'import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()'
+same = subprocess.Popen([sys.executable, '-S', '-c', code])
+own = subprocess.Popen([sys.executable, '-S', '-c', code], start_new_session=True)
+with open(sys.argv[1] + '.part', 'w') as f: f.write(f'{os.getpid()} {same.pid} {own.pid}')
+os.rename(sys.argv[1] + '.part', sys.argv[1])
+while True: signal.pause()
+"""
+
+
+def role(tmp_path: Path, name: str, code: str, *args: object, **policy: object) -> RoleSpec:
+    return RoleSpec(
+        name=name,
+        argv=(sys.executable, "-S", "-c", code, *map(str, args)),
+        log_path=tmp_path / "logs" / f"{name}.log",
+        **policy,  # type: ignore[arg-type]
+    )
+
+
+def launch(
+    specs: list[RoleSpec], on_poll: Callable[[], None] = lambda: None, *, stop_timeout_s: float = 5
+) -> Ending:
+    launcher = LocalLauncher(
+        stop_timeout_s=stop_timeout_s,
+        finish_grace_s=0.3,
+        first_backoff_s=0.02,
+        poll_s=0.02,
+        on_poll_every_s=0.02,
+    )
+    deadline = time.monotonic() + 20.0
+
+    def on_poll_in_time() -> None:
+        assert time.monotonic() < deadline, "the run did not end"
+        on_poll()
+
+    return launcher.run(specs, on_poll=on_poll_in_time)
+
+
+def interrupt_when(
+    condition: Callable[[], bool], number: int = signal.SIGTERM
+) -> Callable[[], None]:
+    """Return an on_poll that signals this very process once the condition holds."""
+
+    def on_poll() -> None:
+        if condition():
+            os.kill(os.getpid(), number)
+
+    return on_poll
+
+
+def is_gone(pid: int) -> bool:
+    """True for an ended process, also one that its new parent has not reaped yet."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return state == "Z"
+
+
+def wait_for(condition: Callable[[], bool], *, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.01)
+
+
+def test_run_is_finished_when_the_learner_exits_with_0(tmp_path: Path) -> None:
+    learner = role(tmp_path, "learner", "print('done')", ends_run=True)
+    ending = launch([role(tmp_path, "hub", STAY, stop_rank=2), learner])
+    assert ending.exit_code == 0
+    assert (tmp_path / "logs" / "learner.log").read_text() == "done\n"
+
+
+def test_killed_role_is_started_again(tmp_path: Path) -> None:
+    starts = tmp_path / "starts"
+    code = "import os, signal, sys; open(sys.argv[1], 'a').write(f'{os.getpid()} '); signal.pause()"
+    killed: list[int] = []
+
+    def on_poll() -> None:
+        pids = [int(pid) for pid in starts.read_text().split()] if starts.exists() else []
+        if len(pids) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif pids and pids[-1] not in killed:
+            killed.append(pids[-1])
+            os.kill(pids[-1], signal.SIGKILL)
+
+    ending = launch([role(tmp_path, "actor-0", code, starts)], on_poll)
+    assert ending.exit_code == 143
+    assert len(killed) == 2
+
+
+def test_role_that_left_in_good_order_is_started_again_only_after_its_grace(tmp_path: Path) -> None:
+    starts = tmp_path / "starts"
+    code = "import sys; open(sys.argv[1], 'a').write('x')"
+    actor = role(tmp_path, "actor-0", code, starts, quiet_exit_grace_s=60.0)
+    learner = role(tmp_path, "learner", "import time; time.sleep(0.3)", ends_run=True)
+    assert launch([actor, learner]).exit_code == 0
+    assert starts.read_text() == "x"
+
+
+def test_role_beyond_its_restarts_fails_the_run_with_its_last_words(tmp_path: Path) -> None:
+    code = "print('early'); raise RuntimeError('no such device')"
+    ending = launch([role(tmp_path, "learner", code, ends_run=True, max_restarts=2)])
+    assert ending.exit_code == 1
+    assert "learner failed after 2 restarts: exit code 1" in ending.reason
+    assert "RuntimeError: no such device" in ending.reason
+    assert str(tmp_path / "logs" / "learner.log") in ending.reason
+    assert (tmp_path / "logs" / "learner.log").read_text().count("early") == 3
+
+
+def test_wrong_configuration_of_a_role_is_not_tried_again(tmp_path: Path) -> None:
+    code = "print('error: actor.name=a: is taken'); raise SystemExit(2)"
+    ending = launch([role(tmp_path, "hub", STAY), role(tmp_path, "actor-0", code)])
+    assert ending.exit_code == 2
+    assert ending.reason == "actor-0: error: actor.name=a: is taken"
+    assert (tmp_path / "logs" / "actor-0.log").read_text().count("error") == 1
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signal_stops_the_roles_in_order(number: int, code: int, tmp_path: Path) -> None:
+    notes = tmp_path / "notes"
+    names = ["envhub", "scheduler", "learner", "actor-0"]
+    ranks = {"envhub": 2, "scheduler": 1}
+    specs = [role(tmp_path, n, TERM_NOTED, notes, n, stop_rank=ranks.get(n, 0)) for n in names]
+    are_ready = lambda: all((tmp_path / f"notes.{name}").exists() for name in names)  # noqa: E731
+    assert launch(specs, interrupt_when(are_ready, number)).exit_code == code
+    told = notes.read_text().split()
+    assert (set(told[:2]), told[2:]) == ({"learner", "actor-0"}, ["scheduler", "envhub"])
+
+
+def test_stop_leaves_no_process_behind_even_one_that_ignores_it(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    specs = [role(tmp_path, "actor-0", GRANDCHILD, pids)]
+    started = time.monotonic()
+    launch(specs, interrupt_when(pids.exists), stop_timeout_s=0.5)
+    assert time.monotonic() - started < 3.0
+    for pid in pids.read_text().split():
+        wait_for(lambda pid=pid: is_gone(int(pid)), timeout_s=1.0)
+
+
+def test_children_of_a_killed_role_die_with_it(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    orphans: list[int] = []
+
+    def on_poll() -> None:
+        if pids.exists() and not orphans:
+            first, *rest = map(int, pids.read_text().split())
+            orphans.extend(rest)
+            os.kill(first, signal.SIGKILL)
+        elif orphans and all(is_gone(pid) for pid in orphans):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    actor = role(tmp_path, "actor-0", GRANDCHILD, pids, quiet_exit_grace_s=60.0)
+    assert launch([actor], on_poll, stop_timeout_s=0.5).exit_code == 143
+    assert len(orphans) == 2
+
+
+def test_roles_die_with_a_launcher_that_is_killed(tmp_path: Path, repository: Path) -> None:
+    pids = tmp_path / "pids"
+    code = (
+        "import sys\nfrom pathlib import Path\n"
+        "from common.launch.base import RoleSpec\nfrom common.launch.local import LocalLauncher\n"
+        "pids, stay = sys.argv[1], sys.argv[2]\n"
+        "argv = (sys.executable, '-S', '-c', stay, pids)\n"
+        "spec = RoleSpec(name='a', argv=argv, log_path=Path(pids + '.log'))\n"
+        "LocalLauncher().run([spec], on_poll=lambda: None)\n"
+    )
+    stay = (
+        "import os, signal, sys; open(sys.argv[1] + '.part', 'w').write(str(os.getpid()));"
+        "os.rename(sys.argv[1] + '.part', sys.argv[1]); signal.pause()"
+    )
+    launcher = subprocess.Popen([sys.executable, "-c", code, str(pids), stay], cwd=repository)
+    wait_for(pids.exists, timeout_s=20.0)
+    pid = int(pids.read_text())
+    assert not is_gone(pid)
+    launcher.kill()
+    launcher.wait()
+    wait_for(lambda: is_gone(pid), timeout_s=10.0)
+
+
+def test_run_consists_of_hub_scheduler_learner_and_actors(repository: Path, tmp_path: Path) -> None:
+    overrides = ["actor.num_actors=2", "model.path=m"]
+    run_dir = RunDir(root=tmp_path)
+    cfg = load_config("smoke", overrides, root=repository)
+    specs = make_role_specs(cfg, run_dir, root=repository, has_cuda=False)
+    names = ["envhub", "scheduler", "learner", "actor-0", "actor-1"]
+    assert [spec.name for spec in specs] == names
+    assert [spec.name for spec in specs if spec.ends_run] == ["learner"]
+    assert specs[-1].argv[-1] == "actor.name=actor-1"
+    assert all(spec.env["OMP_NUM_THREADS"] == "1" for spec in specs)
+    cfg = load_config("smoke", [*overrides, "envhub.url=http://hub"], root=repository)
+    specs = make_role_specs(cfg, run_dir, root=repository, has_cuda=True)
+    assert [spec.name for spec in specs] == names[1:]

@@ -1,0 +1,160 @@
+"""Laws of the numbers and tables of an evaluation, and of the curve beside training."""
+
+import dataclasses
+import math
+import random
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from common.report.eval_curve import eval_curve
+from common.report.eval_scores import (
+    ItemPlays,
+    all_scores,
+    clustered_interval,
+    pass_at,
+    scores,
+)
+from common.report.eval_table import as_markdown
+from common.report.results import wilson_interval
+from common.store.journal import JournalWriter
+from common.wire.messages import EndReason, EpisodeKind
+from tests.common.store.test_journal import make_trajectory
+
+
+def item(name: str, marks: str, *, env: str = "textcraft", subset: str = "depth1") -> ItemPlays:
+    """marks: one letter per sample: 1 solved, 0 not, x failed by infrastructure, - not played."""
+    plays = ItemPlays(env=env, subset=subset, item_id=name, num_missing=marks.count("-"))
+    for mark in marks.replace("-", ""):
+        end = EndReason.ENV_ERROR if mark == "x" else EndReason.DONE
+        plays.add(
+            dataclasses.replace(
+                make_trajectory(name),
+                is_success=mark == "1",
+                reward=1.0 if mark == "1" else 0.25,
+                end_reason=end,
+            )
+        )
+    return plays
+
+
+@pytest.mark.parametrize(("num", "solved"), [(4, 0), (4, 1), (4, 3), (5, 2)])
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_pass_at_k_is_the_share_of_draws_with_a_solved_sample(
+    num: int, solved: int, k: int
+) -> None:
+    samples = [1] * solved + [0] * (num - solved)
+    draws = [any(draw) for draw in combinations(samples, k)]
+    expected = sum(draws) / len(draws)
+    assert pass_at(k, num_samples=num, num_solved=solved) == pytest.approx(expected)
+
+
+def test_clustered_interval_is_wilsons_for_one_sample_per_item() -> None:
+    for solved in (0, 1, 13, 40):
+        values = [1.0] * solved + [0.0] * (40 - solved)
+        assert clustered_interval(values) == pytest.approx(wilson_interval(solved, 40))
+
+
+def test_samples_of_an_item_that_are_all_alike_narrow_no_interval() -> None:
+    once = scores([item(str(i), "1" if i < 3 else "0") for i in range(10)], k=1)
+    often = scores([item(str(i), "1111" if i < 3 else "0000") for i in range(10)], k=4)
+    assert often["avg_at_k"]["ci95"] == pytest.approx(once["avg_at_k"]["ci95"])
+    low, high = often["success"]["ci95"]  # over episodes, as if they were 40 items
+    assert high - low < 0.6 * (once["success"]["ci95"][1] - once["success"]["ci95"][0])
+
+
+def test_clustered_interval_holds_the_truth_nineteen_times_in_twenty() -> None:
+    draw = random.Random(5)
+    num_held = 0
+    for _ in range(400):
+        chances = [draw.choice((0.1, 0.5, 0.9)) for _ in range(60)]  # the mean of all items is 0.5
+        values = [sum(draw.random() < p for _ in range(4)) / 4 for p in chances]
+        low, high = clustered_interval(values)
+        num_held += low <= 0.5 <= high
+    assert 0.92 <= num_held / 400 <= 0.98
+
+
+def test_interval_is_never_empty_and_stays_inside() -> None:
+    for values in ([0.0], [1.0] * 3, [0.5] * 8, [1.0, 0.0]):
+        low, high = clustered_interval(values)
+        assert 0.0 <= low < high <= 1.0
+
+
+def test_failures_and_unplayed_are_counted_and_enter_no_mean() -> None:
+    told = scores([item("a", "1x"), item("b", "xx"), item("c", "0-")], k=2)
+    assert (told["num_items"], told["num_episodes"]) == (3, 2)
+    assert (told["num_failed"], told["num_missing"]) == (3, 1)
+    assert told["failures"] == {"env_error": 3}
+    assert told["success"]["mean"] == 0.5
+    assert told["avg_at_k"]["num_items"] == 2
+    assert told["pass_at"]["2"] == {"mean": None, "ci95": None, "num_items": 0}
+    assert told["score"]["mean"] == pytest.approx(0.625)
+
+
+def test_overall_is_weighted_by_items() -> None:
+    items = [item(str(i), "1", subset="depth1") for i in range(3)]
+    items.append(item("d", "0", subset="depth2"))
+    told = all_scores(items, k=1)
+    assert told["overall"]["avg_at_k"]["mean"] == 0.75
+    assert told["by_env"]["textcraft"]["by_subset"]["depth2"]["avg_at_k"]["mean"] == 0.0
+
+
+def _entry(items: list[ItemPlays], *, k: int, label: str = "m") -> dict[str, object]:
+    policy = {"source": "engine"}
+    return {"label": label, "policy": policy, "k": k, **all_scores(items, k=k)}
+
+
+def test_table_has_the_columns_of_the_scenario_and_a_dash_for_what_was_not_played() -> None:
+    items = [item("a", "11", subset="depth1"), item("b", "10", subset="depth3")]
+    lines = as_markdown([_entry(items, k=2)]).splitlines()
+    assert "| Model |  | Depth 1 | Depth 2 | Depth 3 | Depth 4 | Overall |" in lines
+    row = next(line for line in lines if line.startswith("| m | avg@2 |"))
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert [cell.split(" ")[0] for cell in cells[2:]] == ["100.00", "-", "50.00", "-", "75.00"]
+    assert any(line.startswith("| m | pass@2 | 100.00") for line in lines)
+
+
+def test_pooled_column_is_weighted_by_items() -> None:
+    items = [item(str(i), "1", env="webarena", subset="GitLab") for i in range(3)]
+    items.append(item("r", "0", env="webarena", subset="Reddit"))
+    row = next(
+        line for line in as_markdown([_entry(items, k=1)]).splitlines() if "| success |" in line
+    )
+    assert row.split("|")[6].strip() == "75.00"
+
+
+def test_subsets_that_are_no_task_get_columns_of_their_own() -> None:
+    text = as_markdown([_entry([item("a", "1", env="babyai", subset="GoToLocal")], k=1)])
+    assert "| Model |  | GoToLocal | Overall |" in text
+
+
+def test_curve_tells_success_and_versions_of_each_evaluation(tmp_path: Path) -> None:
+    def play(
+        name: str, versions: list[int], *, solved: bool, end: EndReason = EndReason.DONE
+    ) -> None:
+        writer.append(
+            dataclasses.replace(
+                make_trajectory(name),
+                kind=EpisodeKind.EVAL,
+                is_success=solved,
+                end_reason=end,
+                versions=np.array([-1, *versions], dtype=np.int32),
+            )
+        )
+
+    writer = JournalWriter(tmp_path)
+    play("eval-step-4-model/0", [4, 4], solved=True)
+    play("eval-step-4-model/1", [5, 6], solved=False)
+    play("eval-step-4-model/2", [4, 4], solved=False, end=EndReason.ENV_ERROR)
+    play("eval-step-2-model/0", [2, 2], solved=True, end=EndReason.ENV_ERROR)
+    play("eval-step-2-model/0", [2, 2], solved=True)  # played again
+    play("eval-before-model/0", [0, 0], solved=True)
+    writer.close()
+    early, late = eval_curve(tmp_path)
+    assert (early.step, early.num, early.num_failed, early.success) == (2, 1, 0, 1.0)
+    assert (late.step, late.num, late.num_failed, late.success) == (4, 2, 1, 0.5)
+    assert (late.first_version, late.last_version) == (4, 6)
+    assert (late.own_version_frac, late.mixed_frac) == (0.5, 0.5)
+    assert math.isclose(late.ci95[0], wilson_interval(1, 2)[0])

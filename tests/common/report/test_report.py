@@ -1,0 +1,283 @@
+"""Laws of the final report."""
+
+import dataclasses
+import json
+import math
+import random
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from common.config.run_config import ModelSection, RunConfig, RunSection, TaskSection
+from common.report.charts import Series, line_chart, nice_ticks, short_number
+from common.report.results import Play, paired_gain, score, wilson_interval
+from common.report.write import write_report
+from common.store.journal import JournalWriter
+from common.store.run_dir import RunDir
+from common.wire.messages import EndReason, EpisodeKind, Trajectory
+from tests.common.store.test_journal import make_trajectory
+
+
+def play(index: int, *, is_success: bool, subset: str = "a") -> Play:
+    return Play(item=("e", f"{subset}-test-{index}"), subset=subset, is_success=is_success)
+
+
+def make_eval(name: str, index: int, *, is_success: bool, subset: str = "depth2") -> Trajectory:
+    return dataclasses.replace(
+        make_trajectory(f"eval-{name}/{index}"),
+        kind=EpisodeKind.EVAL,
+        item_id=f"{subset}-test-{index}",
+        is_success=is_success,
+    )
+
+
+def make_config(**sections: object) -> RunConfig:
+    return RunConfig(
+        run=RunSection(name="a<b>&'\"", seed=7),
+        model=ModelSection(path="<script>alert(1)</script>"),
+        tasks=[TaskSection(env="textcraft", subset="<img src=x>")],
+        **sections,
+    )
+
+
+def make_run(root: Path, trajectories: list[Trajectory], *, num_steps: int = 30) -> RunDir:
+    run_dir = RunDir(root=root)
+    writer = JournalWriter(run_dir.journal)
+    for trajectory in trajectories:
+        writer.append(trajectory)
+    writer.close()
+    run_dir.metrics.write_text("".join(_line(step) for step in range(1, num_steps + 1)))
+    books = {"trained": 200, "filtered": 40, "stale": 8, "failed": 2, "in_flight": 6}
+    run_dir.ledger.write_text(json.dumps({"issued": 256, **books}))
+    return run_dir
+
+
+def full_run(root: Path) -> RunDir:
+    """40 items: before solves 16, after 30, random 4, expert all; two subsets."""
+    solved = {
+        "before-model": 16,
+        "after-model": 30,
+        "before-random_valid": 4,
+        "before-expert": 40,
+    }
+    trajectories = [
+        make_eval(name, i, is_success=i < num, subset="depth2" if i % 2 else "<b>depth3")
+        for name, num in solved.items()
+        for i in range(40)
+    ]
+    trajectories += [
+        dataclasses.replace(make_trajectory(f"g/{i}"), item_id=f"depth2-train-{i // 4}")
+        for i in range(20)
+    ]
+    return make_run(root, trajectories)
+
+
+def test_report_json_has_the_promised_keys_and_numbers(tmp_path: Path) -> None:
+    run_dir = full_run(tmp_path)
+    write_report(run_dir, make_config())
+    report = json.loads((tmp_path / "report.json").read_text())
+    keys = {
+        "before",
+        "after",
+        "baselines",
+        "mode",
+        "steps",
+        "episodes",
+        "wall_s",
+        "seed",
+    }
+    assert keys <= report.keys()
+    baselines = report["baselines"]
+    evaluations = [report["before"], report["after"]]
+    evaluations += [baselines["random_valid"], baselines["expert"]]
+    for evaluation in evaluations:
+        assert evaluation.keys() == {"success", "n", "ci95", "by_subset"}
+        assert evaluation["n"] == 40
+        for subset in evaluation["by_subset"].values():
+            assert subset.keys() == {"success", "n"}
+    assert [e["success"] for e in evaluations] == [0.4, 0.75, 0.1, 1.0]
+    assert report["baselines"].keys() == {"random_valid", "expert"}
+    assert report["before"]["by_subset"]["depth2"] == {"success": 0.4, "n": 20}
+    assert (report["mode"], report["steps"], report["episodes"]) == ("async", 30, 256)
+    assert (report["wall_s"], report["seed"], report["absent"]) == (60.0, 7, {})
+    assert report["lag_histogram"] == {"0": 30000, "1": 15000, "8": 30}
+    assert report["peak_memory_bytes"] == {"learner": 130.0, "total": 230.0}
+    assert report["heldout"] == {
+        "num_train_items_drawn": 5,
+        "num_test_items": 40,
+        "num_shared_item_ids": 0,
+    }
+
+
+def test_report_pairs_items_for_the_gain(tmp_path: Path) -> None:
+    report = write_report(full_run(tmp_path), make_config())
+    # 14 of 40 items gain 1, the rest 0: mean 0.35, variance 40/39 * 0.35 * 0.65
+    spread = 1.959964 * math.sqrt(0.35 * 0.65 / 39)
+    assert report["gain"]["num_pairs"] == 40
+    assert report["gain"]["success"] == pytest.approx(0.35)
+    assert report["gain"]["ci95"] == pytest.approx([0.35 - spread, 0.35 + spread])
+
+
+def test_gain_uses_only_items_played_in_both() -> None:
+    before = [
+        play(0, is_success=False),
+        play(1, is_success=False),
+        play(2, is_success=True),
+    ]
+    after = [
+        play(0, is_success=True),
+        play(1, is_success=False),
+        play(9, is_success=True),
+    ]
+    gain = paired_gain(before, after)
+    assert (gain["success"], gain["num_pairs"]) == (0.5, 2)
+    assert paired_gain(before, []) is None
+    assert paired_gain(before[:1], after)["ci95"] is None
+
+
+def test_wilson_interval_by_hand() -> None:
+    # 8 of 10, z = 1.959964: centre (0.8 + 0.19207) / 1.38415, spread 0.22665
+    assert wilson_interval(8, 10) == pytest.approx((0.490162, 0.943318), abs=1e-5)
+    assert wilson_interval(0, 10) == pytest.approx((0.0, 0.277533), abs=1e-5)
+    assert wilson_interval(10, 10) == pytest.approx((0.722467, 1.0), abs=1e-5)
+
+
+def test_score_splits_by_subset() -> None:
+    plays = [
+        play(0, is_success=True),
+        play(1, is_success=False),
+        play(2, is_success=True, subset="b"),
+    ]
+    result = score(plays)
+    assert result["by_subset"] == {
+        "a": {"success": 0.5, "n": 2},
+        "b": {"success": 1.0, "n": 1},
+    }
+
+
+def test_report_leaves_infrastructure_failures_out_and_counts_them(
+    tmp_path: Path,
+) -> None:
+    good = [make_eval("before-model", i, is_success=True) for i in range(3)]
+    failure = {"end_reason": EndReason.ENV_ERROR, "error": "gone", "is_success": False}
+    lost = dataclasses.replace(make_eval("before-model", 3, is_success=False), **failure)
+    retried = dataclasses.replace(good[0], **failure)
+    run_dir = make_run(tmp_path, [retried, *good, lost, lost, good[1]])
+    report = write_report(run_dir, make_config())
+    assert (report["before"]["n"], report["before"]["success"]) == (3, 1.0)
+    assert report["failed_evals"] == {"before-model": 1}
+    assert "1 of before-model" in (tmp_path / "report.html").read_text()
+
+
+def test_report_says_why_an_evaluation_is_absent(tmp_path: Path) -> None:
+    cfg = make_config()
+    cfg.eval.after = False
+    lost = dataclasses.replace(
+        make_eval("before-expert", 0, is_success=False),
+        end_reason=EndReason.ENV_TIMEOUT,
+    )
+    report = write_report(make_run(tmp_path, [lost]), cfg)
+    assert (report["before"], report["after"], report["gain"]) == (None, None, None)
+    assert report["absent"] == {
+        "before-model": "no episode was played",
+        "after-model": "not asked for by the config",
+        "before-random_valid": "no episode was played",
+        "before-expert": "all 1 episodes failed in the infrastructure",
+    }
+
+
+def test_report_is_written_when_the_run_left_nothing(tmp_path: Path) -> None:
+    report = write_report(RunDir(root=tmp_path), make_config())
+    assert (report["steps"], report["episodes"], report["wall_s"]) == (0, 0, None)
+    assert "No held-out evaluation" in (tmp_path / "report.html").read_text()
+
+
+class Elements(HTMLParser):
+    """Collects tags, and checks that they nest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.open: list[str] = []
+        self.links: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.links += [
+            value or "" for name, value in attrs if name in ("src", "href", "xlink:href")
+        ]
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_report_page_is_self_contained_escaped_and_well_formed(tmp_path: Path) -> None:
+    write_report(full_run(tmp_path), make_config())
+    text = (tmp_path / "report.html").read_text()
+    page = Elements()
+    page.feed(text)
+    assert page.open == []
+    assert page.links == []
+    assert not {"script", "img", "link", "b", "iframe"} & set(page.tags)
+    assert not re.search(r"https?://|url\(|@import", text)
+    assert page.tags.count("svg") >= 8
+    assert "&lt;b&gt;depth3" in text
+    assert "&lt;script&gt;alert(1)" in text
+    assert "nan" not in text
+
+
+def test_report_page_shows_before_after_and_baselines(tmp_path: Path) -> None:
+    write_report(full_run(tmp_path), make_config())
+    text = (tmp_path / "report.html").read_text()
+    for part in ("40.0%", "75.0%", "+35.0 points", "random 10%", "expert 100%"):
+        assert part in text
+
+
+def test_line_chart_breaks_where_a_value_is_absent() -> None:
+    points = [(1.0, 0.5), (2.0, 0.5), (3.0, None), (4.0, 0.5), (5.0, 0.5)]
+    svg = line_chart("t", [Series(label="l", points=points, css="c1")])
+    (path,) = re.findall(r'<path class="line c1" d="([^"]+)"', svg)
+    assert (path.count("M"), path.count("L")) == (2, 2)
+
+
+def test_axis_values_are_round_and_enclose_the_data() -> None:
+    assert nice_ticks(0, 1) == [0, 0.25, 0.5, 0.75, 1.0]
+    assert nice_ticks(0, 7300) == [0, 2000, 4000, 6000, 8000]
+    assert nice_ticks(-0.3, 0.9) == [-0.5, 0, 0.5, 1.0]
+    assert [short_number(v) for v in (0.25, 12, 3400, 34000, 1.2e6)] == [
+        "0.25", "12", "3,400", "34k", "1.2M",
+    ]  # fmt: skip
+
+
+def _line(step: int) -> str:
+    noise = random.Random(step)
+    line = {
+        "step": step,
+        "time_s": 2.0 * step,
+        "reward/success": min(1.0, 0.4 + 0.012 * step + noise.uniform(-0.1, 0.1)),
+        "horizon/value": 5 if step <= 10 else 10 if step <= 20 else 20,
+        "episodes/truncated_frac": None if step == 5 else 0.5 / step,
+        "episodes/turns_mean": 4 + 0.1 * step,
+        "offpolicy/lag_0_tokens": 1000,
+        "offpolicy/lag_1_tokens": 500,
+        "offpolicy/lag_8_tokens": 1,
+        "offpolicy/ess_frac": 0.95,
+        "policy/entropy": 1.0 / step,
+        "train/tokens_per_s": 7400 + 100 * noise.random(),
+        "train/step_s": 1.2,
+        "wait/batch_s": 0.6,
+        "publish/total_s": 0.1,
+        "publish/pause_s": 0.05,
+        "actor/tokens_per_s": 3200 + 300 * noise.random(),
+        "actor/episodes_per_s": 12 + noise.random(),
+        "memory/learner_rss_bytes": 100 + step,
+        "memory/total_rss_bytes": 200 + step,
+    }
+    return json.dumps(line) + "\n"

@@ -1,0 +1,122 @@
+"""Laws of the metrics file."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from common.store.metrics import MetricsWriter, read_metrics, tail_metrics
+from common.store.run_dir import RunDir
+
+
+class ListSink:
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, dict[str, float]]] = []
+        self.is_closed = False
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.seen.append((step, dict(metrics)))
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def write(root: Path, steps: range, **options: int) -> None:
+    writer = MetricsWriter(RunDir(root=root), [], **options)
+    for step in steps:
+        writer.log(step, {"reward/mean": step / 10})
+    writer.close()
+
+
+def steps(path: Path) -> list[object]:
+    return [line["step"] for line in read_metrics(path)]
+
+
+def test_metrics_writes_one_readable_line_per_step_at_once(tmp_path: Path) -> None:
+    sink = ListSink()
+    writer = MetricsWriter(RunDir(root=tmp_path), [sink])
+    writer.log(1, {"reward/mean": 0.5})
+    (line,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert line["step"] == 1
+    assert line["reward/mean"] == 0.5
+    assert 0 <= line["time_s"] < 60
+    writer.close()
+    assert sink.seen == [(1, {"reward/mean": 0.5})]
+    assert sink.is_closed
+
+
+def test_metrics_writes_null_and_counts_when_a_value_is_not_finite(
+    tmp_path: Path,
+) -> None:
+    sink = ListSink()
+    writer = MetricsWriter(RunDir(root=tmp_path), [sink])
+    writer.log(1, {"a/x": float("nan"), "a/y": float("-inf"), "a/z": 2})
+    writer.close()
+    (line,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert (line["a/x"], line["a/y"], line["a/z"]) == (None, None, 2.0)
+    assert writer.num_nonfinite == 2
+    assert sink.seen == [(1, {"a/z": 2.0})]
+
+
+def test_metrics_refuses_a_step_that_is_not_larger(tmp_path: Path) -> None:
+    writer = MetricsWriter(RunDir(root=tmp_path), [])
+    writer.log(0, {})
+    with pytest.raises(ValueError, match="step 0 logged after step 0"):
+        writer.log(0, {})
+    writer.close()
+
+
+def test_metrics_moves_later_steps_away_when_a_run_resumes(tmp_path: Path) -> None:
+    write(tmp_path, range(1, 8))
+    write(tmp_path, range(6, 9), resumed_at_step=5)
+    assert steps(tmp_path / "metrics.jsonl") == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert steps(tmp_path / "metrics.discarded.jsonl") == [6, 7]
+
+
+def test_metrics_begins_anew_when_not_resumed(tmp_path: Path) -> None:
+    write(tmp_path, range(3))
+    write(tmp_path, range(2))
+    assert steps(tmp_path / "metrics.jsonl") == [0, 1]
+    assert steps(tmp_path / "metrics.discarded.jsonl") == [0, 1, 2]
+
+
+def test_metrics_time_goes_on_from_the_last_line_when_a_run_resumes(
+    tmp_path: Path,
+) -> None:
+    lines = [{"step": step, "time_s": 100.0 * step} for step in (1, 2, 3)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write(tmp_path, range(2, 3), resumed_at_step=1)
+    last = read_metrics(tmp_path / "metrics.jsonl")[-1]
+    assert last["step"] == 2
+    assert 300 <= last["time_s"] < 360
+
+
+def test_metrics_sets_a_torn_last_line_aside_when_a_run_resumes(tmp_path: Path) -> None:
+    write(tmp_path, range(1, 3))
+    path = tmp_path / "metrics.jsonl"
+    with path.open("a") as handle:
+        handle.write('{"step": 3, "rew')
+    assert steps(path) == [1, 2]
+    write(tmp_path, range(3, 4), resumed_at_step=2)
+    assert steps(path) == [1, 2, 3]
+    assert (tmp_path / "metrics.discarded.jsonl").read_text() == '{"step": 3, "rew\n'
+
+
+def test_metrics_names_file_and_line_when_the_middle_is_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"st\n{"step": 3}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl:2"):
+        read_metrics(path)
+
+
+def test_tail_returns_the_newest_steps_when_the_file_is_longer_than_it_reads(
+    tmp_path: Path,
+) -> None:
+    write(tmp_path, range(1, 101))
+    path = tmp_path / "metrics.jsonl"
+    assert [line["step"] for line in tail_metrics(path, num_steps=2)] == [99, 100]
+    few = tail_metrics(path, num_steps=100, tail_bytes=200)
+    assert few[-1]["step"] == 100
+    assert 0 < len(few) < 10
+    assert tail_metrics(tmp_path / "none", num_steps=1) == []

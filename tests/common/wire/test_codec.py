@@ -1,0 +1,246 @@
+"""Laws of the wire format."""
+
+import dataclasses
+import typing
+from enum import StrEnum
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as np_st
+
+from common.errors import WireError
+from common.wire.codec import (
+    ARRAY_DTYPES,
+    MAX_HEADER_BYTES,
+    decode,
+    encode,
+    messages,
+    pack_record,
+    unpack_record,
+)
+from common.wire.messages import SCHEMA_VERSION, Ack, LeaseGrant, Rejected, TensorSpec
+from tests.learner.builders import make_trajectory
+
+MESSAGE_TYPES = [
+    value
+    for value in vars(messages).values()
+    if isinstance(value, type) and dataclasses.is_dataclass(value)
+]
+INT64 = st.integers(-(2**63), 2**63 - 1)
+ACK = Ack(episode_id="g/0", is_accepted=True, reason="")
+
+
+def values_of(kind: Any) -> st.SearchStrategy[Any]:
+    """Values of a field's declared type."""
+    if dataclasses.is_dataclass(kind):
+        hints = typing.get_type_hints(kind)
+        return st.builds(kind, **{name: values_of(hint) for name, hint in hints.items()})
+    if kind is np.ndarray:
+        shapes = np_st.array_shapes(min_dims=0, max_dims=2, min_side=0, max_side=4)
+        return np_st.arrays(st.sampled_from(ARRAY_DTYPES), shapes)
+    if typing.get_origin(kind) is list:
+        return st.lists(values_of(typing.get_args(kind)[0]), max_size=3)
+    if typing.get_origin(kind) is dict:
+        keys, values = (values_of(each) for each in typing.get_args(kind))
+        return st.dictionaries(keys, values, max_size=3)
+    if issubclass(kind, StrEnum):
+        return st.sampled_from(kind)
+    return {
+        str: st.text(st.characters(codec="utf-8"), max_size=8),
+        int: INT64,
+        float: st.floats(),
+        bool: st.booleans(),
+    }[kind]
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Equality that knows arrays and NaN."""
+    if type(one) is not type(other):
+        return False
+    if dataclasses.is_dataclass(one):
+        fields = (f.name for f in dataclasses.fields(one))
+        return all(is_same(getattr(one, name), getattr(other, name)) for name in fields)
+    if isinstance(one, np.ndarray):
+        is_alike = one.dtype == other.dtype and one.shape == other.shape
+        return is_alike and one.tobytes() == other.tobytes()
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(is_same, one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(is_same(one[k], other[k]) for k in one)
+    return one == other or (one != one and other != other)
+
+
+def frames_of(name: str, fields: Any, *arrays: bytes, schema: Any = SCHEMA_VERSION) -> list[bytes]:
+    return [msgpack.packb([schema, name, fields]), *arrays]
+
+
+LAST = len(encode(make_trajectory([1], [1])))  # index of a frame behind a trajectory's own
+
+
+def ack_fields(**changes: Any) -> dict[str, Any]:
+    return {"episode_id": "g/0", "is_accepted": True, "reason": ""} | changes
+
+
+def step_fields(**changes: Any) -> dict[str, Any]:
+    return {"version": 1, "is_last": True, "max_ahead_steps": 1, "signals": {}} | changes
+
+
+def trajectory_frames(**changes: Any) -> list[bytes]:
+    """A good trajectory with some plain fields replaced."""
+    frames = encode(make_trajectory([5, 6, 7], [0, 1, 1]))
+    schema, name, fields = msgpack.unpackb(frames[0])
+    return [msgpack.packb([schema, name, fields | changes]), *frames[1:]]
+
+
+@pytest.mark.parametrize("kind", MESSAGE_TYPES, ids=lambda kind: kind.__name__)
+def test_wire_returns_every_message_as_it_was(kind: type) -> None:
+    @settings(max_examples=8)
+    @given(values_of(kind))
+    def check(message: Any) -> None:
+        assert is_same(decode(encode(message)), message)
+        assert is_same(unpack_record(pack_record(message)), message)
+
+    check()
+
+
+def test_ints_are_widened_where_a_float_is_asked_for() -> None:
+    fields = {"run_epoch": "e", "leases": [], "retry_after_s": 2, "reason": ""}
+    grant = decode(frames_of("LeaseGrant", fields))
+    assert grant == LeaseGrant(run_epoch="e", leases=[], retry_after_s=2.0, reason="")
+    assert type(grant.retry_after_s) is float
+
+
+@pytest.mark.parametrize(
+    ("frames", "reason"),
+    [
+        ([], "no header"),
+        ([b"\0" * (MAX_HEADER_BYTES + 1)], "size limit"),
+        ([b"\xc1"], "not msgpack"),
+        ([msgpack.packb([1, "Ack"])], "not \\[schema"),
+        (frames_of("Ack", ack_fields(), schema=99), "schema version 99"),
+        (frames_of("Ack", ack_fields(), schema=True), "schema version True"),
+        (frames_of("Nack", ack_fields()), "unknown message type 'Nack'"),
+        (frames_of("EndReason", {}), "unknown message type"),
+        (frames_of("Ack", [1, 2, 3]), "not a map"),
+        (frames_of("Ack", ack_fields(extra=1)), "unknown fields \\['extra'\\]"),
+        (frames_of("Ack", {"episode_id": "g/0", "is_accepted": True}), "missing fields"),
+        (frames_of("Ack", ack_fields(reason=3)), r"Ack\.reason is int 3, not str"),
+        (frames_of("Ack", ack_fields(is_accepted=1)), r"Ack\.is_accepted is int 1, not bool"),
+        (
+            frames_of("StepDone", step_fields(version=True)),
+            "is bool True, not int",
+        ),
+        (
+            frames_of("StepDone", step_fields(version=1.0)),
+            "is float 1.0, not int",
+        ),
+        (frames_of("StepDone", step_fields(signals=[])), "signals is list, not a map"),
+        (frames_of("StepDone", step_fields(signals={"ess": "1"})), "signals is str '1', not float"),
+        (frames_of("CanaryScores", {"actor": "a", "version": 1, "logprobs": [[True]]}), "bool"),
+        (frames_of("CanaryScores", {"actor": "a", "version": 1, "logprobs": 1}), "not a list"),
+    ],
+)
+def test_wire_refuses_what_its_schema_does_not_say(frames: list[bytes], reason: str) -> None:
+    with pytest.raises(WireError, match=reason):
+        decode(frames)
+
+
+def test_field_that_has_a_default_may_be_missing() -> None:
+    fields = {"version": 1, "is_last": False, "max_ahead_steps": 2, "signals": {}}
+    assert decode(frames_of("StepDone", fields)).number == 0
+    assert decode(frames_of("StepDone", fields | {"number": 7})).number == 7
+
+
+@pytest.mark.parametrize("value", ["neither", 3, ["train"], None])
+def test_wire_refuses_what_no_enum_holds(value: Any) -> None:
+    with pytest.raises(WireError, match=r"Trajectory\.kind"):
+        decode(trajectory_frames(kind=value))
+
+
+@pytest.mark.parametrize(
+    ("array", "reason"),
+    [
+        ([1, "int32", [4]], "12 bytes for shape"),
+        ([1, "float64", [3]], "not \\[frame"),
+        ([1, "int32", [-3]], "not \\[frame"),
+        ([1, "int32", [3.0]], "not \\[frame"),
+        ([0, "int32", [3]], "points at frame 0"),
+        ([99, "int32", [3]], "points at frame 99"),
+        ([1, "int32", [2**62, 2**62]], "bytes for shape"),
+        ([LAST, "int32", [0, 2**62]], "array is too big"),
+        ([LAST, "int32", [0] + [1] * 70], "maximum supported dimension"),
+        ("abc", "not \\[frame"),
+    ],
+)
+def test_wire_refuses_an_array_that_does_not_match_its_frame(array: Any, reason: str) -> None:
+    with pytest.raises(WireError, match=reason):
+        decode([*trajectory_frames(token_ids=array), b""])
+
+
+def test_wire_refuses_a_bool_that_is_neither_0_nor_1() -> None:
+    frames = trajectory_frames(loss_mask=[LAST, "bool", [3]])
+    assert decode([*frames, b"\0\1\1"]).loss_mask.tolist() == [False, True, True]
+    with pytest.raises(WireError, match="neither 0 nor 1"):
+        decode([*frames, b"\0\1\2"])
+
+
+def test_encode_refuses_what_is_no_message() -> None:
+    with pytest.raises(WireError, match="dict is not a message"):
+        encode({"a": 1})
+    doubles = dataclasses.replace(make_trajectory([1], [1]), logprobs=np.zeros(1))
+    with pytest.raises(WireError, match="float64"):
+        encode(doubles)
+
+
+def test_encode_takes_an_array_that_is_not_contiguous() -> None:
+    every_other = np.arange(6, dtype=np.int32)[::2]
+    message = dataclasses.replace(make_trajectory([1, 1, 1], [0, 1, 1]), token_ids=every_other)
+    assert decode(encode(message)).token_ids.tolist() == [0, 2, 4]
+
+
+@settings(max_examples=300)
+@given(st.lists(st.binary(max_size=60), max_size=4))
+def test_random_frames_raise_nothing_but_wire_errors(frames: list[bytes]) -> None:
+    with pytest.raises(WireError):
+        decode(frames)
+
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | INT64 | st.floats() | st.text(max_size=5) | st.binary(max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=300)
+@given(st.sampled_from(sorted(make_trajectory([1], [1]).__slots__)), PLAIN)
+def test_one_foreign_field_raises_nothing_but_wire_errors(name: str, value: Any) -> None:
+    try:
+        decode(trajectory_frames(**{name: value}))
+    except WireError:
+        return
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_a_damaged_record_raises_nothing_but_wire_errors(data: st.DataObject) -> None:
+    record = bytearray(pack_record(make_trajectory([5, 6, 7], [0, 1, 1])))
+    place = data.draw(st.integers(0, len(record) - 1))
+    record[place] = data.draw(st.integers(0, 255))
+    try:
+        unpack_record(bytes(record[: data.draw(st.integers(place, len(record)))]))
+    except WireError:
+        return
+
+
+def test_a_record_of_something_else_is_refused() -> None:
+    with pytest.raises(WireError, match="list of frames"):
+        unpack_record(msgpack.packb({"a": 1}))
+    assert unpack_record(pack_record(Rejected(reason="x"))) == Rejected(reason="x")
+    spec = TensorSpec(name="w", shape=[2, 3], dtype="bfloat16", offset_bytes=0, num_bytes=12)
+    assert decode(encode(spec)) == spec
+    assert decode(encode(ACK)) == ACK

@@ -1,0 +1,169 @@
+"""Laws of the weight broadcast. Two threads stand for two processes: each has its own store."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from common.errors import WeightSyncError
+from common.wire.collective import (
+    ALIGN_BYTES,
+    CHECKSUM_CHUNK,
+    BroadcastGroup,
+    checksum,
+    flatten_into,
+    lay_out,
+    local_address_towards,
+    open_store,
+    views,
+)
+
+HOST = "127.0.0.1"
+
+
+def join(
+    store: dist.Store, rank: int, *, epoch: int = 1, world_size: int = 2, timeout_s: float = 5.0
+) -> BroadcastGroup:
+    return BroadcastGroup(
+        store,
+        epoch=epoch,
+        rank=rank,
+        world_size=world_size,
+        backend="gloo",
+        timeout_s=timeout_s,
+        bind_host=HOST,
+    )
+
+
+def random_bytes(num: int, *, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (num,), dtype=torch.uint8, generator=generator)
+
+
+def test_everybody_receives_the_bytes_of_rank_0_in_every_epoch() -> None:
+    server = open_store(HOST, 0, is_server=True, timeout_s=5.0)
+    sent = [random_bytes(4096, seed=seed) for seed in range(3)]
+
+    def send() -> None:
+        group = join(server, 0)
+        group.broadcast(sent[0].clone())
+        group.broadcast(sent[1].clone())
+        group.close()
+        other = join(server, 0, epoch=2)
+        other.broadcast(sent[2].clone())
+        other.close()
+
+    def receive() -> list[Tensor]:
+        store = open_store(HOST, server.port, is_server=False, timeout_s=5.0)
+        got = [torch.zeros(4096, dtype=torch.uint8) for _ in sent]
+        group = join(store, 1)
+        group.broadcast(got[0])
+        group.broadcast(got[1])
+        group.close()
+        other = join(store, 1, epoch=2)
+        other.broadcast(got[2])
+        other.close()
+        return got
+
+    with ThreadPoolExecutor(2) as pool:
+        sending, receiving = pool.submit(send), pool.submit(receive)
+        sending.result(timeout=20)
+        got = receiving.result(timeout=20)
+    for received, original in zip(got, sent, strict=True):
+        assert torch.equal(received, original)
+
+
+def test_a_missing_member_makes_all_others_raise_in_time() -> None:
+    server = open_store(HOST, 0, is_server=True, timeout_s=0.5)
+
+    def enter(rank: int) -> None:
+        store = server
+        if rank:
+            store = open_store(HOST, server.port, is_server=False, timeout_s=0.5)
+        join(store, rank, world_size=3, timeout_s=0.5).broadcast(random_bytes(64))
+
+    with ThreadPoolExecutor(2) as pool:
+        for entered in [pool.submit(enter, rank) for rank in range(2)]:
+            with pytest.raises(WeightSyncError):
+                entered.result(timeout=5)
+
+
+@pytest.mark.parametrize("silent", [0, 1])
+def test_a_member_that_never_broadcasts_makes_the_other_raise_in_time(silent: int) -> None:
+    server = open_store(HOST, 0, is_server=True, timeout_s=5.0)
+    buffer = random_bytes(32 << 20)  # more than the kernel would take in silence
+
+    def enter(rank: int) -> BroadcastGroup:
+        store = server
+        if rank:
+            store = open_store(HOST, server.port, is_server=False, timeout_s=5.0)
+        return join(store, rank, timeout_s=0.5)
+
+    with ThreadPoolExecutor(2) as pool:
+        groups = list(pool.map(enter, range(2)))
+    with pytest.raises(WeightSyncError, match="broadcast failed epoch=1"):
+        groups[1 - silent].broadcast(buffer)
+    for group in groups:
+        group.close()
+
+
+@pytest.mark.parametrize("bit", range(8))
+def test_checksum_sees_a_flipped_bit_anywhere(bit: int) -> None:
+    buffer = random_bytes(1024)
+    before = checksum(buffer)
+    for place in (0, 1, 511, 1023):
+        damaged = buffer.clone()
+        damaged[place] ^= 1 << bit
+        assert checksum(damaged) != before
+    assert checksum(buffer.clone()) == before
+
+
+@pytest.mark.parametrize("places", [(0, 1), (0, 7), (1, CHECKSUM_CHUNK), (5, CHECKSUM_CHUNK + 2)])
+def test_checksum_sees_two_swapped_words_also_of_different_chunks(places: tuple[int, int]) -> None:
+    words = torch.zeros(CHECKSUM_CHUNK + 4, dtype=torch.int32)
+    words[list(places)] = torch.tensor([3, -7], dtype=torch.int32)
+    before = checksum(words.view(torch.uint8))
+    words[list(places)] = torch.tensor([-7, 3], dtype=torch.int32)
+    assert checksum(words.view(torch.uint8)) != before
+
+
+def test_checksum_is_two_sums_of_words() -> None:
+    words = torch.tensor([5, -1, 2], dtype=torch.int32)
+    assert checksum(words.view(torch.uint8)) == f"{6:016x}{5 - 2 + 6:016x}"
+    assert checksum(torch.full((4,), 255, dtype=torch.uint8)) == "f" * 32
+
+
+def test_tensors_of_any_dtype_come_back_from_the_flat_buffer() -> None:
+    named = [
+        ("weight", torch.randn(3, 5).to(torch.bfloat16)),
+        ("scale", torch.tensor(0.125)),
+        ("index", torch.arange(7, dtype=torch.int64)),
+        ("flags", torch.tensor([True, False, True])),
+        ("half", torch.randn(2, 2, 2).to(torch.float16)),
+        ("none", torch.zeros(0, 4)),
+    ]
+    specs, num_bytes = lay_out(named)
+    assert [spec.num_bytes for spec in specs] == [30, 4, 56, 3, 16, 0]
+    assert [spec.offset_bytes for spec in specs] == [0, 32, 48, 112, 128, 144]
+    assert num_bytes == 144
+    assert all(spec.offset_bytes % ALIGN_BYTES == 0 for spec in specs)
+    buffer = torch.zeros(num_bytes, dtype=torch.uint8)
+    flatten_into(buffer, specs, (tensor for _, tensor in named))
+    for (name, tensor), (other_name, view) in zip(named, views(buffer, specs), strict=True):
+        assert name == other_name
+        assert view.dtype == tensor.dtype
+        assert torch.equal(view, tensor)
+
+
+def test_a_view_is_no_copy() -> None:
+    specs, num_bytes = lay_out([("w", torch.zeros(2))])
+    buffer = torch.zeros(num_bytes, dtype=torch.uint8)
+    ((_, view),) = views(buffer, specs)
+    view.fill_(1.0)
+    assert buffer.view(torch.float32).tolist() == [1.0, 1.0, 0.0, 0.0]
+
+
+def test_the_address_towards_this_machine_is_local() -> None:
+    assert local_address_towards(HOST) == HOST

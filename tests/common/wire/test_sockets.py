@@ -1,0 +1,141 @@
+"""Laws of the encrypted sockets."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from common.errors import ConfigError
+from common.wire.codec import decode, encode
+from common.wire.messages import Ack, Rejected, StatusRequest
+from common.wire.security import RunKeys, create_keys
+from common.wire.sockets import Received, Router, connect_dealer
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> RunKeys:
+    return create_keys(tmp_path / "keys")
+
+
+@pytest.fixture
+def router(keys: RunKeys) -> Iterator[Router]:
+    router = Router(keys, host="127.0.0.1", port=0)
+    yield router
+    router.close()
+
+
+Connect = Callable[..., zmq.Socket]
+
+
+@pytest.fixture
+def connect(keys: RunKeys, router: Router) -> Iterator[Connect]:
+    """Yields a function that connects a dealer to the router; all are closed at the end."""
+    context = zmq.Context()
+    dealers: list[zmq.Socket] = []
+
+    def start(*, identity: str = "", own_keys: RunKeys = keys) -> zmq.Socket:
+        address = f"tcp://127.0.0.1:{router.port}"
+        dealers.append(
+            connect_dealer(context, own_keys, address=address, identity=identity, timeout_s=5.0)
+        )
+        return dealers[-1]
+
+    yield start
+    for dealer in dealers:
+        dealer.close(linger=0)
+    context.destroy(linger=0)
+
+
+def receive_until(router: Router, num: int) -> list[Received]:
+    """The first messages, at most 5 s for each."""
+    received: list[Received] = []
+    while len(received) < num:
+        news = router.receive_all(timeout_s=5.0)
+        assert news, f"only {len(received)} of {num} messages came"
+        received += news
+    return received
+
+
+def test_a_router_answers_each_sender(router: Router, connect: Connect) -> None:
+    dealers = [connect() for _ in range(2)]
+    for number, dealer in enumerate(dealers):
+        dealer.send_multipart(encode(StatusRequest(name=str(number))))
+    for received in receive_until(router, 2):
+        answer = Ack(episode_id=received.message.name, is_accepted=True, reason="")
+        assert router.send(received.sender, answer)
+    answers = [decode(dealer.recv_multipart()).episode_id for dealer in dealers]
+    assert answers == ["0", "1"]
+
+
+def test_a_client_with_a_foreign_key_gets_nothing_through(
+    router: Router, keys: RunKeys, connect: Connect, tmp_path: Path
+) -> None:
+    foreign = create_keys(tmp_path / "foreign")
+    mixed = RunKeys(
+        server_public=keys.server_public,
+        server_secret="",
+        client_public=foreign.client_public,
+        client_secret=foreign.client_secret,
+        hub_token="",
+    )
+    stranger = connect(own_keys=mixed)
+    refused = stranger.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+    stranger.send_multipart(encode(StatusRequest(name="stranger")))
+    assert refused.poll(5_000), "the handshake was not refused"
+    friend = connect()
+    friend.send_multipart(encode(StatusRequest(name="friend")))
+    assert [r.message.name for r in receive_until(router, 1)] == ["friend"]
+    assert router.receive_all(timeout_s=0.1) == []
+    stranger.disable_monitor()
+    refused.close(linger=0)
+
+
+def test_an_invalid_message_is_counted_answered_and_disturbs_nobody(
+    router: Router, connect: Connect
+) -> None:
+    bad, good = connect(), connect()
+    bad.send_multipart([b"\xc1 rubbish"])
+    assert router.receive_all(timeout_s=5.0) == []
+    answer = decode(bad.recv_multipart())
+    assert isinstance(answer, Rejected)
+    assert "not msgpack" in answer.reason
+    assert router.num_invalid == 1
+    good.send_multipart(encode(StatusRequest(name="good")))
+    bad.send_multipart(encode(StatusRequest(name="better")))
+    names = {received.message.name for received in receive_until(router, 2)}
+    assert names == {"good", "better"}
+    assert router.num_invalid == 1
+
+
+def test_a_port_in_use_is_a_config_error(router: Router, keys: RunKeys) -> None:
+    with pytest.raises(ConfigError, match=f"cannot bind 127.0.0.1:{router.port}"):
+        Router(keys, host="127.0.0.1", port=router.port)
+
+
+def test_sending_to_nobody_returns_false(router: Router) -> None:
+    assert not router.send(b"nobody", Rejected(reason=""))
+
+
+def test_a_new_connection_takes_over_its_identity(router: Router, connect: Connect) -> None:
+    first = connect(identity="actor-0")
+    first.send_multipart(encode(StatusRequest(name="first")))
+    receive_until(router, 1)
+    second = connect(identity="actor-0")
+    second.send_multipart(encode(StatusRequest(name="second")))
+    (received,) = receive_until(router, 1)
+    assert received.sender == b"actor-0"
+    router.send(received.sender, Rejected(reason="to the second"))
+    assert decode(second.recv_multipart()).reason == "to the second"
+
+
+def test_receiving_stops_at_its_limit(router: Router, connect: Connect) -> None:
+    dealer = connect()
+    for number in range(3):
+        dealer.send_multipart(encode(StatusRequest(name=str(number))))
+    names: list[str] = []
+    while len(names) < 3:
+        news = router.receive_all(timeout_s=5.0, limit=1)
+        assert len(news) == 1
+        names += [received.message.name for received in news]
+    assert names == ["0", "1", "2"]

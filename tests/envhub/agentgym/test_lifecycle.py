@@ -1,0 +1,255 @@
+"""Laws of the instances on AgentGym servers: lost, late, out of order, and given back."""
+
+import asyncio
+import contextlib
+from typing import cast
+
+import pytest
+
+from common.config.envs import RemoteOptions
+from envhub.agentgym.remote import make_spec
+from envhub.catalogue.registry import Registry
+from envhub.env import EnvFailure, EnvSpec, Isolation, Style
+from envhub.hosting.placement import Lodging
+from tests.envhub.agentgym.agentgym_clients import serve_app
+from tests.envhub.agentgym.agentgym_stubs import Counted, Stub
+
+
+def spec_of(dialect: str, url: str, **changes) -> EnvSpec:
+    return make_spec(RemoteOptions(url=url, dialect=dialect, **changes))
+
+
+async def opened(spec: EnvSpec, index: int):
+    env = spec.make(Style.AGENTGYM)
+    try:
+        await env.reset(f"all-train-{index}", 0)
+    except EnvFailure:
+        await env.close()
+        raise
+    return env
+
+
+def test_episode_ends_in_a_failure_when_its_instance_goes_to_another_on_a_server_started_anew():
+    server = Counted()
+
+    async def play(url: str) -> None:
+        spec = spec_of("textcraft", url)
+        before = await opened(spec, 1)
+        server.start_anew()
+        after = await opened(spec, 2)
+        with pytest.raises(EnvFailure, match="instance 0 is gone; the server was started anew"):
+            await before.step("Action: inventory")
+        await before.close()
+        assert (await after.step("Action: inventory")).observation == "0 plays 2"
+        await after.close()
+        await spec.stop()
+
+    with serve_app(server.app) as url:
+        asyncio.run(play(url))
+    assert server.items == {}
+
+
+def test_instances_are_used_again_on_a_server_that_turns_out_to_know_no_close():
+    server = Counted(has_close=False)
+
+    async def play(url: str) -> None:
+        spec = spec_of("textcraft", url)
+        for index in range(4):
+            env = await opened(spec, index)
+            assert (await env.step("Action: inventory")).observation == f"0 plays {index}"
+            await env.close()
+        await spec.stop()
+
+    with serve_app(server.app) as url:
+        asyncio.run(play(url))
+    assert server.num_asked == 1
+
+
+def test_instance_made_too_late_for_its_episode_goes_to_the_next():
+    server = Counted()
+    server.create_s = 0.4
+
+    async def play(url: str) -> None:
+        spec = spec_of("textcraft", url, timeout_s=0.25)
+        with pytest.raises(EnvFailure, match=r"wait for an instance took more than 0\.25 s"):
+            await opened(spec, 0)
+        env = await opened(spec, 1)
+        assert (await env.step("Action: inventory")).observation == "0 plays 1"
+        await env.close()
+        await spec.stop()
+
+    with serve_app(server.app) as url:
+        asyncio.run(play(url))
+    assert server.num_asked == 1
+
+
+@pytest.mark.parametrize(("dialect", "max_at_once"), [("webshop", 1), ("sqlgym", 3)])
+def test_instances_are_asked_for_one_by_one_where_a_create_halts_the_server(dialect, max_at_once):
+    server = Counted()
+    server.create_s = 0.05
+
+    async def play(url: str) -> None:
+        spec = spec_of(dialect, url)
+        await asyncio.gather(*(opened(spec, index) for index in range(3)))
+        await spec.stop()
+
+    with serve_app(server.app) as url:
+        asyncio.run(play(url))
+    assert (server.num_asked, server.max_at_once) == (3, max_at_once)
+
+
+def test_full_server_is_asked_until_it_gives_out_an_instance_that_is_free():
+    server = Counted(max_instances=8)
+
+    async def play(url: str) -> None:
+        spec = spec_of("sqlgym", url)
+        envs = [await opened(spec, index) for index in range(8)]
+        server.fault = True
+        with pytest.raises(EnvFailure):
+            await envs[5].step("SELECT 1")
+        await envs[5].close()
+        server.fault = False
+        another = await opened(spec, 9)
+        assert (await another.step("SELECT 1")).observation.startswith("5 plays")
+        await spec.stop()
+
+    with serve_app(server.app) as url:
+        asyncio.run(play(url))
+
+
+def test_no_request_goes_out_on_a_connection_that_had_one():
+    ended: list[asyncio.Event] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        ended.append(asyncio.Event())
+        mine = ended[-1]
+        request = await reader.readuntil(b"\r\n\r\n")
+        body = b"0" if b"/create" in request else b'"question"'
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+        await writer.drain()
+        await reader.read(1000)
+        writer.transport.abort()  # though the answer did not say so
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+        mine.set()
+
+    async def play() -> None:
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        async with server:
+            port = server.sockets[0].getsockname()[1]
+            spec = spec_of("weather", f"http://127.0.0.1:{port}")
+            env = await opened(spec, 0)
+            await env.close()
+            await spec.stop()
+            await asyncio.gather(*(each.wait() for each in ended))
+
+    asyncio.run(play())
+    assert len(ended) == 3  # create, reset, observation
+
+
+def test_item_that_the_server_lacks_costs_no_instance():
+    stub = Stub("alfworld")
+
+    async def play(url: str) -> None:
+        spec = spec_of("alfworld", url)
+        for index in (0, 13, 1, 13, 13, 2):
+            env = spec.make(Style.AGENTGYM)
+            if index == 13:
+                with pytest.raises(EnvFailure, match="no such file"):
+                    await env.reset("all-train-13", 0)
+            else:
+                await env.reset(f"all-train-{index}", 0)
+            await env.close()
+        await spec.stop()
+
+    with serve_app(stub.app) as url:
+        asyncio.run(play(url))
+    assert stub.num_created == 1
+
+
+def test_each_kept_instance_that_the_server_has_forgotten_is_replaced_by_a_new_one():
+    stub = Stub("alfworld")
+
+    async def play(url: str) -> None:
+        spec = spec_of("alfworld", url)
+        envs = [await opened(spec, index) for index in range(3)]
+        for env in envs:
+            await env.close()
+        stub.num_created = 0
+        for env in [await opened(spec, index) for index in range(3)]:
+            assert not (await env.step("Action: look")).is_valid
+            await env.close()
+        await spec.stop()
+
+    with serve_app(stub.app) as url:
+        asyncio.run(play(url))
+    assert stub.num_created == 3
+
+
+def test_webarena_action_that_its_server_cannot_read_is_an_observation():
+    stub = Stub("webarena")
+
+    async def play(url: str) -> None:
+        spec = spec_of("webarena", url)
+        env = await opened(spec, 0)
+        result = await env.step("I do ``````")
+        assert (result.observation, result.reward) == ("list index out of range", 0.0)
+        assert (result.is_valid, result.done) == (False, False)
+        assert (await env.step("I do ```stop [x]```")).done
+        await env.close()
+        await spec.stop()
+
+    with serve_app(stub.app) as url:
+        asyncio.run(play(url))
+
+
+@pytest.mark.parametrize(("stop_timeout_s", "is_ended"), [(0.02, False), (5.0, True)])
+def test_stop_of_an_environment_may_take_as_long_as_it_says(stop_timeout_s, is_ended):
+    ended: list[bool] = []
+
+    async def stop() -> None:
+        await asyncio.sleep(0.1)
+        ended.append(True)
+
+    spec = EnvSpec(
+        name="slow",
+        subsets={},
+        instruction={},
+        make=Stub,  # never called
+        isolation=Isolation.TASK,
+        stop=stop,
+        stop_timeout_s=stop_timeout_s,
+    )
+
+    class One:
+        def loaded(self) -> list[EnvSpec]:
+            return [spec]
+
+    registry = cast(Registry, One())
+    asyncio.run(Lodging(registry, capacity=1, step_timeout_s=1.0).stop())
+    assert bool(ended) is is_ended
+
+
+def test_webarena_is_given_the_time_that_its_close_takes():
+    spec = spec_of("webarena", "http://127.0.0.1:9", timeout_s=60.0)
+    assert spec.stop_timeout_s > 30  # its server gives up after 30 s, and needs 5 s at least
+    assert spec.step_timeout_s is not None
+    assert spec.step_timeout_s > 90
+
+
+def test_reset_that_fails_costs_none_of_the_kept_instances():
+    stub = Stub("webarena")
+
+    async def play(url: str) -> None:
+        spec = spec_of("webarena", url)
+        envs = [await opened(spec, index) for index in range(3)]
+        for env in envs:
+            await env.close()
+        with pytest.raises(EnvFailure, match="cannot reset item 13"):
+            await opened(spec, 13)
+        await spec.stop()
+
+    with serve_app(stub.app) as url:
+        asyncio.run(play(url))
+    assert stub.num_created == 4  # item 13 was tried once more, in a new one
+    assert stub.num_closed == 4

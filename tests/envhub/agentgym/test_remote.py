@@ -1,0 +1,326 @@
+"""Laws of driving AgentGym servers: our own routes, and stubs in the shapes of the others."""
+
+import asyncio
+
+import httpx
+import pytest
+
+from common.config.envs import EnvsSection, RemoteOptions
+from common.errors import ConfigError
+from envhub.agentgym.dialects import DIALECTS
+from envhub.agentgym.remote import check, make_spec
+from envhub.catalogue.registry import Registry
+from envhub.env import EnvFailure, Style, UnknownItem
+from tests.envhub.agentgym.agentgym_clients import DIRECT, phrase, serve_app, serve_envs
+from tests.envhub.agentgym.agentgym_stubs import TOOLS, Stub
+
+QUICK = ("textcraft", "babyai", "maze", "wordle")
+SUCCESS_INDEX = {"textcraft": 3, "babyai": 83, "maze": 4, "wordle": 11, "sciworld": 2936}
+
+
+@pytest.fixture(scope="module")
+def hub():
+    with serve_envs(*QUICK) as url:
+        yield url
+
+
+def options(dialect: str, url: str, **changes) -> RemoteOptions:
+    return RemoteOptions(url=url, dialect=dialect, **changes)
+
+
+async def driven(dialect: str, url: str, *steps: str, item: str = "all-train-7", **changes):
+    """Returns the first observation and the results of the steps."""
+    spec = make_spec(options(dialect, url, **changes))
+    env = spec.make(Style.AGENTGYM)
+    try:
+        first = await env.reset(item, 0)
+        return first, [await env.step(each) for each in steps]
+    finally:
+        await env.close()
+        await spec.stop()
+
+
+def play_round_trip(name: str, hub: str) -> None:
+    """Plays an item over our own AgentGym routes and natively, side by side, to success."""
+    index = SUCCESS_INDEX.get(name, 0)
+    item_id = Registry([name], EnvsSection()).spec(name).from_agentgym(index)
+    spec = make_spec(options(name, f"{hub}/agentgym/{name}", num_train=10**6, num_test=0))
+    num_train = spec.subsets["all"].num_train
+    assert index < num_train
+
+    async def play(native: httpx.Client) -> None:
+        body = {"env": name, "item_id": item_id, "style": "agentgym"}
+        opened = native.post("/v1/sessions", json=body).json()
+        path = f"/v1/sessions/{opened['session_id']}"
+        env = spec.make(Style.AGENTGYM)
+        first = await env.reset(f"all-train-{index}", 0)
+        if name == "wordle":
+            assert first.startswith("The vocabulary:\n")
+        else:
+            assert first == opened["observation"]
+        is_done, seq = False, 0
+        while not is_done:
+            seq += 1
+            text = phrase(name, native.get(f"{path}/hint").json()["expert_action"])
+            twin = native.post(f"{path}/step", json={"action": text, "seq": seq}).json()
+            result = await env.step(text)
+            is_done = result.done
+            assert (result.observation, result.reward) == (twin["observation"], twin["reward"])
+            assert (result.done, result.is_valid) == (twin["done"], twin["is_valid"])
+        assert result.reward == 1
+        await env.close()
+        await spec.stop()
+
+    with httpx.Client(base_url=hub, **DIRECT) as native:
+        asyncio.run(play(native))
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_remote_plays_our_own_routes_to_success(hub, name):
+    play_round_trip(name, hub)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sqlgym", "searchqa", "sciworld", "webarena"])
+def test_remote_plays_our_own_routes_to_success_in_a_worker(name):
+    with serve_envs(name) as hub:
+        play_round_trip(name, hub)
+
+
+def test_remote_serves_as_an_environment_of_a_hub(hub):
+    remote = options("maze", f"{hub}/agentgym/maze", num_train=20, num_test=5)
+    with serve_envs(remote=remote) as outer, httpx.Client(base_url=outer, **DIRECT) as client:
+        catalogue = client.get("/v1/envs").json()["maze"]
+        assert catalogue["subsets"]["all"] == {"num_train": 20, "num_test": 5, "max_turns": 30}
+        opened = client.post("/v1/sessions", json={"env": "maze", "item_id": "all-test-0"}).json()
+        assert "current position is at position 5, 8" in opened["observation"]  # game 20
+        path = f"/v1/sessions/{opened['session_id']}"
+        stepped = client.post(f"{path}/step", json={"action": "jump", "seq": 1}).json()
+        assert (stepped["is_valid"], stepped["done"]) == (False, False)
+        assert len(client.get(f"{path}/hint").json()["valid_actions"]) == 4
+        assert client.post("/agentgym/maze/create").status_code == 404
+
+
+def test_lost_maze_pays_nothing_instead_of_a_penalty(hub):
+    _, results = asyncio.run(
+        driven("maze", f"{hub}/agentgym/maze", *["Action: jump"] * 51, item="all-train-4")
+    )
+    assert (results[-1].reward, results[-1].done) == (0.0, True)
+
+
+def test_several_actions_are_refused_without_asking_the_server(hub):
+    text = "Action: turn left\nAction: turn right"
+    _, (result,) = asyncio.run(driven("babyai", f"{hub}/agentgym/babyai", text))
+    assert not result.is_valid
+    assert result.observation.startswith("Error: Only one 'Action' is allowed")
+
+
+@pytest.mark.parametrize(
+    ("text", "is_valid"),
+    [
+        ("You cannot see any objects within sight.The room has walls around you. ", True),
+        ("You cannot go to red ball 1, as there is no path leading to it.", False),
+        ("You cannot pickup red ball 1, as there is no path leading to it.", False),
+    ],
+)
+def test_babyai_seeing_nothing_is_no_refusal(text, is_valid):
+    stub = Stub("babyai")
+    stub.told = text
+    with serve_app(stub.app) as url:
+        _, (result,) = asyncio.run(driven("babyai", url, "Action: turn left"))
+    assert result.is_valid is is_valid
+
+
+def test_alfworld_first_observation_lists_the_actions():
+    stub = Stub("alfworld")
+    with serve_app(stub.app) as url:
+        first, results = asyncio.run(driven("alfworld", url, "Action: jump", "Action:\ngood"))
+    assert first.endswith("Your task is to: sleep.\nAVAILABLE ACTIONS: go to bed 1,look")
+    assert stub.resets == [{"game": 7, "world_type": "Text", "id": 0}]
+    assert [each["action"] for each in stub.steps] == ["jump", "good"]
+    assert [(each.reward, each.done, each.is_valid) for each in results] == [
+        (0.0, False, False),
+        (1.0, True, True),
+    ]
+
+
+def test_webshop_first_observation_is_asked_for():
+    stub = Stub("webshop")
+    with serve_app(stub.app) as url:
+        first, results = asyncio.run(driven("webshop", url, "I buy.\nAction: click[good]"))
+    assert first == "question 7"
+    assert stub.resets == [{"session_id": 7, "env_idx": 0}]
+    assert stub.steps == [{"action": "click[good]", "env_idx": 0}]
+    assert (results[0].reward, results[0].done) == (1.0, True)
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_tool_servers_get_the_whole_text(name):
+    stub = Stub(name)
+    good = "Thought: well\n\nAction: finish with Action Input: {'answer': 'good'}"
+    with serve_app(stub.app) as url:
+        first, results = asyncio.run(driven(name, url, "gibberish", good))
+    assert first == "question 7"
+    assert stub.resets == [{"id": 7, "env_idx": 0}]
+    assert [each["action"] for each in stub.steps] == ["gibberish", good]
+    assert [(each.reward, each.done, each.is_valid) for each in results] == [
+        (0.25, False, False),
+        (1.0, True, True),
+    ]
+
+
+def test_webarena_pays_only_at_the_end():
+    stub = Stub("webarena")
+    texts = ("so ```click [1]```", "so ```fly [1]```", "so ```stop [x]```")
+    with serve_app(stub.app) as url:
+        first, results = asyncio.run(driven("webarena", url, "no fence", *texts))
+    assert first.startswith("OBSERVATION:\n")
+    assert stub.resets == [{"idx": 7, "seed": 0, "env_idx": 0}]
+    assert [each["action"] for each in stub.steps] == list(texts)
+    assert [(each.reward, each.done, each.is_valid) for each in results] == [
+        (0.0, False, False),
+        (0.0, False, True),
+        (0.0, False, False),
+        (1.0, True, True),
+    ]
+    assert (stub.num_created, stub.num_closed) == (1, 1)
+
+
+def test_webarena_failures_within_status_200_are_infrastructure_errors():
+    stub = Stub("webarena")
+    with serve_app(stub.app) as url:
+        with pytest.raises(EnvFailure, match="cannot reset item 13"):
+            asyncio.run(driven("webarena", url, item="all-train-13"))
+        stub.fault = "text"
+        with pytest.raises(EnvFailure, match="Target closed"):
+            asyncio.run(driven("webarena", url, "so ```click [1]```"))
+
+
+@pytest.mark.parametrize("fault", ["status", "error", "text"])
+def test_failing_step_is_an_infrastructure_error_that_names_the_server(fault):
+    stub = Stub("alfworld")
+    stub.fault = fault
+    with serve_app(stub.app) as url, pytest.raises(EnvFailure) as failure:
+        asyncio.run(driven("alfworld", url, "Action: good"))
+    assert f"AgentGym server alfworld at {url}: POST step" in str(failure.value)
+    assert len(stub.steps) == 1  # it may have run, so it is not sent again
+
+
+def test_silent_server_is_an_infrastructure_error():
+    async def play(url: str) -> str:
+        with pytest.raises(EnvFailure) as failure:
+            await driven("textcraft", url, timeout_s=0.1)
+        return str(failure.value)
+
+    async def silence() -> str:
+        is_gone = asyncio.Event()
+
+        async def swallow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.read()
+            writer.close()
+            await writer.wait_closed()
+            is_gone.set()
+
+        server = await asyncio.start_server(swallow, "127.0.0.1", 0)
+        async with server:
+            told = await play(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+            await is_gone.wait()
+            return told
+
+    assert "0.1 s" in asyncio.run(silence())
+
+
+def test_absent_server_is_an_infrastructure_error():
+    with pytest.raises(EnvFailure, match=r"sqlgym at http://127\.0\.0\.1:9: POST"):
+        asyncio.run(driven("sqlgym", "http://user:secret@127.0.0.1:9"))
+
+
+def test_instances_that_cannot_be_closed_are_used_again():
+    stub = Stub("weather")
+
+    async def play(url: str) -> None:
+        spec = make_spec(options("weather", url))
+        for index in range(3):
+            env = spec.make(Style.AGENTGYM)
+            assert await env.reset(f"all-train-{index}", 0) == f"question {index}"
+            await env.close()
+        await spec.stop()
+
+    with serve_app(stub.app) as url:
+        asyncio.run(play(url))
+    assert stub.num_created == 1
+
+
+def test_forgotten_instance_is_replaced():
+    stub = Stub("alfworld")
+
+    async def play(url: str) -> None:
+        spec = make_spec(options("alfworld", url))
+        for index in range(2):
+            env = spec.make(Style.AGENTGYM)
+            await env.reset(f"all-train-{index}", 0)
+            await env.close()
+            stub.num_created -= index == 0  # the server was started anew
+        await spec.stop()
+
+    with serve_app(stub.app) as url:
+        asyncio.run(play(url))
+    assert stub.num_created == 1
+    assert [each["game"] for each in stub.resets] == [0, 1]
+
+
+def test_server_with_one_account_holds_one_episode_at_a_time():
+    stub = Stub("todo")
+
+    async def play(url: str) -> list[str]:
+        spec = make_spec(options("todo", url))
+        assert spec.sessions_per_worker == 1
+        first, second = spec.make(Style.AGENTGYM), spec.make(Style.AGENTGYM)
+        await first.reset("all-train-0", 0)
+        waiting = asyncio.create_task(second.reset("all-train-1", 0))
+        await asyncio.sleep(0)
+        events = [f"waiting {not waiting.done()}, created {stub.num_created}"]
+        await first.close()
+        events.append(await waiting)
+        await second.close()
+        await spec.stop()
+        return events
+
+    with serve_app(stub.app) as url:
+        assert asyncio.run(play(url)) == ["waiting True, created 1", "question 1"]
+    assert stub.num_created == 1
+
+
+def test_unknown_items_are_refused_without_a_server():
+    spec = make_spec(options("maze", "http://127.0.0.1:9"))
+    with pytest.raises(UnknownItem):
+        asyncio.run(spec.make(Style.COMPACT).reset("all-test-9", 0))
+
+
+def test_split_without_items_is_called_empty():
+    spec = make_spec(options("maze", "http://127.0.0.1:9", num_test=0))
+    with pytest.raises(UnknownItem, match="subset 'all' has no test items"):
+        asyncio.run(spec.make(Style.COMPACT).reset("all-test-0", 0))
+
+
+def test_subset_is_no_larger_than_the_server():
+    maze = make_spec(options("maze", "http://h", num_train=1000, num_test=100)).subsets["all"]
+    assert (maze.num_train, maze.num_test) == (23, 2)
+    babyai = make_spec(options("babyai", "http://h", num_train=1000, num_test=100)).subsets["all"]
+    assert (babyai.num_train, babyai.num_test) == (1000, 100)
+
+
+@pytest.mark.parametrize("name", sorted(DIALECTS))
+def test_every_dialect_has_an_instruction_in_both_styles(name):
+    spec = make_spec(options(name, "http://127.0.0.1:9"))
+    assert spec.name == name
+    assert all(len(spec.instruction[style]) > 100 for style in Style)
+
+
+def test_check_names_the_nearest_dialect_and_the_form_of_a_url():
+    lines = check(options("textkraft", "10.0.0.5:36001"))
+    assert "the nearest is 'textcraft'" in lines[0]
+    assert "http://10.0.0.5:36001" in lines[1]
+    with pytest.raises(ConfigError, match="textcraft"):
+        make_spec(options("textkraft", "http://h"))
+    assert check(options("maze", "https://user:word@h:1/lmrl/maze")) == []

@@ -1,0 +1,190 @@
+"""Laws of AgentGym's routes: its clients' own traffic, against a hub over HTTP."""
+
+import httpx
+import pytest
+
+from common.config.envs import EnvsSection
+from envhub.agentgym.dialects import SCIWORLD, WEBARENA
+from envhub.agentgym.instances import Instance
+from envhub.agentgym.replies import reset_reply
+from envhub.catalogue.registry import Registry
+from envhub.envs.sciworld.catalogue import from_agentgym
+from tests.envhub.agentgym.agentgym_clients import DIRECT, IdClient, make_client, phrase, serve_envs
+
+QUICK = ("textcraft", "babyai", "maze", "wordle")
+INDICES = {"textcraft": 3, "babyai": 83, "maze": 4, "wordle": 11, "sciworld": 2936}
+BEST_SCORES = {"sciworld": 100}
+
+
+@pytest.fixture(scope="module")
+def hub():
+    with serve_envs(*QUICK) as url:
+        yield url
+
+
+def play_with_twin(name: str, hub: str, index: int) -> None:
+    """Plays an item as AgentGym's client and as a native session, side by side, to success."""
+    best = BEST_SCORES.get(name, 1)
+    client = make_client(name, hub)
+    make_client(name, hub)  # another, that nobody ever uses
+    with httpx.Client(base_url=hub, **DIRECT) as native:
+        item_id = Registry([name], EnvsSection()).spec(name).from_agentgym(index)
+        body = {"env": name, "item_id": item_id, "style": "agentgym"}
+        opened = native.post("/v1/sessions", json=body)
+        assert opened.status_code == 201, opened.text
+        path = f"/v1/sessions/{opened.json()['session_id']}"
+        client.reset(index)
+        assert client.reset(index) == opened.json()["observation"]
+        score, is_done, seq = 0, False, 0
+        while not is_done:
+            seq += 1
+            hint = native.get(f"{path}/hint").json()
+            text = phrase(name, hint["expert_action"])
+            twin = native.post(f"{path}/step", json={"action": text, "seq": seq}).json()
+            observation, score, is_done = client.step(text)
+            assert observation == twin["observation"]
+            assert (score, is_done) == (twin["reward"] * best, twin["done"])
+        assert score == best
+        native.delete(path)
+    client.close()
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_clients_play_an_episode_to_success(hub, name):
+    play_with_twin(name, hub, INDICES[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sqlgym", "searchqa", "sciworld", "webarena"])
+def test_clients_play_an_episode_to_success_in_a_worker(name):
+    with serve_envs(name) as hub:
+        play_with_twin(name, hub, INDICES.get(name, 0))
+
+
+def test_instances_are_large_numbers_that_differ(hub):
+    numbers = {make_client("maze", hub).wire.number for _ in range(5)}
+    assert len(numbers) == 5
+    assert all(0 <= number < 2**53 for number in numbers)
+    assert max(numbers) > 2**40
+
+
+def test_step_after_the_end_is_an_error_within_status_200(hub):
+    client = make_client("maze", hub)
+    client.reset(4)
+    steps = [client.wire.post("step", {"action": "move up"}) for _ in range(52)]
+    assert steps[-3]["reward"] == 0
+    assert steps[-2] == {"observation": "Failure\n", "reward": -1, "done": True}
+    text = f"The task with environment {client.wire.number} has finished."
+    assert steps[-1] == {"error": text}
+
+
+def test_look_after_the_end_is_an_error_within_status_200_until_the_reset(hub):
+    client = make_client("wordle", hub)
+    first = client.reset(0)
+    for _ in range(6):
+        assert client.wire.get("observation") != {}
+        client.step("Action: nothing")
+    over = {"error": f"The task with environment {client.wire.number} has finished."}
+    assert client.wire.get("observation") == over
+    assert client.wire.get("filtered_vocab") == over
+    client.reset(0)
+    assert client.wire.get("observation") == first
+
+
+def test_look_before_the_first_reset_is_an_error_within_status_200(hub):
+    client = make_client("maze", hub)
+    assert client.wire.get("observation") == {"error": "'observation'"}
+
+
+def test_webarena_says_closed_of_any_instance():
+    with serve_envs("webarena") as hub:
+        client = make_client("webarena", hub)
+        client.close()
+        client.close()
+
+
+def test_reset_of_webarena_answers_the_page_without_the_rest_of_the_prompt():
+    first = "OBSERVATION:\nTab 0 (current): Shop\n\n[1] link 'URL: /'\nURL: http://shop.test/\n"
+    first += "OBJECTIVE: Find the shop.\nPREVIOUS ACTION: None"
+    instance = Instance(expires_at_s=0.0, item_id="Shopping-test-0", first_observation=first)
+    assert reset_reply(WEBARENA, 1, instance) == {
+        "observation": "Tab 0 (current): Shop\n\n[1] link 'URL: /'",
+        "sites": ["Shopping"],
+        "object": "Find the shop.",
+    }
+
+
+def test_reset_of_sciworld_names_task_and_variation():
+    item_id = from_agentgym(700)
+    instance = Instance(expires_at_s=0.0, item_id=item_id, first_observation="Measure.\nA room.")
+    reply = reset_reply(SCIWORLD, 1, instance)
+    assert isinstance(reply, dict)
+    assert (reply["task_name"], reply["var_num"]) == ("measure-melting-point-known-substance", 40)
+    assert (reply["task_description"], reply["observation"]) == ("Measure.", "A room.")
+
+
+def test_unknown_and_unreset_instances_are_errors_within_status_200(hub):
+    client = IdClient("babyai", f"{hub}/agentgym/babyai")
+    number = str(client.wire.number)
+    assert client.wire.post("step", {"action": "turn left"}) == {"error": number}
+    assert client.wire.get("observation")["observation"] == "Environment not initialized"
+    client.close()
+    gone = {"error": f"The id {client.wire.number} is not valid."}
+    assert client.wire.post("step", {"action": "turn left"}) == gone
+    assert client.wire.post("reset", {"data_idx": 0}) == gone
+    assert client.wire.get("observation") == gone
+    assert client.wire.post("close", {}) is False
+
+
+def test_item_out_of_range_is_an_error_and_the_instance_lives_on(hub):
+    client = make_client("maze", hub)
+    assert "error" in client.wire.post("reset", {"game": 26})
+    assert client.reset(0).startswith("The goal is at position 8, 6.")
+
+
+def test_textcraft_answers_the_reset_in_full(hub):
+    client = make_client("textcraft", hub)
+    reply = client.wire.post("reset", {"data_idx": 0})
+    assert reply["id"] == client.wire.number
+    assert (reply["reward"], reply["done"]) == (0, False)
+    assert client.wire.get("observation") == reply["observation"]
+    assert client.wire.post("reset", {}) == reply
+    assert client.wire.post("step", {"action": "nonsense"}) == {
+        "observation": "Could not execute nonsense",
+        "reward": 0,
+        "done": False,
+    }
+    assert client.wire.get("observation") == "Could not execute nonsense"
+
+
+def test_babyai_observation_names_the_goal_again(hub):
+    client = make_client("babyai", hub)
+    goal = client.reset(0).partition("\n")[0]
+    client.step("Action: turn left")
+    seen = client.wire.get("observation")
+    assert seen["observation"].startswith(f"{goal}\n")
+    assert (seen["score"], seen["done"], seen["deleted"]) == (0, False, False)
+
+
+@pytest.mark.parametrize(
+    ("verb", "body"),
+    [("create", None), ("step", {}), ("step", {"id": 1}), ("reset", {"id": "x"}), ("close", [])],
+)
+def test_malformed_bodies_are_422(hub, verb, body):
+    answer = httpx.post(f"{hub}/agentgym/textcraft/{verb}", json=body, **DIRECT)
+    assert answer.status_code == 422
+
+
+def test_greeting_names_the_environment(hub):
+    answer = httpx.get(f"{hub}/agentgym/textcraft", **DIRECT)
+    assert answer.json() == "This is environment TextCraft."
+
+
+def test_create_is_refused_when_the_hub_is_full():
+    with serve_envs("maze", capacity=2) as hub:
+        clients = [make_client("maze", hub) for _ in range(2)]
+        full = httpx.post(f"{hub}/agentgym/maze/create", **DIRECT)
+        assert full.status_code == 429
+        assert "Retry-After" in full.headers
+        clients[0].wire.post("close", {})
+        make_client("maze", hub)

@@ -1,0 +1,85 @@
+"""Laws of asking the servers of a configuration, before anything starts, whether they answer."""
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from common.config.load import load_config
+from common.config.run_config import RunConfig
+from common.repository import ROOT
+from envhub.catalogue.health import servers_of, silent
+from envhub.command import examine_environments, missing_for
+
+
+@pytest.fixture
+def nobody() -> str:
+    """Return an address at which nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+def configured(*overrides: str) -> RunConfig:
+    return load_config("smoke", ["model.path=unset", *overrides], root=ROOT)
+
+
+def test_agentgym_server_that_does_not_answer_is_named(nobody: str) -> None:
+    url = nobody.replace("://", "://any:secret@")
+    cfg = configured(f"env.url={url}", "env.dialect=alfworld")
+    (line,) = missing_for(cfg)
+    assert line.startswith(f"env.url={nobody}: no answer (Connection refused); start AgentGym's")
+    (check,) = [each for each in examine_environments(cfg) if each.what == "env alfworld"]
+    assert (check.remedy, check.is_optional) == (line, True)
+
+
+def test_every_silent_site_and_retriever_is_named(nobody: str) -> None:
+    cfg = configured(
+        f"envs.webarena.gitlab={nobody}",
+        f"envs.webarena.reddit={nobody}/f",
+        f"envs.searchqa.retriever_url={nobody}/retrieve",
+    )
+    lines = silent(servers_of(["searchqa", "webarena", "babyai"], cfg))
+    assert sorted(line.partition("=")[0] for line in lines) == [
+        "envs.searchqa.retriever_url",
+        "envs.webarena.gitlab",
+        "envs.webarena.reddit",
+    ]
+    assert servers_of(["babyai"], cfg) == []  # what is not played is not asked
+
+
+def test_hub_elsewhere_must_answer_as_a_hub(serve_hub, nobody: str) -> None:
+    url = str(serve_hub(token="secret").client.base_url)
+    assert missing_for(configured(f"envhub.url={url}")) == []
+    (line,) = missing_for(configured(f"envhub.url={url}/agentgym/maze"))
+    assert "/healthz answered 401, so this is no hub" in line
+    (line,) = missing_for(configured(f"envhub.url={nobody}"))
+    assert line.startswith(f"envhub.url={nobody}: no answer (Connection refused); start it with")
+
+
+def test_server_that_answers_with_any_status_is_there(serve_hub) -> None:
+    url = str(serve_hub(token="secret").client.base_url)  # 401 on every path
+    cfg = configured(f"env.url={url}/agentgym/maze", "env.dialect=maze")
+    assert missing_for(cfg) == []
+
+
+@pytest.mark.parametrize("url", ["http://", "ftp://127.0.0.1/x", "http://127.0.0.1:port", "x"])
+def test_address_that_is_none_is_named(url: str) -> None:
+    cfg = configured(f"envhub.url={url}")
+    (line,) = missing_for(cfg)
+    assert line.startswith(f"envhub.url={url}: no answer (")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["train", "eval", "doctor", "envhub"])
+def test_every_command_tells_at_its_start(command: str, nobody: str, tmp_path: Path) -> None:
+    argv = [sys.executable, "run.py", command]
+    argv += [f"env.url={nobody}", "env.dialect=alfworld"]
+    if command != "envhub":
+        argv += ["--config", "smoke", f"run.dir={tmp_path}"]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    told = done.stdout if command == "doctor" else done.stderr
+    assert done.returncode != 0
+    assert f"env.url={nobody}: no answer (Connection refused)" in told
+    assert list(tmp_path.iterdir()) == []

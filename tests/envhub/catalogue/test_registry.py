@@ -1,0 +1,133 @@
+"""Laws of finding environments and of saying what they lack."""
+
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from common.config.envs import BrowserOptions, EnvsSection, RemoteOptions
+from envhub.catalogue.registry import (
+    LOADERS,
+    REQUIREMENTS,
+    Registry,
+    Requirement,
+    is_reference,
+    missing_requirements,
+    parse_options,
+)
+from envhub.env import Isolation
+from envhub.errors import UnknownEnv
+
+
+def test_registry_names_the_nearest_environment():
+    with pytest.raises(UnknownEnv, match="nearest is 'textcraft'"):
+        Registry(["textcarft"])
+
+
+def test_environment_that_is_not_offered_is_unknown():
+    with pytest.raises(UnknownEnv, match="nearest is 'textcraft'"):
+        Registry(["textcraft"]).spec("babyai")
+
+
+def test_outside_environment_has_its_own_name_and_lives_in_a_worker():
+    registry = Registry(["textcraft", "tests.envhub.outside:make_spec"])
+    assert registry.names == ("faulty", "textcraft")
+    spec = registry.spec("faulty")
+    assert (spec.isolation, spec.sessions_per_worker) == (Isolation.WORKER, 64)
+
+
+def test_outside_environment_keeps_the_worker_that_it_asks_for():
+    spec = Registry(["tests.envhub.outside:make_worker"]).spec("fragile")
+    assert (spec.isolation, spec.sessions_per_worker) == (Isolation.WORKER, 2)
+
+
+def test_file_is_an_outside_environment(tmp_path: Path):
+    path = tmp_path / "mine.py"
+    path.write_text("from tests.envhub.outside import make_worker as make_it\n")
+    assert Registry([f"{path}:make_it"]).names == ("fragile",)
+
+
+@pytest.mark.parametrize(
+    ("reference", "words"),
+    [
+        ("no.such.module:make_spec", "No module named 'no'"),
+        ("no/such/file.py:make_spec", "no such file"),
+        ("tests.envhub.outside:make_nothing", "has no function 'make_nothing'"),
+    ],
+)
+def test_broken_reference_says_what_is_missing(reference: str, words: str):
+    with pytest.raises(UnknownEnv, match=words):
+        Registry([reference])
+
+
+def test_worker_gets_the_options_of_the_hub():
+    browser, plugins = BrowserOptions(max_sessions=3), {"size": "9"}
+    options = EnvsSection(browser=browser, plugins=plugins, agentgym_rules=True)
+    remote = RemoteOptions(url="http://h:1", dialect="alfworld", num_test=7)
+    registry = Registry(["textcraft"], options, remote)
+    order = registry.load_order("textcraft")
+    assert is_reference(order["reference"])
+    assert parse_options(order["options"]) == (options, remote)
+
+
+def test_dialect_of_a_remote_server_is_offered_under_its_name():
+    remote = RemoteOptions(url="http://h:1", dialect="alfworld")
+    assert Registry(["textcraft"], None, remote).names == ("alfworld", "textcraft")
+
+
+@pytest.fixture
+def needy():
+    """An environment whose requirements a test may set."""
+    LOADERS["needy"] = "tests.envhub.inside.faulty"
+    yield lambda *needs: REQUIREMENTS.update(needy=needs)
+    del LOADERS["needy"], REQUIREMENTS["needy"]
+
+
+def test_missing_program_is_named_with_the_remedy(needy):
+    needy(Requirement(what="a moon", binaries=("no-such-binary",), remedy="apt install moon"))
+    assert missing_requirements(["needy"]) == ["needy needs a moon: apt install moon"]
+
+
+def test_missing_module_is_named_with_the_remedy(needy):
+    needy(Requirement(what="the package moon", modules=("moon",), remedy="pip install moon"))
+    assert missing_requirements(["needy"]) == ["needy needs the package moon: pip install moon"]
+
+
+def test_one_of_several_programs_is_enough(needy):
+    needy(Requirement(what="a shell", binaries=("no-such-binary", "sh"), remedy=""))
+    assert missing_requirements(["needy"]) == []
+
+
+def test_program_given_by_an_option_counts_instead_of_the_path(needy):
+    needs = Requirement(
+        what="a browser",
+        binaries=("no-such-binary",),
+        remedy="install it",
+        instead=lambda options: options.browser.executable,
+    )
+    needy(needs)
+    given = EnvsSection(browser=BrowserOptions(executable="/bin/sh"))
+    assert missing_requirements(["needy"], given) == []
+    wrong = EnvsSection(browser=BrowserOptions(executable="/no/such"))
+    assert missing_requirements(["needy"], wrong) == ["needy needs a browser: install it"]
+
+
+def test_environments_own_check_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    code = """
+        def check(options):
+            return [] if options.textcraft.recipes_dir else ["envs.textcraft.recipes_dir is unset"]
+    """
+    (tmp_path / "checked_environment.py").write_text(textwrap.dedent(code))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(LOADERS, "checked", "checked_environment")
+    lines = missing_requirements(["checked"])
+    assert lines == ["checked: envs.textcraft.recipes_dir is unset"]
+    options = EnvsSection()
+    options.textcraft.recipes_dir = "x"
+    assert missing_requirements(["checked"], options) == []
+
+
+def test_local_requirements_do_not_matter_for_a_remote_environment(needy):
+    needy(Requirement(what="a moon", binaries=("no-such-binary",), remedy="apt install moon"))
+    remote = RemoteOptions(url="http://h:1", dialect="needy")
+    assert missing_requirements(["needy"], None, remote) == []

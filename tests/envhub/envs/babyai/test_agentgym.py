@@ -1,0 +1,134 @@
+"""Laws of BabyAI by AgentGym's rules."""
+
+from pathlib import Path
+
+import pytest
+
+from common.config.envs import BabyaiOptions, EnvsSection
+from common.config.load import load_config
+from envhub.env import Style
+from envhub.envs.babyai import levels
+from envhub.envs.babyai.agentgym_env import AgentGymBabyAiEnv
+from envhub.envs.babyai.env import BabyAiEnv, make_spec
+
+NO_CHANGE = "No change in state."
+KEY_IN_BOX = levels.from_agentgym(25).split("-")[0]
+
+
+def started(item_id: str) -> AgentGymBabyAiEnv:
+    env = AgentGymBabyAiEnv(Style.AGENTGYM, options=BabyaiOptions())
+    env.reset(item_id, 0)
+    return env
+
+
+def door_ahead(subset: str) -> tuple[AgentGymBabyAiEnv, str]:
+    """An episode whose mission is to open the door that its agent has just gone to."""
+    for index in range(60):
+        env = started(f"{subset}-train-{index}")
+        doors = [name for name in env.valid_actions() if "closed door" in name]
+        if "go to red closed door 1" in doors:
+            env.step("go to red closed door 1")
+            if "toggle" in env.valid_actions():
+                return env, "toggle and go through red closed door 1"
+    pytest.fail("no door in sight of any item")
+
+
+def test_action_without_effect_is_listed_and_changes_nothing():
+    env, _ = door_ahead("OpenRedDoor")
+    assert "go to red closed door 1" in env.valid_actions()
+    result = env.step("go to red closed door 1")
+    assert result.observation.startswith(NO_CHANGE + "\nAvailable actions: [")
+    assert result.is_valid
+
+
+def test_ball_is_no_barrier_though_nobody_can_walk_into_it():
+    for index in range(20):
+        env = started(f"PickupLoc-train-{index}")
+        balls = [n for n in env.valid_actions() if n.startswith("go to") and "ball" in n]
+        if balls and not env.step(balls[0]).done:
+            view = env.step("turn left").observation, env.step("turn right").observation
+            assert "move forward" in env.valid_actions()
+            assert env.step("move forward").observation == view[1]
+            return
+    pytest.fail("no ball in sight of any item")
+
+
+def test_success_before_the_last_primitive_of_an_action_is_lost():
+    env, through = door_ahead("OpenRedDoor")
+    result = env.step(through)
+    assert (result.reward, result.done) == (0.0, False)
+    env, _ = door_ahead("OpenRedDoor")
+    result = env.step("toggle")
+    assert result.done
+    assert 0.5 < result.reward < 1.0
+    assert "\n The task is completed.\nAvailable actions: [" in result.observation
+
+
+def test_late_success_pays_again_and_again_and_does_not_end_the_episode():
+    env = started("GoToLocal-train-0")
+    plain = BabyAiEnv(Style.AGENTGYM)
+    plain.reset("GoToLocal-train-0", 0)
+    for _ in range(40):  # of 64 steps, after which success pays less than half
+        env.step("turn left")
+    late = env.step("go to green ball 1")
+    assert not late.done
+    assert 0.0 < late.reward < 0.5
+    assert "The task is completed." in late.observation
+    stale = env.step("sing")
+    assert (stale.reward, stale.done, stale.is_valid) == (late.reward, False, False)
+    assert env.step("turn left").reward == 0.0
+    assert plain.step("go to green ball 1").reward == 1.0
+
+
+def test_reward_is_minigrids_and_falls_with_the_steps():
+    env = started("GoToLocal-train-0")
+    env.step("turn left")
+    env.step("turn right")
+    num_steps = 2 + len(env._offer.actions["go to green ball 1"].primitives)
+    assert env.step("go to green ball 1").reward == pytest.approx(1 - 0.9 * num_steps / 64)
+
+
+@pytest.mark.parametrize("word", ["check", "check available actions", "please check"])
+def test_every_text_with_check_in_it_lists_the_actions(word: str):
+    env = started("GoToLocal-train-0")
+    listed = ", ".join([*env.valid_actions(), "check available actions"])
+    asked = env.step(word)
+    assert asked.observation.startswith(f"You can take the following actions: {listed}\n")
+    assert asked.is_valid
+
+
+def test_refusals_say_why():
+    env = started("GoToLocal-train-0")
+    told = {text: env.step(text).observation.split("\n")[0] for text in ("", "sing", "drop")}
+    assert told == {
+        "": NO_CHANGE,
+        "sing": "The action is not recognized. Please check valid actions.",
+        "drop": "You cannot drop the object, as you are not carrying anything.",
+    }
+
+
+@pytest.mark.parametrize("seed", [0, 2])
+def test_expert_solves_agentgyms_levels_by_agentgyms_rules(seed: int):
+    unsolved = []
+    for level in range(40):
+        item_id = levels.from_agentgym(40 * seed + level)
+        env = started(item_id)
+        for _ in range(200):
+            action = env.expert_action()
+            result = None if action is None else env.step(action)
+            if result is None or result.done:
+                break
+            assert result.is_valid, (item_id, action)
+        if result is None or result.reward <= 0.5:
+            unsolved.append(item_id.split("-")[0])
+    assert unsolved == [KEY_IN_BOX]
+
+
+def test_one_switch_turns_every_rule_on(repository: Path):
+    assert not EnvsSection().babyai.agentgym_rules
+    overrides = ["model.path=unset", "envs.agentgym_rules=true"]
+    cfg = load_config(None, overrides, root=repository)
+    assert cfg.envs.babyai.agentgym_rules
+    assert cfg.envs.searchqa.retry
+    env = make_spec(cfg.envs).make(Style.AGENTGYM)
+    assert isinstance(env, AgentGymBabyAiEnv)

@@ -1,0 +1,207 @@
+"""The self-hosted sites: sessions, escaping, and what they do with nonsense."""
+
+import re
+import time
+from collections.abc import Iterator
+
+import pytest
+from fastapi.testclient import TestClient
+
+from envhub.envs.webarena.sites.apps import SITES, make_app
+from envhub.envs.webarena.sites.site import MAX_BODY_BYTES
+from envhub.envs.webarena.sites.store import FILLERS, master
+from tests.envhub.envs.sites_browser import Browser, parse
+
+HOSTILE = "<script>alert('1')</script>\"'&{{ 7 * 7 }}%_\\"
+
+
+@pytest.fixture
+def client() -> Iterator[TestClient]:
+    with TestClient(make_app()) as client:
+        yield client
+
+
+def start(client: TestClient, session: str, seed: int = 0) -> Browser:
+    assert client.post("/__reset__", json={"session": session, "seed": seed}).status_code == 200
+    return Browser(client, session)
+
+
+def wish(browser: Browser) -> str:
+    """Puts the first product of the home page on the wish list; returns its name."""
+    browser.goto("http://shopping.test/")
+    (name, *_) = [
+        browser.name(node)
+        for node in browser.page.walk()
+        if node.attributes.get("href", "").startswith("/product/")
+    ]
+    browser.do({"do": "click", "role": "link", "name": name})
+    browser.do({"do": "click", "role": "button", "name": "Add to Wish List"})
+    return name
+
+
+def wishes(browser: Browser) -> str:
+    browser.goto("http://shopping.test/wishlist")
+    return browser.text_of("wishes")
+
+
+def crawl(browser: Browser, host: str, most: int) -> list[str]:
+    """Returns the addresses of pages that links lead to, breadth first."""
+    queue, seen = [f"http://{host}/"], {f"http://{host}/"}
+    visited = []
+    while queue and len(visited) < most:
+        url = queue.pop(0)
+        browser.goto(url)
+        assert browser.status == 200, url
+        visited.append(url)
+        for node in browser.page.walk():
+            href = node.attributes.get("href", "")
+            target = f"http://{host}{href}"
+            if href.startswith("/") and target not in seen:
+                seen.add(target)
+                queue.append(target)
+    return visited
+
+
+def test_session_sees_nothing_of_another(client: TestClient) -> None:
+    first, second, demo = start(client, "first"), start(client, "second"), Browser(client, None)
+    name = wish(first)
+    assert name in wishes(first)
+    assert name not in wishes(second)
+    assert name not in wishes(demo)
+
+
+def test_reset_restores_the_seeded_world(client: TestClient) -> None:
+    browser = start(client, "one")
+    before = browser.goto("http://shopping.test/wishlist")
+    name = wish(browser)
+    assert name in wishes(browser)
+    start(client, "one")
+    assert browser.goto("http://shopping.test/wishlist") == before
+
+
+def test_dropped_session_is_gone_and_says_so(client: TestClient) -> None:
+    start(client, "one")
+    assert client.post("/__drop__", json={"session": "one"}).json() == {"dropped": True}
+    assert client.post("/__drop__", json={"session": "one"}).json() == {"dropped": False}
+    headers = {"X-Longstride-Session": "one", "Host": "shopping.test"}
+    assert client.get("/", headers=headers).status_code == 410
+
+
+def test_same_seed_gives_the_same_pages_and_another_gives_others(client: TestClient) -> None:
+    for host in SITES:
+        first, second, other = (
+            start(client, "a", 3).goto(f"http://{host}/"),
+            start(client, "b", 3).goto(f"http://{host}/"),
+            start(client, "c", 4).goto(f"http://{host}/"),
+        )
+        assert first == second
+        if host != "maps.test":  # its first page holds nothing of the world
+            assert first != other
+
+
+def test_edit_in_the_administration_shows_in_the_shop(client: TestClient) -> None:
+    browser = start(client, "one")
+    row = master("shop", 0).execute("SELECT * FROM product WHERE id = 1").fetchone()
+    browser.goto("http://cms.test/products/1")
+    browser.do({"do": "type", "role": "textbox", "name": "Price", "text": "1234.5", "enter": True})
+    browser.goto(f"http://shopping.test/product/{row['slug']}.html")
+    assert browser.text_of("price") == "$1,234.50"
+
+
+def test_host_is_recognised_with_any_port_and_strangers_are_not(client: TestClient) -> None:
+    assert "Citygrid" in client.get("/", headers={"Host": "maps.test:8123"}).text
+    assert client.get("/", headers={"Host": "elsewhere.test"}).status_code == 404
+
+
+@pytest.mark.parametrize("host", SITES)
+def test_page_is_whole_and_needs_nothing_from_outside(client: TestClient, host: str) -> None:
+    browser = start(client, "one")
+    for url in crawl(browser, host, most=25):
+        source = browser.goto(url)
+        nodes = browser.page.walk()
+        tags = [node.tag for node in nodes]
+        assert tags.count("h1") == 1, url
+        assert tags.count("main") == 1, url
+        assert re.search(r"(src|href)=\"(https?:)?//", source) is None, url
+        ids = [node.attributes["id"] for node in nodes if "id" in node.attributes]
+        assert len(ids) == len(set(ids)), url
+        for node in nodes:
+            assert not browser.role(node) or browser.name(node), f"a nameless {node.tag} at {url}"
+
+
+@pytest.mark.parametrize("host", SITES)
+def test_page_stays_standing_when_addresses_are_nonsense(client: TestClient, host: str) -> None:
+    browser = start(client, "one")
+    urls = crawl(browser, host, most=12)
+    for url in urls:
+        tail = "&" if "?" in url else "?"
+        odd = f"{tail}q={'%00' * 3}%F0%9F&sort=x&page=99999999999999999999&day=-1&state='&from=%25"
+        browser.goto(url + odd)
+        assert browser.status == 200, url
+        browser.goto(url.rstrip("/") + "/99999999999999999999999")
+        assert browser.status in (200, 404)
+        for body in (b"", b"\xff\xfe=%ff&a", b"quantity=-1&price=nan&rating=9&status=%00&q"):
+            reply = client.post(url, content=body, headers=browser.headers)
+            assert reply.status_code in (200, 405, 404), url
+
+
+def test_text_of_a_visitor_is_shown_and_never_taken_for_markup(client: TestClient) -> None:
+    browser = start(client, "one")
+    browser.goto("http://shopping.test/")
+    search = {"do": "type", "role": "searchbox", "name": "Search products", "enter": True}
+    browser.do({**search, "text": HOSTILE})
+    assert browser.status == 200
+    assert HOSTILE in " ".join(node.text() for node in browser.page.walk() if node.tag == "h1")
+    forum = master("reddit", 0).execute("SELECT name FROM forum").fetchone()["name"]
+    browser.goto(f"http://reddit.test/f/{forum}/submit")
+    for field in ("Title", "Text"):
+        browser.do(
+            {"do": "type", "role": "textbox", "name": field, "text": HOSTILE, "enter": False}
+        )
+    browser.do({"do": "click", "role": "button", "name": "Publish"})
+    assert browser.text_of("title") == browser.text_of("body") == HOSTILE
+    assert all(node.tag != "script" for node in browser.page.walk())
+
+
+def test_form_that_is_too_large_is_refused(client: TestClient) -> None:
+    browser = start(client, "one")
+    reply = client.post(
+        "http://reddit.test/profile",
+        content=b"bio=" + b"x" * MAX_BODY_BYTES,
+        headers=browser.headers,
+    )
+    assert reply.status_code == 413
+
+
+def test_reset_wants_a_name_and_a_small_seed(client: TestClient) -> None:
+    for body in ({"session": "", "seed": 1}, {"session": "a", "seed": -1}, {"seed": 1}):
+        assert client.post("/__reset__", json=body).status_code == 422
+
+
+def test_seeded_databases_hold_what_was_promised() -> None:
+    def count(database: str, table: str) -> int:
+        return master(database, 1).execute(f"SELECT count(*) FROM {table}").fetchone()[0]
+
+    assert count("shop", "product") >= 60
+    assert count("maps", "place") >= 60
+    assert count("shop", "purchase") >= 100
+    assert count("gitlab", "issue") >= 100
+    assert count("reddit", "post") >= 100
+
+
+@pytest.mark.slow
+def test_hundred_sessions_are_reset_in_a_few_milliseconds_each(client: TestClient) -> None:
+    for name in FILLERS:
+        master(name, 0)
+    started = time.perf_counter()
+    for number in range(100):
+        browser = start(client, f"session-{number}")
+        for host in SITES:
+            browser.goto(f"http://{host}/")
+    took_ms = (time.perf_counter() - started) * 10
+    assert took_ms < 250  # five pages and four copied databases, on a busy machine
+
+
+def test_parser_of_these_tests_refuses_badly_nested_tags() -> None:
+    with pytest.raises(AssertionError):
+        parse("<p><b>x</p></b>")

@@ -1,0 +1,137 @@
+"""Laws of the maze: where its walls are, how they are told, and when an episode ends."""
+
+import pytest
+
+from common.config.envs import EnvsSection
+from envhub.env import Style, UnknownItem, parse_item
+from envhub.envs.maze import maze
+from envhub.envs.maze.env import SUBSETS, MazeEnv, make_spec, start_of
+
+ITEMS = [
+    f"DoubleT-{split}-{index}"
+    for split, num in (("train", 20), ("test", 5))
+    for index in range(num)
+]
+
+
+def started(item_id: str = "DoubleT-train-0", style: Style = Style.COMPACT) -> MazeEnv:
+    env = MazeEnv(style)
+    env.reset(item_id, 0)
+    return env
+
+
+def item_of(row: int, column: int) -> str:
+    """Returns the item that begins at a cell."""
+    return next(i for i in ITEMS if start_of(parse_item(i, SUBSETS)) == (row, column))
+
+
+def test_maze_is_two_ts_that_meet():
+    assert maze.drawn((1, 1)).split("\n") == [
+        "#############",
+        "#@....#.....#",
+        "###.#####.###",
+        "###.#####.###",
+        "###.#####.###",
+        "###.......###",
+        "######.######",
+        "######.######",
+        "######G######",
+        "#############",
+    ]
+
+
+def test_items_are_the_25_starts_each_once():
+    starts = [start_of(parse_item(item_id, SUBSETS)) for item_id in ITEMS]
+    assert len(starts) == 25
+    assert set(starts) == set(maze.STARTS) == maze.FREE - {maze.GOAL}
+
+
+def test_game_number_names_the_start():
+    spec = make_spec(EnvsSection())
+    for game, start in enumerate(maze.STARTS):
+        assert start_of(parse_item(spec.from_agentgym(game), spec.subsets)) == start
+    for game in (-1, 25, 26):
+        with pytest.raises(UnknownItem, match="0 to 24"):
+            spec.from_agentgym(game)
+
+
+@pytest.mark.parametrize(
+    ("cell", "walls"),
+    [
+        ((1, 3), "There is a wall above you."),
+        ((5, 3), "There are walls to your left, below you."),
+        ((1, 11), "There are walls to your right, above you, below you."),
+        ((6, 6), "There are walls to your right, to your left."),
+        ((5, 6), "There is a wall above you."),
+    ],
+)
+def test_agentgym_observation_tells_goal_place_and_walls(cell, walls):
+    observation = MazeEnv(Style.AGENTGYM).reset(item_of(*cell), 0)
+    assert observation == (
+        "The goal is at position 8, 6. "
+        f"Your current position is at position {cell[0]}, {cell[1]}. {walls}"
+    )
+
+
+def test_compact_observation_is_short():
+    env = MazeEnv(Style.COMPACT)
+    assert env.reset("DoubleT-train-0", 0) == "goal: 8 6\nat 1 1, wall left up down"
+    assert env.step("move right").observation == "at 1 2, wall up down"
+    assert env.step("Thought: on\nAction: Move  LEFT").observation == "at 1 1, wall left up down"
+
+
+@pytest.mark.parametrize(
+    "text", ["move up", "sing", "", "move", "move up down", "x" * 60_000, "\0"]
+)
+def test_text_that_moves_nobody_changes_nothing(text):
+    for style in Style:
+        env = started(style=style)
+        result = env.step(text)
+        assert (result.reward, result.done, result.is_valid) == (0.0, False, False)
+        assert "1" in result.observation
+        assert env.step("move right").is_valid
+
+
+def test_expert_reaches_the_goal_from_every_start():
+    lengths = {}
+    for item_id in ITEMS:
+        env = started(item_id)
+        results = [env.step(action) for action in iter(env.expert_action, None)]
+        assert [r.reward for r in results] == [0.0] * (len(results) - 1) + [1.0]
+        assert results[-1].observation == "success"
+        lengths[start_of(parse_item(item_id, SUBSETS))] = len(results)
+    # (1,1): two right, four down, three right, three down
+    assert (lengths[1, 1], lengths[7, 6], lengths[1, 11]) == (12, 1, 12)
+
+
+def test_episode_ends_without_reward_after_fifty_moves():
+    env = started(style=Style.AGENTGYM)
+    for move in range(50):
+        assert not env.step(("move right", "move left")[move % 2]).done
+    last = env.step("move right")
+    assert (last.observation, last.reward, last.done) == ("Failure\n", 0.0, True)
+    assert (env.valid_actions(), env.expert_action()) == ([], None)
+    with pytest.raises(RuntimeError, match="ended"):
+        env.step("move right")
+
+
+def test_success_is_said_as_agentgym_says_it():
+    env = started(item_of(7, 6), Style.AGENTGYM)
+    result = env.step("move down")
+    assert (result.observation, result.reward, result.done) == ("Success\n", 1.0, True)
+
+
+def test_valid_actions_are_the_moves_without_a_wall():
+    env = started(item_of(5, 6))
+    assert env.valid_actions() == ["move right", "move left", "move down"]
+    for action in env.valid_actions():
+        assert started(item_of(5, 6)).step(action).is_valid
+
+
+def test_fingerprint_tells_starts_apart():
+    assert len({started(item_id).fingerprint() for item_id in ITEMS}) == 25
+
+
+def test_task_lists_the_items():
+    (task,) = make_spec(EnvsSection()).tasks.values()
+    assert [*task.train, *task.test] == ITEMS

@@ -1,0 +1,238 @@
+"""MiniWoB pages in a real browser."""
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from common.config.envs import BrowserOptions, EnvsSection
+from common.repository import ROOT
+from envhub.env import EnvSpec, ItemId, Style, UnknownItem, parse_item
+from envhub.envs.miniwob import env as miniwob
+from envhub.envs.miniwob import pages
+from envhub.envs.miniwob.experts import table as experts
+from tests.envhub.web.web_rig import has_browser
+
+browser = pytest.mark.skipif(
+    not has_browser() or pages.pages_dir() is None, reason="no Chromium or no MiniWoB pages"
+)
+
+
+def test_pages_are_those_of_the_package():
+    folder = pages.pages_dir()
+    if folder is None:
+        pytest.skip("the package miniwob is not installed")
+    assert sorted(path.stem for path in (folder / "miniwob").glob("*.html")) == list(pages.PAGES)
+
+
+def test_subsets_hold_one_page_each_and_two_pools():
+    assert len(miniwob.SUBSETS) == 130 + 2
+    assert miniwob.POOLS["click_tab_2"] == ("click-tab-2",)
+    assert set(miniwob.POOLS["first_steps"]) <= set(miniwob.POOLS["all"])
+    assert miniwob.SUBSETS["click_tab_2"].num_test == 100
+
+
+def test_every_page_has_an_expert_or_a_reason_why_not():
+    assert set(experts.BY_PAGE) | set(pages.UNSOLVABLE) == set(pages.PAGES)
+    assert not set(experts.BY_PAGE) & set(pages.UNSOLVABLE)
+    assert set(experts.INSIDE) <= set(experts.BY_PAGE)
+    docs = (ROOT / "docs" / "ENVIRONMENTS.md").read_text(encoding="utf-8")
+    told = " ".join(docs.split())
+    assert all(f"`{page}` {reason}" in told for page, reason in pages.UNSOLVABLE.items())
+
+
+def test_tasks_hold_no_page_that_cannot_be_solved():
+    tasks = miniwob.make_spec(EnvsSection()).tasks
+    items = [parse_item(i, miniwob.SUBSETS) for t in tasks.values() for i in (*t.train, *t.test)]
+    found = {pages.page_and_seed(item, miniwob.POOLS[item.subset])[0] for item in items}
+    assert found == set(experts.BY_PAGE)
+
+
+def test_page_and_seed_of_a_pool_take_pages_in_turn():
+    pool = ("a-b", "c")
+    items = [ItemId(subset="x", split="test", index=i) for i in range(3)]
+    assert [pages.page_and_seed(item, pool) for item in items] == [
+        ("a-b", "a-b/test/0"),
+        ("c", "c/test/0"),
+        ("a-b", "a-b/test/1"),
+    ]
+
+
+def test_check_names_a_missing_browser():
+    options = EnvsSection(browser=BrowserOptions(executable="/nowhere/chromium"))
+    assert any("/nowhere/chromium" in line for line in miniwob.check(options))
+
+
+class Rig:
+    """MiniWoB's catalogue entry and the loop its episodes live in."""
+
+    def __init__(self) -> None:
+        self.runner = asyncio.Runner()
+        self.spec: EnvSpec = miniwob.make_spec(EnvsSection())
+
+    def stop(self) -> None:
+        assert self.spec.stop is not None
+        self.runner.run(self.spec.stop())
+        self.runner.close()
+
+
+@pytest.fixture(scope="module")
+def rig() -> Iterator[Rig]:
+    rig = Rig()
+    yield rig
+    rig.stop()
+
+
+async def play(spec: EnvSpec, item: str, style: Style = Style.COMPACT) -> tuple[list[str], float]:
+    """Returns the observations of an episode that the expert plays, and its reward."""
+    env = spec.make(style)
+    try:
+        seen = [await env.reset(item, 0)]
+        for _ in range(spec.subsets[item.split("-")[0]].max_turns):
+            action = await env.expert_action()
+            assert action is not None, f"{item}: the expert knows no way\n{seen[-1]}"
+            result = await env.step(action)
+            seen.append(result.observation)
+            if result.done:
+                return seen, result.reward
+        return seen, 0.0
+    finally:
+        await env.close()
+
+
+@browser
+@pytest.mark.slow
+@pytest.mark.parametrize("style", list(Style))
+def test_expert_solves_every_page_it_is_there_for(rig: Rig, style: Style):
+    async def all_pages():
+        gate = asyncio.Semaphore(4)
+
+        async def one(page: str) -> tuple[str, float]:
+            async with gate:
+                item = f"{pages.subset_name(page)}-test-7"
+                return page, (await play(rig.spec, item, style))[1]
+
+        return await asyncio.gather(*[one(page) for page in experts.BY_PAGE])
+
+    assert [page for page, reward in rig.runner.run(all_pages()) if reward != 1.0] == []
+
+
+@browser
+@pytest.mark.slow
+def test_observations_are_the_same_in_another_browser(rig: Rig):
+    items = [
+        "click_shape-train-3",
+        "book_flight-train-1",
+        "social_media-test-2",
+        "guess_number-test-5",
+    ]
+
+    async def twice():
+        first = [(await play(rig.spec, item))[0] for item in items]
+        other = miniwob.make_spec(EnvsSection())
+        second = [(await play(other, item))[0] for item in reversed(items)]
+        assert other.stop is not None
+        await other.stop()
+        return first, second[::-1]
+
+    first, second = rig.runner.run(twice())
+    assert first == second
+
+
+@browser
+@pytest.mark.slow
+def test_wrong_click_fails_and_a_fresh_reset_starts_anew(rig: Rig):
+    async def episode():
+        env = rig.spec.make(Style.COMPACT)
+        first = await env.reset("click_test_2-train-0", 0)
+        print_ = await env.fingerprint()
+        wrong = next(line for line in first.splitlines() if "'TWO'" in line).split("]")[0][1:]
+        result = await env.step(f"click [{wrong}]")
+        assert (result.reward, result.done, result.is_valid) == (0.0, True, True)
+        assert await env.reset("click_test_2-train-0", 0) == first
+        assert await env.fingerprint() == print_
+        await env.reset("click_test_2-train-1", 0)
+        assert await env.fingerprint() != print_
+        with pytest.raises(UnknownItem):
+            await env.reset("click_test-test-100", 0)
+        await env.close()
+
+    rig.runner.run(episode())
+
+
+@browser
+@pytest.mark.slow
+def test_bad_actions_are_told_of_and_end_nothing(rig: Rig):
+    async def episode():
+        env = rig.spec.make(Style.AGENTGYM)
+        await env.reset("click_test-train-0", 0)
+        for text in ("", "click [0]", "```click [99]```", "```goto [http://a.test]```", "\x00"):
+            result = await env.step(text)
+            assert (result.is_valid, result.done, result.reward) == (False, False, 0.0)
+        assert "PREVIOUS ACTION: Cannot parse action" in result.observation
+        result = await env.step("so ```click [0]```")
+        assert (result.reward, result.done) == (1.0, True)
+        await env.close()
+
+    rig.runner.run(episode())
+
+
+@browser
+@pytest.mark.slow
+def test_what_a_page_only_paints_is_told(rig: Rig):
+    async def first(item: str) -> str:
+        env = rig.spec.make(Style.COMPACT)
+        try:
+            return await env.reset(item, 0)
+        finally:
+            await env.close()
+
+    async def episode():
+        sides = await first("count_sides-test-7")
+        assert "points: 86,136 56,130 42,103 54,75 84,68 108,86 109,116 86,136" in sides
+        assert (await first("visual_addition-test-8")).count("] box ''") == 4
+        assert "color [rgb(73, 211, 0)] with" in await first("use_colorwheel_2-test-7")
+        assert "Click on the magenta colored box." in await first("click_color-test-9")
+        assert "the [ui-icon-disk] icon" in await first("click_menu_2-test-7")
+        assert "'touch-area' at: (2,52) size: 156x127" in await first("hot_cold-test-7")
+
+    rig.runner.run(episode())
+
+
+@browser
+@pytest.mark.slow
+def test_every_flash_is_seen_before_the_buttons_are_pushed(rig: Rig):
+    async def episode():
+        seen, reward = await play(rig.spec, "simon_says-test-7")
+        lines = [line for text in seen for line in text.splitlines() if "push'" in line]
+        pushed = [line.split("]")[0] for text in seen for line in text.splitlines()
+                  if line.startswith("last: click")]  # fmt: skip
+        flashed = [line.split("button-")[1][0] for line in lines]
+        assert reward == 1.0
+        assert len(flashed) in (3, 4, 5)
+        assert [str(int(text.split("[")[1]) + 1) for text in pushed] == flashed[: len(pushed)]
+
+    rig.runner.run(episode())
+
+
+@browser
+@pytest.mark.slow
+@pytest.mark.parametrize("item", ["click_pie_nodelay-train-104", "terminal-train-209"])
+def test_items_that_faults_of_their_pages_made_hopeless_can_be_solved(rig: Rig, item: str):
+    assert rig.runner.run(play(rig.spec, item))[1] == 1.0
+
+
+@browser
+@pytest.mark.slow
+@pytest.mark.parametrize("item", ["drag_box-test-18", "drag_box-train-440"])
+def test_box_that_lies_over_the_middle_of_another_is_dragged_there(rig: Rig, item: str):
+    assert rig.runner.run(play(rig.spec, item))[1] == 1.0
+
+
+@browser
+@pytest.mark.slow
+def test_game_is_won_by_the_moves_that_chance_allows(rig: Rig):
+    async def games():
+        return [(await play(rig.spec, f"tic_tac_toe-test-{i}"))[1] for i in range(8)]
+
+    assert rig.runner.run(games()) == [1.0] * 8

@@ -1,0 +1,188 @@
+"""Laws of the table of sessions, without HTTP."""
+
+import asyncio
+
+import pytest
+
+from envhub.catalogue.registry import Registry
+from envhub.errors import EnvRaised, EnvTimeout, HubDraining, SessionConflict, SessionUnknown
+from envhub.hosting.sessions import Sessions
+from tests.envhub import outside
+
+
+def play(episode, *, envs=("waiting", "faulty"), **changes):
+    """Runs a coroutine function on a fresh table and stops the table."""
+
+    async def run():
+        limits = {"lease_s": 60.0, "capacity": 10, "step_timeout_s": 0.1}
+        sessions = Sessions(Registry(list(envs)), **(limits | changes))
+        try:
+            return await episode(sessions)
+        finally:
+            await sessions.stop()
+
+    outside.closed.clear()
+    return asyncio.run(run())
+
+
+def test_step_without_a_number_is_the_next_one():
+    async def episode(sessions):
+        session_id, _ = await sessions.create("faulty", "any-train-0")
+        await sessions.step(session_id, "go")
+        await sessions.step(session_id, "go", 2)
+        return (await sessions.step(session_id, "go")).observation
+
+    assert play(episode) == "step 3"
+
+
+def test_task_that_waits_too_long_is_ended_and_its_session_with_it():
+    async def episode(sessions):
+        session_id, _ = await sessions.create("waiting", "any-train-0")
+        with pytest.raises(EnvTimeout, match=r"waiting: no answer; a call may take 0\.1 s"):
+            await sessions.step(session_id, "wait", 1)
+        with pytest.raises(SessionUnknown):
+            await sessions.step(session_id, "go", 1)
+        return len(sessions), sessions.num_live["waiting"], sessions.counts["timed_out"]
+
+    assert play(episode) == (0, 0, 1)
+
+
+def test_waiting_task_holds_nobody_up():
+    async def episode(sessions):
+        slow, _ = await sessions.create("waiting", "any-train-0")
+        quick, _ = await sessions.create("waiting", "any-train-0")
+        waiting = asyncio.create_task(sessions.step(slow, "pause", 1))
+        await asyncio.sleep(0)
+        assert (await sessions.step(quick, "go", 1)).observation == "step 1"
+        assert not waiting.done()
+        return (await waiting).observation
+
+    assert play(episode, step_timeout_s=5.0) == "step 1"
+
+
+def test_calls_of_one_session_come_one_at_a_time():
+    async def episode(sessions):
+        session_id, _ = await sessions.create("waiting", "any-train-0")
+        steps = [sessions.step(session_id, "pause", seq) for seq in (1, 2)]
+        first, second, deleted = await asyncio.gather(
+            *steps, sessions.delete(session_id), return_exceptions=True
+        )
+        return first.observation, second.observation, deleted, len(sessions)
+
+    assert play(episode, step_timeout_s=5.0) == ("step 1", "step 2", None, 0)
+
+
+def test_step_that_waited_for_a_deleted_session_finds_none():
+    async def episode(sessions):
+        session_id, _ = await sessions.create("waiting", "any-train-0")
+        calls = [sessions.step(session_id, "pause", 1), sessions.delete(session_id)]
+        results = await asyncio.gather(
+            *calls, sessions.step(session_id, "go", 2), return_exceptions=True
+        )
+        return type(results[2])
+
+    assert play(episode, step_timeout_s=5.0) is SessionUnknown
+
+
+def test_session_with_a_call_under_way_does_not_expire():
+    now_s = [0.0]
+
+    async def episode(sessions):
+        session_id, _ = await sessions.create("waiting", "any-train-0")
+        step = asyncio.create_task(sessions.step(session_id, "pause", 1))
+        await asyncio.sleep(0)
+        now_s[0] = 100.0
+        assert await sessions.expire() == 0
+        await step
+        now_s[0] = 159.0  # the lease counts from the end of the call
+        assert await sessions.expire() == 0
+        now_s[0] = 161.0
+        return await sessions.expire()
+
+    assert play(episode, step_timeout_s=5.0, now_s=lambda: now_s[0]) == 1
+
+
+@pytest.mark.parametrize("env", ["waiting", "faulty"])
+def test_every_episode_is_closed_once(env):
+    async def episode(sessions):
+        first, second, _ = [(await sessions.create(env, "any-train-0"))[0] for _ in range(3)]
+        await sessions.step(first, "deleted", 1)
+        await sessions.delete(first)
+        with pytest.raises(EnvRaised):
+            await sessions.step(second, "raise", 1)
+
+    play(episode)
+    assert outside.closed == ["deleted", "raise", ""]  # the last when the hub stops
+
+
+def test_failed_creation_takes_no_place():
+    async def episode(sessions):
+        for _ in range(3):
+            with pytest.raises(ValueError, match="the last is 'any-train-9'"):
+                await sessions.create("faulty", "any-train-99")
+        return sessions.num_live["faulty"], len(sessions)
+
+    assert play(episode, capacity=1) == (0, 0)
+    assert outside.closed == ["", "", ""]
+
+
+def test_drain_waits_for_running_calls_and_refuses_new_sessions():
+    async def episode(sessions):
+        session_id, _ = await sessions.create("waiting", "any-train-0")
+        step = asyncio.create_task(sessions.step(session_id, "pause", 1))
+        await asyncio.sleep(0)
+        draining = asyncio.create_task(sessions.drain(5.0))
+        await asyncio.sleep(0.05)
+        assert not draining.done()
+        with pytest.raises(HubDraining):
+            await sessions.create("faulty", "any-train-0")
+        await draining
+        return step.done()
+
+    assert play(episode, step_timeout_s=5.0)
+
+
+def test_drain_is_bounded():
+    async def episode(sessions):
+        session_id, _ = await sessions.create("waiting", "any-train-0")
+        step = asyncio.create_task(sessions.step(session_id, "wait", 1))
+        await asyncio.sleep(0)
+        async with asyncio.timeout(1.0):
+            await sessions.drain(0.05)
+        step.cancel()
+
+    play(episode, step_timeout_s=30.0)
+
+
+def test_environments_in_the_hub_are_told_when_it_stops():
+    async def episode(sessions):
+        await sessions.create("waiting", "any-train-0")
+
+    outside.stopped.clear()
+    play(episode)
+    assert outside.stopped == ["task"]
+
+
+def test_step_after_the_end_conflicts():
+    async def episode(sessions):
+        session_id, _ = await sessions.create("waiting", "any-train-0")
+        await sessions.step(session_id, "end", 1)
+        with pytest.raises(SessionConflict, match="the episode ended at seq 1"):
+            await sessions.step(session_id, "go", 2)
+
+    play(episode)
+
+
+def test_abandoned_sessions_leave_nothing_behind():
+    now_s = [0.0]
+
+    async def episode(sessions):
+        for _ in range(20):
+            for _ in range(10):
+                await sessions.create("faulty", "any-train-0")
+            now_s[0] += 61.0
+            await sessions.expire()
+        return len(sessions), sessions.num_live["faulty"], sessions.counts["expired"]
+
+    assert play(episode, now_s=lambda: now_s[0]) == (0, 0, 200)
+    assert len(outside.closed) == 200

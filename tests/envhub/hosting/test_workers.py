@@ -1,0 +1,262 @@
+"""Laws of worker processes: what dies, hangs or grows harms its own sessions only."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+
+from common.repository import ROOT
+
+
+@pytest.fixture
+def hub(serve_hub):
+    return serve_hub("make_worker", "make_async_worker")
+
+
+def worker_pids(hub) -> list[int]:
+    return [worker.pid for worker in hub.sessions.lodging.workers()]
+
+
+def opened_in(hub, path: str) -> int:
+    """Returns the process that holds a session."""
+    session = hub.sessions._sessions[path.rpartition("/")[2]]
+    return session.episode.worker.pid
+
+
+async def until(condition, timeout_s: float) -> float:
+    """Returns how many seconds passed until the condition held."""
+    began_s = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began_s < timeout_s
+        await asyncio.sleep(0.01)
+    return time.monotonic() - began_s
+
+
+def live(hub, name: str) -> int:
+    return hub.sessions.num_live[name]
+
+
+def test_episode_in_a_worker_is_played_like_any_other(hub):
+    path = hub.open("fragile")
+    assert hub.step(path, "go", 1).json() == {
+        "observation": "step 1",
+        "reward": 0.0,
+        "done": False,
+        "is_valid": True,
+    }
+    hint = {"valid_actions": ["end", "after 1"], "expert_action": None}
+    assert hub.client.get(f"{path}/hint").json() == hint
+    assert hub.client.get(f"{path}/render").json() == {"text": "1 steps", "fingerprint": "same"}
+    assert hub.step(path, "end", 2).json()["done"]
+    assert hub.client.delete(path).status_code == 204
+    assert live(hub, "fragile") == 0
+
+
+def test_workers_start_on_demand_and_are_used_again(hub):
+    assert worker_pids(hub) == []
+    first, second = hub.open("fragile"), hub.open("fragile")
+    assert len(worker_pids(hub)) == 1  # two places each
+    third = hub.open("fragile")
+    pids = worker_pids(hub)
+    assert [opened_in(hub, p) for p in (first, second, third)] == [pids[0], pids[0], pids[1]]
+    for path in (first, second, third):
+        hub.client.delete(path)
+    assert opened_in(hub, hub.open("fragile")) in pids
+    assert worker_pids(hub) == pids
+
+
+def test_places_of_all_workers_are_the_capacity(hub):
+    paths = [hub.open("fragile") for _ in range(4)]
+    body = {"env": "fragile", "item_id": "any-train-0"}
+    refused = hub.client.post("/v1/sessions", json=body)
+    assert refused.status_code == 429
+    assert float(refused.headers["Retry-After"]) > 0
+    hub.client.delete(paths[0])
+    assert hub.client.post("/v1/sessions", json=body).status_code == 201
+
+
+def test_unknown_item_keeps_the_worker_and_its_place(hub):
+    body = {"env": "fragile", "item_id": "any-train-99"}
+    for _ in range(5):
+        answer = hub.client.post("/v1/sessions", json=body)
+        assert answer.status_code == 404
+        assert "'any-train-9'" in answer.json()["detail"]
+    assert len(worker_pids(hub)) == 1
+    assert live(hub, "fragile") == 0
+
+
+@pytest.mark.parametrize(
+    ("action", "words"),
+    [
+        ("raise", "fragile: KeyError: 'a bug in the environment'"),
+        ("fail", "fragile: the machine behind it is down"),
+        ("overpay", "reward 2.0 is not in [0, 1]"),
+    ],
+)
+def test_failing_step_ends_its_session_and_not_the_worker(hub, action, words):
+    failing, other = hub.open("fragile"), hub.open("fragile")
+    failed = hub.step(failing, action, 1)
+    assert (failed.status_code, words in failed.json()["detail"]) == (500, True)
+    assert hub.step(failing, "go", 1).status_code == 404
+    assert hub.step(other, "go", 1).status_code == 200
+    assert len(worker_pids(hub)) == 1
+
+
+def test_hanging_step_kills_its_worker_and_only_its_sessions_end(hub):
+    hanging, beside, elsewhere = (hub.open("fragile") for _ in range(3))
+    first, second = worker_pids(hub)
+    hung = hub.step(hanging, "hang", 1)
+    assert hung.status_code == 504
+    assert "fragile: worker 1" in hung.json()["detail"]
+    assert "'step' took longer than 1 s" in hung.json()["detail"]
+    told = hub.step(beside, "go", 1)
+    assert told.status_code == 500
+    assert "'step' took longer than 1 s" in told.json()["detail"]
+    assert hub.step(beside, "go", 1).status_code == 404
+    assert hub.step(elsewhere, "go", 1).status_code == 200
+    hub.run(until(lambda: not psutil.pid_exists(first), 2.0))
+    assert live(hub, "fragile") == 1
+    assert second in worker_pids(hub)
+    assert hub.sessions.lodging.num_lost == {("fragile", "deadline"): 1}
+    assert hub.client.post("/v1/sessions", json={"env": "fragile", "item_id": "any-train-0"})
+
+
+def test_call_under_way_in_a_worker_that_is_lost_ends_at_once(hub):
+    hanging, waiting = hub.open("async"), hub.open("async")
+    with ThreadPoolExecutor() as threads:
+        first = threads.submit(hub.step, hanging, "wait", 1)
+        hub.run(until(lambda: hub.sessions._num_running == 1, 1.0))
+        hub.run(asyncio.sleep(0.2))
+        second = threads.submit(hub.step, waiting, "wait", 1)
+        assert first.result().status_code == 504
+        assert second.result().status_code == 500
+
+
+@pytest.mark.parametrize("env", ["async", "fragile"])
+def test_sessions_of_one_worker_run_side_by_side(hub, env):
+    paths = [hub.open(env) for _ in range(2)]
+    entries = [
+        {"session_id": path.rpartition("/")[2], "action": "meet", "seq": 1} for path in paths
+    ]
+    answers = hub.client.post("/v1/step/batch", json=entries).json()
+    assert [each["status"] for each in answers] == [200, 200]
+
+
+@pytest.mark.slow
+def test_killed_worker_is_replaced_within_two_seconds_and_others_go_on(hub):
+    paths = [hub.open("fragile") for _ in range(3)]
+    first, _ = worker_pids(hub)
+    hub.run(asyncio.sleep(1.0))  # a worker that dies at once is not replaced before it is needed
+    os.kill(first, signal.SIGKILL)
+
+    def is_replaced() -> bool:
+        workers = hub.sessions.lodging.workers()
+        ready = [each.pid for each in workers if each.ready_at_s is not None]
+        return len(ready) == 2 and first not in ready
+
+    assert hub.run(until(is_replaced, 10.0)) < 2.0
+    assert hub.step(paths[2], "go", 1).status_code == 200
+    told = hub.step(paths[0], "go", 1)
+    assert told.status_code == 500
+    assert f"worker 1 (pid {first}) died: signal 9" in told.json()["detail"]
+    assert live(hub, "fragile") == 1
+    assert opened_in(hub, hub.open("fragile")) != first
+
+
+def test_worker_that_exits_in_a_step_says_so(hub):
+    path = hub.open("fragile")
+    ended = hub.step(path, "exit", 1)
+    assert ended.status_code == 500
+    assert "died: exit code 3" in ended.json()["detail"]
+    assert hub.step(hub.open("fragile"), "go", 1).status_code == 200
+
+
+def test_worker_above_its_memory_limit_is_replaced_when_its_sessions_have_ended(hub):
+    path = hub.open("fragile")
+    (pid,) = worker_pids(hub)
+    hub.step(path, "grow", 1)
+    hub.run(hub.sessions.lodging.check_memory())
+    assert hub.step(path, "go", 2).status_code == 200  # it drains: above the limit, not far above
+    other = hub.open("fragile")
+    assert opened_in(hub, other) != pid
+    hub.client.delete(path)
+    hub.run(until(lambda: not psutil.pid_exists(pid), 2.0))
+    assert hub.step(other, "go", 1).status_code == 200
+    assert hub.sessions.lodging.num_lost == {("fragile", "memory"): 1}
+
+
+def test_worker_far_above_its_memory_limit_is_killed_with_its_sessions(hub):
+    growing, beside = hub.open("fragile"), hub.open("fragile")
+    hub.step(growing, "grow", 1)
+    hub.step(beside, "grow", 1)
+    hub.run(hub.sessions.lodging.check_memory())
+    told = hub.step(growing, "go", 2)
+    assert told.status_code == 500
+    assert "its limit is 160 MiB" in told.json()["detail"]
+
+
+def test_identical_retries_at_the_same_time_execute_once(hub):
+    path = hub.open("async")
+    with ThreadPoolExecutor() as threads:
+        answers = list(threads.map(lambda _: hub.step(path, "pause", 1), range(2)))
+    assert [each.json()["observation"] for each in answers] == ["step 1", "step 1"]
+    assert hub.step(path, "go", 2).json()["observation"] == "step 2"
+    assert hub.sessions.counts["steps"] == 2
+    assert hub.sessions.counts["repeated"] == 1
+
+
+def test_expired_session_gives_its_place_back(hub):
+    for _ in range(4):
+        hub.open("fragile")
+    hub.clock.now_s += 61.0
+    assert hub.run(hub.sessions.expire()) == 4
+    assert live(hub, "fragile") == 0
+    assert hub.step(hub.open("fragile"), "go", 1).status_code == 200
+
+
+def test_worker_that_cannot_load_is_a_clear_failure(serve_hub):
+    hub = serve_hub("make_unloadable")
+    body = {"env": "unloadable", "item_id": "any-train-0"}
+    for _ in range(2):
+        answer = hub.client.post("/v1/sessions", json=body)
+        assert answer.status_code == 500
+        assert "worker did not start" in answer.json()["detail"]
+        assert "no libfoo.so here" in answer.json()["detail"]
+    assert live(hub, "unloadable") == 0
+    assert worker_pids(hub) == []
+
+
+CODE = """
+import asyncio
+from envhub.catalogue.registry import Registry
+from envhub.hosting.sessions import Sessions
+
+async def main():
+    registry = Registry(["tests.envhub.outside:make_worker"])
+    sessions = Sessions(registry, lease_s=60.0, capacity=9, step_timeout_s=5.0)
+    await sessions.create("fragile", "any-train-0")
+    print(sessions.lodging.workers()[0].pid, flush=True)
+    await asyncio.sleep(60.0)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+def test_workers_die_with_a_hub_that_is_killed():
+    process = subprocess.Popen(
+        [sys.executable, "-c", CODE], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    with process.stdout:
+        pid = int(process.stdout.readline())
+    worker = psutil.Process(pid)
+    process.kill()
+    process.wait(timeout=5.0)
+    assert psutil.wait_procs([worker], timeout=5.0)[1] == []

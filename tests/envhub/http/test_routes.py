@@ -1,0 +1,345 @@
+"""Laws of the hub's routes and sessions, through real HTTP."""
+
+import socket
+
+import httpx
+import pytest
+
+from envhub.http.bodies import MAX_BATCH
+from envhub.http.routes import MAX_BODY_BYTES
+
+
+@pytest.fixture
+def hub(serve_hub):
+    return serve_hub()
+
+
+@pytest.fixture(scope="module")
+def served(serve_hubs):
+    """One hub for the many cases that leave nothing behind."""
+    return serve_hubs()
+
+
+def test_hub_plays_a_whole_episode(hub):
+    body = {"env": "babyai", "item_id": "GoToLocal-train-0", "style": "compact"}
+    opened = hub.client.post("/v1/sessions", json=body)
+    assert opened.status_code == 201
+    assert opened.json()["observation"].startswith("goal: go to the green ball\n")
+    path = f"/v1/sessions/{opened.json()['session_id']}"
+    hint = hub.client.get(f"{path}/hint").json()
+    assert hint["expert_action"] == "go to green ball 1"
+    assert hint["expert_action"] in hint["valid_actions"]
+    answer = hub.step(path, hint["expert_action"], 1).json()
+    assert set(answer) == {"observation", "reward", "done", "is_valid"}
+    assert (answer["reward"], answer["done"], answer["is_valid"]) == (1.0, True, True)
+    assert hub.step(path, "turn left", 2).status_code == 409
+    assert hub.client.delete(path).status_code == 204
+    assert hub.client.delete(path).status_code == 404
+    assert hub.client.get("/healthz").json()["num_sessions"] == 0
+
+
+def test_catalogue_gives_sizes_turns_and_instructions(hub):
+    catalogue = hub.client.get("/v1/envs").json()
+    pickup = {"num_train": 1_000_000, "num_test": 1_000, "max_turns": 6}
+    assert catalogue["babyai"]["subsets"]["PickupLoc"] == pickup
+    assert set(catalogue["textcraft"]["instruction"]) == {"compact", "agentgym"}
+    assert "Thought:" in catalogue["textcraft"]["instruction"]["agentgym"]
+
+
+def test_repeated_seq_is_answered_from_memory(hub):
+    path = hub.open()
+    first = hub.step(path, "go", 1).json()
+    assert hub.step(path, "go", 1).json() == first
+    assert hub.step(path, "another text", 1).json() == first
+    assert hub.step(path, "go", 2).json()["observation"] == "step 2"
+    assert hub.client.get(f"{path}/render").json() == {"text": "2 steps", "fingerprint": "same"}
+
+
+def test_last_step_of_an_episode_may_be_repeated(hub):
+    path = hub.open()
+    last = hub.step(path, "end", 1).json()
+    assert last["done"]
+    assert hub.step(path, "end", 1).json() == last
+
+
+@pytest.mark.parametrize("seq", [2, 3, 100])
+def test_wrong_seq_conflicts_and_executes_nothing(hub, seq):
+    path = hub.open()
+    assert hub.step(path, "go", seq).status_code == 409
+    assert hub.step(path, "go", 1).json()["observation"] == "step 1"
+
+
+def test_old_seq_conflicts(hub):
+    path = hub.open()
+    hub.step(path, "go", 1)
+    hub.step(path, "go", 2)
+    assert hub.step(path, "go", 1).status_code == 409
+
+
+def test_session_expires_when_its_lease_runs_out(hub):
+    used, unused = hub.open(), hub.open()
+    hub.clock.now_s += 40.0
+    assert hub.step(used, "go", 1).status_code == 200
+    hub.clock.now_s += 40.0  # 80 s after opening, 40 s after the step; the lease is 60 s
+    assert hub.step(unused, "go", 1).status_code == 404
+    assert hub.step(used, "go", 2).status_code == 200
+    assert hub.run(hub.sessions.expire()) == 1
+    assert len(hub.sessions) == 1
+
+
+def test_failing_session_is_dropped_and_leaves_others_unharmed(hub):
+    failing, other = hub.open(), hub.open()
+    failed = hub.step(failing, "raise", 1)
+    assert failed.status_code == 500
+    assert "a bug in the environment" in failed.json()["detail"]
+    assert hub.step(failing, "go", 1).status_code == 404
+    assert hub.step(other, "go", 1).json()["observation"] == "step 1"
+
+
+def test_overrunning_session_is_dropped_with_504(hub):
+    path = hub.open()
+    assert hub.step(path, "slow", 1).status_code == 504
+    assert hub.step(path, "slow", 1).status_code == 404
+
+
+def test_full_environment_answers_429_until_a_session_ends(serve_hub):
+    hub = serve_hub(capacity=2)
+    first, _ = hub.open(), hub.open()
+    body = {"env": "faulty", "item_id": "any-train-0"}
+    refused = hub.client.post("/v1/sessions", json=body)
+    assert refused.status_code == 429
+    assert float(refused.headers["Retry-After"]) > 0
+    hub.open("textcraft", "depth1-train-0")  # another environment has its own capacity
+    hub.client.delete(first)
+    assert hub.client.post("/v1/sessions", json=body).status_code == 201
+
+
+def test_token_is_demanded_everywhere_but_healthz(serve_hub):
+    hub = serve_hub(token="right")
+    assert hub.client.get("/healthz").status_code == 200
+    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "right"}):
+        assert hub.client.get("/v1/envs", headers=headers).status_code == 401
+        assert hub.client.post("/v1/sessions", json={}, headers=headers).status_code == 401
+    right = {"Authorization": "Bearer right"}
+    assert hub.client.get("/v1/envs", headers=right).status_code == 200
+
+
+def test_token_may_stand_in_the_url_for_clients_that_know_of_none(serve_hub):
+    hub = serve_hub(token="right")
+    assert hub.client.get("/v1/envs", auth=("anybody", "right")).status_code == 200
+    assert hub.client.get("/v1/envs", auth=("right", "wrong")).status_code == 401
+    for header in ("Basic", "Basic !!", "Basic cmlnaHQ=", "basic", "Digest right"):
+        headers = {"Authorization": header}
+        assert hub.client.get("/v1/envs", headers=headers).status_code == 401
+
+
+def test_oversized_body_is_refused(hub):
+    path = hub.open()
+    assert hub.step(path, "x" * MAX_BODY_BYTES, 1).status_code == 413
+    assert hub.step(path, "x" * (MAX_BODY_BYTES - 1000), 1).status_code == 200
+
+
+def test_oversized_body_of_unstated_length_is_refused(hub):
+    path = hub.open()
+    chunks = (b'{"seq": 1, "action": "' if i == 0 else b"x" * 8192 for i in range(20))
+    headers = {"Content-Type": "application/json"}
+    answer = hub.client.post(f"{path}/step", content=chunks, headers=headers)
+    assert answer.status_code == 413
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"env": "faulty"},
+        {"env": "faulty", "item_id": "any-train-0", "style": "loud"},
+        {"env": "faulty", "item_id": "any-train-0", "seed": -1},
+        {"env": "faulty", "item_id": "any-train-0", "surprise": 1},
+    ],
+)
+def test_bad_body_is_unprocessable(hub, body):
+    assert hub.client.post("/v1/sessions", json=body).status_code == 422
+
+
+def test_bad_step_body_is_unprocessable_and_keeps_the_session(hub):
+    path = hub.open()
+    headers = {"Content-Type": "application/json"}
+    broken = hub.client.post(f"{path}/step", content=b"{", headers=headers)
+    assert broken.status_code == 422
+    assert hub.step(path, "go", 0).status_code == 422
+    assert hub.step(path, "go", 1).status_code == 200
+
+
+def test_unknown_names_are_answered_with_the_nearest(hub):
+    def detail(env: str, item_id: str) -> str:
+        answer: httpx.Response = hub.client.post(
+            "/v1/sessions", json={"env": env, "item_id": item_id}
+        )
+        assert answer.status_code == 404
+        return answer.json()["detail"]
+
+    assert "'babyai'" in detail("babyia", "GoToLocal-train-0")
+    assert "'PickupLoc'" in detail("babyai", "PickUpLoc-train-0")
+    assert "'depth1-test-" in detail("textcraft", "depth1-test-999999")
+
+
+def test_session_ids_cannot_be_guessed(hub):
+    ids = {hub.open().rpartition("/")[2] for _ in range(20)}
+    assert len(ids) == 20
+    assert all(len(session_id) >= 24 for session_id in ids)
+
+
+def test_failure_of_the_machinery_ends_the_session_with_its_text(hub):
+    path = hub.open()
+    failed = hub.step(path, "fail", 1)
+    assert failed.status_code == 500
+    assert failed.json()["detail"] == "faulty: EnvFailure: the machine behind it is down"
+
+
+def test_batch_opens_sessions_and_one_failure_touches_no_other(hub):
+    entries = [
+        {"env": "faulty", "item_id": "any-train-0"},
+        {"env": "faulty", "item_id": "any-train-99"},
+        {"env": "faulty", "item_id": "any-train-1", "style": "loud"},
+        "no object",
+        {"env": "textcraft", "item_id": "depth1-train-0"},
+    ]
+    answer = hub.client.post("/v1/sessions/batch", json=entries)
+    assert answer.status_code == 200
+    assert [each["status"] for each in answer.json()] == [201, 404, 422, 422, 201]
+    assert "'any-train-9'" in answer.json()[1]["detail"]
+    assert len(hub.sessions) == 2
+
+
+def test_batch_steps_and_one_failure_touches_no_other(hub):
+    ids = [hub.open().rpartition("/")[2] for _ in range(4)]
+    actions = ["go", "raise", "end", "go"]
+    entries = [{"session_id": i, "action": a, "seq": 1} for i, a in zip(ids, actions, strict=True)]
+    entries[3]["seq"] = 5
+    entries.append({"session_id": "none", "action": "go", "seq": 1})
+    answers = hub.client.post("/v1/step/batch", json=entries).json()
+    assert [each["status"] for each in answers] == [200, 500, 200, 409, 404]
+    assert answers[0] == {
+        "status": 200,
+        "observation": "step 1",
+        "reward": 0.0,
+        "done": False,
+        "is_valid": True,
+    }
+    assert (answers[2]["reward"], answers[2]["done"]) == (1.0, True)
+    assert "a bug in the environment" in answers[1]["detail"]
+
+
+def test_batch_runs_steps_of_one_session_in_their_order(hub):
+    session_id = hub.open().rpartition("/")[2]
+    entries = [{"session_id": session_id, "action": "go", "seq": i} for i in (1, 2, 2, 3)]
+    answers = hub.client.post("/v1/step/batch", json=entries).json()
+    assert [each["observation"] for each in answers] == ["step 1", "step 2", "step 2", "step 3"]
+
+
+def test_batch_beyond_the_bound_is_refused(hub):
+    entries = [{"env": "faulty", "item_id": "any-train-0"}] * (MAX_BATCH + 1)
+    assert hub.client.post("/v1/sessions/batch", json=entries).status_code == 422
+    assert len(hub.sessions) == 0
+
+
+def test_batch_refuses_what_is_beyond_capacity_entry_by_entry(serve_hub):
+    hub = serve_hub(capacity=2)
+    entries = [{"env": "faulty", "item_id": "any-train-0"}] * 3
+    answers = hub.client.post("/v1/sessions/batch", json=entries).json()
+    assert [each["status"] for each in answers] == [201, 201, 429]
+
+
+def test_draining_hub_takes_no_new_sessions_and_serves_the_old(hub):
+    path = hub.open()
+    hub.run(hub.sessions.drain(1.0))
+    refused = hub.client.post("/v1/sessions", json={"env": "faulty", "item_id": "any-train-0"})
+    assert refused.status_code == 503
+    assert float(refused.headers["Retry-After"]) > 0
+    assert hub.client.get("/healthz").json()["status"] == "draining"
+    assert hub.step(path, "go", 1).status_code == 200
+
+
+def test_task_lists_are_served(hub):
+    assert hub.client.get("/v1/envs").json()["faulty"]["tasks"] == {
+        "Any": {"scenario": "Tests", "subset": "any", "num_train": 1, "num_test": 1}
+    }
+    lists = {"Any": {"train": ["any-train-1"], "test": ["any-test-2"]}}
+    assert hub.client.get("/v1/envs/faulty/tasks").json() == lists
+    assert hub.client.get("/v1/envs/fautly/tasks").status_code == 404
+
+
+def test_metrics_count_sessions_and_steps(hub):
+    path, _ = hub.open(), hub.open()
+    hub.step(path, "go", 1)
+    hub.client.delete(path)
+    text = hub.client.get("/metrics").text
+    assert 'envhub_sessions_live{env="faulty"} 1.0\n' in text
+    assert "envhub_created_total 2.0\n" in text
+    assert 'envhub_step_seconds_count{env="faulty"} 1.0\n' in text
+    assert 'envhub_resident_bytes{process="hub"}' in text
+
+
+def test_openapi_describes_bodies_answers_and_failures(hub):
+    routes = hub.client.get("/openapi.json").json()["paths"]
+    step = routes["/v1/sessions/{session_id}/step"]["post"]
+    body = step["requestBody"]["content"]["application/json"]["schema"]
+    assert set(body["properties"]) == {"action", "seq"}
+    assert {"200", "401", "404", "409", "413", "422", "500", "504"} <= set(step["responses"])
+
+
+MALFORMED = [
+    b"",
+    b"null",
+    b"[]",
+    b"\xff\xfe",
+    b'{"action": "\\ud800", "seq": 1}',
+    b'{"action": "\xed\xa0\x80", "seq": 1}',
+    b'{"action": "go", "seq": NaN}',
+    b'{"action": "go", "seq": 1e999}',
+    b'{"action": "go", "seq": ' + b"9" * 5000 + b"}",
+    b'{"action": "go", "seq": true, "\\ud800": 1}',
+    b'{"action": null, "seq": 1}',
+    b"[" * 20_000,
+]
+
+
+@pytest.mark.parametrize("route", ["step", "create", "batch", "steps"])
+@pytest.mark.parametrize("number", range(len(MALFORMED)))
+def test_malformed_body_is_refused_and_harms_nothing(served, route, number):
+    path = served.open()
+    where = {
+        "step": f"{path}/step",
+        "create": "/v1/sessions",
+        "batch": "/v1/sessions/batch",
+        "steps": "/v1/step/batch",
+    }[route]
+    is_empty_list = route in ("batch", "steps") and MALFORMED[number] == b"[]"
+    answer = served.client.post(where, content=MALFORMED[number])
+    assert answer.status_code == (200 if is_empty_list else 422)
+    assert served.step(path, "go", 1).json()["observation"] == "step 1"
+    served.client.delete(path)
+
+
+@pytest.mark.parametrize("action", ["a\x00b", "\U0001f600" * 100, "", " " * 5000, "%s%n${x}"])
+def test_any_text_is_an_action(served, action):
+    path = served.open("textcraft", "depth1-train-0")
+    answer = served.step(path, action, 1)
+    assert answer.status_code == 200
+    assert not answer.json()["is_valid"]
+
+
+@pytest.mark.parametrize("session_id", ["%00", "%ff%fe", "a" * 5000, "..%2f..", "%ED%A0%80"])
+def test_odd_session_id_is_unknown(served, session_id):
+    for path in ("hint", "render"):
+        assert served.client.get(f"/v1/sessions/{session_id}/{path}").status_code == 404
+    assert served.client.delete(f"/v1/sessions/{session_id}").status_code in (404, 405)
+
+
+def test_a_client_that_leaves_in_the_middle_of_a_body_leaves_no_traceback(hub, caplog):
+    address = hub.client.base_url
+    head = b"POST /v1/sessions HTTP/1.1\r\nHost: hub\r\nContent-Length: 500\r\n\r\n{"
+    with socket.create_connection((address.host, address.port), timeout=5) as client:
+        client.sendall(head)
+    assert hub.client.get("/healthz").status_code == 200
+    assert "Traceback" not in caplog.text
+    assert "ClientDisconnect" not in caplog.text

@@ -1,0 +1,151 @@
+"""Laws of samples."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from common.config.learning import Advantage, AlgorithmSection, CreditLevel
+from common.wire.messages import Trajectory
+from learner.batch.credit import group_has_signal, samples_of, turn_rewards
+from learner.ingest.group_assembly import Group
+from tests.learner.builders import make_trajectory
+
+
+def member(number: int, reward: float, *, num_invalid: int = 0) -> Trajectory:
+    trajectory = make_trajectory([1, 2], [0, 1], member=number)
+    return replace(trajectory, reward=reward, num_invalid_actions=num_invalid)
+
+
+def test_each_member_gets_its_own_advantage_in_order() -> None:
+    groups = [
+        Group(group_id="a", members=[member(0, 1.0), member(1, 0.0), member(2, 0.5)]),
+        Group(group_id="b", members=[member(0, 0.0), member(3, 1.0)]),
+    ]
+    samples = samples_of(groups, AlgorithmSection())
+    assert [sample.advantage for sample in samples] == [0.75, -0.75, 0.0, -1.0, 1.0]
+    assert [sample.trajectory.member for sample in samples] == [0, 1, 2, 0, 3]
+
+
+def test_signal_is_judged_on_the_penalized_reward() -> None:
+    members = [member(0, 1.0), member(1, 1.0, num_invalid=1)]
+    assert not group_has_signal(members, AlgorithmSection())
+    assert group_has_signal(members, AlgorithmSection(invalid_action_penalty=0.1))
+
+
+def turns(number: int, reward: float, invalid: list[bool], *, tokens: int = 1) -> Trajectory:
+    """Build a member that sampled `tokens` tokens in each of its turns."""
+    ids = [1] + [2] * tokens * len(invalid)
+    trajectory = make_trajectory(ids, [0] + [1] * (len(ids) - 1), member=number)
+    turn_ids = [0] + [turn for turn in range(len(invalid)) for _ in range(tokens)]
+    return replace(
+        trajectory,
+        reward=reward,
+        num_turns=len(invalid),
+        num_invalid_actions=sum(invalid),
+        invalid_turns=np.array(invalid),
+        turn_ids=np.array(turn_ids, dtype=np.int32),
+    )
+
+
+def test_turn_penalty_lands_on_the_invalid_turns_and_sums_to_zero_over_the_group() -> None:
+    cfg = AlgorithmSection(invalid_action_penalty=0.4, invalid_action_level=CreditLevel.TURN)
+    group = Group(group_id="a", members=[turns(0, 1.0, [False, True]), turns(1, 0.0, [False] * 2)])
+    first, second = samples_of([group], cfg)
+    assert first.token_advantages().tolist() == pytest.approx([1.0 + 0.1, 1.0 - 0.3])
+    assert second.token_advantages().tolist() == pytest.approx([-1.0 + 0.1, -1.0 + 0.1])
+
+
+def test_turn_penalty_is_signal_where_rewards_are_equal() -> None:
+    cfg = AlgorithmSection(invalid_action_penalty=0.4, invalid_action_level=CreditLevel.TURN)
+    assert group_has_signal([turns(0, 0.0, [True]), turns(1, 0.0, [False])], cfg)
+    assert not group_has_signal([turns(0, 0.0, [True]), turns(1, 0.0, [True])], cfg)
+
+
+def test_turn_discount_prefers_the_shorter_solution() -> None:
+    group = Group(group_id="a", members=[turns(0, 1.0, [False]), turns(1, 1.0, [False] * 3)])
+    short, long = samples_of([group], AlgorithmSection(turn_discount=0.5))
+    assert short.advantage == pytest.approx(1.0 - 0.25)
+    assert long.advantage == pytest.approx(0.25 - 1.0)
+
+
+def scored(number: int, scores: list[float], *, tokens: int = 1) -> Trajectory:
+    """Build a member whose score stood at `scores` after its turns."""
+    trajectory = turns(number, scores[-1], [False] * len(scores), tokens=tokens)
+    return replace(trajectory, turn_scores=np.array(scores, dtype=np.float32))
+
+
+def test_rloo_is_leave_one_out_whatever_the_knobs_of_grpo_say() -> None:
+    group = Group(group_id="a", members=[member(0, 1.0), member(1, 0.0), member(2, 0.5)])
+    cfg = AlgorithmSection(advantage=Advantage.RLOO, baseline="group_mean", normalize_std=True)
+    assert [s.advantage for s in samples_of([group], cfg)] == [0.75, -0.75, 0.0]
+
+
+def test_reinforce_pp_whitens_over_the_tokens_of_the_batch() -> None:
+    groups = [
+        Group(group_id="a", members=[scored(0, [1.0], tokens=3), scored(1, [0.0])]),
+        Group(group_id="b", members=[scored(0, [1.0]), scored(1, [1.0])]),
+    ]
+    samples = samples_of(groups, AlgorithmSection(advantage=Advantage.REINFORCE_PP))
+    # tokens 1 1 1 0 1 1: mean 5/6, deviation sqrt(5)/6
+    assert samples[0].token_advantages().tolist() == pytest.approx([0.4472] * 3, abs=1e-3)
+    assert samples[1].token_advantages().tolist() == pytest.approx([-2.2361], abs=1e-3)
+    flat = np.concatenate([s.token_advantages() for s in samples])
+    assert flat.mean() == pytest.approx(0.0, abs=1e-6)
+    assert flat.std() == pytest.approx(1.0, abs=1e-4)
+
+
+def test_reinforce_pp_baseline_centres_each_group_first() -> None:
+    groups = [
+        Group(group_id="easy", members=[scored(0, [1.0]), scored(1, [0.5])]),
+        Group(group_id="hard", members=[scored(0, [0.5]), scored(1, [0.0])]),
+    ]
+    samples = samples_of(groups, AlgorithmSection(advantage=Advantage.REINFORCE_PP_BASELINE))
+    flat = [float(s.token_advantages()[0]) for s in samples]
+    assert flat == pytest.approx([1.0, -1.0, 1.0, -1.0], abs=1e-4)
+
+
+def test_only_group_relative_algorithms_filter_groups_of_equal_members() -> None:
+    members = [member(0, 1.0), member(1, 1.0)]
+    has_signal = {
+        kind: group_has_signal(members, AlgorithmSection(advantage=kind)) for kind in Advantage
+    }
+    assert {kind for kind, has in has_signal.items() if has} == {
+        Advantage.REINFORCE_PP,
+        Advantage.PPO,
+    }
+
+
+def test_turn_level_reward_credits_what_follows_a_turn() -> None:
+    cfg = AlgorithmSection(reward_level=CreditLevel.TURN, turn_discount=0.5)
+    group = Group(group_id="a", members=[scored(0, [0.0, 1.0]), scored(1, [0.5, 0.5])])
+    first, second = samples_of([group], cfg)
+    # returns 0.5 1.0 and 0.5 0.0, less their mean 0.5
+    assert first.token_advantages().tolist() == pytest.approx([0.0, 0.5])
+    assert second.token_advantages().tolist() == pytest.approx([0.0, -0.5])
+
+
+def test_turn_rewards_sum_to_the_final_score() -> None:
+    cfg = AlgorithmSection(reward_level=CreditLevel.TURN)
+    got = turn_rewards(scored(0, [0.25, 0.25, 0.75]), cfg)
+    assert got.tolist() == pytest.approx([0.25, 0.0, 0.5])
+    assert turn_rewards(scored(0, [0.25, 0.75]), AlgorithmSection()).tolist() == [0.0, 0.75]
+
+
+def test_normalisation_per_environment_gives_each_the_same_size() -> None:
+    groups = [
+        Group(group_id="a", members=[scored(0, [1.0]), scored(1, [0.0])]),
+        Group(
+            group_id="b",
+            members=[replace(t, env="b") for t in (scored(0, [0.1]), scored(1, [0.0]))],
+        ),
+    ]
+    samples = samples_of(groups, AlgorithmSection(normalize_per_env=True))
+    flat = [float(s.token_advantages()[0]) for s in samples]
+    assert flat == pytest.approx([1.0, -1.0, 1.0, -1.0], abs=1e-3)
+
+
+def test_baseline_is_that_of_the_survivors_of_a_damaged_group() -> None:
+    survivors = [member(0, 1.0), member(3, 0.0)]  # of four
+    samples = samples_of([Group(group_id="a", members=survivors)], AlgorithmSection())
+    assert [s.advantage for s in samples] == [1.0, -1.0]

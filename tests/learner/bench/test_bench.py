@@ -1,0 +1,318 @@
+"""Laws of the learner's measurements, and every check of the GPU suite, small, on the CPU."""
+
+import importlib.util
+import io
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from common.config.learning import AlgorithmSection, LearnerSection
+from common.errors import EngineError, WeightSyncError
+from common.report.bench_table import BenchTable, Figure, Law
+from learner.batch.batching import collate_tokens
+from learner.bench import gpu as bench_gpu
+from learner.bench.agree import canary_delta, chunk_costs, repeat_step
+from learner.bench.batch import BatchShape, make_batch, make_random_model, with_sampler_logprobs
+from learner.bench.engine import EngineRun, measure_engine
+from learner.bench.memory import ScoringPeaks, peak_bytes, whole_logprobs
+from learner.bench.publish import broadcast_to_peer, snapshot_weights
+from learner.bench.step import BARE, StepCost, alternate, by_aggregation, make_trainer
+from learner.bench.suite import add_peaks, add_step_cost, step_cost
+from learner.policy.model import token_logprobs
+from tests.learner.builders import VOCAB, make_model
+
+CPU = torch.device("cpu")
+SHAPE = BatchShape(num_groups=2, group_size=2, max_turns=3, observation_tokens=3, action_tokens=2)
+FP32 = LearnerSection(device="cpu", autocast=False, warmup_steps=0, lr=1e-3)
+SIZES = bench_gpu.Sizes(
+    vocab_size=16_384,
+    hidden_size=32,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_size=16,
+    intermediate_size=64,
+    shape=SHAPE,
+    learner=LearnerSection(device="cpu", lr=1e-4, warmup_steps=0),
+    num_rounds=2,
+    memory_sequences=4,
+    memory_seq_tokens=64,
+    chunk_sizes=(32, 64),
+    num_canaries=2,
+    canary_tokens=16,
+)
+
+
+def make_table() -> BenchTable:
+    return BenchTable(out=io.StringIO())
+
+
+def written(table: BenchTable) -> str:
+    assert isinstance(table.out, io.StringIO)
+    return table.out.getvalue()
+
+
+def make_figure(value: float, law: Law, bound: float) -> Figure:
+    return Figure(name="speed", value=value, unit="GB/s", law=law, bound=bound)
+
+
+@pytest.mark.parametrize(
+    ("value", "law", "is_kept"),
+    [
+        (2.0, Law.AT_MOST, True),
+        (2.1, Law.AT_MOST, False),
+        (2.0, Law.AT_LEAST, True),
+        (1.9, Law.AT_LEAST, False),
+        (math.nan, Law.AT_MOST, False),
+        (math.nan, Law.AT_LEAST, False),
+    ],
+)
+def test_figure_is_kept_up_to_its_bound(value: float, law: Law, is_kept: bool) -> None:
+    assert make_figure(value, law, 2.0).is_kept is is_kept
+
+
+def test_table_fails_by_name_when_one_figure_is_out_of_bounds() -> None:
+    table = make_table()
+    table.add(make_figure(3.0, Law.AT_LEAST, 2.0))
+    assert table.finish() == 0
+    table.add(make_figure(1.0, Law.AT_LEAST, 2.0))
+    assert table.finish() == 1
+    lines = written(table).splitlines()
+    assert [line.split()[0] for line in lines] == ["kept", "every", "FAIL", "NOT"]
+    assert lines[-1] == "NOT KEPT: speed"
+
+
+def test_table_goes_on_after_a_check_that_raises() -> None:
+    table = make_table()
+
+    def broken() -> None:
+        raise WeightSyncError("nobody\nanswers")
+
+    table.attempt("weights", broken)
+    table.attempt("speed", lambda: table.add(make_figure(3.0, Law.AT_LEAST, 2.0)))
+    assert table.finish() == 1
+    text = written(table)
+    assert "FAIL  weights: WeightSyncError: nobody answers\n" in text
+    assert "kept  speed" in text
+
+
+def test_contenders_take_turns_and_warm_ups_are_not_counted() -> None:
+    order: list[str] = []
+    moments = iter(range(100))
+    seconds = alternate(
+        {name: (lambda name=name: order.append(name)) for name in ("a", "b")},
+        num_rounds=3,
+        clock=lambda: float(next(moments)),
+    )
+    assert order == ["a", "b", "b", "a", "a", "b", "b", "a", "a", "b"]
+    assert seconds == {"a": [1.0] * 3, "b": [1.0] * 3}
+
+
+def test_ratio_is_the_median_of_what_each_round_says() -> None:
+    seconds = {BARE: [1.0, 2.0, 4.0], "step": [1.5, 2.2, 4.0]}
+    cost = StepCost(seconds=seconds, num_tokens=10)
+    assert cost.ratios("step") == pytest.approx([1.5, 1.1, 1.0])
+    assert cost.ratio("step") == pytest.approx(1.1)
+    assert cost.tokens_per_s(BARE) == 5.0
+
+
+@pytest.mark.parametrize(("step_s", "exit_code"), [(1.15, 0), (1.16, 1)])
+def test_step_promise_is_judged_by_its_ratio(step_s: float, exit_code: int) -> None:
+    table = make_table()
+    seconds = {BARE: [1.0] * 3, "step": [step_s] * 3}
+    add_step_cost(table, StepCost(seconds=seconds, num_tokens=10), of="a model")
+    assert table.finish() == exit_code
+
+
+@pytest.mark.parametrize(("chunked_bytes", "exit_code"), [(25, 0), (26, 1)])
+def test_memory_promise_is_judged_by_its_share(chunked_bytes: int, exit_code: int) -> None:
+    table = make_table()
+    peaks = ScoringPeaks(chunked_bytes=chunked_bytes, whole_bytes=100, mean_difference=0.0)
+    add_peaks(table, peaks, of="a model")
+    assert table.finish() == exit_code
+
+
+def test_peak_counts_what_is_alive_at_once() -> None:
+    def run() -> None:
+        first = torch.empty(1_000_000)  # 4 MB, gone before the next
+        del first
+        second = torch.empty(500_000)
+        second = second + 1.0  # two times 2 MB for a moment
+
+    assert peak_bytes(run, CPU) == pytest.approx(4_000_000, abs=1_000)
+    kept = torch.empty(2_000_000)  # from before: not counted
+    assert peak_bytes(lambda: kept[:1].clone(), CPU) < 1_000
+
+
+def test_whole_and_chunked_scores_are_the_same() -> None:
+    model = make_model()
+    sequences = [np.array([1, 2, 3, 4]), np.array([5, 6, 7])]
+    masks = [np.arange(len(each)) > 0 for each in sequences]
+    tokens = collate_tokens(sequences, masks, device=CPU)
+    whole = whole_logprobs(model, tokens, autocast=False)
+    chunked, _ = token_logprobs(
+        model, tokens, chunk_tokens=2, autocast=False, temperature=1.0, with_entropy=False
+    )
+    assert whole.tolist() == pytest.approx(chunked.tolist(), abs=1e-5)
+
+
+def test_random_batch_has_the_shape_that_was_asked_for() -> None:
+    samples = make_batch(SHAPE, vocab_size=VOCAB, seed=0)
+    assert [s.trajectory.group_id for s in samples] == ["g0", "g0", "g1", "g1"]
+    for sample in samples:
+        trajectory = sample.trajectory
+        assert len(trajectory.token_ids) == 5 * trajectory.num_turns
+        assert sample.num_sampled_tokens == 2 * trajectory.num_turns
+        assert trajectory.token_ids.max() < VOCAB
+    assert sum(sample.advantage for sample in samples) == 0.0
+
+
+def test_sampler_logprobs_are_near_the_policy_but_not_equal() -> None:
+    trainer = make_trainer(FP32, AlgorithmSection(), make_model(), engine_dtype="float32")
+    samples = with_sampler_logprobs(make_batch(SHAPE, vocab_size=VOCAB, seed=0), trainer, seed=0)
+    metrics = trainer.train_on(samples, version=3)
+    assert 0.95 < metrics["offpolicy/ess_frac"] < 1.0
+    assert metrics["offpolicy/lag_max"] == 3.0
+
+
+def test_both_aggregations_are_measured_against_the_bare_step() -> None:
+    algorithms = by_aggregation(AlgorithmSection())
+    cost = step_cost(FP32, algorithms, make_model(), SHAPE, num_rounds=2, engine_dtype="float32")
+    assert list(cost.seconds) == [BARE, "grpo, token", "grpo, sequence"]
+    assert all(len(seconds) == 2 for seconds in cost.seconds.values())
+    assert cost.ratio("grpo, token") > 0.0
+
+
+def test_step_that_skips_its_update_is_not_measured() -> None:
+    model = make_model()
+    model.lm_head.weight.data[0, 0] = math.nan
+    with pytest.raises(ValueError, match="left out its update"):
+        step_cost(
+            FP32,
+            {"grpo": AlgorithmSection()},
+            model,
+            SHAPE,
+            num_rounds=2,
+            engine_dtype="float32",
+        )
+
+
+def test_measuring_leaves_the_model_alone() -> None:
+    model = make_model()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    algorithms = {"grpo": AlgorithmSection()}
+    step_cost(FP32, algorithms, model, SHAPE, num_rounds=1 + 1, engine_dtype="float32")
+    samples = make_batch(SHAPE, vocab_size=VOCAB, seed=0)
+    repeat_step(FP32, AlgorithmSection(), model, samples, engine_dtype="float32")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_repeated_step_is_the_same_bit_for_bit_on_cpu() -> None:
+    samples = make_batch(SHAPE, vocab_size=VOCAB, seed=0)
+    twice = repeat_step(FP32, AlgorithmSection(), make_model(), samples, engine_dtype="float32")
+    assert twice.is_identical
+    assert twice.distance == 0.0
+
+
+def test_canary_delta_is_the_distance_of_the_scores() -> None:
+    model = make_model()
+    trainer = make_trainer(FP32, AlgorithmSection(), model, engine_dtype="float32")
+    sequences = [[1, 2, 3], [4, 5]]
+    known = trainer.score(sequences)
+    assert canary_delta(known, model, sequences) < 1e-5
+    moved = [
+        [score + sign * 0.3 for score in row] for sign, row in zip((1, -1), known, strict=True)
+    ]
+    assert canary_delta(moved, model, sequences) == pytest.approx(0.3, abs=1e-5)
+
+
+def test_chunk_sizes_agree_and_smaller_ones_need_less() -> None:
+    model = make_random_model(
+        vocab_size=4_000,
+        hidden_size=16,
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_size=16,
+        intermediate_size=16,
+        device=CPU,
+    )
+    sequences = [np.arange(40) for _ in range(4)]
+    tokens = collate_tokens(sequences, [np.arange(40) > 0] * 4, device=CPU)
+    small, large = chunk_costs(model, tokens, (8, 1_000), autocast=False)
+    assert (small.chunk_tokens, large.chunk_tokens) == (8, 1_000)
+    assert small.mean_difference < 1e-5
+    assert small.peak_bytes < large.peak_bytes / 4
+
+
+@pytest.mark.slow
+def test_weights_arrive_in_another_process_with_the_same_checksum() -> None:
+    weights, took_s = snapshot_weights(make_model(), torch.float32)
+    assert took_s >= 0
+    transfer = broadcast_to_peer(
+        weights, backend="gloo", peer_device="cpu", num_rounds=2, timeout_s=60.0
+    )
+    assert transfer.is_equal
+    assert transfer.num_bytes == weights.buffer.numel()
+    assert transfer.gb_per_s > 0
+
+
+@pytest.mark.slow
+def test_broadcast_says_why_the_receiver_failed() -> None:
+    weights, _ = snapshot_weights(make_model(), torch.float32)
+    with pytest.raises(WeightSyncError, match="receiver:"):
+        broadcast_to_peer(
+            weights, backend="gloo", peer_device="nowhere", num_rounds=1, timeout_s=6.0
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["weights", "engine"])
+def test_gpu_check_with_a_second_process_runs_small_on_the_cpu(name: str) -> None:
+    if name == "engine" and importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed")
+    table = make_table()
+    sizes = replace(SIZES, hidden_size=64, head_size=32)  # the engine knows no smaller heads
+    dict(bench_gpu.checks(table, sizes, CPU, "cpu"))[name]()
+    lines = written(table).splitlines()
+    assert len(lines) >= 3
+    assert [line for line in lines if not line.startswith("kept")] == []
+
+
+@pytest.mark.slow
+def test_engine_that_does_not_start_is_an_error_with_its_last_words(tmp_path: Path) -> None:
+    model = make_model()
+    trainer = make_trainer(FP32, AlgorithmSection(), model, engine_dtype="float32")
+    with pytest.raises(EngineError, match="ended with 1"):
+        measure_engine(
+            trainer,
+            model,
+            EngineRun(device="cpu", dtype="float32", is_on_host=False, max_tokens=-20),
+            tokenizer_path=str(bench_gpu.TOKENIZER),
+            canary=[[1, 2, 3]],
+            folder=tmp_path,
+            environ={},
+        )
+
+
+def test_gpu_suite_says_that_there_is_no_cuda() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has CUDA")
+    out = io.StringIO()
+    assert bench_gpu.run_suite(out) == 2
+    assert out.getvalue() == "no CUDA device here: nothing of this suite was measured\n"
+
+
+@pytest.mark.parametrize("name", ["step", "memory", "canary", "repetition", "chunks"])
+def test_gpu_check_runs_small_on_the_cpu(name: str) -> None:
+    table = make_table()
+    check = dict(bench_gpu.checks(table, SIZES, CPU, "cpu"))[name]
+    check()
+    promised = [line for line in written(table).splitlines() if line[:4] in ("kept", "FAIL")]
+    assert promised
+    unkept = [line for line in promised if line.startswith("FAIL") and name != "step"]
+    assert unkept == []

@@ -1,0 +1,205 @@
+"""A real intake between a dealer (the actor) and a router (the scheduler)."""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from common.config.learning import AlgorithmSection
+from common.config.run_config import GroupsSection
+from common.store.journal import JournalWriter, read_journal
+from common.store.run_dir import RunDir
+from common.wire.codec import decode, encode
+from common.wire.messages import (
+    Ack,
+    Heartbeat,
+    Hello,
+    LagBound,
+    Outcomes,
+    Progress,
+    Rejected,
+    StepDone,
+    Trajectory,
+    Welcome,
+)
+from common.wire.security import RunKeys, create_keys
+from common.wire.sockets import Router, connect_dealer
+from learner.batch.credit import group_has_signal
+from learner.ingest.group_assembly import GroupTable
+from learner.ingest.intake import Intake
+from learner.scheduler.members.report_cursor import Told
+from tests.learner.builders import make_trajectory
+
+HOST = "127.0.0.1"
+VOCAB_SIZE = 100
+HELLO = Hello(role="learner", name="learner-1", incarnation="i", version=0)
+
+
+class Scheduler:
+    """Welcomes the learner and answers its heartbeats. Runs only while `pump_until` waits."""
+
+    def __init__(self, run_dir: RunDir, keys: RunKeys) -> None:
+        self._run_dir = run_dir
+        self._keys = keys
+        self._router: Router | None = None
+        self.epoch = ""
+        self.heard: list[Any] = []
+        self.revoked: list[str] = []
+        self.lag_bounds: list[LagBound] = []
+        self.num_slots = 0
+        self.is_finished = False
+        self.rejects = False
+        self.told = Told()
+        self.num_to_lose = 0  # numbered messages that never arrive
+
+    def start(self, epoch: str, *, is_at_new_address: bool = True) -> None:
+        """Begin a new epoch that knows nothing."""
+        self.epoch, self.heard = epoch, []
+        if is_at_new_address:
+            self.stop()
+            self._router = Router(self._keys, host=HOST, port=0)
+            self._run_dir.publish_address("scheduler", f"tcp://{HOST}:{self._router.port}")
+
+    def stop(self) -> None:
+        if self._router is not None:
+            self._router.close()
+
+    def pump_until(self, condition: Callable[[], bool]) -> None:
+        assert self._router is not None
+        deadline = time.monotonic() + 5.0
+        while not condition():
+            assert time.monotonic() < deadline, f"heard only {self.heard}"
+            for received in self._router.receive_all(timeout_s=0.05):
+                if self._is_lost(received.message):
+                    continue
+                self.heard.append(received.message)
+                answer = self._answer(received.message)
+                if answer is not None:
+                    self._router.send(received.sender, answer)
+
+    def _answer(self, message: Any) -> Any:
+        if self.rejects:
+            return Rejected(reason="no")
+        if isinstance(message, Hello):
+            self.told.begin()
+            return Welcome(run_epoch=self.epoch, version=0, is_lockstep=False)
+        if isinstance(message, Outcomes | StepDone):
+            self.told.hear(message.number)
+        if isinstance(message, Heartbeat):
+            return Progress(
+                run_epoch=self.epoch,
+                version=0,
+                revoked=self.revoked,
+                lag_bounds=self.lag_bounds,
+                num_slots=self.num_slots,
+                is_finished=self.is_finished,
+                num_heard=self.told.num_heard,
+                num_saved=self.told.num_saved,
+                closed_below=self.told.closed_below,
+            )
+        return None
+
+    def _is_lost(self, message: Any) -> bool:
+        is_lost = isinstance(message, Outcomes | StepDone) and self.num_to_lose > 0
+        self.num_to_lose -= is_lost
+        return is_lost
+
+    def pump_beats(self, num: int) -> None:
+        """Answer so many heartbeats from now on."""
+        num += sum(isinstance(message, Heartbeat) for message in self.heard)
+        self.pump_until(lambda: sum(isinstance(m, Heartbeat) for m in self.heard) >= num)
+
+    def _told(self, name: str) -> list[Any]:
+        reports = [message for message in self.heard if isinstance(message, Outcomes)]
+        return [item for report in reports for item in getattr(report, name)]
+
+    @property
+    def seen(self) -> list[str]:
+        return [seen.episode_id for seen in self._told("seen")]
+
+    @property
+    def outcomes(self) -> dict[str, tuple[str, str]]:
+        return {o.episode_id: (o.outcome.value, o.cause) for o in self._told("outcomes")}
+
+    @property
+    def groups(self) -> dict[str, bool]:
+        return {group.group_id: group.is_ready for group in self._told("groups")}
+
+    @property
+    def num_duplicates(self) -> int:
+        return sum(m.num_duplicates for m in self.heard if isinstance(m, Outcomes))
+
+
+class GatedJournal(JournalWriter):
+    """A disk whose sync takes until the gate is open."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.gate = threading.Event()
+        self.gate.set()
+        self.is_syncing = threading.Event()  # set when it was asked for, from then on
+
+    def sync(self) -> None:
+        self.is_syncing.set()
+        assert self.gate.wait(5.0)
+        super().sync()
+
+
+class Setup:
+    """An intake with its neighbours."""
+
+    def __init__(self, root: Path, *, silence_s: float = 30.0) -> None:
+        self.run_dir = RunDir(root=root)
+        keys = create_keys(root / "keys")
+        self.scheduler = Scheduler(self.run_dir, keys)
+        self.scheduler.start("epoch-1")
+        self.journal = GatedJournal(self.run_dir.journal)
+        algorithm = AlgorithmSection()
+        groups = GroupsSection(size=3, per_step=1, min_size=2)
+        self.intake = Intake(
+            self.run_dir,
+            keys,
+            Router(keys, host=HOST, port=0),
+            self.journal,
+            GroupTable(groups, algorithm, has_signal=lambda m: group_has_signal(m, algorithm)),
+            hello=HELLO,
+            heartbeat_s=0.02,
+            group_size=3,
+            silence_s=silence_s,
+            vocab_size=VOCAB_SIZE,
+        )
+        self._context = zmq.Context()
+        address = f"tcp://{HOST}:{self.intake.port}"
+        self.actor = connect_dealer(self._context, keys, address=address, timeout_s=5.0)
+
+    def deliver(self, trajectory: Trajectory) -> Ack:
+        self.actor.send_multipart(encode(trajectory))
+        ack = decode(self.actor.recv_multipart())
+        assert ack.episode_id == trajectory.episode_id
+        return ack
+
+    def journaled(self) -> list[str]:
+        return [t.episode_id for _, t in read_journal(self.run_dir.journal)]
+
+    def next_batch(self, version: int = 0, *, timeout_s: float = 5.0) -> tuple[Any, Any]:
+        return self.intake.next_batch(version, max_lag_steps=1, in_order=False, timeout_s=timeout_s)
+
+    def close(self) -> None:
+        self.journal.gate.set()
+        if self.intake.is_alive():
+            self.intake.stop()
+        assert not self.intake.is_alive()
+        self.scheduler.stop()
+        self.journal.close()
+        self.actor.close(linger=0)
+        self._context.term()
+
+
+def member(number: int, *, group_id: str = "g", version: int = 0) -> Trajectory:
+    """Member 0 wins, the others lose."""
+    trajectory = make_trajectory([1, 2], [0, 1], group_id=group_id, member=number, version=version)
+    return replace(trajectory, reward=float(number == 0))

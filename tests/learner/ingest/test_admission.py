@@ -1,0 +1,110 @@
+"""Laws of the trajectory gate."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from common.wire.messages import EndReason, EpisodeKind, PolicyKind, Trajectory
+from learner.ingest.admission import refusal
+from tests.learner.builders import make_trajectory
+
+GOOD = make_trajectory([5, 6, 7, 8], [0, 1, 1, 0], version=3)
+TWO_TURNS = {
+    "num_turns": 2,
+    "invalid_turns": np.zeros(2, dtype=bool),
+    "turn_scores": np.ones(2, dtype=np.float32),
+}
+
+
+def judge(trajectory: Trajectory) -> str:
+    return refusal(trajectory, learner_version=3, max_group_size=2)
+
+
+def floats(*values: float) -> np.ndarray:
+    return np.array(values, dtype=np.float32)
+
+
+def ints(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.int32)
+
+
+def test_a_good_trajectory_is_not_refused() -> None:
+    assert judge(GOOD) == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"turn_ids": ints(0, 0, 0)}, "turn_ids has shape (3,), token_ids has 4 tokens"),
+        ({"loss_mask": np.ones((4, 1), dtype=bool)}, "loss_mask has shape (4, 1)"),
+        ({"token_ids": np.array(4, dtype=np.int32)}, "token_ids has shape ()"),
+        ({"loss_mask": floats(0, 1, 1, 0)}, "loss_mask is float32, not bool"),
+        ({"token_ids": floats(5, 6, 7, 8)}, "token_ids is float32, not int32"),
+        ({"logprobs": floats(0, np.nan, -1, 0)}, "no finite logprob"),
+        ({"logprobs": floats(0, -np.inf, -1, 0)}, "no finite logprob"),
+        ({"logprobs": floats(0, 0.1, -1, 0)}, "impossible logprob"),
+        ({"logprobs": floats(0, -201, -1, 0)}, "impossible logprob"),
+        ({"versions": ints(-1, 3, 4, -1)}, "versions 3..4, the newest is 3"),
+        ({"versions": ints(-1, -1, 3, -1)}, "versions -1..3"),
+        ({"versions": ints(0, 3, 3, -1)}, "not sampled carries a version"),
+        ({"loss_mask": np.zeros(4, dtype=bool)}, "no sampled token"),
+        ({"loss_mask": np.array([1, 1, 1, 0], dtype=bool)}, "first token is sampled"),
+        ({"turn_ids": ints(0, 0, 1, 0)}, "sampled in turns 0..1 of 1 turns"),
+        ({"turn_ids": ints(0, -1, 0, 0)}, "sampled in turns -1..0 of 1 turns"),
+        ({"turn_ids": ints(0, 1, 0, 0), **TWO_TURNS}, "turns are out of order"),
+        ({"token_ids": ints(5, -6, 7, 8)}, "negative token id"),
+        ({"member": 2}, "member 2 of a group of 2"),
+        ({"member": -1}, "member -1 of a group of 2"),
+        ({"reward": 1.1}, "reward 1.1 is not in [0, 1]"),
+        ({"reward": float("nan")}, "reward nan"),
+        ({"num_invalid_actions": 2}, "2 invalid actions in 1 turns"),
+        ({"invalid_turns": np.zeros(2, dtype=bool)}, "invalid_turns [False, False] for 1 turns"),
+        ({"invalid_turns": np.ones(1, dtype=bool)}, "invalid_turns [True] for 1 turns"),
+        ({"policy": PolicyKind.EXPERT}, "expert play cannot be trained on"),
+    ],
+)
+def test_a_bad_trajectory_is_refused_with_its_reason(changes: dict[str, Any], reason: str) -> None:
+    assert reason in judge(replace(GOOD, **changes))
+
+
+def test_an_infrastructure_failure_may_be_empty() -> None:
+    empty = make_trajectory([], [])
+    assert judge(replace(empty, end_reason=EndReason.ENV_ERROR, reward=0.0)) == ""
+    assert judge(replace(empty, end_reason=EndReason.DONE)) == "no sampled token"
+
+
+def test_the_lengths_of_an_infrastructure_failure_still_matter() -> None:
+    damaged = replace(GOOD, end_reason=EndReason.DEADLINE, versions=ints())
+    assert "versions has shape (0,)" in judge(damaged)
+
+
+def test_an_evaluation_may_be_played_by_a_script_and_by_any_member() -> None:
+    scripted = replace(
+        GOOD,
+        kind=EpisodeKind.EVAL,
+        policy=PolicyKind.RANDOM_VALID,
+        member=7,
+        versions=ints(-1, -1, -1, -1),
+    )
+    assert judge(scripted) == ""
+
+
+def test_what_was_not_sampled_may_have_any_logprob_and_turn() -> None:
+    assert judge(replace(GOOD, logprobs=floats(np.nan, -1, -1, 5))) == ""
+    assert judge(replace(GOOD, turn_ids=ints(7, 0, 0, -3))) == ""
+
+
+def test_turns_in_order_are_not_refused() -> None:
+    assert judge(replace(GOOD, turn_ids=ints(0, 0, 1, 1), **TWO_TURNS)) == ""
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "reason"), [(9, ""), (8, "token id 8 of a vocabulary of 8"), (None, "")]
+)
+def test_a_token_beyond_the_vocabulary_is_refused_where_its_size_is_known(
+    vocab_size: int | None, reason: str
+) -> None:
+    judged = refusal(GOOD, learner_version=3, max_group_size=2, vocab_size=vocab_size)
+    assert judged == reason

@@ -1,0 +1,317 @@
+"""Laws of the group table."""
+
+from dataclasses import replace
+
+import pytest
+
+from common.config.learning import AlgorithmSection
+from common.config.run_config import GroupsSection
+from common.wire.messages import EndReason, EpisodeOutcome, GroupArrived, Trajectory
+from learner.batch.credit import group_has_signal
+from learner.ingest.group_assembly import Group, GroupTable, is_fresh, oldest_version
+from tests.learner.builders import make_trajectory
+
+
+def make_table(
+    *,
+    size: int = 3,
+    per_step: int = 2,
+    min_size: int = 2,
+    max_oversample: float = 2.0,
+    is_lockstep: bool = False,
+) -> GroupTable:
+    cfg = GroupsSection(
+        size=size, per_step=per_step, min_size=min_size, max_oversample=max_oversample
+    )
+    algorithm = AlgorithmSection()
+    return GroupTable(
+        cfg,
+        algorithm,
+        has_signal=lambda m: group_has_signal(m, algorithm),
+        is_lockstep=is_lockstep,
+    )
+
+
+def member(
+    group_id: str, number: int, *, reward: float | None = None, version: int = 0
+) -> Trajectory:
+    """A member; the first of a group wins, the others lose."""
+    trajectory = make_trajectory([1, 2], [0, 1], group_id=group_id, member=number, version=version)
+    return replace(trajectory, reward=float(number == 0) if reward is None else reward)
+
+
+def failure(group_id: str, number: int) -> Trajectory:
+    return replace(member(group_id, number, reward=0.0), end_reason=EndReason.ENV_ERROR)
+
+
+def fill(table: GroupTable, *group_ids: str, version: int = 0, size: int = 3) -> None:
+    for group_id in group_ids:
+        for number in range(size):
+            table.add(member(group_id, number, version=version))
+
+
+def fill_equal(table: GroupTable, *group_ids: str) -> None:
+    """Add groups without signal."""
+    for group_id in group_ids:
+        for number in range(3):
+            table.add(member(group_id, number, reward=1.0))
+
+
+def take(
+    table: GroupTable, version: int = 0, *, max_lag_steps: int = 4, in_order: bool = False
+) -> tuple[list[Group], list[EpisodeOutcome]]:
+    return table.take(version, max_lag_steps=max_lag_steps, in_order=in_order)
+
+
+def ids(groups: list[Group]) -> list[str]:
+    return [group.group_id for group in groups]
+
+
+def said(outcomes: list[EpisodeOutcome]) -> dict[str, tuple[str, str]]:
+    assert len({o.episode_id for o in outcomes}) == len(outcomes)
+    return {o.episode_id: (o.outcome.value, o.cause) for o in outcomes}
+
+
+def test_a_group_is_ready_with_its_last_member_and_ordered_by_member() -> None:
+    table = make_table(per_step=1)
+    assert table.add(member("a", 2)) == ([], [])
+    assert table.add(member("a", 0)) == ([], [])
+    assert (table.num_open, table.num_ready) == (1, 0)
+    assert table.add(member("a", 1)) == ([], [GroupArrived(group_id="a", is_ready=True)])
+    assert (table.num_open, table.num_ready) == (0, 1)
+    groups, outcomes = take(table)
+    assert [t.member for t in groups[0].members] == [0, 1, 2]
+    assert outcomes == []
+
+
+def test_the_survivors_of_an_infrastructure_failure_train() -> None:
+    table = make_table(per_step=1)
+    table.add(failure("a", 1))
+    table.add(member("a", 2))
+    outcomes, arrived = table.add(member("a", 0))
+    assert said(outcomes) == {"a/1": ("failed", "env_error")}
+    assert arrived == [GroupArrived(group_id="a", is_ready=True)]
+    assert [t.member for t in take(table)[0][0].members] == [0, 2]
+
+
+def test_too_few_survivors_give_the_group_up() -> None:
+    table = make_table()
+    table.add(failure("a", 0))
+    table.add(failure("a", 1))
+    outcomes, arrived = table.add(member("a", 2))
+    assert said(outcomes) == {
+        "a/0": ("failed", "env_error"),
+        "a/1": ("failed", "env_error"),
+        "a/2": ("failed", "group_damaged"),
+    }
+    assert arrived == [GroupArrived(group_id="a", is_ready=False)]
+    assert table.untrained() == []
+
+
+def test_a_group_without_signal_is_filtered() -> None:
+    table = make_table()
+    table.add(member("a", 0, reward=0.5))
+    table.add(failure("a", 1))
+    outcomes, arrived = table.add(member("a", 2, reward=0.5))
+    assert said(outcomes) == {
+        "a/0": ("filtered", "zero_variance"),
+        "a/1": ("failed", "env_error"),
+        "a/2": ("filtered", "zero_variance"),
+    }
+    assert arrived == [GroupArrived(group_id="a", is_ready=False)]
+
+
+def test_a_member_given_up_completes_its_group() -> None:
+    table = make_table()
+    table.add(member("a", 0))
+    table.add(member("a", 1))
+    assert table.give_up("a", 2) == ([], [GroupArrived(group_id="a", is_ready=True)])
+    assert table.num_ready == 1
+
+
+def test_giving_up_a_member_that_arrived_changes_nothing() -> None:
+    table = make_table()
+    table.add(member("a", 0))
+    assert table.give_up("a", 0) == ([], [])
+    table.add(member("a", 1))
+    assert table.num_open == 1
+
+
+def test_a_member_that_comes_after_it_was_given_up_still_counts_while_the_group_is_open() -> None:
+    table = make_table(per_step=1)
+    table.give_up("a", 0)
+    table.add(member("a", 0))
+    table.add(member("a", 1))
+    assert table.num_open == 1
+    table.add(member("a", 2))
+    assert len(take(table)[0][0].members) == 3
+
+
+def test_nothing_reopens_a_completed_group() -> None:
+    table = make_table()
+    table.add(member("a", 0))
+    table.add(member("a", 1))
+    table.give_up("a", 2)
+    assert table.give_up("a", 2) == ([], [])
+    outcomes, arrived = table.add(member("a", 2))
+    assert said(outcomes) == {"a/2": ("failed", "late")}
+    assert arrived == []
+    assert (table.num_open, table.num_ready) == (0, 1)
+
+
+def test_what_a_previous_learner_left_of_a_trained_group_has_failed() -> None:
+    table = make_table()
+    table.add(failure("a", 1))
+    outcomes, arrived = table.mark_completed("a")
+    assert said(outcomes) == {"a/1": ("failed", "env_error")}
+    assert arrived == [GroupArrived(group_id="a", is_ready=True)]
+    assert table.mark_completed("a") == ([], [])
+    assert table.num_open == 0
+
+
+def test_a_batch_takes_the_oldest_groups_first() -> None:
+    table = make_table()
+    fill(table, "b", "c", "a")
+    assert table.is_batch_ready()
+    assert ids(take(table)[0]) == ["b", "c"]
+    assert not table.is_batch_ready()
+    assert take(table) == ([], [])
+    assert table.num_ready == 1
+
+
+def test_in_order_the_arrival_plays_no_role() -> None:
+    table = make_table()
+    fill(table, "c", "a", "b")
+    assert ids(take(table, in_order=True)[0]) == ["a", "b"]
+
+
+def test_a_short_batch_must_do_when_the_oversampling_bound_is_reached() -> None:
+    table = make_table()  # bound: 2 * 2 groups
+    fill(table, "a")
+    fill_equal(table, "x", "y")
+    assert not table.is_batch_ready()
+    assert take(table) == ([], [])
+    fill_equal(table, "z")
+    assert table.is_batch_ready()
+    assert ids(take(table)[0]) == ["a"]
+    fill(table, "b")
+    assert not table.is_batch_ready(), "the filtered are counted per batch"
+
+
+def test_no_batch_is_ever_empty_however_many_are_filtered() -> None:
+    table = make_table()
+    fill_equal(table, *"uvwxyz")
+    assert not table.is_batch_ready()
+    assert take(table) == ([], [])
+
+
+def test_a_trajectory_is_as_old_as_its_oldest_sampled_token() -> None:
+    trajectory = make_trajectory([1, 2, 3, 4], [0, 1, 1, 0])
+    trajectory.versions[1:3] = [7, 4]
+    assert oldest_version(trajectory) == 4
+    assert is_fresh(trajectory, 6, max_lag_steps=2)
+    assert not is_fresh(trajectory, 7, max_lag_steps=2)
+
+
+@pytest.mark.parametrize(("version", "is_taken"), [(5, True), (7, True), (8, False)])
+def test_a_group_is_trained_at_max_lag_and_stale_one_step_later(
+    version: int, is_taken: bool
+) -> None:
+    table = make_table(per_step=1)
+    fill(table, "a", version=5)
+    groups, outcomes = take(table, version, max_lag_steps=2)
+    assert ids(groups) == (["a"] if is_taken else [])
+    assert said(outcomes) == (
+        {} if is_taken else {f"a/{number}": ("stale", "lag") for number in range(3)}
+    )
+
+
+def test_stale_members_are_dropped_and_the_rest_trains_if_enough_survive() -> None:
+    table = make_table(per_step=1)
+    for number, version in enumerate((4, 1, 4)):
+        table.add(member("a", number, version=version))
+    groups, outcomes = take(table, 4, max_lag_steps=2)
+    assert [t.member for t in groups[0].members] == [0, 2]
+    assert said(outcomes) == {"a/1": ("stale", "lag")}
+
+
+def test_a_group_with_too_few_fresh_members_is_stale_as_a_whole() -> None:
+    table = make_table(per_step=1)
+    for number, version in enumerate((4, 1, 1)):
+        table.add(member("a", number, version=version))
+    groups, outcomes = take(table, 4, max_lag_steps=2)
+    assert groups == []
+    assert said(outcomes) == {
+        "a/0": ("stale", "lag_of_group"),
+        "a/1": ("stale", "lag"),
+        "a/2": ("stale", "lag"),
+    }
+    assert table.untrained() == []
+
+
+def test_the_fresh_stay_in_place_when_they_are_too_few_for_a_batch() -> None:
+    table = make_table(per_step=3)
+    fill(table, "a", "b", version=5)
+    fill(table, "old", version=0)
+    assert table.is_batch_ready()
+    groups, outcomes = take(table, 5)
+    assert groups == []
+    assert {o.episode_id for o in outcomes} == {"old/0", "old/1", "old/2"}
+    fill(table, "c", version=5)
+    assert ids(take(table, 5)[0]) == ["a", "b", "c"]
+
+
+def test_every_trajectory_leaves_exactly_once() -> None:
+    table = make_table(per_step=1)
+    outcomes: list[EpisodeOutcome] = []
+    for group_id, version in (("a", 0), ("b", 9)):
+        for number in range(3):
+            outcomes += table.add(member(group_id, number, version=version))[0]
+    for number in range(3):
+        outcomes += table.add(failure("c", number))[0]
+    groups, stale = take(table, 9)
+    left = [o.episode_id for o in outcomes + stale]
+    left += [t.episode_id for group in groups for t in group.members]
+    assert sorted(left) == [f"{group}/{number}" for group in "abc" for number in range(3)]
+    assert table.untrained() == []
+
+
+def test_in_lockstep_a_batch_waits_for_the_end_of_its_round() -> None:
+    """Rounds of two: a filtered, b filtered | c filtered, d filtered | e ready, f still to come."""
+    for is_lockstep in (False, True):
+        table = make_table(is_lockstep=is_lockstep)
+        fill_equal(table, "a", "b", "c", "d")  # as many as max_oversample allows: the bound lifts
+        fill(table, "e")
+        assert table.is_batch_ready() is not is_lockstep
+        fill(table, "f")
+        assert table.is_batch_ready()
+
+
+def test_in_lockstep_a_short_batch_is_ready_when_the_bound_is_reached() -> None:
+    """a ready, b filtered | c filtered | d filtered: one ready of four drawn must do."""
+    table = make_table(is_lockstep=True)
+    fill(table, "a")
+    fill_equal(table, "b", "c")
+    assert not table.is_batch_ready()
+    fill_equal(table, "d")
+    assert table.is_batch_ready()
+    assert ids(take(table)[0]) == ["a"]
+
+
+def test_wider_bound_holds_for_the_horizon_it_was_given_for_only() -> None:
+    table = make_table(per_step=1)
+    fill(table, "a", version=0)
+    bounds = {("toy", 4): 5}
+    assert table.take(5, max_lag_steps=2, in_order=False, lag_bounds={("toy", 9): 5})[0] == []
+    fill(table, "b", version=0)
+    groups, outcomes = table.take(5, max_lag_steps=2, in_order=False, lag_bounds=bounds)
+    assert (ids(groups), outcomes) == (["b"], [])
+    fill(table, "c", version=0)
+    assert table.take(6, max_lag_steps=2, in_order=False, lag_bounds=bounds)[0] == []
+
+
+def test_groups_that_wait_for_members_are_named() -> None:
+    table = make_table()
+    table.add(member("a", 0))
+    fill(table, "b")
+    assert table.open_ids == ["a"]

@@ -1,0 +1,174 @@
+"""Laws of the intake, between a real actor's socket and a real scheduler's."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from common.store.journal import JOURNAL_START, read_journal
+from common.wire.codec import decode, encode
+from common.wire.messages import (
+    Ack,
+    EndReason,
+    EpisodeKind,
+    EpisodeOutcome,
+    Outcome,
+    Rejected,
+)
+from tests.learner.ingest.intake_rig import HELLO, VOCAB_SIZE, Setup, member
+
+
+def test_a_trajectory_is_acknowledged_only_when_it_is_on_disk(running: Setup) -> None:
+    running.journal.gate.clear()
+    running.actor.send_multipart(encode(member(0)))
+    assert not running.actor.poll(200), "acknowledged before the sync"
+    running.journal.gate.set()
+    ack = decode(running.actor.recv_multipart())
+    assert ack == Ack(episode_id="g/0", is_accepted=True, reason="")
+    assert running.journaled() == ["g/0"]
+    (record,) = [t for _, t in read_journal(running.run_dir.journal)]
+    assert record.token_ids.tolist() == [1, 2]
+
+
+def test_a_duplicate_is_acknowledged_counted_and_not_written_again(running: Setup) -> None:
+    for _ in range(3):
+        assert running.deliver(member(0)).is_accepted
+    running.scheduler.pump_until(lambda: running.scheduler.num_duplicates == 2)
+    assert running.journaled() == ["g/0"]
+    assert running.scheduler.seen == ["g/0"]
+    assert running.intake.drain_stats()["inbox/duplicates"] == 2
+
+
+def test_a_refused_trajectory_is_answered_with_its_reason_and_never_arrives(
+    running: Setup,
+) -> None:
+    bad = replace(member(2), logprobs=np.array([0, np.nan], dtype=np.float32))
+    ack = running.deliver(bad)
+    assert not ack.is_accepted
+    assert ack.reason == "a sampled token has no finite logprob"
+    assert running.journaled() == []
+    for number in range(2):
+        running.deliver(member(number))
+    running.scheduler.pump_until(lambda: running.scheduler.groups == {"g": True})
+    assert running.scheduler.outcomes == {"g/2": ("failed", "refused")}
+    assert running.intake.drain_stats()["inbox/refused"] == 1
+
+
+def test_a_token_that_the_policy_does_not_have_never_reaches_the_journal(running: Setup) -> None:
+    bad = replace(member(0), token_ids=np.array([1, VOCAB_SIZE], dtype=np.int32))
+    ack = running.deliver(bad)
+    assert ack.reason == "token id 100 of a vocabulary of 100"
+    assert running.journaled() == []
+
+
+def test_late_episode_of_a_group_that_is_settled_for_good_is_a_duplicate(running: Setup) -> None:
+    running.deliver(member(0, group_id="g0000003"))
+    running.scheduler.told.save(closed_below=4)
+    running.scheduler.pump_beats(2)
+    assert running.deliver(member(1, group_id="g0000003")).is_accepted
+    assert running.deliver(member(1, group_id="g0000004")).is_accepted
+    running.scheduler.pump_until(lambda: running.scheduler.num_duplicates == 1)
+    assert running.journaled() == ["g0000003/0", "g0000004/1"]
+
+
+def test_members_that_the_scheduler_gave_up_complete_a_group(running: Setup) -> None:
+    for number in (0, 2):
+        running.deliver(member(number))
+    running.scheduler.revoked = ["g/1"]
+    running.scheduler.pump_until(lambda: running.scheduler.groups == {"g": True})
+    groups, _ = running.next_batch()
+    assert [t.member for t in groups[0].members] == [0, 2]
+    assert running.deliver(member(1)).is_accepted
+    running.scheduler.pump_until(lambda: "g/1" in running.scheduler.outcomes)
+    assert running.scheduler.outcomes["g/1"] == ("failed", "late")
+    assert running.intake.drain_stats()["groups/open"] == 0
+
+
+def test_an_evaluation_is_written_and_told_and_in_no_group(running: Setup) -> None:
+    for number in range(3):
+        running.deliver(replace(member(number), kind=EpisodeKind.EVAL))
+    running.scheduler.pump_until(lambda: len(running.scheduler.seen) == 3)
+    assert len(running.journaled()) == 3
+    metrics = running.intake.drain_stats()
+    assert metrics["groups/ready"] == metrics["groups/open"] == metrics["episodes/arrived"] == 0
+
+
+def test_something_else_than_a_trajectory_is_rejected(running: Setup) -> None:
+    running.actor.send_multipart(encode(HELLO))
+    answer = decode(running.actor.recv_multipart())
+    assert answer == Rejected(reason="Hello is no trajectory")
+    assert running.deliver(member(0)).is_accepted
+
+
+def test_a_batch_that_does_not_come_is_an_error_that_says_what_there_is(running: Setup) -> None:
+    running.deliver(member(0))
+    running.scheduler.pump_until(lambda: running.scheduler.seen == ["g/0"])
+    with pytest.raises(TimeoutError, match="0 groups ready, 1 waiting"):
+        running.next_batch(timeout_s=0.01)
+
+
+def test_what_grew_stale_before_a_timeout_is_told_and_comes_with_the_next_batch(
+    running: Setup,
+) -> None:
+    scheduler = running.scheduler
+    for number in range(3):
+        running.deliver(member(number, group_id="old"))
+    scheduler.pump_until(lambda: scheduler.groups == {"old": True})
+    with pytest.raises(TimeoutError):
+        running.next_batch(5, timeout_s=0.01)
+    scheduler.pump_until(lambda: len(scheduler.outcomes) == 3)
+    assert scheduler.outcomes["old/0"] == ("stale", "lag")
+    running.intake.step_done(5, is_last=False, max_ahead_steps=1, signals={})
+    for number in range(3):
+        running.deliver(member(number, group_id="new", version=5))
+    groups, stale = running.next_batch(5)
+    assert groups[0].group_id == "new"
+    assert [o.episode_id for o in stale] == ["old/0", "old/1", "old/2"]
+
+
+def test_adopted_episodes_are_known_and_go_where_they_belong(setup: Setup) -> None:
+    scheduler = setup.scheduler
+    failed = replace(member(1, group_id="done"), end_reason=EndReason.ENV_ERROR)
+    trained = EpisodeOutcome(episode_id="done/0", outcome=Outcome.TRAINED, cause="")
+    setup.intake.adopt_outcomes([trained])
+    setup.intake.adopt(failed, JOURNAL_START, step=None)
+    setup.intake.adopt(member(0, group_id="done"), JOURNAL_START, step=1)
+    setup.intake.adopt(member(2, group_id="done"), JOURNAL_START, step=1)
+    for number in range(2):
+        setup.intake.adopt(member(number, group_id="open"), JOURNAL_START, step=None)
+    setup.intake.start()
+    assert setup.deliver(member(0, group_id="open")).is_accepted
+    setup.deliver(member(2, group_id="open"))
+    scheduler.pump_until(lambda: scheduler.groups == {"done": True, "open": True})
+    assert scheduler.outcomes == {"done/0": ("trained", ""), "done/1": ("failed", "env_error")}
+    assert scheduler.num_duplicates == 1
+    assert setup.journaled() == ["open/2"]
+    groups, _ = setup.next_batch()
+    assert [group.group_id for group in groups] == ["open"]
+
+
+def test_bookmark_moves_to_the_end_when_all_that_was_taken_in_is_settled(running: Setup) -> None:
+    for number in range(3):
+        running.deliver(member(number, group_id="g0000000"))
+    assert running.intake.bookmark(version=0).position == JOURNAL_START
+    running.scheduler.told.save(closed_below=1)
+    running.scheduler.pump_beats(2)
+    bookmark = running.intake.bookmark(version=0)
+    assert bookmark.position == running.journal.position > JOURNAL_START
+    assert bookmark.closed_below == 1
+
+
+def test_bookmark_lies_before_an_episode_that_is_still_being_taken_in(running: Setup) -> None:
+    running.deliver(member(0, group_id="g0000000"))
+    running.scheduler.told.save(closed_below=1)
+    running.scheduler.pump_beats(2)
+    end = running.journal.position
+    running.journal.is_syncing.clear()
+    running.journal.gate.clear()
+    running.actor.send_multipart(encode(member(0, group_id="g0000001")))
+    assert running.journal.is_syncing.wait(5.0)
+    assert running.journal.position > end  # appended, and not yet promised to anybody
+    assert running.intake.bookmark(version=0).position == end
+    running.journal.gate.set()
+    assert decode(running.actor.recv_multipart()).is_accepted
+    assert running.intake.bookmark(version=0).position == end

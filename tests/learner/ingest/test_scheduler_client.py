@@ -1,0 +1,125 @@
+"""Laws of what the scheduler is told, and of what the intake hears from it."""
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from common.errors import LongstrideError
+from common.wire.messages import (
+    EpisodeKind,
+    StepDone,
+)
+from tests.learner.ingest.intake_rig import HELLO, Setup, member
+
+
+def test_the_scheduler_is_told_of_what_was_seen_and_of_a_complete_group(running: Setup) -> None:
+    for number in range(3):
+        assert running.deliver(member(number)).is_accepted
+    running.scheduler.pump_until(lambda: running.scheduler.groups == {"g": True})
+    assert sorted(running.scheduler.seen) == ["g/0", "g/1", "g/2"]
+    groups, stale = running.next_batch()
+    assert [t.episode_id for t in groups[0].members] == ["g/0", "g/1", "g/2"]
+    assert stale == []
+
+
+@pytest.mark.parametrize("is_at_new_address", [True, False])
+def test_a_scheduler_that_comes_back_is_told_everything_again(
+    running: Setup, is_at_new_address: bool
+) -> None:
+    scheduler = running.scheduler
+    running.intake.step_done(1, is_last=False, max_ahead_steps=1, signals={"entropy": 0.5})
+    for number in range(3):
+        running.deliver(member(number))
+    running.deliver(replace(member(0, group_id="eval-0"), kind=EpisodeKind.EVAL))
+    told = {"g/0", "g/1", "g/2", "eval-0/0"}
+    scheduler.pump_until(lambda: set(scheduler.seen) == told)
+    scheduler.start("epoch-2", is_at_new_address=is_at_new_address)
+    scheduler.pump_until(lambda: set(scheduler.seen) == told and scheduler.groups == {"g": True})
+    assert HELLO in scheduler.heard
+    done = StepDone(version=1, is_last=False, max_ahead_steps=1, signals={"entropy": 0.5})
+    steps = [message for message in scheduler.heard if isinstance(message, StepDone)]
+    assert [replace(message, number=0) for message in steps] == [done]
+    assert len(scheduler.seen) == 4
+
+
+def test_nothing_is_told_twice_to_the_same_scheduler(running: Setup) -> None:
+    scheduler = running.scheduler
+    for number in range(2):
+        running.deliver(member(number))
+        scheduler.pump_until(lambda: len(scheduler.seen) > 0)
+    scheduler.pump_until(lambda: len(scheduler.seen) == 2)
+    scheduler.pump_beats(3)
+    assert scheduler.seen == ["g/0", "g/1"]
+
+
+def test_what_a_scheduler_has_saved_is_not_told_to_the_one_that_follows(running: Setup) -> None:
+    scheduler = running.scheduler
+    running.intake.step_done(1, is_last=False, max_ahead_steps=1, signals={})
+    running.deliver(member(0))
+    scheduler.pump_until(lambda: scheduler.seen == ["g/0"])
+    scheduler.told.save(closed_below=0)
+    scheduler.pump_beats(2)
+    running.deliver(member(1))
+    scheduler.pump_until(lambda: scheduler.seen == ["g/0", "g/1"])
+    scheduler.start("epoch-2")
+    scheduler.pump_until(lambda: len(scheduler.seen) > 0)
+    scheduler.pump_beats(2)
+    assert scheduler.seen == ["g/1"]
+    assert not any(isinstance(message, StepDone) for message in scheduler.heard)
+
+
+def test_message_that_was_lost_on_the_way_is_told_again(tmp_path: Path) -> None:
+    setup = Setup(tmp_path, silence_s=0.5)
+    try:
+        setup.intake.start()
+        setup.scheduler.pump_beats(1)
+        setup.scheduler.num_to_lose = 1
+        for number in range(3):
+            setup.deliver(member(number))
+            setup.scheduler.pump_beats(1)
+        setup.scheduler.pump_until(lambda: set(setup.scheduler.seen) == {"g/0", "g/1", "g/2"})
+        assert setup.scheduler.heard.count(HELLO) == 2
+        setup.scheduler.pump_beats(40)  # longer than the silence: all is well now
+        assert setup.scheduler.heard.count(HELLO) == 2
+    finally:
+        setup.close()
+
+
+def test_scheduler_that_lost_its_memory_is_an_error_and_not_a_silent_wait(running: Setup) -> None:
+    running.scheduler.told.save(closed_below=4)
+    running.scheduler.pump_beats(2)
+    running.scheduler.told.save(closed_below=2)
+    running.scheduler.pump_until(lambda: not running.intake.is_alive())
+    with pytest.raises(LongstrideError, match=r"number 2 on.*below 4 were settled.*scheduler.json"):
+        running.next_batch()
+
+
+def test_slots_of_the_actors_are_a_metric_once_the_scheduler_has_said_how_many(
+    running: Setup,
+) -> None:
+    assert "actor/concurrency" not in running.intake.drain_stats()
+    running.scheduler.num_slots = 48
+
+    def told() -> bool:
+        return running.intake.drain_stats().get("actor/concurrency") == 48.0
+
+    running.scheduler.pump_until(told)
+
+
+def test_a_failure_of_the_thread_is_raised_in_the_main_thread(running: Setup) -> None:
+    running.scheduler.rejects = True
+    running.scheduler.pump_until(lambda: len(running.scheduler.heard) > 0)
+    with pytest.raises(LongstrideError, match="the scheduler refused a message: no"):
+        running.next_batch()
+
+
+def test_the_end_of_the_run_is_heard(running: Setup) -> None:
+    running.scheduler.pump_until(lambda: len(running.scheduler.heard) > 1)
+    assert not running.intake.wait_finished(timeout_s=0.01)
+    running.scheduler.is_finished = True
+    ended = threading.Thread(target=lambda: running.intake.wait_finished(timeout_s=5.0))
+    ended.start()
+    running.scheduler.pump_until(lambda: not ended.is_alive())
+    assert running.intake.wait_finished(timeout_s=0.0) or running.intake.is_finished

@@ -1,0 +1,150 @@
+"""Laws of the off-policy correction."""
+
+from math import log
+
+import pytest
+import torch
+from torch import Tensor
+
+from common.config.learning import AlgorithmSection, Correction
+from learner.objective.correction import (
+    corrected,
+    effective_sample_size,
+    importance_weights,
+    interpolated_logprobs,
+    lag_statistics,
+    log_ratio,
+    negative_mask,
+    ratio_statistics,
+    sequence_mean,
+)
+
+MU = torch.tensor([log(0.5), log(0.1), log(0.4)])
+PI = torch.tensor([log(0.25), log(0.5), log(0.4)])  # ratios 0.5, 5, 1
+ROWS = torch.tensor([0, 0, 1])  # the first two tokens are one sequence
+
+
+def weights_of(correction: Correction, log_rho: Tensor, *, is_ratio_included: bool = False):
+    cfg = AlgorithmSection(correction=correction)
+    return importance_weights(log_rho, ROWS, 2, cfg, is_ratio_included=is_ratio_included)
+
+
+@pytest.mark.parametrize(
+    ("correction", "expected"),
+    [
+        (Correction.NONE, [1.0, 1.0, 1.0]),
+        (Correction.TOKEN_TIS, [0.5, 2.0, 1.0]),
+        (Correction.SEQUENCE_TIS, [2.0, 2.0, 1.0]),  # min(0.5 * 5, 2)
+        (Correction.ICEPOP, [0.5, 5.0, 1.0]),  # the bounds belong to it
+        (Correction.GEOMETRIC, [0.0, 0.0, 1.0]),  # sqrt(2.5) is not within 1 %
+    ],
+)
+def test_weights_match_hand_computed_numbers(correction: Correction, expected: list) -> None:
+    torch.testing.assert_close(weights_of(correction, PI - MU), torch.tensor(expected))
+
+
+def test_icepop_masks_what_lies_outside_its_bounds() -> None:
+    got = weights_of(Correction.ICEPOP, torch.tensor([log(0.49), log(5.01), log(3.0)]))
+    assert got.tolist() == pytest.approx([0.0, 0.0, 3.0])
+
+
+def test_geometric_mask_looks_at_the_whole_sequence() -> None:
+    got = weights_of(Correction.GEOMETRIC, torch.tensor([0.3, -0.3, 0.02]))
+    assert got.tolist() == [1.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "correction", [Correction.TOKEN_TIS, Correction.SEQUENCE_TIS, Correction.ICEPOP]
+)
+def test_a_ratio_that_the_surrogate_holds_is_not_counted_twice(correction: Correction) -> None:
+    log_rho = PI - MU
+    included = weights_of(correction, log_rho, is_ratio_included=True)
+    torch.testing.assert_close(included * log_rho.exp(), weights_of(correction, log_rho))
+
+
+@pytest.mark.parametrize("correction", [Correction.NONE, Correction.GEOMETRIC])
+def test_what_only_masks_leaves_the_surrogates_ratio_alone(correction: Correction) -> None:
+    log_rho = torch.tensor([0.001, 0.002, 0.0])
+    assert weights_of(correction, log_rho, is_ratio_included=True).tolist() == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("is_ratio_included", [False, True])
+@pytest.mark.parametrize("correction", list(Correction))
+def test_every_corrector_is_the_identity_on_policy(
+    correction: Correction, is_ratio_included: bool
+) -> None:
+    got = weights_of(correction, torch.zeros(3), is_ratio_included=is_ratio_included)
+    assert got.tolist() == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("correction", list(Correction))
+def test_weights_carry_no_gradient(correction: Correction) -> None:
+    cfg = AlgorithmSection(correction=correction)
+    assert not corrected((PI - MU).requires_grad_(), ROWS, 2, cfg).requires_grad
+
+
+def test_negative_mask_hides_bad_actions_of_episodes_that_left_the_policy() -> None:
+    log_rho = torch.tensor([-0.3, -0.1, -0.3])  # mean log(mu/pi): 0.2 and 0.3
+    advantages = torch.tensor([-1.0, 1.0, -1.0])
+    assert negative_mask(log_rho, advantages, ROWS, 2, delta=0.25).tolist() == [1.0, 1.0, 0.0]
+    assert negative_mask(log_rho, advantages, ROWS, 2, delta=0.15).tolist() == [0.0, 1.0, 0.0]
+    assert negative_mask(log_rho, advantages, ROWS, 2, delta=0.0).tolist() == [1.0, 1.0, 1.0]
+
+
+def test_interpolated_policy_moves_from_the_sampler_as_the_lag_grows() -> None:
+    versions = torch.tensor([7, 6, 4])  # lag 0, 1, 3
+    got = interpolated_logprobs(PI, MU, versions, 7)
+    expected = [log(0.5), (log(0.1) + log(0.5)) / 2, log(0.4)]
+    assert got.tolist() == pytest.approx(expected)
+    far = interpolated_logprobs(torch.zeros(1), torch.tensor([-4.0]), torch.tensor([4]), 7)
+    assert far.item() == pytest.approx(-1.0)  # three quarters of the way
+
+
+def test_sequence_mean_is_over_the_tokens_of_each_sequence() -> None:
+    got = sequence_mean(torch.tensor([1.0, 2.0, 5.0]), ROWS, 3)
+    assert got.tolist() == [1.5, 5.0, 0.0]
+
+
+def test_log_ratio_is_bounded_so_that_its_exponential_is_finite() -> None:
+    got = log_ratio(torch.tensor([0.0, -500.0]), torch.tensor([-500.0, 0.0]))
+    assert got.tolist() == [20.0, -20.0]
+
+
+def test_log_ratio_refuses_to_broadcast() -> None:
+    with pytest.raises(ValueError, match="one shape"):
+        log_ratio(torch.zeros(3), torch.zeros(1))
+
+
+def test_effective_sample_size_counts_only_what_the_mask_selects() -> None:
+    weights = torch.tensor([1.0, 3.0, 1e6])
+    mask = torch.tensor([True, True, False])
+    assert effective_sample_size(weights, mask).item() == pytest.approx(16 / 20)
+
+
+def test_effective_sample_size_is_one_nth_when_one_weight_dominates() -> None:
+    weights = torch.tensor([5e8, 1e-9, 1e-9, 1e-9])
+    got = effective_sample_size(weights, torch.ones(4, dtype=torch.bool))
+    assert got.item() == pytest.approx(0.25)
+
+
+def test_effective_sample_size_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="no tokens"):
+        effective_sample_size(torch.ones(2), torch.zeros(2, dtype=torch.bool))
+
+
+def test_ratio_statistics_match_hand_computed_numbers() -> None:
+    got = ratio_statistics(PI, MU)
+    assert got["offpolicy/ess_frac"] == pytest.approx(6.5**2 / (3 * 26.25))
+    assert got["offpolicy/ratio_p50"] == pytest.approx(1.0)
+    assert got["offpolicy/ratio_p99"] == pytest.approx(5.0)
+    expected = ((0.5 - 1 - log(0.5)) + (5 - 1 - log(5))) / 3
+    assert got["policy/kl_sampler"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_distance_is_split_into_arithmetic_and_versions() -> None:
+    new = torch.tensor([-1.0, -1.0, -1.0])
+    mu = torch.tensor([-1.01, -1.03, -1.42])
+    got = lag_statistics(new, mu, torch.tensor([0, 0, 2]))
+    assert got["offpolicy/noise_abs_logprob"] == pytest.approx(0.02, rel=1e-4)
+    assert got["offpolicy/lag_abs_logprob"] == pytest.approx(0.40, rel=1e-4)
+    assert got["offpolicy/num_same_version_tokens"] == 2.0

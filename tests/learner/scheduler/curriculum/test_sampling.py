@@ -1,0 +1,120 @@
+"""Which item a group gets."""
+
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.config.curriculum import TaskSection
+from learner.scheduler.curriculum.catalogue import Catalogue, SubsetEntry
+from learner.scheduler.curriculum.sampling import (
+    Sampler,
+    eval_items,
+    floor_sum,
+    member_seed,
+    permute,
+    spread,
+)
+
+
+def _catalogue(**num_train: int) -> Catalogue:
+    subsets = {
+        name: SubsetEntry(num_train=num, num_test=5, max_turns=10)
+        for name, num in num_train.items()
+    }
+    return Catalogue(envs={"maze": subsets})
+
+
+def _tasks(**weights: float) -> list[TaskSection]:
+    return [TaskSection(env="maze", subset=name, weight=w) for name, w in weights.items()]
+
+
+@given(st.integers(0, 60), st.integers(1, 40), st.integers(0, 90), st.integers(0, 90))
+def test_floor_sum_equals_the_sum_of_floors(
+    count: int, modulus: int, slope: int, offset: int
+) -> None:
+    expected = sum((slope * j + offset) // modulus for j in range(count))
+    assert floor_sum(count, modulus, slope, offset) == expected
+
+
+@given(st.integers(1, 200), st.integers(0, 2**64 - 1))
+def test_permute_is_a_bijection(size: int, key: int) -> None:
+    assert sorted(permute(i, size, key=key) for i in range(size)) == list(range(size))
+
+
+def test_sampler_visits_every_item_of_a_subset_once_per_epoch() -> None:
+    sampler = Sampler(_tasks(a=1, b=2), _catalogue(a=7, b=11), seed=3)
+    visits: dict[str, list[str]] = {"a": [], "b": []}
+    for number in range(0, 8 * 20):  # whole blocks, so that ranks are complete
+        item = sampler.item(number)
+        visits[item.subset].append(item.item_id)
+    for subset, size in (("a", 7), ("b", 11)):
+        num_epochs = len(visits[subset]) // size
+        counts = Counter(visits[subset])
+        assert num_epochs >= 4
+        assert len(counts) == size
+        assert set(counts.values()) <= {num_epochs, num_epochs + 1}
+
+
+@pytest.mark.parametrize("seed", [0, 1, 12345])
+def test_sampler_keeps_the_shares_of_every_window_near_the_weights(seed: int) -> None:
+    sampler = Sampler(_tasks(a=1, b=3, c=6), _catalogue(a=50, b=50, c=50), seed=seed)
+    subsets = [sampler.item(number).subset for number in range(600)]
+    for width in (20, 50, 100):
+        for start in range(600 - width):
+            counts = Counter(subsets[start : start + width])
+            for name, share in (("a", 0.1), ("b", 0.3), ("c", 0.6)):
+                assert abs(counts[name] - share * width) <= 6
+
+
+def test_sampler_shuffles_so_that_no_short_pattern_repeats() -> None:
+    sampler = Sampler(_tasks(a=1, b=1), _catalogue(a=50, b=50), seed=0)
+    text = "".join(sampler.item(number).subset for number in range(160))
+    blocks = [text[i : i + 8] for i in range(0, 160, 8)]
+    assert len(set(blocks)) > 10
+    assert any(x == y for x, y in pairwise(text))
+
+
+def test_sampler_is_a_pure_function_of_seed_and_number() -> None:
+    first, again = (Sampler(_tasks(a=1, b=1), _catalogue(a=9, b=9), seed=5) for _ in range(2))
+    other = Sampler(_tasks(a=1, b=1), _catalogue(a=9, b=9), seed=6)
+    numbers = list(range(60))
+    expected = [first.item(n) for n in numbers]
+    assert [again.item(n) for n in reversed(numbers)] == expected[::-1]
+    assert [other.item(n) for n in numbers] != expected
+    assert first.item(0).item_id == again.item(0).item_id
+
+
+def test_sampler_needs_no_memory_for_a_million_items_and_a_million_groups() -> None:
+    sampler = Sampler(_tasks(a=1), _catalogue(a=1_000_000), seed=0)
+    drawn = {sampler.item(number).item_id for number in range(1_000_000, 1_000_800)}
+    assert len(drawn) == 800
+
+
+def test_sampler_never_draws_a_task_of_weight_zero() -> None:
+    sampler = Sampler(_tasks(a=0, b=1), _catalogue(a=9, b=9), seed=0)
+    assert {sampler.item(number).subset for number in range(50)} == {"b"}
+
+
+def test_member_seed_differs_between_members_and_fits_32_bits() -> None:
+    seeds = {member_seed(0, number, member) for number in range(50) for member in range(8)}
+    assert len(seeds) == 400
+    assert all(0 <= seed < 2**31 for seed in seeds)
+
+
+def test_spread_gives_the_largest_remainders_the_rest() -> None:
+    # 10 * (1/7, 2/7, 4/7) = 1.43, 2.86, 5.71 -> 1, 2, 5 and the two largest remainders get one
+    assert spread(10, weights=[1, 2, 4], caps=[100] * 3) == [1, 3, 6]
+
+
+def test_spread_passes_on_what_a_cap_cuts() -> None:
+    assert spread(10, weights=[1, 1], caps=[2, 100]) == [2, 8]
+    assert spread(10, weights=[1, 1], caps=[2, 3]) == [2, 3]
+    assert spread(0, weights=[1, 1], caps=[2, 3]) == [0, 0]
+
+
+def test_eval_items_are_the_first_test_items_spread_by_weight() -> None:
+    items = eval_items(_tasks(a=2, b=1), _catalogue(a=9, b=9), 3)
+    assert [item.item_id for item in items] == ["a-test-0", "a-test-1", "b-test-0"]

@@ -1,0 +1,79 @@
+"""How many groups may be opened."""
+
+from common.config.run_config import TrainMode
+from learner.scheduler.dispatch.gate import GateState, allowed_groups, is_oversampled
+from tests.learner.scheduler.builders import make_config
+
+
+def _state(
+    *,
+    version: int = 0,
+    num_open: int = 0,
+    num_ready: int = 0,
+    num_filtered: int = 0,
+    ahead: int = 9,
+    needed: int = 0,  # steps
+) -> GateState:
+    return GateState(
+        version=version,
+        num_open=num_open,
+        num_ready=num_ready,
+        num_filtered=num_filtered,
+        max_ahead_steps=ahead,
+        needed_ahead_steps=needed,
+    )
+
+
+def test_async_gate_allows_the_current_batch_and_those_ahead() -> None:
+    cfg = make_config(per_step=16, max_ahead_steps=2, num_steps=100)
+    assert allowed_groups(cfg, _state()).num_allowed == 48
+    assert allowed_groups(cfg, _state(num_open=30, num_ready=10)).num_allowed == 8
+
+
+def test_gate_follows_a_learner_that_asks_for_fresher_data_but_never_opens_wider() -> None:
+    cfg = make_config(per_step=16, max_ahead_steps=2, num_steps=100)
+    assert allowed_groups(cfg, _state(ahead=0)).num_allowed == 16
+    assert allowed_groups(cfg, _state(ahead=5)).num_allowed == 48
+
+
+def test_gate_opens_what_the_measured_pace_needs_within_the_bound_and_the_learner_s_wish() -> None:
+    cfg = make_config(per_step=16, max_ahead_steps=2, num_steps=100)
+    assert allowed_groups(cfg, _state(needed=1, num_open=4)).num_allowed == 28
+    assert allowed_groups(cfg, _state(needed=9)).num_allowed == 48
+    assert allowed_groups(cfg, _state(needed=9, ahead=1)).num_allowed == 32
+    assert allowed_groups(cfg, _state(needed=1, ahead=0)).num_allowed == 16
+
+
+def test_async_gate_names_how_far_the_actors_are_ahead() -> None:
+    cfg = make_config(per_step=16, max_ahead_steps=1, num_steps=100)
+    verdict = allowed_groups(cfg, _state(num_open=20, num_ready=12))
+    assert (verdict.num_allowed, verdict.reason) == (0, "gate: 32 groups ahead of the learner")
+
+
+def test_async_gate_opens_no_more_than_the_rest_of_the_run_needs() -> None:
+    cfg = make_config(per_step=4, max_ahead_steps=3, num_steps=10)
+    assert allowed_groups(cfg, _state(version=8)).num_allowed == 8
+    assert allowed_groups(cfg, _state(version=9)).num_allowed == 4
+
+
+def test_sync_gate_opens_what_the_step_misses_once_no_group_is_open() -> None:
+    cfg = make_config(mode=TrainMode.SYNC, per_step=4)
+    assert allowed_groups(cfg, _state()).num_allowed == 4
+    assert allowed_groups(cfg, _state(num_open=1)).num_allowed == 0
+    assert allowed_groups(cfg, _state(num_ready=3)).num_allowed == 1
+    assert allowed_groups(cfg, _state(num_ready=4)).num_allowed == 0
+
+
+def test_sync_gate_draws_at_most_max_oversample_batches_for_a_step() -> None:
+    cfg = make_config(mode=TrainMode.SYNC, per_step=4, max_oversample=2.0)  # 8 groups
+    assert allowed_groups(cfg, _state(num_ready=1, num_filtered=6)).num_allowed == 1
+    state = _state(num_ready=1, num_filtered=7)
+    assert is_oversampled(cfg, state)
+    assert allowed_groups(cfg, state).num_allowed == 0
+
+
+def test_gate_lifts_the_bound_when_the_learner_has_nothing_to_train_on() -> None:
+    cfg = make_config(mode=TrainMode.SYNC, per_step=4, max_oversample=2.0)
+    state = _state(num_filtered=8)
+    assert not is_oversampled(cfg, state)
+    assert allowed_groups(cfg, state).num_allowed == 4

@@ -1,0 +1,172 @@
+"""Every issued episode ends in exactly one outcome, whoever says so first."""
+
+import pytest
+
+from common.errors import LedgerError, LongstrideError
+from common.wire.messages import (
+    EndReason,
+    GroupArrived,
+    Outcome,
+)
+from learner.scheduler.evaluation.phases import Phase
+from tests.learner.scheduler.builders import (
+    Table,
+    ids,
+    make_config,
+    outcome_of,
+    seen_of,
+)
+
+
+def test_episode_is_failed_with_its_cause_after_max_attempts() -> None:
+    table = Table(make_config(max_attempts=2))
+    for incarnation in ("a", "b", "c"):
+        table.hello("actor-0", incarnation=incarnation)
+        table.ask("actor-0", 1)
+    counts = table.counts()
+    assert (counts["failed"], counts["causes"]) == (1, {"failed:actor_restarted": 1})
+    assert counts["lost"] == 0
+
+
+def test_learner_is_told_of_episodes_given_up_until_the_group_is_closed() -> None:
+    table = Table(make_config(max_attempts=1))
+    table.hello("learner")
+    table.hello("actor-0")
+    leases = table.ask("actor-0", 4).leases
+    table.arrive(leases[1:])
+    table.hello("actor-0", incarnation="new")
+    assert table.beat("learner", []).revoked == ["g0000000/0"]
+    assert table.beat("learner", []).revoked == ["g0000000/0"]
+    table.report(groups=[GroupArrived(group_id="g0000000", is_ready=True)])
+    assert table.beat("learner", []).revoked == ["g0000000/0"]
+    table.report(outcomes=[outcome_of(x.episode_id, Outcome.TRAINED) for x in leases[1:]])
+    assert table.beat("learner", []).revoked == []
+
+
+def test_learner_that_restarts_is_told_who_was_given_up_in_a_group_called_ready() -> None:
+    table = Table(make_config(max_attempts=1))
+    table.hello("learner-1")
+    table.hello("actor-0")
+    leases = table.ask("actor-0", 4).leases
+    table.arrive(leases[1:])
+    table.hello("actor-0", incarnation="new")
+    table.report(groups=[GroupArrived(group_id="g0000000", is_ready=True)])
+    table.hello("learner-2", incarnation="i1")
+    assert table.beat("learner-2", []).revoked == ["g0000000/0"]
+
+
+def test_learner_s_word_replaces_that_of_the_scheduler() -> None:
+    table = Table(make_config(max_attempts=1))
+    table.hello("actor-0")
+    leases = table.ask("actor-0", 4).leases
+    table.hello("actor-0", incarnation="new")  # all four given up
+    assert table.counts()["failed"] == 4
+    table.finish_group("g0000000", Outcome.TRAINED)
+    table.report(outcomes=[outcome_of(x.episode_id, Outcome.TRAINED) for x in leases])
+    counts = table.counts()
+    assert (counts["failed"], counts["trained"], counts["lost"]) == (0, 4, 0)
+    assert counts["causes"] == {}
+
+
+def test_late_arrival_of_an_earlier_attempt_is_accepted() -> None:
+    table = Table()
+    table.hello("actor-0")
+    first = table.ask("actor-0", 1).leases
+    table.hello("actor-0", incarnation="new")
+    second = table.ask("actor-0", 1).leases
+    table.arrive(first)
+    assert table.core.books.leases.num_leased == 0
+    assert table.beat("actor-0", ids(second)).revoked == ids(second)
+    table.report(outcomes=[outcome_of(first[0].episode_id, Outcome.TRAINED)])
+    assert table.counts()["trained"] == 1
+
+
+def test_repeated_outcome_is_ignored_and_another_one_is_an_error() -> None:
+    table = Table()
+    table.hello("actor-0")
+    leases = table.ask("actor-0", 4).leases
+    table.arrive(leases)
+    table.finish_group("g0000000", Outcome.TRAINED)
+    trained = [outcome_of(x.episode_id, Outcome.TRAINED) for x in leases]
+    table.report(seen=[seen_of(x) for x in leases], outcomes=trained)
+    assert table.counts()["trained"] == 4
+    with pytest.raises(LedgerError, match="g0000000/0 was trained"):
+        table.report(outcomes=[outcome_of(leases[0].episode_id, Outcome.STALE)])
+
+
+def test_report_of_an_episode_that_was_never_issued_is_counted_not_fatal() -> None:
+    table = Table()
+    table.report(outcomes=[outcome_of("g0000099/0", Outcome.TRAINED)])
+    assert table.counts()["unknown_reports"] == 1
+
+
+def test_run_ends_with_the_counts_when_too_many_episodes_fail() -> None:
+    table = Table(make_config(per_step=50, max_failed_frac=0.2))
+    table.hello("actor-0")
+    leases = table.ask("actor-0", 60).leases
+    table.arrive(leases[:39])
+    table.arrive(leases[39:49], end_reason=EndReason.ENV_ERROR)
+    with pytest.raises(LongstrideError, match=r"11 of the last 50 .*'env_error': 10, 'aborted': 1"):
+        table.arrive(leases[49:50], end_reason=EndReason.ABORTED)
+
+
+def test_step_that_leaves_the_books_unbalanced_raises_with_the_difference() -> None:
+    table = Table()
+    table.hello("actor-0")
+    table.ask("actor-0", 4)
+    table.core.books.ledger.train.issued += 3
+    with pytest.raises(LedgerError, match="difference 3"):
+        table.step(1)
+
+
+def test_training_ends_with_the_last_step_and_what_was_not_played_is_stale() -> None:
+    table = Table(make_config(num_steps=1))
+    table.hello("actor-0")
+    leases = table.ask("actor-0", 8).leases
+    table.arrive(leases[:4])
+    table.finish_group("g0000000", Outcome.TRAINED)
+    table.step(1, is_last=True)
+    assert table.core.phase is Phase.DONE
+    assert table.beat("actor-0", ids(leases[4:])).is_finished
+    assert table.ask("actor-0", 1, version=1).reason == "finished"
+    counts = table.counts()
+    assert (counts["trained"], counts["stale"], counts["in_flight"]) == (4, 4, 0)
+    assert counts["causes"] == {"stale:run_ended": 4}
+
+
+def test_learner_that_waits_for_a_group_closed_without_a_member_is_told_of_it() -> None:
+    table = Table(make_config(max_attempts=1))
+    table.hello("learner-1")
+    table.hello("actor-0")
+    leases = table.ask("actor-0", 4).leases
+    table.arrive(leases[1:])
+    table.hello("actor-0", incarnation="new")  # the first is given up
+    table.finish_group("g0000000", Outcome.FILTERED)
+    assert table.beat("learner-1", []).revoked == []
+    table.hello("learner-2", incarnation="i1")  # has the journal, not what was given up
+    assert table.beat("learner-2", ["g0000000"]).revoked == ["g0000000/0"]
+    assert table.beat("learner-2", ["g0000099"]).revoked == []  # never opened
+
+
+def test_what_was_stale_may_be_trained_on_by_a_learner_that_restarted() -> None:
+    table = Table()
+    table.hello("actor-0")
+    leases = table.ask("actor-0", 4).leases
+    table.arrive(leases)
+    table.report(groups=[GroupArrived(group_id="g0000000", is_ready=True)])
+    table.report(outcomes=[outcome_of(x.episode_id, Outcome.STALE, "lag") for x in leases])
+    table.report(outcomes=[outcome_of(x.episode_id, Outcome.TRAINED) for x in leases])
+    counts = table.counts()
+    assert (counts["trained"], counts["stale"], counts["causes"]) == (4, 0, {})
+    assert table.core.books.audit.total() == {"trained": 4}
+
+
+def test_step_names_the_account_and_all_its_counts_when_an_episode_is_missing() -> None:
+    table = Table()
+    table.hello("actor-0")
+    table.arrive(table.ask("actor-0", 4).leases)
+    table.finish_group("g0000000", Outcome.TRAINED)
+    table.core.books.ledger.train.settled["trained"] -= 1
+    law = r"train ledger: issued 4 != settled {'trained': 3,.*} \+ in flight 0; difference 1"
+    with pytest.raises(LedgerError, match=law):
+        table.step(1)

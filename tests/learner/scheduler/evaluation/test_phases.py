@@ -1,0 +1,110 @@
+"""The phases around training."""
+
+from common.config.run_config import EvalSection
+from common.wire.messages import EndReason, EpisodeKind, Lease, PolicyKind
+from learner.scheduler.evaluation.phases import Phase
+from tests.learner.scheduler.builders import Table, ids, make_config
+
+
+def _table(*, before: bool = True, after: bool = True, baselines: bool = False) -> Table:
+    evaluation = EvalSection(num_items=4, before=before, after=after, baselines=baselines)
+    table = Table(make_config(num_steps=1, evaluation=evaluation))
+    table.hello("actor-0")
+    return table
+
+
+def _all(table: Table, version: int = 0) -> list[Lease]:
+    return table.ask("actor-0", 100, version=version).leases
+
+
+def test_evaluation_before_training_plays_every_item_with_every_policy() -> None:
+    table = _table(baselines=True)
+    leases = _all(table)
+    assert {lease.kind for lease in leases} == {EpisodeKind.EVAL}
+    by_policy = {policy: [x for x in leases if x.policy is policy] for policy in PolicyKind}
+    items = [["easy-test-0", "easy-test-1", "hard-test-0", "hard-test-1"]] * 3
+    assert [[x.item_id for x in each] for each in by_policy.values()] == items
+    assert ids(by_policy[PolicyKind.MODEL])[0] == "eval-before-model/0"
+    assert ids(by_policy[PolicyKind.RANDOM_VALID])[3] == "eval-before-random_valid/3"
+    assert ids(by_policy[PolicyKind.EXPERT])[0] == "eval-before-expert/0"
+
+
+def test_evaluation_runs_at_the_full_horizon_of_the_subset() -> None:
+    leases = _all(_table())  # the first training stage has 5 turns
+    assert [lease.horizon for lease in leases] == [8, 8, 30, 30]
+
+
+def test_phase_ends_when_every_evaluation_episode_has_arrived() -> None:
+    table = _table()
+    leases = _all(table)
+    table.arrive(leases[:-1])
+    assert _all(table) == []
+    assert table.core.phase is Phase.EVAL_BEFORE
+    table.arrive(leases[-1:])
+    assert table.core.phase is Phase.TRAIN
+    assert {lease.kind for lease in _all(table)} == {EpisodeKind.TRAIN}
+    assert table.counts()["eval"]["evaluated"] == 4
+    assert table.core.status()["eval"]["before"] == 1.0
+
+
+def test_failed_evaluation_episode_is_played_again_then_counted_as_failed() -> None:
+    table = _table()
+    leases = _all(table)
+    table.arrive(leases[1:])
+    for attempt in range(3):
+        assert table.core.phase is Phase.EVAL_BEFORE
+        again = leases[:1] if attempt == 0 else _all(table)
+        assert [(x.episode_id, x.attempt) for x in again] == [("eval-before-model/0", attempt)]
+        table.arrive(again, end_reason=EndReason.ENV_ERROR)
+    assert table.core.phase is Phase.TRAIN
+    counts = table.counts()["eval"]
+    assert (counts["evaluated"], counts["failed"]) == (3, 1)
+    assert counts["causes"] == {"failed:env_error": 1}
+    assert table.core.status()["eval"]["groups"]["eval-before-model"]["num"] == 3
+
+
+def test_evaluation_after_training_needs_the_final_weights() -> None:
+    table = _table(before=False)
+    table.step(1, is_last=True)
+    assert table.core.phase is Phase.EVAL_AFTER
+    grant = table.ask("actor-0", 10, version=0)
+    assert grant.leases == []
+    assert grant.reason == "weights: the actor holds version 0, 1 is needed"
+    leases = _all(table, version=1)
+    assert {lease.group_id for lease in leases} == {"eval-after-model"}
+    table.arrive(leases)
+    assert table.core.phase is Phase.DONE
+
+
+def test_items_and_seeds_are_the_same_before_and_after() -> None:
+    table = _table()
+    before = _all(table)
+    table.arrive(before)
+    table.step(1, is_last=True)
+    after = _all(table, version=1)
+    assert [(x.item_id, x.seed) for x in before] == [(x.item_id, x.seed) for x in after]
+
+
+def test_last_step_reported_during_the_first_evaluation_does_not_cut_it_short() -> None:
+    evaluation = EvalSection(num_items=4, after=False, baselines=False)
+    table = Table(make_config(num_steps=0, evaluation=evaluation))
+    table.hello("actor-0")
+    table.step(0, is_last=True)
+    leases = _all(table)
+    assert len(leases) == 4
+    table.arrive(leases)
+    assert table.core.phase is Phase.DONE
+
+
+def test_evaluation_before_training_is_not_repeated_on_resume() -> None:
+    table = _table()
+    leases = _all(table)
+    table.hello("learner", version=1)
+    assert table.core.phase is not Phase.EVAL_BEFORE
+    assert table.core.version == 1
+    table.arrive(leases)
+    assert table.counts()["eval"]["lost"] == 0
+
+
+def test_nothing_is_evaluated_when_it_is_switched_off() -> None:
+    assert _table(before=False).core.phase is Phase.TRAIN

@@ -1,0 +1,66 @@
+"""Laws of the controller: bounded, switchable, remembered."""
+
+import pytest
+
+from common.config.learning import ControllerSection
+from learner.training.controller import Controller, Decision
+
+
+def decide(controller: Controller, ess: float, **options) -> Decision:
+    return controller.decide(version=3, ess_frac=ess, masked_frac=0.0, **options)
+
+
+def test_good_data_changes_nothing() -> None:
+    got = decide(Controller(ControllerSection(), max_ahead_steps=2), 0.95)
+    assert got == Decision(lr_scale=1.0, is_skipped=False, max_ahead_steps=2)
+
+
+def test_learning_rate_follows_the_effective_sample_size_down_to_a_floor() -> None:
+    controller = Controller(ControllerSection(skip_step=False), max_ahead_steps=0)
+    assert decide(controller, 0.45).lr_scale == pytest.approx(0.5)
+    assert decide(controller, 0.01).lr_scale == 0.1
+
+
+def test_gate_tightens_step_by_step_and_opens_after_enough_good_steps() -> None:
+    controller = Controller(ControllerSection(recover_steps=2), max_ahead_steps=2)
+    assert [decide(controller, 0.6).max_ahead_steps for _ in range(3)] == [1, 0, 0]
+    assert [decide(controller, 0.95).max_ahead_steps for _ in range(5)] == [0, 1, 1, 2, 2]
+
+
+def test_far_off_batch_is_skipped_and_closes_the_gate() -> None:
+    got = decide(Controller(ControllerSection(), max_ahead_steps=3), 0.4)
+    assert got == Decision(lr_scale=1.0, is_skipped=True, max_ahead_steps=0)
+
+
+def test_skips_in_a_row_are_bounded() -> None:
+    controller = Controller(ControllerSection(max_skips=2), max_ahead_steps=1)
+    assert [decide(controller, 0.1).is_skipped for _ in range(4)] == [True, True, False, True]
+
+
+def test_a_batch_that_was_trained_on_before_is_not_skipped() -> None:
+    controller = Controller(ControllerSection(), max_ahead_steps=1)
+    assert not decide(controller, 0.1, must_train=True).is_skipped
+
+
+def test_every_reaction_can_be_switched_off() -> None:
+    off = ControllerSection(scale_lr=False, tighten_gate=False, skip_step=False)
+    got = decide(Controller(off, max_ahead_steps=1), 0.01)
+    assert got == Decision(lr_scale=1.0, is_skipped=False, max_ahead_steps=1)
+
+
+def test_restored_controller_decides_alike() -> None:
+    first = Controller(ControllerSection(), max_ahead_steps=3)
+    decide(first, 0.6)
+    second = Controller(ControllerSection(), max_ahead_steps=3)
+    second.load_state_dict(first.state_dict())
+    assert decide(second, 0.6) == decide(first, 0.6)
+
+
+def test_reactions_are_logged_with_cause_and_size(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    controller = Controller(ControllerSection(), max_ahead_steps=1)
+    decide(controller, 0.6)
+    decide(controller, 0.4)
+    assert "lr scaled version=3 by=0.667 ess=0.600" in caplog.text
+    assert "gate moved version=3 ahead_steps=1 to=0 ess=0.600" in caplog.text
+    assert "batch skipped version=3 ess=0.400 below=0.50 in_a_row=1" in caplog.text

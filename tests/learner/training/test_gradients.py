@@ -1,0 +1,148 @@
+"""Laws of the gradient: it depends on sampled tokens only, and not on how a batch is cut up."""
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from common.config.learning import (
+    Advantage,
+    Aggregation,
+    AlgorithmSection,
+    ControllerSection,
+    CriticSection,
+    LearnerSection,
+    PolicyLoss,
+)
+from learner.batch.batching import Sample
+from learner.policy.critic import make_critic
+from learner.training.ranks import Ranks
+from learner.training.trainer import Trainer
+from tests.learner.builders import make_model, make_samples
+
+QUIET = ControllerSection(scale_lr=False, tighten_gate=False, skip_step=False)
+ALGORITHMS = {
+    "grpo": AlgorithmSection(),
+    "gspo by sequence": AlgorithmSection(
+        policy_loss=PolicyLoss.GSPO, aggregation=Aggregation.SEQUENCE
+    ),
+    "ppo": AlgorithmSection(advantage=Advantage.PPO),
+    "reference": AlgorithmSection(kl_coef=0.1, entropy_coef=0.01),
+}
+
+
+def gradient_step(
+    samples: list[Sample],
+    algorithm: AlgorithmSection,
+    *,
+    max_tokens: int = 10_000,
+    ranks: Ranks | None = None,
+    checkpointing: bool = False,
+) -> torch.Tensor:
+    """Return the weights after one plain step of rate 1 on the gradient, flat: their change."""
+    model = make_model()
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    critic = None
+    if algorithm.advantage is Advantage.PPO:
+        critic = make_critic(CriticSection(), model, policy_path="")
+        critic.head.weight.data.fill_(0.02)
+    trainer = Trainer(
+        LearnerSection(
+            warmup_steps=0,
+            autocast=False,
+            max_grad_norm=1e9,
+            max_tokens_per_microbatch=max_tokens,
+            logprob_chunk_tokens=max_tokens,
+            controller=QUIET,
+        ),
+        algorithm,
+        model,
+        num_steps=10,
+        seed=0,
+        temperature=1.0,
+        critic=critic,
+        reference=make_model(seed=1) if algorithm.kl_coef else None,
+        ranks=ranks,
+    )
+    trainer._optimizer.optimizers[0] = torch.optim.SGD(model.parameters(), lr=1.0)
+    trainer._optimizer._base_lrs = [[1.0]]
+    before = torch.cat([p.detach().flatten().clone() for p in model.parameters()])
+    trainer.train_on(samples, version=0)
+    after = torch.cat([p.detach().flatten() for p in model.parameters()])
+    return after - before
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_gradient_does_not_depend_on_the_size_of_microbatches(name: str) -> None:
+    samples = make_samples()
+    whole = gradient_step(samples, ALGORITHMS[name])
+    parts = gradient_step(samples, ALGORITHMS[name], max_tokens=13)
+    assert whole.abs().max() > 1e-3
+    assert (whole - parts).abs().max() < 1e-6
+
+
+def test_gradient_does_not_depend_on_the_order_of_samples() -> None:
+    samples = make_samples()
+    whole = gradient_step(samples, AlgorithmSection())
+    turned = gradient_step(samples[::-1], AlgorithmSection())
+    assert (whole - turned).abs().max() < 1e-6
+
+
+def test_activation_checkpointing_changes_no_gradient() -> None:
+    samples = make_samples()
+    whole = gradient_step(samples, AlgorithmSection())
+    again = gradient_step(samples, AlgorithmSection(), checkpointing=True)
+    assert (whole - again).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_what_is_masked_changes_no_gradient(name: str) -> None:
+    samples = make_samples()
+    changed = copy.deepcopy(samples)
+    for sample in changed:
+        t = sample.trajectory
+        t.logprobs[~t.loss_mask] = 7.0
+        t.versions[~t.loss_mask] = 5
+        t.turn_ids[~t.loss_mask] = 99
+    padded = [replace(s, trajectory=_with_trailing_observation(s.trajectory)) for s in changed]
+    same = gradient_step(samples, ALGORITHMS[name])
+    assert gradient_step(changed, ALGORITHMS[name]).equal(same)
+    longer = gradient_step(padded, ALGORITHMS[name])
+    assert (longer - same).abs().max() < 1e-6
+
+
+def _with_trailing_observation(t):
+    """Append three observation tokens after the last action."""
+    more = {"token_ids": [3, 4, 5], "loss_mask": [False] * 3, "logprobs": [0.0] * 3}
+    more |= {"versions": [-1] * 3, "turn_ids": [0] * 3}
+    grown = {
+        name: np.concatenate([getattr(t, name), np.array(tail, dtype=getattr(t, name).dtype)])
+        for name, tail in more.items()
+    }
+    return replace(t, **grown)
+
+
+@pytest.mark.slow
+def test_two_ranks_make_the_gradient_of_one(tmp_path: Path) -> None:
+    mp.spawn(_be_rank, args=(str(tmp_path),), nprocs=2)
+    for name, algorithm in ALGORITHMS.items():
+        alone = gradient_step(make_samples(), algorithm)
+        for rank in range(2):
+            together = torch.load(tmp_path / f"{name}.{rank}.pt", weights_only=True)
+            assert (together - alone).abs().max() < 1e-6
+
+
+def _be_rank(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    for name, algorithm in ALGORITHMS.items():
+        change = gradient_step(make_samples(), algorithm, ranks=Ranks(dist.group.WORLD))
+        torch.save(change, f"{folder}/{name}.{rank}.pt")
+    dist.destroy_process_group()

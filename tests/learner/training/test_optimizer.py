@@ -1,0 +1,97 @@
+"""Laws of the optimizer and its learning rate."""
+
+import copy
+
+import pytest
+import torch
+
+from common.config.learning import LearnerSection, OptimizerKind
+from learner.training.optimizer import lr_scale, make_optimizer
+from tests.learner.builders import make_model
+
+
+def step_once(model, optimizer, seed: int) -> None:
+    torch.manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+
+
+def test_rate_warms_up_stays_and_decays() -> None:
+    cfg = LearnerSection(warmup_steps=4, decay_start_frac=0.5, min_lr_frac=0.2)
+    scales = [lr_scale(step, 20, cfg) for step in (0, 1, 3, 10, 15, 20)]
+    assert scales == pytest.approx([0.25, 0.5, 1.0, 1.0, 0.6, 0.2])
+
+
+def test_rate_is_constant_by_default_after_warm_up() -> None:
+    cfg = LearnerSection(warmup_steps=0)
+    assert [lr_scale(step, 10, cfg) for step in (0, 5, 10, 11)] == [1.0] * 4
+
+
+def test_rate_stays_at_its_minimum_beyond_the_last_step() -> None:
+    cfg = LearnerSection(warmup_steps=0, decay_start_frac=0.0, min_lr_frac=0.1)
+    assert lr_scale(99, 10, cfg) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("kind", list(OptimizerKind))
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_every_parameter_has_exactly_one_optimizer(kind: OptimizerKind, is_tied: bool) -> None:
+    model = make_model(is_tied=is_tied)
+    optimizer = make_optimizer(model, LearnerSection(optimizer=kind))
+    owned = [
+        id(p) for opt in optimizer.optimizers for group in opt.param_groups for p in group["params"]
+    ]
+    assert sorted(owned) == sorted(id(p) for p in model.parameters())
+
+
+def test_muon_owns_the_hidden_matrices_only() -> None:
+    model = make_model()
+    optimizer = make_optimizer(model, LearnerSection(optimizer=OptimizerKind.MUON))
+    muon = {id(p) for p in optimizer.optimizers[1].param_groups[0]["params"]}
+    names = {name for name, p in model.named_parameters() if id(p) in muon}
+    assert len(names) == 2 * 7  # four of attention and three of the MLP in each of two layers
+    assert all(".layers." in name and name.endswith("_proj.weight") for name in names)
+
+
+def test_norms_do_not_decay() -> None:
+    model = make_model()
+    optimizer = make_optimizer(model, LearnerSection(lr=0.1, weight_decay=0.5))
+    norm, matrix = model.model.norm.weight, model.lm_head.weight
+    before = norm.detach().clone(), matrix.detach().clone()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    assert torch.equal(norm, before[0])
+    torch.testing.assert_close(matrix, before[1] * 0.95)
+
+
+def test_rates_are_scaled_together() -> None:
+    cfg = LearnerSection(optimizer=OptimizerKind.MUON, lr=1e-3, muon_lr=2e-2)
+    optimizer = make_optimizer(make_model(), cfg)
+    optimizer.set_lr_scale(0.5)
+    optimizer.set_lr_scale(0.1)  # of the configured rate, not of the last one
+    assert optimizer.lr == pytest.approx(1e-4)
+    assert optimizer.optimizers[1].param_groups[0]["lr"] == pytest.approx(2e-3)
+
+
+@pytest.mark.parametrize("kind", list(OptimizerKind))
+def test_restored_optimizer_continues_bit_for_bit(kind: OptimizerKind) -> None:
+    cfg = LearnerSection(optimizer=kind, lr=1e-2)
+    model = make_model()
+    optimizer = make_optimizer(model, cfg)
+    step_once(model, optimizer, 1)
+    twin = make_model()
+    twin.load_state_dict(model.state_dict())
+    restored = make_optimizer(twin, cfg)
+    restored.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    step_once(model, optimizer, 2)
+    step_once(twin, restored, 2)
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_state_of_another_kind_is_refused() -> None:
+    model = make_model()
+    saved = make_optimizer(model, LearnerSection(optimizer=OptimizerKind.MUON)).state_dict()
+    with pytest.raises(ValueError, match="2 saved optimizers"):
+        make_optimizer(model, LearnerSection()).load_state_dict(saved)

@@ -1,0 +1,132 @@
+"""Laws of several learner ranks, with real processes over gloo."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.config.learning import (
+    Advantage,
+    AlgorithmSection,
+    ControllerSection,
+    LearnerSection,
+)
+from common.config.run_config import ModelSection, RunConfig
+from common.errors import LongstrideError
+from learner.training.build import load_start, make_trainer
+from learner.training.rank_workers import Followers
+from learner.training.trainer import Trainer
+from tests.learner.builders import make_model, make_samples
+
+
+@pytest.fixture
+def cfg(tmp_path: Path) -> RunConfig:
+    make_model().save_pretrained(tmp_path / "policy")
+    learner = LearnerSection(
+        device="cpu",
+        autocast=False,
+        warmup_steps=0,
+        lr=1e-3,
+        num_ranks=2,
+        rank_timeout_s=60.0,
+        num_minibatches=2,
+        max_tokens_per_microbatch=40,
+        controller=ControllerSection(skip_step=False),  # the other reactions must be alike, too
+    )
+    model = ModelSection(path=str(tmp_path / "policy"), dtype="float32")
+    return RunConfig(model=model, learner=learner)
+
+
+@contextmanager
+def ranks_of(cfg: RunConfig) -> Iterator[tuple[Trainer, Followers]]:
+    """Yield the trainer of rank 0, and its followers; end them afterwards."""
+    followers = Followers(cfg, None)
+    try:
+        model, _ = load_start(cfg, None, torch.device("cpu"))
+        ranks = followers.join()
+        trainer, _ = make_trainer(cfg, model, None, ranks=ranks, announce=followers.announce)
+        yield trainer, followers
+    finally:
+        followers.stop()
+
+
+def weights_after(trainer: Trainer, *, num_steps: int) -> torch.Tensor:
+    """Return the flat weights after steps on different samples, the last one of few."""
+    for step in range(num_steps):
+        is_last = step == num_steps - 1
+        trainer.train_on(make_samples(num_groups=1 if is_last else 4, seed=step), version=step)
+    state = trainer.state_dict()
+    tensors = [*state["model"].values(), *state.get("critic", {}).values()]
+    return torch.cat([tensor.flatten().clone() for tensor in tensors])
+
+
+def pid_of(followers: Followers) -> int:
+    (follower,) = followers._followers
+    assert follower.process.pid is not None
+    return follower.process.pid
+
+
+@pytest.mark.slow
+def test_two_ranks_have_the_weights_of_one_after_three_steps_and_leave(cfg: RunConfig) -> None:
+    cfg = replace(cfg, algorithm=AlgorithmSection(advantage=Advantage.PPO, entropy_coef=0.01))
+    model, _ = load_start(cfg, None, torch.device("cpu"))
+    start = torch.cat([p.detach().flatten().clone() for p in model.parameters()])
+    alone = weights_after(make_trainer(cfg, model, None)[0], num_steps=3)
+    with ranks_of(cfg) as (trainer, followers):
+        together = weights_after(trainer, num_steps=3)
+        process = followers._followers[0].process
+    assert (alone[: len(start)] - start).abs().max() > 1e-3
+    assert (alone - together).abs().max() < 1e-6
+    assert process.exitcode == 0
+
+
+@pytest.mark.slow
+def test_a_dead_rank_is_named_and_does_not_hang_the_others(cfg: RunConfig) -> None:
+    with ranks_of(cfg) as (trainer, followers):
+        trainer.train_on(make_samples(), version=0)
+        followers.check()
+        os.kill(pid_of(followers), signal.SIGKILL)
+        followers._followers[0].process.join(10)
+        with pytest.raises(LongstrideError, match=r"learner rank 1 ended with exit code -9"):
+            followers.check()
+        with pytest.raises(LongstrideError, match="learner rank 1 ended"):
+            trainer.train_on(make_samples(), version=1)
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_ends_the_step_within_its_timeout(cfg: RunConfig) -> None:
+    cfg = replace(cfg, learner=replace(cfg.learner, rank_timeout_s=5.0))
+    with ranks_of(cfg) as (trainer, followers):
+        trainer.train_on(make_samples(), version=0)
+        os.kill(pid_of(followers), signal.SIGSTOP)
+        started = time.monotonic()
+        with pytest.raises(LongstrideError, match="rank 0 of 2 learner ranks lost another one"):
+            trainer.train_on(make_samples(), version=1)
+        assert time.monotonic() - started < 30.0
+        os.kill(pid_of(followers), signal.SIGCONT)
+
+
+@pytest.mark.slow
+def test_a_rank_that_cannot_load_ends_the_start(cfg: RunConfig, tmp_path: Path) -> None:
+    followers = Followers(cfg, tmp_path / "no-such-checkpoint")
+    try:
+        with pytest.raises(
+            LongstrideError, match=r"learner rank 1 (ended with exit code 1|closed its)"
+        ):
+            followers.join()
+    finally:
+        followers.stop()
+
+
+def test_one_rank_starts_nobody(cfg: RunConfig) -> None:
+    followers = Followers(replace(cfg, learner=replace(cfg.learner, num_ranks=1)), None)
+    assert followers.join().size == 1
+    followers.announce([], 0, False)
+    followers.check()
+    followers.stop()

@@ -1,0 +1,269 @@
+"""Laws of a training step."""
+
+import copy
+from dataclasses import replace
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from common.config.learning import (
+    AlgorithmSection,
+    ControllerSection,
+    Correction,
+    LearnerSection,
+    OptimizerKind,
+)
+from common.errors import ConfigError
+from learner.batch.batching import Sample
+from learner.training.bad_batch import dump_batch
+from learner.training.trainer import Trainer, TrainingDiverged
+from tests.learner.builders import make_model, make_samples, make_trajectory
+
+PASSIVE = ControllerSection(scale_lr=False, tighten_gate=False, skip_step=False)
+
+
+def make_trainer(
+    model=None, *, algorithm: AlgorithmSection | None = None, on_bad_batch=None, **settings
+) -> Trainer:
+    defaults = {"lr": 1e-2, "warmup_steps": 0, "autocast": False, "controller": PASSIVE}
+    cfg = LearnerSection(**{**defaults, **settings})
+    return Trainer(
+        cfg,
+        algorithm or AlgorithmSection(),
+        model or make_model(),
+        num_steps=10,
+        seed=0,
+        temperature=1.0,
+        on_bad_batch=on_bad_batch,
+    )
+
+
+def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: t.clone() for name, t in trainer.state_dict()["model"].items()}
+
+
+def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    return max((one[name] - other[name]).abs().max().item() for name in one)
+
+
+def on_policy(samples: list[Sample], model) -> list[Sample]:
+    """Give samples the logprobs that the model itself assigns."""
+    scores = make_trainer(copy.deepcopy(model)).score([s.trajectory.token_ids for s in samples])
+    result = []
+    for sample, score in zip(samples, scores, strict=True):
+        trajectory = sample.trajectory
+        logprobs = np.where(trajectory.loss_mask, [0.0, *score], 0.0).astype(np.float32)
+        result.append(
+            Sample(trajectory=replace(trajectory, logprobs=logprobs), advantage=sample.advantage)
+        )
+    return result
+
+
+def poisoned(samples: list[Sample]) -> list[Sample]:
+    trajectory = samples[0].trajectory
+    logprobs = np.full_like(trajectory.logprobs, np.nan)
+    bad = Sample(trajectory=replace(trajectory, logprobs=logprobs), advantage=1.0)
+    return [bad, *samples[1:]]
+
+
+@pytest.mark.parametrize("anchoring", [{}, {"ppo_epochs": 2}])
+def test_microbatches_train_as_one_large_batch(anchoring: dict) -> None:
+    results = []
+    for budget in (12, 10_000):
+        trainer = make_trainer(max_tokens_per_microbatch=budget, **anchoring)
+        metrics = trainer.train_on(make_samples(), version=0)
+        results.append((metrics["loss/policy"], metrics["train/grad_norm"], weights_of(trainer)))
+    assert results[0][0] == pytest.approx(results[1][0], abs=1e-6)
+    assert results[0][1] == pytest.approx(results[1][1], rel=1e-5)
+    assert difference(results[0][2], results[1][2]) < 1e-4
+
+
+def test_good_tokens_become_likelier_and_bad_ones_less_likely() -> None:
+    model = make_model()
+    samples = on_policy(
+        [
+            Sample(trajectory=make_trajectory([1, 2, 3], [0, 1, 1]), advantage=1.0),
+            Sample(trajectory=make_trajectory([1, 7, 8], [0, 1, 1]), advantage=-1.0),
+        ],
+        model,
+    )
+    trainer = make_trainer(model, lr=1e-3)
+    before = trainer.score([[1, 2, 3], [1, 7, 8]])
+    trainer.train_on(samples, version=0)
+    after = trainer.score([[1, 2, 3], [1, 7, 8]])
+    assert sum(after[0]) > sum(before[0])
+    assert sum(after[1]) < sum(before[1])
+
+
+def test_correction_is_the_identity_when_the_batch_is_on_policy() -> None:
+    model = make_model()
+    samples = on_policy(make_samples(), model)
+    norms = []
+    for correction in Correction:
+        algorithm = AlgorithmSection(correction=correction)
+        trainer = make_trainer(copy.deepcopy(model), algorithm=algorithm)
+        metrics = trainer.train_on(samples, version=0)
+        norms.append(metrics["train/grad_norm"])
+    assert norms == pytest.approx([norms[0]] * len(norms), rel=1e-5)
+    assert metrics["offpolicy/ess_frac"] == pytest.approx(1.0)
+    assert metrics["offpolicy/ratio_p99"] == pytest.approx(1.0, abs=1e-5)
+    assert metrics["policy/kl_sampler"] == pytest.approx(0.0, abs=1e-6)
+    assert metrics["policy/clipped_frac"] == 0.0
+    assert metrics["offpolicy/noise_abs_logprob"] == pytest.approx(0.0, abs=1e-5)
+
+
+def test_both_forms_have_the_same_first_gradient_inside_the_bounds() -> None:
+    # With ratios to mu inside the clip range, clipping at mu or weighting by prox/mu is the same.
+    model = make_model()
+    samples = on_policy(make_samples(num_groups=1), model)
+    for sample in samples:
+        sample.trajectory.logprobs[sample.trajectory.loss_mask] -= 0.1  # r = 1.105
+    single = make_trainer(copy.deepcopy(model)).train_on(samples, version=0)
+    # Two epochs, but a rate so small that the second sees the same weights.
+    twice = make_trainer(copy.deepcopy(model), ppo_epochs=2, lr=1e-12)
+    double = twice.train_on(samples, version=0)
+    assert single["train/grad_norm"] == pytest.approx(double["train/grad_norm"], rel=1e-4)
+
+
+def test_trust_region_binds_with_a_single_update() -> None:
+    model = make_model()
+    samples = on_policy(make_samples(), model)
+    for sample in samples:  # the policy has moved as far as the advantage asks: r = e or 1/e
+        trajectory = sample.trajectory
+        trajectory.logprobs[trajectory.loss_mask] -= np.float32(sample.advantage)
+    metrics = make_trainer(model).train_on(samples, version=0)
+    assert metrics["policy/clipped_frac"] == pytest.approx(1.0)
+    assert metrics["train/grad_norm"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("ppo_epochs", "num_minibatches", "expected"), [(1, 1, 1), (1, 3, 3), (2, 1, 2), (2, 3, 6)]
+)
+def test_every_epoch_and_minibatch_is_an_update(
+    ppo_epochs: int, num_minibatches: int, expected: int
+) -> None:
+    trainer = make_trainer(ppo_epochs=ppo_epochs, num_minibatches=num_minibatches)
+    metrics = trainer.train_on(make_samples(), version=0)
+    assert metrics["train/num_updates"] == expected
+    assert trainer.num_updates == expected
+    adamw_state = trainer.state_dict()["optimizer"]["optimizers"][0]["state"]
+    assert {int(entry["step"]) for entry in adamw_state.values()} == {expected}
+
+
+def test_non_finite_batch_changes_no_weight_and_is_counted() -> None:
+    trainer = make_trainer()
+    before = weights_of(trainer)
+    metrics = trainer.train_on(poisoned(make_samples()), version=0)
+    assert difference(before, weights_of(trainer)) == 0.0
+    assert metrics["train/num_bad_updates"] == 1.0
+    assert "loss/policy" not in metrics
+    assert all(np.isfinite(value) for value in metrics.values())
+
+
+def test_a_gradient_that_is_not_finite_changes_no_weight_and_its_batch_is_kept(
+    tmp_path: Path,
+) -> None:
+    model = make_model()
+    trainer = make_trainer(
+        model, on_bad_batch=lambda version, samples: dump_batch(tmp_path, version, samples)
+    )
+    before = weights_of(trainer)
+    hook = model.lm_head.weight.register_hook(lambda gradient: gradient * torch.inf)
+    metrics = trainer.train_on(make_samples(), version=4)
+    assert difference(before, weights_of(trainer)) == 0.0
+    assert metrics["train/num_bad_updates"] == 1.0
+    assert (tmp_path / "bad_batches" / "version-4" / "samples.jsonl").is_file()
+    hook.remove()
+    trainer.train_on(make_samples(), version=5)
+    assert difference(before, weights_of(trainer)) > 0.0
+    assert not (tmp_path / "bad_batches" / "version-5").exists()
+
+
+def test_a_bad_minibatch_does_not_stop_the_good_one() -> None:
+    trainer = make_trainer(num_minibatches=2)
+    before = weights_of(trainer)
+    metrics = trainer.train_on(poisoned(make_samples(num_groups=2)), version=0)
+    assert metrics["train/num_bad_updates"] == 1.0
+    assert metrics["train/num_updates"] == 1.0
+    after = weights_of(trainer)
+    assert difference(before, after) > 0.0
+    assert all(torch.isfinite(tensor).all() for tensor in after.values())
+
+
+def test_training_stops_after_bad_steps_in_a_row_only() -> None:
+    trainer = make_trainer(max_bad_steps=2)
+    good, bad = make_samples(), poisoned(make_samples())
+    trainer.train_on(bad, version=0)
+    trainer.train_on(good, version=1)
+    trainer.train_on(bad, version=2)
+    with pytest.raises(TrainingDiverged, match="2 steps in a row, the last one at version 3") as e:
+        trainer.train_on(bad, version=3)
+    assert isinstance(e.value, ConfigError)  # exit code 2: the supervisor does not try again
+
+
+def test_lag_counts_versions_and_noise_only_tokens_without_lag() -> None:
+    model = make_model()
+    samples = [
+        Sample(trajectory=make_trajectory([1, 2, 3], [0, 1, 1], version=5), advantage=1.0),
+        Sample(trajectory=make_trajectory([4, 5, 6], [0, 0, 1], version=3), advantage=-1.0),
+    ]
+    samples = on_policy(samples, model)
+    fresh = samples[0].trajectory
+    fresh.logprobs[1:] += np.array([0.02, -0.04], dtype=np.float32)
+    metrics = make_trainer(model).train_on(samples, version=5)
+    assert metrics["offpolicy/lag_mean"] == pytest.approx(2 / 3)
+    assert metrics["offpolicy/lag_max"] == 2.0
+    assert metrics["offpolicy/num_same_version_tokens"] == 2.0
+    assert metrics["offpolicy/noise_abs_logprob"] == pytest.approx(0.03, abs=1e-5)
+    assert metrics["train/num_tokens"] == 6.0
+    assert metrics["train/num_sampled_tokens"] == 3.0
+
+
+def test_a_sample_without_sampled_tokens_adds_nothing() -> None:
+    empty = Sample(trajectory=make_trajectory([1, 2, 3], [0, 0, 0], group_id="e"), advantage=9.0)
+    results = []
+    for extra in ([], [empty]):
+        trainer = make_trainer()
+        trainer.train_on([*make_samples(), *extra], version=0)
+        results.append(weights_of(trainer))
+    assert difference(*results) == 0.0
+    with pytest.raises(ValueError, match="no sampled token"):
+        make_trainer().train_on([empty], version=0)
+
+
+def test_entropy_bonus_raises_the_entropy() -> None:
+    samples = [Sample(trajectory=s.trajectory, advantage=0.0) for s in make_samples()]
+    trainer = make_trainer(algorithm=AlgorithmSection(entropy_coef=1.0), lr=1e-3)
+    entropies = [trainer.train_on(samples, version=v)["policy/entropy"] for v in range(3)]
+    assert entropies[0] < entropies[1] < entropies[2]
+
+
+def test_scores_come_back_in_order_and_match_the_model() -> None:
+    model = make_model()
+    trainer = make_trainer(model, max_tokens_per_microbatch=6)
+    sequences = [[1, 2, 3], [4, 5], [6, 7, 8, 9], [10]]
+    scores = trainer.score(sequences)
+    assert [len(score) for score in scores] == [2, 1, 3, 0]
+    with torch.no_grad():
+        logprobs = model(input_ids=torch.tensor([[6, 7, 8, 9]])).logits[0].log_softmax(-1)
+    expected = [logprobs[position, token].item() for position, token in enumerate((7, 8, 9))]
+    assert scores[2] == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", list(OptimizerKind))
+def test_restored_trainer_continues_bit_for_bit(kind: OptimizerKind) -> None:
+    settings = {"optimizer": kind, "num_minibatches": 2}
+    trainer = make_trainer(**settings)
+    trainer.train_on(make_samples(seed=1), version=0)
+    file = BytesIO()
+    torch.save(trainer.state_dict(), file)
+    file.seek(0)
+    restored = make_trainer(make_model(seed=9), **settings)
+    restored.load_state_dict(torch.load(file, weights_only=True))
+    for one in (trainer, restored):
+        one.train_on(make_samples(num_groups=6, seed=2), version=1)
+    assert difference(weights_of(trainer), weights_of(restored)) == 0.0
+    assert restored.num_updates == trainer.num_updates == 4
