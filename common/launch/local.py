@@ -9,13 +9,12 @@ from types import FrameType
 
 from common.launch.base import EXIT_CONFIG_ERROR, EXIT_FAILED, EXIT_FINISHED, Ending, RoleSpec
 from common.launch.guardian import Guardian
-from common.launch.process import RoleProcess, wait_until_ended
+from common.launch.process import TAIL_LINES, ChildProcess, describe_exit, wait_until_ended
 
 logger = logging.getLogger(__name__)
 
 MAX_BACKOFF_S = 30.0
 CALM_S = 60.0  # a role that ran so long starts again without delay
-TAIL_LINES = 15
 STOP_SHARES = (0.65, 0.8, 0.95)  # of the stop timeout, by when each rank must have ended
 
 
@@ -49,13 +48,13 @@ class LocalLauncher:
     def run(self, specs: Sequence[RoleSpec], *, on_poll: Callable[[], None]) -> Ending:
         """Start the roles in order, keep them alive, stop all of them. See `Launcher.run`."""
         self._signals = []
-        self._roles = [_Role(spec, first_backoff_s=self._first_backoff_s) for spec in specs]
         stops = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         previous = [signal.signal(number, self._note_signal) for number in stops]
         guardian = Guardian()
+        backoff_s = self._first_backoff_s
+        self._roles = [_Role(each, guardian, first_backoff_s=backoff_s) for each in specs]
         try:
             for role in self._roles:
-                role.guardian = guardian
                 role.start()
             ending = self._watch(on_poll)
             if ending.exit_code == EXIT_FINISHED:
@@ -105,7 +104,7 @@ class LocalLauncher:
             for role in ours:
                 role.clear_away()
 
-    def _wait(self, processes: list[RoleProcess], *, deadline: float, num_signals: int) -> None:
+    def _wait(self, processes: list[ChildProcess], *, deadline: float, num_signals: int) -> None:
         """Wait until the processes have ended, the deadline has come or one more signal has."""
         while len(self._signals) <= num_signals and time.monotonic() < deadline:
             soon = min(deadline, time.monotonic() + self._poll_s)
@@ -116,10 +115,10 @@ class LocalLauncher:
 class _Role:
     """A spec, the process that runs it now, and when it may start again."""
 
-    def __init__(self, spec: RoleSpec, *, first_backoff_s: float) -> None:
+    def __init__(self, spec: RoleSpec, guardian: Guardian, *, first_backoff_s: float) -> None:
         self.spec = spec
-        self.process: RoleProcess | None = None
-        self.guardian: Guardian | None = None
+        self.process: ChildProcess | None = None
+        self._guardian = guardian
         self._first_backoff_s = first_backoff_s
         self._backoff_s = first_backoff_s
         self._started_at = 0.0
@@ -128,10 +127,14 @@ class _Role:
 
     def start(self) -> None:
         """Start the process."""
-        self.process = RoleProcess(self.spec)
+        self.process = ChildProcess(
+            self.spec.name,
+            self.spec.argv,
+            log_path=self.spec.log_path,
+            env=self.spec.env,
+            guardian=self._guardian,
+        )
         self._started_at = time.monotonic()
-        if self.guardian is not None:
-            self.guardian.add(self.process.pid)
         logger.info("started role=%s pid=%d", self.spec.name, self.process.pid)
 
     def check(self) -> Ending | None:
@@ -162,8 +165,6 @@ class _Role:
         if self.process.poll() is None:
             logger.warning("killing role=%s pid=%d", self.spec.name, self.process.pid)
         self.process.clear_away()
-        if self.guardian is not None:
-            self.guardian.remove(self.process.pid)
         self.process = None
 
     def _may_restart(self) -> bool:
@@ -189,7 +190,7 @@ class _Role:
             wait_s,
         )
 
-    def _failure(self, ended: RoleProcess, code: int) -> Ending:
+    def _failure(self, ended: ChildProcess, code: int) -> Ending:
         tail = "\n".join(f"  {line}" for line in ended.log_tail(max_lines=TAIL_LINES))
         times = len(self._restarts)
         again = f" after {times} restarts" if times else ""
@@ -198,8 +199,3 @@ class _Role:
             f"the whole log: {self.spec.log_path}"
         )
         return Ending(exit_code=EXIT_FAILED, reason=reason)
-
-
-def describe_exit(code: int) -> str:
-    """Return "exit code 3" or "killed by SIGKILL"."""
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

@@ -6,31 +6,80 @@ import secrets
 import signal
 import subprocess
 import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from common.launch.base import RoleSpec
+from common.errors import LongstrideError
+from common.launch.guardian import Guardian
 
 MAX_TAIL_BYTES = 16_384
-MARK = "LONGSTRIDE_ROLE_MARK"  # environment variable that a role hands down to its children
+TAIL_LINES = 15  # of a child's log in an error
+POLL_S = 0.02
+MARKS = "LONGSTRIDE_MARKS"  # environment variable; a child adds its own mark to its parent's
 
 
-class RoleProcess:
-    """A started role."""
+class ChildFailed(LongstrideError):
+    """A child process ended, or did not do its part in time; holds its last words."""
 
-    def __init__(self, spec: RoleSpec) -> None:
-        spec.log_path.parent.mkdir(parents=True, exist_ok=True)
-        self.spec = spec
+
+class ChildProcess:
+    """A started child: stdin closed, a session and a process group of its own.
+
+    Everything that it ever starts inherits its mark, so `clear_away` finds also those that left
+    the group and lost their parent (a browser, an engine). With a guardian the group ends as well
+    when this very process is killed.
+
+    Example:
+        child = ChildProcess("hub", argv, log_path=log)
+        try:
+            child.wait_until(address.exists, timeout_s=60)
+        finally:
+            child.stop(timeout_s=5)
+    """
+
+    def __init__(
+        self,
+        name: str,
+        argv: Sequence[str],
+        *,
+        log_path: Path | None = None,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        pass_fds: Sequence[int] = (),
+        guardian: Guardian | None = None,
+    ) -> None:
+        """Start it.
+
+        Args:
+            name: for messages, such as "actor-0".
+            log_path: stdout and stderr are appended here; None: they go where this process's do.
+            env: variables on top of this process's own.
+            pass_fds: file descriptors that stay open in the child.
+            guardian: ends the child if this process dies without a word.
+        """
+        self.name = name
+        self.log_path = log_path
+        self._guardian = guardian
         self._mark = secrets.token_hex(16)
-        with spec.log_path.open("ab") as log:
-            self._log_offset = log.tell()
+        marks = ":".join(filter(None, [os.environ.get(MARKS, ""), self._mark]))
+        with contextlib.ExitStack() as stack:
+            log = None
+            if log_path is not None:
+                log_path.parent.mkdir(parents=True, exist_ok=True)
+                log = stack.enter_context(log_path.open("ab"))
+            self._log_offset = log.tell() if log else 0
             self._process = subprocess.Popen(
-                spec.argv,
-                env={**os.environ, **spec.env, MARK: self._mark},
+                argv,
+                env={**os.environ, **(env or {}), MARKS: marks},
+                cwd=cwd,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
-                stderr=subprocess.STDOUT,
+                stderr=subprocess.STDOUT if log else None,
+                pass_fds=pass_fds,
                 start_new_session=True,
             )
+        if guardian is not None:
+            guardian.add(self.pid)
 
     @property
     def pid(self) -> int:
@@ -42,25 +91,65 @@ class RoleProcess:
         return self._process.poll()
 
     def terminate(self) -> None:
-        """Ask the role itself, not its children, to end."""
+        """Ask the child itself, not what it started, to end."""
         if self.poll() is None:
             self._process.send_signal(signal.SIGTERM)
 
-    def clear_away(self) -> None:
-        """Kill at once whatever is left: the role, its group, all that it ever started."""
+    def kill(self) -> None:
+        """Kill its group at once, without waiting for the end."""
         kill_group(self.pid, signal.SIGKILL)
+
+    def clear_away(self) -> None:
+        """Kill at once whatever is left: the child, its group, all that it ever started."""
+        self.kill()
         for pid in find_marked(self._mark):
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         self._process.wait()
+        if self._guardian is not None:
+            self._guardian.remove(self.pid)
+            self._guardian = None
+
+    def stop(self, *, timeout_s: float) -> bool:
+        """Ask it to end, wait, clear away; return whether it ended by itself in time."""
+        self.terminate()
+        is_in_time = wait_until_ended([self], deadline=time.monotonic() + timeout_s)
+        self.clear_away()
+        return is_in_time
+
+    def wait_until(self, is_ready: Callable[[], bool], *, timeout_s: float) -> None:
+        """Wait for something that the child does.
+
+        Raises:
+            ChildFailed: it ended first, or the time is over; holds the end of its log.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not is_ready():
+            code = self.poll()
+            if code is not None and not is_ready():
+                raise ChildFailed(f"{self.name} ended: {describe_exit(code)}{self._last_words()}")
+            if time.monotonic() > deadline:
+                raise ChildFailed(f"{self.name}: nothing within {timeout_s:g}s{self._last_words()}")
+            time.sleep(POLL_S)
 
     def log_tail(self, *, max_lines: int) -> list[str]:
         """Return the last lines that this process, not an earlier one, wrote to its log."""
-        with self.spec.log_path.open("rb") as log:
+        if self.log_path is None:
+            return []
+        with self.log_path.open("rb") as log:
             size = log.seek(0, os.SEEK_END)
             log.seek(max(self._log_offset, size - MAX_TAIL_BYTES))
             text = log.read().decode(errors="replace")
         return [line for line in text.splitlines() if line.strip()][-max_lines:]
+
+    def _last_words(self) -> str:
+        lines = "".join(f"\n  {line}" for line in self.log_tail(max_lines=TAIL_LINES))
+        return f"{lines}\nthe whole log: {self.log_path}" if self.log_path else ""
+
+
+def describe_exit(code: int) -> str:
+    """Return "exit code 3" or "killed by SIGKILL"."""
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
 def kill_group(group: int, number: signal.Signals) -> bool:
@@ -73,25 +162,29 @@ def kill_group(group: int, number: signal.Signals) -> bool:
 
 
 def find_marked(mark: str) -> list[int]:
-    """Return the ids of all processes started with this mark in their environment.
+    """Return the ids of all processes started with this mark among those in their environment.
 
-    A child inherits the mark, so it is found even after it left its group and lost its parent.
     Reads /proc; empty on a machine without one.
     """
-    wanted = f"{MARK}={mark}".encode()
+    start = f"{MARKS}=".encode()
     found: list[int] = []
     for environ in Path("/proc").glob("[0-9]*/environ"):
         try:
-            if wanted in environ.read_bytes().split(b"\0"):
-                found.append(int(environ.parent.name))
+            variables = environ.read_bytes().split(b"\0")
         except OSError:  # it ended meanwhile, or is another user's
             continue
+        marks = next((v.removeprefix(start) for v in variables if v.startswith(start)), b"")
+        if mark.encode() in marks.split(b":"):
+            found.append(int(environ.parent.name))
     return found
 
 
-def wait_until_ended(processes: list[RoleProcess], *, deadline: float, poll_s: float) -> bool:
-    """Wait for processes to end by themselves; False if `deadline` (monotonic) came first."""
-    while any(process.poll() is None for process in processes):
+def wait_until_ended(
+    children: Iterable[ChildProcess], *, deadline: float, poll_s: float = POLL_S
+) -> bool:
+    """Wait for children to end by themselves; False if `deadline` (monotonic) came first."""
+    running = list(children)
+    while any(child.poll() is None for child in running):
         if time.monotonic() >= deadline:
             return False
         time.sleep(poll_s)

@@ -1,5 +1,6 @@
 """The run directory: where every file of a run lies, and how roles find each other's addresses."""
 
+import asyncio
 import json
 import os
 import time
@@ -7,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import LongstrideError
+
+ADDRESS_POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,19 +75,37 @@ class RunDir:
         """Remove a stale address before its role starts again."""
         (self.addresses / role).unlink(missing_ok=True)
 
+    def find_address(self, role: str) -> str | None:
+        """Return where `role` listens now, None if it has not said so. Does not wait."""
+        try:
+            return (self.addresses / role).read_text().strip()
+        except FileNotFoundError:
+            return None
+
     def wait_for_address(self, role: str, *, timeout_s: float) -> str:
-        """Return where `role` listens, waiting until it says so.
+        """Return where `role` listens, blocking this thread until it says so.
 
         Raises:
             LongstrideError: nothing was published in time; names the role and the file.
         """
-        path = self.addresses / role
         deadline = time.monotonic() + timeout_s
-        while not path.exists():
-            if time.monotonic() > deadline:
-                raise LongstrideError(f"no {role} within {timeout_s:g}s: {path} does not exist")
-            time.sleep(0.05)
-        return path.read_text().strip()
+        while (address := self.find_address(role)) is None:
+            self._require_time(role, deadline, timeout_s)
+            time.sleep(ADDRESS_POLL_S)
+        return address
+
+    async def await_address(self, role: str, *, timeout_s: float) -> str:
+        """Return where `role` listens, like `wait_for_address`, while the event loop goes on."""
+        deadline = time.monotonic() + timeout_s
+        while (address := self.find_address(role)) is None:
+            self._require_time(role, deadline, timeout_s)
+            await asyncio.sleep(ADDRESS_POLL_S)
+        return address
+
+    def _require_time(self, role: str, deadline: float, timeout_s: float) -> None:
+        if time.monotonic() > deadline:
+            path = self.addresses / role
+            raise LongstrideError(f"no {role} within {timeout_s:g}s: {path} does not exist")
 
 
 def write_atomically(path: Path, text: str, *, is_durable: bool = False) -> None:

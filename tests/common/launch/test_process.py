@@ -1,0 +1,99 @@
+"""Laws of a supervised child process, with real processes of a few lines."""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from common.launch.process import ChildFailed, ChildProcess
+
+IGNORES_TERM = """
+import signal, sys
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+open(sys.argv[1], 'w').close()
+while True: signal.pause()
+"""
+STAYS = "import signal, sys; open(sys.argv[1], 'w').close(); signal.pause()"
+NESTED = """
+import sys
+from pathlib import Path
+from common.launch.process import ChildProcess
+inner = ChildProcess("inner", [sys.executable, "-S", "-c", sys.argv[1], sys.argv[2]])
+inner.wait_until(Path(sys.argv[2]).exists, timeout_s=20)
+Path(sys.argv[3]).write_text(str(inner.pid))
+inner.wait_until(lambda: False, timeout_s=60)
+"""
+
+
+def start(tmp_path: Path, code: str, *args: object) -> ChildProcess:
+    argv = [sys.executable, "-c", code, *map(str, args)]
+    root = Path(__file__).resolve().parents[3]
+    return ChildProcess("child", argv, log_path=tmp_path / "logs" / "child.log", cwd=root)
+
+
+@pytest.fixture
+def ready(tmp_path: Path) -> Path:
+    return tmp_path / "ready"
+
+
+def test_child_that_ends_while_somebody_waits_for_it_is_told_with_its_last_words(
+    tmp_path: Path,
+) -> None:
+    child = start(tmp_path, "print('no such device'); raise SystemExit(3)")
+    try:
+        with pytest.raises(ChildFailed, match=r"exit code 3\n  no such device") as error:
+            child.wait_until(lambda: False, timeout_s=20.0)
+        assert str(tmp_path / "logs" / "child.log") in str(error.value)
+    finally:
+        child.clear_away()
+
+
+def test_wait_for_a_child_has_a_deadline(tmp_path: Path, ready: Path) -> None:
+    child = start(tmp_path, STAYS, ready)
+    try:
+        child.wait_until(ready.exists, timeout_s=20.0)
+        with pytest.raises(ChildFailed, match=r"child: nothing within 0\.1s"):
+            child.wait_until(lambda: False, timeout_s=0.1)
+    finally:
+        assert child.stop(timeout_s=10.0)
+
+
+def test_child_that_ignores_the_request_to_end_is_killed_at_the_deadline(
+    tmp_path: Path, ready: Path
+) -> None:
+    child = start(tmp_path, IGNORES_TERM, ready)
+    child.wait_until(ready.exists, timeout_s=20.0)
+    began = time.monotonic()
+    assert not child.stop(timeout_s=0.3)
+    assert 0.3 <= time.monotonic() - began < 5.0
+    assert child.poll() == -9
+
+
+def test_children_of_a_child_that_have_sessions_and_marks_of_their_own_die_with_it(
+    tmp_path: Path, ready: Path
+) -> None:
+    pid_file = tmp_path / "pid"
+    outer = start(tmp_path, NESTED, STAYS, ready, pid_file)
+    try:
+        outer.wait_until(pid_file.exists, timeout_s=30.0)
+    finally:
+        outer.clear_away()
+    inner = Path("/proc") / pid_file.read_text() / "stat"
+    deadline = time.monotonic() + 5.0
+    while inner.exists() and inner.read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < deadline, "the inner child lives on"
+        time.sleep(0.01)
+
+
+def test_second_child_does_not_show_the_log_of_the_first(tmp_path: Path, ready: Path) -> None:
+    first = start(tmp_path, "print('first')")
+    os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT)
+    second = start(tmp_path, f"print('second', flush=True); {STAYS}", ready)
+    try:
+        second.wait_until(ready.exists, timeout_s=20.0)
+        assert second.log_tail(max_lines=5) == ["second"]
+    finally:
+        second.stop(timeout_s=10.0)
+        first.clear_away()
