@@ -259,26 +259,6 @@ def doctor(request: Request) -> int:
     return 1 if any(each.remedy and not each.is_optional for each in checks) else 0
 
 
-def serve_environments(overrides: list[str], *, is_dry: bool) -> int:
-    """Be a hub that belongs to no run until a signal ends it."""
-    from envhub.command import load_alone, serve_alone
-
-    cfg = load_alone(overrides, root=ROOT)
-    if is_dry:
-        print(config_as_yaml(cfg), end="")
-        return 0
-    configure_logging("envhub", cfg.log.level)
-    return serve_alone(cfg, say=partial(print, flush=True))
-
-
-def list_environments(overrides: list[str]) -> int:
-    """Print the tasks and environments."""
-    from envhub import command
-
-    print(command.list_environments(command.load_alone(overrides, root=ROOT)))
-    return 0
-
-
 def status(cfg: RunConfig, run_dir: RunDir) -> int:
     """Print how a run is doing."""
     from common.dashboard.live import status_line
@@ -325,9 +305,14 @@ def dispatch(request: Request) -> int:
     if request.command == "bench":
         return bench(request)
     if request.command == "envs":
-        return list_environments(request.overrides)
+        from envhub.command import list_environments
+
+        return list_environments(request.overrides, root=ROOT, say=print)
     if request.command == "envhub" and belongs_to_no_run(request):
-        return serve_environments(request.overrides, is_dry=request.is_dry)
+        from envhub.command import run_hub
+
+        say = partial(print, flush=True)
+        return run_hub(request.overrides, root=ROOT, is_dry=request.is_dry, say=say)
     cfg = load(request)
     if request.is_dry:
         print(f"{config_as_yaml(cfg)}{objective_comment(cfg)}", end="")

@@ -76,7 +76,7 @@ class Env(Protocol):
     """One live episode. Calls come one at a time; a call before `reset` may raise."""
 
     def reset(self, item_id: str, seed: int) -> str:
-        """Starts the episode of an item and returns its first observation.
+        """Start the episode of an item and return its first observation.
 
         Args:
             item_id: `"<subset>-<split>-<index>"`; it alone fixes the task, on every machine.
@@ -88,27 +88,27 @@ class Env(Protocol):
         ...
 
     def step(self, action: str) -> StepResult:
-        """Performs one action, any text at all, and returns what came of it."""
+        """Perform one action, any text at all, and return what came of it."""
         ...
 
     def valid_actions(self) -> list[str]:
-        """Returns actions that would be executed now (a finite sample if there are endless)."""
+        """Return actions that would be executed now (a finite sample if there are endless)."""
         ...
 
     def expert_action(self) -> str | None:
-        """Returns what the scripted expert does now; None when it knows no way."""
+        """Return what the scripted expert does now; None when it knows no way."""
         ...
 
     def render(self) -> str:
-        """Returns a picture of the whole state for people; never shown to the agent."""
+        """Return a picture of the whole state for people; never shown to the agent."""
         ...
 
     def fingerprint(self) -> str:
-        """Returns a hash of the full state at reset; equal states have equal hashes."""
+        """Return a hash of the full state at reset; equal states have equal hashes."""
         ...
 
     def close(self) -> None:
-        """Gives back what the episode holds; called once, also after a failure."""
+        """Give back what the episode holds; called once, also after a failure."""
         ...
 
 
@@ -193,13 +193,13 @@ class EnvSpec:
 
 
 def nearest(word: str, words: list[str]) -> str:
-    """Returns the word most like `word`, or the first of `words` when none is alike."""
+    """Return the word most like `word`, or the first of `words` when none is alike."""
     alike = get_close_matches(word, words, n=1, cutoff=0.0)
     return alike[0] if alike else words[0]
 
 
 def parse_item(item_id: str, subsets: Mapping[str, SubsetSpec]) -> ItemId:
-    """Returns the parts of an item id that exists in `subsets`.
+    """Return the parts of an item id that exists in `subsets`.
 
     Raises:
         UnknownItem: malformed, unknown subset, or index out of range.
@@ -223,5 +223,5 @@ def parse_item(item_id: str, subsets: Mapping[str, SubsetSpec]) -> ItemId:
 
 
 def action_text(text: str) -> str:
-    """Returns what follows the last `Action:`, or the whole text, stripped."""
+    """Return what follows the last `Action:`, or the whole text, stripped."""
     return text.rpartition("Action:")[2].strip()

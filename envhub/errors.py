@@ -1,4 +1,6 @@
-"""What may go wrong with a session; each has one HTTP status."""
+"""What may go wrong with a session, besides `EnvTimeout`; each has one HTTP status."""
+
+from common.errors import EnvError
 
 
 class UnknownEnv(KeyError):
@@ -24,12 +26,8 @@ class HubDraining(RuntimeError):
     """The hub is about to stop and takes no new sessions."""
 
 
-class EnvRaised(RuntimeError):
+class EnvRaised(EnvError):
     """The environment or its worker failed; the session is gone."""
-
-
-class EnvTimeout(RuntimeError):
-    """A call took longer than its deadline."""
 
 
 class WorkerLost(EnvRaised):

@@ -30,7 +30,7 @@ BACKLOG = 4096
 
 
 def run(cfg: RunConfig, run_dir: RunDir) -> None:
-    """Serves the environments of the run's tasks and tells the other roles where."""
+    """Serve the environments of the run's tasks and tell the other roles where."""
     token = create_keys(run_dir.keys).hub_token
     app, sessions = build(
         envs_of_run(cfg), cfg.envhub, token=token, options=cfg.envs, remote=cfg.env
@@ -41,7 +41,7 @@ def run(cfg: RunConfig, run_dir: RunDir) -> None:
 
 
 def serve_alone(cfg: RunConfig, env_names: list[str], *, started) -> None:
-    """Serves environments without any run.
+    """Serve environments without any run.
 
     Args:
         cfg: `envhub.token` is asked of clients; "" asks for none.
@@ -60,7 +60,7 @@ def serve_alone(cfg: RunConfig, env_names: list[str], *, started) -> None:
 
 
 def envs_of_run(cfg: RunConfig) -> list[str]:
-    """Returns the environments that a run's hub serves."""
+    """Return the environments that a run's hub serves."""
     return sorted({*(task.env for task in cfg.tasks), *cfg.envhub.envs})
 
 
@@ -72,7 +72,7 @@ def build(
     options: EnvsSection,
     remote: RemoteOptions,
 ) -> tuple[FastAPI, Sessions]:
-    """Returns the application and its table of sessions.
+    """Return the application and its table of sessions.
 
     Raises:
         ValueError: an open address without a token, or something an environment needs is missing.
@@ -101,7 +101,7 @@ def build(
 
 
 def serve(app: FastAPI, sessions: Sessions, listener: socket.socket, *, log_level: str) -> None:
-    """Serves on a bound socket until SIGTERM or SIGINT.
+    """Serve on a bound socket until SIGTERM or SIGINT.
 
     Then new sessions get 503, running calls may finish for DRAIN_S, and everything ends.
     """
@@ -134,12 +134,12 @@ class DrainingServer(uvicorn.Server):
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Starts, and remembers the loop that a signal has to reach."""
+        """Start, and remember the loop that a signal has to reach."""
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets=sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begins to drain; called by a signal."""
+        """Begin to drain; called by a signal."""
         if self._loop is None or self._sessions.is_draining:
             super().handle_exit(sig, frame)
             return
@@ -156,7 +156,7 @@ class DrainingServer(uvicorn.Server):
 
 
 def address_of(listener: socket.socket) -> str:
-    """Returns the URL of a bound socket."""
+    """Return the URL of a bound socket."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -174,14 +174,14 @@ def _listener(host: str, port: int) -> socket.socket:
 
 
 def _previous_port(run_dir: RunDir) -> int:
-    """Returns the port of a hub that this one replaces, since its clients look there; else 0."""
+    """Return the port of a hub that this one replaces, since its clients look there; else 0."""
     path = run_dir.addresses / "envhub"
     return int(path.read_text().rpartition(":")[2]) if path.exists() else 0
 
 
 @contextlib.contextmanager
 def _signals_end_quietly() -> Iterator[None]:
-    """Makes a stop by signal an ordinary return.
+    """Make a stop by signal an ordinary return.
 
     uvicorn stops on SIGTERM and SIGINT and then raises the signal once more for the handler that
     was there before, which by default would end the process with a failure code.

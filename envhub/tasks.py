@@ -7,7 +7,7 @@ from envhub.env import TaskSpec
 
 
 def load_tasks(path: Path) -> dict[str, TaskSpec]:
-    """Returns the tasks of a `tasks.json`, by name.
+    """Return the tasks of a `tasks.json`, by name.
 
     Args:
         path: {"<task>": {"scenario": str, "subset": str, "train": [item ids], "test": [...]}}

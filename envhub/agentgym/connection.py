@@ -61,7 +61,7 @@ class Connection:
         self._can_close = dialect.has_close
 
     async def take(self, *, is_fresh: bool = False) -> tuple[Instance, bool]:
-        """Returns an instance nobody else uses, and whether it is an old one; not if `is_fresh`.
+        """Return an instance nobody else uses, and whether it is an old one; not if `is_fresh`.
 
         Waits while as many are in use as the server can keep apart.
 
@@ -80,7 +80,7 @@ class Connection:
         return instance, is_old
 
     async def give_back(self, instance: Instance, *, is_sound: bool) -> None:
-        """Ends the use of an instance; one that failed is not used again."""
+        """End the use of an instance; one that failed is not used again."""
         self._places.release()
         if instance.is_lost:
             return
@@ -93,7 +93,7 @@ class Connection:
             self._kept.append(instance.number)
 
     async def is_at_fault(self, instance: Instance) -> bool:
-        """Returns whether a failed reset was the instance's doing; else it was the item's.
+        """Return whether a failed reset was the instance's doing; else it was the item's.
 
         An instance that can be closed is always replaced. Of one that cannot the server is asked:
         it knows nothing of the instances it had before it was started anew.
@@ -107,18 +107,18 @@ class Connection:
         return False
 
     async def post(self, verb: str, instance: Instance, fields: Mapping[str, object]) -> object:
-        """Returns the JSON of a POST about an instance. Raises RemoteFailure."""
+        """Return the JSON of a POST about an instance. Raises RemoteFailure."""
         if instance.is_lost:
             raise self.failure(f"instance {instance.number} is gone; the server was started anew")
         body = dict(fields) | {self.dialect.instance_key: instance.number}
         return await self._request("POST", verb, body)
 
     async def get(self, verb: str, number: int) -> object:
-        """Returns the JSON of a GET about an instance. Raises RemoteFailure."""
+        """Return the JSON of a GET about an instance. Raises RemoteFailure."""
         return await self._request("GET", f"{verb}?{self.dialect.instance_key}={number}", None)
 
     async def stop(self) -> None:
-        """Closes the kept instances, if that can be done, and the connections."""
+        """Close the kept instances, if that can be done, and the connections."""
         kept, self._kept = self._kept, []
         late, self._late = self._late, []
         for task in late:
@@ -132,12 +132,12 @@ class Connection:
             self._session = None
 
     def failure(self, text: str, *, status: int | None = None) -> RemoteFailure:
-        """Returns an error that names the server."""
+        """Return an error that names the server."""
         where = f"AgentGym server {self.dialect.name} at {self._shown_url()}"
         return RemoteFailure(f"{where}: {text}", status=status)
 
     async def _new_number(self) -> int:
-        """Returns the number of an instance that is in use nowhere here."""
+        """Return the number of an instance that is in use nowhere here."""
         for _ in range(len(self._used) + 1):
             number = await self._late_or_created()
             if number in self._kept:
@@ -220,13 +220,13 @@ class Connection:
         return self._session
 
     def _shown_url(self) -> str:
-        """Returns the URL without the password that it may have."""
+        """Return the URL without the password that it may have."""
         scheme, _, rest = self._url.partition("://")
         return f"{scheme}://{rest.rpartition('@')[2]}"
 
 
 def max_sessions(dialect: Dialect, options: RemoteOptions) -> int:
-    """Returns how many episodes of a server may be live at a time."""
+    """Return how many episodes of a server may be live at a time."""
     return min(options.max_sessions, dialect.max_instances or options.max_sessions)
 
 

@@ -27,7 +27,7 @@ class Extracted:
 
 
 def extract(dialect: Dialect, text: str, style: Style) -> Extracted:
-    """Returns what of `text` is the action.
+    """Return what of `text` is the action.
 
     In AgentGym's style a text without the expected marks yields what AgentGym's client would
     send, often nothing. In the compact style such a text is taken as the action itself.

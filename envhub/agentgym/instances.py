@@ -75,14 +75,14 @@ class Instances:
         return len(self._instances)
 
     def add(self) -> int:
-        """Returns the number of a new instance, random since it is all that protects it.
+        """Return the number of a new instance, random since it is all that protects it.
 
         Raises:
             CapacityFull: a session for it could not be had now. AgentGym's trainer asks again
                 after a refused create, but a refused reset ends its run.
         """
         self.expire()
-        capacity = self._sessions.lodging.capacity(self._spec)
+        capacity = self._sessions.placement.capacity(self._spec)
         num_used = max(len(self._instances), self._sessions.num_live[self._spec.name])
         if num_used >= capacity:
             raise CapacityFull(f"{self._spec.name} has all its {capacity} sessions in use")
@@ -92,7 +92,7 @@ class Instances:
         return number
 
     def find(self, number: int) -> Instance:
-        """Returns an instance and renews its lease.
+        """Return an instance and renew its lease.
 
         Raises:
             InstanceUnknown.
@@ -106,7 +106,7 @@ class Instances:
         return instance
 
     async def reset(self, number: int, index: int) -> Instance:
-        """Starts the episode of AgentGym's data index and returns its instance.
+        """Start the episode of AgentGym's data index and return its instance.
 
         Raises:
             InstanceUnknown, UnknownItem, and what `Sessions.create` raises.
@@ -131,7 +131,7 @@ class Instances:
     async def step(
         self, number: int, action: str, *, refuses_after_done: bool
     ) -> tuple[Instance, StepResult]:
-        """Performs a step and returns its result; after the end, the last one stands.
+        """Perform a step and return its result; after the end, the last one stands.
 
         Raises:
             InstanceUnknown, NotReset, EpisodeOver, and what `Sessions.step` raises.
@@ -153,7 +153,7 @@ class Instances:
             return instance, result
 
     async def close(self, number: int) -> bool:
-        """Ends an instance; False when there is none of that number."""
+        """End an instance; False when there is none of that number."""
         instance = self._instances.pop(number, None)
         if instance is None:
             return False
@@ -162,7 +162,7 @@ class Instances:
         return True
 
     def expire(self) -> None:
-        """Forgets the instances whose lease has run out; their sessions' own leases end those."""
+        """Forget the instances whose lease has run out; their sessions' own leases end those."""
         now_s = self._now_s()
         while self._instances:
             number, instance = next(iter(self._instances.items()))

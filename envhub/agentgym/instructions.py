@@ -134,7 +134,7 @@ TOOLS = frozenset({"weather", "movie", "academia", "todo", "sheet"})
 
 
 def instruction(name: str, extraction: Extraction, style: Style) -> str:
-    """Returns what the agent is told about a server's environment and the form of its answer."""
+    """Return what the agent is told about a server's environment and the form of its answer."""
     if name in TOOLS:
         answer = TOOL_ANSWER
     elif style is Style.COMPACT:

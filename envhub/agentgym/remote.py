@@ -45,7 +45,7 @@ class RemoteEnv:
         self._is_done = False
 
     async def reset(self, item_id: str, seed: int) -> str:
-        """Starts an item; the server's data alone fixes the task, so `seed` is unused.
+        """Start an item; the server's data alone fixes the task, so `seed` is unused.
 
         Raises:
             UnknownItem, EnvFailure.
@@ -57,7 +57,7 @@ class RemoteEnv:
         return self._first
 
     async def step(self, action: str) -> StepResult:
-        """Sends the action that AgentGym's client would find in the text.
+        """Send the action that AgentGym's client would find in the text.
 
         Raises:
             EnvFailure: the server failed; the action may have been performed.
@@ -80,29 +80,29 @@ class RemoteEnv:
         return result
 
     async def valid_actions(self) -> list[str]:
-        """Returns what the last reply offered; [] where the server does not say."""
+        """Return what the last reply offered; [] where the server does not say."""
         return list(self._dialect.moves or self._offered) if not self._is_done else []
 
     async def expert_action(self) -> str | None:
-        """Returns None: the servers have no expert."""
+        """Return None: the servers have no expert."""
         return None
 
     async def render(self) -> str:
-        """Returns the last observation."""
+        """Return the last observation."""
         return self._observation
 
     async def fingerprint(self) -> str:
-        """Returns the hash of the first observation, which is all that can be seen from here."""
+        """Return the hash of the first observation, which is all that can be seen from here."""
         return hashlib.sha256(self._first.encode(errors="surrogatepass")).hexdigest()
 
     async def close(self) -> None:
-        """Gives the instance back."""
+        """Give the instance back."""
         instance, self._instance = self._instance, None
         if instance is not None:
             await self._connection.give_back(instance, is_sound=self._is_sound)
 
     async def _begin(self, index: int) -> str:
-        """Resets an instance; an old one that the server has forgotten is replaced once."""
+        """Reset an instance; an old one that the server has forgotten is replaced once."""
         instance, is_old = await self._take()
         try:
             return await self._reset(instance, index)
@@ -126,7 +126,7 @@ class RemoteEnv:
             return await self._first_observation(instance, index)
 
     async def _first_observation(self, instance: Instance, index: int) -> str:
-        """Resets, and returns what AgentGym's client then puts together."""
+        """Reset, and return what AgentGym's client then puts together."""
         dialect, number = self._dialect, instance.number
         fields = {dialect.item_key: index} | dict(dialect.reset_extra)
         reply = await self._connection.post("reset", instance, fields)
@@ -146,7 +146,7 @@ class RemoteEnv:
         return first
 
     async def _check_sound(self, reply: object, instance: Instance) -> None:
-        """Raises RemoteFailure if a step was answered with an error that is not the action's.
+        """Raise RemoteFailure if a step was answered with an error that is not the action's.
 
         The server answers an action that it cannot read and a browser that is gone alike, with the
         text of the exception; but in the second case it has no observation any longer.
@@ -177,7 +177,7 @@ class RemoteEnv:
         return self._result(observation, is_valid=is_valid)
 
     def _result(self, observation: str, *, is_valid: bool) -> StepResult:
-        """Returns the result of a step; the score of the episode stays where it was."""
+        """Return the result of a step; the score of the episode stays where it was."""
         self._observation = observation
         return StepResult(
             observation=observation,
@@ -231,7 +231,7 @@ class RemoteEnv:
 
 
 def check(remote: RemoteOptions) -> list[str]:
-    """Returns what is wrong with the options, with the remedy; asks no server."""
+    """Return what is wrong with the options, with the remedy; asks no server."""
     lines: list[str] = []
     if remote.dialect not in DIALECTS:
         known = nearest(remote.dialect, list(DIALECTS))
@@ -242,7 +242,7 @@ def check(remote: RemoteOptions) -> list[str]:
 
 
 def make_spec(remote: RemoteOptions) -> EnvSpec:
-    """Returns the catalogue entry of an AgentGym server, named after its dialect.
+    """Return the catalogue entry of an AgentGym server, named after its dialect.
 
     Raises:
         ConfigError: an unknown dialect, or no URL.
@@ -273,7 +273,7 @@ def make_spec(remote: RemoteOptions) -> EnvSpec:
 
 
 def _subset(dialect: Dialect, remote: RemoteOptions) -> SubsetSpec:
-    """Returns the sizes asked for, both scaled down alike where the server has fewer items."""
+    """Return the sizes asked for, both scaled down alike where the server has fewer items."""
     num_asked = remote.num_train + remote.num_test
     num_items = min(num_asked, dialect.num_items or num_asked)
     num_test = remote.num_test * num_items // max(num_asked, 1)

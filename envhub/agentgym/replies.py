@@ -25,12 +25,12 @@ RESET_FAILED = "TimeoutError"  # by it, and only by it, WebArena's client knows 
 
 
 def create_reply(dialect: Dialect, number: int) -> Json | int:
-    """Returns the JSON that tells of a new instance."""
+    """Return the JSON that tells of a new instance."""
     return number if dialect.is_create_bare else {dialect.instance_key: number}
 
 
 def reset_reply(dialect: Dialect, number: int, instance: Instance) -> Json | list | str:
-    """Returns the JSON that answers a reset; TextCraft's create is one, too."""
+    """Return the JSON that answers a reset; TextCraft's create is one, too."""
     first = instance.first_observation
     start: Json = {"reward": 0, "done": False}
     if dialect.reset_reply is ResetReply.TEXT:
@@ -57,7 +57,7 @@ def reset_reply(dialect: Dialect, number: int, instance: Instance) -> Json | lis
 
 
 def step_reply(dialect: Dialect, instance: Instance, result: StepResult) -> Json:
-    """Returns the JSON that answers a step, and adds it to the instance's score."""
+    """Return the JSON that answers a step, and add it to the instance's score."""
     reward = result.reward * dialect.max_score
     if result.done and not reward:
         reward = dialect.lost_reward
@@ -75,7 +75,7 @@ def step_reply(dialect: Dialect, instance: Instance, result: StepResult) -> Json
 
 
 def observation_reply(dialect: Dialect, instance: Instance) -> Json | str:
-    """Returns the JSON of GET /observation.
+    """Return the JSON of GET /observation.
 
     Raises:
         NotReset: there is none yet.
@@ -100,7 +100,7 @@ def observation_reply(dialect: Dialect, instance: Instance) -> Json | str:
 
 
 def fault_reply(dialect: Dialect, text: str, *, is_reset: bool = False) -> Json:
-    """Returns the JSON of status 200 with which a server refuses; not for Faults.STATUS."""
+    """Return the JSON of status 200 with which a server refuses; not for Faults.STATUS."""
     if dialect.faults is Faults.ERROR_KEY:
         return {"error": text}
     if is_reset:
@@ -110,5 +110,5 @@ def fault_reply(dialect: Dialect, text: str, *, is_reset: bool = False) -> Json:
 
 
 def _line_of(text: str, mark: str) -> str:
-    """Returns the rest of the line after a mark; "" when it is not there."""
+    """Return the rest of the line after a mark; "" when it is not there."""
     return text.partition(mark)[2].partition("\n")[0].strip()

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from fastapi import FastAPI, Query, Request, Response
 from pydantic import BaseModel, Field, create_model
 
+from common.errors import EnvError
 from envhub.agentgym.dialects import SERVED, WORDLE, Dialect, Faults
 from envhub.agentgym.instances import (
     EpisodeOver,
@@ -25,7 +26,7 @@ from envhub.agentgym.replies import (
 from envhub.catalogue.registry import Registry
 from envhub.env import UnknownItem
 from envhub.envs.wordle.words import VOCABULARY
-from envhub.errors import CapacityFull, EnvRaised, EnvTimeout
+from envhub.errors import CapacityFull
 from envhub.hosting.sessions import Sessions
 from envhub.http.bodies import body_of, parse_body
 
@@ -39,7 +40,7 @@ Number = Annotated[int, Field(ge=-MAX_NUMBER, le=MAX_NUMBER)]
 def add_agentgym_routes(
     app: FastAPI, sessions: Sessions, registry: Registry, *, lease_s: float = LEASE_S
 ) -> None:
-    """Mounts /agentgym/<env>/... for each environment of the registry that AgentGym knows.
+    """Mount /agentgym/<env>/... for each environment of the registry that AgentGym knows.
 
     A client's base URL is the hub's URL + "/agentgym/<env>". What is not the client's doing (an
     environment's crash, its deadline, a full hub) is answered with the hub's own status codes.
@@ -85,7 +86,7 @@ def _add_routes(app: FastAPI, desk: "_Desk") -> None:
 def _route(
     handle: Callable[[Any], Awaitable[Response]], model: type[BaseModel] | None
 ) -> Callable[[Request], Awaitable[Response]]:
-    """Returns a route that hands its body over as `model`; with None it does not look at it."""
+    """Return a route that hands its body over as `model`; with None it does not look at it."""
 
     async def route(request: Request) -> Response:
         return await handle(parse_body(model, await request.body()) if model else None)
@@ -102,7 +103,7 @@ class _Desk:
         self.resets_at_create = dialect.create_body == {}
 
     def looks(self) -> dict[str, Callable[..., Awaitable[Response]]]:
-        """Returns the GET routes by path."""
+        """Return the GET routes by path."""
         query = Query(alias=self.dialect.instance_key, ge=-MAX_NUMBER, le=MAX_NUMBER)
 
         async def greet() -> Response:
@@ -148,7 +149,7 @@ class _Desk:
             instance = await self._instances.reset(number, index)
         except (InstanceUnknown, UnknownItem) as error:
             return self._refused(str(error), is_reset=True)
-        except (CapacityFull, EnvRaised, EnvTimeout) as error:
+        except (CapacityFull, EnvError) as error:
             if not is_told:
                 raise
             return self._refused(str(error), is_reset=True)

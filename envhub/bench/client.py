@@ -32,7 +32,7 @@ class Target:
         return parts.hostname or "127.0.0.1", parts.port or 80
 
     def head(self, method: str, path: str) -> bytes:
-        """Returns a request up to the value of its last header, the content's length."""
+        """Return a request up to the value of its last header, the content's length."""
         host, port = self.address
         token = f"authorization: Bearer {self.token}\r\n" if self.token else ""
         return (
@@ -56,17 +56,17 @@ class Connection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keeps the transport."""
+        """Keep the transport."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Fails the request under way."""
+        """Fail the request under way."""
         self._transport = None
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_exception(exc or ConnectionResetError("closed before an answer"))
 
     def data_received(self, data: bytes) -> None:
-        """Answers the request under way once the response is whole."""
+        """Answer the request under way once the response is whole."""
         self._buffer = self._buffer + data if self._buffer else data
         end = self._buffer.find(b"\r\n\r\n")
         if end < 0:
@@ -85,7 +85,7 @@ class Connection(asyncio.Protocol):
         return self._transport is not None
 
     async def exchange(self, head: bytes, body: bytes) -> tuple[int, bytes]:
-        """Returns status and body of the answer to `head` (see `Target.head`) and `body`.
+        """Return status and body of the answer to `head` (see `Target.head`) and `body`.
 
         Raises:
             OSError: the connection was lost.
@@ -102,7 +102,7 @@ class Connection(asyncio.Protocol):
             deadline.cancel()
 
     def close(self) -> None:
-        """Closes the connection."""
+        """Close the connection."""
         if self._transport is not None:
             self._transport.close()
 
@@ -140,20 +140,20 @@ class Client:
             self._connection.close()
 
     async def connect(self) -> Connection:
-        """Returns the open connection."""
+        """Return the open connection."""
         if self._connection is None or not self._connection.is_open:
             loop = asyncio.get_running_loop()
             _, self._connection = await loop.create_connection(Connection, *self.target.address)
         return self._connection
 
     async def ask(self, method: str, path: str, content: object = None) -> tuple[int, bytes]:
-        """Returns status and body of any answer."""
+        """Return status and body of any answer."""
         body = b"" if content is None else json.dumps(content).encode()
         connection = await self.connect()
         return await connection.exchange(self.target.head(method, path), body)
 
     async def want(self, status: int, method: str, path: str, content: object = None) -> dict:
-        """Returns the JSON object of an answer that must have `status`.
+        """Return the JSON object of an answer that must have `status`.
 
         Raises:
             HubAnswer: it has another.
@@ -164,20 +164,20 @@ class Client:
         return json.loads(body) if body else {}
 
     async def open(self, env: str, item_id: str, *, seed: int = 0) -> tuple[str, str]:
-        """Returns session id and first observation of a new session of a hub."""
+        """Return session id and first observation of a new session of a hub."""
         content = {"env": env, "item_id": item_id, "seed": seed}
         answer = await self.want(201, "POST", "/v1/sessions", content)
         return answer["session_id"], answer["observation"]
 
     async def step(self, session_id: str, action: str, seq: int) -> dict:
-        """Returns the answer to step `seq` of a session of a hub."""
+        """Return the answer to step `seq` of a session of a hub."""
         path = f"/v1/sessions/{session_id}/step"
         return await self.want(200, "POST", path, {"action": action, "seq": seq})
 
     async def hint(self, session_id: str) -> dict:
-        """Returns the valid actions and the expert's action."""
+        """Return the valid actions and the expert's action."""
         return await self.want(200, "GET", f"/v1/sessions/{session_id}/hint")
 
     async def delete(self, session_id: str) -> None:
-        """Ends a session."""
+        """End a session."""
         await self.want(204, "DELETE", f"/v1/sessions/{session_id}")

@@ -35,11 +35,11 @@ class Service:
     log: Path
 
     def rss_bytes(self) -> int:
-        """Returns the resident memory of the process, without its children."""
+        """Return the resident memory of the process, without its children."""
         return psutil.Process(self.process.pid).memory_info().rss
 
     def worker_rss_bytes(self) -> int:
-        """Returns the resident memory of all its children and their children."""
+        """Return the resident memory of all its children and their children."""
         total = 0
         for child in psutil.Process(self.process.pid).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -47,7 +47,7 @@ class Service:
         return total
 
     def tail(self, num_chars: int = 1500) -> str:
-        """Returns the last words of the log."""
+        """Return the last words of the log."""
         return self.log.read_text(errors="replace")[-num_chars:]
 
 
@@ -58,7 +58,7 @@ def hub_process(
     overrides: Sequence[str] = (),
     environ: Mapping[str, str] | None = None,
 ) -> Generator[Service]:
-    """Yields a hub that serves `envs`, started by `python run.py envhub`.
+    """Yield a hub that serves `envs`, started by `python run.py envhub`.
 
     Args:
         envs: names as in the registry.
@@ -91,7 +91,7 @@ def hub_process(
 
 @contextlib.contextmanager
 def module_process(module: str, *, environ: Mapping[str, str] | None = None) -> Generator[Service]:
-    """Yields a service that is started by `python -m <module> <port>`."""
+    """Yield a service that is started by `python -m <module> <port>`."""
     with tempfile.TemporaryDirectory(prefix="longstride-bench-") as folder:
         log = Path(folder) / "log.txt"
         target = Target(url=f"http://127.0.0.1:{_free_port()}")
@@ -121,7 +121,7 @@ def _process(
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Ends a process and whatever it left behind, by process id.
+    """End a process and whatever it left behind, by process id.
 
     Raises:
         ServiceFailed: it had to be killed.

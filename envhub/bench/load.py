@@ -64,13 +64,13 @@ class Measured:
         return self.num_done / self.duration_s
 
     def percentile_ms(self, frac: float) -> float:
-        """Returns the latency that `frac` of the requests did not exceed."""
+        """Return the latency that `frac` of the requests did not exceed."""
         ordered = sorted(self.latencies_ms)
         return ordered[min(len(ordered) - 1, int(frac * len(ordered)))]
 
 
 def measure(job: Job) -> Measured:
-    """Returns what a client process of its own measured.
+    """Return what a client process of its own measured.
 
     Raises:
         RuntimeError: it failed; holds its last words.
@@ -103,19 +103,19 @@ class HubRoutes:
         self._job = job
 
     async def open(self, client: Client, number: int) -> Episode:
-        """Creates and resets: one request."""
+        """Create and reset: one request."""
         item_id = ITEMS[self._job.env].format(number % NUM_ITEMS)
         session_id, _ = await client.open(self._job.env, item_id)
         path = f"/v1/sessions/{session_id}/step"
         return Episode(session_id=session_id, head=self._job.target.head("POST", path))
 
     def step_body(self, episode: Episode, action: str) -> bytes:
-        """Returns the body of the next step."""
+        """Return the body of the next step."""
         episode.seq += 1
         return b'{"action":"%s","seq":%d}' % (action.encode(), episode.seq)
 
     async def close(self, client: Client, episode: Episode) -> None:
-        """Ends an episode."""
+        """End an episode."""
         await client.delete(episode.session_id)
 
 
@@ -127,7 +127,7 @@ class ReferenceRoutes:
         self._head = job.target.head("POST", f"/{job.env}/step")
 
     async def open(self, client: Client, number: int) -> Episode:
-        """Creates and resets: two requests."""
+        """Create and reset: two requests."""
         env = self._job.env
         made = await client.want(200, "POST", f"/{env}/create")
         item_id = ITEMS[env].format(number % NUM_ITEMS)
@@ -138,11 +138,11 @@ class ReferenceRoutes:
         return Episode(session_id=str(made["id"]), head=self._head)
 
     def step_body(self, episode: Episode, action: str) -> bytes:
-        """Returns the body of the next step."""
+        """Return the body of the next step."""
         return b'{"action":"%s","id":%s}' % (action.encode(), episode.session_id.encode())
 
     async def close(self, client: Client, episode: Episode) -> None:
-        """Ends an episode."""
+        """End an episode."""
         path = f"/{self._job.env}/close"
         await client.want(200, "POST", path, {"id": int(episode.session_id)})
 
@@ -159,14 +159,14 @@ class Recorder:
         self.latencies_ms: list[float] = []
 
     def add(self, sent_s: float, answered_s: float) -> bool:
-        """Counts a request; returns whether to go on."""
+        """Count a request; return whether to go on."""
         if self.begin_s <= answered_s < self.end_s:
             self.latencies_ms.append((answered_s - sent_s) * 1e3)
         return answered_s < self.end_s
 
 
 async def run_job(job: Job) -> Measured:
-    """Returns what this process measures."""
+    """Return what this process measures."""
     routes = ReferenceRoutes(job) if job.is_reference else HubRoutes(job)
     kinds: dict[str, Callable[[Job, Routes], Awaitable[Measured]]] = {
         "step": _measure_steps,
@@ -206,7 +206,7 @@ async def _keep_stepping(
     episode: Episode,
     numbers: Iterator[int],
 ) -> Episode:
-    """Steps one episode after the other until the time is over; returns the last one."""
+    """Step one episode after the other until the time is over; return the last one."""
     connection = await client.connect()
     actions = ACTIONS[job.env]
     for turn in count():
@@ -225,7 +225,7 @@ async def _keep_stepping(
 
 
 async def _measure_opening(job: Job, routes: Routes) -> Measured:
-    """Opens `num_clients` episodes at once, several times; closing them is not counted."""
+    """Open `num_clients` episodes at once, several times; closing them is not counted."""
     numbers = count()
     latencies_ms: list[float] = []
     took_s = 0.0
@@ -252,7 +252,7 @@ async def _measure_opening(job: Job, routes: Routes) -> Measured:
 
 
 async def _measure_batches(job: Job, routes: Routes) -> Measured:
-    """Steps `num_clients` sessions of one connection with one request each time."""
+    """Step `num_clients` sessions of one connection with one request each time."""
     numbers = count()
     actions = ACTIONS[job.env]
     num_done = 0
@@ -284,7 +284,7 @@ def _next_step(episode: Episode, action: str) -> dict[str, Any]:
 
 
 def _entries(status: int, body: bytes, wanted: int) -> list[dict[str, Any]]:
-    """Returns the entries of a batch's answer, each of which must have status `wanted`."""
+    """Return the entries of a batch's answer, each of which must have status `wanted`."""
     if status != 200:
         raise HubAnswer(status, body, request="batch")
     entries = json.loads(body)
@@ -295,7 +295,7 @@ def _entries(status: int, body: bytes, wanted: int) -> list[dict[str, Any]]:
 
 
 async def _measure_batch_opening(job: Job, routes: Routes) -> Measured:
-    """Opens `num_clients` episodes with one request, several times; closing is not counted."""
+    """Open `num_clients` episodes with one request, several times; closing is not counted."""
     latencies_ms: list[float] = []
     numbers = count()
     async with Client(job.target) as client:
@@ -316,7 +316,7 @@ async def _measure_batch_opening(job: Job, routes: Routes) -> Measured:
 
 
 def main() -> None:
-    """Runs the job given on stdin and writes what it measured to stdout."""
+    """Run the job given on stdin and write what it measured to stdout."""
     asked = json.load(sys.stdin)
     job = Job(**{**asked, "target": Target(**asked["target"])})
     json.dump(asdict(uvloop.run(run_job(job))), sys.stdout)

@@ -60,7 +60,7 @@ class EnvTable:
         self._lock = threading.Lock()
 
     def create(self) -> CreateAnswer:
-        """Makes an environment and returns its id."""
+        """Make an environment and return its id."""
         with self._lock:
             number = self._num_made
             self._num_made += 1
@@ -68,14 +68,14 @@ class EnvTable:
         return CreateAnswer(id=number)
 
     def reset(self, body: ResetBody) -> StateAnswer:
-        """Starts an episode."""
+        """Start an episode."""
         try:
             return StateAnswer(observation=self._envs[body.id].reset(body.item_id, 0))
         except Exception as error:  # noqa: BLE001 - the usual servers answer with the text
             return StateAnswer(error=str(error))
 
     def step(self, body: StepBody) -> StateAnswer:
-        """Performs one action."""
+        """Perform one action."""
         try:
             result = self._envs[body.id].step(body.action)
         except Exception as error:  # noqa: BLE001 - the usual servers answer with the text
@@ -83,12 +83,12 @@ class EnvTable:
         return StateAnswer(observation=result.observation, reward=result.reward, done=result.done)
 
     def close(self, body: CreateAnswer) -> bool:
-        """Forgets an environment."""
+        """Forget an environment."""
         return self._envs.pop(body.id, None) is not None
 
 
 def make_app() -> FastAPI:
-    """Returns the application with the routes of both environments."""
+    """Return the application with the routes of both environments."""
     app = FastAPI()
     options = EnvsSection()
     for spec in (make_textcraft(options), make_babyai(options)):
@@ -101,7 +101,7 @@ def make_app() -> FastAPI:
 
 
 def main() -> None:
-    """Serves on a port of loopback.
+    """Serve on a port of loopback.
 
     With LONGSTRIDE_BENCH_PLAIN=1 by what `pip install uvicorn` alone brings (asyncio's loop, h11);
     else by the loop and the parser that the hub uses too.

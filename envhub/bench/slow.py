@@ -18,7 +18,7 @@ SUBSETS = {"wait": SubsetSpec(num_train=100_000, num_test=100, max_turns=64)}
 
 
 def turn_s(item_id: str, seed: int, *, options: dict[str, str]) -> float:
-    """Returns the seconds of every turn of an episode: log-normal, some of them a lot longer.
+    """Return the seconds of every turn of an episode: log-normal, some of them a lot longer.
 
     They depend on nothing but the item, the seed and the options, so that runs in different modes
     wait alike.
@@ -37,7 +37,7 @@ def turn_s(item_id: str, seed: int, *, options: dict[str, str]) -> float:
 
 
 def is_won(item_id: str, seed: int) -> bool:
-    """Returns whether the episode ends with success: half of them do, whatever the agent says."""
+    """Return whether the episode ends with success: half of them do, whatever the agent says."""
     return _digest(item_id, seed, "worth") % 2 == 0
 
 
@@ -88,7 +88,7 @@ class SlowEnv:
 
 
 def make_spec(options: EnvsSection) -> EnvSpec:
-    """Returns the specification, with the options of `envs.plugins`."""
+    """Return the specification, with the options of `envs.plugins`."""
     return EnvSpec(
         name=NAME,
         subsets=SUBSETS,

@@ -39,7 +39,7 @@ class Soak:
     failures: list[str] = field(default_factory=list[str])
 
     def growth_frac(self) -> float:
-        """Returns how much more memory the last third took than the one before it, hub and all."""
+        """Return how much more memory the last third took than the one before it, hub and all."""
         total = [a + b for a, b in zip(self.hub_bytes, self.worker_bytes, strict=True)]
         third = len(total) // 3
         before = statistics.median(total[third : 2 * third])
@@ -69,7 +69,7 @@ def run_suite(
     num_abandoned: int = NUM_ABANDONED,
     envs: Sequence[str] = ENVS,
 ) -> int:
-    """Soaks a hub and abandons sessions; returns 1 when memory grew or anything failed."""
+    """Soak a hub and abandon sessions; return 1 when memory grew or anything failed."""
     with hub_process(envs, overrides=[f"envhub.session_lease_s={LEASE_S:g}"]) as hub:
         soak = soak_hub(hub, duration_s=duration_s)
     growth_frac = soak.growth_frac()
@@ -99,7 +99,7 @@ def _mib(num_bytes: int) -> str:
 
 
 def soak_hub(hub: Service, *, duration_s: float) -> Soak:
-    """Puts a mixed load on a running hub and returns what it met."""
+    """Put a mixed load on a running hub and return what it met."""
     return uvloop.run(_soak(hub, duration_s))
 
 
@@ -135,7 +135,7 @@ async def _keep_playing(
 async def _play(
     client: Client, subset: Subset, chance: random.Random, soak: Soak, end_s: float
 ) -> None:
-    """Plays one episode badly: valid actions, garbage, repeats; ends it, or leaves it."""
+    """Play one episode badly: valid actions, garbage, repeats; end it, or leave it."""
     item_id = f"{subset.name}-train-{chance.randrange(subset.num_train)}"
     session_id = await open_patiently(client, subset.env, item_id)
     soak.counts["opened"] += 1
@@ -168,7 +168,7 @@ def abandon(
     envs: Sequence[str] = ("textcraft", "babyai"),
     lease_s: float = ABANDON_LEASE_S,
 ) -> Abandoned:
-    """Opens sessions that nobody ends, waits for their lease, returns the hub's memory.
+    """Open sessions that nobody ends, wait for their lease, return the hub's memory.
 
     The start is taken after 50 sessions of each environment, so that caches are filled.
     """
@@ -202,7 +202,7 @@ async def _abandon(hub: Service, num_sessions: int, lease_s: float) -> Abandoned
 
 
 def _one_of_each(subsets: list[Subset]) -> list[Subset]:
-    """Returns the largest subset of every environment."""
+    """Return the largest subset of every environment."""
     largest: dict[str, Subset] = {}
     for subset in subsets:
         held = largest.setdefault(subset.env, subset)
@@ -212,7 +212,7 @@ def _one_of_each(subsets: list[Subset]) -> list[Subset]:
 
 
 async def _settled_bytes(hub: Service, enough_bytes: float) -> int:
-    """Returns the resident memory once it is small enough, or what it is after SETTLE_S."""
+    """Return the resident memory once it is small enough, or what it is after SETTLE_S."""
     deadline_s = time.monotonic() + SETTLE_S
     while hub.rss_bytes() > enough_bytes and time.monotonic() < deadline_s:
         await asyncio.sleep(0.5)

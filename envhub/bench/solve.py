@@ -73,7 +73,7 @@ class Tally:
 
 
 def run_suite(out: TextIO, *, num_items: int = NUM_ITEMS, envs: Sequence[str] | None = None) -> int:
-    """Solves a sample of every subset; returns 1 when one lies below MIN_SOLVED_FRAC.
+    """Solve a sample of every subset; return 1 when one lies below MIN_SOLVED_FRAC.
 
     Args:
         out: where the table goes, a row per subset and a line per item not solved;
@@ -124,7 +124,7 @@ def _write_row(out: TextIO, tally: Tally) -> None:
 
 
 async def list_subsets(target: Target) -> list[Subset]:
-    """Returns the subsets of everything a hub serves."""
+    """Return the subsets of everything a hub serves."""
     async with Client(target) as client:
         catalogue = await client.want(200, "GET", "/v1/envs")
     return [
@@ -141,7 +141,7 @@ async def list_subsets(target: Target) -> list[Subset]:
 
 
 def sample_items(subset: Subset, num_items: int) -> list[str]:
-    """Returns ids of distinct items, the same on every machine; half of them test items."""
+    """Return ids of distinct items, the same on every machine; half of them test items."""
     chance = random.Random(f"{subset.env} {subset.name}")
     num_test = min(subset.num_test, max((num_items + 1) // 2, num_items - subset.num_train))
     num_train = min(subset.num_train, num_items - num_test)
@@ -154,7 +154,7 @@ def sample_items(subset: Subset, num_items: int) -> list[str]:
 async def solve_subset(
     target: Target, subset: Subset, *, num_items: int, num_clients: int = NUM_CLIENTS
 ) -> Tally:
-    """Follows the expert through a sample of a subset, `num_clients` episodes at a time.
+    """Follow the expert through a sample of a subset, `num_clients` episodes at a time.
 
     Items that an outage ended are tried once more, alone, so that only those that cause one count.
     """
@@ -178,7 +178,7 @@ async def solve_subset(
 
 
 async def solve_item(client: Client, subset: Subset, item_id: str) -> Outcome:
-    """Follows the expert from reset to the end of one item, at most `max_turns` turns."""
+    """Follow the expert from reset to the end of one item, at most `max_turns` turns."""
     num_turns = 0
     session_id = None
     try:
@@ -203,7 +203,7 @@ async def solve_item(client: Client, subset: Subset, item_id: str) -> Outcome:
 
 
 async def open_patiently(client: Client, env: str, item_id: str) -> str:
-    """Returns a new session's id; waits while the environment has all its sessions in use.
+    """Return a new session's id; waits while the environment has all its sessions in use.
 
     Raises:
         HubAnswer: it failed, or was still full after OPEN_TIMEOUT_S.
@@ -219,6 +219,6 @@ async def open_patiently(client: Client, env: str, item_id: str) -> str:
 
 
 def solve_one_env(hub: Service, *, num_items: int) -> list[Tally]:
-    """Returns a tally per subset of everything that a running hub serves."""
+    """Return a tally per subset of everything that a running hub serves."""
     subsets = uvloop.run(list_subsets(hub.target))
     return [uvloop.run(solve_subset(hub.target, subset, num_items=num_items)) for subset in subsets]

@@ -28,7 +28,7 @@ LEGEND = (
 
 
 def run_suite(out: TextIO) -> int:
-    """Measures the hub beside the usual way to serve; returns 1 when a promise is not kept.
+    """Measure the hub beside the usual way to serve; return 1 when a promise is not kept.
 
     Takes about two minutes.
     """
@@ -55,7 +55,7 @@ def run_suite(out: TextIO) -> int:
 def _row(
     out: TextIO, servers: tuple[Service, ...], env: str, kind: str, num_clients: int
 ) -> Measured:
-    """Measures one load on each server, writes the row, returns the hub's figures.
+    """Measure one load on each server, write the row, return the hub's figures.
 
     The servers take turns in several short rounds, so that other work on the machine, which comes
     and goes, weighs on all of them alike.

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from common.config.run_config import RunConfig
+from common.config.envs import EnvsSection, RemoteOptions
 from envhub.envs.webarena.remote_sites import configured
 
 TIMEOUT_S = 5.0
@@ -23,31 +23,33 @@ class Server:
     is_hub: bool = False  # then its state must be fine; of others any answer at all will do
 
 
-def servers_of(env_names: Sequence[str], cfg: RunConfig) -> list[Server]:
-    """Returns the servers that these environments ask while they are played."""
+def servers_of(
+    env_names: Sequence[str], options: EnvsSection, remote: RemoteOptions
+) -> list[Server]:
+    """Return the servers that these environments ask while they are played."""
     found: list[Server] = []
-    if cfg.env.dialect in env_names:
-        remedy = f"start AgentGym's {cfg.env.dialect} server, or give its address"
-        found.append(Server(key="env.url", url=cfg.env.url, remedy=remedy))
-    if "searchqa" in env_names and cfg.envs.searchqa.retriever_url:
-        url, key = cfg.envs.searchqa.retriever_url, "envs.searchqa.retriever_url"
+    if remote.dialect in env_names:
+        remedy = f"start AgentGym's {remote.dialect} server, or give its address"
+        found.append(Server(key="env.url", url=remote.url, remedy=remedy))
+    if "searchqa" in env_names and options.searchqa.retriever_url:
+        url, key = options.searchqa.retriever_url, "envs.searchqa.retriever_url"
         remedy = "start the retriever, or give envs.searchqa.corpus instead"
         found.append(Server(key=key, url=url, remedy=remedy))
     if "webarena" in env_names:
         remedy = "start this site of WebArena, or give its address"
-        sites = configured(cfg.envs.webarena).items()
+        sites = configured(options.webarena).items()
         found += [Server(key=f"envs.webarena.{n}", url=u, remedy=remedy) for n, u in sites]
     return found
 
 
-def hub_of(cfg: RunConfig) -> Server:
-    """Returns the hub that `envhub.url` names."""
+def hub_at(url: str) -> Server:
+    """Return the hub that `envhub.url` names."""
     remedy = "start it with `python run.py envhub`, or unset envhub.url for a hub of the run's own"
-    return Server(key="envhub.url", url=cfg.envhub.url, remedy=remedy, is_hub=True)
+    return Server(key="envhub.url", url=url, remedy=remedy, is_hub=True)
 
 
 def silent(servers: Sequence[Server]) -> list[str]:
-    """Returns a line with its remedy for each server that does not answer; asks all at once."""
+    """Return a line with its remedy for each server that does not answer; asks all at once."""
     with ThreadPoolExecutor(MAX_AT_ONCE) as pool:
         problems = list(pool.map(_problem, servers))
     return [
@@ -58,7 +60,7 @@ def silent(servers: Sequence[Server]) -> list[str]:
 
 
 def _problem(server: Server) -> str:
-    """Returns why a server is of no use, "" if it answers."""
+    """Return why a server is of no use, "" if it answers."""
     try:
         status = _ask(f"{server.url.rstrip('/')}/healthz" if server.is_hub else server.url)
     except OSError as error:
@@ -70,7 +72,7 @@ def _problem(server: Server) -> str:
 
 
 def _ask(url: str) -> int:
-    """Returns the status of a GET, without a proxy and without following redirections."""
+    """Return the status of a GET, without a proxy and without following redirections."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError("it is no address such as http://host:8080")
@@ -85,6 +87,6 @@ def _ask(url: str) -> int:
 
 
 def _shown(url: str) -> str:
-    """Returns an address without the password that it may have."""
+    """Return an address without the password that it may have."""
     scheme, mark, rest = url.partition("://")
     return f"{scheme}{mark}{rest.rpartition('@')[2]}"

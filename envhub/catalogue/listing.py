@@ -28,7 +28,7 @@ class Row:
     missing: str = ""  # "" when it can run
 
     def cells(self) -> tuple[str, ...]:
-        """Returns the row as text; what is unknown is left out."""
+        """Return the row as text; what is unknown is left out."""
         sizes = (self.num_train, self.num_test) if self.subset else (None, None)
         numbers = ["" if number is None else f"{number:,}" for number in sizes]
         turns = str(self.max_turns or "")
@@ -39,7 +39,7 @@ class Row:
 def list_rows(
     env_names: Sequence[str], options: EnvsSection, remote: RemoteOptions, *, is_short: bool
 ) -> list[Row]:
-    """Returns the tasks of the environments, by scenario, then the subsets in no task.
+    """Return the tasks of the environments, by scenario, then the subsets in no task.
 
     Args:
         env_names: as for `Registry`.
@@ -93,7 +93,7 @@ def _other_rows(spec: EnvSpec, *, is_short: bool) -> list[Row]:
 
 
 def _missing_rows(name: str, missing: str) -> list[Row]:
-    """Returns the tasks that an environment would have here."""
+    """Return the tasks that an environment would have here."""
     path = ENVS / name / "tasks.json"
     tasks = load_tasks(path) if path.is_file() else {}
     rows = [
@@ -112,7 +112,7 @@ def _missing_rows(name: str, missing: str) -> list[Row]:
 
 
 def format_rows(rows: Sequence[Row]) -> str:
-    """Returns the table as text."""
+    """Return the table as text."""
     lines = [HEADINGS, *(row.cells() for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(HEADINGS) - 1)]
     texts: list[str] = []

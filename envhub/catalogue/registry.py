@@ -44,7 +44,7 @@ class Requirement:
     instead: Callable[[EnvsSection], str] | None = None
 
     def is_met(self, options: EnvsSection) -> bool:
-        """Returns whether the machine has it."""
+        """Return whether the machine has it."""
         given = self.instead(options) if self.instead is not None else ""
         has_binary = not self.binaries or any(map(shutil.which, self.binaries))
         if given:
@@ -95,7 +95,7 @@ class Registry:
         options: EnvsSection | None = None,
         remote: RemoteOptions | None = None,
     ) -> None:
-        """Imports outside environments at once, the others when they are first asked for.
+        """Import outside environments at once, the others when they are first asked for.
 
         Raises:
             UnknownEnv: no such environment; names the nearest.
@@ -123,7 +123,7 @@ class Registry:
         return tuple(sorted(self._references))
 
     def spec(self, name: str) -> EnvSpec:
-        """Returns an environment's catalogue entry.
+        """Return an environment's catalogue entry.
 
         Raises:
             UnknownEnv: this hub does not offer it.
@@ -136,11 +136,11 @@ class Registry:
         return spec
 
     def loaded(self) -> list[EnvSpec]:
-        """Returns the entries that have been asked for so far."""
+        """Return the entries that have been asked for so far."""
         return list(self._specs.values())
 
     def load_order(self, name: str) -> dict[str, Any]:
-        """Returns what a worker process needs to load the same environment, as JSON."""
+        """Return what a worker process needs to load the same environment, as JSON."""
         reference = self._references[name]
         if not is_reference(reference):
             reference = f"{LOADERS[name]}:make_spec"
@@ -150,17 +150,17 @@ class Registry:
         }
 
     def catalogue(self) -> dict[str, dict[str, Any]]:
-        """Returns subsets, sizes, turn limits, tasks and instructions of all, as JSON."""
+        """Return subsets, sizes, turn limits, tasks and instructions of all, as JSON."""
         return {name: _entry(self.spec(name)) for name in self.names}
 
 
 def is_reference(name: str) -> bool:
-    """Returns whether a name refers to an environment outside the package."""
+    """Return whether a name refers to an environment outside the package."""
     return ":" in name
 
 
 def parse_options(plain: Mapping[str, Any]) -> tuple[EnvsSection, RemoteOptions]:
-    """Returns the options that `Registry.load_order` wrote."""
+    """Return the options that `Registry.load_order` wrote."""
     default = EnvsSection()
     sections = {name: _like(getattr(default, name), value) for name, value in plain["envs"].items()}
     return EnvsSection(**sections), RemoteOptions(**plain["env"])
@@ -171,7 +171,7 @@ def _like(default: Any, value: Any) -> Any:
 
 
 def load_spec(name: str, options: EnvsSection, remote: RemoteOptions) -> EnvSpec:
-    """Returns the specification of an environment, imported now.
+    """Return the specification of an environment, imported now.
 
     Raises:
         UnknownEnv: the reference names no module or no function in it.
@@ -192,7 +192,7 @@ def load_spec(name: str, options: EnvsSection, remote: RemoteOptions) -> EnvSpec
 
 
 def _call(make_spec: Callable[..., EnvSpec], options: EnvsSection) -> EnvSpec:
-    """Calls with the options, or without where the function takes none."""
+    """Call with the options, or without where the function takes none."""
     takes_options = len(inspect.signature(make_spec).parameters) > 0
     return make_spec(options) if takes_options else make_spec()
 
@@ -242,7 +242,7 @@ def missing_requirements(
     options: EnvsSection | None = None,
     remote: RemoteOptions | None = None,
 ) -> list[str]:
-    """Returns a line for each thing that an environment needs and the machine lacks.
+    """Return a line for each thing that an environment needs and the machine lacks.
 
     Names that are not in LOADERS have no requirements that the registry knows of.
     """
@@ -259,7 +259,7 @@ def missing_requirements(
 
 
 def _check(module: str, options: EnvsSection) -> list[str]:
-    """Returns what the environment's own `check` finds missing."""
+    """Return what the environment's own `check` finds missing."""
     try:
         check = getattr(import_module(module), "check", None)
     except ImportError as error:

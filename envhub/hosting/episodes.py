@@ -7,8 +7,9 @@ from collections.abc import Awaitable, Callable
 from inspect import isawaitable
 from typing import Any, Protocol, TypeVar
 
+from common.errors import EnvError, EnvTimeout
 from envhub.env import EnvSpec, StepResult, Style, UnknownItem
-from envhub.errors import EnvRaised, EnvTimeout, WorkerLost
+from envhub.errors import EnvRaised, WorkerLost
 from envhub.hosting.workers import Worker, WorkerPool
 
 logger = logging.getLogger(__name__)
@@ -32,23 +33,23 @@ class Episode(Protocol):
     worker: Worker | None
 
     async def open(self, item_id: str, seed: int) -> str:
-        """Starts the episode. Raises: UnknownItem, EnvRaised, EnvTimeout."""
+        """Start the episode. Raises: UnknownItem, EnvRaised, EnvTimeout."""
         ...
 
     async def step(self, action: str) -> StepResult:
-        """Performs an action. Raises: EnvRaised, EnvTimeout."""
+        """Perform an action. Raises: EnvRaised, EnvTimeout."""
         ...
 
     async def hint(self) -> tuple[list[str], str | None]:
-        """Returns valid actions and the expert's. Raises: EnvRaised, EnvTimeout."""
+        """Return valid actions and the expert's. Raises: EnvRaised, EnvTimeout."""
         ...
 
     async def render(self) -> tuple[str, str]:
-        """Returns the state for people and the fingerprint. Raises: EnvRaised, EnvTimeout."""
+        """Return the state for people and the fingerprint. Raises: EnvRaised, EnvTimeout."""
         ...
 
     async def close(self) -> None:
-        """Gives everything back; never raises."""
+        """Give everything back; never raises."""
         ...
 
 
@@ -85,7 +86,7 @@ class LocalEpisode:
         if close is not None:
             try:
                 await self._call(close)
-            except (EnvRaised, EnvTimeout) as error:
+            except EnvError as error:
                 logger.warning("close failed env=%s reason=%s", self._name, error)
 
     async def _call(self, work: Callable[[], Any]) -> Any:
@@ -163,7 +164,7 @@ class WorkerEpisode:
             await worker.call("close", session=self._number, timeout_s=CLOSE_TIMEOUT_S)
         except WorkerLost:
             pass
-        except (EnvRaised, EnvTimeout) as error:
+        except EnvError as error:
             logger.warning("close failed env=%s reason=%s", worker.env_name, error)
         finally:
             self._pool.give_back(worker)

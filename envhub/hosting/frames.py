@@ -10,7 +10,7 @@ _LENGTH = struct.Struct(">I")
 
 
 def encode_frame(message: dict[str, Any]) -> bytes:
-    """Returns the bytes of one message.
+    """Return the bytes of one message.
 
     Raises:
         ValueError: longer than MAX_FRAME_BYTES, or no JSON.
@@ -22,7 +22,7 @@ def encode_frame(message: dict[str, Any]) -> bytes:
 
 
 async def read_frame(reader: asyncio.StreamReader) -> dict[str, Any]:
-    """Returns the next message.
+    """Return the next message.
 
     Raises:
         asyncio.IncompleteReadError, ConnectionError: the other side is gone.

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 MEMORY_INTERVAL_S = 5.0
 
 
-class Lodging:
+class Placement:
     """Makes episodes by an environment's isolation. Worker pools come into being at first use.
 
     Attributes:
@@ -35,13 +35,13 @@ class Lodging:
         self.on_lost: Callable[[Worker], None] = lambda _: None
 
     def capacity(self, spec: EnvSpec) -> int:
-        """Returns how many sessions an environment may have at a time."""
+        """Return how many sessions an environment may have at a time."""
         if spec.isolation is Isolation.INLINE:
             return self._capacity
         return min(self._capacity, spec.max_workers * spec.sessions_per_worker)
 
     def make(self, spec: EnvSpec, style: Style) -> Episode:
-        """Returns an episode that is not open yet.
+        """Return an episode that is not open yet.
 
         Raises:
             EnvRaised: the environment's own code failed.
@@ -53,7 +53,7 @@ class Lodging:
         return LocalEpisode(spec, style, timeout_s=timeout_s, is_instant=is_instant)
 
     def workers(self) -> list[Worker]:
-        """Returns all worker processes there are."""
+        """Return all worker processes there are."""
         return [worker for pool in self._pools.values() for worker in pool.workers]
 
     def _pool(self, spec: EnvSpec) -> WorkerPool:
@@ -81,13 +81,13 @@ class Lodging:
         self.on_lost(worker)
 
     async def watch_memory(self) -> None:
-        """Replaces workers that hold too much memory; ends only by cancellation."""
+        """Replace workers that hold too much memory; end only by cancellation."""
         while True:
             await asyncio.sleep(MEMORY_INTERVAL_S)
             await self.check_memory()
 
     async def check_memory(self) -> None:
-        """Looks once at what the workers hold."""
+        """Look once at what the workers hold."""
         workers = self.workers()
         if not workers:
             return
@@ -96,7 +96,7 @@ class Lodging:
             pool.check_memory(resident)
 
     async def stop(self) -> None:
-        """Ends the workers, and what the environments in this process share."""
+        """End the workers, and what the environments in this process share."""
         stops = [pool.stop() for pool in self._pools.values()]
         for spec in self._registry.loaded():
             if spec.isolation is not Isolation.WORKER and spec.stop is not None:

@@ -15,7 +15,7 @@ MARK = "LONGSTRIDE_WORKER"  # environment variable that a worker's whole offspri
 
 
 def resident_bytes(roots: Iterable[int]) -> dict[int, int]:
-    """Returns the resident memory of each process with its descendants, by process id."""
+    """Return the resident memory of each process with its descendants, by process id."""
     children: defaultdict[int, list[int]] = defaultdict(list)
     resident: dict[int, int] = {}
     for process in psutil.process_iter(["ppid", "memory_info"]):
@@ -36,7 +36,7 @@ def _sum(root: int, children: dict[int, list[int]], resident: dict[int, int]) ->
 
 
 def kill_marked(mark: str) -> int:
-    """Kills every process that inherited the mark and returns how many there were.
+    """Kill every process that inherited the mark and return how many there were.
 
     A browser leaves its worker's process group, so killing the group does not end it.
     """
@@ -50,13 +50,13 @@ def kill_marked(mark: str) -> int:
 
 
 def kill_group(group: int) -> None:
-    """Kills a process group; one that is gone already is no error."""
+    """Kill a process group; one that is gone already is no error."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, signal.SIGKILL)
 
 
 def use_system_allocator() -> None:
-    """Starts this program again with the C library's allocator for Python's objects.
+    """Start this program again with the C library's allocator for Python's objects.
 
     Python's own allocator gives memory back only in whole megabytes that nothing lives in any
     more; after 10,000 sessions 27 % more stays resident than before them, with this one 2 %.
@@ -68,7 +68,7 @@ def use_system_allocator() -> None:
 
 
 def give_back_memory() -> None:
-    """Returns free memory of this process to the system, where the C library can."""
+    """Return free memory of this process to the system, where the C library can."""
     gc.collect()  # levels are full of cycles; it also clears the interpreter's free lists
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
     if trim is not None:

@@ -9,19 +9,19 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
+from common.errors import EnvError, EnvTimeout
 from envhub.catalogue.registry import Registry
 from envhub.env import StepResult, Style
 from envhub.errors import (
     CapacityFull,
     EnvRaised,
-    EnvTimeout,
     HubDraining,
     SessionConflict,
     SessionUnknown,
     WorkerLost,
 )
 from envhub.hosting.episodes import Episode
-from envhub.hosting.placement import Lodging
+from envhub.hosting.placement import Placement
 from envhub.hosting.process_memory import give_back_memory
 from envhub.hosting.workers import Worker
 from envhub.http.metrics import HubMetrics
@@ -90,8 +90,8 @@ class Sessions:
         self.is_draining = False
         self.num_live: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()
-        self.lodging = Lodging(registry, capacity=capacity, step_timeout_s=step_timeout_s)
-        self.lodging.on_lost = self._end_sessions_of
+        self.placement = Placement(registry, capacity=capacity, step_timeout_s=step_timeout_s)
+        self.placement.on_lost = self._end_sessions_of
         self.metrics = HubMetrics(self)
 
     def __len__(self) -> int:
@@ -100,7 +100,7 @@ class Sessions:
     async def create(
         self, env_name: str, item_id: str, *, seed: int = 0, style: Style = Style.COMPACT
     ) -> tuple[str, str]:
-        """Starts an episode and returns its session id and first observation.
+        """Start an episode and return its session id and first observation.
 
         Raises:
             UnknownEnv, UnknownItem: the name or the item does not exist.
@@ -111,7 +111,7 @@ class Sessions:
         if self.is_draining:
             raise HubDraining("the hub is about to stop and takes no new sessions")
         spec = self._registry.spec(env_name)
-        capacity = self.lodging.capacity(spec)
+        capacity = self.placement.capacity(spec)
         if self.num_live[env_name] >= capacity:
             self.counts["refused"] += 1
             raise CapacityFull(f"{env_name} has all its {capacity} sessions in use")
@@ -119,7 +119,7 @@ class Sessions:
         episode: Episode | None = None
         try:
             with self._running():
-                episode = self.lodging.make(spec, style)
+                episode = self.placement.make(spec, style)
                 observation = await episode.open(item_id, seed)
         except BaseException:
             if episode is not None:
@@ -138,7 +138,7 @@ class Sessions:
         return session_id, observation
 
     async def step(self, session_id: str, action: str, seq: int | None = None) -> StepResult:
-        """Performs step `seq`, or returns its kept answer when it was the last one performed.
+        """Perform step `seq`, or return its kept answer when it was the last one performed.
 
         Args:
             session_id: from `create`.
@@ -166,7 +166,7 @@ class Sessions:
         try:
             with self._running():
                 session.answer = await session.episode.step(action)
-        except (EnvRaised, EnvTimeout):
+        except EnvError:
             await self._drop(session)
             raise
         session.seq += 1
@@ -175,29 +175,29 @@ class Sessions:
         return session.answer
 
     async def hint(self, session_id: str) -> tuple[list[str], str | None]:
-        """Returns the valid actions and the expert's action (None when it knows none)."""
+        """Return the valid actions and the expert's action (None when it knows none)."""
         session = self._find(session_id)
         async with self._alone(session):
             try:
                 with self._running():
                     return await session.episode.hint()
-            except (EnvRaised, EnvTimeout):
+            except EnvError:
                 await self._drop(session)
                 raise
 
     async def render(self, session_id: str) -> tuple[str, str]:
-        """Returns the state for people and the fingerprint of the initial state."""
+        """Return the state for people and the fingerprint of the initial state."""
         session = self._find(session_id)
         async with self._alone(session):
             try:
                 with self._running():
                     return await session.episode.render()
-            except (EnvRaised, EnvTimeout):
+            except EnvError:
                 await self._drop(session)
                 raise
 
     async def delete(self, session_id: str) -> None:
-        """Ends a session.
+        """End a session.
 
         Raises:
             SessionUnknown: it does not exist (any more).
@@ -208,7 +208,7 @@ class Sessions:
         self.counts["deleted"] += 1
 
     async def expire(self) -> int:
-        """Drops the sessions whose lease has run out and returns how many there were."""
+        """Drop the sessions whose lease has run out and return how many there were."""
         now_s = self._now_s()
         gone = [
             session
@@ -221,8 +221,8 @@ class Sessions:
             del self._ended[session_id]
         return len(gone)
 
-    async def reap(self) -> None:
-        """Drops expired sessions for ever; ends only by cancellation."""
+    async def watch_leases(self) -> None:
+        """Drop expired sessions for ever; end only by cancellation."""
         num_trimmed = 0
         while True:
             await asyncio.sleep(min(self.lease_s / 4, MAX_REAP_INTERVAL_S))
@@ -235,22 +235,22 @@ class Sessions:
                 logger.info("sessions expired num=%d left=%d", num_expired, len(self))
 
     async def drain(self, timeout_s: float) -> None:
-        """Refuses new sessions, and returns when no call is running or the time is up."""
+        """Refuse new sessions, and return when no call is running or the time is up."""
         self.is_draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._is_idle.wait()
 
     async def stop(self) -> None:
-        """Ends all sessions and everything that held them."""
+        """End all sessions and everything that held them."""
         self.is_draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STOP_TIMEOUT_S):
                 await asyncio.gather(*(self._drop(each) for each in list(self._sessions.values())))
-        await self.lodging.stop()
+        await self.placement.stop()
 
     def _find(self, session_id: str) -> Session:
-        """Returns a live session and renews its lease."""
+        """Return a live session and renew its lease."""
         session = self._sessions.get(session_id)
         now_s = self._now_s()
         if session is None or session.expires_at_s <= now_s:
@@ -263,7 +263,7 @@ class Sessions:
 
     @contextlib.asynccontextmanager
     async def _alone(self, session: Session) -> AsyncIterator[None]:
-        """Waits for the session's other calls; it may have ended or expired meanwhile."""
+        """Wait for the session's other calls; it may have ended or expired meanwhile."""
         if session.lock is None:
             yield
             return
@@ -274,7 +274,7 @@ class Sessions:
 
     @contextlib.contextmanager
     def _running(self):
-        """Counts a call into an environment for as long as it runs, and its failure."""
+        """Count a call into an environment for as long as it runs, and its failure."""
         self._num_running += 1
         self._is_idle.clear()
         try:
@@ -291,7 +291,7 @@ class Sessions:
                 self._is_idle.set()
 
     async def _drop(self, session: Session) -> None:
-        """Takes a session from the table, then gives its place free."""
+        """Take a session from the table, then free its place."""
         self._ended.pop(session.session_id, None)
         if self._sessions.pop(session.session_id, None) is None:
             return
@@ -301,7 +301,7 @@ class Sessions:
             self.num_live[session.env_name] -= 1
 
     def _end_sessions_of(self, worker: Worker) -> None:
-        """Ends the sessions of a lost worker; each client learns why at its next request."""
+        """End the sessions of a lost worker; each client learns why at its next request."""
         expires_at_s = self._now_s() + self.lease_s
         for session in [s for s in self._sessions.values() if s.episode.worker is worker]:
             del self._sessions[session.session_id]

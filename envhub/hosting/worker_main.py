@@ -36,7 +36,7 @@ class Host:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=spec.name)
 
     async def answer(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Returns the reply to one call: a result, or what kind of error came of it."""
+        """Return the reply to one call: a result, or what kind of error came of it."""
         try:
             result = await getattr(self, f"_{message['op']}")(message)
         except UnknownItem as error:
@@ -50,7 +50,7 @@ class Host:
         return {"id": message["id"], "result": result}
 
     async def _open(self, message: dict[str, Any]) -> str:
-        """Makes the episode and returns its first observation."""
+        """Make the episode and return its first observation."""
         env: Any = self._spec.make(Style(message["style"]))
         self._envs[message["session"]] = env
         return str(await self._run(env.reset, message["item_id"], message["seed"]))
@@ -75,7 +75,7 @@ class Host:
             await self._run(close)
 
     async def _stop(self, _: dict[str, Any]) -> None:
-        """Closes all episodes and what they share."""
+        """Close all episodes and what they share."""
         for number in list(self._envs):
             with contextlib.suppress(Exception):
                 await self._close({"session": number})
@@ -83,7 +83,7 @@ class Host:
             await self._spec.stop()
 
     async def _run(self, function: Callable[..., Any], *arguments: object) -> Any:
-        """Calls a coroutine function here and an ordinary one in a thread."""
+        """Call a coroutine function here and an ordinary one in a thread."""
         if asyncio.iscoroutinefunction(function):
             return await function(*arguments)
         loop = asyncio.get_running_loop()
@@ -92,7 +92,7 @@ class Host:
 
 
 def _as_json(result: StepResult) -> dict[str, Any]:
-    """Returns a step's result in plain types.
+    """Return a step's result in plain types.
 
     Raises:
         ValueError: the reward is not in [0, 1].
@@ -109,7 +109,7 @@ def _as_json(result: StepResult) -> dict[str, Any]:
 
 
 async def serve(connection: socket.socket) -> None:
-    """Answers the hub until it says stop or is gone."""
+    """Answer the hub until it says stop or is gone."""
     reader, writer = await asyncio.open_connection(sock=connection, limit=MAX_FRAME_BYTES)
     running: set[asyncio.Task[None]] = set()
     host: Host | None = None
@@ -138,7 +138,7 @@ async def serve(connection: socket.socket) -> None:
 
 
 def _make_host(message: dict[str, Any], writer: asyncio.StreamWriter) -> Host | None:
-    """Loads the environment; tells the hub how that went."""
+    """Load the environment; tell the hub how that went."""
     try:
         options, remote = parse_options(message["options"])
         host = Host(load_spec(message["reference"], options, remote))
@@ -152,7 +152,7 @@ def _make_host(message: dict[str, Any], writer: asyncio.StreamWriter) -> Host | 
 
 
 def main() -> None:
-    """Serves on the socket whose number is the first argument; the second is the log's level."""
+    """Serve on the socket whose number is the first argument; the second is the log's level."""
     descriptor, level = int(sys.argv[1]), sys.argv[2]
     os.set_inheritable(descriptor, False)  # else a JVM or browser would keep it open
     os.dup2(2, 1)  # what third-party code prints belongs in the log

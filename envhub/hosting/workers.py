@@ -13,10 +13,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from common.errors import EnvError, EnvTimeout
 from common.launch.guardian import Guardian
 from common.repository import ROOT
 from envhub.env import UnknownItem
-from envhub.errors import CapacityFull, EnvRaised, EnvTimeout, WorkerLost
+from envhub.errors import CapacityFull, EnvRaised, WorkerLost
 from envhub.hosting.frames import MAX_FRAME_BYTES, encode_frame, read_frame
 from envhub.hosting.process_memory import MARK, kill_group, kill_marked
 
@@ -60,7 +61,7 @@ class Worker:
         return self._process.pid if self._process else 0
 
     def spawn(self) -> None:
-        """Starts the process, the leader of a group of its own."""
+        """Start the process, the leader of a group of its own."""
         self._ours, theirs = socket.socketpair()
         with theirs:
             paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -75,7 +76,7 @@ class Worker:
             )
 
     async def load(self, load_order: dict[str, Any]) -> None:
-        """Has the process load the environment.
+        """Have the process load the environment.
 
         Raises:
             EnvRaised: it did not come up.
@@ -85,7 +86,7 @@ class Worker:
         self._reading = asyncio.create_task(self._read(reader))
         try:
             await self.call("init", timeout_s=START_TIMEOUT_S, **load_order)
-        except (EnvRaised, EnvTimeout) as error:
+        except EnvError as error:
             self.lose("start", "did not start")
             raise EnvRaised(f"{self.env_name}: worker did not start: {error}") from error
         self.ready_at_s = time.monotonic()
@@ -95,7 +96,7 @@ class Worker:
         return f"{self.env_name}/{self.number}"
 
     async def call(self, op: str, *, timeout_s: float, **fields: object) -> Any:
-        """Returns what the worker answers; a call past its deadline ends the worker.
+        """Return what the worker answers; a call past its deadline ends the worker.
 
         Raises:
             UnknownItem, EnvRaised: what the environment raised there.
@@ -123,7 +124,7 @@ class Worker:
         raise EnvRaised(f"{self.env_name}: {reply['detail']}")
 
     def lose(self, cause: str, what: str) -> None:
-        """Kills the process and all that it started; its calls raise. Only the first call counts.
+        """Kill the process and all that it started; its calls raise. Only the first call counts.
 
         Args:
             cause: deadline, memory, died, start or stop.
@@ -144,8 +145,8 @@ class Worker:
             self._writer.close()
         self._on_lost(self)
 
-    async def bury(self) -> None:
-        """Waits for the end of a lost worker and ends what it left behind."""
+    async def reap(self) -> None:
+        """Wait for the end of a lost worker and end what it left behind."""
         if self._process is not None:
             try:
                 await asyncio.to_thread(self._process.wait, REAP_TIMEOUT_S)
@@ -166,7 +167,7 @@ class Worker:
             self.lose("died", f"died: {await self._ending()} ({type(error).__name__})")
 
     async def _ending(self) -> str:
-        """Returns how a process ended whose socket has closed; it may still be at it."""
+        """Return how a process ended whose socket has closed; it may still be at it."""
         assert self._process is not None
         for _ in range(20):
             code = self._process.poll()
@@ -203,12 +204,12 @@ class WorkerPool:
         self._memory_bytes = memory_bytes
         self._on_lost = on_lost
         self._numbers = itertools.count(1)
-        self._burials: set[asyncio.Task[None]] = set()
+        self._reaping: set[asyncio.Task[None]] = set()
         self._guardian = guardian
         self._is_stopping = False
 
     async def take(self) -> Worker:
-        """Returns a ready worker with one of its places taken for the caller.
+        """Return a ready worker with one of its places taken for the caller.
 
         Raises:
             CapacityFull: no place is free.
@@ -225,7 +226,7 @@ class WorkerPool:
         return worker
 
     def give_back(self, worker: Worker) -> None:
-        """Frees a place. A worker that is to go goes with its last session."""
+        """Free a place. A worker that is to go goes with its last session."""
         worker.num_sessions -= 1
         if worker.is_draining and worker.num_sessions == 0:
             worker.lose("memory", "was replaced: memory")
@@ -252,21 +253,21 @@ class WorkerPool:
 
     def _lose(self, worker: Worker) -> None:
         self.workers.remove(worker)
-        burial = asyncio.create_task(self._bury(worker))
-        self._burials.add(burial)
-        burial.add_done_callback(self._burials.discard)
+        reaping = asyncio.create_task(self._reap(worker))
+        self._reaping.add(reaping)
+        reaping.add_done_callback(self._reaping.discard)
         self._on_lost(worker)
         since_s = worker.ready_at_s
         has_lived = since_s is not None and time.monotonic() - since_s >= MIN_LIFE_S
         if has_lived and not self._is_stopping and len(self.workers) < self._max_workers:
             self._start()
 
-    async def _bury(self, worker: Worker) -> None:
-        await worker.bury()
+    async def _reap(self, worker: Worker) -> None:
+        await worker.reap()
         self._guardian().remove(worker.pid)
 
     def check_memory(self, resident: dict[int, int]) -> None:
-        """Drains workers above the limit, kills those far above it or without sessions."""
+        """Drain workers above the limit, kill those far above it or without sessions."""
         for worker in list(self.workers):
             worker.rss_bytes = resident.get(worker.pid, worker.rss_bytes)
             if worker.rss_bytes <= self._memory_bytes:
@@ -278,23 +279,23 @@ class WorkerPool:
                 worker.lose("memory", f"was killed: it held {held} MiB, its limit is {limit} MiB")
 
     async def stop(self) -> None:
-        """Ends all workers, politely for STOP_TIMEOUT_S."""
+        """End all workers, politely for STOP_TIMEOUT_S."""
         self._is_stopping = True
         workers = list(self.workers)
         await asyncio.gather(*(_say_stop(worker) for worker in workers))
         for worker in workers:
             worker.lose("stop", "was stopped: the hub ends")
-        while self._burials:
-            await asyncio.gather(*self._burials)
+        while self._reaping:
+            await asyncio.gather(*self._reaping)
 
 
 async def _say_stop(worker: Worker) -> None:
     if worker.ready_at_s is not None:
-        with contextlib.suppress(EnvRaised, EnvTimeout, UnknownItem):
+        with contextlib.suppress(EnvError, UnknownItem):
             await worker.call("stop", timeout_s=STOP_TIMEOUT_S)
 
 
 def _note_failure(starting: asyncio.Task[None]) -> None:
-    """Logs why a worker did not start, also where nobody waits for it any more."""
+    """Log why a worker did not start, also where nobody waits for it any more."""
     if not starting.cancelled() and starting.exception() is not None:
         logger.error("worker did not start reason=%s", starting.exception())

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 OPEN_PATHS = frozenset({"/healthz"})
 
 
-class Guard:
+class AuthMiddleware:
     """ASGI middleware that answers 401 without the token and 413 to bodies over the limit."""
 
     def __init__(
@@ -23,7 +23,7 @@ class Guard:
         self._max_batch_bytes = max_batch_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers the request itself or hands it on."""
+        """Answer the request itself or hand it on."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -48,7 +48,7 @@ class Guard:
 
 
 def _given(header: bytes) -> bytes:
-    """Returns the token of a Bearer header, or the password of a Basic one.
+    """Return the token of a Bearer header, or the password of a Basic one.
 
     A client that knows nothing of tokens can put one into its URL: http://any:TOKEN@host:port.
     """
@@ -64,7 +64,7 @@ def _given(header: bytes) -> bytes:
 
 
 def _limited(receive: Receive, max_bytes: int) -> Receive:
-    """Returns `receive` that raises 413 once a body of unstated length grows too large."""
+    """Return `receive` that raises 413 once a body of unstated length grows too large."""
     num_bytes = 0
 
     async def receive_limited() -> Message:

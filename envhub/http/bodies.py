@@ -103,7 +103,7 @@ _BATCH = TypeAdapter(Annotated[list[Any], Field(max_length=MAX_BATCH)])
 
 
 def parse_body(model: type[Model], raw: bytes) -> Model:
-    """Returns the body of a request.
+    """Return the body of a request.
 
     Raises:
         BadBody: no JSON, or not of that form.
@@ -115,7 +115,7 @@ def parse_body(model: type[Model], raw: bytes) -> Model:
 
 
 def parse_entry(model: type[Model], entry: object) -> Model:
-    """Returns one entry of a batch. Raises BadBody."""
+    """Return one entry of a batch. Raises BadBody."""
     try:
         return model.model_validate(entry)
     except ValidationError as error:
@@ -123,7 +123,7 @@ def parse_entry(model: type[Model], entry: object) -> Model:
 
 
 def parse_batch(raw: bytes) -> list[Any]:
-    """Returns the entries of a batch, each still to be checked.
+    """Return the entries of a batch, each still to be checked.
 
     Raises:
         BadBody: no JSON list, or longer than MAX_BATCH.
@@ -135,7 +135,7 @@ def parse_batch(raw: bytes) -> list[Any]:
 
 
 def _explain(error: ValidationError) -> str:
-    """Returns the problems in words, without echoing what was sent."""
+    """Return the problems in words, without echoing what was sent."""
     problems = error.errors(include_url=False, include_context=False, include_input=False)
     return "; ".join(
         ": ".join(filter(None, [".".join(str(part)[:40] for part in each["loc"]), each["msg"]]))
@@ -144,7 +144,7 @@ def _explain(error: ValidationError) -> str:
 
 
 def body_of(model: type[BaseModel], *, is_list: bool = False) -> dict[str, Any]:
-    """Returns the OpenAPI entry of a route that reads such a body by itself."""
+    """Return the OpenAPI entry of a route that reads such a body by itself."""
     schema: dict[str, Any] = model.model_json_schema()
     schema = _inlined(schema, schema.pop("$defs", {}))
     if is_list:

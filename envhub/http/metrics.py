@@ -36,18 +36,18 @@ class HubMetrics(Collector):
         self._by_env: dict[str, Histogram] = {}
 
     def observe_step(self, env_name: str, took_s: float) -> None:
-        """Counts one executed step."""
+        """Count one executed step."""
         timer = self._by_env.get(env_name)
         if timer is None:
             timer = self._by_env[env_name] = self._step_s.labels(env_name)
         timer.observe(took_s)
 
     def text(self) -> bytes:
-        """Returns all metrics in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """Yields what the table of sessions and the workers say now."""
+        """Yield what the table of sessions and the workers say now."""
         live = GaugeMetricFamily("envhub_sessions_live", "Sessions now.", labels=["env"])
         for env_name, num in self._sessions.num_live.items():
             live.add_metric([env_name], num)
@@ -56,17 +56,17 @@ class HubMetrics(Collector):
             family = CounterMetricFamily(f"envhub_{name}", f"Sessions or steps {name}.")
             family.add_metric([], self._sessions.counts[name])
             yield family
-        lodging = self._sessions.lodging
+        placement = self._sessions.placement
         restarts = CounterMetricFamily(
             "envhub_worker_restarts", "Workers lost.", labels=["env", "cause"]
         )
-        for labels, num in lodging.num_lost.items():
+        for labels, num in placement.num_lost.items():
             restarts.add_metric(list(labels), num)
         yield restarts
         memory = GaugeMetricFamily(
             "envhub_resident_bytes", "Memory of the hub and its workers.", labels=["process"]
         )
         memory.add_metric(["hub"], self._process.memory_info().rss)
-        for worker in lodging.workers():
+        for worker in placement.workers():
             memory.add_metric([str(worker)], worker.rss_bytes)
         yield memory

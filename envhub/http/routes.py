@@ -10,20 +10,20 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from starlette.requests import ClientDisconnect
 
+from common.errors import EnvTimeout
 from envhub.agentgym.serve import add_agentgym_routes
 from envhub.catalogue.registry import Registry
 from envhub.env import StepResult, UnknownItem
 from envhub.errors import (
     CapacityFull,
     EnvRaised,
-    EnvTimeout,
     HubDraining,
     SessionConflict,
     SessionUnknown,
     UnknownEnv,
 )
 from envhub.hosting.sessions import Sessions
-from envhub.http.auth import Guard
+from envhub.http.auth import AuthMiddleware
 from envhub.http.bodies import (
     BadBody,
     BatchStepRequest,
@@ -64,10 +64,10 @@ STATUS_CODES: dict[type[Exception], int] = {
 def make_app(
     sessions: Sessions, registry: Registry, *, token: str | None, step_timeout_s: float
 ) -> FastAPI:
-    """Returns the hub's application.
+    """Return the hub's application.
 
     Args:
-        sessions: the table the routes work on; its leases are reaped while the app runs.
+        sessions: the table the routes work on; its leases are watched while the app runs.
         registry: what GET /v1/envs lists.
         token: bearer token of every route but /healthz; None asks for none.
         step_timeout_s: told to clients in GET /healthz; `sessions` enforces it.
@@ -76,8 +76,8 @@ def make_app(
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         upkeep = [
-            asyncio.create_task(sessions.reap()),
-            asyncio.create_task(sessions.lodging.watch_memory()),
+            asyncio.create_task(sessions.watch_leases()),
+            asyncio.create_task(sessions.placement.watch_memory()),
         ]
         for task in upkeep:
             task.add_done_callback(_log_end)
@@ -89,7 +89,7 @@ def make_app(
 
     app = FastAPI(title="Longstride environment hub", lifespan=lifespan)
     app.add_middleware(
-        Guard, token=token, max_body_bytes=MAX_BODY_BYTES, max_batch_bytes=MAX_BATCH_BYTES
+        AuthMiddleware, token=token, max_body_bytes=MAX_BODY_BYTES, max_batch_bytes=MAX_BATCH_BYTES
     )
     for error, status in STATUS_CODES.items():
         app.add_exception_handler(error, _failure(status))
@@ -114,7 +114,7 @@ def _add_catalogue_routes(
     async def healthz() -> Response:
         counts = {f"num_{name}": num for name, num in sorted(sessions.counts.items())}
         status = "draining" if sessions.is_draining else "ok"
-        num_workers = len(sessions.lodging.workers())
+        num_workers = len(sessions.placement.workers())
         state = {"status": status, "num_sessions": len(sessions), "num_workers": num_workers}
         return _json(state | {"step_timeout_s": step_timeout_s} | counts)
 
@@ -226,7 +226,7 @@ async def _create(sessions: Sessions, body: CreateRequest) -> dict[str, Any]:
 
 
 async def _entry(work: Coroutine[Any, Any, dict[str, Any]], *, status: int) -> dict[str, Any]:
-    """Returns one entry of a batch's answer; its failure touches no other."""
+    """Return one entry of a batch's answer; its failure touches no other."""
     try:
         return {"status": status} | await work
     except tuple(STATUS_CODES) as error:
@@ -247,17 +247,17 @@ def _as_json(result: StepResult) -> dict[str, Any]:
 
 
 def _json(content: object, *, status: int = 200) -> Response:
-    """Returns a JSON response; FastAPI's own way would validate every answer once more."""
+    """Return a JSON response; FastAPI's own way would validate every answer once more."""
     return Response(json.dumps(content), status_code=status, media_type="application/json")
 
 
 def _fails(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Returns the OpenAPI entries of a route's failures, with those of the guard."""
+    """Return the OpenAPI entries of a route's failures, with those of AuthMiddleware."""
     return {status: {"model": Failed} for status in (401, 413, *statuses)}
 
 
 def _failure(status: int) -> Callable[[Request, Exception], Awaitable[Response]]:
-    """Returns the handler that answers one kind of error with its text."""
+    """Return the handler that answers one kind of error with its text."""
 
     async def handle(_: Request, error: Exception) -> Response:
         response = _json({"detail": str(error)}, status=status)

@@ -45,7 +45,7 @@ class Hub:
         self.loop = loop
 
     def open(self, env: str = "faulty", item_id: str = "any-train-0") -> str:
-        """Returns the path of a new session."""
+        """Return the path of a new session."""
         answer = self.client.post("/v1/sessions", json={"env": env, "item_id": item_id})
         assert answer.status_code == 201, answer.text
         return f"/v1/sessions/{answer.json()['session_id']}"
@@ -54,7 +54,7 @@ class Hub:
         return self.client.post(f"{path}/step", json={"action": action, "seq": seq})
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """Returns what a coroutine returns in the hub's own event loop."""
+        """Return what a coroutine returns in the hub's own event loop."""
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout=30.0)
 
 
@@ -92,7 +92,7 @@ class _Server:
 
 @pytest.fixture
 def serve_hub() -> Iterator[Callable[..., Hub]]:
-    """Yields a function that starts a hub; all are stopped at the end of the test."""
+    """Yield a function that starts a hub; all are stopped at the end of the test."""
     yield from _serve_hubs()
 
 

@@ -119,7 +119,7 @@ async def _stop() -> None:
 
 
 def make_spec() -> EnvSpec:
-    """Returns the environment that lives in the hub's own thread."""
+    """Return the environment that lives in the hub's own thread."""
     tasks = {
         "Any": TaskSpec(
             scenario="Tests", subset="any", train=("any-train-1",), test=("any-test-2",)
@@ -136,7 +136,7 @@ def make_spec() -> EnvSpec:
 
 
 def make_task() -> EnvSpec:
-    """Returns the environment that lives in the hub's event loop."""
+    """Return the environment that lives in the hub's event loop."""
     return replace(
         make_spec(),
         name="waiting",
@@ -149,7 +149,7 @@ def make_task() -> EnvSpec:
 
 
 def make_worker() -> EnvSpec:
-    """Returns the environment that lives in two workers of two sessions each."""
+    """Return the environment that lives in two workers of two sessions each."""
     return replace(
         make_spec(),
         name="fragile",
@@ -162,12 +162,12 @@ def make_worker() -> EnvSpec:
 
 
 def make_async_worker() -> EnvSpec:
-    """Returns the environment of coroutines that lives in a worker."""
+    """Return the environment of coroutines that lives in a worker."""
     return replace(make_worker(), name="async", make=WaitingEnv)
 
 
 def make_unloadable() -> EnvSpec:
-    """Returns an environment that loads in the hub and not in a worker."""
+    """Return an environment that loads in the hub and not in a worker."""
     if "LONGSTRIDE_WORKER" in os.environ:
         raise RuntimeError("no libfoo.so here")
     return replace(make_worker(), name="unloadable")

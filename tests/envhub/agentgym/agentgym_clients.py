@@ -19,7 +19,7 @@ DIRECT = {"timeout": 60.0, "trust_env": False, "verify": False}  # no time lost 
 
 @contextmanager
 def serve_app(app) -> Iterator[str]:
-    """Serves an application on a free port of loopback and yields its URL."""
+    """Serve an application on a free port of loopback and yield its URL."""
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
@@ -36,7 +36,7 @@ def serve_app(app) -> Iterator[str]:
 def serve_envs(
     *names: str, remote: RemoteOptions | None = None, capacity: int = 50
 ) -> Iterator[str]:
-    """Serves a hub with these environments and yields its URL."""
+    """Serve a hub with these environments and yield its URL."""
     registry = Registry(names, EnvsSection(), remote)
     sessions = Sessions(registry, lease_s=600.0, capacity=capacity, step_timeout_s=30.0)
     app = make_app(sessions, registry, token=None, step_timeout_s=30.0)
@@ -151,13 +151,13 @@ class IndexClient:
 
 
 def make_client(name: str, hub: str) -> IdClient | IndexClient:
-    """Returns the client of an environment, at the hub's AgentGym routes."""
+    """Return the client of an environment, at the hub's AgentGym routes."""
     kind = IdClient if name in IdClient.item_keys else IndexClient
     return kind(name, f"{hub}/agentgym/{name}")
 
 
 def phrase(name: str, action: str) -> str:
-    """Returns an action as a model would write it for this environment."""
+    """Return an action as a model would write it for this environment."""
     if name == "sqlgym":
         return f"Thought: join.\n\nAction: ```sql\n{action}\n```"
     if name == "webarena":

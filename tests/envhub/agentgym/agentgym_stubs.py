@@ -192,7 +192,7 @@ class Counted:
             self.app.post("/close")(self._close)
 
     def start_anew(self) -> None:
-        """Forgets all instances, as a server does that is started again."""
+        """Forget all instances, as a server does that is started again."""
         self.num_asked = 0
         self.items.clear()
 

@@ -22,7 +22,7 @@ class Clock:
 
 
 def with_instances(play, *, lease_s: float = 10.0):
-    """Runs `play(instances, sessions, clock)` on a Maze."""
+    """Run `play(instances, sessions, clock)` on a Maze."""
 
     async def run():
         clock, registry = Clock(), Registry(["maze"])
@@ -110,7 +110,7 @@ class SlowSessions:
     """Sessions that answer when they are let, one step long."""
 
     def __init__(self) -> None:
-        self.lodging = self
+        self.placement = self
         self.num_live: Counter[str] = Counter()
         self.may_answer = asyncio.Event()
         self.live: set[str] = set()

@@ -10,7 +10,7 @@ from common.config.envs import RemoteOptions
 from envhub.agentgym.remote import make_spec
 from envhub.catalogue.registry import Registry
 from envhub.env import EnvFailure, EnvSpec, Isolation, Style
-from envhub.hosting.placement import Lodging
+from envhub.hosting.placement import Placement
 from tests.envhub.agentgym.agentgym_clients import serve_app
 from tests.envhub.agentgym.agentgym_stubs import Counted, Stub
 
@@ -226,7 +226,7 @@ def test_stop_of_an_environment_may_take_as_long_as_it_says(stop_timeout_s, is_e
             return [spec]
 
     registry = cast(Registry, One())
-    asyncio.run(Lodging(registry, capacity=1, step_timeout_s=1.0).stop())
+    asyncio.run(Placement(registry, capacity=1, step_timeout_s=1.0).stop())
     assert bool(ended) is is_ended
 
 

@@ -29,7 +29,7 @@ def options(dialect: str, url: str, **changes) -> RemoteOptions:
 
 
 async def driven(dialect: str, url: str, *steps: str, item: str = "all-train-7", **changes):
-    """Returns the first observation and the results of the steps."""
+    """Return the first observation and the results of the steps."""
     spec = make_spec(options(dialect, url, **changes))
     env = spec.make(Style.AGENTGYM)
     try:
@@ -41,7 +41,7 @@ async def driven(dialect: str, url: str, *steps: str, item: str = "all-train-7",
 
 
 def play_round_trip(name: str, hub: str) -> None:
-    """Plays an item over our own AgentGym routes and natively, side by side, to success."""
+    """Play an item over our own AgentGym routes and natively, side by side, to success."""
     index = SUCCESS_INDEX.get(name, 0)
     item_id = Registry([name], EnvsSection()).spec(name).from_agentgym(index)
     spec = make_spec(options(name, f"{hub}/agentgym/{name}", num_train=10**6, num_test=0))

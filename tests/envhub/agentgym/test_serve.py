@@ -23,7 +23,7 @@ def hub():
 
 
 def play_with_twin(name: str, hub: str, index: int) -> None:
-    """Plays an item as AgentGym's client and as a native session, side by side, to success."""
+    """Play an item as AgentGym's client and as a native session, side by side, to success."""
     best = BEST_SCORES.get(name, 1)
     client = make_client(name, hub)
     make_client(name, hub)  # another, that nobody ever uses

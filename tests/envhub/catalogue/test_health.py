@@ -40,13 +40,13 @@ def test_every_silent_site_and_retriever_is_named(nobody: str) -> None:
         f"envs.webarena.reddit={nobody}/f",
         f"envs.searchqa.retriever_url={nobody}/retrieve",
     )
-    lines = silent(servers_of(["searchqa", "webarena", "babyai"], cfg))
+    lines = silent(servers_of(["searchqa", "webarena", "babyai"], cfg.envs, cfg.env))
     assert sorted(line.partition("=")[0] for line in lines) == [
         "envs.searchqa.retriever_url",
         "envs.webarena.gitlab",
         "envs.webarena.reddit",
     ]
-    assert servers_of(["babyai"], cfg) == []  # what is not played is not asked
+    assert servers_of(["babyai"], cfg.envs, cfg.env) == []  # what is not played is not asked
 
 
 def test_hub_elsewhere_must_answer_as_a_hub(serve_hub, nobody: str) -> None:

@@ -4,14 +4,15 @@ import asyncio
 
 import pytest
 
+from common.errors import EnvTimeout
 from envhub.catalogue.registry import Registry
-from envhub.errors import EnvRaised, EnvTimeout, HubDraining, SessionConflict, SessionUnknown
+from envhub.errors import EnvRaised, HubDraining, SessionConflict, SessionUnknown
 from envhub.hosting.sessions import Sessions
 from tests.envhub import outside
 
 
 def play(episode, *, envs=("waiting", "faulty"), **changes):
-    """Runs a coroutine function on a fresh table and stops the table."""
+    """Run a coroutine function on a fresh table and stop the table."""
 
     async def run():
         limits = {"lease_s": 60.0, "capacity": 10, "step_timeout_s": 0.1}

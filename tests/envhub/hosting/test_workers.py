@@ -20,17 +20,17 @@ def hub(serve_hub):
 
 
 def worker_pids(hub) -> list[int]:
-    return [worker.pid for worker in hub.sessions.lodging.workers()]
+    return [worker.pid for worker in hub.sessions.placement.workers()]
 
 
 def opened_in(hub, path: str) -> int:
-    """Returns the process that holds a session."""
+    """Return the process that holds a session."""
     session = hub.sessions._sessions[path.rpartition("/")[2]]
     return session.episode.worker.pid
 
 
 async def until(condition, timeout_s: float) -> float:
-    """Returns how many seconds passed until the condition held."""
+    """Return how many seconds passed until the condition held."""
     began_s = time.monotonic()
     while not condition():
         assert time.monotonic() - began_s < timeout_s
@@ -123,7 +123,7 @@ def test_hanging_step_kills_its_worker_and_only_its_sessions_end(hub):
     hub.run(until(lambda: not psutil.pid_exists(first), 2.0))
     assert live(hub, "fragile") == 1
     assert second in worker_pids(hub)
-    assert hub.sessions.lodging.num_lost == {("fragile", "deadline"): 1}
+    assert hub.sessions.placement.num_lost == {("fragile", "deadline"): 1}
     assert hub.client.post("/v1/sessions", json={"env": "fragile", "item_id": "any-train-0"})
 
 
@@ -156,7 +156,7 @@ def test_killed_worker_is_replaced_within_two_seconds_and_others_go_on(hub):
     os.kill(first, signal.SIGKILL)
 
     def is_replaced() -> bool:
-        workers = hub.sessions.lodging.workers()
+        workers = hub.sessions.placement.workers()
         ready = [each.pid for each in workers if each.ready_at_s is not None]
         return len(ready) == 2 and first not in ready
 
@@ -181,21 +181,21 @@ def test_worker_above_its_memory_limit_is_replaced_when_its_sessions_have_ended(
     path = hub.open("fragile")
     (pid,) = worker_pids(hub)
     hub.step(path, "grow", 1)
-    hub.run(hub.sessions.lodging.check_memory())
+    hub.run(hub.sessions.placement.check_memory())
     assert hub.step(path, "go", 2).status_code == 200  # it drains: above the limit, not far above
     other = hub.open("fragile")
     assert opened_in(hub, other) != pid
     hub.client.delete(path)
     hub.run(until(lambda: not psutil.pid_exists(pid), 2.0))
     assert hub.step(other, "go", 1).status_code == 200
-    assert hub.sessions.lodging.num_lost == {("fragile", "memory"): 1}
+    assert hub.sessions.placement.num_lost == {("fragile", "memory"): 1}
 
 
 def test_worker_far_above_its_memory_limit_is_killed_with_its_sessions(hub):
     growing, beside = hub.open("fragile"), hub.open("fragile")
     hub.step(growing, "grow", 1)
     hub.step(beside, "grow", 1)
-    hub.run(hub.sessions.lodging.check_memory())
+    hub.run(hub.sessions.placement.check_memory())
     told = hub.step(growing, "go", 2)
     assert told.status_code == 500
     assert "its limit is 160 MiB" in told.json()["detail"]
@@ -241,7 +241,7 @@ async def main():
     registry = Registry(["tests.envhub.outside:make_worker"])
     sessions = Sessions(registry, lease_s=60.0, capacity=9, step_timeout_s=5.0)
     await sessions.create("fragile", "any-train-0")
-    print(sessions.lodging.workers()[0].pid, flush=True)
+    print(sessions.placement.workers()[0].pid, flush=True)
     await asyncio.sleep(60.0)
 
 asyncio.run(main())
