@@ -103,11 +103,11 @@ class WeightLink:
         """Load one offer and report; a failed transfer leaves the old weights and is reported."""
         async with self._exclusive:
             self.is_loading = True
-            checksum = error = ""
+            error = ""
             pause_s = load_s = 0.0
             try:
                 report = await self._engine.load(offer, announce=lambda: self._ready(offer))
-                checksum, pause_s, load_s = report.checksum, report.pause_s, report.load_s
+                pause_s, load_s = report.pause_s, report.load_s
             except WeightSyncError as e:
                 error = str(e)
                 logger.error("weights not loaded version=%d reason=%s", offer.version, e)
@@ -120,7 +120,6 @@ class WeightLink:
                     group_epoch=offer.group_epoch,
                     is_ok=not error,
                     error=error[:1_000],
-                    checksum=checksum,
                     pause_s=pause_s,
                     load_s=load_s,
                 )

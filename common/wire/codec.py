@@ -117,7 +117,9 @@ def _fields(cls: type) -> tuple[dataclasses.Field[Any], ...]:
 
 @functools.cache
 def _required(cls: type) -> frozenset[str]:
-    return frozenset(f.name for f in _fields(cls) if f.default is dataclasses.MISSING)
+    missing = dataclasses.MISSING
+    fields = _fields(cls)
+    return frozenset(f.name for f in fields if f.default is f.default_factory is missing)
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from enum import StrEnum
 
 import numpy as np
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 
 class EndReason(StrEnum):
@@ -90,6 +90,15 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Goodbye:
+    """Actor or learner -> scheduler: it leaves. Its leases are issued again at once."""
+
+    role: str  # "actor" | "learner"
+    name: str
+    incarnation: str  # as in its Hello; an earlier process of that name cannot sign off this one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Welcome:
     """The scheduler knows the role."""
 
@@ -154,6 +163,11 @@ class Progress:
     num_heard: int = 0  # to a learner: its numbered messages since hello that came without a gap
     num_saved: int = 0  # of them, those that survive the scheduler's machine: they may be forgotten
     closed_below: int = 0  # training groups with smaller numbers are settled for good, and saved
+    learner_version: int = -1  # to a learner: its version as the scheduler knows it; -1: unknown
+    num_batch_groups: int = 0  # ready groups that make the batch of the step after that version,
+    # fewer than `groups.per_step` if it must be short; 0: in sync mode, the round is not over
+    silent: list[str] = field(default_factory=list[str])  # to a learner: incarnations of actors
+    # that left, died, or have not been heard of for 5 heartbeats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,6 +313,14 @@ class WeightsJoin:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsLeave:
+    """Actor -> learner: my engine ends; do not wait for it."""
+
+    actor: str
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsOffer:
     """Learner -> actor: version `version` starts now; take your place in the process group."""
 
@@ -336,7 +358,6 @@ class WeightsLoaded:
     group_epoch: int
     is_ok: bool
     error: str
-    checksum: str  # of the bytes received
     pause_s: float
     load_s: float
 
