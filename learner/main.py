@@ -88,10 +88,9 @@ class Loop:
         while self.version < cfg.train.num_steps:
             groups, stale, waited_s = self._next_batch()
             started_s = time.monotonic()
-            metrics = parts.trainer.train_on(
-                samples_of(groups, cfg.algorithm), version=self.version
-            )
-            if parts.trainer.decision.is_skipped:
+            result = parts.trainer.train_on(samples_of(groups, cfg.algorithm), version=self.version)
+            metrics = result.metrics
+            if result.decision.is_skipped:
                 self._give_back(groups, stale)
                 continue
             self._signals = {

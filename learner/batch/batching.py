@@ -59,6 +59,7 @@ class MicroBatch:
 
     tokens: TokenBatch
     sample_indices: list[int]  # where its samples stand in the step's list, in token order
+    sample_sizes: list[int]  # sampled tokens of each
     num_tokens: int  # real ones, sampled or not, without padding
     sampler_logprobs: Tensor = field(repr=False)  # [tokens] float32 nats
     advantages: Tensor = field(repr=False)  # [tokens] float32
@@ -191,6 +192,7 @@ def _collate(
     return MicroBatch(
         tokens=collate_tokens([t.token_ids for t in trajectories], masks, device=device),
         sample_indices=indices,
+        sample_sizes=counts,
         num_tokens=sum(len(t.token_ids) for t in trajectories),
         sampler_logprobs=torch.from_numpy(logprobs.astype(np.float32)).to(device),
         advantages=torch.from_numpy(advantages).to(device),

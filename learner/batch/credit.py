@@ -1,7 +1,7 @@
 """Groups -> samples: each trajectory with its advantages.
 
 Without a critic the advantage of a turn is its credit (the outcome, or what follows the turn) less
-what the group or the batch leads one to expect. With one, `learner/policy/critic.py` fills them in.
+what the group or the batch leads one to expect. With one, `critic_advantage.py` fills them in.
 """
 
 from collections.abc import Callable

@@ -1,13 +1,21 @@
-"""The critic's values of a batch -> advantages of its samples."""
+"""The critic's values of a batch -> advantages and value targets of its samples.
 
-from dataclasses import dataclass, field
+Observation tokens have no value of their own: from one turn to the next, or from one sampled token
+to the next, they are passed through.
+"""
+
+from dataclasses import dataclass, field, replace
 
 import numpy as np
+import torch
 
-from common.config.learning import AlgorithmSection, CriticSection
+from common.config.learning import AlgorithmSection, CriticSection, CriticTargets, Timestep
+from common.wire.messages import EndReason, Trajectory
 from learner.batch.batching import Sample
-from learner.batch.credit import per_env, whitened
-from learner.policy.critic import with_advantages
+from learner.batch.credit import per_env, turn_rewards, whitened
+from learner.batch.returns import gae, vtrace
+
+CUT_SHORT = (EndReason.HORIZON, EndReason.CONTEXT_FULL)  # the task would have gone on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,3 +48,85 @@ def advantages_from_critic(
     if algorithm.normalize_per_env:
         estimated = per_env(estimated)
     return whitened(estimated) if critic.whiten else estimated
+
+
+def with_advantages(
+    sample: Sample,
+    *,
+    values: np.ndarray,
+    bootstrap: float,
+    log_ratios: np.ndarray | None,
+    algorithm: AlgorithmSection,
+    critic: CriticSection,
+) -> Sample:
+    """Return the sample with the advantages and value targets of its sampled tokens.
+
+    Args:
+        values: [tokens] float32 of the states before each sampled token.
+        bootstrap: value of the state at the very end; used only if the episode was cut short.
+        log_ratios: [tokens] nats of pi / mu, needed by V-trace.
+
+    Raises:
+        ValueError: V-trace without log_ratios.
+    """
+    trajectory = sample.trajectory
+    steps = timesteps(trajectory, critic.timestep)  # [tokens] index of each token's timestep
+    first = np.flatnonzero(np.diff(steps, prepend=-1))  # [step] the token a timestep begins with
+    rewards = torch.from_numpy(step_rewards(trajectory, algorithm, critic.timestep)).double()
+    states = torch.from_numpy(values[first]).double()
+    ending = bootstrap if trajectory.end_reason in CUT_SHORT else 0.0
+    is_turn = critic.timestep is Timestep.TURN
+    discount = algorithm.turn_discount if is_turn else 1.0
+    if critic.targets is CriticTargets.VTRACE:
+        if log_ratios is None:
+            raise ValueError("V-trace needs log_ratios")
+        summed = np.bincount(steps, weights=log_ratios.astype(np.float64))  # [step]
+        targets, advantages = vtrace(
+            rewards,
+            states,
+            torch.from_numpy(summed),
+            discount=discount,
+            trace=critic.gae_lambda,
+            max_rho=critic.vtrace_rho,
+            max_c=critic.vtrace_c,
+            bootstrap=ending,
+        )
+    else:
+        advantages = gae(
+            rewards, states, discount=discount, trace=critic.gae_lambda, bootstrap=ending
+        )
+        targets = advantages + states
+    return replace(
+        sample,
+        own_advantages=advantages.numpy().astype(np.float32)[steps],
+        value_targets=targets.numpy().astype(np.float32)[steps],
+        values=values.astype(np.float32),
+        state_marks=(np.diff(steps, prepend=-1) != 0).astype(np.float32),
+    )
+
+
+def timesteps(trajectory: Trajectory, kind: Timestep) -> np.ndarray:
+    """Return the 0-based timestep of every sampled token, [tokens] int64."""
+    if kind is Timestep.TOKEN:
+        return np.arange(int(trajectory.loss_mask.sum()))
+    turns = trajectory.turn_ids[trajectory.loss_mask]
+    return np.unique(turns, return_inverse=True)[1].astype(np.int64)
+
+
+def step_rewards(trajectory: Trajectory, algorithm: AlgorithmSection, kind: Timestep) -> np.ndarray:
+    """Return what every timestep was paid, [step] float32.
+
+    A turn's pay lies on its last sampled token: on an action, whatever follows it. A turn in which
+    nothing was sampled passes its pay on to the last turn before it, else after it, that did.
+    """
+    per_turn = turn_rewards(trajectory, algorithm)
+    turns = trajectory.turn_ids[trajectory.loss_mask]  # [tokens]
+    present, last_from_end = np.unique(turns[::-1], return_index=True)
+    last = len(turns) - 1 - last_from_end  # [turn present] last sampled token of it
+    owner = np.maximum(np.searchsorted(present, np.arange(len(per_turn)), side="right") - 1, 0)
+    paid = np.bincount(owner, weights=per_turn, minlength=len(present)).astype(np.float32)
+    if kind is Timestep.TURN:
+        return paid
+    rewards = np.zeros(len(turns), dtype=np.float32)
+    rewards[last] = paid
+    return rewards

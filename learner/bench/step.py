@@ -12,8 +12,9 @@ from transformers import PreTrainedModel
 from common.config.learning import Aggregation, AlgorithmSection, LearnerSection
 from learner.batch.batching import MicroBatch, Sample, make_microbatches
 from learner.bench.batch import MAX_LAG, with_sampler_logprobs
-from learner.policy.forward import Passes
+from learner.policy.forward import Networks, Passes
 from learner.training.optimizer import make_optimizer
+from learner.training.step import TrainerSettings
 from learner.training.trainer import Trainer
 
 MAX_RATIO = 1.15
@@ -62,7 +63,9 @@ class BareStep:
         *,
         engine_dtype: str,
     ) -> None:
-        self._passes = Passes(cfg, model, None, temperature=1.0, engine_dtype=engine_dtype)
+        self._passes = Passes(
+            cfg, Networks(policy=model), temperature=1.0, engine_dtype=engine_dtype
+        )
         self._optimizer = make_optimizer(model, cfg)
         self._microbatches = microbatches
         self._num_sampled = sum(len(micro.advantages) for micro in microbatches)
@@ -115,15 +118,10 @@ def make_trainer(
     cfg: LearnerSection, algorithm: AlgorithmSection, model: PreTrainedModel, *, engine_dtype: str
 ) -> Trainer:
     """Return a trainer as a run would have it, at temperature 1."""
-    return Trainer(
-        cfg,
-        algorithm,
-        model,
-        num_steps=1_000,
-        seed=0,
-        temperature=1.0,
-        engine_dtype=engine_dtype,
+    settings = TrainerSettings(
+        learner=cfg, algorithm=algorithm, num_steps=1_000, engine_dtype=engine_dtype
     )
+    return Trainer(settings, Networks(policy=model))
 
 
 def by_aggregation(algorithm: AlgorithmSection) -> dict[str, AlgorithmSection]:
@@ -136,7 +134,7 @@ def by_aggregation(algorithm: AlgorithmSection) -> dict[str, AlgorithmSection]:
 
 def _step_of(trainer: Trainer, samples: list[Sample]) -> Callable[[], object]:
     def step() -> None:
-        metrics = trainer.train_on(samples, version=MAX_LAG, must_train=True)
+        metrics = trainer.train_on(samples, version=MAX_LAG, must_train=True).metrics
         if metrics["train/num_bad_updates"] or not metrics["train/num_updates"]:
             raise ValueError("the step that was measured left out its update, so it was too cheap")
 

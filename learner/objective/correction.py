@@ -3,9 +3,45 @@
 import torch
 from torch import Tensor
 
-from common.config.learning import AlgorithmSection, Correction
+from common.config.learning import AlgorithmSection, Correction, Proximal
+from learner.batch.batching import MicroBatch
 
 MAX_LOG_RATIO = 20.0  # exp(20) = 5e8: still finite in float32 after being squared and summed
+
+
+def anchor_and_weights(
+    new_logprobs: Tensor,
+    before: Tensor,
+    micro: MicroBatch,
+    cfg: AlgorithmSection,
+    *,
+    proximal: Proximal,
+    version: int,
+) -> tuple[Tensor, Tensor]:
+    """Return what the surrogate's ratio is taken to, and the weight of each token's surrogate.
+
+    Args:
+        new_logprobs: [tokens] nats, current policy.
+        before: [tokens] nats, policy before the step, or at the sample's first update.
+        proximal: never AUTO, see `objective/anchor.py`.
+        version: of the weights before the step.
+
+    Returns:
+        ([tokens] nats, [tokens] >= 0 without gradient).
+    """
+    mu = micro.sampler_logprobs
+    sequences = (micro.sequence_ids, micro.num_sequences)
+    is_ratio_included = proximal is Proximal.SAMPLER
+    anchor = before
+    if proximal is Proximal.SAMPLER:
+        anchor = mu
+    elif proximal is Proximal.INTERPOLATED:
+        anchor = interpolated_logprobs(new_logprobs, mu, micro.versions, version)
+    log_rho = log_ratio((new_logprobs if is_ratio_included else anchor).detach(), mu)
+    weights = importance_weights(log_rho, *sequences, cfg, is_ratio_included=is_ratio_included)
+    return anchor, weights * negative_mask(
+        log_ratio(before, mu), micro.advantages, *sequences, delta=cfg.negative_mask_delta
+    )
 
 
 def log_ratio(numerator_logprobs: Tensor, denominator_logprobs: Tensor) -> Tensor:

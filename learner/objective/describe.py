@@ -17,18 +17,12 @@ from common.config.learning import (
     Proximal,
     Timestep,
 )
-
-
-def is_anchored_at_sampler(cfg: LearnerSection, proximal: Proximal = Proximal.AUTO) -> bool:
-    """Return True if the surrogate's ratio is taken to the sampler itself."""
-    if proximal is Proximal.AUTO:
-        return cfg.ppo_epochs * cfg.num_minibatches == 1
-    return proximal is Proximal.SAMPLER
+from learner.objective.anchor import proximal_in_use
 
 
 def objective_text(algorithm: AlgorithmSection, learner: LearnerSection) -> str:
     """Return the objective that this configuration optimises, with its numbers, in one line."""
-    is_at_sampler = is_anchored_at_sampler(learner, algorithm.proximal)
+    is_at_sampler = proximal_in_use(algorithm, learner) is Proximal.SAMPLER
     weight = _weight_text(algorithm, is_at_sampler)
     terms = [f"{'w*' if weight else ''}{_surrogate_text(algorithm)}"]
     if algorithm.entropy_coef:

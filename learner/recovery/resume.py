@@ -70,7 +70,7 @@ def repeat_steps(
             for ids in step.groups
         ]
         samples: list[Sample] = samples_of(groups, cfg.algorithm)
-        measured = trainer.train_on(samples, version=step.version - 1, must_train=True)
+        measured = trainer.train_on(samples, version=step.version - 1, must_train=True).metrics
         if step.version > metrics.last_step:
             metrics.log(step.version, measured)
         logger.info("repeated step=%d groups=%d", step.version, len(groups))

@@ -10,8 +10,10 @@ from transformers import PreTrainedModel
 from common.config.learning import Advantage
 from common.config.run_config import RunConfig
 from learner.policy.critic import make_critic
+from learner.policy.forward import Networks
 from learner.policy.model import load_policy
 from learner.training.checkpoint import load_checkpoint
+from learner.training.step import TrainerSettings
 from learner.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -39,22 +41,20 @@ def make_trainer(
     Args:
         links: of `Trainer`, to what is around it: `ranks`, `announce`, `on_bad_batch`.
     """
-    critic = None
-    if cfg.algorithm.advantage is Advantage.PPO:
-        critic = make_critic(cfg.learner.critic, model, policy_path=cfg.model.path)
-    trainer = Trainer(
-        cfg.learner,
-        cfg.algorithm,
-        model,
+    settings = TrainerSettings(
+        learner=cfg.learner,
+        algorithm=cfg.algorithm,
         num_steps=cfg.train.num_steps,
         seed=cfg.run.seed,
         temperature=cfg.actor.temperature,
         engine_dtype=cfg.model.dtype,
         max_ahead_steps=cfg.scheduler.max_ahead_steps,
-        critic=critic,
-        reference=_reference(cfg, model),
-        **links,
     )
+    critic = None
+    if cfg.algorithm.advantage is Advantage.PPO:
+        critic = make_critic(cfg.learner.critic, model, policy_path=cfg.model.path)
+    networks = Networks(policy=model, critic=critic, reference=_reference(cfg, model))
+    trainer = Trainer(settings, networks, **links)
     if checkpoint is None:
         return trainer, 0
     restored = load_checkpoint(checkpoint)

@@ -1,155 +1,244 @@
-"""One batch on its way through a step: what is known of it before and during the updates."""
+"""From the samples of a step to gradients: score, correct, take the loss, go backwards."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
+from torch import Tensor
 
 from common.config.learning import AlgorithmSection, LearnerSection, Proximal
-from learner.batch.batching import MicroBatch, Sample, make_microbatches
+from learner.batch.batching import MicroBatch, Sample, make_microbatches, sampled
 from learner.batch.critic_advantage import Scored, advantages_from_critic
+from learner.objective.anchor import proximal_in_use
 from learner.objective.correction import (
-    importance_weights,
-    interpolated_logprobs,
+    anchor_and_weights,
     log_ratio,
-    negative_mask,
     sample_size_of,
     weight_moments,
 )
-from learner.objective.describe import is_anchored_at_sampler
-from learner.objective.loss import LossInputs
-from learner.policy.forward import Passes, PerSample, Scores
-from learner.training.controller import Decision
+from learner.objective.loss import (
+    Denominator,
+    LossInputs,
+    metric_names,
+    policy_loss,
+    value_loss,
+)
+from learner.policy.forward import Networks, Passes, Scores
 from learner.training.ranks import Ranks
+
+CRITIC_METRICS = ("critic/loss", "critic/value_mean", "critic/target_mean")
+BySample = dict[int, Tensor]  # index of a sample -> its entries, without gradient
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepParts:
-    """What every step needs and none changes."""
+class TrainerSettings:
+    """What a trainer computes, apart from its networks."""
 
-    cfg: LearnerSection
+    learner: LearnerSection
     algorithm: AlgorithmSection
-    passes: Passes
-    reference: PreTrainedModel | None
-    has_critic: bool
-    ranks: Ranks
-    device: torch.device
+    num_steps: int  # of the run; the learning rate's schedule ends there
+    seed: int = 0  # of the order of minibatches
+    temperature: float = 1.0  # of the sampler whose logprobs the samples carry
+    engine_dtype: str = "bfloat16"  # of `model.dtype`; a bf16 engine's logits are rounded
+    max_ahead_steps: int = 0  # of the dispatch gate when nothing is amiss
 
 
-class BatchStep:
-    """The samples of a step with their log-probabilities before it, and the controller's word."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """The samples of a step and what the networks said of them before its first update."""
 
-    def __init__(
-        self, parts: StepParts, samples: list[Sample], version: int, *, must_train: bool
-    ) -> None:
-        """Start with nothing known.
+    samples: list[Sample]
+    version: int  # of the weights before the step
+    before: BySample = field(default_factory=dict)  # [tokens] nats; of the samples scored so far
+    reference: BySample = field(default_factory=dict)  # [tokens] nats; empty without a reference
+
+    def with_scored(self, logprobs: BySample) -> "Batch":
+        """Return the batch, where samples that were not scored before have `logprobs`."""
+        return Batch(
+            samples=self.samples,
+            version=self.version,
+            before=logprobs | self.before,
+            reference=self.reference,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gradient:
+    """What a pass over a minibatch found; the gradient itself lies in the parameters."""
+
+    sums: dict[str, float]  # metrics of the minibatch, over all ranks
+    logprobs: BySample  # [tokens] nats, of this rank's samples
+
+
+class Gradients:
+    """Computes gradients of batches. Holds no state of its own between two calls."""
+
+    def __init__(self, settings: TrainerSettings, networks: Networks, ranks: Ranks) -> None:
+        self._cfg = settings.learner
+        self._algorithm = settings.algorithm
+        self._proximal = proximal_in_use(settings.algorithm, settings.learner)
+        self._networks = networks
+        self._ranks = ranks
+        self.passes = Passes(
+            settings.learner,
+            networks,
+            temperature=settings.temperature,
+            engine_dtype=settings.engine_dtype,
+        )
+
+    def prepare(self, samples: list[Sample], version: int) -> Batch:
+        """Do the passes without gradient that are needed before the first update of a batch.
 
         Args:
             version: of the current weights.
-            must_train: the controller may not skip it.
+
+        Returns:
+            The batch; with a critic its samples carry advantages and value targets.
         """
-        counts = [sample.num_sampled_tokens for sample in samples]
-        self._parts = parts
-        self.samples = samples
-        self.version = version
-        self.must_train = must_train
-        self.before = PerSample(counts)  # log-probabilities before the first update
-        self.decision: Decision | None = None
-        self._reference = PerSample(counts)
-        self._proximal = parts.algorithm.proximal
-        if self._proximal is Proximal.AUTO:
-            is_single = is_anchored_at_sampler(parts.cfg)
-            self._proximal = Proximal.SAMPLER if is_single else Proximal.RECOMPUTED
-
-    def microbatches(self, indices: Sequence[int]) -> list[MicroBatch]:
-        """Return the samples at `indices` in blocks of the token budget."""
-        budget = self._parts.cfg.max_tokens_per_microbatch
-        return make_microbatches(
-            self.samples, indices, max_tokens=budget, device=self._parts.device
-        )
-
-    def score_before(self) -> None:
-        """Do the passes without gradient that the configuration needs before the first update."""
-        parts = self._parts
-        is_recomputed = self._proximal is Proximal.RECOMPUTED
-        if not (is_recomputed or parts.has_critic or parts.reference):
-            return
-        values = PerSample([sample.num_sampled_tokens for sample in self.samples])
-        ends = PerSample([1] * len(self.samples))
-        for micro in self.microbatches(parts.ranks.own(range(len(self.samples)))):
+        critic, reference = self._networks.critic, self._networks.reference
+        batch = Batch(samples=samples, version=version)
+        if self._proximal is not Proximal.RECOMPUTED and critic is None and reference is None:
+            return batch
+        values: BySample = {}
+        ends: BySample = {}
+        for micro in self._microbatches(samples, range(len(samples))):
             with torch.no_grad():
-                scores = parts.passes.score(micro.tokens, with_values=parts.has_critic)
-                if parts.reference is not None:
-                    known = parts.passes.score_with(parts.reference, micro.tokens)
-                    self._reference.store(micro, known)
-            self.before.store(micro, scores.logprobs)
+                scores = self.passes.score(micro.tokens, with_values=critic is not None)
+                if reference is not None:
+                    known = self.passes.score_with(reference, micro.tokens)
+                    batch.reference.update(_by_sample(micro, known))
+            batch.before.update(_by_sample(micro, scores.logprobs))
             if scores.values is not None and scores.end_values is not None:
-                values.store(micro, scores.values)
-                ends.store(micro, scores.end_values)
-        if parts.has_critic:
-            self._estimate(values, ends)
-
-    def _estimate(self, values: PerSample, ends: PerSample) -> None:
-        parts = self._parts
+                values |= _by_sample(micro, scores.values)
+                ends |= dict(zip(micro.sample_indices, scores.end_values.split(1), strict=True))
+        if critic is None:
+            return batch
+        sizes = [sample.num_sampled_tokens for sample in samples]
         scored = Scored(
-            values=parts.ranks.sum(values.flat()).cpu().numpy(),
-            end_values=parts.ranks.sum(ends.flat()).cpu().numpy(),
-            logprobs=parts.ranks.sum(self.before.flat()).cpu().numpy(),
+            values=self._whole(values, sizes).numpy(),
+            end_values=self._whole(ends, [1] * len(samples)).numpy(),
+            logprobs=self.before(batch).numpy(),
         )
-        self.samples = advantages_from_critic(
-            self.samples, scored, parts.algorithm, parts.cfg.critic
+        samples = advantages_from_critic(samples, scored, self._algorithm, self._cfg.critic)
+        return Batch(
+            samples=samples, version=version, before=batch.before, reference=batch.reference
         )
 
-    def loss_inputs(self, micro: MicroBatch, scores: Scores) -> LossInputs:
-        """Return what the loss needs, see `objective/loss.py`; fills in what is not known."""
-        new, mu = scores.logprobs, micro.sampler_logprobs
-        if not self.before.has(micro.sample_indices):
-            self.before.store(micro, new)
-        before = self.before.of(micro.sample_indices)
-        anchor = before
-        if self._proximal is Proximal.SAMPLER:
-            anchor = mu
-        elif self._proximal is Proximal.INTERPOLATED:
-            anchor = interpolated_logprobs(new, mu, micro.versions, self.version)
-        is_included = self._proximal is Proximal.SAMPLER
-        log_rho = log_ratio((new if is_included else anchor).detach(), mu)
-        sequences = (micro.sequence_ids, micro.num_sequences)
-        weights = importance_weights(
-            log_rho, *sequences, self._parts.algorithm, is_ratio_included=is_included
+    def accumulate(self, batch: Batch, part: Sequence[int]) -> Gradient:
+        """Add the gradient of a minibatch to the parameters, microbatch by microbatch.
+
+        Args:
+            part: indices of the minibatch's samples.
+        """
+        samples = [batch.samples[index] for index in part]
+        denominator = Denominator(
+            num_tokens=sum(sample.num_sampled_tokens for sample in samples),
+            num_sequences=len(samples),
         )
-        delta = self._parts.algorithm.negative_mask_delta
-        weights = weights * negative_mask(
-            log_ratio(before, mu), micro.advantages, *sequences, delta=delta
+        marks = [sample.state_marks for sample in samples if sample.state_marks is not None]
+        num_states = sum(float(each.sum()) for each in marks)
+        has_critic = self._networks.critic is not None
+        names = ["loss", *metric_names(self._algorithm), *(CRITIC_METRICS if has_critic else ())]
+        rows: list[Tensor] = []  # on the device: asking for a number would wait for it each time
+        logprobs: BySample = {}
+        for micro in self._microbatches(batch.samples, part):
+            scores = self.passes.score(
+                micro.tokens,
+                with_entropy=self._algorithm.entropy_coef != 0,
+                with_values=has_critic,
+            )
+            loss, metrics = policy_loss(
+                self.loss_inputs(batch, micro, scores), denominator, self._algorithm
+            )
+            if has_critic:
+                loss = loss + self._value_term(micro, scores, num_states, metrics)
+            loss.backward()
+            metrics["loss"] = loss.detach()
+            rows.append(torch.stack([metrics[name] for name in names]))  # [metric]
+            logprobs |= _by_sample(micro, scores.logprobs)
+        totals = torch.zeros(len(names), dtype=torch.float64)  # of a rank without a sample
+        if rows:
+            totals = torch.stack(rows).double().sum(0)
+        sums = dict(zip(names, self._ranks.sum(totals).tolist(), strict=True))
+        return Gradient(sums=sums, logprobs=logprobs)
+
+    def loss_inputs(self, batch: Batch, micro: MicroBatch, scores: Scores) -> LossInputs:
+        """Return what the loss needs of a microbatch, see `objective/loss.py`."""
+        indices = micro.sample_indices
+        new = scores.logprobs
+        is_known = all(index in batch.before for index in indices)
+        anchor, weights = anchor_and_weights(
+            new,
+            _joined(batch.before, indices) if is_known else new.detach(),
+            micro,
+            self._algorithm,
+            proximal=self._proximal,
+            version=batch.version,
         )
-        has_reference = self._parts.reference is not None
         return LossInputs(
             new_logprobs=new,
             anchor_logprobs=anchor,
-            sampler_logprobs=mu,
+            sampler_logprobs=micro.sampler_logprobs,
             advantages=micro.advantages,
             is_weights=weights,
             sequence_ids=micro.sequence_ids,
             num_sequences=micro.num_sequences,
             entropy=scores.entropy,
-            reference_logprobs=self._reference.of(micro.sample_indices) if has_reference else None,
+            reference_logprobs=_joined(batch.reference, indices) if batch.reference else None,
         )
 
-    def ess_frac(self) -> float:
-        """Return the effective sample size of pi / mu over the tokens scored so far, (0, 1].
+    def _value_term(
+        self, micro: MicroBatch, scores: Scores, num_states: float, metrics: dict[str, Tensor]
+    ) -> Tensor:
+        targets, old, marks = micro.value_targets, micro.values, micro.state_marks
+        values = scores.values
+        if values is None or targets is None or old is None or marks is None:
+            raise ValueError("a critic's loss needs values, targets and marks of the batch")
+        cfg = self._cfg.critic
+        loss = value_loss(values, targets, old, marks / num_states, clip=cfg.clip)
+        metrics["critic/loss"] = loss.detach()
+        metrics["critic/value_mean"] = (marks * values.detach()).sum() / num_states
+        metrics["critic/target_mean"] = (marks * targets).sum() / num_states
+        critic = self._networks.critic
+        return loss * cfg.coef if critic is not None and critic.trunk is None else loss
 
-        That is over the tokens of all ranks, however many there are.
-        """
+    def before(self, batch: Batch) -> Tensor:
+        """Return [tokens] nats of all ranks, zeros where nothing was scored, on the CPU."""
+        return self._whole(batch.before, [sample.num_sampled_tokens for sample in batch.samples])
+
+    def ess_frac(self, batch: Batch) -> float:
+        """Return the effective sample size of pi / mu over all ranks' scored tokens, (0, 1]."""
         moments = torch.zeros(3, dtype=torch.float64)
-        known = self.before.known()
+        known = sorted(batch.before)
         if known:
-            mu = np.concatenate(
-                [
-                    (t := self.samples[index].trajectory).logprobs[t.loss_mask].astype(np.float32)
-                    for index in known
-                ]
-            )
-            ratio = log_ratio(self.before.of(known).cpu(), torch.from_numpy(mu)).exp()
+            trajectories = [batch.samples[index].trajectory for index in known]
+            mu = sampled(trajectories, [t.logprobs for t in trajectories]).astype(np.float32)
+            ratio = log_ratio(_joined(batch.before, known).cpu(), torch.from_numpy(mu)).exp()
             moments = weight_moments(ratio)
-        return float(sample_size_of(self._parts.ranks.sum(moments)))
+        return float(sample_size_of(self._ranks.sum(moments)))
+
+    def _microbatches(self, samples: Sequence[Sample], part: Sequence[int]) -> list[MicroBatch]:
+        """Return this rank's share of a minibatch in blocks of the token budget."""
+        return make_microbatches(
+            samples,
+            self._ranks.own(part),
+            max_tokens=self._cfg.max_tokens_per_microbatch,
+            device=self._networks.device,
+        )
+
+    def _whole(self, parts: BySample, sizes: Sequence[int]) -> Tensor:
+        """Return the entries of all samples and ranks in order, zeros where nothing is known."""
+        device = next((part.device for part in parts.values()), torch.device("cpu"))
+        flat = [parts.get(i, torch.zeros(size, device=device)) for i, size in enumerate(sizes)]
+        return self._ranks.sum(torch.cat(flat)).cpu()
+
+
+def _by_sample(micro: MicroBatch, flat: Tensor) -> BySample:
+    """Cut a block's entries [tokens] into those of its samples, without gradient."""
+    parts = flat.detach().split(micro.sample_sizes)
+    return dict(zip(micro.sample_indices, parts, strict=True))
+
+
+def _joined(parts: BySample, indices: Sequence[int]) -> Tensor:
+    return torch.cat([parts[index] for index in indices])

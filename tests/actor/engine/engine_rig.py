@@ -17,7 +17,9 @@ from common.store.run_dir import RunDir
 from common.wire.security import create_keys
 from common.wire.sockets import Received, Router
 from learner.offline.scratch import make_policy, make_tokenizer, save_policy
+from learner.policy.forward import Networks
 from learner.policy.model import export_tensors, load_policy
+from learner.training.step import TrainerSettings
 from learner.training.trainer import Trainer
 from learner.weights.publisher import PublishedWeights, Publisher, snapshot
 
@@ -56,15 +58,13 @@ class Rig:
         save_tiny_policy(folder / "policy", is_tied=is_tied)
         path = str(folder / "policy")
         self.model = load_policy(path, device="cpu", gradient_checkpointing=False)
-        self.trainer = Trainer(
-            LearnerSection(autocast=dtype != "float32"),
-            AlgorithmSection(),
-            self.model,
+        settings = TrainerSettings(
+            learner=LearnerSection(autocast=dtype != "float32"),
+            algorithm=AlgorithmSection(),
             num_steps=1,
-            seed=0,
-            temperature=1.0,
             engine_dtype=dtype,
         )
+        self.trainer = Trainer(settings, Networks(policy=self.model))
         actor = ActorSection(max_concurrent=32, max_model_len=512)
         self._runner = asyncio.Runner()
         start = Engine.start(

@@ -174,7 +174,7 @@ def test_random_batch_has_the_shape_that_was_asked_for() -> None:
 def test_sampler_logprobs_are_near_the_policy_but_not_equal() -> None:
     trainer = make_trainer(FP32, AlgorithmSection(), make_model(), engine_dtype="float32")
     samples = with_sampler_logprobs(make_batch(SHAPE, vocab_size=VOCAB, seed=0), trainer, seed=0)
-    metrics = trainer.train_on(samples, version=3)
+    metrics = trainer.train_on(samples, version=3).metrics
     assert 0.95 < metrics["offpolicy/ess_frac"] < 1.0
     assert metrics["offpolicy/lag_max"] == 3.0
 

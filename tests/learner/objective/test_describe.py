@@ -16,16 +16,20 @@ from common.config.learning import (
     PolicyLoss,
     Proximal,
 )
-from learner.objective.describe import dead_knobs, is_anchored_at_sampler, objective_text
+from learner.objective.anchor import proximal_in_use
+from learner.objective.describe import dead_knobs, objective_text
 
 Effect = Callable[[AlgorithmSection, LearnerSection], Any]
 
 
 def test_ratio_is_taken_to_the_sampler_only_with_one_update_per_batch() -> None:
-    assert is_anchored_at_sampler(LearnerSection())
-    assert not is_anchored_at_sampler(LearnerSection(num_minibatches=2))
-    assert not is_anchored_at_sampler(LearnerSection(ppo_epochs=2))
-    assert is_anchored_at_sampler(LearnerSection(ppo_epochs=2), Proximal.SAMPLER)
+    def anchor(proximal: Proximal = Proximal.AUTO, **learner: int) -> Proximal:
+        return proximal_in_use(AlgorithmSection(proximal=proximal), LearnerSection(**learner))
+
+    assert anchor() is Proximal.SAMPLER
+    assert anchor(num_minibatches=2) is Proximal.RECOMPUTED
+    assert anchor(ppo_epochs=2) is Proximal.RECOMPUTED
+    assert anchor(Proximal.SAMPLER, ppo_epochs=2) is Proximal.SAMPLER
 
 
 def test_text_states_the_form_and_its_numbers() -> None:

@@ -21,7 +21,9 @@ from common.config.learning import (
 )
 from learner.batch.batching import Sample
 from learner.policy.critic import make_critic
+from learner.policy.forward import Networks
 from learner.training.ranks import Ranks
+from learner.training.step import TrainerSettings
 from learner.training.trainer import Trainer
 from tests.learner.builders import make_model, make_samples
 
@@ -52,8 +54,8 @@ def gradient_step(
     if algorithm.advantage is Advantage.PPO:
         critic = make_critic(CriticSection(), model, policy_path="")
         critic.head.weight.data.fill_(0.02)
-    trainer = Trainer(
-        LearnerSection(
+    settings = TrainerSettings(
+        learner=LearnerSection(
             warmup_steps=0,
             autocast=False,
             max_grad_norm=1e9,
@@ -61,14 +63,12 @@ def gradient_step(
             logprob_chunk_tokens=max_tokens,
             controller=QUIET,
         ),
-        algorithm,
-        model,
+        algorithm=algorithm,
         num_steps=10,
-        seed=0,
-        temperature=1.0,
-        critic=critic,
-        reference=make_model(seed=1) if algorithm.kl_coef else None,
-        ranks=ranks,
+    )
+    reference = make_model(seed=1) if algorithm.kl_coef else None
+    trainer = Trainer(
+        settings, Networks(policy=model, critic=critic, reference=reference), ranks=ranks
     )
     trainer._optimizer.optimizers[0] = torch.optim.SGD(model.parameters(), lr=1.0)
     trainer._optimizer._base_lrs = [[1.0]]

@@ -27,7 +27,9 @@ from common.repository import ROOT
 from learner.batch.credit import group_has_signal, samples_of
 from learner.ingest.group_assembly import Group
 from learner.policy.critic import make_critic
+from learner.policy.forward import Networks
 from learner.training.controller import Controller
+from learner.training.step import TrainerSettings
 from learner.training.trainer import Trainer
 from tests.learner.builders import make_model, make_trajectory
 
@@ -84,21 +86,18 @@ def trained(algorithm: AlgorithmSection, learner: LearnerSection) -> list[float]
     if algorithm.advantage is Advantage.PPO:
         critic = make_critic(learner.critic, model, policy_path=policy_path())
         critic.head.weight.data.fill_(0.01)
-    trainer = Trainer(
-        learner,
-        algorithm,
-        model,
+    settings = TrainerSettings(
+        learner=learner,
+        algorithm=algorithm,
         num_steps=10,
-        seed=0,
-        temperature=1.0,
         engine_dtype="float32",
         max_ahead_steps=2,
-        critic=critic,
-        reference=make_model(seed=1) if algorithm.kl_coef else None,
     )
+    reference = make_model(seed=1) if algorithm.kl_coef else None
+    trainer = Trainer(settings, Networks(policy=model, critic=critic, reference=reference))
     numbers: list[float] = []
     for version in (2, 7):
-        metrics = trainer.train_on(samples_of(groups(), algorithm), version=version)
+        metrics = trainer.train_on(samples_of(groups(), algorithm), version=version).metrics
         names = ("loss/policy", "train/grad_norm", "train/lr", "controller/max_ahead_steps")
         numbers += [metrics.get(name, -1.0) for name in names]
         numbers.append(metrics["controller/skipped"])

@@ -36,7 +36,11 @@ def cfg(tmp_path: Path) -> RunConfig:
 
 def loss_of(cfg: RunConfig) -> float:
     model, _ = load_start(cfg, None, torch.device("cpu"))
-    return make_trainer(cfg, model, None)[0].train_on(make_samples(), version=0)["train/grad_norm"]
+    return (
+        make_trainer(cfg, model, None)[0]
+        .train_on(make_samples(), version=0)
+        .metrics["train/grad_norm"]
+    )
 
 
 def learner(cfg: RunConfig, **changes: Any) -> RunConfig:

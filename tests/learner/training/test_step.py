@@ -1,6 +1,6 @@
 """Laws of what a batch is compared with during its step."""
 
-from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from common.config.learning import AlgorithmSection, Correction, LearnerSection, Proximal
-from learner.batch.batching import MicroBatch
+from learner.batch.batching import MicroBatch, make_microbatches
 from learner.objective.loss import LossInputs
-from learner.policy.forward import Passes
+from learner.policy.forward import Networks
 from learner.training.ranks import Ranks
-from learner.training.step import BatchStep, StepParts
+from learner.training.step import Gradients, TrainerSettings
 from tests.learner.builders import make_model, make_samples
 
 VERSION = 3
@@ -21,36 +21,40 @@ VERSION = 3
 class Step:
     """A batch of two groups at version 3, sampled at version 1, with a model that can move."""
 
-    def __init__(self, *, lag: int = 2, **algorithm) -> None:
+    def __init__(self, *, lag: int = 2, ranks: Ranks | None = None, **algorithm: Any) -> None:
         samples = make_samples(num_groups=2)
         for sample in samples:
             t = sample.trajectory
             t.versions[t.loss_mask] = VERSION - lag
         self.model = make_model()
-        cfg = LearnerSection(autocast=False, ppo_epochs=2)
-        self._passes = Passes(cfg, self.model, None, temperature=1.0, engine_dtype="float32")
-        self.batch = BatchStep(
-            StepParts(
-                cfg=cfg,
-                algorithm=AlgorithmSection(**algorithm),
-                passes=self._passes,
-                reference=None,
-                has_critic=False,
-                ranks=Ranks(),
-                device=torch.device("cpu"),
-            ),
-            samples,
-            VERSION,
-            must_train=False,
+        settings = TrainerSettings(
+            learner=LearnerSection(autocast=False, ppo_epochs=2),
+            algorithm=AlgorithmSection(**algorithm),
+            num_steps=10,
+            engine_dtype="float32",
         )
-        self.batch.score_before()
+        self.gradients = Gradients(settings, Networks(policy=self.model), ranks or Ranks())
+        self.batch = self.gradients.prepare(samples, VERSION)
+
+    def micro(self, indices: list[int]) -> MicroBatch:
+        (micro,) = make_microbatches(self.batch.samples, indices, max_tokens=10_000, device="cpu")
+        return micro
 
     def logprobs(self, micro: MicroBatch) -> Tensor:
-        return self._passes.score(micro.tokens).logprobs.detach()
+        return self.gradients.passes.score(micro.tokens).logprobs.detach()
 
     def inputs(self, indices: list[int]) -> tuple[MicroBatch, LossInputs]:
-        (micro,) = self.batch.microbatches(indices)
-        return micro, self.batch.loss_inputs(micro, self._passes.score(micro.tokens))
+        micro = self.micro(indices)
+        scores = self.gradients.passes.score(micro.tokens)
+        return micro, self.gradients.loss_inputs(self.batch, micro, scores)
+
+    def update_on(self, indices: list[int]) -> None:
+        """Take a minibatch as the trainer does, and leave the weights alone."""
+        gradient = self.gradients.accumulate(self.batch, indices)
+        self.batch = self.batch.with_scored(gradient.logprobs)
+
+    def ess_frac(self) -> float:
+        return self.gradients.ess_frac(self.batch)
 
     def move(self) -> None:
         """Change the policy, as an update would."""
@@ -63,9 +67,8 @@ FIRST, SECOND = [0, 1], [2, 3]
 
 def test_a_recomputed_anchor_is_the_policy_before_the_first_update() -> None:
     step = Step(proximal=Proximal.RECOMPUTED)
-    (micro,) = step.batch.microbatches(SECOND)
-    before = step.logprobs(micro)
-    step.inputs(FIRST)
+    before = step.logprobs(step.micro(SECOND))
+    step.update_on(FIRST)
     step.move()
     micro, got = step.inputs(SECOND)
     assert got.anchor_logprobs.equal(before)
@@ -76,11 +79,12 @@ def test_a_recomputed_anchor_is_the_policy_before_the_first_update() -> None:
 
 def test_a_reused_anchor_is_the_policy_of_a_sample_s_first_update() -> None:
     step = Step(proximal=Proximal.REUSED)
-    step.inputs(FIRST)
+    step.update_on(FIRST)
     step.move()
     micro, got = step.inputs(SECOND)
     between = step.logprobs(micro)
     assert got.anchor_logprobs.equal(between)  # the first that the second minibatch has seen
+    step.update_on(SECOND)
     step.move()
     _, again = step.inputs(SECOND)
     assert again.anchor_logprobs.equal(between)
@@ -111,7 +115,7 @@ def test_without_lag_an_interpolated_anchor_needs_no_correction(correction: Corr
 
 def test_bad_episodes_are_masked_by_the_policy_before_the_step() -> None:
     step = Step(proximal=Proximal.RECOMPUTED, negative_mask_delta=1e-9)
-    (micro,) = step.batch.microbatches(FIRST)
+    micro = step.micro(FIRST)
     mu = step.logprobs(micro) + 0.1  # the sampler liked all of it more
     for sample, part in zip(step.batch.samples, _parts(step, mu, micro), strict=False):
         sample.trajectory.logprobs[sample.trajectory.loss_mask] = part
@@ -130,12 +134,13 @@ def _parts(step: Step, flat: Tensor, micro: MicroBatch) -> list[np.ndarray]:
 
 def test_effective_sample_size_is_over_the_tokens_scored_so_far() -> None:
     step = Step(proximal=Proximal.REUSED)
-    micro, _ = step.inputs(FIRST)
+    micro = step.micro(FIRST)
+    step.update_on(FIRST)
     weights = (step.logprobs(micro) - micro.sampler_logprobs).double().exp()
     expected = weights.sum() ** 2 / (len(weights) * (weights**2).sum())
-    assert step.batch.ess_frac() == pytest.approx(expected.item(), rel=1e-5)
-    step.inputs(SECOND)
-    assert step.batch.ess_frac() != pytest.approx(expected.item(), rel=1e-3)
+    assert step.ess_frac() == pytest.approx(expected.item(), rel=1e-5)
+    step.update_on(SECOND)
+    assert step.ess_frac() != pytest.approx(expected.item(), rel=1e-3)
 
 
 class Halves(Ranks):
@@ -150,13 +155,12 @@ class Halves(Ranks):
 
 
 def test_effective_sample_size_is_that_of_all_ranks_together() -> None:
-    step = Step(proximal=Proximal.REUSED)
-    (micro,) = step.batch.microbatches(FIRST)
-    step.inputs(FIRST)
-    own = (step.logprobs(micro) - micro.sampler_logprobs).double().exp()
     theirs = torch.tensor([0.5, 4.0, 1.0], dtype=torch.float64)
     moments = torch.tensor([3.0, theirs.sum(), (theirs**2).sum()], dtype=torch.float64)
-    step.batch._parts = replace(step.batch._parts, ranks=Halves(0, moments))
+    step = Step(proximal=Proximal.REUSED, ranks=Halves(0, moments))
+    micro = step.micro(FIRST[:1])
+    step.batch = step.batch.with_scored({0: step.logprobs(micro)})
+    own = (step.logprobs(micro) - micro.sampler_logprobs).double().exp()
     both = torch.cat([own, theirs])
     expected = both.sum() ** 2 / (len(both) * (both**2).sum())
-    assert step.batch.ess_frac() == pytest.approx(expected.item(), rel=1e-5)
+    assert step.ess_frac() == pytest.approx(expected.item(), rel=1e-5)

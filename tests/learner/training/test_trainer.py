@@ -18,7 +18,9 @@ from common.config.learning import (
 )
 from common.errors import ConfigError
 from learner.batch.batching import Sample
+from learner.policy.forward import Networks
 from learner.training.bad_batch import dump_batch
+from learner.training.step import TrainerSettings
 from learner.training.trainer import Trainer, TrainingDiverged
 from tests.learner.builders import make_model, make_samples, make_trajectory
 
@@ -30,15 +32,8 @@ def make_trainer(
 ) -> Trainer:
     defaults = {"lr": 1e-2, "warmup_steps": 0, "autocast": False, "controller": PASSIVE}
     cfg = LearnerSection(**{**defaults, **settings})
-    return Trainer(
-        cfg,
-        algorithm or AlgorithmSection(),
-        model or make_model(),
-        num_steps=10,
-        seed=0,
-        temperature=1.0,
-        on_bad_batch=on_bad_batch,
-    )
+    settings = TrainerSettings(learner=cfg, algorithm=algorithm or AlgorithmSection(), num_steps=10)
+    return Trainer(settings, Networks(policy=model or make_model()), on_bad_batch=on_bad_batch)
 
 
 def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -74,7 +69,7 @@ def test_microbatches_train_as_one_large_batch(anchoring: dict) -> None:
     results = []
     for budget in (12, 10_000):
         trainer = make_trainer(max_tokens_per_microbatch=budget, **anchoring)
-        metrics = trainer.train_on(make_samples(), version=0)
+        metrics = trainer.train_on(make_samples(), version=0).metrics
         results.append((metrics["loss/policy"], metrics["train/grad_norm"], weights_of(trainer)))
     assert results[0][0] == pytest.approx(results[1][0], abs=1e-6)
     assert results[0][1] == pytest.approx(results[1][1], rel=1e-5)
@@ -105,7 +100,7 @@ def test_correction_is_the_identity_when_the_batch_is_on_policy() -> None:
     for correction in Correction:
         algorithm = AlgorithmSection(correction=correction)
         trainer = make_trainer(copy.deepcopy(model), algorithm=algorithm)
-        metrics = trainer.train_on(samples, version=0)
+        metrics = trainer.train_on(samples, version=0).metrics
         norms.append(metrics["train/grad_norm"])
     assert norms == pytest.approx([norms[0]] * len(norms), rel=1e-5)
     assert metrics["offpolicy/ess_frac"] == pytest.approx(1.0)
@@ -121,10 +116,10 @@ def test_both_forms_have_the_same_first_gradient_inside_the_bounds() -> None:
     samples = on_policy(make_samples(num_groups=1), model)
     for sample in samples:
         sample.trajectory.logprobs[sample.trajectory.loss_mask] -= 0.1  # r = 1.105
-    single = make_trainer(copy.deepcopy(model)).train_on(samples, version=0)
+    single = make_trainer(copy.deepcopy(model)).train_on(samples, version=0).metrics
     # Two epochs, but a rate so small that the second sees the same weights.
     twice = make_trainer(copy.deepcopy(model), ppo_epochs=2, lr=1e-12)
-    double = twice.train_on(samples, version=0)
+    double = twice.train_on(samples, version=0).metrics
     assert single["train/grad_norm"] == pytest.approx(double["train/grad_norm"], rel=1e-4)
 
 
@@ -134,7 +129,7 @@ def test_trust_region_binds_with_a_single_update() -> None:
     for sample in samples:  # the policy has moved as far as the advantage asks: r = e or 1/e
         trajectory = sample.trajectory
         trajectory.logprobs[trajectory.loss_mask] -= np.float32(sample.advantage)
-    metrics = make_trainer(model).train_on(samples, version=0)
+    metrics = make_trainer(model).train_on(samples, version=0).metrics
     assert metrics["policy/clipped_frac"] == pytest.approx(1.0)
     assert metrics["train/grad_norm"] == 0.0
 
@@ -146,7 +141,7 @@ def test_every_epoch_and_minibatch_is_an_update(
     ppo_epochs: int, num_minibatches: int, expected: int
 ) -> None:
     trainer = make_trainer(ppo_epochs=ppo_epochs, num_minibatches=num_minibatches)
-    metrics = trainer.train_on(make_samples(), version=0)
+    metrics = trainer.train_on(make_samples(), version=0).metrics
     assert metrics["train/num_updates"] == expected
     assert trainer.num_updates == expected
     adamw_state = trainer.state_dict()["optimizer"]["optimizers"][0]["state"]
@@ -156,7 +151,7 @@ def test_every_epoch_and_minibatch_is_an_update(
 def test_non_finite_batch_changes_no_weight_and_is_counted() -> None:
     trainer = make_trainer()
     before = weights_of(trainer)
-    metrics = trainer.train_on(poisoned(make_samples()), version=0)
+    metrics = trainer.train_on(poisoned(make_samples()), version=0).metrics
     assert difference(before, weights_of(trainer)) == 0.0
     assert metrics["train/num_bad_updates"] == 1.0
     assert "loss/policy" not in metrics
@@ -172,7 +167,7 @@ def test_a_gradient_that_is_not_finite_changes_no_weight_and_its_batch_is_kept(
     )
     before = weights_of(trainer)
     hook = model.lm_head.weight.register_hook(lambda gradient: gradient * torch.inf)
-    metrics = trainer.train_on(make_samples(), version=4)
+    metrics = trainer.train_on(make_samples(), version=4).metrics
     assert difference(before, weights_of(trainer)) == 0.0
     assert metrics["train/num_bad_updates"] == 1.0
     assert (tmp_path / "bad_batches" / "version-4" / "samples.jsonl").is_file()
@@ -185,7 +180,7 @@ def test_a_gradient_that_is_not_finite_changes_no_weight_and_its_batch_is_kept(
 def test_a_bad_minibatch_does_not_stop_the_good_one() -> None:
     trainer = make_trainer(num_minibatches=2)
     before = weights_of(trainer)
-    metrics = trainer.train_on(poisoned(make_samples(num_groups=2)), version=0)
+    metrics = trainer.train_on(poisoned(make_samples(num_groups=2)), version=0).metrics
     assert metrics["train/num_bad_updates"] == 1.0
     assert metrics["train/num_updates"] == 1.0
     after = weights_of(trainer)
@@ -213,7 +208,7 @@ def test_lag_counts_versions_and_noise_only_tokens_without_lag() -> None:
     samples = on_policy(samples, model)
     fresh = samples[0].trajectory
     fresh.logprobs[1:] += np.array([0.02, -0.04], dtype=np.float32)
-    metrics = make_trainer(model).train_on(samples, version=5)
+    metrics = make_trainer(model).train_on(samples, version=5).metrics
     assert metrics["offpolicy/lag_mean"] == pytest.approx(2 / 3)
     assert metrics["offpolicy/lag_max"] == 2.0
     assert metrics["offpolicy/num_same_version_tokens"] == 2.0
@@ -237,7 +232,7 @@ def test_a_sample_without_sampled_tokens_adds_nothing() -> None:
 def test_entropy_bonus_raises_the_entropy() -> None:
     samples = [Sample(trajectory=s.trajectory, advantage=0.0) for s in make_samples()]
     trainer = make_trainer(algorithm=AlgorithmSection(entropy_coef=1.0), lr=1e-3)
-    entropies = [trainer.train_on(samples, version=v)["policy/entropy"] for v in range(3)]
+    entropies = [trainer.train_on(samples, version=v).metrics["policy/entropy"] for v in range(3)]
     assert entropies[0] < entropies[1] < entropies[2]
 
 
