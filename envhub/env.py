@@ -148,13 +148,15 @@ class AsyncEnv(Protocol):
 class TaskSpec:
     """One task of the catalogue: a subset and its fixed lists of item ids.
 
-    `train` and `test` name items of `subset`, in the order in which results are reported.
+    `train` and `test` name items of `subset`, in the order in which results are reported; `note`
+    is what every table says beside the task's name.
     """
 
     scenario: str
     subset: str
     train: tuple[str, ...]
     test: tuple[str, ...]
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

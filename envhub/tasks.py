@@ -10,13 +10,15 @@ def load_tasks(path: Path) -> dict[str, TaskSpec]:
     """Return the tasks of a `tasks.json`, by name.
 
     Args:
-        path: {"<task>": {"scenario": str, "subset": str, "train": [item ids], "test": [...]}}
+        path: {"<task>": {"scenario": str, "subset": str, "train": [item ids], "test": [...],
+            "note": str (optional)}}
     """
     tasks = json.loads(path.read_text(encoding="utf-8"))
     return {
         name: TaskSpec(
             scenario=task["scenario"],
             subset=task["subset"],
+            note=task.get("note", ""),
             train=tuple(task["train"]),
             test=tuple(task["test"]),
         )

@@ -45,7 +45,7 @@ class MixtureKind(StrEnum):
 class TaskSection:
     """One part of the training mixture."""
 
-    env: str = MISSING
+    env: str = MISSING  # its name; of `webarena|minisites` the first that is configured
     subset: str = MISSING
     weight: float = 1.0  # relative to the other tasks
 

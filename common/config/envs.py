@@ -68,7 +68,7 @@ class BrowserOptions:
 
 @dataclass(slots=True, kw_only=True)
 class WebarenaOptions:
-    """Web navigation: WebArena's sites by URL, or our own small sites when none is given."""
+    """WebArena's sites, by URL; tasks of a site without one are left out."""
 
     shopping: str = ""
     shopping_admin: str = ""
@@ -78,6 +78,19 @@ class WebarenaOptions:
     wikipedia: str = ""
     homepage: str = ""
     auth_dir: str = ""  # Playwright storage states of the logged-in accounts, <site>_state.json
+    observation_tokens: int = 4000  # longest accessibility tree, in words
+
+    @property
+    def is_configured(self) -> bool:
+        """Whether any site has an address."""
+        sites = (self.shopping, self.shopping_admin, self.reddit, self.gitlab, self.map)
+        return any((*sites, self.wikipedia, self.homepage))
+
+
+@dataclass(slots=True, kw_only=True)
+class MinisitesOptions:
+    """Small web sites of our own; not WebArena."""
+
     observation_tokens: int = 4000  # longest accessibility tree, in words
 
 
@@ -122,6 +135,7 @@ class EnvsSection:
     sciworld: SciworldOptions = field(default_factory=SciworldOptions)
     searchqa: SearchqaOptions = field(default_factory=SearchqaOptions)
     browser: BrowserOptions = field(default_factory=BrowserOptions)
+    minisites: MinisitesOptions = field(default_factory=MinisitesOptions)
     webarena: WebarenaOptions = field(default_factory=WebarenaOptions)
     sqlgym: SqlgymOptions = field(default_factory=SqlgymOptions)
     plugins: dict[str, str] = field(default_factory=dict[str, str])  # options of outside ones
@@ -129,3 +143,14 @@ class EnvsSection:
     def __post_init__(self) -> None:
         if self.agentgym_rules:
             self.babyai.agentgym_rules = self.searchqa.retry = True
+
+
+def choose_env(name: str, envs: EnvsSection) -> str:
+    """Return the environment that a task's `env` means.
+
+    Args:
+        name: a name, or names joined by "|": then the first that is configured, else the last.
+    """
+    *firsts, last = name.split("|")
+    is_set = {"webarena": envs.webarena.is_configured}
+    return next((each for each in firsts if is_set.get(each, True)), last)

@@ -12,6 +12,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from common.config.envs import EnvsSection, choose_env
 from common.config.keys import conform, describe_kind, dotted, kind_of, show
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
@@ -50,6 +51,9 @@ def load_config(config: str | None, overrides: Sequence[str], *, root: Path) -> 
             key = missing[0]
             kind = describe_kind(kind_of(key, shown=key))
             raise ConfigError(f"{key} is not set: give {key}=... ({kind})")
+        envs = cast(EnvsSection, OmegaConf.to_object(merged.envs))
+        for task in merged.tasks:
+            task.env = choose_env(task.env, envs)
         loaded = cast(RunConfig, OmegaConf.to_object(merged))
     except OmegaConfBaseException as e:
         key = getattr(e, "full_key", None) or "config"

@@ -15,16 +15,15 @@ class Layout:
     columns: tuple[tuple[str, tuple[str, ...]], ...]
 
 
+_WEB = (
+    ("Shopping", ("Shopping",)),
+    ("CMS", ("CMS",)),
+    ("Maps", ("Maps",)),
+    ("G & R", ("GitLab", "Reddit")),
+)
 LAYOUTS = {
-    "webarena": Layout(
-        title="Web navigation (WebArena)",
-        columns=(
-            ("Shopping", ("Shopping",)),
-            ("CMS", ("CMS",)),
-            ("Maps", ("Maps",)),
-            ("G & R", ("GitLab", "Reddit")),
-        ),
-    ),
+    "webarena": Layout(title="Web navigation (WebArena)", columns=_WEB),
+    "minisites": Layout(title="Web navigation (minisites, not WebArena)", columns=_WEB),
     "searchqa": Layout(
         title="Deep search",
         columns=(

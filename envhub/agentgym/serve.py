@@ -8,7 +8,7 @@ from fastapi import FastAPI, Query, Request, Response
 from pydantic import BaseModel, Field, create_model
 
 from common.errors import EnvError
-from envhub.agentgym.dialects import SERVED, WORDLE, Dialect, Faults
+from envhub.agentgym.dialects import SERVED, WEBARENA, WORDLE, Dialect, Faults
 from envhub.agentgym.instances import (
     EpisodeOver,
     Instance,
@@ -31,6 +31,7 @@ from envhub.hosting.sessions import Sessions
 from envhub.http.bodies import body_of, parse_body
 
 LEASE_S = 600.0
+STAND_INS = {WEBARENA.name: "minisites"}  # what is served where WebArena's own sites are not
 MAX_NUMBER = 2**53
 UNSEEN = "'observation'"  # error of a look before the first reset: the key that is missing
 
@@ -52,9 +53,18 @@ def add_agentgym_routes(
         lease_s: how long an instance that nobody asks for lives.
     """
     for dialect in SERVED:
-        if dialect.name in registry.names and dialect.name != registry.remote.dialect:
-            instances = Instances(registry.spec(dialect.name), sessions, lease_s=lease_s)
+        name = _served_by(dialect, registry)
+        if name:
+            instances = Instances(registry.spec(name), sessions, lease_s=lease_s)
             _add_routes(app, _Desk(dialect, instances))
+
+
+def _served_by(dialect: Dialect, registry: Registry) -> str:
+    """Return the environment that AgentGym's clients of a dialect play here; "" for none."""
+    if dialect.name == registry.remote.dialect:
+        return ""
+    names = (dialect.name, STAND_INS.get(dialect.name, ""))
+    return next((name for name in names if name in registry.names), "")
 
 
 def _add_routes(app: FastAPI, desk: "_Desk") -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from common.config.envs import EnvsSection, RemoteOptions
 from common.repository import ROOT
 from envhub.catalogue.registry import Registry, missing_requirements
-from envhub.env import EnvSpec
+from envhub.env import EnvSpec, TaskSpec
 from envhub.tasks import load_tasks
 
 ENVS = ROOT / "envhub" / "envs"
@@ -64,7 +64,7 @@ def _task_rows(spec: EnvSpec) -> list[Row]:
     return [
         Row(
             scenario=task.scenario,
-            task=name,
+            task=_title(name, task),
             env=spec.name,
             subset=task.subset,
             num_train=len(task.train),
@@ -73,6 +73,10 @@ def _task_rows(spec: EnvSpec) -> list[Row]:
         )
         for name, task in spec.tasks.items()
     ]
+
+
+def _title(name: str, task: TaskSpec) -> str:
+    return f"{name} ({task.note})" if task.note else name
 
 
 def _other_rows(spec: EnvSpec, *, is_short: bool) -> list[Row]:
@@ -99,7 +103,7 @@ def _missing_rows(name: str, missing: str) -> list[Row]:
     rows = [
         Row(
             scenario=task.scenario,
-            task=title,
+            task=_title(title, task),
             env=name,
             subset=task.subset,
             num_train=len(task.train),

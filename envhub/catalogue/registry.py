@@ -18,6 +18,7 @@ from envhub.errors import UnknownEnv
 LOADERS = {
     "babyai": "envhub.envs.babyai.env",
     "maze": "envhub.envs.maze.env",
+    "minisites": "envhub.envs.minisites.env",
     "miniwob": "envhub.envs.miniwob.env",
     "sciworld": "envhub.envs.sciworld.env",
     "searchqa": "envhub.envs.searchqa.env",
@@ -77,6 +78,7 @@ REQUIREMENTS: dict[str, tuple[Requirement, ...]] = {
         _extra("the Python package scienceworld", "scienceworld"),
     ),
     "searchqa": (_extra("the Python packages bm25s and PyStemmer", "bm25s", "Stemmer"),),
+    "minisites": (_CHROMIUM, _PLAYWRIGHT),
     "webarena": (_CHROMIUM, _PLAYWRIGHT),
 }
 
@@ -224,6 +226,7 @@ def _entry(spec: EnvSpec) -> dict[str, Any]:
             "subset": task.subset,
             "num_train": len(task.train),
             "num_test": len(task.test),
+            "note": task.note,
         }
         for name, task in spec.tasks.items()
     }

@@ -4,6 +4,8 @@ import re
 from dataclasses import dataclass
 from enum import StrEnum
 
+from envhub.env import Style, action_text
+
 MAX_TEXT_CHARS = 4000
 MAX_POINTS = 32
 NO_FENCE = (
@@ -178,8 +180,19 @@ def describe(action: Action) -> str:
     return " ".join(parts)
 
 
-def in_answer_format(action: str) -> str:
-    """Returns the reply with which AgentGym's agents give an action."""
+def read_reply(reply: str, style: Style) -> str:
+    """Return the action's text in an agent's reply: AgentGym's agents fence it.
+
+    Raises:
+        InvalidAction: there are no fences where there must be.
+    """
+    return fenced(reply) if style is Style.AGENTGYM else action_text(reply)
+
+
+def as_reply(action: str, style: Style) -> str:
+    """Return the reply with which an agent gives an action."""
+    if style is Style.COMPACT:
+        return action
     return f"In summary, the next action I will perform is ```{action}```"
 
 

@@ -5,13 +5,14 @@ import logging
 import os
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from playwright.async_api import Browser, BrowserContext, Playwright, async_playwright
 from playwright.async_api import Error as BrowserError
 
 from common.config.envs import BrowserOptions
-from envhub.env import EnvFailure
+from envhub.env import EnvFailure, EnvSpec, Isolation
 
 logger = logging.getLogger(__name__)
 BINARIES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -69,6 +70,18 @@ def check_browser(options: BrowserOptions) -> list[str]:
         f"no browser: none of {names} is on the PATH; install Chromium (apt-get install chromium) "
         "or set envs.browser.executable"
     ]
+
+
+def browser_spec(spec: EnvSpec, options: BrowserOptions) -> EnvSpec:
+    """Return the entry of a browser environment: one worker holds the browser and all episodes."""
+    return replace(
+        spec,
+        isolation=Isolation.WORKER,
+        sessions_per_worker=options.max_sessions,
+        max_workers=1,
+        worker_memory_bytes=8 << 30,
+        step_timeout_s=60.0,
+    )
 
 
 def host_rules(hosts: Mapping[str, str], *, reachable: frozenset[str] = frozenset()) -> str:

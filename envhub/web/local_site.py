@@ -1,15 +1,17 @@
-"""Serves an ASGI application inside this process, on a port of loopback that is free."""
+"""ASGI applications served inside this process, and a browser that reaches nothing else."""
 
 import asyncio
 import logging
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
 
+from common.config.envs import BrowserOptions
 from envhub.env import EnvFailure
+from envhub.web.browser import BrowserHost, host_rules
 
 logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 10.0
@@ -61,3 +63,44 @@ class LocalSite:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         self._socket.close()
+
+
+class LocalBrowser:
+    """An application under names of hosts, and a browser to visit it; started at first use."""
+
+    def __init__(
+        self, options: BrowserOptions, make_app: Callable[[], Any], hosts: Sequence[str]
+    ) -> None:
+        self._options = options
+        self._make_app = make_app
+        self._hosts = hosts
+        self._lock = asyncio.Lock()
+        self._site: LocalSite | None = None
+        self._browser: BrowserHost | None = None
+
+    @property
+    def address(self) -> str:
+        """Where the application answers, `127.0.0.1:<port>`; only once it is started."""
+        assert self._site is not None, "the application is not started"
+        return self._site.address
+
+    async def started(self) -> BrowserHost:
+        """Return the browser; the first call starts the application.
+
+        Raises:
+            EnvFailure: the application did not start.
+        """
+        async with self._lock:
+            if self._browser is None:
+                self._site = LocalSite(self._make_app())
+                await self._site.start()
+                rules = host_rules(dict.fromkeys(self._hosts, self._site.address))
+                self._browser = BrowserHost(self._options, rules)
+            return self._browser
+
+    async def stop(self) -> None:
+        """End the browser and the application."""
+        if self._browser is not None:
+            await self._browser.stop()
+        if self._site is not None:
+            await self._site.stop()

@@ -8,11 +8,9 @@ from common.config.envs import EnvsSection
 from envhub.env import (
     EnvFailure,
     EnvSpec,
-    Isolation,
     StepResult,
     Style,
     TaskSpec,
-    action_text,
     parse_item,
 )
 from envhub.envs.miniwob import pages
@@ -25,13 +23,13 @@ from envhub.web.actions import (
     Action,
     InvalidAction,
     Kind,
+    as_reply,
     describe,
-    fenced,
-    in_answer_format,
     instruction_lines,
     parse,
+    read_reply,
 )
-from envhub.web.browser import check_browser
+from envhub.web.browser import browser_spec, check_browser
 from envhub.web.session import WebSession
 
 KINDS = POINTER_KINDS | {Kind.CLICK, Kind.HOVER, Kind.TYPE, Kind.PRESS, Kind.SCROLL}
@@ -116,8 +114,7 @@ class MiniwobEnv:
         )
 
     def _parse(self, reply: str) -> Action:
-        text = fenced(reply) if self._style is Style.AGENTGYM else action_text(reply)
-        action = parse(text, KINDS)
+        action = parse(read_reply(reply, self._style), KINDS)
         for element in (action.element, action.target):
             if element >= 0 and element not in self._ids:
                 raise InvalidAction(f"There is no element [{element}] in the observation.")
@@ -147,7 +144,7 @@ class MiniwobEnv:
                 words = [word.strip('".,') for word in self._goal.split()]
                 actions += [f"type [{node.id}] [{word}] [0]" for word in words if word]
             actions.append(f"click [{node.id}]")
-        return [self._wrap(action) for action in actions]
+        return [as_reply(action, self._style) for action in actions]
 
     async def expert_action(self) -> str | None:
         """Returns what the page's expert does now; None where there is none for this page."""
@@ -157,7 +154,7 @@ class MiniwobEnv:
         action = solve(
             PageView(self._goal, self._snapshot.nodes, tuple(self._taken), await self._inside())
         )
-        return action and self._wrap(action)
+        return action and as_reply(action, self._style)
 
     async def _inside(self) -> Any:
         """Returns what the page's script knows and its expert asks for."""
@@ -165,9 +162,6 @@ class MiniwobEnv:
         if script is None or self._session is None:
             return None
         return await self._session.run(script)
-
-    def _wrap(self, action: str) -> str:
-        return action if self._style is Style.COMPACT else in_answer_format(action)
 
     async def render(self) -> str:
         """Returns the goal and the whole tree."""
@@ -201,19 +195,15 @@ def check(options: EnvsSection) -> list[str]:
 def make_spec(options: EnvsSection) -> EnvSpec:
     """Returns MiniWoB's catalogue entry."""
     world = MiniwobWorld(options.browser)
-    return EnvSpec(
+    spec = EnvSpec(
         name="miniwob",
         subsets=SUBSETS,
         instruction={Style.COMPACT: COMPACT_INSTRUCTION, Style.AGENTGYM: AGENTGYM_INSTRUCTION},
         make=lambda style: MiniwobEnv(style, world),
         tasks=_tasks(),
-        isolation=Isolation.WORKER,
-        sessions_per_worker=options.browser.max_sessions,
-        max_workers=1,
-        worker_memory_bytes=8 << 30,
-        step_timeout_s=60.0,
         stop=world.stop,
     )
+    return browser_spec(spec, options.browser)
 
 
 def _tasks() -> dict[str, TaskSpec]:

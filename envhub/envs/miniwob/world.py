@@ -1,7 +1,5 @@
 """What the MiniWoB episodes of one process share: the pages' server, the browser, open tabs."""
 
-import asyncio
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +11,9 @@ from starlette.staticfiles import StaticFiles
 from common.config.envs import BrowserOptions
 from envhub.env import EnvFailure
 from envhub.envs.miniwob.pages import REMEDY, STEP_MS, pages_dir
-from envhub.web.browser import BrowserHost, host_rules
-from envhub.web.local_site import LocalSite
+from envhub.web.local_site import LocalBrowser
 from envhub.web.session import Look, WebSession
 
-logger = logging.getLogger(__name__)
 HOST = "miniwob.test"
 START_SCRIPT = (Path(__file__).parent / "episode.js").read_text(encoding="utf-8")
 # Parts of every page that are not part of the task.
@@ -40,9 +36,7 @@ class MiniwobWorld:
 
     def __init__(self, options: BrowserOptions) -> None:
         self._options = options
-        self._lock = asyncio.Lock()
-        self._site: LocalSite | None = None
-        self._browser: BrowserHost | None = None
+        self._local = LocalBrowser(options, _make_app, (HOST,))
         self._idle: list[WebSession] = []
         self._num_episodes: dict[WebSession, int] = {}
 
@@ -52,7 +46,7 @@ class MiniwobWorld:
         Raises:
             EnvFailure: no browser, or the pages are not installed.
         """
-        browser = await self._started()
+        browser = await self._local.started()
         while self._idle:
             session = self._idle.pop()
             if session.is_alive:
@@ -79,23 +73,14 @@ class MiniwobWorld:
         del self._num_episodes[session]
         await session.close()
 
-    async def _started(self) -> BrowserHost:
-        async with self._lock:
-            if self._browser is None:
-                folder = pages_dir()
-                if folder is None:
-                    raise EnvFailure(f"the pages of MiniWoB are not installed: {REMEDY}")
-                app = Starlette(routes=[Mount("/", _KeptFiles(directory=folder))])
-                self._site = LocalSite(app)
-                await self._site.start()
-                rules = host_rules({HOST: self._site.address})
-                self._browser = BrowserHost(self._options, rules)
-            return self._browser
-
     async def stop(self) -> None:
-        """Ends the browser and the pages' server."""
+        """End the browser and the pages' server."""
         self._idle.clear()
-        if self._browser is not None:
-            await self._browser.stop()
-        if self._site is not None:
-            await self._site.stop()
+        await self._local.stop()
+
+
+def _make_app() -> Starlette:
+    folder = pages_dir()
+    if folder is None:
+        raise EnvFailure(f"the pages of MiniWoB are not installed: {REMEDY}")
+    return Starlette(routes=[Mount("/", _KeptFiles(directory=folder))])

@@ -1,272 +1,52 @@
-"""Web navigation: shop, shop admin, map, code host and forum, ours or WebArena's."""
-
-import hashlib
-import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+"""WebArena: its tasks, on its own sites at the addresses of the configuration."""
 
 from common.config.envs import EnvsSection
-from envhub.env import (
-    EnvSpec,
-    Isolation,
-    ItemId,
-    StepResult,
-    Style,
-    SubsetSpec,
-    TaskSpec,
-    UnknownItem,
-    action_text,
-    parse_item,
-)
-from envhub.envs.webarena import remote_sites, tasks_file, text
-from envhub.envs.webarena.evaluate import grade
-from envhub.envs.webarena.remote_sites import PublicNames
-from envhub.envs.webarena.sites import tasks as own_tasks
-from envhub.envs.webarena.solution import Solution
-from envhub.envs.webarena.world import LocalWorld, RemoteWorld
-from envhub.tasks import load_tasks
-from envhub.web import tree
-from envhub.web.actions import (
-    Action,
-    InvalidAction,
-    Kind,
-    describe,
-    fenced,
-    in_answer_format,
-    parse,
-)
+from common.errors import ConfigError
+from envhub.env import EnvSpec, SubsetSpec, TaskSpec
+from envhub.envs.webarena import remote_sites, tasks_file
+from envhub.envs.webarena.world import RemoteWorld
 from envhub.web.browser import check_browser
-from envhub.web.session import WebSession
+from envhub.web.site_tasks.env import Catalogue, site_tasks_spec
 
-MAX_SAMPLED_CLICKS = 200
-NUM_WEBARENA_TASKS = 812
-ENDED = "The episode has ended."
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Catalogue:
-    """Which tasks there are, and what agents see for the sites' addresses."""
-
-    subsets: Mapping[str, SubsetSpec]
-    find: Callable[[ItemId], dict[str, Any]]
-    names: PublicNames
-    max_words: int
-
-
-class WebarenaEnv:
-    """One task on the sites; it is graded when the agent stops.
-
-    Differs from AgentGym's server on purpose: typing replaces a field's text; an option of a list
-    is chosen by a click on it; a dialog of the page is accepted; the reward of every step but the
-    last is 0; no model judges answers.
-    """
-
-    def __init__(self, style: Style, catalogue: Catalogue, world: LocalWorld | RemoteWorld) -> None:
-        self._style = style
-        self._catalogue = catalogue
-        self._world = world
-        self._session: WebSession | None = None
-        self._done = False
-
-    async def reset(self, item_id: str, seed: int = 0) -> str:
-        """Starts an item; `seed` is unused, since the item fixes the sites' contents."""
-        task = self._catalogue.find(parse_item(item_id, self._catalogue.subsets))
-        await self.close()
-        self._task = task
-        self._session = await self._world.open(task)
-        self._done, self._previous = False, ""
-        self._solution = Solution(task.get("solution", []))
-        await self._look()
-        parts = [f"{n.role} {n.name} {n.states}" for n in self._snapshot.nodes]
-        state = json.dumps([task["intent"], self._snapshot.url, parts])
-        self._fingerprint = hashlib.sha256(state.encode()).hexdigest()
-        return await self._observation()
-
-    async def _look(self) -> None:
-        self._snapshot = await self._live().look()
-        in_view = self._style is Style.AGENTGYM
-        self._shown = tree.shown_nodes(self._snapshot.nodes, only_in_view=in_view)
-        self._ids = {node.id for node in self._shown}
-
-    def _live(self) -> WebSession:
-        if self._session is None or self._done:
-            raise RuntimeError("step before the reset or after the end of an episode")
-        return self._session
-
-    async def step(self, action: str) -> StepResult:
-        """Performs one action given as text."""
-        session = self._live()
-        expected = self._expected()
-        is_valid = True
-        try:
-            taken = self._parse(action)
-            self._previous = self._told(taken)
-            if taken.kind is Kind.STOP:
-                told = ENDED if self._style is Style.COMPACT else await self._observation()
-                reward = await grade(self._task["eval"], session, taken.text)
-                self._done = True
-                return StepResult(observation=told, reward=reward, done=True, is_valid=True)
-            local = self._catalogue.names.local(taken.text) if taken.kind is Kind.GOTO else ""
-            await session.perform(replace(taken, text=local) if local else taken)
-            self._solution.follow(taken, expected)
-        except InvalidAction as error:
-            is_valid, self._previous = False, str(error)
-        await self._look()
-        if session.dialogs:
-            self._previous += f" ({'; '.join(session.dialogs)})"
-        observation = await self._observation()
-        return StepResult(observation=observation, reward=0.0, done=False, is_valid=is_valid)
-
-    def _parse(self, reply: str) -> Action:
-        inner = fenced(reply) if self._style is Style.AGENTGYM else action_text(reply)
-        action = parse(inner)
-        if action.kind in (Kind.CLICK, Kind.HOVER, Kind.TYPE) and action.element not in self._ids:
-            raise InvalidAction(
-                f'Attempt to perform "{action.kind}" on element "[{action.element}]" but no '
-                "matching element found. Please check the observation more carefully."
-            )
-        return action
-
-    def _told(self, action: Action) -> str:
-        """Returns an action as the previous one is told: AgentGym adds its element's line."""
-        said = describe(action)
-        is_on_element = action.kind in (Kind.CLICK, Kind.HOVER, Kind.TYPE)
-        if self._style is Style.COMPACT or not is_on_element:
-            return said
-        lines = zip(self._shown, tree.agentgym_lines(self._shown), strict=True)
-        line = next(line for node, line in lines if node.id == action.element)
-        return f"{said} where [{action.element}] is {' '.join(line.split()[1:])}"
-
-    async def _observation(self) -> str:
-        session, names = self._live(), self._catalogue.names
-        tabs = ""
-        if self._style is Style.AGENTGYM or len(session.tabs) > 1:
-            current = session.tabs.index(session.page)
-            tabs = text.tab_line(await session.tab_titles(), current)
-        if self._style is Style.AGENTGYM:
-            lines, write = tree.agentgym_lines(self._shown), text.agentgym
-        else:
-            lines = tree.compact_lines(self._shown, self._snapshot.nodes, ids=False)
-            write = text.compact
-        none = "None" if self._style is Style.AGENTGYM else ""
-        return write(
-            tabs=tabs,
-            tree=tree.cut(lines, self._catalogue.max_words),
-            url=names.public(self._snapshot.url),
-            goal=self._task["intent"],
-            previous=names.public(self._previous) or none,
-        )
-
-    async def valid_actions(self) -> list[str]:
-        """Returns a sample: clicks on everything that can be clicked, moves, and stop."""
-        if self._done or self._session is None:
-            return []
-        clicks = [f"click [{node.id}]" for node in self._shown if node.role in tree.INTERACTIVE]
-        moves = ["scroll [down]", "scroll [up]", "go_back", "stop []"]
-        return [self._wrap(action) for action in [*clicks[:MAX_SAMPLED_CLICKS], *moves]]
-
-    def _expected(self) -> Action | None:
-        in_view = self._style is Style.AGENTGYM
-        return self._solution.next(self._snapshot.nodes, only_in_view=in_view)
-
-    async def expert_action(self) -> str | None:
-        """Returns the next action of the task's known way; None off that way or without one."""
-        action = None if self._done or self._session is None else self._expected()
-        return None if action is None else self._wrap(describe(action))
-
-    def _wrap(self, action: str) -> str:
-        return action if self._style is Style.COMPACT else in_answer_format(action)
-
-    async def render(self) -> str:
-        """Returns the goal, the address and the whole tree."""
-        nodes = tree.shown_nodes(self._snapshot.nodes, only_in_view=False)
-        head = [self._task["intent"], self._catalogue.names.public(self._snapshot.url)]
-        return "\n".join([*head, *tree.agentgym_lines(nodes)])
-
-    async def fingerprint(self) -> str:
-        """Returns the hash of the task and its first page."""
-        return self._fingerprint
-
-    async def close(self) -> None:
-        """Ends the browser session."""
-        session, self._session = self._session, None
-        if session is not None:
-            await self._world.close(session)
+NOT_CONFIGURED = (
+    "webarena needs the addresses of WebArena's sites: set envs.webarena.shopping=http://HOST:7770 "
+    "and so on, or take env=minisites, small sites of our own that are not WebArena"
+)
 
 
 def check(options: EnvsSection) -> list[str]:
-    """Returns a line for each thing that is missing on this machine, with its remedy."""
-    lines = check_browser(options.browser)
-    if remote_sites.configured(options.webarena):
-        lines += remote_sites.check_urls(options.webarena)
-        if tasks_file.tasks_path() is None:
-            remedy = tasks_file.REMEDY
-            lines.append(f"WebArena's sites are set but its tasks are not installed: {remedy}")
+    """Return a line for each thing that is missing on this machine, with its remedy."""
+    if not remote_sites.configured(options.webarena):
+        return [NOT_CONFIGURED]
+    lines = [*check_browser(options.browser), *remote_sites.check_urls(options.webarena)]
+    if tasks_file.tasks_path() is None:
+        lines.append(f"WebArena's tasks are not installed: {tasks_file.REMEDY}")
     return lines
 
 
 def make_spec(options: EnvsSection) -> EnvSpec:
-    """Returns the catalogue entry: of WebArena's tasks if any of its sites is configured."""
-    sites = remote_sites.configured(options.webarena)
-    path = tasks_file.tasks_path()
-    max_words = options.webarena.observation_tokens
-    if sites and path is not None:
-        table = tasks_file.read_tasks(path, sites)
-        catalogue = Catalogue(
-            subsets=table.subsets, find=table.task, names=PublicNames(sites), max_words=max_words
-        )
-        tasks = {name: _whole(name, spec) for name, spec in table.subsets.items()}
-        return _spec(options, catalogue, RemoteWorld(options), tasks, table.item_id)
-    catalogue = Catalogue(
-        subsets=own_tasks.SUBSETS, find=_own_task, names=PublicNames({}), max_words=max_words
-    )
-    tasks = load_tasks(Path(__file__).parent / "tasks.json")
-    return _spec(options, catalogue, LocalWorld(options), tasks, own_item)
-
-
-def _spec(
-    options: EnvsSection,
-    catalogue: Catalogue,
-    world: LocalWorld | RemoteWorld,
-    tasks: Mapping[str, TaskSpec],
-    from_agentgym: Callable[[int], str],
-) -> EnvSpec:
-    return EnvSpec(
-        name="webarena",
-        subsets=catalogue.subsets,
-        instruction={
-            Style.COMPACT: text.COMPACT_INSTRUCTION,
-            Style.AGENTGYM: text.AGENTGYM_INSTRUCTION,
-        },
-        make=lambda style: WebarenaEnv(style, catalogue, world),
-        tasks=tasks,
-        isolation=Isolation.WORKER,
-        sessions_per_worker=options.browser.max_sessions,
-        max_workers=1,
-        worker_memory_bytes=8 << 30,
-        step_timeout_s=60.0,
-        from_agentgym=from_agentgym,
-        stop=world.stop,
-    )
-
-
-def _own_task(item: ItemId) -> dict[str, Any]:
-    return own_tasks.make_task(item.subset, item.split, item.index)
-
-
-def own_item(number: int) -> str:
-    """Returns the training item of our own sites that stands for a WebArena task number.
+    """Return WebArena's catalogue entry: the tasks whose sites all have an address.
 
     Raises:
-        UnknownItem: not one of 0 to 811.
+        ConfigError: no site has an address, or the tasks are not installed.
     """
-    if not 0 <= number < NUM_WEBARENA_TASKS:
-        raise UnknownItem(f"no WebArena task {number}: the numbers are 0 to 811")
-    names = list(own_tasks.SUBSETS)
-    subset = names[number % len(names)]
-    return f"{subset}-train-{number // len(names) % own_tasks.SUBSETS[subset].num_train}"
+    sites, path = remote_sites.configured(options.webarena), tasks_file.tasks_path()
+    if not sites or path is None:
+        raise ConfigError(tasks_file.REMEDY if sites else NOT_CONFIGURED)
+    table = tasks_file.read_tasks(path, sites)
+    return site_tasks_spec(
+        "webarena",
+        Catalogue(
+            subsets=table.subsets,
+            find=table.task,
+            names=remote_sites.public_names(sites),
+            max_words=options.webarena.observation_tokens,
+        ),
+        RemoteWorld(options),
+        options,
+        tasks={name: _whole(name, spec) for name, spec in table.subsets.items()},
+        from_agentgym=table.item_id,
+    )
 
 
 def _whole(subset: str, spec: SubsetSpec) -> TaskSpec:

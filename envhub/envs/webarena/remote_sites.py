@@ -1,9 +1,11 @@
 """WebArena's sites at the addresses of the configuration, and the names that agents see instead."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from common.config.envs import WebarenaOptions
+from envhub.web.site_tasks.addresses import PublicNames
 
 PUBLIC_URLS = {
     "reddit": "http://reddit.com",
@@ -19,8 +21,7 @@ ACCOUNT_SITES = ("shopping", "shopping_admin", "gitlab", "reddit")
 
 def configured(options: WebarenaOptions) -> dict[str, str]:
     """Returns the address of each site that has one, by WebArena's name."""
-    urls = {name: getattr(options, name).rstrip("/") for name in PUBLIC_URLS}
-    return {name: url for name, url in urls.items() if url}
+    return {name: url for name in PUBLIC_URLS if (url := getattr(options, name).rstrip("/"))}
 
 
 def check_urls(options: WebarenaOptions) -> list[str]:
@@ -54,25 +55,6 @@ def login_state(options: WebarenaOptions, sites: list[str]) -> str | None:
     return str(path) if accounts and path.is_file() else None
 
 
-class PublicNames:
-    """Translates between the sites' addresses and the public names that agents see."""
-
-    def __init__(self, sites: dict[str, str]) -> None:
-        # The longest first: the admin site lies below the shop.
-        pairs = [(url, PUBLIC_URLS[name]) for name, url in sites.items()]
-        self._pairs = sorted(pairs, key=lambda pair: -len(pair[0]))
-        self._publics = sorted(pairs, key=lambda pair: -len(pair[1]))
-
-    def public(self, text: str) -> str:
-        """Returns a text with the public names for the addresses in it."""
-        for url, public in self._pairs:
-            text = text.replace(url, public)
-        return text
-
-    def local(self, url: str) -> str:
-        """Returns the address that a public name stands for."""
-        for address, public in self._publics:
-            for form in (public, public.replace("http://", "https://"), public[len("http://") :]):
-                if url == form or url.startswith((form + "/", form + "?")):
-                    return address + url[len(form) :]
-        return url
+def public_names(sites: Mapping[str, str]) -> PublicNames:
+    """Return what agents see for the addresses of the sites."""
+    return PublicNames({url: PUBLIC_URLS[name] for name, url in sites.items()})

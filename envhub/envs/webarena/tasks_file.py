@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from envhub.env import ItemId, SubsetSpec, UnknownItem
-from envhub.envs.webarena.page_functions import unsupported
+from envhub.web.site_tasks.page_functions import unsupported
 
 REMEDY = "pip install --no-deps libwebarena"
 MAX_TURNS = 15

@@ -125,6 +125,12 @@ def test_pooled_column_is_weighted_by_items() -> None:
     assert row.split("|")[6].strip() == "75.00"
 
 
+def test_minisites_are_told_from_webarena() -> None:
+    text = as_markdown([_entry([item("a", "1", env="minisites", subset="Maps")], k=1)])
+    assert "## Web navigation (minisites, not WebArena)" in text
+    assert "| Model |  | Shopping | CMS | Maps | G & R | Overall |" in text
+
+
 def test_subsets_that_are_no_task_get_columns_of_their_own() -> None:
     text = as_markdown([_entry([item("a", "1", env="babyai", subset="GoToLocal")], k=1)])
     assert "| Model |  | GoToLocal | Overall |" in text

@@ -11,7 +11,13 @@ from envhub.agentgym.dialects import DIALECTS
 from envhub.agentgym.remote import check, make_spec
 from envhub.catalogue.registry import Registry
 from envhub.env import EnvFailure, Style, UnknownItem
-from tests.envhub.agentgym.agentgym_clients import DIRECT, phrase, serve_app, serve_envs
+from tests.envhub.agentgym.agentgym_clients import (
+    DIRECT,
+    native_name,
+    phrase,
+    serve_app,
+    serve_envs,
+)
 from tests.envhub.agentgym.agentgym_stubs import TOOLS, Stub
 
 QUICK = ("textcraft", "babyai", "maze", "wordle")
@@ -49,7 +55,7 @@ def play_round_trip(name: str, hub: str) -> None:
     assert index < num_train
 
     async def play(native: httpx.Client) -> None:
-        body = {"env": name, "item_id": item_id, "style": "agentgym"}
+        body = {"env": native_name(name), "item_id": item_id, "style": "agentgym"}
         opened = native.post("/v1/sessions", json=body).json()
         path = f"/v1/sessions/{opened['session_id']}"
         env = spec.make(Style.AGENTGYM)

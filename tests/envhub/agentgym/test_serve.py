@@ -9,7 +9,14 @@ from envhub.agentgym.instances import Instance
 from envhub.agentgym.replies import reset_reply
 from envhub.catalogue.registry import Registry
 from envhub.envs.sciworld.catalogue import from_agentgym
-from tests.envhub.agentgym.agentgym_clients import DIRECT, IdClient, make_client, phrase, serve_envs
+from tests.envhub.agentgym.agentgym_clients import (
+    DIRECT,
+    IdClient,
+    make_client,
+    native_name,
+    phrase,
+    serve_envs,
+)
 
 QUICK = ("textcraft", "babyai", "maze", "wordle")
 INDICES = {"textcraft": 3, "babyai": 83, "maze": 4, "wordle": 11, "sciworld": 2936}
@@ -29,7 +36,7 @@ def play_with_twin(name: str, hub: str, index: int) -> None:
     make_client(name, hub)  # another, that nobody ever uses
     with httpx.Client(base_url=hub, **DIRECT) as native:
         item_id = Registry([name], EnvsSection()).spec(name).from_agentgym(index)
-        body = {"env": name, "item_id": item_id, "style": "agentgym"}
+        body = {"env": native_name(name), "item_id": item_id, "style": "agentgym"}
         opened = native.post("/v1/sessions", json=body)
         assert opened.status_code == 201, opened.text
         path = f"/v1/sessions/{opened.json()['session_id']}"

@@ -2,16 +2,17 @@
 
 import asyncio
 from collections.abc import Iterator
+from typing import cast
 
 import pytest
 
 from common.config.envs import BrowserOptions, EnvsSection
 from common.repository import ROOT
-from envhub.env import EnvSpec, ItemId, Style, UnknownItem, parse_item
+from envhub.env import AsyncEnv, ItemId, Style, UnknownItem, parse_item
 from envhub.envs.miniwob import env as miniwob
 from envhub.envs.miniwob import pages
 from envhub.envs.miniwob.experts import table as experts
-from tests.envhub.web.web_rig import has_browser
+from tests.envhub.web.web_rig import EnvRig, has_browser, play
 
 browser = pytest.mark.skipif(
     not has_browser() or pages.pages_dir() is None, reason="no Chromium or no MiniWoB pages"
@@ -63,47 +64,17 @@ def test_check_names_a_missing_browser():
     assert any("/nowhere/chromium" in line for line in miniwob.check(options))
 
 
-class Rig:
-    """MiniWoB's catalogue entry and the loop its episodes live in."""
-
-    def __init__(self) -> None:
-        self.runner = asyncio.Runner()
-        self.spec: EnvSpec = miniwob.make_spec(EnvsSection())
-
-    def stop(self) -> None:
-        assert self.spec.stop is not None
-        self.runner.run(self.spec.stop())
-        self.runner.close()
-
-
 @pytest.fixture(scope="module")
-def rig() -> Iterator[Rig]:
-    rig = Rig()
+def rig() -> Iterator[EnvRig]:
+    rig = EnvRig(miniwob.make_spec(EnvsSection()))
     yield rig
     rig.stop()
-
-
-async def play(spec: EnvSpec, item: str, style: Style = Style.COMPACT) -> tuple[list[str], float]:
-    """Returns the observations of an episode that the expert plays, and its reward."""
-    env = spec.make(style)
-    try:
-        seen = [await env.reset(item, 0)]
-        for _ in range(spec.subsets[item.split("-")[0]].max_turns):
-            action = await env.expert_action()
-            assert action is not None, f"{item}: the expert knows no way\n{seen[-1]}"
-            result = await env.step(action)
-            seen.append(result.observation)
-            if result.done:
-                return seen, result.reward
-        return seen, 0.0
-    finally:
-        await env.close()
 
 
 @browser
 @pytest.mark.slow
 @pytest.mark.parametrize("style", list(Style))
-def test_expert_solves_every_page_it_is_there_for(rig: Rig, style: Style):
+def test_expert_solves_every_page_it_is_there_for(rig: EnvRig, style: Style):
     async def all_pages():
         gate = asyncio.Semaphore(4)
 
@@ -114,12 +85,12 @@ def test_expert_solves_every_page_it_is_there_for(rig: Rig, style: Style):
 
         return await asyncio.gather(*[one(page) for page in experts.BY_PAGE])
 
-    assert [page for page, reward in rig.runner.run(all_pages()) if reward != 1.0] == []
+    assert [page for page, reward in rig.run(all_pages()) if reward != 1.0] == []
 
 
 @browser
 @pytest.mark.slow
-def test_observations_are_the_same_in_another_browser(rig: Rig):
+def test_observations_are_the_same_in_another_browser(rig: EnvRig):
     items = [
         "click_shape-train-3",
         "book_flight-train-1",
@@ -135,15 +106,15 @@ def test_observations_are_the_same_in_another_browser(rig: Rig):
         await other.stop()
         return first, second[::-1]
 
-    first, second = rig.runner.run(twice())
+    first, second = rig.run(twice())
     assert first == second
 
 
 @browser
 @pytest.mark.slow
-def test_wrong_click_fails_and_a_fresh_reset_starts_anew(rig: Rig):
+def test_wrong_click_fails_and_a_fresh_reset_starts_anew(rig: EnvRig):
     async def episode():
-        env = rig.spec.make(Style.COMPACT)
+        env = cast(AsyncEnv, rig.spec.make(Style.COMPACT))
         first = await env.reset("click_test_2-train-0", 0)
         print_ = await env.fingerprint()
         wrong = next(line for line in first.splitlines() if "'TWO'" in line).split("]")[0][1:]
@@ -157,14 +128,14 @@ def test_wrong_click_fails_and_a_fresh_reset_starts_anew(rig: Rig):
             await env.reset("click_test-test-100", 0)
         await env.close()
 
-    rig.runner.run(episode())
+    rig.run(episode())
 
 
 @browser
 @pytest.mark.slow
-def test_bad_actions_are_told_of_and_end_nothing(rig: Rig):
+def test_bad_actions_are_told_of_and_end_nothing(rig: EnvRig):
     async def episode():
-        env = rig.spec.make(Style.AGENTGYM)
+        env = cast(AsyncEnv, rig.spec.make(Style.AGENTGYM))
         await env.reset("click_test-train-0", 0)
         for text in ("", "click [0]", "```click [99]```", "```goto [http://a.test]```", "\x00"):
             result = await env.step(text)
@@ -174,14 +145,14 @@ def test_bad_actions_are_told_of_and_end_nothing(rig: Rig):
         assert (result.reward, result.done) == (1.0, True)
         await env.close()
 
-    rig.runner.run(episode())
+    rig.run(episode())
 
 
 @browser
 @pytest.mark.slow
-def test_what_a_page_only_paints_is_told(rig: Rig):
+def test_what_a_page_only_paints_is_told(rig: EnvRig):
     async def first(item: str) -> str:
-        env = rig.spec.make(Style.COMPACT)
+        env = cast(AsyncEnv, rig.spec.make(Style.COMPACT))
         try:
             return await env.reset(item, 0)
         finally:
@@ -196,12 +167,12 @@ def test_what_a_page_only_paints_is_told(rig: Rig):
         assert "the [ui-icon-disk] icon" in await first("click_menu_2-test-7")
         assert "'touch-area' at: (2,52) size: 156x127" in await first("hot_cold-test-7")
 
-    rig.runner.run(episode())
+    rig.run(episode())
 
 
 @browser
 @pytest.mark.slow
-def test_every_flash_is_seen_before_the_buttons_are_pushed(rig: Rig):
+def test_every_flash_is_seen_before_the_buttons_are_pushed(rig: EnvRig):
     async def episode():
         seen, reward = await play(rig.spec, "simon_says-test-7")
         lines = [line for text in seen for line in text.splitlines() if "push'" in line]
@@ -212,27 +183,27 @@ def test_every_flash_is_seen_before_the_buttons_are_pushed(rig: Rig):
         assert len(flashed) in (3, 4, 5)
         assert [str(int(text.split("[")[1]) + 1) for text in pushed] == flashed[: len(pushed)]
 
-    rig.runner.run(episode())
+    rig.run(episode())
 
 
 @browser
 @pytest.mark.slow
 @pytest.mark.parametrize("item", ["click_pie_nodelay-train-104", "terminal-train-209"])
-def test_items_that_faults_of_their_pages_made_hopeless_can_be_solved(rig: Rig, item: str):
-    assert rig.runner.run(play(rig.spec, item))[1] == 1.0
+def test_items_that_faults_of_their_pages_made_hopeless_can_be_solved(rig: EnvRig, item: str):
+    assert rig.run(play(rig.spec, item))[1] == 1.0
 
 
 @browser
 @pytest.mark.slow
 @pytest.mark.parametrize("item", ["drag_box-test-18", "drag_box-train-440"])
-def test_box_that_lies_over_the_middle_of_another_is_dragged_there(rig: Rig, item: str):
-    assert rig.runner.run(play(rig.spec, item))[1] == 1.0
+def test_box_that_lies_over_the_middle_of_another_is_dragged_there(rig: EnvRig, item: str):
+    assert rig.run(play(rig.spec, item))[1] == 1.0
 
 
 @browser
 @pytest.mark.slow
-def test_game_is_won_by_the_moves_that_chance_allows(rig: Rig):
+def test_game_is_won_by_the_moves_that_chance_allows(rig: EnvRig):
     async def games():
         return [(await play(rig.spec, f"tic_tac_toe-test-{i}"))[1] for i in range(8)]
 
-    assert rig.runner.run(games()) == [1.0] * 8
+    assert rig.run(games()) == [1.0] * 8

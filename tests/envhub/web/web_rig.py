@@ -2,17 +2,20 @@
 
 import asyncio
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, TypeVar, cast
 
+import pytest
 from fastapi import FastAPI, Form
 from fastapi.responses import HTMLResponse, RedirectResponse
 
 from common.config.envs import BrowserOptions
+from envhub.env import AsyncEnv, EnvSpec, Style
 from envhub.web.browser import BrowserHost, check_browser, host_rules
 from envhub.web.local_site import LocalSite
 from envhub.web.session import Look, WebSession
 from envhub.web.tree import Node, Snapshot
 
+T = TypeVar("T")
 HOME = """<title>Home</title><h1>Welcome</h1>
 <a href="/other">Other</a> <a href="/other" target="_blank">New tab</a>
 <a href="http://elsewhere.test/">Elsewhere</a>
@@ -86,6 +89,46 @@ class Rig:
 def has_browser() -> bool:
     """Whether this machine has a browser to drive."""
     return not check_browser(BrowserOptions())
+
+
+# For tests that drive the browser.
+needs_browser = pytest.mark.skipif(not has_browser(), reason="no Chromium on this machine")
+
+
+class EnvRig:
+    """A browser environment's catalogue entry and the loop that its episodes live in."""
+
+    def __init__(self, spec: EnvSpec) -> None:
+        self.spec = spec
+        self._runner = asyncio.Runner()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run work in the rig's loop and return its result."""
+        return self._runner.run(work)
+
+    def stop(self) -> None:
+        """End what the episodes share."""
+        assert self.spec.stop is not None
+        self.run(self.spec.stop())
+        self._runner.close()
+
+
+async def play(spec: EnvSpec, item: str, style: Style = Style.COMPACT) -> tuple[list[str], float]:
+    """Return the observations of an episode that the expert plays, and its reward."""
+    env = cast(AsyncEnv, spec.make(style))
+    try:
+        seen = [await env.reset(item, 0)]
+        for _ in range(2 * spec.subsets[item.split("-")[0]].max_turns):
+            action = await env.expert_action()
+            assert action is not None, f"{item}: the expert knows no way\n{seen[-1]}"
+            result = await env.step(action)
+            assert result.is_valid, f"{item}: {action} is refused\n{result.observation}"
+            seen.append(result.observation)
+            if result.done:
+                return seen, result.reward
+        return seen, 0.0
+    finally:
+        await env.close()
 
 
 def find(snapshot: Snapshot, role: str, name: str) -> Node:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from envhub.envs.webarena.sites.store import master
-from envhub.envs.webarena.sites.tasks import DOMAINS, SUBSETS, Task, split_tasks
+from envhub.envs.minisites.store import master
+from envhub.envs.minisites.tasks import DOMAINS, SUBSETS, Task, split_tasks
 
 Row = sqlite3.Row
 MAX_TASKS_PER_TEMPLATE = 12

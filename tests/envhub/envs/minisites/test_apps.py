@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 from fastapi.testclient import TestClient
 
-from envhub.envs.webarena.sites.apps import SITES, make_app
-from envhub.envs.webarena.sites.site import MAX_BODY_BYTES
-from envhub.envs.webarena.sites.store import FILLERS, master
-from tests.envhub.envs.sites_browser import Browser, parse
+from envhub.envs.minisites.apps import SITES, make_app
+from envhub.envs.minisites.site import MAX_BODY_BYTES
+from envhub.envs.minisites.store import FILLERS, master
+from tests.envhub.envs.minisites.sites_browser import Browser, parse
 
 HOSTILE = "<script>alert('1')</script>\"'&{{ 7 * 7 }}%_\\"
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 from fastapi.testclient import TestClient
 
-from envhub.envs.webarena.sites.apps import make_app
-from envhub.envs.webarena.sites.tasks import DOMAINS, SUBSETS, make_task, split_tasks
-from tests.envhub.envs.sites_browser import Browser, satisfies
+from envhub.envs.minisites.apps import make_app
+from envhub.envs.minisites.tasks import DOMAINS, SUBSETS, make_task, split_tasks
+from tests.envhub.envs.minisites.sites_browser import Browser, satisfies
 
 MAX_SOLUTION_STEPS = 12
 EVERY = 11  # shares no factor with the number of any site's templates
@@ -99,7 +99,7 @@ def test_index_out_of_range_is_refused() -> None:
 def test_tasks_are_the_same_whatever_the_hash_seed() -> None:
     code = (
         "import hashlib, json\n"
-        "from envhub.envs.webarena.sites.tasks import SUBSETS, make_task\n"
+        "from envhub.envs.minisites.tasks import SUBSETS, make_task\n"
         "tasks = [make_task(s, 'test', i) for s in SUBSETS for i in range(SUBSETS[s].num_test)]\n"
         "import sys; sys.stdout.write(hashlib.sha256(json.dumps(tasks).encode()).hexdigest())\n"
     )

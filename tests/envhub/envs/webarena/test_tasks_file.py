@@ -6,7 +6,7 @@ import pytest
 
 from common.config.envs import WebarenaOptions
 from envhub.env import ItemId, UnknownItem
-from envhub.envs.webarena.remote_sites import PublicNames, check_urls, configured, login_state
+from envhub.envs.webarena.remote_sites import check_urls, configured, login_state, public_names
 from envhub.envs.webarena.tasks_file import read_tasks
 
 
@@ -62,7 +62,7 @@ def test_item_id_finds_a_webarena_number(tasks_path):
 
 
 def test_public_names_translate_both_ways():
-    names = PublicNames(SITES)
+    names = public_names(SITES)
     assert names.public("see http://10.0.0.1:7780/admin/x") == "see http://luma.com/admin/x"
     assert names.local("http://onestopmarket.com/a?b=1") == "http://10.0.0.1:7770/a?b=1"
     assert names.local("onestopmarket.com") == "http://10.0.0.1:7770"

@@ -1,0 +1,58 @@
+"""Minisites: small web sites of our own in the manner of WebArena's, without its numbers.
+
+A shop and its administration, a map, a code host and a forum. Results on them are not results on
+WebArena and cannot be compared with any.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from common.config.envs import EnvsSection
+from envhub.env import EnvSpec, ItemId, UnknownItem
+from envhub.envs.minisites.tasks import SUBSETS, make_task
+from envhub.envs.minisites.world import LocalWorld
+from envhub.tasks import load_tasks
+from envhub.web.browser import check_browser
+from envhub.web.site_tasks.addresses import PublicNames
+from envhub.web.site_tasks.env import Catalogue, site_tasks_spec
+
+NUM_WEBARENA_TASKS = 812
+
+
+def check(options: EnvsSection) -> list[str]:
+    """Return a line for each thing that is missing on this machine, with its remedy."""
+    return check_browser(options.browser)
+
+
+def make_spec(options: EnvsSection) -> EnvSpec:
+    """Return the catalogue entry of the sites."""
+    return site_tasks_spec(
+        "minisites",
+        Catalogue(
+            subsets=SUBSETS,
+            find=_task,
+            names=PublicNames({}),
+            max_words=options.minisites.observation_tokens,
+        ),
+        LocalWorld(options.browser),
+        options,
+        tasks=load_tasks(Path(__file__).with_name("tasks.json")),
+        from_agentgym=from_agentgym,
+    )
+
+
+def _task(item: ItemId) -> dict[str, Any]:
+    return make_task(item.subset, item.split, item.index)
+
+
+def from_agentgym(number: int) -> str:
+    """Return the training item that stands for a WebArena task number.
+
+    Raises:
+        UnknownItem: not one of 0 to 811.
+    """
+    if not 0 <= number < NUM_WEBARENA_TASKS:
+        raise UnknownItem(f"no WebArena task {number}: the numbers are 0 to 811")
+    names = list(SUBSETS)
+    subset = names[number % len(names)]
+    return f"{subset}-train-{number // len(names) % SUBSETS[subset].num_train}"

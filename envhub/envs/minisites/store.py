@@ -1,0 +1,111 @@
+"""Sessions of the sites: every session has its own copy of the seeded databases."""
+
+import sqlite3
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from envhub.envs.minisites.gitlab.seed import fill_gitlab
+from envhub.envs.minisites.maps.seed import fill_maps
+from envhub.envs.minisites.reddit.seed import fill_reddit
+from envhub.envs.minisites.shop.seed import fill_shop
+
+DEMO_SEED = 0
+MAX_MASTERS = 32  # seeded databases kept for copying; about 0.3 MB each
+FILLERS: Mapping[str, Callable[[sqlite3.Connection, int], None]] = {
+    "gitlab": fill_gitlab,
+    "maps": fill_maps,
+    "reddit": fill_reddit,
+    "shop": fill_shop,
+}
+
+
+class UnknownSession(LookupError):
+    """No such session: it was never reset, or has been dropped."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Session:
+    """What one visitor sees: databases are copied at the first page that needs them."""
+
+    seed: int
+    databases: dict[str, sqlite3.Connection] = field(default_factory=dict)
+    notice: str = ""  # shown once, on the next page
+
+    def database(self, name: str) -> sqlite3.Connection:
+        """Returns this session's own copy of a database."""
+        if name not in self.databases:
+            self.databases[name] = copy_of(name, self.seed)
+        return self.databases[name]
+
+    def close(self) -> None:
+        """Frees the copies."""
+        for database in self.databases.values():
+            database.close()
+        self.databases.clear()
+
+
+class Store:
+    """All sessions, by id; visitors who name none share the demo session."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[str, Session] = {}
+        self._demo = Session(seed=DEMO_SEED)
+
+    @property
+    def num_sessions(self) -> int:
+        """Returns how many sessions are held, the demo not counted."""
+        return len(self._sessions)
+
+    def reset(self, session_id: str, seed: int) -> None:
+        """Starts a session afresh, or again, on the world of a seed."""
+        self.drop(session_id)
+        self._sessions[session_id] = Session(seed=seed)
+
+    def drop(self, session_id: str) -> bool:
+        """Forgets a session; returns whether there was one."""
+        session = self._sessions.pop(session_id, None)
+        if session is not None:
+            session.close()
+        return session is not None
+
+    def session(self, session_id: str | None) -> Session:
+        """Returns a session, or the demo for None.
+
+        Raises:
+            UnknownSession: never reset, or dropped.
+        """
+        if session_id is None:
+            return self._demo
+        if session_id not in self._sessions:
+            raise UnknownSession(session_id)
+        return self._sessions[session_id]
+
+    def close(self) -> None:
+        """Drops everything."""
+        for session_id in list(self._sessions):
+            self.drop(session_id)
+        self._demo.close()
+
+
+@lru_cache(maxsize=MAX_MASTERS)
+def master(name: str, seed: int) -> sqlite3.Connection:
+    """Returns the seeded database itself; for reading and copying only."""
+    database = _connect()
+    FILLERS[name](database, seed)
+    database.execute("PRAGMA query_only = ON")
+    return database
+
+
+def copy_of(name: str, seed: int) -> sqlite3.Connection:
+    """Returns a fresh copy of a seeded database, which the caller may change."""
+    database = _connect()
+    master(name, seed).backup(database)
+    return database
+
+
+def _connect() -> sqlite3.Connection:
+    # the server's thread may be another than the one that built the masters; never two at a time
+    database = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+    database.row_factory = sqlite3.Row
+    return database

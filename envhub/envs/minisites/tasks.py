@@ -1,0 +1,119 @@
+"""The tasks of the five sites, in WebArena's configuration format."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from random import Random
+from zlib import crc32
+
+from envhub.env import SubsetSpec
+from envhub.envs.minisites.drafts import Domain, Draft
+from envhub.envs.minisites.gitlab.tasks import GITLAB_TEMPLATES
+from envhub.envs.minisites.maps.tasks import MAPS_TEMPLATES
+from envhub.envs.minisites.reddit.tasks import REDDIT_TEMPLATES
+from envhub.envs.minisites.shop.admin_tasks import CMS_TEMPLATES
+from envhub.envs.minisites.shop.store_tasks import SHOPPING_TEMPLATES
+from envhub.envs.minisites.store import master
+
+NUM_WORLDS = 5  # site seeds 0 to 4
+NUM_TRAIN = 240
+NUM_TEST = 60
+TEST_EVERY = 5  # one intent in five of a template belongs to the test split
+MAX_TURNS = 15
+DOMAINS = {
+    "Shopping": Domain(
+        host="shopping.test", site="shopping", database="shop", templates=SHOPPING_TEMPLATES
+    ),
+    "CMS": Domain(host="cms.test", site="shopping_admin", database="shop", templates=CMS_TEMPLATES),
+    "Maps": Domain(host="maps.test", site="map", database="maps", templates=MAPS_TEMPLATES),
+    "GitLab": Domain(
+        host="gitlab.test", site="gitlab", database="gitlab", templates=GITLAB_TEMPLATES
+    ),
+    "Reddit": Domain(
+        host="reddit.test", site="reddit", database="reddit", templates=REDDIT_TEMPLATES
+    ),
+}
+SUBSETS = {
+    name: SubsetSpec(num_train=NUM_TRAIN, num_test=NUM_TEST, max_turns=MAX_TURNS)
+    for name in DOMAINS
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """A draft with its template's name and its world."""
+
+    template: str
+    site_seed: int
+    draft: Draft
+
+
+def make_task(subset: str, split: str, index: int) -> dict[str, object]:
+    """Returns one task as WebArena's configurations have it, with the expert's way added.
+
+    Raises:
+        KeyError: no such subset or split.
+        IndexError: no such index.
+    """
+    domain, task = DOMAINS[subset], split_tasks(subset, split)[index]
+    return {
+        "task_id": f"{subset}-{split}-{index}",
+        "sites": [domain.site],
+        "require_login": False,
+        "start_url": f"http://{domain.host}/",
+        "intent_template": task.template,
+        "intent": task.draft.intent,
+        "site_seed": task.site_seed,
+        "eval": dict(task.draft.check),
+        "solution": [dict(step) for step in task.draft.path],
+        "max_turns": MAX_TURNS,
+    }
+
+
+@cache
+def split_tasks(subset: str, split: str) -> tuple[Task, ...]:
+    """Returns the tasks of a split; templates and worlds take turns.
+
+    Raises:
+        KeyError: no such subset or split.
+    """
+    size = {"train": NUM_TRAIN, "test": NUM_TEST}[split]
+    queues = [_template_tasks(subset, place, split) for place in _places(subset)]
+    tasks = []
+    while len(tasks) < size:
+        queues = [queue for queue in queues if queue]
+        if not queues:
+            raise ValueError(f"subset {subset} has only {len(tasks)} {split} tasks of {size}")
+        tasks.extend(queue.pop(0) for queue in queues)
+    return tuple(tasks[:size])
+
+
+def _places(subset: str) -> Sequence[int]:
+    return range(len(DOMAINS[subset].templates))
+
+
+def _template_tasks(subset: str, place: int, split: str) -> list[Task]:
+    """Returns a template's tasks of one split, worlds taking turns, each intent once."""
+    domain = DOMAINS[subset]
+    template = domain.templates[place]
+    by_world: list[list[Task]] = []
+    for seed in range(NUM_WORLDS):
+        random = Random(f"{subset}-{template.__name__}-{seed}")
+        drafts = list(template(master(domain.database, seed), random))
+        random.shuffle(drafts)
+        by_world.append(
+            [Task(template=template.__name__, site_seed=seed, draft=draft) for draft in drafts]
+        )
+    tasks: dict[str, Task] = {}
+    for rank in range(max(map(len, by_world))):
+        for queue in by_world:
+            if rank < len(queue):
+                tasks.setdefault(queue[rank].draft.intent, queue[rank])
+    chosen = _test_intents(list(tasks))
+    return [task for intent, task in tasks.items() if (intent in chosen) == (split == "test")]
+
+
+def _test_intents(intents: Sequence[str]) -> set[str]:
+    """Returns a fixed fifth of a template's intents: those of the test split."""
+    ranked = sorted(intents, key=lambda intent: (crc32(intent.encode()), intent))
+    return set(ranked[: -(-len(ranked) // TEST_EVERY)])

@@ -1,0 +1,69 @@
+"""What the episodes of one process share: the sites, served inside it, and the browser."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import aiohttp
+
+from common.config.envs import BrowserOptions
+from envhub.env import EnvFailure
+from envhub.envs.minisites.apps import SITES, make_app
+from envhub.web.local_site import LocalBrowser
+from envhub.web.session import Look, WebSession
+from envhub.web.site_tasks.addresses import may_go, start_urls
+
+SESSION_HEADER = "X-Longstride-Session"
+CALL_TIMEOUT_S = 10.0
+
+
+class LocalWorld:
+    """The sites, of which every episode has a copy of its own."""
+
+    def __init__(self, options: BrowserOptions) -> None:
+        self._options = options
+        self._local = LocalBrowser(options, make_app, tuple(SITES))
+        self._num_opened = 0
+        self._names: dict[WebSession, str] = {}
+
+    async def open(self, task: Mapping[str, Any]) -> WebSession:
+        """Return a browser session on a fresh copy of the sites, with the task's first page open.
+
+        Raises:
+            EnvFailure: no browser, or the sites do not answer.
+        """
+        browser = await self._local.started()
+        self._num_opened += 1
+        name = f"episode-{self._num_opened}"
+        await self._call("reset", {"session": name, "seed": task.get("site_seed", 0)})
+        context = await browser.open_context()
+        await context.set_extra_http_headers({SESSION_HEADER: name})
+        timeout_s = self._options.action_timeout_s
+        session = WebSession(context, Look(), may_go=may_go(set(SITES)), action_timeout_s=timeout_s)
+        self._names[session] = name
+        try:
+            await session.open(*start_urls(task))
+        except EnvFailure:
+            await self.close(session)
+            raise
+        return session
+
+    async def close(self, session: WebSession) -> None:
+        """End an episode's browser session and forget its copy of the sites."""
+        await session.close()
+        await self._call("drop", {"session": self._names.pop(session)})
+
+    async def _call(self, what: str, body: dict[str, object]) -> None:
+        url = f"http://{self._local.address}/__{what}__"
+        timeout = aiohttp.ClientTimeout(total=CALL_TIMEOUT_S)
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=timeout) as http,
+                http.post(url, json=body) as response,
+            ):
+                response.raise_for_status()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise EnvFailure(f"the sites failed at {what}: {error}") from error
+
+    async def stop(self) -> None:
+        """End the browser and the sites."""
+        await self._local.stop()

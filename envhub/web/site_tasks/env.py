@@ -1,0 +1,211 @@
+"""Episodes of tasks on web sites, in WebArena's format of tasks."""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from common.config.envs import EnvsSection
+from envhub.env import EnvSpec, ItemId, StepResult, Style, SubsetSpec, TaskSpec, parse_item
+from envhub.web import tree
+from envhub.web.actions import Action, InvalidAction, Kind, as_reply, describe, parse, read_reply
+from envhub.web.browser import browser_spec
+from envhub.web.session import WebSession
+from envhub.web.site_tasks import text
+from envhub.web.site_tasks.addresses import PublicNames
+from envhub.web.site_tasks.evaluate import grade
+from envhub.web.site_tasks.solution import Solution
+
+MAX_SAMPLED_CLICKS = 200
+ENDED = "The episode has ended."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Catalogue:
+    """Which tasks there are, and what agents see for the sites' addresses."""
+
+    subsets: Mapping[str, SubsetSpec]
+    find: Callable[[ItemId], dict[str, Any]]
+    names: PublicNames
+    max_words: int
+
+
+class World(Protocol):
+    """What the episodes of one process share: the sites and the browser."""
+
+    async def open(self, task: Mapping[str, Any]) -> WebSession:
+        """Return a browser session with the task's first pages open; raises EnvFailure."""
+        ...
+
+    async def close(self, session: WebSession) -> None:
+        """End an episode's browser session."""
+        ...
+
+    async def stop(self) -> None:
+        """End the browser, and the sites that are ours."""
+        ...
+
+
+class SiteTaskEnv:
+    """One task on the sites; it is graded when the agent stops.
+
+    Differs from AgentGym's server on purpose: typing replaces a field's text; an option of a list
+    is chosen by a click on it; a dialog of the page is accepted; the reward of every step but the
+    last is 0; no model judges answers.
+    """
+
+    def __init__(self, style: Style, catalogue: Catalogue, world: World) -> None:
+        self._style = style
+        self._catalogue = catalogue
+        self._world = world
+        self._session: WebSession | None = None
+        self._done = False
+
+    async def reset(self, item_id: str, seed: int = 0) -> str:
+        """Starts an item; `seed` is unused, since the item fixes the sites' contents."""
+        task = self._catalogue.find(parse_item(item_id, self._catalogue.subsets))
+        await self.close()
+        self._task = task
+        self._session = await self._world.open(task)
+        self._done, self._previous = False, ""
+        self._solution = Solution(task.get("solution", []))
+        await self._look()
+        parts = [f"{n.role} {n.name} {n.states}" for n in self._snapshot.nodes]
+        state = json.dumps([task["intent"], self._snapshot.url, parts])
+        self._fingerprint = hashlib.sha256(state.encode()).hexdigest()
+        return await self._observation()
+
+    async def _look(self) -> None:
+        self._snapshot = await self._live().look()
+        in_view = self._style is Style.AGENTGYM
+        self._shown = tree.shown_nodes(self._snapshot.nodes, only_in_view=in_view)
+        self._ids = {node.id for node in self._shown}
+
+    def _live(self) -> WebSession:
+        if self._session is None or self._done:
+            raise RuntimeError("step before the reset or after the end of an episode")
+        return self._session
+
+    async def step(self, action: str) -> StepResult:
+        """Performs one action given as text."""
+        session = self._live()
+        expected = self._expected()
+        is_valid = True
+        try:
+            taken = self._parse(action)
+            self._previous = self._told(taken)
+            if taken.kind is Kind.STOP:
+                told = ENDED if self._style is Style.COMPACT else await self._observation()
+                reward = await grade(self._task["eval"], session, taken.text)
+                self._done = True
+                return StepResult(observation=told, reward=reward, done=True, is_valid=True)
+            local = self._catalogue.names.local(taken.text) if taken.kind is Kind.GOTO else ""
+            await session.perform(replace(taken, text=local) if local else taken)
+            self._solution.follow(taken, expected)
+        except InvalidAction as error:
+            is_valid, self._previous = False, str(error)
+        await self._look()
+        if session.dialogs:
+            self._previous += f" ({'; '.join(session.dialogs)})"
+        observation = await self._observation()
+        return StepResult(observation=observation, reward=0.0, done=False, is_valid=is_valid)
+
+    def _parse(self, reply: str) -> Action:
+        action = parse(read_reply(reply, self._style))
+        if action.kind in (Kind.CLICK, Kind.HOVER, Kind.TYPE) and action.element not in self._ids:
+            raise InvalidAction(
+                f'Attempt to perform "{action.kind}" on element "[{action.element}]" but no '
+                "matching element found. Please check the observation more carefully."
+            )
+        return action
+
+    def _told(self, action: Action) -> str:
+        """Returns an action as the previous one is told: AgentGym adds its element's line."""
+        said = describe(action)
+        is_on_element = action.kind in (Kind.CLICK, Kind.HOVER, Kind.TYPE)
+        if self._style is Style.COMPACT or not is_on_element:
+            return said
+        lines = zip(self._shown, tree.agentgym_lines(self._shown), strict=True)
+        line = next(line for node, line in lines if node.id == action.element)
+        return f"{said} where [{action.element}] is {' '.join(line.split()[1:])}"
+
+    async def _observation(self) -> str:
+        session, names = self._live(), self._catalogue.names
+        tabs = ""
+        if self._style is Style.AGENTGYM or len(session.tabs) > 1:
+            current = session.tabs.index(session.page)
+            tabs = text.tab_line(await session.tab_titles(), current)
+        if self._style is Style.AGENTGYM:
+            lines, write = tree.agentgym_lines(self._shown), text.agentgym
+        else:
+            lines = tree.compact_lines(self._shown, self._snapshot.nodes, ids=False)
+            write = text.compact
+        none = "None" if self._style is Style.AGENTGYM else ""
+        return write(
+            tabs=tabs,
+            tree=tree.cut(lines, self._catalogue.max_words),
+            url=names.public(self._snapshot.url),
+            goal=self._task["intent"],
+            previous=names.public(self._previous) or none,
+        )
+
+    async def valid_actions(self) -> list[str]:
+        """Returns a sample: clicks on everything that can be clicked, moves, and stop."""
+        if self._done or self._session is None:
+            return []
+        clicks = [f"click [{node.id}]" for node in self._shown if node.role in tree.INTERACTIVE]
+        moves = ["scroll [down]", "scroll [up]", "go_back", "stop []"]
+        return [as_reply(action, self._style) for action in [*clicks[:MAX_SAMPLED_CLICKS], *moves]]
+
+    def _expected(self) -> Action | None:
+        in_view = self._style is Style.AGENTGYM
+        return self._solution.next(self._snapshot.nodes, only_in_view=in_view)
+
+    async def expert_action(self) -> str | None:
+        """Returns the next action of the task's known way; None off that way or without one."""
+        action = None if self._done or self._session is None else self._expected()
+        return None if action is None else as_reply(describe(action), self._style)
+
+    async def render(self) -> str:
+        """Returns the goal, the address and the whole tree."""
+        nodes = tree.shown_nodes(self._snapshot.nodes, only_in_view=False)
+        head = [self._task["intent"], self._catalogue.names.public(self._snapshot.url)]
+        return "\n".join([*head, *tree.agentgym_lines(nodes)])
+
+    async def fingerprint(self) -> str:
+        """Returns the hash of the task and its first page."""
+        return self._fingerprint
+
+    async def close(self) -> None:
+        """Ends the browser session."""
+        session, self._session = self._session, None
+        if session is not None:
+            await self._world.close(session)
+
+
+def site_tasks_spec(
+    name: str,
+    catalogue: Catalogue,
+    world: World,
+    options: EnvsSection,
+    *,
+    tasks: Mapping[str, TaskSpec],
+    from_agentgym: Callable[[int], str],
+) -> EnvSpec:
+    """Return the catalogue entry of an environment of tasks on sites."""
+    return browser_spec(
+        EnvSpec(
+            name=name,
+            subsets=catalogue.subsets,
+            instruction={
+                Style.COMPACT: text.COMPACT_INSTRUCTION,
+                Style.AGENTGYM: text.AGENTGYM_INSTRUCTION,
+            },
+            make=lambda style: SiteTaskEnv(style, catalogue, world),
+            tasks=tasks,
+            from_agentgym=from_agentgym,
+            stop=world.stop,
+        ),
+        options.browser,
+    )

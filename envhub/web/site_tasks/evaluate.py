@@ -1,0 +1,208 @@
+"""Grades an episode by WebArena's three kinds of check: answer, final address, page contents."""
+
+import asyncio
+import html
+import logging
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from playwright.async_api import Error as BrowserError
+from playwright.async_api import Page
+
+from envhub.env import EnvFailure
+from envhub.web.session import WebSession
+from envhub.web.site_tasks import page_functions
+
+logger = logging.getLogger(__name__)
+OR = " |OR| "
+UNACHIEVABLE = "N/A"
+GRADE_TIMEOUT_S = 45.0
+FILLER_WORDS = frozenset(
+    [
+        "a",
+        "an",
+        "the",
+        "is",
+        "are",
+        "was",
+        "of",
+        "in",
+        "on",
+        "at",
+        "to",
+        "and",
+        "it",
+        "its",
+        "i",
+        "there",
+        "with",
+        "for",
+    ]
+)
+UNITS = {"minute": "min", "minutes": "min", "mins": "min", "hour": "h", "hours": "h", "hr": "h"}
+
+
+def clean_answer(text: str) -> str:
+    """Returns an answer in lower case, without surrounding blanks and quotes."""
+    text = text.strip()
+    if len(text) >= 2 and text[0] == text[-1] and text[0] in "'\"":
+        text = text[1:-1]
+    return text.lower()
+
+
+def is_exact(reference: str, answer: str) -> bool:
+    """Whether two answers are the same but for case and quotes."""
+    return clean_answer(reference) == clean_answer(answer)
+
+
+def includes(reference: str, answer: str, *, whole_words: bool = False) -> bool:
+    """Whether the answer holds the reference.
+
+    Args:
+        whole_words: a reference of one character must be a word of its own, since "0" is in "10".
+    """
+    needle, hay = clean_answer(reference), clean_answer(answer)
+    if whole_words and len(needle) == 1:
+        return needle in re.findall(r"\w+|[^\w\s]", hay)
+    return needle in hay
+
+
+def is_alike(reference: str, answer: str) -> bool:
+    """Whether every meaningful word and number of the reference stands in the answer.
+
+    WebArena asks a language model whether the two mean the same. This does not: it normalises
+    case, punctuation, filler words and units of time, and then wants all words. It is stricter
+    on paraphrases and blind to negations.
+    """
+    if reference.strip() == UNACHIEVABLE:
+        return is_exact(reference, answer)
+    needed, said = _words(reference), _words(answer)
+    return bool(needed) and needed <= said
+
+
+def _words(text: str) -> frozenset[str]:
+    text = re.sub(r"(?<=\d),(?=\d{3}\b)", "", text.lower())
+    text = re.sub(r"(\d)(min|h|km|m|hr)", r"\1 \2", text)
+    found: list[str] = re.findall(r"[a-z]+|\d+(?:\.\d+)?", text)
+    return frozenset(UNITS.get(word, word) for word in found if word not in FILLER_WORDS)
+
+
+def answer_matches(references: Mapping[str, Any], answer: str) -> bool:
+    """Whether an answer satisfies all of a task's reference answers.
+
+    Raises:
+        ValueError: a kind of comparison that is not known.
+    """
+    for kind, wanted in references.items():
+        if kind == "exact_match":
+            ok = is_exact(wanted, answer)
+        elif kind == "must_include":
+            ok = all(includes(part, answer, whole_words=len(wanted) == 1) for part in wanted)
+        elif kind == "fuzzy_match":
+            parts = [wanted] if isinstance(wanted, str) else wanted
+            ok = all(is_alike(part, answer) for part in parts)
+        else:
+            raise ValueError(f"unknown kind of reference answer {kind!r}")
+        if not ok:
+            return False
+    return True
+
+
+def url_matches(reference: str, url: str) -> bool:
+    """Whether an address has the host and path, and the query values, of one of the references.
+
+    References are joined by " |OR| ". What the address has besides is allowed.
+    """
+    references = [urlsplit(part.strip().rstrip("/")) for part in reference.split(OR)]
+    found = urlsplit(url.rstrip("/"))
+    base = found.netloc + found.path
+    if not any(part.netloc + part.path in base for part in references):
+        return False
+    wanted: dict[str, set[str]] = {}
+    for part in references:
+        for name, values in parse_qs(part.query).items():
+            wanted.setdefault(name, set()).update(values)
+    has = parse_qs(found.query)
+    return all(
+        any(value in given for value in values for given in has.get(name, []))
+        for name, values in wanted.items()
+    )
+
+
+def contents_match(required: Mapping[str, Any], text: str) -> bool:
+    """Whether a page's text is, or holds, what a task requires.
+
+    Raises:
+        ValueError: a kind of comparison that is not known.
+    """
+    text = html.unescape(text)
+    if "exact_match" in required:
+        return is_exact(required["exact_match"], text)
+    if "must_include" in required:
+        parts: Iterable[str] = required["must_include"]
+        return all(any(includes(one, text) for one in part.split(OR)) for part in parts)
+    raise ValueError(f"unknown kind of required contents {list(required)!r}")
+
+
+async def grade(checks: Mapping[str, Any], session: WebSession, answer: str) -> float:
+    """Returns 1.0 if every check of a task is passed, else 0.0.
+
+    Raises:
+        EnvFailure: a page to look at does not answer.
+        ValueError: a check that is not known.
+    """
+    try:
+        async with asyncio.timeout(GRADE_TIMEOUT_S):
+            for kind in checks["eval_types"]:
+                if not await _passes(kind, checks, session, answer):
+                    return 0.0
+    except TimeoutError as error:
+        raise EnvFailure(f"the checks took longer than {GRADE_TIMEOUT_S} s") from error
+    return 1.0
+
+
+async def _passes(kind: str, checks: Mapping[str, Any], session: WebSession, answer: str) -> bool:
+    if kind == "string_match":
+        return answer_matches(checks["reference_answers"], answer)
+    if kind == "url_match":
+        return url_matches(checks["reference_url"], session.page.url)
+    if kind == "program_html":
+        return await _pages_match(checks["program_html"], session)
+    raise ValueError(f"unknown kind of check {kind!r}")
+
+
+async def _pages_match(targets: Iterable[Mapping[str, Any]], session: WebSession) -> bool:
+    for target in targets:
+        url = await page_functions.target_url(target["url"], session)
+        if url == "last":
+            text = await _read(session.page, target)
+        else:
+            async with session.aside(url) as page:
+                text = await _read(page, target)
+        if not contents_match(target["required_contents"], text):
+            return False
+    return True
+
+
+async def _read(page: Page, target: Mapping[str, Any]) -> str:
+    """Returns what the target's locator finds; "" if it finds nothing.
+
+    Locators are expressions of the task files, which are ours or WebArena's, never a model's.
+    """
+    locator: str = target["locator"].strip()
+    if not locator:
+        return await page.content()
+    try:
+        for action in target.get("prep_actions", ()):
+            await page.evaluate(f"() => {{ {action} }}")
+        if locator.startswith("func:"):
+            found = await page_functions.page_value(locator, page)
+        else:
+            found = await page.evaluate(f"() => {locator}")
+    except BrowserError as error:
+        # A locator fails where the page lacks what it looks for.
+        logger.debug("locator found nothing locator=%s error=%s", locator, error)
+        return ""
+    return "" if found is None else str(found)

@@ -1,0 +1,57 @@
+"""The expert of the web sites follows one known way."""
+
+from envhub.web.actions import Action, Kind
+from envhub.web.site_tasks.solution import Solution
+from tests.envhub.web.test_tree import nodes_of, row
+
+NODES = nodes_of(
+    row(-1, 0, "link", "Orders"),
+    row(-1, 0, "combobox", "Sort"),
+    row(1, 1, "option", "Price"),
+    row(-1, 0, "textbox", "Search", in_view=0),
+)
+
+
+def following(*steps) -> Solution:
+    return Solution(list(steps))
+
+
+def test_click_and_select_name_the_element_of_the_page():
+    step = {"do": "click", "role": "link", "name": "Orders"}
+    assert following(step).next(NODES, only_in_view=True) == Action(kind=Kind.CLICK, element=0)
+    step = {"do": "select", "role": "combobox", "name": "Sort", "text": "Price"}
+    assert following(step).next(NODES, only_in_view=True) == Action(kind=Kind.CLICK, element=2)
+
+
+def test_what_is_out_of_view_is_scrolled_to_when_only_the_view_is_shown():
+    step = {"do": "type", "role": "textbox", "name": "Search", "text": "mug", "enter": True}
+    solution = following(step)
+    scroll = solution.next(NODES, only_in_view=True)
+    assert scroll is not None
+    assert scroll.kind is Kind.SCROLL
+    solution.follow(scroll, scroll)
+    expected = Action(kind=Kind.TYPE, element=3, text="mug", enter=True)
+    assert solution.next(NODES, only_in_view=False) == expected
+
+
+def test_steps_follow_each_other_and_the_last_is_the_answer():
+    solution = following({"do": "goto", "url": "http://a.test/"}, {"do": "stop", "answer": "42"})
+    first = solution.next(NODES, only_in_view=False)
+    assert first == Action(kind=Kind.GOTO, text="http://a.test/")
+    solution.follow(first, first)
+    assert solution.next(NODES, only_in_view=False) == Action(kind=Kind.STOP, text="42")
+
+
+def test_expert_knows_no_way_once_it_has_been_left():
+    solution = following({"do": "click", "role": "link", "name": "Orders"})
+    expected = solution.next(NODES, only_in_view=False)
+    solution.follow(Action(kind=Kind.HOVER, element=1), expected)
+    assert solution.next(NODES, only_in_view=False) == expected
+    solution.follow(Action(kind=Kind.CLICK, element=1), expected)
+    assert solution.next(NODES, only_in_view=False) is None
+
+
+def test_expert_knows_no_way_when_the_element_is_not_there():
+    step = {"do": "click", "role": "link", "name": "Invoices"}
+    assert following(step).next(NODES, only_in_view=False) is None
+    assert following().next(NODES, only_in_view=False) is None
