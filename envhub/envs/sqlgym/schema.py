@@ -56,6 +56,11 @@ class Table:
         return tuple(column for column in self.columns if column.kind is kind)
 
     @property
+    def a_row(self) -> str:
+        """What a row is called, with its article."""
+        return f"an {self.one}" if self.one[0] in "aeiou" else f"a {self.one}"
+
+    @property
     def title(self) -> Column:
         """The column that names a row."""
         return self.of_kind(Kind.NAME)[0]
@@ -71,37 +76,3 @@ class Domain:
     def table(self, name: str) -> Table:
         """Returns a table by its name."""
         return next(table for table in self.tables if table.name == name)
-
-
-def key() -> Column:
-    """Returns the primary key that every table has."""
-    return Column(name="id", label="id", kind=Kind.KEY)
-
-
-def title(name: str = "name", label: str = "") -> Column:
-    """Returns the column that names a row."""
-    return Column(name=name, label=label or name, kind=Kind.NAME)
-
-
-def category(name: str, words: str, label: str = "") -> Column:
-    """Returns a column of the given words, separated by commas."""
-    parts = tuple(word.strip() for word in words.split(","))
-    return Column(name=name, label=label or name, kind=Kind.CATEGORY, words=parts)
-
-
-def number(name: str, low: int, high: int, *, label: str = "", num_decimals: int = 0) -> Column:
-    """Returns a column of numbers from `low` to `high`."""
-    return Column(
-        name=name,
-        label=label or name,
-        kind=Kind.NUMBER,
-        low=low,
-        high=high,
-        num_decimals=num_decimals,
-    )
-
-
-def reference(table: str, one: str) -> Column:
-    """Returns a column that refers to another table, whose row is called `one`."""
-    name = f"{one.replace(' ', '_')}_id"
-    return Column(name=name, label=f"{one} id", kind=Kind.REFERENCE, table=table)

@@ -11,6 +11,7 @@ import uvicorn
 
 from common.config.envs import EnvsSection, RemoteOptions
 from envhub.catalogue.registry import Registry
+from envhub.env import EnvSpec
 from envhub.hosting.sessions import Sessions
 from envhub.http.routes import make_app
 
@@ -35,6 +36,12 @@ def serve_app(app) -> Iterator[str]:
 def native_name(dialect: str) -> str:
     """Return the environment of ours that a dialect's clients play, where WebArena has none."""
     return {"webarena": "minisites"}.get(dialect, dialect)
+
+
+def native_spec(dialect: str) -> EnvSpec:
+    """Return the catalogue entry of the environment that a dialect's clients play."""
+    name = native_name(dialect)
+    return Registry([name], EnvsSection()).spec(name)
 
 
 @contextmanager

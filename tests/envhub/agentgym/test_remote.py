@@ -5,15 +5,15 @@ import asyncio
 import httpx
 import pytest
 
-from common.config.envs import EnvsSection, RemoteOptions
+from common.config.envs import RemoteOptions
 from common.errors import ConfigError
 from envhub.agentgym.dialects import DIALECTS
 from envhub.agentgym.remote import check, make_spec
-from envhub.catalogue.registry import Registry
 from envhub.env import EnvFailure, Style, UnknownItem
 from tests.envhub.agentgym.agentgym_clients import (
     DIRECT,
     native_name,
+    native_spec,
     phrase,
     serve_app,
     serve_envs,
@@ -49,7 +49,7 @@ async def driven(dialect: str, url: str, *steps: str, item: str = "all-train-7",
 def play_round_trip(name: str, hub: str) -> None:
     """Play an item over our own AgentGym routes and natively, side by side, to success."""
     index = SUCCESS_INDEX.get(name, 0)
-    item_id = Registry([name], EnvsSection()).spec(name).from_agentgym(index)
+    item_id = native_spec(name).from_agentgym(index)
     spec = make_spec(options(name, f"{hub}/agentgym/{name}", num_train=10**6, num_test=0))
     num_train = spec.subsets["all"].num_train
     assert index < num_train

@@ -3,17 +3,16 @@
 import httpx
 import pytest
 
-from common.config.envs import EnvsSection
 from envhub.agentgym.dialects import SCIWORLD, WEBARENA
 from envhub.agentgym.instances import Instance
 from envhub.agentgym.replies import reset_reply
-from envhub.catalogue.registry import Registry
 from envhub.envs.sciworld.catalogue import from_agentgym
 from tests.envhub.agentgym.agentgym_clients import (
     DIRECT,
     IdClient,
     make_client,
     native_name,
+    native_spec,
     phrase,
     serve_envs,
 )
@@ -35,7 +34,7 @@ def play_with_twin(name: str, hub: str, index: int) -> None:
     client = make_client(name, hub)
     make_client(name, hub)  # another, that nobody ever uses
     with httpx.Client(base_url=hub, **DIRECT) as native:
-        item_id = Registry([name], EnvsSection()).spec(name).from_agentgym(index)
+        item_id = native_spec(name).from_agentgym(index)
         body = {"env": native_name(name), "item_id": item_id, "style": "agentgym"}
         opened = native.post("/v1/sessions", json=body)
         assert opened.status_code == 201, opened.text

@@ -6,42 +6,11 @@ from dataclasses import dataclass
 
 from envhub.envs.searchqa.world.relations import NOUN_BEFORE_NAME, Relation, of_kind
 from envhub.envs.searchqa.world.things import Thing, Things
+from envhub.tables import read_table
 
 Row = dict[str, object]
 
-# A comparison: kind, key, question about the first and second thing, whether the lower value wins.
-COMPARISONS = (
-    ("person", "birth_year", "Who was born first, {a} or {b}?", True),
-    ("film", "year", "Which came out first, {a} or {b}?", True),
-    ("novel", "year", "Which appeared later, {a} or {b}?", False),
-    ("company", "year", "Which was founded first, {a} or {b}?", True),
-    ("river", "length", "Which is longer, {a} or {b}?", False),
-    ("mountain", "height", "Which is higher, {a} or {b}?", False),
-    ("city", "population", "Which city has more inhabitants, {a} or {b}?", False),
-)
-# The same, of the values of two hops: kind, first hop, second hop, question, lower wins.
-BRIDGE_COMPARISONS = (
-    ("film", "director", "birth_year", "Whose director was born first: {a} or {b}?", True),
-    ("novel", "author", "birth_year", "Whose author was born later: {a} or {b}?", False),
-    ("album", "band", "year", "Which is by the band that was formed first, {a} or {b}?", True),
-    ("team", "city", "population", "Which plays in the larger city, {a} or {b}?", False),
-)
-# Questions for yes or no: kind, key, question.
-SAMENESS = (
-    ("film", "director", "Do {a} and {b} have the same director?"),
-    ("novel", "publisher", "Were {a} and {b} published by the same company?"),
-    ("person", "occupation", "Do {a} and {b} have the same profession?"),
-    ("city", "country", "Are {a} and {b} in the same country?"),
-    ("team", "sport", "Do {a} and {b} play the same sport?"),
-)
-INFERENCES = (
-    ("father", "father", "Who is the paternal grandfather of {}?"),
-    ("father", "mother", "Who is the paternal grandmother of {}?"),
-    ("mother", "father", "Who is the maternal grandfather of {}?"),
-    ("mother", "mother", "Who is the maternal grandmother of {}?"),
-    ("spouse", "father", "Who is the father-in-law of {}?"),
-    ("spouse", "mother", "Who is the mother-in-law of {}?"),
-)
+QUESTIONS = read_table(__file__, "questions.yaml")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +44,7 @@ class Drafts:
 
     def inferred(self) -> Draft:
         """Draws a question whose two hops have one name, such as grandfather."""
-        first, second, text = self._rng.choice(INFERENCES)
+        first, second, text = self._rng.choice(QUESTIONS["inferences"])
         while True:
             person = self._rng.choice(self._starts["person"])
             between = person.facts.get(first)
@@ -86,7 +55,7 @@ class Drafts:
 
     def compared(self) -> Draft:
         """Draws a question which of two things has more or less of something."""
-        kind, key, text, lower_wins = self._rng.choice(COMPARISONS)
+        kind, key, text, lower_wins = self._rng.choice(QUESTIONS["comparisons"])
         while True:
             pair = self._pair(kind)
             values = [_number(str(thing.facts[key])) for thing in pair]
@@ -97,7 +66,7 @@ class Drafts:
 
     def compared_beyond(self) -> Draft:
         """Draws a comparison of two things by a fact about something of theirs."""
-        kind, first, second, text, lower_wins = self._rng.choice(BRIDGE_COMPARISONS)
+        kind, first, second, text, lower_wins = self._rng.choice(QUESTIONS["bridge_comparisons"])
         while True:
             pair = self._pair(kind)
             between = [_thing(one.facts[first]) for one in pair]
@@ -113,7 +82,7 @@ class Drafts:
 
     def same(self) -> Draft:
         """Draws a question for yes or no; either is as likely."""
-        kind, key, text = self._rng.choice(SAMENESS)
+        kind, key, text = self._rng.choice(QUESTIONS["sameness"])
         is_yes = self._rng.random() < 0.5
         while True:
             one = self._rng.choice(self._starts[kind])

@@ -3,7 +3,7 @@
 import random
 from dataclasses import dataclass, field
 
-from envhub.envs.searchqa.world.names import Names, words
+from envhub.envs.searchqa.world.names import WORDS, Names
 from envhub.envs.searchqa.world.relations import of_kind
 
 NUM_THINGS = {
@@ -18,18 +18,6 @@ USUAL_YEARS = (1920, 2020)
 TEST_FRAC = 0.2
 CREATORS = ("director", "star", "composer", "author", "artist")
 NUM_CREATORS = 70  # people of each of these trades; most have several works
-
-OCCUPATIONS = words(
-    "architect astronomer baker botanist carpenter cartographer chemist dentist diplomat engineer "
-    "farmer geologist historian journalist judge librarian locksmith magician nurse optician "
-    "photographer pilot potter printer sculptor shipwright surgeon tailor translator watchmaker"
-)
-GOODS = words(
-    "bicycles bricks buttons carpets chocolate clocks cutlery furniture glassware gloves ink "
-    "lanterns mattresses paint paper pianos porcelain ropes saddles shoes soap spectacles "
-    "tractors umbrellas velvet wallpaper"
-)
-SPORTS = words("badminton curling fencing handball hockey polo rowing rugby sailing volleyball")
 
 
 @dataclass(eq=False, slots=True)
@@ -125,7 +113,7 @@ class Things:
             return f"{rng.randrange(900, 7_900):,} metres"
         if key == "currency":
             return self._names.word().lower()
-        return rng.choice({"occupation": OCCUPATIONS, "industry": GOODS, "sport": SPORTS}[key])
+        return rng.choice(WORDS[key])
 
     def _crown_capitals(self) -> None:
         """Puts each capital in its own country; a city is the capital of one country at most."""

@@ -1,0 +1,31 @@
+"""Tables and texts that lie beside the code that reads them."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from envhub.env import Style
+
+
+def read_table(code: str, name: str) -> Any:
+    """Return what a YAML file beside a module holds; `code` is the module's `__file__`."""
+    return yaml.load(read_text(code, name), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
+
+def read_text(code: str, name: str) -> str:
+    """Return the text of a file beside a module."""
+    return Path(code).with_name(name).read_text(encoding="utf-8")
+
+
+def read_instructions(code: str) -> dict[Style, str]:
+    """Return the instruction of each style: `<style>.txt` beside a module, "" without such a file.
+
+    A line break that follows a backslash is none; the last one of the file is none either.
+    """
+    return {
+        style: read_text(code, f"{style}.txt").replace("\\\n", "").removesuffix("\n")
+        if Path(code).with_name(f"{style}.txt").is_file()
+        else ""
+        for style in Style
+    }
