@@ -226,7 +226,7 @@ class Engine:
             enforce_eager=cfg.enforce_eager,
             enable_prefix_caching=True,
             logprobs_mode="processed_logprobs",
-            worker_extension_cls="actor.engine.WeightReceiver",
+            worker_extension_cls="actor.engine.engine.WeightReceiver",
             # The class, not its name: on CPU the name "uni" is turned into "mp", whose two
             # processes poll each other and burn a core.
             distributed_executor_backend=UniProcExecutor if cfg.tensor_parallel_size == 1 else "mp",
