@@ -22,7 +22,7 @@ from learner.policy.device import pick_device
 from learner.policy.model import export_tensors
 from learner.recovery.step_log import LoggedStep
 from learner.training.memory import TRIM_EVERY_STEPS, trim_heap
-from learner.weights.publisher import PublishedWeights, snapshot
+from learner.weights.snapshot import PublishedWeights, snapshot
 
 logger = logging.getLogger(__name__)
 

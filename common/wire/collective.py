@@ -52,8 +52,8 @@ def open_store(host: str, port: int, *, is_server: bool, timeout_s: float) -> di
             wait_for_workers=False,
             timeout=timedelta(seconds=timeout_s),
         )
-    except RuntimeError as e:
-        raise WeightSyncError(f"no rendezvous store at {host}:{port}: {e}") from e
+    except RuntimeError as error:
+        raise WeightSyncError(f"no rendezvous store at {host}:{port}: {error}") from error
 
 
 def make_process_group(
@@ -116,8 +116,8 @@ class BroadcastGroup:
                 timeout_s=timeout_s,
                 bind_host=bind_host,
             )
-        except (RuntimeError, ValueError) as e:
-            raise WeightSyncError(f"no process group epoch={epoch} rank={rank}: {e}") from e
+        except (RuntimeError, ValueError) as error:
+            raise WeightSyncError(f"no process group epoch={epoch} rank={rank}: {error}") from error
 
     def broadcast(self, buffer: Tensor) -> None:
         """Send (rank 0) or receive `buffer` [num_bytes] uint8 in place."""
@@ -129,8 +129,8 @@ class BroadcastGroup:
             work.wait(self._timeout)
             if buffer.is_cuda:
                 torch.cuda.current_stream(buffer.device).synchronize()
-        except RuntimeError as e:
-            raise WeightSyncError(f"broadcast failed epoch={self.epoch}: {e}") from e
+        except RuntimeError as error:
+            raise WeightSyncError(f"broadcast failed epoch={self.epoch}: {error}") from error
 
     def close(self) -> None:
         """Abort what is in flight and let the connections go."""

@@ -5,6 +5,8 @@ of the run's client key get in. Both refuse to block for ever: every receive has
 """
 
 import logging
+import os
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +43,7 @@ def _prepare(socket: Any) -> None:
 
 
 class Router:
-    """A bound ROUTER. Use from one thread.
+    """A bound ROUTER. Use from one thread; only `wake` is for any.
 
     Example:
         router = Router(keys, host="127.0.0.1", port=0)
@@ -50,6 +52,10 @@ class Router:
     """
 
     def __init__(self, keys: RunKeys, *, host: str, port: int) -> None:
+        self._wake: int | None = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake_lock = threading.Lock()
+        self._poller = zmq.Poller()
+        self._poller.register(self._wake, zmq.POLLIN)
         self._context = zmq.Context()
         self._auth = zmq.auth.thread.ThreadAuthenticator(self._context)
         self._auth.start()
@@ -68,17 +74,21 @@ class Router:
                 if port == 0
                 else (self._socket.bind(f"tcp://{host}:{port}"), port)[1]
             )
-        except zmq.ZMQError as e:
+        except zmq.ZMQError as error:
             self.close()
-            raise ConfigError(f"cannot bind {host}:{port}: {e.strerror}") from e
+            raise ConfigError(f"cannot bind {host}:{port}: {error.strerror}") from error
         self.num_invalid = 0
+        self._poller.register(self._socket, zmq.POLLIN)
 
     def receive_all(self, *, timeout_s: float, limit: int = 1_000) -> list[Received]:
         """Wait up to `timeout_s` for a first message; return it and those already queued.
 
         An invalid message is counted, logged with its sender and answered with `Rejected`.
         """
-        if not self._socket.poll(int(timeout_s * 1_000)):
+        ready = dict(self._poller.poll(int(timeout_s * 1_000)))
+        if self._wake is not None and self._wake in ready:
+            os.eventfd_read(self._wake)
+        if self._socket not in ready:
             return []
         received: list[Received] = []
         while len(received) < limit:
@@ -88,26 +98,36 @@ class Router:
                 break
             try:
                 received.append(Received(sender=sender, message=decode(frames)))
-            except WireError as e:
+            except WireError as error:
                 self.num_invalid += 1
-                logger.warning("invalid message sender=%s reason=%s", sender.hex(), e)
-                self.send(sender, Rejected(reason=str(e)[:500]))
+                logger.warning("invalid message sender=%s reason=%s", sender.hex(), error)
+                self.send(sender, Rejected(reason=str(error)[:500]))
         return received
 
     def send(self, receiver: bytes, message: Any) -> bool:
         """Send; False if the receiver is gone or its queue is full (it will ask again)."""
         try:
             self._socket.send_multipart([receiver, *encode(message)])
-        except zmq.ZMQError as e:
-            logger.debug("cannot send receiver=%s reason=%s", receiver.hex(), e.strerror)
+        except zmq.ZMQError as error:
+            logger.debug("cannot send receiver=%s reason=%s", receiver.hex(), error.strerror)
             return False
         return True
+
+    def wake(self) -> None:
+        """Let the `receive_all` that waits, or the next one, return. From any thread."""
+        with self._wake_lock:
+            if self._wake is not None:
+                os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
         """Close the socket, its authenticator and its context."""
         self._socket.close(linger=200)
         self._auth.stop()
         self._context.term()
+        with self._wake_lock:  # the number of a closed file may be another file's by now
+            wake, self._wake = self._wake, None
+        if wake is not None:
+            os.close(wake)
 
 
 class _OnlyClient:

@@ -24,7 +24,8 @@ from common.wire.sockets import Router
 from learner.offline.scratch import save_policy
 from learner.policy.model import export_tensors
 from learner.training.trainer import Trainer
-from learner.weights.publisher import PublishedWeights, Publisher, snapshot
+from learner.weights.publisher import Publisher
+from learner.weights.snapshot import PublishedWeights, snapshot
 
 HOST = "127.0.0.1"
 CHILD = "actor.engine.bench"

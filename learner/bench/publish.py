@@ -18,7 +18,7 @@ from common.repository import ROOT
 from common.wire.collective import BroadcastGroup, checksum, open_store
 from learner.bench.step import clock_of
 from learner.policy.model import export_tensors
-from learner.weights.publisher import PublishedWeights, snapshot
+from learner.weights.snapshot import PublishedWeights, snapshot
 
 HOST = "127.0.0.1"
 

@@ -21,7 +21,8 @@ from learner.policy.forward import Networks
 from learner.policy.model import export_tensors, load_policy
 from learner.training.step import TrainerSettings
 from learner.training.trainer import Trainer
-from learner.weights.publisher import PublishedWeights, Publisher, snapshot
+from learner.weights.publisher import Publisher
+from learner.weights.snapshot import PublishedWeights, snapshot
 
 if TYPE_CHECKING:  # importing vllm takes seconds, and most runs deselect these tests
     from actor.engine.engine import Completion

@@ -1,33 +1,30 @@
 """Laws of publishing: a real publisher against actors made of real sockets and groups."""
 
+import multiprocessing
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 import torch
 import zmq
 
-from common.errors import WeightSyncError
 from common.wire.codec import decode, encode
-from common.wire.collective import BroadcastGroup, backend_for, checksum, open_store, views
-from common.wire.messages import (
-    CanaryScores,
-    Rejected,
-    WeightsJoin,
-    WeightsLoaded,
-    WeightsOffer,
-    WeightsReady,
-)
+from common.wire.collective import backend_for, checksum, views
+from common.wire.messages import Rejected
 from common.wire.security import RunKeys, create_keys
 from common.wire.sockets import Router, connect_dealer
-from learner.weights.publisher import PublishedWeights, Publisher, snapshot
+from learner.weights.publisher import Publisher
+from learner.weights.snapshot import PublishedWeights, snapshot
+from tests.learner.weights.toy_actor import CANARY, CANARY_LOGPROBS, HOST, Actor, run_actor
 
-HOST = "127.0.0.1"
 TIMEOUT_S = 1.0
-CANARY = [[1, 2, 3]]
-CANARY_LOGPROBS = [[-1.0, -2.0]]
+PATIENT_S = 60.0  # a transfer's deadline that no test may wait for
+SILENCE_S = 1.0  # after which the scheduler knows that an actor is silent
 
 
 def make_weights(version: int, *, num: int = 8) -> PublishedWeights:
@@ -40,133 +37,20 @@ def make_weights(version: int, *, num: int = 8) -> PublishedWeights:
     )
 
 
-class Actor(threading.Thread):
-    """Takes weights like an engine does; from `odd_from` on it misbehaves.
-
-    habit: "mute" says nothing to an offer, "vanish" says ready and leaves, "damage" reports other
-    bytes than were sent.
-    """
-
-    def __init__(
-        self,
-        keys: RunKeys,
-        port: int,
-        name: str,
-        *,
-        habit: str = "",
-        odd_from: int = 1,
-        scores: list[list[float]] = CANARY_LOGPROBS,
-    ) -> None:
-        super().__init__(name=name, daemon=True)
-        self._keys = keys
-        self._port = port
-        self._habit = habit
-        self._odd_from = odd_from
-        self._scores = scores
-        self._group: BroadcastGroup | None = None
-        self._stop_requested = threading.Event()
-        self._changed = threading.Condition()
-        self._loaded: list[tuple[int, float]] = []  # (version, first weight)
-
-    def run(self) -> None:
-        context = zmq.Context()
-        address = f"tcp://{HOST}:{self._port}"
-        socket = connect_dealer(context, self._keys, address=address, timeout_s=5.0)
-        self._join(socket)
-        while not self._stop_requested.is_set():
-            if socket.poll(20):
-                offer = decode(socket.recv_multipart())
-                is_odd = offer.version >= self._odd_from
-                if self._answer(socket, offer, self._habit if is_odd else "") == "gone":
-                    break
-        if self._group is not None:
-            self._group.close()
-        socket.close(linger=500)
-        context.term()
-
-    def _join(self, socket: zmq.Socket) -> None:
-        join = WeightsJoin(actor=self.name, incarnation="i", device="", version=-1)
-        socket.send_multipart(encode(join))
-
-    def _answer(self, socket: zmq.Socket, offer: WeightsOffer, habit: str) -> str:
-        if habit == "mute":
-            return ""
-        place = {
-            "actor": self.name,
-            "incarnation": "i",
-            "version": offer.version,
-            "group_epoch": offer.group_epoch,
-        }
-        socket.send_multipart(encode(WeightsReady(**place)))
-        if habit == "vanish":
-            return "gone"
-        buffer = torch.zeros(offer.total_bytes, dtype=torch.uint8)
-        error = ""
-        try:
-            self._group_for(offer).broadcast(buffer)
-            if habit == "damage":
-                buffer[0] ^= 1
-            if checksum(buffer) != offer.checksum:
-                error = "damaged"
-        except WeightSyncError as e:
-            error = str(e)
-            self._group = None
-        loaded = WeightsLoaded(**place, is_ok=not error, error=error, pause_s=0.25, load_s=0.1)
-        if not error:
-            with self._changed:
-                first = next(views(buffer, offer.tensors))[1][0].item()
-                self._loaded.append((offer.version, first))
-                self._changed.notify_all()
-        socket.send_multipart(encode(loaded))
-        if not error:
-            scores = CanaryScores(actor=self.name, version=offer.version, logprobs=self._scores)
-            socket.send_multipart(encode(scores))
-        elif habit != "damage":
-            self._join(socket)
-        return ""
-
-    def _group_for(self, offer: WeightsOffer) -> BroadcastGroup:
-        if self._group is None or self._group.epoch != offer.group_epoch:
-            if self._group is not None:
-                self._group.close()
-            self._group = BroadcastGroup(
-                open_store(HOST, offer.store_port, is_server=False, timeout_s=offer.timeout_s),
-                epoch=offer.group_epoch,
-                rank=offer.rank,
-                world_size=offer.world_size,
-                backend=offer.backend,
-                timeout_s=offer.timeout_s,
-                bind_host=HOST,
-            )
-        return self._group
-
-    @property
-    def loaded(self) -> list[int]:
-        with self._changed:
-            return [version for version, _ in self._loaded]
-
-    def wait_for(self, version: int) -> float:
-        """The first weight of a version, once it is loaded."""
-        with self._changed:
-            has_come = self._changed.wait_for(lambda: version in dict(self._loaded), timeout=8.0)
-            assert has_come, f"{self.name} has {self._loaded}, not {version}"
-            return dict(self._loaded)[version]
-
-    def stop(self) -> None:
-        self._stop_requested.set()
-        self.join(timeout=5.0)
-        assert not self.is_alive()
-
-
 @pytest.fixture
 def keys(tmp_path: Path) -> RunKeys:
     return create_keys(tmp_path / "keys")
 
 
 @pytest.fixture
-def publisher(keys: RunKeys) -> Iterator[Publisher]:
+def timeout_s() -> float:
+    return TIMEOUT_S
+
+
+@pytest.fixture
+def publisher(keys: RunKeys, timeout_s: float) -> Iterator[Publisher]:
     router = Router(keys, host=HOST, port=0)
-    publisher = Publisher(router, host=HOST, timeout_s=TIMEOUT_S, max_canary_delta=0.05)
+    publisher = Publisher(router, host=HOST, timeout_s=timeout_s, max_canary_delta=0.05)
     publisher.start()
     yield publisher
     publisher.stop()
@@ -174,6 +58,7 @@ def publisher(keys: RunKeys) -> Iterator[Publisher]:
 
 
 Start = Callable[..., Actor]
+Launch = Callable[[str, str], BaseProcess]
 
 
 @pytest.fixture
@@ -192,9 +77,9 @@ def start_actor(keys: RunKeys, publisher: Publisher) -> Iterator[Start]:
         actor.stop()
 
 
-def eventually(condition: Callable[[], bool]) -> bool:
-    """True as soon as the condition holds, False if it does not within 5 s."""
-    deadline, never = time.monotonic() + 5.0, threading.Event()
+def eventually(condition: Callable[[], bool], *, within_s: float = 5.0) -> bool:
+    """True as soon as the condition holds, False if it does not in time."""
+    deadline, never = time.monotonic() + within_s, threading.Event()
     while not condition():
         if time.monotonic() > deadline:
             return False
@@ -272,6 +157,116 @@ def test_several_actors_that_vanish_at_once_cost_no_more_than_one(
     assert time.monotonic() - started < 2.9 * TIMEOUT_S
     assert good.wait_for(1) == 1.0
     assert publisher.drain_metrics()["weights/members"] == 1
+
+
+with_patience = pytest.mark.parametrize("timeout_s", [PATIENT_S])
+
+
+@with_patience
+def test_an_actor_that_left_politely_is_not_waited_for(
+    publisher: Publisher, start_actor: Start
+) -> None:
+    publisher.publish(make_weights(0))
+    leaver, good = start_actor("leaver"), start_actor("good")
+    publisher.publish(make_weights(1))
+    leaver.leave()
+    started = time.monotonic()
+    publisher.publish(make_weights(2))
+    assert time.monotonic() - started < SILENCE_S
+    assert good.loaded == [0, 1, 2]
+    assert publisher.drain_metrics()["weights/members"] == 1
+
+
+@with_patience
+@pytest.mark.parametrize("habit", ["mute", "vanish"])
+@pytest.mark.parametrize("odd_from", [1, 2], ids=["new_group", "old_group"])
+def test_a_silent_actor_is_waited_for_until_it_is_known_and_the_other_loads(
+    publisher: Publisher, start_actor: Start, habit: str, odd_from: int
+) -> None:
+    publisher.publish(make_weights(0))
+    start_actor("bad", habit=habit, odd_from=odd_from)
+    good = start_actor("good")
+    if odd_from == 2:
+        publisher.publish(make_weights(1))
+    took_s = publish_while_silent(publisher, make_weights(odd_from), "bad-1")
+    assert took_s < SILENCE_S + 2.0
+    assert good.loaded[-1] == odd_from
+    assert publisher.drain_metrics()["weights/members"] == 1
+
+
+@with_patience
+def test_an_actor_that_is_heard_again_joins_again(publisher: Publisher, start_actor: Start) -> None:
+    publisher.publish(make_weights(0))
+    actor = start_actor("a")
+    publisher.mark_silent(["a-1"])
+    assert eventually(lambda: publisher.drain_metrics()["weights/members"] == 0)
+    publisher.publish(make_weights(1))
+    actor.join_again()
+    assert not eventually(lambda: actor.loaded == [0, 1], within_s=0.3), "it is still silent"
+    publisher.mark_silent([])
+    actor.join_again()
+    assert actor.wait_for(1) == 1.0
+
+
+@pytest.fixture
+def start_process(keys: RunKeys, publisher: Publisher, tmp_path: Path) -> Iterator[Launch]:
+    """Yields a function that starts an actor in a process of its own; it has version 0 then."""
+    started: list[BaseProcess] = []
+
+    def start(name: str, habit: str) -> BaseProcess:
+        num_before = publisher.drain_metrics()["weights/members"]
+        context = multiprocessing.get_context("spawn")
+        arguments = (tmp_path / "keys", publisher.port, name, habit)
+        started.append(context.Process(target=run_actor, args=arguments, daemon=True))
+        started[-1].start()
+        assert eventually(
+            lambda: publisher.drain_metrics()["weights/members"] > num_before, within_s=60.0
+        )
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.join(5.0)
+
+
+@pytest.mark.slow
+@with_patience
+@pytest.mark.parametrize("moment", ["between_versions", "between_ready_and_broadcast"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_process_that_is_killed_or_stopped_costs_a_few_heartbeats_and_the_other_loads(
+    publisher: Publisher, start_actor: Start, start_process: Launch, moment: str, number: int
+) -> None:
+    publisher.publish(make_weights(0))
+    good = start_actor("good")
+    habit = "stop" if moment == "between_ready_and_broadcast" else ""
+    process = start_process("bad", habit)
+    assert process.pid is not None
+    if not habit:
+        publisher.publish(make_weights(1))
+        os.kill(process.pid, number)
+    elif number == signal.SIGKILL:
+        threading.Timer(0.5 * SILENCE_S, os.kill, [process.pid, number]).start()
+    took_s = publish_while_silent(publisher, make_weights(2), "bad-1")
+    assert took_s < SILENCE_S + 2.0
+    assert good.loaded[-1] == 2
+    assert publisher.drain_metrics()["weights/members"] == 1
+    took_s = publish_while_silent(publisher, make_weights(3), "bad-1")
+    assert took_s < SILENCE_S, "the dead cost once"
+    assert good.loaded[-1] == 3
+
+
+def publish_while_silent(
+    publisher: Publisher, weights: PublishedWeights, incarnation: str
+) -> float:
+    """Publish; the scheduler tells of the silence a little later. Return the seconds it took."""
+    word = threading.Timer(SILENCE_S, publisher.mark_silent, [[incarnation]])
+    word.start()
+    started = time.monotonic()
+    publisher.publish(weights)
+    took_s = time.monotonic() - started
+    word.cancel()
+    return took_s
 
 
 def test_an_actor_that_loads_other_bytes_is_dropped(

@@ -1,0 +1,74 @@
+"""Canary prompts: do an engine and the trainer give the same log-probabilities?"""
+
+import logging
+import math
+import threading
+
+from common.wire.messages import CanaryScores
+from learner.weights.snapshot import PublishedWeights
+
+logger = logging.getLogger(__name__)
+
+KEPT_VERSIONS = 4  # an engine may answer a little late
+
+
+class Canary:
+    """Compares the engines' scores with the trainer's, and counts disagreements in a row."""
+
+    def __init__(self, *, max_delta: float) -> None:
+        """Make one that allows a mean |difference| of `max_delta` nats."""
+        self._max_delta = max_delta
+        self._expected: dict[int, PublishedWeights] = {}  # by version
+        self._alarms: dict[str, int] = {}  # by actor name, in a row
+        self._worst: float | None = None  # mean |difference| in nats since the last drain
+        self._lock = threading.Lock()
+
+    def expect(self, weights: PublishedWeights) -> None:
+        """Remember what the trainer says of a version that is about to be sent."""
+        oldest = weights.version - KEPT_VERSIONS
+        self._expected = {v: w for v, w in self._expected.items() if v > oldest}
+        self._expected[weights.version] = weights
+
+    def compare(self, scores: CanaryScores) -> None:
+        """Hold an engine's scores against the trainer's of the same version."""
+        weights = self._expected.get(scores.version)
+        if weights is None or not weights.canary_logprobs:
+            return
+        delta = _mean_delta(weights.canary_logprobs, scores.logprobs, weights.canary_masks)
+        is_alarm = not delta <= self._max_delta  # a NaN is an alarm
+        with self._lock:
+            self._worst = delta if self._worst is None else max(delta, self._worst)
+            self._alarms[scores.actor] = self._alarms.get(scores.actor, 0) + 1 if is_alarm else 0
+        if is_alarm:
+            logger.error(
+                "engine and trainer disagree actor=%s version=%d mean_abs_logprob=%.4f limit=%g",
+                *(scores.actor, scores.version, delta, self._max_delta),
+            )
+
+    @property
+    def num_alarms(self) -> int:
+        """Versions in a row on which the worst engine and the trainer disagreed."""
+        with self._lock:
+            return max(self._alarms.values(), default=0)
+
+    def drain_metrics(self) -> dict[str, float]:
+        """Return what the comparisons since the last call measured."""
+        with self._lock:
+            worst, self._worst = self._worst, None
+        measured = {} if worst is None else {"weights/canary_abs_logprob": worst}
+        return measured | {"weights/canary_alarms": float(self.num_alarms)}
+
+
+def _mean_delta(
+    ours: list[list[float]], theirs: list[list[float]], masks: list[list[bool]]
+) -> float:
+    """Return the mean |difference| in nats; NaN if the rows do not belong together."""
+    if [len(row) for row in ours] != [len(row) for row in theirs] or not any(ours):
+        return math.nan
+    deltas = [
+        abs(a - b)
+        for our_row, their_row, mask in zip(ours, theirs, masks, strict=True)
+        for a, b, is_compared in zip(our_row, their_row, mask, strict=True)
+        if is_compared
+    ]
+    return sum(deltas) / len(deltas) if deltas else math.nan
