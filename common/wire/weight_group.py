@@ -3,6 +3,7 @@
 # pyright: reportPrivateImportUsage=false, reportUnknownMemberType=false
 
 import threading
+import time
 from collections.abc import Callable
 
 import torch
@@ -87,6 +88,7 @@ class WeightGroup:
     def __init__(self) -> None:
         self._group: BroadcastGroup | None = None
         self._place: tuple[str, int, int] | None = None
+        self._left: list[_Attempt] = []  # cancelled, and perhaps still in a native call
 
     def broadcast(
         self, buffer: Tensor, offer: WeightsOffer, *, is_cancelled: Callable[[], bool]
@@ -110,6 +112,7 @@ class WeightGroup:
         while not attempt.has_ended.wait(CANCEL_CHECK_S):
             if is_cancelled():
                 attempt.leave()
+                self._left = [each for each in [*self._left, attempt] if each.is_alive()]
                 raise TransferCancelled(f"transfer given up epoch={offer.group_epoch}")
         if not attempt.is_ok:
             raise WeightSyncError(attempt.error or "the broadcast failed, see the log")
@@ -134,6 +137,15 @@ class WeightGroup:
         if self._group is not None:
             self._group.close()
         self._group, self._place = None, None
+
+    def join(self, *, timeout_s: float) -> None:
+        """Wait for the threads of cancelled transfers; they end once the store is gone.
+
+        One that comes back from its native call while the interpreter ends would abort the process.
+        """
+        deadline = time.monotonic() + timeout_s
+        for attempt in self._left:
+            attempt.join(max(0.0, deadline - time.monotonic()))
 
 
 def cancel(store: dist.Store, epoch: int) -> None:

@@ -150,6 +150,8 @@ class Publisher(threading.Thread):
                 logger.error("publisher failed", exc_info=self._error)
             self._group.leave()
             self._router.close()
+            del self._store  # whoever waits in it fails now
+            self._group.join(timeout_s=STOP_S / 2)
 
     def _send_wanted(self, weights: PublishedWeights) -> None:
         self._current = weights
