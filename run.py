@@ -67,13 +67,12 @@ def load(request: Request) -> RunConfig:
 
 def train(cfg: RunConfig, run_dir: RunDir) -> int:
     """Start all roles, wait for the end, write the report; return the exit code."""
-    from common.dashboard.live import LiveDisplay
-    from common.launch.local import LocalLauncher
+    from common.dashboard.run_state import stop_line
     from common.launch.lock import hold_run
-    from common.launch.memory import MemoryWatch
     from common.launch.preflight import check, has_cuda
     from common.launch.roles import make_role_specs
-    from common.store.run_start import mark_finished, prepare
+    from common.launch.supervise import supervise
+    from common.store.run_start import prepare
     from common.wire.security import create_keys
     from envhub.command import missing_for
 
@@ -88,35 +87,26 @@ def train(cfg: RunConfig, run_dir: RunDir) -> int:
         save_config(cfg, run_dir.config)
         _point_latest(run_dir)
         specs = make_role_specs(cfg, run_dir, root=ROOT, has_cuda=has_cuda())
-        display = LiveDisplay(run_dir, cfg)
-        display.start()
-        memory = MemoryWatch()
-
-        def on_poll() -> None:
-            display.refresh()
-            memory.sample()
-
-        try:
-            ending = LocalLauncher().run(specs, on_poll=on_poll)
-        finally:
-            display.stop()
-    if ending.exit_code != 0:
+        ending, peak_memory_bytes = supervise(cfg, run_dir, specs)
+    if ending.is_interrupted:
+        print(f"{cfg.run.name}: {stop_line(run_dir, cfg)}", file=sys.stderr)
+    elif ending.exit_code != 0:
         print(f"error: {ending.reason}", file=sys.stderr)
+    if ending.exit_code != 0:
         return ending.exit_code
     wall_s = time.monotonic() - started
-    _report(cfg, run_dir, wall_s=wall_s, peak_memory_bytes=memory.peak_bytes)
-    mark_finished(run_dir, version=cfg.train.num_steps)
+    _report(cfg, run_dir, wall_s=wall_s, peak_memory_bytes=peak_memory_bytes)
     return 0
 
 
 def _report(cfg: RunConfig, run_dir: RunDir, *, wall_s: float, peak_memory_bytes: int) -> None:
-    from common.dashboard.live import status_line
-    from common.dashboard.run_view import view_run
+    from common.dashboard.run_state import state_line
     from common.report.write import summary, write_report
+    from common.store.run_start import mark_finished
 
     report = write_report(run_dir, cfg, wall_s=wall_s, peak_memory_bytes=peak_memory_bytes)
-    print(f"{cfg.run.name}: {status_line(view_run(run_dir, cfg))}")
-    print(summary(report))
+    mark_finished(run_dir, version=cfg.train.num_steps, result=summary(report))
+    print(f"{cfg.run.name}: {state_line(run_dir, cfg)}")
     print(f"report: {run_dir.root / 'report.html'}")
 
 
@@ -261,10 +251,9 @@ def doctor(request: Request) -> int:
 
 def status(cfg: RunConfig, run_dir: RunDir) -> int:
     """Print how a run is doing."""
-    from common.dashboard.live import status_line
-    from common.dashboard.run_view import view_run
+    from common.dashboard.run_state import state_line
 
-    print(f"{run_dir.root}: {status_line(view_run(run_dir, cfg))}")
+    print(f"{run_dir.root}: {state_line(run_dir, cfg)}")
     return 0
 
 

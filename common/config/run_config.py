@@ -58,6 +58,10 @@ class RunSection:
     dir: str = "runs"
     seed: int = 0
     resume: Resume = Resume.AUTO
+    stop_timeout_s: float = 0.0  # for the learner to save at a stop; 0: follow what was measured
+
+    def __post_init__(self) -> None:
+        _require(self.stop_timeout_s >= 0, "run.stop_timeout_s", self.stop_timeout_s, ">= 0")
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,6 +1,7 @@
 """The terminal display of a run: a live panel on a terminal, a status line in the log elsewhere."""
 
 import logging
+import math
 import sys
 import time
 from typing import TextIO, cast
@@ -13,12 +14,13 @@ from rich.table import Table
 from rich.text import Text
 
 from common.config.run_config import RunConfig
-from common.dashboard.run_view import LEDGER_KEYS, RoleView, RunView, view_run
+from common.dashboard.run_view import LEDGER_KEYS, PHASES, RoleView, RunView, view_run
 from common.store.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
 
-_SILENT_S = 5.0  # the scheduler writes its status once a second
+MAX_SILENCE_S = 30.0  # of a log
+ENGINES_SHOWN = 3
 _SPARKS = "▁▂▃▄▅▆▇█"
 
 
@@ -31,15 +33,19 @@ class LiveDisplay:
         cfg: RunConfig,
         *,
         console: Console | None = None,
-        live_interval_s: float = 0.5,
-        plain_interval_s: float = 10.0,
+        interval_s: float = 10.0,
+        look_s: float = 0.5,
     ) -> None:
         self._run_dir = run_dir
         self._cfg = cfg
         self._console = console or Console(stderr=True)
         self.is_live = cfg.log.live and self._console.is_terminal
-        self._interval_s = live_interval_s if self.is_live else plain_interval_s
+        self._interval_s = interval_s  # between lines of a log while only numbers change
+        self._look_s = look_s
         self._next_s = 0.0
+        self._logged_s = -math.inf
+        self._logged_phase: tuple[object, ...] = ()
+        self._logged_progress: tuple[object, ...] = ()
         self._live: Live | None = None
         self._moved: list[tuple[logging.StreamHandler[TextIO], TextIO]] = []
 
@@ -64,11 +70,21 @@ class LiveDisplay:
         now_s = time.monotonic()
         if now_s < self._next_s:
             return
-        self._next_s = now_s + self._interval_s
+        self._next_s = now_s + self._look_s
         if self._live is not None:
             self._live.update(self._panel(), refresh=True)
         elif not self.is_live:
-            logger.info("%s", status_line(view_run(self._run_dir, self._cfg)))
+            self._log(view_run(self._run_dir, self._cfg), now_s)
+
+    def _log(self, view: RunView, now_s: float) -> None:
+        """Log a line at a change of phase, at progress every 10 s, and at least every 30 s."""
+        phase = (view.phase, *sorted(view.starting), view.stop_in_s is not None)
+        progress = (view.step, view.progress)
+        silent_s = now_s - self._logged_s
+        has_moved = progress != self._logged_progress and silent_s >= self._interval_s
+        if phase != self._logged_phase or has_moved or silent_s >= MAX_SILENCE_S:
+            self._logged_phase, self._logged_progress, self._logged_s = phase, progress, now_s
+            logger.info("%s", status_line(view))
 
     def stop(self) -> None:
         """Show the final state and give the terminal back. Stopping twice is allowed."""
@@ -93,40 +109,77 @@ class LiveDisplay:
             Group(*parts),
             title=Text(f"longstride · {cfg.run.name}"),
             subtitle=Text(f"{cfg.train.mode} · seed {cfg.run.seed} · {self._run_dir.root}"),
-            border_style="red" if _is_silent(view) else "dim",
+            border_style="red" if view.is_silent else "dim",
         )
 
 
 def status_line(view: RunView) -> str:
     """Return the run in one line; what is not known is left out."""
-    parts = [f"step {view.step}/{view.num_steps}"]
-    if view.phase != "train":
-        parts.insert(0, view.phase)
-    parts += [
+    parts = [
+        "" if view.phase == PHASES["train"] else _phase(view),
+        f"step {view.step}/{view.num_steps}",
         f"success {_fraction(view.success)}" if view.success is not None else "",
         f"{_horizon(view)}" if view.horizon is not None else "",
         f"lag {view.lag_mean:.1f}" if view.lag_mean is not None else "",
         _rate("actor", view.actor_tokens_per_s),
         _rate("learner", view.learner.tokens_per_s),
         _groups(view),
-        f"eta {_duration(view.eta_s)}" if view.eta_s else "",
+        _times(view, " "),
     ]
     line = " ".join(part for part in parts if part)
-    if view.waits:
-        line += f"; waiting: {_waits(view)}"
-    if _is_silent(view):
-        line += f"; scheduler silent for {_duration(view.silent_s)}"
-    return _plain(line)
+    ends = [starting_text(view.starting), _stopping(view)]
+    ends += [f"waiting: {_waits(view)}"] if view.waits else []
+    ends += [f"scheduler {_silence(view)}"] if view.is_silent else []
+    return _plain("; ".join([line, *filter(None, ends)]))
+
+
+def starting_text(starting: dict[str, float]) -> str:
+    """Return what is starting and for how long, such as "engine is starting (34s)"."""
+    texts = [
+        f"{name} is starting ({_duration(since_s)})"
+        for name, since_s in starting.items()
+        if not name.startswith("actor")
+    ]
+    engines = {name: since_s for name, since_s in starting.items() if name.startswith("actor")}
+    oldest = _duration(max(engines.values(), default=0.0))
+    if len(engines) > ENGINES_SHOWN:
+        texts.append(f"{len(engines)} engines are starting ({oldest})")
+    elif len(engines) == 1:
+        texts.append(f"engine is starting ({oldest})")
+    elif engines:
+        texts.append(f"engines of {', '.join(engines)} are starting ({oldest})")
+    return ", ".join(texts)
+
+
+def _stopping(view: RunView) -> str:
+    if view.stop_in_s is None:
+        return ""
+    left = _duration(view.stop_in_s)
+    return f"stopping: the learner may take {left} to save; Ctrl-C again stops at once"
+
+
+def _phase(view: RunView) -> str:
+    if view.progress is None:
+        return view.phase
+    num_done, num_total = view.progress
+    return f"{view.phase} {num_done}/{num_total}"
+
+
+def _times(view: RunView, gap: str) -> str:
+    elapsed = "" if view.elapsed_s is None else f"elapsed {_duration(view.elapsed_s)}"
+    eta = f"eta {_duration(view.eta_s)}" if view.eta_s else ""
+    return gap.join(filter(None, [elapsed, eta]))
 
 
 def _progress(view: RunView) -> Table:
     row = Table.grid(padding=(0, 1), expand=True)
-    row.add_column(width=12)
+    row.add_column(width=12 if view.phase == PHASES["train"] else 27)
     row.add_column(ratio=1)
     row.add_column(justify="right", no_wrap=True)
-    bar = ProgressBar(total=max(1, view.num_steps), completed=min(view.step, view.num_steps))
-    eta = f"  eta {_duration(view.eta_s)}" if view.eta_s else ""
-    row.add_row(Text(_plain(view.phase), "bold"), bar, f"{view.step}/{view.num_steps}{eta}")
+    done, total = view.progress or (view.step, view.num_steps)
+    bar = ProgressBar(total=max(1, total), completed=min(done, total))
+    times = "  ".join(filter(None, [f"{done}/{total}", _times(view, "  ")]))
+    row.add_row(Text(_plain(view.phase), "bold"), bar, times)
     return row
 
 
@@ -147,7 +200,9 @@ def _facts(view: RunView) -> Table:
             "bold red" if view.ledger.get("lost") else "",
         ),
         ("memory", _memory(view), ""),
+        ("starting", starting_text(view.starting), "yellow"),
         ("waiting", _waits(view), "yellow"),
+        ("stop", _stopping(view).removeprefix("stopping: "), "bold yellow"),
         ("scheduler", _silence(view), "bold red"),
     ):
         if text:
@@ -242,11 +297,7 @@ def _waits(view: RunView) -> str:
 
 
 def _silence(view: RunView) -> str:
-    return f"silent for {_duration(view.silent_s)}" if _is_silent(view) else ""
-
-
-def _is_silent(view: RunView) -> bool:
-    return view.silent_s is not None and view.silent_s > _SILENT_S and view.phase != "finished"
+    return f"silent for {_duration(view.silent_s)}" if view.is_silent else ""
 
 
 def _fraction(value: float) -> str:

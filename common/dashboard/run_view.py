@@ -13,6 +13,14 @@ from common.store.metrics import MetricsLine, tail_metrics
 from common.store.run_dir import RunDir
 
 WINDOW_STEPS = 20
+SILENT_S = 5.0  # the scheduler writes its status once a second
+PHASES = {
+    "starting": "starting",
+    "eval_before": "evaluation before training",
+    "train": "training",
+    "eval_after": "evaluation after training",
+    "done": "done",
+}
 LEDGER_KEYS = ("trained", "filtered", "stale", "failed", "in_flight")
 _LOG_TAIL_BYTES = 16384
 _WARNING = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\S* [WEC] ")
@@ -35,7 +43,11 @@ class RoleView:
 class RunView:
     """A run in the numbers that people watch. None means: not known (yet)."""
 
-    phase: str
+    phase: str  # in words, such as "evaluation before training"
+    progress: tuple[int, int] | None  # episodes done and in all, of an evaluation
+    elapsed_s: float | None  # since the launcher started
+    starting: dict[str, float]  # role -> seconds since its process started; not heard of yet
+    stop_in_s: float | None  # until a learner that is being stopped is killed
     step: int
     num_steps: int
     eta_s: float | None
@@ -63,6 +75,12 @@ class RunView:
         return [(role.name, role.waiting_for) for role in roles if role.waiting_for]
 
     @property
+    def is_silent(self) -> bool:
+        """Whether the scheduler writes no status any more, and it is not starting either."""
+        is_late = self.silent_s is not None and self.silent_s > SILENT_S
+        return is_late and self.phase != PHASES["done"] and "scheduler" not in self.starting
+
+    @property
     def actor_tokens_per_s(self) -> float | None:
         """Sum over the actors; None before any has reported."""
         rates = [actor.tokens_per_s for actor in self.actors if actor.tokens_per_s is not None]
@@ -78,8 +96,15 @@ def view_run(run_dir: RunDir, cfg: RunConfig, *, max_warnings: int = 4) -> RunVi
     success = [v for line in lines if (v := _number(line.get("reward/success"))) is not None]
     step = _first(_number(status.get("version")), _number(last.get("step"))) or 0
     is_fixed = cfg.horizon.kind is HorizonKind.FIXED
+    launch = _read_object(run_dir.launch)
+    began_at, stop_at = _number(launch.get("began_at")), _number(launch.get("stop_deadline"))
+    phase = str(status.get("phase") or "starting")
     return RunView(
-        phase=str(status.get("phase") or "starting"),
+        phase=PHASES.get(phase, phase),
+        progress=_progress(_object(status.get("progress"))),
+        elapsed_s=None if began_at is None else time.time() - began_at,
+        starting=_starting(_numbers(launch.get("started_at")), status, run_dir),
+        stop_in_s=None if stop_at is None else max(0.0, stop_at - time.time()),
         step=int(step),
         num_steps=cfg.train.num_steps,
         eta_s=_eta_s(lines, cfg.train.num_steps - int(step)),
@@ -100,6 +125,35 @@ def view_run(run_dir: RunDir, cfg: RunConfig, *, max_warnings: int = 4) -> RunVi
         silent_s=_age_s(run_dir.status),
         warnings=_last_warnings(run_dir.logs, max_warnings),
     )
+
+
+def _progress(entry: dict[str, Any]) -> tuple[int, int] | None:
+    num_done, num_total = _integer(entry.get("num_done")), _integer(entry.get("num_total"))
+    return None if num_done is None or not num_total else (num_done, num_total)
+
+
+def _starting(
+    started_at: dict[str, float], status: dict[str, Any], run_dir: RunDir
+) -> dict[str, float]:
+    """Return the roles that run but have not been heard of since, and for how many seconds.
+
+    Args:
+        started_at: role -> Unix time.
+    """
+    written_at = _modified_at(run_dir.status) or 0.0
+    heard_at = {"scheduler": written_at}
+    heard_at["envhub"] = _modified_at(run_dir.addresses / "envhub") or 0.0
+    members = [*_list(status.get("actors")), {**_object(status.get("learner")), "name": "learner"}]
+    for member in map(_object, members):
+        age_s = _number(member.get("last_seen_s"))
+        if age_s is not None:
+            heard_at[str(member.get("name"))] = written_at - age_s
+    now = time.time()
+    return {
+        name: now - started
+        for name, started in started_at.items()
+        if heard_at.get(name, 0.0) < started
+    }
 
 
 def _actors(status: dict[str, Any]) -> list[RoleView]:
@@ -171,11 +225,16 @@ def _read_object(path: Path) -> dict[str, Any]:
         return {}
 
 
-def _age_s(path: Path) -> float | None:
+def _modified_at(path: Path) -> float | None:
     try:
-        return max(0.0, time.time() - path.stat().st_mtime)
+        return path.stat().st_mtime
     except OSError:
         return None
+
+
+def _age_s(path: Path) -> float | None:
+    modified_at = _modified_at(path)
+    return None if modified_at is None else max(0.0, time.time() - modified_at)
 
 
 def _object(value: object) -> dict[str, Any]:

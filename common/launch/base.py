@@ -19,6 +19,7 @@ class RoleSpec:
     log_path: Path  # stdout and stderr are appended here
     env: dict[str, str] = field(default_factory=lambda: {})  # on top of the launcher's own
     ends_run: bool = False  # exit code 0 means that the run is finished
+    saves_at_stop: bool = False  # gets the whole stop deadline, as what it does not save is lost
     is_restartable: bool = True
     max_restarts: int = 20  # within `restart_window_s`; one more fails the run
     restart_window_s: float = 600.0
@@ -33,15 +34,29 @@ class Ending:
     exit_code: int  # 0 finished, 130 or 143 interrupted, 1 failed, 2 wrong configuration
     reason: str  # for people; several lines if a role failed
 
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether a signal, not the run itself, brought the end."""
+        return self.exit_code > 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchState:
+    """What the launcher knows and the scheduler does not."""
+
+    began_at: float  # Unix time at which the run was started
+    started_at: dict[str, float]  # role -> Unix time of its last start, of those that run now
+    stop_deadline: float | None = None  # Unix time; None while nobody is being stopped
+
 
 class Launcher(Protocol):
     """Starts the roles of a run and stays until all of them have ended."""
 
-    def run(self, specs: Sequence[RoleSpec], *, on_poll: Callable[[], None]) -> Ending:
+    def run(self, specs: Sequence[RoleSpec], *, on_poll: Callable[[LaunchState], None]) -> Ending:
         """Start the roles in order, keep them alive, stop all of them.
 
         Args:
             specs: in the order of starting.
-            on_poll: called about twice a second while the run goes on.
+            on_poll: called about twice a second until the last role has ended.
         """
         ...

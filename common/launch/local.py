@@ -4,18 +4,24 @@ import logging
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 
-from common.launch.base import EXIT_CONFIG_ERROR, EXIT_FAILED, EXIT_FINISHED, Ending, RoleSpec
+from common.launch.base import (
+    EXIT_CONFIG_ERROR,
+    EXIT_FAILED,
+    EXIT_FINISHED,
+    Ending,
+    LaunchState,
+    RoleSpec,
+)
 from common.launch.guardian import Guardian
-from common.launch.process import TAIL_LINES, ChildProcess, describe_exit, wait_until_ended
+from common.launch.process import TAIL_LINES, ChildProcess, describe_exit
 
 logger = logging.getLogger(__name__)
 
 MAX_BACKOFF_S = 30.0
 CALM_S = 60.0  # a role that ran so long starts again without delay
-STOP_SHARES = (0.65, 0.8, 0.95)  # of the stop timeout, by when each rank must have ended
 
 
 class LocalLauncher:
@@ -25,29 +31,42 @@ class LocalLauncher:
         A learner killed with -9 is started again after its backoff. A learner that exits with 0
         ends the run: the others get `finish_grace_s` to leave by themselves, then SIGTERM rank by
         rank, then SIGKILL to their groups. SIGTERM to this process stops all at once in the same
-        order; a second signal skips the waiting.
+        order; the learner gets `stop_timeout_s` to save, a second signal skips the waiting.
     """
 
     def __init__(
         self,
         *,
-        stop_timeout_s: float = 10.0,
+        stop_timeout_s: Callable[[], float],
+        quick_stop_s: float = 6.0,
         finish_grace_s: float = 10.0,
         first_backoff_s: float = 1.0,
         poll_s: float = 0.1,
         on_poll_every_s: float = 0.5,
     ) -> None:
+        """Start nothing yet.
+
+        Args:
+            stop_timeout_s: asked when the run stops: seconds for the roles that save something.
+            quick_stop_s: seconds for every other role.
+        """
         self._stop_timeout_s = stop_timeout_s
+        self._quick_stop_s = quick_stop_s
         self._finish_grace_s = finish_grace_s
         self._first_backoff_s = first_backoff_s
         self._poll_s = poll_s
         self._on_poll_every_s = on_poll_every_s
+        self._on_poll: Callable[[LaunchState], None] = lambda _: None
+        self._next_poll = 0.0
+        self._began_at = 0.0  # Unix time, as is the next
+        self._stop_deadline: float | None = None
         self._signals: list[int] = []
         self._roles: list[_Role] = []
 
-    def run(self, specs: Sequence[RoleSpec], *, on_poll: Callable[[], None]) -> Ending:
+    def run(self, specs: Sequence[RoleSpec], *, on_poll: Callable[[LaunchState], None]) -> Ending:
         """Start the roles in order, keep them alive, stop all of them. See `Launcher.run`."""
-        self._signals = []
+        self._signals, self._on_poll = [], on_poll
+        self._began_at, self._stop_deadline = time.time(), None
         stops = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         previous = [signal.signal(number, self._note_signal) for number in stops]
         guardian = Guardian()
@@ -56,13 +75,11 @@ class LocalLauncher:
         try:
             for role in self._roles:
                 role.start()
-            ending = self._watch(on_poll)
+            ending = self._watch()
             if ending.exit_code == EXIT_FINISHED:
                 # The roles that stop first end by themselves; the others serve until told to stop.
-                first = min(role.spec.stop_rank for role in self._roles)
-                ours = [role for role in self._roles if role.spec.stop_rank == first]
-                alive = [role.process for role in ours if role.process is not None]
-                self._wait(alive, deadline=time.monotonic() + self._finish_grace_s, num_signals=0)
+                grace_s = self._finish_grace_s
+                self._wait({role: grace_s for role in self._ranks()[0]}, num_signals=0)
             return ending
         finally:
             self._stop_all()
@@ -73,43 +90,71 @@ class LocalLauncher:
     def _note_signal(self, number: int, frame: FrameType | None) -> None:
         self._signals.append(number)
 
-    def _watch(self, on_poll: Callable[[], None]) -> Ending:
+    def _watch(self) -> Ending:
         """Keep the roles alive until the run ends in one way or another."""
-        next_call = time.monotonic()
         while not self._signals:
             for role in self._roles:
                 ending = role.check()
                 if ending is not None:
                     return ending
-            if time.monotonic() >= next_call:
-                on_poll()
-                next_call = time.monotonic() + self._on_poll_every_s
+            self._poll()
             time.sleep(self._poll_s)
         number = self._signals[0]
         return Ending(exit_code=128 + number, reason=f"stopped by {signal.Signals(number).name}")
 
-    def _stop_all(self) -> None:
-        """End everything, rank by rank, within the stop timeout."""
-        started = time.monotonic()
+    def _poll(self) -> None:
+        now = time.monotonic()
+        if now < self._next_poll:
+            return
+        self._next_poll = now + self._on_poll_every_s
+        started = {role.spec.name: role.started_at for role in self._roles if role.is_running}
+        self._on_poll(
+            LaunchState(
+                began_at=self._began_at, started_at=started, stop_deadline=self._stop_deadline
+            )
+        )
+
+    def _ranks(self) -> list[list["_Role"]]:
+        """Return the roles with a process, those that stop first in front."""
         ranks = sorted({role.spec.stop_rank for role in self._roles})
+        return [
+            [r for r in self._roles if r.spec.stop_rank == rank and r.process is not None]
+            for rank in ranks
+        ]
+
+    def _stop_all(self) -> None:
+        """End everything, rank by rank; each role gets its time to leave by itself."""
         num_signals = len(self._signals)
-        for i, rank in enumerate(ranks):
-            share = STOP_SHARES[min(i, len(STOP_SHARES) - 1)]
-            ours = [r for r in self._roles if r.spec.stop_rank == rank and r.process is not None]
-            alive = [role.process for role in ours if role.process is not None]
-            for process in alive:
-                process.terminate()
-            deadline = started + share * self._stop_timeout_s
-            self._wait(alive, deadline=deadline, num_signals=num_signals)
+        for ours in self._ranks():
+            limits = {role: self._quick_stop_s for role in ours}
+            for role in ours:
+                if role.is_running and role.spec.saves_at_stop:
+                    limits[role] = self._stop_timeout_s()
+                    self._tell_how_long(role, limits[role])
+                if role.process is not None:
+                    role.process.terminate()
+            self._wait(limits, num_signals=num_signals)
             for role in ours:
                 role.clear_away()
 
-    def _wait(self, processes: list[ChildProcess], *, deadline: float, num_signals: int) -> None:
-        """Wait until the processes have ended, the deadline has come or one more signal has."""
-        while len(self._signals) <= num_signals and time.monotonic() < deadline:
-            soon = min(deadline, time.monotonic() + self._poll_s)
-            if wait_until_ended(processes, deadline=soon, poll_s=self._poll_s / 4):
+    def _tell_how_long(self, role: "_Role", limit_s: float) -> None:
+        self._stop_deadline = time.time() + limit_s
+        self._next_poll = 0.0  # a display shows it at once
+        logger.info(
+            "stopping: the %s may take %.0f s to save; Ctrl-C again stops at once",
+            role.spec.name,
+            limit_s,
+        )
+
+    def _wait(self, limits: Mapping["_Role", float], *, num_signals: int) -> None:
+        """Wait until each role has ended or its time is over, or until one more signal."""
+        began = time.monotonic()
+        while len(self._signals) <= num_signals:
+            waited_s = time.monotonic() - began
+            if not any(role.is_running and waited_s < limits[role] for role in limits):
                 return
+            self._poll()
+            time.sleep(self._poll_s / 4)
 
 
 class _Role:
@@ -121,9 +166,14 @@ class _Role:
         self._guardian = guardian
         self._first_backoff_s = first_backoff_s
         self._backoff_s = first_backoff_s
-        self._started_at = 0.0
+        self.started_at = 0.0  # Unix time
         self._start_again_at = 0.0
         self._restarts: deque[float] = deque()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether there is a process that has not ended."""
+        return self.process is not None and self.process.poll() is None
 
     def start(self) -> None:
         """Start the process."""
@@ -134,7 +184,7 @@ class _Role:
             env=self.spec.env,
             guardian=self._guardian,
         )
-        self._started_at = time.monotonic()
+        self.started_at = time.time()
         logger.info("started role=%s pid=%d", self.spec.name, self.process.pid)
 
     def check(self) -> Ending | None:
@@ -175,7 +225,7 @@ class _Role:
 
     def _plan_restart(self, code: int) -> None:
         now = time.monotonic()
-        if now - self._started_at > CALM_S:
+        if time.time() - self.started_at > CALM_S:
             self._backoff_s = self._first_backoff_s
         wait_s = max(self._backoff_s, self.spec.quiet_exit_grace_s if code == 0 else 0.0)
         self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)

@@ -39,7 +39,7 @@ def make_role_specs(
             quiet_exit_grace_s=10.0,
         )
     )
-    specs.append(spec("learner", "learner", ends_run=True, max_restarts=5))
+    specs.append(spec("learner", "learner", ends_run=True, saves_at_stop=True, max_restarts=5))
     for i in range(cfg.actor.num_actors):
         name = f"actor-{i}"
         specs.append(spec("actor", name, f"actor.name={name}", quiet_exit_grace_s=30.0))

@@ -59,6 +59,18 @@ class RunDir:
         return self.root / "status.json"
 
     @property
+    def launch(self) -> Path:
+        return self.root / "launch.json"
+
+    @property
+    def finished(self) -> Path:
+        return self.root / "finished.json"
+
+    @property
+    def report(self) -> Path:
+        return self.root / "report.json"
+
+    @property
     def keys(self) -> Path:
         return self.root / "keys"
 

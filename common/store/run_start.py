@@ -13,8 +13,6 @@ from common.store.run_dir import RunDir, write_json
 
 logger = logging.getLogger(__name__)
 
-_FINISHED = "finished.json"
-
 # A run that goes on must be the same experiment; these decide whether it is.
 _SAME_KEYS = (
     "run.seed",
@@ -28,9 +26,9 @@ _SAME_KEYS = (
 )
 
 
-def mark_finished(run_dir: RunDir, *, version: int) -> None:
+def mark_finished(run_dir: RunDir, *, version: int, result: str) -> None:
     """Note that the run reached its end, so that the next start is a new run."""
-    write_json(run_dir.root / _FINISHED, {"version": version})
+    write_json(run_dir.finished, {"version": version, "result": result})
 
 
 def prepare(cfg: RunConfig, run_dir: RunDir) -> Path | None:
@@ -50,12 +48,12 @@ def prepare(cfg: RunConfig, run_dir: RunDir) -> Path | None:
     if not _goes_on(cfg, run_dir):
         return _set_aside(run_dir)
     _require_same(cfg, run_dir)
-    (run_dir.root / _FINISHED).unlink(missing_ok=True)
+    run_dir.finished.unlink(missing_ok=True)
     return None
 
 
 def _goes_on(cfg: RunConfig, run_dir: RunDir) -> bool:
-    marker = run_dir.root / _FINISHED
+    marker = run_dir.finished
     if not marker.exists():
         return True
     is_longer = json.loads(marker.read_text())["version"] < cfg.train.num_steps

@@ -3,13 +3,12 @@
 wandb is imported when a run opens, because it takes a second. Nothing it does may end a run.
 """
 
-import contextlib
 import dataclasses
 import logging
 import netrc
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -49,33 +48,24 @@ class WandbSink:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Hand one step over; does nothing once wandb has failed."""
-        if self._run is None:
-            return
-        try:
-            # An own step axis: wandb refuses to go back on its own when a run resumes earlier.
-            self._run.log({**metrics, "step": step})
-        except Exception as e:  # noqa: BLE001 - a metrics service must never end a run
-            self._give_up("log", e)
+        run = self._run
+        # An own step axis: wandb refuses to go back on its own when a run resumes earlier.
+        if run is not None and not _try(lambda: run.log({**metrics, "step": step}), "log"):
+            self._run = None
 
     def close(self) -> None:
         """Finish the upload within `finish_timeout_s`; what is left can be sent by `wandb sync`."""
-        if self._run is None:
-            return
-        try:
-            self._run.finish()
-        except Exception as e:  # noqa: BLE001 - a metrics service must never end a run
-            self._give_up("finish", e)
+        if self._run is not None:
+            _try(self._run.finish, "finish")
         self._run = None
 
     def _try_open(self, run_dir: RunDir, cfg: RunConfig) -> bool:
-        try:
-            self._run = self._open(run_dir, cfg)
-        except Exception as e:  # noqa: BLE001 - a metrics service must never end a run
-            self._give_up(f"init mode={self.mode}", e)
-            _forget_failed_init()
+        if not _try(lambda: self._open(run_dir, cfg), f"init mode={self.mode}"):
+            self._run = None
+            _try(_forget_failed_init, "teardown")
         return self._run is not None
 
-    def _open(self, run_dir: RunDir, cfg: RunConfig) -> "wandb.Run":
+    def _open(self, run_dir: RunDir, cfg: RunConfig) -> None:
         run_dir.root.mkdir(parents=True, exist_ok=True)
         os.environ["WANDB_SILENT"] = "true"  # read at import, before any settings object exists
         import wandb
@@ -89,7 +79,7 @@ class WandbSink:
             finish_timeout=self._finish_timeout_s,
         )
         assert self.mode is not WandbMode.AUTO  # `choose_mode` has chosen
-        run = wandb.init(
+        self._run = wandb.init(
             project=cfg.log.wandb_project,
             name=cfg.run.name,
             id=_run_id(run_dir.root / "wandb_id"),
@@ -99,12 +89,17 @@ class WandbSink:
             mode=self.mode.value,
             settings=settings,
         )
-        run.define_metric("*", step_metric="step")
-        return run
+        self._run.define_metric("*", step_metric="step")
 
-    def _give_up(self, what: str, error: Exception) -> None:
+
+def _try(action: Callable[[], object], what: str) -> bool:
+    """Do something with wandb; return whether it went well, with a warning where it did not."""
+    try:
+        action()
+    except Exception as error:  # noqa: BLE001 - a metrics service must never end a run
         logger.warning("wandb failed, going on without it at=%s error=%s", what, error)
-        self._run = None
+        return False
+    return True
 
 
 def choose_mode(cfg: LogSection, environ: Mapping[str, str]) -> WandbMode:
@@ -150,7 +145,6 @@ def _run_id(path: Path) -> str:
 
 def _forget_failed_init() -> None:
     """Stop wandb's process, which else holds the run id of an attempt that timed out."""
-    with contextlib.suppress(Exception):  # already reported; a second failure says nothing new
-        import wandb
+    import wandb
 
-        wandb.teardown(exit_code=1)
+    wandb.teardown(exit_code=1)

@@ -71,6 +71,26 @@ def test_stopped_run_leaves_nothing_and_goes_on_at_the_next_step(tmp_path: Path)
     assert balances(again.read("ledger.json"))
 
 
+def test_learner_that_takes_long_to_stop_still_saves(tmp_path: Path) -> None:
+    overrides = ("train.num_steps=200", "eval.before=false", "eval.after=false")
+    with Run(tmp_path, *overrides) as run:
+        run.wait_until(lambda: len(run.metrics()) >= 2)
+        learner = run.role_pid("learner")
+        os.kill(learner, signal.SIGSTOP)  # as in a step of a large model
+        reached = run.metrics()[-1]["step"]
+        run.process.send_signal(signal.SIGINT)
+        time.sleep(8.0)
+        os.kill(learner, signal.SIGCONT)
+        assert run.wait(timeout_s=60) == 130
+        assert run.left_over() == []
+    saved = sorted((run.root / "checkpoints").glob("step-*"))[-1]
+    version = json.loads((saved / "COMPLETE").read_text())["version"]
+    assert version >= reached
+    assert f"saved at step {version}; the same command goes on" in run.output
+    assert "Ctrl-C again stops at once" in run.output
+    assert "error" not in run.output.splitlines()[-1]
+
+
 def test_killed_learner_repeats_its_logged_steps_and_loses_nothing(tmp_path: Path) -> None:
     overrides = ("train.num_steps=8", "eval.before=false", "learner.checkpoint_every_steps=100")
     with Run(tmp_path, *overrides) as run:

@@ -3,7 +3,9 @@
 import io
 import json
 import logging
+import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,8 +14,11 @@ from rich.console import Console
 from common.config.curriculum import HorizonKind, HorizonSection
 from common.config.run_config import RunConfig, TrainSection
 from common.dashboard.live import LiveDisplay, ledger_line, sparkline, status_line
+from common.dashboard.run_state import state_line, stop_line
 from common.dashboard.run_view import view_run
+from common.launch.lock import hold_run
 from common.store.run_dir import RunDir
+from common.store.run_start import mark_finished
 
 STATUS = {
     "phase": "train",
@@ -40,7 +45,12 @@ STATUS = {
             "rss_bytes": 2**31,
         }
     ],
-    "learner": {"tokens_per_s": 7400.0, "waiting_for": "actor-0"},
+    "learner": {
+        "name": "learner-77",
+        "tokens_per_s": 7400.0,
+        "waiting_for": "actor-0",
+        "last_seen_s": 0.2,
+    },
     "success": {"depth2": 0.5},
     "eval": {"before": 0.4},
 }
@@ -71,20 +81,21 @@ def make_run(root: Path) -> RunDir:
 
 
 def show(run_dir: RunDir, cfg: RunConfig) -> str:
-    console = Console(file=io.StringIO(), force_terminal=True, width=120, color_system=None)
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=120, color_system=None)
     display = LiveDisplay(run_dir, cfg, console=console)
     display.start()
     display.refresh()
     display.stop()
     display.stop()
-    return console.file.getvalue()
+    return screen.getvalue()
 
 
 def test_status_line_says_what_goes_on_and_who_waits_for_whom(tmp_path: Path) -> None:
     line = status_line(view_run(make_run(tmp_path), make_config()))
     assert line == (
         "step 12/100 success 0.61 horizon 10 (stage 2/3) lag 0.9 actor 3200 tok/s"
-        " learner 7400 tok/s groups 18 open 3 ready eta 2m56s; waiting: learner <- actor-0"
+        " learner 7400 tok/s groups 18 open 3 ready eta 2m56s; waiting: learner-77 <- actor-0"
     )
 
 
@@ -107,6 +118,91 @@ def test_display_goes_on_when_the_status_is_not_what_it_should_be(
     assert "longstride" in show(run_dir, make_config())
 
 
+def at_launch(run_dir: RunDir, **started_s: float) -> None:
+    """Write what the launcher knows: how long ago the roles were started."""
+    now = time.time()
+    started = {name.replace("_", "-"): now - since for name, since in started_s.items()}
+    state = {"began_at": now - 70, "started_at": started, "stop_deadline": None}
+    run_dir.root.mkdir(parents=True, exist_ok=True)
+    run_dir.launch.write_text(json.dumps(state))
+
+
+def test_roles_that_are_starting_are_told_with_the_time_that_it_takes(tmp_path: Path) -> None:
+    run_dir = RunDir(root=tmp_path / "r")
+    at_launch(run_dir, scheduler=2.0, actor_0=34.0)
+    line = status_line(view_run(run_dir, make_config()))
+    assert "elapsed 1m10s" in line
+    assert line.endswith("; scheduler is starting (2s), engine is starting (34s)")
+
+
+def test_role_that_was_heard_of_since_its_start_is_not_starting(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path)  # actor-0 was heard 0.3 s before the status was written
+    at_launch(run_dir, scheduler=20.0, learner=20.0, actor_0=20.0, actor_1=20.0)
+    assert "engine is starting (20s)" in status_line(view_run(run_dir, make_config()))
+    assert view_run(run_dir, make_config()).starting.keys() == {"actor-1"}
+    at_launch(run_dir, actor_0=0.0)  # started again: what was heard is of the one before
+    assert view_run(run_dir, make_config()).starting.keys() == {"actor-0"}
+
+
+def test_evaluation_tells_how_far_it_is(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path)
+    progress = {"num_done": 240, "num_total": 600}
+    run_dir.status.write_text(json.dumps({"phase": "eval_before", "progress": progress}))
+    line = status_line(view_run(run_dir, make_config()))
+    assert line.startswith("evaluation before training 240/600 step 12/100")
+    assert "240/600" in show(run_dir, make_config())
+
+
+def test_stop_tells_how_long_it_may_take_and_how_to_skip_it(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path)
+    state = {"began_at": time.time(), "started_at": {}, "stop_deadline": time.time() + 40.4}
+    run_dir.launch.write_text(json.dumps(state))
+    told = "the learner may take 40s to save; Ctrl-C again stops at once"
+    assert f"stopping: {told}" in status_line(view_run(run_dir, make_config()))
+    assert told in show(run_dir, make_config())
+
+
+def test_log_has_a_line_at_each_change_of_phase(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_dir = make_run(tmp_path)
+    display = LiveDisplay(run_dir, make_config(), console=Console(file=io.StringIO()), look_s=0)
+    with caplog.at_level(logging.INFO):
+        display.refresh()
+        display.refresh()
+        run_dir.status.write_text(json.dumps({"phase": "eval_after"}))
+        display.refresh()
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 2
+    assert lines[1].startswith("evaluation after training")
+
+
+def test_status_of_a_run_says_finished_stopped_or_what_goes_on(tmp_path: Path) -> None:
+    run_dir, cfg = make_run(tmp_path / "r"), make_config()
+    with hold_run(run_dir.root, name="r"):
+        assert state_line(run_dir, cfg).startswith("step 12/100 success")
+    os.utime(run_dir.status, (0, 0))
+    assert state_line(run_dir, cfg) == "stopped at step 12/100; the same command goes on"
+    mark_finished(run_dir, version=12, result="held-out success (8 items): after 0.5")
+    told = "finished: step 12/100; held-out success (8 items): after 0.5"
+    assert state_line(run_dir, cfg) == told
+
+
+def test_interrupted_run_says_what_is_saved_and_how_it_goes_on(tmp_path: Path) -> None:
+    cfg = make_config()
+    empty = RunDir(root=tmp_path / "empty")
+    assert stop_line(empty, cfg) == "stopped before the first step; the same command goes on"
+    run_dir = make_run(tmp_path / "r")
+    for step in (5, 12):
+        folder = run_dir.checkpoints / f"step-{step:06d}"
+        folder.mkdir(parents=True)
+        if step == 12:
+            told = stop_line(run_dir, cfg)
+            assert told.startswith("stopped at step 12, saved is step 5; the same command goes on")
+        (folder / "COMPLETE").write_text(json.dumps({"version": step}))
+    assert stop_line(run_dir, cfg) == "saved at step 12; the same command goes on"
+
+
 def test_display_shows_progress_ledger_roles_and_warnings(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path)
     (run_dir.logs / "actor-0.log").write_text(
@@ -120,7 +216,7 @@ def test_display_shows_progress_ledger_roles_and_warnings(tmp_path: Path) -> Non
         "10 (stage 2/3)",
         "issued 100 = trained 60 + filtered 20 + stale 5 + failed 5 + in flight 10",
         "actor-0 2.00 GiB",
-        "learner <- actor-0",
+        "learner-77 <- actor-0",
         "v11",
         "answered [bold]429[/bold]",
     ):
@@ -130,9 +226,6 @@ def test_display_shows_progress_ledger_roles_and_warnings(tmp_path: Path) -> Non
 
 
 def test_display_says_how_long_the_scheduler_is_silent(tmp_path: Path) -> None:
-    import os
-    import time
-
     run_dir = make_run(tmp_path)
     old_s = time.time() - 60
     os.utime(run_dir.status, (old_s, old_s))

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from common.config.load import load_config
-from common.launch.base import Ending, RoleSpec
+from common.launch.base import Ending, LaunchState, RoleSpec
 from common.launch.local import LocalLauncher
 from common.launch.roles import make_role_specs
+from common.launch.stop import stop_timeout_s
 from common.store.run_dir import RunDir
 
 STAY = "import signal; signal.pause()"
@@ -25,6 +26,16 @@ def end(*_):
     sys.exit(0)
 signal.signal(signal.SIGTERM, end)
 open(sys.argv[1] + '.' + sys.argv[2], 'w').close()
+while True: signal.pause()
+"""
+SAVES_LATE = """
+import signal, sys, time
+def save(*_):
+    time.sleep(float(sys.argv[2]))
+    open(sys.argv[1], 'w').close()
+    sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+open(sys.argv[1] + '.ready', 'w').close()
 while True: signal.pause()
 """
 GRANDCHILD = """
@@ -49,10 +60,16 @@ def role(tmp_path: Path, name: str, code: str, *args: object, **policy: object) 
 
 
 def launch(
-    specs: list[RoleSpec], on_poll: Callable[[], None] = lambda: None, *, stop_timeout_s: float = 5
+    specs: list[RoleSpec],
+    on_poll: Callable[[], None] = lambda: None,
+    *,
+    stop_timeout_s: float = 5,
+    quick_stop_s: float = 5,
+    states: list[LaunchState] | None = None,
 ) -> Ending:
     launcher = LocalLauncher(
-        stop_timeout_s=stop_timeout_s,
+        stop_timeout_s=lambda: stop_timeout_s,
+        quick_stop_s=min(stop_timeout_s, quick_stop_s),
         finish_grace_s=0.3,
         first_backoff_s=0.02,
         poll_s=0.02,
@@ -60,8 +77,10 @@ def launch(
     )
     deadline = time.monotonic() + 20.0
 
-    def on_poll_in_time() -> None:
+    def on_poll_in_time(state: LaunchState) -> None:
         assert time.monotonic() < deadline, "the run did not end"
+        if states is not None:
+            states.append(state)
         on_poll()
 
     return launcher.run(specs, on_poll=on_poll_in_time)
@@ -70,10 +89,12 @@ def launch(
 def interrupt_when(
     condition: Callable[[], bool], number: int = signal.SIGTERM
 ) -> Callable[[], None]:
-    """Return an on_poll that signals this very process once the condition holds."""
+    """Return an on_poll that signals this very process once, when the condition holds."""
+    sent: list[int] = []
 
     def on_poll() -> None:
-        if condition():
+        if not sent and condition():
+            sent.append(number)
             os.kill(os.getpid(), number)
 
     return on_poll
@@ -169,6 +190,59 @@ def test_stop_leaves_no_process_behind_even_one_that_ignores_it(tmp_path: Path) 
         wait_for(lambda pid=pid: is_gone(int(pid)), timeout_s=1.0)
 
 
+@pytest.mark.slow
+def test_learner_whose_checkpoint_takes_longer_than_others_may_is_not_killed(
+    tmp_path: Path,
+) -> None:
+    saved = tmp_path / "saved"
+    run_dir = RunDir(root=tmp_path)
+    run_dir.metrics.write_text('{"step": 1, "train/step_s": 1.5, "train/checkpoint_s": 1.0}\n')
+    timeout_s = stop_timeout_s(run_dir, wanted_s=0.0)
+    assert timeout_s == 3 * 2.5 + 5
+    learner = role(tmp_path, "learner", SAVES_LATE, saved, 7.0, saves_at_stop=True)
+    is_ready = (tmp_path / "saved.ready").exists
+    states: list[LaunchState] = []
+    options = {"stop_timeout_s": timeout_s, "quick_stop_s": 0.5}
+    assert launch([learner], interrupt_when(is_ready), states=states, **options).exit_code == 143
+    assert saved.exists()
+    assert states[-1].stop_deadline is not None  # what the display shows meanwhile
+
+
+def test_role_that_saves_nothing_does_not_get_the_time_of_one_that_does(tmp_path: Path) -> None:
+    pids, saved = tmp_path / "pids", tmp_path / "saved"
+    actor = role(tmp_path, "actor-0", GRANDCHILD, pids)
+    learner = role(tmp_path, "learner", SAVES_LATE, saved, 0.6, saves_at_stop=True)
+    is_ready = lambda: pids.exists() and (tmp_path / "saved.ready").exists()  # noqa: E731
+    began = time.monotonic()
+    launch([actor, learner], interrupt_when(is_ready), stop_timeout_s=15, quick_stop_s=0.2)
+    assert saved.exists()
+    assert time.monotonic() - began < 10.0
+
+
+def test_second_signal_does_not_wait_for_the_learner(tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    learner = role(tmp_path, "learner", SAVES_LATE, saved, 60.0, saves_at_stop=True)
+    states: list[LaunchState] = []
+
+    def on_poll() -> None:
+        if (tmp_path / "saved.ready").exists() or states[-1].stop_deadline is not None:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    assert launch([learner], on_poll, stop_timeout_s=60, states=states).exit_code == 130
+    assert not saved.exists()
+
+
+def test_stop_deadline_follows_what_was_measured_and_what_the_user_wants(tmp_path: Path) -> None:
+    run_dir = RunDir(root=tmp_path)
+    assert stop_timeout_s(run_dir, wanted_s=0.0) == 3 * (10 + 10) + 5  # nothing is known yet
+    lines = ('{"step": 1, "train/step_s": 40, "train/checkpoint_s": 20}', '{"train/step_s": 30}')
+    run_dir.metrics.write_text("".join(f"{line}\n" for line in lines))
+    assert stop_timeout_s(run_dir, wanted_s=0.0) == 3 * (40 + 20) + 5
+    assert stop_timeout_s(run_dir, wanted_s=2.5) == 2.5
+    run_dir.metrics.write_text('{"step": 1, "train/step_s": 0.1, "train/checkpoint_s": 0.1}\n')
+    assert stop_timeout_s(run_dir, wanted_s=0.0) == 10.0
+
+
 def test_children_of_a_killed_role_die_with_it(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     orphans: list[int] = []
@@ -194,7 +268,7 @@ def test_roles_die_with_a_launcher_that_is_killed(tmp_path: Path, repository: Pa
         "pids, stay = sys.argv[1], sys.argv[2]\n"
         "argv = (sys.executable, '-S', '-c', stay, pids)\n"
         "spec = RoleSpec(name='a', argv=argv, log_path=Path(pids + '.log'))\n"
-        "LocalLauncher().run([spec], on_poll=lambda: None)\n"
+        "LocalLauncher(stop_timeout_s=lambda: 5.0).run([spec], on_poll=lambda _: None)\n"
     )
     stay = (
         "import os, signal, sys; open(sys.argv[1] + '.part', 'w').write(str(os.getpid()));"

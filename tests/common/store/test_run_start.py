@@ -43,16 +43,16 @@ def test_unfinished_run_is_not_mixed_with_another_experiment(run_dir: RunDir) ->
 
 
 def test_finished_run_is_kept_aside(run_dir: RunDir) -> None:
-    mark_finished(run_dir, version=10)
+    mark_finished(run_dir, version=10, result="")
     kept = prepare(config(seed=1), run_dir)
     assert kept == run_dir.root.with_name("r.1")
     assert not run_dir.root.exists()
     save_config(replace(config()), run_dir.config)
-    mark_finished(run_dir, version=10)
+    mark_finished(run_dir, version=10, result="")
     assert prepare(config(), run_dir) == run_dir.root.with_name("r.2")
 
 
 def test_finished_run_goes_on_when_more_steps_are_asked_for(run_dir: RunDir) -> None:
-    mark_finished(run_dir, version=10)
+    mark_finished(run_dir, version=10, result="")
     assert prepare(config(num_steps=20), run_dir) is None
     assert run_dir.config.exists()

@@ -50,7 +50,7 @@ def run_sink(root: Path, script: str, **environ: str) -> subprocess.CompletedPro
     head = (
         "import sys, pathlib, logging\n"
         "logging.basicConfig(level='WARNING')\n"
-        "from common.config import RunConfig\n"
+        "from common.config.run_config import RunConfig\n"
         "from common.store.run_dir import RunDir\n"
         "from common.store.wandb_sink import WandbSink\n"
         "cfg = RunConfig()\n"

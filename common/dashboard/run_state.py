@@ -1,0 +1,46 @@
+"""Where a run stands, in one line: finished, stopped, or what is going on."""
+
+import json
+from pathlib import Path
+
+from common.config.run_config import RunConfig
+from common.dashboard.live import status_line
+from common.dashboard.run_view import SILENT_S, RunView, view_run
+from common.launch.lock import is_held
+from common.store.run_dir import RunDir
+
+GOES_ON = "the same command goes on"
+
+
+def state_line(run_dir: RunDir, cfg: RunConfig) -> str:
+    """Return what `status` prints of a run, whatever its state."""
+    view = view_run(run_dir, cfg)
+    if run_dir.finished.exists():
+        result = json.loads(run_dir.finished.read_text()).get("result", "")
+        return "; ".join(filter(None, [f"finished: step {view.step}/{view.num_steps}", result]))
+    if is_held(run_dir.root) or _has_fresh_status(view):
+        return status_line(view)
+    return f"stopped at step {view.step}/{view.num_steps}; {GOES_ON}"
+
+
+def stop_line(run_dir: RunDir, cfg: RunConfig) -> str:
+    """Return what a run that was interrupted says at its end."""
+    saved = saved_step(run_dir.checkpoints)
+    step = view_run(run_dir, cfg).step
+    if saved is None and step == 0:
+        return f"stopped before the first step; {GOES_ON}"
+    if saved is None or saved < step:
+        last = "nothing" if saved is None else f"step {saved}"
+        return f"stopped at step {step}, saved is {last}; {GOES_ON} and repeats the steps since"
+    return f"saved at step {saved}; {GOES_ON}"
+
+
+def saved_step(checkpoints: Path) -> int | None:
+    """Return the version of the newest complete checkpoint, None if there is none."""
+    found = [json.loads(path.read_text()) for path in checkpoints.glob("step-*/COMPLETE")]
+    return max((int(entry["version"]) for entry in found), default=None)
+
+
+def _has_fresh_status(view: RunView) -> bool:
+    """Whether a scheduler writes now; roles may have been started one by one, without launcher."""
+    return view.silent_s is not None and view.silent_s <= SILENT_S
