@@ -132,6 +132,7 @@ class DrainingServer(uvicorn.Server):
         self._sessions = sessions
         self._draining: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._was_told = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start, and remember the loop that a signal has to reach."""
@@ -140,10 +141,10 @@ class DrainingServer(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to drain; called by a signal."""
-        if self._loop is None or self._sessions.is_draining:
+        if self._loop is None or self._was_told:
             super().handle_exit(sig, frame)
             return
-        self._sessions.is_draining = True
+        self._was_told = True
         self._loop.call_soon_threadsafe(self._begin_drain)
 
     def _begin_drain(self) -> None:

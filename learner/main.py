@@ -10,6 +10,7 @@ import torch
 
 from common.config.run_config import RunConfig, TrainMode, published_version
 from common.errors import LongstrideError
+from common.memory import trim_heap
 from common.store.run_dir import RunDir
 from common.wire.messages import EpisodeOutcome, Outcome
 from learner.batch.credit import samples_of
@@ -21,11 +22,11 @@ from learner.objective.describe import dead_knobs, objective_text
 from learner.policy.device import pick_device
 from learner.policy.model import export_tensors
 from learner.recovery.step_log import LoggedStep
-from learner.training.memory import TRIM_EVERY_STEPS, trim_heap
 from learner.weights.snapshot import PublishedWeights, snapshot
 
 logger = logging.getLogger(__name__)
 
+TRIM_EVERY_STEPS = 10  # on CPU; measured: without it the heap grew from 1 to 5.5 GB in 350 steps
 NUM_CANARIES = 4
 CANARY_EVERY_STEPS = 10  # new prompts: what an old policy sampled is rare under a new one
 MAX_CANARY_TOKENS = 96

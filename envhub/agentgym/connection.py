@@ -1,6 +1,7 @@
 """The wire to an AgentGym server: requests, what counts as a failure, instances."""
 
 import asyncio
+import contextlib
 import json
 import logging
 from collections.abc import Mapping
@@ -69,13 +70,12 @@ class Connection:
             RemoteFailure: the server makes none.
         """
         await self._places.acquire()
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._places.release)
             is_kept = bool(self._kept) and not is_fresh
             is_old = is_kept or bool(self._late)
             number = self._kept.pop() if is_kept else await self._new_number()
-        except BaseException:
-            self._places.release()
-            raise
+            undo.pop_all()
         instance = self._used[number] = Instance(number)
         return instance, is_old
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from envhub.env import EnvSpec, StepResult, Style, UnknownItem
 from envhub.errors import CapacityFull, SessionUnknown
+from envhub.hosting.leases import LeaseTable
 from envhub.hosting.sessions import Sessions
 
 ID_BITS = 53  # what a JSON number holds exactly everywhere
@@ -30,11 +31,10 @@ class EpisodeOver(RuntimeError):
         super().__init__(f"The task with environment {number} has finished.")
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Instance:
     """One instance and its present episode; `session_id` is None between episodes."""
 
-    expires_at_s: float
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     session_id: str | None = None
     item_id: str = ""
@@ -67,8 +67,7 @@ class Instances:
         self._spec = spec
         self._sessions = sessions
         self._lease_s = lease_s
-        self._now_s = now_s
-        self._instances: dict[int, Instance] = {}  # the longest unused one first
+        self._instances: LeaseTable[int, Instance] = LeaseTable(lease_s, now_s)
         self._timer: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
@@ -87,7 +86,7 @@ class Instances:
         if num_used >= capacity:
             raise CapacityFull(f"{self._spec.name} has all its {capacity} sessions in use")
         number = secrets.randbits(ID_BITS)
-        self._instances[number] = Instance(expires_at_s=self._now_s() + self._lease_s)
+        self._instances.put(number, Instance())
         self._set_timer()
         return number
 
@@ -97,12 +96,9 @@ class Instances:
         Raises:
             InstanceUnknown.
         """
-        now_s = self._now_s()
-        instance = self._instances.get(number)
-        if instance is None or instance.expires_at_s <= now_s:
+        instance = self._instances.find(number)
+        if instance is None:
             raise InstanceUnknown(f"The id {number} is not valid.")
-        instance.expires_at_s = now_s + self._lease_s
-        self._instances[number] = self._instances.pop(number)
         return instance
 
     async def reset(self, number: int, index: int) -> Instance:
@@ -123,7 +119,7 @@ class Instances:
             instance.session_id = session_id
             instance.item_id, instance.first_observation = item_id, observation
             instance.answer, instance.score = None, 0.0
-            if self._instances.get(number) is not instance:  # closed while it was being reset
+            if number not in self._instances:  # closed while it was being reset
                 await self._end_session(instance)
                 raise InstanceUnknown(f"The id {number} is not valid.")
             return instance
@@ -154,7 +150,7 @@ class Instances:
 
     async def close(self, number: int) -> bool:
         """End an instance; False when there is none of that number."""
-        instance = self._instances.pop(number, None)
+        instance = self._instances.pop(number)
         if instance is None:
             return False
         async with instance.lock:
@@ -163,15 +159,10 @@ class Instances:
 
     def expire(self) -> None:
         """Forget the instances whose lease has run out; their sessions' own leases end those."""
-        now_s = self._now_s()
-        while self._instances:
-            number, instance = next(iter(self._instances.items()))
-            if instance.expires_at_s > now_s:
-                return
-            del self._instances[number]
+        self._instances.pop_expired()
 
     def _set_timer(self) -> None:
-        if self._timer is None and self._instances:
+        if self._timer is None and len(self._instances):
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(min(self._lease_s, MAX_SWEEP_S), self._sweep)
 

@@ -1,5 +1,6 @@
 """AgentGym's routes: its unmodified clients play our environments under /agentgym/<env>."""
 
+import contextlib
 import json
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Any
@@ -145,11 +146,10 @@ class _Desk:
         number = self._instances.add()
         if not self.resets_at_create:
             return _json(create_reply(self.dialect, number))
-        try:
+        async with contextlib.AsyncExitStack() as undo:
+            undo.push_async_callback(self._instances.close, number)
             instance = await self._instances.reset(number, number)
-        except BaseException:
-            await self._instances.close(number)
-            raise
+            undo.pop_all()
         return _json(reset_reply(self.dialect, number, instance))
 
     async def reset(self, body: BaseModel) -> Response:

@@ -1,7 +1,7 @@
 """The usual way to serve environments, to compare with: `python -m envhub.bench.reference PORT`.
 
 One FastAPI application with synchronous handlers, which run in the framework's default thread pool,
-a dict of environments by counted ids, pydantic models for bodies and answers, and a broad handler
+a dict of environments by counted ids, pydantic models for bodies and answers, and a handler
 that turns a failure into an answer. The environments are the hub's own.
 
 It does not expire, authenticate, limit or repeat anything.
@@ -71,14 +71,14 @@ class EnvTable:
         """Start an episode."""
         try:
             return StateAnswer(observation=self._envs[body.id].reset(body.item_id, 0))
-        except Exception as error:  # noqa: BLE001 - the usual servers answer with the text
+        except (LookupError, RuntimeError, ValueError) as error:
             return StateAnswer(error=str(error))
 
     def step(self, body: StepBody) -> StateAnswer:
         """Perform one action."""
         try:
             result = self._envs[body.id].step(body.action)
-        except Exception as error:  # noqa: BLE001 - the usual servers answer with the text
+        except (LookupError, RuntimeError, ValueError) as error:
             return StateAnswer(error=str(error))
         return StateAnswer(observation=result.observation, reward=result.reward, done=result.done)
 

@@ -1,20 +1,19 @@
 """One live episode, wherever it lives: in this thread, in this event loop or in a worker."""
 
-import asyncio
+import contextlib
 import itertools
 import logging
-from collections.abc import Awaitable, Callable
-from inspect import isawaitable
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable
+from typing import Any, Protocol
 
-from common.errors import EnvError, EnvTimeout
-from envhub.env import EnvSpec, StepResult, Style, UnknownItem
-from envhub.errors import EnvRaised, WorkerLost
-from envhub.hosting.workers import Worker, WorkerPool
+from common.errors import EnvError
+from envhub.env import EnvSpec, Isolation, StepResult, Style
+from envhub.errors import WorkerLost
+from envhub.hosting.env_calls import call_environment
+from envhub.hosting.worker import Worker
+from envhub.hosting.worker_pool import WorkerPool
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 CLOSE_TIMEOUT_S = 5.0
 
@@ -54,21 +53,19 @@ class Episode(Protocol):
 
 
 class LocalEpisode:
-    """An episode in the hub's own process.
-
-    INLINE environments answer at once. TASK ones are awaited under a deadline; an inline call
-    that overruns cannot be interrupted and is noticed when it returns.
-    """
+    """An episode in the hub's own process: INLINE ones answer at once, TASK ones are awaited."""
 
     worker: Worker | None = None
 
-    def __init__(self, spec: EnvSpec, style: Style, *, timeout_s: float, is_instant: bool) -> None:
-        self.is_instant = is_instant
-        self._name = spec.name
+    def __init__(self, spec: EnvSpec, style: Style, *, timeout_s: float) -> None:
+        self.is_instant = spec.isolation is Isolation.INLINE
+        self._spec = spec
+        self._style = style
         self._timeout_s = timeout_s
-        self._env: Any = self._attempt(lambda: spec.make(style))
+        self._env: Any = None
 
     async def open(self, item_id: str, seed: int) -> str:
+        self._env = await self._call(lambda: self._spec.make(self._style))
         return await self._call(lambda: self._env.reset(item_id, seed))
 
     async def step(self, action: str) -> StepResult:
@@ -87,45 +84,10 @@ class LocalEpisode:
             try:
                 await self._call(close)
             except EnvError as error:
-                logger.warning("close failed env=%s reason=%s", self._name, error)
+                logger.warning("close failed env=%s reason=%s", self._spec.name, error)
 
     async def _call(self, work: Callable[[], Any]) -> Any:
-        loop = asyncio.get_running_loop()
-        began_s = loop.time()
-        result = self._attempt(work)
-        if isawaitable(result):
-            return await self._wait(result)
-        if loop.time() - began_s > self._timeout_s:
-            raise EnvTimeout(f"{self._name}: took {loop.time() - began_s:.2f} s{self._limit()}")
-        return result
-
-    def _attempt(self, work: Callable[[], T]) -> T:
-        try:
-            return work()
-        except UnknownItem:
-            raise
-        except Exception as error:
-            logger.exception("environment raised env=%s", self._name)
-            raise self._raised(error) from error
-
-    async def _wait(self, result: Awaitable[T]) -> T:
-        deadline = asyncio.timeout(self._timeout_s)
-        try:
-            async with deadline:
-                return await result
-        except UnknownItem:
-            raise
-        except Exception as error:
-            if deadline.expired():
-                raise EnvTimeout(f"{self._name}: no answer{self._limit()}") from error
-            logger.warning("environment raised env=%s", self._name, exc_info=True)
-            raise self._raised(error) from error
-
-    def _raised(self, error: Exception) -> EnvRaised:
-        return EnvRaised(f"{self._name}: {type(error).__name__}: {error}")
-
-    def _limit(self) -> str:
-        return f"; a call may take {self._timeout_s:g} s"
+        return await call_environment(self._spec.name, work, timeout_s=self._timeout_s)
 
 
 class WorkerEpisode:
@@ -161,9 +123,8 @@ class WorkerEpisode:
         if worker is None:
             return
         try:
-            await worker.call("close", session=self._number, timeout_s=CLOSE_TIMEOUT_S)
-        except WorkerLost:
-            pass
+            with contextlib.suppress(WorkerLost):
+                await worker.call("close", session=self._number, timeout_s=CLOSE_TIMEOUT_S)
         except EnvError as error:
             logger.warning("close failed env=%s reason=%s", worker.env_name, error)
         finally:

@@ -15,7 +15,10 @@ def encode_frame(message: dict[str, Any]) -> bytes:
     Raises:
         ValueError: longer than MAX_FRAME_BYTES, or no JSON.
     """
-    body = json.dumps(message).encode()
+    try:
+        body = json.dumps(message).encode()
+    except TypeError as error:
+        raise ValueError(f"no JSON: {error}") from error
     if len(body) > MAX_FRAME_BYTES:
         raise ValueError(f"a message of {len(body)} bytes; at most {MAX_FRAME_BYTES}")
     return _LENGTH.pack(len(body)) + body

@@ -3,14 +3,17 @@
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
+from common.errors import EnvError
 from common.launch.guardian import Guardian
 from envhub.catalogue.registry import Registry
 from envhub.env import EnvSpec, Isolation, Style
+from envhub.hosting.env_calls import call_environment
 from envhub.hosting.episodes import Episode, LocalEpisode, WorkerEpisode
 from envhub.hosting.process_memory import resident_bytes
-from envhub.hosting.workers import Worker, WorkerPool
+from envhub.hosting.worker import Worker
+from envhub.hosting.worker_pool import WorkerPool
 
 logger = logging.getLogger(__name__)
 
@@ -22,17 +25,24 @@ class Placement:
 
     Attributes:
         num_lost: workers lost by (environment, cause).
-        on_lost: told of each lost worker after it was counted.
     """
 
-    def __init__(self, registry: Registry, *, capacity: int, step_timeout_s: float) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        *,
+        capacity: int,
+        step_timeout_s: float,
+        on_lost: Callable[[Worker], None] = lambda _: None,
+    ) -> None:
+        """`capacity` is per environment; `on_lost` is told of each lost worker, once counted."""
         self._registry = registry
         self._capacity = capacity
         self._step_timeout_s = step_timeout_s
+        self._on_lost = on_lost
         self._pools: dict[str, WorkerPool] = {}
         self._guardian: Guardian | None = None
         self.num_lost: Counter[tuple[str, str]] = Counter()
-        self.on_lost: Callable[[Worker], None] = lambda _: None
 
     def capacity(self, spec: EnvSpec) -> int:
         """Return how many sessions an environment may have at a time."""
@@ -41,16 +51,11 @@ class Placement:
         return min(self._capacity, spec.max_workers * spec.sessions_per_worker)
 
     def make(self, spec: EnvSpec, style: Style) -> Episode:
-        """Return an episode that is not open yet.
-
-        Raises:
-            EnvRaised: the environment's own code failed.
-        """
+        """Return an episode that is not open yet."""
         timeout_s = spec.step_timeout_s or self._step_timeout_s
         if spec.isolation is Isolation.WORKER:
             return WorkerEpisode(self._pool(spec), style, timeout_s=timeout_s)
-        is_instant = spec.isolation is Isolation.INLINE
-        return LocalEpisode(spec, style, timeout_s=timeout_s, is_instant=is_instant)
+        return LocalEpisode(spec, style, timeout_s=timeout_s)
 
     def workers(self) -> list[Worker]:
         """Return all worker processes there are."""
@@ -60,11 +65,8 @@ class Placement:
         pool = self._pools.get(spec.name)
         if pool is None:
             pool = self._pools[spec.name] = WorkerPool(
-                spec.name,
+                spec,
                 self._registry.load_order(spec.name),
-                sessions_per_worker=spec.sessions_per_worker,
-                max_workers=spec.max_workers,
-                memory_bytes=spec.worker_memory_bytes,
                 guardian=self._the_guardian,
                 on_lost=self._count,
             )
@@ -78,7 +80,7 @@ class Placement:
     def _count(self, worker: Worker) -> None:
         if worker.cause != "stop":
             self.num_lost[worker.env_name, worker.cause] += 1
-        self.on_lost(worker)
+        self._on_lost(worker)
 
     async def watch_memory(self) -> None:
         """Replace workers that hold too much memory; end only by cancellation."""
@@ -100,16 +102,15 @@ class Placement:
         stops = [pool.stop() for pool in self._pools.values()]
         for spec in self._registry.loaded():
             if spec.isolation is not Isolation.WORKER and spec.stop is not None:
-                stops.append(_within(spec.stop_timeout_s, spec.stop(), spec.name))
+                stops.append(_stop_environment(spec, spec.stop))
         await asyncio.gather(*stops)
         if self._guardian is not None:
             self._guardian.close()
             self._guardian = None
 
 
-async def _within(timeout_s: float, stop, name: str) -> None:
+async def _stop_environment(spec: EnvSpec, stop: Callable[[], Awaitable[None]]) -> None:
     try:
-        async with asyncio.timeout(timeout_s):
-            await stop
-    except Exception:
-        logger.warning("environment did not stop env=%s", name, exc_info=True)
+        await call_environment(spec.name, stop, timeout_s=spec.stop_timeout_s)
+    except EnvError as error:
+        logger.warning("environment did not stop reason=%s", error)

@@ -1,17 +1,11 @@
-"""Memory of worker processes with all that they started, and the end of what they leave behind."""
+"""Memory of worker processes with all that they started, and the allocator of this one."""
 
-import contextlib
-import ctypes
-import gc
 import os
-import signal
 import sys
 from collections import defaultdict
 from collections.abc import Iterable
 
 import psutil
-
-MARK = "LONGSTRIDE_WORKER"  # environment variable that a worker's whole offspring inherits
 
 
 def resident_bytes(roots: Iterable[int]) -> dict[int, int]:
@@ -35,26 +29,6 @@ def _sum(root: int, children: dict[int, list[int]], resident: dict[int, int]) ->
     return total
 
 
-def kill_marked(mark: str) -> int:
-    """Kill every process that inherited the mark and return how many there were.
-
-    A browser leaves its worker's process group, so killing the group does not end it.
-    """
-    num_killed = 0
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):
-            if process.environ().get(MARK) == mark:
-                process.kill()
-                num_killed += 1
-    return num_killed
-
-
-def kill_group(group: int) -> None:
-    """Kill a process group; one that is gone already is no error."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, signal.SIGKILL)
-
-
 def use_system_allocator() -> None:
     """Start this program again with the C library's allocator for Python's objects.
 
@@ -65,11 +39,3 @@ def use_system_allocator() -> None:
     if "PYTHONMALLOC" not in os.environ:
         environ = os.environ | {"PYTHONMALLOC": "malloc"}
         os.execve(sys.executable, [sys.executable, *sys.argv], environ)
-
-
-def give_back_memory() -> None:
-    """Return free memory of this process to the system, where the C library can."""
-    gc.collect()  # levels are full of cycles; it also clears the interpreter's free lists
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
-    if trim is not None:
-        trim(0)

@@ -2,16 +2,19 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 from common.errors import EnvError, EnvTimeout
+from common.memory import trim_heap
 from envhub.catalogue.registry import Registry
-from envhub.env import StepResult, Style
+from envhub.env import EnvSpec, StepResult, Style
 from envhub.errors import (
     CapacityFull,
     EnvRaised,
@@ -21,14 +24,15 @@ from envhub.errors import (
     WorkerLost,
 )
 from envhub.hosting.episodes import Episode
+from envhub.hosting.leases import LeaseTable
 from envhub.hosting.placement import Placement
-from envhub.hosting.process_memory import give_back_memory
-from envhub.hosting.workers import Worker
-from envhub.http.metrics import HubMetrics
+from envhub.hosting.worker import Worker
 
 logger = logging.getLogger(__name__)
 
-MAX_REAP_INTERVAL_S = 5.0
+T = TypeVar("T")
+
+MAX_WATCH_INTERVAL_S = 5.0
 SESSIONS_PER_TRIM = 200  # ended sessions after which free memory goes back to the system
 STOP_TIMEOUT_S = 1.0
 
@@ -44,29 +48,31 @@ class Session:
     env_name: str
     episode: Episode
     lock: asyncio.Lock | None
-    expires_at_s: float
     seq: int = 0
     answer: StepResult | None = None
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
-    """Why a session ended without its client being told yet."""
-
-    failure: str
-    expires_at_s: float
+    @property
+    def is_busy(self) -> bool:
+        """Whether a call is running."""
+        return self.lock is not None and self.lock.locked()
 
 
 class Sessions:
     """Sessions by random token. All methods belong to one event loop.
 
-    Calls of one session come one at a time; those of others go on meanwhile. A session whose
-    call fails or overruns is dropped; so are those of a worker process that is lost, and the
-    next request for each of them is told why.
+    This class alone moves a session along: its place is reserved, it is live once its episode is
+    open, and it ends by `delete`, by a call that fails or overruns, by its lease, or with its
+    worker process; then the next request for it is told why. Its calls come one at a time; those
+    of others go on meanwhile.
 
     Example: step seq 1 runs the environment. Its answer is lost on the way; the client sends seq 1
     again and gets the kept answer, nothing runs. Both at the same time: the second waits for the
     first and gets its answer. Seq 2 runs the next step; 1 or 9 now conflicts.
+
+    Attributes:
+        num_live: places taken by environment, also by episodes that are being opened.
+        counts: sessions and calls by what became of them.
+        on_step: told of each executed step: environment, seconds.
     """
 
     def __init__(
@@ -79,23 +85,26 @@ class Sessions:
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         """`capacity` is per environment; `now_s` is a monotonic clock."""
-        self._registry = registry
         self.lease_s = lease_s
-        self._now_s = now_s
-        self._sessions: dict[str, Session] = {}
-        self._ended: dict[str, Ended] = {}
-        self._num_running = 0
-        self._is_idle = asyncio.Event()
-        self._is_idle.set()
         self.is_draining = False
         self.num_live: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()
-        self.placement = Placement(registry, capacity=capacity, step_timeout_s=step_timeout_s)
-        self.placement.on_lost = self._end_sessions_of
-        self.metrics = HubMetrics(self)
+        self.on_step: Callable[[str, float], None] = lambda *_: None
+        self.placement = Placement(
+            registry,
+            capacity=capacity,
+            step_timeout_s=step_timeout_s,
+            on_lost=self._end_sessions_of,
+        )
+        self._registry = registry
+        self._live: LeaseTable[str, Session] = LeaseTable(lease_s, now_s)
+        self._untold: LeaseTable[str, str] = LeaseTable(lease_s, now_s)  # why the worker was lost
+        self._num_running = 0
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
 
     def __len__(self) -> int:
-        return len(self._sessions)
+        return len(self._live)
 
     async def create(
         self, env_name: str, item_id: str, *, seed: int = 0, style: Style = Style.COMPACT
@@ -111,29 +120,18 @@ class Sessions:
         if self.is_draining:
             raise HubDraining("the hub is about to stop and takes no new sessions")
         spec = self._registry.spec(env_name)
-        capacity = self.placement.capacity(spec)
-        if self.num_live[env_name] >= capacity:
-            self.counts["refused"] += 1
-            raise CapacityFull(f"{env_name} has all its {capacity} sessions in use")
-        self.num_live[env_name] += 1
-        episode: Episode | None = None
-        try:
+        async with contextlib.AsyncExitStack() as undo:
+            self._reserve(spec)
+            undo.callback(self._release, env_name)
+            episode = self.placement.make(spec, style)
+            undo.push_async_callback(episode.close)
             with self._running():
-                episode = self.placement.make(spec, style)
                 observation = await episode.open(item_id, seed)
-        except BaseException:
-            if episode is not None:
-                await episode.close()
-            self.num_live[env_name] -= 1
-            raise
+            undo.pop_all()
         session_id = secrets.token_urlsafe(18)
-        self._sessions[session_id] = Session(
-            session_id=session_id,
-            env_name=env_name,
-            episode=episode,
-            lock=None if episode.is_instant else asyncio.Lock(),
-            expires_at_s=self._now_s() + self.lease_s,
-        )
+        lock = None if episode.is_instant else asyncio.Lock()
+        session = Session(session_id=session_id, env_name=env_name, episode=episode, lock=lock)
+        self._live.put(session_id, session)
         self.counts["created"] += 1
         return session_id, observation
 
@@ -163,38 +161,23 @@ class Sessions:
         if session.answer is not None and session.answer.done:
             raise SessionConflict(f"the episode ended at seq {session.seq}")
         began_s = time.perf_counter()
-        try:
-            with self._running():
-                session.answer = await session.episode.step(action)
-        except EnvError:
-            await self._drop(session)
-            raise
+        session.answer = await self._call(session, session.episode.step(action))
         session.seq += 1
         self.counts["steps"] += 1
-        self.metrics.observe_step(session.env_name, time.perf_counter() - began_s)
+        self.on_step(session.env_name, time.perf_counter() - began_s)
         return session.answer
 
     async def hint(self, session_id: str) -> tuple[list[str], str | None]:
         """Return the valid actions and the expert's action (None when it knows none)."""
         session = self._find(session_id)
         async with self._alone(session):
-            try:
-                with self._running():
-                    return await session.episode.hint()
-            except EnvError:
-                await self._drop(session)
-                raise
+            return await self._call(session, session.episode.hint())
 
     async def render(self, session_id: str) -> tuple[str, str]:
         """Return the state for people and the fingerprint of the initial state."""
         session = self._find(session_id)
         async with self._alone(session):
-            try:
-                with self._running():
-                    return await session.episode.render()
-            except EnvError:
-                await self._drop(session)
-                raise
+            return await self._call(session, session.episode.render())
 
     async def delete(self, session_id: str) -> None:
         """End a session.
@@ -209,28 +192,23 @@ class Sessions:
 
     async def expire(self) -> int:
         """Drop the sessions whose lease has run out and return how many there were."""
-        now_s = self._now_s()
-        gone = [
-            session
-            for session in self._sessions.values()
-            if session.expires_at_s <= now_s and not (session.lock and session.lock.locked())
-        ]
+        gone = self._live.pop_expired(keeps=lambda session: session.is_busy)
         self.counts["expired"] += len(gone)
-        await asyncio.gather(*(self._drop(session) for session in gone))
-        for session_id in [i for i, e in self._ended.items() if e.expires_at_s <= now_s]:
-            del self._ended[session_id]
+        await asyncio.gather(*(self._close(session) for session in gone))
+        self._untold.pop_expired()
         return len(gone)
 
     async def watch_leases(self) -> None:
         """Drop expired sessions for ever; end only by cancellation."""
         num_trimmed = 0
         while True:
-            await asyncio.sleep(min(self.lease_s / 4, MAX_REAP_INTERVAL_S))
+            await asyncio.sleep(min(self.lease_s / 4, MAX_WATCH_INTERVAL_S))
             num_expired = await self.expire()
             num_ended = self.counts["expired"] + self.counts["deleted"]
             if num_ended - num_trimmed >= SESSIONS_PER_TRIM:
                 num_trimmed = num_ended
-                give_back_memory()
+                gc.collect()  # levels are full of cycles; it clears the free lists, too
+                trim_heap()
             if num_expired:
                 logger.info("sessions expired num=%d left=%d", num_expired, len(self))
 
@@ -246,20 +224,30 @@ class Sessions:
         self.is_draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STOP_TIMEOUT_S):
-                await asyncio.gather(*(self._drop(each) for each in list(self._sessions.values())))
+                await asyncio.gather(*(self._drop(each) for each in self._live))
         await self.placement.stop()
+
+    def _reserve(self, spec: EnvSpec) -> None:
+        """Take a place for a session. Raises CapacityFull."""
+        capacity = self.placement.capacity(spec)
+        if self.num_live[spec.name] >= capacity:
+            self.counts["refused"] += 1
+            raise CapacityFull(f"{spec.name} has all its {capacity} sessions in use")
+        self.num_live[spec.name] += 1
+
+    def _release(self, env_name: str) -> None:
+        """Free the place of a session."""
+        self.num_live[env_name] -= 1
 
     def _find(self, session_id: str) -> Session:
         """Return a live session and renew its lease."""
-        session = self._sessions.get(session_id)
-        now_s = self._now_s()
-        if session is None or session.expires_at_s <= now_s:
-            ended = self._ended.pop(session_id, None)
-            if ended is not None:
-                raise WorkerLost(ended.failure)
-            raise SessionUnknown("no such session, or its lease has expired")
-        session.expires_at_s = now_s + self.lease_s
-        return session
+        session = self._live.find(session_id)
+        if session is not None:
+            return session
+        failure = self._untold.pop(session_id)
+        if failure is not None:
+            raise WorkerLost(failure)
+        raise SessionUnknown("no such session, or its lease has expired")
 
     @contextlib.asynccontextmanager
     async def _alone(self, session: Session) -> AsyncIterator[None]:
@@ -270,10 +258,19 @@ class Sessions:
         async with session.lock:
             self._find(session.session_id)
             yield
-            session.expires_at_s = self._now_s() + self.lease_s
+            self._live.renew(session.session_id)
+
+    async def _call(self, session: Session, call: Awaitable[T]) -> T:
+        """Return what a call of the episode returns; a failure or an overrun ends the session."""
+        try:
+            with self._running():
+                return await call
+        except EnvError:
+            await self._drop(session)
+            raise
 
     @contextlib.contextmanager
-    def _running(self):
+    def _running(self) -> Iterator[None]:
         """Count a call into an environment for as long as it runs, and its failure."""
         self._num_running += 1
         self._is_idle.clear()
@@ -291,21 +288,21 @@ class Sessions:
                 self._is_idle.set()
 
     async def _drop(self, session: Session) -> None:
-        """Take a session from the table, then free its place."""
-        self._ended.pop(session.session_id, None)
-        if self._sessions.pop(session.session_id, None) is None:
-            return
+        """End a session whose client knows; nothing happens if it has ended already."""
+        self._untold.pop(session.session_id)
+        if self._live.pop(session.session_id) is not None:
+            await self._close(session)
+
+    async def _close(self, session: Session) -> None:
+        """Close the episode of a session that is not live any more, and free its place."""
         try:
             await session.episode.close()
         finally:
-            self.num_live[session.env_name] -= 1
+            self._release(session.env_name)
 
     def _end_sessions_of(self, worker: Worker) -> None:
         """End the sessions of a lost worker; each client learns why at its next request."""
-        expires_at_s = self._now_s() + self.lease_s
-        for session in [s for s in self._sessions.values() if s.episode.worker is worker]:
-            del self._sessions[session.session_id]
-            self.num_live[session.env_name] -= 1
-            self._ended[session.session_id] = Ended(
-                failure=worker.failure, expires_at_s=expires_at_s
-            )
+        for session in [each for each in self._live if each.episode.worker is worker]:
+            self._live.pop(session.session_id)
+            self._release(session.env_name)
+            self._untold.put(session.session_id, worker.failure)

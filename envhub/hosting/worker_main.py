@@ -1,12 +1,11 @@
 """A worker process: holds episodes of one environment and answers the hub over a socket.
 
-Started by `workers.py` as `python -m envhub.hosting.worker_main FD LEVEL`. Synchronous
+Started by `worker.py` as `python -m envhub.hosting.worker_main FD LEVEL NAME`. Synchronous
 environments run in threads, one call of a session at a time; asynchronous ones in the event loop.
 """
 
 import asyncio
 import contextlib
-import logging
 import math
 import os
 import signal
@@ -14,43 +13,61 @@ import socket
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from inspect import isawaitable
 from typing import Any
 
 from common.log import configure_logging
 from envhub.catalogue.registry import load_spec, parse_options
 from envhub.env import EnvFailure, EnvSpec, StepResult, Style, UnknownItem
+from envhub.errors import EnvRaised
+from envhub.hosting.env_calls import call_environment
 from envhub.hosting.frames import MAX_FRAME_BYTES, encode_frame, read_frame
 
 MAX_THREADS = 32
 DETAIL_CHARS = 2000
+TOLD = (UnknownItem, EnvFailure)  # by their own text, without the exception's name
 
 
 class Host:
     """The episodes of one worker by the hub's numbers for them."""
 
-    def __init__(self, spec: EnvSpec) -> None:
-        self._spec = spec
+    def __init__(self, env_name: str) -> None:
+        self.name = env_name
+        self._spec: EnvSpec | None = None
         self._envs: dict[int, Any] = {}
-        num_threads = min(spec.sessions_per_worker, MAX_THREADS)
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=spec.name)
 
     async def answer(self, message: dict[str, Any]) -> dict[str, Any]:
         """Return the reply to one call: a result, or what kind of error came of it."""
+        reply = {"id": message["id"]}
+        handle = getattr(self, f"_{message['op']}")
         try:
-            result = await getattr(self, f"_{message['op']}")(message)
+            result = await call_environment(self.name, lambda: handle(message), passes=TOLD)
         except UnknownItem as error:
-            return {"id": message["id"], "error": "unknown_item", "detail": str(error)}
+            return reply | {"error": "unknown_item", "detail": str(error)}
         except EnvFailure as error:
-            return {"id": message["id"], "error": "failure", "detail": str(error)[:DETAIL_CHARS]}
-        except Exception as error:
-            logging.exception("environment raised op=%s", message["op"])
-            detail = f"{type(error).__name__}: {error}"[:DETAIL_CHARS]
-            return {"id": message["id"], "error": "raised", "detail": detail}
-        return {"id": message["id"], "result": result}
+            detail = f"{self.name}: {error}"
+        except EnvRaised as error:
+            detail = str(error)
+        else:
+            return reply | {"result": result}
+        return self.refusal(message, detail)
+
+    def refusal(self, message: dict[str, Any], detail: str) -> dict[str, Any]:
+        """Return the reply to a call that failed."""
+        return {"id": message["id"], "error": "raised", "detail": detail[:DETAIL_CHARS]}
+
+    async def _init(self, message: dict[str, Any]) -> int:
+        """Load the environment and return the process id."""
+        options, remote = parse_options(message["options"])
+        self._spec = load_spec(message["reference"], options, remote)
+        num_threads = min(self._spec.sessions_per_worker, MAX_THREADS)
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=self._spec.name)
+        return os.getpid()
 
     async def _open(self, message: dict[str, Any]) -> str:
         """Make the episode and return its first observation."""
+        assert self._spec is not None
         env: Any = self._spec.make(Style(message["style"]))
         self._envs[message["session"]] = env
         return str(await self._run(env.reset, message["item_id"], message["seed"]))
@@ -77,9 +94,10 @@ class Host:
     async def _stop(self, _: dict[str, Any]) -> None:
         """Close all episodes and what they share."""
         for number in list(self._envs):
-            with contextlib.suppress(Exception):
-                await self._close({"session": number})
-        if self._spec.stop is not None:
+            with contextlib.suppress(EnvRaised, *TOLD):
+                closing = partial(self._close, {"session": number})
+                await call_environment(self.name, closing, passes=TOLD)
+        if self._spec is not None and self._spec.stop is not None:
             await self._spec.stop()
 
     async def _run(self, function: Callable[..., Any], *arguments: object) -> Any:
@@ -108,28 +126,22 @@ def _as_json(result: StepResult) -> dict[str, Any]:
     }
 
 
-async def serve(connection: socket.socket) -> None:
-    """Answer the hub until it says stop or is gone."""
+async def serve(connection: socket.socket, host: Host) -> None:
+    """Answer the hub until it is gone."""
     reader, writer = await asyncio.open_connection(sock=connection, limit=MAX_FRAME_BYTES)
     running: set[asyncio.Task[None]] = set()
-    host: Host | None = None
 
     async def reply(message: dict[str, Any]) -> None:
-        assert host is not None
         answer = await host.answer(message)
         try:
             frame = encode_frame(answer)
         except ValueError as error:
-            frame = encode_frame({"id": message["id"], "error": "raised", "detail": str(error)})
+            frame = encode_frame(host.refusal(message, f"{host.name}: {error}"))
         writer.write(frame)
 
     try:
         while True:
-            message = await read_frame(reader)
-            if message["op"] == "init":
-                host = _make_host(message, writer)
-                continue
-            task = asyncio.create_task(reply(message))
+            task = asyncio.create_task(reply(await read_frame(reader)))
             running.add(task)
             task.add_done_callback(running.discard)
     except (asyncio.IncompleteReadError, ConnectionError):
@@ -137,27 +149,13 @@ async def serve(connection: socket.socket) -> None:
         os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
-def _make_host(message: dict[str, Any], writer: asyncio.StreamWriter) -> Host | None:
-    """Load the environment; tell the hub how that went."""
-    try:
-        options, remote = parse_options(message["options"])
-        host = Host(load_spec(message["reference"], options, remote))
-    except Exception as error:
-        logging.exception("environment does not load reference=%s", message["reference"])
-        detail = f"{type(error).__name__}: {error}"[:DETAIL_CHARS]
-        writer.write(encode_frame({"id": message["id"], "error": "failure", "detail": detail}))
-        return None
-    writer.write(encode_frame({"id": message["id"], "result": os.getpid()}))
-    return host
-
-
 def main() -> None:
-    """Serve on the socket whose number is the first argument; the second is the log's level."""
-    descriptor, level = int(sys.argv[1]), sys.argv[2]
+    """Serve on the socket whose number is the first argument; then the log's level, the name."""
+    descriptor, level, env_name = int(sys.argv[1]), sys.argv[2], sys.argv[3]
     os.set_inheritable(descriptor, False)  # else a JVM or browser would keep it open
     os.dup2(2, 1)  # what third-party code prints belongs in the log
     configure_logging("worker", level)
-    asyncio.run(serve(socket.socket(fileno=descriptor)))
+    asyncio.run(serve(socket.socket(fileno=descriptor), Host(env_name)))
 
 
 if __name__ == "__main__":

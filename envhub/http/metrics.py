@@ -1,15 +1,13 @@
 """What the hub counts and how long steps take, for Prometheus."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import psutil
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-if TYPE_CHECKING:
-    from envhub.hosting.sessions import Sessions
+from envhub.hosting.sessions import Sessions
 
 STEP_BUCKETS_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
@@ -18,10 +16,10 @@ class HubMetrics(Collector):
     """The metrics of one hub, in a registry of their own.
 
     Counts are read from the table of sessions when they are asked for; only step times are
-    collected as they occur.
+    collected as they occur, by `Sessions.on_step`.
     """
 
-    def __init__(self, sessions: "Sessions") -> None:
+    def __init__(self, sessions: Sessions) -> None:
         self._sessions = sessions
         self._process = psutil.Process()
         self._registry = CollectorRegistry()
@@ -34,6 +32,7 @@ class HubMetrics(Collector):
             registry=self._registry,
         )
         self._by_env: dict[str, Histogram] = {}
+        sessions.on_step = self.observe_step
 
     def observe_step(self, env_name: str, took_s: float) -> None:
         """Count one executed step."""

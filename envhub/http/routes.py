@@ -41,6 +41,7 @@ from envhub.http.bodies import (
     parse_body,
     parse_entry,
 )
+from envhub.http.metrics import HubMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +95,8 @@ def make_app(
     for error, status in STATUS_CODES.items():
         app.add_exception_handler(error, _failure(status))
     app.add_exception_handler(ClientDisconnect, _failure(400))  # nobody is left to read it
-    _add_catalogue_routes(app, sessions, registry, step_timeout_s=step_timeout_s)
+    metrics = HubMetrics(sessions)
+    _add_catalogue_routes(app, sessions, registry, metrics, step_timeout_s=step_timeout_s)
     _add_session_routes(app, sessions)
     _add_look_routes(app, sessions)
     _add_batch_routes(app, sessions)
@@ -108,7 +110,12 @@ def _log_end(task: asyncio.Task[None]) -> None:
 
 
 def _add_catalogue_routes(
-    app: FastAPI, sessions: Sessions, registry: Registry, *, step_timeout_s: float
+    app: FastAPI,
+    sessions: Sessions,
+    registry: Registry,
+    hub_metrics: HubMetrics,
+    *,
+    step_timeout_s: float,
 ) -> None:
     @app.get("/healthz", tags=["hub"])
     async def healthz() -> Response:
@@ -120,7 +127,7 @@ def _add_catalogue_routes(
 
     @app.get("/metrics", tags=["hub"])
     async def metrics() -> Response:
-        return Response(sessions.metrics.text(), media_type="text/plain; version=0.0.4")
+        return Response(hub_metrics.text(), media_type="text/plain; version=0.0.4")
 
     @app.get("/v1/envs", tags=["catalogue"])
     async def list_envs() -> Response:

@@ -5,6 +5,7 @@ import os
 import time
 from dataclasses import replace
 
+from common.launch.process import MARKS
 from envhub.env import (
     EnvFailure,
     EnvSpec,
@@ -64,6 +65,8 @@ class FaultyEnv:
             self.held = os.urandom(1) * (160 << 20)
 
     def valid_actions(self) -> list[str]:
+        if self.last == "be odd":
+            return [b"bytes"]  # type: ignore[list-item]
         return ["end", f"after {self.num_steps}"]
 
     def expert_action(self) -> str | None:
@@ -168,6 +171,6 @@ def make_async_worker() -> EnvSpec:
 
 def make_unloadable() -> EnvSpec:
     """Return an environment that loads in the hub and not in a worker."""
-    if "LONGSTRIDE_WORKER" in os.environ:
+    if MARKS in os.environ:
         raise RuntimeError("no libfoo.so here")
     return replace(make_worker(), name="unloadable")

@@ -112,7 +112,7 @@ def test_webarena_says_closed_of_any_instance():
 def test_reset_of_webarena_answers_the_page_without_the_rest_of_the_prompt():
     first = "OBSERVATION:\nTab 0 (current): Shop\n\n[1] link 'URL: /'\nURL: http://shop.test/\n"
     first += "OBJECTIVE: Find the shop.\nPREVIOUS ACTION: None"
-    instance = Instance(expires_at_s=0.0, item_id="Shopping-test-0", first_observation=first)
+    instance = Instance(item_id="Shopping-test-0", first_observation=first)
     assert reset_reply(WEBARENA, 1, instance) == {
         "observation": "Tab 0 (current): Shop\n\n[1] link 'URL: /'",
         "sites": ["Shopping"],
@@ -122,7 +122,7 @@ def test_reset_of_webarena_answers_the_page_without_the_rest_of_the_prompt():
 
 def test_reset_of_sciworld_names_task_and_variation():
     item_id = from_agentgym(700)
-    instance = Instance(expires_at_s=0.0, item_id=item_id, first_observation="Measure.\nA room.")
+    instance = Instance(item_id=item_id, first_observation="Measure.\nA room.")
     reply = reset_reply(SCIWORLD, 1, instance)
     assert isinstance(reply, dict)
     assert (reply["task_name"], reply["var_num"]) == ("measure-melting-point-known-substance", 40)

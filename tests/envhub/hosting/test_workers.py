@@ -25,7 +25,8 @@ def worker_pids(hub) -> list[int]:
 
 def opened_in(hub, path: str) -> int:
     """Return the process that holds a session."""
-    session = hub.sessions._sessions[path.rpartition("/")[2]]
+    session_id = path.rpartition("/")[2]
+    (session,) = [each for each in hub.sessions._live if each.session_id == session_id]
     return session.episode.worker.pid
 
 
@@ -106,6 +107,15 @@ def test_failing_step_ends_its_session_and_not_the_worker(hub, action, words):
     assert hub.step(failing, "go", 1).status_code == 404
     assert hub.step(other, "go", 1).status_code == 200
     assert len(worker_pids(hub)) == 1
+
+
+def test_answer_that_is_no_json_is_told_at_once_and_keeps_the_worker(hub):
+    odd, other = hub.open("fragile"), hub.open("fragile")
+    hub.step(odd, "be odd", 1)
+    told = hub.client.get(f"{odd}/hint")
+    assert told.status_code == 500
+    assert "fragile: no JSON: Object of type bytes" in told.json()["detail"]
+    assert hub.step(other, "go", 1).status_code == 200
 
 
 def test_hanging_step_kills_its_worker_and_only_its_sessions_end(hub):

@@ -3,7 +3,7 @@
 import psutil
 import torch
 
-from learner.training.memory import trim_heap
+from common.memory import trim_heap
 
 
 def test_trimming_returns_what_was_freed() -> None:

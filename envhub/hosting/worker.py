@@ -1,0 +1,180 @@
+"""One worker process as the hub sees it: started, called over a socket, lost and cleared away."""
+
+import asyncio
+import itertools
+import logging
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from common.errors import EnvError, EnvTimeout
+from common.launch.guardian import Guardian
+from common.launch.process import ChildProcess
+from common.repository import ROOT
+from envhub.env import UnknownItem
+from envhub.errors import EnvRaised, WorkerLost
+from envhub.hosting.frames import MAX_FRAME_BYTES, encode_frame, read_frame
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 60.0
+REAP_TIMEOUT_S = 5.0
+ENDING_TIMEOUT_S = 0.2  # between the end of a worker's connection and that of its process
+
+
+class Worker:
+    """A worker process, in order: starting, ready, perhaps draining, lost.
+
+    Example: two calls wait for replies; one passes its deadline. `call` kills the process group
+    and raises EnvTimeout there; the other call raises WorkerLost; `on_lost` is told once.
+
+    Attributes:
+        num_sessions: places taken in it.
+        is_draining: it takes no more sessions and is lost with its last one.
+        rss_bytes: resident memory when last looked at, with all that it started.
+        ready_at_s: when it had loaded its environment (monotonic); None until then.
+        failure: why it is lost, for people; "" while it is usable.
+        cause: the same in one word: deadline, memory, died, start or stop.
+    """
+
+    def __init__(
+        self,
+        env_name: str,
+        number: int,
+        *,
+        guardian: Guardian,
+        on_lost: "Callable[[Worker], None]",
+    ) -> None:
+        """Start the process; the guardian ends it if the hub is killed."""
+        self.env_name = env_name
+        self.number = number
+        self.num_sessions = 0
+        self.is_draining = False
+        self.rss_bytes = 0
+        self.ready_at_s: float | None = None
+        self.failure = ""
+        self.cause = ""
+        self._on_lost = on_lost
+        self._pending: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._ids = itertools.count()
+        self._writer: asyncio.StreamWriter | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            level = logging.getLevelName(logger.getEffectiveLevel())
+            argv = [sys.executable, "-m", "envhub.hosting.worker_main"]
+            paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+            self._process = ChildProcess(
+                str(self),
+                [*argv, str(theirs.fileno()), level, env_name],
+                env={"PYTHONPATH": os.pathsep.join(paths)},
+                pass_fds=(theirs.fileno(),),
+                guardian=guardian,
+            )
+
+    @property
+    def pid(self) -> int:
+        """The process, which leads its own group."""
+        return self._process.pid
+
+    def __str__(self) -> str:
+        return f"{self.env_name}/{self.number}"
+
+    async def load(self, load_order: dict[str, Any]) -> None:
+        """Have the process load the environment.
+
+        Raises:
+            EnvRaised: it did not come up.
+        """
+        began_s = time.monotonic()
+        reader, self._writer = await asyncio.open_connection(
+            sock=self._socket, limit=MAX_FRAME_BYTES
+        )
+        self._reading = asyncio.create_task(self._read(reader))
+        try:
+            await self.call("init", timeout_s=START_TIMEOUT_S, **load_order)
+        except EnvError as error:
+            self.lose("start", "did not start")
+            raise EnvRaised(f"{self.env_name}: worker did not start: {error}") from error
+        self.ready_at_s = time.monotonic()
+        logger.info("worker ready %s pid=%d took_s=%.2f", self, self.pid, self.ready_at_s - began_s)
+
+    async def call(self, op: str, *, timeout_s: float, **fields: object) -> Any:
+        """Return what the worker answers; a call past its deadline ends the worker.
+
+        Raises:
+            UnknownItem, EnvRaised: what the environment raised there.
+            EnvTimeout: no answer in time.
+            WorkerLost: the worker died, or was killed on account of another call.
+        """
+        if self.failure or self._writer is None:
+            raise WorkerLost(self.failure or f"worker {self} has not started")
+        number = next(self._ids)
+        future = asyncio.get_running_loop().create_future()
+        self._pending[number] = future
+        self._writer.write(encode_frame({"id": number, "op": op, **fields}))
+        try:
+            async with asyncio.timeout(timeout_s):
+                reply = await future
+        except TimeoutError as error:
+            self.lose("deadline", f"was killed: {op!r} took longer than {timeout_s:g} s")
+            raise EnvTimeout(self.failure) from error
+        finally:
+            self._pending.pop(number, None)
+        if "error" not in reply:
+            return reply["result"]
+        raise (UnknownItem if reply["error"] == "unknown_item" else EnvRaised)(reply["detail"])
+
+    def lose(self, cause: str, what: str) -> None:
+        """Kill the process and all that it started; its calls raise. Only the first call counts.
+
+        Args:
+            cause: see the attribute.
+            what: for people, such as "was killed: ...".
+        """
+        if self.failure:
+            return
+        self.cause = cause
+        self.failure = f"{self.env_name}: worker {self.number} (pid {self.pid}) {what}"
+        if cause != "stop":
+            logger.warning("worker lost %s cause=%s sessions=%d", self, cause, self.num_sessions)
+        self._process.kill()
+        for future in self._pending.values():
+            if not future.done():
+                future.set_exception(WorkerLost(self.failure))
+        if self._writer is not None:
+            self._writer.close()
+        self._on_lost(self)
+
+    async def reap(self) -> None:
+        """Wait for the end of a lost worker and end what it left behind."""
+        try:
+            await asyncio.to_thread(self._process.clear_away, timeout_s=REAP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            logger.error("worker does not end after SIGKILL %s pid=%d", self, self.pid)
+        if self._reading is not None:
+            self._reading.cancel()
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        try:
+            while True:
+                reply = await read_frame(reader)
+                future = self._pending.get(reply["id"])
+                if future is not None and not future.done():
+                    future.set_result(reply)
+        except (asyncio.IncompleteReadError, ConnectionError, ValueError) as error:
+            self.lose("died", f"died: {await self._ending()} ({type(error).__name__})")
+
+    async def _ending(self) -> str:
+        """Return how a process ended whose socket has closed; it may still be at it."""
+        deadline_s = time.monotonic() + ENDING_TIMEOUT_S
+        while time.monotonic() < deadline_s:
+            code = self._process.poll()
+            if code is not None:
+                return f"signal {-code}" if code < 0 else f"exit code {code}"
+            await asyncio.sleep(0.01)
+        return "it closed its connection"

@@ -1,0 +1,140 @@
+"""The workers of one environment: started on demand, reused, replaced when they are lost."""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from common.errors import EnvError
+from common.launch.guardian import Guardian
+from envhub.env import EnvSpec, UnknownItem
+from envhub.errors import CapacityFull
+from envhub.hosting.worker import Worker
+
+logger = logging.getLogger(__name__)
+
+STOP_TIMEOUT_S = 1.0
+MIN_LIFE_S = 1.0  # a worker that dies sooner is not replaced before somebody needs one
+HARD_LIMIT_FACTOR = 1.5  # times its memory limit, a worker is killed with sessions in it
+
+
+class WorkerPool:
+    """The workers of one environment. A session keeps its worker for life.
+
+    Example: 2 workers of 1 session. The first `take` starts worker 1, the second worker 2, the
+    third raises CapacityFull. Worker 1 dies: its session is told by `on_lost`, worker 3 starts.
+    """
+
+    def __init__(
+        self,
+        spec: EnvSpec,
+        load_order: dict[str, Any],
+        *,
+        guardian: Callable[[], Guardian],
+        on_lost: Callable[[Worker], None],
+    ) -> None:
+        """`guardian` gives the process that ends the workers if the hub is killed."""
+        self.workers: list[Worker] = []
+        self._spec = spec
+        self._load_order = load_order
+        self._guardian = guardian
+        self._on_lost = on_lost
+        self._numbers = itertools.count(1)
+        self._starting: dict[Worker, asyncio.Task[None]] = {}
+        self._reaping: set[asyncio.Task[None]] = set()
+        self._is_stopping = False
+
+    async def take(self) -> Worker:
+        """Return a ready worker with one of its places taken for the caller.
+
+        Raises:
+            CapacityFull: no place is free.
+            EnvRaised: a worker had to be started and did not come up.
+        """
+        worker = self._choose()
+        worker.num_sessions += 1
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.give_back, worker)
+            if worker in self._starting:
+                await asyncio.shield(self._starting[worker])
+            undo.pop_all()
+        return worker
+
+    def give_back(self, worker: Worker) -> None:
+        """Free a place. A worker that is to go goes with its last session."""
+        worker.num_sessions -= 1
+        if worker.is_draining and worker.num_sessions == 0:
+            worker.lose("memory", "was replaced: memory")
+
+    def check_memory(self, resident: dict[int, int]) -> None:
+        """Drain workers above the limit, kill those far above it or without sessions.
+
+        Args:
+            resident: bytes by process id.
+        """
+        limit_bytes = self._spec.worker_memory_bytes
+        for worker in list(self.workers):
+            worker.rss_bytes = resident.get(worker.pid, worker.rss_bytes)
+            if worker.rss_bytes <= limit_bytes:
+                continue
+            held, limit = worker.rss_bytes >> 20, limit_bytes >> 20
+            worker.is_draining = True
+            is_far_above = worker.rss_bytes > HARD_LIMIT_FACTOR * limit_bytes
+            if is_far_above or worker.num_sessions == 0:
+                worker.lose("memory", f"was killed: it held {held} MiB, its limit is {limit} MiB")
+
+    async def stop(self) -> None:
+        """End all workers, politely for STOP_TIMEOUT_S."""
+        self._is_stopping = True
+        workers = list(self.workers)
+        await asyncio.gather(*(_say_stop(worker) for worker in workers))
+        for worker in workers:
+            worker.lose("stop", "was stopped: the hub ends")
+        while self._reaping:
+            await asyncio.gather(*self._reaping)
+
+    def _choose(self) -> Worker:
+        open_workers = [worker for worker in self.workers if not worker.is_draining]
+        for worker in open_workers:
+            if worker.num_sessions < self._spec.sessions_per_worker:
+                return worker
+        if len(open_workers) < self._spec.max_workers and not self._is_stopping:
+            return self._start()
+        places = self._spec.max_workers * self._spec.sessions_per_worker
+        raise CapacityFull(f"{self._spec.name} has all its {places} places taken")
+
+    def _start(self) -> Worker:
+        worker = Worker(
+            self._spec.name, next(self._numbers), guardian=self._guardian(), on_lost=self._replace
+        )
+        self.workers.append(worker)
+        starting = self._starting[worker] = asyncio.create_task(worker.load(self._load_order))
+        starting.add_done_callback(lambda _: self._note_start(worker))
+        return worker
+
+    def _note_start(self, worker: Worker) -> None:
+        """Log why a worker did not start, also where nobody waits for it any more."""
+        starting = self._starting.pop(worker)
+        if not starting.cancelled() and starting.exception() is not None:
+            logger.error("worker did not start reason=%s", starting.exception())
+
+    def _replace(self, worker: Worker) -> None:
+        """Put another worker in the place of a lost one."""
+        self.workers.remove(worker)
+        reaping = asyncio.create_task(worker.reap())
+        self._reaping.add(reaping)
+        reaping.add_done_callback(self._reaping.discard)
+        self._on_lost(worker)
+        since_s = worker.ready_at_s
+        has_lived = since_s is not None and time.monotonic() - since_s >= MIN_LIFE_S
+        if has_lived and not self._is_stopping and len(self.workers) < self._spec.max_workers:
+            self._start()
+
+
+async def _say_stop(worker: Worker) -> None:
+    if worker.ready_at_s is not None:
+        with contextlib.suppress(EnvError, UnknownItem):
+            await worker.call("stop", timeout_s=STOP_TIMEOUT_S)

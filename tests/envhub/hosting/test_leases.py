@@ -1,0 +1,49 @@
+"""Laws of leases: what nobody asks for ends, and what is asked for lives on."""
+
+from envhub.hosting.leases import LeaseTable
+
+
+class Clock:
+    """A clock that stands still until it is moved."""
+
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def table() -> tuple[LeaseTable[str, str], Clock]:
+    clock = Clock()
+    leases: LeaseTable[str, str] = LeaseTable(10.0, clock)
+    leases.put("a", "first")
+    leases.put("b", "second")
+    return leases, clock
+
+
+def test_use_renews_a_lease_and_the_unused_entry_expires() -> None:
+    leases, clock = table()
+    clock.now_s = 8.0
+    assert leases.find("a") == "first"
+    clock.now_s = 10.0
+    assert leases.find("b") is None  # expired, though nobody has taken it out yet
+    assert leases.pop_expired() == ["second"]
+    assert list(leases) == ["first"]
+    clock.now_s = 18.0
+    assert leases.pop_expired() == ["first"]
+    assert len(leases) == 0
+
+
+def test_kept_entry_outlives_its_lease_until_it_is_not_kept_any_more() -> None:
+    leases, clock = table()
+    clock.now_s = 10.0
+    assert leases.pop_expired(keeps=lambda entry: entry == "first") == ["second"]
+    leases.renew("a")
+    leases.renew("b")  # gone: nothing to renew
+    assert leases.find("a") == "first"
+    assert leases.find("b") is None
+
+
+def test_entry_is_taken_out_once() -> None:
+    leases, _ = table()
+    assert leases.pop("a") == "first"
+    assert leases.pop("a") is None
