@@ -21,7 +21,7 @@ COMMANDS = {
     "actor": "be one more actor of a run; may join and leave at any time",
     "envs": "list the tasks and environments (env=a,b: only theirs)",
     "status": "say how a run is doing (the latest, or run.name=...)",
-    "simulate": "play a run on a virtual clock: throughput, lag, drops, and advice (twin.*)",
+    "simulate": "play a run on a virtual clock: throughput, lag, drops, and advice (simulator.*)",
     "doctor": "check what this machine has and lacks",
     "bench": "measure this machine or study training: --suite NAME",
 }

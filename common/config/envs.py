@@ -1,84 +1,88 @@
 """Options of the environments: `envs.<name>.<option>`; the names are those of the registry."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from common.errors import ConfigError
+from common.config.knobs import MAX_S, URL, WORD, Contradiction, knob
 
 
-def _require(condition: bool, key: str, value: object, law: str) -> None:
-    if not condition:
-        raise ConfigError(f"{key}={value!r}: {law}")
-
-
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TextcraftOptions:
     """Crafting from recipes."""
 
-    recipes_dir: str = ""  # folder of Minecraft-format recipe files; "": our own book
+    recipes_dir: str = knob("", 'folder of Minecraft-format recipe files; "": our own book')
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BabyaiOptions:
     """Grid worlds of minigrid."""
 
-    shaped_reward: bool = False  # success pays 1 - 0.9 * steps / max_steps instead of 1
-    agentgym_goals: bool = False  # AgentGym's wording: "and" for "then" and "after you"
-    agentgym_layouts: bool = False  # AgentGym's layouts, also the few that nobody can solve
-    agentgym_rules: bool = False  # all three, and its actions, numbers, paths and lost rewards
+    shaped_reward: bool = knob(False, "success pays 1 - 0.9 * steps / max_steps instead of 1")
+    agentgym_goals: bool = knob(False, 'AgentGym\'s wording: "and" for "then" and "after you"')
+    agentgym_layouts: bool = knob(False, "AgentGym's layouts, also the few that nobody can solve")
+    agentgym_rules: bool = knob(
+        False, "all three, and its actions, numbers, paths and lost rewards"
+    )
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SciworldOptions:
     """ScienceWorld, one small JVM per live episode."""
 
-    max_jvms: int = 8
-    jvm_memory_mib: int = 160
-    gold_memory_mib: int = 512  # of the JVM that works out solutions, only while it is asked
-    call_timeout_s: float = 60.0  # longest wait for the simulator's answer
-    simplifications: str = ""  # ScienceWorld's own words, comma-separated, such as "easy"
+    max_jvms: int = knob(8, "live episodes", ge=1, le=10_000)
+    jvm_memory_mib: int = knob(160, "MiB of heap", ge=16, le=10**6)
+    gold_memory_mib: int = knob(
+        512,
+        "MiB of the JVM that works out solutions, only while it is asked",
+        ge=16,
+        le=10**6,
+    )
+    call_timeout_s: float = knob(
+        60.0, "longest wait for the simulator's answer, in seconds", gt=0, le=MAX_S
+    )
+    simplifications: str = knob("", 'ScienceWorld\'s own words, comma-separated, such as "easy"')
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SearchqaOptions:
     """Deep search: questions answered with a retriever."""
 
-    questions_dir: str = ""  # <dataset>_<train|test>.jsonl; "": a generated world of facts
-    corpus: str = ""  # JSON lines of passages; "": the generated world's
-    index_dir: str = ""  # where the index of `corpus` is kept; "": beside the corpus
-    retriever_url: str = ""  # an external retrieval server instead of the built-in index
-    retriever_timeout_s: float = 10.0
-    num_passages: int = 3
-    metric: str = "em"  # em | f1
-    retry: bool = False  # True: a wrong answer may be tried again, as in AgentGym
-
-    def __post_init__(self) -> None:
-        ok = self.metric in ("em", "f1")
-        _require(ok, "envs.searchqa.metric", self.metric, "one of em, f1")
-        _require(self.num_passages > 0, "envs.searchqa.num_passages", self.num_passages, "> 0")
+    questions_dir: str = knob("", '<dataset>_<train|test>.jsonl; "": a generated world of facts')
+    corpus: str = knob("", 'JSON lines of passages; "": the generated world\'s')
+    index_dir: str = knob("", 'where the index of the corpus is kept; "": beside it')
+    retriever_url: str = knob(
+        "", "an external retrieval server instead of the built-in index", form=URL, also=""
+    )
+    retriever_timeout_s: float = knob(10.0, "seconds for one of its answers", gt=0, le=MAX_S)
+    num_passages: int = knob(3, "of one answer", ge=1, le=1000)
+    metric: str = knob("em", "of an answer: exact match or word F1", one_of=("em", "f1"))
+    retry: bool = knob(False, "a wrong answer may be tried again, as in AgentGym")
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BrowserOptions:
     """The browser that web environments drive."""
 
-    executable: str = ""  # "": chromium, chromium-browser, google-chrome from the PATH
-    max_sessions: int = 16  # contexts of the one browser
-    action_timeout_s: float = 5.0
+    executable: str = knob("", '"": chromium, chromium-browser, google-chrome from the PATH')
+    max_sessions: int = knob(16, "contexts of the one browser", ge=1, le=10_000)
+    action_timeout_s: float = knob(5.0, "seconds for one action", gt=0, le=MAX_S)
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WebarenaOptions:
     """WebArena's sites, by URL; tasks of a site without one are left out."""
 
-    shopping: str = ""
-    shopping_admin: str = ""
-    reddit: str = ""
-    gitlab: str = ""
-    map: str = ""
-    wikipedia: str = ""
-    homepage: str = ""
-    auth_dir: str = ""  # Playwright storage states of the logged-in accounts, <site>_state.json
-    observation_tokens: int = 4000  # longest accessibility tree, in words
+    shopping: str = knob("", "URL of the shop", form=URL, also="")
+    shopping_admin: str = knob("", "URL of the shop's administration", form=URL, also="")
+    reddit: str = knob("", "URL of the forum", form=URL, also="")
+    gitlab: str = knob("", "URL of GitLab", form=URL, also="")
+    map: str = knob("", "URL of OpenStreetMap", form=URL, also="")
+    wikipedia: str = knob("", "URL of Wikipedia", form=URL, also="")
+    homepage: str = knob("", "URL of the page that lists the sites", form=URL, also="")
+    auth_dir: str = knob(
+        "", "Playwright storage states of the logged-in accounts, <site>_state.json"
+    )
+    observation_tokens: int = knob(4000, "longest accessibility tree, in words", ge=1, le=10**7)
 
     @property
     def is_configured(self) -> bool:
@@ -87,49 +91,52 @@ class WebarenaOptions:
         return any((*sites, self.wikipedia, self.homepage))
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MinisitesOptions:
     """Small web sites of our own; not WebArena."""
 
-    observation_tokens: int = 4000  # longest accessibility tree, in words
+    observation_tokens: int = knob(4000, "longest accessibility tree, in words", ge=1, le=10**7)
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SqlgymOptions:
     """Text to SQL on sqlite databases."""
 
-    bird_dir: str = ""  # BIRD's folder; "": generated databases
-    query_timeout_s: float = 2.0  # processor time
-    gold_timeout_s: float = 30.0  # the same for a gold statement
-    max_rows: int = 1000
+    bird_dir: str = knob("", 'BIRD\'s folder; "": generated databases')
+    query_timeout_s: float = knob(2.0, "seconds of processor time", gt=0, le=MAX_S)
+    gold_timeout_s: float = knob(30.0, "the same for a gold statement", gt=0, le=MAX_S)
+    max_rows: int = knob(1000, "of a result", ge=1, le=10**9)
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteOptions:
     """An AgentGym server driven as an environment of ours; its name is the dialect."""
 
-    url: str = ""  # such as http://10.0.0.5:36001, without a trailing slash
-    dialect: str = ""  # textcraft, babyai, sciworld, alfworld, maze, wordle, webshop, ...
-    num_train: int = 1000  # its items 0.. are training items
-    num_test: int = 100  # its items after those are test items
-    max_turns: int = 30
-    timeout_s: float = 60.0
-    max_sessions: int = 64
+    url: str = knob("", "such as http://10.0.0.5:36001", form=URL, also="")
+    dialect: str = knob(
+        "", "textcraft, babyai, sciworld, alfworld, maze, wordle, webshop, ...", form=WORD, also=""
+    )
+    num_train: int = knob(1000, "its items 0.. are training items", ge=0, le=10**9)
+    num_test: int = knob(100, "its items after those are test items", ge=0, le=10**9)
+    max_turns: int = knob(30, "of an episode", ge=1, le=10_000)
+    timeout_s: float = knob(60.0, "seconds for one of its answers", gt=0, le=MAX_S)
+    max_sessions: int = knob(64, "live episodes", ge=1, le=10**6)
 
-    def __post_init__(self) -> None:
-        ok = bool(self.url) == bool(self.dialect)
-        _require(ok, "env.url", self.url, "goes together with env.dialect=<name>")
+    def contradictions(self) -> Iterator[Contradiction]:
+        """Yield values that do not go together."""
+        if bool(self.url) != bool(self.dialect):
+            yield "url", self.url, "goes together with env.dialect=<name>"
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EnvsSection:
-    """Options of every environment; one that is not served is ignored.
+    """Options of every environment; one that is not served is ignored."""
 
-    `agentgym_rules` is the mode for comparing with AgentGym's servers: BabyAI by their rules, and
-    questions that may be answered again.
-    """
-
-    agentgym_rules: bool = False
+    agentgym_rules: bool = knob(
+        False,
+        "for comparing with AgentGym's servers: BabyAI by their rules (babyai.agentgym_rules), and"
+        " questions that may be answered again (searchqa.retry)",
+    )
     textcraft: TextcraftOptions = field(default_factory=TextcraftOptions)
     babyai: BabyaiOptions = field(default_factory=BabyaiOptions)
     sciworld: SciworldOptions = field(default_factory=SciworldOptions)
@@ -138,11 +145,7 @@ class EnvsSection:
     minisites: MinisitesOptions = field(default_factory=MinisitesOptions)
     webarena: WebarenaOptions = field(default_factory=WebarenaOptions)
     sqlgym: SqlgymOptions = field(default_factory=SqlgymOptions)
-    plugins: dict[str, str] = field(default_factory=dict[str, str])  # options of outside ones
-
-    def __post_init__(self) -> None:
-        if self.agentgym_rules:
-            self.babyai.agentgym_rules = self.searchqa.retry = True
+    plugins: dict[str, str] = knob({}, "options of outside ones, as they read them")
 
 
 def choose_env(name: str, envs: EnvsSection) -> str:

@@ -1,14 +1,10 @@
 """Options of evaluation, and of a policy that is asked over HTTP instead of run here."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from common.errors import ConfigError
-
-
-def _require(condition: bool, key: str, value: object, law: str) -> None:
-    if not condition:
-        raise ConfigError(f"{key}={value!r}: {law}")
+from common.config.knobs import MAX_S, URL, WORD, Contradiction, knob
 
 
 class EvalItems(StrEnum):
@@ -23,55 +19,68 @@ class EvalItems(StrEnum):
     TASKS = "tasks"
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EvalSection:
     """Held-out evaluation, always at the full horizon."""
 
-    num_items: int = 400  # spread over the tasks by weight; -1: all there are
-    before: bool = True
-    after: bool = True
-    baselines: bool = True  # uniform valid play and the scripted expert on the same items
-    every_steps: int = 0  # also while training goes on, every so many steps; 0: not
-    stream_items: int = 128  # held-out items of each evaluation while training goes on
-    k: int = 1  # command `eval`: samples of each item
-    items: EvalItems = EvalItems.SPREAD  # command `eval`: which items
-    label: str = ""  # command `eval`: name of the table's row; "": the model's
-    max_failed_frac: float = 0.05  # command `eval`: more infrastructure failures mean exit code 1
+    num_items: int = knob(
+        400, "spread over the tasks by weight; -1: all there are", ge=-1, le=10**7
+    )
+    before: bool = knob(True, "evaluate the first policy")
+    after: bool = knob(True, "evaluate the last policy")
+    baselines: bool = knob(True, "uniform valid play and the scripted expert on the same items")
+    every_steps: int = knob(
+        0, "also while training goes on, every so many steps; 0: not", ge=0, le=10**8
+    )
+    stream_items: int = knob(
+        128, "held-out items of each evaluation while training goes on", ge=1, le=10**7
+    )
+    k: int = knob(1, "command `eval`: samples of each item", ge=1, le=10_000)
+    items: EvalItems = knob(EvalItems.SPREAD, "command `eval`: which items")
+    label: str = knob("", "command `eval`: name of the table's row; \"\": the model's")
+    max_failed_frac: float = knob(
+        0.05, "command `eval`: more infrastructure failures mean exit code 1", ge=0, le=1
+    )
 
-    def __post_init__(self) -> None:
-        _require(self.num_items >= -1, "eval.num_items", self.num_items, "must be >= -1")
-        _require(self.every_steps >= 0, "eval.every_steps", self.every_steps, "must be >= 0")
-        _require(self.stream_items >= 1, "eval.stream_items", self.stream_items, "must be >= 1")
-        _require(self.k >= 1, "eval.k", self.k, "must be >= 1")
-        frac = self.max_failed_frac
-        _require(0 <= frac <= 1, "eval.max_failed_frac", frac, "must be in [0, 1]")
 
-
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PolicySection:
     """A policy behind an OpenAI-compatible endpoint; only the command `eval` asks it."""
 
-    url: str = ""  # like https://host/v1; "": the checkpoint at model.path plays, in an engine here
-    model: str = ""  # as the endpoint calls it
-    api_key_env: str = ""  # environment variable that holds the key; "": no key is sent
-    temperature: float = 1.0
-    max_turn_tokens: int = 1024  # sampled tokens per turn, hidden reasoning included
-    limit_key: str = "max_tokens"  # | max_completion_tokens: what the endpoint calls that limit
-    max_concurrent: int = 16  # requests at once
-    timeout_s: float = 300.0  # of one request
-    max_tries: int = 6  # of one turn; an episode whose turn gets no answer is a failure
-    backoff_s: float = 1.0  # before the second try; doubles
-    max_backoff_s: float = 60.0  # also of what the endpoint asks for by Retry-After
+    url: str = knob(
+        "",
+        'like https://host/v1; "": the checkpoint at model.path plays, in an engine here',
+        form=URL,
+        also="",
+    )
+    model: str = knob("", "as the endpoint calls it")
+    api_key_env: str = knob(
+        "", 'environment variable that holds the key; "": no key is sent', form=WORD, also=""
+    )
+    temperature: float = knob(1.0, "of sampling", ge=0, le=100)
+    max_turn_tokens: int = knob(
+        1024, "sampled tokens per turn, hidden reasoning included", ge=1, le=10**7
+    )
+    limit_key: str = knob(
+        "max_tokens",
+        "what the endpoint calls that limit",
+        one_of=("max_tokens", "max_completion_tokens"),
+    )
+    max_concurrent: int = knob(16, "requests at once", ge=1, le=10**5)
+    timeout_s: float = knob(300.0, "seconds of one request", gt=0, le=MAX_S)
+    max_tries: int = knob(
+        6, "of one turn; an episode whose turn gets no answer is a failure", ge=1, le=1000
+    )
+    backoff_s: float = knob(1.0, "seconds before the second try; doubles", ge=0, le=MAX_S)
+    max_backoff_s: float = knob(
+        60.0, "seconds, also of what the endpoint asks for by Retry-After", ge=0, le=MAX_S
+    )
 
-    def __post_init__(self) -> None:
-        if self.url:
-            is_http = self.url.startswith(("http://", "https://"))
-            _require(is_http, "policy.url", self.url, "must begin with http:// or https://")
+    def contradictions(self) -> Iterator[Contradiction]:
+        """Yield values that do not go together."""
+        if self.url and not self.model:
             law = "policy.url needs the name of a model of that endpoint"
-            _require(bool(self.model), "policy.model", self.model, law)
-        _require(self.temperature >= 0, "policy.temperature", self.temperature, "must be >= 0")
-        keys = ("max_tokens", "max_completion_tokens")
-        _require(self.limit_key in keys, "policy.limit_key", self.limit_key, f"one of {keys}")
-        for name in ("max_turn_tokens", "max_concurrent", "max_tries"):
-            _require(getattr(self, name) >= 1, f"policy.{name}", getattr(self, name), ">= 1")
-        _require(self.timeout_s > 0, "policy.timeout_s", self.timeout_s, "must be > 0")
+            yield "model", self.model, law
+        if self.backoff_s > self.max_backoff_s:
+            law = f"must be at most policy.max_backoff_s={self.max_backoff_s:g}"
+            yield "backoff_s", self.backoff_s, law

@@ -1,14 +1,10 @@
 """Options of learning: the objective, the critic, the controller and the trainer."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from common.errors import ConfigError
-
-
-def _require(condition: bool, key: str, value: object, law: str) -> None:
-    if not condition:
-        raise ConfigError(f"{key}={value!r}: {law}")
+from common.config.knobs import DEVICE, HOST, MAX_S, Contradiction, knob
 
 
 class OptimizerKind(StrEnum):
@@ -139,167 +135,181 @@ class Timestep(StrEnum):
     TOKEN = "token"
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CriticSection:
     """The value function of `algorithm.advantage=ppo`."""
 
-    kind: CriticKind = CriticKind.HEAD
-    path: str = ""  # kind=model: checkpoint to start from; "": model.path
-    lr: float = 1e-5  # of the head, or of the model
-    coef: float = 0.5  # kind=head: weight of the value loss beside the policy loss
-    clip: float = 0.2  # how far a value may move from that before the step; 0: freely
-    warmup_steps: int = 0  # first steps in which only the critic learns
-    gae_lambda: float = 1.0
-    timestep: Timestep = Timestep.TURN
-    targets: CriticTargets = CriticTargets.GAE
-    vtrace_rho: float = 1.0
-    vtrace_c: float = 1.0
-    whiten: bool = True  # advantages of the batch to mean 0 and standard deviation 1
-
-    def __post_init__(self) -> None:
-        _require(self.lr > 0, "learner.critic.lr", self.lr, "must be > 0")
-        _require(self.coef >= 0, "learner.critic.coef", self.coef, "must be >= 0")
-        _require(self.clip >= 0, "learner.critic.clip", self.clip, "must be >= 0")
-        _require(
-            0 <= self.gae_lambda <= 1, "learner.critic.gae_lambda", self.gae_lambda, "in [0, 1]"
-        )
-        _require(self.vtrace_rho > 0, "learner.critic.vtrace_rho", self.vtrace_rho, "must be > 0")
-        _require(self.vtrace_c > 0, "learner.critic.vtrace_c", self.vtrace_c, "must be > 0")
+    kind: CriticKind = knob(CriticKind.HEAD, "where it sits")
+    path: str = knob("", 'kind=model: checkpoint to start from; "": model.path')
+    lr: float = knob(1e-5, "learning rate of the head, or of the model", gt=0, le=10)
+    coef: float = knob(
+        0.5, "kind=head: weight of the value loss beside the policy loss", ge=0, le=1000
+    )
+    clip: float = knob(
+        0.2, "how far a value may move from that before the step; 0: freely", ge=0, le=1e6
+    )
+    warmup_steps: int = knob(0, "first steps in which only the critic learns", ge=0, le=10**8)
+    gae_lambda: float = knob(1.0, "of generalised advantage estimation", ge=0, le=1)
+    timestep: Timestep = knob(Timestep.TURN, "what one step of the estimation is")
+    targets: CriticTargets = knob(CriticTargets.GAE, "what it learns")
+    vtrace_rho: float = knob(1.0, "cap of the weight of a temporal difference", gt=0, le=1e6)
+    vtrace_c: float = knob(1.0, "cap of the weight that is passed back", gt=0, le=1e6)
+    whiten: bool = knob(True, "advantages of the batch to mean 0 and standard deviation 1")
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ControllerSection:
     """Reactions to data that is too far from the policy; each bounded, logged and switchable.
 
     ESS is the effective sample size of pi / mu as a share of the tokens, 1 on-policy.
     """
 
-    scale_lr: bool = True  # learning rate x max(min_lr_scale, ESS / ess_target) below the target
-    tighten_gate: bool = True  # one step less ahead below ess_gate; slowly back above ess_target
-    skip_step: bool = True  # below ess_skip nothing is learnt, and the next batch must be fresh
-    ess_target: float = 0.9
-    ess_gate: float = 0.7
-    ess_skip: float = 0.5
-    min_lr_scale: float = 0.1
-    recover_steps: int = 20  # steps above ess_target after which the gate opens by one again
-    max_skips: int = 3  # in a row; then the batch is trained on all the same
-    masked_warn_frac: float = 0.05  # share of masked tokens that is worth a warning
+    scale_lr: bool = knob(
+        True, "learning rate x max(min_lr_scale, ESS / ess_target) below the target"
+    )
+    tighten_gate: bool = knob(
+        True, "one step less ahead below ess_gate; slowly back above ess_target"
+    )
+    skip_step: bool = knob(
+        True, "below ess_skip nothing is learnt, and the next batch must be fresh"
+    )
+    ess_target: float = knob(0.9, "share of the tokens", ge=0, le=1)
+    ess_gate: float = knob(0.7, "share of the tokens", ge=0, le=1)
+    ess_skip: float = knob(0.5, "share of the tokens", ge=0, le=1)
+    min_lr_scale: float = knob(0.1, "least factor of the learning rate", gt=0, le=1)
+    recover_steps: int = knob(
+        20, "steps above ess_target after which the gate opens by one again", ge=1, le=10**6
+    )
+    max_skips: int = knob(3, "in a row; then the batch is trained on all the same", ge=0, le=10**6)
+    masked_warn_frac: float = knob(
+        0.05, "share of masked tokens that is worth a warning", ge=0, le=1
+    )
 
-    def __post_init__(self) -> None:
-        ok = 0 <= self.ess_skip <= self.ess_gate <= self.ess_target <= 1
-        _require(
-            ok, "learner.controller.ess_target", self.ess_target, "ess_skip <= ess_gate <= it <= 1"
-        )
-        _require(
-            0 < self.min_lr_scale <= 1,
-            "learner.controller.min_lr_scale",
-            self.min_lr_scale,
-            "(0, 1]",
-        )
-        _require(
-            self.recover_steps > 0, "learner.controller.recover_steps", self.recover_steps, "> 0"
-        )
-        _require(self.max_skips >= 0, "learner.controller.max_skips", self.max_skips, ">= 0")
+    def contradictions(self) -> Iterator[Contradiction]:
+        """Yield values that do not go together."""
+        if not self.ess_skip <= self.ess_gate <= self.ess_target:
+            yield "ess_target", self.ess_target, "ess_skip <= ess_gate <= it"
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmSection:
     """The objective: advantages, the surrogate, and the correction for other policies' data."""
 
-    advantage: Advantage = Advantage.GRPO
-    baseline: Baseline = Baseline.LEAVE_ONE_OUT  # grpo
-    normalize_std: bool = False  # grpo: divide by the group's standard deviation
-    normalize_per_env: bool = False  # divide by the standard deviation over an environment's tokens
-    aggregation: Aggregation = Aggregation.TOKEN
-    constant_tokens: int = 512  # aggregation=constant: what an episode counts as
-    reward_level: CreditLevel = CreditLevel.EPISODE  # turn: a turn is credited with what follows
-    turn_discount: float = 1.0  # per turn: of the outcome at episode level, of what follows at turn
-    invalid_action_penalty: float = 0.0  # per invalid turn, or times their share of the episode
-    invalid_action_level: CreditLevel = CreditLevel.EPISODE
-    policy_loss: PolicyLoss = PolicyLoss.PPO
-    clip_low: float = 0.2
-    clip_high: float = 0.28
-    dual_clip: float = 3.0  # bound of the loss where the advantage is negative; 0: off
-    dppo_delta: float = 0.2  # dppo: change of probability beyond which a token is masked
-    correction: Correction = Correction.TOKEN_TIS
-    tis_cap: float = 2.0
-    mask_low: float = 0.5
-    mask_high: float = 5.0
-    geometric_low: float = 0.99
-    geometric_high: float = 1.01
-    negative_mask_delta: float = 0.0  # mask A < 0 where mean log(mu/pi) exceeds it; 0: off
-    proximal: Proximal = Proximal.AUTO
-    kl_coef: float = 0.0  # of KL(pi | reference); the reference is loaded only if it is not 0
-    kl_estimator: KlEstimator = KlEstimator.K3
-    reference_path: str = ""  # checkpoint of the reference; "": model.path
-    drift_coef: float = 0.0  # of (log pi - log mu)^2
-    entropy_coef: float = 0.0
-    filter_zero_variance: bool = True
+    advantage: Advantage = knob(Advantage.GRPO, "how a reward becomes an advantage")
+    baseline: Baseline = knob(Baseline.LEAVE_ONE_OUT, "grpo: what a reward is compared with")
+    normalize_std: bool = knob(False, "grpo: divide by the group's standard deviation")
+    normalize_per_env: bool = knob(
+        False, "divide by the standard deviation over an environment's tokens"
+    )
+    aggregation: Aggregation = knob(Aggregation.TOKEN, "what weighs the same in the loss")
+    constant_tokens: int = knob(
+        512, "aggregation=constant: what an episode counts as", ge=1, le=10**8
+    )
+    reward_level: CreditLevel = knob(
+        CreditLevel.EPISODE, "turn: a turn is credited with what follows"
+    )
+    turn_discount: float = knob(
+        1.0, "per turn: of the outcome at episode level, of what follows at turn", gt=0, le=1
+    )
+    invalid_action_penalty: float = knob(
+        0.0, "per invalid turn, or times their share of the episode", ge=-1000, le=1000
+    )
+    invalid_action_level: CreditLevel = knob(CreditLevel.EPISODE, "where that penalty lands")
+    policy_loss: PolicyLoss = knob(PolicyLoss.PPO, "the surrogate")
+    clip_low: float = knob(0.2, "how far below 1 the ratio counts", gt=0, lt=1)
+    clip_high: float = knob(0.28, "how far above 1 the ratio counts", gt=0, le=1e6)
+    dual_clip: float = knob(
+        3.0, "bound of the loss where the advantage is negative; 0: off", also=0, gt=1, le=1e6
+    )
+    dppo_delta: float = knob(
+        0.2, "dppo: change of probability beyond which a token is masked", gt=0, le=1e6
+    )
+    correction: Correction = knob(Correction.TOKEN_TIS, "weight for data of other policies")
+    tis_cap: float = knob(2.0, "largest weight of token_tis and sequence_tis", gt=0, le=1e6)
+    mask_low: float = knob(0.5, "icepop: least weight", gt=0, lt=1)
+    mask_high: float = knob(5.0, "icepop: largest weight", gt=1, le=1e6)
+    geometric_low: float = knob(0.99, "geometric: least mean", gt=0, lt=1)
+    geometric_high: float = knob(1.01, "geometric: largest mean", gt=1, le=1e6)
+    negative_mask_delta: float = knob(
+        0.0, "mask A < 0 where mean log(mu/pi) exceeds it; 0: off", ge=0, le=1e6
+    )
+    proximal: Proximal = knob(Proximal.AUTO, "the policy that the ratio is taken to")
+    kl_coef: float = knob(
+        0.0, "of KL(pi | reference); the reference is loaded only if it is not 0", ge=0, le=1000
+    )
+    kl_estimator: KlEstimator = knob(KlEstimator.K3, "of that KL from samples")
+    reference_path: str = knob("", 'checkpoint of the reference; "": model.path')
+    drift_coef: float = knob(0.0, "of (log pi - log mu)^2", ge=0, le=1000)
+    entropy_coef: float = knob(0.0, "of the entropy, which is maximised", ge=0, le=1000)
+    filter_zero_variance: bool = knob(True, "leave out groups whose rewards are all the same")
 
-    def __post_init__(self) -> None:
-        _require(0 < self.clip_low < 1, "algorithm.clip_low", self.clip_low, "in (0, 1)")
-        _require(self.clip_high > 0, "algorithm.clip_high", self.clip_high, "must be > 0")
-        discount = self.turn_discount
-        _require(0 < discount <= 1, "algorithm.turn_discount", discount, "in (0, 1]")
-        is_valid = self.dual_clip == 0 or self.dual_clip > 1
-        _require(is_valid, "algorithm.dual_clip", self.dual_clip, "0 (off) or > 1")
-        _require(self.tis_cap > 0, "algorithm.tis_cap", self.tis_cap, "> 0; correction=none: off")
-        ok = 0 < self.mask_low < 1 < self.mask_high
-        _require(ok, "algorithm.mask_low", self.mask_low, "mask_low < 1 < mask_high")
-        ok = 0 < self.geometric_low < 1 < self.geometric_high
-        _require(ok, "algorithm.geometric_low", self.geometric_low, "below 1, geometric_high above")
-        _require(self.constant_tokens > 0, "algorithm.constant_tokens", self.constant_tokens, "> 0")
-        _require(self.dppo_delta > 0, "algorithm.dppo_delta", self.dppo_delta, "must be > 0")
-        for name in ("kl_coef", "drift_coef", "entropy_coef", "negative_mask_delta"):
-            _require(getattr(self, name) >= 0, f"algorithm.{name}", getattr(self, name), ">= 0")
 
-
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerSection:
     """The trainer."""
 
-    host: str = "127.0.0.1"
-    port: int = 0  # inbox; 0: a free one
-    device: str = "auto"  # auto | cpu | cuda
-    optimizer: OptimizerKind = OptimizerKind.ADAMW
-    lr: float = 1e-6
-    muon_lr: float = 3e-3  # optimizer=muon: rate of the hidden matrices, `lr` for the rest
-    beta1: float = 0.9
-    beta2: float = 0.95
-    weight_decay: float = 0.01
-    warmup_steps: int = 10
-    decay_start_frac: float = 1.0  # of num_steps, where a linear decay to min_lr_frac begins
-    min_lr_frac: float = 0.1
-    max_grad_norm: float = 1.0
-    ppo_epochs: int = 1
-    num_minibatches: int = 1
-    max_tokens_per_microbatch: int = 8192
-    logprob_chunk_tokens: int = 1024  # rows of the vocabulary projection alive at once
-    autocast: bool = True  # bf16 compute over fp32 master weights
-    gradient_checkpointing: bool = False
-    num_threads: int = 1  # CPU only; of each rank
-    num_ranks: int = 1  # processes that share each batch; on CUDA one device each, from the first
-    rank_timeout_s: float = 600.0  # within which the ranks must answer each other
-    max_lag_steps: int = 4  # oldest token of a trajectory; beyond it the episode is stale
-    hold_back_steps: int = 0  # weights reach the actors so many steps late: to study staleness
-    batch_timeout_s: float = 1800.0  # without a batch the run ends with who is waited for
-    publish_timeout_s: float = 120.0
-    max_canary_delta: float = 0.05  # mean |delta logprob| between engine and trainer: alarm
-    max_canary_alarms: int = 3  # in a row before the run stops
-    checkpoint_every_steps: int = 25
-    checkpoint_every_s: float = 900.0
-    keep_checkpoints: int = 3
-    max_bad_steps: int = 3  # non-finite losses in a row before the run stops
+    host: str = knob("127.0.0.1", "address to listen on", form=HOST)
+    port: int = knob(0, "of the trajectories; 0: a free one", ge=0, le=65535)
+    device: str = knob("auto", "auto: CUDA if there is any", form=DEVICE)
+    optimizer: OptimizerKind = knob(OptimizerKind.ADAMW, "of the policy")
+    lr: float = knob(1e-6, "learning rate", gt=0, le=10)
+    muon_lr: float = knob(
+        3e-3, "optimizer=muon: rate of the hidden matrices, `lr` for the rest", gt=0, le=10
+    )
+    beta1: float = knob(0.9, "AdamW's memory of the gradient", ge=0, lt=1)
+    beta2: float = knob(0.95, "AdamW's memory of the squared gradient", ge=0, lt=1)
+    weight_decay: float = knob(0.01, "per step, times the learning rate", ge=0, le=100)
+    warmup_steps: int = knob(10, "steps over which the learning rate rises", ge=0, le=10**8)
+    decay_start_frac: float = knob(
+        1.0, "of num_steps, where a linear decay to min_lr_frac begins", ge=0, le=1
+    )
+    min_lr_frac: float = knob(0.1, "of the learning rate, after its decay", ge=0, le=1)
+    max_grad_norm: float = knob(1.0, "beyond which a gradient is scaled down", gt=0, le=1e9)
+    ppo_epochs: int = knob(1, "passes over a batch", ge=1, le=1000)
+    num_minibatches: int = knob(1, "updates of a pass", ge=1, le=10_000)
+    max_tokens_per_microbatch: int = knob(
+        8192, "of one forward and backward pass of one rank", ge=1, le=10**8
+    )
+    logprob_chunk_tokens: int = knob(
+        1024, "rows of the vocabulary projection alive at once", ge=1, le=10**8
+    )
+    autocast: bool = knob(True, "bf16 compute over fp32 master weights")
+    gradient_checkpointing: bool = knob(False, "less memory, a third more time")
+    num_threads: int = knob(1, "CPU only; of each rank", ge=1, le=1024)
+    num_ranks: int = knob(
+        1,
+        "processes that share each batch; on CUDA one device each, from the first",
+        ge=1,
+        le=4096,
+    )
+    rank_timeout_s: float = knob(
+        600.0, "seconds within which the ranks must answer each other", gt=0, le=MAX_S
+    )
+    max_lag_steps: int = knob(
+        4, "oldest token of a trajectory; beyond it the episode is stale", ge=0, le=10**6
+    )
+    hold_back_steps: int = knob(
+        0, "weights reach the actors so many steps late: to study staleness", ge=0, le=10**6
+    )
+    batch_timeout_s: float = knob(
+        1800.0, "seconds without a batch; the run ends with who is waited for", gt=0, le=MAX_S
+    )
+    publish_timeout_s: float = knob(120.0, "seconds to bring out a version", gt=0, le=MAX_S)
+    max_canary_delta: float = knob(
+        0.05, "mean |delta logprob| between engine and trainer: alarm", gt=0, le=1000
+    )
+    max_canary_alarms: int = knob(3, "in a row before the run stops", ge=1, le=10**6)
+    checkpoint_every_steps: int = knob(25, "steps between checkpoints", ge=1, le=10**8)
+    checkpoint_every_s: float = knob(
+        900.0, "seconds after which there is one all the same", gt=0, le=MAX_S
+    )
+    keep_checkpoints: int = knob(3, "the newest ones", ge=1, le=10**6)
+    max_bad_steps: int = knob(3, "non-finite losses in a row before the run stops", ge=1, le=10**6)
     critic: CriticSection = field(default_factory=CriticSection)
     controller: ControllerSection = field(default_factory=ControllerSection)
 
-    def __post_init__(self) -> None:
-        _require(self.lr > 0, "learner.lr", self.lr, "must be > 0")
-        _require(self.max_lag_steps >= 0, "learner.max_lag_steps", self.max_lag_steps, ">= 0")
-        law = "must be between 0 and learner.max_lag_steps"
-        is_bounded = 0 <= self.hold_back_steps <= self.max_lag_steps
-        _require(is_bounded, "learner.hold_back_steps", self.hold_back_steps, law)
-        _require(self.num_ranks >= 1, "learner.num_ranks", self.num_ranks, "must be >= 1")
-        _require(self.rank_timeout_s > 0, "learner.rank_timeout_s", self.rank_timeout_s, "> 0")
-        _require(self.num_minibatches >= 1, "learner.num_minibatches", self.num_minibatches, ">= 1")
-        _require(self.ppo_epochs >= 1, "learner.ppo_epochs", self.ppo_epochs, "must be >= 1")
+    def contradictions(self) -> Iterator[Contradiction]:
+        """Yield values that do not go together."""
+        if self.hold_back_steps > self.max_lag_steps:
+            law = f"must be at most learner.max_lag_steps={self.max_lag_steps}"
+            yield "hold_back_steps", self.hold_back_steps, law

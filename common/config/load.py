@@ -52,14 +52,13 @@ def load_config(config: str | None, overrides: Sequence[str], *, root: Path) -> 
             kind = describe_kind(kind_of(key, shown=key))
             raise ConfigError(f"{key} is not set: give {key}=... ({kind})")
         envs = cast(EnvsSection, OmegaConf.to_object(merged.envs))
+        _unfreeze(merged)
         for task in merged.tasks:
             task.env = choose_env(task.env, envs)
-        loaded = cast(RunConfig, OmegaConf.to_object(merged))
+        return cast(RunConfig, OmegaConf.to_object(merged))
     except OmegaConfBaseException as e:
         key = getattr(e, "full_key", None) or "config"
         raise ConfigError(f"{key}: {str(e).splitlines()[0]}") from e
-    _require_distinct_tasks(loaded)
-    return loaded
 
 
 def list_configs(root: Path) -> list[str]:
@@ -172,6 +171,7 @@ def _apply(merged: DictConfig, overrides: Sequence[str]) -> None:
         value = raw if kind is str else conform(_parse(raw, key), kind, key=key)
         _require_index(merged, name, shown=override)
         _make_sections(merged, name)
+        _unfreeze(merged)
         OmegaConf.update(merged, name, value, merge=True)
 
 
@@ -196,19 +196,20 @@ def _make_sections(merged: DictConfig, name: str) -> None:
             OmegaConf.select(merged, above)[parts[i]] = OmegaConf.structured(kind)
 
 
+def _unfreeze(node: Any) -> None:
+    """Let overrides change nodes that OmegaConf marks read-only because their class is frozen."""
+    if OmegaConf.is_config(node):
+        OmegaConf.set_readonly(node, None)
+        for name in node if OmegaConf.is_dict(node) else range(len(node)):
+            _unfreeze(node._get_node(name))
+
+
 def _parse(raw: str, key: str) -> Any:
     try:
         parsed = OmegaConf.from_dotlist([f"value={raw}"])
         return cast(dict[str, Any], OmegaConf.to_container(parsed, resolve=False))["value"]
     except (yaml.YAMLError, OmegaConfBaseException) as e:
         raise ConfigError(f"{key}={raw}: the value is not valid YAML") from e
-
-
-def _require_distinct_tasks(cfg: RunConfig) -> None:
-    names = [f"{task.env}/{task.subset}" for task in cfg.tasks]
-    for name in names:
-        if names.count(name) > 1:
-            raise ConfigError(f"tasks={name}: is there twice; add the weights up in one entry")
 
 
 def _plain(value: Any) -> Any:

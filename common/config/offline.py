@@ -1,52 +1,83 @@
-"""Options of the offline methods: DPO and AgentEvol (SFT is in `run_config.py`)."""
+"""Options of the offline methods: SFT, DPO and AgentEvol."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from common.errors import ConfigError
+from common.config.knobs import NAME, PATH, Contradiction, knob
 
 
-def _require(condition: bool, key: str, value: object, law: str) -> None:
-    if not condition:
-        raise ConfigError(f"{key}={value!r}: {law}")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SftSection:
+    """Supervised warm start from demonstrations."""
+
+    output: str = knob("", 'folder of the policy; "": runs/<name>/policy', form=PATH, also="")
+    overwrite: bool = knob(False, "sft.output may be a policy that ships with the project")
+    demonstrations: str = knob(
+        "", 'AgentTraj-format JSON lines; "": made from the environments\' experts'
+    )
+    num_demonstrations: int = knob(6000, "episodes", ge=1, le=10**8)
+    expert_subsets: list[str] = knob([], "that the expert plays; []: all of the tasks", form=NAME)
+    min_reward: float = knob(0.0, "episodes worth less are left out", ge=-1e6, le=1e6)
+    max_episodes: int = knob(0, "the newest ones of what is left; 0: all", ge=0, le=10**9)
+    random_frac: float = knob(
+        0.3, "share of episodes of uniform valid play over the whole mixture", ge=0, le=1
+    )
+    num_epochs: int = knob(3, "passes over the demonstrations", ge=1, le=10_000)
+    batch_tokens: int = knob(4096, "tokens of one optimizer step", ge=1, le=10**9)
+    lr: float = knob(
+        1e-3, "with learner.optimizer=muon: of embeddings, head and norms", gt=0, le=10
+    )
+    muon_lr: float = knob(0.02, "learner.optimizer=muon: of the hidden matrices", gt=0, le=10)
+    hidden_size: int = knob(128, "of a policy made from nothing", ge=8, le=65536)
+    num_layers: int = knob(4, "likewise", ge=1, le=1000)
+    num_heads: int = knob(4, "likewise", ge=1, le=1024)
+    num_kv_heads: int = knob(2, "likewise", ge=1, le=1024)
+    intermediate_size: int = knob(512, "likewise: width of the feed-forward layers", ge=1, le=10**6)
+    vocab_size: int = knob(640, "likewise: tokens, one for each byte at least", ge=300, le=10**6)
+    from_scratch: bool = knob(True, "make tokenizer and weights; false: start from model.path")
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        """Yield values that do not go together."""
+        if self.hidden_size % self.num_heads:
+            law = f"must divide sft.hidden_size={self.hidden_size}"
+            yield "num_heads", self.num_heads, law
+        if self.num_heads % self.num_kv_heads:
+            yield "num_kv_heads", self.num_kv_heads, f"must divide sft.num_heads={self.num_heads}"
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DpoSection:
     """Direct preference optimisation on pairs of episodes of one item (arXiv:2305.18290)."""
 
-    data: str = ""  # a run directory (its journal) or AgentTraj-format file with rewards
-    output: str = "runs/dpo-policy"
-    beta: float = 0.1
-    sft_coef: float = 0.0  # of the chosen episode's mean negative log-likelihood (RPO)
-    normalize_length: bool = False  # divide each episode's log-probability by its trained tokens
-    min_gap: float = 0.5  # in reward, between chosen and rejected
-    max_pairs_per_item: int = 4
-    max_pairs: int = 0  # of all items together, drawn from the seed; 0: all
-    batch_pairs: int = 16
-    num_epochs: int = 1
-    lr: float = 5e-7
-    muon_lr: float = 3e-4  # learner.optimizer=muon: of the hidden matrices
-
-    def __post_init__(self) -> None:
-        _require(self.beta > 0, "dpo.beta", self.beta, "must be > 0")
-        _require(self.sft_coef >= 0, "dpo.sft_coef", self.sft_coef, "must be >= 0")
-        _require(0 < self.min_gap <= 1, "dpo.min_gap", self.min_gap, "in (0, 1]")
-        _require(self.max_pairs >= 0, "dpo.max_pairs", self.max_pairs, "must be >= 0")
-        for name in ("max_pairs_per_item", "batch_pairs", "num_epochs"):
-            _require(getattr(self, name) > 0, f"dpo.{name}", getattr(self, name), "must be > 0")
+    data: str = knob("", "a run directory (its journal) or AgentTraj-format file with rewards")
+    output: str = knob("runs/dpo-policy", "folder of the policy", form=PATH)
+    beta: float = knob(0.1, "how strongly the policy is held at the reference", gt=0, le=1000)
+    sft_coef: float = knob(
+        0.0, "of the chosen episode's mean negative log-likelihood (RPO)", ge=0, le=1000
+    )
+    normalize_length: bool = knob(
+        False, "divide each episode's log-probability by its trained tokens"
+    )
+    min_gap: float = knob(0.5, "in reward, between chosen and rejected", gt=0, le=1)
+    max_pairs_per_item: int = knob(4, "pairs", ge=1, le=10**6)
+    max_pairs: int = knob(0, "of all items together, drawn from the seed; 0: all", ge=0, le=10**9)
+    batch_pairs: int = knob(16, "pairs of one optimizer step", ge=1, le=10**6)
+    num_epochs: int = knob(1, "passes over the pairs", ge=1, le=10_000)
+    lr: float = knob(5e-7, "learning rate", gt=0, le=10)
+    muon_lr: float = knob(3e-4, "learner.optimizer=muon: of the hidden matrices", gt=0, le=10)
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EvolveSection:
     """AgentEvol: sample, keep what succeeded, train, again (arXiv:2406.04151)."""
 
-    output: str = "runs/evolve-policy"
-    num_iterations: int = 3
-    items_per_iteration: int = 512  # training items, spread over the tasks by weight
-    samples_per_item: int = 2
-    min_reward: float = 1.0  # of an episode that is kept
-    from_base: bool = True  # every iteration trains the first policy on all that was kept so far
-
-    def __post_init__(self) -> None:
-        for name in ("num_iterations", "items_per_iteration", "samples_per_item"):
-            _require(getattr(self, name) > 0, f"evolve.{name}", getattr(self, name), "must be > 0")
+    output: str = knob("runs/evolve-policy", "folder of the policies", form=PATH)
+    num_iterations: int = knob(3, "of sampling and training", ge=1, le=10_000)
+    items_per_iteration: int = knob(
+        512, "training items, spread over the tasks by weight", ge=1, le=10**8
+    )
+    samples_per_item: int = knob(2, "episodes", ge=1, le=10_000)
+    min_reward: float = knob(1.0, "of an episode that is kept", ge=-1e6, le=1e6)
+    from_base: bool = knob(
+        True, "every iteration trains the first policy on all that was kept so far"
+    )

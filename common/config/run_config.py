@@ -3,6 +3,7 @@
 No I/O, no environment variables, no device code. Loading is in `common/config/load.py`.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -12,19 +13,25 @@ from common.config.curriculum import (
     HorizonSection,
     MixtureSection,
     TaskSection,
-    check_curriculum,
+    contradictions_of_tasks,
 )
 from common.config.envs import EnvsSection, RemoteOptions
 from common.config.evaluation import EvalSection, PolicySection
+from common.config.knobs import (
+    ENV_NAME,
+    FILE_NAME,
+    HOST,
+    MAX_S,
+    PATH,
+    URL,
+    WORD,
+    Contradiction,
+    check,
+    knob,
+)
 from common.config.learning import AlgorithmSection, LearnerSection
-from common.config.offline import DpoSection, EvolveSection
-from common.config.simulator import TwinSection
-from common.errors import ConfigError
-
-
-def _require(condition: bool, key: str, value: object, law: str) -> None:
-    if not condition:
-        raise ConfigError(f"{key}={value!r}: {law}")
+from common.config.offline import DpoSection, EvolveSection, SftSection
+from common.config.simulator import SimulatorSection
 
 
 class TrainMode(StrEnum):
@@ -50,181 +57,174 @@ class WandbMode(StrEnum):
     DISABLED = "disabled"
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunSection:
     """Where the run lives and what makes it repeatable."""
 
-    name: str = "quickstart"  # directory below `dir`
-    dir: str = "runs"
-    seed: int = 0
-    resume: Resume = Resume.AUTO
-    stop_timeout_s: float = 0.0  # for the learner to save at a stop; 0: follow what was measured
+    name: str = knob("quickstart", "directory below run.dir", form=FILE_NAME)
+    dir: str = knob("runs", "directory of all runs", form=PATH)
+    seed: int = knob(0, "of everything that is drawn", ge=0, lt=2**32)
+    resume: Resume = knob(Resume.AUTO, "what happens if the run's directory is in use")
+    stop_timeout_s: float = knob(
+        0.0, "seconds for the learner to save at a stop; 0: what was measured", ge=0, le=MAX_S
+    )
 
-    def __post_init__(self) -> None:
-        _require(self.stop_timeout_s >= 0, "run.stop_timeout_s", self.stop_timeout_s, ">= 0")
 
-
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSection:
     """How long, and how the roles interleave."""
 
-    mode: TrainMode = TrainMode.ASYNC
-    num_steps: int = 100  # optimizer steps, so versions published after v0
-
-    def __post_init__(self) -> None:
-        _require(self.num_steps >= 0, "train.num_steps", self.num_steps, "must be >= 0")
+    mode: TrainMode = knob(TrainMode.ASYNC, "whether actors and learner overlap")
+    num_steps: int = knob(100, "optimizer steps, so versions published after v0", ge=0, le=10**10)
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSection:
     """The policy: a transformers checkpoint directory, loaded by path."""
 
-    path: str = MISSING
-    dtype: str = "bfloat16"  # of the engine and of what is published
+    path: str = knob(MISSING, "directory with config.json, weights and tokenizer", form=PATH)
+    dtype: str = knob(
+        "bfloat16",
+        "of the engine and of what is published",
+        one_of=("bfloat16", "float16", "float32"),
+    )
 
-    def __post_init__(self) -> None:
-        allowed = ("bfloat16", "float16", "float32")
-        _require(self.dtype in allowed, "model.dtype", self.dtype, f"one of {allowed}")
 
-
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GroupsSection:
     """How episodes are grouped for a step."""
 
-    size: int = 8  # episodes of one prompt
-    per_step: int = 16  # groups with signal in one optimizer step
-    min_size: int = 4  # survivors below which a damaged group is given up
-    max_oversample: float = 3.0  # open at most this many times per_step groups for one step
-    straggler_factor: float = 0.0  # re-issue beyond this x the p95 of episode seconds; 0: never
-    straggler_min_s: float = 30.0  # but not before
+    size: int = knob(8, "episodes of one prompt", ge=2, le=4096)
+    per_step: int = knob(16, "groups with signal in one optimizer step", ge=1, le=10**5)
+    min_size: int = knob(4, "survivors below which a damaged group is given up", ge=2, le=4096)
+    max_oversample: float = knob(
+        3.0, "open at most this many times groups.per_step for one step", ge=1, le=1000
+    )
+    straggler_factor: float = knob(
+        0.0, "re-issue beyond this x the p95 of episode seconds; 0: never", also=0, ge=1, le=1000
+    )
+    straggler_min_s: float = knob(30.0, "seconds before which none is", gt=0, le=MAX_S)
 
-    def __post_init__(self) -> None:
-        _require(self.size >= 2, "groups.size", self.size, "must be >= 2")
-        _require(self.per_step >= 1, "groups.per_step", self.per_step, "must be >= 1")
-        law = "must be between 2 and groups.size"
-        _require(2 <= self.min_size <= self.size, "groups.min_size", self.min_size, law)
-        _require(self.max_oversample >= 1, "groups.max_oversample", self.max_oversample, ">= 1")
-        factor = self.straggler_factor
-        law = "0 (off) or >= 1"
-        _require(factor == 0 or factor >= 1, "groups.straggler_factor", factor, law)
-        _require(self.straggler_min_s > 0, "groups.straggler_min_s", self.straggler_min_s, "> 0")
+    def contradictions(self) -> Iterator[Contradiction]:
+        """Yield values that do not go together."""
+        if self.min_size > self.size:
+            yield "min_size", self.min_size, f"must be at most groups.size={self.size}"
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerSection:
     """The centre's control plane."""
 
-    host: str = "127.0.0.1"
-    port: int = 0  # 0: a free one, written to the run directory
-    max_ahead_steps: int = 1  # batches of groups that may be open beyond the current one
-    heartbeat_s: float = 1.0
-    dead_after_s: float = 20.0  # silence after which an actor's leases are issued again
-    max_attempts: int = 3  # issues of one episode before it counts as failed
-    max_failed_frac: float = 0.2  # of the last 200 episodes; more ends the run
-    gate_margin: float = 1.5  # x group seconds / step seconds is opened ahead; 0: max_ahead_steps
-    max_stretch: float = 2.0  # x learner.max_lag_steps, for horizons whose episodes outlast it
-    size_leases: bool = True  # an actor holds no more than it finishes before it is stale
+    host: str = knob("127.0.0.1", "address to listen on", form=HOST)
+    port: int = knob(0, "0: a free one, written to the run directory", ge=0, le=65535)
+    max_ahead_steps: int = knob(
+        1, "batches of groups that may be open beyond the current one", ge=0, le=1000
+    )
+    heartbeat_s: float = knob(1.0, "seconds between two signs of life", gt=0, le=3600)
+    dead_after_s: float = knob(
+        20.0, "seconds of silence after which an actor's leases are issued again", gt=0, le=MAX_S
+    )
+    max_attempts: int = knob(3, "issues of one episode before it counts as failed", ge=1, le=1000)
+    max_failed_frac: float = knob(0.2, "of the last 200 episodes; more ends the run", ge=0, le=1)
+    gate_margin: float = knob(
+        1.5,
+        "x group seconds / step seconds is opened ahead; 0: max_ahead_steps",
+        also=0,
+        ge=1,
+        le=1000,
+    )
+    max_stretch: float = knob(
+        2.0, "x learner.max_lag_steps, for horizons whose episodes outlast it", ge=1, le=1000
+    )
+    size_leases: bool = knob(True, "an actor holds no more than it finishes before it is stale")
 
-    def __post_init__(self) -> None:
-        margin = self.gate_margin
-        law = "0 (off) or >= 1"
-        _require(margin == 0 or margin >= 1, "scheduler.gate_margin", margin, law)
-        _require(self.max_stretch >= 1, "scheduler.max_stretch", self.max_stretch, "must be >= 1")
-        ahead = self.max_ahead_steps
-        _require(ahead >= 0, "scheduler.max_ahead_steps", ahead, "must be >= 0")
+    def contradictions(self) -> Iterator[Contradiction]:
+        """Yield values that do not go together."""
+        if self.dead_after_s <= self.heartbeat_s:
+            law = f"must be > scheduler.heartbeat_s={self.heartbeat_s:g}"
+            yield "dead_after_s", self.dead_after_s, law
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ActorSection:
     """Generation and interaction."""
 
-    num_actors: int = 1  # started by the launcher; more may join at any time
-    name: str = ""  # of an actor started alone; "": made from host and pid
-    max_concurrent: int = 64  # episodes at once in one actor
-    adapt_concurrency: bool = True  # fewer while its engine cannot keep up; never in sync mode
-    min_concurrent: int = 1  # but so many always
-    max_model_len: int = 512  # tokens; an episode that would exceed it ends as context_full
-    max_turn_tokens: int = 16  # sampled tokens per turn
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    kv_cache_gib: int = 1  # CPU engine only
-    kv_cache_blocks: int = 0  # of the engine's own size; 0: as many as the memory holds
-    gpu_memory_frac: float = 0.85
-    tensor_parallel_size: int = 1
-    enforce_eager: bool = True
-    turn_timeout_s: float = 300.0
-    episode_timeout_s: float = 1800.0
-    env_timeout_s: float = 60.0
-    start_timeout_s: float = 300.0
-    delivery_window: int = 256  # unacknowledged trajectories before episodes wait
+    num_actors: int = knob(1, "started by the launcher; more may join at any time", ge=0, le=10_000)
+    name: str = knob("", 'of an actor started alone; "": made from host and pid')
+    max_concurrent: int = knob(64, "episodes at once in one actor", ge=1, le=10**5)
+    adapt_concurrency: bool = knob(
+        True, "fewer at once while its engine cannot keep up; never in sync mode"
+    )
+    min_concurrent: int = knob(1, "but so many always", ge=1, le=10**5)
+    max_model_len: int = knob(
+        512, "tokens; an episode that would exceed it ends as context_full", ge=16, le=10**8
+    )
+    max_turn_tokens: int = knob(16, "sampled tokens per turn", ge=1, le=10**7)
+    temperature: float = knob(1.0, "of sampling; the learner divides by it, too", gt=0, le=100)
+    top_p: float = knob(1.0, "1: all tokens; else the importance ratio is biased", ge=1, le=1)
+    top_k: int = knob(-1, "-1: all tokens; else the importance ratio is biased", ge=-1, le=-1)
+    kv_cache_gib: int = knob(1, "GiB, of the CPU engine only", ge=1, le=10_000)
+    kv_cache_blocks: int = knob(
+        0, "of the engine's own size; 0: as many as the memory holds", ge=0, le=10**9
+    )
+    gpu_memory_frac: float = knob(0.85, "of the device's memory, for the engine", gt=0, le=1)
+    tensor_parallel_size: int = knob(1, "devices of one engine", ge=1, le=64)
+    enforce_eager: bool = knob(True, "no compiled graphs: slower, but up at once")
+    turn_timeout_s: float = knob(300.0, "seconds for one turn's tokens", gt=0, le=MAX_S)
+    episode_timeout_s: float = knob(1800.0, "seconds for a whole episode", gt=0, le=MAX_S)
+    env_timeout_s: float = knob(60.0, "seconds for one answer of the hub", gt=0, le=MAX_S)
+    start_timeout_s: float = knob(300.0, "seconds for the engine to come up", gt=0, le=MAX_S)
+    delivery_window: int = knob(
+        256, "unacknowledged trajectories before episodes wait", ge=1, le=10**6
+    )
 
-    def __post_init__(self) -> None:
-        truncation = "truncated sampling biases the importance ratio; training needs"
-        _require(self.top_p == 1.0, "actor.top_p", self.top_p, f"{truncation} 1.0")
-        _require(self.top_k == -1, "actor.top_k", self.top_k, f"{truncation} -1")
-        _require(self.temperature > 0, "actor.temperature", self.temperature, "must be > 0")
-        _require(self.num_actors >= 0, "actor.num_actors", self.num_actors, "must be >= 0")
-        _require(self.max_concurrent > 0, "actor.max_concurrent", self.max_concurrent, "> 0")
-        law = "must be between 1 and actor.max_concurrent"
-        is_bounded = 1 <= self.min_concurrent <= self.max_concurrent
-        _require(is_bounded, "actor.min_concurrent", self.min_concurrent, law)
-        _require(self.kv_cache_blocks >= 0, "actor.kv_cache_blocks", self.kv_cache_blocks, ">= 0")
+    def contradictions(self) -> Iterator[Contradiction]:
+        """Yield values that do not go together."""
+        if self.min_concurrent > self.max_concurrent:
+            law = f"must be at most actor.max_concurrent={self.max_concurrent}"
+            yield "min_concurrent", self.min_concurrent, law
+        if self.max_turn_tokens >= self.max_model_len:
+            law = f"must be < actor.max_model_len={self.max_model_len}"
+            yield "max_turn_tokens", self.max_turn_tokens, law
+        if self.episode_timeout_s < self.turn_timeout_s:
+            law = f"must be >= actor.turn_timeout_s={self.turn_timeout_s:g}"
+            yield "episode_timeout_s", self.episode_timeout_s, law
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EnvhubSection:
     """The environment service."""
 
-    envs: list[str] = field(default_factory=list[str])  # to serve; []: those of the tasks
-    host: str = "127.0.0.1"
-    port: int = 0  # 0: a free one
-    url: str = ""  # use this hub instead of starting one
-    token: str = ""  # of a hub started alone; "": none is asked for. A run has a key of its own
-    style: str = "compact"  # compact | agentgym: how observations are worded
-    session_lease_s: float = 600.0
-    capacity: int = 4096  # sessions per environment
-    step_timeout_s: float = 30.0
-
-    def __post_init__(self) -> None:
-        _require(self.style in ("compact", "agentgym"), "envhub.style", self.style, "no such style")
-
-
-@dataclass(slots=True, kw_only=True)
-class SftSection:
-    """Supervised warm start from demonstrations."""
-
-    output: str = "configs/policies/tiny"
-    demonstrations: str = ""  # AgentTraj-format JSON lines; "": made from the environments' experts
-    num_demonstrations: int = 6000
-    expert_subsets: list[str] = field(default_factory=list[str])  # [] : all of the tasks
-    min_reward: float = 0.0  # episodes worth less are left out
-    max_episodes: int = 0  # the newest ones of what is left; 0: all
-    random_frac: float = 0.3  # share of episodes of uniform valid play over the whole mixture
-    num_epochs: int = 3
-    batch_tokens: int = 4096
-    lr: float = 1e-3  # with learner.optimizer=muon: of embeddings, head and norms
-    muon_lr: float = 0.02  # learner.optimizer=muon: of the hidden matrices
-    hidden_size: int = 128  # of a policy made from nothing
-    num_layers: int = 4
-    num_heads: int = 4
-    num_kv_heads: int = 2
-    intermediate_size: int = 512
-    vocab_size: int = 640
-    from_scratch: bool = True  # make tokenizer and weights; False: start from model.path
+    envs: list[str] = knob([], "names to serve; []: those of the tasks", form=ENV_NAME)
+    host: str = knob("127.0.0.1", "address to listen on", form=HOST)
+    port: int = knob(0, "0: a free one", ge=0, le=65535)
+    url: str = knob("", 'use this hub; "": start one', form=URL, also="")
+    token: str = knob(
+        "", 'of a hub started alone; "": none is asked for. A run has a key of its own'
+    )
+    style: str = knob("compact", "how observations are worded", one_of=("compact", "agentgym"))
+    session_lease_s: float = knob(
+        600.0, "seconds without a request after which a session is closed", gt=0, le=MAX_S
+    )
+    capacity: int = knob(4096, "sessions per environment", ge=1, le=10**6)
+    step_timeout_s: float = knob(30.0, "seconds for one step of an environment", gt=0, le=MAX_S)
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LogSection:
     """What is shown and where metrics go."""
 
-    wandb: WandbMode = WandbMode.AUTO
-    wandb_project: str = "longstride"
-    level: str = "INFO"
-    live: bool = True  # the terminal display, when there is a terminal
+    wandb: WandbMode = knob(WandbMode.AUTO, "where metrics go beside metrics.jsonl")
+    wandb_project: str = knob("longstride", "project of Weights & Biases", form=WORD)
+    level: str = knob(
+        "INFO",
+        "least level that is logged",
+        one_of=("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"),
+    )
+    live: bool = knob(True, "the terminal display, when there is a terminal")
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
     """A whole run. `OmegaConf.structured(RunConfig)` is the schema that all else is merged into."""
 
@@ -247,11 +247,15 @@ class RunConfig:
     sft: SftSection = field(default_factory=SftSection)
     dpo: DpoSection = field(default_factory=DpoSection)
     evolve: EvolveSection = field(default_factory=EvolveSection)
-    twin: TwinSection = field(default_factory=TwinSection)
+    simulator: SimulatorSection = field(default_factory=SimulatorSection)
     log: LogSection = field(default_factory=LogSection)
 
     def __post_init__(self) -> None:
-        check_curriculum(self.horizon, self.tasks)
+        check(self)
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        """Yield values of different sections that do not go together."""
+        yield from contradictions_of_tasks(self.horizon, self.tasks)
 
 
 def published_version(cfg: RunConfig, version: int) -> int:

@@ -25,7 +25,7 @@ RUN_S = 1800.0  # for one run, its start included
 NUM_STEPS = 14
 GROUP_SIZE = 4
 WARM_UP_STEPS = 2  # that wait for engines and first episodes
-MIN_TWIN_RATIO = 2.0
+MIN_SIMULATED_RATIO = 2.0
 MIN_RUN_RATIO = 1.6
 NUM_TURNS, TURN_S, SIGMA, TAIL_FRAC, TAIL_FACTOR = 4, 0.3, 0.4, 0.02, 10.0
 
@@ -54,17 +54,17 @@ SLOW_ENV = (
     "learner.lr=1e-7",  # nobody can learn anything here, and what is learnt would only disturb
     "learner.muon_lr=1e-7",
 )
-SAME_IN_TWIN = (
-    "twin.hours=0.25",
-    f"twin.turn_s={TURN_S}",
-    "twin.env_s=0",
-    f"twin.turn_sigma={SIGMA}",
-    f"twin.num_turns={NUM_TURNS}",
-    "twin.num_turns_sigma=0",
-    f"twin.tail_frac={TAIL_FRAC}",
-    f"twin.tail_factor={TAIL_FACTOR:g}",
-    "twin.step_s=0.2",
-    "twin.turn_tokens=20",
+SAME_IN_SIMULATOR = (
+    "simulator.hours=0.25",
+    f"simulator.turn_s={TURN_S}",
+    "simulator.env_s=0",
+    f"simulator.turn_sigma={SIGMA}",
+    f"simulator.num_turns={NUM_TURNS}",
+    "simulator.num_turns_sigma=0",
+    f"simulator.tail_frac={TAIL_FRAC}",
+    f"simulator.tail_factor={TAIL_FACTOR:g}",
+    "simulator.step_s=0.2",
+    "simulator.turn_tokens=20",
 )
 LEGEND = (
     f"Episodes of {NUM_TURNS} turns, each of {TURN_S:g} s, log-normal with sigma {SIGMA:g}.\n"
@@ -74,32 +74,36 @@ LEGEND = (
 
 
 def run_suite(out: TextIO) -> int:
-    """Compare both modes in the twin and in real runs; return 1 when a promise is not kept.
+    """Compare both modes in the simulator and in real runs; return 1 when a promise is not kept.
 
     Takes about four minutes, most of them waiting.
     """
     table = BenchTable(out=out)
     out.write(LEGEND)
-    table.attempt("async over sync in the twin", lambda: add_twin(table))
+    table.attempt("async over sync in the simulator", lambda: add_simulated(table))
     with tempfile.TemporaryDirectory(prefix="longstride-tail-") as folder:
         table.attempt("async over sync in real runs", lambda: add_runs(table, Path(folder)))
     return table.finish()
 
 
-def add_twin(table: BenchTable) -> None:
+def add_simulated(table: BenchTable) -> None:
     """Simulate both modes and write their ratio."""
     modes = [TrainMode.ASYNC, TrainMode.SYNC]
     with quiet_scheduler():
         predictions = [predict(mode) for mode in modes]
     ratio = predictions[0].trained_per_h / predictions[1].trained_per_h
-    table.add(_figure("in the twin", ratio, MIN_TWIN_RATIO, [p.trained_per_h for p in predictions]))
+    table.add(
+        _figure(
+            "in the simulator", ratio, MIN_SIMULATED_RATIO, [p.trained_per_h for p in predictions]
+        )
+    )
 
 
 def predict(mode: TrainMode) -> Prediction:
-    """Return what the twin says of a mode."""
-    cfg = load_config("quickstart", [*BASE, *SAME_IN_TWIN], root=ROOT)
+    """Return what the simulator says of a mode."""
+    cfg = load_config("quickstart", [*BASE, *SAME_IN_SIMULATOR], root=ROOT)
     cfg = replace(cfg, train=replace(cfg.train, mode=mode))
-    return World(cfg, SampledWorkload(cfg.twin)).run()
+    return World(cfg, SampledWorkload(cfg.simulator)).run()
 
 
 def add_runs(table: BenchTable, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""The actors of a twin: they ask, play what they get, deliver, die and come back."""
+"""The actors of a simulation: they ask, play what they get, deliver, die and come back."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -82,7 +82,7 @@ class Fleet:
             deliver: takes an episode that ended.
             wait_in_row: tells the scheduler's own row that this actor asks all the time.
         """
-        twin = cfg.twin
+        simulator = cfg.simulator
         self._cfg, self._core, self._workload = cfg, core, workload
         self._agenda, self._rng = agenda, rng
         self._deliver, self._wait_in_row = deliver, wait_in_row
@@ -95,13 +95,13 @@ class Fleet:
         self.version = 0
         self.num_deaths = 0
         self.num_started = 0
-        num = twin.num_actors or cfg.actor.num_actors
+        num = simulator.num_actors or cfg.actor.num_actors
         self.actors = [
-            SimActor(name=f"actor-{i}", slowness=rng.lognormvariate(0.0, twin.speed_sigma))
+            SimActor(name=f"actor-{i}", slowness=rng.lognormvariate(0.0, simulator.speed_sigma))
             for i in range(num)
         ]
         for i, actor in enumerate(self.actors):
-            agenda.at(twin.join_s * i / num, self._join, actor)
+            agenda.at(simulator.join_s * i / num, self._join, actor)
 
     # --- joining and dying --------------------------------------------------------------------
 
@@ -117,8 +117,8 @@ class Fleet:
                 version=self.version,
             ),
         )
-        if self._cfg.twin.mtbf_h > 0:
-            life_s = self._rng.expovariate(1 / (3600.0 * self._cfg.twin.mtbf_h))
+        if self._cfg.simulator.mtbf_h > 0:
+            life_s = self._rng.expovariate(1 / (3600.0 * self._cfg.simulator.mtbf_h))
             self._agenda.at(life_s, self._die, actor)
         self._ask(actor)
         self.wake()
@@ -129,7 +129,7 @@ class Fleet:
         actor.is_alive = False
         actor.held.clear()
         self._row.pop(actor.name, None)
-        self._agenda.at(self._cfg.twin.restart_s, self._join, actor)
+        self._agenda.at(self._cfg.simulator.restart_s, self._join, actor)
 
     def roll_call(self) -> list[str]:
         """Return who is alive; those who hold episodes that may be revoked send a heartbeat."""
@@ -208,15 +208,15 @@ class Fleet:
     # --- playing ------------------------------------------------------------------------------
 
     def _start(self, actor: SimActor, leases: list[Lease]) -> None:
-        twin, now = self._cfg.twin, self._agenda.now_s
+        simulator, now = self._cfg.simulator, self._agenda.now_s
         if not actor.held:
             actor.busy_since_s = now
         num_others = len(actor.held) + len(leases) - 1
-        factor = actor.slowness * (1.0 + twin.slot_slowdown * num_others)
+        factor = actor.slowness * (1.0 + simulator.slot_slowdown * num_others)
         for lease in leases:
             play = self._play_of(lease)
             seconds, end_reason = factor * play.wall_s, play.end_reason
-            if twin.failed_frac and self._rng.random() < twin.failed_frac:
+            if simulator.failed_frac and self._rng.random() < simulator.failed_frac:
                 seconds, end_reason = seconds * self._rng.random(), EndReason.ENV_ERROR
             elif seconds > lease.deadline_s:
                 seconds, end_reason = lease.deadline_s, EndReason.DEADLINE

@@ -26,7 +26,7 @@ BOTH = "both"
 
 
 def run(cfg: RunConfig, out: TextIO) -> int:
-    """Simulate, write the table to `out` and all of it to `twin.output`; return the exit code.
+    """Simulate, write the table to `out` and all of it to `simulator.output`; return the exit code.
 
     The same configuration and seed give the same answer. Exit code 1: a real run would have
     ended by an error, which the table names.
@@ -36,7 +36,7 @@ def run(cfg: RunConfig, out: TextIO) -> int:
     """
     if not cfg.tasks:
         raise ConfigError("tasks=[]: name at least one")
-    measured = load_measured(Path(cfg.twin.compare)) if cfg.twin.compare else None
+    measured = load_measured(Path(cfg.simulator.compare)) if cfg.simulator.compare else None
     workload = make_workload(cfg)
     with quiet_scheduler():
         predictions = [World(each, workload).run() for each in _modes(cfg)]
@@ -48,15 +48,15 @@ def run(cfg: RunConfig, out: TextIO) -> int:
         compared = compare(predictions[0], measured) if measured else []
         if compared:
             out.write("\n" + format_comparison(compared))
-        is_searched = cfg.twin.search and predictions[0].mode == TrainMode.ASYNC
+        is_searched = cfg.simulator.search and predictions[0].mode == TrainMode.ASYNC
         advice = advise(_modes(cfg)[0], workload) if is_searched else None
         if advice is not None:
             out.write("\n" + format_advice(advice))
-    path = Path(cfg.twin.output)
+    path = Path(cfg.simulator.output)
     path.parent.mkdir(parents=True, exist_ok=True)
     findings = to_json(
         predictions,
-        settings=asdict(cfg.twin),
+        settings=asdict(cfg.simulator),
         compared=compared,
         advice=advice,
         async_over_sync=ratio,
@@ -68,14 +68,14 @@ def run(cfg: RunConfig, out: TextIO) -> int:
 
 def make_workload(cfg: RunConfig) -> Workload:
     """Return what episodes and steps take: a run's, or sampled."""
-    if cfg.twin.from_run:
-        return load_workload(Path(cfg.twin.from_run), cfg.algorithm)
-    return SampledWorkload(cfg.twin)
+    if cfg.simulator.from_run:
+        return load_workload(Path(cfg.simulator.from_run), cfg.algorithm)
+    return SampledWorkload(cfg.simulator)
 
 
 def _modes(cfg: RunConfig) -> list[RunConfig]:
     """Return the configuration in every mode that is asked for."""
-    wish = cfg.twin.mode or cfg.train.mode.value
+    wish = cfg.simulator.mode or cfg.train.mode.value
     modes = [TrainMode.ASYNC, TrainMode.SYNC] if wish == BOTH else [TrainMode(wish)]
     return [replace(cfg, train=replace(cfg.train, mode=mode)) for mode in modes]
 

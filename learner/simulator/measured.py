@@ -23,7 +23,7 @@ MIN_STEPS = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """The pace of a run, as the twin predicts it."""
+    """The pace of a run, as the simulator predicts it."""
 
     num_steps: int
     steps_per_h: float
@@ -105,7 +105,7 @@ def load_workload(path: Path, algorithm: AlgorithmSection) -> MeasuredWorkload:
     for stage, version, members in seen.values():
         groups.setdefault(stage, []).append((version, members))
     if not groups:
-        raise ConfigError(f"twin.from_run={path}: the journal holds no training episode")
+        raise ConfigError(f"simulator.from_run={path}: the journal holds no training episode")
     return MeasuredWorkload(groups, steps)
 
 

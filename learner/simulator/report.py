@@ -1,4 +1,4 @@
-"""The twin's findings as text for people and as JSON."""
+"""The simulator's findings as text for people and as JSON."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -116,7 +116,7 @@ def to_json(
     advice: Advice | None,
     async_over_sync: float | None,
 ) -> dict[str, Any]:
-    """Return what twin.json holds."""
+    """Return what simulation.json holds."""
     return {
         "settings": settings,
         "predictions": [each.to_json() for each in predictions],

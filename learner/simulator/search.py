@@ -49,7 +49,7 @@ def advise(cfg: RunConfig, workload: Workload) -> Advice:
     All trials are at the longest horizon, which a run that is long enough spends most time at.
     """
     cfg = _at_longest_horizon(cfg)
-    num_actors = cfg.twin.num_actors or cfg.actor.num_actors
+    num_actors = cfg.simulator.num_actors or cfg.actor.num_actors
     ahead: dict[int, Prediction] = {}
     for value in sorted({*AHEAD_STEPS, max(1, cfg.scheduler.max_ahead_steps)}):
         ahead[value] = _try(_with_ahead(cfg, value, max_lag_steps=4 * value + 8), workload)
@@ -83,9 +83,9 @@ def advise(cfg: RunConfig, workload: Workload) -> Advice:
 
 
 def _try(cfg: RunConfig, workload: Workload) -> Prediction:
-    num = min(MAX_EPISODES, cfg.twin.max_episodes)
-    cfg = replace(cfg, twin=replace(cfg.twin, hours=MAX_HOURS, max_episodes=num))
-    return World(cfg, workload, max_steps=cfg.twin.search_steps).run()
+    num = min(MAX_EPISODES, cfg.simulator.max_episodes)
+    cfg = replace(cfg, simulator=replace(cfg.simulator, hours=MAX_HOURS, max_episodes=num))
+    return World(cfg, workload, max_steps=cfg.simulator.search_steps).run()
 
 
 def _least(predictions: dict[int, Prediction]) -> int:
@@ -121,7 +121,7 @@ def _with_ahead(cfg: RunConfig, value: int, *, max_lag_steps: int) -> RunConfig:
 
 
 def _with_actors(cfg: RunConfig, value: int) -> RunConfig:
-    return replace(cfg, twin=replace(cfg.twin, num_actors=value))
+    return replace(cfg, simulator=replace(cfg.simulator, num_actors=value))
 
 
 def _with_size(cfg: RunConfig, value: int) -> RunConfig:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Protocol
 
-from common.config.simulator import TwinSection
+from common.config.simulator import SimulatorSection
 from common.wire.messages import EndReason
 
 
@@ -42,7 +42,7 @@ class SampledWorkload:
     solves with probability 0.9 gives a group of eight without signal with 0.9^8 + 0.1^8.
     """
 
-    def __init__(self, cfg: TwinSection) -> None:
+    def __init__(self, cfg: SimulatorSection) -> None:
         self._cfg = cfg
         self._mean_log_turns = math.log(cfg.num_turns)
         self._mean_log_turn_s = math.log(cfg.turn_s + cfg.env_s)

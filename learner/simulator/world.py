@@ -53,7 +53,7 @@ class World:
         Args:
             max_steps: end after so many, as if the run went on; 0: as the configuration says.
         """
-        self._cfg = for_twin(cfg, is_endless=max_steps > 0)
+        self._cfg = for_simulation(cfg, is_endless=max_steps > 0)
         self._max_steps = max_steps or self._cfg.train.num_steps
         self._workload = workload
         self._agenda = Agenda()
@@ -90,8 +90,8 @@ class World:
 
     def run(self) -> Prediction:
         """Let it happen until the hours, the steps or the episodes are used up."""
-        twin = self._cfg.twin
-        end_s = 3600.0 * (twin.hours or MAX_HOURS)
+        simulator = self._cfg.simulator
+        end_s = 3600.0 * (simulator.hours or MAX_HOURS)
         try:
             self._agenda.run_until(end_s, is_over=self._is_over)
         except LongstrideError as e:
@@ -99,7 +99,7 @@ class World:
         return self._prediction()
 
     def _is_over(self) -> bool:
-        is_full = self._tally.num_arrived >= self._cfg.twin.max_episodes
+        is_full = self._tally.num_arrived >= self._cfg.simulator.max_episodes
         return is_full or self._core.version >= self._max_steps
 
     # --- the learner's ear --------------------------------------------------------------------
@@ -109,7 +109,7 @@ class World:
 
     def _deliver(self, arrival: Arrival) -> None:
         if not self._inbox:
-            self._agenda.at(self._cfg.twin.delivery_s, self._take_in)
+            self._agenda.at(self._cfg.simulator.delivery_s, self._take_in)
         self._inbox.append(arrival)
 
     def _take_in(self) -> None:
@@ -329,10 +329,10 @@ class World:
         )
 
 
-def for_twin(cfg: RunConfig, *, is_endless: bool = False) -> RunConfig:
+def for_simulation(cfg: RunConfig, *, is_endless: bool = False) -> RunConfig:
     """Return the configuration as simulated: no evaluation but the stream's, no last step."""
     evaluation = replace(cfg.eval, before=False, after=False)
-    num_steps = ENDLESS_STEPS if is_endless or cfg.twin.hours else cfg.train.num_steps
+    num_steps = ENDLESS_STEPS if is_endless or cfg.simulator.hours else cfg.train.num_steps
     return replace(cfg, eval=evaluation, train=replace(cfg.train, num_steps=num_steps))
 
 

@@ -13,6 +13,7 @@ from common.config.envs import EnvsSection
 from common.repository import ROOT
 from envhub.catalogue.registry import Registry
 from envhub.env import Style
+from tests.configs import edited
 from tests.envhub.envs.test_sqlgym import ASKED, CREATE_PETS, PETS
 from tests.envhub.envs.test_textcraft_recipes import METAL, WOOD
 
@@ -49,10 +50,15 @@ def write(folder: Path, *, is_reversed: bool) -> Path:
 
 def registry_of(folder: Path) -> Registry:
     options = EnvsSection()
-    options.textcraft.recipes_dir = str(folder / "recipes")
-    options.searchqa.questions_dir = str(folder / "questions")
-    options.searchqa.corpus = str(folder / "passages" / "corpus.jsonl")
-    options.sqlgym.bird_dir = str(folder / "bird")
+    options = edited(
+        options,
+        {
+            "textcraft.recipes_dir": str(folder / "recipes"),
+            "searchqa.questions_dir": str(folder / "questions"),
+            "searchqa.corpus": str(folder / "passages" / "corpus.jsonl"),
+            "sqlgym.bird_dir": str(folder / "bird"),
+        },
+    )
     return Registry(["textcraft", "searchqa", "sqlgym"], options)
 
 

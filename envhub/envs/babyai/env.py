@@ -214,7 +214,7 @@ def _code(thing) -> int:
 def make_spec(options: EnvsSection) -> EnvSpec:
     """Returns BabyAI's catalogue entry."""
     make = partial(BabyAiEnv, options=options.babyai)
-    if options.babyai.agentgym_rules:
+    if options.babyai.agentgym_rules or options.agentgym_rules:
         from envhub.envs.babyai.agentgym_env import AgentGymBabyAiEnv  # imports this module
 
         make = partial(AgentGymBabyAiEnv, options=options.babyai)

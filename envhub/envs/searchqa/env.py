@@ -141,14 +141,15 @@ def make_spec(options: EnvsSection) -> EnvSpec:
     Raises:
         ConfigError: there are no questions.
     """
-    shared = Library(options.searchqa)
+    is_retry = options.searchqa.retry or options.agentgym_rules
+    shared = Library(replace(options.searchqa, retry=is_retry))
     subsets = shared.bank().subsets()
     if not subsets:
         raise ConfigError(" ".join(library.faults(options.searchqa)) or "no questions")
     return EnvSpec(
         name="searchqa",
         subsets=subsets,
-        instruction=prompts.instructions(is_retry=options.searchqa.retry),
+        instruction=prompts.instructions(is_retry=is_retry),
         make=lambda style: SearchqaEnv(style, shared, subsets),
         tasks=_tasks(subsets),
         isolation=Isolation.WORKER,

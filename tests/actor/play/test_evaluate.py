@@ -23,6 +23,7 @@ from common.store.journal import read_journal
 from common.store.run_dir import RunDir
 from common.wire.heldout import HeldOutItem
 from tests.actor.toy_servers import ToyEndpoint, ToyHub, serve
+from tests.configs import edited
 
 
 @dataclass
@@ -80,7 +81,7 @@ def test_samples_are_scored_written_and_said(tmp_path: Path) -> None:
     with stage(tmp_path) as s:
         s.endpoint.script = ["wait"] * 6  # the first two episodes never go on
         cfg = s.config(k=2)
-        cfg.policy.max_concurrent = 1
+        cfg = edited(cfg, {"policy.max_concurrent": 1})
         assert s.evaluate(cfg, [0, 1]) == 0
         overall = s.entries[0]["overall"]
     assert (overall["num_items"], overall["num_episodes"], overall["num_failed"]) == (2, 4, 0)

@@ -82,10 +82,10 @@ def test_one_field_of_one_task_can_be_overridden(repository: Path) -> None:
         ("tasks[99].weight=1", "tasks[99].weight=1: tasks has 9 entries"),
         ("tasks=[{env: a, subset: b, wieght: 2}]", "tasks[0].wieght=2: no such key"),
         ("tasks=[{env: a}]", "tasks[0].subset is not set"),
-        ("tasks=[{env: a, subset: b}, {env: a, subset: b}]", "tasks=a/b: is there twice"),
+        ("tasks=[{env: a, subset: b}, {env: a, subset: b}]", "tasks='a/b': is there twice"),
         ("learner=3", "learner=3: expects a section"),
         ("learner.lr", "learner.lr: an override is key=value"),
-        ("groups.size=1", "groups.size=1: must be >= 2"),
+        ("groups.size=1", "groups.size=1: must be in [2, 4096]"),
         ("log.live=[1", "not valid YAML"),
     ],
 )

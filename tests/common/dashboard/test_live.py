@@ -19,6 +19,7 @@ from common.dashboard.run_view import view_run
 from common.launch.lock import hold_run
 from common.store.run_dir import RunDir
 from common.store.run_start import mark_finished
+from tests.configs import edited
 
 STATUS = {
     "phase": "train",
@@ -246,7 +247,7 @@ def test_display_logs_one_line_per_interval_when_there_is_no_terminal(
 
 def test_display_is_plain_on_a_terminal_when_the_user_says_so(tmp_path: Path) -> None:
     cfg = make_config()
-    cfg.log.live = False
+    cfg = edited(cfg, {"log.live": False})
     console = Console(file=io.StringIO(), force_terminal=True)
     assert not LiveDisplay(RunDir(root=tmp_path), cfg, console=console).is_live
 

@@ -18,6 +18,7 @@ from common.store.journal import JournalWriter
 from common.store.run_dir import RunDir
 from common.wire.messages import EndReason, EpisodeKind, Trajectory
 from tests.common.store.test_journal import make_trajectory
+from tests.configs import edited
 
 
 def play(index: int, *, is_success: bool, subset: str = "a") -> Play:
@@ -173,7 +174,7 @@ def test_report_leaves_infrastructure_failures_out_and_counts_them(
 
 def test_report_says_why_an_evaluation_is_absent(tmp_path: Path) -> None:
     cfg = make_config()
-    cfg.eval.after = False
+    cfg = edited(cfg, {"eval.after": False})
     lost = dataclasses.replace(
         make_eval("before-expert", 0, is_success=False),
         end_reason=EndReason.ENV_TIMEOUT,

@@ -50,11 +50,10 @@ def run_sink(root: Path, script: str, **environ: str) -> subprocess.CompletedPro
     head = (
         "import sys, pathlib, logging\n"
         "logging.basicConfig(level='WARNING')\n"
-        "from common.config.run_config import RunConfig\n"
+        "from common.config.run_config import ModelSection, RunConfig\n"
         "from common.store.run_dir import RunDir\n"
         "from common.store.wandb_sink import WandbSink\n"
-        "cfg = RunConfig()\n"
-        "cfg.model.path = 'm'\n"
+        "cfg = RunConfig(model=ModelSection(path='m'))\n"
         "run_dir = RunDir(root=pathlib.Path(sys.argv[1]))\n"
     )
     kept = {k: v for k, v in os.environ.items() if not k.startswith("WANDB") and k != "NETRC"}

@@ -17,6 +17,7 @@ from envhub.catalogue.registry import (
 )
 from envhub.env import Isolation
 from envhub.errors import UnknownEnv
+from tests.configs import edited
 
 
 def test_registry_names_the_nearest_environment():
@@ -123,7 +124,7 @@ def test_environments_own_check_is_asked(tmp_path: Path, monkeypatch: pytest.Mon
     lines = missing_requirements(["checked"])
     assert lines == ["checked: envs.textcraft.recipes_dir is unset"]
     options = EnvsSection()
-    options.textcraft.recipes_dir = "x"
+    options = edited(options, {"textcraft.recipes_dir": "x"})
     assert missing_requirements(["checked"], options) == []
 
 

@@ -7,6 +7,7 @@ from envhub.env import Style, UnknownItem, parse_item
 from envhub.envs.sciworld import catalogue, text
 from envhub.envs.sciworld.catalogue import Variation
 from envhub.envs.sciworld.env import check, make_spec
+from tests.configs import edited
 
 ROOM = """This room is called the hallway. In it, you see:\x20
 \tthe agent
@@ -78,7 +79,7 @@ def test_paper_tasks_have_the_papers_test_sizes_and_existing_items():
 
 def test_check_names_an_unknown_simplification():
     options = EnvsSection()
-    options.sciworld.simplifications = "easy,openDors"
+    options = edited(options, {"sciworld.simplifications": "easy,openDors"})
     assert any("openDors" in line for line in check(options))
 
 

@@ -15,6 +15,7 @@ from common.config.envs import EnvsSection
 from envhub.env import EnvFailure, EnvSpec, Style, UnknownItem
 from envhub.envs.sqlgym.env import check, make_spec
 from envhub.envs.sqlgym.questions import questions
+from tests.configs import edited
 
 ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT MAX(i) FROM n"
 
@@ -54,7 +55,7 @@ ASTRAY = {"db_id": "lost", "question": "?", "evidence": "", "SQL": "SELECT 1"}
 @pytest.fixture(scope="module")
 def spec() -> EnvSpec:
     options = EnvsSection()
-    options.sqlgym.query_timeout_s = 0.2
+    options = edited(options, {"sqlgym.query_timeout_s": 0.2})
     return make_spec(options)
 
 
@@ -73,7 +74,7 @@ def bird_dir(tmp_path: Path) -> Path:
 
 def bird_spec(folder: Path) -> EnvSpec:
     options = EnvsSection()
-    options.sqlgym.bird_dir = str(folder)
+    options = edited(options, {"sqlgym.bird_dir": str(folder)})
     return make_spec(options)
 
 
@@ -299,7 +300,7 @@ def test_broken_gold_and_missing_database_are_failures_not_rewards(bird_dir):
 
 def test_check_names_what_the_bird_folder_lacks(bird_dir):
     options = EnvsSection()
-    options.sqlgym.bird_dir = str(bird_dir)
+    options = edited(options, {"sqlgym.bird_dir": str(bird_dir)})
     assert check(options) == []
     (bird_dir / "dev" / "dev_tables.json").unlink()
     assert [line for line in check(options) if "dev_tables.json is missing" in line]

@@ -17,6 +17,7 @@ from learner.offline.agent_traj import Conversation, Message
 from learner.offline.rows import Row, row_of_conversation
 from learner.offline.scratch import make_policy, make_tokenizer
 from learner.policy.model import load_policy
+from tests.configs import edited
 
 TEXTS = ["you see a red ball", "go to red ball", "you see a blue key", "pick up blue key"]
 TOKENIZER = make_tokenizer(TEXTS * 4, vocab_size=300)
@@ -108,7 +109,7 @@ def test_a_policy_from_nothing_is_written_where_it_can_be_loaded(tmp_path: Path)
     ]
     path.write_text("\n".join(json.dumps(record) for record in records))
     cfg = RunConfig(sft=TINY, learner=LearnerSection(device="cpu"))
-    cfg.sft.output = str(tmp_path / "policy")
+    cfg = edited(cfg, {"sft.output": str(tmp_path / "policy")})
     folder = sft.run(cfg, path)
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     assert tokenizer.chat_template == TOKENIZER.chat_template

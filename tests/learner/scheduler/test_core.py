@@ -13,6 +13,7 @@ from common.wire.messages import (
     WeightsJoin,
 )
 from learner.scheduler.core import SchedulerCore
+from tests.configs import edited
 from tests.learner.scheduler.builders import (
     CATALOGUE,
     Table,
@@ -170,7 +171,9 @@ def test_scheduler_serves_five_thousand_leases_a_second() -> None:
 
 def test_engine_that_holds_the_version_held_back_for_it_gets_work_in_sync_mode() -> None:
     cfg = make_config(per_step=1)
-    cfg.train.mode, cfg.train.num_steps, cfg.learner.hold_back_steps = TrainMode.SYNC, 10, 2
+    cfg = edited(
+        cfg, {"train.mode": TrainMode.SYNC, "train.num_steps": 10, "learner.hold_back_steps": 2}
+    )
     table = Table(cfg)
     table.core.version = 5
     table.hello("actor-0", version=2)
@@ -182,5 +185,5 @@ def test_engine_that_holds_the_version_held_back_for_it_gets_work_in_sync_mode()
 
 def test_published_version_is_held_back_until_the_last_step() -> None:
     cfg = make_config()
-    cfg.train.num_steps, cfg.learner.hold_back_steps = 10, 4
+    cfg = edited(cfg, {"train.num_steps": 10, "learner.hold_back_steps": 4})
     assert [published_version(cfg, version) for version in (0, 4, 5, 9, 10)] == [0, 0, 1, 5, 10]

@@ -37,6 +37,7 @@ from common.wire.messages import (
 from common.wire.security import RunKeys, create_keys
 from common.wire.sockets import connect_dealer
 from learner.scheduler.main import serve
+from tests.configs import edited
 from tests.learner.scheduler.builders import make_config, outcome_of, seen_of
 from tests.learner.scheduler.hub import run_hub
 
@@ -94,7 +95,7 @@ def _serving(cfg: RunConfig, run_dir: RunDir) -> Iterator[Role]:
 
 def _config(hub_url: str) -> RunConfig:
     cfg = make_config(num_steps=1, per_step=1)
-    cfg.envhub.url = hub_url
+    cfg = edited(cfg, {"envhub.url": hub_url})
     return cfg
 
 
@@ -167,7 +168,7 @@ def test_restarted_scheduler_keeps_leases_and_address_but_not_the_epoch(
 
 def test_task_that_the_hub_does_not_have_stops_the_scheduler(hub_url: str, run_dir: RunDir) -> None:
     cfg = _config(hub_url)
-    cfg.tasks[0].subset = "esay"
+    cfg = edited(cfg, {"tasks": [edited(cfg.tasks[0], {"subset": "esay"}), *cfg.tasks[1:]]})
     create_keys(run_dir.keys)
     with pytest.raises(ConfigError, match="nearest is 'easy'"):
         serve(cfg, run_dir, threading.Event())
@@ -201,7 +202,7 @@ def test_killed_scheduler_forgets_no_lease_and_a_terminated_one_exits_0_within_2
     hub_url: str, run_dir: RunDir
 ) -> None:
     cfg = _config(hub_url)
-    cfg.model.path = "unused"
+    cfg = edited(cfg, {"model.path": "unused"})
     context = zmq.Context()
     process = _start(cfg, run_dir)
     try:

@@ -28,6 +28,7 @@ from learner.ingest.replay_point import FROM_THE_START
 from learner.scheduler.core import SchedulerCore
 from learner.scheduler.episodes.audit import ENDED
 from learner.scheduler.episodes.table import EpisodeState
+from tests.configs import edited
 from tests.learner.scheduler.builders import CATALOGUE, Table, make_config, outcome_of, seen_of
 
 ACTORS = ("actor-0", "actor-1", "actor-2")
@@ -74,8 +75,15 @@ class TwoSidesMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         cfg = make_config(size=3, per_step=1, num_steps=1_000, max_attempts=2, max_ahead_steps=2)
-        cfg.groups.straggler_factor, cfg.groups.straggler_min_s = 2.0, 5.0
-        cfg.learner.max_lag_steps, cfg.scheduler.max_stretch = MAX_LAG_STEPS, MAX_STRETCH
+        cfg = edited(
+            cfg,
+            {
+                "groups.straggler_factor": 2.0,
+                "groups.straggler_min_s": 5.0,
+                "learner.max_lag_steps": MAX_LAG_STEPS,
+                "scheduler.max_stretch": MAX_STRETCH,
+            },
+        )
         self.cfg = cfg
         self.table = Table(cfg)
         self.playing: dict[str, dict[str, tuple[Lease, int]]] = {name: {} for name in ACTORS}

@@ -21,6 +21,7 @@ from common.wire.messages import (
 )
 from learner.scheduler.core import SchedulerCore
 from learner.scheduler.episodes.table import EpisodeState, GroupState
+from tests.configs import edited
 from tests.learner.scheduler.builders import (
     CATALOGUE,
     Clock,
@@ -125,7 +126,7 @@ class Life:
 def _new_core(mode: TrainMode, clock: Clock) -> SchedulerCore:
     evaluation = EvalSection(before=False, after=False, every_steps=3, stream_items=4)
     cfg = make_config(mode=mode, size=3, num_steps=1_000, max_ahead_steps=2, evaluation=evaluation)
-    cfg.groups.straggler_factor, cfg.groups.straggler_min_s = 1.0, 3.0
+    cfg = edited(cfg, {"groups.straggler_factor": 1.0, "groups.straggler_min_s": 3.0})
     return SchedulerCore(cfg, CATALOGUE, clock=clock)
 
 

@@ -1,20 +1,20 @@
-"""A small run for the twin."""
+"""A small run for the simulator."""
 
 from dataclasses import replace
 from typing import Any
 
 from common.config.run_config import RunConfig
-from common.config.simulator import TwinSection
+from common.config.simulator import SimulatorSection
 from common.wire.messages import EndReason
 from learner.simulator.workload import Play
 from tests.learner.scheduler.builders import make_config
 
 
-def make_twin(*, num_steps: int = 20, max_ahead_steps: int = 1, **twin: Any) -> RunConfig:
+def make_simulated(*, num_steps: int = 20, max_ahead_steps: int = 1, **simulator: Any) -> RunConfig:
     """Two groups of four a step; horizons 5, 10, 20, two steps each."""
-    section = TwinSection(**{"num_actors": 2, "search_steps": 5, **twin})
+    section = SimulatorSection(**{"num_actors": 2, "search_steps": 5, **simulator})
     cfg = make_config(num_steps=num_steps, max_ahead_steps=max_ahead_steps)
-    return replace(cfg, twin=section)
+    return replace(cfg, simulator=section)
 
 
 def make_play(*, wall_s: float = 1.0, worth: float = 1.0, num_turns: int = 4) -> Play:

@@ -1,4 +1,4 @@
-"""The suite of the long tail: rates by hand, and the promise in the twin."""
+"""The suite of the long tail: rates by hand, and the promise in the simulator."""
 
 import io
 import json
@@ -13,7 +13,7 @@ from learner.simulator.bench_tail import (
     BASE,
     GROUP_SIZE,
     SLOW_ENV,
-    add_twin,
+    add_simulated,
     predict,
     trained_per_h,
 )
@@ -42,6 +42,6 @@ def test_runs_of_the_suite_are_valid_and_use_the_environment_that_waits(reposito
 def test_long_tail_of_the_suite_makes_async_twice_as_fast_in_the_twin() -> None:
     out = io.StringIO()
     table = BenchTable(out=out)
-    add_twin(table)
+    add_simulated(table)
     assert table.failed == []
     assert predict(TrainMode.ASYNC) == predict(TrainMode.ASYNC)

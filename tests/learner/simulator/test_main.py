@@ -1,4 +1,4 @@
-"""The command writes a table and twin.json, and refuses nonsense."""
+"""The command writes a table and simulation.json, and refuses nonsense."""
 
 import io
 import json
@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from common.config.simulator import TwinSection
+from common.config.simulator import SimulatorSection
 from common.errors import ConfigError
 from common.store.journal import JournalWriter
 from common.wire.messages import EndReason
@@ -17,12 +17,12 @@ from learner.simulator.report import Compared
 from learner.simulator.search import advise
 from learner.simulator.workload import SampledWorkload
 from tests.learner.builders import make_trajectory
-from tests.learner.simulator.builders import make_twin
+from tests.learner.simulator.builders import make_simulated
 
 
 def test_command_writes_table_ratio_and_json(tmp_path: Path) -> None:
-    path = tmp_path / "deep" / "twin.json"
-    cfg = make_twin(mode="both", output=str(path), search=False)
+    path = tmp_path / "deep" / "simulation.json"
+    cfg = make_simulated(mode="both", output=str(path), search=False)
     out = io.StringIO()
     assert run(cfg, out) == 0
     assert "steps per hour" in out.getvalue()
@@ -35,9 +35,9 @@ def test_command_writes_table_ratio_and_json(tmp_path: Path) -> None:
 def test_command_is_repeatable_with_its_advice(tmp_path: Path) -> None:
     texts = []
     for _ in range(2):
-        path = tmp_path / "twin.json"
+        path = tmp_path / "simulation.json"
         out = io.StringIO()
-        assert run(make_twin(output=str(path)), out) == 0
+        assert run(make_simulated(output=str(path)), out) == 0
         texts.append((out.getvalue(), path.read_text()))
     assert texts[0] == texts[1]
     assert "recommended" in texts[0][0]
@@ -45,7 +45,7 @@ def test_command_is_repeatable_with_its_advice(tmp_path: Path) -> None:
 
 def test_command_without_tasks_is_refused() -> None:
     with pytest.raises(ConfigError, match="tasks"):
-        run(replace(make_twin(), tasks=[]), io.StringIO())
+        run(replace(make_simulated(), tasks=[]), io.StringIO())
 
 
 def _write_run(folder: Path, num_groups: int) -> None:
@@ -70,10 +70,12 @@ def _write_run(folder: Path, num_groups: int) -> None:
 
 
 def test_run_is_drawn_from_and_compared_with(tmp_path: Path) -> None:
-    """Steps of 4 s without waiting; episodes are quick, so the twin does not wait."""
+    """Steps of 4 s without waiting; episodes are quick, so the simulator does not wait."""
     _write_run(tmp_path, 24)
-    path = tmp_path / "twin.json"
-    cfg = make_twin(output=str(path), search=False, from_run=str(tmp_path), compare=str(tmp_path))
+    path = tmp_path / "simulation.json"
+    cfg = make_simulated(
+        output=str(path), search=False, from_run=str(tmp_path), compare=str(tmp_path)
+    )
     out = io.StringIO()
     assert run(cfg, out) == 0
     rate, lag, wait = json.loads(path.read_text())["comparison"]
@@ -88,12 +90,12 @@ def test_run_is_drawn_from_and_compared_with(tmp_path: Path) -> None:
 def test_run_without_training_episodes_is_refused(tmp_path: Path) -> None:
     _write_run(tmp_path, 0)
     with pytest.raises(ConfigError, match="no training episode"):
-        run(make_twin(from_run=str(tmp_path)), io.StringIO())
+        run(make_simulated(from_run=str(tmp_path)), io.StringIO())
 
 
 def test_advice_wants_no_more_actors_than_the_learner_can_use() -> None:
-    cfg = make_twin(num_actors=16, turn_s=0.1, env_s=0.0, step_s=20.0, tail_frac=0.0)
-    advice = advise(cfg, SampledWorkload(cfg.twin))
+    cfg = make_simulated(num_actors=16, turn_s=0.1, env_s=0.0, step_s=20.0, tail_frac=0.0)
+    advice = advise(cfg, SampledWorkload(cfg.simulator))
     assert advice.num_actors == 1
     assert advice.max_ahead_steps == 1
     assert advice.group_size == 4
@@ -101,14 +103,14 @@ def test_advice_wants_no_more_actors_than_the_learner_can_use() -> None:
 
 
 def test_advice_wants_more_in_flight_when_episodes_are_long() -> None:
-    cfg = make_twin(num_actors=16, turn_s=5.0, step_s=1.0)
-    advice = advise(cfg, SampledWorkload(cfg.twin))
+    cfg = make_simulated(num_actors=16, turn_s=5.0, step_s=1.0)
+    advice = advise(cfg, SampledWorkload(cfg.simulator))
     assert advice.max_ahead_steps >= 4
     assert advice.max_lag_steps >= 4
 
 
 def test_sampled_episodes_have_the_configured_tail_and_are_cut() -> None:
-    cfg = TwinSection(turn_sigma=0.0, num_turns_sigma=0.0, tail_frac=0.02, env_s=0.0)
+    cfg = SimulatorSection(turn_sigma=0.0, num_turns_sigma=0.0, tail_frac=0.02, env_s=0.0)
     workload, rng = SampledWorkload(cfg), Random(0)
     plays = workload.group(rng, horizon=20, stage=0, version=0, size=20_000)
     slow = sum(play.wall_s > 100 for play in plays)
@@ -128,5 +130,5 @@ def test_relative_error_is_positive_when_the_prediction_is_too_high() -> None:
     [("mode", "fast"), ("hours", -1.0), ("tail_frac", 1.0), ("success", 0.0), ("num_turns", 0.5)],
 )
 def test_bad_setting_is_refused_by_name(key: str, value: object) -> None:
-    with pytest.raises(ConfigError, match=f"twin.{key}="):
-        TwinSection(**{key: value})
+    with pytest.raises(ConfigError, match=f"simulator.{key}="):
+        make_simulated(**{key: value})

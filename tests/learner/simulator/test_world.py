@@ -11,7 +11,8 @@ from common.config.run_config import RunConfig, TrainMode
 from learner.simulator.tally import Prediction, Tally
 from learner.simulator.workload import Play, SampledWorkload
 from learner.simulator.world import World
-from tests.learner.simulator.builders import make_play, make_twin
+from tests.configs import edited
+from tests.learner.simulator.builders import make_play, make_simulated
 
 
 class Constant:
@@ -30,11 +31,11 @@ class Constant:
 
 
 def _run(cfg: RunConfig, workload: Any = None) -> Prediction:
-    return World(cfg, workload or SampledWorkload(cfg.twin)).run()
+    return World(cfg, workload or SampledWorkload(cfg.simulator)).run()
 
 
 def test_step_rate_is_the_learners_when_actors_are_fast() -> None:
-    seen = _run(make_twin(num_steps=40), Constant(wall_s=0.2, busy_s=10.0))
+    seen = _run(make_simulated(num_steps=40), Constant(wall_s=0.2, busy_s=10.0))
     assert seen.steps_per_h == pytest.approx(360.0, rel=0.01)
     assert seen.learner_wait_frac == pytest.approx(0.0, abs=0.01)
     assert seen.trained_per_h == pytest.approx(8 * 360.0, rel=0.01)
@@ -42,14 +43,14 @@ def test_step_rate_is_the_learners_when_actors_are_fast() -> None:
 
 def test_step_rate_is_the_gates_when_episodes_are_slow() -> None:
     """Two batches are in flight, so two steps in every 100 s, and the delays between them."""
-    cfg = make_twin(num_steps=40, num_actors=1)
+    cfg = make_simulated(num_steps=40, num_actors=1)
     seen = _run(cfg, Constant(wall_s=100.0, busy_s=1.0))
     assert seen.steps_per_h == pytest.approx(72.0, rel=0.03)
     assert seen.learner_wait_frac > 0.9
 
 
 def test_sync_step_takes_episodes_and_training_one_after_the_other() -> None:
-    cfg = make_twin(num_steps=40)
+    cfg = make_simulated(num_steps=40)
     cfg = replace(cfg, train=replace(cfg.train, mode=TrainMode.SYNC))
     seen = _run(cfg, Constant(wall_s=8.0, busy_s=2.0))
     assert seen.steps_per_h == pytest.approx(360.0, rel=0.03)
@@ -58,15 +59,15 @@ def test_sync_step_takes_episodes_and_training_one_after_the_other() -> None:
 
 
 def test_same_seed_gives_the_same_prediction_and_another_one_does_not() -> None:
-    cfg = make_twin(speed_sigma=0.3, mtbf_h=0.1, failed_frac=0.02)
+    cfg = make_simulated(speed_sigma=0.3, mtbf_h=0.1, failed_frac=0.02)
     assert _run(cfg) == _run(cfg)
     other = replace(cfg, run=replace(cfg.run, seed=1))
     assert _run(cfg) != _run(other)
 
 
 def test_every_episode_has_one_outcome_when_actors_die_and_environments_fail() -> None:
-    cfg = make_twin(num_steps=60, num_actors=8, mtbf_h=0.05, restart_s=20.0, failed_frac=0.05)
-    world = World(cfg, SampledWorkload(cfg.twin))
+    cfg = make_simulated(num_steps=60, num_actors=8, mtbf_h=0.05, restart_s=20.0, failed_frac=0.05)
+    world = World(cfg, SampledWorkload(cfg.simulator))
     seen = world.run()
     assert seen.stopped_by == ""
     assert seen.num_steps == 60
@@ -77,45 +78,45 @@ def test_every_episode_has_one_outcome_when_actors_die_and_environments_fail() -
 
 
 def test_run_that_would_stop_says_why() -> None:
-    cfg = make_twin(num_steps=200, failed_frac=0.6)
-    cfg.scheduler.max_failed_frac = 0.2
+    cfg = make_simulated(num_steps=200, failed_frac=0.6)
+    cfg = edited(cfg, {"scheduler.max_failed_frac": 0.2})
     assert "max_failed_frac" in _run(cfg).stopped_by
 
 
 def test_lag_at_consumption_stays_within_the_bound() -> None:
-    cfg = make_twin(num_steps=60, num_actors=6, max_ahead_steps=4, tail_frac=0.1)
-    cfg.learner.max_lag_steps, cfg.scheduler.max_stretch = 2, 1.0
+    cfg = make_simulated(num_steps=60, num_actors=6, max_ahead_steps=4, tail_frac=0.1)
+    cfg = edited(cfg, {"learner.max_lag_steps": 2, "scheduler.max_stretch": 1.0})
     seen = _run(cfg)
     assert max(seen.lag_counts) <= 2
     assert seen.stale_frac > 0
 
 
 def test_long_tail_makes_async_at_least_twice_as_fast_as_sync() -> None:
-    cfg = make_twin(hours=1.5, num_actors=4, turn_s=2.0, step_s=2.0)
-    cfg.groups.per_step = 8
+    cfg = make_simulated(hours=1.5, num_actors=4, turn_s=2.0, step_s=2.0)
+    cfg = edited(cfg, {"groups.per_step": 8})
     slow = replace(cfg, train=replace(cfg.train, mode=TrainMode.SYNC))
     assert _run(cfg).trained_per_h >= 2 * _run(slow).trained_per_h
 
 
 def test_equal_actors_are_not_bound_by_what_each_of_them_holds() -> None:
     """As with one actor two batches are in flight; nobody else would play them sooner."""
-    cfg = make_twin(num_steps=60, num_actors=2)
+    cfg = make_simulated(num_steps=60, num_actors=2)
     workload = Constant(wall_s=100.0, busy_s=1.0)
     assert _run(cfg, workload).steps_per_h == pytest.approx(72.0, rel=0.03)
-    cfg.scheduler.size_leases = False
+    cfg = edited(cfg, {"scheduler.size_leases": False})
     assert _run(cfg, workload).steps_per_h == pytest.approx(72.0, rel=0.03)
 
 
 def test_late_actors_speed_up_a_run_that_waits_for_them() -> None:
     workload = Constant(wall_s=50.0, busy_s=0.5)
-    cfg = make_twin(num_steps=30, num_actors=8, max_ahead_steps=3)
-    cfg.actor.max_concurrent, cfg.scheduler.size_leases = 4, False
-    few = replace(cfg, twin=replace(cfg.twin, num_actors=2))
+    cfg = make_simulated(num_steps=30, num_actors=8, max_ahead_steps=3)
+    cfg = edited(cfg, {"actor.max_concurrent": 4, "scheduler.size_leases": False})
+    few = replace(cfg, simulator=replace(cfg.simulator, num_actors=2))
     assert _run(cfg, workload).steps_per_h > 2.5 * _run(few, workload).steps_per_h
 
 
 def test_idle_actors_are_counted() -> None:
-    cfg = make_twin(num_steps=20, num_actors=100)
+    cfg = make_simulated(num_steps=20, num_actors=100)
     assert _run(cfg, Constant(wall_s=5.0, busy_s=5.0)).actor_idle_frac > 0.9
 
 
@@ -129,8 +130,8 @@ def test_mean_version_weights_each_by_its_time() -> None:
 
 @pytest.mark.slow
 def test_a_thousand_actors_for_a_day_take_less_than_a_minute() -> None:
-    cfg = make_twin(hours=24.0, num_actors=1000, mtbf_h=24.0, speed_sigma=0.3, join_s=600.0)
-    cfg.groups.size, cfg.groups.per_step = 8, 8
+    cfg = make_simulated(hours=24.0, num_actors=1000, mtbf_h=24.0, speed_sigma=0.3, join_s=600.0)
+    cfg = edited(cfg, {"groups.size": 8, "groups.per_step": 8})
     started_s = time.process_time()
     seen = _run(cfg)
     assert seen.simulated_h == pytest.approx(24.0)
@@ -138,8 +139,8 @@ def test_a_thousand_actors_for_a_day_take_less_than_a_minute() -> None:
 
 
 def test_bound_on_lag_stretches_as_the_scheduler_says() -> None:
-    cfg = make_twin(num_steps=60, num_actors=6, max_ahead_steps=4, turn_s=10.0, step_s=2.0)
-    cfg.learner.max_lag_steps, cfg.scheduler.max_stretch = 1, 3.0
+    cfg = make_simulated(num_steps=60, num_actors=6, max_ahead_steps=4, turn_s=10.0, step_s=2.0)
+    cfg = edited(cfg, {"learner.max_lag_steps": 1, "scheduler.max_stretch": 3.0})
     assert 1 < max(_run(cfg).lag_counts) <= 3
 
 
@@ -152,16 +153,16 @@ class Uneven(Constant):
 
 def test_sync_actor_asks_again_when_all_that_it_holds_is_played() -> None:
     """Four slots for eight episodes: twice 10 s, then 1 s of training."""
-    cfg = make_twin(num_steps=40, num_actors=1)
+    cfg = make_simulated(num_steps=40, num_actors=1)
     cfg = replace(cfg, train=replace(cfg.train, mode=TrainMode.SYNC))
-    cfg.actor.max_concurrent = 4
+    cfg = edited(cfg, {"actor.max_concurrent": 4})
     seen = _run(cfg, Uneven(wall_s=0.0, busy_s=1.0))
     assert seen.steps_per_h == pytest.approx(3600.0 / 21.0, rel=0.03)
 
 
 def test_dead_actor_is_missed_by_the_scheduler() -> None:
-    cfg = make_twin(hours=0.5, num_actors=1, mtbf_h=0.01, restart_s=1e6)
-    world = World(cfg, SampledWorkload(cfg.twin))
+    cfg = make_simulated(hours=0.5, num_actors=1, mtbf_h=0.01, restart_s=1e6)
+    world = World(cfg, SampledWorkload(cfg.simulator))
     seen = world.run()
     assert seen.num_deaths == 1
     assert world._core.members.by_name["actor-0"].is_dead

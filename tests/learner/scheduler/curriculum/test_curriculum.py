@@ -18,6 +18,7 @@ from common.wire.messages import EndReason, EpisodeKind, EpisodeSeen, PolicyKind
 from learner.scheduler.curriculum.catalogue import Catalogue, SubsetEntry
 from learner.scheduler.curriculum.curriculum import Curriculum
 from learner.scheduler.episodes.table import Episode, Group
+from tests.configs import edited
 from tests.learner.scheduler.builders import Table, make_config, seen_of
 
 CATALOGUE = Catalogue(
@@ -245,7 +246,9 @@ def test_open_group_keeps_its_horizon_through_a_change_of_stage() -> None:
 
 def test_gated_horizon_advances_through_the_scheduler_and_survives_its_restart() -> None:
     cfg = make_config(num_steps=50)
-    cfg.horizon = HorizonSection(kind=HorizonKind.GATED, stages=[5, 10], gated=GATED)
+    cfg = edited(
+        cfg, {"horizon": HorizonSection(kind=HorizonKind.GATED, stages=[5, 10], gated=GATED)}
+    )
     table = Table(cfg=cfg)
     table.hello("actor-0")
     table.hello("learner")

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.configs import edited
 from tests.learner.scheduler.builders import Table, make_config
 from tests.learner.scheduler.fleet import Fleet, SimActor
 
@@ -17,7 +18,7 @@ def _slow(name: str) -> SimActor:
 
 def _fleet(*, size_leases: bool) -> Fleet:
     cfg = make_config(num_steps=100_000, size=4, per_step=8, max_ahead_steps=1)
-    cfg.scheduler.size_leases = size_leases
+    cfg = edited(cfg, {"scheduler.size_leases": size_leases})
     actors = [_fast("actor-fast"), _slow("actor-slow"), _fast("actor-late", joins_at_s=60.0)]
     return Fleet(cfg, actors, busy_s=1.0)
 

@@ -3,13 +3,14 @@
 from typing import Any
 
 from common.wire.messages import EndReason, GroupArrived, Lease, Outcome
+from tests.configs import edited
 from tests.learner.scheduler.builders import Table, ids, make_config, outcome_of
 
 
 def _table(*, factor: float = 3.0, max_attempts: int = 3) -> tuple[Table, list[Lease]]:
     """actor-0 holds a group; such episodes take 20 s, so a straggler has had more than 60 s."""
     cfg = make_config(max_attempts=max_attempts)
-    cfg.groups.straggler_factor = factor
+    cfg = edited(cfg, {"groups.straggler_factor": factor})
     table = Table(cfg)
     for name in ("learner-0", "actor-0", "actor-1"):
         table.hello(name)

@@ -1,0 +1,198 @@
+"""Declaring a configuration key: its default, text and law in one place, and the check of them all.
+
+Example:
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class TrainSection:
+        num_steps: int = knob(100, "optimizer steps", ge=0, le=10**9)
+
+        def contradictions(self) -> Iterator[Contradiction]:
+            if ...:
+                yield "num_steps", self.num_steps, "must be ..."
+"""
+
+import ipaddress
+import math
+import re
+from collections.abc import Callable, Iterator
+from copy import copy
+from dataclasses import Field, dataclass, field, fields, is_dataclass
+from enum import Enum
+from typing import Any, Protocol, cast, runtime_checkable
+from urllib.parse import urlsplit
+
+from common.errors import ConfigError
+
+Contradiction = tuple[str, object, str]  # key below the section, value, what it must be
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What a text must look like."""
+
+    phrase: str
+    fits: Callable[[str], object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Law:
+    """What a value must be; of a list or mapping, what each element must be."""
+
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+    lt: float | None = None
+    also: float | str | None = None  # allowed beside the rest, such as 0 for "off"
+    one_of: tuple[str, ...] = ()
+    form: Form | None = None
+
+    @property
+    def phrase(self) -> str:
+        """Return the law in words."""
+        if self.one_of or self.form:
+            words = self.form.phrase if self.form else f"one of {', '.join(self.one_of)}"
+            return words if self.also is None else f'{words}, or "{self.also}"'
+        low, high = _first(self.ge, self.gt), _first(self.le, self.lt)
+        if low is not None and high is not None:
+            words = f"in {'[('[self.ge is None]}{low:g}, {high:g}{'])'[self.le is None]}"
+        elif low is not None:
+            words = f"{'>' if self.ge is None else '>='} {low:g}"
+        else:
+            words = "finite" if high is None else f"{'<' if self.le is None else '<='} {high:g}"
+        return f"must be {words}" if self.also is None else f"must be {self.also:g} or {words}"
+
+    def allows(self, value: object) -> bool:
+        """Return whether a value is as it must be. NaN and infinities never are."""
+        if self.also is not None and value == self.also:
+            return True
+        if isinstance(value, str):
+            is_known = not self.one_of or value in self.one_of
+            return is_known and (self.form is None or bool(self.form.fits(value)))
+        if not isinstance(value, (int, float)):
+            return False
+        return (
+            math.isfinite(value)
+            and (self.ge is None or value >= self.ge)
+            and (self.gt is None or value > self.gt)
+            and (self.le is None or value <= self.le)
+            and (self.lt is None or value < self.lt)
+        )
+
+
+@runtime_checkable
+class _Contradictable(Protocol):
+    def contradictions(self) -> Iterator[Contradiction]: ...
+
+
+def _first(*values: float | None) -> float | None:
+    return next((value for value in values if value is not None), None)
+
+
+def _is_host(text: str) -> bool:
+    if re.fullmatch(r"[\d.]+|.*:.*", text):
+        try:
+            return bool(ipaddress.ip_address(text))
+        except ValueError:
+            return False
+    return bool(re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?", text))
+
+
+def _is_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        is_there = bool(parts.hostname) and parts.port != 0  # reading it raises if it is none
+    except ValueError:
+        return False
+    return is_there and parts.scheme in ("http", "https") and not re.search(r"\s", text)
+
+
+def _is_file_name(text: str) -> bool:
+    is_plain = text.isprintable() and "/" not in text and text.strip() == text
+    return is_plain and text != "latest" and text[:1] not in ("", ".") and len(text) <= 100
+
+
+MAX_S = 1e8  # three years: what no wait of ours is longer than
+TEXT = Form("printable text on one line", str.isprintable)
+NAME = Form("printable text, not empty", lambda text: text.strip() and text.isprintable())
+PATH = Form("a path", NAME.fits)
+WORD = Form("a name without spaces", re.compile(r"\S{1,200}").fullmatch)
+FILE_NAME = Form(
+    'a plain file name: up to 100 printable characters, no "/", no "." in front, not "latest"',
+    _is_file_name,
+)
+HOST = Form("an address or a host name", _is_host)
+URL = Form("http://host... or https://host...", _is_url)
+DEVICE = Form("auto, cpu, cuda or cuda:<number>", re.compile(r"auto|cpu|cuda(:\d{1,3})?").fullmatch)
+ENV_NAME = Form(
+    "an environment's name, or module:function of one of yours",
+    re.compile(r"[\w-]+|[^\s:]+:\w+").fullmatch,
+)
+
+
+def knob(
+    default: Any,
+    text: str,
+    *,
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+    lt: float | None = None,
+    also: float | str | None = None,
+    one_of: tuple[str, ...] = (),
+    form: Form | None = None,
+) -> Any:
+    """Declare one key of a section.
+
+    Args:
+        default: its value unless YAML or an override gives another; a list is copied.
+        text: its meaning and unit, as `run.py help KEY` shows it.
+        ge, gt, le, lt: bounds of a number, or of each number of a list.
+        also: a value beyond these bounds, or beside `one_of` and `form`, that is allowed too.
+        one_of: all that a text may be.
+        form: what a text must look like; any printable line if neither is given.
+    """
+    is_bounded = any(bound is not None for bound in (ge, gt, le, lt))
+    if not (is_bounded or one_of or form):
+        form = TEXT
+    law = Law(ge=ge, gt=gt, le=le, lt=lt, also=also, one_of=one_of, form=form)
+    metadata = {"text": text, "law": law}
+    if isinstance(default, (list, dict)):
+        return field(default_factory=lambda: copy(cast(Any, default)), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def check(section: Any, prefix: str = "") -> None:
+    """Return if everything below a section keeps its law and nothing contradicts.
+
+    Args:
+        section: a config dataclass.
+        prefix: of its keys, such as "learner.".
+
+    Raises:
+        ConfigError: "section.key=value: law".
+    """
+    for each in fields(section):
+        for key, value in _elements(f"{prefix}{each.name}", getattr(section, each.name)):
+            if is_dataclass(value):
+                check(value, f"{key}.")
+            elif not isinstance(value, (bool, Enum)):
+                _check_leaf(each, key, value)
+    if isinstance(section, _Contradictable):
+        for key, value, law in section.contradictions():
+            raise ConfigError(f"{prefix}{key}={value!r}: {law}")
+
+
+def _check_leaf(declared: Field[Any], key: str, value: object) -> None:
+    law: Law | None = declared.metadata.get("law")
+    if law is not None and not law.allows(value):
+        raise ConfigError(f"{key}={value!r}: {law.phrase}")
+
+
+def _elements(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what one law is about: a value itself, or each element of a list or mapping."""
+    if isinstance(value, list):
+        yield from ((f"{key}[{i}]", each) for i, each in enumerate(cast(list[Any], value)))
+    elif isinstance(value, dict):
+        below = cast(dict[str, Any], value)
+        yield from ((f"{key}.{name}", each) for name, each in below.items())
+    else:
+        yield key, value
