@@ -17,7 +17,7 @@ from common.wire.messages import Hello
 from common.wire.security import RunKeys, load_keys
 from common.wire.sockets import Router
 from learner.batch.credit import group_has_signal
-from learner.ingest.group_assembly import GroupTable
+from learner.ingest.group_assembly import GroupAssembly
 from learner.ingest.intake import Intake
 from learner.ingest.replay_point import load_bookmark
 from learner.policy.device import pick_device
@@ -121,7 +121,7 @@ def _intake(
     closed_below: int,
 ) -> Intake:
     router = Router(keys, host=cfg.learner.host, port=cfg.learner.port)
-    table = GroupTable(
+    table = GroupAssembly(
         cfg.groups,
         cfg.algorithm,
         has_signal=lambda m: group_has_signal(m, cfg.algorithm),

@@ -1,6 +1,5 @@
 """Trajectories -> groups -> batches: complete, repair, filter, and check freshness."""
 
-import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -41,8 +40,10 @@ def is_fresh(trajectory: Trajectory, learner_version: int, *, max_lag_steps: int
     return learner_version - oldest_version(trajectory) <= max_lag_steps
 
 
-class GroupTable:
+class GroupAssembly:
     """Assembles groups and decides, for every member, what becomes of it. Not thread-safe.
+
+    How many of them make a batch is the scheduler's decision, which counts the same groups.
 
     Example (size 4, min_size 2): a, b, c arrive, d ends in env_error -> the group is complete with
     three survivors, d is `failed`. All three solved the task -> no signal, all `filtered`.
@@ -61,8 +62,9 @@ class GroupTable:
 
         Args:
             has_signal: False for members that are all worth the same.
-            is_lockstep: the scheduler opens a whole round of groups at once and none before it is
-                over; then a batch is ready only between rounds, however members arrive.
+            is_lockstep: no batch is taken before the scheduler has decided on it: a whole round
+                of groups is opened at once and none before it is over. Otherwise a batch has
+                `per_step` groups unless the scheduler says that it must be short.
         """
         self._cfg = cfg
         self._filter = algorithm.filter_zero_variance
@@ -70,9 +72,9 @@ class GroupTable:
         self._open: dict[str, _Open] = {}
         self._completed: set[str] = set()  # what comes later is in no batch
         self._ready: deque[Group] = deque()
-        self._num_filtered = 0  # since the last batch
-        self._is_lockstep = is_lockstep
-        self._num_left_in_round = cfg.per_step
+        self._num_undecided = 0 if is_lockstep else cfg.per_step
+        self._decided_for = -1  # learner version
+        self._num_decided = 0  # groups of the batch after that version; 0: none yet
 
     @property
     def num_ready(self) -> int:
@@ -142,33 +144,22 @@ class GroupTable:
         if len(survivors) < self._cfg.min_size:
             outcomes += [_outcome(t, Outcome.FAILED, "group_damaged") for t in survivors]
         elif self._filter and not self._has_signal(survivors):
-            self._num_filtered += 1
             outcomes += [_outcome(t, Outcome.FILTERED, "zero_variance") for t in survivors]
         else:
             is_ready = True
             self._ready.append(Group(group_id=group_id, members=survivors))
-        self._num_left_in_round -= 1
-        if self._num_left_in_round <= 0 and not self._is_enough():
-            self._num_left_in_round = self._size_of_next_round()
         return outcomes, [GroupArrived(group_id=group_id, is_ready=is_ready)]
 
-    def is_batch_ready(self) -> bool:
-        """Return True if there are enough groups, or so many were filtered that fewer must do."""
-        return self._is_enough() and not (self._is_lockstep and self._num_left_in_round > 0)
+    def decide(self, version: int, num_groups: int) -> None:
+        """Take the scheduler's decision: so many ready groups make the batch after `version`."""
+        self._decided_for, self._num_decided = version, num_groups
 
-    def _is_enough(self) -> bool:
-        return self.num_ready >= self._cfg.per_step or self._may_be_short(self.num_ready)
+    def is_batch_ready(self, version: int) -> bool:
+        """Return True if there are enough groups for the step after `version`."""
+        return 0 < self._num_needed(version) <= self.num_ready
 
-    def _size_of_next_round(self) -> int:
-        """Return how many groups the scheduler opens now, by the rule of its gate."""
-        bound = math.ceil(self._cfg.max_oversample * self._cfg.per_step)
-        budget = bound - self._num_filtered - self.num_ready
-        missing = self._cfg.per_step - self.num_ready
-        return min(missing, budget) if budget > 0 else self._cfg.per_step
-
-    def _may_be_short(self, num_groups: int) -> bool:
-        bound = self._cfg.max_oversample * self._cfg.per_step
-        return num_groups > 0 and num_groups + self._num_filtered >= bound
+    def _num_needed(self, version: int) -> int:
+        return self._num_decided if version == self._decided_for else self._num_undecided
 
     def take(
         self,
@@ -190,6 +181,8 @@ class GroupTable:
             (groups to train on, outcomes of the stale). No groups if, without the stale, there
             are too few for a batch: the fresh ones stay.
         """
+        if not self.is_batch_ready(version):
+            return [], []
         if in_order:
             self._ready = deque(sorted(self._ready, key=lambda group: group.group_id))
         taken: list[Group] = []
@@ -202,11 +195,9 @@ class GroupTable:
             outcomes += dropped
             if group.members:
                 taken.append(group)
-        if len(taken) < self._cfg.per_step and not self._may_be_short(len(taken)):
+        if len(taken) < self._num_needed(version):
             self._ready.extendleft(reversed(taken))
             return [], outcomes
-        self._num_filtered = 0
-        self._num_left_in_round = self._cfg.per_step
         return taken, outcomes
 
     def _without_stale(

@@ -30,7 +30,7 @@ from common.wire.security import RunKeys
 from common.wire.sockets import Received, Router
 from learner.ingest.admission import refusal, seen_of
 from learner.ingest.episode_stats import EpisodeStats
-from learner.ingest.group_assembly import Group, GroupTable
+from learner.ingest.group_assembly import Group, GroupAssembly
 from learner.ingest.journal_index import JournalIndex
 from learner.ingest.replay_point import Bookmark
 from learner.ingest.scheduler_client import SchedulerLink
@@ -54,7 +54,7 @@ class Intake(threading.Thread):
         keys: RunKeys,
         router: Router,
         journal: JournalWriter,
-        table: GroupTable,
+        table: GroupAssembly,
         *,
         hello: Hello,
         heartbeat_s: float,
@@ -158,7 +158,7 @@ class Intake(threading.Thread):
         with self._changed:
             while True:
                 self._raise_failure()
-                if self._table.is_batch_ready():
+                if self._table.is_batch_ready(version):
                     groups, outcomes = self._table.take(
                         version,
                         max_lag_steps=max_lag_steps,
@@ -336,6 +336,7 @@ class Intake(threading.Thread):
         """Complete groups whose members will never come; note bounds and the end of the run."""
         with self._changed:
             self._close_below(progress.closed_below)
+            self._table.decide(progress.learner_version, progress.num_batch_groups)
             self._num_slots = progress.num_slots
             self._lag_bounds = {(b.env, b.horizon): b.max_lag_steps for b in progress.lag_bounds}
             for episode_id in progress.revoked:

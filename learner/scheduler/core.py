@@ -27,6 +27,7 @@ from common.wire.messages import (
 )
 from learner.scheduler.curriculum.catalogue import Catalogue
 from learner.scheduler.curriculum.sampling import eval_items
+from learner.scheduler.dispatch.gate import num_batch_groups
 from learner.scheduler.dispatch.grants import Grants
 from learner.scheduler.episodes.ledger import FAILED
 from learner.scheduler.episodes.lifecycle import Books
@@ -88,6 +89,7 @@ class SchedulerCore:
         self.members = Members(dead_after_s=cfg.scheduler.dead_after_s)
         self._roll_call = RollCall(cfg, self.books, self.members)
         self._told = Told()
+        self._learner_version = -1  # as the learner said; it may be behind ours
         self._is_trained = cfg.train.num_steps == 0
         self._last_tick = NEVER
         self._handlers: dict[type, Callable[[str, Any], Any]] = {
@@ -128,6 +130,7 @@ class SchedulerCore:
         self._roll_call.hello(message, self._clock())
         if message.role == "learner":
             self._told.begin()
+            self._learner_version = message.version
         if message.role == "learner" and message.version > self.version:
             logger.info("learner is ahead version=%d known=%d", message.version, self.version)
             self._set_version(message.version)
@@ -139,18 +142,38 @@ class SchedulerCore:
         return Welcome(run_epoch=self.run_epoch, version=self.version, is_lockstep=self._is_sync)
 
     def _heartbeat(self, sender_name: str, message: Heartbeat) -> Progress:
-        is_learner = message.role == "learner"
+        revoked = self._roll_call.heartbeat(message, self._clock())
+        if message.role == "learner":
+            return self._progress_of_learner(revoked)
         return Progress(
             run_epoch=self.run_epoch,
             version=self.version,
-            revoked=self._roll_call.heartbeat(message, self._clock()),
-            lag_bounds=self._grants.limits.lag_bounds if is_learner else [],
-            num_slots=sum(m.num_slots for m in self.members.alive("actor")) if is_learner else 0,
+            revoked=revoked,
+            lag_bounds=[],
+            num_slots=0,
             is_finished=self.phase is Phase.DONE,
-            num_heard=self._told.num_heard if is_learner else 0,
-            num_saved=self._told.num_saved if is_learner else 0,
-            closed_below=self._told.closed_below if is_learner else 0,
         )
+
+    def _progress_of_learner(self, revoked: list[str]) -> Progress:
+        learner_version, num_groups = self._batch()
+        return Progress(
+            run_epoch=self.run_epoch,
+            version=self.version,
+            revoked=revoked,
+            lag_bounds=self._grants.limits.lag_bounds,
+            num_slots=sum(m.num_slots for m in self.members.alive("actor")),
+            is_finished=self.phase is Phase.DONE,
+            num_heard=self._told.num_heard,
+            num_saved=self._told.num_saved,
+            closed_below=self._told.closed_below,
+            learner_version=learner_version,
+            num_batch_groups=num_groups,
+        )
+
+    def _batch(self) -> tuple[int, int]:
+        """Return for which version of the learner how many ready groups make a batch."""
+        state = self._grants.gate_state(self.version)
+        return self._learner_version, num_batch_groups(self._cfg, state)
 
     # --- leases -------------------------------------------------------------------------------
 
@@ -179,7 +202,9 @@ class SchedulerCore:
 
     # --- the learner --------------------------------------------------------------------------
 
-    def _outcomes(self, sender_name: str, message: Outcomes) -> None:
+    def _outcomes(self, sender_name: str, message: Outcomes) -> Progress | None:
+        """Take a report; the answer says what is a batch now, if that has changed."""
+        before = self._batch()
         self._touch_learner()
         self.books.ledger.num_duplicates += message.num_duplicates
         self._see(message.seen)
@@ -188,6 +213,7 @@ class SchedulerCore:
         for outcome in message.outcomes:
             self.books.report(outcome)
         self._told.hear(message.number)
+        return self._progress_of_learner([]) if self._batch() != before else None
 
     def _see(self, seen: list[EpisodeSeen]) -> None:
         """Take in episodes; those that one message names ended at about the same time."""
@@ -204,8 +230,9 @@ class SchedulerCore:
                 usual_s = pace.median_s(episode.env, episode.horizon)
                 self.members.finished(actor, wall_s=wall_s, num_held=num_held, usual_s=usual_s)
 
-    def _step_done(self, sender_name: str, message: StepDone) -> None:
+    def _step_done(self, sender_name: str, message: StepDone) -> Progress:
         self._touch_learner()
+        self._learner_version = message.version
         if message.version > self.version:
             self._set_version(message.version)
             busy_s, wait_s = message.signals.get("busy_s"), message.signals.get("wait_s")
@@ -220,6 +247,7 @@ class SchedulerCore:
         self.books.assert_balanced()
         self.books.audit.warn()
         self._told.hear(message.number)
+        return self._progress_of_learner([])
 
     def _touch_learner(self) -> None:
         now = self._clock()
@@ -281,6 +309,7 @@ class SchedulerCore:
             "format": STATE_FORMAT,
             "seed": self._cfg.run.seed,
             "version": self.version,
+            "learner_version": self._learner_version,
             "phase": self.phase.value,
             "is_trained": self._is_trained,
             "books": self.books.snapshot(),
@@ -302,6 +331,7 @@ class SchedulerCore:
         now = self._clock()
         self._last_tick = NEVER
         self.version = state["version"]
+        self._learner_version = state["learner_version"]
         self.phase = Phase(state["phase"])
         self._is_trained = state["is_trained"]
         self.books.restore(state["books"], now=now)

@@ -21,7 +21,7 @@ from common.wire.messages import (
     StepDone,
     Trajectory,
 )
-from learner.ingest.group_assembly import Group, GroupTable
+from learner.ingest.group_assembly import Group, GroupAssembly
 from learner.scheduler.core import SchedulerCore
 from learner.scheduler.curriculum.catalogue import Catalogue, SubsetEntry
 from learner.simulator.agenda import Agenda
@@ -61,7 +61,7 @@ class World:
         self._is_sync = cfg.train.mode is TrainMode.SYNC
         self._core = SchedulerCore(self._cfg, catalogue_of(self._cfg), clock=self._agenda)
         self._core.handle(LEARNER, _hello())
-        self._table = GroupTable(
+        self._table = GroupAssembly(
             cfg.groups, cfg.algorithm, has_signal=_has_signal, is_lockstep=self._is_sync
         )
         self._fleet = Fleet(
@@ -151,16 +151,22 @@ class World:
             self._fleet.forget(group.group_id)
         for outcome in outcomes:
             self._journal.pop(outcome.episode_id, None)
-        self._core.handle(
-            LEARNER,
+        self._tell(
             Outcomes(
                 version=self._core.version,
                 seen=seen,
                 outcomes=outcomes,
                 groups=groups,
                 num_duplicates=num_duplicates,
-            ),
+            )
         )
+
+    def _tell(self, message: Outcomes | StepDone | Heartbeat) -> Progress | None:
+        """Hand the scheduler a message; take its decision on the next batch."""
+        progress: Progress | None = self._core.handle(LEARNER, message)
+        if progress is not None:
+            self._table.decide(progress.learner_version, progress.num_batch_groups)
+        return progress
 
     def _trajectory(self, arrival: Arrival) -> Trajectory:
         """Return what the group table looks at; the arrays hold one token."""
@@ -202,7 +208,7 @@ class World:
     # --- the learner's steps ------------------------------------------------------------------
 
     def _maybe_train(self) -> None:
-        while not self._is_training and self._table.is_batch_ready():
+        while not self._is_training and self._table.is_batch_ready(self._core.version):
             groups, stale = self._table.take(
                 self._core.version,
                 max_lag_steps=self._cfg.learner.max_lag_steps,
@@ -256,14 +262,13 @@ class World:
 
     def _report_step(self, *, signals: dict[str, float]) -> None:
         cfg, version = self._cfg, self._fleet.version
-        self._core.handle(
-            LEARNER,
+        self._tell(
             StepDone(
                 version=version,
                 is_last=version >= cfg.train.num_steps,
                 max_ahead_steps=cfg.scheduler.max_ahead_steps,
                 signals=signals,
-            ),
+            )
         )
 
     # --- who is there -------------------------------------------------------------------------
@@ -275,7 +280,8 @@ class World:
         for name in self._fleet.roll_call():
             members.touch(members.by_name[name], now)
         self._core.tick()
-        progress: Progress = self._core.handle(LEARNER, self._heartbeat())
+        progress = self._tell(self._heartbeat())
+        assert progress is not None, "a heartbeat is always answered"
         bounds = progress.lag_bounds
         self._lag_bounds = {(each.env, each.horizon): each.max_lag_steps for each in bounds}
         for episode_id in progress.revoked:

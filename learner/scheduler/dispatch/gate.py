@@ -1,4 +1,4 @@
-"""How many groups may be opened now: the bound on data that is ahead of the learner."""
+"""How many groups may be opened now, and how many of those that are ready make a batch."""
 
 import math
 from dataclasses import dataclass
@@ -44,6 +44,22 @@ def is_oversampled(cfg: RunConfig, state: GateState) -> bool:
     """
     num_ahead = state.num_open + state.num_ready
     return num_ahead > 0 and num_ahead + state.num_filtered >= max_groups_of_step(cfg)
+
+
+def num_batch_groups(cfg: RunConfig, state: GateState) -> int:
+    """Return how many ready groups make the next batch; 0: in sync mode, its round is not over.
+
+    `groups.per_step`, fewer once so many were filtered that `groups.max_oversample` is used up.
+    In sync mode a batch is ready between two rounds only, in whatever order members arrive.
+
+    Example (per_step 4, max_oversample 2): with 6 filtered groups two ready ones make a batch.
+    """
+    budget = math.ceil(cfg.groups.max_oversample * cfg.groups.per_step) - state.num_filtered
+    least = min(cfg.groups.per_step, max(1, budget))
+    if cfg.train.mode is not TrainMode.SYNC:
+        return least
+    is_round_over = state.num_open == 0 and state.num_ready >= least
+    return min(state.num_ready, cfg.groups.per_step) if is_round_over else 0
 
 
 def allowed_groups(cfg: RunConfig, state: GateState) -> GateVerdict:

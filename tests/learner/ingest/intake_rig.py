@@ -29,7 +29,7 @@ from common.wire.messages import (
 from common.wire.security import RunKeys, create_keys
 from common.wire.sockets import Router, connect_dealer
 from learner.batch.credit import group_has_signal
-from learner.ingest.group_assembly import GroupTable
+from learner.ingest.group_assembly import GroupAssembly
 from learner.ingest.intake import Intake
 from learner.scheduler.members.report_cursor import Told
 from tests.learner.builders import make_trajectory
@@ -165,7 +165,7 @@ class Setup:
             keys,
             Router(keys, host=HOST, port=0),
             self.journal,
-            GroupTable(groups, algorithm, has_signal=lambda m: group_has_signal(m, algorithm)),
+            GroupAssembly(groups, algorithm, has_signal=lambda m: group_has_signal(m, algorithm)),
             hello=HELLO,
             heartbeat_s=0.02,
             group_size=3,

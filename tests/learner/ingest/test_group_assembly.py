@@ -1,4 +1,4 @@
-"""Laws of the group table."""
+"""Laws of the assembly of groups."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ from common.config.learning import AlgorithmSection
 from common.config.run_config import GroupsSection
 from common.wire.messages import EndReason, EpisodeOutcome, GroupArrived, Trajectory
 from learner.batch.credit import group_has_signal
-from learner.ingest.group_assembly import Group, GroupTable, is_fresh, oldest_version
+from learner.ingest.group_assembly import Group, GroupAssembly, is_fresh, oldest_version
 from tests.learner.builders import make_trajectory
 
 
@@ -17,14 +17,11 @@ def make_table(
     size: int = 3,
     per_step: int = 2,
     min_size: int = 2,
-    max_oversample: float = 2.0,
     is_lockstep: bool = False,
-) -> GroupTable:
-    cfg = GroupsSection(
-        size=size, per_step=per_step, min_size=min_size, max_oversample=max_oversample
-    )
+) -> GroupAssembly:
+    cfg = GroupsSection(size=size, per_step=per_step, min_size=min_size)
     algorithm = AlgorithmSection()
-    return GroupTable(
+    return GroupAssembly(
         cfg,
         algorithm,
         has_signal=lambda m: group_has_signal(m, algorithm),
@@ -44,13 +41,13 @@ def failure(group_id: str, number: int) -> Trajectory:
     return replace(member(group_id, number, reward=0.0), end_reason=EndReason.ENV_ERROR)
 
 
-def fill(table: GroupTable, *group_ids: str, version: int = 0, size: int = 3) -> None:
+def fill(table: GroupAssembly, *group_ids: str, version: int = 0, size: int = 3) -> None:
     for group_id in group_ids:
         for number in range(size):
             table.add(member(group_id, number, version=version))
 
 
-def fill_equal(table: GroupTable, *group_ids: str) -> None:
+def fill_equal(table: GroupAssembly, *group_ids: str) -> None:
     """Add groups without signal."""
     for group_id in group_ids:
         for number in range(3):
@@ -58,7 +55,7 @@ def fill_equal(table: GroupTable, *group_ids: str) -> None:
 
 
 def take(
-    table: GroupTable, version: int = 0, *, max_lag_steps: int = 4, in_order: bool = False
+    table: GroupAssembly, version: int = 0, *, max_lag_steps: int = 4, in_order: bool = False
 ) -> tuple[list[Group], list[EpisodeOutcome]]:
     return table.take(version, max_lag_steps=max_lag_steps, in_order=in_order)
 
@@ -172,9 +169,9 @@ def test_what_a_previous_learner_left_of_a_trained_group_has_failed() -> None:
 def test_a_batch_takes_the_oldest_groups_first() -> None:
     table = make_table()
     fill(table, "b", "c", "a")
-    assert table.is_batch_ready()
+    assert table.is_batch_ready(0)
     assert ids(take(table)[0]) == ["b", "c"]
-    assert not table.is_batch_ready()
+    assert not table.is_batch_ready(0)
     assert take(table) == ([], [])
     assert table.num_ready == 1
 
@@ -185,23 +182,26 @@ def test_in_order_the_arrival_plays_no_role() -> None:
     assert ids(take(table, in_order=True)[0]) == ["a", "b"]
 
 
-def test_a_short_batch_must_do_when_the_oversampling_bound_is_reached() -> None:
-    table = make_table()  # bound: 2 * 2 groups
+def test_a_short_batch_is_taken_when_the_scheduler_says_so_and_for_that_version_only() -> None:
+    table = make_table()
     fill(table, "a")
-    fill_equal(table, "x", "y")
-    assert not table.is_batch_ready()
+    assert not table.is_batch_ready(0)
     assert take(table) == ([], [])
-    fill_equal(table, "z")
-    assert table.is_batch_ready()
+    table.decide(0, 1)
+    assert table.is_batch_ready(0)
+    assert not table.is_batch_ready(1), "the decision was on the batch before"
     assert ids(take(table)[0]) == ["a"]
     fill(table, "b")
-    assert not table.is_batch_ready(), "the filtered are counted per batch"
+    assert take(table, 1) == ([], [])
+    table.decide(1, 1)
+    assert ids(take(table, 1)[0]) == ["b"]
 
 
-def test_no_batch_is_ever_empty_however_many_are_filtered() -> None:
+def test_no_batch_is_ever_empty_whatever_the_scheduler_says() -> None:
     table = make_table()
     fill_equal(table, *"uvwxyz")
-    assert not table.is_batch_ready()
+    table.decide(0, 1)
+    assert not table.is_batch_ready(0)
     assert take(table) == ([], [])
 
 
@@ -253,7 +253,7 @@ def test_the_fresh_stay_in_place_when_they_are_too_few_for_a_batch() -> None:
     table = make_table(per_step=3)
     fill(table, "a", "b", version=5)
     fill(table, "old", version=0)
-    assert table.is_batch_ready()
+    assert table.is_batch_ready(5)
     groups, outcomes = take(table, 5)
     assert groups == []
     assert {o.episode_id for o in outcomes} == {"old/0", "old/1", "old/2"}
@@ -276,26 +276,17 @@ def test_every_trajectory_leaves_exactly_once() -> None:
     assert table.untrained() == []
 
 
-def test_in_lockstep_a_batch_waits_for_the_end_of_its_round() -> None:
-    """Rounds of two: a filtered, b filtered | c filtered, d filtered | e ready, f still to come."""
-    for is_lockstep in (False, True):
-        table = make_table(is_lockstep=is_lockstep)
-        fill_equal(table, "a", "b", "c", "d")  # as many as max_oversample allows: the bound lifts
-        fill(table, "e")
-        assert table.is_batch_ready() is not is_lockstep
-        fill(table, "f")
-        assert table.is_batch_ready()
-
-
-def test_in_lockstep_a_short_batch_is_ready_when_the_bound_is_reached() -> None:
-    """a ready, b filtered | c filtered | d filtered: one ready of four drawn must do."""
+def test_in_lockstep_no_batch_is_taken_before_the_scheduler_has_decided() -> None:
     table = make_table(is_lockstep=True)
-    fill(table, "a")
-    fill_equal(table, "b", "c")
-    assert not table.is_batch_ready()
-    fill_equal(table, "d")
-    assert table.is_batch_ready()
-    assert ids(take(table)[0]) == ["a"]
+    fill(table, "e", "f")
+    assert not table.is_batch_ready(0)
+    table.decide(0, 0)
+    assert not table.is_batch_ready(0), "its round is not over"
+    table.decide(0, 2)
+    assert ids(take(table)[0]) == ["e", "f"]
+    fill(table, "g")
+    table.decide(1, 2)
+    assert not table.is_batch_ready(1), "the scheduler counts a group that is not here yet"
 
 
 def test_wider_bound_holds_for_the_horizon_it_was_given_for_only() -> None:

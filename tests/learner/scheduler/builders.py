@@ -121,7 +121,7 @@ class Table:
         seen: list[EpisodeSeen] | None = None,
         outcomes: list[EpisodeOutcome] | None = None,
         groups: list[GroupArrived] | None = None,
-    ) -> None:
+    ) -> Progress | None:
         message = Outcomes(
             version=self.core.version,
             seen=seen or [],
@@ -129,7 +129,7 @@ class Table:
             groups=groups or [],
             num_duplicates=0,
         )
-        assert self.core.handle("learner", message) is None
+        return self.core.handle("learner", message)
 
     def arrive(self, leases: list[Lease], *, end_reason: EndReason = EndReason.DONE) -> None:
         self.report(seen=[seen_of(lease, end_reason=end_reason) for lease in leases])
@@ -143,9 +143,9 @@ class Table:
             outcomes=[outcome_of(e.episode_id, outcome) for e in members if e.settled is None],
         )
 
-    def step(self, version: int, *, is_last: bool = False) -> None:
+    def step(self, version: int, *, is_last: bool = False) -> Progress:
         message = StepDone(version=version, is_last=is_last, max_ahead_steps=9, signals={})
-        self.core.handle("learner", message)
+        return self.core.handle("learner", message)
 
     def counts(self) -> dict[str, Any]:
         return self.core.books.ledger_report()

@@ -135,7 +135,8 @@ def test_run_goes_from_hello_to_finished_over_real_sockets(hub_url: str, run_dir
                 num_duplicates=2,
             )
         )
-        role.tell(StepDone(version=1, is_last=True, max_ahead_steps=1, signals={}))
+        done = StepDone(version=1, is_last=True, max_ahead_steps=1, signals={})
+        assert role.ask(done).learner_version == 1
         progress = role.ask(_heartbeat([]))
         assert isinstance(progress, Progress)
         assert progress.is_finished

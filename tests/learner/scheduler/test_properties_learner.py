@@ -1,11 +1,11 @@
 """Laws of scheduler and learner together: the real group table at the other end of the wire."""
 
 import json
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -20,9 +20,10 @@ from common.wire.messages import (
     GroupArrived,
     Lease,
     Outcome,
+    Progress,
     Trajectory,
 )
-from learner.ingest.group_assembly import GroupTable, oldest_version
+from learner.ingest.group_assembly import GroupAssembly, oldest_version
 from learner.ingest.journal_index import JournalIndex
 from learner.ingest.replay_point import FROM_THE_START
 from learner.scheduler.core import SchedulerCore
@@ -30,43 +31,12 @@ from learner.scheduler.episodes.audit import ENDED
 from learner.scheduler.episodes.table import EpisodeState
 from tests.configs import edited
 from tests.learner.scheduler.builders import CATALOGUE, Table, make_config, outcome_of, seen_of
+from tests.learner.scheduler.learner_side import has_signal, trajectory_of
 
 ACTORS = ("actor-0", "actor-1", "actor-2")
 MAX_LAG_STEPS, MAX_STRETCH = 1, 3.0
 actors = st.sampled_from(ACTORS)
 picks = st.randoms(use_true_random=False)
-
-
-def _trajectory(
-    lease: Lease, *, version: int, reward: float, end_reason: EndReason, actor: str
-) -> Trajectory:
-    """One sampled token."""
-    stamp = {name: getattr(lease, name) for name in Lease.__dataclass_fields__}
-    del stamp["deadline_s"]
-    return Trajectory(
-        **stamp,
-        actor=actor,
-        end_reason=end_reason,
-        error="",
-        reward=reward,
-        is_success=reward > 0,
-        num_turns=1,
-        num_invalid_actions=0,
-        generate_s=0.0,
-        env_s=0.0,
-        wall_s=1.0,
-        token_ids=np.array([1, 2], dtype=np.int32),
-        loss_mask=np.array([False, True]),
-        logprobs=np.zeros(2, dtype=np.float32),
-        versions=np.array([-1, version], dtype=np.int32),
-        turn_ids=np.zeros(2, dtype=np.int32),
-        invalid_turns=np.zeros(1, dtype=bool),
-        turn_scores=np.zeros(1, dtype=np.float32),
-    )
-
-
-def _has_signal(members: list[Trajectory]) -> bool:
-    return len({member.reward for member in members}) > 1
 
 
 class TwoSidesMachine(RuleBasedStateMachine):
@@ -137,7 +107,7 @@ class TwoSidesMachine(RuleBasedStateMachine):
         for _ in range(min(num, len(self.playing[name]))):
             lease, version = self.playing[name].pop(pick.choice(sorted(self.playing[name])))
             failed = 0.4 < pick.random() < 0.5
-            trajectory = _trajectory(
+            trajectory = trajectory_of(
                 lease,
                 version=version,
                 reward=float((lease.member + pick.randrange(2)) % 2),
@@ -187,7 +157,11 @@ class TwoSidesMachine(RuleBasedStateMachine):
         report = {"seen": list(seen), "outcomes": list(outcomes), "groups": list(groups)}
         self.history.append(report)
         if not only_remember:
-            self.table.report(**report)
+            self._hear(self.table.report(**report))
+
+    def _hear(self, progress: Progress | None) -> None:
+        if progress is not None:
+            self.groups.decide(progress.learner_version, progress.num_batch_groups)
 
     def _adopt(self, trajectory: Trajectory, offset: int, *, only_remember: bool = False) -> None:
         self.index.know(trajectory)
@@ -213,6 +187,7 @@ class TwoSidesMachine(RuleBasedStateMachine):
     @rule()
     def beat_of_learner(self) -> None:
         progress = self.table.beat("learner-0", self.groups.open_ids, self.version)
+        self._hear(progress)
         self.bounds = {(b.env, b.horizon): b.max_lag_steps for b in progress.lag_bounds}
         assert progress.closed_below >= self.index.closed_below
         self.index.close_below(progress.closed_below)
@@ -223,7 +198,7 @@ class TwoSidesMachine(RuleBasedStateMachine):
             outcomes, groups = self.groups.give_up(group_id, int(member))
             self._tell(outcomes=outcomes, groups=groups)
 
-    @precondition(lambda self: self.groups.is_batch_ready())
+    @precondition(lambda self: self.groups.is_batch_ready(self.version))
     @rule(dies=st.sampled_from([False] * 6 + [True]), seconds=st.sampled_from([1.0, 8.0]))
     def train(self, dies: bool, seconds: float) -> None:
         self.table.clock.now += seconds
@@ -250,7 +225,7 @@ class TwoSidesMachine(RuleBasedStateMachine):
         self.index.trained([group.group_id for group in batch], step=self.version)
         self.stale = []
         self._tell(outcomes=trained)
-        self.table.step(self.version)
+        self._hear(self.table.step(self.version))
 
     @rule(num_kept=st.integers(1, 3))
     def save_checkpoint(self, num_kept: int) -> None:
@@ -270,7 +245,7 @@ class TwoSidesMachine(RuleBasedStateMachine):
         self.index = JournalIndex(
             end=JournalPosition(offset=len(self.journal)), closed_below=mark.closed_below
         )
-        self.groups = GroupTable(self.cfg.groups, AlgorithmSection(), has_signal=_has_signal)
+        self.groups = GroupAssembly(self.cfg.groups, AlgorithmSection(), has_signal=has_signal)
         self.bounds: dict[tuple[str, int], int] = {}
         self.stale: list[EpisodeOutcome] = []  # not written down yet
         self.history: list[dict[str, Any]] = []
@@ -306,8 +281,8 @@ class TwoSidesMachine(RuleBasedStateMachine):
     def _tell_everything(self) -> None:
         """All that no state on disk has."""
         for report in self.history[self.num_saved :]:
-            self.table.report(**report)
-        self.table.step(self.version)
+            self._hear(self.table.report(**report))
+        self._hear(self.table.step(self.version))
 
     # --- scheduler ----------------------------------------------------------------------------
 
@@ -372,6 +347,21 @@ class TwoSidesMachine(RuleBasedStateMachine):
         waiting = set(self.groups.open_ids)
         told = {each.rpartition("/")[0] for each in self.core.books.given_up_ids(sorted(waiting))}
         assert waiting <= set(table.groups) | told
+
+    def teardown(self) -> None:
+        """Whatever has happened: once everybody is well, a step is trained before long."""
+        version = self.version
+        for number in range(60):
+            for name in ACTORS:
+                self.beat(name)
+                self.play(name, random.Random(number), 0)
+            self.beat_of_learner()
+            if self.groups.is_batch_ready(self.version):
+                self.train(dies=False, seconds=1.0)
+            self.wait(6.0)
+            if self.version > version:
+                return
+        raise AssertionError(f"nothing trained: {self.core.status()['groups']}")
 
 
 TestTwoSidesHold = TwoSidesMachine.TestCase

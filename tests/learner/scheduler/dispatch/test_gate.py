@@ -1,7 +1,14 @@
 """How many groups may be opened."""
 
+import pytest
+
 from common.config.run_config import TrainMode
-from learner.scheduler.dispatch.gate import GateState, allowed_groups, is_oversampled
+from learner.scheduler.dispatch.gate import (
+    GateState,
+    allowed_groups,
+    is_oversampled,
+    num_batch_groups,
+)
 from tests.learner.scheduler.builders import make_config
 
 
@@ -77,3 +84,36 @@ def test_gate_lifts_the_bound_when_the_learner_has_nothing_to_train_on() -> None
     state = _state(num_filtered=8)
     assert not is_oversampled(cfg, state)
     assert allowed_groups(cfg, state).num_allowed == 4
+
+
+@pytest.mark.parametrize(
+    ("num_filtered", "num_groups"), [(0, 4), (4, 4), (5, 3), (7, 1), (8, 1), (99, 1)]
+)
+def test_async_batch_is_short_when_the_oversampling_bound_is_reached(
+    num_filtered: int, num_groups: int
+) -> None:
+    cfg = make_config(per_step=4, max_oversample=2.0)  # 8 groups
+    state = _state(num_filtered=num_filtered, num_open=3, num_ready=1)
+    assert num_batch_groups(cfg, state) == num_groups
+
+
+def test_sync_batch_waits_for_the_end_of_its_round() -> None:
+    cfg = make_config(mode=TrainMode.SYNC, per_step=4, max_oversample=2.0)
+    assert num_batch_groups(cfg, _state(num_ready=4, num_open=1)) == 0
+    assert num_batch_groups(cfg, _state(num_ready=4)) == 4
+    assert num_batch_groups(cfg, _state(num_ready=2, num_filtered=5)) == 0, "a round follows"
+    assert num_batch_groups(cfg, _state(num_ready=2, num_filtered=6)) == 2
+    assert num_batch_groups(cfg, _state(num_filtered=8)) == 0, "no batch is empty"
+
+
+@pytest.mark.parametrize("mode", list(TrainMode))
+@pytest.mark.parametrize("num_ready", range(5))
+@pytest.mark.parametrize("num_filtered", range(12))
+def test_either_the_gate_opens_or_there_is_a_batch_once_no_group_is_open(
+    mode: TrainMode, num_ready: int, num_filtered: int
+) -> None:
+    """Both refusing would be a wait for ever."""
+    cfg = make_config(mode=mode, per_step=4, max_oversample=2.0, max_ahead_steps=0)
+    state = _state(num_ready=num_ready, num_filtered=num_filtered)
+    has_batch = 0 < num_batch_groups(cfg, state) <= num_ready
+    assert has_batch or allowed_groups(cfg, state).num_allowed > 0
