@@ -2,32 +2,16 @@
 
 import re
 from collections import defaultdict
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from common.report.model import CurvePoint
 from common.report.results import wilson_interval
 from common.store.journal import read_journal
 from common.wire.messages import Trajectory
 
 _ID = re.compile(r"eval-step-(\d+)-model/")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CurvePoint:
-    """One evaluation."""
-
-    step: int  # that opened it
-    num: int  # episodes that say something about the policy
-    num_failed: int
-    success: float
-    ci95: tuple[float, float]
-    score: float  # mean last reward
-    first_version: int  # of the tokens sampled
-    last_version: int
-    own_version_frac: float  # share of the sampled tokens that version `step` sampled
-    mixed_frac: float  # share of the episodes that more than one version played
 
 
 def eval_curve(journal: Path) -> list[CurvePoint]:

@@ -4,11 +4,10 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from common.report.results import wilson_interval
+from common.report.results import Z95, wilson_interval
 from common.wire.messages import Trajectory
-
-_Z95 = 1.959964
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,14 +80,14 @@ def clustered_interval(values: Sequence[float]) -> tuple[float, float]:
     num, mean = len(values), sum(values) / len(values)
     spread = sum((value - mean) ** 2 for value in values) / num
     trials = num * mean * (1 - mean) / spread if spread > 1e-12 else float(num)
-    z2 = _Z95**2
+    z2 = Z95**2
     centre = mean + z2 / (2 * trials)
-    half = _Z95 * math.sqrt((mean * (1 - mean) + z2 / (4 * trials)) / trials)
+    half = Z95 * math.sqrt((mean * (1 - mean) + z2 / (4 * trials)) / trials)
     scale = 1 + z2 / trials
     return max(0.0, (centre - half) / scale), min(1.0, (centre + half) / scale)
 
 
-def scores(items: Iterable[ItemPlays], *, k: int) -> dict[str, object]:
+def scores(items: Iterable[ItemPlays], *, k: int) -> dict[str, Any]:
     """Return all numbers of some items as JSON; a mean over nothing is null.
 
     Returns:
@@ -122,17 +121,17 @@ def scores(items: Iterable[ItemPlays], *, k: int) -> dict[str, object]:
     }
 
 
-def all_scores(items: Sequence[ItemPlays], *, k: int) -> dict[str, object]:
+def all_scores(items: Sequence[ItemPlays], *, k: int) -> dict[str, Any]:
     """Return `scores` of all items, of each environment, and of each subset in it."""
     by_subset: dict[tuple[str, str], list[ItemPlays]] = defaultdict(list)
     by_env: dict[str, list[ItemPlays]] = defaultdict(list)
     for item in items:
         by_subset[item.env, item.subset].append(item)
         by_env[item.env].append(item)
-    subsets: dict[str, dict[str, object]] = defaultdict(dict)
+    subsets: dict[str, dict[str, Any]] = defaultdict(dict)
     for (env, subset), some in by_subset.items():
         subsets[env][subset] = scores(some, k=k)
-    envs: Mapping[str, object] = {
+    envs: Mapping[str, Any] = {
         env: {**scores(some, k=k), "by_subset": subsets[env]} for env, some in by_env.items()
     }
     return {"overall": scores(items, k=k), "by_env": envs}
@@ -142,7 +141,7 @@ def _powers(k: int) -> list[int]:
     return sorted({*(1 << i for i in range(k.bit_length())), k})
 
 
-def _pass(played: list[ItemPlays], k: int) -> dict[str, object]:
+def _pass(played: list[ItemPlays], k: int) -> dict[str, Any]:
     return _mean(
         [
             pass_at(k, num_samples=len(item.samples), num_solved=item.num_solved)
@@ -152,7 +151,7 @@ def _pass(played: list[ItemPlays], k: int) -> dict[str, object]:
     )
 
 
-def _mean(values: list[float]) -> dict[str, object]:
+def _mean(values: list[float]) -> dict[str, Any]:
     return {
         "mean": _plain_mean(values),
         "ci95": list(clustered_interval(values)) if values else None,

@@ -2,17 +2,18 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from common.report.model import Gain, Score, SubsetScore
 from common.store.journal import read_journal
 from common.store.metrics import MetricsLine
 from common.wire.messages import EpisodeKind, Trajectory
 
 EVALS = ("before-model", "after-model", "before-random_valid", "before-expert")
 MAX_LAG_SHOWN = 8
-_Z95 = 1.959964
+Z95 = 1.959964  # of the normal distribution, two-sided
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,22 +76,21 @@ def _count(totals: JournalTotals, trajectory: Trajectory) -> None:
     )
 
 
-def score(plays: Iterable[Play]) -> dict[str, object]:
-    """Return success, n, its 95% interval and the same by subset. Needs at least one play."""
-    plays = list(plays)
+def score(plays: Sequence[Play]) -> Score:
+    """Return success with its interval, and the same by subset. Needs at least one play."""
     by_subset: dict[str, list[Play]] = defaultdict(list)
     for play in plays:
         by_subset[play.subset].append(play)
     num_solved = _num_solved(plays)
-    return {
-        "success": num_solved / len(plays),
-        "n": len(plays),
-        "ci95": list(wilson_interval(num_solved, len(plays))),
-        "by_subset": {
-            subset: {"success": _num_solved(some) / len(some), "n": len(some)}
+    return Score(
+        success=num_solved / len(plays),
+        n=len(plays),
+        ci95=wilson_interval(num_solved, len(plays)),
+        by_subset={
+            subset: SubsetScore(success=_num_solved(some) / len(some), n=len(some))
             for subset, some in sorted(by_subset.items())
         },
-    }
+    )
 
 
 def wilson_interval(num_solved: int, num_plays: int) -> tuple[float, float]:
@@ -102,17 +102,17 @@ def wilson_interval(num_solved: int, num_plays: int) -> tuple[float, float]:
 
     Source: Wilson (1927), J. Am. Stat. Assoc. 22:209, without continuity correction.
     """
-    share, z2 = num_solved / num_plays, _Z95**2
+    share, z2 = num_solved / num_plays, Z95**2
     centre = share + z2 / (2 * num_plays)
-    spread = _Z95 * math.sqrt((share * (1 - share) + z2 / (4 * num_plays)) / num_plays)
+    spread = Z95 * math.sqrt((share * (1 - share) + z2 / (4 * num_plays)) / num_plays)
     scale = 1 + z2 / num_plays
     return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
 
 
-def paired_gain(before: Iterable[Play], after: Iterable[Play]) -> dict[str, object] | None:
-    """Return the mean gain over items played in both, with its 95% interval; None if there is none.
+def paired_gain(before: Iterable[Play], after: Iterable[Play]) -> Gain | None:
+    """Return the mean gain over items played in both; None if there is no such item.
 
-    The interval is the normal one on per-item differences; below two items it is null.
+    The interval is the normal one on per-item differences.
     """
     old, new = _success_by_item(before), _success_by_item(after)
     gains = [new[item] - old[item] for item in sorted(old.keys() & new.keys())]
@@ -122,9 +122,9 @@ def paired_gain(before: Iterable[Play], after: Iterable[Play]) -> dict[str, obje
     interval = None
     if len(gains) > 1:
         variance = sum((gain - mean) ** 2 for gain in gains) / (len(gains) - 1)
-        spread = _Z95 * math.sqrt(variance / len(gains))
-        interval = [max(-1.0, mean - spread), min(1.0, mean + spread)]
-    return {"success": mean, "ci95": interval, "num_pairs": len(gains)}
+        spread = Z95 * math.sqrt(variance / len(gains))
+        interval = (max(-1.0, mean - spread), min(1.0, mean + spread))
+    return Gain(success=mean, ci95=interval, num_pairs=len(gains))
 
 
 def lag_histogram(lines: list[MetricsLine]) -> dict[str, int]:
@@ -154,7 +154,7 @@ def peak(lines: list[MetricsLine], name: str) -> float | None:
     return max((value for line in lines if (value := line.get(name)) is not None), default=None)
 
 
-def _num_solved(plays: list[Play]) -> int:
+def _num_solved(plays: Sequence[Play]) -> int:
     return sum(play.is_success for play in plays)
 
 

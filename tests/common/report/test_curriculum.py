@@ -1,7 +1,7 @@
 """Laws of the curriculum's card."""
 
 import re
-from typing import Any
+from dataclasses import replace
 
 from common.report.charts import line_chart
 from common.report.curriculum import (
@@ -12,8 +12,11 @@ from common.report.curriculum import (
     level_of_stages,
     smooth,
 )
-from common.report.page import _curriculum, _eval_curve
+from common.report.machine_cards import curriculum_card
+from common.report.model import CurvePoint, Score
+from common.report.outcome_cards import eval_curve_card
 from common.store.metrics import MetricsLine
+from tests.common.report.builders import make_report
 
 
 def make_lines(num_steps: int, **horizons: list[int]) -> list[MetricsLine]:
@@ -66,8 +69,8 @@ def test_upright_lines_are_explained_only_where_there_are_some() -> None:
     still = make_lines(6, maze=[5] * 6)
     moving = make_lines(6, maze=[5, 5, 10, 10, 10, 10])
     assert (changes_shown(still), changes_shown(moving)) == ([], [3])
-    assert "Upright lines" not in _curriculum(still)
-    assert "Upright lines" in _curriculum(moving)
+    assert "Upright lines" not in curriculum_card(still)
+    assert "Upright lines" in curriculum_card(moving)
 
 
 def test_card_shows_the_longest_horizon_of_runs_that_name_no_environment() -> None:
@@ -91,14 +94,27 @@ def test_a_batch_of_short_tasks_does_not_look_like_a_shorter_horizon() -> None:
 
 
 def test_curve_of_held_out_success_runs_from_before_training_to_after_it() -> None:
-    def result(success: float) -> dict[str, Any]:
-        return {"success": success, "ci95": [success - 0.1, success + 0.1]}
+    def interval(success: float) -> tuple[float, float]:
+        return success - 0.1, success + 0.1
 
-    baselines = {"random_valid": None, "expert": None}
-    report = {"before": result(0.2), "after": result(0.8), "baselines": baselines, "steps": 30}
-    assert _eval_curve(report) == ""
-    point = {"step": 10, "own_version_frac": 0.9, **result(0.5)}
-    card = _eval_curve({**report, "eval_curve": [point]})
+    def evaluation(success: float) -> Score:
+        return Score(success=success, n=10, ci95=interval(success), by_subset={})
+
+    ends = make_report(before=evaluation(0.2), after=evaluation(0.8), steps=30)
+    assert eval_curve_card(ends) == ""
+    point = CurvePoint(
+        step=10,
+        num=10,
+        num_failed=0,
+        success=0.5,
+        ci95=interval(0.5),
+        score=0.5,
+        first_version=10,
+        last_version=11,
+        own_version_frac=0.9,
+        mixed_frac=0.1,
+    )
+    card = eval_curve_card(replace(ends, eval_curve=[point]))
     labels = re.findall(r"<title>([^<]*)</title>", card)
     order = [
         next(i for i, t in enumerate(labels) if n in t) for n in ("before", "step 10", "after")

@@ -7,18 +7,20 @@ import random
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from common.config.evaluation import EvalSection
 from common.config.run_config import ModelSection, RunConfig, RunSection, TaskSection
 from common.report.charts import Series, line_chart, nice_ticks, short_number
+from common.report.model import Report, SubsetScore
 from common.report.results import Play, paired_gain, score, wilson_interval
 from common.report.write import write_report
 from common.store.journal import JournalWriter
 from common.store.run_dir import RunDir
 from common.wire.messages import EndReason, EpisodeKind, Trajectory
 from tests.common.store.test_journal import make_trajectory
-from tests.configs import edited
 
 
 def play(index: int, *, is_success: bool, subset: str = "a") -> Play:
@@ -34,7 +36,7 @@ def make_eval(name: str, index: int, *, is_success: bool, subset: str = "depth2"
     )
 
 
-def make_config(**sections: object) -> RunConfig:
+def make_config(**sections: Any) -> RunConfig:
     return RunConfig(
         run=RunSection(name="a<b>&'\"", seed=7),
         model=ModelSection(path="<script>alert(1)</script>"),
@@ -79,17 +81,7 @@ def test_report_json_has_the_promised_keys_and_numbers(tmp_path: Path) -> None:
     run_dir = full_run(tmp_path)
     write_report(run_dir, make_config())
     report = json.loads((tmp_path / "report.json").read_text())
-    keys = {
-        "before",
-        "after",
-        "baselines",
-        "mode",
-        "steps",
-        "episodes",
-        "wall_s",
-        "seed",
-    }
-    assert keys <= report.keys()
+    assert report.keys() == {field.name for field in dataclasses.fields(Report)}
     baselines = report["baselines"]
     evaluations = [report["before"], report["after"]]
     evaluations += [baselines["random_valid"], baselines["expert"]]
@@ -104,7 +96,7 @@ def test_report_json_has_the_promised_keys_and_numbers(tmp_path: Path) -> None:
     assert (report["mode"], report["steps"], report["episodes"]) == ("async", 30, 256)
     assert (report["wall_s"], report["seed"], report["absent"]) == (60.0, 7, {})
     assert report["lag_histogram"] == {"0": 30000, "1": 15000, "8": 30}
-    assert report["peak_memory_bytes"] == {"learner": 130.0, "total": 230.0}
+    assert report["peak_memory_bytes"] == {"all_roles": None, "by_role": {"learner": 130}}
     assert report["heldout"] == {
         "num_train_items_drawn": 5,
         "num_test_items": 40,
@@ -116,9 +108,19 @@ def test_report_pairs_items_for_the_gain(tmp_path: Path) -> None:
     report = write_report(full_run(tmp_path), make_config())
     # 14 of 40 items gain 1, the rest 0: mean 0.35, variance 40/39 * 0.35 * 0.65
     spread = 1.959964 * math.sqrt(0.35 * 0.65 / 39)
-    assert report["gain"]["num_pairs"] == 40
-    assert report["gain"]["success"] == pytest.approx(0.35)
-    assert report["gain"]["ci95"] == pytest.approx([0.35 - spread, 0.35 + spread])
+    assert report.gain is not None
+    assert report.gain.num_pairs == 40
+    assert report.gain.success == pytest.approx(0.35)
+    assert report.gain.ci95 == pytest.approx((0.35 - spread, 0.35 + spread))
+
+
+def test_report_tells_the_peak_memory_that_was_watched(tmp_path: Path) -> None:
+    report = write_report(full_run(tmp_path), make_config(), peak_memory_bytes=3 << 30)
+    assert report.peak_memory_bytes.all_roles == 3 << 30
+    assert "<dt>peak memory</dt><dd>3.00 GiB</dd>" in (tmp_path / "report.html").read_text()
+    assert json.loads((tmp_path / "report.json").read_text()) == json.loads(
+        json.dumps(dataclasses.asdict(report))
+    )
 
 
 def test_gain_uses_only_items_played_in_both() -> None:
@@ -133,9 +135,12 @@ def test_gain_uses_only_items_played_in_both() -> None:
         play(9, is_success=True),
     ]
     gain = paired_gain(before, after)
-    assert (gain["success"], gain["num_pairs"]) == (0.5, 2)
+    assert gain is not None
+    assert (gain.success, gain.num_pairs) == (0.5, 2)
     assert paired_gain(before, []) is None
-    assert paired_gain(before[:1], after)["ci95"] is None
+    alone = paired_gain(before[:1], after)
+    assert alone is not None
+    assert alone.ci95 is None
 
 
 def test_wilson_interval_by_hand() -> None:
@@ -152,9 +157,9 @@ def test_score_splits_by_subset() -> None:
         play(2, is_success=True, subset="b"),
     ]
     result = score(plays)
-    assert result["by_subset"] == {
-        "a": {"success": 0.5, "n": 2},
-        "b": {"success": 1.0, "n": 1},
+    assert result.by_subset == {
+        "a": SubsetScore(success=0.5, n=2),
+        "b": SubsetScore(success=1.0, n=1),
     }
 
 
@@ -167,21 +172,21 @@ def test_report_leaves_infrastructure_failures_out_and_counts_them(
     retried = dataclasses.replace(good[0], **failure)
     run_dir = make_run(tmp_path, [retried, *good, lost, lost, good[1]])
     report = write_report(run_dir, make_config())
-    assert (report["before"]["n"], report["before"]["success"]) == (3, 1.0)
-    assert report["failed_evals"] == {"before-model": 1}
+    assert report.before is not None
+    assert (report.before.n, report.before.success) == (3, 1.0)
+    assert report.failed_evals == {"before-model": 1}
     assert "1 of before-model" in (tmp_path / "report.html").read_text()
 
 
 def test_report_says_why_an_evaluation_is_absent(tmp_path: Path) -> None:
-    cfg = make_config()
-    cfg = edited(cfg, {"eval.after": False})
+    cfg = make_config(eval=EvalSection(after=False))
     lost = dataclasses.replace(
         make_eval("before-expert", 0, is_success=False),
         end_reason=EndReason.ENV_TIMEOUT,
     )
     report = write_report(make_run(tmp_path, [lost]), cfg)
-    assert (report["before"], report["after"], report["gain"]) == (None, None, None)
-    assert report["absent"] == {
+    assert (report.before, report.after, report.gain) == (None, None, None)
+    assert report.absent == {
         "before-model": "no episode was played",
         "after-model": "not asked for by the config",
         "before-random_valid": "no episode was played",
@@ -191,7 +196,7 @@ def test_report_says_why_an_evaluation_is_absent(tmp_path: Path) -> None:
 
 def test_report_is_written_when_the_run_left_nothing(tmp_path: Path) -> None:
     report = write_report(RunDir(root=tmp_path), make_config())
-    assert (report["steps"], report["episodes"], report["wall_s"]) == (0, 0, None)
+    assert (report.steps, report.episodes, report.wall_s) == (0, 0, None)
     assert "No held-out evaluation" in (tmp_path / "report.html").read_text()
 
 
@@ -279,6 +284,5 @@ def _line(step: int) -> str:
         "actor/tokens_per_s": 3200 + 300 * noise.random(),
         "actor/episodes_per_s": 12 + noise.random(),
         "memory/learner_rss_bytes": 100 + step,
-        "memory/total_rss_bytes": 200 + step,
     }
     return json.dumps(line) + "\n"
