@@ -1,8 +1,12 @@
-"""How the fifteen AgentGym servers differ on the wire, as one table."""
+"""How the fifteen AgentGym servers differ on the wire; the table of them is dialects.yaml."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
+
+from envhub.env import Style
+from envhub.tables import read_table
 
 Scalar = str | int
 
@@ -16,6 +20,7 @@ class Extraction(StrEnum):
     SQL_BLOCK: the last fenced block of SQL.
     FENCED: the whole text, if it has a fenced block.
     WHOLE: the whole text.
+    TOOL: the same, which names a tool and its input.
     """
 
     ONE_ACTION = "one_action"
@@ -24,6 +29,7 @@ class Extraction(StrEnum):
     SQL_BLOCK = "sql_block"
     FENCED = "fenced"
     WHOLE = "whole"
+    TOOL = "tool"
 
 
 class Faults(StrEnum):
@@ -80,6 +86,7 @@ class Dialect:
         moves: all the actions there are, when they are few.
         sound_mark: how observations begin otherwise; another text is that of an error, be it of
             the action or of the server.
+        instruction: what an agent is told before its first observation.
     """
 
     name: str
@@ -111,189 +118,27 @@ class Dialect:
     invalid_marks: tuple[str, ...] = ()
     moves: tuple[str, ...] = ()
     sound_mark: str = ""
+    instruction: Mapping[Style, str]
 
 
-TEXTCRAFT = Dialect(
-    name="textcraft",
-    title="TextCraft",
-    item_key="data_idx",
-    create_body={},
-    extraction=Extraction.ONE_ACTION,
-    has_close=True,
-    num_items=544,
-    invalid_marks=("Could not ", "Wrong item format"),
-)
-BABYAI = Dialect(
-    name="babyai",
-    title="BabyAI",
-    item_key="data_idx",
-    score_key="score",
-    extraction=Extraction.ONE_ACTION,
-    has_close=True,
-    refuses_after_done=True,
-    invalid_marks=(
-        "The action is not recognized",
-        "You cannot pickup ",
-        "You cannot drop ",
-        "You cannot go ",
-        "You cannot toggle ",
-        "There is a barrier",
-        "No change in state",
-    ),
-)
-SCIWORLD = Dialect(
-    name="sciworld",
-    title="ScienceWorld",
-    item_key="data_idx",
-    score_key="score",
-    max_score=100.0,
-    extraction=Extraction.LAST_ACTION,
-    has_close=True,
-    is_kept=True,
-    refuses_after_done=True,
-    error_before_reset="'ScienceWorldEnv' object has no attribute 'variationIdx'",
-    num_items=4639,
-    invalid_marks=("No known action matches", "Unknown action"),
-)
-ALFWORLD = Dialect(
-    name="alfworld",
-    title="AlfWorld",
-    item_key="game",
-    reset_extra={"world_type": "Text"},
-    extraction=Extraction.LAST_ACTION,
-    is_kept=True,
-    refuses_after_done=True,
-    num_items=2620,
-    invalid_marks=("Nothing happens",),
-)
-MAZE = Dialect(
-    name="maze",
-    title="LMRL-Gym",
-    item_key="game",
-    lost_reward=-1.0,
-    extraction=Extraction.FIRST_ACTION,
-    is_kept=True,
-    refuses_after_done=True,
-    num_items=25,
-    moves=("move up", "move down", "move left", "move right"),
-)
-WORDLE = Dialect(
-    name="wordle",
-    title="LMRL-Gym",
-    item_key="seed",
-    extraction=Extraction.FIRST_ACTION,
-    is_kept=True,
-    refuses_after_done=True,
-    invalid_marks=("invalid word",),
-)
-WEBSHOP = Dialect(
-    name="webshop",
-    title="WebShop",
-    instance_key="env_idx",
-    item_key="session_id",
-    halts_to_create=True,
-    is_create_bare=True,
-    reset_reply=ResetReply.LIST,
-    observation_key="state",
-    is_first_by_get=True,
-    extraction=Extraction.LAST_ACTION,
-    faults=Faults.STATUS,
-    is_kept=True,
-    max_instances=8000,
-    reuses_numbers=True,
-)
-SQLGYM = Dialect(
-    name="sqlgym",
-    title="SQLGym",
-    instance_key="env_idx",
-    item_key="item_id",
-    is_create_bare=True,
-    reset_reply=ResetReply.LIST,
-    observation_key="state",
-    step_extra={"info": None},
-    is_first_by_get=True,
-    extraction=Extraction.SQL_BLOCK,
-    faults=Faults.STATUS,
-    is_kept=True,
-    num_items=10962,
-    max_instances=8,
-    reuses_numbers=True,
-)
-SEARCHQA = Dialect(
-    name="searchqa",
-    title="SearchQA",
-    instance_key="env_idx",
-    item_key="id",
-    create_body={"id": 0},
-    is_create_bare=True,
-    reset_reply=ResetReply.TEXT,
-    step_extra={"info": None},
-    is_first_by_get=True,
-    extraction=Extraction.WHOLE,
-    faults=Faults.STATUS,
-    has_close=True,
-    num_items=221328,
-    invalid_marks=("Your previous action is invalid",),
-)
-WEBARENA = Dialect(
-    name="webarena",
-    title="WebArena",
-    instance_key="env_idx",
-    item_key="idx",
-    reset_extra={"seed": 0},
-    done_key="terminated",
-    step_extra={"truncated": False, "info": None},
-    is_first_by_get=True,
-    extraction=Extraction.FENCED,
-    faults=Faults.OBSERVATION,
-    has_close=True,
-    close_timeout_s=35.0,  # never below 5 s; the server itself gives up after 30
-    is_kept=True,
-    num_items=812,
-    invalid_marks=("Cannot parse action", "Invalid "),
-    sound_mark="OBSERVATION:",
-)
+def _read_dialects() -> dict[str, Dialect]:
+    """Return the table, by name."""
+    table = read_table(__file__, "dialects.yaml")
+    kinds = {"extraction": Extraction, "faults": Faults, "reset_reply": ResetReply}
+    dialects: dict[str, Dialect] = {}
+    for name, entry in table["dialects"].items():
+        task, answers = entry.pop("task"), table["answers"][entry["extraction"]]
+        told = {style: f"{task}\n{answers[style]}".rstrip() for style in Style}
+        given = {key: kinds.get(key, _frozen)(value) for key, value in entry.items()}
+        dialects[name] = Dialect(name=name, instruction=told, **given)
+    return dialects
 
 
-def _tool(name: str, num_items: int, max_instances: int | None = None) -> Dialect:
-    return Dialect(
-        name=name,
-        title=name.capitalize(),
-        instance_key="env_idx",
-        item_key="id",
-        create_body={"id": 0},
-        is_create_bare=True,
-        reset_reply=ResetReply.TEXT,
-        is_first_by_get=True,
-        extraction=Extraction.WHOLE,
-        faults=Faults.STATUS,
-        is_kept=True,
-        num_items=num_items,
-        max_instances=max_instances,
-        invalid_marks=("Format error", "ERROR |", "Observation: ERROR |"),
-    )
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
-# One Todoist or Google account backs all instances of todo and sheet: a second wipes the first.
-DIALECTS: Mapping[str, Dialect] = {
-    dialect.name: dialect
-    for dialect in (
-        TEXTCRAFT,
-        BABYAI,
-        SCIWORLD,
-        ALFWORLD,
-        MAZE,
-        WORDLE,
-        WEBSHOP,
-        SQLGYM,
-        SEARCHQA,
-        _tool("weather", 343),
-        _tool("movie", 238),
-        _tool("academia", 20),
-        _tool("todo", 155, max_instances=1),
-        _tool("sheet", 20, max_instances=1),
-        WEBARENA,
-    )
-}
-# The environments of ours that AgentGym's clients can play.
-SERVED = (TEXTCRAFT, BABYAI, SCIWORLD, SEARCHQA, WEBARENA, MAZE, WORDLE, SQLGYM)
+DIALECTS = _read_dialects()
+TEXTCRAFT, BABYAI, SCIWORLD = DIALECTS["textcraft"], DIALECTS["babyai"], DIALECTS["sciworld"]
+ALFWORLD, WORDLE = DIALECTS["alfworld"], DIALECTS["wordle"]
+SEARCHQA, WEBARENA = DIALECTS["searchqa"], DIALECTS["webarena"]

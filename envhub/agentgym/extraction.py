@@ -49,7 +49,7 @@ def extract(dialect: Dialect, text: str, style: Style) -> Extracted:
                 return Extracted(action=f"```{text.strip()}```")
             is_fenced = FENCE.search(text) is not None
             return Extracted(action=text) if is_fenced else Extracted(complaint=NO_FENCE)
-        case Extraction.WHOLE:
+        case Extraction.WHOLE | Extraction.TOOL:
             return Extracted(action=text)
 
 

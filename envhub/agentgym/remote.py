@@ -14,7 +14,6 @@ from common.errors import ConfigError
 from envhub.agentgym.connection import Connection, Instance, RemoteFailure, max_sessions
 from envhub.agentgym.dialects import ALFWORLD, BABYAI, DIALECTS, SCIWORLD, WEBARENA, WORDLE, Dialect
 from envhub.agentgym.extraction import extract
-from envhub.agentgym.instructions import instruction
 from envhub.agentgym.replies import RESET_FAILED
 from envhub.env import EnvSpec, Isolation, StepResult, Style, SubsetSpec, nearest, parse_item
 
@@ -260,9 +259,7 @@ def make_spec(remote: RemoteOptions) -> EnvSpec:
     return EnvSpec(
         name=dialect.name,
         subsets={SUBSET: subset},
-        instruction={
-            style: instruction(dialect.name, dialect.extraction, style) for style in Style
-        },
+        instruction=dialect.instruction,
         make=make,
         isolation=Isolation.TASK,
         sessions_per_worker=max_sessions(dialect, remote),

@@ -9,7 +9,7 @@ from fastapi import FastAPI, Query, Request, Response
 from pydantic import BaseModel, Field, create_model
 
 from common.errors import EnvError
-from envhub.agentgym.dialects import SERVED, WEBARENA, WORDLE, Dialect, Faults
+from envhub.agentgym.dialects import DIALECTS, WEBARENA, WORDLE, Dialect, Faults
 from envhub.agentgym.instances import (
     EpisodeOver,
     Instance,
@@ -24,7 +24,7 @@ from envhub.agentgym.replies import (
     reset_reply,
     step_reply,
 )
-from envhub.catalogue.registry import Registry
+from envhub.catalogue.registry import LOADERS, Registry
 from envhub.env import UnknownItem
 from envhub.envs.wordle.words import VOCABULARY
 from envhub.errors import CapacityFull
@@ -53,7 +53,7 @@ def add_agentgym_routes(
         registry: what the hub offers; a driven AgentGym server is not served once more.
         lease_s: how long an instance that nobody asks for lives.
     """
-    for dialect in SERVED:
+    for dialect in DIALECTS.values():
         name = _served_by(dialect, registry)
         if name:
             instances = Instances(registry.spec(name), sessions, lease_s=lease_s)
@@ -65,7 +65,8 @@ def _served_by(dialect: Dialect, registry: Registry) -> str:
     if dialect.name == registry.remote.dialect:
         return ""
     names = (dialect.name, STAND_INS.get(dialect.name, ""))
-    return next((name for name in names if name in registry.names), "")
+    ours = {*registry.names} & {*LOADERS}
+    return next((name for name in names if name in ours), "")
 
 
 def _add_routes(app: FastAPI, desk: "_Desk") -> None:
