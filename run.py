@@ -1,273 +1,157 @@
-"""The command line: parse the command and the overrides, then start roles or be one."""
+"""The command line: parse it, look the command up, carry it out. Each lives with its package."""
 
-import asyncio
 import logging
 import os
 import sys
-import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 try:
     from common.config.command_line import Request, parse
-    from common.config.load import (
-        config_as_yaml,
-        find_config,
-        load_config,
-        override_value,
-        save_config,
-    )
     from common.config.run_config import RunConfig
     from common.errors import ConfigError
+    from common.launch import commands
+    from common.launch.commands import load_joined, load_named
     from common.log import configure_logging
+    from common.repository import ROOT
     from common.store.run_dir import RunDir
-except ModuleNotFoundError as e:
+except ModuleNotFoundError as error:
     sys.exit(
-        f"error: {e.name} is not installed for {sys.executable}; `make setup` installs everything "
+        f"error: {error.name} is not installed for {sys.executable}; `make setup` installs all "
         "that is needed, then it is .venv/bin/python run.py, or source .venv/bin/activate first"
     )
 
-ROOT = Path(__file__).resolve().parent
-DEFAULT_CONFIG = "quickstart"
-ROLES = ("envhub", "scheduler", "learner", "actor")
+# Only the module of the role that is asked for is imported.
+ROLES = {
+    "envhub": "envhub.main",
+    "scheduler": "learner.scheduler.main",
+    "learner": "learner.main",
+    "actor": "actor.main",
+}
+
+_name, _join = partial(load_named, root=ROOT), partial(load_joined, root=ROOT)
 
 
-def belongs_to_no_run(request: Request) -> bool:
-    """Return whether neither a config nor a run is named."""
-    keys = ("run.name", "run.dir")
-    named = [key for key in keys if override_value(request.overrides, key) is not None]
-    return request.config is None and not named
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """One word of the command line that acts on a run's configuration."""
+
+    run: Callable[[RunConfig, RunDir], int]  # returns the exit code
+    load: Callable[[Request], RunConfig] = _name
+    check: Callable[[RunConfig], None] = lambda _: None  # raises what would stop it later
+    has_plan: bool = False  # a dry run shows where the memory goes
+    logs_as: str = ""  # the log's name; "": the command logs nothing, or sees to it itself
 
 
-def load(request: Request) -> RunConfig:
-    """Return the config of the request; whoever joins a run gets that run's own config."""
-    directory = override_value(request.overrides, "run.dir") or "runs"
-    name = override_value(request.overrides, "run.name")
-    overrides = request.overrides
-    if request.command == "eval" and override_value(overrides, "policy.url"):
-        overrides = ["model.path=unset", *overrides]  # no checkpoint plays
-    is_by_task = request.command == "eval" and override_value(overrides, "eval.items") == "tasks"
-    if is_by_task and override_value(overrides, "eval.num_items") is None:
-        overrides = ["eval.num_items=-1", *overrides]  # the whole lists
-    joins = request.command in (*ROLES, "status")
-    if name is None and request.config is not None and joins:
-        name = find_config(request.config, root=ROOT).stem
-    if name is None and request.command == "status":
-        latest = ROOT / directory / "latest"
-        name = latest.resolve().name if latest.exists() else DEFAULT_CONFIG
-    own = ROOT / directory / (name or DEFAULT_CONFIG) / "config.yaml"
-    if own.is_file() and (joins or (request.config is None and name is not None)):
-        return load_config(str(own), overrides, root=ROOT)
-    if request.command == "status":
-        raise ConfigError(f"run.name={name}: no such run below {directory}/")
-    return load_config(request.config or DEFAULT_CONFIG, overrides, root=ROOT)
-
-
-def train(cfg: RunConfig, run_dir: RunDir) -> int:
-    """Start all roles, wait for the end, write the report; return the exit code."""
-    from common.dashboard.run_state import stop_line
-    from common.launch.lock import hold_run
-    from common.launch.preflight import check, has_cuda
-    from common.launch.roles import make_role_specs
-    from common.launch.supervise import supervise
-    from common.store.run_start import prepare
-    from common.wire.security import create_keys
+def _missing(cfg: RunConfig) -> list[str]:
     from envhub.command import missing_for
 
-    check(cfg, ROOT, missing=missing_for(cfg))
-    started = time.monotonic()
-    with hold_run(run_dir.root, name=cfg.run.name):
-        prepare(cfg, run_dir)
-        run_dir.root.mkdir(parents=True, exist_ok=True)
-        for role in (*ROLES, "weights"):
-            run_dir.forget_address(role)
-        create_keys(run_dir.keys)
-        save_config(cfg, run_dir.config)
-        _point_latest(run_dir)
-        specs = make_role_specs(cfg, run_dir, root=ROOT, has_cuda=has_cuda())
-        ending, peak_memory_bytes = supervise(cfg, run_dir, specs)
-    if ending.is_interrupted:
-        print(f"{cfg.run.name}: {stop_line(run_dir, cfg)}", file=sys.stderr)
-    elif ending.exit_code != 0:
-        print(f"error: {ending.reason}", file=sys.stderr)
-    if ending.exit_code != 0:
-        return ending.exit_code
-    wall_s = time.monotonic() - started
-    _report(cfg, run_dir, wall_s=wall_s, peak_memory_bytes=peak_memory_bytes)
-    return 0
+    return missing_for(cfg)
 
 
-def _report(cfg: RunConfig, run_dir: RunDir, *, wall_s: float, peak_memory_bytes: int) -> None:
-    from common.dashboard.run_state import state_line
-    from common.report.write import summary, write_report
-    from common.store.run_start import mark_finished
+def _check_training(cfg: RunConfig) -> None:
+    from common.checks.preflight import check
 
-    report = write_report(run_dir, cfg, wall_s=wall_s, peak_memory_bytes=peak_memory_bytes)
-    mark_finished(run_dir, version=cfg.train.num_steps, result=summary(report))
-    print(f"{cfg.run.name}: {state_line(run_dir, cfg)}")
-    print(f"report: {run_dir.root / 'report.html'}")
+    check(cfg, ROOT, missing=_missing(cfg))
 
 
-def _point_latest(run_dir: RunDir) -> None:
-    latest = run_dir.root.parent / "latest"
-    if latest.is_symlink() or not latest.exists():
-        latest.unlink(missing_ok=True)
-        latest.symlink_to(run_dir.root.name)
+def _check_demonstrations(cfg: RunConfig) -> None:
+    from common.checks.preflight import check_sft
+
+    check_sft(cfg, ROOT, missing=_missing(cfg))
 
 
-def find_role(name: str) -> Callable[[RunConfig, RunDir], None]:
-    """Return the blocking entry point of a role; only its own packages are imported."""
-    if name == "envhub":
-        from envhub.main import run
-    elif name == "scheduler":
-        from learner.scheduler.main import run
-    elif name == "learner":
-        from learner.main import run
-    else:
-        from actor.main import run
-    return run
-
-
-def make_policy(cfg: RunConfig, run_dir: RunDir) -> int:
-    """Collect demonstrations unless some are given, train on them; return the exit code."""
-    from actor.play.demonstrate import demonstrate
-    from common.launch.hub import serve_hub
-    from common.wire.security import create_keys
-    from envhub.command import missing_for
-    from learner.offline import sft
-
-    missing = missing_for(cfg)
-    if missing:
-        raise ConfigError("; ".join(missing))
-    path = Path(cfg.sft.demonstrations)
-    if not cfg.sft.demonstrations:
-        path = run_dir.root / "demonstrations.jsonl"
-        token = create_keys(run_dir.keys).hub_token
-        save_config(cfg, run_dir.config)
-        with serve_hub(cfg, run_dir, root=ROOT) as url:
-            asyncio.run(demonstrate(cfg, hub_url=url, token=token, path=path))
-    print(f"policy: {sft.run(cfg, path)}")
-    return 0
-
-
-def prefer(cfg: RunConfig) -> int:
-    """Train on pairs of episodes; return the exit code."""
-    from common.launch.preflight import check_model
-    from learner.offline import dpo
+def _check_pairs(cfg: RunConfig) -> None:
+    from common.checks.preflight import check_model
 
     check_model(cfg.model.path, ROOT)
-    print(f"policy: {dpo.run(cfg)}")
-    return 0
 
 
-def evolve(cfg: RunConfig, run_dir: RunDir) -> int:
-    """Play and imitate what succeeded, again and again; return the exit code."""
-    from actor.play.play import Plan, play_into_journal
-    from common.launch.hub import serve_hub
-    from common.launch.preflight import check
-    from common.wire.security import create_keys
-    from envhub.command import missing_for
-    from learner.offline import evolve as agent_evol
-    from learner.scheduler.curriculum.catalogue import fetch_catalogue
+def _load_evaluation(request: Request) -> RunConfig:
+    from actor.play.settings import load_evaluation
 
-    check(cfg, ROOT, missing=missing_for(cfg))
-    token = create_keys(run_dir.keys).hub_token
-    save_config(cfg, run_dir.config)
-    with serve_hub(cfg, run_dir, root=ROOT) as url:
-        catalogue = fetch_catalogue(url, token=token, timeout_s=cfg.actor.env_timeout_s)
-
-        def play(now: RunConfig, iteration: int, folder: Path) -> None:
-            plans = [Plan(**asdict(t)) for t in agent_evol.turnouts(now, catalogue, iteration)]
-            play_into_journal(now, plans, hub_url=url, token=token, folder=folder)
-
-        policy = agent_evol.run(cfg, run_dir.root, play=play)
-    print(f"policy: {policy}")
-    return 0
+    return load_evaluation(request, root=ROOT)
 
 
-def evaluate(cfg: RunConfig, run_dir: RunDir) -> int:
-    """Play held-out items with one policy, write and print the tables; return the exit code."""
-    from actor.play.evaluate import check_policy
-    from common.launch.hub import serve_hub
-    from common.launch.lock import hold_run
-    from common.wire.security import create_keys
-    from envhub.command import missing_for
+def _check_evaluation(cfg: RunConfig) -> None:
+    from actor.play.settings import check_evaluation
 
-    missing = missing_for(cfg)
-    if missing:
-        raise ConfigError("; ".join(missing))
-    check_policy(cfg, ROOT)
-    # The hub's own files are apart, so that a run which is being trained can be evaluated.
-    hub_cfg = replace(cfg, run=replace(cfg.run, dir=f"{cfg.run.dir}/{cfg.run.name}", name="eval"))
-    hub_dir = RunDir(root=run_dir.root / "eval")
-    with hold_run(hub_dir.root, name="eval"):
-        token = create_keys(hub_dir.keys).hub_token
-        token = cfg.envhub.token if cfg.envhub.url and cfg.envhub.token else token
-        save_config(hub_cfg, hub_dir.config)
-        with serve_hub(hub_cfg, hub_dir, root=ROOT) as url:
-            return _evaluate_at(url, token, cfg, run_dir)
+    check_evaluation(cfg, ROOT, missing=_missing(cfg))
 
 
-def _evaluate_at(url: str, token: str, cfg: RunConfig, run_dir: RunDir) -> int:
-    from actor.play.evaluate import fetch_task_lists, run
-    from common.config.evaluation import EvalItems
-    from learner.scheduler.curriculum.catalogue import fetch_catalogue, validate_tasks
-    from learner.scheduler.evaluation.heldout import choose_items
+def _make_policy(cfg: RunConfig, run_dir: RunDir) -> int:
+    from actor.play.commands import collect_demonstrations
+    from learner.offline.commands import make_policy
 
-    catalogue = fetch_catalogue(url, token=token, timeout_s=cfg.actor.env_timeout_s)
-    validate_tasks(cfg.tasks, catalogue)
-    by_task = cfg.eval.items is EvalItems.TASKS
-    lists = fetch_task_lists(cfg, hub_url=url, token=token) if by_task else {}
-    items = choose_items(cfg, catalogue, lists)
-    return run(cfg, run_dir, items, hub_url=url, token=token, say=print)
+    return make_policy(cfg, run_dir, root=ROOT, collect=collect_demonstrations)
 
 
-def be_role(name: str, cfg: RunConfig, run_dir: RunDir) -> int:
-    """Run one role in this process until it ends; return the exit code."""
-    from common.wire.security import create_keys
+def _prefer(cfg: RunConfig, _: RunDir) -> int:
+    from learner.offline.commands import prefer
 
-    configure_logging(name, cfg.log.level)
-    create_keys(run_dir.keys)
-    if not run_dir.config.exists():
-        save_config(cfg, run_dir.config)
-    find_role(name)(cfg, run_dir)
-    return 0
+    return prefer(cfg)
 
 
-def doctor(request: Request) -> int:
-    """Print what this machine has and lacks; 1 if anything is lacking."""
-    from common.launch.preflight import examine, format_checks
+def _evolve(cfg: RunConfig, run_dir: RunDir) -> int:
+    from actor.play.commands import play_given
+    from learner.offline.commands import play_and_imitate
+
+    return play_and_imitate(cfg, run_dir, root=ROOT, play=play_given)
+
+
+def _evaluate(cfg: RunConfig, run_dir: RunDir) -> int:
+    from actor.play.commands import evaluate
+    from learner.offline.commands import choose_held_out
+
+    return evaluate(cfg, run_dir, root=ROOT, choose_items=choose_held_out)
+
+
+def _simulate(cfg: RunConfig, _: RunDir) -> int:
+    from learner.simulator.main import run
+
+    return run(cfg, sys.stdout)
+
+
+def _be_role(name: str, cfg: RunConfig, run_dir: RunDir) -> int:
+    return commands.be_role(name, import_module(ROLES[name]).run, cfg, run_dir)
+
+
+COMMANDS = {
+    "train": Command(
+        run=partial(commands.train, root=ROOT),
+        check=_check_training,
+        has_plan=True,
+        logs_as="launcher",
+    ),
+    "sft": Command(run=_make_policy, check=_check_demonstrations, logs_as="sft"),
+    "dpo": Command(run=_prefer, check=_check_pairs, logs_as="dpo"),
+    "evolve": Command(run=_evolve, check=_check_training, logs_as="evolve"),
+    "eval": Command(run=_evaluate, load=_load_evaluation, check=_check_evaluation, logs_as="eval"),
+    "simulate": Command(run=_simulate),
+    "status": Command(run=commands.status, load=_join),
+    **{name: Command(run=partial(_be_role, name), load=_join) for name in ROLES},
+}
+
+
+def _doctor(request: Request) -> int:
+    from common.checks.doctor import doctor
     from envhub.command import examine_environments, missing_for
 
-    config = request.config or DEFAULT_CONFIG
-    cfg = load_config(config, ["model.path=unset", *request.overrides], root=ROOT)
-    environments = examine_environments(cfg)
-    checks = examine(ROOT, config=config, missing=missing_for(cfg), environments=environments)
-    print(format_checks(checks))
-    return 1 if any(each.remedy and not each.is_optional for each in checks) else 0
+    return doctor(
+        request, root=ROOT, missing_for=missing_for, examine_environments=examine_environments
+    )
 
 
-def status(cfg: RunConfig, run_dir: RunDir) -> int:
-    """Print how a run is doing."""
-    from common.dashboard.run_state import state_line
+def _list_environments(request: Request) -> int:
+    from envhub.command import list_environments
 
-    print(f"{run_dir.root}: {state_line(run_dir, cfg)}")
-    return 0
+    return list_environments(request.overrides, root=ROOT, say=print)
 
 
-def objective_comment(cfg: RunConfig) -> str:
-    """Return what the learner would optimise, as lines of comment below the config."""
-    from learner.objective.describe import dead_knobs, objective_text
-
-    lines = [f"objective: {objective_text(cfg.algorithm, cfg.learner)}"]
-    lines += [f"warning: {line}" for line in dead_knobs(cfg.algorithm, cfg.learner)]
-    return "".join(f"# {line}\n" for line in lines)
-
-
-def bench(request: Request) -> int:
-    """Measure this machine; return 0 if every bound holds."""
+def _bench(request: Request) -> int:
     from envhub.bench.suite import SUITES as HUB_SUITES
     from learner.bench.gpu import run_suite as measure_gpu
     from learner.bench.studies import SUITES as STUDIES
@@ -283,52 +167,45 @@ def bench(request: Request) -> int:
     return suites[request.suite](sys.stdout)
 
 
+def _serve_environments(request: Request) -> int:
+    from envhub.command import run_hub
+
+    say = partial(print, flush=True)
+    return run_hub(request.overrides, root=ROOT, is_dry=request.is_dry, say=say)
+
+
+# Of no run: these read the request themselves.
+STANDALONE = {"doctor": _doctor, "envs": _list_environments, "bench": _bench}
+
+
 def dispatch(request: Request) -> int:
     """Carry out a request; return the exit code."""
-    if request.command == "doctor":
-        return doctor(request)
+    if request.command in STANDALONE:
+        return STANDALONE[request.command](request)
     if request.command == "envhub" and not request.is_dry:
         from envhub.hosting.process_memory import use_system_allocator
 
         use_system_allocator()
-    if request.command == "bench":
-        return bench(request)
-    if request.command == "envs":
-        from envhub.command import list_environments
-
-        return list_environments(request.overrides, root=ROOT, say=print)
-    if request.command == "envhub" and belongs_to_no_run(request):
-        from envhub.command import run_hub
-
-        say = partial(print, flush=True)
-        return run_hub(request.overrides, root=ROOT, is_dry=request.is_dry, say=say)
-    cfg = load(request)
+    if request.command == "envhub" and commands.belongs_to_no_run(request):
+        return _serve_environments(request)
+    command = COMMANDS[request.command]
+    cfg = command.load(request)
+    command.check(cfg)
     if request.is_dry:
-        print(f"{config_as_yaml(cfg)}{objective_comment(cfg)}", end="")
-        return 0
-    run_dir = RunDir(root=ROOT / cfg.run.dir / cfg.run.name)
-    if request.command == "status":
-        return status(cfg, run_dir)
-    if request.command == "train":
-        configure_logging("launcher", cfg.log.level)
-        return train(cfg, run_dir)
-    if request.command == "sft":
-        configure_logging("sft", cfg.log.level)
-        return make_policy(cfg, run_dir)
-    if request.command == "simulate":
-        from learner.simulator.main import run as simulate
+        return _show(cfg, has_plan=command.has_plan)
+    if command.logs_as:
+        configure_logging(command.logs_as, cfg.log.level)
+    return command.run(cfg, RunDir(root=ROOT / cfg.run.dir / cfg.run.name))
 
-        return simulate(cfg, sys.stdout)
-    if request.command == "dpo":
-        configure_logging("dpo", cfg.log.level)
-        return prefer(cfg)
-    if request.command == "eval":
-        configure_logging("eval", cfg.log.level)
-        return evaluate(cfg, run_dir)
-    if request.command == "evolve":
-        configure_logging("evolve", cfg.log.level)
-        return evolve(cfg, run_dir)
-    return be_role(request.command, cfg, run_dir)
+
+def _show(cfg: RunConfig, *, has_plan: bool) -> int:
+    from common.checks.memory_plan import plan_here, plan_lines
+    from learner.objective.describe import dead_knobs, objective_text
+
+    warnings = [f"warning: {line}" for line in dead_knobs(cfg.algorithm, cfg.learner)]
+    objective = f"objective: {objective_text(cfg.algorithm, cfg.learner)}"
+    plan = plan_lines(plan_here(cfg, ROOT)) if has_plan else []
+    return commands.show(cfg, [*plan, objective, *warnings])
 
 
 def main(argv: list[str]) -> int:
@@ -336,17 +213,11 @@ def main(argv: list[str]) -> int:
     try:
         request = parse(argv, root=ROOT)
         if request.config is not None and Path(request.config).is_file():
-            request = Request(
-                command=request.command,
-                config=str(Path(request.config).resolve()),
-                overrides=request.overrides,
-                is_dry=request.is_dry,
-                suite=request.suite,
-            )
+            request = replace(request, config=str(Path(request.config).resolve()))
         os.chdir(ROOT)
         return dispatch(request)
-    except ConfigError as e:
-        print(f"error: {' '.join(str(e).split())}", file=sys.stderr)
+    except ConfigError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

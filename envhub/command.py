@@ -4,10 +4,10 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from common.checks.doctor import Check
 from common.config.load import config_as_yaml, load_config
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
-from common.launch.preflight import Check
 from common.log import configure_logging
 from envhub.catalogue.health import hub_at, servers_of, silent
 from envhub.catalogue.listing import format_rows, list_rows

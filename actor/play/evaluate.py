@@ -13,9 +13,9 @@ from tokenizers import Tokenizer
 from actor.play.endpoint import NO_LIMIT, Endpoint, read_key, text_policy
 from actor.play.play import Patience, Plan, Player, journal_at, play_all, play_into_journal
 from actor.rollout.env_client import HubClient
+from common.checks.preflight import check_model
 from common.config.run_config import RunConfig
 from common.errors import ConfigError, EnvError, LongstrideError
-from common.launch.preflight import check_model
 from common.report.eval_scores import ItemPlays, all_scores
 from common.report.eval_table import as_markdown
 from common.store.journal import read_journal

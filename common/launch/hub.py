@@ -4,25 +4,31 @@ import contextlib
 from collections.abc import Generator
 from pathlib import Path
 
+from common.config.load import save_config
 from common.config.run_config import RunConfig
 from common.errors import EnvError
 from common.launch.guardian import Guardian
 from common.launch.process import ChildFailed, ChildProcess
 from common.launch.roles import make_role_specs
 from common.store.run_dir import RunDir
+from common.wire.security import create_keys
 
 STOP_TIMEOUT_S = 5.0
 
 
 @contextlib.contextmanager
-def serve_hub(cfg: RunConfig, run_dir: RunDir, *, root: Path) -> Generator[str]:
-    """Yield the address of a hub that is started here, or of the one that the config names.
+def serve_hub(cfg: RunConfig, run_dir: RunDir, *, root: Path) -> Generator[tuple[str, str]]:
+    """Yield the address and the token of a hub that is started here, or that the config names.
+
+    The keys and the configuration of the hub are written to `run_dir`.
 
     Raises:
         EnvError: the hub ended or published no address in time; holds its last words.
     """
+    token = create_keys(run_dir.keys).hub_token
+    save_config(cfg, run_dir.config)
     if cfg.envhub.url:
-        yield cfg.envhub.url
+        yield cfg.envhub.url, cfg.envhub.token or token
         return
     run_dir.forget_address("envhub")
     spec = make_role_specs(cfg, run_dir, root=root, has_cuda=False)[0]
@@ -36,7 +42,7 @@ def serve_hub(cfg: RunConfig, run_dir: RunDir, *, root: Path) -> Generator[str]:
             )
         except ChildFailed as error:
             raise EnvError(f"while starting: {error}") from error
-        yield run_dir.find_address("envhub") or ""
+        yield run_dir.find_address("envhub") or "", token
     finally:
         hub.stop(timeout_s=STOP_TIMEOUT_S)
         guardian.close()

@@ -5,20 +5,18 @@ from pathlib import Path
 
 import pytest
 
+from common.checks.machine import compiler_problem, has_cuda
+from common.checks.preflight import check, check_devices, check_sft
 from common.config.load import load_config
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.launch.lock import hold_run
-from common.launch.preflight import check, examine, format_checks
+from tests.common.checks.models import write_model
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    for name in ("config.json", "tokenizer.json", "model.safetensors"):
-        (folder / name).touch()
-    return folder
+    return write_model(tmp_path / "model", num_rest=1, vocab_size=64, num_hidden_layers=1)
 
 
 def configure(model: Path, repository: Path, *overrides: str) -> RunConfig:
@@ -84,12 +82,41 @@ def test_missing_program_is_named(model: Path, repository: Path) -> None:
         check(configure(model, repository), repository, missing=["sciworld needs Java: install it"])
 
 
-def test_doctor_says_what_to_fix(repository: Path) -> None:
-    checks = examine(repository, config="textcraft-qwen7b", missing=["x needs y: install y"])
-    text = format_checks(checks)
-    assert "-> x needs y: install y" in text
-    assert "-> model.path is not set" in text
-    assert "ok   python" in text
+def test_reference_that_is_not_there_is_refused(model: Path, repository: Path) -> None:
+    where = "algorithm.reference_path=/nosuch"
+    check(configure(model, repository, where), repository)  # no KL term, so nobody loads it
+    with pytest.raises(ConfigError, match=r"^algorithm\.reference_path=/nosuch: no such directory"):
+        check(configure(model, repository, where, "algorithm.kl_coef=0.1"), repository)
+
+
+def test_machine_without_a_compiler_is_refused_with_the_package_to_install(
+    model: Path, repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    compiler_problem.cache_clear()
+    try:
+        with pytest.raises(ConfigError, match=r"no C\+\+ compiler 'no-such-compiler'.*g\+\+"):
+            check(configure(model, repository), repository)
+        check(configure(model, repository, "actor.num_actors=0"), repository)  # no engine here
+    finally:
+        compiler_problem.cache_clear()
+
+
+@pytest.mark.skipif(has_cuda(), reason="a GPU answers here")
+def test_gpu_that_is_not_there_is_refused(model: Path, repository: Path) -> None:
+    with pytest.raises(ConfigError, match=r"learner\.device=cuda: no NVIDIA GPU answers"):
+        check_devices(configure(model, repository, "learner.device=cuda"))
+
+
+def test_shipped_policy_is_written_over_only_with_a_word(repository: Path) -> None:
+    def configure_sft(*overrides: str) -> RunConfig:
+        return load_config("tiny", [*overrides], root=repository)
+
+    check_sft(configure_sft(), repository)
+    for output in ("configs/policies/tiny", str(repository / "configs" / "policies" / "mine")):
+        with pytest.raises(ConfigError, match=r"sft\.overwrite=true"):
+            check_sft(configure_sft(f"sft.output={output}"), repository)
+        check_sft(configure_sft(f"sft.output={output}", "sft.overwrite=true"), repository)
 
 
 def test_run_directory_has_one_launcher(tmp_path: Path) -> None:

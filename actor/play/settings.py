@@ -1,0 +1,94 @@
+"""What `eval` plays with: the settings that fit the model, and whether it can start."""
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from actor.play.evaluate import check_policy
+from common.checks.machine import GIB
+from common.checks.memory_plan import BYTES_OF, ModelShape, read_shape
+from common.checks.preflight import check_engine, check_model
+from common.config.command_line import Request
+from common.config.load import override_value
+from common.config.run_config import RunConfig
+from common.errors import ConfigError
+from common.launch.commands import load_named
+
+MAX_MODEL_LEN = 16_384  # tokens; beyond it an episode costs more cache than most machines have
+MAX_TURN_TOKENS = 512  # room for a thought and an action
+
+
+def load_evaluation(request: Request, *, root: Path) -> RunConfig:
+    """Return the config of an evaluation.
+
+    Without `--config`, a `model.path` of another shape than the configured policy's gets a context,
+    a turn length and a cache that fit it; what was chosen is said on stderr.
+    """
+    defaults: list[str] = []
+    if _gives(request, "policy.url") and not _gives(request, "model.path"):
+        defaults.append("model.path=unset")  # no checkpoint plays
+    is_by_task = override_value(request.overrides, "eval.items") == "tasks"
+    if is_by_task and not _gives(request, "eval.num_items"):
+        defaults.append("eval.num_items=-1")  # the whole lists
+    cfg = load_named(request, root=root, defaults=defaults)
+    if request.config is not None or cfg.policy.url or not _gives(request, "model.path"):
+        return cfg
+    fitting = [each for each in _fitting(cfg, request, root) if not _gives(request, _key(each))]
+    if not fitting:
+        return cfg
+    chosen = f"eval: {' '.join(fitting)} (from {cfg.model.path}; give them, or --config NAME)"
+    print(chosen, file=sys.stderr)
+    return load_named(request, root=root, defaults=[*defaults, *fitting])
+
+
+def check_evaluation(cfg: RunConfig, root: Path, *, missing: Sequence[str]) -> None:
+    """Return if the evaluation may start.
+
+    Raises:
+        ConfigError: what its environments, its policy or its engine lack.
+    """
+    if missing:
+        raise ConfigError("; ".join(missing))
+    check_policy(cfg, root)
+    if not cfg.policy.url:
+        check_engine()
+
+
+def _key(override: str) -> str:
+    return override.partition("=")[0]
+
+
+def _gives(request: Request, key: str) -> bool:
+    return override_value(request.overrides, key) is not None
+
+
+def _fitting(cfg: RunConfig, request: Request, root: Path) -> list[str]:
+    """Return overrides that fit the model; [] if it has the shape of the configured policy."""
+    check_model(cfg.model.path, root)
+    shape = read_shape(root / cfg.model.path)
+    others = [each for each in request.overrides if _key(each).strip() != "model.path"]
+    configured = load_named(replace(request, overrides=others), root=root).model.path
+    if (root / configured / "config.json").is_file():
+        own = read_shape(root / configured)
+        if (own.hidden, own.layers, own.vocab) == (shape.hidden, shape.layers, shape.vocab):
+            return []
+    return fitting_overrides(shape)
+
+
+def fitting_overrides(shape: ModelShape) -> list[str]:
+    """Return the settings of the engine and of a turn that suit a model.
+
+    Example: 40,960 positions and 28 KiB of cache a token give max_model_len=16384,
+    max_turn_tokens=512, and kv_cache_gib=1 for two such episodes at once.
+    """
+    context = min(shape.context_tokens or MAX_MODEL_LEN, MAX_MODEL_LEN)
+    dtype = shape.dtype if shape.dtype in BYTES_OF else "bfloat16"
+    cache_gib = max(1, math.ceil(2 * context * shape.kv_bytes_per_token(dtype) / GIB))
+    return [
+        f"actor.max_model_len={context}",
+        f"actor.max_turn_tokens={min(MAX_TURN_TOKENS, context // 4)}",
+        f"actor.kv_cache_gib={cache_gib}",
+        f"model.dtype={dtype}",
+    ]

