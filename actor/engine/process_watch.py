@@ -1,0 +1,88 @@
+"""The engine's processes as their parent sees them: what they print, and how they end."""
+
+import asyncio
+import os
+import re
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
+
+from common.launch.process import describe_exit
+
+TAIL_LINES = 15  # in an error
+EXIT_S = 2.0  # until a process whose engine is dead has ended
+
+
+class ProcessWatch:
+    """Passes on what the engine's processes print, and keeps the last lines for an error.
+
+    Example:
+        watch = ProcessWatch()
+        with watch.printing():      what is started in here prints through the watch, for ever
+            llm = start()
+        watch.processes = [...]
+        await watch.describe_death()  -> "EngineCore killed by SIGILL; its last lines: ..."
+    """
+
+    def __init__(self) -> None:
+        self.processes: list[BaseProcess] = []
+        self._tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self._reader: threading.Thread | None = None
+
+    @contextmanager
+    def printing(self) -> Iterator[None]:
+        """Take over stdout and stderr of this process for as long as children are started."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        saved = os.dup(1), os.dup(2)
+        reader, writer = os.pipe()
+        self._reader = threading.Thread(
+            target=self._pass_on, args=(reader, os.dup(2)), name="engine-output", daemon=True
+        )
+        self._reader.start()
+        os.dup2(writer, 1)
+        os.dup2(writer, 2)
+        os.close(writer)
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            for number, copy in enumerate(saved, start=1):
+                os.dup2(copy, number)
+                os.close(copy)
+
+    def _pass_on(self, reader: int, to: int) -> None:
+        """Copy until no process has the other end any more."""
+        with os.fdopen(reader, "rb") as lines, os.fdopen(to, "wb", buffering=0) as out:
+            for line in lines:
+                out.write(line)
+                if text := line.decode(errors="replace").strip():
+                    self._tail.append(text)
+
+    def tail(self) -> str:
+        """Return the last lines, "" if nothing was printed."""
+        lines = "".join(f"\n  {line}" for line in self._tail)
+        return f"; its last lines:{lines}" if lines else ""
+
+    async def describe_death(self) -> str:
+        """Return which process ended how, and its last lines; waits a little for the end."""
+        for process in self.processes:
+            await asyncio.to_thread(process.join, EXIT_S)
+        ends = [
+            f"{process.name} {describe_exit(process.exitcode)}"
+            for process in self.processes
+            if process.exitcode
+        ]
+        return (", ".join(ends) or "no process of it has ended") + self.tail()
+
+    def describe_failed_start(self, error: BaseException) -> str:
+        """Return why the engine did not start: never empty, signals by their names."""
+        if self._reader is not None:
+            self._reader.join(EXIT_S)
+        reason = str(error).strip() or type(error).__name__
+        named = re.sub(r"(?<=: )-\d+\b", lambda found: describe_exit(int(found.group())), reason)
+        return named + self.tail()

@@ -1,0 +1,110 @@
+"""Construction of the engine: vLLM's arguments, its processes, its load meter."""
+
+import faulthandler
+import gc
+import os
+import warnings
+from typing import Any, cast
+
+from vllm.config.model import ModelDType
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms import current_platform
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerBase
+
+from actor.engine.concurrency import LoadMeter
+from actor.engine.process_watch import ProcessWatch
+from common.config.run_config import ActorSection, ModelSection
+from common.errors import EngineError
+
+
+def engine_arguments(model: ModelSection, cfg: ActorSection, *, seed: int) -> AsyncEngineArgs:
+    """Return what vLLM is started with."""
+    return AsyncEngineArgs(
+        model=model.path,
+        dtype=cast(ModelDType, model.dtype),
+        seed=seed,
+        max_model_len=cfg.max_model_len,
+        max_num_seqs=cfg.max_concurrent,
+        tensor_parallel_size=cfg.tensor_parallel_size,
+        gpu_memory_utilization=cfg.gpu_memory_frac,
+        enforce_eager=cfg.enforce_eager,
+        enable_prefix_caching=True,
+        logprobs_mode="processed_logprobs",
+        worker_extension_cls="actor.engine.worker.WeightReceiver",
+        worker_cls="actor.engine.cpu_worker.TileWorker" if current_platform.is_cpu() else "auto",
+        # The class, not its name: on CPU the name "uni" is turned into "mp", whose two
+        # processes poll each other and burn a core.
+        distributed_executor_backend=UniProcExecutor if cfg.tensor_parallel_size == 1 else "mp",
+        disable_log_stats=True,
+        num_gpu_blocks_override=cfg.kv_cache_blocks or None,
+    )
+
+
+def start_llm(
+    model: ModelSection, cfg: ActorSection, *, seed: int, meter: LoadMeter | None
+) -> tuple[AsyncLLM, ProcessWatch]:
+    """Start the engine's processes, blocking; with a meter they tell it what they do.
+
+    Raises:
+        EngineError: they did not start; says which ended how, and their last lines.
+    """
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(cfg.kv_cache_gib))
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_ENGINE_READY_TIMEOUT_S", str(max(1, int(cfg.start_timeout_s))))
+    os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # a spawned process shows where it died,
+    if not faulthandler.is_enabled():
+        faulthandler.enable()  # and a forked one
+    watch = ProcessWatch()
+    reason = ""
+    try:
+        with watch.printing():
+            llm = _start(engine_arguments(model, cfg, seed=seed), meter)
+    except (RuntimeError, ValueError, OSError, TimeoutError) as error:
+        reason = watch.describe_failed_start(error)
+    if reason:  # here, where the error no longer keeps the half-made engine
+        close_contexts()
+        raise EngineError(f"engine did not start: {reason}")
+    manager = llm.engine_core.resources.engine_manager  # type: ignore[attr-defined]
+    watch.processes = list(getattr(manager, "processes", []))
+    return llm, watch
+
+
+def close_contexts() -> None:
+    """Close the ZeroMQ contexts that vLLM leaves to the garbage collector."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()
+
+
+class _LoadWatch(StatLoggerBase):
+    """Hears from vLLM after every step of the engine, and tells the meter."""
+
+    def __init__(self, meter: LoadMeter) -> None:
+        self._meter = meter
+
+    def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
+        if scheduler_stats is not None:
+            self._meter.add(
+                num_running=scheduler_stats.num_running_reqs,
+                num_waiting=scheduler_stats.num_waiting_reqs,
+                kv_frac=scheduler_stats.kv_cache_usage,
+                num_preemptions=iteration_stats.num_preempted_reqs if iteration_stats else 0,
+            )
+
+    def log_engine_initialized(self) -> None:
+        """There is nothing to say."""
+
+
+def _start(arguments: AsyncEngineArgs, meter: LoadMeter | None) -> AsyncLLM:
+    """Return the running engine."""
+    if meter is None:
+        return AsyncLLM.from_engine_args(arguments)
+    llm = AsyncLLM.from_engine_args(arguments, stat_loggers=[lambda *_: _LoadWatch(meter)])
+    manager = llm.logger_manager
+    assert manager is not None, "vLLM has one whenever there are loggers"
+    manager.stat_loggers = [  # Prometheus' own counts at every step, and nobody asks for it
+        each for each in manager.stat_loggers if not isinstance(each, PrometheusStatLogger)
+    ]
+    return llm
