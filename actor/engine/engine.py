@@ -16,7 +16,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from actor.engine.concurrency import LoadMeter
 from actor.engine.process_watch import ProcessWatch
-from actor.engine.start import close_contexts, start_llm
+from actor.engine.start import shut_down_llm, start_llm
 from common.config.run_config import ActorSection, ModelSection
 from common.errors import EngineError, WeightSyncError
 from common.wire.codec import encode
@@ -87,8 +87,6 @@ class Engine:
         problem = await engine._warm_up(timeout_s=cfg.start_timeout_s)
         if problem:
             engine.shut_down()
-            del engine, llm
-            close_contexts()
             raise EngineError(f"engine did not start: {problem}")
         logger.info("engine ready took_s=%.1f", time.monotonic() - started)
         return engine
@@ -252,5 +250,5 @@ class Engine:
         return scores
 
     def shut_down(self) -> None:
-        """End the engine's processes; one that hangs in a broadcast is killed."""
-        self._llm.shutdown(timeout=SHUTDOWN_S)
+        """End the engine's processes, on its event loop; one that hangs is killed."""
+        shut_down_llm(self._llm, timeout_s=SHUTDOWN_S)

@@ -83,6 +83,6 @@ class ProcessWatch:
         """Return why the engine did not start: never empty, signals by their names."""
         if self._reader is not None:
             self._reader.join(EXIT_S)
-        reason = str(error).strip() or type(error).__name__
+        reason = str(error).replace("See root cause above. ", "").strip() or type(error).__name__
         named = re.sub(r"(?<=: )-\d+\b", lambda found: describe_exit(int(found.group())), reason)
         return named + self.tail()

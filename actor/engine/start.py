@@ -1,11 +1,11 @@
 """Construction of the engine: vLLM's arguments, its processes, its load meter."""
 
 import faulthandler
-import gc
 import os
-import warnings
+import traceback
 from typing import Any, cast
 
+import zmq
 from vllm.config.model import ModelDType
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
@@ -57,25 +57,36 @@ def start_llm(
     if not faulthandler.is_enabled():
         faulthandler.enable()  # and a forked one
     watch = ProcessWatch()
-    reason = ""
     try:
         with watch.printing():
             llm = _start(engine_arguments(model, cfg, seed=seed), meter)
     except (RuntimeError, ValueError, OSError, TimeoutError) as error:
-        reason = watch.describe_failed_start(error)
-    if reason:  # here, where the error no longer keeps the half-made engine
-        close_contexts()
-        raise EngineError(f"engine did not start: {reason}")
+        _close_contexts_in(error)
+        raise EngineError(f"engine did not start: {watch.describe_failed_start(error)}") from error
     manager = llm.engine_core.resources.engine_manager  # type: ignore[attr-defined]
     watch.processes = list(getattr(manager, "processes", []))
     return llm, watch
 
 
-def close_contexts() -> None:
-    """Close the ZeroMQ contexts that vLLM leaves to the garbage collector."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)
-        gc.collect()
+def shut_down_llm(llm: AsyncLLM, *, timeout_s: float) -> None:
+    """End the engine's processes, and close what vLLM leaves to the garbage collector.
+
+    Call it on the engine's event loop.
+    """
+    llm.shutdown(timeout=timeout_s)
+    resources = llm.engine_core.resources  # type: ignore[attr-defined]
+    for socket in (resources.output_socket, resources.input_socket, resources.stats_update_socket):
+        if socket is not None:  # an engine that died has them closed a little later
+            socket.close(linger=0)
+    resources.ctx.destroy(linger=0)
+
+
+def _close_contexts_in(error: BaseException) -> None:
+    """Close the ZeroMQ context of a half-made engine, which only its constructor knows."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        context = frame.f_locals.get("sync_ctx")
+        if isinstance(context, zmq.Context):
+            context.destroy(linger=0)
 
 
 class _LoadWatch(StatLoggerBase):

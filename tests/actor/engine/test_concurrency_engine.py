@@ -15,11 +15,7 @@ from tests.actor.engine.engine_rig import save_tiny_policy
 if TYPE_CHECKING:  # importing vllm takes seconds, and most runs deselect these tests
     from actor.engine.engine import Engine
 
-pytestmark = [
-    pytest.mark.slow,
-    # vLLM leaves a ZeroMQ context to the garbage collector.
-    pytest.mark.filterwarnings("ignore:Unclosed context:ResourceWarning"),
-]
+pytestmark = pytest.mark.slow
 
 CEILING = 24
 NUM_BLOCKS = 13  # of 128 tokens, one of them vLLM's own: a short episode needs one of the others

@@ -17,11 +17,7 @@ from tests.actor.engine.engine_rig import FIRST_FORCED, HOST, TIMEOUT_S, WAIT_S,
 if TYPE_CHECKING:
     from actor.engine.engine import Completion
 
-pytestmark = [
-    pytest.mark.slow,
-    # vLLM leaves a ZeroMQ context to the garbage collector.
-    pytest.mark.filterwarnings("ignore:Unclosed context:ResourceWarning"),
-]
+pytestmark = pytest.mark.slow
 
 PROMPT_TOKENS = 300  # more than two blocks of the engine's prefix cache
 EXACT, ROUNDED = "float32", "bfloat16 tied"  # tied: embedding and head are one tensor

@@ -1,0 +1,68 @@
+"""Laws of an engine that dies or does not start: the error says which process ended, and why."""
+
+import asyncio
+import gc
+import os
+import signal
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from common.config.run_config import ActorSection, ModelSection
+from common.errors import EngineError
+from tests.actor.engine.engine_rig import WAIT_S, Rig, save_tiny_policy
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        rig = Rig(tmp_path, dtype="float32", is_tied=False)
+        yield rig
+        rig.close()
+
+
+def core_processes() -> list[psutil.Process]:
+    children = psutil.Process().children(recursive=True)
+    return [child for child in children if "EngineCore" in " ".join(child.cmdline())]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGILL])
+def test_an_engine_that_dies_while_it_samples_names_the_signal(rig: Rig, number: int) -> None:
+    async def law() -> None:
+        (answer,) = await rig.engine._llm.collective_rpc("tiles")
+        assert answer in ("not_needed", "granted"), "asked before the first token"
+        sampling = rig.generate("doomed", [5, 6], max_tokens=400)
+        await rig.generate("clock", [5, 6], max_tokens=4)
+        (core,) = core_processes()
+        os.kill(core.pid, number)
+        name = signal.Signals(number).name
+        async with asyncio.timeout(WAIT_S):
+            with pytest.raises(EngineError, match=f"engine died: .*EngineCore.* killed by {name}"):
+                await sampling
+            with pytest.raises(EngineError, match=f"killed by {name}"):
+                await rig.generate("later", [5, 6], max_tokens=4)
+
+    rig.run(law())
+
+
+def test_an_engine_that_does_not_start_says_why_and_leaves_no_context_open(tmp_path: Path) -> None:
+    from actor.engine.engine import Engine
+
+    save_tiny_policy(tmp_path / "policy", is_tied=False)
+    (tmp_path / "policy" / "model.safetensors").write_bytes(b"no weights at all")
+    model = ModelSection(path=str(tmp_path / "policy"), dtype="float32")
+    gc.collect()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        start = Engine.start(model, ActorSection(max_model_len=512), end_of_turn_ids=[], seed=0)
+        with pytest.raises(EngineError, match=r"(?s)did not start: \w.*Safetensor") as raised:
+            asyncio.run(start)
+        gc.collect()  # an open context would warn here
+    assert "its last lines:" in str(raised.value)
+    assert core_processes() == []

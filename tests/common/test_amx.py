@@ -1,0 +1,55 @@
+"""Laws of asking for AMX tiles."""
+
+from pathlib import Path
+
+import pytest
+
+from common.amx import (
+    ARCH_REQ_XCOMP_PERM,
+    XFEATURE_XTILEDATA,
+    TilePermission,
+    has_tiles,
+    request_tiles,
+)
+
+
+@pytest.fixture
+def cpu_with_tiles(tmp_path: Path) -> Path:
+    path = tmp_path / "cpuinfo"
+    path.write_text("processor\t: 0\nflags\t\t: fpu avx512f amx_bf16 amx_tile amx_int8\n")
+    return path
+
+
+def test_a_cpu_without_tiles_is_not_asked_about(tmp_path: Path) -> None:
+    path = tmp_path / "cpuinfo"
+    path.write_text("processor\t: 0\nflags\t\t: fpu avx2\nmodel name\t: amx_tile\n")
+    asked: list[tuple[int, int]] = []
+
+    def kernel(code: int, argument: int) -> int:
+        asked.append((code, argument))
+        return 0
+
+    assert request_tiles(path, kernel) is TilePermission.NOT_NEEDED
+    assert request_tiles(tmp_path / "no such file", kernel) is TilePermission.NOT_NEEDED
+    assert asked == []
+
+
+@pytest.mark.parametrize(
+    ("answer", "permission"), [(0, TilePermission.GRANTED), (-1, TilePermission.REFUSED)]
+)
+def test_the_kernels_answer_is_returned(
+    cpu_with_tiles: Path, answer: int, permission: TilePermission
+) -> None:
+    asked: list[tuple[int, int]] = []
+
+    def kernel(code: int, argument: int) -> int:
+        asked.append((code, argument))
+        return answer
+
+    assert request_tiles(cpu_with_tiles, kernel) is permission
+    assert asked == [(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)]
+
+
+def test_the_real_kernel_grants_tiles_exactly_where_there_are_some(cpu_with_tiles: Path) -> None:
+    expected = TilePermission.GRANTED if has_tiles() else TilePermission.REFUSED
+    assert request_tiles(cpu_with_tiles) is expected
