@@ -1,10 +1,7 @@
 """Services that are measured run as processes of their own: a hub, or the reference server."""
 
 import contextlib
-import os
-import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -14,6 +11,7 @@ from pathlib import Path
 
 import psutil
 
+from common.launch.process import ChildFailed, ChildProcess, wait_until_ended
 from common.repository import ROOT
 from common.store.run_dir import RunDir
 from envhub.bench.client import Target
@@ -22,17 +20,12 @@ START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 15.0
 
 
-class ServiceFailed(RuntimeError):
-    """A service did not start, or did not stop when it was told to; holds its last words."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """A running service: where it listens, its process and its log."""
+    """A running service: where it listens, and its process."""
 
     target: Target
-    process: subprocess.Popen[bytes]
-    log: Path
+    process: ChildProcess
 
     def rss_bytes(self) -> int:
         """Return the resident memory of the process, without its children."""
@@ -45,10 +38,6 @@ class Service:
             with contextlib.suppress(psutil.NoSuchProcess):
                 total += child.memory_info().rss
         return total
-
-    def tail(self, num_chars: int = 1500) -> str:
-        """Return the last words of the log."""
-        return self.log.read_text(errors="replace")[-num_chars:]
 
 
 @contextlib.contextmanager
@@ -66,91 +55,63 @@ def hub_process(
         environ: environment variables to add.
 
     Raises:
-        ServiceFailed: it did not start; holds the end of its log.
+        ChildFailed: it did not start, or did not stop when it was told to.
     """
     with tempfile.TemporaryDirectory(prefix="longstride-bench-") as folder:
         run_dir = RunDir(root=Path(folder) / "hub")
         quoted = ",".join(f'"{name}"' for name in envs)
-        argv = [sys.executable, "run.py", "envhub", f"run.dir={folder}", "run.name=hub"]
-        argv += [
-            "model.path=unset",
-            "tasks=[]",
-            f"envhub.envs=[{quoted}]",
-            "log.level=WARNING",
-            *overrides,
-        ]
-        log = Path(folder) / "log.txt"
-        with _process(argv, log=log, environ=environ) as process:
+        argv = ["run.py", "envhub", f"run.dir={folder}", "run.name=hub", "model.path=unset"]
+        argv += ["tasks=[]", f"envhub.envs=[{quoted}]", "log.level=WARNING", *overrides]
+        with _running(argv, folder, environ) as process:
             address = run_dir.addresses / "envhub"
-            _wait(process, log=log, until=address.exists)
+            process.wait_until(address.exists, timeout_s=START_TIMEOUT_S)
             token = (run_dir.keys / "hub_token").read_text().strip()
             target = Target(url=address.read_text().strip(), token=token)
-            _wait(process, log=log, until=lambda: _accepts(target))
-            yield Service(target=target, process=process, log=log)
+            process.wait_until(lambda: _accepts(target), timeout_s=START_TIMEOUT_S)
+            yield Service(target=target, process=process)
 
 
 @contextlib.contextmanager
 def module_process(module: str, *, environ: Mapping[str, str] | None = None) -> Generator[Service]:
-    """Yield a service that is started by `python -m <module> <port>`."""
-    with tempfile.TemporaryDirectory(prefix="longstride-bench-") as folder:
-        log = Path(folder) / "log.txt"
-        target = Target(url=f"http://127.0.0.1:{_free_port()}")
-        argv = [sys.executable, "-m", module, str(target.address[1])]
-        with _process(argv, log=log, environ=environ) as process:
-            _wait(process, log=log, until=lambda: _accepts(target))
-            yield Service(target=target, process=process, log=log)
+    """Yield a service that is started by `python -m <module> <port>`. Raises ChildFailed."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        target = Target(url=f"http://127.0.0.1:{listener.getsockname()[1]}")
+    with (
+        tempfile.TemporaryDirectory(prefix="longstride-bench-") as folder,
+        _running(["-m", module, str(target.address[1])], folder, environ) as process,
+    ):
+        process.wait_until(lambda: _accepts(target), timeout_s=START_TIMEOUT_S)
+        yield Service(target=target, process=process)
 
 
 @contextlib.contextmanager
-def _process(
-    argv: list[str], *, log: Path, environ: Mapping[str, str] | None
-) -> Generator[subprocess.Popen[bytes]]:
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            argv,
-            cwd=ROOT,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **(environ or {})},
-        )
+def _running(
+    argv: list[str], folder: str, environ: Mapping[str, str] | None
+) -> Generator[ChildProcess]:
+    env = {"OMP_NUM_THREADS": "1", **(environ or {})}
+    log_path = Path(folder) / "log.txt"
+    child = ChildProcess("service", [sys.executable, *argv], log_path=log_path, env=env, cwd=ROOT)
     try:
-        yield process
+        yield child
     finally:
-        _stop(process)
+        _stop(child)
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End a process and whatever it left behind, by process id.
+def _stop(child: ChildProcess) -> None:
+    """End a service, which has to end its own children.
 
     Raises:
-        ServiceFailed: it had to be killed.
+        ChildFailed: something had to be killed.
     """
-    children: list[psutil.Process] = []
+    offspring: list[psutil.Process] = []
     with contextlib.suppress(psutil.NoSuchProcess):
-        children = psutil.Process(process.pid).children(recursive=True)
-    process.send_signal(signal.SIGTERM)
-    is_late = False
-    try:
-        process.wait(STOP_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        is_late = True
-        process.kill()
-        process.wait()
-    _, left = psutil.wait_procs(children, timeout=STOP_TIMEOUT_S)
-    for child in left:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child.kill()
-    if is_late or left:
-        raise ServiceFailed(f"not stopped within {STOP_TIMEOUT_S:g} s, left {len(left)} children")
-
-
-def _wait(process: subprocess.Popen[bytes], *, log: Path, until) -> None:
-    deadline_s = time.monotonic() + START_TIMEOUT_S
-    while not until():
-        if process.poll() is not None or time.monotonic() > deadline_s:
-            raise ServiceFailed(f"not started: {log.read_text(errors='replace')[-1500:]}")
-        time.sleep(0.05)
+        offspring = psutil.Process(child.pid).children(recursive=True)
+    child.terminate()
+    has_ended = wait_until_ended([child], deadline=time.monotonic() + STOP_TIMEOUT_S)
+    _, left = psutil.wait_procs(offspring, timeout=STOP_TIMEOUT_S)
+    child.clear_away()
+    if left or not has_ended:
+        raise ChildFailed(f"not stopped within {STOP_TIMEOUT_S:g} s, left {len(left)} children")
 
 
 def _accepts(target: Target) -> bool:
@@ -160,8 +121,3 @@ def _accepts(target: Target) -> bool:
             return connection.recv(16).startswith(b"HTTP/1.")
     except OSError:
         return False
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]

@@ -2,11 +2,10 @@
 
 import asyncio
 import json
-import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
 from itertools import count
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import uvloop
 
 from envhub.bench.client import Client, HubAnswer, Target
-from envhub.bench.hub import ROOT
+from envhub.bench.job import Job, Measured
 
 ITEMS = {"textcraft": "depth2-train-{}", "babyai": "GoToObjMazeS7-train-{}"}
 NUM_ITEMS = 100  # distinct ones in turn
@@ -25,66 +24,6 @@ ACTIONS = {
 DONE = (b'"done": true', b'"done":true')
 FAILED = (b'"error":"', b'"error": "')
 NUM_ROUNDS = 3  # of opening, after one that warms up
-JOB_TIMEOUT_S = 300.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """One measurement of one client process.
-
-    Attributes:
-        kind: step (single steps), open (creation and reset), batch and batch_open (the same by the
-            batch routes, hub only).
-        is_reference: the target speaks the reference server's routes.
-        num_clients: connections with one request under way each; in `batch`, sessions of a call.
-        warmup_s: seconds before counting begins.
-        duration_s: seconds that count; `open` counts whole rounds instead and ignores both.
-    """
-
-    target: Target
-    kind: str
-    is_reference: bool
-    env: str
-    num_clients: int
-    warmup_s: float = 0.4
-    duration_s: float = 1.5
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """What a job counted: operations, over what time, and how long each request took."""
-
-    num_done: int
-    duration_s: float
-    latencies_ms: list[float]
-
-    @property
-    def per_s(self) -> float:
-        """Operations per second."""
-        return self.num_done / self.duration_s
-
-    def percentile_ms(self, frac: float) -> float:
-        """Return the latency that `frac` of the requests did not exceed."""
-        ordered = sorted(self.latencies_ms)
-        return ordered[min(len(ordered) - 1, int(frac * len(ordered)))]
-
-
-def measure(job: Job) -> Measured:
-    """Return what a client process of its own measured.
-
-    Raises:
-        RuntimeError: it failed; holds its last words.
-    """
-    done = subprocess.run(
-        [sys.executable, "-m", "envhub.bench.load"],
-        cwd=ROOT,
-        input=json.dumps(asdict(job)).encode(),
-        capture_output=True,
-        timeout=JOB_TIMEOUT_S,
-    )
-    if done.returncode != 0:
-        raise RuntimeError(f"client failed: {done.stderr.decode(errors='replace')[-1500:]}")
-    return Measured(**json.loads(done.stdout))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -104,8 +43,7 @@ class HubRoutes:
 
     async def open(self, client: Client, number: int) -> Episode:
         """Create and reset: one request."""
-        item_id = ITEMS[self._job.env].format(number % NUM_ITEMS)
-        session_id, _ = await client.open(self._job.env, item_id)
+        session_id, _ = await client.open(self._job.env, _item(self._job, number))
         path = f"/v1/sessions/{session_id}/step"
         return Episode(session_id=session_id, head=self._job.target.head("POST", path))
 
@@ -115,7 +53,6 @@ class HubRoutes:
         return b'{"action":"%s","seq":%d}' % (action.encode(), episode.seq)
 
     async def close(self, client: Client, episode: Episode) -> None:
-        """End an episode."""
         await client.delete(episode.session_id)
 
 
@@ -128,21 +65,17 @@ class ReferenceRoutes:
 
     async def open(self, client: Client, number: int) -> Episode:
         """Create and reset: two requests."""
-        env = self._job.env
-        made = await client.want(200, "POST", f"/{env}/create")
-        item_id = ITEMS[env].format(number % NUM_ITEMS)
-        begun = {"id": made["id"], "item_id": item_id}
-        answer = await client.want(200, "POST", f"/{env}/reset", begun)
+        made = await client.want(200, "POST", f"/{self._job.env}/create")
+        begun = {"id": made["id"], "item_id": _item(self._job, number)}
+        answer = await client.want(200, "POST", f"/{self._job.env}/reset", begun)
         if answer["error"]:
             raise RuntimeError(answer["error"])
         return Episode(session_id=str(made["id"]), head=self._head)
 
     def step_body(self, episode: Episode, action: str) -> bytes:
-        """Return the body of the next step."""
         return b'{"action":"%s","id":%s}' % (action.encode(), episode.session_id.encode())
 
     async def close(self, client: Client, episode: Episode) -> None:
-        """End an episode."""
         path = f"/{self._job.env}/close"
         await client.want(200, "POST", path, {"id": int(episode.session_id)})
 
@@ -150,52 +83,64 @@ class ReferenceRoutes:
 Routes = HubRoutes | ReferenceRoutes
 
 
+def _item(job: Job, number: int) -> str:
+    return ITEMS[job.env].format(number % NUM_ITEMS)
+
+
 class Recorder:
     """Latencies of the requests that end within the counted time."""
 
     def __init__(self, job: Job) -> None:
-        self.begin_s = time.perf_counter() + job.warmup_s
-        self.end_s = self.begin_s + job.duration_s
-        self.latencies_ms: list[float] = []
+        self._job = job
+        self._begin_s = time.perf_counter() + job.warmup_s
+        self._end_s = self._begin_s + job.duration_s
+        self._latencies_ms: list[float] = []
 
-    def add(self, sent_s: float, answered_s: float) -> bool:
-        """Count a request; return whether to go on."""
-        if self.begin_s <= answered_s < self.end_s:
-            self.latencies_ms.append((answered_s - sent_s) * 1e3)
-        return answered_s < self.end_s
+    def add(self, sent_s: float) -> bool:
+        """Count a request that is answered now; return whether to go on."""
+        answered_s = time.perf_counter()
+        if self._begin_s <= answered_s < self._end_s:
+            self._latencies_ms.append((answered_s - sent_s) * 1e3)
+        return answered_s < self._end_s
+
+    def measured(self, *, num_steps: int) -> Measured:
+        """Return what was counted, with `num_steps` steps in a request."""
+        num_done = num_steps * len(self._latencies_ms)
+        return Measured(
+            num_done=num_done, duration_s=self._job.duration_s, latencies_ms=self._latencies_ms
+        )
 
 
 async def run_job(job: Job) -> Measured:
     """Return what this process measures."""
     routes = ReferenceRoutes(job) if job.is_reference else HubRoutes(job)
-    kinds: dict[str, Callable[[Job, Routes], Awaitable[Measured]]] = {
+    kinds = {
         "step": _measure_steps,
         "open": _measure_opening,
         "batch": _measure_batches,
-        "batch_open": _measure_batch_opening,
+        "batch_open": _measure_opening,
     }
     return await kinds[job.kind](job, routes)
 
 
+@asynccontextmanager
+async def _clients(job: Job) -> AsyncIterator[list[Client]]:
+    """Yield the connections of a job: one for batches, else one for each client."""
+    async with AsyncExitStack() as stack:
+        num = 1 if job.kind.startswith("batch") else job.num_clients
+        yield [await stack.enter_async_context(Client(job.target)) for _ in range(num)]
+
+
 async def _measure_steps(job: Job, routes: Routes) -> Measured:
     numbers = count()
-    async with AsyncExitStack() as stack:
-        clients = [await stack.enter_async_context(Client(job.target)) for _ in _each(job)]
+    async with _clients(job) as clients:
         episodes = [await routes.open(client, next(numbers)) for client in clients]
         recorder = Recorder(job)
         pairs = zip(clients, episodes, strict=True)
         loops = [_keep_stepping(job, routes, recorder, *pair, numbers) for pair in pairs]
-        episodes = await asyncio.gather(*loops)
-        for client, episode in zip(clients, episodes, strict=True):
+        for client, episode in zip(clients, await asyncio.gather(*loops), strict=True):
             await routes.close(client, episode)
-    num_done = len(recorder.latencies_ms)
-    return Measured(
-        num_done=num_done, duration_s=job.duration_s, latencies_ms=recorder.latencies_ms
-    )
-
-
-def _each(job: Job) -> range:
-    return range(job.num_clients)
+    return recorder.measured(num_steps=1)
 
 
 async def _keep_stepping(
@@ -213,10 +158,10 @@ async def _keep_stepping(
         body = routes.step_body(episode, actions[turn % len(actions)])
         sent_s = time.perf_counter()
         status, answer = await connection.exchange(episode.head, body)
-        answered_s = time.perf_counter()
+        goes_on = recorder.add(sent_s)
         if status != 200 or any(mark in answer for mark in FAILED):
             raise HubAnswer(status, answer, request="step")
-        if not recorder.add(sent_s, answered_s):
+        if not goes_on:
             return episode
         if any(mark in answer for mark in DONE):
             await routes.close(client, episode)
@@ -224,63 +169,75 @@ async def _keep_stepping(
     raise AssertionError("unreachable: turns have no end")
 
 
-async def _measure_opening(job: Job, routes: Routes) -> Measured:
-    """Open `num_clients` episodes at once, several times; closing them is not counted."""
-    numbers = count()
-    latencies_ms: list[float] = []
-    took_s = 0.0
-
-    async def open_timed(client: Client, number: int) -> Episode:
-        began_s = time.perf_counter()
-        episode = await routes.open(client, number)
-        latencies_ms.append((time.perf_counter() - began_s) * 1e3)
-        return episode
-
-    async with AsyncExitStack() as stack:
-        clients = [await stack.enter_async_context(Client(job.target)) for _ in _each(job)]
-        for round_number in range(NUM_ROUNDS + 1):
-            if round_number == 1:  # the first one warms up
-                latencies_ms.clear()
-                took_s = 0.0
-            began_s = time.perf_counter()
-            opening = [open_timed(client, next(numbers)) for client in clients]
-            episodes = await asyncio.gather(*opening)
-            took_s += time.perf_counter() - began_s
-            for client, episode in zip(clients, episodes, strict=True):
-                await routes.close(client, episode)
-    return Measured(num_done=len(latencies_ms), duration_s=took_s, latencies_ms=latencies_ms)
-
-
 async def _measure_batches(job: Job, routes: Routes) -> Measured:
     """Step `num_clients` sessions of one connection with one request each time."""
     numbers = count()
     actions = ACTIONS[job.env]
-    num_done = 0
-    async with Client(job.target) as client:
-        episodes = [await routes.open(client, next(numbers)) for _ in _each(job)]
+    async with _clients(job) as (client,):
+        episodes = [await routes.open(client, next(numbers)) for _ in range(job.num_clients)]
         recorder = Recorder(job)
+        goes_on = True
         for turn in count():
-            steps = [_next_step(each, actions[turn % len(actions)]) for each in episodes]
+            action = actions[turn % len(actions)]
+            steps = [
+                {"session_id": each.session_id, "action": action, "seq": each.seq + 1}
+                for each in episodes
+            ]
             sent_s = time.perf_counter()
             status, body = await client.ask("POST", "/v1/step/batch", steps)
-            num_before = len(recorder.latencies_ms)
-            goes_on = recorder.add(sent_s, time.perf_counter())
-            num_done += (len(recorder.latencies_ms) - num_before) * len(episodes)
+            goes_on = recorder.add(sent_s)
             for i, result in enumerate(_entries(status, body, 200)):
+                episodes[i].seq += 1
                 if result["done"]:
                     episodes[i] = await routes.open(client, next(numbers))
             if not goes_on:
                 break
         for episode in episodes:
             await routes.close(client, episode)
-    return Measured(
-        num_done=num_done, duration_s=job.duration_s, latencies_ms=recorder.latencies_ms
-    )
+    return recorder.measured(num_steps=job.num_clients)
 
 
-def _next_step(episode: Episode, action: str) -> dict[str, Any]:
-    episode.seq += 1
-    return {"session_id": episode.session_id, "action": action, "seq": episode.seq}
+async def _measure_opening(job: Job, routes: Routes) -> Measured:
+    """Open `num_clients` episodes at once, several times; closing them is not counted."""
+    numbers = count()
+    latencies_ms: list[float] = []
+    took_s = 0.0
+    async with _clients(job) as clients:
+        for round_number in range(NUM_ROUNDS + 1):
+            began_s = time.perf_counter()
+            if job.kind == "batch_open":
+                opening = [_open_batch(job, clients[0], numbers)]
+            else:
+                opening = [_open_one(routes, client, next(numbers)) for client in clients]
+            opened = await asyncio.gather(*opening)
+            if round_number > 0:  # the first one warms up
+                took_s += time.perf_counter() - began_s
+                latencies_ms += [took_ms for _, took_ms in opened]
+            for episodes, _ in opened:
+                for episode in episodes:
+                    await routes.close(clients[0], episode)
+    num_done = NUM_ROUNDS * job.num_clients
+    return Measured(num_done=num_done, duration_s=took_s, latencies_ms=latencies_ms)
+
+
+async def _open_one(routes: Routes, client: Client, number: int) -> tuple[list[Episode], float]:
+    """Return an episode, and the milliseconds that it took to open."""
+    began_s = time.perf_counter()
+    episode = await routes.open(client, number)
+    return [episode], (time.perf_counter() - began_s) * 1e3
+
+
+async def _open_batch(
+    job: Job, client: Client, numbers: Iterator[int]
+) -> tuple[list[Episode], float]:
+    """Return the episodes of one request, and the milliseconds that it took."""
+    items = [_item(job, next(numbers)) for _ in range(job.num_clients)]
+    asked = [{"env": job.env, "item_id": item_id} for item_id in items]
+    began_s = time.perf_counter()
+    status, body = await client.ask("POST", "/v1/sessions/batch", asked)
+    took_ms = (time.perf_counter() - began_s) * 1e3
+    entries = _entries(status, body, 201)
+    return [Episode(session_id=each["session_id"], head=b"") for each in entries], took_ms
 
 
 def _entries(status: int, body: bytes, wanted: int) -> list[dict[str, Any]]:
@@ -292,27 +249,6 @@ def _entries(status: int, body: bytes, wanted: int) -> list[dict[str, Any]]:
         if entry["status"] != wanted:
             raise HubAnswer(entry["status"], entry["detail"].encode(), request="batch entry")
     return entries
-
-
-async def _measure_batch_opening(job: Job, routes: Routes) -> Measured:
-    """Open `num_clients` episodes with one request, several times; closing is not counted."""
-    latencies_ms: list[float] = []
-    numbers = count()
-    async with Client(job.target) as client:
-        for _ in range(NUM_ROUNDS + 1):
-            items = [ITEMS[job.env].format(next(numbers) % NUM_ITEMS) for _ in _each(job)]
-            asked = [{"env": job.env, "item_id": item_id} for item_id in items]
-            began_s = time.perf_counter()
-            status, body = await client.ask("POST", "/v1/sessions/batch", asked)
-            latencies_ms.append((time.perf_counter() - began_s) * 1e3)
-            for entry in _entries(status, body, 201):
-                await client.delete(entry["session_id"])
-    counted = latencies_ms[1:]  # the first one warms up
-    return Measured(
-        num_done=len(counted) * job.num_clients,
-        duration_s=sum(counted) / 1e3,
-        latencies_ms=counted,
-    )
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ from typing import TextIO
 
 import uvloop
 
+from common.report.bench_table import BenchTable, Figure, Law
 from envhub.bench.client import Client, HubAnswer, Target
 from envhub.bench.hub import Service, hub_process
 from envhub.bench.solve import Subset, list_subsets, open_patiently
@@ -25,8 +26,9 @@ ABANDON_LEASE_S = 30.0
 MAX_GROWTH_FRAC = 0.10
 SETTLE_S = 15.0  # for giving memory back after the last session has expired
 NUM_SAMPLES = 60
+MAX_FAILURES_SHOWN = 10
 GARBAGE = ("", "fly", "get -1 oak log", "Action:", "\u2603" * 50, "x" * 3000, "a\n\0b", '{"a":1}')
-PAGE_MIB = 1 << 20
+MIB = 1 << 20
 
 
 @dataclass(slots=True, kw_only=True)
@@ -70,32 +72,29 @@ def run_suite(
     envs: Sequence[str] = ENVS,
 ) -> int:
     """Soak a hub and abandon sessions; return 1 when memory grew or anything failed."""
+    table = BenchTable(out=out)
     with hub_process(envs, overrides=[f"envhub.session_lease_s={LEASE_S:g}"]) as hub:
         soak = soak_hub(hub, duration_s=duration_s)
-    growth_frac = soak.growth_frac()
-    is_flat = growth_frac <= MAX_GROWTH_FRAC and not soak.failures
     counted = " ".join(f"{name}={num}" for name, num in sorted(soak.counts.items()))
-    out.write(
-        f"mixed load for {duration_s:.0f} s: {counted}\n"
-        f"  hub {_mib(soak.hub_bytes[0])} -> {_mib(soak.hub_bytes[-1])}, "
-        f"workers {_mib(soak.worker_bytes[0])} -> {_mib(soak.worker_bytes[-1])}, "
-        f"last third over the middle one {growth_frac:+.1%} (at most {MAX_GROWTH_FRAC:+.0%})\n"
-    )
-    for failure in soak.failures[:10]:
-        out.write(f"  {failure}\n")
+    table.title(f"mixed load for {duration_s:.0f} s: {counted}")
+    ends = [f"{_mib(rss[0])} -> {_mib(rss[-1])}" for rss in (soak.hub_bytes, soak.worker_bytes)]
+    note = f"hub {ends[0]}, workers {ends[1]}"
+    table.add(_growth("memory of the last third over the middle one", soak.growth_frac(), note))
+    for failure in soak.failures[:MAX_FAILURES_SHOWN]:
+        table.fail("mixed load", failure)
     left = abandon(num_sessions=num_abandoned)
-    out.write(
-        f"{left.num_sessions} sessions opened and left in {left.took_s:.0f} s: "
-        f"{_mib(left.start_bytes)} -> {_mib(left.peak_bytes)} -> {_mib(left.end_bytes)} "
-        f"({left.growth_frac:+.1%}, at most {MAX_GROWTH_FRAC:+.0%})\n"
-    )
-    is_kept = is_flat and left.growth_frac <= MAX_GROWTH_FRAC
-    out.write("kept\n" if is_kept else "NOT KEPT\n")
-    return 0 if is_kept else 1
+    sizes = " -> ".join(map(_mib, (left.start_bytes, left.peak_bytes, left.end_bytes)))
+    name = f"memory after {left.num_sessions} sessions opened and left"
+    table.add(_growth(name, left.growth_frac, f"{sizes} in {left.took_s:.0f} s"))
+    return table.finish()
+
+
+def _growth(name: str, frac: float, note: str) -> Figure:
+    return Figure(name=name, value=frac, unit="", law=Law.AT_MOST, bound=MAX_GROWTH_FRAC, note=note)
 
 
 def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / PAGE_MIB:.1f} MiB"
+    return f"{num_bytes / MIB:.1f} MiB"
 
 
 def soak_hub(hub: Service, *, duration_s: float) -> Soak:

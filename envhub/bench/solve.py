@@ -3,12 +3,13 @@
 import asyncio
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
 import uvloop
 
+from common.report.bench_table import BenchTable, Figure, Law
 from envhub.bench.client import Client, HubAnswer, Target
 from envhub.bench.hub import Service, hub_process
 from envhub.catalogue.registry import LOADERS, missing_requirements
@@ -76,51 +77,48 @@ def run_suite(out: TextIO, *, num_items: int = NUM_ITEMS, envs: Sequence[str] | 
     """Solve a sample of every subset; return 1 when one lies below MIN_SOLVED_FRAC.
 
     Args:
-        out: where the table goes, a row per subset and a line per item not solved;
+        out: where the table goes, a figure per subset and a line per item not solved;
             subsets of which the expert solves nothing at all are listed by name.
         num_items: of a subset, half of them test items; all of a smaller one.
         envs: names; None: all of the registry. One whose needs are missing is reported by name.
     """
-    is_kept = True
+    table = BenchTable(out=out)
     without: list[str] = []
-    out.write(
-        f"{'environment':<12}{'subset':<28}{'items':>6}{'solved':>8}{'turns':>7}{'ms/turn':>9}{'retried':>9}\n"
-    )
     for env in envs if envs is not None else sorted(LOADERS):
         missing = missing_requirements([env])
         if missing:
-            out.write(f"{env:<12}not measured: {'; '.join(missing)}\n")
-            is_kept = False
+            table.fail(env, f"not measured: {'; '.join(missing)}")
             continue
         with hub_process([env]) as hub:
-            for subset in uvloop.run(list_subsets(hub.target)):
-                tally = uvloop.run(solve_subset(hub.target, subset, num_items=num_items))
-                if not tally.has_expert:
-                    without.append(f"{env}/{subset.name}")
-                    continue
-                _write_row(out, tally)
-                is_kept &= tally.solved_frac >= MIN_SOLVED_FRAC
+            for tally in solve_one_env(hub, num_items=num_items):
+                if tally.has_expert:
+                    _add_row(table, tally)
+                else:
+                    without.append(f"{env}/{tally.subset.name}")
     if without:
-        out.write(f"without an expert ({len(without)}): {', '.join(without)}\n")
-    verdict = "kept" if is_kept else "NOT KEPT"
-    out.write(f"{verdict}: {MIN_SOLVED_FRAC:.0%} solved in each subset that has an expert\n")
-    return 0 if is_kept else 1
+        table.note("without an expert", ", ".join(without))
+    return table.finish()
 
 
-def _write_row(out: TextIO, tally: Tally) -> None:
+def _add_row(table: BenchTable, tally: Tally) -> None:
     num_turns = sum(each.num_turns for each in tally.outcomes)
     num_items = len(tally.outcomes)
-    subset = tally.subset
-    out.write(
-        f"{subset.env:<12}{subset.name:<28}{num_items:>6}{tally.solved_frac:>8.1%}"
-        f"{num_turns / num_items:>7.1f}{tally.took_s * 1e3 / max(1, num_turns):>9.1f}"
-        f"{tally.num_retried:>9}\n"
+    turn_ms = tally.took_s * 1e3 / max(1, num_turns)
+    table.add(
+        Figure(
+            name=f"{tally.subset.env} {tally.subset.name}: solved",
+            value=tally.solved_frac,
+            unit="",
+            law=Law.AT_LEAST,
+            bound=MIN_SOLVED_FRAC,
+            note=f"{num_items} items of {num_turns / num_items:.1f} turns of {turn_ms:.1f} ms,"
+            f" {tally.num_retried} retried",
+        )
     )
     for each in tally.faults[:MAX_FAULTS_SHOWN]:
-        out.write(f"    {each.item_id}: {each.fault}\n")
+        table.note(each.item_id, each.fault)
     if len(tally.faults) > MAX_FAULTS_SHOWN:
-        out.write(f"    and {len(tally.faults) - MAX_FAULTS_SHOWN} more\n")
-    out.flush()
+        table.note(tally.subset.name, f"{len(tally.faults) - MAX_FAULTS_SHOWN} more")
 
 
 async def list_subsets(target: Target) -> list[Subset]:
@@ -218,7 +216,7 @@ async def open_patiently(client: Client, env: str, item_id: str) -> str:
         await asyncio.sleep(RETRY_S)
 
 
-def solve_one_env(hub: Service, *, num_items: int) -> list[Tally]:
-    """Return a tally per subset of everything that a running hub serves."""
-    subsets = uvloop.run(list_subsets(hub.target))
-    return [uvloop.run(solve_subset(hub.target, subset, num_items=num_items)) for subset in subsets]
+def solve_one_env(hub: Service, *, num_items: int) -> Iterator[Tally]:
+    """Yield a tally per subset of everything that a running hub serves."""
+    for subset in uvloop.run(list_subsets(hub.target)):
+        yield uvloop.run(solve_subset(hub.target, subset, num_items=num_items))

@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from typing import TextIO
 
-from envhub.bench import soak as bench_soak
-from envhub.bench import solve as bench_solve
+from common.report.bench_table import BenchTable, Figure, Law
+from envhub.bench import soak, solve
 from envhub.bench.hub import Service, hub_process, module_process
-from envhub.bench.load import Job, Measured, measure
+from envhub.bench.job import Job, Measured, measure
 
 ENVS = ("textcraft", "babyai")
 NUM_CLIENTS = (1, 32, 128)
@@ -105,18 +105,18 @@ def _latencies(measured: Measured) -> str:
 
 
 def _judge(out: TextIO, measured: Measured) -> int:
-    p99_ms = measured.percentile_ms(0.99)
-    is_kept = measured.per_s >= MIN_STEPS_PER_S and p99_ms <= MAX_P99_MS
-    out.write(
-        f"{'kept' if is_kept else 'NOT KEPT'}: TextCraft, {max(NUM_CLIENTS)} clients: "
-        f"{measured.per_s:.0f} steps/s (at least {MIN_STEPS_PER_S:.0f}), "
-        f"p99 {p99_ms:.1f} ms (at most {MAX_P99_MS:.0f})\n"
-    )
-    return 0 if is_kept else 1
+    table = BenchTable(out=out)
+    name = f"TextCraft, {max(NUM_CLIENTS)} clients"
+    for what, value, unit, law, bound in (
+        ("steps", measured.per_s, "/s", Law.AT_LEAST, MIN_STEPS_PER_S),
+        ("p99 of a step", measured.percentile_ms(0.99), "ms", Law.AT_MOST, MAX_P99_MS),
+    ):
+        table.add(Figure(name=f"{name}: {what}", value=value, unit=unit, law=law, bound=bound))
+    return table.finish()
 
 
 SUITES: dict[str, Callable[[TextIO], int]] = {
     "envhub": run_suite,
-    "soak": bench_soak.run_suite,
-    "solve": bench_solve.run_suite,
+    "soak": soak.run_suite,
+    "solve": solve.run_suite,
 }

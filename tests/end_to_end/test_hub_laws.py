@@ -43,7 +43,7 @@ def some_of(subsets: list[Subset]) -> list[Subset]:
 def test_every_sampled_item_is_solved_by_following_the_expert(env: str) -> None:
     with hub_process([env]) as hub:
         if NUM_ITEMS:
-            tallies = solve_one_env(hub, num_items=NUM_ITEMS)
+            tallies = list(solve_one_env(hub, num_items=NUM_ITEMS))
             assert {t.subset.name for t in tallies if not t.has_expert} <= WITHOUT_EXPERT
             low = [t for t in tallies if t.has_expert and t.solved_frac < MIN_SOLVED_FRAC]
             assert low == []

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from common.config.envs import EnvsSection
-from envhub.bench.slow import is_won, make_spec, turn_s
+from envhub.bench.slow import SlowEnv, is_won, make_spec, turn_s
 from envhub.env import Style
 
 OPTIONS = {"median_s": "0.3", "sigma": "0.4", "tail_frac": "0.02", "tail_factor": "10"}
@@ -37,6 +37,7 @@ def test_steps_take_their_time_beside_each_other_and_end_after_the_turns():
 
     async def play(index):
         env = spec.make(Style.COMPACT)
+        assert isinstance(env, SlowEnv)
         await env.reset(f"wait-train-{index}", 0)
         results = [await env.step("anything") for _ in range(2)]
         assert [each.done for each in results] == [False, True]
