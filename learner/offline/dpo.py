@@ -6,14 +6,14 @@ loss = -log sigmoid(beta * [(log pi - log ref)(chosen) - (log pi - log ref)(reje
 import logging
 import random
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from transformers import AutoTokenizer, PreTrainedModel
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from common.config.learning import LearnerSection
 from common.config.offline import DpoSection
@@ -21,11 +21,9 @@ from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from learner.batch.batching import plan_microbatches
 from learner.objective.correction import sequence_sum
-from learner.offline.rows import Row, read_rows, token_batch
+from learner.offline.rows import Row, read_rows
 from learner.offline.scratch import save_policy
-from learner.policy.device import pick_device
-from learner.policy.model import load_policy, token_logprobs
-from learner.training.optimizer import make_optimizer
+from learner.offline.training import WEIGHT, Sums, load_start, row_logprobs, train_epochs
 
 logger = logging.getLogger(__name__)
 
@@ -46,13 +44,7 @@ def run(cfg: RunConfig) -> Path:
     """
     if not cfg.dpo.data:
         raise ConfigError("dpo.data is not set: give a run directory or a file of episodes")
-    device = pick_device(cfg.learner.device)
-    if device.type == "cpu":
-        torch.set_num_threads(cfg.learner.num_threads)
-    tokenizer = AutoTokenizer.from_pretrained(cfg.model.path, local_files_only=True)
-    model = load_policy(
-        cfg.model.path, device=device, gradient_checkpointing=cfg.learner.gradient_checkpointing
-    )
+    model, tokenizer = load_start(cfg.model.path, cfg.learner)
     rows = read_rows(
         Path(cfg.dpo.data),
         tokenizer=tokenizer,
@@ -112,44 +104,34 @@ def train(
     so no second network is held.
     """
     reference = _score_pairs(model, pairs, cfg, learner)  # [pair, 2]
-    optimizer = make_optimizer(model, replace(learner, lr=cfg.lr, muon_lr=cfg.muon_lr))
     generator = torch.Generator().manual_seed(seed)
-    model.train()
-    epochs: list[dict[str, float]] = []
-    for epoch in range(cfg.num_epochs):
+
+    def one_epoch() -> Iterator[list[list[int]]]:
         order = torch.randperm(len(pairs), generator=generator).tolist()
-        sums: dict[str, float] = defaultdict(float)
         for start in range(0, len(order), cfg.batch_pairs):
             batch = order[start : start + cfg.batch_pairs]
-            for part in _parts([pairs[i] for i in batch], batch, learner):
-                chosen = [pairs[i] for i in part]
-                _accumulate(model, chosen, reference[part], len(batch), cfg, learner, sums)
-            nn.utils.clip_grad_norm_(model.parameters(), learner.max_grad_norm)
-            optimizer.step()
-            optimizer.zero_grad()
-        epochs.append({name: value / len(pairs) for name, value in sums.items()})
-        shown = " ".join(f"{name}={value:.4f}" for name, value in epochs[-1].items())
-        logger.info("epoch=%d %s", epoch + 1, shown)
-    return epochs
+            yield _parts([pairs[i] for i in batch], batch, learner)
 
+    def loss_of(part: Sequence[int], num_in_batch: int) -> tuple[Tensor, Sums]:
+        scores, likelihood = _pair_scores(model, [pairs[i] for i in part], cfg, learner)
+        before = reference[list(part)].to(scores.device)
+        losses, margins = preference_loss(scores, before, beta=cfg.beta)
+        sums = {
+            "loss": losses.detach().sum().item(),
+            "accuracy": float((margins > 0).sum()),
+            "margin": margins.detach().sum().item(),
+            WEIGHT: float(len(part)),
+        }
+        return (losses + cfg.sft_coef * likelihood).sum() / num_in_batch, sums
 
-def _accumulate(
-    model: PreTrainedModel,
-    pairs: list[Pair],
-    reference: Tensor,
-    num_pairs: int,
-    cfg: DpoSection,
-    learner: LearnerSection,
-    sums: dict[str, float],
-) -> None:
-    """Add the gradient of a part of a batch, and its metrics to `sums`."""
-    scores, likelihood = _pair_scores(model, pairs, cfg, learner)
-    losses, margins = preference_loss(scores, reference.to(scores.device), beta=cfg.beta)
-    loss = (losses + cfg.sft_coef * likelihood).sum() / num_pairs
-    loss.backward()
-    sums["loss"] += losses.detach().sum().item()
-    sums["accuracy"] += float((margins > 0).sum())
-    sums["margin"] += margins.detach().sum().item()
+    return train_epochs(
+        model,
+        cfg,
+        learner,
+        batches=one_epoch,
+        loss_of=loss_of,
+        max_grad_norm=learner.max_grad_norm,
+    )
 
 
 def preference_loss(scores: Tensor, reference: Tensor, *, beta: float) -> tuple[Tensor, Tensor]:
@@ -175,15 +157,7 @@ def _pair_scores(
 ) -> tuple[Tensor, Tensor]:
     """Return ([pair, 2] log-probabilities, [pair] negative log-likelihood per chosen token)."""
     rows = [row for pair in pairs for row in (pair.chosen, pair.rejected)]
-    tokens = token_batch(rows, model.device)
-    logprobs, _ = token_logprobs(
-        model,
-        tokens,
-        chunk_tokens=learner.logprob_chunk_tokens,
-        autocast=learner.autocast,
-        temperature=1.0,
-        with_entropy=False,
-    )
+    logprobs = row_logprobs(model, rows, learner)
     counts = torch.tensor([int(row.mask[1:].sum()) for row in rows], device=logprobs.device)
     owner = torch.repeat_interleave(torch.arange(len(rows), device=logprobs.device), counts)
     totals = sequence_sum(logprobs, owner, len(rows))

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
 from transformers import AutoTokenizer
 
 from common.config.run_config import RunConfig
@@ -19,8 +18,7 @@ from common.store.journal import read_journal
 from learner.offline import sft
 from learner.offline.rows import Row, read_rows
 from learner.offline.scratch import save_policy
-from learner.policy.device import pick_device
-from learner.policy.model import load_policy
+from learner.offline.training import load_start
 from learner.scheduler.curriculum.catalogue import Catalogue
 from learner.scheduler.curriculum.sampling import hash_words, permute, spread
 
@@ -81,9 +79,6 @@ def run(cfg: RunConfig, run_root: Path, *, play: Play) -> Path:
     Raises:
         ConfigError: an iteration brought no episode that is worth keeping.
     """
-    device = pick_device(cfg.learner.device)
-    if device.type == "cpu":
-        torch.set_num_threads(cfg.learner.num_threads)
     tokenizer = AutoTokenizer.from_pretrained(cfg.model.path, local_files_only=True)
     kept: list[Row] = []
     newest = cfg.model.path
@@ -103,14 +98,12 @@ def run(cfg: RunConfig, run_root: Path, *, play: Play) -> Path:
             )
         if not (policy / "config.json").exists():
             start = cfg.model.path if cfg.evolve.from_base else newest
-            model = load_policy(
-                start, device=device, gradient_checkpointing=cfg.learner.gradient_checkpointing
-            )
+            model, _ = load_start(start, cfg.learner)
             sft.train(model, kept, cfg.sft, cfg.learner, seed=cfg.run.seed + iteration)
             save_policy(policy, model, tokenizer)
         newest = str(policy)
     output = Path(cfg.evolve.output)
-    save_policy(output, load_policy(newest, device=device, gradient_checkpointing=False), tokenizer)
+    save_policy(output, *load_start(newest, cfg.learner))
     return output
 
 

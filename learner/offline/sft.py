@@ -1,27 +1,27 @@
 """Supervised fine-tuning on conversations: loss on the agent's tokens, any chat template."""
 
-import logging
 import math
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import nn
-from transformers import AutoTokenizer, PreTrainedModel
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from common.config.learning import LearnerSection
 from common.config.run_config import RunConfig, SftSection
 from common.errors import ConfigError
 from learner.offline.agent_traj import read_conversations
-from learner.offline.rows import Row, read_rows, token_batch
+from learner.offline.rows import Row, read_rows
 from learner.offline.scratch import make_policy, make_tokenizer, save_policy
-from learner.policy.device import pick_device
-from learner.policy.model import load_policy, token_logprobs
-from learner.training.optimizer import PolicyOptimizer, make_optimizer
-
-logger = logging.getLogger(__name__)
+from learner.offline.training import (
+    WEIGHT,
+    Sums,
+    load_start,
+    prepare_device,
+    row_logprobs,
+    train_epochs,
+)
 
 MAX_GRAD_NORM = 1.0
 WARMUP_FRAC = 0.03
@@ -38,9 +38,6 @@ def run(cfg: RunConfig, demonstrations: Path) -> Path:
         ConfigError: there is nothing to learn from.
     """
     sft = cfg.sft
-    device = pick_device(cfg.learner.device)
-    if device.type == "cpu":
-        torch.set_num_threads(cfg.learner.num_threads)
     if sft.from_scratch:
         if demonstrations.is_dir():
             raise ConfigError(
@@ -51,14 +48,10 @@ def run(cfg: RunConfig, demonstrations: Path) -> Path:
         texts = (m.text for c in conversations for m in c.messages)
         tokenizer = make_tokenizer(texts, vocab_size=sft.vocab_size)
         model: PreTrainedModel = make_policy(sft, tokenizer, seed=cfg.run.seed)
-        nn.Module.to(model, device)  # in place; its own wrapper hides the type
+        # In place; its own wrapper hides the type.
+        nn.Module.to(model, prepare_device(cfg.learner))
     else:
-        tokenizer = AutoTokenizer.from_pretrained(cfg.model.path, local_files_only=True)
-        model = load_policy(
-            cfg.model.path,
-            device=device,
-            gradient_checkpointing=cfg.learner.gradient_checkpointing,
-        )
+        model, tokenizer = load_start(cfg.model.path, cfg.learner)
     rows = read_rows(
         demonstrations,
         tokenizer=tokenizer,
@@ -100,22 +93,28 @@ def train(
 ) -> list[float]:
     """Train in place; return the mean loss of every epoch (nats per trained token)."""
     generator = torch.Generator().manual_seed(seed)
-    optimizer = make_optimizer(model, replace(learner, lr=cfg.lr, muon_lr=cfg.muon_lr))
     num_tokens = sum(len(row.token_ids) for row in rows)
-    total = max(1, math.ceil(cfg.num_epochs * num_tokens / (0.95 * cfg.batch_tokens)))
-    losses: list[float] = []
-    step, started = 0, time.monotonic()
-    model.train()
-    for epoch in range(cfg.num_epochs):
-        sum_loss = num_trained = 0.0
+    num_steps = max(1, math.ceil(cfg.num_epochs * num_tokens / (0.95 * cfg.batch_tokens)))
+
+    def one_epoch() -> Iterator[list[list[Row]]]:
         for batch in batches(rows, batch_tokens=cfg.batch_tokens, generator=generator):
-            optimizer.set_lr_scale(_schedule(step / total))
-            loss, count = _step(model, optimizer, batch, learner)
-            sum_loss, num_trained, step = sum_loss + loss * count, num_trained + count, step + 1
-        losses.append(sum_loss / max(num_trained, 1))
-        elapsed_s = time.monotonic() - started
-        logger.info("epoch=%d loss=%.4f steps=%d s=%.0f", epoch + 1, losses[-1], step, elapsed_s)
-    return losses
+            yield [batch]
+
+    def loss_of(batch: Sequence[Row], _: int) -> tuple[Tensor, Sums]:
+        logprobs = row_logprobs(model, list(batch), learner)
+        total = -logprobs.detach().sum().item()
+        return -logprobs.mean(), {"loss": total, WEIGHT: logprobs.numel()}
+
+    epochs = train_epochs(
+        model,
+        cfg,
+        learner,
+        batches=one_epoch,
+        loss_of=loss_of,
+        lr_scale=lambda step: _schedule(step / num_steps),
+        max_grad_norm=MAX_GRAD_NORM,
+    )
+    return [epoch["loss"] for epoch in epochs]
 
 
 def _schedule(progress: float) -> float:
@@ -123,26 +122,3 @@ def _schedule(progress: float) -> float:
     if progress < WARMUP_FRAC:
         return progress / WARMUP_FRAC + 1e-3
     return 0.1 + 0.45 * (1 + math.cos(math.pi * min(progress, 1.0)))
-
-
-def _step(
-    model: PreTrainedModel,
-    optimizer: PolicyOptimizer,
-    batch: list[Row],
-    learner: LearnerSection,
-) -> tuple[float, int]:
-    """Take one optimizer step; return (mean loss, trained tokens)."""
-    logprobs, _ = token_logprobs(
-        model,
-        token_batch(batch, model.device),
-        chunk_tokens=learner.logprob_chunk_tokens,
-        autocast=learner.autocast,
-        temperature=1.0,
-        with_entropy=False,
-    )
-    loss = -logprobs.mean()
-    loss.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item(), logprobs.numel()
