@@ -2,19 +2,19 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from actor.play.demonstrate import demonstrate
 from actor.play.evaluate import fetch_task_lists, run
-from actor.play.play import Plan, play_into_journal
+from actor.play.play import play_into_journal
 from common.config.evaluation import EvalItems
 from common.config.run_config import RunConfig
 from common.launch.hub import serve_hub
 from common.launch.lock import hold_run
 from common.store.run_dir import RunDir
 from common.wire.heldout import HeldOutItem
+from common.wire.planned import PlannedEpisode
 
 # (config, hub's address, its token, test items of the tasks by environment) -> what is played
 ChooseItems = Callable[[RunConfig, str, str, dict[str, list[str]]], Sequence[HeldOutItem]]
@@ -40,7 +40,8 @@ def collect_demonstrations(cfg: RunConfig, url: str, token: str, path: Path) -> 
     asyncio.run(demonstrate(cfg, hub_url=url, token=token, path=path))
 
 
-def play_given(cfg: RunConfig, episodes: Sequence[Any], url: str, token: str, folder: Path) -> None:
+def play_given(
+    cfg: RunConfig, episodes: Sequence[PlannedEpisode], url: str, token: str, folder: Path
+) -> None:
     """Play the given episodes with the policy at `model.path`, into the journal at `folder`."""
-    plans = [Plan(**asdict(episode)) for episode in episodes]
-    play_into_journal(cfg, plans, hub_url=url, token=token, folder=folder)
+    play_into_journal(cfg, episodes, hub_url=url, token=token, folder=folder)

@@ -14,22 +14,12 @@ from actor.rollout.scripted import ScriptedPolicy, ScriptedRender
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.wire.messages import PolicyKind
+from common.wire.planned import PlannedEpisode
 
 logger = logging.getLogger(__name__)
 
 CONCURRENCY = 32
 FIRST_INDEX = 500_000  # training items from here on, so that runs do not meet them by counting up
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Plan:
-    """One episode to be played."""
-
-    env: str
-    item_id: str
-    max_turns: int
-    policy: PolicyKind
-    seed: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +47,7 @@ async def demonstrate(cfg: RunConfig, *, hub_url: str, token: str, path: Path) -
         instructions = await hub.instructions()
         gate = asyncio.Semaphore(CONCURRENCY)
 
-        async def one(plan: _Plan) -> dict[str, Any]:
+        async def one(plan: PlannedEpisode) -> dict[str, Any]:
             async with gate:
                 instruction = instructions[plan.env].get(cfg.envhub.style, "")
                 return await _play(hub, plan, style=cfg.envhub.style, instruction=instruction)
@@ -70,7 +60,7 @@ async def demonstrate(cfg: RunConfig, *, hub_url: str, token: str, path: Path) -
     return Demonstrations(num_episodes=len(records), num_solved=num_solved)
 
 
-def _plans(cfg: RunConfig, catalogue: dict[str, Any]) -> Iterator[_Plan]:
+def _plans(cfg: RunConfig, catalogue: dict[str, Any]) -> Iterator[PlannedEpisode]:
     """Yield the episodes in a fixed order, each with an item of its own."""
     chooser = random.Random(cfg.run.seed)
     expert_tasks = [
@@ -93,29 +83,32 @@ def _plans(cfg: RunConfig, catalogue: dict[str, Any]) -> Iterator[_Plan]:
             raise ConfigError(f"tasks: the hub has no subset {task.subset!r} of {task.env!r}")
         index = FIRST_INDEX + num_played.get(task.subset, 0)
         num_played[task.subset] = index - FIRST_INDEX + 1
-        yield _Plan(
+        yield PlannedEpisode(
+            episode_id=f"{cfg.run.seed}/{number}",
             env=task.env,
             item_id=f"{task.subset}-train-{index % spec['num_train']}",
-            max_turns=spec["max_turns"],
+            seed=0,
+            horizon=spec["max_turns"],
             policy=PolicyKind.RANDOM_VALID if is_random else PolicyKind.EXPERT,
-            seed=f"{cfg.run.seed}/{number}",
         )
 
 
-async def _play(hub: HubClient, plan: _Plan, *, style: str, instruction: str) -> dict[str, Any]:
+async def _play(
+    hub: HubClient, plan: PlannedEpisode, *, style: str, instruction: str
+) -> dict[str, Any]:
     render = ScriptedRender()
-    policy = ScriptedPolicy(plan.policy, seed=plan.seed, render=render)
-    session: HubSession = await hub.open(plan.env, plan.item_id, seed=0, style=style)
+    policy = ScriptedPolicy(plan.policy, seed=plan.episode_id, render=render)
+    session: HubSession = await hub.open(plan.env, plan.item_id, seed=plan.seed, style=style)
     first = session.first_observation
     text = f"{instruction}\n\n{first}" if instruction else first
     messages: list[dict[str, Any]] = [{"from": "human", "loss": None, "value": text}]
     reward = 0.0
-    for turn in range(plan.max_turns):
+    for turn in range(plan.horizon):
         action = render.action_text((await policy.act([], session)).token_ids)
         result = await session.step(action)
         messages.append({"from": "gpt", "loss": True, "value": action})
         reward = result.reward
-        if result.done or turn + 1 == plan.max_turns:
+        if result.done or turn + 1 == plan.horizon:
             break
         messages.append({"from": "human", "loss": None, "value": result.observation})
     await session.close()

@@ -6,16 +6,17 @@ from collections.abc import Sequence
 from transformers import AutoTokenizer
 
 from actor.engine.engine import Completion, Engine
-from actor.play.play import Patience, Plan, Player, Record, play_all
+from actor.play.play import Patience, Player, Record, play_all
 from actor.rollout.env_client import HubClient, HubSession
 from actor.rollout.episode import Act, Render
 from actor.rollout.render import Renderer
 from common.config.run_config import RunConfig
+from common.wire.planned import PlannedEpisode
 
 
 async def play_with_engine(
     cfg: RunConfig,
-    plans: Sequence[Plan],
+    plans: Sequence[PlannedEpisode],
     *,
     hub_url: str,
     token: str | None,
@@ -36,7 +37,7 @@ async def play_with_engine(
     engine.version = 0
     num_requests = 0
 
-    def policy(plan: Plan) -> tuple[Act, Render]:
+    def policy(plan: PlannedEpisode) -> tuple[Act, Render]:
         async def act(ids: list[int], _: HubSession) -> Completion:
             nonlocal num_requests
             num_requests += 1

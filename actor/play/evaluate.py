@@ -11,7 +11,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from actor.play.endpoint import NO_LIMIT, Endpoint, read_key, text_policy
-from actor.play.play import Patience, Plan, Player, journal_at, play_all, play_into_journal
+from actor.play.play import Patience, Player, journal_at, play_all, play_into_journal
 from actor.rollout.env_client import HubClient
 from common.checks.preflight import check_model
 from common.config.run_config import RunConfig
@@ -22,6 +22,7 @@ from common.store.journal import read_journal
 from common.store.run_dir import RunDir, write_atomically, write_json
 from common.wire.heldout import HeldOutItem
 from common.wire.messages import Trajectory
+from common.wire.planned import PlannedEpisode
 
 logger = logging.getLogger(__name__)
 
@@ -160,11 +161,11 @@ def digest_of(policy: dict[str, Any]) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()[:DIGEST_CHARS]
 
 
-def make_plans(items: Sequence[HeldOutItem], digest: str) -> list[Plan]:
+def make_plans(items: Sequence[HeldOutItem], digest: str) -> list[PlannedEpisode]:
     """Return the episodes to play; first one sample of every item, then the second of every."""
     num_samples = max(len(item.seeds) for item in items)
     return [
-        Plan(
+        PlannedEpisode(
             episode_id=f"eval-{digest}/{item.env}/{item.item_id}/{item.horizon}.{sample}",
             env=item.env,
             item_id=item.item_id,
@@ -177,7 +178,7 @@ def make_plans(items: Sequence[HeldOutItem], digest: str) -> list[Plan]:
     ]
 
 
-def read_finished(journal: Path, plans: Sequence[Plan]) -> set[str]:
+def read_finished(journal: Path, plans: Sequence[PlannedEpisode]) -> set[str]:
     """Return the planned episodes that the journal has and that no infrastructure failed."""
     return {
         episode_id
@@ -187,7 +188,7 @@ def read_finished(journal: Path, plans: Sequence[Plan]) -> set[str]:
 
 
 def read_plays(
-    journal: Path, items: Sequence[HeldOutItem], plans: Sequence[Plan]
+    journal: Path, items: Sequence[HeldOutItem], plans: Sequence[PlannedEpisode]
 ) -> list[ItemPlays]:
     """Return what became of every item, in the order of `items`."""
     played = _read(journal, plans)
@@ -204,7 +205,7 @@ def read_plays(
     return list(by_item.values())
 
 
-def _read(journal: Path, plans: Sequence[Plan]) -> dict[str, Trajectory]:
+def _read(journal: Path, plans: Sequence[PlannedEpisode]) -> dict[str, Trajectory]:
     """Return the last play of every planned episode; a later failure replaces no good play."""
     wanted = {plan.episode_id for plan in plans}
     found: dict[str, Trajectory] = {}
@@ -218,7 +219,7 @@ def _read(journal: Path, plans: Sequence[Plan]) -> dict[str, Trajectory]:
 
 def _play(
     cfg: RunConfig,
-    plans: Sequence[Plan],
+    plans: Sequence[PlannedEpisode],
     *,
     hub_url: str,
     token: str,
@@ -240,7 +241,7 @@ def _play(
 
 async def _play_at_endpoint(
     cfg: RunConfig,
-    plans: Sequence[Plan],
+    plans: Sequence[PlannedEpisode],
     *,
     hub_url: str,
     token: str,

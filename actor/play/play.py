@@ -18,7 +18,8 @@ from common.errors import EngineError, LongstrideError
 from common.launch.guardian import Guardian
 from common.log import configure_logging
 from common.store.journal import JournalWriter
-from common.wire.messages import EpisodeKind, Lease, PolicyKind, Trajectory
+from common.wire.messages import EpisodeKind, Lease, Trajectory
+from common.wire.planned import PlannedEpisode
 
 logger = logging.getLogger(__name__)
 
@@ -29,39 +30,10 @@ Record = Callable[[Trajectory], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """One episode that is to be played."""
-
-    episode_id: str
-    env: str
-    item_id: str
-    seed: int  # of the environment
-    horizon: int  # most turns
-
-    def lease(self, cfg: RunConfig, *, attempt: int = 0) -> Lease:
-        """Return the plan as the lease that an episode wants."""
-        return Lease(
-            episode_id=self.episode_id,
-            group_id=self.item_id,
-            member=0,
-            attempt=attempt,
-            kind=EpisodeKind.EVAL,
-            policy=PolicyKind.MODEL,
-            env=self.env,
-            item_id=self.item_id,
-            seed=self.seed,
-            horizon=self.horizon,
-            horizon_stage=0,
-            opened_at_version=0,
-            deadline_s=cfg.actor.episode_timeout_s,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Player:
     """A policy and how it is played."""
 
-    policy: Callable[[Plan], tuple[Act, Render]]
+    policy: Callable[[PlannedEpisode], tuple[Act, Render]]
     max_concurrent: int
     max_tokens: int  # context limit, in what the renderer counts
     turn_tokens: int  # most of them in one turn
@@ -75,9 +47,28 @@ class Patience:
     max_failed: int | None = None  # episodes; None: play on whatever fails
 
 
+def lease_of(plan: PlannedEpisode, *, attempt: int, deadline_s: float) -> Lease:
+    """Return the lease that an episode wants, as a scheduler would have granted it."""
+    return Lease(
+        episode_id=plan.episode_id,
+        group_id=plan.item_id,
+        member=0,
+        attempt=attempt,
+        kind=EpisodeKind.EVAL,
+        policy=plan.policy,
+        env=plan.env,
+        item_id=plan.item_id,
+        seed=plan.seed,
+        horizon=plan.horizon,
+        horizon_stage=0,
+        opened_at_version=0,
+        deadline_s=deadline_s,
+    )
+
+
 async def play_all(
     cfg: RunConfig,
-    plans: Sequence[Plan],
+    plans: Sequence[PlannedEpisode],
     *,
     hub: HubClient,
     player: Player,
@@ -97,12 +88,12 @@ async def play_all(
     slots = asyncio.Semaphore(player.max_concurrent)
     count = _Count(num_plans=len(plans), max_failed=patience.max_failed)
 
-    async def one(plan: Plan) -> None:
+    async def one(plan: PlannedEpisode) -> None:
         act, render = player.policy(plan)
         async with slots:
             for attempt in range(patience.max_attempts):
                 trajectory = await run_episode(
-                    plan.lease(cfg, attempt=attempt),
+                    lease_of(plan, attempt=attempt, deadline_s=cfg.actor.episode_timeout_s),
                     open_session=lambda: hub.open(
                         plan.env, plan.item_id, seed=plan.seed, style=cfg.envhub.style
                     ),
@@ -156,7 +147,7 @@ class _Count:
 
 def play_into_journal(
     cfg: RunConfig,
-    plans: Sequence[Plan],
+    plans: Sequence[PlannedEpisode],
     *,
     hub_url: str,
     token: str | None,
@@ -202,7 +193,7 @@ def _end(process: BaseProcess) -> None:
 
 def _play_process(
     cfg: RunConfig,
-    plans: list[Plan],
+    plans: list[PlannedEpisode],
     hub_url: str,
     token: str | None,
     folder: Path,

@@ -8,6 +8,7 @@ from common.config.run_config import RunConfig
 from common.launch.hub import serve_hub
 from common.store.run_dir import RunDir
 from common.wire.heldout import HeldOutItem
+from common.wire.planned import PlannedEpisode
 from learner.offline import dpo, evolve, sft
 from learner.scheduler.curriculum.catalogue import fetch_catalogue, validate_tasks
 from learner.scheduler.evaluation.heldout import choose_items
@@ -15,7 +16,7 @@ from learner.scheduler.evaluation.heldout import choose_items
 # (config, hub's address, its token, where the episodes go)
 Collect = Callable[[RunConfig, str, str, Path], None]
 # (config whose model plays, episodes, hub's address, its token, folder of the journal)
-PlayGiven = Callable[[RunConfig, Sequence[evolve.Turnout], str, str, Path], None]
+PlayGiven = Callable[[RunConfig, Sequence[PlannedEpisode], str, str, Path], None]
 
 
 def make_policy(cfg: RunConfig, run_dir: RunDir, *, root: Path, collect: Collect) -> int:
@@ -43,7 +44,7 @@ def play_and_imitate(cfg: RunConfig, run_dir: RunDir, *, root: Path, play: PlayG
         catalogue = fetch_catalogue(url, token=token, timeout_s=cfg.actor.env_timeout_s)
 
         def play_iteration(now: RunConfig, iteration: int, folder: Path) -> None:
-            play(now, evolve.turnouts(now, catalogue, iteration), url, token, folder)
+            play(now, evolve.plan_episodes(now, catalogue, iteration), url, token, folder)
 
         policy = evolve.run(cfg, run_dir.root, play=play_iteration)
     print(f"policy: {policy}")

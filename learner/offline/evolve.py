@@ -7,7 +7,7 @@ policy is then trained on all of it (`evolve.from_base`), or the newest on the n
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from transformers import AutoTokenizer
@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.store.journal import read_journal
+from common.wire.planned import PlannedEpisode
 from learner.offline import sft
 from learner.offline.rows import Row, read_rows
 from learner.offline.scratch import save_policy
@@ -28,18 +29,7 @@ logger = logging.getLogger(__name__)
 Play = Callable[[RunConfig, int, Path], None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Turnout:
-    """One episode that an iteration is to play."""
-
-    episode_id: str
-    env: str
-    item_id: str
-    seed: int
-    horizon: int
-
-
-def turnouts(cfg: RunConfig, catalogue: Catalogue, iteration: int) -> list[Turnout]:
+def plan_episodes(cfg: RunConfig, catalogue: Catalogue, iteration: int) -> list[PlannedEpisode]:
     """Return the episodes of an iteration: other training items each time, by the tasks' weights.
 
     Within a task every item comes once before any comes again.
@@ -49,13 +39,13 @@ def turnouts(cfg: RunConfig, catalogue: Catalogue, iteration: int) -> list[Turno
     quotas = spread(
         cfg.evolve.items_per_iteration, weights=[task.weight for task in active], caps=sizes
     )
-    found: list[Turnout] = []
+    found: list[PlannedEpisode] = []
     for task, size, quota in zip(active, sizes, quotas, strict=True):
         key = hash_words("evolve", cfg.run.seed, task.env, task.subset)
         for number in range(iteration * quota, (iteration + 1) * quota):
             item_id = f"{task.subset}-train-{permute(number % size, size, key=key)}"
             found += [
-                Turnout(
+                PlannedEpisode(
                     episode_id=f"evolve-{iteration}/{task.env}/{item_id}/{number // size}.{sample}",
                     env=task.env,
                     item_id=item_id,

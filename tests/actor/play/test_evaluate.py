@@ -143,11 +143,10 @@ def test_two_policies_stand_in_one_table_and_share_no_episode(tmp_path: Path) ->
 
 def test_digest_changes_with_whatever_makes_other_episodes(tmp_path: Path) -> None:
     with stage(tmp_path) as s:
-        first, other = s.config(), s.config()
-        other.policy.temperature = 0.3
+        first = s.config()
+        other = edited(first, {"policy.temperature": 0.3})
         assert digest_of(describe_policy(first)) != digest_of(describe_policy(other))
-        other.policy.temperature = first.policy.temperature
-        other.policy.max_tries = 9
+        other = edited(first, {"policy.max_tries": 9})
         assert digest_of(describe_policy(first)) == digest_of(describe_policy(other))
 
 

@@ -7,22 +7,25 @@ from typing import Any
 
 import pytest
 
-from actor.play.play import Patience, Plan, Player, journal_at, play_all
+from actor.play.play import Patience, Player, journal_at, play_all
 from actor.rollout.env_client import HubClient
 from actor.rollout.episode import ContextFull, PolicyFailed
 from common.config.run_config import ActorSection, ModelSection, RunConfig
 from common.errors import ConfigError, LongstrideError
 from common.store.journal import read_journal
 from common.wire.messages import EndReason, EpisodeKind, Trajectory
+from common.wire.planned import PlannedEpisode
 from tests.actor.rollout.test_episode import Letters, Taken
 from tests.actor.toy_servers import ToyHub, serve
 
 CFG = RunConfig(model=ModelSection(path="unset"), actor=ActorSection(env_timeout_s=10.0))
 
 
-def plan(number: int, *, name: str = "") -> Plan:
+def plan(number: int, *, name: str = "") -> PlannedEpisode:
     item_id = f"a-test-{number}"
-    return Plan(episode_id=name or f"p/{number}", env="toy", item_id=item_id, seed=0, horizon=3)
+    return PlannedEpisode(
+        episode_id=name or f"p/{number}", env="toy", item_id=item_id, seed=0, horizon=3
+    )
 
 
 class Going:
@@ -44,7 +47,7 @@ class Going:
 
 
 def play(
-    plans: list[Plan],
+    plans: list[PlannedEpisode],
     *,
     going: Going | None = None,
     hub: ToyHub | None = None,

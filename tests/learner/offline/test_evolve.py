@@ -74,7 +74,7 @@ class Player:
 
 
 def test_items_follow_the_weights_and_do_not_repeat_before_all_were_played(cfg: RunConfig) -> None:
-    played = [evolve.turnouts(cfg, CATALOGUE, i) for i in range(2)]
+    played = [evolve.plan_episodes(cfg, CATALOGUE, i) for i in range(2)]
     assert [len(each) for each in played] == [18, 18]
     for each in played:
         assert Counter(t.item_id.split("-")[0] for t in each) == {"a": 6, "b": 12}
@@ -82,7 +82,7 @@ def test_items_follow_the_weights_and_do_not_repeat_before_all_were_played(cfg: 
     assert set(Counter(t.item_id for t in both).values()) == {2}  # samples, no second visit
     assert len({t.episode_id for t in both}) == 36
     assert {t.horizon for t in both if t.item_id.startswith("b")} == {5}
-    assert played[0] == evolve.turnouts(cfg, CATALOGUE, 0)
+    assert played[0] == evolve.plan_episodes(cfg, CATALOGUE, 0)
 
 
 @pytest.mark.slow
