@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.common.checks.models import write_model
+
 TIMEOUT_S = 60
 
 
@@ -48,6 +50,18 @@ def children_cpu_s() -> float:
         (["eval", "--config", "smoke", "eval.num_items=0"], "eval.num_items=0: leaves no held-out"),
         (["actor", "train.mode=fast"], "train.mode=fast"),
         (["status", "run.name=never-started"], "run.name=never-started"),
+        (["--dry-run", "--config", "smoke", "model.path=/nosuch"], "model.path=/nosuch: no such"),
+        (["--dry-run", "--config", "textcraft-qwen7b"], "model.path is not set: give model.path="),
+        (
+            ["--dry-run", "--config", "smoke", "tasks=[{env: babyai, subset: GoTu}]"],
+            "tasks[0].subset='GoTu'",
+        ),
+        (
+            ["--dry-run", "--config", "smoke", "envhub.url=http://127.0.0.1:9"],
+            "envhub.url=http://127.0.0.1:9: no answer",
+        ),
+        (["sft", "sft.output=configs/policies/tiny"], "give sft.overwrite=true"),
+        (["doctor", "model.path=a", "model.path=b"], "model.path is given twice"),
     ],
 )
 def test_wrong_command_line_ends_at_once_with_one_line(
@@ -80,6 +94,8 @@ def test_dry_run_prints_the_resolved_config_with_its_objective_and_starts_nothin
     )
     assert done.returncode == 0
     assert "  lr: 0.5\n" in done.stdout
+    assert "\n# memory, host: about " in done.stdout
+    assert " learner weights " in done.stdout
     assert done.stdout.splitlines()[-1].startswith("# objective: maximise mean_")
     assert list(tmp_path.iterdir()) == []
 
@@ -111,3 +127,72 @@ def test_role_joins_the_run_with_that_runs_config(repository: Path, tmp_path: Pa
     done = run_cli(repository, "actor", "--dry-run", *where, "actor.name=extra")
     assert "num_steps: 77\n" in done.stdout
     assert "name: extra\n" in done.stdout
+
+
+def joins(folder: Path, name: str) -> list[str]:
+    """Write the config of a run and return the overrides that name it."""
+    (folder / name).mkdir()
+    (folder / name / "config.yaml").write_text(
+        f"run: {{name: {name}, dir: '{folder}'}}\nmodel: {{path: p}}\n"
+    )
+    return [f"run.dir={folder}", f"run.name={name}"]
+
+
+@pytest.mark.parametrize("role", ["actor", "learner", "envhub", "scheduler"])
+def test_role_that_joins_an_unknown_run_makes_none_and_names_the_nearest(
+    role: str, repository: Path, tmp_path: Path
+) -> None:
+    joins(tmp_path, "maze-long")
+    joins(tmp_path, "other")
+    done = run_cli(repository, role, f"run.dir={tmp_path}", "run.name=maze-lonk")
+    assert done.returncode == 2
+    assert "run.name=maze-lonk: no such run" in done.stderr
+    assert "the nearest is maze-long" in done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["maze-long", "other"]
+
+
+def test_doctor_examines_the_run_that_the_same_words_would_train(repository: Path) -> None:
+    wrong = ["--config", "smoke", "model.path=/nosuch", "actor.num_actors=2"]
+    done = run_cli(repository, "doctor", *wrong)
+    assert done.returncode == 1
+    assert "-> model.path=/nosuch: no such directory" in done.stdout
+    right = run_cli(repository, "doctor", "--config", "smoke")
+    assert "config smoke" in right.stdout
+    assert "ready to start; needs about host" in right.stdout
+    for line in ("ok   c++ compiler", "ok   cpu ", "ok   system "):
+        assert line in right.stdout
+
+
+def test_doctor_of_a_preset_says_which_value_is_missing_and_examines_the_rest(
+    repository: Path,
+) -> None:
+    done = run_cli(repository, "doctor", "--config", "textcraft-qwen7b")
+    assert "-> model.path is not set: give model.path=" in done.stdout
+    assert "env textcraft" in done.stdout
+
+
+def test_evaluation_of_another_model_gets_a_context_and_turns_that_fit_it(
+    repository: Path, tmp_path: Path
+) -> None:
+    model = write_model(tmp_path / "model", max_position_embeddings=4096)
+    (model / "tokenizer.json").write_text(
+        '{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}'
+    )
+    done = run_cli(repository, "eval", "--dry-run", f"model.path={model}")
+    assert done.returncode == 0, done.stderr
+    assert "  max_model_len: 4096\n" in done.stdout
+    assert "  max_turn_tokens: 512\n" in done.stdout
+    assert "  dtype: bfloat16\n" in done.stdout
+    said = "actor.max_model_len=4096 actor.max_turn_tokens=512 actor.kv_cache_gib=1"
+    assert said in done.stderr
+    argv = ["eval", "--dry-run", f"model.path={model}", "actor.max_turn_tokens=99"]
+    assert "  max_turn_tokens: 99\n" in run_cli(repository, *argv).stdout
+
+
+def test_evaluation_of_a_checkpoint_of_the_configured_policy_keeps_its_settings(
+    repository: Path,
+) -> None:
+    same = f"model.path={repository}/configs/policies/tiny"
+    done = run_cli(repository, "eval", "--dry-run", same)
+    assert "  max_turn_tokens: 12\n" in done.stdout
+    assert done.stderr == ""
