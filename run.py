@@ -167,6 +167,13 @@ def _bench(request: Request) -> int:
     return suites[request.suite](sys.stdout)
 
 
+def _help(request: Request) -> int:
+    from common.config.help import help_text
+
+    print(help_text(request.overrides), end="")
+    return 0
+
+
 def _serve_environments(request: Request) -> int:
     from envhub.command import run_hub
 
@@ -175,7 +182,7 @@ def _serve_environments(request: Request) -> int:
 
 
 # Of no run: these read the request themselves.
-STANDALONE = {"doctor": _doctor, "envs": _list_environments, "bench": _bench}
+STANDALONE = {"doctor": _doctor, "envs": _list_environments, "bench": _bench, "help": _help}
 
 
 def dispatch(request: Request) -> int:

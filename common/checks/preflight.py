@@ -9,7 +9,7 @@ from pathlib import Path
 
 from common.checks.machine import COMPILER_PACKAGES, GIB, compiler_problem, gpus, has_cuda
 from common.checks.memory_plan import check_memory, plan_here, read_shape
-from common.config.run_config import Resume, RunConfig
+from common.config.run_config import Resume, RunConfig, check_training
 from common.errors import ConfigError
 
 MIN_FREE_DISK_GIB = 2
@@ -29,6 +29,7 @@ def check(cfg: RunConfig, root: Path, *, missing: Sequence[str] = ()) -> None:
     """
     if not cfg.tasks:
         raise ConfigError("tasks=[]: a run needs at least one, like tasks=[{env: e, subset: s}]")
+    check_training(cfg)
     if missing:
         raise ConfigError("; ".join(missing))
     check_model(cfg.model.path, root)
@@ -116,7 +117,7 @@ def check_model(path: str, root: Path, *, key: str = "model.path") -> None:
     """
     folder = root / path
     if not folder.is_dir():
-        remedy = "make it with `python run.py sft --config tiny`, or give a checkpoint directory"
+        remedy = "give a checkpoint directory; `python run.py sft --config tiny` makes one"
         raise ConfigError(f"{key}={path}: no such directory; {remedy}")
     wanted = {
         "config.json": ["config.json"],

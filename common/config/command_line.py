@@ -2,28 +2,76 @@
 
 import argparse
 import difflib
+import platform
+import sys
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
-from common.config.load import list_configs
+from common.config.load import git_revision, list_configs
 from common.errors import ConfigError
 
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What the help says of one command."""
+
+    text: str
+    sections: str  # of the configuration that matter to it most
+    example: str
+
+
+RUN_SECTIONS = "run train model tasks horizon groups algorithm learner actor scheduler envhub log"
 COMMANDS = {
-    "train": "start all roles of a run, keep them alive, write the report (the default)",
-    "sft": "make or warm-start a policy from demonstrations, on this machine",
-    "dpo": "train on pairs of better and worse episodes of the same item (dpo.data=...)",
-    "evolve": "play, keep what succeeded, train on it, and again (AgentEvol)",
-    "eval": "play held-out items with a checkpoint or an endpoint: tables with intervals",
-    "envhub": "serve environments: env=textcraft,babyai port=8080, or those of a run",
-    "scheduler": "be the scheduler of a run",
-    "learner": "be the learner of a run",
-    "actor": "be one more actor of a run; may join and leave at any time",
-    "envs": "list the tasks and environments (env=a,b: only theirs)",
-    "status": "say how a run is doing (the latest, or run.name=...)",
-    "simulate": "play a run on a virtual clock: throughput, lag, drops, and advice (simulator.*)",
-    "doctor": "check what this machine has and lacks",
-    "bench": "measure this machine or study training: --suite NAME",
+    "train": Command(
+        "start all roles of a run, keep them alive, write the report (the default)",
+        RUN_SECTIONS,
+        "--config quickstart run.name=a train.num_steps=20 learner.lr=3e-4",
+    ),
+    "sft": Command(
+        "make or warm-start a policy from demonstrations, on this machine",
+        "sft model tasks learner",
+        "--config tiny run.name=mine",
+    ),
+    "dpo": Command(
+        "train on pairs of better and worse episodes of the same item",
+        "dpo model learner",
+        "model.path=... dpo.data=runs/mine",
+    ),
+    "evolve": Command(
+        "play, keep what succeeded, train on it, and again (AgentEvol)",
+        "evolve sft model tasks learner actor",
+        "model.path=...",
+    ),
+    "eval": Command(
+        "play held-out items with a checkpoint or an endpoint: tables with intervals",
+        "eval policy model tasks actor envhub",
+        "model.path=... eval.k=4",
+    ),
+    "envhub": Command(
+        "serve environments, those of a run or any",
+        "envhub envs env",
+        "env=textcraft,babyai port=8080",
+    ),
+    "scheduler": Command("be the scheduler of a run", "run scheduler", "run.name=a"),
+    "learner": Command("be the learner of a run", "run learner", "run.name=a"),
+    "actor": Command(
+        "be one more actor of a run; may join and leave at any time",
+        "run actor",
+        "run.name=a actor.name=extra",
+    ),
+    "envs": Command("list the tasks and environments", "envs env", "env=textcraft,babyai"),
+    "status": Command("say how a run is doing, the latest or a named one", "run", "run.name=a"),
+    "simulate": Command(
+        "play a run on a virtual clock: throughput, lag, drops, and advice",
+        "simulator tasks horizon groups scheduler",
+        "simulator.from_run=runs/quickstart",
+    ),
+    "doctor": Command("check what this machine has and lacks", "model tasks", "--config smoke"),
+    "bench": Command("measure this machine or study training", "", "--suite envhub"),
+    "help": Command("explain a key, a section or a command", "", "learner.lr"),
 }
 SUITES = (
     "envhub, soak, solve, learner, scheduler, tail, gpu,"
@@ -37,7 +85,7 @@ class Request:
 
     command: str
     config: str | None
-    overrides: list[str]
+    overrides: list[str]  # of `help`: the topics
     is_dry: bool
     suite: str | None
 
@@ -48,7 +96,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(argv: Sequence[str], *, root: Path) -> Request:
-    """Return what the command line asks for.
+    """Return what the command line asks for; `--help` and `--version` print and exit at once.
 
     Args:
         argv: without the program's name.
@@ -57,35 +105,18 @@ def parse(argv: Sequence[str], *, root: Path) -> Request:
     Raises:
         ConfigError: an unknown flag or command.
     """
-    commands = "\n".join(f"  {name:<10} {text}" for name, text in COMMANDS.items())
-    parser = _Parser(
-        prog="run.py",
-        usage="run.py [COMMAND] [--config NAME|FILE] [--dry-run] [key=value ...]",
-        description=f"Train language-model agents on long tasks.\n\ncommands:\n{commands}",
-        epilog=(
-            f"configs: {', '.join(list_configs(root))}\n"
-            "overrides: any key of common/config/run_config.py, by its dotted name. Examples:\n"
-            "  run.py                                  train with --config quickstart\n"
-            "  run.py --config quickstart run.name=a train.num_steps=20 learner.lr=3e-4\n"
-            "  run.py horizon.stages=[5,10] tasks[0].weight=0.5 train.mode=sync\n"
-            "  run.py envhub env=textcraft,babyai port=8080    only the environments\n"
-            "  run.py actor run.name=a actor.name=extra    one more actor for the run `a`\n"
-            "Relative paths start at the project's directory. Exit codes: 0 finished,\n"
-            "1 a role failed, 2 wrong configuration, 130/143 interrupted."
-        ),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)
-    parser.add_argument("--config", metavar="NAME|FILE", help="a config by name, or a YAML file")
-    parser.add_argument("--dry-run", action="store_true", help="print the resolved config, stop")
-    parser.add_argument("--suite", metavar="NAME", help=f"of bench: {SUITES}")
+    parser = _make_parser(root)
     asked = parser.parse_intermixed_args(argv)
+    if asked.version:
+        _print_and_exit(version_text(root))
     words: list[str] = asked.words
-    command = words.pop(0) if words and "=" not in words[0] else "train"
+    is_named = bool(words) and "=" not in words[0]
+    command = words.pop(0) if is_named else "train"
     if command not in COMMANDS:
         near = difflib.get_close_matches(command, COMMANDS, n=1, cutoff=0.0)[0]
         raise ConfigError(f"{command}: neither a command nor key=value; the nearest is {near}")
+    if asked.help:
+        _print_and_exit(command_help(command) if is_named else parser.format_help())
     if (asked.suite is None) == (command == "bench"):
         raise ConfigError(f"--suite: bench needs it and nothing else has it, one of {SUITES}")
     return Request(
@@ -95,3 +126,58 @@ def parse(argv: Sequence[str], *, root: Path) -> Request:
         is_dry=asked.dry_run,
         suite=asked.suite,
     )
+
+
+def command_help(name: str) -> str:
+    """Return what `run.py NAME --help` prints."""
+    command = COMMANDS[name]
+    arguments = {"help": "[KEY|SECTION|COMMAND]", "bench": "--suite NAME"}.get(
+        name, "[--config NAME|FILE] [--dry-run] [key=value ...]"
+    )
+    lines = [f"usage: run.py {name} {arguments}", "", f"  {command.text}"]
+    lines += [f"  suites: {SUITES}"] if name == "bench" else []
+    lines += [f"  example: run.py {name} {command.example}"]
+    if command.sections:
+        lines += [f"  its sections (run.py help SECTION): {', '.join(command.sections.split())}"]
+    return "\n".join(lines) + "\n"
+
+
+def version_text(root: Path) -> str:
+    """Return the version of the project with the commit of its code."""
+    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    revision = git_revision()
+    code = f"git {revision}, " if revision else ""
+    return f"{project['name']} {project['version']} ({code}Python {platform.python_version()})"
+
+
+def _print_and_exit(text: str) -> NoReturn:
+    sys.stdout.write(f"{text.rstrip()}\n")
+    sys.exit(0)
+
+
+def _make_parser(root: Path) -> _Parser:
+    commands = "\n".join(f"  {name:<10} {command.text}" for name, command in COMMANDS.items())
+    parser = _Parser(
+        prog="run.py",
+        usage="run.py [COMMAND] [--config NAME|FILE] [--dry-run] [key=value ...]",
+        description=f"Train language-model agents on long tasks.\n\ncommands:\n{commands}",
+        epilog=(
+            f"configs: {', '.join(list_configs(root))}\n"
+            "overrides: any key by its dotted name; `run.py help` lists them. Examples:\n"
+            "  run.py                                  train with --config quickstart\n"
+            "  run.py --config quickstart run.name=a train.num_steps=20 learner.lr=3e-4\n"
+            "  run.py horizon.stages=[5,10] tasks[0].weight=0.5 train.mode=sync\n"
+            "Relative paths start at the project's directory. Exit codes: 0 finished,\n"
+            "1 a role failed, 2 wrong configuration, 130/143 interrupted."
+        ),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        add_help=False,
+    )
+    parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)
+    parser.add_argument("-h", "--help", action="store_true", help="of a command, if one is named")
+    parser.add_argument("--version", action="store_true", help="print it, with the code's commit")
+    parser.add_argument("--config", metavar="NAME|FILE", help="a config by name, or a YAML file")
+    parser.add_argument("--dry-run", action="store_true", help="print the resolved config, stop")
+    parser.add_argument("--suite", metavar="NAME", help=f"of bench: {SUITES}")
+    return parser

@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from dataclasses import fields, is_dataclass
+from dataclasses import Field, fields, is_dataclass
 from enum import Enum
 from functools import cache
 from typing import Any, cast, get_args, get_origin, get_type_hints
@@ -74,10 +74,15 @@ def describe_kind(kind: Any) -> str:
 
 
 def kind_of(key: str, *, shown: str) -> Any:
-    """Return the type that a dotted key expects; `tasks[0].weight` and `tasks.0.weight` both work.
+    """Return the type that a dotted key expects; arguments and errors as of `declared`."""
+    return declared(key, shown=shown)[0]
+
+
+def declared(key: str, *, shown: str) -> tuple[Any, Field[Any]]:
+    """Return the type that a dotted key expects, and the field that declares it.
 
     Args:
-        key: as the user wrote it.
+        key: as the user wrote it; `tasks[0].weight` and `tasks.0.weight` both work.
         shown: key and value for the message.
 
     Raises:
@@ -86,8 +91,10 @@ def kind_of(key: str, *, shown: str) -> Any:
     if not _KEY.fullmatch(key):
         raise ConfigError(f"{shown}: not a key; the nearest is {nearest_keys(key)}")
     kind: Any = RunConfig
+    field: Field[Any] = fields(RunConfig)[0]
     for part in dotted(key).split("."):
         if is_dataclass(kind) and part in field_kinds(_as_type(kind)):
+            (field,) = (each for each in fields(kind) if each.name == part)
             kind = field_kinds(_as_type(kind))[part]
         elif get_origin(kind) is list and part.isdigit():
             (kind,) = get_args(kind)
@@ -95,7 +102,7 @@ def kind_of(key: str, *, shown: str) -> Any:
             kind = get_args(kind)[1]
         else:
             raise ConfigError(f"{shown}: no such key; the nearest is {nearest_keys(key)}")
-    return kind
+    return kind, field
 
 
 def dotted(key: str) -> str:
@@ -166,7 +173,8 @@ def _first_leaf(key: str, value: Any) -> tuple[str, Any]:
 def _conform_leaf(value: Any, kind: type, key: str) -> Any:
     if issubclass(kind, Enum):
         by_name = {str(member.value).lower(): member for member in kind}
-        member = by_name.get(str(value.value if isinstance(value, Enum) else value).lower())
+        named = value.value if isinstance(value, Enum) else value
+        member = by_name.get(named.lower()) if isinstance(named, str) else None
         if member is not None:
             return member
     elif kind is str and isinstance(value, (str, int, float)) and not isinstance(value, bool):

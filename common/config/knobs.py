@@ -107,14 +107,15 @@ def _is_url(text: str) -> bool:
 
 def _is_file_name(text: str) -> bool:
     is_plain = text.isprintable() and "/" not in text and text.strip() == text
-    return is_plain and text != "latest" and text[:1] not in ("", ".") and len(text) <= 100
+    is_short = len(text) <= 100 and len(text.encode()) <= 200  # file systems end at 255 bytes
+    return is_plain and is_short and text != "latest" and text[:1] not in ("", ".")
 
 
 MAX_S = 1e8  # three years: what no wait of ours is longer than
 TEXT = Form("printable text on one line", str.isprintable)
 NAME = Form("printable text, not empty", lambda text: text.strip() and text.isprintable())
 PATH = Form("a path", NAME.fits)
-WORD = Form("a name without spaces", re.compile(r"\S{1,200}").fullmatch)
+WORD = Form("a name without spaces", lambda text: text and text.isprintable() and " " not in text)
 FILE_NAME = Form(
     'a plain file name: up to 100 printable characters, no "/", no "." in front, not "latest"',
     _is_file_name,

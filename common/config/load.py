@@ -5,6 +5,7 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, is_dataclass
 from enum import Enum
+from io import StringIO
 from pathlib import Path
 from typing import Any, cast
 
@@ -119,7 +120,7 @@ def override_value(overrides: Sequence[str], key: str) -> str | None:
 
 def _merge(merged: DictConfig, tree: dict[str, Any]) -> DictConfig:
     checked = conform(tree, RunConfig, key="")
-    return cast(DictConfig, OmegaConf.merge(merged, checked))
+    return cast(DictConfig, OmegaConf.unsafe_merge(merged, checked))
 
 
 def _read_chain(path: Path, *, root: Path) -> list[dict[str, Any]]:
@@ -135,18 +136,32 @@ def _read_chain(path: Path, *, root: Path) -> list[dict[str, Any]]:
         chain.insert(0, tree)
         if base is None:
             return chain
-        sibling = path.with_name(f"{base}.yaml")
-        path = sibling if sibling.is_file() else find_config(str(base), root=root)
+        path = _find_base(base, path, root=root)
+
+
+def _find_base(base: Any, path: Path, *, root: Path) -> Path:
+    """Return the file that `defaults` in the file at `path` means."""
+    for folder in (path.parent, root / "configs"):
+        if isinstance(base, str) and "/" not in base and (folder / f"{base}.yaml").is_file():
+            return folder / f"{base}.yaml"
+    law = "expects the name of a file beside this one or in configs/, without .yaml"
+    raise ConfigError(f"{path}: defaults={show(base)}: {law}")
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-    except (yaml.YAMLError, UnicodeDecodeError) as e:
-        problem = getattr(e, "problem", None) or "not text"
-        line = getattr(getattr(e, "problem_mark", None), "line", None)
+        text = path.read_text(encoding="utf-8")
+    except (UnicodeDecodeError, OSError) as error:
+        raise ConfigError(f"{path}: cannot be read as UTF-8 text: {error}") from error
+    try:
+        tree = OmegaConf.to_container(OmegaConf.load(StringIO(text)), resolve=False)
+    except yaml.YAMLError as error:
+        line = getattr(getattr(error, "problem_mark", None), "line", None)
         where = "" if line is None else f" line {line + 1}"
-        raise ConfigError(f"{path}{where}: not valid YAML: {problem}") from e
+        problem = getattr(error, "problem", error)
+        raise ConfigError(f"{path}{where}: not valid YAML: {problem}") from error
+    except OSError:  # what OmegaConf raises for a number or a date
+        tree = text.strip()
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: expects sections at the top, not {show(tree)}")
     known = {key: each for key, each in cast(dict[Any, Any], tree).items() if key != _DEFAULTS}

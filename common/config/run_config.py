@@ -32,6 +32,7 @@ from common.config.knobs import (
 from common.config.learning import AlgorithmSection, LearnerSection
 from common.config.offline import DpoSection, EvolveSection, SftSection
 from common.config.simulator import SimulatorSection
+from common.errors import ConfigError
 
 
 class TrainMode(StrEnum):
@@ -231,7 +232,7 @@ class RunConfig:
     run: RunSection = field(default_factory=RunSection)
     train: TrainSection = field(default_factory=TrainSection)
     model: ModelSection = field(default_factory=ModelSection)
-    tasks: list[TaskSection] = field(default_factory=list[TaskSection])
+    tasks: list[TaskSection] = knob([], "the training mixture")
     mixture: MixtureSection = field(default_factory=MixtureSection)
     horizon: HorizonSection = field(default_factory=HorizonSection)
     groups: GroupsSection = field(default_factory=GroupsSection)
@@ -256,6 +257,18 @@ class RunConfig:
     def contradictions(self) -> Iterator[Contradiction]:
         """Yield values of different sections that do not go together."""
         yield from contradictions_of_tasks(self.horizon, self.tasks)
+
+
+def check_training(cfg: RunConfig) -> None:
+    """Return if an episode fits into what the learner computes at once.
+
+    Raises:
+        ConfigError: names the key and the value.
+    """
+    budget, longest = cfg.learner.max_tokens_per_microbatch, cfg.actor.max_model_len
+    if budget < longest:
+        law = f"must be >= actor.max_model_len={longest}, the tokens of the longest episode"
+        raise ConfigError(f"learner.max_tokens_per_microbatch={budget}: {law}")
 
 
 def published_version(cfg: RunConfig, version: int) -> int:

@@ -115,10 +115,33 @@ def test_error_in_a_file_names_the_file(tmp_path: Path, repository: Path) -> Non
     assert f"{config}: learner.lrr=1" in error_of([], repository, config)
 
 
-@pytest.mark.parametrize("text", ["a: [1", "just words", "run: {name: a}\nrun: {name: b}\n"])
-def test_broken_file_is_named(text: str, tmp_path: Path, repository: Path) -> None:
-    config = write(tmp_path, "a", text)
-    assert config in error_of([MODEL], repository, config)
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a: [1", " line 2: not valid YAML"),
+        ("just words", ": just words=null: no such key"),
+        ("5", ": expects sections at the top, not 5"),
+        ("- a", ": expects sections at the top, not ['a']"),
+        ("run: {name: a}\nrun: {name: b}\n", " line 2: not valid YAML: found duplicate key run"),
+        ("learner:\n  lr: 1\n  lr: 2\n", " line 3: not valid YAML: found duplicate key lr"),
+        ("defaults: /etc/passwd", ": defaults=/etc/passwd: expects the name of a file beside"),
+        ("defaults: [a]", ": defaults=['a']: expects the name of a file beside"),
+        ("defaults: nosuch", ": defaults=nosuch: expects the name of a file beside"),
+        ("run: {name: \udcff}", ": cannot be read as UTF-8 text"),
+    ],
+)
+def test_broken_file_is_named(text: str, words: str, tmp_path: Path, repository: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_bytes(text.encode(errors="surrogateescape"))
+    assert error_of([MODEL], repository, str(path)).startswith(f"{path}{words}")
+
+
+def test_override_changes_what_another_override_has_made(repository: Path) -> None:
+    tasks = "tasks=[{env: a, subset: b}, {env: a, subset: c}]"
+    overrides = [MODEL, tasks, "tasks[1].weight=3", "horizon.per_env.a.stages=[3]"]
+    cfg = load_config(None, overrides, root=repository)
+    assert [task.weight for task in cfg.tasks] == [1.0, 3.0]
+    assert cfg.horizon.policy("a").stages == (3,)
 
 
 def test_shipped_config_survives_saving_and_loading(tmp_path: Path, repository: Path) -> None:

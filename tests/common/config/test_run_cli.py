@@ -117,6 +117,32 @@ def test_help_names_commands_configs_and_an_override(repository: Path) -> None:
         assert word in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["help", "learner.lr"], "a number; must be in (0, 10]"),
+        (["help", "learner"], "  learner.lr=1e-06"),
+        (["help"], "  learner.*"),
+        (["actor", "--help"], "usage: run.py actor "),
+        (["--version"], "longstride 0."),
+    ],
+)
+def test_help_and_version_are_printed_at_once(
+    argv: list[str], words: str, repository: Path
+) -> None:
+    before_s = children_cpu_s()
+    done = run_cli(repository, *argv)
+    assert children_cpu_s() - before_s < 1.0
+    assert (done.returncode, done.stderr) == (0, "")
+    assert words in done.stdout
+
+
+def test_help_of_an_unknown_key_ends_with_2_and_the_nearest(repository: Path) -> None:
+    done = run_cli(repository, "help", "learner.lrr")
+    assert done.returncode == 2
+    assert "nearest is learner.lr" in done.stderr
+
+
 def test_role_joins_the_run_with_that_runs_config(repository: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "mine"
     run_dir.mkdir()

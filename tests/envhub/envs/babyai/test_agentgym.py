@@ -4,12 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from common.config.envs import BabyaiOptions, EnvsSection
+from common.config.envs import BabyaiOptions, EnvsSection, SearchqaOptions
 from common.config.load import load_config
 from envhub.env import Style
 from envhub.envs.babyai import levels
 from envhub.envs.babyai.agentgym_env import AgentGymBabyAiEnv
 from envhub.envs.babyai.env import BabyAiEnv, make_spec
+from envhub.envs.searchqa import env as searchqa
 
 NO_CHANGE = "No change in state."
 KEY_IN_BOX = levels.from_agentgym(25).split("-")[0]
@@ -125,10 +126,13 @@ def test_expert_solves_agentgyms_levels_by_agentgyms_rules(seed: int):
 
 
 def test_one_switch_turns_every_rule_on(repository: Path):
-    assert not EnvsSection().babyai.agentgym_rules
     overrides = ["model.path=unset", "envs.agentgym_rules=true"]
     cfg = load_config(None, overrides, root=repository)
-    assert cfg.envs.babyai.agentgym_rules
-    assert cfg.envs.searchqa.retry
-    env = make_spec(cfg.envs).make(Style.AGENTGYM)
-    assert isinstance(env, AgentGymBabyAiEnv)
+    assert isinstance(make_spec(cfg.envs).make(Style.AGENTGYM), AgentGymBabyAiEnv)
+    assert not isinstance(make_spec(EnvsSection()).make(Style.AGENTGYM), AgentGymBabyAiEnv)
+    again = searchqa.make_spec(cfg.envs).instruction
+    assert (
+        again == searchqa.make_spec(EnvsSection(searchqa=SearchqaOptions(retry=True))).instruction
+    )
+    assert again != searchqa.make_spec(EnvsSection()).instruction
+    assert not cfg.envs.babyai.agentgym_rules  # what the user wrote stays as it is

@@ -1,0 +1,82 @@
+"""What `run.py help` prints: the text, type, default and law of every key, from its declaration."""
+
+import textwrap
+from dataclasses import Field, fields, is_dataclass
+from enum import Enum
+from inspect import getdoc
+from typing import Any, get_args, get_origin
+
+from omegaconf import MISSING
+
+from common.config.command_line import COMMANDS, command_help
+from common.config.keys import declared, describe_kind, field_kinds
+from common.config.knobs import TEXT, Law
+from common.config.run_config import RunConfig
+from common.errors import ConfigError
+
+
+def help_text(topics: list[str]) -> str:
+    """Return the help about a key, a section or a command; about all sections if none is named.
+
+    Raises:
+        ConfigError: more than one topic, or no such topic; names the nearest key.
+    """
+    if len(topics) > 1:
+        raise ConfigError(f"help {' '.join(topics)}: one key, section or command at a time")
+    if not topics:
+        head = (
+            "Sections of the configuration. `run.py help SECTION` and `run.py help KEY` say more."
+        )
+        return f"{head}\n\n{_section(RunConfig, '')}"
+    (topic,) = topics
+    parts = [command_help(topic)] if topic in COMMANDS else []
+    if not parts or topic in field_kinds(RunConfig):
+        kind, field = declared(topic, shown=f"help {topic}")
+        parts.append(
+            _section(kind, f"{topic}.") if is_dataclass(kind) else _key(topic, kind, field)
+        )
+    return "\n".join(parts)
+
+
+def _section(section: Any, prefix: str) -> str:
+    lines = [getdoc(section) or "", ""] if prefix else []
+    for field in fields(section):
+        kind = field_kinds(section)[field.name]
+        if is_dataclass(kind):
+            head, text = f"{prefix}{field.name}.*", (getdoc(kind) or "").split("\n")[0]
+        else:
+            head, text = f"{prefix}{field.name}={_default(field)}", field.metadata["text"]
+            ruled = _rule(kind, field).removeprefix("must be ")
+            text += f" ({ruled})" if ruled else ""
+        start, further = f"  {head:<38}  ", " " * 42
+        lines.append(textwrap.fill(text, 100, initial_indent=start, subsequent_indent=further))
+    return "\n".join(lines) + "\n"
+
+
+def _key(key: str, kind: Any, field: Field[Any]) -> str:
+    ruled = _rule(kind, field)
+    lines = [describe_kind(kind) + (f"; {ruled}" if ruled else ""), field.metadata["text"]]
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        lines += ["", *(getdoc(kind) or "").split("\n")]
+    text = "\n".join([f"{key}={_default(field)}", *(f"  {line}".rstrip() for line in lines)]) + "\n"
+    element = get_args(kind)[-1] if get_args(kind) else None
+    if not is_dataclass(element):
+        return text
+    return (
+        f"{text}\n{_section(element, f'{key}[0].' if get_origin(kind) is list else f'{key}.NAME.')}"
+    )
+
+
+def _rule(kind: Any, field: Field[Any]) -> str:
+    """Return a key's law in words, "" if its type says all."""
+    law: Law = field.metadata["law"]
+    leaf = get_args(kind)[-1] if get_args(kind) else kind
+    return law.phrase if leaf in (int, float, str) and law.form is not TEXT else ""
+
+
+def _default(field: Field[Any]) -> str:
+    value = field.default_factory() if callable(field.default_factory) else field.default
+    if value == MISSING:
+        return "(needed)"
+    plain = value.value if isinstance(value, Enum) else value
+    return str(plain).lower() if isinstance(plain, bool) else str(plain) or '""'

@@ -1,0 +1,230 @@
+"""Laws of the declared keys: each has a text and a law, and what breaks the law is refused."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import FrozenInstanceError, fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from common.config.curriculum import HorizonOverride, HorizonSection, TaskSection
+from common.config.keys import conform, describe_kind, field_kinds
+from common.config.knobs import (
+    DEVICE,
+    ENV_NAME,
+    FILE_NAME,
+    HOST,
+    NAME,
+    PATH,
+    TEXT,
+    URL,
+    WORD,
+    Form,
+    Law,
+    check,
+)
+from common.config.load import load_config
+from common.config.run_config import ModelSection, RunConfig, check_training
+from common.errors import ConfigError
+from tests.configs import edited
+
+TASK = TaskSection(env="babyai", subset="GoTo")
+BASE = RunConfig(
+    model=ModelSection(path="/weights"),
+    tasks=[TASK],
+    horizon=HorizonSection(per_env={"babyai": HorizonOverride()}),
+)
+
+
+def leaves(section: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any, Law | None]]:
+    """Yield key, type, text and law of all that is no section, also of those in lists."""
+    for field in fields(section):
+        kind = field_kinds(section)[field.name]
+        key = f"{prefix}{field.name}"
+        if is_dataclass(kind):
+            yield from leaves(kind, f"{key}.")
+        elif get_args(kind) and is_dataclass(get_args(kind)[-1]):
+            own = "[0]." if describe_kind(kind).startswith("a list") else ".babyai."
+            yield from leaves(get_args(kind)[-1], f"{key}{own}")
+        else:
+            yield key, kind, field.metadata.get("text"), field.metadata.get("law")
+
+
+LEAVES = list(leaves(RunConfig))
+NUMBERS = [each for each in LEAVES if each[1] in (int, float, list[int])]
+TEXTS = [each for each in LEAVES if each[1] in (str, list[str], dict[str, str])]
+
+
+def refusal(key: str, kind: Any, value: object) -> tuple[str, str]:
+    """Return the message of a config with this value, and how it must begin."""
+    many = {list: [value], dict: {"a": value}}
+    origin = kind.__origin__ if get_args(kind) else None
+    told = f"{key}{ {list: '[0]', dict: '.a'}.get(origin, '') }={value!r}: "
+    whole = many.get(origin, value)
+    changes: dict[str, object] = {key: whole}
+    if key.startswith("tasks[0]."):
+        changes = {"tasks": [edited(TASK, {key.rpartition(".")[2]: whole})]}
+    elif key.startswith("horizon.per_env."):
+        override = edited(HorizonOverride(), {key.rpartition(".")[2]: whole})
+        changes = {"horizon.per_env": {"babyai": override}}
+    with pytest.raises(ConfigError) as caught:
+        edited(BASE, changes)
+    return str(caught.value), told
+
+
+def test_every_key_is_a_number_a_text_a_flag_or_one_of_an_enum() -> None:
+    ruled = {key for key, *_ in (*NUMBERS, *TEXTS)}
+    others = [kind for key, kind, *_ in LEAVES if key not in ruled]
+    assert len(NUMBERS) > 150
+    assert all(kind is bool or issubclass(kind, Enum) for kind in others)
+
+
+@pytest.mark.parametrize(("key", "text"), [(key, text) for key, _, text, _ in LEAVES])
+def test_every_key_says_what_it_means(key: str, text: str | None) -> None:
+    assert text, key
+
+
+@pytest.mark.parametrize(
+    ("key", "kind", "law"), [(key, kind, law) for key, kind, _, law in NUMBERS]
+)
+def test_number_beyond_its_bounds_is_refused_by_its_key(key: str, kind: Any, law: Law) -> None:
+    step = 1 if kind is not float else 1e-9
+    low = law.ge - step if law.ge is not None else law.gt
+    high = law.le + max(step, law.le * 1e-9) if law.le is not None else law.lt
+    assert low is not None, "a lower bound"
+    assert high is not None, "an upper bound"
+    if low == law.also:
+        low -= step
+    for value in (low, high, -math.inf, math.inf, math.nan):
+        message, told = refusal(key, kind, value)
+        assert message == f"{told}{law.phrase}"
+
+
+@pytest.mark.parametrize(("key", "kind", "law"), [(key, kind, law) for key, kind, _, law in TEXTS])
+def test_text_of_another_form_is_refused_by_its_key(key: str, kind: Any, law: Law) -> None:
+    for value in ("two\nlines", "nul\0", *(["banana"] if law.one_of else [])):
+        message, told = refusal(key, kind, value)
+        assert message == f"{told}{law.phrase}"
+
+
+@pytest.mark.parametrize(("key", "kind"), [(key, kind) for key, kind, *_ in LEAVES])
+def test_value_of_another_type_is_refused_by_its_key(key: str, kind: Any) -> None:
+    wrong: list[Any] = [None, {"a": {"b": 1}}, [[1]], True if kind is not bool else "maybe"]
+    wrong += [] if kind is str else ["banana"]
+    wrong += [1.5, "1"] if kind is int else []
+    for value in wrong:
+        with pytest.raises(ConfigError) as caught:
+            conform(value, kind, key=key)
+        assert str(caught.value).startswith(key)
+        assert ": expects " in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("form", "right", "wrong"),
+    [
+        (TEXT, ["", "a b", "ä"], ["a\nb", "\0", "\t"]),
+        (NAME, ["a b"], ["", "  ", "a\n"]),
+        (PATH, ["/a/b", "a b", "."], ["", " ", "\0"]),
+        (WORD, ["a", "a-b"], ["", "a b", "a\0"]),
+        (FILE_NAME, ["a", "007", "a b.c", "ä"], ["", ".", "..", ".a", "a/b", "latest", "x" * 101]),
+        (FILE_NAME, [], [" a", "a\n", "€" * 99]),
+        (
+            HOST,
+            ["0.0.0.0", "::1", "localhost", "node-1.lab"],
+            ["", "999.1.1.1", "a b", "-a", "a:1"],
+        ),
+        (
+            URL,
+            ["http://h", "https://h:1/v1"],
+            ["x", "http://", "ftp://h", "http://h:port", "http://a b"],
+        ),
+        (DEVICE, ["auto", "cpu", "cuda", "cuda:3"], ["banana", "cuda:", "cuda:x", "CPU"]),
+        (ENV_NAME, ["babyai", "mine:make", "a/b.py:make"], ["", "a b", "a:", ":b", "a|b"]),
+    ],
+)
+def test_form_fits_what_it_names(form: Form, right: list[str], wrong: list[str]) -> None:
+    law = Law(form=form)
+    assert [text for text in right if not law.allows(text)] == []
+    assert [text for text in wrong if law.allows(text)] == []
+
+
+def test_default_configuration_keeps_every_law() -> None:
+    check(BASE)
+
+
+def test_section_cannot_be_changed() -> None:
+    with pytest.raises(FrozenInstanceError):
+        BASE.learner.lr = 1.0  # type: ignore[misc]
+    for kind in {type(getattr(BASE, field.name)) for field in fields(RunConfig)} - {list}:
+        assert kind.__dataclass_params__.frozen, kind
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("learner.device=banana", "learner.device='banana': auto, cpu, cuda or cuda:<number>"),
+        ("learner.beta1=2", "learner.beta1=2.0: must be in [0, 1)"),
+        ("actor.gpu_memory_frac=7", "actor.gpu_memory_frac=7.0: must be in (0, 1]"),
+        ("learner.max_tokens_per_microbatch=0", "learner.max_tokens_per_microbatch=0: must be"),
+        ("actor.delivery_window=0", "actor.delivery_window=0: must be"),
+        ("log.level=LOUD", "log.level='LOUD': one of DEBUG, INFO"),
+        ("learner.keep_checkpoints=-1", "learner.keep_checkpoints=-1: must be"),
+        ("learner.checkpoint_every_steps=0", "learner.checkpoint_every_steps=0: must be"),
+        ("envhub.capacity=0", "envhub.capacity=0: must be"),
+        ("scheduler.heartbeat_s=.nan", "scheduler.heartbeat_s=nan: must be"),
+        ("scheduler.dead_after_s=0", "scheduler.dead_after_s=0.0: must be"),
+        ("scheduler.max_attempts=0", "scheduler.max_attempts=0: must be"),
+        ("envhub.session_lease_s=-1", "envhub.session_lease_s=-1.0: must be"),
+        ("tasks[0].weight=.inf", "tasks[0].weight=inf: must be"),
+        ("groups.size=1000000000", "groups.size=1000000000: must be in [2, 4096]"),
+        ("learner.port=70000", "learner.port=70000: must be in [0, 65535]"),
+        ("run.name=../../etc", "run.name='../../etc': a plain file name"),
+        ("run.name=latest", "run.name='latest': a plain file name"),
+        ("run.name=", "run.name='': a plain file name"),
+        ("run.dir=", "run.dir='': a path"),
+        ("envhub.host=no such host", "envhub.host='no such host': an address"),
+        ("tasks[0].env=a b", "tasks[0].env='a b': an environment's name"),
+    ],
+)
+def test_absurd_value_is_refused_by_its_key(override: str, words: str, repository: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config("quickstart", [override], root=repository)
+    assert str(caught.value).startswith(words)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"actor.max_turn_tokens": 4096}, "actor.max_turn_tokens=4096: must be < actor.max_model"),
+        ({"actor.min_concurrent": 65}, "actor.min_concurrent=65: must be at most actor.max_conc"),
+        ({"actor.episode_timeout_s": 1.0}, "actor.episode_timeout_s=1.0: must be >= actor.turn_"),
+        ({"scheduler.dead_after_s": 1.0}, "scheduler.dead_after_s=1.0: must be > scheduler.heart"),
+        ({"groups.min_size": 9}, "groups.min_size=9: must be at most groups.size=8"),
+        ({"learner.hold_back_steps": 5}, "learner.hold_back_steps=5: must be at most learner.max"),
+        ({"learner.controller.ess_skip": 0.8}, "learner.controller.ess_target=0.9: ess_skip <="),
+        ({"horizon.gated.min_steps": 39}, "horizon.gated.min_steps=39: must be >= horizon.gated."),
+        ({"horizon.stages": [5, 5]}, "horizon.stages=[5, 5]: positive turns, strictly increasing"),
+        ({"horizon.stages": []}, "horizon.stages=[]: positive turns, strictly increasing"),
+        ({"mixture.temperature": 2.0}, "mixture.temperature=2.0: changes nothing"),
+        ({"sft.num_heads": 3}, "sft.num_heads=3: must divide sft.hidden_size=128"),
+        ({"sft.num_kv_heads": 3}, "sft.num_kv_heads=3: must divide sft.num_heads=4"),
+        ({"policy.url": "http://h/v1"}, "policy.model='': policy.url needs the name of a model"),
+        ({"policy.backoff_s": 61.0}, "policy.backoff_s=61.0: must be at most policy.max_backoff"),
+        ({"env.url": "http://h"}, "env.url='http://h': goes together with env.dialect"),
+        ({"tasks": [TASK, TASK]}, "tasks='babyai/GoTo': is there twice"),
+    ],
+)
+def test_contradiction_is_refused_by_its_keys(changes: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        edited(BASE, changes)
+    assert str(caught.value).startswith(words)
+
+
+def test_learner_that_cannot_hold_an_episode_is_refused_where_it_trains() -> None:
+    cfg = edited(BASE, {"actor.max_model_len": 8192, "learner.max_tokens_per_microbatch": 8192})
+    check_training(cfg)
+    cfg = edited(cfg, {"learner.max_tokens_per_microbatch": 8191})
+    with pytest.raises(ConfigError, match=r"^learner\.max_tokens_per_microbatch=8191: must be >="):
+        check_training(cfg)
