@@ -6,34 +6,17 @@ from typing import cast
 
 import pytest
 
-from common.config.envs import RemoteOptions
-from envhub.agentgym.remote import make_spec
 from envhub.catalogue.registry import Registry
-from envhub.env import EnvFailure, EnvSpec, Isolation, Style
+from envhub.env import EnvFailure, EnvSpec, Isolation
 from envhub.hosting.placement import Placement
-from tests.envhub.agentgym.agentgym_clients import serve_app
 from tests.envhub.agentgym.agentgym_stubs import Counted, Stub
-
-
-def spec_of(dialect: str, url: str, **changes) -> EnvSpec:
-    return make_spec(RemoteOptions(url=url, dialect=dialect, **changes))
-
-
-async def opened(spec: EnvSpec, index: int):
-    env = spec.make(Style.AGENTGYM)
-    try:
-        await env.reset(f"all-train-{index}", 0)
-    except EnvFailure:
-        await env.close()
-        raise
-    return env
+from tests.envhub.agentgym.driving import drive, made, opened, spec_of, stop
 
 
 def test_episode_ends_in_a_failure_when_its_instance_goes_to_another_on_a_server_started_anew():
     server = Counted()
 
-    async def play(url: str) -> None:
-        spec = spec_of("textcraft", url)
+    async def play(spec: EnvSpec) -> None:
         before = await opened(spec, 1)
         server.start_anew()
         after = await opened(spec, 2)
@@ -42,26 +25,21 @@ def test_episode_ends_in_a_failure_when_its_instance_goes_to_another_on_a_server
         await before.close()
         assert (await after.step("Action: inventory")).observation == "0 plays 2"
         await after.close()
-        await spec.stop()
 
-    with serve_app(server.app) as url:
-        asyncio.run(play(url))
+    drive(server.app, "textcraft", play)
     assert server.items == {}
 
 
 def test_instances_are_used_again_on_a_server_that_turns_out_to_know_no_close():
     server = Counted(has_close=False)
 
-    async def play(url: str) -> None:
-        spec = spec_of("textcraft", url)
+    async def play(spec: EnvSpec) -> None:
         for index in range(4):
             env = await opened(spec, index)
             assert (await env.step("Action: inventory")).observation == f"0 plays {index}"
             await env.close()
-        await spec.stop()
 
-    with serve_app(server.app) as url:
-        asyncio.run(play(url))
+    drive(server.app, "textcraft", play)
     assert server.num_asked == 1
 
 
@@ -69,17 +47,14 @@ def test_instance_made_too_late_for_its_episode_goes_to_the_next():
     server = Counted()
     server.create_s = 0.4
 
-    async def play(url: str) -> None:
-        spec = spec_of("textcraft", url, timeout_s=0.25)
+    async def play(spec: EnvSpec) -> None:
         with pytest.raises(EnvFailure, match=r"wait for an instance took more than 0\.25 s"):
             await opened(spec, 0)
         env = await opened(spec, 1)
         assert (await env.step("Action: inventory")).observation == "0 plays 1"
         await env.close()
-        await spec.stop()
 
-    with serve_app(server.app) as url:
-        asyncio.run(play(url))
+    drive(server.app, "textcraft", play, timeout_s=0.25)
     assert server.num_asked == 1
 
 
@@ -88,21 +63,17 @@ def test_instances_are_asked_for_one_by_one_where_a_create_halts_the_server(dial
     server = Counted()
     server.create_s = 0.05
 
-    async def play(url: str) -> None:
-        spec = spec_of(dialect, url)
+    async def play(spec: EnvSpec) -> None:
         await asyncio.gather(*(opened(spec, index) for index in range(3)))
-        await spec.stop()
 
-    with serve_app(server.app) as url:
-        asyncio.run(play(url))
+    drive(server.app, dialect, play)
     assert (server.num_asked, server.max_at_once) == (3, max_at_once)
 
 
 def test_full_server_is_asked_until_it_gives_out_an_instance_that_is_free():
     server = Counted(max_instances=8)
 
-    async def play(url: str) -> None:
-        spec = spec_of("sqlgym", url)
+    async def play(spec: EnvSpec) -> None:
         envs = [await opened(spec, index) for index in range(8)]
         server.fault = True
         with pytest.raises(EnvFailure):
@@ -111,10 +82,8 @@ def test_full_server_is_asked_until_it_gives_out_an_instance_that_is_free():
         server.fault = False
         another = await opened(spec, 9)
         assert (await another.step("SELECT 1")).observation.startswith("5 plays")
-        await spec.stop()
 
-    with serve_app(server.app) as url:
-        asyncio.run(play(url))
+    drive(server.app, "sqlgym", play)
 
 
 def test_no_request_goes_out_on_a_connection_that_had_one():
@@ -140,7 +109,7 @@ def test_no_request_goes_out_on_a_connection_that_had_one():
             spec = spec_of("weather", f"http://127.0.0.1:{port}")
             env = await opened(spec, 0)
             await env.close()
-            await spec.stop()
+            await stop(spec)
             await asyncio.gather(*(each.wait() for each in ended))
 
     asyncio.run(play())
@@ -150,28 +119,24 @@ def test_no_request_goes_out_on_a_connection_that_had_one():
 def test_item_that_the_server_lacks_costs_no_instance():
     stub = Stub("alfworld")
 
-    async def play(url: str) -> None:
-        spec = spec_of("alfworld", url)
+    async def play(spec: EnvSpec) -> None:
         for index in (0, 13, 1, 13, 13, 2):
-            env = spec.make(Style.AGENTGYM)
+            env = made(spec)
             if index == 13:
                 with pytest.raises(EnvFailure, match="no such file"):
                     await env.reset("all-train-13", 0)
             else:
                 await env.reset(f"all-train-{index}", 0)
             await env.close()
-        await spec.stop()
 
-    with serve_app(stub.app) as url:
-        asyncio.run(play(url))
+    drive(stub.app, "alfworld", play)
     assert stub.num_created == 1
 
 
 def test_each_kept_instance_that_the_server_has_forgotten_is_replaced_by_a_new_one():
     stub = Stub("alfworld")
 
-    async def play(url: str) -> None:
-        spec = spec_of("alfworld", url)
+    async def play(spec: EnvSpec) -> None:
         envs = [await opened(spec, index) for index in range(3)]
         for env in envs:
             await env.close()
@@ -179,35 +144,30 @@ def test_each_kept_instance_that_the_server_has_forgotten_is_replaced_by_a_new_o
         for env in [await opened(spec, index) for index in range(3)]:
             assert not (await env.step("Action: look")).is_valid
             await env.close()
-        await spec.stop()
 
-    with serve_app(stub.app) as url:
-        asyncio.run(play(url))
+    drive(stub.app, "alfworld", play)
     assert stub.num_created == 3
 
 
 def test_webarena_action_that_its_server_cannot_read_is_an_observation():
     stub = Stub("webarena")
 
-    async def play(url: str) -> None:
-        spec = spec_of("webarena", url)
+    async def play(spec: EnvSpec) -> None:
         env = await opened(spec, 0)
         result = await env.step("I do ``````")
         assert (result.observation, result.reward) == ("list index out of range", 0.0)
         assert (result.is_valid, result.done) == (False, False)
         assert (await env.step("I do ```stop [x]```")).done
         await env.close()
-        await spec.stop()
 
-    with serve_app(stub.app) as url:
-        asyncio.run(play(url))
+    drive(stub.app, "webarena", play)
 
 
 @pytest.mark.parametrize(("stop_timeout_s", "is_ended"), [(0.02, False), (5.0, True)])
 def test_stop_of_an_environment_may_take_as_long_as_it_says(stop_timeout_s, is_ended):
     ended: list[bool] = []
 
-    async def stop() -> None:
+    async def take_time() -> None:
         await asyncio.sleep(0.1)
         ended.append(True)
 
@@ -215,9 +175,9 @@ def test_stop_of_an_environment_may_take_as_long_as_it_says(stop_timeout_s, is_e
         name="slow",
         subsets={},
         instruction={},
-        make=Stub,  # never called
+        make=lambda _: pytest.fail("nobody plays it"),
         isolation=Isolation.TASK,
-        stop=stop,
+        stop=take_time,
         stop_timeout_s=stop_timeout_s,
     )
 
@@ -240,16 +200,13 @@ def test_webarena_is_given_the_time_that_its_close_takes():
 def test_reset_that_fails_costs_none_of_the_kept_instances():
     stub = Stub("webarena")
 
-    async def play(url: str) -> None:
-        spec = spec_of("webarena", url)
+    async def play(spec: EnvSpec) -> None:
         envs = [await opened(spec, index) for index in range(3)]
         for env in envs:
             await env.close()
         with pytest.raises(EnvFailure, match="cannot reset item 13"):
             await opened(spec, 13)
-        await spec.stop()
 
-    with serve_app(stub.app) as url:
-        asyncio.run(play(url))
+    drive(stub.app, "webarena", play)
     assert stub.num_created == 4  # item 13 was tried once more, in a new one
     assert stub.num_closed == 4

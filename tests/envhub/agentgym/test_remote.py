@@ -1,6 +1,7 @@
 """Laws of driving AgentGym servers: our own routes, and stubs in the shapes of the others."""
 
 import asyncio
+from typing import Any
 
 import httpx
 import pytest
@@ -8,8 +9,8 @@ import pytest
 from common.config.envs import RemoteOptions
 from common.errors import ConfigError
 from envhub.agentgym.dialects import DIALECTS
-from envhub.agentgym.remote import check, make_spec
-from envhub.env import EnvFailure, Style, UnknownItem
+from envhub.agentgym.remote import check
+from envhub.env import EnvFailure, EnvSpec, StepResult, Style, UnknownItem
 from tests.envhub.agentgym.agentgym_clients import (
     DIRECT,
     native_name,
@@ -19,6 +20,7 @@ from tests.envhub.agentgym.agentgym_clients import (
     serve_envs,
 )
 from tests.envhub.agentgym.agentgym_stubs import TOOLS, Stub
+from tests.envhub.agentgym.driving import drive, made, spec_of, stop
 
 QUICK = ("textcraft", "babyai", "maze", "wordle")
 SUCCESS_INDEX = {"textcraft": 3, "babyai": 83, "maze": 4, "wordle": 11, "sciworld": 2936}
@@ -30,27 +32,25 @@ def hub():
         yield url
 
 
-def options(dialect: str, url: str, **changes) -> RemoteOptions:
-    return RemoteOptions(url=url, dialect=dialect, **changes)
-
-
-async def driven(dialect: str, url: str, *steps: str, item: str = "all-train-7", **changes):
+async def driven(
+    dialect: str, url: str, *steps: str, item: str = "all-train-7", **changes: Any
+) -> tuple[str, list[StepResult]]:
     """Return the first observation and the results of the steps."""
-    spec = make_spec(options(dialect, url, **changes))
-    env = spec.make(Style.AGENTGYM)
+    spec = spec_of(dialect, url, **changes)
+    env = made(spec)
     try:
         first = await env.reset(item, 0)
         return first, [await env.step(each) for each in steps]
     finally:
         await env.close()
-        await spec.stop()
+        await stop(spec)
 
 
 def play_round_trip(name: str, hub: str) -> None:
     """Play an item over our own AgentGym routes and natively, side by side, to success."""
     index = SUCCESS_INDEX.get(name, 0)
     item_id = native_spec(name).from_agentgym(index)
-    spec = make_spec(options(name, f"{hub}/agentgym/{name}", num_train=10**6, num_test=0))
+    spec = spec_of(name, f"{hub}/agentgym/{name}", num_train=10**6, num_test=0)
     num_train = spec.subsets["all"].num_train
     assert index < num_train
 
@@ -58,7 +58,7 @@ def play_round_trip(name: str, hub: str) -> None:
         body = {"env": native_name(name), "item_id": item_id, "style": "agentgym"}
         opened = native.post("/v1/sessions", json=body).json()
         path = f"/v1/sessions/{opened['session_id']}"
-        env = spec.make(Style.AGENTGYM)
+        env = made(spec)
         first = await env.reset(f"all-train-{index}", 0)
         if name == "wordle":
             assert first.startswith("The vocabulary:\n")
@@ -75,7 +75,7 @@ def play_round_trip(name: str, hub: str) -> None:
             assert (result.done, result.is_valid) == (twin["done"], twin["is_valid"])
         assert result.reward == 1
         await env.close()
-        await spec.stop()
+        await stop(spec)
 
     with httpx.Client(base_url=hub, **DIRECT) as native:
         asyncio.run(play(native))
@@ -94,7 +94,7 @@ def test_remote_plays_our_own_routes_to_success_in_a_worker(name):
 
 
 def test_remote_serves_as_an_environment_of_a_hub(hub):
-    remote = options("maze", f"{hub}/agentgym/maze", num_train=20, num_test=5)
+    remote = RemoteOptions(dialect="maze", url=f"{hub}/agentgym/maze", num_train=20, num_test=5)
     with serve_envs(remote=remote) as outer, httpx.Client(base_url=outer, **DIRECT) as client:
         catalogue = client.get("/v1/envs").json()["maze"]
         assert catalogue["subsets"]["all"] == {"num_train": 20, "num_test": 5, "max_turns": 30}
@@ -244,33 +244,27 @@ def test_absent_server_is_an_infrastructure_error():
 def test_instances_that_cannot_be_closed_are_used_again():
     stub = Stub("weather")
 
-    async def play(url: str) -> None:
-        spec = make_spec(options("weather", url))
+    async def play(spec: EnvSpec) -> None:
         for index in range(3):
-            env = spec.make(Style.AGENTGYM)
+            env = made(spec)
             assert await env.reset(f"all-train-{index}", 0) == f"question {index}"
             await env.close()
-        await spec.stop()
 
-    with serve_app(stub.app) as url:
-        asyncio.run(play(url))
+    drive(stub.app, "weather", play)
     assert stub.num_created == 1
 
 
 def test_forgotten_instance_is_replaced():
     stub = Stub("alfworld")
 
-    async def play(url: str) -> None:
-        spec = make_spec(options("alfworld", url))
+    async def play(spec: EnvSpec) -> None:
         for index in range(2):
-            env = spec.make(Style.AGENTGYM)
+            env = made(spec)
             await env.reset(f"all-train-{index}", 0)
             await env.close()
             stub.num_created -= index == 0  # the server was started anew
-        await spec.stop()
 
-    with serve_app(stub.app) as url:
-        asyncio.run(play(url))
+    drive(stub.app, "alfworld", play)
     assert stub.num_created == 1
     assert [each["game"] for each in stub.resets] == [0, 1]
 
@@ -278,10 +272,9 @@ def test_forgotten_instance_is_replaced():
 def test_server_with_one_account_holds_one_episode_at_a_time():
     stub = Stub("todo")
 
-    async def play(url: str) -> list[str]:
-        spec = make_spec(options("todo", url))
+    async def play(spec: EnvSpec) -> list[str]:
         assert spec.sessions_per_worker == 1
-        first, second = spec.make(Style.AGENTGYM), spec.make(Style.AGENTGYM)
+        first, second = made(spec), made(spec)
         await first.reset("all-train-0", 0)
         waiting = asyncio.create_task(second.reset("all-train-1", 0))
         await asyncio.sleep(0)
@@ -289,44 +282,42 @@ def test_server_with_one_account_holds_one_episode_at_a_time():
         await first.close()
         events.append(await waiting)
         await second.close()
-        await spec.stop()
         return events
 
-    with serve_app(stub.app) as url:
-        assert asyncio.run(play(url)) == ["waiting True, created 1", "question 1"]
+    assert drive(stub.app, "todo", play) == ["waiting True, created 1", "question 1"]
     assert stub.num_created == 1
 
 
 def test_unknown_items_are_refused_without_a_server():
-    spec = make_spec(options("maze", "http://127.0.0.1:9"))
+    spec = spec_of("maze", "http://127.0.0.1:9")
     with pytest.raises(UnknownItem):
-        asyncio.run(spec.make(Style.COMPACT).reset("all-test-9", 0))
+        asyncio.run(made(spec).reset("all-test-9", 0))
 
 
 def test_split_without_items_is_called_empty():
-    spec = make_spec(options("maze", "http://127.0.0.1:9", num_test=0))
+    spec = spec_of("maze", "http://127.0.0.1:9", num_test=0)
     with pytest.raises(UnknownItem, match="subset 'all' has no test items"):
-        asyncio.run(spec.make(Style.COMPACT).reset("all-test-0", 0))
+        asyncio.run(made(spec).reset("all-test-0", 0))
 
 
 def test_subset_is_no_larger_than_the_server():
-    maze = make_spec(options("maze", "http://h", num_train=1000, num_test=100)).subsets["all"]
+    maze = spec_of("maze", "http://h", num_train=1000, num_test=100).subsets["all"]
     assert (maze.num_train, maze.num_test) == (23, 2)
-    babyai = make_spec(options("babyai", "http://h", num_train=1000, num_test=100)).subsets["all"]
+    babyai = spec_of("babyai", "http://h", num_train=1000, num_test=100).subsets["all"]
     assert (babyai.num_train, babyai.num_test) == (1000, 100)
 
 
 @pytest.mark.parametrize("name", sorted(DIALECTS))
 def test_every_dialect_has_an_instruction_in_both_styles(name):
-    spec = make_spec(options(name, "http://127.0.0.1:9"))
+    spec = spec_of(name, "http://127.0.0.1:9")
     assert spec.name == name
     assert all(len(spec.instruction[style]) > 100 for style in Style)
 
 
 def test_check_names_the_nearest_dialect_and_the_form_of_a_url():
-    lines = check(options("textkraft", "10.0.0.5:36001"))
+    lines = check(RemoteOptions(dialect="textkraft", url="10.0.0.5:36001"))
     assert "the nearest is 'textcraft'" in lines[0]
     assert "http://10.0.0.5:36001" in lines[1]
     with pytest.raises(ConfigError, match="textcraft"):
-        make_spec(options("textkraft", "http://h"))
-    assert check(options("maze", "https://user:word@h:1/lmrl/maze")) == []
+        spec_of("textkraft", "http://h")
+    assert check(RemoteOptions(dialect="maze", url="https://user:word@h:1/lmrl/maze")) == []

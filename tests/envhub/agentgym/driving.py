@@ -1,0 +1,54 @@
+"""What the laws of driven AgentGym servers share: a server, its environment and its episodes."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from common.config.envs import RemoteOptions
+from envhub.agentgym.remote import RemoteEnv, make_spec
+from envhub.env import EnvFailure, EnvSpec, Style
+from tests.envhub.agentgym.agentgym_clients import serve_app
+
+T = TypeVar("T")
+
+
+def spec_of(dialect: str, url: str, **changes: Any) -> EnvSpec:
+    """Return the environment that a server is here."""
+    return make_spec(RemoteOptions(url=url, dialect=dialect, **changes))
+
+
+def made(spec: EnvSpec) -> RemoteEnv:
+    """Return an episode that has not begun."""
+    env = spec.make(Style.AGENTGYM)
+    assert isinstance(env, RemoteEnv)
+    return env
+
+
+async def opened(spec: EnvSpec, index: int) -> RemoteEnv:
+    """Return the episode of a training item; it is closed if that cannot begin."""
+    env = made(spec)
+    try:
+        await env.reset(f"all-train-{index}", 0)
+    except EnvFailure:
+        await env.close()
+        raise
+    return env
+
+
+async def stop(spec: EnvSpec) -> None:
+    """End what the episodes of an environment share."""
+    assert spec.stop is not None
+    await spec.stop()
+
+
+def drive(app: Any, dialect: str, play: Callable[[EnvSpec], Awaitable[T]], **changes: Any) -> T:
+    """Return what `play` returns for the environment that a served application is."""
+
+    async def driven(url: str) -> T:
+        spec = spec_of(dialect, url, **changes)
+        result = await play(spec)
+        await stop(spec)
+        return result
+
+    with serve_app(app) as url:
+        return asyncio.run(driven(url))
