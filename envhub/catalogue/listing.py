@@ -1,12 +1,12 @@
 """The list of tasks and environments for people."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 
 from common.config.envs import EnvsSection, RemoteOptions
 from common.repository import ROOT
 from envhub.catalogue.registry import Registry, missing_requirements
-from envhub.env import EnvSpec, TaskSpec
+from envhub.env import EnvSpec, SubsetSpec, TaskSpec
 from envhub.tasks import load_tasks
 
 ENVS = ROOT / "envhub" / "envs"
@@ -55,64 +55,43 @@ def list_rows(
             continue
         registry = Registry([name], options, remote)
         for each in registry.names if ":" in name else [name]:
-            rows += _task_rows(registry.spec(each))
-            rows += _other_rows(registry.spec(each), is_short=is_short)
+            spec = registry.spec(each)
+            rows += _task_rows(spec.name, spec.tasks, spec.subsets)
+            rows += _other_rows(spec, is_short=is_short)
     return sorted(rows, key=lambda row: (not row.scenario, row.scenario, row.env))
 
 
-def _task_rows(spec: EnvSpec) -> list[Row]:
+def _task_rows(
+    env: str, tasks: Mapping[str, TaskSpec], subsets: Mapping[str, SubsetSpec], missing: str = ""
+) -> list[Row]:
     return [
         Row(
             scenario=task.scenario,
-            task=_title(name, task),
-            env=spec.name,
+            task=name,
+            env=env,
             subset=task.subset,
             num_train=len(task.train),
             num_test=len(task.test),
-            max_turns=spec.subsets[task.subset].max_turns,
+            max_turns=subsets[task.subset].max_turns if task.subset in subsets else 0,
+            missing=missing,
         )
-        for name, task in spec.tasks.items()
+        for name, task in tasks.items()
     ]
-
-
-def _title(name: str, task: TaskSpec) -> str:
-    return f"{name} ({task.note})" if task.note else name
 
 
 def _other_rows(spec: EnvSpec, *, is_short: bool) -> list[Row]:
     in_task = {task.subset for task in spec.tasks.values()}
-    others = [name for name in spec.subsets if name not in in_task]
+    others = {name: subset for name, subset in spec.subsets.items() if name not in in_task}
     if is_short and len(others) > MAX_OTHERS:
         return [Row(env=spec.name, task=f"({len(others)} subsets more: env={spec.name})")]
-    return [
-        Row(
-            env=spec.name,
-            subset=name,
-            num_train=spec.subsets[name].num_train,
-            num_test=spec.subsets[name].num_test,
-            max_turns=spec.subsets[name].max_turns,
-        )
-        for name in others
-    ]
+    return [Row(env=spec.name, subset=name, **asdict(subset)) for name, subset in others.items()]
 
 
 def _missing_rows(name: str, missing: str) -> list[Row]:
     """Return the tasks that an environment would have here."""
     path = ENVS / name / "tasks.json"
     tasks = load_tasks(path) if path.is_file() else {}
-    rows = [
-        Row(
-            scenario=task.scenario,
-            task=_title(title, task),
-            env=name,
-            subset=task.subset,
-            num_train=len(task.train),
-            num_test=len(task.test),
-            missing=missing,
-        )
-        for title, task in tasks.items()
-    ]
-    return rows or [Row(env=name, missing=missing)]
+    return _task_rows(name, tasks, {}, missing) or [Row(env=name, missing=missing)]
 
 
 def format_rows(rows: Sequence[Row]) -> str:

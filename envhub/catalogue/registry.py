@@ -216,22 +216,20 @@ def _import_outside(module: str) -> ModuleType:
 
 
 def _entry(spec: EnvSpec) -> dict[str, Any]:
-    subsets = {
-        name: {"num_train": s.num_train, "num_test": s.num_test, "max_turns": s.max_turns}
-        for name, s in spec.subsets.items()
-    }
     tasks = {
         name: {
             "scenario": task.scenario,
             "subset": task.subset,
             "num_train": len(task.train),
             "num_test": len(task.test),
-            "note": task.note,
         }
         for name, task in spec.tasks.items()
     }
-    instruction = {style.value: text for style, text in spec.instruction.items()}
-    return {"subsets": subsets, "tasks": tasks, "instruction": instruction}
+    return {
+        "subsets": {name: asdict(subset) for name, subset in spec.subsets.items()},
+        "tasks": tasks,
+        "instruction": {style.value: text for style, text in spec.instruction.items()},
+    }
 
 
 def _unknown(name: str, known: Sequence[str]) -> str:

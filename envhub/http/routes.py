@@ -173,28 +173,28 @@ def _add_session_routes(app: FastAPI, sessions: Sessions) -> None:
 
 
 def _add_look_routes(app: FastAPI, sessions: Sessions) -> None:
-    @app.get(
-        "/v1/sessions/{session_id}/hint",
-        response_model=Hint,
-        responses=_fails(404, 500, 504),
-        tags=["sessions"],
-    )
+    fails = _fails(404, 500, 504)
+    path = "/v1/sessions/{session_id}"
+
+    @app.get(f"{path}/hint", response_model=Hint, responses=fails, tags=["sessions"])
     async def hint(session_id: str) -> Response:
         valid_actions, expert_action = await sessions.hint(session_id)
         return _json({"valid_actions": valid_actions, "expert_action": expert_action})
 
-    @app.get(
-        "/v1/sessions/{session_id}/render",
-        response_model=Rendered,
-        responses=_fails(404, 500, 504),
-        tags=["sessions"],
-    )
+    @app.get(f"{path}/render", response_model=Rendered, responses=fails, tags=["sessions"])
     async def render(session_id: str) -> Response:
         text, fingerprint = await sessions.render(session_id)
         return _json({"text": text, "fingerprint": fingerprint})
 
 
 def _add_batch_routes(app: FastAPI, sessions: Sessions) -> None:
+    async def create(entry: object) -> dict[str, Any]:
+        return await _create(sessions, parse_entry(CreateRequest, entry))
+
+    async def step(entry: object) -> dict[str, Any]:
+        body = parse_entry(BatchStepRequest, entry)
+        return _as_json(await sessions.step(body.session_id, body.action, body.seq))
+
     @app.post(
         "/v1/sessions/batch",
         response_model=list[CreatedEntry],
@@ -203,11 +203,7 @@ def _add_batch_routes(app: FastAPI, sessions: Sessions) -> None:
         tags=["batch"],
     )
     async def create_batch(request: Request) -> Response:
-        async def one(entry: object) -> dict[str, Any]:
-            return await _create(sessions, parse_entry(CreateRequest, entry))
-
-        entries = parse_batch(await request.body())
-        return _json(await asyncio.gather(*(_entry(one(each), status=201) for each in entries)))
+        return await _each(request, create, status=201)
 
     @app.post(
         "/v1/step/batch",
@@ -217,12 +213,15 @@ def _add_batch_routes(app: FastAPI, sessions: Sessions) -> None:
         tags=["batch"],
     )
     async def step_batch(request: Request) -> Response:
-        async def one(entry: object) -> dict[str, Any]:
-            body = parse_entry(BatchStepRequest, entry)
-            return _as_json(await sessions.step(body.session_id, body.action, body.seq))
+        return await _each(request, step, status=200)
 
-        entries = parse_batch(await request.body())
-        return _json(await asyncio.gather(*(_entry(one(each), status=200) for each in entries)))
+
+async def _each(
+    request: Request, work: Callable[[object], Coroutine[Any, Any, dict[str, Any]]], *, status: int
+) -> Response:
+    """Return the answer to a batch, whose entries are worked on at the same time."""
+    entries = parse_batch(await request.body())
+    return _json(await asyncio.gather(*(_entry(work(each), status=status) for each in entries)))
 
 
 async def _create(sessions: Sessions, body: CreateRequest) -> dict[str, Any]:

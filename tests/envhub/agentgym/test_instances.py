@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import Counter
+from typing import cast
 
 import pytest
 
@@ -139,10 +140,10 @@ def slow_instances() -> tuple[Instances, SlowSessions]:
         name="slow",
         subsets={"any": SubsetSpec(num_train=1, num_test=1, max_turns=1)},
         instruction={},
-        make=lambda style: None,
+        make=lambda _: pytest.fail("nobody plays it"),
         from_agentgym=lambda index: f"any-train-{index}",
     )
-    return Instances(spec, sessions, lease_s=10.0), sessions
+    return Instances(spec, cast(Sessions, sessions), lease_s=10.0), sessions
 
 
 def test_instance_closed_during_its_reset_leaves_no_session():
