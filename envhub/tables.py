@@ -15,7 +15,7 @@ def read_table(code: str, name: str) -> Any:
 
 def read_text(code: str, name: str) -> str:
     """Return the text of a file beside a module."""
-    return Path(code).with_name(name).read_text(encoding="utf-8")
+    return (Path(code).parent / name).read_text(encoding="utf-8")
 
 
 def read_instructions(code: str) -> dict[Style, str]:

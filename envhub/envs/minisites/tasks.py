@@ -7,30 +7,68 @@ from random import Random
 from zlib import crc32
 
 from envhub.env import SubsetSpec
-from envhub.envs.minisites.drafts import Domain, Draft
-from envhub.envs.minisites.gitlab.tasks import GITLAB_TEMPLATES
-from envhub.envs.minisites.maps.tasks import MAPS_TEMPLATES
-from envhub.envs.minisites.reddit.tasks import REDDIT_TEMPLATES
-from envhub.envs.minisites.shop.admin_tasks import CMS_TEMPLATES
-from envhub.envs.minisites.shop.store_tasks import SHOPPING_TEMPLATES
+from envhub.envs.minisites.drafts import Draft
+from envhub.envs.minisites.gitlab.seed import WORDS as GITLAB_WORDS
+from envhub.envs.minisites.maps.routes import SQL_FUNCTIONS
+from envhub.envs.minisites.maps.seed import WORDS as MAPS_WORDS
+from envhub.envs.minisites.reddit.seed import WORDS as REDDIT_WORDS
+from envhub.envs.minisites.seeding import WORDS as COMMON
+from envhub.envs.minisites.shop.admin_pages import BESTSELLERS, SALES
+from envhub.envs.minisites.shop.seed import WORDS as SHOP_WORDS
 from envhub.envs.minisites.store import master
+from envhub.envs.minisites.task_tables import TaskTable, read_tasks
 
 NUM_WORLDS = 5  # site seeds 0 to 4
 NUM_TRAIN = 240
 NUM_TEST = 60
 TEST_EVERY = 5  # one intent in five of a template belongs to the test split
 MAX_TURNS = 15
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Domain:
+    """A subset's site, database and templates."""
+
+    host: str
+    site: str  # as WebArena's configurations name it
+    database: str
+    table: TaskTable
+
+
 DOMAINS = {
     "Shopping": Domain(
-        host="shopping.test", site="shopping", database="shop", templates=SHOPPING_TEMPLATES
+        host="shopping.test",
+        site="shopping",
+        database="shop",
+        table=read_tasks("shop/store_tasks.yaml", {**COMMON, **SHOP_WORDS}),
     ),
-    "CMS": Domain(host="cms.test", site="shopping_admin", database="shop", templates=CMS_TEMPLATES),
-    "Maps": Domain(host="maps.test", site="map", database="maps", templates=MAPS_TEMPLATES),
+    "CMS": Domain(
+        host="cms.test",
+        site="shopping_admin",
+        database="shop",
+        table=read_tasks(
+            "shop/admin_tasks.yaml",
+            {},
+            queries={"sales": SALES, "bestsellers": BESTSELLERS.replace("?", ":month")},
+        ),
+    ),
+    "Maps": Domain(
+        host="maps.test",
+        site="map",
+        database="maps",
+        table=read_tasks("maps/tasks.yaml", MAPS_WORDS, functions=SQL_FUNCTIONS),
+    ),
     "GitLab": Domain(
-        host="gitlab.test", site="gitlab", database="gitlab", templates=GITLAB_TEMPLATES
+        host="gitlab.test",
+        site="gitlab",
+        database="gitlab",
+        table=read_tasks("gitlab/tasks.yaml", GITLAB_WORDS),
     ),
     "Reddit": Domain(
-        host="reddit.test", site="reddit", database="reddit", templates=REDDIT_TEMPLATES
+        host="reddit.test",
+        site="reddit",
+        database="reddit",
+        table=read_tasks("reddit/tasks.yaml", REDDIT_WORDS),
     ),
 }
 SUBSETS = {
@@ -78,7 +116,7 @@ def split_tasks(subset: str, split: str) -> tuple[Task, ...]:
         KeyError: no such subset or split.
     """
     size = {"train": NUM_TRAIN, "test": NUM_TEST}[split]
-    queues = [_template_tasks(subset, place, split) for place in _places(subset)]
+    queues = [_template_tasks(subset, name, split) for name in DOMAINS[subset].table.templates]
     tasks = []
     while len(tasks) < size:
         queues = [queue for queue in queues if queue]
@@ -88,22 +126,15 @@ def split_tasks(subset: str, split: str) -> tuple[Task, ...]:
     return tuple(tasks[:size])
 
 
-def _places(subset: str) -> Sequence[int]:
-    return range(len(DOMAINS[subset].templates))
-
-
-def _template_tasks(subset: str, place: int, split: str) -> list[Task]:
-    """Returns a template's tasks of one split, worlds taking turns, each intent once."""
+def _template_tasks(subset: str, name: str, split: str) -> list[Task]:
+    """Return a template's tasks of one split, worlds taking turns, each intent once."""
     domain = DOMAINS[subset]
-    template = domain.templates[place]
     by_world: list[list[Task]] = []
     for seed in range(NUM_WORLDS):
-        random = Random(f"{subset}-{template.__name__}-{seed}")
-        drafts = list(template(master(domain.database, seed), random))
+        random = Random(f"{subset}-{name}-{seed}")
+        drafts = domain.table.drafts(name, master(domain.database, seed), random)
         random.shuffle(drafts)
-        by_world.append(
-            [Task(template=template.__name__, site_seed=seed, draft=draft) for draft in drafts]
-        )
+        by_world.append([Task(template=name, site_seed=seed, draft=draft) for draft in drafts])
     tasks: dict[str, Task] = {}
     for rank in range(max(map(len, by_world))):
         for queue in by_world:

@@ -5,7 +5,8 @@ import sqlite3
 from starlette.responses import Response
 
 from envhub.envs.minisites.gitlab.pages import GITLAB, page, project_of, root_of
-from envhub.envs.minisites.gitlab.seed import LABELS, OWN_ID, TODAY
+from envhub.envs.minisites.gitlab.seed import OWN_ID, WORDS
+from envhub.envs.minisites.seeding import TODAY
 from envhub.envs.minisites.site import Visit
 
 MERGE_STATES = ("Open", "Merged", "Closed")
@@ -39,20 +40,20 @@ def issues(visit: Visit) -> Response:
         rows=rows,
         state=state,
         label=label,
-        labels=LABELS,
+        labels=WORDS["labels"],
         words=words,
     )
 
 
 @GITLAB.get("/{owner}/{project}/-/issues/new")
 def issue_form(visit: Visit) -> Response:
-    return page(visit, "new_issue.html", project=project_of(visit), labels=LABELS)
+    return page(visit, "new_issue.html", project=project_of(visit), labels=WORDS["labels"])
 
 
 @GITLAB.post("/{owner}/{project}/-/issues/new")
 def add_issue(visit: Visit) -> Response:
     found, title, label = project_of(visit), visit.text("title")[:200], visit.text("label")
-    if not title or label not in LABELS:
+    if not title or label not in WORDS["labels"]:
         back = f"{root_of(found)}/-/issues/new"
         return visit.go(back, "An issue needs a title and a label.")
     number = (

@@ -4,7 +4,8 @@ import sqlite3
 
 from starlette.responses import Response
 
-from envhub.envs.minisites.gitlab.seed import OWN_ID, ROLES, TODAY
+from envhub.envs.minisites.gitlab.seed import OWN_ID, WORDS
+from envhub.envs.minisites.seeding import TODAY
 from envhub.envs.minisites.site import PageMissing, Site, Visit
 
 GITLAB = Site("gitlab", database="gitlab")
@@ -191,7 +192,7 @@ def members(visit: Visit) -> Response:
 def invite(visit: Visit) -> Response:
     found, role = _own(visit), visit.text("role")
     people = visit.rows("SELECT id FROM user WHERE username = ?", visit.text("username"))
-    if not people or people[0]["id"] == OWN_ID or role not in ROLES:
+    if not people or people[0]["id"] == OWN_ID or role not in WORDS["roles"]:
         return visit.go(f"{root_of(found)}/-/members", "Give a username and a role.")
     visit.run(
         "INSERT INTO member VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET role = excluded.role",

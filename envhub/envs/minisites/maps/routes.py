@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
-from envhub.envs.minisites.maps.seed import NUM_COLUMNS
+from envhub.envs.minisites.maps.seed import NUM_COLUMNS, PLURALS, WEEKDAYS
 
 BLOCK_METERS = 150
 BRIDGE_LINES = (2, 9)  # the streets that cross the river; it flows east of column 5
@@ -74,3 +74,21 @@ def kilometers(meters: int) -> str:
 def describe(leg: Leg, roads: Mapping[tuple[str, int], str]) -> str:
     """Returns a leg in words."""
     return f"Go {leg.heading} on {roads[leg.axis, leg.position]} for {leg.meters} m"
+
+
+def _meters(*corners: int) -> int:
+    col, line, next_col, next_line = corners
+    return find_route((col, line), (next_col, next_line)).meters
+
+
+def _minutes(col: int, line: int, next_col: int, next_line: int, mode: str) -> int:
+    return find_route((col, line), (next_col, next_line)).minutes(mode)
+
+
+# What SELECTs of the map's tasks may call.
+SQL_FUNCTIONS = {
+    "meters": _meters,
+    "minutes": _minutes,
+    "day": lambda number: WEEKDAYS[number],
+    "plural": lambda category: PLURALS[category],
+}

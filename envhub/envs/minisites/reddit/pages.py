@@ -4,7 +4,8 @@ import sqlite3
 
 from starlette.responses import Response
 
-from envhub.envs.minisites.reddit.seed import OWN_ID, TODAY
+from envhub.envs.minisites.reddit.seed import OWN_ID
+from envhub.envs.minisites.seeding import TODAY
 from envhub.envs.minisites.site import PageMissing, Site, Visit
 
 REDDIT = Site("reddit", database="reddit")

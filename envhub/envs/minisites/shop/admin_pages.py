@@ -4,7 +4,7 @@ import sqlite3
 
 from starlette.responses import Response
 
-from envhub.envs.minisites.shop.seed import TODAY
+from envhub.envs.minisites.seeding import TODAY
 from envhub.envs.minisites.site import PageMissing, Site, Visit, whole
 
 CMS = Site("cms", database="shop")

@@ -4,7 +4,8 @@ import sqlite3
 
 from starlette.responses import Response
 
-from envhub.envs.minisites.shop.seed import SHIPPING_CENTS, SHOPPER_ID, TODAY
+from envhub.envs.minisites.seeding import TODAY
+from envhub.envs.minisites.shop.seed import SHIPPING_CENTS, SHOPPER_ID
 from envhub.envs.minisites.site import PageMissing, Site, Visit, whole
 
 SHOPPING = Site("shopping", database="shop")

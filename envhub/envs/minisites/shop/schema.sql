@@ -1,6 +1,4 @@
-"""Tables of the shop, which the storefront and its administration share."""
-
-SCHEMA = """
+-- Tables of the shop, which the storefront and its administration share.
 CREATE TABLE category (id INTEGER PRIMARY KEY, name TEXT NOT NULL, slug TEXT UNIQUE NOT NULL);
 CREATE TABLE product (
     id INTEGER PRIMARY KEY, sku TEXT UNIQUE NOT NULL, name TEXT UNIQUE NOT NULL,
@@ -46,4 +44,3 @@ CREATE VIEW purchase_total AS
            sum(line.quantity) AS num_units
     FROM purchase JOIN purchase_line AS line ON line.purchase_id = purchase.id
     GROUP BY purchase.id;
-"""

@@ -1,0 +1,265 @@
+"""Task templates as tables: what a template loops over and draws, and how it words a task.
+
+A template is an entry of a site's `tasks.yaml`. Its `for` is a list of steps; steps bind names, and
+one that loops runs the following ones for each of its rounds:
+    rows: SELECT        loops over rows, whose columns become names; with `some: N` over N at random
+    pairs: SELECT       loops over `number` random pairs of rows, bound as first_... and second_...
+    sample: {x: words}  loops over `number` random entries of a list of words
+    loop: {x: words}    loops over a list of words, or over what stands there
+    times: N            loops N times
+    pick: SELECT        binds a random row
+    draw: {x: words}    binds a random entry of a list; an entry that is a mapping binds its keys
+    number: {x: [a, b]} binds a random number from a to below b
+    find: SELECT        binds the first row
+    list: {x: SELECT}   binds the first column of all rows
+    let: {x: wording}   binds a wording
+    when: EXPRESSION    goes on only where the expression of SQL is true
+Wordings and SELECTs name what is bound as {x}; a SELECT also takes values as :x and the table's
+`queries` as {query}. Lists of words are the table's `words`, and those of the site's data. Where a
+template has `variants`, their tasks follow each other.
+"""
+
+import sqlite3
+import string
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+from urllib.parse import quote_plus
+
+from envhub.envs.minisites.drafts import Check, Draft, Step, ends_at, says, says_all, shows, step_of
+from envhub.envs.minisites.site import money
+from envhub.tables import read_table
+
+Names = Mapping[str, Any]
+
+
+class Wording(str):
+    """Text of a table; what it names is filled in where it is used."""
+
+
+class Listed(tuple[str, ...]):
+    """Several answers; in a text they stand with commas between them."""
+
+    def __format__(self, spec: str) -> str:
+        return ", ".join(self)
+
+
+FORMATS: dict[str, Callable[[Any], str]] = {
+    "money": money,
+    "units": lambda cents: f"{cents / 100:.2f}",
+    "lower": str.lower,
+    "query": quote_plus,
+    "km": lambda meters: f"{meters / 1000:.2f} km",
+}
+
+
+class Filler(string.Formatter):
+    """Fills wordings; a value that is a wording is filled itself, a format may be of FORMATS."""
+
+    def get_value(self, key: int | str, args: Sequence[Any], kwargs: Names) -> Any:
+        """Return the value of a name."""
+        value = super().get_value(key, args, kwargs)
+        return self.vformat(value, (), kwargs) if isinstance(value, Wording) else value
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        """Return a value in a format."""
+        known = FORMATS.get(format_spec)
+        return known(value) if known else super().format_field(value, format_spec)
+
+
+FILLER = Filler()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskTable:
+    """The templates of one site; `functions` are those of Python that its SELECTs call."""
+
+    host: str
+    templates: Mapping[str, Mapping[str, Any]]
+    words: Mapping[str, Any]
+    queries: Mapping[str, str]
+    ways: Mapping[str, Sequence[str]]
+    functions: Mapping[str, Callable[..., object]]
+
+    def drafts(self, name: str, db: sqlite3.Connection, random: Random) -> list[Draft]:
+        """Return a template's tasks on one world, in an order of their own."""
+        for function, python in self.functions.items():
+            db.create_function(function, -1, python)
+        names = {"host": self.host, **{key: f"({sql})" for key, sql in self.queries.items()}}
+        rounds = _Rounds(db, random, self.words)
+        template = self.templates[name]
+        return [
+            self._draft(variant, bound)
+            for variant in template.get("variants", [template])
+            for bound in rounds.of(variant["for"], names)
+        ]
+
+    def _draft(self, template: Mapping[str, Any], names: Names) -> Draft:
+        path = [each for step in template["path"] for each in self._steps(step, names)]
+        return Draft(
+            intent=_fill(template["intent"], names), check=_check(template, names), path=tuple(path)
+        )
+
+    def _steps(self, step: str, names: Names) -> list[Step]:
+        """Return a step, or those of a way that it names as `@way`."""
+        if step.startswith("@"):
+            return [each for way in self.ways[step[1:]] for each in self._steps(way, names)]
+        verb, _, rest = step.partition(" ")
+        name, _, text = rest.partition(" = ")
+        return [step_of(verb, _fill(name, names), _fill(text, names))]
+
+
+def _fill(wording: str, names: Names) -> str:
+    return FILLER.vformat(wording, (), names)
+
+
+def _fill_all(wordings: Sequence[str], names: Names) -> list[str]:
+    return [_fill(wording, names) for wording in wordings]
+
+
+def _check(template: Mapping[str, Any], names: Names) -> Check:
+    if "says" in template:
+        return says(_fill(template["says"], names))
+    if "says_all" in template:
+        wanted = template["says_all"]  # wordings, or the name of a list
+        return says_all(names[wanted] if isinstance(wanted, str) else _fill_all(wanted, names))
+    if "ends_at" in template:
+        return ends_at(_fill(template["ends_at"], names))
+    pages = [
+        (
+            _fill(page["page"], names),
+            _fill(page["element"], names),
+            _fill(page.get("is", ""), names),
+            _fill_all(page.get("has", ()), names),
+        )
+        for page in template["shows"]
+    ]
+    return shows(pages)
+
+
+class _Rounds:
+    """Runs the steps of one template on one world."""
+
+    def __init__(self, db: sqlite3.Connection, random: Random, words: Mapping[str, Any]) -> None:
+        self._db = db
+        self._random = random
+        self._words = words
+
+    def of(self, steps: Sequence[Mapping[str, Any]], names: Names) -> Iterator[Names]:
+        """Yield what is bound in each round."""
+        if not steps:
+            yield names
+            return
+        first, *rest = steps
+        kind = next(iter(first))
+        for bound in getattr(self, f"_{kind}")(first[kind], names, first):
+            yield from self.of(rest, {**names, **bound})
+
+    def _select(self, sql: str, names: Names) -> list[sqlite3.Row]:
+        values = {key: _plain(value, names) for key, value in names.items()}
+        text = _fill(sql, names)
+        if text.startswith("("):  # a query of the table, to which more may be added
+            text = f"SELECT * FROM {text}"
+        return self._db.execute(text, values).fetchall()
+
+    def _entries(self, where: Any, names: Names) -> list[Any]:
+        if not isinstance(where, str):
+            return where
+        found = self._words
+        for key in _fill(where, names).split("."):
+            found = found[key]
+        return list(found)
+
+    def _rows(self, sql: str, names: Names, step: Names) -> list[Names]:
+        rows = self._select(sql, names)
+        if "some" in step:
+            rows = self._random.sample(rows, min(step["some"], len(rows)))
+        return [dict(row) for row in rows]
+
+    def _pairs(self, sql: str, names: Names, step: Names) -> list[Names]:
+        rows = self._select(sql, names)
+        drawn = [self._random.sample(rows, 2) for _ in range(step["number"])]
+        return [
+            _prefixed("first_", first) | _prefixed("second_", second) for first, second in drawn
+        ]
+
+    def _sample(self, wanted: Names, names: Names, step: Names) -> list[Names]:
+        ((name, where),) = wanted.items()
+        drawn = self._random.sample(self._entries(where, names), step["number"])
+        return [_bound(name, entry) for entry in drawn]
+
+    def _loop(self, wanted: Names, names: Names, step: Names) -> list[Names]:
+        ((name, where),) = wanted.items()
+        return [_bound(name, entry) for entry in self._entries(where, names)]
+
+    def _times(self, number: int, names: Names, step: Names) -> list[Names]:
+        return [{}] * number
+
+    def _pick(self, sql: str, names: Names, step: Names) -> list[Names]:
+        return [dict(self._random.choice(self._select(sql, names)))]
+
+    def _draw(self, wanted: Names, names: Names, step: Names) -> list[Names]:
+        bound: dict[str, Any] = {}
+        for name, where in wanted.items():
+            bound |= _bound(name, self._random.choice(self._entries(where, names)))
+        return [bound]
+
+    def _number(self, wanted: Names, names: Names, step: Names) -> list[Names]:
+        return [{name: self._random.randrange(*bounds) for name, bounds in wanted.items()}]
+
+    def _find(self, sql: str, names: Names, step: Names) -> list[Names]:
+        return [dict(row) for row in self._select(sql, names)[:1]]
+
+    def _list(self, wanted: Names, names: Names, step: Names) -> list[Names]:
+        found = {name: self._select(sql, names) for name, sql in wanted.items()}
+        return [{name: Listed(row[0] for row in rows) for name, rows in found.items()}]
+
+    def _let(self, wanted: Names, names: Names, step: Names) -> list[Names]:
+        return [{name: Wording(wording) for name, wording in wanted.items()}]
+
+    def _when(self, expression: str, names: Names, step: Names) -> list[Names]:
+        ((is_true,),) = self._select(f"SELECT {expression}", names)
+        return [{}] if is_true else []
+
+
+def _prefixed(prefix: str, row: sqlite3.Row) -> dict[str, Any]:
+    return {prefix + key: value for key, value in dict(row).items()}
+
+
+def _bound(name: str, entry: Any) -> Names:
+    found = entry if isinstance(entry, Mapping) else {name: entry}
+    return {key: Wording(each) if isinstance(each, str) else each for key, each in found.items()}
+
+
+def _plain(value: Any, names: Names) -> Any:
+    """Return a value as a parameter of a SELECT."""
+    if isinstance(value, Wording):
+        return _fill(value, names) if "{" in value else str(value)
+    return str(value) if isinstance(value, Listed) else value
+
+
+def read_tasks(
+    path: str,
+    words: Mapping[str, Any],
+    *,
+    queries: Mapping[str, str] | None = None,
+    functions: Mapping[str, Callable[..., object]] | None = None,
+) -> TaskTable:
+    """Return the templates of a site.
+
+    Args:
+        path: of the table, beside this file.
+        words: lists that its steps may name, besides its own.
+        queries: the same of SELECTs.
+        functions: those of Python that its SELECTs call.
+    """
+    table = read_table(__file__, path)
+    return TaskTable(
+        host=table["host"],
+        templates=table["templates"],
+        words={**words, **table.get("words", {})},
+        queries={**(queries or {}), **table["queries"]},
+        ways=table["ways"],
+        functions=functions or {},
+    )
