@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Router
 
+from envhub.envs.minisites.seeding import insert
 from envhub.envs.minisites.store import Session, Store, UnknownSession
 
 SESSION_HEADER = "x-longstride-session"
@@ -24,6 +25,11 @@ logger = logging.getLogger(__name__)
 
 class PageMissing(LookupError):
     """There is no such page, or not any more."""
+
+
+def literal(words: str) -> str:
+    """Return a text as LIKE ... ESCAPE '\\' takes it for itself."""
+    return words.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_")
 
 
 def money(cents: int) -> str:
@@ -74,9 +80,21 @@ class Visit:
             raise PageMissing(self.path)
         return row
 
-    def run(self, sql: str, *args: object) -> int:
-        """Changes the visitor's database; returns the id of an inserted row."""
-        return self.db.execute(sql, args).lastrowid or 0
+    def run(self, sql: str, *args: object) -> None:
+        """Change the visitor's database."""
+        self.db.execute(sql, args)
+
+    def insert(self, table: str, **values: object) -> int:
+        """Add a row to the visitor's database and return its id."""
+        return insert(self.db, table, **values)
+
+    def pattern(self) -> str:
+        """Return the LIKE pattern of the words that are searched for."""
+        return f"%{literal(self.words())}%"
+
+    def words(self) -> str:
+        """Return the words that are searched for, stripped and cut."""
+        return self.query.get("q", "").strip()[:200]
 
     def text(self, name: str) -> str:
         """Returns a field of the form, stripped and cut; "" when it was not sent."""

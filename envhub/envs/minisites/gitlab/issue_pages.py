@@ -26,23 +26,13 @@ MERGE_REQUESTS = """
 def issues(visit: Visit) -> Response:
     found = project_of(visit)
     state, label = visit.choice("state", ("open", "closed", "all")), visit.query.get("label", "")
-    words = visit.query.get("q", "").strip()[:200]
-    marks = words.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_")
     rows = visit.rows(
         ISSUES + " WHERE project_id = ? AND (? = 'all' OR is_open = (? = 'open'))"
         " AND (? = '' OR label = ?) AND title LIKE ? ESCAPE '\\' ORDER BY number DESC",
-        *(found["id"], state, state, label, label, f"%{marks}%"),
+        *(found["id"], state, state, label, label, visit.pattern()),
     )
-    return page(
-        visit,
-        "issues.html",
-        project=found,
-        rows=rows,
-        state=state,
-        label=label,
-        labels=WORDS["labels"],
-        words=words,
-    )
+    shown = {"state": state, "label": label, "labels": WORDS["labels"], "words": visit.words()}
+    return page(visit, "issues.html", project=found, rows=rows, **shown)
 
 
 @GITLAB.get("/{owner}/{project}/-/issues/new")
@@ -56,31 +46,32 @@ def add_issue(visit: Visit) -> Response:
     if not title or label not in WORDS["labels"]:
         back = f"{root_of(found)}/-/issues/new"
         return visit.go(back, "An issue needs a title and a label.")
-    number = (
-        1
-        + visit.one(
-            "SELECT coalesce(max(number), 0) AS n FROM issue WHERE project_id = ?", found["id"]
-        )["n"]
-    )
-    visit.run(
-        "INSERT INTO issue (project_id, number, title, body, label, author_id, created)"
-        " VALUES (?, ?, ?, ?, ?, ?, ?)",
-        *(found["id"], number, title, visit.text("body"), label, OWN_ID, TODAY),
+    newest = "SELECT coalesce(max(number), 0) AS number FROM issue WHERE project_id = ?"
+    number = 1 + visit.one(newest, found["id"])["number"]
+    visit.insert(
+        "issue",
+        project_id=found["id"],
+        number=number,
+        title=title,
+        body=visit.text("body"),
+        label=label,
+        author_id=OWN_ID,
+        created=TODAY,
     )
     return visit.go(f"{root_of(found)}/-/issues/{number}", "The issue was created.")
 
 
-def _issue(visit: Visit, project: sqlite3.Row) -> sqlite3.Row:
-    return visit.one(
-        ISSUES + " WHERE project_id = ? AND number = ?",
-        *(project["id"], visit.number("number", 0)),
-    )
+def _issue(visit: Visit) -> tuple[sqlite3.Row, sqlite3.Row, str]:
+    """Return the project, the issue and its address."""
+    project = project_of(visit)
+    where = " WHERE project_id = ? AND number = ?"
+    found = visit.one(ISSUES + where, project["id"], visit.number("number", 0))
+    return project, found, f"{root_of(project)}/-/issues/{found['number']}"
 
 
 @GITLAB.get("/{owner}/{project}/-/issues/{number}")
 def issue(visit: Visit) -> Response:
-    project = project_of(visit)
-    found = _issue(visit, project)
+    project, found, _ = _issue(visit)
     remarks = visit.rows(
         "SELECT remark.*, user.name AS author FROM remark JOIN user ON user.id = author_id"
         " WHERE issue_id = ? ORDER BY remark.id",
@@ -91,17 +82,14 @@ def issue(visit: Visit) -> Response:
 
 @GITLAB.post("/{owner}/{project}/-/issues/{number}/state")
 def toggle_issue(visit: Visit) -> Response:
-    project = project_of(visit)
-    found = _issue(visit, project)
+    _, found, back = _issue(visit)
     visit.run("UPDATE issue SET is_open = 1 - is_open WHERE id = ?", found["id"])
-    return visit.go(f"{root_of(project)}/-/issues/{found['number']}")
+    return visit.go(back)
 
 
 @GITLAB.post("/{owner}/{project}/-/issues/{number}/assign")
 def assign_issue(visit: Visit) -> Response:
-    project = project_of(visit)
-    found = _issue(visit, project)
-    back = f"{root_of(project)}/-/issues/{found['number']}"
+    _, found, back = _issue(visit)
     people = visit.rows("SELECT id FROM user WHERE username = ?", visit.text("username"))
     if not people:
         return visit.go(back, "There is no user of this name.")
@@ -111,15 +99,10 @@ def assign_issue(visit: Visit) -> Response:
 
 @GITLAB.post("/{owner}/{project}/-/issues/{number}/remarks")
 def add_remark(visit: Visit) -> Response:
-    project = project_of(visit)
-    found, body = _issue(visit, project), visit.text("body")
-    back = f"{root_of(project)}/-/issues/{found['number']}"
+    (_, found, back), body = _issue(visit), visit.text("body")
     if not body:
         return visit.go(back, "A comment needs a text.")
-    visit.run(
-        "INSERT INTO remark (issue_id, author_id, body, created) VALUES (?, ?, ?, ?)",
-        *(found["id"], OWN_ID, body, TODAY),
-    )
+    visit.insert("remark", issue_id=found["id"], author_id=OWN_ID, body=body, created=TODAY)
     return visit.go(back, "The comment was added.")
 
 

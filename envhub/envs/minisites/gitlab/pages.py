@@ -63,15 +63,13 @@ def explore(visit: Visit) -> Response:
 
 @GITLAB.get("/search")
 def search(visit: Visit) -> Response:
-    words = visit.query.get("q", "").strip()[:200]
-    marks = words.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_")
     where = "(project.name || ' ' || project.description) LIKE ? ESCAPE '\\'"
     people = visit.rows(
         "SELECT * FROM user WHERE (name || ' ' || username) LIKE ? ESCAPE '\\' ORDER BY name",
-        f"%{marks}%",
+        visit.pattern(),
     )
-    found = _projects(visit, where, f"%{marks}%")
-    return page(visit, "search.html", projects=found, people=people, words=words)
+    found = _projects(visit, where, visit.pattern())
+    return page(visit, "search.html", projects=found, people=people, words=visit.words())
 
 
 @GITLAB.get("/-/profile")
@@ -98,14 +96,19 @@ def add_project(visit: Visit) -> Response:
     taken = visit.rows("SELECT 1 FROM project WHERE owner_id = ? AND slug = ?", OWN_ID, slug)
     if not slug.isascii() or not slug or taken:
         return visit.go("/projects/new", "A project needs a new name of letters and digits.")
-    project_id = visit.run(
-        "INSERT INTO project (owner_id, name, slug, description, language, readme, created,"
-        " num_stars, num_forks) VALUES (?, ?, ?, ?, '-', ?, ?, 0, 0)",
-        *(OWN_ID, name, slug, text, name, TODAY),
-    )
-    visit.run("INSERT INTO member VALUES (?, ?, 'Owner')", project_id, OWN_ID)
+    made = {"name": name, "slug": slug, "description": text, "language": "-", "readme": name}
+    _add(visit, made)
     owner = visit.one("SELECT username FROM user WHERE id = ?", OWN_ID)["username"]
     return visit.go(f"/{owner}/{slug}", "The project was created.")
+
+
+def _add(visit: Visit, values: dict[str, object]) -> int:
+    """Add a project of one's own and return its id."""
+    project_id = visit.insert(
+        "project", owner_id=OWN_ID, created=TODAY, num_stars=0, num_forks=0, **values
+    )
+    visit.insert("member", project_id=project_id, user_id=OWN_ID, role="Owner")
+    return project_id
 
 
 @GITLAB.get("/{owner}")
@@ -145,13 +148,8 @@ def fork(visit: Visit) -> Response:
     mine = visit.rows(PROJECTS + " WHERE owner_id = ? AND slug = ?", OWN_ID, found["slug"])
     if mine:
         return visit.go(root_of(mine[0]), "You have a project of this name already.")
-    project_id = visit.run(
-        "INSERT INTO project (owner_id, name, slug, description, language, readme, created,"
-        " num_stars, num_forks, forked_from) SELECT ?, name, slug, description, language, readme,"
-        " ?, 0, 0, id FROM project WHERE id = ?",
-        *(OWN_ID, TODAY, found["id"]),
-    )
-    visit.run("INSERT INTO member VALUES (?, ?, 'Owner')", project_id, OWN_ID)
+    copied = ("name", "slug", "description", "language", "readme")
+    project_id = _add(visit, {key: found[key] for key in copied} | {"forked_from": found["id"]})
     visit.run("UPDATE project SET num_forks = num_forks + 1 WHERE id = ?", found["id"])
     forked = visit.one(PROJECTS + " WHERE project.id = ?", project_id)
     return visit.go(root_of(forked), "The project was forked.")

@@ -37,14 +37,12 @@ def home(visit: Visit) -> Response:
 
 @MAPS.get("/search")
 def search(visit: Visit) -> Response:
-    words = visit.query.get("q", "").strip()[:200]
-    marks = words.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_")
     rows = visit.rows(
         "SELECT * FROM place WHERE (name || ' ' || number || ' ' || street || ' ' || quarter)"
         " LIKE ? ESCAPE '\\' ORDER BY name LIMIT 20",
-        f"%{marks}%",
+        visit.pattern(),
     )
-    return _page(visit, "search.html", places=rows, words=words)
+    return _page(visit, "search.html", places=rows, words=visit.words())
 
 
 @MAPS.get("/category/{category}")
@@ -186,10 +184,7 @@ def correct(visit: Visit) -> Response:
     if topic not in TOPICS or not body:
         text = "Say what is wrong, and what would be right."
         return visit.go(f"/place/{found['slug']}/correction", text)
-    visit.run(
-        "INSERT INTO correction (place_id, topic, body) VALUES (?, ?, ?)",
-        *(found["id"], topic, body),
-    )
+    visit.insert("correction", place_id=found["id"], topic=topic, body=body)
     return visit.go("/corrections", "Thank you. We will look into it.")
 
 

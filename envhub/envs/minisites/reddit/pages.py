@@ -51,11 +51,6 @@ def _address(post: sqlite3.Row) -> str:
     return f"/f/{post['forum']}/{post['id']}/post.html"
 
 
-def _pattern(visit: Visit) -> str:
-    words = visit.query.get("q", "").strip()[:200]
-    return "%" + words.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_") + "%"
-
-
 @REDDIT.get("/")
 def home(visit: Visit) -> Response:
     order = ORDERS[visit.choice("sort", tuple(ORDERS))]
@@ -81,7 +76,7 @@ def search(visit: Visit) -> Response:
     posts = visit.rows(
         f"{POSTS} WHERE (post.title || ' ' || post.body) LIKE ? ESCAPE '\\'"
         f" ORDER BY {ORDERS['top']} LIMIT {PAGE_ROWS}",
-        _pattern(visit),
+        visit.pattern(),
     )
     return _page(visit, "search.html", posts=posts, words=visit.query.get("q", ""))
 
@@ -98,7 +93,7 @@ def add_forum(visit: Visit) -> Response:
     if not name.isascii() or not name.isalnum() or not text or is_taken:
         text = "A forum needs a new name of letters and digits, and a description."
         return visit.go("/create_forum", text)
-    visit.run("INSERT INTO forum (name, description, num_subscribers) VALUES (?, ?, 0)", name, text)
+    visit.insert("forum", name=name, description=text, num_subscribers=0)
     return visit.go(f"/f/{name}", "The forum was created.")
 
 
@@ -131,11 +126,8 @@ def submit(visit: Visit) -> Response:
     found, title, body = _forum(visit), visit.text("title")[:200], visit.text("body")
     if not title:
         return visit.go(f"/f/{found['name']}/submit", "A post needs a title.")
-    post_id = visit.run(
-        "INSERT INTO post (forum_id, author_id, title, body, score, created)"
-        " VALUES (?, ?, ?, ?, 1, ?)",
-        *(found["id"], OWN_ID, title, body, TODAY),
-    )
+    written = {"author_id": OWN_ID, "title": title, "body": body, "score": 1, "created": TODAY}
+    post_id = visit.insert("post", forum_id=found["id"], **written)
     return visit.go(f"/f/{found['name']}/{post_id}/post.html", "Your post was published.")
 
 
@@ -168,10 +160,8 @@ def add_comment(visit: Visit) -> Response:
     found, body = _post(visit), visit.text("body")
     if not body:
         return visit.go(_address(found), "A comment needs a text.")
-    visit.run(
-        "INSERT INTO comment (post_id, author_id, body, score, created) VALUES (?, ?, ?, 1, ?)",
-        *(found["id"], OWN_ID, body, TODAY),
-    )
+    written = {"author_id": OWN_ID, "body": body, "score": 1, "created": TODAY}
+    visit.insert("comment", post_id=found["id"], **written)
     return visit.go(_address(found), "Your comment was published.")
 
 

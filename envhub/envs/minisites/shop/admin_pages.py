@@ -43,12 +43,6 @@ SALES = """
 """
 
 
-def _pattern(visit: Visit) -> str:
-    """Returns the LIKE pattern of the words that are searched for."""
-    words = visit.query.get("q", "").strip()[:200]
-    return "%" + words.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_") + "%"
-
-
 def _paged(visit: Visit, rows: list[sqlite3.Row]) -> dict[str, object]:
     """Returns the template's values for one page of a long table."""
     num_pages = max(1, -(-len(rows) // PAGE_ROWS))
@@ -71,7 +65,7 @@ def orders(visit: Visit) -> Response:
     rows = visit.rows(
         ORDERS + " WHERE (? = '' OR status = ?)"
         " AND (number || ' ' || customer.name) LIKE ? ESCAPE '\\' ORDER BY number DESC",
-        *(status, status, _pattern(visit)),
+        *(status, status, visit.pattern()),
     )
     return visit.page("orders.html", states=ORDER_STATES, status=status, **_paged(visit, rows))
 
@@ -108,10 +102,7 @@ def add_note(visit: Visit) -> Response:
     found, body = _order(visit), visit.text("body")
     if not body:
         return visit.go(f"/orders/{found['number']}", "A comment needs a text.")
-    visit.run(
-        "INSERT INTO purchase_note (purchase_id, created, body) VALUES (?, ?, ?)",
-        *(found["id"], TODAY, body),
-    )
+    visit.insert("purchase_note", purchase_id=found["id"], created=TODAY, body=body)
     return visit.go(f"/orders/{found['number']}", "The comment was added.")
 
 
@@ -121,7 +112,7 @@ def products(visit: Visit) -> Response:
         "SELECT product.*, category.name AS category FROM product"
         " JOIN category ON category.id = category_id"
         " WHERE (product.name || ' ' || sku) LIKE ? ESCAPE '\\' ORDER BY product.id",
-        _pattern(visit),
+        visit.pattern(),
     )
     return visit.page("products.html", **_paged(visit, rows))
 
@@ -173,7 +164,7 @@ def customers(visit: Visit) -> Response:
     rows = visit.rows(
         CUSTOMERS + " WHERE (customer.name || ' ' || email) LIKE ? ESCAPE '\\'"
         " GROUP BY customer.id ORDER BY customer.name",
-        _pattern(visit),
+        visit.pattern(),
     )
     return visit.page("customers.html", **_paged(visit, rows))
 
@@ -202,7 +193,7 @@ def reviews(visit: Visit) -> Response:
         REVIEWS + " WHERE (? = '' OR status = ?)"
         " AND (product.name || ' ' || nickname || ' ' || title) LIKE ? ESCAPE '\\'"
         " ORDER BY created DESC, review.id",
-        *(status, status, _pattern(visit)),
+        *(status, status, visit.pattern()),
     )
     return visit.page("reviews.html", states=REVIEW_STATES, status=status, **_paged(visit, rows))
 
@@ -245,7 +236,7 @@ def sales(visit: Visit) -> Response:
 def terms(visit: Visit) -> Response:
     rows = visit.rows(
         "SELECT * FROM search_term WHERE term LIKE ? ESCAPE '\\' ORDER BY num_uses DESC",
-        _pattern(visit),
+        visit.pattern(),
     )
     return visit.page("terms.html", rows=rows)
 
@@ -267,5 +258,5 @@ def add_coupon(visit: Visit) -> Response:
     if not code.isalnum() or not code.isascii() or percent not in range(1, 101) or is_taken:
         text = "A coupon needs a new code of letters and digits, and a percentage of 1 to 100."
         return visit.go("/coupons/new", text)
-    visit.run("INSERT INTO coupon (code, percent, num_uses) VALUES (?, ?, 0)", code, percent)
+    visit.insert("coupon", code=code, percent=percent, num_uses=0)
     return visit.go("/coupons", "You saved the coupon.")

@@ -6,7 +6,7 @@ from starlette.responses import Response
 
 from envhub.envs.minisites.seeding import TODAY
 from envhub.envs.minisites.shop.seed import SHIPPING_CENTS, SHOPPER_ID
-from envhub.envs.minisites.site import PageMissing, Site, Visit, whole
+from envhub.envs.minisites.site import PageMissing, Site, Visit, literal, whole
 
 SHOPPING = Site("shopping", database="shop")
 PAGE_ROWS = 12
@@ -76,13 +76,9 @@ def search(visit: Visit) -> Response:
     words = visit.query.get("q", "")[:200].split()[:8]
     order = visit.choice("sort", tuple(ORDERINGS))
     where = " AND (product.name || ' ' || product.sku) LIKE ? ESCAPE '\\'" * len(words)
-    marks = [f"%{_literal(word)}%" for word in words]
+    marks = [f"%{literal(word)}%" for word in words]
     listed = products(visit, where, *marks, order=order)[:PAGE_ROWS]
     return _page(visit, "search.html", products=listed, order=order, words=" ".join(words))
-
-
-def _literal(word: str) -> str:
-    return word.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_")
 
 
 @SHOPPING.get("/product/{slug}.html")
@@ -130,10 +126,16 @@ def add_review(visit: Visit) -> Response:
         text = "A review needs a rating, a title and a text."
         return visit.go(f"/product/{found['slug']}/review", text)
     shopper = visit.one("SELECT name FROM customer WHERE id = ?", SHOPPER_ID)["name"]
-    visit.run(
-        "INSERT INTO review (product_id, customer_id, nickname, rating, title, body, status,"
-        " created) VALUES (?, ?, ?, ?, ?, ?, 'Pending', ?)",
-        *(found["id"], SHOPPER_ID, shopper.split()[0], rating, title, body, TODAY),
+    visit.insert(
+        "review",
+        product_id=found["id"],
+        customer_id=SHOPPER_ID,
+        nickname=shopper.split()[0],
+        rating=rating,
+        title=title,
+        body=body,
+        status="Pending",
+        created=TODAY,
     )
     return visit.go("/account/reviews", "Thank you. Your review waits for approval.")
 
@@ -186,16 +188,19 @@ def place_order(visit: Visit) -> Response:
         return visit.go("/checkout", "Choose an address and a way of shipping.")
     number = str(1 + visit.one("SELECT max(CAST(number AS INTEGER)) AS n FROM purchase")["n"])
     place = f"{address['street']}, {address['town']} {address['postcode']}"
-    purchase_id = visit.run(
-        "INSERT INTO purchase (number, customer_id, created, status, shipping, shipping_cents,"
-        " address) VALUES (?, ?, ?, 'Pending', ?, ?, ?)",
-        *(number, SHOPPER_ID, TODAY, shipping, SHIPPING_CENTS[shipping], place),
+    purchase_id = visit.insert(
+        "purchase",
+        number=number,
+        customer_id=SHOPPER_ID,
+        created=TODAY,
+        status="Pending",
+        shipping=shipping,
+        shipping_cents=SHIPPING_CENTS[shipping],
+        address=place,
     )
     for line in lines:
-        visit.run(
-            "INSERT INTO purchase_line VALUES (?, ?, ?, ?)",
-            *(purchase_id, line["id"], line["quantity"], line["price_cents"]),
-        )
+        of_line = {"quantity": line["quantity"], "price_cents": line["price_cents"]}
+        visit.insert("purchase_line", purchase_id=purchase_id, product_id=line["id"], **of_line)
     visit.run("DELETE FROM basket")
     return visit.go(f"/orders/{number}", "Thank you for your order.")
 
@@ -242,10 +247,7 @@ def add_address(visit: Visit) -> Response:
     street, town, postcode = (visit.text(name) for name in ("street", "town", "postcode"))
     if not (street and town and postcode):
         return visit.go("/account/address", "An address needs a street, a town and a postcode.")
-    visit.run(
-        "INSERT INTO address (customer_id, street, town, postcode) VALUES (?, ?, ?, ?)",
-        *(SHOPPER_ID, street, town, postcode),
-    )
+    visit.insert("address", customer_id=SHOPPER_ID, street=street, town=town, postcode=postcode)
     return visit.go("/account", "The address was added.")
 
 
