@@ -1,7 +1,6 @@
 """MiniWoB++ pages played through their accessibility tree in a real browser."""
 
 import hashlib
-from collections.abc import Callable
 from typing import Any
 
 from common.config.envs import EnvsSection
@@ -82,9 +81,10 @@ class MiniwobEnv:
 
     async def _look(self) -> None:
         assert self._session is not None, "an episode is used before its reset"
+        facts = pages.PAGES[self._page]
         self._snapshot = await self._session.look(
-            advance_ms=pages.SHORT_STEPS_MS.get(self._page, pages.STEP_MS),
-            has_places=self._page in pages.WITH_PLACES,
+            advance_ms=facts.get("step_ms", pages.STEP_MS),
+            has_places=facts.get("places", False),
         )
         state = self._snapshot.state
         if state is None:
@@ -148,7 +148,7 @@ class MiniwobEnv:
 
     async def expert_action(self) -> str | None:
         """Returns what the page's expert does now; None where there is none for this page."""
-        solve: Callable[[PageView], str | None] | None = experts.BY_PAGE.get(self._page)
+        solve = experts.BY_PAGE.get(self._page)
         if self._done or solve is None:
             return None
         action = solve(
@@ -158,7 +158,7 @@ class MiniwobEnv:
 
     async def _inside(self) -> Any:
         """Returns what the page's script knows and its expert asks for."""
-        script = experts.INSIDE.get(self._page)
+        script = experts.inside_script(self._page)
         if script is None or self._session is None:
             return None
         return await self._session.run(script)

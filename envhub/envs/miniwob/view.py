@@ -12,7 +12,7 @@ from envhub.web.tree import STATIC, Node
 class PageView:
     """The goal, everything the page shows, and the actions performed so far.
 
-    `inside` is what the page's own script holds, for experts that ask for it in `experts.INSIDE`.
+    `inside` is what the page's own script holds, for experts that ask for it, else None.
     """
 
     goal: str

@@ -7,11 +7,6 @@ from envhub.envs.miniwob.experts.click import submit
 from envhub.envs.miniwob.view import PageView, hold
 from envhub.web.session import DRAG_STEPS
 
-CUBE = (
-    "(({positionX, positionY, torqueX, torqueY}) => ({x: positionX, y: positionY, "
-    "spin_x: torqueX, spin_y: torqueY, side: +document.querySelector('.active').textContent}))"
-    "(cube.viewport)"
-)
 START = (80, 120)
 STROKES = [(x, y) for x in range(-60, 61, 6) for y in range(-60, 61, 6) if x or y]
 NUM_FREE_TICKS = 50  # within the second before the next look

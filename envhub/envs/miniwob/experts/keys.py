@@ -7,30 +7,6 @@ from envhub.envs.miniwob.experts.click import submit
 from envhub.envs.miniwob.experts.form import fields, fill
 from envhub.envs.miniwob.view import PageView, click, hold, write
 
-# What the scripts of the pages know.
-SLIDERS = (
-    "$('.ui-slider').toArray().map("
-    "el => ['min', 'max', 'value'].map(name => $(el).slider('option', name)))"
-)
-NAMED_COLOUR = "ui_utils.colorNameToHex(/Select (\\w+) /.exec(core.getUtterance())[1])"
-WORDS = (
-    "(() => { const node = document.querySelector('.ql-editor p').firstChild; let at = 0; "
-    "if (!node || node.nodeType !== Node.TEXT_NODE) return []; "
-    "return node.data.split(' ').map(word => { const range = document.createRange(); "
-    "range.setStart(node, at); range.setEnd(node, at + word.length); at += word.length + 1; "
-    "const box = range.getClientRects()[0]; "
-    "return [word, box.left, box.right, (box.top + box.bottom) / 2]; }); })()"
-)
-SYNONYMS = "SYNONYMS"
-ICONS = "PROBLEM_SET"
-FREE_HOURS = (
-    "(() => { const boxes = Array.from(document.querySelectorAll('.event'), "
-    "el => el.getBoundingClientRect()); "
-    "return Array.from(document.querySelectorAll('.half-hour')).filter(el => { "
-    "const own = el.getBoundingClientRect(), at = (own.top + own.bottom) / 2; "
-    "return !boxes.some(box => box.top < at && at < box.bottom); })"
-    ".map(el => Number(el.id.slice(3))); })()"
-)
 KEYS_PER_PAGE = 5  # a fifth of a slider's range is a page
 HUES = ("red", "orange", "yellow", "green", "blue", "purple")
 

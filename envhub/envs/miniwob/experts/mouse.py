@@ -23,12 +23,6 @@ PLACES = ["top left", "top center", "top right", "center left", "center", "cente
 LANE = 3  # half of the space between two tiles
 GRID_WAYS = {"up": -3, "down": 3, "left": -1, "right": 1}
 
-# What the scripts of the pages know.
-CIRCLES = (
-    "Array.from(document.querySelectorAll('circle'), c => "
-    "[c.getAttribute('fill'), c.cx.baseVal.value, c.cy.baseVal.value])"
-)
-
 
 def middle(node: Node) -> Point:
     """Returns the middle of a node's box."""

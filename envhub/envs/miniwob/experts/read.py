@@ -13,14 +13,6 @@ NUM_SCREENS = 12
 MAX_SCREENS = 40
 
 
-# What is to be done with which email, as the script of the page knows it.
-ORDERED = (
-    "(({expectedDetails: {action, email, reply, forward}, emails}) => "
-    "({action, place: emails.indexOf(email), reply: reply || '', forward: forward || ''}))"
-    "($._data($('.email-thread')[0], 'events').click[0].data)"
-)
-
-
 def email(page: PageView) -> str | None:
     """Finds the email and deletes, stars, answers or forwards it."""
     sender = page.goal_part(r"(?:email|message) (?:by|from) ([\w-]+)")

@@ -1,165 +1,29 @@
-"""Which expert solves which page.
+"""Which expert solves which page, by the table `pages.yaml`.
 
-An expert may know what the page's script knows (`INSIDE`), since it is the way that shows an item
-to be solvable; it acts by the agent's own actions. Only `pages.UNSOLVABLE` have none.
+An expert may know what the page's script knows, since it is the way that shows an item to be
+solvable; it acts by the agent's own actions.
 """
 
 from collections.abc import Callable
+from importlib import import_module
 
-from envhub.envs.miniwob.experts import click as clicks
-from envhub.envs.miniwob.experts import cube, games, keys, mouse
-from envhub.envs.miniwob.experts import form as forms
-from envhub.envs.miniwob.experts import read as reads
+from envhub.envs.miniwob.pages import PAGES
 from envhub.envs.miniwob.view import PageView
+from envhub.tables import read_text
 
-BY_PAGE: dict[str, Callable[[PageView], str | None]] = {
-    "ascending-numbers": clicks.ascending,
-    "bisect-angle": mouse.bisector,
-    "book-flight": reads.flight,
-    "book-flight-nodelay": reads.flight,
-    "button-delay": clicks.one_wait_two,
-    "buy-ticket": reads.ticket,
-    "chase-circle": mouse.chase,
-    "choose-date": forms.date_picker,
-    "choose-date-easy": forms.date_picker,
-    "choose-date-medium": forms.date_picker,
-    "choose-date-nodelay": forms.date_picker,
-    "choose-list": clicks.listed_options,
-    "circle-center": clicks.circle_center,
-    "click-button": clicks.quoted_button,
-    "click-button-sequence": clicks.one_then_two,
-    "click-checkboxes": clicks.checkboxes,
-    "click-checkboxes-large": clicks.checkboxes,
-    "click-checkboxes-soft": keys.similar_words,
-    "click-checkboxes-transfer": clicks.checkboxes,
-    "click-collapsible": clicks.expand_and_submit,
-    "click-collapsible-2": clicks.accordion_link,
-    "click-collapsible-2-nodelay": clicks.accordion_link,
-    "click-collapsible-nodelay": clicks.expand_and_submit,
-    "click-color": clicks.coloured_box,
-    "click-dialog": clicks.close_dialog,
-    "click-dialog-2": clicks.dialog_button,
-    "click-link": clicks.quoted_link,
-    "click-menu": clicks.menu_path,
-    "click-menu-2": keys.menu_item,
-    "click-option": clicks.radio,
-    "click-pie": clicks.pie,
-    "click-pie-nodelay": clicks.pie,
-    "click-scroll-list": clicks.listed_options,
-    "click-shades": clicks.shades,
-    "click-shape": clicks.described_shape,
-    "click-tab": clicks.tab_by_name,
-    "click-tab-2": clicks.tabs_to_link,
-    "click-tab-2-easy": clicks.tabs_to_link,
-    "click-tab-2-hard": clicks.tabs_to_link,
-    "click-tab-2-medium": clicks.tabs_to_link,
-    "click-test": clicks.only_button,
-    "click-test-2": clicks.button_one,
-    "click-test-transfer": clicks.button_one,
-    "click-widget": clicks.widget,
-    "copy-paste": forms.copy_area,
-    "copy-paste-2": forms.copy_nth_area,
-    "count-shape": clicks.count_shapes,
-    "count-sides": keys.sides,
-    "daily-calendar": keys.event,
-    "drag-box": mouse.drag_box,
-    "drag-circle": mouse.drag_aside,
-    "drag-cube": cube.turn,
-    "drag-items": mouse.drag_in_list,
-    "drag-items-grid": mouse.drag_in_grid,
-    "drag-shapes": mouse.drag_figures,
-    "drag-shapes-2": mouse.drag_figures,
-    "drag-single-shape": mouse.drag_aside,
-    "drag-sort-numbers": mouse.sort_numbers,
-    "draw-circle": mouse.draw_circle,
-    "draw-line": mouse.draw_line,
-    "email-inbox": reads.email,
-    "email-inbox-delete": reads.email,
-    "email-inbox-forward": reads.email,
-    "email-inbox-forward-nl": reads.told_email,
-    "email-inbox-forward-nl-turk": reads.told_email,
-    "email-inbox-important": reads.email,
-    "email-inbox-nl-turk": reads.told_email,
-    "email-inbox-noscroll": reads.email,
-    "email-inbox-reply": reads.email,
-    "email-inbox-star-reply": reads.email,
-    "enter-date": forms.date_field,
-    "enter-password": forms.password_twice,
-    "enter-text": forms.quoted_text,
-    "enter-text-2": forms.cased_text,
-    "enter-text-dynamic": forms.quoted_text,
-    "enter-time": forms.time_field,
-    "find-greatest": clicks.greatest_card,
-    "find-midpoint": mouse.midpoint,
-    "find-word": forms.nth_word,
-    "focus-text": clicks.focus_nth,
-    "focus-text-2": clicks.focus_nth,
-    "form-sequence": keys.slider_and_box,
-    "form-sequence-2": forms.radio_and_number,
-    "form-sequence-3": forms.height_and_button,
-    "generate-number": forms.generate_number,
-    "grid-coordinate": clicks.grid_point,
-    "guess-number": forms.guess_number,
-    "highlight-text": mouse.highlight,
-    "highlight-text-2": mouse.highlight,
-    "hot-cold": mouse.hot_cold,
-    "identify-shape": clicks.name_shape,
-    "login-user": forms.login,
-    "login-user-popup": forms.login,
-    "moving-items": mouse.catch,
-    "multi-layouts": forms.movies,
-    "multi-orderings": forms.movies,
-    "navigate-tree": clicks.tree_item,
-    "number-checkboxes": clicks.number_pattern,
-    "odd-or-even": clicks.odd_or_even,
-    "order-food": reads.order,
-    "phone-book": reads.contact,
-    "read-table": forms.table_value,
-    "read-table-2": forms.table_values,
-    "resize-textarea": mouse.resize,
-    "right-angle": mouse.right_angle,
-    "scroll-text": forms.last_word,
-    "scroll-text-2": reads.scroll_area,
-    "search-engine": forms.search_result,
-    "sign-agreement": reads.agreement,
-    "simon-says": games.flashes,
-    "simple-algebra": forms.algebra,
-    "simple-arithmetic": forms.arithmetic,
-    "social-media": reads.one_post,
-    "social-media-all": reads.all_posts,
-    "social-media-some": reads.all_posts,
-    "stock-market": keys.stock,
-    "terminal": keys.terminal,
-    "text-editor": keys.editor,
-    "text-transform": forms.spelled,
-    "tic-tac-toe": games.three_in_a_row,
-    "unicode-test": clicks.quoted_button,
-    "use-autocomplete": forms.autocomplete,
-    "use-autocomplete-nodelay": forms.autocomplete,
-    "use-colorwheel": keys.named_colour,
-    "use-colorwheel-2": keys.shown_colour,
-    "use-slider": keys.slider,
-    "use-slider-2": keys.sliders,
-    "use-spinner": forms.spinner,
-    "visual-addition": keys.blocks,
-}
-# Expressions of the page's language, evaluated before its expert is asked.
-INSIDE = {
-    "bisect-angle": mouse.CIRCLES,
-    "click-checkboxes-soft": keys.SYNONYMS,
-    "click-menu-2": keys.ICONS,
-    "daily-calendar": keys.FREE_HOURS,
-    "drag-cube": cube.CUBE,
-    "email-inbox-forward-nl": reads.ORDERED,
-    "email-inbox-forward-nl-turk": reads.ORDERED,
-    "email-inbox-nl-turk": reads.ORDERED,
-    "find-midpoint": mouse.CIRCLES,
-    "form-sequence": keys.SLIDERS,
-    "right-angle": mouse.CIRCLES,
-    "simon-says": games.FLASHES,
-    "text-editor": keys.WORDS,
-    "tic-tac-toe": games.WINNING_MOVES,
-    "use-colorwheel": keys.NAMED_COLOUR,
-    "use-slider": keys.SLIDERS,
-    "use-slider-2": keys.SLIDERS,
-}
+Expert = Callable[[PageView], str | None]
+INSIDE = read_text(__file__, "inside.js")
+
+
+def _expert(name: str) -> Expert:
+    module, _, function = name.partition(".")
+    return getattr(import_module(f"envhub.envs.miniwob.experts.{module}"), function)
+
+
+BY_PAGE = {page: _expert(facts["expert"]) for page, facts in PAGES.items() if "expert" in facts}
+
+
+def inside_script(page: str) -> str | None:
+    """Return the expression that tells a page's expert what its script knows; None for none."""
+    name = PAGES[page].get("inside")
+    return name and f"{INSIDE}.{name}()"
