@@ -39,58 +39,92 @@ class Kind(StrEnum):
 
 POINTER_KINDS = frozenset({Kind.DRAG, Kind.MOUSE_CLICK, Kind.MOUSE_MOVE, Kind.MOUSE_DRAG})
 WEB_KINDS = frozenset(Kind) - POINTER_KINDS
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How a kind of action is written, what its arguments match, and what it does."""
+
+    text: str
+    arguments: str
+    meaning: str
+
+
+ID = r"\[\s*(?P<id>\d{1,6})\s*\]"
 POINT = r"\[\s*\d{1,4}\s*,\s*\d{1,4}\s*\]"
-PATTERNS = {
-    Kind.CLICK: r"\[\s*(?P<id>\d{1,6})\s*\]",
-    Kind.HOVER: r"\[\s*(?P<id>\d{1,6})\s*\]",
-    Kind.TYPE: r"\[\s*(?P<id>\d{1,6})\s*\]\s*\[(?P<text>.*?)\](?:\s*\[\s*(?P<enter>[01])\s*\])?",
-    Kind.PRESS: r"\[(?P<text>.+)\]",
-    Kind.SCROLL: r"\[?\s*(?P<text>(?:direction\s*=\s*)?(?:up|down))\s*\]?",
-    Kind.DRAG: r"\[\s*(?P<id>\d{1,6})\s*\]\s*\[\s*(?P<to>\d{1,6})\s*\]",
-    Kind.MOUSE_CLICK: rf"(?P<points>{POINT})",
-    Kind.MOUSE_MOVE: rf"(?P<points>{POINT})",
-    Kind.MOUSE_DRAG: rf"(?P<points>{POINT}(?:\s*{POINT}){{1,{MAX_POINTS - 1}}})",
-    Kind.NEW_TAB: "",
-    Kind.TAB_FOCUS: r"\[?\s*(?P<id>\d{1,3})\s*\]?",
-    Kind.CLOSE_TAB: "",
-    Kind.GOTO: r"\[(?P<text>.+)\]",
-    Kind.GO_BACK: "",
-    Kind.GO_FORWARD: "",
-    Kind.STOP: r"(?:\[(?P<text>.*)\])?",
+FORMS = {
+    Kind.CLICK: Form(
+        "click [id]",
+        ID,
+        "click the element with this id (an option of a list is chosen by its click)",
+    ),
+    Kind.HOVER: Form("hover [id]", ID, "point at the element"),
+    Kind.TYPE: Form(
+        "type [id] [text] [0 or 1]",
+        rf"{ID}\s*\[(?P<text>.*?)\](?:\s*\[\s*(?P<enter>[01])\s*\])?",
+        "replace the field's text; Enter follows, unless the last number is 0",
+    ),
+    Kind.PRESS: Form(
+        "press [key]", r"\[(?P<text>.+)\]", "press a key or a combination, such as Enter or ctrl+a"
+    ),
+    Kind.SCROLL: Form(
+        "scroll [up or down]",
+        r"\[?\s*(?P<text>(?:direction\s*=\s*)?(?:up|down))\s*\]?",
+        "scroll what is under the mouse, or the page, by one screen",
+    ),
+    Kind.DRAG: Form(
+        "drag [id] [id]",
+        rf"{ID}\s*\[\s*(?P<to>\d{{1,6}})\s*\]",
+        "drag the first element onto the second",
+    ),
+    Kind.MOUSE_CLICK: Form(
+        "mouse_click [x,y]",
+        rf"(?P<points>{POINT})",
+        "click at a point, in pixels from the left and the top",
+    ),
+    Kind.MOUSE_MOVE: Form("mouse_move [x,y]", rf"(?P<points>{POINT})", "move the mouse to a point"),
+    Kind.MOUSE_DRAG: Form(
+        "mouse_drag [x,y] [x,y] ...",
+        rf"(?P<points>{POINT}(?:\s*{POINT}){{1,{MAX_POINTS - 1}}})",
+        "hold the mouse down from the first point through the others to the last",
+    ),
+    Kind.NEW_TAB: Form("new_tab", "", "open an empty tab"),
+    Kind.TAB_FOCUS: Form(
+        "tab_focus [number]", r"\[?\s*(?P<id>\d{1,3})\s*\]?", "switch to the tab with this number"
+    ),
+    Kind.CLOSE_TAB: Form("close_tab", "", "close the tab"),
+    Kind.GOTO: Form("goto [url]", r"\[(?P<text>.+)\]", "go to an address"),
+    Kind.GO_BACK: Form("go_back", "", "go to the page before"),
+    Kind.GO_FORWARD: Form("go_forward", "", "undo go_back"),
+    Kind.STOP: Form(
+        "stop [answer]",
+        r"(?:\[(?P<text>.*)\])?",
+        "finish; the answer, if one is asked for, goes in the brackets",
+    ),
 }
-COMPILED = {kind: re.compile(rf"\s*{text}\s*", re.DOTALL) for kind, text in PATTERNS.items()}
-KEY_NAMES = {
-    "enter": "Enter",
-    "return": "Enter",
-    "tab": "Tab",
-    "esc": "Escape",
-    "escape": "Escape",
-    "backspace": "Backspace",
-    "delete": "Delete",
-    "del": "Delete",
-    "space": "Space",
-    "spacebar": "Space",
-    "arrowup": "ArrowUp",
-    "arrowdown": "ArrowDown",
-    "arrowleft": "ArrowLeft",
-    "arrowright": "ArrowRight",
-    "up": "ArrowUp",
-    "down": "ArrowDown",
-    "left": "ArrowLeft",
-    "right": "ArrowRight",
-    "home": "Home",
-    "end": "End",
-    "pageup": "PageUp",
-    "pagedown": "PageDown",
-    "insert": "Insert",
-    "ctrl": "Control",
-    "control": "Control",
-    "meta": "Control",
-    "cmd": "Control",
-    "command": "Control",
-    "shift": "Shift",
-    "alt": "Alt",
+COMPILED = {kind: re.compile(rf"\s*{form.arguments}\s*", re.DOTALL) for kind, form in FORMS.items()}
+# Browsers' names of keys, and what else they may be called, in any case of letters.
+KEYS = {
+    "Enter": "enter return",
+    "Tab": "tab",
+    "Escape": "esc escape",
+    "Backspace": "backspace",
+    "Delete": "delete del",
+    "Space": "space spacebar",
+    "ArrowUp": "arrowup up",
+    "ArrowDown": "arrowdown down",
+    "ArrowLeft": "arrowleft left",
+    "ArrowRight": "arrowright right",
+    "Home": "home",
+    "End": "end",
+    "PageUp": "pageup",
+    "PageDown": "pagedown",
+    "Insert": "insert",
+    "Control": "ctrl control meta cmd command",
+    "Shift": "shift",
+    "Alt": "alt",
 }
+KEY_NAMES = {word: name for name, words in KEYS.items() for word in words.split()}
 MODIFIERS = ("Control", "Shift", "Alt")
 
 
@@ -142,7 +176,9 @@ def parse(text: str, kinds: frozenset[Kind] = WEB_KINDS) -> Action:
     kind = Kind(word[1])
     match = COMPILED[kind].fullmatch(text, word.end())
     if match is None:
-        raise InvalidAction(f'Invalid {kind} action "{text[:200]}". Its form is {FORMS[kind]}.')
+        raise InvalidAction(
+            f'Invalid {kind} action "{text[:200]}". Its form is {FORMS[kind].text}.'
+        )
     parts = {name: value for name, value in match.groupdict().items() if value is not None}
     words = parts.get("text", "")
     if kind is not Kind.TYPE:
@@ -206,54 +242,18 @@ def key_name(combination: str) -> str:
     keys = [KEY_NAMES.get(name.lower(), name) for name in names]
     *held, last = keys
     is_function_key = re.fullmatch(r"F([1-9]|1[0-2])", last) is not None
-    is_key = len(last) == 1 or last in KEY_NAMES.values() or is_function_key
+    is_key = len(last) == 1 or last in KEYS or is_function_key
     if not is_key or not all(key in MODIFIERS for key in held):
         raise InvalidAction(f'Invalid press action: no key "{combination[:40]}".')
     return "+".join(keys)
 
 
-FORMS = {
-    Kind.CLICK: "click [id]",
-    Kind.HOVER: "hover [id]",
-    Kind.TYPE: "type [id] [text] [0 or 1]",
-    Kind.PRESS: "press [key]",
-    Kind.SCROLL: "scroll [up or down]",
-    Kind.DRAG: "drag [id] [id]",
-    Kind.MOUSE_CLICK: "mouse_click [x,y]",
-    Kind.MOUSE_MOVE: "mouse_move [x,y]",
-    Kind.MOUSE_DRAG: "mouse_drag [x,y] [x,y] ...",
-    Kind.NEW_TAB: "new_tab",
-    Kind.TAB_FOCUS: "tab_focus [number]",
-    Kind.CLOSE_TAB: "close_tab",
-    Kind.GOTO: "goto [url]",
-    Kind.GO_BACK: "go_back",
-    Kind.GO_FORWARD: "go_forward",
-    Kind.STOP: "stop [answer]",
-}
-
-
 def _known(kinds: frozenset[Kind]) -> str:
-    return ", ".join(FORMS[kind] for kind in Kind if kind in kinds)
+    return ", ".join(form.text for kind, form in FORMS.items() if kind in kinds)
 
 
 def instruction_lines(kinds: frozenset[Kind]) -> str:
-    """Returns one line of explanation for each kind of action."""
-    meanings = {
-        Kind.CLICK: "click the element with this id (an option of a list is chosen by its click)",
-        Kind.HOVER: "point at the element",
-        Kind.TYPE: "replace the field's text; Enter follows, unless the last number is 0",
-        Kind.PRESS: "press a key or a combination, such as Enter or ctrl+a",
-        Kind.SCROLL: "scroll what is under the mouse, or the page, by one screen",
-        Kind.DRAG: "drag the first element onto the second",
-        Kind.MOUSE_CLICK: "click at a point, in pixels from the left and the top",
-        Kind.MOUSE_MOVE: "move the mouse to a point",
-        Kind.MOUSE_DRAG: "hold the mouse down from the first point through the others to the last",
-        Kind.NEW_TAB: "open an empty tab",
-        Kind.TAB_FOCUS: "switch to the tab with this number",
-        Kind.CLOSE_TAB: "close the tab",
-        Kind.GOTO: "go to an address",
-        Kind.GO_BACK: "go to the page before",
-        Kind.GO_FORWARD: "undo go_back",
-        Kind.STOP: "finish; the answer, if one is asked for, goes in the brackets",
-    }
-    return "\n".join(f"{FORMS[kind]}: {meanings[kind]}" for kind in Kind if kind in kinds)
+    """Return one line of explanation for each kind of action."""
+    return "\n".join(
+        f"{form.text}: {form.meaning}" for kind, form in FORMS.items() if kind in kinds
+    )

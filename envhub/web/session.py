@@ -3,7 +3,7 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -13,8 +13,9 @@ from playwright.async_api import Error as BrowserError
 from playwright.async_api import TimeoutError as BrowserTimeout
 
 from envhub.env import EnvFailure
-from envhub.web.actions import Action, InvalidAction, Kind
+from envhub.web.actions import Action, InvalidAction
 from envhub.web.browser import VIEWPORT, first_line
+from envhub.web.performing import act
 from envhub.web.tree import Snapshot, read_snapshot
 
 logger = logging.getLogger(__name__)
@@ -23,13 +24,7 @@ MAX_RETRIES = 5
 MAX_TABS = 8
 GRACE_S = 10.0
 NEW_TAB_TIMEOUT_S = 2.0
-DRAG_STEPS = 4  # from one point to the next
-MOVE_MS = 20  # of a page's own clock, for each
 FAR_CORNER = (VIEWPORT[0] - 1, VIEWPORT[1] - 1)
-NO_ELEMENT = (
-    'Attempt to perform "{}" on element "[{}]" but no matching element found. '
-    "Please check the observation more carefully."
-)
 # What a browser says when a page went away while it was being read.
 GONE_WORDS = ("Execution context was destroyed", "navigat", "Cannot find context", "detached")
 
@@ -70,14 +65,13 @@ class WebSession:
     ) -> None:
         self.context = context
         self._look = look
-        self._may_go = may_go
+        self.may_go = may_go
         self._timeout_s = action_timeout_s
         self._tabs: list[Page] = []
         self._current: Page | None = None
         self._has_new_tab = asyncio.Event()
         self.dialogs: list[str] = []
         self._is_aside = False
-        self.answer: str | None = None
         context.on("page", self._adopt)
         context.on("dialog", self._accept)
 
@@ -224,7 +218,7 @@ class WebSession:
         self.dialogs.clear()
         self._has_new_tab.clear()
         try:
-            await self._guard(self._act(action))
+            await self._guard(act(self, action))
         except BrowserTimeout:
             logger.debug("action is slow kind=%s", action.kind)
         except BrowserError as error:
@@ -232,127 +226,33 @@ class WebSession:
                 return
             raise InvalidAction(f"The action failed: {first_line(error)}") from error
 
-    async def _act(self, action: Action) -> None:
-        match action.kind:
-            case Kind.CLICK | Kind.HOVER:
-                await self._point(action)
-            case Kind.TYPE:
-                await self._type(action)
-            case Kind.DRAG:
-                await self._drag(action)
-            case Kind.MOUSE_CLICK:
-                await self.page.mouse.click(*action.points[0])
-            case Kind.MOUSE_MOVE:
-                await self.page.mouse.move(*action.points[0])
-            case Kind.MOUSE_DRAG:
-                await self._hold(action.points)
-            case Kind.PRESS:
-                await self.page.keyboard.press(action.text)
-            case Kind.SCROLL:
-                pages = 1 if action.text == "down" else -1
-                await self.page.evaluate("n => __ls.scroll(n)", pages)
-            case Kind.GOTO:
-                await self._goto(action.text)
-            case Kind.GO_BACK:
-                await self._turn(self.page.go_back())
-            case Kind.GO_FORWARD:
-                await self._turn(self.page.go_forward())
-            case Kind.STOP:
-                self.answer = action.text
-            case _:
-                await self._act_on_tabs(action)
+    async def new_tab(self) -> None:
+        """Open an empty tab, which becomes current.
 
-    async def _aim(self, action: Action, element: int) -> dict:
-        is_click = action.kind is Kind.CLICK
-        aim = await self.page.evaluate("([i, how]) => __ls.aim(i, how)", [element, is_click])
-        if aim.get("is_gone"):
-            raise InvalidAction(NO_ELEMENT.format(action.kind, element))
-        return aim
+        Raises:
+            InvalidAction: there are too many.
+        """
+        if len(self._tabs) >= MAX_TABS:
+            raise InvalidAction(f"There are {MAX_TABS} tabs already.")
+        await self.context.new_page()
 
-    async def _point(self, action: Action) -> None:
-        aim = await self._aim(action, action.element)
-        if aim.get("is_option"):
-            if action.kind is Kind.CLICK and not await self.page.evaluate(
-                "i => __ls.pick(i)", action.element
-            ):
-                raise InvalidAction(f"Option [{action.element}] cannot be chosen.")
-        elif action.kind is Kind.CLICK:
-            await self.page.mouse.click(aim["x"], aim["y"])
-        else:
-            await self.page.mouse.move(aim["x"], aim["y"])
+    async def focus_tab(self, number: int) -> None:
+        """Make a tab current.
 
-    async def _drag(self, action: Action) -> None:
-        start = await self._aim(action, action.element)
-        end = await self._aim(action, action.target)
-        if start.get("is_option") or end.get("is_option"):
-            raise InvalidAction("Options cannot be dragged.")
-        x, y = start["x"], start["y"]
-        aside = [(x + 1, y + 1)] if start == end else []  # who drags to the same place moves, too
-        await self._hold([(x, y), *aside, (end["x"], end["y"])])
+        Raises:
+            InvalidAction: there is no such tab.
+        """
+        if not 0 <= number < len(self._tabs):
+            raise InvalidAction(f"There is no tab {number}.")
+        self._current = self._tabs[number]
+        await self.page.bring_to_front()
 
-    async def _hold(self, points: Sequence[tuple[float, float]]) -> None:
-        """Moves to the first point and, with the button held, through the others."""
-        mouse = self.page.mouse
-        await mouse.move(*points[0])
-        await self.page.evaluate("ms => __ls.hold(ms)", MOVE_MS)
-        await mouse.down()
-        for x, y in points[1:]:
-            await mouse.move(x, y, steps=DRAG_STEPS)
-        await self.page.evaluate("ms => __ls.hold(ms)", 0)
-        await mouse.up()
+    async def close_tab(self) -> None:
+        """Close the current tab.
 
-    async def _type(self, action: Action) -> None:
-        how = await self.page.evaluate(
-            "([i, words]) => __ls.startTyping(i, words)", [action.element, action.text]
-        )
-        if how == "gone":
-            raise InvalidAction(NO_ELEMENT.format(action.kind, action.element))
-        if how == "locked":
-            raise InvalidAction(f"Nothing can be typed into [{action.element}].")
-        if how == "click":
-            await self._point(action_click(action.element))
-        if how == "keys":
-            await self.page.keyboard.type(action.text)
-        elif how != "set":
-            await self._keys(action.text)
-        if action.enter:
-            await self.page.keyboard.press("Enter")
-
-    async def _keys(self, words: str) -> None:
-        """Types over the selection; the last character by key, for pages that watch the keys."""
-        keyboard = self.page.keyboard
-        if not words:
-            await keyboard.press("Delete")
-            return
-        if len(words) > 1:
-            await keyboard.insert_text(words[:-1])
-        await keyboard.type(words[-1])
-
-    async def _goto(self, url: str) -> None:
-        if not self._may_go(url):
-            raise InvalidAction(f'Invalid goto action: "{url[:200]}" is not among the sites here.')
-        response = await self.page.goto(url, wait_until="load")
-        if response is not None and response.status >= 400:
-            raise InvalidAction(f'The page "{url[:200]}" answers with status {response.status}.')
-
-    async def _turn(self, turning: Coroutine[Any, Any, object]) -> None:
-        """Goes back or forward; the empty page before the first is not a place to go."""
-        await turning
-        if self.page.url == "about:blank":
-            await self.page.go_forward()
-
-    async def _act_on_tabs(self, action: Action) -> None:
-        if action.kind is Kind.NEW_TAB:
-            if len(self._tabs) >= MAX_TABS:
-                raise InvalidAction(f"There are {MAX_TABS} tabs already.")
-            await self.context.new_page()
-            return
-        if action.kind is Kind.TAB_FOCUS:
-            if not 0 <= action.element < len(self._tabs):
-                raise InvalidAction(f"There is no tab {action.element}.")
-            self._current = self._tabs[action.element]
-            await self.page.bring_to_front()
-            return
+        Raises:
+            InvalidAction: it is the last one.
+        """
         if len(self._tabs) == 1:
             raise InvalidAction("The last tab cannot be closed.")
         await self.page.close()
@@ -381,11 +281,6 @@ class WebSession:
                 await self.context.close()
         except (BrowserError, TimeoutError) as error:
             logger.debug("context was gone error=%s", first_line(error))
-
-
-def action_click(element: int) -> Action:
-    """Returns a click on an element."""
-    return Action(kind=Kind.CLICK, element=element)
 
 
 def _is_leaving(error: BrowserError) -> bool:

@@ -5,85 +5,34 @@ import re
 from dataclasses import dataclass
 
 STATIC = "StaticText"
+
+
+def _roles(words: str) -> frozenset[str]:
+    return frozenset(words.split())
+
+
 # Roles whose text children only repeat their name.
-LEAF_ROLES = frozenset(
-    [
-        "link",
-        "button",
-        "heading",
-        "option",
-        "cell",
-        "columnheader",
-        "rowheader",
-        "tab",
-        "menuitem",
-        "menuitemcheckbox",
-        "menuitemradio",
-        "treeitem",
-        "switch",
-        "checkbox",
-        "radio",
-        "tooltip",
-        "clickable",
-        "gridcell",
-        "LabelText",
-    ]
+LEAF_ROLES = _roles(
+    "link button heading option cell columnheader rowheader tab menuitem menuitemcheckbox "
+    "menuitemradio treeitem switch checkbox radio tooltip clickable gridcell LabelText"
 )
-INTERACTIVE = frozenset(
-    [
-        "link",
-        "button",
-        "textbox",
-        "searchbox",
-        "combobox",
-        "listbox",
-        "option",
-        "checkbox",
-        "radio",
-        "slider",
-        "spinbutton",
-        "tab",
-        "menuitem",
-        "switch",
-        "treeitem",
-        "menuitemcheckbox",
-        "menuitemradio",
-        "ColorWell",
-        "Date",
-        "InputTime",
-        "DateTime",
-        "clickable",
-    ]
+INTERACTIVE = _roles(
+    "link button textbox searchbox combobox listbox option checkbox radio slider spinbutton "
+    "tab menuitem switch treeitem menuitemcheckbox menuitemradio ColorWell Date InputTime "
+    "DateTime clickable"
 )
 # Roles that say nothing when they have no name; their children stand for them.
-STRUCTURE = frozenset(
-    [
-        "list",
-        "listitem",
-        "row",
-        "table",
-        "main",
-        "article",
-        "group",
-        "complementary",
-        "contentinfo",
-        "banner",
-        "navigation",
-        "form",
-        "rowgroup",
-        "LabelText",
-        "cell",
-        "gridcell",
-        "img",
-        "clickable",
-        "heading",
-        "region",
-        "search",
-        "separator",
-    ]
+STRUCTURE = _roles(
+    "list listitem row table main article group complementary contentinfo banner navigation "
+    "form rowgroup LabelText cell gridcell img clickable heading region search separator"
 )
 # Roles whose name is only what stands in them: not told where that has lines of its own.
-FRAMES = frozenset(["cell", "gridcell", "LabelText", "listitem"])
+FRAMES = _roles("cell gridcell LabelText listitem")
+# What the page's script tells of each node, before whether it is in view.
+ROW = (
+    *("parent", "depth", "role", "name", "states", "dom_id", "dom_class", "block"),
+    *("x", "y", "width", "height"),
+)
 CLOSING_NOTE = "... ({} more lines are not shown)"
 
 
@@ -150,23 +99,9 @@ def read_snapshot(message: dict) -> Snapshot:
 
 
 def _node(index: int, row: list) -> Node:
-    parent, depth, role, name, states, dom_id, dom_class, block, x, y, width, height, seen = row
-    return Node(
-        id=index,
-        parent=parent,
-        depth=depth,
-        role=role,
-        name=name,
-        states=states,
-        dom_id=dom_id,
-        dom_class=dom_class,
-        block=block,
-        x=x,
-        y=y,
-        width=width,
-        height=height,
-        is_in_view=bool(seen),
-    )
+    *values, is_in_view = row
+    facts = dict(zip(ROW, values, strict=True))
+    return Node(id=index, is_in_view=bool(is_in_view), **facts)
 
 
 def shown_nodes(nodes: tuple[Node, ...], *, only_in_view: bool) -> list[Node]:

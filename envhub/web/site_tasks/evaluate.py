@@ -20,26 +20,10 @@ OR = " |OR| "
 UNACHIEVABLE = "N/A"
 GRADE_TIMEOUT_S = 45.0
 FILLER_WORDS = frozenset(
-    [
-        "a",
-        "an",
-        "the",
-        "is",
-        "are",
-        "was",
-        "of",
-        "in",
-        "on",
-        "at",
-        "to",
-        "and",
-        "it",
-        "its",
-        "i",
-        "there",
-        "with",
-        "for",
-    ]
+    (
+        *("a", "an", "the", "is", "are", "was", "of", "in", "on", "at"),
+        *("to", "and", "it", "its", "i", "there", "with", "for"),
+    )
 )
 UNITS = {"minute": "min", "minutes": "min", "mins": "min", "hour": "h", "hours": "h", "hr": "h"}
 

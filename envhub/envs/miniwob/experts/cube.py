@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from envhub.envs.miniwob.experts.click import submit
 from envhub.envs.miniwob.view import PageView, hold
-from envhub.web.session import DRAG_STEPS
+from envhub.web.performing import DRAG_STEPS
 
 START = (80, 120)
 STROKES = [(x, y) for x in range(-60, 61, 6) for y in range(-60, 61, 6) if x or y]

@@ -1,0 +1,152 @@
+"""What an action does in the current tab of a session."""
+
+from collections.abc import Coroutine, Sequence
+from typing import Any, Protocol
+
+from playwright.async_api import Page
+
+from envhub.web.actions import Action, InvalidAction, Kind
+
+DRAG_STEPS = 4  # from one point to the next
+MOVE_MS = 20  # of a page's own clock, for each
+NO_ELEMENT = (
+    'Attempt to perform "{}" on element "[{}]" but no matching element found. '
+    "Please check the observation more carefully."
+)
+
+
+class Tabs(Protocol):
+    """What actions need of a session; see `WebSession`."""
+
+    @property
+    def page(self) -> Page: ...
+
+    def may_go(self, url: str) -> bool: ...
+
+    async def new_tab(self) -> None: ...
+
+    async def focus_tab(self, number: int) -> None: ...
+
+    async def close_tab(self) -> None: ...
+
+
+async def act(tabs: Tabs, action: Action) -> None:
+    """Do what an action says.
+
+    Raises:
+        InvalidAction: it cannot be done here.
+    """
+    page = tabs.page
+    match action.kind:
+        case Kind.CLICK | Kind.HOVER:
+            await _point(page, action.kind, action.element)
+        case Kind.TYPE:
+            await _type(page, action)
+        case Kind.DRAG:
+            await _drag(page, action)
+        case Kind.MOUSE_CLICK:
+            await page.mouse.click(*action.points[0])
+        case Kind.MOUSE_MOVE:
+            await page.mouse.move(*action.points[0])
+        case Kind.MOUSE_DRAG:
+            await _hold(page, action.points)
+        case Kind.PRESS:
+            await page.keyboard.press(action.text)
+        case Kind.SCROLL:
+            await page.evaluate("n => __ls.scroll(n)", 1 if action.text == "down" else -1)
+        case Kind.GOTO:
+            await _goto(tabs, action.text)
+        case Kind.GO_BACK:
+            await _turn(page, page.go_back())
+        case Kind.GO_FORWARD:
+            await _turn(page, page.go_forward())
+        case Kind.NEW_TAB:
+            await tabs.new_tab()
+        case Kind.TAB_FOCUS:
+            await tabs.focus_tab(action.element)
+        case Kind.CLOSE_TAB:
+            await tabs.close_tab()
+
+
+async def _aim(page: Page, kind: Kind, element: int) -> dict:
+    is_click = kind is Kind.CLICK
+    aim = await page.evaluate("([i, how]) => __ls.aim(i, how)", [element, is_click])
+    if aim.get("is_gone"):
+        raise InvalidAction(NO_ELEMENT.format(kind, element))
+    return aim
+
+
+async def _point(page: Page, kind: Kind, element: int) -> None:
+    aim = await _aim(page, kind, element)
+    if aim.get("is_option"):
+        if kind is Kind.CLICK and not await page.evaluate("i => __ls.pick(i)", element):
+            raise InvalidAction(f"Option [{element}] cannot be chosen.")
+    elif kind is Kind.CLICK:
+        await page.mouse.click(aim["x"], aim["y"])
+    else:
+        await page.mouse.move(aim["x"], aim["y"])
+
+
+async def _drag(page: Page, action: Action) -> None:
+    start = await _aim(page, action.kind, action.element)
+    end = await _aim(page, action.kind, action.target)
+    if start.get("is_option") or end.get("is_option"):
+        raise InvalidAction("Options cannot be dragged.")
+    x, y = start["x"], start["y"]
+    aside = [(x + 1, y + 1)] if start == end else []  # who drags to the same place moves, too
+    await _hold(page, [(x, y), *aside, (end["x"], end["y"])])
+
+
+async def _hold(page: Page, points: Sequence[tuple[float, float]]) -> None:
+    """Move to the first point and, with the button held, through the others."""
+    mouse = page.mouse
+    await mouse.move(*points[0])
+    await page.evaluate("ms => __ls.hold(ms)", MOVE_MS)
+    await mouse.down()
+    for x, y in points[1:]:
+        await mouse.move(x, y, steps=DRAG_STEPS)
+    await page.evaluate("ms => __ls.hold(ms)", 0)
+    await mouse.up()
+
+
+async def _type(page: Page, action: Action) -> None:
+    how = await page.evaluate(
+        "([i, words]) => __ls.startTyping(i, words)", [action.element, action.text]
+    )
+    if how == "gone":
+        raise InvalidAction(NO_ELEMENT.format(action.kind, action.element))
+    if how == "locked":
+        raise InvalidAction(f"Nothing can be typed into [{action.element}].")
+    if how == "click":
+        await _point(page, Kind.CLICK, action.element)
+    if how == "keys":
+        await page.keyboard.type(action.text)
+    elif how != "set":
+        await _type_over(page, action.text)
+    if action.enter:
+        await page.keyboard.press("Enter")
+
+
+async def _type_over(page: Page, words: str) -> None:
+    """Type over the selection; the last character by key, for pages that watch the keys."""
+    if not words:
+        await page.keyboard.press("Delete")
+        return
+    if len(words) > 1:
+        await page.keyboard.insert_text(words[:-1])
+    await page.keyboard.type(words[-1])
+
+
+async def _goto(tabs: Tabs, url: str) -> None:
+    if not tabs.may_go(url):
+        raise InvalidAction(f'Invalid goto action: "{url[:200]}" is not among the sites here.')
+    response = await tabs.page.goto(url, wait_until="load")
+    if response is not None and response.status >= 400:
+        raise InvalidAction(f'The page "{url[:200]}" answers with status {response.status}.')
+
+
+async def _turn(page: Page, turning: Coroutine[Any, Any, object]) -> None:
+    """Go back or forward; the empty page before the first is not a place to go."""
+    await turning
+    if page.url == "about:blank":
+        await page.go_forward()
