@@ -9,27 +9,6 @@ from envhub.envs.babyai.scene import Scene, Seen
 INVALID = "invalid action"
 CHECK = "check available actions"
 
-COMPACT_INSTRUCTION = ""
-
-AGENTGYM_INSTRUCTION = """\
-You explore rooms of a grid world and must reach the goal you are given. Each turn you are told \
-what you see and which actions are available. Actions are:
-turn left
-turn right
-move forward
-go to <object> <number>
-pickup <object> <number>
-drop
-go through <open door> <number>
-toggle and go through <closed door> <number> (a locked door needs the key of its colour in hand)
-toggle (the door right in front of you)
-Numbers are those of the latest observation. Answer in this form:
-Thought:
-<your thoughts>
-
-Action:
-<one action>"""
-
 
 def wall_ahead(view: list[int | None]) -> int | None:
     """Returns the steps to the wall straight ahead (1: it is adjacent); None when none is seen."""

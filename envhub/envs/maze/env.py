@@ -1,6 +1,5 @@
 """Maze: walk through a maze of which only the walls next to you are told."""
 
-import hashlib
 from pathlib import Path
 
 from common.config.envs import EnvsSection
@@ -9,7 +8,6 @@ from envhub.env import (
     Isolation,
     ItemId,
     StepResult,
-    Style,
     SubsetSpec,
     UnknownItem,
     action_text,
@@ -17,6 +15,8 @@ from envhub.env import (
 )
 from envhub.envs.maze import maze
 from envhub.envs.maze.maze import GOAL, MOVES, STARTS, Cell
+from envhub.envs.text_env import TextEnv
+from envhub.tables import read_instructions
 from envhub.tasks import load_tasks
 
 SUBSET = "DoubleT"
@@ -24,22 +24,6 @@ MAX_MOVES = 50
 TEST_EVERY = 5  # each fifth start, from the third on, is a test item
 TASKS_PATH = Path(__file__).with_name("tasks.json")
 
-INSTRUCTION = """\
-You are in a maze and must get to the goal in as few moves as you can. Each turn you are told \
-where the goal is, where you are, and which of the four cells next to yours are walls. A position \
-is a row and a column: moving down adds 1 to the row, moving right adds 1 to the column. From \
-position 2, 3, for example, "move down" leads to 3, 3 and "move right" to 2, 4. Moving against a \
-wall leaves you where you are. Actions are:
-move up
-move down
-move left
-move right
-Answer in this form:
-Thought:
-<your thoughts>
-
-Action:
-<one action>"""
 
 START_NUMBERS = {
     "test": tuple(range(2, len(STARTS), TEST_EVERY)),
@@ -59,26 +43,19 @@ def start_of(item: ItemId) -> Cell:
     return STARTS[START_NUMBERS[item.split][item.index]]
 
 
-class MazeEnv:
+class MazeEnv(TextEnv):
     """One Maze episode. Reward is 1 at the goal; the turn after the 50th ends it without one."""
-
-    def __init__(self, style: Style) -> None:
-        self._style = style
-        self._done = False
 
     def reset(self, item_id: str, seed: int = 0) -> str:
         """Starts an item; `seed` is unused, since nothing is left to chance."""
         self._start = self._at = start_of(parse_item(item_id, SUBSETS))
         self._num_moves = 0
-        self._done = False
-        if self._style is Style.COMPACT:
+        self._begin()
+        if self._is_compact:
             return f"goal: {GOAL[0]} {GOAL[1]}\n{self._observation()}"
         return self._observation()
 
-    def step(self, action: str) -> StepResult:
-        """Performs one move given as text."""
-        if self._done:
-            raise RuntimeError("step after the episode has ended")
+    def _step(self, action: str) -> StepResult:
         if self._num_moves == MAX_MOVES:
             self._done = True
             return StepResult(observation=self._end("Failure"), reward=0, done=True, is_valid=False)
@@ -92,38 +69,33 @@ class MazeEnv:
             self._done = True
             return StepResult(observation=self._end("Success"), reward=1, done=True, is_valid=True)
         observation = self._observation()
-        if self._style is Style.COMPACT and not is_valid:
+        if self._is_compact and not is_valid:
             observation = f"invalid action, {observation}"
         return StepResult(observation=observation, reward=0, done=False, is_valid=is_valid)
 
     def _end(self, word: str) -> str:
-        return word.lower() if self._style is Style.COMPACT else f"{word}\n"
+        return word.lower() if self._is_compact else f"{word}\n"
 
     def _observation(self) -> str:
-        if self._style is Style.AGENTGYM:
+        if not self._is_compact:
             return maze.described(self._at)
         return f"at {self._at[0]} {self._at[1]}, wall {' '.join(maze.walls(self._at)) or 'nowhere'}"
 
-    def valid_actions(self) -> list[str]:
-        """Returns the moves that no wall stops."""
-        if self._done:
-            return []
+    def _valid_actions(self) -> list[str]:
+        """Return the moves that no wall stops."""
         return [f"move {d}" for d in MOVES if maze.after(self._at, d) != self._at]
 
-    def expert_action(self) -> str | None:
-        """Returns the first move of a shortest way."""
-        return None if self._done else f"move {maze.best_moves()[self._at]}"
+    def _expert_action(self) -> str | None:
+        """Return the first move of a shortest way."""
+        return f"move {maze.best_moves()[self._at]}"
 
     def render(self) -> str:
         """Returns the map and how many moves were made."""
         return f"{maze.drawn(self._at)}\nmoves: {self._num_moves} of {MAX_MOVES}"
 
-    def fingerprint(self) -> str:
-        """Returns sha256 over the map with the start."""
-        return hashlib.sha256(maze.drawn(self._start).encode()).hexdigest()
-
-    def close(self) -> None:
-        """Does nothing: an episode holds no more than its own memory."""
+    def _state(self) -> str:
+        """Return the map with the start."""
+        return maze.drawn(self._start)
 
 
 def from_agentgym(index: int) -> str:
@@ -143,7 +115,7 @@ def make_spec(options: EnvsSection) -> EnvSpec:
     return EnvSpec(
         name="maze",
         subsets=SUBSETS,
-        instruction={Style.COMPACT: "", Style.AGENTGYM: INSTRUCTION},
+        instruction=read_instructions(__file__),
         make=MazeEnv,
         tasks=load_tasks(TASKS_PATH),
         isolation=Isolation.INLINE,

@@ -1,6 +1,5 @@
 """ScienceWorld: elementary science in a simulated house, one small JVM per live episode."""
 
-import hashlib
 import json
 import shutil
 from importlib.util import find_spec
@@ -11,6 +10,8 @@ from common.config.envs import EnvsSection
 from envhub.env import EnvSpec, Isolation, StepResult, Style, action_text, parse_item
 from envhub.envs.sciworld import catalogue, text
 from envhub.envs.sciworld.machines import Machines
+from envhub.envs.text_env import TextEnv
+from envhub.tables import read_instructions
 from envhub.tasks import load_tasks
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ SIMPLIFICATIONS = frozenset(
 )
 
 
-class SciWorldEnv:
+class SciWorldEnv(TextEnv):
     """One ScienceWorld episode.
 
     The reward of a step is the score so far, 0 to 1; a wrong `focus on` ends the episode with 0.
@@ -42,10 +43,9 @@ class SciWorldEnv:
     """
 
     def __init__(self, style: Style, machines: Machines) -> None:
-        self._style = style
+        super().__init__(style)
         self._machines = machines
         self._simulator: Simulator | None = None
-        self._done = False
 
     def reset(self, item_id: str, seed: int = 0) -> str:
         """Starts an item; `seed` is unused, since the item fixes everything."""
@@ -55,7 +55,7 @@ class SciWorldEnv:
         if self._simulator is None:
             self._simulator = self._machines.simulators.take()
         self._simulator.load(self._variation, self._machines.simplifications)
-        self._done = False
+        self._begin()
         self._num_turns = 0
         self._choices: tuple[str, ...] = ()
         self._gold: tuple[str, ...] | None = None
@@ -63,17 +63,15 @@ class SciWorldEnv:
         task = self._simulator.task_description()
         # Until a first step, the simulator tells the score and the end of the last episode.
         room = self._simulator.act("look around").observation.strip()
-        state = (self._variation, task, room, self._simulator.inventory())
-        self._fingerprint = hashlib.sha256(repr(state).encode()).hexdigest()
-        if self._style is Style.COMPACT:
+        self._at_start = (self._variation, task, room, self._simulator.inventory())
+        if self._is_compact:
             return f"{task}\n{text.compact(room)}"
         return f"{task}\n{room}"
 
-    def step(self, action: str) -> StepResult:
-        """Performs one action given as text."""
+    def _step(self, action: str) -> StepResult:
         simulator = self._live()
         line = text.one_line(action_text(action))
-        if self._style is Style.COMPACT:
+        if self._is_compact:
             line = text.plain(line)
             if self._choices and line not in self._choices:
                 simulator.act("")  # cancels the question, which would swallow this action
@@ -92,30 +90,25 @@ class SciWorldEnv:
         )
 
     def _worded(self, observation: str) -> str:
-        return text.compact(observation) if self._style is Style.COMPACT else observation
+        return text.compact(observation) if self._is_compact else observation
 
     def _live(self) -> "Simulator":
-        if self._simulator is None or self._done:
-            raise RuntimeError("step before reset, or after the episode has ended")
+        assert self._simulator is not None, "an episode is used before its reset"
         return self._simulator
 
-    def valid_actions(self) -> list[str]:
-        """Returns every executable action, sorted; up to thousands, in 50 ms to 300 ms."""
-        if self._done or self._simulator is None:
-            return []
+    def _valid_actions(self) -> list[str]:
+        """Return every executable action, sorted; up to thousands, in 50 ms to 300 ms."""
         if self._choices:
             return list(self._choices)
-        combinations = json.loads(self._simulator.valid_actions_json())["validActions"]
+        combinations = json.loads(self._live().valid_actions_json())["validActions"]
         return sorted({combination["action"] for combination in combinations})
 
-    def expert_action(self) -> str | None:
-        """Returns the next action of the gold path; None once the episode has left that path.
+    def _expert_action(self) -> str | None:
+        """Return the next action of the gold path; None once the episode has left that path.
 
         A step that the simulator rejects counts as followed: some gold paths name terminals that an
         object does not have, and reach the goal without them.
         """
-        if self._done or self._simulator is None:
-            return None
         if self._gold is None:
             self._gold = self._machines.gold.find(self._variation)
         gold, num_followed = self._gold, 0
@@ -139,9 +132,9 @@ class SciWorldEnv:
         )
         return "\n\n".join(parts)
 
-    def fingerprint(self) -> str:
-        """Returns sha256 over the variation, the task and what is seen and held at the start."""
-        return self._fingerprint
+    def _state(self) -> str:
+        """Return the variation, the task and what is seen and held at the start."""
+        return repr(self._at_start)
 
     def close(self) -> None:
         """Gives the JVM back for the next episode."""
@@ -150,6 +143,7 @@ class SciWorldEnv:
             if self._gold is None:
                 self._machines.gold.rest()  # no more demonstrations: give its memory back
             self._machines.simulators.give(simulator)
+        self._done = True
 
 
 def make_spec(options: EnvsSection) -> EnvSpec:
@@ -160,10 +154,7 @@ def make_spec(options: EnvsSection) -> EnvSpec:
     return EnvSpec(
         name="sciworld",
         subsets=catalogue.SUBSETS,
-        instruction={
-            Style.COMPACT: text.COMPACT_INSTRUCTION,
-            Style.AGENTGYM: text.AGENTGYM_INSTRUCTION,
-        },
+        instruction=read_instructions(__file__),
         make=lambda style: SciWorldEnv(style, machines),
         tasks=load_tasks(Path(__file__).parent / "tasks.json"),
         isolation=Isolation.WORKER,

@@ -2,30 +2,6 @@
 
 import re
 
-AGENTGYM_INSTRUCTION = """\
-You are an agent in a world of science. Every round you are shown one observation and answer with \
-one action that brings you nearer to the goal of the task.
-The actions, where OBJ stands for an object and LOC for a place:
-open OBJ; close OBJ; activate OBJ; deactivate OBJ; connect OBJ to OBJ; disconnect OBJ; \
-use OBJ; use OBJ on OBJ; look around; look at OBJ; look in OBJ; read OBJ; move OBJ to OBJ; \
-pick up OBJ; put down OBJ; pour OBJ into OBJ; dunk OBJ into OBJ; mix OBJ; go to LOC; eat OBJ; \
-flush OBJ; focus on OBJ; wait; wait1; examine OBJ; task; inventory.
-"focus on" tells which object the task is about, "wait" lets ten moments pass and "wait1" one, \
-"task" repeats the task. When a request is ambiguous, answer with the number that you mean.
-Answer in this form:
-Thought:
-<your thoughts>
-
-Action:
-<one action>"""
-
-COMPACT_INSTRUCTION = """\
-Do the science task. One action a turn: open, close, activate, deactivate, read, examine, \
-look at, look in, pick up, put down, mix, eat, flush, disconnect OBJ; go to LOC; \
-move OBJ to OBJ; pour OBJ in OBJ; dunk OBJ in OBJ; connect OBJ to OBJ; use OBJ on OBJ; \
-focus on OBJ (only what the task names); look around; inventory; task; wait; wait1.
-Action: <one action>"""
-
 MAX_ACTION_CHARS = 300
 NOT_UNDERSTOOD = ("No known action matches that input.", "Unknown action.")
 AMBIGUOUS = "Ambiguous request:"

@@ -1,6 +1,5 @@
 """Deep search: answer questions with a retriever, by the tags of Search-R1 and AgentGym."""
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -22,39 +21,37 @@ from envhub.envs.searchqa.library import Library
 from envhub.envs.searchqa.passages import Passage, worded
 from envhub.envs.searchqa.questions import Hop, agentgym_item
 from envhub.envs.searchqa.tags import Kind
+from envhub.envs.text_env import TextEnv
 from envhub.tasks import load_tasks
 
 SESSIONS_PER_WORKER = 256
 MAX_QUERY_CHARS = 2000
 
 
-class SearchqaEnv:
+class SearchqaEnv(TextEnv):
     """One question. An answer ends the episode, unless a wrong one may be tried again.
 
     The reward is that of the last action: an answer's grade, 0 for anything else.
     """
 
     def __init__(self, style: Style, shared: Library, subsets: Mapping[str, SubsetSpec]) -> None:
-        self._style = style
+        super().__init__(style)
         self._shared = shared
         self._subsets = subsets
-        self._done = False
 
     def reset(self, item_id: str, seed: int = 0) -> str:
         """Starts an item; `seed` is unused, since nothing here is left to chance."""
         item = parse_item(item_id, self._subsets)
         self._question = self._shared.bank().question(item)
         self._retriever = self._shared.retriever()
-        self._done = False
+        self._begin()
         self._found: list[Passage] = []
         self._asked: dict[str, None] = {}
         is_retry = self._shared.options.retry
         return prompts.first_observation(self._question, self._style, is_retry=is_retry)
 
-    def step(self, action: str) -> StepResult:
-        """Performs the search or the answer in the agent's text."""
-        if self._done:
-            raise RuntimeError("step after the episode has ended")
+    def _step(self, action: str) -> StepResult:
+        """Perform the search or the answer in the agent's text."""
         wanted = tags.parse(action)
         if wanted is None:
             observation = prompts.WORDS[self._style]["invalid"]
@@ -82,21 +79,17 @@ class SearchqaEnv:
             is_valid=True,
         )
 
-    def valid_actions(self) -> list[str]:
-        """Returns the search for the question itself, and the expert's action."""
-        if self._done:
-            return []
+    def _valid_actions(self) -> list[str]:
+        """Return the search for the question itself, and the expert's action."""
         actions = [_tagged(Kind.SEARCH, self._question.text), self.expert_action()]
         return list(dict.fromkeys(one for one in actions if one is not None))
 
-    def expert_action(self) -> str | None:
-        """Returns the search for the next missing fact, or the answer once all were found.
+    def _expert_action(self) -> str | None:
+        """Return the search for the next missing fact, or the answer once all were found.
 
         Where the way is not known, the question itself is searched for, and answered if the
         passages hold a golden answer.
         """
-        if self._done:
-            return None
         for hop in self._question.hops:
             if not self._has_found(hop):
                 return None if hop.query in self._asked else _tagged(Kind.SEARCH, hop.query)
@@ -122,13 +115,9 @@ class SearchqaEnv:
         titles = ", ".join(passage.title for passage in self._found) or "nothing"
         return f"question: {self._question.text}\nanswers: {answers}\nfound: {titles}"
 
-    def fingerprint(self) -> str:
-        """Returns sha256 over the question and its answers."""
-        lines = [self._question.text, *self._question.golden_answers]
-        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
-
-    def close(self) -> None:
-        """Nothing to give back: questions and retriever are shared."""
+    def _state(self) -> str:
+        """Return the question and its answers."""
+        return "\n".join([self._question.text, *self._question.golden_answers])
 
 
 def _tagged(kind: Kind, text: str) -> str:

@@ -1,6 +1,5 @@
 """Text to SQL: one statement answers a question about a database."""
 
-import hashlib
 import sqlite3
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +20,8 @@ from envhub.envs.sqlgym.bird import Bird
 from envhub.envs.sqlgym.generated import Generated
 from envhub.envs.sqlgym.problems import Problem
 from envhub.envs.sqlgym.query import Limits, QueryRefused, Row, rows_of
+from envhub.envs.text_env import TextEnv
+from envhub.tables import read_instructions
 from envhub.tasks import load_tasks
 
 SESSIONS_PER_WORKER = 64
@@ -53,7 +54,7 @@ class Problems:
         return (self._bird or self._generated).from_agentgym(index)
 
 
-class SqlEnv:
+class SqlEnv(TextEnv):
     """One question, one statement: the first step always ends the episode.
 
     The reward is 1 when the statement's rows, as a set, are those of the gold statement. Dates
@@ -61,10 +62,9 @@ class SqlEnv:
     """
 
     def __init__(self, style: Style, problems: Problems) -> None:
-        self._style = style
+        super().__init__(style)
         self._problems = problems
         self._connection: sqlite3.Connection | None = None
-        self._done = False
 
     def reset(self, item_id: str, seed: int = 0) -> str:
         """Starts an item; `seed` is unused, since the item fixes everything."""
@@ -75,14 +75,14 @@ class SqlEnv:
             self._connection = problem.open()
         except sqlite3.Error as error:
             raise EnvFailure(f"the database {problem.schema.name} cannot be read") from error
-        self._done = False
+        self._begin()
         return text.first_observation(problem, self._style)
 
-    def step(self, action: str) -> StepResult:
-        """Runs the statement in the action's text."""
-        if self._connection is None or self._done:
-            raise RuntimeError("step before reset, or after the episode has ended")
-        gold = self._gold_rows(self._connection)
+    def _step(self, action: str) -> StepResult:
+        """Run the statement in the action's text."""
+        connection = self._connection
+        assert connection is not None, "a step without a reset"
+        gold = self._gold_rows(connection)
         options = self._problems.options
         # As many rows as the answer has may always be fetched.
         limits = Limits(
@@ -91,7 +91,7 @@ class SqlEnv:
         answer: list[Row] | str
         try:
             statement = text.statement_of(action, self._style)
-            answer = rows_of(self._connection, statement, limits)
+            answer = rows_of(connection, statement, limits)
         except QueryRefused as error:
             answer = text.refusal(error, self._style)
         self._done = True
@@ -110,19 +110,15 @@ class SqlEnv:
         except QueryRefused as error:
             raise EnvFailure(f"the gold statement failed: {error}") from error
 
-    def valid_actions(self) -> list[str]:
-        """Returns a statement for each table, as a sample of what can be run."""
-        if self._connection is None or self._done:
-            return []
+    def _valid_actions(self) -> list[str]:
+        """Return a statement for each table, as a sample of what can be run."""
         return [
             text.fenced(f'SELECT COUNT(*) FROM "{table.name}"')
             for table in self._problem.schema.tables
         ]
 
-    def expert_action(self) -> str | None:
-        """Returns the gold statement."""
-        if self._connection is None or self._done:
-            return None
+    def _expert_action(self) -> str | None:
+        """Return the gold statement."""
         return text.fenced(self._problem.gold)
 
     def render(self) -> str:
@@ -130,17 +126,17 @@ class SqlEnv:
         asked = text.first_observation(self._problem, Style.COMPACT)
         return f"{asked}\ngold: {self._problem.gold}"
 
-    def fingerprint(self) -> str:
-        """Returns sha256 over the design, the question and the gold statement."""
+    def _state(self) -> str:
+        """Return the design, the question and the gold statement."""
         problem = self._problem
-        state = (problem.schema, problem.question, problem.gold)
-        return hashlib.sha256(repr(state).encode()).hexdigest()
+        return repr((problem.schema, problem.question, problem.gold))
 
     def close(self) -> None:
         """Closes the database."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
+        self._done = True
 
 
 def make_spec(options: EnvsSection) -> EnvSpec:
@@ -150,10 +146,7 @@ def make_spec(options: EnvsSection) -> EnvSpec:
     return EnvSpec(
         name="sqlgym",
         subsets=problems.subsets,
-        instruction={
-            Style.COMPACT: text.COMPACT_INSTRUCTION,
-            Style.AGENTGYM: text.AGENTGYM_INSTRUCTION,
-        },
+        instruction=read_instructions(__file__),
         make=lambda style: SqlEnv(style, problems),
         tasks=load_tasks(Path(__file__).parent / "tasks.json"),
         isolation=Isolation.WORKER,

@@ -4,22 +4,6 @@ from envhub.env import Style, action_text
 from envhub.envs.sqlgym.problems import Problem, SchemaView, TableView
 from envhub.envs.sqlgym.query import QueryRefused, Row
 
-AGENTGYM_INSTRUCTION = """\
-You are given the description of an SQLite database and a question about its content. Explain the \
-problem and how you solve it, then answer with exactly one SQL statement, on one line, whose \
-result answers the question. You have one attempt. Answer in this form:
-Thought: <your thoughts>
-
-Action: ```sql
-<one SQL statement>
-```"""
-
-COMPACT_INSTRUCTION = """\
-Answer the question with one SQLite SELECT statement:
-Action: ```sql
-<statement>
-```"""
-
 MAX_STATE_CHARS = 100
 FENCE = "```"
 

@@ -1,6 +1,5 @@
 """TextCraft: get ingredients and craft until the goal item is made."""
 
-import hashlib
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -10,10 +9,12 @@ from pathlib import Path
 
 from common.config.envs import EnvsSection
 from envhub.env import EnvSpec, Isolation, StepResult, Style, action_text, parse_item
+from envhub.envs.text_env import TextEnv
 from envhub.envs.textcraft import solver
 from envhub.envs.textcraft.book import Book, Recipe, the_book
 from envhub.envs.textcraft.minecraft import NAMESPACE, RecipesError, load_book
 from envhub.envs.textcraft.tasks import MAX_TURNS, MAX_TURNS_FOLDER, Catalogue
+from envhub.tables import read_instructions
 from envhub.tasks import load_tasks
 
 TASKS_PATH = Path(__file__).with_name("tasks.json")
@@ -21,18 +22,6 @@ MAX_ECHO_CHARS = 200  # an action is untrusted text and comes back in the observ
 COUNTED = re.compile(r"([0-9]{1,9}) +(\S.*)")
 CRAFT = re.compile(r"craft +(?:([0-9]{1,9}) +)?(\S.*?) +using +(\S.*)")
 GET = re.compile(r"get +([0-9]{1,9}) +(\S.*)")
-
-INSTRUCTION = """\
-You are given crafting commands and a goal. Each turn you may get an item that cannot be crafted \
-("get 2 oak log"), look at what you hold ("inventory"), or craft with one of the commands \
-("craft 4 oak planks using 1 oak log"). Always state the quantities. Where a command names a \
-kind of ingredient, such as planks, use one specific item of that kind, such as oak planks. \
-Answer in this form:
-Thought:
-<your thoughts>
-
-Action:
-<one action>"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,37 +34,33 @@ class Answer:
     is_goal: bool = False
 
 
-class TextCraftEnv:
+class TextCraftEnv(TextEnv):
     """One TextCraft episode. Reward is 1 when the goal item is crafted, which ends it."""
 
     def __init__(self, style: Style, *, catalogue: Catalogue | None = None) -> None:
-        self._style = style
+        super().__init__(style)
         self._catalogue = catalogue or our_catalogue()
         self._book = self._catalogue.book
-        self._done = False
         self._inventory: Counter[str] = Counter()
 
     def reset(self, item_id: str, seed: int = 0) -> str:
         """Starts an item; `seed` is unused, since the item fixes everything."""
         self._task = self._catalogue.make_task(parse_item(item_id, self._catalogue.subsets))
         self._inventory = Counter()
-        self._done = False
+        self._begin()
         commands = "\n".join(recipe.command() for recipe in self._task.recipes)
-        if self._style is Style.COMPACT:
+        if self._is_compact:
             return f"{commands}\ngoal: {self._task.goal}"
         return f"Crafting commands:\n{commands}\n\nGoal: craft {self._task.goal}."
 
-    def step(self, action: str) -> StepResult:
-        """Performs one action given as text."""
-        if self._done:
-            raise RuntimeError("step after the episode has ended")
+    def _step(self, action: str) -> StepResult:
         text = action_text(action)
-        if self._style is Style.COMPACT:
+        if self._is_compact:
             text = text.lower()
         answer = self._answer(text)
         self._done = answer.is_goal
         return StepResult(
-            observation=answer.compact if self._style is Style.COMPACT else answer.agentgym,
+            observation=answer.compact if self._is_compact else answer.agentgym,
             reward=1.0 if answer.is_goal else 0.0,
             done=answer.is_goal,
             is_valid=answer.is_valid,
@@ -154,10 +139,8 @@ class TextCraftEnv:
             is_goal=target == self._task.goal,
         )
 
-    def valid_actions(self) -> list[str]:
-        """Returns `inventory`, gets in the amounts the commands name, and crafts possible now."""
-        if self._done:
-            return []
+    def _valid_actions(self) -> list[str]:
+        """Return `inventory`, gets in the amounts the commands name, and crafts possible now."""
         actions = {"inventory": None}
         for recipe in self._task.recipes:
             for count, part in recipe.ingredients:
@@ -180,10 +163,8 @@ class TextCraftEnv:
             used.append(f"{count} {held[0]}")
         return f"craft {recipe.count} {recipe.target} using {', '.join(used)}"
 
-    def expert_action(self) -> str | None:
-        """Returns the exact solver's next action."""
-        if self._done:
-            return None
+    def _expert_action(self) -> str | None:
+        """Return the exact solver's next action."""
         task = self._task
         return solver.next_action(self._book, task.goal, self._inventory, task.members)
 
@@ -192,17 +173,13 @@ class TextCraftEnv:
         commands = "\n".join(recipe.command() for recipe in self._task.recipes)
         return f"goal: {self._task.goal}\n{commands}\n{self._show_inventory().compact}"
 
-    def fingerprint(self) -> str:
-        """Returns sha256 over the goal and the commands in their order."""
-        lines = [self._task.goal, *(recipe.command() for recipe in self._task.recipes)]
-        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    def _state(self) -> str:
+        """Return the goal and the commands in their order."""
+        return "\n".join([self._task.goal, *(recipe.command() for recipe in self._task.recipes)])
 
     def _known(self, name: str) -> str:
         """Returns the name if the book has it, else nothing: compact text keeps to known words."""
         return name if name in self._book.depths else ""
-
-    def close(self) -> None:
-        """Does nothing: an episode holds no more than its own memory."""
 
 
 def find_recipe(book: Book, target: str, given: Sequence[tuple[int, str]]) -> Recipe | None:
@@ -266,7 +243,7 @@ def make_spec(options: EnvsSection) -> EnvSpec:
     return EnvSpec(
         name="textcraft",
         subsets=catalogue.subsets,
-        instruction={Style.COMPACT: "", Style.AGENTGYM: INSTRUCTION},
+        instruction=read_instructions(__file__),
         make=partial(TextCraftEnv, catalogue=catalogue),
         tasks=catalogue.tasks() if folder else load_tasks(TASKS_PATH),
         isolation=Isolation.INLINE,

@@ -1,6 +1,5 @@
 """Wordle: find the hidden word in six guesses."""
 
-import hashlib
 import random
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from envhub.env import (
     action_text,
     parse_item,
 )
+from envhub.envs.text_env import TextEnv
 from envhub.envs.wordle.words import VOCABULARY, best_guess, consistent, marks
 from envhub.tasks import load_tasks
 
@@ -41,16 +41,12 @@ Action:
 <one guess, such as h o u s e>"""
 
 
-class WordleEnv:
+class WordleEnv(TextEnv):
     """One Wordle episode. Reward is 1 for finding the word.
 
     The word is not chosen at the start: every guess is answered as a word would that is drawn
     from those that all answers so far allow. Only the item decides the draws.
     """
-
-    def __init__(self, style: Style) -> None:
-        self._style = style
-        self._done = False
 
     def reset(self, item_id: str, seed: int = 0) -> str:
         """Starts an item; `seed` is unused, since the item fixes all draws."""
@@ -59,15 +55,12 @@ class WordleEnv:
         self._rng = random.Random(self._seed)
         self._words = VOCABULARY
         self._answers: list[tuple[str, str]] = []  # (guess or what stood for one, answer)
-        self._done = False
-        if self._style is Style.COMPACT:
+        self._begin()
+        if self._is_compact:
             return f"words: {' '.join(VOCABULARY)}\nguess"
         return "Let's start Wordle!"
 
-    def step(self, action: str) -> StepResult:
-        """Makes one guess given as text."""
-        if self._done:
-            raise RuntimeError("step after the episode has ended")
+    def _step(self, action: str) -> StepResult:
         guess = "".join(action_text(action)[:MAX_ACTION_CHARS].lower().split())
         is_valid = guess in VOCABULARY
         answer = self._answer(guess) if is_valid else "invalid word"
@@ -75,7 +68,7 @@ class WordleEnv:
         self._done = answer == SOLVED or len(self._answers) == MAX_GUESSES
         observation = answer
         if is_valid:
-            observation = " ".join(answer) + ("\n" if self._style is Style.AGENTGYM else "")
+            observation = " ".join(answer) + ("" if self._is_compact else "\n")
         return StepResult(
             observation=observation,
             reward=float(answer == SOLVED),
@@ -88,25 +81,22 @@ class WordleEnv:
         self._words = consistent(self._words, guess, answer)
         return answer
 
-    def valid_actions(self) -> list[str]:
-        """Returns every word, letter by letter."""
-        return [] if self._done else [" ".join(word) for word in VOCABULARY]
+    def _valid_actions(self) -> list[str]:
+        """Return every word, letter by letter."""
+        return [" ".join(word) for word in VOCABULARY]
 
-    def expert_action(self) -> str | None:
-        """Returns the guess whose worst answer leaves the fewest words; it needs at most six."""
-        return None if self._done else " ".join(best_guess(self._words))
+    def _expert_action(self) -> str | None:
+        """Return the guess whose worst answer leaves the fewest words; it needs at most six."""
+        return " ".join(best_guess(self._words))
 
     def render(self) -> str:
         """Returns the guesses with their answers, and the words that are still possible."""
         lines = [f"{guess} {answer}" for guess, answer in self._answers]
         return "\n".join([*lines, f"possible: {' '.join(self._words)}"])
 
-    def fingerprint(self) -> str:
-        """Returns sha256 over the words and the seed of the draws."""
-        return hashlib.sha256(f"{VOCABULARY} {self._seed}".encode()).hexdigest()
-
-    def close(self) -> None:
-        """Does nothing: an episode holds no more than its own memory."""
+    def _state(self) -> str:
+        """Return the words and the seed of the draws."""
+        return f"{VOCABULARY} {self._seed}"
 
 
 def from_agentgym(index: int) -> str:

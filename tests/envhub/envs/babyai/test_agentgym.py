@@ -8,8 +8,9 @@ from common.config.envs import BabyaiOptions, EnvsSection, SearchqaOptions
 from common.config.load import load_config
 from envhub.env import Style
 from envhub.envs.babyai import levels
-from envhub.envs.babyai.agentgym_env import AgentGymBabyAiEnv
-from envhub.envs.babyai.env import BabyAiEnv, make_spec
+from envhub.envs.babyai.agentgym_episode import AgentGymBabyAiEnv
+from envhub.envs.babyai.env import make_spec
+from envhub.envs.babyai.episode import BabyAiEnv
 from envhub.envs.searchqa import env as searchqa
 
 NO_CHANGE = "No change in state."

@@ -11,7 +11,8 @@ import pytest
 from common.config.envs import BabyaiOptions, EnvsSection
 from envhub.env import Style, UnknownItem, parse_item
 from envhub.envs.babyai import levels
-from envhub.envs.babyai.env import SUBSETS, BabyAiEnv, make_spec
+from envhub.envs.babyai.env import make_spec
+from envhub.envs.babyai.episode import SUBSETS, BabyAiEnv
 
 ONE_ROOM = ("PickupLoc", "PickupDist", "GoToLocal")
 MIXTURE = {

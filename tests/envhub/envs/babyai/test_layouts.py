@@ -2,7 +2,7 @@
 
 from common.config.envs import BabyaiOptions
 from envhub.env import Style
-from envhub.envs.babyai.env import BabyAiEnv
+from envhub.envs.babyai.episode import BabyAiEnv
 from tests.envhub.envs.babyai.test_env import played_by_expert, started
 
 LOCKED_AWAY = (

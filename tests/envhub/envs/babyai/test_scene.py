@@ -5,7 +5,7 @@ import random
 from envhub.envs.babyai import levels
 from envhub.envs.babyai import scene as sc
 from envhub.envs.babyai.actions import list_actions
-from envhub.envs.babyai.env import read_scene
+from envhub.envs.babyai.episode import read_scene
 from envhub.envs.babyai.scene import Scene
 from envhub.envs.babyai.text import agentgym_view, compact_view
 

@@ -9,7 +9,7 @@ from envhub.envs.babyai import scene as sc
 from envhub.envs.babyai import text
 from envhub.envs.babyai.actions import Action, Kind
 from envhub.envs.babyai.agentgym_actions import NO_CHANGE, UNKNOWN, image, offer
-from envhub.envs.babyai.env import BabyAiEnv, read_scene
+from envhub.envs.babyai.episode import BabyAiEnv, read_scene
 
 MIN_REWARD = 0.5  # what pays no more does not end the episode
 PRIMITIVES = {sc.LEFT: "turn left", sc.RIGHT: "turn right", sc.FORWARD: "move forward"}

@@ -1,0 +1,207 @@
+"""BabyAI levels played in words with high-level actions."""
+
+import hashlib
+
+from minigrid.envs.babyai.unlock import KeyInBox
+
+from common.config.envs import BabyaiOptions
+from envhub.env import ItemId, StepResult, Style, action_text, parse_item
+from envhub.envs.babyai import actions as act
+from envhub.envs.babyai import levels, text
+from envhub.envs.babyai import scene as sc
+from envhub.envs.babyai.actions import Action, Kind
+from envhub.envs.babyai.expert import Expert
+from envhub.envs.babyai.scene import Scene
+from envhub.envs.babyai.targets import closes_doors
+
+# minigrid shortens the reward and truncates by its own step count; turn budgets are the caller's.
+ENDLESS_STEPS = 1_000_000_000
+SUBSETS = levels.subsets()
+
+
+class BabyAiEnv:
+    """One BabyAI episode.
+
+    Differs from AgentGym's server on purpose: reward is 1.0 and the episode ends at the very
+    primitive that completes the mission, whatever the step count, and nothing else ends it; the
+    mission keeps its `then` and `after you` (`agentgym_goals` hides them); a layout that nobody
+    could solve is drawn anew (`agentgym_layouts` keeps it); an object's number in an action is the
+    number it has in the description; only actions that change something are valid; and where a
+    mission cannot be met otherwise, `toggle` closes an open door (missions of several parts, one of
+    them to open a door) or opens a box (KeyInBox).
+    """
+
+    def __init__(self, style: Style, *, options: BabyaiOptions | None = None) -> None:
+        self._style = style
+        self._options = options or BabyaiOptions()
+        self._level_name = ""
+        self._done = False
+
+    def reset(self, item_id: str, seed: int = 0) -> str:
+        """Starts an item; `seed` is unused, since the item fixes the whole level."""
+        item = parse_item(item_id, SUBSETS)
+        self._start(item)
+        return self._first_observation()
+
+    def _start(self, item: ItemId) -> None:
+        level_name, seed = levels.locate(item)
+        if level_name != self._level_name:
+            self._level = levels.make_level(
+                level_name, keeps_unsolvable=self._options.agentgym_layouts
+            )
+            # The level would draw its own view at every primitive; ours replaces it.
+            self._level.gen_obs = dict
+            self._level_name = level_name
+        self._level.reset(seed=seed)
+        self._max_steps = self._level.max_steps
+        self._level.max_steps = ENDLESS_STEPS
+        self._fingerprint = _fingerprint(self._level)
+        self._expert = Expert(self._level)
+        self._done = False
+        self._scene = read_scene(self._level)
+        self._look()
+
+    def step(self, action: str) -> StepResult:
+        """Performs one high-level action given as text."""
+        if self._done:
+            raise RuntimeError("step after the episode has ended")
+        name = act.normalize(action_text(action))
+        chosen = self._by_name.get(name)
+        if chosen is None:
+            return StepResult(
+                observation=self._refusal(name),
+                reward=0.0,
+                done=False,
+                is_valid=name == text.CHECK and self._style is Style.AGENTGYM,
+            )
+        is_won = self._perform(chosen)
+        return StepResult(
+            observation=self._observation(),
+            reward=self._success_reward() if is_won else 0.0,
+            done=self._done,
+            is_valid=True,
+        )
+
+    def _perform(self, action: Action) -> bool:
+        """Runs the primitives until the mission ends or one has no effect; returns whether won."""
+        is_won = False
+        for primitive in action.primitives:
+            before = self._pose()
+            _, reward, has_ended, _, _ = self._level.step(primitive)
+            # The debugging levels also end on a wrong object; we let the agent go on.
+            if has_ended and float(reward) > 0:
+                is_won = self._done = True
+                break
+            if primitive <= sc.FORWARD and before == self._pose():
+                break
+        if action.kind is Kind.MOVE:
+            self._scene.at, self._scene.heading = _pose(self._level, self._scene.stride)
+        else:
+            self._scene = read_scene(self._level)
+        self._look()
+        return is_won
+
+    def _success_reward(self) -> float:
+        """Returns 1, or minigrid's reward when it is asked for; never below 0."""
+        if not self._options.shaped_reward:
+            return 1.0
+        return max(0.0, 1.0 - 0.9 * self._level.step_count / self._max_steps)
+
+    def _pose(self) -> tuple[int, int]:
+        return _pose(self._level, self._scene.stride)
+
+    def _look(self) -> None:
+        self._objects, self._view = sc.see(self._scene)
+        self._actions = act.list_actions(self._scene, self._objects)
+        self._by_name = {action.name: action for action in self._actions}
+
+    def _first_observation(self) -> str:
+        if self._style is Style.COMPACT:
+            return f"goal: {self._level.mission}\n{self._observation()}"
+        return f"Your goal: {self._goal()}\n{self._observation()}"
+
+    def _goal(self) -> str:
+        """Returns the mission; AgentGym's wording, if asked for, hides the order of its parts."""
+        if not self._options.agentgym_goals:
+            return self._level.mission
+        return self._level.mission.replace("then", "and").replace("after you", "and")
+
+    def _observation(self) -> str:
+        if self._style is Style.COMPACT:
+            return text.compact_view(self._scene, self._objects, self._view)
+        return text.agentgym_view(
+            self._scene, self._objects, self._view, self._actions, is_over=self._done
+        )
+
+    def _refusal(self, name: str) -> str:
+        if self._style is Style.COMPACT:
+            return f"{text.INVALID}, {self._observation()}"
+        answer = text.refusal(self._scene, self._objects, self._actions, name)
+        return f"{answer}\n{text.available(self._actions)}"
+
+    def valid_actions(self) -> list[str]:
+        """Returns every action that changes something now; none when the episode has ended."""
+        return [] if self._done else [action.name for action in self._actions]
+
+    def expert_action(self) -> str | None:
+        """Returns the scripted expert's action; it knows the whole map and the instruction."""
+        return None if self._done else self._expert.choose(self._scene, self._by_name)
+
+    def render(self) -> str:
+        """Returns the whole map, two characters a cell, and the mission."""
+        return f"{self._level.mission}\n{self._level.pprint_grid()}"
+
+    def fingerprint(self) -> str:
+        """Returns the hash of the full state the episode began with."""
+        return self._fingerprint
+
+    def close(self) -> None:
+        """Does nothing: an episode holds no more than its own memory."""
+
+
+def _fingerprint(level) -> str:
+    """Returns sha256 over the grid, the agent's pose, what it carries and the mission."""
+    carried = level.carrying.encode() if level.carrying else ()
+    pose = tuple(int(v) for v in (*level.agent_pos, level.agent_dir, *carried))
+    digest = hashlib.sha256(level.grid.encode().tobytes())
+    digest.update(f"{pose} {level.mission}".encode())
+    return digest.hexdigest()
+
+
+def _pose(level, stride: int) -> tuple[int, int]:
+    x, y = level.agent_pos
+    return (int(y) + sc.PAD) * stride + int(x) + sc.PAD, int(level.agent_dir)
+
+
+def read_scene(level) -> Scene:
+    """Returns a snapshot of a minigrid level."""
+    grid = level.grid
+    stride = grid.width + 2 * sc.PAD
+    codes = [sc.WALL] * (stride * (grid.height + 2 * sc.PAD))
+    things: dict[int, tuple[str, str]] = {}
+    for i, thing in enumerate(grid.grid):
+        position = (i // grid.width + sc.PAD) * stride + i % grid.width + sc.PAD
+        if thing is None or thing.type == "floor":
+            codes[position] = sc.FREE
+        elif thing.type != "wall":
+            codes[position] = _code(thing)
+            things[position] = (thing.color, thing.type)
+    at, heading = _pose(level, stride)
+    held = level.carrying
+    carrying = (held.color, held.type) if held else None
+    return Scene(
+        codes,
+        things,
+        stride,
+        at,
+        heading,
+        carrying,
+        closes_doors=closes_doors(level),
+        opens_boxes=isinstance(level, KeyInBox),
+    )
+
+
+def _code(thing) -> int:
+    if thing.type == "door":
+        return sc.OPEN if thing.is_open else sc.LOCKED if thing.is_locked else sc.CLOSED
+    return {"goal": sc.GOAL, "lava": sc.LAVA}.get(thing.type, sc.THING)

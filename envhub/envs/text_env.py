@@ -1,0 +1,60 @@
+"""What the episodes of text worlds share: a step only while an episode lives, nothing after it."""
+
+import hashlib
+
+from envhub.env import StepResult, Style
+
+
+class TextEnv:
+    """One episode of a text world; it offers `Env` once the methods with an underscore are there.
+
+    A world's `reset` calls `_begin`; its `_step` sets `_done` with the step that ends the episode.
+    """
+
+    def __init__(self, style: Style) -> None:
+        self._style = style
+        self._done = True  # no episode lives before the first reset
+
+    @property
+    def _is_compact(self) -> bool:
+        return self._style is Style.COMPACT
+
+    def _begin(self) -> None:
+        self._done = False
+
+    def step(self, action: str) -> StepResult:
+        """Perform one action given as text.
+
+        Raises:
+            RuntimeError: no episode lives.
+        """
+        if self._done:
+            raise RuntimeError("step before reset, or after the episode has ended")
+        return self._step(action)
+
+    def _step(self, action: str) -> StepResult:
+        raise NotImplementedError
+
+    def valid_actions(self) -> list[str]:
+        """Return actions that would be executed now; see `Env.valid_actions`."""
+        return [] if self._done else self._valid_actions()
+
+    def _valid_actions(self) -> list[str]:
+        raise NotImplementedError
+
+    def expert_action(self) -> str | None:
+        """Return what the expert does now; None when it knows no way or the episode has ended."""
+        return None if self._done else self._expert_action()
+
+    def _expert_action(self) -> str | None:
+        raise NotImplementedError
+
+    def fingerprint(self) -> str:
+        """Return sha256 over what the world takes for its state at reset."""
+        return hashlib.sha256(self._state().encode()).hexdigest()
+
+    def _state(self) -> str:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Give back what the episode holds: nothing more than its own memory, unless said."""
