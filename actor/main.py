@@ -9,6 +9,7 @@ import time
 import uuid
 from contextlib import suppress
 from dataclasses import dataclass
+from types import FrameType
 
 import psutil
 import uvloop
@@ -18,9 +19,9 @@ from transformers import AutoTokenizer
 from actor.engine.engine import Engine
 from actor.engine.weights import WeightLink
 from actor.links.delivery import Delivery
-from actor.links.scheduler_client import Control
+from actor.links.scheduler_client import SchedulerClient
 from actor.links.waiting import wait_aloud
-from actor.rollout.env_client import HubClient
+from actor.rollout.env_client import Environments, HubClient
 from actor.rollout.lockstep import Rounds
 from actor.rollout.pool import Episodes
 from actor.rollout.render import Renderer
@@ -32,6 +33,7 @@ from common.wire.security import load_keys
 
 logger = logging.getLogger(__name__)
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 DRAIN_S = 5.0  # at the end, for trajectories without an acknowledgement
 
 
@@ -42,7 +44,7 @@ class Parts:
     name: str
     engine: Engine
     hub: HubClient
-    control: Control
+    scheduler: SchedulerClient
     delivery: Delivery
     weights: WeightLink
     episodes: Episodes
@@ -50,20 +52,37 @@ class Parts:
 
 def run(cfg: RunConfig, run_dir: RunDir) -> None:
     """Play episodes until the scheduler says that the run is over, or SIGTERM."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, _end_at_once)
     uvloop.run(_run(cfg, run_dir))
 
 
+def _end_at_once(number: int, _: FrameType | None) -> None:
+    """End this process and the engine that it may be starting: there is nothing to save yet.
+
+    An event loop cannot do it, because vLLM blocks it while it starts.
+    """
+    logger.info("ends while starting signal=%s", signal.Signals(number).name)
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
+    logging.shutdown()
+    os._exit(0)
+
+
 async def _run(cfg: RunConfig, run_dir: RunDir) -> None:
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
     name = cfg.actor.name or f"actor-{socket.gethostname()}-{os.getpid()}"
     context = zmq.asyncio.Context()
-    parts = await _build(cfg, run_dir, name, context)
     try:
-        await _work(cfg, parts, stop)
+        parts = await _build(cfg, run_dir, name, context)
+        stop = asyncio.Event()
+        for number in STOP_SIGNALS:
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        try:
+            await _work(cfg, parts, stop)
+        finally:
+            await _shut_down(parts)
     finally:
-        await _shut_down(parts)
         context.destroy(linger=500)
 
 
@@ -74,6 +93,7 @@ async def _build(cfg: RunConfig, run_dir: RunDir, name: str, context: zmq.asynci
     exclusive = asyncio.Lock()
     renderer = Renderer(AutoTokenizer.from_pretrained(cfg.model.path, local_files_only=True))
     is_lockstep = cfg.train.mode == "sync"
+    logger.info("engine is starting")
     engine = await Engine.start(
         cfg.model,
         cfg.actor,
@@ -82,15 +102,18 @@ async def _build(cfg: RunConfig, run_dir: RunDir, name: str, context: zmq.asynci
         meters_load=cfg.actor.adapt_concurrency and not is_lockstep,
     )
     start_s = cfg.actor.start_timeout_s
-    hub_url = cfg.envhub.url or run_dir.wait_for_address("envhub", timeout_s=start_s)
+    hub_url = cfg.envhub.url or await run_dir.await_address("envhub", timeout_s=start_s)
     hub = HubClient(hub_url, token=keys.hub_token, timeout_s=cfg.actor.env_timeout_s)
-    hello = Hello(role="actor", name=name, incarnation=incarnation, version=-1)
-    control = Control(
-        run_dir, keys, hello=hello, context=context, silence_s=4 * cfg.scheduler.dead_after_s
+    scheduler = SchedulerClient(
+        run_dir,
+        keys,
+        hello=Hello(role="actor", name=name, incarnation=incarnation, version=-1),
+        context=context,
+        silence_s=4 * cfg.scheduler.dead_after_s,
     )
-    control.connect(timeout_s=start_s)
+    await scheduler.connect(timeout_s=start_s)
     delivery = Delivery(run_dir, keys, window=cfg.actor.delivery_window, context=context)
-    delivery.connect(timeout_s=start_s)
+    await delivery.connect(timeout_s=start_s)
     weights = WeightLink(
         run_dir,
         keys,
@@ -101,25 +124,23 @@ async def _build(cfg: RunConfig, run_dir: RunDir, name: str, context: zmq.asynci
         exclusive=exclusive,
         context=context,
     )
-    weights.connect(timeout_s=start_s)
-    turn_tokens = cfg.actor.max_turn_tokens
+    await weights.connect(timeout_s=start_s)
+    rounds = Rounds(engine, max_tokens=cfg.actor.max_turn_tokens, exclusive=exclusive)
     episodes = Episodes(
         cfg.actor,
         actor=name,
-        style=cfg.envhub.style,
         engine=engine,
         renderer=renderer,
-        hub=hub,
-        instructions=await hub.instructions(),
+        environments=await Environments.of(hub, style=cfg.envhub.style),
         delivery=delivery,
-        rounds=Rounds(engine, max_tokens=turn_tokens, exclusive=exclusive) if is_lockstep else None,
+        rounds=rounds if is_lockstep else None,
     )
-    control.on_revoked = episodes.revoke
+    scheduler.on_revoked = episodes.revoke
     return Parts(
         name=name,
         engine=engine,
         hub=hub,
-        control=control,
+        scheduler=scheduler,
         delivery=delivery,
         weights=weights,
         episodes=episodes,
@@ -131,14 +152,14 @@ async def _work(cfg: RunConfig, parts: Parts, stop: asyncio.Event) -> None:
     loops = [
         asyncio.create_task(coroutine, name=name)
         for name, coroutine in {
-            "control": parts.control.run(),
+            "scheduler": parts.scheduler.run(),
             "delivery": parts.delivery.run(),
             "weights": parts.weights.run(),
             "heartbeat": _beat(cfg, parts),
             "leases": _take_leases(cfg, parts),
         }.items()
     ]
-    ends = [asyncio.create_task(event.wait()) for event in (stop, parts.control.is_finished)]
+    ends = [asyncio.create_task(event.wait()) for event in (stop, parts.scheduler.is_finished)]
     try:
         done, _ = await asyncio.wait(
             [*loops, *ends, parts.episodes.failed], return_when=asyncio.FIRST_COMPLETED
@@ -167,7 +188,7 @@ async def _take_leases(cfg: RunConfig, parts: Parts) -> None:
         if num_free == 0 or (is_lockstep and parts.episodes.running_ids):
             await parts.episodes.slot_freed.wait()
             continue
-        grant = await parts.control.request_leases(
+        grant = await parts.scheduler.request_leases(
             num_free_slots=num_free, version=parts.engine.version
         )
         parts.episodes.start(grant.leases)
@@ -187,7 +208,7 @@ async def _beat(cfg: RunConfig, parts: Parts) -> None:
         tokens = parts.engine.num_sampled_tokens
         rate = (tokens - last_tokens) / max(now - last_time, 1e-6)
         last_tokens, last_time = tokens, now
-        parts.control.beat(
+        parts.scheduler.beat(
             Heartbeat(
                 role="actor",
                 name=parts.name,
@@ -223,8 +244,9 @@ def _tree_rss_bytes(process: psutil.Process) -> int:
 
 
 async def _shut_down(parts: Parts) -> None:
+    """Say goodbye to scheduler and learner, so that nobody waits, and close."""
     await parts.episodes.cancel_all()
-    parts.control.close()
+    parts.scheduler.close()
     parts.delivery.close()
     parts.weights.close()
     await parts.hub.__aexit__(None, None, None)

@@ -67,7 +67,7 @@ async def _follow_learner(engine: Engine, run_dir: RunDir, settings: dict[str, A
         exclusive=exclusive,
         context=context,
     )
-    link.connect(timeout_s=settings["timeout_s"])
+    await link.connect(timeout_s=settings["timeout_s"])
     task = asyncio.create_task(link.run())
     try:
         async with asyncio.timeout(settings["timeout_s"]):

@@ -104,14 +104,17 @@ class Engine:
 
     async def device_ids(self) -> list[str]:
         """Return the names of the engine's GPUs, one per worker; "" for a CPU."""
-        async with self._diagnosed():
+        async with self._bounded("naming its devices", self._cfg.turn_timeout_s):
             return cast(list[str], await self._llm.collective_rpc("device_id"))
 
     @asynccontextmanager
-    async def _diagnosed(self) -> AsyncIterator[None]:
-        """Turn vLLM's "see above" into an error that says which process died of what."""
+    async def _bounded(self, doing: str, timeout_s: float) -> AsyncIterator[None]:
+        """Give the engine a deadline, and say what is wrong with one that misses it or dies."""
         try:
-            yield
+            async with asyncio.timeout(timeout_s):
+                yield
+        except TimeoutError:
+            raise EngineError(f"engine hangs: {doing} takes over {timeout_s:g}s") from None
         except EngineDeadError:
             raise EngineError(f"engine died: {await self._watch.describe_death()}") from None
 
@@ -140,12 +143,12 @@ class Engine:
                 computed by old weights is taken for one of the new.
 
         Raises:
-            EngineError: the engine died.
+            EngineError: the engine died, or took over `actor.turn_timeout_s`.
         """
         prompt = tokens_input(prompt_ids, cache_salt=salt)
         self.num_running += 1
         try:
-            async with self._diagnosed():
+            async with self._bounded("a turn", self._cfg.turn_timeout_s):
                 async for output in self._llm.generate(
                     prompt, self._sampling(max_tokens), request_id
                 ):
@@ -163,7 +166,7 @@ class Engine:
         The scheduler of the engine stands still while the requests are handed over, so the
         batches, and with them every rounding, do not depend on timing.
         """
-        async with self._diagnosed():
+        async with self._bounded("a round", self._cfg.turn_timeout_s):
             await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
             queues = {}
             for request_id, prompt_ids in prompts.items():
@@ -209,19 +212,14 @@ class Engine:
         """
         started = time.monotonic()
         deadline_s = 2 * offer.timeout_s + LOAD_S  # a transfer has two parts with a deadline each
-        try:
-            async with self._diagnosed(), asyncio.timeout(deadline_s):
-                await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
-                try:
-                    await announce()
-                    entered = time.monotonic()
-                    await self._receive(offer)
-                finally:
-                    await self._llm.resume_generation()
-        except TimeoutError:
-            raise EngineError(
-                f"engine hangs: version {offer.version} not loaded within {deadline_s:g}s"
-            ) from None
+        async with self._bounded(f"loading version {offer.version}", deadline_s):
+            await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
+            try:
+                await announce()
+                entered = time.monotonic()
+                await self._receive(offer)
+            finally:
+                await self._llm.resume_generation()
         now = time.monotonic()
         return LoadReport(pause_s=now - started, load_s=now - entered)
 
@@ -236,10 +234,14 @@ class Engine:
         self.version = offer.version
 
     async def score(self, sequences: list[list[int]], *, request_id: str) -> list[list[float]]:
-        """Return the logprob [seq-1] of every token given those before it, nothing cached."""
+        """Return the logprob [seq-1] of every token given those before it, nothing cached.
+
+        Raises:
+            EngineError: as `generate`.
+        """
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
         scores: list[list[float]] = []
-        async with self._diagnosed():
+        async with self._bounded(f"scoring {request_id}", self._cfg.turn_timeout_s):
             for index, token_ids in enumerate(sequences):
                 prompt = tokens_input(token_ids)
                 async for output in self._llm.generate(prompt, params, f"{request_id}-{index}"):

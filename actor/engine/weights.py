@@ -8,21 +8,23 @@ from typing import Any
 from actor.engine.engine import Engine
 from common.errors import LongstrideError, WeightSyncError
 from common.store.run_dir import RunDir
-from common.wire.codec import decode, encode
+from common.wire.following_dealer import FollowingDealer
 from common.wire.messages import (
     CanaryScores,
     Rejected,
     WeightsJoin,
+    WeightsLeave,
     WeightsLoaded,
     WeightsOffer,
     WeightsReady,
 )
 from common.wire.security import RunKeys
-from common.wire.sockets import connect_dealer
+from common.wire.weight_group import TransferCancelled
 
 logger = logging.getLogger(__name__)
 
-REJOIN_S = 5.0  # say hello again while no weights have come
+REJOIN_S = 5.0  # between hellos: who was given up as dead, or cut off, comes back by them
+FOLLOW_S = 0.5  # between looks at the learner's address
 MAX_FAILURES = 5  # transfers in a row
 
 
@@ -44,102 +46,82 @@ class WeightLink:
         exclusive: asyncio.Lock,
         context: Any,
     ) -> None:
-        self._run_dir = run_dir
-        self._keys = keys
         self._engine = engine
         self._actor = actor
         self._incarnation = incarnation
         self._device = device
         self._exclusive = exclusive
-        self._context = context
-        self._address = ""
-        self._socket: Any = None
+        self._line = FollowingDealer(run_dir, "weights", keys, context=context, hello=self._hello)
         self._joined_at = 0.0
         self._num_failures = 0
         self.first_version = asyncio.Event()
         self.is_loading = False
 
-    def connect(self, *, timeout_s: float) -> None:
+    async def connect(self, *, timeout_s: float) -> None:
         """Connect and join. Raises: LongstrideError: the learner does not say where it listens."""
-        self._address = self._run_dir.wait_for_address("weights", timeout_s=timeout_s)
-        self._socket = connect_dealer(self._context, self._keys, address=self._address)
+        await self._line.connect_soon(timeout_s=timeout_s)
 
     async def run(self) -> None:
-        """Answer offers until cancelled; rejoin a learner that has moved."""
-        await self._join()
+        """Answer offers until cancelled; join again a learner that has moved or forgot us."""
         while True:
-            if await self._socket.poll(500):
-                message = decode(await self._socket.recv_multipart())
-                if isinstance(message, Rejected):
-                    raise LongstrideError(f"the learner refused: {message.reason}")
+            message = await self._line.next(timeout_s=FOLLOW_S)
+            if isinstance(message, Rejected):
+                raise LongstrideError(f"the learner refused: {message.reason}")
+            if message is not None:
                 await self._answer(message)
-            else:
-                await self._follow()
+            elif not self._line.follow() and time.monotonic() - self._joined_at > REJOIN_S:
+                self._line.send(self._hello())
 
-    async def _join(self) -> None:
+    def _hello(self) -> WeightsJoin:
         self._joined_at = time.monotonic()
-        await self._send(
-            WeightsJoin(
-                actor=self._actor,
-                incarnation=self._incarnation,
-                device=self._device,
-                version=self._engine.version,
-            )
+        return WeightsJoin(
+            actor=self._actor,
+            incarnation=self._incarnation,
+            device=self._device,
+            version=self._engine.version,
         )
-
-    async def _follow(self) -> None:
-        path = self._run_dir.addresses / "weights"
-        address = path.read_text().strip() if path.exists() else self._address
-        if address != self._address:
-            logger.info("learner moved from=%s to=%s", self._address, address)
-            self._socket.close(linger=0)
-            self._address = address
-            self._socket = connect_dealer(self._context, self._keys, address=address)
-            await self._join()
-        elif not self.first_version.is_set() and time.monotonic() - self._joined_at > REJOIN_S:
-            await self._join()
 
     async def _answer(self, offer: WeightsOffer) -> None:
         """Load one offer and report; a failed transfer leaves the old weights and is reported."""
         async with self._exclusive:
             self.is_loading = True
-            error = ""
+            failure: WeightSyncError | None = None
             pause_s = load_s = 0.0
             try:
                 report = await self._engine.load(offer, announce=lambda: self._ready(offer))
                 pause_s, load_s = report.pause_s, report.load_s
-            except WeightSyncError as e:
-                error = str(e)
-                logger.error("weights not loaded version=%d reason=%s", offer.version, e)
+            except WeightSyncError as error:
+                failure = error
+                logger.error("weights not loaded version=%d reason=%s", offer.version, error)
             self.is_loading = False
-            await self._send(
+            self._line.send(
                 WeightsLoaded(
                     actor=self._actor,
                     incarnation=self._incarnation,
                     version=offer.version,
                     group_epoch=offer.group_epoch,
-                    is_ok=not error,
-                    error=error[:1_000],
+                    is_ok=failure is None,
+                    error=str(failure or "")[:1_000],
                     pause_s=pause_s,
                     load_s=load_s,
                 )
             )
-            if error:
-                await self._recover(error)
+            if failure is not None:
+                self._recover(failure)
                 return
             await self._report_canary(offer)
         self._num_failures = 0
         self.first_version.set()
 
-    async def _recover(self, error: str) -> None:
+    def _recover(self, failure: WeightSyncError) -> None:
         """Ask again after a failed transfer. Raises: WeightSyncError: too many in a row."""
-        self._num_failures += 1
+        self._num_failures += not isinstance(failure, TransferCancelled)  # that is another's fault
         if self._num_failures >= MAX_FAILURES:
-            raise WeightSyncError(f"{self._num_failures} transfers failed in a row: {error}")
-        await self._join()
+            raise WeightSyncError(f"{self._num_failures} transfers failed in a row: {failure}")
+        self._line.send(self._hello())
 
     async def _ready(self, offer: WeightsOffer) -> None:
-        await self._send(
+        self._line.send(
             WeightsReady(
                 actor=self._actor,
                 incarnation=self._incarnation,
@@ -153,12 +135,10 @@ class WeightLink:
             return
         request_id = f"canary-{offer.version}-{offer.group_epoch}"
         scores = await self._engine.score(offer.canary_token_ids, request_id=request_id)
-        await self._send(CanaryScores(actor=self._actor, version=offer.version, logprobs=scores))
-
-    async def _send(self, message: Any) -> None:
-        await self._socket.send_multipart(encode(message))
+        self._line.send(CanaryScores(actor=self._actor, version=offer.version, logprobs=scores))
 
     def close(self) -> None:
-        """Close the socket."""
-        if self._socket is not None:
-            self._socket.close(linger=200)
+        """Tell the learner not to wait for this engine, and close."""
+        if self._line.address:
+            self._line.send(WeightsLeave(actor=self._actor, incarnation=self._incarnation))
+        self._line.close(linger_s=0.5)

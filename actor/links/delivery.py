@@ -5,15 +5,11 @@ import logging
 import time
 from typing import Any
 
-import zmq
-import zmq.asyncio
-
 from common.errors import LongstrideError
 from common.store.run_dir import RunDir
-from common.wire.codec import decode, encode
+from common.wire.following_dealer import FollowingDealer
 from common.wire.messages import Ack, Rejected, Trajectory
 from common.wire.security import RunKeys
-from common.wire.sockets import connect_dealer
 
 logger = logging.getLogger(__name__)
 
@@ -29,25 +25,20 @@ class Delivery:
     """
 
     def __init__(self, run_dir: RunDir, keys: RunKeys, *, window: int, context: Any) -> None:
-        self._run_dir = run_dir
-        self._keys = keys
-        self._context = context
+        self._line = FollowingDealer(run_dir, "learner", keys, context=context)
         self._slots = asyncio.Semaphore(window)
         self._pending: dict[str, tuple[Trajectory, float]] = {}  # id -> (episode, last sent)
         self._all_done = asyncio.Event()
         self._all_done.set()
-        self._address = ""
-        self._socket: Any = None
 
     @property
     def pending_ids(self) -> list[str]:
         """Episodes that are not acknowledged yet."""
         return list(self._pending)
 
-    def connect(self, *, timeout_s: float) -> None:
+    async def connect(self, *, timeout_s: float) -> None:
         """Connect to the learner. Raises: LongstrideError: it does not say where it listens."""
-        self._address = self._run_dir.wait_for_address("learner", timeout_s=timeout_s)
-        self._socket = connect_dealer(self._context, self._keys, address=self._address)
+        await self._line.connect_soon(timeout_s=timeout_s)
 
     async def put(self, trajectory: Trajectory) -> None:
         """Take over a finished episode; waits while the window is full."""
@@ -57,7 +48,7 @@ class Delivery:
             return
         self._all_done.clear()
         self._pending[trajectory.episode_id] = (trajectory, time.monotonic())
-        await self._send(trajectory)
+        self._line.send(trajectory)
 
     async def drained(self) -> None:
         """Wait until everything is acknowledged. The caller sets the deadline."""
@@ -67,10 +58,11 @@ class Delivery:
         """Receive acknowledgements and resend, until cancelled."""
         checked = time.monotonic()
         while True:
-            if await self._socket.poll(int(CHECK_S * 1_000)):
-                self._receive(decode(await self._socket.recv_multipart()))
+            message = await self._line.next(timeout_s=CHECK_S)
+            if message is not None:
+                self._receive(message)
             if time.monotonic() - checked >= CHECK_S:  # also while acknowledgements stream in
-                await self._follow_and_resend()
+                self._follow_and_resend()
                 checked = time.monotonic()
 
     def _receive(self, message: Any) -> None:
@@ -85,29 +77,15 @@ class Delivery:
         if not self._pending:
             self._all_done.set()
 
-    async def _follow_and_resend(self) -> None:
+    def _follow_and_resend(self) -> None:
         """Go to the learner's new address if it has one; send again what is overdue."""
-        path = self._run_dir.addresses / "learner"
-        address = path.read_text().strip() if path.exists() else self._address
-        has_moved = address != self._address
-        if has_moved:
-            logger.info("learner moved from=%s to=%s", self._address, address)
-            self._socket.close(linger=0)
-            self._address = address
-            self._socket = connect_dealer(self._context, self._keys, address=address)
+        has_moved = self._line.follow()
         now = time.monotonic()
         for trajectory, last_sent in list(self._pending.values()):
             if has_moved or now - last_sent > RESEND_S:
                 self._pending[trajectory.episode_id] = (trajectory, now)
-                await self._send(trajectory)
-
-    async def _send(self, trajectory: Trajectory) -> None:
-        try:
-            await self._socket.send_multipart(encode(trajectory))
-        except zmq.Again:
-            logger.warning("send would block episode=%s: kept", trajectory.episode_id)
+                self._line.send(trajectory)
 
     def close(self) -> None:
         """Close the socket; what is unacknowledged is the scheduler's to issue again."""
-        if self._socket is not None:
-            self._socket.close(linger=500)
+        self._line.close(linger_s=0.5)

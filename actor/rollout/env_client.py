@@ -157,3 +157,25 @@ class HubSession:
             await self._hub.request("DELETE", self._path, None)
         except EnvError as e:
             logger.debug("close failed path=%s reason=%s", self._path, e)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Environments:
+    """What a hub serves, worded in one style."""
+
+    hub: HubClient
+    style: str  # how observations are worded
+    instructions: dict[str, dict[str, str]]  # environment -> style -> text
+
+    @classmethod
+    async def of(cls, hub: HubClient, *, style: str) -> "Environments":
+        """Return those of a hub. Raises: EnvError, EnvTimeout."""
+        return cls(hub=hub, style=style, instructions=await hub.instructions())
+
+    def instruction(self, env: str) -> str:
+        """Return the text that goes before the first observation, "" if there is none."""
+        return self.instructions.get(env, {}).get(self.style, "")
+
+    async def open(self, env: str, item_id: str, *, seed: int) -> HubSession:
+        """Start an episode. Raises: EnvError, EnvTimeout."""
+        return await self.hub.open(env, item_id, seed=seed, style=self.style)

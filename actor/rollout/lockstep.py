@@ -20,9 +20,9 @@ class Rounds:
         self._exclusive = exclusive
         self._max_tokens = max_tokens
         self._running: set[str] = set()
-        self._waiting: dict[str, tuple[list[int], asyncio.Future[Completion]]] = {}
+        self._waiting: dict[str, list[int]] = {}  # episode -> its prompt
+        self._next: asyncio.Future[asyncio.Task[dict[str, Completion]]] | None = None
         self._round_number = 0
-        self._round: asyncio.Task[None] | None = None
 
     def enter(self, episode_id: str) -> None:
         """Count an episode in. Call for all of a batch before any of them asks."""
@@ -35,32 +35,27 @@ class Rounds:
 
     async def act(self, episode_id: str, prompt_ids: list[int], _: "HubSession") -> "Completion":
         """Return this episode's next turn, once everybody has asked."""
-        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self._waiting[episode_id] = (prompt_ids, future)
+        if self._next is None:
+            self._next = asyncio.get_running_loop().create_future()
+        started = self._next
+        self._waiting[episode_id] = prompt_ids
         self._maybe_start()
-        return await future
+        # Shielded, because an episode that is revoked must not end the round of the others.
+        completions = await asyncio.shield(await asyncio.shield(started))
+        return completions[episode_id]
 
     def _maybe_start(self) -> None:
-        if self._waiting and self._waiting.keys() >= self._running:
+        if self._next is not None and self._waiting.keys() >= self._running:
             waiting, self._waiting = self._waiting, {}
-            self._round = asyncio.create_task(self._generate(waiting))
+            started, self._next = self._next, None
+            started.set_result(asyncio.create_task(self._generate(waiting)))
 
-    async def _generate(
-        self, waiting: "dict[str, tuple[list[int], asyncio.Future[Completion]]]"
-    ) -> None:
+    async def _generate(self, prompts: dict[str, list[int]]) -> "dict[str, Completion]":
+        """Return every episode's turn. A failure of the engine reaches all that wait for it."""
         self._round_number += 1
-        prompts = {f"{self._round_number}:{name}": waiting[name][0] for name in sorted(waiting)}
-        try:
-            async with self._exclusive:
-                completions = await self._engine.generate_together(
-                    prompts, max_tokens=self._max_tokens, salt=f"v{self._engine.version}"
-                )
-        except Exception as e:  # noqa: BLE001 - handed to every episode of the round, which raise it
-            for _, future in waiting.values():
-                if not future.done():
-                    future.set_exception(e)
-            return
-        for name, completion in completions.items():
-            future = waiting[name.partition(":")[2]][1]
-            if not future.done():
-                future.set_result(completion)
+        by_request = {f"{self._round_number}:{name}": prompts[name] for name in sorted(prompts)}
+        async with self._exclusive:
+            completions = await self._engine.generate_together(
+                by_request, max_tokens=self._max_tokens, salt=f"v{self._engine.version}"
+            )
+        return {name.partition(":")[2]: each for name, each in completions.items()}

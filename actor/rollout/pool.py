@@ -6,7 +6,7 @@ import logging
 from actor.engine.concurrency import Concurrency, EngineLoad
 from actor.engine.engine import Completion, Engine
 from actor.links.delivery import Delivery
-from actor.rollout.env_client import HubClient, HubSession
+from actor.rollout.env_client import Environments, HubSession
 from actor.rollout.episode import Act, Render, run_episode
 from actor.rollout.lockstep import Rounds
 from actor.rollout.render import Renderer
@@ -20,6 +20,10 @@ logger = logging.getLogger(__name__)
 class Episodes:
     """The episodes in work. A slot is free again when its trajectory is handed to delivery.
 
+    Consumes: leases (`start`), what the engine had to do (`adapt`), revocations.
+    Waits for: the hub, the engine, and a place in the delivery window.
+    Unblocked by: their answers; each has a deadline of its own, a lease one for the whole episode.
+
     Raises in `failed`: whatever is no `EnvError` in an episode ends the actor.
     """
 
@@ -28,21 +32,17 @@ class Episodes:
         cfg: ActorSection,
         *,
         actor: str,
-        style: str,
         engine: Engine,
         renderer: Renderer,
-        hub: HubClient,
-        instructions: dict[str, dict[str, str]],
+        environments: Environments,
         delivery: Delivery,
         rounds: Rounds | None,
     ) -> None:
         self._cfg = cfg
         self._actor = actor
-        self._style = style
         self._engine = engine
         self._renderer = renderer
-        self._hub = hub
-        self._instructions = instructions
+        self._environments = environments
         self._delivery = delivery
         self._rounds = rounds
         self._concurrency = Concurrency(least=cfg.min_concurrent, most=cfg.max_concurrent)
@@ -109,12 +109,10 @@ class Episodes:
         act, render = self._policy(lease)
         trajectory = await run_episode(
             lease,
-            open_session=lambda: self._hub.open(
-                lease.env, lease.item_id, seed=lease.seed, style=self._style
-            ),
+            open_session=lambda: self._environments.open(lease.env, lease.item_id, seed=lease.seed),
             act=act,
             render=render,
-            instruction=self._instructions.get(lease.env, {}).get(self._style, ""),
+            instruction=self._environments.instruction(lease.env),
             max_tokens=self._cfg.max_model_len,
             turn_tokens=self._cfg.max_turn_tokens,
             actor=self._actor,
@@ -134,10 +132,9 @@ class Episodes:
         if self._rounds is not None:
             return await self._rounds.act(lease.episode_id, ids, session)
         self._num_requests += 1
-        async with asyncio.timeout(self._cfg.turn_timeout_s):
-            return await self._engine.generate(
-                list(ids),
-                request_id=f"{lease.episode_id}:{lease.attempt}:{self._num_requests}",
-                max_tokens=self._cfg.max_turn_tokens,
-                salt=f"v{self._engine.version}",
-            )
+        return await self._engine.generate(
+            list(ids),
+            request_id=f"{lease.episode_id}:{lease.attempt}:{self._num_requests}",
+            max_tokens=self._cfg.max_turn_tokens,
+            salt=f"v{self._engine.version}",
+        )

@@ -13,10 +13,9 @@ import zmq
 
 from common.errors import LongstrideError
 from common.store.run_dir import RunDir
-from common.wire.codec import decode, encode
+from common.wire.following_dealer import FollowingDealer
 from common.wire.messages import Heartbeat, Hello, Outcomes, Progress, Rejected, Welcome
 from common.wire.security import RunKeys
-from common.wire.sockets import connect_dealer
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +40,6 @@ class SchedulerLink:
         silence_s: float,
         on_progress: Callable[[Progress], None],
     ) -> None:
-        self._run_dir = run_dir
-        self._keys = keys
         self._hello = hello
         self._silence_s = silence_s
         self._on_progress = on_progress
@@ -54,10 +51,10 @@ class SchedulerLink:
         self._sent: deque[tuple[int, int]] = deque()  # (number, messages told up to it)
         self._caught_up = (0, 0.0)  # a number that must be heard of, and since when
         self._context = zmq.Context()
-        self._socket: Any = None
-        self._address = ""
+        self._line = FollowingDealer(
+            run_dir, "scheduler", keys, context=self._context, hello=self._greet
+        )
         self._run_epoch = ""
-        self._last_heard = time.monotonic()
 
     # --- any thread -------------------------------------------------------------------------
 
@@ -76,22 +73,17 @@ class SchedulerLink:
 
     def connect(self, *, timeout_s: float) -> None:
         """Connect and say hello. Raises: LongstrideError: no scheduler says where it listens."""
-        self._address = self._run_dir.wait_for_address("scheduler", timeout_s=timeout_s)
-        self._open()
+        self._line.connect(timeout_s=timeout_s)
 
-    def _open(self) -> None:
-        """Begin anew on a new socket: everything that is kept will be told after the welcome."""
-        if self._socket is not None:
-            self._socket.close(linger=0)
-        self._socket = connect_dealer(self._context, self._keys, address=self._address)
-        self._last_heard = time.monotonic()
+    def _greet(self) -> Hello:
+        """Begin anew on a new connection: all that is kept will be told after the welcome."""
         self._run_epoch = ""
-        self._send(self._hello)
+        return self._hello
 
     def pump(self) -> None:
         """Hear what has come, send what is queued."""
-        while self._socket.poll(0):
-            self._hear(decode(self._socket.recv_multipart()))
+        for message in self._line.take_all():
+            self._hear(message)
         self.flush()
 
     def beat(self, heartbeat: Heartbeat) -> None:
@@ -100,19 +92,12 @@ class SchedulerLink:
         Raises:
             LongstrideError: nothing heard for `silence_s`.
         """
-        path = self._run_dir.addresses / "scheduler"
-        address = path.read_text().strip() if path.exists() else self._address
-        silent_s = time.monotonic() - self._last_heard
-        if address != self._address:
-            logger.info("scheduler moved from=%s to=%s", self._address, address)
-            self._address = address
-            self._open()
-        elif silent_s > self._silence_s:
-            raise LongstrideError(f"scheduler silent for {silent_s:.0f}s at {self._address}")
-        self._send(heartbeat)
+        silent_s = self._line.silent_s
+        if not self._line.follow() and silent_s > self._silence_s:
+            raise LongstrideError(f"scheduler silent for {silent_s:.0f}s at {self._line.address}")
+        self._line.send(heartbeat)
 
     def _hear(self, message: Any) -> None:
-        self._last_heard = time.monotonic()
         match message:
             case Welcome():
                 is_new = message.run_epoch != self._run_epoch
@@ -123,7 +108,7 @@ class SchedulerLink:
                 if message.run_epoch == self._run_epoch:
                     self._forget_saved(message)
                 elif self._run_epoch:
-                    self._send(self._hello)
+                    self._line.send(self._hello)
                 self._on_progress(message)
                 if message.run_epoch == self._run_epoch:
                     self._look_for_gap(message)
@@ -159,7 +144,7 @@ class SchedulerLink:
                 wanted,
                 progress.num_heard,
             )
-            self._open()
+            self._line.reopen()
 
     def flush(self) -> None:
         """Send what is queued. Before the welcome all of it waits."""
@@ -171,17 +156,13 @@ class SchedulerLink:
             return
         for message in _merged(news):
             self._number += 1
-            self._send(replace(message, number=self._number))
+            self._line.send(replace(message, number=self._number))
         self._num_told += len(news)
         self._sent.append((self._number, self._num_told))
 
-    def _send(self, message: Any) -> None:
-        self._socket.send_multipart(encode(message))
-
     def close(self) -> None:
         """Close the socket; what is queued is sent first."""
-        if self._socket is not None:
-            self._socket.close(linger=500)
+        self._line.close(linger_s=0.5)
         self._context.term()
 
 

@@ -163,7 +163,7 @@ class Rig:
             exclusive=asyncio.Lock(),
             context=context,
         )
-        link.connect(timeout_s=WAIT_S)
+        await link.connect(timeout_s=WAIT_S)
         task = asyncio.create_task(link.run())
         try:
             yield link, task

@@ -43,9 +43,9 @@ class Learner:
         if self._router is not None:
             self._router.close()
 
-    def make_delivery(self, context: zmq.asyncio.Context, *, window: int) -> Delivery:
+    async def make_delivery(self, context: zmq.asyncio.Context, *, window: int) -> Delivery:
         delivery = Delivery(self._run_dir, self._keys, window=window, context=context)
-        delivery.connect(timeout_s=5.0)
+        await delivery.connect(timeout_s=5.0)
         return delivery
 
     async def receive(self, num: int) -> list[Received]:
@@ -74,7 +74,7 @@ def check(tmp_path: Path, law: Law, *, window: int = 2) -> None:
     async def run() -> None:
         learner = Learner(tmp_path)
         context = zmq.asyncio.Context()
-        delivery = learner.make_delivery(context, window=window)
+        delivery = await learner.make_delivery(context, window=window)
         loop = asyncio.create_task(delivery.run())
         try:
             await law(learner, delivery, loop)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import zmq.asyncio
 
-from actor.links.scheduler_client import Control
+from actor.links.scheduler_client import SchedulerClient
 from common.errors import LongstrideError
 from common.store.run_dir import RunDir
 from common.wire.messages import (
@@ -83,7 +83,7 @@ class Scheduler:
         assert self._router is not None
         assert self._router.send(received.sender, answer)
 
-    async def welcome(self, control: Control) -> Received:
+    async def welcome(self, control: SchedulerClient) -> Received:
         hello = await self.next(Hello)
         self.answer(hello, Welcome(run_epoch="e", version=0, is_lockstep=True))
         async with asyncio.timeout(5.0):
@@ -91,17 +91,17 @@ class Scheduler:
         return hello
 
 
-Law = Callable[[Scheduler, Control, asyncio.Task[None]], Awaitable[None]]
+Law = Callable[[Scheduler, SchedulerClient, asyncio.Task[None]], Awaitable[None]]
 
 
 def check(tmp_path: Path, law: Law, *, silence_s: float = 30.0) -> None:
     async def run() -> None:
         scheduler = Scheduler(tmp_path)
         context = zmq.asyncio.Context()
-        control = Control(
+        control = SchedulerClient(
             scheduler.run_dir, scheduler.keys, hello=HELLO, context=context, silence_s=silence_s
         )
-        control.connect(timeout_s=5.0)
+        await control.connect(timeout_s=5.0)
         loop = asyncio.create_task(control.run())
         try:
             await law(scheduler, control, loop)
@@ -116,7 +116,7 @@ def check(tmp_path: Path, law: Law, *, silence_s: float = 30.0) -> None:
 
 
 def test_hello_is_answered_by_welcome_and_a_request_by_a_grant(tmp_path: Path) -> None:
-    async def law(scheduler: Scheduler, control: Control, _: asyncio.Task[None]) -> None:
+    async def law(scheduler: Scheduler, control: SchedulerClient, _: asyncio.Task[None]) -> None:
         hello = await scheduler.welcome(control)
         assert hello.message == HELLO
         assert control.run_epoch == "e"
@@ -131,7 +131,7 @@ def test_hello_is_answered_by_welcome_and_a_request_by_a_grant(tmp_path: Path) -
 
 
 def test_progress_revokes_and_ends_the_run(tmp_path: Path) -> None:
-    async def law(scheduler: Scheduler, control: Control, _: asyncio.Task[None]) -> None:
+    async def law(scheduler: Scheduler, control: SchedulerClient, _: asyncio.Task[None]) -> None:
         revoked: list[str] = []
         control.on_revoked = revoked.extend
         await scheduler.welcome(control)
@@ -148,7 +148,7 @@ def test_progress_revokes_and_ends_the_run(tmp_path: Path) -> None:
 
 
 def test_a_scheduler_of_another_epoch_is_greeted_again(tmp_path: Path) -> None:
-    async def law(scheduler: Scheduler, control: Control, _: asyncio.Task[None]) -> None:
+    async def law(scheduler: Scheduler, control: SchedulerClient, _: asyncio.Task[None]) -> None:
         await scheduler.welcome(control)
         control.beat(BEAT)
         scheduler.answer(await scheduler.next(Heartbeat), progress(epoch="e2"))
@@ -158,7 +158,7 @@ def test_a_scheduler_of_another_epoch_is_greeted_again(tmp_path: Path) -> None:
 
 
 def test_a_scheduler_that_moves_is_followed(tmp_path: Path) -> None:
-    async def law(scheduler: Scheduler, control: Control, loop: asyncio.Task[None]) -> None:
+    async def law(scheduler: Scheduler, control: SchedulerClient, loop: asyncio.Task[None]) -> None:
         await scheduler.welcome(control)
         scheduler.restart()
         control.beat(BEAT)
@@ -172,7 +172,7 @@ def test_a_scheduler_that_moves_is_followed(tmp_path: Path) -> None:
 
 
 def test_a_silent_scheduler_ends_the_actor(tmp_path: Path) -> None:
-    async def law(scheduler: Scheduler, control: Control, _: asyncio.Task[None]) -> None:
+    async def law(scheduler: Scheduler, control: SchedulerClient, _: asyncio.Task[None]) -> None:
         await asyncio.sleep(0.02)
         with pytest.raises(LongstrideError, match="scheduler silent"):
             control.beat(BEAT)
@@ -181,7 +181,7 @@ def test_a_silent_scheduler_ends_the_actor(tmp_path: Path) -> None:
 
 
 def test_a_refusal_of_the_scheduler_ends_the_loop(tmp_path: Path) -> None:
-    async def law(scheduler: Scheduler, control: Control, loop: asyncio.Task[None]) -> None:
+    async def law(scheduler: Scheduler, control: SchedulerClient, loop: asyncio.Task[None]) -> None:
         scheduler.answer(await scheduler.next(Hello), Rejected(reason="schema"))
         async with asyncio.timeout(5.0):
             with pytest.raises(LongstrideError, match="refused a message: schema"):

@@ -1,0 +1,127 @@
+"""A DEALER that stays with its peer when that moves to another address."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+
+from common.store.run_dir import RunDir
+from common.wire.codec import decode, encode
+from common.wire.security import RunKeys
+from common.wire.sockets import connect_dealer
+
+logger = logging.getLogger(__name__)
+
+
+class FollowingDealer:
+    """A line to the role that publishes its address in the run directory.
+
+    It says hello on every new connection. No send ever blocks, so that a peer that is gone holds
+    nobody up. For a zmq.asyncio context receive with `next`, for a plain one with `take_all`.
+
+    Example: the scheduler restarts elsewhere -> follow() sees the new address, drops the old
+    connection with what was queued on it, connects and says hello; the caller sends again what
+    it must not lose.
+    """
+
+    def __init__(
+        self,
+        run_dir: RunDir,
+        role: str,
+        keys: RunKeys,
+        *,
+        context: Any,
+        hello: Callable[[], Any] | None = None,
+    ) -> None:
+        """Make one that is not connected yet.
+
+        Args:
+            role: the name under which the peer publishes its address.
+            context: zmq.Context or zmq.asyncio.Context.
+            hello: makes the first message of every connection; None: there is none.
+        """
+        self._run_dir = run_dir
+        self._role = role
+        self._keys = keys
+        self._context = context
+        self._hello = hello
+        self._socket: Any = None
+        self._heard_at = time.monotonic()
+        self.address = ""
+
+    def connect(self, *, timeout_s: float) -> None:
+        """Connect, blocking. Raises: LongstrideError: no address was published in time."""
+        self._open(self._run_dir.wait_for_address(self._role, timeout_s=timeout_s))
+
+    async def connect_soon(self, *, timeout_s: float) -> None:
+        """Connect, like `connect`, while the event loop goes on."""
+        self._open(await self._run_dir.await_address(self._role, timeout_s=timeout_s))
+
+    def follow(self) -> bool:
+        """Go where the peer is now; True if that is a new connection.
+
+        Nobody may wait in `next` meanwhile: closing a socket cancels who waits for it.
+        """
+        if not self.has_moved:
+            return False
+        address = self._run_dir.find_address(self._role) or self.address
+        logger.info("%s moved from=%s to=%s", self._role, self.address, address)
+        self._open(address)
+        return True
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether the peer has published another address than the connected one."""
+        return self._run_dir.find_address(self._role) not in (None, self.address)
+
+    def reopen(self) -> None:
+        """Begin a new connection to the same address."""
+        self._open(self.address)
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the peer was heard, or since the connection began."""
+        return time.monotonic() - self._heard_at
+
+    def send(self, message: Any) -> bool:
+        """Send at once; False, and a warning, if the queue to the peer is full."""
+        try:
+            sent = self._socket.send_multipart(encode(message), zmq.NOBLOCK)
+            if isinstance(sent, asyncio.Future) and sent.done():
+                sent.result()
+        except zmq.Again:
+            logger.warning("queue to %s is full, dropped %s", self._role, type(message).__name__)
+            return False
+        return True
+
+    async def next(self, *, timeout_s: float) -> Any | None:
+        """Return the peer's next message, None if none comes in time."""
+        if not await self._socket.poll(int(timeout_s * 1_000)):
+            return None
+        frames = await self._socket.recv_multipart()
+        self._heard_at = time.monotonic()
+        return decode(frames)
+
+    def take_all(self) -> list[Any]:
+        """Return the messages that are here, without waiting."""
+        taken: list[Any] = []
+        while self._socket.poll(0):
+            taken.append(decode(self._socket.recv_multipart()))
+            self._heard_at = time.monotonic()
+        return taken
+
+    def close(self, *, linger_s: float) -> None:
+        """Close, after at most `linger_s` seconds for what is queued."""
+        if self._socket is not None:
+            self._socket.close(linger=int(linger_s * 1_000))
+
+    def _open(self, address: str) -> None:
+        self.close(linger_s=0.0)
+        self.address = address
+        self._socket = connect_dealer(self._context, self._keys, address=address)
+        self._heard_at = time.monotonic()
+        if self._hello is not None:
+            self.send(self._hello())
