@@ -40,7 +40,7 @@ class Hub:
             return web.Response(status=429, headers={"Retry-After": "0.01"})
         if act != 200:
             return web.json_response(
-                {"detail": "what happened"}, status=act if act != "lost" else 500
+                {"detail": "what happened"}, status=act if isinstance(act, int) else 500
             )
         if request.method == "DELETE":
             return web.Response(status=204)

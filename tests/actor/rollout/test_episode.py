@@ -52,7 +52,7 @@ class Count:
     async def step(self, action: str) -> StepResult:
         self.actions.append(action)
         answer = self._answers[min(len(self.actions), len(self._answers)) - 1]
-        if isinstance(answer, float):
+        if isinstance(answer, float | int):
             await asyncio.sleep(answer)
             raise AssertionError("slept through the deadline")
         if isinstance(answer, Exception):

@@ -66,6 +66,7 @@ def whole(tokenizer: PreTrainedTokenizerFast) -> list[int]:
         if action is not None:
             messages.append({"role": "assistant", "content": action})
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert isinstance(text, str)
     return tokenizer.encode(text, add_special_tokens=False)
 
 
