@@ -1,6 +1,8 @@
 """Services that are measured run as processes of their own: a hub, or the reference server."""
 
 import contextlib
+import json
+import secrets
 import socket
 import sys
 import tempfile
@@ -13,7 +15,6 @@ import psutil
 
 from common.launch.process import ChildFailed, ChildProcess, wait_until_ended
 from common.repository import ROOT
-from common.store.run_dir import RunDir
 from envhub.bench.client import Target
 
 START_TIMEOUT_S = 60.0
@@ -57,18 +58,19 @@ def hub_process(
     Raises:
         ChildFailed: it did not start, or did not stop when it was told to.
     """
-    with tempfile.TemporaryDirectory(prefix="longstride-bench-") as folder:
-        run_dir = RunDir(root=Path(folder) / "hub")
-        quoted = ",".join(f'"{name}"' for name in envs)
-        argv = ["run.py", "envhub", f"run.dir={folder}", "run.name=hub", "model.path=unset"]
-        argv += ["tasks=[]", f"envhub.envs=[{quoted}]", "log.level=WARNING", *overrides]
-        with _running(argv, folder, environ) as process:
-            address = run_dir.addresses / "envhub"
-            process.wait_until(address.exists, timeout_s=START_TIMEOUT_S)
-            token = (run_dir.keys / "hub_token").read_text().strip()
-            target = Target(url=address.read_text().strip(), token=token)
-            process.wait_until(lambda: _accepts(target), timeout_s=START_TIMEOUT_S)
-            yield Service(target=target, process=process)
+    token = secrets.token_urlsafe(16)
+    argv = ["run.py", "envhub", f"envhub.envs={json.dumps(list(envs))}", f"token={token}"]
+    with _running([*argv, "log.level=WARNING", *overrides], environ) as process:
+        process.wait_until(lambda: _said_address(process) != "", timeout_s=START_TIMEOUT_S)
+        target = Target(url=_said_address(process), token=token)
+        process.wait_until(lambda: _accepts(target), timeout_s=START_TIMEOUT_S)
+        yield Service(target=target, process=process)
+
+
+def _said_address(process: ChildProcess) -> str:
+    """Return the address that a hub has told on its standard output, "" until then."""
+    told = [line for line in process.log_tail(max_lines=100) if line.startswith("hub: ")]
+    return told[0].split()[1] if told else ""
 
 
 @contextlib.contextmanager
@@ -76,25 +78,22 @@ def module_process(module: str, *, environ: Mapping[str, str] | None = None) -> 
     """Yield a service that is started by `python -m <module> <port>`. Raises ChildFailed."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         target = Target(url=f"http://127.0.0.1:{listener.getsockname()[1]}")
-    with (
-        tempfile.TemporaryDirectory(prefix="longstride-bench-") as folder,
-        _running(["-m", module, str(target.address[1])], folder, environ) as process,
-    ):
+    with _running(["-m", module, str(target.address[1])], environ) as process:
         process.wait_until(lambda: _accepts(target), timeout_s=START_TIMEOUT_S)
         yield Service(target=target, process=process)
 
 
 @contextlib.contextmanager
-def _running(
-    argv: list[str], folder: str, environ: Mapping[str, str] | None
-) -> Generator[ChildProcess]:
+def _running(argv: list[str], environ: Mapping[str, str] | None) -> Generator[ChildProcess]:
     env = {"OMP_NUM_THREADS": "1", **(environ or {})}
-    log_path = Path(folder) / "log.txt"
-    child = ChildProcess("service", [sys.executable, *argv], log_path=log_path, env=env, cwd=ROOT)
-    try:
-        yield child
-    finally:
-        _stop(child)
+    with tempfile.TemporaryDirectory(prefix="longstride-bench-") as folder:
+        log_path = Path(folder) / "log.txt"
+        argv = [sys.executable, *argv]
+        child = ChildProcess("service", argv, log_path=log_path, env=env, cwd=ROOT)
+        try:
+            yield child
+        finally:
+            _stop(child)
 
 
 def _stop(child: ChildProcess) -> None:
