@@ -44,7 +44,7 @@ class TaskSection:
 
     env: str = knob(MISSING, "its name; of a|b the first that is configured", form=ENV_NAME)
     subset: str = knob(MISSING, "which of the environment's items", form=NAME)
-    weight: float = knob(1.0, "relative to the other tasks", ge=0, le=1e9)
+    weight: float = knob(1.0, "relative to the other tasks", ge=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,12 +53,8 @@ class MixtureSection:
 
     kind: MixtureKind = knob(MixtureKind.WEIGHTS, "what decides how often a task is drawn")
     temperature: float = knob(1.0, "1: the weights; the larger, the more even", gt=0, le=1000)
-    floor: float = knob(
-        0.1, "adaptive: least worth of a task or item, where the largest is 1", gt=0, le=1
-    )
-    memory_episodes: int = knob(
-        256, "adaptive: over which the success of a task is averaged", ge=1, le=10**7
-    )
+    floor: float = knob(0.1, "adaptive: least worth of a task or item, of at most 1", gt=0, le=1)
+    memory_episodes: int = knob(256, "adaptive: over which the success of a task is averaged", ge=1)
 
     def contradictions(self) -> Iterator[Contradiction]:
         """Yield values that do not go together."""
@@ -71,20 +67,12 @@ class MixtureSection:
 class GatedSection:
     """When a gated horizon moves. All means are over the training steps of one stage."""
 
-    window_steps: int = knob(
-        40, "over which cut episodes and the slope of success are measured", ge=2, le=10**6
-    )
-    min_steps: int = knob(40, "in a stage before it may advance", ge=2, le=10**6)
-    min_truncated_frac: float = knob(
-        0.2, "advance only if the horizon cuts at least so many episodes", ge=0, le=1
-    )
-    max_gain: float = knob(
-        0.03, "and success changes by at most this over the window", ge=0, le=1e6
-    )
-    backoff_steps: int = knob(5, "over which a collapse is measured", ge=1, le=10**6)
-    entropy_frac: float = knob(
-        0.3, "back off if entropy falls below this share of the window before; 0: off", ge=0, le=1
-    )
+    window_steps: int = knob(40, "over which cut episodes and success's slope are measured", ge=2)
+    min_steps: int = knob(40, "in a stage before it may advance", ge=2)
+    min_truncated_frac: float = knob(0.2, "of episodes cut, needed to advance", ge=0, le=1)
+    max_gain: float = knob(0.03, "and success changes by at most this over the window", ge=0)
+    backoff_steps: int = knob(5, "over which a collapse is measured", ge=1)
+    entropy_frac: float = knob(0.3, "of the window before; below it back off; 0: off", ge=0, le=1)
     ess_frac: float = knob(0.3, "or the effective sample size below this share; 0: off", ge=0, le=1)
 
     def contradictions(self) -> Iterator[Contradiction]:
@@ -103,8 +91,8 @@ class HorizonOverride:
 
     kind: str = knob("", '"": not given', one_of=tuple(HorizonKind), also="")
     stages: list[int] = knob([], "[]: not given", ge=1, le=MAX_TURNS)
-    every_steps: int = knob(0, "0: not given", ge=0, le=10**8)
-    over_steps: int = knob(0, "0: not given", ge=0, le=10**8)
+    every_steps: int = knob(0, "0: not given", ge=0)
+    over_steps: int = knob(0, "0: not given", ge=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,14 +112,10 @@ class HorizonSection:
 
     kind: HorizonKind = knob(HorizonKind.FIXED, "how it changes over the run")
     stages: list[int] = knob([20], "turns; fixed uses the last", ge=1, le=MAX_TURNS)
-    every_steps: int = knob(100, "stepwise: optimizer steps per stage", ge=1, le=10**8)
-    over_steps: int = knob(
-        200, "linear: optimizer steps from the first stage to the last", ge=1, le=10**8
-    )
+    every_steps: int = knob(100, "stepwise: optimizer steps per stage", ge=1)
+    over_steps: int = knob(200, "linear: optimizer steps from the first stage to the last", ge=1)
     gated: GatedSection = field(default_factory=GatedSection)
-    per_env: dict[str, HorizonOverride] = knob(
-        {}, "what differs, by environment or by environment/subset"
-    )
+    per_env: dict[str, HorizonOverride] = knob({}, "by environment, or environment/subset")
 
     def contradictions(self) -> Iterator[Contradiction]:
         """Yield values that do not go together."""

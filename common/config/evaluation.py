@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from common.config.knobs import MAX_S, URL, WORD, Contradiction, knob
+from common.config.knobs import URL, WORD, Contradiction, knob
 
 
 class EvalItems(StrEnum):
@@ -23,24 +23,16 @@ class EvalItems(StrEnum):
 class EvalSection:
     """Held-out evaluation, always at the full horizon."""
 
-    num_items: int = knob(
-        400, "spread over the tasks by weight; -1: all there are", ge=-1, le=10**7
-    )
+    num_items: int = knob(400, "spread over the tasks by weight; -1: all there are", ge=-1)
     before: bool = knob(True, "evaluate the first policy")
     after: bool = knob(True, "evaluate the last policy")
     baselines: bool = knob(True, "uniform valid play and the scripted expert on the same items")
-    every_steps: int = knob(
-        0, "also while training goes on, every so many steps; 0: not", ge=0, le=10**8
-    )
-    stream_items: int = knob(
-        128, "held-out items of each evaluation while training goes on", ge=1, le=10**7
-    )
-    k: int = knob(1, "command `eval`: samples of each item", ge=1, le=10_000)
+    every_steps: int = knob(0, "also while training goes on, every so many steps; 0: not", ge=0)
+    stream_items: int = knob(128, "held-out items of each evaluation while training goes on", ge=1)
+    k: int = knob(1, "command `eval`: samples of each item", ge=1)
     items: EvalItems = knob(EvalItems.SPREAD, "command `eval`: which items")
     label: str = knob("", "command `eval`: name of the table's row; \"\": the model's")
-    max_failed_frac: float = knob(
-        0.05, "command `eval`: more infrastructure failures mean exit code 1", ge=0, le=1
-    )
+    max_failed_frac: float = knob(0.05, "of failed episodes; more: `eval` ends with 1", ge=0, le=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,27 +46,19 @@ class PolicySection:
         also="",
     )
     model: str = knob("", "as the endpoint calls it")
-    api_key_env: str = knob(
-        "", 'environment variable that holds the key; "": no key is sent', form=WORD, also=""
-    )
+    api_key_env: str = knob("", 'variable that holds the key; "": none is sent', form=WORD, also="")
     temperature: float = knob(1.0, "of sampling", ge=0, le=100)
-    max_turn_tokens: int = knob(
-        1024, "sampled tokens per turn, hidden reasoning included", ge=1, le=10**7
-    )
+    max_turn_tokens: int = knob(1024, "sampled tokens per turn, hidden reasoning included", ge=1)
     limit_key: str = knob(
         "max_tokens",
         "what the endpoint calls that limit",
         one_of=("max_tokens", "max_completion_tokens"),
     )
     max_concurrent: int = knob(16, "requests at once", ge=1, le=10**5)
-    timeout_s: float = knob(300.0, "seconds of one request", gt=0, le=MAX_S)
-    max_tries: int = knob(
-        6, "of one turn; an episode whose turn gets no answer is a failure", ge=1, le=1000
-    )
-    backoff_s: float = knob(1.0, "seconds before the second try; doubles", ge=0, le=MAX_S)
-    max_backoff_s: float = knob(
-        60.0, "seconds, also of what the endpoint asks for by Retry-After", ge=0, le=MAX_S
-    )
+    timeout_s: float = knob(300.0, "seconds of one request", gt=0)
+    max_tries: int = knob(6, "of one turn; without any answer the episode is failed", ge=1, le=1000)
+    backoff_s: float = knob(1.0, "seconds before the second try; doubles", ge=0)
+    max_backoff_s: float = knob(60.0, "seconds, also of what Retry-After asks for", ge=0)
 
     def contradictions(self) -> Iterator[Contradiction]:
         """Yield values that do not go together."""

@@ -111,7 +111,7 @@ def _is_file_name(text: str) -> bool:
     return is_plain and is_short and text != "latest" and text[:1] not in ("", ".")
 
 
-MAX_S = 1e8  # three years: what no wait of ours is longer than
+CEILING = 1e10  # of every number that has no bound of its own: what is above is a slip
 TEXT = Form("printable text on one line", str.isprintable)
 NAME = Form("printable text, not empty", lambda text: text.strip() and text.isprintable())
 PATH = Form("a path", NAME.fits)
@@ -146,14 +146,16 @@ def knob(
     Args:
         default: its value unless YAML or an override gives another; a list is copied.
         text: its meaning and unit, as `run.py help KEY` shows it.
-        ge, gt, le, lt: bounds of a number, or of each number of a list.
+        ge, gt, le, lt: bounds of a number, or of each number of a list; a lower one is needed,
+            and without an upper one it is CEILING.
         also: a value beyond these bounds, or beside `one_of` and `form`, that is allowed too.
         one_of: all that a text may be.
         form: what a text must look like; any printable line if neither is given.
     """
-    is_bounded = any(bound is not None for bound in (ge, gt, le, lt))
-    if not (is_bounded or one_of or form):
-        form = TEXT
+    if ge is not None or gt is not None:
+        le = CEILING if le is None and lt is None else le
+    elif not one_of:
+        form = form or TEXT
     law = Law(ge=ge, gt=gt, le=le, lt=lt, also=also, one_of=one_of, form=form)
     metadata = {"text": text, "law": law}
     if isinstance(default, (list, dict)):

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from common.config.knobs import DEVICE, HOST, MAX_S, Contradiction, knob
+from common.config.knobs import DEVICE, HOST, Contradiction, knob
 
 
 class OptimizerKind(StrEnum):
@@ -142,18 +142,14 @@ class CriticSection:
     kind: CriticKind = knob(CriticKind.HEAD, "where it sits")
     path: str = knob("", 'kind=model: checkpoint to start from; "": model.path')
     lr: float = knob(1e-5, "learning rate of the head, or of the model", gt=0, le=10)
-    coef: float = knob(
-        0.5, "kind=head: weight of the value loss beside the policy loss", ge=0, le=1000
-    )
-    clip: float = knob(
-        0.2, "how far a value may move from that before the step; 0: freely", ge=0, le=1e6
-    )
-    warmup_steps: int = knob(0, "first steps in which only the critic learns", ge=0, le=10**8)
+    coef: float = knob(0.5, "kind=head: weight of the value loss", ge=0, le=1000)
+    clip: float = knob(0.2, "how far a value may move from that before the step; 0: freely", ge=0)
+    warmup_steps: int = knob(0, "first steps in which only the critic learns", ge=0)
     gae_lambda: float = knob(1.0, "of generalised advantage estimation", ge=0, le=1)
     timestep: Timestep = knob(Timestep.TURN, "what one step of the estimation is")
     targets: CriticTargets = knob(CriticTargets.GAE, "what it learns")
-    vtrace_rho: float = knob(1.0, "cap of the weight of a temporal difference", gt=0, le=1e6)
-    vtrace_c: float = knob(1.0, "cap of the weight that is passed back", gt=0, le=1e6)
+    vtrace_rho: float = knob(1.0, "cap of the weight of a temporal difference", gt=0)
+    vtrace_c: float = knob(1.0, "cap of the weight that is passed back", gt=0)
     whiten: bool = knob(True, "advantages of the batch to mean 0 and standard deviation 1")
 
 
@@ -164,26 +160,16 @@ class ControllerSection:
     ESS is the effective sample size of pi / mu as a share of the tokens, 1 on-policy.
     """
 
-    scale_lr: bool = knob(
-        True, "learning rate x max(min_lr_scale, ESS / ess_target) below the target"
-    )
-    tighten_gate: bool = knob(
-        True, "one step less ahead below ess_gate; slowly back above ess_target"
-    )
-    skip_step: bool = knob(
-        True, "below ess_skip nothing is learnt, and the next batch must be fresh"
-    )
+    scale_lr: bool = knob(True, "learning rate x max(min_lr_scale, ESS / ess_target) below target")
+    tighten_gate: bool = knob(True, "one step less ahead below ess_gate; back above ess_target")
+    skip_step: bool = knob(True, "below ess_skip nothing is learnt, the next batch must be fresh")
     ess_target: float = knob(0.9, "share of the tokens", ge=0, le=1)
     ess_gate: float = knob(0.7, "share of the tokens", ge=0, le=1)
     ess_skip: float = knob(0.5, "share of the tokens", ge=0, le=1)
     min_lr_scale: float = knob(0.1, "least factor of the learning rate", gt=0, le=1)
-    recover_steps: int = knob(
-        20, "steps above ess_target after which the gate opens by one again", ge=1, le=10**6
-    )
-    max_skips: int = knob(3, "in a row; then the batch is trained on all the same", ge=0, le=10**6)
-    masked_warn_frac: float = knob(
-        0.05, "share of masked tokens that is worth a warning", ge=0, le=1
-    )
+    recover_steps: int = knob(20, "steps above ess_target until the gate opens by one again", ge=1)
+    max_skips: int = knob(3, "in a row; then the batch is trained on all the same", ge=0)
+    masked_warn_frac: float = knob(0.05, "share of masked tokens that is warned of", ge=0, le=1)
 
     def contradictions(self) -> Iterator[Contradiction]:
         """Yield values that do not go together."""
@@ -198,45 +184,29 @@ class AlgorithmSection:
     advantage: Advantage = knob(Advantage.GRPO, "how a reward becomes an advantage")
     baseline: Baseline = knob(Baseline.LEAVE_ONE_OUT, "grpo: what a reward is compared with")
     normalize_std: bool = knob(False, "grpo: divide by the group's standard deviation")
-    normalize_per_env: bool = knob(
-        False, "divide by the standard deviation over an environment's tokens"
-    )
+    normalize_per_env: bool = knob(False, "divide by the deviation over an environment's tokens")
     aggregation: Aggregation = knob(Aggregation.TOKEN, "what weighs the same in the loss")
-    constant_tokens: int = knob(
-        512, "aggregation=constant: what an episode counts as", ge=1, le=10**8
-    )
-    reward_level: CreditLevel = knob(
-        CreditLevel.EPISODE, "turn: a turn is credited with what follows"
-    )
-    turn_discount: float = knob(
-        1.0, "per turn: of the outcome at episode level, of what follows at turn", gt=0, le=1
-    )
+    constant_tokens: int = knob(512, "aggregation=constant: what an episode counts as", ge=1)
+    reward_level: CreditLevel = knob(CreditLevel.EPISODE, "turn: each gets what follows it")
+    turn_discount: float = knob(1.0, "per turn, of the outcome or of what follows", gt=0, le=1)
     invalid_action_penalty: float = knob(
-        0.0, "per invalid turn, or times their share of the episode", ge=-1000, le=1000
+        0.0, "per invalid turn, or x their share", ge=-1000, le=1000
     )
     invalid_action_level: CreditLevel = knob(CreditLevel.EPISODE, "where that penalty lands")
     policy_loss: PolicyLoss = knob(PolicyLoss.PPO, "the surrogate")
     clip_low: float = knob(0.2, "how far below 1 the ratio counts", gt=0, lt=1)
-    clip_high: float = knob(0.28, "how far above 1 the ratio counts", gt=0, le=1e6)
-    dual_clip: float = knob(
-        3.0, "bound of the loss where the advantage is negative; 0: off", also=0, gt=1, le=1e6
-    )
-    dppo_delta: float = knob(
-        0.2, "dppo: change of probability beyond which a token is masked", gt=0, le=1e6
-    )
+    clip_high: float = knob(0.28, "how far above 1 the ratio counts", gt=0)
+    dual_clip: float = knob(3.0, "bound of the loss where A < 0; 0: off", also=0, gt=1)
+    dppo_delta: float = knob(0.2, "dppo: change of probability that masks a token", gt=0)
     correction: Correction = knob(Correction.TOKEN_TIS, "weight for data of other policies")
-    tis_cap: float = knob(2.0, "largest weight of token_tis and sequence_tis", gt=0, le=1e6)
+    tis_cap: float = knob(2.0, "largest weight of token_tis and sequence_tis", gt=0)
     mask_low: float = knob(0.5, "icepop: least weight", gt=0, lt=1)
-    mask_high: float = knob(5.0, "icepop: largest weight", gt=1, le=1e6)
+    mask_high: float = knob(5.0, "icepop: largest weight", gt=1)
     geometric_low: float = knob(0.99, "geometric: least mean", gt=0, lt=1)
-    geometric_high: float = knob(1.01, "geometric: largest mean", gt=1, le=1e6)
-    negative_mask_delta: float = knob(
-        0.0, "mask A < 0 where mean log(mu/pi) exceeds it; 0: off", ge=0, le=1e6
-    )
+    geometric_high: float = knob(1.01, "geometric: largest mean", gt=1)
+    negative_mask_delta: float = knob(0.0, "masks A < 0 above this mean log(mu/pi); 0: off", ge=0)
     proximal: Proximal = knob(Proximal.AUTO, "the policy that the ratio is taken to")
-    kl_coef: float = knob(
-        0.0, "of KL(pi | reference); the reference is loaded only if it is not 0", ge=0, le=1000
-    )
+    kl_coef: float = knob(0.0, "of KL(pi | reference); 0: none is loaded", ge=0, le=1000)
     kl_estimator: KlEstimator = knob(KlEstimator.K3, "of that KL from samples")
     reference_path: str = knob("", 'checkpoint of the reference; "": model.path')
     drift_coef: float = knob(0.0, "of (log pi - log mu)^2", ge=0, le=1000)
@@ -253,58 +223,33 @@ class LearnerSection:
     device: str = knob("auto", "auto: CUDA if there is any", form=DEVICE)
     optimizer: OptimizerKind = knob(OptimizerKind.ADAMW, "of the policy")
     lr: float = knob(1e-6, "learning rate", gt=0, le=10)
-    muon_lr: float = knob(
-        3e-3, "optimizer=muon: rate of the hidden matrices, `lr` for the rest", gt=0, le=10
-    )
+    muon_lr: float = knob(3e-3, "muon: rate of the hidden matrices, lr: the rest", gt=0, le=10)
     beta1: float = knob(0.9, "AdamW's memory of the gradient", ge=0, lt=1)
     beta2: float = knob(0.95, "AdamW's memory of the squared gradient", ge=0, lt=1)
     weight_decay: float = knob(0.01, "per step, times the learning rate", ge=0, le=100)
-    warmup_steps: int = knob(10, "steps over which the learning rate rises", ge=0, le=10**8)
-    decay_start_frac: float = knob(
-        1.0, "of num_steps, where a linear decay to min_lr_frac begins", ge=0, le=1
-    )
+    warmup_steps: int = knob(10, "steps over which the learning rate rises", ge=0)
+    decay_start_frac: float = knob(1.0, "of num_steps, until the linear decay begins", ge=0, le=1)
     min_lr_frac: float = knob(0.1, "of the learning rate, after its decay", ge=0, le=1)
-    max_grad_norm: float = knob(1.0, "beyond which a gradient is scaled down", gt=0, le=1e9)
+    max_grad_norm: float = knob(1.0, "beyond which a gradient is scaled down", gt=0)
     ppo_epochs: int = knob(1, "passes over a batch", ge=1, le=1000)
-    num_minibatches: int = knob(1, "updates of a pass", ge=1, le=10_000)
-    max_tokens_per_microbatch: int = knob(
-        8192, "of one forward and backward pass of one rank", ge=1, le=10**8
-    )
-    logprob_chunk_tokens: int = knob(
-        1024, "rows of the vocabulary projection alive at once", ge=1, le=10**8
-    )
+    num_minibatches: int = knob(1, "updates of a pass", ge=1)
+    max_tokens_per_microbatch: int = knob(8192, "of a forward and backward pass of one rank", ge=1)
+    logprob_chunk_tokens: int = knob(1024, "rows of the vocabulary projection alive at once", ge=1)
     autocast: bool = knob(True, "bf16 compute over fp32 master weights")
     gradient_checkpointing: bool = knob(False, "less memory, a third more time")
     num_threads: int = knob(1, "CPU only; of each rank", ge=1, le=1024)
-    num_ranks: int = knob(
-        1,
-        "processes that share each batch; on CUDA one device each, from the first",
-        ge=1,
-        le=4096,
-    )
-    rank_timeout_s: float = knob(
-        600.0, "seconds within which the ranks must answer each other", gt=0, le=MAX_S
-    )
-    max_lag_steps: int = knob(
-        4, "oldest token of a trajectory; beyond it the episode is stale", ge=0, le=10**6
-    )
-    hold_back_steps: int = knob(
-        0, "weights reach the actors so many steps late: to study staleness", ge=0, le=10**6
-    )
-    batch_timeout_s: float = knob(
-        1800.0, "seconds without a batch; the run ends with who is waited for", gt=0, le=MAX_S
-    )
-    publish_timeout_s: float = knob(120.0, "seconds to bring out a version", gt=0, le=MAX_S)
-    max_canary_delta: float = knob(
-        0.05, "mean |delta logprob| between engine and trainer: alarm", gt=0, le=1000
-    )
-    max_canary_alarms: int = knob(3, "in a row before the run stops", ge=1, le=10**6)
-    checkpoint_every_steps: int = knob(25, "steps between checkpoints", ge=1, le=10**8)
-    checkpoint_every_s: float = knob(
-        900.0, "seconds after which there is one all the same", gt=0, le=MAX_S
-    )
-    keep_checkpoints: int = knob(3, "the newest ones", ge=1, le=10**6)
-    max_bad_steps: int = knob(3, "non-finite losses in a row before the run stops", ge=1, le=10**6)
+    num_ranks: int = knob(1, "processes that share a batch; a CUDA device each", ge=1, le=4096)
+    rank_timeout_s: float = knob(600.0, "seconds in which ranks must answer each other", gt=0)
+    max_lag_steps: int = knob(4, "of a trajectory's oldest token; more is stale", ge=0)
+    hold_back_steps: int = knob(0, "steps that actors get weights late: a study", ge=0)
+    batch_timeout_s: float = knob(1800.0, "seconds to wait for a batch; then the run ends", gt=0)
+    publish_timeout_s: float = knob(120.0, "seconds to bring out a version", gt=0)
+    max_canary_delta: float = knob(0.05, "mean |delta logprob| that alarms", gt=0, le=1000)
+    max_canary_alarms: int = knob(3, "in a row before the run stops", ge=1)
+    checkpoint_every_steps: int = knob(25, "steps between checkpoints", ge=1)
+    checkpoint_every_s: float = knob(900.0, "seconds after which there is one all the same", gt=0)
+    keep_checkpoints: int = knob(3, "the newest ones", ge=1)
+    max_bad_steps: int = knob(3, "non-finite losses in a row before the run stops", ge=1)
     critic: CriticSection = field(default_factory=CriticSection)
     controller: ControllerSection = field(default_factory=ControllerSection)
 

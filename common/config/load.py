@@ -184,9 +184,9 @@ def _apply(merged: DictConfig, overrides: Sequence[str]) -> None:
             raise ConfigError(f"{override}: {key} is given twice, first as {seen[name]}")
         seen[name] = override
         value = raw if kind is str else conform(_parse(raw, key), kind, key=key)
+        _unfreeze(merged)
         _require_index(merged, name, shown=override)
         _make_sections(merged, name)
-        _unfreeze(merged)
         OmegaConf.update(merged, name, value, merge=True)
 
 
@@ -209,6 +209,7 @@ def _make_sections(merged: DictConfig, name: str) -> None:
         kind = kind_of(section, shown=section)
         if is_dataclass(kind) and OmegaConf.select(merged, section) is None:
             OmegaConf.select(merged, above)[parts[i]] = OmegaConf.structured(kind)
+            _unfreeze(merged)
 
 
 def _unfreeze(node: Any) -> None:

@@ -12,28 +12,22 @@ class SftSection:
 
     output: str = knob("", 'folder of the policy; "": runs/<name>/policy', form=PATH, also="")
     overwrite: bool = knob(False, "sft.output may be a policy that ships with the project")
-    demonstrations: str = knob(
-        "", 'AgentTraj-format JSON lines; "": made from the environments\' experts'
-    )
-    num_demonstrations: int = knob(6000, "episodes", ge=1, le=10**8)
+    demonstrations: str = knob("", 'AgentTraj-format JSON lines; "": made from the experts')
+    num_demonstrations: int = knob(6000, "episodes", ge=1)
     expert_subsets: list[str] = knob([], "that the expert plays; []: all of the tasks", form=NAME)
-    min_reward: float = knob(0.0, "episodes worth less are left out", ge=-1e6, le=1e6)
-    max_episodes: int = knob(0, "the newest ones of what is left; 0: all", ge=0, le=10**9)
-    random_frac: float = knob(
-        0.3, "share of episodes of uniform valid play over the whole mixture", ge=0, le=1
-    )
-    num_epochs: int = knob(3, "passes over the demonstrations", ge=1, le=10_000)
-    batch_tokens: int = knob(4096, "tokens of one optimizer step", ge=1, le=10**9)
-    lr: float = knob(
-        1e-3, "with learner.optimizer=muon: of embeddings, head and norms", gt=0, le=10
-    )
+    min_reward: float = knob(0.0, "episodes worth less are left out", ge=-1e6)
+    max_episodes: int = knob(0, "the newest ones of what is left; 0: all", ge=0)
+    random_frac: float = knob(0.3, "share of uniform valid play over the mixture", ge=0, le=1)
+    num_epochs: int = knob(3, "passes over the demonstrations", ge=1)
+    batch_tokens: int = knob(4096, "tokens of one optimizer step", ge=1)
+    lr: float = knob(1e-3, "learner.optimizer=muon: of embeddings, head, norms", gt=0, le=10)
     muon_lr: float = knob(0.02, "learner.optimizer=muon: of the hidden matrices", gt=0, le=10)
     hidden_size: int = knob(128, "of a policy made from nothing", ge=8, le=65536)
     num_layers: int = knob(4, "likewise", ge=1, le=1000)
     num_heads: int = knob(4, "likewise", ge=1, le=1024)
     num_kv_heads: int = knob(2, "likewise", ge=1, le=1024)
-    intermediate_size: int = knob(512, "likewise: width of the feed-forward layers", ge=1, le=10**6)
-    vocab_size: int = knob(640, "likewise: tokens, one for each byte at least", ge=300, le=10**6)
+    intermediate_size: int = knob(512, "likewise: width of the feed-forward layers", ge=1)
+    vocab_size: int = knob(640, "likewise: tokens, one for each byte at least", ge=300)
     from_scratch: bool = knob(True, "make tokenizer and weights; false: start from model.path")
 
     def contradictions(self) -> Iterator[Contradiction]:
@@ -52,17 +46,13 @@ class DpoSection:
     data: str = knob("", "a run directory (its journal) or AgentTraj-format file with rewards")
     output: str = knob("runs/dpo-policy", "folder of the policy", form=PATH)
     beta: float = knob(0.1, "how strongly the policy is held at the reference", gt=0, le=1000)
-    sft_coef: float = knob(
-        0.0, "of the chosen episode's mean negative log-likelihood (RPO)", ge=0, le=1000
-    )
-    normalize_length: bool = knob(
-        False, "divide each episode's log-probability by its trained tokens"
-    )
+    sft_coef: float = knob(0.0, "of the chosen episode's mean NLL (RPO)", ge=0, le=1000)
+    normalize_length: bool = knob(False, "divide log-probabilities by the trained tokens")
     min_gap: float = knob(0.5, "in reward, between chosen and rejected", gt=0, le=1)
-    max_pairs_per_item: int = knob(4, "pairs", ge=1, le=10**6)
-    max_pairs: int = knob(0, "of all items together, drawn from the seed; 0: all", ge=0, le=10**9)
-    batch_pairs: int = knob(16, "pairs of one optimizer step", ge=1, le=10**6)
-    num_epochs: int = knob(1, "passes over the pairs", ge=1, le=10_000)
+    max_pairs_per_item: int = knob(4, "pairs", ge=1)
+    max_pairs: int = knob(0, "of all items together, drawn from the seed; 0: all", ge=0)
+    batch_pairs: int = knob(16, "pairs of one optimizer step", ge=1)
+    num_epochs: int = knob(1, "passes over the pairs", ge=1)
     lr: float = knob(5e-7, "learning rate", gt=0, le=10)
     muon_lr: float = knob(3e-4, "learner.optimizer=muon: of the hidden matrices", gt=0, le=10)
 
@@ -72,12 +62,8 @@ class EvolveSection:
     """AgentEvol: sample, keep what succeeded, train, again (arXiv:2406.04151)."""
 
     output: str = knob("runs/evolve-policy", "folder of the policies", form=PATH)
-    num_iterations: int = knob(3, "of sampling and training", ge=1, le=10_000)
-    items_per_iteration: int = knob(
-        512, "training items, spread over the tasks by weight", ge=1, le=10**8
-    )
-    samples_per_item: int = knob(2, "episodes", ge=1, le=10_000)
-    min_reward: float = knob(1.0, "of an episode that is kept", ge=-1e6, le=1e6)
-    from_base: bool = knob(
-        True, "every iteration trains the first policy on all that was kept so far"
-    )
+    num_iterations: int = knob(3, "of sampling and training", ge=1)
+    items_per_iteration: int = knob(512, "training items, spread over the tasks by weight", ge=1)
+    samples_per_item: int = knob(2, "episodes", ge=1)
+    min_reward: float = knob(1.0, "of an episode that is kept", ge=-1e6)
+    from_base: bool = knob(True, "always train the first policy, on all that was kept so far")

@@ -21,7 +21,6 @@ from common.config.knobs import (
     ENV_NAME,
     FILE_NAME,
     HOST,
-    MAX_S,
     PATH,
     URL,
     WORD,
@@ -66,9 +65,7 @@ class RunSection:
     dir: str = knob("runs", "directory of all runs", form=PATH)
     seed: int = knob(0, "of everything that is drawn", ge=0, lt=2**32)
     resume: Resume = knob(Resume.AUTO, "what happens if the run's directory is in use")
-    stop_timeout_s: float = knob(
-        0.0, "seconds for the learner to save at a stop; 0: what was measured", ge=0, le=MAX_S
-    )
+    stop_timeout_s: float = knob(0.0, "seconds to save at a stop; 0: as measured", ge=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +73,7 @@ class TrainSection:
     """How long, and how the roles interleave."""
 
     mode: TrainMode = knob(TrainMode.ASYNC, "whether actors and learner overlap")
-    num_steps: int = knob(100, "optimizer steps, so versions published after v0", ge=0, le=10**10)
+    num_steps: int = knob(100, "optimizer steps, so versions published after v0", ge=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,13 +95,11 @@ class GroupsSection:
     size: int = knob(8, "episodes of one prompt", ge=2, le=4096)
     per_step: int = knob(16, "groups with signal in one optimizer step", ge=1, le=10**5)
     min_size: int = knob(4, "survivors below which a damaged group is given up", ge=2, le=4096)
-    max_oversample: float = knob(
-        3.0, "open at most this many times groups.per_step for one step", ge=1, le=1000
-    )
+    max_oversample: float = knob(3.0, "x per_step groups may be opened for a step", ge=1, le=1000)
     straggler_factor: float = knob(
         0.0, "re-issue beyond this x the p95 of episode seconds; 0: never", also=0, ge=1, le=1000
     )
-    straggler_min_s: float = knob(30.0, "seconds before which none is", gt=0, le=MAX_S)
+    straggler_min_s: float = knob(30.0, "seconds before which none is", gt=0)
 
     def contradictions(self) -> Iterator[Contradiction]:
         """Yield values that do not go together."""
@@ -118,25 +113,19 @@ class SchedulerSection:
 
     host: str = knob("127.0.0.1", "address to listen on", form=HOST)
     port: int = knob(0, "0: a free one, written to the run directory", ge=0, le=65535)
-    max_ahead_steps: int = knob(
-        1, "batches of groups that may be open beyond the current one", ge=0, le=1000
-    )
+    max_ahead_steps: int = knob(1, "batches that may be open beyond this one", ge=0, le=1000)
     heartbeat_s: float = knob(1.0, "seconds between two signs of life", gt=0, le=3600)
-    dead_after_s: float = knob(
-        20.0, "seconds of silence after which an actor's leases are issued again", gt=0, le=MAX_S
-    )
+    dead_after_s: float = knob(20.0, "seconds of silence until its leases are issued again", gt=0)
     max_attempts: int = knob(3, "issues of one episode before it counts as failed", ge=1, le=1000)
     max_failed_frac: float = knob(0.2, "of the last 200 episodes; more ends the run", ge=0, le=1)
     gate_margin: float = knob(
         1.5,
-        "x group seconds / step seconds is opened ahead; 0: max_ahead_steps",
+        "x group s / step s is opened ahead; 0: max_ahead_steps",
         also=0,
         ge=1,
         le=1000,
     )
-    max_stretch: float = knob(
-        2.0, "x learner.max_lag_steps, for horizons whose episodes outlast it", ge=1, le=1000
-    )
+    max_stretch: float = knob(2.0, "x max_lag_steps, where episodes outlast it", ge=1, le=1000)
     size_leases: bool = knob(True, "an actor holds no more than it finishes before it is stale")
 
     def contradictions(self) -> Iterator[Contradiction]:
@@ -153,31 +142,23 @@ class ActorSection:
     num_actors: int = knob(1, "started by the launcher; more may join at any time", ge=0, le=10_000)
     name: str = knob("", 'of an actor started alone; "": made from host and pid')
     max_concurrent: int = knob(64, "episodes at once in one actor", ge=1, le=10**5)
-    adapt_concurrency: bool = knob(
-        True, "fewer at once while its engine cannot keep up; never in sync mode"
-    )
+    adapt_concurrency: bool = knob(True, "fewer while its engine cannot keep up; not in sync mode")
     min_concurrent: int = knob(1, "but so many always", ge=1, le=10**5)
-    max_model_len: int = knob(
-        512, "tokens; an episode that would exceed it ends as context_full", ge=16, le=10**8
-    )
-    max_turn_tokens: int = knob(16, "sampled tokens per turn", ge=1, le=10**7)
+    max_model_len: int = knob(512, "tokens; a longer episode ends as context_full", ge=16)
+    max_turn_tokens: int = knob(16, "sampled tokens per turn", ge=1)
     temperature: float = knob(1.0, "of sampling; the learner divides by it, too", gt=0, le=100)
     top_p: float = knob(1.0, "1: all tokens; else the importance ratio is biased", ge=1, le=1)
     top_k: int = knob(-1, "-1: all tokens; else the importance ratio is biased", ge=-1, le=-1)
     kv_cache_gib: int = knob(1, "GiB, of the CPU engine only", ge=1, le=10_000)
-    kv_cache_blocks: int = knob(
-        0, "of the engine's own size; 0: as many as the memory holds", ge=0, le=10**9
-    )
+    kv_cache_blocks: int = knob(0, "of the engine's own size; 0: as many as the memory holds", ge=0)
     gpu_memory_frac: float = knob(0.85, "of the device's memory, for the engine", gt=0, le=1)
     tensor_parallel_size: int = knob(1, "devices of one engine", ge=1, le=64)
     enforce_eager: bool = knob(True, "no compiled graphs: slower, but up at once")
-    turn_timeout_s: float = knob(300.0, "seconds for one turn's tokens", gt=0, le=MAX_S)
-    episode_timeout_s: float = knob(1800.0, "seconds for a whole episode", gt=0, le=MAX_S)
-    env_timeout_s: float = knob(60.0, "seconds for one answer of the hub", gt=0, le=MAX_S)
-    start_timeout_s: float = knob(300.0, "seconds for the engine to come up", gt=0, le=MAX_S)
-    delivery_window: int = knob(
-        256, "unacknowledged trajectories before episodes wait", ge=1, le=10**6
-    )
+    turn_timeout_s: float = knob(300.0, "seconds for one turn's tokens", gt=0)
+    episode_timeout_s: float = knob(1800.0, "seconds for a whole episode", gt=0)
+    env_timeout_s: float = knob(60.0, "seconds for one answer of the hub", gt=0)
+    start_timeout_s: float = knob(300.0, "seconds for the engine to come up", gt=0)
+    delivery_window: int = knob(256, "unacknowledged trajectories until episodes wait", ge=1)
 
     def contradictions(self) -> Iterator[Contradiction]:
         """Yield values that do not go together."""
@@ -200,15 +181,11 @@ class EnvhubSection:
     host: str = knob("127.0.0.1", "address to listen on", form=HOST)
     port: int = knob(0, "0: a free one", ge=0, le=65535)
     url: str = knob("", 'use this hub; "": start one', form=URL, also="")
-    token: str = knob(
-        "", 'of a hub started alone; "": none is asked for. A run has a key of its own'
-    )
+    token: str = knob("", 'of a hub alone; "": none is asked for. A run has its own key')
     style: str = knob("compact", "how observations are worded", one_of=("compact", "agentgym"))
-    session_lease_s: float = knob(
-        600.0, "seconds without a request after which a session is closed", gt=0, le=MAX_S
-    )
+    session_lease_s: float = knob(600.0, "seconds until a silent session is closed", gt=0)
     capacity: int = knob(4096, "sessions per environment", ge=1, le=10**6)
-    step_timeout_s: float = knob(30.0, "seconds for one step of an environment", gt=0, le=MAX_S)
+    step_timeout_s: float = knob(30.0, "seconds for one step of an environment", gt=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

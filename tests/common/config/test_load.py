@@ -136,6 +136,11 @@ def test_broken_file_is_named(text: str, words: str, tmp_path: Path, repository:
     assert error_of([MODEL], repository, str(path)).startswith(f"{path}{words}")
 
 
+def test_override_may_name_what_no_file_has(repository: Path) -> None:
+    cfg = load_config(None, [MODEL, "horizon.per_env.maze.every_steps=3"], root=repository)
+    assert cfg.horizon.policy("maze").every_steps == 3
+
+
 def test_override_changes_what_another_override_has_made(repository: Path) -> None:
     tasks = "tasks=[{env: a, subset: b}, {env: a, subset: c}]"
     overrides = [MODEL, tasks, "tasks[1].weight=3", "horizon.per_env.a.stages=[3]"]
