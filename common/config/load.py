@@ -57,9 +57,9 @@ def load_config(config: str | None, overrides: Sequence[str], *, root: Path) -> 
         for task in merged.tasks:
             task.env = choose_env(task.env, envs)
         return cast(RunConfig, OmegaConf.to_object(merged))
-    except OmegaConfBaseException as e:
-        key = getattr(e, "full_key", None) or "config"
-        raise ConfigError(f"{key}: {str(e).splitlines()[0]}") from e
+    except OmegaConfBaseException as error:
+        key = getattr(error, "full_key", None) or "config"
+        raise ConfigError(f"{key}: {str(error).splitlines()[0]}") from error
 
 
 def list_configs(root: Path) -> list[str]:
@@ -167,8 +167,8 @@ def _read(path: Path) -> dict[str, Any]:
     known = {key: each for key, each in cast(dict[Any, Any], tree).items() if key != _DEFAULTS}
     try:
         conform(known, RunConfig, key="")
-    except ConfigError as e:
-        raise ConfigError(f"{path}: {e}") from e
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
     return cast(dict[str, Any], tree)
 
 
@@ -224,8 +224,8 @@ def _parse(raw: str, key: str) -> Any:
     try:
         parsed = OmegaConf.from_dotlist([f"value={raw}"])
         return cast(dict[str, Any], OmegaConf.to_container(parsed, resolve=False))["value"]
-    except (yaml.YAMLError, OmegaConfBaseException) as e:
-        raise ConfigError(f"{key}={raw}: the value is not valid YAML") from e
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{key}={raw}: the value is not valid YAML") from error
 
 
 def _plain(value: Any) -> Any:
