@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 try:
     from common.config.command_line import Request, parse
+    from common.config.load import config_as_yaml
     from common.config.run_config import RunConfig
     from common.errors import ConfigError
     from common.launch import commands
-    from common.launch.commands import load_joined, load_named
     from common.log import configure_logging
     from common.repository import ROOT
     from common.store.run_dir import RunDir
@@ -24,15 +25,23 @@ except ModuleNotFoundError as error:
         "that is needed, then it is .venv/bin/python run.py, or source .venv/bin/activate first"
     )
 
-# Only the module of the role that is asked for is imported.
-ROLES = {
-    "envhub": "envhub.main",
-    "scheduler": "learner.scheduler.main",
-    "learner": "learner.main",
-    "actor": "actor.main",
-}
 
-_name, _join = partial(load_named, root=ROOT), partial(load_joined, root=ROOT)
+@dataclass(frozen=True, slots=True)
+class Later:
+    """A function "module:name" that is imported when it is called: --help loads nothing."""
+
+    where: str
+
+    def find(self) -> Any:
+        """Return the function itself, or whatever else has the name."""
+        module, _, name = self.where.partition(":")
+        return getattr(import_module(module), name)
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        return self.find()(*args, **named)
+
+
+NAMED, JOINED = (partial(f, root=ROOT) for f in (commands.load_named, commands.load_joined))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,149 +49,106 @@ class Command:
     """One word of the command line that acts on a run's configuration."""
 
     run: Callable[[RunConfig, RunDir], int]  # returns the exit code
-    load: Callable[[Request], RunConfig] = _name
+    load: Callable[[Request], RunConfig] = NAMED
     check: Callable[[RunConfig], None] = lambda _: None  # raises what would stop it later
     has_plan: bool = False  # a dry run shows where the memory goes
     logs_as: str = ""  # the log's name; "": the command logs nothing, or sees to it itself
 
 
-def _missing(cfg: RunConfig) -> list[str]:
-    from envhub.command import missing_for
-
-    return missing_for(cfg)
+missing_for = Later("envhub.command:missing_for")
 
 
-def _check_training(cfg: RunConfig) -> None:
-    from common.checks.preflight import check
-
-    check(cfg, ROOT, missing=_missing(cfg))
-
-
-def _check_demonstrations(cfg: RunConfig) -> None:
-    from common.checks.preflight import check_sft
-
-    check_sft(cfg, ROOT, missing=_missing(cfg))
+def checked_by(where: str) -> Callable[[RunConfig], None]:
+    """Return a check that is also told what the environments lack."""
+    return lambda cfg: Later(where)(cfg, ROOT, missing=missing_for(cfg))
 
 
-def _check_pairs(cfg: RunConfig) -> None:
-    from common.checks.preflight import check_model
-
-    check_model(cfg.model.path, ROOT)
-
-
-def _load_evaluation(request: Request) -> RunConfig:
-    from actor.play.settings import load_evaluation
-
-    return load_evaluation(request, root=ROOT)
-
-
-def _check_evaluation(cfg: RunConfig) -> None:
-    from actor.play.settings import check_evaluation
-
-    check_evaluation(cfg, ROOT, missing=_missing(cfg))
-
-
-def _make_policy(cfg: RunConfig, run_dir: RunDir) -> int:
-    from actor.play.commands import collect_demonstrations
-    from learner.offline.commands import make_policy
-
-    return make_policy(cfg, run_dir, root=ROOT, collect=collect_demonstrations)
-
-
-def _prefer(cfg: RunConfig, _: RunDir) -> int:
-    from learner.offline.commands import prefer
-
-    return prefer(cfg)
-
-
-def _evolve(cfg: RunConfig, run_dir: RunDir) -> int:
-    from actor.play.commands import play_given
-    from learner.offline.commands import play_and_imitate
-
-    return play_and_imitate(cfg, run_dir, root=ROOT, play=play_given)
-
-
-def _evaluate(cfg: RunConfig, run_dir: RunDir) -> int:
-    from actor.play.commands import evaluate
-    from learner.offline.commands import choose_held_out
-
-    return evaluate(cfg, run_dir, root=ROOT, choose_items=choose_held_out)
-
-
-def _simulate(cfg: RunConfig, _: RunDir) -> int:
-    from learner.simulator.main import run
-
-    return run(cfg, sys.stdout)
-
-
-def _be_role(name: str, cfg: RunConfig, run_dir: RunDir) -> int:
-    return commands.be_role(name, import_module(ROLES[name]).run, cfg, run_dir)
+def role(where: str) -> Command:
+    """Return the command of a process that joins a run."""
+    name = where.split(".")[-2]
+    run = partial(commands.be_role, name, Later(where))
+    return Command(run=run, load=JOINED)
 
 
 COMMANDS = {
     "train": Command(
         run=partial(commands.train, root=ROOT),
-        check=_check_training,
+        check=checked_by("common.checks.preflight:check"),
         has_plan=True,
         logs_as="launcher",
     ),
-    "sft": Command(run=_make_policy, check=_check_demonstrations, logs_as="sft"),
-    "dpo": Command(run=_prefer, check=_check_pairs, logs_as="dpo"),
-    "evolve": Command(run=_evolve, check=_check_training, logs_as="evolve"),
-    "eval": Command(run=_evaluate, load=_load_evaluation, check=_check_evaluation, logs_as="eval"),
-    "simulate": Command(run=_simulate),
-    "status": Command(run=commands.status, load=_join),
-    **{name: Command(run=partial(_be_role, name), load=_join) for name in ROLES},
+    "sft": Command(
+        run=partial(
+            Later("learner.offline.commands:make_policy"),
+            root=ROOT,
+            collect=Later("actor.play.commands:collect_demonstrations"),
+        ),
+        check=checked_by("common.checks.preflight:check_sft"),
+        logs_as="sft",
+    ),
+    "dpo": Command(
+        run=Later("learner.offline.commands:prefer"),
+        check=partial(Later("common.checks.preflight:check_dpo"), root=ROOT),
+        logs_as="dpo",
+    ),
+    "evolve": Command(
+        run=partial(
+            Later("learner.offline.commands:play_and_imitate"),
+            root=ROOT,
+            play=Later("actor.play.commands:play_given"),
+        ),
+        check=checked_by("common.checks.preflight:check"),
+        logs_as="evolve",
+    ),
+    "eval": Command(
+        run=partial(
+            Later("actor.play.commands:evaluate"),
+            root=ROOT,
+            choose_items=Later("learner.offline.commands:choose_held_out"),
+        ),
+        load=partial(Later("actor.play.settings:load_evaluation"), root=ROOT),
+        check=checked_by("actor.play.settings:check_evaluation"),
+        logs_as="eval",
+    ),
+    "simulate": Command(run=lambda cfg, _: Later("learner.simulator.main:run")(cfg, sys.stdout)),
+    "status": Command(run=commands.status, load=JOINED),
+    "envhub": role("envhub.main:run"),
+    "scheduler": role("learner.scheduler.main:run"),
+    "learner": role("learner.main:run"),
+    "actor": role("actor.main:run"),
 }
 
 
-def _doctor(request: Request) -> int:
-    from common.checks.doctor import doctor
-    from envhub.command import examine_environments, missing_for
-
-    return doctor(
-        request, root=ROOT, missing_for=missing_for, examine_environments=examine_environments
-    )
-
-
-def _list_environments(request: Request) -> int:
-    from envhub.command import list_environments
-
-    return list_environments(request.overrides, root=ROOT, say=print)
-
-
-def _bench(request: Request) -> int:
-    from envhub.bench.suite import SUITES as HUB_SUITES
-    from learner.bench.gpu import run_suite as measure_gpu
-    from learner.bench.studies import SUITES as STUDIES
-    from learner.bench.suite import run_suite as measure_learner
-    from learner.scheduler.bench.suite import run_suite as measure_scheduler
-    from learner.simulator.bench_tail import run_suite as measure_tail
-
-    suites = {**HUB_SUITES, "learner": measure_learner, "gpu": measure_gpu, **STUDIES}
-    suites |= {"scheduler": measure_scheduler, "tail": measure_tail}
+def bench(request: Request) -> int:
+    """Measure this machine; return 0 if every bound holds."""
+    suites = {
+        **Later("envhub.bench.suite:SUITES").find(),
+        **Later("learner.bench.studies:SUITES").find(),
+        "learner": Later("learner.bench.suite:run_suite"),
+        "gpu": Later("learner.bench.gpu:run_suite"),
+        "scheduler": Later("learner.scheduler.bench.suite:run_suite"),
+        "tail": Later("learner.simulator.bench_tail:run_suite"),
+    }
     if request.suite not in suites:
         raise ConfigError(f"--suite={request.suite}: one of {', '.join(suites)}")
     configure_logging("bench", "INFO")
     return suites[request.suite](sys.stdout)
 
 
-def _help(request: Request) -> int:
-    from common.config.help import help_text
-
-    print(help_text(request.overrides), end="")
-    return 0
-
-
-def _serve_environments(request: Request) -> int:
-    from envhub.command import run_hub
-
-    say = partial(print, flush=True)
-    return run_hub(request.overrides, root=ROOT, is_dry=request.is_dry, say=say)
-
-
 # Of no run: these read the request themselves.
-STANDALONE = {"doctor": _doctor, "envs": _list_environments, "bench": _bench, "help": _help}
+STANDALONE: dict[str, Callable[[Request], int]] = {
+    "bench": bench,
+    "doctor": partial(
+        Later("common.checks.doctor:doctor"),
+        root=ROOT,
+        missing_for=missing_for,
+        examine_environments=Later("envhub.command:examine_environments"),
+    ),
+    "envs": lambda request: Later("envhub.command:list_environments")(
+        request.overrides, root=ROOT, say=print
+    ),
+    "help": lambda request: commands.say(Later("common.config.help:help_text")(request.overrides)),
+}
 
 
 def dispatch(request: Request) -> int:
@@ -190,29 +156,26 @@ def dispatch(request: Request) -> int:
     if request.command in STANDALONE:
         return STANDALONE[request.command](request)
     if request.command == "envhub" and not request.is_dry:
-        from envhub.hosting.process_memory import use_system_allocator
-
-        use_system_allocator()
+        Later("envhub.hosting.process_memory:use_system_allocator")()
     if request.command == "envhub" and commands.belongs_to_no_run(request):
-        return _serve_environments(request)
+        say = partial(print, flush=True)
+        serve = Later("envhub.command:run_hub")
+        return serve(request.overrides, root=ROOT, is_dry=request.is_dry, say=say)
     command = COMMANDS[request.command]
     cfg = command.load(request)
     command.check(cfg)
     if request.is_dry:
-        return _show(cfg, has_plan=command.has_plan)
+        return show(cfg, has_plan=command.has_plan)
     if command.logs_as:
         configure_logging(command.logs_as, cfg.log.level)
     return command.run(cfg, RunDir(root=ROOT / cfg.run.dir / cfg.run.name))
 
 
-def _show(cfg: RunConfig, *, has_plan: bool) -> int:
-    from common.checks.memory_plan import plan_here, plan_lines
-    from learner.objective.describe import dead_knobs, objective_text
-
-    warnings = [f"warning: {line}" for line in dead_knobs(cfg.algorithm, cfg.learner)]
-    objective = f"objective: {objective_text(cfg.algorithm, cfg.learner)}"
-    plan = plan_lines(plan_here(cfg, ROOT)) if has_plan else []
-    return commands.show(cfg, [*plan, objective, *warnings])
+def show(cfg: RunConfig, *, has_plan: bool) -> int:
+    """Print the resolved configuration, the memory plan and the objective; return the exit code."""
+    lines = Later("common.checks.memory_plan:lines_here")(cfg, ROOT) if has_plan else []
+    lines += Later("learner.objective.describe:summary_lines")(cfg.algorithm, cfg.learner)
+    return commands.say(config_as_yaml(cfg) + "".join(f"# {line}\n" for line in lines))
 
 
 def main(argv: list[str]) -> int:

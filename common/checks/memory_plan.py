@@ -283,6 +283,11 @@ def plan_lines(places: Sequence[Place]) -> list[str]:
     return lines
 
 
+def lines_here(cfg: RunConfig, root: Path) -> list[str]:
+    """Return the plan of a run on this machine as a table."""
+    return plan_lines(plan_here(cfg, root))
+
+
 def check_memory(cfg: RunConfig, places: Sequence[Place], shape: ModelShape) -> None:
     """Return if the plan fits in the memories of this machine, as far as they are here.
 

@@ -89,6 +89,11 @@ def check_engine() -> None:
         raise ConfigError(f"the engine (vLLM on a CPU) compiles: {problem}; {COMPILER_PACKAGES}")
 
 
+def check_dpo(cfg: RunConfig, root: Path) -> None:
+    """Return if there is a policy to start from. Raises: ConfigError."""
+    check_model(cfg.model.path, root)
+
+
 def check_sft(cfg: RunConfig, root: Path, *, missing: Sequence[str] = ()) -> None:
     """Return if `sft` may start.
 

@@ -7,13 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from common.config.command_line import Request
-from common.config.load import (
-    config_as_yaml,
-    find_config,
-    load_config,
-    override_value,
-    save_config,
-)
+from common.config.load import find_config, load_config, override_value, save_config
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.log import configure_logging
@@ -158,7 +152,7 @@ def be_role(
     return 0
 
 
-def show(cfg: RunConfig, comments: Sequence[str] = ()) -> int:
-    """Print the resolved configuration and lines of comment below it; return the exit code."""
-    print(config_as_yaml(cfg) + "".join(f"# {line}\n" for line in comments), end="")
+def say(text: str) -> int:
+    """Print a text that ends its last line itself; return the exit code."""
+    print(text, end="")
     return 0

@@ -159,6 +159,15 @@ def dead_knobs(algorithm: AlgorithmSection, learner: LearnerSection) -> list[str
     return [f"{key}={value} has no effect: {why}" for key, value, why in dead]
 
 
+def summary_lines(algorithm: AlgorithmSection, learner: LearnerSection) -> list[str]:
+    """Return the objective, and a warning for every setting that has no effect."""
+    dead = dead_knobs(algorithm, learner)
+    return [
+        f"objective: {objective_text(algorithm, learner)}",
+        *(f"warning: {line}" for line in dead),
+    ]
+
+
 Dead = Iterator[tuple[str, object, str]]
 
 

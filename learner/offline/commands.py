@@ -32,7 +32,7 @@ def make_policy(cfg: RunConfig, run_dir: RunDir, *, root: Path, collect: Collect
     return 0
 
 
-def prefer(cfg: RunConfig) -> int:
+def prefer(cfg: RunConfig, _: RunDir) -> int:
     """Train on pairs of episodes; return the exit code."""
     print(f"policy: {dpo.run(cfg)}")
     return 0

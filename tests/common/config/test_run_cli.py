@@ -1,5 +1,6 @@
 """Laws of the command line, on the real one in a subprocess."""
 
+import ast
 import resource
 import subprocess
 import sys
@@ -7,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+import run
+from common.config.command_line import COMMANDS
+from common.repository import ROOT
 from tests.common.checks.models import write_model
 
 TIMEOUT_S = 60
@@ -75,6 +79,19 @@ def test_wrong_command_line_ends_at_once_with_one_line(
     assert done.stderr.count("\n") == 1
     assert words in done.stderr
     assert done.stdout == ""
+
+
+def test_every_command_is_carried_out_by_a_function_that_exists() -> None:
+    assert {*run.COMMANDS, *run.STANDALONE} == {*COMMANDS}
+    tree = ast.parse((ROOT / "run.py").read_text())
+    strings = [n.value for n in ast.walk(tree) if isinstance(n, ast.Constant)]
+    for where in (each for each in strings if isinstance(each, str) and each.count(":") == 1):
+        module, _, name = where.partition(":")
+        path = ROOT / f"{module.replace('.', '/')}.py"
+        if " " not in where and path.parent != ROOT:
+            nodes = [*ast.walk(ast.parse(path.read_text()))]
+            names = {getattr(node, "name", getattr(node, "id", "")) for node in nodes}
+            assert name in names, where
 
 
 def test_python_without_the_packages_is_told_what_to_do(repository: Path) -> None:
