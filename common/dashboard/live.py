@@ -232,7 +232,7 @@ def _role_cells(role: RoleView) -> tuple[str, ...]:
 
 
 def ledger_line(ledger: dict[str, int]) -> str:
-    """Return the books as an equation: issued = trained + ... + in flight; "" if there are none."""
+    """Return the ledger as an equation: issued = trained + ... + in flight; "" if unknown."""
     if "issued" not in ledger:
         return ""
     terms = [f"{k.replace('_', ' ')} {ledger[k]}" for k in LEDGER_KEYS if k in ledger]

@@ -50,7 +50,7 @@ class BenchTable:
 
     Example:
         table = BenchTable(out=sys.stdout)
-        table.add(Figure(name="copy", value=11.0, unit="GB/s", law=Law.AT_LEAST, bound=5.0))
+        table.at_least("copy", 11.0, "GB/s", 5.0)
         table.fail("weights", "the child ended with exit code 1")
         return table.finish()           1, because something failed
     """
@@ -72,6 +72,16 @@ class BenchTable:
         self._write(f"{verdict}  {text}  {figure.note}".rstrip())
         if not figure.is_kept:
             self.failed.append(figure.name)
+
+    def at_most(self, name: str, value: float, unit: str, bound: float, note: str = "") -> None:
+        """Write a figure that promises not to be larger than `bound`."""
+        law = Law.AT_MOST
+        self.add(Figure(name=name, value=value, unit=unit, law=law, bound=bound, note=note))
+
+    def at_least(self, name: str, value: float, unit: str, bound: float, note: str = "") -> None:
+        """Write a figure that promises not to be smaller than `bound`."""
+        law = Law.AT_LEAST
+        self.add(Figure(name=name, value=value, unit=unit, law=law, bound=bound, note=note))
 
     def note(self, name: str, text: str) -> None:
         """Write what was not measured, and why."""

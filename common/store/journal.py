@@ -235,7 +235,7 @@ def _lock_folder(folder: Path) -> IO[bytes]:
     lock = (folder / "lock").open("ab")
     try:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as e:
+    except OSError as error:
         lock.close()
-        raise ConfigError(f"another process is writing the journal in {folder}") from e
+        raise ConfigError(f"another process is writing the journal in {folder}") from error
     return lock

@@ -138,8 +138,8 @@ def tail_metrics(path: Path, *, num_steps: int, tail_bytes: int = 262144) -> lis
 def _parse(text: str, where: str) -> MetricsLine:
     try:
         line: object = json.loads(text)
-    except ValueError as e:
-        raise ValueError(f"{where}: not JSON: {e}") from e
+    except ValueError as error:
+        raise ValueError(f"{where}: not JSON: {error}") from error
     found = cast(MetricsLine, line) if isinstance(line, dict) else {}
     if not isinstance(found.get("step"), int):
         raise ValueError(f"{where}: not a JSON object with a step")

@@ -27,6 +27,19 @@ class BatchShape:
     action_tokens: int  # sampled ones per turn
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """How large a Qwen3 is."""
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    intermediate_size: int
+
+
 # Like quickstart at step 100: 64 episodes of about 200 tokens, about 30 of them sampled.
 QUICKSTART = BatchShape(
     num_groups=8, group_size=8, max_turns=9, observation_tokens=35, action_tokens=6
@@ -113,27 +126,18 @@ def with_sampler_logprobs(
 
 
 def make_random_model(
-    *,
-    vocab_size: int,
-    hidden_size: int,
-    num_layers: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_size: int,
-    intermediate_size: int,
-    device: torch.device,
-    is_tied: bool = False,
+    shape: ModelShape, *, device: torch.device, is_tied: bool = False
 ) -> PreTrainedModel:
     """Return a Qwen3 of random fp32 weights on `device`, in training mode."""
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=vocab_size,
-        hidden_size=hidden_size,
-        num_hidden_layers=num_layers,
-        num_attention_heads=num_heads,
-        num_key_value_heads=num_kv_heads,
-        head_dim=head_size,
-        intermediate_size=intermediate_size,
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.head_size,
+        intermediate_size=shape.intermediate_size,
         max_position_embeddings=8192,
         tie_word_embeddings=is_tied,
         use_cache=False,

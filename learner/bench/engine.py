@@ -1,13 +1,8 @@
 """The learner's half of measuring an engine: two versions, their transfers, their canaries."""
 
-import contextlib
 import json
 import math
-import os
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +12,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
 from common.errors import EngineError
+from common.launch.process import ChildFailed, ChildProcess
 from common.repository import ROOT
 from common.store.run_dir import RunDir
 from common.wire.security import create_keys
@@ -30,7 +26,6 @@ from learner.weights.snapshot import PublishedWeights, snapshot
 HOST = "127.0.0.1"
 CHILD = "actor.engine.bench"
 REPORT = "bench_engine.json"
-POLL_S = 0.1
 WEIGHT_STD = 0.05  # of version 1; version 0 is what the engine found on disk
 
 
@@ -93,21 +88,21 @@ def measure_engine(
     )
     run_dir.publish_address("weights", f"tcp://{HOST}:{publisher.port}")
     publisher.start()
-    process, log = _start(run, run_dir, path, environ)
+    child = _start(run, run_dir, path, environ)
     try:
         publisher.publish(_version(0, trainer, model, run, canary))
-        _wait(process, log, run.timeout_s, until=lambda: _has_member(publisher))
+        child.wait_until(lambda: _has_member(publisher), timeout_s=run.timeout_s)
         _randomize(model)
         weights = _version(1, trainer, model, run, canary)
         publisher.publish(weights)
         measured = publisher.drain_metrics()
         report = run_dir.root / REPORT
-        _wait(process, log, run.timeout_s, until=report.exists)
+        child.wait_until(report.exists, timeout_s=run.timeout_s)
         measured |= publisher.drain_metrics()
+    except ChildFailed as error:
+        raise EngineError(str(error)) from error
     finally:
-        with contextlib.suppress(ProcessLookupError):  # it and what it started are gone already
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        child.clear_away()  # vLLM's own processes with it
         publisher.stop()
     figures: dict[str, Any] = json.loads(report.read_text())
     return EngineFigures(
@@ -146,7 +141,7 @@ def _has_member(publisher: Publisher) -> bool:
 
 def _start(
     run: EngineRun, run_dir: RunDir, model_path: Path, environ: Mapping[str, str]
-) -> tuple[subprocess.Popen[bytes], Path]:
+) -> ChildProcess:
     settings = {
         "model_path": str(model_path),
         "dtype": run.dtype,
@@ -158,28 +153,4 @@ def _start(
     }
     argv = [sys.executable, "-m", CHILD, str(run_dir.root), json.dumps(settings)]
     log = run_dir.root / "engine.log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            argv,
-            cwd=ROOT,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **environ},
-            start_new_session=True,  # vLLM's own processes end with it
-        )
-    return process, log
-
-
-def _wait(process: subprocess.Popen[bytes], log: Path, timeout_s: float, *, until: Any) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not until():
-        if process.poll() is not None and not until():
-            raise EngineError(f"ended with {process.returncode}: {_tail(log)}")
-        if time.monotonic() > deadline:
-            raise EngineError(f"nothing within {timeout_s:g}s: {_tail(log)}")
-        time.sleep(POLL_S)
-
-
-def _tail(log: Path) -> str:
-    return log.read_text(errors="replace")[-600:]
+    return ChildProcess("engine", argv, log_path=log, env=environ, cwd=ROOT)

@@ -17,11 +17,17 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from common.config.learning import AlgorithmSection, LearnerSection
-from common.report.bench_table import BenchTable, Figure, Law
+from common.report.bench_table import BenchTable
 from common.repository import ROOT
 from learner.batch.batching import collate_tokens
 from learner.bench.agree import canary_delta, chunk_costs, repeat_step
-from learner.bench.batch import LANGUAGE_MODEL, BatchShape, make_batch, make_random_model
+from learner.bench.batch import (
+    LANGUAGE_MODEL,
+    BatchShape,
+    ModelShape,
+    make_batch,
+    make_random_model,
+)
 from learner.bench.engine import EngineRun, measure_engine
 from learner.bench.memory import measure_scoring
 from learner.bench.publish import broadcast_alone, broadcast_to_peer, snapshot_weights
@@ -45,13 +51,7 @@ MAX_REPETITION = 0.01  # attention's backward pass adds in no fixed order on CUD
 class Sizes:
     """How large everything is that the suite makes."""
 
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    intermediate_size: int
+    model: ModelShape
     shape: BatchShape
     learner: LearnerSection
     num_rounds: int
@@ -64,13 +64,15 @@ class Sizes:
 
 # 0.53B weights in the shape of Qwen3-0.6B; needs about 24 GB.
 HALF_BILLION = Sizes(
-    vocab_size=151_936,
-    hidden_size=1_024,
-    num_layers=24,
-    num_heads=16,
-    num_kv_heads=8,
-    head_size=128,
-    intermediate_size=3_072,
+    model=ModelShape(
+        vocab_size=151_936,
+        hidden_size=1_024,
+        num_layers=24,
+        num_heads=16,
+        num_kv_heads=8,
+        head_size=128,
+        intermediate_size=3_072,
+    ),
     shape=LANGUAGE_MODEL,
     learner=LearnerSection(device="cuda", lr=1e-5, warmup_steps=0, max_tokens_per_microbatch=4_096),
     num_rounds=5,
@@ -128,8 +130,7 @@ def check_transfer(table: BenchTable, sizes: Sizes, device: torch.device, peer_d
     """Broadcast the weights to another process: over NCCL to another GPU, else over gloo."""
     weights, took_s = snapshot_weights(_model(sizes, device), torch.bfloat16)
     size_gb = weights.buffer.numel() / 1e9
-    _at_least(
-        table,
+    table.at_least(
         "weights: copy and checksum",
         size_gb / took_s,
         "GB/s",
@@ -147,8 +148,8 @@ def check_transfer(table: BenchTable, sizes: Sizes, device: torch.device, peer_d
     )
     bound = MIN_NCCL_GB_PER_S if has_peer else MIN_GLOO_GB_PER_S
     name = f"weights: broadcast over {backend} to {peer_device}"
-    _at_least(table, name, transfer.gb_per_s, "GB/s", bound, f"{transfer.send_s:.3f} s each")
-    _at_least(table, "weights: the same checksum at both ends", transfer.is_equal, "", 1)
+    table.at_least(name, transfer.gb_per_s, "GB/s", bound, f"{transfer.send_s:.3f} s each")
+    table.at_least("weights: the same checksum at both ends", transfer.is_equal, "", 1)
 
 
 def check_step(table: BenchTable, sizes: Sizes, device: torch.device) -> None:
@@ -166,7 +167,7 @@ def check_step(table: BenchTable, sizes: Sizes, device: torch.device) -> None:
     add_step_cost(table, cost, of=f"step of {cost.num_tokens} tokens, {size}, bf16 autocast")
     (name,) = set(cost.seconds) - {BARE}
     bound = MIN_STEP_TOKENS_PER_S if device.type == "cuda" else 0.0
-    _at_least(table, f"step: {name}", cost.tokens_per_s(name), "tokens/s", bound)
+    table.at_least(f"step: {name}", cost.tokens_per_s(name), "tokens/s", bound)
 
 
 def check_memory(table: BenchTable, sizes: Sizes, device: torch.device) -> None:
@@ -181,7 +182,8 @@ def check_memory(table: BenchTable, sizes: Sizes, device: torch.device) -> None:
         chunk_tokens=num_tokens // num_chunks,
         autocast=True,
     )
-    of = f"memory: vocabulary of {sizes.vocab_size}, {num_tokens} tokens in {num_chunks} chunks"
+    size = f"vocabulary of {sizes.model.vocab_size}"
+    of = f"memory: {size}, {num_tokens} tokens in {num_chunks} chunks"
     add_peaks(table, peaks, of=of)
 
 
@@ -194,7 +196,7 @@ def check_canary(table: BenchTable, sizes: Sizes, device: torch.device) -> None:
     nn.Module.to(model, torch.bfloat16)  # in place: the trainer has answered already
     delta = canary_delta(known, model, sequences)
     name = "canary: fp32 masters under autocast against bf16 weights"
-    _at_most(table, name, delta, "nats", MAX_CANARY_DELTA)
+    table.at_most(name, delta, "nats", MAX_CANARY_DELTA)
 
 
 def check_repetition(table: BenchTable, sizes: Sizes, device: torch.device) -> None:
@@ -205,7 +207,7 @@ def check_repetition(table: BenchTable, sizes: Sizes, device: torch.device) -> N
     bound = MAX_REPETITION if device.type == "cuda" else 0.0
     note = "bit for bit" if twice.is_identical else "not bit for bit"
     name = "repetition: |update one - update two| / |update one|"
-    _at_most(table, name, twice.distance, "", bound, note)
+    table.at_most(name, twice.distance, "", bound, note)
 
 
 def check_chunks(table: BenchTable, sizes: Sizes, device: torch.device) -> None:
@@ -217,8 +219,7 @@ def check_chunks(table: BenchTable, sizes: Sizes, device: torch.device) -> None:
     masks = [np.arange(shape[1]) > 0] * shape[0]
     tokens = collate_tokens(sequences, masks, device=device)
     for cost in chunk_costs(model, tokens, sizes.chunk_sizes, autocast=True):
-        _at_most(
-            table,
+        table.at_most(
             f"chunks of {cost.chunk_tokens}: difference from one chunk",
             cost.mean_difference,
             "nats",
@@ -249,35 +250,19 @@ def check_engine(table: BenchTable, sizes: Sizes, device: torch.device, peer_dev
             folder=Path(folder),
             environ=_visible(peer_device),
         )
-    _at_most(table, "engine: start", figures.start_s, "s", TIMEOUT_S)
+    table.at_most("engine: start", figures.start_s, "s", TIMEOUT_S)
     speed = MIN_ENGINE_TOKENS_PER_S if is_cuda else 0.0
-    _at_least(table, "engine: sampling", figures.tokens_per_s, "tokens/s", speed)
-    _at_least(table, "engine: tokens, logprobs and versions agree", figures.is_sound, "", 1)
+    table.at_least("engine: sampling", figures.tokens_per_s, "tokens/s", speed)
+    table.at_least("engine: tokens, logprobs and versions agree", figures.is_sound, "", 1)
     size_gb = figures.num_bytes / 1e9
     name = "engine: a version from offer to loaded"
-    _at_most(table, name, figures.publish_s, "s", 10.0, f"{size_gb:.2f} GB")
+    table.at_most(name, figures.publish_s, "s", 10.0, f"{size_gb:.2f} GB")
     name = "engine: canary against the trainer"
-    _at_most(table, name, figures.canary_delta, "nats", MAX_CANARY_DELTA)
+    table.at_most(name, figures.canary_delta, "nats", MAX_CANARY_DELTA)
 
 
-def _model(
-    sizes: Sizes,
-    device: torch.device,
-    *,
-    num_layers: int | None = None,
-    vocab_size: int | None = None,
-) -> PreTrainedModel:
-    return make_random_model(
-        vocab_size=vocab_size or sizes.vocab_size,
-        hidden_size=sizes.hidden_size,
-        num_layers=num_layers or sizes.num_layers,
-        num_heads=sizes.num_heads,
-        num_kv_heads=sizes.num_kv_heads,
-        head_size=sizes.head_size,
-        intermediate_size=sizes.intermediate_size,
-        device=device,
-        is_tied=True,
-    )
+def _model(sizes: Sizes, device: torch.device, **changes: int) -> PreTrainedModel:
+    return make_random_model(replace(sizes.model, **changes), device=device, is_tied=True)
 
 
 def _visible(peer_device: str) -> dict[str, str]:
@@ -292,15 +277,3 @@ def _visible(peer_device: str) -> dict[str, str]:
 def _sequences(sizes: Sizes, vocab_size: int) -> list[list[int]]:
     rng = np.random.default_rng(0)
     return rng.integers(0, vocab_size, size=(sizes.num_canaries, sizes.canary_tokens)).tolist()
-
-
-def _at_least(
-    table: BenchTable, name: str, value: float, unit: str, bound: float, note: str = ""
-) -> None:
-    table.add(Figure(name=name, value=value, unit=unit, law=Law.AT_LEAST, bound=bound, note=note))
-
-
-def _at_most(
-    table: BenchTable, name: str, value: float, unit: str, bound: float, note: str = ""
-) -> None:
-    table.add(Figure(name=name, value=value, unit=unit, law=Law.AT_MOST, bound=bound, note=note))

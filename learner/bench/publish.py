@@ -94,10 +94,10 @@ def broadcast_to_peer(
             group.broadcast(weights.buffer)
         output, errors = process.communicate(timeout=timeout_s)
         group.close()
-    except (WeightSyncError, subprocess.TimeoutExpired) as e:
+    except (WeightSyncError, subprocess.TimeoutExpired) as error:
         process.kill()
         _, errors = process.communicate()
-        raise WeightSyncError(f"{e}; receiver: {errors[-500:]}") from e
+        raise WeightSyncError(f"{error}; receiver: {errors[-500:]}") from error
     if process.returncode != 0:
         raise WeightSyncError(f"receiver ended with {process.returncode}: {errors[-500:]}")
     reply = json.loads(output.splitlines()[-1])

@@ -6,8 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import TextIO
 
+from common.repository import ROOT
 from learner.bench.study import (
-    ROOT,
     Arm,
     Outcome,
     Study,

@@ -1,9 +1,6 @@
 """Studies: the same run with one thing changed at a time, over seeds, as a table."""
 
 import json
-import logging
-import subprocess
-import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -12,12 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from common.errors import LongstrideError
-from common.repository import ROOT
 from common.store.journal import read_journal
 from common.wire.messages import EpisodeKind
-
-logger = logging.getLogger(__name__)
+from learner.bench.real_run import train
 
 RUN_S = 3600.0  # for one run of a study
 LAST_STEPS = 20  # over which training success is averaged
@@ -99,20 +93,9 @@ def _run(study: Study, arm: Arm, seed: int, *, folder: Path) -> None:
     if (folder / name / "report.json").exists():
         return
     own = (f"run.dir={folder}", f"run.name={name}", f"run.seed={seed}", "log.live=false")
-    argv = [sys.executable, "run.py", "train", "--config", study.config, *own]
+    overrides = [*own, *merged(study.overrides, arm.overrides)]
     log = folder / f"{name}.log"
-    logger.info("run name=%s log=%s", name, log)
-    with log.open("wb") as out:
-        ended = subprocess.run(
-            [*argv, *merged(study.overrides, arm.overrides)],
-            cwd=ROOT,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            timeout=RUN_S,
-            check=False,
-        )
-    if ended.returncode != 0:
-        raise LongstrideError(f"run {name} ended with exit code {ended.returncode}, see {log}")
+    train(name, overrides, config=study.config, log=log, timeout_s=RUN_S)
 
 
 def merged(overrides: Sequence[str], own: Sequence[str]) -> list[str]:

@@ -8,16 +8,41 @@ from transformers import PreTrainedModel
 
 from common.config.learning import AlgorithmSection, LearnerSection
 from common.config.load import load_config
-from common.report.bench_table import BenchTable, Figure, Law
+from common.report.bench_table import BenchTable
 from common.repository import ROOT
-from learner.bench.batch import LARGER, QUICKSTART, BatchShape, make_batch, make_random_model
+from learner.bench.batch import (
+    LARGER,
+    QUICKSTART,
+    BatchShape,
+    ModelShape,
+    make_batch,
+    make_random_model,
+)
 from learner.bench.memory import MAX_FRAC, ScoringPeaks, measure_scoring
 from learner.bench.step import BARE, MAX_RATIO, StepCost, by_aggregation, measure_step
 from learner.policy.model import load_policy, parameter_count, vocabulary_size
 
 CPU = torch.device("cpu")
 NUM_ROUNDS = 12
-MEMORY_VOCAB = 150_000
+MAX_DIFFERENCE = 0.005  # nats: the two ways of scoring round differently
+LARGER_MODEL = ModelShape(
+    vocab_size=8_192,
+    hidden_size=256,
+    num_layers=6,
+    num_heads=8,
+    num_kv_heads=4,
+    head_size=32,
+    intermediate_size=1_024,
+)
+WIDE_MODEL = ModelShape(  # a large vocabulary and little else
+    vocab_size=150_000,
+    hidden_size=64,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_size=32,
+    intermediate_size=128,
+)
 MEMORY_SEQUENCES = 4
 LEGEND = (
     "Ratios: a whole training step over bare forward, backward and optimizer of the same model on\n"
@@ -40,7 +65,7 @@ def run_suite(out: TextIO) -> int:
     policy = load_policy(path, device=CPU, gradient_checkpointing=False)
     sizes: list[tuple[str, PreTrainedModel, BatchShape]] = [
         ("quickstart's policy", policy, QUICKSTART),
-        ("a larger model", _larger_model(), LARGER),
+        ("a larger model", make_random_model(LARGER_MODEL, device=CPU), LARGER),
     ]
     for name, model, shape in sizes:
         cost = step_cost(
@@ -57,13 +82,13 @@ def run_suite(out: TextIO) -> int:
     rows_per_chunk = defaults.max_tokens_per_microbatch // defaults.logprob_chunk_tokens
     chunk_tokens = 64
     peaks = measure_scoring(
-        _wide_model(),
+        make_random_model(WIDE_MODEL, device=CPU),
         num_sequences=MEMORY_SEQUENCES,
         num_seq_tokens=chunk_tokens * rows_per_chunk // MEMORY_SEQUENCES,
         chunk_tokens=chunk_tokens,
         autocast=True,
     )
-    add_peaks(table, peaks, of=f"vocabulary of {MEMORY_VOCAB}, {rows_per_chunk} chunks")
+    add_peaks(table, peaks, of=f"vocabulary of {WIDE_MODEL.vocab_size}, {rows_per_chunk} chunks")
     return table.finish()
 
 
@@ -95,65 +120,15 @@ def add_step_cost(table: BenchTable, cost: StepCost, *, of: str) -> None:
         if name == BARE:
             continue
         low, high = cost.spread(name)
-        table.add(
-            Figure(
-                name=f"step over bare: {name}",
-                value=cost.ratio(name),
-                unit="",
-                law=Law.AT_MOST,
-                bound=MAX_RATIO,
-                note=f"quartiles {low:.3f} to {high:.3f}, {cost.tokens_per_s(name):.0f} tokens/s",
-            )
-        )
+        note = f"quartiles {low:.3f} to {high:.3f}, {cost.tokens_per_s(name):.0f} tokens/s"
+        table.at_most(f"step over bare: {name}", cost.ratio(name), "", MAX_RATIO, note)
 
 
 def add_peaks(table: BenchTable, peaks: ScoringPeaks, *, of: str) -> None:
     """Write the share of memory, and how far the two ways of scoring are apart."""
     table.title(of)
     sizes = f"{peaks.chunked_bytes / 1e6:.0f} of {peaks.whole_bytes / 1e6:.0f} MB"
-    table.add(
-        Figure(
-            name="peak of forward and backward, over the whole at once",
-            value=peaks.frac,
-            unit="",
-            law=Law.AT_MOST,
-            bound=MAX_FRAC,
-            note=sizes,
-        )
-    )
-    table.add(
-        Figure(
-            name="the same log-probabilities, mean difference",
-            value=peaks.mean_difference,
-            unit="nats",
-            law=Law.AT_MOST,
-            bound=0.005,
-        )
-    )
-
-
-def _larger_model() -> PreTrainedModel:
-    return make_random_model(
-        vocab_size=8_192,
-        hidden_size=256,
-        num_layers=6,
-        num_heads=8,
-        num_kv_heads=4,
-        head_size=32,
-        intermediate_size=1_024,
-        device=CPU,
-    )
-
-
-def _wide_model() -> PreTrainedModel:
-    """Return a model of a large vocabulary and little else."""
-    return make_random_model(
-        vocab_size=MEMORY_VOCAB,
-        hidden_size=64,
-        num_layers=2,
-        num_heads=2,
-        num_kv_heads=1,
-        head_size=32,
-        intermediate_size=128,
-        device=CPU,
-    )
+    name = "peak of forward and backward, over the whole at once"
+    table.at_most(name, peaks.frac, "", MAX_FRAC, sizes)
+    name = "the same log-probabilities, mean difference"
+    table.at_most(name, peaks.mean_difference, "nats", MAX_DIFFERENCE)

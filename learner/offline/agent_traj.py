@@ -40,8 +40,8 @@ def read_conversations(path: Path) -> list[Conversation]:
     text = path.read_text()
     try:
         records = json.loads(text) if text.lstrip().startswith("[") else _lines(text, path)
-    except json.JSONDecodeError as e:
-        raise ConfigError(f"{path}: not JSON: {e}") from e
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path}: not JSON: {error}") from error
     return [_conversation(record, f"{path}: record {i + 1}") for i, record in enumerate(records)]
 
 
@@ -51,8 +51,8 @@ def _lines(text: str, path: Path) -> list[object]:
     for i, line in enumerate(lines):
         try:
             records.append(json.loads(line))
-        except json.JSONDecodeError as e:
-            raise ConfigError(f"{path}: record {i + 1} is not JSON: {e}") from e
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{path}: record {i + 1} is not JSON: {error}") from error
     return records
 
 

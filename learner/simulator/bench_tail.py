@@ -1,9 +1,6 @@
 """The suite of the long tail: how much faster async is than sync when some episodes are slow."""
 
 import json
-import logging
-import subprocess
-import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -11,15 +8,13 @@ from typing import TextIO
 
 from common.config.load import load_config
 from common.config.run_config import TrainMode
-from common.errors import LongstrideError
 from common.report.bench_table import BenchTable, Figure, Law
 from common.repository import ROOT
+from learner.bench.real_run import train
 from learner.simulator.main import quiet_scheduler
 from learner.simulator.tally import Prediction
 from learner.simulator.workload import SampledWorkload
 from learner.simulator.world import World
-
-logger = logging.getLogger(__name__)
 
 RUN_S = 1800.0  # for one run, its start included
 NUM_STEPS = 14
@@ -125,16 +120,9 @@ def run(mode: TrainMode, folder: Path) -> Path:
         LongstrideError: the run failed; holds its last words.
     """
     own = (f"run.dir={folder}", f"run.name={mode.value}", f"train.mode={mode.value}")
-    argv = [sys.executable, "run.py", "train", "--config", "quickstart", *own, *BASE, *SLOW_ENV]
     log = folder / f"{mode.value}.log"
-    logger.info("run mode=%s log=%s", mode.value, log)
-    with log.open("wb") as out:
-        ended = subprocess.run(
-            argv, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, timeout=RUN_S, check=False
-        )
-    if ended.returncode != 0:
-        last = log.read_text(errors="replace")[-1_000:]
-        raise LongstrideError(f"{mode.value}: exit code {ended.returncode}: {last}")
+    overrides = [*own, *BASE, *SLOW_ENV]
+    train(mode.value, overrides, config="quickstart", log=log, timeout_s=RUN_S)
     return folder / mode.value
 
 

@@ -9,14 +9,13 @@ from common.config.run_config import RunConfig, TrainMode
 from common.wire.messages import (
     EndReason,
     EpisodeKind,
-    Heartbeat,
-    Hello,
     Lease,
     LeaseGrant,
     LeaseRequest,
 )
 from learner.scheduler.core import RETRY_S
-from learner.simulator.agenda import Agenda
+from learner.simulator.event_queue import EventQueue
+from learner.simulator.peer_messages import heartbeat, hello
 from learner.simulator.workload import Play, Workload
 
 GATHER_S = 0.02  # in which freed slots gather into one request
@@ -58,10 +57,10 @@ class Scheduler(Protocol):
 
 
 class Fleet:
-    """All actors. One that is refused waits in a row; who is first is woken when there is work.
+    """All actors. One that is refused joins a queue; who is first is woken when there is work.
 
     A real actor asks again every `RETRY_S`. A thousand that are refused all day would be most of
-    the work, so here the row is woken when something may have changed, as long as somebody gets
+    the work, so here the queue is woken when something may have changed, as long as somebody gets
     something, and after the delay that the next request of so many actors would take.
     """
 
@@ -70,26 +69,26 @@ class Fleet:
         cfg: RunConfig,
         core: Scheduler,
         workload: Workload,
-        agenda: Agenda,
+        events: EventQueue,
         *,
         rng: Random,
         deliver: Callable[[Arrival], None],
-        wait_in_row: Callable[[str], None],
+        note_waiting: Callable[[str], None],
     ) -> None:
         """Make actors that have not joined yet.
 
         Args:
             deliver: takes an episode that ended.
-            wait_in_row: tells the scheduler's own row that this actor asks all the time.
+            note_waiting: tells the scheduler that this actor asks all the time.
         """
         simulator = cfg.simulator
         self._cfg, self._core, self._workload = cfg, core, workload
-        self._agenda, self._rng = agenda, rng
-        self._deliver, self._wait_in_row = deliver, wait_in_row
+        self._events, self._rng = events, rng
+        self._deliver, self._note_waiting = deliver, note_waiting
         self._is_sync = cfg.train.mode is TrainMode.SYNC
         self._num_slots = cfg.actor.max_concurrent
         self._plays: dict[str, list[Play]] = {}  # of groups that are not complete
-        self._row: dict[str, SimActor] = {}  # refused, in order
+        self._waiting: dict[str, SimActor] = {}  # refused, in order
         self._is_waking = False
         self._max_wakes = 4 * cfg.groups.per_step + 8
         self.version = 0
@@ -101,7 +100,7 @@ class Fleet:
             for i in range(num)
         ]
         for i, actor in enumerate(self.actors):
-            agenda.at(simulator.join_s * i / num, self._join, actor)
+            events.at(simulator.join_s * i / num, self._join, actor)
 
     # --- joining and dying --------------------------------------------------------------------
 
@@ -110,16 +109,16 @@ class Fleet:
         actor.is_alive = True
         self._core.handle(
             actor.name,
-            Hello(
-                role="actor",
-                name=actor.name,
+            hello(
+                "actor",
+                actor.name,
                 incarnation=f"life-{actor.num_lives}",
                 version=self.version,
             ),
         )
         if self._cfg.simulator.mtbf_h > 0:
             life_s = self._rng.expovariate(1 / (3600.0 * self._cfg.simulator.mtbf_h))
-            self._agenda.at(life_s, self._die, actor)
+            self._events.at(life_s, self._die, actor)
         self._ask(actor)
         self.wake()
 
@@ -128,10 +127,10 @@ class Fleet:
         self._note_idle(actor)
         actor.is_alive = False
         actor.held.clear()
-        self._row.pop(actor.name, None)
-        self._agenda.at(self._cfg.simulator.restart_s, self._join, actor)
+        self._waiting.pop(actor.name, None)
+        self._events.at(self._cfg.simulator.restart_s, self._join, actor)
 
-    def roll_call(self) -> list[str]:
+    def beat_and_list(self) -> list[str]:
         """Return who is alive; those who hold episodes that may be revoked send a heartbeat."""
         living = [actor for actor in self.actors if actor.is_alive]
         if self._cfg.groups.straggler_factor > 0:
@@ -143,16 +142,12 @@ class Fleet:
     def _beat(self, actor: SimActor) -> None:
         progress = self._core.handle(
             actor.name,
-            Heartbeat(
-                role="actor",
-                name=actor.name,
+            heartbeat(
+                "actor",
+                actor.name,
                 version=self.version,
                 running=list(actor.held),
-                num_free_slots=self._num_slots - len(actor.held),
                 num_slots=self._num_slots,
-                tokens_per_s=0.0,
-                waiting_for="",
-                rss_bytes=0,
             ),
         )
         for episode_id in progress.revoked:
@@ -166,10 +161,10 @@ class Fleet:
     def _ask_soon(self, actor: SimActor) -> None:
         if not actor.is_asking:
             actor.is_asking = True
-            self._agenda.at(GATHER_S, self._ask, actor)
+            self._events.at(GATHER_S, self._ask, actor)
 
     def _ask(self, actor: SimActor) -> LeaseGrant | None:
-        """Ask for all free slots; who did not get all of them waits in the row."""
+        """Ask for all free slots; who did not get all of them joins the queue."""
         actor.is_asking = False
         num_free = self._num_slots - len(actor.held)
         if not actor.is_alive or num_free <= 0 or (self._is_sync and actor.held):
@@ -178,37 +173,37 @@ class Fleet:
         grant: LeaseGrant = self._core.handle(actor.name, request)
         if grant.leases:
             self._start(actor, grant.leases)
-            self._row.pop(actor.name, None)
+            self._waiting.pop(actor.name, None)
         if len(grant.leases) < num_free:
-            self._row.setdefault(actor.name, actor)
+            self._waiting.setdefault(actor.name, actor)
         else:
-            self._row.pop(actor.name, None)
+            self._waiting.pop(actor.name, None)
         return grant
 
     def wake(self) -> None:
-        """There may be work again."""
-        if self._row and not self._is_waking:
+        """Let actors that were refused ask again soon: there may be work."""
+        if self._waiting and not self._is_waking:
             self._is_waking = True
-            delay_s = RETRY_S * self._rng.random() / len(self._row)
-            self._agenda.at(delay_s, self._wake_row)
+            delay_s = RETRY_S * self._rng.random() / len(self._waiting)
+            self._events.at(delay_s, self._wake_waiting)
 
-    def _wake_row(self) -> None:
+    def _wake_waiting(self) -> None:
         self._is_waking = False
-        row = list(self._row.values())[: self._max_wakes]
-        for i, actor in enumerate(row):
-            if i + 1 < len(row):
-                self._wait_in_row(row[i + 1].name)
+        waiting = list(self._waiting.values())[: self._max_wakes]
+        for i, actor in enumerate(waiting):
+            if i + 1 < len(waiting):
+                self._note_waiting(waiting[i + 1].name)
             grant = self._ask(actor)
             if grant is None or grant.leases:
                 continue
             if not grant.reason.startswith(("speed:", "turn:")):
                 break
-            self._row[actor.name] = self._row.pop(actor.name)  # let others try next time
+            self._waiting[actor.name] = self._waiting.pop(actor.name)  # let others try next time
 
     # --- playing ------------------------------------------------------------------------------
 
     def _start(self, actor: SimActor, leases: list[Lease]) -> None:
-        simulator, now = self._cfg.simulator, self._agenda.now_s
+        simulator, now = self._cfg.simulator, self._events.now_s
         if not actor.held:
             actor.busy_since_s = now
         num_others = len(actor.held) + len(leases) - 1
@@ -231,7 +226,7 @@ class Fleet:
                 ended_s=now + seconds,
                 version=self.version,
             )
-            self._agenda.at(seconds, self._finish, actor, arrival)
+            self._events.at(seconds, self._finish, actor, arrival)
 
     def _play_of(self, lease: Lease) -> Play:
         is_train = lease.kind is EpisodeKind.TRAIN
@@ -262,10 +257,10 @@ class Fleet:
 
     def _note_idle(self, actor: SimActor) -> None:
         if actor.is_alive and not actor.held and actor.busy_since_s >= 0:
-            actor.busy_s += self._agenda.now_s - actor.busy_since_s
+            actor.busy_s += self._events.now_s - actor.busy_since_s
             actor.busy_since_s = -1.0
 
     def busy_s(self) -> float:
         """Return the seconds that all actors together had something to play."""
-        now = self._agenda.now_s
+        now = self._events.now_s
         return sum(a.busy_s + (now - a.busy_since_s if a.held else 0.0) for a in self.actors)

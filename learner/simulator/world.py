@@ -13,7 +13,6 @@ from common.wire.messages import (
     EpisodeSeen,
     GroupArrived,
     Heartbeat,
-    Hello,
     Outcome,
     Outcomes,
     PolicyKind,
@@ -24,14 +23,15 @@ from common.wire.messages import (
 from learner.ingest.group_assembly import Group, GroupAssembly
 from learner.scheduler.core import SchedulerCore
 from learner.scheduler.curriculum.catalogue import Catalogue, SubsetEntry
-from learner.simulator.agenda import Agenda
+from learner.simulator.event_queue import EventQueue
 from learner.simulator.fleet import Arrival, Fleet
+from learner.simulator.peer_messages import heartbeat, hello, seen
 from learner.simulator.tally import Prediction, Tally
 from learner.simulator.workload import Workload
 
 LEARNER = "learner-0"
 NUM_ITEMS = 1000  # of each subset
-MANY_ACTORS = 16  # beyond which the roll is called as seldom as nobody is taken for dead
+MANY_ACTORS = 16  # beyond which heartbeats are as seldom as leaves nobody taken for dead
 ENDLESS_STEPS = 1 << 30
 MAX_HOURS = 24.0 * 365  # a run that does not come forward ends here
 _MASK = np.ones(1, dtype=bool)
@@ -56,11 +56,11 @@ class World:
         self._cfg = for_simulation(cfg, is_endless=max_steps > 0)
         self._max_steps = max_steps or self._cfg.train.num_steps
         self._workload = workload
-        self._agenda = Agenda()
+        self._events = EventQueue()
         self._rng = Random(cfg.run.seed)
         self._is_sync = cfg.train.mode is TrainMode.SYNC
-        self._core = SchedulerCore(self._cfg, catalogue_of(self._cfg), clock=self._agenda)
-        self._core.handle(LEARNER, _hello())
+        self._core = SchedulerCore(self._cfg, catalogue_of(self._cfg), clock=self._events)
+        self._core.handle(LEARNER, hello("learner", LEARNER))
         self._table = GroupAssembly(
             cfg.groups, cfg.algorithm, has_signal=_has_signal, is_lockstep=self._is_sync
         )
@@ -68,13 +68,13 @@ class World:
             self._cfg,
             self._core,
             workload,
-            self._agenda,
+            self._events,
             rng=self._rng,
             deliver=self._deliver,
-            wait_in_row=self._wait_in_row,
+            note_waiting=self._note_waiting,
         )
         self._tally = Tally()
-        self._inbox: list[Arrival] = []
+        self._arrivals: list[Arrival] = []
         self._journal: dict[str, Arrival] = {}  # accepted and not consumed
         self._known: set[str] = set()
         self._versions: dict[int, np.ndarray] = {}
@@ -84,46 +84,46 @@ class World:
         self._stopped_by = ""
         many = len(self._fleet.actors) > MANY_ACTORS
         scheduler = cfg.scheduler
-        self._roll_s = scheduler.dead_after_s / 4 if many else scheduler.heartbeat_s
+        self._heartbeat_s = scheduler.dead_after_s / 4 if many else scheduler.heartbeat_s
         self._report_step(signals={})
-        self._agenda.at(self._roll_s, self._call_roll)
+        self._events.at(self._heartbeat_s, self._exchange_heartbeats)
 
     def run(self) -> Prediction:
         """Let it happen until the hours, the steps or the episodes are used up."""
         simulator = self._cfg.simulator
         end_s = 3600.0 * (simulator.hours or MAX_HOURS)
         try:
-            self._agenda.run_until(end_s, is_over=self._is_over)
-        except LongstrideError as e:
-            self._stopped_by = str(e)
+            self._events.run_until(end_s, is_over=self._is_over)
+        except LongstrideError as error:
+            self._stopped_by = str(error)
         return self._prediction()
 
     def _is_over(self) -> bool:
         is_full = self._tally.num_arrived >= self._cfg.simulator.max_episodes
         return is_full or self._core.version >= self._max_steps
 
-    # --- the learner's ear --------------------------------------------------------------------
+    # --- the learner's intake -----------------------------------------------------------------
 
-    def _wait_in_row(self, actor: str) -> None:
-        self._core.members.refuse(actor, self._agenda(), has_some=False)
+    def _note_waiting(self, actor: str) -> None:
+        self._core.members.refuse(actor, self._events(), has_some=False)
 
     def _deliver(self, arrival: Arrival) -> None:
-        if not self._inbox:
-            self._agenda.at(self._cfg.simulator.delivery_s, self._take_in)
-        self._inbox.append(arrival)
+        if not self._arrivals:
+            self._events.at(self._cfg.simulator.delivery_s, self._take_in)
+        self._arrivals.append(arrival)
 
     def _take_in(self) -> None:
-        inbox, self._inbox = self._inbox, []
-        seen: list[EpisodeSeen] = []
+        arrivals, self._arrivals = self._arrivals, []
+        arrived: list[EpisodeSeen] = []
         outcomes: list[EpisodeOutcome] = []
         groups: list[GroupArrived] = []
         num_known = 0
-        for arrival in inbox:
+        for arrival in arrivals:
             lease = arrival.lease
             if lease.episode_id in self._known:
                 num_known += 1
                 continue
-            seen.append(_seen(arrival))
+            arrived.append(_seen(arrival))
             is_train = lease.kind is EpisodeKind.TRAIN
             if not is_train and arrival.end_reason.is_infrastructure_failure:
                 continue
@@ -134,7 +134,7 @@ class World:
                 news = self._table.add(self._trajectory(arrival))
                 outcomes += news[0]
                 groups += news[1]
-        self._report(seen=seen, outcomes=outcomes, groups=groups, num_duplicates=num_known)
+        self._report(seen=arrived, outcomes=outcomes, groups=groups, num_duplicates=num_known)
         self._maybe_train()
         if any(not group.is_ready for group in groups):
             self._fleet.wake()
@@ -223,7 +223,7 @@ class World:
 
     def _train(self, groups: list[Group]) -> None:
         self._is_training = True
-        wait_s = self._agenda.now_s - self._waits_since_s
+        wait_s = self._events.now_s - self._waits_since_s
         version = self._core.version
         ids = [each.episode_id for group in groups for each in group.members]
         self._tally.num_short += len(groups) < self._cfg.groups.per_step
@@ -236,16 +236,16 @@ class World:
             num_turns += each.play.num_turns
         num_tokens = sum(each.play.num_tokens for each in arrivals)
         busy_s = self._workload.step_s(self._rng, num_tokens, version=version)
-        self._agenda.at(busy_s, self._publish, ids, (wait_s, busy_s), (lag_sum, num_turns))
+        self._events.at(busy_s, self._publish, ids, (wait_s, busy_s), (lag_sum, num_turns))
 
     def _publish(
         self, ids: list[str], seconds: tuple[float, float], lag: tuple[float, int]
     ) -> None:
         wait_s, busy_s = seconds
         self._is_training = False
-        self._waits_since_s = self._agenda.now_s
+        self._waits_since_s = self._events.now_s
         self._tally.add_step(
-            self._agenda.now_s,
+            self._events.now_s,
             wait_s=wait_s,
             num_trained=len(ids),
             lag_sum=lag[0],
@@ -273,11 +273,11 @@ class World:
 
     # --- who is there -------------------------------------------------------------------------
 
-    def _call_roll(self) -> None:
+    def _exchange_heartbeats(self) -> None:
         """Heartbeats of all at once: the living are touched, the dead are found."""
-        now = self._agenda()
+        now = self._events()
         members = self._core.members
-        for name in self._fleet.roll_call():
+        for name in self._fleet.beat_and_list():
             members.touch(members.by_name[name], now)
         self._core.tick()
         progress = self._tell(self._heartbeat())
@@ -291,26 +291,17 @@ class World:
                 self._report(outcomes=outcomes, groups=groups, seen=[])
         self._maybe_train()
         self._fleet.wake()
-        self._agenda.at(self._roll_s, self._call_roll)
+        self._events.at(self._heartbeat_s, self._exchange_heartbeats)
 
     def _heartbeat(self) -> Heartbeat:
-        return Heartbeat(
-            role="learner",
-            name=LEARNER,
-            version=self._core.version,
-            running=self._table.open_ids,
-            num_free_slots=0,
-            num_slots=0,
-            tokens_per_s=0.0,
-            waiting_for="",
-            rss_bytes=0,
-        )
+        version, running = self._core.version, self._table.open_ids
+        return heartbeat("learner", LEARNER, version=version, running=running)
 
     def _prediction(self) -> Prediction:
         tally, fleet = self._tally, self._fleet
         account = self._core.books.ledger_report()
         settled = max(1, sum(account[outcome.value] for outcome in Outcome))
-        now_s = max(self._agenda.now_s, 1e-9)
+        now_s = max(self._events.now_s, 1e-9)
         rates = tally.rates()
         return Prediction(
             mode=self._cfg.train.mode.value,
@@ -353,21 +344,14 @@ def catalogue_of(cfg: RunConfig) -> Catalogue:
     return Catalogue(envs=envs)
 
 
-def _hello() -> Hello:
-    return Hello(role="learner", name=LEARNER, incarnation="life-1", version=0)
-
-
 def _has_signal(members: list[Trajectory]) -> bool:
     return len({member.reward for member in members}) > 1
 
 
 def _seen(arrival: Arrival) -> EpisodeSeen:
     lease, play = arrival.lease, arrival.play
-    return EpisodeSeen(
-        episode_id=lease.episode_id,
-        kind=lease.kind,
-        env=lease.env,
-        subset=lease.item_id.rsplit("-", 2)[0],
+    return seen(
+        lease,
         reward=play.worth,
         is_success=play.is_success,
         end_reason=arrival.end_reason,

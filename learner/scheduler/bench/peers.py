@@ -17,8 +17,6 @@ from common.wire.messages import (
     EpisodeOutcome,
     EpisodeSeen,
     GroupArrived,
-    Heartbeat,
-    Hello,
     Lease,
     LeaseGrant,
     LeaseRequest,
@@ -29,6 +27,7 @@ from common.wire.messages import (
 )
 from common.wire.security import RunKeys
 from common.wire.sockets import connect_dealer
+from learner.simulator.peer_messages import heartbeat, hello, seen
 
 LEARNER = "learner-0"
 BEAT_S = 1.0
@@ -36,26 +35,6 @@ ANSWER_S = 0.02  # after which an answer is looked for
 REPORT_S = 0.05  # between two reports of the learner
 MAX_SOCKETS = 8_192
 JOIN_S = 60.0  # for all actors to be welcomed
-
-
-def hello(role: str, name: str) -> Hello:
-    """Return the first words of a role."""
-    return Hello(role=role, name=name, incarnation="i", version=0)
-
-
-def heartbeat(role: str, name: str, *, version: int, running: list[str]) -> Heartbeat:
-    """Return a sign of life."""
-    return Heartbeat(
-        role=role,
-        name=name,
-        version=version,
-        running=running,
-        num_free_slots=0,
-        num_slots=1,
-        tokens_per_s=0.0,
-        waiting_for="",
-        rss_bytes=0,
-    )
 
 
 class BenchLearner:
@@ -79,11 +58,8 @@ class BenchLearner:
         """An episode is here."""
         self.num_arrived += 1
         self._seen.append(
-            EpisodeSeen(
-                episode_id=lease.episode_id,
-                kind=lease.kind,
-                env=lease.env,
-                subset=lease.item_id.rsplit("-", 2)[0],
+            seen(
+                lease,
                 reward=float(lease.member % 2),
                 is_success=lease.member % 2 == 1,
                 end_reason=EndReason.DONE,
@@ -242,7 +218,10 @@ class Peers:
     def _beat(self, peer: _Peer) -> None:
         running = [peer.lease.episode_id] if peer.lease else []
         version = self._learner.version
-        _send(peer.socket, heartbeat("actor", peer.name, version=version, running=running))
+        _send(
+            peer.socket,
+            heartbeat("actor", peer.name, version=version, running=running, num_slots=1),
+        )
         self._at(BEAT_S, self._beat, peer)
 
     def _beat_learner(self) -> None:

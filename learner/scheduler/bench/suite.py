@@ -3,7 +3,6 @@
 import contextlib
 import http.server
 import json
-import subprocess
 import sys
 import tempfile
 import threading
@@ -17,7 +16,8 @@ import psutil
 
 from common.config.load import load_config, save_config
 from common.config.run_config import RunConfig
-from common.report.bench_table import BenchTable, Figure, Law
+from common.launch.process import ChildProcess
+from common.report.bench_table import BenchTable
 from common.repository import ROOT
 from common.store.run_dir import RunDir
 from common.wire.messages import Lease, LeaseRequest
@@ -27,11 +27,10 @@ from learner.scheduler.bench.peers import (
     LEARNER,
     BenchLearner,
     Peers,
-    heartbeat,
-    hello,
 )
 from learner.scheduler.core import SchedulerCore
 from learner.scheduler.curriculum.catalogue import Catalogue, SubsetEntry
+from learner.simulator.peer_messages import heartbeat, hello
 
 START_S, STOP_S = 120.0, 15.0
 NUM_PEERS = 2_000
@@ -94,15 +93,8 @@ def catalogue_of(cfg: RunConfig) -> Catalogue:
 def add_core(table: BenchTable) -> None:
     """Measure the state machine alone."""
     leases_per_s = measure_core(num_actors=NUM_CORE_ACTORS, num_steps=NUM_CORE_STEPS)
-    table.add(
-        Figure(
-            name=f"leases served by the core, {NUM_CORE_ACTORS} actors",
-            value=leases_per_s,
-            unit="per s",
-            law=Law.AT_LEAST,
-            bound=MIN_LEASES_PER_S,
-        )
-    )
+    name = f"leases served by the core, {NUM_CORE_ACTORS} actors"
+    table.at_least(name, leases_per_s, "per s", MIN_LEASES_PER_S)
 
 
 def measure_core(*, num_actors: int, num_steps: int) -> float:
@@ -151,26 +143,20 @@ def add_peers(table: BenchTable, cfg: RunConfig, *, num_peers: int) -> None:
     """Measure a scheduler process with many actors connected."""
     served = measure_peers(cfg, num_peers=num_peers, warm_up_s=WARM_UP_S, measured_s=MEASURED_S)
     rate = num_peers / EPISODE_S
-    table.add(
-        Figure(
-            name="actors connected, each by a socket of its own",
-            value=served.num_connected,
-            unit="",
-            law=Law.AT_LEAST,
-            bound=num_peers,
-            note=f"p99 of an answer {served.answer_p99_s * 1e3:.0f} ms, looked for after"
-            f" {ANSWER_S * 1e3:.0f}",
-        )
+    answers = f"p99 of an answer {served.answer_p99_s * 1e3:.0f} ms, looked for after"
+    table.at_least(
+        "actors connected, each by a socket of its own",
+        served.num_connected,
+        "",
+        num_peers,
+        f"{answers} {ANSWER_S * 1e3:.0f}",
     )
-    table.add(
-        Figure(
-            name=f"processor of the scheduler at {rate:.0f} episodes/s",
-            value=served.cpu_s_per_episode * rate,
-            unit="of a core",
-            law=Law.AT_MOST,
-            bound=MAX_CPU_FRAC,
-            note=f"measured {served.cpu_frac:.2f} at {served.episodes_per_s:.0f} episodes/s",
-        )
+    table.at_most(
+        f"processor of the scheduler at {rate:.0f} episodes/s",
+        served.cpu_s_per_episode * rate,
+        "of a core",
+        MAX_CPU_FRAC,
+        f"measured {served.cpu_frac:.2f} at {served.episodes_per_s:.0f} episodes/s",
     )
 
 
@@ -224,22 +210,12 @@ def _cpu_s(process: psutil.Process) -> float:
 def scheduler_process(cfg: RunConfig, run_dir: RunDir) -> Generator[psutil.Process]:
     """Yield a scheduler that is started as the launcher does it, with its log in the run's."""
     where = (f"run.dir={cfg.run.dir}", f"run.name={cfg.run.name}")
-    with (run_dir.root / "scheduler.txt").open("wb") as log:
-        started = subprocess.Popen(
-            [sys.executable, "run.py", "scheduler", *where],
-            cwd=ROOT,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
+    argv = [sys.executable, "run.py", "scheduler", *where]
+    child = ChildProcess("scheduler", argv, log_path=run_dir.root / "scheduler.txt", cwd=ROOT)
     try:
-        yield psutil.Process(started.pid)
+        yield psutil.Process(child.pid)
     finally:
-        started.terminate()
-        try:
-            started.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            started.kill()
-            started.wait()
+        child.stop(timeout_s=STOP_S)
 
 
 @contextlib.contextmanager

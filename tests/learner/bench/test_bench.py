@@ -16,7 +16,13 @@ from common.report.bench_table import BenchTable, Figure, Law
 from learner.batch.batching import collate_tokens
 from learner.bench import gpu as bench_gpu
 from learner.bench.agree import canary_delta, chunk_costs, repeat_step
-from learner.bench.batch import BatchShape, make_batch, make_random_model, with_sampler_logprobs
+from learner.bench.batch import (
+    BatchShape,
+    ModelShape,
+    make_batch,
+    make_random_model,
+    with_sampler_logprobs,
+)
 from learner.bench.engine import EngineRun, measure_engine
 from learner.bench.memory import ScoringPeaks, peak_bytes, whole_logprobs
 from learner.bench.publish import broadcast_to_peer, snapshot_weights
@@ -29,13 +35,15 @@ CPU = torch.device("cpu")
 SHAPE = BatchShape(num_groups=2, group_size=2, max_turns=3, observation_tokens=3, action_tokens=2)
 FP32 = LearnerSection(device="cpu", autocast=False, warmup_steps=0, lr=1e-3)
 SIZES = bench_gpu.Sizes(
-    vocab_size=16_384,
-    hidden_size=32,
-    num_layers=2,
-    num_heads=2,
-    num_kv_heads=1,
-    head_size=16,
-    intermediate_size=64,
+    model=ModelShape(
+        vocab_size=16_384,
+        hidden_size=32,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=1,
+        head_size=16,
+        intermediate_size=64,
+    ),
     shape=SHAPE,
     learner=LearnerSection(device="cpu", lr=1e-4, warmup_steps=0),
     num_rounds=2,
@@ -231,16 +239,8 @@ def test_canary_delta_is_the_distance_of_the_scores() -> None:
 
 
 def test_chunk_sizes_agree_and_smaller_ones_need_less() -> None:
-    model = make_random_model(
-        vocab_size=4_000,
-        hidden_size=16,
-        num_layers=1,
-        num_heads=1,
-        num_kv_heads=1,
-        head_size=16,
-        intermediate_size=16,
-        device=CPU,
-    )
+    shape = replace(SIZES.model, vocab_size=4_000, hidden_size=16, num_layers=1, num_heads=1)
+    model = make_random_model(replace(shape, intermediate_size=16), device=CPU)
     sequences = [np.arange(40) for _ in range(4)]
     tokens = collate_tokens(sequences, [np.arange(40) > 0] * 4, device=CPU)
     small, large = chunk_costs(model, tokens, (8, 1_000), autocast=False)
@@ -276,7 +276,8 @@ def test_gpu_check_with_a_second_process_runs_small_on_the_cpu(name: str) -> Non
     if name == "engine" and importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed")
     table = make_table()
-    sizes = replace(SIZES, hidden_size=64, head_size=32)  # the engine knows no smaller heads
+    # The engine knows no smaller heads.
+    sizes = replace(SIZES, model=replace(SIZES.model, hidden_size=64, head_size=32))
     dict(bench_gpu.checks(table, sizes, CPU, "cpu"))[name]()
     lines = written(table).splitlines()
     assert len(lines) >= 3
@@ -287,7 +288,7 @@ def test_gpu_check_with_a_second_process_runs_small_on_the_cpu(name: str) -> Non
 def test_engine_that_does_not_start_is_an_error_with_its_last_words(tmp_path: Path) -> None:
     model = make_model()
     trainer = make_trainer(FP32, AlgorithmSection(), model, engine_dtype="float32")
-    with pytest.raises(EngineError, match="ended with 1"):
+    with pytest.raises(EngineError, match="engine ended: exit code 1"):
         measure_engine(
             trainer,
             model,

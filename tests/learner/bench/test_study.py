@@ -9,6 +9,7 @@ import pytest
 
 from common.config.load import load_config
 from common.errors import LongstrideError
+from common.repository import ROOT
 from common.store.journal import JournalWriter
 from common.wire.messages import EpisodeKind, Trajectory
 from learner.bench.studies import (
@@ -21,7 +22,6 @@ from learner.bench.studies import (
     staleness_table,
 )
 from learner.bench.study import (
-    ROOT,
     Arm,
     Outcome,
     Point,

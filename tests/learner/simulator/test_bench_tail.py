@@ -39,7 +39,7 @@ def test_runs_of_the_suite_are_valid_and_use_the_environment_that_waits(reposito
 
 
 @pytest.mark.slow
-def test_long_tail_of_the_suite_makes_async_twice_as_fast_in_the_twin() -> None:
+def test_long_tail_of_the_suite_makes_async_twice_as_fast_in_the_simulator() -> None:
     out = io.StringIO()
     table = BenchTable(out=out)
     add_simulated(table)

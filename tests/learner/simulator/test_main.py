@@ -5,6 +5,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -129,6 +130,6 @@ def test_relative_error_is_positive_when_the_prediction_is_too_high() -> None:
     ("key", "value"),
     [("mode", "fast"), ("hours", -1.0), ("tail_frac", 1.0), ("success", 0.0), ("num_turns", 0.5)],
 )
-def test_bad_setting_is_refused_by_name(key: str, value: object) -> None:
+def test_bad_setting_is_refused_by_name(key: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"simulator.{key}="):
         make_simulated(**{key: value})

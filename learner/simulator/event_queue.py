@@ -7,7 +7,7 @@ from typing import Any
 START_S = 1000.0  # a clock never starts at zero
 
 
-class Agenda:
+class EventQueue:
     """The clock of a simulation and the heap of what is to come; equal times in order of entry."""
 
     def __init__(self) -> None:

@@ -1,0 +1,37 @@
+"""A training run as a user starts it, for measurements that need the whole machine."""
+
+import logging
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from common.errors import LongstrideError
+from common.launch.process import ChildProcess, describe_exit, wait_until_ended
+from common.repository import ROOT
+
+logger = logging.getLogger(__name__)
+
+STOP_S = 60.0  # for a run that takes too long to save and leave
+POLL_S = 0.2
+TAIL_LINES = 5
+
+
+def train(name: str, overrides: Sequence[str], *, config: str, log: Path, timeout_s: float) -> None:
+    """Run `train` in a process of its own until it has ended.
+
+    Raises:
+        LongstrideError: it failed, or did not end in time; holds its last words and names its log.
+    """
+    logger.info("run name=%s log=%s", name, log)
+    argv = [sys.executable, "run.py", "train", "--config", config, *overrides]
+    child = ChildProcess(name, argv, log_path=log, cwd=ROOT)
+    try:
+        deadline = time.monotonic() + timeout_s
+        if not wait_until_ended([child], deadline=deadline, poll_s=POLL_S):
+            raise LongstrideError(f"run {name} has not ended within {timeout_s:g}s, see {log}")
+        if code := child.poll():
+            last = " / ".join(child.log_tail(max_lines=TAIL_LINES))
+            raise LongstrideError(f"run {name} ended with {describe_exit(code)}, see {log}: {last}")
+    finally:
+        child.stop(timeout_s=STOP_S)
