@@ -200,17 +200,25 @@ def nearest(word: str, words: list[str]) -> str:
     return alike[0] if alike else words[0]
 
 
+def split_item(item_id: str) -> ItemId | None:
+    """Return the parts of an item id, whether or not the item exists; None when malformed."""
+    match = ITEM_PATTERN.fullmatch(item_id)
+    if match is None:
+        return None
+    return ItemId(subset=match["subset"], split=match["split"], index=int(match["index"]))
+
+
 def parse_item(item_id: str, subsets: Mapping[str, SubsetSpec]) -> ItemId:
     """Return the parts of an item id that exists in `subsets`.
 
     Raises:
         UnknownItem: malformed, unknown subset, or index out of range.
     """
-    match = ITEM_PATTERN.fullmatch(item_id)
-    if match is None:
+    item = split_item(item_id)
+    if item is None:
         example = f"{next(iter(subsets))}-train-0"
         raise UnknownItem(f"item id {item_id[:80]!r} is not <subset>-<split>-<index>, as {example}")
-    subset, split, index = match["subset"], match["split"], int(match["index"])
+    subset, split, index = item.subset, item.split, item.index
     spec = subsets.get(subset)
     if spec is None:
         known = nearest(subset, list(subsets))
@@ -221,7 +229,7 @@ def parse_item(item_id: str, subsets: Mapping[str, SubsetSpec]) -> ItemId:
     if index >= num_items:
         last = f"{subset}-{split}-{num_items - 1}"
         raise UnknownItem(f"item {item_id!r} is out of range; the last is {last!r}")
-    return ItemId(subset=subset, split=split, index=index)
+    return item
 
 
 def action_text(text: str) -> str:

@@ -153,7 +153,7 @@ class Action:
 
 
 def fenced(reply: str) -> str:
-    """Returns what the first pair of triple backticks of a reply holds.
+    """Return what the first pair of triple backticks of a reply holds.
 
     Raises:
         InvalidAction: there is no such pair.
@@ -165,7 +165,7 @@ def fenced(reply: str) -> str:
 
 
 def parse(text: str, kinds: frozenset[Kind] = WEB_KINDS) -> Action:
-    """Returns the action that a text names.
+    """Return the action that a text names.
 
     Raises:
         InvalidAction: unknown word, or its arguments are malformed.
@@ -205,7 +205,7 @@ def _points(words: str) -> tuple[tuple[int, int], ...]:
 
 
 def describe(action: Action) -> str:
-    """Returns an action as the language writes it."""
+    """Return an action as the language writes it."""
     parts = [action.kind.value]
     parts += [f"[{number}]" for number in (action.element, action.target) if number >= 0]
     parts += [f"[{x},{y}]" for x, y in action.points]
@@ -233,7 +233,7 @@ def as_reply(action: str, style: Style) -> str:
 
 
 def key_name(combination: str) -> str:
-    """Returns a key combination as browsers name it: `ctrl+a` is `Control+a`.
+    """Return a key combination as browsers name it: `ctrl+a` is `Control+a`.
 
     Raises:
         InvalidAction: an unknown key.

@@ -53,14 +53,14 @@ FLAGS = (
 
 
 def find_browser(options: BrowserOptions) -> str:
-    """Returns the path of the browser to drive; "" when there is none."""
+    """Return the path of the browser to drive; "" when there is none."""
     if options.executable:
         return options.executable if os.access(options.executable, os.X_OK) else ""
     return next((path for name in BINARIES if (path := shutil.which(name))), "")
 
 
 def check_browser(options: BrowserOptions) -> list[str]:
-    """Returns a line for what the browser environments lack on this machine."""
+    """Return a line for what the browser environments lack on this machine."""
     if find_browser(options):
         return []
     if options.executable:
@@ -85,7 +85,7 @@ def browser_spec(spec: EnvSpec, options: BrowserOptions) -> EnvSpec:
 
 
 def host_rules(hosts: Mapping[str, str], *, reachable: frozenset[str] = frozenset()) -> str:
-    """Returns Chromium's rules for names: `hosts` lead to addresses, `reachable` stay as they are.
+    """Return Chromium's rules for names: `hosts` lead to addresses, `reachable` stay as they are.
 
     Every other host does not exist for the browser, whatever page or agent asks for it.
     """
@@ -112,7 +112,7 @@ class BrowserHost:
     async def open_context(
         self, *, clock: bool = False, storage_state: str | None = None, is_still: bool = True
     ) -> BrowserContext:
-        """Returns a fresh context: own cookies, cache and storage.
+        """Return a fresh context: own cookies, cache and storage.
 
         Args:
             clock: pages see a clock that only moves when told to.
@@ -168,7 +168,7 @@ class BrowserHost:
         )
 
     async def stop(self) -> None:
-        """Ends the browser; a browser that does not answer is left to the end of the process."""
+        """End the browser; a browser that does not answer is left to the end of the process."""
         try:
             async with asyncio.timeout(STOP_TIMEOUT_S):
                 if self._browser is not None:
@@ -181,5 +181,5 @@ class BrowserHost:
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of an error's text, or its type when it has none."""
+    """Return the first line of an error's text, or its type when it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:300]

@@ -41,7 +41,7 @@ class LocalSite:
         self.address = f"127.0.0.1:{self._socket.getsockname()[1]}"
 
     async def start(self) -> None:
-        """Returns when requests are answered.
+        """Return when requests are answered.
 
         Raises:
             EnvFailure: the application did not start.
@@ -55,7 +55,7 @@ class LocalSite:
         logger.info("local site started address=%s", self.address)
 
     async def stop(self) -> None:
-        """Ends the server; open connections are cut after a second."""
+        """End the server; open connections are cut after a second."""
         if self._task is None:
             return
         self._server.should_exit = True

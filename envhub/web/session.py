@@ -112,7 +112,7 @@ class WebSession:
         return browser is not None and browser.is_connected() and bool(self._tabs)
 
     async def open(self, *urls: str) -> None:
-        """Opens a tab for each address, the only open one first; the first becomes current.
+        """Open a tab for each address, the only open one first; the first becomes current.
 
         Raises:
             EnvFailure: an address does not answer.
@@ -130,7 +130,7 @@ class WebSession:
 
     @asynccontextmanager
     async def aside(self, url: str) -> AsyncIterator[Page]:
-        """Opens an address in a tab that is none of the agent's, for the time of a look.
+        """Open an address in a tab that is none of the agent's, for the time of a look.
 
         Raises:
             EnvFailure: it does not answer.
@@ -149,7 +149,7 @@ class WebSession:
             await self._guard(page.close())
 
     async def run(self, script: str, argument: object = None) -> object:
-        """Runs a script of ours in the current page and returns its result.
+        """Run a script of ours in the current page and returns its result.
 
         Raises:
             EnvFailure: it raised, or the page is gone.
@@ -160,7 +160,7 @@ class WebSession:
             raise EnvFailure(f"a script failed on {self.page.url}: {first_line(error)}") from error
 
     async def look(self, *, advance_ms: int | None = None, has_places: bool = False) -> Snapshot:
-        """Returns what the current tab shows once it has come to rest.
+        """Return what the current tab shows once it has come to rest.
 
         Args:
             advance_ms: by how much the page's own clock moves; None: as the session's look says.
@@ -194,7 +194,7 @@ class WebSession:
         raise EnvFailure("the page does not come to rest")
 
     async def _opened(self) -> None:
-        """Waits for the tab that a page has asked for; a browser may refuse to open it."""
+        """Wait for the tab that a page has asked for; a browser may refuse to open it."""
         try:
             async with asyncio.timeout(NEW_TAB_TIMEOUT_S):
                 await self._has_new_tab.wait()
@@ -209,7 +209,7 @@ class WebSession:
             logger.debug("page is slow url=%s", page.url)
 
     async def perform(self, action: Action) -> None:
-        """Does what an action says; what it led to is seen by `look`.
+        """Do what an action says; what it led to is seen by `look`.
 
         Raises:
             InvalidAction: it cannot be done here; the text is for the agent.
@@ -258,11 +258,11 @@ class WebSession:
         await self.page.close()
 
     async def tab_titles(self) -> list[str]:
-        """Returns the titles of all tabs."""
+        """Return the titles of all tabs."""
         return [await self._guard(page.title()) for page in self._tabs]
 
     async def _guard(self, work: Coroutine[Any, Any, Answer]) -> Answer:
-        """Awaits work of the browser under a deadline; a dead or hanging browser is a failure."""
+        """Await work of the browser under a deadline; a dead or hanging browser is a failure."""
         try:
             async with asyncio.timeout(self._timeout_s * 2 + GRACE_S):
                 return await work
@@ -275,7 +275,7 @@ class WebSession:
             raise
 
     async def close(self) -> None:
-        """Gives back the context; a dead browser has given it back already."""
+        """Give back the context; a dead browser has given it back already."""
         try:
             async with asyncio.timeout(GRACE_S):
                 await self.context.close()

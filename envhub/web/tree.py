@@ -93,7 +93,7 @@ class Snapshot:
 
 
 def read_snapshot(message: dict) -> Snapshot:
-    """Returns the snapshot that the page's script reported."""
+    """Return the snapshot that the page's script reported."""
     nodes = tuple(_node(i, row) for i, row in enumerate(message["rows"]))
     return Snapshot(url=message["url"], title=message["title"], nodes=nodes, state=message["state"])
 
@@ -105,7 +105,7 @@ def _node(index: int, row: list) -> Node:
 
 
 def shown_nodes(nodes: tuple[Node, ...], *, only_in_view: bool) -> list[Node]:
-    """Returns the nodes worth a line: in view if asked for, named, and not repeating another."""
+    """Return the nodes worth a line: in view if asked for, named, and not repeating another."""
     busy = _with_interactive_children(nodes)
     kept: list[Node] = []
     for node in nodes:
@@ -123,7 +123,7 @@ def shown_nodes(nodes: tuple[Node, ...], *, only_in_view: bool) -> list[Node]:
 
 
 def _with_interactive_children(nodes: tuple[Node, ...]) -> set[int]:
-    """Returns the nodes that hold something to act on; their own name would only repeat it."""
+    """Return the nodes that hold something to act on; their own name would only repeat it."""
     busy: set[int] = set()
     for node in nodes:
         if node.role in INTERACTIVE or node.role in ("img", "heading"):
@@ -147,7 +147,7 @@ def _is_told(node: Node, nodes: tuple[Node, ...], busy: set[int], kept: list[Nod
 
 
 def agentgym_lines(nodes: list[Node]) -> list[str]:
-    """Returns one line per node: tabs for depth, id, role, quoted name, states."""
+    """Return one line per node: tabs for depth, id, role, quoted name, states."""
     depths = _depths(nodes)
     lines = []
     for node in nodes:
@@ -158,7 +158,7 @@ def agentgym_lines(nodes: list[Node]) -> list[str]:
 
 
 def _depths(nodes: list[Node]) -> dict[int, int]:
-    """Returns each node's depth among the nodes shown."""
+    """Return each node's depth among the nodes shown."""
     depths: dict[int, int] = {}
     above: list[Node] = []
     for node in nodes:
@@ -171,7 +171,7 @@ def _depths(nodes: list[Node]) -> dict[int, int]:
 
 
 def compact_lines(nodes: list[Node], all_nodes: tuple[Node, ...], *, ids: bool) -> list[str]:
-    """Returns short lines: ids only where there is something to do, a table row on one line.
+    """Return short lines: ids only where there is something to do, a table row on one line.
 
     Args:
         ids: True gives every node its id, also plain text.
@@ -219,7 +219,7 @@ def _compact(node: Node, ids: bool) -> str:
 
 
 def cut(lines: list[str], max_words: int) -> str:
-    """Returns the lines joined; what is beyond `max_words` words is left out, and counted."""
+    """Return the lines joined; what is beyond `max_words` words is left out, and counted."""
     budget = max_words
     for i, line in enumerate(lines):
         budget -= line.count(" ") + 1

@@ -28,12 +28,12 @@ class Action:
 
 
 def has_key(scene: Scene, position: int) -> bool:
-    """Returns whether the agent carries the key of the door at `position`."""
+    """Return whether the agent carries the key of the door at `position`."""
     return scene.carrying == (scene.things[position][0], "key")
 
 
 def list_actions(scene: Scene, objects: list[Seen]) -> list[Action]:
-    """Returns every action that changes something now, in AgentGym's order.
+    """Return every action that changes something now, in AgentGym's order.
 
     Unlike AgentGym's list it leaves out what would have no effect: walking into a ball, a key
     or a closed door, and going to an object already faced. Paths keep to visible free cells.
@@ -76,7 +76,7 @@ def _pickup(seen: Seen) -> Action:
 
 
 def _on_door(scene: Scene, seen: Seen) -> list[Action]:
-    """Returns the action that leads through a door, if there is one."""
+    """Return the action that leads through a door, if there is one."""
     label = f"{seen.name} {seen.number}"
     if seen.code == sc.OPEN and seen.path_onto:
         return [Action(f"go through {label}", Kind.MOVE, seen.path_onto)]
@@ -88,7 +88,7 @@ def _on_door(scene: Scene, seen: Seen) -> list[Action]:
 
 
 def _going_to(seen: Seen) -> list[Action]:
-    """Returns the walk that ends facing an object, or on the goal, if there is one."""
+    """Return the walk that ends facing an object, or on the goal, if there is one."""
     if seen.code == sc.GOAL:
         return [Action("go to goal", Kind.MOVE, seen.path_onto)] if seen.path_onto else []
     if not seen.path or seen.code == sc.LAVA:
@@ -97,7 +97,7 @@ def _going_to(seen: Seen) -> list[Action]:
 
 
 def poses(scene: Scene, action: Action) -> list[tuple[int, int]]:
-    """Returns the (position, heading) after each primitive of an action, without performing it."""
+    """Return the (position, heading) after each primitive of an action, without performing it."""
     at, heading = scene.at, scene.heading
     passed = []
     for primitive in action.primitives:
@@ -112,7 +112,7 @@ def poses(scene: Scene, action: Action) -> list[tuple[int, int]]:
 
 
 def after(scene: Scene, action: Action) -> Scene:
-    """Returns the scene a walk or a door action leads to; pickups and drops are not modelled."""
+    """Return the scene a walk or a door action leads to; pickups and drops are not modelled."""
     at, heading = poses(scene, action)[-1]
     codes = scene.codes
     if action.kind in (Kind.TOGGLE, Kind.TOGGLE_THROUGH):
@@ -122,6 +122,6 @@ def after(scene: Scene, action: Action) -> Scene:
 
 
 def normalize(text: str) -> str:
-    """Returns an action text in lower case, single-spaced, with `pick up` written `pickup`."""
+    """Return an action text in lower case, single-spaced, with `pick up` written `pickup`."""
     words = " ".join(text.lower().split())
     return "pickup " + words[8:] if words.startswith("pick up ") else words

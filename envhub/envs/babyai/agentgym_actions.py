@@ -34,15 +34,15 @@ class Offer:
     refusals: dict[str, str] = field(default_factory=dict[str, str])
 
     def add(self, name: str, kind: Kind, path: Iterable[int], position: int = -1) -> None:
-        """Offers an action."""
+        """Offer an action."""
         self.actions[name] = Action(name, kind, tuple(path), position)
 
     def refuse(self, name: str, reason: str) -> None:
-        """Says why something is not offered."""
+        """Say why something is not offered."""
         self.refusals[name] = f"You cannot {name}, as {reason}."
 
     def add_numbered(self, verb: str, seen: Seen, counts: dict[str, int], action: "_Tail") -> None:
-        """Offers something to be done with an object; only what can be reached gets a number."""
+        """Offer something to be done with an object; only what can be reached gets a number."""
         number = counts.get(seen.name, 0) + 1
         name = f"{verb} {seen.name} {number}"
         if action.path is None:
@@ -59,7 +59,7 @@ class _Tail:
 
 
 def offer(scene: Scene, objects: list[Seen], view: list[int | None]) -> Offer:
-    """Returns AgentGym's actions in a scene, without `check available actions`."""
+    """Return AgentGym's actions in a scene, without `check available actions`."""
     facing, onto = _paths(scene, objects, view)
     made = Offer()
     made.add("turn left", Kind.MOVE, (sc.LEFT,))
@@ -94,7 +94,7 @@ def _is_barred(scene: Scene) -> bool:
 def _add_handling(
     made: Offer, scene: Scene, objects: list[Seen], facing: dict[int, tuple[int, ...] | None]
 ) -> None:
-    """Offers picking up with empty hands, else dropping."""
+    """Offer picking up with empty hands, else dropping."""
     if scene.carrying is None:
         made.refusals["drop"] = EMPTY_HANDS
         counts: dict[str, int] = {}
@@ -145,7 +145,7 @@ def _add_door(
 def _paths(
     scene: Scene, objects: list[Seen], view: list[int | None]
 ) -> tuple[dict[int, tuple[int, ...] | None], dict[int, tuple[int, ...] | None]]:
-    """Returns the paths that end facing each object, and those that end on it, by its position.
+    """Return the paths that end facing each object, and those that end on it, by its position.
 
     The search is AgentGym's: forward, left, right; a pose that waits in the queue is entered again,
     and the path to it is that of its last entry.
@@ -195,7 +195,7 @@ def _way(entered: dict[Pose, tuple[Pose, int]], pose: Pose) -> tuple[int, ...]:
 
 
 def image(scene: Scene) -> tuple[object, ...]:
-    """Returns what tells two views apart, as the agent's own picture would."""
+    """Return what tells two views apart, as the agent's own picture would."""
     view = sc.visible_codes(scene)
     places = sc.view_positions(scene)
     shown = [

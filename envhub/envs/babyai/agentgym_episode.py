@@ -40,7 +40,7 @@ class AgentGymBabyAiEnv(BabyAiEnv):
         self._offer = offer(self._scene, self._objects, self._view)
 
     def step(self, action: str) -> StepResult:
-        """Performs one high-level action given as text."""
+        """Perform one high-level action given as text."""
         if self._done:
             raise RuntimeError("step after the episode has ended")
         name = act.normalize(action_text(action))
@@ -92,16 +92,16 @@ class AgentGymBabyAiEnv(BabyAiEnv):
         return f"{answer}\n{text.available(offered)}"
 
     def valid_actions(self) -> list[str]:
-        """Returns every action that AgentGym lists; none when the episode has ended."""
+        """Return every action that AgentGym lists; none when the episode has ended."""
         return [] if self._done else [*self._offer.actions]
 
     def expert_action(self) -> str | None:
-        """Returns the scripted expert's action, in AgentGym's words and one part at a time."""
+        """Return the scripted expert's action, in AgentGym's words and one part at a time."""
         name = None if self._done else self._expert.choose(self._scene, self._by_name)
         return None if name is None else self._worded(self._by_name[name])
 
     def _worded(self, wanted: Action) -> str | None:
-        """Returns an action on offer that does the same, or its first part; None without one."""
+        """Return an action on offer that does the same, or its first part; None without one."""
         if wanted.kind is Kind.TOGGLE_THROUGH:  # at once it would pay nothing for opening
             walk = wanted.primitives[:-2]
             part = Kind.MOVE if walk else Kind.TOGGLE

@@ -38,7 +38,7 @@ class BabyAiEnv:
         self._done = False
 
     def reset(self, item_id: str, seed: int = 0) -> str:
-        """Starts an item; `seed` is unused, since the item fixes the whole level."""
+        """Start an item; `seed` is unused, since the item fixes the whole level."""
         item = parse_item(item_id, SUBSETS)
         self._start(item)
         return self._first_observation()
@@ -62,7 +62,7 @@ class BabyAiEnv:
         self._look()
 
     def step(self, action: str) -> StepResult:
-        """Performs one high-level action given as text."""
+        """Perform one high-level action given as text."""
         if self._done:
             raise RuntimeError("step after the episode has ended")
         name = act.normalize(action_text(action))
@@ -83,7 +83,7 @@ class BabyAiEnv:
         )
 
     def _perform(self, action: Action) -> bool:
-        """Runs the primitives until the mission ends or one has no effect; returns whether won."""
+        """Run the primitives until the mission ends or one has no effect; returns whether won."""
         is_won = False
         for primitive in action.primitives:
             before = self._pose()
@@ -102,7 +102,7 @@ class BabyAiEnv:
         return is_won
 
     def _success_reward(self) -> float:
-        """Returns 1, or minigrid's reward when it is asked for; never below 0."""
+        """Return 1, or minigrid's reward when it is asked for; never below 0."""
         if not self._options.shaped_reward:
             return 1.0
         return max(0.0, 1.0 - 0.9 * self._level.step_count / self._max_steps)
@@ -121,7 +121,7 @@ class BabyAiEnv:
         return f"Your goal: {self._goal()}\n{self._observation()}"
 
     def _goal(self) -> str:
-        """Returns the mission; AgentGym's wording, if asked for, hides the order of its parts."""
+        """Return the mission; AgentGym's wording, if asked for, hides the order of its parts."""
         if not self._options.agentgym_goals:
             return self._level.mission
         return self._level.mission.replace("then", "and").replace("after you", "and")
@@ -140,27 +140,27 @@ class BabyAiEnv:
         return f"{answer}\n{text.available(self._actions)}"
 
     def valid_actions(self) -> list[str]:
-        """Returns every action that changes something now; none when the episode has ended."""
+        """Return every action that changes something now; none when the episode has ended."""
         return [] if self._done else [action.name for action in self._actions]
 
     def expert_action(self) -> str | None:
-        """Returns the scripted expert's action; it knows the whole map and the instruction."""
+        """Return the scripted expert's action; it knows the whole map and the instruction."""
         return None if self._done else self._expert.choose(self._scene, self._by_name)
 
     def render(self) -> str:
-        """Returns the whole map, two characters a cell, and the mission."""
+        """Return the whole map, two characters a cell, and the mission."""
         return f"{self._level.mission}\n{self._level.pprint_grid()}"
 
     def fingerprint(self) -> str:
-        """Returns the hash of the full state the episode began with."""
+        """Return the hash of the full state the episode began with."""
         return self._fingerprint
 
     def close(self) -> None:
-        """Does nothing: an episode holds no more than its own memory."""
+        """Do nothing: an episode holds no more than its own memory."""
 
 
 def _fingerprint(level) -> str:
-    """Returns sha256 over the grid, the agent's pose, what it carries and the mission."""
+    """Return sha256 over the grid, the agent's pose, what it carries and the mission."""
     carried = level.carrying.encode() if level.carrying else ()
     pose = tuple(int(v) for v in (*level.agent_pos, level.agent_dir, *carried))
     digest = hashlib.sha256(level.grid.encode().tobytes())
@@ -174,7 +174,7 @@ def _pose(level, stride: int) -> tuple[int, int]:
 
 
 def read_scene(level) -> Scene:
-    """Returns a snapshot of a minigrid level."""
+    """Return a snapshot of a minigrid level."""
     grid = level.grid
     stride = grid.width + 2 * sc.PAD
     codes = [sc.WALL] * (stride * (grid.height + 2 * sc.PAD))

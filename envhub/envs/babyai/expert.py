@@ -29,7 +29,7 @@ class Expert:
         self._visited: set[tuple] = set()
 
     def choose(self, scene: Scene, by_name: Mapping[str, Action]) -> str | None:
-        """Returns the name of the action to take in `scene`; None when it knows no way."""
+        """Return the name of the action to take in `scene`; None when it knows no way."""
         here = _key(scene)
         if not self._plan or self._plan[0][0] != here or self._plan[0][1] not in by_name:
             self._plan = self._make_plan(scene)
@@ -50,12 +50,12 @@ class Expert:
 
 
 def _key(scene: Scene) -> tuple:
-    """Returns what tells two scenes of one episode apart for the planner."""
+    """Return what tells two scenes of one episode apart for the planner."""
     return scene.at, scene.heading, scene.carrying, bytes(scene.codes)
 
 
 def finishes(scene: Scene, action: Action, target: Target) -> bool:
-    """Returns whether an action meets the target at any of its primitives."""
+    """Return whether an action meets the target at any of its primitives."""
     if target.kinds:
         return action.kind in target.kinds and action.position in target.positions
     passed = act.poses(scene, action)
@@ -63,7 +63,7 @@ def finishes(scene: Scene, action: Action, target: Target) -> bool:
 
 
 def search(scene: Scene, targets: list[Target], visited: set[tuple]) -> list[tuple[tuple, str]]:
-    """Returns the actions that meet a target, or else lead nearest to one, each with its state.
+    """Return the actions that meet a target, or else lead nearest to one, each with its state.
 
     Weighted best-first search; ties go to fewer primitives, then to the order of the action list.
     """

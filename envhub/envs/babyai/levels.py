@@ -80,7 +80,7 @@ roomgrid_level.print = lambda *args, **kwargs: None  # type: ignore[attr-defined
 
 
 def subsets() -> dict[str, SubsetSpec]:
-    """Returns the measured levels, AgentGym's others, and the tasks, by name."""
+    """Return the measured levels, AgentGym's others, and the tasks, by name."""
     names = dict.fromkeys(map(subset_of, (*MAX_TURNS, *AGENTGYM_LEVELS)))
     single = {
         name: SubsetSpec(
@@ -102,23 +102,23 @@ def subsets() -> dict[str, SubsetSpec]:
 
 
 def max_turns(level: str) -> int:
-    """Returns the most turns an episode of a level may use."""
+    """Return the most turns an episode of a level may use."""
     return MAX_TURNS.get(level) or MAX_TURNS_LONG.get(level, MAX_TURNS_OTHERS)
 
 
 def subset_of(level: str) -> str:
-    """Returns the subset of a level's items: its name, or with a suffix if a task has the name."""
+    """Return the subset of a level's items: its name, or with a suffix if a task has the name."""
     return level + LEVEL_SUFFIX if level in TASK_LEVELS else level
 
 
 def level_of(subset: str) -> str:
-    """Returns the level of a subset that is no task."""
+    """Return the level of a subset that is no task."""
     level = subset.removesuffix(LEVEL_SUFFIX)
     return level if level in TASK_LEVELS else subset
 
 
 def locate(item: ItemId) -> tuple[str, int]:
-    """Returns the level and the minigrid seed of an item."""
+    """Return the level and the minigrid seed of an item."""
     names = TASK_LEVELS.get(item.subset)
     if names is None:
         return level_of(item.subset), env_seed(item.split, item.index)
@@ -130,12 +130,12 @@ def locate(item: ItemId) -> tuple[str, int]:
 
 
 def env_seed(split: str, index: int) -> int:
-    """Returns the minigrid seed of a level's item; train and test seeds never meet."""
+    """Return the minigrid seed of a level's item; train and test seeds never meet."""
     return index if split == "train" else FIRST_TEST_SEED + index
 
 
 def from_agentgym(index: int) -> str:
-    """Returns the item of AgentGym's data index: the level at `index % 40`, seed `index // 40`.
+    """Return the item of AgentGym's data index: the level at `index % 40`, seed `index // 40`.
 
     Raises:
         UnknownItem: negative, or the seed is not below the number of a level's training items.
@@ -161,7 +161,7 @@ class Layouts:
         level._rand_int, level.gen_mission = self.draw, self.generate
 
     def generate(self) -> None:
-        """Draws one layout.
+        """Draw one layout.
 
         Raises:
             RejectSampling: it cannot be solved; minigrid takes it as a sign to begin anew.
@@ -172,7 +172,7 @@ class Layouts:
             raise RejectSampling("what is needed is locked away")
 
     def draw(self, low: int, high: int) -> int:
-        """Returns a number from `low` to below `high`.
+        """Return a number from `low` to below `high`.
 
         Raises:
             RecursionError: too many for one layout; minigrid takes it as a sign to begin anew.
@@ -186,7 +186,7 @@ class Layouts:
 
 @cache
 def _creator(name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """Returns what makes a level, and with which arguments.
+    """Return what makes a level, and with which arguments.
 
     `gymnasium.make` looks the class up by a new string each time. The interpreter keeps thousands
     of these alive, scattered over the memory of levels that are gone, which then stays taken.
@@ -199,7 +199,7 @@ def _creator(name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
 
 
 def make_level(name: str, *, keeps_unsolvable: bool = False) -> RoomGridLevel:
-    """Returns a fresh bare minigrid level; some levels are registered only as version 1.
+    """Return a fresh bare minigrid level; some levels are registered only as version 1.
 
     Args:
         name: such as `GoToLocal`.

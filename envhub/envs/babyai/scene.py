@@ -40,7 +40,7 @@ class Scene:
     opens_boxes: bool = False
 
     def front(self) -> int:
-        """Returns the position right ahead of the agent."""
+        """Return the position right ahead of the agent."""
         return self.at + delta(self.stride, self.heading)
 
 
@@ -59,7 +59,7 @@ class Seen:
 
 
 def delta(stride: int, heading: int) -> int:
-    """Returns the change of position of one step in a heading."""
+    """Return the change of position of one step in a heading."""
     dx, dy = HEADINGS[heading & 3]
     return dx + dy * stride
 
@@ -72,7 +72,7 @@ def _offsets(stride: int, heading: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=1 << 14)
 def _spread(lit: int, clear: int) -> tuple[int, int]:
-    """Returns one view row's lit cells and those it lights in the next row, as bit sets.
+    """Return one view row's lit cells and those it lights in the next row, as bit sets.
 
     The two sweeps run in minigrid's order, so that we see what its own view shows.
     """
@@ -89,12 +89,12 @@ def _spread(lit: int, clear: int) -> tuple[int, int]:
 
 
 def view_positions(scene: Scene) -> list[int]:
-    """Returns the positions of the 49 view cells."""
+    """Return the positions of the 49 view cells."""
     return [scene.at + offset for offset in _offsets(scene.stride, scene.heading)]
 
 
 def visible_codes(scene: Scene) -> list[int | None]:
-    """Returns the 49 view cells' codes; None where the agent cannot see."""
+    """Return the 49 view cells' codes; None where the agent cannot see."""
     codes, at = scene.codes, scene.at
     view: list[int | None] = [codes[at + o] for o in _offsets(scene.stride, scene.heading)]
     lit = 1 << HALF
@@ -112,7 +112,7 @@ def visible_codes(scene: Scene) -> list[int | None]:
 
 
 def _forward_table() -> tuple[int, ...]:
-    """Returns for each pose `cell * 4 + turn` the cell one step ahead, or -1 outside the view."""
+    """Return for each pose `cell * 4 + turn` the cell one step ahead, or -1 outside the view."""
     steps = ((1, 0), (0, 1), (-1, 0), (0, -1))  # (forward, right) for turn 0..3, clockwise
     table = []
     for cell in range(NUM_CELLS):
@@ -131,7 +131,7 @@ START = HALF * 4
 
 
 def walk(view: list[int | None]) -> dict[int, tuple[int, int, int]]:
-    """Returns each pose reachable in sight as pose -> (previous pose, primitive, distance)."""
+    """Return each pose reachable in sight as pose -> (previous pose, primitive, distance)."""
     reached = {START: (-1, -1, 0)}
     queue: deque[int] = deque((START,))
     while queue:
@@ -155,7 +155,7 @@ def walk(view: list[int | None]) -> dict[int, tuple[int, int, int]]:
 def _shortest(
     reached: dict[int, tuple[int, int, int]], poses: tuple[int, ...]
 ) -> tuple[int, ...] | None:
-    """Returns the primitives to the nearest of `poses`, or None when none was reached."""
+    """Return the primitives to the nearest of `poses`, or None when none was reached."""
     there = [(reached[pose][2], pose) for pose in poses if pose in reached]
     if not there:
         return None
@@ -168,7 +168,7 @@ def _shortest(
 
 
 def see(scene: Scene) -> tuple[list[Seen], list[int | None]]:
-    """Returns the objects in sight, nearest first, and the view they stand in.
+    """Return the objects in sight, nearest first, and the view they stand in.
 
     Objects of one name are numbered from 1 in that order; text and actions share the numbers.
     """
@@ -197,7 +197,7 @@ def see(scene: Scene) -> tuple[list[Seen], list[int | None]]:
 
 
 def name_of(scene: Scene, position: int, code: int) -> str:
-    """Returns an object's name as text and actions use it, such as `blue closed door`."""
+    """Return an object's name as text and actions use it, such as `blue closed door`."""
     color, kind = scene.things[position]
     if code in DOOR_STATE:
         return f"{color} {DOOR_STATE[code]} door"

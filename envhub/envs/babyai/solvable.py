@@ -8,7 +8,7 @@ Cell = tuple[int, int]
 
 
 def has_way(level: RoomGridLevel) -> bool:
-    """Returns whether what the mission names can be reached, with the keys that can be reached.
+    """Return whether what the mission names can be reached, with the keys that can be reached.
 
     Exact for what is locked away. It takes for granted that objects in the way can be moved aside
     and that rooms without a locked door are connected, as minigrid makes them.
@@ -21,7 +21,7 @@ def has_way(level: RoomGridLevel) -> bool:
 
 
 def _reach(level: RoomGridLevel) -> tuple[set[Cell], set[Cell]]:
-    """Returns the cells that the agent can come to face, and those that it can enter or empty."""
+    """Return the cells that the agent can come to face, and those that it can enter or empty."""
     colors: set[str] = set()  # of the keys found; `level.carrying` is still the last episode's
     shut: dict[str, list[Cell]] = {}  # locked doors without their key, by colour
     faced: set[Cell] = set()

@@ -37,18 +37,18 @@ class Target:
 
 
 def position_of(cell, stride: int) -> int:
-    """Returns the padded position of a minigrid (x, y)."""
+    """Return the padded position of a minigrid (x, y)."""
     return (int(cell[1]) + sc.PAD) * stride + int(cell[0]) + sc.PAD
 
 
 def current_targets(level, scene: Scene) -> list[Target]:
-    """Returns what is to be done next for the level's instruction; usually one target."""
+    """Return what is to be done next for the level's instruction; usually one target."""
     targets = [_target(level, scene, clause) for clause in _open_clauses(level.instrs)]
     return [target for target in targets if target is not None and target.positions]
 
 
 def _open_clauses(instruction: Instr) -> list[Instr]:
-    """Returns the action clauses that count now, following before, after and and."""
+    """Return the action clauses that count now, following before, after and and."""
     if isinstance(instruction, BeforeInstr):
         is_first = instruction.a_done != "success"
         return _open_clauses(instruction.instr_a if is_first else instruction.instr_b)
@@ -81,7 +81,7 @@ def _target(level, scene: Scene, clause: Instr) -> Target | None:
 
 
 def _where(level, scene: Scene, wanted: list) -> frozenset[int]:
-    """Returns where these very objects stand; minigrid does not always record it on them."""
+    """Return where these very objects stand; minigrid does not always record it on them."""
     identities = {id(thing) for thing in wanted}
     width = level.grid.width
     cells = (i for i, thing in enumerate(level.grid.grid) if id(thing) in identities)
@@ -89,7 +89,7 @@ def _where(level, scene: Scene, wanted: list) -> frozenset[int]:
 
 
 def _put_next(level, scene: Scene, clause: PutNextInstr) -> Target:
-    """Returns where to drop the object to be moved, or what to pick up first."""
+    """Return where to drop the object to be moved, or what to pick up first."""
     moved = _where(level, scene, clause.desc_move.obj_set)
     near = {
         position_of(cell, scene.stride) + sc.delta(scene.stride, heading)
@@ -106,7 +106,7 @@ def _put_next(level, scene: Scene, clause: PutNextInstr) -> Target:
 
 
 def closes_doors(level) -> bool:
-    """Returns whether a door that is open may have to be opened: it is closed again first.
+    """Return whether a door that is open may have to be opened: it is closed again first.
 
     That is so where opening a door is one of several parts, which the way to another may forestall.
     """

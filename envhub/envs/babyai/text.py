@@ -11,7 +11,7 @@ CHECK = "check available actions"
 
 
 def wall_ahead(view: list[int | None]) -> int | None:
-    """Returns the steps to the wall straight ahead (1: it is adjacent); None when none is seen."""
+    """Return the steps to the wall straight ahead (1: it is adjacent); None when none is seen."""
     for forward in range(1, sc.VIEW):
         if view[forward * sc.VIEW + sc.HALF] == sc.WALL:
             return forward
@@ -19,7 +19,7 @@ def wall_ahead(view: list[int | None]) -> int | None:
 
 
 def compact_view(scene: Scene, objects: list[Seen], view: list[int | None]) -> str:
-    """Returns the view as one line, such as `red box 1 ahead 1 right 1, wall 4`."""
+    """Return the view as one line, such as `red box 1 ahead 1 right 1, wall 4`."""
     parts = [_compact_object(seen) for seen in objects]
     wall = wall_ahead(view)
     if wall is not None:
@@ -48,7 +48,7 @@ def agentgym_view(
     *,
     is_over: bool,
 ) -> str:
-    """Returns the view in AgentGym's sentences, ending in the list of available actions."""
+    """Return the view in AgentGym's sentences, ending in the list of available actions."""
     sentences = ["You cannot see any objects within sight."]
     if objects or sc.WALL in view:
         sentences = ["In front of you in this room, you can see several objects: "]
@@ -72,7 +72,7 @@ def _position(seen: Seen) -> str:
 
 
 def _barrier(objects: list[Seen], view: list[int | None]) -> str:
-    """Returns the sentence about the nearest wall or box straight ahead, or nothing."""
+    """Return the sentence about the nearest wall or box straight ahead, or nothing."""
     boxes = [s.forward for s in objects if not s.right and s.name.endswith(" box")]
     wall = wall_ahead(view)
     if boxes and (wall is None or min(boxes) < wall):
@@ -81,7 +81,7 @@ def _barrier(objects: list[Seen], view: list[int | None]) -> str:
 
 
 def available(actions: list[Action]) -> str:
-    """Returns AgentGym's line of available actions."""
+    """Return AgentGym's line of available actions."""
     return "Available actions: " + json.dumps(_names(actions))
 
 
@@ -90,12 +90,12 @@ def _names(actions: list[Action]) -> list[str]:
 
 
 def asked(actions: list[Action]) -> str:
-    """Returns AgentGym's answer to `check available actions`."""
+    """Return AgentGym's answer to `check available actions`."""
     return f"You can take the following actions: {', '.join(_names(actions))}"
 
 
 def refusal(scene: Scene, objects: list[Seen], actions: list[Action], action: str) -> str:
-    """Returns AgentGym's answer to a normalized action text that is not available."""
+    """Return AgentGym's answer to a normalized action text that is not available."""
     if not action:
         return "No change in state."
     if "check" in action:

@@ -17,7 +17,7 @@ MAX_ERRANDS = 8
 
 
 def distances(scene: Scene, target: Target, *, through_locks: bool = True) -> dict[int, int]:
-    """Returns for each position the cost of walking to where a target cell can be faced.
+    """Return for each position the cost of walking to where a target cell can be faced.
 
     Without `through_locks` a door whose key is not in hand is a wall.
     """
@@ -51,7 +51,7 @@ def _cost(scene: Scene, position: int) -> int | None:
 
 
 def way(scene: Scene, start: int, cost: dict[int, int]) -> list[int]:
-    """Returns the cheapest positions from `start`, excluded, to the last before the target."""
+    """Return the cheapest positions from `start`, excluded, to the last before the target."""
     steps = [sc.delta(scene.stride, heading) for heading in range(4)]
     at, passed = start, []
     while cost.get(at, 0) > 0:
@@ -68,7 +68,7 @@ def way(scene: Scene, start: int, cost: dict[int, int]) -> list[int]:
 def first_errand(
     scene: Scene, target: Target, *, kept_free: frozenset[int] = frozenset(), num_errands: int = 0
 ) -> Target | None:
-    """Returns the target itself, or what must be met before it; None when there is no way.
+    """Return the target itself, or what must be met before it; None when there is no way.
 
     Errands: fetch the key of a locked door, unlock it, carry an object out of the way, and empty
     the hand before a pickup. An errand may need another one first, up to `MAX_ERRANDS` deep.
@@ -122,7 +122,7 @@ def _first_possible(
 
 
 def _walled(scene: Scene, positions: frozenset[int]) -> Scene:
-    """Returns the scene with walls at some positions."""
+    """Return the scene with walls at some positions."""
     codes = scene.codes.copy()
     for position in positions:
         codes[position] = sc.WALL
@@ -130,12 +130,12 @@ def _walled(scene: Scene, positions: frozenset[int]) -> Scene:
 
 
 def _openable(scene: Scene, target: Target) -> Target:
-    """Returns the target without the doors that are locked to the agent."""
+    """Return the target without the doors that are locked to the agent."""
     return Target(frozenset(p for p in target.positions if not _is_shut(scene, p)), OPENING)
 
 
 def _onward(scene: Scene, target: Target, standing: int) -> list[int]:
-    """Returns the way from where a thing is picked up to where it will be brought."""
+    """Return the way from where a thing is picked up to where it will be brought."""
     assert target.then is not None
     steps = [sc.delta(scene.stride, heading) for heading in range(4)]
     picked = next((standing + s for s in steps if standing + s in target.positions), standing)
@@ -147,7 +147,7 @@ def _onward(scene: Scene, target: Target, standing: int) -> list[int]:
 
 
 def _obstacle(scene: Scene, passed: list[int]) -> Target | None:
-    """Returns the errand of the first obstacle on a way; None when the way is clear."""
+    """Return the errand of the first obstacle on a way; None when the way is clear."""
     for position in passed:
         code = scene.codes[position]
         if code == sc.THING:
@@ -158,7 +158,7 @@ def _obstacle(scene: Scene, passed: list[int]) -> Target | None:
 
 
 def _key_of(scene: Scene, door: int) -> Target:
-    """Returns the errand for the key of a door: the key itself, or a box that may hold it."""
+    """Return the errand for the key of a door: the key itself, or a box that may hold it."""
     key = (scene.things[door][0], "key")
     places = frozenset(p for p, thing in scene.things.items() if thing == key)
     if not places and scene.opens_boxes:
@@ -168,7 +168,7 @@ def _key_of(scene: Scene, door: int) -> Target:
 
 
 def _drop_beside(scene: Scene, target: Target, kept_free: frozenset[int]) -> Target:
-    """Returns a target met by dropping what is carried off the ways and away from doors."""
+    """Return a target met by dropping what is carried off the ways and away from doors."""
     steps = [sc.delta(scene.stride, heading) for heading in range(4)]
     before_doors = {
         position + s

@@ -39,7 +39,7 @@ SUBSETS = {
 
 
 def start_of(item: ItemId) -> Cell:
-    """Returns the cell where an item begins."""
+    """Return the cell where an item begins."""
     return STARTS[START_NUMBERS[item.split][item.index]]
 
 
@@ -47,7 +47,7 @@ class MazeEnv(TextEnv):
     """One Maze episode. Reward is 1 at the goal; the turn after the 50th ends it without one."""
 
     def reset(self, item_id: str, seed: int = 0) -> str:
-        """Starts an item; `seed` is unused, since nothing is left to chance."""
+        """Start an item; `seed` is unused, since nothing is left to chance."""
         self._start = self._at = start_of(parse_item(item_id, SUBSETS))
         self._num_moves = 0
         self._begin()
@@ -90,7 +90,7 @@ class MazeEnv(TextEnv):
         return f"move {maze.best_moves()[self._at]}"
 
     def render(self) -> str:
-        """Returns the map and how many moves were made."""
+        """Return the map and how many moves were made."""
         return f"{maze.drawn(self._at)}\nmoves: {self._num_moves} of {MAX_MOVES}"
 
     def _state(self) -> str:
@@ -99,7 +99,7 @@ class MazeEnv(TextEnv):
 
 
 def from_agentgym(index: int) -> str:
-    """Returns the item of AgentGym's game number.
+    """Return the item of AgentGym's game number.
 
     Raises:
         UnknownItem: there is no such start.
@@ -111,7 +111,7 @@ def from_agentgym(index: int) -> str:
 
 
 def make_spec(options: EnvsSection) -> EnvSpec:
-    """Returns Maze's catalogue entry."""
+    """Return Maze's catalogue entry."""
     return EnvSpec(
         name="maze",
         subsets=SUBSETS,

@@ -24,20 +24,20 @@ WALL_WORDS = {"right": "to your right", "left": "to your left", "up": "above you
 
 
 def after(cell: Cell, direction: str) -> Cell:
-    """Returns the cell one move leads to: the same one when a wall is in the way."""
+    """Return the cell one move leads to: the same one when a wall is in the way."""
     rows, columns = MOVES[direction]
     there = (cell[0] + rows, cell[1] + columns)
     return there if there in FREE else cell
 
 
 def walls(cell: Cell) -> list[str]:
-    """Returns the directions in which a wall is next to a cell."""
+    """Return the directions in which a wall is next to a cell."""
     return [direction for direction in MOVES if after(cell, direction) == cell]
 
 
 @cache
 def best_moves() -> dict[Cell, str]:
-    """Returns for each cell but the goal the direction of a shortest way to the goal."""
+    """Return for each cell but the goal the direction of a shortest way to the goal."""
     found: dict[Cell, str] = {}
     queue = deque([GOAL])
     while queue:
@@ -51,7 +51,7 @@ def best_moves() -> dict[Cell, str]:
 
 
 def described(cell: Cell) -> str:
-    """Returns where the agent stands and the walls near it, in AgentGym's sentences."""
+    """Return where the agent stands and the walls near it, in AgentGym's sentences."""
     words = [WALL_WORDS[direction] for direction in walls(cell)]
     near = "There are no walls near you."
     if words:
@@ -63,7 +63,7 @@ def described(cell: Cell) -> str:
 
 
 def drawn(cell: Cell) -> str:
-    """Returns the map: `#` wall, `.` free, `G` goal, `@` the agent."""
+    """Return the map: `#` wall, `.` free, `G` goal, `@` the agent."""
     signs = dict.fromkeys(FREE, ".") | {GOAL: "G"} | {cell: "@"}
     return "\n".join(
         "".join(signs.get((row, column), "#") for column in range(NUM_COLUMNS))

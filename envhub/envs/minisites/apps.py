@@ -36,7 +36,7 @@ class DropBody(BaseModel):
 
 
 def make_app() -> FastAPI:
-    """Returns an application with sessions of its own; run it in one process, one event loop."""
+    """Return an application with sessions of its own; run it in one process, one event loop."""
     store = Store()
 
     @asynccontextmanager

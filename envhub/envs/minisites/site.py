@@ -33,7 +33,7 @@ def literal(words: str) -> str:
 
 
 def money(cents: int) -> str:
-    """Returns an amount as the sites print it, such as `$1,234.50`."""
+    """Return an amount as the sites print it, such as `$1,234.50`."""
     return f"${cents / 100:,.2f}"
 
 
@@ -66,11 +66,11 @@ class Visit:
     form: Mapping[str, str]
 
     def rows(self, sql: str, *args: object) -> list[sqlite3.Row]:
-        """Returns all rows of a query."""
+        """Return all rows of a query."""
         return self.db.execute(sql, args).fetchall()
 
     def one(self, sql: str, *args: object) -> sqlite3.Row:
-        """Returns the first row of a query.
+        """Return the first row of a query.
 
         Raises:
             PageMissing: no row.
@@ -97,21 +97,21 @@ class Visit:
         return self.query.get("q", "").strip()[:200]
 
     def text(self, name: str) -> str:
-        """Returns a field of the form, stripped and cut; "" when it was not sent."""
+        """Return a field of the form, stripped and cut; "" when it was not sent."""
         return self.form.get(name, "").strip()[:MAX_TEXT_CHARS]
 
     def choice(self, name: str, allowed: tuple[str, ...]) -> str:
-        """Returns a parameter of the query that is one of `allowed`, else the first of them."""
+        """Return a parameter of the query that is one of `allowed`, else the first of them."""
         value = self.query.get(name, "")
         return value if value in allowed else allowed[0]
 
     def number(self, name: str, default: int) -> int:
-        """Returns a small whole number of the query or the path."""
+        """Return a small whole number of the query or the path."""
         value = whole(self.params.get(name, self.query.get(name, "")))
         return default if value is None else value
 
     def page(self, template: str, **values: object) -> HTMLResponse:
-        """Returns a rendered page; a waiting notice is shown on it once."""
+        """Return a rendered page; a waiting notice is shown on it once."""
         notice, self.session.notice = self.session.notice, ""
         text = ENVIRONMENT.get_template(f"{self.site}/{template}").render(
             values, notice=notice, path=self.path, query=self.query
@@ -119,7 +119,7 @@ class Visit:
         return HTMLResponse(text)
 
     def go(self, path: str, notice: str = "") -> RedirectResponse:
-        """Returns a redirect to a page that will show the notice."""
+        """Return a redirect to a page that will show the notice."""
         self.session.notice = notice
         return RedirectResponse(path, status_code=303)
 
@@ -136,11 +136,11 @@ class Site:
         self._database = database
 
     def get(self, path: str) -> Callable[[Handler], Handler]:
-        """Registers a page."""
+        """Register a page."""
         return self._register(path, "GET")
 
     def post(self, path: str) -> Callable[[Handler], Handler]:
-        """Registers what a form is sent to."""
+        """Register what a form is sent to."""
         return self._register(path, "POST")
 
     def _register(self, path: str, method: str) -> Callable[[Handler], Handler]:
@@ -180,17 +180,17 @@ class Site:
 
 
 def missing_page() -> HTMLResponse:
-    """Returns the page for an address that leads nowhere."""
+    """Return the page for an address that leads nowhere."""
     return HTMLResponse(ENVIRONMENT.get_template("missing.html").render(notice=""), status_code=404)
 
 
 def whole(text: str) -> int | None:
-    """Returns a text's whole number, at most nine digits; None when it is none."""
+    """Return a text's whole number, at most nine digits; None when it is none."""
     return int(text) if text.isascii() and text.isdigit() and len(text) <= 9 else None
 
 
 async def _form(request: Request) -> dict[str, str] | None:
-    """Returns the fields of an urlencoded form; None when it is too large."""
+    """Return the fields of an urlencoded form; None when it is too large."""
     body = bytearray()
     async for chunk in request.stream():
         body += chunk

@@ -33,13 +33,13 @@ class Session:
     notice: str = ""  # shown once, on the next page
 
     def database(self, name: str) -> sqlite3.Connection:
-        """Returns this session's own copy of a database."""
+        """Return this session's own copy of a database."""
         if name not in self.databases:
             self.databases[name] = copy_of(name, self.seed)
         return self.databases[name]
 
     def close(self) -> None:
-        """Frees the copies."""
+        """Free the copies."""
         for database in self.databases.values():
             database.close()
         self.databases.clear()
@@ -54,23 +54,23 @@ class Store:
 
     @property
     def num_sessions(self) -> int:
-        """Returns how many sessions are held, the demo not counted."""
+        """Return how many sessions are held, the demo not counted."""
         return len(self._sessions)
 
     def reset(self, session_id: str, seed: int) -> None:
-        """Starts a session afresh, or again, on the world of a seed."""
+        """Start a session afresh, or again, on the world of a seed."""
         self.drop(session_id)
         self._sessions[session_id] = Session(seed=seed)
 
     def drop(self, session_id: str) -> bool:
-        """Forgets a session; returns whether there was one."""
+        """Forget a session; returns whether there was one."""
         session = self._sessions.pop(session_id, None)
         if session is not None:
             session.close()
         return session is not None
 
     def session(self, session_id: str | None) -> Session:
-        """Returns a session, or the demo for None.
+        """Return a session, or the demo for None.
 
         Raises:
             UnknownSession: never reset, or dropped.
@@ -82,7 +82,7 @@ class Store:
         return self._sessions[session_id]
 
     def close(self) -> None:
-        """Drops everything."""
+        """Drop everything."""
         for session_id in list(self._sessions):
             self.drop(session_id)
         self._demo.close()
@@ -90,7 +90,7 @@ class Store:
 
 @lru_cache(maxsize=MAX_MASTERS)
 def master(name: str, seed: int) -> sqlite3.Connection:
-    """Returns the seeded database itself; for reading and copying only."""
+    """Return the seeded database itself; for reading and copying only."""
     database = _connect()
     FILLERS[name](database, seed)
     database.execute("PRAGMA query_only = ON")
@@ -98,7 +98,7 @@ def master(name: str, seed: int) -> sqlite3.Connection:
 
 
 def copy_of(name: str, seed: int) -> sqlite3.Connection:
-    """Returns a fresh copy of a seeded database, which the caller may change."""
+    """Return a fresh copy of a seeded database, which the caller may change."""
     database = _connect()
     master(name, seed).backup(database)
     return database

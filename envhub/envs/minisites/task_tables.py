@@ -80,7 +80,7 @@ class TaskTable:
     words: Mapping[str, Any]
     queries: Mapping[str, str]
     ways: Mapping[str, Sequence[str]]
-    functions: Mapping[str, Callable[..., object]]
+    functions: Mapping[str, Callable[..., Any]]
 
     def drafts(self, name: str, db: sqlite3.Connection, random: Random) -> list[Draft]:
         """Return a template's tasks on one world, in an order of their own."""
@@ -244,7 +244,7 @@ def read_tasks(
     words: Mapping[str, Any],
     *,
     queries: Mapping[str, str] | None = None,
-    functions: Mapping[str, Callable[..., object]] | None = None,
+    functions: Mapping[str, Callable[..., Any]] | None = None,
 ) -> TaskTable:
     """Return the templates of a site.
 

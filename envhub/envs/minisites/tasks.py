@@ -87,7 +87,7 @@ class Task:
 
 
 def make_task(subset: str, split: str, index: int) -> dict[str, object]:
-    """Returns one task as WebArena's configurations have it, with the expert's way added.
+    """Return one task as WebArena's configurations have it, with the expert's way added.
 
     Raises:
         KeyError: no such subset or split.
@@ -110,7 +110,7 @@ def make_task(subset: str, split: str, index: int) -> dict[str, object]:
 
 @cache
 def split_tasks(subset: str, split: str) -> tuple[Task, ...]:
-    """Returns the tasks of a split; templates and worlds take turns.
+    """Return the tasks of a split; templates and worlds take turns.
 
     Raises:
         KeyError: no such subset or split.
@@ -145,6 +145,6 @@ def _template_tasks(subset: str, name: str, split: str) -> list[Task]:
 
 
 def _test_intents(intents: Sequence[str]) -> set[str]:
-    """Returns a fixed fifth of a template's intents: those of the test split."""
+    """Return a fixed fifth of a template's intents: those of the test split."""
     ranked = sorted(intents, key=lambda intent: (crc32(intent.encode()), intent))
     return set(ranked[: -(-len(ranked) // TEST_EVERY)])

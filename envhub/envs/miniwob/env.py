@@ -66,7 +66,7 @@ class MiniwobEnv:
         self._taken: list[Action] = []
 
     async def reset(self, item_id: str, seed: int = 0) -> str:
-        """Starts an item; `seed` is unused, since the item fixes everything."""
+        """Start an item; `seed` is unused, since the item fixes everything."""
         item = parse_item(item_id, SUBSETS)
         self._page, chance = pages.page_and_seed(item, POOLS[item.subset])
         await self.close()
@@ -96,7 +96,7 @@ class MiniwobEnv:
         self._ids = {node.id for node in self._shown}
 
     async def step(self, action: str) -> StepResult:
-        """Performs one action given as text."""
+        """Perform one action given as text."""
         if self._done or self._session is None:
             raise RuntimeError("step after the episode has ended")
         problem = ""
@@ -135,7 +135,7 @@ class MiniwobEnv:
         )
 
     async def valid_actions(self) -> list[str]:
-        """Returns a click on every element, and texts from the goal for every field."""
+        """Return a click on every element, and texts from the goal for every field."""
         if self._done:
             return []
         actions = []
@@ -147,7 +147,7 @@ class MiniwobEnv:
         return [as_reply(action, self._style) for action in actions]
 
     async def expert_action(self) -> str | None:
-        """Returns what the page's expert does now; None where there is none for this page."""
+        """Return what the page's expert does now; None where there is none for this page."""
         solve = experts.BY_PAGE.get(self._page)
         if self._done or solve is None:
             return None
@@ -157,23 +157,23 @@ class MiniwobEnv:
         return action and as_reply(action, self._style)
 
     async def _inside(self) -> Any:
-        """Returns what the page's script knows and its expert asks for."""
+        """Return what the page's script knows and its expert asks for."""
         script = experts.inside_script(self._page)
         if script is None or self._session is None:
             return None
         return await self._session.run(script)
 
     async def render(self) -> str:
-        """Returns the goal and the whole tree."""
+        """Return the goal and the whole tree."""
         lines = tree.agentgym_lines(tree.shown_nodes(self._snapshot.nodes, only_in_view=False))
         return "\n".join([f"{self._page}: {self._goal}", *lines])
 
     async def fingerprint(self) -> str:
-        """Returns the hash of the page at reset."""
+        """Return the hash of the page at reset."""
         return self._fingerprint
 
     async def close(self) -> None:
-        """Gives the tab back."""
+        """Give the tab back."""
         session, self._session = self._session, None
         if session is not None:
             await self._world.give_back(session)
@@ -185,7 +185,7 @@ def _fingerprint(page: str, snapshot: tree.Snapshot) -> str:
 
 
 def check(options: EnvsSection) -> list[str]:
-    """Returns a line for each thing that is missing on this machine, with its remedy."""
+    """Return a line for each thing that is missing on this machine, with its remedy."""
     lines = check_browser(options.browser)
     if pages.pages_dir() is None:
         lines.append(f"the pages of MiniWoB are not installed: {pages.REMEDY}")
@@ -193,7 +193,7 @@ def check(options: EnvsSection) -> list[str]:
 
 
 def make_spec(options: EnvsSection) -> EnvSpec:
-    """Returns MiniWoB's catalogue entry."""
+    """Return MiniWoB's catalogue entry."""
     world = MiniwobWorld(options.browser)
     spec = EnvSpec(
         name="miniwob",

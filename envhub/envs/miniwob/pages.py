@@ -21,7 +21,7 @@ REMEDY = "pip install --no-deps miniwob"
 
 
 def pages_dir() -> Path | None:
-    """Returns the folder of the pages' files; None when the package `miniwob` is not installed.
+    """Return the folder of the pages' files; None when the package `miniwob` is not installed.
 
     The package is found, not imported: importing it wants a browser driver of its own.
     """
@@ -33,12 +33,12 @@ def pages_dir() -> Path | None:
 
 
 def subset_name(page: str) -> str:
-    """Returns the subset of one page; item ids keep the hyphen for themselves."""
+    """Return the subset of one page; item ids keep the hyphen for themselves."""
     return page.replace("-", "_")
 
 
 def pools() -> dict[str, tuple[str, ...]]:
-    """Returns the pages of every subset: one per page, and two that mix pages."""
+    """Return the pages of every subset: one per page, and two that mix pages."""
     return {
         "first_steps": tuple(FIRST_STEPS),
         "all": tuple(page for page in PAGES if page not in UNSOLVABLE),
@@ -47,7 +47,7 @@ def pools() -> dict[str, tuple[str, ...]]:
 
 
 def subset_specs(pages_by_subset: dict[str, tuple[str, ...]]) -> dict[str, SubsetSpec]:
-    """Returns the sizes of the subsets."""
+    """Return the sizes of the subsets."""
     return {
         name: SubsetSpec(
             num_train=NUM_TRAIN * len(pages),
@@ -59,6 +59,6 @@ def subset_specs(pages_by_subset: dict[str, tuple[str, ...]]) -> dict[str, Subse
 
 
 def page_and_seed(item: ItemId, pages: tuple[str, ...]) -> tuple[str, str]:
-    """Returns an item's page and the text that seeds its chance."""
+    """Return an item's page and the text that seeds its chance."""
     page, variation = pages[item.index % len(pages)], item.index // len(pages)
     return page, f"{page}/{item.split}/{variation}"

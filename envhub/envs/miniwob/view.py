@@ -21,7 +21,7 @@ class PageView:
     inside: Any = None
 
     def all(self, role: str = "", *, name: str | None = None, cls: str = "") -> list[Node]:
-        """Returns the nodes with this role, exact name and class, as far as these are given."""
+        """Return the nodes with this role, exact name and class, as far as these are given."""
         return [
             node
             for node in self.nodes
@@ -33,25 +33,25 @@ class PageView:
     def one(
         self, role: str = "", *, name: str | None = None, cls: str = "", dom_id: str = ""
     ) -> Node | None:
-        """Returns the first such node; None when there is none."""
+        """Return the first such node; None when there is none."""
         found = self.all(role, name=name, cls=cls)
         return next((node for node in found if not dom_id or node.dom_id == dom_id), None)
 
     def texts(self) -> list[Node]:
-        """Returns the plain texts in reading order."""
+        """Return the plain texts in reading order."""
         return self.all(STATIC)
 
     def quoted(self) -> list[str]:
-        """Returns what stands between double quotes in the goal."""
+        """Return what stands between double quotes in the goal."""
         return re.findall(r'"([^"]*)"', self.goal)
 
     def goal_part(self, pattern: str) -> str:
-        """Returns the first group of a pattern in the goal; "" when it does not match."""
+        """Return the first group of a pattern in the goal; "" when it does not match."""
         match = re.search(pattern, self.goal)
         return match[1] if match else ""
 
     def inside_of(self, outer: Node) -> list[Node]:
-        """Returns the nodes within a node, in reading order."""
+        """Return the nodes within a node, in reading order."""
         held = {outer.id}
         found = []
         for node in self.nodes:
@@ -62,15 +62,15 @@ class PageView:
 
 
 def click(node: Node | None) -> str | None:
-    """Returns a click on a node, None for none."""
+    """Return a click on a node, None for none."""
     return None if node is None else f"click [{node.id}]"
 
 
 def write(node: Node | None, text: str, *, enter: bool = False) -> str | None:
-    """Returns the typing of a text into a node, None for none."""
+    """Return the typing of a text into a node, None for none."""
     return None if node is None else f"type [{node.id}] [{text}] [{int(enter)}]"
 
 
 def hold(*points: tuple[float, float]) -> str:
-    """Returns a drag of the mouse through points."""
+    """Return a drag of the mouse through points."""
     return "mouse_drag " + " ".join(f"[{round(x)},{round(y)}]" for x, y in points)

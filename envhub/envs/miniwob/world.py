@@ -41,7 +41,7 @@ class MiniwobWorld:
         self._num_episodes: dict[WebSession, int] = {}
 
     async def borrow(self) -> WebSession:
-        """Returns a tab for one episode; `give_back` it.
+        """Return a tab for one episode; `give_back` it.
 
         Raises:
             EnvFailure: no browser, or the pages are not installed.
@@ -65,7 +65,7 @@ class MiniwobWorld:
         return session
 
     async def give_back(self, session: WebSession) -> None:
-        """Takes a tab back: for the next episode, or to close it when it has served long."""
+        """Take a tab back: for the next episode, or to close it when it has served long."""
         is_worn = self._num_episodes[session] >= MAX_EPISODES_PER_TAB
         if session.is_alive and len(session.tabs) == 1 and not is_worn:
             self._idle.append(session)

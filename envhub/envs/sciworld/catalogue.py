@@ -74,12 +74,12 @@ MAX_TURNS = {
 
 
 def split_of(task: Task, index: int) -> str:
-    """Returns the split of a variation: the simulator's training and dev sets are `train`."""
+    """Return the split of a variation: the simulator's training and dev sets are `train`."""
     return "test" if index >= task.first_test else "train"
 
 
 def _variations(subset: str, split: str) -> tuple[Variation, ...]:
-    """Returns the items of a subset in AgentGym's order."""
+    """Return the items of a subset in AgentGym's order."""
     return tuple(
         Variation(task.name, index)
         for task in TASKS
@@ -106,12 +106,12 @@ SUBSETS = {
 
 
 def variation_of(item: ItemId) -> Variation:
-    """Returns what an item of `SUBSETS` loads."""
+    """Return what an item of `SUBSETS` loads."""
     return ITEMS[item.subset, item.split][item.index]
 
 
 def from_agentgym(index: int) -> str:
-    """Returns the item id of AgentGym's data index.
+    """Return the item id of AgentGym's data index.
 
     Raises:
         UnknownItem: not in 0 to 4638.

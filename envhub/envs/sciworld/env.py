@@ -48,7 +48,7 @@ class SciWorldEnv(TextEnv):
         self._simulator: Simulator | None = None
 
     def reset(self, item_id: str, seed: int = 0) -> str:
-        """Starts an item; `seed` is unused, since the item fixes everything."""
+        """Start an item; `seed` is unused, since the item fixes everything."""
         item = parse_item(item_id, catalogue.SUBSETS)
         self._variation = catalogue.variation_of(item)
         self._max_turns = catalogue.SUBSETS[item.subset].max_turns
@@ -121,7 +121,7 @@ class SciWorldEnv(TextEnv):
         return gold[num_followed] if num_followed < len(gold) else None
 
     def render(self) -> str:
-        """Returns the task, the room, the inventory and the goals that are met."""
+        """Return the task, the room, the inventory and the goals that are met."""
         if self._simulator is None:
             return ""
         parts = (
@@ -137,7 +137,7 @@ class SciWorldEnv(TextEnv):
         return repr(self._at_start)
 
     def close(self) -> None:
-        """Gives the JVM back for the next episode."""
+        """Give the JVM back for the next episode."""
         if self._simulator is not None:
             simulator, self._simulator = self._simulator, None
             if self._gold is None:
@@ -147,7 +147,7 @@ class SciWorldEnv(TextEnv):
 
 
 def make_spec(options: EnvsSection) -> EnvSpec:
-    """Returns ScienceWorld's catalogue entry."""
+    """Return ScienceWorld's catalogue entry."""
     chosen = options.sciworld
     machines = Machines(chosen)
     memory_mib = chosen.jvm_memory_mib + chosen.gold_memory_mib + OVERHEAD_MIB
@@ -168,7 +168,7 @@ def make_spec(options: EnvsSection) -> EnvSpec:
 
 
 def check(options: EnvsSection) -> list[str]:
-    """Returns what is missing on this machine, one line each with the remedy."""
+    """Return what is missing on this machine, one line each with the remedy."""
     missing = []
     if find_spec("scienceworld") is None:
         missing.append("sciworld needs the package scienceworld: pip install scienceworld")

@@ -33,7 +33,7 @@ class Simulators:
         self._lock = threading.Lock()
 
     def take(self) -> "Simulator":
-        """Returns a JVM that nobody else uses.
+        """Return a JVM that nobody else uses.
 
         Raises:
             EnvFailure: a new one was needed and did not start.
@@ -44,13 +44,13 @@ class Simulators:
         return _start(self._memory_mib, self._timeout_s)
 
     def give(self, simulator: "Simulator") -> None:
-        """Takes a JVM back; its episode has ended."""
+        """Take a JVM back; its episode has ended."""
         if simulator.is_alive:
             with self._lock:
                 self._idle.append(simulator)
 
     def close(self) -> None:
-        """Ends the idle JVMs."""
+        """End the idle JVMs."""
         with self._lock:
             idle, self._idle = self._idle, []
         for simulator in idle:
@@ -74,7 +74,7 @@ class GoldPaths:
         self._lock = threading.Lock()
 
     def find(self, variation: Variation) -> tuple[str, ...]:
-        """Returns the actions that solve a variation; half a second each on average.
+        """Return the actions that solve a variation; half a second each on average.
 
         Raises:
             EnvFailure: the JVM failed.
@@ -93,7 +93,7 @@ class GoldPaths:
         return self._solver.gold_path()
 
     def rest(self) -> None:
-        """Ends the JVM, which gives its memory back; what was found is kept."""
+        """End the JVM, which gives its memory back; what was found is kept."""
         with self._lock:
             if self._solver is not None:
                 self._solver.close()
@@ -115,6 +115,6 @@ class Machines:
         )
 
     async def stop(self) -> None:
-        """Ends the JVMs that no episode uses."""
+        """End the JVMs that no episode uses."""
         self.simulators.close()
         self.gold.rest()

@@ -33,7 +33,7 @@ class Simulator:
     """One JVM with one world. Not for concurrent use. Any failure closes it for good."""
 
     def __init__(self, *, memory_mib: int, timeout_s: float) -> None:
-        """Starts the JVM; `timeout_s` is the longest wait for one answer.
+        """Start the JVM; `timeout_s` is the longest wait for one answer.
 
         Raises:
             EnvFailure: Java is missing or does not start.
@@ -68,11 +68,11 @@ class Simulator:
         logger.info("started jvm pid=%d memory_mib=%d", self.pid, memory_mib)
 
     def load(self, variation: Variation, simplifications: str, *, with_gold: bool = False) -> None:
-        """Begins an episode. The variation must exist: the simulator itself does not say so."""
+        """Begin an episode. The variation must exist: the simulator itself does not say so."""
         self._call("load", variation.task, variation.index, simplifications, with_gold)
 
     def act(self, line: str) -> Outcome:
-        """Performs one line of text, whatever it says."""
+        """Perform one line of text, whatever it says."""
         return Outcome(
             observation=self._text("step", line),
             score=round(100 * float(self._text("getScore"))),
@@ -80,27 +80,27 @@ class Simulator:
         )
 
     def task_description(self) -> str:
-        """Returns the sentence that says what to do."""
+        """Return the sentence that says what to do."""
         return self._text("getTaskDescription").strip()
 
     def look(self) -> str:
-        """Returns the room's description; takes no time in the world."""
+        """Return the room's description; takes no time in the world."""
         return self._text("freeActionLook").strip()
 
     def inventory(self) -> str:
-        """Returns what the agent holds; takes no time in the world."""
+        """Return what the agent holds; takes no time in the world."""
         return self._text("freeActionInventory").strip()
 
     def goal_progress(self) -> str:
-        """Returns which goals of the task are met, for people."""
+        """Return which goals of the task are met, for people."""
         return self._text("getGoalProgressStr").strip()
 
     def valid_actions_json(self) -> str:
-        """Returns every executable action as the simulator's JSON, tens of milliseconds."""
+        """Return every executable action as the simulator's JSON, tens of milliseconds."""
         return self._text("getValidActionObjectCombinationsJSON")
 
     def gold_path(self) -> tuple[str, ...]:
-        """Returns actions that solve the episode, when it was loaded `with_gold`."""
+        """Return actions that solve the episode, when it was loaded `with_gold`."""
         gold = self._call("getGoldActionSequence")
         assert isinstance(gold, Iterable)
         return tuple(str(action) for action in gold)
@@ -119,7 +119,7 @@ class Simulator:
             raise EnvFailure(f"ScienceWorld's JVM failed in {name}: {first_line}") from error
 
     def close(self) -> None:
-        """Ends the JVM; may be called again."""
+        """End the JVM; may be called again."""
         if not self.is_alive:
             return
         self.is_alive = False

@@ -15,28 +15,28 @@ NOT_TOLD = frozenset({"the agent", "air"})  # in every room
 
 
 def one_line(text: str) -> str:
-    """Returns an action as the simulator reads it: printable ASCII, single spaces, bounded."""
+    """Return an action as the simulator reads it: printable ASCII, single spaces, bounded."""
     kept = "".join(c if " " <= c <= "~" else " " for c in text)
     return " ".join(kept.split())[:MAX_ACTION_CHARS].strip()
 
 
 def plain(action: str) -> str:
-    """Returns an action without what small models add to it: capitals and a full stop."""
+    """Return an action without what small models add to it: capitals and a full stop."""
     return action.lower().rstrip(" .!")
 
 
 def is_understood(observation: str) -> bool:
-    """Returns False when the simulator found no action in the text."""
+    """Return False when the simulator found no action in the text."""
     return not observation.startswith(NOT_UNDERSTOOD)
 
 
 def choices(observation: str) -> tuple[str, ...]:
-    """Returns the numbers that an ambiguous request offers; none for other observations."""
+    """Return the numbers that an ambiguous request offers; none for other observations."""
     return tuple(CHOICE.findall(observation)) if observation.startswith(AMBIGUOUS) else ()
 
 
 def compact(observation: str) -> str:
-    """Returns an observation in fewer words, on one line."""
+    """Return an observation in fewer words, on one line."""
     if observation.startswith(AMBIGUOUS):
         return "which number? " + _listed(observation.splitlines()[1:])
     if not is_understood(observation):
@@ -50,7 +50,7 @@ def compact(observation: str) -> str:
 
 
 def _listed(lines: list[str]) -> str:
-    """Returns lines joined by semicolons, or by a space after one that announces a list."""
+    """Return lines joined by semicolons, or by a space after one that announces a list."""
     joined = ""
     for line in lines:
         words = " ".join(line.split()).rstrip(",.")

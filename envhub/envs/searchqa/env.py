@@ -1,6 +1,6 @@
 """Deep search: answer questions with a retriever, by the tags of Search-R1 and AgentGym."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from envhub.env import (
     SubsetSpec,
     TaskSpec,
     parse_item,
+    split_item,
 )
 from envhub.envs.searchqa import library, prompts, tags
 from envhub.envs.searchqa.grade import GRADES, exact_match
@@ -40,7 +41,7 @@ class SearchqaEnv(TextEnv):
         self._subsets = subsets
 
     def reset(self, item_id: str, seed: int = 0) -> str:
-        """Starts an item; `seed` is unused, since nothing here is left to chance."""
+        """Start an item; `seed` is unused, since nothing here is left to chance."""
         item = parse_item(item_id, self._subsets)
         self._question = self._shared.bank().question(item)
         self._retriever = self._shared.retriever()
@@ -110,7 +111,7 @@ class SearchqaEnv(TextEnv):
         return any(answer in one.title or answer in one.text for one in self._found)
 
     def render(self) -> str:
-        """Returns the question, its answers and the titles found so far."""
+        """Return the question, its answers and the titles found so far."""
         answers = " | ".join(self._question.golden_answers)
         titles = ", ".join(passage.title for passage in self._found) or "nothing"
         return f"question: {self._question.text}\nanswers: {answers}\nfound: {titles}"
@@ -125,7 +126,7 @@ def _tagged(kind: Kind, text: str) -> str:
 
 
 def make_spec(options: EnvsSection) -> EnvSpec:
-    """Returns deep search's catalogue entry.
+    """Return deep search's catalogue entry.
 
     Raises:
         ConfigError: there are no questions.
@@ -150,25 +151,24 @@ def make_spec(options: EnvsSection) -> EnvSpec:
 
 
 def _tasks(subsets: Mapping[str, SubsetSpec]) -> dict[str, TaskSpec]:
-    """Returns the catalogue's tasks, without items that the question files do not have."""
+    """Return the catalogue's tasks, without items that the question files do not have."""
+
+    def there(items: Sequence[str], num_items: int) -> tuple[str, ...]:
+        split = [(item, split_item(item)) for item in items]
+        return tuple(item for item, parts in split if parts and parts.index < num_items)
+
     tasks = load_tasks(Path(__file__).with_name("tasks.json"))
     return {
         name: replace(
             task,
-            train=tuple(
-                item for item in task.train if _index(item) < subsets[task.subset].num_train
-            ),
-            test=tuple(item for item in task.test if _index(item) < subsets[task.subset].num_test),
+            train=there(task.train, subsets[task.subset].num_train),
+            test=there(task.test, subsets[task.subset].num_test),
         )
         for name, task in tasks.items()
         if task.subset in subsets
     }
 
 
-def _index(item_id: str) -> int:
-    return int(item_id.rpartition("-")[2])
-
-
 def check(options: EnvsSection) -> list[str]:
-    """Returns a line with its remedy for each file or URL of the options that is no good."""
+    """Return a line with its remedy for each file or URL of the options that is no good."""
     return library.faults(options.searchqa)

@@ -10,7 +10,7 @@ PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalise(text: str) -> str:
-    """Returns `text` in lower case without punctuation, articles and surplus spaces.
+    """Return `text` in lower case without punctuation, articles and surplus spaces.
 
     A text that consists of nothing else, such as "The", stays as it is in lower case, so that an
     empty answer never equals it.
@@ -22,13 +22,13 @@ def normalise(text: str) -> str:
 
 
 def exact_match(answer: str, golden_answers: Sequence[str]) -> float:
-    """Returns 1 if the answer equals any golden answer after normalisation, else 0."""
+    """Return 1 if the answer equals any golden answer after normalisation, else 0."""
     given = normalise(answer)
     return float(any(given == normalise(golden) for golden in golden_answers))
 
 
 def f1(answer: str, golden_answers: Sequence[str]) -> float:
-    """Returns the best F1 in [0, 1] of the answer's words over the golden answers.
+    """Return the best F1 in [0, 1] of the answer's words over the golden answers.
 
     Yes, no and "noanswer" have no part of the truth in them: they count only as a whole.
 

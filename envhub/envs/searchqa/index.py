@@ -42,7 +42,7 @@ class Words:
         self._stop_words = frozenset(STOPWORDS_EN)
 
     def split(self, text: str) -> list[str]:
-        """Returns the stems of a text in their order, without stop words."""
+        """Return the stems of a text in their order, without stop words."""
         words = [word for word in WORD.findall(text.lower()) if word not in self._stop_words]
         with self._lock:
             return self._stemmer.stemWords(words)
@@ -56,7 +56,7 @@ class Bm25:
         self._words = words
 
     def find(self, query: str, num_passages: int) -> list[tuple[int, float]]:
-        """Returns numbers and scores, best first; equal scores by number; no score of 0."""
+        """Return numbers and scores, best first; equal scores by number; no score of 0."""
         stems = self._words.split(query)[:MAX_QUERY_WORDS]
         ids = self._model.get_tokens_ids(stems)
         if not ids:
@@ -70,7 +70,7 @@ class Bm25:
 
 
 def make_bm25(texts: Iterable[str], words: Words, *, show_progress: bool = False) -> Any:
-    """Returns bm25s's index of texts. Raises ValueError when there is no word in them."""
+    """Return bm25s's index of texts. Raises ValueError when there is no word in them."""
     import bm25s
 
     logging.getLogger("bm25s").setLevel(logging.WARNING)
@@ -113,7 +113,7 @@ class FileRetriever:
     """Searches a corpus file through its saved index; both stay on disk, memory-mapped."""
 
     def __init__(self, corpus: Path, folder: Path) -> None:
-        """Opens the index of `corpus` below `folder`; builds it first when it is not there.
+        """Open the index of `corpus` below `folder`; builds it first when it is not there.
 
         Raises:
             EnvFailure: the corpus cannot be read or indexed.
@@ -139,7 +139,7 @@ class FileRetriever:
 
 
 def index_path(corpus: Path, folder: Path) -> Path:
-    """Returns where the index of the corpus as it is now belongs; it may not be there yet.
+    """Return where the index of the corpus as it is now belongs; it may not be there yet.
 
     The name holds a hash of size, time of change, and the first and last megabyte: an index of
     an older corpus is never used.
@@ -158,7 +158,7 @@ def index_path(corpus: Path, folder: Path) -> Path:
 
 
 def build_index(corpus: Path, folder: Path) -> Path:
-    """Returns the folder of the finished index, which is built if it is not there.
+    """Return the folder of the finished index, which is built if it is not there.
 
     It is built under another name and renamed at the end, so half an index is never found.
 
@@ -194,7 +194,7 @@ def _build(corpus: Path, partial: Path) -> None:
 
 
 def _texts(corpus: Path, bounds: list[tuple[int, int]]) -> Iterator[str]:
-    """Yields the texts to index with a progress bar on stderr; notes where the lines are."""
+    """Yield the texts to index with a progress bar on stderr; notes where the lines are."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -222,14 +222,14 @@ def _finish(partial: Path, target: Path) -> None:
 
 
 def _clear_partials(folder: Path) -> None:
-    """Removes what builds that were killed have left."""
+    """Remove what builds that were killed have left."""
     for path in folder.glob("*.partial-*"):
         if time.time() - path.stat().st_mtime > STALE_PARTIAL_S:
             shutil.rmtree(path, ignore_errors=True)
 
 
 def _clear_older(target: Path, stem: str) -> None:
-    """Removes the indexes of older states of the same corpus."""
+    """Remove the indexes of older states of the same corpus."""
     name = re.compile(re.escape(stem) + r"-[0-9a-f]{16}")
     for path in target.parent.iterdir():
         if path != target and name.fullmatch(path.name):

@@ -33,14 +33,14 @@ class Library:
         return not self.options.questions_dir
 
     def bank(self) -> QuestionBank:
-        """Returns the questions."""
+        """Return the questions."""
         if self._bank is None:
             folder = self.options.questions_dir
             self._bank = QuestionFiles(Path(folder)) if folder else the_world()
         return self._bank
 
     def retriever(self) -> Retriever:
-        """Returns the retriever; the first call may build an index, which the others wait for.
+        """Return the retriever; the first call may build an index, which the others wait for.
 
         Raises:
             EnvFailure: the corpus cannot be read or indexed, or the URL is none.
@@ -64,13 +64,13 @@ class Library:
 
 
 def index_folder(options: SearchqaOptions) -> Path:
-    """Returns the folder that holds the indexes of the corpus."""
+    """Return the folder that holds the indexes of the corpus."""
     corpus = Path(options.corpus)
     return Path(options.index_dir) if options.index_dir else corpus.parent / f"{corpus.name}.index"
 
 
 def call_timeout_s(options: SearchqaOptions) -> float | None:
-    """Returns the deadline of a call that allows for what its first one may have to do.
+    """Return the deadline of a call that allows for what its first one may have to do.
 
     None: the usual one does. An index that must still be built takes as long as it takes.
     """
@@ -87,7 +87,7 @@ def call_timeout_s(options: SearchqaOptions) -> float | None:
 
 
 def memory_bytes(options: SearchqaOptions) -> int:
-    """Returns the most resident memory that a worker may need, building an index included."""
+    """Return the most resident memory that a worker may need, building an index included."""
     try:
         corpus_bytes = Path(options.corpus).stat().st_size if options.corpus else 0
     except OSError:
@@ -96,7 +96,7 @@ def memory_bytes(options: SearchqaOptions) -> int:
 
 
 def faults(options: SearchqaOptions) -> list[str]:
-    """Returns a line with its remedy for all that is wrong with the options' files and URL."""
+    """Return a line with its remedy for all that is wrong with the options' files and URL."""
     lines = []
     has_corpus = bool(options.corpus or options.retriever_url)
     if options.questions_dir:

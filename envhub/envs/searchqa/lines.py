@@ -33,7 +33,7 @@ class LineFile:
         return len(self._bounds)
 
     def line(self, index: int) -> str:
-        """Returns one line.
+        """Return one line.
 
         Raises:
             EnvFailure: the file changed since its lines were counted.
@@ -50,7 +50,7 @@ class LineFile:
 
 
 def iterate_lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
-    """Yields begin, end (bytes) and content of each line of a file that is not blank."""
+    """Yield begin, end (bytes) and content of each line of a file that is not blank."""
     position = 0
     with open(path, "rb", buffering=CHUNK_BYTES) as file:
         for content in file:
@@ -60,12 +60,12 @@ def iterate_lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
 
 
 def find_lines(path: Path) -> np.ndarray:
-    """Returns the bounds of the lines that are not blank, int64 [num_lines, 2]."""
+    """Return the bounds of the lines that are not blank, int64 [num_lines, 2]."""
     bounds = [(begin, end) for begin, end, _ in iterate_lines(path)]
     return np.array(bounds, dtype=np.int64).reshape(-1, 2)
 
 
 def count_lines(path: Path) -> int:
-    """Returns how many lines are not blank."""
+    """Return how many lines are not blank."""
     with open(path, "rb", buffering=CHUNK_BYTES) as file:
         return sum(1 for content in file if not content.isspace())

@@ -22,7 +22,7 @@ class Retriever(Protocol):
     """Finds passages. Called from many threads at a time."""
 
     def search(self, query: str, num_passages: int) -> list[Passage]:
-        """Returns at most `num_passages` passages, best first; none when nothing fits.
+        """Return at most `num_passages` passages, best first; none when nothing fits.
 
         Raises:
             EnvFailure: the search itself failed.
@@ -31,7 +31,7 @@ class Retriever(Protocol):
 
 
 def make_passage(row: object) -> Passage:
-    """Returns the passage of a corpus row: {id, contents} with the title as first line, or
+    """Return the passage of a corpus row: {id, contents} with the title as first line, or
     {title, text}.
 
     Raises:
@@ -48,7 +48,7 @@ def make_passage(row: object) -> Passage:
 
 
 def read_passage(line: str | bytes) -> Passage:
-    """Returns the passage of one line of a corpus file.
+    """Return the passage of one line of a corpus file.
 
     Raises:
         ValueError: no JSON, or no passage.
@@ -57,7 +57,7 @@ def read_passage(line: str | bytes) -> Passage:
 
 
 def worded(passages: Sequence[Passage], style: Style) -> str:
-    """Returns search results as the agent sees them."""
+    """Return search results as the agent sees them."""
     if not passages:
         return "<information>No results.</information>"
     if style is Style.COMPACT:

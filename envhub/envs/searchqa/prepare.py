@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 def main(arguments: list[str]) -> None:
-    """Does what the command line says; exits with 2 and a line when that fails."""
+    """Do what the command line says; exits with 2 and a line when that fails."""
     parser = argparse.ArgumentParser(prog="python -m envhub.envs.searchqa.prepare")
     commands = parser.add_subparsers(dest="command", required=True)
     index = commands.add_parser("index", help="build the index of a corpus, if there is none")

@@ -36,19 +36,19 @@ AGAIN = {Style.COMPACT: "; try again", Style.AGENTGYM: " Please try again."}
 
 
 def instructions(*, is_retry: bool) -> dict[Style, str]:
-    """Returns the instruction of each style."""
+    """Return the instruction of each style."""
     return {Style.COMPACT: COMPACT, Style.AGENTGYM: AGENTGYM.format(final=FINAL[is_retry])}
 
 
 def first_observation(question: Question, style: Style, *, is_retry: bool) -> str:
-    """Returns the question as the agent first sees it."""
+    """Return the question as the agent first sees it."""
     if style is Style.COMPACT:
         return f"question: {question.text}"
     return f"{AGENTGYM.format(final=FINAL[is_retry])}\nQuestion: {question.text}"
 
 
 def verdict(style: Style, *, is_right: bool, is_retry: bool) -> str:
-    """Returns what the agent is told about its answer."""
+    """Return what the agent is told about its answer."""
     words = WORDS[style]
     if is_right:
         return words["right"]

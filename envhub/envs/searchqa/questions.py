@@ -50,16 +50,16 @@ class QuestionBank(Protocol):
     """The questions behind the items."""
 
     def subsets(self) -> Mapping[str, SubsetSpec]:
-        """Returns the subsets that have questions."""
+        """Return the subsets that have questions."""
         ...
 
     def question(self, item: ItemId) -> Question:
-        """Returns the question of an item. Raises EnvFailure when its file is not as it was."""
+        """Return the question of an item. Raises EnvFailure when its file is not as it was."""
         ...
 
 
 def make_question(row: object) -> Question:
-    """Returns the question of a row.
+    """Return the question of a row.
 
     The answers stand in `golden_answers`, `answers` or `answer` (one or several), or where
     Search-R1 keeps them for its trainer: `reward_model.ground_truth.target`. A question gets a
@@ -100,7 +100,7 @@ def _answers(row: Mapping) -> list[str]:
 
 
 def question_path(folder: Path, subset: str, split: str) -> Path:
-    """Returns where the questions of a dataset belong."""
+    """Return where the questions of a dataset belong."""
     return folder / f"{subset}_{split}.jsonl"
 
 
@@ -113,7 +113,7 @@ class QuestionFiles:
         self._lock = threading.Lock()
 
     def subsets(self) -> Mapping[str, SubsetSpec]:
-        """Counts the lines of the files; see `QuestionBank.subsets`."""
+        """Count the lines of the files; see `QuestionBank.subsets`."""
         sizes = {name: [self._count(name, split) for split in SPLITS] for name in DATASETS}
         return {
             name: SubsetSpec(num_train=num_train, num_test=num_test, max_turns=MAX_TURNS)
@@ -148,7 +148,7 @@ class QuestionFiles:
 
 
 def agentgym_item(index: int, subsets: Mapping[str, SubsetSpec], *, wrap: bool) -> str:
-    """Returns the item id of AgentGym's data index.
+    """Return the item id of AgentGym's data index.
 
     Args:
         index: 0 to 221327; the files must then be the full sets in their usual order.
@@ -170,13 +170,13 @@ def agentgym_item(index: int, subsets: Mapping[str, SubsetSpec], *, wrap: bool) 
 
 
 def question_files(folder: Path) -> list[Path]:
-    """Returns the question files that are there."""
+    """Return the question files that are there."""
     paths = [question_path(folder, subset, split) for subset in DATASETS for split in SPLITS]
     return [path for path in paths if path.is_file()]
 
 
 def first_faults(folder: Path) -> Sequence[str]:
-    """Returns a line for each question file whose first question cannot be read."""
+    """Return a line for each question file whose first question cannot be read."""
     faults = []
     for path in question_files(folder):
         try:

@@ -29,7 +29,7 @@ class RemoteRetriever:
         self._timeout_s = timeout_s
 
     def search(self, query: str, num_passages: int) -> list[Passage]:
-        """Returns what the server found, in its order; see `Retriever.search`."""
+        """Return what the server found, in its order; see `Retriever.search`."""
         asked = {"queries": [query], "topk": num_passages, "return_scores": True}
         try:
             reply = self._post(json.dumps(asked).encode())
@@ -39,7 +39,7 @@ class RemoteRetriever:
             raise EnvFailure(f"retrieval server {self._url.geturl()}: {reason}") from error
 
     def _post(self, body: bytes) -> bytes:
-        """Returns the body of the answer; the whole exchange has one deadline."""
+        """Return the body of the answer; the whole exchange has one deadline."""
         deadline_s = time.monotonic() + self._timeout_s
         is_https = self._url.scheme == "https"
         make = http.client.HTTPSConnection if is_https else http.client.HTTPConnection
@@ -73,7 +73,7 @@ def _left_s(deadline_s: float) -> float:
 
 
 def parse_url(url: str) -> SplitResult:
-    """Returns the parts of a retrieval server's URL.
+    """Return the parts of a retrieval server's URL.
 
     Raises:
         ValueError: not an http or https URL with a host.
@@ -86,7 +86,7 @@ def parse_url(url: str) -> SplitResult:
 
 
 def read_reply(reply: bytes) -> list[Passage]:
-    """Returns the passages of an answer, {"result": [[{"document": {...}, "score": s}, ...]]}.
+    """Return the passages of an answer, {"result": [[{"document": {...}, "score": s}, ...]]}.
 
     The documents may also stand there bare, as without `return_scores`.
 

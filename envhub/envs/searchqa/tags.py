@@ -20,7 +20,7 @@ class Action:
 
 
 def parse(text: str) -> Action | None:
-    """Returns the action of an agent's turn; None when there is none.
+    """Return the action of an agent's turn; None when there is none.
 
     The first closed <search> or <answer> decides which it is; of several answers the last one
     counts. Tags are found by plain search, in time linear in the text, however they are nested.
@@ -36,7 +36,7 @@ def parse(text: str) -> Action | None:
 
 
 def _first(text: str, kind: Kind, start: int = 0) -> tuple[int, str] | None:
-    """Returns position and content of the first closed block from `start` on."""
+    """Return position and content of the first closed block from `start` on."""
     opening, closing = f"<{kind}>", f"</{kind}>"
     begin = text.find(opening, start)
     if begin < 0:

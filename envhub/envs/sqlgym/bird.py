@@ -26,7 +26,7 @@ class Bird:
     """The questions of BIRD's `train` and `dev`; AgentGym numbers train first, then dev."""
 
     def __init__(self, folder: Path) -> None:
-        """Reads the questions and designs; databases are opened by the episodes.
+        """Read the questions and designs; databases are opened by the episodes.
 
         Raises:
             OSError, ValueError, KeyError: the folder is not in BIRD's format.
@@ -41,7 +41,7 @@ class Bird:
         }
 
     def problem(self, item: ItemId) -> Problem:
-        """Returns the problem of an item of `subsets`."""
+        """Return the problem of an item of `subsets`."""
         part = self._parts[item.split]
         row = part.questions[item.index]
         name = row["db_id"]
@@ -59,7 +59,7 @@ class Bird:
         )
 
     def from_agentgym(self, index: int) -> str:
-        """Returns the item of AgentGym's number: 0 to 9427 are train, 9428 to 10961 are dev."""
+        """Return the item of AgentGym's number: 0 to 9427 are train, 9428 to 10961 are dev."""
         item_id = numbered(self.subsets, index)
         if item_id is None:
             last = sum(len(part.questions) for part in self._parts.values()) - 1
@@ -68,7 +68,7 @@ class Bird:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """Returns the files and folders that BIRD's folder must hold."""
+    """Return the files and folders that BIRD's folder must hold."""
     return [
         folder / name / part
         for name in FOLDERS.values()
@@ -89,7 +89,7 @@ def _read(folder: Path, name: str) -> _Part:
 
 
 def _view(design: dict) -> SchemaView:
-    """Returns a design of tables.json, which numbers the columns of all tables through."""
+    """Return a design of tables.json, which numbers the columns of all tables through."""
     names = design["table_names_original"]
     columns = design["column_names_original"]  # [[table number, name]]; number -1 is "*"
     labels, types = design["column_names"], design["column_types"]

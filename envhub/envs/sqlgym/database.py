@@ -26,13 +26,13 @@ class DatabaseId:
 
 
 def domain_of(database: DatabaseId) -> Domain:
-    """Returns a database's design."""
+    """Return a database's design."""
     return next(domain for domain in TEST_DOMAINS if domain.name == database.domain)
 
 
 @lru_cache(maxsize=64)
 def image(database: DatabaseId) -> bytes:
-    """Returns the sqlite file of a database; the same on every machine but for sqlite's version."""
+    """Return the sqlite file of a database; the same on every machine but for sqlite's version."""
     connection = sqlite3.connect(":memory:")
     rng = random.Random(f"{database.domain} {database.seed}")
     domain = domain_of(database)
@@ -69,7 +69,7 @@ def _rows(table: Table, rng: random.Random, domain: Domain) -> list[tuple]:
 
 
 def _names(table: Table, rng: random.Random) -> list[str]:
-    """Returns a different name for every row."""
+    """Return a different name for every row."""
     if table.title.name not in ("name", "title"):
         return [f"{table.one[:1].upper()}{i + 101}" for i in range(table.num_rows)]
     kinds = ("first", "last") if table.name in PEOPLE else ("adjective", "noun")

@@ -44,13 +44,13 @@ class Problems:
         }
 
     def problem(self, item: ItemId) -> Problem:
-        """Returns an item's problem."""
+        """Return an item's problem."""
         if self._bird is not None and item.subset in self._bird.subsets:
             return self._bird.problem(item)
         return self._generated.problem(item)
 
     def from_agentgym(self, index: int) -> str:
-        """Returns the item of AgentGym's index into BIRD, or else into the generated problems."""
+        """Return the item of AgentGym's index into BIRD, or else into the generated problems."""
         return (self._bird or self._generated).from_agentgym(index)
 
 
@@ -67,7 +67,7 @@ class SqlEnv(TextEnv):
         self._connection: sqlite3.Connection | None = None
 
     def reset(self, item_id: str, seed: int = 0) -> str:
-        """Starts an item; `seed` is unused, since the item fixes everything."""
+        """Start an item; `seed` is unused, since the item fixes everything."""
         problem = self._problems.problem(parse_item(item_id, self._problems.subsets))
         self.close()
         self._problem = problem
@@ -122,7 +122,7 @@ class SqlEnv(TextEnv):
         return text.fenced(self._problem.gold)
 
     def render(self) -> str:
-        """Returns the problem with its gold statement."""
+        """Return the problem with its gold statement."""
         asked = text.first_observation(self._problem, Style.COMPACT)
         return f"{asked}\ngold: {self._problem.gold}"
 
@@ -132,7 +132,7 @@ class SqlEnv(TextEnv):
         return repr((problem.schema, problem.question, problem.gold))
 
     def close(self) -> None:
-        """Closes the database."""
+        """Close the database."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
@@ -140,7 +140,7 @@ class SqlEnv(TextEnv):
 
 
 def make_spec(options: EnvsSection) -> EnvSpec:
-    """Returns the SQL environment's catalogue entry."""
+    """Return the SQL environment's catalogue entry."""
     chosen = options.sqlgym
     problems = Problems(chosen)
     return EnvSpec(
@@ -158,7 +158,7 @@ def make_spec(options: EnvsSection) -> EnvSpec:
 
 
 def check(options: EnvsSection) -> list[str]:
-    """Returns what is missing on this machine, one line each with the remedy."""
+    """Return what is missing on this machine, one line each with the remedy."""
     missing = []
     if not hasattr(sqlite3.Connection, "deserialize"):
         missing.append("sqlgym needs a Python whose sqlite3 has deserialize: sqlite 3.36 or newer")

@@ -19,7 +19,7 @@ SUBSETS = {
 
 @lru_cache(maxsize=64)
 def view_of(domain: Domain) -> SchemaView:
-    """Returns what the agent is told of a design."""
+    """Return what the agent is told of a design."""
     tables = tuple(
         TableView(
             name=table.name,
@@ -45,7 +45,7 @@ class Generated:
         self._lock = threading.Lock()  # so that the first sessions do not all make the same
 
     def problem(self, item: ItemId) -> Problem:
-        """Returns the problem of an item of `subsets`."""
+        """Return the problem of an item of `subsets`."""
         with self._lock:
             question = questions(item.subset, item.split)[item.index]
             content = database.image(question.database)
@@ -58,7 +58,7 @@ class Generated:
         )
 
     def from_agentgym(self, index: int) -> str:
-        """Returns the item of a running number: easy to hard, training before test."""
+        """Return the item of a running number: easy to hard, training before test."""
         item_id = numbered(self.subsets, index)
         if item_id is None:
             last = sum(s.num_train + s.num_test for s in self.subsets.values()) - 1

@@ -49,16 +49,16 @@ class Source(Protocol):
     subsets: Mapping[str, SubsetSpec]
 
     def problem(self, item: ItemId) -> Problem:
-        """Returns the problem of an item of `subsets`."""
+        """Return the problem of an item of `subsets`."""
         ...
 
     def from_agentgym(self, index: int) -> str:
-        """Returns the item id of AgentGym's data index; raises UnknownItem."""
+        """Return the item id of AgentGym's data index; raises UnknownItem."""
         ...
 
 
 def numbered(subsets: Mapping[str, SubsetSpec], index: int) -> str | None:
-    """Returns the item of a running number: all training items, then all test items."""
+    """Return the item of a running number: all training items, then all test items."""
     left = index
     for split in ("train", "test"):
         for subset, spec in subsets.items():

@@ -43,13 +43,13 @@ class Limits:
 
 
 def open_file(path: Path) -> sqlite3.Connection:
-    """Returns a connection that reads a database file and never locks or changes it."""
+    """Return a connection that reads a database file and never locks or changes it."""
     uri = f"{path.resolve().as_uri()}?mode=ro&immutable=1"
     return _secured(sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False))
 
 
 def open_image(content: bytes) -> sqlite3.Connection:
-    """Returns a connection to a database in memory, given as the bytes of its file."""
+    """Return a connection to a database in memory, given as the bytes of its file."""
     connection = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
     connection.deserialize(content)
     return _secured(connection)
@@ -77,7 +77,7 @@ def _authorize(
 
 
 def rows_of(connection: sqlite3.Connection, statement: str, limits: Limits) -> list[Row]:
-    """Returns the rows of one SELECT statement.
+    """Return the rows of one SELECT statement.
 
     Raises:
         QueryRefused: anything is wrong with the statement.

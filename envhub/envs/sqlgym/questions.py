@@ -125,7 +125,7 @@ SIZES = {"train": 200, "test": 100}  # questions of each difficulty
 
 @lru_cache(maxsize=8)
 def questions(difficulty: str, split: str) -> tuple[Question, ...]:
-    """Returns the questions of a difficulty; no two are alike, and each has an answer.
+    """Return the questions of a difficulty; no two are alike, and each has an answer.
 
     A test question is asked in no training item, of whatever database.
     """
@@ -155,6 +155,6 @@ def questions(difficulty: str, split: str) -> tuple[Question, ...]:
 
 
 def _is_answerable(connection: sqlite3.Connection, gold: str) -> bool:
-    """Returns False when nothing, or too much, answers the question."""
+    """Return False when nothing, or too much, answers the question."""
     rows = rows_of(connection, gold, LIMITS)
     return 0 < len(rows) <= MAX_ANSWER_ROWS and rows[0][0] is not None

@@ -52,7 +52,7 @@ class Table:
     columns: tuple[Column, ...]
 
     def of_kind(self, kind: Kind) -> tuple[Column, ...]:
-        """Returns the columns of a kind, in their order."""
+        """Return the columns of a kind, in their order."""
         return tuple(column for column in self.columns if column.kind is kind)
 
     @property
@@ -74,5 +74,5 @@ class Domain:
     tables: tuple[Table, ...]
 
     def table(self, name: str) -> Table:
-        """Returns a table by its name."""
+        """Return a table by its name."""
         return next(table for table in self.tables if table.name == name)

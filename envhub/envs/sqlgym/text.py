@@ -9,7 +9,7 @@ FENCE = "```"
 
 
 def statement_of(text: str, style: Style) -> str:
-    """Returns the statement in an answer: the last sql block, or all text before a fence."""
+    """Return the statement in an answer: the last sql block, or all text before a fence."""
     _, found, after = text.rpartition(f"{FENCE}sql")
     if found:
         return after.partition(FENCE)[0].strip()
@@ -19,12 +19,12 @@ def statement_of(text: str, style: Style) -> str:
 
 
 def fenced(statement: str) -> str:
-    """Returns a statement as an action."""
+    """Return a statement as an action."""
     return f"{FENCE}sql\n{statement}\n{FENCE}"
 
 
 def first_observation(problem: Problem, style: Style) -> str:
-    """Returns the database's description and the question.
+    """Return the database's description and the question.
 
     The evidence is told in the compact style only: AgentGym keeps it back.
     """
@@ -69,12 +69,12 @@ def _listed(schema: SchemaView) -> str:
 
 
 def refusal(error: QueryRefused, style: Style) -> str:
-    """Returns what the agent is told of an error; AgentGym tells it bare."""
+    """Return what the agent is told of an error; AgentGym tells it bare."""
     return str(error) if style is Style.AGENTGYM else f"Error: {error}"
 
 
 def state(answer: list[Row] | str) -> str:
-    """Returns rows, or the text of an error, cut to their beginning."""
+    """Return rows, or the text of an error, cut to their beginning."""
     # Only the first rows can show, and there may be many.
     text = answer if isinstance(answer, str) else str(answer[: MAX_STATE_CHARS + 1])
     return text if len(text) <= MAX_STATE_CHARS else f"{text[:MAX_STATE_CHARS]}..."

@@ -16,7 +16,7 @@ class Recipe:
     ingredients: tuple[tuple[int, str], ...]
 
     def command(self) -> str:
-        """Returns the crafting command as the agent is shown it; tags by their plain name."""
+        """Return the crafting command as the agent is shown it; tags by their plain name."""
         parts = ", ".join(f"{count} {name}" for count, name in self.ingredients)
         return f"craft {self.count} {self.target} using {parts}"
 
@@ -31,23 +31,23 @@ class Book:
     users: Mapping[str, tuple[Recipe, ...]]  # recipes that use an item or tag, in book order
 
     def is_gettable(self, name: str) -> bool:
-        """Returns whether the world gives this item away."""
+        """Return whether the world gives this item away."""
         return name in self.depths and name not in self.recipes and name not in self.tags
 
     def members(self, name: str) -> tuple[str, ...]:
-        """Returns the least deep items of a tag, or the item itself."""
+        """Return the least deep items of a tag, or the item itself."""
         members = self.tags.get(name)
         if members is None:
             return (name,)
         return tuple(m for m in members if self.depths[m] == self.depths[name])
 
     def goals(self, depth: int) -> list[str]:
-        """Returns the craftable items of a depth, sorted."""
+        """Return the craftable items of a depth, sorted."""
         return sorted(item for item in self.recipes if self.depths[item] == depth)
 
 
 def parse_recipe(line: str) -> Recipe:
-    """Returns the recipe of one line of the table."""
+    """Return the recipe of one line of the table."""
     product, _, inputs = line.partition(" = ")
     count, _, target = product.partition(" ")
     ingredients = []
@@ -59,7 +59,7 @@ def parse_recipe(line: str) -> Recipe:
 
 @cache
 def the_book() -> Book:
-    """Returns our own recipe book.
+    """Return our own recipe book.
 
     Raises:
         ValueError: the table has a cycle.
@@ -75,7 +75,7 @@ def make_book(
     tags: Mapping[str, tuple[str, ...]],
     others: Iterable[str] = (),
 ) -> Book:
-    """Returns the book of some recipes, and of other items; the easiest of an item comes first.
+    """Return the book of some recipes, and of other items; the easiest of an item comes first.
 
     Raises:
         ValueError: there is a cycle.
@@ -103,7 +103,7 @@ def _depth_of(recipe: Recipe, depths: Mapping[str, int]) -> int:
 def _depths(
     recipes: Mapping[str, tuple[Recipe, ...]], tags: Mapping[str, tuple[str, ...]]
 ) -> dict[str, int]:
-    """Returns depths: 0 without recipe, else 1 + the deepest ingredient of the easiest recipe."""
+    """Return depths: 0 without recipe, else 1 + the deepest ingredient of the easiest recipe."""
     depths: dict[str, int] = {}
     open_items: set[str] = set()
 

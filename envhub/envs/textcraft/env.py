@@ -44,7 +44,7 @@ class TextCraftEnv(TextEnv):
         self._inventory: Counter[str] = Counter()
 
     def reset(self, item_id: str, seed: int = 0) -> str:
-        """Starts an item; `seed` is unused, since the item fixes everything."""
+        """Start an item; `seed` is unused, since the item fixes everything."""
         self._task = self._catalogue.make_task(parse_item(item_id, self._catalogue.subsets))
         self._inventory = Counter()
         self._begin()
@@ -95,7 +95,7 @@ class TextCraftEnv(TextEnv):
         return Answer(f"Got {count} {name}", f"got {count} {name}", is_valid=True)
 
     def _craft(self, count_asked: int, target: str, inputs: str) -> Answer:
-        """Checks, in this order: wording, what is held, and that a recipe matches exactly.
+        """Check, in this order: wording, what is held, and that a recipe matches exactly.
 
         The count asked for is only repeated in one answer; a recipe makes what it makes.
         """
@@ -153,7 +153,7 @@ class TextCraftEnv(TextEnv):
         return list(actions)
 
     def _filled(self, recipe: Recipe) -> str | None:
-        """Returns the command with held items in its slots; None when something is missing."""
+        """Return the command with held items in its slots; None when something is missing."""
         used = []
         for count, part in recipe.ingredients:
             members = self._book.tags.get(part, (part,))
@@ -169,7 +169,7 @@ class TextCraftEnv(TextEnv):
         return solver.next_action(self._book, task.goal, self._inventory, task.members)
 
     def render(self) -> str:
-        """Returns the goal, the commands and the inventory."""
+        """Return the goal, the commands and the inventory."""
         commands = "\n".join(recipe.command() for recipe in self._task.recipes)
         return f"goal: {self._task.goal}\n{commands}\n{self._show_inventory().compact}"
 
@@ -178,12 +178,12 @@ class TextCraftEnv(TextEnv):
         return "\n".join([self._task.goal, *(recipe.command() for recipe in self._task.recipes)])
 
     def _known(self, name: str) -> str:
-        """Returns the name if the book has it, else nothing: compact text keeps to known words."""
+        """Return the name if the book has it, else nothing: compact text keeps to known words."""
         return name if name in self._book.depths else ""
 
 
 def find_recipe(book: Book, target: str, given: Sequence[tuple[int, str]]) -> Recipe | None:
-    """Returns the recipe of `target` whose slots `given` fills, one each, a tag's by one kind."""
+    """Return the recipe of `target` whose slots `given` fills, one each, a tag's by one kind."""
     for recipe in book.recipes.get(target, ()):
         if len(recipe.ingredients) == len(given) and _fills(book, recipe, given):
             return recipe
@@ -203,20 +203,20 @@ def _fills(book: Book, recipe: Recipe, given: Sequence[tuple[int, str]]) -> bool
 
 
 def _raw(name: str) -> str:
-    """Returns an item's id as the recipe files have it."""
+    """Return an item's id as the recipe files have it."""
     raw = name[:MAX_ECHO_CHARS].replace(" ", "_")
     return raw if ":" in raw else NAMESPACE + raw
 
 
 @cache
 def our_catalogue() -> Catalogue:
-    """Returns the tasks of our own book."""
+    """Return the tasks of our own book."""
     return Catalogue(book=the_book(), max_turns=MAX_TURNS)
 
 
 @cache
 def folder_catalogue(folder: str) -> Catalogue:
-    """Returns the tasks of a folder of recipe files, with everything shown that may be of use.
+    """Return the tasks of a folder of recipe files, with everything shown that may be of use.
 
     Raises:
         RecipesError: the folder holds no recipes that can be used.
@@ -233,7 +233,7 @@ def folder_catalogue(folder: str) -> Catalogue:
 
 
 def make_spec(options: EnvsSection) -> EnvSpec:
-    """Returns TextCraft's catalogue entry.
+    """Return TextCraft's catalogue entry.
 
     Raises:
         RecipesError: the folder of recipe files cannot be used.
@@ -252,7 +252,7 @@ def make_spec(options: EnvsSection) -> EnvSpec:
 
 
 def check(options: EnvsSection) -> list[str]:
-    """Returns a line on what is wrong with the folder of recipe files, if one is given."""
+    """Return a line on what is wrong with the folder of recipe files, if one is given."""
     if not options.textcraft.recipes_dir:
         return []
     try:

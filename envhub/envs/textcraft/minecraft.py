@@ -37,14 +37,14 @@ class FileRecipe:
     ingredients: tuple[tuple[int, Ingredient], ...]
 
     def makes(self) -> tuple[Ingredient, ...]:
-        """Returns the target, and the tag it belongs to if there is one."""
+        """Return the target, and the tag it belongs to if there is one."""
         item = Ingredient(self.target, False)
         return (item,) if self.group is None else (item, Ingredient(self.group, True))
 
 
 @lru_cache(maxsize=4)
 def load_book(folder: str) -> Book:
-    """Returns the book of a folder of recipe files.
+    """Return the book of a folder of recipe files.
 
     Files are read in the order of their names, so that the book is the same on every machine.
     Only shaped and shapeless crafting counts; of alternatives for an ingredient the first is
@@ -78,7 +78,7 @@ def load_book(folder: str) -> Book:
 
 
 def _read(path: Path) -> FileRecipe | None:
-    """Returns the recipe of a file; None when it is of another type than crafting."""
+    """Return the recipe of a file; None when it is of another type than crafting."""
     try:
         content = json.loads(path.read_bytes())
         kind = str(content["type"]).removeprefix(NAMESPACE)
@@ -103,7 +103,7 @@ def _read(path: Path) -> FileRecipe | None:
 
 
 def _ingredient(part: Any) -> Ingredient:
-    """Returns the first alternative of an ingredient, in the older or the newer notation."""
+    """Return the first alternative of an ingredient, in the older or the newer notation."""
     if isinstance(part, list):
         part = part[0]
     if isinstance(part, str):
@@ -128,7 +128,7 @@ def _is_block_only(recipe: FileRecipe) -> bool:
 
 
 def _closes_cycle(recipe: FileRecipe, makers: Mapping[Ingredient, list[FileRecipe]]) -> bool:
-    """Returns whether an ingredient is made, by the recipes kept so far, out of the target."""
+    """Return whether an ingredient is made, by the recipes kept so far, out of the target."""
     made = recipe.makes()
     needed = [part for _, part in recipe.ingredients]
     seen = set(needed)
@@ -144,7 +144,7 @@ def _closes_cycle(recipe: FileRecipe, makers: Mapping[Ingredient, list[FileRecip
 
 
 def _to_book(kept: list[FileRecipe], known: set[str]) -> Book:
-    """Returns the book with names as they are shown; recipes keep the order of the files."""
+    """Return the book with names as they are shown; recipes keep the order of the files."""
     members: dict[str, dict[str, None]] = {}
     for recipe in kept:
         if recipe.group is not None:
@@ -177,11 +177,11 @@ def _to_book(kept: list[FileRecipe], known: set[str]) -> Book:
 
 
 def _tag_name(tag: Ingredient, items: set[str]) -> str:
-    """Returns a tag's plain name, or `any <name>` where an item has it already."""
+    """Return a tag's plain name, or `any <name>` where an item has it already."""
     name = shown(tag.name)
     return f"any {name}" if name in items else name
 
 
 def shown(name: str) -> str:
-    """Returns a name as the agent is shown it: `minecraft:oak_log` is `oak log`."""
+    """Return a name as the agent is shown it: `minecraft:oak_log` is `oak log`."""
     return name.removeprefix(NAMESPACE).replace("_", " ")

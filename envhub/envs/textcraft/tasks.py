@@ -71,11 +71,11 @@ class Catalogue:
         return chosen
 
     def goals(self, depth: int, split: str) -> tuple[str, ...]:
-        """Returns the goals of a depth and split; goals of train and test never meet."""
+        """Return the goals of a depth and split; goals of train and test never meet."""
         return self._goals[depth, split]
 
     def tasks(self) -> dict[str, TaskSpec]:
-        """Returns a task per depth: as many of its first items as ours has, or fewer."""
+        """Return a task per depth: as many of its first items as ours has, or fewer."""
         found = {}
         for name, spec in self.subsets.items():
             depth = int(name.removeprefix("depth"))
@@ -96,7 +96,7 @@ class Catalogue:
         return sorted(offered, key=lambda goal: depths[goal])
 
     def from_agentgym(self, index: int) -> str:
-        """Returns the item of a data index: goals by depth, then in the book's order, in a ring.
+        """Return the item of a data index: goals by depth, then in the book's order, in a ring.
 
         AgentGym's own order within a depth follows the directory listing of its machine.
         """
@@ -106,7 +106,7 @@ class Catalogue:
         return f"depth{depth}-{split}-{self.goals(depth, split).index(goal)}"
 
     def make_task(self, item: ItemId) -> Task:
-        """Returns the task of an item: index i is goal i mod n, variation i div n.
+        """Return the task of an item: index i is goal i mod n, variation i div n.
 
         The variation draws the tag members whose recipes are shown, the distractors and the order.
         """
@@ -121,7 +121,7 @@ class Catalogue:
     def _needed(
         self, goal: str, rng: random.Random
     ) -> tuple[dict[Recipe, None], dict[str, tuple[str, ...]]]:
-        """Returns the recipes reachable from the goal and the members drawn for each tag met."""
+        """Return the recipes reachable from the goal and the members drawn for each tag met."""
         needed: dict[Recipe, None] = {}
         members: dict[str, tuple[str, ...]] = {}
         queue = [goal]
@@ -139,7 +139,7 @@ class Catalogue:
         return needed, members
 
     def _draw_members(self, tag: str, rng: random.Random) -> tuple[str, ...]:
-        """Returns the members of a tag to show; the first is one of the least deep."""
+        """Return the members of a tag to show; the first is one of the least deep."""
         if self.max_shown_members is None:
             depths = self.book.depths
             return tuple(sorted(self.book.tags[tag], key=lambda member: (depths[member], member)))
@@ -147,7 +147,7 @@ class Catalogue:
         return tuple(rng.sample(pool, min(self.max_shown_members, len(pool))))
 
     def _distractors(self, needed: dict[Recipe, None], rng: random.Random) -> list[Recipe]:
-        """Returns recipes that are not needed but use something that the needed ones use."""
+        """Return recipes that are not needed but use something that the needed ones use."""
         parts = dict.fromkeys(part for recipe in needed for _, part in recipe.ingredients)
         users = self.book.users
         pool = dict.fromkeys(r for part in parts for r in users.get(part, ()) if r not in needed)

@@ -20,12 +20,12 @@ ACCOUNT_SITES = ("shopping", "shopping_admin", "gitlab", "reddit")
 
 
 def configured(options: WebarenaOptions) -> dict[str, str]:
-    """Returns the address of each site that has one, by WebArena's name."""
+    """Return the address of each site that has one, by WebArena's name."""
     return {name: url for name in PUBLIC_URLS if (url := getattr(options, name).rstrip("/"))}
 
 
 def check_urls(options: WebarenaOptions) -> list[str]:
-    """Returns a line for each address or login that cannot be used, with its remedy."""
+    """Return a line for each address or login that cannot be used, with its remedy."""
     lines = []
     for name, url in configured(options).items():
         parts = urlsplit(url)
@@ -44,7 +44,7 @@ def check_urls(options: WebarenaOptions) -> list[str]:
 
 
 def login_state(options: WebarenaOptions, sites: list[str]) -> str | None:
-    """Returns the file with the cookies of a task's accounts; None when there is none.
+    """Return the file with the cookies of a task's accounts; None when there is none.
 
     WebArena names the file of a task on two sites after both, in the order of the alphabet.
     """

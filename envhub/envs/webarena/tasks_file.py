@@ -25,7 +25,7 @@ MULTI = "Multi"
 
 
 def tasks_path() -> Path | None:
-    """Returns the task file; None when `libwebarena` is not installed.
+    """Return the task file; None when `libwebarena` is not installed.
 
     The package is found, not imported: importing it downloads things.
     """
@@ -62,11 +62,11 @@ class TaskTable:
         }
 
     def task(self, item: ItemId) -> dict[str, Any]:
-        """Returns an item's configuration, with the sites' addresses in it."""
+        """Return an item's configuration, with the sites' addresses in it."""
         return self.items[item.subset, item.split][item.index]
 
     def item_id(self, number: int) -> str:
-        """Returns the item of a WebArena task number.
+        """Return the item of a WebArena task number.
 
         Raises:
             UnknownItem: no such task here.
@@ -80,7 +80,7 @@ class TaskTable:
 
 
 def read_tasks(path: Path, sites: Mapping[str, str]) -> TaskTable:
-    """Returns the tasks whose sites all have an address.
+    """Return the tasks whose sites all have an address.
 
     Args:
         sites: address of each configured site, by WebArena's name, without a trailing slash.

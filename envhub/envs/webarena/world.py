@@ -25,7 +25,7 @@ class RemoteWorld:
         self._hosts = {urlsplit(url).netloc for url in self._sites.values()}
 
     async def open(self, task: Mapping[str, Any]) -> WebSession:
-        """Returns a browser session, logged in as the task wants it, with its first pages open.
+        """Return a browser session, logged in as the task wants it, with its first pages open.
 
         Raises:
             EnvFailure: no browser, or a site does not answer.
@@ -46,9 +46,9 @@ class RemoteWorld:
         return session
 
     async def close(self, session: WebSession) -> None:
-        """Ends an episode's browser session; the sites keep what it has changed."""
+        """End an episode's browser session; the sites keep what it has changed."""
         await session.close()
 
     async def stop(self) -> None:
-        """Ends the browser."""
+        """End the browser."""
         await self._browser.stop()

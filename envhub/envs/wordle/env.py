@@ -49,7 +49,7 @@ class WordleEnv(TextEnv):
     """
 
     def reset(self, item_id: str, seed: int = 0) -> str:
-        """Starts an item; `seed` is unused, since the item fixes all draws."""
+        """Start an item; `seed` is unused, since the item fixes all draws."""
         item = parse_item(item_id, SUBSETS)
         self._seed = item.index if item.split == "train" else FIRST_TEST_SEED + item.index
         self._rng = random.Random(self._seed)
@@ -90,7 +90,7 @@ class WordleEnv(TextEnv):
         return " ".join(best_guess(self._words))
 
     def render(self) -> str:
-        """Returns the guesses with their answers, and the words that are still possible."""
+        """Return the guesses with their answers, and the words that are still possible."""
         lines = [f"{guess} {answer}" for guess, answer in self._answers]
         return "\n".join([*lines, f"possible: {' '.join(self._words)}"])
 
@@ -100,7 +100,7 @@ class WordleEnv(TextEnv):
 
 
 def from_agentgym(index: int) -> str:
-    """Returns the item that draws as AgentGym's seed does, though from words of our own.
+    """Return the item that draws as AgentGym's seed does, though from words of our own.
 
     Raises:
         UnknownItem: negative or too large.
@@ -111,7 +111,7 @@ def from_agentgym(index: int) -> str:
 
 
 def make_spec(options: EnvsSection) -> EnvSpec:
-    """Returns Wordle's catalogue entry."""
+    """Return Wordle's catalogue entry."""
     return EnvSpec(
         name="wordle",
         subsets=SUBSETS,

@@ -14,7 +14,7 @@ VOCABULARY = (
 
 @lru_cache(maxsize=4096)
 def marks(guess: str, hidden: str) -> str:
-    """Returns a mark per letter: g at its place, y elsewhere in the word, b not in it.
+    """Return a mark per letter: g at its place, y elsewhere in the word, b not in it.
 
     How often the word has a letter does not count, as in LMRL-Gym: both e of `green` are marked.
     """
@@ -25,13 +25,13 @@ def marks(guess: str, hidden: str) -> str:
 
 
 def consistent(words: tuple[str, ...], guess: str, answer: str) -> tuple[str, ...]:
-    """Returns the words that would give this answer to this guess."""
+    """Return the words that would give this answer to this guess."""
     return tuple(word for word in words if marks(guess, word) == answer)
 
 
 @lru_cache(maxsize=4096)
 def best_guess(words: tuple[str, ...]) -> str:
-    """Returns the word whose worst answer leaves the fewest of `words`, itself one if it can be."""
+    """Return the word whose worst answer leaves the fewest of `words`, itself one if it can be."""
 
     def badness(guess: str) -> tuple[int, int, bool, str]:
         sizes = Counter(marks(guess, word) for word in words)

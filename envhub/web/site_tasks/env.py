@@ -63,7 +63,7 @@ class SiteTaskEnv:
         self._done = False
 
     async def reset(self, item_id: str, seed: int = 0) -> str:
-        """Starts an item; `seed` is unused, since the item fixes the sites' contents."""
+        """Start an item; `seed` is unused, since the item fixes the sites' contents."""
         task = self._catalogue.find(parse_item(item_id, self._catalogue.subsets))
         await self.close()
         self._task = task
@@ -88,7 +88,7 @@ class SiteTaskEnv:
         return self._session
 
     async def step(self, action: str) -> StepResult:
-        """Performs one action given as text."""
+        """Perform one action given as text."""
         session = self._live()
         expected = self._expected()
         is_valid = True
@@ -121,7 +121,7 @@ class SiteTaskEnv:
         return action
 
     def _told(self, action: Action) -> str:
-        """Returns an action as the previous one is told: AgentGym adds its element's line."""
+        """Return an action as the previous one is told: AgentGym adds its element's line."""
         said = describe(action)
         is_on_element = action.kind in (Kind.CLICK, Kind.HOVER, Kind.TYPE)
         if self._style is Style.COMPACT or not is_on_element:
@@ -151,7 +151,7 @@ class SiteTaskEnv:
         )
 
     async def valid_actions(self) -> list[str]:
-        """Returns a sample: clicks on everything that can be clicked, moves, and stop."""
+        """Return a sample: clicks on everything that can be clicked, moves, and stop."""
         if self._done or self._session is None:
             return []
         clicks = [f"click [{node.id}]" for node in self._shown if node.role in tree.INTERACTIVE]
@@ -163,22 +163,22 @@ class SiteTaskEnv:
         return self._solution.next(self._snapshot.nodes, only_in_view=in_view)
 
     async def expert_action(self) -> str | None:
-        """Returns the next action of the task's known way; None off that way or without one."""
+        """Return the next action of the task's known way; None off that way or without one."""
         action = None if self._done or self._session is None else self._expected()
         return None if action is None else as_reply(describe(action), self._style)
 
     async def render(self) -> str:
-        """Returns the goal, the address and the whole tree."""
+        """Return the goal, the address and the whole tree."""
         nodes = tree.shown_nodes(self._snapshot.nodes, only_in_view=False)
         head = [self._task["intent"], self._catalogue.names.public(self._snapshot.url)]
         return "\n".join([*head, *tree.agentgym_lines(nodes)])
 
     async def fingerprint(self) -> str:
-        """Returns the hash of the task and its first page."""
+        """Return the hash of the task and its first page."""
         return self._fingerprint
 
     async def close(self) -> None:
-        """Ends the browser session."""
+        """End the browser session."""
         session, self._session = self._session, None
         if session is not None:
             await self._world.close(session)

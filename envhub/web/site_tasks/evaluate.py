@@ -29,7 +29,7 @@ UNITS = {"minute": "min", "minutes": "min", "mins": "min", "hour": "h", "hours":
 
 
 def clean_answer(text: str) -> str:
-    """Returns an answer in lower case, without surrounding blanks and quotes."""
+    """Return an answer in lower case, without surrounding blanks and quotes."""
     text = text.strip()
     if len(text) >= 2 and text[0] == text[-1] and text[0] in "'\"":
         text = text[1:-1]
@@ -131,7 +131,7 @@ def contents_match(required: Mapping[str, Any], text: str) -> bool:
 
 
 async def grade(checks: Mapping[str, Any], session: WebSession, answer: str) -> float:
-    """Returns 1.0 if every check of a task is passed, else 0.0.
+    """Return 1.0 if every check of a task is passed, else 0.0.
 
     Raises:
         EnvFailure: a page to look at does not answer.
@@ -171,7 +171,7 @@ async def _pages_match(targets: Iterable[Mapping[str, Any]], session: WebSession
 
 
 async def _read(page: Page, target: Mapping[str, Any]) -> str:
-    """Returns what the target's locator finds; "" if it finds nothing.
+    """Return what the target's locator finds; "" if it finds nothing.
 
     Locators are expressions of the task files, which are ours or WebArena's, never a model's.
     """

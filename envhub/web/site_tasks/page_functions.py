@@ -21,7 +21,7 @@ MEMBER_ROLE = """(user) => {
 
 
 def unsupported(checks: dict) -> str:
-    """Returns the name of a function that a task's checks need and we lack; "" for none."""
+    """Return the name of a function that a task's checks need and we lack; "" for none."""
     for target in checks["program_html"] or ():
         for text, known in ((target["url"], TARGETS), (target["locator"], VALUES)):
             if text.startswith("func:"):
@@ -32,7 +32,7 @@ def unsupported(checks: dict) -> str:
 
 
 async def target_url(url: str, session: WebSession) -> str:
-    """Returns the address that a check looks at; "last" is the agent's page as it is.
+    """Return the address that a check looks at; "last" is the agent's page as it is.
 
     Raises:
         ValueError: a function that is not known.
@@ -55,7 +55,7 @@ async def target_url(url: str, session: WebSession) -> str:
 
 
 def reddit_post_url(url: str) -> str:
-    """Returns the address of the post that an address is about, or the address itself.
+    """Return the address of the post that an address is about, or the address itself.
 
     A post is at /f/<forum>/<number>/<title>; its comments lie below it.
     """
@@ -67,7 +67,7 @@ def reddit_post_url(url: str) -> str:
 
 
 async def page_value(locator: str, page: Page) -> str:
-    """Returns what a function of a check reads from a page.
+    """Return what a function of a check reads from a page.
 
     Raises:
         ValueError: a function that is not known.

@@ -20,7 +20,7 @@ class Solution:
         self._is_lost = not steps
 
     def next(self, nodes: tuple[Node, ...], *, only_in_view: bool) -> Action | None:
-        """Returns the next action; None when the way has been left or does not fit the page."""
+        """Return the next action; None when the way has been left or does not fit the page."""
         if self._is_lost or self._at >= len(self._steps):
             return None
         step = self._steps[self._at]
@@ -41,7 +41,7 @@ class Solution:
         return Action(kind=Kind.CLICK, element=node.id)
 
     def follow(self, taken: Action, expected: Action | None) -> None:
-        """Notes an action that was performed, and what `next` had wanted before it."""
+        """Note an action that was performed, and what `next` had wanted before it."""
         if taken.kind in (Kind.SCROLL, Kind.HOVER) and taken != expected:
             return
         if taken != expected:
@@ -51,7 +51,7 @@ class Solution:
 
 
 def _find(nodes: tuple[Node, ...], step: dict[str, Any]) -> Node | None:
-    """Returns the element of a step's role and name; for `select`, the option of its text."""
+    """Return the element of a step's role and name; for `select`, the option of its text."""
     name = " ".join(str(step.get("name", "")).split())
     found = [node for node in nodes if node.role == step["role"]]
     exact = [node for node in found if node.name == name]

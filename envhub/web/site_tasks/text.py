@@ -23,7 +23,7 @@ AGENTGYM_INSTRUCTION = (
 
 
 def tab_line(titles: list[str], current: int) -> str:
-    """Returns the line that names the open tabs."""
+    """Return the line that names the open tabs."""
     marks = [" (current)" if i == current else "" for i in range(len(titles))]
     return " | ".join(
         f"Tab {i}{mark}: {title}" for i, (mark, title) in enumerate(zip(marks, titles, strict=True))
@@ -31,7 +31,7 @@ def tab_line(titles: list[str], current: int) -> str:
 
 
 def agentgym(*, tabs: str, tree: str, url: str, goal: str, previous: str) -> str:
-    """Returns an observation as AgentGym words it."""
+    """Return an observation as AgentGym words it."""
     return (
         f"OBSERVATION:\n{tabs}\n\n{tree}\nURL: {url}\nOBJECTIVE: {goal}\n"
         f"PREVIOUS ACTION: {previous}"
@@ -39,6 +39,6 @@ def agentgym(*, tabs: str, tree: str, url: str, goal: str, previous: str) -> str
 
 
 def compact(*, tabs: str, tree: str, url: str, goal: str, previous: str) -> str:
-    """Returns an observation for small models; `tabs` and `previous` may be ""."""
+    """Return an observation for small models; `tabs` and `previous` may be ""."""
     lines = [f"goal: {goal}", f"url: {url}", tabs, tree, f"last: {previous}" if previous else ""]
     return "\n".join(line for line in lines if line)

@@ -21,7 +21,7 @@ def started(item_id: str = "DoubleT-train-0", style: Style = Style.COMPACT) -> M
 
 
 def item_of(row: int, column: int) -> str:
-    """Returns the item that begins at a cell."""
+    """Return the item that begins at a cell."""
     return next(i for i in ITEMS if start_of(parse_item(i, SUBSETS)) == (row, column))
 
 

@@ -37,7 +37,7 @@ def env(machines: Machines) -> Iterator[SciWorldEnv]:
 
 
 def transcript(item_id: str, machines: Machines) -> list[str]:
-    """Returns what an episode says on the expert's way and beside it."""
+    """Return what an episode says on the expert's way and beside it."""
     env = SciWorldEnv(Style.AGENTGYM, machines)
     said = [env.reset(item_id, 0), *env.valid_actions()[:50]]
     for action in ("open door", "0", "objects", "wait1", "look around", "banana"):

@@ -79,7 +79,7 @@ def bird_spec(folder: Path) -> EnvSpec:
 
 
 def answered(spec: EnvSpec, item_id: str, action: str, style: Style = Style.COMPACT):
-    """Returns the result of one action, which always ends the episode."""
+    """Return the result of one action, which always ends the episode."""
     env = spec.make(style)
     env.reset(item_id, 0)
     try:

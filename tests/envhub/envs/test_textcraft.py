@@ -17,7 +17,7 @@ CATALOGUE = our_catalogue()
 
 
 def started_with(style: Style, goal: str) -> TextCraftEnv:
-    """Returns an episode whose goal is `goal`."""
+    """Return an episode whose goal is `goal`."""
     depth = the_book().depths[goal]
     split = "train" if goal in CATALOGUE.goals(depth, "train") else "test"
     env = TextCraftEnv(style)
@@ -26,7 +26,7 @@ def started_with(style: Style, goal: str) -> TextCraftEnv:
 
 
 def said(env: TextCraftEnv, *actions: str) -> str:
-    """Returns the answer to the last of the actions."""
+    """Return the answer to the last of the actions."""
     return [env.step(action).observation for action in actions][-1]
 
 

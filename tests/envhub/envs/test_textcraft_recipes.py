@@ -58,7 +58,7 @@ METAL = {
 
 
 def written(folder: Path, recipes: dict[str, dict]) -> str:
-    """Writes recipe files, the last name first, and returns their folder."""
+    """Write recipe files, the last name first, and returns their folder."""
     folder.mkdir(exist_ok=True)
     for name, content in sorted(recipes.items(), reverse=True):
         (folder / f"{name}.json").write_text(json.dumps(content))

@@ -29,7 +29,7 @@ def transcript(item_id: str) -> list[str]:
 
 
 def most_guesses(words: tuple[str, ...]) -> int:
-    """Returns the guesses that the expert needs for the worst of these words."""
+    """Return the guesses that the expert needs for the worst of these words."""
     guess = best_guess(words)
     groups = Counter(marks(guess, word) for word in words)
     rest = [consistent(words, guess, answer) for answer in groups if answer != "ggggg"]

@@ -13,9 +13,7 @@ from envhub.web.actions import InvalidAction, Kind, parse
 from envhub.web.browser import check_browser, find_browser, host_rules
 from envhub.web.session import Look, WebSession
 from envhub.web.tree import Snapshot
-from tests.envhub.web.web_rig import Rig, find, has_browser
-
-browser = pytest.mark.skipif(not has_browser(), reason="no Chromium on this machine")
+from tests.envhub.web.web_rig import Rig, find, in_browser, on_session
 
 
 @pytest.fixture(scope="module")
@@ -56,154 +54,112 @@ def test_host_rules_reach_nothing_but_the_hosts():
     assert rules == "MAP a.test 127.0.0.1:7, MAP * ~NOTFOUND, EXCLUDE b.test"
 
 
-@browser
-@pytest.mark.slow
-def test_click_on_a_link_shows_the_page_it_leads_to_and_back(rig: Rig):
-    async def episode():
-        session = await rig.session()
-        home = await session.look()
-        other = await act(session, f"click [{find(home, 'link', 'Other').id}]")
-        assert (other.url, other.title) == ("http://site.test/other", "Other")
-        again = await act(session, "go_back")
-        assert again.nodes == home.nodes
-        still = await act(session, "go_back")
-        assert still.url == "http://site.test/"
-        await session.close()
-
-    rig.run(episode())
+@on_session
+async def test_click_on_a_link_shows_the_page_it_leads_to_and_back(session: WebSession) -> None:
+    home = await session.look()
+    other = await act(session, f"click [{find(home, 'link', 'Other').id}]")
+    assert (other.url, other.title) == ("http://site.test/other", "Other")
+    again = await act(session, "go_back")
+    assert again.nodes == home.nodes
+    still = await act(session, "go_back")
+    assert still.url == "http://site.test/"
 
 
-@browser
-@pytest.mark.slow
-def test_form_takes_text_choice_and_date(rig: Rig):
-    async def episode():
-        session = await rig.session()
-        page = await session.look()
-        page = await act(session, f"type [{find(page, 'textbox', 'Name').id}] [wrong] [0]")
-        page = await act(session, f"type [{find(page, 'textbox', 'Name').id}] [A [b]] [0]")
-        assert find(page, "textbox", "Name").value == "A [b]"
-        page = await act(session, f"click [{find(page, 'option', 'blue').id}]")
-        assert find(page, "combobox", "Tint").value == "blue"
-        page = await act(session, f"type [{find(page, 'Date', 'Day').id}] [2024-02-29] [0]")
-        page = await act(session, f"click [{find(page, 'button', 'Go').id}]")
-        assert find(page, "StaticText", "You said A [b]-blue-2024-02-29")
-        await session.close()
-
-    rig.run(episode())
+@on_session
+async def test_form_takes_text_choice_and_date(session: WebSession) -> None:
+    page = await session.look()
+    page = await act(session, f"type [{find(page, 'textbox', 'Name').id}] [wrong] [0]")
+    page = await act(session, f"type [{find(page, 'textbox', 'Name').id}] [A [b]] [0]")
+    assert find(page, "textbox", "Name").value == "A [b]"
+    page = await act(session, f"click [{find(page, 'option', 'blue').id}]")
+    assert find(page, "combobox", "Tint").value == "blue"
+    page = await act(session, f"type [{find(page, 'Date', 'Day').id}] [2024-02-29] [0]")
+    page = await act(session, f"click [{find(page, 'button', 'Go').id}]")
+    assert find(page, "StaticText", "You said A [b]-blue-2024-02-29")
 
 
-@browser
-@pytest.mark.slow
-def test_new_tab_of_a_link_becomes_current_and_tabs_can_be_switched(rig: Rig):
-    async def episode():
-        session = await rig.session()
-        page = await session.look()
-        page = await act(session, f"click [{find(page, 'link', 'New tab').id}]")
-        assert await session.tab_titles() == ["Home", "Other"]
-        assert page.title == "Other"
-        assert (await act(session, "tab_focus [0]")).title == "Home"
-        assert (await act(session, "tab_focus [1]")).title == "Other"
-        assert (await act(session, "close_tab")).title == "Home"
-        with pytest.raises(InvalidAction, match="last tab"):
-            await session.perform(parse("close_tab"))
-        await session.close()
-
-    rig.run(episode())
+@on_session
+async def test_new_tab_of_a_link_becomes_current_and_tabs_can_be_switched(
+    session: WebSession,
+) -> None:
+    page = await session.look()
+    page = await act(session, f"click [{find(page, 'link', 'New tab').id}]")
+    assert await session.tab_titles() == ["Home", "Other"]
+    assert page.title == "Other"
+    assert (await act(session, "tab_focus [0]")).title == "Home"
+    assert (await act(session, "tab_focus [1]")).title == "Other"
+    assert (await act(session, "close_tab")).title == "Home"
+    with pytest.raises(InvalidAction, match="last tab"):
+        await session.perform(parse("close_tab"))
 
 
-@browser
-@pytest.mark.slow
-def test_goto_stays_on_the_sites_and_other_hosts_do_not_exist(rig: Rig):
-    async def episode():
-        session = await rig.session()
-        page = await session.look()
-        for url in ("http://elsewhere.test/", "file:///etc/passwd", "javascript:alert(1)"):
-            with pytest.raises(InvalidAction, match="not among the sites"):
-                await session.perform(parse(f"goto [{url}]"))
-        with pytest.raises(InvalidAction, match="status 404"):
-            await session.perform(parse("goto [http://site.test/missing]"))
-        page = await act(session, "goto [http://site.test/]")
-        page = await act(session, f"click [{find(page, 'link', 'Elsewhere').id}]")
-        assert page.url.startswith("chrome-error://")
-        await session.close()
-
-    rig.run(episode())
+@on_session
+async def test_goto_stays_on_the_sites_and_other_hosts_do_not_exist(session: WebSession) -> None:
+    page = await session.look()
+    for url in ("http://elsewhere.test/", "file:///etc/passwd", "javascript:alert(1)"):
+        with pytest.raises(InvalidAction, match="not among the sites"):
+            await session.perform(parse(f"goto [{url}]"))
+    with pytest.raises(InvalidAction, match="status 404"):
+        await session.perform(parse("goto [http://site.test/missing]"))
+    page = await act(session, "goto [http://site.test/]")
+    page = await act(session, f"click [{find(page, 'link', 'Elsewhere').id}]")
+    assert page.url.startswith("chrome-error://")
 
 
-@browser
-@pytest.mark.slow
-def test_look_waits_for_what_the_page_fetches_and_dialogs_are_accepted(rig: Rig):
-    async def episode():
-        session = await rig.session()
-        page = await session.look()
-        page = await act(session, f"click [{find(page, 'button', 'Ask').id}]")
-        assert (page.title, session.dialogs) == ("yes", ["confirm: Sure?"])
-        page = await act(session, f"click [{find(page, 'button', 'Load').id}]")
-        assert find(page, "button", "loaded")
-        await session.close()
-
-    rig.run(episode())
+@on_session
+async def test_look_waits_for_what_the_page_fetches_and_dialogs_are_accepted(
+    session: WebSession,
+) -> None:
+    page = await session.look()
+    page = await act(session, f"click [{find(page, 'button', 'Ask').id}]")
+    assert (page.title, session.dialogs) == ("yes", ["confirm: Sure?"])
+    page = await act(session, f"click [{find(page, 'button', 'Load').id}]")
+    assert find(page, "button", "loaded")
 
 
-@browser
-@pytest.mark.slow
-def test_scroll_brings_what_is_below_into_view_and_click_scrolls_by_itself(rig: Rig):
-    async def episode():
-        session = await rig.session()
-        page = await session.look()
-        assert not find(page, "button", "Deep down").is_in_view
-        for _ in range(5):
-            page = await act(session, "scroll [down]")
-        assert find(page, "button", "Deep down").is_in_view
-        assert not find(page, "link", "Other").is_in_view
-        page = await act(session, f"click [{find(page, 'link', 'Other').id}]")
-        assert page.title == "Other"
-        await session.close()
-
-    rig.run(episode())
+@on_session
+async def test_scroll_brings_what_is_below_into_view_and_click_scrolls_by_itself(
+    session: WebSession,
+) -> None:
+    page = await session.look()
+    assert not find(page, "button", "Deep down").is_in_view
+    for _ in range(5):
+        page = await act(session, "scroll [down]")
+    assert find(page, "button", "Deep down").is_in_view
+    assert not find(page, "link", "Other").is_in_view
+    page = await act(session, f"click [{find(page, 'link', 'Other').id}]")
+    assert page.title == "Other"
 
 
-@browser
-@pytest.mark.slow
-def test_mouse_goes_to_points_and_holds_the_button_between_them(rig: Rig):
-    async def episode():
-        session = await rig.session()
-        await session.run(PAD)
-        seen = await act(session, "mouse_move [10,20]")
-        assert seen.title == "move0:10,20"
-        seen = await act(session, "mouse_click [30,40]")
-        assert seen.title.split()[1:] == ["move0:30,40", "down1:30,40", "up0:30,40"]
-        seen = await act(session, "mouse_drag [100,50] [140,50] [140,90]")
-        told = seen.title.split()[4:]
-        assert told[:2] == ["move0:100,50", "down1:100,50"]
-        assert told[2:-1] == [
-            *[f"move1:{x},50" for x in (110, 120, 130, 140)],
-            *[f"move1:140,{y}" for y in (60, 70, 80, 90)],
-        ]
-        assert told[-1] == "up0:140,90"
-        await session.close()
-
-    rig.run(episode())
+@on_session
+async def test_mouse_goes_to_points_and_holds_the_button_between_them(session: WebSession) -> None:
+    await session.run(PAD)
+    seen = await act(session, "mouse_move [10,20]")
+    assert seen.title == "move0:10,20"
+    seen = await act(session, "mouse_click [30,40]")
+    assert seen.title.split()[1:] == ["move0:30,40", "down1:30,40", "up0:30,40"]
+    seen = await act(session, "mouse_drag [100,50] [140,50] [140,90]")
+    told = seen.title.split()[4:]
+    assert told[:2] == ["move0:100,50", "down1:100,50"]
+    assert told[2:-1] == [
+        *[f"move1:{x},50" for x in (110, 120, 130, 140)],
+        *[f"move1:140,{y}" for y in (60, 70, 80, 90)],
+    ]
+    assert told[-1] == "up0:140,90"
 
 
-@browser
-@pytest.mark.slow
-def test_drag_onto_itself_moves_the_mouse_while_it_is_held(rig: Rig):
-    async def episode():
-        session = await rig.session()
-        await session.run(PAD)
-        seen = await session.look()
-        await session.run("() => { document.getElementById('pad').tabIndex = 0; }")
-        pad = next(node for node in (await session.look()).nodes if node.dom_id == "pad")
-        assert pad.dom_id not in [node.dom_id for node in seen.nodes]
-        seen = await act(session, f"drag [{pad.id}] [{pad.id}]")
-        told = seen.title.split()
-        assert told[:2] == ["move0:150,100", "down1:150,100"]
-        assert "move1:151,101" in told
-        assert told[-2:] == ["move1:150,100", "up0:150,100"]
-        await session.close()
-
-    rig.run(episode())
+@on_session
+async def test_drag_onto_itself_moves_the_mouse_while_it_is_held(session: WebSession) -> None:
+    await session.run(PAD)
+    seen = await session.look()
+    await session.run("() => { document.getElementById('pad').tabIndex = 0; }")
+    pad = next(node for node in (await session.look()).nodes if node.dom_id == "pad")
+    assert pad.dom_id not in [node.dom_id for node in seen.nodes]
+    seen = await act(session, f"drag [{pad.id}] [{pad.id}]")
+    told = seen.title.split()
+    assert told[:2] == ["move0:150,100", "down1:150,100"]
+    assert "move1:151,101" in told
+    assert told[-2:] == ["move1:150,100", "up0:150,100"]
 
 
 # A button with another over it, and a drawn frame with nothing in it.
@@ -217,83 +173,59 @@ HIDDEN = """left => {
 }"""
 
 
-@browser
-@pytest.mark.slow
 @pytest.mark.parametrize("left", [49, 51])
-def test_click_reaches_an_element_of_which_one_pixel_shows(rig: Rig, left: int):
-    async def episode():
-        session = await rig.session()
-        await session.run(HIDDEN, left)
-        below = find(await session.look(), "button", "B0")
-        assert "clicked 0" in (await act(session, f"click [{below.id}]")).title
-        await session.close()
-
-    rig.run(episode())
+@on_session
+async def test_click_reaches_an_element_of_which_one_pixel_shows(
+    session: WebSession, left: int
+) -> None:
+    await session.run(HIDDEN, left)
+    below = find(await session.look(), "button", "B0")
+    assert "clicked 0" in (await act(session, f"click [{below.id}]")).title
 
 
-@browser
-@pytest.mark.slow
-def test_drag_meets_what_is_covered_and_what_is_empty_in_the_middle(rig: Rig):
-    async def episode():
-        context = await rig.browser.open_context()
-        session = WebSession(context, Look(deep=True), may_go=lambda _: False, action_timeout_s=5.0)
-        await session.open("http://site.test/")
-        await session.run(HIDDEN, 51)
-        seen = await session.look()
-        frame = next(node for node in seen.nodes if node.role == "rect")
-        below = find(seen, "button", "B0")
-        assert (await act(session, f"drag [{below.id}] [{frame.id}]")).title.endswith(" 60,140")
-        assert (await act(session, f"drag [{frame.id}] [{below.id}]")).title.endswith(" 70,70")
-        assert (await act(session, f"click [{frame.id}]")).title.endswith(" 60,140")
-        await session.close()
-
-    rig.run(episode())
+@in_browser
+async def test_drag_meets_what_is_covered_and_what_is_empty_in_the_middle(rig: Rig) -> None:
+    context = await rig.browser.open_context()
+    session = WebSession(context, Look(deep=True), may_go=lambda _: False, action_timeout_s=5.0)
+    await session.open("http://site.test/")
+    await session.run(HIDDEN, 51)
+    seen = await session.look()
+    frame = next(node for node in seen.nodes if node.role == "rect")
+    below = find(seen, "button", "B0")
+    assert (await act(session, f"drag [{below.id}] [{frame.id}]")).title.endswith(" 60,140")
+    assert (await act(session, f"drag [{frame.id}] [{below.id}]")).title.endswith(" 70,70")
+    assert (await act(session, f"click [{frame.id}]")).title.endswith(" 60,140")
+    await session.close()
 
 
-@browser
-@pytest.mark.slow
-def test_field_that_listens_to_keys_gets_every_one(rig: Rig):
-    async def episode():
-        session = await rig.session()
-        await session.run(PAD)
-        field = find(await session.look(), "textbox", "")
-        seen = await act(session, f"type [{field.id}] [a.b] [1]")
-        assert seen.title == "a . b Enter"
-        assert find(seen, "textbox", "").value == "a.b"
-        await session.close()
-
-    rig.run(episode())
+@on_session
+async def test_field_that_listens_to_keys_gets_every_one(session: WebSession) -> None:
+    await session.run(PAD)
+    field = find(await session.look(), "textbox", "")
+    seen = await act(session, f"type [{field.id}] [a.b] [1]")
+    assert seen.title == "a . b Enter"
+    assert find(seen, "textbox", "").value == "a.b"
 
 
-@browser
-@pytest.mark.slow
-def test_look_tells_places_only_when_asked(rig: Rig):
-    async def episode():
-        session = await rig.session()
-        await session.run(PAD)
-        field = find(await session.look(), "textbox", "")
-        assert "at:" not in field.states
-        placed = find(await session.look(has_places=True), "textbox", "")
-        assert f"at: ({field.x},{field.y}) size: {field.width}x{field.height}" in placed.states
-        await session.close()
-
-    rig.run(episode())
+@on_session
+async def test_look_tells_places_only_when_asked(session: WebSession) -> None:
+    await session.run(PAD)
+    field = find(await session.look(), "textbox", "")
+    assert "at:" not in field.states
+    placed = find(await session.look(has_places=True), "textbox", "")
+    assert f"at: ({field.x},{field.y}) size: {field.width}x{field.height}" in placed.states
 
 
-@browser
-@pytest.mark.slow
-def test_sessions_share_no_tabs(rig: Rig):
-    async def episode():
-        first, second = await rig.session(), await rig.session()
-        page = await first.look()
-        await act(first, f"click [{find(page, 'link', 'Other').id}]")
-        assert (await second.look()).title == "Home"
-        with pytest.raises(InvalidAction, match="no matching element"):
-            await first.perform(parse("click [999]"))
-        await first.close()
-        await second.close()
-
-    rig.run(episode())
+@in_browser
+async def test_sessions_share_no_tabs(rig: Rig) -> None:
+    first, second = await rig.session(), await rig.session()
+    page = await first.look()
+    await act(first, f"click [{find(page, 'link', 'Other').id}]")
+    assert (await second.look()).title == "Home"
+    with pytest.raises(InvalidAction, match="no matching element"):
+        await first.perform(parse("click [999]"))
+    await first.close()
+    await second.close()
 
 
 def is_browser(process: psutil.Process) -> bool:
@@ -305,21 +237,19 @@ def is_browser(process: psutil.Process) -> bool:
     return "--headless" in words and not any(word.startswith("--type=") for word in words)
 
 
-@browser
-@pytest.mark.slow
-def test_sessions_of_a_killed_browser_fail_and_the_next_one_gets_a_new_browser(rig: Rig):
-    async def episode():
-        session = await rig.session()
-        num_starts = rig.browser.num_starts
-        killed = [child for child in psutil.Process().children(recursive=True) if is_browser(child)]
-        for child in killed:
-            os.kill(child.pid, signal.SIGKILL)
-        with pytest.raises(EnvFailure):
-            await session.look()
-        await session.close()
-        fresh = await rig.session()
-        assert (await fresh.look()).title == "Home"
-        assert rig.browser.num_starts == num_starts + 1
-        await fresh.close()
-
-    rig.run(episode())
+@in_browser
+async def test_sessions_of_a_killed_browser_fail_and_the_next_one_gets_a_new_browser(
+    rig: Rig,
+) -> None:
+    session = await rig.session()
+    num_starts = rig.browser.num_starts
+    killed = [child for child in psutil.Process().children(recursive=True) if is_browser(child)]
+    for child in killed:
+        os.kill(child.pid, signal.SIGKILL)
+    with pytest.raises(EnvFailure):
+        await session.look()
+    await session.close()
+    fresh = await rig.session()
+    assert (await fresh.look()).title == "Home"
+    assert rig.browser.num_starts == num_starts + 1
+    await fresh.close()

@@ -1,7 +1,9 @@
 """A small web site and an event loop for tests that drive the browser."""
 
 import asyncio
-from collections.abc import Coroutine
+import functools
+import inspect
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar, cast
 
 import pytest
@@ -28,7 +30,7 @@ HOME = """<title>Home</title><h1>Welcome</h1>
 
 
 def site_app() -> FastAPI:
-    """Returns the site's application."""
+    """Return the site's application."""
     app = FastAPI()
 
     @app.get("/", response_class=HTMLResponse)
@@ -64,11 +66,11 @@ class Rig:
         self.browser = BrowserHost(BrowserOptions(), host_rules({"site.test": self.site.address}))
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """Runs work in the rig's loop and returns its result."""
+        """Run work in the rig's loop and returns its result."""
         return self._runner.run(work)
 
     async def session(self) -> WebSession:
-        """Returns a session with the home page open."""
+        """Return a session with the home page open."""
         context = await self.browser.open_context()
         session = WebSession(
             context,
@@ -80,7 +82,7 @@ class Rig:
         return session
 
     def stop(self) -> None:
-        """Ends everything."""
+        """End everything."""
         self.run(self.browser.stop())
         self.run(self.site.stop())
         self._runner.close()
@@ -93,6 +95,33 @@ def has_browser() -> bool:
 
 # For tests that drive the browser.
 needs_browser = pytest.mark.skipif(not has_browser(), reason="no Chromium on this machine")
+
+
+def in_browser(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Return a slow test that runs a coroutine in the loop of the fixture `rig`."""
+
+    @needs_browser
+    @pytest.mark.slow
+    @functools.wraps(test)
+    def run(rig: Rig, **others: object) -> None:
+        rig.run(test(rig, **others))
+
+    return run
+
+
+def on_session(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Return a slow test of a session with the home page open; see `in_browser`."""
+
+    async def with_session(rig: Rig, **others: object) -> None:
+        session = await rig.session()
+        await test(session, **others)
+        await session.close()
+
+    first, *more = inspect.signature(test).parameters.values()
+    functools.update_wrapper(with_session, test)
+    parameters = [first.replace(name="rig", annotation=Rig), *more]
+    vars(with_session)["__signature__"] = inspect.signature(test).replace(parameters=parameters)
+    return in_browser(with_session)
 
 
 class EnvRig:
@@ -132,5 +161,5 @@ async def play(spec: EnvSpec, item: str, style: Style = Style.COMPACT) -> tuple[
 
 
 def find(snapshot: Snapshot, role: str, name: str) -> Node:
-    """Returns the node of a role and name."""
+    """Return the node of a role and name."""
     return next(n for n in snapshot.nodes if (n.role, n.name) == (role, name))

@@ -1,6 +1,7 @@
 """Pages of the code host, gitlab.test: people, projects and what belongs to a project."""
 
 import sqlite3
+from collections.abc import Mapping
 
 from starlette.responses import Response
 
@@ -24,13 +25,13 @@ PROJECT_ORDERS = {
 
 
 def page(visit: Visit, template: str, **values: object) -> Response:
-    """Returns a page with what the frame of every page needs."""
+    """Return a page with what the frame of every page needs."""
     me = visit.one("SELECT * FROM user WHERE id = ?", OWN_ID)
     return visit.page(template, me=me, **values)
 
 
 def project_of(visit: Visit) -> sqlite3.Row:
-    """Returns the project of the address.
+    """Return the project of the address.
 
     Raises:
         PageMissing: there is none.
@@ -42,7 +43,7 @@ def project_of(visit: Visit) -> sqlite3.Row:
 
 
 def root_of(project: sqlite3.Row) -> str:
-    """Returns the address of a project's first page."""
+    """Return the address of a project's first page."""
     return f"/{project['owner']}/{project['slug']}"
 
 
@@ -102,7 +103,7 @@ def add_project(visit: Visit) -> Response:
     return visit.go(f"/{owner}/{slug}", "The project was created.")
 
 
-def _add(visit: Visit, values: dict[str, object]) -> int:
+def _add(visit: Visit, values: Mapping[str, object]) -> int:
     """Add a project of one's own and return its id."""
     project_id = visit.insert(
         "project", owner_id=OWN_ID, created=TODAY, num_stars=0, num_forks=0, **values

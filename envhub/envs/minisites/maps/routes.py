@@ -32,17 +32,17 @@ class Route:
     meters: int
 
     def minutes(self, mode: str) -> int:
-        """Returns whole minutes, rounded up."""
+        """Return whole minutes, rounded up."""
         return -(-self.meters // METERS_PER_MINUTE[mode]) + PARKING_MINUTES[mode]
 
 
 def is_west(corner: Corner) -> bool:
-    """Returns whether a corner lies west of the river."""
+    """Return whether a corner lies west of the river."""
     return corner[0] < NUM_COLUMNS // 2
 
 
 def corners_between(start: Corner, end: Corner) -> list[Corner]:
-    """Returns the corners at which the shortest way turns, both ends included."""
+    """Return the corners at which the shortest way turns, both ends included."""
     if is_west(start) == is_west(end):
         return [start, (end[0], start[1]), end]
     line = min(BRIDGE_LINES, key=lambda bridge: abs(start[1] - bridge) + abs(end[1] - bridge))
@@ -50,7 +50,7 @@ def corners_between(start: Corner, end: Corner) -> list[Corner]:
 
 
 def find_route(start: Corner, end: Corner) -> Route:
-    """Returns the shortest way from one corner to another."""
+    """Return the shortest way from one corner to another."""
     legs = []
     corners = corners_between(start, end)
     for (col, line), (next_col, next_line) in pairwise(corners):
@@ -67,12 +67,12 @@ def find_route(start: Corner, end: Corner) -> Route:
 
 
 def kilometers(meters: int) -> str:
-    """Returns a distance as the map prints it, such as `1.35 km`."""
+    """Return a distance as the map prints it, such as `1.35 km`."""
     return f"{meters / 1000:.2f} km"
 
 
 def describe(leg: Leg, roads: Mapping[tuple[str, int], str]) -> str:
-    """Returns a leg in words."""
+    """Return a leg in words."""
     return f"Go {leg.heading} on {roads[leg.axis, leg.position]} for {leg.meters} m"
 
 

@@ -44,7 +44,7 @@ SALES = """
 
 
 def _paged(visit: Visit, rows: list[sqlite3.Row]) -> dict[str, object]:
-    """Returns the template's values for one page of a long table."""
+    """Return the template's values for one page of a long table."""
     num_pages = max(1, -(-len(rows) // PAGE_ROWS))
     number = max(1, min(visit.number("page", 1), num_pages))
     listed = rows[(number - 1) * PAGE_ROWS : number * PAGE_ROWS]
@@ -151,7 +151,7 @@ def edit_product(visit: Visit) -> Response:
 
 
 def _cents(text: str) -> int | None:
-    """Returns an amount such as `12.50` or `$12` in cents; None when it is none."""
+    """Return an amount such as `12.50` or `$12` in cents; None when it is none."""
     units, dot, rest = text.removeprefix("$").partition(".")
     amount, cents = whole(units), whole(rest.ljust(2, "0")) if dot else 0
     if amount is None or cents is None or len(rest) > 2 or amount * 100 > MAX_PRICE_CENTS:

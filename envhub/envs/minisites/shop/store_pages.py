@@ -36,7 +36,7 @@ LINES = """
 
 
 def products(visit: Visit, where: str, *args: object, order: str = "name") -> list[sqlite3.Row]:
-    """Returns the enabled products; `where` and the orderings are constants of this file."""
+    """Return the enabled products; `where` and the orderings are constants of this file."""
     return visit.rows(PRODUCTS.format(where=where, order=ORDERINGS[order]), *args)
 
 

@@ -11,7 +11,7 @@ LARGE_PX = 15
 
 
 def submit(page: PageView) -> str | None:
-    """Clicks the button that sends the answer."""
+    """Click the button that sends the answer."""
     for name in ("Submit", "Search", "Go!", "Order!", "OK", "Login"):
         for role in ("button", "clickable"):
             if found := page.all(role, name=name):
@@ -20,27 +20,27 @@ def submit(page: PageView) -> str | None:
 
 
 def quoted_button(page: PageView) -> str | None:
-    """Clicks the button whose name the goal quotes."""
+    """Click the button whose name the goal quotes."""
     return click(page.one("button", name=page.quoted()[0]))
 
 
 def button_one(page: PageView) -> str | None:
-    """Clicks ONE."""
+    """Click ONE."""
     return click(page.one("button", name="ONE"))
 
 
 def only_button(page: PageView) -> str | None:
-    """Clicks the button."""
+    """Click the button."""
     return click(page.one("button"))
 
 
 def one_then_two(page: PageView) -> str | None:
-    """Clicks ONE, then TWO."""
+    """Click ONE, then TWO."""
     return click(page.one("button", name="TWO" if page.taken else "ONE"))
 
 
 def one_wait_two(page: PageView) -> str | None:
-    """Clicks ONE, lets as many seconds pass as the goal says, clicks TWO."""
+    """Click ONE, let as many seconds pass as the goal says, click TWO."""
     seconds = int(page.goal_part(r"wait (\d+) second") or 0)
     one, two = page.one("button", name="ONE"), page.one("button", name="TWO")
     if not page.taken:
@@ -53,7 +53,7 @@ def one_wait_two(page: PageView) -> str | None:
 
 
 def quoted_link(page: PageView) -> str | None:
-    """Clicks the link that the goal quotes; opens what hides it first."""
+    """Click the link that the goal quotes; open what hides it first."""
     word = page.quoted()[0]
     if link := page.one("clickable", name=word, cls="alink"):
         return click(link)
@@ -63,7 +63,7 @@ def quoted_link(page: PageView) -> str | None:
 
 
 def accordion_link(page: PageView) -> str | None:
-    """Expands one section after the other until the quoted link is in sight."""
+    """Expand one section after the other until the quoted link is in sight."""
     word = page.quoted()[0]
     if link := page.one("clickable", name=word, cls="alink"):
         return click(link)
@@ -73,7 +73,7 @@ def accordion_link(page: PageView) -> str | None:
 
 
 def expand_and_submit(page: PageView) -> str | None:
-    """Expands the section and clicks the button."""
+    """Expand the section and click the button."""
     section = page.one("tab")
     if section is not None and "expanded: False" in section.states:
         return click(section)
@@ -81,12 +81,12 @@ def expand_and_submit(page: PageView) -> str | None:
 
 
 def tab_by_name(page: PageView) -> str | None:
-    """Clicks the tab of the goal."""
+    """Click the tab of the goal."""
     return click(page.one("tab", name=page.goal_part(r"Click on (Tab #\d+)")))
 
 
 def tabs_to_link(page: PageView) -> str | None:
-    """Goes through the tabs until the quoted link is in sight."""
+    """Go through the tabs until the quoted link is in sight."""
     if link := page.one("clickable", name=page.quoted()[0], cls="alink"):
         return click(link)
     tabs = page.all("tab")
@@ -94,18 +94,18 @@ def tabs_to_link(page: PageView) -> str | None:
 
 
 def close_dialog(page: PageView) -> str | None:
-    """Clicks the x of the dialog box."""
+    """Click the x of the dialog box."""
     return click(page.one("button", name="Close"))
 
 
 def dialog_button(page: PageView) -> str | None:
-    """Clicks the dialog box's button of the goal."""
+    """Click the dialog box's button of the goal."""
     name = page.quoted()[0]
     return click(page.one("button", name="Close" if name == "x" else name))
 
 
 def checkboxes(page: PageView) -> str | None:
-    """Checks the named boxes and sends."""
+    """Check the named boxes and send."""
     names = page.goal_part(r"Select (.*) and click Submit").split(", ")
     for box in page.all("checkbox"):
         if (box.name in names) != box.is_checked:
@@ -114,7 +114,7 @@ def checkboxes(page: PageView) -> str | None:
 
 
 def radio(page: PageView) -> str | None:
-    """Chooses the named option and sends."""
+    """Choose the named option and send."""
     option = page.one("radio", name=page.goal_part(r"Select (.*) and click Submit"))
     if option is not None and not option.is_checked:
         return click(option)
@@ -122,7 +122,7 @@ def radio(page: PageView) -> str | None:
 
 
 def listed_options(page: PageView) -> str | None:
-    """Chooses the named options of a list and sends."""
+    """Choose the named options of a list and send."""
     names = page.goal_part(r"Select (.*) from the (?:scroll )?list").split(", ")
     for option in page.all("option"):
         if option.name in names and not option.is_selected:
@@ -131,14 +131,14 @@ def listed_options(page: PageView) -> str | None:
 
 
 def coloured_box(page: PageView) -> str | None:
-    """Clicks the box of the colour."""
+    """Click the box of the colour."""
     colour = page.goal_part(r"Click on the (\w+) colored")
     boxes = page.all("clickable", cls="color")
     return click(next((b for b in boxes if b.states == f"color: {colour}"), None))
 
 
 def shades(page: PageView) -> str | None:
-    """Selects every span in which the colour is the strongest, and sends."""
+    """Select every span in which the colour is the strongest, and send."""
     channel = ("red", "green", "blue").index(page.goal_part(r"shades of (\w+)"))
     for node in page.all("clickable"):
         levels = [int(n) for n in re.findall(r"\d+", node.states.partition("color: rgb")[2])]
@@ -148,7 +148,7 @@ def shades(page: PageView) -> str | None:
 
 
 def widget(page: PageView) -> str | None:
-    """Clicks a widget of the kind."""
+    """Click a widget of the kind."""
     kind = page.quoted()[0]
     if kind in ("radio", "checkbox", "button"):
         return click(page.one(kind))
@@ -161,7 +161,7 @@ def widget(page: PageView) -> str | None:
 
 
 def menu_path(page: PageView) -> str | None:
-    """Opens the menus on the way and clicks the last item."""
+    """Open the menus on the way and click the last item."""
     path = page.goal_part(r"Select (.*)").split(">")
     items = page.all("menuitem")
     for depth in range(len(path) - 1, -1, -1):
@@ -173,7 +173,7 @@ def menu_path(page: PageView) -> str | None:
 
 
 def pie(page: PageView) -> str | None:
-    """Expands the pie and clicks the slice."""
+    """Expand the pie and click the slice."""
     letter = page.quoted()[0]
     slices = [t for t in page.all("text", name=letter) if t.height > 5]
     return click(slices[0] if slices else page.one("text", name="+"))
@@ -201,7 +201,7 @@ def _drawn(page: PageView) -> list[Node]:
 
 
 def described_shape(page: PageView) -> str | None:
-    """Clicks a figure that the words describe; the one drawn last lies on top."""
+    """Click a figure that the words describe; the one drawn last lies on top."""
     words = page.goal_part(r"Click on an? (.*)").split()
     found = [n for n in _drawn(page) if _describes(words, n)]
     free = [n for n in found if not any(_covers(o, n) for o in _drawn(page) if o.id > n.id)]
@@ -217,14 +217,14 @@ def _covers(upper: Node, lower: Node) -> bool:
 
 
 def count_shapes(page: PageView) -> str | None:
-    """Clicks the number of figures that the words describe."""
+    """Click the number of figures that the words describe."""
     words = page.goal_part(r"How many (.*)s are there").split()
     count = sum(_describes(words, n) for n in _drawn(page))
     return click(page.one("button", name=str(count)))
 
 
 def name_shape(page: PageView) -> str | None:
-    """Clicks what the figure is."""
+    """Click what the figure is."""
     figure = next(iter(_drawn(page)), None)
     if figure is None:
         return None
@@ -234,7 +234,7 @@ def name_shape(page: PageView) -> str | None:
 
 
 def grid_point(page: PageView) -> str | None:
-    """Clicks the circle at the coordinates; they count from the middle of the grid."""
+    """Click the circle at the coordinates; they count from the middle of the grid."""
     column, row = (int(n) for n in re.findall(r"-?\d+", page.goal)[-2:])
     circles = page.all("circle")
     xs = sorted({circle.x for circle in circles})
@@ -244,12 +244,12 @@ def grid_point(page: PageView) -> str | None:
 
 
 def circle_center(page: PageView) -> str | None:
-    """Clicks the circle, which a click meets in its middle, and sends."""
+    """Click the circle, which a click meets in its middle, and send."""
     return submit(page) if page.taken else click(page.one("circle"))
 
 
 def ascending(page: PageView) -> str | None:
-    """Clicks the numbers in order; covered ones lie in the order of their numbers."""
+    """Click the numbers in order; covered ones lie in the order of their numbers."""
     if number := page.one("text", name="1"):
         return click(number)
     squares = page.all("rect")
@@ -257,7 +257,7 @@ def ascending(page: PageView) -> str | None:
 
 
 def greatest_card(page: PageView) -> str | None:
-    """Turns the card with the greatest number and sends."""
+    """Turn the card with the greatest number and send."""
     cards = [n for n in page.all("clickable", cls="card") if n.name.lstrip("-").isdigit()]
     best = max(cards, key=lambda card: int(card.name), default=None)
     if best is not None and "hidden" in best.dom_class:
@@ -266,7 +266,7 @@ def greatest_card(page: PageView) -> str | None:
 
 
 def odd_or_even(page: PageView) -> str | None:
-    """Marks every number and sends."""
+    """Mark every number and send."""
     numbers = [t for t in page.texts() if re.fullmatch(r"-?\d+", t.name)]
     for number in numbers:
         name = "Odd" if int(number.name) % 2 else "Even"
@@ -278,7 +278,7 @@ def odd_or_even(page: PageView) -> str | None:
 
 
 def number_pattern(page: PageView) -> str | None:
-    """Checks the boxes that draw the digit."""
+    """Check the boxes that draw the digit."""
     rows = DIGITS[int(page.quoted()[0])].split()
     boxes = page.all("checkbox")
     for box, mark in zip(boxes, "".join(rows), strict=False):
@@ -303,14 +303,14 @@ DIGITS = (
 
 
 def focus_nth(page: PageView) -> str | None:
-    """Clicks the n-th text field."""
+    """Click the n-th text field."""
     place = page.goal_part(r"(\d)\w\w input")
     fields = page.all("textbox")
     return click(fields[int(place) - 1] if place else fields[0])
 
 
 def tree_item(page: PageView) -> str | None:
-    """Opens the folders from the top down until the named item is in sight, and clicks it."""
+    """Open the folders from the top down until the named item is in sight, and clicks it."""
     name = page.quoted()[0]
     if item := page.one(name=name):
         return click(item)

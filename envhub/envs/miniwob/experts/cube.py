@@ -28,7 +28,7 @@ class Cube:
 
 
 def turn(page: PageView) -> str | None:
-    """Drags so that the cube comes to rest with the side in front, and sends."""
+    """Drag so that the cube comes to rest with the side in front, and send."""
     wanted = int(page.quoted()[0])
     cube = Cube(**page.inside)
     if cube.side == wanted:
@@ -46,7 +46,7 @@ def turn(page: PageView) -> str | None:
 
 
 def _after(cube: Cube, stroke: tuple[int, int]) -> Cube:
-    """Returns the cube a second after a stroke of the mouse."""
+    """Return the cube a second after a stroke of the mouse."""
     # The clock moves once before the first step.
     for share in (0.0, *[SPEED / DRAG_STEPS] * DRAG_STEPS):
         spin_x = cube.spin_x * FADE + (stroke[0] * share - cube.spin_x) * PULL

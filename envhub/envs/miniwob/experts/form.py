@@ -26,12 +26,12 @@ MONTHS: list[str] = [
 
 
 def fields(page: PageView) -> list[Node]:
-    """Returns the fields one can type into, in reading order."""
+    """Return the fields one can type into, in reading order."""
     return [node for node in page.nodes if node.role in FIELD_ROLES]
 
 
 def fill(page: PageView, *texts: str) -> str | None:
-    """Fills the first fields with the texts, then sends."""
+    """Fill the first fields with the texts, then send."""
     for field, text in zip(fields(page), texts, strict=False):
         if field.value != text:
             return write(field, text)
@@ -39,42 +39,42 @@ def fill(page: PageView, *texts: str) -> str | None:
 
 
 def quoted_text(page: PageView) -> str | None:
-    """Types what the goal quotes."""
+    """Type what the goal quotes."""
     return fill(page, page.quoted()[0])
 
 
 def cased_text(page: PageView) -> str | None:
-    """Types what the goal quotes in the case it asks for."""
+    """Type what the goal quotes in the case it asks for."""
     text = page.quoted()[0]
     return fill(page, text.upper() if "upper case" in page.goal else text.lower())
 
 
 def password_twice(page: PageView) -> str | None:
-    """Types the password into both fields."""
+    """Type the password into both fields."""
     return fill(page, page.quoted()[0], page.quoted()[0])
 
 
 def login(page: PageView) -> str | None:
-    """Types name and password; refuses what pops up."""
+    """Type name and password; refuse what pops up."""
     if cancel := page.one("button", name="Cancel"):
         return click(cancel)
     return fill(page, *page.quoted()[:2])
 
 
 def date_field(page: PageView) -> str | None:
-    """Sets a date field."""
+    """Set a date field."""
     month, day, year = page.goal_part(r"Enter (\d+/\d+/\d+)").split("/")
     return fill(page, f"{year}-{month}-{day}")
 
 
 def time_field(page: PageView) -> str | None:
-    """Sets a time field."""
+    """Set a time field."""
     hour, minute, half = re.findall(r"(\d+):(\d+) ([AP])M", page.goal)[0]
     return fill(page, f"{int(hour) % 12 + 12 * (half == 'P'):02d}:{minute}")
 
 
 def date_picker(page: PageView) -> str | None:
-    """Turns the calendar to the month and clicks the day; the year is always the same."""
+    """Turn the calendar to the month and click the day; the year is always the same."""
     wanted = page.goal_part(r"(\d+/\d+/\d+)")
     month, day, _ = (int(part) for part in wanted.split("/"))
     field = next(n for n in fields(page) if n.dom_id == "datepicker")
@@ -94,14 +94,14 @@ def date_picker(page: PageView) -> str | None:
 
 
 def copy_area(page: PageView) -> str | None:
-    """Copies the text area, which is taller than the field."""
+    """Copy the text area, which is taller than the field."""
     box = next(n for n in fields(page) if n.dom_id == "to-copy")
     answer = next(n for n in fields(page) if n.dom_id == "answer-input")
     return _copy(page, box.value, answer)
 
 
 def copy_nth_area(page: PageView) -> str | None:
-    """Copies the n-th text area."""
+    """Copy the n-th text area."""
     box = fields(page)[int(page.goal_part(r"the (\d)\w\w text area")) - 1]
     answer = next(n for n in fields(page) if n.dom_id == "answer-input")
     return _copy(page, box.value, answer)
@@ -112,33 +112,33 @@ def _copy(page: PageView, text: str, answer: Node) -> str | None:
 
 
 def last_word(page: PageView) -> str | None:
-    """Types the last word of the text area."""
+    """Type the last word of the text area."""
     area, answer = fields(page)[:2]
     word = re.sub(r"[^a-zA-Z]", "", area.value.split()[-1])
     return _copy(page, word, answer)
 
 
 def nth_word(page: PageView) -> str | None:
-    """Types the n-th word of the paragraph."""
+    """Type the n-th word of the paragraph."""
     words = page.texts()[0].name.split()
     return fill(page, re.sub(r"[^a-zA-Z]", "", words[int(page.goal_part(r"the (\d+)")) - 1]))
 
 
 def spelled(page: PageView) -> str | None:
-    """Types the letters that are drawn askew."""
+    """Type the letters that are drawn askew."""
     letters = [t.name for t in page.texts() if len(t.name) <= 5]
     return fill(page, "".join(letters))
 
 
 def arithmetic(page: PageView) -> str | None:
-    """Types the result."""
+    """Type the result."""
     left, sign, right = re.findall(r"(\d+) ([-+x]) (\d+)", page.texts()[0].name)[0]
     act = {"+": operator.add, "-": operator.sub, "x": operator.mul}[sign]
     return fill(page, str(act(int(left), int(right))))
 
 
 def algebra(page: PageView) -> str | None:
-    """Solves for x."""
+    """Solve for x."""
     left, sign, right, total = page.texts()[0].name.replace("= ", "").split()
     if left == "x":
         answer = int(total) - int(right) if sign == "+" else int(total) + int(right)
@@ -148,7 +148,7 @@ def algebra(page: PageView) -> str | None:
 
 
 def guess_number(page: PageView) -> str | None:
-    """Halves the range with every answer."""
+    """Halve the range with every answer."""
     low, high = 0, 9
     asked = [int(a.text) for a in page.taken if a.kind is Kind.TYPE]
     for number in asked[:-1]:
@@ -173,7 +173,7 @@ def _narrow(page: PageView, asked: list[int], number: int, low: int, high: int) 
 
 
 def generate_number(page: PageView) -> str | None:
-    """Generates until the number fits, then sends."""
+    """Generate until the number fits, then send."""
     shown = next((t.name for t in page.texts() if re.fullmatch(r"\d+|-", t.name)), "-")
     if shown != "-":
         number = int(shown)
@@ -191,7 +191,7 @@ def generate_number(page: PageView) -> str | None:
 
 
 def radio_and_number(page: PageView) -> str | None:
-    """Checks the n-th radio button and fills the n-th field."""
+    """Check the n-th radio button and fill the n-th field."""
     place = int(page.goal_part(r"the (\d)\w\w radio")) - 1
     button = page.all("radio")[place]
     if not button.is_checked:
@@ -202,7 +202,7 @@ def radio_and_number(page: PageView) -> str | None:
 
 
 def height_and_button(page: PageView) -> str | None:
-    """Chooses from the list and clicks the button."""
+    """Choose from the list and click the button."""
     name = page.goal_part(r"Choose (.*) from the dropdown")
     option = page.one("option", name=name)
     if option is not None and not option.is_selected:
@@ -211,12 +211,12 @@ def height_and_button(page: PageView) -> str | None:
 
 
 def table_value(page: PageView) -> str | None:
-    """Types the value of one row of the table."""
+    """Type the value of one row of the table."""
     return fill(page, _table(page)[page.goal_part(r"the value of (.*) into")])
 
 
 def table_values(page: PageView) -> str | None:
-    """Types the values of the rows that the labels name."""
+    """Type the values of the rows that the labels name."""
     table = _table(page)
     labels = [t.name[:-1] for t in page.texts() if t.name.endswith(":")]
     return fill(page, *[table[label] for label in labels])
@@ -228,7 +228,7 @@ def _table(page: PageView) -> dict[str, str]:
 
 
 def movies(page: PageView) -> str | None:
-    """Fills genre, director and year, whatever their order and labels."""
+    """Fill genre, director and year, whatever their order and labels."""
     genre, director, year = re.findall(
         r"for (.*) movies directed by (.*) from year (\d+)", page.goal
     )[0]
@@ -249,7 +249,7 @@ def movies(page: PageView) -> str | None:
 
 
 def search_result(page: PageView) -> str | None:
-    """Searches, turns to the page of the result and clicks it."""
+    """Search, turn to the page of the result and click it."""
     place = int(page.goal_part(r"click the (\d+)")) - 1
     name = page.quoted()[0]
     field = fields(page)[0]
@@ -266,7 +266,7 @@ def search_result(page: PageView) -> str | None:
 
 
 def autocomplete(page: PageView) -> str | None:
-    """Types the beginning and clicks the suggestion with the right end."""
+    """Type the beginning and click the suggestion with the right end."""
     quoted = page.quoted()
     start, end = quoted[0], quoted[1] if len(quoted) > 1 else ""
     field = page.one("textbox", dom_id="tags")
@@ -284,7 +284,7 @@ def autocomplete(page: PageView) -> str | None:
 
 
 def spinner(page: PageView) -> str | None:
-    """Turns the spinner by its arrows: it takes no typing."""
+    """Turn the spinner by its arrows: it takes no typing."""
     distance = int(page.goal_part(r"Select (-?\d+)")) - int(fields(page)[0].value or 0)
     if distance == 0:
         return submit(page)

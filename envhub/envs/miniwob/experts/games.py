@@ -8,7 +8,7 @@ FLASH_EVERY_MS = 600
 
 
 def flashes(page: PageView) -> str | None:
-    """Looks on until all buttons have flashed, then pushes them in that order."""
+    """Look on until all buttons have flashed, then pushes them in that order."""
     clicks = sum(action.kind is Kind.CLICK for action in page.taken)
     num_looks = len(page.inside) * FLASH_EVERY_MS / PAGES["simon-says"]["step_ms"]
     buttons = page.all("button")
@@ -18,7 +18,7 @@ def flashes(page: PageView) -> str | None:
 
 
 def three_in_a_row(page: PageView) -> str | None:
-    """Makes the first of the moves that win."""
+    """Make the first of the moves that win."""
     if not page.inside:
         return None
     return click(page.one("clickable", dom_id=f"ttt-{page.inside[0]}"))

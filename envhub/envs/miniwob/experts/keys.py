@@ -12,7 +12,7 @@ HUES = ("red", "orange", "yellow", "green", "blue", "purple")
 
 
 def _keys(low: int, high: int, value: int, wanted: int) -> list[str]:
-    """Returns the fewest keys that bring a slider from a value to the wanted one."""
+    """Return the fewest keys that bring a slider from a value to the wanted one."""
     page = (high - low) / KEYS_PER_PAGE
     queue: deque[tuple[float, list[str]]] = deque([(value, [])])
     seen = {float(value)}
@@ -31,7 +31,7 @@ def _keys(low: int, high: int, value: int, wanted: int) -> list[str]:
 
 
 def _slide(page: PageView, wanted: list[int]) -> str | None:
-    """Moves the first slider that is not where it should be; None when all are."""
+    """Move the first slider that is not where it should be; None when all are."""
     handles = page.all("clickable", cls="ui-slider-handle")
     for handle, (low, high, value), number in zip(handles, page.inside, wanted, strict=True):
         if value != number:
@@ -41,17 +41,17 @@ def _slide(page: PageView, wanted: list[int]) -> str | None:
 
 
 def slider(page: PageView) -> str | None:
-    """Moves one slider by keys, and sends."""
+    """Move one slider by keys, and send."""
     return _slide(page, [int(page.goal_part(r"Select (-?\d+)"))]) or submit(page)
 
 
 def sliders(page: PageView) -> str | None:
-    """Moves three sliders by keys, and sends."""
+    """Move three sliders by keys, and send."""
     return _slide(page, [int(n) for n in re.findall(r"\d+", page.goal)]) or submit(page)
 
 
 def slider_and_box(page: PageView) -> str | None:
-    """Moves the slider, checks the n-th box, and sends."""
+    """Move the slider, check the n-th box, and send."""
     box = page.all("checkbox")[int(page.goal_part(r"the (\d)\w\w checkbox")) - 1]
     if moving := _slide(page, [int(page.goal_part(r"Select (-?\d+)"))]):
         return moving
@@ -59,12 +59,12 @@ def slider_and_box(page: PageView) -> str | None:
 
 
 def named_colour(page: PageView) -> str | None:
-    """Types the colour of the goal."""
+    """Type the colour of the goal."""
     return _colour(page, page.inside.lstrip("#").upper())
 
 
 def shown_colour(page: PageView) -> str | None:
-    """Types the colour that the goal shows."""
+    """Type the colour that the goal shows."""
     levels = re.findall(r"\d+", page.goal_part(r"rgb\((.*?)\)"))
     return _colour(page, "".join(f"{int(level):02X}" for level in levels))
 
@@ -75,7 +75,7 @@ def _colour(page: PageView, code: str) -> str | None:
 
 
 def similar_words(page: PageView) -> str | None:
-    """Checks the boxes whose words mean what those of the goal mean."""
+    """Check the boxes whose words mean what those of the goal mean."""
     words = set(page.goal_part(r"similar to (.*) and click Submit").split(", "))
     for box in page.all("checkbox"):
         is_meant = any(box.name in group and words & set(group) for group in page.inside)
@@ -85,7 +85,7 @@ def similar_words(page: PageView) -> str | None:
 
 
 def menu_item(page: PageView) -> str | None:
-    """Opens the menu and clicks the item with the name or the icon of the goal."""
+    """Open the menu and click the item with the name or the icon of the goal."""
     icon = page.goal_part(r"\[(ui-icon-\S+)\]")
     name = next(n for n, i in page.inside.items() if i == icon) if icon else page.quoted()[1]
     items = {item.name: item for item in page.all("menuitem")}
@@ -97,7 +97,7 @@ def menu_item(page: PageView) -> str | None:
 
 
 def terminal(page: PageView) -> str | None:
-    """Lists the files and removes one that ends as the goal says."""
+    """List the files and remove one that ends as the goal says."""
     field = page.one("textbox", dom_id="terminal-target")
     told = [t.name for t in page.all("StaticText", cls="output")]
     if not page.taken:
@@ -109,7 +109,7 @@ def terminal(page: PageView) -> str | None:
 
 
 def editor(page: PageView) -> str | None:
-    """Selects the word or everything, gives it the style or colour, and sends."""
+    """Select the word or everything, gives it the style or colour, and send."""
     num_taken = len(page.taken)
     word = page.goal_part(r"give the text (\S+) the")
     is_selected = num_taken >= (1 if word else 2)
@@ -124,7 +124,7 @@ def editor(page: PageView) -> str | None:
 
 
 def _style(page: PageView, num_taken: int) -> str | None:
-    """Clicks what gives the style; None when it is given."""
+    """Click what gives the style; None when it is given."""
     style = page.goal_part(r"style (bold|italics|underlined)")
     if style:
         names = {"bold": "ql-bold", "italics": "ql-italic", "underlined": "ql-underline"}
@@ -140,7 +140,7 @@ def _style(page: PageView, num_taken: int) -> str | None:
 
 
 def event(page: PageView) -> str | None:
-    """Drags over free half hours in the window of time, names the event and creates it."""
+    """Drag over free half hours in the window of time, name the event and create it."""
     name = page.quoted()[0]
     if field := page.one("textbox", dom_id="event-name"):
         return (
@@ -163,19 +163,19 @@ def _half_hour(time: str) -> int:
 
 
 def blocks(page: PageView) -> str | None:
-    """Counts the blocks and types their number."""
+    """Count the blocks and type their number."""
     return fill(page, str(len(page.all("box", cls="addition-block"))))
 
 
 def sides(page: PageView) -> str | None:
-    """Counts the lines between the corners."""
+    """Count the lines between the corners."""
     canvas = page.one("canvas")
     corners = re.findall(r"-?\d+,-?\d+", canvas.states.partition("points:")[2]) if canvas else []
     return click(page.one("button", name=str(len(corners) - 1)))
 
 
 def stock(page: PageView) -> str | None:
-    """Waits for the price and buys."""
+    """Wait for the price and buy."""
     price = next(float(t.name[1:]) for t in page.texts() if t.name.startswith("$"))
     buy = page.one("button", name="Buy")
     is_low = price <= float(page.goal_part(r"less than \$([\d.]+\d)"))

@@ -25,7 +25,7 @@ GRID_WAYS = {"up": -3, "down": 3, "left": -1, "right": 1}
 
 
 def middle(node: Node) -> Point:
-    """Returns the middle of a node's box."""
+    """Return the middle of a node's box."""
     return node.x + node.width / 2, node.y + node.height / 2
 
 
@@ -34,14 +34,14 @@ def _circles(page: PageView, fill: str) -> list[Point]:
 
 
 def _angle(a: Point, vertex: Point, b: Point) -> float:
-    """Returns the angle at the vertex, in degrees within [0, 180]."""
+    """Return the angle at the vertex, in degrees within [0, 180]."""
     turn = math.atan2(a[1] - vertex[1], a[0] - vertex[0])
     turn -= math.atan2(b[1] - vertex[1], b[0] - vertex[0])
     return abs((math.degrees(turn) + 180) % 360 - 180)
 
 
 def _point_out(page: PageView, worth: Callable[[Point], float]) -> str | None:
-    """Clicks the point of the drawing area that is worth most, then sends."""
+    """Click the point of the drawing area that is worth most, then send."""
     if any(action.kind is Kind.MOUSE_CLICK for action in page.taken):
         return submit(page)
     x, y = max(AREA, key=worth)
@@ -49,13 +49,13 @@ def _point_out(page: PageView, worth: Callable[[Point], float]) -> str | None:
 
 
 def midpoint(page: PageView) -> str | None:
-    """Clicks halfway between the two points, and sends."""
+    """Click halfway between the two points, and send."""
     (ax, ay), (bx, by) = _circles(page, "black")[:2]
     return _point_out(page, lambda p: -math.dist(p, ((ax + bx) / 2, (ay + by) / 2)))
 
 
 def right_angle(page: PageView) -> str | None:
-    """Clicks where a line from the blue point stands upright on the given one, and sends."""
+    """Click where a line from the blue point stands upright on the given one, and send."""
     end, vertex = _circles(page, "black")[0], _circles(page, "blue")[0]
 
     def worth(p: Point) -> float:
@@ -65,7 +65,7 @@ def right_angle(page: PageView) -> str | None:
 
 
 def bisector(page: PageView) -> str | None:
-    """Clicks where a line from the blue point halves the angle, and sends."""
+    """Click where a line from the blue point halves the angle, and send."""
     (a, b), vertex = _circles(page, "black")[:2], _circles(page, "blue")[0]
 
     def worth(p: Point) -> float:
@@ -75,7 +75,7 @@ def bisector(page: PageView) -> str | None:
 
 
 def draw_circle(page: PageView) -> str | None:
-    """Draws a circle around the point, and sends."""
+    """Draw a circle around the point, and send."""
     if page.taken:
         return submit(page)
     x, y = middle(next(n for n in page.all("circle")))
@@ -86,7 +86,7 @@ def draw_circle(page: PageView) -> str | None:
 
 
 def draw_line(page: PageView) -> str | None:
-    """Draws a level or upright line through the point, and sends."""
+    """Draw a level or upright line through the point, and send."""
     if page.taken:
         return submit(page)
     x, y = middle(page.all("circle")[0])
@@ -96,7 +96,7 @@ def draw_line(page: PageView) -> str | None:
 
 
 def drag_aside(page: PageView) -> str | None:
-    """Drags the figure in the direction of the goal, and sends."""
+    """Drag the figure in the direction of the goal, and send."""
     if page.taken:
         return submit(page)
     figure = next(n for n in page.nodes if n.role in ("circle", "rect", "polygon"))
@@ -114,7 +114,7 @@ def _is_in(figure: Node, box: Node) -> bool:
 
 
 def drag_figures(page: PageView) -> str | None:
-    """Drags every figure into the box that it belongs to, and sends."""
+    """Drag every figure into the box that it belongs to, and send."""
     boxes = page.all("rect")
     boxes = [n for n in boxes if n.dom_id == "shape-container"]
     word = page.goal_part(r"all (\w+)")
@@ -130,7 +130,7 @@ def drag_figures(page: PageView) -> str | None:
 
 
 def _move_item(texts: list[Node], start: int, end: int) -> str:
-    """Drags one item to another's place; a little beyond, since only then they change places."""
+    """Drag one item to another's place; a little beyond, since only then they change places."""
     x, y = middle(texts[start])
     left, top = middle(texts[end])
     return hold((x, y), (left + _sign(end, start) * 3, top + _sign(end, start) * 3))
@@ -141,7 +141,7 @@ def _sign(a: int, b: int) -> int:
 
 
 def drag_in_list(page: PageView) -> str | None:
-    """Drags a name to its place in the list."""
+    """Drag a name to its place in the list."""
     texts = page.texts()
     name, way = re.findall(r"Drag (.+?) (to the .*|up .*|down .*)", page.goal)[0]
     start = [text.name for text in texts].index(name)
@@ -153,7 +153,7 @@ def drag_in_list(page: PageView) -> str | None:
 
 
 def drag_in_grid(page: PageView) -> str | None:
-    """Drags a name to its place in the grid."""
+    """Drag a name to its place in the grid."""
     texts = page.texts()
     name, way = re.findall(r"Drag (.+?) (to the .*|\w+ by one)", page.goal)[0]
     start = [text.name for text in texts].index(name)
@@ -166,7 +166,7 @@ def drag_in_grid(page: PageView) -> str | None:
 
 
 def _slip(tile: Node, goal: Node, *, is_later: bool) -> str:
-    """Drags a tile between the others, which would give way, to the near side of its goal."""
+    """Drag a tile between the others, which would give way, to the near side of its goal."""
     x, y = middle(tile)
     lane_y = tile.y - LANE
     lane_x = goal.x - LANE if is_later else goal.x + goal.width + LANE
@@ -176,7 +176,7 @@ def _slip(tile: Node, goal: Node, *, is_later: bool) -> str:
 
 
 def sort_numbers(page: PageView) -> str | None:
-    """Drags the lowest of the numbers not in place upwards, until all are sorted; sends."""
+    """Drag the lowest of the numbers not in place upwards, until all are sorted; send."""
     texts = [t for t in page.texts() if re.fullmatch(r"-?\d+", t.name)]
     numbers = [int(text.name) for text in texts]
     for place, number in enumerate(sorted(numbers)):
@@ -186,7 +186,7 @@ def sort_numbers(page: PageView) -> str | None:
 
 
 def resize(page: PageView) -> str | None:
-    """Drags the corner of the field, and sends."""
+    """Drag the corner of the field, and send."""
     if page.taken:
         return submit(page)
     field = next(n for n in page.all("textbox"))
@@ -197,7 +197,7 @@ def resize(page: PageView) -> str | None:
 
 
 def highlight(page: PageView) -> str | None:
-    """Drags over the text, or the n-th of them, and sends."""
+    """Drag over the text, or the n-th of them, and send."""
     if page.taken:
         return submit(page)
     texts = [t for t in page.texts() if t.name != "Submit"]
@@ -207,7 +207,7 @@ def highlight(page: PageView) -> str | None:
 
 
 def hot_cold(page: PageView) -> str | None:
-    """Tries one point after the other and clicks the first that is not far."""
+    """Try one point after the other and click the first that is not far."""
     words = [text.name for text in page.texts()]
     if page.taken and "ICE COLD" not in words:
         x, y = page.taken[-1].points[0]
@@ -217,12 +217,12 @@ def hot_cold(page: PageView) -> str | None:
 
 
 def chase(page: PageView) -> str | None:
-    """Points at the circle, wherever it is."""
+    """Point at the circle, wherever it is."""
     return f"hover [{page.all('circle')[0].id}]"
 
 
 def catch(page: PageView) -> str | None:
-    """Clicks a circle that is in sight; waits while there is none."""
+    """Click a circle that is in sight; wait while there is none."""
     seen = [c for c in page.all("circle") if -8 < c.x < 132]
     if seen:
         return click(min(seen, key=lambda c: abs(c.x + c.width / 2 - 80)))
@@ -230,7 +230,7 @@ def catch(page: PageView) -> str | None:
 
 
 def drag_box(page: PageView) -> str | None:
-    """Drags the small box into the middle of the large one, which it may lie on, and sends."""
+    """Drag the small box into the middle of the large one, which it may lie on, and send."""
     if any(action.kind is Kind.MOUSE_DRAG for action in page.taken):
         return submit(page)
     small, large = page.one("clickable", name="s"), page.one("clickable", name="L")

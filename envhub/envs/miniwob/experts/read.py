@@ -14,7 +14,7 @@ MAX_SCREENS = 40
 
 
 def email(page: PageView) -> str | None:
-    """Finds the email and deletes, stars, answers or forwards it."""
+    """Find the email and delete, star, answer or forward it."""
     sender = page.goal_part(r"(?:email|message) (?:by|from) ([\w-]+)")
     threads = page.all("clickable", cls="email-thread")
     thread = next((t for t in threads if t.name.split(" ")[0] == sender), None)
@@ -24,7 +24,7 @@ def email(page: PageView) -> str | None:
 
 
 def told_email(page: PageView) -> str | None:
-    """Does what the goal means, however it is told."""
+    """Do what the goal means, however it is told."""
     order = page.inside
     threads = page.all("clickable", cls="email-thread")
     thread = threads[order["place"]] if threads else None
@@ -33,7 +33,7 @@ def told_email(page: PageView) -> str | None:
 
 
 def _deal_with(page: PageView, thread: Node | None, *, icon: str, to: str, text: str) -> str | None:
-    """Clicks the icon, forwards the email if `to` is a name, or else answers with the text."""
+    """Click the icon, forward the email if `to` is a name, or else answer with the text."""
     area = page.one("textbox", dom_id="reply-text")
     if area is not None:
         done = area.value == text
@@ -55,7 +55,7 @@ def _deal_with(page: PageView, thread: Node | None, *, icon: str, to: str, text:
 
 
 def _posts(page: PageView) -> list[tuple[str, list[Node]]]:
-    """Returns the user and the nodes of each post."""
+    """Return the user and the nodes of each post."""
     posts: list[tuple[str, list[Node]]] = []
     for node in page.nodes:
         if node.role == "StaticText" and "username" in node.dom_class.split():
@@ -80,7 +80,7 @@ BUTTON_CLASSES = {
 
 
 def one_post(page: PageView) -> str | None:
-    """Clicks the button of the user's post, in its menu if it is there."""
+    """Click the button of the user's post, in its menu if it is there."""
     user = page.goal_part(r"For the user (@\w+)")
     word = BUTTON_CLASSES[page.quoted()[0]]
     for name, nodes in _posts(page):
@@ -94,7 +94,7 @@ def one_post(page: PageView) -> str | None:
 
 
 def all_posts(page: PageView) -> str | None:
-    """Clicks the button of every post by the user, or of as many as asked for, and sends."""
+    """Click the button of every post by the user, or of as many as asked for, and send."""
     user = page.goal_part(r"by (@\w+)")
     word = BUTTON_CLASSES[page.quoted()[0]]
     limit = int(page.goal_part(r"on (\d+) post") or 99)
@@ -110,7 +110,7 @@ def all_posts(page: PageView) -> str | None:
 
 
 def contact(page: PageView) -> str | None:
-    """Turns the pages to the contact and clicks the property."""
+    """Turn the pages to the contact and click the property."""
     name, what = re.findall(r"Find (.*) in the contact book and click on their (\w+)", page.goal)[0]
     shown = page.one("heading")
     if shown is not None and shown.name == name:
@@ -128,7 +128,7 @@ def _minutes(node: Node) -> int:
 
 
 def ticket(page: PageView) -> str | None:
-    """Books the cheapest, dearest, shortest or longest."""
+    """Book the cheapest, dearest, shortest or longest."""
     books = [b for b in page.all("button") if b.name.startswith("Book")]
     times = [t for t in page.texts() if re.fullmatch(r"\d+h \d+m", t.name)]
     if "cost" in page.goal or "cheapest" in page.goal:
@@ -141,7 +141,7 @@ def ticket(page: PageView) -> str | None:
 
 
 def flight(page: PageView) -> str | None:
-    """Fills the form by its suggestions, searches and books."""
+    """Fill the form by its suggestions, search and book."""
     start, end, _ = re.findall(r"from: (.*) to: (.*) on (\S+?)\.?$", page.goal)[0]
     if any(b.name.startswith("Book flight") for b in page.all("button")):
         return ticket(page)
@@ -161,7 +161,7 @@ def flight(page: PageView) -> str | None:
 
 
 def order(page: PageView) -> str | None:
-    """Orders the items by name, or as many as asked for of a kind."""
+    """Order the items by name, or as many as asked for of a kind."""
     dishes = _dishes(page)
     kind = page.goal_part(r"items that are (\S+)")
     if kind:
@@ -177,7 +177,7 @@ def order(page: PageView) -> str | None:
 
 
 def _dishes(page: PageView) -> list[tuple[str, set[str], Node, int]]:
-    """Returns name, kinds, plus sign and ordered number of each dish."""
+    """Return name, kinds, plus sign and ordered number of each dish."""
     dishes = []
     name, kinds, count = "", set(), 0
     for node in page.nodes:
@@ -193,7 +193,7 @@ def _dishes(page: PageView) -> list[tuple[str, set[str], Node, int]]:
 
 
 def scroll_area(page: PageView) -> str | None:
-    """Scrolls the text to its top or bottom, which a dozen screens suffice for, and sends."""
+    """Scroll the text to its top or bottom, which a dozen screens suffice for, and send."""
     direction = "down" if "to the bottom" in page.goal else "up"
     return _scroll(page, direction, NUM_SCREENS) or submit(page)
 
@@ -207,7 +207,7 @@ def _scroll(page: PageView, direction: str, limit: int) -> str | None:
 
 
 def agreement(page: PageView) -> str | None:
-    """Reads to the end, signs and answers, or only refuses."""
+    """Read to the end, sign and answer, or only refuse."""
     if "Click the cancel button" in page.goal:
         return click(page.one("button", name="Cancel"))
     field = page.one("textbox", dom_id="name")

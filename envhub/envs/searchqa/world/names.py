@@ -15,7 +15,7 @@ class Names:
         self._taken: dict[str, None] = {}
 
     def word(self) -> str:
-        """Returns an invented word of two or three syllables, such as "Brandelk"."""
+        """Return an invented word of two or three syllables, such as "Brandelk"."""
         rng = self._rng
         while True:
             middle = "".join(
@@ -30,7 +30,7 @@ class Names:
                 return name
 
     def person(self, surname: str, *, is_woman: bool) -> str:
-        """Returns a first name with `surname`."""
+        """Return a first name with `surname`."""
         while True:
             name = f"{self._rng.choice(WORDS['women' if is_woman else 'men'])} {surname}"
             if name not in self._taken:
@@ -38,7 +38,7 @@ class Names:
                 return name
 
     def title(self) -> str:
-        """Returns a title of a work, such as "The Silent Harbour of Brandelk"."""
+        """Return a title of a work, such as "The Silent Harbour of Brandelk"."""
         adjective, noun = self._rng.choice(WORDS["adjectives"]), self._rng.choice(WORDS["nouns"])
         form = self._rng.choice(
             ("The {a} {n} of {w}", "The {n} of {w}", "{a} {w}", "{w} and the {n}")

@@ -35,15 +35,15 @@ class Drafts:
         self._kinds = list(self._starts)
 
     def single(self, wording: int) -> Draft:
-        """Draws a question of one hop; `wording` chooses among the relation's questions."""
+        """Draw a question of one hop; `wording` chooses among the relation's questions."""
         return self._chain(1, wording=wording, sort="single")
 
     def composed(self, num_hops: int, *, by_clause: bool = False) -> Draft:
-        """Draws a question of several hops, each about the answer of the one before."""
+        """Draw a question of several hops, each about the answer of the one before."""
         return self._chain(num_hops, by_clause=by_clause, sort=f"{num_hops}hop")
 
     def inferred(self) -> Draft:
-        """Draws a question whose two hops have one name, such as grandfather."""
+        """Draw a question whose two hops have one name, such as grandfather."""
         first, second, text = self._rng.choice(QUESTIONS["inferences"])
         while True:
             person = self._rng.choice(self._starts["person"])
@@ -54,7 +54,7 @@ class Drafts:
                 return Draft(text.format(person.name), answers, hops, "inference")
 
     def compared(self) -> Draft:
-        """Draws a question which of two things has more or less of something."""
+        """Draw a question which of two things has more or less of something."""
         kind, key, text, lower_wins = self._rng.choice(QUESTIONS["comparisons"])
         while True:
             pair = self._pair(kind)
@@ -65,7 +65,7 @@ class Drafts:
                 return Draft(_about(text, pair), _names(winner), hops, "comparison")
 
     def compared_beyond(self) -> Draft:
-        """Draws a comparison of two things by a fact about something of theirs."""
+        """Draw a comparison of two things by a fact about something of theirs."""
         kind, first, second, text, lower_wins = self._rng.choice(QUESTIONS["bridge_comparisons"])
         while True:
             pair = self._pair(kind)
@@ -81,7 +81,7 @@ class Drafts:
                 return Draft(_about(text, pair), _names(winner), hops, "bridge-comparison")
 
     def same(self) -> Draft:
-        """Draws a question for yes or no; either is as likely."""
+        """Draw a question for yes or no; either is as likely."""
         kind, key, text = self._rng.choice(QUESTIONS["sameness"])
         is_yes = self._rng.random() < 0.5
         while True:
@@ -102,7 +102,7 @@ class Drafts:
     def _chain(
         self, num_hops: int, *, wording: int = 0, by_clause: bool = False, sort: str
     ) -> Draft:
-        """Walks from a thing along its facts, never back to where it was."""
+        """Walk from a thing along its facts, never back to where it was."""
         while True:
             thing = self._rng.choice(self._starts[self._rng.choice(self._kinds)])
             noun = start = _noun(thing)
@@ -131,7 +131,7 @@ class Drafts:
 
 
 def make_rows(things: Things, subset: str, split: str, num_rows: int) -> list[Row]:
-    """Returns the rows of a subset, no question twice; the same on every machine."""
+    """Return the rows of a subset, no question twice; the same on every machine."""
     rng = random.Random(f"{subset}/{split}")
     draw = DRAWS[subset]
     drafts = Drafts(things, rng, is_test=split == "test")
@@ -189,7 +189,7 @@ def _thing(value: Thing | str) -> Thing:
 
 
 def _names(thing: Thing) -> tuple[str, ...]:
-    """Returns the names under which a thing of a comparison may be given as the answer."""
+    """Return the names under which a thing of a comparison may be given as the answer."""
     return tuple(dict.fromkeys((thing.name, _noun(thing))))
 
 
@@ -210,7 +210,7 @@ def _number(text: str) -> int:
 
 
 def _answers(value: Thing | str) -> tuple[str, ...]:
-    """Returns all wordings of a value that count as right; the first is the passage's."""
+    """Return all wordings of a value that count as right; the first is the passage's."""
     if isinstance(value, Thing):
         country = value.facts.get("country")
         if isinstance(country, Thing):

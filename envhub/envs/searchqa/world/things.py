@@ -51,7 +51,7 @@ class Things:
         self._crown_capitals()
 
     def all(self) -> list[Thing]:
-        """Returns every thing, in an order that is always the same."""
+        """Return every thing, in an order that is always the same."""
         return [thing for things in self.by_kind.values() for thing in things]
 
     def _name(self, kind: str) -> str:
@@ -69,7 +69,7 @@ class Things:
         return f"{word} {kind.capitalize()}" if kind in ("university", "museum") else word
 
     def _draw_people(self) -> list[Thing]:
-        """Draws three generations: spouses of one generation are parents in the next."""
+        """Draw three generations: spouses of one generation are parents in the next."""
         rng, people, couples = self._rng, [], []
         for age, size in enumerate(GENERATION_SIZES):
             families = list(couples)
@@ -89,7 +89,7 @@ class Things:
         return people
 
     def _fill(self, thing: Thing) -> None:
-        """Draws the facts that are not there yet; a person need not have an employer."""
+        """Draw the facts that are not there yet; a person need not have an employer."""
         for relation in of_kind(thing.kind):
             if relation.key in thing.facts or relation.key in ("father", "mother", "spouse"):
                 continue
@@ -116,7 +116,7 @@ class Things:
         return rng.choice(WORDS[key])
 
     def _crown_capitals(self) -> None:
-        """Puts each capital in its own country; a city is the capital of one country at most."""
+        """Put each capital in its own country; a city is the capital of one country at most."""
         cities = self._rng.sample(self.by_kind["city"], len(self.by_kind["country"]))
         for country, city in zip(self.by_kind["country"], cities, strict=True):
             country.facts["capital"] = city

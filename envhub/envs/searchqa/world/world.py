@@ -48,7 +48,7 @@ class World:
         return make_question(self.rows(item.subset, item.split)[item.index])
 
     def rows(self, subset: str, split: str) -> list[Row]:
-        """Returns the questions of a subset as rows; they are drawn when first asked for."""
+        """Return the questions of a subset as rows; they are drawn when first asked for."""
         with self._lock:
             if (subset, split) not in self._rows:
                 spec = WORLD_SUBSETS[subset]
@@ -57,18 +57,18 @@ class World:
             return self._rows[subset, split]
 
     def passages(self) -> list[Passage]:
-        """Returns one passage for each thing; its title is the thing's name."""
+        """Return one passage for each thing; its title is the thing's name."""
         return [Passage(thing.name, describe(thing)) for thing in self._things.all()]
 
 
 @cache
 def the_world() -> World:
-    """Returns the world of this process."""
+    """Return the world of this process."""
     return World()
 
 
 def describe(thing: Thing) -> str:
-    """Returns the text of a thing's passage: a sentence for each fact."""
+    """Return the text of a thing's passage: a sentence for each fact."""
     is_person = thing.kind == "person"
     again = thing.name.split()[0] if is_person else "It"
     article = "an" if thing.kind == "album" else "a"
@@ -82,7 +82,7 @@ def describe(thing: Thing) -> str:
 
 
 def write_world(folder: Path) -> None:
-    """Writes corpus and questions as files, in the form in which real ones are read."""
+    """Write corpus and questions as files, in the form in which real ones are read."""
     folder.mkdir(parents=True, exist_ok=True)
     world = the_world()
     corpus = (

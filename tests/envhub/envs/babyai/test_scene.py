@@ -14,7 +14,7 @@ NAMES = {"r": ("red", "ball"), "b": ("blue", "box"), "D": ("grey", "door"), "O":
 
 
 def drawn(*rows: str, carrying: tuple[str, str] | None = None) -> Scene:
-    """Returns a drawn scene; `^` is the agent, looking up."""
+    """Return a drawn scene; `^` is the agent, looking up."""
     stride = len(rows[0]) + 2 * sc.PAD
     codes = [sc.WALL] * (stride * (len(rows) + 2 * sc.PAD))
     things, at = {}, -1

@@ -63,7 +63,7 @@ class _Parser(HTMLParser):
 
 
 def parse(text: str) -> Node:
-    """Returns the tree of a page whose tags must be well nested."""
+    """Return the tree of a page whose tags must be well nested."""
     parser = _Parser()
     parser.feed(text)
     assert parser.top is parser.root
@@ -80,7 +80,7 @@ class Browser:
         self._nodes: list[Node] = []
 
     def goto(self, url: str) -> str:
-        """Opens a URL; returns the page's source."""
+        """Open a URL; returns the page's source."""
         return self._load("GET", url, None)
 
     def _load(self, method: str, url: str, form: dict[str, str] | None) -> str:
@@ -108,7 +108,7 @@ class Browser:
         return label.text()
 
     def find(self, role: str, name: str) -> Node:
-        """Returns the only element of this role and accessible name."""
+        """Return the only element of this role and accessible name."""
         nodes = [n for n in self._nodes if self.role(n) == role]
         found = [n for n in nodes if self.name(n) == name]
         assert len(found) == 1, f"{len(found)} of {role} {name!r} at {self.url}: " + ", ".join(
@@ -117,7 +117,7 @@ class Browser:
         return found[0]
 
     def do(self, step: Mapping[str, object]) -> None:
-        """Performs one step of a task's solution."""
+        """Perform one step of a task's solution."""
         if step["do"] == "stop":
             return
         node = self.find(str(step["role"]), str(step["name"]))
@@ -159,13 +159,13 @@ class Browser:
             self.goto(f"{target}?{urlencode(fields)}")
 
     def text_of(self, element: str) -> str:
-        """Returns the text of the element with this id; "" when there is none."""
+        """Return the text of the element with this id; "" when there is none."""
         found = [n for n in self.page.walk() if n.attributes.get("id") == element]
         return found[0].text() if found else ""
 
 
 def satisfies(browser: Browser, check: Mapping[str, object], answer: str) -> bool:
-    """Returns whether the browser's page, the answer and the site's content pass a check."""
+    """Return whether the browser's page, the answer and the site's content pass a check."""
     kinds = check["eval_types"]
     assert isinstance(kinds, list)
     assert kinds

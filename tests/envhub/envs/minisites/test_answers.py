@@ -124,7 +124,7 @@ def closing_time(w: World, name: str, day: str) -> list[str]:
 
 
 def blocks(start: Row, end: Row) -> int:
-    """Returns the shortest way in blocks, by trying all ways through the grid and its bridges."""
+    """Return the shortest way in blocks, by trying all ways through the grid and its bridges."""
     queue = deque([(start["col"], start["line"], 0)])
     seen = {(start["col"], start["line"])}
     while queue:
@@ -280,7 +280,7 @@ BY_NAME = {function.__name__: (function, pattern) for function, pattern in ORACL
 
 
 def answer_tasks(subset: str) -> Iterator[Task]:
-    """Yields the first tasks of every template that asks for an answer, of both splits."""
+    """Yield the first tasks of every template that asks for an answer, of both splits."""
     counts: Counter[str] = Counter()
     for split in ("test", "train"):
         for task in split_tasks(subset, split):

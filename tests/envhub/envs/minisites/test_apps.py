@@ -27,7 +27,7 @@ def start(client: TestClient, session: str, seed: int = 0) -> Browser:
 
 
 def wish(browser: Browser) -> str:
-    """Puts the first product of the home page on the wish list; returns its name."""
+    """Put the first product of the home page on the wish list; returns its name."""
     browser.goto("http://shopping.test/")
     (name, *_) = [
         browser.name(node)
@@ -45,7 +45,7 @@ def wishes(browser: Browser) -> str:
 
 
 def crawl(browser: Browser, host: str, most: int) -> list[str]:
-    """Returns the addresses of pages that links lead to, breadth first."""
+    """Return the addresses of pages that links lead to, breadth first."""
     queue, seen = [f"http://{host}/"], {f"http://{host}/"}
     visited = []
     while queue and len(visited) < most:

@@ -25,7 +25,7 @@ def client() -> Iterator[TestClient]:
 
 
 def walk(client: TestClient, subset: str, split: str, index: int) -> None:
-    """Follows one task's solution; the check must fail before and hold after."""
+    """Follow one task's solution; the check must fail before and hold after."""
     task = make_task(subset, split, index)
     client.post("/__reset__", json={"session": "walker", "seed": task["site_seed"]})
     browser = Browser(client, "walker")

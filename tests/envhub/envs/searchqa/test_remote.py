@@ -42,7 +42,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(self.server.body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Says nothing."""
+        """Say nothing."""
 
 
 Serve = Callable[..., tuple[str, Server]]

@@ -26,7 +26,7 @@ from envhub.envs.searchqa.world.world import WORLD_SUBSETS, the_world, write_wor
 
 
 def digest() -> str:
-    """Returns a hash of everything that the world says."""
+    """Return a hash of everything that the world says."""
     world = the_world()
     rows = [world.rows(subset, split) for subset in DATASETS for split in SPLITS]
     facts = [[one.title, one.text] for one in world.passages()]

@@ -26,7 +26,7 @@ def foreign() -> Iterator[Rig]:
 
 
 def remote_spec(url: str, checks: dict) -> tuple[EnvSpec, RemoteWorld]:
-    """Returns an environment of one task on a site elsewhere, as WebArena's are."""
+    """Return an environment of one task on a site elsewhere, as WebArena's are."""
     options = EnvsSection(webarena=WebarenaOptions(shopping=url + "/"))
     task = {"sites": ["shopping"], "start_url": f"{url}/ |AND| {url}/other", "intent": "Say hi",
             "eval": checks}  # fmt: skip
