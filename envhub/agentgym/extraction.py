@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 
 from envhub.agentgym.dialects import Dialect, Extraction
-from envhub.env import Style
+from envhub.env import Style, action_text
 
 MARK = "Action:"
 END_OF_TEXT = "</s>"
@@ -63,6 +63,6 @@ def _one_action(text: str, *, is_bare: bool) -> Extracted:
 
 def _last_action(text: str, *, is_bare: bool) -> str:
     if MARK in text:
-        return text.rpartition(MARK)[2].strip()
+        return action_text(text)
     is_action = is_bare or "search[" in text or "click[" in text
     return text.strip() if is_action else ""

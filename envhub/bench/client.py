@@ -3,7 +3,6 @@
 import asyncio
 import json
 from dataclasses import dataclass
-from types import TracebackType
 from typing import cast
 from urllib.parse import urlsplit
 
@@ -130,12 +129,7 @@ class Client:
         await self.connect()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if self._connection is not None:
             self._connection.close()
 
