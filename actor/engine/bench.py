@@ -77,8 +77,8 @@ async def _follow_learner(engine: Engine, run_dir: RunDir, settings: dict[str, A
                 task.result()
             async with exclusive:  # held while a version is loaded and its canary scored
                 return
-    except TimeoutError as e:
-        raise EngineError(f"the engine holds version {engine.version} and no newer came") from e
+    except TimeoutError as error:
+        raise EngineError(f"the engine holds version {engine.version} and no newer came") from error
     finally:
         task.cancel()
         await asyncio.wait([task])

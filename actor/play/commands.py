@@ -7,7 +7,7 @@ from pathlib import Path
 
 from actor.play.demonstrate import demonstrate
 from actor.play.evaluate import fetch_task_lists, run
-from actor.play.play import play_into_journal
+from actor.play.own_process import play_into_journal
 from common.config.evaluation import EvalItems
 from common.config.run_config import RunConfig
 from common.launch.hub import serve_hub

@@ -105,8 +105,8 @@ class Endpoint:
             wait_s = min(self._cfg.max_backoff_s, self._cfg.backoff_s * 2**attempt)
             try:
                 status, asked_s, body = await self._post(messages)
-            except (aiohttp.ClientError, TimeoutError) as e:
-                failure = self._redact(f"{type(e).__name__}: {e}")
+            except (aiohttp.ClientError, TimeoutError) as error:
+                failure = self._redact(f"{type(error).__name__}: {error}")
             else:
                 if status == 200:
                     return self._read(body)
@@ -143,9 +143,11 @@ class Endpoint:
             self.num_prompt_tokens += int(usage.get("prompt_tokens") or 0)
             self.num_sampled_tokens += int(usage.get("completion_tokens") or 0)
             return Reply(text=text, is_stopped=choice.get("finish_reason") != "length")
-        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as e:
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             shown = self._redact(body[:300])
-            raise PolicyFailed(f"{self._url}: not a chat completion ({e!r}): {shown}") from e
+            raise PolicyFailed(
+                f"{self._url}: not a chat completion ({error!r}): {shown}"
+            ) from error
 
     def _refusal(self, status: int, failure: str, body: str) -> Exception:
         if status in (400, 413, 422) and any(word in body.lower() for word in CONTEXT_WORDS):

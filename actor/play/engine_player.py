@@ -1,13 +1,12 @@
 """Plays given items with the checkpoint at `model.path`, in an engine of this process."""
 
-import asyncio
 from collections.abc import Sequence
 
 from transformers import AutoTokenizer
 
 from actor.engine.engine import Completion, Engine
 from actor.play.play import Patience, Player, Record, play_all
-from actor.rollout.env_client import HubClient, HubSession
+from actor.rollout.env_client import Environments, HubClient, HubSession
 from actor.rollout.episode import Act, Render
 from actor.rollout.render import Renderer
 from common.config.run_config import RunConfig
@@ -41,13 +40,12 @@ async def play_with_engine(
         async def act(ids: list[int], _: HubSession) -> Completion:
             nonlocal num_requests
             num_requests += 1
-            async with asyncio.timeout(cfg.actor.turn_timeout_s):
-                return await engine.generate(
-                    list(ids),
-                    request_id=f"{plan.episode_id}:{num_requests}",
-                    max_tokens=cfg.actor.max_turn_tokens,
-                    salt="play",
-                )
+            return await engine.generate(
+                list(ids),
+                request_id=f"{plan.episode_id}:{num_requests}",
+                max_tokens=cfg.actor.max_turn_tokens,
+                salt="play",
+            )
 
         return act, renderer  # type: ignore[return-value]
 
@@ -56,9 +54,16 @@ async def play_with_engine(
         max_concurrent=cfg.actor.max_concurrent,
         max_tokens=cfg.actor.max_model_len,
         turn_tokens=cfg.actor.max_turn_tokens,
+        episode_timeout_s=cfg.actor.episode_timeout_s,
     )
     try:
         async with HubClient(hub_url, token=token, timeout_s=cfg.actor.env_timeout_s) as hub:
-            await play_all(cfg, plans, hub=hub, player=player, record=record, patience=patience)
+            await play_all(
+                plans,
+                environments=await Environments.of(hub, style=cfg.envhub.style),
+                player=player,
+                record=record,
+                patience=patience,
+            )
     finally:
         engine.shut_down()

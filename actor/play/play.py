@@ -2,21 +2,14 @@
 
 import asyncio
 import logging
-import multiprocessing
-import os
-import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from actor.rollout.env_client import HubClient
+from actor.rollout.env_client import Environments
 from actor.rollout.episode import Act, Render, run_episode
-from common.config.run_config import RunConfig
-from common.errors import EngineError, LongstrideError
-from common.launch.guardian import Guardian
-from common.log import configure_logging
+from common.errors import LongstrideError
 from common.store.journal import JournalWriter
 from common.wire.messages import EpisodeKind, Lease, Trajectory
 from common.wire.planned import PlannedEpisode
@@ -24,7 +17,6 @@ from common.wire.planned import PlannedEpisode
 logger = logging.getLogger(__name__)
 
 TOLD_EVERY = 0.1  # share of the episodes after which progress is logged
-END_S = 10.0  # until a process that was told to end must have
 
 Record = Callable[[Trajectory], None]
 
@@ -37,6 +29,7 @@ class Player:
     max_concurrent: int
     max_tokens: int  # context limit, in what the renderer counts
     turn_tokens: int  # most of them in one turn
+    episode_timeout_s: float  # until an episode must have ended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,10 +60,9 @@ def lease_of(plan: PlannedEpisode, *, attempt: int, deadline_s: float) -> Lease:
 
 
 async def play_all(
-    cfg: RunConfig,
     plans: Sequence[PlannedEpisode],
     *,
-    hub: HubClient,
+    environments: Environments,
     player: Player,
     record: Record,
     patience: Patience,
@@ -80,11 +72,9 @@ async def play_all(
     A failure of the infrastructure is recorded on its episode when its last attempt is over.
 
     Raises:
-        EnvError: the hub cannot be reached at the start.
         EngineError: the policy failed.
         LongstrideError: more than `patience.max_failed` episodes failed.
     """
-    instructions = await hub.instructions()
     slots = asyncio.Semaphore(player.max_concurrent)
     count = _Count(num_plans=len(plans), max_failed=patience.max_failed)
 
@@ -93,13 +83,11 @@ async def play_all(
         async with slots:
             for attempt in range(patience.max_attempts):
                 trajectory = await run_episode(
-                    lease_of(plan, attempt=attempt, deadline_s=cfg.actor.episode_timeout_s),
-                    open_session=lambda: hub.open(
-                        plan.env, plan.item_id, seed=plan.seed, style=cfg.envhub.style
-                    ),
+                    lease_of(plan, attempt=attempt, deadline_s=player.episode_timeout_s),
+                    open_session=lambda: environments.open(plan.env, plan.item_id, seed=plan.seed),
                     act=act,
                     render=render,
-                    instruction=instructions.get(plan.env, {}).get(cfg.envhub.style, ""),
+                    instruction=environments.instruction(plan.env),
                     max_tokens=player.max_tokens,
                     turn_tokens=player.turn_tokens,
                     actor="play",
@@ -143,72 +131,6 @@ class _Count:
                 f"{self.num_failed} episodes failed by infrastructure, the last with "
                 f"{trajectory.end_reason}: {trajectory.error}"
             )
-
-
-def play_into_journal(
-    cfg: RunConfig,
-    plans: Sequence[PlannedEpisode],
-    *,
-    hub_url: str,
-    token: str | None,
-    folder: Path,
-    patience: Patience | None = None,
-) -> None:
-    """Play all plans with the checkpoint at `model.path` and write the episodes to a journal.
-
-    This happens in a process of its own: an engine leaves traces in its process (its distributed
-    groups, its memory), which that process takes along when it ends.
-
-    Raises:
-        EngineError: the process failed; its log tells why.
-    """
-    context = multiprocessing.get_context("spawn")
-    process = context.Process(
-        target=_play_process,
-        args=(cfg, list(plans), hub_url, token, folder, patience or Patience()),
-        name="play",
-    )
-    guardian = Guardian()
-    process.start()
-    try:
-        guardian.add(process.ident or 0)
-        process.join()
-    finally:
-        _end(process)
-        guardian.remove(process.ident or 0)
-        guardian.close()
-    if process.exitcode != 0:
-        raise EngineError(f"playing {len(plans)} episodes ended with exit code {process.exitcode}")
-
-
-def _end(process: BaseProcess) -> None:
-    """End the process and its engine, which are a group of their own."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        if not process.is_alive():
-            return
-        with suppress(ProcessLookupError):
-            os.killpg(process.ident or 0, number)
-        process.join(END_S)
-
-
-def _play_process(
-    cfg: RunConfig,
-    plans: list[PlannedEpisode],
-    hub_url: str,
-    token: str | None,
-    folder: Path,
-    patience: Patience,
-) -> None:
-    os.setsid()  # whoever ends the group ends the engine too
-    from actor.play.engine_player import play_with_engine  # here only: it loads the engine
-
-    configure_logging("play", cfg.log.level)
-    with journal_at(folder) as record:
-        asyncio.run(
-            play_with_engine(
-                cfg, plans, hub_url=hub_url, token=token, record=record, patience=patience
-            )
-        )
 
 
 @contextmanager

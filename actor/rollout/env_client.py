@@ -94,8 +94,8 @@ class HubClient:
                 while num_lost < NUM_TRIES:
                     try:
                         reply = await self._once(method, path, payload)
-                    except aiohttp.ClientError as e:
-                        failure = f"{type(e).__name__}: {e}"
+                    except aiohttp.ClientError as error:
+                        failure = f"{type(error).__name__}: {error}"
                         num_lost += 1
                         if num_lost < NUM_TRIES:
                             await asyncio.sleep(BACKOFF_S * 2 ** (num_lost - 1))
@@ -105,10 +105,10 @@ class HubClient:
                     failure = "the hub is full (429)"
         except EnvTimeout:
             raise
-        except TimeoutError as e:
+        except TimeoutError as error:
             raise EnvTimeout(
                 f"{method} {path}: no answer within {self._timeout_s:g}s; {failure}"
-            ) from e
+            ) from error
         raise EnvError(f"{method} {path}: {failure}, {NUM_TRIES} tries")
 
     async def _once(self, method: str, path: str, payload: bytes | None) -> Any:
@@ -155,8 +155,8 @@ class HubSession:
         """Give the session back. One that is already gone, or a hub that is, is no error."""
         try:
             await self._hub.request("DELETE", self._path, None)
-        except EnvError as e:
-            logger.debug("close failed path=%s reason=%s", self._path, e)
+        except EnvError as error:
+            logger.debug("close failed path=%s reason=%s", self._path, error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

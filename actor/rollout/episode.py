@@ -133,12 +133,12 @@ async def run_episode(
             await _turns(lease, session, play, act, render, max_tokens - turn_tokens)
     except ContextFull:
         play.end = EndReason.CONTEXT_FULL
-    except PolicyFailed as e:
-        play.end, play.error = EndReason.ABORTED, str(e)
-    except EnvTimeout as e:
-        play.end, play.error = EndReason.ENV_TIMEOUT, str(e)
-    except EnvError as e:
-        play.end, play.error = EndReason.ENV_ERROR, str(e)
+    except PolicyFailed as error:
+        play.end, play.error = EndReason.ABORTED, str(error)
+    except EnvTimeout as error:
+        play.end, play.error = EndReason.ENV_TIMEOUT, str(error)
+    except EnvError as error:
+        play.end, play.error = EndReason.ENV_ERROR, str(error)
     except TimeoutError:
         if not deadline.expired():  # the engine's, not the lease's
             raise

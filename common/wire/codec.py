@@ -60,8 +60,8 @@ def decode(frames: list[bytes]) -> Any:
         raise WireError("no header, or a header over the size limit")
     try:
         header: Any = msgpack.unpackb(frames[0], raw=False, strict_map_key=True)
-    except (ValueError, msgpack.exceptions.UnpackException) as e:
-        raise WireError(f"header is not msgpack: {e}") from e
+    except (ValueError, msgpack.exceptions.UnpackException) as error:
+        raise WireError(f"header is not msgpack: {error}") from error
     if not isinstance(header, list) or len(header) != 3:
         raise WireError("header is not [schema, type, fields]")
     schema, name, fields = header
@@ -88,8 +88,8 @@ def unpack_record(record: bytes) -> Any:
     """Return the message of `pack_record`. Raises: WireError."""
     try:
         frames: Any = msgpack.unpackb(record, raw=False)
-    except (ValueError, msgpack.exceptions.UnpackException) as e:
-        raise WireError(f"record is not msgpack: {e}") from e
+    except (ValueError, msgpack.exceptions.UnpackException) as error:
+        raise WireError(f"record is not msgpack: {error}") from error
     if not isinstance(frames, list) or not all(isinstance(frame, bytes) for frame in frames):
         raise WireError("record is not a list of frames")
     return decode(frames)
@@ -151,8 +151,8 @@ def _from_plain(kind: Any, value: Any, frames: list[bytes], *, path: str) -> Any
     if isinstance(kind, type) and issubclass(kind, StrEnum):
         try:
             return kind(value)
-        except ValueError as e:
-            raise WireError(f"{path} is {value!r}, not one of {[m.value for m in kind]}") from e
+        except ValueError as error:
+            raise WireError(f"{path} is {value!r}, not one of {[m.value for m in kind]}") from error
     if isinstance(kind, types.UnionType):
         raise WireError(f"{path}: unions are not part of the wire")
     return _scalars(kind, [value], path=path)[0]
@@ -206,5 +206,5 @@ def _array_from_frame(value: Any, frames: list[bytes], *, path: str) -> np.ndarr
         raise WireError(f"{path}: a bool that is neither 0 nor 1")
     try:
         return np.frombuffer(frame, dtype=dtype).reshape(shape)
-    except ValueError as e:  # no elements, but more or longer axes than numpy has
-        raise WireError(f"{path}: shape {shape!r:.80}: {e}") from e
+    except ValueError as error:  # no elements, but more or longer axes than numpy has
+        raise WireError(f"{path}: shape {shape!r:.80}: {error}") from error

@@ -117,6 +117,7 @@ class FollowingDealer:
         """Close, after at most `linger_s` seconds for what is queued."""
         if self._socket is not None:
             self._socket.close(linger=int(linger_s * 1_000))
+        self._socket, self.address = None, ""
 
     def _open(self, address: str) -> None:
         self.close(linger_s=0.0)

@@ -12,6 +12,7 @@ from actor.links.scheduler_client import SchedulerClient
 from common.errors import LongstrideError
 from common.store.run_dir import RunDir
 from common.wire.messages import (
+    Goodbye,
     Heartbeat,
     Hello,
     LeaseGrant,
@@ -167,6 +168,17 @@ def test_a_scheduler_that_moves_is_followed(tmp_path: Path) -> None:
         async with asyncio.timeout(5.0):
             await control.is_finished.wait()
         assert not loop.done()
+
+    check(tmp_path, law)
+
+
+def test_an_actor_that_leaves_says_goodbye(tmp_path: Path) -> None:
+    async def law(scheduler: Scheduler, control: SchedulerClient, loop: asyncio.Task[None]) -> None:
+        await scheduler.welcome(control)
+        loop.cancel()
+        control.close()
+        goodbye = await scheduler.next(Goodbye)
+        assert goodbye.message == Goodbye(role="actor", name="actor-0", incarnation="i")
 
     check(tmp_path, law)
 

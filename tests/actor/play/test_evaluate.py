@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from actor.play.evaluate import check_policy, describe_policy, digest_of, fetch_task_lists, run
+from actor.play.eval_entry import describe_policy, digest_of
+from actor.play.evaluate import check_policy, fetch_task_lists, run
 from common.config.evaluation import EvalSection, PolicySection
 from common.config.run_config import (
     ActorSection,

@@ -8,17 +8,14 @@ from typing import Any
 import pytest
 
 from actor.play.play import Patience, Player, journal_at, play_all
-from actor.rollout.env_client import HubClient
+from actor.rollout.env_client import Environments, HubClient
 from actor.rollout.episode import ContextFull, PolicyFailed
-from common.config.run_config import ActorSection, ModelSection, RunConfig
 from common.errors import ConfigError, LongstrideError
 from common.store.journal import read_journal
 from common.wire.messages import EndReason, EpisodeKind, Trajectory
 from common.wire.planned import PlannedEpisode
 from tests.actor.rollout.test_episode import Letters, Taken
 from tests.actor.toy_servers import ToyHub, serve
-
-CFG = RunConfig(model=ModelSection(path="unset"), actor=ActorSection(env_timeout_s=10.0))
 
 
 def plan(number: int, *, name: str = "") -> PlannedEpisode:
@@ -62,14 +59,14 @@ def play(
         max_concurrent=max_concurrent,
         max_tokens=100,
         turn_tokens=2,
+        episode_timeout_s=60.0,
     )
 
     async def run(url: str) -> None:
         async with HubClient(url, token=None, timeout_s=10.0) as client:
             await play_all(
-                CFG,
                 plans,
-                hub=client,
+                environments=await Environments.of(client, style="compact"),
                 player=player,
                 record=record or ended.append,
                 patience=Patience(**patience),
