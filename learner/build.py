@@ -3,7 +3,6 @@
 import os
 import uuid
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer
@@ -13,13 +12,18 @@ from common.store.journal import JournalWriter
 from common.store.metrics import MetricsWriter
 from common.store.run_dir import RunDir
 from common.store.wandb_sink import WandbSink
-from common.wire.messages import Hello
+from common.wire.messages import Hello, Progress
 from common.wire.security import RunKeys, load_keys
 from common.wire.sockets import Router
 from learner.batch.credit import group_has_signal
+from learner.ingest.admission import Admission
+from learner.ingest.buffer import TrajectoryBuffer
 from learner.ingest.group_assembly import GroupAssembly
 from learner.ingest.intake import Intake
-from learner.ingest.replay_point import load_bookmark
+from learner.ingest.journal_index import JournalIndex
+from learner.ingest.replay_point import load_replay_point
+from learner.ingest.report_log import ReportLog
+from learner.ingest.scheduler_client import SchedulerClient
 from learner.policy.device import pick_device
 from learner.policy.model import vocabulary_size
 from learner.recovery.resume import last_logged, readopt, repeat_steps
@@ -27,74 +31,95 @@ from learner.recovery.step_log import StepLog, read_steps
 from learner.training.bad_batch import dump_batch
 from learner.training.build import load_start, make_trainer
 from learner.training.checkpoint import Checkpoints, newest_checkpoint
-from learner.training.rank_workers import Followers
+from learner.training.rank_workers import RankWorkers
 from learner.training.trainer import Trainer
 from learner.weights.publisher import Publisher
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
+class Learner:
     """Everything a learner is made of."""
 
+    run_dir: RunDir
     model: Any
     tokenizer: Any
     trainer: Trainer
-    followers: Followers
+    rank_workers: RankWorkers
     intake: Intake
+    admission: Admission
+    buffer: TrajectoryBuffer
     publisher: Publisher
     checkpoints: Checkpoints
     journal: JournalWriter
     step_log: StepLog
     metrics: MetricsWriter
-    bookmark: Path  # the file
-    version: int
+    version: int  # at which the run stands
+
+    def shut_down(self) -> None:
+        """Stop accepting, drain, close; each part in bounded time."""
+        self.intake.stop()
+        self.publisher.stop()
+        self.rank_workers.stop()
+        self.step_log.close()
+        self.journal.close()
+        self.metrics.close()
 
 
-def build(cfg: RunConfig, run_dir: RunDir) -> Parts:
+def build(cfg: RunConfig, run_dir: RunDir) -> Learner:
     """Return a learner at the version where the run stands, 0 for a new one.
 
     A checkpoint is restored, then the steps logged after it are repeated from the journal.
     """
     keys = load_keys(run_dir.keys)
     folder = newest_checkpoint(run_dir.checkpoints)
-    followers = Followers(cfg, folder)
+    rank_workers = RankWorkers(cfg, folder)
     model, model_path = load_start(cfg, folder, pick_device(cfg.learner.device))
     tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
     trainer, version = make_trainer(
         cfg,
         model,
         folder,
-        ranks=followers.join(),
-        announce=followers.announce,
+        ranks=rank_workers.join(),
+        announce=rank_workers.announce,
         on_bad_batch=lambda version, samples: dump_batch(run_dir.root, version, samples),
     )
     journal = JournalWriter(run_dir.journal)
     step_log = StepLog(run_dir.steps)
-    bookmark = load_bookmark(run_dir.bookmark, version=version)
+    start = load_replay_point(run_dir.replay_point, version=version)
     steps = [step for step in read_steps(run_dir.steps) if step.version > version]
     version = steps[-1].version if steps else version
     metrics = MetricsWriter(
         run_dir, [WandbSink(run_dir, cfg)], resumed_at_step=last_logged(run_dir, version)
     )
-    repeat_steps(cfg, run_dir, trainer, steps, bookmark=bookmark, metrics=metrics)
-    intake = _intake(
-        *(cfg, run_dir, keys, journal, version),
-        vocab_size=vocabulary_size(model),
-        closed_below=bookmark.closed_below,
-    )
-    readopt(intake, run_dir, bookmark)
+    repeat_steps(cfg.algorithm, run_dir, trainer, steps, start=start, metrics=metrics)
+    index = JournalIndex(end=journal.position, closed_below=start.closed_below)
+    reports = ReportLog()
+    buffer = TrajectoryBuffer(_group_assembly(cfg), index, reports, version=version)
+    readopt(buffer, run_dir, start)
     publisher = Publisher(
         Router(keys, host=cfg.learner.host, port=0),
         host=cfg.learner.host,
         timeout_s=cfg.learner.publish_timeout_s,
         max_canary_delta=cfg.learner.max_canary_delta,
     )
-    return Parts(
+    admission = Admission(index, group_size=cfg.groups.size, vocab_size=vocabulary_size(model))
+    intake = Intake(
+        Router(keys, host=cfg.learner.host, port=cfg.learner.port),
+        journal,
+        admission,
+        buffer,
+        _scheduler_client(cfg, run_dir, keys, reports, buffer, publisher),
+        heartbeat_s=cfg.scheduler.heartbeat_s,
+    )
+    return Learner(
+        run_dir=run_dir,
         model=model,
-        followers=followers,
         tokenizer=tokenizer,
         trainer=trainer,
+        rank_workers=rank_workers,
         intake=intake,
+        admission=admission,
+        buffer=buffer,
         publisher=publisher,
         checkpoints=Checkpoints(
             run_dir.checkpoints,
@@ -105,45 +130,43 @@ def build(cfg: RunConfig, run_dir: RunDir) -> Parts:
         journal=journal,
         step_log=step_log,
         metrics=metrics,
-        bookmark=run_dir.bookmark,
         version=version,
     )
 
 
-def _intake(
+def _group_assembly(cfg: RunConfig) -> GroupAssembly:
+    return GroupAssembly(
+        cfg.groups,
+        cfg.algorithm,
+        has_signal=lambda members: group_has_signal(members, cfg.algorithm),
+        is_lockstep=cfg.train.mode is TrainMode.SYNC,
+    )
+
+
+def _scheduler_client(
     cfg: RunConfig,
     run_dir: RunDir,
     keys: RunKeys,
-    journal: JournalWriter,
-    version: int,
-    *,
-    vocab_size: int,
-    closed_below: int,
-) -> Intake:
-    router = Router(keys, host=cfg.learner.host, port=cfg.learner.port)
-    table = GroupAssembly(
-        cfg.groups,
-        cfg.algorithm,
-        has_signal=lambda m: group_has_signal(m, cfg.algorithm),
-        is_lockstep=cfg.train.mode is TrainMode.SYNC,
-    )
+    reports: ReportLog,
+    buffer: TrajectoryBuffer,
+    publisher: Publisher,
+) -> SchedulerClient:
     hello = Hello(
         role="learner",
         name=f"learner-{os.getpid()}",
         incarnation=uuid.uuid4().hex[:12],
-        version=version,
+        version=buffer.version,
     )
-    intake = Intake(
+
+    def on_progress(progress: Progress) -> None:
+        buffer.apply(progress)
+        publisher.mark_silent(progress.silent)
+
+    return SchedulerClient(
         run_dir,
         keys,
-        router,
-        journal,
-        table,
+        reports,
         hello=hello,
-        heartbeat_s=cfg.scheduler.heartbeat_s,
-        group_size=cfg.groups.size,
         silence_s=4 * cfg.scheduler.dead_after_s,
-        vocab_size=vocab_size,
-        closed_below=closed_below,
+        on_progress=on_progress,
     )
-    return intake

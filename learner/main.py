@@ -4,6 +4,7 @@ import logging
 import signal
 import threading
 import time
+from dataclasses import dataclass, field, replace
 
 import psutil
 import torch
@@ -12,30 +13,53 @@ from common.config.run_config import RunConfig, TrainMode, published_version
 from common.errors import LongstrideError
 from common.memory import trim_heap
 from common.store.run_dir import RunDir
-from common.wire.messages import EpisodeOutcome, Outcome
+from common.wire.messages import EpisodeOutcome, Outcome, Trajectory
 from learner.batch.credit import samples_of
-from learner.build import Parts, build
+from learner.build import Learner, build
 from learner.ingest.episode_stats import horizon_mix
 from learner.ingest.group_assembly import Group
-from learner.ingest.replay_point import save_bookmark
+from learner.ingest.intake import LearnerStatus
+from learner.ingest.replay_point import save_replay_point
 from learner.objective.describe import dead_knobs, objective_text
-from learner.policy.device import pick_device
 from learner.policy.model import export_tensors
 from learner.recovery.step_log import LoggedStep
+from learner.training.trainer import StepResult
 from learner.weights.snapshot import PublishedWeights, snapshot
 
 logger = logging.getLogger(__name__)
 
-TRIM_EVERY_STEPS = 10  # on CPU; measured: without it the heap grew from 1 to 5.5 GB in 350 steps
 NUM_CANARIES = 4
 CANARY_EVERY_STEPS = 10  # new prompts: what an old policy sampled is rare under a new one
 MAX_CANARY_TOKENS = 96
 SIGNALS = {"policy/entropy": "entropy", "offpolicy/ess_frac": "ess_frac"}  # to the scheduler
+TRIM_EVERY_STEPS = 10  # on CPU; without it the heap grew from 1 to 5.5 GB in 350 steps
 FINISH_S = 900.0  # for the evaluation after the last step
 
 
 class StopRequested(Exception):
     """SIGTERM or SIGINT: save and leave."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """What one step consumes."""
+
+    groups: list[Group]
+    stale: list[EpisodeOutcome]  # found too old since the last step
+    waited_s: float
+    taken_at: float = field(default_factory=time.monotonic)
+
+    @property
+    def members(self) -> list[Trajectory]:
+        """The episodes of all groups."""
+        return [member for group in self.groups for member in group.members]
+
+    def outcomes(self, outcome: Outcome, cause: str = "") -> list[EpisodeOutcome]:
+        """Return the same outcome for every member."""
+        return [
+            EpisodeOutcome(episode_id=t.episode_id, outcome=outcome, cause=cause)
+            for t in self.members
+        ]
 
 
 def run(cfg: RunConfig, run_dir: RunDir) -> None:
@@ -49,140 +73,153 @@ def run(cfg: RunConfig, run_dir: RunDir) -> None:
     logger.info("objective: %s", objective_text(cfg.algorithm, cfg.learner))
     for line in dead_knobs(cfg.algorithm, cfg.learner):
         logger.warning("%s", line)
-    parts = build(cfg, run_dir)
-    loop = Loop(cfg, parts, stop)
+    learner = build(cfg, run_dir)
+    loop = Loop(cfg, learner, stop)
     try:
-        parts.intake.start()
-        parts.publisher.start()
+        learner.intake.start()
+        learner.publisher.start()
         loop.publish()
-        run_dir.publish_address("weights", f"tcp://{cfg.learner.host}:{parts.publisher.port}")
-        run_dir.publish_address("learner", f"tcp://{cfg.learner.host}:{parts.intake.port}")
+        run_dir.publish_address("weights", f"tcp://{cfg.learner.host}:{learner.publisher.port}")
+        run_dir.publish_address("learner", f"tcp://{cfg.learner.host}:{learner.intake.port}")
         loop.train()
     except StopRequested:
         logger.info("stopping version=%d", loop.version)
         loop.save()
     finally:
-        shut_down(parts)
+        learner.shut_down()
 
 
 class Loop:
-    """The steps of training, each behind a name."""
+    """The steps of training.
 
-    def __init__(self, cfg: RunConfig, parts: Parts, stop: threading.Event) -> None:
+    Consumes: batches from the buffer.
+    Waits for: enough fresh groups; then for every engine to have the new weights.
+    Unblocked by: a batch; the publisher; a stop, which ends either wait at once.
+    """
+
+    def __init__(self, cfg: RunConfig, learner: Learner, stop: threading.Event) -> None:
         self._cfg = cfg
-        self._parts = parts
+        self._learner = learner
         self._stop = stop
         self._process = psutil.Process()
-        self._device = pick_device(cfg.learner.device)
+        self._is_on_cpu = learner.model.device.type == "cpu"
+        self._status = LearnerStatus()
         self._canary: list[list[int]] = []  # [canary, seq] token ids
         self._canary_masks: list[list[bool]] = []  # [canary, seq-1] True on sampled tokens
         self._skipped: list[EpisodeOutcome] = []  # of batches the controller refused, since a step
         self._signals: dict[str, float] = {}  # of the last step, for curriculum and gate
         self._held_back: list[PublishedWeights] = []  # oldest first
         self._last_published = -1
-        self.version = parts.version
+        self._checkpoint_s: float | None = None  # seconds that the last save took
+        self.version = learner.version
 
     def train(self) -> None:
         """Run to the last step, then until the scheduler has its last evaluation."""
-        cfg, parts = self._cfg, self._parts
-        self._report_step()
-        while self.version < cfg.train.num_steps:
-            groups, stale, waited_s = self._next_batch()
-            started_s = time.monotonic()
-            result = parts.trainer.train_on(samples_of(groups, cfg.algorithm), version=self.version)
-            metrics = result.metrics
+        self._report_version()
+        while self.version < self._cfg.train.num_steps:
+            batch = self._wait_for_batch()
+            samples = samples_of(batch.groups, self._cfg.algorithm)
+            result = self._learner.trainer.train_on(samples, version=self.version)
             if result.decision.is_skipped:
-                self._give_back(groups, stale)
+                self._give_back(batch)
                 continue
-            self._signals = {
-                signal: metrics[name] for name, signal in SIGNALS.items() if name in metrics
-            }
-            stale = [*self._skipped, *stale]
-            self._skipped = []
-            self.version += 1
-            trained = self._log_step(groups, stale)
-            self._log_metrics(metrics, groups, stale, waited_s)
+            batch = replace(batch, stale=[*self._skipped, *batch.stale])
+            self._log_consumed(batch)
+            self._log_metrics(batch, result)
             self.publish()
-            self._signals["busy_s"] = time.monotonic() - started_s
-            self._signals["wait_s"] = waited_s
-            # Only now: a report frees the gate, and new groups must not meet the old weights.
-            parts.intake.report(trained)
-            self._report_step()
-            if self._device.type == "cpu" and self.version % TRIM_EVERY_STEPS == 0:
+            self._report_step(batch, result)
+            if self._is_on_cpu and self.version % TRIM_EVERY_STEPS == 0:
                 trim_heap()
-            if parts.checkpoints.is_due(self.version):
+            if self._learner.checkpoints.is_due(self.version):
                 self.save()
         self.save()
         self._finish()
 
-    def _report_step(self) -> None:
-        """Tell the scheduler where the learner stands and how far ahead of it groups may be."""
-        self._parts.intake.step_done(
-            self.version,
-            is_last=self.version >= self._cfg.train.num_steps,
-            max_ahead_steps=self._parts.trainer.max_ahead_steps,
-            signals=self._signals,
-        )
+    # --- 1. a batch -------------------------------------------------------------------------
 
-    def _give_back(self, groups: list[Group], stale: list[EpisodeOutcome]) -> None:
+    def _wait_for_batch(self) -> Batch:
+        started = time.monotonic()
+        cfg = self._cfg.learner
+        self._set_status(waiting_for="actors: a batch")
+        groups, stale = self._learner.buffer.next_batch(
+            self.version,
+            # After a skipped batch only the freshest that there is.
+            max_lag_steps=cfg.hold_back_steps if self._skipped else cfg.max_lag_steps,
+            in_order=self._cfg.train.mode is TrainMode.SYNC,
+            timeout_s=cfg.batch_timeout_s,
+            may_stretch=not self._skipped,
+            check=self._check,
+        )
+        self._set_status(waiting_for="")
+        return Batch(groups=groups, stale=stale, waited_s=time.monotonic() - started)
+
+    def _check(self) -> None:
+        """End a wait. Raises: StopRequested; LongstrideError: a rank is gone."""
+        if self._stop.is_set():
+            raise StopRequested
+        self._learner.rank_workers.check()
+
+    def _give_back(self, batch: Batch) -> None:
         """Account for a batch that was too far off to learn from; the next one must be fresh.
 
         The outcomes are written down with the next step: until then a restart decides anew.
         """
-        dropped = [
-            EpisodeOutcome(episode_id=t.episode_id, outcome=Outcome.STALE, cause="controller")
-            for group in groups
-            for t in group.members
-        ]
-        self._skipped += [*stale, *dropped]
-        self._parts.intake.report(dropped)
-        self._report_step()
+        dropped = batch.outcomes(Outcome.STALE, "controller")
+        self._skipped += [*batch.stale, *dropped]
+        self._learner.buffer.report(dropped)
+        self._report_version()
 
-    def _next_batch(self) -> tuple[list[Group], list[EpisodeOutcome], float]:
-        started = time.monotonic()
-        learner = self._cfg.learner
-        freshest = learner.hold_back_steps  # what a batch after a skipped one must be
-        self._parts.intake.waiting_for = "actors: a batch"
-        deadline = started + learner.batch_timeout_s
-        while True:
-            if self._stop.is_set():
-                raise StopRequested
-            self._parts.followers.check()
-            try:
-                groups, stale = self._parts.intake.next_batch(
-                    self.version,
-                    max_lag_steps=freshest if self._skipped else learner.max_lag_steps,
-                    in_order=self._cfg.train.mode is TrainMode.SYNC,
-                    timeout_s=0.5,
-                    may_stretch=not self._skipped,
-                )
-            except TimeoutError:
-                if time.monotonic() > deadline:
-                    raise
-                continue
-            self._parts.intake.waiting_for = ""
-            return groups, stale, time.monotonic() - started
+    # --- 3. what it consumed ----------------------------------------------------------------
 
-    def _log_step(self, groups: list[Group], stale: list[EpisodeOutcome]) -> list[EpisodeOutcome]:
-        """Write down what the step consumed before its weights are seen; return who trained."""
-        trained = [
-            EpisodeOutcome(episode_id=t.episode_id, outcome=Outcome.TRAINED, cause="")
-            for group in groups
-            for t in group.members
-        ]
-        self._parts.step_log.append(
+    def _log_consumed(self, batch: Batch) -> None:
+        """Write down what the step consumed, before anybody sees its weights."""
+        self._skipped = []
+        self.version += 1
+        self._learner.step_log.append(
             LoggedStep(
                 version=self.version,
-                groups=[[t.episode_id for t in group.members] for group in groups],
-                outcomes=[*trained, *stale],
+                groups=[[t.episode_id for t in group.members] for group in batch.groups],
+                outcomes=[*batch.outcomes(Outcome.TRAINED), *batch.stale],
             )
         )
-        self._parts.intake.index.trained([group.group_id for group in groups], step=self.version)
+        self._learner.buffer.mark_trained(batch.groups, step=self.version)
         if not self._canary or self.version % CANARY_EVERY_STEPS == 0:
-            members = [group.members[0] for group in groups[:NUM_CANARIES]]
+            members = [group.members[0] for group in batch.groups[:NUM_CANARIES]]
             self._canary = [t.token_ids[:MAX_CANARY_TOKENS].tolist() for t in members]
             self._canary_masks = [t.loss_mask[1:MAX_CANARY_TOKENS].tolist() for t in members]
-        return trained
+
+    def _log_metrics(self, batch: Batch, result: StepResult) -> None:
+        learner, rss = self._learner, self._process.memory_info().rss
+        metrics = result.metrics | learner.buffer.drain_stats() | learner.admission.counts()
+        metrics |= horizon_mix(batch.members) | learner.publisher.drain_metrics()
+        metrics |= {
+            "groups/trained": float(len(batch.groups)),
+            "groups/stale_episodes": float(len(batch.stale)),
+            "wait/batch_s": batch.waited_s,
+            "memory/learner_rss_bytes": float(rss),
+        }
+        if self._checkpoint_s is not None:
+            metrics["train/checkpoint_s"] = self._checkpoint_s
+        self._set_status(rss_bytes=rss, tokens_per_s=metrics.get("train/tokens_per_s", 0.0))
+        learner.metrics.log(self.version, metrics)
+        nan = float("nan")
+        logger.info(
+            "step=%d success=%.3f lag=%.2f loss=%.4f took_s=%.2f waited_s=%.2f",
+            self.version,
+            metrics.get("reward/success", nan),
+            metrics.get("offpolicy/lag_mean", nan),
+            metrics.get("loss/policy", nan),
+            metrics.get("train/step_s", nan),
+            batch.waited_s,
+        )
+        num_alarms = learner.publisher.num_canary_alarms
+        if num_alarms >= self._cfg.learner.max_canary_alarms:
+            raise LongstrideError(
+                f"engine and trainer disagree for {num_alarms} versions in a row "
+                f"(learner.max_canary_delta={self._cfg.learner.max_canary_delta})"
+            )
+
+    # --- 4. its weights ---------------------------------------------------------------------
 
     def publish(self) -> None:
         """Send the weights that are due to every engine and wait until they are there.
@@ -197,90 +234,66 @@ class Loop:
         while len(self._held_back) > 1 and self._held_back[0].version < due:
             self._held_back.pop(0)
         weights = self._held_back.pop(0)
-        self._parts.intake.waiting_for = "actors: weights"
-        if not self._parts.publisher.publish(weights, is_stopping=self._stop.is_set):
+        self._set_status(waiting_for="actors: weights")
+        if not self._learner.publisher.publish(weights, is_stopping=self._stop.is_set):
             raise StopRequested
         self._last_published = weights.version
-        self._parts.intake.waiting_for = ""
+        self._set_status(waiting_for="")
 
     def _snapshot(self) -> PublishedWeights:
         """Return a copy of the current weights, with our scores of the canaries."""
-        parts = self._parts
-        dtype = getattr(torch, self._cfg.model.dtype)
-        scores = parts.trainer.score(self._canary) if self._canary else []
+        learner = self._learner
         return snapshot(
             self.version,
-            export_tensors(parts.model, dtype),
+            export_tensors(learner.model, getattr(torch, self._cfg.model.dtype)),
             canary_token_ids=self._canary,
-            canary_logprobs=scores,
+            canary_logprobs=learner.trainer.score(self._canary) if self._canary else [],
             canary_masks=self._canary_masks,
         )
 
-    def _log_metrics(
-        self,
-        metrics: dict[str, float],
-        groups: list[Group],
-        stale: list[EpisodeOutcome],
-        waited_s: float,
-    ) -> None:
-        parts = self._parts
-        rss = self._process.memory_info().rss
-        parts.intake.rss_bytes = rss
-        parts.intake.tokens_per_s = metrics.get("train/tokens_per_s", 0.0)
-        metrics |= parts.intake.drain_stats()
-        metrics |= horizon_mix([t for group in groups for t in group.members])
-        metrics |= parts.publisher.drain_metrics()
-        metrics |= {
-            "groups/trained": float(len(groups)),
-            "groups/stale_episodes": float(len(stale)),
-            "wait/batch_s": waited_s,
-            "memory/learner_rss_bytes": float(rss),
-        }
-        parts.metrics.log(self.version, metrics)
-        logger.info(
-            "step=%d success=%.3f lag=%.2f loss=%.4f took_s=%.2f waited_s=%.2f",
+    # --- 5. the scheduler -------------------------------------------------------------------
+
+    def _report_step(self, batch: Batch, result: StepResult) -> None:
+        """Report a step whose weights are published: new groups must not meet the old ones."""
+        metrics = result.metrics
+        self._signals = {key: metrics[name] for name, key in SIGNALS.items() if name in metrics}
+        self._signals["busy_s"] = time.monotonic() - batch.taken_at
+        self._signals["wait_s"] = batch.waited_s
+        self._learner.buffer.report(batch.outcomes(Outcome.TRAINED))
+        self._report_version()
+
+    def _report_version(self) -> None:
+        """Tell the scheduler where the learner stands and how far ahead of it groups may be."""
+        self._learner.buffer.step_done(
             self.version,
-            metrics.get("reward/success", float("nan")),
-            metrics.get("offpolicy/lag_mean", float("nan")),
-            metrics.get("loss/policy", float("nan")),
-            metrics.get("train/step_s", float("nan")),
-            waited_s,
+            is_last=self.version >= self._cfg.train.num_steps,
+            max_ahead_steps=self._learner.trainer.max_ahead_steps,
+            signals=self._signals,
         )
-        if parts.publisher.num_canary_alarms >= self._cfg.learner.max_canary_alarms:
-            raise LongstrideError(
-                f"engine and trainer disagree for {parts.publisher.num_canary_alarms} versions "
-                f"in a row (learner.max_canary_delta={self._cfg.learner.max_canary_delta})"
-            )
+
+    def _set_status(self, **changes: str | float) -> None:
+        self._status = replace(self._status, **changes)  # pyright: ignore[reportArgumentType]
+        self._learner.intake.publish_status(self._status)
+
+    # --- 6. the disk ------------------------------------------------------------------------
 
     def save(self) -> None:
         """Write a checkpoint of the current version, and where its reading begins."""
-        parts = self._parts
-        parts.checkpoints.save(
+        learner, started = self._learner, time.monotonic()
+        self._set_status(waiting_for="disk: a checkpoint")
+        learner.checkpoints.save(
             self.version,
-            model=parts.model,
-            tokenizer=parts.tokenizer,
-            state=parts.trainer.state_dict(),
+            model=learner.model,
+            tokenizer=learner.tokenizer,
+            state=learner.trainer.state_dict(),
         )
-        save_bookmark(
-            parts.bookmark, parts.intake.bookmark(version=parts.checkpoints.oldest_version)
-        )
+        oldest = learner.checkpoints.oldest_version
+        save_replay_point(learner.run_dir.replay_point, learner.buffer.replay_point(version=oldest))
+        self._checkpoint_s = time.monotonic() - started
+        self._set_status(waiting_for="")
 
     def _finish(self) -> None:
         """Keep serving trajectories until the scheduler's last evaluation is in."""
-        deadline = time.monotonic() + FINISH_S
-        self._parts.intake.waiting_for = "actors: evaluation"
-        while not self._parts.intake.wait_finished(timeout_s=0.5):
-            if self._stop.is_set():
-                raise StopRequested
-            if time.monotonic() > deadline:
-                raise LongstrideError(f"evaluation not finished within {FINISH_S:g}s")
-
-
-def shut_down(parts: Parts) -> None:
-    """Stop accepting, drain, close; each part in bounded time."""
-    parts.intake.stop()
-    parts.publisher.stop()
-    parts.followers.stop()
-    parts.step_log.close()
-    parts.journal.close()
-    parts.metrics.close()
+        self._set_status(waiting_for="actors: evaluation")
+        if not self._learner.buffer.wait_finished(timeout_s=FINISH_S, check=self._check):
+            raise LongstrideError(f"evaluation not finished within {FINISH_S:g}s")

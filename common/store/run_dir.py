@@ -31,8 +31,8 @@ class RunDir:
         return self.journal / "steps.jsonl"
 
     @property
-    def bookmark(self) -> Path:
-        return self.journal / "bookmark.json"
+    def replay_point(self) -> Path:
+        return self.journal / "replay_point.json"
 
     @property
     def checkpoints(self) -> Path:

@@ -1,9 +1,14 @@
-"""The gate of the trajectory plane: what a trajectory must be, before it is written down."""
+"""Admission to the journal: what a trajectory must be, and whether it is there already."""
+
+import logging
+from dataclasses import dataclass
 
 import numpy as np
 
-from common.wire.messages import EpisodeSeen, PolicyKind, Trajectory
-from learner.ingest.episode_stats import subset_of
+from common.wire.messages import PolicyKind, Trajectory
+from learner.ingest.journal_index import JournalIndex
+
+logger = logging.getLogger(__name__)
 
 MAX_ABS_LOGPROB = 200.0  # nats; anything beyond is no logprob
 _COLUMNS = {
@@ -13,6 +18,64 @@ _COLUMNS = {
     "versions": "int32",
     "turn_ids": "int32",
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What is to be done with an arriving trajectory; by default it is journalled."""
+
+    is_duplicate: bool = False  # acknowledged, and left alone
+    refusal: str = ""  # why it must not be accepted
+
+
+class Admission:
+    """Decides on arriving trajectories and counts what it turned away. For one thread."""
+
+    def __init__(
+        self, index: JournalIndex, *, group_size: int, vocab_size: int | None = None
+    ) -> None:
+        """Begin with nothing counted.
+
+        Args:
+            index: knows the episodes that the journal holds.
+            group_size: as `max_group_size` of `refusal`.
+            vocab_size: as in `refusal`.
+        """
+        self._index = index
+        self._group_size = group_size
+        self._vocab_size = vocab_size
+        self._num_refused = 0
+        self._num_duplicates = 0
+
+    def check(self, trajectory: Trajectory, *, learner_version: int) -> Verdict:
+        """Return what is to be done with a trajectory; `learner_version` as in `refusal`."""
+        if trajectory in self._index:
+            self._num_duplicates += 1
+            return Verdict(is_duplicate=True)
+        reason = refusal(
+            trajectory,
+            learner_version=learner_version,
+            max_group_size=self._group_size,
+            vocab_size=self._vocab_size,
+        )
+        if reason:
+            self._num_refused += 1
+            logger.error(
+                "refused episode=%s actor=%s reason=%s",
+                *(trajectory.episode_id, trajectory.actor, reason),
+            )
+        return Verdict(refusal=reason)
+
+    def admit(self, trajectory: Trajectory) -> None:
+        """Know a trajectory that was appended to the journal, so that it is not appended again."""
+        self._index.know(trajectory)
+
+    def counts(self) -> dict[str, float]:
+        """Return the metrics of the whole run so far."""
+        return {
+            "admission/refused": float(self._num_refused),
+            "admission/duplicates": float(self._num_duplicates),
+        }
 
 
 def refusal(
@@ -86,19 +149,3 @@ def _refusal_of_tokens(trajectory: Trajectory, learner_version: int, vocab_size:
     if (trajectory.versions[~mask] != -1).any():
         return "a token that was not sampled carries a version"
     return ""
-
-
-def seen_of(trajectory: Trajectory) -> EpisodeSeen:
-    """Return what the scheduler is told of a trajectory that is in the journal."""
-    return EpisodeSeen(
-        episode_id=trajectory.episode_id,
-        kind=trajectory.kind,
-        env=trajectory.env,
-        subset=subset_of(trajectory.item_id),
-        reward=trajectory.reward,
-        is_success=trajectory.is_success,
-        end_reason=trajectory.end_reason,
-        num_turns=trajectory.num_turns,
-        num_sampled_tokens=int(trajectory.loss_mask.sum()),
-        wall_s=trajectory.wall_s,
-    )

@@ -11,23 +11,23 @@ from dataclasses import dataclass
 from common.store.journal import JournalPosition
 from common.wire.ids import is_below
 from common.wire.messages import EpisodeKind, Trajectory
-from learner.ingest.replay_point import Bookmark
+from learner.ingest.replay_point import ReplayPoint
 
 NO_STEP = 0
 MAX_EVALUATIONS = 64  # groups of them whose episodes are known, as duplicates, by their names
 
 
 class JournalIndex:
-    """Knows duplicates, and makes bookmarks. Thread-safe.
+    """Knows duplicates, and where a restart begins to read. Thread-safe.
 
     Example: groups 4, 5, 6 lie in the journal in this order. 4 is trained in step 30, 5 filtered, 6
     open. Once the scheduler has closed 4 and 5 for good, their episodes are known by their
-    numbers. The bookmark stays at 4 until no checkpoint is older than step 30, because that step
-    may have to be repeated. Then it is the first record of 6.
+    numbers. The replay point stays at 4 until no checkpoint is older than step 30, because that
+    step may have to be repeated. Then it is the first record of 6.
     """
 
     def __init__(self, *, end: JournalPosition, closed_below: int = 0) -> None:
-        """Begin with nothing. `end`: of the journal; `closed_below`: as in `Bookmark`."""
+        """Begin with nothing. `end`: of the journal; `closed_below`: as in `ReplayPoint`."""
         self._lock = threading.Lock()
         self._known = _Known(closed_below=closed_below)
         self._reading = _Reading()
@@ -45,7 +45,7 @@ class JournalIndex:
 
     @property
     def num_groups(self) -> int:
-        """Groups with records that may be needed again, at the last bookmark or entered since."""
+        """Groups whose records may be needed again, at the last replay point or entered since."""
         with self._lock:
             return len(self._reading)
 
@@ -64,15 +64,15 @@ class JournalIndex:
         with self._lock:
             self._known.add(trajectory)
 
-    def enter(self, trajectory: Trajectory, position: JournalPosition, *, told: int) -> None:
-        """Take an episode that the scheduler is told of.
+    def enter(self, trajectory: Trajectory, position: JournalPosition, *, num_queued: int) -> None:
+        """Take an episode that is reported to the scheduler.
 
         Args:
             position: where its record begins.
-            told: how many messages are queued for the scheduler, the one about it included.
+            num_queued: how many reports were queued by then, the one about it included.
         """
         with self._lock:
-            self._reading.add(trajectory, position, told=told)
+            self._reading.add(trajectory, position, num_queued=num_queued)
 
     def move_end(self, end: JournalPosition) -> None:
         """All records before `end` are entered."""
@@ -85,22 +85,22 @@ class JournalIndex:
             self._reading.trained(group_ids, step=step)
 
     def close_below(self, number: int) -> None:
-        """Groups with smaller numbers are settled for good, by the scheduler's word."""
+        """Groups with smaller numbers are settled for good, as the scheduler says."""
         with self._lock:
             self._known.close_below(number)
 
-    def bookmark(self, *, num_saved: int, version: int) -> Bookmark:
+    def replay_point(self, *, num_saved: int, version: int) -> ReplayPoint:
         """Return where a learner would begin to read, and forget what lies before.
 
         Args:
-            num_saved: of the messages to the scheduler, those that it cannot forget.
+            num_saved: of the reports to the scheduler, those that it cannot forget.
             version: of the oldest checkpoint that may be restored.
         """
         with self._lock:
             closed_below = self._known.closed_below
             self._reading.forget(closed_below=closed_below, num_saved=num_saved, version=version)
             position = self._reading.first or self._end
-            return Bookmark(position=position, closed_below=closed_below, version=version)
+            return ReplayPoint(position=position, closed_below=closed_below, version=version)
 
 
 class _Known:
@@ -156,7 +156,7 @@ class _Entry:
 
     first: JournalPosition
     is_training: bool
-    told: int  # of the learner's messages, when the last of its records was told
+    num_queued: int  # reports, when the last of its records was reported
     step: int = NO_STEP  # that trained on it
 
 
@@ -175,12 +175,13 @@ class _Reading:
         entry = next(iter(self._groups.values()), None)
         return None if entry is None else entry.first
 
-    def add(self, trajectory: Trajectory, position: JournalPosition, *, told: int) -> None:
+    def add(self, trajectory: Trajectory, position: JournalPosition, *, num_queued: int) -> None:
         is_training = trajectory.kind is EpisodeKind.TRAIN
         entry = self._groups.setdefault(
-            trajectory.group_id, _Entry(first=position, is_training=is_training, told=told)
+            trajectory.group_id,
+            _Entry(first=position, is_training=is_training, num_queued=num_queued),
         )
-        entry.told = told
+        entry.num_queued = num_queued
 
     def trained(self, group_ids: Iterable[str], *, step: int) -> None:
         for group_id in group_ids:
@@ -190,9 +191,11 @@ class _Reading:
     def forget(self, *, closed_below: int, num_saved: int, version: int) -> None:
         while self._groups:
             group_id, entry = next(iter(self._groups.items()))
-            is_told = (
-                is_below(group_id, closed_below) if entry.is_training else entry.told <= num_saved
+            is_saved = (
+                is_below(group_id, closed_below)
+                if entry.is_training
+                else entry.num_queued <= num_saved
             )
-            if not is_told or entry.step > version:
+            if not is_saved or entry.step > version:
                 return
             del self._groups[group_id]

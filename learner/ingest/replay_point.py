@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bookmark:
+class ReplayPoint:
     """What lies before `position` is settled, and its steps are in every checkpoint."""
 
     position: JournalPosition = JOURNAL_START
@@ -23,31 +23,30 @@ class Bookmark:
     version: int = 0  # of the oldest checkpoint it was made for
 
 
-FROM_THE_START = Bookmark()
+FROM_THE_START = ReplayPoint()
 
 
-def save_bookmark(path: Path, bookmark: Bookmark) -> None:
-    """Replace the bookmark; it survives a power cut when this returns."""
-    write_atomically(path, json.dumps(asdict(bookmark)) + "\n", is_durable=True)
+def save_replay_point(path: Path, replay_point: ReplayPoint) -> None:
+    """Replace the replay point; it survives a power cut when this returns."""
+    write_atomically(path, json.dumps(asdict(replay_point)) + "\n", is_durable=True)
 
 
-def load_bookmark(path: Path, *, version: int) -> Bookmark:
-    """Return the bookmark of a run, that of the journal's start if there is none.
+def load_replay_point(path: Path, *, version: int) -> ReplayPoint:
+    """Return the replay point of a run, the journal's start if there is none.
 
     Args:
-        version: of the checkpoint that is restored. An older one than the bookmark was made for
-            needs episodes from before it.
+        version: of the checkpoint that is restored. An older one than the replay point was made
+            for needs episodes from before it.
     """
     if not path.exists():
         return FROM_THE_START
     plain = json.loads(path.read_text())
     position = JournalPosition(**plain.pop("position"))
-    bookmark = Bookmark(position=position, **plain)
-    if version < bookmark.version:
+    replay_point = ReplayPoint(position=position, **plain)
+    if version < replay_point.version:
         logger.warning(
-            "reading the whole journal: checkpoint of version=%d, bookmark for version=%d",
-            version,
-            bookmark.version,
+            "reading the whole journal: checkpoint of version=%d, replay point for version=%d",
+            *(version, replay_point.version),
         )
         return FROM_THE_START
-    return bookmark
+    return replay_point

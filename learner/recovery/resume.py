@@ -2,7 +2,7 @@
 
 import logging
 
-from common.config.run_config import RunConfig
+from common.config.learning import AlgorithmSection
 from common.errors import LongstrideError
 from common.store.journal import read_journal
 from common.store.metrics import BEFORE_FIRST_STEP as NOTHING_LOGGED
@@ -10,11 +10,10 @@ from common.store.metrics import MetricsWriter, iter_metrics
 from common.store.run_dir import RunDir
 from common.wire.ids import is_below
 from common.wire.messages import EpisodeKind, Trajectory
-from learner.batch.batching import Sample
 from learner.batch.credit import samples_of
+from learner.ingest.buffer import TrajectoryBuffer
 from learner.ingest.group_assembly import Group
-from learner.ingest.intake import Intake
-from learner.ingest.replay_point import Bookmark
+from learner.ingest.replay_point import ReplayPoint
 from learner.recovery.step_log import LoggedStep, read_steps
 from learner.training.trainer import Trainer
 
@@ -30,30 +29,30 @@ def last_logged(run_dir: RunDir, stands_at: int) -> int:
 
 
 def _episodes_of(
-    steps: list[LoggedStep], run_dir: RunDir, bookmark: Bookmark
+    steps: list[LoggedStep], run_dir: RunDir, start: ReplayPoint
 ) -> dict[str, Trajectory]:
     """Return the episodes that these steps trained on, by id."""
     wanted = {name: step.version for step in steps for ids in step.groups for name in ids}
     if not wanted:
         return {}
-    journal = read_journal(run_dir.journal, start=bookmark.position)
+    journal = read_journal(run_dir.journal, start=start.position)
     found = {t.episode_id: t for _, t in journal if t.episode_id in wanted}
     for name, version in wanted.items():
         if name not in found:
             raise LongstrideError(
-                f"{run_dir.journal} has no episode {name} from {bookmark.position} on, and step"
+                f"{run_dir.journal} has no episode {name} from {start.position} on, and step"
                 f" {version} trained on it"
             )
     return found
 
 
 def repeat_steps(
-    cfg: RunConfig,
+    algorithm: AlgorithmSection,
     run_dir: RunDir,
     trainer: Trainer,
     steps: list[LoggedStep],
     *,
-    bookmark: Bookmark,
+    start: ReplayPoint,
     metrics: MetricsWriter,
 ) -> None:
     """Train again on the logged batches of steps that no checkpoint has.
@@ -63,40 +62,40 @@ def repeat_steps(
     Raises:
         LongstrideError: the journal does not hold an episode that is needed.
     """
-    episodes = _episodes_of(steps, run_dir, bookmark)
+    episodes = _episodes_of(steps, run_dir, start)
     for step in steps:
         groups = [
             Group(group_id=ids[0].rpartition("/")[0], members=[episodes[name] for name in ids])
             for ids in step.groups
         ]
-        samples: list[Sample] = samples_of(groups, cfg.algorithm)
+        samples = samples_of(groups, algorithm)
         measured = trainer.train_on(samples, version=step.version - 1, must_train=True).metrics
         if step.version > metrics.last_step:
             metrics.log(step.version, measured)
         logger.info("repeated step=%d groups=%d", step.version, len(groups))
 
 
-def readopt(intake: Intake, run_dir: RunDir, bookmark: Bookmark) -> None:
-    """Give the journal's episodes back: consumed ones to the books, the others to their groups.
+def readopt(buffer: TrajectoryBuffer, run_dir: RunDir, start: ReplayPoint) -> None:
+    """Report the journal's episodes again, and put those that no step consumed in their groups.
 
-    What lies before the bookmark is settled, and so is what belongs to groups closed by then.
+    What lies before the replay point is settled, and so is what belongs to groups closed by then.
     """
     consumed: dict[str, int] = {}
     for step in read_steps(run_dir.steps):
-        is_in_checkpoints = step.version <= bookmark.version
-        outcomes = [o for o in step.outcomes if not is_below(o.episode_id, bookmark.closed_below)]
+        is_in_checkpoints = step.version <= start.version
+        outcomes = [o for o in step.outcomes if not is_below(o.episode_id, start.closed_below)]
         consumed |= {
             o.episode_id: step.version for o in (outcomes if is_in_checkpoints else step.outcomes)
         }
-        intake.adopt_outcomes(outcomes)
+        buffer.report(outcomes)
     num_episodes = num_open = 0
-    for position, trajectory in read_journal(run_dir.journal, start=bookmark.position):
+    for position, trajectory in read_journal(run_dir.journal, start=start.position):
         step = consumed.get(trajectory.episode_id)
-        is_closed = intake.adopt(trajectory, position, step=step)
+        is_closed = buffer.adopt(trajectory, position, step=step)
         num_episodes += 1
         num_open += trajectory.kind is EpisodeKind.TRAIN and step is None and not is_closed
     if num_episodes:
         logger.info(
             "journal from=%s episodes=%d not_consumed=%d",
-            *(bookmark.position, num_episodes, num_open),
+            *(start.position, num_episodes, num_open),
         )

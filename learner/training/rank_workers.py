@@ -36,13 +36,13 @@ STOP_S = 5.0  # until a process that may leave by itself must have
 _BATCH = struct.Struct("<qq?")  # bytes of the batch, version, must_train
 
 
-class _Follower(NamedTuple):
+class _Worker(NamedTuple):
     rank: int
     process: BaseProcess
     pipe: Connection
 
 
-class Followers:
+class RankWorkers:
     """Ranks 1 and up, as rank 0 sees them; nobody where `learner.num_ranks` is 1.
 
     Example (3 ranks): both processes load the model, say so on their pipes, and are told to meet
@@ -56,7 +56,7 @@ class Followers:
         """Start the processes. They load what rank 0 loads: `checkpoint`, or `model.path`."""
         self._cfg = cfg
         self._ranks = Ranks()
-        self._followers: list[_Follower] = []
+        self._workers: list[_Worker] = []
         self._device = pick_device(cfg.learner.device)
         num_ranks = cfg.learner.num_ranks
         if num_ranks == 1:
@@ -69,14 +69,14 @@ class Followers:
         for rank in range(1, num_ranks):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_follow,
+                target=_serve_rank,
                 args=(cfg, rank, checkpoint, self._meeting, theirs),
                 name=f"learner-{rank}",
                 daemon=True,
             )
             process.start()
             theirs.close()
-            self._followers.append(_Follower(rank, process, ours))
+            self._workers.append(_Worker(rank, process, ours))
 
     def join(self) -> Ranks:
         """Wait for all of them to have loaded; return the ranks with this process as rank 0.
@@ -84,73 +84,73 @@ class Followers:
         Raises:
             LongstrideError: one of them ended, or did not come in time.
         """
-        if not self._followers:
+        if not self._workers:
             return self._ranks
         deadline = time.monotonic() + LOAD_S
-        for follower in self._followers:
+        for worker in self._workers:
             remaining_s = max(0.0, deadline - time.monotonic())
-            found = wait([follower.pipe, follower.process.sentinel], remaining_s)
+            found = wait([worker.pipe, worker.process.sentinel], remaining_s)
             if not found:
                 raise LongstrideError(
-                    f"learner rank {follower.rank} has not loaded its model within {LOAD_S:g}s"
+                    f"learner rank {worker.rank} has not loaded its model within {LOAD_S:g}s"
                 )
-            if follower.pipe in found:
-                self._read_ready(follower)
+            if worker.pipe in found:
+                self._read_ready(worker)
             self.check()
-        for follower in self._followers:
-            self._tell(follower, MEET)
+        for worker in self._workers:
+            self._tell(worker, MEET)
         self._ranks = _meet(self._cfg, 0, self._meeting, self._device)
-        logger.info("ranks=%d pids=%s", self._ranks.size, [f.process.pid for f in self._followers])
+        logger.info("ranks=%d pids=%s", self._ranks.size, [f.process.pid for f in self._workers])
         return self._ranks
 
     def announce(self, samples: Sequence[Sample], version: int, must_train: bool) -> None:
         """Let the other ranks train on a batch too. Raises: LongstrideError: one is gone."""
-        if not self._followers:
+        if not self._workers:
             return
         self.check()
         payload = pack_samples(samples)
-        for follower in self._followers:
-            self._tell(follower, _BATCH.pack(len(payload), version, must_train))
+        for worker in self._workers:
+            self._tell(worker, _BATCH.pack(len(payload), version, must_train))
         self._ranks.send(torch.from_numpy(np.frombuffer(payload, dtype=np.uint8).copy()))
 
-    def _read_ready(self, follower: _Follower) -> None:
+    def _read_ready(self, worker: _Worker) -> None:
         try:
-            follower.pipe.recv_bytes()
-        except EOFError as e:
-            follower.process.join(STOP_S)
+            worker.pipe.recv_bytes()
+        except EOFError as error:
+            worker.process.join(STOP_S)
             self.check()
-            raise LongstrideError(f"learner rank {follower.rank} closed its pipe") from e
+            raise LongstrideError(f"learner rank {worker.rank} closed its pipe") from error
 
-    def _tell(self, follower: _Follower, message: bytes) -> None:
+    def _tell(self, worker: _Worker, message: bytes) -> None:
         try:
-            follower.pipe.send_bytes(message)
-        except OSError as e:
-            raise LongstrideError(f"learner rank {follower.rank} is gone: {e}") from e
+            worker.pipe.send_bytes(message)
+        except OSError as error:
+            raise LongstrideError(f"learner rank {worker.rank} is gone: {error}") from error
 
     def check(self) -> None:
         """Return if all are alive. Raises: LongstrideError: which one is not."""
-        for follower in self._followers:
-            code = follower.process.exitcode
+        for worker in self._workers:
+            code = worker.process.exitcode
             if code is not None:
                 raise LongstrideError(
-                    f"learner rank {follower.rank} ended with exit code {code}; its lines in this "
-                    f"log are those of learner-{follower.rank}"
+                    f"learner rank {worker.rank} ended with exit code {code}; its lines in this "
+                    f"log are those of learner-{worker.rank}"
                 )
 
     def stop(self) -> None:
         """End them: closed pipes, and a kill for whoever does not leave in time."""
-        if not self._followers:
+        if not self._workers:
             return
         deadline = time.monotonic() + STOP_S
-        for follower in self._followers:
-            follower.pipe.close()
-        for follower in self._followers:
-            follower.process.join(max(0.0, deadline - time.monotonic()))
-            if follower.process.exitcode is None:
-                logger.warning("killing rank=%d pid=%s", follower.rank, follower.process.pid)
-                follower.process.kill()
-                follower.process.join(STOP_S)
-        self._followers = []
+        for worker in self._workers:
+            worker.pipe.close()
+        for worker in self._workers:
+            worker.process.join(max(0.0, deadline - time.monotonic()))
+            if worker.process.exitcode is None:
+                logger.warning("killing rank=%d pid=%s", worker.rank, worker.process.pid)
+                worker.process.kill()
+                worker.process.join(STOP_S)
+        self._workers = []
         shutil.rmtree(self._meeting, ignore_errors=True)
 
 
@@ -166,12 +166,14 @@ def _meet(cfg: RunConfig, rank: int, meeting: Path, device: torch.device) -> Ran
             timeout_s=cfg.learner.rank_timeout_s,
             bind_host=cfg.learner.host,
         )
-    except RuntimeError as e:
-        raise LongstrideError(f"learner rank {rank} of {num_ranks} found no group: {e}") from e
+    except RuntimeError as error:
+        raise LongstrideError(
+            f"learner rank {rank} of {num_ranks} found no group: {error}"
+        ) from error
     return Ranks(group, device=device)
 
 
-def _follow(
+def _serve_rank(
     cfg: RunConfig, rank: int, checkpoint: Path | None, meeting: Path, pipe: Connection
 ) -> None:
     """Be a rank: load, meet the others, make rank 0's updates until it closes the pipe."""
@@ -194,8 +196,8 @@ def _follow(
             trainer.train_on(unpack_samples(payload), version=version, must_train=must_train)
     except (EOFError, BrokenPipeError):  # rank 0 has left
         _end(0)
-    except Exception:
-        logger.exception("ended by an error")
+    finally:  # only an error gets here
+        logger.error("ended by an error", exc_info=True)
         _end(1)
 
 

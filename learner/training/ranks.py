@@ -83,15 +83,15 @@ class Ranks:
         assert self._group is not None
         try:
             self._group.broadcast([buffer], dist.BroadcastOptions()).wait()  # of rank 0
-        except RuntimeError as e:
-            raise self._lost("a batch", e) from e
+        except RuntimeError as error:
+            raise self._lost("a batch", error) from error
 
     def _sum_in_place(self, values: Tensor) -> None:
         assert self._group is not None
         try:
             self._group.allreduce([values]).wait()
-        except RuntimeError as e:
-            raise self._lost("a sum", e) from e
+        except RuntimeError as error:
+            raise self._lost("a sum", error) from error
 
     def _lost(self, what: str, error: RuntimeError) -> LongstrideError:
         reason = " ".join(str(error).split())[:300]

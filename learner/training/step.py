@@ -45,7 +45,7 @@ class TrainerSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
+class ScoredBatch:
     """The samples of a step and what the networks said of them before its first update."""
 
     samples: list[Sample]
@@ -53,9 +53,9 @@ class Batch:
     before: BySample = field(default_factory=dict)  # [tokens] nats; of the samples scored so far
     reference: BySample = field(default_factory=dict)  # [tokens] nats; empty without a reference
 
-    def with_scored(self, logprobs: BySample) -> "Batch":
+    def with_scored(self, logprobs: BySample) -> "ScoredBatch":
         """Return the batch, where samples that were not scored before have `logprobs`."""
-        return Batch(
+        return ScoredBatch(
             samples=self.samples,
             version=self.version,
             before=logprobs | self.before,
@@ -87,7 +87,7 @@ class Gradients:
             engine_dtype=settings.engine_dtype,
         )
 
-    def prepare(self, samples: list[Sample], version: int) -> Batch:
+    def prepare(self, samples: list[Sample], version: int) -> ScoredBatch:
         """Do the passes without gradient that are needed before the first update of a batch.
 
         Args:
@@ -97,7 +97,7 @@ class Gradients:
             The batch; with a critic its samples carry advantages and value targets.
         """
         critic, reference = self._networks.critic, self._networks.reference
-        batch = Batch(samples=samples, version=version)
+        batch = ScoredBatch(samples=samples, version=version)
         if self._proximal is not Proximal.RECOMPUTED and critic is None and reference is None:
             return batch
         values: BySample = {}
@@ -121,11 +121,11 @@ class Gradients:
             logprobs=self.before(batch).numpy(),
         )
         samples = advantages_from_critic(samples, scored, self._algorithm, self._cfg.critic)
-        return Batch(
+        return ScoredBatch(
             samples=samples, version=version, before=batch.before, reference=batch.reference
         )
 
-    def accumulate(self, batch: Batch, part: Sequence[int]) -> Gradient:
+    def accumulate(self, batch: ScoredBatch, part: Sequence[int]) -> Gradient:
         """Add the gradient of a minibatch to the parameters, microbatch by microbatch.
 
         Args:
@@ -163,7 +163,7 @@ class Gradients:
         sums = dict(zip(names, self._ranks.sum(totals).tolist(), strict=True))
         return Gradient(sums=sums, logprobs=logprobs)
 
-    def loss_inputs(self, batch: Batch, micro: MicroBatch, scores: Scores) -> LossInputs:
+    def loss_inputs(self, batch: ScoredBatch, micro: MicroBatch, scores: Scores) -> LossInputs:
         """Return what the loss needs of a microbatch, see `objective/loss.py`."""
         indices = micro.sample_indices
         new = scores.logprobs
@@ -203,11 +203,11 @@ class Gradients:
         critic = self._networks.critic
         return loss * cfg.coef if critic is not None and critic.trunk is None else loss
 
-    def before(self, batch: Batch) -> Tensor:
+    def before(self, batch: ScoredBatch) -> Tensor:
         """Return [tokens] nats of all ranks, zeros where nothing was scored, on the CPU."""
         return self._whole(batch.before, [sample.num_sampled_tokens for sample in batch.samples])
 
-    def ess_frac(self, batch: Batch) -> float:
+    def ess_frac(self, batch: ScoredBatch) -> float:
         """Return the effective sample size of pi / mu over all ranks' scored tokens, (0, 1]."""
         moments = torch.zeros(3, dtype=torch.float64)
         known = sorted(batch.before)

@@ -16,7 +16,7 @@ from learner.policy.forward import Networks
 from learner.training.controller import Controller, Decision
 from learner.training.optimizer import lr_scale, make_critic_optimizer, make_optimizer
 from learner.training.ranks import Ranks
-from learner.training.step import Batch, Gradient, Gradients, TrainerSettings
+from learner.training.step import Gradient, Gradients, ScoredBatch, TrainerSettings
 from learner.training.step_metrics import mean_metrics, offpolicy_metrics, volume_metrics
 
 logger = logging.getLogger(__name__)
@@ -141,7 +141,7 @@ class Trainer:
         metrics = self._metrics(batch, updates, decision, time.perf_counter() - started_s)
         return StepResult(metrics=metrics, decision=decision)
 
-    def _minibatches(self, batch: Batch) -> list[list[int]]:
+    def _minibatches(self, batch: ScoredBatch) -> list[list[int]]:
         """Return the minibatches of all epochs: a step that is skipped draws as many numbers."""
         num_parts = self._cfg.num_minibatches
         return [
@@ -150,7 +150,7 @@ class Trainer:
             for part in make_minibatches(batch.samples, num_parts, generator=self._generator)
         ]
 
-    def _decide(self, batch: Batch, gradient: Gradient, *, must_train: bool) -> Decision:
+    def _decide(self, batch: ScoredBatch, gradient: Gradient, *, must_train: bool) -> Decision:
         return self._controller.decide(
             version=batch.version,
             ess_frac=self._gradients.ess_frac(batch),
@@ -191,7 +191,7 @@ class Trainer:
             self._critic_optimizer.zero_grad()
 
     def _metrics(
-        self, batch: Batch, updates: list[Update], decision: Decision, step_s: float
+        self, batch: ScoredBatch, updates: list[Update], decision: Decision, step_s: float
     ) -> dict[str, float]:
         metrics = mean_metrics(updates)
         metrics |= offpolicy_metrics(batch.samples, self._gradients.before(batch), batch.version)
@@ -202,7 +202,7 @@ class Trainer:
         metrics["controller/max_ahead_steps"] = float(self._controller.max_ahead_steps)
         return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
-    def _count_bad(self, updates: list[Update], batch: Batch) -> None:
+    def _count_bad(self, updates: list[Update], batch: ScoredBatch) -> None:
         num_bad = sum(not update.is_good for update in updates)
         if num_bad == 0:
             self._num_bad_steps_in_a_row = 0

@@ -12,7 +12,7 @@ from tests.end_to_end.runs import Run, balances
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-def follower_pids(run: Run) -> list[int]:
+def rank_worker_pids(run: Run) -> list[int]:
     """Return the processes that the learner has started as its other ranks."""
     try:
         children = psutil.Process(run.role_pid("learner")).children()
@@ -26,7 +26,7 @@ def test_two_ranks_train_and_a_dead_one_restarts_the_learner(tmp_path: Path) -> 
     patient = ("learner.batch_timeout_s=400", "eval.after=false")
     with Run(tmp_path, *overrides, *patient) as run:
         run.wait_until(lambda: len(run.metrics()) >= 2, timeout_s=400)
-        (pid,) = follower_pids(run)
+        (pid,) = rank_worker_pids(run)
         os.kill(pid, signal.SIGKILL)
         assert run.wait(timeout_s=400) == 0, run.output
         assert run.left_over() == []

@@ -110,7 +110,7 @@ def test_learner_killed_late_reads_only_what_is_not_settled(tmp_path: Path) -> N
     checkpoints = ("learner.checkpoint_every_steps=2", "learner.keep_checkpoints=1")
 
     def is_behind_the_start(run: Run) -> bool:
-        path = run.root / "journal" / "bookmark.json"
+        path = run.root / "journal" / "replay_point.json"
         return path.exists() and json.loads(path.read_text())["position"]["offset"] > 0
 
     with Run(tmp_path, *overrides, *checkpoints) as run:

@@ -29,8 +29,13 @@ from common.wire.messages import (
 from common.wire.security import RunKeys, create_keys
 from common.wire.sockets import Router, connect_dealer
 from learner.batch.credit import group_has_signal
+from learner.ingest.admission import Admission
+from learner.ingest.buffer import TrajectoryBuffer
 from learner.ingest.group_assembly import GroupAssembly
 from learner.ingest.intake import Intake
+from learner.ingest.journal_index import JournalIndex
+from learner.ingest.report_log import ReportLog
+from learner.ingest.scheduler_client import SchedulerClient
 from learner.scheduler.members.report_cursor import Told
 from tests.learner.builders import make_trajectory
 
@@ -55,6 +60,8 @@ class Scheduler:
         self.rejects = False
         self.told = Told()
         self.num_to_lose = 0  # numbered messages that never arrive
+        self.num_answers = 0  # to heartbeats
+        self.num_applied = 0  # of them, what the learner has acted on
 
     def start(self, epoch: str, *, is_at_new_address: bool = True) -> None:
         """Begin a new epoch that knows nothing."""
@@ -90,6 +97,7 @@ class Scheduler:
         if isinstance(message, Outcomes | StepDone):
             self.told.hear(message.number)
         if isinstance(message, Heartbeat):
+            self.num_answers += 1
             return Progress(
                 run_epoch=self.epoch,
                 version=0,
@@ -109,9 +117,9 @@ class Scheduler:
         return is_lost
 
     def pump_beats(self, num: int) -> None:
-        """Answer so many heartbeats from now on."""
-        num += sum(isinstance(message, Heartbeat) for message in self.heard)
-        self.pump_until(lambda: sum(isinstance(m, Heartbeat) for m in self.heard) >= num)
+        """Answer so many heartbeats from now on, and wait until the learner has the answers."""
+        num += self.num_answers
+        self.pump_until(lambda: self.num_applied >= num)
 
     def _told(self, name: str) -> list[Any]:
         reports = [message for message in self.heard if isinstance(message, Outcomes)]
@@ -160,21 +168,36 @@ class Setup:
         self.journal = GatedJournal(self.run_dir.journal)
         algorithm = AlgorithmSection()
         groups = GroupsSection(size=3, per_step=1, min_size=2)
-        self.intake = Intake(
+        table = GroupAssembly(
+            groups, algorithm, has_signal=lambda m: group_has_signal(m, algorithm)
+        )
+        index = JournalIndex(end=self.journal.position)
+        reports = ReportLog()
+        self.admission = Admission(index, group_size=3, vocab_size=VOCAB_SIZE)
+        self.buffer = TrajectoryBuffer(table, index, reports, version=HELLO.version)
+        client = SchedulerClient(
             self.run_dir,
             keys,
+            reports,
+            hello=HELLO,
+            silence_s=silence_s,
+            on_progress=self._apply,
+        )
+        self.intake = Intake(
             Router(keys, host=HOST, port=0),
             self.journal,
-            GroupAssembly(groups, algorithm, has_signal=lambda m: group_has_signal(m, algorithm)),
-            hello=HELLO,
+            self.admission,
+            self.buffer,
+            client,
             heartbeat_s=0.02,
-            group_size=3,
-            silence_s=silence_s,
-            vocab_size=VOCAB_SIZE,
         )
         self._context = zmq.Context()
         address = f"tcp://{HOST}:{self.intake.port}"
         self.actor = connect_dealer(self._context, keys, address=address, timeout_s=5.0)
+
+    def _apply(self, progress: Progress) -> None:
+        self.buffer.apply(progress)
+        self.scheduler.num_applied += 1
 
     def deliver(self, trajectory: Trajectory) -> Ack:
         self.actor.send_multipart(encode(trajectory))
@@ -186,7 +209,7 @@ class Setup:
         return [t.episode_id for _, t in read_journal(self.run_dir.journal)]
 
     def next_batch(self, version: int = 0, *, timeout_s: float = 5.0) -> tuple[Any, Any]:
-        return self.intake.next_batch(version, max_lag_steps=1, in_order=False, timeout_s=timeout_s)
+        return self.buffer.next_batch(version, max_lag_steps=1, in_order=False, timeout_s=timeout_s)
 
     def close(self) -> None:
         self.journal.gate.set()

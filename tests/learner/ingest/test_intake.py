@@ -36,7 +36,7 @@ def test_a_duplicate_is_acknowledged_counted_and_not_written_again(running: Setu
     running.scheduler.pump_until(lambda: running.scheduler.num_duplicates == 2)
     assert running.journaled() == ["g/0"]
     assert running.scheduler.seen == ["g/0"]
-    assert running.intake.drain_stats()["inbox/duplicates"] == 2
+    assert running.admission.counts()["admission/duplicates"] == 2
 
 
 def test_a_refused_trajectory_is_answered_with_its_reason_and_never_arrives(
@@ -51,7 +51,7 @@ def test_a_refused_trajectory_is_answered_with_its_reason_and_never_arrives(
         running.deliver(member(number))
     running.scheduler.pump_until(lambda: running.scheduler.groups == {"g": True})
     assert running.scheduler.outcomes == {"g/2": ("failed", "refused")}
-    assert running.intake.drain_stats()["inbox/refused"] == 1
+    assert running.admission.counts()["admission/refused"] == 1
 
 
 def test_a_token_that_the_policy_does_not_have_never_reaches_the_journal(running: Setup) -> None:
@@ -81,7 +81,7 @@ def test_members_that_the_scheduler_gave_up_complete_a_group(running: Setup) -> 
     assert running.deliver(member(1)).is_accepted
     running.scheduler.pump_until(lambda: "g/1" in running.scheduler.outcomes)
     assert running.scheduler.outcomes["g/1"] == ("failed", "late")
-    assert running.intake.drain_stats()["groups/open"] == 0
+    assert running.buffer.drain_stats()["groups/open"] == 0
 
 
 def test_an_evaluation_is_written_and_told_and_in_no_group(running: Setup) -> None:
@@ -89,7 +89,7 @@ def test_an_evaluation_is_written_and_told_and_in_no_group(running: Setup) -> No
         running.deliver(replace(member(number), kind=EpisodeKind.EVAL))
     running.scheduler.pump_until(lambda: len(running.scheduler.seen) == 3)
     assert len(running.journaled()) == 3
-    metrics = running.intake.drain_stats()
+    metrics = running.buffer.drain_stats()
     assert metrics["groups/ready"] == metrics["groups/open"] == metrics["episodes/arrived"] == 0
 
 
@@ -118,7 +118,7 @@ def test_what_grew_stale_before_a_timeout_is_told_and_comes_with_the_next_batch(
         running.next_batch(5, timeout_s=0.01)
     scheduler.pump_until(lambda: len(scheduler.outcomes) == 3)
     assert scheduler.outcomes["old/0"] == ("stale", "lag")
-    running.intake.step_done(5, is_last=False, max_ahead_steps=1, signals={})
+    running.buffer.step_done(5, is_last=False, max_ahead_steps=1, signals={})
     for number in range(3):
         running.deliver(member(number, group_id="new", version=5))
     groups, stale = running.next_batch(5)
@@ -130,12 +130,12 @@ def test_adopted_episodes_are_known_and_go_where_they_belong(setup: Setup) -> No
     scheduler = setup.scheduler
     failed = replace(member(1, group_id="done"), end_reason=EndReason.ENV_ERROR)
     trained = EpisodeOutcome(episode_id="done/0", outcome=Outcome.TRAINED, cause="")
-    setup.intake.adopt_outcomes([trained])
-    setup.intake.adopt(failed, JOURNAL_START, step=None)
-    setup.intake.adopt(member(0, group_id="done"), JOURNAL_START, step=1)
-    setup.intake.adopt(member(2, group_id="done"), JOURNAL_START, step=1)
+    setup.buffer.report([trained])
+    setup.buffer.adopt(failed, JOURNAL_START, step=None)
+    setup.buffer.adopt(member(0, group_id="done"), JOURNAL_START, step=1)
+    setup.buffer.adopt(member(2, group_id="done"), JOURNAL_START, step=1)
     for number in range(2):
-        setup.intake.adopt(member(number, group_id="open"), JOURNAL_START, step=None)
+        setup.buffer.adopt(member(number, group_id="open"), JOURNAL_START, step=None)
     setup.intake.start()
     assert setup.deliver(member(0, group_id="open")).is_accepted
     setup.deliver(member(2, group_id="open"))
@@ -147,18 +147,20 @@ def test_adopted_episodes_are_known_and_go_where_they_belong(setup: Setup) -> No
     assert [group.group_id for group in groups] == ["open"]
 
 
-def test_bookmark_moves_to_the_end_when_all_that_was_taken_in_is_settled(running: Setup) -> None:
+def test_replay_point_moves_to_the_end_when_all_that_was_taken_in_is_settled(
+    running: Setup,
+) -> None:
     for number in range(3):
         running.deliver(member(number, group_id="g0000000"))
-    assert running.intake.bookmark(version=0).position == JOURNAL_START
+    assert running.buffer.replay_point(version=0).position == JOURNAL_START
     running.scheduler.told.save(closed_below=1)
     running.scheduler.pump_beats(2)
-    bookmark = running.intake.bookmark(version=0)
-    assert bookmark.position == running.journal.position > JOURNAL_START
-    assert bookmark.closed_below == 1
+    replay_point = running.buffer.replay_point(version=0)
+    assert replay_point.position == running.journal.position > JOURNAL_START
+    assert replay_point.closed_below == 1
 
 
-def test_bookmark_lies_before_an_episode_that_is_still_being_taken_in(running: Setup) -> None:
+def test_replay_point_lies_before_an_episode_that_is_still_being_taken_in(running: Setup) -> None:
     running.deliver(member(0, group_id="g0000000"))
     running.scheduler.told.save(closed_below=1)
     running.scheduler.pump_beats(2)
@@ -168,7 +170,7 @@ def test_bookmark_lies_before_an_episode_that_is_still_being_taken_in(running: S
     running.actor.send_multipart(encode(member(0, group_id="g0000001")))
     assert running.journal.is_syncing.wait(5.0)
     assert running.journal.position > end  # appended, and not yet promised to anybody
-    assert running.intake.bookmark(version=0).position == end
+    assert running.buffer.replay_point(version=0).position == end
     running.journal.gate.set()
     assert decode(running.actor.recv_multipart()).is_accepted
-    assert running.intake.bookmark(version=0).position == end
+    assert running.buffer.replay_point(version=0).position == end

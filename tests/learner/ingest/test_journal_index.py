@@ -5,7 +5,7 @@ from dataclasses import replace
 from common.store.journal import JOURNAL_START, JournalPosition
 from common.wire.messages import EndReason, EpisodeKind, Trajectory
 from learner.ingest.journal_index import MAX_EVALUATIONS, JournalIndex
-from learner.ingest.replay_point import Bookmark
+from learner.ingest.replay_point import ReplayPoint
 from tests.learner.builders import make_trajectory
 
 
@@ -29,16 +29,16 @@ def make_index(*episodes: Trajectory) -> JournalIndex:
     index = JournalIndex(end=JOURNAL_START)
     for i, each in enumerate(episodes):
         index.know(each)
-        index.enter(each, at(10 * i), told=i + 1)
+        index.enter(each, at(10 * i), num_queued=i + 1)
     index.move_end(at(10 * len(episodes)))
     return index
 
 
 def position(index: JournalIndex, *, num_saved: int = 0, version: int = 0) -> JournalPosition:
-    return index.bookmark(num_saved=num_saved, version=version).position
+    return index.replay_point(num_saved=num_saved, version=version).position
 
 
-def test_bookmark_is_the_first_record_of_the_first_group_that_is_not_settled() -> None:
+def test_replay_point_is_the_first_record_of_the_first_group_that_is_not_settled() -> None:
     index = make_index(episode(0), episode(1), episode(0, 1), episode(2))
     assert position(index) == at(0)
     index.close_below(1)
@@ -47,24 +47,24 @@ def test_bookmark_is_the_first_record_of_the_first_group_that_is_not_settled() -
     assert position(index) == at(30)
 
 
-def test_bookmark_of_a_journal_that_is_settled_is_its_end() -> None:
+def test_replay_point_of_a_journal_that_is_settled_is_its_end() -> None:
     index = make_index(episode(0), episode(1))
     index.close_below(2)
-    made = index.bookmark(num_saved=0, version=7)
-    assert made == Bookmark(position=at(20), closed_below=2, version=7)
+    made = index.replay_point(num_saved=0, version=7)
+    assert made == ReplayPoint(position=at(20), closed_below=2, version=7)
 
 
-def test_record_that_is_not_entered_yet_lies_behind_the_bookmark() -> None:
+def test_record_that_is_not_entered_yet_lies_behind_the_replay_point() -> None:
     index = make_index(episode(0))
     index.close_below(1)
     index.know(episode(1))  # appended by another thread; the end is not moved before it is entered
     assert position(index) == at(10)
-    index.enter(episode(1), at(10), told=2)
+    index.enter(episode(1), at(10), num_queued=2)
     index.move_end(at(20))
     assert position(index) == at(10)
 
 
-def test_bookmark_stays_while_a_checkpoint_is_older_than_the_step_of_a_group() -> None:
+def test_replay_point_stays_while_a_checkpoint_is_older_than_the_step_of_a_group() -> None:
     index = make_index(episode(0), episode(1))
     index.trained(["g0000000"], step=30)
     index.close_below(2)
@@ -110,9 +110,9 @@ def test_memory_is_that_of_what_is_open_however_long_the_run() -> None:
             known.append(evaluation(number))
         for each in known:
             index.know(each)
-            index.enter(each, at(number), told=number)
+            index.enter(each, at(number), num_queued=number)
         index.trained([f"g{number:07d}"], step=number)
         index.close_below(max(0, number - 5))
-        index.bookmark(num_saved=number - 1, version=number - 10)
+        index.replay_point(num_saved=number - 1, version=number - 10)
     assert len(index) <= 2 * 6 + MAX_EVALUATIONS
     assert index.num_groups <= 12

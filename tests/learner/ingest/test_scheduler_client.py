@@ -29,7 +29,7 @@ def test_a_scheduler_that_comes_back_is_told_everything_again(
     running: Setup, is_at_new_address: bool
 ) -> None:
     scheduler = running.scheduler
-    running.intake.step_done(1, is_last=False, max_ahead_steps=1, signals={"entropy": 0.5})
+    running.buffer.step_done(1, is_last=False, max_ahead_steps=1, signals={"entropy": 0.5})
     for number in range(3):
         running.deliver(member(number))
     running.deliver(replace(member(0, group_id="eval-0"), kind=EpisodeKind.EVAL))
@@ -56,7 +56,7 @@ def test_nothing_is_told_twice_to_the_same_scheduler(running: Setup) -> None:
 
 def test_what_a_scheduler_has_saved_is_not_told_to_the_one_that_follows(running: Setup) -> None:
     scheduler = running.scheduler
-    running.intake.step_done(1, is_last=False, max_ahead_steps=1, signals={})
+    running.buffer.step_done(1, is_last=False, max_ahead_steps=1, signals={})
     running.deliver(member(0))
     scheduler.pump_until(lambda: scheduler.seen == ["g/0"])
     scheduler.told.save(closed_below=0)
@@ -99,11 +99,11 @@ def test_scheduler_that_lost_its_memory_is_an_error_and_not_a_silent_wait(runnin
 def test_slots_of_the_actors_are_a_metric_once_the_scheduler_has_said_how_many(
     running: Setup,
 ) -> None:
-    assert "actor/concurrency" not in running.intake.drain_stats()
+    assert "actor/concurrency" not in running.buffer.drain_stats()
     running.scheduler.num_slots = 48
 
     def told() -> bool:
-        return running.intake.drain_stats().get("actor/concurrency") == 48.0
+        return running.buffer.drain_stats().get("actor/concurrency") == 48.0
 
     running.scheduler.pump_until(told)
 
@@ -117,9 +117,9 @@ def test_a_failure_of_the_thread_is_raised_in_the_main_thread(running: Setup) ->
 
 def test_the_end_of_the_run_is_heard(running: Setup) -> None:
     running.scheduler.pump_until(lambda: len(running.scheduler.heard) > 1)
-    assert not running.intake.wait_finished(timeout_s=0.01)
+    assert not running.buffer.wait_finished(timeout_s=0.01)
     running.scheduler.is_finished = True
-    ended = threading.Thread(target=lambda: running.intake.wait_finished(timeout_s=5.0))
+    ended = threading.Thread(target=lambda: running.buffer.wait_finished(timeout_s=5.0))
     ended.start()
     running.scheduler.pump_until(lambda: not ended.is_alive())
-    assert running.intake.wait_finished(timeout_s=0.0) or running.intake.is_finished
+    assert running.buffer.wait_finished(timeout_s=0.0)

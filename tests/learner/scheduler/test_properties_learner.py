@@ -61,7 +61,7 @@ class TwoSidesMachine(RuleBasedStateMachine):
         self.delivered: list[Trajectory] = []
         self.journal: list[Trajectory] = []
         self.checkpoints = [0]  # versions that may be restored
-        self.bookmark = FROM_THE_START
+        self.replay_point = FROM_THE_START
         self.logged: list[list[EpisodeOutcome]] = []  # the step log
         self.trained: set[str] = set()
         self.stamps: dict[str, tuple[Any, ...]] = {}
@@ -166,7 +166,7 @@ class TwoSidesMachine(RuleBasedStateMachine):
     def _adopt(self, trajectory: Trajectory, offset: int, *, only_remember: bool = False) -> None:
         self.index.know(trajectory)
         self._tell(seen=[self._seen(trajectory)], only_remember=only_remember)
-        self.index.enter(trajectory, JournalPosition(offset=offset), told=len(self.history))
+        self.index.enter(trajectory, JournalPosition(offset=offset), num_queued=len(self.history))
 
     def _seen(self, trajectory: Trajectory) -> EpisodeSeen:
         return replace(
@@ -230,7 +230,9 @@ class TwoSidesMachine(RuleBasedStateMachine):
     @rule(num_kept=st.integers(1, 3))
     def save_checkpoint(self, num_kept: int) -> None:
         self.checkpoints = sorted({*self.checkpoints, self.version})[-num_kept:]
-        self.bookmark = self.index.bookmark(num_saved=self.num_saved, version=self.checkpoints[0])
+        self.replay_point = self.index.replay_point(
+            num_saved=self.num_saved, version=self.checkpoints[0]
+        )
 
     @rule()
     def restart_learner(self) -> None:
@@ -240,21 +242,21 @@ class TwoSidesMachine(RuleBasedStateMachine):
         self._tell_everything()
 
     def _start_learner(self) -> None:
-        """From what the journal holds behind the bookmark, and the step log."""
-        mark = self.bookmark
+        """From what the journal holds behind the replay point, and the step log."""
+        point = self.replay_point
         self.index = JournalIndex(
-            end=JournalPosition(offset=len(self.journal)), closed_below=mark.closed_below
+            end=JournalPosition(offset=len(self.journal)), closed_below=point.closed_below
         )
         self.groups = GroupAssembly(self.cfg.groups, AlgorithmSection(), has_signal=has_signal)
         self.bounds: dict[tuple[str, int], int] = {}
         self.stale: list[EpisodeOutcome] = []  # not written down yet
         self.history: list[dict[str, Any]] = []
         self.num_saved = self.num_told_at_save = 0
-        read = list(enumerate(self.journal))[mark.position.offset :]
+        read = list(enumerate(self.journal))[point.position.offset :]
         self._assert_steps_can_be_repeated({trajectory.episode_id for _, trajectory in read})
         steps = {each.episode_id: v for v, step in enumerate(self.logged, 1) for each in step}
         for step in self.logged:
-            open_ones = [o for o in step if not is_below(o.episode_id, mark.closed_below)]
+            open_ones = [o for o in step if not is_below(o.episode_id, point.closed_below)]
             self._tell(outcomes=open_ones, only_remember=True)
         for offset, trajectory in read:
             self._readopt(trajectory, offset, step=steps.get(trajectory.episode_id))
@@ -266,7 +268,7 @@ class TwoSidesMachine(RuleBasedStateMachine):
 
     def _readopt(self, trajectory: Trajectory, offset: int, *, step: int | None) -> None:
         if self.index.is_closed(trajectory):
-            self.index.enter(trajectory, JournalPosition(offset=offset), told=0)
+            self.index.enter(trajectory, JournalPosition(offset=offset), num_queued=0)
         else:
             self._adopt(trajectory, offset, only_remember=True)
             outcomes, groups = (

@@ -20,7 +20,7 @@ from common.config.learning import (
 from common.config.run_config import ModelSection, RunConfig
 from common.errors import LongstrideError
 from learner.training.build import load_start, make_trainer
-from learner.training.rank_workers import Followers
+from learner.training.rank_workers import RankWorkers
 from learner.training.trainer import Trainer
 from tests.learner.builders import make_model, make_samples
 
@@ -44,16 +44,16 @@ def cfg(tmp_path: Path) -> RunConfig:
 
 
 @contextmanager
-def ranks_of(cfg: RunConfig) -> Iterator[tuple[Trainer, Followers]]:
-    """Yield the trainer of rank 0, and its followers; end them afterwards."""
-    followers = Followers(cfg, None)
+def ranks_of(cfg: RunConfig) -> Iterator[tuple[Trainer, RankWorkers]]:
+    """Yield the trainer of rank 0, and its workers; end them afterwards."""
+    workers = RankWorkers(cfg, None)
     try:
         model, _ = load_start(cfg, None, torch.device("cpu"))
-        ranks = followers.join()
-        trainer, _ = make_trainer(cfg, model, None, ranks=ranks, announce=followers.announce)
-        yield trainer, followers
+        ranks = workers.join()
+        trainer, _ = make_trainer(cfg, model, None, ranks=ranks, announce=workers.announce)
+        yield trainer, workers
     finally:
-        followers.stop()
+        workers.stop()
 
 
 def weights_after(trainer: Trainer, *, num_steps: int) -> torch.Tensor:
@@ -66,10 +66,10 @@ def weights_after(trainer: Trainer, *, num_steps: int) -> torch.Tensor:
     return torch.cat([tensor.flatten().clone() for tensor in tensors])
 
 
-def pid_of(followers: Followers) -> int:
-    (follower,) = followers._followers
-    assert follower.process.pid is not None
-    return follower.process.pid
+def pid_of(workers: RankWorkers) -> int:
+    (worker,) = workers._workers
+    assert worker.process.pid is not None
+    return worker.process.pid
 
 
 @pytest.mark.slow
@@ -78,9 +78,9 @@ def test_two_ranks_have_the_weights_of_one_after_three_steps_and_leave(cfg: RunC
     model, _ = load_start(cfg, None, torch.device("cpu"))
     start = torch.cat([p.detach().flatten().clone() for p in model.parameters()])
     alone = weights_after(make_trainer(cfg, model, None)[0], num_steps=3)
-    with ranks_of(cfg) as (trainer, followers):
+    with ranks_of(cfg) as (trainer, workers):
         together = weights_after(trainer, num_steps=3)
-        process = followers._followers[0].process
+        process = workers._workers[0].process
     assert (alone[: len(start)] - start).abs().max() > 1e-3
     assert (alone - together).abs().max() < 1e-6
     assert process.exitcode == 0
@@ -88,13 +88,13 @@ def test_two_ranks_have_the_weights_of_one_after_three_steps_and_leave(cfg: RunC
 
 @pytest.mark.slow
 def test_a_dead_rank_is_named_and_does_not_hang_the_others(cfg: RunConfig) -> None:
-    with ranks_of(cfg) as (trainer, followers):
+    with ranks_of(cfg) as (trainer, workers):
         trainer.train_on(make_samples(), version=0)
-        followers.check()
-        os.kill(pid_of(followers), signal.SIGKILL)
-        followers._followers[0].process.join(10)
+        workers.check()
+        os.kill(pid_of(workers), signal.SIGKILL)
+        workers._workers[0].process.join(10)
         with pytest.raises(LongstrideError, match=r"learner rank 1 ended with exit code -9"):
-            followers.check()
+            workers.check()
         with pytest.raises(LongstrideError, match="learner rank 1 ended"):
             trainer.train_on(make_samples(), version=1)
 
@@ -102,31 +102,31 @@ def test_a_dead_rank_is_named_and_does_not_hang_the_others(cfg: RunConfig) -> No
 @pytest.mark.slow
 def test_a_rank_that_hangs_ends_the_step_within_its_timeout(cfg: RunConfig) -> None:
     cfg = replace(cfg, learner=replace(cfg.learner, rank_timeout_s=5.0))
-    with ranks_of(cfg) as (trainer, followers):
+    with ranks_of(cfg) as (trainer, workers):
         trainer.train_on(make_samples(), version=0)
-        os.kill(pid_of(followers), signal.SIGSTOP)
+        os.kill(pid_of(workers), signal.SIGSTOP)
         started = time.monotonic()
         with pytest.raises(LongstrideError, match="rank 0 of 2 learner ranks lost another one"):
             trainer.train_on(make_samples(), version=1)
         assert time.monotonic() - started < 30.0
-        os.kill(pid_of(followers), signal.SIGCONT)
+        os.kill(pid_of(workers), signal.SIGCONT)
 
 
 @pytest.mark.slow
 def test_a_rank_that_cannot_load_ends_the_start(cfg: RunConfig, tmp_path: Path) -> None:
-    followers = Followers(cfg, tmp_path / "no-such-checkpoint")
+    workers = RankWorkers(cfg, tmp_path / "no-such-checkpoint")
     try:
         with pytest.raises(
             LongstrideError, match=r"learner rank 1 (ended with exit code 1|closed its)"
         ):
-            followers.join()
+            workers.join()
     finally:
-        followers.stop()
+        workers.stop()
 
 
 def test_one_rank_starts_nobody(cfg: RunConfig) -> None:
-    followers = Followers(replace(cfg, learner=replace(cfg.learner, num_ranks=1)), None)
-    assert followers.join().size == 1
-    followers.announce([], 0, False)
-    followers.check()
-    followers.stop()
+    workers = RankWorkers(replace(cfg, learner=replace(cfg.learner, num_ranks=1)), None)
+    assert workers.join().size == 1
+    workers.announce([], 0, False)
+    workers.check()
+    workers.stop()

@@ -1,0 +1,290 @@
+"""Trajectories between journal and training step: groups, batches, and what became of episodes."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from common.errors import LongstrideError
+from common.store.journal import JournalPosition
+from common.wire.messages import (
+    EpisodeKind,
+    EpisodeOutcome,
+    EpisodeSeen,
+    GroupArrived,
+    Outcome,
+    Outcomes,
+    Progress,
+    StepDone,
+    Trajectory,
+)
+from learner.ingest.episode_stats import EpisodeStats, subset_of
+from learner.ingest.group_assembly import Group, GroupAssembly
+from learner.ingest.journal_index import JournalIndex
+from learner.ingest.replay_point import ReplayPoint
+from learner.ingest.report_log import ReportLog
+
+POLL_S = 0.05  # between two looks at what may end a wait
+
+
+class TrajectoryBuffer:
+    """Holds what is journalled and not trained on, and reports what happens to it. Thread-safe.
+
+    Example: the intake adds three members of a group of three -> the group is ready, three
+    episodes and one group are reported, `next_batch` returns in the main thread.
+    """
+
+    def __init__(
+        self, groups: GroupAssembly, index: JournalIndex, reports: ReportLog, *, version: int
+    ) -> None:
+        """Make an empty one for a learner that stands at `version`."""
+        self._changed = threading.Condition()
+        self._groups = groups
+        self._index = index
+        self._reports = reports
+        self._version = version
+        self._stale: list[EpisodeOutcome] = []  # since the last batch
+        self._stats = EpisodeStats()
+        self._stats_since = time.monotonic()
+        self._error: BaseException | None = None
+        self._lag_bounds: dict[tuple[str, int], int] = {}  # of the scheduler; by env and horizon
+        self._num_slots = 0  # of all actors, as the scheduler says
+        self._is_finished = False
+
+    @property
+    def version(self) -> int:
+        """The last one that the scheduler was told of."""
+        return self._version
+
+    @property
+    def open_groups(self) -> list[str]:
+        """Groups that wait for members."""
+        with self._changed:
+            return self._groups.open_ids
+
+    # --- what a previous learner left, before the intake starts -----------------------------
+
+    def adopt(self, trajectory: Trajectory, position: JournalPosition, *, step: int | None) -> bool:
+        """Take an episode that the journal already holds.
+
+        Args:
+            step: that consumed it, None if none has.
+
+        Returns:
+            True if its group was settled for good, so that nobody need be told.
+        """
+        is_closed = self._index.is_closed(trajectory)
+        if is_closed:  # it is read in case that its step must be repeated once more
+            self._index.enter(trajectory, position, num_queued=0)
+        else:
+            self._index.know(trajectory)
+            self._enter(trajectory, position)
+            if trajectory.kind is EpisodeKind.TRAIN and step is None:
+                self._report(*self._groups.add(trajectory))
+            elif trajectory.kind is EpisodeKind.TRAIN:
+                self._report(*self._groups.mark_completed(trajectory.group_id))
+        if step is not None:
+            self._index.trained([trajectory.group_id], step=step)
+        return is_closed
+
+    # --- the intake's thread ----------------------------------------------------------------
+
+    def add(
+        self, accepted: Sequence[tuple[Trajectory, JournalPosition]], *, end: JournalPosition
+    ) -> None:
+        """Take episodes that are in the journal and acknowledged; it ends at `end`."""
+        with self._changed:
+            for trajectory, position in accepted:
+                self._enter(trajectory, position)
+                if trajectory.kind is EpisodeKind.TRAIN:
+                    self._stats.add(trajectory)
+                    self._report(*self._groups.add(trajectory))
+            self._index.move_end(end)
+            self._changed.notify_all()
+
+    def add_refused(self, trajectory: Trajectory) -> None:
+        """Complete the group of a refused episode without it: it never arrives."""
+        if trajectory.kind is not EpisodeKind.TRAIN:
+            return
+        failed = EpisodeOutcome(
+            episode_id=trajectory.episode_id, outcome=Outcome.FAILED, cause="refused"
+        )
+        with self._changed:
+            outcomes, groups = self._groups.give_up(trajectory.group_id, trajectory.member)
+            self._report([failed, *outcomes], groups)
+
+    def add_duplicate(self) -> None:
+        """Report a duplicate, which changes nothing else."""
+        with self._changed:
+            self._report(num_duplicates=1)
+
+    def apply(self, progress: Progress) -> None:
+        """Complete groups whose members will never come; note bounds and the end of the run."""
+        with self._changed:
+            self._close_below(progress.closed_below)
+            self._groups.decide(progress.learner_version, progress.num_batch_groups)
+            self._num_slots = progress.num_slots
+            self._lag_bounds = {(b.env, b.horizon): b.max_lag_steps for b in progress.lag_bounds}
+            for episode_id in progress.revoked:
+                group_id, _, member = episode_id.rpartition("/")
+                self._report(*self._groups.give_up(group_id, int(member)))
+            self._is_finished = self._is_finished or progress.is_finished
+            self._changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """Let every wait of the main thread raise: nothing will arrive any more."""
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
+
+    # --- main thread ------------------------------------------------------------------------
+
+    def next_batch(
+        self,
+        version: int,
+        *,
+        max_lag_steps: int,
+        in_order: bool,
+        timeout_s: float,
+        may_stretch: bool = True,
+        check: Callable[[], object] = lambda: None,
+    ) -> tuple[list[Group], list[EpisodeOutcome]]:
+        """Wait for a batch of fresh groups; return it and what has grown stale since the last.
+
+        Args:
+            may_stretch: where the scheduler says so, a wider bound than `max_lag_steps` holds.
+            check: called every `POLL_S` seconds of the wait; ends it by raising.
+
+        Raises:
+            TimeoutError: none within `timeout_s`; says what there is and who is waited for.
+            LongstrideError: the intake's thread failed.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            check()
+            with self._changed:
+                self._raise_failure()
+                if self._groups.is_batch_ready(version):
+                    groups, outcomes = self._groups.take(
+                        version,
+                        max_lag_steps=max_lag_steps,
+                        in_order=in_order,
+                        lag_bounds=self._lag_bounds if may_stretch else None,
+                    )
+                    self._stale += outcomes
+                    self._report(outcomes)
+                    if groups:
+                        stale, self._stale = self._stale, []
+                        return groups, stale
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
+                    raise TimeoutError(
+                        f"no batch within {timeout_s:g}s: {self._groups.num_ready} groups ready, "
+                        f"{self._groups.num_open} waiting for members; see status.json"
+                    )
+                self._changed.wait(min(remaining, POLL_S))
+
+    def report(self, outcomes: Sequence[EpisodeOutcome]) -> None:
+        """Tell the scheduler what became of episodes."""
+        with self._changed:
+            self._report(outcomes)
+
+    def step_done(
+        self, version: int, *, is_last: bool, max_ahead_steps: int, signals: dict[str, float]
+    ) -> None:
+        """Tell the scheduler that a version is published, how far to go ahead, and how it went."""
+        done = StepDone(
+            version=version, is_last=is_last, max_ahead_steps=max_ahead_steps, signals=signals
+        )
+        with self._changed:
+            self._version = version
+            self._reports.queue(done)
+
+    def replay_point(self, *, version: int) -> ReplayPoint:
+        """Return where a learner would begin to read, if it restores `version` or a later one."""
+        return self._index.replay_point(num_saved=self._reports.num_saved, version=version)
+
+    def mark_trained(self, groups: Sequence[Group], *, step: int) -> None:
+        """Note that a step, which is logged, has consumed these groups."""
+        self._index.trained([group.group_id for group in groups], step=step)
+
+    def drain_stats(self) -> dict[str, float]:
+        """Return metrics over the episodes that arrived since the last call."""
+        with self._changed:
+            now = time.monotonic()
+            metrics = self._stats.drain(now - self._stats_since)
+            self._stats_since = now
+            metrics["groups/ready"] = float(self._groups.num_ready)
+            metrics["groups/open"] = float(self._groups.num_open)
+            if self._num_slots:
+                metrics["actor/concurrency"] = float(self._num_slots)
+            return metrics
+
+    def wait_finished(
+        self, *, timeout_s: float, check: Callable[[], object] = lambda: None
+    ) -> bool:
+        """Wait until the scheduler says that the run is over; False if it did not in time."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            check()
+            with self._changed:
+                self._raise_failure()
+                if self._is_finished or time.monotonic() >= deadline:
+                    return self._is_finished
+                self._changed.wait(POLL_S)
+
+    # --- under the lock ---------------------------------------------------------------------
+
+    def _raise_failure(self) -> None:
+        if self._error is not None:
+            raise LongstrideError(f"intake failed: {self._error}") from self._error
+
+    def _enter(self, trajectory: Trajectory, position: JournalPosition) -> None:
+        """Report an episode as seen, and index where it lies."""
+        num_queued = self._report(seen=[_seen(trajectory)])
+        self._index.enter(trajectory, position, num_queued=num_queued)
+
+    def _close_below(self, number: int) -> None:
+        if number < self._index.closed_below:
+            raise LongstrideError(
+                f"the scheduler has open groups from number {number} on, and those below"
+                f" {self._index.closed_below} were settled: its scheduler.json is lost or another's"
+            )
+        if number > self._index.closed_below:
+            self._index.close_below(number)
+            self._groups.close_below(number)
+
+    def _report(
+        self,
+        outcomes: Sequence[EpisodeOutcome] = (),
+        groups: Sequence[GroupArrived] = (),
+        *,
+        seen: Sequence[EpisodeSeen] = (),
+        num_duplicates: int = 0,
+    ) -> int:
+        """Queue what there is to report. Returns: how many reports were queued by now."""
+        if not (outcomes or groups or seen or num_duplicates):
+            return self._reports.num_saved
+        report = Outcomes(
+            version=self._version,
+            seen=list(seen),
+            outcomes=list(outcomes),
+            groups=list(groups),
+            num_duplicates=num_duplicates,
+        )
+        return self._reports.queue(report)
+
+
+def _seen(trajectory: Trajectory) -> EpisodeSeen:
+    """Return what the scheduler is told of a trajectory that is in the journal."""
+    return EpisodeSeen(
+        episode_id=trajectory.episode_id,
+        kind=trajectory.kind,
+        env=trajectory.env,
+        subset=subset_of(trajectory.item_id),
+        reward=trajectory.reward,
+        is_success=trajectory.is_success,
+        end_reason=trajectory.end_reason,
+        num_turns=trajectory.num_turns,
+        num_sampled_tokens=int(trajectory.loss_mask.sum()),
+        wall_s=trajectory.wall_s,
+    )

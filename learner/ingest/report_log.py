@@ -1,0 +1,97 @@
+"""What the scheduler must know, kept until it has it on disk."""
+
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import islice
+
+from common.wire.messages import Outcomes, StepDone
+
+Report = Outcomes | StepDone
+
+
+class ReportLog:
+    """Reports in order, numbered until acknowledged. Any thread queues, one thread sends.
+
+    A scheduler that restarts may be a little behind, so what it has not saved is sent again; it
+    ignores what it knows. Reports that follow each other are merged, so that a busy second costs
+    one message, and numbered, so that one that was lost on the way is noticed.
+
+    Example: queue(a), queue(b), queue(step) -> take_unsent() is [a + b as 1, step as 2].
+    acknowledge(1): a and b are forgotten. restart() -> take_unsent() is [step as 1].
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: deque[Report] = deque()  # not saved by the scheduler yet, oldest first
+        self._num_saved = 0  # reports that went before those
+        self._num_sent = 0  # of all reports, to the present scheduler
+        self._sent: deque[tuple[int, int]] = deque()  # (number, reports sent up to it)
+        self.last_number = 0  # of the last message taken since the restart, after merging
+
+    def queue(self, report: Report) -> int:
+        """Keep a report to be sent. Returns: how many were queued by now."""
+        with self._lock:
+            self._kept.append(report)
+            return self._num_saved + len(self._kept)
+
+    @property
+    def num_saved(self) -> int:
+        """How many of the queued reports, counted from the first, no scheduler can forget."""
+        return self._num_saved
+
+    def restart(self) -> None:
+        """Begin again at number 1 with the oldest report that is not saved."""
+        self._num_sent, self.last_number = self._num_saved, 0
+        self._sent.clear()
+
+    def take_unsent(self) -> list[Report]:
+        """Return what was not taken since the restart, merged and numbered."""
+        with self._lock:
+            news = list(islice(self._kept, self._num_sent - self._num_saved, None))
+        messages: list[Report] = []
+        for message in _merged(news):
+            self.last_number += 1
+            messages.append(replace(message, number=self.last_number))
+        if news:
+            self._num_sent += len(news)
+            self._sent.append((self.last_number, self._num_sent))
+        return messages
+
+    def acknowledge(self, number: int) -> None:
+        """Forget the reports of messages up to `number`: the scheduler has saved them."""
+        num_saved = self._num_saved
+        while self._sent and self._sent[0][0] <= number:
+            num_saved = self._sent.popleft()[1]
+        with self._lock:
+            for _ in range(num_saved - self._num_saved):
+                self._kept.popleft()
+            self._num_saved = num_saved
+
+
+def _merged(reports: Iterable[Report]) -> Iterator[Report]:
+    """Yield the reports in order, outcomes that follow each other as one."""
+    outcomes: list[Outcomes] = []
+    for report in reports:
+        if isinstance(report, Outcomes):
+            outcomes.append(report)
+            continue
+        yield from _as_one(outcomes)
+        outcomes = []
+        yield report
+    yield from _as_one(outcomes)
+
+
+def _as_one(reports: list[Outcomes]) -> list[Outcomes]:
+    if not reports:
+        return []
+    return [
+        Outcomes(
+            version=reports[-1].version,
+            seen=[seen for report in reports for seen in report.seen],
+            outcomes=[outcome for report in reports for outcome in report.outcomes],
+            groups=[group for report in reports for group in report.groups],
+            num_duplicates=sum(report.num_duplicates for report in reports),
+        )
+    ]
