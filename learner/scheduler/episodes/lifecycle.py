@@ -175,11 +175,11 @@ class Books:
         """Book the learner's word. The same word twice is one.
 
         Raises:
-            LedgerError: the learner has given this episode another outcome before. Only what it
-                called stale may be trained on after all: one that restarts judges that anew.
+            LedgerError: it was trained on, and is now reported otherwise. Everything else a learner
+                that restarts decides anew, perhaps with members that came too late before.
         """
         found = self.table.find(report.episode_id)
-        cell = found[1].cell if found and report.outcome is Outcome.STALE else None
+        cell = found[1].cell if found and report.outcome is not Outcome.TRAINED else None
         settled = Settled(
             outcome=report.outcome.value, cause=report.cause, is_given_up=False, cell=cell
         )
@@ -200,10 +200,10 @@ class Books:
             self._unknown(report.episode_id)
 
     def _replaces(self, episode_id: str, known: Settled, settled: Settled) -> bool:
-        """Rebook an episode that was given up, or stale, and that the learner now knows better."""
+        """Rebook an episode that was not trained on, and that the learner now knows better."""
         if known.outcome == settled.outcome:
             return False
-        if not (known.is_given_up or known.outcome == Outcome.STALE):
+        if known.outcome == Outcome.TRAINED:
             raise LedgerError(
                 f"{episode_id} was {known.outcome} ({known.cause}) and is now reported as"
                 f" {settled.outcome} ({settled.cause})"

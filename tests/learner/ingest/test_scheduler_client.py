@@ -110,7 +110,7 @@ def test_slots_of_the_actors_are_a_metric_once_the_scheduler_has_said_how_many(
 
 def test_a_failure_of_the_thread_is_raised_in_the_main_thread(running: Setup) -> None:
     running.scheduler.rejects = True
-    running.scheduler.pump_until(lambda: len(running.scheduler.heard) > 0)
+    running.scheduler.pump_until(lambda: not running.intake.is_alive())
     with pytest.raises(LongstrideError, match="the scheduler refused a message: no"):
         running.next_batch()
 

@@ -148,16 +148,18 @@ def test_learner_that_waits_for_a_group_closed_without_a_member_is_told_of_it() 
     assert table.beat("learner-2", ["g0000099"]).revoked == []  # never opened
 
 
-def test_what_was_stale_may_be_trained_on_by_a_learner_that_restarted() -> None:
+@pytest.mark.parametrize("before", [Outcome.STALE, Outcome.FAILED, Outcome.FILTERED])
+def test_what_was_not_trained_on_may_be_by_a_learner_that_restarted(before: Outcome) -> None:
+    """It finds members in its journal that came too late for its predecessor."""
     table = Table()
     table.hello("actor-0")
     leases = table.ask("actor-0", 4).leases
     table.arrive(leases)
-    table.report(groups=[GroupArrived(group_id="g0000000", is_ready=True)])
-    table.report(outcomes=[outcome_of(x.episode_id, Outcome.STALE, "lag") for x in leases])
+    table.report(groups=[GroupArrived(group_id="g0000000", is_ready=before is Outcome.STALE)])
+    table.report(outcomes=[outcome_of(x.episode_id, before, "cause") for x in leases])
     table.report(outcomes=[outcome_of(x.episode_id, Outcome.TRAINED) for x in leases])
     counts = table.counts()
-    assert (counts["trained"], counts["stale"], counts["causes"]) == (4, 0, {})
+    assert (counts["trained"], counts[before.value], counts["causes"]) == (4, 0, {})
     assert table.core.books.audit.total() == {"trained": 4}
 
 
