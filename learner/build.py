@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
+from common.config.learning import LearnerSection
 from common.config.run_config import RunConfig, TrainMode
 from common.store.journal import JournalWriter
 from common.store.metrics import MetricsWriter
@@ -96,12 +97,7 @@ def build(cfg: RunConfig, run_dir: RunDir) -> Learner:
     reports = ReportLog()
     buffer = TrajectoryBuffer(_group_assembly(cfg), index, reports, version=version)
     readopt(buffer, run_dir, start)
-    publisher = Publisher(
-        Router(keys, host=cfg.learner.host, port=0),
-        host=cfg.learner.host,
-        timeout_s=cfg.learner.publish_timeout_s,
-        max_canary_delta=cfg.learner.max_canary_delta,
-    )
+    publisher = _publisher(cfg.learner, keys)
     admission = Admission(index, group_size=cfg.groups.size, vocab_size=vocabulary_size(model))
     intake = Intake(
         Router(keys, host=cfg.learner.host, port=cfg.learner.port),
@@ -121,12 +117,7 @@ def build(cfg: RunConfig, run_dir: RunDir) -> Learner:
         admission=admission,
         buffer=buffer,
         publisher=publisher,
-        checkpoints=Checkpoints(
-            run_dir.checkpoints,
-            every_steps=cfg.learner.checkpoint_every_steps,
-            every_s=cfg.learner.checkpoint_every_s,
-            keep=cfg.learner.keep_checkpoints,
-        ),
+        checkpoints=_checkpoints(cfg.learner, run_dir),
         journal=journal,
         step_log=step_log,
         metrics=metrics,
@@ -140,6 +131,24 @@ def _group_assembly(cfg: RunConfig) -> GroupAssembly:
         cfg.algorithm,
         has_signal=lambda members: group_has_signal(members, cfg.algorithm),
         is_lockstep=cfg.train.mode is TrainMode.SYNC,
+    )
+
+
+def _publisher(cfg: LearnerSection, keys: RunKeys) -> Publisher:
+    return Publisher(
+        Router(keys, host=cfg.host, port=0),
+        host=cfg.host,
+        timeout_s=cfg.publish_timeout_s,
+        max_canary_delta=cfg.max_canary_delta,
+    )
+
+
+def _checkpoints(cfg: LearnerSection, run_dir: RunDir) -> Checkpoints:
+    return Checkpoints(
+        run_dir.checkpoints,
+        every_steps=cfg.checkpoint_every_steps,
+        every_s=cfg.checkpoint_every_s,
+        keep=cfg.keep_checkpoints,
     )
 
 
