@@ -61,7 +61,8 @@ class Fuzz:
     def send_by_schema(self, num_requests: int, *, victims: list[str]) -> None:
         """Send requests that break the OpenAPI document, half of them to live sessions."""
         schema = schemathesis.openapi.from_dict(self.document)
-        operations = [each.ok() for each in schema.get_all_operations()]
+        parsed: list[Any] = list(schema.get_all_operations())
+        operations = [each.ok() for each in parsed]
         plans = [(each, None) for each in operations if each.body or each.path_parameters]
         plans += [(each, victim) for each in operations if each.body for victim in victims]
         with requests.Session() as session:
@@ -80,11 +81,11 @@ class Fuzz:
         mode = GenerationMode.NEGATIVE if operation.body else GenerationMode.POSITIVE
         strategy = operation.as_strategy(mode, path_parameters=known)
 
+        every_check: list[Any] = list(HealthCheck)  # pyright takes a member for the class
+
         @hypothesis_seed(0)
         @settings(
-            max_examples=num_requests,
-            phases=[Phase.generate],
-            suppress_health_check=list(HealthCheck),
+            max_examples=num_requests, phases=[Phase.generate], suppress_health_check=every_check
         )
         @given(case=strategy)
         def send(case: Any) -> None:

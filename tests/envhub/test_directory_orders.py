@@ -6,13 +6,14 @@ import sqlite3
 import subprocess
 import sys
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from common.config.envs import EnvsSection
 from common.repository import ROOT
 from envhub.catalogue.registry import Registry
-from envhub.env import Style
+from envhub.env import Env, Style
 from tests.configs import edited
 from tests.envhub.envs.test_sqlgym import ASKED, CREATE_PETS, PETS
 from tests.envhub.envs.test_textcraft_recipes import METAL, WOOD
@@ -66,12 +67,14 @@ def transcripts(folder: Path) -> dict[str, list[str]]:
     """Return all that is seen of every subset's first item, and the order of the goals."""
     registry = registry_of(folder)
     seen: dict[str, list[str]] = {"catalogue": [json.dumps(registry.catalogue(), sort_keys=True)]}
-    goals = [registry.spec("textcraft").from_agentgym(index) for index in range(7)]
+    from_agentgym = registry.spec("textcraft").from_agentgym
+    assert from_agentgym is not None
+    goals = [from_agentgym(index) for index in range(7)]
     items = {"textcraft": goals, "searchqa": ["nq-test-0", "popqa-test-0", "bamboogle-test-0"]}
     items["sqlgym"] = ["bird-train-0", "bird-test-0"]
     for name, item_ids in items.items():
         for item_id in item_ids:
-            env = registry.spec(name).make(Style.AGENTGYM)
+            env = cast(Env, registry.spec(name).make(Style.AGENTGYM))
             texts = seen[f"{name} {item_id}"] = [env.reset(item_id, 0)]
             scripted = {"searchqa": ["<search>pie</search>"], "sqlgym": ["SELECT * FROM pet"]}
             for action in scripted.get(name) or iter(env.expert_action, None):

@@ -1,9 +1,12 @@
 """The environments that the documentation shows work."""
 
+from typing import cast
+
 import pytest
 
 from common.repository import ROOT
 from envhub.catalogue.registry import Registry
+from envhub.env import Env, StepResult
 
 GUESS = f"{ROOT / 'docs' / 'examples' / 'guess.py'}:make_spec"
 
@@ -18,12 +21,12 @@ def test_every_item_of_the_example_is_solved_by_its_expert():
     items = [f"hundred-train-{i}" for i in range(80)] + [f"hundred-test-{i}" for i in range(20)]
     numbers = set()
     for item_id in items:
-        env = spec.make(next(iter(spec.instruction)))
+        env = cast(Env, spec.make(next(iter(spec.instruction))))
         env.reset(item_id, 0)
         numbers.add(env.fingerprint())
-        results = [env.step(env.expert_action())]
-        while not results[-1].done:
-            results.append(env.step(env.expert_action()))
+        results: list[StepResult] = []
+        while not results or not results[-1].done:
+            results.append(env.step(env.expert_action() or ""))
         assert results[-1].reward == 1.0
         assert len(results) <= spec.subsets["hundred"].max_turns
     assert len(numbers) == 100

@@ -5,6 +5,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import httpx
 import uvicorn
@@ -38,6 +39,13 @@ def native_name(dialect: str) -> str:
     return {"webarena": "minisites"}.get(dialect, dialect)
 
 
+def native_item(dialect: str, index: int) -> str:
+    """Return the item of ours that has a data index of a dialect."""
+    from_agentgym = native_spec(dialect).from_agentgym
+    assert from_agentgym is not None
+    return from_agentgym(index)
+
+
 def native_spec(dialect: str) -> EnvSpec:
     """Return the catalogue entry of the environment that a dialect's clients play."""
     name = native_name(dialect)
@@ -64,14 +72,14 @@ class Wire:
         self.key = key
         self.number: int | None = None
 
-    def post(self, verb: str, body: dict | None = None) -> object:
+    def post(self, verb: str, body: dict[str, Any] | None = None) -> Any:
         if body is not None and self.number is not None:
             body = body | {self.key: self.number}
         answer = httpx.post(f"{self.base}/{verb}", json=body, **DIRECT)
         assert answer.status_code == 200, answer.text
         return answer.json()
 
-    def get(self, verb: str) -> object:
+    def get(self, verb: str) -> Any:
         answer = httpx.get(f"{self.base}/{verb}?{self.key}={self.number}", **DIRECT)
         assert answer.status_code == 200, answer.text
         return answer.json()

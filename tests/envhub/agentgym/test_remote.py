@@ -13,8 +13,8 @@ from envhub.agentgym.remote import check
 from envhub.env import EnvFailure, EnvSpec, StepResult, Style, UnknownItem
 from tests.envhub.agentgym.agentgym_clients import (
     DIRECT,
+    native_item,
     native_name,
-    native_spec,
     phrase,
     serve_app,
     serve_envs,
@@ -49,9 +49,7 @@ async def driven(
 def play_round_trip(name: str, hub: str) -> None:
     """Play an item over our own AgentGym routes and natively, side by side, to success."""
     index = SUCCESS_INDEX.get(name, 0)
-    from_agentgym = native_spec(name).from_agentgym
-    assert from_agentgym is not None
-    item_id = from_agentgym(index)
+    item_id = native_item(name, index)
     spec = spec_of(name, f"{hub}/agentgym/{name}", num_train=10**6, num_test=0)
     num_train = spec.subsets["all"].num_train
     assert index < num_train

@@ -65,8 +65,8 @@ def test_calls_of_one_session_come_one_at_a_time():
     async def episode(sessions):
         session_id, _ = await sessions.create("waiting", "any-train-0")
         steps = [sessions.step(session_id, "pause", seq) for seq in (1, 2)]
-        first, second, deleted = await asyncio.gather(
-            *steps, sessions.delete(session_id), return_exceptions=True
+        (first, second), deleted = await asyncio.gather(
+            asyncio.gather(*steps), sessions.delete(session_id)
         )
         return first.observation, second.observation, deleted, len(sessions)
 
