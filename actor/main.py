@@ -200,7 +200,7 @@ async def _take_leases(cfg: RunConfig, parts: Parts) -> None:
 
 async def _beat(cfg: RunConfig, parts: Parts) -> None:
     process = psutil.Process()
-    last_tokens, last_time = 0, time.monotonic()
+    last_tokens, last_time = parts.engine.num_sampled_tokens, time.monotonic()
     while True:
         now = time.monotonic()
         if parts.engine.meter is not None:

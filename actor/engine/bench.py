@@ -72,7 +72,7 @@ async def _follow_learner(engine: Engine, run_dir: RunDir, settings: dict[str, A
     try:
         async with asyncio.timeout(settings["timeout_s"]):
             while engine.version < NUM_VERSIONS - 1 and not task.done():
-                await asyncio.sleep(POLL_S)
+                await asyncio.sleep(POLL_S)  # a measurement's; the link tells nobody of versions
             if task.done():
                 task.result()
             async with exclusive:  # held while a version is loaded and its canary scored

@@ -88,7 +88,9 @@ class Engine:
         if problem:
             engine.shut_down()
             raise EngineError(f"engine did not start: {problem}")
-        logger.info("engine ready took_s=%.1f", time.monotonic() - started)
+        (tiles, *_) = await llm.collective_rpc("tiles")
+        took_s = time.monotonic() - started
+        logger.info("engine ready took_s=%.1f amx_tiles=%s", took_s, tiles)
         return engine
 
     async def _warm_up(self, *, timeout_s: float) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import torch
 from vllm.distributed import get_tp_group
 
+from common.amx import TilePermission
 from common.errors import WeightSyncError
 from common.wire.codec import decode
 from common.wire.collective import checksum, device_id, views
@@ -21,6 +22,10 @@ class WeightReceiver:
     def device_id(self) -> str:
         """Return the name of this worker's GPU, "" if it has none."""
         return device_id(torch.device(self.device))  # type: ignore[attr-defined]
+
+    def tiles(self) -> str:
+        """Return what became of the request for AMX tiles; workers of GPUs make none."""
+        return str(getattr(self, "tile_permission", TilePermission.NOT_NEEDED))
 
     def receive_weights(self, frames: list[bytes]) -> dict[str, str | bool]:
         """Take the place in the group that is offered, receive the buffer, load it.
