@@ -1,5 +1,6 @@
 # Longstride: every target makes the environment first, from a pinned lock file.
-#   make run [CONFIG=name] [ARGS="key=value ..."]   make test   make check   make smoke   make setup
+#   make run [CONFIG=name] [ARGS="key=value ..."]   make smoke   make setup
+#   make test (all)   make test-fast (no engine, no runs: a minute)   make check
 PYTHON ?= python3
 VENV := .venv
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
@@ -7,10 +8,7 @@ HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 LOCK := $(if $(HAS_GPU),requirements-gpu.lock,requirements-cpu.lock)
 STAMP := $(VENV)/.installed-$(shell (sha256sum $(LOCK) || shasum -a 256 $(LOCK)) 2>/dev/null | cut -c1-16)
 
-SYSTEM_PACKAGES := default-jre-headless chromium
-INSTALL_SYSTEM := apt-get install --yes --no-install-recommends $(SYSTEM_PACKAGES)
-
-.PHONY: run test check format smoke setup system clean
+.PHONY: run test test-fast check format smoke setup system clean
 .DEFAULT_GOAL := run
 
 run: $(STAMP)
@@ -18,6 +16,9 @@ run: $(STAMP)
 
 test: $(STAMP) system
 	@$(VENV)/bin/python -m pytest $(ARGS)
+
+test-fast: $(STAMP)
+	@$(VENV)/bin/python -m pytest -m "not slow and not gpu" $(ARGS)
 
 check: $(STAMP)
 	@$(VENV)/bin/ruff format --check .
@@ -33,16 +34,22 @@ smoke: $(STAMP)
 
 setup: $(STAMP)
 
-# Java for ScienceWorld and a browser for the web environments; their tests need both.
-system:
-	@{ command -v java && { command -v chromium || command -v chromium-browser || command -v google-chrome; }; } \
-	  >/dev/null 2>&1 || { \
-	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-	  echo "installing $(SYSTEM_PACKAGES)" && apt-get update --quiet=2 && \
-	  DEBIAN_FRONTEND=noninteractive $(INSTALL_SYSTEM) --quiet=2 >/dev/null; \
+# Java for ScienceWorld, a browser for the web environments, a C++ compiler for vLLM on a CPU.
+system: $(STAMP)
+	@missing=""; \
+	command -v java >/dev/null || missing="$$missing default-jre-headless"; \
+	command -v chromium >/dev/null || command -v chromium-browser >/dev/null || \
+	  command -v google-chrome >/dev/null || missing="$$missing chromium"; \
+	$(VENV)/bin/python -c 'from common.checks.machine import *; exit(bool(compiler_problem()))' || \
+	  missing="$$missing g++ python3-dev"; \
+	install="apt-get install --yes --no-install-recommends $$missing"; \
+	if [ -z "$$missing" ]; then :; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  echo "installing$$missing" && apt-get update --quiet=2 && \
+	  DEBIAN_FRONTEND=noninteractive $$install --quiet=2 >/dev/null; \
 	else \
-	  echo "the tests need Java and Chromium: sudo $(INSTALL_SYSTEM)" >&2; exit 1; \
-	fi; }
+	  echo "the tests need$$missing: sudo $$install" >&2; exit 1; \
+	fi
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
@@ -50,16 +57,15 @@ clean:
 $(STAMP):
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else \
 	  "Python 3.11 or newer is needed; this is %d.%d. Use: make PYTHON=python3.11" % sys.version_info[:2])'
-	@echo "installing $(LOCK) into $(VENV) (once; minutes)"
+	@[ "$$(uname -s)" = Linux ] || { echo "Linux is needed: the engine (vLLM) runs nowhere else"; exit 1; }
+	@echo "installing $(LOCK) into $(VENV), once; $$(sed -n '1s/^# *//p' $(LOCK))"
 	@$(VENV)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 ifeq ($(HAS_GPU),)
 	@$(PIP) uninstall --quiet --yes torchvision torchaudio torchcodec 2>/dev/null
-	@$(PIP) install --quiet --no-deps -r $(LOCK)
-else
-	@$(PIP) install --quiet -r $(LOCK)
 endif
+	@$(VENV)/bin/python -m common.install $(if $(HAS_GPU),,--no-deps) $(LOCK)
 	@$(VENV)/bin/python -c 'import torch' || { echo "torch cannot be imported. Without a GPU pip must find \
-	PyTorch's CPU build: add its CPU wheel index to your pip configuration (pip config set global.extra-index-url ...), \
+	PyTorch's CPU build: pip config set global.extra-index-url https://download.pytorch.org/whl/cpu, \
 	then: make clean setup"; exit 1; }
 	@rm -f $(VENV)/.installed-*
 	@touch $@

@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from common.amx import SYS_ARCH_PRCTL, XFEATURE_XTILEDATA
+
 GIB = 1 << 30
 COMPILER_PACKAGES = "g++ and Python's headers (Debian, Ubuntu: apt-get install g++ python3-dev)"
 _TIMEOUT_S = 20.0
 _UNITS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16")  # the last two: ARM
 _BF16_UNITS = ("avx512_bf16", "amx_bf16", "bf16")
-_SYS_ARCH_PRCTL, _ARCH_GET_XCOMP_SUPP, _XTILEDATA = 158, 0x1021, 18  # Linux on x86-64
+_ARCH_GET_XCOMP_SUPP = 0x1021  # which features the kernel grants on request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,8 +82,8 @@ def grants_amx() -> bool:
         return False
     mask = ctypes.c_uint64(0)
     code = ctypes.c_long(_ARCH_GET_XCOMP_SUPP)
-    failed = ctypes.CDLL(None).syscall(_SYS_ARCH_PRCTL, code, ctypes.byref(mask))
-    return failed == 0 and bool(mask.value >> _XTILEDATA & 1)
+    failed = ctypes.CDLL(None).syscall(SYS_ARCH_PRCTL, code, ctypes.byref(mask))
+    return failed == 0 and bool(mask.value >> XFEATURE_XTILEDATA & 1)
 
 
 @cache

