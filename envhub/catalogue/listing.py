@@ -67,7 +67,7 @@ def _task_rows(
     return [
         Row(
             scenario=task.scenario,
-            task=name,
+            task=f"{name} ({task.note})" if task.note else name,
             env=env,
             subset=task.subset,
             num_train=len(task.train),

@@ -222,6 +222,7 @@ def _entry(spec: EnvSpec) -> dict[str, Any]:
             "subset": task.subset,
             "num_train": len(task.train),
             "num_test": len(task.test),
+            **({"note": task.note} if task.note else {}),
         }
         for name, task in spec.tasks.items()
     }

@@ -137,9 +137,12 @@ class EnvRig:
 
     def stop(self) -> None:
         """End what the episodes share."""
-        assert self.spec.stop is not None
-        self.run(self.spec.stop())
+        self.run(self._stop())
         self._runner.close()
+
+    async def _stop(self) -> None:
+        assert self.spec.stop is not None
+        await self.spec.stop()
 
 
 async def play(spec: EnvSpec, item: str, style: Style = Style.COMPACT) -> tuple[list[str], float]:

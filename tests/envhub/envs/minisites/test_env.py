@@ -6,7 +6,9 @@ from typing import cast
 
 import pytest
 
-from common.config.envs import EnvsSection
+from common.config.envs import EnvsSection, RemoteOptions
+from envhub.catalogue.listing import list_rows
+from envhub.catalogue.registry import Registry
 from envhub.env import AsyncEnv, Style, UnknownItem
 from envhub.envs.minisites import env as minisites
 from tests.envhub.web.web_rig import EnvRig, needs_browser, play
@@ -23,6 +25,14 @@ def test_tasks_name_items_that_exist():
         assert len(task.test) >= at_least
         assert task.test == tuple(f"{name}-test-{i}" for i in range(size.num_test))
         assert task.train == tuple(f"{name}-train-{i}" for i in range(size.num_train))
+
+
+def test_lists_tell_minisites_from_webarena():
+    rows = list_rows(["minisites"], EnvsSection(), RemoteOptions(), is_short=False)
+    titles = {row.task for row in rows if row.env == "minisites"}
+    assert titles == {f"{name} (minisites, not WebArena)" for name in DOMAINS}
+    tasks = Registry(["minisites"]).catalogue()["minisites"]["tasks"]
+    assert {task["note"] for task in tasks.values()} == {"minisites, not WebArena"}
 
 
 def test_from_agentgym_gives_every_webarena_number_an_item():

@@ -1,0 +1,63 @@
+"""Experts of the pages with drawn figures that the goal describes."""
+
+import re
+
+from envhub.envs.miniwob.view import PageView, click
+from envhub.web.tree import Node
+
+SHAPE_ROLES = {"rect": "rectangle", "circle": "circle", "polygon": "triangle"}
+LARGE_PX = 15
+
+
+def _describes(words: list[str], node: Node) -> bool:
+    is_text = node.role == "text"
+    kind = ("digit" if node.name.isdigit() else "letter") if is_text else "shape"
+    names = {kind, node.name if is_text else SHAPE_ROLES.get(node.role, ""), "item"}
+    fill = re.search(r"fill: (\w+)", node.states)
+    # The font of a large letter is twice that of a small one.
+    is_large = node.height > (17 if is_text else LARGE_PX)
+    tests = {"large": is_large, "small": not is_large}
+    for word in words:
+        if word in tests:
+            if not tests[word]:
+                return False
+        elif word not in names and not (fill and fill[1] == word):
+            return False
+    return True
+
+
+def _drawn(page: PageView) -> list[Node]:
+    return [n for n in page.nodes if n.role in (*SHAPE_ROLES, "text")]
+
+
+def described_shape(page: PageView) -> str | None:
+    """Click a figure that the words describe; the one drawn last lies on top."""
+    words = page.goal_part(r"Click on an? (.*)").split()
+    found = [n for n in _drawn(page) if _describes(words, n)]
+    free = [n for n in found if not any(_covers(o, n) for o in _drawn(page) if o.id > n.id)]
+    return click((free or found or [None])[0])
+
+
+def _covers(upper: Node, lower: Node) -> bool:
+    x, y = lower.x + lower.width / 2, lower.y + lower.height / 2
+    return (
+        upper.x - 1 <= x <= upper.x + upper.width + 1
+        and upper.y - 1 <= y <= upper.y + upper.height + 1
+    )
+
+
+def count_shapes(page: PageView) -> str | None:
+    """Click the number of figures that the words describe."""
+    words = page.goal_part(r"How many (.*)s are there").split()
+    count = sum(_describes(words, n) for n in _drawn(page))
+    return click(page.one("button", name=str(count)))
+
+
+def name_shape(page: PageView) -> str | None:
+    """Click what the figure is."""
+    figure = next(iter(_drawn(page)), None)
+    if figure is None:
+        return None
+    names = {"rect": "Rectangle", "circle": "Circle", "polygon": "Triangle"}
+    text = "Number" if figure.name.isdigit() else "Letter"
+    return click(page.one("button", name=names.get(figure.role, text)))
