@@ -116,7 +116,7 @@ class LiveDisplay:
 def status_line(view: RunView) -> str:
     """Return the run in one line; what is not known is left out."""
     parts = [
-        "" if view.phase == PHASES["train"] else _phase(view),
+        "" if view.phase == PHASES["train"] else f"{_phase(view)},",
         f"step {view.step}/{view.num_steps}",
         f"success {_fraction(view.success)}" if view.success is not None else "",
         f"{_horizon(view)}" if view.horizon is not None else "",

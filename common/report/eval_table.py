@@ -1,7 +1,9 @@
 """Evaluations as Markdown: a table per scenario, laid out like Tables 1-5 of arXiv 2509.08755."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 ABSENT = "-"
@@ -21,41 +23,21 @@ _WEB = (
     ("Maps", ("Maps",)),
     ("G & R", ("GitLab", "Reddit")),
 )
-LAYOUTS = {
-    "webarena": Layout(title="Web navigation (WebArena)", columns=_WEB),
-    "minisites": Layout(title="Web navigation (minisites, not WebArena)", columns=_WEB),
-    "searchqa": Layout(
-        title="Deep search",
-        columns=(
-            ("NQ", ("nq",)),
-            ("TriviaQA", ("triviaqa",)),
-            ("PopQA", ("popqa",)),
-            ("HotpotQA", ("hotpotqa",)),
-            ("2Wiki", ("2wiki",)),
-            ("Musique", ("musique",)),
-            ("Bamboogle", ("bamboogle",)),
-        ),
-    ),
-    "textcraft": Layout(
-        title="Digital games (TextCraft)",
-        columns=tuple((f"Depth {d}", (f"depth{d}",)) for d in range(1, 5)),
-    ),
-    "babyai": Layout(
-        title="Embodied (BabyAI)",
-        columns=tuple((s, (s,)) for s in ("GoTo", "Pickup", "AOD", "Find", "Room", "SLoc")),
-    ),
-    "sciworld": Layout(
-        title="Scientific (SciWorld)",
-        columns=(
-            ("Measure", ("Measure",)),
-            ("Test-Cond", ("TestCond",)),
-            ("Find", ("Find",)),
-            ("Chem-Mix", ("ChemMix",)),
-            ("Lifespan", ("Lifespan",)),
-        ),
-    ),
-}
 
+
+def _read_layouts() -> dict[str, Layout]:
+    """Return environment -> the columns of its table in the paper."""
+    written = json.loads(Path(__file__).with_name("eval_layouts.json").read_text())
+    return {
+        env: Layout(
+            title=each["title"],
+            columns=tuple((name, tuple(pooled)) for name, pooled in each["columns"].items()),
+        )
+        for env, each in written.items()
+    }
+
+
+LAYOUTS = _read_layouts()
 Entry = Mapping[str, Any]  # one evaluated policy of eval.json
 
 

@@ -1,11 +1,14 @@
 """report.html: one self-contained page, drawn from the report and the metrics of the steps."""
 
+from pathlib import Path
+
 from common.config.run_config import RunConfig
 from common.report import machine_cards, outcome_cards
 from common.report.html import duration, esc
 from common.report.model import Report
-from common.report.style import CSS
 from common.store.metrics import MetricsLine
+
+CSS = Path(__file__).with_name("style.css").read_text()
 
 
 def render_page(report: Report, lines: list[MetricsLine], cfg: RunConfig) -> str:

@@ -12,71 +12,37 @@ from common.errors import LongstrideError
 ADDRESS_POLL_S = 0.05
 
 
+class _Below:
+    """A path below the root of a run."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __get__(self, run_dir: "RunDir", owner: type) -> Path:
+        return run_dir.root / self._path
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunDir:
     """Paths of one run. Owns nothing but the names."""
 
     root: Path
 
-    @property
-    def config(self) -> Path:
-        return self.root / "config.yaml"
-
-    @property
-    def journal(self) -> Path:
-        return self.root / "journal"
-
-    @property
-    def steps(self) -> Path:
-        return self.journal / "steps.jsonl"
-
-    @property
-    def replay_point(self) -> Path:
-        return self.journal / "replay_point.json"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.root / "checkpoints"
-
-    @property
-    def metrics(self) -> Path:
-        return self.root / "metrics.jsonl"
-
-    @property
-    def logs(self) -> Path:
-        return self.root / "logs"
-
-    @property
-    def ledger(self) -> Path:
-        return self.root / "ledger.json"
-
-    @property
-    def selection(self) -> Path:
-        return self.root / "selection.json"
-
-    @property
-    def status(self) -> Path:
-        return self.root / "status.json"
-
-    @property
-    def launch(self) -> Path:
-        return self.root / "launch.json"
-
-    @property
-    def finished(self) -> Path:
-        return self.root / "finished.json"
-
-    @property
-    def report(self) -> Path:
-        return self.root / "report.json"
-
-    @property
-    def keys(self) -> Path:
-        return self.root / "keys"
-
-    @property
-    def addresses(self) -> Path:
-        return self.root / "addresses"
+    config = _Below("config.yaml")  # resolved, as the roles load it
+    journal = _Below("journal")  # trajectories
+    steps = _Below("journal/steps.jsonl")  # what each step consumed
+    replay_point = _Below("journal/replay_point.json")
+    checkpoints = _Below("checkpoints")
+    metrics = _Below("metrics.jsonl")  # one line per step
+    logs = _Below("logs")  # <role>.log
+    ledger = _Below("ledger.json")
+    selection = _Below("selection.json")  # who was dropped
+    status = _Below("status.json")  # the scheduler's, once a second
+    launch = _Below("launch.json")  # the launcher's, while it runs
+    finished = _Below("finished.json")  # only after the last step
+    report = _Below("report.json")
+    keys = _Below("keys")  # 0600
+    addresses = _Below("addresses")  # where roles listen
 
     def publish_address(self, role: str, address: str) -> None:
         """Tell the other roles where `role` listens."""

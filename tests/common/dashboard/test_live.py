@@ -102,7 +102,7 @@ def test_status_line_says_what_goes_on_and_who_waits_for_whom(tmp_path: Path) ->
 
 def test_status_line_leaves_out_what_is_not_known(tmp_path: Path) -> None:
     line = status_line(view_run(RunDir(root=tmp_path / "none"), make_config()))
-    assert line == "starting step 0/100"
+    assert line == "starting, step 0/100"
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_evaluation_tells_how_far_it_is(tmp_path: Path) -> None:
     progress = {"num_done": 240, "num_total": 600}
     run_dir.status.write_text(json.dumps({"phase": "eval_before", "progress": progress}))
     line = status_line(view_run(run_dir, make_config()))
-    assert line.startswith("evaluation before training 240/600 step 12/100")
+    assert line.startswith("evaluation before training 240/600, step 12/100")
     assert "240/600" in show(run_dir, make_config())
 
 

@@ -239,6 +239,17 @@ def test_report_page_is_self_contained_escaped_and_well_formed(tmp_path: Path) -
     assert "nan" not in text
 
 
+def test_every_colour_of_the_charts_is_in_the_style_sheet(tmp_path: Path) -> None:
+    write_report(full_run(tmp_path), make_config())
+    style, _, body = (tmp_path / "report.html").read_text().partition("</style>")
+    colours = set(re.findall(r'class="[^"]*\b(c\d)\b', body))
+    assert len(colours) == 5
+    for colour in colours:
+        assert f".{colour}{{--c:var(--{colour})}}" in style
+    for kind in (".line", ".ref", ".mark line", ".fill", "svg .ink", ".mark circle", ".legend i"):
+        assert re.search(re.escape(kind) + r"[^}]*var\(--c\)", style)
+
+
 def test_report_page_shows_before_after_and_baselines(tmp_path: Path) -> None:
     write_report(full_run(tmp_path), make_config())
     text = (tmp_path / "report.html").read_text()
