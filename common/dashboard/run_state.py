@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 from common.config.run_config import RunConfig
-from common.dashboard.live import status_line
 from common.dashboard.run_view import SILENT_S, RunView, view_run
+from common.dashboard.words import status_line
 from common.launch.lock import is_held
 from common.store.run_dir import RunDir
 

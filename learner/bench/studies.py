@@ -1,10 +1,11 @@
 """The studies of training that `bench --suite NAME` runs, and their tables."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
+
+import yaml
 
 from common.repository import ROOT
 from learner.bench.study import (
@@ -17,41 +18,6 @@ from learner.bench.study import (
     success_at_tokens,
 )
 
-NUM_STEPS = 100
-OVERRIDES = (
-    "log.wandb=disabled",
-    f"train.num_steps={NUM_STEPS}",
-    "horizon.every_steps=20",
-    "eval.num_items=400",
-    "eval.baselines=false",
-)
-UNGUARDED = (  # nothing but the loss itself deals with old data
-    "learner.controller.scale_lr=false",
-    "learner.controller.tighten_gate=false",
-    "learner.controller.skip_step=false",
-)
-LAGS = (0, 1, 2, 4, 8, 16)
-
-ALGORITHMS = Study(
-    name="study-algorithms",
-    arms=(
-        Arm(name="ppo", overrides=("algorithm.advantage=ppo", "learner.critic.lr=1e-3")),
-        Arm(
-            name="grpo",
-            overrides=(
-                "algorithm.advantage=grpo",
-                "algorithm.baseline=group_mean",
-                "algorithm.normalize_std=true",
-            ),
-        ),
-        Arm(name="rloo", overrides=("algorithm.advantage=rloo",)),
-        Arm(name="reinforce_pp", overrides=("algorithm.advantage=reinforce_pp",)),
-    ),
-    seeds=(0, 1),
-    overrides=OVERRIDES,
-)
-
-
 CORRECTIONS = {
     "uncorrected": ("algorithm.correction=none", "algorithm.proximal=reused"),
     "corrected": (),  # clipped ratio to the sampler, truncated importance weights: the default
@@ -59,69 +25,30 @@ CORRECTIONS = {
 }
 
 
-def _arms(lags: Sequence[int], corrections: Sequence[str]) -> tuple[Arm, ...]:
-    return tuple(
-        Arm(
-            name=f"lag{lag}-{name}",
-            overrides=(
-                f"learner.hold_back_steps={lag}",
-                f"learner.max_lag_steps={max(4, lag)}",
-                *CORRECTIONS[name],
-            ),
-        )
-        for lag in lags
-        for name in corrections
+def read_study(name: str) -> Study:
+    """Return a study of studies.yaml."""
+    written: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("studies.yaml").read_text())
+    own = written[name]
+    arms = own.get("arms") or _lag_arms(own["lags"], own["corrections"])
+    return Study(
+        name=f"study-{name}",
+        arms=tuple(Arm(name=arm, overrides=tuple(each)) for arm, each in arms.items()),
+        seeds=tuple(own["seeds"]),
+        overrides=(*written["all"]["overrides"], *own.get("overrides", ())),
+        num_at_once=own.get("num_at_once", 1),
     )
 
 
-STALENESS = Study(
-    name="study-staleness",
-    arms=_arms(LAGS, ("uncorrected", "corrected")),
-    seeds=(0,),
-    overrides=(*OVERRIDES, *UNGUARDED, "train.mode=sync"),
-    num_at_once=2,
-)
-
-FAST_LAGS = (0, 4, 16)
-STALENESS_FAST = replace(
-    STALENESS,
-    name="study-staleness-fast",
-    arms=_arms(FAST_LAGS, tuple(CORRECTIONS)),
-    overrides=(
-        *STALENESS.overrides,
-        "train.num_steps=60",
-        "horizon.every_steps=12",
-        "learner.lr=3e-3",  # three times the quickstart's: the policy moves further in a step
-        "learner.muon_lr=9e-3",
-    ),
-)
-
-CURRICULUM = Study(
-    name="study-curriculum",
-    arms=(
-        Arm(name="fixed-short", overrides=("horizon.kind=fixed", "horizon.stages=[6]")),
-        Arm(name="fixed-long", overrides=("horizon.kind=fixed", "horizon.stages=[16]")),
-        Arm(name="stepwise", overrides=("horizon.kind=stepwise", "horizon.every_steps=30")),
-        Arm(
-            name="gated",
-            overrides=(
-                "horizon.kind=gated",
-                "horizon.gated.window_steps=15",
-                "horizon.gated.min_steps=15",
-                "horizon.gated.min_truncated_frac=0.1",
-            ),
-        ),
-    ),
-    seeds=(0, 1),
-    overrides=(
-        *OVERRIDES,
-        "learner.decay_start_frac=1",  # so that success along the way compares
-        "learner.lr=5e-4",
-        "learner.muon_lr=1.5e-3",
-        "eval.every_steps=20",
-        "eval.stream_items=400",
-    ),
-)
+def _lag_arms(lags: Sequence[int], corrections: Sequence[str]) -> dict[str, list[str]]:
+    return {
+        f"lag{lag}-{name}": [
+            f"learner.hold_back_steps={lag}",
+            f"learner.max_lag_steps={max(4, lag)}",
+            *CORRECTIONS[name],
+        ]
+        for lag in lags
+        for name in corrections
+    }
 
 
 def algorithms_table(outcomes: list[Outcome]) -> str:
@@ -197,22 +124,21 @@ def _along(outcome: Outcome, steps: list[int]) -> list[str]:
     ]
 
 
-def _measure(
-    study: Study,
-    table: Callable[[list[Outcome]], str],
-    out: TextIO,
-    *,
-    folder: Path = ROOT / "runs",
-) -> int:
-    out.write(f"{len(study.arms) * len(study.seeds)} runs below {folder / study.name}\n")
+TABLES: dict[str, Callable[[list[Outcome]], str]] = {
+    "algorithms": algorithms_table,
+    "staleness": staleness_table,
+    "staleness-fast": staleness_table,
+    "curriculum": curriculum_table,
+}
+
+
+def _measure(name: str, out: TextIO) -> int:
+    study = read_study(name)
+    folder = ROOT / "runs" / study.name
+    out.write(f"{len(study.arms) * len(study.seeds)} runs below {folder}\n")
     out.flush()
-    out.write(table(run_study(study, folder=folder / study.name)))
+    out.write(TABLES[name](run_study(study, folder=folder)))
     return 0
 
 
-SUITES: dict[str, Callable[[TextIO], int]] = {
-    "algorithms": partial(_measure, ALGORITHMS, algorithms_table),
-    "staleness": partial(_measure, STALENESS, staleness_table),
-    "staleness-fast": partial(_measure, STALENESS_FAST, staleness_table),
-    "curriculum": partial(_measure, CURRICULUM, curriculum_table),
-}
+SUITES: dict[str, Callable[[TextIO], int]] = {name: partial(_measure, name) for name in TABLES}

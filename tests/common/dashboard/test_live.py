@@ -13,9 +13,10 @@ from rich.console import Console
 
 from common.config.curriculum import HorizonKind, HorizonSection
 from common.config.run_config import RunConfig, TrainSection
-from common.dashboard.live import LiveDisplay, ledger_line, sparkline, status_line
+from common.dashboard.live import LiveDisplay
 from common.dashboard.run_state import state_line, stop_line
 from common.dashboard.run_view import view_run
+from common.dashboard.words import ledger_line, sparkline, status_line
 from common.launch.lock import hold_run
 from common.store.run_dir import RunDir
 from common.store.run_start import mark_finished

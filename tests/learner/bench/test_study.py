@@ -13,12 +13,9 @@ from common.repository import ROOT
 from common.store.journal import JournalWriter
 from common.wire.messages import EpisodeKind, Trajectory
 from learner.bench.studies import (
-    ALGORITHMS,
-    CURRICULUM,
-    LAGS,
-    STALENESS,
-    STALENESS_FAST,
+    TABLES,
     curriculum_table,
+    read_study,
     staleness_table,
 )
 from learner.bench.study import (
@@ -122,16 +119,18 @@ def test_equal_tokens_are_those_of_the_run_that_generated_least() -> None:
 
 
 def test_every_lag_of_the_staleness_study_has_both_arms_in_its_row() -> None:
-    outcomes = [make_outcome(arm.name, (0, 0.4, 0), (9, 0.5, 9)) for arm in STALENESS.arms]
+    outcomes = [
+        make_outcome(arm.name, (0, 0.4, 0), (9, 0.5, 9)) for arm in read_study("staleness").arms
+    ]
     rows = staleness_table(outcomes).splitlines()[2:]
-    assert [row.split(" | ")[0] for row in rows] == [f"| {lag}" for lag in LAGS]
+    assert [row.split(" | ")[0] for row in rows] == [f"| {lag}" for lag in (0, 1, 2, 4, 8, 16)]
 
 
 def test_key_of_an_arm_replaces_that_of_the_study() -> None:
     assert merged(("a.b=1", "c=2"), ("a.b=[3,4]",)) == ["a.b=[3,4]", "c=2"]
 
 
-@pytest.mark.parametrize("study", [ALGORITHMS, STALENESS, STALENESS_FAST, CURRICULUM])
+@pytest.mark.parametrize("study", [read_study(name) for name in TABLES])
 def test_every_run_of_every_study_has_a_configuration_that_loads(study: Study) -> None:
     for arm in study.arms:
         load_config(study.config, merged(study.overrides, arm.overrides), root=ROOT)

@@ -1,0 +1,166 @@
+"""A run in words, for displays and logs: one line, or the parts of one."""
+
+from common.dashboard.run_view import LEDGER_KEYS, PHASES, RunView
+
+ENGINES_SHOWN = 3
+_SPARKS = "▁▂▃▄▅▆▇█"
+
+
+def status_line(view: RunView) -> str:
+    """Return the run in one line; what is not known is left out."""
+    parts = [
+        "" if view.phase == PHASES["train"] else f"{phase_text(view)},",
+        f"step {view.step}/{view.num_steps}",
+        f"success {fraction(view.success)}" if view.success is not None else "",
+        f"{horizon_text(view)}" if view.horizon is not None else "",
+        f"lag {view.lag_mean:.1f}" if view.lag_mean is not None else "",
+        rate_text("actor", view.actor_tokens_per_s),
+        rate_text("learner", view.learner.tokens_per_s),
+        groups_text(view),
+        times(view, " "),
+    ]
+    line = " ".join(part for part in parts if part)
+    ends = [starting_text(view.starting), stopping_text(view)]
+    ends += [f"waiting: {waits_text(view)}"] if view.waits else []
+    ends += [f"scheduler {silence_text(view)}"] if view.is_silent else []
+    return plain("; ".join([line, *filter(None, ends)]))
+
+
+def starting_text(starting: dict[str, float]) -> str:
+    """Return what is starting and for how long, such as "engine is starting (34s)"."""
+    texts = [
+        f"{name} is starting ({duration(since_s)})"
+        for name, since_s in starting.items()
+        if not name.startswith("actor")
+    ]
+    engines = {name: since_s for name, since_s in starting.items() if name.startswith("actor")}
+    oldest = duration(max(engines.values(), default=0.0))
+    if len(engines) > ENGINES_SHOWN:
+        texts.append(f"{len(engines)} engines are starting ({oldest})")
+    elif len(engines) == 1:
+        texts.append(f"engine is starting ({oldest})")
+    elif engines:
+        texts.append(f"engines of {', '.join(engines)} are starting ({oldest})")
+    return ", ".join(texts)
+
+
+def stopping_text(view: RunView) -> str:
+    """Return how long a stop may take and how to skip it; "" while nobody is stopped."""
+    if view.stop_in_s is None:
+        return ""
+    left = duration(view.stop_in_s)
+    return f"stopping: the learner may take {left} to save; Ctrl-C again stops at once"
+
+
+def phase_text(view: RunView) -> str:
+    """Return the phase, with how far its evaluation is."""
+    if view.progress is None:
+        return view.phase
+    num_done, num_total = view.progress
+    return f"{view.phase} {num_done}/{num_total}"
+
+
+def times(view: RunView, gap: str) -> str:
+    """Return the time since the start and the time that is left."""
+    elapsed = "" if view.elapsed_s is None else f"elapsed {duration(view.elapsed_s)}"
+    eta = f"eta {duration(view.eta_s)}" if view.eta_s else ""
+    return gap.join(filter(None, [elapsed, eta]))
+
+
+def ledger_line(ledger: dict[str, int]) -> str:
+    """Return the ledger as an equation: issued = trained + ... + in flight; "" if unknown."""
+    if "issued" not in ledger:
+        return ""
+    terms = [f"{k.replace('_', ' ')} {ledger[k]}" for k in LEDGER_KEYS if k in ledger]
+    lost = f"   lost {ledger['lost']}" if "lost" in ledger else ""
+    return f"issued {ledger['issued']} = {' + '.join(terms)}{lost}"
+
+
+def sparkline(values: list[float]) -> str:
+    """Return one block character per value, between 0 and 1."""
+    last = len(_SPARKS) - 1
+    return "".join(_SPARKS[round(min(1.0, max(0.0, value)) * last)] for value in values)
+
+
+def success_text(view: RunView) -> str:
+    """Return success in training, step by step, and before it."""
+    train = "" if view.success is None else f"{fraction(view.success)} train"
+    before = "" if view.success_before is None else f"{fraction(view.success_before)} before"
+    return "   ".join(part for part in (train, sparkline(view.success_steps), before) if part)
+
+
+def subsets_text(view: RunView) -> str:
+    """Return success by subset."""
+    return "  ".join(f"{k} {fraction(v)}" for k, v in sorted(view.success_by_subset.items()))
+
+
+def horizon_text(view: RunView) -> str:
+    """Return like "horizon 10 (stage 2/3)"; "" if unknown."""
+    if view.horizon is None:
+        return ""
+    stage = "" if view.stage is None else f" (stage {view.stage + 1}/{view.num_stages})"
+    return f"horizon {view.horizon:.0f}{stage}"
+
+
+def lag_text(view: RunView) -> str:
+    """Return mean and largest lag in versions."""
+    mean = "" if view.lag_mean is None else f"mean {view.lag_mean:.2f}"
+    most = "" if view.lag_max is None else f"max {view.lag_max:.0f}"
+    return "  ".join(part for part in (mean, most) if part)
+
+
+def rates_text(view: RunView) -> str:
+    """Return tokens per second of actors and learner."""
+    rates = (
+        rate_text("actor", view.actor_tokens_per_s),
+        rate_text("learner", view.learner.tokens_per_s),
+    )
+    return "   ".join(rate.removesuffix(" tok/s") for rate in rates if rate)
+
+
+def rate_text(name: str, tokens_per_s: float | None) -> str:
+    """Return like "actor 3200 tok/s"; "" if unknown."""
+    return "" if tokens_per_s is None else f"{name} {tokens_per_s:.0f} tok/s"
+
+
+def groups_text(view: RunView) -> str:
+    """Return like "groups 18 open 3 ready"; "" if unknown."""
+    opened = "" if view.num_open is None else f" {view.num_open} open"
+    ready = "" if view.num_ready is None else f" {view.num_ready} ready"
+    return f"groups{opened}{ready}" if opened or ready else ""
+
+
+def memory_text(view: RunView) -> str:
+    """Return the resident memory of each role."""
+    roles = [role for role in (view.learner, *view.actors) if role.rss_bytes]
+    return "  ".join(f"{role.name} {(role.rss_bytes or 0) / 2**30:.2f} GiB" for role in roles)
+
+
+def waits_text(view: RunView) -> str:
+    """Return who waits for whom."""
+    return ", ".join(f"{who} <- {whom}" for who, whom in view.waits)
+
+
+def silence_text(view: RunView) -> str:
+    """Return for how long the scheduler has been silent, if it has."""
+    return f"silent for {duration(view.silent_s)}" if view.is_silent else ""
+
+
+def fraction(value: float) -> str:
+    """Return a share with two digits."""
+    return f"{value:.2f}"
+
+
+def duration(seconds: float | None) -> str:
+    """Return like "34s", "2m05s" or "1h02m"."""
+    whole = round(seconds or 0.0)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+
+
+def plain(text: str) -> str:
+    """Return the text without control characters, which could rewrite the terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else " " for c in text)
