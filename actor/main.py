@@ -214,7 +214,6 @@ async def _beat(cfg: RunConfig, parts: Parts) -> None:
                 name=parts.name,
                 version=parts.engine.version,
                 running=[*parts.episodes.running_ids, *parts.delivery.pending_ids],
-                num_free_slots=parts.episodes.num_free_slots,
                 num_slots=parts.episodes.num_slots,
                 tokens_per_s=rate,
                 waiting_for=_waiting_for(parts),

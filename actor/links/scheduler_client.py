@@ -64,9 +64,7 @@ class SchedulerClient:
                 return await self._grant
         except TimeoutError:
             logger.warning("no answer from the scheduler after_s=%g", ANSWER_S)
-            return LeaseGrant(
-                run_epoch=self.run_epoch, leases=[], retry_after_s=0.2, reason="no answer"
-            )
+            return LeaseGrant(leases=[], retry_after_s=0.2, reason="no answer")
 
     def beat(self, heartbeat: Heartbeat) -> None:
         """Send a heartbeat.

@@ -9,6 +9,7 @@ from pathlib import Path
 from common.report.model import Gain, Score, SubsetScore
 from common.store.journal import read_journal
 from common.store.metrics import MetricsLine
+from common.wire.ids import subset_of
 from common.wire.messages import EpisodeKind, Trajectory
 
 EVALS = ("before-model", "after-model", "before-random_valid", "before-expert")
@@ -70,7 +71,7 @@ def _count(totals: JournalTotals, trajectory: Trajectory) -> None:
         trajectory.episode_id,
         Play(
             item=item,
-            subset=trajectory.item_id.rsplit("-", 2)[0],
+            subset=subset_of(trajectory.item_id),
             is_success=trajectory.is_success,
         ),
     )

@@ -1,4 +1,20 @@
-"""Names of groups and episodes."""
+"""Names of groups, episodes and items."""
+
+
+def episode_id_of(group_id: str, member: int) -> str:
+    """Return the id of a member of a group."""
+    return f"{group_id}/{member}"
+
+
+def split_episode_id(episode_id: str) -> tuple[str, int]:
+    """Return (group id, member); member -1 if the id is none of ours."""
+    group_id, _, member = episode_id.rpartition("/")
+    return group_id, int(member) if member.isascii() and member.isdigit() else -1
+
+
+def subset_of(item_id: str) -> str:
+    """Return the subset of an item id: "GoToLocal" of "GoToLocal-train-17"."""
+    return item_id.rsplit("-", 2)[0]
 
 
 def training_number(name: str) -> int | None:

@@ -102,9 +102,7 @@ class Goodbye:
 class Welcome:
     """The scheduler knows the role."""
 
-    run_epoch: str  # random per scheduler start; leases of another epoch are void
-    version: int
-    is_lockstep: bool  # sync mode: take what is offered, finish all of it, ask again
+    run_epoch: str  # random per scheduler start: another one means say hello again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,9 +118,8 @@ class LeaseRequest:
 class LeaseGrant:
     """Answer to LeaseRequest; an empty grant says when to ask again and who is waited for."""
 
-    run_epoch: str
     leases: list[Lease]
-    retry_after_s: float
+    retry_after_s: float  # seconds until the next request
     reason: str  # why fewer than asked; "" if all were granted
 
 
@@ -134,7 +131,6 @@ class Heartbeat:
     name: str
     version: int
     running: list[str]  # actor: episode ids in work or unacknowledged; learner: incomplete groups
-    num_free_slots: int
     num_slots: int  # actor: episodes at once that its engine keeps up with
     tokens_per_s: float  # sampled by an actor, trained by a learner
     waiting_for: str  # "" when busy
@@ -152,14 +148,14 @@ class LagBound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """The scheduler's answer to a heartbeat."""
+    """The scheduler's answer to a heartbeat, and to a report that changes what is a batch."""
 
-    run_epoch: str
-    version: int
+    run_epoch: str  # as in Welcome
     revoked: list[str]  # episode ids that an actor should abandon, a learner not wait for
-    lag_bounds: list[LagBound]  # to a learner: those wider than the configured one
-    num_slots: int  # to a learner: episodes at once of all living actors
     is_finished: bool  # the run is over: drain and leave
+    lag_bounds: list[LagBound] = field(default_factory=list[LagBound])  # to a learner: those
+    # wider than the configured one
+    num_slots: int = 0  # to a learner: episodes at once of all living actors
     num_heard: int = 0  # to a learner: its numbered messages since hello that came without a gap
     num_saved: int = 0  # of them, those that survive the scheduler's machine: they may be forgotten
     closed_below: int = 0  # training groups with smaller numbers are settled for good, and saved
@@ -192,22 +188,17 @@ class EpisodeSeen:
     """Learner -> scheduler: an episode is in the journal and acknowledged."""
 
     episode_id: str
-    kind: EpisodeKind
-    env: str
-    subset: str
-    reward: float
+    reward: float  # [0, 1]
     is_success: bool
     end_reason: EndReason
     num_turns: int
-    num_sampled_tokens: int
-    wall_s: float
+    wall_s: float  # seconds that it took
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcomes:
-    """Learner -> scheduler, in one message so that a step's books close at once."""
+    """Learner -> scheduler, in one message so that the ledger balances after each."""
 
-    version: int  # learner version after what is reported
     seen: list[EpisodeSeen]
     outcomes: list[EpisodeOutcome]
     groups: list[GroupArrived]
@@ -225,20 +216,6 @@ class StepDone:
     signals: dict[str, float]  # of the step, absent: not known. "entropy" in nats, "ess_frac",
     # "busy_s" from a batch to its published weights, "wait_s" before that for the batch
     number: int = 0  # as in Outcomes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StatusRequest:
-    """Anybody -> scheduler: what is going on?"""
-
-    name: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Status:
-    """Scheduler -> anybody; also written to the run directory as status.json."""
-
-    state: str  # JSON
 
 
 # --- trajectory plane: actor -> learner ------------------------------------------------------

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from common.errors import LongstrideError
 from common.store.journal import JournalPosition
+from common.wire.ids import split_episode_id
 from common.wire.messages import (
     EpisodeKind,
     EpisodeOutcome,
@@ -17,7 +18,7 @@ from common.wire.messages import (
     StepDone,
     Trajectory,
 )
-from learner.ingest.episode_stats import EpisodeStats, subset_of
+from learner.ingest.episode_stats import EpisodeStats
 from learner.ingest.group_assembly import Group, GroupAssembly
 from learner.ingest.journal_index import JournalIndex
 from learner.ingest.replay_point import ReplayPoint
@@ -125,8 +126,7 @@ class TrajectoryBuffer:
             self._num_slots = progress.num_slots
             self._lag_bounds = {(b.env, b.horizon): b.max_lag_steps for b in progress.lag_bounds}
             for episode_id in progress.revoked:
-                group_id, _, member = episode_id.rpartition("/")
-                self._report(*self._groups.give_up(group_id, int(member)))
+                self._report(*self._groups.give_up(*split_episode_id(episode_id)))
             self._is_finished = self._is_finished or progress.is_finished
             self._changed.notify_all()
 
@@ -265,7 +265,6 @@ class TrajectoryBuffer:
         if not (outcomes or groups or seen or num_duplicates):
             return self._reports.num_saved
         report = Outcomes(
-            version=self._version,
             seen=list(seen),
             outcomes=list(outcomes),
             groups=list(groups),
@@ -278,13 +277,9 @@ def _seen(trajectory: Trajectory) -> EpisodeSeen:
     """Return what the scheduler is told of a trajectory that is in the journal."""
     return EpisodeSeen(
         episode_id=trajectory.episode_id,
-        kind=trajectory.kind,
-        env=trajectory.env,
-        subset=subset_of(trajectory.item_id),
         reward=trajectory.reward,
         is_success=trajectory.is_success,
         end_reason=trajectory.end_reason,
         num_turns=trajectory.num_turns,
-        num_sampled_tokens=int(trajectory.loss_mask.sum()),
         wall_s=trajectory.wall_s,
     )

@@ -3,12 +3,8 @@
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
+from common.wire.ids import subset_of
 from common.wire.messages import EndReason, Trajectory
-
-
-def subset_of(item_id: str) -> str:
-    """Return the subset of an item id: "GoToLocal" of "GoToLocal-train-17"."""
-    return item_id.rsplit("-", 2)[0]
 
 
 class EpisodeStats:

@@ -136,7 +136,6 @@ class Intake(threading.Thread):
             name=self._scheduler.hello.name,
             version=self._buffer.version,
             running=self._buffer.open_groups,
-            num_free_slots=0,
             num_slots=0,
             tokens_per_s=status.tokens_per_s,
             waiting_for=status.waiting_for,

@@ -88,7 +88,6 @@ def _as_one(reports: list[Outcomes]) -> list[Outcomes]:
         return []
     return [
         Outcomes(
-            version=reports[-1].version,
             seen=[seen for report in reports for seen in report.seen],
             outcomes=[outcome for report in reports for outcome in report.outcomes],
             groups=[group for report in reports for group in report.groups],

@@ -8,7 +8,7 @@ from common.store.journal import read_journal
 from common.store.metrics import BEFORE_FIRST_STEP as NOTHING_LOGGED
 from common.store.metrics import MetricsWriter, iter_metrics
 from common.store.run_dir import RunDir
-from common.wire.ids import is_below
+from common.wire.ids import is_below, split_episode_id
 from common.wire.messages import EpisodeKind, Trajectory
 from learner.batch.credit import samples_of
 from learner.ingest.buffer import TrajectoryBuffer
@@ -65,7 +65,7 @@ def repeat_steps(
     episodes = _episodes_of(steps, run_dir, start)
     for step in steps:
         groups = [
-            Group(group_id=ids[0].rpartition("/")[0], members=[episodes[name] for name in ids])
+            Group(group_id=split_episode_id(ids[0])[0], members=[episodes[name] for name in ids])
             for ids in step.groups
         ]
         samples = samples_of(groups, algorithm)

@@ -1,17 +1,21 @@
 """The scheduler as a pure state machine: messages and the clock's time in, answers out.
 
 No socket, no file and no clock of its own, so that a simulation can run it on virtual time.
+
+consumes:   messages of actors (hello, heartbeat, lease request, goodbye) and of the learner
+            (reports, steps), one at a time, and a tick four times a second
+waits for:  nothing: what cannot be answered yet is answered with a reason and a time to retry
+unblocked by: the learner's reports and steps, which free the gate; ticks, which expire leases
 """
 
-import json
 import logging
 from collections.abc import Callable
 from typing import Any
 
-from common.config.run_config import RunConfig, TrainMode
+from common.config.run_config import RunConfig, published_version
 from common.errors import ConfigError
 from common.wire.messages import (
-    EpisodeSeen,
+    Goodbye,
     Heartbeat,
     Hello,
     Lease,
@@ -20,36 +24,26 @@ from common.wire.messages import (
     Outcomes,
     Progress,
     Rejected,
-    Status,
-    StatusRequest,
     StepDone,
     Welcome,
 )
+from learner.scheduler.components import build_components
 from learner.scheduler.curriculum.catalogue import Catalogue
 from learner.scheduler.curriculum.sampling import eval_items
-from learner.scheduler.dispatch.gate import num_batch_groups
-from learner.scheduler.dispatch.grants import Grants
+from learner.scheduler.dispatch.gate import Gate
+from learner.scheduler.dispatch.grants import Grants, Moment
 from learner.scheduler.episodes.ledger import FAILED
-from learner.scheduler.episodes.lifecycle import Books
-from learner.scheduler.episodes.table import Episode, EpisodeState
-from learner.scheduler.evaluation.eval_stream import EvalStream
-from learner.scheduler.evaluation.phases import (
-    NEXT_PHASE,
-    Phase,
-    eval_group,
-    eval_group_id,
-    eval_policies,
-)
-from learner.scheduler.members.liveness import RollCall
-from learner.scheduler.members.members import Members
-from learner.scheduler.members.report_cursor import Told
+from learner.scheduler.episodes.table import EpisodeState
+from learner.scheduler.evaluation.phases import NEXT_PHASE, Phase, PhaseGroups
+from learner.scheduler.members.liveness import Liveness
+from learner.scheduler.members.report_cursor import ReportCursor
+from learner.scheduler.reports import LearnerReports
 from learner.scheduler.status import build_status
 
 logger = logging.getLogger(__name__)
 
-STATE_FORMAT = 2
+STATE_FORMAT = 3
 TICK_S = 0.25  # between two searches for the dead and the overdue
-NEVER = -1e9
 RETRY_S = 0.1  # after an empty grant
 FINISHED_RETRY_S = 1.0
 
@@ -63,7 +57,7 @@ class SchedulerCore:
         core.tick()
 
     Raises (from `handle` and `tick`):
-        LedgerError: the books do not balance, or two outcomes for one episode.
+        LedgerError: the ledger does not balance, or two outcomes for one episode.
         LongstrideError: too many episodes failed by infrastructure.
     """
 
@@ -76,32 +70,51 @@ class SchedulerCore:
         run_epoch: str = "0",
     ) -> None:
         self._cfg = cfg
-        self._catalogue = catalogue
         self._clock = clock
-        self._eval_items = eval_items(cfg.tasks, catalogue, cfg.eval.num_items)
-        self._is_sync = cfg.train.mode is TrainMode.SYNC
         self.run_epoch = run_epoch
-        self.version = 0
-        self.phase = Phase.EVAL_BEFORE
-        self.books = Books(cfg, catalogue)
-        self._grants = Grants(cfg, catalogue, self.books)
-        self.stream = EvalStream(cfg, catalogue)
-        self.members = Members(dead_after_s=cfg.scheduler.dead_after_s)
-        self._roll_call = RollCall(cfg, self.books, self.members)
-        self._told = Told()
-        self._learner_version = -1  # as the learner said; it may be behind ours
-        self._is_trained = cfg.train.num_steps == 0
-        self._last_tick = NEVER
-        self._handlers: dict[type, Callable[[str, Any], Any]] = {
+        self.parts = parts = build_components(cfg, catalogue)
+        self.run, self.lifecycle, self.members = parts.run, parts.lifecycle, parts.members
+        held_out = eval_items(cfg.tasks, catalogue, cfg.eval.num_items)
+        self._evals = PhaseGroups(cfg.eval, held_out, catalogue)
+        self._gate = Gate(cfg.groups, cfg.scheduler, cfg.train)
+        self._grants = Grants(
+            gate=self._gate,
+            limits=parts.limits,
+            pace=parts.pace,
+            lifecycle=parts.lifecycle,
+            curriculum=parts.curriculum,
+            members=parts.members,
+            episode_timeout_s=cfg.actor.episode_timeout_s,
+        )
+        self._reports = LearnerReports(
+            lifecycle=parts.lifecycle,
+            pace=parts.pace,
+            curriculum=parts.curriculum,
+            success=parts.success,
+            members=parts.members,
+        )
+        self._liveness = Liveness(cfg.groups, parts.lifecycle, parts.members, parts.pace)
+        self._cursor = ReportCursor()
+        self._handlers: dict[type, Callable[[Any], Any]] = {
             Hello: self._hello,
+            Goodbye: self._goodbye,
             LeaseRequest: self._lease_request,
             Heartbeat: self._heartbeat,
             Outcomes: self._outcomes,
             StepDone: self._step_done,
-            StatusRequest: self._status_request,
         }
         self._enter_phase()
         self._advance_phase()
+
+    @property
+    def version(self) -> int:
+        """Newest version that a learner has reported."""
+        return self.run.version
+
+    @property
+    def phase(self) -> Phase:
+        """What is being done."""
+        return self.run.phase
 
     def handle(self, sender_name: str, message: Any) -> Any:
         """Take one message; return the answer to its sender, None if there is none."""
@@ -110,143 +123,117 @@ class SchedulerCore:
             name = type(message).__name__
             logger.warning("unexpected message type=%s sender=%s", name, sender_name)
             return Rejected(reason=f"the scheduler takes no {name}")
-        answer = handler(sender_name, message)
+        answer = handler(message)
         self._advance_phase()
         return answer
 
     def tick(self) -> bool:
         """Issue again what the dead and the overdue hold. True if it was time to look."""
         now = self._clock()
-        if now - self._last_tick < TICK_S:
+        if now - self.run.last_tick < TICK_S:
             return False
-        self._last_tick = now
-        self._roll_call.tick(now)
+        self.run.last_tick = now
+        self._liveness.tick(now)
         self._advance_phase()
         return True
 
     # --- members ------------------------------------------------------------------------------
 
-    def _hello(self, sender_name: str, message: Hello) -> Welcome:
-        self._roll_call.hello(message, self._clock())
+    def _hello(self, message: Hello) -> Welcome:
+        self._liveness.hello(message, self._clock())
         if message.role == "learner":
-            self._told.begin()
-            self._learner_version = message.version
-        if message.role == "learner" and message.version > self.version:
-            logger.info("learner is ahead version=%d known=%d", message.version, self.version)
-            self._set_version(message.version)
-        elif message.role == "learner" and message.version < self.version:
-            logger.warning("learner is behind version=%d known=%d", message.version, self.version)
-        return self._welcome()
+            self._cursor.begin()
+            self.run.learner_version = message.version
+            known = self.run.version
+            if message.version > known:
+                logger.info("learner is ahead version=%d known=%d", message.version, known)
+                self._set_version(message.version)
+            elif message.version < known:
+                logger.warning("learner is behind version=%d known=%d", message.version, known)
+        return Welcome(run_epoch=self.run_epoch)
 
-    def _welcome(self) -> Welcome:
-        return Welcome(run_epoch=self.run_epoch, version=self.version, is_lockstep=self._is_sync)
+    def _goodbye(self, message: Goodbye) -> None:
+        self._liveness.goodbye(message, self._clock())
 
-    def _heartbeat(self, sender_name: str, message: Heartbeat) -> Progress:
-        revoked = self._roll_call.heartbeat(message, self._clock())
+    def _heartbeat(self, message: Heartbeat) -> Progress:
+        revoked = self._liveness.heartbeat(message, self._clock())
         if message.role == "learner":
             return self._progress_of_learner(revoked)
-        return Progress(
-            run_epoch=self.run_epoch,
-            version=self.version,
-            revoked=revoked,
-            lag_bounds=[],
-            num_slots=0,
-            is_finished=self.phase is Phase.DONE,
-        )
+        is_finished = self.phase is Phase.DONE
+        return Progress(run_epoch=self.run_epoch, revoked=revoked, is_finished=is_finished)
 
     def _progress_of_learner(self, revoked: list[str]) -> Progress:
         learner_version, num_groups = self._batch()
         return Progress(
             run_epoch=self.run_epoch,
-            version=self.version,
             revoked=revoked,
-            lag_bounds=self._grants.limits.lag_bounds,
-            num_slots=sum(m.num_slots for m in self.members.alive("actor")),
             is_finished=self.phase is Phase.DONE,
-            num_heard=self._told.num_heard,
-            num_saved=self._told.num_saved,
-            closed_below=self._told.closed_below,
+            lag_bounds=self.parts.limits.lag_bounds,
+            num_slots=sum(m.num_slots for m in self.members.alive("actor")),
+            num_heard=self._cursor.num_heard,
+            num_saved=self._cursor.num_saved,
+            closed_below=self._cursor.closed_below,
             learner_version=learner_version,
             num_batch_groups=num_groups,
+            silent=self.members.silent(self._clock()),
         )
 
     def _batch(self) -> tuple[int, int]:
         """Return for which version of the learner how many ready groups make a batch."""
-        state = self._grants.gate_state(self.version)
-        return self._learner_version, num_batch_groups(self._cfg, state)
+        state = self._grants.gate_state(self.run.version)
+        return self.run.learner_version, self._gate.num_batch_groups(state)
 
     # --- leases -------------------------------------------------------------------------------
 
-    def _lease_request(self, sender_name: str, message: LeaseRequest) -> LeaseGrant:
-        member = self.members.by_name.get(message.actor)
+    def _lease_request(self, message: LeaseRequest) -> LeaseGrant:
+        member, now = self.members.by_name.get(message.actor), self._clock()
         if member is None:
             return self._answer([], f"{message.actor} is not known, say hello")
-        self.members.touch(member, self._clock())
+        self.members.touch(member, now)
         member.version = message.version
-        if self.phase is Phase.DONE:
+        run = self.run
+        if run.phase is Phase.DONE:
             return self._answer([], "finished")
-        now = self._clock()
-        taken, reason = self._grants.serve(
-            message, self.members, phase=self.phase, version=self.version, now=now
-        )
+        needed = published_version(self._cfg, run.version)
+        moment = Moment(phase=run.phase, version=run.version, needed_version=needed, now=now)
+        taken, reason = self._grants.serve(message, moment)
         for group, _ in taken:
-            self.stream.granted(group, version=message.version)
-        leases = [self._grants.grant(*each, member=member, now=now) for each in taken]
-        return self._answer(leases, reason)
+            self.parts.stream.granted(group, version=message.version)
+        incarnation = member.incarnation
+        self.lifecycle.grant(taken, actor=member.name, incarnation=incarnation, now=now)
+        return self._answer([self._grants.lease(*each) for each in taken], reason)
 
     def _answer(self, leases: list[Lease], reason: str) -> LeaseGrant:
         retry_s = FINISHED_RETRY_S if self.phase is Phase.DONE else RETRY_S
-        return LeaseGrant(
-            run_epoch=self.run_epoch, leases=leases, retry_after_s=retry_s, reason=reason
-        )
+        return LeaseGrant(leases=leases, retry_after_s=retry_s, reason=reason)
 
     # --- the learner --------------------------------------------------------------------------
 
-    def _outcomes(self, sender_name: str, message: Outcomes) -> Progress | None:
+    def _outcomes(self, message: Outcomes) -> Progress | None:
         """Take a report; the answer says what is a batch now, if that has changed."""
         before = self._batch()
         self._touch_learner()
-        self.books.ledger.num_duplicates += message.num_duplicates
-        self._see(message.seen)
-        for group in message.groups:
-            self.books.group_arrived(group, now=self._clock())
-        for outcome in message.outcomes:
-            self.books.report(outcome)
-        self._told.hear(message.number)
+        self._reports.take(message, now=self._clock())
+        self._cursor.hear(message.number)
         return self._progress_of_learner([]) if self._batch() != before else None
 
-    def _see(self, seen: list[EpisodeSeen]) -> None:
-        """Take in episodes; those that one message names ended at about the same time."""
-        ended: dict[str, list[tuple[float, Episode]]] = {}
-        for each in seen:
-            found = self.books.table.find(each.episode_id)
-            if actor := self.books.see(each):
-                assert found is not None, f"{each.episode_id} was leased, and is not in the table"
-                ended.setdefault(actor, []).append((each.wall_s, found[1]))
-        pace = self.books.pace
-        for actor, episodes in ended.items():
-            num_held = self.books.leases.num_leased_to(actor) + len(episodes)
-            for wall_s, episode in episodes:
-                usual_s = pace.median_s(episode.env, episode.horizon)
-                self.members.finished(actor, wall_s=wall_s, num_held=num_held, usual_s=usual_s)
-
-    def _step_done(self, sender_name: str, message: StepDone) -> Progress:
+    def _step_done(self, message: StepDone) -> Progress:
         self._touch_learner()
-        self._learner_version = message.version
-        if message.version > self.version:
+        self.run.learner_version = message.version
+        if message.version > self.run.version:
             self._set_version(message.version)
             busy_s, wait_s = message.signals.get("busy_s"), message.signals.get("wait_s")
-            self.books.pace.add_step(self._clock(), busy_s=busy_s, wait_s=wait_s)
-        self.books.curriculum.step(message.version, message.signals)
-        self._grants.limits.update(self.books.pace, max_ahead_steps=message.max_ahead_steps)
-        self._is_trained = self._is_trained or message.is_last
+            self.parts.pace.add_step(self._clock(), busy_s=busy_s, wait_s=wait_s)
+        self.parts.curriculum.step(message.version, message.signals)
+        self.parts.limits.update(self.parts.pace, max_ahead_steps=message.max_ahead_steps)
+        self.run.is_trained = self.run.is_trained or message.is_last
         if self.phase is Phase.TRAIN:
-            due = self.stream.due(message.version, is_last=self._is_trained)
+            due = self.parts.stream.due(message.version, is_last=self.run.is_trained)
             if due is not None:
-                self.books.open(due)
-        self.books.assert_balanced()
-        self.books.audit.warn()
-        self._told.hear(message.number)
+                self.lifecycle.open(due)
+        self.lifecycle.assert_balanced()
+        self.lifecycle.audit.warn()
+        self._cursor.hear(message.number)
         return self._progress_of_learner([])
 
     def _touch_learner(self) -> None:
@@ -255,71 +242,61 @@ class SchedulerCore:
             self.members.touch(member, now)
 
     def _set_version(self, version: int) -> None:
-        self.version = version
-        self.books.num_filtered = 0
-        self._is_trained = self._is_trained or version >= self._cfg.train.num_steps
+        self.run.version = version
+        self.lifecycle.num_filtered = 0
+        self.run.is_trained = self.run.is_trained or version >= self._cfg.train.num_steps
         if self.phase is Phase.EVAL_BEFORE:
             logger.info("no evaluation before training: resumed at version=%d", version)
-            for group, episode in list(self.books.table.episodes()):
-                if episode.settled is None:
-                    self.books.give_up(group, episode, FAILED, "resumed")
+            self.lifecycle.give_up_all(FAILED, "resumed")
 
     # --- phases -------------------------------------------------------------------------------
 
     def _advance_phase(self) -> None:
         """Go on to the next phase as long as the current one has nothing to do."""
-        self.stream.collect(self.books.table, self.books.averages, version=self.version)
-        while self.phase is not Phase.DONE and self._is_phase_over():
-            if self.phase is Phase.TRAIN:
+        run = self.run
+        self.parts.stream.collect(self.lifecycle.table, self.parts.success, version=run.version)
+        while run.phase is not Phase.DONE and self._is_phase_over():
+            if run.phase is Phase.TRAIN:
                 unplayed = (EpisodeState.QUEUED, EpisodeState.LEASED)
-                self.books.end_training(states=unplayed)
-            self.phase = NEXT_PHASE[self.phase]
-            logger.info("phase=%s version=%d", self.phase, self.version)
+                self.lifecycle.end_training(states=unplayed)
+            run.phase = NEXT_PHASE[run.phase]
+            logger.info("phase=%s version=%d", run.phase, run.version)
             self._enter_phase()
 
     def _is_phase_over(self) -> bool:
         if self.phase is Phase.TRAIN:
-            return self._is_trained
-        if self.phase is Phase.EVAL_AFTER and self.stream.is_open:
+            return self.run.is_trained
+        if self.phase is Phase.EVAL_AFTER and self.parts.stream.is_open:
             return False  # an evaluation beside training is finished here
-        open_groups = self.books.table.groups
-        policies = eval_policies(self._cfg.eval, self.phase)
-        return not any(eval_group_id(self.phase, policy) in open_groups for policy in policies)
+        return not self._evals.are_open(self.run.phase, self.lifecycle.table)
 
     def _enter_phase(self) -> None:
         if self.phase is Phase.DONE:
-            self.books.end_training(states=(EpisodeState.ARRIVED,))
-        if not self._eval_items:
-            return
-        for policy in eval_policies(self._cfg.eval, self.phase):
-            group = eval_group(
-                self.phase, policy, self._eval_items, self._catalogue, version=self.version
-            )
-            self.books.open(group)
+            self.lifecycle.end_training(states=(EpisodeState.ARRIVED,))
+        for group in self._evals.make(self.run.phase, version=self.run.version):
+            self.lifecycle.open(group)
 
     # --- state --------------------------------------------------------------------------------
 
     def mark_saved(self) -> None:
-        """A snapshot of this moment is on disk: the learner may forget what it told until now."""
-        self._told.save(closed_below=self.books.closed_below)
+        """Note that a snapshot of this moment is on disk: the learner may forget its reports."""
+        self._cursor.save(closed_below=self.lifecycle.closed_below)
 
-    def snapshot(self) -> dict[str, Any]:
-        """Return the whole state as JSON: `restore` of it gives the same `snapshot`."""
+    def snapshot(self, *, with_volatile: bool = False) -> dict[str, Any]:
+        """Return the whole state as JSON: `restore` of it gives the same `snapshot`.
+
+        Args:
+            with_volatile: also the times, so that the log from here on can be handled again.
+        """
         return {
             "format": STATE_FORMAT,
             "seed": self._cfg.run.seed,
-            "version": self.version,
-            "learner_version": self._learner_version,
-            "phase": self.phase.value,
-            "is_trained": self._is_trained,
-            "books": self.books.snapshot(),
-            "limits": self._grants.limits.snapshot(),
-            "stream": self.stream.snapshot(),
-            "members": self.members.snapshot(),
+            "has_times": with_volatile,
+            **self.parts.snapshot(with_volatile=with_volatile),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take over a state. Leases and members get a fresh term from now on.
+        """Take over a state. One without times gives every lease and member a fresh term.
 
         Raises:
             ConfigError: the state is of another format or another `run.seed`.
@@ -327,43 +304,20 @@ class SchedulerCore:
         expected = {"format": STATE_FORMAT, "seed": self._cfg.run.seed}
         for key, value in expected.items():
             if state.get(key) != value:
-                raise ConfigError(f"scheduler state: {key}={state.get(key)!r}, not {value!r}")
-        now = self._clock()
-        self._last_tick = NEVER
-        self.version = state["version"]
-        self._learner_version = state["learner_version"]
-        self.phase = Phase(state["phase"])
-        self._is_trained = state["is_trained"]
-        self.books.restore(state["books"], now=now)
-        self._grants.limits.restore(state["limits"])
-        self.stream.restore(state["stream"])
-        self.members.restore(state["members"], now)
-
-    def terms(self) -> dict[str, Any]:
-        """Return the times that a snapshot leaves out: with them a log can be handled again."""
-        return {
-            "books": self.books.terms(),
-            "members": self.members.terms(),
-            "last_tick": self._last_tick,
-        }
-
-    def restore_terms(self, terms: dict[str, Any]) -> None:
-        """Take over `terms` on top of the snapshot of the same moment, on the same clock."""
-        self.books.restore_terms(terms["books"])
-        self.members.restore_terms(terms["members"])
-        self._last_tick = terms["last_tick"]
-
-    def _status_request(self, sender_name: str, message: StatusRequest) -> Status:
-        return Status(state=json.dumps(self.status()))
+                raise ConfigError(
+                    f"scheduler.json: {key}={state.get(key)!r}, not {value!r}: it was written by"
+                    " another version or for another run; start a new run"
+                )
+        self.parts.restore(state)
+        if not state["has_times"]:
+            now = self._clock()
+            self.lifecycle.renew_all(now=now)
+            self.members.touch_all(now)
 
     def status(self) -> dict[str, Any]:
         """Return what is going on, for people and the display."""
-        return build_status(
-            self._cfg,
-            self.books,
-            self.members,
-            limits=self._grants.limits,
-            gate=self._grants.gate_state(self.version),
-            phase=self.phase,
-            now=self._clock(),
-        ) | {"run_epoch": self.run_epoch, "eval_stream": self.stream.report()}
+        state = self._grants.gate_state(self.run.version)
+        return build_status(self.parts, gate=self._gate, state=state, now=self._clock()) | {
+            "progress": self._evals.progress(self.run.phase, self.lifecycle.table),
+            "run_epoch": self.run_epoch,
+        }

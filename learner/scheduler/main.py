@@ -11,7 +11,7 @@ from typing import Any
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.store.run_dir import RunDir, write_atomically, write_json
-from common.wire.messages import Heartbeat, Hello, LeaseRequest, StatusRequest
+from common.wire.messages import Goodbye, Heartbeat, Hello, LeaseRequest
 from common.wire.security import RunKeys, load_keys
 from common.wire.sockets import Received, Router
 from learner.scheduler.core import SchedulerCore
@@ -38,7 +38,7 @@ class LoopClock:
 
 
 @dataclass(slots=True)
-class Parts:
+class Serving:
     """What the loop works with."""
 
     core: SchedulerCore
@@ -81,7 +81,7 @@ def serve(cfg: RunConfig, run_dir: RunDir, stop: threading.Event) -> None:
 # --- construction -----------------------------------------------------------------------------
 
 
-def build(cfg: RunConfig, run_dir: RunDir) -> Parts:
+def build(cfg: RunConfig, run_dir: RunDir) -> Serving:
     """Ask the hub what there is, take up the last state, and listen."""
     keys = load_keys(run_dir.keys)
     start_s = cfg.actor.start_timeout_s
@@ -93,7 +93,7 @@ def build(cfg: RunConfig, run_dir: RunDir) -> Parts:
     log = EventLog(run_dir.root)
     port = resume(core, clock, log)
     router = listen(cfg, keys, preferred_port=port)
-    parts = Parts(core=core, clock=clock, log=log, router=router, run_dir=run_dir)
+    parts = Serving(core=core, clock=clock, log=log, router=router, run_dir=run_dir)
     save(parts)
     run_dir.publish_address("scheduler", f"tcp://{cfg.scheduler.host}:{router.port}")
     logger.info("listening port=%d phase=%s version=%d", router.port, core.phase, core.version)
@@ -111,7 +111,6 @@ def resume(core: SchedulerCore, clock: LoopClock, log: EventLog) -> int:
         return 0
     clock.now = saved["time_s"]
     core.restore(saved["core"])
-    core.restore_terms(saved["terms"])
     num_events = 0
     for time_s, sender_name, message in log.events():
         clock.now = time_s
@@ -132,15 +131,15 @@ def listen(cfg: RunConfig, keys: RunKeys, *, preferred_port: int) -> Router:
     if port == 0 and preferred_port:
         try:
             return Router(keys, host=host, port=preferred_port)
-        except ConfigError as e:
-            logger.info("taking another port reason=%s", e)
+        except ConfigError as error:
+            logger.info("taking another port reason=%s", error)
     return Router(keys, host=host, port=port)
 
 
 # --- the loop ---------------------------------------------------------------------------------
 
 
-def loop(parts: Parts, stop: threading.Event) -> None:
+def loop(parts: Serving, stop: threading.Event) -> None:
     """Serve until told to stop, or until the run is over and everybody has left."""
     while not stop.is_set() and not has_ended(parts):
         received = parts.router.receive_all(timeout_s=POLL_S)
@@ -155,7 +154,7 @@ def loop(parts: Parts, stop: threading.Event) -> None:
             write_reports(parts)
 
 
-def has_ended(parts: Parts) -> bool:
+def has_ended(parts: Serving) -> bool:
     """True if the run is over and nobody is left to be told so."""
     members = parts.core.members
     known = bool(members.by_name)
@@ -163,15 +162,14 @@ def has_ended(parts: Parts) -> bool:
     return parts.core.phase is Phase.DONE and known and not living
 
 
-def answer_all(parts: Parts, received: list[Received]) -> None:
+def answer_all(parts: Serving, received: list[Received]) -> None:
     """Handle and log a batch, make the log safe, then answer."""
     answers: list[tuple[bytes, Any]] = []
     for each in received:
         name = name_of(parts, each)
         answer = parts.core.handle(name, each.message)
-        if not isinstance(each.message, StatusRequest):  # changes nothing
-            parts.log.append(parts.clock.now, name, each.message)
-            parts.is_changed = True
+        parts.log.append(parts.clock.now, name, each.message)
+        parts.is_changed = True
         if answer is not None:
             answers.append((each.sender, answer))
     parts.log.flush()
@@ -180,22 +178,21 @@ def answer_all(parts: Parts, received: list[Received]) -> None:
             logger.debug("unanswered receiver=%s", parts.names.get(receiver, receiver.hex()))
 
 
-def name_of(parts: Parts, received: Received) -> str:
+def name_of(parts: Serving, received: Received) -> str:
     """Return the name that a sender gave itself, its ROUTER identity before that."""
     match received.message:
-        case Hello() | Heartbeat():
+        case Hello() | Heartbeat() | Goodbye():
             parts.names[received.sender] = received.message.name
         case LeaseRequest():
             parts.names[received.sender] = received.message.actor
     return parts.names.get(received.sender, received.sender.hex())
 
 
-def save(parts: Parts) -> None:
+def save(parts: Serving) -> None:
     """Save the state; the log begins anew."""
     parts.log.save(
         {
-            "core": parts.core.snapshot(),
-            "terms": parts.core.terms(),
+            "core": parts.core.snapshot(with_volatile=True),
             "time_s": parts.clock.now,
             "port": parts.router.port,
         }
@@ -205,13 +202,13 @@ def save(parts: Parts) -> None:
     parts.saved_at = parts.clock.now
 
 
-def is_report_due(parts: Parts) -> bool:
+def is_report_due(parts: Serving) -> bool:
     """True once a second, and after every step and phase."""
     is_new = parts.ledger_of != (parts.core.version, parts.core.phase)
     return is_new or parts.clock.now - parts.status_at >= STATUS_S
 
 
-def write_reports(parts: Parts) -> None:
+def write_reports(parts: Serving) -> None:
     """Write status.json and, once a step or phase, what it leaves behind."""
     status = parts.core.status()
     write_json(parts.run_dir.status, status)
@@ -221,12 +218,12 @@ def write_reports(parts: Parts) -> None:
         write_atomically(path, eval_lines(status["eval_stream"]))
     parts.status_at = parts.clock.now
     if parts.ledger_of != (parts.core.version, parts.core.phase):
-        selection = parts.core.books.audit.report()
+        selection = parts.core.lifecycle.audit.report()
         write_json(parts.run_dir.selection, {"version": parts.core.version, **selection})
     parts.ledger_of = (parts.core.version, parts.core.phase)
 
 
-def shut_down(parts: Parts) -> None:
+def shut_down(parts: Serving) -> None:
     """Close everything; the state was saved before."""
     parts.log.close()
     parts.router.close()

@@ -2,60 +2,51 @@
 
 from typing import Any
 
-from common.config.run_config import RunConfig
-from learner.scheduler.dispatch.gate import GateState, allowed_groups, is_oversampled
-from learner.scheduler.dispatch.limits import Limits
-from learner.scheduler.episodes.lifecycle import Books
+from learner.scheduler.components import Components
+from learner.scheduler.curriculum.success import SuccessAverages
+from learner.scheduler.dispatch.gate import Gate, GateState
 from learner.scheduler.evaluation.phases import Phase
-from learner.scheduler.members.members import Members
+from learner.scheduler.state import save
 
 
-def build_status(
-    cfg: RunConfig,
-    books: Books,
-    members: Members,
-    *,
-    limits: Limits,
-    gate: GateState,
-    phase: Phase,
-    now: float,
-) -> dict[str, Any]:
+def build_status(parts: Components, *, gate: Gate, state: GateState, now: float) -> dict[str, Any]:
     """Return the content of status.json.
 
     Args:
         now: the core's clock, for how long ago members were heard.
     """
-    curriculum = books.curriculum.report(gate.version)
+    curriculum = parts.curriculum.report(state.version)
     longest = max(curriculum["horizons"].values(), key=lambda each: each["horizon"], default={})
-    learners = members.report("learner", now)
+    learners = parts.members.report("learner", now)
     return {
-        "phase": phase.value,
-        "version": gate.version,
+        "phase": parts.run.phase.value,
+        "version": state.version,
         "horizon": longest.get("horizon"),  # of the environment that may play longest
         "stage": longest.get("stage"),
         "curriculum": curriculum,
         "groups": {
-            "open": gate.num_open,
-            "ready": gate.num_ready,
-            "filtered": gate.num_filtered,
-            "opened": books.next_number,
-            "oversampled": is_oversampled(cfg, gate),
+            "open": state.num_open,
+            "ready": state.num_ready,
+            "filtered": state.num_filtered,
+            "opened": parts.lifecycle.next_number,
+            "oversampled": gate.is_oversampled(state),
         },
-        "num_leased": books.leases.num_leased,
-        "pace": books.pace.report(),
-        "limits": limits.snapshot(),
-        "gate": allowed_groups(cfg, gate).reason if phase is Phase.TRAIN else "",
-        "ledger": books.ledger_report(),
-        "success": books.averages.train_report(),
-        "eval": _eval_report(books),
-        "actors": members.report("actor", now),
+        "num_leased": parts.lifecycle.num_leased,
+        "pace": parts.pace.report(),
+        "limits": save(parts.limits),
+        "gate": gate.allowed(state).reason if parts.run.phase is Phase.TRAIN else "",
+        "ledger": parts.lifecycle.ledger_report(),
+        "success": parts.success.train_report(),
+        "eval": _eval_report(parts.success),
+        "eval_stream": parts.stream.report(),
+        "actors": parts.members.report("actor", now),
         "learner": learners[-1] if learners else {},
     }
 
 
-def _eval_report(books: Books) -> dict[str, Any]:
+def _eval_report(success: SuccessAverages) -> dict[str, Any]:
     """Return the success of the model before and after, and all groups in `groups`."""
-    groups = books.averages.eval_report()
+    groups = success.eval_report()
     model = {
         when: groups[f"eval-{when}-model"]["success"]
         for when in ("before", "after")

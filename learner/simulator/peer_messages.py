@@ -11,13 +11,12 @@ def hello(role: str, name: str, *, incarnation: str = "life-1", version: int = 0
 def heartbeat(
     role: str, name: str, *, version: int, running: list[str], num_slots: int = 0
 ) -> Heartbeat:
-    """Return a sign of life; slots that are not running are free."""
+    """Return a sign of life."""
     return Heartbeat(
         role=role,
         name=name,
         version=version,
         running=running,
-        num_free_slots=max(0, num_slots - len(running)),
         num_slots=num_slots,
         tokens_per_s=0.0,
         waiting_for="",
@@ -32,19 +31,14 @@ def seen(
     is_success: bool,
     end_reason: EndReason,
     num_turns: int,
-    num_sampled_tokens: int,
     wall_s: float,
 ) -> EpisodeSeen:
     """Return what a learner says of an episode that arrived."""
     return EpisodeSeen(
         episode_id=lease.episode_id,
-        kind=lease.kind,
-        env=lease.env,
-        subset=lease.item_id.rsplit("-", 2)[0],
         reward=reward,
         is_success=is_success,
         end_reason=end_reason,
         num_turns=num_turns,
-        num_sampled_tokens=num_sampled_tokens,
         wall_s=wall_s,
     )

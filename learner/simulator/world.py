@@ -7,6 +7,7 @@ import numpy as np
 
 from common.config.run_config import RunConfig, TrainMode
 from common.errors import LongstrideError
+from common.wire.ids import split_episode_id
 from common.wire.messages import (
     EpisodeKind,
     EpisodeOutcome,
@@ -153,7 +154,6 @@ class World:
             self._journal.pop(outcome.episode_id, None)
         self._tell(
             Outcomes(
-                version=self._core.version,
                 seen=seen,
                 outcomes=outcomes,
                 groups=groups,
@@ -285,8 +285,7 @@ class World:
         bounds = progress.lag_bounds
         self._lag_bounds = {(each.env, each.horizon): each.max_lag_steps for each in bounds}
         for episode_id in progress.revoked:
-            group_id, _, member = episode_id.rpartition("/")
-            outcomes, groups = self._table.give_up(group_id, int(member))
+            outcomes, groups = self._table.give_up(*split_episode_id(episode_id))
             if outcomes or groups:
                 self._report(outcomes=outcomes, groups=groups, seen=[])
         self._maybe_train()
@@ -299,7 +298,7 @@ class World:
 
     def _prediction(self) -> Prediction:
         tally, fleet = self._tally, self._fleet
-        account = self._core.books.ledger_report()
+        account = self._core.lifecycle.ledger_report()
         settled = max(1, sum(account[outcome.value] for outcome in Outcome))
         now_s = max(self._events.now_s, 1e-9)
         rates = tally.rates()
@@ -356,6 +355,5 @@ def _seen(arrival: Arrival) -> EpisodeSeen:
         is_success=play.is_success,
         end_reason=arrival.end_reason,
         num_turns=play.num_turns,
-        num_sampled_tokens=play.num_tokens,
         wall_s=arrival.ended_s - arrival.started_s,
     )

@@ -64,7 +64,6 @@ class BenchLearner:
                 is_success=lease.member % 2 == 1,
                 end_reason=EndReason.DONE,
                 num_turns=4,
-                num_sampled_tokens=40,
                 wall_s=wall_s,
             )
         )
@@ -105,7 +104,6 @@ class BenchLearner:
         outcomes: list[EpisodeOutcome] | None = None,
     ) -> Outcomes:
         return Outcomes(
-            version=self.version,
             seen=seen or [],
             outcomes=outcomes or [],
             groups=groups or [],

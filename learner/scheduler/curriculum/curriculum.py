@@ -1,18 +1,27 @@
 """The curriculum: which item comes next, and how long its episodes may be."""
 
+from dataclasses import dataclass, field
 from typing import Any
 
-from common.config.curriculum import HorizonKind
-from common.config.run_config import RunConfig
-from common.wire.messages import EndReason, EpisodeSeen
+from common.config.curriculum import (
+    HorizonKind,
+    HorizonPolicy,
+    HorizonSection,
+    MixtureSection,
+    TaskSection,
+)
+from common.wire.ids import episode_id_of
+from common.wire.messages import EndReason, EpisodeKind, EpisodeSeen, PolicyKind
 from learner.scheduler.curriculum.catalogue import Catalogue
-from learner.scheduler.curriculum.gated import UNKNOWN, GatedHorizon, StepSeen
+from learner.scheduler.curriculum.gated import UNKNOWN, GatedHorizon
 from learner.scheduler.curriculum.horizon import HorizonStamp, horizon_at
 from learner.scheduler.curriculum.mixture import Mixture
-from learner.scheduler.curriculum.sampling import Item
-from learner.scheduler.episodes.table import Episode, Group
+from learner.scheduler.curriculum.sampling import Item, member_seed
+from learner.scheduler.episodes.table import EpisodeRecord, GroupRecord
+from learner.scheduler.state import CONFIGURED, FIXED
 
 
+@dataclass(init=False, slots=True)
 class Curriculum:
     """Items and horizons of the groups to come. What is open keeps the stamp it has.
 
@@ -21,67 +30,100 @@ class Curriculum:
     and its episodes do not count towards what a gated horizon measures of its present stage.
     """
 
-    def __init__(self, cfg: RunConfig, catalogue: Catalogue) -> None:
-        self._catalogue = catalogue
-        self._name_of = cfg.horizon.name_of
-        names = sorted({self._name_of(task.env, task.subset) for task in cfg.tasks})
-        self._policies = {name: cfg.horizon.policy(name) for name in names}
-        self._gated = {
+    mixture: Mixture
+    gated: dict[str, GatedHorizon] = field(metadata=CONFIGURED)  # by the name of its policy
+    version: int = 0  # of the last step that was taken in
+    _horizon: HorizonSection = field(metadata=FIXED)
+    _policies: dict[str, HorizonPolicy] = field(metadata=FIXED)
+    _catalogue: Catalogue = field(metadata=FIXED)
+    _seed: int = field(metadata=FIXED)
+    _group_size: int = field(metadata=FIXED)
+
+    def __init__(
+        self,
+        horizon: HorizonSection,
+        mixture: MixtureSection,
+        tasks: list[TaskSection],
+        catalogue: Catalogue,
+        *,
+        seed: int,
+        group_size: int,
+    ) -> None:
+        """Start at the first item and the first stage.
+
+        Args:
+            seed: of the run; items and sampling seeds follow from it.
+            group_size: episodes of an item at a time.
+        """
+        self.mixture = Mixture(mixture, tasks, catalogue, seed=seed, group_size=group_size)
+        self.version = 0
+        self._horizon, self._catalogue = horizon, catalogue
+        self._seed, self._group_size = seed, group_size
+        names = sorted({horizon.name_of(task.env, task.subset) for task in tasks})
+        self._policies = {name: horizon.policy(name) for name in names}
+        self.gated = {
             name: GatedHorizon(policy, name)
             for name, policy in self._policies.items()
             if policy.kind is HorizonKind.GATED
         }
-        self._tallies = {name: [0, 0, 0] for name in self._gated}  # episodes, solved, truncated
-        self._version = 0  # of the last step that was taken in
-        self.mixture = Mixture(
-            cfg.mixture, cfg.tasks, catalogue, seed=cfg.run.seed, group_size=cfg.groups.size
-        )
 
-    def item(self, number: int) -> Item:
-        """Return the item of group `number`; each number is asked for once, in order."""
-        return self.mixture.item(number)
+    def make_group(self, number: int, *, version: int, now: float) -> GroupRecord:
+        """Return training group `number`, opened at this version; asked for in order, once each."""
+        item = self.mixture.item(number)
+        stamp = self.stamp(item.env, version, subset=item.subset)
+        max_turns = self._catalogue.entry(item.env, item.subset).max_turns
+        group_id = f"g{number:07d}"
+        episodes = [
+            EpisodeRecord(
+                episode_id=episode_id_of(group_id, member),
+                member=member,
+                env=item.env,
+                subset=item.subset,
+                item_id=item.item_id,
+                seed=member_seed(self._seed, number, member),
+                horizon=min(stamp.horizon, max_turns),
+            )
+            for member in range(self._group_size)
+        ]
+        return GroupRecord(
+            group_id=group_id,
+            number=number,
+            kind=EpisodeKind.TRAIN,
+            policy=PolicyKind.MODEL,
+            horizon_stage=stamp.stage,
+            opened_at_version=version,
+            episodes=episodes,
+            opened_at=now,
+        )
 
     def stamp(self, env: str, version: int, *, subset: str = "") -> HorizonStamp:
         """Return what a group of this environment and subset is stamped with at this version."""
-        return self._stamp(self._name_of(env, subset), version)
+        return self._stamp(self._horizon.name_of(env, subset), version)
 
     def _stamp(self, name: str, version: int) -> HorizonStamp:
-        gated = self._gated.get(name)
+        gated = self.gated.get(name)
         return gated.stamp if gated else horizon_at(self._policies[name], version)
 
-    def see(self, seen: EpisodeSeen, group: Group, episode: Episode) -> None:
+    def see(self, seen: EpisodeSeen, group: GroupRecord, episode: EpisodeRecord) -> None:
         """Count a training episode that says something about the policy; once each."""
-        self.mixture.see(seen, episode.item_id)
-        name = self._name_of(episode.env, episode.subset)
-        gated = self._gated.get(name)
+        item = Item(env=episode.env, subset=episode.subset, item_id=episode.item_id)
+        self.mixture.see(seen, item)
+        gated = self.gated.get(self._horizon.name_of(episode.env, episode.subset))
         if gated is None or not gated.is_present(group.horizon_stage, group.opened_at_version):
             return
         max_turns = self._catalogue.entry(episode.env, episode.subset).max_turns
-        is_cut = seen.end_reason is EndReason.HORIZON and episode.horizon < max_turns
-        tally = self._tallies[name]
-        tally[0] += 1
-        tally[1] += seen.is_success
-        tally[2] += is_cut
+        is_truncated = seen.end_reason is EndReason.HORIZON and episode.horizon < max_turns
+        gated.see(is_success=seen.is_success, is_truncated=is_truncated)
 
     def step(self, version: int, signals: dict[str, float]) -> None:
         """Take in that step `version` is trained; a step that is known is ignored."""
-        if version <= self._version:
+        if version <= self.version:
             return
-        before = {name: self._stamp(name, self._version).stage for name in self._policies}
-        self._version = version
-        for name, gated in self._gated.items():
-            num, num_solved, num_truncated = self._tallies[name]
-            self._tallies[name] = [0, 0, 0]
-            gated.step(
-                StepSeen(
-                    version=version,
-                    num_episodes=num,
-                    num_solved=num_solved,
-                    num_truncated=num_truncated,
-                    entropy=signals.get("entropy", UNKNOWN),
-                    ess_frac=signals.get("ess_frac", UNKNOWN),
-                )
-            )
+        before = {name: self._stamp(name, self.version).stage for name in self._policies}
+        self.version = version
+        entropy, ess_frac = signals.get("entropy", UNKNOWN), signals.get("ess_frac", UNKNOWN)
+        for gated in self.gated.values():
+            gated.end_step(version, entropy=entropy, ess_frac=ess_frac)
         for name, stage in before.items():
             if self._stamp(name, version).stage != stage:
                 self.mixture.forget_items(name)
@@ -95,28 +137,10 @@ class Curriculum:
 
     def _report_of(self, name: str, version: int) -> dict[str, Any]:
         stamp = self._stamp(name, version)
-        gated = self._gated.get(name)
+        gated = self.gated.get(name)
         return {
             "kind": self._policies[name].kind.value,
             "horizon": stamp.horizon,
             "stage": stamp.stage,
             **(gated.report() if gated else {}),
         }
-
-    def snapshot(self) -> dict[str, Any]:
-        """Return the exact state as JSON."""
-        return {
-            "version": self._version,
-            "tallies": {name: list(tally) for name, tally in self._tallies.items()},
-            "gated": {name: gated.snapshot() for name, gated in self._gated.items()},
-            "mixture": self.mixture.snapshot(),
-        }
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Take over the state of `snapshot`; a new environment starts at its first stage."""
-        self._version = state["version"]
-        for name, gated in self._gated.items():
-            self._tallies[name] = list(state["tallies"].get(name, [0, 0, 0]))
-            if name in state["gated"]:
-                gated.restore(state["gated"][name])
-        self.mixture.restore(state["mixture"])

@@ -3,11 +3,12 @@
 import logging
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from common.config.curriculum import HorizonPolicy
 from learner.scheduler.curriculum.horizon import HorizonStamp
+from learner.scheduler.state import FIXED
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +52,11 @@ class Move:
     ess_frac: float
 
 
+def _moves() -> deque[Move]:
+    return deque(maxlen=MAX_MOVES)
+
+
+@dataclass(slots=True)
 class GatedHorizon:
     """Decides after every step; between two decisions the stage stands still.
 
@@ -59,28 +65,51 @@ class GatedHorizon:
     the last five steps is a quarter of that before: stage 0 again, until 90 at least.
     """
 
-    def __init__(self, policy: HorizonPolicy, env: str) -> None:
-        self._policy = policy
-        self._cfg = policy.gated
-        self._env = env
-        size = self._cfg.window_steps + self._cfg.backoff_steps
-        self._steps: deque[StepSeen] = deque(maxlen=size)
-        self._since = 0  # version at which the stage began
-        self.stage = 0
-        self.moves: deque[Move] = deque(maxlen=MAX_MOVES)
+    policy: HorizonPolicy = field(metadata=FIXED)
+    env: str = field(metadata=FIXED)
+    steps: deque[StepSeen] = field(init=False)  # the last ones
+    since: int = 0  # version at which the stage began
+    stage: int = 0
+    moves: deque[Move] = field(default_factory=_moves)
+    num_episodes: int = 0  # of the present stage, since the last step
+    num_solved: int = 0
+    num_truncated: int = 0
+
+    def __post_init__(self) -> None:
+        size = self.policy.gated.window_steps + self.policy.gated.backoff_steps
+        self.steps = deque(maxlen=size)
 
     @property
     def stamp(self) -> HorizonStamp:
         """What a group opened now is stamped with."""
-        return HorizonStamp(horizon=self._policy.stages[self.stage], stage=self.stage)
+        return HorizonStamp(horizon=self.policy.stages[self.stage], stage=self.stage)
 
     def is_present(self, stage: int, opened_at_version: int) -> bool:
         """True if a group with this stamp belongs to the present stage, not to an earlier visit."""
-        return stage == self.stage and opened_at_version >= self._since
+        return stage == self.stage and opened_at_version >= self.since
+
+    def see(self, *, is_success: bool, is_truncated: bool) -> None:
+        """Count an episode of the present stage."""
+        self.num_episodes += 1
+        self.num_solved += is_success
+        self.num_truncated += is_truncated
+
+    def end_step(self, version: int, *, entropy: float, ess_frac: float) -> None:
+        """Take one step's numbers and the episodes seen since the last, as `step` does."""
+        seen = StepSeen(
+            version=version,
+            num_episodes=self.num_episodes,
+            num_solved=self.num_solved,
+            num_truncated=self.num_truncated,
+            entropy=entropy,
+            ess_frac=ess_frac,
+        )
+        self.num_episodes = self.num_solved = self.num_truncated = 0
+        self.step(seen)
 
     def step(self, seen: StepSeen) -> None:
         """Take one step's numbers, and move by at most one stage."""
-        self._steps.append(seen)
+        self.steps.append(seen)
         measured = self.measure()
         cause = self._backs_off(measured)
         to_stage = self.stage - 1
@@ -98,21 +127,22 @@ class GatedHorizon:
         logger.warning(
             "horizon moved env=%s version=%d stage=%d to=%d turns=%d cause=%s truncated=%.3f"
             " gain=%s entropy_ratio=%.3f ess=%.3f after_steps=%d",
-            *(self._env, seen.version, self.stage, to_stage, self._policy.stages[to_stage], cause),
+            *(self.env, seen.version, self.stage, to_stage, self.policy.stages[to_stage], cause),
             *(move.truncated_frac, _show(move.gain), move.entropy_ratio, move.ess_frac),
-            seen.version - self._since,
+            seen.version - self.since,
         )
         self.moves.append(move)
         self.stage = to_stage
-        self._since = seen.version
+        self.since = seen.version
 
     def measure(self) -> Measured:
         """Return what the last steps say."""
-        window = self._own(self._cfg.window_steps)
+        window = self._own(self.policy.gated.window_steps)
         num = sum(step.num_episodes for step in window)
         cut = sum(step.num_truncated for step in window)
-        recent = self._own(self._cfg.backoff_steps)
-        before = list(self._steps)[: len(self._steps) - len(recent)][-self._cfg.window_steps :]
+        recent = self._own(self.policy.gated.backoff_steps)
+        earlier = list(self.steps)[: len(self.steps) - len(recent)]
+        before = earlier[-self.policy.gated.window_steps :]
         entropy, entropy_before = _mean_entropy(recent), _mean_entropy(before)
         is_known = entropy != UNKNOWN and entropy_before > 0 and len(before) >= len(recent)
         ess = [step.ess_frac for step in recent if step.ess_frac != UNKNOWN]
@@ -125,50 +155,36 @@ class GatedHorizon:
 
     def _own(self, num_steps: int) -> list[StepSeen]:
         """Return the last steps if there are so many of the present stage, else none."""
-        own = [step for step in self._steps if step.version > self._since]
+        own = [step for step in self.steps if step.version > self.since]
         return own[-num_steps:] if len(own) >= num_steps else []
 
     def _backs_off(self, measured: Measured) -> str:
         """Return why the stage is one too far, "" if it is not."""
         if self.stage == 0:
             return ""
-        if 0 <= measured.entropy_ratio < self._cfg.entropy_frac:
+        if 0 <= measured.entropy_ratio < self.policy.gated.entropy_frac:
             return "entropy"
-        return "ess" if 0 <= measured.ess_frac < self._cfg.ess_frac else ""
+        return "ess" if 0 <= measured.ess_frac < self.policy.gated.ess_frac else ""
 
     def _advances(self, measured: Measured, version: int) -> bool:
-        if self.stage == len(self._policy.stages) - 1:
+        if self.stage == len(self.policy.stages) - 1:
             return False
-        if version - self._since < self._cfg.min_steps or measured.gain is None:
+        if version - self.since < self.policy.gated.min_steps or measured.gain is None:
             return False
-        is_cut = measured.truncated_frac >= self._cfg.min_truncated_frac
-        return is_cut and abs(measured.gain) <= self._cfg.max_gain
+        is_cut = measured.truncated_frac >= self.policy.gated.min_truncated_frac
+        return is_cut and abs(measured.gain) <= self.policy.gated.max_gain
 
     def report(self) -> dict[str, Any]:
         """Return the present numbers and the decisions so far, for people."""
         return {
-            "since_version": self._since,
+            "since_version": self.since,
             **asdict(self.measure()),
             "moves": [asdict(move) for move in self.moves],
         }
 
-    def snapshot(self) -> dict[str, Any]:
-        """Return the exact state as JSON."""
-        return {
-            "stage": self.stage,
-            "since": self._since,
-            "steps": [asdict(step) for step in self._steps],
-            "moves": [asdict(move) for move in self.moves],
-        }
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Take over the state of `snapshot`; stages that the configuration lost are left."""
-        self.stage = min(state["stage"], len(self._policy.stages) - 1)
-        self._since = state["since"]
-        self._steps.clear()
-        self._steps.extend(StepSeen(**step) for step in state["steps"])
-        self.moves.clear()
-        self.moves.extend(Move(**move) for move in state["moves"])
+    def after_restore(self) -> None:
+        """Leave stages that the configuration lost."""
+        self.stage = min(self.stage, len(self.policy.stages) - 1)
 
 
 def success_gain(steps: Sequence[StepSeen]) -> float | None:

@@ -1,6 +1,6 @@
 """Which item a training group gets: by weight alone, or also by what there is to learn from it."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from common.config.curriculum import MixtureKind, MixtureSection, TaskSection
@@ -15,6 +15,7 @@ from learner.scheduler.curriculum.sampling import (
     permute,
 )
 from learner.scheduler.curriculum.success import SuccessPool, worth
+from learner.scheduler.state import CONFIGURED, FIXED
 
 MIN_TASK_EPISODES = 32  # before the success of a task says anything
 MAX_ITEMS = 20_000  # whose success is remembered
@@ -22,14 +23,14 @@ MAX_SKIPS = 64  # items passed over for one group
 
 
 @dataclass(slots=True, kw_only=True)
-class _Task:
+class MixtureTask:
     """One part of the mixture and how far its items have been gone through."""
 
-    env: str
-    subset: str
-    base: float  # its share if all tasks were worth the same
-    num_train: int
-    key: int
+    env: str = field(metadata=FIXED)
+    subset: str = field(metadata=FIXED)
+    base: float = field(metadata=FIXED)  # its share if all tasks were worth the same
+    num_train: int = field(metadata=FIXED)  # items
+    key: int = field(metadata=FIXED)  # of the order of its items
     cursor: int = 0  # items passed, drawn or skipped
 
     @property
@@ -37,6 +38,7 @@ class _Task:
         return f"{self.env}/{self.subset}"
 
 
+@dataclass(init=False, slots=True)
 class Mixture:
     """Draws one item per group. Inside a subset no item is drawn twice in an epoch.
 
@@ -48,6 +50,13 @@ class Mixture:
     episodes, are worth 1 and 0.19, so of 119 groups 100 are of the first. An item of it that was
     always solved is skipped in nine epochs of ten.
     """
+
+    cfg: MixtureSection = field(metadata=FIXED)
+    tasks: dict[str, MixtureTask] = field(metadata=CONFIGURED)
+    subset_success: SuccessPool
+    item_success: SuccessPool
+    _sampler: Sampler = field(metadata=FIXED)
+    _spiral: Spiral = field(metadata=FIXED)
 
     def __init__(
         self,
@@ -64,12 +73,12 @@ class Mixture:
             group_size: episodes of an item at a time; two groups are what an item's success is
                 averaged over.
         """
-        self._cfg = cfg
+        self.cfg = cfg
         tempered = temper(tasks, cfg.temperature)
         self._sampler = Sampler(tempered, catalogue, seed=seed)
         self._spiral = Spiral(seed=seed)
-        self._tasks = [
-            _Task(
+        parts = [
+            MixtureTask(
                 env=task.env,
                 subset=task.subset,
                 base=task.weight,
@@ -79,15 +88,16 @@ class Mixture:
             for task in tempered
             if task.weight > 0
         ]
-        self._success = SuccessPool(
-            memory_episodes=cfg.memory_episodes, max_keys=len(self._tasks) + 1
+        self.tasks = {part.name: part for part in parts}
+        self.subset_success = SuccessPool(
+            memory_episodes=cfg.memory_episodes, max_keys=len(parts) + 1
         )
-        self._item_success = SuccessPool(memory_episodes=2 * group_size, max_keys=MAX_ITEMS)
+        self.item_success = SuccessPool(memory_episodes=2 * group_size, max_keys=MAX_ITEMS)
 
     @property
     def is_adaptive(self) -> bool:
         """True if the draws depend on what was seen."""
-        return self._cfg.kind is MixtureKind.ADAPTIVE
+        return self.cfg.kind is MixtureKind.ADAPTIVE
 
     def item(self, number: int) -> Item:
         """Return the training item of group `number` (0-based)."""
@@ -97,11 +107,11 @@ class Mixture:
         index = self._choose_index(task)
         return Item(env=task.env, subset=task.subset, item_id=f"{task.subset}-train-{index}")
 
-    def see(self, seen: EpisodeSeen, item_id: str) -> None:
+    def see(self, seen: EpisodeSeen, item: Item) -> None:
         """Count a training episode that says something about the policy."""
         if self.is_adaptive:
-            self._success.add(f"{seen.env}/{seen.subset}", is_success=seen.is_success)
-            self._item_success.add(f"{seen.env}/{item_id}", is_success=seen.is_success)
+            self.subset_success.add(f"{item.env}/{item.subset}", seen)
+            self.item_success.add(f"{item.env}/{item.item_id}", seen)
 
     def forget_items(self, name: str) -> None:
         """Another horizon makes other items solvable: what is known of them is void.
@@ -109,38 +119,38 @@ class Mixture:
         Args:
             name: of the environment, or "environment/subset".
         """
-        self._item_success.forget(f"{name}-" if "/" in name else f"{name}/")
+        self.item_success.forget(f"{name}-" if "/" in name else f"{name}/")
 
     def shares(self) -> dict[str, float]:
         """Return "<env>/<subset>" -> share of the next groups."""
-        worths = [task.base * self._worth(task) for task in self._tasks]
-        total = sum(worths)
-        return {task.name: each / total for task, each in zip(self._tasks, worths, strict=True)}
+        worths = {name: task.base * self._worth(task) for name, task in self.tasks.items()}
+        total = sum(worths.values())
+        return {name: each / total for name, each in worths.items()}
 
-    def _worth(self, task: _Task) -> float:
+    def _worth(self, task: MixtureTask) -> float:
         if not self.is_adaptive:
             return 1.0
-        success = self._success.success(task.name, min_episodes=MIN_TASK_EPISODES)
-        return 1.0 if success is None else worth(success, floor=self._cfg.floor)
+        success = self.subset_success.success(task.name, min_episodes=MIN_TASK_EPISODES)
+        return 1.0 if success is None else worth(success, floor=self.cfg.floor)
 
-    def _choose_task(self, point: float) -> _Task:
+    def _choose_task(self, point: float) -> MixtureTask:
         """Return the task whose arc of the circle holds the point, [0, 1)."""
         end = 0.0
-        for task, share in zip(self._tasks, self.shares().values(), strict=True):
+        for task, share in zip(self.tasks.values(), self.shares().values(), strict=True):
             end += share
             if point < end:
                 return task
-        return self._tasks[-1]
+        return list(self.tasks.values())[-1]
 
-    def _choose_index(self, task: _Task) -> int:
+    def _choose_index(self, task: MixtureTask) -> int:
         """Go on to the next item that is not skipped; of too many skipped ones take the best."""
         best, best_worth = 0, -1.0
         for _ in range(min(task.num_train, MAX_SKIPS)):
             epoch, position = divmod(task.cursor, task.num_train)
             task.cursor += 1
             index = permute(position, task.num_train, key=hash_words(task.key, epoch))
-            success = self._item_success.success(f"{task.env}/{task.subset}-train-{index}")
-            item_worth = 1.0 if success is None else worth(success, floor=self._cfg.floor)
+            success = self.item_success.success(f"{task.env}/{task.subset}-train-{index}")
+            item_worth = 1.0 if success is None else worth(success, floor=self.cfg.floor)
             draw = min(hash_words(task.key, "keep", epoch, index) / 2**64, ONE_BELOW)
             if draw < item_worth:
                 return index
@@ -150,25 +160,10 @@ class Mixture:
 
     def report(self) -> dict[str, Any]:
         """Return kind, shares and what is known of the tasks, for people."""
-        success = {task.name: self._success.success(task.name) for task in self._tasks}
+        success = {name: self.subset_success.success(name) for name in self.tasks}
         shares = {name: round(share, 4) for name, share in self.shares().items()}
         known = {"success": success} if self.is_adaptive else {}
-        return {"kind": self._cfg.kind.value, "shares": shares, **known}
-
-    def snapshot(self) -> dict[str, Any]:
-        """Return the exact state as JSON."""
-        return {
-            "cursors": {task.name: task.cursor for task in self._tasks},
-            "success": self._success.snapshot(),
-            "item_success": self._item_success.snapshot(),
-        }
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Take over the state of `snapshot`; a task that is new starts at its first item."""
-        for task in self._tasks:
-            task.cursor = state["cursors"].get(task.name, 0)
-        self._success.restore(state["success"])
-        self._item_success.restore(state["item_success"])
+        return {"kind": self.cfg.kind.value, "shares": shares, **known}
 
 
 def temper(tasks: list[TaskSection], temperature: float) -> list[TaskSection]:

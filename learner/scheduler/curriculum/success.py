@@ -1,7 +1,14 @@
-"""How well something is solved lately, and how much there is to learn from it."""
+"""How well something is solved, by whatever key, and how much there is to learn from it."""
 
 from collections import OrderedDict
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from common.wire.messages import EpisodeSeen
+from learner.scheduler.state import FIXED
+
+Known = OrderedDict[str, list[float]]
+MEMORY_EPISODES = 50  # of the curves of training
 
 
 def worth(success: float, *, floor: float) -> float:
@@ -13,43 +20,59 @@ def worth(success: float, *, floor: float) -> float:
     return max(floor, 4 * success * (1 - success))
 
 
+@dataclass(slots=True, kw_only=True)
 class SuccessPool:
-    """Moving averages of success by key. Keys not heard of for longest are forgotten."""
+    """Means of success and reward by key. Keys not heard of for longest are forgotten."""
 
-    def __init__(self, *, memory_episodes: int, max_keys: int) -> None:
-        """Start empty.
+    memory_episodes: int = field(metadata=FIXED)  # a new one weighs 1 / this at least; 0: a mean
+    max_keys: int = field(default=1 << 30, metadata=FIXED)  # that are remembered
+    known: Known = field(default_factory=Known)  # key -> [episodes, success, reward]
 
-        Args:
-            memory_episodes: a new episode weighs 1 / this, once there are so many.
-            max_keys: bound of what is remembered.
-        """
-        self._weight = 1 / memory_episodes
-        self._max_keys = max_keys
-        self._known: OrderedDict[str, list[float]] = OrderedDict()  # key -> [episodes, success]
-
-    def add(self, key: str, *, is_success: bool) -> None:
+    def add(self, key: str, seen: EpisodeSeen) -> None:
         """Count one episode."""
-        entry = self._known.setdefault(key, [0, 0.0])
+        entry = self.known.setdefault(key, [0, 0.0, 0.0])
         entry[0] += 1
-        entry[1] += max(self._weight, 1 / entry[0]) * (is_success - entry[1])
-        self._known.move_to_end(key)
-        if len(self._known) > self._max_keys:
-            self._known.popitem(last=False)
+        weight = 1 / min(entry[0], self.memory_episodes or entry[0])
+        entry[1] += weight * (seen.is_success - entry[1])
+        entry[2] += weight * (seen.reward - entry[2])
+        self.known.move_to_end(key)
+        if len(self.known) > self.max_keys:
+            self.known.popitem(last=False)
 
     def success(self, key: str, *, min_episodes: int = 1) -> float | None:
-        """Return the average; None if there were fewer episodes than `min_episodes`."""
-        num, mean = self._known.get(key, (0, 0.0))
+        """Return the mean; None if there were fewer episodes than `min_episodes`."""
+        num, mean, _ = self.known.get(key, (0, 0.0, 0.0))
         return mean if num >= min_episodes else None
 
     def forget(self, prefix: str) -> None:
         """Drop every key that begins so."""
-        for key in [key for key in self._known if key.startswith(prefix)]:
-            del self._known[key]
+        for key in [key for key in self.known if key.startswith(prefix)]:
+            del self.known[key]
 
-    def snapshot(self) -> list[list[Any]]:
-        """Return the exact state as JSON, those forgotten next first."""
-        return [[key, num, mean] for key, (num, mean) in self._known.items()]
 
-    def restore(self, state: list[list[Any]]) -> None:
-        """Take over the state of `snapshot`."""
-        self._known = OrderedDict((key, [num, mean]) for key, num, mean in state)
+def _plain(memory_episodes: int) -> Callable[[], SuccessPool]:
+    return lambda: SuccessPool(memory_episodes=memory_episodes)
+
+
+@dataclass(slots=True)
+class SuccessAverages:
+    """How well the policy does: moving means of training, plain means of each evaluation."""
+
+    train: SuccessPool = field(default_factory=_plain(MEMORY_EPISODES))  # by "env/subset"
+    evaluation: SuccessPool = field(default_factory=_plain(0))  # by group
+
+    def train_report(self) -> dict[str, float]:
+        """Return subset -> moving mean of success; "env/subset" if there are several envs."""
+        known = sorted(self.train.known.items())
+        has_one_env = len({name.partition("/")[0] for name, _ in known}) == 1
+        return {
+            name.partition("/")[2] if has_one_env else name: round(success, 4)
+            for name, (_, success, _) in known
+        }
+
+    def eval_report(self) -> dict[str, dict[str, float]]:
+        """Return evaluation group -> episodes, success, reward."""
+        return {
+            group_id: {"num": int(num), "success": round(success, 9), "reward": round(reward, 9)}
+            for group_id, (num, success, reward) in self.evaluation.known.items()
+        }

@@ -8,10 +8,11 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from common.wire.messages import Outcome
+from learner.scheduler.state import FIXED
 
 logger = logging.getLogger(__name__)
 
@@ -88,30 +89,30 @@ class Comparison:
         return is_enough and self.excess >= MIN_EXCESS and self.z >= WARN_Z
 
 
+@dataclass(slots=True)
 class SelectionAudit:
     """Counts every settled training episode once, in its cell."""
 
-    def __init__(self) -> None:
-        self._cells: dict[Cell, Counter[str]] = {}
-        self._warned: set[tuple[str, int]] = set()
+    cells: dict[Cell, Counter[str]] = field(default_factory=dict[Cell, Counter[str]])
+    _warned: set[tuple[str, int]] = field(default_factory=set[tuple[str, int]], metadata=FIXED)
 
     def add(self, cell: Cell, outcome: str, cause: str) -> None:
         """Count an outcome."""
         column = ENDED if cause == RUN_ENDED else outcome
-        self._cells.setdefault(cell, Counter())[column] += 1
+        self.cells.setdefault(cell, Counter())[column] += 1
 
     def take_back(self, cell: Cell, outcome: str, cause: str) -> None:
-        """Undo `add`: the learner knows better than the scheduler's guess."""
-        self._cells[cell][ENDED if cause == RUN_ENDED else outcome] -= 1
+        """Undo `add`: the learner reports another outcome than was counted provisionally."""
+        self.cells[cell][ENDED if cause == RUN_ENDED else outcome] -= 1
 
     def total(self) -> Counter[str]:
         """Return the episodes by outcome, those of the run's end apart."""
-        return sum(self._cells.values(), Counter())
+        return sum(self.cells.values(), Counter())
 
     def compare(self) -> Iterator[Comparison]:
         """Yield one comparison per environment and horizon, over its subsets."""
         sides: dict[tuple[str, int], list[int]] = {}
-        for cell, counts in self._cells.items():
+        for cell, counts in self.cells.items():
             if cell.bucket == UNKNOWN:
                 continue
             side = sides.setdefault((cell.env, cell.horizon), [0, 0, 0, 0])
@@ -146,34 +147,11 @@ class SelectionAudit:
     def report(self) -> dict[str, Any]:
         """Return what selection.json holds: the table's `rows` and the `comparisons`."""
         return {
-            "rows": selection_rows(self._cells),
+            "rows": selection_rows(self.cells),
             "comparisons": [
-                {
-                    "env": each.env,
-                    "horizon": each.horizon,
-                    "num_short": each.num_short,
-                    "num_short_dropped": each.num_short_dropped,
-                    "num_long": each.num_long,
-                    "num_long_dropped": each.num_long_dropped,
-                    "z": round(each.z, 3),
-                    "is_biased": each.is_biased,
-                }
+                asdict(each) | {"z": round(each.z, 3), "is_biased": each.is_biased}
                 for each in self.compare()
             ],
-        }
-
-    def snapshot(self) -> list[list[Any]]:
-        """Return the exact state as JSON."""
-        return [
-            [c.env, c.subset, c.horizon, c.bucket, dict(counts)]
-            for c, counts in self._cells.items()
-        ]
-
-    def restore(self, state: list[list[Any]]) -> None:
-        """Take over the state of `snapshot`."""
-        self._cells = {
-            Cell(env, subset, horizon, bucket): Counter(counts)
-            for env, subset, horizon, bucket, counts in state
         }
 
 

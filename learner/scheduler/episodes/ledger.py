@@ -1,6 +1,7 @@
-"""The books: every issued episode ends in exactly one outcome, or is in flight. Nothing is lost."""
+"""The ledger: every issued episode ends in exactly one outcome, or is in flight. None is lost."""
 
 from collections import Counter
+from dataclasses import dataclass, field
 from typing import Any
 
 from common.errors import LedgerError
@@ -12,15 +13,15 @@ TRAIN_OUTCOMES = tuple(outcome.value for outcome in Outcome)
 EVAL_OUTCOMES = (EVALUATED, FAILED)
 
 
+@dataclass(slots=True)
 class Account:
     """Counts of one kind of episode. `in flight` is not kept here: the table of episodes says it,
     so that issued - settled - in flight is a real check."""
 
-    def __init__(self, outcomes: tuple[str, ...]) -> None:
-        self.issued = 0
-        self.reissued = 0
-        self.settled: dict[str, int] = dict.fromkeys(outcomes, 0)
-        self.causes: Counter[str] = Counter()
+    settled: dict[str, int]  # by outcome
+    issued: int = 0
+    reissued: int = 0
+    causes: Counter[str] = field(default_factory=Counter[str])
 
     def settle(self, outcome: str, cause: str) -> None:
         """Book one outcome."""
@@ -29,7 +30,7 @@ class Account:
             self.causes[f"{outcome}:{cause}"] += 1
 
     def take_back(self, outcome: str, cause: str) -> None:
-        """Undo `settle`: the learner knows better than the scheduler's guess."""
+        """Undo `settle`: the learner reports another outcome than was booked provisionally."""
         self.settled[outcome] -= 1
         if cause:
             self.causes[f"{outcome}:{cause}"] -= 1
@@ -50,31 +51,19 @@ class Account:
             "causes": dict(self.causes),
         }
 
-    def snapshot(self) -> dict[str, Any]:
-        """Return the exact state as JSON."""
-        return {
-            "issued": self.issued,
-            "reissued": self.reissued,
-            "settled": dict(self.settled),
-            "causes": dict(self.causes),
-        }
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Take over the state of `snapshot`."""
-        self.issued = state["issued"]
-        self.reissued = state["reissued"]
-        self.settled = dict(state["settled"])
-        self.causes = Counter(state["causes"])
+def _account(outcomes: tuple[str, ...]) -> Account:
+    return Account(dict.fromkeys(outcomes, 0))
 
 
+@dataclass(slots=True)
 class Ledger:
     """The account of training episodes and, apart from it, that of evaluation episodes."""
 
-    def __init__(self) -> None:
-        self.train = Account(TRAIN_OUTCOMES)
-        self.eval = Account(EVAL_OUTCOMES)
-        self.num_duplicates = 0  # trajectories that the learner discarded
-        self.num_unknown = 0  # reports of episodes that are not in the books, e.g. after a rollback
+    train: Account = field(default_factory=lambda: _account(TRAIN_OUTCOMES))
+    eval: Account = field(default_factory=lambda: _account(EVAL_OUTCOMES))
+    num_duplicates: int = 0  # trajectories that the learner discarded
+    num_unknown: int = 0  # reports of episodes that were never issued, e.g. after a rollback
 
     def assert_balanced(self, *, train_in_flight: int, eval_in_flight: int) -> None:
         """Raises: LedgerError: names the account, its counts and the difference."""
@@ -97,19 +86,3 @@ class Ledger:
             "unknown_reports": self.num_unknown,
             "eval": self.eval.report(eval_in_flight),
         }
-
-    def snapshot(self) -> dict[str, Any]:
-        """Return the exact state as JSON."""
-        return {
-            "train": self.train.snapshot(),
-            "eval": self.eval.snapshot(),
-            "num_duplicates": self.num_duplicates,
-            "num_unknown": self.num_unknown,
-        }
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Take over the state of `snapshot`."""
-        self.train.restore(state["train"])
-        self.eval.restore(state["eval"])
-        self.num_duplicates = state["num_duplicates"]
-        self.num_unknown = state["num_unknown"]

@@ -1,38 +1,29 @@
-"""Table, queue, ledger and averages as one: every change of an episode goes through here.
+"""The life of an episode: its transitions, and the only code that writes its state.
 
 The ledger's law holds between any two calls: issued = settled + in flight.
 """
 
 import logging
 from collections import Counter, deque
+from dataclasses import dataclass, field
 from typing import Any
 
-from common.config.run_config import RunConfig
+from common.config.run_config import GroupsSection, SchedulerSection
 from common.errors import LedgerError, LongstrideError
-from common.wire.ids import training_number
-from common.wire.messages import (
-    EpisodeKind,
-    EpisodeOutcome,
-    EpisodeSeen,
-    GroupArrived,
-    Outcome,
-)
-from learner.scheduler.curriculum.averages import SuccessAverages
-from learner.scheduler.curriculum.catalogue import Catalogue
-from learner.scheduler.curriculum.curriculum import Curriculum
-from learner.scheduler.dispatch.pace import Pace
-from learner.scheduler.episodes.audit import SelectionAudit
-from learner.scheduler.episodes.leases import LeaseBook
+from common.wire.ids import episode_id_of, training_number
+from common.wire.messages import EpisodeKind, EpisodeOutcome, EpisodeSeen, GroupArrived, Outcome
+from learner.scheduler.episodes.audit import RUN_ENDED, SelectionAudit
 from learner.scheduler.episodes.ledger import EVALUATED, FAILED, Account, Ledger
+from learner.scheduler.episodes.queue import EpisodeQueue, Taken
 from learner.scheduler.episodes.table import (
-    Episode,
+    EpisodeRecord,
     EpisodeState,
-    Group,
+    GroupRecord,
     GroupState,
     GroupTable,
     Settled,
-    episode_id_of,
 )
+from learner.scheduler.state import FIXED, VOLATILE
 
 logger = logging.getLogger(__name__)
 
@@ -40,86 +31,209 @@ FAILURE_WINDOW = 200  # episodes over which the share of failures is taken
 MIN_FAILURE_WINDOW = 50  # episodes before it says anything
 MIN_CLOSED = 256  # groups whose outcomes are remembered at least
 
+Leased = dict[str, dict[str, EpisodeRecord]]
 
-class Books:
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """An episode that has just arrived for the first time."""
+
+    group: GroupRecord
+    episode: EpisodeRecord
+    actor: str  # whose lease has ended by that, "" if there was none
+
+
+def _recent() -> deque[str]:
+    return deque(maxlen=FAILURE_WINDOW)
+
+
+@dataclass(slots=True)
+class EpisodeLifecycle:
     """What became, or will become, of every episode.
 
+    queued --grant--> leased --arrive--> arrived --report--> settled
+       ^---lose, while attempts are left---'
+    `reclaim`: queued -> leased, for an actor that was thought dead. `give_up`: -> settled,
+    provisionally. Evaluation episodes are settled as they arrive.
+
     Example: g/0 is granted (leased), its actor dies (queued), it is granted again, its actor dies
-    again, and with two attempts allowed it is given up: failed, by the scheduler's word. If the
-    first actor lived after all and the learner trains on what it sent, the learner's word counts:
-    the failure is taken back and the episode is booked as trained.
+    again, and with two attempts allowed it is given up: failed, provisionally. If the first actor
+    lived after all and the learner trains on what it sent, the learner's report counts: the
+    failure is taken back and the episode is booked as trained.
     """
 
-    def __init__(self, cfg: RunConfig, catalogue: Catalogue) -> None:
-        self._group_size = cfg.groups.size
-        self._max_attempts = cfg.scheduler.max_attempts
-        self._max_failed_frac = cfg.scheduler.max_failed_frac
-        ahead = (cfg.scheduler.max_ahead_steps + 1) * cfg.groups.per_step
-        self.table = GroupTable(max_closed=max(MIN_CLOSED, 4 * ahead))
-        self.leases = LeaseBook(lease_s=cfg.actor.episode_timeout_s + cfg.scheduler.dead_after_s)
-        self.ledger = Ledger()
-        self.averages = SuccessAverages()
-        self.audit = SelectionAudit()
-        self.pace = Pace()
-        self.curriculum = Curriculum(cfg, catalogue)
-        self.num_filtered = 0  # groups without signal since the last step
-        self.next_number = 0  # of the next training group
-        self._recent: deque[str] = deque(maxlen=FAILURE_WINDOW)  # "" or the cause of a failure
+    groups: GroupsSection = field(metadata=FIXED)
+    scheduler: SchedulerSection = field(metadata=FIXED)
+    lease_s: float = field(metadata=FIXED)  # seconds until a lease that nobody renews has ended
+    table: GroupTable = field(default_factory=GroupTable)
+    queue: EpisodeQueue = field(init=False)
+    ledger: Ledger = field(default_factory=Ledger)
+    audit: SelectionAudit = field(default_factory=SelectionAudit)
+    num_filtered: int = 0  # groups without signal since the last step
+    next_number: int = 0  # of the next training group
+    num_leases: int = 0  # that were ever given
+    recent: deque[str] = field(default_factory=_recent, metadata=VOLATILE)  # "" or why it failed
+    _leased: Leased = field(default_factory=dict[str, dict[str, EpisodeRecord]], metadata=FIXED)
 
-    # --- out ----------------------------------------------------------------------------------
+    def __post_init__(self) -> None:
+        self.queue = EpisodeQueue(self.table)
 
-    def open(self, group: Group) -> None:
-        """Issue the episodes of a new group."""
+    def after_restore(self) -> None:
+        """Find the leases in the table."""
+        leased = [e for _, e in self.table.episodes() if e.state is EpisodeState.LEASED]
+        self._leased = {}
+        for episode in sorted(leased, key=lambda e: e.lease_number):
+            self._leased.setdefault(episode.actor, {})[episode.episode_id] = episode
+
+    # --- queries ------------------------------------------------------------------------------
+
+    def leased_to(self, actor: str) -> list[EpisodeRecord]:
+        """Return the episodes that this actor should be playing, in the order of their leases."""
+        return list(self._leased.get(actor, {}).values())
+
+    def num_leased_to(self, actor: str) -> int:
+        """Return how many episodes this actor should be playing."""
+        return len(self._leased.get(actor, ()))
+
+    @property
+    def num_leased(self) -> int:
+        """Leases that are out."""
+        return sum(len(out) for out in self._leased.values())
+
+    def overdue(self, now: float) -> list[EpisodeRecord]:
+        """Return the episodes whose lease has ended, in the order of their leases."""
+        late = [e for out in self._leased.values() for e in out.values() if e.deadline < now]
+        return sorted(late, key=lambda e: e.lease_number)
+
+    @property
+    def closed_below(self) -> int:
+        """Training groups with smaller numbers are closed, and never opened again."""
+        numbers = [group.number for group in self.table.groups.values() if group.is_train]
+        return min(numbers, default=self.next_number)
+
+    def given_up_ids(self, waiting: list[str]) -> list[str]:
+        """Return the episodes that the learner must not wait for any longer.
+
+        A group that the learner called ready counts too: a learner that restarts has the group's
+        journal, but does not know who was given up.
+
+        Args:
+            waiting: the groups that the learner has members to wait for, also closed ones.
+        """
+        episodes = self.table.episodes()
+        given_up = [e.episode_id for group, e in episodes if group.is_train and e.is_given_up]
+        for group_id in waiting:
+            if group_id not in self.table.groups and self._number_of(group_id) < self.next_number:
+                given_up += self._never_came(group_id)
+        return given_up
+
+    def _never_came(self, group_id: str) -> list[str]:
+        """Return the members that a closed group is to be completed without.
+
+        Of one closed long ago that is not known any more: all, of which the learner skips those
+        that it has. What was cut off by the end of the run is not completed.
+        """
+        settled = self.table.closed.get(group_id)
+        if settled is None:
+            return [episode_id_of(group_id, member) for member in range(self.groups.size)]
+        return [episode_id_of(group_id, m) for m, each in enumerate(settled) if each.is_failed]
+
+    def _number_of(self, name: str) -> int:
+        number = training_number(name)
+        return self.next_number if number is None else number
+
+    # --- queued, leased -----------------------------------------------------------------------
+
+    def open(self, group: GroupRecord) -> None:
+        """Issue the episodes of a new group: all are queued."""
         self.table.add(group)
+        self.next_number += group.is_train
         self._account(group).issued += len(group.episodes)
-        self.leases.enqueue(group, group.episodes)
+        self.queue.put(group.group_id, range(len(group.episodes)))
 
-    def grant(
-        self, group: Group, episode: Episode, *, actor: str, incarnation: str, now: float
-    ) -> None:
-        """Lease a queued episode."""
-        episode.num_issues += 1
-        if episode.num_issues > 1:
-            self._account(group).reissued += 1
-        self.leases.lease(episode, actor=actor, incarnation=incarnation, now=now)
+    def grant(self, taken: Taken, *, actor: str, incarnation: str, now: float) -> None:
+        """Lease episodes that were taken off the queue."""
+        for group, episode in taken:
+            episode.num_issues += 1
+            if episode.num_issues > 1:
+                self._account(group).reissued += 1
+            self.reclaim(episode, actor=actor, incarnation=incarnation, now=now)
 
-    def lose(self, episode: Episode, cause: str) -> None:
-        """A lease came to nothing: queue the episode again, or give it up."""
+    def reclaim(self, episode: EpisodeRecord, *, actor: str, incarnation: str, now: float) -> None:
+        """Lease a queued episode, as one more issue of it only if the caller counts that."""
+        self.num_leases += 1
+        self._move(episode, EpisodeState.LEASED)
+        episode.actor, episode.incarnation = actor, incarnation
+        episode.lease_number, episode.granted_at = self.num_leases, now
+        self._leased.setdefault(actor, {})[episode.episode_id] = episode
+        self.renew(episode, now=now)
+
+    def renew(self, episode: EpisodeRecord, *, now: float) -> None:
+        """Let the lease begin anew: the actor has the episode in work."""
+        episode.deadline = now + self.lease_s
+        episode.listed_at = now
+        episode.num_missed = 0
+
+    def renew_all(self, *, now: float) -> None:
+        """Let every lease begin anew: the times of a former process say nothing here."""
+        for out in self._leased.values():
+            for episode in out.values():
+                self.renew(episode, now=now)
+
+    def miss(self, episode: EpisodeRecord) -> None:
+        """Note a heartbeat that does not list the episode."""
+        episode.num_missed += 1
+
+    def revoke(self, episode: EpisodeRecord) -> None:
+        """Note that the actor is told to abandon it; the lease lasts until it has done so."""
+        episode.is_revoked = True
+
+    def identify(self, episode: EpisodeRecord, incarnation: str) -> None:
+        """Note which process holds a lease that was given before it said hello."""
+        episode.incarnation = episode.incarnation or incarnation
+
+    def lose(self, episode: EpisodeRecord, cause: str) -> None:
+        """End a lease that came to nothing: queue the episode again, or give it up."""
         found = self.table.find(episode.episode_id)
         if found is None or found[1] is not episode:
             raise LedgerError(f"lease of {episode.episode_id} without an episode in the table")
-        group = found[0]
-        actor = episode.actor
-        self.leases.release(episode)
-        is_last = episode.num_issues >= self._max_attempts
+        is_last = episode.num_issues >= self.scheduler.max_attempts
         logger.warning(
             "lost episode=%s actor=%s cause=%s attempt=%d given_up=%s",
-            episode.episode_id,
-            actor,
-            cause,
-            episode.attempt,
-            is_last,
+            *(episode.episode_id, episode.actor, cause, episode.attempt, is_last),
         )
         if is_last:
-            self.give_up(group, episode, FAILED, cause)
+            self.give_up(*found, outcome=FAILED, cause=cause)
             self._note(cause)
-            return
-        self.leases.enqueue(group, [episode], is_first=True)
+        else:
+            self._requeue(*found)
 
-    def give_up(self, group: Group, episode: Episode, outcome: str, cause: str) -> None:
-        """Settle an episode by the scheduler's own word."""
-        cell = episode.cell if group.kind is EpisodeKind.TRAIN else None
-        settled = Settled(outcome=outcome, cause=cause, is_given_up=True, cell=cell)
-        self._settle(group, episode, settled)
-        self._maybe_close(group)
+    def lose_all(self, actor: str, cause: str) -> None:
+        """End all leases of an actor that is gone; its groups are anybody's again."""
+        for episode in reversed(self.leased_to(actor)):  # requeued in their order
+            self.lose(episode, cause)
+        self.queue.disown(actor)
+        self._leased.pop(actor, None)
 
-    # --- in, from the learner -----------------------------------------------------------------
+    def _requeue(self, group: GroupRecord, episode: EpisodeRecord) -> None:
+        self._move(episode, EpisodeState.QUEUED)
+        self.queue.put(group.group_id, [episode.member], is_first=True)
 
-    def see(self, seen: EpisodeSeen) -> str:
-        """An episode is in the learner's journal. Attempts do not matter; repeats are ignored.
+    def _move(self, episode: EpisodeRecord, state: EpisodeState) -> None:
+        """Write a state, and end the lease if there is one."""
+        if episode.state is EpisodeState.LEASED:
+            del self._leased[episode.actor][episode.episode_id]
+        episode.state = state
+        episode.actor = episode.incarnation = ""
+        episode.granted_at, episode.is_revoked = None, False
+
+    # --- arrived, settled ---------------------------------------------------------------------
+
+    def arrive(self, seen: EpisodeSeen) -> Arrived | None:
+        """Note that an episode is in the learner's journal, whichever attempt it is.
 
         Returns:
-            the actor whose lease has ended by that, "" if there was none.
+            None if that is known, or the episode is not.
 
         Raises:
             LongstrideError: too many of the last episodes failed.
@@ -127,80 +241,98 @@ class Books:
         found = self.table.find(seen.episode_id)
         if found is None:
             self._unknown(seen.episode_id)
-            return ""
+            return None
         group, episode = found
         if episode.state not in (EpisodeState.QUEUED, EpisodeState.LEASED):
-            return ""
-        actor = episode.actor
-        is_failure = seen.end_reason.is_infrastructure_failure
-        if group.kind is EpisodeKind.TRAIN:
-            self.leases.release(episode)
-            episode.state = EpisodeState.ARRIVED
+            return None
+        arrived = Arrived(group, episode, episode.actor)
+        failure = seen.end_reason.value if seen.end_reason.is_infrastructure_failure else ""
+        if group.is_train:
+            self._move(episode, EpisodeState.ARRIVED)
             episode.num_turns = seen.num_turns
-            if not is_failure:
-                self.averages.add_train(seen)
-                self.curriculum.see(seen, group, episode)
-                self.pace.add_episode(episode.env, episode.horizon, seen.wall_s)
-        else:
-            self._see_eval(group, episode, seen)
-        self._note(seen.end_reason.value if is_failure else "")
-        return actor
-
-    def _see_eval(self, group: Group, episode: Episode, seen: EpisodeSeen) -> None:
-        """A failed evaluation episode is played again: a failure is no wrong answer."""
-        self.leases.release(episode)
-        if not seen.end_reason.is_infrastructure_failure:
-            self.averages.add_eval(group.group_id, seen)
+        elif not failure:
             settled = Settled(outcome=EVALUATED, cause="", is_given_up=False)
             self._settle(group, episode, settled)
-            self._maybe_close(group)
-        elif episode.num_issues >= self._max_attempts:
-            self.give_up(group, episode, FAILED, seen.end_reason.value)
-        else:
-            self.leases.enqueue(group, [episode], is_first=True)
+        elif episode.num_issues >= self.scheduler.max_attempts:
+            self.give_up(group, episode, outcome=FAILED, cause=failure)
+        else:  # a failure is no wrong answer: it is played again
+            self._requeue(group, episode)
+        self._note(failure)
+        return arrived
 
-    def group_arrived(self, message: GroupArrived, *, now: float) -> None:
-        """The learner has all members of a group that it will ever have."""
+    def complete(self, message: GroupArrived) -> GroupRecord | None:
+        """Note that the learner has all members of a group that it will ever have.
+
+        Returns:
+            The group, None if that is known or the group is not.
+        """
         group = self.table.groups.get(message.group_id)
         if group is None:
-            return
-        if group.state is GroupState.OPEN and group.kind is EpisodeKind.TRAIN:
+            return None
+        is_news = group.state is GroupState.OPEN and group.is_train
+        if is_news:
             state = GroupState.READY if message.is_ready else GroupState.DROPPED
             self.table.set_state(group, state)
-            seconds = None if group.opened_at is None else max(0.0, now - group.opened_at)
-            self.pace.add_group(seconds, has_signal=message.is_ready)
         self._maybe_close(group)
+        return group if is_news else None
 
     def report(self, report: EpisodeOutcome) -> None:
-        """Book the learner's word. The same word twice is one.
+        """Book an outcome that the learner reports. The same twice is one.
 
         Raises:
             LedgerError: it was trained on, and is now reported otherwise. Everything else a learner
                 that restarts decides anew, perhaps with members that came too late before.
         """
         found = self.table.find(report.episode_id)
+        if found is not None and not found[0].is_train:
+            return
         cell = found[1].cell if found and report.outcome is not Outcome.TRAINED else None
         settled = Settled(
             outcome=report.outcome.value, cause=report.cause, is_given_up=False, cell=cell
         )
-        if found is not None and found[0].kind is not EpisodeKind.TRAIN:
-            return
         known = found[1].settled if found else self.table.find_closed(report.episode_id)
         if known is not None:
-            if self._replaces(report.episode_id, known, settled):
+            if self._is_rebooked(report.episode_id, known, settled):
                 if found:
                     found[1].settled = settled
                 else:
                     self.table.replace_closed(report.episode_id, settled)
         elif found:
-            self.leases.release(found[1])
             self._settle(*found, settled)
-            self._maybe_close(found[0])
         else:
             self._unknown(report.episode_id)
 
-    def _replaces(self, episode_id: str, known: Settled, settled: Settled) -> bool:
-        """Rebook an episode that was not trained on, and that the learner now knows better."""
+    def give_up(
+        self, group: GroupRecord, episode: EpisodeRecord, *, outcome: str, cause: str
+    ) -> None:
+        """Settle an episode provisionally, without a report of the learner."""
+        cell = episode.cell if group.is_train else None
+        settled = Settled(outcome=outcome, cause=cause, is_given_up=True, cell=cell)
+        self._settle(group, episode, settled)
+
+    def give_up_all(self, outcome: str, cause: str) -> None:
+        """Settle provisionally all that has no outcome."""
+        for group, episode in list(self.table.episodes()):
+            if episode.settled is None:
+                self.give_up(group, episode, outcome=outcome, cause=cause)
+
+    def end_training(self, *, states: tuple[EpisodeState, ...]) -> None:
+        """Call stale what is in these states: nothing more is trained."""
+        for group, episode in list(self.table.episodes()):
+            if group.is_train and episode.state in states:
+                self.give_up(group, episode, outcome=Outcome.STALE.value, cause=RUN_ENDED)
+
+    def _settle(self, group: GroupRecord, episode: EpisodeRecord, settled: Settled) -> None:
+        self._move(episode, EpisodeState.SETTLED)
+        group.num_settled += episode.settled is None
+        episode.settled = settled
+        self._account(group).settle(settled.outcome, settled.cause)
+        if group.is_train:
+            self.audit.add(episode.cell, settled.outcome, settled.cause)
+        self._maybe_close(group)
+
+    def _is_rebooked(self, episode_id: str, known: Settled, settled: Settled) -> bool:
+        """Book an episode that was not trained on as what the learner now reports."""
         if known.outcome == settled.outcome:
             return False
         if known.outcome == Outcome.TRAINED:
@@ -215,98 +347,39 @@ class Books:
             self.audit.add(known.cell, settled.outcome, settled.cause)
         return True
 
-    # --- common -------------------------------------------------------------------------------
-
-    def _account(self, group: Group) -> Account:
-        return self.ledger.train if group.kind is EpisodeKind.TRAIN else self.ledger.eval
-
-    def _settle(self, group: Group, episode: Episode, settled: Settled) -> None:
-        self.leases.release(episode)
-        self.table.settle(group, episode, settled)
-        self._account(group).settle(settled.outcome, settled.cause)
-        if group.kind is EpisodeKind.TRAIN:
-            self.audit.add(episode.cell, settled.outcome, settled.cause)
-
-    def _maybe_close(self, group: Group) -> None:
+    def _maybe_close(self, group: GroupRecord) -> None:
         """A training group with a given-up member stays until the learner has heard of that."""
         if not group.is_settled:
             return
-        is_told = group.state is not GroupState.OPEN or group.kind is EpisodeKind.EVAL
-        if not is_told and any(
-            e.settled is not None and e.settled.is_given_up for e in group.episodes
-        ):
+        is_told = group.state is not GroupState.OPEN or not group.is_train
+        if not is_told and any(episode.is_given_up for episode in group.episodes):
             return
         self.num_filtered += group.has_outcome(Outcome.FILTERED)
-        self.leases.drop_group(group)
-        self.table.close(group)
+        self.queue.remove(group.group_id)
+        ahead = (self.scheduler.max_ahead_steps + 1) * self.groups.per_step
+        self.table.close(group, max_closed=max(MIN_CLOSED, 4 * ahead))
 
-    def given_up_ids(self, waiting: list[str]) -> list[str]:
-        """Return the episodes that the learner must not wait for any longer.
+    # --- accounts -----------------------------------------------------------------------------
 
-        A group that the learner called ready counts too: a learner that restarts has the group's
-        journal, but does not know who was given up.
-
-        Args:
-            waiting: the groups that the learner has members to wait for, also closed ones.
-        """
-        given_up = [
-            episode.episode_id
-            for group, episode in self.table.episodes()
-            if group.kind is EpisodeKind.TRAIN
-            and episode.settled is not None
-            and episode.settled.is_given_up
-        ]
-        for group_id in waiting:
-            if group_id not in self.table.groups and self._number_of(group_id) < self.next_number:
-                given_up += self._never_came(group_id)
-        return given_up
-
-    def _never_came(self, group_id: str) -> list[str]:
-        """Return the members that a closed group is to be completed without.
-
-        Of one closed long ago that is not known any more: all, of which the learner skips those
-        that it has. What was cut off by the end of the run is not completed.
-        """
-        settled = self.table.closed.get(group_id)
-        members = range(self._group_size) if settled is None else range(len(settled))
-        return [
-            episode_id_of(group_id, member)
-            for member in members
-            if settled is None or settled[member].is_failed
-        ]
-
-    def end_training(self, *, states: tuple[EpisodeState, ...]) -> None:
-        """Nothing more is trained: what is in these states is stale."""
-        for group, episode in list(self.table.episodes()):
-            if group.kind is EpisodeKind.TRAIN and episode.state in states:
-                self.give_up(group, episode, Outcome.STALE.value, "run_ended")
+    def _account(self, group: GroupRecord) -> Account:
+        return self.ledger.train if group.is_train else self.ledger.eval
 
     def _unknown(self, episode_id: str) -> None:
-        """A report of an episode not in the table: of one settled long ago, or of a void line."""
+        """Count a report of an episode never issued; one settled long ago is none."""
         if episode_id.startswith("eval-") or self._number_of(episode_id) < self.next_number:
             return
         self.ledger.num_unknown += 1
         logger.warning("report of an unknown episode=%s", episode_id)
 
-    def _number_of(self, name: str) -> int:
-        number = training_number(name)
-        return self.next_number if number is None else number
-
-    @property
-    def closed_below(self) -> int:
-        """Training groups with smaller numbers are closed, and never opened again."""
-        groups = self.table.groups.values()
-        numbers = [group.number for group in groups if group.kind is EpisodeKind.TRAIN]
-        return min(numbers, default=self.next_number)
-
     def _note(self, cause: str) -> None:
-        self._recent.append(cause)
-        causes = Counter(each for each in self._recent if each)
-        num_failed, num = causes.total(), len(self._recent)
-        if num >= MIN_FAILURE_WINDOW and num_failed > self._max_failed_frac * num:
+        self.recent.append(cause)
+        causes = Counter(each for each in self.recent if each)
+        num_failed, num = causes.total(), len(self.recent)
+        max_frac = self.scheduler.max_failed_frac
+        if num >= MIN_FAILURE_WINDOW and num_failed > max_frac * num:
             raise LongstrideError(
                 f"{num_failed} of the last {num} episodes failed by infrastructure, more than"
-                f" scheduler.max_failed_frac={self._max_failed_frac:g}: {dict(causes)}"
+                f" scheduler.max_failed_frac={max_frac:g}: {dict(causes)}"
             )
 
     def in_flight(self) -> dict[str, int]:
@@ -323,46 +396,3 @@ class Books:
     def ledger_report(self) -> dict[str, Any]:
         """Return what ledger.json holds."""
         return self.ledger.report(**self.in_flight())
-
-    def snapshot(self) -> dict[str, Any]:
-        """Return the exact state as JSON; recent failures are left out, a restart forgives them."""
-        return {
-            "table": self.table.snapshot(),
-            "ledger": self.ledger.snapshot(),
-            "leases": self.leases.snapshot(),
-            "averages": self.averages.snapshot(),
-            "audit": self.audit.snapshot(),
-            "pace": self.pace.snapshot(),
-            "curriculum": self.curriculum.snapshot(),
-            "num_filtered": self.num_filtered,
-            "next_number": self.next_number,
-        }
-
-    def restore(self, state: dict[str, Any], *, now: float) -> None:
-        """Take over the state of `snapshot`; leases get a fresh term."""
-        self.table.restore(state["table"])
-        self.ledger.restore(state["ledger"])
-        self.averages.restore(state["averages"])
-        self.audit.restore(state["audit"])
-        self.pace.restore(state["pace"])
-        self.curriculum.restore(state["curriculum"])
-        self.num_filtered = state["num_filtered"]
-        self.next_number = state["next_number"]
-        self._recent.clear()
-        self.leases.restore(state["leases"], self.table, now=now)
-
-    def terms(self) -> dict[str, Any]:
-        """Return what a snapshot leaves out: times, and recent failures."""
-        return {
-            "leases": self.leases.terms(),
-            "table": self.table.terms(),
-            "pace": self.pace.terms(),
-            "recent": list(self._recent),
-        }
-
-    def restore_terms(self, terms: dict[str, Any]) -> None:
-        """Take over `terms` on top of the snapshot of the same moment."""
-        self.leases.restore_terms(terms["leases"])
-        self.table.restore_terms(terms["table"])
-        self.pace.restore_terms(terms["pace"])
-        self._recent.extend(terms["recent"])

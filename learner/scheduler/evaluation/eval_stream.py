@@ -10,17 +10,18 @@ version when its last one was in. Every token's own version is in the journal.
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from common.config.run_config import RunConfig
+from common.config.evaluation import EvalSection
 from common.wire.messages import PolicyKind
-from learner.scheduler.curriculum.averages import SuccessAverages
 from learner.scheduler.curriculum.catalogue import Catalogue
-from learner.scheduler.curriculum.sampling import eval_items
+from learner.scheduler.curriculum.sampling import Item
+from learner.scheduler.curriculum.success import SuccessAverages
 from learner.scheduler.episodes.ledger import EVALUATED
-from learner.scheduler.episodes.table import Group, GroupTable
+from learner.scheduler.episodes.table import GroupRecord, GroupTable
 from learner.scheduler.evaluation.phases import heldout_group
+from learner.scheduler.state import FIXED
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ class StreamEval:
     reward: float | None = None
 
 
+@dataclass(slots=True)
 class EvalStream:
     """Which evaluations there are beside training: at most one at a time.
 
@@ -47,20 +49,19 @@ class EvalStream:
     done, so none is opened there and `num_skipped` says so; step 30 opens the next one.
     """
 
-    def __init__(self, cfg: RunConfig, catalogue: Catalogue) -> None:
-        self._cfg = cfg
-        self._catalogue = catalogue
-        self._items = eval_items(cfg.tasks, catalogue, cfg.eval.stream_items)
-        self._last_step = 0  # that was looked at
-        self.evals: list[StreamEval] = []  # in the order of opening; the last may be open
-        self.num_skipped = 0
+    cfg: EvalSection = field(metadata=FIXED)
+    items: list[Item] = field(metadata=FIXED)  # held out
+    catalogue: Catalogue = field(metadata=FIXED)
+    evals: list[StreamEval] = field(default_factory=list[StreamEval])  # the last may be open
+    num_skipped: int = 0
+    last_step: int = 0  # that was looked at
 
     @property
     def is_open(self) -> bool:
         """True while an evaluation is being played."""
         return bool(self.evals) and self.evals[-1].ended_at is None
 
-    def due(self, step: int, *, is_last: bool) -> Group | None:
+    def due(self, step: int, *, is_last: bool) -> GroupRecord | None:
         """Return the group to open now that `step` is done; None if there is nothing to open.
 
         A step that is trained again after a restart of the learner is not evaluated again.
@@ -68,11 +69,11 @@ class EvalStream:
         Args:
             is_last: training is over; with `eval.after` the last version is evaluated there.
         """
-        every = self._cfg.eval.every_steps
-        if every == 0 or not self._items or step <= self._last_step:
+        every = self.cfg.every_steps
+        if every == 0 or not self.items or step <= self.last_step:
             return None
-        self._last_step = step
-        if step % every != 0 or (is_last and self._cfg.eval.after):
+        self.last_step = step
+        if step % every != 0 or (is_last and self.cfg.after):
             return None
         if self.is_open:
             self.num_skipped += 1
@@ -80,9 +81,9 @@ class EvalStream:
             return None
         group_id = f"eval-step-{step}-{PolicyKind.MODEL.value}"
         self.evals.append(StreamEval(step=step, group_id=group_id))
-        return heldout_group(group_id, PolicyKind.MODEL, self._items, self._catalogue, version=step)
+        return heldout_group(group_id, PolicyKind.MODEL, self.items, self.catalogue, version=step)
 
-    def granted(self, group: Group, *, version: int) -> None:
+    def granted(self, group: GroupRecord, *, version: int) -> None:
         """Note at which version an episode starts, if it is of the open evaluation."""
         if not self.is_open or group.group_id != self.evals[-1].group_id:
             return
@@ -115,16 +116,6 @@ class EvalStream:
     def report(self) -> dict[str, Any]:
         """Return all evaluations, for status.json and eval.jsonl."""
         return {"evals": [asdict(each) for each in self.evals], "num_skipped": self.num_skipped}
-
-    def snapshot(self) -> dict[str, Any]:
-        """Return the exact state as JSON."""
-        return {**self.report(), "last_step": self._last_step}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Take over the state of `snapshot`."""
-        self.evals = [StreamEval(**each) for each in state["evals"]]
-        self.num_skipped = state["num_skipped"]
-        self._last_step = state["last_step"]
 
 
 def eval_lines(report: Mapping[str, Any]) -> str:

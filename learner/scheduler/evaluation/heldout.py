@@ -7,6 +7,7 @@ from common.config.evaluation import EvalItems
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.wire.heldout import HeldOutItem
+from common.wire.ids import subset_of
 from learner.scheduler.curriculum.catalogue import Catalogue
 from learner.scheduler.curriculum.sampling import Item, eval_items, hash_words, spread
 
@@ -54,9 +55,9 @@ def _task_items(cfg: RunConfig, lists: TaskLists) -> list[Item]:
     found: list[list[str]] = []
     for task in active:
         listed = lists.get(task.env, [])
-        mine = [item_id for item_id in listed if _subset(item_id) == task.subset]
+        mine = [item_id for item_id in listed if subset_of(item_id) == task.subset]
         if not mine:
-            known = sorted({_subset(item_id) for item_id in listed})
+            known = sorted({subset_of(item_id) for item_id in listed})
             raise ConfigError(
                 f"eval.items=tasks: {task.subset!r} of {task.env} belongs to no task of the "
                 f"catalogue; those that do: {known}"
@@ -77,7 +78,3 @@ def _task_items(cfg: RunConfig, lists: TaskLists) -> list[Item]:
         for task, mine, quota in zip(active, found, quotas, strict=True)
         for item_id in mine[:quota]
     ]
-
-
-def _subset(item_id: str) -> str:
-    return item_id.rsplit("-", 2)[0]

@@ -1,12 +1,14 @@
 """The phases of a run, and the groups of held-out episodes of the phases before and after."""
 
+from dataclasses import dataclass
 from enum import StrEnum
 
 from common.config.evaluation import EvalSection
+from common.wire.ids import episode_id_of
 from common.wire.messages import EpisodeKind, PolicyKind
 from learner.scheduler.curriculum.catalogue import Catalogue
 from learner.scheduler.curriculum.sampling import Item, hash_words
-from learner.scheduler.episodes.table import Episode, Group, episode_id_of
+from learner.scheduler.episodes.table import EpisodeRecord, GroupRecord, GroupTable
 
 
 class Phase(StrEnum):
@@ -30,39 +32,58 @@ NEXT_PHASE = {
 }
 
 
-def eval_policies(cfg: EvalSection, phase: Phase) -> list[PolicyKind]:
-    """Return who plays the held-out items in a phase; nobody outside the evaluations."""
-    if phase is Phase.EVAL_BEFORE and cfg.before:
-        baselines = [PolicyKind.RANDOM_VALID, PolicyKind.EXPERT] if cfg.baselines else []
-        return [PolicyKind.MODEL, *baselines]
-    if phase is Phase.EVAL_AFTER and cfg.after:
-        return [PolicyKind.MODEL]
-    return []
+@dataclass(frozen=True, slots=True)
+class PhaseGroups:
+    """The evaluations before and after training: one group for each policy that plays."""
+
+    cfg: EvalSection
+    items: list[Item]  # held out
+    catalogue: Catalogue
+
+    def make(self, phase: Phase, *, version: int) -> list[GroupRecord]:
+        """Return the groups to open when a phase begins; none outside the evaluations."""
+        return [
+            heldout_group(_group_id(phase, each), each, self.items, self.catalogue, version=version)
+            for each in self._policies(phase)
+        ]
+
+    def are_open(self, phase: Phase, table: GroupTable) -> bool:
+        """True while a group of this phase is being played."""
+        return any(_group_id(phase, each) in table.groups for each in self._policies(phase))
+
+    def progress(self, phase: Phase, table: GroupTable) -> dict[str, int]:
+        """Return how many episodes of a phase are done, of how many."""
+        policies = self._policies(phase)
+        groups = [table.groups.get(_group_id(phase, each)) for each in policies]
+        num_left = sum(len(g.episodes) - g.num_settled for g in groups if g is not None)
+        num_total = len(policies) * len(self.items)
+        return {"num_done": num_total - num_left, "num_total": num_total}
+
+    def _policies(self, phase: Phase) -> list[PolicyKind]:
+        """Return who plays the held-out items in a phase."""
+        if not self.items:
+            return []
+        if phase is Phase.EVAL_BEFORE and self.cfg.before:
+            baselines = [PolicyKind.RANDOM_VALID, PolicyKind.EXPERT] if self.cfg.baselines else []
+            return [PolicyKind.MODEL, *baselines]
+        return [PolicyKind.MODEL] if phase is Phase.EVAL_AFTER and self.cfg.after else []
 
 
-def eval_group_id(phase: Phase, policy: PolicyKind) -> str:
+def _group_id(phase: Phase, policy: PolicyKind) -> str:
     """Return like "eval-before-model"."""
     return f"{phase.value.replace('_', '-')}-{policy.value}"
 
 
-def eval_group(
-    phase: Phase, policy: PolicyKind, items: list[Item], catalogue: Catalogue, *, version: int
-) -> Group:
-    """Return all held-out items as one group, as `heldout_group` does."""
-    group_id = eval_group_id(phase, policy)
-    return heldout_group(group_id, policy, items, catalogue, version=version)
-
-
 def heldout_group(
     group_id: str, policy: PolicyKind, items: list[Item], catalogue: Catalogue, *, version: int
-) -> Group:
+) -> GroupRecord:
     """Return all held-out items as one group, at the full horizon of each subset.
 
     The sampling seeds depend on the item's place only, so before and after, and runs of different
     training seeds, differ in the policy alone.
     """
     episodes = [
-        Episode(
+        EpisodeRecord(
             episode_id=episode_id_of(group_id, i),
             member=i,
             env=item.env,
@@ -73,7 +94,7 @@ def heldout_group(
         )
         for i, item in enumerate(items)
     ]
-    return Group(
+    return GroupRecord(
         group_id=group_id,
         number=-1,
         kind=EpisodeKind.EVAL,

@@ -5,11 +5,13 @@ a straggler: the actor is told to abandon it, and only when it has done so is it
 """
 
 import logging
+from dataclasses import dataclass
 
-from common.config.run_config import RunConfig
-from common.wire.messages import EpisodeKind, Heartbeat, Hello
-from learner.scheduler.episodes.lifecycle import Books
-from learner.scheduler.episodes.table import Episode, EpisodeState, Group
+from common.config.run_config import GroupsSection
+from common.wire.messages import Goodbye, Heartbeat, Hello
+from learner.scheduler.dispatch.pace import Pace
+from learner.scheduler.episodes.lifecycle import EpisodeLifecycle
+from learner.scheduler.episodes.table import EpisodeRecord, EpisodeState, GroupRecord
 from learner.scheduler.members.members import Member, Members
 
 logger = logging.getLogger(__name__)
@@ -17,70 +19,69 @@ logger = logging.getLogger(__name__)
 MAX_MISSED = 2  # heartbeats in a row that may not list a lease before it counts as lost
 
 
-class RollCall:
+@dataclass(frozen=True, slots=True)
+class Liveness:
     """Keeps the leases in step with what the actors say that they do.
 
     Example: actor-0 holds g/0 and g/1 and lists g/0 only, twice -> g/1 is issued again. It falls
     silent -> both are, and the first to list one of them again keeps it.
     """
 
-    def __init__(self, cfg: RunConfig, books: Books, members: Members) -> None:
-        self._dead_after_s = cfg.scheduler.dead_after_s
-        self._straggler_factor = cfg.groups.straggler_factor
-        self._straggler_min_s = cfg.groups.straggler_min_s
-        self._books = books
-        self._members = members
+    groups: GroupsSection
+    lifecycle: EpisodeLifecycle
+    members: Members
+    pace: Pace
 
     def hello(self, message: Hello, now: float) -> None:
         """Enter a role; what an earlier process of its name held is issued again."""
-        if self._members.hello(message, now):
+        if self.members.hello(message, now):
             logger.warning("restarted role=%s name=%s", message.role, message.name)
-            self._lose_all(message.name, "actor_restarted")
+            self.lifecycle.lose_all(message.name, "actor_restarted")
             return
-        for episode in self._books.leases.leased_to(message.name):
-            episode.incarnation = episode.incarnation or message.incarnation
+        for episode in self.lifecycle.leased_to(message.name):
+            self.lifecycle.identify(episode, message.incarnation)
             if episode.incarnation != message.incarnation:
-                self._books.lose(episode, "actor_restarted")
+                self.lifecycle.lose(episode, "actor_restarted")
+
+    def goodbye(self, message: Goodbye, now: float) -> None:
+        """Let a role go; what it held is issued again. A former process of its name is ignored."""
+        if self.members.leave(message, now):
+            logger.info("left role=%s name=%s", message.role, message.name)
+            self.lifecycle.lose_all(message.name, "actor_left")
 
     def heartbeat(self, message: Heartbeat, now: float) -> list[str]:
         """Note what a role does; return the episodes that it should not wait for or play."""
-        member = self._members.heartbeat(message, now)
+        member = self.members.heartbeat(message, now)
         if message.role == "actor":
             return self._renew(member, message.running, now)
-        return self._books.given_up_ids(message.running)
+        return self.lifecycle.given_up_ids(message.running)
 
     def tick(self, now: float) -> None:
         """Issue again what the dead and the overdue hold."""
-        for member in self._members.bury(now):
+        for member in self.members.expire(now):
             logger.warning("dead role=%s name=%s", member.role, member.name)
-            self._lose_all(member.name, "actor_dead")
-        for episode in reversed(self._books.leases.overdue(now)):
-            self._books.lose(episode, "lease_deadline")
-
-    def _lose_all(self, actor: str, cause: str) -> None:
-        for episode in reversed(self._books.leases.leased_to(actor)):  # requeued in their order
-            self._books.lose(episode, cause)
-        self._books.leases.disown(actor)
+            self.lifecycle.lose_all(member.name, "actor_dead")
+        for episode in reversed(self.lifecycle.overdue(now)):
+            self.lifecycle.lose(episode, "lease_deadline")
 
     def _renew(self, member: Member, running: list[str], now: float) -> list[str]:
         """Renew what an actor lists, miss what it does not; return what it should abandon."""
         revoked = [episode_id for episode_id in running if not self._keep(member, episode_id, now)]
         listed = set(running)
-        patience_s = self._dead_after_s / 2
-        for episode in reversed(self._books.leases.leased_to(member.name)):
+        patience_s = self.members.dead_after_s / 2
+        for episode in reversed(self.lifecycle.leased_to(member.name)):
             if episode.episode_id in listed:
                 continue
-            episode.num_missed += 1
+            self.lifecycle.miss(episode)
             if episode.is_revoked:
-                self._books.lose(episode, "straggler")
+                self.lifecycle.lose(episode, "straggler")
             elif episode.num_missed >= MAX_MISSED and now - episode.listed_at >= patience_s:
-                self._books.lose(episode, "lost_by_actor")
+                self.lifecycle.lose(episode, "lost_by_actor")
         return revoked
 
     def _keep(self, member: Member, episode_id: str, now: float) -> bool:
         """Renew one listed episode; False if the actor should abandon it."""
-        leases = self._books.leases
-        found = self._books.table.find(episode_id)
+        found = self.lifecycle.table.find(episode_id)
         if found is None:
             return False
         group, episode = found
@@ -88,31 +89,33 @@ class RollCall:
             case EpisodeState.LEASED:
                 if episode.actor != member.name:
                     return False
-                episode.is_revoked = episode.is_revoked or self._is_straggler(group, episode, now)
+                if not episode.is_revoked and self._is_straggler(group, episode, now):
+                    self.lifecycle.revoke(episode)
                 if episode.is_revoked:
                     return False
-                leases.renew(episode, now=now)
+                self.lifecycle.renew(episode, now=now)
             case EpisodeState.QUEUED:  # thought lost, and here it is
                 if episode.num_issues == 0:
                     return False
-                leases.lease(episode, actor=member.name, incarnation=member.incarnation, now=now)
+                incarnation = member.incarnation
+                self.lifecycle.reclaim(episode, actor=member.name, incarnation=incarnation, now=now)
             case EpisodeState.ARRIVED:  # on its first issue it only waits to be acknowledged
                 return episode.num_issues <= 1
             case EpisodeState.SETTLED:
                 return False
         return True
 
-    def _is_straggler(self, group: Group, episode: Episode, now: float) -> bool:
+    def _is_straggler(self, group: GroupRecord, episode: EpisodeRecord, now: float) -> bool:
         """True if it takes far longer than nearly all of its environment and horizon.
 
         Without a learner nothing is acknowledged, so then nobody is late.
         """
-        if self._straggler_factor == 0 or group.kind is not EpisodeKind.TRAIN:
+        if self.groups.straggler_factor == 0 or not group.is_train:
             return False
-        usual_s = self._books.pace.episode_s(episode.env, episode.horizon)
-        if usual_s is None or episode.granted_at is None or not self._members.alive("learner"):
+        usual_s = self.pace.episode_s(episode.env, episode.horizon)
+        if usual_s is None or episode.granted_at is None or not self.members.alive("learner"):
             return False
-        limit_s = max(self._straggler_min_s, self._straggler_factor * usual_s)
+        limit_s = max(self.groups.straggler_min_s, self.groups.straggler_factor * usual_s)
         if now - episode.granted_at <= limit_s:
             return False
         logger.warning(

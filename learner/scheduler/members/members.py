@@ -1,22 +1,17 @@
 """Which roles take part in the run, and when each was heard last."""
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from common.wire.messages import Heartbeat, Hello
+from common.wire.messages import Goodbye, Heartbeat, Hello
+from learner.scheduler.state import FIXED, VOLATILE
 
 WEIGHT = 0.1  # of a new episode in the means of an actor's speed
 MAX_SLOWNESS = 1.5  # beyond which an actor counts as slower than the others
 MIN_FINISHED = 8  # episodes before they say anything
-HUNGRY_S = 1.0  # for which others wait for an actor that the gate refused
+REFUSED_S = 1.0  # for which others wait for an actor that the gate refused
 FORGET_S = 3600.0  # silence after which a dead member is not shown any more
-
-
-_KEPT = (
-    *("role", "name", "incarnation", "version", "is_dead"),
-    *("num_finished", "held_mean", "wall_mean_s", "log_slowness"),
-)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -26,14 +21,14 @@ class Member:
     role: str
     name: str
     incarnation: str  # "" until it says hello
-    version: int
-    last_seen: float = 0.0  # core's clock
-    is_dead: bool = False
-    running: int = 0  # episodes
-    num_slots: int = 0  # episodes at once, by its own word
-    tokens_per_s: float = 0.0
-    waiting_for: str = ""
-    rss_bytes: int = 0
+    version: int  # of the weights that it holds
+    is_dead: bool = False  # or it has left
+    last_seen: float = field(default=0.0, metadata=VOLATILE)  # core's clock
+    running: int = field(default=0, metadata=VOLATILE)  # episodes
+    num_slots: int = field(default=0, metadata=VOLATILE)  # episodes at once, as it says itself
+    tokens_per_s: float = field(default=0.0, metadata=VOLATILE)  # sampled or trained
+    waiting_for: str = field(default="", metadata=VOLATILE)  # "" when busy
+    rss_bytes: int = field(default=0, metadata=VOLATILE)
     num_finished: int = 0  # episodes
     held_mean: float = 0.0  # episodes at once, while they were played
     wall_mean_s: float = 0.0  # of an episode
@@ -52,19 +47,31 @@ class Member:
         return self.held_mean / self.wall_mean_s
 
 
+@dataclass(slots=True)
 class Members:
-    """Actors and learner by name."""
+    """Actors and learner by name: who lives, who is silent, who waits for work."""
 
-    def __init__(self, *, dead_after_s: float) -> None:
-        self._dead_after_s = dead_after_s
-        self.by_name: dict[str, Member] = {}
-        self._learners: dict[str, Member] = {}  # those of `by_name`
-        self._hungry: dict[str, float] = {}  # actor -> when it last got less than it wanted
+    dead_after_s: float = field(metadata=FIXED)  # silence after which the leases are issued again
+    silent_after_s: float = field(metadata=FIXED)  # and after which nobody waits for its engine
+    by_name: dict[str, Member] = field(default_factory=dict[str, Member])
+    refused: dict[str, float] = field(  # actor -> when it last got less than it asked for
+        default_factory=dict[str, float], metadata=VOLATILE
+    )
+    replaced: dict[str, float] = field(  # incarnation -> when another took its name
+        default_factory=dict[str, float], metadata=VOLATILE
+    )
+    _learners: dict[str, Member] = field(default_factory=dict[str, Member], metadata=FIXED)
+
+    def after_restore(self) -> None:
+        """Find the learners among all."""
+        self._learners = {m.name: m for m in self.by_name.values() if m.role == "learner"}
 
     def hello(self, message: Hello, now: float) -> bool:
-        """Enter a role; True if it is a new process under a name that was known."""
+        """Enter a role; return True if it is a new process under a name that was known."""
         known = self.by_name.get(message.name)
         is_other = known is not None and known.incarnation not in ("", message.incarnation)
+        if is_other and known is not None:
+            self.replaced[known.incarnation] = now
         if known is None or is_other:
             known = Member(
                 role=message.role,
@@ -120,32 +127,57 @@ class Members:
             member.log_slowness += weight * (math.log(wall_s / usual_s) - member.log_slowness)
 
     def refuse(self, name: str, now: float, *, has_some: bool) -> None:
-        """An actor got less than it could play. It keeps its place in the row until it got some."""
+        """Note that an actor got less than it could play. It keeps its turn until it got some."""
         if has_some:
-            self._hungry.pop(name, None)
-        self._hungry[name] = now
+            self.refused.pop(name, None)
+        self.refused[name] = now
 
-    def feed(self, name: str) -> None:
-        """This actor has all that it asked for."""
-        self._hungry.pop(name, None)
+    def satisfy(self, name: str) -> None:
+        """Note that an actor has all that it asked for."""
+        self.refused.pop(name, None)
 
-    def hungriest(self, name: str, now: float) -> str:
-        """Return who else waits for work, first in the row; "" if nobody."""
-        for other, refused_at in list(self._hungry.items()):
-            if now - refused_at > HUNGRY_S:
-                del self._hungry[other]
+    def first_refused(self, name: str, now: float) -> str:
+        """Return which other actor has waited for work longest; "" if none."""
+        for other, refused_at in list(self.refused.items()):
+            if now - refused_at > REFUSED_S:
+                del self.refused[other]
             elif other != name:
                 return other
         return ""
 
     def touch(self, member: Member, now: float) -> None:
-        """It lives."""
+        """Record a sign of life."""
         member.last_seen = now
         member.is_dead = False
 
-    def bury(self, now: float) -> list[Member]:
-        """Return the members that have just been found dead; forget those long dead."""
-        silent = [m for m in self.by_name.values() if now - m.last_seen > self._dead_after_s]
+    def touch_all(self, now: float) -> None:
+        """Record a sign of life of all: the times of a former process say nothing here."""
+        for member in self.by_name.values():
+            member.last_seen = now
+
+    def leave(self, message: Goodbye, now: float) -> bool:
+        """Mark a member that says goodbye; False if it is not known, or another process."""
+        member = self.by_name.get(message.name)
+        if member is None or member.incarnation not in ("", message.incarnation):
+            return False
+        member.incarnation, member.is_dead = message.incarnation, True
+        member.last_seen = now
+        self.satisfy(member.name)
+        return True
+
+    def silent(self, now: float) -> list[str]:
+        """Return the incarnations of actors that left, died, or have not been heard of lately."""
+        since = now - self.silent_after_s
+        actors = [m for m in self.by_name.values() if m.role == "actor" and m.incarnation]
+        gone = [m.incarnation for m in actors if m.is_dead or m.last_seen < since]
+        return [*self.replaced, *gone]
+
+    def expire(self, now: float) -> list[Member]:
+        """Mark the dead; return those newly found dead. Forget the long dead."""
+        for incarnation, replaced_at in list(self.replaced.items()):
+            if now - replaced_at > FORGET_S:
+                del self.replaced[incarnation]
+        silent = [m for m in self.by_name.values() if now - m.last_seen > self.dead_after_s]
         died = [member for member in silent if not member.is_dead]
         for member in died:
             member.is_dead = True
@@ -175,25 +207,3 @@ class Members:
             for member in self.by_name.values()
             if member.role == role
         ]
-
-    def snapshot(self) -> list[dict[str, Any]]:
-        """Return what is not said anew with every heartbeat, of each."""
-        return [{name: getattr(m, name) for name in _KEPT} for m in self.by_name.values()]
-
-    def restore(self, state: list[dict[str, Any]], now: float) -> None:
-        """Take over the state of `snapshot`; everybody has just been seen."""
-        self._hungry = {}
-        self.by_name, self._learners = {}, {}
-        for entry in state:
-            self._enter(Member(**entry, last_seen=now))
-
-    def terms(self) -> dict[str, dict[str, float]]:
-        """Return when each was heard last, and refused."""
-        seen = {member.name: member.last_seen for member in self.by_name.values()}
-        return {"seen": seen, "hungry": dict(self._hungry)}
-
-    def restore_terms(self, terms: dict[str, dict[str, float]]) -> None:
-        """Take over the times of `terms`."""
-        for name, last_seen in terms["seen"].items():
-            self.by_name[name].last_seen = last_seen
-        self._hungry = dict(terms["hungry"])

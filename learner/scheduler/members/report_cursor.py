@@ -1,11 +1,11 @@
-"""How much of what the learner has told is kept, so that it need not keep that itself."""
+"""How far the learner's reports have come: a cumulative acknowledgement."""
 
 
-class Told:
+class ReportCursor:
     """Counts the learner's numbered messages since its hello.
 
     Example: 1, 2 are heard, the state is saved, 3 is lost on the way, 4 comes: num_heard stays at 2
-    and num_saved is 2. The learner sees that nothing after 2 is heard and tells all of it again.
+    and num_saved is 2. The learner sees that nothing after 2 is heard and sends all of it again.
     """
 
     def __init__(self) -> None:
@@ -14,14 +14,14 @@ class Told:
         self.closed_below = 0  # number of the oldest training group that was open at the save
 
     def begin(self) -> None:
-        """A learner says hello: it counts from 1."""
+        """Start anew: a learner that says hello counts from 1."""
         self.num_heard = self.num_saved = 0
 
     def hear(self, number: int) -> None:
-        """Take a message that has been handled; one behind a gap does not count."""
+        """Count a message that has been handled; one behind a gap does not count."""
         self.num_heard += number == self.num_heard + 1
 
     def save(self, *, closed_below: int) -> None:
-        """What was heard is on disk."""
+        """Note that what was heard is on disk."""
         self.num_saved = self.num_heard
         self.closed_below = closed_below

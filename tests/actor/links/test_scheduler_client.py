@@ -31,22 +31,18 @@ BEAT = Heartbeat(
     name="actor-0",
     version=0,
     running=["g/0"],
-    num_free_slots=1,
     num_slots=0,
     tokens_per_s=0.0,
     waiting_for="",
     rss_bytes=0,
 )
-EMPTY = LeaseGrant(run_epoch="e", leases=[], retry_after_s=0.5, reason="nothing to do")
+EMPTY = LeaseGrant(leases=[], retry_after_s=0.5, reason="nothing to do")
 
 
 def progress(*, epoch: str = "e", revoked: tuple[str, ...] = (), is_finished: bool = False) -> Any:
     return Progress(
         run_epoch=epoch,
-        version=1,
         revoked=list(revoked),
-        lag_bounds=[],
-        num_slots=0,
         is_finished=is_finished,
     )
 
@@ -86,9 +82,9 @@ class Scheduler:
 
     async def welcome(self, control: SchedulerClient) -> Received:
         hello = await self.next(Hello)
-        self.answer(hello, Welcome(run_epoch="e", version=0, is_lockstep=True))
+        self.answer(hello, Welcome(run_epoch="e"))
         async with asyncio.timeout(5.0):
-            assert (await control.welcome).is_lockstep
+            assert (await control.welcome).run_epoch == "e"
         return hello
 
 

@@ -108,9 +108,9 @@ def test_wire_returns_every_message_as_it_was(kind: type) -> None:
 
 
 def test_ints_are_widened_where_a_float_is_asked_for() -> None:
-    fields = {"run_epoch": "e", "leases": [], "retry_after_s": 2, "reason": ""}
+    fields = {"leases": [], "retry_after_s": 2, "reason": ""}
     grant = decode(frames_of("LeaseGrant", fields))
-    assert grant == LeaseGrant(run_epoch="e", leases=[], retry_after_s=2.0, reason="")
+    assert grant == LeaseGrant(leases=[], retry_after_s=2.0, reason="")
     assert type(grant.retry_after_s) is float
 
 

@@ -8,7 +8,7 @@ import zmq
 
 from common.errors import ConfigError
 from common.wire.codec import decode, encode
-from common.wire.messages import Ack, Rejected, StatusRequest
+from common.wire.messages import Ack, Rejected
 from common.wire.security import RunKeys, create_keys
 from common.wire.sockets import Received, Router, connect_dealer
 
@@ -60,9 +60,9 @@ def receive_until(router: Router, num: int) -> list[Received]:
 def test_a_router_answers_each_sender(router: Router, connect: Connect) -> None:
     dealers = [connect() for _ in range(2)]
     for number, dealer in enumerate(dealers):
-        dealer.send_multipart(encode(StatusRequest(name=str(number))))
+        dealer.send_multipart(encode(Rejected(reason=str(number))))
     for received in receive_until(router, 2):
-        answer = Ack(episode_id=received.message.name, is_accepted=True, reason="")
+        answer = Ack(episode_id=received.message.reason, is_accepted=True, reason="")
         assert router.send(received.sender, answer)
     answers = [decode(dealer.recv_multipart()).episode_id for dealer in dealers]
     assert answers == ["0", "1"]
@@ -81,11 +81,11 @@ def test_a_client_with_a_foreign_key_gets_nothing_through(
     )
     stranger = connect(own_keys=mixed)
     refused = stranger.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
-    stranger.send_multipart(encode(StatusRequest(name="stranger")))
+    stranger.send_multipart(encode(Rejected(reason="stranger")))
     assert refused.poll(5_000), "the handshake was not refused"
     friend = connect()
-    friend.send_multipart(encode(StatusRequest(name="friend")))
-    assert [r.message.name for r in receive_until(router, 1)] == ["friend"]
+    friend.send_multipart(encode(Rejected(reason="friend")))
+    assert [r.message.reason for r in receive_until(router, 1)] == ["friend"]
     assert router.receive_all(timeout_s=0.1) == []
     stranger.disable_monitor()
     refused.close(linger=0)
@@ -101,9 +101,9 @@ def test_an_invalid_message_is_counted_answered_and_disturbs_nobody(
     assert isinstance(answer, Rejected)
     assert "not msgpack" in answer.reason
     assert router.num_invalid == 1
-    good.send_multipart(encode(StatusRequest(name="good")))
-    bad.send_multipart(encode(StatusRequest(name="better")))
-    names = {received.message.name for received in receive_until(router, 2)}
+    good.send_multipart(encode(Rejected(reason="good")))
+    bad.send_multipart(encode(Rejected(reason="better")))
+    names = {received.message.reason for received in receive_until(router, 2)}
     assert names == {"good", "better"}
     assert router.num_invalid == 1
 
@@ -119,10 +119,10 @@ def test_sending_to_nobody_returns_false(router: Router) -> None:
 
 def test_a_new_connection_takes_over_its_identity(router: Router, connect: Connect) -> None:
     first = connect(identity="actor-0")
-    first.send_multipart(encode(StatusRequest(name="first")))
+    first.send_multipart(encode(Rejected(reason="first")))
     receive_until(router, 1)
     second = connect(identity="actor-0")
-    second.send_multipart(encode(StatusRequest(name="second")))
+    second.send_multipart(encode(Rejected(reason="second")))
     (received,) = receive_until(router, 1)
     assert received.sender == b"actor-0"
     router.send(received.sender, Rejected(reason="to the second"))
@@ -132,10 +132,10 @@ def test_a_new_connection_takes_over_its_identity(router: Router, connect: Conne
 def test_receiving_stops_at_its_limit(router: Router, connect: Connect) -> None:
     dealer = connect()
     for number in range(3):
-        dealer.send_multipart(encode(StatusRequest(name=str(number))))
+        dealer.send_multipart(encode(Rejected(reason=str(number))))
     names: list[str] = []
     while len(names) < 3:
         news = router.receive_all(timeout_s=5.0, limit=1)
         assert len(news) == 1
-        names += [received.message.name for received in news]
+        names += [received.message.reason for received in news]
     assert names == ["0", "1", "2"]

@@ -36,7 +36,7 @@ from learner.ingest.intake import Intake
 from learner.ingest.journal_index import JournalIndex
 from learner.ingest.report_log import ReportLog
 from learner.ingest.scheduler_client import SchedulerClient
-from learner.scheduler.members.report_cursor import Told
+from learner.scheduler.members.report_cursor import ReportCursor
 from tests.learner.builders import make_trajectory
 
 HOST = "127.0.0.1"
@@ -58,7 +58,7 @@ class Scheduler:
         self.num_slots = 0
         self.is_finished = False
         self.rejects = False
-        self.told = Told()
+        self.told = ReportCursor()
         self.num_to_lose = 0  # numbered messages that never arrive
         self.num_answers = 0  # to heartbeats
         self.num_applied = 0  # of them, what the learner has acted on
@@ -93,14 +93,13 @@ class Scheduler:
             return Rejected(reason="no")
         if isinstance(message, Hello):
             self.told.begin()
-            return Welcome(run_epoch=self.epoch, version=0, is_lockstep=False)
+            return Welcome(run_epoch=self.epoch)
         if isinstance(message, Outcomes | StepDone):
             self.told.hear(message.number)
         if isinstance(message, Heartbeat):
             self.num_answers += 1
             return Progress(
                 run_epoch=self.epoch,
-                version=0,
                 revoked=self.revoked,
                 lag_bounds=self.lag_bounds,
                 num_slots=self.num_slots,

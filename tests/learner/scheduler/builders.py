@@ -107,7 +107,6 @@ class Table:
             name=name,
             version=version,
             running=running,
-            num_free_slots=0,
             num_slots=0,
             tokens_per_s=1.0,
             waiting_for="",
@@ -123,7 +122,6 @@ class Table:
         groups: list[GroupArrived] | None = None,
     ) -> Progress | None:
         message = Outcomes(
-            version=self.core.version,
             seen=seen or [],
             outcomes=outcomes or [],
             groups=groups or [],
@@ -137,7 +135,7 @@ class Table:
     def finish_group(self, group_id: str, outcome: Outcome) -> None:
         """The group is ready; every member without outcome gets this one."""
         is_ready = outcome is Outcome.TRAINED
-        members = self.core.books.table.groups[group_id].episodes
+        members = self.core.lifecycle.table.groups[group_id].episodes
         self.report(
             groups=[GroupArrived(group_id=group_id, is_ready=is_ready)],
             outcomes=[outcome_of(e.episode_id, outcome) for e in members if e.settled is None],
@@ -148,20 +146,16 @@ class Table:
         return self.core.handle("learner", message)
 
     def counts(self) -> dict[str, Any]:
-        return self.core.books.ledger_report()
+        return self.core.lifecycle.ledger_report()
 
 
 def seen_of(lease: Lease, *, end_reason: EndReason = EndReason.DONE) -> EpisodeSeen:
     return EpisodeSeen(
         episode_id=lease.episode_id,
-        kind=lease.kind,
-        env=lease.env,
-        subset=lease.item_id.rsplit("-", 2)[0],
         reward=1.0,
         is_success=True,
         end_reason=end_reason,
         num_turns=3,
-        num_sampled_tokens=12,
         wall_s=1.0,
     )
 

@@ -98,14 +98,14 @@ class Fleet:
             return  # it was revoked
         actor.num_finished += 1
         self.table.report(seen=[replace(seen_of(lease), wall_s=wall_s)])
-        group = self.table.core.books.table.groups.get(lease.group_id)
+        group = self.table.core.lifecycle.table.groups.get(lease.group_id)
         waits = (EpisodeState.QUEUED, EpisodeState.LEASED)
         if group and not any(each.state in waits for each in group.episodes):
             self.table.report(groups=[GroupArrived(group_id=group.group_id, is_ready=True)])
         self._maybe_train()
 
     def _maybe_train(self) -> None:
-        groups = self.table.core.books.table.groups.values()
+        groups = self.table.core.lifecycle.table.groups.values()
         ready = [group for group in groups if group.state is GroupState.READY]
         if self._is_busy or len(ready) < self.cfg.groups.per_step:
             return

@@ -9,7 +9,6 @@ from common.wire.messages import (
     LeaseRequest,
     Outcome,
     Rejected,
-    StatusRequest,
     WeightsJoin,
 )
 from learner.scheduler.core import SchedulerCore
@@ -52,7 +51,7 @@ def test_grant_says_why_there_is_no_more() -> None:
 
 def test_horizon_of_a_lease_is_the_stage_bounded_by_the_subset() -> None:
     table = Table(make_config(per_step=8))
-    table.core.version = 2  # step 3: second stage, 10 turns; "easy" allows 8
+    table.core.run.version = 2  # step 3: second stage, 10 turns; "easy" allows 8
     table.hello("actor-0", version=2)
     leases = table.ask("actor-0", 64, version=2).leases
     horizons = {lease.item_id.partition("-")[0]: lease.horizon for lease in leases}
@@ -81,7 +80,7 @@ def test_filtered_group_is_filled_up_and_a_ready_one_holds_its_place() -> None:
 
 def test_sync_batch_waits_for_the_step_and_for_the_engine_of_the_actor() -> None:
     table = Table(make_config(mode=TrainMode.SYNC, per_step=2))
-    assert table.hello("actor-0").is_lockstep
+    table.hello("actor-0")
     leases = table.ask("actor-0", 99).leases
     assert train_ids(leases) == {"g0000000", "g0000001"}
     assert table.ask("actor-0", 1).reason == "sync: 2 groups are open"
@@ -131,7 +130,7 @@ def test_status_tells_what_a_display_needs() -> None:
     table.hello("actor-0")
     table.hello("learner")
     table.arrive(table.ask("actor-0", 4).leases)
-    status = json.loads(table.core.handle("x", StatusRequest(name="x")).state)
+    status = json.loads(json.dumps(table.core.status()))
     assert (status["phase"], status["version"], status["horizon"]) == ("train", 0, 5)
     assert status["groups"]["open"] == 1
     assert status["ledger"]["in_flight"] == 4
@@ -175,7 +174,7 @@ def test_engine_that_holds_the_version_held_back_for_it_gets_work_in_sync_mode()
         cfg, {"train.mode": TrainMode.SYNC, "train.num_steps": 10, "learner.hold_back_steps": 2}
     )
     table = Table(cfg)
-    table.core.version = 5
+    table.core.run.version = 5
     table.hello("actor-0", version=2)
     assert table.ask("actor-0", 4, version=2).reason == (
         "weights: the actor holds version 2, 3 is needed"

@@ -34,7 +34,7 @@ class LoggedCore(SchedulerCore):
         return is_due
 
     def save(self) -> None:
-        saved = {"core": self.snapshot(), "terms": self.terms(), "time_s": self.now.now}
+        saved = {"core": self.snapshot(with_volatile=True), "time_s": self.now.now}
         self.log.save(saved | {"port": 77})
 
 
@@ -75,7 +75,7 @@ def _live(core: LoggedCore, rng: random.Random, num: int) -> None:
             case 4:
                 table.arrive(playing[name][:2])
                 for lease in playing[name][:2]:
-                    if lease.group_id in core.books.table.groups and rng.random() < 0.3:
+                    if lease.group_id in core.lifecycle.table.groups and rng.random() < 0.3:
                         table.finish_group(lease.group_id, Outcome.FILTERED)
                 playing[name] = playing[name][2:]
             case 5:
@@ -90,7 +90,7 @@ def test_log_handled_again_gives_exactly_the_state_that_was_lost(
 ) -> None:
     _live(core, random.Random(seed), 150)
     core.log.flush()
-    assert core.books.ledger.train.reissued > 0
+    assert core.lifecycle.ledger.train.reissued > 0
     assert _resumed(tmp_path).snapshot() == core.snapshot()
 
 

@@ -17,9 +17,10 @@ from common.wire.messages import (
     Outcome,
 )
 from learner.scheduler.core import SchedulerCore
-from learner.scheduler.dispatch.gate import max_groups_of_step
+from learner.scheduler.dispatch.gate import Gate
 from learner.scheduler.episodes.table import EpisodeState, GroupState
 from learner.scheduler.evaluation.phases import Phase
+from learner.scheduler.state import save
 from tests.learner.scheduler.builders import (
     CATALOGUE,
     Table,
@@ -44,9 +45,10 @@ class RunMachine(RuleBasedStateMachine):
             mode=self.mode, size=3, per_step=2, num_steps=4, max_attempts=2, evaluation=evaluation
         )
         self.cfg = cfg
+        self.max_groups = Gate(cfg.groups, cfg.scheduler, cfg.train).max_groups_of_step
         self.table = Table(cfg)
         self.playing: dict[str, dict[str, Lease]] = {name: {} for name in ACTORS}
-        self.incarnations = dict.fromkeys(ACTORS, 0)
+        self.incarnations: dict[str, int] = dict.fromkeys(ACTORS, 0)
         self.finished: list[Lease] = []  # at the learner, perhaps more than once
         self.stamps: dict[str, tuple] = {}
         self.learner_words: dict[str, Outcome] = {}
@@ -125,7 +127,7 @@ class RunMachine(RuleBasedStateMachine):
     @rule(pick=picks, outcome=st.sampled_from([Outcome.TRAINED, Outcome.FILTERED]))
     def complete_group(self, pick: Any, outcome: Outcome) -> None:
         """As the learner does: once every member has arrived or was given up."""
-        for group in list(self.core.books.table.groups.values()):
+        for group in list(self.core.lifecycle.table.groups.values()):
             waits = (EpisodeState.QUEUED, EpisodeState.LEASED)
             is_train = group.kind is EpisodeKind.TRAIN
             is_due = is_train and not any(e.state in waits for e in group.episodes)
@@ -144,7 +146,7 @@ class RunMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.core.phase is Phase.TRAIN)
     @rule(is_stale=st.sampled_from([False] * 4 + [True]))
     def train(self, is_stale: bool) -> None:
-        table = self.core.books.table
+        table = self.core.lifecycle.table
         ready = [g for g in table.groups.values() if g.state is GroupState.READY]
         if len(ready) < self.cfg.groups.per_step:
             return
@@ -160,43 +162,42 @@ class RunMachine(RuleBasedStateMachine):
     @rule(pick=picks)
     def repeat_words(self, pick: Any) -> None:
         chosen = pick.sample(sorted(self.learner_words), min(5, len(self.learner_words)))
-        before = self.core.books.ledger.snapshot()
+        before = save(self.core.lifecycle.ledger)
         words = [outcome_of(episode_id, self.learner_words[episode_id]) for episode_id in chosen]
         self.table.report(outcomes=words)
-        assert self.core.books.ledger.snapshot() == before
+        assert save(self.core.lifecycle.ledger) == before
 
     # --- scheduler ----------------------------------------------------------------------------
 
     @rule(has_log=st.booleans())
     def restart_scheduler(self, has_log: bool) -> None:
-        state, terms = json.loads(json.dumps([self.core.snapshot(), self.core.terms()]))
+        state = json.loads(json.dumps(self.core.snapshot(with_volatile=has_log)))
         core = SchedulerCore(self.cfg, CATALOGUE, clock=self.table.clock)
         core.restore(state)
-        if has_log:
-            core.restore_terms(terms)
-        assert core.snapshot() == state
+        assert core.snapshot(with_volatile=has_log) == state or not has_log
+        assert core.snapshot() == self.core.snapshot()
         self.table.core = core
 
     # --- the laws -----------------------------------------------------------------------------
 
     @invariant()
     def ledger_balances(self) -> None:
-        self.core.books.assert_balanced()
-        assert min(self.core.books.ledger.train.settled.values()) >= 0
+        self.core.lifecycle.assert_balanced()
+        assert min(self.core.lifecycle.ledger.train.settled.values()) >= 0
 
     @invariant()
     def learner_s_words_are_what_is_booked(self) -> None:
-        settled = self.core.books.ledger.train.settled
+        settled = self.core.lifecycle.ledger.train.settled
         for outcome in (Outcome.TRAINED, Outcome.FILTERED):
             said = sum(word is outcome for word in self.learner_words.values())
             assert settled[outcome] == said
 
     @invariant()
     def lease_has_one_holder(self) -> None:
-        leases = self.core.books.leases
+        leases = self.core.lifecycle
         held = [e for name in ACTORS for e in leases.leased_to(name)]
         assert len({e.episode_id for e in held}) == len(held) == leases.num_leased
-        table = self.core.books.table
+        table = self.core.lifecycle.table
         in_table = {e.episode_id for _, e in table.episodes() if e.state is EpisodeState.LEASED}
         assert in_table == {e.episode_id for e in held}
         assert all(e.actor == name for name in ACTORS for e in leases.leased_to(name))
@@ -205,28 +206,28 @@ class RunMachine(RuleBasedStateMachine):
     def queued_episode_is_in_the_queue(self) -> None:
         pending = {
             f"{group_id}/{member}"
-            for group_id, members, _ in self.core.books.leases.snapshot()["pending"]
-            for member in members
+            for group_id, pending in self.core.lifecycle.queue.pending.items()
+            for member in pending.members
         }
         queued = {
             e.episode_id
-            for _, e in self.core.books.table.episodes()
+            for _, e in self.core.lifecycle.table.episodes()
             if e.state is EpisodeState.QUEUED
         }
         assert queued <= pending
 
     @invariant()
     def groups_of_a_step_are_bounded(self) -> None:
-        table = self.core.books.table
+        table = self.core.lifecycle.table
         groups = [g for g in table.groups.values() if g.kind is EpisodeKind.TRAIN]
         assert table.num_open == sum(g.state is GroupState.OPEN for g in groups)
         assert table.num_ready == sum(g.state is GroupState.READY for g in groups)
         ahead = 1 if self.mode is TrainMode.SYNC else self.cfg.scheduler.max_ahead_steps + 1
         assert table.num_open + table.num_ready <= ahead * self.cfg.groups.per_step
-        num_filtered = self.core.books.num_filtered
-        if table.num_ready and num_filtered < max_groups_of_step(self.cfg):  # else it is lifted
+        num_filtered = self.core.lifecycle.num_filtered
+        if table.num_ready and num_filtered < self.max_groups:  # else it is lifted
             num_drawn = table.num_open + table.num_ready + num_filtered
-            assert num_drawn <= max_groups_of_step(self.cfg) + self.cfg.groups.per_step - 1
+            assert num_drawn <= self.max_groups + self.cfg.groups.per_step - 1
 
 
 class SyncRunMachine(RunMachine):
@@ -236,7 +237,7 @@ class SyncRunMachine(RunMachine):
 
     @invariant()
     def open_groups_have_one_version(self) -> None:
-        groups = self.core.books.table.groups.values()
+        groups = self.core.lifecycle.table.groups.values()
         is_open = [g for g in groups if g.kind is EpisodeKind.TRAIN and g.state is GroupState.OPEN]
         assert len({g.opened_at_version for g in is_open}) <= 1
 

@@ -70,7 +70,7 @@ class TwoSidesMachine(RuleBasedStateMachine):
             self._hello(name)
         self._start_learner()
         for horizon in [5] * 20 + [8] * 20:  # it has run for a while
-            self.core.books.pace.add_episode("maze", horizon, 25.0)
+            self.core.parts.pace.add_episode("maze", horizon, 25.0)
 
     @property
     def core(self) -> SchedulerCore:
@@ -83,7 +83,7 @@ class TwoSidesMachine(RuleBasedStateMachine):
 
     @rule(name=actors, num=st.integers(1, 6), is_lost=st.sampled_from([False] * 5 + [True]))
     def ask(self, name: str, num: int, is_lost: bool) -> None:
-        held = {e.episode_id for other in ACTORS for e in self.core.books.leases.leased_to(other)}
+        held = {e.episode_id for other in ACTORS for e in self.core.lifecycle.leased_to(other)}
         for lease in self.table.ask(name, num, version=self.version).leases:
             assert lease.episode_id not in held  # nobody else is on it
             stamp = (lease.horizon, lease.horizon_stage, lease.item_id, lease.opened_at_version)
@@ -295,12 +295,10 @@ class TwoSidesMachine(RuleBasedStateMachine):
 
     @rule(has_log=st.booleans())
     def restart_scheduler(self, has_log: bool) -> None:
-        state, terms = json.loads(json.dumps([self.core.snapshot(), self.core.terms()]))
+        state = json.loads(json.dumps(self.core.snapshot(with_volatile=has_log)))
         core = SchedulerCore(self.cfg, CATALOGUE, clock=self.table.clock)
         core.restore(state)
-        if has_log:
-            core.restore_terms(terms)
-        assert core.snapshot() == state
+        assert core.snapshot() == self.core.snapshot()
         core.mark_saved()
         self.table.core = core
         self._tell_everything()
@@ -309,7 +307,7 @@ class TwoSidesMachine(RuleBasedStateMachine):
 
     @invariant()
     def ledger_and_audit_balance(self) -> None:
-        books = self.core.books
+        books = self.core.lifecycle
         books.assert_balanced()
         settled, audited = books.ledger.train.settled, books.audit.total()
         assert audited.total() == sum(settled.values())
@@ -320,14 +318,14 @@ class TwoSidesMachine(RuleBasedStateMachine):
     def what_was_trained_is_booked_as_trained(self) -> None:
         said = [each for step in self.logged for each in step]
         num_trained = sum(each.outcome is Outcome.TRAINED for each in said)
-        assert self.core.books.ledger.train.settled["trained"] == num_trained
+        assert self.core.lifecycle.ledger.train.settled["trained"] == num_trained
 
     @invariant()
     def lease_has_one_holder(self) -> None:
-        leases = self.core.books.leases
+        leases = self.core.lifecycle
         held = [e.episode_id for name in ACTORS for e in leases.leased_to(name)]
         assert len(set(held)) == len(held) == leases.num_leased
-        table = self.core.books.table
+        table = self.core.lifecycle.table
         assert set(held) == {
             e.episode_id for _, e in table.episodes() if e.state is EpisodeState.LEASED
         }
@@ -337,7 +335,7 @@ class TwoSidesMachine(RuleBasedStateMachine):
         held = {trajectory.episode_id for trajectory in self.groups.untrained()}
         arrived = {
             e.episode_id
-            for _, e in self.core.books.table.episodes()
+            for _, e in self.core.lifecycle.table.episodes()
             if e.state is EpisodeState.ARRIVED
         }
         assert arrived <= held
@@ -345,9 +343,11 @@ class TwoSidesMachine(RuleBasedStateMachine):
     @invariant()
     def everything_settled_has_left_or_waits_for_the_learner(self) -> None:
         """No ghosts: what the learner waits for, the scheduler waits for or will give up."""
-        table = self.core.books.table
+        table = self.core.lifecycle.table
         waiting = set(self.groups.open_ids)
-        told = {each.rpartition("/")[0] for each in self.core.books.given_up_ids(sorted(waiting))}
+        told = {
+            each.rpartition("/")[0] for each in self.core.lifecycle.given_up_ids(sorted(waiting))
+        }
         assert waiting <= set(table.groups) | told
 
     def teardown(self) -> None:

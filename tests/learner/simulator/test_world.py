@@ -74,7 +74,7 @@ def test_every_episode_has_one_outcome_when_actors_die_and_environments_fail() -
     assert seen.num_deaths > 10
     assert seen.num_reissued > 0
     assert seen.failed_frac > 0
-    world._core.books.assert_balanced()
+    world._core.lifecycle.assert_balanced()
 
 
 def test_run_that_would_stop_says_why() -> None:

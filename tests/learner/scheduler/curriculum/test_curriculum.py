@@ -17,7 +17,8 @@ from common.config.run_config import GroupsSection, RunConfig
 from common.wire.messages import EndReason, EpisodeKind, EpisodeSeen, PolicyKind
 from learner.scheduler.curriculum.catalogue import Catalogue, SubsetEntry
 from learner.scheduler.curriculum.curriculum import Curriculum
-from learner.scheduler.episodes.table import Episode, Group
+from learner.scheduler.episodes.table import EpisodeRecord, GroupRecord
+from learner.scheduler.state import restore, save
 from tests.configs import edited
 from tests.learner.scheduler.builders import Table, make_config, seen_of
 
@@ -54,7 +55,9 @@ def make_curriculum(
         mixture=mixture or MixtureSection(),
         groups=GroupsSection(size=2, min_size=2),
     )
-    return Curriculum(cfg, CATALOGUE)
+    return Curriculum(
+        cfg.horizon, cfg.mixture, cfg.tasks, CATALOGUE, seed=0, group_size=cfg.groups.size
+    )
 
 
 def play(
@@ -70,7 +73,7 @@ def play(
     """Episodes of a group opened at `version` arrive; `stage`: not the present one."""
     stamp = curriculum.stamp(env, version, subset=subset)
     max_turns = CATALOGUE.entry(env, subset).max_turns
-    episode = Episode(
+    episode = EpisodeRecord(
         episode_id="g0/0",
         member=0,
         env=env,
@@ -79,7 +82,7 @@ def play(
         seed=0,
         horizon=min(stamp.horizon, max_turns),
     )
-    group = Group(
+    group = GroupRecord(
         group_id="g0",
         number=0,
         kind=EpisodeKind.TRAIN,
@@ -90,14 +93,10 @@ def play(
     )
     seen = EpisodeSeen(
         episode_id="g0/0",
-        kind=EpisodeKind.TRAIN,
-        env=env,
-        subset=subset,
         reward=0.0,
         is_success=False,
         end_reason=end_reason,
         num_turns=1,
-        num_sampled_tokens=1,
         wall_s=1.0,
     )
     for _ in range(num):
@@ -143,9 +142,9 @@ def test_subset_with_a_horizon_of_its_own_advances_by_its_own_episodes() -> None
         "shop/long": 9,
     }
     again = make_curriculum(subsets={"shop/long": HorizonOverride(stages=[5, 9])})
-    again.restore(json.loads(json.dumps(curriculum.snapshot())))
+    restore(again, json.loads(json.dumps(save(curriculum))))
     assert again.stamp("shop", 2, subset="long").horizon == 9
-    assert again.snapshot() == curriculum.snapshot()
+    assert save(again) == save(curriculum)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +189,7 @@ def test_a_step_told_twice_counts_once() -> None:
     for curriculum, num in ((once, 1), (twice, 2)):
         for _ in range(num):
             curriculum.step(1, {"entropy": 1.0})
-    assert once.snapshot() == twice.snapshot()
+    assert save(once) == save(twice)
 
 
 def test_restored_curriculum_decides_as_the_one_that_was_saved() -> None:
@@ -205,11 +204,11 @@ def test_restored_curriculum_decides_as_the_one_that_was_saved() -> None:
     for version in range(1, 3):
         tell(first, version)
     play(first, EndReason.HORIZON, version=2)  # half of step 3
-    second.restore(json.loads(json.dumps(first.snapshot())))
+    restore(second, json.loads(json.dumps(save(first))))
     second.step(3, {"entropy": 1.0, "ess_frac": 0.9})
     for version in range(4, 10):
         tell(second, version)
-    assert second.snapshot() == whole.snapshot()
+    assert save(second) == save(whole)
     assert [m["cause"] for m in whole.report(9)["horizons"]["shop"]["moves"]] == [
         "truncated_and_flat",
         "ess",
@@ -224,7 +223,7 @@ def test_a_new_stage_forgets_which_items_were_too_hard() -> None:
     play(curriculum, EndReason.DONE)
     for version in (1, 2, 3):  # maze changes its stage at 3
         curriculum.step(version, {})
-    keys = [key for key, *_ in curriculum.snapshot()["mixture"]["item_success"]]
+    keys = list(curriculum.mixture.item_success.known)
     assert keys == ["shop/long-train-0"]
 
 

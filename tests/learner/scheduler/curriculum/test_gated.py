@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from common.config.curriculum import GatedSection, HorizonKind, HorizonSection
 from learner.scheduler.curriculum.gated import UNKNOWN, GatedHorizon, StepSeen, success_gain
+from learner.scheduler.state import restore, save
 
 GATED = GatedSection(
     window_steps=4, min_steps=6, min_truncated_frac=0.25, max_gain=0.1, backoff_steps=2
@@ -167,9 +168,9 @@ def test_gated_horizon_restored_at_any_step_goes_on_as_if_nothing_happened(
     whole, first, second = make_gated(), make_gated(), make_gated()
     expected = stages_of(whole, events)
     before = stages_of(first, events[:cut])
-    second.restore(json.loads(json.dumps(first.snapshot())))
+    restore(second, json.loads(json.dumps(save(first))))
     assert before + stages_of(second, events[cut:]) == expected
-    assert second.snapshot() == whole.snapshot()
+    assert save(second) == save(whole)
 
 
 @settings(max_examples=60, deadline=None)

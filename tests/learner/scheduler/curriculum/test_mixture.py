@@ -6,11 +6,12 @@ from collections import Counter
 import pytest
 
 from common.config.curriculum import MixtureKind, MixtureSection, TaskSection
-from common.wire.messages import EndReason, EpisodeKind, EpisodeSeen
+from common.wire.messages import EndReason, EpisodeSeen
 from learner.scheduler.curriculum.catalogue import Catalogue, SubsetEntry
 from learner.scheduler.curriculum.mixture import MIN_TASK_EPISODES, Mixture, temper
 from learner.scheduler.curriculum.sampling import Item, Sampler
 from learner.scheduler.curriculum.success import SuccessPool, worth
+from learner.scheduler.state import restore, save
 
 ADAPTIVE = MixtureSection(kind=MixtureKind.ADAPTIVE, floor=0.1, memory_episodes=1000)
 
@@ -33,21 +34,21 @@ def make_mixture(
     return Mixture(cfg, tasks, catalogue, seed=seed, group_size=4)
 
 
-def tell(mixture: Mixture, subset: str, item_id: str, *, is_success: bool, num: int = 1) -> None:
-    episode = EpisodeSeen(
+def seen(*, is_success: bool) -> EpisodeSeen:
+    return EpisodeSeen(
         episode_id="g0/0",
-        kind=EpisodeKind.TRAIN,
-        env="maze",
-        subset=subset,
         reward=float(is_success),
         is_success=is_success,
         end_reason=EndReason.DONE,
         num_turns=1,
-        num_sampled_tokens=1,
         wall_s=1.0,
     )
+
+
+def tell(mixture: Mixture, subset: str, item_id: str, *, is_success: bool, num: int = 1) -> None:
+    episode = seen(is_success=is_success)
     for _ in range(num):
-        mixture.see(episode, item_id)
+        mixture.see(episode, Item(env="maze", subset=subset, item_id=item_id))
 
 
 def test_worth_is_largest_at_one_half_and_never_below_the_floor() -> None:
@@ -58,14 +59,14 @@ def test_worth_is_largest_at_one_half_and_never_below_the_floor() -> None:
 def test_pool_averages_all_at_first_and_then_forgets() -> None:
     pool = SuccessPool(memory_episodes=4, max_keys=2)
     for is_success in (True, False, True, True):
-        pool.add("a", is_success=is_success)
+        pool.add("a", seen(is_success=is_success))
     assert pool.success("a") == pytest.approx(0.75)
-    pool.add("a", is_success=False)  # 0.75 - 0.75 / 4
+    pool.add("a", seen(is_success=False))  # 0.75 - 0.75 / 4
     assert pool.success("a") == pytest.approx(0.5625)
     assert pool.success("a", min_episodes=6) is None
-    pool.add("b", is_success=True)
-    pool.add("a", is_success=True)
-    pool.add("c", is_success=True)  # b was not heard of for longest
+    pool.add("b", seen(is_success=True))
+    pool.add("a", seen(is_success=True))
+    pool.add("c", seen(is_success=True))  # b was not heard of for longest
     assert (pool.success("b"), pool.success("c")) == (None, 1.0)
 
 
@@ -169,6 +170,6 @@ def test_adaptive_mixture_restored_goes_on_with_the_same_items() -> None:
     whole, first, second = build(), build(), build()
     expected = play(whole, range(120))
     before = play(first, range(70))
-    second.restore(json.loads(json.dumps(first.snapshot())))
+    restore(second, json.loads(json.dumps(save(first))))
     assert before + play(second, range(70, 120)) == expected
-    assert second.snapshot() == whole.snapshot()
+    assert save(second) == save(whole)

@@ -8,6 +8,7 @@ from common.wire.messages import LagBound
 from learner.scheduler.dispatch.budget import lag_bound, lease_cap, needed_ahead_steps
 from learner.scheduler.dispatch.limits import Limits
 from learner.scheduler.dispatch.pace import Pace
+from learner.scheduler.state import restore, save
 from tests.learner.scheduler.builders import Table, make_config
 
 
@@ -73,7 +74,7 @@ def test_bounds_travel_to_the_learner_and_survive_a_restart() -> None:
     table = Table(make_config())
     table.hello("learner-0")
     table.hello("actor-0")
-    pace = table.core.books.pace
+    pace = table.core.parts.pace
     for _ in range(20):
         pace.add_episode("maze", 5, 55.0)
     for version in (1, 2):
@@ -88,9 +89,13 @@ def test_bounds_travel_to_the_learner_and_survive_a_restart() -> None:
 
 
 def test_gate_that_the_learner_tightened_is_tight_after_a_restart() -> None:
-    cfg = make_config()
-    limits = Limits(cfg)
+    limits = _limits()
     limits.update(Pace(), max_ahead_steps=0)
-    other = Limits(cfg)
-    other.restore(limits.snapshot())
+    other = _limits()
+    restore(other, save(limits))
     assert other.max_ahead_steps == 0
+
+
+def _limits() -> Limits:
+    scheduler = make_config().scheduler
+    return Limits(scheduler=scheduler, max_lag_steps=4, group_size=4, is_sync=False)

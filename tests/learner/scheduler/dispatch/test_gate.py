@@ -2,14 +2,13 @@
 
 import pytest
 
-from common.config.run_config import TrainMode
-from learner.scheduler.dispatch.gate import (
-    GateState,
-    allowed_groups,
-    is_oversampled,
-    num_batch_groups,
-)
+from common.config.run_config import RunConfig, TrainMode
+from learner.scheduler.dispatch.gate import Gate, GateState
 from tests.learner.scheduler.builders import make_config
+
+
+def _gate(cfg: RunConfig) -> Gate:
+    return Gate(cfg.groups, cfg.scheduler, cfg.train)
 
 
 def _state(
@@ -33,57 +32,57 @@ def _state(
 
 def test_async_gate_allows_the_current_batch_and_those_ahead() -> None:
     cfg = make_config(per_step=16, max_ahead_steps=2, num_steps=100)
-    assert allowed_groups(cfg, _state()).num_allowed == 48
-    assert allowed_groups(cfg, _state(num_open=30, num_ready=10)).num_allowed == 8
+    assert _gate(cfg).allowed(_state()).num_allowed == 48
+    assert _gate(cfg).allowed(_state(num_open=30, num_ready=10)).num_allowed == 8
 
 
 def test_gate_follows_a_learner_that_asks_for_fresher_data_but_never_opens_wider() -> None:
     cfg = make_config(per_step=16, max_ahead_steps=2, num_steps=100)
-    assert allowed_groups(cfg, _state(ahead=0)).num_allowed == 16
-    assert allowed_groups(cfg, _state(ahead=5)).num_allowed == 48
+    assert _gate(cfg).allowed(_state(ahead=0)).num_allowed == 16
+    assert _gate(cfg).allowed(_state(ahead=5)).num_allowed == 48
 
 
 def test_gate_opens_what_the_measured_pace_needs_within_the_bound_and_the_learner_s_wish() -> None:
     cfg = make_config(per_step=16, max_ahead_steps=2, num_steps=100)
-    assert allowed_groups(cfg, _state(needed=1, num_open=4)).num_allowed == 28
-    assert allowed_groups(cfg, _state(needed=9)).num_allowed == 48
-    assert allowed_groups(cfg, _state(needed=9, ahead=1)).num_allowed == 32
-    assert allowed_groups(cfg, _state(needed=1, ahead=0)).num_allowed == 16
+    assert _gate(cfg).allowed(_state(needed=1, num_open=4)).num_allowed == 28
+    assert _gate(cfg).allowed(_state(needed=9)).num_allowed == 48
+    assert _gate(cfg).allowed(_state(needed=9, ahead=1)).num_allowed == 32
+    assert _gate(cfg).allowed(_state(needed=1, ahead=0)).num_allowed == 16
 
 
 def test_async_gate_names_how_far_the_actors_are_ahead() -> None:
     cfg = make_config(per_step=16, max_ahead_steps=1, num_steps=100)
-    verdict = allowed_groups(cfg, _state(num_open=20, num_ready=12))
+    verdict = _gate(cfg).allowed(_state(num_open=20, num_ready=12))
     assert (verdict.num_allowed, verdict.reason) == (0, "gate: 32 groups ahead of the learner")
 
 
 def test_async_gate_opens_no_more_than_the_rest_of_the_run_needs() -> None:
     cfg = make_config(per_step=4, max_ahead_steps=3, num_steps=10)
-    assert allowed_groups(cfg, _state(version=8)).num_allowed == 8
-    assert allowed_groups(cfg, _state(version=9)).num_allowed == 4
+    assert _gate(cfg).allowed(_state(version=8)).num_allowed == 8
+    assert _gate(cfg).allowed(_state(version=9)).num_allowed == 4
 
 
 def test_sync_gate_opens_what_the_step_misses_once_no_group_is_open() -> None:
     cfg = make_config(mode=TrainMode.SYNC, per_step=4)
-    assert allowed_groups(cfg, _state()).num_allowed == 4
-    assert allowed_groups(cfg, _state(num_open=1)).num_allowed == 0
-    assert allowed_groups(cfg, _state(num_ready=3)).num_allowed == 1
-    assert allowed_groups(cfg, _state(num_ready=4)).num_allowed == 0
+    assert _gate(cfg).allowed(_state()).num_allowed == 4
+    assert _gate(cfg).allowed(_state(num_open=1)).num_allowed == 0
+    assert _gate(cfg).allowed(_state(num_ready=3)).num_allowed == 1
+    assert _gate(cfg).allowed(_state(num_ready=4)).num_allowed == 0
 
 
 def test_sync_gate_draws_at_most_max_oversample_batches_for_a_step() -> None:
     cfg = make_config(mode=TrainMode.SYNC, per_step=4, max_oversample=2.0)  # 8 groups
-    assert allowed_groups(cfg, _state(num_ready=1, num_filtered=6)).num_allowed == 1
+    assert _gate(cfg).allowed(_state(num_ready=1, num_filtered=6)).num_allowed == 1
     state = _state(num_ready=1, num_filtered=7)
-    assert is_oversampled(cfg, state)
-    assert allowed_groups(cfg, state).num_allowed == 0
+    assert _gate(cfg).is_oversampled(state)
+    assert _gate(cfg).allowed(state).num_allowed == 0
 
 
 def test_gate_lifts_the_bound_when_the_learner_has_nothing_to_train_on() -> None:
     cfg = make_config(mode=TrainMode.SYNC, per_step=4, max_oversample=2.0)
     state = _state(num_filtered=8)
-    assert not is_oversampled(cfg, state)
-    assert allowed_groups(cfg, state).num_allowed == 4
+    assert not _gate(cfg).is_oversampled(state)
+    assert _gate(cfg).allowed(state).num_allowed == 4
 
 
 @pytest.mark.parametrize(
@@ -94,16 +93,16 @@ def test_async_batch_is_short_when_the_oversampling_bound_is_reached(
 ) -> None:
     cfg = make_config(per_step=4, max_oversample=2.0)  # 8 groups
     state = _state(num_filtered=num_filtered, num_open=3, num_ready=1)
-    assert num_batch_groups(cfg, state) == num_groups
+    assert _gate(cfg).num_batch_groups(state) == num_groups
 
 
 def test_sync_batch_waits_for_the_end_of_its_round() -> None:
     cfg = make_config(mode=TrainMode.SYNC, per_step=4, max_oversample=2.0)
-    assert num_batch_groups(cfg, _state(num_ready=4, num_open=1)) == 0
-    assert num_batch_groups(cfg, _state(num_ready=4)) == 4
-    assert num_batch_groups(cfg, _state(num_ready=2, num_filtered=5)) == 0, "a round follows"
-    assert num_batch_groups(cfg, _state(num_ready=2, num_filtered=6)) == 2
-    assert num_batch_groups(cfg, _state(num_filtered=8)) == 0, "no batch is empty"
+    assert _gate(cfg).num_batch_groups(_state(num_ready=4, num_open=1)) == 0
+    assert _gate(cfg).num_batch_groups(_state(num_ready=4)) == 4
+    assert _gate(cfg).num_batch_groups(_state(num_ready=2, num_filtered=5)) == 0, "a round follows"
+    assert _gate(cfg).num_batch_groups(_state(num_ready=2, num_filtered=6)) == 2
+    assert _gate(cfg).num_batch_groups(_state(num_filtered=8)) == 0, "no batch is empty"
 
 
 @pytest.mark.parametrize("mode", list(TrainMode))
@@ -115,5 +114,5 @@ def test_either_the_gate_opens_or_there_is_a_batch_once_no_group_is_open(
     """Both refusing would be a wait for ever."""
     cfg = make_config(mode=mode, per_step=4, max_oversample=2.0, max_ahead_steps=0)
     state = _state(num_ready=num_ready, num_filtered=num_filtered)
-    has_batch = 0 < num_batch_groups(cfg, state) <= num_ready
-    assert has_batch or allowed_groups(cfg, state).num_allowed > 0
+    has_batch = 0 < _gate(cfg).num_batch_groups(state) <= num_ready
+    assert has_batch or _gate(cfg).allowed(state).num_allowed > 0

@@ -8,6 +8,7 @@ import pytest
 
 from common.wire.messages import EpisodeOutcome, Outcome
 from learner.scheduler.episodes.audit import Cell, Comparison, SelectionAudit, bucket_of, turns_of
+from learner.scheduler.state import restore, save
 from tests.learner.scheduler.builders import Table, make_config, outcome_of, seen_of
 
 LONG, SHORT = Cell("maze", "hard", 20, 4), Cell("maze", "hard", 20, 1)
@@ -78,7 +79,7 @@ def test_rows_say_the_share_that_was_dropped_without_those_of_the_run_s_end() ->
         0.4,
     )
     other = SelectionAudit()
-    other.restore(json.loads(json.dumps(audit.snapshot())))
+    restore(other, json.loads(json.dumps(save(audit))))
     assert other.report() == audit.report()
 
 
@@ -89,7 +90,7 @@ def test_every_settled_training_episode_is_in_the_cell_of_its_length() -> None:
     table.report(seen=[replace(seen_of(lease), num_turns=5) for lease in leases[:4]])
     table.hello("actor-0", incarnation="new")  # the rest is given up
     table.finish_group("g0000000", Outcome.TRAINED)
-    rows = table.core.books.audit.report()["rows"]
+    rows = table.core.lifecycle.audit.report()["rows"]
     assert sorted((row["turns"], row["trained"], row["failed"]) for row in rows) == [
         ("4-5", 4, 0),
         ("unknown", 0, 4),
@@ -103,5 +104,5 @@ def test_word_of_the_learner_moves_an_episode_in_the_audit_too() -> None:
     table.hello("actor-0", incarnation="new")
     trained: list[EpisodeOutcome] = [outcome_of(x.episode_id, Outcome.TRAINED) for x in leases]
     table.report(outcomes=trained)
-    (row,) = table.core.books.audit.report()["rows"]
+    (row,) = table.core.lifecycle.audit.report()["rows"]
     assert (row["trained"], row["failed"]) == (4, 0)

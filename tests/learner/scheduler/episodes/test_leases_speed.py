@@ -37,7 +37,7 @@ def test_slow_actor_does_not_hoard_and_a_late_one_gets_its_share() -> None:
     assert done[0] / done[2] == pytest.approx(1.0, abs=0.25)
     assert fleet.stale_frac("actor-slow", max_lag_steps=4) < 0.05
     assert fleet.stale_frac("actor-fast", max_lag_steps=4) == 0.0
-    fleet.table.core.books.assert_balanced()
+    fleet.table.core.lifecycle.assert_balanced()
 
 
 def test_without_sized_leases_nothing_of_a_slow_actor_is_fresh() -> None:
@@ -74,9 +74,9 @@ def test_grant_says_that_the_speed_is_the_bound_or_whose_turn_it_is() -> None:
     table = Table(make_config(per_step=2, size=4))
     for name in ("actor-0", "actor-1"):
         table.hello(name)
-    table.core.books.pace.step_period_s = 1.0
+    table.core.parts.pace.step_period_s = 1.0
     grant = table.ask("actor-0", 12)  # of unknown speed: two groups
     assert (len(grant.leases), grant.reason[:6]) == (8, "speed:")
     table.ask("actor-1", 16)
-    table.core.books.pace.step_period_s = None
+    table.core.parts.pace.step_period_s = None
     assert table.ask("actor-0", 9).reason == "gate: 4 groups ahead of the learner"

@@ -3,6 +3,7 @@
 from typing import Any
 
 from common.wire.messages import EndReason, GroupArrived, Lease, Outcome
+from learner.scheduler.state import save
 from tests.configs import edited
 from tests.learner.scheduler.builders import Table, ids, make_config, outcome_of
 
@@ -16,7 +17,7 @@ def _table(*, factor: float = 3.0, max_attempts: int = 3) -> tuple[Table, list[L
         table.hello(name)
     leases = table.ask("actor-0", 4).leases
     for _ in range(20):
-        table.core.books.pace.add_episode("maze", leases[0].horizon, 20.0)
+        table.core.parts.pace.add_episode("maze", leases[0].horizon, 20.0)
     return table, leases
 
 
@@ -79,6 +80,6 @@ def test_nobody_is_a_straggler_when_switched_off_or_without_a_learner_to_take_ep
 
 def test_time_of_a_failed_episode_does_not_make_others_late() -> None:
     table, leases = _table()
-    before = table.core.books.pace.snapshot()
+    before = save(table.core.parts.pace)
     table.arrive(leases, end_reason=EndReason.DEADLINE)
-    assert table.core.books.pace.snapshot() == before
+    assert save(table.core.parts.pace) == before

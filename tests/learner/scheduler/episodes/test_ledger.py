@@ -75,7 +75,7 @@ def test_late_arrival_of_an_earlier_attempt_is_accepted() -> None:
     table.hello("actor-0", incarnation="new")
     second = table.ask("actor-0", 1).leases
     table.arrive(first)
-    assert table.core.books.leases.num_leased == 0
+    assert table.core.lifecycle.num_leased == 0
     assert table.beat("actor-0", ids(second)).revoked == ids(second)
     table.report(outcomes=[outcome_of(first[0].episode_id, Outcome.TRAINED)])
     assert table.counts()["trained"] == 1
@@ -114,7 +114,7 @@ def test_step_that_leaves_the_books_unbalanced_raises_with_the_difference() -> N
     table = Table()
     table.hello("actor-0")
     table.ask("actor-0", 4)
-    table.core.books.ledger.train.issued += 3
+    table.core.lifecycle.ledger.train.issued += 3
     with pytest.raises(LedgerError, match="difference 3"):
         table.step(1)
 
@@ -160,7 +160,7 @@ def test_what_was_not_trained_on_may_be_by_a_learner_that_restarted(before: Outc
     table.report(outcomes=[outcome_of(x.episode_id, Outcome.TRAINED) for x in leases])
     counts = table.counts()
     assert (counts["trained"], counts[before.value], counts["causes"]) == (4, 0, {})
-    assert table.core.books.audit.total() == {"trained": 4}
+    assert table.core.lifecycle.audit.total() == {"trained": 4}
 
 
 def test_step_names_the_account_and_all_its_counts_when_an_episode_is_missing() -> None:
@@ -168,7 +168,7 @@ def test_step_names_the_account_and_all_its_counts_when_an_episode_is_missing() 
     table.hello("actor-0")
     table.arrive(table.ask("actor-0", 4).leases)
     table.finish_group("g0000000", Outcome.TRAINED)
-    table.core.books.ledger.train.settled["trained"] -= 1
+    table.core.lifecycle.ledger.train.settled["trained"] -= 1
     law = r"train ledger: issued 4 != settled {'trained': 3,.*} \+ in flight 0; difference 1"
     with pytest.raises(LedgerError, match=law):
         table.step(1)

@@ -68,7 +68,7 @@ def test_versions_at_which_episodes_started_and_ended_are_told() -> None:
     table.step(3)
     second = _evals(table.ask("actor-1", 4, version=3).leases)
     table.arrive([*first, *second])
-    (told,) = table.core.stream.report()["evals"]
+    (told,) = table.core.parts.stream.report()["evals"]
     assert (told["first_started_at"], told["last_started_at"], told["ended_at"]) == (2, 3, 3)
     assert (told["num"], told["num_failed"], told["success"]) == (4, 0, 1.0)
 
@@ -83,7 +83,7 @@ def test_failed_episode_is_no_wrong_answer_of_the_evaluation() -> None:
         again = _evals(table.ask("actor-0", 1, version=2).leases)
         assert ids(again) == ["eval-step-2-model/3"]
         table.arrive(again, end_reason=EndReason.ENV_ERROR)
-    (told,) = table.core.stream.report()["evals"]
+    (told,) = table.core.parts.stream.report()["evals"]
     assert (told["num"], told["num_failed"], told["success"]) == (3, 1, 1.0)
     assert table.counts()["eval"]["in_flight"] == 0
 
@@ -93,17 +93,17 @@ def test_evaluation_is_skipped_and_counted_while_another_is_played() -> None:
     table.step(2)
     leases = table.ask("actor-0", 4, version=2).leases
     table.step(4)
-    assert table.core.stream.num_skipped == 1
+    assert table.core.parts.stream.num_skipped == 1
     table.arrive(leases)
     table.step(6)
-    assert [each.step for each in table.core.stream.evals] == [2, 6]
+    assert [each.step for each in table.core.parts.stream.evals] == [2, 6]
 
 
 def test_last_version_is_left_to_the_evaluation_after_training() -> None:
     table = _table(num_steps=2, after=True)
     table.step(2, is_last=True)
     assert table.core.phase is Phase.EVAL_AFTER
-    assert table.core.stream.evals == []
+    assert table.core.parts.stream.evals == []
 
 
 def test_run_ends_only_when_its_last_evaluation_has_ended() -> None:
@@ -121,7 +121,7 @@ def test_step_that_is_trained_again_is_not_evaluated_again() -> None:
     table.step(2)
     table.arrive(table.ask("actor-0", 4, version=2).leases)
     table.step(2)
-    assert [each.step for each in table.core.stream.evals] == [2]
+    assert [each.step for each in table.core.parts.stream.evals] == [2]
 
 
 def test_restart_in_the_middle_equals_no_restart() -> None:
@@ -135,8 +135,8 @@ def test_restart_in_the_middle_equals_no_restart() -> None:
         each.arrive(leases[2:])
         each.step(2)  # trained again by a learner that restarted
         each.step(4)
-    assert twin.core.stream.report() == table.core.stream.report()
-    assert [each.step for each in twin.core.stream.evals] == [2, 4]
+    assert twin.core.parts.stream.report() == table.core.parts.stream.report()
+    assert [each.step for each in twin.core.parts.stream.evals] == [2, 4]
 
 
 def test_eval_file_has_a_line_for_each_evaluation_that_has_ended() -> None:
@@ -144,7 +144,7 @@ def test_eval_file_has_a_line_for_each_evaluation_that_has_ended() -> None:
     table.step(2)
     table.arrive(table.ask("actor-0", 4, version=2).leases)
     table.step(4)
-    lines = [json.loads(line) for line in eval_lines(table.core.stream.report()).splitlines()]
+    lines = [json.loads(line) for line in eval_lines(table.core.parts.stream.report()).splitlines()]
     assert [(line["step"], line["eval/success"], line["ended_at"]) for line in lines] == [
         (2, 1.0, 2)
     ]
@@ -154,4 +154,4 @@ def test_nothing_is_evaluated_beside_training_by_default() -> None:
     table = _table(every=0)
     for step in range(1, 9):
         table.step(step)
-    assert table.core.stream.evals == []
+    assert table.core.parts.stream.evals == []

@@ -88,7 +88,7 @@ def test_learner_that_reports_is_alive_after_a_restart_of_the_scheduler_too() ->
 
 
 def _members() -> Members:
-    members = Members(dead_after_s=10.0)
+    members = Members(dead_after_s=10.0, silent_after_s=5.0)
     members.hello(Hello(role="actor", name="actor-0", incarnation="i", version=0), 0.0)
     assert isinstance(members.by_name["actor-0"], Member)
     return members

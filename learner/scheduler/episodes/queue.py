@@ -1,0 +1,107 @@
+"""Which episodes are to be granted next, and to whom: the members of a group go together."""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from learner.scheduler.episodes.table import EpisodeRecord, EpisodeState, GroupRecord, GroupTable
+from learner.scheduler.state import FIXED
+
+Taken = list[tuple[GroupRecord, EpisodeRecord]]
+IsAllowed = Callable[[GroupRecord], bool]
+
+
+@dataclass(slots=True)
+class PendingGroup:
+    """A group with members to be granted. Members that are no longer queued are skipped."""
+
+    members: deque[int]
+    owner: str = ""  # actor that got the first member and should get the rest; "" for nobody yet
+
+
+@dataclass(slots=True)
+class EpisodeQueue:
+    """Keeps the members of a group together, and with one actor where possible.
+
+    The episodes of an evaluation are of different items; they are everybody's from the start.
+
+    Example: a (3 slots) asks and gets g0/0..2, so it owns g0. b (8 slots) asks and gets g1. The
+    rest of g0 waits for a, until nothing else is left for b to take.
+    """
+
+    table: GroupTable = field(metadata=FIXED)
+    pending: dict[str, PendingGroup] = field(default_factory=dict[str, PendingGroup])
+    free: deque[str] = field(default_factory=deque[str])  # ids of groups that nobody owns
+    owned: dict[str, list[str]] = field(default_factory=dict[str, list[str]])  # by actor
+
+    def put(self, group_id: str, members: Iterable[int], *, is_first: bool = False) -> None:
+        """Put members of a group up for grant; first if they were lost before."""
+        pending = self.pending.get(group_id)
+        if pending is None:
+            pending = self.pending[group_id] = PendingGroup(members=deque())
+        elif pending.owner:
+            self.owned[pending.owner].remove(group_id)
+            pending.owner = ""
+        else:
+            self.free.remove(group_id)
+        new = list(members)
+        for member in new:  # taken back and lost again, it may still stand in the queue
+            if member in pending.members:
+                pending.members.remove(member)
+        if is_first:
+            self.free.appendleft(group_id)
+            pending.members.extendleft(reversed(new))
+        else:
+            self.free.append(group_id)
+            pending.members.extend(new)
+
+    def take(self, actor: str, num: int, *, is_allowed: IsAllowed) -> Taken:
+        """Remove up to `num` queued episodes: of the actor's groups, then of nobody's."""
+        taken: Taken = []
+        for source in (list(self.owned.get(actor, ())), list(self.free)):
+            self._take_from(source, actor, num, is_allowed, taken)
+            if len(taken) == num:
+                break
+        return taken
+
+    def steal(self, actor: str, num: int, *, is_allowed: IsAllowed) -> Taken:
+        """Remove up to `num` queued episodes of whatever group, also other actors'."""
+        taken: Taken = []
+        self._take_from(list(self.pending), actor, num, is_allowed, taken)
+        return taken
+
+    def _take_from(
+        self, group_ids: list[str], actor: str, num: int, is_allowed: IsAllowed, taken: Taken
+    ) -> None:
+        for group_id in group_ids:
+            if len(taken) == num:
+                return
+            pending, group = self.pending[group_id], self.table.groups[group_id]
+            if not is_allowed(group):
+                continue
+            while pending.members and len(taken) < num:
+                episode = group.episodes[pending.members.popleft()]
+                if episode.state is EpisodeState.QUEUED:
+                    taken.append((group, episode))
+            if not pending.members:
+                self.remove(group_id)
+            elif not pending.owner and group.is_train:
+                self.free.remove(group_id)
+                pending.owner = actor
+                self.owned.setdefault(actor, []).append(group_id)
+
+    def remove(self, group_id: str) -> None:
+        """Nothing of this group will be granted any more."""
+        pending = self.pending.pop(group_id, None)
+        if pending is None:
+            return
+        if pending.owner:
+            self.owned[pending.owner].remove(group_id)
+        else:
+            self.free.remove(group_id)
+
+    def disown(self, actor: str) -> None:
+        """The actor is gone: the rest of its groups is anybody's again."""
+        for group_id in reversed(self.owned.pop(actor, [])):
+            self.pending[group_id].owner = ""
+            self.free.appendleft(group_id)

@@ -1,0 +1,135 @@
+"""State of the scheduler <-> JSON, derived from the fields of dataclasses.
+
+A component is a dataclass. Its fields are saved, and restored in place, but for those marked
+`FIXED`: the configuration, and what can be computed from the rest. `VOLATILE` fields hold times of
+the core's clock and what every role says anew: they are saved only where the log that follows is
+to be handled again, and otherwise begin with their defaults. A field that has its default is left
+out. Frozen dataclasses become plain lists.
+"""
+
+import dataclasses
+import functools
+import types
+import typing
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from enum import Enum
+from typing import Any
+
+FIXED = types.MappingProxyType({"state": "fixed"})
+VOLATILE = types.MappingProxyType({"state": "volatile"})
+CONFIGURED = types.MappingProxyType({"state": "configured"})  # a map whose keys the configuration
+# gives: its entries are restored in place, those of other keys are left out
+_SCALARS = (str, int, float)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Field:
+    name: str
+    kind: Any
+    mark: str  # "" | "volatile" | "configured"
+    default: Any
+    make: Any  # default factory; both MISSING: there is no default
+
+    def is_default(self, value: Any) -> bool:
+        if self.default is not dataclasses.MISSING:
+            return value == self.default
+        return self.make is not dataclasses.MISSING and not value and value == self.make()
+
+    def new(self) -> Any:
+        return self.make() if self.default is dataclasses.MISSING else self.default
+
+
+@functools.cache
+def _fields(cls: type) -> tuple[_Field, ...]:
+    hints = typing.get_type_hints(cls)
+    return tuple(
+        _Field(f.name, hints[f.name], f.metadata.get("state", ""), f.default, f.default_factory)
+        for f in dataclasses.fields(cls)
+        if f.metadata.get("state") != "fixed"
+    )
+
+
+@functools.cache
+def _is_frozen(cls: type) -> bool:
+    return cls.__dataclass_params__.frozen  # type: ignore[attr-defined]
+
+
+def save(value: Any, *, with_volatile: bool = False) -> Any:
+    """Return a component, or what a field of one holds, as JSON that shares nothing with it."""
+    if value is None or isinstance(value, _SCALARS):
+        return value
+    if isinstance(value, dict):
+        return _save_map(value, with_volatile)
+    if isinstance(value, list | tuple | deque):
+        if value and isinstance(value[0], _SCALARS):
+            return list(value)
+        return [save(each, with_volatile=with_volatile) for each in value]
+    cls: Any = type(value)
+    if _is_frozen(cls):
+        return [save(getattr(value, f.name)) for f in _fields(cls)]
+    saved: dict[str, Any] = {}
+    for f in _fields(cls):
+        held = getattr(value, f.name)
+        if (with_volatile or f.mark != "volatile") and not f.is_default(held):
+            saved[f.name] = save(held, with_volatile=with_volatile)
+    return saved
+
+
+def _save_map(value: dict[Any, Any], with_volatile: bool) -> Any:
+    """Return a map; one whose keys are not text as a list of pairs."""
+    if all(isinstance(key, str) for key in value):
+        return {key: save(each, with_volatile=with_volatile) for key, each in value.items()}
+    return [[save(key), save(each, with_volatile=with_volatile)] for key, each in value.items()]
+
+
+def restore(component: Any, state: Mapping[str, Any]) -> None:
+    """Take over what `save` returned; then call `after_restore`, if the component has it."""
+    for f in _fields(type(component)):
+        held = getattr(component, f.name)
+        if f.mark == "configured":
+            for key, entry in held.items():
+                restore(entry, state.get(f.name, {}).get(key, {}))
+        elif dataclasses.is_dataclass(held) and not _is_frozen(type(held)):
+            restore(held, state.get(f.name, {}))
+        elif isinstance(held, deque):  # keeps its bound
+            values = _load(f.kind, state.get(f.name, []))
+            held.clear()
+            held.extend(values)
+        else:
+            value = _load(f.kind, state[f.name]) if f.name in state else f.new()
+            setattr(component, f.name, value)
+    after: Callable[[], None] | None = getattr(component, "after_restore", None)
+    if after is not None:
+        after()
+
+
+def _load(kind: Any, value: Any) -> Any:
+    """Return a value of the type that a field is annotated with."""
+    origin, args = typing.get_origin(kind) or kind, typing.get_args(kind)
+    if origin is types.UnionType:
+        (some,) = (each for each in args if each is not types.NoneType)
+        return None if value is None else _load(some, value)
+    if origin is Counter:
+        return Counter(_pairs(args[0], int, value))
+    if origin is tuple:
+        return tuple(_load(each, v) for each, v in zip(args, value, strict=True))
+    if issubclass(origin, dict):
+        return origin(_pairs(args[0], args[1], value))
+    if origin in (list, deque):
+        return origin(_load(args[0], each) for each in value)
+    if issubclass(origin, Enum):
+        return origin(value)
+    return _record(origin, value) if dataclasses.is_dataclass(origin) else value
+
+
+def _record(cls: Any, value: Any) -> Any:
+    fields = _fields(cls)
+    if _is_frozen(cls):
+        return cls(**{f.name: _load(f.kind, v) for f, v in zip(fields, value, strict=True)})
+    return cls(**{f.name: _load(f.kind, value[f.name]) for f in fields if f.name in value})
+
+
+def _pairs(key_kind: Any, kind: Any, value: Any) -> dict[Any, Any]:
+    pairs = value.items() if isinstance(value, dict) else value
+    return {_load(key_kind, key): _load(kind, each) for key, each in pairs}
