@@ -8,7 +8,7 @@ from pathlib import Path
 
 from actor.play.evaluate import check_policy
 from common.checks.machine import GIB
-from common.checks.memory_plan import BYTES_OF, ModelShape, read_shape
+from common.checks.model_shape import BYTES_OF, ModelShape, read_shape
 from common.checks.preflight import check_engine, check_model
 from common.config.command_line import Request
 from common.config.load import override_value

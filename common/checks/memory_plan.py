@@ -1,42 +1,18 @@
 """The memory that a run will take, part by part with its arithmetic, before anything is loaded."""
 
-import json
-import math
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
 
 from common.checks.machine import GIB, Gpu, gpus, memory_bytes
+from common.checks.model_shape import BYTES_OF, ModelShape, read_shape
 from common.config.learning import Advantage, CriticKind, OptimizerKind
 from common.config.run_config import ActorSection, LearnerSection, RunConfig
 from common.errors import ConfigError
 
-BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
-VERSIONS_KEPT = 4  # copies of published weights that the learner may hold at once
+PUBLISH_COPIES = 3  # the version that engines have, the next one, and its tensors while cast
 PROCESS_BYTES = 1 * GIB  # torch and vLLM themselves; measured 0.7-1.1 GiB a process
 ENGINE_WORK_BYTES = 3 * GIB // 2  # of a GPU engine beside weights and cache
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelShape:
-    """What of a checkpoint decides its memory."""
-
-    num_params: int
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int  # units of the feed-forward layer that one token passes
-    vocab: int
-    context_tokens: int  # positions that the model knows
-    dtype: str
-
-    def kv_bytes_per_token(self, dtype: str) -> int:
-        """Return the bytes of the key-value cache that one token takes in all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * BYTES_OF[dtype]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,52 +38,6 @@ class Place:
     def total_bytes(self) -> int:
         """What all parts take together, rare peaks left out."""
         return sum(part.num_bytes for part in self.parts if not part.is_peak)
-
-
-def read_shape(folder: Path, *, key: str = "model.path") -> ModelShape:
-    """Return the shape of the checkpoint in `folder`: config.json, and the weights' own headers.
-
-    Raises:
-        ConfigError: config.json is no JSON, or says nothing of a transformer's sizes.
-    """
-    try:
-        tree = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        text = cast(dict[str, Any], tree.get("text_config") or tree)
-        heads, hidden = int(text["num_attention_heads"]), int(text["hidden_size"])
-        is_tied = text.get("tie_word_embeddings", tree.get("tie_word_embeddings", True))
-        experts = int(text.get("num_experts_per_tok") or 1)
-        width = int(
-            text.get("moe_intermediate_size") or text.get("intermediate_size") or 4 * hidden
-        )
-        return ModelShape(
-            num_params=_count_params(folder, is_tied=bool(is_tied)),
-            hidden=hidden,
-            layers=int(text["num_hidden_layers"]),
-            heads=heads,
-            kv_heads=int(text.get("num_key_value_heads") or heads),
-            head_dim=int(text.get("head_dim") or hidden // heads),
-            intermediate=int(width) * experts,
-            vocab=int(text["vocab_size"]),
-            context_tokens=int(text.get("max_position_embeddings") or 0),
-            dtype=str(text.get("dtype") or text.get("torch_dtype") or "bfloat16"),
-        )
-    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
-        raise ConfigError(
-            f"{key}={folder}: not a checkpoint of a transformer ({error!r})"
-        ) from error
-
-
-def _count_params(folder: Path, *, is_tied: bool) -> int:
-    """Return the weights in the headers of the safetensors files; a tied head counts once."""
-    total = 0
-    for path in folder.glob("*.safetensors"):
-        with path.open("rb") as file:
-            (size,) = struct.unpack("<Q", file.read(8))
-            header: dict[str, Any] = json.loads(file.read(size))
-        for name, entry in header.items():
-            if name != "__metadata__" and not (is_tied and name == "lm_head.weight"):
-                total += math.prod(entry["shape"])
-    return total
 
 
 def make_plan(
@@ -165,8 +95,9 @@ def _learner_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool) -> list[
         how = f"{n} x 16 B (weights, gradients, two moments)"
         parts.append(Part(label="critic", num_bytes=16 * num, how=how))
     width = BYTES_OF[cfg.model.dtype]
-    how = f"up to {VERSIONS_KEPT} versions x {n} x {width} B ({cfg.model.dtype})"
-    copies = Part(label="publish copies", num_bytes=VERSIONS_KEPT * width * num, how=how)
+    versions = PUBLISH_COPIES + learner.hold_back_steps
+    how = f"{versions} copies x {n} x {width} B ({cfg.model.dtype})"
+    copies = Part(label="publish copies", num_bytes=versions * width * num, how=how)
     return [*parts, *_activation_parts(cfg, shape, is_cuda=is_cuda), copies]
 
 

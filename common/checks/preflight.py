@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from common.checks.machine import COMPILER_PACKAGES, GIB, compiler_problem, gpus, has_cuda
-from common.checks.memory_plan import check_memory, plan_here, read_shape
+from common.checks.memory_plan import check_memory, plan_here
+from common.checks.model_shape import read_shape
 from common.config.run_config import Resume, RunConfig, check_training
 from common.errors import ConfigError
 

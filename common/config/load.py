@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from common.config.envs import EnvsSection, choose_env
-from common.config.keys import conform, describe_kind, dotted, kind_of, show
+from common.config.keys import conform, declared, dotted, kind_of, show
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.repository import ROOT
@@ -50,8 +50,8 @@ def load_config(config: str | None, overrides: Sequence[str], *, root: Path) -> 
         missing = sorted(OmegaConf.missing_keys(merged))
         if missing:
             key = missing[0]
-            kind = describe_kind(kind_of(key, shown=key))
-            raise ConfigError(f"{key} is not set: give {key}=... ({kind})")
+            _, field = declared(key, shown=key)
+            raise ConfigError(f"{key} is not set: give {key}=... ({field.metadata['text']})")
         envs = cast(EnvsSection, OmegaConf.to_object(merged.envs))
         _unfreeze(merged)
         for task in merged.tasks:

@@ -5,14 +5,8 @@ from pathlib import Path
 import pytest
 
 from common.checks.machine import GIB, Gpu
-from common.checks.memory_plan import (
-    ModelShape,
-    Place,
-    check_memory,
-    make_plan,
-    plan_lines,
-    read_shape,
-)
+from common.checks.memory_plan import Place, check_memory, make_plan, plan_lines
+from common.checks.model_shape import ModelShape, read_shape
 from common.config.load import load_config
 from common.config.run_config import RunConfig
 from common.errors import ConfigError

@@ -1,0 +1,78 @@
+"""The sizes of a checkpoint, read without loading it."""
+
+import json
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from common.errors import ConfigError
+
+BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """What of a checkpoint decides its memory."""
+
+    num_params: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int  # units of the feed-forward layer that one token passes
+    vocab: int
+    context_tokens: int  # positions that the model knows
+    dtype: str
+
+    def kv_bytes_per_token(self, dtype: str) -> int:
+        """Return the bytes of the key-value cache that one token takes in all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * BYTES_OF[dtype]
+
+
+def read_shape(folder: Path, *, key: str = "model.path") -> ModelShape:
+    """Return the shape of the checkpoint in `folder`: config.json, and the weights' own headers.
+
+    Raises:
+        ConfigError: config.json is no JSON, or says nothing of a transformer's sizes.
+    """
+    try:
+        tree = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        text = cast(dict[str, Any], tree.get("text_config") or tree)
+        heads, hidden = int(text["num_attention_heads"]), int(text["hidden_size"])
+        is_tied = text.get("tie_word_embeddings", tree.get("tie_word_embeddings", True))
+        experts = int(text.get("num_experts_per_tok") or 1)
+        width = int(
+            text.get("moe_intermediate_size") or text.get("intermediate_size") or 4 * hidden
+        )
+        return ModelShape(
+            num_params=_count_params(folder, is_tied=bool(is_tied)),
+            hidden=hidden,
+            layers=int(text["num_hidden_layers"]),
+            heads=heads,
+            kv_heads=int(text.get("num_key_value_heads") or heads),
+            head_dim=int(text.get("head_dim") or hidden // heads),
+            intermediate=int(width) * experts,
+            vocab=int(text["vocab_size"]),
+            context_tokens=int(text.get("max_position_embeddings") or 0),
+            dtype=str(text.get("dtype") or text.get("torch_dtype") or "bfloat16"),
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        raise ConfigError(
+            f"{key}={folder}: not a checkpoint of a transformer ({error!r})"
+        ) from error
+
+
+def _count_params(folder: Path, *, is_tied: bool) -> int:
+    """Return the weights in the headers of the safetensors files; a tied head counts once."""
+    total = 0
+    for path in folder.glob("*.safetensors"):
+        with path.open("rb") as file:
+            (size,) = struct.unpack("<Q", file.read(8))
+            header: dict[str, Any] = json.loads(file.read(size))
+        for name, entry in header.items():
+            if name != "__metadata__" and not (is_tied and name == "lm_head.weight"):
+                total += math.prod(entry["shape"])
+    return total
