@@ -2,7 +2,7 @@
 
 import os
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import AutoTokenizer
@@ -27,6 +27,7 @@ from learner.ingest.report_log import ReportLog
 from learner.ingest.scheduler_client import SchedulerClient
 from learner.policy.device import pick_device
 from learner.policy.model import vocabulary_size
+from learner.policy.precision import settle_precision
 from learner.recovery.resume import last_logged, readopt, repeat_steps
 from learner.recovery.step_log import StepLog, read_steps
 from learner.training.bad_batch import dump_batch
@@ -76,11 +77,19 @@ def build(cfg: RunConfig, run_dir: RunDir) -> Learner:
     rank_workers = RankWorkers(cfg, folder)
     model, model_path = load_start(cfg, folder, pick_device(cfg.learner.device))
     tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
+    rank_workers.wait_loaded()  # before anything is timed
+    learner = settle_precision(
+        cfg.learner,
+        model,
+        run_dir.precision,
+        is_repeatable=cfg.train.mode is TrainMode.SYNC,
+    )
+    cfg = replace(cfg, learner=learner)
     trainer, version = make_trainer(
         cfg,
         model,
         folder,
-        ranks=rank_workers.join(),
+        ranks=rank_workers.join(learner.precision),
         announce=rank_workers.announce,
         on_bad_batch=lambda version, samples: dump_batch(run_dir.root, version, samples),
     )

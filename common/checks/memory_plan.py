@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.checks.machine import GIB, Gpu, gpus, memory_bytes
+from common.checks.machine import GIB, Gpu, gpus, has_bf16_units, memory_bytes
 from common.checks.model_shape import BYTES_OF, ModelShape, read_shape
-from common.config.learning import Advantage, CriticKind, OptimizerKind
+from common.config.learning import Advantage, CriticKind, OptimizerKind, Precision
 from common.config.run_config import ActorSection, LearnerSection, RunConfig
 from common.errors import ConfigError
 
@@ -118,7 +118,10 @@ def _activation_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool) -> li
     """
     learner = cfg.learner
     tokens = max(learner.max_tokens_per_microbatch, cfg.actor.max_model_len)
-    width = 2 if learner.autocast else 4
+    is_bf16 = learner.precision is Precision.BF16
+    if learner.precision is Precision.AUTO:
+        is_bf16 = is_cuda or has_bf16_units()
+    width = 2 if is_bf16 else 4
     attention = (shape.heads + 2 * shape.kv_heads) * shape.head_dim + shape.heads * shape.head_dim
     layer = 6 * shape.hidden + attention + 3 * shape.intermediate  # numbers kept per token
     if learner.gradient_checkpointing:
@@ -128,7 +131,7 @@ def _activation_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool) -> li
         per_token = shape.layers * layer
         how = f"{tokens:,} tokens x {shape.layers} layers x {layer:,}"
     rows = min(tokens, learner.logprob_chunk_tokens)
-    num_copies = 2 * shape.num_params if learner.autocast else 0
+    num_copies = 2 * shape.num_params if is_bf16 else 0
     parts = [
         Part(label="activations", num_bytes=tokens * per_token * width, how=f"{how} x {width} B"),
         Part(

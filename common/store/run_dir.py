@@ -32,6 +32,7 @@ class RunDir:
     journal = _Below("journal")  # trajectories
     steps = _Below("journal/steps.jsonl")  # what each step consumed
     replay_point = _Below("journal/replay_point.json")
+    precision = _Below("precision.json")  # in which the learner computes
     checkpoints = _Below("checkpoints")
     metrics = _Below("metrics.jsonl")  # one line per step
     logs = _Below("logs")  # <role>.log

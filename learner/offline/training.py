@@ -16,6 +16,7 @@ from common.config.offline import DpoSection, SftSection
 from learner.offline.rows import Row, token_batch
 from learner.policy.device import pick_device
 from learner.policy.model import load_policy, token_logprobs
+from learner.policy.precision import uses_bf16
 from learner.training.optimizer import make_optimizer
 
 logger = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ def row_logprobs(model: PreTrainedModel, rows: list[Row], learner: LearnerSectio
         model,
         token_batch(rows, model.device),
         chunk_tokens=learner.logprob_chunk_tokens,
-        autocast=learner.autocast,
+        autocast=uses_bf16(learner, model.device),
         temperature=1.0,
         with_entropy=False,
     )

@@ -12,6 +12,7 @@ from common.config.learning import LearnerSection
 from learner.batch.batching import TokenBatch, collate_tokens, plan_microbatches
 from learner.policy.critic import Critic
 from learner.policy.model import flat_hidden, hidden_logprobs
+from learner.policy.precision import uses_bf16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +52,7 @@ class Passes:
             engine_dtype: a bf16 engine's logits are rounded, so ours are then too.
         """
         self._cfg = cfg
+        self.autocast = uses_bf16(cfg, networks.device)
         self._networks = networks
         self._temperature = temperature
         self._head_dtype = torch.bfloat16 if engine_dtype == "bfloat16" else torch.float32
@@ -64,7 +66,7 @@ class Passes:
         temperature: float | None = None,
     ) -> Scores:
         """Return log-probabilities of a block and, if asked for, entropies and values."""
-        autocast = self._cfg.autocast
+        autocast = self.autocast
         policy, critic = self._networks.policy, self._networks.critic
         hidden = flat_hidden(policy.base_model, tokens, autocast=autocast)
         logprobs, entropy = self._head(policy, hidden, tokens, with_entropy, temperature)
@@ -80,7 +82,7 @@ class Passes:
 
     def score_with(self, other: PreTrainedModel, tokens: TokenBatch) -> Tensor:
         """Return the log-probabilities [tokens] under another network, such as the reference."""
-        hidden = flat_hidden(other.base_model, tokens, autocast=self._cfg.autocast)
+        hidden = flat_hidden(other.base_model, tokens, autocast=self.autocast)
         return self._head(other, hidden, tokens, False, None)[0]
 
     @torch.no_grad()
@@ -111,7 +113,7 @@ class Passes:
             hidden[tokens.source_rows],
             tokens.target_ids,
             chunk_tokens=self._cfg.logprob_chunk_tokens,
-            autocast=self._cfg.autocast,
+            autocast=self.autocast,
             temperature=self._temperature if temperature is None else temperature,
             with_entropy=with_entropy,
             head_dtype=self._head_dtype,

@@ -9,6 +9,7 @@ import struct
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
+from common.config.learning import Precision
 from common.config.run_config import RunConfig
 from common.errors import ConfigError, LongstrideError
 from common.log import configure_logging
@@ -30,7 +32,7 @@ from learner.training.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
-READY, MEET = b"ready", b"meet"
+READY = b"ready"
 LOAD_S = 900.0  # until every rank must have loaded its model
 STOP_S = 5.0  # until a process that may leave by itself must have
 _BATCH = struct.Struct("<qq?")  # bytes of the batch, version, must_train
@@ -45,11 +47,12 @@ class _Worker(NamedTuple):
 class RankWorkers:
     """Ranks 1 and up, as rank 0 sees them; nobody where `learner.num_ranks` is 1.
 
-    Example (3 ranks): both processes load the model, say so on their pipes, and are told to meet
-    rank 0 in a group. `announce` names a batch on every pipe and broadcasts it; all three then make
-    the same updates from a third of the gradient each. Between batches a process waits at its pipe,
-    which closes when rank 0 ends, whatever ended it. If a process dies, `check` or rank 0's next
-    sum raises, the learner ends, and its supervisor starts it with new ranks from the checkpoint.
+    Example (3 ranks): both processes load the model, say so on their pipes, and are told the
+    precision and to meet rank 0 in a group. `announce` names a batch on every pipe and broadcasts
+    it; all three then make the same updates from a third of the gradient each. Between batches a
+    process waits at its pipe, which closes when rank 0 ends, whatever ended it. If a process dies,
+    `check` or rank 0's next sum raises, the learner ends, and its supervisor starts it with new
+    ranks from the checkpoint.
     """
 
     def __init__(self, cfg: RunConfig, checkpoint: Path | None) -> None:
@@ -78,14 +81,12 @@ class RankWorkers:
             theirs.close()
             self._workers.append(_Worker(rank, process, ours))
 
-    def join(self) -> Ranks:
-        """Wait for all of them to have loaded; return the ranks with this process as rank 0.
+    def wait_loaded(self) -> None:
+        """Wait for all of them to have loaded.
 
         Raises:
             LongstrideError: one of them ended, or did not come in time.
         """
-        if not self._workers:
-            return self._ranks
         deadline = time.monotonic() + LOAD_S
         for worker in self._workers:
             remaining_s = max(0.0, deadline - time.monotonic())
@@ -97,8 +98,13 @@ class RankWorkers:
             if worker.pipe in found:
                 self._read_ready(worker)
             self.check()
+
+    def join(self, precision: Precision) -> Ranks:
+        """Return the ranks with this process as rank 0; all compute in `precision`."""
+        if not self._workers:
+            return self._ranks
         for worker in self._workers:
-            self._tell(worker, MEET)
+            self._tell(worker, precision.value.encode())
         self._ranks = _meet(self._cfg, 0, self._meeting, self._device)
         logger.info("ranks=%d pids=%s", self._ranks.size, [f.process.pid for f in self._workers])
         return self._ranks
@@ -187,7 +193,9 @@ def _serve_rank(
     try:
         model, _ = load_start(cfg, checkpoint, device)
         pipe.send_bytes(READY)
-        pipe.recv_bytes()  # rank 0 may take longer to load than the group would wait
+        # Rank 0 may take longer to load than the group would wait.
+        precision = Precision(pipe.recv_bytes().decode())
+        cfg = replace(cfg, learner=replace(cfg.learner, precision=precision))
         ranks = _meet(cfg, rank, meeting, device)
         trainer, _ = make_trainer(cfg, model, checkpoint, ranks=ranks)
         while True:

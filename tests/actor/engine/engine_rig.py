@@ -11,7 +11,7 @@ import torch
 import zmq.asyncio
 from transformers import Qwen3ForCausalLM
 
-from common.config.learning import AlgorithmSection, LearnerSection
+from common.config.learning import AlgorithmSection, LearnerSection, Precision
 from common.config.run_config import ActorSection, ModelSection, SftSection
 from common.store.run_dir import RunDir
 from common.wire.security import create_keys
@@ -59,8 +59,9 @@ class Rig:
         save_tiny_policy(folder / "policy", is_tied=is_tied)
         path = str(folder / "policy")
         self.model = load_policy(path, device="cpu", gradient_checkpointing=False)
+        precision = Precision.FP32 if dtype == "float32" else Precision.BF16
         settings = TrainerSettings(
-            learner=LearnerSection(autocast=dtype != "float32"),
+            learner=LearnerSection(precision=precision),
             algorithm=AlgorithmSection(),
             num_steps=1,
             engine_dtype=dtype,

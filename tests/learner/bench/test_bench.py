@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.config.learning import AlgorithmSection, LearnerSection
+from common.config.learning import AlgorithmSection, LearnerSection, Precision
 from common.errors import EngineError, WeightSyncError
 from common.report.bench_table import BenchTable, Figure, Law
 from learner.batch.batching import collate_tokens
@@ -33,7 +33,7 @@ from tests.learner.builders import VOCAB, make_model
 
 CPU = torch.device("cpu")
 SHAPE = BatchShape(num_groups=2, group_size=2, max_turns=3, observation_tokens=3, action_tokens=2)
-FP32 = LearnerSection(device="cpu", autocast=False, warmup_steps=0, lr=1e-3)
+FP32 = LearnerSection(device="cpu", precision=Precision.FP32, warmup_steps=0, lr=1e-3)
 SIZES = bench_gpu.Sizes(
     model=ModelShape(
         vocab_size=16_384,

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from common.config.learning import LearnerSection
+from common.config.learning import LearnerSection, Precision
 from common.config.offline import DpoSection
 from learner.offline import dpo
 from learner.offline.dpo import Pair, make_pairs, preference_loss
 from learner.offline.rows import Row
 from tests.learner.builders import make_model
 
-LEARNER = LearnerSection(warmup_steps=0, autocast=False)
+LEARNER = LearnerSection(warmup_steps=0, precision=Precision.FP32)
 
 
 def row(item: str, reward: float, tokens: list[int]) -> Row:
@@ -82,7 +82,7 @@ def test_parts_of_a_batch_train_as_the_whole() -> None:
     found = []
     for budget in (8, 1_000):
         model = make_model()
-        learner = LearnerSection(autocast=False, max_tokens_per_microbatch=budget)
+        learner = LearnerSection(precision=Precision.FP32, max_tokens_per_microbatch=budget)
         dpo.train(model, pairs, cfg, learner, seed=0)
         found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     assert (found[0] - found[1]).abs().max() < 1e-5

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from common.config.learning import LearnerSection
+from common.config.learning import LearnerSection, Precision
 from common.config.offline import EvolveSection
 from common.config.run_config import ModelSection, RunConfig, SftSection, TaskSection
 from common.errors import ConfigError
@@ -47,7 +47,7 @@ def cfg(tmp_path: Path) -> RunConfig:
         model=ModelSection(path=str(tmp_path / "base")),
         tasks=[TaskSection(env="toy", subset="a"), TaskSection(env="toy", subset="b", weight=2.0)],
         sft=TINY,
-        learner=LearnerSection(device="cpu", autocast=False),
+        learner=LearnerSection(device="cpu", precision=Precision.FP32),
         evolve=EvolveSection(
             output=str(tmp_path / "out"),
             num_iterations=2,

@@ -18,6 +18,7 @@ from common.config.learning import (
     CriticSection,
     LearnerSection,
     PolicyLoss,
+    Precision,
 )
 from learner.batch.batching import Sample
 from learner.policy.critic import make_critic
@@ -57,7 +58,7 @@ def gradient_step(
     settings = TrainerSettings(
         learner=LearnerSection(
             warmup_steps=0,
-            autocast=False,
+            precision=Precision.FP32,
             max_grad_norm=1e9,
             max_tokens_per_microbatch=max_tokens,
             logprob_chunk_tokens=max_tokens,

@@ -21,6 +21,7 @@ from common.config.learning import (
     LearnerSection,
     OptimizerKind,
     PolicyLoss,
+    Precision,
     Proximal,
 )
 from common.repository import ROOT
@@ -234,9 +235,14 @@ def pair(leaf: str, member: Any = None) -> tuple[tuple[A, L], tuple[A, L]]:
     quiet = {"scale_lr": False, "tighten_gate": False, "skip_step": False}
     if path[-1] != "controller":
         controller = quiet | controller
-    learner = {"lr": 1e-2, "warmup_steps": 0, "autocast": False, "max_grad_norm": 0.5} | learner
-    if leaf == "learner.autocast":
-        learner.pop("autocast")
+    learner = {
+        "lr": 1e-2,
+        "warmup_steps": 0,
+        "precision": Precision.FP32,
+        "max_grad_norm": 0.5,
+    } | learner
+    if member is Precision.FP32:
+        learner["precision"] = Precision.BF16  # auto is one of the two, by the machine
 
     def build() -> tuple[A, L]:
         nested = {"critic": CriticSection(**critic), "controller": ControllerSection(**controller)}
@@ -282,7 +288,7 @@ def test_every_choice_of_learning_changes_something(leaf: str, member: Enum) -> 
 @pytest.mark.parametrize("leaf", ["max_tokens_per_microbatch", "logprob_chunk_tokens"])
 def test_block_sizes_change_no_number(leaf: str) -> None:
     quiet = ControllerSection(scale_lr=False, tighten_gate=False, skip_step=False)
-    shared = {"lr": 1e-2, "warmup_steps": 0, "autocast": False, "controller": quiet}
+    shared = {"lr": 1e-2, "warmup_steps": 0, "precision": Precision.FP32, "controller": quiet}
     large = trained(A(), L(**shared))
     small = trained(A(), L(**shared, **{leaf: 8}))
     assert small == pytest.approx(large, rel=1e-5)

@@ -16,6 +16,7 @@ from common.config.learning import (
     CriticKind,
     CriticSection,
     LearnerSection,
+    Precision,
 )
 from common.config.run_config import ModelSection, RunConfig
 from common.errors import ConfigError
@@ -30,7 +31,9 @@ def cfg(tmp_path: Path) -> RunConfig:
     make_model().save_pretrained(tmp_path / "policy")
     make_model(seed=5).save_pretrained(tmp_path / "other")
     quiet = ControllerSection(scale_lr=False, skip_step=False)
-    learner = LearnerSection(device="cpu", autocast=False, warmup_steps=0, controller=quiet)
+    learner = LearnerSection(
+        device="cpu", precision=Precision.FP32, warmup_steps=0, controller=quiet
+    )
     return RunConfig(model=ModelSection(path=str(tmp_path / "policy")), learner=learner)
 
 

@@ -16,6 +16,7 @@ from common.config.learning import (
     AlgorithmSection,
     ControllerSection,
     LearnerSection,
+    Precision,
 )
 from common.config.run_config import ModelSection, RunConfig
 from common.errors import LongstrideError
@@ -30,7 +31,7 @@ def cfg(tmp_path: Path) -> RunConfig:
     make_model().save_pretrained(tmp_path / "policy")
     learner = LearnerSection(
         device="cpu",
-        autocast=False,
+        precision=Precision.FP32,
         warmup_steps=0,
         lr=1e-3,
         num_ranks=2,
@@ -49,7 +50,8 @@ def ranks_of(cfg: RunConfig) -> Iterator[tuple[Trainer, RankWorkers]]:
     workers = RankWorkers(cfg, None)
     try:
         model, _ = load_start(cfg, None, torch.device("cpu"))
-        ranks = workers.join()
+        workers.wait_loaded()
+        ranks = workers.join(cfg.learner.precision)
         trainer, _ = make_trainer(cfg, model, None, ranks=ranks, announce=workers.announce)
         yield trainer, workers
     finally:
@@ -119,14 +121,15 @@ def test_a_rank_that_cannot_load_ends_the_start(cfg: RunConfig, tmp_path: Path) 
         with pytest.raises(
             LongstrideError, match=r"learner rank 1 (ended with exit code 1|closed its)"
         ):
-            workers.join()
+            workers.wait_loaded()
     finally:
         workers.stop()
 
 
 def test_one_rank_starts_nobody(cfg: RunConfig) -> None:
     workers = RankWorkers(replace(cfg, learner=replace(cfg.learner, num_ranks=1)), None)
-    assert workers.join().size == 1
+    workers.wait_loaded()
+    assert workers.join(Precision.FP32).size == 1
     workers.announce([], 0, False)
     workers.check()
     workers.stop()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.config.learning import AlgorithmSection, Correction, LearnerSection, Proximal
+from common.config.learning import AlgorithmSection, Correction, LearnerSection, Precision, Proximal
 from learner.batch.batching import MicroBatch, make_microbatches
 from learner.objective.loss import LossInputs
 from learner.policy.forward import Networks
@@ -28,7 +28,7 @@ class Step:
             t.versions[t.loss_mask] = VERSION - lag
         self.model = make_model()
         settings = TrainerSettings(
-            learner=LearnerSection(autocast=False, ppo_epochs=2),
+            learner=LearnerSection(precision=Precision.FP32, ppo_epochs=2),
             algorithm=AlgorithmSection(**algorithm),
             num_steps=10,
             engine_dtype="float32",

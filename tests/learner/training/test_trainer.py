@@ -15,6 +15,7 @@ from common.config.learning import (
     Correction,
     LearnerSection,
     OptimizerKind,
+    Precision,
 )
 from common.errors import ConfigError
 from learner.batch.batching import Sample
@@ -30,7 +31,7 @@ PASSIVE = ControllerSection(scale_lr=False, tighten_gate=False, skip_step=False)
 def make_trainer(
     model=None, *, algorithm: AlgorithmSection | None = None, on_bad_batch=None, **settings
 ) -> Trainer:
-    defaults = {"lr": 1e-2, "warmup_steps": 0, "autocast": False, "controller": PASSIVE}
+    defaults = {"lr": 1e-2, "warmup_steps": 0, "precision": Precision.FP32, "controller": PASSIVE}
     cfg = LearnerSection(**{**defaults, **settings})
     settings = TrainerSettings(learner=cfg, algorithm=algorithm or AlgorithmSection(), num_steps=10)
     return Trainer(settings, Networks(policy=model or make_model()), on_bad_batch=on_bad_batch)
