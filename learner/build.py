@@ -3,9 +3,10 @@
 import os
 import uuid
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedModel
 
 from common.config.learning import LearnerSection
 from common.config.run_config import RunConfig, TrainMode
@@ -77,22 +78,7 @@ def build(cfg: RunConfig, run_dir: RunDir) -> Learner:
     rank_workers = RankWorkers(cfg, folder)
     model, model_path = load_start(cfg, folder, pick_device(cfg.learner.device))
     tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
-    rank_workers.wait_loaded()  # before anything is timed
-    learner = settle_precision(
-        cfg.learner,
-        model,
-        run_dir.precision,
-        is_repeatable=cfg.train.mode is TrainMode.SYNC,
-    )
-    cfg = replace(cfg, learner=learner)
-    trainer, version = make_trainer(
-        cfg,
-        model,
-        folder,
-        ranks=rank_workers.join(learner.precision),
-        announce=rank_workers.announce,
-        on_bad_batch=lambda version, samples: dump_batch(run_dir.root, version, samples),
-    )
+    trainer, version = _trainer(cfg, run_dir, model, folder, rank_workers)
     journal = JournalWriter(run_dir.journal)
     step_log = StepLog(run_dir.steps)
     start = load_replay_point(run_dir.replay_point, version=version)
@@ -131,6 +117,27 @@ def build(cfg: RunConfig, run_dir: RunDir) -> Learner:
         step_log=step_log,
         metrics=metrics,
         version=version,
+    )
+
+
+def _trainer(
+    cfg: RunConfig,
+    run_dir: RunDir,
+    model: PreTrainedModel,
+    checkpoint: Path | None,
+    rank_workers: RankWorkers,
+) -> tuple[Trainer, int]:
+    """Return the trainer of all ranks, and the version at which it stands."""
+    rank_workers.wait_loaded()  # before anything is timed
+    is_repeatable = cfg.train.mode is TrainMode.SYNC
+    learner = settle_precision(cfg.learner, model, run_dir.precision, is_repeatable=is_repeatable)
+    return make_trainer(
+        replace(cfg, learner=learner),
+        model,
+        checkpoint,
+        ranks=rank_workers.join(learner.precision),
+        announce=rank_workers.announce,
+        on_bad_batch=lambda version, samples: dump_batch(run_dir.root, version, samples),
     )
 
 
