@@ -36,7 +36,7 @@ ACK = Ack(episode_id="g/0", is_accepted=True, reason="")
 
 def values_of(kind: Any) -> st.SearchStrategy[Any]:
     """Values of a field's declared type."""
-    if dataclasses.is_dataclass(kind):
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         hints = typing.get_type_hints(kind)
         return st.builds(kind, **{name: values_of(hint) for name, hint in hints.items()})
     if kind is np.ndarray:
@@ -74,8 +74,14 @@ def is_same(one: Any, other: Any) -> bool:
     return one == other or (one != one and other != other)
 
 
+def pack(value: Any) -> bytes:
+    packed = msgpack.packb(value)
+    assert packed is not None
+    return packed
+
+
 def frames_of(name: str, fields: Any, *arrays: bytes, schema: Any = SCHEMA_VERSION) -> list[bytes]:
-    return [msgpack.packb([schema, name, fields]), *arrays]
+    return [pack([schema, name, fields]), *arrays]
 
 
 LAST = len(encode(make_trajectory([1], [1])))  # index of a frame behind a trajectory's own
@@ -93,7 +99,7 @@ def trajectory_frames(**changes: Any) -> list[bytes]:
     """A good trajectory with some plain fields replaced."""
     frames = encode(make_trajectory([5, 6, 7], [0, 1, 1]))
     schema, name, fields = msgpack.unpackb(frames[0])
-    return [msgpack.packb([schema, name, fields | changes]), *frames[1:]]
+    return [pack([schema, name, fields | changes]), *frames[1:]]
 
 
 @pytest.mark.parametrize("kind", MESSAGE_TYPES, ids=lambda kind: kind.__name__)
@@ -120,7 +126,7 @@ def test_ints_are_widened_where_a_float_is_asked_for() -> None:
         ([], "no header"),
         ([b"\0" * (MAX_HEADER_BYTES + 1)], "size limit"),
         ([b"\xc1"], "not msgpack"),
-        ([msgpack.packb([1, "Ack"])], "not \\[schema"),
+        ([pack([1, "Ack"])], "not \\[schema"),
         (frames_of("Ack", ack_fields(), schema=99), "schema version 99"),
         (frames_of("Ack", ack_fields(), schema=True), "schema version True"),
         (frames_of("Nack", ack_fields()), "unknown message type 'Nack'"),
@@ -239,7 +245,7 @@ def test_a_damaged_record_raises_nothing_but_wire_errors(data: st.DataObject) ->
 
 def test_a_record_of_something_else_is_refused() -> None:
     with pytest.raises(WireError, match="list of frames"):
-        unpack_record(msgpack.packb({"a": 1}))
+        unpack_record(pack({"a": 1}))
     assert unpack_record(pack_record(Rejected(reason="x"))) == Rejected(reason="x")
     spec = TensorSpec(name="w", shape=[2, 3], dtype="bfloat16", offset_bytes=0, num_bytes=12)
     assert decode(encode(spec)) == spec

@@ -16,11 +16,15 @@ from envhub.env import EnvSpec
 from envhub.hosting.sessions import Sessions
 from envhub.http.routes import make_app
 
-DIRECT = {"timeout": 60.0, "trust_env": False, "verify": False}  # no time lost on certificates
+DIRECT: dict[str, Any] = {
+    "timeout": 60.0,
+    "trust_env": False,
+    "verify": False,
+}  # no time lost on certificates
 
 
 @contextmanager
-def serve_app(app) -> Iterator[str]:
+def serve_app(app: Any) -> Iterator[str]:
     """Serve an application on a free port of loopback and yield its URL."""
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
@@ -70,7 +74,7 @@ class Wire:
     def __init__(self, base: str, key: str) -> None:
         self.base = base
         self.key = key
-        self.number: int | None = None
+        self.number: Any = None  # of the instance, as the server gave it
 
     def post(self, verb: str, body: dict[str, Any] | None = None) -> Any:
         if body is not None and self.number is not None:

@@ -68,6 +68,8 @@ def test_calls_of_one_session_come_one_at_a_time():
         (first, second), deleted = await asyncio.gather(
             asyncio.gather(*steps), sessions.delete(session_id)
         )
+        assert not isinstance(first, BaseException)
+        assert not isinstance(second, BaseException)
         return first.observation, second.observation, deleted, len(sessions)
 
     assert play(episode, step_timeout_s=5.0) == ("step 1", "step 2", None, 0)
