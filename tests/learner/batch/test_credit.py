@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from common.config.learning import Advantage, AlgorithmSection, CreditLevel
+from common.config.learning import Advantage, AlgorithmSection, Baseline, CreditLevel
 from common.wire.messages import Trajectory
 from learner.batch.credit import group_has_signal, samples_of, turn_rewards
 from learner.ingest.group_assembly import Group
@@ -77,7 +77,9 @@ def scored(number: int, scores: list[float], *, tokens: int = 1) -> Trajectory:
 
 def test_rloo_is_leave_one_out_whatever_the_knobs_of_grpo_say() -> None:
     group = Group(group_id="a", members=[member(0, 1.0), member(1, 0.0), member(2, 0.5)])
-    cfg = AlgorithmSection(advantage=Advantage.RLOO, baseline="group_mean", normalize_std=True)
+    cfg = AlgorithmSection(
+        advantage=Advantage.RLOO, baseline=Baseline.GROUP_MEAN, normalize_std=True
+    )
     assert [s.advantage for s in samples_of([group], cfg)] == [0.75, -0.75, 0.0]
 
 

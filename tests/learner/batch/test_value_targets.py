@@ -18,6 +18,11 @@ from learner.batch.critic_advantage import step_rewards, timesteps, with_advanta
 from tests.learner.builders import make_trajectory
 
 
+def listed(array: np.ndarray | None) -> list[float]:
+    assert array is not None
+    return array.tolist()
+
+
 def episode(*, end: EndReason = EndReason.DONE, trailing: int = 1, **changes) -> Trajectory:
     """Build two turns of two sampled tokens each, an observation before, between and after."""
     mask = [0, 1, 1, 0, 0, 1, 1, *[0] * trailing]
@@ -75,7 +80,7 @@ def test_full_trace_without_discount_is_return_minus_value(
     got = estimated(played, [0.5, 0.4, 0.3, 0.2], timestep=timestep, gae_lambda=1.0)
     values = [0.5, 0.5, 0.3, 0.3] if timestep is Timestep.TURN else [0.5, 0.4, 0.3, 0.2]
     assert got.token_advantages().tolist() == pytest.approx([1.0 - v for v in values])
-    assert got.value_targets.tolist() == pytest.approx([1.0] * 4)
+    assert listed(got.value_targets) == pytest.approx([1.0] * 4)
 
 
 def test_turn_estimates_match_hand_computed_numbers() -> None:
@@ -83,7 +88,7 @@ def test_turn_estimates_match_hand_computed_numbers() -> None:
     got = estimated(episode(), [0.5, 7.0, 0.4, 7.0], gae_lambda=0.5, algorithm=algorithm)
     # deltas: 0 + 0.5 * 0.4 - 0.5 = -0.3 and 1 - 0.4 = 0.6; A0 = -0.3 + 0.25 * 0.6
     assert got.token_advantages().tolist() == pytest.approx([-0.15, -0.15, 0.6, 0.6])
-    assert got.state_marks.tolist() == [1.0, 0.0, 1.0, 0.0]
+    assert listed(got.state_marks) == [1.0, 0.0, 1.0, 0.0]
 
 
 def test_only_an_episode_that_was_cut_short_is_bootstrapped() -> None:
@@ -103,12 +108,12 @@ def test_vtrace_on_policy_equals_gae_with_full_trace() -> None:
         episode(), values, targets=CriticTargets.VTRACE, log_ratios=np.zeros(4, dtype=np.float32)
     )
     assert corrected.token_advantages().tolist() == plain.token_advantages().tolist()
-    assert corrected.value_targets.tolist() == plain.value_targets.tolist()
+    assert listed(corrected.value_targets) == listed(plain.value_targets)
 
 
 def test_vtrace_takes_the_ratio_of_the_whole_turn() -> None:
     log_ratios = np.log(np.array([0.5, 0.5, 1.0, 1.0], dtype=np.float32))
     got = estimated(episode(), [0.0] * 4, targets=CriticTargets.VTRACE, log_ratios=log_ratios)
-    assert got.value_targets.tolist() == pytest.approx([0.25, 0.25, 1.0, 1.0])
+    assert listed(got.value_targets) == pytest.approx([0.25, 0.25, 1.0, 1.0])
     with pytest.raises(ValueError, match="log_ratios"):
         estimated(episode(), [0.0] * 4, targets=CriticTargets.VTRACE)

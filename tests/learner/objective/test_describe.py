@@ -9,6 +9,7 @@ from common.config.learning import (
     Advantage,
     Aggregation,
     AlgorithmSection,
+    Baseline,
     Correction,
     CreditLevel,
     CriticSection,
@@ -23,7 +24,7 @@ Effect = Callable[[AlgorithmSection, LearnerSection], Any]
 
 
 def test_ratio_is_taken_to_the_sampler_only_with_one_update_per_batch() -> None:
-    def anchor(proximal: Proximal = Proximal.AUTO, **learner: int) -> Proximal:
+    def anchor(proximal: Proximal = Proximal.AUTO, **learner: Any) -> Proximal:
         return proximal_in_use(AlgorithmSection(proximal=proximal), LearnerSection(**learner))
 
     assert anchor() is Proximal.SAMPLER
@@ -79,7 +80,7 @@ def test_text_names_what_is_on(changes: dict, part: str) -> None:
 
 def test_settings_that_do_nothing_are_named_with_the_reason() -> None:
     algorithm = AlgorithmSection(
-        advantage=Advantage.RLOO, baseline="group_mean", mask_low=0.4, constant_tokens=9
+        advantage=Advantage.RLOO, baseline=Baseline.GROUP_MEAN, mask_low=0.4, constant_tokens=9
     )
     learner = LearnerSection(muon_lr=0.1, critic=CriticSection(gae_lambda=0.5))
     lines = dead_knobs(algorithm, learner)

@@ -1,5 +1,6 @@
 """Laws of the policy loss, by hand-computed numbers."""
 
+from dataclasses import replace
 from math import exp, log
 
 import pytest
@@ -215,7 +216,7 @@ def test_kl_to_the_reference_enters_with_its_coefficient() -> None:
 @pytest.mark.parametrize("term", ["entropy_coef", "kl_coef"])
 def test_terms_without_their_input_are_refused(term: str) -> None:
     with pytest.raises(ValueError, match=f"{term}=0.1 needs the"):
-        loss_of([1.0], [1.0], cfg=AlgorithmSection(**{term: 0.1}))
+        loss_of([1.0], [1.0], cfg=replace(AlgorithmSection(), **{term: 0.1}))
 
 
 def test_loss_refuses_to_broadcast_and_to_divide_by_nothing() -> None:

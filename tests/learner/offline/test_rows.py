@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -32,7 +33,7 @@ def say(*texts: str, first_is_trained: bool = True) -> Conversation:
 
 
 def learnt(row) -> str:
-    return TOKENIZER.decode(row.token_ids[row.mask].tolist())
+    return cast(str, TOKENIZER.decode(row.token_ids[row.mask].tolist()))
 
 
 def test_the_agents_tokens_are_learnt_with_their_end() -> None:
@@ -62,7 +63,7 @@ def test_the_ids_are_the_template_s_own() -> None:
         {"role": "assistant" if m.is_agent else "user", "content": m.text}
         for m in conversation.messages
     ]
-    rendered = TOKENIZER.apply_chat_template(chat, tokenize=False)
+    rendered = cast(str, TOKENIZER.apply_chat_template(chat, tokenize=False))
     whole = TOKENIZER.encode(rendered, add_special_tokens=False)
     assert row_of_conversation(TOKENIZER, conversation).token_ids.tolist() == whole
 

@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -47,7 +48,7 @@ CORPUS = [say(TEXTS[0], TEXTS[1], TEXTS[2], TEXTS[3]), say(TEXTS[2], TEXTS[3])] 
 
 
 def text_of(ids) -> str:
-    return TOKENIZER.decode([int(i) for i in ids])
+    return cast(str, TOKENIZER.decode([int(i) for i in ids]))
 
 
 def rows_of(*conversations: Conversation) -> list[Row]:

@@ -1,6 +1,7 @@
 """Laws of the critic's network."""
 
 from pathlib import Path
+from typing import Any, cast
 
 from common.config.learning import CriticKind, CriticSection
 from learner.policy.critic import make_critic
@@ -13,7 +14,7 @@ def test_critic_of_its_own_starts_from_a_checkpoint(tmp_path: Path) -> None:
     cfg = CriticSection(kind=CriticKind.MODEL)
     critic = make_critic(cfg, policy, policy_path=str(tmp_path))
     assert critic.trunk is not None
-    own = critic.trunk.get_input_embeddings().weight
-    assert own.data_ptr() != policy.get_input_embeddings().weight.data_ptr()
-    assert own.equal(policy.get_input_embeddings().weight)
+    own = cast(Any, critic.trunk).get_input_embeddings().weight
+    assert own.data_ptr() != cast(Any, policy).get_input_embeddings().weight.data_ptr()
+    assert own.equal(cast(Any, policy).get_input_embeddings().weight)
     assert make_critic(CriticSection(), policy, policy_path="").trunk is None

@@ -1,6 +1,7 @@
 """Laws of the policy's log-probabilities and its tensors."""
 
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -58,7 +59,7 @@ def test_chunked_logprobs_and_gradients_equal_the_naive_ones(
     factors = torch.linspace(-1, 1, sum(int(mask.sum()) for mask in MASKS))
     naive = naive_logprobs(model, 0.7)
     (naive * factors).sum().backward()
-    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    expected = {name: cast(torch.Tensor, p.grad).clone() for name, p in model.named_parameters()}
     model.zero_grad()
     if is_checkpointed:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -127,7 +128,7 @@ def test_exported_tensors_are_the_whole_model_once(is_tied: bool) -> None:
     assert sum(tensor.numel() for tensor in exported.values()) == parameter_count(model)
     assert {tensor.dtype for tensor in exported.values()} == {torch.bfloat16}
     norm = exported["model.layers.1.input_layernorm.weight"]
-    assert torch.equal(norm, model.model.layers[1].input_layernorm.weight.bfloat16())
+    assert torch.equal(norm, cast(Any, model.model.layers[1]).input_layernorm.weight.bfloat16())
 
 
 def test_policy_is_loaded_in_fp32_without_dropout(tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ class RunMachine(RuleBasedStateMachine):
         self.table.arrive(leases)
 
     @rule(name=actors)
-    def restart_actor(self, name: str) -> None:
+    def restart_actor(self, name: Any) -> None:
         self.playing[name] = {}
         self.incarnations[name] += 1
         self._say_hello(name, self.incarnations[name])

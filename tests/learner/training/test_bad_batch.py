@@ -13,6 +13,7 @@ def test_a_bad_batch_can_be_looked_at_afterwards(tmp_path: Path) -> None:
     samples = make_samples(num_groups=1, size=2)
     samples[1].trajectory.logprobs[-1] = np.nan
     folder = dump_batch(tmp_path, 7, samples)
+    assert folder is not None
     assert folder == tmp_path / "bad_batches" / "version-7"
     lines = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
     assert [line["episode_id"] for line in lines] == ["g0/0", "g0/1"]

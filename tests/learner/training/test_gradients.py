@@ -3,6 +3,7 @@
 import copy
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -131,7 +132,7 @@ def _with_trailing_observation(t):
 
 @pytest.mark.slow
 def test_two_ranks_make_the_gradient_of_one(tmp_path: Path) -> None:
-    mp.spawn(_be_rank, args=(str(tmp_path),), nprocs=2)
+    cast(Any, mp).spawn(_be_rank, args=(str(tmp_path),), nprocs=2)
     for name, algorithm in ALGORITHMS.items():
         alone = gradient_step(make_samples(), algorithm)
         for rank in range(2):
@@ -141,7 +142,7 @@ def test_two_ranks_make_the_gradient_of_one(tmp_path: Path) -> None:
 
 def _be_rank(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", 2)
+    store = cast(Any, dist).FileStore(f"{folder}/store", 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     for name, algorithm in ALGORITHMS.items():
         change = gradient_step(make_samples(), algorithm, ranks=Ranks(dist.group.WORLD))

@@ -47,7 +47,9 @@ def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> 
 
 def on_policy(samples: list[Sample], model) -> list[Sample]:
     """Give samples the logprobs that the model itself assigns."""
-    scores = make_trainer(copy.deepcopy(model)).score([s.trajectory.token_ids for s in samples])
+    scores = make_trainer(copy.deepcopy(model)).score(
+        [s.trajectory.token_ids.tolist() for s in samples]
+    )
     result = []
     for sample, score in zip(samples, scores, strict=True):
         trajectory = sample.trajectory
