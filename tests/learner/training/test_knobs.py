@@ -290,7 +290,7 @@ def test_block_sizes_change_no_number(leaf: str) -> None:
     quiet = ControllerSection(scale_lr=False, tighten_gate=False, skip_step=False)
     shared = {"lr": 1e-2, "warmup_steps": 0, "precision": Precision.FP32, "controller": quiet}
     large = trained(A(), L(**shared))
-    small = trained(A(), L(**shared, **{leaf: 8}))
+    small = trained(A(), L(**(shared | {leaf: 8})))
     assert small == pytest.approx(large, rel=1e-5)
 
 
