@@ -42,17 +42,17 @@ class WeightReceiver:
         """
         offer: WeightsOffer = decode(frames)
         workers = get_tp_group()
-        buffer, error, is_cancelled = None, "", False
+        buffer, reason, is_cancelled = None, "", False
         if workers.is_first_rank:
             try:
                 buffer = self._receive(offer)
-            except WeightSyncError as failure:
-                error, is_cancelled = str(failure), isinstance(failure, TransferCancelled)
+            except WeightSyncError as error:
+                reason, is_cancelled = str(error), isinstance(error, TransferCancelled)
         if workers.world_size > 1:
             buffer = self._hand_on(buffer, offer.total_bytes)
         if buffer is not None:
             self._load(views(buffer, offer.tensors))
-        return {"error": error, "is_cancelled": is_cancelled}
+        return {"error": reason, "is_cancelled": is_cancelled}
 
     def _hand_on(self, buffer: torch.Tensor | None, num_bytes: int) -> torch.Tensor | None:
         """Return the first worker's buffer [num_bytes] uint8 on every worker, None if it failed."""

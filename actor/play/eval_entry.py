@@ -8,8 +8,8 @@ from typing import Any
 
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
-from common.report.eval_scores import ItemPlays, all_scores
-from common.report.eval_table import as_markdown
+from common.report.evaluation.scores import ItemPlays, all_scores
+from common.report.evaluation.table import as_markdown
 from common.store.journal import read_journal
 from common.store.run_dir import RunDir, write_atomically, write_json
 from common.wire.heldout import HeldOutItem

@@ -108,8 +108,8 @@ async def play_all(
         async with asyncio.TaskGroup() as group:
             for plan in plans:
                 group.create_task(one(plan), name=plan.episode_id)
-    except BaseExceptionGroup as failures:  # the first one ended the others
-        raise failures.exceptions[0] from None
+    except BaseExceptionGroup as error:  # the first one ended the others
+        raise error.exceptions[0] from None
 
 
 @dataclass(slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import cast
 
 from common.config.run_config import RunConfig
-from common.report.eval_curve import eval_curve
+from common.report.evaluation.curve import eval_curve
 from common.report.model import Baselines, HeldOut, PeakMemory, Report, Score, Selection, TokenRates
 from common.report.page import render_page
 from common.report.results import (

@@ -81,12 +81,12 @@ def fetch_catalogue(url: str, *, token: str, timeout_s: float) -> Catalogue:
     while True:
         try:
             return parse_catalogue(_get_json(address, token, deadline - time.monotonic()))
-        except urllib.error.HTTPError as e:
-            if e.code < 500:
-                raise EnvError(f"{address} answered {e.code} {e.reason}") from e
-            reason = f"{e.code} {e.reason}"
-        except (OSError, ValueError) as e:
-            reason = str(e)
+        except urllib.error.HTTPError as error:
+            if error.code < 500:
+                raise EnvError(f"{address} answered {error.code} {error.reason}") from error
+            reason = f"{error.code} {error.reason}"
+        except (OSError, ValueError) as error:
+            reason = str(error)
         if time.monotonic() + POLL_S > deadline:
             raise EnvError(f"no catalogue from {address} within {timeout_s:g}s: {reason}")
         time.sleep(POLL_S)

@@ -9,15 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common.report.eval_curve import eval_curve
-from common.report.eval_scores import (
+from common.report.evaluation.curve import eval_curve
+from common.report.evaluation.scores import (
     ItemPlays,
     all_scores,
     clustered_interval,
     pass_at,
     scores,
 )
-from common.report.eval_table import as_markdown
+from common.report.evaluation.table import as_markdown
 from common.report.results import wilson_interval
 from common.store.journal import JournalWriter
 from common.wire.messages import EndReason, EpisodeKind

@@ -27,7 +27,7 @@ _WEB = (
 
 def _read_layouts() -> dict[str, Layout]:
     """Return environment -> the columns of its table in the paper."""
-    written = json.loads(Path(__file__).with_name("eval_layouts.json").read_text())
+    written = json.loads(Path(__file__).with_name("layouts.json").read_text())
     return {
         env: Layout(
             title=each["title"],
