@@ -43,8 +43,7 @@ class Completion:
 class LoadReport:
     """How long one weight transfer took."""
 
-    pause_s: float
-    load_s: float
+    pause_s: float  # in which nothing was generated
 
 
 class Engine:
@@ -218,12 +217,10 @@ class Engine:
             await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
             try:
                 await announce()
-                entered = time.monotonic()
                 await self._receive(offer)
             finally:
                 await self._llm.resume_generation()
-        now = time.monotonic()
-        return LoadReport(pause_s=now - started, load_s=now - entered)
+        return LoadReport(pause_s=time.monotonic() - started)
 
     async def _receive(self, offer: WeightsOffer) -> None:
         frames = encode(offer)

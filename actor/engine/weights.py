@@ -86,10 +86,10 @@ class WeightLink:
         async with self._exclusive:
             self.is_loading = True
             failure: WeightSyncError | None = None
-            pause_s = load_s = 0.0
+            pause_s = 0.0
             try:
                 report = await self._engine.load(offer, announce=lambda: self._ready(offer))
-                pause_s, load_s = report.pause_s, report.load_s
+                pause_s = report.pause_s
             except WeightSyncError as error:
                 failure = error
                 logger.error("weights not loaded version=%d reason=%s", offer.version, error)
@@ -103,7 +103,6 @@ class WeightLink:
                     is_ok=failure is None,
                     error=str(failure or "")[:1_000],
                     pause_s=pause_s,
-                    load_s=load_s,
                 )
             )
             if failure is not None:

@@ -335,8 +335,7 @@ class WeightsLoaded:
     group_epoch: int
     is_ok: bool
     error: str
-    pause_s: float
-    load_s: float
+    pause_s: float  # in which the engine generated nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -57,4 +57,4 @@ def choose_held_out(
     """Return the held-out items that `eval` plays, of the hub's catalogue."""
     catalogue = fetch_catalogue(url, token=token, timeout_s=cfg.actor.env_timeout_s)
     validate_tasks(cfg.tasks, catalogue)
-    return choose_items(cfg, catalogue, lists)
+    return choose_items(cfg.eval, cfg.tasks, catalogue, lists)

@@ -280,7 +280,7 @@ class SchedulerCore:
 
     def mark_saved(self) -> None:
         """Note that a snapshot of this moment is on disk: the learner may forget its reports."""
-        self._cursor.save(closed_below=self.lifecycle.closed_below)
+        self._cursor.save(closed_below=self.lifecycle.table.closed_below)
 
     def snapshot(self, *, with_volatile: bool = False) -> dict[str, Any]:
         """Return the whole state as JSON: `restore` of it gives the same `snapshot`.

@@ -1,7 +1,7 @@
 """The scheduler's memory on disk: a saved state, and every message since, to be handled again.
 
-A message is logged after it was handled and before it is answered, so whatever a role was told
-survives a `kill -9` of the scheduler.
+A message is logged after it was handled and before it is answered, so what was answered survives
+a `kill -9` of the scheduler.
 """
 
 import json

@@ -58,7 +58,7 @@ def run(cfg: RunConfig, run_dir: RunDir) -> None:
 
     Raises:
         ConfigError: no hub, a task that the hub does not have, an address in use.
-        LongstrideError: the books do not balance, or too many episodes failed.
+        LongstrideError: the ledger does not balance, or too many episodes failed.
     """
     stop = threading.Event()
     if threading.current_thread() is threading.main_thread():
@@ -140,7 +140,7 @@ def listen(cfg: RunConfig, keys: RunKeys, *, preferred_port: int) -> Router:
 
 
 def loop(parts: Serving, stop: threading.Event) -> None:
-    """Serve until told to stop, or until the run is over and everybody has left."""
+    """Serve until `stop` is set, or until the run is over and everybody has left."""
     while not stop.is_set() and not has_ended(parts):
         received = parts.router.receive_all(timeout_s=POLL_S)
         parts.clock.now = time.monotonic()
@@ -155,7 +155,7 @@ def loop(parts: Serving, stop: threading.Event) -> None:
 
 
 def has_ended(parts: Serving) -> bool:
-    """True if the run is over and nobody is left to be told so."""
+    """True if the run is over and everybody has left."""
     members = parts.core.members
     known = bool(members.by_name)
     living = members.alive("actor") or members.alive("learner")

@@ -28,7 +28,7 @@ def build_status(parts: Components, *, gate: Gate, state: GateState, now: float)
             "open": state.num_open,
             "ready": state.num_ready,
             "filtered": state.num_filtered,
-            "opened": parts.lifecycle.next_number,
+            "opened": parts.lifecycle.table.next_number,
             "oversampled": gate.is_oversampled(state),
         },
         "num_leased": parts.lifecycle.num_leased,

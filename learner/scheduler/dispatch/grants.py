@@ -107,7 +107,7 @@ class Grants:
         verdict = self.gate.allowed(self.gate_state(moment.version))
         is_sync = self.gate.is_sync
         for _ in range(verdict.num_allowed if is_sync else min(1, verdict.num_allowed)):
-            number = self.lifecycle.next_number
+            number = self.lifecycle.table.next_number
             group = self.curriculum.make_group(number, version=moment.version, now=moment.now)
             self.lifecycle.open(group)
         return verdict.reason

@@ -4,15 +4,14 @@ The ledger's law holds between any two calls: issued = settled + in flight.
 """
 
 import logging
-from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any
 
 from common.config.run_config import GroupsSection, SchedulerSection
-from common.errors import LedgerError, LongstrideError
-from common.wire.ids import episode_id_of, training_number
+from common.errors import LedgerError
 from common.wire.messages import EpisodeKind, EpisodeOutcome, EpisodeSeen, GroupArrived, Outcome
 from learner.scheduler.episodes.audit import RUN_ENDED, SelectionAudit
+from learner.scheduler.episodes.failures import FailureWindow
 from learner.scheduler.episodes.ledger import EVALUATED, FAILED, Account, Ledger
 from learner.scheduler.episodes.queue import EpisodeQueue, Taken
 from learner.scheduler.episodes.table import (
@@ -23,12 +22,10 @@ from learner.scheduler.episodes.table import (
     GroupTable,
     Settled,
 )
-from learner.scheduler.state import FIXED, VOLATILE
+from learner.scheduler.state import FIXED
 
 logger = logging.getLogger(__name__)
 
-FAILURE_WINDOW = 200  # episodes over which the share of failures is taken
-MIN_FAILURE_WINDOW = 50  # episodes before it says anything
 MIN_CLOSED = 256  # groups whose outcomes are remembered at least
 
 Leased = dict[str, dict[str, EpisodeRecord]]
@@ -41,10 +38,6 @@ class Arrived:
     group: GroupRecord
     episode: EpisodeRecord
     actor: str  # whose lease has ended by that, "" if there was none
-
-
-def _recent() -> deque[str]:
-    return deque(maxlen=FAILURE_WINDOW)
 
 
 @dataclass(slots=True)
@@ -70,13 +63,13 @@ class EpisodeLifecycle:
     ledger: Ledger = field(default_factory=Ledger)
     audit: SelectionAudit = field(default_factory=SelectionAudit)
     num_filtered: int = 0  # groups without signal since the last step
-    next_number: int = 0  # of the next training group
     num_leases: int = 0  # that were ever given
-    recent: deque[str] = field(default_factory=_recent, metadata=VOLATILE)  # "" or why it failed
+    failures: FailureWindow = field(init=False)
     _leased: Leased = field(default_factory=dict[str, dict[str, EpisodeRecord]], metadata=FIXED)
 
     def __post_init__(self) -> None:
         self.queue = EpisodeQueue(self.table)
+        self.failures = FailureWindow(self.scheduler.max_failed_frac)
 
     def after_restore(self) -> None:
         """Find the leases in the table."""
@@ -105,49 +98,11 @@ class EpisodeLifecycle:
         late = [e for out in self._leased.values() for e in out.values() if e.deadline < now]
         return sorted(late, key=lambda e: e.lease_number)
 
-    @property
-    def closed_below(self) -> int:
-        """Training groups with smaller numbers are closed, and never opened again."""
-        numbers = [group.number for group in self.table.groups.values() if group.is_train]
-        return min(numbers, default=self.next_number)
-
-    def given_up_ids(self, waiting: list[str]) -> list[str]:
-        """Return the episodes that the learner must not wait for any longer.
-
-        A group that the learner called ready counts too: a learner that restarts has the group's
-        journal, but does not know who was given up.
-
-        Args:
-            waiting: the groups that the learner has members to wait for, also closed ones.
-        """
-        episodes = self.table.episodes()
-        given_up = [e.episode_id for group, e in episodes if group.is_train and e.is_given_up]
-        for group_id in waiting:
-            if group_id not in self.table.groups and self._number_of(group_id) < self.next_number:
-                given_up += self._never_came(group_id)
-        return given_up
-
-    def _never_came(self, group_id: str) -> list[str]:
-        """Return the members that a closed group is to be completed without.
-
-        Of one closed long ago that is not known any more: all, of which the learner skips those
-        that it has. What was cut off by the end of the run is not completed.
-        """
-        settled = self.table.closed.get(group_id)
-        if settled is None:
-            return [episode_id_of(group_id, member) for member in range(self.groups.size)]
-        return [episode_id_of(group_id, m) for m, each in enumerate(settled) if each.is_failed]
-
-    def _number_of(self, name: str) -> int:
-        number = training_number(name)
-        return self.next_number if number is None else number
-
     # --- queued, leased -----------------------------------------------------------------------
 
     def open(self, group: GroupRecord) -> None:
         """Issue the episodes of a new group: all are queued."""
         self.table.add(group)
-        self.next_number += group.is_train
         self._account(group).issued += len(group.episodes)
         self.queue.put(group.group_id, range(len(group.episodes)))
 
@@ -204,7 +159,7 @@ class EpisodeLifecycle:
         )
         if is_last:
             self.give_up(*found, outcome=FAILED, cause=cause)
-            self._note(cause)
+            self.failures.add(cause)
         else:
             self._requeue(*found)
 
@@ -257,7 +212,7 @@ class EpisodeLifecycle:
             self.give_up(group, episode, outcome=FAILED, cause=failure)
         else:  # a failure is no wrong answer: it is played again
             self._requeue(group, episode)
-        self._note(failure)
+        self.failures.add(failure)
         return arrived
 
     def complete(self, message: GroupArrived) -> GroupRecord | None:
@@ -366,21 +321,10 @@ class EpisodeLifecycle:
 
     def _unknown(self, episode_id: str) -> None:
         """Count a report of an episode never issued; one settled long ago is none."""
-        if episode_id.startswith("eval-") or self._number_of(episode_id) < self.next_number:
+        if episode_id.startswith("eval-") or self.table.was_opened(episode_id):
             return
         self.ledger.num_unknown += 1
         logger.warning("report of an unknown episode=%s", episode_id)
-
-    def _note(self, cause: str) -> None:
-        self.recent.append(cause)
-        causes = Counter(each for each in self.recent if each)
-        num_failed, num = causes.total(), len(self.recent)
-        max_frac = self.scheduler.max_failed_frac
-        if num >= MIN_FAILURE_WINDOW and num_failed > max_frac * num:
-            raise LongstrideError(
-                f"{num_failed} of the last {num} episodes failed by infrastructure, more than"
-                f" scheduler.max_failed_frac={max_frac:g}: {dict(causes)}"
-            )
 
     def in_flight(self) -> dict[str, int]:
         """Return the arguments that the ledger asks for, counted from the table."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from common.errors import LedgerError
-from common.wire.ids import split_episode_id
+from common.wire.ids import episode_id_of, split_episode_id, training_number
 from common.wire.messages import EpisodeKind, Outcome, PolicyKind
 from learner.scheduler.episodes.audit import UNKNOWN, Cell, bucket_of
 from learner.scheduler.state import VOLATILE
@@ -126,12 +126,14 @@ class GroupTable:
     closed: OrderedDict[str, list[Settled]] = field(default_factory=OrderedDict[str, list[Settled]])
     num_open: int = 0  # training groups by state
     num_ready: int = 0
+    next_number: int = 0  # of the next training group
 
     def add(self, group: GroupRecord) -> None:
         """Take a new group in. Raises: LedgerError: it was opened before."""
         if group.group_id in self.groups or group.group_id in self.closed:
             raise LedgerError(f"group {group.group_id} opened twice")
         self.groups[group.group_id] = group
+        self.next_number += group.is_train
         self._count(group, +1)
 
     def find(self, episode_id: str) -> tuple[GroupRecord, EpisodeRecord] | None:
@@ -177,6 +179,37 @@ class GroupTable:
         for group in self.groups.values():
             for episode in group.episodes:
                 yield group, episode
+
+    def was_opened(self, name: str) -> bool:
+        """True for a training group that was opened some time, and for an episode of it."""
+        number = training_number(name)
+        return number is not None and number < self.next_number
+
+    @property
+    def closed_below(self) -> int:
+        """Training groups with smaller numbers are closed, and never opened again."""
+        numbers = [group.number for group in self.groups.values() if group.is_train]
+        return min(numbers, default=self.next_number)
+
+    def given_up_ids(self, waiting: list[str], *, group_size: int) -> list[str]:
+        """Return the episodes that the learner must not wait for any longer.
+
+        A group that the learner called ready counts too: a learner that restarts has the group's
+        journal, but does not know who was given up. Of a closed group that it waits for, those
+        that failed: what was cut off by the end of the run is not completed. Of one closed so
+        long ago that its outcomes are forgotten, all: the learner skips those that it has.
+
+        Args:
+            waiting: the groups that the learner has members to wait for, also closed ones.
+        """
+        given_up = [e.episode_id for g, e in self.episodes() if g.is_train and e.is_given_up]
+        for group_id in waiting:
+            if group_id in self.groups or not self.was_opened(group_id):
+                continue
+            settled = self.closed.get(group_id)
+            failed = [True] * group_size if settled is None else [s.is_failed for s in settled]
+            given_up += [episode_id_of(group_id, m) for m, each in enumerate(failed) if each]
+        return given_up
 
     def num_in_flight(self, kind: EpisodeKind) -> int:
         """Count the episodes without outcome, from the table itself."""

@@ -3,8 +3,8 @@
 import logging
 from collections.abc import Mapping
 
-from common.config.evaluation import EvalItems
-from common.config.run_config import RunConfig
+from common.config.curriculum import TaskSection
+from common.config.evaluation import EvalItems, EvalSection
 from common.errors import ConfigError
 from common.wire.heldout import HeldOutItem
 from common.wire.ids import subset_of
@@ -17,7 +17,9 @@ logger = logging.getLogger(__name__)
 TaskLists = Mapping[str, list[str]]
 
 
-def choose_items(cfg: RunConfig, catalogue: Catalogue, lists: TaskLists) -> list[HeldOutItem]:
+def choose_items(
+    cfg: EvalSection, tasks: list[TaskSection], catalogue: Catalogue, lists: TaskLists
+) -> list[HeldOutItem]:
     """Return the items, each with `eval.k` seeds that depend on nothing but the item.
 
     Args:
@@ -26,13 +28,13 @@ def choose_items(cfg: RunConfig, catalogue: Catalogue, lists: TaskLists) -> list
     Raises:
         ConfigError: there is nothing to play, or a subset belongs to no task.
     """
-    if cfg.eval.items is EvalItems.TASKS:
-        items = _task_items(cfg, lists)
+    if cfg.items is EvalItems.TASKS:
+        items = _task_items(cfg, tasks, lists)
     else:
-        items = eval_items(cfg.tasks, catalogue, cfg.eval.num_items)
+        items = eval_items(tasks, catalogue, cfg.num_items)
     if not items:
         raise ConfigError(
-            f"eval.num_items={cfg.eval.num_items}: leaves no held-out item of the configured tasks"
+            f"eval.num_items={cfg.num_items}: leaves no held-out item of the configured tasks"
         )
     return [
         HeldOutItem(
@@ -41,17 +43,16 @@ def choose_items(cfg: RunConfig, catalogue: Catalogue, lists: TaskLists) -> list
             item_id=item.item_id,
             horizon=catalogue.entry(item.env, item.subset).max_turns,
             seeds=tuple(
-                hash_words("eval", item.env, item.item_id, sample) >> 33
-                for sample in range(cfg.eval.k)
+                hash_words("eval", item.env, item.item_id, sample) >> 33 for sample in range(cfg.k)
             ),
         )
         for item in items
     ]
 
 
-def _task_items(cfg: RunConfig, lists: TaskLists) -> list[Item]:
+def _task_items(cfg: EvalSection, tasks: list[TaskSection], lists: TaskLists) -> list[Item]:
     """Return the test lists of the configured subsets, or the same share of each of them."""
-    active = [task for task in cfg.tasks if task.weight > 0]
+    active = [task for task in tasks if task.weight > 0]
     found: list[list[str]] = []
     for task in active:
         listed = lists.get(task.env, [])
@@ -64,12 +65,12 @@ def _task_items(cfg: RunConfig, lists: TaskLists) -> list[Item]:
             )
         found.append(mine)
     sizes = [len(mine) for mine in found]
-    num_items = sum(sizes) if cfg.eval.num_items < 0 else cfg.eval.num_items
+    num_items = sum(sizes) if cfg.num_items < 0 else cfg.num_items
     quotas = spread(num_items, weights=[float(size) for size in sizes], caps=sizes)
     if sum(quotas) < sum(sizes):
         logger.warning(
             "eval.num_items=%d leaves out %d of the tasks' %d items",
-            cfg.eval.num_items,
+            cfg.num_items,
             sum(sizes) - sum(quotas),
             sum(sizes),
         )

@@ -54,7 +54,8 @@ class Liveness:
         member = self.members.heartbeat(message, now)
         if message.role == "actor":
             return self._renew(member, message.running, now)
-        return self.lifecycle.given_up_ids(message.running)
+        size = self.groups.size
+        return self.lifecycle.table.given_up_ids(message.running, group_size=size)
 
     def tick(self, now: float) -> None:
         """Issue again what the dead and the overdue hold."""

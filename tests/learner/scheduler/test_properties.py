@@ -11,6 +11,7 @@ from common.config.run_config import EvalSection, TrainMode
 from common.wire.messages import (
     EndReason,
     EpisodeKind,
+    Goodbye,
     GroupArrived,
     Hello,
     Lease,
@@ -108,6 +109,14 @@ class RunMachine(RuleBasedStateMachine):
         self.playing[name] = {}
         self.incarnations[name] += 1
         self._say_hello(name, self.incarnations[name])
+
+    @rule(name=actors)
+    def leave(self, name: str) -> None:
+        """It says goodbye; whatever it does next, it is there again."""
+        self.playing[name] = {}
+        incarnation = f"i{self.incarnations[name]}"
+        self.core.handle(name, Goodbye(role="actor", name=name, incarnation=incarnation))
+        assert self.core.lifecycle.leased_to(name) == []
 
     @rule(seconds=st.sampled_from([0.3, 6.0, 11.0, 2000.0, -500.0, 1e6]))
     def wait(self, seconds: float) -> None:

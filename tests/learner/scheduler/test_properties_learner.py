@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from common.config.learning import AlgorithmSection
 from common.store.journal import JournalPosition
-from common.wire.ids import is_below
+from common.wire.ids import is_below, split_episode_id
 from common.wire.messages import (
     EndReason,
     EpisodeOutcome,
@@ -194,8 +194,7 @@ class TwoSidesMachine(RuleBasedStateMachine):
         self.groups.close_below(progress.closed_below)
         self.num_saved = self.num_told_at_save
         for episode_id in progress.revoked:
-            group_id, _, member = episode_id.rpartition("/")
-            outcomes, groups = self.groups.give_up(group_id, int(member))
+            outcomes, groups = self.groups.give_up(*split_episode_id(episode_id))
             self._tell(outcomes=outcomes, groups=groups)
 
     @precondition(lambda self: self.groups.is_batch_ready(self.version))
@@ -345,9 +344,9 @@ class TwoSidesMachine(RuleBasedStateMachine):
         """No ghosts: what the learner waits for, the scheduler waits for or will give up."""
         table = self.core.lifecycle.table
         waiting = set(self.groups.open_ids)
-        told = {
-            each.rpartition("/")[0] for each in self.core.lifecycle.given_up_ids(sorted(waiting))
-        }
+        size = self.cfg.groups.size
+        given_up = table.given_up_ids(sorted(waiting), group_size=size)
+        told = {split_episode_id(each)[0] for each in given_up}
         assert waiting <= set(table.groups) | told
 
     def teardown(self) -> None:

@@ -109,7 +109,7 @@ class Actor(threading.Thread):
                 error = "damaged"
         except WeightSyncError as error_raised:
             error = str(error_raised)
-        loaded = WeightsLoaded(**place, is_ok=not error, error=error, pause_s=0.25, load_s=0.1)
+        loaded = WeightsLoaded(**place, is_ok=not error, error=error, pause_s=0.25)
         if not error:
             with self._changed:
                 first = next(views(buffer, offer.tensors))[1][0].item()

@@ -108,3 +108,16 @@ def test_evaluation_before_training_is_not_repeated_on_resume() -> None:
 
 def test_nothing_is_evaluated_when_it_is_switched_off() -> None:
     assert _table(before=False).core.phase is Phase.TRAIN
+
+
+def test_status_says_how_much_of_an_evaluation_is_played() -> None:
+    evaluation = EvalSection(num_items=3, baselines=True, before=True, after=False)
+    table = Table(make_config(evaluation=evaluation))
+    table.hello("actor-0")
+    assert table.core.status()["progress"] == {"num_done": 0, "num_total": 9}
+    leases = table.ask("actor-0", 9).leases
+    table.arrive(leases[:4])  # the first group of three is closed by that
+    assert table.core.status()["progress"] == {"num_done": 4, "num_total": 9}
+    table.arrive(leases[4:])
+    assert table.core.phase is Phase.TRAIN
+    assert table.core.status()["progress"] == {"num_done": 0, "num_total": 0}

@@ -1,0 +1,106 @@
+"""The protocol holds nothing that nobody sends or nobody reads."""
+
+import ast
+import dataclasses
+import typing
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from common.repository import ROOT
+from common.wire import messages
+
+PACKAGES = ("actor", "common", "envhub", "learner")
+MESSAGES = {
+    name: cls
+    for name, cls in vars(messages).items()
+    if isinstance(cls, type) and dataclasses.is_dataclass(cls)
+}
+PASSED_ON = {  # read by others than those who handle the message, like what is nested
+    "Trajectory",  # journal, batches, reports and offline training read it
+    "LeaseGrant",  # the actor's loop reads what its client received
+}
+
+
+class Uses:
+    """Where messages are made, named otherwise (so handled), and what is read there."""
+
+    def __init__(self) -> None:
+        self.written: dict[str, set[str]] = defaultdict(set)  # message -> fields set by keyword
+        self.made: set[str] = set()
+        self.handled: set[str] = set()
+        self.read_where_handled: dict[str, set[str]] = defaultdict(set)
+        self.read: set[str] = set()  # anywhere
+        for path in _sources():
+            self._add(ast.parse(path.read_text()))
+
+    def _add(self, tree: ast.Module) -> None:
+        callees: set[int] = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                callees.add(id(node.func))
+                self._add_call(node.func.id, {each.arg for each in node.keywords if each.arg})
+        named = {
+            node.id
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Name) and node.id in MESSAGES and id(node) not in callees
+        }
+        read = set(_reads(tree))
+        self.read |= read
+        self.handled |= named
+        for name in named:
+            self.read_where_handled[name] |= read
+
+    def _add_call(self, name: str, keywords: set[str]) -> None:
+        if name in MESSAGES:
+            self.made.add(name)
+            self.written[name] |= keywords
+        elif name == "replace":  # of whatever message
+            for each in MESSAGES:
+                self.written[each] |= keywords
+
+
+def _sources() -> Iterator[Path]:
+    for package in PACKAGES:
+        for path in (ROOT / package).rglob("*.py"):
+            if path != ROOT / "common" / "wire" / "messages.py" and "bench" not in path.parts:
+                yield path
+
+
+def _reads(tree: ast.Module) -> Iterator[str]:
+    """Yield attributes of local values, and keys: an offer goes to another process as a map."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cfg")):
+                yield node.attr
+        elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+            yield str(node.slice.value)
+
+
+def _nested() -> set[str]:
+    """The messages that travel in others: they are read wherever those are handed on."""
+    kinds = [kind for cls in MESSAGES.values() for kind in typing.get_type_hints(cls).values()]
+    return {arg.__name__ for kind in kinds for arg in typing.get_args(kind)} & set(MESSAGES)
+
+
+@pytest.fixture(scope="module")
+def uses() -> Uses:
+    return Uses()
+
+
+def test_every_message_is_sent_and_handled_by_somebody(uses: Uses) -> None:
+    assert set(MESSAGES) - uses.made == set()
+    assert set(MESSAGES) - uses.handled - _nested() == set()
+
+
+def test_every_field_of_a_message_is_written_and_read_by_somebody(uses: Uses) -> None:
+    unwritten: set[str] = set()
+    unread: set[str] = set()
+    for name, cls in MESSAGES.items():
+        read = uses.read if name in _nested() | PASSED_ON else uses.read_where_handled[name]
+        fields = {field.name for field in dataclasses.fields(cls)}
+        unwritten |= {f"{name}.{field}" for field in fields - uses.written[name]}
+        unread |= {f"{name}.{field}" for field in fields - read}
+    assert (unwritten, unread) == (set(), set())

@@ -1,0 +1,87 @@
+"""Who leaves is known at once, and who falls silent soon: nobody waits for either."""
+
+from common.wire.messages import Goodbye
+from tests.learner.scheduler.builders import Table, ids, make_config
+
+
+def _table() -> Table:
+    """A heartbeat is due every second, and 10 s of silence mean death."""
+    table = Table(make_config())
+    for name in ("learner-0", "actor-0", "actor-1"):
+        table.hello(name, incarnation=f"life of {name}")
+    return table
+
+
+def _leave(table: Table, name: str, incarnation: str) -> None:
+    role = name.partition("-")[0]
+    goodbye = Goodbye(role=role, name=name, incarnation=incarnation)
+    assert table.core.handle(name, goodbye) is None
+
+
+def _silent(table: Table) -> list[str]:
+    return table.beat("learner-0", []).silent
+
+
+def test_leases_of_an_actor_that_leaves_are_issued_again_at_once() -> None:
+    table = _table()
+    first = table.ask("actor-0", 6).leases
+    _leave(table, "actor-0", "life of actor-0")
+    again = table.ask("actor-1", 8).leases
+    assert ids(again)[:6] == ids(first)
+    assert {lease.attempt for lease in again[:6]} == {1}
+    assert [lease.episode_id for lease in again[6:]] == ["g0000001/2", "g0000001/3"]
+
+
+def test_goodbye_of_a_former_process_changes_nothing() -> None:
+    table = _table()
+    leases = table.ask("actor-0", 4).leases
+    _leave(table, "actor-0", "an earlier life")
+    _leave(table, "nobody", "x")
+    assert ids(table.core.lifecycle.leased_to("actor-0")) == ids(leases)  # type: ignore[arg-type]
+    assert _silent(table) == []
+
+
+def test_learner_is_told_at_once_of_an_actor_that_left_and_not_of_itself() -> None:
+    table = _table()
+    _leave(table, "actor-0", "life of actor-0")
+    assert _silent(table) == ["life of actor-0"]
+    _leave(table, "learner-0", "life of learner-0")
+    assert table.core.members.alive("learner") == []
+
+
+def test_learner_is_told_of_an_actor_that_missed_five_heartbeats_until_it_is_heard_again() -> None:
+    table = _table()
+    table.clock.now += 5.0
+    table.beat("actor-0", [])
+    assert _silent(table) == []
+    table.clock.now += 0.1
+    assert _silent(table) == ["life of actor-1"]
+    assert not table.core.members.by_name["actor-1"].is_dead, "its leases are still its own"
+    table.beat("actor-1", [])
+    assert _silent(table) == []
+
+
+def test_learner_is_told_of_the_dead_and_of_a_process_that_another_has_replaced() -> None:
+    table = _table()
+    table.hello("actor-0", incarnation="another life")
+    assert _silent(table) == ["life of actor-0"]
+    table.clock.now += 10.5
+    table.beat("actor-0", [])
+    table.core.tick()
+    assert table.core.members.by_name["actor-1"].is_dead
+    assert sorted(_silent(table)) == ["life of actor-0", "life of actor-1"]
+
+
+def test_step_and_report_tell_of_the_silent_too() -> None:
+    """A publisher that is about to send must not wait for a heartbeat to know."""
+    table = _table()
+    _leave(table, "actor-0", "life of actor-0")
+    assert table.step(1).silent == ["life of actor-0"]
+
+
+def test_actor_that_left_may_come_back() -> None:
+    table = _table()
+    _leave(table, "actor-0", "life of actor-0")
+    table.hello("actor-0", incarnation="life of actor-0")
+    assert _silent(table) == []
+    assert len(table.ask("actor-0", 4).leases) == 4
