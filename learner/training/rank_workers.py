@@ -97,6 +97,8 @@ class RankWorkers:
                 )
             if worker.pipe in found:
                 self._read_ready(worker)
+            else:  # it is ending, and has an exit code only when it has ended
+                worker.process.join(STOP_S)
             self.check()
 
     def join(self, precision: Precision) -> Ranks:

@@ -262,9 +262,10 @@ class Publisher(threading.Thread):
             if not self._router.send(member.sender, replace(offer, rank=rank)):
                 self._members.remove(member, reason="unreachable")
         self._collect(members, WeightsReady)
-        for member in members:
-            if (WeightsReady, member) not in self._answers:
-                self._members.remove(member, reason="not ready in time")
+        if not self._has_broken(members):  # else the others had no time to answer
+            for member in members:
+                if (WeightsReady, member) not in self._answers:
+                    self._members.remove(member, reason="not ready in time")
         if self._has_broken(members):
             raise TransferCancelled(f"not all are ready epoch={self._epoch}")
         buffer = weights.buffer if offer.backend == "nccl" else weights.buffer.cpu()
