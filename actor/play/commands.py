@@ -13,11 +13,10 @@ from common.config.run_config import RunConfig
 from common.launch.hub import serve_hub
 from common.launch.lock import hold_run
 from common.store.run_dir import RunDir
-from common.wire.heldout import HeldOutItem
 from common.wire.planned import PlannedEpisode
 
 # (config, hub's address, its token, test items of the tasks by environment) -> what is played
-ChooseItems = Callable[[RunConfig, str, str, dict[str, list[str]]], Sequence[HeldOutItem]]
+ChooseItems = Callable[[RunConfig, str, str, dict[str, list[str]]], Sequence[PlannedEpisode]]
 
 
 def evaluate(cfg: RunConfig, run_dir: RunDir, *, root: Path, choose_items: ChooseItems) -> int:
@@ -31,8 +30,8 @@ def evaluate(cfg: RunConfig, run_dir: RunDir, *, root: Path, choose_items: Choos
     ):
         by_task = cfg.eval.items is EvalItems.TASKS
         lists = fetch_task_lists(cfg, hub_url=url, token=token) if by_task else {}
-        items = choose_items(cfg, url, token, lists)
-        return run(cfg, run_dir, items, hub_url=url, token=token, say=print)
+        episodes = choose_items(cfg, url, token, lists)
+        return run(cfg, run_dir, episodes, hub_url=url, token=token, say=print)
 
 
 def collect_demonstrations(cfg: RunConfig, url: str, token: str, path: Path) -> None:

@@ -12,7 +12,7 @@ from common.report.evaluation.scores import ItemPlays, all_scores
 from common.report.evaluation.table import as_markdown
 from common.store.journal import read_journal
 from common.store.run_dir import RunDir, write_atomically, write_json
-from common.wire.heldout import HeldOutItem
+from common.wire.ids import subset_of
 from common.wire.messages import Trajectory
 from common.wire.planned import PlannedEpisode
 
@@ -50,23 +50,6 @@ def digest_of(policy: dict[str, Any]) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()[:DIGEST_CHARS]
 
 
-def make_plans(items: Sequence[HeldOutItem], digest: str) -> list[PlannedEpisode]:
-    """Return the episodes to play; first one sample of every item, then the second of every."""
-    num_samples = max(len(item.seeds) for item in items)
-    return [
-        PlannedEpisode(
-            episode_id=f"eval-{digest}/{item.env}/{item.item_id}/{item.horizon}.{sample}",
-            env=item.env,
-            item_id=item.item_id,
-            seed=item.seeds[sample],
-            horizon=item.horizon,
-        )
-        for sample in range(num_samples)
-        for item in items
-        if sample < len(item.seeds)
-    ]
-
-
 def read_finished(journal: Path, plans: Sequence[PlannedEpisode]) -> set[str]:
     """Return the planned episodes that the journal has and that no infrastructure failed."""
     return {
@@ -76,17 +59,13 @@ def read_finished(journal: Path, plans: Sequence[PlannedEpisode]) -> set[str]:
     }
 
 
-def read_plays(
-    journal: Path, items: Sequence[HeldOutItem], plans: Sequence[PlannedEpisode]
-) -> list[ItemPlays]:
-    """Return what became of every item, in the order of `items`."""
+def read_plays(journal: Path, plans: Sequence[PlannedEpisode]) -> list[ItemPlays]:
+    """Return what became of every item, in the order of the plans."""
     played = _read(journal, plans)
-    by_item = {
-        (item.env, item.item_id): ItemPlays(env=item.env, subset=item.subset, item_id=item.item_id)
-        for item in items
-    }
+    by_item: dict[tuple[str, str], ItemPlays] = {}
     for plan in plans:
-        entry = by_item[plan.env, plan.item_id]
+        new = ItemPlays(env=plan.env, subset=subset_of(plan.item_id), item_id=plan.item_id)
+        entry = by_item.setdefault((plan.env, plan.item_id), new)
         if (trajectory := played.get(plan.episode_id)) is None:
             entry.num_missing += 1
         else:
@@ -107,10 +86,7 @@ def _read(journal: Path, plans: Sequence[PlannedEpisode]) -> dict[str, Trajector
 
 
 def make_entry(
-    cfg: RunConfig,
-    policy: dict[str, Any],
-    items: Sequence[HeldOutItem],
-    plays: Sequence[ItemPlays],
+    cfg: RunConfig, policy: dict[str, Any], plays: Sequence[ItemPlays]
 ) -> dict[str, Any]:
     """Return the row of one policy, as eval.json holds it."""
     return {
@@ -119,7 +95,7 @@ def make_entry(
         "policy": policy,
         "k": cfg.eval.k,
         "items": cfg.eval.items.value,
-        "num_items": len(items),
+        "num_items": len(plays),
         **all_scores(plays, k=cfg.eval.k),
     }
 

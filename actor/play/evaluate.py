@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -13,7 +14,6 @@ from actor.play.eval_entry import (
     describe_policy,
     digest_of,
     make_entry,
-    make_plans,
     read_finished,
     read_plays,
     write_entry,
@@ -25,7 +25,6 @@ from common.checks.preflight import check_model
 from common.config.run_config import RunConfig
 from common.errors import ConfigError, EnvError, LongstrideError
 from common.store.run_dir import RunDir
-from common.wire.heldout import HeldOutItem
 from common.wire.planned import PlannedEpisode
 
 logger = logging.getLogger(__name__)
@@ -88,7 +87,7 @@ def fetch_task_lists(cfg: RunConfig, *, hub_url: str, token: str) -> dict[str, l
 def run(
     cfg: RunConfig,
     run_dir: RunDir,
-    items: Sequence[HeldOutItem],
+    episodes: Sequence[PlannedEpisode],
     *,
     hub_url: str,
     token: str,
@@ -100,7 +99,7 @@ def run(
     that are evaluated one after the other under one `run.name` stand side by side.
 
     Args:
-        items: each with `eval.k` seeds.
+        episodes: `eval.k` samples of every item.
 
     Returns:
         0, or 1 if more than `eval.max_failed_frac` of the episodes failed by infrastructure or
@@ -108,7 +107,8 @@ def run(
     """
     folder = run_dir.root / "eval"
     policy = describe_policy(cfg)
-    plans = make_plans(items, digest_of(policy))
+    prefix = f"eval-{digest_of(policy)}"  # another policy's play is another episode
+    plans = [replace(each, episode_id=f"{prefix}/{each.episode_id}") for each in episodes]
     finished = read_finished(folder / "journal", plans)
     todo = [plan for plan in plans if plan.episode_id not in finished]
     logger.info("evaluating episodes=%d finished_before=%d", len(plans), len(plans) - len(todo))
@@ -122,7 +122,7 @@ def run(
         raise
     except LongstrideError as error:
         problem = str(error)
-    entry = make_entry(cfg, policy, items, read_plays(folder / "journal", items, plans))
+    entry = make_entry(cfg, policy, read_plays(folder / "journal", plans))
     say(write_entry(run_dir, entry))
     num_failed = entry["overall"]["num_failed"]
     if not problem and num_failed > max_failed:

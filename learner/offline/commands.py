@@ -7,11 +7,10 @@ from pathlib import Path
 from common.config.run_config import RunConfig
 from common.launch.hub import serve_hub
 from common.store.run_dir import RunDir
-from common.wire.heldout import HeldOutItem
 from common.wire.planned import PlannedEpisode
 from learner.offline import dpo, evolve, sft
 from learner.scheduler.curriculum.catalogue import fetch_catalogue, validate_tasks
-from learner.scheduler.evaluation.heldout import choose_items
+from learner.scheduler.evaluation.heldout import plan_heldout
 
 # (config, hub's address, its token, where the episodes go)
 Collect = Callable[[RunConfig, str, str, Path], None]
@@ -53,8 +52,8 @@ def play_and_imitate(cfg: RunConfig, run_dir: RunDir, *, root: Path, play: PlayG
 
 def choose_held_out(
     cfg: RunConfig, url: str, token: str, lists: Mapping[str, list[str]]
-) -> list[HeldOutItem]:
-    """Return the held-out items that `eval` plays, of the hub's catalogue."""
+) -> list[PlannedEpisode]:
+    """Return the held-out episodes that `eval` plays, of the hub's catalogue."""
     catalogue = fetch_catalogue(url, token=token, timeout_s=cfg.actor.env_timeout_s)
     validate_tasks(cfg.tasks, catalogue)
-    return choose_items(cfg.eval, cfg.tasks, catalogue, lists)
+    return plan_heldout(cfg.eval, cfg.tasks, catalogue, lists)

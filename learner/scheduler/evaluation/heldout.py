@@ -1,4 +1,4 @@
-"""Which held-out items the command `eval` plays."""
+"""Which held-out episodes the command `eval` plays."""
 
 import logging
 from collections.abc import Mapping
@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from common.config.curriculum import TaskSection
 from common.config.evaluation import EvalItems, EvalSection
 from common.errors import ConfigError
-from common.wire.heldout import HeldOutItem
 from common.wire.ids import subset_of
+from common.wire.planned import PlannedEpisode
 from learner.scheduler.curriculum.catalogue import Catalogue
 from learner.scheduler.curriculum.sampling import Item, eval_items, hash_words, spread
 
@@ -17,10 +17,12 @@ logger = logging.getLogger(__name__)
 TaskLists = Mapping[str, list[str]]
 
 
-def choose_items(
+def plan_heldout(
     cfg: EvalSection, tasks: list[TaskSection], catalogue: Catalogue, lists: TaskLists
-) -> list[HeldOutItem]:
-    """Return the items, each with `eval.k` seeds that depend on nothing but the item.
+) -> list[PlannedEpisode]:
+    """Return the first sample of every item, then the second, up to `eval.k`.
+
+    A seed depends on nothing but its item and the number of its sample.
 
     Args:
         lists: wanted with eval.items=tasks only.
@@ -36,18 +38,18 @@ def choose_items(
         raise ConfigError(
             f"eval.num_items={cfg.num_items}: leaves no held-out item of the configured tasks"
         )
-    return [
-        HeldOutItem(
-            env=item.env,
-            subset=item.subset,
-            item_id=item.item_id,
-            horizon=catalogue.entry(item.env, item.subset).max_turns,
-            seeds=tuple(
-                hash_words("eval", item.env, item.item_id, sample) >> 33 for sample in range(cfg.k)
-            ),
-        )
-        for item in items
-    ]
+    return [_plan(item, sample, catalogue) for sample in range(cfg.k) for item in items]
+
+
+def _plan(item: Item, sample: int, catalogue: Catalogue) -> PlannedEpisode:
+    horizon = catalogue.entry(item.env, item.subset).max_turns
+    return PlannedEpisode(
+        episode_id=f"{item.env}/{item.item_id}/{horizon}.{sample}",
+        env=item.env,
+        item_id=item.item_id,
+        seed=hash_words("eval", item.env, item.item_id, sample) >> 33,
+        horizon=horizon,
+    )
 
 
 def _task_items(cfg: EvalSection, tasks: list[TaskSection], lists: TaskLists) -> list[Item]:

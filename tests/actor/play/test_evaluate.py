@@ -22,7 +22,7 @@ from common.config.run_config import (
 from common.errors import ConfigError
 from common.store.journal import read_journal
 from common.store.run_dir import RunDir
-from common.wire.heldout import HeldOutItem
+from common.wire.planned import PlannedEpisode
 from tests.actor.toy_servers import ToyEndpoint, ToyHub, serve
 from tests.configs import edited
 
@@ -52,18 +52,19 @@ class Stage:
         )
 
     def evaluate(self, cfg: RunConfig, numbers: list[int]) -> int:
-        items = [
-            HeldOutItem(
+        episodes = [
+            PlannedEpisode(
+                episode_id=f"toy/a-test-{number}/3.{sample}",
                 env="toy",
-                subset="a",
                 item_id=f"a-test-{number}",
+                seed=sample,
                 horizon=3,
-                seeds=tuple(range(cfg.eval.k)),
             )
+            for sample in range(cfg.eval.k)
             for number in numbers
         ]
         run_dir = RunDir(root=self.root)
-        return run(cfg, run_dir, items, hub_url=self.hub_url, token="", say=self.said.append)
+        return run(cfg, run_dir, episodes, hub_url=self.hub_url, token="", say=self.said.append)
 
     @property
     def entries(self) -> list[dict[str, Any]]:

@@ -5,17 +5,18 @@ import pytest
 from common.config.evaluation import EvalItems
 from common.config.run_config import EvalSection, RunConfig, TaskSection
 from common.errors import ConfigError
-from common.wire.heldout import HeldOutItem
-from learner.scheduler.curriculum.catalogue import Catalogue
+from common.wire.planned import PlannedEpisode
 from learner.scheduler.curriculum.sampling import eval_items
-from learner.scheduler.evaluation.heldout import choose_items
+from learner.scheduler.evaluation.heldout import plan_heldout
 from tests.learner.scheduler.builders import CATALOGUE, make_config
 
 LISTS = {"maze": ["easy-test-5", "easy-test-3", "easy-test-1", "hard-test-2", "other-test-0"]}
 
 
-def _choose(cfg: RunConfig, catalogue: Catalogue, lists: dict[str, list[str]]) -> list[HeldOutItem]:
-    return choose_items(cfg.eval, cfg.tasks, catalogue, lists)
+def _choose(
+    cfg: RunConfig, catalogue: Catalogue, lists: dict[str, list[str]]
+) -> list[PlannedEpisode]:
+    return plan_heldout(cfg.eval, cfg.tasks, catalogue, lists)
 
 
 def _config(**fields: object) -> RunConfig:
@@ -24,30 +25,29 @@ def _config(**fields: object) -> RunConfig:
 
 def test_items_are_those_of_the_evaluations_of_a_run_at_the_full_horizon() -> None:
     cfg = _config(num_items=4)
-    items = _choose(cfg, CATALOGUE, {})
+    items = _choose(cfg, {})
     known = eval_items(cfg.tasks, CATALOGUE, 4)
     assert [item.item_id for item in items] == [item.item_id for item in known]
     assert [item.horizon for item in items] == [8, 8, 30, 30]
 
 
 def test_seeds_depend_on_item_and_sample_alone() -> None:
-    few = _choose(_config(num_items=2, k=2), CATALOGUE, {})
-    many = _choose(_config(num_items=12, k=4), CATALOGUE, {})
-    by_id = {item.item_id: item for item in many}
-    for item in few:
-        assert by_id[item.item_id].seeds[:2] == item.seeds
-    seeds = [seed for item in many for seed in item.seeds]
-    assert len(set(seeds)) == len(seeds) == 48
+    few = _choose(_config(num_items=2, k=2), {})
+    many = _choose(_config(num_items=12, k=4), {})
+    by_id = {each.episode_id: each for each in many}
+    assert [by_id[each.episode_id] for each in few] == few
+    assert len(few) == 4
+    assert len({each.seed for each in many}) == len(many) == 48
 
 
 def test_task_items_are_the_lists_of_the_catalogue_in_their_order() -> None:
-    items = _choose(_config(items=EvalItems.TASKS), CATALOGUE, LISTS)
+    items = _choose(_config(items=EvalItems.TASKS), LISTS)
     assert [item.item_id for item in items] == LISTS["maze"][:4]
 
 
 def test_fewer_task_items_keep_the_proportions_of_the_lists() -> None:
     lists = {"maze": [f"easy-test-{i}" for i in range(6)] + ["hard-test-0", "hard-test-1"]}
-    items = _choose(_config(items=EvalItems.TASKS, num_items=4), CATALOGUE, lists)
+    items = _choose(_config(items=EvalItems.TASKS, num_items=4), lists)
     assert [item.item_id for item in items] == [
         "easy-test-0",
         "easy-test-1",
@@ -58,18 +58,18 @@ def test_fewer_task_items_keep_the_proportions_of_the_lists() -> None:
 
 def test_all_items_are_played_where_their_number_is_left_open() -> None:
     lists = {"maze": [f"easy-test-{i}" for i in range(6)] + ["hard-test-0", "hard-test-1"]}
-    items = _choose(_config(items=EvalItems.TASKS, num_items=-1), CATALOGUE, lists)
+    items = _choose(_config(items=EvalItems.TASKS, num_items=-1), lists)
     assert [item.item_id for item in items] == lists["maze"]
-    assert len(_choose(_config(num_items=-1), CATALOGUE, {})) == 12
+    assert len(_choose(_config(num_items=-1), {})) == 12
 
 
 def test_subset_that_belongs_to_no_task_is_refused_by_name() -> None:
     cfg = _config(items=EvalItems.TASKS)
     cfg.tasks.append(TaskSection(env="maze", subset="odd"))
     with pytest.raises(ConfigError, match=r"eval\.items=tasks: 'odd' of maze belongs to no task"):
-        _choose(cfg, CATALOGUE, LISTS)
+        _choose(cfg, LISTS)
 
 
 def test_nothing_to_play_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"eval\.num_items=0"):
-        _choose(_config(num_items=0), CATALOGUE, {})
+        _choose(_config(num_items=0), {})
