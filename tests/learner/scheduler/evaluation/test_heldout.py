@@ -13,10 +13,8 @@ from tests.learner.scheduler.builders import CATALOGUE, make_config
 LISTS = {"maze": ["easy-test-5", "easy-test-3", "easy-test-1", "hard-test-2", "other-test-0"]}
 
 
-def _choose(
-    cfg: RunConfig, catalogue: Catalogue, lists: dict[str, list[str]]
-) -> list[PlannedEpisode]:
-    return plan_heldout(cfg.eval, cfg.tasks, catalogue, lists)
+def _choose(cfg: RunConfig, lists: dict[str, list[str]]) -> list[PlannedEpisode]:
+    return plan_heldout(cfg.eval, cfg.tasks, CATALOGUE, lists)
 
 
 def _config(**fields: object) -> RunConfig:
