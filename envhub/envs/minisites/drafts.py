@@ -2,22 +2,21 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 Step = dict[str, str | bool]
-Check = dict[str, object]
+Check = dict[str, Any]  # WebArena's `eval` part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
     """One task of a template, on one world.
 
-    Attributes:
-        check: WebArena's `eval` part.
-        path: what an expert does, from the site's first page; the closing `stop` included.
+    `path`: what an expert does, from the site's first page; the closing `stop` included.
     """
 
     intent: str
-    check: Mapping[str, object]
+    check: Check
     path: tuple[Step, ...]
 
 

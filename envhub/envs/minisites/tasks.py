@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from random import Random
+from typing import Any
 from zlib import crc32
 
 from envhub.env import SubsetSpec
@@ -86,7 +87,7 @@ class Task:
     draft: Draft
 
 
-def make_task(subset: str, split: str, index: int) -> dict[str, object]:
+def make_task(subset: str, split: str, index: int) -> dict[str, Any]:
     """Return one task as WebArena's configurations have it, with the expert's way added.
 
     Raises:

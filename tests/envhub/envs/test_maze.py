@@ -6,6 +6,8 @@ from common.config.envs import EnvsSection
 from envhub.env import Style, UnknownItem, parse_item
 from envhub.envs.maze import maze
 from envhub.envs.maze.env import SUBSETS, MazeEnv, make_spec, start_of
+from tests.envhub.envs.playing import expert_results
+from tests.envhub.envs.playing import item_of as item_of_number
 
 ITEMS = [
     f"DoubleT-{split}-{index}"
@@ -49,10 +51,10 @@ def test_items_are_the_25_starts_each_once():
 def test_game_number_names_the_start():
     spec = make_spec(EnvsSection())
     for game, start in enumerate(maze.STARTS):
-        assert start_of(parse_item(spec.from_agentgym(game), spec.subsets)) == start
+        assert start_of(parse_item(item_of_number(spec, game), spec.subsets)) == start
     for game in (-1, 25, 26):
         with pytest.raises(UnknownItem, match="0 to 24"):
-            spec.from_agentgym(game)
+            item_of_number(spec, game)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +98,7 @@ def test_expert_reaches_the_goal_from_every_start():
     lengths = {}
     for item_id in ITEMS:
         env = started(item_id)
-        results = [env.step(action) for action in iter(env.expert_action, None)]
+        results = expert_results(env)
         assert [r.reward for r in results] == [0.0] * (len(results) - 1) + [1.0]
         assert results[-1].observation == "success"
         lengths[start_of(parse_item(item_id, SUBSETS))] = len(results)

@@ -1,10 +1,7 @@
 """ScienceWorld in its JVMs."""
 
-import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 
@@ -14,6 +11,7 @@ from common.config.envs import SciworldOptions
 from envhub.env import EnvFailure, Style
 from envhub.envs.sciworld.env import SciWorldEnv
 from envhub.envs.sciworld.machines import Machines
+from tests.envhub.envs.playing import elsewhere
 
 pytest.importorskip("scienceworld")
 pytestmark = pytest.mark.slow  # a JVM starts
@@ -34,6 +32,11 @@ def env(machines: Machines) -> Iterator[SciWorldEnv]:
     env = SciWorldEnv(Style.COMPACT, machines)
     yield env
     env.close()
+
+
+def jvm_of(env: SciWorldEnv) -> int:
+    assert env._simulator is not None
+    return env._simulator.pid
 
 
 def transcript(item_id: str, machines: Machines) -> list[str]:
@@ -181,13 +184,13 @@ def test_episode_ends_at_its_turn_limit(env):
 def test_jvm_is_reused_and_remembers_nothing(machines):
     env = SciWorldEnv(Style.COMPACT, machines)
     first = env.reset("Find-test-8", 0)
-    pid = env._simulator.pid
+    pid = jvm_of(env)
     env.step("open door to kitchen")
     env.step("open door")
     env.close()
     again = SciWorldEnv(Style.COMPACT, machines)
     assert again.reset("Find-test-8", 9) == first
-    assert again._simulator.pid == pid
+    assert jvm_of(again) == pid
     assert again.step("inventory").is_valid
     again.close()
 
@@ -195,7 +198,7 @@ def test_jvm_is_reused_and_remembers_nothing(machines):
 def test_dead_jvm_fails_its_episode_at_once_and_the_next_gets_a_new_one(machines):
     env = SciWorldEnv(Style.COMPACT, machines)
     first = env.reset("Find-test-8", 0)
-    pid = env._simulator.pid
+    pid = jvm_of(env)
     os.kill(pid, signal.SIGKILL)
     began_s = time.monotonic()
     with pytest.raises(EnvFailure, match="JVM failed in step"):
@@ -206,7 +209,7 @@ def test_dead_jvm_fails_its_episode_at_once_and_the_next_gets_a_new_one(machines
     env.close()
     again = SciWorldEnv(Style.COMPACT, machines)
     assert again.reset("Find-test-8", 0) == first
-    assert again._simulator.pid != pid
+    assert jvm_of(again) != pid
     again.close()
 
 
@@ -219,19 +222,6 @@ def test_missing_java_is_a_failure_that_says_so(monkeypatch):
 
 
 def test_episodes_read_the_same_in_every_process(machines):
-    items = ["ChemMix-train-18"]
-    here = [transcript(item, machines) for item in items]
-    code = (
-        "import json; from tests.envhub.envs.test_sciworld import *;"
-        f"m = Machines(SciworldOptions()); print(json.dumps([transcript(i, m) for i in {items!r}]))"
-    )
-    path = {"PATH": os.environ["PATH"], "PYTHONPATH": ":".join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**path, "PYTHONHASHSEED": "7"},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=120,
-    )
-    assert json.loads(done.stdout.splitlines()[-1]) == here
+    there = "transcript('ChemMix-train-18', Machines(SciworldOptions()))"
+    told = elsewhere(__name__, there, hash_seed=7)
+    assert told == transcript("ChemMix-train-18", machines)

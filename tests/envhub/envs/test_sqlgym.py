@@ -1,10 +1,7 @@
 """The SQL environment on generated databases and on a folder in BIRD's format."""
 
 import json
-import os
 import sqlite3
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from common.config.envs import EnvsSection
-from envhub.env import EnvFailure, EnvSpec, Style, UnknownItem
+from envhub.env import EnvFailure, EnvSpec, StepResult, Style, UnknownItem
 from envhub.envs.sqlgym.env import check, make_spec
 from envhub.envs.sqlgym.questions import questions
 from tests.configs import edited
+from tests.envhub.envs.playing import elsewhere, expert_results, item_of, new_episode
 
 ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT MAX(i) FROM n"
 
@@ -54,9 +52,7 @@ ASTRAY = {"db_id": "lost", "question": "?", "evidence": "", "SQL": "SELECT 1"}
 
 @pytest.fixture(scope="module")
 def spec() -> EnvSpec:
-    options = EnvsSection()
-    options = edited(options, {"sqlgym.query_timeout_s": 0.2})
-    return make_spec(options)
+    return make_spec(edited(EnvsSection(), {"sqlgym.query_timeout_s": 0.2}))
 
 
 @pytest.fixture
@@ -73,14 +69,12 @@ def bird_dir(tmp_path: Path) -> Path:
 
 
 def bird_spec(folder: Path) -> EnvSpec:
-    options = EnvsSection()
-    options = edited(options, {"sqlgym.bird_dir": str(folder)})
-    return make_spec(options)
+    return make_spec(edited(EnvsSection(), {"sqlgym.bird_dir": str(folder)}))
 
 
-def answered(spec: EnvSpec, item_id: str, action: str, style: Style = Style.COMPACT):
+def answered(spec: EnvSpec, item_id: str, action: str, style: Style = Style.COMPACT) -> StepResult:
     """Return the result of one action, which always ends the episode."""
-    env = spec.make(style)
+    env = new_episode(spec, style)
     env.reset(item_id, 0)
     try:
         return env.step(action)
@@ -89,9 +83,9 @@ def answered(spec: EnvSpec, item_id: str, action: str, style: Style = Style.COMP
 
 
 def played(spec: EnvSpec, item_id: str, style: Style) -> float:
-    env = spec.make(style)
+    env = new_episode(spec, style)
     env.reset(item_id, 0)
-    result = env.step(env.expert_action())
+    (result,) = expert_results(env)
     env.close()
     assert result.done
     assert result.is_valid
@@ -113,7 +107,7 @@ def test_no_question_is_asked_twice_nor_in_both_splits():
 
 
 def test_first_observation_tells_the_tables_and_the_question(spec):
-    env = spec.make(Style.COMPACT)
+    env = new_episode(spec)
     lines = env.reset("easy-train-0", 0).split("\n")
     env.close()
     assert lines[0] == "customers(id, name, city, segment, birth_year)"
@@ -238,7 +232,7 @@ def test_state_is_cut_to_a_hundred_characters(spec):
 
 
 def test_second_statement_is_refused(spec):
-    env = spec.make(Style.COMPACT)
+    env = new_episode(spec)
     env.reset("easy-test-0", 0)
     assert env.step(env.valid_actions()[0]).is_valid
     assert env.valid_actions() == []
@@ -249,7 +243,7 @@ def test_second_statement_is_refused(spec):
 
 
 def test_bird_observation_tells_names_keys_and_references(bird_dir):
-    env = bird_spec(bird_dir).make(Style.AGENTGYM)
+    env = new_episode(bird_spec(bird_dir), Style.AGENTGYM)
     told, question = env.reset("bird-test-0", 0).split("\n\n")
     env.close()
     assert question == "What are Ann's pets called?"
@@ -262,7 +256,7 @@ def test_bird_observation_tells_names_keys_and_references(bird_dir):
 
 
 def test_bird_evidence_is_told_in_the_compact_style_only(bird_dir):
-    env = bird_spec(bird_dir).make(Style.COMPACT)
+    env = new_episode(bird_spec(bird_dir))
     assert env.reset("bird-test-0", 0) == (
         "owner(id, nm)\npet(id, owner_id -> owner, n)\n"
         "question: What are Ann's pets called?\nhint: Ann is an owner"
@@ -272,19 +266,19 @@ def test_bird_evidence_is_told_in_the_compact_style_only(bird_dir):
 
 def test_bird_numbers_count_train_then_dev(bird_dir):
     spec = bird_spec(bird_dir)
-    assert spec.from_agentgym(2) == "bird-train-2"
-    assert spec.from_agentgym(3) == "bird-test-0"
+    assert item_of(spec, 2) == "bird-train-2"
+    assert item_of(spec, 3) == "bird-test-0"
     with pytest.raises(UnknownItem, match="the last is 3"):
-        spec.from_agentgym(4)
+        item_of(spec, 4)
 
 
 def test_generated_numbers_count_train_then_test(spec):
-    assert spec.from_agentgym(0) == "easy-train-0"
-    assert spec.from_agentgym(599) == "hard-train-199"
-    assert spec.from_agentgym(600) == "easy-test-0"
+    assert item_of(spec, 0) == "easy-train-0"
+    assert item_of(spec, 599) == "hard-train-199"
+    assert item_of(spec, 600) == "easy-test-0"
     for index in (-1, 900):
         with pytest.raises(UnknownItem, match="the last is 899"):
-            spec.from_agentgym(index)
+            item_of(spec, index)
 
 
 def test_broken_gold_and_missing_database_are_failures_not_rewards(bird_dir):
@@ -299,8 +293,7 @@ def test_broken_gold_and_missing_database_are_failures_not_rewards(bird_dir):
 
 
 def test_check_names_what_the_bird_folder_lacks(bird_dir):
-    options = EnvsSection()
-    options = edited(options, {"sqlgym.bird_dir": str(bird_dir)})
+    options = edited(EnvsSection(), {"sqlgym.bird_dir": str(bird_dir)})
     assert check(options) == []
     (bird_dir / "dev" / "dev_tables.json").unlink()
     assert [line for line in check(options) if "dev_tables.json is missing" in line]
@@ -313,7 +306,7 @@ def test_tasks_name_existing_items(spec):
         "SQL-Hard": 100,
     }
     for task in spec.tasks.values():
-        env = spec.make(Style.COMPACT)
+        env = new_episode(spec)
         for item_id in (task.train[-1], task.test[-1]):
             assert item_id.startswith(task.subset)
             assert env.reset(item_id, 0)
@@ -321,33 +314,17 @@ def test_tasks_name_existing_items(spec):
 
 
 def first_observations() -> list[str]:
-    spec = make_spec(EnvsSection())
-    env = spec.make(Style.COMPACT)
+    env = new_episode(make_spec(EnvsSection()))
     said = []
     for item_id in ("easy-train-7", "medium-test-31", "hard-train-150"):
-        said += [
-            env.reset(item_id, 0),
-            env.fingerprint(),
-            env.step(env.expert_action()).observation,
-        ]
+        said += [env.reset(item_id, 0), env.fingerprint()]
+        said += [result.observation for result in expert_results(env)]
     env.close()
     return said
 
 
 @pytest.mark.slow  # two interpreters start
 def test_items_are_the_same_in_every_process():
-    code = (
-        "import json; from tests.envhub.envs.test_sqlgym import first_observations;"
-        "print(json.dumps(first_observations()))"
-    )
-    for hash_seed in ("0", "1"):
-        path = {"PATH": os.environ["PATH"], "PYTHONPATH": ":".join(sys.path)}
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            env={**path, "PYTHONHASHSEED": hash_seed},
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=60,
-        )
-        assert json.loads(done.stdout) == first_observations()
+    for hash_seed in (0, 1):
+        told = elsewhere(__name__, "first_observations()", hash_seed=hash_seed)
+        assert told == first_observations()

@@ -1,9 +1,6 @@
 """Laws of TextCraft: the book, the tasks, every sentence of the engine, the solver."""
 
-import json
 import random
-import subprocess
-import sys
 
 import pytest
 
@@ -12,6 +9,7 @@ from envhub.env import Style, parse_item
 from envhub.envs.textcraft.book import the_book
 from envhub.envs.textcraft.env import TextCraftEnv, check, make_spec, our_catalogue
 from envhub.envs.textcraft.tasks import MAX_TURNS, MIN_TEST_GOALS
+from tests.envhub.envs.playing import elsewhere, expert_results, item_of
 
 CATALOGUE = our_catalogue()
 
@@ -61,9 +59,7 @@ def test_expert_solves_every_goal_within_its_turns():
             for index in range(len(CATALOGUE.goals(int(subset[-1]), split))):
                 env = TextCraftEnv(Style.COMPACT)
                 env.reset(f"{subset}-{split}-{index}", 0)
-                results = []
-                while (action := env.expert_action()) is not None:
-                    results.append(env.step(action))
+                results = expert_results(env)
                 assert len(results) <= spec.max_turns
                 assert all(result.is_valid for result in results)
                 assert results[-1].reward == 1.0
@@ -77,8 +73,7 @@ def test_expert_finishes_after_random_play():
         for _ in range(10):
             if env.valid_actions():
                 env.step(rng.choice(env.valid_actions()))
-        rewards = [env.step(action).reward for action in iter(env.expert_action, None)]
-        assert len(rewards) <= 30
+        assert len(expert_results(env)) <= 30
         assert not env.valid_actions()
 
 
@@ -125,7 +120,7 @@ def test_data_index_counts_the_goals_by_depth_and_runs_in_a_ring():
     num_goals = sum(len(the_book().goals(depth)) for depth in MAX_TURNS)
 
     def goal(index: int) -> str:
-        return CATALOGUE.make_task(parse_item(spec.from_agentgym(index), spec.subsets)).goal
+        return CATALOGUE.make_task(parse_item(item_of(spec, index), spec.subsets)).goal
 
     goals = [goal(index) for index in range(num_goals)]
     assert len(set(goals)) == num_goals
@@ -221,15 +216,6 @@ def test_engine_survives_untrusted_text(text):
 
 
 def test_item_is_the_same_in_every_process():
-    items = ["depth1-train-3", "depth3-test-4", "depth4-train-50"]
-    here = [transcript(item) for item in items]
-    code = (
-        "import json; from tests.envhub.envs.test_textcraft import transcript;"
-        f"print(json.dumps([transcript(i) for i in {items!r}]))"
-    )
-    for hash_seed in ("0", "1"):
-        env = {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": ":".join(sys.path), "PATH": ""}
-        done = subprocess.run(
-            [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
-        )
-        assert json.loads(done.stdout) == here
+    for item_id in ("depth1-train-3", "depth3-test-4", "depth4-train-50"):
+        told = elsewhere(__name__, f"transcript({item_id!r})", hash_seed=1)
+        assert told == transcript(item_id)

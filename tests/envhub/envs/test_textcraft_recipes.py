@@ -10,6 +10,7 @@ from envhub.env import Style, parse_item
 from envhub.envs.textcraft.book import Book
 from envhub.envs.textcraft.env import check, folder_catalogue, make_spec
 from envhub.envs.textcraft.minecraft import RecipesError, load_book
+from tests.envhub.envs.playing import expert_results, item_of, new_episode
 
 
 def item(name: str) -> dict[str, str]:
@@ -202,7 +203,7 @@ def test_data_index_follows_depth_then_the_names_of_the_files(tmp_path):
     catalogue = folder_catalogue(str(tmp_path))
 
     def goal(index: int) -> str:
-        return catalogue.make_task(parse_item(spec.from_agentgym(index), spec.subsets)).goal
+        return catalogue.make_task(parse_item(item_of(spec, index), spec.subsets)).goal
 
     # iron_block.json stands before iron_ingot_from_nuggets.json, which makes it deeper
     assert [goal(index) for index in range(7)] == [
@@ -220,9 +221,9 @@ def test_every_item_of_a_folder_is_solved_by_the_expert(tmp_path):
     for subset, sizes in spec.subsets.items():
         for split, num in (("train", sizes.num_train), ("test", sizes.num_test)):
             for index in range(min(num, 20)):
-                env = spec.make(Style.AGENTGYM)
+                env = new_episode(spec, Style.AGENTGYM)
                 env.reset(f"{subset}-{split}-{index}", 0)
-                results = [env.step(action) for action in iter(env.expert_action, None)]
+                results = expert_results(env)
                 assert results[-1].reward == 1.0
                 assert len(results) <= sizes.max_turns
 
@@ -231,8 +232,8 @@ def test_two_slots_of_one_kind_need_both_pieces(tmp_path):
     peg = {"peg": shapeless("peg", [item("oak_planks")] * 3)}
     crate = {"crate": shapeless("crate", [item("oak_planks"), tag("planks")])}
     spec = make_spec(options(written(tmp_path, WOOD | peg | crate)))
-    env = spec.make(Style.COMPACT)
-    item_ids = map(spec.from_agentgym, range(5))
+    env = new_episode(spec)
+    item_ids = [item_of(spec, number) for number in range(5)]
     next(each for each in item_ids if env.reset(each, 0).rstrip(".").endswith("stick"))
 
     def said(action: str) -> str:
@@ -251,10 +252,9 @@ def test_two_slots_of_one_kind_need_both_pieces(tmp_path):
 
 def test_observation_of_a_folder_shows_every_member_of_a_tag(tmp_path):
     spec = make_spec(options(written(tmp_path, WOOD)))
-    item_id = next(
-        item_id for item_id in map(spec.from_agentgym, range(5)) if item_id.startswith("depth2")
-    )
-    shown = spec.make(Style.AGENTGYM).reset(item_id, 0)
+    item_ids = [item_of(spec, number) for number in range(5)]
+    item_id = next(each for each in item_ids if each.startswith("depth2"))
+    shown = new_episode(spec, Style.AGENTGYM).reset(item_id, 0)
     assert shown.endswith("\n\nGoal: craft stick.")
     for command in ("craft 4 stick using 2 planks", "craft 4 birch planks using 1 birch log"):
         assert command in shown.split("\n")

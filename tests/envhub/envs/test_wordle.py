@@ -1,8 +1,6 @@
 """Laws of Wordle: the marks, the word that is not chosen yet, and the expert."""
 
 import random
-import subprocess
-import sys
 from collections import Counter
 
 import pytest
@@ -11,6 +9,7 @@ from common.config.envs import EnvsSection
 from envhub.env import Style, UnknownItem, parse_item
 from envhub.envs.wordle.env import WordleEnv, make_spec
 from envhub.envs.wordle.words import VOCABULARY, best_guess, consistent, marks
+from tests.envhub.envs.playing import elsewhere, expert_results, item_of
 
 
 def started(item_id: str = "Common-train-0", style: Style = Style.COMPACT) -> WordleEnv:
@@ -126,7 +125,7 @@ def test_expert_finds_every_word_in_time():
     assert most_guesses(VOCABULARY) <= 4
     for item_id in [f"Common-{split}-{i}" for split in ("train", "test") for i in range(100)]:
         env = started(item_id)
-        rewards = [env.step(action).reward for action in iter(env.expert_action, None)]
+        rewards = [result.reward for result in expert_results(env)]
         assert rewards[-1] == 1.0
         assert len(rewards) <= 4
 
@@ -138,10 +137,10 @@ def test_items_of_train_and_test_draw_differently():
 
 def test_seed_names_the_item():
     spec = make_spec(EnvsSection())
-    assert spec.from_agentgym(17) == "Common-train-17"
+    assert item_of(spec, 17) == "Common-train-17"
     for seed in (-1, 1_000_000):
         with pytest.raises(UnknownItem, match="out of range"):
-            spec.from_agentgym(seed)
+            item_of(spec, seed)
 
 
 def test_task_names_items_that_exist():
@@ -153,14 +152,6 @@ def test_task_names_items_that_exist():
 
 
 def test_item_is_the_same_in_every_process():
-    code = (
-        "from tests.envhub.envs.test_wordle import transcript; print(*transcript('Common-train-9'),"
-        "sep='|', end='')"
-    )
-    here = "|".join(transcript("Common-train-9"))
-    for hash_seed in ("0", "1"):
-        env = {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": ":".join(sys.path), "PATH": ""}
-        done = subprocess.run(
-            [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
-        )
-        assert done.stdout == here
+    for hash_seed in (0, 1):
+        told = elsewhere(__name__, "transcript('Common-train-9')", hash_seed=hash_seed)
+        assert told == transcript("Common-train-9")

@@ -298,7 +298,7 @@ def test_answer_is_what_plain_python_finds_in_the_rows(subset: str) -> None:
         match = re.search(pattern, task.draft.intent)
         assert match is not None, task.draft.intent
         expected = function(World(DOMAINS[subset].database, task.site_seed), *match.groups())
-        ((how, wanted),) = task.draft.check["reference_answers"].items()  # type: ignore[attr-defined]
+        ((how, wanted),) = task.draft.check["reference_answers"].items()
         listed = [wanted] if how == "exact_match" else wanted
         assert sorted(listed) == sorted(expected), task.draft.intent
         seen.add(task.template)

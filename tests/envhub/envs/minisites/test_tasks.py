@@ -73,9 +73,7 @@ def test_subset_has_eight_templates_and_the_three_kinds_of_check(subset: str) ->
     templates = Counter(task.template for task in split_tasks(subset, "train"))
     assert len(templates) >= 8
     kinds = Counter(
-        kind
-        for task in split_tasks(subset, "train")
-        for kind in task.draft.check["eval_types"]  # type: ignore[attr-defined]
+        kind for task in split_tasks(subset, "train") for kind in task.draft.check["eval_types"]
     )
     assert set(kinds) == {"string_match", "url_match", "program_html"}
     assert min(kinds.values()) >= 20

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,7 @@ INVALID = (
 WORLD = make_spec(EnvsSection())
 
 
-def make_env(style: Style = Style.COMPACT, **given: object) -> SearchqaEnv:
+def make_env(style: Style = Style.COMPACT, **given: Any) -> SearchqaEnv:
     spec = make_spec(EnvsSection(searchqa=SearchqaOptions(**given))) if given else WORLD
     env = spec.make(style)
     assert isinstance(env, SearchqaEnv)
@@ -30,7 +31,7 @@ def make_env(style: Style = Style.COMPACT, **given: object) -> SearchqaEnv:
 
 
 @pytest.fixture
-def one_question(tmp_path: Path) -> dict[str, str]:
+def one_question(tmp_path: Path) -> dict[str, Any]:
     """Options of a question without known hops and a corpus of three passages."""
     question = {"question": "who baked the pie", "golden_answers": ["Ann Lee", "Lee"]}
     (tmp_path / "nq_test.jsonl").write_text(json.dumps(question) + "\n")
@@ -40,7 +41,7 @@ def one_question(tmp_path: Path) -> dict[str, str]:
     return {"questions_dir": str(tmp_path), "corpus": str(tmp_path / "corpus.jsonl")}
 
 
-def test_episode_is_a_search_and_an_answer(one_question: dict[str, str]) -> None:
+def test_episode_is_a_search_and_an_answer(one_question: dict[str, Any]) -> None:
     env = make_env(**one_question)
     assert env.reset("nq-test-0") == "question: who baked the pie?"
     found = env.step("<think>hm</think><search>pie</search>")
@@ -52,7 +53,7 @@ def test_episode_is_a_search_and_an_answer(one_question: dict[str, str]) -> None
         env.step("<answer>lee</answer>")
 
 
-def test_wrong_answer_ends_the_episode_by_default(one_question: dict[str, str]) -> None:
+def test_wrong_answer_ends_the_episode_by_default(one_question: dict[str, Any]) -> None:
     env = make_env(**one_question)
     env.reset("nq-test-0")
     ended = env.step("<answer>Bob</answer>")
@@ -60,7 +61,7 @@ def test_wrong_answer_ends_the_episode_by_default(one_question: dict[str, str]) 
     assert ended.is_valid
 
 
-def test_wrong_answer_may_be_tried_again_when_asked_for(one_question: dict[str, str]) -> None:
+def test_wrong_answer_may_be_tried_again_when_asked_for(one_question: dict[str, Any]) -> None:
     env = make_env(Style.AGENTGYM, retry=True, **one_question)
     env.reset("nq-test-0")
     wrong = env.step("<answer>Bob</answer>")
@@ -71,7 +72,7 @@ def test_wrong_answer_may_be_tried_again_when_asked_for(one_question: dict[str, 
     assert (right.reward, right.done) == (1.0, True)
 
 
-def test_f1_pays_for_part_of_the_answer(one_question: dict[str, str]) -> None:
+def test_f1_pays_for_part_of_the_answer(one_question: dict[str, Any]) -> None:
     env = make_env(metric="f1", **one_question)
     env.reset("nq-test-0")
     ended = env.step("<answer>Ann Lee or Bob</answer>")  # 2 of 4 words, all of 2
@@ -80,7 +81,7 @@ def test_f1_pays_for_part_of_the_answer(one_question: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "search[pie]", "<search>pie", "<information>x</information>"])
-def test_text_without_an_action_is_invalid(one_question: dict[str, str], text: str) -> None:
+def test_text_without_an_action_is_invalid(one_question: dict[str, Any], text: str) -> None:
     env = make_env(Style.AGENTGYM, **one_question)
     env.reset("nq-test-0")
     result = env.step(text)
@@ -88,7 +89,7 @@ def test_text_without_an_action_is_invalid(one_question: dict[str, str], text: s
     assert not result.is_valid
 
 
-def test_search_without_results_says_so(one_question: dict[str, str]) -> None:
+def test_search_without_results_says_so(one_question: dict[str, Any]) -> None:
     env = make_env(**one_question)
     env.reset("nq-test-0")
     result = env.step("<search>zeppelin</search>")
@@ -107,7 +108,7 @@ def test_first_observation_in_agentgyms_style_holds_rules_and_question() -> None
 
 
 def test_expert_without_hops_searches_the_question_and_answers_what_it_sees(
-    one_question: dict[str, str],
+    one_question: dict[str, Any],
 ) -> None:
     env = make_env(**one_question)
     env.reset("nq-test-0")
@@ -117,7 +118,7 @@ def test_expert_without_hops_searches_the_question_and_answers_what_it_sees(
 
 
 def test_expert_gives_up_when_its_query_does_not_find_the_fact(
-    one_question: dict[str, str],
+    one_question: dict[str, Any],
 ) -> None:
     env = make_env(num_passages=1, **one_question)
     env.reset("nq-test-0")
@@ -162,7 +163,7 @@ def test_folder_without_questions_is_refused_at_start(tmp_path: Path) -> None:
 
 
 def test_spec_asks_for_a_worker_and_for_time_to_build_an_index(
-    one_question: dict[str, str],
+    one_question: dict[str, Any],
 ) -> None:
     spec = make_spec(EnvsSection(searchqa=SearchqaOptions(**one_question)))
     assert (spec.isolation, spec.sessions_per_worker, spec.max_workers) == (

@@ -2,15 +2,12 @@
 
 import hashlib
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from common.config.envs import EnvsSection, SearchqaOptions
-from common.repository import ROOT
 from envhub.env import EnvFailure, ItemId, UnknownItem
 from envhub.envs.searchqa.env import check, make_spec
 from envhub.envs.searchqa.index import MemoryRetriever
@@ -23,6 +20,7 @@ from envhub.envs.searchqa.questions import (
     make_question,
 )
 from envhub.envs.searchqa.world.world import WORLD_SUBSETS, the_world, write_world
+from tests.envhub.envs.playing import elsewhere
 
 
 def digest() -> str:
@@ -33,7 +31,7 @@ def digest() -> str:
     return hashlib.sha256(json.dumps([facts, rows]).encode()).hexdigest()
 
 
-def options(**given: object) -> EnvsSection:
+def options(**given: Any) -> EnvsSection:
     return EnvsSection(searchqa=SearchqaOptions(**given))
 
 
@@ -102,17 +100,7 @@ def test_yes_and_no_are_answers_about_as_often() -> None:
 
 @pytest.mark.slow
 def test_world_is_the_same_under_another_hash_seed() -> None:
-    code = "from tests.envhub.envs.searchqa.test_world import digest; print(digest())"
-    there = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONHASHSEED": "77", "PYTHONPATH": "."},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    assert there.stdout.strip() == digest()
+    assert elsewhere(__name__, "digest()", hash_seed=77) == digest()
 
 
 def test_files_of_the_world_hold_the_same_questions(folder: Path) -> None:

@@ -37,14 +37,16 @@ def test_what_is_out_of_view_is_scrolled_to_when_only_the_view_is_shown():
 def test_steps_follow_each_other_and_the_last_is_the_answer():
     solution = following({"do": "goto", "url": "http://a.test/"}, {"do": "stop", "answer": "42"})
     first = solution.next(NODES, only_in_view=False)
-    assert first == Action(kind=Kind.GOTO, text="http://a.test/")
-    solution.follow(first, first)
+    going = Action(kind=Kind.GOTO, text="http://a.test/")
+    assert first == going
+    solution.follow(going, going)
     assert solution.next(NODES, only_in_view=False) == Action(kind=Kind.STOP, text="42")
 
 
 def test_expert_knows_no_way_once_it_has_been_left():
     solution = following({"do": "click", "role": "link", "name": "Orders"})
     expected = solution.next(NODES, only_in_view=False)
+    assert expected is not None
     solution.follow(Action(kind=Kind.HOVER, element=1), expected)
     assert solution.next(NODES, only_in_view=False) == expected
     solution.follow(Action(kind=Kind.CLICK, element=1), expected)
