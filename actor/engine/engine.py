@@ -20,8 +20,8 @@ from actor.engine.start import shut_down_llm, start_llm
 from common.config.run_config import ActorSection, ModelSection
 from common.errors import EngineError, WeightSyncError
 from common.wire.codec import encode
-from common.wire.messages import WeightsOffer
 from common.wire.weight_group import TransferCancelled
+from common.wire.weight_messages import WeightsOffer
 
 logger = logging.getLogger(__name__)
 

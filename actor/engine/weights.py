@@ -9,17 +9,17 @@ from actor.engine.engine import Engine
 from common.errors import LongstrideError, WeightSyncError
 from common.store.run_dir import RunDir
 from common.wire.following_dealer import FollowingDealer
-from common.wire.messages import (
+from common.wire.messages import Rejected
+from common.wire.security import RunKeys
+from common.wire.weight_group import TransferCancelled
+from common.wire.weight_messages import (
     CanaryScores,
-    Rejected,
     WeightsJoin,
     WeightsLeave,
     WeightsLoaded,
     WeightsOffer,
     WeightsReady,
 )
-from common.wire.security import RunKeys
-from common.wire.weight_group import TransferCancelled
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from common.amx import TilePermission
 from common.errors import WeightSyncError
 from common.wire.codec import decode
 from common.wire.collective import checksum, device_id, views
-from common.wire.messages import WeightsOffer
 from common.wire.weight_group import TransferCancelled, WeightGroup
+from common.wire.weight_messages import WeightsOffer
 
 RELOAD_LOGGER = "vllm.model_executor.model_loader.reload.layerwise"
 

@@ -179,18 +179,7 @@ async def _turns(
 def _trajectory(lease: Lease, play: _Play, *, actor: str, wall_s: float) -> Trajectory:
     tape = play.tape
     return Trajectory(
-        episode_id=lease.episode_id,
-        group_id=lease.group_id,
-        member=lease.member,
-        attempt=lease.attempt,
-        kind=lease.kind,
-        policy=lease.policy,
-        env=lease.env,
-        item_id=lease.item_id,
-        seed=lease.seed,
-        horizon=lease.horizon,
-        horizon_stage=lease.horizon_stage,
-        opened_at_version=lease.opened_at_version,
+        **lease.identity(),
         actor=actor,
         end_reason=play.end,
         error=play.error[:1_000],

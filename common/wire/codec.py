@@ -20,17 +20,17 @@ import msgpack
 import numpy as np
 
 from common.errors import WireError
-from common.wire import messages
-from common.wire.messages import SCHEMA_VERSION
+from common.wire import messages, weight_messages
+from common.wire.messages import SCHEMA_VERSION, EpisodeIdentity
 
 MAX_HEADER_BYTES = 16 * 1024 * 1024
 MAX_ARRAY_BYTES = 256 * 1024 * 1024
 ARRAY_DTYPES = ("int32", "float32", "bool")
 
-_MESSAGE_TYPES: dict[str, type] = {
+MESSAGE_TYPES: dict[str, type] = {
     name: cls
-    for name, cls in vars(messages).items()
-    if isinstance(cls, type) and dataclasses.is_dataclass(cls)
+    for name, cls in [*vars(messages).items(), *vars(weight_messages).items()]
+    if isinstance(cls, type) and dataclasses.is_dataclass(cls) and cls is not EpisodeIdentity
 }
 
 
@@ -38,10 +38,10 @@ def encode(message: Any) -> list[bytes]:
     """Return the frames of a message: the header, then one frame per array field.
 
     Raises:
-        WireError: the object is no message of `common.messages`, or an array has a foreign dtype.
+        WireError: the object is no message, or an array has a foreign dtype.
     """
     name = type(message).__name__
-    if _MESSAGE_TYPES.get(name) is not type(message):
+    if MESSAGE_TYPES.get(name) is not type(message):
         raise WireError(f"{name} is not a message")
     frames: list[bytes] = []
     header = [SCHEMA_VERSION, name, _to_plain(message, frames)]
@@ -67,7 +67,7 @@ def decode(frames: list[bytes]) -> Any:
     schema, name, fields = header
     if type(schema) is not int or schema != SCHEMA_VERSION:
         raise WireError(f"schema version {schema!r}, this side speaks {SCHEMA_VERSION}")
-    cls = _MESSAGE_TYPES.get(name) if isinstance(name, str) else None
+    cls = MESSAGE_TYPES.get(name) if isinstance(name, str) else None
     if cls is None:
         raise WireError(f"unknown message type {name!r}")
     return _from_plain(cls, fields, frames, path=name)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.errors import WeightSyncError
-from common.wire.messages import TensorSpec
+from common.wire.weight_messages import TensorSpec
 
 ALIGN_BYTES = 16  # every tensor starts here, so that a view of any dtype is legal
 CHECKSUM_CHUNK = 1 << 20  # int32 words summed at a time

@@ -1,4 +1,4 @@
-"""Every message between roles, and the words that the whole product uses.
+"""The messages of episodes and their control, and the words that the whole product uses.
 
 episode     one run of an environment, from reset to its end
 turn        one action of the model and the observation that answers it
@@ -8,8 +8,9 @@ step        one optimizer step; version v is the policy after step v, v0 is the 
 lag         learner version minus the version that sampled a token
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
+from typing import Any
 
 import numpy as np
 
@@ -58,8 +59,8 @@ class Outcome(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lease:
-    """Permission, and duty, to play one episode. All members of a group share the stamp."""
+class EpisodeIdentity:
+    """Which episode it is, and its stamp, which all members of a group share."""
 
     episode_id: str  # unique in a run: "<group_id>/<member>"
     group_id: str
@@ -73,6 +74,16 @@ class Lease:
     horizon: int  # most turns of this episode
     horizon_stage: int  # 0-based stage of the curriculum at opening
     opened_at_version: int
+
+    def identity(self) -> dict[str, Any]:
+        """Return these fields by name, for what else is said of the episode."""
+        return {f.name: getattr(self, f.name) for f in fields(EpisodeIdentity)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease(EpisodeIdentity):
+    """Permission, and duty, to play one episode."""
+
     deadline_s: float  # seconds from receipt until the episode must have ended
 
 
@@ -222,21 +233,9 @@ class StepDone:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trajectory:
+class Trajectory(EpisodeIdentity):
     """One finished episode as tokens. Arrays share one length; -1 marks "not sampled"."""
 
-    episode_id: str
-    group_id: str
-    member: int
-    attempt: int
-    kind: EpisodeKind
-    policy: PolicyKind
-    env: str
-    item_id: str
-    seed: int
-    horizon: int
-    horizon_stage: int
-    opened_at_version: int
     actor: str
     end_reason: EndReason
     error: str  # "" unless end_reason is an infrastructure failure
@@ -263,88 +262,6 @@ class Ack:
     episode_id: str
     is_accepted: bool
     reason: str  # why it was refused; "" when accepted
-
-
-# --- weight plane, its small talk: learner <-> actor (tensors go over torch.distributed) -----
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorSpec:
-    """Where one tensor lies in the flat transfer buffer."""
-
-    name: str
-    shape: list[int]
-    dtype: str  # torch name without prefix: "bfloat16"
-    offset_bytes: int
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightsJoin:
-    """Actor -> learner: my engine wants weights from now on."""
-
-    actor: str
-    incarnation: str
-    device: str  # a GPU's own name; "" for the CPU
-    version: int  # what the engine holds
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightsLeave:
-    """Actor -> learner: my engine ends; do not wait for it."""
-
-    actor: str
-    incarnation: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightsOffer:
-    """Learner -> actor: version `version` starts now; take your place in the process group."""
-
-    version: int
-    group_epoch: int  # a new number means: build a new process group
-    rank: int
-    world_size: int
-    store_host: str
-    store_port: int
-    backend: str  # "gloo" | "nccl"
-    timeout_s: float
-    tensors: list[TensorSpec]
-    total_bytes: int
-    checksum: str  # hex, of the bytes that the learner sends
-    canary_token_ids: list[list[int]]  # prompts that both sides score after loading
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightsReady:
-    """Actor -> learner: generation is paused and my rank is about to enter the broadcast."""
-
-    actor: str
-    incarnation: str
-    version: int
-    group_epoch: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightsLoaded:
-    """Actor -> learner: what became of the offer."""
-
-    actor: str
-    incarnation: str
-    version: int
-    group_epoch: int
-    is_ok: bool
-    error: str
-    pause_s: float  # in which the engine generated nothing
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CanaryScores:
-    """Actor -> learner: logprobs of the canary tokens under the weights now loaded."""
-
-    actor: str
-    version: int
-    logprobs: list[list[float]]  # [canary, seq-1] nats of token t given tokens < t
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

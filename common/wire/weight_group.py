@@ -12,7 +12,7 @@ from torch import Tensor
 
 from common.errors import WeightSyncError
 from common.wire.collective import BroadcastGroup, local_address_towards, open_store
-from common.wire.messages import WeightsOffer
+from common.wire.weight_messages import WeightsOffer
 
 CANCEL_CHECK_S = 0.25  # between looks at whether a running transfer is still wanted
 

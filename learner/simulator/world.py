@@ -16,7 +16,6 @@ from common.wire.messages import (
     Heartbeat,
     Outcome,
     Outcomes,
-    PolicyKind,
     Progress,
     StepDone,
     Trajectory,
@@ -174,18 +173,7 @@ class World:
         if version not in self._versions:
             self._versions[version] = np.array([version], dtype=np.int32)
         return Trajectory(
-            episode_id=lease.episode_id,
-            group_id=lease.group_id,
-            member=lease.member,
-            attempt=lease.attempt,
-            kind=lease.kind,
-            policy=PolicyKind.MODEL,
-            env=lease.env,
-            item_id=lease.item_id,
-            seed=lease.seed,
-            horizon=lease.horizon,
-            horizon_stage=lease.horizon_stage,
-            opened_at_version=lease.opened_at_version,
+            **lease.identity(),
             actor=arrival.actor,
             end_reason=arrival.end_reason,
             error="",

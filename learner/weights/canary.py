@@ -4,7 +4,7 @@ import logging
 import math
 import threading
 
-from common.wire.messages import CanaryScores
+from common.wire.weight_messages import CanaryScores
 from learner.weights.snapshot import PublishedWeights
 
 logger = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from common.wire.messages import WeightsJoin
+from common.wire.weight_messages import WeightsJoin
 
 logger = logging.getLogger(__name__)
 

@@ -15,17 +15,17 @@ from typing import Any
 
 from common.errors import LongstrideError, WeightSyncError
 from common.wire.collective import backend_for, device_id, open_store
-from common.wire.messages import (
+from common.wire.messages import Rejected
+from common.wire.sockets import Router
+from common.wire.weight_group import TransferCancelled, WeightGroup, cancel
+from common.wire.weight_messages import (
     CanaryScores,
-    Rejected,
     WeightsJoin,
     WeightsLeave,
     WeightsLoaded,
     WeightsOffer,
     WeightsReady,
 )
-from common.wire.sockets import Router
-from common.wire.weight_group import TransferCancelled, WeightGroup, cancel
 from learner.weights.canary import Canary
 from learner.weights.membership import Member, Membership
 from learner.weights.snapshot import PublishedWeights

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from common.wire.collective import checksum, flatten_into, lay_out
-from common.wire.messages import TensorSpec
+from common.wire.weight_messages import TensorSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

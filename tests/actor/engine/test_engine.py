@@ -11,7 +11,7 @@ import torch
 
 from common.errors import WeightSyncError
 from common.wire.collective import BroadcastGroup, open_store
-from common.wire.messages import CanaryScores, WeightsLoaded, WeightsOffer
+from common.wire.weight_messages import CanaryScores, WeightsLoaded, WeightsOffer
 from tests.actor.engine.engine_rig import FIRST_FORCED, HOST, TIMEOUT_S, WAIT_S, Rig
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ import pytest
 import zmq.asyncio
 
 from common.store.run_dir import RunDir
-from common.wire.messages import WeightsJoin, WeightsLeave
 from common.wire.security import create_keys
 from common.wire.sockets import Router
+from common.wire.weight_messages import WeightsJoin, WeightsLeave
 
 HOST = "127.0.0.1"
 WAIT_S = 20.0

@@ -16,20 +16,16 @@ from common.errors import WireError
 from common.wire.codec import (
     ARRAY_DTYPES,
     MAX_HEADER_BYTES,
+    MESSAGE_TYPES,
     decode,
     encode,
-    messages,
     pack_record,
     unpack_record,
 )
-from common.wire.messages import SCHEMA_VERSION, Ack, LeaseGrant, Rejected, TensorSpec
+from common.wire.messages import SCHEMA_VERSION, Ack, LeaseGrant, Rejected
+from common.wire.weight_messages import TensorSpec
 from tests.learner.builders import make_trajectory
 
-MESSAGE_TYPES = [
-    value
-    for value in vars(messages).values()
-    if isinstance(value, type) and dataclasses.is_dataclass(value)
-]
 INT64 = st.integers(-(2**63), 2**63 - 1)
 ACK = Ack(episode_id="g/0", is_accepted=True, reason="")
 
@@ -102,7 +98,7 @@ def trajectory_frames(**changes: Any) -> list[bytes]:
     return [pack([schema, name, fields | changes]), *frames[1:]]
 
 
-@pytest.mark.parametrize("kind", MESSAGE_TYPES, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", MESSAGE_TYPES.values(), ids=lambda kind: kind.__name__)
 def test_wire_returns_every_message_as_it_was(kind: type) -> None:
     @settings(max_examples=8)
     @given(values_of(kind))

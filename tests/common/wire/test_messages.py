@@ -10,14 +10,11 @@ from pathlib import Path
 import pytest
 
 from common.repository import ROOT
-from common.wire import messages
+from common.wire.codec import MESSAGE_TYPES as MESSAGES
+from common.wire.messages import EpisodeIdentity
 
 PACKAGES = ("actor", "common", "envhub", "learner")
-MESSAGES = {
-    name: cls
-    for name, cls in vars(messages).items()
-    if isinstance(cls, type) and dataclasses.is_dataclass(cls)
-}
+DEFINED_IN = [ROOT / "common" / "wire" / name for name in ("messages.py", "weight_messages.py")]
 PASSED_ON = {  # read by others than those who handle the message, like what is nested
     "Trajectory",  # journal, batches, reports and offline training read it
     "LeaseGrant",  # the actor's loop reads what its client received
@@ -41,7 +38,7 @@ class Uses:
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 callees.add(id(node.func))
-                self._add_call(node.func.id, {each.arg for each in node.keywords if each.arg})
+                self._add_call(node.func.id, set(_keywords(node)))
         named = {
             node.id
             for node in ast.walk(tree)
@@ -65,8 +62,18 @@ class Uses:
 def _sources() -> Iterator[Path]:
     for package in PACKAGES:
         for path in (ROOT / package).rglob("*.py"):
-            if path != ROOT / "common" / "wire" / "messages.py" and "bench" not in path.parts:
+            if path not in DEFINED_IN and "bench" not in path.parts:
                 yield path
+
+
+def _keywords(call: ast.Call) -> Iterator[str]:
+    """Yield the keywords of a call, and those that `**episode.identity()` stands for."""
+    for keyword in call.keywords:
+        match keyword:
+            case ast.keyword(arg=str(name)):
+                yield name
+            case ast.keyword(value=ast.Call(func=ast.Attribute(attr="identity"))):
+                yield from (field.name for field in dataclasses.fields(EpisodeIdentity))
 
 
 def _reads(tree: ast.Module) -> Iterator[str]:

@@ -9,10 +9,8 @@ def trajectory_of(
     lease: Lease, *, version: int, reward: float, end_reason: EndReason, actor: str = "actor-0"
 ) -> Trajectory:
     """Return an episode of one sampled token."""
-    stamp = {name: getattr(lease, name) for name in Lease.__dataclass_fields__}
-    del stamp["deadline_s"]
     return Trajectory(
-        **stamp,
+        **lease.identity(),
         actor=actor,
         end_reason=end_reason,
         error="",

@@ -4,13 +4,8 @@ import json
 import time
 
 from common.config.run_config import TrainMode, published_version
-from common.wire.messages import (
-    GroupArrived,
-    LeaseRequest,
-    Outcome,
-    Rejected,
-    WeightsJoin,
-)
+from common.wire.messages import GroupArrived, LeaseRequest, Outcome, Rejected
+from common.wire.weight_messages import WeightsJoin
 from learner.scheduler.core import SchedulerCore
 from tests.configs import edited
 from tests.learner.scheduler.builders import (

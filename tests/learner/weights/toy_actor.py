@@ -12,7 +12,10 @@ import zmq
 from common.errors import WeightSyncError
 from common.wire.codec import decode, encode
 from common.wire.collective import checksum, views
-from common.wire.messages import (
+from common.wire.security import RunKeys, load_keys
+from common.wire.sockets import connect_dealer
+from common.wire.weight_group import WeightGroup
+from common.wire.weight_messages import (
     CanaryScores,
     WeightsJoin,
     WeightsLeave,
@@ -20,9 +23,6 @@ from common.wire.messages import (
     WeightsOffer,
     WeightsReady,
 )
-from common.wire.security import RunKeys, load_keys
-from common.wire.sockets import connect_dealer
-from common.wire.weight_group import WeightGroup
 
 HOST = "127.0.0.1"
 CANARY = [[1, 2, 3]]
