@@ -78,7 +78,7 @@ class Intake(threading.Thread):
             self._scheduler.connect(timeout_s=CONNECT_S)
             while not self._stop_requested.is_set():
                 self._serve_once()
-            self._scheduler.flush()
+            self._scheduler.leave()
         except Exception as error:
             logger.exception("intake failed")
             self._buffer.fail(error)

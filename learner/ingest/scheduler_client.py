@@ -10,7 +10,7 @@ import zmq
 from common.errors import LongstrideError
 from common.store.run_dir import RunDir
 from common.wire.following_dealer import FollowingDealer
-from common.wire.messages import Heartbeat, Hello, Progress, Rejected, Welcome
+from common.wire.messages import Goodbye, Heartbeat, Hello, Progress, Rejected, Welcome
 from common.wire.security import RunKeys
 from learner.ingest.report_log import ReportLog
 
@@ -120,6 +120,12 @@ class SchedulerClient:
         if self._run_epoch:
             for message in self._reports.take_unsent():
                 self._dealer.send(message)
+
+    def leave(self) -> None:
+        """Send what is queued, and say goodbye: nobody need wait for this learner."""
+        self.flush()
+        hello = self.hello
+        self._dealer.send(Goodbye(role=hello.role, name=hello.name, incarnation=hello.incarnation))
 
     def close(self) -> None:
         """Close the socket; what was sent has half a second to leave."""

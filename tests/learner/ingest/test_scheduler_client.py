@@ -1,16 +1,14 @@
 """Laws of what the scheduler is told, and of what the intake hears from it."""
 
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from common.errors import LongstrideError
-from common.wire.messages import (
-    EpisodeKind,
-    StepDone,
-)
+from common.wire.messages import EpisodeKind, Goodbye, StepDone
 from tests.learner.ingest.intake_rig import HELLO, Setup, member
 
 
@@ -123,3 +121,24 @@ def test_the_end_of_the_run_is_heard(running: Setup) -> None:
     ended.start()
     running.scheduler.pump_until(lambda: not ended.is_alive())
     assert running.buffer.wait_finished(timeout_s=0.0)
+
+
+def test_a_learner_that_stops_reports_the_rest_and_says_goodbye(running: Setup) -> None:
+    running.scheduler.pump_beats(1)
+    running.buffer.step_done(1, is_last=True, max_ahead_steps=1, signals={})
+    running.intake.stop()
+    running.scheduler.pump_until(lambda: isinstance(running.scheduler.heard[-1], Goodbye))
+    name, incarnation = HELLO.name, HELLO.incarnation
+    goodbye = Goodbye(role="learner", name=name, incarnation=incarnation)
+    assert running.scheduler.heard[-1] == goodbye
+    assert any(isinstance(message, StepDone) for message in running.scheduler.heard)
+
+
+def test_a_learner_that_failed_says_no_goodbye(running: Setup) -> None:
+    running.scheduler.rejects = True
+    running.scheduler.pump_until(lambda: not running.intake.is_alive())
+    running.scheduler.rejects = False
+    running.intake.join(5.0)
+    ends = time.monotonic() + 0.2
+    running.scheduler.pump_until(lambda: time.monotonic() > ends)
+    assert not any(isinstance(message, Goodbye) for message in running.scheduler.heard)

@@ -1,0 +1,93 @@
+"""Laws of the reports to the scheduler: kept until it has them on disk, and no longer."""
+
+from common.wire.messages import EpisodeOutcome, Outcome, Outcomes, StepDone
+from learner.ingest.report_log import Report, ReportLog
+
+
+def outcomes(*episode_ids: str) -> Outcomes:
+    found = [
+        EpisodeOutcome(episode_id=each, outcome=Outcome.FILTERED, cause="") for each in episode_ids
+    ]
+    return Outcomes(seen=[], outcomes=found, groups=[], num_duplicates=len(found))
+
+
+def step(version: int) -> StepDone:
+    return StepDone(version=version, is_last=False, max_ahead_steps=1, signals={})
+
+
+def told(messages: list[Report]) -> list[tuple[int, object]]:
+    """Return (number, episodes or version) of each message."""
+    return [
+        (
+            each.number,
+            each.version
+            if isinstance(each, StepDone)
+            else [outcome.episode_id for outcome in each.outcomes],
+        )
+        for each in messages
+    ]
+
+
+def make_log(*reports: Report) -> ReportLog:
+    log = ReportLog()
+    for report in reports:
+        log.queue(report)
+    return log
+
+
+def test_reports_are_numbered_in_order_and_outcomes_that_follow_each_other_are_one() -> None:
+    log = make_log(outcomes("a"), outcomes("b", "c"), step(1), outcomes("d"))
+    messages = log.take_unsent()
+    assert told(messages) == [(1, ["a", "b", "c"]), (2, 1), (3, ["d"])]
+    assert isinstance(messages[0], Outcomes)
+    assert messages[0].num_duplicates == 3
+    assert log.take_unsent() == []
+    assert log.queue(step(2)) == 5, "reports are counted as they were queued, not as sent"
+    assert told(log.take_unsent()) == [(4, 2)]
+
+
+def test_what_the_scheduler_has_saved_is_forgotten_and_what_it_has_not_is_sent_again() -> None:
+    log = make_log(outcomes("a"), outcomes("b"), step(1))
+    log.take_unsent()
+    log.queue(step(2))
+    log.take_unsent()
+    assert log.num_saved == 0
+    log.acknowledge(2)
+    assert log.num_saved == 3
+    log.restart()
+    assert told(log.take_unsent()) == [(1, 2)]
+    log.acknowledge(1)
+    log.restart()
+    assert log.take_unsent() == []
+
+
+def test_number_of_the_middle_of_what_was_sent_at_once_forgets_nothing() -> None:
+    """What was taken together is forgotten together: the numbers in between are not kept."""
+    log = make_log(outcomes("a"), step(1))
+    log.take_unsent()
+    log.acknowledge(1)
+    assert log.num_saved == 0
+    log.restart()
+    assert told(log.take_unsent()) == [(1, ["a"]), (2, 1)]
+
+
+def test_report_that_was_queued_after_sending_is_sent_once_by_the_next_connection() -> None:
+    log = make_log(step(1))
+    log.take_unsent()
+    log.queue(outcomes("a"))
+    log.restart()
+    assert told(log.take_unsent()) == [(1, 1), (2, ["a"])]
+
+
+def test_acknowledgement_that_comes_twice_or_late_changes_nothing() -> None:
+    log = make_log(step(1))
+    log.take_unsent()
+    log.acknowledge(1)
+    log.acknowledge(1)
+    log.queue(step(2))
+    log.take_unsent()
+    log.acknowledge(1)
+    assert log.num_saved == 1
+    log.restart()
+    log.acknowledge(0)
+    assert told(log.take_unsent()) == [(1, 2)]
