@@ -1,0 +1,66 @@
+"""Laws of the learner's loop that need no other role."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+from common.config.run_config import RunConfig
+from common.store.run_dir import RunDir
+from learner.build import Learner
+from learner.ingest.group_assembly import Group
+from learner.ingest.replay_point import ReplayPoint
+from learner.main import Batch, Loop
+from learner.training.checkpoint import Checkpoints
+from learner.training.controller import Decision
+from learner.training.trainer import StepResult
+from tests.learner.builders import make_model, make_trajectory
+
+
+class Neighbour:
+    """Every part of a learner that the law does not look at: it has nothing to say."""
+
+    num_canary_alarms = 0
+
+    def __init__(self) -> None:
+        self.lines: list[dict[str, float]] = []
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self.lines.append(metrics)
+
+    def drain_stats(self) -> dict[str, float]:
+        return {}
+
+    counts = drain_metrics = state_dict = drain_stats
+
+    def replay_point(self, *, version: int) -> ReplayPoint:
+        return ReplayPoint(version=version)
+
+    def publish_status(self, _: object) -> None:
+        pass
+
+    def save_pretrained(self, _: Path) -> None:
+        pass
+
+
+def make_learner(root: Path, neighbour: Any) -> Learner:
+    (root / "journal").mkdir()
+    keeper = Checkpoints(root / "checkpoints", every_steps=1, every_s=1e9, keep=1)
+    given: dict[str, Any] = {name: neighbour for name in Learner.__dataclass_fields__}
+    given |= {"run_dir": RunDir(root=root), "model": make_model(), "version": 1}
+    given["checkpoints"] = keeper
+    return Learner(**given)
+
+
+def test_seconds_of_the_last_checkpoint_are_a_metric_of_the_steps_after_it(tmp_path: Path) -> None:
+    neighbour = Neighbour()
+    loop = Loop(RunConfig(), make_learner(tmp_path, neighbour), threading.Event())
+    members = [make_trajectory([1, 2], [0, 1])]
+    batch = Batch(groups=[Group(group_id="g", members=members)], stale=[], waited_s=0.0)
+    kept = Decision(lr_scale=1.0, is_skipped=False, max_ahead_steps=0)
+    result = StepResult(metrics={}, decision=kept)
+    loop._log_metrics(batch, result)
+    loop.save()
+    loop._log_metrics(batch, result)
+    before, after = neighbour.lines
+    assert "train/checkpoint_s" not in before
+    assert 0.0 < after["train/checkpoint_s"] < 60.0
