@@ -127,7 +127,7 @@ def bench(request: Request) -> int:
         "learner": Later("learner.bench.suite:run_suite"),
         "gpu": Later("learner.bench.gpu:run_suite"),
         "scheduler": Later("learner.scheduler.bench.suite:run_suite"),
-        "tail": Later("learner.simulator.bench_tail:run_suite"),
+        "tail": Later("learner.bench.tail:run_suite"),
     }
     if request.suite not in suites:
         raise ConfigError(f"--suite={request.suite}: one of {', '.join(suites)}")

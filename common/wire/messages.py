@@ -142,10 +142,10 @@ class Heartbeat:
     name: str
     version: int
     running: list[str]  # actor: episode ids in work or unacknowledged; learner: incomplete groups
-    num_slots: int  # actor: episodes at once that its engine keeps up with
-    tokens_per_s: float  # sampled by an actor, trained by a learner
-    waiting_for: str  # "" when busy
-    rss_bytes: int
+    num_slots: int = 0  # actor: episodes at once that its engine keeps up with
+    tokens_per_s: float = 0.0  # sampled by an actor, trained by a learner
+    waiting_for: str = ""  # "" when busy
+    rss_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from common.wire.messages import EndReason, EpisodeKind, PolicyKind, Trajectory
+from common.wire.messages import Trajectory
 from learner.batch.batching import Sample
+from learner.batch.synthetic import synthetic_trajectory
 from learner.training.trainer import Trainer
 
 SAMPLER_NOISE = 0.05  # nats by which the sampler's logprobs differ: ratios near one, none equal
@@ -70,39 +71,19 @@ def _episode(
 ) -> Trajectory:
     num_turns = int(rng.integers(1, shape.max_turns + 1))
     turn_tokens = shape.observation_tokens + shape.action_tokens
-    is_sampled = np.arange(turn_tokens) >= shape.observation_tokens
-    mask = np.tile(is_sampled, num_turns)
+    mask = np.tile(np.arange(turn_tokens) >= shape.observation_tokens, num_turns)
     turn_ids = np.repeat(np.arange(num_turns), turn_tokens).astype(np.int32)
-    newest = MAX_LAG
-    versions = np.where(mask, np.minimum(turn_ids, newest), -1).astype(np.int32)
     is_success = member % 2 == 0
-    return Trajectory(
-        episode_id=f"{group_id}/{member}",
+    return synthetic_trajectory(
+        rng.integers(0, vocab_size, size=len(mask)),
+        mask,
         group_id=group_id,
         member=member,
-        attempt=0,
-        kind=EpisodeKind.TRAIN,
-        policy=PolicyKind.MODEL,
-        env="bench",
-        item_id="bench-train-0",
-        seed=0,
         horizon=shape.max_turns,
-        horizon_stage=0,
-        opened_at_version=0,
-        actor="actor-0",
-        end_reason=EndReason.DONE,
-        error="",
         reward=float(is_success),
         is_success=is_success,
         num_turns=num_turns,
-        num_invalid_actions=0,
-        generate_s=0.0,
-        env_s=0.0,
-        wall_s=0.0,
-        token_ids=rng.integers(0, vocab_size, size=len(mask)).astype(np.int32),
-        loss_mask=mask,
-        logprobs=np.zeros(len(mask), dtype=np.float32),
-        versions=versions,
+        versions=np.where(mask, np.minimum(turn_ids, MAX_LAG), -1).astype(np.int32),
         turn_ids=turn_ids,
         invalid_turns=np.zeros(num_turns, dtype=bool),
         turn_scores=np.linspace(0.0, float(is_success), num_turns, dtype=np.float32),

@@ -9,13 +9,14 @@ from common.config.run_config import RunConfig, TrainMode
 from common.wire.messages import (
     EndReason,
     EpisodeKind,
+    Heartbeat,
+    Hello,
     Lease,
     LeaseGrant,
     LeaseRequest,
 )
 from learner.scheduler.core import RETRY_S
 from learner.simulator.event_queue import EventQueue
-from learner.simulator.peer_messages import heartbeat, hello
 from learner.simulator.workload import Play, Workload
 
 GATHER_S = 0.02  # in which freed slots gather into one request
@@ -107,15 +108,9 @@ class Fleet:
     def _join(self, actor: SimActor) -> None:
         actor.num_lives += 1
         actor.is_alive = True
-        self._core.handle(
-            actor.name,
-            hello(
-                "actor",
-                actor.name,
-                incarnation=f"life-{actor.num_lives}",
-                version=self.version,
-            ),
-        )
+        incarnation = f"life-{actor.num_lives}"
+        hello = Hello(role="actor", name=actor.name, incarnation=incarnation, version=self.version)
+        self._core.handle(actor.name, hello)
         if self._cfg.simulator.mtbf_h > 0:
             life_s = self._rng.expovariate(1 / (3600.0 * self._cfg.simulator.mtbf_h))
             self._events.at(life_s, self._die, actor)
@@ -140,16 +135,14 @@ class Fleet:
         return [actor.name for actor in living]
 
     def _beat(self, actor: SimActor) -> None:
-        progress = self._core.handle(
-            actor.name,
-            heartbeat(
-                "actor",
-                actor.name,
-                version=self.version,
-                running=list(actor.held),
-                num_slots=self._num_slots,
-            ),
+        heartbeat = Heartbeat(
+            role="actor",
+            name=actor.name,
+            version=self.version,
+            running=list(actor.held),
+            num_slots=self._num_slots,
         )
+        progress = self._core.handle(actor.name, heartbeat)
         for episode_id in progress.revoked:
             actor.held.pop(episode_id, None)
         if progress.revoked:

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, replace
 
-from common.config.curriculum import HorizonKind
 from common.config.run_config import RunConfig
+from learner.simulator.settings import at_longest_horizon, with_actors, with_ahead, with_size
 from learner.simulator.tally import Prediction
 from learner.simulator.workload import Workload
 from learner.simulator.world import World
@@ -48,22 +48,22 @@ def advise(cfg: RunConfig, workload: Workload) -> Advice:
     lets 99 % through. Then fewer actors if they do, then another group size if it trains more.
     All trials are at the longest horizon, which a run that is long enough spends most time at.
     """
-    cfg = _at_longest_horizon(cfg)
+    cfg = at_longest_horizon(cfg)
     num_actors = cfg.simulator.num_actors or cfg.actor.num_actors
     ahead: dict[int, Prediction] = {}
     for value in sorted({*AHEAD_STEPS, max(1, cfg.scheduler.max_ahead_steps)}):
-        ahead[value] = _try(_with_ahead(cfg, value, max_lag_steps=4 * value + 8), workload)
+        ahead[value] = _try(with_ahead(cfg, value, max_lag_steps=4 * value + 8), workload)
     best_ahead = _least(ahead)
     max_lag_steps = _bound(ahead[best_ahead])
-    cfg = _with_ahead(cfg, best_ahead, max_lag_steps=max_lag_steps)
+    cfg = with_ahead(cfg, best_ahead, max_lag_steps=max_lag_steps)
     actors = {
-        value: _try(_with_actors(cfg, value), workload)
+        value: _try(with_actors(cfg, value), workload)
         for value in sorted({max(1, round(num_actors * factor)) for factor in ACTOR_FACTORS})
     }
     best_actors = _least(actors)
-    cfg = _with_actors(cfg, best_actors)
+    cfg = with_actors(cfg, best_actors)
     sizes = {
-        value: _try(_with_size(cfg, value), workload)
+        value: _try(with_size(cfg, value), workload)
         for value in sorted({*GROUP_SIZES, cfg.groups.size})
         if cfg.groups.size * cfg.groups.per_step % value == 0
     }
@@ -75,7 +75,7 @@ def advise(cfg: RunConfig, workload: Workload) -> Advice:
         max_lag_steps=max_lag_steps,
         num_actors=best_actors,
         group_size=best_size,
-        groups_per_step=_with_size(cfg, best_size).groups.per_step,
+        groups_per_step=with_size(cfg, best_size).groups.per_step,
         ahead_trials=_trials(ahead),
         actor_trials=_trials(actors),
         size_trials=_trials(sizes),
@@ -102,34 +102,6 @@ def _bound(prediction: Prediction) -> int:
         if passed >= KEPT_FRAC * total:
             return max(1, lag)
     return 1
-
-
-def _at_longest_horizon(cfg: RunConfig) -> RunConfig:
-    per_env = {
-        env: replace(override, kind=HorizonKind.FIXED.value)
-        for env, override in cfg.horizon.per_env.items()
-    }
-    horizon = replace(cfg.horizon, kind=HorizonKind.FIXED, per_env=per_env)
-    return replace(cfg, horizon=horizon)
-
-
-def _with_ahead(cfg: RunConfig, value: int, *, max_lag_steps: int) -> RunConfig:
-    scheduler = replace(cfg.scheduler, max_ahead_steps=value)
-    return replace(
-        cfg, scheduler=scheduler, learner=replace(cfg.learner, max_lag_steps=max_lag_steps)
-    )
-
-
-def _with_actors(cfg: RunConfig, value: int) -> RunConfig:
-    return replace(cfg, simulator=replace(cfg.simulator, num_actors=value))
-
-
-def _with_size(cfg: RunConfig, value: int) -> RunConfig:
-    """Return groups of this size, and so many that a step has as many episodes as before."""
-    groups = cfg.groups
-    per_step = groups.per_step * groups.size // value
-    min_size = max(2, round(groups.min_size * value / groups.size))
-    return replace(cfg, groups=replace(groups, size=value, per_step=per_step, min_size=min_size))
 
 
 def _trials(predictions: dict[int, Prediction]) -> list[Trial]:

@@ -1,9 +1,7 @@
 """One simulation: the scheduler's core and the learner's groups, driven on virtual time."""
 
-from dataclasses import replace
+from collections.abc import Sequence
 from random import Random
-
-import numpy as np
 
 from common.config.run_config import RunConfig, TrainMode
 from common.errors import LongstrideError
@@ -14,29 +12,25 @@ from common.wire.messages import (
     EpisodeSeen,
     GroupArrived,
     Heartbeat,
+    Hello,
     Outcome,
     Outcomes,
     Progress,
     StepDone,
     Trajectory,
 )
+from learner.batch.synthetic import synthetic_trajectory
 from learner.ingest.group_assembly import Group, GroupAssembly
 from learner.scheduler.core import SchedulerCore
-from learner.scheduler.curriculum.catalogue import Catalogue, SubsetEntry
 from learner.simulator.event_queue import EventQueue
 from learner.simulator.fleet import Arrival, Fleet
-from learner.simulator.peer_messages import heartbeat, hello, seen
+from learner.simulator.settings import catalogue_of, for_simulation
 from learner.simulator.tally import Prediction, Tally
 from learner.simulator.workload import Workload
 
 LEARNER = "learner-0"
-NUM_ITEMS = 1000  # of each subset
 MANY_ACTORS = 16  # beyond which heartbeats are as seldom as leaves nobody taken for dead
-ENDLESS_STEPS = 1 << 30
 MAX_HOURS = 24.0 * 365  # a run that does not come forward ends here
-_MASK = np.ones(1, dtype=bool)
-_NONE = np.zeros(1, dtype=np.float32)
-_TOKEN = np.zeros(1, dtype=np.int32)
 
 
 class World:
@@ -60,7 +54,8 @@ class World:
         self._rng = Random(cfg.run.seed)
         self._is_sync = cfg.train.mode is TrainMode.SYNC
         self._core = SchedulerCore(self._cfg, catalogue_of(self._cfg), clock=self._events)
-        self._core.handle(LEARNER, hello("learner", LEARNER))
+        hello = Hello(role="learner", name=LEARNER, incarnation="life-1", version=0)
+        self._core.handle(LEARNER, hello)
         self._table = GroupAssembly(
             cfg.groups, cfg.algorithm, has_signal=_has_signal, is_lockstep=self._is_sync
         )
@@ -77,7 +72,6 @@ class World:
         self._arrivals: list[Arrival] = []
         self._journal: dict[str, Arrival] = {}  # accepted and not consumed
         self._known: set[str] = set()
-        self._versions: dict[int, np.ndarray] = {}
         self._lag_bounds: dict[tuple[str, int], int] = {}
         self._is_training = False
         self._waits_since_s = 0.0
@@ -131,9 +125,9 @@ class World:
             self._tally.num_arrived += 1
             if is_train:
                 self._journal[lease.episode_id] = arrival
-                news = self._table.add(self._trajectory(arrival))
-                outcomes += news[0]
-                groups += news[1]
+                settled, arrived_groups = self._table.add(_trajectory(arrival))
+                outcomes += settled
+                groups += arrived_groups
         self._report(seen=arrived, outcomes=outcomes, groups=groups, num_duplicates=num_known)
         self._maybe_train()
         if any(not group.is_ready for group in groups):
@@ -142,9 +136,9 @@ class World:
     def _report(
         self,
         *,
-        outcomes: list[EpisodeOutcome],
-        groups: list[GroupArrived],
-        seen: list[EpisodeSeen],
+        outcomes: Sequence[EpisodeOutcome] = (),
+        groups: Sequence[GroupArrived] = (),
+        seen: Sequence[EpisodeSeen] = (),
         num_duplicates: int = 0,
     ) -> None:
         for group in groups:
@@ -153,9 +147,9 @@ class World:
             self._journal.pop(outcome.episode_id, None)
         self._tell(
             Outcomes(
-                seen=seen,
-                outcomes=outcomes,
-                groups=groups,
+                seen=list(seen),
+                outcomes=list(outcomes),
+                groups=list(groups),
                 num_duplicates=num_duplicates,
             )
         )
@@ -166,32 +160,6 @@ class World:
         if progress is not None:
             self._table.decide(progress.learner_version, progress.num_batch_groups)
         return progress
-
-    def _trajectory(self, arrival: Arrival) -> Trajectory:
-        """Return what the group table looks at; the arrays hold one token."""
-        lease, play, version = arrival.lease, arrival.play, arrival.version
-        if version not in self._versions:
-            self._versions[version] = np.array([version], dtype=np.int32)
-        return Trajectory(
-            **lease.identity(),
-            actor=arrival.actor,
-            end_reason=arrival.end_reason,
-            error="",
-            reward=play.worth,
-            is_success=play.is_success,
-            num_turns=play.num_turns,
-            num_invalid_actions=0,
-            generate_s=0.0,
-            env_s=0.0,
-            wall_s=arrival.ended_s - arrival.started_s,
-            token_ids=_TOKEN,
-            loss_mask=_MASK,
-            logprobs=_NONE,
-            versions=self._versions[version],
-            turn_ids=_TOKEN,
-            invalid_turns=_MASK,
-            turn_scores=_NONE,
-        )
 
     # --- the learner's steps ------------------------------------------------------------------
 
@@ -204,7 +172,7 @@ class World:
                 lag_bounds=self._lag_bounds,
             )
             if stale:
-                self._report(outcomes=stale, groups=[], seen=[])
+                self._report(outcomes=stale)
                 self._fleet.wake()
             if groups:
                 self._train(groups)
@@ -224,26 +192,25 @@ class World:
             num_turns += each.play.num_turns
         num_tokens = sum(each.play.num_tokens for each in arrivals)
         busy_s = self._workload.step_s(self._rng, num_tokens, version=version)
-        self._events.at(busy_s, self._publish, ids, (wait_s, busy_s), (lag_sum, num_turns))
+        self._events.at(busy_s, self._publish, ids, wait_s, busy_s, lag_sum, num_turns)
 
     def _publish(
-        self, ids: list[str], seconds: tuple[float, float], lag: tuple[float, int]
+        self, ids: list[str], wait_s: float, busy_s: float, lag_sum: float, num_turns: int
     ) -> None:
-        wait_s, busy_s = seconds
         self._is_training = False
         self._waits_since_s = self._events.now_s
         self._tally.add_step(
             self._events.now_s,
             wait_s=wait_s,
             num_trained=len(ids),
-            lag_sum=lag[0],
-            num_turns=lag[1],
+            lag_sum=lag_sum,
+            num_turns=num_turns,
         )
         self._fleet.version += 1
         trained = [
             EpisodeOutcome(episode_id=each, outcome=Outcome.TRAINED, cause="") for each in ids
         ]
-        self._report(outcomes=trained, groups=[], seen=[])
+        self._report(outcomes=trained)
         self._report_step(signals={"busy_s": busy_s, "wait_s": wait_s})
         self._fleet.wake()
         self._maybe_train()
@@ -268,40 +235,33 @@ class World:
         for name in self._fleet.beat_and_list():
             members.touch(members.by_name[name], now)
         self._core.tick()
-        progress = self._tell(self._heartbeat())
+        version, running = self._core.version, self._table.open_ids
+        progress = self._tell(
+            Heartbeat(role="learner", name=LEARNER, version=version, running=running)
+        )
         assert progress is not None, "a heartbeat is always answered"
         bounds = progress.lag_bounds
         self._lag_bounds = {(each.env, each.horizon): each.max_lag_steps for each in bounds}
         for episode_id in progress.revoked:
             outcomes, groups = self._table.give_up(*split_episode_id(episode_id))
             if outcomes or groups:
-                self._report(outcomes=outcomes, groups=groups, seen=[])
+                self._report(outcomes=outcomes, groups=groups)
         self._maybe_train()
         self._fleet.wake()
         self._events.at(self._heartbeat_s, self._exchange_heartbeats)
-
-    def _heartbeat(self) -> Heartbeat:
-        version, running = self._core.version, self._table.open_ids
-        return heartbeat("learner", LEARNER, version=version, running=running)
 
     def _prediction(self) -> Prediction:
         tally, fleet = self._tally, self._fleet
         account = self._core.lifecycle.ledger_report()
         settled = max(1, sum(account[outcome.value] for outcome in Outcome))
         now_s = max(self._events.now_s, 1e-9)
-        rates = tally.rates()
         return Prediction(
             mode=self._cfg.train.mode.value,
             num_actors=len(fleet.actors),
             simulated_h=now_s / 3600.0,
             num_steps=len(tally.steps),
             num_episodes=tally.num_arrived,
-            steps_per_h=rates["steps_per_h"],
-            episodes_per_s=rates["episodes_per_s"],
-            trained_per_h=rates["trained_per_h"],
-            lag_mean=rates["lag_mean"],
             lag_counts=dict(tally.lags),
-            learner_wait_frac=rates["learner_wait_frac"],
             actor_idle_frac=max(0.0, 1.0 - fleet.busy_s() / (now_s * len(fleet.actors))),
             filtered_frac=account[Outcome.FILTERED.value] / settled,
             stale_frac=account[Outcome.STALE.value] / settled,
@@ -310,38 +270,32 @@ class World:
             num_deaths=fleet.num_deaths,
             short_batch_frac=tally.num_short / max(1, len(tally.steps)),
             stopped_by=self._stopped_by,
+            **tally.rates(),
         )
-
-
-def for_simulation(cfg: RunConfig, *, is_endless: bool = False) -> RunConfig:
-    """Return the configuration as simulated: no evaluation but the stream's, no last step."""
-    evaluation = replace(cfg.eval, before=False, after=False)
-    num_steps = ENDLESS_STEPS if is_endless or cfg.simulator.hours else cfg.train.num_steps
-    return replace(cfg, eval=evaluation, train=replace(cfg.train, num_steps=num_steps))
-
-
-def catalogue_of(cfg: RunConfig) -> Catalogue:
-    """Return a catalogue in which no item ends earlier than the longest horizon."""
-    envs: dict[str, dict[str, SubsetEntry]] = {}
-    for task in cfg.tasks:
-        name = cfg.horizon.name_of(task.env, task.subset)
-        max_turns = max(cfg.horizon.policy(name).stages)
-        entry = SubsetEntry(num_train=NUM_ITEMS, num_test=NUM_ITEMS, max_turns=max_turns)
-        envs.setdefault(task.env, {})[task.subset] = entry
-    return Catalogue(envs=envs)
 
 
 def _has_signal(members: list[Trajectory]) -> bool:
     return len({member.reward for member in members}) > 1
 
 
-def _seen(arrival: Arrival) -> EpisodeSeen:
-    lease, play = arrival.lease, arrival.play
-    return seen(
-        lease,
-        reward=play.worth,
-        is_success=play.is_success,
+def _trajectory(arrival: Arrival) -> Trajectory:
+    """Return what the group table looks at; the arrays hold one token."""
+    return synthetic_trajectory(
+        [0],
+        [1],
+        version=arrival.version,
         end_reason=arrival.end_reason,
-        num_turns=play.num_turns,
+        reward=arrival.play.worth,
+        **arrival.lease.identity(),
+    )
+
+
+def _seen(arrival: Arrival) -> EpisodeSeen:
+    return EpisodeSeen(
+        episode_id=arrival.lease.episode_id,
+        reward=arrival.play.worth,
+        is_success=arrival.play.is_success,
+        end_reason=arrival.end_reason,
+        num_turns=arrival.play.num_turns,
         wall_s=arrival.ended_s - arrival.started_s,
     )

@@ -1,11 +1,14 @@
 """Small trajectories and models for the learner's tests."""
 
+from typing import Any
+
 import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from common.wire.messages import EndReason, EpisodeKind, PolicyKind, Trajectory
+from common.wire.messages import Trajectory
 from learner.batch.batching import Sample
+from learner.batch.synthetic import synthetic_trajectory
 
 VOCAB = 50
 
@@ -18,41 +21,19 @@ def make_trajectory(
     version: int = 0,
     group_id: str = "g0",
     member: int = 0,
+    **changes: Any,
 ) -> Trajectory:
     """Build a trajectory; `logprobs` has one entry per sampled token, -1.0 by default."""
-    mask = np.array(loss_mask, dtype=bool)
     full = np.zeros(len(token_ids), dtype=np.float32)
-    full[mask] = -1.0 if logprobs is None else logprobs
-    return Trajectory(
-        episode_id=f"{group_id}/{member}",
+    full[np.array(loss_mask, dtype=bool)] = -1.0 if logprobs is None else logprobs
+    return synthetic_trajectory(
+        token_ids,
+        loss_mask,
         group_id=group_id,
         member=member,
-        attempt=0,
-        kind=EpisodeKind.TRAIN,
-        policy=PolicyKind.MODEL,
-        env="toy",
-        item_id="toy-train-0",
-        seed=0,
-        horizon=4,
-        horizon_stage=0,
-        opened_at_version=version,
-        actor="actor-0",
-        end_reason=EndReason.DONE,
-        error="",
-        reward=1.0,
-        is_success=True,
-        num_turns=1,
-        num_invalid_actions=0,
-        generate_s=0.0,
-        env_s=0.0,
-        wall_s=0.0,
-        token_ids=np.array(token_ids, dtype=np.int32),
-        loss_mask=mask,
+        version=version,
         logprobs=full,
-        versions=np.where(mask, version, -1).astype(np.int32),
-        turn_ids=np.zeros(len(token_ids), dtype=np.int32),
-        invalid_turns=np.zeros(1, dtype=bool),
-        turn_scores=np.ones(1, dtype=np.float32),
+        **changes,
     )
 
 

@@ -17,6 +17,8 @@ from common.wire.messages import (
     EpisodeOutcome,
     EpisodeSeen,
     GroupArrived,
+    Heartbeat,
+    Hello,
     Lease,
     LeaseGrant,
     LeaseRequest,
@@ -27,7 +29,6 @@ from common.wire.messages import (
 )
 from common.wire.security import RunKeys
 from common.wire.sockets import connect_dealer
-from learner.simulator.peer_messages import heartbeat, hello, seen
 
 LEARNER = "learner-0"
 BEAT_S = 1.0
@@ -58,8 +59,8 @@ class BenchLearner:
         """An episode is here."""
         self.num_arrived += 1
         self._seen.append(
-            seen(
-                lease,
+            EpisodeSeen(
+                episode_id=lease.episode_id,
                 reward=float(lease.member % 2),
                 is_success=lease.member % 2 == 1,
                 end_reason=EndReason.DONE,
@@ -216,16 +217,17 @@ class Peers:
     def _beat(self, peer: _Peer) -> None:
         running = [peer.lease.episode_id] if peer.lease else []
         version = self._learner.version
-        _send(
-            peer.socket,
-            heartbeat("actor", peer.name, version=version, running=running, num_slots=1),
+        beat = Heartbeat(
+            role="actor", name=peer.name, version=version, running=running, num_slots=1
         )
+        _send(peer.socket, beat)
         self._at(BEAT_S, self._beat, peer)
 
     def _beat_learner(self) -> None:
         _receive(self._learner_socket)
         version = self._learner.version
-        _send(self._learner_socket, heartbeat("learner", LEARNER, version=version, running=[]))
+        beat = Heartbeat(role="learner", name=LEARNER, version=version, running=[])
+        _send(self._learner_socket, beat)
         self._at(BEAT_S, self._beat_learner)
 
     def _report(self) -> None:
@@ -238,6 +240,11 @@ class Peers:
         for socket in (self._learner_socket, *(peer.socket for peer in self._peers)):
             socket.close(linger=0)
         self._context.term()
+
+
+def hello(role: str, name: str) -> Hello:
+    """Return the first words of a role."""
+    return Hello(role=role, name=name, incarnation="life-1", version=0)
 
 
 def _send(socket: Any, message: Any) -> None:

@@ -20,17 +20,17 @@ from common.launch.process import ChildProcess
 from common.report.bench_table import BenchTable
 from common.repository import ROOT
 from common.store.run_dir import RunDir
-from common.wire.messages import Lease, LeaseRequest
+from common.wire.messages import Heartbeat, Lease, LeaseRequest
 from common.wire.security import create_keys
 from learner.scheduler.bench.peers import (
     ANSWER_S,
     LEARNER,
     BenchLearner,
     Peers,
+    hello,
 )
 from learner.scheduler.core import SchedulerCore
 from learner.scheduler.curriculum.catalogue import Catalogue, SubsetEntry
-from learner.simulator.peer_messages import heartbeat, hello
 
 START_S, STOP_S = 120.0, 15.0
 NUM_PEERS = 2_000
@@ -121,7 +121,7 @@ def _play(core: SchedulerCore, actor: str, version: int) -> list[Lease]:
     request = LeaseRequest(actor=actor, num_free_slots=1, version=version)
     leases: list[Lease] = core.handle(actor, request).leases
     running = [lease.episode_id for lease in leases]
-    core.handle(actor, heartbeat("actor", actor, version=version, running=running))
+    core.handle(actor, Heartbeat(role="actor", name=actor, version=version, running=running))
     return leases
 
 

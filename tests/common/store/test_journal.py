@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,41 +11,15 @@ import pytest
 from common.errors import WireError
 from common.repository import ROOT
 from common.store.journal import JournalPosition, JournalWriter, read_journal
-from common.wire.messages import EndReason, EpisodeKind, PolicyKind, Trajectory
+from common.wire.messages import Trajectory
+from tests.learner import builders
 
 
 def make_trajectory(episode_id: str) -> Trajectory:
-    return Trajectory(
-        episode_id=episode_id,
-        group_id="g",
-        member=0,
-        attempt=0,
-        kind=EpisodeKind.TRAIN,
-        policy=PolicyKind.MODEL,
-        env="textcraft",
-        item_id="depth2-train-3",
-        seed=0,
-        horizon=5,
-        horizon_stage=0,
-        opened_at_version=0,
-        actor="actor-0",
-        end_reason=EndReason.DONE,
-        error="",
-        reward=1.0,
-        is_success=True,
-        num_turns=1,
-        num_invalid_actions=0,
-        generate_s=0.1,
-        env_s=0.1,
-        wall_s=0.2,
-        token_ids=np.array([1, 2, 3], dtype=np.int32),
-        loss_mask=np.array([False, True, True]),
-        logprobs=np.array([0, -0.5, -0.25], dtype=np.float32),
-        versions=np.array([-1, 0, 1], dtype=np.int32),
-        turn_ids=np.array([0, 0, 0], dtype=np.int32),
-        invalid_turns=np.array([False]),
-        turn_scores=np.array([1.0], dtype=np.float32),
-    )
+    versions = np.array([-1, 0, 1], dtype=np.int32)
+    logprobs = [-0.5, -0.25]
+    trajectory = builders.make_trajectory([1, 2, 3], [0, 1, 1], logprobs=logprobs, group_id="g")
+    return replace(trajectory, episode_id=episode_id, versions=versions)
 
 
 def write(folder: Path, *episode_ids: str, **options: int) -> list[JournalPosition]:

@@ -4,7 +4,9 @@ import json
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
+
+import yaml
 
 from common.config.load import load_config
 from common.config.run_config import TrainMode
@@ -22,50 +24,10 @@ GROUP_SIZE = 4
 WARM_UP_STEPS = 2  # that wait for engines and first episodes
 MIN_SIMULATED_RATIO = 2.0
 MIN_RUN_RATIO = 1.6
-NUM_TURNS, TURN_S, SIGMA, TAIL_FRAC, TAIL_FACTOR = 4, 0.3, 0.4, 0.02, 10.0
 
-BASE = (
-    "log.live=false",
-    "log.wandb=disabled",
-    f"groups.size={GROUP_SIZE}",
-    "groups.per_step=8",
-    "scheduler.max_ahead_steps=3",
-    "learner.max_lag_steps=8",
-    "horizon.kind=fixed",
-    f"horizon.stages=[{NUM_TURNS}]",
-    "eval.before=false",
-    "eval.after=false",
-    f"train.num_steps={NUM_STEPS}",
-    "actor.max_concurrent=128",
-    "actor.max_turn_tokens=4",
-    "actor.start_timeout_s=900",  # of a busy machine
-)
-SLOW_ENV = (
-    'envhub.envs=["envhub.bench.slow:make_spec"]',
-    "tasks=[{env: slow, subset: wait}]",
-    f'envs.plugins={{median_s: "{TURN_S}", sigma: "{SIGMA}", num_turns: "{NUM_TURNS}",'
-    f' tail_frac: "{TAIL_FRAC}", tail_factor: "{TAIL_FACTOR:g}"}}',
-    "learner.checkpoint_every_steps=1000",
-    "learner.lr=1e-7",  # nobody can learn anything here, and what is learnt would only disturb
-    "learner.muon_lr=1e-7",
-)
-SAME_IN_SIMULATOR = (
-    "simulator.hours=0.25",
-    f"simulator.turn_s={TURN_S}",
-    "simulator.env_s=0",
-    f"simulator.turn_sigma={SIGMA}",
-    f"simulator.num_turns={NUM_TURNS}",
-    "simulator.num_turns_sigma=0",
-    f"simulator.tail_frac={TAIL_FRAC}",
-    f"simulator.tail_factor={TAIL_FACTOR:g}",
-    "simulator.step_s=0.2",
-    "simulator.turn_tokens=20",
-)
-LEGEND = (
-    f"Episodes of {NUM_TURNS} turns, each of {TURN_S:g} s, log-normal with sigma {SIGMA:g}.\n"
-    f"One in {1 / TAIL_FRAC:.0f} takes {TAIL_FACTOR:g} times as long. A real run's environment\n"
-    "waits in every step, by item and seed, so that both modes wait alike.\n"
-)
+_WRITTEN: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("tail.yaml").read_text())
+BASE: list[str] = [*_WRITTEN["base"], f"groups.size={GROUP_SIZE}", f"train.num_steps={NUM_STEPS}"]
+SLOW_ENV: list[str] = _WRITTEN["slow_env"]
 
 
 def run_suite(out: TextIO) -> int:
@@ -74,7 +36,7 @@ def run_suite(out: TextIO) -> int:
     Takes about four minutes, most of them waiting.
     """
     table = BenchTable(out=out)
-    out.write(LEGEND)
+    out.write(_WRITTEN["legend"])
     table.attempt("async over sync in the simulator", lambda: add_simulated(table))
     with tempfile.TemporaryDirectory(prefix="longstride-tail-") as folder:
         table.attempt("async over sync in real runs", lambda: add_runs(table, Path(folder)))
@@ -96,7 +58,7 @@ def add_simulated(table: BenchTable) -> None:
 
 def predict(mode: TrainMode) -> Prediction:
     """Return what the simulator says of a mode."""
-    cfg = load_config("quickstart", [*BASE, *SAME_IN_SIMULATOR], root=ROOT)
+    cfg = load_config("quickstart", [*BASE, *_WRITTEN["same_in_simulator"]], root=ROOT)
     cfg = replace(cfg, train=replace(cfg.train, mode=mode))
     return World(cfg, SampledWorkload(cfg.simulator)).run()
 

@@ -9,7 +9,7 @@ import pytest
 from common.config.load import load_config
 from common.config.run_config import TrainMode
 from common.report.bench_table import BenchTable
-from learner.simulator.bench_tail import (
+from learner.bench.tail import (
     BASE,
     GROUP_SIZE,
     SLOW_ENV,

@@ -1,0 +1,59 @@
+"""The configuration that is simulated, its variants, and a catalogue for it."""
+
+from dataclasses import replace
+
+from common.config.curriculum import HorizonKind
+from common.config.run_config import RunConfig
+from learner.scheduler.curriculum.catalogue import Catalogue, SubsetEntry
+
+NUM_ITEMS = 1000  # of each subset
+ENDLESS_STEPS = 1 << 30
+
+
+def for_simulation(cfg: RunConfig, *, is_endless: bool = False) -> RunConfig:
+    """Return the configuration as simulated: no evaluation but the stream's, no last step."""
+    evaluation = replace(cfg.eval, before=False, after=False)
+    num_steps = ENDLESS_STEPS if is_endless or cfg.simulator.hours else cfg.train.num_steps
+    return replace(cfg, eval=evaluation, train=replace(cfg.train, num_steps=num_steps))
+
+
+def catalogue_of(cfg: RunConfig) -> Catalogue:
+    """Return a catalogue in which no item ends earlier than the longest horizon."""
+    envs: dict[str, dict[str, SubsetEntry]] = {}
+    for task in cfg.tasks:
+        name = cfg.horizon.name_of(task.env, task.subset)
+        max_turns = max(cfg.horizon.policy(name).stages)
+        entry = SubsetEntry(num_train=NUM_ITEMS, num_test=NUM_ITEMS, max_turns=max_turns)
+        envs.setdefault(task.env, {})[task.subset] = entry
+    return Catalogue(envs=envs)
+
+
+def at_longest_horizon(cfg: RunConfig) -> RunConfig:
+    """Return the configuration whose episodes are all as long as the curriculum ends."""
+    per_env = {
+        env: replace(override, kind=HorizonKind.FIXED.value)
+        for env, override in cfg.horizon.per_env.items()
+    }
+    horizon = replace(cfg.horizon, kind=HorizonKind.FIXED, per_env=per_env)
+    return replace(cfg, horizon=horizon)
+
+
+def with_ahead(cfg: RunConfig, value: int, *, max_lag_steps: int) -> RunConfig:
+    """Return one whose groups are opened so many steps ahead."""
+    scheduler = replace(cfg.scheduler, max_ahead_steps=value)
+    return replace(
+        cfg, scheduler=scheduler, learner=replace(cfg.learner, max_lag_steps=max_lag_steps)
+    )
+
+
+def with_actors(cfg: RunConfig, value: int) -> RunConfig:
+    """Return one with so many actors."""
+    return replace(cfg, simulator=replace(cfg.simulator, num_actors=value))
+
+
+def with_size(cfg: RunConfig, value: int) -> RunConfig:
+    """Return groups of this size, and so many that a step has as many episodes as before."""
+    groups = cfg.groups
+    per_step = groups.per_step * groups.size // value
+    min_size = max(2, round(groups.min_size * value / groups.size))
+    return replace(cfg, groups=replace(groups, size=value, per_step=per_step, min_size=min_size))
