@@ -11,7 +11,7 @@ from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, Field
 from starlette.routing import Host
 
-from envhub.envs.minisites.gitlab.issue_pages import GITLAB
+from envhub.envs.minisites.gitlab.pages import GITLAB
 from envhub.envs.minisites.maps.pages import MAPS
 from envhub.envs.minisites.reddit.pages import REDDIT
 from envhub.envs.minisites.shop.admin_pages import CMS

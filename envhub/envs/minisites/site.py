@@ -2,10 +2,11 @@
 
 import logging
 import sqlite3
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import parse_qsl
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -15,6 +16,7 @@ from starlette.routing import Router
 
 from envhub.envs.minisites.seeding import insert
 from envhub.envs.minisites.store import Session, Store, UnknownSession
+from envhub.tables import read_table
 
 SESSION_HEADER = "x-longstride-session"
 MAX_BODY_BYTES = 64 * 1024
@@ -55,42 +57,43 @@ ENVIRONMENT = _environment()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Visit:
-    """One request: its parameters, and the visitor's own database."""
+    """One request and the visitor's own database.
 
-    site: str
+    `names` is what queries take as :name: the parameters of the address, what the site gives all
+    its pages, and the columns of rows that were found.
+    """
+
+    site: "Site"
     path: str
     db: sqlite3.Connection
     session: Session
-    params: Mapping[str, str]
+    names: dict[str, Any]
     query: Mapping[str, str]
     form: Mapping[str, str]
 
-    def rows(self, sql: str, *args: object) -> list[sqlite3.Row]:
+    def rows(self, sql: str, **values: object) -> list[sqlite3.Row]:
         """Return all rows of a query."""
-        return self.db.execute(sql, args).fetchall()
+        return self.db.execute(sql, self.names | values).fetchall()
 
-    def one(self, sql: str, *args: object) -> sqlite3.Row:
-        """Return the first row of a query.
+    def find(self, name: str) -> sqlite3.Row:
+        """Return the row of one of the site's `finds`; its columns become :<name>_<column>.
 
         Raises:
             PageMissing: no row.
         """
-        row = self.db.execute(sql, args).fetchone()
+        row = next(iter(self.rows(self.site.table["finds"][name])), None)
         if row is None:
             raise PageMissing(self.path)
+        self.names.update({f"{name}_{key}": value for key, value in dict(row).items()})
         return row
 
-    def run(self, sql: str, *args: object) -> None:
+    def run(self, sql: str, **values: object) -> None:
         """Change the visitor's database."""
-        self.db.execute(sql, args)
+        self.db.execute(sql, self.names | values)
 
     def insert(self, table: str, **values: object) -> int:
         """Add a row to the visitor's database and return its id."""
         return insert(self.db, table, **values)
-
-    def pattern(self) -> str:
-        """Return the LIKE pattern of the words that are searched for."""
-        return f"%{literal(self.words())}%"
 
     def words(self) -> str:
         """Return the words that are searched for, stripped and cut."""
@@ -100,23 +103,41 @@ class Visit:
         """Return a field of the form, stripped and cut; "" when it was not sent."""
         return self.form.get(name, "").strip()[:MAX_TEXT_CHARS]
 
-    def choice(self, name: str, allowed: tuple[str, ...]) -> str:
+    def choice(self, name: str, allowed: Sequence[str]) -> str:
         """Return a parameter of the query that is one of `allowed`, else the first of them."""
         value = self.query.get(name, "")
         return value if value in allowed else allowed[0]
 
-    def number(self, name: str, default: int) -> int:
-        """Return a small whole number of the query or the path."""
-        value = whole(self.params.get(name, self.query.get(name, "")))
-        return default if value is None else value
-
     def page(self, template: str, **values: object) -> HTMLResponse:
         """Return a rendered page; a waiting notice is shown on it once."""
         notice, self.session.notice = self.session.notice, ""
-        text = ENVIRONMENT.get_template(f"{self.site}/{template}").render(
-            values, notice=notice, path=self.path, query=self.query
+        shown = self.site.given | self.look(self.site.table.get("frame", {})) | values
+        text = ENVIRONMENT.get_template(f"{self.site.name}/{template}").render(
+            {"words": self.words(), **shown}, notice=notice, path=self.path, query=self.query
         )
         return HTMLResponse(text)
+
+    def look(self, entry: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what an entry of the site's table says that a page shows."""
+        shown: dict[str, Any] = {}
+        for name, allowed in entry.get("takes", {}).items():
+            shown[name] = self.choice(name, allowed) if allowed else self.query.get(name, "")
+        self.names.update(shown)
+        shown |= {name: self.find(name) for name in entry.get("finds", ())}
+        order = entry["orders"][shown["sort"]] if "orders" in entry else ""
+        for name, sql in entry.get("rows", {}).items():
+            shown[name] = self.rows(sql.replace("{order}", order))
+        if "page_rows" in entry:
+            shown |= self._one_page(shown["rows"], entry["page_rows"])
+        return shown
+
+    def _one_page(self, rows: list[sqlite3.Row], num_shown: int) -> dict[str, Any]:
+        """Return a page of a long table, and where it stands in it."""
+        num_pages = max(1, -(-len(rows) // num_shown))
+        page = whole(self.query.get("page", ""))
+        number = max(1, min(1 if page is None else page, num_pages))
+        listed = rows[(number - 1) * num_shown : number * num_shown]
+        return {"rows": listed, "num_rows": len(rows), "page": number, "num_pages": num_pages}
 
     def go(self, path: str, notice: str = "") -> RedirectResponse:
         """Return a redirect to a page that will show the notice."""
@@ -128,12 +149,32 @@ Handler = TypeVar("Handler", bound=Callable[[Visit], Response])
 
 
 class Site:
-    """A router of page functions over one of the databases."""
+    """Pages over one of the databases: those of a table that only show, and functions.
 
-    def __init__(self, name: str, database: str) -> None:
+    The table has `finds`, the SELECTs of the one row that an address or a page is about, and the
+    `pages` by their addresses. A page has a `page`, its template, and may have
+        takes: {x: [...]}    parameters of the query with what they may be, the first without any;
+                             with nothing they may be any text
+        finds: [x]           rows of `finds`; without one the page is missing
+        rows: {x: SELECT}    all rows of a SELECT
+        orders: {x: ...}     what {order} is in the SELECTs, by the parameter `sort`
+        page_rows: N         how many of `rows` a page shows; the parameter `page` turns them
+    and shows all of these under their names. `frame` is the same for all pages. SELECTs name
+    what `Visit.names` holds, the parameters taken, and the words searched for as :pattern.
+
+    Args:
+        table: path of the table beside this file.
+        given: what all templates and SELECTs may name.
+    """
+
+    def __init__(self, name: str, *, database: str, table: str, **given: object) -> None:
         self.name = name
         self.router = Router()
+        self.table = read_table(__file__, table)
+        self.given = given
         self._database = database
+        for path, entry in self.table["pages"].items():
+            self.get(path)(partial(_show, entry))
 
     def get(self, path: str) -> Callable[[Handler], Handler]:
         """Register a page."""
@@ -164,19 +205,32 @@ class Site:
         if form is None:
             return PlainTextResponse("the form is too large\n", status_code=413)
         visit = Visit(
-            site=self.name,
+            site=self,
             path=request.url.path,
             db=session.database(self._database),
             session=session,
-            params=request.path_params,
+            names=self.given | _numbered(request.path_params),
             query=request.query_params,
             form=form,
         )
+        visit.names["pattern"] = f"%{literal(visit.words())}%"
         try:
             return handler(visit)
         except PageMissing:
             logger.debug("no such page site=%s path=%s", self.name, request.url.path)
             return missing_page()
+
+
+def _show(entry: Mapping[str, Any], visit: Visit) -> Response:
+    return visit.page(entry["page"], **visit.look(entry))
+
+
+def _numbered(params: Mapping[str, str]) -> dict[str, Any]:
+    """Return the parameters of an address; a `number` or `..._id` is one, 0 for other words."""
+    return {
+        name: whole(text) or 0 if name == "number" or name.endswith("_id") else text
+        for name, text in params.items()
+    }
 
 
 def missing_page() -> HTMLResponse:

@@ -243,7 +243,6 @@ def read_tasks(
     path: str,
     words: Mapping[str, Any],
     *,
-    queries: Mapping[str, str] | None = None,
     functions: Mapping[str, Callable[..., Any]] | None = None,
 ) -> TaskTable:
     """Return the templates of a site.
@@ -251,7 +250,6 @@ def read_tasks(
     Args:
         path: of the table, beside this file.
         words: lists that its steps may name, besides its own.
-        queries: the same of SELECTs.
         functions: those of Python that its SELECTs call.
     """
     table = read_table(__file__, path)
@@ -259,7 +257,7 @@ def read_tasks(
         host=table["host"],
         templates=table["templates"],
         words={**words, **table.get("words", {})},
-        queries={**(queries or {}), **table["queries"]},
+        queries=table["queries"],
         ways=table["ways"],
         functions=functions or {},
     )

@@ -14,7 +14,6 @@ from envhub.envs.minisites.maps.routes import SQL_FUNCTIONS
 from envhub.envs.minisites.maps.seed import WORDS as MAPS_WORDS
 from envhub.envs.minisites.reddit.seed import WORDS as REDDIT_WORDS
 from envhub.envs.minisites.seeding import WORDS as COMMON
-from envhub.envs.minisites.shop.admin_pages import BESTSELLERS, SALES
 from envhub.envs.minisites.shop.seed import WORDS as SHOP_WORDS
 from envhub.envs.minisites.store import master
 from envhub.envs.minisites.task_tables import TaskTable, read_tasks
@@ -47,11 +46,7 @@ DOMAINS = {
         host="cms.test",
         site="shopping_admin",
         database="shop",
-        table=read_tasks(
-            "shop/admin_tasks.yaml",
-            {},
-            queries={"sales": SALES, "bestsellers": BESTSELLERS.replace("?", ":month")},
-        ),
+        table=read_tasks("shop/admin_tasks.yaml", {}),
     ),
     "Maps": Domain(
         host="maps.test",

@@ -31,3 +31,17 @@ CREATE TABLE merge_request (
     author_id INTEGER NOT NULL REFERENCES user (id),
     reviewer_id INTEGER NOT NULL REFERENCES user (id), created TEXT NOT NULL,
     UNIQUE (project_id, number));
+CREATE VIEW projects AS
+    SELECT project.*, user.username AS owner, user.name AS owner_name,
+           project.num_stars + (star.project_id IS NOT NULL) AS stars,
+           star.project_id IS NOT NULL AS is_starred
+    FROM project JOIN user ON user.id = owner_id
+    LEFT JOIN star ON star.project_id = project.id;
+CREATE VIEW issues AS
+    SELECT issue.*, author.name AS author, assignee.name AS assignee FROM issue
+    JOIN user AS author ON author.id = author_id
+    LEFT JOIN user AS assignee ON assignee.id = assignee_id;
+CREATE VIEW merge_requests AS
+    SELECT merge_request.*, author.name AS author, reviewer.name AS reviewer FROM merge_request
+    JOIN user AS author ON author.id = author_id
+    JOIN user AS reviewer ON reviewer.id = reviewer_id;

@@ -44,3 +44,36 @@ CREATE VIEW purchase_total AS
            sum(line.quantity) AS num_units
     FROM purchase JOIN purchase_line AS line ON line.purchase_id = purchase.id
     GROUP BY purchase.id;
+CREATE VIEW products AS
+    SELECT product.*, category.name AS category, category.slug AS category_slug,
+           count(review.id) AS num_reviews, coalesce(avg(review.rating), 0) AS rating
+    FROM product JOIN category ON category.id = product.category_id
+    LEFT JOIN review ON review.product_id = product.id AND review.status = 'Approved'
+    WHERE product.is_enabled = 1 GROUP BY product.id;
+CREATE VIEW lines AS
+    SELECT line.purchase_id, product.id, product.name, product.sku, product.slug,
+           line.quantity, line.price_cents
+    FROM purchase_line AS line JOIN product ON product.id = line.product_id;
+CREATE VIEW orders AS
+    SELECT purchase.*, customer.name AS customer, customer.email, total_cents, num_units
+    FROM purchase JOIN customer ON customer.id = customer_id
+    JOIN purchase_total ON purchase_total.purchase_id = purchase.id;
+CREATE VIEW reviews AS
+    SELECT review.*, product.name AS product, product.slug FROM review
+    JOIN product ON product.id = product_id;
+CREATE VIEW customers AS
+    SELECT customer.*, count(purchase.id) AS num_orders, coalesce(sum(total_cents), 0) AS spent
+    FROM customer LEFT JOIN purchase
+    ON purchase.customer_id = customer.id AND purchase.status <> 'Canceled'
+    LEFT JOIN purchase_total ON purchase_total.purchase_id = purchase.id
+    GROUP BY customer.id;
+CREATE VIEW sales AS
+    SELECT substr(created, 1, 7) AS month, count(*) AS num_orders, sum(num_units) AS num_units,
+           sum(total_cents) AS total_cents, sum(status = 'Canceled') AS num_canceled
+    FROM purchase JOIN purchase_total ON purchase_total.purchase_id = purchase.id
+    GROUP BY month ORDER BY month;
+CREATE VIEW sold_line AS
+    SELECT product.id AS product_id, product.name, product.sku, line.quantity,
+           line.quantity * line.price_cents AS cents, purchase.created
+    FROM purchase_line AS line JOIN purchase ON purchase.id = line.purchase_id
+    JOIN product ON product.id = line.product_id WHERE purchase.status <> 'Canceled';

@@ -1,4 +1,4 @@
-"""Pages of the storefront, shopping.test."""
+"""The storefront, shopping.test: the pages of `store_pages.yaml`, search, cart and forms."""
 
 import sqlite3
 
@@ -6,51 +6,16 @@ from starlette.responses import Response
 
 from envhub.envs.minisites.seeding import TODAY
 from envhub.envs.minisites.shop.seed import SHIPPING_CENTS, SHOPPER_ID
-from envhub.envs.minisites.site import PageMissing, Site, Visit, literal, whole
+from envhub.envs.minisites.site import Site, Visit, literal, whole
 
-SHOPPING = Site("shopping", database="shop")
+SHOPPING = Site("shopping", database="shop", table="shop/store_pages.yaml", own_id=SHOPPER_ID)
 PAGE_ROWS = 12
 MAX_QUANTITY = 99
-ORDERINGS = {
-    "name": "product.name",
-    "price-asc": "product.price_cents, product.name",
-    "price-desc": "product.price_cents DESC, product.name",
-    "rating": "rating DESC, num_reviews DESC, product.name",
-}
-PRODUCTS = """
-    SELECT product.*, category.name AS category, category.slug AS category_slug,
-           count(review.id) AS num_reviews, coalesce(avg(review.rating), 0) AS rating
-    FROM product JOIN category ON category.id = product.category_id
-    LEFT JOIN review ON review.product_id = product.id AND review.status = 'Approved'
-    WHERE product.is_enabled = 1 {where} GROUP BY product.id ORDER BY {order}
+BASKET = """
+    SELECT product.*, basket.quantity FROM basket JOIN product ON product.id = product_id
+    ORDER BY product.name
 """
-ORDERS = """
-    SELECT purchase.*, total_cents, num_units FROM purchase
-    JOIN purchase_total ON purchase_total.purchase_id = purchase.id
-    WHERE purchase.customer_id = ?
-"""
-LINES = """
-    SELECT product.*, line.quantity, line.price_cents AS paid_cents FROM purchase_line AS line
-    JOIN product ON product.id = line.product_id WHERE line.purchase_id = ? ORDER BY product.name
-"""
-
-
-def products(visit: Visit, where: str, *args: object, order: str = "name") -> list[sqlite3.Row]:
-    """Return the enabled products; `where` and the orderings are constants of this file."""
-    return visit.rows(PRODUCTS.format(where=where, order=ORDERINGS[order]), *args)
-
-
-def _page(visit: Visit, template: str, **values: object) -> Response:
-    categories = visit.rows("SELECT name, slug FROM category ORDER BY name")
-    shopper = visit.one("SELECT * FROM customer WHERE id = ?", SHOPPER_ID)
-    return visit.page(template, categories=categories, shopper=shopper, **values)
-
-
-def _product(visit: Visit) -> sqlite3.Row:
-    found = products(visit, "AND product.slug = ?", visit.params["slug"])
-    if not found:
-        raise PageMissing(visit.path)
-    return found[0]
+ADDRESSES = "SELECT * FROM address WHERE customer_id = :own_id ORDER BY id"
 
 
 def _quantity(visit: Visit) -> int:
@@ -58,136 +23,90 @@ def _quantity(visit: Visit) -> int:
     return 1 if number is None else max(1, min(number, MAX_QUANTITY))
 
 
-@SHOPPING.get("/")
-def home(visit: Visit) -> Response:
-    return _page(visit, "home.html", products=products(visit, "", order="rating")[:8])
-
-
-@SHOPPING.get("/category/{slug}.html")
-def category(visit: Visit) -> Response:
-    found = visit.one("SELECT * FROM category WHERE slug = ?", visit.params["slug"])
-    order = visit.choice("sort", tuple(ORDERINGS))
-    listed = products(visit, "AND category.id = ?", found["id"], order=order)
-    return _page(visit, "category.html", category=found, products=listed, order=order)
-
-
 @SHOPPING.get("/search")
 def search(visit: Visit) -> Response:
     words = visit.query.get("q", "")[:200].split()[:8]
-    order = visit.choice("sort", tuple(ORDERINGS))
-    where = " AND (product.name || ' ' || product.sku) LIKE ? ESCAPE '\\'" * len(words)
-    marks = [f"%{literal(word)}%" for word in words]
-    listed = products(visit, where, *marks, order=order)[:PAGE_ROWS]
-    return _page(visit, "search.html", products=listed, order=order, words=" ".join(words))
-
-
-@SHOPPING.get("/product/{slug}.html")
-def product(visit: Visit) -> Response:
-    found = _product(visit)
-    reviews = visit.rows(
-        "SELECT * FROM review WHERE product_id = ? AND status = 'Approved'"
-        " ORDER BY created DESC, id",
-        found["id"],
-    )
-    return _page(visit, "product.html", product=found, reviews=reviews)
+    orders = SHOPPING.table["pages"]["/category/{slug}.html"]["orders"]
+    fits = [f"(name || ' ' || sku) LIKE :word_{i} ESCAPE '\\'" for i in range(len(words))]
+    marks = {f"word_{i}": f"%{literal(word)}%" for i, word in enumerate(words)}
+    where, order = " AND ".join(["1", *fits]), orders[visit.choice("sort", tuple(orders))]
+    sql = f"SELECT * FROM products WHERE {where} ORDER BY {order} LIMIT {PAGE_ROWS}"
+    return visit.page("search.html", products=visit.rows(sql, **marks), words=" ".join(words))
 
 
 @SHOPPING.post("/product/{slug}/basket")
 def add_to_basket(visit: Visit) -> Response:
-    found, quantity = _product(visit), _quantity(visit)
+    found, quantity = visit.find("product"), _quantity(visit)
     back = f"/product/{found['slug']}.html"
     if found["stock"] == 0:
         return visit.go(back, "This product is out of stock.")
     visit.run(
-        "INSERT INTO basket VALUES (?, ?) ON CONFLICT (product_id)"
-        " DO UPDATE SET quantity = min(quantity + excluded.quantity, ?)",
-        *(found["id"], quantity, MAX_QUANTITY),
+        "INSERT INTO basket VALUES (:product_id, :quantity) ON CONFLICT (product_id)"
+        " DO UPDATE SET quantity = min(quantity + excluded.quantity, :most)",
+        quantity=quantity,
+        most=MAX_QUANTITY,
     )
     return visit.go(back, f"You added {quantity} of {found['name']} to your cart.")
 
 
 @SHOPPING.post("/product/{slug}/wish")
 def add_to_wishes(visit: Visit) -> Response:
-    found = _product(visit)
-    visit.run("INSERT OR IGNORE INTO wish VALUES (?)", found["id"])
+    found = visit.find("product")
+    visit.run("INSERT OR IGNORE INTO wish VALUES (:product_id)")
     return visit.go(f"/product/{found['slug']}.html", "Saved to your wish list.")
-
-
-@SHOPPING.get("/product/{slug}/review")
-def review_form(visit: Visit) -> Response:
-    return _page(visit, "review.html", product=_product(visit))
 
 
 @SHOPPING.post("/product/{slug}/review")
 def add_review(visit: Visit) -> Response:
-    found, rating = _product(visit), whole(visit.text("rating"))
+    found, rating = visit.find("product"), whole(visit.text("rating"))
     title, body = visit.text("title"), visit.text("body")
     if rating not in (1, 2, 3, 4, 5) or not title or not body:
         text = "A review needs a rating, a title and a text."
         return visit.go(f"/product/{found['slug']}/review", text)
-    shopper = visit.one("SELECT name FROM customer WHERE id = ?", SHOPPER_ID)["name"]
-    visit.insert(
-        "review",
-        product_id=found["id"],
-        customer_id=SHOPPER_ID,
-        nickname=shopper.split()[0],
-        rating=rating,
-        title=title,
-        body=body,
-        status="Pending",
-        created=TODAY,
-    )
+    written = {"rating": rating, "title": title, "body": body, "created": TODAY}
+    author = {"customer_id": SHOPPER_ID, "nickname": visit.find("shopper")["name"].split()[0]}
+    visit.insert("review", product_id=found["id"], status="Pending", **author, **written)
     return visit.go("/account/reviews", "Thank you. Your review waits for approval.")
+
+
+def _total_cents(lines: list[sqlite3.Row]) -> int:
+    return sum(line["quantity"] * line["price_cents"] for line in lines)
 
 
 @SHOPPING.get("/cart")
 def cart(visit: Visit) -> Response:
-    lines = _basket(visit)
-    total = sum(line["quantity"] * line["price_cents"] for line in lines)
-    return _page(visit, "cart.html", lines=lines, total_cents=total)
-
-
-def _basket(visit: Visit) -> list[sqlite3.Row]:
-    return visit.rows(
-        "SELECT product.*, basket.quantity FROM basket JOIN product ON product.id = product_id"
-        " ORDER BY product.name"
-    )
+    lines = visit.rows(BASKET)
+    return visit.page("cart.html", lines=lines, total_cents=_total_cents(lines))
 
 
 @SHOPPING.post("/cart/{product_id}/remove")
 def remove_from_basket(visit: Visit) -> Response:
-    visit.run("DELETE FROM basket WHERE product_id = ?", visit.number("product_id", 0))
+    visit.run("DELETE FROM basket WHERE product_id = :product_id")
     return visit.go("/cart", "The product was removed from your cart.")
 
 
 @SHOPPING.get("/checkout")
 def checkout(visit: Visit) -> Response:
-    lines = _basket(visit)
+    lines = visit.rows(BASKET)
     if not lines:
         return visit.go("/cart", "Your cart is empty.")
-    total = sum(line["quantity"] * line["price_cents"] for line in lines)
-    return _page(
-        visit,
+    return visit.page(
         "checkout.html",
         lines=lines,
-        total_cents=total,
-        addresses=_addresses(visit),
+        total_cents=_total_cents(lines),
+        addresses=visit.rows(ADDRESSES),
         shipping=SHIPPING_CENTS,
     )
 
 
-def _addresses(visit: Visit) -> list[sqlite3.Row]:
-    return visit.rows("SELECT * FROM address WHERE customer_id = ? ORDER BY id", SHOPPER_ID)
-
-
 @SHOPPING.post("/checkout")
 def place_order(visit: Visit) -> Response:
-    lines, addresses = _basket(visit), {str(row["id"]): row for row in _addresses(visit)}
+    lines, addresses = visit.rows(BASKET), {str(row["id"]): row for row in visit.rows(ADDRESSES)}
     shipping, address = visit.text("shipping"), addresses.get(visit.text("address"))
     if not lines or shipping not in SHIPPING_CENTS or address is None:
         return visit.go("/checkout", "Choose an address and a way of shipping.")
-    number = str(1 + visit.one("SELECT max(CAST(number AS INTEGER)) AS n FROM purchase")["n"])
-    place = f"{address['street']}, {address['town']} {address['postcode']}"
+    (newest,) = visit.rows("SELECT max(CAST(number AS INTEGER)) AS n FROM purchase")
+    number = str(1 + newest["n"])
     purchase_id = visit.insert(
         "purchase",
         number=number,
@@ -196,7 +115,7 @@ def place_order(visit: Visit) -> Response:
         status="Pending",
         shipping=shipping,
         shipping_cents=SHIPPING_CENTS[shipping],
-        address=place,
+        address=f"{address['street']}, {address['town']} {address['postcode']}",
     )
     for line in lines:
         of_line = {"quantity": line["quantity"], "price_cents": line["price_cents"]}
@@ -205,41 +124,13 @@ def place_order(visit: Visit) -> Response:
     return visit.go(f"/orders/{number}", "Thank you for your order.")
 
 
-@SHOPPING.get("/orders")
-def orders(visit: Visit) -> Response:
-    listed = visit.rows(ORDERS + " ORDER BY created DESC, number DESC", SHOPPER_ID)
-    return _page(visit, "orders.html", orders=listed)
-
-
-@SHOPPING.get("/orders/{number}")
-def order(visit: Visit) -> Response:
-    found = visit.one(ORDERS + " AND number = ?", SHOPPER_ID, visit.params["number"])
-    return _page(visit, "order.html", order=found, lines=visit.rows(LINES, found["id"]))
-
-
-@SHOPPING.post("/orders/{number}/cancel")
+@SHOPPING.post("/orders/{order}/cancel")
 def cancel_order(visit: Visit) -> Response:
-    found = visit.one(ORDERS + " AND number = ?", SHOPPER_ID, visit.params["number"])
+    found = visit.find("order")
     if found["status"] != "Pending":
         return visit.go(f"/orders/{found['number']}", "Only a pending order can be canceled.")
-    visit.run("UPDATE purchase SET status = 'Canceled' WHERE id = ?", found["id"])
+    visit.run("UPDATE purchase SET status = 'Canceled' WHERE id = :order_id")
     return visit.go(f"/orders/{found['number']}", "Your order was canceled.")
-
-
-@SHOPPING.get("/wishlist")
-def wishlist(visit: Visit) -> Response:
-    listed = products(visit, "AND product.id IN (SELECT product_id FROM wish)")
-    return _page(visit, "wishlist.html", products=listed)
-
-
-@SHOPPING.get("/account")
-def account(visit: Visit) -> Response:
-    return _page(visit, "account.html", addresses=_addresses(visit))
-
-
-@SHOPPING.get("/account/address")
-def address_form(visit: Visit) -> Response:
-    return _page(visit, "address.html")
 
 
 @SHOPPING.post("/account/address")
@@ -249,13 +140,3 @@ def add_address(visit: Visit) -> Response:
         return visit.go("/account/address", "An address needs a street, a town and a postcode.")
     visit.insert("address", customer_id=SHOPPER_ID, street=street, town=town, postcode=postcode)
     return visit.go("/account", "The address was added.")
-
-
-@SHOPPING.get("/account/reviews")
-def own_reviews(visit: Visit) -> Response:
-    reviews = visit.rows(
-        "SELECT review.*, product.name AS product, product.slug FROM review"
-        " JOIN product ON product.id = product_id WHERE customer_id = ? ORDER BY review.id DESC",
-        SHOPPER_ID,
-    )
-    return _page(visit, "own_reviews.html", reviews=reviews)
