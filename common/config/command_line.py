@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+import yaml
+
 from common.config.load import git_revision, list_configs
 from common.errors import ConfigError
 
@@ -23,55 +25,9 @@ class Command:
     example: str
 
 
-RUN_SECTIONS = "run train model tasks horizon groups algorithm learner actor scheduler envhub log"
 COMMANDS = {
-    "train": Command(
-        "start all roles of a run, keep them alive, write the report (the default)",
-        RUN_SECTIONS,
-        "--config quickstart run.name=a train.num_steps=20 learner.lr=3e-4",
-    ),
-    "sft": Command(
-        "make or warm-start a policy from demonstrations, on this machine",
-        "sft model tasks learner",
-        "--config tiny run.name=mine",
-    ),
-    "dpo": Command(
-        "train on pairs of better and worse episodes of the same item",
-        "dpo model learner",
-        "model.path=... dpo.data=runs/mine",
-    ),
-    "evolve": Command(
-        "play, keep what succeeded, train on it, and again (AgentEvol)",
-        "evolve sft model tasks learner actor",
-        "model.path=...",
-    ),
-    "eval": Command(
-        "play held-out items with a checkpoint or an endpoint: tables with intervals",
-        "eval policy model tasks actor envhub",
-        "model.path=... eval.k=4",
-    ),
-    "envhub": Command(
-        "serve environments, those of a run or any",
-        "envhub envs env",
-        "env=textcraft,babyai port=8080",
-    ),
-    "scheduler": Command("be the scheduler of a run", "run scheduler", "run.name=a"),
-    "learner": Command("be the learner of a run", "run learner", "run.name=a"),
-    "actor": Command(
-        "be one more actor of a run; may join and leave at any time",
-        "run actor",
-        "run.name=a actor.name=extra",
-    ),
-    "envs": Command("list the tasks and environments", "envs env", "env=textcraft,babyai"),
-    "status": Command("say how a run is doing, the latest or a named one", "run", "run.name=a"),
-    "simulate": Command(
-        "play a run on a virtual clock: throughput, lag, drops, and advice",
-        "simulator tasks horizon groups scheduler",
-        "simulator.from_run=runs/quickstart",
-    ),
-    "doctor": Command("check what this machine has and lacks", "model tasks", "--config smoke"),
-    "bench": Command("measure this machine or study training", "", "--suite envhub"),
-    "help": Command("explain a key, a section or a command", "", "learner.lr"),
+    name: Command(**each)
+    for name, each in yaml.safe_load(Path(__file__).with_name("commands.yaml").read_text()).items()
 }
 SUITES = (
     "envhub, soak, solve, learner, scheduler, tail, gpu,"

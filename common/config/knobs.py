@@ -3,7 +3,7 @@
 Example:
     @dataclass(frozen=True, slots=True, kw_only=True)
     class TrainSection:
-        num_steps: int = knob(100, "optimizer steps", ge=0, le=10**9)
+        num_steps: int = knob(100, "optimizer steps", ge=0, must="be >= warmup_steps")
 
         def contradictions(self) -> Iterator[Contradiction]:
             if ...:
@@ -12,6 +12,7 @@ Example:
 
 import ipaddress
 import math
+import operator
 import re
 from collections.abc import Callable, Iterator
 from copy import copy
@@ -23,6 +24,13 @@ from urllib.parse import urlsplit
 from common.errors import ConfigError
 
 Contradiction = tuple[str, object, str]  # key below the section, value, what it must be
+RELATIONS: dict[str, Callable[[Any, Any], bool]] = {  # what a value must do beside another
+    "be at most": operator.le,
+    "be <": operator.lt,
+    "be >=": operator.ge,
+    "be >": operator.gt,
+    "divide": lambda value, whole: whole % value == 0,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +148,7 @@ def knob(
     also: float | str | None = None,
     one_of: tuple[str, ...] = (),
     form: Form | None = None,
+    must: str = "",
 ) -> Any:
     """Declare one key of a section.
 
@@ -151,13 +160,14 @@ def knob(
         also: a value beyond these bounds, or beside `one_of` and `form`, that is allowed too.
         one_of: all that a text may be.
         form: what a text must look like; any printable line if neither is given.
+        must: one of RELATIONS and a key of the same section, such as "be at most max_size".
     """
     if ge is not None or gt is not None:
         le = CEILING if le is None and lt is None else le
     elif not one_of:
         form = form or TEXT
     law = Law(ge=ge, gt=gt, le=le, lt=lt, also=also, one_of=one_of, form=form)
-    metadata = {"text": text, "law": law}
+    metadata = {"text": text, "law": law, "must": must}
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: copy(cast(Any, default)), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -179,9 +189,19 @@ def check(section: Any, prefix: str = "") -> None:
                 check(value, f"{key}.")
             elif not isinstance(value, (bool, Enum)):
                 _check_leaf(each, key, value)
+    for key, value, law in _contradictions(section, prefix):
+        raise ConfigError(f"{prefix}{key}={value!r}: {law}")
+
+
+def _contradictions(section: Any, prefix: str) -> Iterator[Contradiction]:
+    for each in fields(section):
+        relation, _, other = each.metadata.get("must", "").rpartition(" ")
+        value, bound = getattr(section, each.name), getattr(section, other, None)
+        if relation and not RELATIONS[relation](value, bound):
+            shown = f"{bound:g}" if isinstance(bound, float) else bound
+            yield each.name, value, f"must {relation} {prefix}{other}={shown}"
     if isinstance(section, _Contradictable):
-        for key, value, law in section.contradictions():
-            raise ConfigError(f"{prefix}{key}={value!r}: {law}")
+        yield from section.contradictions()
 
 
 def _check_leaf(declared: Field[Any], key: str, value: object) -> None:

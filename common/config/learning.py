@@ -254,7 +254,9 @@ class LearnerSection:
     num_ranks: int = knob(1, "processes that share a batch; a CUDA device each", ge=1, le=4096)
     rank_timeout_s: float = knob(600.0, "seconds in which ranks must answer each other", gt=0)
     max_lag_steps: int = knob(4, "of a trajectory's oldest token; more is stale", ge=0)
-    hold_back_steps: int = knob(0, "steps that actors get weights late: a study", ge=0)
+    hold_back_steps: int = knob(
+        0, "steps that actors get weights late: a study", ge=0, must="be at most max_lag_steps"
+    )
     batch_timeout_s: float = knob(1800.0, "seconds to wait for a batch; then the run ends", gt=0)
     publish_timeout_s: float = knob(120.0, "seconds to bring out a version", gt=0)
     max_canary_delta: float = knob(0.05, "mean |delta logprob| that alarms", gt=0, le=1000)
@@ -265,9 +267,3 @@ class LearnerSection:
     max_bad_steps: int = knob(3, "non-finite losses in a row before the run stops", ge=1)
     critic: CriticSection = field(default_factory=CriticSection)
     controller: ControllerSection = field(default_factory=ControllerSection)
-
-    def contradictions(self) -> Iterator[Contradiction]:
-        """Yield values that do not go together."""
-        if self.hold_back_steps > self.max_lag_steps:
-            law = f"must be at most learner.max_lag_steps={self.max_lag_steps}"
-            yield "hold_back_steps", self.hold_back_steps, law

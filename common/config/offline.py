@@ -1,9 +1,8 @@
 """Options of the offline methods: SFT, DPO and AgentEvol."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-from common.config.knobs import NAME, PATH, Contradiction, knob
+from common.config.knobs import NAME, PATH, knob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,19 +23,11 @@ class SftSection:
     muon_lr: float = knob(0.02, "learner.optimizer=muon: of the hidden matrices", gt=0, le=10)
     hidden_size: int = knob(128, "of a policy made from nothing", ge=8, le=65536)
     num_layers: int = knob(4, "likewise", ge=1, le=1000)
-    num_heads: int = knob(4, "likewise", ge=1, le=1024)
-    num_kv_heads: int = knob(2, "likewise", ge=1, le=1024)
+    num_heads: int = knob(4, "likewise", ge=1, le=1024, must="divide hidden_size")
+    num_kv_heads: int = knob(2, "likewise", ge=1, le=1024, must="divide num_heads")
     intermediate_size: int = knob(512, "likewise: width of the feed-forward layers", ge=1)
     vocab_size: int = knob(640, "likewise: tokens, one for each byte at least", ge=300)
     from_scratch: bool = knob(True, "make tokenizer and weights; false: start from model.path")
-
-    def contradictions(self) -> Iterator[Contradiction]:
-        """Yield values that do not go together."""
-        if self.hidden_size % self.num_heads:
-            law = f"must divide sft.hidden_size={self.hidden_size}"
-            yield "num_heads", self.num_heads, law
-        if self.num_heads % self.num_kv_heads:
-            yield "num_kv_heads", self.num_kv_heads, f"must divide sft.num_heads={self.num_heads}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

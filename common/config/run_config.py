@@ -94,17 +94,18 @@ class GroupsSection:
 
     size: int = knob(8, "episodes of one prompt", ge=2, le=4096)
     per_step: int = knob(16, "groups with signal in one optimizer step", ge=1, le=10**5)
-    min_size: int = knob(4, "survivors below which a damaged group is given up", ge=2, le=4096)
+    min_size: int = knob(
+        4,
+        "survivors below which a damaged group is given up",
+        ge=2,
+        le=4096,
+        must="be at most size",
+    )
     max_oversample: float = knob(3.0, "x per_step groups may be opened for a step", ge=1, le=1000)
     straggler_factor: float = knob(
         0.0, "re-issue beyond this x the p95 of episode seconds; 0: never", also=0, ge=1, le=1000
     )
     straggler_min_s: float = knob(30.0, "seconds before which none is", gt=0)
-
-    def contradictions(self) -> Iterator[Contradiction]:
-        """Yield values that do not go together."""
-        if self.min_size > self.size:
-            yield "min_size", self.min_size, f"must be at most groups.size={self.size}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,24 +116,16 @@ class SchedulerSection:
     port: int = knob(0, "0: a free one, written to the run directory", ge=0, le=65535)
     max_ahead_steps: int = knob(1, "batches that may be open beyond this one", ge=0, le=1000)
     heartbeat_s: float = knob(1.0, "seconds between two signs of life", gt=0, le=3600)
-    dead_after_s: float = knob(20.0, "seconds of silence until its leases are issued again", gt=0)
+    dead_after_s: float = knob(
+        20.0, "seconds of silence until its leases are issued again", gt=0, must="be > heartbeat_s"
+    )
     max_attempts: int = knob(3, "issues of one episode before it counts as failed", ge=1, le=1000)
     max_failed_frac: float = knob(0.2, "of the last 200 episodes; more ends the run", ge=0, le=1)
     gate_margin: float = knob(
-        1.5,
-        "x group s / step s is opened ahead; 0: max_ahead_steps",
-        also=0,
-        ge=1,
-        le=1000,
+        1.5, "x group s / step s is opened ahead; 0: max_ahead_steps", also=0, ge=1, le=1000
     )
     max_stretch: float = knob(2.0, "x max_lag_steps, where episodes outlast it", ge=1, le=1000)
     size_leases: bool = knob(True, "an actor holds no more than it finishes before it is stale")
-
-    def contradictions(self) -> Iterator[Contradiction]:
-        """Yield values that do not go together."""
-        if self.dead_after_s <= self.heartbeat_s:
-            law = f"must be > scheduler.heartbeat_s={self.heartbeat_s:g}"
-            yield "dead_after_s", self.dead_after_s, law
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,9 +136,11 @@ class ActorSection:
     name: str = knob("", 'of an actor started alone; "": made from host and pid')
     max_concurrent: int = knob(64, "episodes at once in one actor", ge=1, le=10**5)
     adapt_concurrency: bool = knob(True, "fewer while its engine cannot keep up; not in sync mode")
-    min_concurrent: int = knob(1, "but so many always", ge=1, le=10**5)
+    min_concurrent: int = knob(
+        1, "but so many always", ge=1, le=10**5, must="be at most max_concurrent"
+    )
     max_model_len: int = knob(512, "tokens; a longer episode ends as context_full", ge=16)
-    max_turn_tokens: int = knob(16, "sampled tokens per turn", ge=1)
+    max_turn_tokens: int = knob(16, "sampled tokens per turn", ge=1, must="be < max_model_len")
     temperature: float = knob(1.0, "of sampling; the learner divides by it, too", gt=0, le=100)
     top_p: float = knob(1.0, "1: all tokens; else the importance ratio is biased", ge=1, le=1)
     top_k: int = knob(-1, "-1: all tokens; else the importance ratio is biased", ge=-1, le=-1)
@@ -155,22 +150,12 @@ class ActorSection:
     tensor_parallel_size: int = knob(1, "devices of one engine", ge=1, le=64)
     enforce_eager: bool = knob(True, "no compiled graphs: slower, but up at once")
     turn_timeout_s: float = knob(300.0, "seconds for one turn's tokens", gt=0)
-    episode_timeout_s: float = knob(1800.0, "seconds for a whole episode", gt=0)
+    episode_timeout_s: float = knob(
+        1800.0, "seconds for a whole episode", gt=0, must="be >= turn_timeout_s"
+    )
     env_timeout_s: float = knob(60.0, "seconds for one answer of the hub", gt=0)
     start_timeout_s: float = knob(300.0, "seconds for the engine to come up", gt=0)
     delivery_window: int = knob(256, "unacknowledged trajectories until episodes wait", ge=1)
-
-    def contradictions(self) -> Iterator[Contradiction]:
-        """Yield values that do not go together."""
-        if self.min_concurrent > self.max_concurrent:
-            law = f"must be at most actor.max_concurrent={self.max_concurrent}"
-            yield "min_concurrent", self.min_concurrent, law
-        if self.max_turn_tokens >= self.max_model_len:
-            law = f"must be < actor.max_model_len={self.max_model_len}"
-            yield "max_turn_tokens", self.max_turn_tokens, law
-        if self.episode_timeout_s < self.turn_timeout_s:
-            law = f"must be >= actor.turn_timeout_s={self.turn_timeout_s:g}"
-            yield "episode_timeout_s", self.episode_timeout_s, law
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,7 @@ import logging
 import math
 import sys
 import time
+from collections.abc import Callable
 from typing import TextIO, cast
 
 from rich.console import Console, Group, RenderableType
@@ -13,10 +14,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from common.config.run_config import RunConfig
 from common.dashboard import words
-from common.dashboard.run_view import PHASES, RoleView, RunView, view_run
-from common.store.run_dir import RunDir
+from common.dashboard.run_view import RoleView, RunView
 
 logger = logging.getLogger(__name__)
 
@@ -24,21 +23,23 @@ MAX_SILENCE_S = 30.0  # of a log
 
 
 class LiveDisplay:
-    """Shows a run from its files alone. `refresh` may be called as often as the caller likes."""
+    """Shows what `look` finds. `refresh` may be called as often as the caller likes."""
 
     def __init__(
         self,
-        run_dir: RunDir,
-        cfg: RunConfig,
+        look: Callable[[], RunView],
         *,
+        title: str,
+        subtitle: str,
+        is_wanted: bool,
         console: Console | None = None,
         interval_s: float = 10.0,
         look_s: float = 0.5,
     ) -> None:
-        self._run_dir = run_dir
-        self._cfg = cfg
+        self._look = look
+        self._title, self._subtitle = title, subtitle
         self._console = console or Console(stderr=True)
-        self.is_live = cfg.log.live and self._console.is_terminal
+        self.is_live = is_wanted and self._console.is_terminal
         self._interval_s = interval_s  # between lines of a log while only numbers change
         self._look_s = look_s
         self._next_s = 0.0
@@ -73,12 +74,12 @@ class LiveDisplay:
         if self._live is not None:
             self._live.update(self._panel(), refresh=True)
         elif not self.is_live:
-            self._log(view_run(self._run_dir, self._cfg), now_s)
+            self._log(self._look(), now_s)
 
     def _log(self, view: RunView, now_s: float) -> None:
         """Log a line at a change of phase, at progress every 10 s, and at least every 30 s."""
         phase = (view.phase, *sorted(view.starting), view.stop_in_s is not None)
-        progress = (view.step, view.progress)
+        progress = (view.step, view.status.num_done, view.status.num_total)
         silent_s = now_s - self._logged_s
         has_moved = progress != self._logged_progress and silent_s >= self._interval_s
         if phase != self._logged_phase or has_moved or silent_s >= MAX_SILENCE_S:
@@ -97,27 +98,28 @@ class LiveDisplay:
         self._moved.clear()
 
     def _panel(self) -> Panel:
-        cfg = self._cfg
-        view = view_run(self._run_dir, cfg)
+        view = self._look()
         parts: list[RenderableType] = [_progress(view), _facts(view)]
-        if view.actors:
+        if view.status.actors:
             parts.append(_roles(view))
         if view.warnings:
             parts.append(Text("\n".join(words.plain(w) for w in view.warnings), style="yellow"))
         return Panel(
             Group(*parts),
-            title=Text(f"longstride · {cfg.run.name}"),
-            subtitle=Text(f"{cfg.train.mode} · seed {cfg.run.seed} · {self._run_dir.root}"),
+            title=Text(self._title),
+            subtitle=Text(self._subtitle),
             border_style="red" if view.is_silent else "dim",
         )
 
 
 def _progress(view: RunView) -> Table:
     row = Table.grid(padding=(0, 1), expand=True)
-    row.add_column(width=12 if view.phase == PHASES["train"] else 27)
+    row.add_column(width=12 if view.status.phase == "train" else 27)
     row.add_column(ratio=1)
     row.add_column(justify="right", no_wrap=True)
-    done, total = view.progress or (view.step, view.num_steps)
+    done, total = view.status.num_done, view.status.num_total
+    if not total:
+        done, total = view.step, view.num_steps
     bar = ProgressBar(total=max(1, total), completed=min(done, total))
     times = "  ".join(filter(None, [f"{done}/{total}", words.times(view, "  ")]))
     row.add_row(Text(words.plain(view.phase), "bold"), bar, times)
@@ -128,6 +130,7 @@ def _facts(view: RunView) -> Table:
     table = Table.grid(padding=(0, 1))
     table.add_column(width=12, style="dim")
     table.add_column()
+    ledger = view.status.ledger
     for label, text, style in (
         ("success", words.success_text(view), "bold green"),
         ("by subset", words.subsets_text(view), ""),
@@ -135,11 +138,7 @@ def _facts(view: RunView) -> Table:
         ("lag", words.lag_text(view), ""),
         ("tokens/s", words.rates_text(view), ""),
         ("groups", words.groups_text(view).removeprefix("groups "), ""),
-        (
-            "ledger",
-            words.ledger_line(view.ledger),
-            "bold red" if view.ledger.get("lost") else "",
-        ),
+        ("ledger", words.ledger_line(ledger), "bold red" if ledger.get("lost") else ""),
         ("memory", words.memory_text(view), ""),
         ("starting", words.starting_text(view.starting), "yellow"),
         ("waiting", words.waits_text(view), "yellow"),
@@ -156,7 +155,7 @@ def _roles(view: RunView) -> Table:
     for column in ("role", "version", "running", "tok/s", "waits for", "last seen"):
         is_text = column in ("role", "waits for")
         table.add_column(column, justify="left" if is_text else "right", no_wrap=True)
-    for role in [view.learner, *view.actors]:
+    for role in view.roles:
         table.add_row(*(Text(words.plain(cell)) for cell in _role_cells(role)))
     return table
 
@@ -165,7 +164,7 @@ def _role_cells(role: RoleView) -> tuple[str, ...]:
     return (
         role.name,
         "" if role.version is None else f"v{role.version}",
-        str(role.num_running or ""),
+        str(role.running or ""),
         "" if role.tokens_per_s is None else f"{role.tokens_per_s:.0f}",
         role.waiting_for,
         "" if role.last_seen_s is None else f"{words.duration(role.last_seen_s)} ago",

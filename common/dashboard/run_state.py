@@ -3,8 +3,7 @@
 import json
 from pathlib import Path
 
-from common.config.run_config import RunConfig
-from common.dashboard.run_view import SILENT_S, RunView, view_run
+from common.dashboard.run_view import SILENT_S, RunView
 from common.dashboard.words import status_line
 from common.launch.lock import is_held
 from common.store.run_dir import RunDir
@@ -12,21 +11,21 @@ from common.store.run_dir import RunDir
 GOES_ON = "the same command goes on"
 
 
-def state_line(run_dir: RunDir, cfg: RunConfig) -> str:
+def state_line(run_dir: RunDir, view: RunView) -> str:
     """Return what `status` prints of a run, whatever its state."""
-    view = view_run(run_dir, cfg)
     if run_dir.finished.exists():
         result = json.loads(run_dir.finished.read_text()).get("result", "")
         return "; ".join(filter(None, [f"finished: step {view.step}/{view.num_steps}", result]))
-    if is_held(run_dir.root) or _has_fresh_status(view):
+    # Roles may have been started one by one, without a launcher that holds the run.
+    is_written = view.silent_s is not None and view.silent_s <= SILENT_S
+    if is_written or is_held(run_dir.root):
         return status_line(view)
     return f"stopped at step {view.step}/{view.num_steps}; {GOES_ON}"
 
 
-def stop_line(run_dir: RunDir, cfg: RunConfig) -> str:
-    """Return what a run that was interrupted says at its end."""
+def stop_line(run_dir: RunDir, step: int) -> str:
+    """Return what a run that was interrupted after `step` says at its end."""
     saved = saved_step(run_dir.checkpoints)
-    step = view_run(run_dir, cfg).step
     if saved is None and step == 0:
         return f"stopped before the first step; {GOES_ON}"
     if saved is None or saved < step:
@@ -39,8 +38,3 @@ def saved_step(checkpoints: Path) -> int | None:
     """Return the version of the newest complete checkpoint, None if there is none."""
     found = [json.loads(path.read_text()) for path in checkpoints.glob("step-*/COMPLETE")]
     return max((int(entry["version"]) for entry in found), default=None)
-
-
-def _has_fresh_status(view: RunView) -> bool:
-    """Whether a scheduler writes now; roles may have been started one by one, without launcher."""
-    return view.silent_s is not None and view.silent_s <= SILENT_S

@@ -1,6 +1,6 @@
 """A run in words, for displays and logs: one line, or the parts of one."""
 
-from common.dashboard.run_view import LEDGER_KEYS, PHASES, RunView
+from common.dashboard.run_view import LEDGER_KEYS, RunView
 
 ENGINES_SHOWN = 3
 _SPARKS = "▁▂▃▄▅▆▇█"
@@ -9,19 +9,19 @@ _SPARKS = "▁▂▃▄▅▆▇█"
 def status_line(view: RunView) -> str:
     """Return the run in one line; what is not known is left out."""
     parts = [
-        "" if view.phase == PHASES["train"] else f"{phase_text(view)},",
+        "" if view.status.phase == "train" else f"{phase_text(view)},",
         f"step {view.step}/{view.num_steps}",
         f"success {fraction(view.success)}" if view.success is not None else "",
-        f"{horizon_text(view)}" if view.horizon is not None else "",
+        f"{horizon_text(view)}" if view.status.horizon is not None else "",
         f"lag {view.lag_mean:.1f}" if view.lag_mean is not None else "",
         rate_text("actor", view.actor_tokens_per_s),
-        rate_text("learner", view.learner.tokens_per_s),
+        rate_text("learner", view.status.learner.tokens_per_s),
         groups_text(view),
         times(view, " "),
     ]
     line = " ".join(part for part in parts if part)
     ends = [starting_text(view.starting), stopping_text(view)]
-    ends += [f"waiting: {waits_text(view)}"] if view.waits else []
+    ends += [f"waiting: {waits}"] if (waits := waits_text(view)) else []
     ends += [f"scheduler {silence_text(view)}"] if view.is_silent else []
     return plain("; ".join([line, *filter(None, ends)]))
 
@@ -54,10 +54,8 @@ def stopping_text(view: RunView) -> str:
 
 def phase_text(view: RunView) -> str:
     """Return the phase, with how far its evaluation is."""
-    if view.progress is None:
-        return view.phase
-    num_done, num_total = view.progress
-    return f"{view.phase} {num_done}/{num_total}"
+    status = view.status
+    return f"{view.phase} {status.num_done}/{status.num_total}" if status.num_total else view.phase
 
 
 def times(view: RunView, gap: str) -> str:
@@ -85,21 +83,27 @@ def sparkline(values: list[float]) -> str:
 def success_text(view: RunView) -> str:
     """Return success in training, step by step, and before it."""
     train = "" if view.success is None else f"{fraction(view.success)} train"
-    before = "" if view.success_before is None else f"{fraction(view.success_before)} before"
+    before = (
+        ""
+        if view.status.success_before is None
+        else f"{fraction(view.status.success_before)} before"
+    )
     return "   ".join(part for part in (train, sparkline(view.success_steps), before) if part)
 
 
 def subsets_text(view: RunView) -> str:
     """Return success by subset."""
-    return "  ".join(f"{k} {fraction(v)}" for k, v in sorted(view.success_by_subset.items()))
+    return "  ".join(f"{k} {fraction(v)}" for k, v in sorted(view.status.success.items()))
 
 
 def horizon_text(view: RunView) -> str:
     """Return like "horizon 10 (stage 2/3)"; "" if unknown."""
-    if view.horizon is None:
+    if view.status.horizon is None:
         return ""
-    stage = "" if view.stage is None else f" (stage {view.stage + 1}/{view.num_stages})"
-    return f"horizon {view.horizon:.0f}{stage}"
+    stage = (
+        "" if view.status.stage is None else f" (stage {view.status.stage + 1}/{view.num_stages})"
+    )
+    return f"horizon {view.status.horizon:.0f}{stage}"
 
 
 def lag_text(view: RunView) -> str:
@@ -113,7 +117,7 @@ def rates_text(view: RunView) -> str:
     """Return tokens per second of actors and learner."""
     rates = (
         rate_text("actor", view.actor_tokens_per_s),
-        rate_text("learner", view.learner.tokens_per_s),
+        rate_text("learner", view.status.learner.tokens_per_s),
     )
     return "   ".join(rate.removesuffix(" tok/s") for rate in rates if rate)
 
@@ -125,20 +129,19 @@ def rate_text(name: str, tokens_per_s: float | None) -> str:
 
 def groups_text(view: RunView) -> str:
     """Return like "groups 18 open 3 ready"; "" if unknown."""
-    opened = "" if view.num_open is None else f" {view.num_open} open"
-    ready = "" if view.num_ready is None else f" {view.num_ready} ready"
+    opened = "" if view.status.num_open is None else f" {view.status.num_open} open"
+    ready = "" if view.status.num_ready is None else f" {view.status.num_ready} ready"
     return f"groups{opened}{ready}" if opened or ready else ""
 
 
 def memory_text(view: RunView) -> str:
     """Return the resident memory of each role."""
-    roles = [role for role in (view.learner, *view.actors) if role.rss_bytes]
-    return "  ".join(f"{role.name} {(role.rss_bytes or 0) / 2**30:.2f} GiB" for role in roles)
+    return "  ".join(f"{r.name} {r.rss_bytes / 2**30:.2f} GiB" for r in view.roles if r.rss_bytes)
 
 
 def waits_text(view: RunView) -> str:
     """Return who waits for whom."""
-    return ", ".join(f"{who} <- {whom}" for who, whom in view.waits)
+    return ", ".join(f"{r.name} <- {r.waiting_for}" for r in view.roles if r.waiting_for)
 
 
 def silence_text(view: RunView) -> str:

@@ -83,6 +83,7 @@ def train(cfg: RunConfig, run_dir: RunDir, *, root: Path) -> int:
     from common.checks.machine import has_cuda
     from common.checks.preflight import check_devices
     from common.dashboard.run_state import stop_line
+    from common.dashboard.run_view import view_run
     from common.launch.lock import hold_run
     from common.launch.roles import make_role_specs
     from common.launch.supervise import supervise
@@ -102,7 +103,8 @@ def train(cfg: RunConfig, run_dir: RunDir, *, root: Path) -> int:
         specs = make_role_specs(cfg, run_dir, root=root, has_cuda=has_cuda())
         ending, peak_memory_bytes = supervise(cfg, run_dir, specs)
     if ending.is_interrupted:
-        print(f"{cfg.run.name}: {stop_line(run_dir, cfg)}", file=sys.stderr)
+        step = view_run(run_dir, cfg.train, cfg.horizon).step
+        print(f"{cfg.run.name}: {stop_line(run_dir, step)}", file=sys.stderr)
     elif ending.exit_code != 0:
         print(f"error: {ending.reason}", file=sys.stderr)
     if ending.exit_code != 0:
@@ -113,13 +115,12 @@ def train(cfg: RunConfig, run_dir: RunDir, *, root: Path) -> int:
 
 
 def _report(cfg: RunConfig, run_dir: RunDir, *, wall_s: float, peak_memory_bytes: int) -> None:
-    from common.dashboard.run_state import state_line
     from common.report.write import summary, write_report
     from common.store.run_start import mark_finished
 
     report = write_report(run_dir, cfg, wall_s=wall_s, peak_memory_bytes=peak_memory_bytes)
     mark_finished(run_dir, version=cfg.train.num_steps, result=summary(report))
-    print(f"{cfg.run.name}: {state_line(run_dir, cfg)}")
+    print(f"{cfg.run.name}: {_state(cfg, run_dir)}")
     print(f"report: {run_dir.root / 'report.html'}")
 
 
@@ -132,10 +133,15 @@ def _point_latest(run_dir: RunDir) -> None:
 
 def status(cfg: RunConfig, run_dir: RunDir) -> int:
     """Print how a run is doing; return the exit code."""
-    from common.dashboard.run_state import state_line
-
-    print(f"{run_dir.root}: {state_line(run_dir, cfg)}")
+    print(f"{run_dir.root}: {_state(cfg, run_dir)}")
     return 0
+
+
+def _state(cfg: RunConfig, run_dir: RunDir) -> str:
+    from common.dashboard.run_state import state_line
+    from common.dashboard.run_view import view_run
+
+    return state_line(run_dir, view_run(run_dir, cfg.train, cfg.horizon))
 
 
 def be_role(

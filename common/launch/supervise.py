@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 
 from common.config.run_config import RunConfig
 from common.dashboard.live import LiveDisplay
+from common.dashboard.run_view import view_run
 from common.launch.base import Ending, LaunchState, RoleSpec
 from common.launch.local import LocalLauncher
 from common.launch.memory import MemoryWatch
@@ -17,7 +19,12 @@ def supervise(cfg: RunConfig, run_dir: RunDir, specs: Sequence[RoleSpec]) -> tup
 
     What the launcher knows is in launch.json meanwhile, for displays and `status`.
     """
-    display = LiveDisplay(run_dir, cfg)
+    display = LiveDisplay(
+        partial(view_run, run_dir, cfg.train, cfg.horizon),
+        title=f"longstride · {cfg.run.name}",
+        subtitle=f"{cfg.train.mode} · seed {cfg.run.seed} · {run_dir.root}",
+        is_wanted=cfg.log.live,
+    )
     memory = MemoryWatch()
     written: LaunchState | None = None
 

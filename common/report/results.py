@@ -69,11 +69,7 @@ def _count(totals: JournalTotals, trajectory: Trajectory) -> None:
     evaluation.failed.discard(trajectory.episode_id)
     evaluation.plays.setdefault(
         trajectory.episode_id,
-        Play(
-            item=item,
-            subset=subset_of(trajectory.item_id),
-            is_success=trajectory.is_success,
-        ),
+        Play(item=item, subset=subset_of(trajectory.item_id), is_success=trajectory.is_success),
     )
 
 

@@ -12,15 +12,14 @@ import pytest
 from rich.console import Console
 
 from common.config.curriculum import HorizonKind, HorizonSection
-from common.config.run_config import RunConfig, TrainSection
+from common.config.run_config import TrainSection
 from common.dashboard.live import LiveDisplay
 from common.dashboard.run_state import state_line, stop_line
-from common.dashboard.run_view import view_run
+from common.dashboard.run_view import RunView, view_run
 from common.dashboard.words import ledger_line, sparkline, status_line
 from common.launch.lock import hold_run
 from common.store.run_dir import RunDir
 from common.store.run_start import mark_finished
-from tests.configs import edited
 
 STATUS = {
     "phase": "train",
@@ -58,13 +57,6 @@ STATUS = {
 }
 
 
-def make_config() -> RunConfig:
-    return RunConfig(
-        train=TrainSection(num_steps=100),
-        horizon=HorizonSection(kind=HorizonKind.STEPWISE, stages=[5, 10, 20]),
-    )
-
-
 def make_run(root: Path) -> RunDir:
     run_dir = RunDir(root=root)
     run_dir.logs.mkdir(parents=True)
@@ -82,10 +74,28 @@ def make_run(root: Path) -> RunDir:
     return run_dir
 
 
-def show(run_dir: RunDir, cfg: RunConfig) -> str:
+def view_of(run_dir: RunDir) -> RunView:
+    horizon = HorizonSection(kind=HorizonKind.STEPWISE, stages=[5, 10, 20])
+    return view_run(run_dir, TrainSection(num_steps=100), horizon)
+
+
+def display_of(
+    run_dir: RunDir, *, console: Console, is_wanted: bool = True, look_s: float = 0.5
+) -> LiveDisplay:
+    return LiveDisplay(
+        lambda: view_of(run_dir),
+        title="longstride · r",
+        subtitle="async",
+        is_wanted=is_wanted,
+        console=console,
+        look_s=look_s,
+    )
+
+
+def show(run_dir: RunDir) -> str:
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=120, color_system=None)
-    display = LiveDisplay(run_dir, cfg, console=console)
+    display = display_of(run_dir, console=console)
     display.start()
     display.refresh()
     display.stop()
@@ -94,7 +104,7 @@ def show(run_dir: RunDir, cfg: RunConfig) -> str:
 
 
 def test_status_line_says_what_goes_on_and_who_waits_for_whom(tmp_path: Path) -> None:
-    line = status_line(view_run(make_run(tmp_path), make_config()))
+    line = status_line(view_of(make_run(tmp_path)))
     assert line == (
         "step 12/100 success 0.61 horizon 10 (stage 2/3) lag 0.9 actor 3200 tok/s"
         " learner 7400 tok/s groups 18 open 3 ready eta 2m56s; waiting: learner-77 <- actor-0"
@@ -102,7 +112,7 @@ def test_status_line_says_what_goes_on_and_who_waits_for_whom(tmp_path: Path) ->
 
 
 def test_status_line_leaves_out_what_is_not_known(tmp_path: Path) -> None:
-    line = status_line(view_run(RunDir(root=tmp_path / "none"), make_config()))
+    line = status_line(view_of(RunDir(root=tmp_path / "none")))
     assert line == "starting, step 0/100"
 
 
@@ -117,7 +127,7 @@ def test_display_goes_on_when_the_status_is_not_what_it_should_be(
     run_dir = RunDir(root=tmp_path)
     run_dir.status.write_text(status)
     run_dir.metrics.write_text('{"step": "x", "time_s": null}\n3\n{"st\n')
-    assert "longstride" in show(run_dir, make_config())
+    assert "longstride" in show(run_dir)
 
 
 def at_launch(run_dir: RunDir, **started_s: float) -> None:
@@ -132,7 +142,7 @@ def at_launch(run_dir: RunDir, **started_s: float) -> None:
 def test_roles_that_are_starting_are_told_with_the_time_that_it_takes(tmp_path: Path) -> None:
     run_dir = RunDir(root=tmp_path / "r")
     at_launch(run_dir, scheduler=2.0, actor_0=34.0)
-    line = status_line(view_run(run_dir, make_config()))
+    line = status_line(view_of(run_dir))
     assert "elapsed 1m10s" in line
     assert line.endswith("; scheduler is starting (2s), engine is starting (34s)")
 
@@ -140,19 +150,19 @@ def test_roles_that_are_starting_are_told_with_the_time_that_it_takes(tmp_path: 
 def test_role_that_was_heard_of_since_its_start_is_not_starting(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path)  # actor-0 was heard 0.3 s before the status was written
     at_launch(run_dir, scheduler=20.0, learner=20.0, actor_0=20.0, actor_1=20.0)
-    assert "engine is starting (20s)" in status_line(view_run(run_dir, make_config()))
-    assert view_run(run_dir, make_config()).starting.keys() == {"actor-1"}
+    assert "engine is starting (20s)" in status_line(view_of(run_dir))
+    assert view_of(run_dir).starting.keys() == {"actor-1"}
     at_launch(run_dir, actor_0=0.0)  # started again: what was heard is of the one before
-    assert view_run(run_dir, make_config()).starting.keys() == {"actor-0"}
+    assert view_of(run_dir).starting.keys() == {"actor-0"}
 
 
 def test_evaluation_tells_how_far_it_is(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path)
     progress = {"num_done": 240, "num_total": 600}
     run_dir.status.write_text(json.dumps({"phase": "eval_before", "progress": progress}))
-    line = status_line(view_run(run_dir, make_config()))
+    line = status_line(view_of(run_dir))
     assert line.startswith("evaluation before training 240/600, step 12/100")
-    assert "240/600" in show(run_dir, make_config())
+    assert "240/600" in show(run_dir)
 
 
 def test_stop_tells_how_long_it_may_take_and_how_to_skip_it(tmp_path: Path) -> None:
@@ -160,15 +170,15 @@ def test_stop_tells_how_long_it_may_take_and_how_to_skip_it(tmp_path: Path) -> N
     state = {"began_at": time.time(), "started_at": {}, "stop_deadline": time.time() + 40.4}
     run_dir.launch.write_text(json.dumps(state))
     told = "the learner may take 40s to save; Ctrl-C again stops at once"
-    assert f"stopping: {told}" in status_line(view_run(run_dir, make_config()))
-    assert told in show(run_dir, make_config())
+    assert f"stopping: {told}" in status_line(view_of(run_dir))
+    assert told in show(run_dir)
 
 
 def test_log_has_a_line_at_each_change_of_phase(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run_dir = make_run(tmp_path)
-    display = LiveDisplay(run_dir, make_config(), console=Console(file=io.StringIO()), look_s=0)
+    display = display_of(run_dir, console=Console(file=io.StringIO()), look_s=0)
     with caplog.at_level(logging.INFO):
         display.refresh()
         display.refresh()
@@ -180,29 +190,30 @@ def test_log_has_a_line_at_each_change_of_phase(
 
 
 def test_status_of_a_run_says_finished_stopped_or_what_goes_on(tmp_path: Path) -> None:
-    run_dir, cfg = make_run(tmp_path / "r"), make_config()
+    run_dir = make_run(tmp_path / "r")
     with hold_run(run_dir.root, name="r"):
-        assert state_line(run_dir, cfg).startswith("step 12/100 success")
+        assert state_line(run_dir, view_of(run_dir)).startswith("step 12/100 success")
     os.utime(run_dir.status, (0, 0))
-    assert state_line(run_dir, cfg) == "stopped at step 12/100; the same command goes on"
+    assert (
+        state_line(run_dir, view_of(run_dir)) == "stopped at step 12/100; the same command goes on"
+    )
     mark_finished(run_dir, version=12, result="held-out success (8 items): after 0.5")
     told = "finished: step 12/100; held-out success (8 items): after 0.5"
-    assert state_line(run_dir, cfg) == told
+    assert state_line(run_dir, view_of(run_dir)) == told
 
 
 def test_interrupted_run_says_what_is_saved_and_how_it_goes_on(tmp_path: Path) -> None:
-    cfg = make_config()
     empty = RunDir(root=tmp_path / "empty")
-    assert stop_line(empty, cfg) == "stopped before the first step; the same command goes on"
+    assert stop_line(empty, 0) == "stopped before the first step; the same command goes on"
     run_dir = make_run(tmp_path / "r")
     for step in (5, 12):
         folder = run_dir.checkpoints / f"step-{step:06d}"
         folder.mkdir(parents=True)
         if step == 12:
-            told = stop_line(run_dir, cfg)
+            told = stop_line(run_dir, 12)
             assert told.startswith("stopped at step 12, saved is step 5; the same command goes on")
         (folder / "COMPLETE").write_text(json.dumps({"version": step}))
-    assert stop_line(run_dir, cfg) == "saved at step 12; the same command goes on"
+    assert stop_line(run_dir, 12) == "saved at step 12; the same command goes on"
 
 
 def test_display_shows_progress_ledger_roles_and_warnings(tmp_path: Path) -> None:
@@ -211,7 +222,7 @@ def test_display_shows_progress_ledger_roles_and_warnings(tmp_path: Path) -> Non
         "2026-01-01 10:00:00,1 I actor-0 x: fine\n"
         "2026-01-01 10:00:01,1 W actor-0 x: hub \x1b[2J answered [bold]429[/bold]\n"
     )
-    text = show(run_dir, make_config())
+    text = show(run_dir)
     for part in (
         "12/100  eta 2m56s",
         "0.61 train   ▅▅   0.40 before",
@@ -231,13 +242,13 @@ def test_display_says_how_long_the_scheduler_is_silent(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path)
     old_s = time.time() - 60
     os.utime(run_dir.status, (old_s, old_s))
-    assert "scheduler silent for 1m0" in status_line(view_run(run_dir, make_config()))
+    assert "scheduler silent for 1m0" in status_line(view_of(run_dir))
 
 
 def test_display_logs_one_line_per_interval_when_there_is_no_terminal(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    display = LiveDisplay(make_run(tmp_path), make_config(), console=Console(file=io.StringIO()))
+    display = display_of(make_run(tmp_path), console=Console(file=io.StringIO()))
     with caplog.at_level(logging.INFO):
         display.start()
         display.refresh()
@@ -247,17 +258,15 @@ def test_display_logs_one_line_per_interval_when_there_is_no_terminal(
 
 
 def test_display_is_plain_on_a_terminal_when_the_user_says_so(tmp_path: Path) -> None:
-    cfg = make_config()
-    cfg = edited(cfg, {"log.live": False})
     console = Console(file=io.StringIO(), force_terminal=True)
-    assert not LiveDisplay(RunDir(root=tmp_path), cfg, console=console).is_live
+    assert not display_of(RunDir(root=tmp_path), console=console, is_wanted=False).is_live
 
 
 def test_display_takes_the_log_to_its_terminal_and_gives_it_back(tmp_path: Path) -> None:
     stream = sys.stderr
     handler = logging.StreamHandler(stream)
     console = Console(file=io.StringIO(), force_terminal=True, width=120)
-    display = LiveDisplay(make_run(tmp_path), make_config(), console=console)
+    display = display_of(make_run(tmp_path), console=console)
     logging.getLogger().addHandler(handler)
     try:
         display.start()
