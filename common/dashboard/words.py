@@ -11,19 +11,26 @@ def status_line(view: RunView) -> str:
     parts = [
         "" if view.status.phase == "train" else f"{phase_text(view)},",
         f"step {view.step}/{view.num_steps}",
-        f"success {fraction(view.success)}" if view.success is not None else "",
-        f"{horizon_text(view)}" if view.status.horizon is not None else "",
-        f"lag {view.lag_mean:.1f}" if view.lag_mean is not None else "",
-        rate_text("actor", view.actor_tokens_per_s),
-        rate_text("learner", view.status.learner.tokens_per_s),
+        _if_known("success {:.2f}", view.success),
+        horizon_text(view),
+        _if_known("lag {:.1f}", view.lag_mean),
+        _if_known("actor {:.0f} tok/s", view.actor_tokens_per_s),
+        _if_known("learner {:.0f} tok/s", view.status.learner.tokens_per_s),
         groups_text(view),
         times(view, " "),
     ]
-    line = " ".join(part for part in parts if part)
-    ends = [starting_text(view.starting), stopping_text(view)]
-    ends += [f"waiting: {waits}"] if (waits := waits_text(view)) else []
-    ends += [f"scheduler {silence_text(view)}"] if view.is_silent else []
-    return plain("; ".join([line, *filter(None, ends)]))
+    waits, silence = waits_text(view), silence_text(view)
+    ends = [
+        starting_text(view.starting),
+        stopping_text(view),
+        waits and f"waiting: {waits}",
+        silence and f"scheduler {silence}",
+    ]
+    return plain("; ".join(filter(None, [" ".join(filter(None, parts)), *ends])))
+
+
+def _if_known(form: str, value: float | None) -> str:
+    return "" if value is None else form.format(value)
 
 
 def starting_text(starting: dict[str, float]) -> str:
@@ -82,55 +89,40 @@ def sparkline(values: list[float]) -> str:
 
 def success_text(view: RunView) -> str:
     """Return success in training, step by step, and before it."""
-    train = "" if view.success is None else f"{fraction(view.success)} train"
-    before = (
-        ""
-        if view.status.success_before is None
-        else f"{fraction(view.status.success_before)} before"
-    )
-    return "   ".join(part for part in (train, sparkline(view.success_steps), before) if part)
+    train = _if_known("{:.2f} train", view.success)
+    before = _if_known("{:.2f} before", view.status.success_before)
+    return "   ".join(filter(None, [train, sparkline(view.success_steps), before]))
 
 
 def subsets_text(view: RunView) -> str:
     """Return success by subset."""
-    return "  ".join(f"{k} {fraction(v)}" for k, v in sorted(view.status.success.items()))
+    return "  ".join(f"{k} {v:.2f}" for k, v in sorted(view.status.success.items()))
 
 
 def horizon_text(view: RunView) -> str:
     """Return like "horizon 10 (stage 2/3)"; "" if unknown."""
-    if view.status.horizon is None:
-        return ""
-    stage = (
-        "" if view.status.stage is None else f" (stage {view.status.stage + 1}/{view.num_stages})"
-    )
-    return f"horizon {view.status.horizon:.0f}{stage}"
+    horizon, stage = view.status.horizon, view.status.stage
+    of = "" if stage is None else f" (stage {stage + 1}/{view.num_stages})"
+    return "" if horizon is None else f"horizon {horizon:.0f}{of}"
 
 
 def lag_text(view: RunView) -> str:
     """Return mean and largest lag in versions."""
-    mean = "" if view.lag_mean is None else f"mean {view.lag_mean:.2f}"
-    most = "" if view.lag_max is None else f"max {view.lag_max:.0f}"
-    return "  ".join(part for part in (mean, most) if part)
+    mean, most = _if_known("mean {:.2f}", view.lag_mean), _if_known("max {:.0f}", view.lag_max)
+    return "  ".join(filter(None, [mean, most]))
 
 
 def rates_text(view: RunView) -> str:
     """Return tokens per second of actors and learner."""
-    rates = (
-        rate_text("actor", view.actor_tokens_per_s),
-        rate_text("learner", view.status.learner.tokens_per_s),
-    )
-    return "   ".join(rate.removesuffix(" tok/s") for rate in rates if rate)
-
-
-def rate_text(name: str, tokens_per_s: float | None) -> str:
-    """Return like "actor 3200 tok/s"; "" if unknown."""
-    return "" if tokens_per_s is None else f"{name} {tokens_per_s:.0f} tok/s"
+    actor = _if_known("actor {:.0f}", view.actor_tokens_per_s)
+    learner = _if_known("learner {:.0f}", view.status.learner.tokens_per_s)
+    return "   ".join(filter(None, [actor, learner]))
 
 
 def groups_text(view: RunView) -> str:
     """Return like "groups 18 open 3 ready"; "" if unknown."""
-    opened = "" if view.status.num_open is None else f" {view.status.num_open} open"
-    ready = "" if view.status.num_ready is None else f" {view.status.num_ready} ready"
+    opened = _if_known(" {} open", view.status.num_open)
+    ready = _if_known(" {} ready", view.status.num_ready)
     return f"groups{opened}{ready}" if opened or ready else ""
 
 
@@ -147,11 +139,6 @@ def waits_text(view: RunView) -> str:
 def silence_text(view: RunView) -> str:
     """Return for how long the scheduler has been silent, if it has."""
     return f"silent for {duration(view.silent_s)}" if view.is_silent else ""
-
-
-def fraction(value: float) -> str:
-    """Return a share with two digits."""
-    return f"{value:.2f}"
 
 
 def duration(seconds: float | None) -> str:
