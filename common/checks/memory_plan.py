@@ -13,9 +13,17 @@ from common.errors import ConfigError
 PUBLISH_COPIES = 3  # the version that engines have, the next one, and its tensors while cast
 PROCESS_BYTES = 1 * GIB  # torch and vLLM themselves; measured 0.7-1.1 GiB a process
 ENGINE_WORK_BYTES = 3 * GIB // 2  # of a GPU engine beside weights and cache
+GPU_REMEDY = (
+    "lower actor.gpu_memory_frac or learner.max_tokens_per_microbatch, set"
+    " learner.gradient_checkpointing=true, or take GPUs with more memory"
+)
+HOST_REMEDY = (
+    "lower learner.max_tokens_per_microbatch, actor.kv_cache_gib, actor.num_actors or"
+    " learner.num_ranks, or set learner.gradient_checkpointing=true"
+)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Part:
     """One line of the plan."""
 
@@ -25,7 +33,7 @@ class Part:
     is_peak: bool = False  # taken only while the longest episodes are trained on; not judged
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Place:
     """A memory and what is put there."""
 
@@ -61,54 +69,44 @@ def make_plan(
         if i < num_engines:
             parts += _gpu_engine_parts(cfg, shape, capacity)
         name = f"gpu {i}" + (f" ({on[i].name})" if i < len(on) else "")
-        remedy = (
-            "lower actor.gpu_memory_frac or learner.max_tokens_per_microbatch, set"
-            " learner.gradient_checkpointing=true, or take GPUs with more memory"
-        )
-        places.append(Place(name=name, parts=parts, capacity_bytes=capacity, remedy=remedy))
+        places.append(Place(name, parts, capacity, GPU_REMEDY))
     host = [] if is_cuda else _times(learner, cfg.learner.num_ranks, "ranks")
     host += [] if on_gpu else _times(_cpu_engine_parts(cfg, shape), cfg.actor.num_actors, "actors")
     num_processes = cfg.learner.num_ranks + 2 * cfg.actor.num_actors
     how = f"{num_processes} processes x {_shown(PROCESS_BYTES)}: learner, actors, their engines"
-    host.append(Part(label="programs", num_bytes=num_processes * PROCESS_BYTES, how=how))
-    remedy = (
-        "lower learner.max_tokens_per_microbatch, actor.kv_cache_gib, actor.num_actors or"
-        " learner.num_ranks, or set learner.gradient_checkpointing=true"
-    )
-    places.append(Place(name="host", parts=host, capacity_bytes=host_bytes, remedy=remedy))
-    return places
+    host.append(Part("programs", num_processes * PROCESS_BYTES, how))
+    return [*places, Place("host", host, host_bytes, HOST_REMEDY)]
+
+
+def _weights(label: str, num: int, width: int, note: str = "") -> Part:
+    return Part(label, num * width, f"{num / 1e6:,.1f}M x {width} B{note}")
 
 
 def _learner_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool) -> list[Part]:
     learner, num = cfg.learner, shape.num_params
-    n = f"{num / 1e6:,.1f}M"
     parts = [
-        Part(label="learner weights", num_bytes=4 * num, how=f"{n} x 4 B (fp32 master)"),
-        Part(label="gradients", num_bytes=4 * num, how=f"{n} x 4 B"),
+        _weights("learner weights", num, 4, " (fp32 master)"),
+        _weights("gradients", num, 4),
         _optimizer_part(learner, shape),
     ]
     if cfg.algorithm.kl_coef > 0:
-        how = f"{n} x 4 B (algorithm.kl_coef > 0)"
-        parts.append(Part(label="reference", num_bytes=4 * num, how=how))
+        parts.append(_weights("reference", num, 4, " (algorithm.kl_coef > 0)"))
     is_critic = cfg.algorithm.advantage is Advantage.PPO
     if is_critic and learner.critic.kind is CriticKind.MODEL:
-        how = f"{n} x 16 B (weights, gradients, two moments)"
-        parts.append(Part(label="critic", num_bytes=16 * num, how=how))
-    width = BYTES_OF[cfg.model.dtype]
-    versions = PUBLISH_COPIES + learner.hold_back_steps
-    how = f"{versions} copies x {n} x {width} B ({cfg.model.dtype})"
-    copies = Part(label="publish copies", num_bytes=versions * width * num, how=how)
-    return [*parts, *_activation_parts(cfg, shape, is_cuda=is_cuda), copies]
+        parts.append(_weights("critic", num, 16, " (weights, gradients, two moments)"))
+    parts += _activation_parts(cfg, shape, is_cuda=is_cuda)
+    versions, width = PUBLISH_COPIES + learner.hold_back_steps, BYTES_OF[cfg.model.dtype]
+    copy = _weights("publish copies", num, width, f" ({cfg.model.dtype})")
+    return [*parts, Part(copy.label, versions * copy.num_bytes, f"{versions} copies x {copy.how}")]
 
 
 def _optimizer_part(learner: LearnerSection, shape: ModelShape) -> Part:
     num = shape.num_params
     if learner.optimizer is OptimizerKind.ADAMW:
-        return Part(label="optimizer", num_bytes=8 * num, how=f"{num / 1e6:,.1f}M x 8 B (AdamW)")
-    tables = min(num, 2 * shape.vocab * shape.hidden)
-    rest = num - tables
-    how = f"{tables / 1e6:,.1f}M x 8 B (AdamW, tables) + {rest / 1e6:,.1f}M x 4 B (Muon)"
-    return Part(label="optimizer", num_bytes=8 * tables + 4 * rest, how=how)
+        return _weights("optimizer", num, 8, " (AdamW)")
+    tables = _weights("", min(num, 2 * shape.vocab * shape.hidden), 8, " (AdamW, tables)")
+    rest = _weights("", num - tables.num_bytes // 8, 4, " (Muon)")
+    return Part("optimizer", tables.num_bytes + rest.num_bytes, f"{tables.how} + {rest.how}")
 
 
 def _activation_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool) -> list[Part]:
@@ -122,43 +120,34 @@ def _activation_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool) -> li
     if learner.precision is Precision.AUTO:
         is_bf16 = is_cuda or has_bf16_units()
     width = 2 if is_bf16 else 4
-    attention = (shape.heads + 2 * shape.kv_heads) * shape.head_dim + shape.heads * shape.head_dim
+    attention = 2 * (shape.heads + shape.kv_heads) * shape.head_dim
     layer = 6 * shape.hidden + attention + 3 * shape.intermediate  # numbers kept per token
+    per_token, how = shape.layers * layer, f"{tokens:,} tokens x {shape.layers} layers x {layer:,}"
     if learner.gradient_checkpointing:
         per_token = shape.layers * shape.hidden + layer
         how = f"{tokens:,} tokens x ({shape.layers} layers x {shape.hidden} + one layer {layer:,})"
-    else:
-        per_token = shape.layers * layer
-        how = f"{tokens:,} tokens x {shape.layers} layers x {layer:,}"
     rows = min(tokens, learner.logprob_chunk_tokens)
-    num_copies = 2 * shape.num_params if is_bf16 else 0
+    logits = f"{rows:,} tokens x {shape.vocab:,} words x 4 B x 3"
     parts = [
-        Part(label="activations", num_bytes=tokens * per_token * width, how=f"{how} x {width} B"),
-        Part(
-            label="logits",
-            num_bytes=3 * 4 * rows * shape.vocab,
-            how=f"{rows:,} tokens x {shape.vocab:,} words x 4 B x 3",
-        ),
+        Part("activations", tokens * per_token * width, f"{how} x {width} B"),
+        Part("logits", 3 * 4 * rows * shape.vocab, logits),
     ]
     if not is_cuda:
         layers = 1 if learner.gradient_checkpointing else shape.layers
         pairs = 3 * shape.heads * cfg.actor.max_model_len  # scores, softmax, its cast
         how = f"{tokens:,} tokens x {layers} layers x {pairs:,} x {width} B, of longest episodes"
         size = tokens * layers * pairs * width
-        parts.append(Part(label="attention scores, at most", num_bytes=size, how=how, is_peak=True))
-    if num_copies:
-        how = f"{shape.num_params / 1e6:,.1f}M x 2 B"
-        parts.append(Part(label="bf16 copies of the weights", num_bytes=num_copies, how=how))
+        parts.append(Part("attention scores, at most", size, how, is_peak=True))
+    if is_bf16:
+        parts.append(_weights("bf16 copies of the weights", shape.num_params, 2))
     return parts
 
 
 def _cpu_engine_parts(cfg: RunConfig, shape: ModelShape) -> list[Part]:
-    width, n = BYTES_OF[cfg.model.dtype], f"{shape.num_params / 1e6:,.1f}M"
-    cache = cfg.actor.kv_cache_gib * GIB
-    weights = width * shape.num_params
+    width, cache = BYTES_OF[cfg.model.dtype], cfg.actor.kv_cache_gib * GIB
     return [
-        Part(label="engine weights", num_bytes=weights, how=f"{n} x {width} B"),
-        Part(label="incoming weights", num_bytes=weights, how=f"{n} x {width} B, while they load"),
+        _weights("engine weights", shape.num_params, width),
+        _weights("incoming weights", shape.num_params, width, ", while they load"),
         _cache_part(cfg.actor, shape, cfg.model.dtype, cache, "actor.kv_cache_gib"),
     ]
 
@@ -167,16 +156,15 @@ def _gpu_engine_parts(cfg: RunConfig, shape: ModelShape, capacity_bytes: int) ->
     """Return what one worker of the engines holds on a GPU; vLLM takes its share at the start."""
     actor, width = cfg.actor, BYTES_OF[cfg.model.dtype]
     weights = width * shape.num_params // actor.tensor_parallel_size
-    n = f"{shape.num_params / 1e6:,.1f}M / {actor.tensor_parallel_size}"
-    share = int(actor.gpu_memory_frac * capacity_bytes)
-    parts = [Part(label="engine weights", num_bytes=weights, how=f"{n} x {width} B")]
+    how = f"{shape.num_params / 1e6:,.1f}M / {actor.tensor_parallel_size} x {width} B"
+    parts = [Part("engine weights", weights, how)]
     if capacity_bytes:
+        share = int(actor.gpu_memory_frac * capacity_bytes)
         cache = max(0, share - weights - ENGINE_WORK_BYTES)
         key = f"the rest of actor.gpu_memory_frac={actor.gpu_memory_frac:g}"
-        work = Part(label="engine work space", num_bytes=ENGINE_WORK_BYTES, how="about")
-        parts += [work, _cache_part(actor, shape, cfg.model.dtype, cache, key)]
-    incoming = Part(label="incoming weights", num_bytes=weights, how=f"{n} x {width} B")
-    return [*_times(parts, actor.num_actors, "actors"), incoming]
+        parts.append(Part("engine work space", ENGINE_WORK_BYTES, "about"))
+        parts.append(_cache_part(actor, shape, cfg.model.dtype, cache, key))
+    return [*_times(parts, actor.num_actors, "actors"), Part("incoming weights", weights, how)]
 
 
 def _cache_part(
@@ -188,17 +176,14 @@ def _cache_part(
         f"{key}: {tokens:,} tokens of {each:,} B,"
         f" {tokens / actor.max_model_len:,.1f} episodes of {actor.max_model_len:,} at once"
     )
-    return Part(label="KV cache", num_bytes=num_bytes, how=how)
+    return Part("KV cache", num_bytes, how)
 
 
 def _times(parts: Sequence[Part], number: int, of: str) -> list[Part]:
     if number == 1:
         return list(parts)
-    return [
-        Part(label=p.label, num_bytes=number * p.num_bytes, how=f"{number} {of} x ({p.how})")
-        for p in parts
-        if number
-    ]
+    several = [Part(p.label, number * p.num_bytes, f"{number} {of} x ({p.how})") for p in parts]
+    return several if number else []
 
 
 def plan_here(cfg: RunConfig, root: Path) -> list[Place]:

@@ -1,9 +1,7 @@
-"""What a launcher is given and what it answers, whatever machines it starts the roles on."""
+"""What a launcher is given and what it answers."""
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 EXIT_FINISHED = 0
 EXIT_FAILED = 1
@@ -47,16 +45,3 @@ class LaunchState:
     began_at: float  # Unix time at which the run was started
     started_at: dict[str, float]  # role -> Unix time of its last start, of those that run now
     stop_deadline: float | None = None  # Unix time; None while nobody is being stopped
-
-
-class Launcher(Protocol):
-    """Starts the roles of a run and stays until all of them have ended."""
-
-    def run(self, specs: Sequence[RoleSpec], *, on_poll: Callable[[LaunchState], None]) -> Ending:
-        """Start the roles in order, keep them alive, stop all of them.
-
-        Args:
-            specs: in the order of starting.
-            on_poll: called about twice a second until the last role has ended.
-        """
-        ...

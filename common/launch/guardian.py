@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 GRACE_S = 5.0
-POLL_S = 0.1
+POLL_S = 0.1  # nothing tells when the last process of a group, none of ours, has ended
 
 
 class Guardian:
@@ -48,16 +48,13 @@ class Guardian:
             self._process.stdin.flush()
 
 
-def _signal_all(groups: set[int], number: int) -> set[int]:
-    """Signal every group; return those in which somebody is left."""
-    left: set[int] = set()
-    for group in groups:
-        try:
-            os.killpg(group, number)
-        except (ProcessLookupError, PermissionError):
-            continue
-        left.add(group)
-    return left
+def signal_group(group: int, number: int) -> bool:
+    """Send a signal to a process group; False if nobody is left in it."""
+    try:
+        os.killpg(group, number)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
 
 
 def main() -> None:
@@ -68,11 +65,12 @@ def main() -> None:
     for line in sys.stdin:
         (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))
     deadline = time.monotonic() + GRACE_S
-    groups = _signal_all(groups, signal.SIGTERM)
+    groups = {group for group in groups if signal_group(group, signal.SIGTERM)}
     while groups and time.monotonic() < deadline:
         time.sleep(POLL_S)
-        groups = {group for group in groups if _signal_all({group}, 0)}
-    _signal_all(groups, signal.SIGKILL)
+        groups = {group for group in groups if signal_group(group, 0)}
+    for group in groups:
+        signal_group(group, signal.SIGKILL)
 
 
 if __name__ == "__main__":

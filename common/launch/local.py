@@ -1,11 +1,13 @@
 """The local launcher: a supervisor of subprocesses on this machine."""
 
+import contextlib
 import logging
+import select
 import signal
+import socket
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from types import FrameType
+from collections.abc import Callable, Generator, Mapping, Sequence
 
 from common.launch.base import (
     EXIT_CONFIG_ERROR,
@@ -41,7 +43,6 @@ class LocalLauncher:
         quick_stop_s: float = 6.0,
         finish_grace_s: float = 10.0,
         first_backoff_s: float = 1.0,
-        poll_s: float = 0.1,
         on_poll_every_s: float = 0.5,
     ) -> None:
         """Start nothing yet.
@@ -54,41 +55,35 @@ class LocalLauncher:
         self._quick_stop_s = quick_stop_s
         self._finish_grace_s = finish_grace_s
         self._first_backoff_s = first_backoff_s
-        self._poll_s = poll_s
         self._on_poll_every_s = on_poll_every_s
-        self._on_poll: Callable[[LaunchState], None] = lambda _: None
         self._next_poll = 0.0
-        self._began_at = 0.0  # Unix time, as is the next
-        self._stop_deadline: float | None = None
+        self._stop_deadline: float | None = None  # Unix time
         self._signals: list[int] = []
         self._roles: list[_Role] = []
 
     def run(self, specs: Sequence[RoleSpec], *, on_poll: Callable[[LaunchState], None]) -> Ending:
-        """Start the roles in order, keep them alive, stop all of them. See `Launcher.run`."""
-        self._signals, self._on_poll = [], on_poll
-        self._began_at, self._stop_deadline = time.time(), None
-        stops = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        previous = [signal.signal(number, self._note_signal) for number in stops]
+        """Start the roles in order, keep them alive, stop all; return when the last has ended.
+
+        Args:
+            on_poll: called every `on_poll_every_s` until the last role has ended.
+        """
+        self._on_poll, self._began_at = on_poll, time.time()
         guardian = Guardian()
         backoff_s = self._first_backoff_s
         self._roles = [_Role(each, guardian, first_backoff_s=backoff_s) for each in specs]
-        try:
-            for role in self._roles:
-                role.start()
-            ending = self._watch()
-            if ending.exit_code == EXIT_FINISHED:
-                # The roles that stop first end by themselves; the others serve until told to stop.
-                grace_s = self._finish_grace_s
-                self._wait({role: grace_s for role in self._ranks()[0]}, num_signals=0)
-            return ending
-        finally:
-            self._stop_all()
-            guardian.close()
-            for number, handler in zip(stops, previous, strict=True):
-                signal.signal(number, handler)
-
-    def _note_signal(self, number: int, frame: FrameType | None) -> None:
-        self._signals.append(number)
+        with _noted_signals() as (self._signals, self._wakeup):
+            try:
+                for role in self._roles:
+                    role.start()
+                ending = self._watch()
+                if ending.exit_code == EXIT_FINISHED:
+                    # Who stops first ends by itself; the others serve until told to stop.
+                    grace_s = self._finish_grace_s
+                    self._wait({role: grace_s for role in self._ranks()[0]}, num_signals=0)
+                return ending
+            finally:
+                self._stop_all()
+                guardian.close()
 
     def _watch(self) -> Ending:
         """Keep the roles alive until the run ends in one way or another."""
@@ -97,22 +92,21 @@ class LocalLauncher:
                 ending = role.check()
                 if ending is not None:
                     return ending
-            self._poll()
-            time.sleep(self._poll_s)
+            self._await_event(self._on_poll_every_s)
         number = self._signals[0]
         return Ending(exit_code=128 + number, reason=f"stopped by {signal.Signals(number).name}")
 
-    def _poll(self) -> None:
-        now = time.monotonic()
-        if now < self._next_poll:
-            return
-        self._next_poll = now + self._on_poll_every_s
-        started = {role.spec.name: role.started_at for role in self._roles if role.is_running}
-        self._on_poll(
-            LaunchState(
-                began_at=self._began_at, started_at=started, stop_deadline=self._stop_deadline
+    def _await_event(self, timeout_s: float) -> None:
+        """Let the caller of `run` look, then wait for a signal, the end of a child or the time."""
+        if time.monotonic() >= self._next_poll:
+            self._next_poll = time.monotonic() + self._on_poll_every_s
+            started = {role.spec.name: role.started_at for role in self._roles if role.is_running}
+            began_at, deadline = self._began_at, self._stop_deadline
+            self._on_poll(
+                LaunchState(began_at=began_at, started_at=started, stop_deadline=deadline)
             )
-        )
+        if select.select([self._wakeup], [], [], max(0.0, timeout_s))[0]:
+            self._wakeup.recv(4096)
 
     def _ranks(self) -> list[list["_Role"]]:
         """Return the roles with a process, those that stop first in front."""
@@ -151,10 +145,30 @@ class LocalLauncher:
         began = time.monotonic()
         while len(self._signals) <= num_signals:
             waited_s = time.monotonic() - began
-            if not any(role.is_running and waited_s < limits[role] for role in limits):
+            left_s = [limit_s - waited_s for role, limit_s in limits.items() if role.is_running]
+            if max(left_s, default=0.0) <= 0:
                 return
-            self._poll()
-            time.sleep(self._poll_s / 4)
+            self._await_event(min(self._on_poll_every_s, max(left_s)))
+
+
+@contextlib.contextmanager
+def _noted_signals() -> Generator[tuple[list[int], socket.socket]]:
+    """Yield the stop signals as they come, and what is readable after each and a child's end."""
+    noted: list[int] = []
+    wakeup, told = socket.socketpair()
+    told.setblocking(False)
+    stops = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    previous = {each: signal.signal(each, lambda n, _: noted.append(n)) for each in stops}
+    previous[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda n, _: None)
+    before = signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
+    try:
+        yield noted, wakeup
+    finally:
+        signal.set_wakeup_fd(before)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        wakeup.close()
+        told.close()
 
 
 class _Role:

@@ -10,7 +10,7 @@ from typing import TextIO
 
 from common.errors import ConfigError
 
-LOOK_S = 0.05  # longer than `is_held` holds the lock
+LOOK_S = 0.05  # longer than `is_held` holds the lock; a wait for it could last a whole run
 
 
 @contextlib.contextmanager

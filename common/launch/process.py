@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from common.errors import LongstrideError
-from common.launch.guardian import Guardian
+from common.launch.guardian import Guardian, signal_group
 
 MAX_TAIL_BYTES = 16_384
 TAIL_LINES = 15  # of a child's log in an error
-POLL_S = 0.02
+POLL_S = 0.02  # what a child gets ready is a file, and nothing portable tells of a new one
 MARKS = "LONGSTRIDE_MARKS"  # environment variable; a child adds its own mark to its parent's
 
 
@@ -90,6 +90,12 @@ class ChildProcess:
         """Return the exit code (negative: minus the signal), None while it runs."""
         return self._process.poll()
 
+    def has_ended_by(self, deadline: float) -> bool:
+        """Wait for its end; False if `deadline` (monotonic) came first."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(max(0.0, deadline - time.monotonic()))
+        return self.poll() is not None
+
     def terminate(self) -> None:
         """Ask the child itself, not what it started, to end."""
         if self.poll() is None:
@@ -97,7 +103,7 @@ class ChildProcess:
 
     def kill(self) -> None:
         """Kill its group at once, without waiting for the end."""
-        kill_group(self.pid, signal.SIGKILL)
+        signal_group(self.pid, signal.SIGKILL)
 
     def clear_away(self, *, timeout_s: float | None = None) -> None:
         """Kill at once whatever is left: the child, its group, all that it ever started.
@@ -117,7 +123,7 @@ class ChildProcess:
     def stop(self, *, timeout_s: float) -> bool:
         """Ask it to end, wait, clear away; return whether it ended by itself in time."""
         self.terminate()
-        is_in_time = wait_until_ended([self], deadline=time.monotonic() + timeout_s)
+        is_in_time = self.has_ended_by(time.monotonic() + timeout_s)
         self.clear_away()
         return is_in_time
 
@@ -156,15 +162,6 @@ def describe_exit(code: int) -> str:
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
-def kill_group(group: int, number: signal.Signals) -> bool:
-    """Send a signal to a process group; False if nobody is left in it."""
-    try:
-        os.killpg(group, number)
-    except (ProcessLookupError, PermissionError):
-        return False
-    return True
-
-
 def find_marked(mark: str) -> list[int]:
     """Return the ids of all processes started with this mark among those in their environment.
 
@@ -183,13 +180,6 @@ def find_marked(mark: str) -> list[int]:
     return found
 
 
-def wait_until_ended(
-    children: Iterable[ChildProcess], *, deadline: float, poll_s: float = POLL_S
-) -> bool:
+def wait_until_ended(children: Iterable[ChildProcess], *, deadline: float) -> bool:
     """Wait for children to end by themselves; False if `deadline` (monotonic) came first."""
-    running = list(children)
-    while any(child.poll() is None for child in running):
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(poll_s)
-    return True
+    return all(child.has_ended_by(deadline) for child in children)

@@ -1,17 +1,26 @@
 """Runs the roles of a training run under a launcher, with a display and a watch on memory."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
+
+import psutil
 
 from common.config.run_config import RunConfig
 from common.dashboard.live import LiveDisplay
 from common.dashboard.run_view import view_run
 from common.launch.base import Ending, LaunchState, RoleSpec
 from common.launch.local import LocalLauncher
-from common.launch.memory import MemoryWatch
-from common.launch.stop import stop_timeout_s
+from common.store.metrics import tail_metrics
 from common.store.run_dir import RunDir, write_json
+
+MIN_STOP_S = 10.0
+STOP_MARGIN_S = 5.0
+STOP_FACTOR = 3.0  # times what was measured: a stop meets disks and cores that are busy
+UNMEASURED_S = 10.0  # taken for a step or a checkpoint while none has been measured
+RECENT_STEPS = 100
+SAMPLE_S = 5.0  # between two looks at the memory
 
 
 def supervise(cfg: RunConfig, run_dir: RunDir, specs: Sequence[RoleSpec]) -> tuple[Ending, int]:
@@ -45,3 +54,51 @@ def supervise(cfg: RunConfig, run_dir: RunDir, specs: Sequence[RoleSpec]) -> tup
         display.stop()
         run_dir.launch.unlink(missing_ok=True)
     return ending, memory.peak_bytes
+
+
+def stop_timeout_s(run_dir: RunDir, *, wanted_s: float) -> float:
+    """Return the seconds after which a learner that is told to stop is killed.
+
+    Args:
+        run_dir: whose metrics.jsonl tells how long recent steps and checkpoints took.
+        wanted_s: `run.stop_timeout_s`; 0: follow what was measured.
+    """
+    if wanted_s > 0:
+        return wanted_s
+    lines = tail_metrics(run_dir.metrics, num_steps=RECENT_STEPS)
+    needed_s = 0.0
+    for name in ("train/step_s", "train/checkpoint_s"):
+        measured = [value for line in lines if isinstance(value := line.get(name), int | float)]
+        needed_s += max(measured, default=UNMEASURED_S)
+    return max(MIN_STOP_S, STOP_FACTOR * needed_s + STOP_MARGIN_S)
+
+
+class MemoryWatch:
+    """Samples this process and its descendants; call `sample` as often as you like.
+
+    Counts proportional set size where the system tells it (a page that three processes share counts
+    a third in each), else resident size, which counts it three times.
+    """
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self._next = 0.0
+        self.peak_bytes = 0
+
+    def sample(self) -> None:
+        """Take a sample if the last one is old enough."""
+        now = time.monotonic()
+        if now < self._next:
+            return
+        self._next = now + SAMPLE_S
+        members = [self._process, *self._process.children(recursive=True)]
+        self.peak_bytes = max(self.peak_bytes, sum(_size_bytes(member) for member in members))
+
+
+def _size_bytes(process: psutil.Process) -> int:
+    """Return the size of one process, 0 if it has just ended."""
+    try:
+        full = process.memory_full_info()
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return 0
+    return int(getattr(full, "pss", 0) or full.rss)

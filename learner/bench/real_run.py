@@ -13,7 +13,6 @@ from common.repository import ROOT
 logger = logging.getLogger(__name__)
 
 STOP_S = 60.0  # for a run that takes too long to save and leave
-POLL_S = 0.2
 TAIL_LINES = 5
 
 
@@ -28,7 +27,7 @@ def train(name: str, overrides: Sequence[str], *, config: str, log: Path, timeou
     child = ChildProcess(name, argv, log_path=log, cwd=ROOT)
     try:
         deadline = time.monotonic() + timeout_s
-        if not wait_until_ended([child], deadline=deadline, poll_s=POLL_S):
+        if not wait_until_ended([child], deadline=deadline):
             raise LongstrideError(f"run {name} has not ended within {timeout_s:g}s, see {log}")
         if code := child.poll():
             last = " / ".join(child.log_tail(max_lines=TAIL_LINES))

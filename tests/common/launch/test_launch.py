@@ -14,7 +14,7 @@ from common.config.load import load_config
 from common.launch.base import Ending, LaunchState, RoleSpec
 from common.launch.local import LocalLauncher
 from common.launch.roles import make_role_specs
-from common.launch.stop import stop_timeout_s
+from common.launch.supervise import stop_timeout_s
 from common.store.run_dir import RunDir
 
 STAY = "import signal; signal.pause()"
@@ -72,7 +72,6 @@ def launch(
         quick_stop_s=min(stop_timeout_s, quick_stop_s),
         finish_grace_s=0.3,
         first_backoff_s=0.02,
-        poll_s=0.02,
         on_poll_every_s=0.02,
     )
     deadline = time.monotonic() + 20.0
