@@ -1,20 +1,22 @@
-"""The parts of the scheduler's core, made from the configuration, saved and restored as one."""
+"""The parts of the scheduler's core, made from the configuration."""
 
-from dataclasses import dataclass, field, fields
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 
-from common.config.run_config import RunConfig, TrainMode
+from common.config.run_config import RunConfig, TrainMode, published_version
 from learner.scheduler.curriculum.catalogue import Catalogue
 from learner.scheduler.curriculum.curriculum import Curriculum
 from learner.scheduler.curriculum.sampling import eval_items
 from learner.scheduler.curriculum.success import SuccessAverages
+from learner.scheduler.dispatch.gate import Gate, GateState
 from learner.scheduler.dispatch.limits import Limits
 from learner.scheduler.dispatch.pace import Pace
 from learner.scheduler.episodes.lifecycle import EpisodeLifecycle
 from learner.scheduler.evaluation.eval_stream import EvalStream
-from learner.scheduler.evaluation.phases import Phase
+from learner.scheduler.evaluation.phases import Phase, PhaseGroups
 from learner.scheduler.members.members import Members
-from learner.scheduler.state import VOLATILE, restore, save
+from learner.scheduler.state import FIXED, VOLATILE
 
 NEVER = -1e9
 SILENT_BEATS = 5  # heartbeats missed in a row after which nobody waits for an actor's engine
@@ -33,7 +35,7 @@ class RunState:
 
 @dataclass(slots=True, kw_only=True)
 class Components:
-    """All that the scheduler must remember, each part with its one owner."""
+    """All that the scheduler must remember, each part with its one owner, and its fixed rules."""
 
     run: RunState
     lifecycle: EpisodeLifecycle
@@ -43,16 +45,22 @@ class Components:
     curriculum: Curriculum
     success: SuccessAverages = field(default_factory=SuccessAverages)
     stream: EvalStream
+    gate: Gate = field(metadata=FIXED)
+    phases: PhaseGroups = field(metadata=FIXED)
+    needed_version: Callable[[int], int] = field(metadata=FIXED)  # of engines, by the learner's
+    episode_timeout_s: float = field(metadata=FIXED)  # from a lease until its episode has ended
+    seed: int = field(metadata=FIXED)  # of the run
 
-    def snapshot(self, *, with_volatile: bool) -> dict[str, Any]:
-        """Return all parts as JSON."""
-        names = [f.name for f in fields(self)]
-        return {name: save(getattr(self, name), with_volatile=with_volatile) for name in names}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Take over what `snapshot` returned."""
-        for f in fields(self):
-            restore(getattr(self, f.name), state[f.name])
+    def gate_state(self) -> GateState:
+        """Return what the gate sees now."""
+        return GateState(
+            version=self.run.version,
+            num_open=self.lifecycle.table.num_open,
+            num_ready=self.lifecycle.table.num_ready,
+            num_filtered=self.lifecycle.num_filtered,
+            max_ahead_steps=self.limits.max_ahead_steps,
+            needed_ahead_steps=self.limits.needed_ahead_steps,
+        )
 
 
 def build_components(cfg: RunConfig, catalogue: Catalogue) -> Components:
@@ -60,6 +68,7 @@ def build_components(cfg: RunConfig, catalogue: Catalogue) -> Components:
     lease_s = cfg.actor.episode_timeout_s + cfg.scheduler.dead_after_s
     silent_after_s = SILENT_BEATS * cfg.scheduler.heartbeat_s
     stream_items = eval_items(cfg.tasks, catalogue, cfg.eval.stream_items)
+    phase_items = eval_items(cfg.tasks, catalogue, cfg.eval.num_items)
     curriculum = Curriculum(
         cfg.horizon,
         cfg.mixture,
@@ -81,4 +90,9 @@ def build_components(cfg: RunConfig, catalogue: Catalogue) -> Components:
         limits=limits,
         curriculum=curriculum,
         stream=EvalStream(cfg.eval, stream_items, catalogue),
+        gate=Gate(cfg.groups, cfg.scheduler, cfg.train),
+        phases=PhaseGroups(cfg.eval, phase_items, catalogue),
+        needed_version=partial(published_version, cfg),
+        episode_timeout_s=cfg.actor.episode_timeout_s,
+        seed=cfg.run.seed,
     )

@@ -12,7 +12,6 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from common.config.run_config import RunConfig, published_version
 from common.errors import ConfigError
 from common.wire.messages import (
     Goodbye,
@@ -27,17 +26,14 @@ from common.wire.messages import (
     StepDone,
     Welcome,
 )
-from learner.scheduler.components import build_components
-from learner.scheduler.curriculum.catalogue import Catalogue
-from learner.scheduler.curriculum.sampling import eval_items
-from learner.scheduler.dispatch.gate import Gate
-from learner.scheduler.dispatch.grants import Grants, Moment
-from learner.scheduler.episodes.ledger import FAILED
+from learner.scheduler.components import Components
+from learner.scheduler.dispatch.grants import Grants
 from learner.scheduler.episodes.table import EpisodeState
-from learner.scheduler.evaluation.phases import NEXT_PHASE, Phase, PhaseGroups
+from learner.scheduler.evaluation.phases import NEXT_PHASE, Phase
 from learner.scheduler.members.liveness import Liveness
 from learner.scheduler.members.report_cursor import ReportCursor
 from learner.scheduler.reports import LearnerReports
+from learner.scheduler.state import restore, save
 from learner.scheduler.status import build_status
 
 logger = logging.getLogger(__name__)
@@ -52,7 +48,7 @@ class SchedulerCore:
     """Who plays what, how long, and what became of it.
 
     Example:
-        core = SchedulerCore(cfg, catalogue, clock=time.monotonic)
+        core = SchedulerCore(build_components(cfg, catalogue), clock=time.monotonic)
         answer = core.handle("actor-0", LeaseRequest(actor="actor-0", ...))  # a LeaseGrant
         core.tick()
 
@@ -63,37 +59,18 @@ class SchedulerCore:
 
     def __init__(
         self,
-        cfg: RunConfig,
-        catalogue: Catalogue,
+        parts: Components,
         *,
         clock: Callable[[], float],
         run_epoch: str = "0",
     ) -> None:
-        self._cfg = cfg
         self._clock = clock
         self.run_epoch = run_epoch
-        self.parts = parts = build_components(cfg, catalogue)
+        self.parts = parts
         self.run, self.lifecycle, self.members = parts.run, parts.lifecycle, parts.members
-        held_out = eval_items(cfg.tasks, catalogue, cfg.eval.num_items)
-        self._evals = PhaseGroups(cfg.eval, held_out, catalogue)
-        self._gate = Gate(cfg.groups, cfg.scheduler, cfg.train)
-        self._grants = Grants(
-            gate=self._gate,
-            limits=parts.limits,
-            pace=parts.pace,
-            lifecycle=parts.lifecycle,
-            curriculum=parts.curriculum,
-            members=parts.members,
-            episode_timeout_s=cfg.actor.episode_timeout_s,
-        )
-        self._reports = LearnerReports(
-            lifecycle=parts.lifecycle,
-            pace=parts.pace,
-            curriculum=parts.curriculum,
-            success=parts.success,
-            members=parts.members,
-        )
-        self._liveness = Liveness(cfg.groups, parts.lifecycle, parts.members, parts.pace)
+        self._grants = Grants(parts)
+        self._reports = LearnerReports(parts)
+        self._liveness = Liveness(parts)
         self._cursor = ReportCursor()
         self._handlers: dict[type, Callable[[Any], Any]] = {
             Hello: self._hello,
@@ -180,8 +157,8 @@ class SchedulerCore:
 
     def _batch(self) -> tuple[int, int]:
         """Return for which version of the learner how many ready groups make a batch."""
-        state = self._grants.gate_state(self.run.version)
-        return self.run.learner_version, self._gate.num_batch_groups(state)
+        num_groups = self.parts.gate.num_batch_groups(self.parts.gate_state())
+        return self.run.learner_version, num_groups
 
     # --- leases -------------------------------------------------------------------------------
 
@@ -194,13 +171,10 @@ class SchedulerCore:
         run = self.run
         if run.phase is Phase.DONE:
             return self._answer([], "finished")
-        needed = published_version(self._cfg, run.version)
-        moment = Moment(phase=run.phase, version=run.version, needed_version=needed, now=now)
-        taken, reason = self._grants.serve(message, moment)
+        taken, reason = self._grants.serve(message, now)
         for group, _ in taken:
             self.parts.stream.granted(group, version=message.version)
-        incarnation = member.incarnation
-        self.lifecycle.grant(taken, actor=member.name, incarnation=incarnation, now=now)
+        self.lifecycle.grant(taken, member, now=now)
         return self._answer([self._grants.lease(*each) for each in taken], reason)
 
     def _answer(self, leases: list[Lease], reason: str) -> LeaseGrant:
@@ -244,10 +218,10 @@ class SchedulerCore:
     def _set_version(self, version: int) -> None:
         self.run.version = version
         self.lifecycle.num_filtered = 0
-        self.run.is_trained = self.run.is_trained or version >= self._cfg.train.num_steps
+        self.run.is_trained = self.run.is_trained or version >= self.parts.gate.train.num_steps
         if self.phase is Phase.EVAL_BEFORE:
             logger.info("no evaluation before training: resumed at version=%d", version)
-            self.lifecycle.give_up_all(FAILED, "resumed")
+            self.lifecycle.skip_all("resumed")
 
     # --- phases -------------------------------------------------------------------------------
 
@@ -268,12 +242,12 @@ class SchedulerCore:
             return self.run.is_trained
         if self.phase is Phase.EVAL_AFTER and self.parts.stream.is_open:
             return False  # an evaluation beside training is finished here
-        return not self._evals.are_open(self.run.phase, self.lifecycle.table)
+        return not self.parts.phases.are_open(self.run.phase, self.lifecycle.table)
 
     def _enter_phase(self) -> None:
         if self.phase is Phase.DONE:
             self.lifecycle.end_training(states=(EpisodeState.ARRIVED,))
-        for group in self._evals.make(self.run.phase, version=self.run.version):
+        for group in self.parts.phases.make(self.run.phase, version=self.run.version):
             self.lifecycle.open(group)
 
     # --- state --------------------------------------------------------------------------------
@@ -290,9 +264,9 @@ class SchedulerCore:
         """
         return {
             "format": STATE_FORMAT,
-            "seed": self._cfg.run.seed,
+            "seed": self.parts.seed,
             "has_times": with_volatile,
-            **self.parts.snapshot(with_volatile=with_volatile),
+            **save(self.parts, with_volatile=with_volatile),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -301,14 +275,14 @@ class SchedulerCore:
         Raises:
             ConfigError: the state is of another format or another `run.seed`.
         """
-        expected = {"format": STATE_FORMAT, "seed": self._cfg.run.seed}
+        expected = {"format": STATE_FORMAT, "seed": self.parts.seed}
         for key, value in expected.items():
             if state.get(key) != value:
                 raise ConfigError(
                     f"scheduler.json: {key}={state.get(key)!r}, not {value!r}: it was written by"
                     " another version or for another run; start a new run"
                 )
-        self.parts.restore(state)
+        restore(self.parts, state)
         if not state["has_times"]:
             now = self._clock()
             self.lifecycle.renew_all(now=now)
@@ -316,8 +290,7 @@ class SchedulerCore:
 
     def status(self) -> dict[str, Any]:
         """Return what is going on, for people and the display."""
-        state = self._grants.gate_state(self.run.version)
-        return build_status(self.parts, gate=self._gate, state=state, now=self._clock()) | {
-            "progress": self._evals.progress(self.run.phase, self.lifecycle.table),
+        return build_status(self.parts, now=self._clock()) | {
+            "progress": self.parts.phases.progress(self.run.phase, self.lifecycle.table),
             "run_epoch": self.run_epoch,
         }

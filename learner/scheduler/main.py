@@ -14,6 +14,7 @@ from common.store.run_dir import RunDir, write_atomically, write_json
 from common.wire.messages import Goodbye, Heartbeat, Hello, LeaseRequest
 from common.wire.security import RunKeys, load_keys
 from common.wire.sockets import Received, Router
+from learner.scheduler.components import build_components
 from learner.scheduler.core import SchedulerCore
 from learner.scheduler.curriculum.catalogue import fetch_catalogue, validate_tasks
 from learner.scheduler.evaluation.eval_stream import eval_lines
@@ -89,7 +90,8 @@ def build(cfg: RunConfig, run_dir: RunDir) -> Serving:
     catalogue = fetch_catalogue(url, token=keys.hub_token, timeout_s=start_s)
     validate_tasks(cfg.tasks, catalogue)
     clock = LoopClock(time.monotonic())
-    core = SchedulerCore(cfg, catalogue, clock=clock, run_epoch=secrets.token_hex(8))
+    components = build_components(cfg, catalogue)
+    core = SchedulerCore(components, clock=clock, run_epoch=secrets.token_hex(8))
     log = EventLog(run_dir.root)
     port = resume(core, clock, log)
     router = listen(cfg, keys, preferred_port=port)

@@ -4,17 +4,17 @@ from typing import Any
 
 from learner.scheduler.components import Components
 from learner.scheduler.curriculum.success import SuccessAverages
-from learner.scheduler.dispatch.gate import Gate, GateState
 from learner.scheduler.evaluation.phases import Phase
 from learner.scheduler.state import save
 
 
-def build_status(parts: Components, *, gate: Gate, state: GateState, now: float) -> dict[str, Any]:
+def build_status(parts: Components, *, now: float) -> dict[str, Any]:
     """Return the content of status.json.
 
     Args:
         now: the core's clock, for how long ago members were heard.
     """
+    state = parts.gate_state()
     curriculum = parts.curriculum.report(state.version)
     longest = max(curriculum["horizons"].values(), key=lambda each: each["horizon"], default={})
     learners = parts.members.report("learner", now)
@@ -29,12 +29,12 @@ def build_status(parts: Components, *, gate: Gate, state: GateState, now: float)
             "ready": state.num_ready,
             "filtered": state.num_filtered,
             "opened": parts.lifecycle.table.next_number,
-            "oversampled": gate.is_oversampled(state),
+            "oversampled": parts.gate.is_oversampled(state),
         },
-        "num_leased": parts.lifecycle.num_leased,
+        "num_leased": len(parts.lifecycle.leases),
         "pace": parts.pace.report(),
         "limits": save(parts.limits),
-        "gate": gate.allowed(state).reason if parts.run.phase is Phase.TRAIN else "",
+        "gate": parts.gate.allowed(state).reason if parts.run.phase is Phase.TRAIN else "",
         "ledger": parts.lifecycle.ledger_report(),
         "success": parts.success.train_report(),
         "eval": _eval_report(parts.success),

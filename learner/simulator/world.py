@@ -21,6 +21,7 @@ from common.wire.messages import (
 )
 from learner.batch.synthetic import synthetic_trajectory
 from learner.ingest.group_assembly import Group, GroupAssembly
+from learner.scheduler.components import build_components
 from learner.scheduler.core import SchedulerCore
 from learner.simulator.event_queue import EventQueue
 from learner.simulator.fleet import Arrival, Fleet
@@ -53,7 +54,8 @@ class World:
         self._events = EventQueue()
         self._rng = Random(cfg.run.seed)
         self._is_sync = cfg.train.mode is TrainMode.SYNC
-        self._core = SchedulerCore(self._cfg, catalogue_of(self._cfg), clock=self._events)
+        components = build_components(self._cfg, catalogue_of(self._cfg))
+        self._core = SchedulerCore(components, clock=self._events)
         hello = Hello(role="learner", name=LEARNER, incarnation="life-1", version=0)
         self._core.handle(LEARNER, hello)
         self._table = GroupAssembly(

@@ -29,6 +29,7 @@ from learner.scheduler.bench.peers import (
     Peers,
     hello,
 )
+from learner.scheduler.components import build_components
 from learner.scheduler.core import SchedulerCore
 from learner.scheduler.curriculum.catalogue import Catalogue, SubsetEntry
 
@@ -100,7 +101,7 @@ def add_core(table: BenchTable) -> None:
 def measure_core(*, num_actors: int, num_steps: int) -> float:
     """Return the leases per second of processor time, from request to the end of their step."""
     cfg = bench_config(Path("runs"))
-    core = SchedulerCore(cfg, catalogue_of(cfg), clock=time.monotonic)
+    core = SchedulerCore(build_components(cfg, catalogue_of(cfg)), clock=time.monotonic)
     learner = BenchLearner(group_size=cfg.groups.size, per_step=cfg.groups.per_step)
     core.handle(LEARNER, hello("learner", LEARNER))
     actors = [f"actor-{i}" for i in range(num_actors)]

@@ -1,11 +1,12 @@
 """The ledger: every issued episode ends in exactly one outcome, or is in flight. None is lost."""
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from common.errors import LedgerError
-from common.wire.messages import Outcome
+from common.wire.messages import EpisodeKind, Outcome
 
 EVALUATED = "evaluated"
 FAILED = Outcome.FAILED.value
@@ -65,24 +66,21 @@ class Ledger:
     num_duplicates: int = 0  # trajectories that the learner discarded
     num_unknown: int = 0  # reports of episodes that were never issued, e.g. after a rollback
 
-    def assert_balanced(self, *, train_in_flight: int, eval_in_flight: int) -> None:
+    def assert_balanced(self, in_flight: Mapping[EpisodeKind, int]) -> None:
         """Raises: LedgerError: names the account, its counts and the difference."""
-        for name, account, in_flight in (
-            ("train", self.train, train_in_flight),
-            ("eval", self.eval, eval_in_flight),
-        ):
-            lost = account.num_lost(in_flight)
+        for kind, account in ((EpisodeKind.TRAIN, self.train), (EpisodeKind.EVAL, self.eval)):
+            lost = account.num_lost(in_flight[kind])
             if lost != 0:
                 raise LedgerError(
-                    f"{name} ledger: issued {account.issued} != settled {account.settled}"
-                    f" + in flight {in_flight}; difference {lost}"
+                    f"{kind} ledger: issued {account.issued} != settled {account.settled}"
+                    f" + in flight {in_flight[kind]}; difference {lost}"
                 )
 
-    def report(self, *, train_in_flight: int, eval_in_flight: int) -> dict[str, Any]:
+    def report(self, in_flight: Mapping[EpisodeKind, int]) -> dict[str, Any]:
         """Return what ledger.json holds."""
         return {
-            **self.train.report(train_in_flight),
+            **self.train.report(in_flight[EpisodeKind.TRAIN]),
             "duplicates_discarded": self.num_duplicates,
             "unknown_reports": self.num_unknown,
-            "eval": self.eval.report(eval_in_flight),
+            "eval": self.eval.report(in_flight[EpisodeKind.EVAL]),
         }

@@ -9,9 +9,10 @@ from typing import Any
 
 from common.config.run_config import GroupsSection, SchedulerSection
 from common.errors import LedgerError
-from common.wire.messages import EpisodeKind, EpisodeOutcome, EpisodeSeen, GroupArrived, Outcome
+from common.wire.messages import EpisodeOutcome, EpisodeSeen, GroupArrived, Outcome
 from learner.scheduler.episodes.audit import RUN_ENDED, SelectionAudit
 from learner.scheduler.episodes.failures import FailureWindow
+from learner.scheduler.episodes.leases import LeaseIndex
 from learner.scheduler.episodes.ledger import EVALUATED, FAILED, Account, Ledger
 from learner.scheduler.episodes.queue import EpisodeQueue, Taken
 from learner.scheduler.episodes.table import (
@@ -22,13 +23,12 @@ from learner.scheduler.episodes.table import (
     GroupTable,
     Settled,
 )
+from learner.scheduler.members.members import Member
 from learner.scheduler.state import FIXED
 
 logger = logging.getLogger(__name__)
 
 MIN_CLOSED = 256  # groups whose outcomes are remembered at least
-
-Leased = dict[str, dict[str, EpisodeRecord]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class EpisodeLifecycle:
 
     queued --grant--> leased --arrive--> arrived --report--> settled
        ^---lose, while attempts are left---'
-    `reclaim`: queued -> leased, for an actor that was thought dead. `give_up`: -> settled,
+    `reclaim`: queued -> leased, for an actor that was thought dead. Given up: -> settled,
     provisionally. Evaluation episodes are settled as they arrive.
 
     Example: g/0 is granted (leased), its actor dies (queued), it is granted again, its actor dies
@@ -65,7 +65,7 @@ class EpisodeLifecycle:
     num_filtered: int = 0  # groups without signal since the last step
     num_leases: int = 0  # that were ever given
     failures: FailureWindow = field(init=False)
-    _leased: Leased = field(default_factory=dict[str, dict[str, EpisodeRecord]], metadata=FIXED)
+    leases: LeaseIndex = field(default_factory=LeaseIndex, metadata=FIXED)
 
     def __post_init__(self) -> None:
         self.queue = EpisodeQueue(self.table)
@@ -73,32 +73,7 @@ class EpisodeLifecycle:
 
     def after_restore(self) -> None:
         """Find the leases in the table."""
-        leased = [e for _, e in self.table.episodes() if e.state is EpisodeState.LEASED]
-        self._leased = {}
-        for episode in sorted(leased, key=lambda e: e.lease_number):
-            self._leased.setdefault(episode.actor, {})[episode.episode_id] = episode
-
-    # --- queries ------------------------------------------------------------------------------
-
-    def leased_to(self, actor: str) -> list[EpisodeRecord]:
-        """Return the episodes that this actor should be playing, in the order of their leases."""
-        return list(self._leased.get(actor, {}).values())
-
-    def num_leased_to(self, actor: str) -> int:
-        """Return how many episodes this actor should be playing."""
-        return len(self._leased.get(actor, ()))
-
-    @property
-    def num_leased(self) -> int:
-        """Leases that are out."""
-        return sum(len(out) for out in self._leased.values())
-
-    def overdue(self, now: float) -> list[EpisodeRecord]:
-        """Return the episodes whose lease has ended, in the order of their leases."""
-        late = [e for out in self._leased.values() for e in out.values() if e.deadline < now]
-        return sorted(late, key=lambda e: e.lease_number)
-
-    # --- queued, leased -----------------------------------------------------------------------
+        self.leases.rebuild(episode for _, episode in self.table.episodes())
 
     def open(self, group: GroupRecord) -> None:
         """Issue the episodes of a new group: all are queued."""
@@ -106,21 +81,21 @@ class EpisodeLifecycle:
         self._account(group).issued += len(group.episodes)
         self.queue.put(group.group_id, range(len(group.episodes)))
 
-    def grant(self, taken: Taken, *, actor: str, incarnation: str, now: float) -> None:
+    def grant(self, taken: Taken, member: Member, *, now: float) -> None:
         """Lease episodes that were taken off the queue."""
         for group, episode in taken:
             episode.num_issues += 1
             if episode.num_issues > 1:
                 self._account(group).reissued += 1
-            self.reclaim(episode, actor=actor, incarnation=incarnation, now=now)
+            self.reclaim(episode, member, now=now)
 
-    def reclaim(self, episode: EpisodeRecord, *, actor: str, incarnation: str, now: float) -> None:
+    def reclaim(self, episode: EpisodeRecord, member: Member, *, now: float) -> None:
         """Lease a queued episode, as one more issue of it only if the caller counts that."""
         self.num_leases += 1
         self._move(episode, EpisodeState.LEASED)
-        episode.actor, episode.incarnation = actor, incarnation
+        episode.actor, episode.incarnation = member.name, member.incarnation
         episode.lease_number, episode.granted_at = self.num_leases, now
-        self._leased.setdefault(actor, {})[episode.episode_id] = episode
+        self.leases.add(episode)
         self.renew(episode, now=now)
 
     def renew(self, episode: EpisodeRecord, *, now: float) -> None:
@@ -131,9 +106,8 @@ class EpisodeLifecycle:
 
     def renew_all(self, *, now: float) -> None:
         """Let every lease begin anew: the times of a former process say nothing here."""
-        for out in self._leased.values():
-            for episode in out.values():
-                self.renew(episode, now=now)
+        for episode in self.leases:
+            self.renew(episode, now=now)
 
     def miss(self, episode: EpisodeRecord) -> None:
         """Note a heartbeat that does not list the episode."""
@@ -158,17 +132,16 @@ class EpisodeLifecycle:
             *(episode.episode_id, episode.actor, cause, episode.attempt, is_last),
         )
         if is_last:
-            self.give_up(*found, outcome=FAILED, cause=cause)
+            self._give_up(*found, FAILED, cause)
             self.failures.add(cause)
         else:
             self._requeue(*found)
 
     def lose_all(self, actor: str, cause: str) -> None:
         """End all leases of an actor that is gone; its groups are anybody's again."""
-        for episode in reversed(self.leased_to(actor)):  # requeued in their order
+        for episode in reversed(self.leases.of(actor)):  # requeued in their order
             self.lose(episode, cause)
         self.queue.disown(actor)
-        self._leased.pop(actor, None)
 
     def _requeue(self, group: GroupRecord, episode: EpisodeRecord) -> None:
         self._move(episode, EpisodeState.QUEUED)
@@ -177,7 +150,7 @@ class EpisodeLifecycle:
     def _move(self, episode: EpisodeRecord, state: EpisodeState) -> None:
         """Write a state, and end the lease if there is one."""
         if episode.state is EpisodeState.LEASED:
-            del self._leased[episode.actor][episode.episode_id]
+            self.leases.remove(episode)
         episode.state = state
         episode.actor = episode.incarnation = ""
         episode.granted_at, episode.is_revoked = None, False
@@ -185,10 +158,7 @@ class EpisodeLifecycle:
     # --- arrived, settled ---------------------------------------------------------------------
 
     def arrive(self, seen: EpisodeSeen) -> Arrived | None:
-        """Note that an episode is in the learner's journal, whichever attempt it is.
-
-        Returns:
-            None if that is known, or the episode is not.
+        """Note that an episode, of whichever attempt, is in the journal; None if that is no news.
 
         Raises:
             LongstrideError: too many of the last episodes failed.
@@ -206,21 +176,16 @@ class EpisodeLifecycle:
             self._move(episode, EpisodeState.ARRIVED)
             episode.num_turns = seen.num_turns
         elif not failure:
-            settled = Settled(outcome=EVALUATED, cause="", is_given_up=False)
-            self._settle(group, episode, settled)
+            self._settle(group, episode, Settled(outcome=EVALUATED, cause="", is_given_up=False))
         elif episode.num_issues >= self.scheduler.max_attempts:
-            self.give_up(group, episode, outcome=FAILED, cause=failure)
+            self._give_up(group, episode, FAILED, failure)
         else:  # a failure is no wrong answer: it is played again
             self._requeue(group, episode)
         self.failures.add(failure)
         return arrived
 
     def complete(self, message: GroupArrived) -> GroupRecord | None:
-        """Note that the learner has all members of a group that it will ever have.
-
-        Returns:
-            The group, None if that is known or the group is not.
-        """
+        """Note that a group has all members that it will ever have; return it if that is news."""
         group = self.table.groups.get(message.group_id)
         if group is None:
             return None
@@ -242,9 +207,8 @@ class EpisodeLifecycle:
         if found is not None and not found[0].is_train:
             return
         cell = found[1].cell if found and report.outcome is not Outcome.TRAINED else None
-        settled = Settled(
-            outcome=report.outcome.value, cause=report.cause, is_given_up=False, cell=cell
-        )
+        outcome, cause = report.outcome.value, report.cause
+        settled = Settled(outcome=outcome, cause=cause, is_given_up=False, cell=cell)
         known = found[1].settled if found else self.table.find_closed(report.episode_id)
         if known is not None:
             if self._is_rebooked(report.episode_id, known, settled):
@@ -257,25 +221,25 @@ class EpisodeLifecycle:
         else:
             self._unknown(report.episode_id)
 
-    def give_up(
-        self, group: GroupRecord, episode: EpisodeRecord, *, outcome: str, cause: str
+    def _give_up(
+        self, group: GroupRecord, episode: EpisodeRecord, outcome: str, cause: str
     ) -> None:
         """Settle an episode provisionally, without a report of the learner."""
         cell = episode.cell if group.is_train else None
         settled = Settled(outcome=outcome, cause=cause, is_given_up=True, cell=cell)
         self._settle(group, episode, settled)
 
-    def give_up_all(self, outcome: str, cause: str) -> None:
-        """Settle provisionally all that has no outcome."""
+    def skip_all(self, cause: str) -> None:
+        """Call failed what has no outcome."""
         for group, episode in list(self.table.episodes()):
             if episode.settled is None:
-                self.give_up(group, episode, outcome=outcome, cause=cause)
+                self._give_up(group, episode, FAILED, cause)
 
     def end_training(self, *, states: tuple[EpisodeState, ...]) -> None:
         """Call stale what is in these states: nothing more is trained."""
         for group, episode in list(self.table.episodes()):
             if group.is_train and episode.state in states:
-                self.give_up(group, episode, outcome=Outcome.STALE.value, cause=RUN_ENDED)
+                self._give_up(group, episode, Outcome.STALE.value, RUN_ENDED)
 
     def _settle(self, group: GroupRecord, episode: EpisodeRecord, settled: Settled) -> None:
         self._move(episode, EpisodeState.SETTLED)
@@ -326,17 +290,10 @@ class EpisodeLifecycle:
         self.ledger.num_unknown += 1
         logger.warning("report of an unknown episode=%s", episode_id)
 
-    def in_flight(self) -> dict[str, int]:
-        """Return the arguments that the ledger asks for, counted from the table."""
-        return {
-            "train_in_flight": self.table.num_in_flight(EpisodeKind.TRAIN),
-            "eval_in_flight": self.table.num_in_flight(EpisodeKind.EVAL),
-        }
-
     def assert_balanced(self) -> None:
         """Raises: LedgerError: an episode is lost, or settled twice."""
-        self.ledger.assert_balanced(**self.in_flight())
+        self.ledger.assert_balanced(self.table.num_in_flight())
 
     def ledger_report(self) -> dict[str, Any]:
         """Return what ledger.json holds."""
-        return self.ledger.report(**self.in_flight())
+        return self.ledger.report(self.table.num_in_flight())

@@ -1,6 +1,6 @@
 """Groups and their episodes: who is queued, leased, arrived, settled."""
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -211,6 +211,6 @@ class GroupTable:
             given_up += [episode_id_of(group_id, m) for m, each in enumerate(failed) if each]
         return given_up
 
-    def num_in_flight(self, kind: EpisodeKind) -> int:
+    def num_in_flight(self) -> Counter[EpisodeKind]:
         """Count the episodes without outcome, from the table itself."""
-        return sum(e.settled is None for g, e in self.episodes() if g.kind is kind)
+        return Counter(g.kind for g, e in self.episodes() if e.settled is None)

@@ -7,12 +7,10 @@ a straggler: the actor is told to abandon it, and only when it has done so is it
 import logging
 from dataclasses import dataclass
 
-from common.config.run_config import GroupsSection
 from common.wire.messages import Goodbye, Heartbeat, Hello
-from learner.scheduler.dispatch.pace import Pace
-from learner.scheduler.episodes.lifecycle import EpisodeLifecycle
+from learner.scheduler.components import Components
 from learner.scheduler.episodes.table import EpisodeRecord, EpisodeState, GroupRecord
-from learner.scheduler.members.members import Member, Members
+from learner.scheduler.members.members import Member
 
 logger = logging.getLogger(__name__)
 
@@ -27,62 +25,59 @@ class Liveness:
     silent -> both are, and the first to list one of them again keeps it.
     """
 
-    groups: GroupsSection
-    lifecycle: EpisodeLifecycle
-    members: Members
-    pace: Pace
+    parts: Components
 
     def hello(self, message: Hello, now: float) -> None:
         """Enter a role; what an earlier process of its name held is issued again."""
-        if self.members.hello(message, now):
+        if self.parts.members.hello(message, now):
             logger.warning("restarted role=%s name=%s", message.role, message.name)
-            self.lifecycle.lose_all(message.name, "actor_restarted")
+            self.parts.lifecycle.lose_all(message.name, "actor_restarted")
             return
-        for episode in self.lifecycle.leased_to(message.name):
-            self.lifecycle.identify(episode, message.incarnation)
+        for episode in self.parts.lifecycle.leases.of(message.name):
+            self.parts.lifecycle.identify(episode, message.incarnation)
             if episode.incarnation != message.incarnation:
-                self.lifecycle.lose(episode, "actor_restarted")
+                self.parts.lifecycle.lose(episode, "actor_restarted")
 
     def goodbye(self, message: Goodbye, now: float) -> None:
         """Let a role go; what it held is issued again. A former process of its name is ignored."""
-        if self.members.leave(message, now):
+        if self.parts.members.leave(message, now):
             logger.info("left role=%s name=%s", message.role, message.name)
-            self.lifecycle.lose_all(message.name, "actor_left")
+            self.parts.lifecycle.lose_all(message.name, "actor_left")
 
     def heartbeat(self, message: Heartbeat, now: float) -> list[str]:
         """Note what a role does; return the episodes that it should not wait for or play."""
-        member = self.members.heartbeat(message, now)
+        member = self.parts.members.heartbeat(message, now)
         if message.role == "actor":
             return self._renew(member, message.running, now)
-        size = self.groups.size
-        return self.lifecycle.table.given_up_ids(message.running, group_size=size)
+        size = self.parts.gate.groups.size
+        return self.parts.lifecycle.table.given_up_ids(message.running, group_size=size)
 
     def tick(self, now: float) -> None:
         """Issue again what the dead and the overdue hold."""
-        for member in self.members.expire(now):
+        for member in self.parts.members.expire(now):
             logger.warning("dead role=%s name=%s", member.role, member.name)
-            self.lifecycle.lose_all(member.name, "actor_dead")
-        for episode in reversed(self.lifecycle.overdue(now)):
-            self.lifecycle.lose(episode, "lease_deadline")
+            self.parts.lifecycle.lose_all(member.name, "actor_dead")
+        for episode in reversed(self.parts.lifecycle.leases.overdue(now)):
+            self.parts.lifecycle.lose(episode, "lease_deadline")
 
     def _renew(self, member: Member, running: list[str], now: float) -> list[str]:
         """Renew what an actor lists, miss what it does not; return what it should abandon."""
         revoked = [episode_id for episode_id in running if not self._keep(member, episode_id, now)]
         listed = set(running)
-        patience_s = self.members.dead_after_s / 2
-        for episode in reversed(self.lifecycle.leased_to(member.name)):
+        patience_s = self.parts.members.dead_after_s / 2
+        for episode in reversed(self.parts.lifecycle.leases.of(member.name)):
             if episode.episode_id in listed:
                 continue
-            self.lifecycle.miss(episode)
+            self.parts.lifecycle.miss(episode)
             if episode.is_revoked:
-                self.lifecycle.lose(episode, "straggler")
+                self.parts.lifecycle.lose(episode, "straggler")
             elif episode.num_missed >= MAX_MISSED and now - episode.listed_at >= patience_s:
-                self.lifecycle.lose(episode, "lost_by_actor")
+                self.parts.lifecycle.lose(episode, "lost_by_actor")
         return revoked
 
     def _keep(self, member: Member, episode_id: str, now: float) -> bool:
         """Renew one listed episode; False if the actor should abandon it."""
-        found = self.lifecycle.table.find(episode_id)
+        found = self.parts.lifecycle.table.find(episode_id)
         if found is None:
             return False
         group, episode = found
@@ -91,15 +86,14 @@ class Liveness:
                 if episode.actor != member.name:
                     return False
                 if not episode.is_revoked and self._is_straggler(group, episode, now):
-                    self.lifecycle.revoke(episode)
+                    self.parts.lifecycle.revoke(episode)
                 if episode.is_revoked:
                     return False
-                self.lifecycle.renew(episode, now=now)
+                self.parts.lifecycle.renew(episode, now=now)
             case EpisodeState.QUEUED:  # thought lost, and here it is
                 if episode.num_issues == 0:
                     return False
-                incarnation = member.incarnation
-                self.lifecycle.reclaim(episode, actor=member.name, incarnation=incarnation, now=now)
+                self.parts.lifecycle.reclaim(episode, member, now=now)
             case EpisodeState.ARRIVED:  # on its first issue it only waits to be acknowledged
                 return episode.num_issues <= 1
             case EpisodeState.SETTLED:
@@ -111,12 +105,14 @@ class Liveness:
 
         Without a learner nothing is acknowledged, so then nobody is late.
         """
-        if self.groups.straggler_factor == 0 or not group.is_train:
+        cfg = self.parts.gate.groups
+        if cfg.straggler_factor == 0 or not group.is_train:
             return False
-        usual_s = self.pace.episode_s(episode.env, episode.horizon)
-        if usual_s is None or episode.granted_at is None or not self.members.alive("learner"):
+        usual_s = self.parts.pace.episode_s(episode.env, episode.horizon)
+        has_learner = bool(self.parts.members.alive("learner"))
+        if usual_s is None or episode.granted_at is None or not has_learner:
             return False
-        limit_s = max(self.groups.straggler_min_s, self.groups.straggler_factor * usual_s)
+        limit_s = max(cfg.straggler_min_s, cfg.straggler_factor * usual_s)
         if now - episode.granted_at <= limit_s:
             return False
         logger.warning(

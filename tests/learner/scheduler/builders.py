@@ -28,6 +28,7 @@ from common.wire.messages import (
     Progress,
     StepDone,
 )
+from learner.scheduler.components import build_components
 from learner.scheduler.core import SchedulerCore
 from learner.scheduler.curriculum.catalogue import Catalogue, SubsetEntry
 
@@ -90,7 +91,7 @@ class Table:
     core: SchedulerCore = field(init=False)
 
     def __post_init__(self) -> None:
-        self.core = SchedulerCore(self.cfg, CATALOGUE, clock=self.clock)
+        self.core = SchedulerCore(build_components(self.cfg, CATALOGUE), clock=self.clock)
 
     def hello(self, name: str, incarnation: str = "i0", version: int = 0) -> Any:
         role = name.partition("-")[0]

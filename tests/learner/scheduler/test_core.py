@@ -6,6 +6,7 @@ import time
 from common.config.run_config import TrainMode, published_version
 from common.wire.messages import GroupArrived, LeaseRequest, Outcome, Rejected
 from common.wire.weight_messages import WeightsJoin
+from learner.scheduler.components import build_components
 from learner.scheduler.core import SchedulerCore
 from tests.configs import edited
 from tests.learner.scheduler.builders import (
@@ -141,7 +142,7 @@ def test_message_that_is_not_for_the_scheduler_is_rejected() -> None:
 
 def test_scheduler_serves_five_thousand_leases_a_second() -> None:
     cfg = make_config(per_step=64, size=8, max_ahead_steps=1, num_steps=1_000)
-    core = SchedulerCore(cfg, CATALOGUE, clock=time.monotonic)
+    core = SchedulerCore(build_components(cfg, CATALOGUE), clock=time.monotonic)
     table = Table(cfg)
     table.core = core
     table.hello("actor-0")

@@ -23,7 +23,7 @@ def test_restored_state_is_the_same_state_and_live_actors_keep_their_leases() ->
     assert other.core.snapshot() == state
     other.core.tick()
     assert other.beat("actor-0", ids(leases[2:])).revoked == []
-    assert other.core.lifecycle.num_leased == 4
+    assert len(other.core.lifecycle.leases) == 4
     assert ids(other.ask("actor-0", 2).leases) == ["g0000001/2", "g0000001/3"]
 
 

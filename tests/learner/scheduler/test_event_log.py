@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from common.wire.messages import Lease, Outcome
+from learner.scheduler.components import build_components
 from learner.scheduler.core import SchedulerCore
 from learner.scheduler.event_log import EventLog
 from learner.scheduler.main import LoopClock, resume
@@ -20,7 +21,7 @@ class LoggedCore(SchedulerCore):
     def __init__(self, folder: Path) -> None:
         self.now = LoopClock(100.0)
         self.log = EventLog(folder)
-        super().__init__(make_config(num_steps=1_000), CATALOGUE, clock=self.now)
+        super().__init__(build_components(make_config(num_steps=1_000), CATALOGUE), clock=self.now)
         self.save()
 
     def handle(self, sender_name: str, message: Any) -> Any:
@@ -53,7 +54,7 @@ def _table(core: SchedulerCore) -> Table:
 
 def _resumed(folder: Path) -> SchedulerCore:
     clock = LoopClock(0.0)
-    core = SchedulerCore(make_config(num_steps=1_000), CATALOGUE, clock=clock)
+    core = SchedulerCore(build_components(make_config(num_steps=1_000), CATALOGUE), clock=clock)
     assert resume(core, clock, EventLog(folder)) == 77
     return core
 
@@ -114,7 +115,7 @@ def test_save_leaves_one_state_and_one_log(core: LoggedCore, tmp_path: Path) -> 
 
 def test_resume_without_a_saved_state_starts_from_nothing(tmp_path: Path) -> None:
     clock = LoopClock(0.0)
-    core = SchedulerCore(make_config(), CATALOGUE, clock=clock)
+    core = SchedulerCore(build_components(make_config(), CATALOGUE), clock=clock)
     before = core.snapshot()
     assert resume(core, clock, EventLog(tmp_path)) == 0
     assert core.snapshot() == before

@@ -17,6 +17,7 @@ from common.wire.messages import (
     Lease,
     Outcome,
 )
+from learner.scheduler.components import build_components
 from learner.scheduler.core import SchedulerCore
 from learner.scheduler.dispatch.gate import Gate
 from learner.scheduler.episodes.table import EpisodeState, GroupState
@@ -116,7 +117,7 @@ class RunMachine(RuleBasedStateMachine):
         self.playing[name] = {}
         incarnation = f"i{self.incarnations[name]}"
         self.core.handle(name, Goodbye(role="actor", name=name, incarnation=incarnation))
-        assert self.core.lifecycle.leased_to(name) == []
+        assert self.core.lifecycle.leases.of(name) == []
 
     @rule(seconds=st.sampled_from([0.3, 6.0, 11.0, 2000.0, -500.0, 1e6]))
     def wait(self, seconds: float) -> None:
@@ -181,7 +182,7 @@ class RunMachine(RuleBasedStateMachine):
     @rule(has_log=st.booleans())
     def restart_scheduler(self, has_log: bool) -> None:
         state = json.loads(json.dumps(self.core.snapshot(with_volatile=has_log)))
-        core = SchedulerCore(self.cfg, CATALOGUE, clock=self.table.clock)
+        core = SchedulerCore(build_components(self.cfg, CATALOGUE), clock=self.table.clock)
         core.restore(state)
         assert core.snapshot(with_volatile=has_log) == state or not has_log
         assert core.snapshot() == self.core.snapshot()
@@ -203,13 +204,13 @@ class RunMachine(RuleBasedStateMachine):
 
     @invariant()
     def lease_has_one_holder(self) -> None:
-        leases = self.core.lifecycle
-        held = [e for name in ACTORS for e in leases.leased_to(name)]
-        assert len({e.episode_id for e in held}) == len(held) == leases.num_leased
+        leases = self.core.lifecycle.leases
+        held = [e for name in ACTORS for e in leases.of(name)]
+        assert len({e.episode_id for e in held}) == len(held) == len(leases)
         table = self.core.lifecycle.table
         in_table = {e.episode_id for _, e in table.episodes() if e.state is EpisodeState.LEASED}
         assert in_table == {e.episode_id for e in held}
-        assert all(e.actor == name for name in ACTORS for e in leases.leased_to(name))
+        assert all(e.actor == name for name in ACTORS for e in leases.of(name))
 
     @invariant()
     def queued_episode_is_in_the_queue(self) -> None:

@@ -26,6 +26,7 @@ from common.wire.messages import (
 from learner.ingest.group_assembly import GroupAssembly, oldest_version
 from learner.ingest.journal_index import JournalIndex
 from learner.ingest.replay_point import FROM_THE_START
+from learner.scheduler.components import build_components
 from learner.scheduler.core import SchedulerCore
 from learner.scheduler.episodes.audit import ENDED
 from learner.scheduler.episodes.table import EpisodeState
@@ -83,7 +84,7 @@ class TwoSidesMachine(RuleBasedStateMachine):
 
     @rule(name=actors, num=st.integers(1, 6), is_lost=st.sampled_from([False] * 5 + [True]))
     def ask(self, name: str, num: int, is_lost: bool) -> None:
-        held = {e.episode_id for other in ACTORS for e in self.core.lifecycle.leased_to(other)}
+        held = {e.episode_id for other in ACTORS for e in self.core.lifecycle.leases.of(other)}
         for lease in self.table.ask(name, num, version=self.version).leases:
             assert lease.episode_id not in held  # nobody else is on it
             stamp = (lease.horizon, lease.horizon_stage, lease.item_id, lease.opened_at_version)
@@ -295,7 +296,7 @@ class TwoSidesMachine(RuleBasedStateMachine):
     @rule(has_log=st.booleans())
     def restart_scheduler(self, has_log: bool) -> None:
         state = json.loads(json.dumps(self.core.snapshot(with_volatile=has_log)))
-        core = SchedulerCore(self.cfg, CATALOGUE, clock=self.table.clock)
+        core = SchedulerCore(build_components(self.cfg, CATALOGUE), clock=self.table.clock)
         core.restore(state)
         assert core.snapshot() == self.core.snapshot()
         core.mark_saved()
@@ -321,9 +322,9 @@ class TwoSidesMachine(RuleBasedStateMachine):
 
     @invariant()
     def lease_has_one_holder(self) -> None:
-        leases = self.core.lifecycle
-        held = [e.episode_id for name in ACTORS for e in leases.leased_to(name)]
-        assert len(set(held)) == len(held) == leases.num_leased
+        leases = self.core.lifecycle.leases
+        held = [e.episode_id for name in ACTORS for e in leases.of(name)]
+        assert len(set(held)) == len(held) == len(leases)
         table = self.core.lifecycle.table
         assert set(held) == {
             e.episode_id for _, e in table.episodes() if e.state is EpisodeState.LEASED

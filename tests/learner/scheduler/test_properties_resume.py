@@ -19,6 +19,7 @@ from common.wire.messages import (
     Progress,
     StepDone,
 )
+from learner.scheduler.components import build_components
 from learner.scheduler.core import SchedulerCore
 from learner.scheduler.episodes.table import EpisodeState, GroupState
 from tests.configs import edited
@@ -123,7 +124,7 @@ def _new_core(mode: TrainMode, clock: Clock) -> SchedulerCore:
     evaluation = EvalSection(before=False, after=False, every_steps=3, stream_items=4)
     cfg = make_config(mode=mode, size=3, num_steps=1_000, max_ahead_steps=2, evaluation=evaluation)
     cfg = edited(cfg, {"groups.straggler_factor": 1.0, "groups.straggler_min_s": 3.0})
-    return SchedulerCore(cfg, CATALOGUE, clock=clock)
+    return SchedulerCore(build_components(cfg, CATALOGUE), clock=clock)
 
 
 def _restarted(core: SchedulerCore, mode: TrainMode, clock: Clock) -> SchedulerCore:

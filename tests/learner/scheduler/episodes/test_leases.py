@@ -60,14 +60,14 @@ def test_heartbeat_renews_what_it_lists() -> None:
         assert table.beat("actor-0", ids(leases)).revoked == []
         table.core.tick()
     assert table.counts()["reissued"] == 0
-    assert table.core.lifecycle.num_leased == 4
+    assert len(table.core.lifecycle.leases) == 4
 
 
 def test_lease_past_its_deadline_is_issued_again() -> None:
     table = Table()
     table.hello("actor-0")
     first = table.ask("actor-0", 1).leases
-    episode = table.core.lifecycle.leased_to("actor-0")[0]
+    episode = table.core.lifecycle.leases.of("actor-0")[0]
     assert episode.deadline == table.clock.now + 1800 + 10
     table.clock.now = episode.deadline + 1
     table.hello("actor-0")
@@ -82,7 +82,7 @@ def test_lease_that_two_heartbeats_do_not_list_is_lost() -> None:
     kept, missed = leases
     table.clock.now += 6
     table.beat("actor-0", [kept.episode_id])
-    assert table.core.lifecycle.num_leased == 2
+    assert len(table.core.lifecycle.leases) == 2
     table.beat("actor-0", [kept.episode_id])
     assert ids(table.ask("actor-0", 1).leases) == [missed.episode_id]
 
@@ -94,7 +94,7 @@ def test_missed_lease_is_not_lost_when_the_next_heartbeat_lists_it() -> None:
     for running in ([], ids(leases), [], ids(leases)):
         table.clock.now += 6
         table.beat("actor-0", running)
-    assert table.core.lifecycle.num_leased == 1
+    assert len(table.core.lifecycle.leases) == 1
 
 
 def test_actor_that_was_thought_dead_takes_its_episodes_back() -> None:
@@ -103,9 +103,9 @@ def test_actor_that_was_thought_dead_takes_its_episodes_back() -> None:
     leases = table.ask("actor-0", 2).leases
     table.clock.now += 11
     table.core.tick()
-    assert table.core.lifecycle.num_leased == 0
+    assert len(table.core.lifecycle.leases) == 0
     assert table.beat("actor-0", ids(leases)).revoked == []
-    assert table.core.lifecycle.num_leased == 2
+    assert len(table.core.lifecycle.leases) == 2
     assert table.counts()["reissued"] == 0
 
 

@@ -75,7 +75,7 @@ def test_late_arrival_of_an_earlier_attempt_is_accepted() -> None:
     table.hello("actor-0", incarnation="new")
     second = table.ask("actor-0", 1).leases
     table.arrive(first)
-    assert table.core.lifecycle.num_leased == 0
+    assert len(table.core.lifecycle.leases) == 0
     assert table.beat("actor-0", ids(second)).revoked == ids(second)
     table.report(outcomes=[outcome_of(first[0].episode_id, Outcome.TRAINED)])
     assert table.counts()["trained"] == 1

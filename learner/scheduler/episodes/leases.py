@@ -1,0 +1,48 @@
+"""Which leases are out, by the actor that holds them; the table of episodes says the same."""
+
+from collections.abc import Iterable, Iterator
+
+from learner.scheduler.episodes.table import EpisodeRecord, EpisodeState
+
+
+class LeaseIndex:
+    """Finds leased episodes without a walk over the table. `EpisodeLifecycle` alone writes it."""
+
+    def __init__(self) -> None:
+        self._by_actor: dict[str, dict[str, EpisodeRecord]] = {}
+
+    def rebuild(self, episodes: Iterable[EpisodeRecord]) -> None:
+        """Find the leases among all episodes."""
+        self._by_actor = {}
+        leased = (e for e in episodes if e.state is EpisodeState.LEASED)
+        for episode in sorted(leased, key=lambda e: e.lease_number):
+            self.add(episode)
+
+    def add(self, episode: EpisodeRecord) -> None:
+        """Note that the episode's actor holds it from now on."""
+        self._by_actor.setdefault(episode.actor, {})[episode.episode_id] = episode
+
+    def remove(self, episode: EpisodeRecord) -> None:
+        """Note that its lease has ended."""
+        held = self._by_actor[episode.actor]
+        del held[episode.episode_id]
+        if not held:
+            del self._by_actor[episode.actor]
+
+    def __iter__(self) -> Iterator[EpisodeRecord]:
+        return (episode for held in self._by_actor.values() for episode in held.values())
+
+    def __len__(self) -> int:
+        return sum(len(held) for held in self._by_actor.values())
+
+    def of(self, actor: str) -> list[EpisodeRecord]:
+        """Return what this actor should be playing, in the order of its leases."""
+        return list(self._by_actor.get(actor, {}).values())
+
+    def num_of(self, actor: str) -> int:
+        """Return how many episodes this actor should be playing."""
+        return len(self._by_actor.get(actor, ()))
+
+    def overdue(self, now: float) -> list[EpisodeRecord]:
+        """Return the episodes whose lease has ended, in the order of their leases."""
+        return sorted((e for e in self if e.deadline < now), key=lambda e: e.lease_number)
