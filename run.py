@@ -81,7 +81,7 @@ COMMANDS = {
         run=partial(
             Later("learner.offline.commands:make_policy"),
             root=ROOT,
-            collect=Later("actor.play.commands:collect_demonstrations"),
+            collect=Later("actor.play.demonstrate:demonstrate"),
         ),
         check=checked_by("common.checks.preflight:check_sft"),
         logs_as="sft",
@@ -95,14 +95,14 @@ COMMANDS = {
         run=partial(
             Later("learner.offline.commands:play_and_imitate"),
             root=ROOT,
-            play=Later("actor.play.commands:play_given"),
+            play=Later("actor.play.own_process:play_given"),
         ),
         check=checked_by("common.checks.preflight:check"),
         logs_as="evolve",
     ),
     "eval": Command(
         run=partial(
-            Later("actor.play.commands:evaluate"),
+            Later("actor.play.evaluate:evaluate"),
             root=ROOT,
             choose_items=Later("learner.offline.commands:choose_held_out"),
         ),

@@ -180,7 +180,7 @@ async def _work(cfg: RunConfig, parts: Parts, stop: asyncio.Event) -> None:
 
 async def _take_leases(cfg: RunConfig, parts: Parts) -> None:
     """Pull work whenever there is room: single slots, or whole batches in lockstep."""
-    await wait_aloud(parts.weights.first_version, waiting_for="learner: first weights")
+    await wait_aloud(parts.weights.version_loaded, waiting_for="learner: first weights")
     is_lockstep = cfg.train.mode == "sync"
     while True:
         parts.episodes.slot_freed.clear()
@@ -224,7 +224,7 @@ async def _beat(cfg: RunConfig, parts: Parts) -> None:
 
 
 def _waiting_for(parts: Parts) -> str:
-    if not parts.weights.first_version.is_set():
+    if not parts.weights.version_loaded.is_set():
         return "learner: first weights"
     if parts.weights.is_loading:
         return "learner: weights"
@@ -248,5 +248,5 @@ async def _shut_down(parts: Parts) -> None:
     parts.scheduler.close()
     parts.delivery.close()
     parts.weights.close()
-    await parts.hub.__aexit__(None, None, None)
+    await parts.hub.close()
     parts.engine.shut_down()

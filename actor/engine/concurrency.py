@@ -11,22 +11,14 @@ DECREASE = 0.75  # times as many after a cut
 INCREASE_FRAC = 1 / 32  # of the ceiling that is added at a look, one episode at least
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class EngineLoad:
-    """What an engine had to do between two looks at it."""
+    """What an engine had to do between two looks at it, summed up step by step."""
 
     num_steps: int = 0  # of the engine
     num_queued: int = 0  # requests that found no place, in the step that had fewest of them
     kv_frac: float = 0.0  # of the KV cache that running requests used, at most
     num_preemptions: int = 0  # requests that lost their place in the KV cache to others
-
-
-class LoadMeter:
-    """Sums up what an engine says of itself after each of its steps."""
-
-    def __init__(self) -> None:
-        self._num_steps = self._num_queued = self._num_preemptions = 0
-        self._kv_frac = 0.0
 
     def add(
         self, *, num_running: int, num_waiting: int, kv_frac: float, num_preemptions: int
@@ -35,23 +27,23 @@ class LoadMeter:
 
         Steps in which nothing runs are those of an engine that stands still for new weights.
         """
-        self._num_preemptions += num_preemptions
+        self.num_preemptions += num_preemptions
         if num_running == 0:
             return
-        is_least = self._num_steps == 0 or num_waiting < self._num_queued
-        self._num_queued = num_waiting if is_least else self._num_queued
-        self._num_steps += 1
-        self._kv_frac = max(self._kv_frac, kv_frac)
+        self.num_queued = min(num_waiting, self.num_queued) if self.num_steps else num_waiting
+        self.num_steps += 1
+        self.kv_frac = max(self.kv_frac, kv_frac)
+
+
+class LoadMeter:
+    """Holds the load since it was last drained."""
+
+    def __init__(self) -> None:
+        self.load = EngineLoad()
 
     def drain(self) -> EngineLoad:
         """Return the load since the last call, and begin anew."""
-        load = EngineLoad(
-            num_steps=self._num_steps,
-            num_queued=self._num_queued,
-            kv_frac=self._kv_frac,
-            num_preemptions=self._num_preemptions,
-        )
-        self.__init__()
+        load, self.load = self.load, EngineLoad()
         return load
 
 

@@ -3,9 +3,8 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any, cast
 
 from vllm import SamplingParams
@@ -17,6 +16,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from actor.engine.concurrency import LoadMeter
 from actor.engine.process_watch import ProcessWatch
 from actor.engine.start import shut_down_llm, start_llm
+from actor.rollout.episode import Turn
 from common.config.run_config import ActorSection, ModelSection
 from common.errors import EngineError, WeightSyncError
 from common.wire.codec import encode
@@ -29,30 +29,13 @@ SHUTDOWN_S = 1.0  # until the engine's processes are killed; they hold nothing w
 LOAD_S = 60.0  # for the engine to stand still, and to load what it has received
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Completion:
-    """What the engine sampled for one turn."""
-
-    token_ids: list[int]  # [num_sampled]
-    logprobs: list[float]  # [num_sampled] nats, of the distribution that was sampled from
-    versions: list[int]  # [num_sampled] weights that sampled each token
-    is_stopped: bool  # True: ended by an end-of-turn token, which is the last of token_ids
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadReport:
-    """How long one weight transfer took."""
-
-    pause_s: float  # in which nothing was generated
-
-
 class Engine:
     """One vLLM engine and the version of its weights.
 
     Example:
         engine = await Engine.start(model_cfg, actor_cfg, end_of_turn_ids=[3], seed=0)
-        completion = await engine.generate([1, 5, 9], request_id="a", max_tokens=16, salt="v3")
-        report = await engine.load(offer)      generation freezes, loads, goes on where it was
+        turn = await engine.generate([1, 5, 9], request_id="a", max_tokens=16, salt="v3")
+        pause_s = await engine.load(offer)      generation freezes, loads, goes on where it was
     """
 
     def __init__(
@@ -134,7 +117,7 @@ class Engine:
 
     async def generate(
         self, prompt_ids: list[int], *, request_id: str, max_tokens: int, salt: str
-    ) -> Completion:
+    ) -> Turn:
         """Sample one turn.
 
         Args:
@@ -154,14 +137,14 @@ class Engine:
                     prompt, self._sampling(max_tokens), request_id
                 ):
                     if output.finished:
-                        return self._completion(output)
+                        return self._turn(output)
         finally:
             self.num_running -= 1
         raise EngineError(f"request {request_id} ended without an output")
 
     async def generate_together(
         self, prompts: dict[str, list[int]], *, max_tokens: int, salt: str
-    ) -> dict[str, Completion]:
+    ) -> dict[str, Turn]:
         """Sample one turn for all prompts (request id -> ids) in one reproducible batch order.
 
         The scheduler of the engine stands still while the requests are handed over, so the
@@ -178,11 +161,11 @@ class Engine:
             self._llm._run_output_handler()
             await self._llm.resume_generation()
             return {
-                request_id: self._completion(queue.get_nowait() or await queue.get())
+                request_id: self._turn(queue.get_nowait() or await queue.get())
                 for request_id, queue in queues.items()
             }
 
-    def _completion(self, output: Any) -> Completion:
+    def _turn(self, output: Any) -> Turn:
         sample = output.outputs[0]
         token_ids = list(sample.token_ids)
         logprobs = [step[t].logprob for t, step in zip(token_ids, sample.logprobs, strict=True)]
@@ -191,20 +174,16 @@ class Engine:
             if span.version.isdigit():
                 versions[span.start : span.end] = [int(span.version)] * (span.end - span.start)
         self.num_sampled_tokens += len(token_ids)
-        return Completion(
-            token_ids=token_ids,
-            logprobs=logprobs,
-            versions=versions,
-            is_stopped=sample.finish_reason == "stop",
-        )
+        return Turn(token_ids, logprobs, versions, is_stopped=sample.finish_reason == "stop")
 
-    async def load(
-        self, offer: WeightsOffer, *, announce: Callable[[], Awaitable[None]]
-    ) -> LoadReport:
+    async def load(self, offer: WeightsOffer, *, announce: Callable[[], None]) -> float:
         """Freeze generation (requests and their KV stay), receive, load, go on.
 
         Args:
             announce: called once generation stands still, right before the broadcast is entered.
+
+        Returns:
+            The seconds in which nothing was generated.
 
         Raises:
             WeightSyncError: the transfer failed; generation goes on with the old weights.
@@ -216,11 +195,11 @@ class Engine:
         async with self._bounded(f"loading version {offer.version}", deadline_s):
             await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
             try:
-                await announce()
+                announce()
                 await self._receive(offer)
             finally:
                 await self._llm.resume_generation()
-        return LoadReport(pause_s=time.monotonic() - started)
+        return time.monotonic() - started
 
     async def _receive(self, offer: WeightsOffer) -> None:
         frames = encode(offer)

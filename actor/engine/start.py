@@ -10,6 +10,7 @@ from vllm.config.model import ModelDType
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core_client import BackgroundResources, MPClient
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerBase
 
@@ -63,7 +64,7 @@ def start_llm(
     except (RuntimeError, ValueError, OSError, TimeoutError) as error:
         _close_contexts_in(error)
         raise EngineError(f"engine did not start: {watch.describe_failed_start(error)}") from error
-    manager = llm.engine_core.resources.engine_manager  # type: ignore[attr-defined]
+    manager = _resources(llm).engine_manager
     watch.processes = list(getattr(manager, "processes", []))
     return llm, watch
 
@@ -74,11 +75,15 @@ def shut_down_llm(llm: AsyncLLM, *, timeout_s: float) -> None:
     Call it on the engine's event loop.
     """
     llm.shutdown(timeout=timeout_s)
-    resources = llm.engine_core.resources  # type: ignore[attr-defined]
+    resources = _resources(llm)
     for socket in (resources.output_socket, resources.input_socket, resources.stats_update_socket):
         if socket is not None:  # an engine that died has them closed a little later
             socket.close(linger=0)
     resources.ctx.destroy(linger=0)
+
+
+def _resources(llm: AsyncLLM) -> BackgroundResources:
+    return cast(MPClient, llm.engine_core).resources
 
 
 def _close_contexts_in(error: BaseException) -> None:
@@ -97,15 +102,14 @@ class _LoadWatch(StatLoggerBase):
 
     def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
         if scheduler_stats is not None:
-            self._meter.add(
+            self._meter.load.add(
                 num_running=scheduler_stats.num_running_reqs,
                 num_waiting=scheduler_stats.num_waiting_reqs,
                 kv_frac=scheduler_stats.kv_cache_usage,
                 num_preemptions=iteration_stats.num_preempted_reqs if iteration_stats else 0,
             )
 
-    def log_engine_initialized(self) -> None:
-        """There is nothing to say."""
+    def log_engine_initialized(self) -> None: ...
 
 
 def _start(arguments: AsyncEngineArgs, meter: LoadMeter | None) -> AsyncLLM:

@@ -31,7 +31,7 @@ MAX_FAILURES = 5  # transfers in a row
 class WeightLink:
     """Joins the learner's weight plane and loads every version it offers.
 
-    `first_version` is set once the engine holds the learner's weights; no episode starts before.
+    `version_loaded` is set after every version; no episode starts before the first.
     """
 
     def __init__(
@@ -47,14 +47,13 @@ class WeightLink:
         context: Any,
     ) -> None:
         self._engine = engine
-        self._actor = actor
-        self._incarnation = incarnation
+        self._self = {"actor": actor, "incarnation": incarnation}
         self._device = device
         self._exclusive = exclusive
         self._line = FollowingDealer(run_dir, "weights", keys, context=context, hello=self._hello)
         self._joined_at = 0.0
         self._num_failures = 0
-        self.first_version = asyncio.Event()
+        self.version_loaded = asyncio.Event()
         self.is_loading = False
 
     async def connect(self, *, timeout_s: float) -> None:
@@ -74,12 +73,7 @@ class WeightLink:
 
     def _hello(self) -> WeightsJoin:
         self._joined_at = time.monotonic()
-        return WeightsJoin(
-            actor=self._actor,
-            incarnation=self._incarnation,
-            device=self._device,
-            version=self._engine.version,
-        )
+        return WeightsJoin(**self._self, device=self._device, version=self._engine.version)
 
     async def _answer(self, offer: WeightsOffer) -> None:
         """Load one offer and report; a failed transfer leaves the old weights and is reported."""
@@ -88,29 +82,27 @@ class WeightLink:
             failure: WeightSyncError | None = None
             pause_s = 0.0
             try:
-                report = await self._engine.load(offer, announce=lambda: self._ready(offer))
-                pause_s = report.pause_s
+                pause_s = await self._engine.load(offer, announce=lambda: self._ready(offer))
             except WeightSyncError as error:
                 failure = error
                 logger.error("weights not loaded version=%d reason=%s", offer.version, error)
             self.is_loading = False
-            self._line.send(
-                WeightsLoaded(
-                    actor=self._actor,
-                    incarnation=self._incarnation,
-                    version=offer.version,
-                    group_epoch=offer.group_epoch,
-                    is_ok=failure is None,
-                    error=str(failure or "")[:1_000],
-                    pause_s=pause_s,
-                )
+            loaded = WeightsLoaded(
+                **self._self,
+                version=offer.version,
+                group_epoch=offer.group_epoch,
+                is_ok=failure is None,
+                error=str(failure or "")[:1_000],
+                pause_s=pause_s,
             )
+            self._line.send(loaded)
             if failure is not None:
                 self._recover(failure)
                 return
-            await self._report_canary(offer)
+            if offer.canary_token_ids:
+                await self._report_canary(offer)
         self._num_failures = 0
-        self.first_version.set()
+        self.version_loaded.set()
 
     def _recover(self, failure: WeightSyncError) -> None:
         """Ask again after a failed transfer. Raises: WeightSyncError: too many in a row."""
@@ -119,25 +111,18 @@ class WeightLink:
             raise WeightSyncError(f"{self._num_failures} transfers failed in a row: {failure}")
         self._line.send(self._hello())
 
-    async def _ready(self, offer: WeightsOffer) -> None:
-        self._line.send(
-            WeightsReady(
-                actor=self._actor,
-                incarnation=self._incarnation,
-                version=offer.version,
-                group_epoch=offer.group_epoch,
-            )
-        )
+    def _ready(self, offer: WeightsOffer) -> None:
+        version, epoch = offer.version, offer.group_epoch
+        self._line.send(WeightsReady(**self._self, version=version, group_epoch=epoch))
 
     async def _report_canary(self, offer: WeightsOffer) -> None:
-        if not offer.canary_token_ids:
-            return
         request_id = f"canary-{offer.version}-{offer.group_epoch}"
         scores = await self._engine.score(offer.canary_token_ids, request_id=request_id)
-        self._line.send(CanaryScores(actor=self._actor, version=offer.version, logprobs=scores))
+        actor = self._self["actor"]
+        self._line.send(CanaryScores(actor=actor, version=offer.version, logprobs=scores))
 
     def close(self) -> None:
         """Tell the learner not to wait for this engine, and close."""
         if self._line.address:
-            self._line.send(WeightsLeave(actor=self._actor, incarnation=self._incarnation))
+            self._line.send(WeightsLeave(**self._self))
         self._line.close(linger_s=0.5)

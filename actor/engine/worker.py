@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from vllm.distributed import get_tp_group
@@ -19,9 +20,13 @@ RELOAD_LOGGER = "vllm.model_executor.model_loader.reload.layerwise"
 class WeightReceiver:
     """Mixed into vLLM's worker (`worker_extension_cls`): takes weights over torch.distributed."""
 
+    device: torch.device  # this and the next are the worker's own
+    model_runner: Any
+    _weight_group: WeightGroup
+
     def device_id(self) -> str:
         """Return the name of this worker's GPU, "" if it has none."""
-        return device_id(torch.device(self.device))  # type: ignore[attr-defined]
+        return device_id(self.device)
 
     def tiles(self) -> str:
         """Return what became of the request for AMX tiles; workers of GPUs make none."""
@@ -57,12 +62,11 @@ class WeightReceiver:
     def _hand_on(self, buffer: torch.Tensor | None, num_bytes: int) -> torch.Tensor | None:
         """Return the first worker's buffer [num_bytes] uint8 on every worker, None if it failed."""
         workers = get_tp_group()
-        device = torch.device(self.device)  # type: ignore[attr-defined]
-        has_come = torch.tensor([buffer is not None], dtype=torch.int32, device=device)
+        has_come = torch.tensor([buffer is not None], dtype=torch.int32, device=self.device)
         if not workers.broadcast(has_come, src=0).item():
             return None
         if buffer is None:
-            buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         return workers.broadcast(buffer, src=0)
 
     def _receive(self, offer: WeightsOffer) -> torch.Tensor:
@@ -71,24 +75,21 @@ class WeightReceiver:
         Raises:
             WeightSyncError: the broadcast failed, or the bytes are not those that were sent.
         """
-        device = torch.device(self.device)  # type: ignore[attr-defined]
-        place = device if offer.backend == "nccl" else torch.device("cpu")
+        place = self.device if offer.backend == "nccl" else torch.device("cpu")
         buffer = torch.empty(offer.total_bytes, dtype=torch.uint8, device=place)
-        group: WeightGroup | None = getattr(self, "_weight_group", None)
-        if group is None:
-            group = self._weight_group = WeightGroup()
-        group.receive(buffer, offer)
+        if not hasattr(self, "_weight_group"):
+            self._weight_group = WeightGroup()
+        self._weight_group.receive(buffer, offer)
         received = checksum(buffer)
         if received != offer.checksum:
             raise WeightSyncError(f"checksum {received} is not the sender's {offer.checksum}")
-        return buffer.to(device)
+        return buffer.to(self.device)
 
     def _load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         # vLLM warns at every reload of layers that no checkpoint has weights for (rotary tables).
         logging.getLogger(RELOAD_LOGGER).setLevel(logging.ERROR)
-        runner = self.model_runner  # type: ignore[attr-defined]
-        runner.reload_weights(weights_iterator=tensors)
-        model = runner.get_model()
+        self.model_runner.reload_weights(weights_iterator=tensors)
+        model = self.model_runner.get_model()
         head = getattr(model, "lm_head", None)
         is_tied = getattr(model.config, "tie_word_embeddings", False)
         if head is not None and is_tied and hasattr(head, "quant_method"):

@@ -5,11 +5,11 @@ import json
 import logging
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from actor.rollout.env_client import HubClient, HubSession
+from actor.rollout.env_client import Environments, HubClient
+from actor.rollout.episode import first_text
 from actor.rollout.scripted import ScriptedPolicy, ScriptedRender
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
@@ -22,15 +22,7 @@ CONCURRENCY = 32
 FIRST_INDEX = 500_000  # training items from here on, so that runs do not meet them by counting up
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Demonstrations:
-    """What was played."""
-
-    num_episodes: int
-    num_solved: int
-
-
-async def demonstrate(cfg: RunConfig, *, hub_url: str, token: str, path: Path) -> Demonstrations:
+def demonstrate(cfg: RunConfig, url: str, token: str, path: Path) -> None:
     """Play `sft.num_demonstrations` episodes at the hub and write them to `path`.
 
     A share `sft.random_frac` is uniform valid play, the rest is the expert on
@@ -41,23 +33,24 @@ async def demonstrate(cfg: RunConfig, *, hub_url: str, token: str, path: Path) -
         ConfigError: a subset that the hub does not have, or none to show.
         EnvError: the hub failed.
     """
-    async with HubClient(hub_url, token=token, timeout_s=cfg.actor.env_timeout_s) as hub:
-        catalogue = await hub.request("GET", "/v1/envs", None)
-        plans = list(_plans(cfg, catalogue))
-        instructions = await hub.instructions()
-        gate = asyncio.Semaphore(CONCURRENCY)
-
-        async def one(plan: PlannedEpisode) -> dict[str, Any]:
-            async with gate:
-                instruction = instructions[plan.env].get(cfg.envhub.style, "")
-                return await _play(hub, plan, style=cfg.envhub.style, instruction=instruction)
-
-        records = await asyncio.gather(*(one(plan) for plan in plans))
+    records = asyncio.run(_play_all(cfg, url, token))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     num_solved = sum(record["reward"] >= 1.0 for record in records)
     logger.info("demonstrations episodes=%d solved=%d file=%s", len(records), num_solved, path)
-    return Demonstrations(num_episodes=len(records), num_solved=num_solved)
+
+
+async def _play_all(cfg: RunConfig, url: str, token: str) -> list[dict[str, Any]]:
+    slots = asyncio.Semaphore(CONCURRENCY)
+
+    async def one(plan: PlannedEpisode, environments: Environments) -> dict[str, Any]:
+        async with slots:
+            return await _play(environments, plan)
+
+    async with HubClient(url, token=token, timeout_s=cfg.actor.env_timeout_s) as hub:
+        plans = list(_plans(cfg, await hub.request("GET", "/v1/envs", None)))
+        environments = await Environments.of(hub, style=cfg.envhub.style)
+        return await asyncio.gather(*(one(plan, environments) for plan in plans))
 
 
 def _plans(cfg: RunConfig, catalogue: dict[str, Any]) -> Iterator[PlannedEpisode]:
@@ -93,14 +86,11 @@ def _plans(cfg: RunConfig, catalogue: dict[str, Any]) -> Iterator[PlannedEpisode
         )
 
 
-async def _play(
-    hub: HubClient, plan: PlannedEpisode, *, style: str, instruction: str
-) -> dict[str, Any]:
+async def _play(environments: Environments, plan: PlannedEpisode) -> dict[str, Any]:
     render = ScriptedRender()
     policy = ScriptedPolicy(plan.policy, seed=plan.episode_id, render=render)
-    session: HubSession = await hub.open(plan.env, plan.item_id, seed=plan.seed, style=style)
-    first = session.first_observation
-    text = f"{instruction}\n\n{first}" if instruction else first
+    session = await environments.open(plan.env, plan.item_id, seed=plan.seed)
+    text = first_text(environments.instruction(plan.env), session.first_observation)
     messages: list[dict[str, Any]] = [{"from": "human", "loss": None, "value": text}]
     reward = 0.0
     for turn in range(plan.horizon):

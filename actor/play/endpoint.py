@@ -5,12 +5,12 @@ import json
 import logging
 import os
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import aiohttp
 
-from actor.rollout.episode import Act, ContextFull, PolicyFailed, Render, Session
+from actor.rollout.env_client import BearerClient
+from actor.rollout.episode import Act, ContextFull, PolicyFailed, Render, Session, Turn
 from common.config.evaluation import PolicySection
 from common.errors import ConfigError
 
@@ -34,16 +34,6 @@ class Reply:
     is_stopped: bool  # False: cut at policy.max_turn_tokens
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextTurn:
-    """A turn as text, its UTF-8 bytes standing for tokens. Log-probabilities are not known: 0."""
-
-    token_ids: list[int]
-    logprobs: list[float]
-    versions: list[int]
-    is_stopped: bool
-
-
 def read_key(cfg: PolicySection) -> str:
     """Return the endpoint's key, "" if none is configured.
 
@@ -56,7 +46,7 @@ def read_key(cfg: PolicySection) -> str:
     return key
 
 
-class Endpoint:
+class Endpoint(BearerClient):
     """A pool of connections to the endpoint. The key is in its headers and in nothing it says.
 
     Example:
@@ -68,26 +58,10 @@ class Endpoint:
         self._cfg = cfg
         self._key = read_key(cfg)
         self._url = f"{cfg.url.rstrip('/')}/chat/completions"
-        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
-        self._http = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
-            headers=headers,
-            timeout=aiohttp.ClientTimeout(total=cfg.timeout_s),
-        )
+        super().__init__(token=self._key, timeout_s=cfg.timeout_s)
         self.num_prompt_tokens = 0  # by the endpoint's own count, as far as it tells
         self.num_sampled_tokens = 0
         self.num_retries = 0
-
-    async def __aenter__(self) -> "Endpoint":
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self._http.close()
 
     async def complete(self, messages: list[dict[str, str]]) -> Reply:
         """Return the next message of a conversation.
@@ -198,17 +172,12 @@ class TextEpisode:
         """Return what the bytes say."""
         return bytes(token_ids).decode(errors="replace").strip()
 
-    async def act(self, _: list[int], session: Session) -> TextTurn:
+    async def act(self, _: list[int], session: Session) -> Turn:
         """Ask for the next message. Raises: ContextFull, PolicyFailed, ConfigError."""
         reply = await self._endpoint.complete(self._messages)
         self._messages.append({"role": "assistant", "content": reply.text})
-        ids = _bytes(reply.text)
-        return TextTurn(
-            token_ids=ids,
-            logprobs=[0.0] * len(ids),
-            versions=[0] * len(ids),
-            is_stopped=reply.is_stopped,
-        )
+        ids = _bytes(reply.text)  # stand for tokens; log-probabilities are not known: 0
+        return Turn(ids, [0.0] * len(ids), [0] * len(ids), is_stopped=reply.is_stopped)
 
 
 def text_policy(endpoint: Endpoint) -> tuple[Act, Render]:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common.config.run_config import RunConfig
+from common.config.evaluation import EvalSection, PolicySection
+from common.config.run_config import ActorSection, ModelSection
 from common.errors import ConfigError
 from common.report.evaluation.scores import ItemPlays, all_scores
 from common.report.evaluation.table import as_markdown
@@ -19,28 +20,29 @@ from common.wire.planned import PlannedEpisode
 DIGEST_CHARS = 10
 
 
-def describe_policy(cfg: RunConfig) -> dict[str, Any]:
+def describe_policy(
+    policy: PolicySection, model: ModelSection, actor: ActorSection, *, style: str
+) -> dict[str, Any]:
     """Return who plays and how: whatever makes an episode another one if it changes."""
-    how = {"style": cfg.envhub.style}
-    if cfg.policy.url:
-        return how | {
-            "source": cfg.policy.url,
-            "model": cfg.policy.model,
-            "temperature": cfg.policy.temperature,
-            "max_turn_tokens": cfg.policy.max_turn_tokens,
+    if policy.url:
+        return {
+            "style": style,
+            "source": policy.url,
+            "model": policy.model,
+            "temperature": policy.temperature,
+            "max_turn_tokens": policy.max_turn_tokens,
         }
-    files = sorted(
-        [*Path(cfg.model.path).glob("*.safetensors"), *Path(cfg.model.path).glob("*.json")]
-    )
+    files = sorted([*Path(model.path).glob("*.safetensors"), *Path(model.path).glob("*.json")])
     stats = [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]
-    return how | {
+    return {
+        "style": style,
         "source": "engine",
-        "model": cfg.model.path,
+        "model": model.path,
         "files": hashlib.blake2b(json.dumps(stats).encode(), digest_size=8).hexdigest(),
-        "dtype": cfg.model.dtype,
-        "temperature": cfg.actor.temperature,
-        "max_turn_tokens": cfg.actor.max_turn_tokens,
-        "max_model_len": cfg.actor.max_model_len,
+        "dtype": model.dtype,
+        "temperature": actor.temperature,
+        "max_turn_tokens": actor.max_turn_tokens,
+        "max_model_len": actor.max_model_len,
     }
 
 
@@ -86,17 +88,17 @@ def _read(journal: Path, plans: Sequence[PlannedEpisode]) -> dict[str, Trajector
 
 
 def make_entry(
-    cfg: RunConfig, policy: dict[str, Any], plays: Sequence[ItemPlays]
+    cfg: EvalSection, label: str, policy: dict[str, Any], plays: Sequence[ItemPlays]
 ) -> dict[str, Any]:
     """Return the row of one policy, as eval.json holds it."""
     return {
         "digest": digest_of(policy),
-        "label": cfg.eval.label or cfg.policy.model or Path(cfg.model.path).name,
+        "label": cfg.label or label,
         "policy": policy,
-        "k": cfg.eval.k,
-        "items": cfg.eval.items.value,
+        "k": cfg.k,
+        "items": cfg.items.value,
         "num_items": len(plays),
-        **all_scores(plays, k=cfg.eval.k),
+        **all_scores(plays, k=cfg.k),
     }
 
 

@@ -1,4 +1,4 @@
-"""Plays given items with the checkpoint at `model.path`, in a process of its own."""
+"""Plays given episodes with the checkpoint at `model.path`, in a process of its own."""
 
 import asyncio
 import multiprocessing
@@ -9,8 +9,8 @@ from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from actor.play.play import Patience, journal_at
-from common.config.run_config import RunConfig
+from actor.play.play import Job
+from common.config.run_config import ActorSection, ModelSection, RunConfig
 from common.errors import EngineError
 from common.launch.guardian import Guardian
 from common.launch.process import describe_exit
@@ -20,16 +20,30 @@ from common.wire.planned import PlannedEpisode
 END_S = 10.0  # until a process that was told to end must have
 
 
-def play_into_journal(
-    cfg: RunConfig,
-    plans: Sequence[PlannedEpisode],
-    *,
-    hub_url: str,
-    token: str | None,
-    folder: Path,
-    patience: Patience | None = None,
+def play_given(
+    cfg: RunConfig, plans: Sequence[PlannedEpisode], url: str, token: str, folder: Path
 ) -> None:
-    """Play all plans with the checkpoint at `model.path` and write the episodes to a journal.
+    """Play with the checkpoint at `model.path`, into the journal at `folder`."""
+    play_in_own_process(make_job(cfg, plans, url, token, folder), cfg)
+
+
+def make_job(
+    cfg: RunConfig, plans: Sequence[PlannedEpisode], url: str, token: str, journal: Path
+) -> Job:
+    """Return the job of playing `plans` once at the hub at `url`."""
+    return Job(
+        plans=plans,
+        hub_url=url,
+        token=token,
+        env_timeout_s=cfg.actor.env_timeout_s,
+        style=cfg.envhub.style,
+        episode_timeout_s=cfg.actor.episode_timeout_s,
+        journal=journal,
+    )
+
+
+def play_in_own_process(job: Job, cfg: RunConfig) -> None:
+    """Play the job with the checkpoint at `model.path`.
 
     This happens in a process of its own: an engine leaves traces in its process (its distributed
     groups, its memory), which that process takes along when it ends.
@@ -38,11 +52,8 @@ def play_into_journal(
         EngineError: the process failed; its log tells why.
     """
     context = multiprocessing.get_context("spawn")
-    process = context.Process(
-        target=_play_process,
-        args=(cfg, list(plans), hub_url, token, folder, patience or Patience()),
-        name="play",
-    )
+    given = (job, cfg.model, cfg.actor, cfg.run.seed, cfg.log.level)
+    process = context.Process(target=_play_process, args=given, name="play")
     guardian = Guardian()
     process.start()
     try:
@@ -53,7 +64,7 @@ def play_into_journal(
         guardian.remove(process.ident or 0)
         guardian.close()
     if (code := process.exitcode or 0) != 0:
-        raise EngineError(f"playing {len(plans)} episodes ended: {describe_exit(code)}")
+        raise EngineError(f"playing {len(job.plans)} episodes ended: {describe_exit(code)}")
 
 
 def _end(process: BaseProcess) -> None:
@@ -67,20 +78,10 @@ def _end(process: BaseProcess) -> None:
 
 
 def _play_process(
-    cfg: RunConfig,
-    plans: list[PlannedEpisode],
-    hub_url: str,
-    token: str | None,
-    folder: Path,
-    patience: Patience,
+    job: Job, model: ModelSection, actor: ActorSection, seed: int, log_level: str
 ) -> None:
     os.setsid()  # whoever ends the group ends the engine too
     from actor.play.engine_player import play_with_engine  # here only: it loads the engine
 
-    configure_logging("play", cfg.log.level)
-    with journal_at(folder) as record:
-        asyncio.run(
-            play_with_engine(
-                cfg, plans, hub_url=hub_url, token=token, record=record, patience=patience
-            )
-        )
+    configure_logging("play", log_level)
+    asyncio.run(play_with_engine(job, model, actor, seed=seed))

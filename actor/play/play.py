@@ -1,13 +1,13 @@
-"""Plays given items with one policy and no scheduler: what `eval` and `evolve` are made of."""
+"""Plays given episodes with one policy and no scheduler: what `eval` and `evolve` are made of."""
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from actor.rollout.env_client import Environments
+from actor.rollout.env_client import Environments, HubClient
 from actor.rollout.episode import Act, Render, run_episode
 from common.errors import LongstrideError
 from common.store.journal import JournalWriter
@@ -18,8 +18,6 @@ logger = logging.getLogger(__name__)
 
 TOLD_EVERY = 0.1  # share of the episodes after which progress is logged
 
-Record = Callable[[Trajectory], None]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Player:
@@ -29,87 +27,91 @@ class Player:
     max_concurrent: int
     max_tokens: int  # context limit, in what the renderer counts
     turn_tokens: int  # most of them in one turn
-    episode_timeout_s: float  # until an episode must have ended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
-    """What is done about episodes that the infrastructure failed."""
+class Job:
+    """What is to be played, at which hub, and where the episodes go."""
 
+    plans: Sequence[PlannedEpisode]
+    hub_url: str
+    token: str | None  # the hub's
+    env_timeout_s: float  # of one request to it
+    style: str  # how observations are worded
+    episode_timeout_s: float  # until an episode must have ended
+    journal: Path
     max_attempts: int = 1  # plays of one episode, the first included
-    max_failed: int | None = None  # episodes; None: play on whatever fails
+    max_failed: int | None = None  # episodes whose infrastructure fails; None: play on
 
 
-def lease_of(plan: PlannedEpisode, *, attempt: int, deadline_s: float) -> Lease:
-    """Return the lease that an episode wants, as a scheduler would have granted it."""
-    return Lease(
-        episode_id=plan.episode_id,
-        group_id=plan.item_id,
-        member=0,
-        attempt=attempt,
-        kind=EpisodeKind.EVAL,
-        policy=plan.policy,
-        env=plan.env,
-        item_id=plan.item_id,
-        seed=plan.seed,
-        horizon=plan.horizon,
-        horizon_stage=0,
-        opened_at_version=0,
-        deadline_s=deadline_s,
-    )
-
-
-async def play_all(
-    plans: Sequence[PlannedEpisode],
-    *,
-    environments: Environments,
-    player: Player,
-    record: Record,
-    patience: Patience,
-) -> None:
-    """Play all plans, some at once, and record each as it ends.
+async def play(job: Job, player: Player) -> None:
+    """Play all plans, some at once, and write each to the journal as it ends.
 
     A failure of the infrastructure is recorded on its episode when its last attempt is over.
 
     Raises:
         EngineError: the policy failed.
-        LongstrideError: more than `patience.max_failed` episodes failed.
+        EnvError: the hub cannot be reached.
+        LongstrideError: more than `job.max_failed` episodes failed.
     """
     slots = asyncio.Semaphore(player.max_concurrent)
-    count = _Count(num_plans=len(plans), max_failed=patience.max_failed)
+    count = _Count(num_plans=len(job.plans), max_failed=job.max_failed)
 
-    async def one(plan: PlannedEpisode) -> None:
-        act, render = player.policy(plan)
+    async def one(plan: PlannedEpisode, environments: Environments) -> None:
         async with slots:
-            for attempt in range(patience.max_attempts):
-                trajectory = await run_episode(
-                    lease_of(plan, attempt=attempt, deadline_s=player.episode_timeout_s),
-                    open_session=lambda: environments.open(plan.env, plan.item_id, seed=plan.seed),
-                    act=act,
-                    render=render,
-                    instruction=environments.instruction(plan.env),
-                    max_tokens=player.max_tokens,
-                    turn_tokens=player.turn_tokens,
-                    actor="play",
-                )
-                if not trajectory.end_reason.is_infrastructure_failure:
-                    break
-                logger.warning(
-                    "failed episode=%s attempt=%d end=%s reason=%s",
-                    plan.episode_id,
-                    attempt,
-                    trajectory.end_reason,
-                    trajectory.error,
-                )
-        record(trajectory)
+            trajectory = await _play_patiently(plan, environments, job, player)
+        journal.append(trajectory)
         count.add(trajectory)
 
     try:
-        async with asyncio.TaskGroup() as group:
-            for plan in plans:
-                group.create_task(one(plan), name=plan.episode_id)
+        with closing(JournalWriter(job.journal)) as journal:
+            async with (
+                HubClient(job.hub_url, token=job.token, timeout_s=job.env_timeout_s) as hub,
+                asyncio.TaskGroup() as group,
+            ):
+                environments = await Environments.of(hub, style=job.style)
+                for plan in job.plans:
+                    group.create_task(one(plan, environments), name=plan.episode_id)
     except BaseExceptionGroup as error:  # the first one ended the others
         raise error.exceptions[0] from None
+
+
+async def _play_patiently(
+    plan: PlannedEpisode, environments: Environments, job: Job, player: Player
+) -> Trajectory:
+    act, render = player.policy(plan)
+    for attempt in range(job.max_attempts):
+        trajectory = await run_episode(
+            _lease(plan, attempt=attempt, deadline_s=job.episode_timeout_s),
+            open_session=lambda: environments.open(plan.env, plan.item_id, seed=plan.seed),
+            act=act,
+            render=render,
+            instruction=environments.instruction(plan.env),
+            max_tokens=player.max_tokens,
+            turn_tokens=player.turn_tokens,
+            actor="play",
+        )
+        if not trajectory.end_reason.is_infrastructure_failure:
+            break
+        logger.warning(
+            "failed episode=%s attempt=%d end=%s reason=%s",
+            *(plan.episode_id, attempt, trajectory.end_reason, trajectory.error),
+        )
+    return trajectory
+
+
+def _lease(plan: PlannedEpisode, *, attempt: int, deadline_s: float) -> Lease:
+    """Return the lease that an episode wants, as a scheduler would have granted it."""
+    return Lease(
+        **asdict(plan),
+        group_id=plan.item_id,
+        member=0,
+        attempt=attempt,
+        kind=EpisodeKind.EVAL,
+        horizon_stage=0,
+        opened_at_version=0,
+        deadline_s=deadline_s,
+    )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -131,17 +133,3 @@ class _Count:
                 f"{self.num_failed} episodes failed by infrastructure, the last with "
                 f"{trajectory.end_reason}: {trajectory.error}"
             )
-
-
-@contextmanager
-def journal_at(folder: Path) -> Iterator[Record]:
-    """Yield what writes episodes to the journal at `folder`."""
-    journal = JournalWriter(folder)
-
-    def record(trajectory: Trajectory) -> None:
-        journal.append(trajectory)
-
-    try:
-        yield record
-    finally:
-        journal.close()

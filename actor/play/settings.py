@@ -1,12 +1,15 @@
 """What `eval` plays with: the settings that fit the model, and whether it can start."""
 
+import json
 import math
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from actor.play.evaluate import check_policy
+from tokenizers import Tokenizer
+
+from actor.play.endpoint import read_key
 from common.checks.machine import GIB
 from common.checks.model_shape import BYTES_OF, ModelShape, read_shape
 from common.checks.preflight import check_engine, check_model
@@ -54,6 +57,38 @@ def check_evaluation(cfg: RunConfig, root: Path, *, missing: Sequence[str]) -> N
     check_policy(cfg, root)
     if not cfg.policy.url:
         check_engine()
+
+
+def check_policy(cfg: RunConfig, root: Path) -> None:
+    """Return if there is something to play and the policy can be asked; nothing has started yet.
+
+    Raises:
+        ConfigError: no task or item, no such checkpoint or key, or a tokenizer that the model does
+            not fit.
+    """
+    if not cfg.tasks:
+        raise ConfigError("tasks=[]: an evaluation needs at least one, as [{env: e, subset: s}]")
+    if cfg.eval.num_items == 0:
+        raise ConfigError("eval.num_items=0: leaves no held-out item; -1: all there are")
+    if cfg.policy.url:
+        read_key(cfg.policy)
+        return
+    check_model(cfg.model.path, root)
+    _check_vocabulary(root / cfg.model.path, cfg.model.path)
+
+
+def _check_vocabulary(folder: Path, shown: str) -> None:
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    num_rows = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
+    path = folder / "tokenizer.json"
+    if not num_rows or not path.is_file():
+        return
+    largest = max(Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True).values())
+    if largest >= num_rows:
+        raise ConfigError(
+            f"model.path={shown}: the tokenizer has token id {largest}, the model only the"
+            f" {num_rows} below {num_rows}; give the model its own tokenizer"
+        )
 
 
 def _key(override: str) -> str:

@@ -4,8 +4,7 @@ import asyncio
 import json
 import logging
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import aiohttp
 
@@ -35,7 +34,28 @@ class Hint:
     expert_action: str | None  # None when the expert knows no way
 
 
-class HubClient:
+class BearerClient:
+    """A pool of HTTP connections whose requests carry a bearer token, if there is one."""
+
+    def __init__(self, *, token: str | None, timeout_s: float) -> None:
+        self._http = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
+            headers={"Authorization": f"Bearer {token}"} if token else {},
+            timeout=aiohttp.ClientTimeout(total=timeout_s),
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.close()
+
+
+class HubClient(BearerClient):
     """A pool of connections to one hub.
 
     Example:
@@ -45,26 +65,9 @@ class HubClient:
     """
 
     def __init__(self, url: str, *, token: str | None, timeout_s: float) -> None:
+        super().__init__(token=token, timeout_s=timeout_s)
         self._url = url.rstrip("/")
         self._timeout_s = timeout_s
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
-        headers["Content-Type"] = "application/json"
-        self._http = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
-            headers=headers,
-            timeout=aiohttp.ClientTimeout(total=timeout_s),
-        )
-
-    async def __aenter__(self) -> "HubClient":
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self._http.close()
 
     async def open(self, env: str, item_id: str, *, seed: int, style: str) -> "HubSession":
         """Start an episode; waits while the hub is full. Raises: EnvError, EnvTimeout."""
@@ -87,13 +90,12 @@ class HubClient:
             EnvTimeout: no answer within `timeout_s`, or a 504 from the hub.
             EnvError: the hub refused or failed, or cannot be reached.
         """
-        payload = None if body is None else json.dumps(body).encode()
         failure, num_lost = "", 0
         try:
             async with asyncio.timeout(self._timeout_s):
                 while num_lost < NUM_TRIES:
                     try:
-                        reply = await self._once(method, path, payload)
+                        reply = await self._once(method, path, body)
                     except aiohttp.ClientError as error:
                         failure = f"{type(error).__name__}: {error}"
                         num_lost += 1
@@ -111,9 +113,9 @@ class HubClient:
             ) from error
         raise EnvError(f"{method} {path}: {failure}, {NUM_TRIES} tries")
 
-    async def _once(self, method: str, path: str, payload: bytes | None) -> Any:
+    async def _once(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
         """Return the parsed answer; None after waiting out a 429."""
-        async with self._http.request(method, self._url + path, data=payload) as response:
+        async with self._http.request(method, self._url + path, json=body) as response:
             text = await response.read()
             if response.status == 429:
                 await asyncio.sleep(float(response.headers.get("Retry-After", "1")))

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from actor.rollout.env_client import StepResult
+from actor.rollout.env_client import Hint, StepResult
 from common.errors import EnvError, EnvTimeout
 from common.wire.messages import EndReason, Lease, Trajectory
 
@@ -21,30 +21,28 @@ class PolicyFailed(Exception):
     """Raised by an act: no answer from a policy that others run. Says nothing about the policy."""
 
 
-class Turn(Protocol):
-    """What a policy returns for one turn; `actor.engine.Completion` is one."""
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What a policy sampled for one turn."""
 
-    @property
-    def token_ids(self) -> list[int]: ...
-    @property
-    def logprobs(self) -> list[float]: ...
-    @property
-    def versions(self) -> list[int]: ...
-    @property
-    def is_stopped(self) -> bool: ...
+    token_ids: list[int]  # [num_sampled]
+    logprobs: list[float]  # [num_sampled] nats, of the distribution that was sampled from
+    versions: list[int]  # [num_sampled] weights that sampled each token
+    is_stopped: bool = True  # ended by an end-of-turn token, which is the last of token_ids
 
 
 class Session(Protocol):
-    """One episode of an environment; `actor.env_client.HubSession` is one."""
+    """One episode of an environment; `actor.rollout.env_client.HubSession` is one."""
 
     first_observation: str
 
     async def step(self, action: str) -> StepResult: ...
+    async def hint(self) -> Hint: ...
     async def close(self) -> None: ...
 
 
 class Render(Protocol):
-    """Text to token ids and back; `actor.render.Renderer` is one."""
+    """Text to token ids and back; `actor.rollout.render.Renderer` is one."""
 
     def first_prompt(self, text: str) -> list[int]: ...
     def after_action(self, text: str, *, is_stopped: bool) -> list[int]: ...
@@ -97,6 +95,11 @@ class _Play:
     env_s: float = 0.0
 
 
+def first_text(instruction: str, observation: str) -> str:
+    """Return the text of the first turn; an instruction may be "" for none."""
+    return f"{instruction}\n\n{observation}" if instruction else observation
+
+
 async def run_episode(
     lease: Lease,
     *,
@@ -126,8 +129,7 @@ async def run_episode(
     try:
         async with asyncio.timeout(lease.deadline_s) as deadline:
             session = await open_session()
-            first = f"{instruction}\n\n{session.first_observation}" if instruction else None
-            text = first or session.first_observation
+            text = first_text(instruction, session.first_observation)
             play.env_s += time.monotonic() - started
             play.tape.observe(render.first_prompt(text), 0)
             await _turns(lease, session, play, act, render, max_tokens - turn_tokens)

@@ -3,9 +3,10 @@
 import asyncio
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # the engine takes seconds to import
-    from actor.engine.engine import Completion, Engine
-    from actor.rollout.env_client import HubSession
+from actor.rollout.episode import Turn
+
+if TYPE_CHECKING:  # it takes seconds to import
+    from actor.engine.engine import Engine
 
 
 class Rounds:
@@ -21,7 +22,7 @@ class Rounds:
         self._max_tokens = max_tokens
         self._running: set[str] = set()
         self._waiting: dict[str, list[int]] = {}  # episode -> its prompt
-        self._next: asyncio.Future[asyncio.Task[dict[str, Completion]]] | None = None
+        self._next: asyncio.Future[asyncio.Task[dict[str, Turn]]] | None = None
         self._round_number = 0
 
     def enter(self, episode_id: str) -> None:
@@ -33,7 +34,7 @@ class Rounds:
         self._running.discard(episode_id)
         self._maybe_start()
 
-    async def act(self, episode_id: str, prompt_ids: list[int], _: "HubSession") -> "Completion":
+    async def act(self, episode_id: str, prompt_ids: list[int]) -> Turn:
         """Return this episode's next turn, once everybody has asked."""
         if self._next is None:
             self._next = asyncio.get_running_loop().create_future()
@@ -41,8 +42,8 @@ class Rounds:
         self._waiting[episode_id] = prompt_ids
         self._maybe_start()
         # Shielded, because an episode that is revoked must not end the round of the others.
-        completions = await asyncio.shield(await asyncio.shield(started))
-        return completions[episode_id]
+        turns = await asyncio.shield(await asyncio.shield(started))
+        return turns[episode_id]
 
     def _maybe_start(self) -> None:
         if self._next is not None and self._waiting.keys() >= self._running:
@@ -50,12 +51,12 @@ class Rounds:
             started, self._next = self._next, None
             started.set_result(asyncio.create_task(self._generate(waiting)))
 
-    async def _generate(self, prompts: dict[str, list[int]]) -> "dict[str, Completion]":
+    async def _generate(self, prompts: dict[str, list[int]]) -> dict[str, Turn]:
         """Return every episode's turn. A failure of the engine reaches all that wait for it."""
         self._round_number += 1
         by_request = {f"{self._round_number}:{name}": prompts[name] for name in sorted(prompts)}
         async with self._exclusive:
-            completions = await self._engine.generate_together(
+            turns = await self._engine.generate_together(
                 by_request, max_tokens=self._max_tokens, salt=f"v{self._engine.version}"
             )
-        return {name.partition(":")[2]: each for name, each in completions.items()}
+        return {name.partition(":")[2]: each for name, each in turns.items()}

@@ -4,10 +4,10 @@ import asyncio
 import logging
 
 from actor.engine.concurrency import Concurrency, EngineLoad
-from actor.engine.engine import Completion, Engine
+from actor.engine.engine import Engine
 from actor.links.delivery import Delivery
-from actor.rollout.env_client import Environments, HubSession
-from actor.rollout.episode import Act, Render, run_episode
+from actor.rollout.env_client import Environments
+from actor.rollout.episode import Act, Render, Turn, run_episode
 from actor.rollout.lockstep import Rounds
 from actor.rollout.render import Renderer
 from actor.rollout.scripted import ScriptedPolicy, ScriptedRender
@@ -125,12 +125,12 @@ class Episodes:
         if lease.policy is not PolicyKind.MODEL:
             scripted = ScriptedRender()
             policy = ScriptedPolicy(lease.policy, seed=lease.episode_id, render=scripted)
-            return policy.act, scripted  # type: ignore[return-value]
-        return (lambda ids, session: self._act(lease, ids, session)), self._renderer  # type: ignore[return-value]
+            return policy.act, scripted
+        return (lambda ids, _: self._act(lease, ids)), self._renderer
 
-    async def _act(self, lease: Lease, ids: list[int], session: HubSession) -> Completion:
+    async def _act(self, lease: Lease, ids: list[int]) -> Turn:
         if self._rounds is not None:
-            return await self._rounds.act(lease.episode_id, ids, session)
+            return await self._rounds.act(lease.episode_id, ids)
         self._num_requests += 1
         return await self._engine.generate(
             list(ids),

@@ -1,20 +1,9 @@
 """Scripted policies, played through the same episodes as the model: the baselines of a report."""
 
 import random
-from dataclasses import dataclass, field
 
-from actor.rollout.env_client import HubSession
+from actor.rollout.episode import Session, Turn
 from common.wire.messages import PolicyKind
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScriptedTurn:
-    """An action in text, shaped like a turn of the engine. Nothing was sampled, so no logprobs."""
-
-    token_ids: list[int]
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    is_stopped: bool = True
 
 
 class ScriptedRender:
@@ -50,11 +39,10 @@ class ScriptedPolicy:
         self._random = random.Random(seed)
         self._render = render
 
-    async def act(self, _: list[int], session: HubSession) -> ScriptedTurn:
+    async def act(self, _: list[int], session: Session) -> Turn:
         """Return the next action. Raises: EnvError."""
         hint = await session.hint()
         action = hint.expert_action if self._kind is PolicyKind.EXPERT else None
         if action is None:
             action = self._random.choice(hint.valid_actions) if hint.valid_actions else "wait"
-        token_ids = self._render.add(action)
-        return ScriptedTurn(token_ids=token_ids, logprobs=[0.0], versions=[-1])
+        return Turn(self._render.add(action), logprobs=[0.0], versions=[-1])

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.amx import TilePermission, request_tiles
 from common.checks import machine
 from common.checks.machine import GIB
 from common.checks.memory_plan import plan_here
@@ -139,7 +140,7 @@ def _examine_cpu() -> list[Check]:
     found = f"{', '.join(units) or 'no known units'}: the faster precision is probably {precision}"
     checks = [Check(what="cpu", found=found, remedy="")]
     if "amx_bf16" in units:
-        is_granted = machine.grants_amx()
+        is_granted = request_tiles() is not TilePermission.REFUSED  # of this process alone
         remedy = "" if is_granted else "use Linux 5.16 or newer, or model.dtype=float32"
         found = f"the kernel {'grants' if is_granted else 'refuses'} the permission to use tiles"
         checks.append(Check(what="amx", found=found, remedy=remedy, is_optional=True))

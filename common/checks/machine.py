@@ -1,8 +1,6 @@
 """What this machine has: GPUs, memory, the CPU's matrix units, a C++ compiler."""
 
-import ctypes
 import os
-import platform
 import shutil
 import subprocess
 import sysconfig
@@ -10,14 +8,11 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from common.amx import SYS_ARCH_PRCTL, XFEATURE_XTILEDATA
-
 GIB = 1 << 30
 COMPILER_PACKAGES = "g++ and Python's headers (Debian, Ubuntu: apt-get install g++ python3-dev)"
 _TIMEOUT_S = 20.0
 _UNITS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16")  # the last two: ARM
 _BF16_UNITS = ("avx512_bf16", "amx_bf16", "bf16")
-_ARCH_GET_XCOMP_SUPP = 0x1021  # which features the kernel grants on request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,16 +69,6 @@ def cpu_units() -> list[str]:
 def has_bf16_units() -> bool:
     """Return whether the CPU multiplies bf16 numbers itself; elsewhere fp32 is faster."""
     return any(unit in _BF16_UNITS for unit in cpu_units())
-
-
-def grants_amx() -> bool:
-    """Return whether the kernel lets processes use AMX tiles; asks for nothing itself."""
-    if platform.system() != "Linux" or platform.machine() != "x86_64":
-        return False
-    mask = ctypes.c_uint64(0)
-    code = ctypes.c_long(_ARCH_GET_XCOMP_SUPP)
-    failed = ctypes.CDLL(None).syscall(SYS_ARCH_PRCTL, code, ctypes.byref(mask))
-    return failed == 0 and bool(mask.value >> XFEATURE_XTILEDATA & 1)
 
 
 @cache

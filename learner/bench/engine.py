@@ -24,7 +24,7 @@ from learner.weights.publisher import Publisher
 from learner.weights.snapshot import PublishedWeights, snapshot
 
 HOST = "127.0.0.1"
-CHILD = "actor.engine.bench"
+CHILD = "actor.bench.engine"
 REPORT = "bench_engine.json"
 WEIGHT_STD = 0.05  # of version 1; version 0 is what the engine found on disk
 

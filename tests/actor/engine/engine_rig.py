@@ -11,6 +11,7 @@ import torch
 import zmq.asyncio
 from transformers import Qwen3ForCausalLM
 
+from actor.rollout.episode import Turn
 from common.config.learning import AlgorithmSection, LearnerSection, Precision
 from common.config.run_config import ActorSection, ModelSection, SftSection
 from common.store.run_dir import RunDir
@@ -25,7 +26,6 @@ from learner.weights.publisher import Publisher
 from learner.weights.snapshot import PublishedWeights, snapshot
 
 if TYPE_CHECKING:  # importing vllm takes seconds, and most runs deselect these tests
-    from actor.engine.engine import Completion
     from actor.engine.weights import WeightLink
 
 HOST = "127.0.0.1"
@@ -180,12 +180,10 @@ class Rig:
         """Publish what the engine gets when it joins, and wait until it has it."""
         await asyncio.to_thread(publisher.publish, weights)
         async with asyncio.timeout(WAIT_S):
-            await link.first_version.wait()
+            await link.version_loaded.wait()
         assert self.engine.version == weights.version
 
-    def generate(
-        self, name: str, prompt_ids: list[int], *, max_tokens: int
-    ) -> "asyncio.Task[Completion]":
+    def generate(self, name: str, prompt_ids: list[int], *, max_tokens: int) -> asyncio.Task[Turn]:
         """Start one request in the name space of the engine's version."""
         return asyncio.create_task(
             self.engine.generate(

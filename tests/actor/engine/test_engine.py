@@ -4,18 +4,15 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
+from actor.rollout.episode import Turn
 from common.errors import WeightSyncError
 from common.wire.collective import BroadcastGroup, open_store
 from common.wire.weight_messages import CanaryScores, WeightsLoaded, WeightsOffer
 from tests.actor.engine.engine_rig import FIRST_FORCED, HOST, TIMEOUT_S, WAIT_S, Rig
-
-if TYPE_CHECKING:
-    from actor.engine.engine import Completion
 
 pytestmark = pytest.mark.slow
 
@@ -42,12 +39,12 @@ def make_prompts(num: int, *, num_tokens: int, seed: int = 0) -> list[list[int]]
     return [[draw.randrange(4, 260) for _ in range(num_tokens)] for _ in range(num)]
 
 
-def forced(completion: "Completion") -> list[int]:
+def forced(completion: Turn) -> list[int]:
     """The versions that the sampled tokens themselves name."""
     return [token - FIRST_FORCED for token in completion.token_ids]
 
 
-def mean_delta(rig: Rig, prompts: list[list[int]], completions: "list[Completion]") -> float:
+def mean_delta(rig: Rig, prompts: list[list[int]], completions: list[Turn]) -> float:
     """Mean |logprob of the engine - logprob of the trainer| over the sampled tokens."""
     sequences = [p + c.token_ids for p, c in zip(prompts, completions, strict=True)]
     deltas = [
@@ -105,7 +102,7 @@ def test_engine_and_trainer_agree_on_sampled_tokens_after_every_update(rig: Rig)
     rig.run(law())
 
 
-async def sample(rig: Rig, prompts: list[list[int]]) -> "list[Completion]":
+async def sample(rig: Rig, prompts: list[list[int]]) -> list[Turn]:
     """Half of the prompts one by one, half of them in one batch; 64 tokens each."""
     half = len(prompts) // 2
     version = rig.engine.version
@@ -228,7 +225,7 @@ async def load_from_a_learner_that_vanishes(rig: Rig, moment: str) -> None:
 
     joining: list[asyncio.Future[None]] = []
 
-    async def announce() -> None:
+    def announce() -> None:
         if moment == "before_the_broadcast":
             joining.append(asyncio.ensure_future(asyncio.to_thread(join_and_leave)))
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from actor.play.eval_entry import describe_policy, digest_of
-from actor.play.evaluate import check_policy, fetch_task_lists, run
+from actor.play.evaluate import fetch_task_lists, run
+from actor.play.settings import check_policy
 from common.config.evaluation import EvalSection, PolicySection
 from common.config.run_config import (
     ActorSection,
@@ -146,10 +147,13 @@ def test_two_policies_stand_in_one_table_and_share_no_episode(tmp_path: Path) ->
 def test_digest_changes_with_whatever_makes_other_episodes(tmp_path: Path) -> None:
     with stage(tmp_path) as s:
         first = s.config()
-        other = edited(first, {"policy.temperature": 0.3})
-        assert digest_of(describe_policy(first)) != digest_of(describe_policy(other))
-        other = edited(first, {"policy.max_tries": 9})
-        assert digest_of(describe_policy(first)) == digest_of(describe_policy(other))
+
+    def digest(**edits: Any) -> str:
+        cfg = edited(first, {f"policy.{key}": value for key, value in edits.items()})
+        return digest_of(describe_policy(cfg.policy, cfg.model, cfg.actor, style="compact"))
+
+    assert digest() != digest(temperature=0.3)
+    assert digest() == digest(max_tries=9)
 
 
 def test_task_lists_come_from_the_hub(tmp_path: Path) -> None:

@@ -1,20 +1,18 @@
 """Laws of playing given items, against a real small hub."""
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from actor.play.play import Patience, Player, journal_at, play_all
-from actor.rollout.env_client import Environments, HubClient
-from actor.rollout.episode import ContextFull, PolicyFailed
+from actor.play.play import Job, Player, play
+from actor.rollout.episode import ContextFull, PolicyFailed, Turn
 from common.errors import ConfigError, LongstrideError
 from common.store.journal import read_journal
 from common.wire.messages import EndReason, EpisodeKind, Trajectory
 from common.wire.planned import PlannedEpisode
-from tests.actor.rollout.test_episode import Letters, Taken
+from tests.actor.rollout.test_episode import Letters
 from tests.actor.toy_servers import ToyHub, serve
 
 
@@ -33,96 +31,93 @@ class Going:
         self.num_at_once = 0
         self.most_at_once = 0
 
-    async def act(self, _: list[int], session: Any) -> Taken:
+    async def act(self, _: list[int], session: Any) -> Turn:
         self.num_at_once += 1
         self.most_at_once = max(self.most_at_once, self.num_at_once)
         await asyncio.sleep(0.01)
         self.num_at_once -= 1
         if self._raises is not None:
             raise self._raises
-        return Taken([ord("g"), ord("o")], [0.0, 0.0], [0, 0])
+        return Turn([ord("g"), ord("o")], [0.0, 0.0], [0, 0])
 
 
-def play(
+def played(
+    folder: Path,
     plans: list[PlannedEpisode],
     *,
     going: Going | None = None,
     hub: ToyHub | None = None,
     max_concurrent: int = 4,
-    record: Callable[[Trajectory], None] | None = None,
     **patience: Any,
 ) -> list[Trajectory]:
-    ended: list[Trajectory] = []
-    going = going or Going()
+    """Play into a journal at `folder` and return what it holds."""
+    act = (going or Going()).act
     player = Player(
-        policy=lambda _: (going.act, Letters()),  # type: ignore[arg-type, return-value]
+        policy=lambda _: (act, Letters()),
         max_concurrent=max_concurrent,
         max_tokens=100,
         turn_tokens=2,
-        episode_timeout_s=60.0,
     )
-
-    async def run(url: str) -> None:
-        async with HubClient(url, token=None, timeout_s=10.0) as client:
-            await play_all(
-                plans,
-                environments=await Environments.of(client, style="compact"),
-                player=player,
-                record=record or ended.append,
-                patience=Patience(**patience),
-            )
-
     with serve((hub or ToyHub()).app()) as url:
-        asyncio.run(run(url))
-    return ended
+        job = Job(
+            plans=plans,
+            hub_url=url,
+            token=None,
+            env_timeout_s=10.0,
+            style="compact",
+            episode_timeout_s=60.0,
+            journal=folder,
+            **patience,
+        )
+        asyncio.run(play(job, player))
+    return [trajectory for _, trajectory in read_journal(folder)]
 
 
-def test_every_plan_is_played_once_with_as_many_at_once_as_allowed() -> None:
+def test_every_plan_is_played_once_with_as_many_at_once_as_allowed(tmp_path: Path) -> None:
     going = Going()
-    ended = play([plan(i) for i in range(6)], going=going, max_concurrent=2)
+    ended = played(tmp_path, [plan(i) for i in range(6)], going=going, max_concurrent=2)
     assert sorted(t.episode_id for t in ended) == [f"p/{i}" for i in range(6)]
     assert {(t.end_reason, t.reward, t.num_turns) for t in ended} == {(EndReason.DONE, 1.0, 2)}
     assert going.most_at_once == 2
 
 
-def test_failed_environment_is_tried_again_then_recorded_once_without_a_reward() -> None:
+def test_failed_environment_is_tried_again_and_recorded_once_without_a_reward(
+    tmp_path: Path,
+) -> None:
     hub = ToyHub()
-    (failed,) = play([plan(9)], hub=hub, max_attempts=3)
+    (failed,) = played(tmp_path, [plan(9)], hub=hub, max_attempts=3)
     assert hub.opened == ["a-test-9"] * 3
     assert (failed.end_reason, failed.attempt, failed.reward) == (EndReason.ENV_ERROR, 2, 0.0)
     assert "the game is broken" in failed.error
 
 
-def test_failed_policy_is_recorded_as_infrastructure_and_no_reward() -> None:
-    (failed,) = play([plan(1)], going=Going(PolicyFailed("no answer")))
+def test_failed_policy_is_recorded_as_infrastructure_and_no_reward(tmp_path: Path) -> None:
+    (failed,) = played(tmp_path, [plan(1)], going=Going(PolicyFailed("no answer")))
     assert failed.end_reason is EndReason.ABORTED
     assert failed.end_reason.is_infrastructure_failure
     assert failed.error == "no answer"
 
 
-def test_full_context_ends_the_episode_as_one_that_counts() -> None:
-    (ended,) = play([plan(1)], going=Going(ContextFull()))
+def test_full_context_ends_the_episode_as_one_that_counts(tmp_path: Path) -> None:
+    (ended,) = played(tmp_path, [plan(1)], going=Going(ContextFull()))
     assert ended.end_reason is EndReason.CONTEXT_FULL
     assert not ended.end_reason.is_infrastructure_failure
 
 
-def test_playing_ends_when_too_many_episodes_failed() -> None:
+def test_playing_ends_when_too_many_episodes_failed(tmp_path: Path) -> None:
     hub = ToyHub(is_broken=True)
-    ended: list[Trajectory] = []
     plans = [plan(i % 10, name=f"p/{i}") for i in range(40)]
     with pytest.raises(LongstrideError, match="3 episodes failed by infrastructure, the last with"):
-        play(plans, hub=hub, max_concurrent=1, max_failed=2, record=ended.append)
-    assert len(ended) == 3
+        played(tmp_path, plans, hub=hub, max_concurrent=1, max_failed=2)
+    assert len(list(read_journal(tmp_path))) == 3
 
 
-def test_wrong_configuration_ends_playing_with_its_own_error() -> None:
+def test_wrong_configuration_ends_playing_with_its_own_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^policy\.model=x$"):
-        play([plan(1), plan(2)], going=Going(ConfigError("policy.model=x")))
+        played(tmp_path, [plan(1), plan(2)], going=Going(ConfigError("policy.model=x")))
 
 
 def test_journal_holds_what_was_played_as_evaluation(tmp_path: Path) -> None:
-    with journal_at(tmp_path) as record:
-        play([plan(1), plan(2)], record=record)
-    kept = [t for _, t in read_journal(tmp_path)]
+    kept = played(tmp_path, [plan(1), plan(2)])
     assert sorted(t.episode_id for t in kept) == ["p/1", "p/2"]
     assert {t.kind for t in kept} == {EpisodeKind.EVAL}

@@ -2,12 +2,12 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 
 from actor.rollout.env_client import Hint, StepResult
-from actor.rollout.episode import Session, run_episode
+from actor.rollout.episode import Session, Turn, run_episode
 from actor.rollout.scripted import ScriptedPolicy, ScriptedRender
 from common.errors import EngineError, EnvError, EnvTimeout
 from common.wire.messages import EndReason, EpisodeKind, Lease, PolicyKind, Trajectory
@@ -28,16 +28,6 @@ LEASE = Lease(
     opened_at_version=4,
     deadline_s=5.0,
 )
-
-
-@dataclass(frozen=True)
-class Taken:
-    """A turn of the policy."""
-
-    token_ids: list[int]
-    logprobs: list[float]
-    versions: list[int]
-    is_stopped: bool = True
 
 
 class Count:
@@ -84,9 +74,9 @@ def go_on(*, reward: float = 0.0, is_valid: bool = True, done: bool = False) -> 
 
 
 TURNS = [
-    Taken([120, 0], [-0.5, -0.25], [4, 4]),
-    Taken([121], [-1.0], [5], is_stopped=False),
-    Taken([122, 0], [-2.0, -3.0], [5, 6]),
+    Turn([120, 0], [-0.5, -0.25], [4, 4]),
+    Turn([121], [-1.0], [5], is_stopped=False),
+    Turn([122, 0], [-2.0, -3.0], [5, 6]),
 ]
 
 
@@ -94,15 +84,15 @@ def play(
     session: Count,
     *,
     lease: Lease = LEASE,
-    turns: list[Taken] = TURNS,
-    act: Callable[..., Awaitable[Taken]] | None = None,
+    turns: list[Turn] = TURNS,
+    act: Callable[..., Awaitable[Turn]] | None = None,
     instruction: str = "",
     max_tokens: int = 100,
     prompts: list[list[int]] | None = None,
 ) -> Trajectory:
     remaining = iter(turns)
 
-    async def next_turn(ids: list[int], _: Session) -> Taken:
+    async def next_turn(ids: list[int], _: Session) -> Turn:
         if prompts is not None:
             prompts.append(list(ids))
         return next(remaining)
@@ -208,7 +198,7 @@ def test_a_session_that_does_not_open_is_recorded() -> None:
     async def open_session() -> Count:
         raise EnvError("no such item")
 
-    async def act(ids: list[int], session: Session) -> Taken:
+    async def act(ids: list[int], session: Session) -> Turn:
         raise AssertionError("there is nothing to act on")
 
     got = asyncio.run(
@@ -238,7 +228,7 @@ def test_the_deadline_of_the_lease_ends_an_episode() -> None:
 
 @pytest.mark.parametrize("error", [EngineError("dead"), TimeoutError("a turn took too long")])
 def test_a_failure_of_the_engine_propagates(error: Exception) -> None:
-    async def act(ids: list[int], session: Session) -> Taken:
+    async def act(ids: list[int], session: Session) -> Turn:
         raise error
 
     session = Count([go_on()])
@@ -253,7 +243,7 @@ def test_a_revoked_episode_closes_its_session() -> None:
     async def revoke() -> None:
         asked = asyncio.Event()
 
-        async def act(ids: list[int], _: Session) -> Taken:
+        async def act(ids: list[int], _: Session) -> Turn:
             asked.set()
             await asyncio.Event().wait()
             raise AssertionError

@@ -1,20 +1,13 @@
 """Laws of rounds."""
 
 import asyncio
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
+from actor.rollout.episode import Turn
 from actor.rollout.lockstep import Rounds
 from common.errors import EngineError
-
-
-@dataclass(frozen=True)
-class Said:
-    """A completion that repeats its prompt."""
-
-    token_ids: list[int]
 
 
 class EchoEngine:
@@ -28,14 +21,14 @@ class EchoEngine:
 
     async def generate_together(
         self, prompts: dict[str, list[int]], *, max_tokens: int, salt: str
-    ) -> dict[str, Said]:
+    ) -> dict[str, Turn]:
         assert max_tokens == 16
         self.rounds.append(prompts)
         self.salts.append(salt)
         await asyncio.sleep(0)
         if self._error is not None:
             raise self._error
-        return {request_id: Said(ids) for request_id, ids in prompts.items()}
+        return {request_id: Turn(ids, [], []) for request_id, ids in prompts.items()}
 
 
 def make_rounds(engine: EchoEngine, *names: str, exclusive: Any = None) -> Rounds:
@@ -47,7 +40,7 @@ def make_rounds(engine: EchoEngine, *names: str, exclusive: Any = None) -> Round
 
 
 def ask(rounds: Rounds, name: str, *ids: int) -> asyncio.Task[Any]:
-    return asyncio.create_task(rounds.act(name, list(ids), None))  # type: ignore[arg-type]
+    return asyncio.create_task(rounds.act(name, list(ids)))
 
 
 async def settle() -> None:

@@ -1,6 +1,6 @@
 """An engine that is measured: starts, takes two versions from a learner, samples, reports.
 
-Run by the learner's measurements: `python -m actor.engine.bench <run directory> <settings>`, where
+Run by the learner's measurements: `python -m actor.bench.engine <run directory> <settings>`, where
 the settings are a JSON object. The report is `bench_engine.json` in the run directory.
 """
 
@@ -22,7 +22,6 @@ from common.wire.security import load_keys
 
 REPORT = "bench_engine.json"
 NUM_VERSIONS = 2
-POLL_S = 0.05
 
 
 async def measure(run_dir: RunDir, settings: dict[str, Any]) -> dict[str, float]:
@@ -56,7 +55,6 @@ async def measure(run_dir: RunDir, settings: dict[str, Any]) -> dict[str, float]
 async def _follow_learner(engine: Engine, run_dir: RunDir, settings: dict[str, Any]) -> None:
     """Load versions until the last one is in the engine and its canary has been sent."""
     context = zmq.asyncio.Context()
-    exclusive = asyncio.Lock()
     link = WeightLink(
         run_dir,
         load_keys(run_dir.keys),
@@ -64,24 +62,20 @@ async def _follow_learner(engine: Engine, run_dir: RunDir, settings: dict[str, A
         actor="bench",
         incarnation="bench",
         device=settings["device"],
-        exclusive=exclusive,
+        exclusive=asyncio.Lock(),
         context=context,
     )
     await link.connect(timeout_s=settings["timeout_s"])
-    task = asyncio.create_task(link.run())
     try:
-        async with asyncio.timeout(settings["timeout_s"]):
-            while engine.version < NUM_VERSIONS - 1 and not task.done():
-                await asyncio.sleep(POLL_S)  # a measurement's; the link tells nobody of versions
-            if task.done():
-                task.result()
-            async with exclusive:  # held while a version is loaded and its canary scored
-                return
+        async with asyncio.timeout(settings["timeout_s"]), asyncio.TaskGroup() as group:
+            task = group.create_task(link.run())
+            while engine.version < NUM_VERSIONS - 1:
+                await link.version_loaded.wait()
+                link.version_loaded.clear()
+            task.cancel()
     except TimeoutError as error:
         raise EngineError(f"the engine holds version {engine.version} and no newer came") from error
     finally:
-        task.cancel()
-        await asyncio.wait([task])
         link.close()
         context.destroy(linger=500)
 
