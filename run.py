@@ -156,7 +156,7 @@ def dispatch(request: Request) -> int:
     if request.command in STANDALONE:
         return STANDALONE[request.command](request)
     if request.command == "envhub" and not request.is_dry:
-        Later("envhub.hosting.process_memory:use_system_allocator")()
+        Later("common.memory:use_system_allocator")()
     if request.command == "envhub" and commands.belongs_to_no_run(request):
         say = partial(print, flush=True)
         serve = Later("envhub.command:run_hub")

@@ -27,6 +27,7 @@ from actor.rollout.pool import Episodes
 from actor.rollout.render import Renderer
 from common.config.run_config import RunConfig
 from common.errors import LongstrideError
+from common.memory import resident_bytes
 from common.store.run_dir import RunDir
 from common.wire.messages import Heartbeat, Hello
 from common.wire.security import load_keys
@@ -199,7 +200,7 @@ async def _take_leases(cfg: RunConfig, parts: Parts) -> None:
 
 
 async def _beat(cfg: RunConfig, parts: Parts) -> None:
-    process = psutil.Process()
+    pid = os.getpid()
     last_tokens, last_time = parts.engine.num_sampled_tokens, time.monotonic()
     while True:
         now = time.monotonic()
@@ -217,7 +218,7 @@ async def _beat(cfg: RunConfig, parts: Parts) -> None:
                 num_slots=parts.episodes.num_slots,
                 tokens_per_s=rate,
                 waiting_for=_waiting_for(parts),
-                rss_bytes=_tree_rss_bytes(process),
+                rss_bytes=resident_bytes([pid])[pid],  # and of the engine
             )
         )
         await asyncio.sleep(cfg.scheduler.heartbeat_s)
@@ -231,15 +232,6 @@ def _waiting_for(parts: Parts) -> str:
     if parts.engine.num_running:
         return ""
     return "envhub" if parts.episodes.running_ids else "scheduler: leases"
-
-
-def _tree_rss_bytes(process: psutil.Process) -> int:
-    """Return the resident bytes of this process and its children (the engine)."""
-    total = 0
-    for member in [process, *process.children(recursive=True)]:
-        with suppress(psutil.NoSuchProcess):
-            total += member.memory_info().rss
-    return total
 
 
 async def _shut_down(parts: Parts) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 
 from common.launch.process import ChildFailed, ChildProcess, wait_until_ended
+from common.memory import resident_bytes
 from common.repository import ROOT
 from envhub.bench.client import Target
 
@@ -34,11 +35,7 @@ class Service:
 
     def worker_rss_bytes(self) -> int:
         """Return the resident memory of all its children and their children."""
-        total = 0
-        for child in psutil.Process(self.process.pid).children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                total += child.memory_info().rss
-        return total
+        return resident_bytes([self.process.pid])[self.process.pid] - self.rss_bytes()
 
 
 @contextlib.contextmanager

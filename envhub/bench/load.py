@@ -1,56 +1,115 @@
-"""Load on a hub or on the reference server; a job on the stdin of `python -m envhub.bench.load`."""
+"""Load on a hub or on the reference server, put on by a client process of its own.
+
+That process is `python -m envhub.bench.load` with a job on its stdin.
+"""
 
 import asyncio
 import json
+import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
-from itertools import count
+from itertools import count, cycle
 from typing import Any
 
 import uvloop
 
+from common.repository import ROOT
 from envhub.bench.client import Client, HubAnswer, Target
-from envhub.bench.job import Job, Measured
 
+JOB_TIMEOUT_S = 300.0
 ITEMS = {"textcraft": "depth2-train-{}", "babyai": "GoToObjMazeS7-train-{}"}
 NUM_ITEMS = 100  # distinct ones in turn
 ACTIONS = {
     "textcraft": ("get 1 oak log", "inventory", "get 2 cobblestone", "craft 1 stick using 1 egg"),
     "babyai": ("turn left", "move forward", "turn right", "move forward"),
 }
-DONE = (b'"done": true', b'"done":true')
-FAILED = (b'"error":"', b'"error": "')
 NUM_ROUNDS = 3  # of opening, after one that warms up
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One measurement of one client process.
+
+    Attributes:
+        kind: step (single steps), open (creation and reset), batch and batch_open (the same by the
+            batch routes, hub only).
+        is_reference: the target speaks the reference server's routes.
+        num_clients: connections with one request under way each; in `batch`, sessions of a call.
+        warmup_s: seconds before counting begins.
+        duration_s: seconds that count; `open` counts whole rounds instead and ignores both.
+    """
+
+    target: Target
+    kind: str
+    is_reference: bool
+    env: str
+    num_clients: int
+    warmup_s: float = 0.4
+    duration_s: float = 1.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What a job counted: operations, over what time, and how long each request took."""
+
+    num_done: int
+    duration_s: float
+    latencies_ms: list[float]
+
+    @property
+    def per_s(self) -> float:
+        """Operations per second."""
+        return self.num_done / self.duration_s
+
+    def percentile_ms(self, frac: float) -> float:
+        """Return the latency that `frac` of the requests did not exceed."""
+        ordered = sorted(self.latencies_ms)
+        return ordered[min(len(ordered) - 1, int(frac * len(ordered)))]
+
+
+def measure(job: Job) -> Measured:
+    """Return what a client process of its own measured.
+
+    Raises:
+        RuntimeError: it failed; holds its last words.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", "envhub.bench.load"],
+        cwd=ROOT,
+        input=json.dumps(asdict(job)).encode(),
+        capture_output=True,
+        timeout=JOB_TIMEOUT_S,
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"client failed: {done.stderr.decode(errors='replace')[-1500:]}")
+    return Measured(**json.loads(done.stdout))
 
 
 @dataclass(slots=True, kw_only=True)
 class Episode:
-    """An episode under load; `head` is its step request up to the content's length."""
+    """An episode under load."""
 
     session_id: str
-    head: bytes
-    seq: int = 0
+    seq: int = 0  # steps so far
 
 
 class HubRoutes:
     """The hub's own routes."""
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
+    def __init__(self, env: str) -> None:
+        self._env = env
 
     async def open(self, client: Client, number: int) -> Episode:
         """Create and reset: one request."""
-        session_id, _ = await client.open(self._job.env, _item(self._job, number))
-        path = f"/v1/sessions/{session_id}/step"
-        return Episode(session_id=session_id, head=self._job.target.head("POST", path))
+        session_id, _ = await client.open(self._env, _item(self._env, number))
+        return Episode(session_id=session_id)
 
-    def step_body(self, episode: Episode, action: str) -> bytes:
-        """Return the body of the next step."""
+    async def step(self, client: Client, episode: Episode, action: str) -> dict[str, Any]:
         episode.seq += 1
-        return b'{"action":"%s","seq":%d}' % (action.encode(), episode.seq)
+        return await client.step(episode.session_id, action, episode.seq)
 
     async def close(self, client: Client, episode: Episode) -> None:
         await client.delete(episode.session_id)
@@ -59,32 +118,34 @@ class HubRoutes:
 class ReferenceRoutes:
     """The routes of `envhub.bench.reference`."""
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self._head = job.target.head("POST", f"/{job.env}/step")
+    def __init__(self, env: str) -> None:
+        self._env = env
+
+    async def _want(self, client: Client, verb: str, content: object = None) -> Any:
+        answer = await client.want(200, "POST", f"/{self._env}/{verb}", content)
+        if isinstance(answer, dict) and answer.get("error"):
+            raise RuntimeError(answer["error"])
+        return answer
 
     async def open(self, client: Client, number: int) -> Episode:
         """Create and reset: two requests."""
-        made = await client.want(200, "POST", f"/{self._job.env}/create")
-        begun = {"id": made["id"], "item_id": _item(self._job, number)}
-        answer = await client.want(200, "POST", f"/{self._job.env}/reset", begun)
-        if answer["error"]:
-            raise RuntimeError(answer["error"])
-        return Episode(session_id=str(made["id"]), head=self._head)
+        made = await self._want(client, "create")
+        begun = {"id": made["id"], "item_id": _item(self._env, number)}
+        await self._want(client, "reset", begun)
+        return Episode(session_id=str(made["id"]))
 
-    def step_body(self, episode: Episode, action: str) -> bytes:
-        return b'{"action":"%s","id":%s}' % (action.encode(), episode.session_id.encode())
+    async def step(self, client: Client, episode: Episode, action: str) -> dict[str, Any]:
+        return await self._want(client, "step", {"action": action, "id": int(episode.session_id)})
 
     async def close(self, client: Client, episode: Episode) -> None:
-        path = f"/{self._job.env}/close"
-        await client.want(200, "POST", path, {"id": int(episode.session_id)})
+        await self._want(client, "close", {"id": int(episode.session_id)})
 
 
 Routes = HubRoutes | ReferenceRoutes
 
 
-def _item(job: Job, number: int) -> str:
-    return ITEMS[job.env].format(number % NUM_ITEMS)
+def _item(env: str, number: int) -> str:
+    return ITEMS[env].format(number % NUM_ITEMS)
 
 
 class Recorder:
@@ -113,14 +174,9 @@ class Recorder:
 
 async def run_job(job: Job) -> Measured:
     """Return what this process measures."""
-    routes = ReferenceRoutes(job) if job.is_reference else HubRoutes(job)
-    kinds = {
-        "step": _measure_steps,
-        "open": _measure_opening,
-        "batch": _measure_batches,
-        "batch_open": _measure_opening,
-    }
-    return await kinds[job.kind](job, routes)
+    routes = ReferenceRoutes(job.env) if job.is_reference else HubRoutes(job.env)
+    kinds = {"step": _measure_steps, "batch": _measure_batches}
+    return await kinds.get(job.kind, _measure_opening)(job, routes)
 
 
 @asynccontextmanager
@@ -133,60 +189,41 @@ async def _clients(job: Job) -> AsyncIterator[list[Client]]:
 
 async def _measure_steps(job: Job, routes: Routes) -> Measured:
     numbers = count()
+
+    async def keep_stepping(client: Client, episode: Episode) -> None:
+        for action in cycle(ACTIONS[job.env]):
+            sent_s = time.perf_counter()
+            answer = await routes.step(client, episode, action)
+            goes_on = recorder.add(sent_s)
+            if answer["done"] or not goes_on:
+                await routes.close(client, episode)
+            if not goes_on:
+                return
+            if answer["done"]:
+                episode = await routes.open(client, next(numbers))
+
     async with _clients(job) as clients:
         episodes = [await routes.open(client, next(numbers)) for client in clients]
         recorder = Recorder(job)
-        pairs = zip(clients, episodes, strict=True)
-        loops = [_keep_stepping(job, routes, recorder, *pair, numbers) for pair in pairs]
-        for client, episode in zip(clients, await asyncio.gather(*loops), strict=True):
-            await routes.close(client, episode)
+        await asyncio.gather(*map(keep_stepping, clients, episodes))
     return recorder.measured(num_steps=1)
-
-
-async def _keep_stepping(
-    job: Job,
-    routes: Routes,
-    recorder: Recorder,
-    client: Client,
-    episode: Episode,
-    numbers: Iterator[int],
-) -> Episode:
-    """Step one episode after the other until the time is over; return the last one."""
-    connection = await client.connect()
-    actions = ACTIONS[job.env]
-    for turn in count():
-        body = routes.step_body(episode, actions[turn % len(actions)])
-        sent_s = time.perf_counter()
-        status, answer = await connection.exchange(episode.head, body)
-        goes_on = recorder.add(sent_s)
-        if status != 200 or any(mark in answer for mark in FAILED):
-            raise HubAnswer(status, answer, request="step")
-        if not goes_on:
-            return episode
-        if any(mark in answer for mark in DONE):
-            await routes.close(client, episode)
-            episode = await routes.open(client, next(numbers))
-    raise AssertionError("unreachable: turns have no end")
 
 
 async def _measure_batches(job: Job, routes: Routes) -> Measured:
     """Step `num_clients` sessions of one connection with one request each time."""
     numbers = count()
-    actions = ACTIONS[job.env]
     async with _clients(job) as (client,):
         episodes = [await routes.open(client, next(numbers)) for _ in range(job.num_clients)]
         recorder = Recorder(job)
-        goes_on = True
-        for turn in count():
-            action = actions[turn % len(actions)]
+        for action in cycle(ACTIONS[job.env]):
             steps = [
                 {"session_id": each.session_id, "action": action, "seq": each.seq + 1}
                 for each in episodes
             ]
             sent_s = time.perf_counter()
-            status, body = await client.ask("POST", "/v1/step/batch", steps)
+            results = await _want_batch(client, "/v1/step/batch", steps, 200)
             goes_on = recorder.add(sent_s)
-            for i, result in enumerate(_entries(status, body, 200)):
+            for i, result in enumerate(results):
                 episodes[i].seq += 1
                 if result["done"]:
                     episodes[i] = await routes.open(client, next(numbers))
@@ -202,14 +239,20 @@ async def _measure_opening(job: Job, routes: Routes) -> Measured:
     numbers = count()
     latencies_ms: list[float] = []
     took_s = 0.0
+
+    async def open_some(client: Client) -> tuple[list[Episode], float]:
+        """Return the episodes of one request, and the milliseconds that it took."""
+        began_s = time.perf_counter()
+        if job.kind == "batch_open":
+            episodes = await _open_batch(job, client, numbers)
+        else:
+            episodes = [await routes.open(client, next(numbers))]
+        return episodes, (time.perf_counter() - began_s) * 1e3
+
     async with _clients(job) as clients:
         for round_number in range(NUM_ROUNDS + 1):
             began_s = time.perf_counter()
-            if job.kind == "batch_open":
-                opening = [_open_batch(job, clients[0], numbers)]
-            else:
-                opening = [_open_one(routes, client, next(numbers)) for client in clients]
-            opened = await asyncio.gather(*opening)
+            opened = await asyncio.gather(*map(open_some, clients))
             if round_number > 0:  # the first one warms up
                 took_s += time.perf_counter() - began_s
                 latencies_ms += [took_ms for _, took_ms in opened]
@@ -220,31 +263,18 @@ async def _measure_opening(job: Job, routes: Routes) -> Measured:
     return Measured(num_done=num_done, duration_s=took_s, latencies_ms=latencies_ms)
 
 
-async def _open_one(routes: Routes, client: Client, number: int) -> tuple[list[Episode], float]:
-    """Return an episode, and the milliseconds that it took to open."""
-    began_s = time.perf_counter()
-    episode = await routes.open(client, number)
-    return [episode], (time.perf_counter() - began_s) * 1e3
-
-
-async def _open_batch(
-    job: Job, client: Client, numbers: Iterator[int]
-) -> tuple[list[Episode], float]:
-    """Return the episodes of one request, and the milliseconds that it took."""
-    items = [_item(job, next(numbers)) for _ in range(job.num_clients)]
+async def _open_batch(job: Job, client: Client, numbers: Iterator[int]) -> list[Episode]:
+    items = [_item(job.env, next(numbers)) for _ in range(job.num_clients)]
     asked = [{"env": job.env, "item_id": item_id} for item_id in items]
-    began_s = time.perf_counter()
-    status, body = await client.ask("POST", "/v1/sessions/batch", asked)
-    took_ms = (time.perf_counter() - began_s) * 1e3
-    entries = _entries(status, body, 201)
-    return [Episode(session_id=each["session_id"], head=b"") for each in entries], took_ms
+    entries = await _want_batch(client, "/v1/sessions/batch", asked, 201)
+    return [Episode(session_id=each["session_id"]) for each in entries]
 
 
-def _entries(status: int, body: bytes, wanted: int) -> list[dict[str, Any]]:
+async def _want_batch(
+    client: Client, path: str, content: list[Any], wanted: int
+) -> list[dict[str, Any]]:
     """Return the entries of a batch's answer, each of which must have status `wanted`."""
-    if status != 200:
-        raise HubAnswer(status, body, request="batch")
-    entries = json.loads(body)
+    entries = await client.want(200, "POST", path, content)
     for entry in entries:
         if entry["status"] != wanted:
             raise HubAnswer(entry["status"], entry["detail"].encode(), request="batch entry")

@@ -77,8 +77,7 @@ def run_suite(out: TextIO, *, num_items: int = NUM_ITEMS, envs: Sequence[str] | 
     """Solve a sample of every subset; return 1 when one lies below MIN_SOLVED_FRAC.
 
     Args:
-        out: where the table goes, a figure per subset and a line per item not solved;
-            subsets of which the expert solves nothing at all are listed by name.
+        out: gets a figure per subset, a line per item not solved, the subsets without an expert.
         num_items: of a subset, half of them test items; all of a smaller one.
         envs: names; None: all of the registry. One whose needs are missing is reported by name.
     """
@@ -126,13 +125,7 @@ async def list_subsets(target: Target) -> list[Subset]:
     async with Client(target) as client:
         catalogue = await client.want(200, "GET", "/v1/envs")
     return [
-        Subset(
-            env=env,
-            name=name,
-            num_train=sizes["num_train"],
-            num_test=sizes["num_test"],
-            max_turns=sizes["max_turns"],
-        )
+        Subset(env=env, name=name, **sizes)
         for env, entry in catalogue.items()
         for name, sizes in entry["subsets"].items()
     ]
@@ -177,27 +170,24 @@ async def solve_subset(
 
 async def solve_item(client: Client, subset: Subset, item_id: str) -> Outcome:
     """Follow the expert from reset to the end of one item, at most `max_turns` turns."""
-    num_turns = 0
-    session_id = None
+    num_turns, fault = 0, f"no end in {subset.max_turns} turns"
     try:
         session_id = await open_patiently(client, subset.env, item_id)
         while num_turns < subset.max_turns:
             action = (await client.hint(session_id))["expert_action"]
             if action is None:
-                return Outcome(item_id=item_id, num_turns=num_turns, fault=NO_WAY)
+                fault = NO_WAY
+                break
             num_turns += 1
             answer = await client.step(session_id, action, num_turns)
             if answer["done"]:
                 fault = "" if answer["reward"] == 1.0 else f"ended with {answer['reward']}"
-                return Outcome(item_id=item_id, num_turns=num_turns, fault=fault)
-        return Outcome(item_id=item_id, num_turns=num_turns, fault=f"no end in {num_turns} turns")
+                break
     except (HubAnswer, OSError) as error:
-        session_id = None
         fault = str(error) or repr(error)
         return Outcome(item_id=item_id, num_turns=num_turns, fault=fault, is_outage=True)
-    finally:
-        if session_id is not None:
-            await client.delete(session_id)
+    await client.delete(session_id)
+    return Outcome(item_id=item_id, num_turns=num_turns, fault=fault)
 
 
 async def open_patiently(client: Client, env: str, item_id: str) -> str:

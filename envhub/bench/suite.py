@@ -6,7 +6,7 @@ from typing import TextIO
 from common.report.bench_table import BenchTable, Figure, Law
 from envhub.bench import soak, solve
 from envhub.bench.hub import Service, hub_process, module_process
-from envhub.bench.job import Job, Measured, measure
+from envhub.bench.load import Job, Measured, measure
 
 ENVS = ("textcraft", "babyai")
 NUM_CLIENTS = (1, 32, 128)

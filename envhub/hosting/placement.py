@@ -7,11 +7,11 @@ from collections.abc import Awaitable, Callable
 
 from common.errors import EnvError
 from common.launch.guardian import Guardian
+from common.memory import resident_bytes
 from envhub.catalogue.registry import Registry
 from envhub.env import EnvSpec, Isolation, Style
 from envhub.hosting.env_calls import call_environment
 from envhub.hosting.episodes import Episode, LocalEpisode, WorkerEpisode
-from envhub.hosting.process_memory import resident_bytes
 from envhub.hosting.worker import Worker
 from envhub.hosting.worker_pool import WorkerPool
 

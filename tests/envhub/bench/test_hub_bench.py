@@ -9,7 +9,7 @@ from common.launch.process import ChildFailed
 from envhub.bench import suite as bench
 from envhub.bench.client import Client, HubAnswer, Target
 from envhub.bench.hub import hub_process, module_process
-from envhub.bench.job import Job, Measured, measure
+from envhub.bench.load import Job, Measured, measure
 from envhub.bench.soak import Abandoned, Soak
 from envhub.bench.solve import NO_WAY, Outcome, Subset, Tally, sample_items
 
