@@ -21,6 +21,7 @@ BY_NAME = {
     "miniwob": "its pages are found by find_spec",
     "pyright": "make check",
     "pytest-timeout": "pytest's option",
+    "pytest-xdist": "make test",
     "ruff": "make check",
 }
 LOCKS = ("requirements-cpu.lock", "requirements-gpu.lock")

@@ -5,6 +5,7 @@
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -24,12 +25,19 @@ class TransferCancelled(WeightSyncError):
 class _Attempt(threading.Thread):
     """One broadcast, in a thread that can be left alone with a native call that does not end."""
 
-    def __init__(self, buffer: Tensor, offer: WeightsOffer, group: BroadcastGroup | None) -> None:
+    def __init__(
+        self,
+        buffer: Tensor,
+        offer: WeightsOffer,
+        group: BroadcastGroup | None,
+        store: dist.Store | None,
+    ) -> None:
         super().__init__(name=f"broadcast-{offer.group_epoch}", daemon=True)
         self._buffer = buffer
         self._offer = offer
         self._is_left = False
         self.group = group
+        self.store = store
         self.is_ok = False
         self.error = ""
         self.has_ended = threading.Event()
@@ -40,7 +48,8 @@ class _Attempt(threading.Thread):
             torch.cuda.set_device(self._buffer.device)
         try:
             if self.group is None:
-                self.group = _group_of(self._offer)
+                self.store = self.store or _connect(self._offer)
+                self.group = _group_of(self._offer, self.store)
             if not self._is_left:
                 self.group.broadcast(self._buffer)
                 self.is_ok = True
@@ -58,13 +67,14 @@ class _Attempt(threading.Thread):
             self.group.close()
 
 
-def _group_of(offer: WeightsOffer) -> BroadcastGroup:
-    """Return the offered group, over a connection of its own to the rendezvous store.
+def _connect(offer: WeightsOffer) -> dist.Store:
+    """Return a new connection to the offer's rendezvous store."""
+    return open_store(
+        offer.store_host, offer.store_port, is_server=False, timeout_s=offer.timeout_s
+    )
 
-    A store serves one call at a time on a connection, and joining blocks it.
-    """
-    host = offer.store_host
-    store = open_store(host, offer.store_port, is_server=False, timeout_s=offer.timeout_s)
+
+def _group_of(offer: WeightsOffer, store: dist.Store) -> BroadcastGroup:
     return BroadcastGroup(
         store,
         epoch=offer.group_epoch,
@@ -72,7 +82,7 @@ def _group_of(offer: WeightsOffer) -> BroadcastGroup:
         world_size=offer.world_size,
         backend=offer.backend,
         timeout_s=offer.timeout_s,
-        bind_host=local_address_towards(host),
+        bind_host=local_address_towards(offer.store_host),
     )
 
 
@@ -83,11 +93,18 @@ class WeightGroup:
         learner   is_cancelled() finds b gone -> raises TransferCancelled; cancel(store, epoch)
         engine a  finds the epoch cancelled in the store -> raises TransferCancelled, too
         learner   offers version 3 to a alone, in a new epoch
+
+    Its two connections to the store outlive a group, because torch looks up the peer's name for
+    each new one, which takes seconds where a name server does not answer. There are two because a
+    store serves one call at a time on a connection, and joining a group blocks it.
     """
 
     def __init__(self) -> None:
         self._group: BroadcastGroup | None = None
         self._place: tuple[str, int, int] | None = None
+        self._store_address: tuple[str, int] | None = None
+        self._group_store: dist.Store | None = None  # for making groups
+        self._watch_store: dist.Store | None = None  # for looking whether a transfer is cancelled
         self._left: list[_Attempt] = []  # cancelled, and perhaps still in a native call
 
     def broadcast(
@@ -103,11 +120,12 @@ class WeightGroup:
             WeightSyncError: a member is missing or died, or `offer.timeout_s` is over.
         """
         # A learner that starts again counts its epochs from the start; its store is another one.
+        self._follow(offer)
         place = (offer.store_host, offer.store_port, offer.group_epoch)
         if place != self._place:
             self.leave()
-        attempt = _Attempt(buffer, offer, self._group)
-        self._group, self._place = None, None
+        attempt = _Attempt(buffer, offer, self._group, self._group_store)
+        self._group, self._place, self._group_store = None, None, None
         attempt.start()
         while not attempt.has_ended.wait(CANCEL_CHECK_S):
             if is_cancelled():
@@ -116,7 +134,7 @@ class WeightGroup:
                 raise TransferCancelled(f"transfer given up epoch={offer.group_epoch}")
         if not attempt.is_ok:
             raise WeightSyncError(attempt.error or "the broadcast failed, see the log")
-        self._group, self._place = attempt.group, place
+        self._group, self._place, self._group_store = attempt.group, place, attempt.store
 
     def receive(self, buffer: Tensor, offer: WeightsOffer) -> None:
         """Fill `buffer` [num_bytes] uint8 with the learner's bytes, for an engine.
@@ -125,12 +143,23 @@ class WeightGroup:
             TransferCancelled: the learner gave the transfer up.
             WeightSyncError: as `broadcast`, or nobody serves the rendezvous store.
         """
-        store = open_store(
-            offer.store_host, offer.store_port, is_server=False, timeout_s=offer.timeout_s
-        )
-        if _is_cancelled(store, offer.group_epoch):  # an offer that waited too long in a queue
-            raise TransferCancelled(f"transfer given up epoch={offer.group_epoch}")
-        self.broadcast(buffer, offer, is_cancelled=lambda: _is_cancelled(store, offer.group_epoch))
+        self._follow(offer)
+        store = self._watch_store = self._watch_store or _connect(offer)
+        is_cancelled = partial(_is_cancelled, store, offer.group_epoch)
+        try:
+            if is_cancelled():  # an offer that waited too long in a queue
+                raise TransferCancelled(f"transfer given up epoch={offer.group_epoch}")
+            self.broadcast(buffer, offer, is_cancelled=is_cancelled)
+        except WeightSyncError:
+            self._watch_store = None  # perhaps it is the connection that broke
+            raise
+
+    def _follow(self, offer: WeightsOffer) -> None:
+        """Let the connections to another store go."""
+        address = (offer.store_host, offer.store_port)
+        if address != self._store_address:
+            self._group_store, self._watch_store = None, None
+        self._store_address = address
 
     def leave(self) -> None:
         """Let the connections of the group go."""

@@ -1,0 +1,79 @@
+"""Laws of a place in the weight plane's groups: real stores and gloo groups."""
+
+import threading
+from dataclasses import replace
+
+import psutil
+import pytest
+import torch
+
+from common.wire.collective import open_store
+from common.wire.messages import WeightsOffer
+from common.wire.weight_group import TransferCancelled, WeightGroup, cancel
+
+HOST = "127.0.0.1"
+TIMEOUT_S = 30.0
+
+
+def offer_of(port: int, *, epoch: int, rank: int) -> WeightsOffer:
+    return WeightsOffer(
+        version=1,
+        group_epoch=epoch,
+        rank=rank,
+        world_size=2,
+        store_host=HOST,
+        store_port=port,
+        backend="gloo",
+        timeout_s=TIMEOUT_S,
+        tensors=[],
+        total_bytes=8,
+        checksum="",
+        canary_token_ids=[],
+    )
+
+
+def transfer(sender: WeightGroup, receiver: WeightGroup, offer: WeightsOffer, value: int) -> int:
+    """Send eight bytes of `value` in the offered group; return what came."""
+    sent = torch.full((8,), value, dtype=torch.uint8)
+    came = torch.zeros(8, dtype=torch.uint8)
+    engine = threading.Thread(target=receiver.receive, args=(came, replace(offer, rank=1)))
+    engine.start()
+    sender.broadcast(sent, offer, is_cancelled=lambda: not engine.is_alive())
+    engine.join(TIMEOUT_S)
+    assert came.tolist() == [came[0].item()] * 8
+    return int(came[0].item())
+
+
+def connections_to(port: int) -> set[int]:
+    """The local ports of this process's connections to a port."""
+    connections = psutil.Process().net_connections()
+    return {one.laddr.port for one in connections if one.raddr and one.raddr.port == port}
+
+
+def test_a_new_group_goes_over_the_connections_of_the_one_before() -> None:
+    store = open_store(HOST, 0, is_server=True, timeout_s=TIMEOUT_S)
+    sender, receiver = WeightGroup(), WeightGroup()
+    assert transfer(sender, receiver, offer_of(store.port, epoch=1, rank=0), 7) == 7
+    before = connections_to(store.port)
+    assert transfer(sender, receiver, offer_of(store.port, epoch=2, rank=0), 8) == 8
+    assert connections_to(store.port) == before
+    assert len(before) == 4, "the server's own, the sender's, and two of the receiver"
+    sender.leave()
+    receiver.leave()
+
+
+def test_a_place_follows_the_learner_to_another_store() -> None:
+    sender, receiver = WeightGroup(), WeightGroup()
+    for value in (7, 8):
+        store = open_store(HOST, 0, is_server=True, timeout_s=TIMEOUT_S)
+        assert transfer(sender, receiver, offer_of(store.port, epoch=1, rank=0), value) == value
+        del store  # the learner is gone; the next one counts its epochs from the start
+
+
+def test_a_cancelled_offer_is_not_waited_for_and_the_next_one_is_taken() -> None:
+    store = open_store(HOST, 0, is_server=True, timeout_s=TIMEOUT_S)
+    sender, receiver = WeightGroup(), WeightGroup()
+    cancel(store, 1)
+    with pytest.raises(TransferCancelled, match="epoch=1"):
+        receiver.receive(torch.zeros(8, dtype=torch.uint8), offer_of(store.port, epoch=1, rank=1))
+    assert transfer(sender, receiver, offer_of(store.port, epoch=2, rank=0), 9) == 9
