@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from common.wire.collective import open_store
-from common.wire.messages import WeightsOffer
 from common.wire.weight_group import TransferCancelled, WeightGroup, cancel
+from common.wire.weight_messages import WeightsOffer
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 30.0
