@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from envhub.env import Style, action_text
+from envhub.tables import read_table
 
 MAX_TEXT_CHARS = 4000
-MAX_POINTS = 32
 NO_FENCE = (
     "Cannot parse action from response. Your action should be inside triple backticks (```). "
     "Please adjust accordingly."
@@ -52,78 +52,17 @@ class Form:
 
 ID = r"\[\s*(?P<id>\d{1,6})\s*\]"
 POINT = r"\[\s*\d{1,4}\s*,\s*\d{1,4}\s*\]"
-FORMS = {
-    Kind.CLICK: Form(
-        "click [id]",
-        ID,
-        "click the element with this id (an option of a list is chosen by its click)",
-    ),
-    Kind.HOVER: Form("hover [id]", ID, "point at the element"),
-    Kind.TYPE: Form(
-        "type [id] [text] [0 or 1]",
-        rf"{ID}\s*\[(?P<text>.*?)\](?:\s*\[\s*(?P<enter>[01])\s*\])?",
-        "replace the field's text; Enter follows, unless the last number is 0",
-    ),
-    Kind.PRESS: Form(
-        "press [key]", r"\[(?P<text>.+)\]", "press a key or a combination, such as Enter or ctrl+a"
-    ),
-    Kind.SCROLL: Form(
-        "scroll [up or down]",
-        r"\[?\s*(?P<text>(?:direction\s*=\s*)?(?:up|down))\s*\]?",
-        "scroll what is under the mouse, or the page, by one screen",
-    ),
-    Kind.DRAG: Form(
-        "drag [id] [id]",
-        rf"{ID}\s*\[\s*(?P<to>\d{{1,6}})\s*\]",
-        "drag the first element onto the second",
-    ),
-    Kind.MOUSE_CLICK: Form(
-        "mouse_click [x,y]",
-        rf"(?P<points>{POINT})",
-        "click at a point, in pixels from the left and the top",
-    ),
-    Kind.MOUSE_MOVE: Form("mouse_move [x,y]", rf"(?P<points>{POINT})", "move the mouse to a point"),
-    Kind.MOUSE_DRAG: Form(
-        "mouse_drag [x,y] [x,y] ...",
-        rf"(?P<points>{POINT}(?:\s*{POINT}){{1,{MAX_POINTS - 1}}})",
-        "hold the mouse down from the first point through the others to the last",
-    ),
-    Kind.NEW_TAB: Form("new_tab", "", "open an empty tab"),
-    Kind.TAB_FOCUS: Form(
-        "tab_focus [number]", r"\[?\s*(?P<id>\d{1,3})\s*\]?", "switch to the tab with this number"
-    ),
-    Kind.CLOSE_TAB: Form("close_tab", "", "close the tab"),
-    Kind.GOTO: Form("goto [url]", r"\[(?P<text>.+)\]", "go to an address"),
-    Kind.GO_BACK: Form("go_back", "", "go to the page before"),
-    Kind.GO_FORWARD: Form("go_forward", "", "undo go_back"),
-    Kind.STOP: Form(
-        "stop [answer]",
-        r"(?:\[(?P<text>.*)\])?",
-        "finish; the answer, if one is asked for, goes in the brackets",
-    ),
-}
-COMPILED = {kind: re.compile(rf"\s*{form.arguments}\s*", re.DOTALL) for kind, form in FORMS.items()}
-# Browsers' names of keys, and what else they may be called, in any case of letters.
-KEYS = {
-    "Enter": "enter return",
-    "Tab": "tab",
-    "Escape": "esc escape",
-    "Backspace": "backspace",
-    "Delete": "delete del",
-    "Space": "space spacebar",
-    "ArrowUp": "arrowup up",
-    "ArrowDown": "arrowdown down",
-    "ArrowLeft": "arrowleft left",
-    "ArrowRight": "arrowright right",
-    "Home": "home",
-    "End": "end",
-    "PageUp": "pageup",
-    "PageDown": "pagedown",
-    "Insert": "insert",
-    "Control": "ctrl control meta cmd command",
-    "Shift": "shift",
-    "Alt": "alt",
-}
+_TABLE = read_table(__file__, "actions.yaml")
+FORMS = {Kind(name): Form(**form) for name, form in _TABLE["forms"].items()}
+
+
+def _pattern(form: Form) -> re.Pattern[str]:
+    arguments = form.arguments.replace("{id}", ID).replace("{point}", POINT)
+    return re.compile(rf"\s*{arguments}\s*", re.DOTALL)
+
+
+COMPILED = {kind: _pattern(form) for kind, form in FORMS.items()}
+KEYS = _TABLE["keys"]
 KEY_NAMES = {word: name for name, words in KEYS.items() for word in words.split()}
 MODIFIERS = ("Control", "Shift", "Alt")
 

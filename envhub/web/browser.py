@@ -6,13 +6,13 @@ import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
 from playwright.async_api import Browser, BrowserContext, Playwright, async_playwright
 from playwright.async_api import Error as BrowserError
 
 from common.config.envs import BrowserOptions
 from envhub.env import EnvFailure, EnvSpec, Isolation
+from envhub.tables import read_text
 
 logger = logging.getLogger(__name__)
 BINARIES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -21,35 +21,9 @@ STOP_TIMEOUT_S = 5.0
 VIEWPORT = (1280, 720)
 
 
-def _script(*names: str) -> str:
-    folder = Path(__file__).parent
-    return "\n".join((folder / name).read_text(encoding="utf-8") for name in names)
-
-
-PAGE_SCRIPT = _script("settle.js", "page.js", "hands.js")
-CLOCK_SCRIPT = _script("clock.js")
-FLAGS = (
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--disable-domain-reliability",
-    "--disable-default-apps",
-    "--disable-extensions",
-    "--disable-breakpad",
-    "--disable-dev-shm-usage",
-    "--disable-background-timer-throttling",
-    "--disable-renderer-backgrounding",
-    "--disable-backgrounding-occluded-windows",
-    "--disable-features=HttpsUpgrades,HttpsFirstBalancedModeAutoEnable,Translate,"
-    "OptimizationHints,MediaRouter,AutofillServerCommunication",
-    "--no-proxy-server",
-    "--font-render-hinting=none",
-    "--force-device-scale-factor=1",
-    "--lang=en-US",
-)
+PAGE_SCRIPT = "\n".join(read_text(__file__, f"{name}.js") for name in ("settle", "page", "hands"))
+CLOCK_SCRIPT = read_text(__file__, "clock.js")
+FLAGS = tuple(read_text(__file__, "flags.txt").split())
 
 
 def find_browser(options: BrowserOptions) -> str:

@@ -12,61 +12,18 @@ from minigrid.envs.babyai.core.roomgrid_level import RejectSampling, RoomGridLev
 
 from envhub.env import ItemId, SubsetSpec, UnknownItem
 from envhub.envs.babyai.solvable import has_way
+from envhub.tables import read_table
 
 NUM_TRAIN = 1_000_000
 NUM_TEST = 1_000
 FIRST_TEST_SEED = 10_000_000
 
-# Turn limits of the levels that were measured; grids checked against minigrid 3.2.
-MAX_TURNS = {
-    # one room
-    "PickupLoc": 6,
-    "PickupDist": 6,
-    "GoToLocal": 6,
-    "GoToRedBall": 6,
-    # one large room
-    "OneRoomS12": 10,
-    # three by three rooms, the target in view of the first
-    "ActionObjDoor": 8,
-    "OpenDoor": 8,
-    "GoToDoor": 8,
-    "GoToObjDoor": 8,
-    # several rooms, to be searched
-    "Open": 16,
-    "GoToObjMazeS4": 16,
-    "FindObjS5": 16,
-    "Pickup": 16,
-}
-# Limits above AgentGym's 20, where the scripted expert needs them in one item of a hundred or so.
-MAX_TURNS_LONG = {
-    **{"GoToObjMazeS7": 24, "GoToImpUnlock": 30, "Unlock": 30, "UnblockPickup": 30},
-    **{"KeyCorridorS6R3": 30, "MoveTwoAcrossS8N9": 40, "OneRoomS20": 40, "SynthS5R2": 50},
-    **{"SynthLoc": 50, "SynthSeq": 60, "MiniBossLevel": 50},
-    **{"BossLevel": 80, "BossLevelNoUnlock": 80},
-}
+_TABLE = read_table(__file__, "levels.yaml")
+MAX_TURNS: dict[str, int] = _TABLE["max_turns"]
+MAX_TURNS_LONG: dict[str, int] = _TABLE["max_turns_long"]
 MAX_TURNS_OTHERS = 20
-
-# AgentGym's level of a data index is this list at `index % 40`, its seed is `index // 40`.
-AGENTGYM_LEVELS = (
-    *("GoToRedBallGrey", "GoToRedBall", "GoToRedBallNoDists", "GoToObjS6", "GoToLocalS8N7"),
-    *("GoToObjMazeS7", "GoToImpUnlock", "GoToSeqS5R2", "GoToRedBlueBall", "GoToDoor"),
-    *("GoToObjDoor", "Open", "OpenRedDoor", "OpenDoorLoc", "OpenRedBlueDoorsDebug"),
-    *("OpenDoorsOrderN4Debug", "Pickup", "UnblockPickup", "PickupLoc", "PickupDistDebug"),
-    *("PickupAbove", "PutNextLocalS6N4", "PutNextS7N4Carrying", "Unlock", "UnlockLocalDist"),
-    *("KeyInBox", "UnlockPickupDist", "BlockedUnlockPickup", "UnlockToUnlock", "ActionObjDoor"),
-    *("FindObjS7", "KeyCorridorS6R3", "OneRoomS20", "MoveTwoAcrossS8N9", "SynthS5R2"),
-    *("SynthLoc", "SynthSeq", "MiniBossLevel", "BossLevel", "BossLevelNoUnlock"),
-)
-
-# The six tasks; those of several levels take them in turn.
-TASK_LEVELS = {
-    "GoTo": AGENTGYM_LEVELS[:11],
-    "Pickup": ("PickupLoc", "PickupDistDebug", "PickupAbove"),
-    "AOD": ("ActionObjDoor",),
-    "Find": ("FindObjS7",),
-    "Room": ("OneRoomS20",),
-    "SLoc": ("SynthLoc",),
-}
+AGENTGYM_LEVELS = tuple(_TABLE["agentgym_levels"])
+TASK_LEVELS = {task: tuple(levels) for task, levels in _TABLE["task_levels"].items()}
 # A task's training seeds are 0-44 and 245 upwards, its test seeds are 45-244. AgentGym trains on
 # the first 45 seeds of these levels and tests on the next five.
 FIRST_TASK_TEST_SEED = 45

@@ -76,6 +76,8 @@ class TaskTable:
     """The templates of one site; `functions` are those of Python that its SELECTs call."""
 
     host: str
+    site: str
+    database: str
     templates: Mapping[str, Mapping[str, Any]]
     words: Mapping[str, Any]
     queries: Mapping[str, str]
@@ -254,10 +256,5 @@ def read_tasks(
     """
     table = read_table(__file__, path)
     return TaskTable(
-        host=table["host"],
-        templates=table["templates"],
-        words={**words, **table.get("words", {})},
-        queries=table["queries"],
-        ways=table["ways"],
-        functions=functions or {},
+        **{**table, "words": {**words, **table.get("words", {})}}, functions=functions or {}
     )

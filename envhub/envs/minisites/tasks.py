@@ -16,7 +16,7 @@ from envhub.envs.minisites.reddit.seed import WORDS as REDDIT_WORDS
 from envhub.envs.minisites.seeding import WORDS as COMMON
 from envhub.envs.minisites.shop.seed import WORDS as SHOP_WORDS
 from envhub.envs.minisites.store import master
-from envhub.envs.minisites.task_tables import TaskTable, read_tasks
+from envhub.envs.minisites.task_tables import read_tasks
 
 NUM_WORLDS = 5  # site seeds 0 to 4
 NUM_TRAIN = 240
@@ -25,47 +25,12 @@ TEST_EVERY = 5  # one intent in five of a template belongs to the test split
 MAX_TURNS = 15
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Domain:
-    """A subset's site, database and templates."""
-
-    host: str
-    site: str  # as WebArena's configurations name it
-    database: str
-    table: TaskTable
-
-
 DOMAINS = {
-    "Shopping": Domain(
-        host="shopping.test",
-        site="shopping",
-        database="shop",
-        table=read_tasks("shop/store_tasks.yaml", {**COMMON, **SHOP_WORDS}),
-    ),
-    "CMS": Domain(
-        host="cms.test",
-        site="shopping_admin",
-        database="shop",
-        table=read_tasks("shop/admin_tasks.yaml", {}),
-    ),
-    "Maps": Domain(
-        host="maps.test",
-        site="map",
-        database="maps",
-        table=read_tasks("maps/tasks.yaml", MAPS_WORDS, functions=SQL_FUNCTIONS),
-    ),
-    "GitLab": Domain(
-        host="gitlab.test",
-        site="gitlab",
-        database="gitlab",
-        table=read_tasks("gitlab/tasks.yaml", GITLAB_WORDS),
-    ),
-    "Reddit": Domain(
-        host="reddit.test",
-        site="reddit",
-        database="reddit",
-        table=read_tasks("reddit/tasks.yaml", REDDIT_WORDS),
-    ),
+    "Shopping": read_tasks("shop/store_tasks.yaml", {**COMMON, **SHOP_WORDS}),
+    "CMS": read_tasks("shop/admin_tasks.yaml", {}),
+    "Maps": read_tasks("maps/tasks.yaml", MAPS_WORDS, functions=SQL_FUNCTIONS),
+    "GitLab": read_tasks("gitlab/tasks.yaml", GITLAB_WORDS),
+    "Reddit": read_tasks("reddit/tasks.yaml", REDDIT_WORDS),
 }
 SUBSETS = {
     name: SubsetSpec(num_train=NUM_TRAIN, num_test=NUM_TEST, max_turns=MAX_TURNS)
@@ -94,7 +59,7 @@ def make_task(subset: str, split: str, index: int) -> dict[str, Any]:
         "task_id": f"{subset}-{split}-{index}",
         "sites": [domain.site],
         "require_login": False,
-        "start_url": f"http://{domain.host}/",
+        "start_url": f"{domain.host}/",
         "intent_template": task.template,
         "intent": task.draft.intent,
         "site_seed": task.site_seed,
@@ -112,7 +77,7 @@ def split_tasks(subset: str, split: str) -> tuple[Task, ...]:
         KeyError: no such subset or split.
     """
     size = {"train": NUM_TRAIN, "test": NUM_TEST}[split]
-    queues = [_template_tasks(subset, name, split) for name in DOMAINS[subset].table.templates]
+    queues = [_template_tasks(subset, name, split) for name in DOMAINS[subset].templates]
     tasks = []
     while len(tasks) < size:
         queues = [queue for queue in queues if queue]
@@ -128,7 +93,7 @@ def _template_tasks(subset: str, name: str, split: str) -> list[Task]:
     by_world: list[list[Task]] = []
     for seed in range(NUM_WORLDS):
         random = Random(f"{subset}-{name}-{seed}")
-        drafts = domain.table.drafts(name, master(domain.database, seed), random)
+        drafts = domain.drafts(name, master(domain.database, seed), random)
         random.shuffle(drafts)
         by_world.append([Task(template=name, site_seed=seed, draft=draft) for draft in drafts])
     tasks: dict[str, Task] = {}

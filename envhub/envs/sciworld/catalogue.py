@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from envhub.env import ItemId, SubsetSpec, UnknownItem
+from envhub.tables import read_table
 
 EVERYTHING = "all"
 
@@ -24,53 +25,10 @@ class Variation:
     index: int
 
 
-# In AgentGym's order, which numbers all variations through. The tasks that it leaves out
-# (5-1, 5-2, 9-1 to 9-3, 10-1, 10-2: growing, genetics, inclined planes) are left out here.
-TASKS = (
-    Task("boil", 30, 21),
-    Task("melt", 30, 21),
-    Task("freeze", 30, 21),
-    Task("change-the-state-of-matter-of", 30, 21),
-    Task("use-thermometer", 540, 405),
-    Task("measure-melting-point-known-substance", 436, 327),
-    Task("measure-melting-point-unknown-substance", 300, 225),
-    Task("power-component", 20, 15),
-    Task("power-component-renewable-vs-nonrenewable-energy", 20, 15),
-    Task("test-conductivity", 900, 675),
-    Task("test-conductivity-of-unknown-substances", 600, 450),
-    Task("find-living-thing", 300, 225),
-    Task("find-non-living-thing", 300, 225),
-    Task("find-plant", 300, 225),
-    Task("find-animal", 300, 225),
-    Task("chemistry-mix", 32, 24),
-    Task("chemistry-mix-paint-secondary-color", 36, 27),
-    Task("chemistry-mix-paint-tertiary-color", 36, 27),
-    Task("lifespan-longest-lived", 125, 93),
-    Task("lifespan-shortest-lived", 125, 93),
-    Task("lifespan-longest-lived-then-shortest-lived", 125, 93),
-    Task("identify-life-stages-1", 14, 9),
-    Task("identify-life-stages-2", 10, 6),
-)
-
-# Which tasks make up a subset, by how their names begin.
-PREFIXES = {
-    "Measure": ("use-thermometer", "measure-melting-point"),
-    "TestCond": ("test-conductivity",),
-    "Find": ("find-",),
-    "ChemMix": ("chemistry-mix",),
-    "Lifespan": ("lifespan-",),
-    EVERYTHING: ("",),
-}
-
-# Somewhat longer than the longest gold path of the subset's items.
-MAX_TURNS = {
-    "Measure": 120,
-    "TestCond": 80,
-    "Find": 40,
-    "ChemMix": 60,
-    "Lifespan": 20,
-    EVERYTHING: 200,
-}
+_TABLE = read_table(__file__, "catalogue.yaml")
+TASKS = tuple(Task(name, *numbers) for name, numbers in _TABLE["tasks"].items())
+SIMPLIFICATIONS = frozenset(_TABLE["simplifications"])
+PREFIXES = {subset: tuple(facts["tasks"]) for subset, facts in _TABLE["subsets"].items()}
 
 
 def split_of(task: Task, index: int) -> str:
@@ -99,7 +57,7 @@ SUBSETS = {
     subset: SubsetSpec(
         num_train=len(ITEMS[subset, "train"]),
         num_test=len(ITEMS[subset, "test"]),
-        max_turns=MAX_TURNS[subset],
+        max_turns=_TABLE["subsets"][subset]["max_turns"],
     )
     for subset in PREFIXES
 }

@@ -22,17 +22,6 @@ OVERHEAD_MIB = 700
 # What changes nothing, so that the expert's way stays open.
 FREE_ACTIONS = frozenset({"look around", "inventory", "task", "objects", "help", ""})
 
-SIMPLIFICATIONS = frozenset(
-    {
-        "easy",
-        "noElectricalAction",
-        "openContainers",
-        "openDoors",
-        "selfWateringFlowerPots",
-        "teleportAction",
-    }
-)
-
 
 class SciWorldEnv(TextEnv):
     """One ScienceWorld episode.
@@ -174,8 +163,8 @@ def check(options: EnvsSection) -> list[str]:
         missing.append("sciworld needs the package scienceworld: pip install scienceworld")
     if shutil.which("java") is None:
         missing.append("sciworld needs Java: apt install default-jre-headless")
-    unknown = set(filter(None, options.sciworld.simplifications.split(","))) - SIMPLIFICATIONS
-    if unknown:
-        known = ", ".join(sorted(SIMPLIFICATIONS))
-        missing.append(f"envs.sciworld.simplifications: {sorted(unknown)} not among {known}")
+    known, wanted = catalogue.SIMPLIFICATIONS, options.sciworld.simplifications.split(",")
+    if unknown := sorted({*filter(None, wanted)} - known):
+        names = ", ".join(sorted(known))
+        missing.append(f"envs.sciworld.simplifications: {unknown} not among {names}")
     return missing

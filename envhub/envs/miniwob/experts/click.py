@@ -3,7 +3,10 @@
 import re
 
 from envhub.envs.miniwob.view import PageView, click
+from envhub.tables import read_table
 from envhub.web.actions import Kind
+
+WORDS = read_table(__file__, "words.yaml")
 
 
 def submit(page: PageView) -> str | None:
@@ -221,27 +224,12 @@ def odd_or_even(page: PageView) -> str | None:
 
 def number_pattern(page: PageView) -> str | None:
     """Check the boxes that draw the digit."""
-    rows = DIGITS[int(page.quoted()[0])].split()
+    rows = WORDS["digits"][int(page.quoted()[0])].split()
     boxes = page.all("checkbox")
     for box, mark in zip(boxes, "".join(rows), strict=False):
         if box.is_checked != (mark == "1"):
             return click(box)
     return submit(page)
-
-
-# The digits as the page draws them, four boxes wide and seven high.
-DIGITS = (
-    "0110 1001 1001 1001 1001 1001 0110",
-    "0010 0110 0010 0010 0010 0010 0010",
-    "0110 1001 1001 0010 0100 1000 1111",
-    "0110 1001 0001 0110 0001 1001 0110",
-    "1000 1010 1010 1111 0010 0010 0010",
-    "1111 1000 1000 1110 0001 1001 0110",
-    "0110 1001 1000 1110 1001 1001 0110",
-    "1111 1001 0001 0010 0010 0100 0100",
-    "0110 1001 1001 0110 1001 1001 0110",
-    "0110 1001 1001 0111 0001 1001 0110",
-)
 
 
 def focus_nth(page: PageView) -> str | None:

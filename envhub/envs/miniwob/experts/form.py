@@ -1,5 +1,6 @@
 """Experts of the pages with fields to fill in."""
 
+import calendar
 import operator
 import re
 
@@ -9,20 +10,7 @@ from envhub.web.actions import Kind
 from envhub.web.tree import Node
 
 FIELD_ROLES = ("textbox", "spinbutton", "searchbox", "Date", "InputTime")
-MONTHS: list[str] = [
-    "January",
-    "February",
-    "March",
-    "April",
-    "May",
-    "June",
-    "July",
-    "August",
-    "September",
-    "October",
-    "November",
-    "December",
-]
+MONTHS = list(calendar.month_name)
 
 
 def fields(page: PageView) -> list[Node]:
@@ -83,7 +71,7 @@ def date_picker(page: PageView) -> str | None:
     shown = page.one("StaticText", cls="ui-datepicker-month")
     if shown is None:
         return click(field)
-    distance = month - 1 - MONTHS.index(shown.name)
+    distance = month - MONTHS.index(shown.name)
     if distance:
         name = "Next" if distance > 0 else "Prev"
         return click(

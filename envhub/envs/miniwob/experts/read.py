@@ -2,7 +2,7 @@
 
 import re
 
-from envhub.envs.miniwob.experts.click import submit
+from envhub.envs.miniwob.experts.click import WORDS, submit
 from envhub.envs.miniwob.experts.form import date_picker, fields
 from envhub.envs.miniwob.view import PageView, click, write
 from envhub.web.actions import Kind
@@ -65,24 +65,10 @@ def _posts(page: PageView) -> list[tuple[str, list[Node]]]:
     return posts
 
 
-BUTTON_CLASSES = {
-    "Share via DM": "share",
-    "Copy link to Tweet": "copy",
-    "Embed Tweet": "embed",
-    "Mute": "menu-user",
-    "Block": "block-user",
-    "Report": "report",
-    "Reply": "reply",
-    "Retweet": "retweet",
-    "Like": "like",
-    "Share": "share",
-}
-
-
 def one_post(page: PageView) -> str | None:
     """Click the button of the user's post, in its menu if it is there."""
     user = page.goal_part(r"For the user (@\w+)")
-    word = BUTTON_CLASSES[page.quoted()[0]]
+    word = WORDS["buttons"][page.quoted()[0]]
     for name, nodes in _posts(page):
         if name != user:
             continue
@@ -96,7 +82,7 @@ def one_post(page: PageView) -> str | None:
 def all_posts(page: PageView) -> str | None:
     """Click the button of every post by the user, or of as many as asked for, and send."""
     user = page.goal_part(r"by (@\w+)")
-    word = BUTTON_CLASSES[page.quoted()[0]]
+    word = WORDS["buttons"][page.quoted()[0]]
     limit = int(page.goal_part(r"on (\d+) post") or 99)
     buttons = [
         next(n for n in nodes if word in n.dom_class.split())
