@@ -26,8 +26,7 @@ from learner.ingest.journal_index import JournalIndex
 from learner.ingest.replay_point import load_replay_point
 from learner.ingest.report_log import ReportLog
 from learner.ingest.scheduler_client import SchedulerClient
-from learner.policy.device import pick_device
-from learner.policy.model import vocabulary_size
+from learner.policy.model import pick_device, vocabulary_size
 from learner.policy.precision import settle_precision
 from learner.recovery.resume import last_logged, readopt, repeat_steps
 from learner.recovery.step_log import StepLog, read_steps

@@ -12,7 +12,7 @@ from common.config.learning import AlgorithmSection, LearnerSection
 from learner.batch.batching import Sample, TokenBatch
 from learner.bench.memory import peak_bytes
 from learner.bench.step import clock_of, make_trainer
-from learner.policy.model import token_logprobs
+from learner.policy.model import Scoring, token_logprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,14 +128,7 @@ def chunk_costs(
 
 def _score(model: PreTrainedModel, tokens: TokenBatch, size: int, *, autocast: bool) -> Tensor:
     """Score and go backwards; return the log-probabilities [tokens]."""
-    logprobs, _ = token_logprobs(
-        model,
-        tokens,
-        chunk_tokens=size,
-        autocast=autocast,
-        temperature=1.0,
-        with_entropy=False,
-    )
+    logprobs, _ = token_logprobs(model, tokens, Scoring(chunk_tokens=size, autocast=autocast))
     (-logprobs.mean()).backward()
     model.zero_grad()
     return logprobs.detach()

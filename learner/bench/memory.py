@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from learner.batch.batching import TokenBatch, collate_tokens
-from learner.policy.model import flat_hidden, token_logprobs, vocabulary_size
+from learner.policy.model import Scoring, flat_hidden, token_logprobs, vocabulary_size
 
 MAX_FRAC = 0.25
 MEMORY_EVENT = "[memory]"
@@ -55,14 +55,8 @@ def measure_scoring(
     found: dict[str, Tensor] = {}
 
     def chunked() -> None:
-        logprobs, _ = token_logprobs(
-            model,
-            tokens,
-            chunk_tokens=chunk_tokens,
-            autocast=autocast,
-            temperature=1.0,
-            with_entropy=False,
-        )
+        how = Scoring(chunk_tokens=chunk_tokens, autocast=autocast)
+        logprobs, _ = token_logprobs(model, tokens, how)
         found["chunked"] = logprobs.detach()
         (-logprobs.mean()).backward()
 

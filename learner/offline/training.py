@@ -14,8 +14,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from common.config.learning import LearnerSection
 from common.config.offline import DpoSection, SftSection
 from learner.offline.rows import Row, token_batch
-from learner.policy.device import pick_device
-from learner.policy.model import load_policy, token_logprobs
+from learner.policy.model import Scoring, load_policy, pick_device, token_logprobs
 from learner.policy.precision import uses_bf16
 from learner.training.optimizer import make_optimizer
 
@@ -44,15 +43,9 @@ def load_start(path: str, learner: LearnerSection) -> tuple[PreTrainedModel, Any
 
 def row_logprobs(model: PreTrainedModel, rows: list[Row], learner: LearnerSection) -> Tensor:
     """Return the log-probabilities of the tokens to learn, row after row: [token], in nats."""
-    logprobs, _ = token_logprobs(
-        model,
-        token_batch(rows, model.device),
-        chunk_tokens=learner.logprob_chunk_tokens,
-        autocast=uses_bf16(learner, model.device),
-        temperature=1.0,
-        with_entropy=False,
-    )
-    return logprobs
+    is_bf16 = uses_bf16(learner, model.device)
+    how = Scoring(chunk_tokens=learner.logprob_chunk_tokens, autocast=is_bf16)
+    return token_logprobs(model, token_batch(rows, model.device), how)[0]
 
 
 def train_epochs(

@@ -24,24 +24,15 @@ class Critic(nn.Module):
         """Return [rows] float32 values of hidden states [rows, hidden]."""
         return self.head(hidden.float()).squeeze(-1)
 
-    def hidden(self, tokens: TokenBatch, policy_hidden: Tensor | None, *, autocast: bool) -> Tensor:
-        """Return the hidden states [batch * seq, hidden] that the head reads.
-
-        Args:
-            policy_hidden: the policy's own; used if the head sits on its trunk.
-        """
-        if self.trunk is not None:
-            return flat_hidden(self.trunk, tokens, autocast=autocast)
-        assert policy_hidden is not None
-        return policy_hidden
+    def hidden(self, tokens: TokenBatch, policy_hidden: Tensor, *, autocast: bool) -> Tensor:
+        """Return the states [batch * seq, hidden] that the head reads: the policy's or its own."""
+        if self.trunk is None:
+            return policy_hidden
+        return flat_hidden(self.trunk, tokens, autocast=autocast)
 
 
 def make_critic(cfg: CriticSection, policy: PreTrainedModel, *, policy_path: str) -> Critic:
-    """Return a critic on the policy's device, its trunk loaded by path if it has its own.
-
-    Args:
-        policy_path: the checkpoint that a trunk without a path starts from.
-    """
+    """Return a critic on the policy's device; a trunk without a path starts as `policy_path`."""
     trunk = None
     if cfg.kind is CriticKind.MODEL:
         path = cfg.path or policy_path

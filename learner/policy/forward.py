@@ -1,7 +1,7 @@
 """Forward passes of the policy, its critic and its reference over microbatches."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from common.config.learning import LearnerSection
 from learner.batch.batching import TokenBatch, collate_tokens, plan_microbatches
 from learner.policy.critic import Critic
-from learner.policy.model import flat_hidden, hidden_logprobs
+from learner.policy.model import Scoring, flat_hidden, hidden_logprobs, token_logprobs
 from learner.policy.precision import uses_bf16
 
 
@@ -51,25 +51,26 @@ class Passes:
             temperature: of the sampler; logits are divided by it.
             engine_dtype: a bf16 engine's logits are rounded, so ours are then too.
         """
-        self._cfg = cfg
-        self.autocast = uses_bf16(cfg, networks.device)
+        self._max_tokens = cfg.max_tokens_per_microbatch
         self._networks = networks
-        self._temperature = temperature
-        self._head_dtype = torch.bfloat16 if engine_dtype == "bfloat16" else torch.float32
+        self.scoring = Scoring(
+            chunk_tokens=cfg.logprob_chunk_tokens,
+            autocast=uses_bf16(cfg, networks.device),
+            temperature=temperature,
+            head_dtype=torch.bfloat16 if engine_dtype == "bfloat16" else torch.float32,
+        )
 
     def score(
-        self,
-        tokens: TokenBatch,
-        *,
-        with_entropy: bool = False,
-        with_values: bool = False,
-        temperature: float | None = None,
+        self, tokens: TokenBatch, *, with_entropy: bool = False, with_values: bool = False
     ) -> Scores:
         """Return log-probabilities of a block and, if asked for, entropies and values."""
-        autocast = self.autocast
+        autocast = self.scoring.autocast
         policy, critic = self._networks.policy, self._networks.critic
         hidden = flat_hidden(policy.base_model, tokens, autocast=autocast)
-        logprobs, entropy = self._head(policy, hidden, tokens, with_entropy, temperature)
+        rows, targets = hidden[tokens.source_rows], tokens.target_ids
+        logprobs, entropy = hidden_logprobs(
+            policy, rows, targets, self.scoring, with_entropy=with_entropy
+        )
         if not with_values or critic is None:
             return Scores(logprobs=logprobs, entropy=entropy)
         states = critic.hidden(tokens, hidden, autocast=autocast)
@@ -82,39 +83,20 @@ class Passes:
 
     def score_with(self, other: PreTrainedModel, tokens: TokenBatch) -> Tensor:
         """Return the log-probabilities [tokens] under another network, such as the reference."""
-        hidden = flat_hidden(other.base_model, tokens, autocast=self.autocast)
-        return self._head(other, hidden, tokens, False, None)[0]
+        return token_logprobs(other, tokens, self.scoring)[0]
 
     @torch.no_grad()
     def score_sequences(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
         """Return the logprob of each token after the first, at temperature 1, per sequence."""
         scores: list[list[float]] = [[] for _ in token_ids]
-        budget = self._cfg.max_tokens_per_microbatch
-        for block in plan_microbatches([len(ids) for ids in token_ids], max_tokens=budget):
+        how = replace(self.scoring, temperature=1.0)
+        lengths = [len(ids) for ids in token_ids]
+        for block in plan_microbatches(lengths, max_tokens=self._max_tokens):
             sequences = [np.asarray(token_ids[index]) for index in block]
             masks = [np.arange(len(sequence)) > 0 for sequence in sequences]
             tokens = collate_tokens(sequences, masks, device=self._networks.device)
-            logprobs = self.score(tokens, temperature=1.0).logprobs
+            logprobs, _ = token_logprobs(self._networks.policy, tokens, how)
             parts = logprobs.cpu().split([len(sequence) - 1 for sequence in sequences])
             for index, part in zip(block, parts, strict=True):
                 scores[index] = part.tolist()
         return scores
-
-    def _head(
-        self,
-        model: PreTrainedModel,
-        hidden: Tensor,
-        tokens: TokenBatch,
-        with_entropy: bool,
-        temperature: float | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        return hidden_logprobs(
-            model,
-            hidden[tokens.source_rows],
-            tokens.target_ids,
-            chunk_tokens=self._cfg.logprob_chunk_tokens,
-            autocast=self.autocast,
-            temperature=self._temperature if temperature is None else temperature,
-            with_entropy=with_entropy,
-            head_dtype=self._head_dtype,
-        )

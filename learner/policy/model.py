@@ -1,6 +1,7 @@
 """The policy network: loading, log-probabilities of tokens, and tensors for publishing."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,6 +15,13 @@ from learner.batch.batching import TokenBatch
 
 # Settings of other families that change the logits after the head, which is applied here.
 UNSUPPORTED_LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+
+
+def pick_device(name: str) -> torch.device:
+    """Return the torch device that `learner.device` means."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(name)
 
 
 def load_policy(
@@ -58,35 +66,34 @@ def _disable_dropout(model: nn.Module) -> None:
             module.attention_dropout = 0.0  # pyright: ignore[reportArgumentType]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scoring:
+    """How tokens are scored.
+
+    An engine in bf16 rounds its logits, and rounding them alike halves the disagreement of
+    log-probabilities (0.0046 against 0.0105 nats on average). Log-softmax is always fp32.
+    """
+
+    chunk_tokens: int  # rows of the vocabulary projection that are alive at once
+    autocast: bool  # bf16 compute over fp32 weights
+    temperature: float = 1.0  # of sampling; logits are divided by it, as the sampler did
+    head_dtype: torch.dtype = torch.bfloat16  # with autocast, of the projection: the engine's
+
+
 def token_logprobs(
-    model: PreTrainedModel,
-    tokens: TokenBatch,
-    *,
-    chunk_tokens: int,
-    autocast: bool,
-    temperature: float,
-    with_entropy: bool,
-    head_dtype: torch.dtype = torch.bfloat16,
+    model: PreTrainedModel, tokens: TokenBatch, how: Scoring, *, with_entropy: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """Return log-probabilities of the scored tokens, each given its own sequence before it.
 
     Args:
         tokens: padded sequences and the tokens to score.
-        The others as in `hidden_logprobs`.
+        with_entropy: also return the entropy of the distribution that each token came from.
 
     Returns:
         ([tokens] float32 nats, [tokens] float32 nats or None).
     """
-    return hidden_logprobs(
-        model,
-        flat_hidden(model.base_model, tokens, autocast=autocast)[tokens.source_rows],
-        tokens.target_ids,
-        chunk_tokens=chunk_tokens,
-        autocast=autocast,
-        temperature=temperature,
-        with_entropy=with_entropy,
-        head_dtype=head_dtype,
-    )
+    hidden = flat_hidden(model.base_model, tokens, autocast=how.autocast)[tokens.source_rows]
+    return hidden_logprobs(model, hidden, tokens.target_ids, how, with_entropy=with_entropy)
 
 
 def flat_hidden(body: nn.Module, tokens: TokenBatch, *, autocast: bool) -> Tensor:
@@ -98,48 +105,26 @@ def flat_hidden(body: nn.Module, tokens: TokenBatch, *, autocast: bool) -> Tenso
 
 
 def hidden_logprobs(
-    model: PreTrainedModel,
-    hidden: Tensor,
-    target_ids: Tensor,
-    *,
-    chunk_tokens: int,
-    autocast: bool,
-    temperature: float,
-    with_entropy: bool,
-    head_dtype: torch.dtype = torch.bfloat16,
+    model: PreTrainedModel, hidden: Tensor, target_ids: Tensor, how: Scoring, *, with_entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return log-probabilities of tokens from the hidden states that predict them.
+    """Return as `token_logprobs`, from the hidden states [tokens, hidden] that predict targets.
 
     Only positions that predict a scored token are projected to the vocabulary, `chunk_tokens` at
     a time, and each chunk is computed again in the backward pass: [tokens, vocab] never exists.
-
-    Args:
-        hidden: [tokens, hidden].
-        target_ids: [tokens] int64.
-        chunk_tokens: rows of the vocabulary projection that are alive at once.
-        autocast: bf16 compute over fp32 weights.
-        temperature: of sampling; logits are divided by it, as the sampler did.
-        with_entropy: also return the entropy of the distribution that each token came from.
-        head_dtype: with autocast, dtype of the vocabulary projection; use the engine's. An engine
-            in bf16 rounds its logits, and rounding them alike halves the disagreement of
-            log-probabilities (0.0046 against 0.0105 nats on average). Log-softmax is always fp32.
-
-    Returns:
-        ([tokens] float32 nats, [tokens] float32 nats or None).
     """
     head = model.get_output_embeddings()
     assert head is not None  # every causal language model has one
-    dtype = head_dtype if autocast else torch.float32
+    dtype = how.head_dtype if how.autocast else torch.float32
     weight = head.weight.to(dtype)  # [vocab, hidden]; cast once, not per chunk
     bias = None if getattr(head, "bias", None) is None else head.bias.to(dtype)
 
     logprobs: list[Tensor] = []
     entropies: list[Tensor] = []
-    num_rows = hidden.shape[0]
+    num_rows, chunk_tokens = hidden.shape[0], how.chunk_tokens
     for start in range(0, max(num_rows, 1), chunk_tokens):  # no rows: one empty chunk
         rows = hidden[start : start + chunk_tokens].to(dtype)
         targets = target_ids[start : start + chunk_tokens]
-        args = (rows, weight, bias, targets, temperature, with_entropy)
+        args = (rows, weight, bias, targets, how.temperature, with_entropy)
         if torch.is_grad_enabled() and num_rows > chunk_tokens:
             chunk = checkpoint(_score_rows, *args, use_reentrant=False, preserve_rng_state=False)
         else:

@@ -19,7 +19,7 @@ from common.checks.machine import has_bf16_units
 from common.config.learning import LearnerSection, Precision
 from common.store.run_dir import write_json
 from learner.batch.batching import TokenBatch, collate_tokens
-from learner.policy.model import token_logprobs, vocabulary_size
+from learner.policy.model import Scoring, token_logprobs, vocabulary_size
 
 logger = logging.getLogger(__name__)
 
@@ -88,14 +88,8 @@ def _time_both(model: PreTrainedModel, tokens: TokenBatch) -> Timings:
     seconds: list[float] = []
     for autocast in (True, False):
         started = time.process_time()
-        logprobs, _ = token_logprobs(
-            model,
-            tokens,
-            chunk_tokens=NUM_TOKENS,
-            autocast=autocast,
-            temperature=1.0,
-            with_entropy=False,
-        )
+        how = Scoring(chunk_tokens=NUM_TOKENS, autocast=autocast)
+        logprobs, _ = token_logprobs(model, tokens, how)
         (-logprobs.mean()).backward()
         seconds.append(time.process_time() - started)
         model.zero_grad(set_to_none=True)

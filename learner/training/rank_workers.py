@@ -26,7 +26,7 @@ from common.log import configure_logging
 from common.wire.collective import make_process_group
 from learner.batch.batching import Sample
 from learner.batch.codec import pack_samples, unpack_samples
-from learner.policy.device import pick_device
+from learner.policy.model import pick_device
 from learner.training.build import load_start, make_trainer
 from learner.training.ranks import Ranks
 

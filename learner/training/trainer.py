@@ -196,7 +196,7 @@ class Trainer:
         metrics = mean_metrics(updates)
         metrics |= offpolicy_metrics(batch.samples, self._gradients.before(batch), batch.version)
         metrics |= volume_metrics(batch.samples, step_s)
-        metrics["train/is_bf16"] = float(self._gradients.passes.autocast)
+        metrics["train/is_bf16"] = float(self._gradients.passes.scoring.autocast)
         metrics["train/lr"] = self._optimizer.lr
         metrics["controller/lr_scale"] = decision.lr_scale
         metrics["controller/skipped"] = float(decision.is_skipped)

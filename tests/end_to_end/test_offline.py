@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from common.config.offline import DpoSection
 from learner.offline.dpo import make_pairs, preference_loss
 from learner.offline.rows import Row, read_rows, token_batch
-from learner.policy.model import load_policy, token_logprobs
+from learner.policy.model import Scoring, load_policy, token_logprobs
 from tests.end_to_end.runs import REPOSITORY
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -67,10 +67,8 @@ def logprobs_of(policy: Path, rows: Sequence[Row]) -> torch.Tensor:
     model = load_policy(str(policy), device="cpu", gradient_checkpointing=False)
     totals = []
     for row in rows:
-        tokens = token_batch([row], "cpu")
-        found, _ = token_logprobs(
-            model, tokens, chunk_tokens=512, autocast=False, temperature=1.0, with_entropy=False
-        )
+        how = Scoring(chunk_tokens=512, autocast=False)
+        found, _ = token_logprobs(model, token_batch([row], "cpu"), how)
         totals.append(found.sum())
     return torch.stack(totals)
 

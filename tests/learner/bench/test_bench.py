@@ -28,7 +28,7 @@ from learner.bench.memory import ScoringPeaks, peak_bytes, whole_logprobs
 from learner.bench.publish import broadcast_to_peer, snapshot_weights
 from learner.bench.step import BARE, StepCost, alternate, by_aggregation, make_trainer
 from learner.bench.suite import add_peaks, add_step_cost, step_cost
-from learner.policy.model import token_logprobs
+from learner.policy.model import Scoring, token_logprobs
 from tests.learner.builders import VOCAB, make_model
 
 CPU = torch.device("cpu")
@@ -162,9 +162,7 @@ def test_whole_and_chunked_scores_are_the_same() -> None:
     masks = [np.arange(len(each)) > 0 for each in sequences]
     tokens = collate_tokens(sequences, masks, device=CPU)
     whole = whole_logprobs(model, tokens, autocast=False)
-    chunked, _ = token_logprobs(
-        model, tokens, chunk_tokens=2, autocast=False, temperature=1.0, with_entropy=False
-    )
+    chunked, _ = token_logprobs(model, tokens, Scoring(chunk_tokens=2, autocast=False))
     assert whole.tolist() == pytest.approx(chunked.tolist(), abs=1e-5)
 
 

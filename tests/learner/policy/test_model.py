@@ -10,6 +10,7 @@ import torch
 from common.errors import ConfigError
 from learner.batch.batching import TokenBatch, collate_tokens
 from learner.policy.model import (
+    Scoring,
     export_tensors,
     load_policy,
     parameter_count,
@@ -29,14 +30,8 @@ def batch_of(indices: list[int]) -> TokenBatch:
 
 
 def scored(model, tokens: TokenBatch, *, chunk_tokens: int = 4, temperature: float = 1.0):
-    return token_logprobs(
-        model,
-        tokens,
-        chunk_tokens=chunk_tokens,
-        autocast=False,
-        temperature=temperature,
-        with_entropy=True,
-    )
+    how = Scoring(chunk_tokens=chunk_tokens, autocast=False, temperature=temperature)
+    return token_logprobs(model, tokens, how, with_entropy=True)
 
 
 def naive_logprobs(model, temperature: float) -> torch.Tensor:
@@ -105,9 +100,7 @@ def test_autocast_stays_close_to_full_precision() -> None:
     tokens = batch_of([0, 1, 2, 3])
     with torch.no_grad():
         full, _ = scored(model, tokens)
-        mixed, _ = token_logprobs(
-            model, tokens, chunk_tokens=8, autocast=True, temperature=1.0, with_entropy=False
-        )
+        mixed, _ = token_logprobs(model, tokens, Scoring(chunk_tokens=8, autocast=True))
     assert mixed.dtype == torch.float32
     assert 0 < (mixed - full).abs().mean() < 0.02
 
