@@ -1,10 +1,12 @@
 """Random batches and models of realistic shapes, for measurements that need no environment."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
+import yaml
 from torch import nn
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
@@ -28,18 +30,9 @@ class BatchShape:
     action_tokens: int  # sampled ones per turn
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelShape:
-    """How large a Qwen3 is."""
-
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    intermediate_size: int
-
+ModelShape = Mapping[str, int]  # of a Qwen3, in transformers' own names
+_MODELS = Path(__file__).with_name("models.yaml")
+MODELS: dict[str, ModelShape] = yaml.safe_load(_MODELS.read_text())
 
 # Like quickstart at step 100: 64 episodes of about 200 tokens, about 30 of them sampled.
 QUICKSTART = BatchShape(
@@ -112,13 +105,7 @@ def make_random_model(
     """Return a Qwen3 of random fp32 weights on `device`, in training mode."""
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden_size,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads,
-        head_dim=shape.head_size,
-        intermediate_size=shape.intermediate_size,
+        **shape,  # pyright: ignore[reportArgumentType]
         max_position_embeddings=8192,
         tie_word_embeddings=is_tied,
         use_cache=False,
@@ -127,5 +114,5 @@ def make_random_model(
     config._attn_implementation = "sdpa" if device.type == "cuda" else "eager"
     with device:
         model = Qwen3ForCausalLM(config)
-    nn.Module.to(model, torch.device(device), dtype=torch.float32)
+    nn.Module.to(model, device, dtype=torch.float32)
     return model.train()

@@ -23,6 +23,7 @@ from learner.batch.batching import collate_tokens
 from learner.bench.agree import canary_delta, chunk_costs, repeat_step
 from learner.bench.batch import (
     LANGUAGE_MODEL,
+    MODELS,
     BatchShape,
     ModelShape,
     make_batch,
@@ -62,17 +63,8 @@ class Sizes:
     canary_tokens: int
 
 
-# 0.53B weights in the shape of Qwen3-0.6B; needs about 24 GB.
 HALF_BILLION = Sizes(
-    model=ModelShape(
-        vocab_size=151_936,
-        hidden_size=1_024,
-        num_layers=24,
-        num_heads=16,
-        num_kv_heads=8,
-        head_size=128,
-        intermediate_size=3_072,
-    ),
+    model=MODELS["half_billion"],
     shape=LANGUAGE_MODEL,
     learner=LearnerSection(device="cuda", lr=1e-5, warmup_steps=0, max_tokens_per_microbatch=4_096),
     num_rounds=5,
@@ -176,13 +168,13 @@ def check_memory(table: BenchTable, sizes: Sizes, device: torch.device) -> None:
     defaults = LearnerSection()
     num_chunks = defaults.max_tokens_per_microbatch // defaults.logprob_chunk_tokens
     peaks = measure_scoring(
-        _model(sizes, device, num_layers=2),
+        _model(sizes, device, num_hidden_layers=2),
         num_sequences=sizes.memory_sequences,
         num_seq_tokens=sizes.memory_seq_tokens,
         chunk_tokens=num_tokens // num_chunks,
         autocast=True,
     )
-    size = f"vocabulary of {sizes.model.vocab_size}"
+    size = f"vocabulary of {sizes.model['vocab_size']}"
     of = f"memory: {size}, {num_tokens} tokens in {num_chunks} chunks"
     add_peaks(table, peaks, of=of)
 
@@ -212,7 +204,7 @@ def check_repetition(table: BenchTable, sizes: Sizes, device: torch.device) -> N
 
 def check_chunks(table: BenchTable, sizes: Sizes, device: torch.device) -> None:
     """Score one block in chunks of several sizes."""
-    model = _model(sizes, device, num_layers=2)
+    model = _model(sizes, device, num_hidden_layers=2)
     rng = np.random.default_rng(0)
     shape = (sizes.memory_sequences, sizes.memory_seq_tokens)
     sequences = list(rng.integers(0, vocabulary_size(model), size=shape))
@@ -262,7 +254,7 @@ def check_engine(table: BenchTable, sizes: Sizes, device: torch.device, peer_dev
 
 
 def _model(sizes: Sizes, device: torch.device, **changes: int) -> PreTrainedModel:
-    return make_random_model(replace(sizes.model, **changes), device=device, is_tied=True)
+    return make_random_model({**sizes.model, **changes}, device=device, is_tied=True)
 
 
 def _visible(peer_device: str) -> dict[str, str]:

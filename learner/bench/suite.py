@@ -12,9 +12,9 @@ from common.report.bench_table import BenchTable
 from common.repository import ROOT
 from learner.bench.batch import (
     LARGER,
+    MODELS,
     QUICKSTART,
     BatchShape,
-    ModelShape,
     make_batch,
     make_random_model,
 )
@@ -25,24 +25,6 @@ from learner.policy.model import load_policy, parameter_count, vocabulary_size
 CPU = torch.device("cpu")
 NUM_ROUNDS = 12
 MAX_DIFFERENCE = 0.005  # nats: the two ways of scoring round differently
-LARGER_MODEL = ModelShape(
-    vocab_size=8_192,
-    hidden_size=256,
-    num_layers=6,
-    num_heads=8,
-    num_kv_heads=4,
-    head_size=32,
-    intermediate_size=1_024,
-)
-WIDE_MODEL = ModelShape(  # a large vocabulary and little else
-    vocab_size=150_000,
-    hidden_size=64,
-    num_layers=2,
-    num_heads=2,
-    num_kv_heads=1,
-    head_size=32,
-    intermediate_size=128,
-)
 MEMORY_SEQUENCES = 4
 LEGEND = (
     "Ratios: a whole training step over bare forward, backward and optimizer of the same model on\n"
@@ -65,7 +47,7 @@ def run_suite(out: TextIO) -> int:
     policy = load_policy(path, device=CPU, gradient_checkpointing=False)
     sizes: list[tuple[str, PreTrainedModel, BatchShape]] = [
         ("quickstart's policy", policy, QUICKSTART),
-        ("a larger model", make_random_model(LARGER_MODEL, device=CPU), LARGER),
+        ("a larger model", make_random_model(MODELS["larger"], device=CPU), LARGER),
     ]
     for name, model, shape in sizes:
         cost = step_cost(
@@ -78,17 +60,17 @@ def run_suite(out: TextIO) -> int:
         )
         add_step_cost(table, cost, of=f"{name}, {parameter_count(model) / 1e6:.1f}M weights")
     del policy, sizes
-    defaults = LearnerSection()
+    wide, defaults = MODELS["wide"], LearnerSection()
     rows_per_chunk = defaults.max_tokens_per_microbatch // defaults.logprob_chunk_tokens
     chunk_tokens = 64
     peaks = measure_scoring(
-        make_random_model(WIDE_MODEL, device=CPU),
+        make_random_model(wide, device=CPU),
         num_sequences=MEMORY_SEQUENCES,
         num_seq_tokens=chunk_tokens * rows_per_chunk // MEMORY_SEQUENCES,
         chunk_tokens=chunk_tokens,
         autocast=True,
     )
-    add_peaks(table, peaks, of=f"vocabulary of {WIDE_MODEL.vocab_size}, {rows_per_chunk} chunks")
+    add_peaks(table, peaks, of=f"vocabulary of {wide['vocab_size']}, {rows_per_chunk} chunks")
     return table.finish()
 
 

@@ -17,8 +17,8 @@ from learner.batch.batching import collate_tokens
 from learner.bench import gpu as bench_gpu
 from learner.bench.agree import canary_delta, chunk_costs, repeat_step
 from learner.bench.batch import (
+    MODELS,
     BatchShape,
-    ModelShape,
     make_batch,
     make_random_model,
     with_sampler_logprobs,
@@ -35,15 +35,7 @@ CPU = torch.device("cpu")
 SHAPE = BatchShape(num_groups=2, group_size=2, max_turns=3, observation_tokens=3, action_tokens=2)
 FP32 = LearnerSection(device="cpu", precision=Precision.FP32, warmup_steps=0, lr=1e-3)
 SIZES = bench_gpu.Sizes(
-    model=ModelShape(
-        vocab_size=16_384,
-        hidden_size=32,
-        num_layers=2,
-        num_heads=2,
-        num_kv_heads=1,
-        head_size=16,
-        intermediate_size=64,
-    ),
+    model={**MODELS["wide"], "vocab_size": 16_384, "hidden_size": 32, "head_dim": 16},
     shape=SHAPE,
     learner=LearnerSection(device="cpu", lr=1e-4, warmup_steps=0),
     num_rounds=2,
@@ -237,8 +229,9 @@ def test_canary_delta_is_the_distance_of_the_scores() -> None:
 
 
 def test_chunk_sizes_agree_and_smaller_ones_need_less() -> None:
-    shape = replace(SIZES.model, vocab_size=4_000, hidden_size=16, num_layers=1, num_heads=1)
-    model = make_random_model(replace(shape, intermediate_size=16), device=CPU)
+    small = {"vocab_size": 4_000, "hidden_size": 16, "intermediate_size": 16}
+    layers = {"num_hidden_layers": 1, "num_attention_heads": 1}
+    model = make_random_model({**SIZES.model, **small, **layers}, device=CPU)
     sequences = [np.arange(40) for _ in range(4)]
     tokens = collate_tokens(sequences, [np.arange(40) > 0] * 4, device=CPU)
     small, large = chunk_costs(model, tokens, (8, 1_000), autocast=False)
@@ -275,7 +268,7 @@ def test_gpu_check_with_a_second_process_runs_small_on_the_cpu(name: str) -> Non
         pytest.skip("vLLM is not installed")
     table = make_table()
     # The engine knows no smaller heads.
-    sizes = replace(SIZES, model=replace(SIZES.model, hidden_size=64, head_size=32))
+    sizes = replace(SIZES, model={**SIZES.model, "hidden_size": 64, "head_dim": 32})
     dict(bench_gpu.checks(table, sizes, CPU, "cpu"))[name]()
     lines = written(table).splitlines()
     assert len(lines) >= 3
