@@ -31,6 +31,7 @@ from common.wire.messages import (
 from learner.scheduler.components import build_components
 from learner.scheduler.core import SchedulerCore
 from learner.scheduler.curriculum.catalogue import Catalogue, SubsetEntry
+from learner.scheduler.episodes.table import EpisodeState
 
 CATALOGUE = Catalogue(
     envs={
@@ -103,17 +104,7 @@ class Table:
         return self.core.handle(actor, message)
 
     def beat(self, name: str, running: list[str], version: int = 0) -> Progress:
-        message = Heartbeat(
-            role=name.partition("-")[0],
-            name=name,
-            version=version,
-            running=running,
-            num_slots=0,
-            tokens_per_s=1.0,
-            waiting_for="",
-            rss_bytes=1,
-        )
-        return self.core.handle(name, message)
+        return self.core.handle(name, beat_of(name, running, version=version))
 
     def report(
         self,
@@ -148,6 +139,38 @@ class Table:
 
     def counts(self) -> dict[str, Any]:
         return self.core.lifecycle.ledger_report()
+
+
+def joined(*names: str, cfg: RunConfig | None = None) -> Table:
+    """A table whose roles have said hello; by default one actor."""
+    table = Table(cfg) if cfg else Table()
+    for name in names or ("actor-0",):
+        table.hello(name)
+    return table
+
+
+def beat_of(name: str, running: list[str], *, version: int = 0) -> Heartbeat:
+    role = name.partition("-")[0]
+    return Heartbeat(role=role, name=name, version=version, running=running)
+
+
+def catalogue_of(**num_train: int) -> Catalogue:
+    """An environment "maze" with subsets of so many items."""
+    subsets = {
+        name: SubsetEntry(num_train=num, num_test=5, max_turns=10)
+        for name, num in num_train.items()
+    }
+    return Catalogue(envs={"maze": subsets})
+
+
+def tasks_of(**weights: float) -> list[TaskSection]:
+    """Tasks for `catalogue_of`."""
+    return [TaskSection(env="maze", subset=name, weight=w) for name, w in weights.items()]
+
+
+def ids_in(core: SchedulerCore, *states: EpisodeState) -> set[str]:
+    """Episodes of the table in one of these states."""
+    return {e.episode_id for _, e in core.lifecycle.table.episodes() if e.state in states}
 
 
 def seen_of(lease: Lease, *, end_reason: EndReason = EndReason.DONE) -> EpisodeSeen:

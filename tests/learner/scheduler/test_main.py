@@ -23,7 +23,6 @@ from common.store.run_dir import RunDir
 from common.wire.codec import decode, encode
 from common.wire.messages import (
     GroupArrived,
-    Heartbeat,
     Hello,
     LeaseGrant,
     LeaseRequest,
@@ -35,10 +34,10 @@ from common.wire.messages import (
 )
 from common.wire.security import RunKeys, create_keys
 from common.wire.sockets import connect_dealer
+from learner.scheduler.bench.suite import serve_catalogue
 from learner.scheduler.main import serve
 from tests.configs import edited
-from tests.learner.scheduler.builders import make_config, outcome_of, seen_of
-from tests.learner.scheduler.hub import run_hub
+from tests.learner.scheduler.builders import CATALOGUE, beat_of, make_config, outcome_of, seen_of
 
 TIMEOUT_S = 5.0
 
@@ -63,7 +62,7 @@ class Role:
 
 @pytest.fixture
 def hub_url() -> Iterator[str]:
-    with run_hub() as url:
+    with serve_catalogue(CATALOGUE) as url:
         yield url
 
 
@@ -93,9 +92,7 @@ def _serving(cfg: RunConfig, run_dir: RunDir) -> Iterator[Role]:
 
 
 def _config(hub_url: str) -> RunConfig:
-    cfg = make_config(num_steps=1, per_step=1)
-    cfg = edited(cfg, {"envhub.url": hub_url})
-    return cfg
+    return edited(make_config(num_steps=1, per_step=1), {"envhub.url": hub_url})
 
 
 def _hello() -> Hello:
@@ -104,19 +101,6 @@ def _hello() -> Hello:
 
 def _request(num: int) -> LeaseRequest:
     return LeaseRequest(actor="actor-0", num_free_slots=num, version=0)
-
-
-def _heartbeat(running: list[str]) -> Heartbeat:
-    return Heartbeat(
-        role="actor",
-        name="actor-0",
-        version=0,
-        running=running,
-        num_slots=0,
-        tokens_per_s=0.0,
-        waiting_for="",
-        rss_bytes=0,
-    )
 
 
 def test_run_goes_from_hello_to_finished_over_real_sockets(hub_url: str, run_dir: RunDir) -> None:
@@ -134,7 +118,7 @@ def test_run_goes_from_hello_to_finished_over_real_sockets(hub_url: str, run_dir
         )
         done = StepDone(version=1, is_last=True, max_ahead_steps=1, signals={})
         assert role.ask(done).learner_version == 1
-        progress = role.ask(_heartbeat([]))
+        progress = role.ask(beat_of("actor-0", []))
         assert isinstance(progress, Progress)
         assert progress.is_finished
     ledger = json.loads(run_dir.ledger.read_text())
@@ -155,7 +139,7 @@ def test_restarted_scheduler_keeps_leases_and_address_but_not_the_epoch(
     with _serving(cfg, run_dir) as role:
         assert (run_dir.addresses / "scheduler").read_text() == address
         running = [lease.episode_id for lease in leases]
-        progress = role.ask(_heartbeat(running))
+        progress = role.ask(beat_of("actor-0", running))
         assert progress.revoked == []
         assert progress.run_epoch != first.run_epoch
         rest = role.ask(_request(9)).leases
@@ -211,7 +195,7 @@ def test_killed_scheduler_forgets_no_lease_and_a_terminated_one_exits_0_within_2
         role.close()
         process = _start(cfg, run_dir)
         role = Role(context, run_dir, create_keys(run_dir.keys))
-        assert role.ask(_heartbeat(running)).revoked == []
+        assert role.ask(beat_of("actor-0", running)).revoked == []
         grant = role.ask(_request(1))
         assert isinstance(grant, LeaseGrant)
         assert [lease.episode_id for lease in grant.leases] == ["g0000000/3"]

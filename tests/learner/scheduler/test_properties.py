@@ -26,6 +26,7 @@ from learner.scheduler.state import save
 from tests.learner.scheduler.builders import (
     CATALOGUE,
     Table,
+    ids_in,
     make_config,
     outcome_of,
 )
@@ -207,9 +208,7 @@ class RunMachine(RuleBasedStateMachine):
         leases = self.core.lifecycle.leases
         held = [e for name in ACTORS for e in leases.of(name)]
         assert len({e.episode_id for e in held}) == len(held) == len(leases)
-        table = self.core.lifecycle.table
-        in_table = {e.episode_id for _, e in table.episodes() if e.state is EpisodeState.LEASED}
-        assert in_table == {e.episode_id for e in held}
+        assert ids_in(self.core, EpisodeState.LEASED) == {e.episode_id for e in held}
         assert all(e.actor == name for name in ACTORS for e in leases.of(name))
 
     @invariant()
@@ -219,12 +218,7 @@ class RunMachine(RuleBasedStateMachine):
             for group_id, pending in self.core.lifecycle.queue.pending.items()
             for member in pending.members
         }
-        queued = {
-            e.episode_id
-            for _, e in self.core.lifecycle.table.episodes()
-            if e.state is EpisodeState.QUEUED
-        }
-        assert queued <= pending
+        assert ids_in(self.core, EpisodeState.QUEUED) <= pending
 
     @invariant()
     def groups_of_a_step_are_bounded(self) -> None:

@@ -325,20 +325,12 @@ class TwoSidesMachine(RuleBasedStateMachine):
         leases = self.core.lifecycle.leases
         held = [e.episode_id for name in ACTORS for e in leases.of(name)]
         assert len(set(held)) == len(held) == len(leases)
-        table = self.core.lifecycle.table
-        assert set(held) == {
-            e.episode_id for _, e in table.episodes() if e.state is EpisodeState.LEASED
-        }
+        assert set(held) == ids_in(self.core, EpisodeState.LEASED)
 
     @invariant()
     def what_arrived_is_in_the_hands_of_the_learner(self) -> None:
         held = {trajectory.episode_id for trajectory in self.groups.untrained()}
-        arrived = {
-            e.episode_id
-            for _, e in self.core.lifecycle.table.episodes()
-            if e.state is EpisodeState.ARRIVED
-        }
-        assert arrived <= held
+        assert ids_in(self.core, EpisodeState.ARRIVED) <= held
 
     @invariant()
     def everything_settled_has_left_or_waits_for_the_learner(self) -> None:

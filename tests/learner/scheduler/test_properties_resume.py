@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from common.config.run_config import EvalSection, TrainMode
 from common.wire.messages import (
     GroupArrived,
-    Heartbeat,
     Hello,
     LeaseGrant,
     LeaseRequest,
@@ -26,6 +25,7 @@ from tests.configs import edited
 from tests.learner.scheduler.builders import (
     CATALOGUE,
     Clock,
+    beat_of,
     make_config,
     outcome_of,
     seen_of,
@@ -55,24 +55,12 @@ class Life:
                 num = self.dice.randrange(1, 12)
                 return name, LeaseRequest(actor=name, num_free_slots=num, version=self.version)
             case 3:
-                return name, self._beat(name, list(self.playing[name]))
+                return name, beat_of(name, list(self.playing[name]), version=self.version)
             case 4 | 5 | 6:
                 return "learner-0", self._arrivals(name)
             case 7:
-                return "learner-0", self._beat("learner-0", [])
+                return "learner-0", beat_of("learner-0", [], version=self.version)
         return "learner-0", self._step()
-
-    def _beat(self, name: str, running: list[str]) -> Heartbeat:
-        return Heartbeat(
-            role=name.partition("-")[0],
-            name=name,
-            version=self.version,
-            running=running,
-            num_slots=0,
-            tokens_per_s=1.0,
-            waiting_for="",
-            rss_bytes=1,
-        )
 
     def _arrivals(self, name: str) -> Outcomes:
         held = self.playing[name]

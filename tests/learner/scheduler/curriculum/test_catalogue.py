@@ -1,11 +1,9 @@
 """The hub's catalogue, read from a real HTTP server."""
 
-import http.server
-import json
-import threading
 from collections.abc import Iterator
 
 import pytest
+from fastapi import FastAPI, Header, HTTPException
 
 from common.config.curriculum import TaskSection
 from common.errors import ConfigError, EnvError
@@ -16,8 +14,9 @@ from learner.scheduler.curriculum.catalogue import (
     parse_catalogue,
     validate_tasks,
 )
+from tests.actor.toy_servers import serve
 
-BODY = {
+BODY: dict[str, object] = {
     "babyai": {
         "subsets": {"PickupLoc": {"num_train": 9, "num_test": 2, "max_turns": 20}},
         "instruction": {"compact": "", "agentgym": ""},
@@ -28,29 +27,19 @@ PARSED = Catalogue(
 )
 
 
-class Hub(http.server.BaseHTTPRequestHandler):
-    """Answers one route, to the bearer of one token."""
-
-    def do_GET(self) -> None:
-        is_known = self.headers["Authorization"] == "Bearer secret"
-        self.send_response(200 if is_known and self.path == "/v1/envs" else 401)
-        self.end_headers()
-        if is_known:
-            self.wfile.write(json.dumps(BODY).encode())
-
-    def log_message(self, *_: object) -> None:
-        """Stay silent."""
-
-
 @pytest.fixture
 def hub_url() -> Iterator[str]:
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    """One route, for the bearer of one token."""
+    app = FastAPI()
+
+    @app.get("/v1/envs")
+    async def envs(authorization: str = Header("")) -> dict[str, object]:
+        if authorization != "Bearer secret":
+            raise HTTPException(401)
+        return BODY
+
+    with serve(app) as url:
+        yield url
 
 
 def test_fetch_returns_the_typed_catalogue_to_the_bearer(hub_url: str) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -22,23 +23,13 @@ def make_gated(gated: GatedSection = GATED, stages: tuple[int, ...] = (5, 10, 20
     return GatedHorizon(section.policy("maze"), "maze")
 
 
-def seen(
-    version: int,
-    *,
-    solved: int = 5,
-    truncated: int = 5,
-    num: int = 10,
-    entropy: float = 1.0,
-    ess: float = 0.9,
-) -> StepSeen:
-    return StepSeen(
-        version=version,
-        num_episodes=num,
-        num_solved=solved,
-        num_truncated=truncated,
-        entropy=entropy,
-        ess_frac=ess,
-    )
+PLAIN = StepSeen(
+    version=0, num_episodes=10, num_solved=5, num_truncated=5, entropy=1.0, ess_frac=0.9
+)
+
+
+def seen(version: int, **changes: float) -> StepSeen:
+    return replace(PLAIN, version=version, **changes)  # type: ignore[arg-type]
 
 
 def stages_of(gated: GatedHorizon, steps: list[StepSeen]) -> list[int]:
@@ -51,14 +42,18 @@ def stages_of(gated: GatedHorizon, steps: list[StepSeen]) -> list[int]:
 
 def test_gain_is_the_slope_of_the_weighted_line_times_the_span() -> None:
     # success 0.2, 0.3, 0.4, 0.5 over versions 1-4: slope 0.1, span 3
-    steps = [seen(v, solved=v + 1) for v in (1, 2, 3, 4)]
+    steps = [seen(v, num_solved=v + 1) for v in (1, 2, 3, 4)]
     assert success_gain(steps) == pytest.approx(0.3)
     # weights 30, 10 at versions 1, 3 with success 0.1, 0.5: slope 0.2, whatever the weights
-    pair = [seen(1, num=30, solved=3), seen(2, num=0, solved=0), seen(3, solved=5)]
+    pair = [
+        seen(1, num_episodes=30, num_solved=3),
+        seen(2, num_episodes=0, num_solved=0),
+        seen(3, num_solved=5),
+    ]
     assert success_gain(pair) == pytest.approx(0.4)
     # 20 episodes at version 1 (0.5), 10 at 2 (0.5), 10 at 3 (0.9); mean x 1.75, mean y 0.6:
     # spread 20*.5625 + 10*.0625 + 10*1.5625 = 27.5, joint 1.5 - .25 + 3.75 = 5, slope 2/11
-    uneven = [seen(1, num=20, solved=10), seen(2), seen(3, solved=9)]
+    uneven = [seen(1, num_episodes=20, num_solved=10), seen(2), seen(3, num_solved=9)]
     assert success_gain(uneven) == pytest.approx(4 / 11)
     assert success_gain([seen(1)]) is None
 
@@ -81,7 +76,7 @@ def test_gated_horizon_advances_when_many_are_cut_and_success_is_flat_after_min_
     ],
 )
 def test_gated_horizon_stays_when(truncated, solved) -> None:
-    steps = [seen(v, truncated=truncated(v), solved=solved(v)) for v in range(1, 10)]
+    steps = [seen(v, num_truncated=truncated(v), num_solved=solved(v)) for v in range(1, 10)]
     assert set(stages_of(make_gated(), steps)) == {0}
 
 
@@ -106,28 +101,23 @@ def test_gated_horizon_backs_off_one_stage_when_entropy_collapses() -> None:
 def test_gated_horizon_backs_off_when_the_effective_sample_size_collapses() -> None:
     gated = make_gated()
     stages_of(gated, [seen(v) for v in range(1, 7)])
-    assert stages_of(gated, [seen(7, ess=0.1), seen(8, ess=0.4)]) == [1, 0]  # mean 0.25 < 0.3
+    steps = [seen(7, ess_frac=0.1), seen(8, ess_frac=0.4)]  # mean 0.25 < 0.3
+    assert stages_of(gated, steps) == [1, 0]
     assert (gated.moves[-1].cause, gated.moves[-1].ess_frac) == ("ess", pytest.approx(0.25))
 
 
 def test_gated_horizon_has_nothing_below_its_first_stage() -> None:
     gated = make_gated()
-    assert stages_of(gated, [seen(v, ess=0.0, truncated=0) for v in range(1, 9)]) == [0] * 8
+    steps = [seen(v, ess_frac=0.0, num_truncated=0) for v in range(1, 9)]
+    assert stages_of(gated, steps) == [0] * 8
     assert not gated.moves
 
 
 def test_gated_horizon_never_backs_off_when_the_signals_are_unknown_or_switched_off() -> None:
-    off = GatedSection(
-        window_steps=4,
-        min_steps=6,
-        max_gain=0.1,
-        backoff_steps=2,
-        entropy_frac=0.0,
-        ess_frac=0.0,
-    )
+    off = replace(GATED, entropy_frac=0.0, ess_frac=0.0)
     for gated, entropy, ess in ((make_gated(), UNKNOWN, UNKNOWN), (make_gated(off), 0.0, 0.0)):
         stages_of(gated, [seen(v) for v in range(1, 7)])
-        steps = [seen(v, entropy=entropy, ess=ess, truncated=0) for v in range(7, 15)]
+        steps = [seen(v, entropy=entropy, ess_frac=ess, num_truncated=0) for v in range(7, 15)]
         assert set(stages_of(gated, steps)) == {1}
 
 
@@ -142,17 +132,13 @@ def test_gated_horizon_logs_every_decision_with_its_numbers(
 
 
 _STEPS = st.lists(
-    st.builds(
-        lambda solved, truncated, entropy, ess: {
-            "solved": solved,
-            "truncated": truncated,
-            "entropy": entropy,
-            "ess": ess,
-        },
-        st.integers(4, 6),
-        st.integers(0, 4),
-        st.sampled_from([0.05, 1.0, UNKNOWN]),
-        st.sampled_from([0.05, 0.9, UNKNOWN]),
+    st.fixed_dictionaries(
+        {
+            "num_solved": st.integers(4, 6),
+            "num_truncated": st.integers(0, 4),
+            "entropy": st.sampled_from([0.05, 1.0, UNKNOWN]),
+            "ess_frac": st.sampled_from([0.05, 0.9, UNKNOWN]),
+        }
     ),
     min_size=1,
     max_size=60,
@@ -164,7 +150,7 @@ _STEPS = st.lists(
 def test_gated_horizon_restored_at_any_step_goes_on_as_if_nothing_happened(
     steps: list[dict[str, float]], cut: int
 ) -> None:
-    events = [seen(v, **step) for v, step in enumerate(steps, 1)]  # type: ignore[arg-type]
+    events = [seen(v, **step) for v, step in enumerate(steps, 1)]
     whole, first, second = make_gated(), make_gated(), make_gated()
     expected = stages_of(whole, events)
     before = stages_of(first, events[:cut])
@@ -179,7 +165,7 @@ def test_gated_horizon_moves_by_one_stage_and_advances_only_after_min_steps(
     steps: list[dict[str, float]],
 ) -> None:
     gated = make_gated()
-    stages = [0, *stages_of(gated, [seen(v, **s) for v, s in enumerate(steps, 1)])]  # type: ignore[arg-type]
+    stages = [0, *stages_of(gated, [seen(v, **s) for v, s in enumerate(steps, 1)])]
     assert all(abs(b - a) <= 1 for a, b in pairwise(stages))
     since = 0
     for move in gated.moves:

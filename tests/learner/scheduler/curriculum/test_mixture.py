@@ -7,25 +7,14 @@ import pytest
 
 from common.config.curriculum import MixtureKind, MixtureSection, TaskSection
 from common.wire.messages import EndReason, EpisodeSeen
-from learner.scheduler.curriculum.catalogue import Catalogue, SubsetEntry
+from learner.scheduler.curriculum.catalogue import Catalogue
 from learner.scheduler.curriculum.mixture import MIN_TASK_EPISODES, Mixture, temper
 from learner.scheduler.curriculum.sampling import Item, Sampler
 from learner.scheduler.curriculum.success import SuccessPool, worth
 from learner.scheduler.state import restore, save
+from tests.learner.scheduler.builders import catalogue_of, tasks_of
 
 ADAPTIVE = MixtureSection(kind=MixtureKind.ADAPTIVE, floor=0.1, memory_episodes=1000)
-
-
-def _catalogue(**num_train: int) -> Catalogue:
-    subsets = {
-        name: SubsetEntry(num_train=num, num_test=5, max_turns=10)
-        for name, num in num_train.items()
-    }
-    return Catalogue(envs={"maze": subsets})
-
-
-def _tasks(**weights: float) -> list[TaskSection]:
-    return [TaskSection(env="maze", subset=name, weight=w) for name, w in weights.items()]
 
 
 def make_mixture(
@@ -71,7 +60,7 @@ def test_pool_averages_all_at_first_and_then_forgets() -> None:
 
 
 def test_weights_mixture_draws_what_the_sampler_draws() -> None:
-    tasks, catalogue = _tasks(a=1, b=3), _catalogue(a=20, b=20)
+    tasks, catalogue = tasks_of(a=1, b=3), catalogue_of(a=20, b=20)
     mixture = make_mixture(MixtureSection(), tasks, catalogue)
     sampler = Sampler(tasks, catalogue, seed=3)
     assert [mixture.item(n) for n in range(50)] == [sampler.item(n) for n in range(50)]
@@ -79,29 +68,29 @@ def test_weights_mixture_draws_what_the_sampler_draws() -> None:
 
 def test_temper_raises_the_weights_to_one_over_the_temperature() -> None:
     # weights 1 and 9 at T = 2: 1 and 3
-    weights = [task.weight for task in temper(_tasks(a=1, b=9, c=0), 2.0)]
+    weights = [task.weight for task in temper(tasks_of(a=1, b=9, c=0), 2.0)]
     assert weights == pytest.approx([0.25, 0.75, 0.0])
     # the hotter the more even, the colder the more the largest takes
-    assert temper(_tasks(a=1, b=9), 1e6)[0].weight == pytest.approx(0.5, abs=1e-5)
-    assert temper(_tasks(a=1, b=9), 0.01)[1].weight == pytest.approx(1.0)
+    assert temper(tasks_of(a=1, b=9), 1e6)[0].weight == pytest.approx(0.5, abs=1e-5)
+    assert temper(tasks_of(a=1, b=9), 0.01)[1].weight == pytest.approx(1.0)
 
 
 def test_temperature_mixture_keeps_the_tempered_shares() -> None:
     cfg = MixtureSection(kind=MixtureKind.TEMPERATURE, temperature=2.0)
-    mixture = make_mixture(cfg, _tasks(a=1, b=9), _catalogue(a=50, b=50))
+    mixture = make_mixture(cfg, tasks_of(a=1, b=9), catalogue_of(a=50, b=50))
     counts = Counter(mixture.item(number).subset for number in range(400))
     assert counts["a"] == pytest.approx(100, abs=4)
 
 
 def test_adaptive_mixture_starts_with_the_weights() -> None:
-    mixture = make_mixture(ADAPTIVE, _tasks(a=1, b=3), _catalogue(a=50, b=50))
+    mixture = make_mixture(ADAPTIVE, tasks_of(a=1, b=3), catalogue_of(a=50, b=50))
     assert mixture.shares() == {"maze/a": 0.25, "maze/b": 0.75}
     counts = Counter(mixture.item(number).subset for number in range(400))
     assert counts["a"] == pytest.approx(100, abs=4)
 
 
 def test_adaptive_mixture_prefers_the_task_nearest_to_one_half() -> None:
-    mixture = make_mixture(ADAPTIVE, _tasks(a=1, b=1, c=1), _catalogue(a=50, b=50, c=50))
+    mixture = make_mixture(ADAPTIVE, tasks_of(a=1, b=1, c=1), catalogue_of(a=50, b=50, c=50))
     for i in range(MIN_TASK_EPISODES):
         tell(mixture, "a", f"a-train-{i}", is_success=i % 2 == 0)  # 0.5: worth 1
         tell(mixture, "b", f"b-train-{i}", is_success=i % 4 == 0)  # 0.25: worth 0.75
@@ -115,7 +104,7 @@ def test_adaptive_mixture_prefers_the_task_nearest_to_one_half() -> None:
 
 
 def test_adaptive_mixture_believes_a_task_only_after_some_episodes() -> None:
-    mixture = make_mixture(ADAPTIVE, _tasks(a=1, b=1), _catalogue(a=50, b=50))
+    mixture = make_mixture(ADAPTIVE, tasks_of(a=1, b=1), catalogue_of(a=50, b=50))
     tell(mixture, "a", "a-train-0", is_success=False, num=MIN_TASK_EPISODES - 1)
     assert mixture.shares()["maze/a"] == 0.5
     tell(mixture, "a", "a-train-0", is_success=False)
@@ -123,14 +112,14 @@ def test_adaptive_mixture_believes_a_task_only_after_some_episodes() -> None:
 
 
 def test_adaptive_mixture_draws_no_item_twice_in_an_epoch() -> None:
-    mixture = make_mixture(ADAPTIVE, _tasks(a=1), _catalogue(a=30))
+    mixture = make_mixture(ADAPTIVE, tasks_of(a=1), catalogue_of(a=30))
     for epoch in range(3):
         drawn = [mixture.item(epoch * 30 + i).item_id for i in range(30)]
         assert len(set(drawn)) == 30
 
 
 def test_adaptive_mixture_mostly_skips_items_without_signal() -> None:
-    mixture = make_mixture(ADAPTIVE, _tasks(a=1), _catalogue(a=100))
+    mixture = make_mixture(ADAPTIVE, tasks_of(a=1), catalogue_of(a=100))
     for i in range(100):
         is_learnable = i < 50
         tell(mixture, "a", f"a-train-{i}", is_success=True, num=4)
@@ -145,7 +134,7 @@ def test_adaptive_mixture_mostly_skips_items_without_signal() -> None:
 
 
 def test_adaptive_mixture_finds_an_item_when_all_are_solved() -> None:
-    mixture = make_mixture(ADAPTIVE, _tasks(a=1), _catalogue(a=3))
+    mixture = make_mixture(ADAPTIVE, tasks_of(a=1), catalogue_of(a=3))
     for i in range(3):
         tell(mixture, "a", f"a-train-{i}", is_success=True, num=8)
     assert {mixture.item(number).item_id for number in range(40)} == {
@@ -165,7 +154,7 @@ def test_adaptive_mixture_restored_goes_on_with_the_same_items() -> None:
         return items
 
     def build() -> Mixture:
-        return make_mixture(ADAPTIVE, _tasks(a=1, b=2), _catalogue(a=10, b=40))
+        return make_mixture(ADAPTIVE, tasks_of(a=1, b=2), catalogue_of(a=10, b=40))
 
     whole, first, second = build(), build(), build()
     expected = play(whole, range(120))

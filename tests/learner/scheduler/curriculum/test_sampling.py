@@ -7,8 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.config.curriculum import TaskSection
-from learner.scheduler.curriculum.catalogue import Catalogue, SubsetEntry
 from learner.scheduler.curriculum.sampling import (
     Sampler,
     eval_items,
@@ -17,18 +15,7 @@ from learner.scheduler.curriculum.sampling import (
     permute,
     spread,
 )
-
-
-def _catalogue(**num_train: int) -> Catalogue:
-    subsets = {
-        name: SubsetEntry(num_train=num, num_test=5, max_turns=10)
-        for name, num in num_train.items()
-    }
-    return Catalogue(envs={"maze": subsets})
-
-
-def _tasks(**weights: float) -> list[TaskSection]:
-    return [TaskSection(env="maze", subset=name, weight=w) for name, w in weights.items()]
+from tests.learner.scheduler.builders import catalogue_of, tasks_of
 
 
 @given(st.integers(0, 60), st.integers(1, 40), st.integers(0, 90), st.integers(0, 90))
@@ -45,7 +32,7 @@ def test_permute_is_a_bijection(size: int, key: int) -> None:
 
 
 def test_sampler_visits_every_item_of_a_subset_once_per_epoch() -> None:
-    sampler = Sampler(_tasks(a=1, b=2), _catalogue(a=7, b=11), seed=3)
+    sampler = Sampler(tasks_of(a=1, b=2), catalogue_of(a=7, b=11), seed=3)
     visits: dict[str, list[str]] = {"a": [], "b": []}
     for number in range(0, 8 * 20):  # whole blocks, so that ranks are complete
         item = sampler.item(number)
@@ -60,7 +47,7 @@ def test_sampler_visits_every_item_of_a_subset_once_per_epoch() -> None:
 
 @pytest.mark.parametrize("seed", [0, 1, 12345])
 def test_sampler_keeps_the_shares_of_every_window_near_the_weights(seed: int) -> None:
-    sampler = Sampler(_tasks(a=1, b=3, c=6), _catalogue(a=50, b=50, c=50), seed=seed)
+    sampler = Sampler(tasks_of(a=1, b=3, c=6), catalogue_of(a=50, b=50, c=50), seed=seed)
     subsets = [sampler.item(number).subset for number in range(600)]
     for width in (20, 50, 100):
         for start in range(600 - width):
@@ -70,7 +57,7 @@ def test_sampler_keeps_the_shares_of_every_window_near_the_weights(seed: int) ->
 
 
 def test_sampler_shuffles_so_that_no_short_pattern_repeats() -> None:
-    sampler = Sampler(_tasks(a=1, b=1), _catalogue(a=50, b=50), seed=0)
+    sampler = Sampler(tasks_of(a=1, b=1), catalogue_of(a=50, b=50), seed=0)
     text = "".join(sampler.item(number).subset for number in range(160))
     blocks = [text[i : i + 8] for i in range(0, 160, 8)]
     assert len(set(blocks)) > 10
@@ -78,8 +65,8 @@ def test_sampler_shuffles_so_that_no_short_pattern_repeats() -> None:
 
 
 def test_sampler_is_a_pure_function_of_seed_and_number() -> None:
-    first, again = (Sampler(_tasks(a=1, b=1), _catalogue(a=9, b=9), seed=5) for _ in range(2))
-    other = Sampler(_tasks(a=1, b=1), _catalogue(a=9, b=9), seed=6)
+    first, again = (Sampler(tasks_of(a=1, b=1), catalogue_of(a=9, b=9), seed=5) for _ in range(2))
+    other = Sampler(tasks_of(a=1, b=1), catalogue_of(a=9, b=9), seed=6)
     numbers = list(range(60))
     expected = [first.item(n) for n in numbers]
     assert [again.item(n) for n in reversed(numbers)] == expected[::-1]
@@ -88,13 +75,13 @@ def test_sampler_is_a_pure_function_of_seed_and_number() -> None:
 
 
 def test_sampler_needs_no_memory_for_a_million_items_and_a_million_groups() -> None:
-    sampler = Sampler(_tasks(a=1), _catalogue(a=1_000_000), seed=0)
+    sampler = Sampler(tasks_of(a=1), catalogue_of(a=1_000_000), seed=0)
     drawn = {sampler.item(number).item_id for number in range(1_000_000, 1_000_800)}
     assert len(drawn) == 800
 
 
 def test_sampler_never_draws_a_task_of_weight_zero() -> None:
-    sampler = Sampler(_tasks(a=0, b=1), _catalogue(a=9, b=9), seed=0)
+    sampler = Sampler(tasks_of(a=0, b=1), catalogue_of(a=9, b=9), seed=0)
     assert {sampler.item(number).subset for number in range(50)} == {"b"}
 
 
@@ -116,5 +103,5 @@ def test_spread_passes_on_what_a_cap_cuts() -> None:
 
 
 def test_eval_items_are_the_first_test_items_spread_by_weight() -> None:
-    items = eval_items(_tasks(a=2, b=1), _catalogue(a=9, b=9), 3)
+    items = eval_items(tasks_of(a=2, b=1), catalogue_of(a=9, b=9), 3)
     assert [item.item_id for item in items] == ["a-test-0", "a-test-1", "b-test-0"]

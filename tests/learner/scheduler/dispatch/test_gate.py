@@ -1,5 +1,7 @@
 """How many groups may be opened."""
 
+from dataclasses import replace
+
 import pytest
 
 from common.config.run_config import RunConfig, TrainMode
@@ -11,23 +13,13 @@ def _gate(cfg: RunConfig) -> Gate:
     return Gate(cfg.groups, cfg.scheduler, cfg.train)
 
 
-def _state(
-    *,
-    version: int = 0,
-    num_open: int = 0,
-    num_ready: int = 0,
-    num_filtered: int = 0,
-    ahead: int = 9,
-    needed: int = 0,  # steps
-) -> GateState:
-    return GateState(
-        version=version,
-        num_open=num_open,
-        num_ready=num_ready,
-        num_filtered=num_filtered,
-        max_ahead_steps=ahead,
-        needed_ahead_steps=needed,
-    )
+STATE = GateState(
+    version=0, num_open=0, num_ready=0, num_filtered=0, max_ahead_steps=9, needed_ahead_steps=0
+)
+
+
+def _state(**changes: int) -> GateState:
+    return replace(STATE, **changes)
 
 
 def test_async_gate_allows_the_current_batch_and_those_ahead() -> None:
@@ -38,16 +30,16 @@ def test_async_gate_allows_the_current_batch_and_those_ahead() -> None:
 
 def test_gate_follows_a_learner_that_asks_for_fresher_data_but_never_opens_wider() -> None:
     cfg = make_config(per_step=16, max_ahead_steps=2, num_steps=100)
-    assert _gate(cfg).allowed(_state(ahead=0)).num_allowed == 16
-    assert _gate(cfg).allowed(_state(ahead=5)).num_allowed == 48
+    assert _gate(cfg).allowed(_state(max_ahead_steps=0)).num_allowed == 16
+    assert _gate(cfg).allowed(_state(max_ahead_steps=5)).num_allowed == 48
 
 
 def test_gate_opens_what_the_measured_pace_needs_within_the_bound_and_the_learner_s_wish() -> None:
     cfg = make_config(per_step=16, max_ahead_steps=2, num_steps=100)
-    assert _gate(cfg).allowed(_state(needed=1, num_open=4)).num_allowed == 28
-    assert _gate(cfg).allowed(_state(needed=9)).num_allowed == 48
-    assert _gate(cfg).allowed(_state(needed=9, ahead=1)).num_allowed == 32
-    assert _gate(cfg).allowed(_state(needed=1, ahead=0)).num_allowed == 16
+    assert _gate(cfg).allowed(_state(needed_ahead_steps=1, num_open=4)).num_allowed == 28
+    assert _gate(cfg).allowed(_state(needed_ahead_steps=9)).num_allowed == 48
+    assert _gate(cfg).allowed(_state(needed_ahead_steps=9, max_ahead_steps=1)).num_allowed == 32
+    assert _gate(cfg).allowed(_state(needed_ahead_steps=1, max_ahead_steps=0)).num_allowed == 16
 
 
 def test_async_gate_names_how_far_the_actors_are_ahead() -> None:

@@ -3,12 +3,12 @@
 from tests.learner.scheduler.builders import (
     Table,
     ids,
+    joined,
 )
 
 
 def test_lease_of_a_dead_actor_is_issued_again_with_the_next_attempt() -> None:
-    table = Table()
-    table.hello("actor-0")
+    table = joined()
     first = table.ask("actor-0", 4).leases
     table.clock.now += 11
     table.hello("actor-1")
@@ -20,8 +20,7 @@ def test_lease_of_a_dead_actor_is_issued_again_with_the_next_attempt() -> None:
 
 
 def test_rest_of_a_dead_actor_s_group_goes_to_the_next_one_that_asks() -> None:
-    table = Table()
-    table.hello("actor-0")
+    table = joined()
     leases = table.ask("actor-0", 2).leases
     table.arrive(leases)
     table.clock.now += 11
@@ -44,16 +43,14 @@ def test_lease_of_a_restarted_actor_is_issued_again_at_once() -> None:
 
 
 def test_hello_of_the_same_process_keeps_its_leases() -> None:
-    table = Table()
-    table.hello("actor-0")
+    table = joined()
     first = table.ask("actor-0", 4).leases
     table.hello("actor-0")
     assert set(ids(table.ask("actor-0", 4).leases)).isdisjoint(ids(first))
 
 
 def test_heartbeat_renews_what_it_lists() -> None:
-    table = Table()
-    table.hello("actor-0")
+    table = joined()
     leases = table.ask("actor-0", 4).leases
     for _ in range(500):  # 2500 s, beyond the 1810 s of a lease
         table.clock.now += 5
@@ -64,8 +61,7 @@ def test_heartbeat_renews_what_it_lists() -> None:
 
 
 def test_lease_past_its_deadline_is_issued_again() -> None:
-    table = Table()
-    table.hello("actor-0")
+    table = joined()
     first = table.ask("actor-0", 1).leases
     episode = table.core.lifecycle.leases.of("actor-0")[0]
     assert episode.deadline == table.clock.now + 1800 + 10
@@ -76,8 +72,7 @@ def test_lease_past_its_deadline_is_issued_again() -> None:
 
 
 def test_lease_that_two_heartbeats_do_not_list_is_lost() -> None:
-    table = Table()
-    table.hello("actor-0")
+    table = joined()
     leases = table.ask("actor-0", 2).leases
     kept, missed = leases
     table.clock.now += 6
@@ -88,8 +83,7 @@ def test_lease_that_two_heartbeats_do_not_list_is_lost() -> None:
 
 
 def test_missed_lease_is_not_lost_when_the_next_heartbeat_lists_it() -> None:
-    table = Table()
-    table.hello("actor-0")
+    table = joined()
     leases = table.ask("actor-0", 1).leases
     for running in ([], ids(leases), [], ids(leases)):
         table.clock.now += 6
@@ -98,8 +92,7 @@ def test_missed_lease_is_not_lost_when_the_next_heartbeat_lists_it() -> None:
 
 
 def test_actor_that_was_thought_dead_takes_its_episodes_back() -> None:
-    table = Table()
-    table.hello("actor-0")
+    table = joined()
     leases = table.ask("actor-0", 2).leases
     table.clock.now += 11
     table.core.tick()
@@ -110,8 +103,7 @@ def test_actor_that_was_thought_dead_takes_its_episodes_back() -> None:
 
 
 def test_actor_is_told_to_abandon_what_another_one_plays_now() -> None:
-    table = Table()
-    table.hello("actor-0")
+    table = joined()
     leases = table.ask("actor-0", 2).leases
     table.clock.now += 11
     table.hello("actor-1")

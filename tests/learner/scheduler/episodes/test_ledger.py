@@ -12,6 +12,7 @@ from learner.scheduler.evaluation.phases import Phase
 from tests.learner.scheduler.builders import (
     Table,
     ids,
+    joined,
     make_config,
     outcome_of,
     seen_of,
@@ -29,9 +30,7 @@ def test_episode_is_failed_with_its_cause_after_max_attempts() -> None:
 
 
 def test_learner_is_told_of_episodes_given_up_until_the_group_is_closed() -> None:
-    table = Table(make_config(max_attempts=1))
-    table.hello("learner")
-    table.hello("actor-0")
+    table = joined("learner", "actor-0", cfg=make_config(max_attempts=1))
     leases = table.ask("actor-0", 4).leases
     table.arrive(leases[1:])
     table.hello("actor-0", incarnation="new")
@@ -44,9 +43,7 @@ def test_learner_is_told_of_episodes_given_up_until_the_group_is_closed() -> Non
 
 
 def test_learner_that_restarts_is_told_who_was_given_up_in_a_group_called_ready() -> None:
-    table = Table(make_config(max_attempts=1))
-    table.hello("learner-1")
-    table.hello("actor-0")
+    table = joined("learner-1", "actor-0", cfg=make_config(max_attempts=1))
     leases = table.ask("actor-0", 4).leases
     table.arrive(leases[1:])
     table.hello("actor-0", incarnation="new")
@@ -56,8 +53,7 @@ def test_learner_that_restarts_is_told_who_was_given_up_in_a_group_called_ready(
 
 
 def test_learner_s_word_replaces_that_of_the_scheduler() -> None:
-    table = Table(make_config(max_attempts=1))
-    table.hello("actor-0")
+    table = joined(cfg=make_config(max_attempts=1))
     leases = table.ask("actor-0", 4).leases
     table.hello("actor-0", incarnation="new")  # all four given up
     assert table.counts()["failed"] == 4
@@ -69,8 +65,7 @@ def test_learner_s_word_replaces_that_of_the_scheduler() -> None:
 
 
 def test_late_arrival_of_an_earlier_attempt_is_accepted() -> None:
-    table = Table()
-    table.hello("actor-0")
+    table = joined()
     first = table.ask("actor-0", 1).leases
     table.hello("actor-0", incarnation="new")
     second = table.ask("actor-0", 1).leases
@@ -82,8 +77,7 @@ def test_late_arrival_of_an_earlier_attempt_is_accepted() -> None:
 
 
 def test_repeated_outcome_is_ignored_and_another_one_is_an_error() -> None:
-    table = Table()
-    table.hello("actor-0")
+    table = joined()
     leases = table.ask("actor-0", 4).leases
     table.arrive(leases)
     table.finish_group("g0000000", Outcome.TRAINED)
@@ -101,8 +95,7 @@ def test_report_of_an_episode_that_was_never_issued_is_counted_not_fatal() -> No
 
 
 def test_run_ends_with_the_counts_when_too_many_episodes_fail() -> None:
-    table = Table(make_config(per_step=50, max_failed_frac=0.2))
-    table.hello("actor-0")
+    table = joined(cfg=make_config(per_step=50, max_failed_frac=0.2))
     leases = table.ask("actor-0", 60).leases
     table.arrive(leases[:39])
     table.arrive(leases[39:49], end_reason=EndReason.ENV_ERROR)
@@ -111,8 +104,7 @@ def test_run_ends_with_the_counts_when_too_many_episodes_fail() -> None:
 
 
 def test_step_that_leaves_the_books_unbalanced_raises_with_the_difference() -> None:
-    table = Table()
-    table.hello("actor-0")
+    table = joined()
     table.ask("actor-0", 4)
     table.core.lifecycle.ledger.train.issued += 3
     with pytest.raises(LedgerError, match="difference 3"):
@@ -120,8 +112,7 @@ def test_step_that_leaves_the_books_unbalanced_raises_with_the_difference() -> N
 
 
 def test_training_ends_with_the_last_step_and_what_was_not_played_is_stale() -> None:
-    table = Table(make_config(num_steps=1))
-    table.hello("actor-0")
+    table = joined(cfg=make_config(num_steps=1))
     leases = table.ask("actor-0", 8).leases
     table.arrive(leases[:4])
     table.finish_group("g0000000", Outcome.TRAINED)
@@ -135,9 +126,7 @@ def test_training_ends_with_the_last_step_and_what_was_not_played_is_stale() -> 
 
 
 def test_learner_that_waits_for_a_group_closed_without_a_member_is_told_of_it() -> None:
-    table = Table(make_config(max_attempts=1))
-    table.hello("learner-1")
-    table.hello("actor-0")
+    table = joined("learner-1", "actor-0", cfg=make_config(max_attempts=1))
     leases = table.ask("actor-0", 4).leases
     table.arrive(leases[1:])
     table.hello("actor-0", incarnation="new")  # the first is given up
@@ -151,8 +140,7 @@ def test_learner_that_waits_for_a_group_closed_without_a_member_is_told_of_it() 
 @pytest.mark.parametrize("before", [Outcome.STALE, Outcome.FAILED, Outcome.FILTERED])
 def test_what_was_not_trained_on_may_be_by_a_learner_that_restarted(before: Outcome) -> None:
     """It finds members in its journal that came too late for its predecessor."""
-    table = Table()
-    table.hello("actor-0")
+    table = joined()
     leases = table.ask("actor-0", 4).leases
     table.arrive(leases)
     table.report(groups=[GroupArrived(group_id="g0000000", is_ready=before is Outcome.STALE)])
@@ -164,8 +152,7 @@ def test_what_was_not_trained_on_may_be_by_a_learner_that_restarted(before: Outc
 
 
 def test_step_names_the_account_and_all_its_counts_when_an_episode_is_missing() -> None:
-    table = Table()
-    table.hello("actor-0")
+    table = joined()
     table.arrive(table.ask("actor-0", 4).leases)
     table.finish_group("g0000000", Outcome.TRAINED)
     table.core.lifecycle.ledger.train.settled["trained"] -= 1
