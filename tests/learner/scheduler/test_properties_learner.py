@@ -31,7 +31,14 @@ from learner.scheduler.core import SchedulerCore
 from learner.scheduler.episodes.audit import ENDED
 from learner.scheduler.episodes.table import EpisodeState
 from tests.configs import edited
-from tests.learner.scheduler.builders import CATALOGUE, Table, make_config, outcome_of, seen_of
+from tests.learner.scheduler.builders import (
+    CATALOGUE,
+    Table,
+    ids_in,
+    make_config,
+    outcome_of,
+    seen_of,
+)
 from tests.learner.scheduler.learner_side import has_signal, trajectory_of
 
 ACTORS = ("actor-0", "actor-1", "actor-2")
