@@ -210,10 +210,10 @@ class EpisodeSeen:
 class Outcomes:
     """Learner -> scheduler, in one message so that the ledger balances after each."""
 
-    seen: list[EpisodeSeen]
-    outcomes: list[EpisodeOutcome]
-    groups: list[GroupArrived]
-    num_duplicates: int  # trajectories discarded as duplicates since the last report
+    seen: list[EpisodeSeen] = field(default_factory=list[EpisodeSeen])
+    outcomes: list[EpisodeOutcome] = field(default_factory=list[EpisodeOutcome])
+    groups: list[GroupArrived] = field(default_factory=list[GroupArrived])
+    num_duplicates: int = 0  # trajectories discarded as duplicates since the last report
     number: int = 0  # 1 for the first message after hello; 0: not counted
 
 

@@ -7,6 +7,7 @@ from functools import partial
 from common.config.run_config import RunConfig, TrainMode, published_version
 from learner.scheduler.curriculum.catalogue import Catalogue
 from learner.scheduler.curriculum.curriculum import Curriculum
+from learner.scheduler.curriculum.mixture import Mixture
 from learner.scheduler.curriculum.sampling import eval_items
 from learner.scheduler.curriculum.success import SuccessAverages
 from learner.scheduler.dispatch.gate import Gate, GateState
@@ -69,18 +70,15 @@ def build_components(cfg: RunConfig, catalogue: Catalogue) -> Components:
     silent_after_s = SILENT_BEATS * cfg.scheduler.heartbeat_s
     stream_items = eval_items(cfg.tasks, catalogue, cfg.eval.stream_items)
     phase_items = eval_items(cfg.tasks, catalogue, cfg.eval.num_items)
+    seed, group_size = cfg.run.seed, cfg.groups.size
+    mixture = Mixture(cfg.mixture, cfg.tasks, catalogue, seed=seed, group_size=group_size)
     curriculum = Curriculum(
-        cfg.horizon,
-        cfg.mixture,
-        cfg.tasks,
-        catalogue,
-        seed=cfg.run.seed,
-        group_size=cfg.groups.size,
+        cfg.horizon, mixture, cfg.tasks, catalogue, seed=seed, group_size=group_size
     )
     limits = Limits(
         scheduler=cfg.scheduler,
         max_lag_steps=cfg.learner.max_lag_steps,
-        group_size=cfg.groups.size,
+        group_size=group_size,
         is_sync=cfg.train.mode is TrainMode.SYNC,
     )
     return Components(
@@ -94,5 +92,5 @@ def build_components(cfg: RunConfig, catalogue: Catalogue) -> Components:
         phases=PhaseGroups(cfg.eval, phase_items, catalogue),
         needed_version=partial(published_version, cfg),
         episode_timeout_s=cfg.actor.episode_timeout_s,
-        seed=cfg.run.seed,
+        seed=seed,
     )

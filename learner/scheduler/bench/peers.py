@@ -79,7 +79,7 @@ class BenchLearner:
         groups = [GroupArrived(group_id=each, is_ready=True) for each in ready]
         said: list[Any] = []
         if self._seen or groups:
-            said.append(self._outcomes(seen=self._seen, groups=groups))
+            said.append(Outcomes(seen=self._seen, groups=groups))
             self._seen = []
         self._said_ready += ready
         while len(self._said_ready) >= self._per_step:
@@ -91,25 +91,11 @@ class BenchLearner:
                 EpisodeOutcome(episode_id=each, outcome=Outcome.TRAINED, cause="")
                 for each in trained
             ]
-            said.append(self._outcomes(outcomes=outcomes))
+            said.append(Outcomes(outcomes=outcomes))
             said.append(
                 StepDone(version=self.version, is_last=False, max_ahead_steps=1_000, signals={})
             )
         return said
-
-    def _outcomes(
-        self,
-        *,
-        seen: list[EpisodeSeen] | None = None,
-        groups: list[GroupArrived] | None = None,
-        outcomes: list[EpisodeOutcome] | None = None,
-    ) -> Outcomes:
-        return Outcomes(
-            seen=seen or [],
-            outcomes=outcomes or [],
-            groups=groups or [],
-            num_duplicates=0,
-        )
 
 
 @dataclass(slots=True)

@@ -31,7 +31,8 @@ from learner.scheduler.bench.peers import (
 )
 from learner.scheduler.components import build_components
 from learner.scheduler.core import SchedulerCore
-from learner.scheduler.curriculum.catalogue import Catalogue, SubsetEntry
+from learner.scheduler.curriculum.catalogue import Catalogue
+from learner.simulator.settings import catalogue_of
 
 START_S, STOP_S = 120.0, 15.0
 NUM_PEERS = 2_000
@@ -77,15 +78,6 @@ def bench_config(folder: Path) -> RunConfig:
         "log.level=WARNING",
     )
     return load_config("quickstart", overrides, root=ROOT)
-
-
-def catalogue_of(cfg: RunConfig) -> Catalogue:
-    """Return a catalogue that has the run's tasks, with a thousand items each."""
-    entry = SubsetEntry(num_train=1_000, num_test=100, max_turns=64)
-    envs: dict[str, dict[str, SubsetEntry]] = {}
-    for task in cfg.tasks:
-        envs.setdefault(task.env, {})[task.subset] = entry
-    return Catalogue(envs=envs)
 
 
 # --- the core ---------------------------------------------------------------------------------

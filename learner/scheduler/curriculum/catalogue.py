@@ -9,6 +9,8 @@ import urllib.request
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from pydantic import BaseModel, StrictInt, TypeAdapter, ValidationError
+
 from common.config.curriculum import TaskSection
 from common.errors import ConfigError, EnvError
 
@@ -22,9 +24,9 @@ REQUEST_TIMEOUT_S = 10.0
 class SubsetEntry:
     """One subset of an environment."""
 
-    num_train: int
-    num_test: int
-    max_turns: int  # the most turns of an episode, at any horizon stage
+    num_train: StrictInt
+    num_test: StrictInt
+    max_turns: StrictInt  # the most turns of an episode, at any horizon stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,29 +40,26 @@ class Catalogue:
         return self.envs[env][subset]
 
 
+class _Environment(BaseModel):
+    """What the hub says of one, as far as it matters here."""
+
+    subsets: dict[str, SubsetEntry]
+
+
+_BODY = TypeAdapter(dict[str, _Environment])
+
+
 def parse_catalogue(body: object) -> Catalogue:
     """Return the typed catalogue of a `GET /v1/envs` body.
 
     Raises:
         EnvError: the hub answered with something else; names the place.
     """
-    if not isinstance(body, dict):
-        raise EnvError(f"/v1/envs is {type(body).__name__}, not a map of environments")
-    return Catalogue(envs={env: _parse_subsets(env, entry) for env, entry in body.items()})
-
-
-def _parse_subsets(env: str, entry: object) -> dict[str, SubsetEntry]:
-    subsets = entry.get("subsets") if isinstance(entry, dict) else None
-    if not isinstance(subsets, dict):
-        raise EnvError(f"/v1/envs: {env} has no map of subsets")
-    return {name: _parse_entry(f"{env}.{name}", value) for name, value in subsets.items()}
-
-
-def _parse_entry(path: str, value: object) -> SubsetEntry:
-    fields = ("num_train", "num_test", "max_turns")
-    if not isinstance(value, dict) or not all(type(value.get(name)) is int for name in fields):
-        raise EnvError(f"/v1/envs: {path} needs whole numbers {fields}, got {value!r:.200}")
-    return SubsetEntry(**{name: value[name] for name in fields})
+    try:
+        envs = _BODY.validate_python(body)
+    except ValidationError as error:
+        raise EnvError(f"/v1/envs: {error}") from error
+    return Catalogue(envs={name: env.subsets for name, env in envs.items()})
 
 
 def fetch_catalogue(url: str, *, token: str, timeout_s: float) -> Catalogue:

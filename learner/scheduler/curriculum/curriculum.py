@@ -7,10 +7,8 @@ from common.config.curriculum import (
     HorizonKind,
     HorizonPolicy,
     HorizonSection,
-    MixtureSection,
     TaskSection,
 )
-from common.wire.ids import episode_id_of
 from common.wire.messages import EndReason, EpisodeKind, EpisodeSeen, PolicyKind
 from learner.scheduler.curriculum.catalogue import Catalogue
 from learner.scheduler.curriculum.gated import UNKNOWN, GatedHorizon
@@ -42,7 +40,7 @@ class Curriculum:
     def __init__(
         self,
         horizon: HorizonSection,
-        mixture: MixtureSection,
+        mixture: Mixture,
         tasks: list[TaskSection],
         catalogue: Catalogue,
         *,
@@ -52,10 +50,10 @@ class Curriculum:
         """Start at the first item and the first stage.
 
         Args:
-            seed: of the run; items and sampling seeds follow from it.
+            seed: of the run; the sampling seeds follow from it.
             group_size: episodes of an item at a time.
         """
-        self.mixture = Mixture(mixture, tasks, catalogue, seed=seed, group_size=group_size)
+        self.mixture = mixture
         self.version = 0
         self._horizon, self._catalogue = horizon, catalogue
         self._seed, self._group_size = seed, group_size
@@ -74,12 +72,9 @@ class Curriculum:
         max_turns = self._catalogue.entry(item.env, item.subset).max_turns
         group_id = f"g{number:07d}"
         episodes = [
-            EpisodeRecord(
-                episode_id=episode_id_of(group_id, member),
-                member=member,
-                env=item.env,
-                subset=item.subset,
-                item_id=item.item_id,
+            item.episode(
+                group_id,
+                member,
                 seed=member_seed(self._seed, number, member),
                 horizon=min(stamp.horizon, max_turns),
             )

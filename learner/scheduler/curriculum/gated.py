@@ -4,6 +4,7 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 from common.config.curriculum import HorizonPolicy
@@ -52,10 +53,6 @@ class Move:
     ess_frac: float
 
 
-def _moves() -> deque[Move]:
-    return deque(maxlen=MAX_MOVES)
-
-
 @dataclass(slots=True)
 class GatedHorizon:
     """Decides after every step; between two decisions the stage stands still.
@@ -70,7 +67,7 @@ class GatedHorizon:
     steps: deque[StepSeen] = field(init=False)  # the last ones
     since: int = 0  # version at which the stage began
     stage: int = 0
-    moves: deque[Move] = field(default_factory=_moves)
+    moves: deque[Move] = field(default_factory=partial(deque[Move], maxlen=MAX_MOVES))
     num_episodes: int = 0  # of the present stage, since the last step
     num_solved: int = 0
     num_truncated: int = 0

@@ -11,8 +11,9 @@ from learner.scheduler.curriculum.sampling import (
     Item,
     Sampler,
     Spiral,
+    TrainItems,
     hash_words,
-    permute,
+    train_items,
 )
 from learner.scheduler.curriculum.success import SuccessPool, worth
 from learner.scheduler.state import CONFIGURED, FIXED
@@ -26,16 +27,13 @@ MAX_SKIPS = 64  # items passed over for one group
 class MixtureTask:
     """One part of the mixture and how far its items have been gone through."""
 
-    env: str = field(metadata=FIXED)
-    subset: str = field(metadata=FIXED)
+    items: TrainItems = field(metadata=FIXED)
     base: float = field(metadata=FIXED)  # its share if all tasks were worth the same
-    num_train: int = field(metadata=FIXED)  # items
-    key: int = field(metadata=FIXED)  # of the order of its items
     cursor: int = 0  # items passed, drawn or skipped
 
     @property
     def name(self) -> str:
-        return f"{self.env}/{self.subset}"
+        return f"{self.items.env}/{self.items.subset}"
 
 
 @dataclass(init=False, slots=True)
@@ -78,13 +76,7 @@ class Mixture:
         self._sampler = Sampler(tempered, catalogue, seed=seed)
         self._spiral = Spiral(seed=seed)
         parts = [
-            MixtureTask(
-                env=task.env,
-                subset=task.subset,
-                base=task.weight,
-                num_train=catalogue.entry(task.env, task.subset).num_train,
-                key=hash_words(seed, task.env, task.subset),
-            )
+            MixtureTask(items=train_items(task, catalogue, seed=seed), base=task.weight)
             for task in tempered
             if task.weight > 0
         ]
@@ -104,8 +96,7 @@ class Mixture:
         if not self.is_adaptive:
             return self._sampler.item(number)
         task = self._choose_task(self._spiral.share(number))
-        index = self._choose_index(task)
-        return Item(env=task.env, subset=task.subset, item_id=f"{task.subset}-train-{index}")
+        return task.items.item(self._choose_index(task))
 
     def see(self, seen: EpisodeSeen, item: Item) -> None:
         """Count a training episode that says something about the policy."""
@@ -123,14 +114,16 @@ class Mixture:
 
     def shares(self) -> dict[str, float]:
         """Return "<env>/<subset>" -> share of the next groups."""
-        worths = {name: task.base * self._worth(task) for name, task in self.tasks.items()}
+        worths = {name: task.base * self._task_worth(task) for name, task in self.tasks.items()}
         total = sum(worths.values())
         return {name: each / total for name, each in worths.items()}
 
-    def _worth(self, task: MixtureTask) -> float:
+    def _task_worth(self, task: MixtureTask) -> float:
         if not self.is_adaptive:
             return 1.0
-        success = self.subset_success.success(task.name, min_episodes=MIN_TASK_EPISODES)
+        return self._worth(self.subset_success.success(task.name, min_episodes=MIN_TASK_EPISODES))
+
+    def _worth(self, success: float | None) -> float:
         return 1.0 if success is None else worth(success, floor=self.cfg.floor)
 
     def _choose_task(self, point: float) -> MixtureTask:
@@ -145,13 +138,11 @@ class Mixture:
     def _choose_index(self, task: MixtureTask) -> int:
         """Go on to the next item that is not skipped; of too many skipped ones take the best."""
         best, best_worth = 0, -1.0
-        for _ in range(min(task.num_train, MAX_SKIPS)):
-            epoch, position = divmod(task.cursor, task.num_train)
+        for _ in range(min(task.items.num, MAX_SKIPS)):
+            epoch, index = task.items.at(task.cursor)
             task.cursor += 1
-            index = permute(position, task.num_train, key=hash_words(task.key, epoch))
-            success = self.item_success.success(f"{task.env}/{task.subset}-train-{index}")
-            item_worth = 1.0 if success is None else worth(success, floor=self.cfg.floor)
-            draw = min(hash_words(task.key, "keep", epoch, index) / 2**64, ONE_BELOW)
+            item_worth = self._worth(self.item_success.success(f"{task.name}-train-{index}"))
+            draw = min(hash_words(task.items.key, "keep", epoch, index) / 2**64, ONE_BELOW)
             if draw < item_worth:
                 return index
             if item_worth > best_worth:

@@ -9,7 +9,9 @@ import hashlib
 from dataclasses import dataclass
 
 from common.config.curriculum import TaskSection
+from common.wire.ids import episode_id_of
 from learner.scheduler.curriculum.catalogue import Catalogue
+from learner.scheduler.episodes.table import EpisodeRecord
 
 _SIZE = 1 << 64  # of the integer circle that stands for [0, 1)
 _MASK = _SIZE - 1
@@ -27,17 +29,52 @@ class Item:
     subset: str
     item_id: str  # "<subset>-<split>-<index>"
 
+    def episode(self, group_id: str, member: int, *, seed: int, horizon: int) -> EpisodeRecord:
+        """Return an episode of the item, as a member of a group."""
+        return EpisodeRecord(
+            episode_id=episode_id_of(group_id, member),
+            member=member,
+            env=self.env,
+            subset=self.subset,
+            item_id=self.item_id,
+            seed=seed,
+            horizon=horizon,
+        )
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Slice:
-    """The arc [low, high) of the circle that belongs to one task."""
+
+@dataclass(frozen=True, slots=True)
+class TrainItems:
+    """The training items of a task, in another order in every epoch."""
 
     env: str
     subset: str
-    num_train: int
+    num: int
+    key: int  # of the orders
+
+    def at(self, place: int) -> tuple[int, int]:
+        """Return (epoch, index) of the item at a place, counted over all epochs."""
+        epoch, position = divmod(place, self.num)
+        return epoch, permute(position, self.num, key=hash_words(self.key, epoch))
+
+    def item(self, index: int) -> Item:
+        """Return one of them."""
+        item_id = f"{self.subset}-train-{index}"
+        return Item(env=self.env, subset=self.subset, item_id=item_id)
+
+
+def train_items(task: TaskSection, catalogue: Catalogue, *, seed: int) -> TrainItems:
+    """Return the training items of a task; their order follows from the run's seed."""
+    num = catalogue.entry(task.env, task.subset).num_train
+    return TrainItems(task.env, task.subset, num, hash_words(seed, task.env, task.subset))
+
+
+@dataclass(frozen=True, slots=True)
+class _Slice:
+    """The arc [low, high) of the circle that belongs to one task."""
+
+    items: TrainItems
     low: int
     high: int
-    key: int
 
 
 def hash_words(*words: int | str) -> int:
@@ -126,7 +163,6 @@ class Sampler:
 
     def __init__(self, tasks: list[TaskSection], catalogue: Catalogue, *, seed: int) -> None:
         self._spiral = Spiral(seed=seed)
-        self._offset = self._spiral.offset
         self._slices = _slices(tasks, catalogue, seed)
 
     def item(self, number: int) -> Item:
@@ -135,14 +171,13 @@ class Sampler:
         phase = self._spiral.phase(place)
         part = next(s for s in self._slices if s.low <= phase < s.high)
         rank = self._num_below(place, part.high) - self._num_below(place, part.low)
-        epoch, position = divmod(rank, part.num_train)
-        index = permute(position, part.num_train, key=hash_words(part.key, epoch))
-        return Item(env=part.env, subset=part.subset, item_id=f"{part.subset}-train-{index}")
+        _, index = part.items.at(rank)
+        return part.items.item(index)
 
     def _num_below(self, count: int, bound: int) -> int:
         """How many of the first `count` phases lie below `bound`."""
-        passed = floor_sum(count, _SIZE, _GOLDEN, self._offset)
-        beyond = floor_sum(count, _SIZE, _GOLDEN, self._offset + _SIZE - bound)
+        passed = floor_sum(count, _SIZE, _GOLDEN, self._spiral.offset)
+        beyond = floor_sum(count, _SIZE, _GOLDEN, self._spiral.offset + _SIZE - bound)
         return count + passed - beyond
 
 
@@ -154,18 +189,7 @@ def _slices(tasks: list[TaskSection], catalogue: Catalogue, seed: int) -> list[_
     for i, task in enumerate(active):
         weight += task.weight
         high = _SIZE if i == len(active) - 1 else int(weight / total * _SIZE)
-        entry = catalogue.entry(task.env, task.subset)
-        key = hash_words(seed, task.env, task.subset)
-        slices.append(
-            _Slice(
-                env=task.env,
-                subset=task.subset,
-                num_train=entry.num_train,
-                low=low,
-                high=high,
-                key=key,
-            )
-        )
+        slices.append(_Slice(train_items(task, catalogue, seed=seed), low, high))
         low = high
     return slices
 

@@ -1,14 +1,13 @@
 """How well something is solved, by whatever key, and how much there is to learn from it."""
 
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from common.wire.messages import EpisodeSeen
 from learner.scheduler.state import FIXED
 
 Known = OrderedDict[str, list[float]]
-MEMORY_EPISODES = 50  # of the curves of training
 
 
 def worth(success: float, *, floor: float) -> float:
@@ -50,16 +49,13 @@ class SuccessPool:
             del self.known[key]
 
 
-def _plain(memory_episodes: int) -> Callable[[], SuccessPool]:
-    return lambda: SuccessPool(memory_episodes=memory_episodes)
-
-
 @dataclass(slots=True)
 class SuccessAverages:
     """How well the policy does: moving means of training, plain means of each evaluation."""
 
-    train: SuccessPool = field(default_factory=_plain(MEMORY_EPISODES))  # by "env/subset"
-    evaluation: SuccessPool = field(default_factory=_plain(0))  # by group
+    # of training by "env/subset", of evaluations by group
+    train: SuccessPool = field(default_factory=partial(SuccessPool, memory_episodes=50))
+    evaluation: SuccessPool = field(default_factory=partial(SuccessPool, memory_episodes=0))
 
     def train_report(self) -> dict[str, float]:
         """Return subset -> moving mean of success; "env/subset" if there are several envs."""

@@ -2,6 +2,7 @@
 
 from collections import Counter, deque
 from dataclasses import dataclass, field
+from functools import partial
 
 from common.errors import LongstrideError
 from learner.scheduler.state import FIXED, VOLATILE
@@ -10,16 +11,14 @@ WINDOW = 200  # episodes over which the share is taken
 MIN_WINDOW = 50  # episodes before it says anything
 
 
-def _causes() -> deque[str]:
-    return deque(maxlen=WINDOW)
-
-
 @dataclass(slots=True)
 class FailureWindow:
     """Causes of the last failures. A restart of the scheduler forgives them."""
 
     max_frac: float = field(metadata=FIXED)  # of the window
-    causes: deque[str] = field(default_factory=_causes, metadata=VOLATILE)  # "": no failure
+    causes: deque[str] = field(  # "": no failure
+        default_factory=partial(deque[str], maxlen=WINDOW), metadata=VOLATILE
+    )
 
     def add(self, cause: str) -> None:
         """Count an episode. Raises: LongstrideError: too many failed; names the causes."""

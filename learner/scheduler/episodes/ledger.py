@@ -53,16 +53,12 @@ class Account:
         }
 
 
-def _account(outcomes: tuple[str, ...]) -> Account:
-    return Account(dict.fromkeys(outcomes, 0))
-
-
 @dataclass(slots=True)
 class Ledger:
     """The account of training episodes and, apart from it, that of evaluation episodes."""
 
-    train: Account = field(default_factory=lambda: _account(TRAIN_OUTCOMES))
-    eval: Account = field(default_factory=lambda: _account(EVAL_OUTCOMES))
+    train: Account = field(default_factory=lambda: Account(dict.fromkeys(TRAIN_OUTCOMES, 0)))
+    eval: Account = field(default_factory=lambda: Account(dict.fromkeys(EVAL_OUTCOMES, 0)))
     num_duplicates: int = 0  # trajectories that the learner discarded
     num_unknown: int = 0  # reports of episodes that were never issued, e.g. after a rollback
 

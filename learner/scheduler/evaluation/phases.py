@@ -4,11 +4,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from common.config.evaluation import EvalSection
-from common.wire.ids import episode_id_of
 from common.wire.messages import EpisodeKind, PolicyKind
 from learner.scheduler.curriculum.catalogue import Catalogue
 from learner.scheduler.curriculum.sampling import Item, hash_words
-from learner.scheduler.episodes.table import EpisodeRecord, GroupRecord, GroupTable
+from learner.scheduler.episodes.table import GroupRecord, GroupTable
 
 
 class Phase(StrEnum):
@@ -83,12 +82,9 @@ def heldout_group(
     training seeds, differ in the policy alone.
     """
     episodes = [
-        EpisodeRecord(
-            episode_id=episode_id_of(group_id, i),
-            member=i,
-            env=item.env,
-            subset=item.subset,
-            item_id=item.item_id,
+        item.episode(
+            group_id,
+            i,
             seed=hash_words("eval", i) >> 33,
             horizon=catalogue.entry(item.env, item.subset).max_turns,
         )

@@ -106,20 +106,9 @@ class Table:
     def beat(self, name: str, running: list[str], version: int = 0) -> Progress:
         return self.core.handle(name, beat_of(name, running, version=version))
 
-    def report(
-        self,
-        *,
-        seen: list[EpisodeSeen] | None = None,
-        outcomes: list[EpisodeOutcome] | None = None,
-        groups: list[GroupArrived] | None = None,
-    ) -> Progress | None:
-        message = Outcomes(
-            seen=seen or [],
-            outcomes=outcomes or [],
-            groups=groups or [],
-            num_duplicates=0,
-        )
-        return self.core.handle("learner", message)
+    def report(self, **what: Any) -> Progress | None:
+        """Let the learner say `Outcomes(**what)`."""
+        return self.core.handle("learner", Outcomes(**what))
 
     def arrive(self, leases: list[Lease], *, end_reason: EndReason = EndReason.DONE) -> None:
         self.report(seen=[seen_of(lease, end_reason=end_reason) for lease in leases])

@@ -77,12 +77,8 @@ class Life:
                 if not is_ready:
                     ids = [e.episode_id for e in group.episodes if e.settled is None]
                     outcomes += [outcome_of(each, Outcome.FILTERED) for each in ids]
-        return Outcomes(
-            seen=[seen_of(lease) for lease in leases],
-            outcomes=outcomes,
-            groups=groups,
-            num_duplicates=0,
-        )
+        seen = [seen_of(lease) for lease in leases]
+        return Outcomes(seen=seen, outcomes=outcomes, groups=groups)
 
     def _step(self) -> Outcomes | StepDone:
         groups = self.core.lifecycle.table.groups.values()
@@ -90,7 +86,7 @@ class Life:
         ids = [e.episode_id for group in ready for e in group.episodes if e.settled is None]
         if ids:
             outcomes = [outcome_of(each, Outcome.TRAINED) for each in ids]
-            return Outcomes(seen=[], outcomes=outcomes, groups=[], num_duplicates=0)
+            return Outcomes(outcomes=outcomes)
         self.version += 1
         return StepDone(
             version=self.version,

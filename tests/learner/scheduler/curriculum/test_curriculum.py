@@ -17,6 +17,7 @@ from common.config.run_config import GroupsSection, RunConfig
 from common.wire.messages import EndReason, EpisodeKind, EpisodeSeen, PolicyKind
 from learner.scheduler.curriculum.catalogue import Catalogue, SubsetEntry
 from learner.scheduler.curriculum.curriculum import Curriculum
+from learner.scheduler.curriculum.mixture import Mixture
 from learner.scheduler.episodes.table import EpisodeRecord, GroupRecord
 from learner.scheduler.state import restore, save
 from tests.configs import edited
@@ -55,9 +56,8 @@ def make_curriculum(
         mixture=mixture or MixtureSection(),
         groups=GroupsSection(size=2, min_size=2),
     )
-    return Curriculum(
-        cfg.horizon, cfg.mixture, cfg.tasks, CATALOGUE, seed=0, group_size=cfg.groups.size
-    )
+    chosen = Mixture(cfg.mixture, cfg.tasks, CATALOGUE, seed=0, group_size=2)
+    return Curriculum(cfg.horizon, chosen, cfg.tasks, CATALOGUE, seed=0, group_size=2)
 
 
 def play(
