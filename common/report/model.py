@@ -1,8 +1,6 @@
 """What a run's report holds: report.json is this tree, and the page is drawn from it."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 Interval = tuple[float, float]  # of 95%
 
@@ -117,16 +115,6 @@ class Selection:
     rows: list[SelectionRow]
     comparisons: list[LengthComparison]
 
-    @classmethod
-    def parse(cls, written: Mapping[str, Any]) -> "Selection":
-        """Return the content of selection.json. Raises: KeyError: a column is absent."""
-        return cls(
-            rows=[SelectionRow(**_pick(row, SelectionRow)) for row in written["rows"]],
-            comparisons=[
-                LengthComparison(**_pick(each, LengthComparison)) for each in written["comparisons"]
-            ],
-        )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
@@ -161,8 +149,3 @@ class Report:
             "expert": self.baselines.expert,
         }
         return {name: score for name, score in named.items() if score is not None}
-
-
-def _pick(entry: Mapping[str, Any], kind: type[Any]) -> dict[str, Any]:
-    """Return the entries that a dataclass names."""
-    return {each.name: entry[each.name] for each in fields(kind)}

@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean, stdev
 
 from common.report.model import Gain, Score, SubsetScore
 from common.store.journal import read_journal
@@ -75,16 +76,16 @@ def _count(totals: JournalTotals, trajectory: Trajectory) -> None:
 
 def score(plays: Sequence[Play]) -> Score:
     """Return success with its interval, and the same by subset. Needs at least one play."""
-    by_subset: dict[str, list[Play]] = defaultdict(list)
+    by_subset: dict[str, list[bool]] = defaultdict(list)
     for play in plays:
-        by_subset[play.subset].append(play)
-    num_solved = _num_solved(plays)
+        by_subset[play.subset].append(play.is_success)
+    num_solved, num = sum(play.is_success for play in plays), len(plays)
     return Score(
-        success=num_solved / len(plays),
-        n=len(plays),
-        ci95=wilson_interval(num_solved, len(plays)),
+        success=num_solved / num,
+        n=num,
+        ci95=wilson_interval(num_solved, num),
         by_subset={
-            subset: SubsetScore(success=_num_solved(some) / len(some), n=len(some))
+            subset: SubsetScore(success=sum(some) / len(some), n=len(some))
             for subset, some in sorted(by_subset.items())
         },
     )
@@ -99,10 +100,15 @@ def wilson_interval(num_solved: int, num_plays: int) -> tuple[float, float]:
 
     Source: Wilson (1927), J. Am. Stat. Assoc. 22:209, without continuity correction.
     """
-    share, z2 = num_solved / num_plays, Z95**2
-    centre = share + z2 / (2 * num_plays)
-    spread = Z95 * math.sqrt((share * (1 - share) + z2 / (4 * num_plays)) / num_plays)
-    scale = 1 + z2 / num_plays
+    return score_interval(num_solved / num_plays, num_plays)
+
+
+def score_interval(mean: float, trials: float) -> tuple[float, float]:
+    """Return Wilson's interval around a mean of so many independent trials, all in [0, 1]."""
+    z2 = Z95**2
+    centre = mean + z2 / (2 * trials)
+    spread = Z95 * math.sqrt((mean * (1 - mean) + z2 / (4 * trials)) / trials)
+    scale = 1 + z2 / trials
     return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
 
 
@@ -115,11 +121,9 @@ def paired_gain(before: Iterable[Play], after: Iterable[Play]) -> Gain | None:
     gains = [new[item] - old[item] for item in sorted(old.keys() & new.keys())]
     if not gains:
         return None
-    mean = sum(gains) / len(gains)
-    interval = None
+    mean, interval = fmean(gains), None
     if len(gains) > 1:
-        variance = sum((gain - mean) ** 2 for gain in gains) / (len(gains) - 1)
-        spread = Z95 * math.sqrt(variance / len(gains))
+        spread = Z95 * stdev(gains) / math.sqrt(len(gains))
         interval = (max(-1.0, mean - spread), min(1.0, mean + spread))
     return Gain(success=mean, ci95=interval, num_pairs=len(gains))
 
@@ -132,31 +136,31 @@ def lag_histogram(lines: list[MetricsLine]) -> dict[str, int]:
 
 def has(lines: list[MetricsLine], name: str) -> bool:
     """Return whether any step has a value of this name."""
-    return any(line.get(name) is not None for line in lines)
+    return bool(_values(lines, name))
 
 
 def total(lines: list[MetricsLine], name: str) -> float:
     """Return the sum over the steps that have a value."""
-    return sum(value for line in lines if (value := line.get(name)) is not None)
+    return sum(_values(lines, name))
 
 
 def mean(lines: list[MetricsLine], name: str) -> float | None:
     """Return the mean over the steps that have a value; None if none has."""
-    values = [value for line in lines if (value := line.get(name)) is not None]
+    values = _values(lines, name)
     return sum(values) / len(values) if values else None
 
 
 def peak(lines: list[MetricsLine], name: str) -> float | None:
     """Return the largest value of any step; None if no step has one."""
-    return max((value for line in lines if (value := line.get(name)) is not None), default=None)
+    return max(_values(lines, name), default=None)
 
 
-def _num_solved(plays: Sequence[Play]) -> int:
-    return sum(play.is_success for play in plays)
+def _values(lines: list[MetricsLine], name: str) -> list[float]:
+    return [value for line in lines if (value := line.get(name)) is not None]
 
 
 def _success_by_item(plays: Iterable[Play]) -> dict[tuple[str, str], float]:
-    by_item: dict[tuple[str, str], list[Play]] = defaultdict(list)
+    by_item: dict[tuple[str, str], list[bool]] = defaultdict(list)
     for play in plays:
-        by_item[play.item].append(play)
-    return {item: _num_solved(some) / len(some) for item, some in by_item.items()}
+        by_item[play.item].append(play.is_success)
+    return {item: fmean(some) for item, some in by_item.items()}

@@ -1,9 +1,11 @@
 """Writes report.json and report.html at the end of a run, from the files of its directory."""
 
-import json
 import logging
 from dataclasses import asdict
-from typing import cast
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter
 
 from common.config.run_config import RunConfig
 from common.report.evaluation.curve import eval_curve
@@ -23,6 +25,7 @@ from common.store.metrics import MetricsLine, read_metrics
 from common.store.run_dir import RunDir, write_atomically, write_json
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 def write_report(
@@ -77,7 +80,7 @@ def build_report(
     totals = read_totals(run_dir.journal)
     evals = totals.evaluations
     absent: dict[str, str] = {}
-    ledger = _read_ledger(run_dir)
+    ledger = _read(run_dir.ledger, dict[str, Any])
     is_after, has_baselines = cfg.eval.after, cfg.eval.baselines
     return Report(
         before=_score(evals, "before-model", cfg.eval.before, absent),
@@ -106,7 +109,7 @@ def build_report(
             num_test_items=len(totals.test_items),
             num_shared_item_ids=len(totals.train_items & totals.test_items),
         ),
-        selection=_read_selection(run_dir),
+        selection=_read(run_dir.selection, Selection),
     )
 
 
@@ -137,14 +140,6 @@ def _peak_by_role(lines: list[MetricsLine]) -> dict[str, int]:
     }
 
 
-def _read_ledger(run_dir: RunDir) -> dict[str, int] | None:
-    """Return the ledger as the scheduler left it; None if it never wrote one."""
-    if not run_dir.ledger.exists():
-        return None
-    return cast("dict[str, int]", json.loads(run_dir.ledger.read_text(encoding="utf-8")))
-
-
-def _read_selection(run_dir: RunDir) -> Selection | None:
-    if not run_dir.selection.exists():
-        return None
-    return Selection.parse(json.loads(run_dir.selection.read_text(encoding="utf-8")))
+def _read(path: Path, kind: type[T]) -> T | None:
+    """Return what the scheduler left in a file; None if it never wrote one."""
+    return TypeAdapter(kind).validate_json(path.read_bytes()) if path.exists() else None

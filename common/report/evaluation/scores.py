@@ -4,9 +4,10 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean, pvariance
 from typing import Any
 
-from common.report.results import Z95, wilson_interval
+from common.report.results import score_interval, wilson_interval
 from common.wire.messages import Trajectory
 
 
@@ -77,14 +78,9 @@ def clustered_interval(values: Sequence[float]) -> tuple[float, float]:
     Source: Korn, Graubard (1998), Survey Methodology 24:193, for the effective number; the score
     interval instead of the exact one.
     """
-    num, mean = len(values), sum(values) / len(values)
-    spread = sum((value - mean) ** 2 for value in values) / num
-    trials = num * mean * (1 - mean) / spread if spread > 1e-12 else float(num)
-    z2 = Z95**2
-    centre = mean + z2 / (2 * trials)
-    half = Z95 * math.sqrt((mean * (1 - mean) + z2 / (4 * trials)) / trials)
-    scale = 1 + z2 / trials
-    return max(0.0, (centre - half) / scale), min(1.0, (centre + half) / scale)
+    num, mean = len(values), fmean(values)
+    spread = pvariance(values, mean)
+    return score_interval(mean, num * mean * (1 - mean) / spread if spread > 1e-12 else num)
 
 
 def scores(items: Iterable[ItemPlays], *, k: int) -> dict[str, Any]:

@@ -3,6 +3,8 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -14,30 +16,13 @@ class Layout:
     """The columns of one scenario: name and the subsets that it pools."""
 
     title: str
-    columns: tuple[tuple[str, tuple[str, ...]], ...]
+    columns: dict[str, list[str]]
 
 
-_WEB = (
-    ("Shopping", ("Shopping",)),
-    ("CMS", ("CMS",)),
-    ("Maps", ("Maps",)),
-    ("G & R", ("GitLab", "Reddit")),
-)
-
-
-def _read_layouts() -> dict[str, Layout]:
-    """Return environment -> the columns of its table in the paper."""
-    written = json.loads(Path(__file__).with_name("layouts.json").read_text())
-    return {
-        env: Layout(
-            title=each["title"],
-            columns=tuple((name, tuple(pooled)) for name, pooled in each["columns"].items()),
-        )
-        for env, each in written.items()
-    }
-
-
-LAYOUTS = _read_layouts()
+LAYOUTS = {  # environment -> its table in the paper
+    env: Layout(**each)
+    for env, each in json.loads(Path(__file__).with_name("layouts.json").read_text()).items()
+}
 Entry = Mapping[str, Any]  # one evaluated policy of eval.json
 
 
@@ -46,12 +31,10 @@ def layout_of(env: str, subsets: Sequence[str]) -> Layout:
 
     The scenario's own columns if all of them fit in; else one for each subset.
     """
-    layout = LAYOUTS.get(env)
-    known = {subset for _, pooled in layout.columns for subset in pooled} if layout else set[str]()
-    if layout is not None and known.issuperset(subsets):
+    layout = LAYOUTS.get(env) or Layout(title=env, columns={})
+    if set(subsets) <= {subset for pooled in layout.columns.values() for subset in pooled}:
         return layout
-    title = layout.title if layout else env
-    return Layout(title=title, columns=tuple((subset, (subset,)) for subset in subsets))
+    return Layout(title=layout.title, columns={subset: [subset] for subset in subsets})
 
 
 def as_markdown(entries: Sequence[Entry]) -> str:
@@ -61,27 +44,27 @@ def as_markdown(entries: Sequence[Entry]) -> str:
         entries: of eval.json, in the order of rows.
     """
     envs = list(dict.fromkeys(env for entry in entries for env in entry["by_env"]))
-    parts = ["# Evaluation", "Percent of held-out items, 95 % intervals in brackets; at the full"]
-    parts[-1] += " horizon. Overall is weighted by items."
-    parts += [_scenario(env, entries) for env in envs]
-    if len(envs) > 1:
-        parts.append(_overall(entries))
-    parts.append(_runs(entries))
-    return "\n\n".join(parts) + "\n"
+    head = (
+        "# Evaluation\n\nPercent of held-out items, 95 % intervals in brackets; at the full horizon."
+        " Overall is weighted by items."
+    )
+    parts = [head, *(_scenario(env, entries) for env in envs)]
+    parts += [_overall(entries)] if len(envs) > 1 else []
+    return "\n\n".join([*parts, _runs(entries)]) + "\n"
 
 
 def _scenario(env: str, entries: Sequence[Entry]) -> str:
     rows = [entry for entry in entries if env in entry["by_env"]]
     played = dict.fromkeys(s for entry in rows for s in entry["by_env"][env]["by_subset"])
     layout = layout_of(env, list(played))
-    lines = [_row(["Model", "", *(name for name, _ in layout.columns), "Overall"])]
+    lines = [_row(["Model", "", *layout.columns, "Overall"])]
     lines.append(_row(["---", "---", *("---:" for _ in range(len(layout.columns) + 1))]))
     for entry in rows:
         scores = entry["by_env"][env]
         for name, pick in _measures(entry).items():
             cells = [
                 _pooled([scores["by_subset"][s] for s in pooled if s in scores["by_subset"]], pick)
-                for _, pooled in layout.columns
+                for pooled in layout.columns.values()
             ]
             lines.append(_row([_label(entry), name, *cells, _cell(_at(scores, pick))]))
     return f"## {layout.title}\n\n" + "\n".join(lines)
@@ -106,10 +89,7 @@ def _measures(entry: Entry) -> dict[str, tuple[str, ...]]:
 
 
 def _at(scores: Mapping[str, Any], path: tuple[str, ...]) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = scores
-    for key in path:
-        found = found[key]
-    return found
+    return reduce(getitem, path, scores)
 
 
 def _pooled(scores: Sequence[Mapping[str, Any]], path: tuple[str, ...]) -> str:
@@ -141,20 +121,9 @@ def _runs(entries: Sequence[Entry]) -> str:
         causes = ", ".join(f"{reason} {num}" for reason, num in overall["failures"].items())
         failed = f"{overall['num_failed']} ({causes})" if causes else "0"
         turns = overall["num_turns"]
-        lines.append(
-            _row(
-                [
-                    _label(entry),
-                    str(entry["policy"]["source"]).replace("|", "/"),
-                    str(entry["k"]),
-                    str(overall["num_items"]),
-                    str(overall["num_episodes"]),
-                    failed,
-                    str(overall["num_missing"]),
-                    ABSENT if turns is None else f"{turns:.1f}",
-                ]
-            )
-        )
+        who = [_label(entry), str(entry["policy"]["source"]).replace("|", "/"), entry["k"]]
+        counts = [overall["num_items"], overall["num_episodes"], failed, overall["num_missing"]]
+        lines.append(_row([*who, *counts, ABSENT if turns is None else f"{turns:.1f}"]))
     note = (
         "Failed: episodes that environments, hub or endpoint did not let end. They are left out of"
         " every number above, as are those not played."
@@ -166,5 +135,5 @@ def _label(entry: Entry) -> str:
     return str(entry["label"]).replace("|", "/")
 
 
-def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+def _row(cells: Sequence[object]) -> str:
+    return f"| {' | '.join(map(str, cells))} |"

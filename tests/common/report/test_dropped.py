@@ -2,12 +2,14 @@
 
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from common.report.machine_cards import dropped_card
 from common.report.model import Selection
 
 
 def dropped_table(**selection: Any) -> str:
-    return dropped_card(Selection.parse(selection))
+    return dropped_card(TypeAdapter(Selection).validate_python(selection))
 
 
 def row(**changes: object) -> dict[str, object]:
