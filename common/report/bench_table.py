@@ -1,6 +1,7 @@
 """A table of measured figures, each beside the bound that it promises to keep."""
 
 import logging
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -25,7 +26,7 @@ class Law(StrEnum):
     AT_LEAST = "at least"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Figure:
     """One measured number and what it has to be."""
 
@@ -39,9 +40,8 @@ class Figure:
     @property
     def is_kept(self) -> bool:
         """True if the value is inside its bound."""
-        if self.law is Law.AT_MOST:
-            return self.value <= self.bound
-        return self.value >= self.bound
+        relation = operator.le if self.law is Law.AT_MOST else operator.ge
+        return relation(self.value, self.bound)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,13 +75,11 @@ class BenchTable:
 
     def at_most(self, name: str, value: float, unit: str, bound: float, note: str = "") -> None:
         """Write a figure that promises not to be larger than `bound`."""
-        law = Law.AT_MOST
-        self.add(Figure(name=name, value=value, unit=unit, law=law, bound=bound, note=note))
+        self.add(Figure(name, value, unit, Law.AT_MOST, bound, note))
 
     def at_least(self, name: str, value: float, unit: str, bound: float, note: str = "") -> None:
         """Write a figure that promises not to be smaller than `bound`."""
-        law = Law.AT_LEAST
-        self.add(Figure(name=name, value=value, unit=unit, law=law, bound=bound, note=note))
+        self.add(Figure(name, value, unit, Law.AT_LEAST, bound, note))
 
     def note(self, name: str, text: str) -> None:
         """Write what was not measured, and why."""

@@ -1,12 +1,13 @@
 """The card of the curriculum: success, cut episodes and the horizon, one below the other."""
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import groupby, pairwise
 
 from common.report.charts import Point, Series, line_chart
 from common.store.metrics import MetricsLine
 
-STAGE = "horizon/stage"
+SMOOTH_STEPS = 10
 MAX_ENVS = 5  # that get a line of their own
 _SHARES = (("success", "reward/success", "c1"), ("cut", "episodes/truncated_frac", "c3"))
 _ENV_COLOURS = ("c4", "c5", "c2", "c1", "c3")
@@ -14,49 +15,36 @@ MAX_RULES = 12  # upright lines; a horizon that changes more often is seen witho
 Legend = list[tuple[str, str]]  # (name, css)
 
 
-def curriculum_charts(lines: list[MetricsLine], *, smooth_steps: int) -> list[tuple[str, Legend]]:
+def curriculum_charts(lines: list[MetricsLine]) -> list[tuple[str, Legend]]:
     """Return the charts from top to bottom with their legends; none if there is no horizon.
 
     Above: success and the share of episodes cut by the horizon, as they were and smoothed. Below:
     the horizon of every environment. Upright lines mark the steps at which one of them changed.
     """
-    horizons = _horizons(lines)
+    horizons, changes = _horizons(lines), changes_shown(lines)
     if not horizons:
         return []
-    changes = changes_shown(lines)
     x_max = max(x for points in horizons.values() for x, _ in points)
     shares: list[Series] = []
     for label, name, css in _SHARES:
         points = points_of(lines, name)
-        if not points:
-            continue
-        is_long = len(points) > 2 * smooth_steps
-        if is_long:
+        if len(points) > 2 * SMOOTH_STEPS:
             shares.append(Series(label=f"{label}, each step", points=points, css=f"{css} faint"))
-        shown = smooth(points, smooth_steps) if is_long else points
-        shares.append(Series(label=label, points=shown, css=css))
-    upper = line_chart(
-        "Success and cut episodes over steps",
-        shares,
-        y_max=1.0,
-        height=230,
-        is_percent=True,
-        rules=changes,
-        x_max=x_max,
-    )
-    lower = line_chart(
-        "Horizon in turns over steps",
-        [
-            Series(label=env, points=points, css=css, is_step=True)
-            for (env, points), css in zip(horizons.items(), _ENV_COLOURS, strict=False)
-        ],
-        height=150,
-        rules=changes,
-        x_max=x_max,
-    )
-    above: Legend = [("solved", "c1"), ("cut by the horizon", "c3")]
-    below = [(f"turns, {env}", css) for env, css in zip(horizons, _ENV_COLOURS, strict=False)]
-    return [(upper, above), (lower, below)] if shares else [(lower, below)]
+            points = smooth(points)
+        if points:
+            shares.append(Series(label=label, points=points, css=css))
+    steps = [
+        Series(label=env, points=points, css=css, is_step=True)
+        for (env, points), css in zip(horizons.items(), _ENV_COLOURS, strict=False)
+    ]
+    draw = partial(line_chart, rules=changes, x_max=x_max)
+    lower = draw("Horizon in turns over steps", steps, height=150)
+    below = [(f"turns, {line.label}", line.css) for line in steps]
+    if not shares:
+        return [(lower, below)]
+    title = "Success and cut episodes over steps"
+    upper = draw(title, shares, y_max=1.0, height=230, is_percent=True)
+    return [(upper, [("solved", "c1"), ("cut by the horizon", "c3")]), (lower, below)]
 
 
 def changes_shown(lines: list[MetricsLine]) -> list[float]:
@@ -70,7 +58,7 @@ def points_of(lines: list[MetricsLine], name: str) -> list[Point]:
     return [(float(line["step"] or 0), line[name]) for line in lines if name in line]
 
 
-def smooth(points: Sequence[Point], num_steps: int) -> list[Point]:
+def smooth(points: Sequence[Point], num_steps: int = SMOOTH_STEPS) -> list[Point]:
     """Return the mean of each point and those before it, `num_steps` in all."""
     smoothed: list[Point] = []
     for i, (x, _) in enumerate(points):
@@ -87,14 +75,14 @@ def changes_of(points: Sequence[Point]) -> list[float]:
 
 def _horizons(lines: list[MetricsLine]) -> dict[str, list[Point]]:
     """Return environment -> its horizon; the longest of all if no environment is named."""
-    prefix = "horizon/value/"
-    names = sorted({name for line in lines for name in line if name.startswith(prefix)})
-    if not 0 < len(names) <= MAX_ENVS:
+    prefix, stage = "horizon/value/", "horizon/stage/"
+    envs = sorted({n.removeprefix(prefix) for line in lines for n in line if n.startswith(prefix)})
+    if not 0 < len(envs) <= MAX_ENVS:
         points = points_of(lines, "horizon/value")
         return {"longest": points} if points else {}
     return {
-        env: level_of_stages(points_of(lines, prefix + env), points_of(lines, f"{STAGE}/{env}"))
-        for env in (name.removeprefix(prefix) for name in names)
+        env: level_of_stages(points_of(lines, prefix + env), points_of(lines, stage + env))
+        for env in envs
     }
 
 
@@ -112,7 +100,6 @@ def level_of_stages(horizons: Sequence[Point], stages: Sequence[Point]) -> list[
     raised: list[Point] = []
     for stage, visit in groupby(horizons, key=lambda point: stage_of.get(point[0])):
         points = list(visit)
-        known = [y for _, y in points if y is not None]
-        level = max(known, default=None)
+        level = max((y for _, y in points if y is not None), default=None)
         raised += points if stage is None else [(x, level) for x, _ in points]
     return raised

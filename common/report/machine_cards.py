@@ -1,10 +1,15 @@
 """Cards of report.html about how the machine ran: lag, ledger, waits, rates, who was dropped."""
 
 from common.report.charts import Series, bar_chart, line_chart, short_number
-from common.report.curriculum import changes_shown, curriculum_charts, points_of, smooth
+from common.report.curriculum import (
+    SMOOTH_STEPS,
+    changes_shown,
+    curriculum_charts,
+    points_of,
+    smooth,
+)
 from common.report.html import card, duration, legend, note_line, shares_card, table
 from common.report.model import LengthComparison, Report, Selection
-from common.report.outcome_cards import SMOOTH_STEPS
 from common.report.results import MAX_LAG_SHOWN, has, mean, total
 from common.store.metrics import MetricsLine
 
@@ -22,28 +27,24 @@ _LEDGER = {"trained": "c1", "filtered": "c2", "stale": "c3", "failed": "c5", "in
 
 def curriculum_card(lines: list[MetricsLine]) -> str:
     """Return the horizons over steps, below success and what they cut."""
-    charts = curriculum_charts(lines, smooth_steps=SMOOTH_STEPS)
+    charts = curriculum_charts(lines)
     if not charts:
         return ""
     note = (
         "Share of the training episodes, and below it the most turns that an episode of the batch"
         " was allowed."
     )
-    if changes_shown(lines):
-        note += " Upright lines: it changed."
-    return card(
-        "Horizon curriculum", "".join(chart + legend(names) for chart, names in charts), note
-    )
+    note += " Upright lines: it changed." if changes_shown(lines) else ""
+    body = "".join(chart + legend(names) for chart, names in charts)
+    return card("Horizon curriculum", body, note)
 
 
 def context_full_card(lines: list[MetricsLine]) -> str:
     """Return a card only where it happened: it says that `actor.max_model_len` is too small."""
     name = "episodes/context_full_frac"
-    return (
-        steps_card("Episodes cut by the context", lines, name, "share")
-        if total(lines, name)
-        else ""
-    )
+    if not total(lines, name):
+        return ""
+    return steps_card("Episodes cut by the context", lines, name, "share")
 
 
 def steps_card(heading: str, lines: list[MetricsLine], name: str, unit: str) -> str:
@@ -55,7 +56,7 @@ def steps_card(heading: str, lines: list[MetricsLine], name: str, unit: str) -> 
     series = [Series(label=unit, points=points, css="c1 faint" if is_long else "c1")]
     if is_long:
         label = f"{unit}, mean of {SMOOTH_STEPS} steps"
-        series.append(Series(label=label, points=smooth(points, SMOOTH_STEPS), css="c1"))
+        series.append(Series(label=label, points=smooth(points), css="c1"))
     average = mean(lines, name) or 0.0
     shown = f"{average:.0%}" if is_share else short_number(average)
     chart = line_chart(heading, series, is_percent=is_share)
@@ -75,11 +76,8 @@ def lag_card(report: Report) -> str:
 def ledger_card(report: Report) -> str:
     """Return every issued episode by what became of it."""
     ledger = report.ledger or {}
-    parts = [
-        (key.replace("_", " "), float(ledger[key]), css)
-        for key, css in _LEDGER.items()
-        if key in ledger
-    ]
+    found = {key: css for key, css in _LEDGER.items() if key in ledger}
+    parts = [(key.replace("_", " "), float(ledger[key]), css) for key, css in found.items()]
     known = sum(value for _, value, _ in parts)
     if not known:
         return ""

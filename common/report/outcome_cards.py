@@ -1,14 +1,14 @@
 """Cards of report.html about what was learned: evaluations, success over steps, subsets."""
 
+from functools import partial
+
 from common.config.curriculum import HorizonKind
 from common.config.run_config import RunConfig
 from common.report.charts import Marker, Reference, Series, line_chart
-from common.report.curriculum import points_of, smooth
+from common.report.curriculum import SMOOTH_STEPS, points_of, smooth
 from common.report.html import card, esc, facts, interval, legend, note_line, percent, table
 from common.report.model import CurvePoint, Gain, Report, Score
 from common.store.metrics import MetricsLine
-
-SMOOTH_STEPS = 10
 
 
 def headline_card(report: Report) -> str:
@@ -58,17 +58,10 @@ def learning_card(report: Report, lines: list[MetricsLine]) -> str:
     smoothed = f"mean of {SMOOTH_STEPS}"
     series = [
         Series(label="train, each step", points=points, css="c1 faint"),
-        Series(label=f"train, {smoothed}", points=smooth(points, SMOOTH_STEPS), css="c1"),
+        Series(label=f"train, {smoothed}", points=smooth(points), css="c1"),
     ]
-    chart = line_chart(
-        "Success over steps",
-        series,
-        references=references,
-        markers=markers,
-        y_max=1.0,
-        height=300,
-        is_percent=True,
-    )
+    draw = partial(line_chart, y_max=1, height=300, is_percent=True)
+    chart = draw("Success over steps", series, references=references, markers=markers)
     names = legend([(f"training, {smoothed} steps", "c1"), ("held-out", "c4")])
     note = "Training episodes end at the horizon of their stage; held-out ones at the full one."
     return card("Success", chart + names, note)
@@ -82,20 +75,16 @@ def eval_curve_card(report: Report) -> str:
     markers = [_marker(f"step {point.step}", float(point.step), point) for point in points]
     markers = sorted([*markers, *_ends(report)], key=lambda marker: marker.x)
     line = [(marker.x, marker.y) for marker in markers]
-    chart = line_chart(
-        "Held-out success while training",
-        [Series(label="held-out", points=line, css="c4")],
-        markers=markers,
-        y_max=1.0,
-        is_percent=True,
-    )
+    heading = "Held-out success while training"
+    series = [Series(label="held-out", points=line, css="c4")]
+    chart = line_chart(heading, series, markers=markers, y_max=1, is_percent=True)
     own = sum(point.own_version_frac for point in points) / len(points)
     note = (
         "Each belongs to the step that opened it. Weights go on changing while it is played: "
         f"{own:.0%} of its tokens were sampled by that very version. At the ends, the evaluations"
         " before and after training."
     )
-    return card("Held-out success while training", chart, note)
+    return card(heading, chart, note)
 
 
 def _ends(report: Report) -> list[Marker]:
@@ -112,15 +101,12 @@ def _marker(label: str, x: float, found: Score | CurvePoint) -> Marker:
 def subsets_card(report: Report) -> str:
     """Return a table of success by subset and evaluation."""
     evals = report.evaluations
-    subsets = sorted({subset for found in evals.values() for subset in found.by_subset})
     rows: list[list[object]] = []
-    for subset in subsets:
+    for subset in sorted({subset for found in evals.values() for subset in found.by_subset}):
         cells = [found.by_subset.get(subset) for found in evals.values()]
-        num = max(cell.n for cell in cells if cell)
-        rows.append([subset, *map(percent, cells), num])
-    if not rows:
-        return ""
-    return card("Held-out success by subset", table(["subset", *evals, "n"], rows))
+        rows.append([subset, *map(percent, cells), max(cell.n for cell in cells if cell)])
+    heading = "Held-out success by subset"
+    return card(heading, table(["subset", *evals, "n"], rows)) if rows else ""
 
 
 def essentials_card(report: Report, cfg: RunConfig) -> str:

@@ -8,9 +8,10 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter
 
 from common.config.run_config import RunConfig
+from common.report import machine_cards, outcome_cards
 from common.report.evaluation.curve import eval_curve
+from common.report.html import duration, esc
 from common.report.model import Baselines, HeldOut, PeakMemory, Report, Score, Selection, TokenRates
-from common.report.page import render_page
 from common.report.results import (
     Evaluation,
     Play,
@@ -25,6 +26,7 @@ from common.store.metrics import MetricsLine, read_metrics
 from common.store.run_dir import RunDir, write_atomically, write_json
 
 logger = logging.getLogger(__name__)
+CSS = Path(__file__).with_name("style.css").read_text()
 T = TypeVar("T")
 
 
@@ -143,3 +145,35 @@ def _peak_by_role(lines: list[MetricsLine]) -> dict[str, int]:
 def _read(path: Path, kind: type[T]) -> T | None:
     """Return what the scheduler left in a file; None if it never wrote one."""
     return TypeAdapter(kind).validate_json(path.read_bytes()) if path.exists() else None
+
+
+def render_page(report: Report, lines: list[MetricsLine], cfg: RunConfig) -> str:
+    """Return report.html. Cards whose numbers are absent are left out, except the headline."""
+    cards = [
+        outcome_cards.headline_card(report),
+        outcome_cards.learning_card(report, lines),
+        outcome_cards.eval_curve_card(report),
+        outcome_cards.subsets_card(report),
+        machine_cards.curriculum_card(lines),
+        machine_cards.context_full_card(lines),
+        machine_cards.lag_card(report),
+        machine_cards.ledger_card(report),
+        machine_cards.dropped_card(report.selection),
+        machine_cards.waits_card(lines),
+        *(machine_cards.steps_card(heading, lines, *of) for heading, *of in machine_cards.STEPS),
+        outcome_cards.essentials_card(report, cfg),
+    ]
+    title = f"{esc(cfg.run.name)} · Longstride"
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<title>{title}</title><style>{CSS}</style></head><body><main>"
+        f"<header><h1>{title}</h1><p>{esc(_subtitle(report, cfg))}</p></header>"
+        f'<div class="cards">{"".join(cards)}</div></main></body></html>\n'
+    )
+
+
+def _subtitle(report: Report, cfg: RunConfig) -> str:
+    wall = "" if report.wall_s is None else f" in {duration(report.wall_s)}"
+    steps = f"{report.steps} of {cfg.train.num_steps} steps"
+    return f"{steps}, {report.episodes:,} episodes{wall} · {report.mode} · seed {report.seed}"

@@ -45,8 +45,8 @@ def as_markdown(entries: Sequence[Entry]) -> str:
     """
     envs = list(dict.fromkeys(env for entry in entries for env in entry["by_env"]))
     head = (
-        "# Evaluation\n\nPercent of held-out items, 95 % intervals in brackets; at the full horizon."
-        " Overall is weighted by items."
+        "# Evaluation\n\nPercent of held-out items, 95 % intervals in brackets; at the full"
+        " horizon. Overall is weighted by items."
     )
     parts = [head, *(_scenario(env, entries) for env in envs)]
     parts += [_overall(entries)] if len(envs) > 1 else []

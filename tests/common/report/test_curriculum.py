@@ -50,7 +50,7 @@ def test_smooth_is_the_mean_of_what_there_is() -> None:
 
 def test_card_marks_the_same_steps_in_both_charts() -> None:
     lines = make_lines(6, maze=[5, 5, 10, 10, 10, 10], shop=[4, 4, 4, 4, 8, 8])
-    (upper, above), (lower, below) = curriculum_charts(lines, smooth_steps=10)
+    (upper, above), (lower, below) = curriculum_charts(lines)
     # the axis is 416 wide from 50 on, six steps long: steps 3 and 5
     assert rules_of(upper) == rules_of(lower) == [258.0, 396.7]
     assert [name for name, _ in above] == ["solved", "cut by the horizon"]
@@ -62,7 +62,7 @@ def test_card_marks_the_same_steps_in_both_charts() -> None:
 def test_card_has_no_rules_where_the_horizon_always_changes() -> None:
     num_steps = MAX_RULES + 2
     lines = make_lines(num_steps, maze=list(range(1, num_steps + 1)))
-    assert [rules_of(svg) for svg, _ in curriculum_charts(lines, smooth_steps=10)] == [[], []]
+    assert [rules_of(svg) for svg, _ in curriculum_charts(lines)] == [[], []]
 
 
 def test_upright_lines_are_explained_only_where_there_are_some() -> None:
@@ -75,10 +75,10 @@ def test_upright_lines_are_explained_only_where_there_are_some() -> None:
 
 def test_card_shows_the_longest_horizon_of_runs_that_name_no_environment() -> None:
     lines: list[MetricsLine] = [{"step": 1, "horizon/value": 5}, {"step": 2, "horizon/value": 9}]
-    ((lower, below),) = curriculum_charts(lines, smooth_steps=10)
+    ((lower, below),) = curriculum_charts(lines)
     assert below == [("turns, longest", "c4")]
     assert len(rules_of(lower)) == 1
-    assert curriculum_charts([{"step": 1}], smooth_steps=10) == []
+    assert curriculum_charts([{"step": 1}]) == []
 
 
 def test_charts_below_each_other_share_the_axis_when_told() -> None:
