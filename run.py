@@ -37,6 +37,10 @@ class Later:
         module, _, name = self.where.partition(":")
         return getattr(import_module(module), name)
 
+    def given(self, **named: Any) -> Callable[..., Any]:
+        """Return it with arguments by name, the project's folder as `root` among them."""
+        return partial(self, root=ROOT, **named)
+
     def __call__(self, *args: Any, **named: Any) -> Any:
         return self.find()(*args, **named)
 
@@ -78,35 +82,29 @@ COMMANDS = {
         logs_as="launcher",
     ),
     "sft": Command(
-        run=partial(
-            Later("learner.offline.commands:make_policy"),
-            root=ROOT,
-            collect=Later("actor.play.demonstrate:demonstrate"),
+        run=Later("learner.offline.commands:make_policy").given(
+            collect=Later("actor.play.demonstrate:demonstrate")
         ),
         check=checked_by("common.checks.preflight:check_sft"),
         logs_as="sft",
     ),
     "dpo": Command(
         run=Later("learner.offline.commands:prefer"),
-        check=partial(Later("common.checks.preflight:check_dpo"), root=ROOT),
+        check=lambda cfg: Later("common.checks.preflight:check_model")(cfg.model.path, ROOT),
         logs_as="dpo",
     ),
     "evolve": Command(
-        run=partial(
-            Later("learner.offline.commands:play_and_imitate"),
-            root=ROOT,
-            play=Later("actor.play.own_process:play_given"),
+        run=Later("learner.offline.commands:play_and_imitate").given(
+            play=Later("actor.play.own_process:play_given")
         ),
         check=checked_by("common.checks.preflight:check"),
         logs_as="evolve",
     ),
     "eval": Command(
-        run=partial(
-            Later("actor.play.evaluate:evaluate"),
-            root=ROOT,
-            choose_items=Later("learner.offline.commands:choose_held_out"),
+        run=Later("actor.play.evaluate:evaluate").given(
+            choose_items=Later("learner.offline.commands:choose_held_out")
         ),
-        load=partial(Later("actor.play.settings:load_evaluation"), root=ROOT),
+        load=Later("actor.play.settings:load_evaluation").given(),
         check=checked_by("actor.play.settings:check_evaluation"),
         logs_as="eval",
     ),
@@ -138,9 +136,7 @@ def bench(request: Request) -> int:
 # Of no run: these read the request themselves.
 STANDALONE: dict[str, Callable[[Request], int]] = {
     "bench": bench,
-    "doctor": partial(
-        Later("common.checks.doctor:doctor"),
-        root=ROOT,
+    "doctor": Later("common.checks.doctor:doctor").given(
         missing_for=missing_for,
         examine_environments=Later("envhub.command:examine_environments"),
     ),

@@ -23,13 +23,19 @@ class TilePermission(StrEnum):
     REFUSED = "refused"  # by the kernel: too old, or its configuration forbids it
 
 
-def has_tiles(cpuinfo: Path = CPUINFO) -> bool:
-    """Return whether the kernel lists AMX tiles among this CPU's features."""
+def cpu_flags(cpuinfo: Path = CPUINFO) -> set[str]:
+    """Return the features of this CPU that the kernel lists; none on a system without /proc."""
     try:
         lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:  # no Linux
-        return False
-    return any(line.startswith("flags") and "amx_tile" in line.split() for line in lines)
+        return set()
+    listed = (line for line in lines if line.startswith(("flags", "Features")))  # x86, ARM
+    return set(next(listed, "").partition(":")[2].split())
+
+
+def has_tiles(cpuinfo: Path = CPUINFO) -> bool:
+    """Return whether this CPU has AMX tiles."""
+    return "amx_tile" in cpu_flags(cpuinfo)
 
 
 def _arch_prctl(code: int, argument: int) -> int:

@@ -3,6 +3,7 @@
 Needs the standard library only: it runs before anything else is there.
 """
 
+import contextlib
 import re
 import subprocess
 import sys
@@ -81,18 +82,16 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _tell_unpacking(pip: subprocess.Popen[str], folder: Path) -> None:
-    """Say how many packages are unpacked, until pip has ended."""
-    told = _count_unpacked(folder)
-    while pip.poll() is None:
-        time.sleep(UNPACK_S)
-        now = _count_unpacked(folder)
-        if now != told:
+    """Say now and then how many packages are unpacked, until pip has ended."""
+    told = -1
+    while True:
+        now = len([*folder.glob("lib/python*/site-packages/*.dist-info")])
+        if told not in (-1, now):
             _say(f"  {now} unpacked")
         told = now
-
-
-def _count_unpacked(folder: Path) -> int:
-    return len([*folder.glob("lib/python*/site-packages/*.dist-info")])
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            pip.wait(UNPACK_S)
+            return
 
 
 def _say(text: str) -> None:

@@ -82,19 +82,12 @@ def _examine_config(
 
 def examine_machine(root: Path) -> list[Check]:
     """Return the lines about everything but environments and configuration."""
-    version = ".".join(str(part) for part in sys.version_info[:3])
-    system = platform.system()
+    system, python = f"{platform.system()} {platform.machine()}", platform.python_version()
+    on_linux = "" if platform.system() == "Linux" else "the engine (vLLM) runs on Linux only"
+    is_new = sys.version_info >= (3, 11)
     checks = [
-        Check(
-            what="system",
-            found=f"{system} {platform.machine()}",
-            remedy="" if system == "Linux" else "the engine (vLLM) runs on Linux only",
-        ),
-        Check(
-            what="python",
-            found=version,
-            remedy="" if sys.version_info >= (3, 11) else "install Python 3.11 or newer",
-        ),
+        Check(what="system", found=system, remedy=on_linux),
+        Check(what="python", found=python, remedy="" if is_new else "install Python 3.11 or newer"),
     ]
     checks += [_examine_package(names.split("|")) for names in _PACKAGES]
     found = ", ".join(f"{g.name} {g.memory_bytes / GIB:.0f} GiB" for g in machine.gpus())

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from common.amx import cpu_flags
+
 GIB = 1 << 30
 COMPILER_PACKAGES = "g++ and Python's headers (Debian, Ubuntu: apt-get install g++ python3-dev)"
 _TIMEOUT_S = 20.0
@@ -28,11 +30,9 @@ def gpus() -> tuple[Gpu, ...]:
     """Return the GPUs that answer on this machine."""
     if shutil.which("nvidia-smi") is None:
         return ()
-    query = ["--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(
-            ["nvidia-smi", *query], capture_output=True, text=True, timeout=_TIMEOUT_S
-        )
+        done = subprocess.run(query, capture_output=True, text=True, timeout=_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         return ()
     rows = [line.rpartition(",") for line in done.stdout.splitlines() if done.returncode == 0]
@@ -59,10 +59,7 @@ def memory_bytes() -> tuple[int, int]:
 
 def cpu_units() -> list[str]:
     """Return the names of the CPU's vector and matrix units that matter here."""
-    cpuinfo = Path("/proc/cpuinfo")
-    text = cpuinfo.read_text() if cpuinfo.exists() else ""
-    lines = [line for line in text.splitlines() if line.startswith(("flags", "Features"))]
-    flags = set(lines[0].split(":", 1)[1].split()) if lines else set[str]()
+    flags = cpu_flags()
     return [unit for unit in _UNITS if unit in flags]
 
 

@@ -33,9 +33,14 @@ def check(cfg: RunConfig, root: Path, *, missing: Sequence[str] = ()) -> None:
     check_training(cfg)
     if missing:
         raise ConfigError("; ".join(missing))
+    reference = cfg.algorithm.reference_path if cfg.algorithm.kl_coef else ""
     check_model(cfg.model.path, root)
-    for key, path in _other_models(cfg).items():
-        check_model(path, root, key=key)
+    for key, path in (
+        ("algorithm.reference_path", reference),
+        ("learner.critic.path", cfg.learner.critic.path),
+    ):
+        if path:
+            check_model(path, root, key=key)
     check_ports(cfg)
     run_dir = root / cfg.run.dir / cfg.run.name
     is_used = any((run_dir / name).exists() for name in ("journal", "checkpoints", "metrics.jsonl"))
@@ -47,15 +52,6 @@ def check(cfg: RunConfig, root: Path, *, missing: Sequence[str] = ()) -> None:
     if cfg.actor.num_actors:
         check_engine()
     check_memory(cfg, plan_here(cfg, root), read_shape(root / cfg.model.path))
-
-
-def _other_models(cfg: RunConfig) -> dict[str, str]:
-    """Return key -> path of the checkpoints that are loaded beside `model.path`."""
-    paths = {
-        "algorithm.reference_path": cfg.algorithm.reference_path if cfg.algorithm.kl_coef else "",
-        "learner.critic.path": cfg.learner.critic.path,
-    }
-    return {key: path for key, path in paths.items() if path}
 
 
 def check_devices(cfg: RunConfig) -> None:
@@ -90,11 +86,6 @@ def check_engine() -> None:
         raise ConfigError(f"the engine (vLLM on a CPU) compiles: {problem}; {COMPILER_PACKAGES}")
 
 
-def check_dpo(cfg: RunConfig, root: Path) -> None:
-    """Return if there is a policy to start from. Raises: ConfigError."""
-    check_model(cfg.model.path, root)
-
-
 def check_sft(cfg: RunConfig, root: Path, *, missing: Sequence[str] = ()) -> None:
     """Return if `sft` may start.
 
@@ -125,14 +116,10 @@ def check_model(path: str, root: Path, *, key: str = "model.path") -> None:
     if not folder.is_dir():
         remedy = "give a checkpoint directory; `python run.py sft --config tiny` makes one"
         raise ConfigError(f"{key}={path}: no such directory; {remedy}")
-    wanted = {
-        "config.json": ["config.json"],
-        "tokenizer files": ["tokenizer.json", "tokenizer.model", "vocab.json"],
-        "*.safetensors": ["*.safetensors"],
-    }
-    lacking = [
-        name for name, globs in wanted.items() if not any(any(folder.glob(g)) for g in globs)
-    ]
+    tokenizers = ("tokenizer.json", "tokenizer.model", "vocab.json")
+    wanted = {"config.json": ("config.json",), "tokenizer files": tokenizers}
+    wanted["*.safetensors"] = ("*.safetensors",)
+    lacking = [n for n, globs in wanted.items() if not any(any(folder.glob(g)) for g in globs)]
     if lacking:
         remedy = "give a directory written by save_pretrained of model and tokenizer"
         raise ConfigError(f"{key}={path}: lacks {', '.join(lacking)}; {remedy}")
@@ -154,8 +141,6 @@ def check_ports(cfg: RunConfig) -> None:
     for key, (host, port) in fixed.items():
         if port == 0:
             continue
-        if not 0 < port < 65_536:
-            raise ConfigError(f"{key}={port}: a port is 1..65535, or 0 for a free one")
         if port in users:
             raise ConfigError(f"{key}={port}: {users[port]} has the same port; 0 picks a free one")
         users[port] = key

@@ -100,7 +100,10 @@ def train(cfg: RunConfig, run_dir: RunDir, *, root: Path) -> int:
         create_keys(run_dir.keys)
         save_config(cfg, run_dir.config)
         _point_latest(run_dir)
-        specs = make_role_specs(cfg, run_dir, root=root, has_cuda=has_cuda())
+        num_actors, has_hub = cfg.actor.num_actors, not cfg.envhub.url
+        specs = make_role_specs(
+            cfg.run, run_dir, root=root, num_actors=num_actors, has_hub=has_hub, has_cuda=has_cuda()
+        )
         ending, peak_memory_bytes = supervise(cfg, run_dir, specs)
     if ending.is_interrupted:
         step = view_run(run_dir, cfg.train, cfg.horizon).step

@@ -31,15 +31,15 @@ def serve_hub(cfg: RunConfig, run_dir: RunDir, *, root: Path) -> Generator[tuple
         yield cfg.envhub.url, cfg.envhub.token or token
         return
     run_dir.forget_address("envhub")
-    spec = make_role_specs(cfg, run_dir, root=root, has_cuda=False)[0]
+    spec = make_role_specs(cfg.run, run_dir, root=root, num_actors=0, has_hub=True, has_cuda=False)[
+        0
+    ]
     guardian = Guardian()
     hub = ChildProcess("hub", spec.argv, log_path=spec.log_path, env=spec.env, guardian=guardian)
     try:
+        is_there, timeout_s = run_dir.find_address, cfg.actor.start_timeout_s
         try:
-            hub.wait_until(
-                lambda: run_dir.find_address("envhub") is not None,
-                timeout_s=cfg.actor.start_timeout_s,
-            )
+            hub.wait_until(lambda: is_there("envhub") is not None, timeout_s=timeout_s)
         except ChildFailed as error:
             raise EnvError(f"while starting: {error}") from error
         yield run_dir.find_address("envhub") or "", token

@@ -6,11 +6,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from common.config.load import load_config
+from common.config.run_config import RunSection
 from common.launch.base import Ending, LaunchState, RoleSpec
 from common.launch.local import LocalLauncher
 from common.launch.roles import make_role_specs
@@ -283,15 +284,13 @@ def test_roles_die_with_a_launcher_that_is_killed(tmp_path: Path, repository: Pa
 
 
 def test_run_consists_of_hub_scheduler_learner_and_actors(repository: Path, tmp_path: Path) -> None:
-    overrides = ["actor.num_actors=2", "model.path=m"]
-    run_dir = RunDir(root=tmp_path)
-    cfg = load_config("smoke", overrides, root=repository)
-    specs = make_role_specs(cfg, run_dir, root=repository, has_cuda=False)
+    make = partial(
+        make_role_specs, RunSection(), RunDir(root=tmp_path), root=repository, num_actors=2
+    )
+    specs = make(has_hub=True, has_cuda=False)
     names = ["envhub", "scheduler", "learner", "actor-0", "actor-1"]
     assert [spec.name for spec in specs] == names
     assert [spec.name for spec in specs if spec.ends_run] == ["learner"]
     assert specs[-1].argv[-1] == "actor.name=actor-1"
     assert all(spec.env["OMP_NUM_THREADS"] == "1" for spec in specs)
-    cfg = load_config("smoke", [*overrides, "envhub.url=http://hub"], root=repository)
-    specs = make_role_specs(cfg, run_dir, root=repository, has_cuda=True)
-    assert [spec.name for spec in specs] == names[1:]
+    assert [spec.name for spec in make(has_hub=False, has_cuda=True)] == names[1:]
