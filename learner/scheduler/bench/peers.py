@@ -91,16 +91,14 @@ class BenchLearner:
                 EpisodeOutcome(episode_id=each, outcome=Outcome.TRAINED, cause="")
                 for each in trained
             ]
-            said.append(Outcomes(outcomes=outcomes))
-            said.append(
-                StepDone(version=self.version, is_last=False, max_ahead_steps=1_000, signals={})
-            )
+            done = StepDone(version=self.version, is_last=False, max_ahead_steps=1_000, signals={})
+            said += [Outcomes(outcomes=outcomes), done]
         return said
 
 
 @dataclass(slots=True)
 class _Peer:
-    """One actor that plays one episode at a time."""
+    """The learner, or an actor that plays one episode at a time."""
 
     name: str
     socket: Any
@@ -127,10 +125,9 @@ class Peers:
         self._learner = learner
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._numbers = itertools.count()
-        self._learner_socket = connect_dealer(self._context, keys, address=address)
-        self._peers = [
-            _Peer(f"actor-{i}", connect_dealer(self._context, keys, address=address))
-            for i in range(num_peers)
+        names = [LEARNER, *(f"actor-{i}" for i in range(num_peers))]
+        self._learner_peer, *self._peers = [
+            _Peer(name, connect_dealer(self._context, keys, address=address)) for name in names
         ]
         self.answer_s: list[float] = []  # from a request to its grant was found, since `reset`
 
@@ -140,9 +137,8 @@ class Peers:
         Raises:
             LongstrideError: some were not.
         """
-        _send(self._learner_socket, hello("learner", LEARNER))
-        for peer in self._peers:
-            _send(peer.socket, hello("actor", peer.name))
+        for peer in (self._learner_peer, *self._peers):
+            _send(peer.socket, hello(peer.name))
         deadline = time.monotonic() + JOIN_S
         while missing := [peer for peer in self._peers if not peer.is_welcome]:
             if time.monotonic() > deadline:
@@ -150,16 +146,11 @@ class Peers:
             for peer in missing:
                 peer.is_welcome = any(isinstance(each, Welcome) for each in _receive(peer.socket))
             time.sleep(ANSWER_S)
-        self._start()
-
-    def _start(self) -> None:
-        """Everybody begins at another moment, so that the load is even."""
-        num = len(self._peers)
-        for i, peer in enumerate(self._peers):
-            self._at(self._episode_s * i / num, self._ask, peer)
-            self._at(BEAT_S * i / num, self._beat, peer)
+        for i, peer in enumerate(self._peers):  # at another moment each, so that the load is even
+            self._at(self._episode_s * i / len(self._peers), self._ask, peer)
+            self._at(BEAT_S * i / len(self._peers), self._beat, peer)
         self._at(0.0, self._report)
-        self._at(0.0, self._beat_learner)
+        self._at(0.0, self._beat, self._learner_peer)
 
     def run(self, seconds: float) -> None:
         """Let them play for so long."""
@@ -202,35 +193,29 @@ class Peers:
 
     def _beat(self, peer: _Peer) -> None:
         running = [peer.lease.episode_id] if peer.lease else []
-        version = self._learner.version
-        beat = Heartbeat(
-            role="actor", name=peer.name, version=version, running=running, num_slots=1
+        role, version = peer.name.partition("-")[0], self._learner.version
+        _send(
+            peer.socket,
+            Heartbeat(role=role, name=peer.name, version=version, running=running, num_slots=1),
         )
-        _send(peer.socket, beat)
         self._at(BEAT_S, self._beat, peer)
 
-    def _beat_learner(self) -> None:
-        _receive(self._learner_socket)
-        version = self._learner.version
-        beat = Heartbeat(role="learner", name=LEARNER, version=version, running=[])
-        _send(self._learner_socket, beat)
-        self._at(BEAT_S, self._beat_learner)
-
     def _report(self) -> None:
+        _receive(self._learner_peer.socket)  # what it is answered changes nothing here
         for message in self._learner.messages():
-            _send(self._learner_socket, message)
+            _send(self._learner_peer.socket, message)
         self._at(REPORT_S, self._report)
 
     def close(self) -> None:
         """Close all sockets."""
-        for socket in (self._learner_socket, *(peer.socket for peer in self._peers)):
-            socket.close(linger=0)
+        for peer in (self._learner_peer, *self._peers):
+            peer.socket.close(linger=0)
         self._context.term()
 
 
-def hello(role: str, name: str) -> Hello:
-    """Return the first words of a role."""
-    return Hello(role=role, name=name, incarnation="life-1", version=0)
+def hello(name: str) -> Hello:
+    """Return the first words of a role with a name like "actor-0"."""
+    return Hello(role=name.partition("-")[0], name=name, incarnation="life-1", version=0)
 
 
 def _send(socket: Any, message: Any) -> None:

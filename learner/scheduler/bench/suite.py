@@ -22,13 +22,7 @@ from common.repository import ROOT
 from common.store.run_dir import RunDir
 from common.wire.messages import Heartbeat, Lease, LeaseRequest
 from common.wire.security import create_keys
-from learner.scheduler.bench.peers import (
-    ANSWER_S,
-    LEARNER,
-    BenchLearner,
-    Peers,
-    hello,
-)
+from learner.scheduler.bench.peers import ANSWER_S, LEARNER, BenchLearner, Peers, hello
 from learner.scheduler.components import build_components
 from learner.scheduler.core import SchedulerCore
 from learner.scheduler.curriculum.catalogue import Catalogue
@@ -50,10 +44,7 @@ LEGEND = (
 
 
 def run_suite(out: TextIO) -> int:
-    """Measure the scheduler on this machine; return 1 when a promise is not kept.
-
-    Takes about a minute.
-    """
+    """Measure for about a minute; return 1 when a promise is not kept."""
     table = BenchTable(out=out)
     out.write(LEGEND)
     table.attempt("the core", lambda: add_core(table))
@@ -95,10 +86,9 @@ def measure_core(*, num_actors: int, num_steps: int) -> float:
     cfg = bench_config(Path("runs"))
     core = SchedulerCore(build_components(cfg, catalogue_of(cfg)), clock=time.monotonic)
     learner = BenchLearner(group_size=cfg.groups.size, per_step=cfg.groups.per_step)
-    core.handle(LEARNER, hello("learner", LEARNER))
     actors = [f"actor-{i}" for i in range(num_actors)]
-    for actor in actors:
-        core.handle(actor, hello("actor", actor))
+    for name in (LEARNER, *actors):
+        core.handle(name, hello(name))
     started = time.process_time()
     while learner.version < num_steps:
         for actor in actors:

@@ -54,7 +54,7 @@ def turns_of(bucket: int, horizon: int) -> str:
     return f"{low}-{bucket * horizon // NUM_BUCKETS}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Comparison:
     """Long episodes (past half of the horizon) against short ones of the same kind."""
 
@@ -98,12 +98,11 @@ class SelectionAudit:
 
     def add(self, cell: Cell, outcome: str, cause: str) -> None:
         """Count an outcome."""
-        column = ENDED if cause == RUN_ENDED else outcome
-        self.cells.setdefault(cell, Counter())[column] += 1
+        self.cells.setdefault(cell, Counter())[_column(outcome, cause)] += 1
 
     def take_back(self, cell: Cell, outcome: str, cause: str) -> None:
         """Undo `add`: the learner reports another outcome than was counted provisionally."""
-        self.cells[cell][ENDED if cause == RUN_ENDED else outcome] -= 1
+        self.cells[cell][_column(outcome, cause)] -= 1
 
     def total(self) -> Counter[str]:
         """Return the episodes by outcome, those of the run's end apart."""
@@ -115,19 +114,12 @@ class SelectionAudit:
         for cell, counts in self.cells.items():
             if cell.bucket == UNKNOWN:
                 continue
-            side = sides.setdefault((cell.env, cell.horizon), [0, 0, 0, 0])
+            side = sides.setdefault((cell.env, cell.horizon), [0, 0, 0, 0])  # as in Comparison
             first = 2 if 2 * cell.bucket > NUM_BUCKETS else 0
             side[first] += counts.total() - counts[ENDED]
             side[first + 1] += sum(counts[name] for name in DROPPED)
         for (env, horizon), side in sorted(sides.items()):
-            yield Comparison(
-                env=env,
-                horizon=horizon,
-                num_short=side[0],
-                num_short_dropped=side[1],
-                num_long=side[2],
-                num_long_dropped=side[3],
-            )
+            yield Comparison(env, horizon, *side)
 
     def warn(self) -> None:
         """Log, once per environment and horizon, that long episodes are dropped more often."""
@@ -153,6 +145,10 @@ class SelectionAudit:
                 for each in self.compare()
             ],
         }
+
+
+def _column(outcome: str, cause: str) -> str:
+    return ENDED if cause == RUN_ENDED else outcome
 
 
 def selection_rows(cells: dict[Cell, Counter[str]]) -> list[dict[str, Any]]:

@@ -1,13 +1,17 @@
 """The ledger: every issued episode ends in exactly one outcome, or is in flight. None is lost."""
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from common.errors import LedgerError
+from common.errors import LedgerError, LongstrideError
 from common.wire.messages import EpisodeKind, Outcome
+from learner.scheduler.state import FIXED, VOLATILE
 
+WINDOW = 200  # episodes over which the share of failures is taken
+MIN_WINDOW = 50  # episodes before it says anything
 EVALUATED = "evaluated"
 FAILED = Outcome.FAILED.value
 TRAIN_OUTCOMES = tuple(outcome.value for outcome in Outcome)
@@ -80,3 +84,24 @@ class Ledger:
             "unknown_reports": self.num_unknown,
             "eval": self.eval.report(in_flight[EpisodeKind.EVAL]),
         }
+
+
+@dataclass(slots=True)
+class FailureWindow:
+    """Causes of the last failures. A restart of the scheduler forgives them."""
+
+    max_frac: float = field(metadata=FIXED)  # of the window
+    causes: deque[str] = field(  # "": no failure
+        default_factory=partial(deque[str], maxlen=WINDOW), metadata=VOLATILE
+    )
+
+    def add(self, cause: str) -> None:
+        """Count an episode. Raises: LongstrideError: too many failed; names the causes."""
+        self.causes.append(cause)
+        failed = Counter(each for each in self.causes if each)
+        num_failed, num = failed.total(), len(self.causes)
+        if num >= MIN_WINDOW and num_failed > self.max_frac * num:
+            raise LongstrideError(
+                f"{num_failed} of the last {num} episodes failed by infrastructure, more than"
+                f" scheduler.max_failed_frac={self.max_frac:g}: {dict(failed)}"
+            )

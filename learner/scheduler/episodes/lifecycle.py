@@ -11,9 +11,8 @@ from common.config.run_config import GroupsSection, SchedulerSection
 from common.errors import LedgerError
 from common.wire.messages import EpisodeOutcome, EpisodeSeen, GroupArrived, Outcome
 from learner.scheduler.episodes.audit import RUN_ENDED, SelectionAudit
-from learner.scheduler.episodes.failures import FailureWindow
 from learner.scheduler.episodes.leases import LeaseIndex
-from learner.scheduler.episodes.ledger import EVALUATED, FAILED, Account, Ledger
+from learner.scheduler.episodes.ledger import EVALUATED, FAILED, Account, FailureWindow, Ledger
 from learner.scheduler.episodes.queue import EpisodeQueue, Taken
 from learner.scheduler.episodes.table import (
     EpisodeRecord,
