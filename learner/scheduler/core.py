@@ -26,13 +26,13 @@ from common.wire.messages import (
     StepDone,
     Welcome,
 )
+from learner.scheduler import reports
 from learner.scheduler.components import Components
-from learner.scheduler.dispatch.grants import Grants
+from learner.scheduler.dispatch import grants
 from learner.scheduler.episodes.table import EpisodeState
 from learner.scheduler.evaluation.phases import NEXT_PHASE, Phase
-from learner.scheduler.members.liveness import Liveness
+from learner.scheduler.members import liveness
 from learner.scheduler.members.report_cursor import ReportCursor
-from learner.scheduler.reports import LearnerReports
 from learner.scheduler.state import restore, save
 from learner.scheduler.status import build_status
 
@@ -68,9 +68,6 @@ class SchedulerCore:
         self.run_epoch = run_epoch
         self.parts = parts
         self.run, self.lifecycle, self.members = parts.run, parts.lifecycle, parts.members
-        self._grants = Grants(parts)
-        self._reports = LearnerReports(parts)
-        self._liveness = Liveness(parts)
         self._cursor = ReportCursor()
         self._handlers: dict[type, Callable[[Any], Any]] = {
             Hello: self._hello,
@@ -110,14 +107,14 @@ class SchedulerCore:
         if now - self.run.last_tick < TICK_S:
             return False
         self.run.last_tick = now
-        self._liveness.tick(now)
+        liveness.tick(self.parts, now)
         self._advance_phase()
         return True
 
     # --- members ------------------------------------------------------------------------------
 
     def _hello(self, message: Hello) -> Welcome:
-        self._liveness.hello(message, self._clock())
+        liveness.hello(self.parts, message, self._clock())
         if message.role == "learner":
             self._cursor.begin()
             self.run.learner_version = message.version
@@ -130,10 +127,10 @@ class SchedulerCore:
         return Welcome(run_epoch=self.run_epoch)
 
     def _goodbye(self, message: Goodbye) -> None:
-        self._liveness.goodbye(message, self._clock())
+        liveness.goodbye(self.parts, message, self._clock())
 
     def _heartbeat(self, message: Heartbeat) -> Progress:
-        revoked = self._liveness.heartbeat(message, self._clock())
+        revoked = liveness.heartbeat(self.parts, message, self._clock())
         if message.role == "learner":
             return self._progress_of_learner(revoked)
         is_finished = self.phase is Phase.DONE
@@ -171,11 +168,11 @@ class SchedulerCore:
         run = self.run
         if run.phase is Phase.DONE:
             return self._answer([], "finished")
-        taken, reason = self._grants.serve(message, now)
+        taken, reason = grants.serve(self.parts, message, now)
         for group, _ in taken:
             self.parts.stream.granted(group, version=message.version)
         self.lifecycle.grant(taken, member, now=now)
-        return self._answer([self._grants.lease(*each) for each in taken], reason)
+        return self._answer([grants.lease(self.parts, *each) for each in taken], reason)
 
     def _answer(self, leases: list[Lease], reason: str) -> LeaseGrant:
         retry_s = FINISHED_RETRY_S if self.phase is Phase.DONE else RETRY_S
@@ -187,7 +184,7 @@ class SchedulerCore:
         """Take a report; the answer says what is a batch now, if that has changed."""
         before = self._batch()
         self._touch_learner()
-        self._reports.take(message, now=self._clock())
+        reports.take(self.parts, message, now=self._clock())
         self._cursor.hear(message.number)
         return self._progress_of_learner([]) if self._batch() != before else None
 

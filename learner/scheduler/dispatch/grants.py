@@ -1,7 +1,5 @@
 """Which episodes an actor gets when it asks, and the opening of groups for it."""
 
-from dataclasses import dataclass
-
 from common.wire.messages import EpisodeKind, Lease, LeaseRequest, PolicyKind
 from learner.scheduler.components import Components
 from learner.scheduler.episodes.queue import Taken
@@ -11,105 +9,104 @@ from learner.scheduler.members.members import Member
 UNLIMITED = 1 << 30
 
 
-@dataclass(frozen=True, slots=True)
-class Grants:
-    """Serves requests for work out of the queue, and fills the queue as far as the gate lets it."""
+def serve(parts: Components, request: LeaseRequest, now: float) -> tuple[Taken, str]:
+    """Choose what an actor gets by what it asks for, by its speed and by who waits for work.
 
-    parts: Components
+    Example: the gate is closed. fast holds 60 episodes, late asks and is refused. Until late
+    holds as many, or has all that it can play, fast is not given new groups.
 
-    def serve(self, request: LeaseRequest, now: float) -> tuple[Taken, str]:
-        """Choose what an actor gets by what it asks for, by its speed and by who waits for work.
+    Returns:
+        (episodes taken off the queue, why there are no more; "" if it has all it asked for).
+    """
+    name, num = request.actor, max(0, request.num_free_slots)
+    num_allowed = min(num, _num_by_speed(parts, parts.members.by_name[name]))
+    num_fresh = min(num_allowed, _num_in_turn(parts, name, now))
+    taken, reason = _take(parts, request, num_allowed, num_fresh, now)
+    if len(taken) == num:
+        parts.members.satisfy(name)
+        return taken, ""
+    if len(taken) == num_allowed:
+        parts.members.satisfy(name)
+        return taken, f"speed: {name} has as much as it finishes before it is stale"
+    if not parts.run.phase.is_eval and request.version >= _needed_version(parts):
+        parts.members.refuse(name, now, has_some=bool(taken))
+    return taken, reason or "turn: an actor with fewer episodes is served first"
 
-        Example: the gate is closed. fast holds 60 episodes, late asks and is refused. Until late
-        holds as many, or has all that it can play, fast is not given new groups.
 
-        Returns:
-            (episodes taken off the queue, why there are no more; "" if it has all it asked for).
-        """
-        name, num = request.actor, max(0, request.num_free_slots)
-        num_allowed = min(num, self._num_by_speed(self.parts.members.by_name[name]))
-        num_fresh = min(num_allowed, self._num_in_turn(name, now))
-        taken, reason = self._take(request, num_allowed, num_fresh, now)
-        if len(taken) == num:
-            self.parts.members.satisfy(name)
-            return taken, ""
-        if len(taken) == num_allowed:
-            self.parts.members.satisfy(name)
-            return taken, f"speed: {name} has as much as it finishes before it is stale"
-        if not self.parts.run.phase.is_eval and request.version >= self._needed_version:
-            self.parts.members.refuse(name, now, has_some=bool(taken))
-        return taken, reason or "turn: an actor with fewer episodes is served first"
+def _needed_version(parts: Components) -> int:
+    return parts.needed_version(parts.run.version)
 
-    @property
-    def _needed_version(self) -> int:
-        return self.parts.needed_version(self.parts.run.version)
 
-    def _num_by_speed(self, member: Member) -> int:
-        """Return how many more episodes an actor may get. One that is alone may have all."""
-        limit = self.parts.limits.lease_limit(self.parts.pace, member)
-        if limit is None or not self.parts.members.has_other_actor(member):
-            return UNLIMITED
-        return max(0, limit - self.parts.lifecycle.leases.num_of(member.name))
+def _num_by_speed(parts: Components, member: Member) -> int:
+    """Return how many more episodes an actor may get. One that is alone may have all."""
+    limit = parts.limits.lease_limit(parts.pace, member)
+    if limit is None or not parts.members.has_other_actor(member):
+        return UNLIMITED
+    return max(0, limit - parts.lifecycle.leases.num_of(member.name))
 
-    def _num_in_turn(self, name: str, now: float) -> int:
-        """Return how many episodes an actor may get beyond those of open groups."""
-        rival = self.parts.members.first_refused(name, now)
-        if self.parts.gate.is_sync or not rival:
-            return UNLIMITED
-        leases = self.parts.lifecycle.leases
-        lead = leases.num_of(name) - leases.num_of(rival)
-        return max(0, self.parts.gate.groups.size - lead)
 
-    def _take(
-        self, request: LeaseRequest, num: int, num_fresh: int, now: float
-    ) -> tuple[Taken, str]:
-        """Take up to `num` episodes off the queue; open groups for up to `num_fresh` of them."""
-        phase, is_sync = self.parts.run.phase, self.parts.gate.is_sync
-        is_behind = request.version < self._needed_version
+def _num_in_turn(parts: Components, name: str, now: float) -> int:
+    """Return how many episodes an actor may get beyond those of open groups."""
+    rival = parts.members.first_refused(name, now)
+    if parts.gate.is_sync or not rival:
+        return UNLIMITED
+    leases = parts.lifecycle.leases
+    lead = leases.num_of(name) - leases.num_of(rival)
+    return max(0, parts.gate.groups.size - lead)
 
-        def is_allowed(group: GroupRecord) -> bool:
-            needs_latest = group.kind is EpisodeKind.EVAL or is_sync
-            return not (is_behind and needs_latest and group.policy is PolicyKind.MODEL)
 
-        actor, queue = request.actor, self.parts.lifecycle.queue
-        taken = queue.take(actor, num, is_allowed=is_allowed)
-        reason = ""
-        if is_behind and (is_sync or phase.is_eval):
-            needed = self._needed_version
-            reason = f"weights: the actor holds version {request.version}, {needed} is needed"
-        elif phase.is_eval:
-            reason = f"{phase}: all its episodes are being played"
-        else:
-            while len(taken) < num_fresh and not reason:
-                reason = self._open_groups(now)
-                taken += queue.take(actor, num - len(taken), is_allowed=is_allowed)
-        if len(taken) < num:
-            taken += queue.steal(actor, num - len(taken), is_allowed=is_allowed)
-        return taken, reason
+def _take(
+    parts: Components, request: LeaseRequest, num: int, num_fresh: int, now: float
+) -> tuple[Taken, str]:
+    """Take up to `num` episodes off the queue; open groups for up to `num_fresh` of them."""
+    phase, is_sync = parts.run.phase, parts.gate.is_sync
+    is_behind = request.version < _needed_version(parts)
 
-    def _open_groups(self, now: float) -> str:
-        """Open the next group, in sync mode the whole batch; return why not, "" if opened."""
-        gate, lifecycle = self.parts.gate, self.parts.lifecycle
-        verdict = gate.allowed(self.parts.gate_state())
-        for _ in range(verdict.num_allowed if gate.is_sync else min(1, verdict.num_allowed)):
-            number, version = lifecycle.table.next_number, self.parts.run.version
-            lifecycle.open(self.parts.curriculum.make_group(number, version=version, now=now))
-        return verdict.reason
+    def is_allowed(group: GroupRecord) -> bool:
+        needs_latest = group.kind is EpisodeKind.EVAL or is_sync
+        return not (is_behind and needs_latest and group.policy is PolicyKind.MODEL)
 
-    def lease(self, group: GroupRecord, episode: EpisodeRecord) -> Lease:
-        """Return what an actor is told of an episode that it has been granted."""
-        return Lease(
-            episode_id=episode.episode_id,
-            group_id=group.group_id,
-            member=episode.member,
-            attempt=episode.attempt,
-            kind=group.kind,
-            policy=group.policy,
-            env=episode.env,
-            item_id=episode.item_id,
-            seed=episode.seed,
-            horizon=episode.horizon,
-            horizon_stage=group.horizon_stage,
-            opened_at_version=group.opened_at_version,
-            deadline_s=self.parts.episode_timeout_s,
-        )
+    actor, queue = request.actor, parts.lifecycle.queue
+    taken = queue.take(actor, num, is_allowed=is_allowed)
+    reason = ""
+    if is_behind and (is_sync or phase.is_eval):
+        needed = _needed_version(parts)
+        reason = f"weights: the actor holds version {request.version}, {needed} is needed"
+    elif phase.is_eval:
+        reason = f"{phase}: all its episodes are being played"
+    else:
+        while len(taken) < num_fresh and not reason:
+            reason = _open_groups(parts, now)
+            taken += queue.take(actor, num - len(taken), is_allowed=is_allowed)
+    if len(taken) < num:
+        taken += queue.steal(actor, num - len(taken), is_allowed=is_allowed)
+    return taken, reason
+
+
+def _open_groups(parts: Components, now: float) -> str:
+    """Open the next group, in sync mode the whole batch; return why not, "" if opened."""
+    gate, lifecycle = parts.gate, parts.lifecycle
+    verdict = gate.allowed(parts.gate_state())
+    for _ in range(verdict.num_allowed if gate.is_sync else min(1, verdict.num_allowed)):
+        number, version = lifecycle.table.next_number, parts.run.version
+        lifecycle.open(parts.curriculum.make_group(number, version=version, now=now))
+    return verdict.reason
+
+
+def lease(parts: Components, group: GroupRecord, episode: EpisodeRecord) -> Lease:
+    """Return what an actor is told of an episode that it has been granted."""
+    return Lease(
+        episode_id=episode.episode_id,
+        group_id=group.group_id,
+        member=episode.member,
+        attempt=episode.attempt,
+        kind=group.kind,
+        policy=group.policy,
+        env=episode.env,
+        item_id=episode.item_id,
+        seed=episode.seed,
+        horizon=episode.horizon,
+        horizon_stage=group.horizon_stage,
+        opened_at_version=group.opened_at_version,
+        deadline_s=parts.episode_timeout_s,
+    )

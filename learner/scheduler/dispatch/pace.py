@@ -16,6 +16,7 @@ MIN_STEPS = 5  # the first ones are no measure
 MIN_SIGNAL_FRAC = 0.1
 WAIT_FRAC = 0.05  # of a step; a learner that waits longer wants more groups in flight
 Kind = tuple[str, int]  # environment, horizon
+Figures = tuple[float, float]  # seconds: the quantile, the median
 BOOST_UP, BOOST_DOWN, MAX_BOOST = 1.25, 0.98, 8.0
 
 
@@ -35,12 +36,11 @@ class Pace:
     num_steps: int = 0  # whose seconds are known
     last_step_at: float | None = field(default=None, metadata=VOLATILE)  # core's clock
     episodes: dict[Kind, list[float]] = field(default_factory=dict[Kind, list[float]])  # seconds
-    _quantiles: dict[Kind, float] = field(default_factory=dict[Kind, float], metadata=FIXED)
-    _medians: dict[Kind, float] = field(default_factory=dict[Kind, float], metadata=FIXED)
+    _figures: dict[Kind, Figures] = field(default_factory=dict[Kind, Figures], metadata=FIXED)
 
     def after_restore(self) -> None:
         """Compute quantiles anew."""
-        self._quantiles, self._medians = {}, {}
+        self._figures = {}
 
     # --- in -----------------------------------------------------------------------------------
 
@@ -50,8 +50,7 @@ class Pace:
         seen = self.episodes.setdefault(key, [])
         seen.append(round(wall_s, 3))
         del seen[:-NUM_REMEMBERED]
-        self._quantiles.pop(key, None)
-        self._medians.pop(key, None)
+        self._figures.pop(key, None)
 
     def add_group(self, seconds: float | None, *, has_signal: bool) -> None:
         """Note a complete group; `seconds` is None if the time of its opening is not known."""
@@ -88,17 +87,14 @@ class Pace:
         shorter = [h for h in known if h <= horizon]
         if shorter:
             nearest = max(shorter)
-            return self._quantile((env, nearest)) * horizon / nearest
-        return self._quantile((env, min(known))) if known else None
+            return self._figures_of((env, nearest))[0] * horizon / nearest
+        return self._figures_of((env, min(known)))[0] if known else None
 
     def median_s(self, env: str, horizon: int) -> float | None:
         """Return the seconds that half of such episodes stay below; None if little is known."""
         key = (env, horizon)
-        if key not in self.episodes or not self._is_known(key):
-            return None
-        if key not in self._medians:
-            self._medians[key] = statistics.median(self.episodes[key])
-        return self._medians[key]
+        is_known = key in self.episodes and self._is_known(key)
+        return self._figures_of(key)[1] if is_known else None
 
     def kinds(self) -> Iterator[Kind]:
         """Yield every (environment, horizon) that enough is known about."""
@@ -107,11 +103,12 @@ class Pace:
     def _is_known(self, key: Kind) -> bool:
         return len(self.episodes[key]) >= MIN_EPISODES
 
-    def _quantile(self, key: Kind) -> float:
-        if key not in self._quantiles:
+    def _figures_of(self, key: Kind) -> Figures:
+        if key not in self._figures:
             ordered = sorted(self.episodes[key])
-            self._quantiles[key] = ordered[math.ceil(QUANTILE * len(ordered)) - 1]
-        return self._quantiles[key]
+            quantile = ordered[math.ceil(QUANTILE * len(ordered)) - 1]
+            self._figures[key] = (quantile, statistics.median(ordered))
+        return self._figures[key]
 
     def report(self) -> dict[str, Any]:
         """Return the means for the status; None where not known."""
@@ -121,7 +118,7 @@ class Pace:
             "busy_s": self.busy_s,
             "step_period_s": self.step_period_s,
             "boost": self.boost,
-            "episode_p95_s": {f"{e}@{h}": self._quantile((e, h)) for e, h in self.kinds()},
+            "episode_p95_s": {f"{e}@{h}": self._figures_of((e, h))[0] for e, h in self.kinds()},
         }
 
 

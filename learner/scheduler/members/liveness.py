@@ -2,10 +2,12 @@
 
 An episode that an actor no longer has is issued again. One that the actor has for far too long is
 a straggler: the actor is told to abandon it, and only when it has done so is it issued again.
+
+Example: actor-0 holds g/0 and g/1 and lists g/0 only, twice -> g/1 is issued again. It falls
+silent -> both are, and the first to list one of them again keeps it.
 """
 
 import logging
-from dataclasses import dataclass
 
 from common.wire.messages import Goodbye, Heartbeat, Hello
 from learner.scheduler.components import Components
@@ -17,106 +19,104 @@ logger = logging.getLogger(__name__)
 MAX_MISSED = 2  # heartbeats in a row that may not list a lease before it counts as lost
 
 
-@dataclass(frozen=True, slots=True)
-class Liveness:
-    """Keeps the leases in step with what the actors say that they do.
+def hello(parts: Components, message: Hello, now: float) -> None:
+    """Enter a role; what an earlier process of its name held is issued again."""
+    if parts.members.hello(message, now):
+        logger.warning("restarted role=%s name=%s", message.role, message.name)
+        parts.lifecycle.lose_all(message.name, "actor_restarted")
+        return
+    for episode in parts.lifecycle.leases.of(message.name):
+        parts.lifecycle.identify(episode, message.incarnation)
+        if episode.incarnation != message.incarnation:
+            parts.lifecycle.lose(episode, "actor_restarted")
 
-    Example: actor-0 holds g/0 and g/1 and lists g/0 only, twice -> g/1 is issued again. It falls
-    silent -> both are, and the first to list one of them again keeps it.
-    """
 
-    parts: Components
+def goodbye(parts: Components, message: Goodbye, now: float) -> None:
+    """Let a role go; what it held is issued again. A former process of its name is ignored."""
+    if parts.members.leave(message, now):
+        logger.info("left role=%s name=%s", message.role, message.name)
+        parts.lifecycle.lose_all(message.name, "actor_left")
 
-    def hello(self, message: Hello, now: float) -> None:
-        """Enter a role; what an earlier process of its name held is issued again."""
-        if self.parts.members.hello(message, now):
-            logger.warning("restarted role=%s name=%s", message.role, message.name)
-            self.parts.lifecycle.lose_all(message.name, "actor_restarted")
-            return
-        for episode in self.parts.lifecycle.leases.of(message.name):
-            self.parts.lifecycle.identify(episode, message.incarnation)
-            if episode.incarnation != message.incarnation:
-                self.parts.lifecycle.lose(episode, "actor_restarted")
 
-    def goodbye(self, message: Goodbye, now: float) -> None:
-        """Let a role go; what it held is issued again. A former process of its name is ignored."""
-        if self.parts.members.leave(message, now):
-            logger.info("left role=%s name=%s", message.role, message.name)
-            self.parts.lifecycle.lose_all(message.name, "actor_left")
+def heartbeat(parts: Components, message: Heartbeat, now: float) -> list[str]:
+    """Note what a role does; return the episodes that it should not wait for or play."""
+    member = parts.members.heartbeat(message, now)
+    if message.role == "actor":
+        return _renew(parts, member, message.running, now)
+    size = parts.gate.groups.size
+    return parts.lifecycle.table.given_up_ids(message.running, group_size=size)
 
-    def heartbeat(self, message: Heartbeat, now: float) -> list[str]:
-        """Note what a role does; return the episodes that it should not wait for or play."""
-        member = self.parts.members.heartbeat(message, now)
-        if message.role == "actor":
-            return self._renew(member, message.running, now)
-        size = self.parts.gate.groups.size
-        return self.parts.lifecycle.table.given_up_ids(message.running, group_size=size)
 
-    def tick(self, now: float) -> None:
-        """Issue again what the dead and the overdue hold."""
-        for member in self.parts.members.expire(now):
-            logger.warning("dead role=%s name=%s", member.role, member.name)
-            self.parts.lifecycle.lose_all(member.name, "actor_dead")
-        for episode in reversed(self.parts.lifecycle.leases.overdue(now)):
-            self.parts.lifecycle.lose(episode, "lease_deadline")
+def tick(parts: Components, now: float) -> None:
+    """Issue again what the dead and the overdue hold."""
+    for member in parts.members.expire(now):
+        logger.warning("dead role=%s name=%s", member.role, member.name)
+        parts.lifecycle.lose_all(member.name, "actor_dead")
+    for episode in reversed(parts.lifecycle.leases.overdue(now)):
+        parts.lifecycle.lose(episode, "lease_deadline")
 
-    def _renew(self, member: Member, running: list[str], now: float) -> list[str]:
-        """Renew what an actor lists, miss what it does not; return what it should abandon."""
-        revoked = [episode_id for episode_id in running if not self._keep(member, episode_id, now)]
-        listed = set(running)
-        patience_s = self.parts.members.dead_after_s / 2
-        for episode in reversed(self.parts.lifecycle.leases.of(member.name)):
-            if episode.episode_id in listed:
-                continue
-            self.parts.lifecycle.miss(episode)
-            if episode.is_revoked:
-                self.parts.lifecycle.lose(episode, "straggler")
-            elif episode.num_missed >= MAX_MISSED and now - episode.listed_at >= patience_s:
-                self.parts.lifecycle.lose(episode, "lost_by_actor")
-        return revoked
 
-    def _keep(self, member: Member, episode_id: str, now: float) -> bool:
-        """Renew one listed episode; False if the actor should abandon it."""
-        found = self.parts.lifecycle.table.find(episode_id)
-        if found is None:
-            return False
-        group, episode = found
-        match episode.state:
-            case EpisodeState.LEASED:
-                if episode.actor != member.name:
-                    return False
-                if not episode.is_revoked and self._is_straggler(group, episode, now):
-                    self.parts.lifecycle.revoke(episode)
-                if episode.is_revoked:
-                    return False
-                self.parts.lifecycle.renew(episode, now=now)
-            case EpisodeState.QUEUED:  # thought lost, and here it is
-                if episode.num_issues == 0:
-                    return False
-                self.parts.lifecycle.reclaim(episode, member, now=now)
-            case EpisodeState.ARRIVED:  # on its first issue it only waits to be acknowledged
-                return episode.num_issues <= 1
-            case EpisodeState.SETTLED:
+def _renew(parts: Components, member: Member, running: list[str], now: float) -> list[str]:
+    """Renew what an actor lists, miss what it does not; return what it should abandon."""
+    revoked = [episode_id for episode_id in running if not _keep(parts, member, episode_id, now)]
+    listed = set(running)
+    patience_s = parts.members.dead_after_s / 2
+    for episode in reversed(parts.lifecycle.leases.of(member.name)):
+        if episode.episode_id in listed:
+            continue
+        parts.lifecycle.miss(episode)
+        if episode.is_revoked:
+            parts.lifecycle.lose(episode, "straggler")
+        elif episode.num_missed >= MAX_MISSED and now - episode.listed_at >= patience_s:
+            parts.lifecycle.lose(episode, "lost_by_actor")
+    return revoked
+
+
+def _keep(parts: Components, member: Member, episode_id: str, now: float) -> bool:
+    """Renew one listed episode; False if the actor should abandon it."""
+    found = parts.lifecycle.table.find(episode_id)
+    if found is None:
+        return False
+    group, episode = found
+    match episode.state:
+        case EpisodeState.LEASED:
+            if episode.actor != member.name:
                 return False
-        return True
+            if not episode.is_revoked and _is_straggler(parts, group, episode, now):
+                parts.lifecycle.revoke(episode)
+            if episode.is_revoked:
+                return False
+            parts.lifecycle.renew(episode, now=now)
+        case EpisodeState.QUEUED:  # thought lost, and here it is
+            if episode.num_issues == 0:
+                return False
+            parts.lifecycle.reclaim(episode, member, now=now)
+        case EpisodeState.ARRIVED:  # on its first issue it only waits to be acknowledged
+            return episode.num_issues <= 1
+        case EpisodeState.SETTLED:
+            return False
+    return True
 
-    def _is_straggler(self, group: GroupRecord, episode: EpisodeRecord, now: float) -> bool:
-        """True if it takes far longer than nearly all of its environment and horizon.
 
-        Without a learner nothing is acknowledged, so then nobody is late.
-        """
-        cfg = self.parts.gate.groups
-        if cfg.straggler_factor == 0 or not group.is_train:
-            return False
-        usual_s = self.parts.pace.episode_s(episode.env, episode.horizon)
-        has_learner = bool(self.parts.members.alive("learner"))
-        if usual_s is None or episode.granted_at is None or not has_learner:
-            return False
-        limit_s = max(cfg.straggler_min_s, cfg.straggler_factor * usual_s)
-        if now - episode.granted_at <= limit_s:
-            return False
-        logger.warning(
-            "straggler episode=%s actor=%s after_s=%.1f usual_s=%.1f",
-            *(episode.episode_id, episode.actor, now - episode.granted_at, usual_s),
-        )
-        return True
+def _is_straggler(
+    parts: Components, group: GroupRecord, episode: EpisodeRecord, now: float
+) -> bool:
+    """True if it takes far longer than nearly all of its environment and horizon.
+
+    Without a learner nothing is acknowledged, so then nobody is late.
+    """
+    cfg = parts.gate.groups
+    if cfg.straggler_factor == 0 or not group.is_train:
+        return False
+    usual_s = parts.pace.episode_s(episode.env, episode.horizon)
+    has_learner = bool(parts.members.alive("learner"))
+    if usual_s is None or episode.granted_at is None or not has_learner:
+        return False
+    limit_s = max(cfg.straggler_min_s, cfg.straggler_factor * usual_s)
+    if now - episode.granted_at <= limit_s:
+        return False
+    logger.warning(
+        "straggler episode=%s actor=%s after_s=%.1f usual_s=%.1f",
+        *(episode.episode_id, episode.actor, now - episode.granted_at, usual_s),
+    )
+    return True
