@@ -1,7 +1,7 @@
-"""What an action does in the current tab of a session."""
+"""What an action does on a page."""
 
 from collections.abc import Coroutine, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from playwright.async_api import Page
 
@@ -15,28 +15,12 @@ NO_ELEMENT = (
 )
 
 
-class Tabs(Protocol):
-    """What actions need of a session; see `WebSession`."""
-
-    @property
-    def page(self) -> Page: ...
-
-    def may_go(self, url: str, /) -> bool: ...
-
-    async def new_tab(self) -> None: ...
-
-    async def focus_tab(self, number: int) -> None: ...
-
-    async def close_tab(self) -> None: ...
-
-
-async def act(tabs: Tabs, action: Action) -> None:
-    """Do what an action says.
+async def act(page: Page, action: Action) -> None:
+    """Do what an action on the page itself says.
 
     Raises:
         InvalidAction: it cannot be done here.
     """
-    page = tabs.page
     match action.kind:
         case Kind.CLICK | Kind.HOVER:
             await _point(page, action.kind, action.element)
@@ -55,17 +39,11 @@ async def act(tabs: Tabs, action: Action) -> None:
         case Kind.SCROLL:
             await page.evaluate("n => __ls.scroll(n)", 1 if action.text == "down" else -1)
         case Kind.GOTO:
-            await _goto(tabs, action.text)
+            await _goto(page, action.text)
         case Kind.GO_BACK:
             await _turn(page, page.go_back())
         case Kind.GO_FORWARD:
             await _turn(page, page.go_forward())
-        case Kind.NEW_TAB:
-            await tabs.new_tab()
-        case Kind.TAB_FOCUS:
-            await tabs.focus_tab(action.element)
-        case Kind.CLOSE_TAB:
-            await tabs.close_tab()
 
 
 async def _aim(page: Page, kind: Kind, element: int) -> dict:
@@ -137,10 +115,8 @@ async def _type_over(page: Page, words: str) -> None:
     await page.keyboard.type(words[-1])
 
 
-async def _goto(tabs: Tabs, url: str) -> None:
-    if not tabs.may_go(url):
-        raise InvalidAction(f'Invalid goto action: "{url[:200]}" is not among the sites here.')
-    response = await tabs.page.goto(url, wait_until="load")
+async def _goto(page: Page, url: str) -> None:
+    response = await page.goto(url, wait_until="load")
     if response is not None and response.status >= 400:
         raise InvalidAction(f'The page "{url[:200]}" answers with status {response.status}.')
 

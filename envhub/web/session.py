@@ -13,7 +13,7 @@ from playwright.async_api import Error as BrowserError
 from playwright.async_api import TimeoutError as BrowserTimeout
 
 from envhub.env import EnvFailure
-from envhub.web.actions import Action, InvalidAction
+from envhub.web.actions import Action, InvalidAction, Kind
 from envhub.web.browser import VIEWPORT, first_line
 from envhub.web.performing import act
 from envhub.web.tree import Snapshot, read_snapshot
@@ -65,7 +65,7 @@ class WebSession:
     ) -> None:
         self.context = context
         self._look = look
-        self.may_go = may_go
+        self._may_go = may_go
         self._timeout_s = action_timeout_s
         self._tabs: list[Page] = []
         self._current: Page | None = None
@@ -218,7 +218,7 @@ class WebSession:
         self.dialogs.clear()
         self._has_new_tab.clear()
         try:
-            await self._guard(act(self, action))
+            await self._guard(self._act(action))
         except BrowserTimeout:
             logger.debug("action is slow kind=%s", action.kind)
         except BrowserError as error:
@@ -226,36 +226,26 @@ class WebSession:
                 return
             raise InvalidAction(f"The action failed: {first_line(error)}") from error
 
-    async def new_tab(self) -> None:
-        """Open an empty tab, which becomes current.
-
-        Raises:
-            InvalidAction: there are too many.
-        """
-        if len(self._tabs) >= MAX_TABS:
-            raise InvalidAction(f"There are {MAX_TABS} tabs already.")
-        await self.context.new_page()
-
-    async def focus_tab(self, number: int) -> None:
-        """Make a tab current.
-
-        Raises:
-            InvalidAction: there is no such tab.
-        """
-        if not 0 <= number < len(self._tabs):
-            raise InvalidAction(f"There is no tab {number}.")
-        self._current = self._tabs[number]
-        await self.page.bring_to_front()
-
-    async def close_tab(self) -> None:
-        """Close the current tab.
-
-        Raises:
-            InvalidAction: it is the last one.
-        """
-        if len(self._tabs) == 1:
-            raise InvalidAction("The last tab cannot be closed.")
-        await self.page.close()
+    async def _act(self, action: Action) -> None:
+        match action.kind:
+            case Kind.NEW_TAB if len(self._tabs) >= MAX_TABS:
+                raise InvalidAction(f"There are {MAX_TABS} tabs already.")
+            case Kind.NEW_TAB:
+                await self.context.new_page()
+            case Kind.TAB_FOCUS if not 0 <= action.element < len(self._tabs):
+                raise InvalidAction(f"There is no tab {action.element}.")
+            case Kind.TAB_FOCUS:
+                self._current = self._tabs[action.element]
+                await self.page.bring_to_front()
+            case Kind.CLOSE_TAB if len(self._tabs) == 1:
+                raise InvalidAction("The last tab cannot be closed.")
+            case Kind.CLOSE_TAB:
+                await self.page.close()
+            case Kind.GOTO if not self._may_go(action.text):
+                url = action.text[:200]
+                raise InvalidAction(f'Invalid goto action: "{url}" is not among the sites here.')
+            case _:
+                await act(self.page, action)
 
     async def tab_titles(self) -> list[str]:
         """Return the titles of all tabs."""

@@ -39,10 +39,7 @@ class AgentGymBabyAiEnv(BabyAiEnv):
         super()._look()
         self._offer = offer(self._scene, self._objects, self._view)
 
-    def step(self, action: str) -> StepResult:
-        """Perform one high-level action given as text."""
-        if self._done:
-            raise RuntimeError("step after the episode has ended")
+    def _step(self, action: str) -> StepResult:
         name = act.normalize(action_text(action))
         chosen = self._offer.actions.get(name)
         is_asked = "check" in name
@@ -72,7 +69,7 @@ class AgentGymBabyAiEnv(BabyAiEnv):
         self._look()
 
     def _observation(self) -> str:
-        if self._style is Style.COMPACT:
+        if self._is_compact:
             return super()._observation()
         offered = list(self._offer.actions.values())
         return text.agentgym_view(
@@ -87,17 +84,16 @@ class AgentGymBabyAiEnv(BabyAiEnv):
             answer = self._offer.refusals.get(name, UNKNOWN)
         else:
             answer = NO_CHANGE
-        if self._style is Style.COMPACT:
+        if self._is_compact:
             return f"{text.INVALID}, {self._observation()}"
         return f"{answer}\n{text.available(offered)}"
 
-    def valid_actions(self) -> list[str]:
-        """Return every action that AgentGym lists; none when the episode has ended."""
-        return [] if self._done else [*self._offer.actions]
+    def _valid_actions(self) -> list[str]:
+        return [*self._offer.actions]
 
-    def expert_action(self) -> str | None:
+    def _expert_action(self) -> str | None:
         """Return the scripted expert's action, in AgentGym's words and one part at a time."""
-        name = None if self._done else self._expert.choose(self._scene, self._by_name)
+        name = super()._expert_action()
         return None if name is None else self._worded(self._by_name[name])
 
     def _worded(self, wanted: Action) -> str | None:

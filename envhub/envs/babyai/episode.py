@@ -13,13 +13,14 @@ from envhub.envs.babyai.actions import Action, Kind
 from envhub.envs.babyai.expert import Expert
 from envhub.envs.babyai.scene import Scene
 from envhub.envs.babyai.targets import closes_doors
+from envhub.envs.text_env import TextEnv
 
 # minigrid shortens the reward and truncates by its own step count; turn budgets are the caller's.
 ENDLESS_STEPS = 1_000_000_000
 SUBSETS = levels.subsets()
 
 
-class BabyAiEnv:
+class BabyAiEnv(TextEnv):
     """One BabyAI episode.
 
     Differs from AgentGym's server on purpose: reward is 1.0 and the episode ends at the very
@@ -32,10 +33,9 @@ class BabyAiEnv:
     """
 
     def __init__(self, style: Style, *, options: BabyaiOptions | None = None) -> None:
-        self._style = style
+        super().__init__(style)
         self._options = options or BabyaiOptions()
         self._level_name = ""
-        self._done = False
 
     def reset(self, item_id: str, seed: int = 0) -> str:
         """Start an item; `seed` is unused, since the item fixes the whole level."""
@@ -57,14 +57,11 @@ class BabyAiEnv:
         self._level.max_steps = ENDLESS_STEPS
         self._fingerprint = _fingerprint(self._level)
         self._expert = Expert(self._level)
-        self._done = False
+        self._begin()
         self._scene = read_scene(self._level)
         self._look()
 
-    def step(self, action: str) -> StepResult:
-        """Perform one high-level action given as text."""
-        if self._done:
-            raise RuntimeError("step after the episode has ended")
+    def _step(self, action: str) -> StepResult:
         name = act.normalize(action_text(action))
         chosen = self._by_name.get(name)
         if chosen is None:
@@ -116,7 +113,7 @@ class BabyAiEnv:
         self._by_name = {action.name: action for action in self._actions}
 
     def _first_observation(self) -> str:
-        if self._style is Style.COMPACT:
+        if self._is_compact:
             return f"goal: {self._level.mission}\n{self._observation()}"
         return f"Your goal: {self._goal()}\n{self._observation()}"
 
@@ -127,25 +124,24 @@ class BabyAiEnv:
         return self._level.mission.replace("then", "and").replace("after you", "and")
 
     def _observation(self) -> str:
-        if self._style is Style.COMPACT:
+        if self._is_compact:
             return text.compact_view(self._scene, self._objects, self._view)
         return text.agentgym_view(
             self._scene, self._objects, self._view, self._actions, is_over=self._done
         )
 
     def _refusal(self, name: str) -> str:
-        if self._style is Style.COMPACT:
+        if self._is_compact:
             return f"{text.INVALID}, {self._observation()}"
         answer = text.refusal(self._scene, self._objects, self._actions, name)
         return f"{answer}\n{text.available(self._actions)}"
 
-    def valid_actions(self) -> list[str]:
-        """Return every action that changes something now; none when the episode has ended."""
-        return [] if self._done else [action.name for action in self._actions]
+    def _valid_actions(self) -> list[str]:
+        return [action.name for action in self._actions]
 
-    def expert_action(self) -> str | None:
+    def _expert_action(self) -> str | None:
         """Return the scripted expert's action; it knows the whole map and the instruction."""
-        return None if self._done else self._expert.choose(self._scene, self._by_name)
+        return self._expert.choose(self._scene, self._by_name)
 
     def render(self) -> str:
         """Return the whole map, two characters a cell, and the mission."""
@@ -154,9 +150,6 @@ class BabyAiEnv:
     def fingerprint(self) -> str:
         """Return the hash of the full state the episode began with."""
         return self._fingerprint
-
-    def close(self) -> None:
-        """Do nothing: an episode holds no more than its own memory."""
 
 
 def _fingerprint(level) -> str:

@@ -5,10 +5,9 @@ WebArena and cannot be compared with any.
 """
 
 from pathlib import Path
-from typing import Any
 
 from common.config.envs import EnvsSection
-from envhub.env import EnvSpec, ItemId, UnknownItem
+from envhub.env import EnvSpec, UnknownItem
 from envhub.envs.minisites.tasks import SUBSETS, make_task
 from envhub.envs.minisites.world import LocalWorld
 from envhub.tasks import load_tasks
@@ -30,7 +29,7 @@ def make_spec(options: EnvsSection) -> EnvSpec:
         "minisites",
         Catalogue(
             subsets=SUBSETS,
-            find=_task,
+            find=lambda item: make_task(item.subset, item.split, item.index),
             names=PublicNames({}),
             max_words=options.minisites.observation_tokens,
         ),
@@ -39,10 +38,6 @@ def make_spec(options: EnvsSection) -> EnvSpec:
         tasks=load_tasks(Path(__file__).with_name("tasks.json")),
         from_agentgym=from_agentgym,
     )
-
-
-def _task(item: ItemId) -> dict[str, Any]:
-    return make_task(item.subset, item.split, item.index)
 
 
 def from_agentgym(number: int) -> str:

@@ -27,11 +27,24 @@ from random import Random
 from typing import Any
 from urllib.parse import quote_plus
 
-from envhub.envs.minisites.drafts import Check, Draft, Step, ends_at, says, says_all, shows, step_of
 from envhub.envs.minisites.site import money
 from envhub.tables import read_table
 
 Names = Mapping[str, Any]
+Step = dict[str, str | bool]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """One task of a template, on one world.
+
+    `check` is WebArena's `eval` part; `path` is what an expert does, from the site's first page,
+    the closing `stop` included.
+    """
+
+    intent: str
+    check: dict[str, Any]
+    path: tuple[Step, ...]
 
 
 class Wording(str):
@@ -109,7 +122,7 @@ class TaskTable:
             return [each for way in self.ways[step[1:]] for each in self._steps(way, names)]
         verb, _, rest = step.partition(" ")
         name, _, text = rest.partition(" = ")
-        return [step_of(verb, _fill(name, names), _fill(text, names))]
+        return [_step(verb, _fill(name, names), _fill(text, names))]
 
 
 def _fill(wording: str, names: Names) -> str:
@@ -120,24 +133,54 @@ def _fill_all(wordings: Sequence[str], names: Names) -> list[str]:
     return [_fill(wording, names) for wording in wordings]
 
 
-def _check(template: Mapping[str, Any], names: Names) -> Check:
+def _check(template: Mapping[str, Any], names: Names) -> dict[str, Any]:
+    """Return what an answer says, where the episode ends, or what pages show at its end."""
+    kind, answers, url, pages = "string_match", None, "", []
     if "says" in template:
-        return says(_fill(template["says"], names))
-    if "says_all" in template:
+        answers = {"exact_match": _fill(template["says"], names)}
+    elif "says_all" in template:
         wanted = template["says_all"]  # wordings, or the name of a list
-        return says_all(names[wanted] if isinstance(wanted, str) else _fill_all(wanted, names))
-    if "ends_at" in template:
-        return ends_at(_fill(template["ends_at"], names))
-    pages = [
-        (
-            _fill(page["page"], names),
-            _fill(page["element"], names),
-            _fill(page.get("is", ""), names),
-            _fill_all(page.get("has", ()), names),
-        )
-        for page in template["shows"]
-    ]
-    return shows(pages)
+        listed = names[wanted] if isinstance(wanted, str) else _fill_all(wanted, names)
+        answers = {"must_include": list(listed)}
+    elif "ends_at" in template:
+        kind, url = "url_match", _fill(template["ends_at"], names)
+    else:
+        kind, pages = "program_html", [_shown(page, names) for page in template["shows"]]
+    return {
+        "eval_types": [kind],
+        "reference_answers": answers,
+        "reference_url": url,
+        "url_note": "GOLD in PRED",
+        "program_html": pages,
+    }
+
+
+def _shown(page: Mapping[str, Any], names: Names) -> dict[str, Any]:
+    """Return the check of an element's text or, where there are any, of parts of it."""
+    element, parts = _fill(page["element"], names), _fill_all(page.get("has", ()), names)
+    exact = _fill(page.get("is", ""), names)
+    return {
+        "url": _fill(page["page"], names),
+        "locator": f"document.querySelector('#{element}')?.outerText ?? ''",
+        "required_contents": {"must_include": parts} if parts else {"exact_match": exact},
+    }
+
+
+def _step(verb: str, name: str, text: str) -> Step:
+    """Return a step of a way.
+
+    Args:
+        verb: link, button, radio (a click on one of that name); fill (a field), enter (the same,
+            sending its form), seek (a search field); stop, with the answer as its name.
+    """
+    if verb == "stop":
+        return {"do": "stop", "answer": name}
+    if verb in ("link", "button", "radio"):
+        return {"do": "click", "role": verb, "name": name}
+    if verb not in ("fill", "enter", "seek"):
+        raise ValueError(f"no step begins with {verb!r}")
+    role = "searchbox" if verb == "seek" else "textbox"
+    return {"do": "type", "role": role, "name": name, "text": text, "enter": verb != "fill"}
 
 
 class _Rounds:

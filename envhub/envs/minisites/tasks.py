@@ -8,7 +8,6 @@ from typing import Any
 from zlib import crc32
 
 from envhub.env import SubsetSpec
-from envhub.envs.minisites.drafts import Draft
 from envhub.envs.minisites.gitlab.seed import WORDS as GITLAB_WORDS
 from envhub.envs.minisites.maps.routes import SQL_FUNCTIONS
 from envhub.envs.minisites.maps.seed import WORDS as MAPS_WORDS
@@ -16,7 +15,7 @@ from envhub.envs.minisites.reddit.seed import WORDS as REDDIT_WORDS
 from envhub.envs.minisites.seeding import WORDS as COMMON
 from envhub.envs.minisites.shop.seed import WORDS as SHOP_WORDS
 from envhub.envs.minisites.store import master
-from envhub.envs.minisites.task_tables import read_tasks
+from envhub.envs.minisites.task_tables import Draft, read_tasks
 
 NUM_WORLDS = 5  # site seeds 0 to 4
 NUM_TRAIN = 240

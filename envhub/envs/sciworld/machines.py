@@ -26,9 +26,8 @@ class Simulators:
     new one.
     """
 
-    def __init__(self, *, memory_mib: int, timeout_s: float) -> None:
-        self._memory_mib = memory_mib
-        self._timeout_s = timeout_s
+    def __init__(self, options: SciworldOptions) -> None:
+        self._options = options
         self._idle: list[Simulator] = []
         self._lock = threading.Lock()
 
@@ -41,7 +40,7 @@ class Simulators:
         with self._lock:
             if self._idle:
                 return self._idle.pop()
-        return _start(self._memory_mib, self._timeout_s)
+        return _start(self._options.jvm_memory_mib, self._options.call_timeout_s)
 
     def give(self, simulator: "Simulator") -> None:
         """Take a JVM back; its episode has ended."""
@@ -65,10 +64,8 @@ class GoldPaths:
 
     MAX_KEPT = 1000
 
-    def __init__(self, *, memory_mib: int, timeout_s: float, simplifications: str) -> None:
-        self._memory_mib = memory_mib
-        self._timeout_s = timeout_s
-        self._simplifications = simplifications
+    def __init__(self, options: SciworldOptions) -> None:
+        self._options = options
         self._kept: OrderedDict[Variation, tuple[str, ...]] = OrderedDict()
         self._solver: Simulator | None = None
         self._lock = threading.Lock()
@@ -88,8 +85,8 @@ class GoldPaths:
 
     def _solve(self, variation: Variation) -> tuple[str, ...]:
         if self._solver is None or not self._solver.is_alive:
-            self._solver = _start(self._memory_mib, self._timeout_s)
-        self._solver.load(variation, self._simplifications, with_gold=True)
+            self._solver = _start(self._options.gold_memory_mib, self._options.call_timeout_s)
+        self._solver.load(variation, self._options.simplifications, with_gold=True)
         return self._solver.gold_path()
 
     def rest(self) -> None:
@@ -105,14 +102,8 @@ class Machines:
 
     def __init__(self, options: SciworldOptions) -> None:
         self.simplifications = options.simplifications
-        self.simulators = Simulators(
-            memory_mib=options.jvm_memory_mib, timeout_s=options.call_timeout_s
-        )
-        self.gold = GoldPaths(
-            memory_mib=options.gold_memory_mib,
-            timeout_s=options.call_timeout_s,
-            simplifications=options.simplifications,
-        )
+        self.simulators = Simulators(options)
+        self.gold = GoldPaths(options)
 
     async def stop(self) -> None:
         """End the JVMs that no episode uses."""

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from envhub.env import EnvFailure, ItemId, SubsetSpec, UnknownItem
-from envhub.envs.sqlgym.problems import Problem, SchemaView, TableView, numbered
+from envhub.env import EnvFailure, ItemId, SubsetSpec
+from envhub.envs.sqlgym.problems import Problem, SchemaView, TableView
 from envhub.envs.sqlgym.query import open_file
 
 SUBSET = "bird"
@@ -57,14 +57,6 @@ class Bird:
             gold=row["SQL"],
             open=partial(open_file, path),
         )
-
-    def from_agentgym(self, index: int) -> str:
-        """Return the item of AgentGym's number: 0 to 9427 are train, 9428 to 10961 are dev."""
-        item_id = numbered(self.subsets, index)
-        if item_id is None:
-            last = sum(len(part.questions) for part in self._parts.values()) - 1
-            raise UnknownItem(f"no data index {index}; the last is {last}")
-        return item_id
 
 
 def files_of(folder: Path) -> list[Path]:

@@ -5,8 +5,7 @@ import sqlite3
 from dataclasses import dataclass
 from functools import lru_cache
 
-from envhub.envs.sqlgym.domains import TEST_DOMAINS
-from envhub.envs.sqlgym.schema import Column, Domain, Kind, Table
+from envhub.envs.sqlgym.schema import TEST_DOMAINS, Column, Domain, Kind, Table
 
 NAMES = {
     "first": "Ada Ben Cleo Dan Eva Finn Gil Hana Ivo Jana Kai Lea Max Nina Otto Pia",

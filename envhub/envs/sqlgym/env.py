@@ -18,7 +18,7 @@ from envhub.env import (
 from envhub.envs.sqlgym import bird, text
 from envhub.envs.sqlgym.bird import Bird
 from envhub.envs.sqlgym.generated import Generated
-from envhub.envs.sqlgym.problems import Problem
+from envhub.envs.sqlgym.problems import Problem, numbered
 from envhub.envs.sqlgym.query import Limits, QueryRefused, Row, rows_of
 from envhub.envs.text_env import TextEnv
 from envhub.tables import read_instructions
@@ -50,8 +50,11 @@ class Problems:
         return self._generated.problem(item)
 
     def from_agentgym(self, index: int) -> str:
-        """Return the item of AgentGym's index into BIRD, or else into the generated problems."""
-        return (self._bird or self._generated).from_agentgym(index)
+        """Return the item of AgentGym's index into BIRD, or else into the generated problems.
+
+        Training items come before test items: of BIRD 0 to 9427, and `dev` from 9428 to 10961.
+        """
+        return numbered((self._bird or self._generated).subsets, index)
 
 
 class SqlEnv(TextEnv):

@@ -3,9 +3,9 @@
 import threading
 from functools import lru_cache, partial
 
-from envhub.env import ItemId, SubsetSpec, UnknownItem
+from envhub.env import ItemId, SubsetSpec
 from envhub.envs.sqlgym import database
-from envhub.envs.sqlgym.problems import Problem, SchemaView, TableView, numbered
+from envhub.envs.sqlgym.problems import Problem, SchemaView, TableView
 from envhub.envs.sqlgym.query import open_image
 from envhub.envs.sqlgym.questions import SIZES, TEMPLATES, questions
 from envhub.envs.sqlgym.schema import Domain, Kind
@@ -56,11 +56,3 @@ class Generated:
             gold=question.gold,
             open=partial(open_image, content),
         )
-
-    def from_agentgym(self, index: int) -> str:
-        """Return the item of a running number: easy to hard, training before test."""
-        item_id = numbered(self.subsets, index)
-        if item_id is None:
-            last = sum(s.num_train + s.num_test for s in self.subsets.values()) - 1
-            raise UnknownItem(f"no data index {index}; the last is {last}")
-        return item_id

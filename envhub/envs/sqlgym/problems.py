@@ -3,9 +3,8 @@
 import sqlite3
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
-from envhub.env import ItemId, SubsetSpec
+from envhub.env import SubsetSpec, UnknownItem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,22 +42,12 @@ class Problem:
     open: Callable[[], sqlite3.Connection]
 
 
-class Source(Protocol):
-    """Where problems come from."""
+def numbered(subsets: Mapping[str, SubsetSpec], index: int) -> str:
+    """Return the item of a running number: all training items, then all test items.
 
-    subsets: Mapping[str, SubsetSpec]
-
-    def problem(self, item: ItemId) -> Problem:
-        """Return the problem of an item of `subsets`."""
-        ...
-
-    def from_agentgym(self, index: int) -> str:
-        """Return the item id of AgentGym's data index; raises UnknownItem."""
-        ...
-
-
-def numbered(subsets: Mapping[str, SubsetSpec], index: int) -> str | None:
-    """Return the item of a running number: all training items, then all test items."""
+    Raises:
+        UnknownItem: there are fewer.
+    """
     left = index
     for split in ("train", "test"):
         for subset, spec in subsets.items():
@@ -66,4 +55,5 @@ def numbered(subsets: Mapping[str, SubsetSpec], index: int) -> str | None:
             if 0 <= left < num_items:
                 return f"{subset}-{split}-{left}"
             left -= num_items
-    return None
+    last = sum(spec.num_train + spec.num_test for spec in subsets.values()) - 1
+    raise UnknownItem(f"no data index {index}; the last is {last}")

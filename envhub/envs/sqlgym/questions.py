@@ -10,9 +10,8 @@ from typing import Any
 
 from envhub.envs.sqlgym import database
 from envhub.envs.sqlgym.database import DatabaseId
-from envhub.envs.sqlgym.domains import TEST_DOMAINS, TRAIN_DOMAINS
 from envhub.envs.sqlgym.query import Limits, open_image, rows_of
-from envhub.envs.sqlgym.schema import Column, Domain, Kind, Table
+from envhub.envs.sqlgym.schema import TEST_DOMAINS, TRAIN_DOMAINS, Column, Domain, Kind, Table
 from envhub.tables import read_table
 
 NUM_DATABASES = 2  # per design and split

@@ -4,7 +4,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from envhub.envs.textcraft.recipes import TAGS, recipe_lines
+from envhub.tables import read_table
+
+_TABLE = read_table(__file__, "recipes.yaml")
+TAGS: dict[str, tuple[str, ...]] = {tag: tuple(members) for tag, members in _TABLE["tags"].items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,17 @@ class Book:
     def goals(self, depth: int) -> list[str]:
         """Return the craftable items of a depth, sorted."""
         return sorted(item for item in self.recipes if self.depths[item] == depth)
+
+
+def recipe_lines() -> list[str]:
+    """Return every recipe of our own table as one line."""
+    lines: list[str] = _TABLE["recipes"].splitlines()
+    for family in _TABLE["families"]:
+        columns = family["over"]
+        for values in zip(*columns.values(), strict=True):
+            text = family["recipes"].format(**dict(zip(columns, values, strict=True)))
+            lines += text.splitlines()
+    return lines
 
 
 def parse_recipe(line: str) -> Recipe:

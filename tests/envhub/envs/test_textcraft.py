@@ -216,6 +216,6 @@ def test_engine_survives_untrusted_text(text):
 
 
 def test_item_is_the_same_in_every_process():
-    for item_id in ("depth1-train-3", "depth3-test-4", "depth4-train-50"):
-        told = elsewhere(__name__, f"transcript({item_id!r})", hash_seed=1)
-        assert told == transcript(item_id)
+    items = ["depth1-train-3", "depth3-test-4", "depth4-train-50"]
+    told = elsewhere(__name__, f"[transcript(item) for item in {items}]", hash_seed=1)
+    assert told == [transcript(item) for item in items]

@@ -10,7 +10,6 @@ WORDS = read_table(__file__, "words.yaml")
 
 
 def submit(page: PageView) -> str | None:
-    """Click the button that sends the answer."""
     for name in ("Submit", "Search", "Go!", "Order!", "OK", "Login"):
         for role in ("button", "clickable"):
             if found := page.all(role, name=name):
@@ -19,22 +18,18 @@ def submit(page: PageView) -> str | None:
 
 
 def quoted_button(page: PageView) -> str | None:
-    """Click the button whose name the goal quotes."""
     return click(page.one("button", name=page.quoted()[0]))
 
 
 def button_one(page: PageView) -> str | None:
-    """Click ONE."""
     return click(page.one("button", name="ONE"))
 
 
 def only_button(page: PageView) -> str | None:
-    """Click the button."""
     return click(page.one("button"))
 
 
 def one_then_two(page: PageView) -> str | None:
-    """Click ONE, then TWO."""
     return click(page.one("button", name="TWO" if page.taken else "ONE"))
 
 
@@ -80,7 +75,6 @@ def expand_and_submit(page: PageView) -> str | None:
 
 
 def tab_by_name(page: PageView) -> str | None:
-    """Click the tab of the goal."""
     return click(page.one("tab", name=page.goal_part(r"Click on (Tab #\d+)")))
 
 
@@ -93,12 +87,10 @@ def tabs_to_link(page: PageView) -> str | None:
 
 
 def close_dialog(page: PageView) -> str | None:
-    """Click the x of the dialog box."""
     return click(page.one("button", name="Close"))
 
 
 def dialog_button(page: PageView) -> str | None:
-    """Click the dialog box's button of the goal."""
     name = page.quoted()[0]
     return click(page.one("button", name="Close" if name == "x" else name))
 

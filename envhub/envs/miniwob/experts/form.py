@@ -14,12 +14,10 @@ MONTHS = list(calendar.month_name)
 
 
 def fields(page: PageView) -> list[Node]:
-    """Return the fields one can type into, in reading order."""
     return [node for node in page.nodes if node.role in FIELD_ROLES]
 
 
 def fill(page: PageView, *texts: str) -> str | None:
-    """Fill the first fields with the texts, then send."""
     for field, text in zip(fields(page), texts, strict=False):
         if field.value != text:
             return write(field, text)
@@ -27,36 +25,30 @@ def fill(page: PageView, *texts: str) -> str | None:
 
 
 def quoted_text(page: PageView) -> str | None:
-    """Type what the goal quotes."""
     return fill(page, page.quoted()[0])
 
 
 def cased_text(page: PageView) -> str | None:
-    """Type what the goal quotes in the case it asks for."""
     text = page.quoted()[0]
     return fill(page, text.upper() if "upper case" in page.goal else text.lower())
 
 
 def password_twice(page: PageView) -> str | None:
-    """Type the password into both fields."""
     return fill(page, page.quoted()[0], page.quoted()[0])
 
 
 def login(page: PageView) -> str | None:
-    """Type name and password; refuse what pops up."""
     if cancel := page.one("button", name="Cancel"):
         return click(cancel)
     return fill(page, *page.quoted()[:2])
 
 
 def date_field(page: PageView) -> str | None:
-    """Set a date field."""
     month, day, year = page.goal_part(r"Enter (\d+/\d+/\d+)").split("/")
     return fill(page, f"{year}-{month}-{day}")
 
 
 def time_field(page: PageView) -> str | None:
-    """Set a time field."""
     hour, minute, half = re.findall(r"(\d+):(\d+) ([AP])M", page.goal)[0]
     return fill(page, f"{int(hour) % 12 + 12 * (half == 'P'):02d}:{minute}")
 
@@ -107,13 +99,11 @@ def last_word(page: PageView) -> str | None:
 
 
 def nth_word(page: PageView) -> str | None:
-    """Type the n-th word of the paragraph."""
     words = page.texts()[0].name.split()
     return fill(page, re.sub(r"[^a-zA-Z]", "", words[int(page.goal_part(r"the (\d+)")) - 1]))
 
 
 def spelled(page: PageView) -> str | None:
-    """Type the letters that are drawn askew."""
     letters = [t.name for t in page.texts() if len(t.name) <= 5]
     return fill(page, "".join(letters))
 
@@ -199,7 +189,6 @@ def height_and_button(page: PageView) -> str | None:
 
 
 def table_value(page: PageView) -> str | None:
-    """Type the value of one row of the table."""
     return fill(page, _table(page)[page.goal_part(r"the value of (.*) into")])
 
 

@@ -1,12 +1,15 @@
-"""Experts of the pages with sliders, colours, an editor, a terminal and a calendar."""
+"""Experts of the pages with sliders, colours, an editor, a terminal, a calendar and games."""
 
 import re
 from collections import deque
 
 from envhub.envs.miniwob.experts.click import submit
 from envhub.envs.miniwob.experts.form import fields, fill
+from envhub.envs.miniwob.pages import PAGES
 from envhub.envs.miniwob.view import PageView, click, hold, write
+from envhub.web.actions import Kind
 
+FLASH_EVERY_MS = 600
 KEYS_PER_PAGE = 5  # a fifth of a slider's range is a page
 HUES = ("red", "orange", "yellow", "green", "blue", "purple")
 
@@ -41,12 +44,10 @@ def _slide(page: PageView, wanted: list[int]) -> str | None:
 
 
 def slider(page: PageView) -> str | None:
-    """Move one slider by keys, and send."""
     return _slide(page, [int(page.goal_part(r"Select (-?\d+)"))]) or submit(page)
 
 
 def sliders(page: PageView) -> str | None:
-    """Move three sliders by keys, and send."""
     return _slide(page, [int(n) for n in re.findall(r"\d+", page.goal)]) or submit(page)
 
 
@@ -59,12 +60,10 @@ def slider_and_box(page: PageView) -> str | None:
 
 
 def named_colour(page: PageView) -> str | None:
-    """Type the colour of the goal."""
     return _colour(page, page.inside.lstrip("#").upper())
 
 
 def shown_colour(page: PageView) -> str | None:
-    """Type the colour that the goal shows."""
     levels = re.findall(r"\d+", page.goal_part(r"rgb\((.*?)\)"))
     return _colour(page, "".join(f"{int(level):02X}" for level in levels))
 
@@ -163,7 +162,6 @@ def _half_hour(time: str) -> int:
 
 
 def blocks(page: PageView) -> str | None:
-    """Count the blocks and type their number."""
     return fill(page, str(len(page.all("box", cls="addition-block"))))
 
 
@@ -180,3 +178,20 @@ def stock(page: PageView) -> str | None:
     buy = page.one("button", name="Buy")
     is_low = price <= float(page.goal_part(r"less than \$([\d.]+\d)"))
     return click(buy) if is_low or buy is None else f"hover [{buy.id}]"
+
+
+def flashes(page: PageView) -> str | None:
+    """Look on until all buttons have flashed, then pushes them in that order."""
+    clicks = sum(action.kind is Kind.CLICK for action in page.taken)
+    num_looks = len(page.inside) * FLASH_EVERY_MS / PAGES["simon-says"]["step_ms"]
+    buttons = page.all("button")
+    if len(page.taken) + 1 < num_looks:
+        return f"hover [{buttons[0].id}]"
+    return click(buttons[page.inside[clicks] - 1])
+
+
+def three_in_a_row(page: PageView) -> str | None:
+    """Make the first of the moves that win."""
+    if not page.inside:
+        return None
+    return click(page.one("clickable", dom_id=f"ttt-{page.inside[0]}"))

@@ -25,7 +25,6 @@ GRID_WAYS = {"up": -3, "down": 3, "left": -1, "right": 1}
 
 
 def middle(node: Node) -> Point:
-    """Return the middle of a node's box."""
     return node.x + node.width / 2, node.y + node.height / 2
 
 
@@ -49,7 +48,6 @@ def _point_out(page: PageView, worth: Callable[[Point], float]) -> str | None:
 
 
 def midpoint(page: PageView) -> str | None:
-    """Click halfway between the two points, and send."""
     (ax, ay), (bx, by) = _circles(page, "black")[:2]
     return _point_out(page, lambda p: -math.dist(p, ((ax + bx) / 2, (ay + by) / 2)))
 
@@ -217,7 +215,6 @@ def hot_cold(page: PageView) -> str | None:
 
 
 def chase(page: PageView) -> str | None:
-    """Point at the circle, wherever it is."""
     return f"hover [{page.all('circle')[0].id}]"
 
 

@@ -3,8 +3,10 @@
 import random
 from dataclasses import dataclass, field
 
-from envhub.envs.searchqa.world.names import WORDS, Names
 from envhub.envs.searchqa.world.relations import of_kind
+from envhub.tables import read_table
+
+WORDS = {key: tuple(text.split()) for key, text in read_table(__file__, "words.yaml").items()}
 
 NUM_THINGS = {
     "country": 30, "city": 200, "river": 80, "mountain": 80, "university": 60, "museum": 60,
@@ -18,6 +20,45 @@ USUAL_YEARS = (1920, 2020)
 TEST_FRAC = 0.2
 CREATORS = ("director", "star", "composer", "author", "artist")
 NUM_CREATORS = 70  # people of each of these trades; most have several works
+
+
+class Names:
+    """Draws invented names, none of them twice; the order of draws and the generator decide."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._taken: dict[str, None] = {}
+
+    def word(self) -> str:
+        """Return an invented word of two or three syllables, such as "Brandelk"."""
+        rng = self._rng
+        while True:
+            middle = "".join(
+                rng.choice(WORDS["vowels"]) + rng.choice(WORDS["middles"])
+                for _ in range(rng.choice((1, 1, 2)))
+            )
+            name = (
+                rng.choice(WORDS["onsets"]) + middle + rng.choice(WORDS["endings"])
+            ).capitalize()
+            if name not in self._taken:
+                self._taken[name] = None
+                return name
+
+    def person(self, surname: str, *, is_woman: bool) -> str:
+        """Return a first name with `surname`."""
+        while True:
+            name = f"{self._rng.choice(WORDS['women' if is_woman else 'men'])} {surname}"
+            if name not in self._taken:
+                self._taken[name] = None
+                return name
+
+    def title(self) -> str:
+        """Return a title of a work, such as "The Silent Harbour of Brandelk"."""
+        adjective, noun = self._rng.choice(WORDS["adjectives"]), self._rng.choice(WORDS["nouns"])
+        form = self._rng.choice(
+            ("The {a} {n} of {w}", "The {n} of {w}", "{a} {w}", "{w} and the {n}")
+        )
+        return form.format(a=adjective, n=noun, w=self.word())
 
 
 @dataclass(eq=False, slots=True)
