@@ -115,33 +115,13 @@ class Env(Protocol):
 class AsyncEnv(Protocol):
     """`Env` with coroutines, for environments that wait for a browser or a server."""
 
-    async def reset(self, item_id: str, seed: int) -> str:
-        """See `Env.reset`."""
-        ...
-
-    async def step(self, action: str) -> StepResult:
-        """See `Env.step`."""
-        ...
-
-    async def valid_actions(self) -> list[str]:
-        """See `Env.valid_actions`."""
-        ...
-
-    async def expert_action(self) -> str | None:
-        """See `Env.expert_action`."""
-        ...
-
-    async def render(self) -> str:
-        """See `Env.render`."""
-        ...
-
-    async def fingerprint(self) -> str:
-        """See `Env.fingerprint`."""
-        ...
-
-    async def close(self) -> None:
-        """See `Env.close`."""
-        ...
+    async def reset(self, item_id: str, seed: int) -> str: ...
+    async def step(self, action: str) -> StepResult: ...
+    async def valid_actions(self) -> list[str]: ...
+    async def expert_action(self) -> str | None: ...
+    async def render(self) -> str: ...
+    async def fingerprint(self) -> str: ...
+    async def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,32 +145,25 @@ class EnvSpec:
 
     Attributes:
         make: builds one episode; an `Env`, or an `AsyncEnv` where `isolation` is not INLINE.
-        tasks: the catalogue's tasks by name, as the field's papers report them.
         isolation: where episodes live. In a worker, synchronous calls of different sessions run
             in threads side by side; calls of one session never overlap.
         sessions_per_worker: episodes that one worker holds at a time; workers are reused. With
             TASK: episodes that there may be at a time.
-        max_workers: worker processes of this environment.
-        worker_memory_bytes: resident memory of a worker with its children; above it, it is
-            replaced.
-        step_timeout_s: deadline of one call, when it differs from the hub's.
         from_agentgym: item id of AgentGym's data index; raises UnknownItem. None: there is none.
-        stop: called once when the process that holds the episodes ends.
-        stop_timeout_s: how long that may take.
     """
 
     name: str
     subsets: Mapping[str, SubsetSpec]
     instruction: Mapping[Style, str]
     make: Callable[[Style], Env | AsyncEnv]
-    tasks: Mapping[str, TaskSpec] = field(default_factory=dict[str, TaskSpec])
+    tasks: Mapping[str, TaskSpec] = field(default_factory=dict[str, TaskSpec])  # by name
     isolation: Isolation = Isolation.INLINE
     sessions_per_worker: int = 1
-    max_workers: int = 1
-    worker_memory_bytes: int = 2 << 30
-    step_timeout_s: float | None = None
+    max_workers: int = 1  # processes
+    worker_memory_bytes: int = 2 << 30  # resident, with its children; above, it is replaced
+    step_timeout_s: float | None = None  # of one call; None: the hub's
     from_agentgym: Callable[[int], str] | None = None
-    stop: Callable[[], Awaitable[None]] | None = None
+    stop: Callable[[], Awaitable[None]] | None = None  # when the process that holds episodes ends
     stop_timeout_s: float = 1.0
 
 
@@ -218,16 +191,15 @@ def parse_item(item_id: str, subsets: Mapping[str, SubsetSpec]) -> ItemId:
     if item is None:
         example = f"{next(iter(subsets))}-train-0"
         raise UnknownItem(f"item id {item_id[:80]!r} is not <subset>-<split>-<index>, as {example}")
-    subset, split, index = item.subset, item.split, item.index
-    spec = subsets.get(subset)
+    spec = subsets.get(item.subset)
     if spec is None:
-        known = nearest(subset, list(subsets))
-        raise UnknownItem(f"no subset {subset!r}; the nearest is {known!r}")
-    num_items = spec.num_train if split == "train" else spec.num_test
+        known = nearest(item.subset, list(subsets))
+        raise UnknownItem(f"no subset {item.subset!r}; the nearest is {known!r}")
+    num_items = spec.num_train if item.split == "train" else spec.num_test
     if num_items == 0:
-        raise UnknownItem(f"subset {subset!r} has no {split} items")
-    if index >= num_items:
-        last = f"{subset}-{split}-{num_items - 1}"
+        raise UnknownItem(f"subset {item.subset!r} has no {item.split} items")
+    if item.index >= num_items:
+        last = f"{item.subset}-{item.split}-{num_items - 1}"
         raise UnknownItem(f"item {item_id!r} is out of range; the last is {last!r}")
     return item
 

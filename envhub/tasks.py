@@ -15,12 +15,6 @@ def load_tasks(path: Path) -> dict[str, TaskSpec]:
     """
     tasks = json.loads(path.read_text(encoding="utf-8"))
     return {
-        name: TaskSpec(
-            scenario=task["scenario"],
-            subset=task["subset"],
-            note=task.get("note", ""),
-            train=tuple(task["train"]),
-            test=tuple(task["test"]),
-        )
+        name: TaskSpec(**{**task, "train": tuple(task["train"]), "test": tuple(task["test"])})
         for name, task in tasks.items()
     }

@@ -55,70 +55,43 @@ class ResetReply(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """One server's wire.
-
-    Attributes:
-        instance_key: name of the instance number in requests.
-        item_key: name of the data index in a reset.
-        reset_extra: what a reset carries besides.
-        create_body: JSON of a create; None sends no body at all.
-        halts_to_create: a create takes seconds, and nothing else is answered meanwhile; so creates
-            are asked for one by one, lest they hold up the episodes.
-        is_create_bare: create answers with the bare number instead of an object that holds it.
-        observation_key: name of a step's text.
-        score_key: name of a step's value that says how the episode stands.
-        done_key: name of a step's end flag.
-        step_extra: what the reply to a step carries besides.
-        max_score: the best value under `score_key`; rewards are divided by it.
-        lost_reward: what an episode that ended without success pays.
-        is_first_by_get: the first observation is asked for by GET after a reset.
-        has_close: the server knows how to close an instance; those of before 2025-09 do not.
-        close_timeout_s: how long that may take.
-        is_kept: instances are dear to make or cannot be closed, so a client plays many episodes
-            in one.
-        refuses_after_done: a step after the end is an error; else it is answered.
-        error_before_reset: text of the error of a step before the first reset; `{number}` is the
-            instance's.
-        num_items: data indices 0..num_items-1 are different items; None: there is no end.
-        max_instances: more live instances than this share their state.
-        reuses_numbers: a create beyond `max_instances` gives out an instance that there is.
-        invalid_marks: how observations begin that refuse an action.
-        moves: all the actions there are, when they are few.
-        sound_mark: how observations begin otherwise; another text is that of an error, be it of
-            the action or of the server.
-        instruction: what an agent is told before its first observation.
-    """
+    """One server's wire."""
 
     name: str
     title: str
-    instance_key: str = "id"
-    item_key: str
-    reset_extra: Mapping[str, Scalar] = field(default_factory=dict[str, Scalar])
-    create_body: Mapping[str, Scalar] | None = None
+    instance_key: str = "id"  # names the instance's number in requests
+    item_key: str  # names the data index in a reset
+    reset_extra: Mapping[str, Scalar] = field(default_factory=dict[str, Scalar])  # of its request
+    create_body: Mapping[str, Scalar] | None = None  # None: no body at all
+    # A create takes seconds, and nothing else is answered meanwhile; so creates are asked for one
+    # by one, lest they hold up the episodes.
     halts_to_create: bool = False
-    is_create_bare: bool = False
+    is_create_bare: bool = False  # answers with the number instead of an object that holds it
     reset_reply: ResetReply = ResetReply.OBJECT
-    observation_key: str = "observation"
-    score_key: str = "reward"
+    observation_key: str = "observation"  # of a step's reply
+    score_key: str = "reward"  # names a step's value that says how the episode stands
     done_key: str = "done"
-    step_extra: Mapping[str, bool | None] = field(default_factory=dict[str, bool | None])
-    max_score: float = 1.0
-    lost_reward: float = 0.0
-    is_first_by_get: bool = False
+    step_extra: Mapping[str, bool | None] = field(default_factory=dict[str, bool | None])  # replied
+    max_score: float = 1.0  # the best value under `score_key`; rewards are divided by it
+    lost_reward: float = 0.0  # what an episode that ended without success pays
+    is_first_by_get: bool = False  # the first observation is asked for by GET after a reset
     extraction: Extraction
     faults: Faults = Faults.ERROR_KEY
-    has_close: bool = False
+    has_close: bool = False  # servers of before 2025-09 have none
     close_timeout_s: float = 5.0
+    # Instances are dear to make or cannot be closed: a client plays many episodes in one.
     is_kept: bool = False
-    refuses_after_done: bool = False
-    error_before_reset: str = "{number}"
-    num_items: int | None = None
-    max_instances: int | None = None
-    reuses_numbers: bool = False
-    invalid_marks: tuple[str, ...] = ()
-    moves: tuple[str, ...] = ()
+    refuses_after_done: bool = False  # a step after the end is an error; else it is answered
+    error_before_reset: str = "{number}"  # of a step; `{number}` is the instance's
+    num_items: int | None = None  # data indices below are different items; None: there is no end
+    max_instances: int | None = None  # more live instances than this share their state
+    reuses_numbers: bool = False  # a create beyond `max_instances` gives out one that there is
+    invalid_marks: tuple[str, ...] = ()  # how observations begin that refuse an action
+    moves: tuple[str, ...] = ()  # all the actions there are, when they are few
+    # How observations begin otherwise; another text is that of an error, be it of the action or of
+    # the server.
     sound_mark: str = ""
-    instruction: Mapping[Style, str]
+    instruction: Mapping[Style, str]  # what an agent is told before its first observation
 
 
 def _read_dialects() -> dict[str, Dialect]:

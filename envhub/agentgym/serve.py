@@ -1,7 +1,6 @@
 """AgentGym's routes: its unmodified clients play our environments under /agentgym/<env>."""
 
 import contextlib
-import json
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Any
 
@@ -29,7 +28,7 @@ from envhub.env import UnknownItem
 from envhub.envs.wordle.words import VOCABULARY
 from envhub.errors import CapacityFull
 from envhub.hosting.sessions import Sessions
-from envhub.http.bodies import body_of, parse_body
+from envhub.http.bodies import body_of, json_response, parse_body
 
 LEASE_S = 600.0
 STAND_INS = {WEBARENA.name: "minisites"}  # what is served where WebArena's own sites are not
@@ -120,11 +119,11 @@ class _Desk:
 
         async def greet() -> Response:
             is_plain = self.dialect.faults is not Faults.ERROR_KEY
-            return _json("ok" if is_plain else f"This is environment {self.dialect.title}.")
+            return json_response("ok" if is_plain else f"This is environment {self.dialect.title}.")
 
         async def observation(number: int = query) -> Response:
             try:
-                return _json(observation_reply(self.dialect, self._look_at(number)))
+                return json_response(observation_reply(self.dialect, self._look_at(number)))
             except (InstanceUnknown, EpisodeOver) as error:
                 return self._look_refused(str(error))
             except NotReset:
@@ -135,7 +134,7 @@ class _Desk:
                 self._look_at(number)
             except (InstanceUnknown, EpisodeOver) as error:
                 return self._look_refused(str(error))
-            return _json(list(VOCABULARY))
+            return json_response(list(VOCABULARY))
 
         looks: dict[str, Callable[..., Awaitable[Response]]]
         looks = {"": greet, "/observation": observation}
@@ -146,12 +145,12 @@ class _Desk:
     async def create(self, _: BaseModel | None) -> Response:
         number = self._instances.add()
         if not self.resets_at_create:
-            return _json(create_reply(self.dialect, number))
+            return json_response(create_reply(self.dialect, number))
         async with contextlib.AsyncExitStack() as undo:
             undo.push_async_callback(self._instances.close, number)
             instance = await self._instances.reset(number, number)
             undo.pop_all()
-        return _json(reset_reply(self.dialect, number, instance))
+        return json_response(reset_reply(self.dialect, number, instance))
 
     async def reset(self, body: BaseModel) -> Response:
         number, index = self._number(body), getattr(body, self.dialect.item_key)
@@ -164,7 +163,7 @@ class _Desk:
             if not is_told:
                 raise
             return self._refused(str(error), is_reset=True)
-        return _json(reset_reply(self.dialect, number, instance))
+        return json_response(reset_reply(self.dialect, number, instance))
 
     async def step(self, body: Any) -> Response:
         number = self._number(body)
@@ -177,13 +176,13 @@ class _Desk:
             return self._refused(self.dialect.error_before_reset.format(number=number))
         except (InstanceUnknown, EpisodeOver) as error:
             return self._refused(str(error))
-        return _json(step_reply(self.dialect, instance, result))
+        return json_response(step_reply(self.dialect, instance, result))
 
     async def close(self, body: BaseModel) -> Response:
         number = self._number(body)
         is_closed = await self._instances.close(number)
         is_told = self.dialect.faults is Faults.OBSERVATION  # it says so of any number
-        return _json({"closed": "closed"} if is_told else is_closed)
+        return json_response({"closed": "closed"} if is_told else is_closed)
 
     def _look_at(self, number: int) -> Instance:
         instance = self._instances.find(number)
@@ -196,14 +195,10 @@ class _Desk:
 
     def _refused(self, text: str, *, is_reset: bool = False) -> Response:
         if self.dialect.faults is Faults.STATUS:
-            return _json({"detail": text}, status=404)
-        return _json(fault_reply(self.dialect, text, is_reset=is_reset))
+            return json_response({"detail": text}, status=404)
+        return json_response(fault_reply(self.dialect, text, is_reset=is_reset))
 
     def _look_refused(self, text: str) -> Response:
         if self.dialect.faults is Faults.ERROR_KEY:
-            return _json(fault_reply(self.dialect, text))
-        return _json({"detail": text}, status=404)
-
-
-def _json(content: object, *, status: int = 200) -> Response:
-    return Response(json.dumps(content), status_code=status, media_type="application/json")
+            return json_response(fault_reply(self.dialect, text))
+        return json_response({"detail": text}, status=404)

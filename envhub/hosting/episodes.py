@@ -23,33 +23,17 @@ _numbers = itertools.count(1)
 class Episode(Protocol):
     """What a session does with its environment. Calls of one episode come one at a time.
 
-    Attributes:
-        is_instant: a step never gives way to others, so that it is atomic without a lock.
-        worker: the worker process it lives in, if it lives in one.
+    All but `close` raise EnvRaised and EnvTimeout; `open` UnknownItem as well.
     """
 
-    is_instant: bool
-    worker: Worker | None
+    is_instant: bool  # a step never gives way to others, so that it is atomic without a lock
+    worker: Worker | None  # the process that it lives in, if it lives in one
 
-    async def open(self, item_id: str, seed: int) -> str:
-        """Start the episode. Raises: UnknownItem, EnvRaised, EnvTimeout."""
-        ...
-
-    async def step(self, action: str) -> StepResult:
-        """Perform an action. Raises: EnvRaised, EnvTimeout."""
-        ...
-
-    async def hint(self) -> tuple[list[str], str | None]:
-        """Return valid actions and the expert's. Raises: EnvRaised, EnvTimeout."""
-        ...
-
-    async def render(self) -> tuple[str, str]:
-        """Return the state for people and the fingerprint. Raises: EnvRaised, EnvTimeout."""
-        ...
-
-    async def close(self) -> None:
-        """Give everything back; never raises."""
-        ...
+    async def open(self, item_id: str, seed: int) -> str: ...
+    async def step(self, action: str) -> StepResult: ...
+    async def hint(self) -> tuple[list[str], str | None]: ...  # valid actions, the expert's
+    async def render(self) -> tuple[str, str]: ...  # for people, fingerprint
+    async def close(self) -> None: ...
 
 
 class LocalEpisode:

@@ -146,37 +146,29 @@ class Sessions:
         Raises:
             SessionUnknown, SessionConflict, EnvRaised, EnvTimeout.
         """
-        session = self._find(session_id)
-        if session.lock is None:
-            return await self._step(session, action, seq)
-        async with self._alone(session):
-            return await self._step(session, action, seq)
-
-    async def _step(self, session: Session, action: str, seq: int | None) -> StepResult:
-        if session.answer is not None and seq == session.seq:
-            self.counts["repeated"] += 1
+        async with self._alone(session_id) as session:
+            if session.answer is not None and seq == session.seq:
+                self.counts["repeated"] += 1
+                return session.answer
+            if seq is not None and seq != session.seq + 1:
+                raise SessionConflict(f"seq {seq} does not follow {session.seq}")
+            if session.answer is not None and session.answer.done:
+                raise SessionConflict(f"the episode ended at seq {session.seq}")
+            began_s = time.perf_counter()
+            session.answer = await self._call(session, session.episode.step(action))
+            session.seq += 1
+            self.counts["steps"] += 1
+            self.on_step(session.env_name, time.perf_counter() - began_s)
             return session.answer
-        if seq is not None and seq != session.seq + 1:
-            raise SessionConflict(f"seq {seq} does not follow {session.seq}")
-        if session.answer is not None and session.answer.done:
-            raise SessionConflict(f"the episode ended at seq {session.seq}")
-        began_s = time.perf_counter()
-        session.answer = await self._call(session, session.episode.step(action))
-        session.seq += 1
-        self.counts["steps"] += 1
-        self.on_step(session.env_name, time.perf_counter() - began_s)
-        return session.answer
 
     async def hint(self, session_id: str) -> tuple[list[str], str | None]:
         """Return the valid actions and the expert's action (None when it knows none)."""
-        session = self._find(session_id)
-        async with self._alone(session):
+        async with self._alone(session_id) as session:
             return await self._call(session, session.episode.hint())
 
     async def render(self, session_id: str) -> tuple[str, str]:
         """Return the state for people and the fingerprint of the initial state."""
-        session = self._find(session_id)
-        async with self._alone(session):
+        async with self._alone(session_id) as session:
             return await self._call(session, session.episode.render())
 
     async def delete(self, session_id: str) -> None:
@@ -185,8 +177,7 @@ class Sessions:
         Raises:
             SessionUnknown: it does not exist (any more).
         """
-        session = self._find(session_id)
-        async with self._alone(session):
+        async with self._alone(session_id) as session:
             await self._drop(session)
         self.counts["deleted"] += 1
 
@@ -236,7 +227,6 @@ class Sessions:
         self.num_live[spec.name] += 1
 
     def _release(self, env_name: str) -> None:
-        """Free the place of a session."""
         self.num_live[env_name] -= 1
 
     def _find(self, session_id: str) -> Session:
@@ -250,15 +240,15 @@ class Sessions:
         raise SessionUnknown("no such session, or its lease has expired")
 
     @contextlib.asynccontextmanager
-    async def _alone(self, session: Session) -> AsyncIterator[None]:
+    async def _alone(self, session_id: str) -> AsyncIterator[Session]:
         """Wait for the session's other calls; it may have ended or expired meanwhile."""
+        session = self._find(session_id)
         if session.lock is None:
-            yield
+            yield session
             return
         async with session.lock:
-            self._find(session.session_id)
-            yield
-            self._live.renew(session.session_id)
+            yield self._find(session_id)
+            self._live.renew(session_id)
 
     async def _call(self, session: Session, call: Awaitable[T]) -> T:
         """Return what a call of the episode returns; a failure or an overrun ends the session."""

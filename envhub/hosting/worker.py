@@ -31,14 +31,6 @@ class Worker:
 
     Example: two calls wait for replies; one passes its deadline. `call` kills the process group
     and raises EnvTimeout there; the other call raises WorkerLost; `on_lost` is told once.
-
-    Attributes:
-        num_sessions: places taken in it.
-        is_draining: it takes no more sessions and is lost with its last one.
-        rss_bytes: resident memory when last looked at, with all that it started.
-        ready_at_s: when it had loaded its environment (monotonic); None until then.
-        failure: why it is lost, for people; "" while it is usable.
-        cause: the same in one word: deadline, memory, died, start or stop.
     """
 
     def __init__(
@@ -52,12 +44,12 @@ class Worker:
         """Start the process; the guardian ends it if the hub is killed."""
         self.env_name = env_name
         self.number = number
-        self.num_sessions = 0
-        self.is_draining = False
-        self.rss_bytes = 0
-        self.ready_at_s: float | None = None
-        self.failure = ""
-        self.cause = ""
+        self.num_sessions = 0  # places taken in it
+        self.is_draining = False  # it takes no more sessions and is lost with its last one
+        self.rss_bytes = 0  # resident when last looked at, with all that it started
+        self.ready_at_s: float | None = None  # when it had loaded its environment (monotonic)
+        self.failure = ""  # why it is lost, for people; "" while it is usable
+        self.cause = ""  # the same in one word: deadline, memory, died, start or stop
         self._on_lost = on_lost
         self._pending: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._ids = itertools.count()
@@ -172,9 +164,8 @@ class Worker:
     async def _ending(self) -> str:
         """Return how a process ended whose socket has closed; it may still be at it."""
         deadline_s = time.monotonic() + ENDING_TIMEOUT_S
-        while time.monotonic() < deadline_s:
-            code = self._process.poll()
-            if code is not None:
-                return f"signal {-code}" if code < 0 else f"exit code {code}"
-            await asyncio.sleep(0.01)
-        return "it closed its connection"
+        await asyncio.to_thread(self._process.has_ended_by, deadline_s)
+        code = self._process.poll()
+        if code is None:
+            return "it closed its connection"
+        return f"signal {-code}" if code < 0 else f"exit code {code}"

@@ -2,9 +2,9 @@
 
 import asyncio
 import contextlib
-import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from dataclasses import asdict
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect
 from common.errors import EnvTimeout
 from envhub.agentgym.serve import add_agentgym_routes
 from envhub.catalogue.registry import Registry
-from envhub.env import StepResult, UnknownItem
+from envhub.env import UnknownItem
 from envhub.errors import (
     CapacityFull,
     EnvRaised,
@@ -37,6 +37,7 @@ from envhub.http.bodies import (
     SteppedEntry,
     StepRequest,
     body_of,
+    json_response,
     parse_batch,
     parse_body,
     parse_entry,
@@ -123,7 +124,7 @@ def _add_catalogue_routes(
         status = "draining" if sessions.is_draining else "ok"
         num_workers = len(sessions.placement.workers())
         state = {"status": status, "num_sessions": len(sessions), "num_workers": num_workers}
-        return _json(state | {"step_timeout_s": step_timeout_s} | counts)
+        return json_response(state | {"step_timeout_s": step_timeout_s} | counts)
 
     @app.get("/metrics", tags=["hub"])
     async def metrics() -> Response:
@@ -131,13 +132,13 @@ def _add_catalogue_routes(
 
     @app.get("/v1/envs", tags=["catalogue"])
     async def list_envs() -> Response:
-        return _json(registry.catalogue())
+        return json_response(registry.catalogue())
 
     @app.get("/v1/envs/{env}/tasks", tags=["catalogue"], responses=_fails(404))
     async def list_tasks(env: str) -> Response:
         tasks = registry.spec(env).tasks
         lists = {name: {"train": task.train, "test": task.test} for name, task in tasks.items()}
-        return _json(lists)
+        return json_response(lists)
 
 
 def _add_session_routes(app: FastAPI, sessions: Sessions) -> None:
@@ -151,7 +152,7 @@ def _add_session_routes(app: FastAPI, sessions: Sessions) -> None:
     )
     async def create(request: Request) -> Response:
         body = parse_body(CreateRequest, await request.body())
-        return _json(await _create(sessions, body), status=201)
+        return json_response(await _create(sessions, body), status=201)
 
     @app.post(
         "/v1/sessions/{session_id}/step",
@@ -162,7 +163,7 @@ def _add_session_routes(app: FastAPI, sessions: Sessions) -> None:
     )
     async def step(session_id: str, request: Request) -> Response:
         body = parse_body(StepRequest, await request.body())
-        return _json(_as_json(await sessions.step(session_id, body.action, body.seq)))
+        return json_response(asdict(await sessions.step(session_id, body.action, body.seq)))
 
     @app.delete(
         "/v1/sessions/{session_id}", status_code=204, responses=_fails(404, 500), tags=["sessions"]
@@ -179,12 +180,12 @@ def _add_look_routes(app: FastAPI, sessions: Sessions) -> None:
     @app.get(f"{path}/hint", response_model=Hint, responses=fails, tags=["sessions"])
     async def hint(session_id: str) -> Response:
         valid_actions, expert_action = await sessions.hint(session_id)
-        return _json({"valid_actions": valid_actions, "expert_action": expert_action})
+        return json_response({"valid_actions": valid_actions, "expert_action": expert_action})
 
     @app.get(f"{path}/render", response_model=Rendered, responses=fails, tags=["sessions"])
     async def render(session_id: str) -> Response:
         text, fingerprint = await sessions.render(session_id)
-        return _json({"text": text, "fingerprint": fingerprint})
+        return json_response({"text": text, "fingerprint": fingerprint})
 
 
 def _add_batch_routes(app: FastAPI, sessions: Sessions) -> None:
@@ -193,7 +194,7 @@ def _add_batch_routes(app: FastAPI, sessions: Sessions) -> None:
 
     async def step(entry: object) -> dict[str, Any]:
         body = parse_entry(BatchStepRequest, entry)
-        return _as_json(await sessions.step(body.session_id, body.action, body.seq))
+        return asdict(await sessions.step(body.session_id, body.action, body.seq))
 
     @app.post(
         "/v1/sessions/batch",
@@ -221,7 +222,9 @@ async def _each(
 ) -> Response:
     """Return the answer to a batch, whose entries are worked on at the same time."""
     entries = parse_batch(await request.body())
-    return _json(await asyncio.gather(*(_entry(work(each), status=status) for each in entries)))
+    return json_response(
+        await asyncio.gather(*(_entry(work(each), status=status) for each in entries))
+    )
 
 
 async def _create(sessions: Sessions, body: CreateRequest) -> dict[str, Any]:
@@ -243,20 +246,6 @@ def _status_of(error: Exception) -> int:
     return next(status for kind, status in STATUS_CODES.items() if isinstance(error, kind))
 
 
-def _as_json(result: StepResult) -> dict[str, Any]:
-    return {
-        "observation": result.observation,
-        "reward": result.reward,
-        "done": result.done,
-        "is_valid": result.is_valid,
-    }
-
-
-def _json(content: object, *, status: int = 200) -> Response:
-    """Return a JSON response; FastAPI's own way would validate every answer once more."""
-    return Response(json.dumps(content), status_code=status, media_type="application/json")
-
-
 def _fails(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """Return the OpenAPI entries of a route's failures, with those of AuthMiddleware."""
     return {status: {"model": Failed} for status in (401, 413, *statuses)}
@@ -266,7 +255,7 @@ def _failure(status: int) -> Callable[[Request, Exception], Awaitable[Response]]
     """Return the handler that answers one kind of error with its text."""
 
     async def handle(_: Request, error: Exception) -> Response:
-        response = _json({"detail": str(error)}, status=status)
+        response = json_response({"detail": str(error)}, status=status)
         if status in (429, 503):
             response.headers["Retry-After"] = str(RETRY_AFTER_S)
         return response
