@@ -38,7 +38,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 DRAIN_S = 5.0  # at the end, for trajectories without an acknowledgement
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Parts:
     """Everything an actor is made of."""
 
@@ -137,15 +137,7 @@ async def _build(cfg: RunConfig, run_dir: RunDir, name: str, context: zmq.asynci
         rounds=rounds if is_lockstep else None,
     )
     scheduler.on_revoked = episodes.revoke
-    return Parts(
-        name=name,
-        engine=engine,
-        hub=hub,
-        scheduler=scheduler,
-        delivery=delivery,
-        weights=weights,
-        episodes=episodes,
-    )
+    return Parts(name, engine, hub, scheduler, delivery, weights, episodes)
 
 
 async def _work(cfg: RunConfig, parts: Parts, stop: asyncio.Event) -> None:

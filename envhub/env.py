@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from enum import StrEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 ITEM_PATTERN = re.compile(r"(?P<subset>[^-\s]+)-(?P<split>train|test)-(?P<index>[0-9]{1,9})")
 
@@ -41,6 +41,14 @@ class UnknownItem(ValueError):
     """The item id names no task of this environment; the text says what would."""
 
 
+class ItemId(NamedTuple):
+    """A parsed item id, `"<subset>-<split>-<index>"`."""
+
+    subset: str
+    split: str
+    index: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubsetSpec:
     """Size of one subset; `max_turns` is the most turns an episode may use at any horizon."""
@@ -48,15 +56,6 @@ class SubsetSpec:
     num_train: int
     num_test: int
     max_turns: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ItemId:
-    """A parsed item id, `"<subset>-<split>-<index>"`."""
-
-    subset: str
-    split: str
-    index: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,6 @@ from common.wire.messages import (
     Goodbye,
     Heartbeat,
     Hello,
-    Lease,
     LeaseGrant,
     LeaseRequest,
     Progress,
@@ -30,8 +29,7 @@ FOLLOW_S = 0.5  # between looks at the scheduler's address
 class SchedulerClient:
     """Talks to the scheduler; follows it when it restarts.
 
-    The scheduler's answers arrive in `run`, which fills `leases` and `progress`; asking is a plain
-    send, so a dead scheduler never blocks an episode.
+    Its answers arrive in `run`; asking is a plain send, so a dead scheduler blocks no episode.
     """
 
     def __init__(
@@ -43,7 +41,6 @@ class SchedulerClient:
             run_dir, "scheduler", keys, context=context, hello=lambda: hello
         )
         self._grant: asyncio.Future[LeaseGrant] | None = None
-        self.welcome: asyncio.Future[Welcome] = asyncio.get_running_loop().create_future()
         self.run_epoch = ""
         self.is_finished = asyncio.Event()
         self.on_revoked: Callable[[list[str]], None] = lambda _: None
@@ -67,11 +64,7 @@ class SchedulerClient:
             return LeaseGrant(leases=[], retry_after_s=0.2, reason="no answer")
 
     def beat(self, heartbeat: Heartbeat) -> None:
-        """Send a heartbeat.
-
-        Raises:
-            LongstrideError: nothing heard for `silence_s`.
-        """
+        """Send a heartbeat. Raises: LongstrideError: nothing heard for `silence_s`."""
         silent_s = self._line.silent_s
         if silent_s > self._silence_s:
             raise LongstrideError(f"scheduler silent for {silent_s:.0f}s at {self._line.address}")
@@ -98,8 +91,6 @@ class SchedulerClient:
                     self.is_finished.set()
             case Welcome():
                 self.run_epoch = message.run_epoch
-                if not self.welcome.done():
-                    self.welcome.set_result(message)
             case Rejected():
                 raise LongstrideError(f"the scheduler refused a message: {message.reason}")
             case _:
@@ -109,8 +100,8 @@ class SchedulerClient:
         if self._grant is not None and not self._grant.done():
             self._grant.set_result(grant)
         elif grant.leases:
-            leases: list[Lease] = grant.leases
-            logger.warning("late grant dropped leases=%d: they will be issued again", len(leases))
+            num = len(grant.leases)
+            logger.warning("late grant dropped leases=%d: they will be issued again", num)
 
     def close(self) -> None:
         """Say goodbye, so that the leases are issued again at once, and close."""

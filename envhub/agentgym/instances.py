@@ -91,11 +91,7 @@ class Instances:
         return number
 
     def find(self, number: int) -> Instance:
-        """Return an instance and renew its lease.
-
-        Raises:
-            InstanceUnknown.
-        """
+        """Return an instance and renew its lease. Raises: InstanceUnknown."""
         instance = self._instances.find(number)
         if instance is None:
             raise InstanceUnknown(f"The id {number} is not valid.")

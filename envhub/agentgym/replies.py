@@ -75,11 +75,7 @@ def step_reply(dialect: Dialect, instance: Instance, result: StepResult) -> Json
 
 
 def observation_reply(dialect: Dialect, instance: Instance) -> Json | str:
-    """Return the JSON of GET /observation.
-
-    Raises:
-        NotReset: there is none yet.
-    """
+    """Return the JSON of GET /observation. Raises: NotReset: there is none yet."""
     if instance.session_id is None and dialect is not BABYAI:
         raise NotReset
     first, answer = instance.first_observation, instance.answer

@@ -3,7 +3,7 @@
 import http.client
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from common.config.envs import EnvsSection, RemoteOptions
@@ -13,8 +13,7 @@ TIMEOUT_S = 5.0
 MAX_AT_ONCE = 16
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Server:
+class Server(NamedTuple):
     """An address of the configuration, and what to do when nobody is there."""
 
     key: str

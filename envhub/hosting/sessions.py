@@ -172,11 +172,7 @@ class Sessions:
             return await self._call(session, session.episode.render())
 
     async def delete(self, session_id: str) -> None:
-        """End a session.
-
-        Raises:
-            SessionUnknown: it does not exist (any more).
-        """
+        """End a session. Raises: SessionUnknown: it does not exist (any more)."""
         async with self._alone(session_id) as session:
             await self._drop(session)
         self.counts["deleted"] += 1

@@ -77,11 +77,7 @@ class Worker:
         return f"{self.env_name}/{self.number}"
 
     async def load(self, load_order: dict[str, Any]) -> None:
-        """Have the process load the environment.
-
-        Raises:
-            EnvRaised: it did not come up.
-        """
+        """Have the process load the environment. Raises: EnvRaised: it did not come up."""
         began_s = time.monotonic()
         reader, self._writer = await asyncio.open_connection(
             sock=self._socket, limit=MAX_FRAME_BYTES

@@ -110,11 +110,7 @@ class Host:
 
 
 def _as_json(result: StepResult) -> dict[str, Any]:
-    """Return a step's result in plain types.
-
-    Raises:
-        ValueError: the reward is not in [0, 1].
-    """
+    """Return a step's result in plain types. Raises: ValueError: the reward is not in [0, 1]."""
     reward = float(result.reward)
     if not (math.isfinite(reward) and 0.0 <= reward <= 1.0):
         raise ValueError(f"reward {reward} is not in [0, 1]")

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
+from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
 
 from common.errors import EnvTimeout
@@ -196,25 +197,18 @@ def _add_batch_routes(app: FastAPI, sessions: Sessions) -> None:
         body = parse_entry(BatchStepRequest, entry)
         return asdict(await sessions.step(body.session_id, body.action, body.seq))
 
-    @app.post(
-        "/v1/sessions/batch",
-        response_model=list[CreatedEntry],
-        responses=_fails(422),
-        openapi_extra=body_of(CreateRequest, is_list=True),
-        tags=["batch"],
-    )
+    @app.post("/v1/sessions/batch", response_model=list[CreatedEntry], **_batch_of(CreateRequest))
     async def create_batch(request: Request) -> Response:
         return await _each(request, create, status=201)
 
-    @app.post(
-        "/v1/step/batch",
-        response_model=list[SteppedEntry],
-        responses=_fails(422),
-        openapi_extra=body_of(BatchStepRequest, is_list=True),
-        tags=["batch"],
-    )
+    @app.post("/v1/step/batch", response_model=list[SteppedEntry], **_batch_of(BatchStepRequest))
     async def step_batch(request: Request) -> Response:
         return await _each(request, step, status=200)
+
+
+def _batch_of(model: type[BaseModel]) -> dict[str, Any]:
+    openapi = body_of(model, is_list=True)
+    return {"responses": _fails(422), "openapi_extra": openapi, "tags": ["batch"]}
 
 
 async def _each(

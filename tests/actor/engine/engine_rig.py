@@ -4,6 +4,7 @@ import asyncio
 import gc
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from learner.training.step import TrainerSettings
 from learner.training.trainer import Trainer
 from learner.weights.publisher import Publisher
 from learner.weights.snapshot import PublishedWeights, snapshot
+from tests.actor.links.toy_peer import make_weight_link
 
 if TYPE_CHECKING:  # importing vllm takes seconds, and most runs deselect these tests
     from actor.engine.weights import WeightLink
@@ -151,19 +153,8 @@ class Rig:
     @asynccontextmanager
     async def link(self) -> AsyncIterator[tuple["WeightLink", asyncio.Task[None]]]:
         """The actor's real link to the learner at the run directory's address, and its task."""
-        from actor.engine.weights import WeightLink
-
         context = zmq.asyncio.Context()
-        link = WeightLink(
-            self.run_dir,
-            self.keys,
-            self.engine,
-            actor="a",
-            incarnation="i",
-            device="",
-            exclusive=asyncio.Lock(),
-            context=context,
-        )
+        link = make_weight_link(self, context, engine=self.engine)
         await link.connect(timeout_s=WAIT_S)
         task = asyncio.create_task(link.run())
         try:
@@ -197,14 +188,8 @@ class Rig:
 
 def save_tiny_policy(folder: Path, *, is_tied: bool) -> None:
     # Two heads, because the engine has no attention kernel for heads of less than 32 on CPU.
-    cfg = SftSection(
-        hidden_size=64,
-        num_layers=2,
-        num_heads=2,
-        num_kv_heads=1,
-        intermediate_size=128,
-        vocab_size=320,
-    )
+    cfg = SftSection(hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=1)
+    cfg = replace(cfg, intermediate_size=128, vocab_size=320)
     tokenizer = make_tokenizer(["go to the red ball", "pick up the grey key"], vocab_size=320)
     model = make_policy(cfg, tokenizer, seed=0)
     if is_tied:

@@ -1,19 +1,16 @@
-"""Laws of the actor's line on the weight plane, against a real publisher's router."""
+"""Laws of the actor's line on the weight plane, against a real socket."""
 
 import asyncio
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import pytest
-import zmq.asyncio
 
-from common.store.run_dir import RunDir
-from common.wire.security import create_keys
-from common.wire.sockets import Router
 from common.wire.weight_messages import WeightsJoin, WeightsLeave
+from tests.actor.links.toy_peer import Peer, check, make_weight_link
 
-HOST = "127.0.0.1"
-WAIT_S = 20.0
+if TYPE_CHECKING:  # importing the engine takes seconds
+    from actor.engine.weights import WeightLink
 
 
 class Still:
@@ -22,41 +19,14 @@ class Still:
     version = 3
 
 
-@pytest.mark.slow  # importing the engine takes seconds
+@pytest.mark.slow
 def test_an_engine_joins_again_and_again_and_says_when_it_leaves(tmp_path: Path) -> None:
-    from actor.engine import weights
-
-    keys, run_dir = create_keys(tmp_path / "keys"), RunDir(root=tmp_path)
-    router = Router(keys, host=HOST, port=0)
-    run_dir.publish_address("weights", f"tcp://{HOST}:{router.port}")
-
-    async def next_message() -> Any:
-        async with asyncio.timeout(WAIT_S):
-            while True:
-                if received := await asyncio.to_thread(router.receive_all, timeout_s=0.1, limit=1):
-                    return received[0].message
-
-    async def law() -> None:
-        context = zmq.asyncio.Context()
-        link = weights.WeightLink(
-            run_dir,
-            keys,
-            Still(),  # type: ignore[arg-type]
-            actor="a",
-            incarnation="i",
-            device="",
-            exclusive=asyncio.Lock(),
-            context=context,
-        )
-        await link.connect(timeout_s=WAIT_S)
-        task = asyncio.create_task(link.run())
+    async def law(learner: Peer, link: "WeightLink", task: asyncio.Task[None]) -> None:
         join = WeightsJoin(actor="a", incarnation="i", device="", version=3)
-        assert [await next_message(), await next_message()] == [join, join]
+        assert [each.message for each in await learner.receive(2, timeout_s=20.0)] == [join, join]
         task.cancel()
         await asyncio.wait([task])
         link.close()
-        assert await next_message() == WeightsLeave(actor="a", incarnation="i")
-        context.destroy(linger=0)
+        assert (await learner.next()).message == WeightsLeave(actor="a", incarnation="i")
 
-    asyncio.run(law())
-    router.close()
+    check(tmp_path, "weights", lambda *line: make_weight_link(*line, engine=Still()), law)

@@ -1,16 +1,13 @@
 """Laws of the actor's line to the scheduler."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import zmq.asyncio
 
 from actor.links.scheduler_client import SchedulerClient
 from common.errors import LongstrideError
-from common.store.run_dir import RunDir
 from common.wire.messages import (
     Goodbye,
     Heartbeat,
@@ -21,10 +18,10 @@ from common.wire.messages import (
     Rejected,
     Welcome,
 )
-from common.wire.security import create_keys
-from common.wire.sockets import Received, Router
+from common.wire.sockets import Received
+from tests.actor.links import toy_peer
+from tests.actor.links.toy_peer import Law, Peer
 
-HOST = "127.0.0.1"
 HELLO = Hello(role="actor", name="actor-0", incarnation="i", version=-1)
 BEAT = Heartbeat(
     role="actor",
@@ -40,81 +37,30 @@ EMPTY = LeaseGrant(leases=[], retry_after_s=0.5, reason="nothing to do")
 
 
 def progress(*, epoch: str = "e", revoked: tuple[str, ...] = (), is_finished: bool = False) -> Any:
-    return Progress(
-        run_epoch=epoch,
-        revoked=list(revoked),
-        is_finished=is_finished,
-    )
+    return Progress(run_epoch=epoch, revoked=list(revoked), is_finished=is_finished)
 
 
-class Scheduler:
-    """A scheduler's socket that answers only when told to."""
-
-    def __init__(self, root: Path) -> None:
-        self.run_dir = RunDir(root=root)
-        self.keys = create_keys(root / "keys")
-        self._router: Router | None = None
-        self.restart()
-
-    def restart(self) -> None:
-        self.stop()
-        self._router = Router(self.keys, host=HOST, port=0)
-        self.run_dir.publish_address("scheduler", f"tcp://{HOST}:{self._router.port}")
-
-    def stop(self) -> None:
-        if self._router is not None:
-            self._router.close()
-
-    async def next(self, kind: type) -> Received:
-        """The next message of a kind; others are passed over."""
-        assert self._router is not None
-        async with asyncio.timeout(5.0):
-            while True:
-                received = await asyncio.to_thread(
-                    self._router.receive_all, timeout_s=0.05, limit=1
-                )
-                if received and isinstance(received[0].message, kind):
-                    return received[0]
-
-    def answer(self, received: Received, answer: Any) -> None:
-        assert self._router is not None
-        assert self._router.send(received.sender, answer)
-
-    async def welcome(self, control: SchedulerClient) -> Received:
-        hello = await self.next(Hello)
-        self.answer(hello, Welcome(run_epoch="e"))
-        async with asyncio.timeout(5.0):
-            assert (await control.welcome).run_epoch == "e"
-        return hello
+async def welcome(scheduler: Peer, control: SchedulerClient) -> Received:
+    hello = await scheduler.next(Hello)
+    scheduler.answer(hello, Welcome(run_epoch="e"))
+    async with asyncio.timeout(5.0):
+        while control.run_epoch != "e":
+            await asyncio.sleep(0.001)
+    return hello
 
 
-Law = Callable[[Scheduler, SchedulerClient, asyncio.Task[None]], Awaitable[None]]
-
-
-def check(tmp_path: Path, law: Law, *, silence_s: float = 30.0) -> None:
-    async def run() -> None:
-        scheduler = Scheduler(tmp_path)
-        context = zmq.asyncio.Context()
-        control = SchedulerClient(
-            scheduler.run_dir, scheduler.keys, hello=HELLO, context=context, silence_s=silence_s
+def check(tmp_path: Path, law: Law[SchedulerClient], *, silence_s: float = 30.0) -> None:
+    def connect(peer: Peer, context: Any) -> SchedulerClient:
+        return SchedulerClient(
+            peer.run_dir, peer.keys, hello=HELLO, context=context, silence_s=silence_s
         )
-        await control.connect(timeout_s=5.0)
-        loop = asyncio.create_task(control.run())
-        try:
-            await law(scheduler, control, loop)
-        finally:
-            loop.cancel()
-            await asyncio.gather(loop, return_exceptions=True)
-            control.close()
-            context.destroy(linger=0)
-            scheduler.stop()
 
-    asyncio.run(run())
+    toy_peer.check(tmp_path, "scheduler", connect, law)
 
 
 def test_hello_is_answered_by_welcome_and_a_request_by_a_grant(tmp_path: Path) -> None:
-    async def law(scheduler: Scheduler, control: SchedulerClient, _: asyncio.Task[None]) -> None:
-        hello = await scheduler.welcome(control)
+    async def law(scheduler: Peer, control: SchedulerClient, _: asyncio.Task[None]) -> None:
+        hello = await welcome(scheduler, control)
         assert hello.message == HELLO
         assert control.run_epoch == "e"
         asked = asyncio.create_task(control.request_leases(num_free_slots=2, version=0))
@@ -128,10 +74,10 @@ def test_hello_is_answered_by_welcome_and_a_request_by_a_grant(tmp_path: Path) -
 
 
 def test_progress_revokes_and_ends_the_run(tmp_path: Path) -> None:
-    async def law(scheduler: Scheduler, control: SchedulerClient, _: asyncio.Task[None]) -> None:
+    async def law(scheduler: Peer, control: SchedulerClient, _: asyncio.Task[None]) -> None:
         revoked: list[str] = []
         control.on_revoked = revoked.extend
-        await scheduler.welcome(control)
+        await welcome(scheduler, control)
         control.beat(BEAT)
         beat = await scheduler.next(Heartbeat)
         assert beat.message == BEAT
@@ -145,8 +91,8 @@ def test_progress_revokes_and_ends_the_run(tmp_path: Path) -> None:
 
 
 def test_a_scheduler_of_another_epoch_is_greeted_again(tmp_path: Path) -> None:
-    async def law(scheduler: Scheduler, control: SchedulerClient, _: asyncio.Task[None]) -> None:
-        await scheduler.welcome(control)
+    async def law(scheduler: Peer, control: SchedulerClient, _: asyncio.Task[None]) -> None:
+        await welcome(scheduler, control)
         control.beat(BEAT)
         scheduler.answer(await scheduler.next(Heartbeat), progress(epoch="e2"))
         assert (await scheduler.next(Hello)).message == HELLO
@@ -155,8 +101,8 @@ def test_a_scheduler_of_another_epoch_is_greeted_again(tmp_path: Path) -> None:
 
 
 def test_a_scheduler_that_moves_is_followed(tmp_path: Path) -> None:
-    async def law(scheduler: Scheduler, control: SchedulerClient, loop: asyncio.Task[None]) -> None:
-        await scheduler.welcome(control)
+    async def law(scheduler: Peer, control: SchedulerClient, loop: asyncio.Task[None]) -> None:
+        await welcome(scheduler, control)
         scheduler.restart()
         control.beat(BEAT)
         hello = await scheduler.next(Hello)
@@ -169,8 +115,8 @@ def test_a_scheduler_that_moves_is_followed(tmp_path: Path) -> None:
 
 
 def test_an_actor_that_leaves_says_goodbye(tmp_path: Path) -> None:
-    async def law(scheduler: Scheduler, control: SchedulerClient, loop: asyncio.Task[None]) -> None:
-        await scheduler.welcome(control)
+    async def law(scheduler: Peer, control: SchedulerClient, loop: asyncio.Task[None]) -> None:
+        await welcome(scheduler, control)
         loop.cancel()
         control.close()
         goodbye = await scheduler.next(Goodbye)
@@ -180,7 +126,7 @@ def test_an_actor_that_leaves_says_goodbye(tmp_path: Path) -> None:
 
 
 def test_a_silent_scheduler_ends_the_actor(tmp_path: Path) -> None:
-    async def law(scheduler: Scheduler, control: SchedulerClient, _: asyncio.Task[None]) -> None:
+    async def law(scheduler: Peer, control: SchedulerClient, _: asyncio.Task[None]) -> None:
         await asyncio.sleep(0.02)
         with pytest.raises(LongstrideError, match="scheduler silent"):
             control.beat(BEAT)
@@ -189,7 +135,7 @@ def test_a_silent_scheduler_ends_the_actor(tmp_path: Path) -> None:
 
 
 def test_a_refusal_of_the_scheduler_ends_the_loop(tmp_path: Path) -> None:
-    async def law(scheduler: Scheduler, control: SchedulerClient, loop: asyncio.Task[None]) -> None:
+    async def law(scheduler: Peer, control: SchedulerClient, loop: asyncio.Task[None]) -> None:
         scheduler.answer(await scheduler.next(Hello), Rejected(reason="schema"))
         async with asyncio.timeout(5.0):
             with pytest.raises(LongstrideError, match="refused a message: schema"):

@@ -1,13 +1,13 @@
 """Laws of one episode, played against small real sessions and policies."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from actor.rollout.env_client import Hint, StepResult
-from actor.rollout.episode import Session, Turn, run_episode
+from actor.rollout.episode import Act, Render, Session, Turn, run_episode
 from actor.rollout.scripted import ScriptedPolicy, ScriptedRender
 from common.errors import EngineError, EnvError, EnvTimeout
 from common.wire.messages import EndReason, EpisodeKind, Lease, PolicyKind, Trajectory
@@ -80,15 +80,40 @@ TURNS = [
 ]
 
 
+async def episode(
+    session: Count | EnvError,
+    act: Act,
+    *,
+    lease: Lease = LEASE,
+    render: Render | None = None,
+    instruction: str = "",
+    max_tokens: int = 100,
+) -> Trajectory:
+    async def open_session() -> Session:
+        if isinstance(session, EnvError):
+            raise session
+        return session
+
+    return await run_episode(
+        lease,
+        open_session=open_session,
+        act=act,
+        render=render or Letters(),
+        instruction=instruction,
+        max_tokens=max_tokens,
+        turn_tokens=2,
+        actor="actor-0",
+    )
+
+
 def play(
     session: Count,
     *,
     lease: Lease = LEASE,
     turns: list[Turn] = TURNS,
-    act: Callable[..., Awaitable[Turn]] | None = None,
-    instruction: str = "",
-    max_tokens: int = 100,
+    act: Act | None = None,
     prompts: list[list[int]] | None = None,
+    **how: Any,
 ) -> Trajectory:
     remaining = iter(turns)
 
@@ -97,21 +122,7 @@ def play(
             prompts.append(list(ids))
         return next(remaining)
 
-    async def open_session() -> Count:
-        return session
-
-    return asyncio.run(
-        run_episode(
-            lease,
-            open_session=open_session,
-            act=act or next_turn,
-            render=Letters(),
-            instruction=instruction,
-            max_tokens=max_tokens,
-            turn_tokens=2,
-            actor="actor-0",
-        )
-    )
+    return asyncio.run(episode(session, act or next_turn, lease=lease, **how))
 
 
 def test_every_token_is_written_down_with_who_made_it() -> None:
@@ -195,24 +206,10 @@ def test_a_failure_of_the_environment_is_recorded_and_never_a_reward(
 
 
 def test_a_session_that_does_not_open_is_recorded() -> None:
-    async def open_session() -> Count:
-        raise EnvError("no such item")
-
     async def act(ids: list[int], session: Session) -> Turn:
         raise AssertionError("there is nothing to act on")
 
-    got = asyncio.run(
-        run_episode(
-            LEASE,
-            open_session=open_session,
-            act=act,
-            render=Letters(),
-            instruction="",
-            max_tokens=10,
-            turn_tokens=2,
-            actor="a",
-        )
-    )
+    got = asyncio.run(episode(EnvError("no such item"), act))
     assert (got.end_reason, got.error) == (EndReason.ENV_ERROR, "no such item")
     assert got.token_ids.tolist() == []
     assert refusal(got, learner_version=6, max_group_size=2) == ""
@@ -248,21 +245,7 @@ def test_a_revoked_episode_closes_its_session() -> None:
             await asyncio.Event().wait()
             raise AssertionError
 
-        async def open_session() -> Count:
-            return session
-
-        task = asyncio.create_task(
-            run_episode(
-                LEASE,
-                open_session=open_session,
-                act=act,
-                render=Letters(),
-                instruction="",
-                max_tokens=100,
-                turn_tokens=2,
-                actor="a",
-            )
-        )
+        task = asyncio.create_task(episode(session, act))
         await asked.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -282,22 +265,8 @@ def test_a_scripted_policy_plays_the_same_episode(kind: PolicyKind, allowed: set
         render = ScriptedRender()
         policy = ScriptedPolicy(kind, seed="g/1", render=render)
 
-        async def open_session() -> Count:
-            return session
-
         lease = replace(LEASE, horizon=20, kind=EpisodeKind.EVAL, policy=kind)
-        got = asyncio.run(
-            run_episode(
-                lease,
-                open_session=open_session,
-                act=policy.act,  # type: ignore[arg-type]
-                render=render,
-                instruction="",
-                max_tokens=100,
-                turn_tokens=2,
-                actor="a",
-            )
-        )
+        got = play(session, lease=lease, act=policy.act, render=render)
         return got, session.actions
 
     got, actions = play_scripted()
