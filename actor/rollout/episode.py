@@ -64,19 +64,15 @@ class _Tape:
     turn_ids: list[int] = field(default_factory=list)
 
     def observe(self, ids: list[int], turn: int) -> None:
-        self.token_ids += ids
-        self.loss_mask += [False] * len(ids)
-        self.logprobs += [0.0] * len(ids)
-        self.versions += [-1] * len(ids)
-        self.turn_ids += [turn] * len(ids)
+        self.add(Turn(ids, [0.0] * len(ids), [-1] * len(ids)), turn, is_sampled=False)
 
-    def act(self, turn_taken: Turn, turn: int) -> None:
-        num_sampled = len(turn_taken.token_ids)
-        self.token_ids += turn_taken.token_ids
-        self.loss_mask += [True] * num_sampled
-        self.logprobs += turn_taken.logprobs
-        self.versions += turn_taken.versions
-        self.turn_ids += [turn] * num_sampled
+    def add(self, taken: Turn, turn: int, *, is_sampled: bool = True) -> None:
+        num_tokens = len(taken.token_ids)
+        self.token_ids += taken.token_ids
+        self.loss_mask += [is_sampled] * num_tokens
+        self.logprobs += taken.logprobs
+        self.versions += taken.versions
+        self.turn_ids += [turn] * num_tokens
 
 
 @dataclass(slots=True)
@@ -161,7 +157,7 @@ async def _turns(
         asked = time.monotonic()
         taken = await act(play.tape.token_ids, session)
         answered = time.monotonic()
-        play.tape.act(taken, turn)
+        play.tape.add(taken, turn)
         result = await session.step(render.action_text(taken.token_ids))
         play.generate_s += answered - asked
         play.env_s += time.monotonic() - answered

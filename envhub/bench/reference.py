@@ -21,27 +21,19 @@ from envhub.envs.babyai.env import make_spec as make_babyai
 from envhub.envs.textcraft.env import make_spec as make_textcraft
 
 
-class CreateAnswer(BaseModel):
-    """Answer of POST /<env>/create."""
-
+class Number(BaseModel):
     id: int
 
 
-class ResetBody(BaseModel):
-    """Body of POST /<env>/reset."""
-
-    id: int
+class ResetBody(Number):
     item_id: str
 
 
-class StepBody(BaseModel):
-    """Body of POST /<env>/step."""
-
-    id: int
+class StepBody(Number):
     action: str
 
 
-class StateAnswer(BaseModel):
+class State(BaseModel):
     """Answer of reset and step; `error` when the call failed."""
 
     observation: str = ""
@@ -59,44 +51,37 @@ class EnvTable:
         self._num_made = 0
         self._lock = threading.Lock()
 
-    def create(self) -> CreateAnswer:
-        """Make an environment and return its id."""
+    def create(self) -> Number:
         with self._lock:
             number = self._num_made
             self._num_made += 1
         self._envs[number] = self._spec.make(Style.COMPACT)  # type: ignore[assignment]
-        return CreateAnswer(id=number)
+        return Number(id=number)
 
-    def reset(self, body: ResetBody) -> StateAnswer:
-        """Start an episode."""
+    def reset(self, body: ResetBody) -> State:
         try:
-            return StateAnswer(observation=self._envs[body.id].reset(body.item_id, 0))
+            return State(observation=self._envs[body.id].reset(body.item_id, 0))
         except (LookupError, RuntimeError, ValueError) as error:
-            return StateAnswer(error=str(error))
+            return State(error=str(error))
 
-    def step(self, body: StepBody) -> StateAnswer:
-        """Perform one action."""
+    def step(self, body: StepBody) -> State:
         try:
             result = self._envs[body.id].step(body.action)
         except (LookupError, RuntimeError, ValueError) as error:
-            return StateAnswer(error=str(error))
-        return StateAnswer(observation=result.observation, reward=result.reward, done=result.done)
+            return State(error=str(error))
+        return State(observation=result.observation, reward=result.reward, done=result.done)
 
-    def close(self, body: CreateAnswer) -> bool:
-        """Forget an environment."""
+    def close(self, body: Number) -> bool:
         return self._envs.pop(body.id, None) is not None
 
 
 def make_app() -> FastAPI:
-    """Return the application with the routes of both environments."""
     app = FastAPI()
     options = EnvsSection()
     for spec in (make_textcraft(options), make_babyai(options)):
         table = EnvTable(spec)
-        app.post(f"/{spec.name}/create")(table.create)
-        app.post(f"/{spec.name}/reset")(table.reset)
-        app.post(f"/{spec.name}/step")(table.step)
-        app.post(f"/{spec.name}/close")(table.close)
+        for handle in (table.create, table.reset, table.step, table.close):
+            app.post(f"/{spec.name}/{handle.__name__}")(handle)
     return app
 
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,72 +15,35 @@ from typing import Any
 from common.config.envs import EnvsSection, RemoteOptions
 from envhub.env import EnvSpec, Isolation, nearest
 from envhub.errors import UnknownEnv
+from envhub.tables import read_table
 
-LOADERS = {
-    "babyai": "envhub.envs.babyai.env",
-    "maze": "envhub.envs.maze.env",
-    "minisites": "envhub.envs.minisites.env",
-    "miniwob": "envhub.envs.miniwob.env",
-    "sciworld": "envhub.envs.sciworld.env",
-    "searchqa": "envhub.envs.searchqa.env",
-    "sqlgym": "envhub.envs.sqlgym.env",
-    "textcraft": "envhub.envs.textcraft.env",
-    "webarena": "envhub.envs.webarena.env",
-    "wordle": "envhub.envs.wordle.env",
-}
 REMOTE = "envhub.agentgym.remote"
 OUTSIDE_SESSIONS_PER_WORKER = 64  # of an outside environment that does not ask for a worker itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Requirement:
-    """What an environment needs: any one of `binaries` on the PATH, and all of `modules`.
-
-    `instead` gives a program's path by an option; where it is set, the PATH does not matter.
-    """
+    """What an environment needs: any one of `binaries` on the PATH, and all of `modules`."""
 
     what: str
     remedy: str
-    binaries: tuple[str, ...] = ()
-    modules: tuple[str, ...] = ()
-    instead: Callable[[EnvsSection], str] | None = None
+    binaries: Sequence[str] = ()
+    modules: Sequence[str] = ()
+    instead: str = ""  # option with a program's path; where it is set, the PATH does not matter
 
     def is_met(self, options: EnvsSection) -> bool:
         """Return whether the machine has it."""
-        given = self.instead(options) if self.instead is not None else ""
-        has_binary = not self.binaries or any(map(shutil.which, self.binaries))
-        if given:
-            has_binary = shutil.which(given) is not None
+        given = attrgetter(self.instead)(options) if self.instead else ""
+        binaries = [given] if given else self.binaries
+        has_binary = not binaries or any(map(shutil.which, binaries))
         return has_binary and all(importlib.util.find_spec(name) for name in self.modules)
 
 
-def _extra(what: str, *modules: str) -> Requirement:
-    return Requirement(what=what, modules=modules, remedy="pip install 'longstride[envs]'")
-
-
-_CHROMIUM = Requirement(
-    what="Chromium",
-    binaries=("chromium", "chromium-browser", "google-chrome"),
-    remedy="apt install chromium, or give envs.browser.executable=PATH",
-    instead=lambda options: options.browser.executable,
-)
-_PLAYWRIGHT = _extra("the Python package playwright", "playwright")
-
-# What is not part of the plain installation. Environments of the standard library have no entry.
-REQUIREMENTS: dict[str, tuple[Requirement, ...]] = {
-    "babyai": (_extra("the Python package minigrid", "minigrid"),),
-    "miniwob": (_CHROMIUM, _PLAYWRIGHT, _extra("the Python package miniwob", "miniwob")),
-    "sciworld": (
-        Requirement(
-            what="Java",
-            binaries=("java",),
-            remedy="apt install default-jre-headless (any JRE from 8 on)",
-        ),
-        _extra("the Python package scienceworld", "scienceworld"),
-    ),
-    "searchqa": (_extra("the Python packages bm25s and PyStemmer", "bm25s", "Stemmer"),),
-    "minisites": (_CHROMIUM, _PLAYWRIGHT),
-    "webarena": (_CHROMIUM, _PLAYWRIGHT),
+_TABLE = read_table(__file__, "environments.yaml")
+_NEEDS = {name: Requirement(**fields) for name, fields in _TABLE["requirements"].items()}
+LOADERS = {name: f"envhub.envs.{name}.env" for name in _TABLE["environments"]}
+REQUIREMENTS = {
+    name: tuple(_NEEDS[need] for need in needs) for name, needs in _TABLE["environments"].items()
 }
 
 

@@ -104,7 +104,7 @@ def test_program_given_by_an_option_counts_instead_of_the_path(needy):
         what="a browser",
         binaries=("no-such-binary",),
         remedy="install it",
-        instead=lambda options: options.browser.executable,
+        instead="browser.executable",
     )
     needy(needs)
     given = EnvsSection(browser=BrowserOptions(executable="/bin/sh"))
