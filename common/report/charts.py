@@ -4,8 +4,10 @@ import html
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 Point = tuple[float, float | None]
+Reference = tuple[str, float, str]  # of a dashed horizontal line: label, y, css
 
 WIDTH, LEFT, RIGHT, TOP, BOTTOM = 480, 50, 14, 14, 36
 
@@ -18,15 +20,6 @@ class Series:
     points: Sequence[Point]
     css: str  # class of the stroke: "c1".."c5", with " faint" for a background line
     is_step: bool = False  # holds its value until the next point
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reference:
-    """A dashed horizontal line with its name."""
-
-    label: str
-    y: float
-    css: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +73,7 @@ def line_chart(
         x_max: last step of the axis, so that charts below each other agree; None: what there is.
     """
     values = [y for line in series for _, y in line.points if y is not None]
-    values += [ref.y for ref in references] + [m.high for m in markers]
+    values += [y for _, y, _ in references] + [m.high for m in markers]
     xs = [x for line in series for x, _ in line.points] + [m.x for m in markers]
     ticks = nice_ticks(min([0.0, *values]), y_max if y_max is not None else max([1e-9, *values]))
     last = x_max if x_max is not None else max([1.0, *xs])
@@ -155,8 +148,7 @@ def _axes(frame: _Frame, ticks: list[float], *, is_percent: bool) -> list[str]:
     for tick in ticks:
         y = frame.y(tick)
         label = f"{tick:.0%}" if is_percent else short_number(tick)
-        line = f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
-        parts += [line, _text(LEFT - 8, y + 4.5, label, "end", css="dim")]
+        parts += [_across("grid", y), _text(LEFT - 8, y + 4.5, label, "end", css="dim")]
     for tick in nice_ticks(0, frame.x_max):
         if tick <= frame.x_max and tick == int(tick):
             at = frame.x(tick)
@@ -173,19 +165,17 @@ def _rule(frame: _Frame, at: float) -> str:
 def _references(frame: _Frame, references: Sequence[Reference]) -> list[str]:
     parts: list[str] = []
     lowest = float("inf")
-    for ref in sorted(references, key=lambda ref: ref.y):
-        y = frame.y(ref.y)
+    for label, value, css in sorted(references, key=itemgetter(1)):
+        y = frame.y(value)
         label_y = min(y - 5, lowest - 15)  # labels of close lines are stacked upwards
-        label_y = label_y if label_y > 11 else y + 15
-        lowest = label_y
-        parts += [
-            (
-                f'<line class="ref {ref.css}" x1="{LEFT}" x2="{WIDTH - RIGHT}"'
-                f' y1="{y:.1f}" y2="{y:.1f}"/>'
-            ),
-            _text(WIDTH - RIGHT - 2, label_y, ref.label, "end", css=f"ink {ref.css}"),
-        ]
+        lowest = label_y if label_y > 11 else y + 15
+        parts.append(_across(f"ref {css}", y))
+        parts.append(_text(WIDTH - RIGHT - 2, lowest, label, "end", css=f"ink {css}"))
     return parts
+
+
+def _across(css: str, y: float) -> str:
+    return f'<line class="{css}" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
 
 
 def _path(frame: _Frame, line: Series) -> str:

@@ -4,7 +4,7 @@ from functools import partial
 
 from common.config.curriculum import HorizonKind
 from common.config.run_config import RunConfig
-from common.report.charts import Marker, Reference, Series, line_chart
+from common.report.charts import Marker, Series, line_chart
 from common.report.curriculum import SMOOTH_STEPS, points_of, smooth
 from common.report.html import card, esc, facts, interval, legend, note_line, percent, table
 from common.report.model import CurvePoint, Gain, Report, Score
@@ -51,7 +51,7 @@ def learning_card(report: Report, lines: list[MetricsLine]) -> str:
         return ""
     found = report.evaluations
     references = [
-        Reference(label=f"{name} {found[name].success:.0%}", y=found[name].success, css=css)
+        (f"{name} {found[name].success:.0%}", found[name].success, css)
         for name, css in (("random", "c2"), ("expert", "c3"))
         if name in found
     ]

@@ -44,13 +44,11 @@ def write_report(
         peak_memory_bytes: of all roles together; None: not measured.
 
     Raises:
-        WireError: the journal is damaged before its end.
-        ValueError: metrics.jsonl is damaged before its last line.
+        WireError, ValueError: the journal or metrics.jsonl is damaged before its end.
     """
     lines = read_metrics(run_dir.metrics)
-    report = build_report(
-        run_dir, lines, cfg, wall_s=wall_s, peak_memory_bytes=peak_memory_bytes or None
-    )
+    peak_bytes = peak_memory_bytes or None
+    report = build_report(run_dir, lines, cfg, wall_s=wall_s, peak_memory_bytes=peak_bytes)
     write_json(run_dir.report, asdict(report))
     write_atomically(run_dir.root / "report.html", render_page(report, lines, cfg))
     logger.info("wrote report folder=%s", run_dir.root)
