@@ -57,7 +57,6 @@ class MixtureSection:
     memory_episodes: int = knob(256, "adaptive: over which the success of a task is averaged", ge=1)
 
     def contradictions(self) -> Iterator[Contradiction]:
-        """Yield values that do not go together."""
         if self.kind is MixtureKind.WEIGHTS and self.temperature != 1.0:
             law = "changes nothing with mixture.kind=weights; use temperature or adaptive"
             yield "temperature", self.temperature, law
@@ -112,7 +111,6 @@ class HorizonSection:
     per_env: dict[str, HorizonOverride] = knob({}, "by environment, or environment/subset")
 
     def contradictions(self) -> Iterator[Contradiction]:
-        """Yield values that do not go together."""
         for name in ("", *self.per_env):
             policy, key = self.policy(name), f"per_env.{name}." if name else ""
             stages = list(policy.stages)

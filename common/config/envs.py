@@ -108,7 +108,6 @@ class RemoteOptions:
     max_sessions: int = knob(64, "live episodes", ge=1)
 
     def contradictions(self) -> Iterator[Contradiction]:
-        """Yield values that do not go together."""
         if bool(self.url) != bool(self.dialect):
             yield "url", self.url, "goes together with env.dialect=<name>"
 

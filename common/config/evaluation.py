@@ -63,6 +63,5 @@ class PolicySection:
     max_backoff_s: float = knob(60.0, "seconds, also of what Retry-After asks for", ge=0)
 
     def contradictions(self) -> Iterator[Contradiction]:
-        """Yield values that do not go together."""
         if self.url and not self.model:
             yield "model", self.model, "policy.url needs the name of a model of that endpoint"

@@ -88,6 +88,8 @@ class Law:
 
 @runtime_checkable
 class _Contradictable(Protocol):
+    """A section whose values may not go together in a way that `must` cannot say."""
+
     def contradictions(self) -> Iterator[Contradiction]: ...
 
 

@@ -185,7 +185,6 @@ class ControllerSection:
     masked_warn_frac: float = knob(0.05, "share of masked tokens that is warned of", ge=0, le=1)
 
     def contradictions(self) -> Iterator[Contradiction]:
-        """Yield values that do not go together."""
         if not self.ess_skip <= self.ess_gate <= self.ess_target:
             yield "ess_target", self.ess_target, "ess_skip <= ess_gate <= it"
 

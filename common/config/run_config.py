@@ -217,7 +217,6 @@ class RunConfig:
         check(self)
 
     def contradictions(self) -> Iterator[Contradiction]:
-        """Yield values of different sections that do not go together."""
         yield from contradictions_of_tasks(self.horizon, self.tasks)
 
 

@@ -5,6 +5,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
+from itertools import starmap
 from typing import TextIO, cast
 
 from rich.console import Console, Group, RenderableType
@@ -130,16 +131,26 @@ def _facts(view: RunView) -> Table:
     table = Table.grid(padding=(0, 1))
     table.add_column(width=12, style="dim")
     table.add_column()
-    ledger = view.status.ledger
+    status, known = view.status, words.if_known
+    ledger, sparks = status.ledger, words.sparkline(view.success_steps)
+    success = [
+        known("{:.2f} train", view.success),
+        sparks,
+        known("{:.2f} before", status.success_before),
+    ]
+    subsets = [f"{name} {share:.2f}" for name, share in sorted(status.success.items())]
+    lag = [known("mean {:.2f}", view.lag_mean), known("max {:.0f}", view.lag_max)]
+    rates = {"actor {:.0f}": view.actor_tokens_per_s, "learner {:.0f}": status.learner.tokens_per_s}
+    memory = [f"{r.name} {r.rss_bytes / 2**30:.2f} GiB" for r in view.roles if r.rss_bytes]
     for label, text, style in (
-        ("success", words.success_text(view), "bold green"),
-        ("by subset", words.subsets_text(view), ""),
+        ("success", "   ".join(filter(None, success)), "bold green"),
+        ("by subset", "  ".join(subsets), ""),
         ("horizon", words.horizon_text(view).removeprefix("horizon "), ""),
-        ("lag", words.lag_text(view), ""),
-        ("tokens/s", words.rates_text(view), ""),
+        ("lag", "  ".join(filter(None, lag)), ""),
+        ("tokens/s", "   ".join(filter(None, starmap(known, rates.items()))), ""),
         ("groups", words.groups_text(view).removeprefix("groups "), ""),
         ("ledger", words.ledger_line(ledger), "bold red" if ledger.get("lost") else ""),
-        ("memory", words.memory_text(view), ""),
+        ("memory", "  ".join(memory), ""),
         ("starting", words.starting_text(view.starting), "yellow"),
         ("waiting", words.waits_text(view), "yellow"),
         ("stop", words.stopping_text(view).removeprefix("stopping: "), "bold yellow"),

@@ -11,11 +11,11 @@ def status_line(view: RunView) -> str:
     parts = [
         "" if view.status.phase == "train" else f"{phase_text(view)},",
         f"step {view.step}/{view.num_steps}",
-        _if_known("success {:.2f}", view.success),
+        if_known("success {:.2f}", view.success),
         horizon_text(view),
-        _if_known("lag {:.1f}", view.lag_mean),
-        _if_known("actor {:.0f} tok/s", view.actor_tokens_per_s),
-        _if_known("learner {:.0f} tok/s", view.status.learner.tokens_per_s),
+        if_known("lag {:.1f}", view.lag_mean),
+        if_known("actor {:.0f} tok/s", view.actor_tokens_per_s),
+        if_known("learner {:.0f} tok/s", view.status.learner.tokens_per_s),
         groups_text(view),
         times(view, " "),
     ]
@@ -29,7 +29,8 @@ def status_line(view: RunView) -> str:
     return plain("; ".join(filter(None, [" ".join(filter(None, parts)), *ends])))
 
 
-def _if_known(form: str, value: float | None) -> str:
+def if_known(form: str, value: float | None) -> str:
+    """Return a number in a format such as "lag {:.1f}"; "" if it is not known."""
     return "" if value is None else form.format(value)
 
 
@@ -87,18 +88,6 @@ def sparkline(values: list[float]) -> str:
     return "".join(_SPARKS[round(min(1.0, max(0.0, value)) * last)] for value in values)
 
 
-def success_text(view: RunView) -> str:
-    """Return success in training, step by step, and before it."""
-    train = _if_known("{:.2f} train", view.success)
-    before = _if_known("{:.2f} before", view.status.success_before)
-    return "   ".join(filter(None, [train, sparkline(view.success_steps), before]))
-
-
-def subsets_text(view: RunView) -> str:
-    """Return success by subset."""
-    return "  ".join(f"{k} {v:.2f}" for k, v in sorted(view.status.success.items()))
-
-
 def horizon_text(view: RunView) -> str:
     """Return like "horizon 10 (stage 2/3)"; "" if unknown."""
     horizon, stage = view.status.horizon, view.status.stage
@@ -106,29 +95,11 @@ def horizon_text(view: RunView) -> str:
     return "" if horizon is None else f"horizon {horizon:.0f}{of}"
 
 
-def lag_text(view: RunView) -> str:
-    """Return mean and largest lag in versions."""
-    mean, most = _if_known("mean {:.2f}", view.lag_mean), _if_known("max {:.0f}", view.lag_max)
-    return "  ".join(filter(None, [mean, most]))
-
-
-def rates_text(view: RunView) -> str:
-    """Return tokens per second of actors and learner."""
-    actor = _if_known("actor {:.0f}", view.actor_tokens_per_s)
-    learner = _if_known("learner {:.0f}", view.status.learner.tokens_per_s)
-    return "   ".join(filter(None, [actor, learner]))
-
-
 def groups_text(view: RunView) -> str:
     """Return like "groups 18 open 3 ready"; "" if unknown."""
-    opened = _if_known(" {} open", view.status.num_open)
-    ready = _if_known(" {} ready", view.status.num_ready)
+    opened = if_known(" {} open", view.status.num_open)
+    ready = if_known(" {} ready", view.status.num_ready)
     return f"groups{opened}{ready}" if opened or ready else ""
-
-
-def memory_text(view: RunView) -> str:
-    """Return the resident memory of each role."""
-    return "  ".join(f"{r.name} {r.rss_bytes / 2**30:.2f} GiB" for r in view.roles if r.rss_bytes)
 
 
 def waits_text(view: RunView) -> str:
