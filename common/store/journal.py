@@ -58,7 +58,7 @@ class JournalWriter:
         self._segment = max(_segments(folder), default=0)
         self._fd = self._open_segment(self._segment)
         try:
-            self.num_torn_bytes = self._cut_torn_tail()
+            self._cut_torn_tail()
         except WireError:
             os.close(self._fd)
             self._lock.close()
@@ -118,8 +118,8 @@ class JournalWriter:
         sync_folder(self._folder)  # else the new name itself may be lost in a power cut
         return fd
 
-    def _cut_torn_tail(self) -> int:
-        """Keep the torn bytes beside the journal, and return how many there were."""
+    def _cut_torn_tail(self) -> None:
+        """Move torn bytes to a file beside the journal."""
         path = _segment_path(self._folder, self._segment)
         with path.open("rb", buffering=0) as handle:
             end = 0
@@ -128,12 +128,10 @@ class JournalWriter:
             handle.seek(end)
             torn = handle.read()
         if torn:
-            kept = path.with_name(f"{path.stem}-{end}.torn")
-            kept.write_bytes(torn)
+            path.with_name(f"{path.stem}-{end}.torn").write_bytes(torn)
             os.ftruncate(self._fd, end)
             os.fsync(self._fd)
             logger.warning("cut torn tail file=%s offset=%d bytes=%d", path, end, len(torn))
-        return len(torn)
 
 
 def read_journal(
@@ -169,10 +167,8 @@ def _read_segment(
         is_sealed = successor.exists()
         payload = _read_record(handle, path, offset)
         if payload is not None:
-            yield (
-                JournalPosition(segment=segment, offset=offset),
-                _unpack(payload, path, offset),
-            )
+            position = JournalPosition(segment=segment, offset=offset)
+            yield position, _unpack(payload, path, offset)
             offset += _HEADER.size + len(payload)
         elif is_sealed and offset < os.fstat(handle.fileno()).st_size:
             raise WireError(f"{path} at offset {offset}: torn record in a finished segment")

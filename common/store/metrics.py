@@ -48,7 +48,6 @@ class MetricsWriter:
         run_dir.root.mkdir(parents=True, exist_ok=True)
         self._sinks = list(sinks)
         self._last_step = resumed_at_step
-        self.num_nonfinite = 0
         elapsed_s = _cut_after(run_dir.metrics, resumed_at_step)
         self._started_s = time.monotonic() - elapsed_s
         self._file = run_dir.metrics.open("a", buffering=1, encoding="utf-8")
@@ -59,7 +58,7 @@ class MetricsWriter:
         return self._last_step
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one step's metrics; a value that is not finite becomes null and is counted.
+        """Write one step's metrics; a value that is not finite becomes null, with a warning.
 
         Args:
             step: larger than any step logged before.
@@ -74,14 +73,9 @@ class MetricsWriter:
         finite = {name: value for name, value in values.items() if math.isfinite(value)}
         if len(finite) < len(values):
             lost = sorted(values.keys() - finite.keys())
-            self.num_nonfinite += len(lost)
             logger.warning("metrics are not finite step=%d names=%s", step, lost)
         elapsed_s = round(time.monotonic() - self._started_s, 3)
-        line = {
-            "step": step,
-            "time_s": elapsed_s,
-            **{name: finite.get(name) for name in values},
-        }
+        line = {"step": step, "time_s": elapsed_s} | {name: finite.get(name) for name in values}
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()
         self._last_step = step
@@ -146,10 +140,8 @@ def _parse(text: str, where: str) -> MetricsLine:
     return found
 
 
-def _step(line: MetricsLine) -> float:
-    step = line["step"]
-    assert step is not None  # `_parse` saw an int
-    return step
+def _is_after(line: MetricsLine, step: int) -> bool:
+    return (line["step"] or 0.0) > step
 
 
 def _torn_line(path: Path) -> str:
@@ -167,7 +159,7 @@ def _cut_after(path: Path, step: int) -> float:
     cut: list[str] = []
     for line, text in iter_metrics(path):
         elapsed_s = max(elapsed_s, line.get("time_s") or 0.0)
-        if _step(line) > step:
+        if _is_after(line, step):
             cut.append(text)
     if torn := _torn_line(path):
         cut.append(f"{torn}\n")
@@ -175,12 +167,7 @@ def _cut_after(path: Path, step: int) -> float:
         discarded = path.with_name("metrics.discarded.jsonl")
         with discarded.open("a", encoding="utf-8") as handle:
             handle.writelines(cut)
-        kept = (text for line, text in iter_metrics(path) if _step(line) <= step)
+        kept = (text for line, text in iter_metrics(path) if not _is_after(line, step))
         write_atomically(path, "".join(kept))
-        logger.info(
-            "discarded metrics lines=%d after_step=%d file=%s",
-            len(cut),
-            step,
-            discarded,
-        )
+        logger.info("discarded metrics lines=%d after_step=%d file=%s", len(cut), step, discarded)
     return 0.0 if step == BEFORE_FIRST_STEP else elapsed_s

@@ -32,41 +32,28 @@ def mark_finished(run_dir: RunDir, *, version: int, result: str) -> None:
 
 
 def prepare(cfg: RunConfig, run_dir: RunDir) -> Path | None:
-    """Make the run directory ready for this configuration.
+    """Make the run directory ready; return where an earlier run was put aside, None if none was.
 
     A finished run is kept aside as `<name>.1`, `<name>.2`, ..., unless it is the same experiment
     with a larger `train.num_steps` now: then it goes on.
-
-    Returns:
-        Where an earlier run was put aside, None if there was none.
 
     Raises:
         ConfigError: an unfinished run of another experiment is there; names the keys that differ.
     """
     if not run_dir.config.exists():
         return None
-    if not _goes_on(cfg, run_dir):
-        return _set_aside(run_dir)
-    _require_same(cfg, run_dir)
-    run_dir.finished.unlink(missing_ok=True)
-    return None
-
-
-def _goes_on(cfg: RunConfig, run_dir: RunDir) -> bool:
-    marker = run_dir.finished
-    if not marker.exists():
-        return True
-    is_longer = json.loads(marker.read_text())["version"] < cfg.train.num_steps
-    return is_longer and not _differences(cfg, run_dir)
-
-
-def _require_same(cfg: RunConfig, run_dir: RunDir) -> None:
     differences = _differences(cfg, run_dir)
-    if differences:
+    if run_dir.finished.exists():
+        version = json.loads(run_dir.finished.read_text())["version"]
+        if differences or version >= cfg.train.num_steps:
+            return _set_aside(run_dir)
+        run_dir.finished.unlink()
+    elif differences:
         raise ConfigError(
             f"run.name={cfg.run.name}: an unfinished run with other settings is there "
             f"({'; '.join(differences)}); choose another run.name, or move {run_dir.root} away"
         )
+    return None
 
 
 def _differences(cfg: RunConfig, run_dir: RunDir) -> list[str]:
@@ -76,8 +63,7 @@ def _differences(cfg: RunConfig, run_dir: RunDir) -> list[str]:
     for key in _SAME_KEYS:
         was, now = OmegaConf.select(old, key), OmegaConf.select(new, key)
         if was != now:
-            shown = f"{key}: was {was}, now {now}" if key != "tasks" else "tasks differ"
-            found.append(shown)
+            found.append("tasks differ" if key == "tasks" else f"{key}: was {was}, now {now}")
     return found
 
 

@@ -11,7 +11,6 @@ damaged or foreign message raises `WireError` here and nowhere later.
 import dataclasses
 import functools
 import math
-import types
 import typing
 from enum import StrEnum
 from typing import Any
@@ -58,10 +57,7 @@ def decode(frames: list[bytes]) -> Any:
     """
     if not frames or len(frames[0]) > MAX_HEADER_BYTES:
         raise WireError("no header, or a header over the size limit")
-    try:
-        header: Any = msgpack.unpackb(frames[0], raw=False, strict_map_key=True)
-    except (ValueError, msgpack.exceptions.UnpackException) as error:
-        raise WireError(f"header is not msgpack: {error}") from error
+    header = _unpack(frames[0], "header")
     if not isinstance(header, list) or len(header) != 3:
         raise WireError("header is not [schema, type, fields]")
     schema, name, fields = header
@@ -84,12 +80,16 @@ def _pack(value: list[Any]) -> bytes:
     return packed
 
 
+def _unpack(packed: bytes, what: str) -> Any:
+    try:
+        return msgpack.unpackb(packed, raw=False)
+    except (ValueError, msgpack.exceptions.UnpackException) as error:
+        raise WireError(f"{what} is not msgpack: {error}") from error
+
+
 def unpack_record(record: bytes) -> Any:
     """Return the message of `pack_record`. Raises: WireError."""
-    try:
-        frames: Any = msgpack.unpackb(record, raw=False)
-    except (ValueError, msgpack.exceptions.UnpackException) as error:
-        raise WireError(f"record is not msgpack: {error}") from error
+    frames = _unpack(record, "record")
     if not isinstance(frames, list) or not all(isinstance(frame, bytes) for frame in frames):
         raise WireError("record is not a list of frames")
     return decode(frames)
@@ -153,8 +153,6 @@ def _from_plain(kind: Any, value: Any, frames: list[bytes], *, path: str) -> Any
             return kind(value)
         except ValueError as error:
             raise WireError(f"{path} is {value!r}, not one of {[m.value for m in kind]}") from error
-    if isinstance(kind, types.UnionType):
-        raise WireError(f"{path}: unions are not part of the wire")
     return _scalars(kind, [value], path=path)[0]
 
 

@@ -72,9 +72,7 @@ def build_components(cfg: RunConfig, catalogue: Catalogue) -> Components:
     phase_items = eval_items(cfg.tasks, catalogue, cfg.eval.num_items)
     seed, group_size = cfg.run.seed, cfg.groups.size
     mixture = Mixture(cfg.mixture, cfg.tasks, catalogue, seed=seed, group_size=group_size)
-    curriculum = Curriculum(
-        cfg.horizon, mixture, cfg.tasks, catalogue, seed=seed, group_size=group_size
-    )
+    curriculum = Curriculum(cfg.horizon, mixture, cfg.tasks, catalogue)
     limits = Limits(
         scheduler=cfg.scheduler,
         max_lag_steps=cfg.learner.max_lag_steps,

@@ -34,8 +34,6 @@ class Curriculum:
     _horizon: HorizonSection = field(metadata=FIXED)
     _policies: dict[str, HorizonPolicy] = field(metadata=FIXED)
     _catalogue: Catalogue = field(metadata=FIXED)
-    _seed: int = field(metadata=FIXED)
-    _group_size: int = field(metadata=FIXED)
 
     def __init__(
         self,
@@ -43,20 +41,11 @@ class Curriculum:
         mixture: Mixture,
         tasks: list[TaskSection],
         catalogue: Catalogue,
-        *,
-        seed: int,
-        group_size: int,
     ) -> None:
-        """Start at the first item and the first stage.
-
-        Args:
-            seed: of the run; the sampling seeds follow from it.
-            group_size: episodes of an item at a time.
-        """
+        """Start at the first item and the first stage."""
         self.mixture = mixture
         self.version = 0
         self._horizon, self._catalogue = horizon, catalogue
-        self._seed, self._group_size = seed, group_size
         names = sorted({horizon.name_of(task.env, task.subset) for task in tasks})
         self._policies = {name: horizon.policy(name) for name in names}
         self.gated = {
@@ -75,10 +64,10 @@ class Curriculum:
             item.episode(
                 group_id,
                 member,
-                seed=member_seed(self._seed, number, member),
+                seed=member_seed(self.mixture.seed, number, member),
                 horizon=min(stamp.horizon, max_turns),
             )
-            for member in range(self._group_size)
+            for member in range(self.mixture.group_size)
         ]
         return GroupRecord(
             group_id=group_id,

@@ -50,6 +50,8 @@ class Mixture:
     """
 
     cfg: MixtureSection = field(metadata=FIXED)
+    seed: int = field(metadata=FIXED)  # of the run
+    group_size: int = field(metadata=FIXED)  # episodes of an item at a time
     tasks: dict[str, MixtureTask] = field(metadata=CONFIGURED)
     subset_success: SuccessPool
     item_success: SuccessPool
@@ -65,13 +67,8 @@ class Mixture:
         seed: int,
         group_size: int,
     ) -> None:
-        """Start at the first item.
-
-        Args:
-            group_size: episodes of an item at a time; two groups are what an item's success is
-                averaged over.
-        """
-        self.cfg = cfg
+        """Start at the first item. An item's success is averaged over two groups of it."""
+        self.cfg, self.seed, self.group_size = cfg, seed, group_size
         tempered = temper(tasks, cfg.temperature)
         self._sampler = Sampler(tempered, catalogue, seed=seed)
         self._spiral = Spiral(seed=seed)

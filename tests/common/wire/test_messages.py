@@ -35,10 +35,11 @@ class Uses:
 
     def _add(self, tree: ast.Module) -> None:
         callees: set[int] = set()
+        kept = dict(_kept_fields(tree))
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 callees.add(id(node.func))
-                self._add_call(node.func.id, set(_keywords(node)))
+                self._add_call(node.func.id, set(_keywords(node, kept)))
         named = {
             node.id
             for node in ast.walk(tree)
@@ -66,14 +67,24 @@ def _sources() -> Iterator[Path]:
                 yield path
 
 
-def _keywords(call: ast.Call) -> Iterator[str]:
-    """Yield the keywords of a call, and those that `**episode.identity()` stands for."""
+def _kept_fields(tree: ast.Module) -> Iterator[tuple[str, list[str]]]:
+    """Yield attributes that hold fields of several messages, with the names of the fields."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Assign(targets=[ast.Attribute(attr=name)], value=ast.Dict(keys=keys)):
+                yield name, [str(key.value) for key in keys if isinstance(key, ast.Constant)]
+
+
+def _keywords(call: ast.Call, kept: dict[str, list[str]]) -> Iterator[str]:
+    """Yield the keywords of a call, and those that `**` stands for."""
     for keyword in call.keywords:
         match keyword:
             case ast.keyword(arg=str(name)):
                 yield name
             case ast.keyword(value=ast.Call(func=ast.Attribute(attr="identity"))):
                 yield from (field.name for field in dataclasses.fields(EpisodeIdentity))
+            case ast.keyword(value=ast.Attribute(attr=name)):
+                yield from kept.get(name, [])
 
 
 def _reads(tree: ast.Module) -> Iterator[str]:

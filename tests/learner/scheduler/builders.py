@@ -95,9 +95,7 @@ class Table:
         self.core = SchedulerCore(build_components(self.cfg, CATALOGUE), clock=self.clock)
 
     def hello(self, name: str, incarnation: str = "i0", version: int = 0) -> Any:
-        role = name.partition("-")[0]
-        message = Hello(role=role, name=name, incarnation=incarnation, version=version)
-        return self.core.handle(name, message)
+        return self.core.handle(name, hello_of(name, incarnation, version))
 
     def ask(self, actor: str, num: int, version: int = 0) -> LeaseGrant:
         message = LeaseRequest(actor=actor, num_free_slots=num, version=version)
@@ -136,6 +134,11 @@ def joined(*names: str, cfg: RunConfig | None = None) -> Table:
     for name in names or ("actor-0",):
         table.hello(name)
     return table
+
+
+def hello_of(name: str, incarnation: str = "i0", version: int = 0) -> Hello:
+    role = name.partition("-")[0]
+    return Hello(role=role, name=name, incarnation=incarnation, version=version)
 
 
 def beat_of(name: str, running: list[str], *, version: int = 0) -> Heartbeat:

@@ -23,7 +23,6 @@ from common.store.run_dir import RunDir
 from common.wire.codec import decode, encode
 from common.wire.messages import (
     GroupArrived,
-    Hello,
     LeaseGrant,
     LeaseRequest,
     Outcome,
@@ -37,7 +36,14 @@ from common.wire.sockets import connect_dealer
 from learner.scheduler.bench.suite import serve_catalogue
 from learner.scheduler.main import serve
 from tests.configs import edited
-from tests.learner.scheduler.builders import CATALOGUE, beat_of, make_config, outcome_of, seen_of
+from tests.learner.scheduler.builders import (
+    CATALOGUE,
+    beat_of,
+    hello_of,
+    make_config,
+    outcome_of,
+    seen_of,
+)
 
 TIMEOUT_S = 5.0
 
@@ -95,17 +101,13 @@ def _config(hub_url: str) -> RunConfig:
     return edited(make_config(num_steps=1, per_step=1), {"envhub.url": hub_url})
 
 
-def _hello() -> Hello:
-    return Hello(role="actor", name="actor-0", incarnation="i", version=0)
-
-
 def _request(num: int) -> LeaseRequest:
     return LeaseRequest(actor="actor-0", num_free_slots=num, version=0)
 
 
 def test_run_goes_from_hello_to_finished_over_real_sockets(hub_url: str, run_dir: RunDir) -> None:
     with _serving(_config(hub_url), run_dir) as role:
-        assert isinstance(role.ask(_hello()), Welcome)
+        assert isinstance(role.ask(hello_of("actor-0")), Welcome)
         leases = role.ask(_request(4)).leases
         assert [lease.group_id for lease in leases] == ["g0000000"] * 4
         role.tell(
@@ -133,7 +135,7 @@ def test_restarted_scheduler_keeps_leases_and_address_but_not_the_epoch(
 ) -> None:
     cfg = _config(hub_url)
     with _serving(cfg, run_dir) as role:
-        first = role.ask(_hello())
+        first = role.ask(hello_of("actor-0"))
         leases = role.ask(_request(3)).leases
         address = (run_dir.addresses / "scheduler").read_text()
     with _serving(cfg, run_dir) as role:
@@ -188,7 +190,7 @@ def test_killed_scheduler_forgets_no_lease_and_a_terminated_one_exits_0_within_2
     process = _start(cfg, run_dir)
     try:
         role = Role(context, run_dir, create_keys(run_dir.keys))
-        role.ask(_hello())
+        role.ask(hello_of("actor-0"))
         running = [lease.episode_id for lease in role.ask(_request(3)).leases]
         process.kill()
         process.wait(TIMEOUT_S)

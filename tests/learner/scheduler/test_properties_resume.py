@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from common.config.run_config import EvalSection, TrainMode
 from common.wire.messages import (
     GroupArrived,
-    Hello,
     LeaseGrant,
     LeaseRequest,
     Outcome,
@@ -26,6 +25,7 @@ from tests.learner.scheduler.builders import (
     CATALOGUE,
     Clock,
     beat_of,
+    hello_of,
     make_config,
     outcome_of,
     seen_of,
@@ -49,8 +49,7 @@ class Life:
         match self.dice.randrange(9):
             case 0:
                 incarnation = f"i{self.dice.random() < 0.1}"
-                hello = Hello(role="actor", name=name, incarnation=incarnation, version=0)
-                return name, hello
+                return name, hello_of(name, incarnation)
             case 1 | 2:
                 num = self.dice.randrange(1, 12)
                 return name, LeaseRequest(actor=name, num_free_slots=num, version=self.version)
@@ -132,7 +131,7 @@ def test_resume_at_any_point_equals_no_restart(
     restarted = _new_core(mode, clock)
     life = Life(seed, straight)
     for name in (*ACTORS, "learner-0"):
-        hello = Hello(role=name.partition("-")[0], name=name, incarnation="iFalse", version=0)
+        hello = hello_of(name, "iFalse")
         assert straight.handle(name, hello) == restarted.handle(name, hello)
     for number in range(200):
         if number in restarts:

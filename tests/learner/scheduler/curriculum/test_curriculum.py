@@ -57,7 +57,7 @@ def make_curriculum(
         groups=GroupsSection(size=2, min_size=2),
     )
     chosen = Mixture(cfg.mixture, cfg.tasks, CATALOGUE, seed=0, group_size=2)
-    return Curriculum(cfg.horizon, chosen, cfg.tasks, CATALOGUE, seed=0, group_size=2)
+    return Curriculum(cfg.horizon, chosen, cfg.tasks, CATALOGUE)
 
 
 def play(

@@ -7,12 +7,17 @@ from tests.learner.scheduler.builders import (
 )
 
 
-def test_lease_of_a_dead_actor_is_issued_again_with_the_next_attempt() -> None:
-    table = joined()
-    first = table.ask("actor-0", 4).leases
+def let_die(table: Table) -> None:
+    """All roles fall silent, and actor-1 comes."""
     table.clock.now += 11
     table.hello("actor-1")
     table.core.tick()
+
+
+def test_lease_of_a_dead_actor_is_issued_again_with_the_next_attempt() -> None:
+    table = joined()
+    first = table.ask("actor-0", 4).leases
+    let_die(table)
     second = table.ask("actor-1", 4).leases
     assert ids(second) == ids(first)
     assert {lease.attempt for lease in second} == {1}
@@ -23,9 +28,7 @@ def test_rest_of_a_dead_actor_s_group_goes_to_the_next_one_that_asks() -> None:
     table = joined()
     leases = table.ask("actor-0", 2).leases
     table.arrive(leases)
-    table.clock.now += 11
-    table.hello("actor-1")
-    table.core.tick()
+    let_die(table)
     assert ids(table.ask("actor-1", 2).leases) == ["g0000000/2", "g0000000/3"]
 
 
@@ -105,9 +108,7 @@ def test_actor_that_was_thought_dead_takes_its_episodes_back() -> None:
 def test_actor_is_told_to_abandon_what_another_one_plays_now() -> None:
     table = joined()
     leases = table.ask("actor-0", 2).leases
-    table.clock.now += 11
-    table.hello("actor-1")
-    table.core.tick()
+    let_die(table)
     table.ask("actor-1", 2)
     assert table.beat("actor-0", ids(leases)).revoked == ids(leases)
     assert table.beat("actor-0", ["g0099999/0", "nonsense"]).revoked == ["g0099999/0", "nonsense"]
