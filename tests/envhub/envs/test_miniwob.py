@@ -12,7 +12,13 @@ from envhub.env import AsyncEnv, ItemId, Style, UnknownItem, parse_item
 from envhub.envs.miniwob import env as miniwob
 from envhub.envs.miniwob import pages
 from envhub.envs.miniwob.experts import table as experts
-from tests.envhub.web.web_rig import EnvRig, has_browser, play
+from tests.envhub.web.web_rig import (
+    EnvRig,
+    assert_played_alike_elsewhere,
+    env_rigs,
+    has_browser,
+    play,
+)
 
 browser = pytest.mark.skipif(
     not has_browser() or pages.pages_dir() is None, reason="no Chromium or no MiniWoB pages"
@@ -67,9 +73,7 @@ def test_check_names_a_missing_browser():
 
 @pytest.fixture(scope="module")
 def rig() -> Iterator[EnvRig]:
-    rig = EnvRig(miniwob.make_spec(EnvsSection()))
-    yield rig
-    rig.stop()
+    yield from env_rigs(miniwob.make_spec)
 
 
 @browser
@@ -99,16 +103,7 @@ def test_observations_are_the_same_in_another_browser(rig: EnvRig):
         "guess_number-test-5",
     ]
 
-    async def twice():
-        first = [(await play(rig.spec, item))[0] for item in items]
-        other = miniwob.make_spec(EnvsSection())
-        second = [(await play(other, item))[0] for item in reversed(items)]
-        assert other.stop is not None
-        await other.stop()
-        return first, second[::-1]
-
-    first, second = rig.run(twice())
-    assert first == second
+    assert_played_alike_elsewhere(rig, miniwob.make_spec, items)
 
 
 @browser

@@ -140,30 +140,40 @@ def test_variation_changes_commands_and_keeps_the_goal():
     assert first != other
 
 
+def assert_said(env: TextCraftEnv, answers: list[tuple[str, str]]) -> None:
+    """Perform the actions one after the other; each has its answer."""
+    for action, answer in answers:
+        assert said(env, action) == answer, action
+
+
 def test_engine_says_agentgyms_sentences():
-    env = started_with(Style.AGENTGYM, "oak sign")
-    assert said(env, "inventory") == "Inventory: You are not carrying anything."
-    assert said(env, "get 2 oak log") == "Got 2 oak log"
-    assert said(env, "inventory") == "Inventory: [oak log] (2) "
-    assert said(env, "get 1 oak planks") == "Could not find oak planks"
-    assert said(env, "get 1 planks") == "Could not find planks"
-    assert said(env, "get 1 unicorn") == "Could not find unicorn"
-    assert said(env, "get oak log") == "Could not execute get oak log"
-    assert said(env, "Get 1 oak log") == "Could not execute Get 1 oak log"
-    assert said(env, "") == "Could not execute "
-    crafted = "craft 4 oak planks using 1 oak log"
-    assert said(env, crafted) == "Crafted 4 minecraft:oak_planks"
-    assert said(env, "inventory") == "Inventory: [oak log] (1) [oak planks] (4) "
-    assert said(env, "craft oak planks using oak log") == "Wrong item format: oak log"
     enough = "Could not find enough items to craft "
-    assert said(env, "craft 4 oak planks using 9 oak log") == enough + "minecraft:oak_planks"
-    assert said(env, "craft 4 stick using 2 planks") == enough + "minecraft:stick"
-    assert said(env, "craft 4 planks using 9 oak log") == enough + "None"
-    assert said(env, "craft 3 oak slab using 2 oak planks") == (
-        "Could not find a valid recipe for ItemTagWithCount(item_tag=ItemTag(tag=None, "
-        "item_id='minecraft:oak_slab'), count=3)"
+    assert_said(
+        started_with(Style.AGENTGYM, "oak sign"),
+        [
+            ("inventory", "Inventory: You are not carrying anything."),
+            ("get 2 oak log", "Got 2 oak log"),
+            ("inventory", "Inventory: [oak log] (2) "),
+            ("get 1 oak planks", "Could not find oak planks"),
+            ("get 1 planks", "Could not find planks"),
+            ("get 1 unicorn", "Could not find unicorn"),
+            ("get oak log", "Could not execute get oak log"),
+            ("Get 1 oak log", "Could not execute Get 1 oak log"),
+            ("", "Could not execute "),
+            ("craft 4 oak planks using 1 oak log", "Crafted 4 minecraft:oak_planks"),
+            ("inventory", "Inventory: [oak log] (1) [oak planks] (4) "),
+            ("craft oak planks using oak log", "Wrong item format: oak log"),
+            ("craft 4 oak planks using 9 oak log", enough + "minecraft:oak_planks"),
+            ("craft 4 stick using 2 planks", enough + "minecraft:stick"),
+            ("craft 4 planks using 9 oak log", enough + "None"),
+            (
+                "craft 3 oak slab using 2 oak planks",
+                "Could not find a valid recipe for ItemTagWithCount(item_tag=ItemTag(tag=None, "
+                "item_id='minecraft:oak_slab'), count=3)",
+            ),
+            ("craft 1 stick using 2 oak planks", "Crafted 4 minecraft:stick"),
+        ],
     )
-    assert said(env, "craft 1 stick using 2 oak planks") == "Crafted 4 minecraft:stick"
 
 
 def test_ingredient_given_in_two_parts_matches_no_recipe():
@@ -181,19 +191,24 @@ def test_ingredient_given_in_two_parts_matches_no_recipe():
 
 
 def test_engine_says_short_lower_case_sentences_when_compact():
-    env = started_with(Style.COMPACT, "oak sign")
-    assert said(env, "inventory") == "inventory: nothing"
-    assert said(env, "Get 2 Oak Log") == "got 2 oak log"
-    assert said(env, "craft 4 oak planks using 1 oak log") == "crafted 4 oak planks"
-    assert said(env, "inventory") == "inventory: 1 oak log, 4 oak planks"
-    assert said(env, "get 1 oak planks") == "could not find oak planks"
-    assert said(env, "get 1 unicorn") == "could not find"
-    assert said(env, "sing") == "could not execute"
-    short = "could not find enough items to craft stick"
-    assert said(env, "craft 4 stick using 9 oak planks") == short
-    assert said(env, "craft 4 stick using oak planks") == "wrong item format"
-    no_recipe = "could not find a valid recipe for stick"
-    assert said(env, "craft 4 stick using 1 oak planks") == no_recipe
+    assert_said(
+        started_with(Style.COMPACT, "oak sign"),
+        [
+            ("inventory", "inventory: nothing"),
+            ("Get 2 Oak Log", "got 2 oak log"),
+            ("craft 4 oak planks using 1 oak log", "crafted 4 oak planks"),
+            ("inventory", "inventory: 1 oak log, 4 oak planks"),
+            ("get 1 oak planks", "could not find oak planks"),
+            ("get 1 unicorn", "could not find"),
+            ("sing", "could not execute"),
+            (
+                "craft 4 stick using 9 oak planks",
+                "could not find enough items to craft stick",
+            ),
+            ("craft 4 stick using oak planks", "wrong item format"),
+            ("craft 4 stick using 1 oak planks", "could not find a valid recipe for stick"),
+        ],
+    )
 
 
 def test_tag_slot_takes_one_kind_only():

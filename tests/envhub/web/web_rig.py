@@ -3,14 +3,14 @@
 import asyncio
 import functools
 import inspect
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
 import pytest
 from fastapi import FastAPI, Form
 from fastapi.responses import HTMLResponse, RedirectResponse
 
-from common.config.envs import BrowserOptions
+from common.config.envs import BrowserOptions, EnvsSection
 from envhub.env import AsyncEnv, EnvSpec, Style
 from envhub.web.browser import BrowserHost, check_browser, host_rules
 from envhub.web.local_site import LocalSite
@@ -143,6 +143,35 @@ class EnvRig:
     async def _stop(self) -> None:
         assert self.spec.stop is not None
         await self.spec.stop()
+
+
+def env_rigs(make_spec: Callable[[EnvsSection], EnvSpec]) -> Iterator[EnvRig]:
+    """Yield a rig of an environment as it is by default, and stop it."""
+    rig = EnvRig(make_spec(EnvsSection()))
+    yield rig
+    rig.stop()
+
+
+def observations(rig: EnvRig, items: Sequence[str]) -> list[list[str]]:
+    """Return what the expert is shown in each of these items."""
+
+    async def all_items() -> list[list[str]]:
+        return [(await play(rig.spec, item))[0] for item in items]
+
+    return rig.run(all_items())
+
+
+def assert_played_alike_elsewhere(
+    rig: EnvRig, make_spec: Callable[[EnvsSection], EnvSpec], items: Sequence[str]
+) -> list[list[str]]:
+    """Return what the items show: the same in a browser of its own, in the opposite order."""
+    first = observations(rig, items)
+    other = EnvRig(make_spec(EnvsSection()))
+    try:
+        assert observations(other, items[::-1])[::-1] == first
+    finally:
+        other.stop()
+    return first
 
 
 async def play(spec: EnvSpec, item: str, style: Style = Style.COMPACT) -> tuple[list[str], float]:

@@ -11,7 +11,13 @@ from envhub.catalogue.listing import list_rows
 from envhub.catalogue.registry import Registry
 from envhub.env import AsyncEnv, Style, UnknownItem
 from envhub.envs.minisites import env as minisites
-from tests.envhub.web.web_rig import EnvRig, needs_browser, play
+from tests.envhub.web.web_rig import (
+    EnvRig,
+    assert_played_alike_elsewhere,
+    env_rigs,
+    needs_browser,
+    play,
+)
 
 DOMAINS = ("Shopping", "CMS", "Maps", "GitLab", "Reddit")
 
@@ -48,9 +54,7 @@ def test_from_agentgym_gives_every_webarena_number_an_item():
 
 @pytest.fixture(scope="module")
 def sites() -> Iterator[EnvRig]:
-    rig = EnvRig(minisites.make_spec(EnvsSection()))
-    yield rig
-    rig.stop()
+    yield from env_rigs(minisites.make_spec)
 
 
 @needs_browser
@@ -69,16 +73,7 @@ def test_expert_solves_tasks_of_every_domain(sites: EnvRig, style: Style):
 def test_observations_are_the_same_in_another_process_and_order(sites: EnvRig):
     items = [f"{domain}-train-3" for domain in DOMAINS]
 
-    async def twice():
-        first = [(await play(sites.spec, item, Style.COMPACT))[0] for item in items]
-        other = minisites.make_spec(EnvsSection())
-        second = [(await play(other, item, Style.COMPACT))[0] for item in reversed(items)]
-        assert other.stop is not None
-        await other.stop()
-        return first, second[::-1]
-
-    first, second = sites.run(twice())
-    assert first == second
+    first = assert_played_alike_elsewhere(sites, minisites.make_spec, items)
     assert "127.0.0.1" not in str(first)
 
 
