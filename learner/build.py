@@ -89,7 +89,13 @@ def build(cfg: RunConfig, run_dir: RunDir) -> Learner:
     repeat_steps(cfg.algorithm, run_dir, trainer, steps, start=start, metrics=metrics)
     index = JournalIndex(end=journal.position, closed_below=start.closed_below)
     reports = ReportLog()
-    buffer = TrajectoryBuffer(_group_assembly(cfg), index, reports, version=version)
+    groups = GroupAssembly(
+        cfg.groups,
+        cfg.algorithm,
+        has_signal=lambda members: group_has_signal(members, cfg.algorithm),
+        is_lockstep=cfg.train.mode is TrainMode.SYNC,
+    )
+    buffer = TrajectoryBuffer(groups, index, reports, version=version)
     readopt(buffer, run_dir, start)
     publisher = _publisher(cfg.learner, keys)
     admission = Admission(index, group_size=cfg.groups.size, vocab_size=vocabulary_size(model))
@@ -111,7 +117,7 @@ def build(cfg: RunConfig, run_dir: RunDir) -> Learner:
         admission=admission,
         buffer=buffer,
         publisher=publisher,
-        checkpoints=_checkpoints(cfg.learner, run_dir),
+        checkpoints=Checkpoints(run_dir.checkpoints, cfg.learner),
         journal=journal,
         step_log=step_log,
         metrics=metrics,
@@ -140,30 +146,12 @@ def _trainer(
     )
 
 
-def _group_assembly(cfg: RunConfig) -> GroupAssembly:
-    return GroupAssembly(
-        cfg.groups,
-        cfg.algorithm,
-        has_signal=lambda members: group_has_signal(members, cfg.algorithm),
-        is_lockstep=cfg.train.mode is TrainMode.SYNC,
-    )
-
-
 def _publisher(cfg: LearnerSection, keys: RunKeys) -> Publisher:
     return Publisher(
         Router(keys, host=cfg.host, port=0),
         host=cfg.host,
         timeout_s=cfg.publish_timeout_s,
         max_canary_delta=cfg.max_canary_delta,
-    )
-
-
-def _checkpoints(cfg: LearnerSection, run_dir: RunDir) -> Checkpoints:
-    return Checkpoints(
-        run_dir.checkpoints,
-        every_steps=cfg.checkpoint_every_steps,
-        every_s=cfg.checkpoint_every_s,
-        keep=cfg.keep_checkpoints,
     )
 
 

@@ -39,7 +39,6 @@ class Sample:
 
     @property
     def num_sampled_tokens(self) -> int:
-        """Tokens that the policy sampled, so the ones that train."""
         return int(self.trajectory.loss_mask.sum())
 
 
@@ -71,7 +70,6 @@ class MicroBatch:
 
     @property
     def num_sequences(self) -> int:
-        """Trajectories in this block."""
         return len(self.sample_indices)
 
 

@@ -97,7 +97,6 @@ def _outcomes(members: list[Trajectory], algorithm: AlgorithmSection) -> Tensor:
 
 
 def _group_part(members: list[Trajectory], algorithm: AlgorithmSection) -> Tensor:
-    """Return the episode's part of the advantage, [member]."""
     if algorithm.advantage is Advantage.PPO or algorithm.reward_level is CreditLevel.TURN:
         return torch.zeros(len(members))
     outcomes = _outcomes(members, algorithm)

@@ -20,8 +20,6 @@ CUT_SHORT = (EndReason.HORIZON, EndReason.CONTEXT_FULL)  # the task would have g
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
-    """What the networks say about a batch before its first update, sample by sample."""
-
     values: np.ndarray = field(repr=False)  # [tokens] float32
     end_values: np.ndarray = field(repr=False)  # [sample] float32
     logprobs: np.ndarray = field(repr=False)  # [tokens] float32 nats

@@ -85,7 +85,6 @@ def _updated(
     samples: list[Sample],
     engine_dtype: str,
 ) -> dict[str, Tensor]:
-    """Return the weights after one step, on the CPU."""
     own = copy.deepcopy(model)
     cfg = replace(cfg, warmup_steps=0)
     trainer = make_trainer(cfg, algorithm, own, engine_dtype=engine_dtype)

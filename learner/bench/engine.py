@@ -4,7 +4,7 @@ import json
 import math
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,6 @@ WEIGHT_STD = 0.05  # of version 1; version 0 is what the engine found on disk
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRun:
-    """How to run the engine that is measured."""
-
     device: str
     dtype: str
     is_on_host: bool  # the transfer starts from host memory, over gloo
@@ -44,8 +42,6 @@ class EngineRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFigures:
-    """What an engine did."""
-
     start_s: float
     tokens_per_s: float
     is_sound: bool  # as many logprobs and versions as tokens, none positive, all of version 1
@@ -142,15 +138,8 @@ def _has_member(publisher: Publisher) -> bool:
 def _start(
     run: EngineRun, run_dir: RunDir, model_path: Path, environ: Mapping[str, str]
 ) -> ChildProcess:
-    settings = {
-        "model_path": str(model_path),
-        "dtype": run.dtype,
-        "device": run.device,
-        "gpu_memory_frac": run.gpu_memory_frac,
-        "num_prompts": run.num_prompts,
-        "max_tokens": run.max_tokens,
-        "timeout_s": run.timeout_s,
-    }
+    settings = asdict(run) | {"model_path": str(model_path)}
+    del settings["is_on_host"]  # of the sender
     argv = [sys.executable, "-m", CHILD, str(run_dir.root), json.dumps(settings)]
     log = run_dir.root / "engine.log"
     return ChildProcess("engine", argv, log_path=log, env=environ, cwd=ROOT)

@@ -50,8 +50,6 @@ MAX_REPETITION = 0.01  # attention's backward pass adds in no fixed order on CUD
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """How large everything is that the suite makes."""
-
     model: ModelShape
     shape: BatchShape
     learner: LearnerSection
@@ -145,7 +143,6 @@ def check_transfer(table: BenchTable, sizes: Sizes, device: torch.device, peer_d
 
 
 def check_step(table: BenchTable, sizes: Sizes, device: torch.device) -> None:
-    """Measure a step over the bare arithmetic, and its speed."""
     model = _model(sizes, device)
     size = f"{parameter_count(model) / 1e6:.0f}M weights"
     cost = step_cost(
@@ -163,7 +160,6 @@ def check_step(table: BenchTable, sizes: Sizes, device: torch.device) -> None:
 
 
 def check_memory(table: BenchTable, sizes: Sizes, device: torch.device) -> None:
-    """Measure the peak of scoring in chunks over that of the whole log-softmax."""
     num_tokens = sizes.memory_sequences * sizes.memory_seq_tokens
     defaults = LearnerSection()
     num_chunks = defaults.max_tokens_per_microbatch // defaults.logprob_chunk_tokens
@@ -192,7 +188,6 @@ def check_canary(table: BenchTable, sizes: Sizes, device: torch.device) -> None:
 
 
 def check_repetition(table: BenchTable, sizes: Sizes, device: torch.device) -> None:
-    """Make the same step twice."""
     model = _model(sizes, device)
     samples = make_batch(sizes.shape, vocab_size=vocabulary_size(model), seed=0)
     twice = repeat_step(sizes.learner, AlgorithmSection(), model, samples, engine_dtype="bfloat16")
@@ -203,7 +198,6 @@ def check_repetition(table: BenchTable, sizes: Sizes, device: torch.device) -> N
 
 
 def check_chunks(table: BenchTable, sizes: Sizes, device: torch.device) -> None:
-    """Score one block in chunks of several sizes."""
     model = _model(sizes, device, num_hidden_layers=2)
     rng = np.random.default_rng(0)
     shape = (sizes.memory_sequences, sizes.memory_seq_tokens)

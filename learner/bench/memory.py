@@ -26,7 +26,6 @@ class ScoringPeaks:
 
     @property
     def frac(self) -> float:
-        """The share of the whole's peak that the chunks need."""
         return self.chunked_bytes / self.whole_bytes
 
 

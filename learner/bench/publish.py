@@ -25,8 +25,6 @@ HOST = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Receiver:
-    """What the receiving process has to know."""
-
     port: int  # of the rendezvous store
     num_bytes: int
     num_rounds: int
@@ -37,15 +35,12 @@ class Receiver:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """What became of a broadcast between two processes."""
-
     num_bytes: int
     send_s: float  # of one broadcast, as the receiver saw it
     is_equal: bool  # the receiver's checksum is the sender's
 
     @property
     def gb_per_s(self) -> float:
-        """Gigabytes (1e9) per second."""
         return self.num_bytes / self.send_s / 1e9
 
 
@@ -89,7 +84,7 @@ def broadcast_to_peer(
         argv, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     try:
-        group = _group(store, 0, receiver)
+        group = _group(store, 0, 2, backend, timeout_s)
         for _ in range(1 + num_rounds):
             group.broadcast(weights.buffer)
         output, errors = process.communicate(timeout=timeout_s)
@@ -115,27 +110,21 @@ def broadcast_alone(buffer: torch.Tensor, *, backend: str, timeout_s: float) -> 
         WeightSyncError: it is not, or does not.
     """
     store = open_store(HOST, 0, is_server=True, timeout_s=timeout_s)
-    group = BroadcastGroup(
-        store,
-        epoch=1,
-        rank=0,
-        world_size=1,
-        backend=backend,
-        timeout_s=timeout_s,
-        bind_host=HOST,
-    )
+    group = _group(store, 0, 1, backend, timeout_s)
     group.broadcast(buffer)
     group.close()
 
 
-def _group(store: Any, rank: int, receiver: Receiver) -> BroadcastGroup:
+def _group(
+    store: Any, rank: int, world_size: int, backend: str, timeout_s: float
+) -> BroadcastGroup:
     return BroadcastGroup(
         store,
         epoch=1,
         rank=rank,
-        world_size=2,
-        backend=receiver.backend,
-        timeout_s=receiver.timeout_s,
+        world_size=world_size,
+        backend=backend,
+        timeout_s=timeout_s,
         bind_host=HOST,
     )
 
@@ -145,7 +134,7 @@ def receive(receiver: Receiver) -> dict[str, Any]:
     store = open_store(HOST, receiver.port, is_server=False, timeout_s=receiver.timeout_s)
     device = torch.device(receiver.device)
     buffer = torch.zeros(receiver.num_bytes, dtype=torch.uint8, device=device)
-    group = _group(store, 1, receiver)
+    group = _group(store, 1, 2, receiver.backend, receiver.timeout_s)
     group.broadcast(buffer)  # connections are made in the first one
     started = time.perf_counter()
     for _ in range(receiver.num_rounds):

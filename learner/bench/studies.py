@@ -26,7 +26,6 @@ CORRECTIONS = {
 
 
 def read_study(name: str) -> Study:
-    """Return a study of studies.yaml."""
     written: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("studies.yaml").read_text())
     own = written[name]
     arms = own.get("arms") or _lag_arms(own["lags"], own["corrections"])

@@ -19,8 +19,6 @@ LAST_STEPS = 20  # over which training success is averaged
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
-    """One way to train."""
-
     name: str
     overrides: tuple[str, ...]
 
@@ -49,8 +47,6 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What one run of a study gave."""
-
     arm: str
     seed: int
     before: float
@@ -105,7 +101,6 @@ def merged(overrides: Sequence[str], own: Sequence[str]) -> list[str]:
 
 
 def read_outcome(run: Path, *, arm: str, seed: int) -> Outcome:
-    """Return what a finished run's report, metrics, evaluations and journal say."""
     report = json.loads((run / "report.json").read_text())
     steps = _read_lines(run / "metrics.jsonl")
     num_tokens = [line["train/num_sampled_tokens"] for line in steps]
@@ -169,7 +164,6 @@ def success_at_tokens(outcome: Outcome, num_tokens: int) -> float:
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 

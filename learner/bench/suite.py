@@ -83,7 +83,6 @@ def step_cost(
     num_rounds: int,
     engine_dtype: str,
 ) -> StepCost:
-    """Return what steps of each algorithm on random episodes of `shape` cost."""
     samples = make_batch(shape, vocab_size=vocabulary_size(model), seed=0)
     return measure_step(
         cfg,
@@ -96,7 +95,6 @@ def step_cost(
 
 
 def add_step_cost(table: BenchTable, cost: StepCost, *, of: str) -> None:
-    """Write one ratio per kind of step."""
     table.title(f"{of}: bare {cost.tokens_per_s(BARE):.0f} tokens/s")
     for name in cost.seconds:
         if name == BARE:
@@ -107,7 +105,6 @@ def add_step_cost(table: BenchTable, cost: StepCost, *, of: str) -> None:
 
 
 def add_peaks(table: BenchTable, peaks: ScoringPeaks, *, of: str) -> None:
-    """Write the share of memory, and how far the two ways of scoring are apart."""
     table.title(of)
     sizes = f"{peaks.chunked_bytes / 1e6:.0f} of {peaks.whole_bytes / 1e6:.0f} MB"
     name = "peak of forward and backward, over the whole at once"

@@ -44,7 +44,6 @@ def run_suite(out: TextIO) -> int:
 
 
 def add_simulated(table: BenchTable) -> None:
-    """Simulate both modes and write their ratio."""
     modes = [TrainMode.ASYNC, TrainMode.SYNC]
     with quiet_scheduler():
         predictions = [predict(mode) for mode in modes]
@@ -57,14 +56,12 @@ def add_simulated(table: BenchTable) -> None:
 
 
 def predict(mode: TrainMode) -> Prediction:
-    """Return what the simulator says of a mode."""
     cfg = load_config("quickstart", [*BASE, *_WRITTEN["same_in_simulator"]], root=ROOT)
     cfg = replace(cfg, train=replace(cfg.train, mode=mode))
     return World(cfg, SampledWorkload(cfg.simulator)).run()
 
 
 def add_runs(table: BenchTable, folder: Path) -> None:
-    """Run both modes for real and write their ratio."""
     rates = [trained_per_h(run(mode, folder)) for mode in (TrainMode.ASYNC, TrainMode.SYNC)]
     table.add(_figure("in real runs", rates[0] / rates[1], MIN_RUN_RATIO, rates))
 

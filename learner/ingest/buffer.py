@@ -37,7 +37,6 @@ class TrajectoryBuffer:
     def __init__(
         self, groups: GroupAssembly, index: JournalIndex, reports: ReportLog, *, version: int
     ) -> None:
-        """Make an empty one for a learner that stands at `version`."""
         self._changed = threading.Condition()
         self._groups = groups
         self._index = index
@@ -58,7 +57,6 @@ class TrajectoryBuffer:
 
     @property
     def open_groups(self) -> list[str]:
-        """Groups that wait for members."""
         with self._changed:
             return self._groups.open_ids
 
@@ -114,7 +112,6 @@ class TrajectoryBuffer:
             self._report([failed, *outcomes], groups)
 
     def add_duplicate(self) -> None:
-        """Report a duplicate, which changes nothing else."""
         with self._changed:
             self._report(num_duplicates=1)
 
@@ -184,7 +181,6 @@ class TrajectoryBuffer:
                 self._changed.wait(min(remaining, POLL_S))
 
     def report(self, outcomes: Sequence[EpisodeOutcome]) -> None:
-        """Tell the scheduler what became of episodes."""
         with self._changed:
             self._report(outcomes)
 

@@ -16,7 +16,6 @@ class EpisodeStats:
         self._tasks: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
 
     def add(self, trajectory: Trajectory) -> None:
-        """Count one training episode."""
         sums = self._sums
         if trajectory.end_reason.is_infrastructure_failure:
             sums["failed"] += 1

@@ -20,8 +20,6 @@ class Group:
 
 @dataclass(slots=True)
 class _Open:
-    """A group that still waits for members."""
-
     arrived: dict[int, Trajectory] = field(default_factory=dict)
     given_up: set[int] = field(default_factory=set)
 
@@ -78,17 +76,14 @@ class GroupAssembly:
 
     @property
     def num_ready(self) -> int:
-        """Groups that could be trained on now."""
         return len(self._ready)
 
     @property
     def num_open(self) -> int:
-        """Groups that wait for members."""
         return len(self._open)
 
     @property
     def open_ids(self) -> list[str]:
-        """The groups that wait for members."""
         return list(self._open)
 
     def add(self, trajectory: Trajectory) -> tuple[list[EpisodeOutcome], list[GroupArrived]]:
@@ -155,7 +150,6 @@ class GroupAssembly:
         self._decided_for, self._num_decided = version, num_groups
 
     def is_batch_ready(self, version: int) -> bool:
-        """Return True if there are enough groups for the step after `version`."""
         return 0 < self._num_needed(version) <= self.num_ready
 
     def _num_needed(self, version: int) -> int:
@@ -214,11 +208,6 @@ class GroupAssembly:
             outcomes += [_outcome(t, Outcome.STALE, "lag_of_group") for t in fresh]
             fresh = []
         return Group(group_id=group.group_id, members=fresh), outcomes
-
-    def untrained(self) -> list[Trajectory]:
-        """Return every trajectory held here (for tests and for the status)."""
-        held = [t for group in self._ready for t in group.members]
-        return held + [t for entry in self._open.values() for t in entry.arrived.values()]
 
 
 def _outcome(trajectory: Trajectory, outcome: Outcome, cause: str) -> EpisodeOutcome:

@@ -46,7 +46,6 @@ class JournalIndex:
         self._needed: OrderedDict[str, _Entry] = OrderedDict()  # by group, in journal order
 
     def __contains__(self, trajectory: Trajectory) -> bool:
-        """True if the journal holds this episode."""
         with self._lock:
             known = self._known(trajectory).get(trajectory.group_id, ())
             return self.is_closed(trajectory) or trajectory.episode_id in known

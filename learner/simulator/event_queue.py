@@ -21,7 +21,6 @@ class EventQueue:
 
     @property
     def now_s(self) -> float:
-        """Virtual seconds since the start."""
         return self.clock_s - START_S
 
     def at(self, after_s: float, action: Callable[..., Any], *args: Any) -> None:

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any, Protocol
 
 from common.config.run_config import RunConfig, TrainMode
 from common.wire.messages import (
@@ -15,7 +14,7 @@ from common.wire.messages import (
     LeaseGrant,
     LeaseRequest,
 )
-from learner.scheduler.core import RETRY_S
+from learner.scheduler.core import RETRY_S, SchedulerCore
 from learner.simulator.event_queue import EventQueue
 from learner.simulator.workload import Play, Workload
 
@@ -49,14 +48,6 @@ class Arrival:
     version: int  # of the weights at its start
 
 
-class Scheduler(Protocol):
-    """What the actors see of the core."""
-
-    def handle(self, sender_name: str, message: Any) -> Any:
-        """Take one message, return the answer."""
-        ...
-
-
 class Fleet:
     """All actors. One that is refused joins a queue; who is first is woken when there is work.
 
@@ -68,7 +59,7 @@ class Fleet:
     def __init__(
         self,
         cfg: RunConfig,
-        core: Scheduler,
+        core: SchedulerCore,
         workload: Workload,
         events: EventQueue,
         *,

@@ -16,7 +16,6 @@ from learner.simulator.report import (
     format_advice,
     format_comparison,
     format_predictions,
-    to_json,
 )
 from learner.simulator.search import advise
 from learner.simulator.workload import SampledWorkload, Workload
@@ -54,20 +53,19 @@ def run(cfg: RunConfig, out: TextIO) -> int:
             out.write("\n" + format_advice(advice))
     path = Path(cfg.simulator.output)
     path.parent.mkdir(parents=True, exist_ok=True)
-    findings = to_json(
-        predictions,
-        settings=asdict(cfg.simulator),
-        compared=compared,
-        advice=advice,
-        async_over_sync=ratio,
-    )
+    findings = {
+        "settings": asdict(cfg.simulator),
+        "predictions": [each.to_json() for each in predictions],
+        "async_over_sync": ratio,
+        "comparison": [each.to_json() for each in compared],
+        "advice": None if advice is None else asdict(advice),
+    }
     write_json(path, findings)
     out.write(f"\nwritten: {path}\n")
     return 1 if any(each.stopped_by for each in predictions) else 0
 
 
 def make_workload(cfg: RunConfig) -> Workload:
-    """Return what episodes and steps take: a run's, or sampled."""
     if cfg.simulator.from_run:
         return load_workload(Path(cfg.simulator.from_run), cfg.algorithm)
     return SampledWorkload(cfg.simulator)

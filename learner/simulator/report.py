@@ -15,11 +15,13 @@ BAR = 40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """One figure, predicted and measured."""
-
     name: str
     predicted: float
     measured: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON."""
+        return {**asdict(self), "relative_error": self.relative_error if self.measured else None}
 
     @property
     def relative_error(self) -> float:
@@ -76,7 +78,6 @@ def _histogram(counts: dict[int, int]) -> list[str]:
 
 
 def format_comparison(compared: Sequence[Compared]) -> str:
-    """Return predicted, measured and relative error, line by line."""
     head = f"{'':<{LABEL_WIDTH}}{'predicted':>{WIDTH}}{'measured':>{WIDTH}}{'error':>{WIDTH}}"
     lines = [
         f"{each.name:<{LABEL_WIDTH}}{each.predicted:>{WIDTH}.3f}{each.measured:>{WIDTH}.3f}"
@@ -87,7 +88,6 @@ def format_comparison(compared: Sequence[Compared]) -> str:
 
 
 def format_advice(advice: Advice) -> str:
-    """Return what to set and the trials behind it."""
     lines = [
         "recommended at the longest horizon, if every actor has a machine of its own:",
         f"  actors {advice.num_actors}, scheduler.max_ahead_steps={advice.max_ahead_steps}"
@@ -106,24 +106,3 @@ def _trial_lines(name: str, trials: Sequence[Trial]) -> list[str]:
         f" lag {each.lag_mean:.2f}, actors idle {each.actor_idle_frac:.0%}"
         for each in trials
     ]
-
-
-def to_json(
-    predictions: Sequence[Prediction],
-    *,
-    settings: dict[str, Any],
-    compared: Sequence[Compared],
-    advice: Advice | None,
-    async_over_sync: float | None,
-) -> dict[str, Any]:
-    """Return what simulation.json holds."""
-    return {
-        "settings": settings,
-        "predictions": [each.to_json() for each in predictions],
-        "async_over_sync": async_over_sync,
-        "comparison": [
-            {**asdict(each), "relative_error": each.relative_error if each.measured else None}
-            for each in compared
-        ],
-        "advice": None if advice is None else asdict(advice),
-    }

@@ -19,8 +19,6 @@ MAX_HOURS = 48.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One setting and the trained episodes per hour that it gives."""
-
     value: int
     trained_per_h: float
     lag_mean: float

@@ -33,7 +33,6 @@ class Prediction:
     stopped_by: str  # "" or why a real run would have ended here
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as JSON."""
         counts = {str(lag): num for lag, num in sorted(self.lag_counts.items())}
         return {**asdict(self), "lag_counts": counts}
 
@@ -50,8 +49,6 @@ class _Step:
 
 @dataclass(slots=True)
 class Tally:
-    """Counts while a simulation runs."""
-
     published_s: list[float] = field(default_factory=list)  # when version i + 1 was there
     steps: list[_Step] = field(default_factory=list)
     lags: Counter[int] = field(default_factory=Counter)
@@ -69,7 +66,6 @@ class Tally:
     def add_step(
         self, now_s: float, *, wait_s: float, num_trained: int, lag_sum: float, num_turns: int
     ) -> None:
-        """Note a published step."""
         self.published_s.append(now_s)
         self.steps.append(
             _Step(

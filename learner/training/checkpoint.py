@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from common.config.learning import LearnerSection
 from common.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -22,8 +23,6 @@ _ASIDE = ".old"  # suffix of a checkpoint while another of the same version take
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
-    """What a checkpoint holds."""
-
     version: int
     folder: Path
     state: dict[str, Any]
@@ -44,11 +43,7 @@ def _age(folder: Path) -> tuple[int, bool]:
 
 
 def load_checkpoint(folder: Path) -> Restored:
-    """Return a checkpoint's content.
-
-    Raises:
-        ConfigError: the folder is no complete checkpoint.
-    """
+    """Return a checkpoint's content. Raises: ConfigError: the folder is no complete checkpoint."""
     if not (folder / _MARKER).exists():
         raise ConfigError(f"{folder} is no complete checkpoint")
     version = json.loads((folder / _MARKER).read_text())["version"]
@@ -57,17 +52,15 @@ def load_checkpoint(folder: Path) -> Restored:
 
 
 class Checkpoints:
-    """Saves every `every_steps` steps or `every_s` seconds, keeps the newest few.
+    """Saves every so many steps or seconds, keeps the newest few.
 
-    Example (every_steps=25, keep=3): after step 100 there are step-50, step-75 and step-100. A
-    crash while step-100 is written leaves a folder without marker, which nobody reads.
+    Example (every 25 steps, the newest 3): after step 100 there are step-50, step-75 and step-100.
+    A crash while step-100 is written leaves a folder without marker, which nobody reads.
     """
 
-    def __init__(self, root: Path, *, every_steps: int, every_s: float, keep: int) -> None:
+    def __init__(self, root: Path, cfg: LearnerSection) -> None:
         self._root = root
-        self._every_steps = every_steps
-        self._every_s = every_s
-        self._keep = keep
+        self._cfg = cfg
         self._saved_at = time.monotonic()
         self._saved_version = -1
         root.mkdir(parents=True, exist_ok=True)
@@ -78,11 +71,10 @@ class Checkpoints:
         return min((_age(path)[0] for path in self._complete()), default=0)
 
     def is_due(self, version: int) -> bool:
-        """Return True if this version should be saved now."""
         if version == self._saved_version:
             return False
-        by_step = version % self._every_steps == 0
-        return by_step or time.monotonic() - self._saved_at >= self._every_s
+        by_step = version % self._cfg.checkpoint_every_steps == 0
+        return by_step or time.monotonic() - self._saved_at >= self._cfg.checkpoint_every_s
 
     def save(self, version: int, *, model: Any, tokenizer: Any, state: dict[str, Any]) -> Path:
         """Write a checkpoint and return its folder; older ones beyond `keep` are removed."""
@@ -114,7 +106,7 @@ class Checkpoints:
     def _remove_old(self) -> None:
         for path in self._root.glob(f"{_PREFIX}*{_ASIDE}"):
             shutil.rmtree(path)
-        for path in self._complete()[: -self._keep]:
+        for path in self._complete()[: -self._cfg.keep_checkpoints]:
             shutil.rmtree(path)
 
     def _complete(self) -> list[Path]:

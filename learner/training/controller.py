@@ -16,8 +16,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What is to be done with one batch."""
-
     lr_scale: float  # (0, 1]
     is_skipped: bool  # learn nothing from it, and take only fresh data next
     max_ahead_steps: int  # what the dispatch gate is to allow from now on
@@ -109,7 +107,6 @@ class Controller:
         return {"ahead": self._ahead, "num_good": self._num_good, "num_skips": self._num_skips}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
         self._ahead = min(state["ahead"], self._most_ahead)
         self._num_good = state["num_good"]
         self._num_skips = state["num_skips"]

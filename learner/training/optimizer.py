@@ -45,12 +45,10 @@ class PolicyOptimizer:
         return self.optimizers[0].param_groups[0]["lr"]
 
     def zero_grad(self) -> None:
-        """Forget all gradients."""
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
 
     def step(self) -> None:
-        """Update every parameter from its gradient."""
         for optimizer in self.optimizers:
             optimizer.step()
 

@@ -1,28 +1,12 @@
 """The learner's ranks: each computes its share of a batch, and their gradients are summed."""
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from common.errors import LongstrideError
-
-
-class Work(Protocol):
-    """A collective call that is under way."""
-
-    def wait(self) -> bool: ...
-
-
-class Group(Protocol):
-    """What is used of torch.distributed's process groups and backends."""
-
-    def rank(self) -> int: ...
-    def size(self) -> int: ...
-    def allreduce(self, tensors: list[Tensor], /) -> Work: ...
-    def broadcast(self, tensors: list[Tensor], options: dist.BroadcastOptions, /) -> Work: ...
 
 
 class Ranks:
@@ -37,10 +21,7 @@ class Ranks:
     """
 
     def __init__(
-        self,
-        group: Group | None = None,
-        *,
-        device: torch.device | str = "cpu",
+        self, group: dist.ProcessGroup | None = None, *, device: torch.device | str = "cpu"
     ) -> None:
         """Wrap a group; None is a single rank. Tensors go over `device`: NCCL takes CUDA's only."""
         self._group = group

@@ -1,7 +1,7 @@
 """From the samples of a step to gradients: score, correct, take the loss, go backwards."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -55,12 +55,7 @@ class ScoredBatch:
 
     def with_scored(self, logprobs: BySample) -> "ScoredBatch":
         """Return the batch, where samples that were not scored before have `logprobs`."""
-        return ScoredBatch(
-            samples=self.samples,
-            version=self.version,
-            before=logprobs | self.before,
-            reference=self.reference,
-        )
+        return replace(self, before=logprobs | self.before)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,9 +116,7 @@ class Gradients:
             logprobs=self.before(batch).numpy(),
         )
         samples = advantages_from_critic(samples, scored, self._algorithm, self._cfg.critic)
-        return ScoredBatch(
-            samples=samples, version=version, before=batch.before, reference=batch.reference
-        )
+        return replace(batch, samples=samples)
 
     def accumulate(self, batch: ScoredBatch, part: Sequence[int]) -> Gradient:
         """Add the gradient of a minibatch to the parameters, microbatch by microbatch.

@@ -1,7 +1,7 @@
 """What one training step tells about itself."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,18 +12,15 @@ from learner.objective.correction import lag_statistics, ratio_statistics
 MAX_LAG_SHOWN = 8  # the histogram's last bin holds everything from here on
 
 
-class AnyUpdate(Protocol):
-    """One optimizer update."""
+class Update(NamedTuple):
+    """What one optimizer update did."""
 
-    @property
-    def is_good(self) -> bool: ...
-    @property
-    def grad_norm(self) -> float: ...
-    @property
-    def metrics(self) -> dict[str, float]: ...
+    is_good: bool  # False: something was not finite and the weights are as before
+    grad_norm: float  # before clipping
+    metrics: dict[str, float]  # means over the minibatch's trained tokens
 
 
-def mean_metrics(updates: Sequence[AnyUpdate]) -> dict[str, float]:
+def mean_metrics(updates: Sequence[Update]) -> dict[str, float]:
     """Average over the updates that happened; says how many did not."""
     good = [update for update in updates if update.is_good]
     metrics = {
@@ -62,7 +59,6 @@ def offpolicy_metrics(samples: Sequence[Sample], before: Tensor, version: int) -
 
 
 def volume_metrics(samples: Sequence[Sample], step_s: float) -> dict[str, float]:
-    """Return how much was trained on, and how fast."""
     num_tokens = sum(len(sample.trajectory.token_ids) for sample in samples)
     return {
         "train/num_tokens": float(num_tokens),

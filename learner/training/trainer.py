@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,7 +17,12 @@ from learner.training.controller import Controller, Decision
 from learner.training.optimizer import lr_scale, make_critic_optimizer, make_optimizer
 from learner.training.ranks import Ranks
 from learner.training.step import Gradient, Gradients, ScoredBatch, TrainerSettings
-from learner.training.step_metrics import mean_metrics, offpolicy_metrics, volume_metrics
+from learner.training.step_metrics import (
+    Update,
+    mean_metrics,
+    offpolicy_metrics,
+    volume_metrics,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -29,18 +34,8 @@ class TrainingDiverged(ConfigError):
     """
 
 
-class Update(NamedTuple):
-    """What one optimizer update did."""
-
-    is_good: bool  # False: something was not finite and the weights are as before
-    grad_norm: float  # before clipping
-    metrics: dict[str, float]  # means over the minibatch's trained tokens
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What a training step did."""
-
     metrics: dict[str, float]  # finite ones only
     decision: Decision  # if it is to skip the batch, nothing has changed
 
@@ -83,6 +78,14 @@ class Trainer:
             None if self._critic is None else make_critic_optimizer(self._critic, cfg)
         )
         self._controller = Controller(cfg.controller, max_ahead_steps=settings.max_ahead_steps)
+        self._stateful: dict[str, Any] = {  # by name in a checkpoint
+            "model": self._model,
+            "optimizer": self._optimizer,
+            "controller": self._controller,
+        }
+        if self._critic is not None:
+            own = {"critic": self._critic, "critic_optimizer": self._critic_optimizer}
+            self._stateful |= own
         self._generator = torch.Generator().manual_seed(settings.seed)
         self._num_bad_steps_in_a_row = 0
         self._num_updates = 0
@@ -224,27 +227,15 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs to go on exactly as this one would (live tensors)."""
-        state = {
-            "model": self._model.state_dict(),
-            "optimizer": self._optimizer.state_dict(),
+        return {name: part.state_dict() for name, part in self._stateful.items()} | {
             "generator": self._generator.get_state(),
             "num_bad_steps_in_a_row": self._num_bad_steps_in_a_row,
             "num_updates": self._num_updates,
-            "controller": self._controller.state_dict(),
         }
-        if self._critic is not None and self._critic_optimizer is not None:
-            state["critic"] = self._critic.state_dict()
-            state["critic_optimizer"] = self._critic_optimizer.state_dict()
-        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
-        self._model.load_state_dict(state["model"])
-        self._optimizer.load_state_dict(state["optimizer"])
+        for name, part in self._stateful.items():
+            part.load_state_dict(state[name])
         self._generator.set_state(state["generator"])
         self._num_bad_steps_in_a_row = state["num_bad_steps_in_a_row"]
         self._num_updates = state["num_updates"]
-        self._controller.load_state_dict(state["controller"])
-        if self._critic is not None and self._critic_optimizer is not None:
-            self._critic.load_state_dict(state["critic"])
-            self._critic_optimizer.load_state_dict(state["critic_optimizer"])

@@ -24,7 +24,6 @@ class Canary:
         self._lock = threading.Lock()
 
     def expect(self, weights: PublishedWeights) -> None:
-        """Remember what the trainer says of a version that is about to be sent."""
         oldest = weights.version - KEPT_VERSIONS
         self._expected = {v: w for v, w in self._expected.items() if v > oldest}
         self._expected[weights.version] = weights
@@ -52,7 +51,6 @@ class Canary:
             return max(self._alarms.values(), default=0)
 
     def drain_metrics(self) -> dict[str, float]:
-        """Return what the comparisons since the last call measured."""
         with self._lock:
             worst, self._worst = self._worst, None
         measured = {} if worst is None else {"weights/canary_abs_logprob": worst}

@@ -60,7 +60,6 @@ class Membership:
         return member if is_same and incarnation not in self._silent else None
 
     def has(self, member: Member) -> bool:
-        """Return whether it is still one of the present members."""
         return self.find(member.actor, member.incarnation) == member
 
     def present(self) -> list[Member]:

@@ -9,6 +9,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from common.wire.messages import Trajectory
 from learner.batch.batching import Sample
 from learner.batch.synthetic import synthetic_trajectory
+from learner.ingest.group_assembly import GroupAssembly
 
 VOCAB = 50
 
@@ -35,6 +36,12 @@ def make_trajectory(
         logprobs=full,
         **changes,
     )
+
+
+def held_by(groups: GroupAssembly) -> list[Trajectory]:
+    """Every trajectory that is in no batch yet."""
+    ready = [t for group in groups._ready for t in group.members]
+    return ready + [t for entry in groups._open.values() for t in entry.arrived.values()]
 
 
 def make_samples(*, num_groups: int = 3, size: int = 2, seed: int = 0) -> list[Sample]:

@@ -4,6 +4,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from common.config.learning import LearnerSection
 from common.config.run_config import RunConfig
 from common.store.run_dir import RunDir
 from learner.build import Learner
@@ -44,7 +45,7 @@ class Neighbour:
 
 def make_learner(root: Path, neighbour: Any) -> Learner:
     (root / "journal").mkdir()
-    keeper = Checkpoints(root / "checkpoints", every_steps=1, every_s=1e9, keep=1)
+    keeper = Checkpoints(root / "checkpoints", LearnerSection())
     given: dict[str, Any] = {name: neighbour for name in Learner.__dataclass_fields__}
     given |= {"run_dir": RunDir(root=root), "model": make_model(), "version": 1}
     given["checkpoints"] = keeper

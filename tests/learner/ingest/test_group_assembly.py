@@ -9,7 +9,7 @@ from common.config.run_config import GroupsSection
 from common.wire.messages import EndReason, EpisodeOutcome, GroupArrived, Trajectory
 from learner.batch.credit import group_has_signal
 from learner.ingest.group_assembly import Group, GroupAssembly, is_fresh, oldest_version
-from tests.learner.builders import make_trajectory
+from tests.learner.builders import held_by, make_trajectory
 
 
 def make_table(
@@ -102,7 +102,7 @@ def test_too_few_survivors_give_the_group_up() -> None:
         "a/2": ("failed", "group_damaged"),
     }
     assert arrived == [GroupArrived(group_id="a", is_ready=False)]
-    assert table.untrained() == []
+    assert held_by(table) == []
 
 
 def test_a_group_without_signal_is_filtered() -> None:
@@ -246,7 +246,7 @@ def test_a_group_with_too_few_fresh_members_is_stale_as_a_whole() -> None:
         "a/1": ("stale", "lag"),
         "a/2": ("stale", "lag"),
     }
-    assert table.untrained() == []
+    assert held_by(table) == []
 
 
 def test_the_fresh_stay_in_place_when_they_are_too_few_for_a_batch() -> None:
@@ -273,7 +273,7 @@ def test_every_trajectory_leaves_exactly_once() -> None:
     left = [o.episode_id for o in outcomes + stale]
     left += [t.episode_id for group in groups for t in group.members]
     assert sorted(left) == [f"{group}/{number}" for group in "abc" for number in range(3)]
-    assert table.untrained() == []
+    assert held_by(table) == []
 
 
 def test_in_lockstep_no_batch_is_taken_before_the_scheduler_has_decided() -> None:

@@ -31,6 +31,7 @@ from learner.scheduler.core import SchedulerCore
 from learner.scheduler.episodes.audit import ENDED
 from learner.scheduler.episodes.table import EpisodeState
 from tests.configs import edited
+from tests.learner.builders import held_by
 from tests.learner.scheduler.builders import (
     CATALOGUE,
     Table,
@@ -336,7 +337,7 @@ class TwoSidesMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_arrived_is_in_the_hands_of_the_learner(self) -> None:
-        held = {trajectory.episode_id for trajectory in self.groups.untrained()}
+        held = {trajectory.episode_id for trajectory in held_by(self.groups)}
         assert ids_in(self.core, EpisodeState.ARRIVED) <= held
 
     @invariant()

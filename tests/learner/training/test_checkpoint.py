@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from common.config.learning import LearnerSection
 from common.errors import ConfigError
 from learner.training.checkpoint import Checkpoints, load_checkpoint, newest_checkpoint
 
@@ -28,9 +29,11 @@ class Unsaveable:
         raise OSError("no space left on device")
 
 
-def make(root: Path, **changes: float) -> Checkpoints:
-    options = {"every_steps": 10, "every_s": 1e9, "keep": 2} | changes
-    return Checkpoints(root, **options)  # type: ignore[arg-type]
+def make(root: Path, *, every_steps: int = 10, every_s: float = 1e9, keep: int = 2) -> Checkpoints:
+    cfg = LearnerSection(
+        checkpoint_every_steps=every_steps, checkpoint_every_s=every_s, keep_checkpoints=keep
+    )
+    return Checkpoints(root, cfg)
 
 
 def save(checkpoints: Checkpoints, version: int) -> Path:

@@ -135,9 +135,9 @@ ELSEWHERE = {
     "learner.publish_timeout_s": "learner/build.py",
     "learner.max_canary_delta": "learner/build.py",
     "learner.max_canary_alarms": "learner/main.py",
-    "learner.checkpoint_every_steps": "learner/build.py",
-    "learner.checkpoint_every_s": "learner/build.py",
-    "learner.keep_checkpoints": "learner/build.py",
+    "learner.checkpoint_every_steps": "learner/training/checkpoint.py",
+    "learner.checkpoint_every_s": "learner/training/checkpoint.py",
+    "learner.keep_checkpoints": "learner/training/checkpoint.py",
     "learner.max_bad_steps": "learner/training/trainer.py",
     "algorithm.reference_path": "learner/training/build.py",
     "learner.critic.path": "learner/policy/critic.py",
@@ -288,9 +288,15 @@ def test_every_choice_of_learning_changes_something(leaf: str, member: Enum) -> 
 @pytest.mark.parametrize("leaf", ["max_tokens_per_microbatch", "logprob_chunk_tokens"])
 def test_block_sizes_change_no_number(leaf: str) -> None:
     quiet = ControllerSection(scale_lr=False, tighten_gate=False, skip_step=False)
-    shared = {"lr": 1e-2, "warmup_steps": 0, "precision": Precision.FP32, "controller": quiet}
+    shared: dict[str, Any] = {
+        "lr": 1e-2,
+        "warmup_steps": 0,
+        "precision": Precision.FP32,
+        "controller": quiet,
+    }
     large = trained(A(), L(**shared))
-    small = trained(A(), L(**(shared | {leaf: 8})))
+    shared[leaf] = 8
+    small = trained(A(), L(**shared))
     assert small == pytest.approx(large, rel=1e-5)
 
 

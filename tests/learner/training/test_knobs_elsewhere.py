@@ -78,12 +78,7 @@ def num_bad_steps(cfg: RunConfig) -> int:
 
 
 def due_after(cfg: RunConfig) -> list[bool]:
-    keeper = Checkpoints(
-        Path("nowhere"),
-        every_steps=cfg.learner.checkpoint_every_steps,
-        every_s=cfg.learner.checkpoint_every_s,
-        keep=cfg.learner.keep_checkpoints,
-    )
+    keeper = Checkpoints(Path("nowhere"), cfg.learner)
     return [keeper.is_due(version) for version in (1, 2, 3)]
 
 
