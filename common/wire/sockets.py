@@ -1,4 +1,4 @@
-"""ROUTER and DEALER sockets that speak `common.messages`, encrypted with the run's CURVE keys.
+"""ROUTER and DEALER sockets that speak `common.wire.messages`, encrypted with the run's CURVE keys.
 
 A ROUTER answers whoever asked; a DEALER talks to one ROUTER and reconnects by itself. Only holders
 of the run's client key get in. Both refuse to block for ever: every receive has a deadline.

@@ -158,10 +158,9 @@ def loop(parts: Serving, stop: threading.Event) -> None:
 
 def has_ended(parts: Serving) -> bool:
     """True if the run is over and everybody has left."""
-    members = parts.core.members
-    known = bool(members.by_name)
-    living = members.alive("actor") or members.alive("learner")
-    return parts.core.phase is Phase.DONE and known and not living
+    members = parts.core.members.by_name.values()
+    has_left = bool(members) and all(member.is_dead for member in members)
+    return parts.core.phase is Phase.DONE and has_left
 
 
 def answer_all(parts: Serving, received: list[Received]) -> None:
@@ -192,13 +191,8 @@ def name_of(parts: Serving, received: Received) -> str:
 
 def save(parts: Serving) -> None:
     """Save the state; the log begins anew."""
-    parts.log.save(
-        {
-            "core": parts.core.snapshot(with_volatile=True),
-            "time_s": parts.clock.now,
-            "port": parts.router.port,
-        }
-    )
+    snapshot = parts.core.snapshot(with_volatile=True)
+    parts.log.save({"core": snapshot, "time_s": parts.clock.now, "port": parts.router.port})
     parts.core.mark_saved()
     parts.is_changed = False
     parts.saved_at = parts.clock.now

@@ -73,13 +73,7 @@ class Members:
         if is_other and known is not None:
             self.replaced[known.incarnation] = now
         if known is None or is_other:
-            known = Member(
-                role=message.role,
-                name=message.name,
-                incarnation=message.incarnation,
-                version=message.version,
-            )
-            self._enter(known)
+            known = self._enter(message)
         known.incarnation = message.incarnation
         known.version = message.version
         self.touch(known, now)
@@ -87,10 +81,7 @@ class Members:
 
     def heartbeat(self, message: Heartbeat, now: float) -> Member:
         """Note what a role does. One that is not known (we restarted) is taken in."""
-        member = self.by_name.get(message.name)
-        if member is None:
-            member = Member(role=message.role, name=message.name, incarnation="", version=0)
-            self._enter(member)
+        member = self.by_name.get(message.name) or self._enter(message)
         member.version = message.version
         member.running = len(message.running)
         member.num_slots = message.num_slots
@@ -100,11 +91,13 @@ class Members:
         self.touch(member, now)
         return member
 
-    def _enter(self, member: Member) -> None:
+    def _enter(self, message: Hello | Heartbeat) -> Member:
+        member = Member(role=message.role, name=message.name, incarnation="", version=0)
         self.by_name[member.name] = member
         self._learners.pop(member.name, None)
         if member.role == "learner":
             self._learners[member.name] = member
+        return member
 
     def finished(
         self, name: str, *, wall_s: float, num_held: int, usual_s: float | None = None

@@ -98,8 +98,7 @@ class Table:
         return self.core.handle(name, hello_of(name, incarnation, version))
 
     def ask(self, actor: str, num: int, version: int = 0) -> LeaseGrant:
-        message = LeaseRequest(actor=actor, num_free_slots=num, version=version)
-        return self.core.handle(actor, message)
+        return self.core.handle(actor, request_of(actor, num, version=version))
 
     def beat(self, name: str, running: list[str], version: int = 0) -> Progress:
         return self.core.handle(name, beat_of(name, running, version=version))
@@ -121,8 +120,7 @@ class Table:
         )
 
     def step(self, version: int, *, is_last: bool = False) -> Progress:
-        message = StepDone(version=version, is_last=is_last, max_ahead_steps=9, signals={})
-        return self.core.handle("learner", message)
+        return self.core.handle("learner", done_of(version, is_last=is_last))
 
     def counts(self) -> dict[str, Any]:
         return self.core.lifecycle.ledger_report()
@@ -144,6 +142,14 @@ def hello_of(name: str, incarnation: str = "i0", version: int = 0) -> Hello:
 def beat_of(name: str, running: list[str], *, version: int = 0) -> Heartbeat:
     role = name.partition("-")[0]
     return Heartbeat(role=role, name=name, version=version, running=running)
+
+
+def request_of(actor: str, num: int, *, version: int = 0) -> LeaseRequest:
+    return LeaseRequest(actor=actor, num_free_slots=num, version=version)
+
+
+def done_of(version: int, *, is_last: bool = False, ahead: int = 9, **signals: float) -> StepDone:
+    return StepDone(version=version, is_last=is_last, max_ahead_steps=ahead, signals=signals)
 
 
 def catalogue_of(**num_train: int) -> Catalogue:

@@ -24,11 +24,9 @@ from common.wire.codec import decode, encode
 from common.wire.messages import (
     GroupArrived,
     LeaseGrant,
-    LeaseRequest,
     Outcome,
     Outcomes,
     Progress,
-    StepDone,
     Welcome,
 )
 from common.wire.security import RunKeys, create_keys
@@ -39,9 +37,11 @@ from tests.configs import edited
 from tests.learner.scheduler.builders import (
     CATALOGUE,
     beat_of,
+    done_of,
     hello_of,
     make_config,
     outcome_of,
+    request_of,
     seen_of,
 )
 
@@ -101,14 +101,10 @@ def _config(hub_url: str) -> RunConfig:
     return edited(make_config(num_steps=1, per_step=1), {"envhub.url": hub_url})
 
 
-def _request(num: int) -> LeaseRequest:
-    return LeaseRequest(actor="actor-0", num_free_slots=num, version=0)
-
-
 def test_run_goes_from_hello_to_finished_over_real_sockets(hub_url: str, run_dir: RunDir) -> None:
     with _serving(_config(hub_url), run_dir) as role:
         assert isinstance(role.ask(hello_of("actor-0")), Welcome)
-        leases = role.ask(_request(4)).leases
+        leases = role.ask(request_of("actor-0", 4)).leases
         assert [lease.group_id for lease in leases] == ["g0000000"] * 4
         role.tell(
             Outcomes(
@@ -118,8 +114,7 @@ def test_run_goes_from_hello_to_finished_over_real_sockets(hub_url: str, run_dir
                 num_duplicates=2,
             )
         )
-        done = StepDone(version=1, is_last=True, max_ahead_steps=1, signals={})
-        assert role.ask(done).learner_version == 1
+        assert role.ask(done_of(1, is_last=True)).learner_version == 1
         progress = role.ask(beat_of("actor-0", []))
         assert isinstance(progress, Progress)
         assert progress.is_finished
@@ -136,7 +131,7 @@ def test_restarted_scheduler_keeps_leases_and_address_but_not_the_epoch(
     cfg = _config(hub_url)
     with _serving(cfg, run_dir) as role:
         first = role.ask(hello_of("actor-0"))
-        leases = role.ask(_request(3)).leases
+        leases = role.ask(request_of("actor-0", 3)).leases
         address = (run_dir.addresses / "scheduler").read_text()
     with _serving(cfg, run_dir) as role:
         assert (run_dir.addresses / "scheduler").read_text() == address
@@ -144,7 +139,7 @@ def test_restarted_scheduler_keeps_leases_and_address_but_not_the_epoch(
         progress = role.ask(beat_of("actor-0", running))
         assert progress.revoked == []
         assert progress.run_epoch != first.run_epoch
-        rest = role.ask(_request(9)).leases
+        rest = role.ask(request_of("actor-0", 9)).leases
         assert rest[0].episode_id == "g0000000/3"
         assert not {lease.episode_id for lease in rest} & set(running)
 
@@ -191,14 +186,14 @@ def test_killed_scheduler_forgets_no_lease_and_a_terminated_one_exits_0_within_2
     try:
         role = Role(context, run_dir, create_keys(run_dir.keys))
         role.ask(hello_of("actor-0"))
-        running = [lease.episode_id for lease in role.ask(_request(3)).leases]
+        running = [lease.episode_id for lease in role.ask(request_of("actor-0", 3)).leases]
         process.kill()
         process.wait(TIMEOUT_S)
         role.close()
         process = _start(cfg, run_dir)
         role = Role(context, run_dir, create_keys(run_dir.keys))
         assert role.ask(beat_of("actor-0", running)).revoked == []
-        grant = role.ask(_request(1))
+        grant = role.ask(request_of("actor-0", 1))
         assert isinstance(grant, LeaseGrant)
         assert [lease.episode_id for lease in grant.leases] == ["g0000000/3"]
         started = time.monotonic()

@@ -11,11 +11,9 @@ from common.config.run_config import EvalSection, TrainMode
 from common.wire.messages import (
     GroupArrived,
     LeaseGrant,
-    LeaseRequest,
     Outcome,
     Outcomes,
     Progress,
-    StepDone,
 )
 from learner.scheduler.components import build_components
 from learner.scheduler.core import SchedulerCore
@@ -25,9 +23,11 @@ from tests.learner.scheduler.builders import (
     CATALOGUE,
     Clock,
     beat_of,
+    done_of,
     hello_of,
     make_config,
     outcome_of,
+    request_of,
     seen_of,
 )
 
@@ -52,7 +52,7 @@ class Life:
                 return name, hello_of(name, incarnation)
             case 1 | 2:
                 num = self.dice.randrange(1, 12)
-                return name, LeaseRequest(actor=name, num_free_slots=num, version=self.version)
+                return name, request_of(name, num, version=self.version)
             case 3:
                 return name, beat_of(name, list(self.playing[name]), version=self.version)
             case 4 | 5 | 6:
@@ -79,7 +79,7 @@ class Life:
         seen = [seen_of(lease) for lease in leases]
         return Outcomes(seen=seen, outcomes=outcomes, groups=groups)
 
-    def _step(self) -> Outcomes | StepDone:
+    def _step(self) -> Any:
         groups = self.core.lifecycle.table.groups.values()
         ready = [group for group in groups if group.state is GroupState.READY][:2]
         ids = [e.episode_id for group in ready for e in group.episodes if e.settled is None]
@@ -87,12 +87,8 @@ class Life:
             outcomes = [outcome_of(each, Outcome.TRAINED) for each in ids]
             return Outcomes(outcomes=outcomes)
         self.version += 1
-        return StepDone(
-            version=self.version,
-            is_last=False,
-            max_ahead_steps=self.dice.randrange(3),
-            signals={"busy_s": 1.0, "wait_s": self.dice.random()},
-        )
+        ahead, wait_s = self.dice.randrange(3), self.dice.random()
+        return done_of(self.version, ahead=ahead, busy_s=1.0, wait_s=wait_s)
 
     def hear(self, name: str, answer: Any) -> None:
         """Take what an actor is told."""
