@@ -67,24 +67,17 @@ class RunDir:
         Raises:
             LongstrideError: nothing was published in time; names the role and the file.
         """
-        deadline = time.monotonic() + timeout_s
-        while (address := self.find_address(role)) is None:
-            self._require_time(role, deadline, timeout_s)
-            time.sleep(ADDRESS_POLL_S)
-        return address
+        return asyncio.run(self.await_address(role, timeout_s=timeout_s))
 
     async def await_address(self, role: str, *, timeout_s: float) -> str:
         """Return where `role` listens, like `wait_for_address`, while the event loop goes on."""
         deadline = time.monotonic() + timeout_s
         while (address := self.find_address(role)) is None:
-            self._require_time(role, deadline, timeout_s)
+            if time.monotonic() > deadline:
+                path = self.addresses / role
+                raise LongstrideError(f"no {role} within {timeout_s:g}s: {path} does not exist")
             await asyncio.sleep(ADDRESS_POLL_S)
         return address
-
-    def _require_time(self, role: str, deadline: float, timeout_s: float) -> None:
-        if time.monotonic() > deadline:
-            path = self.addresses / role
-            raise LongstrideError(f"no {role} within {timeout_s:g}s: {path} does not exist")
 
 
 def write_atomically(path: Path, text: str, *, is_durable: bool = False) -> None:

@@ -58,11 +58,7 @@ class SchedulerCore:
     """
 
     def __init__(
-        self,
-        parts: Components,
-        *,
-        clock: Callable[[], float],
-        run_epoch: str = "0",
+        self, parts: Components, *, clock: Callable[[], float], run_epoch: str = "0"
     ) -> None:
         self._clock = clock
         self.run_epoch = run_epoch

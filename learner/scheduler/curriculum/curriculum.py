@@ -3,12 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.config.curriculum import (
-    HorizonKind,
-    HorizonPolicy,
-    HorizonSection,
-    TaskSection,
-)
+from common.config.curriculum import HorizonKind, HorizonPolicy, HorizonSection, TaskSection
 from common.wire.messages import EndReason, EpisodeKind, EpisodeSeen, PolicyKind
 from learner.scheduler.curriculum.catalogue import Catalogue
 from learner.scheduler.curriculum.gated import UNKNOWN, GatedHorizon

@@ -102,9 +102,7 @@ def test_journal_names_file_and_offset_when_a_record_in_the_middle_is_damaged(
         JournalWriter(tmp_path)
 
 
-def test_journal_raises_when_a_finished_segment_is_torn_or_missing(
-    tmp_path: Path,
-) -> None:
+def test_journal_raises_when_a_finished_segment_is_torn_or_missing(tmp_path: Path) -> None:
     write(tmp_path, "g/0", "g/1", "g/2", max_segment_bytes=1)
     path = tmp_path / "000001.log"
     path.write_bytes(path.read_bytes()[:-3])
@@ -121,9 +119,7 @@ def test_journal_raises_when_the_start_lies_behind_the_end(tmp_path: Path) -> No
         ids(tmp_path, start=JournalPosition(segment=0, offset=999999))
 
 
-def test_journal_shows_only_whole_records_at_every_byte_of_a_write(
-    tmp_path: Path,
-) -> None:
+def test_journal_shows_only_whole_records_at_every_byte_of_a_write(tmp_path: Path) -> None:
     positions = write(tmp_path / "whole", "g/0", "g/1")
     content = (tmp_path / "whole" / "000000.log").read_bytes()
     partial = tmp_path / "partial"

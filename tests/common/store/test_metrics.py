@@ -78,9 +78,7 @@ def test_metrics_begins_anew_when_not_resumed(tmp_path: Path) -> None:
     assert steps(tmp_path / "metrics.discarded.jsonl") == [0, 1, 2]
 
 
-def test_metrics_time_goes_on_from_the_last_line_when_a_run_resumes(
-    tmp_path: Path,
-) -> None:
+def test_metrics_time_goes_on_from_the_last_line_when_a_run_resumes(tmp_path: Path) -> None:
     lines = [{"step": step, "time_s": 100.0 * step} for step in (1, 2, 3)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     write(tmp_path, range(2, 3), resumed_at_step=1)

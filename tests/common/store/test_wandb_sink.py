@@ -90,9 +90,7 @@ def test_sink_is_silent_and_writes_below_the_run_directory_without_an_account(
 
 
 @pytest.mark.slow
-def test_sink_goes_on_offline_with_one_warning_when_wandb_does_not_answer(
-    tmp_path: Path,
-) -> None:
+def test_sink_goes_on_offline_with_one_warning_when_wandb_does_not_answer(tmp_path: Path) -> None:
     script = (
         "sink = WandbSink(run_dir, cfg, init_timeout_s=2.0)\n"
         "assert sink.mode.value == 'offline', sink.mode\n"
@@ -107,9 +105,7 @@ def test_sink_goes_on_offline_with_one_warning_when_wandb_does_not_answer(
 
 
 @pytest.mark.slow
-def test_sink_disables_itself_with_one_warning_when_wandb_breaks_later(
-    tmp_path: Path,
-) -> None:
+def test_sink_disables_itself_with_one_warning_when_wandb_breaks_later(tmp_path: Path) -> None:
     script = (
         "sink = WandbSink(run_dir, cfg)\n"
         "import wandb\n"

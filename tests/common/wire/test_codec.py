@@ -132,14 +132,8 @@ def test_ints_are_widened_where_a_float_is_asked_for() -> None:
         (frames_of("Ack", {"episode_id": "g/0", "is_accepted": True}), "missing fields"),
         (frames_of("Ack", ack_fields(reason=3)), r"Ack\.reason is int 3, not str"),
         (frames_of("Ack", ack_fields(is_accepted=1)), r"Ack\.is_accepted is int 1, not bool"),
-        (
-            frames_of("StepDone", step_fields(version=True)),
-            "is bool True, not int",
-        ),
-        (
-            frames_of("StepDone", step_fields(version=1.0)),
-            "is float 1.0, not int",
-        ),
+        (frames_of("StepDone", step_fields(version=True)), "is bool True, not int"),
+        (frames_of("StepDone", step_fields(version=1.0)), "is float 1.0, not int"),
         (frames_of("StepDone", step_fields(signals=[])), "signals is list, not a map"),
         (frames_of("StepDone", step_fields(signals={"ess": "1"})), "signals is str '1', not float"),
         (frames_of("CanaryScores", {"actor": "a", "version": 1, "logprobs": [[True]]}), "bool"),

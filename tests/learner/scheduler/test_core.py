@@ -9,13 +9,7 @@ from common.wire.weight_messages import WeightsJoin
 from learner.scheduler.components import build_components
 from learner.scheduler.core import SchedulerCore
 from tests.configs import edited
-from tests.learner.scheduler.builders import (
-    CATALOGUE,
-    Table,
-    ids,
-    make_config,
-    train_ids,
-)
+from tests.learner.scheduler.builders import CATALOGUE, Table, ids, make_config, train_ids
 
 
 def test_grant_keeps_the_members_of_a_group_together_with_one_actor() -> None:

@@ -5,10 +5,7 @@ import json
 import pytest
 
 from common.errors import ConfigError
-from tests.learner.scheduler.builders import (
-    Table,
-    ids,
-)
+from tests.learner.scheduler.builders import Table, ids
 
 
 def test_restored_state_is_the_same_state_and_live_actors_keep_their_leases() -> None:

@@ -21,14 +21,7 @@ from common.errors import ConfigError
 from common.repository import ROOT
 from common.store.run_dir import RunDir
 from common.wire.codec import decode, encode
-from common.wire.messages import (
-    GroupArrived,
-    LeaseGrant,
-    Outcome,
-    Outcomes,
-    Progress,
-    Welcome,
-)
+from common.wire.messages import GroupArrived, LeaseGrant, Outcome, Outcomes, Progress, Welcome
 from common.wire.security import RunKeys, create_keys
 from common.wire.sockets import connect_dealer
 from learner.scheduler.bench.suite import serve_catalogue

@@ -23,13 +23,7 @@ from learner.scheduler.dispatch.gate import Gate
 from learner.scheduler.episodes.table import EpisodeState, GroupState
 from learner.scheduler.evaluation.phases import Phase
 from learner.scheduler.state import save
-from tests.learner.scheduler.builders import (
-    CATALOGUE,
-    Table,
-    ids_in,
-    make_config,
-    outcome_of,
-)
+from tests.learner.scheduler.builders import CATALOGUE, Table, ids_in, make_config, outcome_of
 
 ACTORS = ("actor-0", "actor-1", "actor-2")
 actors = st.sampled_from(ACTORS)

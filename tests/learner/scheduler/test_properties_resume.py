@@ -8,13 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.config.run_config import EvalSection, TrainMode
-from common.wire.messages import (
-    GroupArrived,
-    LeaseGrant,
-    Outcome,
-    Outcomes,
-    Progress,
-)
+from common.wire.messages import GroupArrived, LeaseGrant, Outcome, Outcomes, Progress
 from learner.scheduler.components import build_components
 from learner.scheduler.core import SchedulerCore
 from learner.scheduler.episodes.table import EpisodeState, GroupState

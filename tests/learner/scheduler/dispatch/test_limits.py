@@ -5,12 +5,7 @@ import json
 import pytest
 
 from common.wire.messages import LagBound
-from learner.scheduler.dispatch.limits import (
-    Limits,
-    lag_bound,
-    lease_cap,
-    needed_ahead_steps,
-)
+from learner.scheduler.dispatch.limits import Limits, lag_bound, lease_cap, needed_ahead_steps
 from learner.scheduler.dispatch.pace import Pace
 from learner.scheduler.state import restore, save
 from tests.learner.scheduler.builders import Table, make_config

@@ -1,10 +1,6 @@
 """Leases are renewed, lost, taken back and issued again."""
 
-from tests.learner.scheduler.builders import (
-    Table,
-    ids,
-    joined,
-)
+from tests.learner.scheduler.builders import Table, ids, joined
 
 
 def let_die(table: Table) -> None:

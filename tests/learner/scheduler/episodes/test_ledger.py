@@ -3,20 +3,9 @@
 import pytest
 
 from common.errors import LedgerError, LongstrideError
-from common.wire.messages import (
-    EndReason,
-    GroupArrived,
-    Outcome,
-)
+from common.wire.messages import EndReason, GroupArrived, Outcome
 from learner.scheduler.evaluation.phases import Phase
-from tests.learner.scheduler.builders import (
-    Table,
-    ids,
-    joined,
-    make_config,
-    outcome_of,
-    seen_of,
-)
+from tests.learner.scheduler.builders import Table, ids, joined, make_config, outcome_of, seen_of
 
 
 def test_episode_is_failed_with_its_cause_after_max_attempts() -> None:
