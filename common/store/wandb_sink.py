@@ -21,23 +21,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+FINISH_TIMEOUT_S = 30.0
 _DEFAULT_URL = "https://api.wandb.ai"
 
 
 class WandbSink:
     """A `MetricsSink`. Its files lie below the run directory; a resumed run keeps its wandb id."""
 
-    def __init__(
-        self,
-        run_dir: RunDir,
-        cfg: RunConfig,
-        *,
-        init_timeout_s: float = 20.0,
-        finish_timeout_s: float = 30.0,
-    ) -> None:
+    def __init__(self, run_dir: RunDir, cfg: RunConfig, *, init_timeout_s: float = 20.0) -> None:
         """Open the run. With a wandb that does not answer in time it goes on offline."""
         self._init_timeout_s = init_timeout_s
-        self._finish_timeout_s = finish_timeout_s
         self.mode = choose_mode(cfg.log, os.environ)
         self._run: wandb.Run | None = None
         if self.mode is not WandbMode.DISABLED and not self._try_open(run_dir, cfg):
@@ -54,7 +47,7 @@ class WandbSink:
             self._run = None
 
     def close(self) -> None:
-        """Finish the upload within `finish_timeout_s`; what is left can be sent by `wandb sync`."""
+        """Finish the upload within `FINISH_TIMEOUT_S`; what is left can be sent by `wandb sync`."""
         if self._run is not None:
             _try(self._run.finish, "finish")
         self._run = None
@@ -76,7 +69,7 @@ class WandbSink:
             disable_git=True,
             disable_code=True,
             init_timeout=self._init_timeout_s,
-            finish_timeout=self._finish_timeout_s,
+            finish_timeout=FINISH_TIMEOUT_S,
         )
         assert self.mode is not WandbMode.AUTO  # `choose_mode` has chosen
         self._run = wandb.init(

@@ -114,13 +114,8 @@ class GatedHorizon:
             cause, to_stage = "truncated_and_flat", self.stage + 1
         if not cause:
             return
-        move = Move(
-            version=seen.version,
-            from_stage=self.stage,
-            to_stage=to_stage,
-            cause=cause,
-            **asdict(measured),
-        )
+        stages = {"from_stage": self.stage, "to_stage": to_stage}
+        move = Move(version=seen.version, cause=cause, **stages, **asdict(measured))
         logger.warning(
             "horizon moved env=%s version=%d stage=%d to=%d turns=%d cause=%s truncated=%.3f"
             " gain=%s entropy_ratio=%.3f ess=%.3f after_steps=%d",

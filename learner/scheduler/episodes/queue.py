@@ -39,11 +39,9 @@ class EpisodeQueue:
         pending = self.pending.get(group_id)
         if pending is None:
             pending = self.pending[group_id] = PendingGroup(members=deque())
-        elif pending.owner:
-            self.owned[pending.owner].remove(group_id)
-            pending.owner = ""
         else:
-            self.free.remove(group_id)
+            self._unlist(group_id, pending)
+            pending.owner = ""
         new = list(members)
         for member in new:  # taken back and lost again, it may still stand in the queue
             if member in pending.members:
@@ -93,12 +91,11 @@ class EpisodeQueue:
     def remove(self, group_id: str) -> None:
         """Nothing of this group will be granted any more."""
         pending = self.pending.pop(group_id, None)
-        if pending is None:
-            return
-        if pending.owner:
-            self.owned[pending.owner].remove(group_id)
-        else:
-            self.free.remove(group_id)
+        if pending is not None:
+            self._unlist(group_id, pending)
+
+    def _unlist(self, group_id: str, pending: PendingGroup) -> None:
+        (self.owned[pending.owner] if pending.owner else self.free).remove(group_id)
 
     def disown(self, actor: str) -> None:
         """The actor is gone: the rest of its groups is anybody's again."""

@@ -104,13 +104,8 @@ class EvalStream:
         entry.success, entry.reward = seen.get("success"), seen.get("reward")
         logger.info(
             "evaluated step=%d success=%s episodes=%d failed=%d started_at=%s..%s ended_at=%d",
-            entry.step,
-            entry.success,
-            entry.num,
-            entry.num_failed,
-            entry.first_started_at,
-            entry.last_started_at,
-            version,
+            *(entry.step, entry.success, entry.num, entry.num_failed),
+            *(entry.first_started_at, entry.last_started_at, version),
         )
 
     def report(self) -> dict[str, Any]:

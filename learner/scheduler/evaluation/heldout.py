@@ -70,12 +70,9 @@ def _task_items(cfg: EvalSection, tasks: list[TaskSection], lists: TaskLists) ->
     num_items = sum(sizes) if cfg.num_items < 0 else cfg.num_items
     quotas = spread(num_items, weights=[float(size) for size in sizes], caps=sizes)
     if sum(quotas) < sum(sizes):
-        logger.warning(
-            "eval.num_items=%d leaves out %d of the tasks' %d items",
-            cfg.num_items,
-            sum(sizes) - sum(quotas),
-            sum(sizes),
-        )
+        num_left = sum(sizes) - sum(quotas)
+        text = "eval.num_items=%d leaves out %d of the tasks' %d items"
+        logger.warning(text, cfg.num_items, num_left, sum(sizes))
     return [
         Item(env=task.env, subset=task.subset, item_id=item_id)
         for task, mine, quota in zip(active, found, quotas, strict=True)
