@@ -1,14 +1,4 @@
-"""Errors that roles raise for what others may do wrong, as one small tree.
-
-LongstrideError
-├── ConfigError       a key, a value or a file that the user named is wrong (exit code 2)
-├── WireError         a message that is not what its schema says
-├── EnvError          an environment, or the hub that serves it, failed: an infrastructure failure
-│   └── EnvTimeout    ... by missing its deadline
-├── EngineError       the generation engine failed; ends the role
-├── WeightSyncError   a weight transfer missed its deadline or arrived damaged
-└── LedgerError       the books do not balance; ends the run
-"""
+"""Errors that roles raise for what others may do wrong."""
 
 
 class LongstrideError(Exception):
@@ -16,7 +6,7 @@ class LongstrideError(Exception):
 
 
 class ConfigError(LongstrideError, ValueError):
-    """The configuration names something that is not there or not allowed."""
+    """A key, a value or a file that the user named is wrong (exit code 2)."""
 
 
 class WireError(LongstrideError, ValueError):
@@ -24,7 +14,7 @@ class WireError(LongstrideError, ValueError):
 
 
 class EnvError(LongstrideError):
-    """The environment or its hub failed. Never a statement about the policy."""
+    """An environment or its hub failed: infrastructure, never a statement about the policy."""
 
 
 class EnvTimeout(EnvError, TimeoutError):
@@ -32,7 +22,7 @@ class EnvTimeout(EnvError, TimeoutError):
 
 
 class EngineError(LongstrideError):
-    """The generation engine failed."""
+    """The generation engine failed; ends the role."""
 
 
 class WeightSyncError(LongstrideError):
@@ -40,4 +30,4 @@ class WeightSyncError(LongstrideError):
 
 
 class LedgerError(LongstrideError):
-    """issued != trained + filtered + stale + failed + in flight."""
+    """issued != trained + filtered + stale + failed + in flight; ends the run."""

@@ -32,7 +32,7 @@ class ModelShape:
         return 2 * self.layers * self.kv_heads * self.head_dim * BYTES_OF[dtype]
 
 
-def read_shape(folder: Path, *, key: str = "model.path") -> ModelShape:
+def read_shape(folder: Path) -> ModelShape:
     """Return the shape of the checkpoint in `folder`: config.json, and the weights' own headers.
 
     Raises:
@@ -60,9 +60,8 @@ def read_shape(folder: Path, *, key: str = "model.path") -> ModelShape:
             dtype=str(text.get("dtype") or text.get("torch_dtype") or "bfloat16"),
         )
     except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
-        raise ConfigError(
-            f"{key}={folder}: not a checkpoint of a transformer ({error!r})"
-        ) from error
+        message = f"model.path={folder}: not a checkpoint of a transformer ({error!r})"
+        raise ConfigError(message) from error
 
 
 def _count_params(folder: Path, *, is_tied: bool) -> int:

@@ -20,7 +20,8 @@ from common.dashboard.run_view import RoleView, RunView
 
 logger = logging.getLogger(__name__)
 
-MAX_SILENCE_S = 30.0  # of a log
+INTERVAL_S = 10.0  # between lines of a log while only numbers change
+MAX_SILENCE_S = 30.0
 
 
 class LiveDisplay:
@@ -34,14 +35,12 @@ class LiveDisplay:
         subtitle: str,
         is_wanted: bool,
         console: Console | None = None,
-        interval_s: float = 10.0,
         look_s: float = 0.5,
     ) -> None:
         self._look = look
         self._title, self._subtitle = title, subtitle
         self._console = console or Console(stderr=True)
         self.is_live = is_wanted and self._console.is_terminal
-        self._interval_s = interval_s  # between lines of a log while only numbers change
         self._look_s = look_s
         self._next_s = 0.0
         self._logged_s = -math.inf
@@ -82,7 +81,7 @@ class LiveDisplay:
         phase = (view.phase, *sorted(view.starting), view.stop_in_s is not None)
         progress = (view.step, view.status.num_done, view.status.num_total)
         silent_s = now_s - self._logged_s
-        has_moved = progress != self._logged_progress and silent_s >= self._interval_s
+        has_moved = progress != self._logged_progress and silent_s >= INTERVAL_S
         if phase != self._logged_phase or has_moved or silent_s >= MAX_SILENCE_S:
             self._logged_phase, self._logged_progress, self._logged_s = phase, progress, now_s
             logger.info("%s", words.status_line(view))

@@ -15,6 +15,7 @@ from common.store.metrics import MetricsLine, tail_metrics
 from common.store.run_dir import RunDir
 
 WINDOW_STEPS = 20
+MAX_WARNINGS = 4  # shown, the newest
 SILENT_S = 5.0  # the scheduler writes its status once a second
 PHASES = {
     "starting": "starting",
@@ -101,9 +102,7 @@ class RunView:
         return sum(rates) if rates else None
 
 
-def view_run(
-    run_dir: RunDir, train: TrainSection, horizon: HorizonSection, *, max_warnings: int = 4
-) -> RunView:
+def view_run(run_dir: RunDir, train: TrainSection, horizon: HorizonSection) -> RunView:
     """Read status.json, the tail of metrics.jsonl and the tails of the logs."""
     status = _read(_STATUS, run_dir.status) or Status()
     tail = tail_metrics(run_dir.metrics, num_steps=WINDOW_STEPS)
@@ -128,7 +127,7 @@ def view_run(
         lag_mean=last.get("offpolicy/lag_mean"),
         lag_max=last.get("offpolicy/lag_max"),
         silent_s=None if written_at is None else max(0.0, now - written_at),
-        warnings=_last_warnings(run_dir.logs, max_warnings),
+        warnings=_last_warnings(run_dir.logs),
     )
 
 
@@ -138,9 +137,8 @@ def _starting(started_at: dict[str, float], status: Status, run_dir: RunDir) -> 
     Args:
         started_at: role -> Unix time.
     """
-    written_at = _modified_at(run_dir.status) or 0.0
-    heard_at = {"scheduler": written_at}
-    heard_at["envhub"] = _modified_at(run_dir.addresses / "envhub") or 0.0
+    written_at, hub = _modified_at(run_dir.status) or 0.0, run_dir.addresses / "envhub"
+    heard_at = {"scheduler": written_at, "envhub": _modified_at(hub) or 0.0}
     for name, role in [("learner", status.learner), *((a.name, a) for a in status.actors)]:
         if role.last_seen_s is not None:
             heard_at[name] = written_at - role.last_seen_s
@@ -160,7 +158,7 @@ def _eta_s(lines: list[MetricsLine], num_left: int) -> float | None:
     return (timed[-1][1] - timed[0][1]) / (timed[-1][0] - timed[0][0]) * num_left
 
 
-def _last_warnings(logs: Path, num: int) -> list[str]:
+def _last_warnings(logs: Path) -> list[str]:
     found: list[str] = []
     for path in sorted(logs.glob("*.log")):
         try:
@@ -170,7 +168,7 @@ def _last_warnings(logs: Path, num: int) -> list[str]:
         except OSError:
             continue
         found += [text for text in texts if _WARNING.match(text)]
-    return sorted(found)[-num:]
+    return sorted(found)[-MAX_WARNINGS:]
 
 
 _STATUS, _LAUNCH = TypeAdapter(Status), TypeAdapter(LaunchState)

@@ -19,8 +19,7 @@ class RoleSpec:
     ends_run: bool = False  # exit code 0 means that the run is finished
     saves_at_stop: bool = False  # gets the whole stop deadline, as what it does not save is lost
     is_restartable: bool = True
-    max_restarts: int = 20  # within `restart_window_s`; one more fails the run
-    restart_window_s: float = 600.0
+    max_restarts: int = 20  # within ten minutes; one more fails the run
     quiet_exit_grace_s: float = 0.0  # after exit code 0, before it is started again
     stop_rank: int = 0  # at a stop all of one rank are ended before the next rank is told
 

@@ -23,6 +23,7 @@ from common.launch.process import TAIL_LINES, ChildProcess, describe_exit
 logger = logging.getLogger(__name__)
 
 MAX_BACKOFF_S = 30.0
+RESTART_WINDOW_S = 600.0  # in which restarts are counted
 CALM_S = 60.0  # a role that ran so long starts again without delay
 
 
@@ -232,7 +233,7 @@ class _Role:
         self.process = None
 
     def _may_restart(self) -> bool:
-        horizon = time.monotonic() - self.spec.restart_window_s
+        horizon = time.monotonic() - RESTART_WINDOW_S
         while self._restarts and self._restarts[0] < horizon:
             self._restarts.popleft()
         return self.spec.is_restartable and len(self._restarts) < self.spec.max_restarts

@@ -105,17 +105,13 @@ class ChildProcess:
         """Kill its group at once, without waiting for the end."""
         signal_group(self.pid, signal.SIGKILL)
 
-    def clear_away(self, *, timeout_s: float | None = None) -> None:
-        """Kill at once whatever is left: the child, its group, all that it ever started.
-
-        Raises:
-            subprocess.TimeoutExpired: it has not ended so long after SIGKILL.
-        """
+    def clear_away(self) -> None:
+        """Kill at once whatever is left: the child, its group, all that it ever started."""
         self.kill()
         for pid in find_marked(self._mark):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-        self._process.wait(timeout_s)
+        self._process.wait()
         if self._guardian is not None:
             self._guardian.remove(self.pid)
             self._guardian = None

@@ -10,6 +10,8 @@ Point = tuple[float, float | None]
 Reference = tuple[str, float, str]  # of a dashed horizontal line: label, y, css
 
 WIDTH, LEFT, RIGHT, TOP, BOTTOM = 480, 50, 14, 14, 36
+HEIGHT, BAR_HEIGHT = 190, 34
+NUM_TICKS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +60,7 @@ def line_chart(
     references: Sequence[Reference] = (),
     markers: Sequence[Marker] = (),
     y_max: float | None = None,
-    height: int = 190,
+    height: int = HEIGHT,
     is_percent: bool = False,
     rules: Sequence[float] = (),
     x_max: float | None = None,
@@ -86,16 +88,16 @@ def line_chart(
     return _svg(title, height, parts)
 
 
-def bar_chart(title: str, bars: Sequence[tuple[str, float]], *, height: int = 190) -> str:
+def bar_chart(title: str, bars: Sequence[tuple[str, float]]) -> str:
     """Return an SVG of upright bars, labelled below with names and above with shares of the sum."""
     total = sum(value for _, value in bars) or 1.0
     top = max((value for _, value in bars), default=1.0) or 1.0
     slot = (WIDTH - 2 * RIGHT) / max(1, len(bars))
-    room = height - TOP - BOTTOM - 14
+    room = HEIGHT - TOP - BOTTOM - 14
     parts: list[str] = []
     for i, (name, value) in enumerate(bars):
         bar, x = room * value / top, RIGHT + slot * i
-        y, middle = height - BOTTOM - bar, x + slot / 2
+        y, middle = HEIGHT - BOTTOM - bar, x + slot / 2
         share = value / total
         above = "" if not value else "<1%" if share < 0.01 else f"{share:.0%}"
         parts += [
@@ -105,12 +107,12 @@ def bar_chart(title: str, bars: Sequence[tuple[str, float]], *, height: int = 19
                 f"<title>{html.escape(name)}: {value:,.0f}</title></rect>"
             ),
             _text(middle, y - 6, above, "middle"),
-            _text(middle, height - BOTTOM + 18, name, "middle", css="dim"),
+            _text(middle, HEIGHT - BOTTOM + 18, name, "middle", css="dim"),
         ]
-    return _svg(title, height, parts)
+    return _svg(title, HEIGHT, parts)
 
 
-def stacked_bar(title: str, parts: Sequence[tuple[str, float, str]], *, height: int = 34) -> str:
+def stacked_bar(title: str, parts: Sequence[tuple[str, float, str]]) -> str:
     """Return one horizontal bar; parts are (name, value, css). The page writes the legend."""
     total = sum(value for _, value, _ in parts) or 1.0
     x = 0.0
@@ -119,18 +121,18 @@ def stacked_bar(title: str, parts: Sequence[tuple[str, float, str]], *, height: 
         width = WIDTH * value / total
         rects.append(
             f'<rect class="fill {css}" x="{x:.2f}" y="0" width="{max(0.0, width - 1.5):.2f}"'
-            f' height="{height}" rx="3"><title>{html.escape(name)}: {value:,.0f}'
+            f' height="{BAR_HEIGHT}" rx="3"><title>{html.escape(name)}: {value:,.0f}'
             f" ({value / total:.1%})</title></rect>"
         )
         x += width
-    return _svg(title, height, rects)
+    return _svg(title, BAR_HEIGHT, rects)
 
 
-def nice_ticks(low: float, high: float, *, num: int = 4) -> list[float]:
-    """Return about `num` round axis values that enclose low and high."""
+def nice_ticks(low: float, high: float) -> list[float]:
+    """Return about NUM_TICKS round axis values that enclose low and high."""
     span = max(high - low, 1e-9)
-    power = 10.0 ** math.floor(math.log10(span / num))
-    step = next(power * k for k in (1, 2, 2.5, 5, 10) if power * k * num >= span * 0.999)
+    power = 10.0 ** math.floor(math.log10(span / NUM_TICKS))
+    step = next(power * k for k in (1, 2, 2.5, 5, 10) if power * k * NUM_TICKS >= span * 0.999)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [round(i * step, 12) for i in range(first, max(last, first + 1) + 1)]
 

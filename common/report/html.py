@@ -51,9 +51,9 @@ def shares_card(heading: str, parts: Sequence[Part], shown: Iterable[str], note:
     return card(heading, stacked_bar(heading, parts) + legend(names), note)
 
 
-def percent(result: Score | SubsetScore | None, *, absent: str = "?") -> str:
+def percent(result: Score | SubsetScore | None) -> str:
     """Return a success like "45.0%"."""
-    return absent if result is None else f"{100 * result.success:.1f}%"
+    return "?" if result is None else f"{100 * result.success:.1f}%"
 
 
 def interval(bounds: Interval) -> str:
