@@ -1,6 +1,7 @@
 """The shape of `RunConfig`: which keys there are, what each expects, which are nearest."""
 
 import difflib
+import json
 import re
 from dataclasses import Field, fields, is_dataclass
 from enum import Enum
@@ -15,7 +16,7 @@ _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: 
 
 
 @cache
-def field_kinds(section: type) -> dict[str, Any]:
+def field_kinds(section: Any) -> dict[str, Any]:
     """Return the field names of a config section with their types."""
     hints = get_type_hints(section)
     return {field.name: hints[field.name] for field in fields(section)}
@@ -25,11 +26,11 @@ def field_kinds(section: type) -> dict[str, Any]:
 def list_keys() -> tuple[str, ...]:
     """Return every dotted key of the configuration, the first item standing for a list's all."""
 
-    def walk(section: type, prefix: str) -> list[str]:
+    def walk(section: Any, prefix: str) -> list[str]:
         keys: list[str] = []
         for name, kind in field_kinds(section).items():
             if is_dataclass(kind):
-                keys += walk(_as_type(kind), f"{prefix}{name}.")
+                keys += walk(kind, f"{prefix}{name}.")
                 continue
             keys.append(f"{prefix}{name}")
             if get_origin(kind) is list and is_dataclass(get_args(kind)[0]):
@@ -58,7 +59,7 @@ def nearest_keys(key: str) -> str:
 def describe_kind(kind: Any) -> str:
     """Return in words what a key of this type expects."""
     if is_dataclass(kind):
-        return f"a section with {', '.join(field_kinds(_as_type(kind)))}"
+        return f"a section with {', '.join(field_kinds(kind))}"
     if get_origin(kind) is list:
         (item,) = get_args(kind)
         many = {int: "whole numbers", float: "numbers", str: "texts"}.get(item, "sections")
@@ -66,16 +67,11 @@ def describe_kind(kind: Any) -> str:
     if get_origin(kind) is dict:
         below = get_args(kind)[1]
         if is_dataclass(below):
-            return f"names with sections of {', '.join(field_kinds(_as_type(below)))}"
+            return f"names with sections of {', '.join(field_kinds(below))}"
         return "names with texts, like {a: b}"
     if issubclass(kind, Enum):
         return f"one of {', '.join(str(member.value) for member in kind)}"
     return _WORDS[kind]
-
-
-def kind_of(key: str, *, shown: str) -> Any:
-    """Return the type that a dotted key expects; arguments and errors as of `declared`."""
-    return declared(key, shown=shown)[0]
 
 
 def declared(key: str, *, shown: str) -> tuple[Any, Field[Any]]:
@@ -93,9 +89,9 @@ def declared(key: str, *, shown: str) -> tuple[Any, Field[Any]]:
     kind: Any = RunConfig
     field: Field[Any] = fields(RunConfig)[0]
     for part in dotted(key).split("."):
-        if is_dataclass(kind) and part in field_kinds(_as_type(kind)):
+        if is_dataclass(kind) and part in field_kinds(kind):
             (field,) = (each for each in fields(kind) if each.name == part)
-            kind = field_kinds(_as_type(kind))[part]
+            kind = field_kinds(kind)[part]
         elif get_origin(kind) is list and part.isdigit():
             (kind,) = get_args(kind)
         elif get_origin(kind) is dict:
@@ -121,7 +117,7 @@ def conform(value: Any, kind: Any, *, key: str) -> Any:
     if isinstance(value, str) and value.startswith("${"):
         return value
     if is_dataclass(kind) and isinstance(value, dict):
-        return _conform_section(cast(dict[Any, Any], value), _as_type(kind), key)
+        return _conform_section(cast(dict[Any, Any], value), kind, key)
     if get_origin(kind) is list and isinstance(value, list):
         (item,) = get_args(kind)
         return [
@@ -138,21 +134,11 @@ def conform(value: Any, kind: Any, *, key: str) -> Any:
 
 def show(value: Any) -> str:
     """Return a value as it would be written in YAML, shortened."""
-    text = {None: "null", True: "true", False: "false"}.get(value) if _is_flag(value) else None
-    text = str(value) if text is None else text
+    text = json.dumps(value) if value is None or isinstance(value, bool) else str(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _is_flag(value: Any) -> bool:
-    return value is None or isinstance(value, bool)
-
-
-def _as_type(kind: Any) -> type:
-    assert isinstance(kind, type)
-    return kind
-
-
-def _conform_section(value: dict[Any, Any], section: type, key: str) -> dict[str, Any]:
+def _conform_section(value: dict[Any, Any], section: Any, key: str) -> dict[str, Any]:
     kinds = field_kinds(section)
     prefix = f"{key}." if key else ""
     for name in value:

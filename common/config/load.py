@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from common.config.envs import EnvsSection, choose_env
-from common.config.keys import conform, declared, dotted, kind_of, show
+from common.config.keys import conform, declared, dotted, show
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.repository import ROOT
@@ -178,7 +178,7 @@ def _apply(merged: DictConfig, overrides: Sequence[str]) -> None:
         key, equals, raw = override.partition("=")
         if not equals:
             raise ConfigError(f"{override}: an override is key=value, like learner.lr=1e-4")
-        kind = kind_of(key, shown=override)
+        kind, _ = declared(key, shown=override)
         name = dotted(key)
         if name in seen:
             raise ConfigError(f"{override}: {key} is given twice, first as {seen[name]}")
@@ -206,7 +206,7 @@ def _make_sections(merged: DictConfig, name: str) -> None:
     parts = name.split(".")
     for i in range(1, len(parts)):
         above, section = ".".join(parts[:i]), ".".join(parts[: i + 1])
-        kind = kind_of(section, shown=section)
+        kind, _ = declared(section, shown=section)
         if is_dataclass(kind) and OmegaConf.select(merged, section) is None:
             OmegaConf.select(merged, above)[parts[i]] = OmegaConf.structured(kind)
             _unfreeze(merged)

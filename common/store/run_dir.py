@@ -9,7 +9,7 @@ from pathlib import Path
 
 from common.errors import LongstrideError
 
-ADDRESS_POLL_S = 0.05
+ADDRESS_POLL_S = 0.05  # a file tells it, at times on a shared disk, where no event does
 
 
 class _Below:
