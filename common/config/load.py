@@ -38,14 +38,12 @@ def load_config(config: str | None, overrides: Sequence[str], *, root: Path) -> 
     Raises:
         ConfigError: one line that names the key, the value and what would be right.
     """
-    tree: dict[str, Any] = {}
     merged = cast(DictConfig, OmegaConf.structured(RunConfig))
     try:
         if config is not None:
             path = find_config(config, root=root)
-            merged = _merge(merged, {"run": {"name": path.stem}})
-            for tree in _read_chain(path, root=root):
-                merged = _merge(merged, tree)
+            for tree in [{"run": {"name": path.stem}}, *_read_chain(path, root=root)]:
+                merged = cast(DictConfig, OmegaConf.unsafe_merge(merged, tree))
         _apply(merged, overrides)
         missing = sorted(OmegaConf.missing_keys(merged))
         if missing:
@@ -118,11 +116,6 @@ def override_value(overrides: Sequence[str], key: str) -> str | None:
     return None
 
 
-def _merge(merged: DictConfig, tree: dict[str, Any]) -> DictConfig:
-    checked = conform(tree, RunConfig, key="")
-    return cast(DictConfig, OmegaConf.unsafe_merge(merged, checked))
-
-
 def _read_chain(path: Path, *, root: Path) -> list[dict[str, Any]]:
     """Return the YAML trees from the outermost `defaults` down to `path` itself."""
     chain: list[dict[str, Any]] = []
@@ -131,8 +124,7 @@ def _read_chain(path: Path, *, root: Path) -> list[dict[str, Any]]:
         if path.resolve() in seen:
             raise ConfigError(f"{path}: `defaults` comes back to itself")
         seen.append(path.resolve())
-        tree = _read(path)
-        base = tree.pop(_DEFAULTS, None)
+        base, tree = _read(path)
         chain.insert(0, tree)
         if base is None:
             return chain
@@ -148,7 +140,8 @@ def _find_base(base: Any, path: Path, *, root: Path) -> Path:
     raise ConfigError(f"{path}: defaults={show(base)}: {law}")
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> tuple[Any, dict[str, Any]]:
+    """Return the `defaults` of a YAML file, None without, and its sections, checked."""
     try:
         text = path.read_text(encoding="utf-8")
     except (UnicodeDecodeError, OSError) as error:
@@ -164,12 +157,12 @@ def _read(path: Path) -> dict[str, Any]:
         tree = text.strip()
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: expects sections at the top, not {show(tree)}")
-    known = {key: each for key, each in cast(dict[Any, Any], tree).items() if key != _DEFAULTS}
+    sections = cast(dict[Any, Any], tree)
+    base = sections.pop(_DEFAULTS, None)
     try:
-        conform(known, RunConfig, key="")
+        return base, conform(sections, RunConfig, key="")
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
-    return cast(dict[str, Any], tree)
 
 
 def _apply(merged: DictConfig, overrides: Sequence[str]) -> None:

@@ -33,6 +33,9 @@ from common.config.offline import DpoSection, EvolveSection, SftSection
 from common.config.simulator import SimulatorSection
 from common.errors import ConfigError
 
+DTYPES = ("bfloat16", "float16", "float32")
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+
 
 class TrainMode(StrEnum):
     """async: actors and learner overlap. sync: generate a batch, train, publish, repeat."""
@@ -81,11 +84,7 @@ class ModelSection:
     """The policy: a transformers checkpoint directory, loaded by path."""
 
     path: str = knob(MISSING, "directory with config.json, weights and tokenizer", form=PATH)
-    dtype: str = knob(
-        "bfloat16",
-        "of the engine and of what is published",
-        one_of=("bfloat16", "float16", "float32"),
-    )
+    dtype: str = knob("bfloat16", "of the engine and of what is published", one_of=DTYPES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,11 +178,7 @@ class LogSection:
 
     wandb: WandbMode = knob(WandbMode.AUTO, "where metrics go beside metrics.jsonl")
     wandb_project: str = knob("longstride", "project of Weights & Biases", form=WORD)
-    level: str = knob(
-        "INFO",
-        "least level that is logged",
-        one_of=("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"),
-    )
+    level: str = knob("INFO", "least level that is logged", one_of=LOG_LEVELS)
     live: bool = knob(True, "the terminal display, when there is a terminal")
 
 
