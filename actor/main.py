@@ -40,8 +40,6 @@ DRAIN_S = 5.0  # at the end, for trajectories without an acknowledgement
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Everything an actor is made of."""
-
     name: str
     engine: Engine
     hub: HubClient

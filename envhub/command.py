@@ -30,9 +30,7 @@ def run_hub(
 
     Args:
         overrides: `env=a,b port=8080 host= token=`, and keys of the configuration.
-        root: the repository.
         is_dry: only print the configuration.
-        say: prints a line for the user.
 
     Raises:
         ConfigError: an environment cannot be served, or the address cannot be had.

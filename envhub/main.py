@@ -60,7 +60,6 @@ def serve_alone(cfg: RunConfig, env_names: list[str], *, started) -> None:
 
 
 def envs_of_run(cfg: RunConfig) -> list[str]:
-    """Return the environments that a run's hub serves."""
     return sorted({*(task.env for task in cfg.tasks), *cfg.envhub.envs})
 
 
@@ -157,7 +156,6 @@ class DrainingServer(uvicorn.Server):
 
 
 def address_of(listener: socket.socket) -> str:
-    """Return the URL of a bound socket."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 

@@ -14,7 +14,6 @@ def read_table(code: str, name: str) -> Any:
 
 
 def read_text(code: str, name: str) -> str:
-    """Return the text of a file beside a module."""
     return (Path(code).parent / name).read_text(encoding="utf-8")
 
 

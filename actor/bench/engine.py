@@ -110,7 +110,6 @@ async def _sample(engine: Engine, settings: dict[str, Any]) -> dict[str, float]:
 
 
 def main(argv: list[str]) -> None:
-    """Measure and write the report."""
     run_dir = RunDir(root=Path(argv[0]))
     report = asyncio.run(measure(run_dir, json.loads(argv[1])))
     write_atomically(run_dir.root / REPORT, json.dumps(report))

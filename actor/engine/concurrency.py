@@ -42,7 +42,6 @@ class LoadMeter:
         self.load = EngineLoad()
 
     def drain(self) -> EngineLoad:
-        """Return the load since the last call, and begin anew."""
         load, self.load = self.load, EngineLoad()
         return load
 

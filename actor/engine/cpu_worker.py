@@ -14,6 +14,5 @@ class TileWorker(CPUWorker):
     tile_permission: TilePermission | None = None  # None: not asked yet
 
     def init_device(self) -> None:
-        """Ask for tiles, then do as vLLM does."""
         self.tile_permission = request_tiles()
         super().init_device()

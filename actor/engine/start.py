@@ -21,7 +21,6 @@ from common.errors import EngineError
 
 
 def engine_arguments(model: ModelSection, cfg: ActorSection, *, seed: int) -> AsyncEngineArgs:
-    """Return what vLLM is started with."""
     return AsyncEngineArgs(
         model=model.path,
         dtype=cast(ModelDType, model.dtype),
@@ -113,7 +112,6 @@ class _LoadWatch(StatLoggerBase):
 
 
 def _start(arguments: AsyncEngineArgs, meter: LoadMeter | None) -> AsyncLLM:
-    """Return the running engine."""
     if meter is None:
         return AsyncLLM.from_engine_args(arguments)
     llm = AsyncLLM.from_engine_args(arguments, stat_loggers=[lambda *_: _LoadWatch(meter)])

@@ -33,7 +33,6 @@ class Delivery:
 
     @property
     def pending_ids(self) -> list[str]:
-        """Episodes that are not acknowledged yet."""
         return list(self._pending)
 
     async def connect(self, *, timeout_s: float) -> None:

@@ -28,8 +28,6 @@ WRONG_CONFIG = {  # status -> key of the config that it means
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """What the endpoint answered."""
-
     text: str
     is_stopped: bool  # False: cut at policy.max_turn_tokens
 
@@ -164,12 +162,10 @@ class TextEpisode:
         return _bytes(text)
 
     def after_action(self, text: str, *, is_stopped: bool) -> list[int]:
-        """Add an observation."""
         self._messages.append({"role": "user", "content": text})
         return _bytes(text)
 
     def action_text(self, token_ids: list[int]) -> str:
-        """Return what the bytes say."""
         return bytes(token_ids).decode(errors="replace").strip()
 
     async def act(self, _: list[int], session: Session) -> Turn:

@@ -21,8 +21,6 @@ TOLD_EVERY = 0.1  # share of the episodes after which progress is logged
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Player:
-    """A policy and how it is played."""
-
     policy: Callable[[PlannedEpisode], tuple[Act, Render]]
     max_concurrent: int
     max_tokens: int  # context limit, in what the renderer counts

@@ -18,8 +18,6 @@ BACKOFF_S = 0.25  # doubles per try
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What the environment answers to one action."""
-
     observation: str
     reward: float  # [0, 1]
     done: bool
@@ -51,7 +49,6 @@ class BearerClient:
         await self.close()
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._http.close()
 
 

@@ -77,8 +77,6 @@ class _Tape:
 
 @dataclass(slots=True)
 class _Play:
-    """What happened so far."""
-
     tape: _Tape = field(default_factory=_Tape)
     end: EndReason = EndReason.HORIZON
     error: str = ""

@@ -53,7 +53,6 @@ class Episodes:
 
     @property
     def running_ids(self) -> list[str]:
-        """Episodes in work."""
         return list(self._tasks)
 
     @property
@@ -90,7 +89,6 @@ class Episodes:
                 task.cancel()
 
     async def cancel_all(self) -> None:
-        """Abandon everything."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()

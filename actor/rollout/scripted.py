@@ -13,7 +13,6 @@ class ScriptedRender:
         self._texts: list[str] = []
 
     def add(self, text: str) -> list[int]:
-        """Return the made-up id of an action text."""
         self._texts.append(text)
         return [len(self._texts) - 1]
 

@@ -132,7 +132,6 @@ class Connection:
             self._session = None
 
     def failure(self, text: str, *, status: int | None = None) -> RemoteFailure:
-        """Return an error that names the server."""
         where = f"AgentGym server {self.dialect.name} at {self._shown_url()}"
         return RemoteFailure(f"{where}: {text}", status=status)
 
@@ -226,7 +225,6 @@ class Connection:
 
 
 def max_sessions(dialect: Dialect, options: RemoteOptions) -> int:
-    """Return how many episodes of a server may be live at a time."""
     return min(options.max_sessions, dialect.max_instances or options.max_sessions)
 
 

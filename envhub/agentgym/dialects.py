@@ -55,8 +55,6 @@ class ResetReply(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """One server's wire."""
-
     name: str
     title: str
     instance_key: str = "id"  # names the instance's number in requests
@@ -95,7 +93,6 @@ class Dialect:
 
 
 def _read_dialects() -> dict[str, Dialect]:
-    """Return the table, by name."""
     table = read_table(__file__, "dialects.yaml")
     kinds = {"extraction": Extraction, "faults": Faults, "reset_reply": ResetReply}
     dialects: dict[str, Dialect] = {}

@@ -44,7 +44,6 @@ class Instance:
 
     @property
     def is_over(self) -> bool:
-        """Whether the episode has ended."""
         return self.answer is not None and self.answer.done
 
 

@@ -87,7 +87,6 @@ class RemoteEnv:
         return None
 
     async def render(self) -> str:
-        """Return the last observation."""
         return self._observation
 
     async def fingerprint(self) -> str:
@@ -95,7 +94,6 @@ class RemoteEnv:
         return hashlib.sha256(self._first.encode(errors="surrogatepass")).hexdigest()
 
     async def close(self) -> None:
-        """Give the instance back."""
         instance, self._instance = self._instance, None
         if instance is not None:
             await self._connection.give_back(instance, is_sound=self._is_sound)

@@ -25,7 +25,6 @@ RESET_FAILED = "TimeoutError"  # by it, and only by it, WebArena's client knows 
 
 
 def create_reply(dialect: Dialect, number: int) -> Json | int:
-    """Return the JSON that tells of a new instance."""
     return number if dialect.is_create_bare else {dialect.instance_key: number}
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Query, Request, Response
@@ -46,11 +47,8 @@ def add_agentgym_routes(
     A client's base URL is the hub's URL + "/agentgym/<env>". What is not the client's doing (an
     environment's crash, its deadline, a full hub) is answered with the hub's own status codes.
 
-    Args:
-        app: the hub.
-        sessions: holds the episodes.
-        registry: what the hub offers; a driven AgentGym server is not served once more.
-        lease_s: how long an instance that nobody asks for lives.
+    A driven AgentGym server is not served once more. An instance that nobody asks for lives
+    `lease_s`.
     """
     for dialect in DIALECTS.values():
         name = _served_by(dialect, registry)
@@ -106,35 +104,31 @@ def _route(
 
 
 class _Desk:
-    """Answers the requests for one environment."""
-
     def __init__(self, dialect: Dialect, instances: Instances) -> None:
         self.dialect = dialect
         self._instances = instances
         self.resets_at_create = dialect.create_body == {}
 
     def looks(self) -> dict[str, Callable[..., Awaitable[Response]]]:
-        """Return the GET routes by path."""
         query = Query(alias=self.dialect.instance_key, ge=-MAX_NUMBER, le=MAX_NUMBER)
 
         async def greet() -> Response:
             is_plain = self.dialect.faults is not Faults.ERROR_KEY
             return json_response("ok" if is_plain else f"This is environment {self.dialect.title}.")
 
-        async def observation(number: int = query) -> Response:
+        def look(number: int, reply: Callable[[Instance], object]) -> Response:
             try:
-                return json_response(observation_reply(self.dialect, self._look_at(number)))
+                return json_response(reply(self._look_at(number)))
             except (InstanceUnknown, EpisodeOver) as error:
-                return self._look_refused(str(error))
+                return self._refused(str(error), is_look=True)
             except NotReset:
-                return self._look_refused(UNSEEN)
+                return self._refused(UNSEEN, is_look=True)
+
+        async def observation(number: int = query) -> Response:
+            return look(number, partial(observation_reply, self.dialect))
 
         async def filtered_vocab(number: int = query) -> Response:
-            try:
-                self._look_at(number)
-            except (InstanceUnknown, EpisodeOver) as error:
-                return self._look_refused(str(error))
-            return json_response(list(VOCABULARY))
+            return look(number, lambda _: list(VOCABULARY))
 
         looks: dict[str, Callable[..., Awaitable[Response]]]
         looks = {"": greet, "/observation": observation}
@@ -193,12 +187,8 @@ class _Desk:
     def _number(self, body: BaseModel) -> int:
         return getattr(body, self.dialect.instance_key)
 
-    def _refused(self, text: str, *, is_reset: bool = False) -> Response:
-        if self.dialect.faults is Faults.STATUS:
+    def _refused(self, text: str, *, is_reset: bool = False, is_look: bool = False) -> Response:
+        faults = self.dialect.faults
+        if faults is Faults.STATUS or (is_look and faults is Faults.OBSERVATION):
             return json_response({"detail": text}, status=404)
         return json_response(fault_reply(self.dialect, text, is_reset=is_reset))
-
-    def _look_refused(self, text: str) -> Response:
-        if self.dialect.faults is Faults.ERROR_KEY:
-            return json_response(fault_reply(self.dialect, text))
-        return json_response({"detail": text}, status=404)

@@ -27,7 +27,6 @@ class Target:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host and port."""
         parts = urlsplit(self.url)
         return parts.hostname or "127.0.0.1", parts.port or 80
 
@@ -84,5 +83,4 @@ class Client:
         return await self.want(200, "GET", f"/v1/sessions/{session_id}/hint")
 
     async def delete(self, session_id: str) -> None:
-        """End a session."""
         await self.want(204, "DELETE", f"/v1/sessions/{session_id}")

@@ -48,7 +48,6 @@ def hub_process(
     """Yield a hub that serves `envs`, started by `python run.py envhub`.
 
     Args:
-        envs: names as in the registry.
         overrides: further settings, such as `envhub.session_lease_s=5`.
         environ: environment variables to add.
 

@@ -61,7 +61,6 @@ class Measured:
 
     @property
     def per_s(self) -> float:
-        """Operations per second."""
         return self.num_done / self.duration_s
 
     def percentile_ms(self, frac: float) -> float:
@@ -90,15 +89,11 @@ def measure(job: Job) -> Measured:
 
 @dataclass(slots=True, kw_only=True)
 class Episode:
-    """An episode under load."""
-
     session_id: str
     seq: int = 0  # steps so far
 
 
 class HubRoutes:
-    """The hub's own routes."""
-
     def __init__(self, env: str) -> None:
         self._env = env
 
@@ -116,8 +111,6 @@ class HubRoutes:
 
 
 class ReferenceRoutes:
-    """The routes of `envhub.bench.reference`."""
-
     def __init__(self, env: str) -> None:
         self._env = env
 
@@ -173,7 +166,6 @@ class Recorder:
 
 
 async def run_job(job: Job) -> Measured:
-    """Return what this process measures."""
     routes = ReferenceRoutes(job.env) if job.is_reference else HubRoutes(job.env)
     kinds = {"step": _measure_steps, "batch": _measure_batches}
     return await kinds.get(job.kind, _measure_opening)(job, routes)

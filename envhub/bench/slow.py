@@ -24,8 +24,6 @@ def turn_s(item_id: str, seed: int, *, options: dict[str, str]) -> float:
     wait alike.
 
     Args:
-        item_id: of the episode.
-        seed: of the episode.
         options: `median_s` of a turn, `sigma` of its log, `tail_frac` of the episodes that take
             `tail_factor` times as long.
     """

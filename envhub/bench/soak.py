@@ -60,7 +60,6 @@ class Abandoned:
 
     @property
     def growth_frac(self) -> float:
-        """What is left over the start."""
         return self.end_bytes / self.start_bytes - 1
 
 

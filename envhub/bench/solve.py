@@ -59,12 +59,10 @@ class Tally:
 
     @property
     def faults(self) -> list[Outcome]:
-        """The items that were not solved."""
         return [each for each in self.outcomes if each.fault]
 
     @property
     def solved_frac(self) -> float:
-        """Share of items solved."""
         return 1 - len(self.faults) / len(self.outcomes)
 
     @property
@@ -121,7 +119,6 @@ def _add_row(table: BenchTable, tally: Tally) -> None:
 
 
 async def list_subsets(target: Target) -> list[Subset]:
-    """Return the subsets of everything a hub serves."""
     async with Client(target) as client:
         catalogue = await client.want(200, "GET", "/v1/envs")
     return [

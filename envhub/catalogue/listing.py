@@ -41,11 +41,7 @@ def list_rows(
 ) -> list[Row]:
     """Return the tasks of the environments, by scenario, then the subsets in no task.
 
-    Args:
-        env_names: as for `Registry`.
-        options: of the environments.
-        remote: see `Registry`.
-        is_short: an environment's many other subsets share one row.
+    With `is_short` an environment's many other subsets share one row.
     """
     rows: list[Row] = []
     for name in env_names:
@@ -95,7 +91,6 @@ def _missing_rows(name: str, missing: str) -> list[Row]:
 
 
 def format_rows(rows: Sequence[Row]) -> str:
-    """Return the table as text."""
     lines = [HEADINGS, *(row.cells() for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(HEADINGS) - 1)]
     texts: list[str] = []

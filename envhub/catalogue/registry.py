@@ -32,7 +32,6 @@ class Requirement:
     instead: str = ""  # option with a program's path; where it is set, the PATH does not matter
 
     def is_met(self, options: EnvsSection) -> bool:
-        """Return whether the machine has it."""
         given = attrgetter(self.instead)(options) if self.instead else ""
         binaries = [given] if given else self.binaries
         has_binary = not binaries or any(map(shutil.which, binaries))
@@ -85,7 +84,6 @@ class Registry:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names, sorted."""
         return tuple(sorted(self._references))
 
     def spec(self, name: str) -> EnvSpec:
@@ -102,7 +100,6 @@ class Registry:
         return spec
 
     def loaded(self) -> list[EnvSpec]:
-        """Return the entries that have been asked for so far."""
         return list(self._specs.values())
 
     def load_order(self, name: str) -> dict[str, Any]:

@@ -24,8 +24,6 @@ async def call_environment(
     """Return what `work` returns or, where that can be awaited, what comes of it.
 
     Args:
-        env_name: for messages.
-        work: calls the environment.
         timeout_s: deadline; None: there is none. What is not awaited cannot be interrupted, so
             its overrun is noticed when it returns.
         passes: exceptions that go through as they are.

@@ -75,8 +75,6 @@ class LocalEpisode:
 
 
 class WorkerEpisode:
-    """An episode in a worker process."""
-
     is_instant = False
 
     def __init__(self, pool: WorkerPool, style: Style, *, timeout_s: float) -> None:

@@ -58,7 +58,6 @@ class Placement:
         return LocalEpisode(spec, style, timeout_s=timeout_s)
 
     def workers(self) -> list[Worker]:
-        """Return all worker processes there are."""
         return [worker for pool in self._pools.values() for worker in pool.workers]
 
     def _pool(self, spec: EnvSpec) -> WorkerPool:
@@ -89,7 +88,6 @@ class Placement:
             await self.check_memory()
 
     async def check_memory(self) -> None:
-        """Look once at what the workers hold."""
         workers = self.workers()
         if not workers:
             return

@@ -53,7 +53,6 @@ class Session:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a call is running."""
         return self.lock is not None and self.lock.locked()
 
 
@@ -139,7 +138,6 @@ class Sessions:
         """Perform step `seq`, or return its kept answer when it was the last one performed.
 
         Args:
-            session_id: from `create`.
             action: any text.
             seq: counts from 1; None: whatever number is next.
 
@@ -207,7 +205,6 @@ class Sessions:
                 await self._is_idle.wait()
 
     async def stop(self) -> None:
-        """End all sessions and everything that held them."""
         self.is_draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STOP_TIMEOUT_S):

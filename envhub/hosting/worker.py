@@ -120,9 +120,7 @@ class Worker:
     def lose(self, cause: str, what: str) -> None:
         """Kill the process and all that it started; its calls raise. Only the first call counts.
 
-        Args:
-            cause: see the attribute.
-            what: for people, such as "was killed: ...".
+        `cause` is as the attribute, `what` for people, such as "was killed: ...".
         """
         if self.failure:
             return

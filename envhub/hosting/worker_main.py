@@ -54,11 +54,9 @@ class Host:
         return self.refusal(message, detail)
 
     def refusal(self, message: dict[str, Any], detail: str) -> dict[str, Any]:
-        """Return the reply to a call that failed."""
         return {"id": message["id"], "error": "raised", "detail": detail[:DETAIL_CHARS]}
 
     async def _init(self, message: dict[str, Any]) -> int:
-        """Load the environment and return the process id."""
         options, remote = parse_options(message["options"])
         self._spec = load_spec(message["reference"], options, remote)
         num_threads = min(self._spec.sessions_per_worker, MAX_THREADS)
@@ -66,7 +64,6 @@ class Host:
         return os.getpid()
 
     async def _open(self, message: dict[str, Any]) -> str:
-        """Make the episode and return its first observation."""
         assert self._spec is not None
         env: Any = self._spec.make(Style(message["style"]))
         self._envs[message["session"]] = env

@@ -72,8 +72,7 @@ class WorkerPool:
     def check_memory(self, resident: dict[int, int]) -> None:
         """Drain workers above the limit, kill those far above it or without sessions.
 
-        Args:
-            resident: bytes by process id.
+        `resident` holds bytes by process id.
         """
         limit_bytes = self._spec.worker_memory_bytes
         for worker in list(self.workers):

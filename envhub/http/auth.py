@@ -2,10 +2,11 @@
 
 import base64
 import hmac
-import json
 
-from fastapi import HTTPException
+from fastapi import HTTPException, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from envhub.http.bodies import json_response
 
 OPEN_PATHS = frozenset({"/healthz"})
 
@@ -23,19 +24,19 @@ class AuthMiddleware:
         self._max_batch_bytes = max_batch_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer the request itself or hand it on."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         headers = dict(scope["headers"])
         if not self._is_allowed(scope["path"], headers):
-            await _answer(send, 401, "a valid bearer token is required")
+            await _refusal(401, "a valid bearer token is required")(scope, receive, send)
             return
         is_batch = scope["path"].endswith("/batch")
         limit = self._max_batch_bytes if is_batch else self._max_body_bytes
         length = headers.get(b"content-length")
         if length is not None and (not length.isdigit() or int(length[:20]) > limit):
-            await _answer(send, 413, f"request bodies are limited to {limit} bytes")
+            detail = f"request bodies are limited to {limit} bytes"
+            await _refusal(413, detail)(scope, receive, send)
             return
         if length is None and b"transfer-encoding" in headers:
             receive = _limited(receive, limit)
@@ -78,10 +79,8 @@ def _limited(receive: Receive, max_bytes: int) -> Receive:
     return receive_limited
 
 
-async def _answer(send: Send, status: int, detail: str) -> None:
-    body = json.dumps({"detail": detail}).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+def _refusal(status: int, detail: str) -> Response:
+    response = json_response({"detail": detail}, status=status)
     if status == 401:
-        headers.append((b"www-authenticate", b"Bearer"))
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+        response.headers["www-authenticate"] = "Bearer"
+    return response

@@ -67,11 +67,9 @@ STATUS_CODES: dict[type[Exception], int] = {
 def make_app(
     sessions: Sessions, registry: Registry, *, token: str | None, step_timeout_s: float
 ) -> FastAPI:
-    """Return the hub's application.
+    """Return the hub's application; the leases of `sessions` are watched while it runs.
 
     Args:
-        sessions: the table the routes work on; its leases are watched while the app runs.
-        registry: what GET /v1/envs lists.
         token: bearer token of every route but /healthz; None asks for none.
         step_timeout_s: told to clients in GET /healthz; `sessions` enforces it.
     """
