@@ -32,8 +32,7 @@ def run_hub(
         overrides: `env=a,b port=8080 host= token=`, and keys of the configuration.
         is_dry: only print the configuration.
 
-    Raises:
-        ConfigError: an environment cannot be served, or the address cannot be had.
+    Raises: ConfigError: an environment cannot be served, or the address cannot be had.
     """
     cfg = _load_alone(overrides, root=root)
     if is_dry:

@@ -81,8 +81,7 @@ class Env(Protocol):
             item_id: `"<subset>-<split>-<index>"`; it alone fixes the task, on every machine.
             seed: for chance inside the environment; deterministic environments ignore it.
 
-        Raises:
-            UnknownItem: no such subset, or the index is out of range.
+        Raises: UnknownItem: no such subset, or the index is out of range.
         """
         ...
 
@@ -183,8 +182,7 @@ def split_item(item_id: str) -> ItemId | None:
 def parse_item(item_id: str, subsets: Mapping[str, SubsetSpec]) -> ItemId:
     """Return the parts of an item id that exists in `subsets`.
 
-    Raises:
-        UnknownItem: malformed, unknown subset, or index out of range.
+    Raises: UnknownItem: malformed, unknown subset, or index out of range.
     """
     item = split_item(item_id)
     if item is None:

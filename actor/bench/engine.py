@@ -31,8 +31,7 @@ async def measure(run_dir: RunDir, settings: dict[str, Any]) -> dict[str, float]
         run_dir: the learner publishes its address and keys there.
         settings: model_path, dtype, device, gpu_memory_frac, num_prompts, max_tokens, timeout_s.
 
-    Raises:
-        EngineError: the versions did not come in time.
+    Raises: EngineError: the versions did not come in time.
     """
     started = time.monotonic()
     cfg = ActorSection(

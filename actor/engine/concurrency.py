@@ -1,7 +1,7 @@
 """How many episodes at once: more while the engine keeps up, fewer when it does not."""
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 logger = logging.getLogger(__name__)
 
@@ -34,15 +34,10 @@ class EngineLoad:
         self.num_steps += 1
         self.kv_frac = max(self.kv_frac, kv_frac)
 
-
-class LoadMeter:
-    """Holds the load since it was last drained."""
-
-    def __init__(self) -> None:
-        self.load = EngineLoad()
-
-    def drain(self) -> EngineLoad:
-        load, self.load = self.load, EngineLoad()
+    def drain(self) -> "EngineLoad":
+        """Return the load since the last call, and begin anew."""
+        load = replace(self)
+        self.__init__()
         return load
 
 

@@ -13,7 +13,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from actor.engine.concurrency import LoadMeter
+from actor.engine.concurrency import EngineLoad
 from actor.engine.process_watch import ProcessWatch
 from actor.engine.start import shut_down_llm, start_llm
 from actor.rollout.episode import Turn
@@ -43,7 +43,7 @@ class Engine:
     ) -> None:
         self._llm = llm
         self._watch = watch
-        self.meter: LoadMeter | None = None
+        self.meter: EngineLoad | None = None
         self._cfg = cfg
         self._end_of_turn_ids = end_of_turn_ids
         self.version = -1  # nothing received yet
@@ -62,7 +62,7 @@ class Engine:
     ) -> "Engine":
         """Start the engine processes and warm them up. Raises: EngineError."""
         started = time.monotonic()
-        meter = LoadMeter() if meters_load else None
+        meter = EngineLoad() if meters_load else None
         llm, watch = start_llm(model, cfg, seed=seed, meter=meter)
         engine = cls(llm, cfg, end_of_turn_ids=end_of_turn_ids, watch=watch)
         engine.meter = meter
@@ -126,8 +126,7 @@ class Engine:
             salt: prefix-cache name space; differs between weight versions, so that no prefix
                 computed by old weights is taken for one of the new.
 
-        Raises:
-            EngineError: the engine died, or took over `actor.turn_timeout_s`.
+        Raises: EngineError: the engine died, or took over `actor.turn_timeout_s`.
         """
         prompt = tokens_input(prompt_ids, cache_salt=salt)
         self.num_running += 1
@@ -214,8 +213,7 @@ class Engine:
     async def score(self, sequences: list[list[int]], *, request_id: str) -> list[list[float]]:
         """Return the logprob [seq-1] of every token given those before it, nothing cached.
 
-        Raises:
-            EngineError: as `generate`.
+        Raises: EngineError: as `generate`.
         """
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
         scores: list[list[float]] = []

@@ -14,7 +14,7 @@ from vllm.v1.engine.core_client import BackgroundResources, MPClient
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerBase
 
-from actor.engine.concurrency import LoadMeter
+from actor.engine.concurrency import EngineLoad
 from actor.engine.process_watch import ProcessWatch
 from common.config.run_config import ActorSection, ModelSection
 from common.errors import EngineError
@@ -43,12 +43,11 @@ def engine_arguments(model: ModelSection, cfg: ActorSection, *, seed: int) -> As
 
 
 def start_llm(
-    model: ModelSection, cfg: ActorSection, *, seed: int, meter: LoadMeter | None
+    model: ModelSection, cfg: ActorSection, *, seed: int, meter: EngineLoad | None
 ) -> tuple[AsyncLLM, ProcessWatch]:
     """Start the engine's processes, blocking; with a meter they tell it what they do.
 
-    Raises:
-        EngineError: they did not start; says which ended how, and their last lines.
+    Raises: EngineError: they did not start; says which ended how, and their last lines.
     """
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(cfg.kv_cache_gib))
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -96,12 +95,12 @@ def _close_contexts_in(error: BaseException) -> None:
 class _LoadWatch(StatLoggerBase):
     """Hears from vLLM after every step of the engine, and tells the meter."""
 
-    def __init__(self, meter: LoadMeter) -> None:
+    def __init__(self, meter: EngineLoad) -> None:
         self._meter = meter
 
     def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
         if scheduler_stats is not None:
-            self._meter.load.add(
+            self._meter.add(
                 num_running=scheduler_stats.num_running_reqs,
                 num_waiting=scheduler_stats.num_waiting_reqs,
                 kv_frac=scheduler_stats.kv_cache_usage,
@@ -111,7 +110,7 @@ class _LoadWatch(StatLoggerBase):
     def log_engine_initialized(self) -> None: ...
 
 
-def _start(arguments: AsyncEngineArgs, meter: LoadMeter | None) -> AsyncLLM:
+def _start(arguments: AsyncEngineArgs, meter: EngineLoad | None) -> AsyncLLM:
     if meter is None:
         return AsyncLLM.from_engine_args(arguments)
     llm = AsyncLLM.from_engine_args(arguments, stat_loggers=[lambda *_: _LoadWatch(meter)])

@@ -72,8 +72,7 @@ class WeightReceiver:
     def _receive(self, offer: WeightsOffer) -> torch.Tensor:
         """Return the received buffer [num_bytes] uint8.
 
-        Raises:
-            WeightSyncError: the broadcast failed, or the bytes are not those that were sent.
+        Raises: WeightSyncError: the broadcast failed, or the bytes are not those that were sent.
         """
         place = self.device if offer.backend == "nccl" else torch.device("cpu")
         buffer = torch.empty(offer.total_bytes, dtype=torch.uint8, device=place)

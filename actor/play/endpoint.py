@@ -35,8 +35,7 @@ class Reply:
 def read_key(cfg: PolicySection) -> str:
     """Return the endpoint's key, "" if none is configured.
 
-    Raises:
-        ConfigError: the environment variable is not set.
+    Raises: ConfigError: the environment variable is not set.
     """
     key = os.environ.get(cfg.api_key_env, "").strip() if cfg.api_key_env else ""
     if cfg.api_key_env and not key:

@@ -105,8 +105,7 @@ def make_entry(
 def write_entry(run_dir: RunDir, entry: dict[str, Any]) -> str:
     """Put the row into eval.json, in the place of an older one of the same policy; return eval.md.
 
-    Raises:
-        ConfigError: eval.json is not what this command wrote.
+    Raises: ConfigError: eval.json is not what this command wrote.
     """
     path = run_dir.root / "eval.json"
     entries: list[dict[str, Any]] = []

@@ -50,8 +50,7 @@ def evaluate(cfg: RunConfig, run_dir: RunDir, *, root: Path, choose_items: Choos
 def fetch_task_lists(cfg: RunConfig, *, hub_url: str, token: str) -> dict[str, list[str]]:
     """Return the test items of all catalogue tasks of the configured environments.
 
-    Raises:
-        ConfigError: the hub has no such lists.
+    Raises: ConfigError: the hub has no such lists.
     """
 
     async def fetch() -> dict[str, list[str]]:

@@ -48,8 +48,7 @@ def play_in_own_process(job: Job, cfg: RunConfig) -> None:
     This happens in a process of its own: an engine leaves traces in its process (its distributed
     groups, its memory), which that process takes along when it ends.
 
-    Raises:
-        EngineError: the process failed; its log tells why.
+    Raises: EngineError: the process failed; its log tells why.
     """
     context = multiprocessing.get_context("spawn")
     given = (job, cfg.model, cfg.actor, cfg.run.seed, cfg.log.level)

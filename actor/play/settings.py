@@ -49,8 +49,7 @@ def load_evaluation(request: Request, *, root: Path) -> RunConfig:
 def check_evaluation(cfg: RunConfig, root: Path, *, missing: Sequence[str]) -> None:
     """Return if the evaluation may start.
 
-    Raises:
-        ConfigError: what its environments, its policy or its engine lack.
+    Raises: ConfigError: what its environments, its policy or its engine lack.
     """
     if missing:
         raise ConfigError("; ".join(missing))

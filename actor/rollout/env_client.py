@@ -72,11 +72,6 @@ class HubClient(BearerClient):
         reply = await self.request("POST", "/v1/sessions", body)
         return HubSession(self, reply["session_id"], reply["observation"])
 
-    async def instructions(self) -> dict[str, dict[str, str]]:
-        """Return {environment: {style: instruction text}}. Raises: EnvError, EnvTimeout."""
-        catalogue = await self.request("GET", "/v1/envs", None)
-        return {name: entry["instruction"] for name, entry in catalogue.items()}
-
     async def request(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
         """Send one request, again after a lost connection or, until the deadline, a 429.
 
@@ -169,7 +164,9 @@ class Environments:
     @classmethod
     async def of(cls, hub: HubClient, *, style: str) -> "Environments":
         """Return those of a hub. Raises: EnvError, EnvTimeout."""
-        return cls(hub=hub, style=style, instructions=await hub.instructions())
+        catalogue = await hub.request("GET", "/v1/envs", None)
+        texts = {name: entry["instruction"] for name, entry in catalogue.items()}
+        return cls(hub=hub, style=style, instructions=texts)
 
     def instruction(self, env: str) -> str:
         """Return the text that goes before the first observation, "" if there is none."""

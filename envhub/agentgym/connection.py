@@ -66,8 +66,7 @@ class Connection:
 
         Waits while as many are in use as the server can keep apart.
 
-        Raises:
-            RemoteFailure: the server makes none.
+        Raises: RemoteFailure: the server makes none.
         """
         await self._places.acquire()
         with contextlib.ExitStack() as undo:

@@ -13,7 +13,6 @@ from envhub.hosting.leases import LeaseTable
 from envhub.hosting.sessions import Sessions
 
 ID_BITS = 53  # what a JSON number holds exactly everywhere
-MAX_SWEEP_S = 30.0
 
 
 class InstanceUnknown(LookupError):
@@ -52,7 +51,7 @@ class Instances:
 
     Example: two requests step instance 5 at once. The second waits for the first, then takes the
     next step. A third closes 5 meanwhile: it waits too, and whoever comes after finds no 5.
-    An instance that nobody asks for lives `lease_s`; a timer, set while there are any, ends it.
+    An instance that nobody asks for lives `lease_s`; what is left of it goes at the next `add`.
     """
 
     def __init__(
@@ -65,9 +64,7 @@ class Instances:
     ) -> None:
         self._spec = spec
         self._sessions = sessions
-        self._lease_s = lease_s
         self._instances: LeaseTable[int, Instance] = LeaseTable(lease_s, now_s)
-        self._timer: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
         return len(self._instances)
@@ -86,7 +83,6 @@ class Instances:
             raise CapacityFull(f"{self._spec.name} has all its {capacity} sessions in use")
         number = secrets.randbits(ID_BITS)
         self._instances.put(number, Instance())
-        self._set_timer()
         return number
 
     def find(self, number: int) -> Instance:
@@ -99,8 +95,7 @@ class Instances:
     async def reset(self, number: int, index: int) -> Instance:
         """Start the episode of AgentGym's data index and return its instance.
 
-        Raises:
-            InstanceUnknown, UnknownItem, and what `Sessions.create` raises.
+        Raises: InstanceUnknown, UnknownItem, and what `Sessions.create` raises.
         """
         instance = self.find(number)
         async with instance.lock:
@@ -124,8 +119,7 @@ class Instances:
     ) -> tuple[Instance, StepResult]:
         """Perform a step and return its result; after the end, the last one stands.
 
-        Raises:
-            InstanceUnknown, NotReset, EpisodeOver, and what `Sessions.step` raises.
+        Raises: InstanceUnknown, NotReset, EpisodeOver, and what `Sessions.step` raises.
         """
         instance = self.find(number)
         async with instance.lock:
@@ -155,16 +149,6 @@ class Instances:
     def expire(self) -> None:
         """Forget the instances whose lease has run out; their sessions' own leases end those."""
         self._instances.pop_expired()
-
-    def _set_timer(self) -> None:
-        if self._timer is None and len(self._instances):
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(min(self._lease_s, MAX_SWEEP_S), self._sweep)
-
-    def _sweep(self) -> None:
-        self._timer = None
-        self.expire()
-        self._set_timer()
 
     async def _end_session(self, instance: Instance) -> None:
         if instance.session_id is None:

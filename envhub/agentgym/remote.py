@@ -46,8 +46,7 @@ class RemoteEnv:
     async def reset(self, item_id: str, seed: int) -> str:
         """Start an item; the server's data alone fixes the task, so `seed` is unused.
 
-        Raises:
-            UnknownItem, EnvFailure.
+        Raises: UnknownItem, EnvFailure.
         """
         item = parse_item(item_id, {SUBSET: self._subset})
         index = item.index + (self._subset.num_train if item.split == "test" else 0)
@@ -58,8 +57,7 @@ class RemoteEnv:
     async def step(self, action: str) -> StepResult:
         """Send the action that AgentGym's client would find in the text.
 
-        Raises:
-            EnvFailure: the server failed; the action may have been performed.
+        Raises: EnvFailure: the server failed; the action may have been performed.
         """
         if self._is_done or not self._is_sound:
             raise RuntimeError("step before reset, or after the episode has ended")
@@ -241,8 +239,7 @@ def check(remote: RemoteOptions) -> list[str]:
 def make_spec(remote: RemoteOptions) -> EnvSpec:
     """Return the catalogue entry of an AgentGym server, named after its dialect.
 
-    Raises:
-        ConfigError: an unknown dialect, or no URL.
+    Raises: ConfigError: an unknown dialect, or no URL.
     """
     problems = check(remote)
     if problems:

@@ -51,8 +51,7 @@ class Client:
     async def ask(self, method: str, path: str, content: object = None) -> tuple[int, bytes]:
         """Return status and body of any answer.
 
-        Raises:
-            OSError: the connection was lost, or no answer came within REQUEST_TIMEOUT_S.
+        Raises: OSError: the connection was lost, or no answer came within REQUEST_TIMEOUT_S.
         """
         try:
             async with self._http.request(method, path, json=content) as response:

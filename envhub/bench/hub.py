@@ -51,8 +51,7 @@ def hub_process(
         overrides: further settings, such as `envhub.session_lease_s=5`.
         environ: environment variables to add.
 
-    Raises:
-        ChildFailed: it did not start, or did not stop when it was told to.
+    Raises: ChildFailed: it did not start, or did not stop when it was told to.
     """
     token = secrets.token_urlsafe(16)
     argv = ["run.py", "envhub", f"envhub.envs={json.dumps(list(envs))}", f"token={token}"]
@@ -95,8 +94,7 @@ def _running(argv: list[str], environ: Mapping[str, str] | None) -> Generator[Ch
 def _stop(child: ChildProcess) -> None:
     """End a service, which has to end its own children.
 
-    Raises:
-        ChildFailed: something had to be killed.
+    Raises: ChildFailed: something had to be killed.
     """
     offspring: list[psutil.Process] = []
     with contextlib.suppress(psutil.NoSuchProcess):

@@ -33,22 +33,17 @@ NUM_ROUNDS = 3  # of opening, after one that warms up
 class Job:
     """One measurement of one client process.
 
-    Attributes:
-        kind: step (single steps), open (creation and reset), batch and batch_open (the same by the
-            batch routes, hub only).
-        is_reference: the target speaks the reference server's routes.
-        num_clients: connections with one request under way each; in `batch`, sessions of a call.
-        warmup_s: seconds before counting begins.
-        duration_s: seconds that count; `open` counts whole rounds instead and ignores both.
+    Its kind is step (single steps), open (creation and reset), batch or batch_open (the same by the
+    batch routes, hub only). `open` counts whole rounds, whatever the seconds.
     """
 
     target: Target
     kind: str
-    is_reference: bool
+    is_reference: bool  # the target speaks the reference server's routes
     env: str
-    num_clients: int
-    warmup_s: float = 0.4
-    duration_s: float = 1.5
+    num_clients: int  # connections with one request under way each; `batch`: sessions of a call
+    warmup_s: float = 0.4  # before counting begins
+    duration_s: float = 1.5  # that counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,8 +67,7 @@ class Measured:
 def measure(job: Job) -> Measured:
     """Return what a client process of its own measured.
 
-    Raises:
-        RuntimeError: it failed; holds its last words.
+    Raises: RuntimeError: it failed; holds its last words.
     """
     done = subprocess.run(
         [sys.executable, "-m", "envhub.bench.load"],

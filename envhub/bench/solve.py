@@ -190,8 +190,7 @@ async def solve_item(client: Client, subset: Subset, item_id: str) -> Outcome:
 async def open_patiently(client: Client, env: str, item_id: str) -> str:
     """Return a new session's id; waits while the environment has all its sessions in use.
 
-    Raises:
-        HubAnswer: it failed, or was still full after OPEN_TIMEOUT_S.
+    Raises: HubAnswer: it failed, or was still full after OPEN_TIMEOUT_S.
     """
     deadline_s = time.monotonic() + OPEN_TIMEOUT_S
     while True:

@@ -62,8 +62,7 @@ class Registry:
     ) -> None:
         """Import outside environments at once, the others when they are first asked for.
 
-        Raises:
-            UnknownEnv: no such environment; names the nearest.
+        Raises: UnknownEnv: no such environment; names the nearest.
         """
         self.options = options or EnvsSection()
         self.remote = remote or RemoteOptions()
@@ -89,8 +88,7 @@ class Registry:
     def spec(self, name: str) -> EnvSpec:
         """Return an environment's catalogue entry.
 
-        Raises:
-            UnknownEnv: this hub does not offer it.
+        Raises: UnknownEnv: this hub does not offer it.
         """
         spec = self._specs.get(name)
         if spec is None:
@@ -136,8 +134,7 @@ def _like(default: Any, value: Any) -> Any:
 def load_spec(name: str, options: EnvsSection, remote: RemoteOptions) -> EnvSpec:
     """Return the specification of an environment, imported now.
 
-    Raises:
-        UnknownEnv: the reference names no module or no function in it.
+    Raises: UnknownEnv: the reference names no module or no function in it.
     """
     if is_reference(name):
         module, _, function = name.rpartition(":")

@@ -12,8 +12,7 @@ _LENGTH = struct.Struct(">I")
 def encode_frame(message: dict[str, Any]) -> bytes:
     """Return the bytes of one message.
 
-    Raises:
-        ValueError: longer than MAX_FRAME_BYTES, or no JSON.
+    Raises: ValueError: longer than MAX_FRAME_BYTES, or no JSON.
     """
     try:
         body = json.dumps(message).encode()

@@ -21,11 +21,7 @@ MEMORY_INTERVAL_S = 5.0
 
 
 class Placement:
-    """Makes episodes by an environment's isolation. Worker pools come into being at first use.
-
-    Attributes:
-        num_lost: workers lost by (environment, cause).
-    """
+    """Makes episodes by an environment's isolation. Worker pools come into being at first use."""
 
     def __init__(
         self,
@@ -42,7 +38,7 @@ class Placement:
         self._on_lost = on_lost
         self._pools: dict[str, WorkerPool] = {}
         self._guardian: Guardian | None = None
-        self.num_lost: Counter[tuple[str, str]] = Counter()
+        self.num_lost: Counter[tuple[str, str]] = Counter()  # workers by environment and cause
 
     def capacity(self, spec: EnvSpec) -> int:
         """Return how many sessions an environment may have at a time."""
@@ -63,18 +59,11 @@ class Placement:
     def _pool(self, spec: EnvSpec) -> WorkerPool:
         pool = self._pools.get(spec.name)
         if pool is None:
-            pool = self._pools[spec.name] = WorkerPool(
-                spec,
-                self._registry.load_order(spec.name),
-                guardian=self._the_guardian,
-                on_lost=self._count,
-            )
+            self._guardian = self._guardian or Guardian()
+            order = self._registry.load_order(spec.name)
+            pool = WorkerPool(spec, order, guardian=self._guardian, on_lost=self._count)
+            self._pools[spec.name] = pool
         return pool
-
-    def _the_guardian(self) -> Guardian:
-        if self._guardian is None:
-            self._guardian = Guardian()
-        return self._guardian
 
     def _count(self, worker: Worker) -> None:
         if worker.cause != "stop":

@@ -67,11 +67,6 @@ class Sessions:
     Example: step seq 1 runs the environment. Its answer is lost on the way; the client sends seq 1
     again and gets the kept answer, nothing runs. Both at the same time: the second waits for the
     first and gets its answer. Seq 2 runs the next step; 1 or 9 now conflicts.
-
-    Attributes:
-        num_live: places taken by environment, also by episodes that are being opened.
-        counts: sessions and calls by what became of them.
-        on_step: told of each executed step: environment, seconds.
     """
 
     def __init__(
@@ -86,9 +81,9 @@ class Sessions:
         """`capacity` is per environment; `now_s` is a monotonic clock."""
         self.lease_s = lease_s
         self.is_draining = False
-        self.num_live: Counter[str] = Counter()
-        self.counts: Counter[str] = Counter()
-        self.on_step: Callable[[str, float], None] = lambda *_: None
+        self.num_live: Counter[str] = Counter()  # places by environment, also of what is opening
+        self.counts: Counter[str] = Counter()  # sessions and calls by what became of them
+        self.on_step: Callable[[str, float], None] = lambda *_: None  # told environment, seconds
         self.placement = Placement(
             registry,
             capacity=capacity,
@@ -110,11 +105,7 @@ class Sessions:
     ) -> tuple[str, str]:
         """Start an episode and return its session id and first observation.
 
-        Raises:
-            UnknownEnv, UnknownItem: the name or the item does not exist.
-            CapacityFull: try again later.
-            HubDraining: the hub is about to stop.
-            EnvRaised, EnvTimeout: the environment failed.
+        Raises: UnknownEnv, UnknownItem, CapacityFull, HubDraining, EnvRaised, EnvTimeout.
         """
         if self.is_draining:
             raise HubDraining("the hub is about to stop and takes no new sessions")
@@ -141,8 +132,7 @@ class Sessions:
             action: any text.
             seq: counts from 1; None: whatever number is next.
 
-        Raises:
-            SessionUnknown, SessionConflict, EnvRaised, EnvTimeout.
+        Raises: SessionUnknown, SessionConflict, EnvRaised, EnvTimeout.
         """
         async with self._alone(session_id) as session:
             if session.answer is not None and seq == session.seq:

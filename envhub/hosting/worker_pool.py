@@ -33,10 +33,10 @@ class WorkerPool:
         spec: EnvSpec,
         load_order: dict[str, Any],
         *,
-        guardian: Callable[[], Guardian],
+        guardian: Guardian,
         on_lost: Callable[[Worker], None],
     ) -> None:
-        """`guardian` gives the process that ends the workers if the hub is killed."""
+        """`guardian` ends the workers if the hub is killed."""
         self.workers: list[Worker] = []
         self._spec = spec
         self._load_order = load_order
@@ -107,7 +107,7 @@ class WorkerPool:
 
     def _start(self) -> Worker:
         worker = Worker(
-            self._spec.name, next(self._numbers), guardian=self._guardian(), on_lost=self._replace
+            self._spec.name, next(self._numbers), guardian=self._guardian, on_lost=self._replace
         )
         self.workers.append(worker)
         starting = self._starting[worker] = asyncio.create_task(worker.load(self._load_order))

@@ -119,8 +119,7 @@ def parse_entry(model: type[Model], entry: object) -> Model:
 def parse_batch(raw: bytes) -> list[Any]:
     """Return the entries of a batch, each still to be checked.
 
-    Raises:
-        BadBody: no JSON list, or longer than MAX_BATCH.
+    Raises: BadBody: no JSON list, or longer than MAX_BATCH.
     """
     return _checked(_BATCH.validate_json, raw)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from actor.engine.concurrency import Concurrency, EngineLoad, LoadMeter
+from actor.engine.concurrency import Concurrency, EngineLoad
 
 IDLE = EngineLoad(num_steps=50, num_queued=0, kv_frac=0.3, num_preemptions=0)
 PREEMPTING = EngineLoad(num_steps=50, num_queued=0, kv_frac=0.95, num_preemptions=1)
@@ -62,23 +62,23 @@ def test_engine_that_did_next_to_nothing_says_nothing() -> None:
 
 
 def test_meter_tells_the_shortest_queue_the_fullest_cache_and_every_preemption() -> None:
-    meter = LoadMeter()
-    meter.load.add(num_running=6, num_waiting=2, kv_frac=0.5, num_preemptions=1)
-    meter.load.add(num_running=10, num_waiting=3, kv_frac=0.8, num_preemptions=0)
+    meter = EngineLoad()
+    meter.add(num_running=6, num_waiting=2, kv_frac=0.5, num_preemptions=1)
+    meter.add(num_running=10, num_waiting=3, kv_frac=0.8, num_preemptions=0)
     load = EngineLoad(num_steps=2, num_queued=2, kv_frac=0.8, num_preemptions=1)
     assert meter.drain() == load
     assert meter.drain() == EngineLoad()
 
 
 def test_burst_that_is_served_in_a_few_steps_is_no_queue() -> None:
-    meter = LoadMeter()
+    meter = EngineLoad()
     for num_waiting in (50, 40, 30, 20, 10, 0, 40):
-        meter.load.add(num_running=12, num_waiting=num_waiting, kv_frac=0.1, num_preemptions=0)
+        meter.add(num_running=12, num_waiting=num_waiting, kv_frac=0.1, num_preemptions=0)
     assert meter.drain().num_queued == 0
 
 
 def test_engine_that_stands_still_has_no_queue() -> None:
-    meter = LoadMeter()
+    meter = EngineLoad()
     for _ in range(9):
-        meter.load.add(num_running=0, num_waiting=12, kv_frac=0.0, num_preemptions=0)
+        meter.add(num_running=0, num_waiting=12, kv_frac=0.0, num_preemptions=0)
     assert meter.drain() == EngineLoad()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from actor.rollout.env_client import Hint, HubClient, StepResult
+from actor.rollout.env_client import Environments, Hint, HubClient, StepResult
 from common.errors import EnvError, EnvTimeout
 
 OPENED = {"session_id": "s", "observation": "begun"}
@@ -178,6 +178,7 @@ def test_closing_a_session_that_is_gone_is_no_error(status: int) -> None:
 
 def test_instructions_are_by_environment_and_style() -> None:
     async def law(_: Hub, client: HubClient) -> None:
-        assert await client.instructions() == {"toy": {"compact": "play"}}
+        environments = await Environments.of(client, style="compact")
+        assert environments.instruction("toy") == "play"
 
     check(law)

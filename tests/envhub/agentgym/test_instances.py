@@ -55,18 +55,6 @@ def test_lease_is_renewed_by_use_and_ends_without():
     with_instances(play)
 
 
-def test_timer_forgets_abandoned_instances_without_further_requests():
-    async def play(instances, sessions, clock):
-        for _ in range(3):
-            instances.add()
-        clock.now_s = 1.0
-        async with asyncio.timeout(5.0):
-            while len(instances):
-                await asyncio.sleep(0.01)
-
-    with_instances(play, lease_s=0.05)
-
-
 def test_reset_ends_the_previous_session_and_close_the_last():
     async def play(instances, sessions, clock):
         number = instances.add()
