@@ -1,6 +1,7 @@
 """The objective as it will really be optimised, in words, and the settings that do nothing."""
 
 from collections.abc import Iterator
+from functools import partial
 
 from common.config.learning import (
     Advantage,
@@ -171,15 +172,17 @@ def summary_lines(algorithm: AlgorithmSection, learner: LearnerSection) -> list[
 Dead = Iterator[tuple[str, object, str]]
 
 
+def _changed(key: str, section: object, why: str, *names: str) -> Dead:
+    """Yield the named settings that differ from their defaults."""
+    default = type(section)()
+    for name in names:
+        value = getattr(section, name)
+        if value != getattr(default, name):
+            yield f"{key}.{name}", getattr(value, "value", value), why
+
+
 def _dead_in_algorithm(cfg: AlgorithmSection, learner: LearnerSection) -> Dead:
-    default = AlgorithmSection()
-
-    def changed(why: str, *names: str) -> Dead:
-        for name in names:
-            value = getattr(cfg, name)
-            if value != getattr(default, name):
-                yield f"algorithm.{name}", getattr(value, "value", value), why
-
+    changed = partial(_changed, "algorithm", cfg)
     advantage = cfg.advantage
     if advantage is not Advantage.GRPO:
         yield from changed(f"advantage={advantage.value}", "baseline", "normalize_std")
@@ -218,41 +221,29 @@ def _clip_never_binds(cfg: AlgorithmSection, learner: LearnerSection) -> bool:
 
 
 def _dead_in_learner(algorithm: AlgorithmSection, cfg: LearnerSection) -> Dead:
-    default = LearnerSection()
-    if cfg.optimizer is not OptimizerKind.MUON and cfg.muon_lr != default.muon_lr:
-        yield "learner.muon_lr", cfg.muon_lr, f"optimizer={cfg.optimizer.value}"
-    if cfg.decay_start_frac >= 1 and cfg.min_lr_frac != default.min_lr_frac:
-        yield "learner.min_lr_frac", cfg.min_lr_frac, "decay_start_frac=1: there is no decay"
-    critic, plain = cfg.critic, CriticSection()
-    names: dict[str, str] = {}
+    if cfg.optimizer is not OptimizerKind.MUON:
+        yield from _changed("learner", cfg, f"optimizer={cfg.optimizer.value}", "muon_lr")
+    if cfg.decay_start_frac >= 1:
+        why = "decay_start_frac=1: there is no decay"
+        yield from _changed("learner", cfg, why, "min_lr_frac")
+    changed = partial(_changed, "learner.critic", cfg.critic)
     if algorithm.advantage is not Advantage.PPO:
         why = f"algorithm.advantage={algorithm.advantage.value} has no critic"
-        names = dict.fromkeys(CriticSection.__dataclass_fields__, why)
+        yield from changed(why, *CriticSection.__dataclass_fields__)
     else:
-        if critic.kind is CriticKind.HEAD:
-            names["path"] = "kind=head"
+        if cfg.critic.kind is CriticKind.HEAD:
+            yield from changed("kind=head", "path")
         else:
-            names["coef"] = "kind=model has an optimizer of its own"
+            yield from changed("kind=model has an optimizer of its own", "coef")
         if cfg.ppo_epochs * cfg.num_minibatches == 1:
-            names["clip"] = "one update per batch moves no value before it"
-        if critic.targets is not CriticTargets.VTRACE:
-            names |= dict.fromkeys(("vtrace_rho", "vtrace_c"), f"targets={critic.targets.value}")
-    for name, why in names.items():
-        value = getattr(critic, name)
-        if value != getattr(plain, name):
-            yield f"learner.critic.{name}", getattr(value, "value", value), why
-    yield from _dead_in_controller(cfg)
-
-
-def _dead_in_controller(cfg: LearnerSection) -> Dead:
-    own, plain = cfg.controller, type(cfg.controller)()
-    off: dict[str, str] = {}
-    if not own.scale_lr:
-        off["min_lr_scale"] = "scale_lr=false"
-    if not own.skip_step:
-        off |= dict.fromkeys(("ess_skip", "max_skips"), "skip_step=false")
-    if not own.tighten_gate:
-        off |= dict.fromkeys(("ess_gate", "recover_steps"), "tighten_gate=false")
-    for name, why in off.items():
-        if getattr(own, name) != getattr(plain, name):
-            yield f"learner.controller.{name}", getattr(own, name), why
+            yield from changed("one update per batch moves no value before it", "clip")
+        if cfg.critic.targets is not CriticTargets.VTRACE:
+            why = f"targets={cfg.critic.targets.value}"
+            yield from changed(why, "vtrace_rho", "vtrace_c")
+    changed = partial(_changed, "learner.controller", cfg.controller)
+    if not cfg.controller.scale_lr:
+        yield from changed("scale_lr=false", "min_lr_scale")
+    if not cfg.controller.skip_step:
+        yield from changed("skip_step=false", "ess_skip", "max_skips")
+    if not cfg.controller.tighten_gate:
+        yield from changed("tighten_gate=false", "ess_gate", "recover_steps")

@@ -1,11 +1,14 @@
 """Small trajectories and models for the learner's tests."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from common.config.learning import LearnerSection, Precision
+from common.config.run_config import ModelSection, RunConfig
 from common.wire.messages import Trajectory
 from learner.batch.batching import Sample
 from learner.batch.synthetic import synthetic_trajectory
@@ -36,6 +39,14 @@ def make_trajectory(
         logprobs=full,
         **changes,
     )
+
+
+def run_config_with_policy(folder: Path, **learner: Any) -> RunConfig:
+    """Save a policy and return the configuration of a learner that trains it in fp32."""
+    make_model().save_pretrained(folder / "policy")
+    section = LearnerSection(device="cpu", precision=Precision.FP32, warmup_steps=0, **learner)
+    model = ModelSection(path=str(folder / "policy"), dtype="float32")
+    return RunConfig(model=model, learner=section)
 
 
 def held_by(groups: GroupAssembly) -> list[Trajectory]:

@@ -8,24 +8,15 @@ import pytest
 
 from common.config.learning import LearnerSection, Precision
 from common.config.offline import EvolveSection
-from common.config.run_config import ModelSection, RunConfig, SftSection, TaskSection
+from common.config.run_config import ModelSection, RunConfig, TaskSection
 from common.errors import ConfigError
 from common.store.journal import JournalWriter
 from learner.offline import evolve
 from learner.offline.scratch import make_policy, make_tokenizer, save_policy
 from learner.scheduler.curriculum.catalogue import parse_catalogue
 from tests.learner.builders import make_trajectory
+from tests.learner.offline.builders import TINY
 
-TINY = SftSection(
-    hidden_size=32,
-    num_layers=1,
-    num_heads=2,
-    num_kv_heads=1,
-    intermediate_size=64,
-    vocab_size=300,
-    num_epochs=1,
-    batch_tokens=64,
-)
 CATALOGUE = parse_catalogue(
     {
         "toy": {

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -11,7 +12,7 @@ import torch
 from transformers import AutoTokenizer
 
 from common.config.learning import LearnerSection
-from common.config.run_config import RunConfig, SftSection
+from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from learner.offline import sft
 from learner.offline.agent_traj import Conversation, Message
@@ -19,20 +20,11 @@ from learner.offline.rows import Row, row_of_conversation
 from learner.offline.scratch import make_policy, make_tokenizer
 from learner.policy.model import load_policy
 from tests.configs import edited
+from tests.learner.offline import builders
 
 TEXTS = ["you see a red ball", "go to red ball", "you see a blue key", "pick up blue key"]
 TOKENIZER = make_tokenizer(TEXTS * 4, vocab_size=300)
-TINY = SftSection(
-    hidden_size=32,
-    num_layers=1,
-    num_heads=2,
-    num_kv_heads=1,
-    intermediate_size=64,
-    vocab_size=300,
-    num_epochs=40,
-    batch_tokens=64,
-    lr=1e-2,
-)
+TINY = replace(builders.TINY, num_epochs=40, lr=1e-2)
 
 
 def say(*texts: str, first_is_trained: bool = True) -> Conversation:

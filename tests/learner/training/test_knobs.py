@@ -118,7 +118,8 @@ def signal(algorithm: AlgorithmSection, _: LearnerSection) -> bool:
     return algorithm.filter_zero_variance and not group_has_signal(members, algorithm)
 
 
-A, L = AlgorithmSection, LearnerSection
+A = AlgorithmSection
+L = LearnerSection
 PPO = {"advantage": Advantage.PPO}
 # Settings whose effect shows elsewhere than in a training step; each is read where named here.
 ELSEWHERE = {
@@ -229,7 +230,8 @@ def perturbed(value: Any) -> Any:
 def pair(leaf: str, member: Any = None) -> tuple[tuple[A, L], tuple[A, L]]:
     """Return the context of a leaf as configurations, before and after the leaf is changed."""
     *path, name = leaf.split(".")
-    algorithm, learner, critic, controller = (dict(each) for each in CONTEXT.get(leaf, ({},) * 4))
+    given: list[dict[str, Any]] = [dict(each) for each in CONTEXT.get(leaf, ({},) * 4)]
+    algorithm, learner, critic, controller = given
     if path[-1] == "critic" and not algorithm:
         algorithm = dict(PPO)
     quiet = {"scale_lr": False, "tighten_gate": False, "skip_step": False}
@@ -245,7 +247,10 @@ def pair(leaf: str, member: Any = None) -> tuple[tuple[A, L], tuple[A, L]]:
         learner["precision"] = Precision.BF16  # auto is one of the two, by the machine
 
     def build() -> tuple[A, L]:
-        nested = {"critic": CriticSection(**critic), "controller": ControllerSection(**controller)}
+        nested: dict[str, Any] = {
+            "critic": CriticSection(**critic),
+            "controller": ControllerSection(**controller),
+        }
         return A(**algorithm), L(**learner, **nested)
 
     before = build()

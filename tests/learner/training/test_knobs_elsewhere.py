@@ -15,26 +15,20 @@ from common.config.learning import (
     Correction,
     CriticKind,
     CriticSection,
-    LearnerSection,
-    Precision,
 )
-from common.config.run_config import ModelSection, RunConfig
+from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from learner.training.build import load_start, make_trainer
 from learner.training.checkpoint import Checkpoints
 from learner.training.trainer import TrainingDiverged
-from tests.learner.builders import make_model, make_samples
+from tests.learner.builders import make_model, make_samples, run_config_with_policy
 
 
 @pytest.fixture
 def cfg(tmp_path: Path) -> RunConfig:
-    make_model().save_pretrained(tmp_path / "policy")
     make_model(seed=5).save_pretrained(tmp_path / "other")
     quiet = ControllerSection(scale_lr=False, skip_step=False)
-    learner = LearnerSection(
-        device="cpu", precision=Precision.FP32, warmup_steps=0, controller=quiet
-    )
-    return RunConfig(model=ModelSection(path=str(tmp_path / "policy")), learner=learner)
+    return run_config_with_policy(tmp_path, controller=quiet)
 
 
 def loss_of(cfg: RunConfig) -> float:

@@ -15,24 +15,20 @@ from common.config.learning import (
     Advantage,
     AlgorithmSection,
     ControllerSection,
-    LearnerSection,
     Precision,
 )
-from common.config.run_config import ModelSection, RunConfig
+from common.config.run_config import RunConfig
 from common.errors import LongstrideError
 from learner.training.build import load_start, make_trainer
 from learner.training.rank_workers import RankWorkers
 from learner.training.trainer import Trainer
-from tests.learner.builders import make_model, make_samples
+from tests.learner.builders import make_samples, run_config_with_policy
 
 
 @pytest.fixture
 def cfg(tmp_path: Path) -> RunConfig:
-    make_model().save_pretrained(tmp_path / "policy")
-    learner = LearnerSection(
-        device="cpu",
-        precision=Precision.FP32,
-        warmup_steps=0,
+    return run_config_with_policy(
+        tmp_path,
         lr=1e-3,
         num_ranks=2,
         rank_timeout_s=60.0,
@@ -40,8 +36,6 @@ def cfg(tmp_path: Path) -> RunConfig:
         max_tokens_per_microbatch=40,
         controller=ControllerSection(skip_step=False),  # the other reactions must be alike, too
     )
-    model = ModelSection(path=str(tmp_path / "policy"), dtype="float32")
-    return RunConfig(model=model, learner=learner)
 
 
 @contextmanager

@@ -1,0 +1,14 @@
+"""The smallest policy for the tests of offline training."""
+
+from common.config.run_config import SftSection
+
+TINY = SftSection(
+    hidden_size=32,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=1,
+    intermediate_size=64,
+    vocab_size=300,
+    num_epochs=1,
+    batch_tokens=64,
+)
