@@ -95,12 +95,7 @@ def _updated(
 def chunk_costs(
     model: PreTrainedModel, tokens: TokenBatch, sizes: Sequence[int], *, autocast: bool
 ) -> list[ChunkCost]:
-    """Return speed, memory and agreement of scoring a block in chunks of each size.
-
-    Args:
-        tokens: on the model's device.
-        sizes: rows of the vocabulary projection alive at once.
-    """
+    """Return speed, memory and agreement of scoring a block in chunks of each of `sizes`."""
     num_tokens = tokens.target_ids.numel()
     reference = _score(model, tokens, num_tokens, autocast=autocast)
     clock = clock_of(tokens.token_ids.device)

@@ -53,12 +53,7 @@ def snapshot_weights(model: PreTrainedModel, dtype: torch.dtype) -> tuple[Publis
 
 
 def broadcast_to_peer(
-    weights: PublishedWeights,
-    *,
-    backend: str,
-    peer_device: str,
-    num_rounds: int,
-    timeout_s: float,
+    weights: PublishedWeights, *, backend: str, peer_device: str, num_rounds: int, timeout_s: float
 ) -> Transfer:
     """Send a version `num_rounds` times to a process of its own and compare checksums.
 
@@ -104,11 +99,7 @@ def broadcast_to_peer(
 
 
 def broadcast_alone(buffer: torch.Tensor, *, backend: str, timeout_s: float) -> None:
-    """Make a group of one rank and broadcast: the backend is there and takes our options.
-
-    Raises:
-        WeightSyncError: it is not, or does not.
-    """
+    """Broadcast in a group of one rank. Raises: WeightSyncError: the backend is not there."""
     store = open_store(HOST, 0, is_server=True, timeout_s=timeout_s)
     group = _group(store, 0, 1, backend, timeout_s)
     group.broadcast(buffer)

@@ -19,8 +19,7 @@ TAIL_LINES = 5
 def train(name: str, overrides: Sequence[str], *, config: str, log: Path, timeout_s: float) -> None:
     """Run `train` in a process of its own until it has ended.
 
-    Raises:
-        LongstrideError: it failed, or did not end in time; holds its last words and names its log.
+    Raises: LongstrideError: it failed, or was not in time; holds its last words, names its log.
     """
     logger.info("run name=%s log=%s", name, log)
     argv = [sys.executable, "run.py", "train", "--config", config, *overrides]

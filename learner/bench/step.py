@@ -158,10 +158,7 @@ def clock_of(device: torch.device) -> Callable[[], float]:
 
 
 def alternate(
-    contenders: Mapping[str, Callable[[], object]],
-    *,
-    num_rounds: int,
-    clock: Callable[[], float],
+    contenders: Mapping[str, Callable[[], object]], *, num_rounds: int, clock: Callable[[], float]
 ) -> dict[str, list[float]]:
     """Run all contenders once per round, each round beginning with another; return the seconds.
 

@@ -61,13 +61,9 @@ class Outcome:
 
 
 def run_study(study: Study, *, folder: Path) -> list[Outcome]:
-    """Run what is not finished yet, and return all outcomes, arm by arm.
+    """Run below `folder` what is not finished yet, and return all outcomes, arm by arm.
 
-    Args:
-        folder: of the runs; a study that was interrupted goes on.
-
-    Raises:
-        LongstrideError: a run failed; names it and its log.
+    Raises: LongstrideError: a run failed; names it and its log.
     """
     folder.mkdir(parents=True, exist_ok=True)
     todo = [(arm, seed) for seed in study.seeds for arm in study.arms]

@@ -35,10 +35,7 @@ LEGEND = (
 
 
 def run_suite(out: TextIO) -> int:
-    """Measure the learner on the CPU; return 1 when a promise is not kept.
-
-    Takes about two minutes of one core.
-    """
+    """Measure the learner in two minutes of one core; return 1 when a promise is not kept."""
     torch.set_num_threads(1)
     table = BenchTable(out=out)
     out.write(LEGEND.format(num_rounds=NUM_ROUNDS))
@@ -85,12 +82,7 @@ def step_cost(
 ) -> StepCost:
     samples = make_batch(shape, vocab_size=vocabulary_size(model), seed=0)
     return measure_step(
-        cfg,
-        algorithms,
-        model,
-        samples,
-        num_rounds=num_rounds,
-        engine_dtype=engine_dtype,
+        cfg, algorithms, model, samples, num_rounds=num_rounds, engine_dtype=engine_dtype
     )
 
 

@@ -31,10 +31,7 @@ SLOW_ENV: list[str] = _WRITTEN["slow_env"]
 
 
 def run_suite(out: TextIO) -> int:
-    """Compare both modes in the simulator and in real runs; return 1 when a promise is not kept.
-
-    Takes about four minutes, most of them waiting.
-    """
+    """Compare both modes in about four minutes; return 1 when a promise is not kept."""
     table = BenchTable(out=out)
     out.write(_WRITTEN["legend"])
     table.attempt("async over sync in the simulator", lambda: add_simulated(table))
@@ -75,8 +72,7 @@ def _figure(where: str, ratio: float, bound: float, per_h: list[float]) -> Figur
 def run(mode: TrainMode, folder: Path) -> Path:
     """Train with the environment that waits; return the run's directory.
 
-    Raises:
-        LongstrideError: the run failed; holds its last words.
+    Raises: LongstrideError: the run failed; holds its last words.
     """
     own = (f"run.dir={folder}", f"run.name={mode.value}", f"train.mode={mode.value}")
     log = folder / f"{mode.value}.log"

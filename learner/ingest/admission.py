@@ -34,13 +34,7 @@ class Admission:
     def __init__(
         self, index: JournalIndex, *, group_size: int, vocab_size: int | None = None
     ) -> None:
-        """Begin with nothing counted.
-
-        Args:
-            index: knows the episodes that the journal holds.
-            group_size: as `max_group_size` of `refusal`.
-            vocab_size: as in `refusal`.
-        """
+        """Begin with nothing counted; sizes as in `refusal`."""
         self._index = index
         self._group_size = group_size
         self._vocab_size = vocab_size

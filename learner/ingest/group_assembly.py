@@ -30,11 +30,7 @@ def oldest_version(trajectory: Trajectory) -> int:
 
 
 def is_fresh(trajectory: Trajectory, learner_version: int, *, max_lag_steps: int) -> bool:
-    """Return True if the trajectory may still train.
-
-    The next step turns version `learner_version` into `learner_version + 1`, so what was sampled
-    from the current weights has lag 0.
-    """
+    """Return True if the trajectory may still train; what the current weights sampled has lag 0."""
     return learner_version - oldest_version(trajectory) <= max_lag_steps
 
 
@@ -60,8 +56,7 @@ class GroupAssembly:
 
         Args:
             has_signal: False for members that are all worth the same.
-            is_lockstep: no batch is taken before the scheduler has decided on it: a whole round
-                of groups is opened at once and none before it is over. Otherwise a batch has
+            is_lockstep: no batch is taken before the scheduler has decided on it. Otherwise it has
                 `per_step` groups unless the scheduler says that it must be short.
         """
         self._cfg = cfg

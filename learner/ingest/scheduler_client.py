@@ -34,12 +34,9 @@ class SchedulerClient:
         silence_s: float,
         on_progress: Callable[[Progress], None],
     ) -> None:
-        """Make one that is not connected.
+        """Make one that is not connected; `on_progress` takes each answer to a heartbeat.
 
-        Args:
-            silence_s: after so many seconds without an answer the scheduler counts as gone, and a
-                report that it has not received as lost.
-            on_progress: called with each answer to a heartbeat.
+        After `silence_s` without an answer the scheduler counts as gone, and a report as lost.
         """
         self._reports = reports
         self.hello = hello
@@ -68,11 +65,7 @@ class SchedulerClient:
         self.flush()
 
     def beat(self, heartbeat: Heartbeat) -> None:
-        """Send a heartbeat; follow a scheduler that moved.
-
-        Raises:
-            LongstrideError: nothing heard for `silence_s`.
-        """
+        """Beat; follow a scheduler that moved. Raises: LongstrideError: it is silent."""
         silent_s = self._dealer.silent_s
         if not self._dealer.follow() and silent_s > self._silence_s:
             address = self._dealer.address

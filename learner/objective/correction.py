@@ -131,12 +131,7 @@ def importance_weights(
 
 
 def negative_mask(
-    log_rho: Tensor,
-    advantages: Tensor,
-    sequence_ids: Tensor,
-    num_sequences: int,
-    *,
-    delta: float,
+    log_rho: Tensor, advantages: Tensor, sequence_ids: Tensor, num_sequences: int, *, delta: float
 ) -> Tensor:
     """Return [tokens] float: 0 where A < 0 and the episode has left the policy, else 1.
 

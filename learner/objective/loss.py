@@ -23,12 +23,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from common.config.learning import (
-    Aggregation,
-    AlgorithmSection,
-    KlEstimator,
-    PolicyLoss,
-)
+from common.config.learning import Aggregation, AlgorithmSection, KlEstimator, PolicyLoss
 from learner.objective.correction import log_ratio, sequence_mean
 
 

@@ -46,10 +46,7 @@ def run(cfg: RunConfig) -> Path:
         raise ConfigError("dpo.data is not set: give a run directory or a file of episodes")
     model, tokenizer = load_start(cfg.model.path, cfg.learner)
     rows = read_rows(
-        Path(cfg.dpo.data),
-        tokenizer=tokenizer,
-        max_tokens=cfg.actor.max_model_len,
-        key="dpo.data",
+        Path(cfg.dpo.data), tokenizer=tokenizer, max_tokens=cfg.actor.max_model_len, key="dpo.data"
     )
     pairs = make_pairs(rows, cfg.dpo, seed=cfg.run.seed)
     if not pairs:
@@ -125,12 +122,7 @@ def train(
         return (losses + cfg.sft_coef * likelihood).sum() / num_in_batch, sums
 
     return train_epochs(
-        model,
-        cfg,
-        learner,
-        batches=one_epoch,
-        loss_of=loss_of,
-        max_grad_norm=learner.max_grad_norm,
+        model, cfg, learner, batches=one_epoch, loss_of=loss_of, max_grad_norm=learner.max_grad_norm
     )
 
 

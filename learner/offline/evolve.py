@@ -30,9 +30,9 @@ Play = Callable[[RunConfig, int, Path], None]
 
 
 def plan_episodes(cfg: RunConfig, catalogue: Catalogue, iteration: int) -> list[PlannedEpisode]:
-    """Return the episodes of an iteration: other training items each time, by the tasks' weights.
+    """Return the episodes of an iteration, by the tasks' weights.
 
-    Within a task every item comes once before any comes again.
+    Within a task every training item comes once before any comes again.
     """
     active = [task for task in cfg.tasks if task.weight > 0]
     sizes = [catalogue.entry(task.env, task.subset).num_train for task in active]

@@ -45,12 +45,7 @@ class Passes:
     def __init__(
         self, cfg: LearnerSection, networks: Networks, *, temperature: float, engine_dtype: str
     ) -> None:
-        """Hold the networks.
-
-        Args:
-            temperature: of the sampler; logits are divided by it.
-            engine_dtype: a bf16 engine's logits are rounded, so ours are then too.
-        """
+        """Hold the networks; `temperature` is the sampler's, `engine_dtype` of `model.dtype`."""
         self._max_tokens = cfg.max_tokens_per_microbatch
         self._networks = networks
         self.scoring = Scoring(

@@ -104,15 +104,10 @@ def settle_precision(
     is_repeatable: bool,
     measure: Callable[[PreTrainedModel], Timings] = time_passes,
 ) -> LearnerSection:
-    """Return the section with bf16 or fp32 in the place of auto, and write that down.
+    """Return the section with bf16 or fp32 in the place of auto, and write that to `file`.
 
     A run that goes on keeps what its first start has found: another arithmetic would change
-    the numbers of steps that are repeated.
-
-    Args:
-        file: of the run, JSON.
-        is_repeatable: by the rule alone, so that two runs of one seed are equal bit for bit.
-        measure: times both; not called where the rule decides.
+    the numbers of steps that are repeated. One that must be repeatable goes by the rule alone.
     """
     if learner.precision is not Precision.AUTO:
         logger.info("precision=%s, as configured", learner.precision.value)

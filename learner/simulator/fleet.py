@@ -67,11 +67,8 @@ class Fleet:
         deliver: Callable[[Arrival], None],
         note_waiting: Callable[[str], None],
     ) -> None:
-        """Make actors that have not joined yet.
-
-        Args:
-            deliver: takes an episode that ended.
-            note_waiting: tells the scheduler that this actor asks all the time.
+        """Make actors that have not joined yet. `deliver` takes an episode that ended,
+        `note_waiting` tells the scheduler that an actor asks all the time.
         """
         simulator = cfg.simulator
         self._cfg, self._core, self._workload = cfg, core, workload

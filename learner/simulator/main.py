@@ -11,12 +11,7 @@ from common.config.run_config import RunConfig, TrainMode
 from common.errors import ConfigError
 from common.store.run_dir import write_json
 from learner.simulator.measured import load_measured, load_workload
-from learner.simulator.report import (
-    compare,
-    format_advice,
-    format_comparison,
-    format_predictions,
-)
+from learner.simulator.report import compare, format_advice, format_comparison, format_predictions
 from learner.simulator.search import advise
 from learner.simulator.workload import SampledWorkload, Workload
 from learner.simulator.world import World

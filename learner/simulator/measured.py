@@ -82,11 +82,7 @@ def _near(rng: Random, at: int, num: int) -> int:
 
 
 def load_workload(path: Path, algorithm: AlgorithmSection) -> MeasuredWorkload:
-    """Return what can be drawn from a run.
-
-    Raises:
-        ConfigError: no run is there, or it is too short.
-    """
+    """Return what can be drawn from a run. Raises: ConfigError: none is there, or too short."""
     lines = _metrics(path)
     steps = [
         (now["train/num_tokens"], now["time_s"] - before["time_s"] - now["wait/batch_s"])
@@ -122,10 +118,9 @@ def _play(trajectory: Trajectory, algorithm: AlgorithmSection) -> Play:
 
 
 def load_measured(path: Path) -> Measured:
-    """Return the pace of a run, its first step left out: it waits for everybody to start.
+    """Return the pace of a run but for its first step, which waits for everybody to start.
 
-    Raises:
-        ConfigError: no run is there, or it is too short.
+    Raises: ConfigError: no run is there, or it is too short.
     """
     lines = _metrics(path)
     seconds = lines[-1]["time_s"] - lines[0]["time_s"]

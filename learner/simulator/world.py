@@ -43,11 +43,7 @@ class World:
     """
 
     def __init__(self, cfg: RunConfig, workload: Workload, *, max_steps: int = 0) -> None:
-        """Build everything; nobody has joined yet.
-
-        Args:
-            max_steps: end after so many, as if the run went on; 0: as the configuration says.
-        """
+        """Build everything. `max_steps`: end there, as if the run went on; 0: as configured."""
         self._cfg = for_simulation(cfg, is_endless=max_steps > 0)
         self._max_steps = max_steps or self._cfg.train.num_steps
         self._workload = workload

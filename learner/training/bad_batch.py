@@ -15,12 +15,9 @@ KEPT = 5  # batches; a run that goes on failing must not fill the disk
 
 
 def dump_batch(run_root: Path, version: int, samples: Sequence[Sample]) -> Path | None:
-    """Write a batch to `bad_batches/version-<v>/` of the run directory.
+    """Write a batch to `bad_batches/version-<v>/` of a run; None if there are `KEPT` already.
 
-    `samples.jsonl` names each episode with its advantage; `<row>.npz` holds its arrays.
-
-    Returns:
-        The folder, or None if there are `KEPT` already.
+    `samples.jsonl` names each episode with its reward; `<row>.npz` holds its arrays.
     """
     folder = run_root / "bad_batches" / f"version-{version}"
     if folder.exists() or len(list(folder.parent.glob("version-*"))) >= KEPT:

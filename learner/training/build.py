@@ -36,11 +36,7 @@ def load_start(
 def make_trainer(
     cfg: RunConfig, model: PreTrainedModel, checkpoint: Path | None, **links: Any
 ) -> tuple[Trainer, int]:
-    """Return the trainer of a model and the version it stands at: that of its checkpoint, or 0.
-
-    Args:
-        links: of `Trainer`, to what is around it: `ranks`, `announce`, `on_bad_batch`.
-    """
+    """Return the trainer of a model and the version it stands at; `links` are `Trainer`'s own."""
     settings = TrainerSettings(
         learner=cfg.learner,
         algorithm=cfg.algorithm,

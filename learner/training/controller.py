@@ -25,11 +25,7 @@ class Controller:
     """Decides once per batch. Deterministic: the same batches lead to the same decisions."""
 
     def __init__(self, cfg: ControllerSection, *, max_ahead_steps: int) -> None:
-        """Start with an open gate.
-
-        Args:
-            max_ahead_steps: what the configuration allows; never exceeded.
-        """
+        """Start with an open gate; `max_ahead_steps` is never exceeded."""
         self._cfg = cfg
         self._most_ahead = max_ahead_steps
         self._ahead = max_ahead_steps

@@ -57,11 +57,7 @@ class PolicyOptimizer:
         return {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned.
-
-        Raises:
-            ValueError: it is the state of another kind of optimizer or of another model.
-        """
+        """Restore. Raises: ValueError: it is the state of another kind of optimizer or model."""
         saved = state["optimizers"]
         if len(saved) != len(self.optimizers):
             raise ValueError(f"{len(saved)} saved optimizers, {len(self.optimizers)} in use")

@@ -82,11 +82,7 @@ class RankWorkers:
             self._workers.append(_Worker(rank, process, ours))
 
     def wait_loaded(self) -> None:
-        """Wait for all of them to have loaded.
-
-        Raises:
-            LongstrideError: one of them ended, or did not come in time.
-        """
+        """Wait for all to have loaded. Raises: LongstrideError: one ended, or was not in time."""
         deadline = time.monotonic() + LOAD_S
         for worker in self._workers:
             remaining_s = max(0.0, deadline - time.monotonic())

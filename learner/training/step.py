@@ -17,13 +17,7 @@ from learner.objective.correction import (
     sample_size_of,
     weight_moments,
 )
-from learner.objective.loss import (
-    Denominator,
-    LossInputs,
-    metric_names,
-    policy_loss,
-    value_loss,
-)
+from learner.objective.loss import Denominator, LossInputs, metric_names, policy_loss, value_loss
 from learner.policy.forward import Networks, Passes, Scores
 from learner.training.ranks import Ranks
 
@@ -85,11 +79,7 @@ class Gradients:
     def prepare(self, samples: list[Sample], version: int) -> ScoredBatch:
         """Do the passes without gradient that are needed before the first update of a batch.
 
-        Args:
-            version: of the current weights.
-
-        Returns:
-            The batch; with a critic its samples carry advantages and value targets.
+        Returns: the batch; with a critic its samples carry advantages and value targets.
         """
         critic, reference = self._networks.critic, self._networks.reference
         batch = ScoredBatch(samples=samples, version=version)
@@ -119,11 +109,7 @@ class Gradients:
         return replace(batch, samples=samples)
 
     def accumulate(self, batch: ScoredBatch, part: Sequence[int]) -> Gradient:
-        """Add the gradient of a minibatch to the parameters, microbatch by microbatch.
-
-        Args:
-            part: indices of the minibatch's samples.
-        """
+        """Add the gradient of a minibatch (indices of samples), microbatch by microbatch."""
         samples = [batch.samples[index] for index in part]
         denominator = Denominator(
             num_tokens=sum(sample.num_sampled_tokens for sample in samples),
@@ -137,9 +123,7 @@ class Gradients:
         logprobs: BySample = {}
         for micro in self._microbatches(batch.samples, part):
             scores = self.passes.score(
-                micro.tokens,
-                with_entropy=self._algorithm.entropy_coef != 0,
-                with_values=has_critic,
+                micro.tokens, with_entropy=self._algorithm.entropy_coef != 0, with_values=has_critic
             )
             loss, metrics = policy_loss(
                 self.loss_inputs(batch, micro, scores), denominator, self._algorithm

@@ -17,12 +17,7 @@ from learner.training.controller import Controller, Decision
 from learner.training.optimizer import lr_scale, make_critic_optimizer, make_optimizer
 from learner.training.ranks import Ranks
 from learner.training.step import Gradient, Gradients, ScoredBatch, TrainerSettings
-from learner.training.step_metrics import (
-    Update,
-    mean_metrics,
-    offpolicy_metrics,
-    volume_metrics,
-)
+from learner.training.step_metrics import Update, mean_metrics, offpolicy_metrics, volume_metrics
 
 logger = logging.getLogger(__name__)
 

@@ -29,10 +29,9 @@ class Publisher(threading.Thread):
     """
 
     def __init__(self, router: Router, *, host: str, timeout_s: float, max_canary_delta: float):
-        """Make one that listens at `router`.
+        """Make one that listens at `router`; its rendezvous store is at `host`.
 
         Args:
-            host: where the engines find the rendezvous store.
             timeout_s: most seconds of each part of a transfer, when nobody is known to be gone.
             max_canary_delta: mean |difference| in nats that is no alarm.
         """
@@ -63,8 +62,7 @@ class Publisher(threading.Thread):
     ) -> bool:
         """Send a version to all members; True when it is there, False if told to stop first.
 
-        Raises:
-            LongstrideError: the publisher's thread failed, or did not finish in bounded time.
+        Raises: LongstrideError: the publisher's thread failed, or did not finish in bounded time.
         """
         started = time.monotonic()
         deadline = started + 3 * self._timeout_s
@@ -104,10 +102,7 @@ class Publisher(threading.Thread):
         return metrics | self._transfers.drain_metrics() | self._canary.drain_metrics()
 
     def stop(self) -> None:
-        """End the thread and close its sockets and groups.
-
-        A thread that is blocked in a broadcast ends with the process.
-        """
+        """End the thread; one that is blocked in a broadcast ends with the process."""
         self._stop_requested.set()
         self._router.wake()
         self.join(timeout=STOP_S)

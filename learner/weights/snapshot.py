@@ -33,12 +33,8 @@ def snapshot(
 ) -> PublishedWeights:
     """Return a copy of the policy's tensors, ready to be sent while training goes on.
 
-    Args:
-        tensors: (name, tensor) of the policy.
-        canary_token_ids: [canary, seq] what both sides score.
-        canary_logprobs: [canary, seq-1] nats by the trainer, with these very weights.
-        canary_masks: [canary, seq-1] True on tokens that a policy sampled; None: compare all. What
-            nobody would sample has huge logprobs, and rounding of huge numbers says little.
+    Canaries as in `PublishedWeights`; without masks all tokens are compared. They should leave out
+    what no policy sampled: its logprobs are huge, and rounding of huge numbers says little.
     """
     named = list(tensors)
     specs, num_bytes = lay_out(named)

@@ -190,12 +190,7 @@ def test_step_that_skips_its_update_is_not_measured() -> None:
     model.lm_head.weight.data[0, 0] = math.nan
     with pytest.raises(ValueError, match="left out its update"):
         step_cost(
-            FP32,
-            {"grpo": AlgorithmSection()},
-            model,
-            SHAPE,
-            num_rounds=2,
-            engine_dtype="float32",
+            FP32, {"grpo": AlgorithmSection()}, model, SHAPE, num_rounds=2, engine_dtype="float32"
         )
 
 

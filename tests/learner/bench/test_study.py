@@ -12,12 +12,7 @@ from common.errors import LongstrideError
 from common.repository import ROOT
 from common.store.journal import JournalWriter
 from common.wire.messages import EpisodeKind, Trajectory
-from learner.bench.studies import (
-    TABLES,
-    curriculum_table,
-    read_study,
-    staleness_table,
-)
+from learner.bench.studies import TABLES, curriculum_table, read_study, staleness_table
 from learner.bench.study import (
     Arm,
     Outcome,

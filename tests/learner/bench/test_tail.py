@@ -9,14 +9,7 @@ import pytest
 from common.config.load import load_config
 from common.config.run_config import TrainMode
 from common.report.bench_table import BenchTable
-from learner.bench.tail import (
-    BASE,
-    GROUP_SIZE,
-    SLOW_ENV,
-    add_simulated,
-    predict,
-    trained_per_h,
-)
+from learner.bench.tail import BASE, GROUP_SIZE, SLOW_ENV, add_simulated, predict, trained_per_h
 
 
 def test_rate_leaves_the_first_steps_out(tmp_path: Path) -> None:

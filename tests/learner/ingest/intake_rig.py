@@ -175,12 +175,7 @@ class Setup:
         self.admission = Admission(index, group_size=3, vocab_size=VOCAB_SIZE)
         self.buffer = TrajectoryBuffer(table, index, reports, version=HELLO.version)
         client = SchedulerClient(
-            self.run_dir,
-            keys,
-            reports,
-            hello=HELLO,
-            silence_s=silence_s,
-            on_progress=self._apply,
+            self.run_dir, keys, reports, hello=HELLO, silence_s=silence_s, on_progress=self._apply
         )
         self.intake = Intake(
             Router(keys, host=HOST, port=0),

@@ -13,19 +13,12 @@ from tests.learner.builders import held_by, make_trajectory
 
 
 def make_table(
-    *,
-    size: int = 3,
-    per_step: int = 2,
-    min_size: int = 2,
-    is_lockstep: bool = False,
+    *, size: int = 3, per_step: int = 2, min_size: int = 2, is_lockstep: bool = False
 ) -> GroupAssembly:
     cfg = GroupsSection(size=size, per_step=per_step, min_size=min_size)
     algorithm = AlgorithmSection()
     return GroupAssembly(
-        cfg,
-        algorithm,
-        has_signal=lambda m: group_has_signal(m, algorithm),
-        is_lockstep=is_lockstep,
+        cfg, algorithm, has_signal=lambda m: group_has_signal(m, algorithm), is_lockstep=is_lockstep
     )
 
 

@@ -7,14 +7,7 @@ import pytest
 
 from common.store.journal import JOURNAL_START, read_journal
 from common.wire.codec import decode, encode
-from common.wire.messages import (
-    Ack,
-    EndReason,
-    EpisodeKind,
-    EpisodeOutcome,
-    Outcome,
-    Rejected,
-)
+from common.wire.messages import Ack, EndReason, EpisodeKind, EpisodeOutcome, Outcome, Rejected
 from tests.learner.ingest.intake_rig import HELLO, VOCAB_SIZE, Setup, member
 
 
@@ -39,9 +32,7 @@ def test_a_duplicate_is_acknowledged_counted_and_not_written_again(running: Setu
     assert running.admission.counts()["admission/duplicates"] == 2
 
 
-def test_a_refused_trajectory_is_answered_with_its_reason_and_never_arrives(
-    running: Setup,
-) -> None:
+def test_a_refused_trajectory_is_answered_with_its_reason_and_never_arrives(running: Setup) -> None:
     bad = replace(member(2), logprobs=np.array([0, np.nan], dtype=np.float32))
     ack = running.deliver(bad)
     assert not ack.is_accepted

@@ -233,7 +233,7 @@ def pair(leaf: str, member: Any = None) -> tuple[tuple[A, L], tuple[A, L]]:
     given: list[dict[str, Any]] = [dict(each) for each in CONTEXT.get(leaf, ({},) * 4)]
     algorithm, learner, critic, controller = given
     if path[-1] == "critic" and not algorithm:
-        algorithm = dict(PPO)
+        algorithm = dict[str, Any](PPO)
     quiet = {"scale_lr": False, "tighten_gate": False, "skip_step": False}
     if path[-1] != "controller":
         controller = quiet | controller

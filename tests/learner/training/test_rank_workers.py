@@ -11,12 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.config.learning import (
-    Advantage,
-    AlgorithmSection,
-    ControllerSection,
-    Precision,
-)
+from common.config.learning import Advantage, AlgorithmSection, ControllerSection, Precision
 from common.config.run_config import RunConfig
 from common.errors import LongstrideError
 from learner.training.build import load_start, make_trainer
