@@ -1,5 +1,6 @@
 """The command `doctor`: what this machine has and lacks, line by line."""
 
+import contextlib
 import importlib.metadata
 import platform
 import shutil
@@ -112,11 +113,8 @@ def format_checks(checks: Sequence[Check]) -> str:
 
 def _examine_package(names: Sequence[str]) -> Check:
     for name in names:
-        try:
-            found = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        return Check(what=name, found=found, remedy="")
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return Check(what=name, found=importlib.metadata.version(name), remedy="")
     return Check(what=names[0], found="missing", remedy="run `make setup`")
 
 

@@ -6,6 +6,8 @@ from enum import StrEnum
 
 from common.config.knobs import URL, WORD, Contradiction, knob
 
+LIMIT_KEYS = ("max_tokens", "max_completion_tokens")
+
 
 class EvalItems(StrEnum):
     """Which held-out items the command `eval` plays.
@@ -49,11 +51,7 @@ class PolicySection:
     api_key_env: str = knob("", 'variable that holds the key; "": none is sent', form=WORD, also="")
     temperature: float = knob(1.0, "of sampling", ge=0, le=100)
     max_turn_tokens: int = knob(1024, "sampled tokens per turn, hidden reasoning included", ge=1)
-    limit_key: str = knob(
-        "max_tokens",
-        "what the endpoint calls that limit",
-        one_of=("max_tokens", "max_completion_tokens"),
-    )
+    limit_key: str = knob("max_tokens", "what the endpoint calls that limit", one_of=LIMIT_KEYS)
     max_concurrent: int = knob(16, "requests at once", ge=1, le=10**5)
     timeout_s: float = knob(300.0, "seconds of one request", gt=0)
     max_tries: int = knob(6, "of one turn; without any answer the episode is failed", ge=1, le=1000)

@@ -81,10 +81,10 @@ def build_report(
     evals = totals.evaluations
     absent: dict[str, str] = {}
     ledger = _read(run_dir.ledger, dict[str, Any])
-    is_after, has_baselines = cfg.eval.after, cfg.eval.baselines
+    has_baselines = cfg.eval.baselines
     return Report(
         before=_score(evals, "before-model", cfg.eval.before, absent),
-        after=_score(evals, "after-model", is_after, absent),
+        after=_score(evals, "after-model", cfg.eval.after, absent),
         baselines=Baselines(
             random_valid=_score(evals, "before-random_valid", has_baselines, absent),
             expert=_score(evals, "before-expert", has_baselines, absent),
@@ -132,11 +132,10 @@ def _plays(evals: dict[str, Evaluation], name: str) -> list[Play]:
 
 def _peak_by_role(lines: list[MetricsLine]) -> dict[str, int]:
     names = sorted({name for line in lines for name in line if name.startswith("memory/")})
-    peaks = {name: peak(lines, name) for name in names}
     return {
         name.removeprefix("memory/").removesuffix("_rss_bytes"): int(value)
-        for name, value in peaks.items()
-        if value is not None
+        for name in names
+        if (value := peak(lines, name)) is not None
     }
 
 

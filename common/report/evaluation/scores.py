@@ -34,16 +34,14 @@ class ItemPlays:
 
     def add(self, trajectory: Trajectory) -> None:
         """Count an episode."""
-        if trajectory.end_reason.is_infrastructure_failure:
-            self.failures.append(trajectory.end_reason.value)
+        end = trajectory.end_reason
+        if end.is_infrastructure_failure:
+            self.failures.append(end.value)
             return
+        is_success, num_turns = trajectory.is_success, trajectory.num_turns
+        score = trajectory.reward
         self.samples.append(
-            Sample(
-                is_success=trajectory.is_success,
-                score=trajectory.reward,
-                num_turns=trajectory.num_turns,
-                end=trajectory.end_reason.value,
-            )
+            Sample(is_success=is_success, score=score, num_turns=num_turns, end=end.value)
         )
 
     @property
@@ -97,6 +95,7 @@ def scores(items: Iterable[ItemPlays], *, k: int) -> dict[str, Any]:
     played = [item for item in items if item.samples]
     samples = [sample for item in played for sample in item.samples]
     num_solved = sum(sample.is_success for sample in samples)
+    powers = {1 << i for i in range(k.bit_length())}
     failures = Counter(reason for item in items for reason in item.failures)
     return {
         "num_items": len(items),
@@ -111,7 +110,7 @@ def scores(items: Iterable[ItemPlays], *, k: int) -> dict[str, Any]:
         },
         "avg_at_k": {"k": k, **_mean([i.num_solved / len(i.samples) for i in played])},
         "score": _mean([sum(s.score for s in i.samples) / len(i.samples) for i in played]),
-        "pass_at": {str(each): _pass(played, each) for each in _powers(k)},
+        "pass_at": {str(each): _pass(played, each) for each in sorted(powers | {k})},
         "num_turns": _plain_mean([float(sample.num_turns) for sample in samples]),
         "ends": dict(sorted(Counter(sample.end for sample in samples).items())),
     }
@@ -133,18 +132,9 @@ def all_scores(items: Sequence[ItemPlays], *, k: int) -> dict[str, Any]:
     return {"overall": scores(items, k=k), "by_env": envs}
 
 
-def _powers(k: int) -> list[int]:
-    return sorted({*(1 << i for i in range(k.bit_length())), k})
-
-
 def _pass(played: list[ItemPlays], k: int) -> dict[str, Any]:
-    return _mean(
-        [
-            pass_at(k, num_samples=len(item.samples), num_solved=item.num_solved)
-            for item in played
-            if len(item.samples) >= k
-        ]
-    )
+    enough = [item for item in played if len(item.samples) >= k]
+    return _mean([pass_at(k, num_samples=len(i.samples), num_solved=i.num_solved) for i in enough])
 
 
 def _mean(values: list[float]) -> dict[str, Any]:
