@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from envhub.env import Style, action_text
-from envhub.tables import read_table
+from envhub.tables import read_instructions, read_table
 
 MAX_TEXT_CHARS = 4000
 NO_FENCE = (
@@ -191,8 +191,8 @@ def _known(kinds: frozenset[Kind]) -> str:
     return ", ".join(form.text for kind, form in FORMS.items() if kind in kinds)
 
 
-def instruction_lines(kinds: frozenset[Kind]) -> str:
-    """Return one line of explanation for each kind of action."""
-    return "\n".join(
-        f"{form.text}: {form.meaning}" for kind, form in FORMS.items() if kind in kinds
-    )
+def read_web_instructions(code: str, kinds: frozenset[Kind] = WEB_KINDS) -> dict[Style, str]:
+    """Return `read_instructions`, with a line of explanation of each kind for {actions}."""
+    lines = [f"{form.text}: {form.meaning}" for kind, form in FORMS.items() if kind in kinds]
+    texts = read_instructions(code)
+    return {style: text.replace("{actions}", "\n".join(lines)) for style, text in texts.items()}

@@ -76,7 +76,6 @@ async def _drag(page: Page, action: Action) -> None:
 
 
 async def _hold(page: Page, points: Sequence[tuple[float, float]]) -> None:
-    """Move to the first point and, with the button held, through the others."""
     mouse = page.mouse
     await mouse.move(*points[0])
     await page.evaluate("ms => __ls.hold(ms)", MOVE_MS)

@@ -158,7 +158,6 @@ def agentgym_lines(nodes: list[Node]) -> list[str]:
 
 
 def _depths(nodes: list[Node]) -> dict[int, int]:
-    """Return each node's depth among the nodes shown."""
     depths: dict[int, int] = {}
     above: list[Node] = []
     for node in nodes:

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from envhub.envs.babyai import scene as sc
+from envhub.envs.babyai import text
 from envhub.envs.babyai.actions import Action, Kind, has_key
 from envhub.envs.babyai.scene import Scene, Seen
 
@@ -18,12 +19,6 @@ START: Pose = (0, 0, 0)
 STEPS = ((1, 0), (0, 1), (-1, 0), (0, -1))  # (ahead, right) of a step after 0..3 quarter turns
 # Its window has one row or column more than the view, behind the agent or at its right.
 BEHIND, RIGHTMOST = (1, 1, 0, 0), (3, 4, 4, 3)  # by heading: east, south, west, north
-NO_CHANGE = "No change in state."
-UNKNOWN = "The action is not recognized. Please check valid actions."
-NO_PATH = "there is no path leading to it"
-BARRIER = "There is a barrier in front of you, you can't move forward."
-EMPTY_HANDS = "You cannot drop the object, as you are not carrying anything."
-NO_ROOM = "You cannot drop the object, as there is already an object in front of you."
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +41,7 @@ class Offer:
         number = counts.get(seen.name, 0) + 1
         name = f"{verb} {seen.name} {number}"
         if action.path is None:
-            self.refuse(name, NO_PATH)
+            self.refuse(name, text.NO_PATH)
             return
         counts[seen.name] = number
         self.add(name, action.kind, action.path, seen.position)
@@ -65,7 +60,7 @@ def offer(scene: Scene, objects: list[Seen], view: list[int | None]) -> Offer:
     made.add("turn left", Kind.MOVE, (sc.LEFT,))
     made.add("turn right", Kind.MOVE, (sc.RIGHT,))
     if _is_barred(scene):
-        made.refusals["move forward"] = BARRIER
+        made.refusals["move forward"] = text.BARRIER
     else:
         made.add("move forward", Kind.MOVE, (sc.FORWARD,))
     _add_handling(made, scene, objects, facing)
@@ -96,7 +91,7 @@ def _add_handling(
 ) -> None:
     """Offer picking up with empty hands, else dropping."""
     if scene.carrying is None:
-        made.refusals["drop"] = EMPTY_HANDS
+        made.refusals["drop"] = text.EMPTY_HANDS
         counts: dict[str, int] = {}
         for seen in objects:
             if seen.code in (sc.THING, sc.LAVA):
@@ -104,7 +99,7 @@ def _add_handling(
                 full = None if path is None else (*path, sc.PICKUP)
                 made.add_numbered("pickup", seen, counts, _Tail(Kind.PICKUP, full))
     elif scene.codes[scene.front()] in (sc.WALL, sc.THING, sc.LAVA):
-        made.refusals["drop"] = NO_ROOM
+        made.refusals["drop"] = text.NO_ROOM
     else:
         made.add("drop", Kind.DROP, (sc.DROP,), scene.front())
 
@@ -120,22 +115,20 @@ def _add_door(
     through, toggle = f"go through {label}", f"toggle and go through {label}"
     if seen.code == sc.OPEN:
         if onto is None:
-            made.refuse(through, NO_PATH)
+            made.refuse(through, text.NO_PATH)
         else:
             made.add(through, Kind.MOVE, onto, seen.position)
         return
     if seen.code == sc.CLOSED:
-        made.refuse(through, "it is closed. You should toggle it first")
+        made.refuse(through, text.CLOSED)
     elif scene.carrying is None or scene.carrying[1] != "key":
-        made.refuse(toggle, "you are not carrying a key")
+        made.refuse(toggle, text.NO_KEY)
         return
     elif not has_key(scene, seen.position):
-        made.refuse(
-            toggle, "the color of the key you are carrying does not match the color of door"
-        )
+        made.refuse(toggle, text.WRONG_KEY)
         return
     if facing is None:
-        made.refuse(toggle, NO_PATH)
+        made.refuse(toggle, text.NO_PATH)
         return
     made.add(toggle, Kind.TOGGLE_THROUGH, (*facing, sc.TOGGLE, sc.FORWARD), seen.position)
     if not facing:

@@ -8,7 +8,7 @@ from envhub.envs.babyai import actions as act
 from envhub.envs.babyai import scene as sc
 from envhub.envs.babyai import text
 from envhub.envs.babyai.actions import Action, Kind
-from envhub.envs.babyai.agentgym_actions import NO_CHANGE, UNKNOWN, image, offer
+from envhub.envs.babyai.agentgym_actions import image, offer
 from envhub.envs.babyai.episode import BabyAiEnv, read_scene
 
 MIN_REWARD = 0.5  # what pays no more does not end the episode
@@ -81,9 +81,9 @@ class AgentGymBabyAiEnv(BabyAiEnv):
         if "check" in name:
             answer = text.asked(offered)
         elif name and name not in self._offer.actions:
-            answer = self._offer.refusals.get(name, UNKNOWN)
+            answer = self._offer.refusals.get(name, text.UNKNOWN)
         else:
-            answer = NO_CHANGE
+            answer = text.NO_CHANGE
         if self._is_compact:
             return f"{text.INVALID}, {self._observation()}"
         return f"{answer}\n{text.available(offered)}"

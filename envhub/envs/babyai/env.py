@@ -1,7 +1,6 @@
 """BabyAI's catalogue entry."""
 
 from functools import partial
-from pathlib import Path
 
 from common.config.envs import EnvsSection
 from envhub.env import EnvSpec, Isolation
@@ -21,7 +20,7 @@ def make_spec(options: EnvsSection) -> EnvSpec:
         subsets=SUBSETS,
         instruction=read_instructions(__file__),
         make=partial(kind, options=options.babyai),
-        tasks=load_tasks(Path(__file__).with_name("tasks.json")),
+        tasks=load_tasks(__file__),
         isolation=Isolation.INLINE,
         from_agentgym=levels.from_agentgym,
     )

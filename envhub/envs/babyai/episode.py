@@ -153,7 +153,6 @@ class BabyAiEnv(TextEnv):
 
 
 def _fingerprint(level) -> str:
-    """Return sha256 over the grid, the agent's pose, what it carries and the mission."""
     carried = level.carrying.encode() if level.carrying else ()
     pose = tuple(int(v) for v in (*level.agent_pos, level.agent_dir, *carried))
     digest = hashlib.sha256(level.grid.encode().tobytes())

@@ -75,20 +75,16 @@ def level_of(subset: str) -> str:
 
 
 def locate(item: ItemId) -> tuple[str, int]:
-    """Return the level and the minigrid seed of an item."""
+    """Return the level and minigrid seed of an item; train and test seeds of a level never meet."""
     names = TASK_LEVELS.get(item.subset)
     if names is None:
-        return level_of(item.subset), env_seed(item.split, item.index)
+        is_train = item.split == "train"
+        return level_of(item.subset), item.index if is_train else FIRST_TEST_SEED + item.index
     number, which = divmod(item.index, len(names))
     if item.split == "test":
         return names[which], FIRST_TASK_TEST_SEED + number
     is_early = number < FIRST_TASK_TEST_SEED
     return names[which], number if is_early else number + NUM_TASK_TEST_SEEDS
-
-
-def env_seed(split: str, index: int) -> int:
-    """Return the minigrid seed of a level's item; train and test seeds never meet."""
-    return index if split == "train" else FIRST_TEST_SEED + index
 
 
 def from_agentgym(index: int) -> str:

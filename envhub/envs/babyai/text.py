@@ -8,6 +8,16 @@ from envhub.envs.babyai.scene import Scene, Seen
 
 INVALID = "invalid action"
 CHECK = "check available actions"
+# AgentGym's refusals, and the reasons in others of them.
+NO_CHANGE = "No change in state."
+UNKNOWN = "The action is not recognized. Please check valid actions."
+NO_PATH = "there is no path leading to it"
+BARRIER = "There is a barrier in front of you, you can't move forward."
+EMPTY_HANDS = "You cannot drop the object, as you are not carrying anything."
+NO_ROOM = "You cannot drop the object, as there is already an object in front of you."
+CLOSED = "it is closed. You should toggle it first"
+NO_KEY = "you are not carrying a key"
+WRONG_KEY = "the color of the key you are carrying does not match the color of door"
 
 
 def wall_ahead(view: list[int | None]) -> int | None:
@@ -97,35 +107,35 @@ def asked(actions: list[Action]) -> str:
 def refusal(scene: Scene, objects: list[Seen], actions: list[Action], action: str) -> str:
     """Return AgentGym's answer to a normalized action text that is not available."""
     if not action:
-        return "No change in state."
+        return NO_CHANGE
     if "check" in action:
         return asked(actions)
     if action == "move forward":
-        return "There is a barrier in front of you, you can't move forward."
+        return BARRIER
     if action == "drop":
         if scene.carrying is None:
-            return "You cannot drop the object, as you are not carrying anything."
-        return "You cannot drop the object, as there is already an object in front of you."
+            return EMPTY_HANDS
+        return NO_ROOM
     by_label = {f"{seen.name} {seen.number}": seen for seen in objects}
     for verb in ("toggle and go through", "go through", "pickup", "go to"):
         seen = by_label.get(action.removeprefix(verb + " "))
         if action.startswith(verb + " ") and seen is not None:
             return _refusal_on(scene, seen, verb)
-    return "The action is not recognized. Please check valid actions."
+    return UNKNOWN
 
 
 def _refusal_on(scene: Scene, seen: Seen, verb: str) -> str:
     label = f"{verb} {seen.name} {seen.number}"
     if verb == "go to" and seen.path == ():
-        return "No change in state."
-    reason = "there is no path leading to it"
+        return NO_CHANGE
+    reason = NO_PATH
     if verb == "pickup" and scene.carrying is not None:
         reason = "you are already carrying something"
     if verb == "go through" and seen.code == sc.CLOSED:
-        reason = "it is closed. You should toggle it first"
+        reason = CLOSED
     locked_out = seen.code == sc.LOCKED and not has_key(scene, seen.position)
     if verb == "toggle and go through" and locked_out:
-        reason = "you are not carrying a key"
+        reason = NO_KEY
         if scene.carrying is not None and scene.carrying[1] == "key":
-            reason = "the color of the key you are carrying does not match the color of door"
+            reason = WRONG_KEY
     return f"You cannot {label}, as {reason}."

@@ -122,7 +122,6 @@ def _first_possible(
 
 
 def _walled(scene: Scene, positions: frozenset[int]) -> Scene:
-    """Return the scene with walls at some positions."""
     codes = scene.codes.copy()
     for position in positions:
         codes[position] = sc.WALL
@@ -130,7 +129,6 @@ def _walled(scene: Scene, positions: frozenset[int]) -> Scene:
 
 
 def _openable(scene: Scene, target: Target) -> Target:
-    """Return the target without the doors that are locked to the agent."""
     return Target(frozenset(p for p in target.positions if not _is_shut(scene, p)), OPENING)
 
 

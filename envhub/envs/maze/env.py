@@ -1,7 +1,5 @@
 """Maze: walk through a maze of which only the walls next to you are told."""
 
-from pathlib import Path
-
 from common.config.envs import EnvsSection
 from envhub.env import (
     EnvSpec,
@@ -22,7 +20,6 @@ from envhub.tasks import load_tasks
 SUBSET = "DoubleT"
 MAX_MOVES = 50
 TEST_EVERY = 5  # each fifth start, from the third on, is a test item
-TASKS_PATH = Path(__file__).with_name("tasks.json")
 
 
 START_NUMBERS = {
@@ -82,7 +79,6 @@ class MazeEnv(TextEnv):
         return f"at {self._at[0]} {self._at[1]}, wall {' '.join(maze.walls(self._at)) or 'nowhere'}"
 
     def _valid_actions(self) -> list[str]:
-        """Return the moves that no wall stops."""
         return [f"move {d}" for d in MOVES if maze.after(self._at, d) != self._at]
 
     def _expert_action(self) -> str | None:
@@ -94,7 +90,6 @@ class MazeEnv(TextEnv):
         return f"{maze.drawn(self._at)}\nmoves: {self._num_moves} of {MAX_MOVES}"
 
     def _state(self) -> str:
-        """Return the map with the start."""
         return maze.drawn(self._start)
 
 
@@ -117,7 +112,7 @@ def make_spec(options: EnvsSection) -> EnvSpec:
         subsets=SUBSETS,
         instruction=read_instructions(__file__),
         make=MazeEnv,
-        tasks=load_tasks(TASKS_PATH),
+        tasks=load_tasks(__file__),
         isolation=Isolation.INLINE,
         from_agentgym=from_agentgym,
     )

@@ -4,8 +4,6 @@ A shop and its administration, a map, a code host and a forum. Results on them a
 WebArena and cannot be compared with any.
 """
 
-from pathlib import Path
-
 from common.config.envs import EnvsSection
 from envhub.env import EnvSpec, UnknownItem
 from envhub.envs.minisites.tasks import SUBSETS, make_task
@@ -35,7 +33,7 @@ def make_spec(options: EnvsSection) -> EnvSpec:
         ),
         LocalWorld(options.browser),
         options,
-        tasks=load_tasks(Path(__file__).with_name("tasks.json")),
+        tasks=load_tasks(__file__),
         from_agentgym=from_agentgym,
     )
 

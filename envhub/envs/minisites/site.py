@@ -132,7 +132,6 @@ class Visit:
         return shown
 
     def _one_page(self, rows: list[sqlite3.Row], num_shown: int) -> dict[str, Any]:
-        """Return a page of a long table, and where it stands in it."""
         num_pages = max(1, -(-len(rows) // num_shown))
         page = whole(self.query.get("page", ""))
         number = max(1, min(1 if page is None else page, num_pages))

@@ -184,8 +184,6 @@ def _step(verb: str, name: str, text: str) -> Step:
 
 
 class _Rounds:
-    """Runs the steps of one template on one world."""
-
     def __init__(self, db: sqlite3.Connection, random: Random, words: Mapping[str, Any]) -> None:
         self._db = db
         self._random = random
@@ -278,7 +276,6 @@ def _bound(name: str, entry: Any) -> Names:
 
 
 def _plain(value: Any, names: Names) -> Any:
-    """Return a value as a parameter of a SELECT."""
     if isinstance(value, Wording):
         return _fill(value, names) if "{" in value else str(value)
     return str(value) if isinstance(value, Listed) else value

@@ -9,13 +9,13 @@ from envhub.env import (
     EnvSpec,
     StepResult,
     Style,
-    TaskSpec,
     parse_item,
 )
 from envhub.envs.miniwob import pages
 from envhub.envs.miniwob.experts import table as experts
 from envhub.envs.miniwob.view import PageView
 from envhub.envs.miniwob.world import HOST, MiniwobWorld
+from envhub.tasks import first_items
 from envhub.web import tree
 from envhub.web.actions import (
     POINTER_KINDS,
@@ -24,30 +24,19 @@ from envhub.web.actions import (
     Kind,
     as_reply,
     describe,
-    instruction_lines,
     parse,
     read_reply,
+    read_web_instructions,
 )
 from envhub.web.browser import browser_spec, check_browser
 from envhub.web.session import WebSession
+from envhub.web.site_tasks.text import agentgym as agentgym_observation
 
 KINDS = POINTER_KINDS | {Kind.CLICK, Kind.HOVER, Kind.TYPE, Kind.PRESS, Kind.SCROLL}
 MAX_WORDS = 1500
 POOLS = pages.pools()
 SUBSETS = pages.subset_specs(POOLS)
 ENDING = {True: "The task is completed.", False: "The task has failed."}
-COMPACT_INSTRUCTION = (
-    "You use a small web page to reach the goal. The page is given as lines; [number] is the id "
-    f"of an element. Answer with one action:\n{instruction_lines(KINDS)}"
-)
-AGENTGYM_INSTRUCTION = (
-    "You control a web browser and must reach the objective on the page that is shown to you as "
-    "an accessibility tree; every element has its id in square brackets. The actions you can "
-    f"take, with their parameters in square brackets:\n{instruction_lines(KINDS)}\n"
-    'Take one action at a time. Think first, beginning with "Let\'s think step-by-step", and '
-    'close with "In summary, the next action I will perform is" followed by the action between '
-    "triple backticks, for example ```click [12]```."
-)
 
 
 class MiniwobEnv:
@@ -127,11 +116,12 @@ class MiniwobEnv:
             lines = tree.compact_lines(self._shown, self._snapshot.nodes, ids=True)
             text = f"goal: {self._goal}\n{tree.cut(lines, MAX_WORDS)}"
             return text if self._previous == "None" else f"{text}\nlast: {self._previous}"
-        text = tree.cut(tree.agentgym_lines(self._shown), MAX_WORDS)
-        return (
-            f"OBSERVATION:\nTab 0 (current): {self._snapshot.title}\n\n{text}\n"
-            f"URL: {self._snapshot.url}\nOBJECTIVE: {self._goal}\n"
-            f"PREVIOUS ACTION: {self._previous}"
+        return agentgym_observation(
+            tabs=f"Tab 0 (current): {self._snapshot.title}",
+            tree=tree.cut(tree.agentgym_lines(self._shown), MAX_WORDS),
+            url=self._snapshot.url,
+            goal=self._goal,
+            previous=self._previous,
         )
 
     async def valid_actions(self) -> list[str]:
@@ -157,7 +147,6 @@ class MiniwobEnv:
         return action and as_reply(action, self._style)
 
     async def _inside(self) -> Any:
-        """Return what the page's script knows and its expert asks for."""
         script = experts.inside_script(self._page)
         if script is None or self._session is None:
             return None
@@ -195,27 +184,18 @@ def check(options: EnvsSection) -> list[str]:
 def make_spec(options: EnvsSection) -> EnvSpec:
     """Return MiniWoB's catalogue entry."""
     world = MiniwobWorld(options.browser)
+    mixed = {name: len(POOLS[name]) for name in ("first_steps", "all")}
     spec = EnvSpec(
         name="miniwob",
         subsets=SUBSETS,
-        instruction={Style.COMPACT: COMPACT_INSTRUCTION, Style.AGENTGYM: AGENTGYM_INSTRUCTION},
+        instruction=read_web_instructions(__file__, KINDS),
         make=lambda style: MiniwobEnv(style, world),
-        tasks=_tasks(),
+        tasks={
+            f"MiniWoB {name}": first_items(
+                "Web navigation", name, num_train=20 * num_pages, num_test=5 * num_pages
+            )
+            for name, num_pages in mixed.items()
+        },
         stop=world.stop,
     )
     return browser_spec(spec, options.browser)
-
-
-def _tasks() -> dict[str, TaskSpec]:
-    def items(subset: str, split: str, count: int) -> tuple[str, ...]:
-        return tuple(f"{subset}-{split}-{i}" for i in range(count))
-
-    return {
-        f"MiniWoB {subset}": TaskSpec(
-            scenario="Web navigation",
-            subset=subset,
-            train=items(subset, "train", 20 * len(POOLS[subset])),
-            test=items(subset, "test", 5 * len(POOLS[subset])),
-        )
-        for subset in ("first_steps", "all")
-    }

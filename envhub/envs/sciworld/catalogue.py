@@ -37,7 +37,6 @@ def split_of(task: Task, index: int) -> str:
 
 
 def _variations(subset: str, split: str) -> tuple[Variation, ...]:
-    """Return the items of a subset in AgentGym's order."""
     return tuple(
         Variation(task.name, index)
         for task in TASKS

@@ -3,7 +3,6 @@
 import json
 import shutil
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.config.envs import EnvsSection
@@ -122,7 +121,6 @@ class SciWorldEnv(TextEnv):
         return "\n\n".join(parts)
 
     def _state(self) -> str:
-        """Return the variation, the task and what is seen and held at the start."""
         return repr(self._at_start)
 
     def close(self) -> None:
@@ -145,7 +143,7 @@ def make_spec(options: EnvsSection) -> EnvSpec:
         subsets=catalogue.SUBSETS,
         instruction=read_instructions(__file__),
         make=lambda style: SciWorldEnv(style, machines),
-        tasks=load_tasks(Path(__file__).parent / "tasks.json"),
+        tasks=load_tasks(__file__),
         isolation=Isolation.WORKER,
         sessions_per_worker=1,
         max_workers=chosen.max_jvms,

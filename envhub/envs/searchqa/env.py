@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from common.config.envs import EnvsSection
 from common.errors import ConfigError
@@ -52,7 +51,6 @@ class SearchqaEnv(TextEnv):
         return prompts.first_observation(self._question, self._style, is_retry=is_retry)
 
     def _step(self, action: str) -> StepResult:
-        """Perform the search or the answer in the agent's text."""
         wanted = tags.parse(action)
         if wanted is None:
             observation = prompts.WORDS[self._style]["invalid"]
@@ -81,7 +79,6 @@ class SearchqaEnv(TextEnv):
         )
 
     def _valid_actions(self) -> list[str]:
-        """Return the search for the question itself, and the expert's action."""
         actions = [_tagged(Kind.SEARCH, self._question.text), self.expert_action()]
         return list(dict.fromkeys(one for one in actions if one is not None))
 
@@ -117,7 +114,6 @@ class SearchqaEnv(TextEnv):
         return f"question: {self._question.text}\nanswers: {answers}\nfound: {titles}"
 
     def _state(self) -> str:
-        """Return the question and its answers."""
         return "\n".join([self._question.text, *self._question.golden_answers])
 
 
@@ -157,7 +153,7 @@ def _tasks(subsets: Mapping[str, SubsetSpec]) -> dict[str, TaskSpec]:
         split = [(item, split_item(item)) for item in items]
         return tuple(item for item, parts in split if parts and parts.index < num_items)
 
-    tasks = load_tasks(Path(__file__).with_name("tasks.json"))
+    tasks = load_tasks(__file__)
     return {
         name: replace(
             task,

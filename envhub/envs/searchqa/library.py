@@ -33,7 +33,6 @@ class Library:
         return not self.options.questions_dir
 
     def bank(self) -> QuestionBank:
-        """Return the questions."""
         if self._bank is None:
             folder = self.options.questions_dir
             self._bank = QuestionFiles(Path(folder)) if folder else the_world()

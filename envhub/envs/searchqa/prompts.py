@@ -2,24 +2,14 @@
 
 from envhub.env import Style
 from envhub.envs.searchqa.questions import Question
+from envhub.tables import read_instructions
 
 FINAL = {
     True: "If the answer turns out to be wrong you may search on and answer again.",
     False: "You may answer only once.",
 }
 
-COMPACT = """\
-Answer the question. <search>words</search> finds passages; <answer>text</answer> gives the final \
-answer. One of them each turn."""
-
-AGENTGYM = """\
-You answer questions with the help of a search engine. Always reason inside <think> and </think> \
-first, and again whenever new information has come. If you lack knowledge, write a query between \
-<search> and </search> and stop there: the passages found are given to you between <information> \
-and </information>. Never write <information> yourself. You may search as often as you want. When \
-you need nothing more, write the final answer, short and without explanation, between <answer> \
-and </answer>, for example <answer> Beijing </answer>. {final}"""
-
+TEXTS = read_instructions(__file__)
 WORDS = {
     Style.COMPACT: {"right": "correct", "wrong": "incorrect", "invalid": "invalid action"},
     Style.AGENTGYM: {
@@ -37,14 +27,14 @@ AGAIN = {Style.COMPACT: "; try again", Style.AGENTGYM: " Please try again."}
 
 def instructions(*, is_retry: bool) -> dict[Style, str]:
     """Return the instruction of each style."""
-    return {Style.COMPACT: COMPACT, Style.AGENTGYM: AGENTGYM.format(final=FINAL[is_retry])}
+    return {style: text.replace("{final}", FINAL[is_retry]) for style, text in TEXTS.items()}
 
 
 def first_observation(question: Question, style: Style, *, is_retry: bool) -> str:
     """Return the question as the agent first sees it."""
     if style is Style.COMPACT:
         return f"question: {question.text}"
-    return f"{AGENTGYM.format(final=FINAL[is_retry])}\nQuestion: {question.text}"
+    return f"{instructions(is_retry=is_retry)[style]}\nQuestion: {question.text}"
 
 
 def verdict(style: Style, *, is_right: bool, is_retry: bool) -> str:

@@ -15,8 +15,6 @@ FOLDERS = {"train": "train", "test": "dev"}  # BIRD keeps its test set to itself
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """The questions, designs and database files of one split."""
-
     questions: list[dict]
     schemas: dict[str, SchemaView]
     databases: Path

@@ -68,7 +68,6 @@ def _rows(table: Table, rng: random.Random, domain: Domain) -> list[tuple]:
 
 
 def _names(table: Table, rng: random.Random) -> list[str]:
-    """Return a different name for every row."""
     if table.title.name not in ("name", "title"):
         return [f"{table.one[:1].upper()}{i + 101}" for i in range(table.num_rows)]
     kinds = ("first", "last") if table.name in PEOPLE else ("adjective", "noun")

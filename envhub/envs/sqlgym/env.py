@@ -82,7 +82,6 @@ class SqlEnv(TextEnv):
         return text.first_observation(problem, self._style)
 
     def _step(self, action: str) -> StepResult:
-        """Run the statement in the action's text."""
         connection = self._connection
         assert connection is not None, "a step without a reset"
         gold = self._gold_rows(connection)
@@ -121,7 +120,6 @@ class SqlEnv(TextEnv):
         ]
 
     def _expert_action(self) -> str | None:
-        """Return the gold statement."""
         return text.fenced(self._problem.gold)
 
     def render(self) -> str:
@@ -130,7 +128,6 @@ class SqlEnv(TextEnv):
         return f"{asked}\ngold: {self._problem.gold}"
 
     def _state(self) -> str:
-        """Return the design, the question and the gold statement."""
         problem = self._problem
         return repr((problem.schema, problem.question, problem.gold))
 
@@ -151,7 +148,7 @@ def make_spec(options: EnvsSection) -> EnvSpec:
         subsets=problems.subsets,
         instruction=read_instructions(__file__),
         make=lambda style: SqlEnv(style, problems),
-        tasks=load_tasks(Path(__file__).parent / "tasks.json"),
+        tasks=load_tasks(__file__),
         isolation=Isolation.WORKER,
         sessions_per_worker=SESSIONS_PER_WORKER,
         max_workers=MAX_WORKERS,

@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from pathlib import Path
 
 from common.config.envs import EnvsSection
 from envhub.env import EnvSpec, Isolation, StepResult, Style, action_text, parse_item
@@ -17,7 +16,6 @@ from envhub.envs.textcraft.tasks import MAX_TURNS, MAX_TURNS_FOLDER, Catalogue
 from envhub.tables import read_instructions
 from envhub.tasks import load_tasks
 
-TASKS_PATH = Path(__file__).with_name("tasks.json")
 MAX_ECHO_CHARS = 200  # an action is untrusted text and comes back in the observation
 COUNTED = re.compile(r"([0-9]{1,9}) +(\S.*)")
 CRAFT = re.compile(r"craft +(?:([0-9]{1,9}) +)?(\S.*?) +using +(\S.*)")
@@ -164,7 +162,6 @@ class TextCraftEnv(TextEnv):
         return f"craft {recipe.count} {recipe.target} using {', '.join(used)}"
 
     def _expert_action(self) -> str | None:
-        """Return the exact solver's next action."""
         task = self._task
         return solver.next_action(self._book, task.goal, self._inventory, task.members)
 
@@ -174,7 +171,6 @@ class TextCraftEnv(TextEnv):
         return f"goal: {self._task.goal}\n{commands}\n{self._show_inventory().compact}"
 
     def _state(self) -> str:
-        """Return the goal and the commands in their order."""
         return "\n".join([self._task.goal, *(recipe.command() for recipe in self._task.recipes)])
 
     def _known(self, name: str) -> str:
@@ -245,7 +241,7 @@ def make_spec(options: EnvsSection) -> EnvSpec:
         subsets=catalogue.subsets,
         instruction=read_instructions(__file__),
         make=partial(TextCraftEnv, catalogue=catalogue),
-        tasks=catalogue.tasks() if folder else load_tasks(TASKS_PATH),
+        tasks=catalogue.tasks() if folder else load_tasks(__file__),
         isolation=Isolation.INLINE,
         from_agentgym=catalogue.from_agentgym,
     )

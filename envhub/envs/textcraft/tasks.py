@@ -7,6 +7,7 @@ from functools import cached_property
 
 from envhub.env import ItemId, SubsetSpec, TaskSpec
 from envhub.envs.textcraft.book import Book, Recipe
+from envhub.tasks import first_items
 
 MAX_TURNS = {1: 6, 2: 10, 3: 16, 4: 24}  # of our own book
 MAX_TURNS_FOLDER = {1: 10, 2: 30, 3: 50, 4: 60}  # of a folder's book
@@ -79,13 +80,11 @@ class Catalogue:
         found = {}
         for name, spec in self.subsets.items():
             depth = int(name.removeprefix("depth"))
-            num_train = min(NUM_TASK_TRAIN[depth], spec.num_train)
-            num_test = min(NUM_TASK_TEST[depth], spec.num_test)
-            found[f"Depth {depth}"] = TaskSpec(
-                scenario="Digital games",
-                subset=name,
-                train=tuple(f"{name}-train-{index}" for index in range(num_train)),
-                test=tuple(f"{name}-test-{index}" for index in range(num_test)),
+            found[f"Depth {depth}"] = first_items(
+                "Digital games",
+                name,
+                num_train=min(NUM_TASK_TRAIN[depth], spec.num_train),
+                num_test=min(NUM_TASK_TEST[depth], spec.num_test),
             )
         return found
 

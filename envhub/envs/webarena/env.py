@@ -2,9 +2,10 @@
 
 from common.config.envs import EnvsSection
 from common.errors import ConfigError
-from envhub.env import EnvSpec, SubsetSpec, TaskSpec
+from envhub.env import EnvSpec
 from envhub.envs.webarena import remote_sites, tasks_file
 from envhub.envs.webarena.world import RemoteWorld
+from envhub.tasks import first_items
 from envhub.web.browser import check_browser
 from envhub.web.site_tasks.env import Catalogue, site_tasks_spec
 
@@ -44,15 +45,11 @@ def make_spec(options: EnvsSection) -> EnvSpec:
         ),
         RemoteWorld(options),
         options,
-        tasks={name: _whole(name, spec) for name, spec in table.subsets.items()},
+        tasks={
+            name: first_items(
+                "Web navigation", name, num_train=spec.num_train, num_test=spec.num_test
+            )
+            for name, spec in table.subsets.items()
+        },
         from_agentgym=table.item_id,
-    )
-
-
-def _whole(subset: str, spec: SubsetSpec) -> TaskSpec:
-    return TaskSpec(
-        scenario="Web navigation",
-        subset=subset,
-        train=tuple(f"{subset}-train-{i}" for i in range(spec.num_train)),
-        test=tuple(f"{subset}-test-{i}" for i in range(spec.num_test)),
     )

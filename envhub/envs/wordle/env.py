@@ -1,14 +1,12 @@
 """Wordle: find the hidden word in six guesses."""
 
 import random
-from pathlib import Path
 
 from common.config.envs import EnvsSection
 from envhub.env import (
     EnvSpec,
     Isolation,
     StepResult,
-    Style,
     SubsetSpec,
     UnknownItem,
     action_text,
@@ -16,6 +14,7 @@ from envhub.env import (
 )
 from envhub.envs.text_env import TextEnv
 from envhub.envs.wordle.words import VOCABULARY, best_guess, consistent, marks
+from envhub.tables import read_instructions
 from envhub.tasks import load_tasks
 
 SUBSET = "Common"
@@ -25,20 +24,7 @@ NUM_TEST = 1_000
 FIRST_TEST_SEED = 10_000_000
 MAX_ACTION_CHARS = 200
 SOLVED = "ggggg"
-TASKS_PATH = Path(__file__).with_name("tasks.json")
 SUBSETS = {SUBSET: SubsetSpec(num_train=NUM_TRAIN, num_test=NUM_TEST, max_turns=MAX_GUESSES)}
-
-INSTRUCTION = f"""\
-You play Wordle: a word of five letters is hidden and you have {MAX_GUESSES} guesses to find it. \
-Every guess is answered with one mark per letter: g when the letter is at its place, y when it is \
-elsewhere in the word, b when it is not in it. The hidden word is one of these, and so must every \
-guess be: {", ".join(VOCABULARY)}. Write a guess letter by letter with spaces between. \
-Answer in this form:
-Thought:
-<your thoughts>
-
-Action:
-<one guess, such as h o u s e>"""
 
 
 class WordleEnv(TextEnv):
@@ -82,7 +68,6 @@ class WordleEnv(TextEnv):
         return answer
 
     def _valid_actions(self) -> list[str]:
-        """Return every word, letter by letter."""
         return [" ".join(word) for word in VOCABULARY]
 
     def _expert_action(self) -> str | None:
@@ -95,7 +80,6 @@ class WordleEnv(TextEnv):
         return "\n".join([*lines, f"possible: {' '.join(self._words)}"])
 
     def _state(self) -> str:
-        """Return the words and the seed of the draws."""
         return f"{VOCABULARY} {self._seed}"
 
 
@@ -115,9 +99,9 @@ def make_spec(options: EnvsSection) -> EnvSpec:
     return EnvSpec(
         name="wordle",
         subsets=SUBSETS,
-        instruction={Style.COMPACT: "", Style.AGENTGYM: INSTRUCTION},
+        instruction=read_instructions(__file__),
         make=WordleEnv,
-        tasks=load_tasks(TASKS_PATH),
+        tasks=load_tasks(__file__),
         isolation=Isolation.INLINE,
         from_agentgym=from_agentgym,
     )

@@ -9,7 +9,16 @@ from typing import Any, Protocol
 from common.config.envs import EnvsSection
 from envhub.env import EnvSpec, ItemId, StepResult, Style, SubsetSpec, TaskSpec, parse_item
 from envhub.web import tree
-from envhub.web.actions import Action, InvalidAction, Kind, as_reply, describe, parse, read_reply
+from envhub.web.actions import (
+    Action,
+    InvalidAction,
+    Kind,
+    as_reply,
+    describe,
+    parse,
+    read_reply,
+    read_web_instructions,
+)
 from envhub.web.browser import browser_spec
 from envhub.web.session import WebSession
 from envhub.web.site_tasks import text
@@ -198,10 +207,7 @@ def site_tasks_spec(
         EnvSpec(
             name=name,
             subsets=catalogue.subsets,
-            instruction={
-                Style.COMPACT: text.COMPACT_INSTRUCTION,
-                Style.AGENTGYM: text.AGENTGYM_INSTRUCTION,
-            },
+            instruction=read_web_instructions(__file__),
             make=lambda style: SiteTaskEnv(style, catalogue, world),
             tasks=tasks,
             from_agentgym=from_agentgym,

@@ -1,25 +1,4 @@
-"""What the agent of the web sites is told."""
-
-from envhub.web.actions import WEB_KINDS, instruction_lines
-
-COMPACT_INSTRUCTION = (
-    "You use web sites to reach the goal. The page is given as lines; [number] is the id of an "
-    "element. Answer with one action. When you are done, or know the answer, use stop.\n"
-    f"{instruction_lines(WEB_KINDS)}"
-)
-AGENTGYM_INSTRUCTION = (
-    "You control a web browser and do what the objective asks for. At every step you are given "
-    "the accessibility tree of what the window shows, with the id of each element in square "
-    "brackets; the open tabs; the address of the page; the objective; and your previous action.\n"
-    "Actions, with their parameters in square brackets:\n"
-    f"{instruction_lines(WEB_KINDS)}\n"
-    "The homepage, http://homepage.com, lists the sites that you can visit.\n"
-    "Take one action at a time, and only one that is possible now. Think first, beginning with "
-    '"Let\'s think step-by-step", and close with "In summary, the next action I will perform '
-    'is" followed by the action between triple backticks, for example ```click [12]```. Use stop '
-    "when you think that the objective is reached, and write nothing after it. If it cannot be "
-    "reached, the answer is N/A."
-)
+"""Observations of web sites in words."""
 
 
 def tab_line(titles: list[str], current: int) -> str:

@@ -21,7 +21,6 @@ GITLAB = Site(
 
 
 def _root(project: sqlite3.Row) -> str:
-    """Return the address of a project's first page."""
     return f"/{project['owner']}/{project['slug']}"
 
 
@@ -58,7 +57,6 @@ def add_project(visit: Visit) -> Response:
 
 
 def _add(visit: Visit, values: Mapping[str, object]) -> int:
-    """Add a project of one's own and return its id."""
     project_id = visit.insert(
         "project", owner_id=OWN_ID, created=TODAY, num_stars=0, num_forks=0, **values
     )
@@ -129,7 +127,6 @@ def add_issue(visit: Visit) -> Response:
 
 
 def _issue(visit: Visit) -> tuple[sqlite3.Row, str]:
-    """Return the issue and its address."""
     project, found = visit.find("project"), visit.find("issue")
     return found, f"{_root(project)}/-/issues/{found['number']}"
 

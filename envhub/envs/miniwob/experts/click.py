@@ -67,7 +67,6 @@ def accordion_link(page: PageView) -> str | None:
 
 
 def expand_and_submit(page: PageView) -> str | None:
-    """Expand the section and click the button."""
     section = page.one("tab")
     if section is not None and "expanded: False" in section.states:
         return click(section)
@@ -96,7 +95,6 @@ def dialog_button(page: PageView) -> str | None:
 
 
 def checkboxes(page: PageView) -> str | None:
-    """Check the named boxes and send."""
     names = page.goal_part(r"Select (.*) and click Submit").split(", ")
     for box in page.all("checkbox"):
         if (box.name in names) != box.is_checked:
@@ -105,7 +103,6 @@ def checkboxes(page: PageView) -> str | None:
 
 
 def radio(page: PageView) -> str | None:
-    """Choose the named option and send."""
     option = page.one("radio", name=page.goal_part(r"Select (.*) and click Submit"))
     if option is not None and not option.is_checked:
         return click(option)
@@ -113,7 +110,6 @@ def radio(page: PageView) -> str | None:
 
 
 def listed_options(page: PageView) -> str | None:
-    """Choose the named options of a list and send."""
     names = page.goal_part(r"Select (.*) from the (?:scroll )?list").split(", ")
     for option in page.all("option"):
         if option.name in names and not option.is_selected:
@@ -122,7 +118,6 @@ def listed_options(page: PageView) -> str | None:
 
 
 def coloured_box(page: PageView) -> str | None:
-    """Click the box of the colour."""
     colour = page.goal_part(r"Click on the (\w+) colored")
     boxes = page.all("clickable", cls="color")
     return click(next((b for b in boxes if b.states == f"color: {colour}"), None))
@@ -203,7 +198,6 @@ def greatest_card(page: PageView) -> str | None:
 
 
 def odd_or_even(page: PageView) -> str | None:
-    """Mark every number and send."""
     numbers = [t for t in page.texts() if re.fullmatch(r"-?\d+", t.name)]
     for number in numbers:
         name = "Odd" if int(number.name) % 2 else "Even"
@@ -225,7 +219,6 @@ def number_pattern(page: PageView) -> str | None:
 
 
 def focus_nth(page: PageView) -> str | None:
-    """Click the n-th text field."""
     place = page.goal_part(r"(\d)\w\w input")
     fields = page.all("textbox")
     return click(fields[int(place) - 1] if place else fields[0])

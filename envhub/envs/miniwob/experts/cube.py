@@ -46,7 +46,6 @@ def turn(page: PageView) -> str | None:
 
 
 def _after(cube: Cube, stroke: tuple[int, int]) -> Cube:
-    """Return the cube a second after a stroke of the mouse."""
     # The clock moves once before the first step.
     for share in (0.0, *[SPEED / DRAG_STEPS] * DRAG_STEPS):
         spin_x = cube.spin_x * FADE + (stroke[0] * share - cube.spin_x) * PULL

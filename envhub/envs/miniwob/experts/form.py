@@ -81,7 +81,6 @@ def copy_area(page: PageView) -> str | None:
 
 
 def copy_nth_area(page: PageView) -> str | None:
-    """Copy the n-th text area."""
     box = fields(page)[int(page.goal_part(r"the (\d)\w\w text area")) - 1]
     answer = next(n for n in fields(page) if n.dom_id == "answer-input")
     return _copy(page, box.value, answer)
@@ -92,7 +91,6 @@ def _copy(page: PageView, text: str, answer: Node) -> str | None:
 
 
 def last_word(page: PageView) -> str | None:
-    """Type the last word of the text area."""
     area, answer = fields(page)[:2]
     word = re.sub(r"[^a-zA-Z]", "", area.value.split()[-1])
     return _copy(page, word, answer)
@@ -109,14 +107,12 @@ def spelled(page: PageView) -> str | None:
 
 
 def arithmetic(page: PageView) -> str | None:
-    """Type the result."""
     left, sign, right = re.findall(r"(\d+) ([-+x]) (\d+)", page.texts()[0].name)[0]
     act = {"+": operator.add, "-": operator.sub, "x": operator.mul}[sign]
     return fill(page, str(act(int(left), int(right))))
 
 
 def algebra(page: PageView) -> str | None:
-    """Solve for x."""
     left, sign, right, total = page.texts()[0].name.replace("= ", "").split()
     if left == "x":
         answer = int(total) - int(right) if sign == "+" else int(total) + int(right)
@@ -193,7 +189,6 @@ def table_value(page: PageView) -> str | None:
 
 
 def table_values(page: PageView) -> str | None:
-    """Type the values of the rows that the labels name."""
     table = _table(page)
     labels = [t.name[:-1] for t in page.texts() if t.name.endswith(":")]
     return fill(page, *[table[label] for label in labels])

@@ -55,7 +55,6 @@ def _deal_with(page: PageView, thread: Node | None, *, icon: str, to: str, text:
 
 
 def _posts(page: PageView) -> list[tuple[str, list[Node]]]:
-    """Return the user and the nodes of each post."""
     posts: list[tuple[str, list[Node]]] = []
     for node in page.nodes:
         if node.role == "StaticText" and "username" in node.dom_class.split():

@@ -47,7 +47,6 @@ def _covers(upper: Node, lower: Node) -> bool:
 
 
 def count_shapes(page: PageView) -> str | None:
-    """Click the number of figures that the words describe."""
     words = page.goal_part(r"How many (.*)s are there").split()
     count = sum(_describes(words, n) for n in _drawn(page))
     return click(page.one("button", name=str(count)))

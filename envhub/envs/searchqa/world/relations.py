@@ -30,8 +30,3 @@ RELATIONS = {
     for kind, facts in _TABLE["relations"].items()
 }
 NOUN_BEFORE_NAME: dict[str, str] = _TABLE["nouns"]
-
-
-def of_kind(kind: str) -> list[Relation]:
-    """Return the relations of things of a kind."""
-    return RELATIONS[kind]

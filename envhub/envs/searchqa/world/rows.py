@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from envhub.envs.searchqa.world.relations import NOUN_BEFORE_NAME, Relation, of_kind
+from envhub.envs.searchqa.world.relations import NOUN_BEFORE_NAME, RELATIONS, Relation
 from envhub.envs.searchqa.world.things import Thing, Things
 from envhub.tables import read_table
 
@@ -57,7 +57,7 @@ class Drafts:
         """Draw a question which of two things has more or less of something."""
         kind, key, text, lower_wins = self._rng.choice(QUESTIONS["comparisons"])
         while True:
-            pair = self._pair(kind)
+            pair = self._rng.sample(self._starts[kind], 2)
             values = [_number(str(thing.facts[key])) for thing in pair]
             if values[0] != values[1]:
                 winner = pair[_winning(values, lower_wins)]
@@ -68,7 +68,7 @@ class Drafts:
         """Draw a comparison of two things by a fact about something of theirs."""
         kind, first, second, text, lower_wins = self._rng.choice(QUESTIONS["bridge_comparisons"])
         while True:
-            pair = self._pair(kind)
+            pair = self._rng.sample(self._starts[kind], 2)
             between = [_thing(one.facts[first]) for one in pair]
             values = [_number(str(thing.facts[second])) for thing in between]
             if values[0] != values[1]:
@@ -96,9 +96,6 @@ class Drafts:
                 hops = tuple((thing, _relation(thing, key)) for thing in pair)
                 return Draft(_about(text, pair), ("yes" if is_yes else "no",), hops, "sameness")
 
-    def _pair(self, kind: str) -> list[Thing]:
-        return self._rng.sample(self._starts[kind], 2)
-
     def _chain(
         self, num_hops: int, *, wording: int = 0, by_clause: bool = False, sort: str
     ) -> Draft:
@@ -110,7 +107,7 @@ class Drafts:
             seen = [thing]
             for place in range(num_hops):
                 is_last = place == num_hops - 1
-                known = [one for one in of_kind(thing.kind) if one.key in thing.facts]
+                known = [one for one in RELATIONS[thing.kind] if one.key in thing.facts]
                 fitting = [one for one in known if is_last or one.target]
                 if not fitting:
                     break
@@ -180,7 +177,7 @@ DRAWS: dict[str, Callable[[Drafts, random.Random], Draft]] = {
 
 
 def _relation(thing: Thing, key: str) -> Relation:
-    return next(relation for relation in of_kind(thing.kind) if relation.key == key)
+    return next(relation for relation in RELATIONS[thing.kind] if relation.key == key)
 
 
 def _thing(value: Thing | str) -> Thing:

@@ -3,7 +3,7 @@
 import random
 from dataclasses import dataclass, field
 
-from envhub.envs.searchqa.world.relations import of_kind
+from envhub.envs.searchqa.world.relations import RELATIONS
 from envhub.tables import read_table
 
 WORDS = {key: tuple(text.split()) for key, text in read_table(__file__, "words.yaml").items()}
@@ -131,7 +131,7 @@ class Things:
 
     def _fill(self, thing: Thing) -> None:
         """Draw the facts that are not there yet; a person need not have an employer."""
-        for relation in of_kind(thing.kind):
+        for relation in RELATIONS[thing.kind]:
             if relation.key in thing.facts or relation.key in ("father", "mother", "spouse"):
                 continue
             if relation.key == "employer" and self._rng.random() < 0.5:

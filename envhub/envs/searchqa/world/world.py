@@ -16,7 +16,7 @@ from envhub.envs.searchqa.questions import (
     make_question,
     question_path,
 )
-from envhub.envs.searchqa.world.relations import of_kind
+from envhub.envs.searchqa.world.relations import RELATIONS
 from envhub.envs.searchqa.world.rows import Row, make_rows
 from envhub.envs.searchqa.world.things import Thing, Things
 
@@ -73,7 +73,7 @@ def describe(thing: Thing) -> str:
     again = thing.name.split()[0] if is_person else "It"
     article = "an" if thing.kind == "album" else "a"
     sentences = [f"{thing.name} is {article} {thing.kind}."]
-    for relation in of_kind(thing.kind):
+    for relation in RELATIONS[thing.kind]:
         value = thing.facts.get(relation.key)
         if value is not None:
             words = value.name if isinstance(value, Thing) else value
