@@ -4,6 +4,7 @@ import json
 import time
 
 from common.config.run_config import TrainMode, published_version
+from common.dashboard.run_view import RoleView, Status
 from common.wire.messages import GroupArrived, LeaseRequest, Outcome, Rejected
 from common.wire.weight_messages import WeightsJoin
 from learner.scheduler.components import build_components
@@ -117,16 +118,17 @@ def test_step_is_not_refilled_for_ever_when_groups_carry_no_signal() -> None:
 
 def test_status_tells_what_a_display_needs() -> None:
     table = Table()
+    assert Status.model_validate_json(json.dumps(table.core.status())).learner == RoleView()
     table.hello("actor-0")
     table.hello("learner")
     table.arrive(table.ask("actor-0", 4).leases)
-    status = json.loads(json.dumps(table.core.status()))
-    assert (status["phase"], status["version"], status["horizon"]) == ("train", 0, 5)
-    assert status["groups"]["open"] == 1
-    assert status["ledger"]["in_flight"] == 4
-    assert status["actors"][0]["name"] == "actor-0"
-    assert status["learner"]["last_seen_s"] == 0.0
-    assert set(status["success"].values()) == {1.0}
+    status = Status.model_validate_json(json.dumps(table.core.status()))
+    assert (status.phase, status.version, status.horizon) == ("train", 0, 5)
+    assert (status.num_open, status.num_total) == (1, 0)
+    assert status.ledger["in_flight"] == 4
+    assert status.actors[0].name == "actor-0"
+    assert status.learner.last_seen_s == 0.0
+    assert set(status.success.values()) == {1.0}
 
 
 def test_message_that_is_not_for_the_scheduler_is_rejected() -> None:
