@@ -4,6 +4,8 @@
 PYTHON ?= python3
 VENV := .venv
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
+PYTEST := $(VENV)/bin/python -m pytest
+PARALLEL := $(PYTEST) -n auto --maxprocesses 8 --dist loadfile
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 LOCK := $(if $(HAS_GPU),requirements-gpu.lock,requirements-cpu.lock)
 STAMP := $(VENV)/.installed-$(shell (sha256sum $(LOCK) || shasum -a 256 $(LOCK)) 2>/dev/null | cut -c1-16)
@@ -15,10 +17,14 @@ run: $(STAMP)
 	@$(VENV)/bin/python run.py $(if $(CONFIG),--config $(CONFIG)) $(ARGS)
 
 test: $(STAMP) system
-	@$(VENV)/bin/python -m pytest $(ARGS)
+ifeq ($(ARGS),)
+	@$(PARALLEL) -m "not alone"; beside=$$?; $(PYTEST) -m alone && exit $$beside
+else
+	@$(PYTEST) $(ARGS)
+endif
 
 test-fast: $(STAMP)
-	@$(VENV)/bin/python -m pytest -m "not slow and not gpu" $(ARGS)
+	@$(PARALLEL) -m "not slow and not gpu" $(ARGS)
 
 check: $(STAMP)
 	@$(VENV)/bin/ruff format --check .

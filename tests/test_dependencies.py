@@ -71,6 +71,7 @@ def locked(lock: str) -> set[str]:
     return {canonical(line.partition("==")[0]) for line in lines if re.match(r"[\w.-]+==", line)}
 
 
+@pytest.mark.slow
 def test_imported_package_is_declared_where_it_belongs() -> None:
     core = imported(sources(environments=False))
     assert {name: core[name] for name in core.keys() - declared("gpu")} == {}
@@ -80,6 +81,7 @@ def test_imported_package_is_declared_where_it_belongs() -> None:
     assert {name: tests[name] for name in tests.keys() - declared("gpu", "envs", "dev")} == {}
 
 
+@pytest.mark.slow
 def test_declared_package_is_imported() -> None:
     core = imported(sources(environments=False)).keys()
     envs = imported(sources(environments=True)).keys() - core

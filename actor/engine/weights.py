@@ -47,7 +47,7 @@ class WeightLink:
         context: Any,
     ) -> None:
         self._engine = engine
-        self._self = {"actor": actor, "incarnation": incarnation}
+        self._identity = {"actor": actor, "incarnation": incarnation}
         self._device = device
         self._exclusive = exclusive
         self._line = FollowingDealer(run_dir, "weights", keys, context=context, hello=self._hello)
@@ -73,7 +73,7 @@ class WeightLink:
 
     def _hello(self) -> WeightsJoin:
         self._joined_at = time.monotonic()
-        return WeightsJoin(**self._self, device=self._device, version=self._engine.version)
+        return WeightsJoin(**self._identity, device=self._device, version=self._engine.version)
 
     async def _answer(self, offer: WeightsOffer) -> None:
         """Load one offer and report; a failed transfer leaves the old weights and is reported."""
@@ -88,7 +88,7 @@ class WeightLink:
                 logger.error("weights not loaded version=%d reason=%s", offer.version, error)
             self.is_loading = False
             loaded = WeightsLoaded(
-                **self._self,
+                **self._identity,
                 version=offer.version,
                 group_epoch=offer.group_epoch,
                 is_ok=failure is None,
@@ -113,16 +113,16 @@ class WeightLink:
 
     def _ready(self, offer: WeightsOffer) -> None:
         version, epoch = offer.version, offer.group_epoch
-        self._line.send(WeightsReady(**self._self, version=version, group_epoch=epoch))
+        self._line.send(WeightsReady(**self._identity, version=version, group_epoch=epoch))
 
     async def _report_canary(self, offer: WeightsOffer) -> None:
         request_id = f"canary-{offer.version}-{offer.group_epoch}"
         scores = await self._engine.score(offer.canary_token_ids, request_id=request_id)
-        actor = self._self["actor"]
+        actor = self._identity["actor"]
         self._line.send(CanaryScores(actor=actor, version=offer.version, logprobs=scores))
 
     def close(self) -> None:
         """Tell the learner not to wait for this engine, and close."""
         if self._line.address:
-            self._line.send(WeightsLeave(**self._self))
+            self._line.send(WeightsLeave(**self._identity))
         self._line.close(linger_s=0.5)

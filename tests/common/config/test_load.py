@@ -149,6 +149,7 @@ def test_override_changes_what_another_override_has_made(repository: Path) -> No
     assert cfg.horizon.policy("a").stages == (3,)
 
 
+@pytest.mark.slow
 def test_shipped_config_survives_saving_and_loading(tmp_path: Path, repository: Path) -> None:
     names = list_configs(repository)
     assert {"quickstart", "smoke", "tiny", "textcraft-qwen7b", "babyai-qwen7b"} <= set(names)

@@ -103,6 +103,7 @@ def test_python_without_the_packages_is_told_what_to_do(repository: Path) -> Non
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_dry_run_prints_the_resolved_config_with_its_objective_and_starts_nothing(
     repository: Path, tmp_path: Path
 ) -> None:
@@ -117,6 +118,7 @@ def test_dry_run_prints_the_resolved_config_with_its_objective_and_starts_nothin
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("more", "num"), [([], -1), (["eval.num_items=5"], 5)])
 def test_evaluation_of_the_task_lists_is_whole_unless_the_user_says_how_many(
     more: list[str], num: int, repository: Path
@@ -194,6 +196,7 @@ def test_role_that_joins_an_unknown_run_makes_none_and_names_the_nearest(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["maze-long", "other"]
 
 
+@pytest.mark.slow
 def test_doctor_examines_the_run_that_the_same_words_would_train(repository: Path) -> None:
     wrong = ["--config", "smoke", "model.path=/nosuch", "actor.num_actors=2"]
     done = run_cli(repository, "doctor", *wrong)
@@ -206,6 +209,7 @@ def test_doctor_examines_the_run_that_the_same_words_would_train(repository: Pat
         assert line in right.stdout
 
 
+@pytest.mark.slow
 def test_doctor_of_a_preset_says_which_value_is_missing_and_examines_the_rest(
     repository: Path,
 ) -> None:
@@ -214,6 +218,7 @@ def test_doctor_of_a_preset_says_which_value_is_missing_and_examines_the_rest(
     assert "env textcraft" in done.stdout
 
 
+@pytest.mark.slow
 def test_evaluation_of_another_model_gets_a_context_and_turns_that_fit_it(
     repository: Path, tmp_path: Path
 ) -> None:
@@ -232,6 +237,7 @@ def test_evaluation_of_another_model_gets_a_context_and_turns_that_fit_it(
     assert "  max_turn_tokens: 99\n" in run_cli(repository, *argv).stdout
 
 
+@pytest.mark.slow
 def test_evaluation_of_a_checkpoint_of_the_configured_policy_keeps_its_settings(
     repository: Path,
 ) -> None:

@@ -198,6 +198,7 @@ def test_encode_takes_an_array_that_is_not_contiguous() -> None:
     assert decode(encode(message)).token_ids.tolist() == [0, 2, 4]
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(st.lists(st.binary(max_size=60), max_size=4))
 def test_random_frames_raise_nothing_but_wire_errors(frames: list[bytes]) -> None:
@@ -212,6 +213,7 @@ PLAIN = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(st.sampled_from(sorted(make_trajectory([1], [1]).__slots__)), PLAIN)
 def test_one_foreign_field_raises_nothing_but_wire_errors(name: str, value: Any) -> None:

@@ -125,6 +125,7 @@ def test_key_of_an_arm_replaces_that_of_the_study() -> None:
     assert merged(("a.b=1", "c=2"), ("a.b=[3,4]",)) == ["a.b=[3,4]", "c=2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("study", [read_study(name) for name in TABLES])
 def test_every_run_of_every_study_has_a_configuration_that_loads(study: Study) -> None:
     for arm in study.arms:

@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -241,7 +242,7 @@ class SyncRunMachine(RunMachine):
 
 
 LIMITS = settings(max_examples=120, stateful_step_count=60)
-TestAsyncLawsHold = RunMachine.TestCase
+TestAsyncLawsHold = pytest.mark.slow(RunMachine.TestCase)
 TestAsyncLawsHold.settings = LIMITS
-TestSyncLawsHold = SyncRunMachine.TestCase
+TestSyncLawsHold = pytest.mark.slow(SyncRunMachine.TestCase)
 TestSyncLawsHold.settings = LIMITS

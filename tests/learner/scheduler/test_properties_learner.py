@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -366,5 +367,5 @@ class TwoSidesMachine(RuleBasedStateMachine):
         raise AssertionError(f"nothing trained: {self.core.status()['groups']}")
 
 
-TestTwoSidesHold = TwoSidesMachine.TestCase
+TestTwoSidesHold = pytest.mark.slow(TwoSidesMachine.TestCase)
 TestTwoSidesHold.settings = settings(max_examples=150, stateful_step_count=80)

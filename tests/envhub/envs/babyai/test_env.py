@@ -358,6 +358,7 @@ def test_env_reset_again_gives_the_same_episode():
     assert env.reset("FindObjS5-train-7", 5) == first
 
 
+@pytest.mark.slow
 def test_env_is_the_same_in_every_process():
     items = ["PickupLoc-train-3", "ActionObjDoor-test-4", "BossLevel-train-5"]
     told = elsewhere(__name__, f"[transcript(item, 8) for item in {items}]", hash_seed=1)

@@ -290,6 +290,7 @@ def answer_tasks(subset: str) -> Iterator[Task]:
                 yield task
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("subset", SUBSETS)
 def test_answer_is_what_plain_python_finds_in_the_rows(subset: str) -> None:
     seen = set()
