@@ -10,6 +10,8 @@ HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 LOCK := $(if $(HAS_GPU),requirements-gpu.lock,requirements-cpu.lock)
 STAMP := $(VENV)/.installed-$(shell (sha256sum $(LOCK) || shasum -a 256 $(LOCK)) 2>/dev/null | cut -c1-16)
 
+export PYTHONDONTWRITEBYTECODE :=  # every role and test would compile the product again
+
 .PHONY: run test test-fast check format smoke setup system clean
 .DEFAULT_GOAL := run
 

@@ -1,4 +1,6 @@
 """Reward -> advantage. Pure functions on tensors."""
+# torch's type stubs know nothing of numpy's element types:
+# pyright: reportUnknownMemberType=false
 
 import torch
 from torch import Tensor

@@ -4,6 +4,8 @@ Sequences of similar length are padded on the right to one [batch, seq] block. A
 no mask for that: padding comes after every real token, so no real token ever sees it, and nothing
 is predicted from it.
 """
+# torch's type stubs know nothing of numpy's element types:
+# pyright: reportUnknownMemberType=false
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -135,7 +137,7 @@ def make_minibatches(
     if len(units) < num_minibatches:
         units = {index: [index] for index in range(len(samples))}
     dealt = list(units.values())
-    order = torch.randperm(len(dealt), generator=generator).tolist()
+    order = [int(index) for index in torch.randperm(len(dealt), generator=generator)]
     num_parts = min(num_minibatches, len(dealt))
     return [
         [i for unit in order[part::num_parts] for i in dealt[unit]] for part in range(num_parts)

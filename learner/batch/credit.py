@@ -3,6 +3,8 @@
 Without a critic the advantage of a turn is its credit (the outcome, or what follows the turn) less
 what the group or the batch leads one to expect. With one, `critic_advantage.py` fills them in.
 """
+# torch's type stubs know nothing of numpy's element types:
+# pyright: reportUnknownMemberType=false
 
 from collections.abc import Callable
 from dataclasses import replace

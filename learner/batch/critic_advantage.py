@@ -3,6 +3,8 @@
 Observation tokens have no value of their own: from one turn to the next, or from one sampled token
 to the next, they are passed through.
 """
+# torch's type stubs know nothing of numpy's element types:
+# pyright: reportUnknownMemberType=false
 
 from dataclasses import dataclass, field, replace
 
