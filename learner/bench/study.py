@@ -56,7 +56,6 @@ class Outcome:
     gain_ci95: tuple[float, float]  # paired by item
     lag_mean: float  # steps, over the trained tokens
     ess_min: float  # smallest effective sample size of a step, as a share of its tokens
-    train_s: float
     points: tuple[Point, ...]  # the first is before training, the last the evaluation at the end
 
 
@@ -111,7 +110,6 @@ def read_outcome(run: Path, *, arm: str, seed: int) -> Outcome:
         gain_ci95=tuple(report["gain"]["ci95"]),
         lag_mean=float(np.average(lags, weights=num_tokens)),
         ess_min=min(line["offpolicy/ess_frac"] for line in steps),
-        train_s=steps[-1]["time_s"] - steps[0]["time_s"],
         points=_points(run, report, last_step=steps[-1]["step"]),
     )
 

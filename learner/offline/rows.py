@@ -1,6 +1,6 @@
 """Episodes as token rows, from a run's journal or from a file of conversations."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,6 @@ class Row:
     token_ids: np.ndarray = field(repr=False)  # [seq] int32
     mask: np.ndarray = field(repr=False)  # [seq] bool, True on tokens to learn
 
-    @property
-    def num_trained(self) -> int:
-        """Tokens to learn."""
-        return int(self.mask.sum())
-
 
 def read_rows(path: Path, *, tokenizer: Any, max_tokens: int, key: str) -> list[Row]:
     """Return the episodes of a run directory, of its `journal/`, or of an AgentTraj-format file.
@@ -50,7 +45,10 @@ def read_rows(path: Path, *, tokenizer: Any, max_tokens: int, key: str) -> list[
         rows = [row_of_conversation(tokenizer, c) for c in read_conversations(path)]
     else:
         raise ConfigError(f"{key}={path}: neither a run directory nor a file")
-    rows = [_cut(row, max_tokens) for row in rows]
+    rows = [
+        replace(row, token_ids=row.token_ids[:max_tokens], mask=row.mask[:max_tokens])
+        for row in rows
+    ]
     kept = [row for row in rows if row.mask[1:].any()]
     if not kept:
         raise ConfigError(f"{key}={path}: holds no episode with a token to learn")
@@ -64,15 +62,6 @@ def _is_usable(trajectory: Trajectory) -> bool:
         and not is_held_out
         and not trajectory.end_reason.is_infrastructure_failure
         and bool(trajectory.loss_mask.any())
-    )
-
-
-def _cut(row: Row, max_tokens: int) -> Row:
-    return Row(
-        item_id=row.item_id,
-        reward=row.reward,
-        token_ids=row.token_ids[:max_tokens],
-        mask=row.mask[:max_tokens],
     )
 
 

@@ -38,7 +38,7 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Step:
+class Step:
     ended_s: float
     wait_s: float
     num_arrived: int  # episodes so far
@@ -50,7 +50,7 @@ class _Step:
 @dataclass(slots=True)
 class Tally:
     published_s: list[float] = field(default_factory=list)  # when version i + 1 was there
-    steps: list[_Step] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
     lags: Counter[int] = field(default_factory=Counter)
     num_arrived: int = 0
     num_short: int = 0  # batches
@@ -63,20 +63,9 @@ class Tally:
         passed = sum(ended_s - each for each in self.published_s[version:last])
         return version + passed / (ended_s - started_s)
 
-    def add_step(
-        self, now_s: float, *, wait_s: float, num_trained: int, lag_sum: float, num_turns: int
-    ) -> None:
-        self.published_s.append(now_s)
-        self.steps.append(
-            _Step(
-                ended_s=now_s,
-                wait_s=wait_s,
-                num_arrived=self.num_arrived,
-                num_trained=num_trained,
-                lag_sum=lag_sum,
-                num_turns=num_turns,
-            )
-        )
+    def add_step(self, step: Step) -> None:
+        self.published_s.append(step.ended_s)
+        self.steps.append(step)
 
     def rates(self) -> dict[str, float]:
         """Return the means over the steps after the beginning; all 0 with fewer than two."""

@@ -26,7 +26,7 @@ from learner.scheduler.core import SchedulerCore
 from learner.simulator.event_queue import EventQueue
 from learner.simulator.fleet import Arrival, Fleet
 from learner.simulator.settings import catalogue_of, for_simulation
-from learner.simulator.tally import Prediction, Tally
+from learner.simulator.tally import Prediction, Step, Tally
 from learner.simulator.workload import Workload
 
 LEARNER = "learner-0"
@@ -197,13 +197,15 @@ class World:
     ) -> None:
         self._is_training = False
         self._waits_since_s = self._events.now_s
-        self._tally.add_step(
-            self._events.now_s,
+        step = Step(
+            ended_s=self._events.now_s,
             wait_s=wait_s,
+            num_arrived=self._tally.num_arrived,
             num_trained=len(ids),
             lag_sum=lag_sum,
             num_turns=num_turns,
         )
+        self._tally.add_step(step)
         self._fleet.version += 1
         trained = [
             EpisodeOutcome(episode_id=each, outcome=Outcome.TRAINED, cause="") for each in ids

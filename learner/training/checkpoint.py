@@ -24,7 +24,6 @@ _ASIDE = ".old"  # suffix of a checkpoint while another of the same version take
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
     version: int
-    folder: Path
     state: dict[str, Any]
 
 
@@ -48,7 +47,7 @@ def load_checkpoint(folder: Path) -> Restored:
         raise ConfigError(f"{folder} is no complete checkpoint")
     version = json.loads((folder / _MARKER).read_text())["version"]
     state = torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True)
-    return Restored(version=version, folder=folder, state=state)
+    return Restored(version=version, state=state)
 
 
 class Checkpoints:

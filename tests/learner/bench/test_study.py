@@ -37,7 +37,6 @@ def make_outcome(arm: str, *points: tuple[int, float, int]) -> Outcome:
         gain_ci95=(0.05, 0.15),
         lag_mean=1.0,
         ess_min=0.9,
-        train_s=60.0,
         points=tuple(
             Point(step=step, success=success, num_episodes=10 * step, num_tokens=num_tokens)
             for step, success, num_tokens in points
@@ -96,7 +95,7 @@ def test_outcome_of_a_run_counts_every_generated_token_until_each_evaluation(
         (2, 0.75, 3, 3 * sampled),
     ]
     assert outcome.lag_mean == pytest.approx(0.5)  # 30 tokens of lag 0, 10 of lag 2
-    assert (outcome.ess_min, outcome.gain, outcome.train_s) == (0.8, 0.5, 5.0)
+    assert (outcome.ess_min, outcome.gain) == (0.8, 0.5)
 
 
 def test_success_at_tokens_is_linear_between_evaluations() -> None:
