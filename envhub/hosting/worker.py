@@ -22,7 +22,6 @@ from envhub.hosting.frames import MAX_FRAME_BYTES, encode_frame, read_frame
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 60.0
-REAP_TIMEOUT_S = 5.0
 ENDING_TIMEOUT_S = 0.2  # between the end of a worker's connection and that of its process
 
 
@@ -139,7 +138,7 @@ class Worker:
     async def reap(self) -> None:
         """Wait for the end of a lost worker and end what it left behind."""
         try:
-            await asyncio.to_thread(self._process.clear_away, timeout_s=REAP_TIMEOUT_S)
+            await asyncio.to_thread(self._process.clear_away)
         except subprocess.TimeoutExpired:
             logger.error("worker does not end after SIGKILL %s pid=%d", self, self.pid)
         if self._reading is not None:
