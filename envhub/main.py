@@ -7,7 +7,7 @@ import logging
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 import uvicorn
@@ -40,7 +40,7 @@ def run(cfg: RunConfig, run_dir: RunDir) -> None:
         serve(app, sessions, listener, log_level=cfg.log.level)
 
 
-def serve_alone(cfg: RunConfig, env_names: list[str], *, started) -> None:
+def serve_alone(cfg: RunConfig, env_names: list[str], *, started: Callable[[str], None]) -> None:
     """Serve environments without any run.
 
     Args:
