@@ -1,6 +1,7 @@
 """One simulation: the scheduler's core and the learner's groups, driven on virtual time."""
 
 from collections.abc import Sequence
+from functools import partial
 from random import Random
 
 from common.config.run_config import RunConfig, TrainMode
@@ -207,10 +208,8 @@ class World:
         )
         self._tally.add_step(step)
         self._fleet.version += 1
-        trained = [
-            EpisodeOutcome(episode_id=each, outcome=Outcome.TRAINED, cause="") for each in ids
-        ]
-        self._report(outcomes=trained)
+        trained = partial(EpisodeOutcome, outcome=Outcome.TRAINED, cause="")
+        self._report(outcomes=[trained(episode_id=each) for each in ids])
         self._report_step(signals={"busy_s": busy_s, "wait_s": wait_s})
         self._fleet.wake()
         self._maybe_train()

@@ -83,12 +83,7 @@ class Trainer:
             self._stateful |= own
         self._generator = torch.Generator().manual_seed(settings.seed)
         self._num_bad_steps_in_a_row = 0
-        self._num_updates = 0
-
-    @property
-    def num_updates(self) -> int:
-        """Optimizer updates made so far; skipped ones do not count."""
-        return self._num_updates
+        self._num_updates = 0  # made so far; skipped ones do not count
 
     @property
     def max_ahead_steps(self) -> int:

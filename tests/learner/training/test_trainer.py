@@ -146,7 +146,7 @@ def test_every_epoch_and_minibatch_is_an_update(
     trainer = make_trainer(ppo_epochs=ppo_epochs, num_minibatches=num_minibatches)
     metrics = trainer.train_on(make_samples(), version=0).metrics
     assert metrics["train/num_updates"] == expected
-    assert trainer.num_updates == expected
+    assert trainer.state_dict()["num_updates"] == expected
     adamw_state = trainer.state_dict()["optimizer"]["optimizers"][0]["state"]
     assert {int(entry["step"]) for entry in adamw_state.values()} == {expected}
 
@@ -264,4 +264,4 @@ def test_restored_trainer_continues_bit_for_bit(kind: OptimizerKind) -> None:
     for one in (trainer, restored):
         one.train_on(make_samples(num_groups=6, seed=2), version=1)
     assert difference(weights_of(trainer), weights_of(restored)) == 0.0
-    assert restored.num_updates == trainer.num_updates == 4
+    assert restored.state_dict()["num_updates"] == trainer.state_dict()["num_updates"] == 4

@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import product
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -126,10 +127,14 @@ def test_every_version_reaches_every_actor_and_a_late_joiner_gets_the_current_on
     assert metrics["weights/canary_abs_logprob"] == 0.0
 
 
+with_an_odd_actor = pytest.mark.parametrize(
+    ("habit", "odd_from"), list(product(["mute", "vanish"], [1, 2]))
+)
+
+
 @pytest.mark.slow
 @with_short_deadline
-@pytest.mark.parametrize("habit", ["mute", "vanish"])
-@pytest.mark.parametrize("odd_from", [1, 2], ids=["new_group", "old_group"])
+@with_an_odd_actor
 def test_an_actor_that_dies_costs_bounded_time_and_the_other_gets_the_version(
     publisher: Publisher, start_actor: Start, habit: str, odd_from: int
 ) -> None:
@@ -178,8 +183,7 @@ def test_an_actor_that_left_politely_is_not_waited_for(
     assert publisher.drain_metrics()["weights/members"] == 1
 
 
-@pytest.mark.parametrize("habit", ["mute", "vanish"])
-@pytest.mark.parametrize("odd_from", [1, 2], ids=["new_group", "old_group"])
+@with_an_odd_actor
 def test_a_silent_actor_is_waited_for_until_it_is_known_and_the_other_loads(
     publisher: Publisher, start_actor: Start, habit: str, odd_from: int
 ) -> None:
