@@ -137,8 +137,7 @@ def bench(request: Request) -> int:
 STANDALONE: dict[str, Callable[[Request], int]] = {
     "bench": bench,
     "doctor": Later("common.checks.doctor:doctor").given(
-        missing_for=missing_for,
-        examine_environments=Later("envhub.command:examine_environments"),
+        missing_for=missing_for, examine_environments=Later("envhub.command:examine_environments")
     ),
     "envs": lambda request: Later("envhub.command:list_environments")(
         request.overrides, root=ROOT, say=print

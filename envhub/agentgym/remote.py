@@ -175,10 +175,7 @@ class RemoteEnv:
         """Return the result of a step; the score of the episode stays where it was."""
         self._observation = observation
         return StepResult(
-            observation=observation,
-            reward=self._reward,
-            done=self._is_done,
-            is_valid=is_valid,
+            observation=observation, reward=self._reward, done=self._is_done, is_valid=is_valid
         )
 
     def _offers(self, reply: object, observation: str) -> list[str]:

@@ -10,13 +10,7 @@ from pydantic import BaseModel, Field, create_model
 
 from common.errors import EnvError
 from envhub.agentgym.dialects import DIALECTS, WEBARENA, WORDLE, Dialect, Faults
-from envhub.agentgym.instances import (
-    EpisodeOver,
-    Instance,
-    Instances,
-    InstanceUnknown,
-    NotReset,
-)
+from envhub.agentgym.instances import EpisodeOver, Instance, Instances, InstanceUnknown, NotReset
 from envhub.agentgym.replies import (
     create_reply,
     fault_reply,

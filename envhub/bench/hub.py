@@ -40,10 +40,7 @@ class Service:
 
 @contextlib.contextmanager
 def hub_process(
-    envs: Sequence[str],
-    *,
-    overrides: Sequence[str] = (),
-    environ: Mapping[str, str] | None = None,
+    envs: Sequence[str], *, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None
 ) -> Generator[Service]:
     """Yield a hub that serves `envs`, started by `python run.py envhub`.
 

@@ -33,12 +33,7 @@ class Worker:
     """
 
     def __init__(
-        self,
-        env_name: str,
-        number: int,
-        *,
-        guardian: Guardian,
-        on_lost: "Callable[[Worker], None]",
+        self, env_name: str, number: int, *, guardian: Guardian, on_lost: "Callable[[Worker], None]"
     ) -> None:
         """Start the process; the guardian ends it if the hub is killed."""
         self.env_name = env_name

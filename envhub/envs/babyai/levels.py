@@ -41,9 +41,7 @@ def subsets() -> dict[str, SubsetSpec]:
     names = dict.fromkeys(map(subset_of, (*MAX_TURNS, *AGENTGYM_LEVELS)))
     single = {
         name: SubsetSpec(
-            num_train=NUM_TRAIN,
-            num_test=NUM_TEST,
-            max_turns=max_turns(level_of(name)),
+            num_train=NUM_TRAIN, num_test=NUM_TEST, max_turns=max_turns(level_of(name))
         )
         for name in names
     }

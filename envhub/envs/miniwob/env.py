@@ -4,13 +4,7 @@ import hashlib
 from typing import Any
 
 from common.config.envs import EnvsSection
-from envhub.env import (
-    EnvFailure,
-    EnvSpec,
-    StepResult,
-    Style,
-    parse_item,
-)
+from envhub.env import EnvFailure, EnvSpec, StepResult, Style, parse_item
 from envhub.envs.miniwob import pages
 from envhub.envs.miniwob.experts import table as experts
 from envhub.envs.miniwob.view import PageView
@@ -72,8 +66,7 @@ class MiniwobEnv:
         assert self._session is not None, "an episode is used before its reset"
         facts = pages.PAGES[self._page]
         self._snapshot = await self._session.look(
-            advance_ms=facts.get("step_ms", pages.STEP_MS),
-            has_places=facts.get("places", False),
+            advance_ms=facts.get("step_ms", pages.STEP_MS), has_places=facts.get("places", False)
         )
         state = self._snapshot.state
         if state is None:

@@ -56,10 +56,7 @@ class MiniwobWorld:
         context = await browser.open_context(clock=True)
         await context.add_init_script(START_SCRIPT)
         session = WebSession(
-            context,
-            LOOK,
-            may_go=lambda url: False,
-            action_timeout_s=self._options.action_timeout_s,
+            context, LOOK, may_go=lambda url: False, action_timeout_s=self._options.action_timeout_s
         )
         self._num_episodes[session] = 1
         return session

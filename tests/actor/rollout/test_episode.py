@@ -189,10 +189,7 @@ def test_an_episode_ends_before_a_turn_that_could_exceed_the_context() -> None:
 
 @pytest.mark.parametrize(
     ("error", "reason"),
-    [
-        (EnvError("HTTP 500"), EndReason.ENV_ERROR),
-        (EnvTimeout("HTTP 504"), EndReason.ENV_TIMEOUT),
-    ],
+    [(EnvError("HTTP 500"), EndReason.ENV_ERROR), (EnvTimeout("HTTP 504"), EndReason.ENV_TIMEOUT)],
 )
 def test_a_failure_of_the_environment_is_recorded_and_never_a_reward(
     error: Exception, reason: EndReason

@@ -15,8 +15,7 @@ CHATML = (
 )
 WITH_SYSTEM = "<|im_start|>system\nYou are an agent.<|im_end|>\n" + CHATML
 REWRITES = CHATML.replace(
-    "{{ m['content'] }}",
-    "{% if m['role'] == 'user' or loop.last %}{{ m['content'] }}{% endif %}",
+    "{{ m['content'] }}", "{% if m['role'] == 'user' or loop.last %}{{ m['content'] }}{% endif %}"
 )
 LAST_TURNS_ONLY = CHATML.replace("in messages", "in messages[-2:]")
 NO_USER_TEXT = CHATML.replace(

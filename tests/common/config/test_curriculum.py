@@ -48,11 +48,7 @@ def test_an_override_may_be_of_another_kind(repository: Path, tmp_path: Path) ->
     ]
     cfg = load_config(None, overrides, root=repository)
     policy = cfg.horizon.policy("textcraft")
-    assert (policy.kind, policy.stages, policy.over_steps) == (
-        HorizonKind.LINEAR,
-        (6, 13, 20),
-        50,
-    )
+    assert (policy.kind, policy.stages, policy.over_steps) == (HorizonKind.LINEAR, (6, 13, 20), 50)
     assert cfg.mixture.kind is MixtureKind.TEMPERATURE
     save_config(cfg, tmp_path / "config.yaml")
     again = load_config(str(tmp_path / "config.yaml"), [], root=repository)

@@ -63,12 +63,7 @@ def make_run(root: Path) -> RunDir:
     run_dir.status.write_text(json.dumps(STATUS))
     lines = [
         {"step": 11, "time_s": 100.0, "reward/success": 0.6, "offpolicy/lag_mean": 0.8},
-        {
-            "step": 12,
-            "time_s": 102.0,
-            "reward/success": 0.62,
-            "offpolicy/lag_mean": 0.9,
-        },
+        {"step": 12, "time_s": 102.0, "reward/success": 0.62, "offpolicy/lag_mean": 0.9},
     ]
     run_dir.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return run_dir

@@ -59,12 +59,7 @@ def make_run(root: Path, trajectories: list[Trajectory], *, num_steps: int = 30)
 
 def full_run(root: Path) -> RunDir:
     """40 items: before solves 16, after 30, random 4, expert all; two subsets."""
-    solved = {
-        "before-model": 16,
-        "after-model": 30,
-        "before-random_valid": 4,
-        "before-expert": 40,
-    }
+    solved = {"before-model": 16, "after-model": 30, "before-random_valid": 4, "before-expert": 40}
     trajectories = [
         make_eval(name, i, is_success=i < num, subset="depth2" if i % 2 else "<b>depth3")
         for name, num in solved.items()
@@ -124,16 +119,8 @@ def test_report_tells_the_peak_memory_that_was_watched(tmp_path: Path) -> None:
 
 
 def test_gain_uses_only_items_played_in_both() -> None:
-    before = [
-        play(0, is_success=False),
-        play(1, is_success=False),
-        play(2, is_success=True),
-    ]
-    after = [
-        play(0, is_success=True),
-        play(1, is_success=False),
-        play(9, is_success=True),
-    ]
+    before = [play(0, is_success=False), play(1, is_success=False), play(2, is_success=True)]
+    after = [play(0, is_success=True), play(1, is_success=False), play(9, is_success=True)]
     gain = paired_gain(before, after)
     assert gain is not None
     assert (gain.success, gain.num_pairs) == (0.5, 2)
@@ -163,9 +150,7 @@ def test_score_splits_by_subset() -> None:
     }
 
 
-def test_report_leaves_infrastructure_failures_out_and_counts_them(
-    tmp_path: Path,
-) -> None:
+def test_report_leaves_infrastructure_failures_out_and_counts_them(tmp_path: Path) -> None:
     good = [make_eval("before-model", i, is_success=True) for i in range(3)]
     failure = {"end_reason": EndReason.ENV_ERROR, "error": "gone", "is_success": False}
     lost = dataclasses.replace(make_eval("before-model", 3, is_success=False), **failure)
@@ -181,8 +166,7 @@ def test_report_leaves_infrastructure_failures_out_and_counts_them(
 def test_report_says_why_an_evaluation_is_absent(tmp_path: Path) -> None:
     cfg = make_config(eval=EvalSection(after=False))
     lost = dataclasses.replace(
-        make_eval("before-expert", 0, is_success=False),
-        end_reason=EndReason.ENV_TIMEOUT,
+        make_eval("before-expert", 0, is_success=False), end_reason=EndReason.ENV_TIMEOUT
     )
     report = write_report(make_run(tmp_path, [lost]), cfg)
     assert (report.before, report.after, report.gain) == (None, None, None)

@@ -28,8 +28,7 @@ def test_percentile_is_the_latency_that_the_share_of_requests_did_not_exceed() -
 
 
 @pytest.mark.parametrize(
-    ("num_steps", "slowest_ms", "exit_code"),
-    [(6000, 250.0, 0), (5999, 250.0, 1), (6000, 250.1, 1)],
+    ("num_steps", "slowest_ms", "exit_code"), [(6000, 250.0, 0), (5999, 250.0, 1), (6000, 250.1, 1)]
 )
 def test_promise_is_judged_by_speed_and_by_its_slowest_hundredth(
     num_steps: int, slowest_ms: float, exit_code: int

@@ -201,10 +201,7 @@ def test_engine_says_short_lower_case_sentences_when_compact():
             ("get 1 oak planks", "could not find oak planks"),
             ("get 1 unicorn", "could not find"),
             ("sing", "could not execute"),
-            (
-                "craft 4 stick using 9 oak planks",
-                "could not find enough items to craft stick",
-            ),
+            ("craft 4 stick using 9 oak planks", "could not find enough items to craft stick"),
             ("craft 4 stick using oak planks", "wrong item format"),
             ("craft 4 stick using 1 oak planks", "could not find a valid recipe for stick"),
         ],

@@ -1,13 +1,6 @@
 """Accessibility trees as text."""
 
-from envhub.web.tree import (
-    Node,
-    agentgym_lines,
-    compact_lines,
-    cut,
-    read_snapshot,
-    shown_nodes,
-)
+from envhub.web.tree import Node, agentgym_lines, compact_lines, cut, read_snapshot, shown_nodes
 
 
 def row(parent, depth, role, name, states="", *, block=-1, in_view=1):

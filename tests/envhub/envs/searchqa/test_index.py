@@ -20,11 +20,7 @@ from envhub.envs.searchqa.index import (
 )
 from envhub.envs.searchqa.passages import Passage, make_passage, worded
 
-FRUIT = [
-    Passage("Apple", "apple pie"),
-    Passage("Pear", "pear apple tart"),
-    Passage("Plum", "plum"),
-]
+FRUIT = [Passage("Apple", "apple pie"), Passage("Pear", "pear apple tart"), Passage("Plum", "plum")]
 
 
 def write_corpus(path: Path, passages: Sequence[Passage]) -> Path:

@@ -2,11 +2,7 @@
 
 import pytest
 
-from envhub.web.site_tasks.evaluate import (
-    answer_matches,
-    contents_match,
-    url_matches,
-)
+from envhub.web.site_tasks.evaluate import answer_matches, contents_match, url_matches
 from envhub.web.site_tasks.page_functions import reddit_post_url, unsupported
 
 
