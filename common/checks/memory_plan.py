@@ -210,8 +210,7 @@ def lines_here(cfg: RunConfig, root: Path) -> list[str]:
 def check_memory(cfg: RunConfig, places: Sequence[Place], shape: ModelShape) -> None:
     """Return if the plan fits in the memories of this machine, as far as they are here.
 
-    Raises:
-        ConfigError: a memory is too small, or the engine's cache for a single episode.
+    Raises: ConfigError: a memory is too small, or the engine's cache for a single episode.
     """
     for place in places:
         if place.capacity_bytes and place.total_bytes > place.capacity_bytes:

@@ -35,8 +35,7 @@ class ModelShape:
 def read_shape(folder: Path) -> ModelShape:
     """Return the shape of the checkpoint in `folder`: config.json, and the weights' own headers.
 
-    Raises:
-        ConfigError: config.json is no JSON, or says nothing of a transformer's sizes.
+    Raises: ConfigError: config.json is no JSON, or says nothing of a transformer's sizes.
     """
     try:
         tree = json.loads((folder / "config.json").read_text(encoding="utf-8"))

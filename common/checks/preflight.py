@@ -25,8 +25,7 @@ def check(cfg: RunConfig, root: Path, *, missing: Sequence[str] = ()) -> None:
         root: what a relative `model.path` and `run.dir` are relative to.
         missing: what the environments need and the machine lacks, one line each.
 
-    Raises:
-        ConfigError: the first thing that would stop the run later; names key, value and remedy.
+    Raises: ConfigError: the first thing that would stop the run later; names key, value and remedy.
     """
     if not cfg.tasks:
         raise ConfigError("tasks=[]: a run needs at least one, like tasks=[{env: e, subset: s}]")
@@ -57,8 +56,7 @@ def check(cfg: RunConfig, root: Path, *, missing: Sequence[str] = ()) -> None:
 def check_devices(cfg: RunConfig) -> None:
     """Return if the GPUs that the config asks for are on this machine.
 
-    Raises:
-        ConfigError: there are fewer; names the key.
+    Raises: ConfigError: there are fewer; names the key.
     """
     if cfg.learner.device != "cuda":
         return
@@ -77,8 +75,7 @@ def check_devices(cfg: RunConfig) -> None:
 def check_engine() -> None:
     """Return if vLLM can start on this machine.
 
-    Raises:
-        ConfigError: not Linux; or no GPU and no C++ compiler, which its CPU kernels need.
+    Raises: ConfigError: not Linux; or no GPU and no C++ compiler, which its CPU kernels need.
     """
     if platform.system() != "Linux":
         raise ConfigError(f"the engine (vLLM) runs on Linux only, and this is {platform.system()}")
@@ -109,8 +106,7 @@ def check_sft(cfg: RunConfig, root: Path, *, missing: Sequence[str] = ()) -> Non
 def check_model(path: str, root: Path, *, key: str = "model.path") -> None:
     """Return if `path`, the value of `key`, holds a transformers checkpoint with its tokenizer.
 
-    Raises:
-        ConfigError: it does not; names what is missing.
+    Raises: ConfigError: it does not; names what is missing.
     """
     folder = root / path
     if not folder.is_dir():
@@ -128,8 +124,7 @@ def check_model(path: str, root: Path, *, key: str = "model.path") -> None:
 def check_ports(cfg: RunConfig) -> None:
     """Return if every port that the config fixes can be bound.
 
-    Raises:
-        ConfigError: one is taken, or given to two roles; names the key.
+    Raises: ConfigError: one is taken, or given to two roles; names the key.
     """
     fixed = {
         "scheduler.port": (cfg.scheduler.host, cfg.scheduler.port),
@@ -152,8 +147,7 @@ def check_ports(cfg: RunConfig) -> None:
 def check_disk(run_dir: Path) -> None:
     """Return if the run directory can be made and the disk has room.
 
-    Raises:
-        ConfigError: not writable, or too little space.
+    Raises: ConfigError: not writable, or too little space.
     """
     folder = run_dir
     while not folder.exists():

@@ -58,8 +58,7 @@ def parse(argv: Sequence[str], *, root: Path) -> Request:
         argv: without the program's name.
         root: the repository, whose configs the help lists.
 
-    Raises:
-        ConfigError: an unknown flag or command.
+    Raises: ConfigError: an unknown flag or command.
     """
     parser = _make_parser(root)
     asked = parser.parse_intermixed_args(argv)

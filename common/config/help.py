@@ -18,8 +18,7 @@ from common.errors import ConfigError
 def help_text(topics: list[str]) -> str:
     """Return the help about a key, a section or a command; about all sections if none is named.
 
-    Raises:
-        ConfigError: more than one topic, or no such topic; names the nearest key.
+    Raises: ConfigError: more than one topic, or no such topic; names the nearest key.
     """
     if len(topics) > 1:
         raise ConfigError(f"help {' '.join(topics)}: one key, section or command at a time")

@@ -81,8 +81,7 @@ def declared(key: str, *, shown: str) -> tuple[Any, Field[Any]]:
         key: as the user wrote it; `tasks[0].weight` and `tasks.0.weight` both work.
         shown: key and value for the message.
 
-    Raises:
-        ConfigError: there is no such key; names the nearest.
+    Raises: ConfigError: there is no such key; names the nearest.
     """
     if not _KEY.fullmatch(key):
         raise ConfigError(f"{shown}: not a key; the nearest is {nearest_keys(key)}")

@@ -182,8 +182,7 @@ def check(section: Any, prefix: str = "") -> None:
         section: a config dataclass.
         prefix: of its keys, such as "learner.".
 
-    Raises:
-        ConfigError: "section.key=value: law".
+    Raises: ConfigError: "section.key=value: law".
     """
     for each in fields(section):
         for key, value in _elements(f"{prefix}{each.name}", getattr(section, each.name)):

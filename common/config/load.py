@@ -35,8 +35,7 @@ def load_config(config: str | None, overrides: Sequence[str], *, root: Path) -> 
     Returns:
         The checked configuration. `run.name` is the config's name unless something sets it.
 
-    Raises:
-        ConfigError: one line that names the key, the value and what would be right.
+    Raises: ConfigError: one line that names the key, the value and what would be right.
     """
     merged = cast(DictConfig, OmegaConf.structured(RunConfig))
     try:
@@ -68,8 +67,7 @@ def list_configs(root: Path) -> list[str]:
 def find_config(config: str, *, root: Path) -> Path:
     """Return the file that `--config` means.
 
-    Raises:
-        ConfigError: neither a file nor a known name; names the nearest and all there are.
+    Raises: ConfigError: neither a file nor a known name; names the nearest and all there are.
     """
     named = root / "configs" / f"{config}.yaml"
     if named.is_file():

@@ -218,8 +218,7 @@ class RunConfig:
 def check_training(cfg: RunConfig) -> None:
     """Return if an episode fits into what the learner computes at once.
 
-    Raises:
-        ConfigError: names the key and the value.
+    Raises: ConfigError: names the key and the value.
     """
     budget, longest = cfg.learner.max_tokens_per_microbatch, cfg.actor.max_model_len
     if budget < longest:

@@ -22,8 +22,7 @@ def serve_hub(cfg: RunConfig, run_dir: RunDir, *, root: Path) -> Generator[tuple
 
     The keys and the configuration of the hub are written to `run_dir`.
 
-    Raises:
-        EnvError: the hub ended or published no address in time; holds its last words.
+    Raises: EnvError: the hub ended or published no address in time; holds its last words.
     """
     token = create_keys(run_dir.keys).hub_token
     save_config(cfg, run_dir.config)

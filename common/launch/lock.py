@@ -17,8 +17,7 @@ LOOK_S = 0.05  # longer than `is_held` holds the lock; a wait for it could last 
 def hold_run(root: Path, *, name: str) -> Generator[None]:
     """Keep other launchers out of a run directory; the lock goes with the process, however it ends.
 
-    Raises:
-        ConfigError: another launcher holds it; names its process id.
+    Raises: ConfigError: another launcher holds it; names its process id.
     """
     root.parent.mkdir(parents=True, exist_ok=True)
     with (root.parent / f".{root.name}.lock").open("a+") as file:  # the folder itself may move

@@ -126,8 +126,7 @@ class ChildProcess:
     def wait_until(self, is_ready: Callable[[], bool], *, timeout_s: float) -> None:
         """Wait for something that the child does.
 
-        Raises:
-            ChildFailed: it ended first, or the time is over; holds the end of its log.
+        Raises: ChildFailed: it ended first, or the time is over; holds the end of its log.
         """
         deadline = time.monotonic() + timeout_s
         while not is_ready():

@@ -43,8 +43,7 @@ def write_report(
         wall_s: seconds of the whole run; None: the time of the last step in metrics.jsonl.
         peak_memory_bytes: of all roles together; None: not measured.
 
-    Raises:
-        WireError, ValueError: the journal or metrics.jsonl is damaged before its end.
+    Raises: WireError, ValueError: the journal or metrics.jsonl is damaged before its end.
     """
     lines = read_metrics(run_dir.metrics)
     peak_bytes = peak_memory_bytes or None

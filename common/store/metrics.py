@@ -64,8 +64,7 @@ class MetricsWriter:
             step: larger than any step logged before.
             metrics: flat names `area/thing_unit`. `step` and `time_s` are added.
 
-        Raises:
-            ValueError: the step is not larger than the last one.
+        Raises: ValueError: the step is not larger than the last one.
         """
         if step <= self._last_step:
             raise ValueError(f"step {step} logged after step {self._last_step}")
@@ -92,8 +91,7 @@ class MetricsWriter:
 def read_metrics(path: Path) -> list[MetricsLine]:
     """Return the steps in order; a missing file has none, and a half-written last line is not seen.
 
-    Raises:
-        ValueError: a line before the last is no JSON object; names file and line number.
+    Raises: ValueError: a line before the last is no JSON object; names file and line number.
     """
     return [line for line, _ in iter_metrics(path)]
 

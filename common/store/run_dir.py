@@ -64,8 +64,7 @@ class RunDir:
     def wait_for_address(self, role: str, *, timeout_s: float) -> str:
         """Return where `role` listens, blocking this thread until it says so.
 
-        Raises:
-            LongstrideError: nothing was published in time; names the role and the file.
+        Raises: LongstrideError: nothing was published in time; names the role and the file.
         """
         return asyncio.run(self.await_address(role, timeout_s=timeout_s))
 

@@ -36,8 +36,7 @@ MESSAGE_TYPES: dict[str, type] = {
 def encode(message: Any) -> list[bytes]:
     """Return the frames of a message: the header, then one frame per array field.
 
-    Raises:
-        WireError: the object is no message, or an array has a foreign dtype.
+    Raises: WireError: the object is no message, or an array has a foreign dtype.
     """
     name = type(message).__name__
     if MESSAGE_TYPES.get(name) is not type(message):
@@ -116,15 +115,11 @@ def _fields(cls: type) -> tuple[dataclasses.Field[Any], ...]:
 
 
 @functools.cache
-def _required(cls: type) -> frozenset[str]:
-    missing = dataclasses.MISSING
-    fields = _fields(cls)
-    return frozenset(f.name for f in fields if f.default is f.default_factory is missing)
-
-
-@functools.cache
-def _hints(cls: type) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
+def _schema(cls: type) -> tuple[dict[str, Any], frozenset[str]]:
+    """Return the fields with their types, and those that have no default."""
+    unset = dataclasses.MISSING
+    required = (f.name for f in _fields(cls) if f.default is f.default_factory is unset)
+    return typing.get_type_hints(cls), frozenset(required)
 
 
 def _from_plain(kind: Any, value: Any, frames: list[bytes], *, path: str) -> Any:
@@ -168,8 +163,8 @@ def _scalars(kind: type, values: list[Any], *, path: str) -> list[Any]:
 def _message_from_plain(cls: type, value: Any, frames: list[bytes], *, path: str) -> Any:
     if not isinstance(value, dict):
         raise WireError(f"{path} is {type(value).__name__}, not a map of fields")
-    hints = _hints(cls)
-    missing = sorted(_required(cls) - value.keys())
+    hints, required = _schema(cls)
+    missing = sorted(required - value.keys())
     unknown = sorted(map(str, value.keys() - hints.keys()))
     if missing or unknown:
         raise WireError(f"{path}: missing fields {missing}, unknown fields {unknown}")

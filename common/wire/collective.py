@@ -10,6 +10,7 @@ nobody's world has to be rebuilt. NCCL on CUDA, gloo on CPU; all else is shared.
 
 import socket
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -41,8 +42,7 @@ def backend_for(device_ids: Sequence[str]) -> str:
 def open_store(host: str, port: int, *, is_server: bool, timeout_s: float) -> dist.TCPStore:
     """Return the rendezvous store of a learner (`is_server`) or a client of it.
 
-    Raises:
-        WeightSyncError: nobody serves there, or the address is not ours to serve on.
+    Raises: WeightSyncError: nobody serves there, or the address is not ours to serve on.
     """
     try:
         return dist.TCPStore(
@@ -56,27 +56,30 @@ def open_store(host: str, port: int, *, is_server: bool, timeout_s: float) -> di
         raise WeightSyncError(f"no rendezvous store at {host}:{port}: {error}") from error
 
 
-def make_process_group(
-    store: dist.Store, *, rank: int, world_size: int, backend: str, timeout_s: float, bind_host: str
-) -> Any:
-    """Return a process group outside the default one; its calls give up after `timeout_s`.
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What one member of a process group must know of it."""
 
-    Args:
-        store: where the members find each other; used by no other group.
-        backend: "nccl", or anything else for gloo.
-        bind_host: gloo listens here only.
+    rank: int
+    world_size: int
+    backend: str  # "nccl", or anything else for gloo
+    timeout_s: float  # after which every call gives up
+    bind_host: str  # gloo listens here only
 
-    Raises:
-        RuntimeError: not all members came in time.
+
+def make_process_group(store: dist.Store, place: Place) -> Any:
+    """Return a process group outside the default one; no other group uses its `store`.
+
+    Raises: RuntimeError: not all members came in time.
     """
-    timeout = timedelta(seconds=timeout_s)
-    if backend == "nccl":
+    timeout, rank, world_size = timedelta(seconds=place.timeout_s), place.rank, place.world_size
+    if place.backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         return dist.ProcessGroupNCCL(store, rank, world_size, options)
     options = dist.ProcessGroupGloo._Options()
     options._timeout = timeout
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=bind_host)]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=place.bind_host)]
     return dist.ProcessGroupGloo(store, rank, world_size, options)
 
 
@@ -84,40 +87,23 @@ class BroadcastGroup:
     """One membership: rank 0 sends, the others receive. Use from one thread.
 
     Example:
-        learner: group = BroadcastGroup(store, epoch=3, rank=0, world_size=2, backend="gloo", ...)
+        learner: group = BroadcastGroup(store, Place(0, 2, "gloo", ...), epoch=3)
                  group.broadcast(buffer)          waits for rank 1 up to timeout_s
-        engine:  group = BroadcastGroup(store, epoch=3, rank=1, world_size=2, backend="gloo", ...)
+        engine:  group = BroadcastGroup(store, Place(1, 2, "gloo", ...), epoch=3)
                  group.broadcast(buffer)          fills its buffer with rank 0's bytes
 
-    Raises:
-        WeightSyncError: a member is missing or dies; both sides raise within timeout_s.
+    Raises: WeightSyncError: a member is missing or dies; both sides raise within timeout_s.
     """
 
-    def __init__(
-        self,
-        store: dist.Store,
-        *,
-        epoch: int,
-        rank: int,
-        world_size: int,
-        backend: str,
-        timeout_s: float,
-        bind_host: str,
-    ) -> None:
+    def __init__(self, store: dist.Store, place: Place, *, epoch: int) -> None:
         prefixed = dist.PrefixStore(f"weights/{epoch}", store)
         self.epoch = epoch
-        self._timeout = timedelta(seconds=timeout_s)
+        self._timeout = timedelta(seconds=place.timeout_s)
         try:
-            self._group = make_process_group(
-                prefixed,
-                rank=rank,
-                world_size=world_size,
-                backend=backend,
-                timeout_s=timeout_s,
-                bind_host=bind_host,
-            )
+            self._group = make_process_group(prefixed, place)
         except (RuntimeError, ValueError) as error:
-            raise WeightSyncError(f"no process group epoch={epoch} rank={rank}: {error}") from error
+            what = f"no process group epoch={epoch} rank={place.rank}"
+            raise WeightSyncError(f"{what}: {error}") from error
 
     def broadcast(self, buffer: Tensor) -> None:
         """Send (rank 0) or receive `buffer` [num_bytes] uint8 in place."""

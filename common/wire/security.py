@@ -27,15 +27,8 @@ def create_keys(folder: Path) -> RunKeys:
     """Write new keys below `folder` unless they exist; return the keys."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if not all((folder / name).exists() for name in _FILES):
-        server_public, server_secret = (key.decode() for key in zmq.curve_keypair())
-        client_public, client_secret = (key.decode() for key in zmq.curve_keypair())
-        values = (
-            server_public,
-            server_secret,
-            client_public,
-            client_secret,
-            secrets.token_urlsafe(32),
-        )
+        pairs = [*zmq.curve_keypair(), *zmq.curve_keypair()]
+        values = [*(key.decode() for key in pairs), secrets.token_urlsafe(32)]
         for name, value in zip(_FILES, values, strict=True):
             descriptor = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
             with os.fdopen(descriptor, "w") as file:
@@ -46,8 +39,7 @@ def create_keys(folder: Path) -> RunKeys:
 def load_keys(folder: Path) -> RunKeys:
     """Return the keys of a run.
 
-    Raises:
-        ConfigError: a key file is missing; names it. A role on another node needs a copy.
+    Raises: ConfigError: a key file is missing; names it. A role on another node needs a copy.
     """
     missing = [str(folder / name) for name in _FILES if not (folder / name).exists()]
     if missing:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.errors import WeightSyncError
-from common.wire.collective import BroadcastGroup, local_address_towards, open_store
+from common.wire.collective import BroadcastGroup, Place, local_address_towards, open_store
 from common.wire.weight_messages import WeightsOffer
 
 CANCEL_CHECK_S = 0.25  # between looks at whether a running transfer is still wanted
@@ -44,12 +44,15 @@ class _Attempt(threading.Thread):
 
     def run(self) -> None:
         """Make the group if there is none yet, and broadcast."""
+        offer = self._offer
         if self._buffer.is_cuda:  # each thread has a current device of its own
             torch.cuda.set_device(self._buffer.device)
         try:
             if self.group is None:
-                self.store = self.store or _connect(self._offer)
-                self.group = _group_of(self._offer, self.store)
+                self.store = self.store or _connect(offer)
+                bind_host, epoch = local_address_towards(offer.store_host), offer.group_epoch
+                given = (offer.rank, offer.world_size, offer.backend, offer.timeout_s)
+                self.group = BroadcastGroup(self.store, Place(*given, bind_host), epoch=epoch)
             if not self._is_left:
                 self.group.broadcast(self._buffer)
                 self.is_ok = True
@@ -71,18 +74,6 @@ def _connect(offer: WeightsOffer) -> dist.Store:
     """Return a new connection to the offer's rendezvous store."""
     return open_store(
         offer.store_host, offer.store_port, is_server=False, timeout_s=offer.timeout_s
-    )
-
-
-def _group_of(offer: WeightsOffer, store: dist.Store) -> BroadcastGroup:
-    return BroadcastGroup(
-        store,
-        epoch=offer.group_epoch,
-        rank=offer.rank,
-        world_size=offer.world_size,
-        backend=offer.backend,
-        timeout_s=offer.timeout_s,
-        bind_host=local_address_towards(offer.store_host),
     )
 
 

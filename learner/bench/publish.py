@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from common.errors import WeightSyncError
 from common.repository import ROOT
-from common.wire.collective import BroadcastGroup, checksum, open_store
+from common.wire.collective import BroadcastGroup, Place, checksum, open_store
 from learner.bench.step import clock_of
 from learner.policy.model import export_tensors
 from learner.weights.snapshot import PublishedWeights, snapshot
@@ -109,15 +109,7 @@ def broadcast_alone(buffer: torch.Tensor, *, backend: str, timeout_s: float) -> 
 def _group(
     store: Any, rank: int, world_size: int, backend: str, timeout_s: float
 ) -> BroadcastGroup:
-    return BroadcastGroup(
-        store,
-        epoch=1,
-        rank=rank,
-        world_size=world_size,
-        backend=backend,
-        timeout_s=timeout_s,
-        bind_host=HOST,
-    )
+    return BroadcastGroup(store, Place(rank, world_size, backend, timeout_s, HOST), epoch=1)
 
 
 def receive(receiver: Receiver) -> dict[str, Any]:

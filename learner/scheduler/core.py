@@ -265,8 +265,7 @@ class SchedulerCore:
     def restore(self, state: dict[str, Any]) -> None:
         """Take over a state. One without times gives every lease and member a fresh term.
 
-        Raises:
-            ConfigError: the state is of another format or another `run.seed`.
+        Raises: ConfigError: the state is of another format or another `run.seed`.
         """
         expected = {"format": STATE_FORMAT, "seed": self.parts.seed}
         for key, value in expected.items():

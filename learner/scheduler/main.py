@@ -76,7 +76,9 @@ def serve(cfg: RunConfig, run_dir: RunDir, stop: threading.Event) -> None:
         save(parts)
         write_reports(parts)
     finally:
-        shut_down(parts)
+        parts.log.close()
+        parts.router.close()
+        logger.info("stopped version=%d phase=%s", parts.core.version, parts.core.phase)
 
 
 # --- construction -----------------------------------------------------------------------------
@@ -152,7 +154,8 @@ def loop(parts: Serving, stop: threading.Event) -> None:
             parts.is_changed = True
         if parts.is_changed and parts.clock.now - parts.saved_at >= SAVE_S:
             save(parts)
-        if is_report_due(parts):
+        is_new = parts.ledger_of != (parts.core.version, parts.core.phase)
+        if is_new or parts.clock.now - parts.status_at >= STATUS_S:
             write_reports(parts)
 
 
@@ -198,12 +201,6 @@ def save(parts: Serving) -> None:
     parts.saved_at = parts.clock.now
 
 
-def is_report_due(parts: Serving) -> bool:
-    """True once a second, and after every step and phase."""
-    is_new = parts.ledger_of != (parts.core.version, parts.core.phase)
-    return is_new or parts.clock.now - parts.status_at >= STATUS_S
-
-
 def write_reports(parts: Serving) -> None:
     """Write status.json and, once a step or phase, what it leaves behind."""
     status = parts.core.status()
@@ -217,10 +214,3 @@ def write_reports(parts: Serving) -> None:
         selection = parts.core.lifecycle.audit.report()
         write_json(parts.run_dir.selection, {"version": parts.core.version, **selection})
     parts.ledger_of = (parts.core.version, parts.core.phase)
-
-
-def shut_down(parts: Serving) -> None:
-    """Close everything; the state was saved before."""
-    parts.log.close()
-    parts.router.close()
-    logger.info("stopped version=%d phase=%s", parts.core.version, parts.core.phase)

@@ -23,7 +23,7 @@ from common.config.learning import Precision
 from common.config.run_config import RunConfig
 from common.errors import ConfigError, LongstrideError
 from common.log import configure_logging
-from common.wire.collective import make_process_group
+from common.wire.collective import Place, make_process_group
 from learner.batch.batching import Sample
 from learner.batch.codec import pack_samples, unpack_samples
 from learner.policy.model import pick_device
@@ -160,15 +160,11 @@ class RankWorkers:
 
 def _meet(cfg: RunConfig, rank: int, meeting: Path, device: torch.device) -> Ranks:
     """Return the group of all ranks; they find each other in a folder. Raises: LongstrideError."""
-    num_ranks = cfg.learner.num_ranks
+    num_ranks, backend = cfg.learner.num_ranks, "nccl" if device.type == "cuda" else "gloo"
     try:
         group = make_process_group(
             FileStore(str(meeting / "store"), num_ranks),
-            rank=rank,
-            world_size=num_ranks,
-            backend="nccl" if device.type == "cuda" else "gloo",
-            timeout_s=cfg.learner.rank_timeout_s,
-            bind_host=cfg.learner.host,
+            Place(rank, num_ranks, backend, cfg.learner.rank_timeout_s, cfg.learner.host),
         )
     except RuntimeError as error:
         raise LongstrideError(

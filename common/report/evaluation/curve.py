@@ -19,8 +19,7 @@ def eval_curve(journal: Path) -> list[CurvePoint]:
 
     An evaluation without any episode to an end has no point.
 
-    Raises:
-        WireError: the journal is damaged before its end.
+    Raises: WireError: the journal is damaged before its end.
     """
     found: dict[int, dict[str, Trajectory]] = defaultdict(dict)
     for _, trajectory in read_journal(journal):

@@ -134,8 +134,7 @@ class Peers:
     def join(self) -> None:
         """Say hello with all of them and wait until all are welcome.
 
-        Raises:
-            LongstrideError: some were not.
+        Raises: LongstrideError: some were not.
         """
         for peer in (self._learner_peer, *self._peers):
             _send(peer.socket, hello(peer.name))

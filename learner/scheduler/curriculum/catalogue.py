@@ -52,8 +52,7 @@ _BODY = TypeAdapter(dict[str, _Environment])
 def parse_catalogue(body: object) -> Catalogue:
     """Return the typed catalogue of a `GET /v1/envs` body.
 
-    Raises:
-        EnvError: the hub answered with something else; names the place.
+    Raises: EnvError: the hub answered with something else; names the place.
     """
     try:
         envs = _BODY.validate_python(body)
@@ -104,8 +103,7 @@ def _get_json(address: str, token: str, remaining_s: float) -> object:
 def validate_tasks(tasks: list[TaskSection], catalogue: Catalogue) -> None:
     """Check that every task exists, once, and has training items.
 
-    Raises:
-        ConfigError: names the key, the value and the nearest valid name.
+    Raises: ConfigError: names the key, the value and the nearest valid name.
     """
     if not tasks:
         raise ConfigError(f"tasks=[]: name at least one of the environments {list(catalogue.envs)}")

@@ -1,6 +1,7 @@
 """Which item a training group gets: by weight alone, or also by what there is to learn from it."""
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from common.config.curriculum import MixtureKind, MixtureSection, TaskSection
@@ -111,14 +112,12 @@ class Mixture:
 
     def shares(self) -> dict[str, float]:
         """Return "<env>/<subset>" -> share of the next groups."""
-        worths = {name: task.base * self._task_worth(task) for name, task in self.tasks.items()}
+        worths = {name: task.base for name, task in self.tasks.items()}
+        if self.is_adaptive:
+            known = partial(self.subset_success.success, min_episodes=MIN_TASK_EPISODES)
+            worths = {name: base * self._worth(known(name)) for name, base in worths.items()}
         total = sum(worths.values())
         return {name: each / total for name, each in worths.items()}
-
-    def _task_worth(self, task: MixtureTask) -> float:
-        if not self.is_adaptive:
-            return 1.0
-        return self._worth(self.subset_success.success(task.name, min_episodes=MIN_TASK_EPISODES))
 
     def _worth(self, success: float | None) -> float:
         return 1.0 if success is None else worth(success, floor=self.cfg.floor)

@@ -28,13 +28,9 @@ def serve(parts: Components, request: LeaseRequest, now: float) -> tuple[Taken, 
     if len(taken) == num_allowed:
         parts.members.satisfy(name)
         return taken, f"speed: {name} has as much as it finishes before it is stale"
-    if not parts.run.phase.is_eval and request.version >= _needed_version(parts):
+    if not parts.run.phase.is_eval and request.version >= parts.needed_version(parts.run.version):
         parts.members.refuse(name, now, has_some=bool(taken))
     return taken, reason or "turn: an actor with fewer episodes is served first"
-
-
-def _needed_version(parts: Components) -> int:
-    return parts.needed_version(parts.run.version)
 
 
 def _num_by_speed(parts: Components, member: Member) -> int:
@@ -60,7 +56,8 @@ def _take(
 ) -> tuple[Taken, str]:
     """Take up to `num` episodes off the queue; open groups for up to `num_fresh` of them."""
     phase, is_sync = parts.run.phase, parts.gate.is_sync
-    is_behind = request.version < _needed_version(parts)
+    needed = parts.needed_version(parts.run.version)
+    is_behind = request.version < needed
 
     def is_allowed(group: GroupRecord) -> bool:
         needs_latest = group.kind is EpisodeKind.EVAL or is_sync
@@ -70,7 +67,6 @@ def _take(
     taken = queue.take(actor, num, is_allowed=is_allowed)
     reason = ""
     if is_behind and (is_sync or phase.is_eval):
-        needed = _needed_version(parts)
         reason = f"weights: the actor holds version {request.version}, {needed} is needed"
     elif phase.is_eval:
         reason = f"{phase}: all its episodes are being played"

@@ -30,22 +30,19 @@ class Limits:
     def update(self, pace: Pace, *, max_ahead_steps: int) -> None:
         """Draw the consequences of a step."""
         self.max_ahead_steps = max_ahead_steps
-        self.needed_ahead_steps = self._needed_ahead_steps(pace)
+        self.needed_ahead_steps = 0
+        if self.scheduler.gate_margin > 0:
+            self.needed_ahead_steps = needed_ahead_steps(
+                busy_s=pace.steady_busy_s,
+                group_s=pace.group_s,
+                signal_frac=pace.signal_frac,
+                margin=self.scheduler.gate_margin * pace.boost,
+            )
         bounds = [
             LagBound(env=env, horizon=horizon, max_lag_steps=self._bound(pace, env, horizon))
             for env, horizon in pace.kinds()
         ]
         self.lag_bounds = [bound for bound in bounds if bound.max_lag_steps > self.max_lag_steps]
-
-    def _needed_ahead_steps(self, pace: Pace) -> int:
-        if self.scheduler.gate_margin == 0:
-            return 0
-        return needed_ahead_steps(
-            busy_s=pace.steady_busy_s,
-            group_s=pace.group_s,
-            signal_frac=pace.signal_frac,
-            margin=self.scheduler.gate_margin * pace.boost,
-        )
 
     def _bound(self, pace: Pace, env: str, horizon: int) -> int:
         return lag_bound(
@@ -128,15 +125,11 @@ def needed_ahead_steps(
     return max(1, math.ceil(margin * group_s / (busy_s * signal_frac)))
 
 
-def lease_cap(
-    *, episodes_per_s: float | None, step_period_s: float | None, num_steps: int
-) -> int | None:
+def lease_cap(*, episodes_per_s: float, step_period_s: float, num_steps: int) -> int:
     """Return the most episodes that an actor may hold: what it finishes in so many steps' time.
 
-    None if that is not known. One at least, so that the actor's speed stays measured. The gate
+    One at least, so that the actor's speed stays measured. The gate
     holds `max_ahead_steps` + 1 batches in flight, so with more steps here than that, only actors
     slower than the mean are bound.
     """
-    if episodes_per_s is None or step_period_s is None:
-        return None
     return max(1, math.ceil(episodes_per_s * step_period_s * num_steps))

@@ -159,8 +159,7 @@ class EpisodeLifecycle:
     def arrive(self, seen: EpisodeSeen) -> Arrived | None:
         """Note that an episode, of whichever attempt, is in the journal; None if that is no news.
 
-        Raises:
-            LongstrideError: too many of the last episodes failed.
+        Raises: LongstrideError: too many of the last episodes failed.
         """
         found = self.table.find(seen.episode_id)
         if found is None:

@@ -27,8 +27,7 @@ def plan_heldout(
     Args:
         lists: wanted with eval.items=tasks only.
 
-    Raises:
-        ConfigError: there is nothing to play, or a subset belongs to no task.
+    Raises: ConfigError: there is nothing to play, or a subset belongs to no task.
     """
     if cfg.items is EvalItems.TASKS:
         items = _task_items(cfg, tasks, lists)

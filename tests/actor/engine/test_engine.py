@@ -10,7 +10,7 @@ import torch
 
 from actor.rollout.episode import Turn
 from common.errors import WeightSyncError
-from common.wire.collective import BroadcastGroup, open_store
+from common.wire.collective import BroadcastGroup, Place, open_store
 from common.wire.weight_messages import CanaryScores, WeightsLoaded, WeightsOffer
 from tests.actor.engine.engine_rig import FIRST_FORCED, HOST, TIMEOUT_S, WAIT_S, Rig
 
@@ -212,16 +212,7 @@ async def load_from_a_learner_that_vanishes(rig: Rig, moment: str) -> None:
         del store
 
     def join_and_leave() -> None:
-        group = BroadcastGroup(
-            store,
-            epoch=1,
-            rank=0,
-            world_size=2,
-            backend="gloo",
-            timeout_s=TIMEOUT_S,
-            bind_host=HOST,
-        )
-        group.close()
+        BroadcastGroup(store, Place(0, 2, "gloo", TIMEOUT_S, HOST), epoch=1).close()
 
     joining: list[asyncio.Future[None]] = []
 

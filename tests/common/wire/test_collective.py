@@ -12,6 +12,7 @@ from common.wire.collective import (
     ALIGN_BYTES,
     CHECKSUM_CHUNK,
     BroadcastGroup,
+    Place,
     checksum,
     flatten_into,
     lay_out,
@@ -26,15 +27,7 @@ HOST = "127.0.0.1"
 def join(
     store: Any, rank: int, *, epoch: int = 1, world_size: int = 2, timeout_s: float = 5.0
 ) -> BroadcastGroup:
-    return BroadcastGroup(
-        store,
-        epoch=epoch,
-        rank=rank,
-        world_size=world_size,
-        backend="gloo",
-        timeout_s=timeout_s,
-        bind_host=HOST,
-    )
+    return BroadcastGroup(store, Place(rank, world_size, "gloo", timeout_s, HOST), epoch=epoch)
 
 
 def random_bytes(num: int, *, seed: int = 0) -> Tensor:

@@ -44,7 +44,6 @@ def test_needed_steps_ahead_are_those_that_pass_while_a_batch_is_played(
 def test_lease_cap_is_what_is_finished_in_time_and_one_at_least() -> None:
     assert lease_cap(episodes_per_s=0.5, step_period_s=2.0, num_steps=3) == 3
     assert lease_cap(episodes_per_s=0.01, step_period_s=2.0, num_steps=3) == 1
-    assert lease_cap(episodes_per_s=None, step_period_s=2.0, num_steps=3) is None
 
 
 def test_pace_knows_the_seconds_of_nearly_all_episodes_of_a_horizon() -> None:
