@@ -33,11 +33,6 @@ def cpu_flags(cpuinfo: Path = CPUINFO) -> set[str]:
     return set(next(listed, "").partition(":")[2].split())
 
 
-def has_tiles(cpuinfo: Path = CPUINFO) -> bool:
-    """Return whether this CPU has AMX tiles."""
-    return "amx_tile" in cpu_flags(cpuinfo)
-
-
 def _arch_prctl(code: int, argument: int) -> int:
     """Return 0, or -1 if the kernel refuses."""
     return ctypes.CDLL(None).syscall(SYS_ARCH_PRCTL, code, argument)
@@ -47,7 +42,7 @@ def request_tiles(
     cpuinfo: Path = CPUINFO, arch_prctl: Callable[[int, int], int] = _arch_prctl
 ) -> TilePermission:
     """Ask the kernel to let this process, all its threads and its forks use AMX tiles."""
-    if not has_tiles(cpuinfo):
+    if "amx_tile" not in cpu_flags(cpuinfo):
         return TilePermission.NOT_NEEDED
     is_granted = arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0
     return TilePermission.GRANTED if is_granted else TilePermission.REFUSED

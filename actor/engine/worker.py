@@ -33,12 +33,9 @@ class WeightReceiver:
         return str(getattr(self, "tile_permission", TilePermission.NOT_NEEDED))
 
     def receive_weights(self, frames: list[bytes]) -> dict[str, str | bool]:
-        """Take the place in the group that is offered, receive the buffer, load it.
+        """Take the place in the group that an encoded offer gives, receive the buffer, load it.
 
         Of several workers (tensor parallel) the first one receives and hands on to the others.
-
-        Args:
-            frames: an encoded `WeightsOffer`.
 
         Returns:
             {"error", "is_cancelled"}: an error means that the transfer failed, or was given up by

@@ -15,9 +15,6 @@ async def wait_aloud(
     """Wait for an event, and log a warning every `warn_every_s` until it comes.
 
     It has no deadline of its own: the scheduler's silence or a signal cancels who waits here.
-
-    Args:
-        waiting_for: "who: what", as in the heartbeats.
     """
     started = time.monotonic()
     while not event.is_set():

@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 
 from actor.rollout.env_client import BearerClient
-from actor.rollout.episode import Act, ContextFull, PolicyFailed, Render, Session, Turn
+from actor.rollout.episode import ContextFull, PolicyFailed, Session, Turn
 from common.config.evaluation import PolicySection
 from common.errors import ConfigError
 
@@ -173,9 +173,3 @@ class TextEpisode:
         self._messages.append({"role": "assistant", "content": reply.text})
         ids = _bytes(reply.text)  # stand for tokens; log-probabilities are not known: 0
         return Turn(ids, [0.0] * len(ids), [0] * len(ids), is_stopped=reply.is_stopped)
-
-
-def text_policy(endpoint: Endpoint) -> tuple[Act, Render]:
-    """Return act and render of one more episode at the endpoint."""
-    episode = TextEpisode(endpoint)
-    return episode.act, episode

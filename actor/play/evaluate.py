@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from actor.play.endpoint import NO_LIMIT, Endpoint, text_policy
+from actor.play.endpoint import NO_LIMIT, Endpoint, TextEpisode
 from actor.play.eval_entry import (
     describe_policy,
     digest_of,
@@ -18,6 +18,7 @@ from actor.play.eval_entry import (
 from actor.play.own_process import make_job, play_in_own_process
 from actor.play.play import Job, Player, play
 from actor.rollout.env_client import HubClient
+from actor.rollout.episode import Act, Render
 from common.config.evaluation import EvalItems, PolicySection
 from common.config.run_config import RunConfig
 from common.errors import ConfigError, EnvError, LongstrideError
@@ -82,9 +83,6 @@ def run(
     The run directory's tables keep a row for every policy that was evaluated in it, so policies
     that are evaluated one after the other under one `run.name` stand side by side.
 
-    Args:
-        episodes: `eval.k` samples of every item.
-
     Returns:
         0, or 1 if more than `eval.max_failed_frac` of the episodes failed by infrastructure or
         playing them ended early.
@@ -125,11 +123,13 @@ def run(
 
 async def _play_at_endpoint(job: Job, cfg: PolicySection) -> None:
     async with Endpoint(cfg) as endpoint:
+
+        def policy(_: PlannedEpisode) -> tuple[Act, Render]:
+            episode = TextEpisode(endpoint)
+            return episode.act, episode
+
         player = Player(
-            policy=lambda _: text_policy(endpoint),
-            max_concurrent=cfg.max_concurrent,
-            max_tokens=NO_LIMIT,
-            turn_tokens=0,
+            policy=policy, max_concurrent=cfg.max_concurrent, max_tokens=NO_LIMIT, turn_tokens=0
         )
         await play(job, player)
         logger.info(

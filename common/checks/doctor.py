@@ -43,10 +43,8 @@ def doctor(
 ) -> int:
     """Print the table for the run that the same words would train; return the exit code.
 
-    Args:
-        request: config and overrides, as `train` takes them; without a model all else is examined.
-        missing_for: tells what the run's environments lack.
-        examine_environments: tells what each environment there is lacks.
+    Without a model all else is examined. The two callables tell what the run's environments lack,
+    and what each environment there is lacks.
     """
     problem = ""
     try:

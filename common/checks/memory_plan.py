@@ -51,12 +51,7 @@ class Place:
 def make_plan(
     cfg: RunConfig, shape: ModelShape, *, on: Sequence[Gpu], host_bytes: int
 ) -> list[Place]:
-    """Return what lies where: on each GPU that a role uses, and in the host's memory.
-
-    Args:
-        on: the GPUs of this machine.
-        host_bytes: its memory, 0 if unknown.
-    """
+    """Return what lies where: on each GPU that a role uses, and in the host's (0: unknown)."""
     is_cuda = cfg.learner.device == "cuda" or (cfg.learner.device == "auto" and bool(on))
     learner = _learner_parts(cfg, shape, is_cuda=is_cuda)
     num_learners = cfg.learner.num_ranks if is_cuda else 0

@@ -21,8 +21,6 @@ def check(cfg: RunConfig, root: Path, *, missing: Sequence[str] = ()) -> None:
     """Return if a training run may start.
 
     Args:
-        cfg: the run.
-        root: what a relative `model.path` and `run.dir` are relative to.
         missing: what the environments need and the machine lacks, one line each.
 
     Raises: ConfigError: the first thing that would stop the run later; names key, value and remedy.

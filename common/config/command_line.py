@@ -54,10 +54,6 @@ class _Parser(argparse.ArgumentParser):
 def parse(argv: Sequence[str], *, root: Path) -> Request:
     """Return what the command line asks for; `--help` and `--version` print and exit at once.
 
-    Args:
-        argv: without the program's name.
-        root: the repository, whose configs the help lists.
-
     Raises: ConfigError: an unknown flag or command.
     """
     parser = _make_parser(root)

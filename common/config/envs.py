@@ -133,11 +133,7 @@ class EnvsSection:
 
 
 def choose_env(name: str, envs: EnvsSection) -> str:
-    """Return the environment that a task's `env` means.
-
-    Args:
-        name: a name, or names joined by "|": then the first that is configured, else the last.
-    """
+    """Return the environment that a task's `env` means: of a|b the first configured, or b."""
     *firsts, last = name.split("|")
     is_set = {"webarena": envs.webarena.is_configured}
     return next((each for each in firsts if is_set.get(each, True)), last)

@@ -16,7 +16,7 @@ import operator
 import re
 from collections.abc import Callable, Iterator
 from copy import copy
-from dataclasses import Field, dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from typing import Any, Protocol, cast, runtime_checkable
 from urllib.parse import urlsplit
@@ -176,11 +176,7 @@ def knob(
 
 
 def check(section: Any, prefix: str = "") -> None:
-    """Return if everything below a section keeps its law and nothing contradicts.
-
-    Args:
-        section: a config dataclass.
-        prefix: of its keys, such as "learner.".
+    """Return if everything below a config dataclass keeps its law and nothing contradicts.
 
     Raises: ConfigError: "section.key=value: law".
     """
@@ -189,9 +185,11 @@ def check(section: Any, prefix: str = "") -> None:
             if is_dataclass(value):
                 check(value, f"{key}.")
             elif not isinstance(value, (bool, Enum)):
-                _check_leaf(each, key, value)
-    for key, value, law in _contradictions(section, prefix):
-        raise ConfigError(f"{prefix}{key}={value!r}: {law}")
+                law: Law | None = each.metadata.get("law")
+                if law is not None and not law.allows(value):
+                    raise ConfigError(f"{key}={value!r}: {law.phrase}")
+    for key, value, wanted in _contradictions(section, prefix):
+        raise ConfigError(f"{prefix}{key}={value!r}: {wanted}")
 
 
 def _contradictions(section: Any, prefix: str) -> Iterator[Contradiction]:
@@ -203,12 +201,6 @@ def _contradictions(section: Any, prefix: str) -> Iterator[Contradiction]:
             yield each.name, value, f"must {relation} {prefix}{other}={shown}"
     if isinstance(section, _Contradictable):
         yield from section.contradictions()
-
-
-def _check_leaf(declared: Field[Any], key: str, value: object) -> None:
-    law: Law | None = declared.metadata.get("law")
-    if law is not None and not law.allows(value):
-        raise ConfigError(f"{key}={value!r}: {law.phrase}")
 
 
 def _elements(key: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -89,8 +89,8 @@ def save_config(cfg: RunConfig, path: Path) -> None:
 def config_as_yaml(cfg: RunConfig, *, revision: str = "") -> str:
     """Return the resolved config as YAML text, headed by the code's revision if one is given."""
     head = f"# code: git {revision}\n" if revision else ""
-    text: str = yaml.safe_dump(_plain(asdict(cfg)), sort_keys=False, allow_unicode=True)
-    return head + text
+    tree = asdict(cfg, dict_factory=_plain)
+    return head + yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
 
 
 def git_revision() -> str:
@@ -176,30 +176,21 @@ def _apply(merged: DictConfig, overrides: Sequence[str]) -> None:
         seen[name] = override
         value = raw if kind is str else conform(_parse(raw, key), kind, key=key)
         _unfreeze(merged)
-        _require_index(merged, name, shown=override)
-        _make_sections(merged, name)
+        _make_way(merged, name, shown=override)
         OmegaConf.update(merged, name, value, merge=True)
 
 
-def _require_index(merged: DictConfig, name: str, *, shown: str) -> None:
-    """Refuse an index beyond the end of a list."""
-    parts = name.split(".")
-    for i, part in enumerate(parts):
-        if part.isdigit():
-            parent = ".".join(parts[:i])
-            size = len(OmegaConf.select(merged, parent))
-            if int(part) >= size:
-                raise ConfigError(f"{shown}: {parent} has {size} entries, counted from 0")
-
-
-def _make_sections(merged: DictConfig, name: str) -> None:
-    """Add the sections on the way to a key, where they are named by the user (`per_env.x.kind`)."""
+def _make_way(merged: DictConfig, name: str, *, shown: str) -> None:
+    """Add the sections of a key that users name (`per_env.x.kind`); refuse too high an index."""
     parts = name.split(".")
     for i in range(1, len(parts)):
         above, section = ".".join(parts[:i]), ".".join(parts[: i + 1])
         kind, _ = declared(section, shown=section)
+        held = OmegaConf.select(merged, above)
+        if parts[i].isdigit() and int(parts[i]) >= len(held):
+            raise ConfigError(f"{shown}: {above} has {len(held)} entries, counted from 0")
         if is_dataclass(kind) and OmegaConf.select(merged, section) is None:
-            OmegaConf.select(merged, above)[parts[i]] = OmegaConf.structured(kind)
+            held[parts[i]] = OmegaConf.structured(kind)
             _unfreeze(merged)
 
 
@@ -219,9 +210,5 @@ def _parse(raw: str, key: str) -> Any:
         raise ConfigError(f"{key}={raw}: the value is not valid YAML") from error
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(each) for key, each in cast(dict[str, Any], value).items()}
-    if isinstance(value, list):
-        return [_plain(each) for each in cast(list[Any], value)]
-    return value.value if isinstance(value, Enum) else value
+def _plain(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {key: value.value if isinstance(value, Enum) else value for key, value in items}

@@ -31,11 +31,6 @@ class Ending:
     exit_code: int  # 0 finished, 130 or 143 interrupted, 1 failed, 2 wrong configuration
     reason: str  # for people; several lines if a role failed
 
-    @property
-    def is_interrupted(self) -> bool:
-        """Whether a signal, not the run itself, brought the end."""
-        return self.exit_code > 128
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchState:

@@ -26,10 +26,7 @@ def belongs_to_no_run(request: Request) -> bool:
 def load_named(request: Request, *, root: Path, defaults: Sequence[str] = ()) -> RunConfig:
     """Return the config of a request; a run that is named without a config has its own.
 
-    Args:
-        request: the command line.
-        root: the repository.
-        defaults: overrides that come before those of the request.
+    Overrides of the request come after `defaults`.
     """
     overrides = [*defaults, *request.overrides]
     if request.config is None and (name := override_value(overrides, "run.name")):
@@ -105,7 +102,7 @@ def train(cfg: RunConfig, run_dir: RunDir, *, root: Path) -> int:
             cfg.run, run_dir, root=root, num_actors=num_actors, has_hub=has_hub, has_cuda=has_cuda()
         )
         ending, peak_memory_bytes = supervise(cfg, run_dir, specs)
-    if ending.is_interrupted:
+    if ending.exit_code > 128:  # by a signal
         step = view_run(run_dir, cfg.train, cfg.horizon).step
         print(f"{cfg.run.name}: {stop_line(run_dir, step)}", file=sys.stderr)
     elif ending.exit_code != 0:

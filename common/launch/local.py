@@ -65,8 +65,7 @@ class LocalLauncher:
     def run(self, specs: Sequence[RoleSpec], *, on_poll: Callable[[LaunchState], None]) -> Ending:
         """Start the roles in order, keep them alive, stop all; return when the last has ended.
 
-        Args:
-            on_poll: called every `on_poll_every_s` until the last role has ended.
+        `on_poll` is called every `on_poll_every_s` until then.
         """
         self._on_poll, self._began_at = on_poll, time.time()
         guardian = Guardian()

@@ -59,9 +59,7 @@ def supervise(cfg: RunConfig, run_dir: RunDir, specs: Sequence[RoleSpec]) -> tup
 def stop_timeout_s(run_dir: RunDir, *, wanted_s: float) -> float:
     """Return the seconds after which a learner that is told to stop is killed.
 
-    Args:
-        run_dir: whose metrics.jsonl tells how long recent steps and checkpoints took.
-        wanted_s: `run.stop_timeout_s`; 0: follow what was measured.
+    `wanted_s` if it is not 0; else by how long recent steps and checkpoints took (metrics.jsonl).
     """
     if wanted_s > 0:
         return wanted_s

@@ -11,7 +11,7 @@ from common.report.model import Gain, Score, SubsetScore
 from common.store.journal import read_journal
 from common.store.metrics import MetricsLine
 from common.wire.ids import subset_of
-from common.wire.messages import EpisodeKind, Trajectory
+from common.wire.messages import EpisodeKind
 
 EVALS = ("before-model", "after-model", "before-random_valid", "before-expert")
 MAX_LAG_SHOWN = 8
@@ -49,29 +49,24 @@ def read_totals(folder: Path) -> JournalTotals:
     """Return the totals of a journal; of an episode that was played again, one play counts."""
     totals = JournalTotals()
     for _, trajectory in read_journal(folder):
-        _count(totals, trajectory)
+        item, episode_id = (trajectory.env, trajectory.item_id), trajectory.episode_id
+        if trajectory.kind is EpisodeKind.TRAIN:
+            totals.train_episodes.add(episode_id)
+            totals.train_items.add(item)
+            continue
+        totals.test_items.add(item)
+        name = next((n for n in EVALS if episode_id.startswith(f"eval-{n}/")), None)
+        if name is None:
+            continue
+        evaluation = totals.evaluations[name]
+        if trajectory.end_reason.is_infrastructure_failure:
+            evaluation.failed |= {episode_id} - evaluation.plays.keys()
+            continue
+        evaluation.failed.discard(episode_id)
+        subset, is_success = subset_of(trajectory.item_id), trajectory.is_success
+        play = Play(item=item, subset=subset, is_success=is_success)
+        evaluation.plays.setdefault(episode_id, play)
     return totals
-
-
-def _count(totals: JournalTotals, trajectory: Trajectory) -> None:
-    item = (trajectory.env, trajectory.item_id)
-    if trajectory.kind is EpisodeKind.TRAIN:
-        totals.train_episodes.add(trajectory.episode_id)
-        totals.train_items.add(item)
-        return
-    totals.test_items.add(item)
-    name = next((n for n in EVALS if trajectory.episode_id.startswith(f"eval-{n}/")), None)
-    if name is None:
-        return
-    evaluation = totals.evaluations[name]
-    if trajectory.end_reason.is_infrastructure_failure:
-        evaluation.failed |= {trajectory.episode_id} - evaluation.plays.keys()
-        return
-    evaluation.failed.discard(trajectory.episode_id)
-    evaluation.plays.setdefault(
-        trajectory.episode_id,
-        Play(item=item, subset=subset_of(trajectory.item_id), is_success=trajectory.is_success),
-    )
 
 
 def score(plays: Sequence[Play]) -> Score:
@@ -92,11 +87,7 @@ def score(plays: Sequence[Play]) -> Score:
 
 
 def wilson_interval(num_solved: int, num_plays: int) -> tuple[float, float]:
-    """Return the 95% score interval of a share.
-
-    Args:
-        num_solved: between 0 and num_plays.
-        num_plays: at least 1.
+    """Return the 95% score interval of a share of one or more plays.
 
     Source: Wilson (1927), J. Am. Stat. Assoc. 22:209, without continuity correction.
     """

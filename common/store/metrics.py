@@ -138,10 +138,6 @@ def _parse(text: str, where: str) -> MetricsLine:
     return found
 
 
-def _is_after(line: MetricsLine, step: int) -> bool:
-    return (line["step"] or 0.0) > step
-
-
 def _torn_line(path: Path) -> str:
     """Return what follows the last newline."""
     with path.open(encoding="utf-8", errors="replace", newline="\n") as handle:
@@ -154,18 +150,17 @@ def _cut_after(path: Path, step: int) -> float:
     if not path.exists():
         return 0.0
     elapsed_s = 0.0
+    kept: list[str] = []
     cut: list[str] = []
     for line, text in iter_metrics(path):
         elapsed_s = max(elapsed_s, line.get("time_s") or 0.0)
-        if _is_after(line, step):
-            cut.append(text)
+        (cut if (line["step"] or 0.0) > step else kept).append(text)
     if torn := _torn_line(path):
         cut.append(f"{torn}\n")
     if cut:
         discarded = path.with_name("metrics.discarded.jsonl")
         with discarded.open("a", encoding="utf-8") as handle:
             handle.writelines(cut)
-        kept = (text for line, text in iter_metrics(path) if not _is_after(line, step))
         write_atomically(path, "".join(kept))
         logger.info("discarded metrics lines=%d after_step=%d file=%s", len(cut), step, discarded)
     return 0.0 if step == BEFORE_FIRST_STEP else elapsed_s

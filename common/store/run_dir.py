@@ -82,8 +82,7 @@ class RunDir:
 def write_atomically(path: Path, text: str, *, is_durable: bool = False) -> None:
     """Replace a file so that a reader sees the old or the new text, never a part.
 
-    Args:
-        is_durable: return only when a power cut leaves one of the two as well.
+    If `is_durable`, return only when a power cut leaves one of the two as well.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with temporary.open("w") as handle:

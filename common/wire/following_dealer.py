@@ -36,13 +36,7 @@ class FollowingDealer:
         context: Any,
         hello: Callable[[], Any] | None = None,
     ) -> None:
-        """Make one that is not connected yet.
-
-        Args:
-            role: the name under which the peer publishes its address.
-            context: zmq.Context or zmq.asyncio.Context.
-            hello: makes the first message of every connection; None: there is none.
-        """
+        """Make one that is not connected yet; `hello` makes the first message of a connection."""
         self._run_dir = run_dir
         self._role = role
         self._keys = keys

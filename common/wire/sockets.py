@@ -146,8 +146,6 @@ def connect_dealer(
     """Return a DEALER connected to a Router's address. Works for sync and asyncio contexts.
 
     Args:
-        context: zmq.Context or zmq.asyncio.Context.
-        address: "tcp://host:port".
         identity: ROUTER identity; "" lets ZeroMQ choose. A restarted peer must not reuse one
             that still has messages in flight.
         timeout_s: a send or receive without progress for so long raises zmq.Again.

@@ -103,11 +103,8 @@ class WeightGroup:
     ) -> None:
         """Send (rank 0) or receive `buffer` [num_bytes] uint8 in place, in the offered group.
 
-        Args:
-            is_cancelled: asked every `CANCEL_CHECK_S` while nothing happens.
-
         Raises:
-            TransferCancelled: `is_cancelled` said so.
+            TransferCancelled: `is_cancelled`, asked every `CANCEL_CHECK_S`, said so.
             WeightSyncError: a member is missing or died, or `offer.timeout_s` is over.
         """
         # A learner that starts again counts its epochs from the start; its store is another one.

@@ -252,8 +252,7 @@ class SchedulerCore:
     def snapshot(self, *, with_volatile: bool = False) -> dict[str, Any]:
         """Return the whole state as JSON: `restore` of it gives the same `snapshot`.
 
-        Args:
-            with_volatile: also the times, so that the log from here on can be handled again.
+        With its times (`with_volatile`) the log from here on can be handled again.
         """
         return {
             "format": STATE_FORMAT,

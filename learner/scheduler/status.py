@@ -9,11 +9,7 @@ from learner.scheduler.state import save
 
 
 def build_status(parts: Components, *, now: float) -> dict[str, Any]:
-    """Return the content of status.json.
-
-    Args:
-        now: the core's clock, for how long ago members were heard.
-    """
+    """Return the content of status.json."""
     state = parts.gate_state()
     curriculum = parts.curriculum.report(state.version)
     longest = max(curriculum["horizons"].values(), key=lambda each: each["horizon"], default={})

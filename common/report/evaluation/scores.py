@@ -51,10 +51,7 @@ class ItemPlays:
 
 
 def pass_at(k: int, *, num_samples: int, num_solved: int) -> float:
-    """Return the chance that k of the samples, drawn without replacement, hold a solved one.
-
-    Args:
-        num_samples: at least k.
+    """Return the chance that k of k or more samples, drawn without replacement, hold a solved one.
 
     Source: Chen et al., arXiv 2107.03374, equation 1; unbiased for 1 - (1 - p)^k.
     """
@@ -62,16 +59,13 @@ def pass_at(k: int, *, num_samples: int, num_solved: int) -> float:
 
 
 def clustered_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return the 95% interval of the mean over items that each have a value in [0, 1].
+    """Return the 95% interval of the mean over one or more items, each with a value in [0, 1].
 
     Items are independent; the samples of one item need not be, since only its mean counts. It is
     the score interval with the effective number of trials m(1-m)/v in the place of n, v being the
     variance of the mean m. With one sample of success per item that is n, so the interval is
     Wilson's; it stays inside [0, 1] and is never empty. Where all values are the same, whatever
     they are, nothing is known about their spread and every item counts as one trial.
-
-    Args:
-        values: at least one.
 
     Source: Korn, Graubard (1998), Survey Methodology 24:193, for the effective number; the score
     interval instead of the exact one.

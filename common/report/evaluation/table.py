@@ -38,11 +38,7 @@ def layout_of(env: str, subsets: Sequence[str]) -> Layout:
 
 
 def as_markdown(entries: Sequence[Entry]) -> str:
-    """Return eval.md: per scenario a table with a row for each policy, then what to know of them.
-
-    Args:
-        entries: of eval.json, in the order of rows.
-    """
+    """Return eval.md: per scenario a table, a row for each policy, then what to know of them."""
     envs = list(dict.fromkeys(env for entry in entries for env in entry["by_env"]))
     head = (
         "# Evaluation\n\nPercent of held-out items, 95 % intervals in brackets; at the full"

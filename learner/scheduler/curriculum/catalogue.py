@@ -64,11 +64,6 @@ def parse_catalogue(body: object) -> Catalogue:
 def fetch_catalogue(url: str, *, token: str, timeout_s: float) -> Catalogue:
     """Return the catalogue of the hub at `url`, waiting for the hub to come up.
 
-    Args:
-        url: like "http://127.0.0.1:8000".
-        token: bearer token; "" sends none.
-        timeout_s: how long to keep trying.
-
     Raises:
         EnvError: no good answer in time; names the address and the last reason. A refused token
             is not waited for.

@@ -103,11 +103,7 @@ class Mixture:
             self.item_success.add(f"{item.env}/{item.item_id}", seen)
 
     def forget_items(self, name: str) -> None:
-        """Another horizon makes other items solvable: what is known of them is void.
-
-        Args:
-            name: of the environment, or "environment/subset".
-        """
+        """Forget the items of an environment or "environment/subset": another horizon, others."""
         self.item_success.forget(f"{name}-" if "/" in name else f"{name}/")
 
     def shares(self) -> dict[str, float]:

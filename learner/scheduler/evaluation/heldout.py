@@ -22,10 +22,8 @@ def plan_heldout(
 ) -> list[PlannedEpisode]:
     """Return the first sample of every item, then the second, up to `eval.k`.
 
-    A seed depends on nothing but its item and the number of its sample.
-
-    Args:
-        lists: wanted with eval.items=tasks only.
+    A seed depends on nothing but its item and the number of its sample. Only with
+    eval.items=tasks `lists` are read.
 
     Raises: ConfigError: there is nothing to play, or a subset belongs to no task.
     """
