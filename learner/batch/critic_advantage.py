@@ -55,7 +55,7 @@ def with_advantages(
     *,
     values: np.ndarray,
     bootstrap: float,
-    log_ratios: np.ndarray | None,
+    log_ratios: np.ndarray,
     algorithm: AlgorithmSection,
     critic: CriticSection,
 ) -> Sample:
@@ -64,10 +64,7 @@ def with_advantages(
     Args:
         values: [tokens] float32 of the states before each sampled token.
         bootstrap: value of the state at the very end; used only if the episode was cut short.
-        log_ratios: [tokens] nats of pi / mu, needed by V-trace.
-
-    Raises:
-        ValueError: V-trace without log_ratios.
+        log_ratios: [tokens] nats of pi / mu; only V-trace looks at them.
     """
     trajectory = sample.trajectory
     steps = timesteps(trajectory, critic.timestep)  # [tokens] index of each token's timestep
@@ -78,8 +75,6 @@ def with_advantages(
     is_turn = critic.timestep is Timestep.TURN
     discount = algorithm.turn_discount if is_turn else 1.0
     if critic.targets is CriticTargets.VTRACE:
-        if log_ratios is None:
-            raise ValueError("V-trace needs log_ratios")
         summed = np.bincount(steps, weights=log_ratios.astype(np.float64))  # [step]
         targets, advantages = vtrace(
             rewards,

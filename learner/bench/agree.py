@@ -122,7 +122,7 @@ def chunk_costs(
 
 def _score(model: PreTrainedModel, tokens: TokenBatch, size: int, *, autocast: bool) -> Tensor:
     """Score and go backwards; return the log-probabilities [tokens]."""
-    logprobs, _ = token_logprobs(model, tokens, Scoring(chunk_tokens=size, autocast=autocast))
+    logprobs = token_logprobs(model, tokens, Scoring(chunk_tokens=size, autocast=autocast))
     (-logprobs.mean()).backward()
     model.zero_grad()
     return logprobs.detach()

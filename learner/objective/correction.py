@@ -23,7 +23,7 @@ def anchor_and_weights(
     Args:
         new_logprobs: [tokens] nats, current policy.
         before: [tokens] nats, policy before the step, or at the sample's first update.
-        proximal: never AUTO, see `objective/anchor.py`.
+        proximal: never AUTO, see `proximal_in_use`.
         version: of the weights before the step.
 
     Returns:
@@ -170,27 +170,6 @@ def interpolated_logprobs(
     return sampler_logprobs + share * (new_logprobs.detach() - sampler_logprobs)
 
 
-def effective_sample_size(weights: Tensor, mask: Tensor) -> Tensor:
-    """Return (sum w)^2 / (N sum w^2): the share of tokens that still count.
-
-    Args:
-        weights: [tokens] importance ratios, > 0, not truncated.
-        mask: [tokens] bool, True on the N tokens to count.
-
-    Returns:
-        Scalar float64 in (0, 1]; 1 if all weights are equal.
-
-    Raises:
-        ValueError: mask selects nothing.
-
-    Source: Kong, "A note on importance sampling using standardized weights", 1992.
-    """
-    chosen = weights[mask]
-    if chosen.numel() == 0:
-        raise ValueError("the effective sample size of no tokens is undefined")
-    return sample_size_of(weight_moments(chosen))
-
-
 def weight_moments(weights: Tensor) -> Tensor:
     """Return [3] float64: how many weights, their sum, the sum of their squares.
 
@@ -201,7 +180,16 @@ def weight_moments(weights: Tensor) -> Tensor:
 
 
 def sample_size_of(moments: Tensor) -> Tensor:
-    """Return the effective sample size, a share in (0, 1], of what `weight_moments` saw."""
+    """Return (sum w)^2 / (N sum w^2), the effective sample size: the share that still counts.
+
+    Args:
+        moments: [3] of `weight_moments`; of importance ratios, > 0, not truncated.
+
+    Returns:
+        Scalar float64 in (0, 1]; 1 if all weights are equal.
+
+    Source: Kong, "A note on importance sampling using standardized weights", 1992.
+    """
     return moments[1] ** 2 / (moments[0] * moments[2])
 
 
@@ -218,12 +206,13 @@ def ratio_statistics(new_logprobs: Tensor, sampler_logprobs: Tensor) -> dict[str
     Source of k3 = r - 1 - log r (>= 0): Schulman, "Approximating KL divergence", 2020.
     """
     delta = log_ratio(new_logprobs, sampler_logprobs)  # [tokens]
+    if delta.numel() == 0:
+        raise ValueError("the effective sample size of no tokens is undefined")
     ratio = delta.exp()
-    ess = effective_sample_size(ratio, torch.ones_like(ratio, dtype=torch.bool))
     ordered = ratio.sort().values  # torch.quantile refuses more than 16M entries
     last = ordered.numel() - 1
     return {
-        "offpolicy/ess_frac": ess.item(),
+        "offpolicy/ess_frac": sample_size_of(weight_moments(ratio)).item(),
         "offpolicy/ratio_p01": ordered[round(0.01 * last)].item(),
         "offpolicy/ratio_p50": ordered[round(0.50 * last)].item(),
         "offpolicy/ratio_p99": ordered[round(0.99 * last)].item(),

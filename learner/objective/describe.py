@@ -1,4 +1,7 @@
-"""The objective as it will really be optimised, in words, and the settings that do nothing."""
+"""The objective as it will really be optimised, in words, and the settings that do nothing.
+
+No torch here: a dry run prints it quickly.
+"""
 
 from collections.abc import Iterator
 from functools import partial
@@ -18,7 +21,17 @@ from common.config.learning import (
     Proximal,
     Timestep,
 )
-from learner.objective.anchor import proximal_in_use
+
+
+def proximal_in_use(algorithm: AlgorithmSection, learner: LearnerSection) -> Proximal:
+    """Return what `algorithm.proximal` means, never AUTO: the sampler if a batch is one update."""
+    if algorithm.proximal is not Proximal.AUTO:
+        return algorithm.proximal
+    return Proximal.SAMPLER if _is_one_update(learner) else Proximal.RECOMPUTED
+
+
+def _is_one_update(learner: LearnerSection) -> bool:
+    return learner.ppo_epochs * learner.num_minibatches == 1
 
 
 def objective_text(algorithm: AlgorithmSection, learner: LearnerSection) -> str:
@@ -141,7 +154,7 @@ def _critic_text(cfg: AlgorithmSection, critic: CriticSection) -> str:
 
 
 def _updates_text(learner: LearnerSection) -> str:
-    if learner.ppo_epochs * learner.num_minibatches == 1:
+    if _is_one_update(learner):
         return "1 update per batch"
     return f"{learner.ppo_epochs} epochs x {learner.num_minibatches} minibatches"
 
@@ -210,14 +223,10 @@ def _dead_in_algorithm(cfg: AlgorithmSection, learner: LearnerSection) -> Dead:
         yield from changed(why, "geometric_low", "geometric_high")
     if cfg.kl_coef == 0:
         yield from changed("kl_coef=0", "kl_estimator", "reference_path")
-    if _clip_never_binds(cfg, learner) and cfg.policy_loss is not PolicyLoss.DPPO:
+    never_binds = _is_one_update(learner) and cfg.proximal in (Proximal.RECOMPUTED, Proximal.REUSED)
+    if never_binds and cfg.policy_loss is not PolicyLoss.DPPO:
         why = f"proximal={cfg.proximal.value} with one update makes every ratio 1"
         yield from changed(why, "clip_low", "clip_high", "dual_clip")
-
-
-def _clip_never_binds(cfg: AlgorithmSection, learner: LearnerSection) -> bool:
-    is_single = learner.ppo_epochs * learner.num_minibatches == 1
-    return is_single and cfg.proximal in (Proximal.RECOMPUTED, Proximal.REUSED)
 
 
 def _dead_in_learner(algorithm: AlgorithmSection, cfg: LearnerSection) -> Dead:
@@ -235,7 +244,7 @@ def _dead_in_learner(algorithm: AlgorithmSection, cfg: LearnerSection) -> Dead:
             yield from changed("kind=head", "path")
         else:
             yield from changed("kind=model has an optimizer of its own", "coef")
-        if cfg.ppo_epochs * cfg.num_minibatches == 1:
+        if _is_one_update(cfg):
             yield from changed("one update per batch moves no value before it", "clip")
         if cfg.critic.targets is not CriticTargets.VTRACE:
             why = f"targets={cfg.critic.targets.value}"

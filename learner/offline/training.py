@@ -45,7 +45,7 @@ def row_logprobs(model: PreTrainedModel, rows: list[Row], learner: LearnerSectio
     """Return the log-probabilities of the tokens to learn, row after row: [token], in nats."""
     is_bf16 = uses_bf16(learner, model.device)
     how = Scoring(chunk_tokens=learner.logprob_chunk_tokens, autocast=is_bf16)
-    return token_logprobs(model, token_batch(rows, model.device), how)[0]
+    return token_logprobs(model, token_batch(rows, model.device), how)
 
 
 def train_epochs(

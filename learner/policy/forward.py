@@ -76,10 +76,6 @@ class Passes:
             end_values=critic.of_hidden(states[tokens.last_rows]),
         )
 
-    def score_with(self, other: PreTrainedModel, tokens: TokenBatch) -> Tensor:
-        """Return the log-probabilities [tokens] under another network, such as the reference."""
-        return token_logprobs(other, tokens, self.scoring)[0]
-
     @torch.no_grad()
     def score_sequences(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
         """Return the logprob of each token after the first, at temperature 1, per sequence."""
@@ -90,7 +86,7 @@ class Passes:
             sequences = [np.asarray(token_ids[index]) for index in block]
             masks = [np.arange(len(sequence)) > 0 for sequence in sequences]
             tokens = collate_tokens(sequences, masks, device=self._networks.device)
-            logprobs, _ = token_logprobs(self._networks.policy, tokens, how)
+            logprobs = token_logprobs(self._networks.policy, tokens, how)
             parts = logprobs.cpu().split([len(sequence) - 1 for sequence in sequences])
             for index, part in zip(block, parts, strict=True):
                 scores[index] = part.tolist()

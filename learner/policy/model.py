@@ -80,20 +80,13 @@ class Scoring:
     head_dtype: torch.dtype = torch.bfloat16  # with autocast, of the projection: the engine's
 
 
-def token_logprobs(
-    model: PreTrainedModel, tokens: TokenBatch, how: Scoring, *, with_entropy: bool = False
-) -> tuple[Tensor, Tensor | None]:
-    """Return log-probabilities of the scored tokens, each given its own sequence before it.
+def token_logprobs(model: PreTrainedModel, tokens: TokenBatch, how: Scoring) -> Tensor:
+    """Return the log-probability of each scored token given its own sequence before it.
 
-    Args:
-        tokens: padded sequences and the tokens to score.
-        with_entropy: also return the entropy of the distribution that each token came from.
-
-    Returns:
-        ([tokens] float32 nats, [tokens] float32 nats or None).
+    Returns: [tokens] float32 nats.
     """
     hidden = flat_hidden(model.base_model, tokens, autocast=how.autocast)[tokens.source_rows]
-    return hidden_logprobs(model, hidden, tokens.target_ids, how, with_entropy=with_entropy)
+    return hidden_logprobs(model, hidden, tokens.target_ids, how, with_entropy=False)[0]
 
 
 def flat_hidden(body: nn.Module, tokens: TokenBatch, *, autocast: bool) -> Tensor:
@@ -107,8 +100,9 @@ def flat_hidden(body: nn.Module, tokens: TokenBatch, *, autocast: bool) -> Tenso
 def hidden_logprobs(
     model: PreTrainedModel, hidden: Tensor, target_ids: Tensor, how: Scoring, *, with_entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return as `token_logprobs`, from the hidden states [tokens, hidden] that predict targets.
+    """Return ([tokens], [tokens] or None): log-probabilities and entropies, in float32 nats.
 
+    They are those of `token_logprobs`, from the hidden states [tokens, hidden] that predict them.
     Only positions that predict a scored token are projected to the vocabulary, `chunk_tokens` at
     a time, and each chunk is computed again in the backward pass: [tokens, vocab] never exists.
     """

@@ -89,7 +89,7 @@ def _time_both(model: PreTrainedModel, tokens: TokenBatch) -> Timings:
     for autocast in (True, False):
         started = time.process_time()
         how = Scoring(chunk_tokens=NUM_TOKENS, autocast=autocast)
-        logprobs, _ = token_logprobs(model, tokens, how)
+        logprobs = token_logprobs(model, tokens, how)
         (-logprobs.mean()).backward()
         seconds.append(time.process_time() - started)
         model.zero_grad(set_to_none=True)

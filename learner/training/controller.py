@@ -28,14 +28,9 @@ class Controller:
         """Start with an open gate; `max_ahead_steps` is never exceeded."""
         self._cfg = cfg
         self._most_ahead = max_ahead_steps
-        self._ahead = max_ahead_steps
+        self.max_ahead_steps = max_ahead_steps  # what the dispatch gate may allow now
         self._num_good = 0  # steps above the target since the gate last moved
         self._num_skips = 0  # in a row
-
-    @property
-    def max_ahead_steps(self) -> int:
-        """What the dispatch gate may allow now."""
-        return self._ahead
 
     def decide(
         self, *, version: int, ess_frac: float, masked_frac: float, must_train: bool = False
@@ -81,28 +76,32 @@ class Controller:
         return True
 
     def _move_gate(self, version: int, ess_frac: float, *, is_skipped: bool) -> None:
-        cfg, before = self._cfg, self._ahead
+        cfg, before = self._cfg, self.max_ahead_steps
         if not cfg.tighten_gate:
             return
         if is_skipped:
-            self._ahead = 0
+            self.max_ahead_steps = 0
         elif ess_frac < cfg.ess_gate:
-            self._ahead = max(0, self._ahead - 1)
+            self.max_ahead_steps = max(0, self.max_ahead_steps - 1)
         self._num_good = self._num_good + 1 if ess_frac >= cfg.ess_target else 0
-        if self._num_good >= cfg.recover_steps and self._ahead < self._most_ahead:
-            self._ahead += 1
-        if self._ahead != before:
+        if self._num_good >= cfg.recover_steps and self.max_ahead_steps < self._most_ahead:
+            self.max_ahead_steps += 1
+        if self.max_ahead_steps != before:
             self._num_good = 0
             logger.warning(
                 "gate moved version=%d ahead_steps=%d to=%d ess=%.3f",
-                *(version, before, self._ahead, ess_frac),
+                *(version, before, self.max_ahead_steps, ess_frac),
             )
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs to decide alike."""
-        return {"ahead": self._ahead, "num_good": self._num_good, "num_skips": self._num_skips}
+        return {
+            "ahead": self.max_ahead_steps,
+            "num_good": self._num_good,
+            "num_skips": self._num_skips,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._ahead = min(state["ahead"], self._most_ahead)
+        self.max_ahead_steps = min(state["ahead"], self._most_ahead)
         self._num_good = state["num_good"]
         self._num_skips = state["num_skips"]

@@ -74,7 +74,8 @@ def make_optimizer(model: PreTrainedModel, cfg: LearnerSection) -> PolicyOptimiz
 
     Source: AdamW, arXiv:1711.05101; Muon, Jordan et al., 2024.
     """
-    tables = _table_parameters(model)
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    tables = {id(table.weight) for table in ends if table is not None}
     hidden: list[Tensor] = []  # matrices between embedding and head
     decayed: list[Tensor] = []
     plain: list[Tensor] = []
@@ -112,8 +113,3 @@ def make_critic_optimizer(critic: nn.Module, cfg: LearnerSection) -> torch.optim
         weight_decay=cfg.weight_decay,
         fused=True,
     )
-
-
-def _table_parameters(model: PreTrainedModel) -> set[int]:
-    tables = (model.get_input_embeddings(), model.get_output_embeddings())
-    return {id(table.weight) for table in tables if table is not None}

@@ -1,6 +1,7 @@
 """The learner's ranks: each computes its share of a batch, and their gradients are summed."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -62,20 +63,19 @@ class Ranks:
 
     def _broadcast(self, buffer: Tensor) -> None:
         assert self._group is not None
-        try:
+        with self._in_touch("a batch"):
             self._group.broadcast([buffer], dist.BroadcastOptions()).wait()  # of rank 0
-        except RuntimeError as error:
-            raise self._lost("a batch", error) from error
 
     def _sum_in_place(self, values: Tensor) -> None:
         assert self._group is not None
-        try:
+        with self._in_touch("a sum"):
             self._group.allreduce([values]).wait()
-        except RuntimeError as error:
-            raise self._lost("a sum", error) from error
 
-    def _lost(self, what: str, error: RuntimeError) -> LongstrideError:
-        reason = " ".join(str(error).split())[:300]
-        return LongstrideError(
-            f"rank {self.index} of {self.size} learner ranks lost another one in {what}: {reason}"
-        )
+    @contextmanager
+    def _in_touch(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            reason = " ".join(str(error).split())[:300]
+            lost = f"rank {self.index} of {self.size} learner ranks lost another one in {what}"
+            raise LongstrideError(f"{lost}: {reason}") from error

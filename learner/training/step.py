@@ -10,15 +10,16 @@ from torch import Tensor
 from common.config.learning import AlgorithmSection, LearnerSection, Proximal
 from learner.batch.batching import MicroBatch, Sample, make_microbatches, sampled
 from learner.batch.critic_advantage import Scored, advantages_from_critic
-from learner.objective.anchor import proximal_in_use
 from learner.objective.correction import (
     anchor_and_weights,
     log_ratio,
     sample_size_of,
     weight_moments,
 )
+from learner.objective.describe import proximal_in_use
 from learner.objective.loss import Denominator, LossInputs, metric_names, policy_loss, value_loss
 from learner.policy.forward import Networks, Passes, Scores
+from learner.policy.model import token_logprobs
 from learner.training.ranks import Ranks
 
 CRITIC_METRICS = ("critic/loss", "critic/value_mean", "critic/target_mean")
@@ -91,7 +92,7 @@ class Gradients:
             with torch.no_grad():
                 scores = self.passes.score(micro.tokens, with_values=critic is not None)
                 if reference is not None:
-                    known = self.passes.score_with(reference, micro.tokens)
+                    known = token_logprobs(reference, micro.tokens, self.passes.scoring)
                     batch.reference.update(_by_sample(micro, known))
             batch.before.update(_by_sample(micro, scores.logprobs))
             if scores.values is not None and scores.end_values is not None:

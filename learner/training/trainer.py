@@ -124,7 +124,12 @@ class Trainer:
             gradient = self._gradients.accumulate(batch, part)
             batch = batch.with_scored(gradient.logprobs)
             if decision is None:
-                decision = self._decide(batch, gradient, must_train=must_train)
+                decision = self._controller.decide(
+                    version=version,
+                    ess_frac=self._gradients.ess_frac(batch),
+                    masked_frac=gradient.sums["policy/masked_frac"],
+                    must_train=must_train,
+                )
                 if decision.is_skipped:
                     break
             updates.append(self._update(gradient, version, decision.lr_scale))
@@ -143,14 +148,6 @@ class Trainer:
             for part in make_minibatches(batch.samples, num_parts, generator=self._generator)
         ]
 
-    def _decide(self, batch: ScoredBatch, gradient: Gradient, *, must_train: bool) -> Decision:
-        return self._controller.decide(
-            version=batch.version,
-            ess_frac=self._gradients.ess_frac(batch),
-            masked_frac=gradient.sums["policy/masked_frac"],
-            must_train=must_train,
-        )
-
     def _update(self, gradient: Gradient, version: int, scale: float) -> Update:
         """Make one optimizer update, at the scheduled rate times `scale`."""
         self._optimizer.set_lr_scale(lr_scale(version, self._num_steps, self._cfg) * scale)
@@ -161,17 +158,12 @@ class Trainer:
             sums["critic/grad_norm"] = self._clip(self._critic)
             is_good = is_good and math.isfinite(sums["critic/grad_norm"])
         if is_good:
-            if version >= self._warmup_steps:
+            if self._critic is None or version >= self._cfg.critic.warmup_steps:
                 self._optimizer.step()
             if self._critic_optimizer is not None:
                 self._critic_optimizer.step()
             self._num_updates += 1
         return Update(is_good, grad_norm, sums)
-
-    @property
-    def _warmup_steps(self) -> int:
-        """Steps in which only the critic learns."""
-        return self._cfg.critic.warmup_steps if self._critic is not None else 0
 
     def _clip(self, network: nn.Module) -> float:
         kept = list(network.parameters())

@@ -154,7 +154,7 @@ def test_whole_and_chunked_scores_are_the_same() -> None:
     masks = [np.arange(len(each)) > 0 for each in sequences]
     tokens = collate_tokens(sequences, masks, device=CPU)
     whole = whole_logprobs(model, tokens, autocast=False)
-    chunked, _ = token_logprobs(model, tokens, Scoring(chunk_tokens=2, autocast=False))
+    chunked = token_logprobs(model, tokens, Scoring(chunk_tokens=2, autocast=False))
     assert whole.tolist() == pytest.approx(chunked.tolist(), abs=1e-5)
 
 

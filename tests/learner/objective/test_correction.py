@@ -9,14 +9,15 @@ from torch import Tensor
 from common.config.learning import AlgorithmSection, Correction
 from learner.objective.correction import (
     corrected,
-    effective_sample_size,
     importance_weights,
     interpolated_logprobs,
     lag_statistics,
     log_ratio,
     negative_mask,
     ratio_statistics,
+    sample_size_of,
     sequence_mean,
+    weight_moments,
 )
 
 MU = torch.tensor([log(0.5), log(0.1), log(0.4)])
@@ -115,21 +116,19 @@ def test_log_ratio_refuses_to_broadcast() -> None:
         log_ratio(torch.zeros(3), torch.zeros(1))
 
 
-def test_effective_sample_size_counts_only_what_the_mask_selects() -> None:
-    weights = torch.tensor([1.0, 3.0, 1e6])
-    mask = torch.tensor([True, True, False])
-    assert effective_sample_size(weights, mask).item() == pytest.approx(16 / 20)
+def test_effective_sample_size_is_that_of_the_hand_computed_sums() -> None:
+    got = sample_size_of(weight_moments(torch.tensor([1.0, 3.0])))
+    assert got.item() == pytest.approx(16 / 20)
 
 
 def test_effective_sample_size_is_one_nth_when_one_weight_dominates() -> None:
     weights = torch.tensor([5e8, 1e-9, 1e-9, 1e-9])
-    got = effective_sample_size(weights, torch.ones(4, dtype=torch.bool))
-    assert got.item() == pytest.approx(0.25)
+    assert sample_size_of(weight_moments(weights)).item() == pytest.approx(0.25)
 
 
-def test_effective_sample_size_of_nothing_is_refused() -> None:
+def test_statistics_of_nothing_are_refused() -> None:
     with pytest.raises(ValueError, match="no tokens"):
-        effective_sample_size(torch.ones(2), torch.zeros(2, dtype=torch.bool))
+        ratio_statistics(torch.ones(0), torch.ones(0))
 
 
 def test_ratio_statistics_match_hand_computed_numbers() -> None:

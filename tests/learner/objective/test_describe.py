@@ -17,8 +17,7 @@ from common.config.learning import (
     PolicyLoss,
     Proximal,
 )
-from learner.objective.anchor import proximal_in_use
-from learner.objective.describe import dead_knobs, objective_text
+from learner.objective.describe import dead_knobs, objective_text, proximal_in_use
 
 Effect = Callable[[AlgorithmSection, LearnerSection], Any]
 

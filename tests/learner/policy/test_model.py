@@ -12,6 +12,8 @@ from learner.batch.batching import TokenBatch, collate_tokens
 from learner.policy.model import (
     Scoring,
     export_tensors,
+    flat_hidden,
+    hidden_logprobs,
     load_policy,
     parameter_count,
     token_logprobs,
@@ -31,7 +33,8 @@ def batch_of(indices: list[int]) -> TokenBatch:
 
 def scored(model, tokens: TokenBatch, *, chunk_tokens: int = 4, temperature: float = 1.0):
     how = Scoring(chunk_tokens=chunk_tokens, autocast=False, temperature=temperature)
-    return token_logprobs(model, tokens, how, with_entropy=True)
+    rows = flat_hidden(model.base_model, tokens, autocast=False)[tokens.source_rows]
+    return hidden_logprobs(model, rows, tokens.target_ids, how, with_entropy=True)
 
 
 def naive_logprobs(model, temperature: float) -> torch.Tensor:
@@ -100,7 +103,7 @@ def test_autocast_stays_close_to_full_precision() -> None:
     tokens = batch_of([0, 1, 2, 3])
     with torch.no_grad():
         full, _ = scored(model, tokens)
-        mixed, _ = token_logprobs(model, tokens, Scoring(chunk_tokens=8, autocast=True))
+        mixed = token_logprobs(model, tokens, Scoring(chunk_tokens=8, autocast=True))
     assert mixed.dtype == torch.float32
     assert 0 < (mixed - full).abs().mean() < 0.02
 
