@@ -64,8 +64,7 @@ def repeat_step(
     engine_dtype: str,
 ) -> Repetition:
     """Return how alike two steps are that ought to be the same. `model` is left as it is."""
-    first = _updated(cfg, algorithm, model, samples, engine_dtype)
-    second = _updated(cfg, algorithm, model, samples, engine_dtype)
+    first, second = (_updated(cfg, algorithm, model, samples, engine_dtype) for _ in range(2))
     apart = moved = 0.0
     is_identical = True
     before = model.state_dict()

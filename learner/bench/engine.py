@@ -87,7 +87,9 @@ def measure_engine(
     child = _start(run, run_dir, path, environ)
     try:
         publisher.publish(_version(0, trainer, model, run, canary))
-        child.wait_until(lambda: _has_member(publisher), timeout_s=run.timeout_s)
+        child.wait_until(
+            lambda: publisher.drain_metrics()["weights/members"] > 0, timeout_s=run.timeout_s
+        )
         _randomize(model)
         weights = _version(1, trainer, model, run, canary)
         publisher.publish(weights)
@@ -129,10 +131,6 @@ def _randomize(model: PreTrainedModel) -> None:
     for parameter in model.parameters():
         if parameter.ndim > 1:
             parameter.normal_(0.0, WEIGHT_STD)
-
-
-def _has_member(publisher: Publisher) -> bool:
-    return publisher.drain_metrics()["weights/members"] > 0
 
 
 def _start(

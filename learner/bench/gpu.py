@@ -32,8 +32,8 @@ from learner.bench.batch import (
 from learner.bench.engine import EngineRun, measure_engine
 from learner.bench.memory import measure_scoring
 from learner.bench.publish import broadcast_alone, broadcast_to_peer, snapshot_weights
-from learner.bench.step import BARE, make_trainer
-from learner.bench.suite import add_peaks, add_step_cost, step_cost
+from learner.bench.step import BARE, make_trainer, measure_step
+from learner.bench.suite import add_peaks, add_step_cost
 from learner.policy.model import parameter_count, vocabulary_size
 
 TOKENIZER = ROOT / "configs" / "policies" / "tiny"
@@ -145,7 +145,7 @@ def check_transfer(table: BenchTable, sizes: Sizes, device: torch.device, peer_d
 def check_step(table: BenchTable, sizes: Sizes, device: torch.device) -> None:
     model = _model(sizes, device)
     size = f"{parameter_count(model) / 1e6:.0f}M weights"
-    cost = step_cost(
+    cost = measure_step(
         sizes.learner,
         {"grpo, token": AlgorithmSection()},
         model,

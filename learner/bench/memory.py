@@ -51,24 +51,27 @@ def measure_scoring(
     sequences = list(rng.integers(0, vocabulary_size(model), size=(num_sequences, num_seq_tokens)))
     masks = [np.arange(num_seq_tokens) > 0] * num_sequences
     tokens = collate_tokens(sequences, masks, device=device)
-    found: dict[str, Tensor] = {}
-
-    def chunked() -> None:
-        how = Scoring(chunk_tokens=chunk_tokens, autocast=autocast)
-        logprobs, _ = token_logprobs(model, tokens, how)
-        found["chunked"] = logprobs.detach()
-        (-logprobs.mean()).backward()
-
-    def whole() -> None:
-        logprobs = whole_logprobs(model, tokens, autocast=autocast)
-        found["whole"] = logprobs.detach()
-        (-logprobs.mean()).backward()
-
+    how = Scoring(chunk_tokens=chunk_tokens, autocast=autocast)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    peaks = [peak_bytes(run, device) for run in (chunked, whole)]
-    difference = (found["chunked"] - found["whole"]).abs().mean().item()
-    return ScoringPeaks(chunked_bytes=peaks[0], whole_bytes=peaks[1], mean_difference=difference)
+    chunked_bytes, chunked = _peak_of(lambda: token_logprobs(model, tokens, how), device)
+    whole_bytes, whole = _peak_of(lambda: whole_logprobs(model, tokens, autocast=autocast), device)
+    return ScoringPeaks(
+        chunked_bytes=chunked_bytes,
+        whole_bytes=whole_bytes,
+        mean_difference=(chunked - whole).abs().mean().item(),
+    )
+
+
+def _peak_of(score: Callable[[], Tensor], device: torch.device) -> tuple[int, Tensor]:
+    scored: list[Tensor] = []
+
+    def run() -> None:
+        logprobs = score()
+        scored.append(logprobs.detach())
+        (-logprobs.mean()).backward()
+
+    return peak_bytes(run, device), scored[0]
 
 
 def whole_logprobs(model: PreTrainedModel, tokens: TokenBatch, *, autocast: bool) -> Tensor:

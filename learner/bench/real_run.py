@@ -16,13 +16,15 @@ STOP_S = 60.0  # for a run that takes too long to save and leave
 TAIL_LINES = 5
 
 
-def train(name: str, overrides: Sequence[str], *, config: str, log: Path, timeout_s: float) -> None:
-    """Run `train` in a process of its own until it has ended.
+def train(name: str, overrides: Sequence[str], *, folder: Path, timeout_s: float) -> None:
+    """Run `train` on quickstart below `folder`, in a process of its own, until it has ended.
 
     Raises: LongstrideError: it failed, or was not in time; holds its last words, names its log.
     """
+    log = folder / f"{name}.log"
     logger.info("run name=%s log=%s", name, log)
-    argv = [sys.executable, "run.py", "train", "--config", config, *overrides]
+    own = (f"run.dir={folder}", f"run.name={name}")
+    argv = [sys.executable, "run.py", "train", "--config", "quickstart", *own, *overrides]
     child = ChildProcess(name, argv, log_path=log, cwd=ROOT)
     try:
         deadline = time.monotonic() + timeout_s

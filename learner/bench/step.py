@@ -11,8 +11,9 @@ from transformers import PreTrainedModel
 
 from common.config.learning import Aggregation, AlgorithmSection, LearnerSection
 from learner.batch.batching import MicroBatch, Sample, make_microbatches
-from learner.bench.batch import MAX_LAG, with_sampler_logprobs
+from learner.bench.batch import MAX_LAG, BatchShape, make_batch, with_sampler_logprobs
 from learner.policy.forward import Networks, Passes
+from learner.policy.model import vocabulary_size
 from learner.training.optimizer import make_optimizer
 from learner.training.step import TrainerSettings
 from learner.training.trainer import Trainer
@@ -84,7 +85,7 @@ def measure_step(
     cfg: LearnerSection,
     algorithms: Mapping[str, AlgorithmSection],
     model: PreTrainedModel,
-    samples: Sequence[Sample],
+    shape: BatchShape,
     *,
     num_rounds: int,
     engine_dtype: str,
@@ -93,8 +94,9 @@ def measure_step(
 
     Args:
         model: copied for each contender.
-        samples: of one step; they get log-probabilities near the model's own.
+        shape: of one step; its samples get log-probabilities near the model's own.
     """
+    samples = make_batch(shape, vocab_size=vocabulary_size(model), seed=0)
     cfg = replace(cfg, lr=STILL, muon_lr=STILL)
     trainers = {
         name: make_trainer(cfg, algorithm, copy.deepcopy(model), engine_dtype=engine_dtype)

@@ -25,14 +25,13 @@ class Arm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Study:
-    """What is compared. All runs share config, overrides and number of steps."""
+    """What is compared. All runs share overrides and number of steps."""
 
     name: str  # of the folder below runs/
     arms: tuple[Arm, ...]
     seeds: tuple[int, ...]
     overrides: tuple[str, ...]  # of every run
     num_at_once: int = 1  # runs side by side; in sync mode each keeps about one core busy
-    config: str = "quickstart"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,10 +82,8 @@ def _run(study: Study, arm: Arm, seed: int, *, folder: Path) -> None:
     name = _run_name(arm, seed)
     if (folder / name / "report.json").exists():
         return
-    own = (f"run.dir={folder}", f"run.name={name}", f"run.seed={seed}", "log.live=false")
-    overrides = [*own, *merged(study.overrides, arm.overrides)]
-    log = folder / f"{name}.log"
-    train(name, overrides, config=study.config, log=log, timeout_s=RUN_S)
+    overrides = [f"run.seed={seed}", "log.live=false", *merged(study.overrides, arm.overrides)]
+    train(name, overrides, folder=folder, timeout_s=RUN_S)
 
 
 def merged(overrides: Sequence[str], own: Sequence[str]) -> list[str]:

@@ -1,26 +1,18 @@
 """The suite that measures a learner on this machine: what a step costs, and what it remembers."""
 
-from collections.abc import Mapping
 from typing import TextIO
 
 import torch
 from transformers import PreTrainedModel
 
-from common.config.learning import AlgorithmSection, LearnerSection
+from common.config.learning import LearnerSection
 from common.config.load import load_config
 from common.report.bench_table import BenchTable
 from common.repository import ROOT
-from learner.bench.batch import (
-    LARGER,
-    MODELS,
-    QUICKSTART,
-    BatchShape,
-    make_batch,
-    make_random_model,
-)
+from learner.bench.batch import LARGER, MODELS, QUICKSTART, BatchShape, make_random_model
 from learner.bench.memory import MAX_FRAC, ScoringPeaks, measure_scoring
 from learner.bench.step import BARE, MAX_RATIO, StepCost, by_aggregation, measure_step
-from learner.policy.model import load_policy, parameter_count, vocabulary_size
+from learner.policy.model import load_policy, parameter_count
 
 CPU = torch.device("cpu")
 NUM_ROUNDS = 12
@@ -47,7 +39,7 @@ def run_suite(out: TextIO) -> int:
         ("a larger model", make_random_model(MODELS["larger"], device=CPU), LARGER),
     ]
     for name, model, shape in sizes:
-        cost = step_cost(
+        cost = measure_step(
             cfg.learner,
             by_aggregation(cfg.algorithm),
             model,
@@ -69,21 +61,6 @@ def run_suite(out: TextIO) -> int:
     )
     add_peaks(table, peaks, of=f"vocabulary of {wide['vocab_size']}, {rows_per_chunk} chunks")
     return table.finish()
-
-
-def step_cost(
-    cfg: LearnerSection,
-    algorithms: Mapping[str, AlgorithmSection],
-    model: PreTrainedModel,
-    shape: BatchShape,
-    *,
-    num_rounds: int,
-    engine_dtype: str,
-) -> StepCost:
-    samples = make_batch(shape, vocab_size=vocabulary_size(model), seed=0)
-    return measure_step(
-        cfg, algorithms, model, samples, num_rounds=num_rounds, engine_dtype=engine_dtype
-    )
 
 
 def add_step_cost(table: BenchTable, cost: StepCost, *, of: str) -> None:

@@ -10,7 +10,7 @@ import yaml
 
 from common.config.load import load_config
 from common.config.run_config import TrainMode
-from common.report.bench_table import BenchTable, Figure, Law
+from common.report.bench_table import BenchTable
 from common.repository import ROOT
 from learner.bench.real_run import train
 from learner.simulator.main import quiet_scheduler
@@ -19,6 +19,7 @@ from learner.simulator.workload import SampledWorkload
 from learner.simulator.world import World
 
 RUN_S = 1800.0  # for one run, its start included
+MODES = (TrainMode.ASYNC, TrainMode.SYNC)
 NUM_STEPS = 14
 GROUP_SIZE = 4
 WARM_UP_STEPS = 2  # that wait for engines and first episodes
@@ -41,15 +42,9 @@ def run_suite(out: TextIO) -> int:
 
 
 def add_simulated(table: BenchTable) -> None:
-    modes = [TrainMode.ASYNC, TrainMode.SYNC]
     with quiet_scheduler():
-        predictions = [predict(mode) for mode in modes]
-    ratio = predictions[0].trained_per_h / predictions[1].trained_per_h
-    table.add(
-        _figure(
-            "in the simulator", ratio, MIN_SIMULATED_RATIO, [p.trained_per_h for p in predictions]
-        )
-    )
+        predictions = [predict(mode) for mode in MODES]
+    _add(table, "in the simulator", [p.trained_per_h for p in predictions], MIN_SIMULATED_RATIO)
 
 
 def predict(mode: TrainMode) -> Prediction:
@@ -59,26 +54,17 @@ def predict(mode: TrainMode) -> Prediction:
 
 
 def add_runs(table: BenchTable, folder: Path) -> None:
-    rates = [trained_per_h(run(mode, folder)) for mode in (TrainMode.ASYNC, TrainMode.SYNC)]
-    table.add(_figure("in real runs", rates[0] / rates[1], MIN_RUN_RATIO, rates))
+    """Train in both modes with the environment that waits."""
+    for mode in MODES:
+        overrides = [f"train.mode={mode.value}", *BASE, *SLOW_ENV]
+        train(mode.value, overrides, folder=folder, timeout_s=RUN_S)
+    rates = [trained_per_h(folder / mode.value) for mode in MODES]
+    _add(table, "in real runs", rates, MIN_RUN_RATIO)
 
 
-def _figure(where: str, ratio: float, bound: float, per_h: list[float]) -> Figure:
+def _add(table: BenchTable, where: str, per_h: list[float], bound: float) -> None:
     note = f"{per_h[0]:.0f} and {per_h[1]:.0f} trained episodes per hour"
-    name = f"async over sync, {where}"
-    return Figure(name=name, value=ratio, unit="", law=Law.AT_LEAST, bound=bound, note=note)
-
-
-def run(mode: TrainMode, folder: Path) -> Path:
-    """Train with the environment that waits; return the run's directory.
-
-    Raises: LongstrideError: the run failed; holds its last words.
-    """
-    own = (f"run.dir={folder}", f"run.name={mode.value}", f"train.mode={mode.value}")
-    log = folder / f"{mode.value}.log"
-    overrides = [*own, *BASE, *SLOW_ENV]
-    train(mode.value, overrides, config="quickstart", log=log, timeout_s=RUN_S)
-    return folder / mode.value
+    table.at_least(f"async over sync, {where}", per_h[0] / per_h[1], "", bound, note)
 
 
 def trained_per_h(run_dir: Path) -> float:

@@ -41,7 +41,7 @@ class TrajectoryBuffer:
         self._groups = groups
         self._index = index
         self._reports = reports
-        self._version = version
+        self.version = version  # the last one that the scheduler was told of
         self._stale: list[EpisodeOutcome] = []  # since the last batch
         self._stats = EpisodeStats()
         self._stats_since = time.monotonic()
@@ -49,11 +49,6 @@ class TrajectoryBuffer:
         self._lag_bounds: dict[tuple[str, int], int] = {}  # of the scheduler; by env and horizon
         self._num_slots = 0  # of all actors, as the scheduler says
         self._is_finished = False
-
-    @property
-    def version(self) -> int:
-        """The last one that the scheduler was told of."""
-        return self._version
 
     @property
     def open_groups(self) -> list[str]:
@@ -192,7 +187,7 @@ class TrajectoryBuffer:
             version=version, is_last=is_last, max_ahead_steps=max_ahead_steps, signals=signals
         )
         with self._changed:
-            self._version = version
+            self.version = version
             self._reports.queue(done)
 
     def replay_point(self, *, version: int) -> ReplayPoint:
@@ -207,8 +202,8 @@ class TrajectoryBuffer:
         """Return metrics over the episodes that arrived since the last call."""
         with self._changed:
             now = time.monotonic()
-            metrics = self._stats.drain(now - self._stats_since)
-            self._stats_since = now
+            metrics = self._stats.metrics(now - self._stats_since)
+            self._stats, self._stats_since = EpisodeStats(), now
             metrics["groups/ready"] = float(self._groups.num_ready)
             metrics["groups/open"] = float(self._groups.num_open)
             if self._num_slots:
@@ -236,7 +231,7 @@ class TrajectoryBuffer:
 
     def _enter(self, trajectory: Trajectory, position: JournalPosition) -> None:
         """Report an episode as seen, and index where it lies."""
-        num_queued = self._report(seen=[_seen(trajectory)])
+        num_queued = self._report(seen=[seen_of(trajectory)])
         self._index.enter(trajectory, position, num_queued=num_queued)
 
     def _close_below(self, number: int) -> None:
@@ -269,7 +264,7 @@ class TrajectoryBuffer:
         return self._reports.queue(report)
 
 
-def _seen(trajectory: Trajectory) -> EpisodeSeen:
+def seen_of(trajectory: Trajectory) -> EpisodeSeen:
     """Return what the scheduler is told of a trajectory that is in the journal."""
     return EpisodeSeen(
         episode_id=trajectory.episode_id,

@@ -1,4 +1,4 @@
-"""Running sums over the training episodes that arrived since the last step."""
+"""Metrics of the training episodes that arrived since the last step."""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -11,66 +11,54 @@ class EpisodeStats:
     """Means over all episodes, also the filtered ones: the honest learning curve."""
 
     def __init__(self) -> None:
-        self._sums: dict[str, float] = defaultdict(float)
-        self._subsets: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+        self._counts: dict[str, int] = defaultdict(int)
+        self._sums: dict[str, float] = defaultdict(float)  # by the metric that is made of them
+        self._subsets: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
         self._tasks: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
 
     def add(self, trajectory: Trajectory) -> None:
-        sums = self._sums
         if trajectory.end_reason.is_infrastructure_failure:
-            sums["failed"] += 1
+            self._counts["failed"] += 1
             return
-        sums["episodes"] += 1
-        sums["reward"] += trajectory.reward
-        sums["success"] += trajectory.is_success
-        sums["turns"] += trajectory.num_turns
-        sums["truncated"] += trajectory.end_reason is EndReason.HORIZON
-        sums["context_full"] += trajectory.end_reason is EndReason.CONTEXT_FULL
-        sums["invalid"] += trajectory.num_invalid_actions
-        sums["tokens"] += len(trajectory.token_ids)
-        sums["sampled"] += int(trajectory.loss_mask.sum())
-        sums["generate_s"] += trajectory.generate_s
-        sums["env_s"] += trajectory.env_s
-        sums["wall_s"] += trajectory.wall_s
-        cell = self._subsets[subset_of(trajectory.item_id)]
-        cell[0] += trajectory.is_success
-        cell[1] += 1
-        for task in (trajectory.env, f"{trajectory.env}/{subset_of(trajectory.item_id)}"):
-            tally = self._tasks[task]
+        is_cut = trajectory.end_reason is EndReason.HORIZON
+        self._counts["episodes"] += 1
+        self._counts["turns"] += trajectory.num_turns
+        self._counts["sampled"] += int(trajectory.loss_mask.sum())
+        parts = {
+            "reward/mean": trajectory.reward,
+            "reward/success": trajectory.is_success,
+            "episodes/turns_mean": trajectory.num_turns,
+            "episodes/truncated_frac": is_cut,
+            "episodes/context_full_frac": trajectory.end_reason is EndReason.CONTEXT_FULL,
+            "episodes/invalid_frac": trajectory.num_invalid_actions,
+            "episodes/tokens_mean": len(trajectory.token_ids),
+            "episodes/generate_s_mean": trajectory.generate_s,
+            "episodes/env_s_mean": trajectory.env_s,
+            "episodes/wall_s_mean": trajectory.wall_s,
+        }
+        for name, value in parts.items():
+            self._sums[name] += value
+        env, subset = trajectory.env, subset_of(trajectory.item_id)
+        for tally in (self._subsets[subset], self._tasks[env], self._tasks[f"{env}/{subset}"]):
             tally[0] += 1
             tally[1] += trajectory.is_success
-            tally[2] += trajectory.end_reason is EndReason.HORIZON
+            tally[2] += is_cut
 
-    def drain(self, elapsed_s: float) -> dict[str, float]:
-        """Return the metrics of the window of `elapsed_s` seconds and start a new one."""
-        sums, subsets, tasks = self._sums, self._subsets, self._tasks
-        self._sums = defaultdict(float)
-        self._subsets = defaultdict(lambda: [0, 0])
-        self._tasks = defaultdict(lambda: [0, 0, 0])
-        num = max(sums["episodes"], 1.0)
+    def metrics(self, elapsed_s: float) -> dict[str, float]:
+        """Return the metrics of the episodes, which arrived in `elapsed_s` seconds."""
+        counts = self._counts
         metrics = {
-            "episodes/arrived": sums["episodes"],
-            "episodes/failed": sums["failed"],
-            "actor/episodes_per_s": sums["episodes"] / max(elapsed_s, 1e-6),
-            "actor/tokens_per_s": sums["sampled"] / max(elapsed_s, 1e-6),
+            "episodes/arrived": float(counts["episodes"]),
+            "episodes/failed": float(counts["failed"]),
+            "actor/episodes_per_s": counts["episodes"] / max(elapsed_s, 1e-6),
+            "actor/tokens_per_s": counts["sampled"] / max(elapsed_s, 1e-6),
         }
-        if not sums["episodes"]:
-            return metrics
-        metrics |= {
-            "reward/mean": sums["reward"] / num,
-            "reward/success": sums["success"] / num,
-            "episodes/turns_mean": sums["turns"] / num,
-            "episodes/truncated_frac": sums["truncated"] / num,
-            "episodes/context_full_frac": sums["context_full"] / num,
-            "episodes/invalid_frac": sums["invalid"] / max(sums["turns"], 1.0),
-            "episodes/tokens_mean": sums["tokens"] / num,
-            "episodes/generate_s_mean": sums["generate_s"] / num,
-            "episodes/env_s_mean": sums["env_s"] / num,
-            "episodes/wall_s_mean": sums["wall_s"] / num,
-        }
-        for subset, (solved, total) in sorted(subsets.items()):
+        for name, total in self._sums.items():
+            is_of_turns = name == "episodes/invalid_frac"
+            metrics[name] = total / max(counts["turns" if is_of_turns else "episodes"], 1)
+        for subset, (total, solved, _) in sorted(self._subsets.items()):
             metrics[f"reward/success/{subset}"] = solved / total
-        for task, (total, solved, cut) in sorted(tasks.items()):
+        for task, (total, solved, cut) in sorted(self._tasks.items()):
             metrics[f"tasks/episodes/{task}"] = float(total)
             metrics[f"tasks/success/{task}"] = solved / total
             metrics[f"tasks/truncated_frac/{task}"] = cut / total

@@ -25,7 +25,7 @@ class ReportLog:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._kept: deque[Report] = deque()  # not saved by the scheduler yet, oldest first
-        self._num_saved = 0  # reports that went before those
+        self.num_saved = 0  # reports that went before those: no scheduler can forget them
         self._num_sent = 0  # of all reports, to the present scheduler
         self._sent: deque[tuple[int, int]] = deque()  # (number, reports sent up to it)
         self.last_number = 0  # of the last message taken since the restart, after merging
@@ -34,22 +34,17 @@ class ReportLog:
         """Keep a report to be sent. Returns: how many were queued by now."""
         with self._lock:
             self._kept.append(report)
-            return self._num_saved + len(self._kept)
-
-    @property
-    def num_saved(self) -> int:
-        """How many of the queued reports, counted from the first, no scheduler can forget."""
-        return self._num_saved
+            return self.num_saved + len(self._kept)
 
     def restart(self) -> None:
         """Begin again at number 1 with the oldest report that is not saved."""
-        self._num_sent, self.last_number = self._num_saved, 0
+        self._num_sent, self.last_number = self.num_saved, 0
         self._sent.clear()
 
     def take_unsent(self) -> list[Report]:
         """Return what was not taken since the restart, merged and numbered."""
         with self._lock:
-            news = list(islice(self._kept, self._num_sent - self._num_saved, None))
+            news = list(islice(self._kept, self._num_sent - self.num_saved, None))
         messages: list[Report] = []
         for message in _merged(news):
             self.last_number += 1
@@ -61,13 +56,13 @@ class ReportLog:
 
     def acknowledge(self, number: int) -> None:
         """Forget the reports of messages up to `number`: the scheduler has saved them."""
-        num_saved = self._num_saved
+        num_saved = self.num_saved
         while self._sent and self._sent[0][0] <= number:
             num_saved = self._sent.popleft()[1]
         with self._lock:
-            for _ in range(num_saved - self._num_saved):
+            for _ in range(num_saved - self.num_saved):
                 self._kept.popleft()
-            self._num_saved = num_saved
+            self.num_saved = num_saved
 
 
 def _merged(reports: Iterable[Report]) -> Iterator[Report]:

@@ -78,7 +78,9 @@ def run(cfg: RunConfig, run_root: Path, *, play: Play) -> Path:
         if not (folder / "played.json").exists():
             play(replace(cfg, model=replace(cfg.model, path=newest)), iteration, journal)
             _write_summary(journal, folder / "played.json")
-        new = _worthy(journal, cfg, tokenizer)
+        max_tokens = cfg.actor.max_model_len
+        rows = read_rows(journal, tokenizer=tokenizer, max_tokens=max_tokens, key="evolve journal")
+        new = [row for row in rows if row.reward >= cfg.evolve.min_reward]
         kept = [*kept, *new] if cfg.evolve.from_base else new
         logger.info("iteration=%d kept=%d of_now=%d", iteration, len(kept), len(new))
         if not kept:
@@ -95,13 +97,6 @@ def run(cfg: RunConfig, run_root: Path, *, play: Play) -> Path:
     output = Path(cfg.evolve.output)
     save_policy(output, *load_start(newest, cfg.learner))
     return output
-
-
-def _worthy(journal: Path, cfg: RunConfig, tokenizer: object) -> list[Row]:
-    rows = read_rows(
-        journal, tokenizer=tokenizer, max_tokens=cfg.actor.max_model_len, key="evolve journal"
-    )
-    return [row for row in rows if row.reward >= cfg.evolve.min_reward]
 
 
 def _write_summary(journal: Path, path: Path) -> None:

@@ -40,7 +40,16 @@ def read_rows(path: Path, *, tokenizer: Any, max_tokens: int, key: str) -> list[
     """
     folder = path / "journal" if (path / "journal").is_dir() else path
     if folder.is_dir():
-        rows = [row_of_trajectory(t) for _, t in read_journal(folder) if _is_usable(t)]
+        rows = [
+            Row(
+                item_id=f"{t.env}/{t.item_id}",
+                reward=t.reward,
+                token_ids=t.token_ids,
+                mask=t.loss_mask,
+            )
+            for _, t in read_journal(folder)
+            if _is_usable(t)
+        ]
     elif path.is_file():
         rows = [row_of_conversation(tokenizer, c) for c in read_conversations(path)]
     else:
@@ -62,16 +71,6 @@ def _is_usable(trajectory: Trajectory) -> bool:
         and not is_held_out
         and not trajectory.end_reason.is_infrastructure_failure
         and bool(trajectory.loss_mask.any())
-    )
-
-
-def row_of_trajectory(trajectory: Trajectory) -> Row:
-    """Return a journaled episode as a row."""
-    return Row(
-        item_id=f"{trajectory.env}/{trajectory.item_id}",
-        reward=trajectory.reward,
-        token_ids=trajectory.token_ids,
-        mask=trajectory.loss_mask,
     )
 
 

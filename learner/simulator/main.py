@@ -31,7 +31,9 @@ def run(cfg: RunConfig, out: TextIO) -> int:
     if not cfg.tasks:
         raise ConfigError("tasks=[]: name at least one")
     measured = load_measured(Path(cfg.simulator.compare)) if cfg.simulator.compare else None
-    workload = make_workload(cfg)
+    workload: Workload = SampledWorkload(cfg.simulator)
+    if cfg.simulator.from_run:
+        workload = load_workload(Path(cfg.simulator.from_run), cfg.algorithm)
     with quiet_scheduler():
         predictions = [World(each, workload).run() for each in _modes(cfg)]
         out.write(format_predictions(predictions))
@@ -58,12 +60,6 @@ def run(cfg: RunConfig, out: TextIO) -> int:
     write_json(path, findings)
     out.write(f"\nwritten: {path}\n")
     return 1 if any(each.stopped_by for each in predictions) else 0
-
-
-def make_workload(cfg: RunConfig) -> Workload:
-    if cfg.simulator.from_run:
-        return load_workload(Path(cfg.simulator.from_run), cfg.algorithm)
-    return SampledWorkload(cfg.simulator)
 
 
 def _modes(cfg: RunConfig) -> list[RunConfig]:

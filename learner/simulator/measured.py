@@ -90,9 +90,8 @@ def load_workload(path: Path, algorithm: AlgorithmSection) -> MeasuredWorkload:
     ]
     seen: dict[str, tuple[int, int, list[Play]]] = {}
     for _, trajectory in read_journal(RunDir(root=path).journal):
-        if trajectory.kind is not EpisodeKind.TRAIN:
-            continue
-        if trajectory.end_reason.is_infrastructure_failure:
+        is_failed = trajectory.end_reason.is_infrastructure_failure
+        if trajectory.kind is not EpisodeKind.TRAIN or is_failed:
             continue
         stamp = (trajectory.horizon_stage, trajectory.opened_at_version)
         entry = seen.setdefault(trajectory.group_id, (*stamp, []))

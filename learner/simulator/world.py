@@ -1,6 +1,5 @@
 """One simulation: the scheduler's core and the learner's groups, driven on virtual time."""
 
-from collections.abc import Sequence
 from functools import partial
 from random import Random
 
@@ -21,6 +20,7 @@ from common.wire.messages import (
     Trajectory,
 )
 from learner.batch.synthetic import synthetic_trajectory
+from learner.ingest.buffer import seen_of
 from learner.ingest.group_assembly import Group, GroupAssembly
 from learner.scheduler.components import build_components
 from learner.scheduler.core import SchedulerCore
@@ -116,7 +116,8 @@ class World:
             if lease.episode_id in self._known:
                 num_known += 1
                 continue
-            arrived.append(_seen(arrival))
+            trajectory = _trajectory(arrival)
+            arrived.append(seen_of(trajectory))
             is_train = lease.kind is EpisodeKind.TRAIN
             if not is_train and arrival.end_reason.is_infrastructure_failure:
                 continue
@@ -124,34 +125,22 @@ class World:
             self._tally.num_arrived += 1
             if is_train:
                 self._journal[lease.episode_id] = arrival
-                settled, arrived_groups = self._table.add(_trajectory(arrival))
+                settled, arrived_groups = self._table.add(trajectory)
                 outcomes += settled
                 groups += arrived_groups
-        self._report(seen=arrived, outcomes=outcomes, groups=groups, num_duplicates=num_known)
+        self._report(
+            Outcomes(seen=arrived, outcomes=outcomes, groups=groups, num_duplicates=num_known)
+        )
         self._maybe_train()
         if any(not group.is_ready for group in groups):
             self._fleet.wake()
 
-    def _report(
-        self,
-        *,
-        outcomes: Sequence[EpisodeOutcome] = (),
-        groups: Sequence[GroupArrived] = (),
-        seen: Sequence[EpisodeSeen] = (),
-        num_duplicates: int = 0,
-    ) -> None:
-        for group in groups:
+    def _report(self, report: Outcomes) -> None:
+        for group in report.groups:
             self._fleet.forget(group.group_id)
-        for outcome in outcomes:
+        for outcome in report.outcomes:
             self._journal.pop(outcome.episode_id, None)
-        self._tell(
-            Outcomes(
-                seen=list(seen),
-                outcomes=list(outcomes),
-                groups=list(groups),
-                num_duplicates=num_duplicates,
-            )
-        )
+        self._tell(report)
 
     def _tell(self, message: Outcomes | StepDone | Heartbeat) -> Progress | None:
         """Hand the scheduler a message; take its decision on the next batch."""
@@ -171,7 +160,7 @@ class World:
                 lag_bounds=self._lag_bounds,
             )
             if stale:
-                self._report(outcomes=stale)
+                self._report(Outcomes(outcomes=stale))
                 self._fleet.wake()
             if groups:
                 self._train(groups)
@@ -209,7 +198,7 @@ class World:
         self._tally.add_step(step)
         self._fleet.version += 1
         trained = partial(EpisodeOutcome, outcome=Outcome.TRAINED, cause="")
-        self._report(outcomes=[trained(episode_id=each) for each in ids])
+        self._report(Outcomes(outcomes=[trained(episode_id=each) for each in ids]))
         self._report_step(signals={"busy_s": busy_s, "wait_s": wait_s})
         self._fleet.wake()
         self._maybe_train()
@@ -244,7 +233,7 @@ class World:
         for episode_id in progress.revoked:
             outcomes, groups = self._table.give_up(*split_episode_id(episode_id))
             if outcomes or groups:
-                self._report(outcomes=outcomes, groups=groups)
+                self._report(Outcomes(outcomes=outcomes, groups=groups))
         self._maybe_train()
         self._fleet.wake()
         self._events.at(self._heartbeat_s, self._exchange_heartbeats)
@@ -278,23 +267,15 @@ def _has_signal(members: list[Trajectory]) -> bool:
 
 
 def _trajectory(arrival: Arrival) -> Trajectory:
-    """Return what the group table looks at; the arrays hold one token."""
+    """Return what group table and scheduler look at; the arrays hold one token."""
     return synthetic_trajectory(
         [0],
         [1],
         version=arrival.version,
         end_reason=arrival.end_reason,
         reward=arrival.play.worth,
-        **arrival.lease.identity(),
-    )
-
-
-def _seen(arrival: Arrival) -> EpisodeSeen:
-    return EpisodeSeen(
-        episode_id=arrival.lease.episode_id,
-        reward=arrival.play.worth,
         is_success=arrival.play.is_success,
-        end_reason=arrival.end_reason,
         num_turns=arrival.play.num_turns,
         wall_s=arrival.ended_s - arrival.started_s,
+        **arrival.lease.identity(),
     )

