@@ -66,7 +66,6 @@ def measure_engine(
         trainer: of `model`; scores the canary.
         tokenizer_path: a checkpoint whose tokenizer fits the model's vocabulary.
         canary: [canary, seq] token ids that both sides score.
-        folder: for the checkpoint and the run's files.
         environ: for the engine's process, such as the GPU it may see.
 
     Raises:
