@@ -70,10 +70,12 @@ class Concurrency:
         if num_episodes > self.limit:
             return self.limit  # an earlier cut has not come into effect
         before = self.limit
+        # Only then is the load that of so many episodes:
+        is_used = num_episodes >= self.limit - self._increase
         is_queueing = load.num_steps >= MIN_STEPS and load.num_queued > 0
         if load.num_preemptions > 0 or is_queueing:
             self.limit = max(self._least, int(DECREASE * self.limit))
-        elif self._may_grow(load, num_episodes):
+        elif is_used and load.num_steps >= MIN_STEPS and load.kv_frac <= MAX_KV_FRAC:
             self.limit = min(self._most, self.limit + self._increase)
         if self.limit != before:
             logger.info(
@@ -81,8 +83,3 @@ class Concurrency:
                 *(self.limit, before, load.num_queued, load.kv_frac, load.num_preemptions),
             )
         return self.limit
-
-    def _may_grow(self, load: EngineLoad, num_episodes: int) -> bool:
-        """True if the limit is used, so that the load is the load of so many episodes."""
-        is_used = num_episodes >= self.limit - self._increase
-        return is_used and load.num_steps >= MIN_STEPS and load.kv_frac <= MAX_KV_FRAC

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from common.dashboard import words
-from common.dashboard.run_view import RoleView, RunView
+from common.dashboard.run_view import RunView
 
 logger = logging.getLogger(__name__)
 
@@ -166,16 +166,13 @@ def _roles(view: RunView) -> Table:
         is_text = column in ("role", "waits for")
         table.add_column(column, justify="left" if is_text else "right", no_wrap=True)
     for role in view.roles:
-        table.add_row(*(Text(words.plain(cell)) for cell in _role_cells(role)))
+        cells = (
+            role.name,
+            words.if_known("v{}", role.version),
+            str(role.running or ""),
+            words.if_known("{:.0f}", role.tokens_per_s),
+            role.waiting_for,
+            "" if role.last_seen_s is None else f"{words.duration(role.last_seen_s)} ago",
+        )
+        table.add_row(*(Text(words.plain(cell)) for cell in cells))
     return table
-
-
-def _role_cells(role: RoleView) -> tuple[str, ...]:
-    return (
-        role.name,
-        "" if role.version is None else f"v{role.version}",
-        str(role.running or ""),
-        "" if role.tokens_per_s is None else f"{role.tokens_per_s:.0f}",
-        role.waiting_for,
-        "" if role.last_seen_s is None else f"{words.duration(role.last_seen_s)} ago",
-    )

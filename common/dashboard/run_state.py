@@ -1,7 +1,6 @@
 """Where a run stands, in one line: finished, stopped, or what is going on."""
 
 import json
-from pathlib import Path
 
 from common.dashboard.run_view import SILENT_S, RunView
 from common.dashboard.words import status_line
@@ -25,16 +24,12 @@ def state_line(run_dir: RunDir, view: RunView) -> str:
 
 def stop_line(run_dir: RunDir, step: int) -> str:
     """Return what a run that was interrupted after `step` says at its end."""
-    saved = saved_step(run_dir.checkpoints)
+    complete = run_dir.checkpoints.glob("step-*/COMPLETE")
+    versions = [int(json.loads(path.read_text())["version"]) for path in complete]
+    saved = max(versions, default=None)
     if saved is None and step == 0:
         return f"stopped before the first step; {GOES_ON}"
     if saved is None or saved < step:
         last = "nothing" if saved is None else f"step {saved}"
         return f"stopped at step {step}, saved is {last}; {GOES_ON} and repeats the steps since"
     return f"saved at step {saved}; {GOES_ON}"
-
-
-def saved_step(checkpoints: Path) -> int | None:
-    """Return the version of the newest complete checkpoint, None if there is none."""
-    found = [json.loads(path.read_text()) for path in checkpoints.glob("step-*/COMPLETE")]
-    return max((int(entry["version"]) for entry in found), default=None)

@@ -8,14 +8,16 @@ _SPARKS = "▁▂▃▄▅▆▇█"
 
 def status_line(view: RunView) -> str:
     """Return the run in one line; what is not known is left out."""
+    status = view.status
+    done = f" {status.num_done}/{status.num_total}" if status.num_total else ""
     parts = [
-        "" if view.status.phase == "train" else f"{phase_text(view)},",
+        "" if status.phase == "train" else f"{view.phase}{done},",
         f"step {view.step}/{view.num_steps}",
         if_known("success {:.2f}", view.success),
         horizon_text(view),
         if_known("lag {:.1f}", view.lag_mean),
         if_known("actor {:.0f} tok/s", view.actor_tokens_per_s),
-        if_known("learner {:.0f} tok/s", view.status.learner.tokens_per_s),
+        if_known("learner {:.0f} tok/s", status.learner.tokens_per_s),
         groups_text(view),
         times(view, " "),
     ]
@@ -58,12 +60,6 @@ def stopping_text(view: RunView) -> str:
         return ""
     left = duration(view.stop_in_s)
     return f"stopping: the learner may take {left} to save; Ctrl-C again stops at once"
-
-
-def phase_text(view: RunView) -> str:
-    """Return the phase, with how far its evaluation is."""
-    status = view.status
-    return f"{view.phase} {status.num_done}/{status.num_total}" if status.num_total else view.phase
 
 
 def times(view: RunView, gap: str) -> str:

@@ -124,21 +124,15 @@ class LocalLauncher:
             for role in ours:
                 if role.is_running and role.spec.saves_at_stop:
                     limits[role] = self._stop_timeout_s()
-                    self._tell_how_long(role, limits[role])
+                    self._stop_deadline = time.time() + limits[role]
+                    self._next_poll = 0.0  # a display shows it at once
+                    text = "stopping: the %s may take %.0f s to save; Ctrl-C again stops at once"
+                    logger.info(text, role.spec.name, limits[role])
                 if role.process is not None:
                     role.process.terminate()
             self._wait(limits, num_signals=num_signals)
             for role in ours:
                 role.clear_away()
-
-    def _tell_how_long(self, role: "_Role", limit_s: float) -> None:
-        self._stop_deadline = time.time() + limit_s
-        self._next_poll = 0.0  # a display shows it at once
-        logger.info(
-            "stopping: the %s may take %.0f s to save; Ctrl-C again stops at once",
-            role.spec.name,
-            limit_s,
-        )
 
     def _wait(self, limits: Mapping["_Role", float], *, num_signals: int) -> None:
         """Wait until each role has ended or its time is over, or until one more signal."""

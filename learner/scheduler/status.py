@@ -3,7 +3,6 @@
 from typing import Any
 
 from learner.scheduler.components import Components
-from learner.scheduler.curriculum.success import SuccessAverages
 from learner.scheduler.evaluation.phases import Phase
 from learner.scheduler.state import save
 
@@ -14,6 +13,9 @@ def build_status(parts: Components, *, now: float) -> dict[str, Any]:
     curriculum = parts.curriculum.report(state.version)
     longest = max(curriculum["horizons"].values(), key=lambda each: each["horizon"], default={})
     learners = parts.members.report("learner", now)
+    groups = parts.success.eval_report()
+    models = {when: groups.get(f"eval-{when}-model") for when in ("before", "after")}
+    success = {when: model["success"] for when, model in models.items() if model}
     return {
         "phase": parts.run.phase.value,
         "version": state.version,
@@ -33,19 +35,8 @@ def build_status(parts: Components, *, now: float) -> dict[str, Any]:
         "gate": parts.gate.allowed(state).reason if parts.run.phase is Phase.TRAIN else "",
         "ledger": parts.lifecycle.ledger_report(),
         "success": parts.success.train_report(),
-        "eval": _eval_report(parts.success),
+        "eval": {**success, "groups": groups},
         "eval_stream": parts.stream.report(),
         "actors": parts.members.report("actor", now),
         "learner": learners[-1] if learners else {},
     }
-
-
-def _eval_report(success: SuccessAverages) -> dict[str, Any]:
-    """Return the success of the model before and after, and all groups in `groups`."""
-    groups = success.eval_report()
-    model = {
-        when: groups[f"eval-{when}-model"]["success"]
-        for when in ("before", "after")
-        if f"eval-{when}-model" in groups
-    }
-    return {**model, "groups": groups}

@@ -88,7 +88,9 @@ class Curriculum:
         item = Item(env=episode.env, subset=episode.subset, item_id=episode.item_id)
         self.mixture.see(seen, item)
         gated = self.gated.get(self._horizon.name_of(episode.env, episode.subset))
-        if gated is None or not gated.is_present(group.horizon_stage, group.opened_at_version):
+        if gated is None or group.horizon_stage != gated.stage:
+            return
+        if group.opened_at_version < gated.since:  # an earlier visit to the stage
             return
         max_turns = self._catalogue.entry(episode.env, episode.subset).max_turns
         is_truncated = seen.end_reason is EndReason.HORIZON and episode.horizon < max_turns

@@ -81,10 +81,6 @@ class GatedHorizon:
         """What a group opened now is stamped with."""
         return HorizonStamp(horizon=self.policy.stages[self.stage], stage=self.stage)
 
-    def is_present(self, stage: int, opened_at_version: int) -> bool:
-        """True if a group with this stamp belongs to the present stage, not to an earlier visit."""
-        return stage == self.stage and opened_at_version >= self.since
-
     def see(self, *, is_success: bool, is_truncated: bool) -> None:
         """Count an episode of the present stage."""
         self.num_episodes += 1

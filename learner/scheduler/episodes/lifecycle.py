@@ -266,12 +266,13 @@ class EpisodeLifecycle:
 
     def _maybe_close(self, group: GroupRecord) -> None:
         """A training group with a given-up member stays until the learner has heard of that."""
-        if not group.is_settled:
+        if group.num_settled < len(group.episodes):
             return
         is_told = group.state is not GroupState.OPEN or not group.is_train
         if not is_told and any(episode.is_given_up for episode in group.episodes):
             return
-        self.num_filtered += group.has_outcome(Outcome.FILTERED)
+        outcomes = (e.settled.outcome for e in group.episodes if e.settled is not None)
+        self.num_filtered += Outcome.FILTERED in outcomes
         self.queue.remove(group.group_id)
         ahead = (self.scheduler.max_ahead_steps + 1) * self.groups.per_step
         self.table.close(group, max_closed=max(MIN_CLOSED, 4 * ahead))

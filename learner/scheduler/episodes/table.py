@@ -40,11 +40,6 @@ class Settled:
     is_given_up: bool  # provisionally, by the scheduler; what the learner reports replaces it
     cell: Cell | None = None  # where the audit counted it, if it may be counted anew
 
-    @property
-    def is_failed(self) -> bool:
-        """True if it was given up while it was waited for."""
-        return self.is_given_up and self.outcome == Outcome.FAILED
-
 
 @dataclass(slots=True, kw_only=True)
 class EpisodeRecord:
@@ -107,15 +102,6 @@ class GroupRecord:
     def is_train(self) -> bool:
         """True if it is for training, not for an evaluation."""
         return self.kind is EpisodeKind.TRAIN
-
-    @property
-    def is_settled(self) -> bool:
-        """True if every member has its outcome."""
-        return self.num_settled == len(self.episodes)
-
-    def has_outcome(self, outcome: Outcome) -> bool:
-        """True if any member ended so."""
-        return any(e.settled is not None and e.settled.outcome == outcome for e in self.episodes)
 
 
 @dataclass(slots=True)
@@ -207,7 +193,9 @@ class GroupTable:
             if group_id in self.groups or not self.was_opened(group_id):
                 continue
             settled = self.closed.get(group_id)
-            failed = [True] * group_size if settled is None else [s.is_failed for s in settled]
+            failed = [True] * group_size
+            if settled is not None:
+                failed = [s.is_given_up and s.outcome == Outcome.FAILED for s in settled]
             given_up += [episode_id_of(group_id, m) for m, each in enumerate(failed) if each]
         return given_up
 

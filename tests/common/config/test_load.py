@@ -80,6 +80,7 @@ def test_one_field_of_one_task_can_be_overridden(repository: Path) -> None:
         ("lr=1", "lr=1: no such key; the nearest is learner.lr or learner.critic.lr or sft.lr"),
         ("env=textcraft", "env=textcraft: expects a section with url, dialect"),
         ("tasks[99].weight=1", "tasks[99].weight=1: tasks has 9 entries"),
+        ("horizon.per_env.maze.stages[0]=5", "horizon.per_env.maze.stages has 0 entries"),
         ("tasks=[{env: a, subset: b, wieght: 2}]", "tasks[0].wieght=2: no such key"),
         ("tasks=[{env: a}]", "tasks[0].subset is not set"),
         ("tasks=[{env: a, subset: b}, {env: a, subset: b}]", "tasks='a/b': is there twice"),
