@@ -18,7 +18,6 @@ from learner.batch.credit import samples_of
 from learner.build import Learner, build
 from learner.ingest.episode_stats import horizon_mix
 from learner.ingest.group_assembly import Group
-from learner.ingest.intake import LearnerStatus
 from learner.ingest.replay_point import save_replay_point
 from learner.objective.describe import dead_knobs, objective_text
 from learner.policy.model import export_tensors
@@ -103,7 +102,6 @@ class Loop:
         self._stop = stop
         self._process = psutil.Process()
         self._is_on_cpu = learner.model.device.type == "cpu"
-        self._status = LearnerStatus()
         self._canary: list[list[int]] = []  # [canary, seq] token ids
         self._canary_masks: list[list[bool]] = []  # [canary, seq-1] True on sampled tokens
         self._skipped: list[EpisodeOutcome] = []  # of batches the controller refused, since a step
@@ -272,8 +270,8 @@ class Loop:
         )
 
     def _set_status(self, **changes: str | float) -> None:
-        self._status = replace(self._status, **changes)  # pyright: ignore[reportArgumentType]
-        self._learner.intake.publish_status(self._status)
+        intake = self._learner.intake
+        intake.status = replace(intake.status, **changes)  # pyright: ignore[reportArgumentType]
 
     # --- 6. the disk ------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -100,19 +101,16 @@ def chunk_costs(
     clock = clock_of(tokens.token_ids.device)
     costs: list[ChunkCost] = []
     for size in sizes:
-        logprobs = _score(model, tokens, size, autocast=autocast)
+        score = partial(_score, model, tokens, size, autocast=autocast)
+        logprobs = score()
         started = clock()
-        _score(model, tokens, size, autocast=autocast)
+        score()
         took_s = clock() - started
-        peak = peak_bytes(
-            lambda size=size: _score(model, tokens, size, autocast=autocast),
-            tokens.token_ids.device,
-        )
         costs.append(
             ChunkCost(
                 chunk_tokens=size,
                 tokens_per_s=num_tokens / max(took_s, 1e-9),
-                peak_bytes=peak,
+                peak_bytes=peak_bytes(score, tokens.token_ids.device),
                 mean_difference=(logprobs - reference).abs().mean().item(),
             )
         )

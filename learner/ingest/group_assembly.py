@@ -18,6 +18,9 @@ class Group:
     members: list[Trajectory]
 
 
+Decided = tuple[list[EpisodeOutcome], list[GroupArrived]]  # members, and groups that are complete
+
+
 @dataclass(slots=True)
 class _Open:
     arrived: dict[int, Trajectory] = field(default_factory=dict)
@@ -81,7 +84,7 @@ class GroupAssembly:
     def open_ids(self) -> list[str]:
         return list(self._open)
 
-    def add(self, trajectory: Trajectory) -> tuple[list[EpisodeOutcome], list[GroupArrived]]:
+    def add(self, trajectory: Trajectory) -> Decided:
         """Take one new trajectory; return what is decided by it, often nothing yet."""
         if trajectory.group_id in self._completed:  # it was given up, and came after all
             return [_outcome(trajectory, Outcome.FAILED, "late")], []
@@ -90,9 +93,7 @@ class GroupAssembly:
         entry.given_up.discard(trajectory.member)
         return self._maybe_complete(trajectory.group_id, entry)
 
-    def give_up(
-        self, group_id: str, member: int
-    ) -> tuple[list[EpisodeOutcome], list[GroupArrived]]:
+    def give_up(self, group_id: str, member: int) -> Decided:
         """Learn that a member will never arrive. Its own outcome is the scheduler's."""
         if group_id in self._completed:
             return [], []
@@ -102,7 +103,7 @@ class GroupAssembly:
         entry.given_up.add(member)
         return self._maybe_complete(group_id, entry)
 
-    def mark_completed(self, group_id: str) -> tuple[list[EpisodeOutcome], list[GroupArrived]]:
+    def mark_completed(self, group_id: str) -> Decided:
         """Learn that a previous learner trained on this group; what it left over had failed."""
         if group_id in self._completed:
             return [], []
@@ -115,9 +116,7 @@ class GroupAssembly:
         """Forget the completed groups of smaller numbers: nothing of them comes any more."""
         self._completed = {each for each in self._completed if not is_below(each, number)}
 
-    def _maybe_complete(
-        self, group_id: str, entry: _Open
-    ) -> tuple[list[EpisodeOutcome], list[GroupArrived]]:
+    def _maybe_complete(self, group_id: str, entry: _Open) -> Decided:
         if len(entry.arrived) + len(entry.given_up) < self._cfg.size:
             return [], []
         del self._open[group_id]

@@ -6,7 +6,7 @@ A thread of its own, so that actors are answered while the model trains.
 import logging
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from common.store.journal import JournalPosition, JournalWriter
 from common.wire.messages import Ack, Heartbeat, Rejected, Trajectory
@@ -61,11 +61,7 @@ class Intake(threading.Thread):
         self._heartbeat_s = heartbeat_s
         self._stop_requested = threading.Event()
         self._last_beat = 0.0
-        self._status = LearnerStatus()
-
-    def publish_status(self, status: LearnerStatus) -> None:
-        """Let the heartbeats say this from now on. For any thread."""
-        self._status = status
+        self.status = LearnerStatus()  # for the heartbeats; any thread replaces it
 
     def stop(self) -> None:
         """Flush what the scheduler should know, end the thread, close its sockets."""
@@ -130,14 +126,11 @@ class Intake(threading.Thread):
         return verdict.refusal
 
     def _heartbeat(self) -> Heartbeat:
-        status = self._status
         return Heartbeat(
             role="learner",
             name=self._scheduler.hello.name,
             version=self._buffer.version,
             running=self._buffer.open_groups,
             num_slots=0,
-            tokens_per_s=status.tokens_per_s,
-            waiting_for=status.waiting_for,
-            rss_bytes=status.rss_bytes,
+            **asdict(self.status),
         )

@@ -42,17 +42,9 @@ class LossInputs:
     reference_logprobs: Tensor | None = field(repr=False, default=None)  # [tokens] nats
 
     def __post_init__(self) -> None:
-        shapes = {
-            tuple(each.shape)
-            for each in (
-                self.new_logprobs,
-                self.anchor_logprobs,
-                self.sampler_logprobs,
-                self.advantages,
-                self.is_weights,
-                self.sequence_ids,
-            )
-        }
+        logprobs = (self.new_logprobs, self.anchor_logprobs, self.sampler_logprobs)
+        others = (self.advantages, self.is_weights, self.sequence_ids)
+        shapes = {tuple(each.shape) for each in (*logprobs, *others)}
         if len(shapes) != 1 or self.new_logprobs.ndim != 1:
             raise ValueError(f"inputs must share one [tokens] shape, got {sorted(shapes)}")
 

@@ -56,9 +56,7 @@ def run(cfg: RunConfig) -> Path:
         )
     logger.info("pairs=%d of episodes=%d", len(pairs), len(rows))
     train(model, pairs, cfg.dpo, cfg.learner, seed=cfg.run.seed)
-    folder = Path(cfg.dpo.output)
-    save_policy(folder, model, tokenizer)
-    return folder
+    return save_policy(Path(cfg.dpo.output), model, tokenizer)
 
 
 def make_pairs(rows: Sequence[Row], cfg: DpoSection, *, seed: int) -> list[Pair]:

@@ -94,9 +94,7 @@ def run(cfg: RunConfig, run_root: Path, *, play: Play) -> Path:
             sft.train(model, kept, cfg.sft, cfg.learner, seed=cfg.run.seed + iteration)
             save_policy(policy, model, tokenizer)
         newest = str(policy)
-    output = Path(cfg.evolve.output)
-    save_policy(output, *load_start(newest, cfg.learner))
-    return output
+    return save_policy(Path(cfg.evolve.output), *load_start(newest, cfg.learner))
 
 
 def _write_summary(journal: Path, path: Path) -> None:

@@ -74,8 +74,9 @@ def make_policy(
     return Qwen3ForCausalLM(config)
 
 
-def save_policy(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Write the checkpoint directory that every role loads by path."""
+def save_policy(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> Path:
+    """Write the checkpoint directory that every role loads by path, and return it."""
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    return folder

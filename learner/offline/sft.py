@@ -62,9 +62,7 @@ def run(cfg: RunConfig, demonstrations: Path) -> Path:
     if not rows:
         raise ConfigError(f"sft.min_reward={sft.min_reward}: no episode of {demonstrations} has it")
     train(model, rows[-sft.max_episodes :], sft, cfg.learner, seed=cfg.run.seed)
-    folder = Path(sft.output)
-    save_policy(folder, model, tokenizer)
-    return folder
+    return save_policy(Path(sft.output), model, tokenizer)
 
 
 def batches(

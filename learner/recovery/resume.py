@@ -5,8 +5,7 @@ import logging
 from common.config.learning import AlgorithmSection
 from common.errors import LongstrideError
 from common.store.journal import read_journal
-from common.store.metrics import BEFORE_FIRST_STEP as NOTHING_LOGGED
-from common.store.metrics import MetricsWriter, iter_metrics
+from common.store.metrics import BEFORE_FIRST_STEP, MetricsWriter, iter_metrics
 from common.store.run_dir import RunDir
 from common.wire.ids import is_below, split_episode_id
 from common.wire.messages import EpisodeKind, Trajectory
@@ -25,7 +24,7 @@ def last_logged(run_dir: RunDir, stands_at: int) -> int:
     steps = (
         step for line, _ in iter_metrics(run_dir.metrics) if (step := line["step"]) is not None
     )
-    return max((int(step) for step in steps if step <= stands_at), default=NOTHING_LOGGED)
+    return max((int(step) for step in steps if step <= stands_at), default=BEFORE_FIRST_STEP)
 
 
 def _episodes_of(

@@ -9,6 +9,7 @@ from common.config.run_config import RunConfig
 from common.store.run_dir import RunDir
 from learner.build import Learner
 from learner.ingest.group_assembly import Group
+from learner.ingest.intake import LearnerStatus
 from learner.ingest.replay_point import ReplayPoint
 from learner.main import Batch, Loop
 from learner.training.checkpoint import Checkpoints
@@ -28,6 +29,8 @@ class Neighbour:
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self.lines.append(metrics)
 
+    status = LearnerStatus()
+
     def drain_stats(self) -> dict[str, float]:
         return {}
 
@@ -35,9 +38,6 @@ class Neighbour:
 
     def replay_point(self, *, version: int) -> ReplayPoint:
         return ReplayPoint(version=version)
-
-    def publish_status(self, _: object) -> None:
-        pass
 
     def save_pretrained(self, _: Path) -> None:
         pass
