@@ -71,11 +71,14 @@ class WandbSink:
             init_timeout=self._init_timeout_s,
             finish_timeout=FINISH_TIMEOUT_S,
         )
+        kept = run_dir.root / "wandb_id"  # the same at every start in this run directory
+        if not kept.exists():
+            write_atomically(kept, secrets.token_hex(4))
         assert self.mode is not WandbMode.AUTO  # `choose_mode` has chosen
         self._run = wandb.init(
             project=cfg.log.wandb_project,
             name=cfg.run.name,
-            id=_run_id(run_dir.root / "wandb_id"),
+            id=kept.read_text().strip(),
             resume="allow" if self.mode is WandbMode.ONLINE else None,
             dir=str(run_dir.root),
             config=dataclasses.asdict(cfg),
@@ -127,13 +130,6 @@ def has_account(environ: Mapping[str, str]) -> bool:
         if entry is not None and entry[2]:
             return True
     return False
-
-
-def _run_id(path: Path) -> str:
-    """Return the run's wandb id, the same at every start in this run directory."""
-    if not path.exists():
-        write_atomically(path, secrets.token_hex(4))
-    return path.read_text().strip()
 
 
 def _forget_failed_init() -> None:

@@ -81,9 +81,6 @@ def serve(cfg: RunConfig, run_dir: RunDir, stop: threading.Event) -> None:
         logger.info("stopped version=%d phase=%s", parts.core.version, parts.core.phase)
 
 
-# --- construction -----------------------------------------------------------------------------
-
-
 def build(cfg: RunConfig, run_dir: RunDir) -> Serving:
     """Ask the hub what there is, take up the last state, and listen."""
     keys = load_keys(run_dir.keys)
@@ -138,9 +135,6 @@ def listen(cfg: RunConfig, keys: RunKeys, *, preferred_port: int) -> Router:
         except ConfigError as error:
             logger.info("taking another port reason=%s", error)
     return Router(keys, host=host, port=port)
-
-
-# --- the loop ---------------------------------------------------------------------------------
 
 
 def loop(parts: Serving, stop: threading.Event) -> None:

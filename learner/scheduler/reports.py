@@ -1,10 +1,10 @@
 """What the learner reports: every count and mean of the run that follows from it."""
 
+from collections import defaultdict
+
 from common.wire.messages import EpisodeSeen, GroupArrived, Outcomes
 from learner.scheduler.components import Components
 from learner.scheduler.episodes.lifecycle import Arrived
-
-Ended = list[tuple[float, Arrived]]  # seconds that the episode took
 
 
 def take(parts: Components, message: Outcomes, *, now: float) -> None:
@@ -24,7 +24,7 @@ def take(parts: Components, message: Outcomes, *, now: float) -> None:
 
 def _see_all(parts: Components, seen: list[EpisodeSeen]) -> None:
     """Take in episodes; those that one message names ended at about the same time."""
-    by_actor: dict[str, Ended] = {}
+    by_actor: defaultdict[str, list[tuple[float, Arrived]]] = defaultdict(list)
     for each in seen:
         arrived = parts.lifecycle.arrive(each)
         if arrived is None:
@@ -32,7 +32,7 @@ def _see_all(parts: Components, seen: list[EpisodeSeen]) -> None:
         if not each.end_reason.is_infrastructure_failure:
             _count(parts, each, arrived)
         if arrived.actor:
-            by_actor.setdefault(arrived.actor, []).append((each.wall_s, arrived))
+            by_actor[arrived.actor].append((each.wall_s, arrived))
     for actor, ended in by_actor.items():
         num_held = parts.lifecycle.leases.num_of(actor) + len(ended)
         for wall_s, arrived in ended:

@@ -50,7 +50,7 @@ def run_suite(out: TextIO) -> int:
     table.attempt("the core", lambda: add_core(table))
     with tempfile.TemporaryDirectory(prefix="longstride-scheduler-") as folder:
         cfg = bench_config(Path(folder))
-        table.attempt("peers", lambda: add_peers(table, cfg, num_peers=NUM_PEERS))
+        table.attempt("peers", lambda: add_peers(table, cfg))
     return table.finish()
 
 
@@ -69,9 +69,6 @@ def bench_config(folder: Path) -> RunConfig:
         "log.level=WARNING",
     )
     return load_config("quickstart", overrides, root=ROOT)
-
-
-# --- the core ---------------------------------------------------------------------------------
 
 
 def add_core(table: BenchTable) -> None:
@@ -108,9 +105,6 @@ def _play(core: SchedulerCore, actor: str, version: int) -> list[Lease]:
     return leases
 
 
-# --- peers ------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
     """What a scheduler process did for its peers while it was measured."""
@@ -122,25 +116,17 @@ class Served:
     answer_p99_s: float
 
 
-def add_peers(table: BenchTable, cfg: RunConfig, *, num_peers: int) -> None:
+def add_peers(table: BenchTable, cfg: RunConfig) -> None:
     """Measure a scheduler process with many actors connected."""
-    served = measure_peers(cfg, num_peers=num_peers, warm_up_s=WARM_UP_S, measured_s=MEASURED_S)
-    rate = num_peers / EPISODE_S
-    answers = f"p99 of an answer {served.answer_p99_s * 1e3:.0f} ms, looked for after"
-    table.at_least(
-        "actors connected, each by a socket of its own",
-        served.num_connected,
-        "",
-        num_peers,
-        f"{answers} {ANSWER_S * 1e3:.0f}",
-    )
-    table.at_most(
-        f"processor of the scheduler at {rate:.0f} episodes/s",
-        served.cpu_s_per_episode * rate,
-        "of a core",
-        MAX_CPU_FRAC,
-        f"measured {served.cpu_frac:.2f} at {served.episodes_per_s:.0f} episodes/s",
-    )
+    served = measure_peers(cfg, num_peers=NUM_PEERS, warm_up_s=WARM_UP_S, measured_s=MEASURED_S)
+    rate = NUM_PEERS / EPISODE_S
+    name = "actors connected, each by a socket of its own"
+    note = f"p99 of an answer {served.answer_p99_s * 1e3:.0f} ms, looked for after"
+    note = f"{note} {ANSWER_S * 1e3:.0f}"
+    table.at_least(name, served.num_connected, "", NUM_PEERS, note)
+    name = f"processor of the scheduler at {rate:.0f} episodes/s"
+    note = f"measured {served.cpu_frac:.2f} at {served.episodes_per_s:.0f} episodes/s"
+    table.at_most(name, served.cpu_s_per_episode * rate, "of a core", MAX_CPU_FRAC, note)
 
 
 def measure_peers(cfg: RunConfig, *, num_peers: int, warm_up_s: float, measured_s: float) -> Served:

@@ -42,8 +42,6 @@ class Pace:
         """Compute quantiles anew."""
         self._figures = {}
 
-    # --- in -----------------------------------------------------------------------------------
-
     def add_episode(self, env: str, horizon: int, wall_s: float) -> None:
         """Note how long an episode took that ended by itself."""
         key = (env, horizon)
@@ -70,8 +68,6 @@ class Pace:
         is_waiting = wait_s > WAIT_FRAC * busy_s
         factor = BOOST_UP if is_waiting else BOOST_DOWN
         self.boost = min(MAX_BOOST, max(1.0, self.boost * factor))
-
-    # --- out ----------------------------------------------------------------------------------
 
     @property
     def steady_busy_s(self) -> float | None:

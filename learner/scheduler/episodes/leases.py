@@ -42,7 +42,3 @@ class LeaseIndex:
     def num_of(self, actor: str) -> int:
         """Return how many episodes this actor should be playing."""
         return len(self._by_actor.get(actor, ()))
-
-    def overdue(self, now: float) -> list[EpisodeRecord]:
-        """Return the episodes whose lease has ended, in the order of their leases."""
-        return sorted((e for e in self if e.deadline < now), key=lambda e: e.lease_number)

@@ -52,7 +52,8 @@ def tick(parts: Components, now: float) -> None:
     for member in parts.members.expire(now):
         logger.warning("dead role=%s name=%s", member.role, member.name)
         parts.lifecycle.lose_all(member.name, "actor_dead")
-    for episode in reversed(parts.lifecycle.leases.overdue(now)):
+    overdue = (each for each in parts.lifecycle.leases if each.deadline < now)
+    for episode in sorted(overdue, key=lambda each: each.lease_number, reverse=True):
         parts.lifecycle.lose(episode, "lease_deadline")
 
 
