@@ -113,8 +113,13 @@ class GroupAssembly:
         return outcomes, [GroupArrived(group_id=group_id, is_ready=True)]
 
     def close_below(self, number: int) -> None:
-        """Forget the completed groups of smaller numbers: nothing of them comes any more."""
+        """Forget the groups of smaller numbers, which are settled for good.
+
+        A group that a learner before this one called stale is among the ready ones again after a
+        restart. What it said stands: no checkpoint keeps the group's records any more.
+        """
         self._completed = {each for each in self._completed if not is_below(each, number)}
+        self._ready = deque(each for each in self._ready if not is_below(each.group_id, number))
 
     def _maybe_complete(self, group_id: str, entry: _Open) -> Decided:
         if len(entry.arrived) + len(entry.given_up) < self._cfg.size:

@@ -299,3 +299,11 @@ def test_groups_that_wait_for_members_are_named() -> None:
     table.add(member("a", 0))
     fill(table, "b")
     assert table.open_ids == ["a"]
+
+
+def test_group_that_is_settled_for_good_is_not_trained_on() -> None:
+    table = make_table(per_step=1)
+    fill(table, "g0000001", "g0000002")
+    table.close_below(2)
+    groups, outcomes = take(table)
+    assert (ids(groups), outcomes) == (["g0000002"], [])

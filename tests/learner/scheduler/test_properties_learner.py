@@ -369,3 +369,20 @@ class TwoSidesMachine(RuleBasedStateMachine):
 
 TestTwoSidesHold = pytest.mark.slow(TwoSidesMachine.TestCase)
 TestTwoSidesHold.settings = settings(max_examples=150, stateful_step_count=80)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_group_that_was_called_stale_before_a_restart_is_not_trained_on_after_it(seed: int) -> None:
+    run = TwoSidesMachine()
+    run.play("actor-0", random.Random(seed), 0)
+    for _ in range(3):
+        if run.groups.is_batch_ready(run.version):
+            run.train(dies=False, seconds=1.0)
+    run.restart_learner()  # it has not written down what it called stale
+    run.save_scheduler()
+    run.beat_of_learner()
+    run.save_checkpoint(1)
+    if run.groups.is_batch_ready(run.version):
+        run.train(dies=False, seconds=1.0)
+    run.restart_learner()  # every step after the checkpoint can be repeated
+    run.teardown()
