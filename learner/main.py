@@ -50,7 +50,6 @@ class Batch:
 
     @property
     def members(self) -> list[Trajectory]:
-        """The episodes of all groups."""
         return [member for group in self.groups for member in group.members]
 
     def outcomes(self, outcome: Outcome, cause: str = "") -> list[EpisodeOutcome]:

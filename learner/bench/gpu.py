@@ -168,7 +168,6 @@ def check_memory(table: BenchTable, sizes: Sizes, device: torch.device) -> None:
         num_sequences=sizes.memory_sequences,
         num_seq_tokens=sizes.memory_seq_tokens,
         chunk_tokens=num_tokens // num_chunks,
-        autocast=True,
     )
     size = f"vocabulary of {sizes.model['vocab_size']}"
     of = f"memory: {size}, {num_tokens} tokens in {num_chunks} chunks"

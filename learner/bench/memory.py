@@ -30,14 +30,9 @@ class ScoringPeaks:
 
 
 def measure_scoring(
-    model: PreTrainedModel,
-    *,
-    num_sequences: int,
-    num_seq_tokens: int,
-    chunk_tokens: int,
-    autocast: bool,
+    model: PreTrainedModel, *, num_sequences: int, num_seq_tokens: int, chunk_tokens: int
 ) -> ScoringPeaks:
-    """Return the peaks of a forward and backward pass over all tokens of one block.
+    """Return the peaks of a forward and backward pass in bf16 over all tokens of one block.
 
     Every token but the first of a sequence is scored, which is the worst case for the chunks:
     they leave out what is not scored, and the whole log-softmax does not.
@@ -51,11 +46,11 @@ def measure_scoring(
     sequences = list(rng.integers(0, vocabulary_size(model), size=(num_sequences, num_seq_tokens)))
     masks = [np.arange(num_seq_tokens) > 0] * num_sequences
     tokens = collate_tokens(sequences, masks, device=device)
-    how = Scoring(chunk_tokens=chunk_tokens, autocast=autocast)
+    how = Scoring(chunk_tokens=chunk_tokens, autocast=True)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     chunked_bytes, chunked = _peak_of(lambda: token_logprobs(model, tokens, how), device)
-    whole_bytes, whole = _peak_of(lambda: whole_logprobs(model, tokens, autocast=autocast), device)
+    whole_bytes, whole = _peak_of(lambda: whole_logprobs(model, tokens, autocast=True), device)
     return ScoringPeaks(
         chunked_bytes=chunked_bytes,
         whole_bytes=whole_bytes,

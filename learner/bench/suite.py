@@ -57,7 +57,6 @@ def run_suite(out: TextIO) -> int:
         num_sequences=MEMORY_SEQUENCES,
         num_seq_tokens=chunk_tokens * rows_per_chunk // MEMORY_SEQUENCES,
         chunk_tokens=chunk_tokens,
-        autocast=True,
     )
     add_peaks(table, peaks, of=f"vocabulary of {wide['vocab_size']}, {rows_per_chunk} chunks")
     return table.finish()

@@ -13,8 +13,6 @@ from common.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One side's text."""
-
     is_agent: bool
     is_trained: bool
     text: str

@@ -25,7 +25,6 @@ class Networks:
 
     @property
     def device(self) -> torch.device:
-        """Where they are."""
         return next(self.policy.parameters()).device
 
 

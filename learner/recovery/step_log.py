@@ -38,7 +38,6 @@ class StepLog:
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 

@@ -34,8 +34,11 @@ def run(cfg: RunConfig, out: TextIO) -> int:
     workload: Workload = SampledWorkload(cfg.simulator)
     if cfg.simulator.from_run:
         workload = load_workload(Path(cfg.simulator.from_run), cfg.algorithm)
+    wish = cfg.simulator.mode or cfg.train.mode.value
+    modes = [TrainMode.ASYNC, TrainMode.SYNC] if wish == BOTH else [TrainMode(wish)]
+    configs = [replace(cfg, train=replace(cfg.train, mode=mode)) for mode in modes]
     with quiet_scheduler():
-        predictions = [World(each, workload).run() for each in _modes(cfg)]
+        predictions = [World(each, workload).run() for each in configs]
         out.write(format_predictions(predictions))
         ratio = None
         if len(predictions) > 1:
@@ -45,7 +48,7 @@ def run(cfg: RunConfig, out: TextIO) -> int:
         if compared:
             out.write("\n" + format_comparison(compared))
         is_searched = cfg.simulator.search and predictions[0].mode == TrainMode.ASYNC
-        advice = advise(_modes(cfg)[0], workload) if is_searched else None
+        advice = advise(configs[0], workload) if is_searched else None
         if advice is not None:
             out.write("\n" + format_advice(advice))
     path = Path(cfg.simulator.output)
@@ -60,13 +63,6 @@ def run(cfg: RunConfig, out: TextIO) -> int:
     write_json(path, findings)
     out.write(f"\nwritten: {path}\n")
     return 1 if any(each.stopped_by for each in predictions) else 0
-
-
-def _modes(cfg: RunConfig) -> list[RunConfig]:
-    """Return the configuration in every mode that is asked for."""
-    wish = cfg.simulator.mode or cfg.train.mode.value
-    modes = [TrainMode.ASYNC, TrainMode.SYNC] if wish == BOTH else [TrainMode(wish)]
-    return [replace(cfg, train=replace(cfg.train, mode=mode)) for mode in modes]
 
 
 @contextmanager

@@ -20,7 +20,6 @@ class Compared:
     measured: float
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as JSON."""
         return {**asdict(self), "relative_error": self.relative_error if self.measured else None}
 
     @property

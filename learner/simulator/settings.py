@@ -47,7 +47,6 @@ def with_ahead(cfg: RunConfig, value: int, *, max_lag_steps: int) -> RunConfig:
 
 
 def with_actors(cfg: RunConfig, value: int) -> RunConfig:
-    """Return one with so many actors."""
     return replace(cfg, simulator=replace(cfg.simulator, num_actors=value))
 
 

@@ -82,12 +82,11 @@ def make_optimizer(model: PreTrainedModel, cfg: LearnerSection) -> PolicyOptimiz
     for parameter in model.parameters():
         if not parameter.requires_grad:
             continue
-        is_matrix = parameter.ndim >= 2
         is_hidden = parameter.ndim == 2 and id(parameter) not in tables
         if cfg.optimizer is OptimizerKind.MUON and is_hidden:
             hidden.append(parameter)
         else:
-            (decayed if is_matrix else plain).append(parameter)
+            (decayed if parameter.ndim >= 2 else plain).append(parameter)
     groups = [
         {"params": decayed, "weight_decay": cfg.weight_decay},
         {"params": plain, "weight_decay": 0.0},
