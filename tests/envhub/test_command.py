@@ -35,6 +35,7 @@ def test_section_of_the_same_name_is_left_alone():
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("argv", "words"),
     [

@@ -140,6 +140,7 @@ def test_journal_reader_follows_a_writer_into_the_next_segment(tmp_path: Path) -
     writer.close()
 
 
+@pytest.mark.slow
 def test_journal_refuses_a_second_process_that_writes(tmp_path: Path) -> None:
     writer = JournalWriter(tmp_path)
     script = "import sys, pathlib; from common.store.journal import JournalWriter as W; "

@@ -118,6 +118,7 @@ def test_answer_that_is_no_json_is_told_at_once_and_keeps_the_worker(hub):
     assert hub.step(other, "go", 1).status_code == 200
 
 
+@pytest.mark.slow
 def test_hanging_step_kills_its_worker_and_only_its_sessions_end(hub):
     hanging, beside, elsewhere = (hub.open("fragile") for _ in range(3))
     first, second = worker_pids(hub)
