@@ -1,6 +1,6 @@
 # Longstride: every target makes the environment first, from a pinned lock file.
 #   make run [CONFIG=name] [ARGS="key=value ..."]   make smoke   make setup
-#   make test (all)   make test-fast (no engine, no runs: a minute)   make check
+#   make test (all)   make test-fast (no engine, no runs)   make check
 PYTHON ?= python3
 VENV := .venv
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
