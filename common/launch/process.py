@@ -1,6 +1,7 @@
 """One child process in a session of its own, with its log, its group and what it started."""
 
 import contextlib
+import logging
 import os
 import secrets
 import signal
@@ -12,6 +13,9 @@ from pathlib import Path
 from common.errors import LongstrideError
 from common.launch.guardian import Guardian, signal_group
 
+logger = logging.getLogger(__name__)
+
+KILLED_S = 5.0  # from SIGKILL to the end of a process that is not stuck
 MAX_TAIL_BYTES = 16_384
 TAIL_LINES = 15  # of a child's log in an error
 POLL_S = 0.02  # what a child gets ready is a file, and nothing portable tells of a new one
@@ -111,7 +115,9 @@ class ChildProcess:
         for pid in find_marked(self._mark):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-        self._process.wait()
+        if not self.has_ended_by(time.monotonic() + KILLED_S):  # stuck in the kernel or a driver
+            logger.error("child does not end after SIGKILL name=%s pid=%d", self.name, self.pid)
+            return
         if self._guardian is not None:
             self._guardian.remove(self.pid)
             self._guardian = None

@@ -5,7 +5,6 @@ import itertools
 import logging
 import os
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -132,10 +131,7 @@ class Worker:
 
     async def reap(self) -> None:
         """Wait for the end of a lost worker and end what it left behind."""
-        try:
-            await asyncio.to_thread(self._process.clear_away)
-        except subprocess.TimeoutExpired:
-            logger.error("worker does not end after SIGKILL %s pid=%d", self, self.pid)
+        await asyncio.to_thread(self._process.clear_away)
         if self._reading is not None:
             self._reading.cancel()
 

@@ -1,5 +1,6 @@
 """Small builders for the tests of the scheduler: a configuration, a hub's catalogue, messages."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +32,7 @@ from common.wire.messages import (
 from learner.scheduler.components import build_components
 from learner.scheduler.core import SchedulerCore
 from learner.scheduler.curriculum.catalogue import Catalogue, SubsetEntry
-from learner.scheduler.episodes.table import EpisodeState
+from learner.scheduler.episodes.table import EpisodeRecord, EpisodeState
 
 CATALOGUE = Catalogue(
     envs={
@@ -186,8 +187,8 @@ def outcome_of(episode_id: str, outcome: Outcome, cause: str = "") -> EpisodeOut
     return EpisodeOutcome(episode_id=episode_id, outcome=outcome, cause=cause)
 
 
-def ids(leases: list[Lease]) -> list[str]:
-    return [lease.episode_id for lease in leases]
+def ids(episodes: Sequence[Lease | EpisodeRecord]) -> list[str]:
+    return [episode.episode_id for episode in episodes]
 
 
 def train_ids(leases: list[Lease]) -> set[str]:

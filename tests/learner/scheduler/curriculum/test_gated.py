@@ -4,6 +4,7 @@ import json
 import logging
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -28,8 +29,8 @@ PLAIN = StepSeen(
 )
 
 
-def seen(version: int, **changes: float) -> StepSeen:
-    return replace(PLAIN, version=version, **changes)  # type: ignore[arg-type]
+def seen(version: int, **changes: Any) -> StepSeen:
+    return replace(PLAIN, version=version, **changes)
 
 
 def stages_of(gated: GatedHorizon, steps: list[StepSeen]) -> list[int]:

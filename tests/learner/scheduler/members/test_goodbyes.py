@@ -37,7 +37,7 @@ def test_goodbye_of_a_former_process_changes_nothing() -> None:
     leases = table.ask("actor-0", 4).leases
     _leave(table, "actor-0", "an earlier life")
     _leave(table, "nobody", "x")
-    assert ids(table.core.lifecycle.leases.of("actor-0")) == ids(leases)  # type: ignore[arg-type]
+    assert ids(table.core.lifecycle.leases.of("actor-0")) == ids(leases)
     assert _silent(table) == []
 
 
