@@ -239,7 +239,8 @@ class _Role:
         self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)
         self._restarts.append(now)
         self._start_again_at = now + wait_s
-        logger.warning(
+        logger.log(  # exit code 0: most often the run is over, and the learner is about to end too
+            logging.INFO if code == 0 else logging.WARNING,
             "role ended role=%s exit=%s restart=%d/%d in_s=%.1f",
             self.spec.name,
             describe_exit(code),
