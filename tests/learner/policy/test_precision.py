@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from common.config.learning import LearnerSection, Precision
+from learner.policy import precision
 from learner.policy.precision import (
     Timings,
     faster,
@@ -27,11 +28,11 @@ def settled(
     file: Path,
     timings: Timings = SLOW_BF16,
     *,
-    precision: Precision = Precision.AUTO,
+    wanted: Precision = Precision.AUTO,
     is_repeatable: bool = False,
 ) -> Precision:
     return settle_precision(
-        LearnerSection(precision=precision),
+        LearnerSection(precision=wanted),
         make_model(),
         file,
         is_repeatable=is_repeatable,
@@ -70,7 +71,7 @@ def test_a_run_that_goes_on_keeps_what_its_first_start_has_found(tmp_path: Path)
 def test_what_is_configured_holds_and_is_not_timed(tmp_path: Path) -> None:
     file = tmp_path / "precision.json"
     assert settled(file, SLOW_BF16) is Precision.FP32
-    assert settled(file, precision=Precision.BF16) is Precision.BF16
+    assert settled(file, wanted=Precision.BF16) is Precision.BF16
     learner = LearnerSection(precision=Precision.BF16)
     settle_precision(learner, make_model(), file, is_repeatable=False, measure=refusing())
 
@@ -98,10 +99,43 @@ def test_timing_stays_within_its_budget_and_leaves_the_model_as_it_was() -> None
         assert parameter.detach().equal(old)
 
 
-def test_without_a_budget_the_first_passes_tell() -> None:
-    timings = time_passes(make_model(), budget_s=0.0)
-    assert timings.bf16_s > 0
-    assert timings.fp32_s > 0
+def timed_by(monkeypatch: pytest.MonkeyPatch, rounds: list[Timings]) -> list[int]:
+    """Let the passes cost what `rounds` says; return how many threads each of them had."""
+    left, threads = iter(rounds), list[int]()
+
+    def time_both(*_: object) -> Timings:
+        threads.append(torch.get_num_threads())
+        return next(left)
+
+    monkeypatch.setattr(precision, "_time_both", time_both)
+    return threads
+
+
+def test_first_passes_that_make_the_kernels_do_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_start = Timings(bf16_s=0.15, fp32_s=0.07)
+    timed_by(monkeypatch, [slow_start, Timings(bf16_s=0.06, fp32_s=0.08)])
+    assert time_passes(make_model(), budget_s=0.1) == Timings(bf16_s=0.06, fp32_s=0.08)
+
+
+def test_passes_of_a_large_model_are_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    large = Timings(bf16_s=2.0, fp32_s=3.0)
+    timed_by(monkeypatch, [large])
+    assert time_passes(make_model()) == large
+
+
+def test_passes_are_timed_with_one_thread_and_the_others_come_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        threads = timed_by(monkeypatch, [SLOW_BF16] * 9)
+        time_passes(make_model())
+        assert threads
+        assert set(threads) == {1}
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_what_nobody_has_settled_follows_the_rule() -> None:
