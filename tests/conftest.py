@@ -1,27 +1,32 @@
-"""What all tests share: threads, property tests that repeat themselves, and who runs alone."""
+"""What all tests share: threads, property tests that repeat themselves, and the order."""
 
+import gc
 import os
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
+gc.set_threshold(10_000)  # as `run.py` does
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("WANDB_MODE", "disabled")
 
 settings.register_profile("longstride", deadline=None, derandomize=True, database=None)
 settings.load_profile("longstride")
 
-ALONE = ("end_to_end", "actor/engine")  # whole runs and engines want the machine for themselves
+FIRST = ("end_to_end", "actor/engine", "envhub/envs/miniwob")  # what takes longest, dearest first
 
 
-@pytest.hookimpl(tryfirst=True)  # before `-m` selects
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the folders of `ALONE`."""
+    """Put the folders of `FIRST` first: all workers then end at about the same time."""
     here = Path(__file__).parent
-    for item in items:
-        if item.path.relative_to(here).as_posix().startswith(ALONE):
-            item.add_marker("alone")
+
+    def rank(item: pytest.Item) -> int:
+        where = item.path.relative_to(here).as_posix()
+        return next((i for i, folder in enumerate(FIRST) if where.startswith(folder)), len(FIRST))
+
+    items.sort(key=rank)
 
 
 @pytest.fixture
