@@ -29,6 +29,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=rank)
 
 
+def pytest_collection_finish() -> None:
+    """Leave out of every later search for cycles what stays anyway."""
+    gc.freeze()
+
+
 @pytest.fixture
 def repository() -> Path:
     """The directory that holds `run.py`."""
