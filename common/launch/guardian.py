@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 GRACE_S = 5.0
+CLOSE_S = 2 * GRACE_S
 POLL_S = 0.1  # nothing tells when the last process of a group, none of ours, has ended
 
 
@@ -39,7 +40,11 @@ class Guardian:
         """Let the guardian end; it kills what is still listed."""
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait()
+        try:
+            self._process.wait(CLOSE_S)
+        except subprocess.TimeoutExpired:  # stopped, perhaps
+            self._process.kill()
+            self._process.wait(CLOSE_S)
 
     def _tell(self, line: str) -> None:
         assert self._process.stdin is not None

@@ -1,0 +1,42 @@
+"""Laws of the process that ends the roles of a launcher that died."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from common.launch import guardian
+from common.launch.guardian import Guardian
+
+WAIT_S = 30.0
+
+
+def test_what_is_still_listed_at_the_end_is_ended_and_what_was_removed_is_not() -> None:
+    keeper = Guardian()
+    sleep = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
+    listed, removed = (subprocess.Popen(sleep, start_new_session=True) for _ in range(2))
+    try:
+        keeper.add(listed.pid)
+        keeper.add(removed.pid)
+        keeper.remove(removed.pid)
+        assert keeper._process.stdin is not None
+        keeper._process.stdin.close()  # as the end of its launcher does
+        assert listed.wait(WAIT_S) == -signal.SIGTERM
+        keeper.close()
+        assert removed.poll() is None
+    finally:
+        for process in (listed, removed):
+            process.kill()
+            process.wait(WAIT_S)
+
+
+def test_a_guardian_that_does_not_answer_is_killed_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guardian, "CLOSE_S", 0.5)
+    keeper = Guardian()
+    pid = keeper._process.pid
+    os.kill(pid, signal.SIGSTOP)
+    keeper.close()
+    assert not psutil.pid_exists(pid)
