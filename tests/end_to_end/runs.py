@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -74,13 +75,20 @@ class Run:
         path = self.root / "metrics.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
-    def role_pid(self, role: str) -> int:
-        """Return the process id of a role's own process."""
+    def role_pids(self, role: str) -> list[int]:
+        """Return the process ids of a role's own processes that run."""
+        found: list[int] = []
         for child in psutil.Process(self.process.pid).children():
-            arguments = child.cmdline()
-            if "run.py" in " ".join(arguments) and role in arguments:
-                return child.pid
-        raise AssertionError(f"no process of role {role}")
+            with suppress(psutil.NoSuchProcess):  # a zombie, too
+                arguments = child.cmdline()
+                if "run.py" in " ".join(arguments) and role in arguments:
+                    found.append(child.pid)
+        return found
+
+    def role_pid(self, role: str) -> int:
+        """Return the process id of the only process of a role."""
+        (pid,) = self.role_pids(role)
+        return pid
 
     def left_over(self) -> list[int]:
         """Return the ids of this run's processes that are still there, itself excepted."""

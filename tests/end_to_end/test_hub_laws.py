@@ -4,12 +4,13 @@ LONGSTRIDE_SOLVE_ITEMS=200 solves that many items of every subset; by default a 
 """
 
 import random
+from collections.abc import Iterator
 
 import pytest
 import uvloop
 
 from envhub.bench.client import Client, Target
-from envhub.bench.hub import hub_process
+from envhub.bench.hub import Service, hub_process
 from envhub.bench.solve import (
     MIN_SOLVED_FRAC,
     Outcome,
@@ -28,8 +29,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 NUM_ITEMS = amount("LONGSTRIDE_SOLVE_ITEMS", default=0)
 NUM_SUBSETS = 6  # by default, with one item each
 NUM_TURNS = 10
-ENVS = offline_envs()
 WITHOUT_EXPERT = frozenset(subset_name(page) for page in UNSOLVABLE)
+
+
+@pytest.fixture(scope="module", params=offline_envs())
+def served(request: pytest.FixtureRequest) -> Iterator[tuple[str, Service]]:
+    """An environment and the hub that serves it."""
+    with hub_process([request.param], environ={"PYTHONHASHSEED": "0"}) as hub:
+        yield request.param, hub
 
 
 def some_of(subsets: list[Subset]) -> list[Subset]:
@@ -39,19 +46,18 @@ def some_of(subsets: list[Subset]) -> list[Subset]:
     return chance.sample(subsets, min(NUM_SUBSETS, len(subsets)))
 
 
-@pytest.mark.parametrize("env", ENVS)
-def test_every_sampled_item_is_solved_by_following_the_expert(env: str) -> None:
-    with hub_process([env]) as hub:
-        if NUM_ITEMS:
-            tallies = list(solve_one_env(hub, num_items=NUM_ITEMS))
-            assert {t.subset.name for t in tallies if not t.has_expert} <= WITHOUT_EXPERT
-            low = [t for t in tallies if t.has_expert and t.solved_frac < MIN_SOLVED_FRAC]
-            assert low == []
-            return
-        subsets = some_of(uvloop.run(list_subsets(hub.target)))
-        faults: list[Outcome] = []
-        for subset in subsets:
-            faults += uvloop.run(solve_subset(hub.target, subset, num_items=1)).faults
+def test_every_sampled_item_is_solved_by_following_the_expert(served: tuple[str, Service]) -> None:
+    _, hub = served
+    if NUM_ITEMS:
+        tallies = list(solve_one_env(hub, num_items=NUM_ITEMS))
+        assert {t.subset.name for t in tallies if not t.has_expert} <= WITHOUT_EXPERT
+        low = [t for t in tallies if t.has_expert and t.solved_frac < MIN_SOLVED_FRAC]
+        assert low == []
+        return
+    subsets = some_of(uvloop.run(list_subsets(hub.target)))
+    faults: list[Outcome] = []
+    for subset in subsets:
+        faults += uvloop.run(solve_subset(hub.target, subset, num_items=1)).faults
     assert faults == []
 
 
@@ -85,11 +91,12 @@ async def play_all(target: Target) -> dict[str, list[object]]:
     }
 
 
-@pytest.mark.parametrize("env", ENVS)
-def test_observations_are_equal_in_two_hubs_with_different_hash_seeds(env: str) -> None:
-    seen = []
-    for hash_seed in ("0", "12345"):
-        with hub_process([env], environ={"PYTHONHASHSEED": hash_seed}) as hub:
-            seen.append(uvloop.run(play_all(hub.target)))
-    assert seen[0].keys() == seen[1].keys()
-    assert [item_id for item_id in seen[0] if seen[0][item_id] != seen[1][item_id]] == []
+def test_observations_are_equal_in_two_hubs_with_different_hash_seeds(
+    served: tuple[str, Service],
+) -> None:
+    env, hub = served
+    seen = uvloop.run(play_all(hub.target))
+    with hub_process([env], environ={"PYTHONHASHSEED": "12345"}) as other:
+        seen_there = uvloop.run(play_all(other.target))
+    assert seen.keys() == seen_there.keys()
+    assert [item_id for item_id in seen if seen[item_id] != seen_there[item_id]] == []

@@ -13,28 +13,11 @@ from tests.end_to_end.runs import Run, balances
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-def test_stopped_run_leaves_nothing_and_goes_on_at_the_next_step(tmp_path: Path) -> None:
-    overrides = ("train.num_steps=200", "eval.before=false", "eval.after=false")
-    with Run(tmp_path, *overrides) as run:
-        run.wait_until(lambda: len(run.metrics()) >= 2)
-        run.process.send_signal(signal.SIGTERM)
-        started = time.monotonic()
-        assert run.wait(timeout_s=15) != 0
-        assert time.monotonic() - started < 10.0
-        assert run.left_over() == []
-    reached = run.metrics()[-1]["step"]
-    saved = sorted((run.root / "checkpoints").glob("step-*"))[-1]
-    assert json.loads((saved / "COMPLETE").read_text())["version"] >= reached
-    with Run(tmp_path, f"train.num_steps={reached + 3}", *overrides[1:]) as again:
-        assert again.wait() == 0, again.output
-    steps = [line["step"] for line in again.metrics()]
-    assert steps == list(range(1, reached + 4))
-    assert balances(again.read("ledger.json"))
+OVERRIDES = ("train.num_steps=200", "eval.before=false", "eval.after=false")
 
 
-def test_learner_that_takes_long_to_stop_still_saves(tmp_path: Path) -> None:
-    overrides = ("train.num_steps=200", "eval.before=false", "eval.after=false")
-    with Run(tmp_path, *overrides) as run:
+def test_run_stopped_in_a_long_step_saves_and_goes_on_at_the_next_one(tmp_path: Path) -> None:
+    with Run(tmp_path, *OVERRIDES) as run:
         run.wait_until(lambda: len(run.metrics()) >= 2)
         learner = run.role_pid("learner")
         os.kill(learner, signal.SIGSTOP)  # as in a step of a large model
@@ -44,9 +27,24 @@ def test_learner_that_takes_long_to_stop_still_saves(tmp_path: Path) -> None:
         os.kill(learner, signal.SIGCONT)
         assert run.wait(timeout_s=60) == 130
         assert run.left_over() == []
-    saved = sorted((run.root / "checkpoints").glob("step-*"))[-1]
-    version = json.loads((saved / "COMPLETE").read_text())["version"]
+    version = saved_version(run)
     assert version >= reached
     assert f"saved at step {version}; the same command goes on" in run.output
     assert "Ctrl-C again stops at once" in run.output
     assert "error" not in run.output.splitlines()[-1]
+    with Run(tmp_path, *OVERRIDES) as again:
+        again.wait_until(lambda: len(again.metrics()) >= version + 2)
+        again.process.send_signal(signal.SIGTERM)
+        started = time.monotonic()
+        assert again.wait(timeout_s=15) != 0
+        assert time.monotonic() - started < 10.0
+        assert again.left_over() == []
+    steps = [line["step"] for line in again.metrics()]
+    assert steps == list(range(1, len(steps) + 1))
+    assert saved_version(again) >= steps[-1] > version
+    assert balances(again.read("ledger.json"))
+
+
+def saved_version(run: Run) -> int:
+    newest = sorted((run.root / "checkpoints").glob("step-*"))[-1]
+    return json.loads((newest / "COMPLETE").read_text())["version"]
