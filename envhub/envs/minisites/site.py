@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Router
 
-from envhub.envs.minisites.seeding import insert
+from envhub.envs.minisites.seeding import TODAY, insert
 from envhub.envs.minisites.store import Session, Store, UnknownSession
 from envhub.tables import read_table
 
@@ -60,7 +60,7 @@ class Visit:
     """One request and the visitor's own database.
 
     `names` is what queries take as :name: the parameters of the address, what the site gives all
-    its pages, and the columns of rows that were found.
+    its pages, the day as :today, the columns of rows that were found, and the fields of a form.
     """
 
     site: "Site"
@@ -131,6 +131,28 @@ class Visit:
             shown |= self._one_page(shown["rows"], entry["page_rows"])
         return shown
 
+    def submit(self, entry: Mapping[str, Any]) -> Response:
+        """Do what an entry of the site's table says of a form."""
+        names = self.names
+        names.update(
+            {name: self._field(name, kind) for name, kind in entry.get("takes", {}).items()}
+        )
+        for name in entry.get("finds", ()):
+            self.find(name)
+        if "wants" in entry and not self.rows(f"SELECT 1 WHERE {entry['wants']}"):
+            return self.go(entry.get("back", entry["goes"]).format(**names), entry["refuses"])
+        for sql in entry["runs"]:
+            self.run(sql)
+        return self.go(entry["goes"].format(**names), entry.get("says", "").format(**names))
+
+    def _field(self, name: str, kind: int | str | None) -> str | int | None:
+        text = self.text(name)
+        if kind == "whole":
+            return whole(text)
+        if isinstance(kind, str):
+            return text if text in self.site.given[kind] else ""
+        return text[:kind]
+
     def _one_page(self, rows: list[sqlite3.Row], num_shown: int) -> dict[str, Any]:
         num_pages = max(1, -(-len(rows) // num_shown))
         page = whole(self.query.get("page", ""))
@@ -148,10 +170,10 @@ Handler = TypeVar("Handler", bound=Callable[[Visit], Response])
 
 
 class Site:
-    """Pages over one of the databases: those of a table that only show, and functions.
+    """Pages and forms over one of the databases: those of a table, and functions.
 
     The table has `finds`, the SELECTs of the one row that an address or a page is about, and the
-    `pages` by their addresses. A page has a `page`, its template, and may have
+    `pages` and `forms` by their addresses. A page has a `page`, its template, and may have
         takes: {x: [...]}    parameters of the query with what they may be, the first without any;
                              with nothing they may be any text
         finds: [x]           rows of `finds`; without one the page is missing
@@ -160,13 +182,21 @@ class Site:
         page_rows: N         how many of `rows` a page shows; the parameter `page` turns them
     and shows all of these under their names. `frame` is the same for all pages. SELECTs name
     what `Visit.names` holds, the parameters taken, and the words searched for as :pattern.
+    A form has
+        takes: {x: kind}     its fields: text, cut to a number of characters if the kind is one;
+                             `whole`: a whole number or NULL; the name of one of the site's lists:
+                             an entry of it, or ""
+        finds: [x]           as of a page
+        wants: EXPRESSION    of SQL; where it is not true, the notice `refuses` is shown at `back`
+        runs: [SQL]          what changes
+        goes: address        to which it leads, with the notice `says`; also `back` if that is none
 
     Args:
         table: path of the table beside this file.
         given: what all templates and SELECTs may name.
     """
 
-    def __init__(self, name: str, *, database: str, table: str, **given: object) -> None:
+    def __init__(self, name: str, *, database: str, table: str, **given: Any) -> None:
         self.name = name
         self.router = Router()
         self.table = read_table(__file__, table)
@@ -174,6 +204,8 @@ class Site:
         self._database = database
         for path, entry in self.table["pages"].items():
             self.get(path)(partial(_show, entry))
+        for path, entry in self.table["forms"].items():
+            self.post(path)(partial(_submit, entry))
 
     def get(self, path: str) -> Callable[[Handler], Handler]:
         """Register a page."""
@@ -208,7 +240,7 @@ class Site:
             path=request.url.path,
             db=session.database(self._database),
             session=session,
-            names=self.given | _numbered(request.path_params),
+            names={"today": TODAY} | self.given | _numbered(request.path_params),
             query=request.query_params,
             form=form,
         )
@@ -222,6 +254,10 @@ class Site:
 
 def _show(entry: Mapping[str, Any], visit: Visit) -> Response:
     return visit.page(entry["page"], **visit.look(entry))
+
+
+def _submit(entry: Mapping[str, Any], visit: Visit) -> Response:
+    return visit.submit(entry)
 
 
 def _numbered(params: Mapping[str, str]) -> dict[str, Any]:

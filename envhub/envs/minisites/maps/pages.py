@@ -1,4 +1,4 @@
-"""The city map, maps.test: the pages of `pages.yaml`, those that compute, and its forms."""
+"""The city map, maps.test: the pages and forms of `pages.yaml`, and those that compute."""
 
 import sqlite3
 
@@ -10,7 +10,6 @@ from envhub.envs.minisites.maps.seed import CATEGORIES, PLURALS, QUARTERS, WEEKD
 from envhub.envs.minisites.site import PageMissing, Site, Visit
 
 MODES = tuple(METERS_PER_MINUTE)
-TOPICS = ("Phone number", "Opening hours", "Address")
 MAPS = Site(
     "maps",
     database="maps",
@@ -18,7 +17,7 @@ MAPS = Site(
     categories=[(category.lower(), PLURALS[category]) for category in CATEGORIES],
     quarters=QUARTERS,
     weekdays=WEEKDAYS,
-    topics=TOPICS,
+    topics=("Phone number", "Opening hours", "Address"),
 )
 
 
@@ -109,32 +108,3 @@ def route(visit: Visit) -> Response:
         distance=in_km(found.meters),
         legs=[describe(leg, roads) for leg in found.legs],
     )
-
-
-@MAPS.post("/place/{slug}/save")
-def save(visit: Visit) -> Response:
-    found = visit.find("place")
-    visit.run(
-        "INSERT INTO saved VALUES (:place_id, :note)"
-        " ON CONFLICT (place_id) DO UPDATE SET note = excluded.note",
-        note=visit.text("note"),
-    )
-    return visit.go(f"/place/{found['slug']}.html", "The place was saved.")
-
-
-@MAPS.post("/place/{slug}/forget")
-def forget(visit: Visit) -> Response:
-    visit.find("place")
-    visit.run("DELETE FROM saved WHERE place_id = :place_id")
-    return visit.go("/saved", "The place is no longer saved.")
-
-
-@MAPS.post("/place/{slug}/correction")
-def correct(visit: Visit) -> Response:
-    found = visit.find("place")
-    topic, body = visit.text("topic"), visit.text("body")
-    if topic not in TOPICS or not body:
-        text = "Say what is wrong, and what would be right."
-        return visit.go(f"/place/{found['slug']}/correction", text)
-    visit.insert("correction", place_id=found["id"], topic=topic, body=body)
-    return visit.go("/corrections", "Thank you. We will look into it.")

@@ -1,39 +1,17 @@
-"""The shop's administration, cms.test: the pages of `admin_pages.yaml`, and what its forms do."""
+"""The shop's administration, cms.test: the pages and forms of `admin_pages.yaml`, and more."""
 
 from starlette.responses import Response
 
-from envhub.envs.minisites.seeding import TODAY
-from envhub.envs.minisites.site import PageMissing, Site, Visit, whole
+from envhub.envs.minisites.site import Site, Visit, whole
 
-ORDER_STATES = ("Pending", "Processing", "On Hold", "Complete", "Canceled")
-REVIEW_STATES = ("Pending", "Approved", "Rejected")
 MAX_PRICE_CENTS = 10_000_000
 CMS = Site(
     "cms",
     database="shop",
     table="shop/admin_pages.yaml",
-    order_states=ORDER_STATES,
-    review_states=REVIEW_STATES,
+    order_states=("Pending", "Processing", "On Hold", "Complete", "Canceled"),
+    review_states=("Pending", "Approved", "Rejected"),
 )
-
-
-@CMS.post("/orders/{order}/status")
-def move_order(visit: Visit) -> Response:
-    found, status = visit.find("order"), visit.text("status")
-    back = f"/orders/{found['number']}"
-    if status not in ORDER_STATES or found["status"] in ("Complete", "Canceled"):
-        return visit.go(back, "This order cannot be changed in this way.")
-    visit.run("UPDATE purchase SET status = :status WHERE id = :order_id", status=status)
-    return visit.go(back, f"The order's status is now {status}.")
-
-
-@CMS.post("/orders/{order}/notes")
-def add_note(visit: Visit) -> Response:
-    found, body = visit.find("order"), visit.text("body")
-    if not body:
-        return visit.go(f"/orders/{found['number']}", "A comment needs a text.")
-    visit.insert("purchase_note", purchase_id=found["id"], created=TODAY, body=body)
-    return visit.go(f"/orders/{found['number']}", "The comment was added.")
 
 
 @CMS.post("/products/{product_id}")
@@ -64,29 +42,6 @@ def _cents(text: str) -> int | None:
     if amount is None or cents is None or len(rest) > 2 or amount * 100 > MAX_PRICE_CENTS:
         return None
     return amount * 100 + cents
-
-
-@CMS.post("/customers/{customer_id}")
-def edit_customer(visit: Visit) -> Response:
-    tier, phone = visit.text("tier"), visit.text("phone")
-    back = f"/customers/{visit.names['customer_id']}"
-    if tier not in ("General", "Wholesale", "VIP") or not phone:
-        return visit.go(back, "A customer needs a group and a phone number.")
-    visit.run(
-        "UPDATE customer SET tier = :tier, phone = :phone WHERE id = :customer_id",
-        tier=tier,
-        phone=phone,
-    )
-    return visit.go(back, "You saved the customer.")
-
-
-@CMS.post("/reviews/{review_id}/status")
-def moderate(visit: Visit) -> Response:
-    found, status = visit.find("review"), visit.text("status")
-    if status not in REVIEW_STATES:
-        raise PageMissing(visit.path)
-    visit.run("UPDATE review SET status = :status WHERE id = :review_id", status=status)
-    return visit.go(f"/reviews/{found['id']}", f"The review is now {status.lower()}.")
 
 
 @CMS.get("/reports/bestsellers")
