@@ -1,10 +1,8 @@
 """A table of measured figures, each beside the bound that it promises to keep."""
 
 import logging
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import TextIO
 
 from common.errors import LongstrideError
@@ -17,31 +15,6 @@ MACHINE_ERRORS = (
     *(LongstrideError, RuntimeError, OSError, ImportError),
     *(ArithmeticError, AssertionError, LookupError, ValueError),
 )
-
-
-class Law(StrEnum):
-    """How a figure is held against its bound; a NaN keeps none."""
-
-    AT_MOST = "at most"
-    AT_LEAST = "at least"
-
-
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """One measured number and what it has to be."""
-
-    name: str
-    value: float
-    unit: str  # "" for a ratio
-    law: Law
-    bound: float
-    note: str = ""  # spread, size, what it was measured with
-
-    @property
-    def is_kept(self) -> bool:
-        """True if the value is inside its bound."""
-        relation = operator.le if self.law is Law.AT_MOST else operator.ge
-        return relation(self.value, self.bound)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -62,24 +35,19 @@ class BenchTable:
         """Write a line above the figures that follow."""
         self._write(text)
 
-    def add(self, figure: Figure) -> None:
-        """Write a figure; it counts as failed outside its bound."""
-        measured = f"{figure.value:.4g} {figure.unit}".rstrip()
-        bound = f"{figure.law.value} {figure.bound:g}"
-        verdict = "kept" if figure.is_kept else "FAIL"
-        cells = (figure.name, measured, bound)
-        text = "  ".join(f"{cell:<{width}}" for cell, width in zip(cells, WIDTHS, strict=True))
-        self._write(f"{verdict}  {text}  {figure.note}".rstrip())
-        if not figure.is_kept:
-            self.failed.append(figure.name)
-
     def at_most(self, name: str, value: float, unit: str, bound: float, note: str = "") -> None:
-        """Write a figure that promises not to be larger than `bound`."""
-        self.add(Figure(name, value, unit, Law.AT_MOST, bound, note))
+        """Write a figure that promises not to be larger than `bound`; a NaN keeps no promise."""
+        self._judge((name, f"{value:.4g} {unit}", f"at most {bound:g}"), value <= bound, note)
 
     def at_least(self, name: str, value: float, unit: str, bound: float, note: str = "") -> None:
-        """Write a figure that promises not to be smaller than `bound`."""
-        self.add(Figure(name, value, unit, Law.AT_LEAST, bound, note))
+        """Write a figure that promises not to be smaller than `bound`; a NaN keeps no promise."""
+        self._judge((name, f"{value:.4g} {unit}", f"at least {bound:g}"), value >= bound, note)
+
+    def _judge(self, cells: tuple[str, str, str], is_kept: bool, note: str) -> None:
+        text = "  ".join(f"{cell:<{width}}" for cell, width in zip(cells, WIDTHS, strict=True))
+        self._write(f"{'kept' if is_kept else 'FAIL'}  {text}  {note}".rstrip())
+        if not is_kept:
+            self.failed.append(cells[0])
 
     def note(self, name: str, text: str) -> None:
         """Write what was not measured, and why."""

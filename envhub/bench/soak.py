@@ -12,7 +12,7 @@ from typing import TextIO
 
 import uvloop
 
-from common.report.bench_table import BenchTable, Figure, Law
+from common.report.bench_table import BenchTable
 from envhub.bench.client import Client, HubAnswer, Target
 from envhub.bench.hub import Service, hub_process
 from envhub.bench.solve import Subset, list_subsets, open_patiently
@@ -78,18 +78,16 @@ def run_suite(
     table.title(f"mixed load for {duration_s:.0f} s: {counted}")
     ends = [f"{_mib(rss[0])} -> {_mib(rss[-1])}" for rss in (soak.hub_bytes, soak.worker_bytes)]
     note = f"hub {ends[0]}, workers {ends[1]}"
-    table.add(_growth("memory of the last third over the middle one", soak.growth_frac(), note))
+    name = "memory of the last third over the middle one"
+    table.at_most(name, soak.growth_frac(), "", MAX_GROWTH_FRAC, note)
     for failure in soak.failures[:MAX_FAILURES_SHOWN]:
         table.fail("mixed load", failure)
     left = abandon(num_sessions=num_abandoned)
     sizes = " -> ".join(map(_mib, (left.start_bytes, left.peak_bytes, left.end_bytes)))
     name = f"memory after {left.num_sessions} sessions opened and left"
-    table.add(_growth(name, left.growth_frac, f"{sizes} in {left.took_s:.0f} s"))
+    note = f"{sizes} in {left.took_s:.0f} s"
+    table.at_most(name, left.growth_frac, "", MAX_GROWTH_FRAC, note)
     return table.finish()
-
-
-def _growth(name: str, frac: float, note: str) -> Figure:
-    return Figure(name=name, value=frac, unit="", law=Law.AT_MOST, bound=MAX_GROWTH_FRAC, note=note)
 
 
 def _mib(num_bytes: int) -> str:

@@ -9,7 +9,7 @@ from typing import TextIO
 
 import uvloop
 
-from common.report.bench_table import BenchTable, Figure, Law
+from common.report.bench_table import BenchTable
 from envhub.bench.client import Client, HubAnswer, Target
 from envhub.bench.hub import Service, hub_process
 from envhub.catalogue.registry import LOADERS, missing_requirements
@@ -101,17 +101,10 @@ def _add_row(table: BenchTable, tally: Tally) -> None:
     num_turns = sum(each.num_turns for each in tally.outcomes)
     num_items = len(tally.outcomes)
     turn_ms = tally.took_s * 1e3 / max(1, num_turns)
-    table.add(
-        Figure(
-            name=f"{tally.subset.env} {tally.subset.name}: solved",
-            value=tally.solved_frac,
-            unit="",
-            law=Law.AT_LEAST,
-            bound=MIN_SOLVED_FRAC,
-            note=f"{num_items} items of {num_turns / num_items:.1f} turns of {turn_ms:.1f} ms,"
-            f" {tally.num_retried} retried",
-        )
-    )
+    name = f"{tally.subset.env} {tally.subset.name}: solved"
+    note = f"{num_items} items of {num_turns / num_items:.1f} turns of {turn_ms:.1f} ms"
+    note += f", {tally.num_retried} retried"
+    table.at_least(name, tally.solved_frac, "", MIN_SOLVED_FRAC, note)
     for each in tally.faults[:MAX_FAULTS_SHOWN]:
         table.note(each.item_id, each.fault)
     if len(tally.faults) > MAX_FAULTS_SHOWN:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import TextIO
 
-from common.report.bench_table import BenchTable, Figure, Law
+from common.report.bench_table import BenchTable
 from envhub.bench import soak, solve
 from envhub.bench.hub import Service, hub_process, module_process
 from envhub.bench.load import Job, Measured, measure
@@ -107,11 +107,8 @@ def _latencies(measured: Measured) -> str:
 def _judge(out: TextIO, measured: Measured) -> int:
     table = BenchTable(out=out)
     name = f"TextCraft, {max(NUM_CLIENTS)} clients"
-    for what, value, unit, law, bound in (
-        ("steps", measured.per_s, "/s", Law.AT_LEAST, MIN_STEPS_PER_S),
-        ("p99 of a step", measured.percentile_ms(0.99), "ms", Law.AT_MOST, MAX_P99_MS),
-    ):
-        table.add(Figure(name=f"{name}: {what}", value=value, unit=unit, law=law, bound=bound))
+    table.at_least(f"{name}: steps", measured.per_s, "/s", MIN_STEPS_PER_S)
+    table.at_most(f"{name}: p99 of a step", measured.percentile_ms(0.99), "ms", MAX_P99_MS)
     return table.finish()
 
 

@@ -3,6 +3,7 @@
 import importlib.util
 import io
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 
 from common.config.learning import AlgorithmSection, LearnerSection, Precision
 from common.errors import EngineError, WeightSyncError
-from common.report.bench_table import BenchTable, Figure, Law
+from common.report.bench_table import BenchTable
 from learner.batch.batching import collate_tokens
 from learner.bench import gpu as bench_gpu
 from learner.bench.agree import canary_delta, chunk_costs, repeat_step
@@ -56,30 +57,30 @@ def written(table: BenchTable) -> str:
     return table.out.getvalue()
 
 
-def make_figure(value: float, law: Law, bound: float) -> Figure:
-    return Figure(name="speed", value=value, unit="GB/s", law=law, bound=bound)
-
-
 @pytest.mark.parametrize(
-    ("value", "law", "is_kept"),
+    ("value", "promise", "is_kept"),
     [
-        (2.0, Law.AT_MOST, True),
-        (2.1, Law.AT_MOST, False),
-        (2.0, Law.AT_LEAST, True),
-        (1.9, Law.AT_LEAST, False),
-        (math.nan, Law.AT_MOST, False),
-        (math.nan, Law.AT_LEAST, False),
+        (2.0, BenchTable.at_most, True),
+        (2.1, BenchTable.at_most, False),
+        (2.0, BenchTable.at_least, True),
+        (1.9, BenchTable.at_least, False),
+        (math.nan, BenchTable.at_most, False),
+        (math.nan, BenchTable.at_least, False),
     ],
 )
-def test_figure_is_kept_up_to_its_bound(value: float, law: Law, is_kept: bool) -> None:
-    assert make_figure(value, law, 2.0).is_kept is is_kept
+def test_figure_is_kept_up_to_its_bound(
+    value: float, promise: Callable[..., None], is_kept: bool
+) -> None:
+    table = make_table()
+    promise(table, "speed", value, "GB/s", 2.0)
+    assert table.failed == ([] if is_kept else ["speed"])
 
 
 def test_table_fails_by_name_when_one_figure_is_out_of_bounds() -> None:
     table = make_table()
-    table.add(make_figure(3.0, Law.AT_LEAST, 2.0))
+    table.at_least("speed", 3.0, "GB/s", 2.0)
     assert table.finish() == 0
-    table.add(make_figure(1.0, Law.AT_LEAST, 2.0))
+    table.at_least("speed", 1.0, "GB/s", 2.0)
     assert table.finish() == 1
     lines = written(table).splitlines()
     assert [line.split()[0] for line in lines] == ["kept", "every", "FAIL", "NOT"]
@@ -93,7 +94,7 @@ def test_table_goes_on_after_a_check_that_raises() -> None:
         raise WeightSyncError("nobody\nanswers")
 
     table.attempt("weights", broken)
-    table.attempt("speed", lambda: table.add(make_figure(3.0, Law.AT_LEAST, 2.0)))
+    table.attempt("speed", lambda: table.at_least("speed", 3.0, "GB/s", 2.0))
     assert table.finish() == 1
     text = written(table)
     assert "FAIL  weights: WeightSyncError: nobody answers\n" in text
