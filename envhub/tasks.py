@@ -1,9 +1,24 @@
-"""The task lists of environments: which items of which subset make up a task."""
+"""An environment's entry and its tasks: which items of which subset make up one."""
 
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
-from envhub.env import TaskSpec
+from envhub.env import Env, EnvSpec, Style, SubsetSpec, TaskSpec
+from envhub.tables import read_instructions
+
+
+def spec_beside(
+    code: str, subsets: Mapping[str, SubsetSpec], make: Callable[[Style], Env], **more: Any
+) -> EnvSpec:
+    """Return the entry of the environment whose tasks and instructions lie beside a module.
+
+    It has the name of their folder; `more` is as of `EnvSpec`.
+    """
+    given: dict[str, Any] = {"instruction": read_instructions(code), "tasks": load_tasks(code)}
+    given |= {"name": Path(code).parent.name, "subsets": subsets, "make": make}
+    return EnvSpec(**given | more)
 
 
 def load_tasks(code: str | Path) -> dict[str, TaskSpec]:

@@ -1,27 +1,15 @@
 """Maze: walk through a maze of which only the walls next to you are told."""
 
 from common.config.envs import EnvsSection
-from envhub.env import (
-    EnvSpec,
-    Isolation,
-    ItemId,
-    StepResult,
-    SubsetSpec,
-    UnknownItem,
-    action_text,
-    parse_item,
-)
+from envhub.env import EnvSpec, ItemId, StepResult, SubsetSpec, UnknownItem, action_text, parse_item
 from envhub.envs.maze import maze
 from envhub.envs.maze.maze import GOAL, MOVES, STARTS, Cell
 from envhub.envs.text_env import TextEnv
-from envhub.tables import read_instructions
-from envhub.tasks import load_tasks
+from envhub.tasks import spec_beside
 
 SUBSET = "DoubleT"
 MAX_MOVES = 50
 TEST_EVERY = 5  # each fifth start, from the third on, is a test item
-
-
 START_NUMBERS = {
     "test": tuple(range(2, len(STARTS), TEST_EVERY)),
     "train": tuple(i for i in range(len(STARTS)) if i % TEST_EVERY != 2),
@@ -107,12 +95,4 @@ def from_agentgym(index: int) -> str:
 
 def make_spec(options: EnvsSection) -> EnvSpec:
     """Return Maze's catalogue entry."""
-    return EnvSpec(
-        name="maze",
-        subsets=SUBSETS,
-        instruction=read_instructions(__file__),
-        make=MazeEnv,
-        tasks=load_tasks(__file__),
-        isolation=Isolation.INLINE,
-        from_agentgym=from_agentgym,
-    )
+    return spec_beside(__file__, SUBSETS, MazeEnv, from_agentgym=from_agentgym)

@@ -10,8 +10,7 @@ from envhub.env import EnvSpec, Isolation, StepResult, Style, action_text, parse
 from envhub.envs.sciworld import catalogue, text
 from envhub.envs.sciworld.machines import Machines
 from envhub.envs.text_env import TextEnv
-from envhub.tables import read_instructions
-from envhub.tasks import load_tasks
+from envhub.tasks import spec_beside
 
 if TYPE_CHECKING:
     from envhub.envs.sciworld.simulator import Simulator
@@ -138,12 +137,10 @@ def make_spec(options: EnvsSection) -> EnvSpec:
     chosen = options.sciworld
     machines = Machines(chosen)
     memory_mib = chosen.jvm_memory_mib + chosen.gold_memory_mib + OVERHEAD_MIB
-    return EnvSpec(
-        name="sciworld",
-        subsets=catalogue.SUBSETS,
-        instruction=read_instructions(__file__),
-        make=lambda style: SciWorldEnv(style, machines),
-        tasks=load_tasks(__file__),
+    return spec_beside(
+        __file__,
+        catalogue.SUBSETS,
+        lambda style: SciWorldEnv(style, machines),
         isolation=Isolation.WORKER,
         sessions_per_worker=1,
         max_workers=chosen.max_jvms,

@@ -21,8 +21,7 @@ from envhub.envs.sqlgym.generated import Generated
 from envhub.envs.sqlgym.problems import Problem, numbered
 from envhub.envs.sqlgym.query import Limits, QueryRefused, Row, rows_of
 from envhub.envs.text_env import TextEnv
-from envhub.tables import read_instructions
-from envhub.tasks import load_tasks
+from envhub.tasks import spec_beside
 
 SESSIONS_PER_WORKER = 64
 MAX_WORKERS = 2
@@ -143,12 +142,10 @@ def make_spec(options: EnvsSection) -> EnvSpec:
     """Return the SQL environment's catalogue entry."""
     chosen = options.sqlgym
     problems = Problems(chosen)
-    return EnvSpec(
-        name="sqlgym",
-        subsets=problems.subsets,
-        instruction=read_instructions(__file__),
-        make=lambda style: SqlEnv(style, problems),
-        tasks=load_tasks(__file__),
+    return spec_beside(
+        __file__,
+        problems.subsets,
+        lambda style: SqlEnv(style, problems),
         isolation=Isolation.WORKER,
         sessions_per_worker=SESSIONS_PER_WORKER,
         max_workers=MAX_WORKERS,

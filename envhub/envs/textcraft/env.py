@@ -3,18 +3,17 @@
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
 from common.config.envs import EnvsSection
-from envhub.env import EnvSpec, Isolation, StepResult, Style, action_text, parse_item
+from envhub.env import EnvSpec, StepResult, Style, action_text, parse_item
 from envhub.envs.text_env import TextEnv
 from envhub.envs.textcraft import solver
 from envhub.envs.textcraft.book import Book, Recipe, the_book
 from envhub.envs.textcraft.minecraft import NAMESPACE, RecipesError, load_book
 from envhub.envs.textcraft.tasks import MAX_TURNS, MAX_TURNS_FOLDER, Catalogue
-from envhub.tables import read_instructions
-from envhub.tasks import load_tasks
+from envhub.tasks import spec_beside
 
 MAX_ECHO_CHARS = 200  # an action is untrusted text and comes back in the observation
 COUNTED = re.compile(r"([0-9]{1,9}) +(\S.*)")
@@ -236,15 +235,9 @@ def make_spec(options: EnvsSection) -> EnvSpec:
     """
     folder = options.textcraft.recipes_dir
     catalogue = folder_catalogue(folder) if folder else our_catalogue()
-    return EnvSpec(
-        name="textcraft",
-        subsets=catalogue.subsets,
-        instruction=read_instructions(__file__),
-        make=partial(TextCraftEnv, catalogue=catalogue),
-        tasks=catalogue.tasks() if folder else load_tasks(__file__),
-        isolation=Isolation.INLINE,
-        from_agentgym=catalogue.from_agentgym,
-    )
+    make = partial(TextCraftEnv, catalogue=catalogue)
+    spec = spec_beside(__file__, catalogue.subsets, make, from_agentgym=catalogue.from_agentgym)
+    return replace(spec, tasks=catalogue.tasks()) if folder else spec
 
 
 def check(options: EnvsSection) -> list[str]:

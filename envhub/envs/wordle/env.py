@@ -3,19 +3,10 @@
 import random
 
 from common.config.envs import EnvsSection
-from envhub.env import (
-    EnvSpec,
-    Isolation,
-    StepResult,
-    SubsetSpec,
-    UnknownItem,
-    action_text,
-    parse_item,
-)
+from envhub.env import EnvSpec, StepResult, SubsetSpec, UnknownItem, action_text, parse_item
 from envhub.envs.text_env import TextEnv
 from envhub.envs.wordle.words import VOCABULARY, best_guess, consistent, marks
-from envhub.tables import read_instructions
-from envhub.tasks import load_tasks
+from envhub.tasks import spec_beside
 
 SUBSET = "Common"
 MAX_GUESSES = 6
@@ -96,12 +87,4 @@ def from_agentgym(index: int) -> str:
 
 def make_spec(options: EnvsSection) -> EnvSpec:
     """Return Wordle's catalogue entry."""
-    return EnvSpec(
-        name="wordle",
-        subsets=SUBSETS,
-        instruction=read_instructions(__file__),
-        make=WordleEnv,
-        tasks=load_tasks(__file__),
-        isolation=Isolation.INLINE,
-        from_agentgym=from_agentgym,
-    )
+    return spec_beside(__file__, SUBSETS, WordleEnv, from_agentgym=from_agentgym)
