@@ -67,7 +67,7 @@ class WebSession:
         self._look = look
         self._may_go = may_go
         self._timeout_s = action_timeout_s
-        self._tabs: list[Page] = []
+        self.tabs: list[Page] = []  # in the order of their opening
         self._current: Page | None = None
         self._has_new_tab = asyncio.Event()
         self.dialogs: list[str] = []
@@ -81,25 +81,20 @@ class WebSession:
         assert self._current is not None, "a session is used before a tab is open"
         return self._current
 
-    @property
-    def tabs(self) -> list[Page]:
-        """The open tabs in the order of their opening."""
-        return self._tabs
-
     def _adopt(self, page: Page) -> None:
         if self._is_aside:
             return
         page.set_default_timeout(self._timeout_s * 1000)
         page.on("close", lambda _: self._forget(page))
-        self._tabs.append(page)
+        self.tabs.append(page)
         self._current = page
         self._has_new_tab.set()
 
     def _forget(self, page: Page) -> None:
-        if page in self._tabs:
-            self._tabs.remove(page)
-        if self._current is page and self._tabs:
-            self._current = self._tabs[-1]
+        if page in self.tabs:
+            self.tabs.remove(page)
+        if self._current is page and self.tabs:
+            self._current = self.tabs[-1]
 
     async def _accept(self, dialog: Dialog) -> None:
         self.dialogs.append(f"{dialog.type}: {dialog.message}")
@@ -109,7 +104,7 @@ class WebSession:
     def is_alive(self) -> bool:
         """Whether the browser is there and a tab is open."""
         browser = self.context.browser
-        return browser is not None and browser.is_connected() and bool(self._tabs)
+        return browser is not None and browser.is_connected() and bool(self.tabs)
 
     async def open(self, *urls: str) -> None:
         """Open a tab for each address, the only open one first; the first becomes current.
@@ -117,7 +112,7 @@ class WebSession:
         Raises:
             EnvFailure: an address does not answer.
         """
-        kept = list(self._tabs)
+        kept = list(self.tabs)
         for url in urls:
             page = kept.pop(0) if kept else await self._guard(self.context.new_page())
             try:
@@ -126,7 +121,7 @@ class WebSession:
                 await self._guard(page.goto(url, wait_until="load", timeout=self._timeout_s * 2000))
             except BrowserError as error:
                 raise EnvFailure(f"{url} cannot be opened: {first_line(error)}") from error
-        self._current = self._tabs[-len(urls)]
+        self._current = self.tabs[-len(urls)]
 
     @asynccontextmanager
     async def aside(self, url: str) -> AsyncIterator[Page]:
@@ -228,16 +223,16 @@ class WebSession:
 
     async def _act(self, action: Action) -> None:
         match action.kind:
-            case Kind.NEW_TAB if len(self._tabs) >= MAX_TABS:
+            case Kind.NEW_TAB if len(self.tabs) >= MAX_TABS:
                 raise InvalidAction(f"There are {MAX_TABS} tabs already.")
             case Kind.NEW_TAB:
                 await self.context.new_page()
-            case Kind.TAB_FOCUS if not 0 <= action.element < len(self._tabs):
+            case Kind.TAB_FOCUS if not 0 <= action.element < len(self.tabs):
                 raise InvalidAction(f"There is no tab {action.element}.")
             case Kind.TAB_FOCUS:
-                self._current = self._tabs[action.element]
+                self._current = self.tabs[action.element]
                 await self.page.bring_to_front()
-            case Kind.CLOSE_TAB if len(self._tabs) == 1:
+            case Kind.CLOSE_TAB if len(self.tabs) == 1:
                 raise InvalidAction("The last tab cannot be closed.")
             case Kind.CLOSE_TAB:
                 await self.page.close()
@@ -249,7 +244,7 @@ class WebSession:
 
     async def tab_titles(self) -> list[str]:
         """Return the titles of all tabs."""
-        return [await self._guard(page.title()) for page in self._tabs]
+        return [await self._guard(page.title()) for page in self.tabs]
 
     async def _guard(self, work: Coroutine[Any, Any, Answer]) -> Answer:
         """Await work of the browser under a deadline; a dead or hanging browser is a failure."""

@@ -41,12 +41,10 @@ class TaskTable:
 
     Attributes:
         skipped: number of a task -> why it cannot be run or graded.
-        inexact: numbers of the tasks graded by words where WebArena asks a language model.
     """
 
     items: Mapping[tuple[str, str], tuple[dict[str, Any], ...]]
     skipped: Mapping[int, str]
-    inexact: tuple[int, ...]
 
     @property
     def subsets(self) -> dict[str, SubsetSpec]:
@@ -87,7 +85,6 @@ def read_tasks(path: Path, sites: Mapping[str, str]) -> TaskTable:
     """
     chosen: dict[str, list[dict[str, Any]]] = {}
     skipped: dict[int, str] = {}
-    inexact: list[int] = []
     for raw in _raw_tasks(path):
         number = raw["task_id"]
         missing = [site for site in raw["sites"] if site not in sites]
@@ -96,8 +93,6 @@ def read_tasks(path: Path, sites: Mapping[str, str]) -> TaskTable:
             reason = f"envs.webarena.{missing[0]} is not set" if missing else f"needs {lacking}"
             skipped[number] = reason
             continue
-        if "fuzzy_match" in (raw["eval"]["reference_answers"] or {}):
-            inexact.append(number)
         subset = SUBSET_OF_SITE[raw["sites"][0]] if len(raw["sites"]) == 1 else MULTI
         chosen.setdefault(subset, []).append(_with_addresses(raw, sites))
     items: dict[tuple[str, str], tuple[dict[str, Any], ...]] = {}
@@ -105,7 +100,7 @@ def read_tasks(path: Path, sites: Mapping[str, str]) -> TaskTable:
         # A template's instances follow each other, so that both splits have nearly all templates.
         items[subset, "train"] = tuple(t for i, t in enumerate(tasks) if i % TEST_EVERY)
         items[subset, "test"] = tuple(t for i, t in enumerate(tasks) if i % TEST_EVERY == 0)
-    return TaskTable(items=items, skipped=skipped, inexact=tuple(inexact))
+    return TaskTable(items=items, skipped=skipped)
 
 
 @cache

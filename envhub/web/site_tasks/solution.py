@@ -10,8 +10,8 @@ class Solution:
     """The expert of one episode. It knows one way and no other: whoever leaves it is on his own.
 
     Args:
-        steps: {"do": click|type|select|goto|press|stop, "role", "name", "text", "enter", "url",
-            "answer"}; empty when no way is known.
+        steps: {"do": click|type|stop, "role", "name", "text", "enter", "answer"}; empty when no way
+            is known.
     """
 
     def __init__(self, steps: list[dict[str, Any]]) -> None:
@@ -26,10 +26,6 @@ class Solution:
         step = self._steps[self._at]
         if step["do"] == "stop":
             return Action(kind=Kind.STOP, text=str(step.get("answer", "")))
-        if step["do"] == "goto":
-            return Action(kind=Kind.GOTO, text=step["url"])
-        if step["do"] == "press":
-            return Action(kind=Kind.PRESS, text=step["text"])
         node = _find(nodes, step)
         if node is None:
             return None
@@ -51,16 +47,12 @@ class Solution:
 
 
 def _find(nodes: tuple[Node, ...], step: dict[str, Any]) -> Node | None:
-    """Return the element of a step's role and name; for `select`, the option of its text."""
+    """Return the element of a step's role and name."""
     name = " ".join(str(step.get("name", "")).split())
     found = [node for node in nodes if node.role == step["role"]]
     exact = [node for node in found if node.name == name]
     partial = [node for node in found if name and name in node.name]
-    node = next(iter(exact), None) or (partial[0] if len(partial) == 1 else None)
-    if node is None or step["do"] != "select":
-        return node
-    options = [other for other in nodes if other.role == "option" and other.parent == node.id]
-    return next((option for option in options if option.name == step["text"]), None)
+    return next(iter(exact), None) or (partial[0] if len(partial) == 1 else None)
 
 
 def _direction(node: Node, nodes: tuple[Node, ...]) -> str:
