@@ -25,8 +25,7 @@ class TextEnv:
     def step(self, action: str) -> StepResult:
         """Perform one action given as text.
 
-        Raises:
-            RuntimeError: no episode lives.
+        Raises: RuntimeError: no episode lives.
         """
         if self._done:
             raise RuntimeError("step before reset, or after the episode has ended")

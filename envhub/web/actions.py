@@ -94,8 +94,7 @@ class Action:
 def fenced(reply: str) -> str:
     """Return what the first pair of triple backticks of a reply holds.
 
-    Raises:
-        InvalidAction: there is no such pair.
+    Raises: InvalidAction: there is no such pair.
     """
     match = FENCED.search(reply)
     if match is None:
@@ -106,8 +105,7 @@ def fenced(reply: str) -> str:
 def parse(text: str, kinds: frozenset[Kind] = WEB_KINDS) -> Action:
     """Return the action that a text names.
 
-    Raises:
-        InvalidAction: unknown word, or its arguments are malformed.
+    Raises: InvalidAction: unknown word, or its arguments are malformed.
     """
     word = WORD.match(text)
     if word is None or word[1] not in kinds:
@@ -158,8 +156,7 @@ def describe(action: Action) -> str:
 def read_reply(reply: str, style: Style) -> str:
     """Return the action's text in an agent's reply: AgentGym's agents fence it.
 
-    Raises:
-        InvalidAction: there are no fences where there must be.
+    Raises: InvalidAction: there are no fences where there must be.
     """
     return fenced(reply) if style is Style.AGENTGYM else action_text(reply)
 
@@ -174,8 +171,7 @@ def as_reply(action: str, style: Style) -> str:
 def key_name(combination: str) -> str:
     """Return a key combination as browsers name it: `ctrl+a` is `Control+a`.
 
-    Raises:
-        InvalidAction: an unknown key.
+    Raises: InvalidAction: an unknown key.
     """
     names = [part.strip() for part in re.split(r"\+(?=.)", combination)]
     keys = [KEY_NAMES.get(name.lower(), name) for name in names]

@@ -93,8 +93,7 @@ class BrowserHost:
             storage_state: file with cookies to start from; None starts without any.
             is_still: animations take no time.
 
-        Raises:
-            EnvFailure: there is no browser, or it does not answer.
+        Raises: EnvFailure: there is no browser, or it does not answer.
         """
         browser = await self._living()
         try:

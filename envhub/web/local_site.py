@@ -43,8 +43,7 @@ class LocalSite:
     async def start(self) -> None:
         """Return when requests are answered.
 
-        Raises:
-            EnvFailure: the application did not start.
+        Raises: EnvFailure: the application did not start.
         """
         self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
         async with asyncio.timeout(START_TIMEOUT_S):
@@ -87,8 +86,7 @@ class LocalBrowser:
     async def started(self) -> BrowserHost:
         """Return the browser; the first call starts the application.
 
-        Raises:
-            EnvFailure: the application did not start.
+        Raises: EnvFailure: the application did not start.
         """
         async with self._lock:
             if self._browser is None:

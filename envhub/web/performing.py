@@ -18,8 +18,7 @@ NO_ELEMENT = (
 async def act(page: Page, action: Action) -> None:
     """Do what an action on the page itself says.
 
-    Raises:
-        InvalidAction: it cannot be done here.
+    Raises: InvalidAction: it cannot be done here.
     """
     match action.kind:
         case Kind.CLICK | Kind.HOVER:

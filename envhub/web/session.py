@@ -109,8 +109,7 @@ class WebSession:
     async def open(self, *urls: str) -> None:
         """Open a tab for each address, the only open one first; the first becomes current.
 
-        Raises:
-            EnvFailure: an address does not answer.
+        Raises: EnvFailure: an address does not answer.
         """
         kept = list(self.tabs)
         for url in urls:
@@ -127,8 +126,7 @@ class WebSession:
     async def aside(self, url: str) -> AsyncIterator[Page]:
         """Open an address in a tab that is none of the agent's, for the time of a look.
 
-        Raises:
-            EnvFailure: it does not answer.
+        Raises: EnvFailure: it does not answer.
         """
         self._is_aside = True
         try:
@@ -146,8 +144,7 @@ class WebSession:
     async def run(self, script: str, argument: object = None) -> object:
         """Run a script of ours in the current page and returns its result.
 
-        Raises:
-            EnvFailure: it raised, or the page is gone.
+        Raises: EnvFailure: it raised, or the page is gone.
         """
         try:
             return await self._guard(self.page.evaluate(script, argument))
@@ -161,8 +158,7 @@ class WebSession:
             advance_ms: by how much the page's own clock moves; None: as the session's look says.
             has_places: whether every node tells where it is.
 
-        Raises:
-            EnvFailure: the page cannot be read.
+        Raises: EnvFailure: the page cannot be read.
         """
         options = {
             "maxMs": self._look.max_settle_ms,

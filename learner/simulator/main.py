@@ -25,8 +25,7 @@ def run(cfg: RunConfig, out: TextIO) -> int:
     The same configuration and seed give the same answer. Exit code 1: a real run would have
     ended by an error, which the table names.
 
-    Raises:
-        ConfigError: no task is configured, or a run that is named is not there or too short.
+    Raises: ConfigError: no task is configured, or a run that is named is not there or too short.
     """
     if not cfg.tasks:
         raise ConfigError("tasks=[]: name at least one")

@@ -88,8 +88,7 @@ def locate(item: ItemId) -> tuple[str, int]:
 def from_agentgym(index: int) -> str:
     """Return the item of AgentGym's data index: the level at `index % 40`, seed `index // 40`.
 
-    Raises:
-        UnknownItem: negative, or the seed is not below the number of a level's training items.
+    Raises: UnknownItem: negative, or the seed is not below the number of a level's training items.
     """
     seed, number = divmod(index, len(AGENTGYM_LEVELS))
     if not 0 <= seed < NUM_TRAIN:
@@ -114,8 +113,7 @@ class Layouts:
     def generate(self) -> None:
         """Draw one layout.
 
-        Raises:
-            RejectSampling: it cannot be solved; minigrid takes it as a sign to begin anew.
+        Raises: RejectSampling: it cannot be solved; minigrid takes it as a sign to begin anew.
         """
         self._num_draws = 0
         self._generate()
@@ -125,8 +123,7 @@ class Layouts:
     def draw(self, low: int, high: int) -> int:
         """Return a number from `low` to below `high`.
 
-        Raises:
-            RecursionError: too many for one layout; minigrid takes it as a sign to begin anew.
+        Raises: RecursionError: too many for one layout; minigrid takes it as a sign to begin anew.
         """
         self._num_draws += 1
         if self._num_draws > MAX_DRAWS:

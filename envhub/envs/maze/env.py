@@ -84,8 +84,7 @@ class MazeEnv(TextEnv):
 def from_agentgym(index: int) -> str:
     """Return the item of AgentGym's game number.
 
-    Raises:
-        UnknownItem: there is no such start.
+    Raises: UnknownItem: there is no such start.
     """
     for split, numbers in START_NUMBERS.items():
         if index in numbers:

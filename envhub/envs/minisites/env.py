@@ -41,8 +41,7 @@ def make_spec(options: EnvsSection) -> EnvSpec:
 def from_agentgym(number: int) -> str:
     """Return the training item that stands for a WebArena task number.
 
-    Raises:
-        UnknownItem: not one of 0 to 811.
+    Raises: UnknownItem: not one of 0 to 811.
     """
     if not 0 <= number < NUM_WEBARENA_TASKS:
         raise UnknownItem(f"no WebArena task {number}: the numbers are 0 to 811")

@@ -78,8 +78,7 @@ class Visit:
     def find(self, name: str) -> sqlite3.Row:
         """Return the row of one of the site's `finds`; its columns become :<name>_<column>.
 
-        Raises:
-            PageMissing: no row.
+        Raises: PageMissing: no row.
         """
         row = next(iter(self.rows(self.site.table["finds"][name])), None)
         if row is None:

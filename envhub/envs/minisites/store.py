@@ -72,8 +72,7 @@ class Store:
     def session(self, session_id: str | None) -> Session:
         """Return a session, or the demo for None.
 
-        Raises:
-            UnknownSession: never reset, or dropped.
+        Raises: UnknownSession: never reset, or dropped.
         """
         if session_id is None:
             return self._demo

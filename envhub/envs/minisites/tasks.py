@@ -72,8 +72,7 @@ def make_task(subset: str, split: str, index: int) -> dict[str, Any]:
 def split_tasks(subset: str, split: str) -> tuple[Task, ...]:
     """Return the tasks of a split; templates and worlds take turns.
 
-    Raises:
-        KeyError: no such subset or split.
+    Raises: KeyError: no such subset or split.
     """
     size = {"train": NUM_TRAIN, "test": NUM_TEST}[split]
     queues = [_template_tasks(subset, name, split) for name in DOMAINS[subset].templates]

@@ -28,8 +28,7 @@ class LocalWorld:
     async def open(self, task: Mapping[str, Any]) -> WebSession:
         """Return a browser session on a fresh copy of the sites, with the task's first page open.
 
-        Raises:
-            EnvFailure: no browser, or the sites do not answer.
+        Raises: EnvFailure: no browser, or the sites do not answer.
         """
         browser = await self._local.started()
         self._num_opened += 1

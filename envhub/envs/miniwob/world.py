@@ -43,8 +43,7 @@ class MiniwobWorld:
     async def borrow(self) -> WebSession:
         """Return a tab for one episode; `give_back` it.
 
-        Raises:
-            EnvFailure: no browser, or the pages are not installed.
+        Raises: EnvFailure: no browser, or the pages are not installed.
         """
         browser = await self._local.started()
         while self._idle:

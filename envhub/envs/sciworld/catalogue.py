@@ -70,8 +70,7 @@ def variation_of(item: ItemId) -> Variation:
 def from_agentgym(index: int) -> str:
     """Return the item id of AgentGym's data index.
 
-    Raises:
-        UnknownItem: not in 0 to 4638.
+    Raises: UnknownItem: not in 0 to 4638.
     """
     num_before = {"train": 0, "test": 0}
     left = index

@@ -34,8 +34,7 @@ class Simulators:
     def take(self) -> "Simulator":
         """Return a JVM that nobody else uses.
 
-        Raises:
-            EnvFailure: a new one was needed and did not start.
+        Raises: EnvFailure: a new one was needed and did not start.
         """
         with self._lock:
             if self._idle:
@@ -73,8 +72,7 @@ class GoldPaths:
     def find(self, variation: Variation) -> tuple[str, ...]:
         """Return the actions that solve a variation; half a second each on average.
 
-        Raises:
-            EnvFailure: the JVM failed.
+        Raises: EnvFailure: the JVM failed.
         """
         with self._lock:
             if variation not in self._kept:

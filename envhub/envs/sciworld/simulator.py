@@ -35,8 +35,7 @@ class Simulator:
     def __init__(self, *, memory_mib: int, timeout_s: float) -> None:
         """Start the JVM; `timeout_s` is the longest wait for one answer.
 
-        Raises:
-            EnvFailure: Java is missing or does not start.
+        Raises: EnvFailure: Java is missing or does not start.
         """
         if shutil.which("java") is None:
             raise EnvFailure("ScienceWorld's JVM did not start: there is no java on the PATH")

@@ -124,8 +124,7 @@ def _tagged(kind: Kind, text: str) -> str:
 def make_spec(options: EnvsSection) -> EnvSpec:
     """Return deep search's catalogue entry.
 
-    Raises:
-        ConfigError: there are no questions.
+    Raises: ConfigError: there are no questions.
     """
     is_retry = options.searchqa.retry or options.agentgym_rules
     shared = Library(replace(options.searchqa, retry=is_retry))

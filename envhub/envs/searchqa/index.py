@@ -115,8 +115,7 @@ class FileRetriever:
     def __init__(self, corpus: Path, folder: Path) -> None:
         """Open the index of `corpus` below `folder`; builds it first when it is not there.
 
-        Raises:
-            EnvFailure: the corpus cannot be read or indexed.
+        Raises: EnvFailure: the corpus cannot be read or indexed.
         """
         import bm25s
 
@@ -144,8 +143,7 @@ def index_path(corpus: Path, folder: Path) -> Path:
     The name holds a hash of size, time of change, and the first and last megabyte: an index of
     an older corpus is never used.
 
-    Raises:
-        OSError: the corpus cannot be read.
+    Raises: OSError: the corpus cannot be read.
     """
     status = corpus.stat()
     with open(corpus, "rb") as file:
@@ -162,8 +160,7 @@ def build_index(corpus: Path, folder: Path) -> Path:
 
     It is built under another name and renamed at the end, so half an index is never found.
 
-    Raises:
-        EnvFailure: the corpus cannot be read, a line of it is no passage, or the disk is full.
+    Raises: EnvFailure: the corpus cannot be read, a line of it is no passage, or the disk is full.
     """
     try:
         target = index_path(corpus, folder)

@@ -41,8 +41,7 @@ class Library:
     def retriever(self) -> Retriever:
         """Return the retriever; the first call may build an index, which the others wait for.
 
-        Raises:
-            EnvFailure: the corpus cannot be read or indexed, or the URL is none.
+        Raises: EnvFailure: the corpus cannot be read or indexed, or the URL is none.
         """
         with self._lock:
             if self._retriever is None:

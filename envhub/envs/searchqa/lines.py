@@ -18,8 +18,7 @@ class LineFile:
     def __init__(self, path: Path, bounds: np.ndarray) -> None:
         """`bounds` are byte positions, int64 [num_lines, 2]: first byte of a line, and its end.
 
-        Raises:
-            EnvFailure: the file cannot be opened.
+        Raises: EnvFailure: the file cannot be opened.
         """
         self.path = path
         self._bounds = bounds
@@ -35,8 +34,7 @@ class LineFile:
     def line(self, index: int) -> str:
         """Return one line.
 
-        Raises:
-            EnvFailure: the file changed since its lines were counted.
+        Raises: EnvFailure: the file changed since its lines were counted.
         """
         begin, end = (int(bound) for bound in self._bounds[index])
         try:

@@ -24,8 +24,7 @@ class Retriever(Protocol):
     def search(self, query: str, num_passages: int) -> list[Passage]:
         """Return at most `num_passages` passages, best first; none when nothing fits.
 
-        Raises:
-            EnvFailure: the search itself failed.
+        Raises: EnvFailure: the search itself failed.
         """
         ...
 
@@ -34,8 +33,7 @@ def make_passage(row: object) -> Passage:
     """Return the passage of a corpus row: {id, contents} with the title as first line, or
     {title, text}.
 
-    Raises:
-        ValueError: neither form.
+    Raises: ValueError: neither form.
     """
     if isinstance(row, Mapping):
         contents, title, text = row.get("contents"), row.get("title"), row.get("text")
@@ -50,8 +48,7 @@ def make_passage(row: object) -> Passage:
 def read_passage(line: str | bytes) -> Passage:
     """Return the passage of one line of a corpus file.
 
-    Raises:
-        ValueError: no JSON, or no passage.
+    Raises: ValueError: no JSON, or no passage.
     """
     return make_passage(json.loads(line))
 

@@ -65,8 +65,7 @@ def make_question(row: object) -> Question:
     Search-R1 keeps them for its trainer: `reward_model.ground_truth.target`. A question gets a
     question mark if it has none.
 
-    Raises:
-        ValueError: no question, or no answer.
+    Raises: ValueError: no question, or no answer.
     """
     if not isinstance(row, Mapping) or not isinstance(row.get("question"), str):
         raise ValueError("a question is {id, question, golden_answers}")
@@ -155,8 +154,7 @@ def agentgym_item(index: int, subsets: Mapping[str, SubsetSpec], *, wrap: bool) 
         wrap: an index beyond the end of its subset counts on from the subset's start; for
             questions that stand in for the datasets.
 
-    Raises:
-        UnknownItem: not an index, or the subset has no such question.
+    Raises: UnknownItem: not an index, or the subset has no such question.
     """
     for first, end, subset, split in AGENTGYM_RANGES:
         if first <= index < end:

@@ -22,8 +22,7 @@ class RemoteRetriever:
     def __init__(self, url: str, *, timeout_s: float) -> None:
         """A `url` without a path gets `/retrieve`.
 
-        Raises:
-            ValueError: not an http or https URL.
+        Raises: ValueError: not an http or https URL.
         """
         self._url = parse_url(url)
         self._timeout_s = timeout_s
@@ -75,8 +74,7 @@ def _left_s(deadline_s: float) -> float:
 def parse_url(url: str) -> SplitResult:
     """Return the parts of a retrieval server's URL.
 
-    Raises:
-        ValueError: not an http or https URL with a host.
+    Raises: ValueError: not an http or https URL with a host.
     """
     parts = urlsplit(url)
     _ = parts.port  # raises when it is no number
@@ -90,8 +88,7 @@ def read_reply(reply: bytes) -> list[Passage]:
 
     The documents may also stand there bare, as without `return_scores`.
 
-    Raises:
-        ValueError: not of that form.
+    Raises: ValueError: not of that form.
     """
     parsed = json.loads(reply)
     results = parsed.get("result") if isinstance(parsed, Mapping) else None

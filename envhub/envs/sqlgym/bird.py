@@ -26,8 +26,7 @@ class Bird:
     def __init__(self, folder: Path) -> None:
         """Read the questions and designs; databases are opened by the episodes.
 
-        Raises:
-            OSError, ValueError, KeyError: the folder is not in BIRD's format.
+        Raises: OSError, ValueError, KeyError: the folder is not in BIRD's format.
         """
         self._parts = {split: _read(folder, name) for split, name in FOLDERS.items()}
         self.subsets = {

@@ -45,8 +45,7 @@ class Problem:
 def numbered(subsets: Mapping[str, SubsetSpec], index: int) -> str:
     """Return the item of a running number: all training items, then all test items.
 
-    Raises:
-        UnknownItem: there are fewer.
+    Raises: UnknownItem: there are fewer.
     """
     left = index
     for split in ("train", "test"):

@@ -79,8 +79,7 @@ def _authorize(
 def rows_of(connection: sqlite3.Connection, statement: str, limits: Limits) -> list[Row]:
     """Return the rows of one SELECT statement.
 
-    Raises:
-        QueryRefused: anything is wrong with the statement.
+    Raises: QueryRefused: anything is wrong with the statement.
     """
     deadline_s = time.thread_time() + limits.timeout_s
 

@@ -75,8 +75,7 @@ def parse_recipe(line: str) -> Recipe:
 def the_book() -> Book:
     """Return our own recipe book.
 
-    Raises:
-        ValueError: the table has a cycle.
+    Raises: ValueError: the table has a cycle.
     """
     recipes: dict[str, list[Recipe]] = {}
     for recipe in map(parse_recipe, recipe_lines()):
@@ -91,8 +90,7 @@ def make_book(
 ) -> Book:
     """Return the book of some recipes, and of other items; the easiest of an item comes first.
 
-    Raises:
-        ValueError: there is a cycle.
+    Raises: ValueError: there is a cycle.
     """
     by_target = {target: tuple(made) for target, made in recipes.items()}
     depths = dict.fromkeys(others, 0) | _depths(by_target, tags)

@@ -213,8 +213,7 @@ def our_catalogue() -> Catalogue:
 def folder_catalogue(folder: str) -> Catalogue:
     """Return the tasks of a folder of recipe files, with everything shown that may be of use.
 
-    Raises:
-        RecipesError: the folder holds no recipes that can be used.
+    Raises: RecipesError: the folder holds no recipes that can be used.
     """
     catalogue = Catalogue(
         book=load_book(folder),
@@ -230,8 +229,7 @@ def folder_catalogue(folder: str) -> Catalogue:
 def make_spec(options: EnvsSection) -> EnvSpec:
     """Return TextCraft's catalogue entry.
 
-    Raises:
-        RecipesError: the folder of recipe files cannot be used.
+    Raises: RecipesError: the folder of recipe files cannot be used.
     """
     folder = options.textcraft.recipes_dir
     catalogue = folder_catalogue(folder) if folder else our_catalogue()

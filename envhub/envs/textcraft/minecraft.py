@@ -51,8 +51,7 @@ def load_book(folder: str) -> Book:
     taken. Left out are recipes from a single kind of block, and those that would close a cycle
     with the recipes before them. A tag that no recipe makes a member of is an item of its name.
 
-    Raises:
-        RecipesError: no such folder, a file that is no recipe, or no recipe at all.
+    Raises: RecipesError: no such folder, a file that is no recipe, or no recipe at all.
     """
     paths = sorted(Path(folder).glob("*.json"), key=lambda path: path.name)
     if not paths:

@@ -28,8 +28,7 @@ def check(options: EnvsSection) -> list[str]:
 def make_spec(options: EnvsSection) -> EnvSpec:
     """Return WebArena's catalogue entry: the tasks whose sites all have an address.
 
-    Raises:
-        ConfigError: no site has an address, or the tasks are not installed.
+    Raises: ConfigError: no site has an address, or the tasks are not installed.
     """
     sites, path = remote_sites.configured(options.webarena), tasks_file.tasks_path()
     if not sites or path is None:

@@ -66,8 +66,7 @@ class TaskTable:
     def item_id(self, number: int) -> str:
         """Return the item of a WebArena task number.
 
-        Raises:
-            UnknownItem: no such task here.
+        Raises: UnknownItem: no such task here.
         """
         for (subset, split), tasks in self.items.items():
             for index, task in enumerate(tasks):

@@ -27,8 +27,7 @@ class RemoteWorld:
     async def open(self, task: Mapping[str, Any]) -> WebSession:
         """Return a browser session, logged in as the task wants it, with its first pages open.
 
-        Raises:
-            EnvFailure: no browser, or a site does not answer.
+        Raises: EnvFailure: no browser, or a site does not answer.
         """
         login = remote_sites.login_state(self._options.webarena, task["sites"])
         context = await self._browser.open_context(storage_state=login)

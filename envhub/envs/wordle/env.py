@@ -77,8 +77,7 @@ class WordleEnv(TextEnv):
 def from_agentgym(index: int) -> str:
     """Return the item that draws as AgentGym's seed does, though from words of our own.
 
-    Raises:
-        UnknownItem: negative or too large.
+    Raises: UnknownItem: negative or too large.
     """
     if not 0 <= index < NUM_TRAIN:
         raise UnknownItem(f"seed {index} is out of range; they are 0 to {NUM_TRAIN - 1}")

@@ -76,8 +76,7 @@ def _words(text: str) -> frozenset[str]:
 def answer_matches(references: Mapping[str, Any], answer: str) -> bool:
     """Whether an answer satisfies all of a task's reference answers.
 
-    Raises:
-        ValueError: a kind of comparison that is not known.
+    Raises: ValueError: a kind of comparison that is not known.
     """
     for kind, wanted in references.items():
         if kind == "exact_match":
@@ -118,8 +117,7 @@ def url_matches(reference: str, url: str) -> bool:
 def contents_match(required: Mapping[str, Any], text: str) -> bool:
     """Whether a page's text is, or holds, what a task requires.
 
-    Raises:
-        ValueError: a kind of comparison that is not known.
+    Raises: ValueError: a kind of comparison that is not known.
     """
     text = html.unescape(text)
     if "exact_match" in required:

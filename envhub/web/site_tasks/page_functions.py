@@ -69,8 +69,7 @@ def reddit_post_url(url: str) -> str:
 async def page_value(locator: str, page: Page) -> str:
     """Return what a function of a check reads from a page.
 
-    Raises:
-        ValueError: a function that is not known.
+    Raises: ValueError: a function that is not known.
     """
     match = CALL.fullmatch(locator)
     if match is None or match["name"] not in VALUES:
