@@ -5,16 +5,12 @@ from dataclasses import dataclass
 
 from envhub.agentgym.dialects import Dialect, Extraction
 from envhub.env import Style, action_text
+from envhub.web.actions import FENCED, NO_FENCE
 
 MARK = "Action:"
 END_OF_TEXT = "</s>"
 SEVERAL_ACTIONS = "Error: Only one 'Action' is allowed per response. Please adjust your response."
-NO_FENCE = (
-    "Cannot parse action from response. Your action should be inside triple backticks (```). "
-    "Please adjust accordingly."
-)
 ACTION_LINE = re.compile(r"Action:\s*([^\n]*)")
-FENCE = re.compile(r"```.*?```", re.DOTALL)
 NOT_PLAIN = re.compile(r"[^A-Za-z0-9, ]+")
 
 
@@ -47,7 +43,7 @@ def extract(dialect: Dialect, text: str, style: Style) -> Extracted:
         case Extraction.FENCED:
             if is_bare:
                 return Extracted(action=f"```{text.strip()}```")
-            is_fenced = FENCE.search(text) is not None
+            is_fenced = FENCED.search(text) is not None
             return Extracted(action=text) if is_fenced else Extracted(complaint=NO_FENCE)
         case Extraction.WHOLE | Extraction.TOOL:
             return Extracted(action=text)

@@ -4,30 +4,12 @@ import json
 import re
 from dataclasses import dataclass
 
+from envhub.tables import read_table
+
 STATIC = "StaticText"
-
-
-def _roles(words: str) -> frozenset[str]:
-    return frozenset(words.split())
-
-
-# Roles whose text children only repeat their name.
-LEAF_ROLES = _roles(
-    "link button heading option cell columnheader rowheader tab menuitem menuitemcheckbox "
-    "menuitemradio treeitem switch checkbox radio tooltip clickable gridcell LabelText"
-)
-INTERACTIVE = _roles(
-    "link button textbox searchbox combobox listbox option checkbox radio slider spinbutton "
-    "tab menuitem switch treeitem menuitemcheckbox menuitemradio ColorWell Date InputTime "
-    "DateTime clickable"
-)
-# Roles that say nothing when they have no name; their children stand for them.
-STRUCTURE = _roles(
-    "list listitem row table main article group complementary contentinfo banner navigation "
-    "form rowgroup LabelText cell gridcell img clickable heading region search separator"
-)
-# Roles whose name is only what stands in them: not told where that has lines of its own.
-FRAMES = _roles("cell gridcell LabelText listitem")
+_ROLES = {kind: frozenset(r.split()) for kind, r in read_table(__file__, "roles.yaml").items()}
+LEAF_ROLES, INTERACTIVE = _ROLES["leaf"], _ROLES["interactive"]
+STRUCTURE, FRAMES = _ROLES["structure"], _ROLES["frames"]
 # What the page's script tells of each node, before whether it is in view.
 ROW = (
     *("parent", "depth", "role", "name", "states", "dom_id", "dom_class", "block"),

@@ -1,7 +1,9 @@
 """The simulator's findings as text for people and as JSON."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from learner.simulator.measured import Measured
@@ -39,25 +41,7 @@ def compare(prediction: Prediction, measured: Measured) -> list[Compared]:
 
 def format_predictions(predictions: Sequence[Prediction]) -> str:
     """Return a table with a column for each prediction, and the lags of the first."""
-    rows = [
-        ("mode", "mode", "{}"),
-        ("actors", "num_actors", "{:d}"),
-        ("simulated hours", "simulated_h", "{:.2f}"),
-        ("steps", "num_steps", "{:d}"),
-        ("episodes", "num_episodes", "{:d}"),
-        ("steps per hour", "steps_per_h", "{:.1f}"),
-        ("episodes per second", "episodes_per_s", "{:.2f}"),
-        ("trained episodes per hour", "trained_per_h", "{:.0f}"),
-        ("mean lag (steps)", "lag_mean", "{:.2f}"),
-        ("learner waits for a batch", "learner_wait_frac", "{:.1%}"),
-        ("actors without work", "actor_idle_frac", "{:.1%}"),
-        ("episodes filtered", "filtered_frac", "{:.1%}"),
-        ("episodes stale", "stale_frac", "{:.1%}"),
-        ("episodes failed", "failed_frac", "{:.1%}"),
-        ("episodes issued again", "num_reissued", "{:d}"),
-        ("deaths of actors", "num_deaths", "{:d}"),
-        ("short batches", "short_batch_frac", "{:.1%}"),
-    ]
+    rows = json.loads(Path(__file__).with_name("rows.json").read_text())
     lines = [
         f"{label:<{LABEL_WIDTH}}"
         + "".join(f"{form.format(getattr(each, name)):>{WIDTH}}" for each in predictions)

@@ -2,27 +2,12 @@
 
 from envhub.env import Style
 from envhub.envs.searchqa.questions import Question
-from envhub.tables import read_instructions
-
-FINAL = {
-    True: "If the answer turns out to be wrong you may search on and answer again.",
-    False: "You may answer only once.",
-}
+from envhub.tables import read_instructions, read_table
 
 TEXTS = read_instructions(__file__)
-WORDS = {
-    Style.COMPACT: {"right": "correct", "wrong": "incorrect", "invalid": "invalid action"},
-    Style.AGENTGYM: {
-        "right": "Congratulations! You have answered the question correctly.",
-        "wrong": "Sorry, your answer is incorrect.",
-        "invalid": (
-            "Your previous action is invalid. If you want to search, you should put the query "
-            "between <search> and </search>. If you want to give the final answer, you should put "
-            "the answer between <answer> and </answer>. Please try again."
-        ),
-    },
-}
-AGAIN = {Style.COMPACT: "; try again", Style.AGENTGYM: " Please try again."}
+_TABLE = read_table(__file__, "prompts.yaml")
+FINAL: dict[bool, str] = _TABLE["final"]
+WORDS: dict[Style, dict[str, str]] = {Style(name): each for name, each in _TABLE["words"].items()}
 
 
 def instructions(*, is_retry: bool) -> dict[Style, str]:
@@ -42,4 +27,4 @@ def verdict(style: Style, *, is_right: bool, is_retry: bool) -> str:
     words = WORDS[style]
     if is_right:
         return words["right"]
-    return words["wrong"] + (AGAIN[style] if is_retry else "")
+    return words["wrong"] + (words["again"] if is_retry else "")

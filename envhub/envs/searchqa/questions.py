@@ -9,23 +9,12 @@ from typing import Protocol
 
 from envhub.env import EnvFailure, ItemId, SubsetSpec, UnknownItem
 from envhub.envs.searchqa.lines import LineFile, count_lines, find_lines
+from envhub.tables import read_table
 
 DATASETS = ("nq", "triviaqa", "popqa", "hotpotqa", "2wiki", "musique", "bamboogle")
 SPLITS = ("train", "test")
 MAX_TURNS = 10
-
-# Items of AgentGym's data index: first index, one past the last, subset, split.
-AGENTGYM_RANGES = (
-    (0, 3610, "nq", "test"),
-    (3610, 14923, "triviaqa", "test"),
-    (14923, 29190, "popqa", "test"),
-    (29190, 36595, "hotpotqa", "test"),
-    (36595, 49171, "2wiki", "test"),
-    (49171, 51588, "musique", "test"),
-    (51588, 51713, "bamboogle", "test"),
-    (51713, 130881, "nq", "train"),
-    (130881, 221328, "hotpotqa", "train"),
-)
+AGENTGYM_RANGES: list[tuple[int, int, str, str]] = read_table(__file__, "agentgym.yaml")
 
 
 @dataclass(frozen=True, slots=True)

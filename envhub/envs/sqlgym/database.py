@@ -6,14 +6,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from envhub.envs.sqlgym.schema import TEST_DOMAINS, Column, Domain, Kind, Table
+from envhub.tables import read_table
 
-NAMES = {
-    "first": "Ada Ben Cleo Dan Eva Finn Gil Hana Ivo Jana Kai Lea Max Nina Otto Pia",
-    "last": "Abel Bauer Costa Dahl Egger Fuchs Garner Hill Ivers Jonas Keller Lund Moser",
-    "adjective": "Amber Blue Calm Dark Early Fine Golden High Iron Jolly Late Silent Wild",
-    "noun": "Arch Bridge Crown Dream Field Garden Harbor Lamp Meadow River Stone Tower Wind",
-}
-PEOPLE = frozenset({"customers", "teachers", "authors", "doctors", "patients", "players"})
+NAMES = read_table(__file__, "names.yaml")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +65,7 @@ def _rows(table: Table, rng: random.Random, domain: Domain) -> list[tuple]:
 def _names(table: Table, rng: random.Random) -> list[str]:
     if table.title.name not in ("name", "title"):
         return [f"{table.one[:1].upper()}{i + 101}" for i in range(table.num_rows)]
-    kinds = ("first", "last") if table.name in PEOPLE else ("adjective", "noun")
+    kinds = ("first", "last") if table.name in NAMES["people"] else ("adjective", "noun")
     first, last = (NAMES[kind].split() for kind in kinds)
     return rng.sample([f"{a} {b}" for a in first for b in last], table.num_rows)
 

@@ -5,23 +5,17 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from common.config.envs import WebarenaOptions
+from envhub.tables import read_table
 from envhub.web.site_tasks.addresses import PublicNames
 
-PUBLIC_URLS = {
-    "reddit": "http://reddit.com",
-    "shopping": "http://onestopmarket.com",
-    "shopping_admin": "http://luma.com/admin",
-    "gitlab": "http://gitlab.com",
-    "wikipedia": "http://wikipedia.org",
-    "map": "http://openstreetmap.org",
-    "homepage": "http://homepage.com",
-}
-ACCOUNT_SITES = ("shopping", "shopping_admin", "gitlab", "reddit")
+_TABLE = read_table(__file__, "sites.yaml")
+SITES: dict[str, dict[str, str]] = _TABLE["sites"]
+ACCOUNT_SITES: list[str] = _TABLE["with_accounts"]
 
 
 def configured(options: WebarenaOptions) -> dict[str, str]:
     """Return the address of each site that has one, by WebArena's name."""
-    return {name: url for name in PUBLIC_URLS if (url := getattr(options, name).rstrip("/"))}
+    return {name: url for name in SITES if (url := getattr(options, name).rstrip("/"))}
 
 
 def check_urls(options: WebarenaOptions) -> list[str]:
@@ -57,4 +51,4 @@ def login_state(options: WebarenaOptions, sites: list[str]) -> str | None:
 
 def public_names(sites: Mapping[str, str]) -> PublicNames:
     """Return what agents see for the addresses of the sites."""
-    return PublicNames({url: PUBLIC_URLS[name] for name, url in sites.items()})
+    return PublicNames({url: SITES[name]["public"] for name, url in sites.items()})

@@ -9,18 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from envhub.env import ItemId, SubsetSpec, UnknownItem
+from envhub.envs.webarena.remote_sites import SITES
 from envhub.web.site_tasks.page_functions import unsupported
 
 REMEDY = "pip install --no-deps libwebarena"
 MAX_TURNS = 15
 TEST_EVERY = 5
-SUBSET_OF_SITE = {
-    "shopping": "Shopping",
-    "shopping_admin": "CMS",
-    "map": "Maps",
-    "gitlab": "GitLab",
-    "reddit": "Reddit",
-}
 MULTI = "Multi"
 
 
@@ -92,7 +86,7 @@ def read_tasks(path: Path, sites: Mapping[str, str]) -> TaskTable:
             reason = f"envs.webarena.{missing[0]} is not set" if missing else f"needs {lacking}"
             skipped[number] = reason
             continue
-        subset = SUBSET_OF_SITE[raw["sites"][0]] if len(raw["sites"]) == 1 else MULTI
+        subset = SITES[raw["sites"][0]]["subset"] if len(raw["sites"]) == 1 else MULTI
         chosen.setdefault(subset, []).append(_with_addresses(raw, sites))
     items: dict[tuple[str, str], tuple[dict[str, Any], ...]] = {}
     for subset, tasks in chosen.items():

@@ -3,13 +3,9 @@
 from collections import Counter
 from functools import lru_cache
 
-NUM_LETTERS = 5
-VOCABULARY = (
-    *("apple", "beach", "brain", "bread", "chair", "cloud", "dance", "dream", "earth", "field"),
-    *("flame", "fruit", "glass", "grape", "green", "heart", "horse", "house", "light", "lemon"),
-    *("money", "mouse", "music", "night", "ocean", "paper", "peach", "piano", "plant", "river"),
-    *("round", "sheep", "smile", "snake", "stone", "sugar", "table", "train", "water", "world"),
-)
+from envhub.tables import read_text
+
+VOCABULARY = tuple(read_text(__file__, "words.txt").split())
 
 
 @lru_cache(maxsize=4096)

@@ -20,6 +20,7 @@ from envhub.web.actions import (
     read_web_instructions,
 )
 from envhub.web.browser import browser_spec
+from envhub.web.performing import NO_ELEMENT
 from envhub.web.session import WebSession
 from envhub.web.site_tasks import text
 from envhub.web.site_tasks.addresses import PublicNames
@@ -123,10 +124,7 @@ class SiteTaskEnv:
     def _parse(self, reply: str) -> Action:
         action = parse(read_reply(reply, self._style))
         if action.kind in (Kind.CLICK, Kind.HOVER, Kind.TYPE) and action.element not in self._ids:
-            raise InvalidAction(
-                f'Attempt to perform "{action.kind}" on element "[{action.element}]" but no '
-                "matching element found. Please check the observation more carefully."
-            )
+            raise InvalidAction(NO_ELEMENT.format(action.kind, action.element))
         return action
 
     def _told(self, action: Action) -> str:

@@ -12,6 +12,7 @@ from playwright.async_api import Error as BrowserError
 from playwright.async_api import Page
 
 from envhub.env import EnvFailure
+from envhub.tables import read_table
 from envhub.web.session import WebSession
 from envhub.web.site_tasks import page_functions
 
@@ -19,13 +20,8 @@ logger = logging.getLogger(__name__)
 OR = " |OR| "
 UNACHIEVABLE = "N/A"
 GRADE_TIMEOUT_S = 45.0
-FILLER_WORDS = frozenset(
-    (
-        *("a", "an", "the", "is", "are", "was", "of", "in", "on", "at"),
-        *("to", "and", "it", "its", "i", "there", "with", "for"),
-    )
-)
-UNITS = {"minute": "min", "minutes": "min", "mins": "min", "hour": "h", "hours": "h", "hr": "h"}
+WORDS = read_table(__file__, "words.yaml")
+FILLER_WORDS = frozenset(WORDS["filler"].split())
 
 
 def clean_answer(text: str) -> str:
@@ -70,7 +66,7 @@ def _words(text: str) -> frozenset[str]:
     text = re.sub(r"(?<=\d),(?=\d{3}\b)", "", text.lower())
     text = re.sub(r"(\d)(min|h|km|m|hr)", r"\1 \2", text)
     found: list[str] = re.findall(r"[a-z]+|\d+(?:\.\d+)?", text)
-    return frozenset(UNITS.get(word, word) for word in found if word not in FILLER_WORDS)
+    return frozenset(WORDS["units"].get(word, word) for word in found if word not in FILLER_WORDS)
 
 
 def answer_matches(references: Mapping[str, Any], answer: str) -> bool:
