@@ -6,7 +6,6 @@ import random
 import statistics
 import time
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TextIO
 
@@ -63,26 +62,20 @@ class Abandoned:
         return self.end_bytes / self.start_bytes - 1
 
 
-def run_suite(
-    out: TextIO,
-    *,
-    duration_s: float = DURATION_S,
-    num_abandoned: int = NUM_ABANDONED,
-    envs: Sequence[str] = ENVS,
-) -> int:
+def run_suite(out: TextIO) -> int:
     """Soak a hub and abandon sessions; return 1 when memory grew or anything failed."""
     table = BenchTable(out=out)
-    with hub_process(envs, overrides=[f"envhub.session_lease_s={LEASE_S:g}"]) as hub:
-        soak = soak_hub(hub, duration_s=duration_s)
+    with hub_process(ENVS, overrides=[f"envhub.session_lease_s={LEASE_S:g}"]) as hub:
+        soak = soak_hub(hub, duration_s=DURATION_S)
     counted = " ".join(f"{name}={num}" for name, num in sorted(soak.counts.items()))
-    table.title(f"mixed load for {duration_s:.0f} s: {counted}")
+    table.title(f"mixed load for {DURATION_S:.0f} s: {counted}")
     ends = [f"{_mib(rss[0])} -> {_mib(rss[-1])}" for rss in (soak.hub_bytes, soak.worker_bytes)]
     note = f"hub {ends[0]}, workers {ends[1]}"
     name = "memory of the last third over the middle one"
     table.at_most(name, soak.growth_frac(), "", MAX_GROWTH_FRAC, note)
     for failure in soak.failures[:MAX_FAILURES_SHOWN]:
         table.fail("mixed load", failure)
-    left = abandon(num_sessions=num_abandoned)
+    left = abandon(num_sessions=NUM_ABANDONED)
     sizes = " -> ".join(map(_mib, (left.start_bytes, left.peak_bytes, left.end_bytes)))
     name = f"memory after {left.num_sessions} sessions opened and left"
     note = f"{sizes} in {left.took_s:.0f} s"
@@ -158,18 +151,13 @@ async def _play(
     await client.delete(session_id)
 
 
-def abandon(
-    *,
-    num_sessions: int,
-    envs: Sequence[str] = ("textcraft", "babyai"),
-    lease_s: float = ABANDON_LEASE_S,
-) -> Abandoned:
+def abandon(*, num_sessions: int, lease_s: float = ABANDON_LEASE_S) -> Abandoned:
     """Open sessions that nobody ends, wait for their lease, return the hub's memory.
 
     The start is taken after 50 sessions of each environment, so that caches are filled.
     """
     overrides = [f"envhub.session_lease_s={lease_s:g}", f"envhub.capacity={num_sessions}"]
-    with hub_process(envs, overrides=overrides) as hub:
+    with hub_process(ENVS[:2], overrides=overrides) as hub:
         return uvloop.run(_abandon(hub, num_sessions, lease_s))
 
 

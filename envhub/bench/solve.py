@@ -3,7 +3,7 @@
 import asyncio
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TextIO
 
@@ -71,23 +71,21 @@ class Tally:
         return any(each.fault != NO_WAY or each.num_turns > 0 for each in self.outcomes)
 
 
-def run_suite(out: TextIO, *, num_items: int = NUM_ITEMS, envs: Sequence[str] | None = None) -> int:
-    """Solve a sample of every subset; return 1 when one lies below MIN_SOLVED_FRAC.
+def run_suite(out: TextIO) -> int:
+    """Solve a sample of every subset of the registry; return 1 if one is below MIN_SOLVED_FRAC.
 
-    Args:
-        out: gets a figure per subset, a line per item not solved, the subsets without an expert.
-        num_items: of a subset, half of them test items; all of a smaller one.
-        envs: names; None: all of the registry. One whose needs are missing is reported by name.
+    `out` gets a figure per subset, a line per item not solved, the subsets without an expert, and
+    the environments whose needs are missing.
     """
     table = BenchTable(out=out)
     without: list[str] = []
-    for env in envs if envs is not None else sorted(LOADERS):
+    for env in sorted(LOADERS):
         missing = missing_requirements([env])
         if missing:
             table.fail(env, f"not measured: {'; '.join(missing)}")
             continue
         with hub_process([env]) as hub:
-            for tally in solve_one_env(hub, num_items=num_items):
+            for tally in solve_one_env(hub, num_items=NUM_ITEMS):
                 if tally.has_expert:
                     _add_row(table, tally)
                 else:
@@ -132,10 +130,8 @@ def sample_items(subset: Subset, num_items: int) -> list[str]:
     return ids + [f"{subset.name}-train-{index}" for index in sorted(train)]
 
 
-async def solve_subset(
-    target: Target, subset: Subset, *, num_items: int, num_clients: int = NUM_CLIENTS
-) -> Tally:
-    """Follow the expert through a sample of a subset, `num_clients` episodes at a time.
+async def solve_subset(target: Target, subset: Subset, *, num_items: int) -> Tally:
+    """Follow the expert through a sample of a subset, NUM_CLIENTS episodes at a time.
 
     Items that an outage ended are tried once more, alone, so that only those that cause one count.
     """
@@ -148,7 +144,7 @@ async def solve_subset(
                 outcomes.append(await solve_item(client, subset, item_id))
 
     began_s = time.perf_counter()
-    await asyncio.gather(*(work() for _ in range(num_clients)))
+    await asyncio.gather(*(work() for _ in range(NUM_CLIENTS)))
     took_s = time.perf_counter() - began_s
     retried = [each for each in outcomes if each.is_outage][:MAX_RETRIED]
     async with Client(target) as client:

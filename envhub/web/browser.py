@@ -84,14 +84,13 @@ class BrowserHost:
         self.num_starts = 0
 
     async def open_context(
-        self, *, clock: bool = False, storage_state: str | None = None, is_still: bool = True
+        self, *, clock: bool = False, storage_state: str | None = None
     ) -> BrowserContext:
-        """Return a fresh context: own cookies, cache and storage.
+        """Return a fresh context: own cookies, cache and storage; animations take no time.
 
         Args:
             clock: pages see a clock that only moves when told to.
             storage_state: file with cookies to start from; None starts without any.
-            is_still: animations take no time.
 
         Raises: EnvFailure: there is no browser, or it does not answer.
         """
@@ -105,7 +104,7 @@ class BrowserHost:
                     timezone_id="UTC",
                     accept_downloads=False,
                     service_workers="block",
-                    reduced_motion="reduce" if is_still else None,
+                    reduced_motion="reduce",
                 )
                 await context.add_init_script(PAGE_SCRIPT)
                 if clock:

@@ -15,6 +15,7 @@ from envhub.envs.babyai.actions import Action, Kind, has_key
 from envhub.envs.babyai.scene import Scene, Seen
 
 Pose = tuple[int, int, int]  # cells ahead, cells to the right, quarter turns clockwise
+Path = tuple[int, ...]
 START: Pose = (0, 0, 0)
 STEPS = ((1, 0), (0, 1), (-1, 0), (0, -1))  # (ahead, right) of a step after 0..3 quarter turns
 # Its window has one row or column more than the view, behind the agent or at its right.
@@ -36,21 +37,17 @@ class Offer:
         """Say why something is not offered."""
         self.refusals[name] = f"You cannot {name}, as {reason}."
 
-    def add_numbered(self, verb: str, seen: Seen, counts: dict[str, int], action: "_Tail") -> None:
+    def add_numbered(
+        self, verb: str, kind: Kind, path: Path | None, seen: Seen, counts: dict[str, int]
+    ) -> None:
         """Offer something to be done with an object; only what can be reached gets a number."""
         number = counts.get(seen.name, 0) + 1
         name = f"{verb} {seen.name} {number}"
-        if action.path is None:
+        if path is None:
             self.refuse(name, text.NO_PATH)
             return
         counts[seen.name] = number
-        self.add(name, action.kind, action.path, seen.position)
-
-
-@dataclass(frozen=True, slots=True)
-class _Tail:
-    kind: Kind
-    path: tuple[int, ...] | None
+        self.add(name, kind, path, seen.position)
 
 
 def offer(scene: Scene, objects: list[Seen], view: list[int | None]) -> Offer:
@@ -76,7 +73,7 @@ def offer(scene: Scene, objects: list[Seen], view: list[int | None]) -> Offer:
     counts = {}
     for seen in objects:
         if seen.code != sc.GOAL:
-            made.add_numbered("go to", seen, counts, _Tail(Kind.MOVE, facing[seen.position]))
+            made.add_numbered("go to", Kind.MOVE, facing[seen.position], seen, counts)
     return made
 
 
@@ -87,7 +84,7 @@ def _is_barred(scene: Scene) -> bool:
 
 
 def _add_handling(
-    made: Offer, scene: Scene, objects: list[Seen], facing: dict[int, tuple[int, ...] | None]
+    made: Offer, scene: Scene, objects: list[Seen], facing: dict[int, Path | None]
 ) -> None:
     """Offer picking up with empty hands, else dropping."""
     if scene.carrying is None:
@@ -97,7 +94,7 @@ def _add_handling(
             if seen.code in (sc.THING, sc.LAVA):
                 path = facing[seen.position]
                 full = None if path is None else (*path, sc.PICKUP)
-                made.add_numbered("pickup", seen, counts, _Tail(Kind.PICKUP, full))
+                made.add_numbered("pickup", Kind.PICKUP, full, seen, counts)
     elif scene.codes[scene.front()] in (sc.WALL, sc.THING, sc.LAVA):
         made.refusals["drop"] = text.NO_ROOM
     else:
@@ -105,12 +102,7 @@ def _add_handling(
 
 
 def _add_door(
-    made: Offer,
-    scene: Scene,
-    seen: Seen,
-    label: str,
-    facing: tuple[int, ...] | None,
-    onto: tuple[int, ...] | None,
+    made: Offer, scene: Scene, seen: Seen, label: str, facing: Path | None, onto: Path | None
 ) -> None:
     through, toggle = f"go through {label}", f"toggle and go through {label}"
     if seen.code == sc.OPEN:
@@ -137,7 +129,7 @@ def _add_door(
 
 def _paths(
     scene: Scene, objects: list[Seen], view: list[int | None]
-) -> tuple[dict[int, tuple[int, ...] | None], dict[int, tuple[int, ...] | None]]:
+) -> tuple[dict[int, Path | None], dict[int, Path | None]]:
     """Return the paths that end facing each object, and those that end on it, by its position.
 
     The search is AgentGym's: forward, left, right; a pose that waits in the queue is entered again,
@@ -152,8 +144,8 @@ def _paths(
     aheads = range(-BEHIND[heading], sc.VIEW)
     rights = range(-sc.HALF, RIGHTMOST[heading] + 1)
     wanted = {(seen.forward, seen.right): seen.position for seen in objects}
-    facing: dict[int, tuple[int, ...] | None] = dict.fromkeys(wanted.values())
-    onto: dict[int, tuple[int, ...] | None] = dict.fromkeys(wanted.values())
+    facing: dict[int, Path | None] = dict.fromkeys(wanted.values())
+    onto: dict[int, Path | None] = dict.fromkeys(wanted.values())
     entered: dict[Pose, tuple[Pose, int]] = {}
     left: set[Pose] = set()
     queue: deque[Pose] = deque([START])
@@ -179,7 +171,7 @@ def _paths(
     return facing, onto
 
 
-def _way(entered: dict[Pose, tuple[Pose, int]], pose: Pose) -> tuple[int, ...]:
+def _way(entered: dict[Pose, tuple[Pose, int]], pose: Pose) -> Path:
     path: list[int] = []
     while pose != START:
         pose, primitive = entered[pose]

@@ -22,17 +22,16 @@ from envhub.envs.minisites.store import Store
 SITES = {f"{site.name}.test": site for site in (SHOPPING, CMS, MAPS, GITLAB, REDDIT)}
 
 
-class ResetBody(BaseModel):
-    """Which session to start afresh, and on which world."""
-
-    session: str = Field(min_length=1, max_length=200)
-    seed: int = Field(ge=0, lt=2**31)
-
-
 class DropBody(BaseModel):
     """Which session to forget."""
 
     session: str = Field(min_length=1, max_length=200)
+
+
+class ResetBody(DropBody):
+    """Which session to start afresh, and on which world."""
+
+    seed: int = Field(ge=0, lt=2**31)
 
 
 def make_app() -> FastAPI:

@@ -15,9 +15,8 @@ from envhub.env import (
     SubsetSpec,
     parse_item,
 )
-from envhub.envs.sqlgym import bird, text
+from envhub.envs.sqlgym import bird, generated, text
 from envhub.envs.sqlgym.bird import Bird
-from envhub.envs.sqlgym.generated import Generated
 from envhub.envs.sqlgym.problems import Problem, numbered
 from envhub.envs.sqlgym.query import Limits, QueryRefused, Row, rows_of
 from envhub.envs.text_env import TextEnv
@@ -35,25 +34,22 @@ class Problems:
 
     def __init__(self, options: SqlgymOptions) -> None:
         self.options = options
-        self._generated = Generated()
         self._bird = Bird(Path(options.bird_dir)) if options.bird_dir else None
-        self.subsets: Mapping[str, SubsetSpec] = {
-            **(self._bird.subsets if self._bird else {}),
-            **self._generated.subsets,
-        }
+        self._numbered = self._bird.subsets if self._bird else generated.SUBSETS
+        self.subsets: Mapping[str, SubsetSpec] = {**self._numbered, **generated.SUBSETS}
 
     def problem(self, item: ItemId) -> Problem:
         """Return an item's problem."""
         if self._bird is not None and item.subset in self._bird.subsets:
             return self._bird.problem(item)
-        return self._generated.problem(item)
+        return generated.problem_of(item)
 
     def from_agentgym(self, index: int) -> str:
         """Return the item of AgentGym's index into BIRD, or else into the generated problems.
 
         Training items come before test items: of BIRD 0 to 9427, and `dev` from 9428 to 10961.
         """
-        return numbered((self._bird or self._generated).subsets, index)
+        return numbered(self._numbered, index)
 
 
 class SqlEnv(TextEnv):

@@ -10,9 +10,9 @@ from envhub.envs.sqlgym.query import open_image
 from envhub.envs.sqlgym.questions import SIZES, TEMPLATES, questions
 from envhub.envs.sqlgym.schema import Domain, Kind
 
-MAX_TURNS = 1
+_MAKING = threading.Lock()  # so that the first sessions do not all make the same
 SUBSETS = {
-    difficulty: SubsetSpec(num_train=SIZES["train"], num_test=SIZES["test"], max_turns=MAX_TURNS)
+    difficulty: SubsetSpec(num_train=SIZES["train"], num_test=SIZES["test"], max_turns=1)
     for difficulty in TEMPLATES
 }
 
@@ -36,23 +36,15 @@ def view_of(domain: Domain) -> SchemaView:
     return SchemaView(name=domain.name, tables=tables, references=references)
 
 
-class Generated:
-    """The questions by difficulty; databases and questions are made when first asked for."""
-
-    subsets = SUBSETS
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()  # so that the first sessions do not all make the same
-
-    def problem(self, item: ItemId) -> Problem:
-        """Return the problem of an item of `subsets`."""
-        with self._lock:
-            question = questions(item.subset, item.split)[item.index]
-            content = database.image(question.database)
-        return Problem(
-            schema=view_of(database.domain_of(question.database)),
-            question=question.text,
-            evidence="",
-            gold=question.gold,
-            open=partial(open_image, content),
-        )
+def problem_of(item: ItemId) -> Problem:
+    """Return the problem of an item of SUBSETS; it is made when it is first asked for."""
+    with _MAKING:
+        question = questions(item.subset, item.split)[item.index]
+        content = database.image(question.database)
+    return Problem(
+        schema=view_of(database.domain_of(question.database)),
+        question=question.text,
+        evidence="",
+        gold=question.gold,
+        open=partial(open_image, content),
+    )

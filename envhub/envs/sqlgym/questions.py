@@ -29,16 +29,8 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
-class Condition:
-    """A condition on a row, in English ("whose ...") and in SQL."""
-
-    words: str
-    sql: str
-
-
-@dataclass(frozen=True, slots=True)
-class Measure:
-    """What a group of rows is measured by, in English and in SQL."""
+class Phrase:
+    """A condition on a row ("whose ...") or a measure of a group, in English and in SQL."""
 
     words: str
     sql: str
@@ -92,14 +84,14 @@ class Draws:
     def _between(self, low: int, high: int) -> int:
         return self._rng.randint(low, high)
 
-    def _measure(self, name: str) -> Measure:
+    def _measure(self, name: str) -> Phrase:
         table: Table = self._drawn[name]
         if self._rng.random() < 0.5:
-            return Measure(f"the number of {table.many}", "COUNT(*)")
+            return Phrase(f"the number of {table.many}", "COUNT(*)")
         column = self._number(name)
-        return Measure(f"the average {column.label} of the {table.many}", f"AVG({column.name})")
+        return Phrase(f"the average {column.label} of the {table.many}", f"AVG({column.name})")
 
-    def _condition(self, table: str, prefix: str = "", beside: str = "") -> Condition:
+    def _condition(self, table: str, prefix: str = "", beside: str = "") -> Phrase:
         """Draw a condition on a row; it leaves the column alone that the question is about."""
         asked = self._drawn.get(beside)
         found: Table = self._drawn[table]
@@ -108,12 +100,12 @@ class Draws:
         if categories and (not numbers or self._rng.random() < 0.6):
             column = self._rng.choice(categories)
             word = self._rng.choice(column.words)
-            return Condition(f"whose {column.label} is {word}", f"{prefix}{column.name} = '{word}'")
+            return Phrase(f"whose {column.label} is {word}", f"{prefix}{column.name} = '{word}'")
         column = self._rng.choice(numbers)
         share = self._rng.uniform(0.2, 0.8)
         bound = column.low + round((column.high - column.low) * share)
         word, sign = ("above", ">") if self._rng.random() < 0.5 else ("below", "<")
-        return Condition(
+        return Phrase(
             f"whose {column.label} is {word} {bound}", f"{prefix}{column.name} {sign} {bound}"
         )
 
