@@ -20,7 +20,6 @@ from learner.ingest.episode_stats import horizon_mix
 from learner.ingest.group_assembly import Group
 from learner.ingest.replay_point import save_replay_point
 from learner.objective.describe import dead_knobs, objective_text
-from learner.policy.model import export_tensors
 from learner.recovery.step_log import LoggedStep
 from learner.training.trainer import StepResult
 from learner.weights.snapshot import PublishedWeights, snapshot
@@ -242,7 +241,7 @@ class Loop:
         learner = self._learner
         return snapshot(
             self.version,
-            export_tensors(learner.model, getattr(torch, self._cfg.model.dtype)),
+            learner.trainer.weights(getattr(torch, self._cfg.model.dtype)),
             canary_token_ids=self._canary,
             canary_logprobs=learner.trainer.score(self._canary) if self._canary else [],
             canary_masks=self._canary_masks,

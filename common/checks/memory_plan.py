@@ -53,21 +53,22 @@ def make_plan(
 ) -> list[Place]:
     """Return what lies where: on each GPU that a role uses, and in the host's (0: unknown)."""
     is_cuda = cfg.learner.device == "cuda" or (cfg.learner.device == "auto" and bool(on))
-    learner = _learner_parts(cfg, shape, is_cuda=is_cuda)
-    num_learners = cfg.learner.num_ranks if is_cuda else 0
+    first, other = (_learner_parts(cfg, shape, is_cuda=is_cuda, rank=rank) for rank in (0, 1))
+    num_ranks = cfg.learner.num_ranks
+    num_learners = num_ranks if is_cuda else 0
     on_gpu = bool(on) or cfg.learner.device == "cuda"  # the engine goes where vLLM finds a device
     num_engines = (cfg.actor.tensor_parallel_size if cfg.actor.num_actors else 0) if on_gpu else 0
     places: list[Place] = []
     for i in range(max(num_learners, num_engines)):
         capacity = on[i].memory_bytes if i < len(on) else 0
-        parts = list(learner) if i < num_learners else []
+        parts = list(other if i else first) if i < num_learners else []
         if i < num_engines:
             parts += _gpu_engine_parts(cfg, shape, capacity)
         name = f"gpu {i}" + (f" ({on[i].name})" if i < len(on) else "")
         places.append(Place(name, parts, capacity, GPU_REMEDY))
-    host = [] if is_cuda else _times(learner, cfg.learner.num_ranks, "ranks")
+    host = [] if is_cuda else [*first, *_times(other, num_ranks - 1, "ranks")]
     host += [] if on_gpu else _times(_cpu_engine_parts(cfg, shape), cfg.actor.num_actors, "actors")
-    num_processes = cfg.learner.num_ranks + 2 * cfg.actor.num_actors
+    num_processes = num_ranks + 2 * cfg.actor.num_actors
     how = f"{num_processes} processes x {_shown(PROCESS_BYTES)}: learner, actors, their engines"
     host.append(Part("programs", num_processes * PROCESS_BYTES, how))
     return [*places, Place("host", host, host_bytes, HOST_REMEDY)]
@@ -77,22 +78,32 @@ def _weights(label: str, num: int, width: int, note: str = "") -> Part:
     return Part(label, num * width, f"{num / 1e6:,.1f}M x {width} B{note}")
 
 
-def _learner_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool) -> list[Part]:
+def _learner_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool, rank: int) -> list[Part]:
+    """Return what one rank holds: its share of what is sharded; the first also publishes."""
     learner, num = cfg.learner, shape.num_params
-    parts = [
+    sharded = [
         _weights("learner weights", num, 4, " (fp32 master)"),
         _weights("gradients", num, 4),
         _optimizer_part(learner, shape),
     ]
     if cfg.algorithm.kl_coef > 0:
-        parts.append(_weights("reference", num, 4, " (algorithm.kl_coef > 0)"))
+        sharded.append(_weights("reference", num, 4, " (algorithm.kl_coef > 0)"))
     is_critic = cfg.algorithm.advantage is Advantage.PPO
     if is_critic and learner.critic.kind is CriticKind.MODEL:
-        parts.append(_weights("critic", num, 16, " (weights, gradients, two moments)"))
+        sharded.append(_weights("critic", num, 16, " (weights, gradients, two moments)"))
+    parts = [_share(part, learner.num_ranks) for part in sharded]
     parts += _activation_parts(cfg, shape, is_cuda=is_cuda)
+    if rank > 0:
+        return parts
     versions, width = PUBLISH_COPIES + learner.hold_back_steps, BYTES_OF[cfg.model.dtype]
     copy = _weights("publish copies", num, width, f" ({cfg.model.dtype})")
     return [*parts, Part(copy.label, versions * copy.num_bytes, f"{versions} copies x {copy.how}")]
+
+
+def _share(part: Part, num_ranks: int) -> Part:
+    if num_ranks == 1:
+        return part
+    return Part(part.label, -(-part.num_bytes // num_ranks), f"({part.how}) / {num_ranks} ranks")
 
 
 def _optimizer_part(learner: LearnerSection, shape: ModelShape) -> Part:
@@ -133,7 +144,12 @@ def _activation_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool) -> li
         how = f"{tokens:,} tokens x {layers} layers x {pairs:,} x {width} B, of longest episodes"
         size = tokens * layers * pairs * width
         parts.append(Part("attention scores, at most", size, how, is_peak=True))
-    if is_bf16:
+    if learner.num_ranks > 1:
+        tables = min(shape.num_params, 2 * shape.vocab * shape.hidden)
+        block = (shape.num_params - tables) // shape.layers
+        what = f" (tables {tables / 1e6:,.1f}M, two blocks {2 * block / 1e6:,.1f}M)"
+        parts.append(_weights("weights put together", tables + 2 * block, width, what))
+    elif is_bf16:
         parts.append(_weights("bf16 copies of the weights", shape.num_params, 2))
     return parts
 

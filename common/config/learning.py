@@ -250,7 +250,9 @@ class LearnerSection:
     precision: Precision = knob(Precision.AUTO, "of the arithmetic; weights are kept in fp32")
     gradient_checkpointing: bool = knob(False, "less memory, a third more time")
     num_threads: int = knob(1, "CPU only; of each rank", ge=1, le=1024)
-    num_ranks: int = knob(1, "processes that share a batch; a CUDA device each", ge=1, le=4096)
+    num_ranks: int = knob(
+        1, "processes that share batches and weights; a CUDA device each", ge=1, le=4096
+    )
     rank_timeout_s: float = knob(600.0, "seconds in which ranks must answer each other", gt=0)
     max_lag_steps: int = knob(4, "of a trajectory's oldest token; more is stale", ge=0)
     hold_back_steps: int = knob(

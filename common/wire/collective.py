@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -131,6 +132,18 @@ def local_address_towards(host: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))
         return str(probe.getsockname()[0])
+
+
+def interface_of(host: str) -> str:
+    """Return the name of this machine's network interface with the address, "lo" for loopback.
+
+    Raises: WeightSyncError: no interface has it.
+    """
+    address = socket.gethostbyname(host)
+    for name, found in psutil.net_if_addrs().items():
+        if any(each.address == address for each in found):
+            return name
+    raise WeightSyncError(f"{host}: no network interface of this machine has this address")
 
 
 def lay_out(tensors: Iterable[tuple[str, Tensor]]) -> tuple[list[TensorSpec], int]:

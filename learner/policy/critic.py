@@ -22,7 +22,7 @@ class Critic(nn.Module):
 
     def of_hidden(self, hidden: Tensor) -> Tensor:
         """Return [rows] float32 values of hidden states [rows, hidden]."""
-        return self.head(hidden.float()).squeeze(-1)
+        return self.head(hidden.float()).sum(-1)  # of one entry; FSDP warns of views
 
     def hidden(self, tokens: TokenBatch, policy_hidden: Tensor, *, autocast: bool) -> Tensor:
         """Return the states [batch * seq, hidden] that the head reads: the policy's or its own."""

@@ -5,14 +5,16 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from common.config.learning import LearnerSection
 from learner.batch.batching import TokenBatch, collate_tokens, plan_microbatches
 from learner.policy.critic import Critic
-from learner.policy.model import Scoring, flat_hidden, hidden_logprobs, token_logprobs
+from learner.policy.model import Scoring, flat_hidden, hidden_logprobs
 from learner.policy.precision import uses_bf16
+from learner.policy.sharding import reshard, shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,42 +40,79 @@ class Scores:
     end_values: Tensor | None = field(repr=False, default=None)  # [batch] of the last states
 
 
+class _Trained(nn.Module):
+    """A policy and perhaps its critic as one module: if sharded, they are whole while it runs."""
+
+    def __init__(self, policy: PreTrainedModel, critic: Critic | None) -> None:
+        super().__init__()
+        self.policy = policy
+        self.critic = critic
+
+    def forward(
+        self, tokens: TokenBatch, how: Scoring, *, with_entropy: bool, with_values: bool
+    ) -> tuple[Tensor | None, ...]:
+        """Return the fields of `Scores` in order; a plain tuple, which FSDP looks through."""
+        policy, critic = self.policy, self.critic
+        hidden = flat_hidden(policy.base_model, tokens, autocast=how.autocast)
+        rows, targets = hidden[tokens.source_rows], tokens.target_ids
+        logprobs, entropy = hidden_logprobs(policy, rows, targets, how, with_entropy=with_entropy)
+        if not with_values or critic is None:
+            return logprobs, entropy, None, None
+        states = critic.hidden(tokens, hidden, autocast=how.autocast)
+        of_tokens = critic.of_hidden(states[tokens.source_rows])
+        return logprobs, entropy, of_tokens, critic.of_hidden(states[tokens.last_rows])
+
+
 class Passes:
     """The networks of a learner behind one call."""
 
     def __init__(
-        self, cfg: LearnerSection, networks: Networks, *, temperature: float, engine_dtype: str
+        self,
+        cfg: LearnerSection,
+        networks: Networks,
+        *,
+        temperature: float,
+        engine_dtype: str,
+        mesh: DeviceMesh | None = None,
     ) -> None:
-        """Hold the networks; `temperature` is the sampler's, `engine_dtype` of `model.dtype`."""
+        """Hold the networks, and shard them in place over `mesh`.
+
+        Args:
+            temperature: the sampler's.
+            engine_dtype: of `model.dtype`.
+        """
         self._max_tokens = cfg.max_tokens_per_microbatch
-        self._networks = networks
+        self._device = networks.device
+        self._trained = _Trained(networks.policy, networks.critic)
+        self._reference = None if networks.reference is None else _Trained(networks.reference, None)
         self.scoring = Scoring(
             chunk_tokens=cfg.logprob_chunk_tokens,
             autocast=uses_bf16(cfg, networks.device),
             temperature=temperature,
             head_dtype=torch.bfloat16 if engine_dtype == "bfloat16" else torch.float32,
         )
+        for network in (self._trained, self._reference):
+            if mesh is not None and network is not None:
+                shard(network, mesh, is_bf16=self.scoring.autocast)
 
     def score(
         self, tokens: TokenBatch, *, with_entropy: bool = False, with_values: bool = False
     ) -> Scores:
         """Return log-probabilities of a block and, if asked for, entropies and values."""
-        autocast = self.scoring.autocast
-        policy, critic = self._networks.policy, self._networks.critic
-        hidden = flat_hidden(policy.base_model, tokens, autocast=autocast)
-        rows, targets = hidden[tokens.source_rows], tokens.target_ids
-        logprobs, entropy = hidden_logprobs(
-            policy, rows, targets, self.scoring, with_entropy=with_entropy
+        found = self._trained(
+            tokens, self.scoring, with_entropy=with_entropy, with_values=with_values
         )
-        if not with_values or critic is None:
-            return Scores(logprobs=logprobs, entropy=entropy)
-        states = critic.hidden(tokens, hidden, autocast=autocast)
-        return Scores(
-            logprobs=logprobs,
-            entropy=entropy,
-            values=critic.of_hidden(states[tokens.source_rows]),
-            end_values=critic.of_hidden(states[tokens.last_rows]),
-        )
+        if not torch.is_grad_enabled():
+            reshard(self._trained)
+        logprobs, entropy, values, end_values = found
+        return Scores(logprobs=logprobs, entropy=entropy, values=values, end_values=end_values)
+
+    @torch.no_grad()
+    def score_by_reference(self, tokens: TokenBatch) -> Tensor | None:
+        """Return the reference's [tokens] float32 nats, None if there is no reference."""
+        if self._reference is None:
+            return None
+        return self._logprobs(self._reference, tokens, self.scoring)
 
     @torch.no_grad()
     def score_sequences(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -84,9 +123,14 @@ class Passes:
         for block in plan_microbatches(lengths, max_tokens=self._max_tokens):
             sequences = [np.asarray(token_ids[index]) for index in block]
             masks = [np.arange(len(sequence)) > 0 for sequence in sequences]
-            tokens = collate_tokens(sequences, masks, device=self._networks.device)
-            logprobs = token_logprobs(self._networks.policy, tokens, how)
+            tokens = collate_tokens(sequences, masks, device=self._device)
+            logprobs = self._logprobs(self._trained, tokens, how)
             parts = logprobs.cpu().split([len(sequence) - 1 for sequence in sequences])
             for index, part in zip(block, parts, strict=True):
                 scores[index] = part.tolist()
         return scores
+
+    def _logprobs(self, network: _Trained, tokens: TokenBatch, how: Scoring) -> Tensor:
+        found = network(tokens, how, with_entropy=False, with_values=False)[0]
+        reshard(network)
+        return found

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -145,14 +146,22 @@ def _score_rows(
 
 
 def export_tensors(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield (transformers name, tensor in `dtype`), one cast copy at a time, tied weights once."""
-    seen: set[tuple[int, torch.Size]] = set()
-    for name, tensor in model.state_dict().items():
-        identity = (tensor.data_ptr(), tensor.shape)
-        if identity in seen:
+    """Yield (transformers name, whole tensor in `dtype`), one at a time, tied weights once.
+
+    If the model is sharded, all ranks must do so together.
+    """
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) in seen:
             continue
-        seen.add(identity)
-        yield name, tensor.detach().to(dtype) if tensor.is_floating_point() else tensor.detach()
+        seen.add(id(tensor))
+        found = tensor.detach()
+        yield name, whole(found.to(dtype) if found.is_floating_point() else found)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return a tensor of all ranks' parts. If it has parts, all ranks must call this."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:

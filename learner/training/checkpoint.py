@@ -84,7 +84,7 @@ class Checkpoints:
         partial = folder.with_name(f".{folder.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        model.save_pretrained(partial)
+        model.save_pretrained(partial, state_dict=state["model"])
         tokenizer.save_pretrained(partial)
         torch.save(state, partial / "trainer.pt")
         (partial / _MARKER).write_text(json.dumps({"version": version}))

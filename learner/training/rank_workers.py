@@ -1,41 +1,40 @@
 """The learner's other ranks: processes that rank 0 starts and that make the same updates."""
 
+import json
 import logging
 import multiprocessing
 import os
 import shutil
 import signal
-import struct
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import replace
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import torch
+import torch.distributed as dist
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.device_mesh import init_device_mesh
 
 from common.config.learning import Precision
 from common.config.run_config import RunConfig
 from common.errors import ConfigError, LongstrideError
 from common.log import configure_logging
-from common.wire.collective import Place, make_process_group
-from learner.batch.batching import Sample
-from learner.batch.codec import pack_samples, unpack_samples
+from common.wire.collective import interface_of
 from learner.policy.model import pick_device
 from learner.training.build import load_start, make_trainer
-from learner.training.ranks import Ranks
+from learner.training.ranks import Order, Ranks
 
 logger = logging.getLogger(__name__)
 
 READY = b"ready"
 LOAD_S = 900.0  # until every rank must have loaded its model
+LOOPBACK = "127.0.0.1"
 STOP_S = 5.0  # until a process that may leave by itself must have
-_BATCH = struct.Struct("<qq?")  # bytes of the batch, version, must_train
 
 
 class _Worker(NamedTuple):
@@ -48,11 +47,11 @@ class RankWorkers:
     """Ranks 1 and up, as rank 0 sees them; nobody where `learner.num_ranks` is 1.
 
     Example (3 ranks): both processes load the model, say so on their pipes, and are told the
-    precision and to meet rank 0 in a group. `announce` names a batch on every pipe and broadcasts
-    it; all three then make the same updates from a third of the gradient each. Between batches a
-    process waits at its pipe, which closes when rank 0 ends, whatever ended it. If a process dies,
-    `check` or rank 0's next sum raises, the learner ends, and its supervisor starts it with new
-    ranks from the checkpoint.
+    precision and to meet rank 0 in a group. `announce` names an order on every pipe and broadcasts
+    what belongs to it, such as a batch; all three then make the same updates, each from its share
+    of the samples and to its third of the weights. Between orders a process waits at its pipe,
+    which closes when rank 0 ends, whatever ended it. If a process dies, `check` or rank 0's next
+    sum raises, the learner ends, and its supervisor starts it with new ranks from the checkpoint.
     """
 
     def __init__(self, cfg: RunConfig, checkpoint: Path | None) -> None:
@@ -107,15 +106,15 @@ class RankWorkers:
         logger.info("ranks=%d pids=%s", self._ranks.size, [f.process.pid for f in self._workers])
         return self._ranks
 
-    def announce(self, samples: Sequence[Sample], version: int, must_train: bool) -> None:
-        """Let the other ranks train on a batch too. Raises: LongstrideError: one is gone."""
-        if not self._workers:
-            return
+    def announce(self, order: Order) -> None:
+        """Let the other ranks do what this one does now. Raises: LongstrideError: one is gone."""
         self.check()
-        payload = pack_samples(samples)
+        header = json.dumps([order.kind, order.version, order.must_train, len(order.payload)])
         for worker in self._workers:
-            self._tell(worker, _BATCH.pack(len(payload), version, must_train))
-        self._ranks.send(torch.from_numpy(np.frombuffer(payload, dtype=np.uint8).copy()))
+            self._tell(worker, header.encode())
+        if order.payload:
+            with self._ranks.in_touch("an order"):
+                self._ranks.send(order.payload)
 
     def _read_ready(self, worker: _Worker) -> None:
         try:
@@ -155,22 +154,29 @@ class RankWorkers:
                 worker.process.kill()
                 worker.process.join(STOP_S)
         self._workers = []
+        if dist.is_initialized():
+            dist.destroy_process_group()
         shutil.rmtree(self._meeting, ignore_errors=True)
 
 
 def _meet(cfg: RunConfig, rank: int, meeting: Path, device: torch.device) -> Ranks:
     """Return the group of all ranks; they find each other in a folder. Raises: LongstrideError."""
-    num_ranks, backend = cfg.learner.num_ranks, "nccl" if device.type == "cuda" else "gloo"
+    num_ranks = cfg.learner.num_ranks
+    if device.type == "cpu":
+        os.environ["GLOO_SOCKET_IFNAME"] = interface_of(LOOPBACK)  # all on this host
     try:
-        group = make_process_group(
-            FileStore(str(meeting / "store"), num_ranks),
-            Place(rank, num_ranks, backend, cfg.learner.rank_timeout_s, cfg.learner.host),
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=FileStore(str(meeting / "store"), num_ranks),
+            rank=rank,
+            world_size=num_ranks,
+            timeout=timedelta(seconds=cfg.learner.rank_timeout_s),
         )
+        return Ranks(init_device_mesh(device.type, (num_ranks,)))
     except RuntimeError as error:
         raise LongstrideError(
             f"learner rank {rank} of {num_ranks} found no group: {error}"
         ) from error
-    return Ranks(group, device=device)
 
 
 def _serve_rank(
@@ -193,9 +199,9 @@ def _serve_rank(
         ranks = _meet(cfg, rank, meeting, device)
         trainer, _ = make_trainer(cfg, model, checkpoint, ranks=ranks)
         while True:
-            num_bytes, version, must_train = _BATCH.unpack(pipe.recv_bytes())
-            payload = ranks.receive(num_bytes).numpy().tobytes()
-            trainer.train_on(unpack_samples(payload), version=version, must_train=must_train)
+            kind, version, must_train, num_bytes = json.loads(pipe.recv_bytes())
+            payload = ranks.receive(num_bytes) if num_bytes else b""
+            trainer.carry_out(Order(kind, version, must_train, payload))
     except (EOFError, BrokenPipeError):  # rank 0 has left
         _end(0)
     finally:  # only an error gets here

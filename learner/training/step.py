@@ -8,7 +8,15 @@ import torch
 from torch import Tensor
 
 from common.config.learning import AlgorithmSection, LearnerSection, Proximal
-from learner.batch.batching import MicroBatch, Sample, make_microbatches, sampled
+from learner.batch.batching import (
+    MicroBatch,
+    Sample,
+    TokenBatch,
+    collate_tokens,
+    make_microbatches,
+    plan_microbatches,
+    sampled,
+)
 from learner.batch.critic_advantage import Scored, advantages_from_critic
 from learner.objective.correction import (
     anchor_and_weights,
@@ -19,8 +27,7 @@ from learner.objective.correction import (
 from learner.objective.describe import proximal_in_use
 from learner.objective.loss import Denominator, LossInputs, metric_names, policy_loss, value_loss
 from learner.policy.forward import Networks, Passes, Scores
-from learner.policy.model import token_logprobs
-from learner.training.ranks import Ranks
+from learner.training.ranks import Ranks, deal
 
 CRITIC_METRICS = ("critic/loss", "critic/value_mean", "critic/target_mean")
 BySample = dict[int, Tensor]  # index of a sample -> its entries, without gradient
@@ -68,6 +75,7 @@ class Gradients:
         self._cfg = settings.learner
         self._algorithm = settings.algorithm
         self._proximal = proximal_in_use(settings.algorithm, settings.learner)
+        self._max_tokens = settings.learner.max_tokens_per_microbatch
         self._networks = networks
         self._ranks = ranks
         self.passes = Passes(
@@ -75,6 +83,7 @@ class Gradients:
             networks,
             temperature=settings.temperature,
             engine_dtype=settings.engine_dtype,
+            mesh=ranks.mesh,
         )
 
     def prepare(self, samples: list[Sample], version: int) -> ScoredBatch:
@@ -91,13 +100,17 @@ class Gradients:
         for micro in self._microbatches(samples, range(len(samples))):
             with torch.no_grad():
                 scores = self.passes.score(micro.tokens, with_values=critic is not None)
-                if reference is not None:
-                    known = token_logprobs(reference, micro.tokens, self.passes.scoring)
-                    batch.reference.update(_by_sample(micro, known))
+                known = self.passes.score_by_reference(micro.tokens)
+            if known is not None:
+                batch.reference.update(_by_sample(micro, known))
             batch.before.update(_by_sample(micro, scores.logprobs))
             if scores.values is not None and scores.end_values is not None:
                 values |= _by_sample(micro, scores.values)
                 ends |= dict(zip(micro.sample_indices, scores.end_values.split(1), strict=True))
+        with torch.no_grad():
+            for tokens in self._idle(samples, range(len(samples))):
+                self.passes.score(tokens, with_values=critic is not None)
+                self.passes.score_by_reference(tokens)
         if critic is None:
             return batch
         sizes = [sample.num_sampled_tokens for sample in samples]
@@ -135,6 +148,10 @@ class Gradients:
             metrics["loss"] = loss.detach()
             rows.append(torch.stack([metrics[name] for name in names]))  # [metric]
             logprobs |= _by_sample(micro, scores.logprobs)
+        for tokens in self._idle(batch.samples, part):
+            scores = self.passes.score(tokens, with_values=has_critic)
+            of_nothing = [scores.logprobs, *([] if scores.values is None else [scores.values])]
+            torch.cat(of_nothing).sum().backward()
         totals = torch.zeros(len(names), dtype=torch.float64)  # of a rank without a sample
         if rows:
             totals = torch.stack(rows).double().sum(0)
@@ -200,10 +217,29 @@ class Gradients:
         """Return this rank's share of a minibatch in blocks of the token budget."""
         return make_microbatches(
             samples,
-            self._ranks.own(part),
-            max_tokens=self._cfg.max_tokens_per_microbatch,
+            self._shares(samples, part)[self._ranks.index],
+            max_tokens=self._max_tokens,
             device=self._networks.device,
         )
+
+    def _idle(self, samples: Sequence[Sample], part: Sequence[int]) -> list[TokenBatch]:
+        """Return blocks without a token to score: as many as another rank has blocks more."""
+        nums = [
+            len(plan_microbatches(_lengths(samples, share), max_tokens=self._max_tokens))
+            for share in self._shares(samples, part)
+        ]
+        ids = samples[0].trajectory.token_ids[:1]
+        idle = collate_tokens([ids], [np.zeros(1, dtype=bool)], device=self._networks.device)
+        return [idle] * (max(nums) - nums[self._ranks.index])
+
+    def _shares(self, samples: Sequence[Sample], part: Sequence[int]) -> list[list[int]]:
+        """Return by rank which samples of `part` are its own, whatever the part.
+
+        Dealt by squared lengths, as attention costs.
+        """
+        costs = [length**2 for length in _lengths(samples, range(len(samples)))]
+        owners = deal(costs, self._ranks.size)
+        return [[i for i in part if owners[i] == rank] for rank in range(self._ranks.size)]
 
     def _whole(self, parts: BySample, sizes: Sequence[int]) -> Tensor:
         """Return the entries of all samples and ranks in order, zeros where nothing is known."""
@@ -216,6 +252,10 @@ def _by_sample(micro: MicroBatch, flat: Tensor) -> BySample:
     """Cut a block's entries [tokens] into those of its samples, without gradient."""
     parts = flat.detach().split(micro.sample_sizes)
     return dict(zip(micro.sample_indices, parts, strict=True))
+
+
+def _lengths(samples: Sequence[Sample], indices: Sequence[int]) -> list[int]:
+    return [len(samples[index].trajectory.token_ids) for index in indices]
 
 
 def _joined(parts: BySample, indices: Sequence[int]) -> Tensor:

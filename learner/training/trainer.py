@@ -1,21 +1,25 @@
 """One training step: samples in, updated weights and a result out."""
 
+import json
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from common.errors import ConfigError
 from learner.batch.batching import Sample, make_minibatches
+from learner.batch.codec import pack_samples, unpack_samples
 from learner.policy.forward import Networks
+from learner.policy.model import export_tensors, whole
+from learner.policy.sharding import load_module, shard_optimizer_state, whole_state
 from learner.training.controller import Controller, Decision
 from learner.training.optimizer import lr_scale, make_critic_optimizer, make_optimizer
-from learner.training.ranks import Ranks
+from learner.training.ranks import Order, Ranks
 from learner.training.step import Gradient, Gradients, ScoredBatch, TrainerSettings
 from learner.training.step_metrics import Update, mean_metrics, offpolicy_metrics, volume_metrics
 
@@ -41,6 +45,9 @@ class Trainer:
     Example (ppo_epochs 2, num_minibatches 3): `train_on` scores the batch once (pi_prox), then
     makes six updates, each on the summed gradient of its microbatches. Still one step: version
     v becomes v + 1.
+
+    With several ranks each has a trainer. What rank 0's is asked to do is announced as an order,
+    which the others' `carry_out`.
     """
 
     def __init__(
@@ -49,14 +56,14 @@ class Trainer:
         networks: Networks,
         *,
         ranks: Ranks | None = None,
-        announce: Callable[[Sequence[Sample], int, bool], object] | None = None,
+        announce: Callable[[Order], object] | None = None,
         on_bad_batch: Callable[[int, list[Sample]], object] | None = None,
     ) -> None:
         """Make the optimizer.
 
         Args:
-            ranks: the data-parallel learners; None is this one alone.
-            announce: called with what `train_on` is about to train on, so that the other ranks can.
+            ranks: all that train this policy; None is this one alone. Its mesh shards the networks.
+            announce: as rank 0, called with what all are to do now; None if nobody needs to know.
             on_bad_batch: called with version and samples of a step whose loss was not finite.
         """
         cfg = settings.learner
@@ -92,7 +99,33 @@ class Trainer:
 
     def score(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
         """Return the logprob of each token after the first, at temperature 1, per sequence."""
-        return self._gradients.passes.score_sequences(token_ids)
+        self._tell(lambda: Order("score", payload=json.dumps(token_ids).encode()))
+        with self._ranks.in_touch("scoring"):
+            return self._gradients.passes.score_sequences(token_ids)
+
+    def weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """Yield (transformers name, whole tensor in `dtype`) of the policy, tied weights once."""
+        self._tell(lambda: Order("weights", payload=str(dtype).encode()))
+        with self._ranks.in_touch("gathering weights"):
+            yield from export_tensors(self._model, dtype)
+
+    def carry_out(self, order: Order) -> None:
+        """Do as another rank what rank 0 does."""
+        match order.kind:
+            case "train":
+                samples = unpack_samples(order.payload)
+                self.train_on(samples, version=order.version, must_train=order.must_train)
+            case "score":
+                self.score(json.loads(order.payload))
+            case "weights":
+                for _ in self.weights(getattr(torch, order.payload.decode().partition(".")[2])):
+                    pass
+            case _:
+                self.state_dict()
+
+    def _tell(self, order: Callable[[], Order]) -> None:
+        if self._announce is not None and self._ranks.size > 1:
+            self._announce(order())
 
     def train_on(
         self, samples: Sequence[Sample], *, version: int, must_train: bool = False
@@ -114,8 +147,13 @@ class Trainer:
         samples = [sample for sample in samples if sample.num_sampled_tokens > 0]
         if not samples:
             raise ValueError("there is no sampled token to train on")
-        if self._announce is not None:
-            self._announce(samples, version, must_train)
+        self._tell(lambda: Order("train", version, must_train, pack_samples(samples)))
+        with self._ranks.in_touch("a step"):
+            return self._train(samples, version, must_train, started_s)
+
+    def _train(
+        self, samples: list[Sample], version: int, must_train: bool, started_s: float
+    ) -> StepResult:
         batch = self._gradients.prepare(samples, version)
         decision: Decision | None = None
         updates: list[Update] = []
@@ -166,9 +204,8 @@ class Trainer:
         return Update(is_good, grad_norm, sums)
 
     def _clip(self, network: nn.Module) -> float:
-        kept = list(network.parameters())
-        self._ranks.sum_gradients(kept)
-        return nn.utils.clip_grad_norm_(kept, self._cfg.max_grad_norm).item()
+        norm = nn.utils.clip_grad_norm_(network.parameters(), self._cfg.max_grad_norm)
+        return whole(norm).item()
 
     def _zero_grad(self) -> None:
         self._optimizer.zero_grad()
@@ -208,16 +245,34 @@ class Trainer:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs to go on exactly as this one would (live tensors)."""
-        return {name: part.state_dict() for name, part in self._stateful.items()} | {
-            "generator": self._generator.get_state(),
-            "num_bad_steps_in_a_row": self._num_bad_steps_in_a_row,
-            "num_updates": self._num_updates,
+        """Return what a resumed run needs to go on exactly as this one would.
+
+        One rank's tensors are live; those of several come to the host of rank 0.
+        """
+        self._tell(lambda: Order("state"))
+        live = {
+            name: part.state_dict(keep_vars=True)
+            if isinstance(part, nn.Module)
+            else part.state_dict()
+            for name, part in self._stateful.items()
         }
+        with self._ranks.in_touch("a checkpoint"):
+            return whole_state(live, is_kept=self._ranks.index == 0) | {
+                "generator": self._generator.get_state(),
+                "num_bad_steps_in_a_row": self._num_bad_steps_in_a_row,
+                "num_updates": self._num_updates,
+            }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore. Raises: ValueError: it is the state of another model or optimizer."""
         for name, part in self._stateful.items():
-            part.load_state_dict(state[name])
+            if isinstance(part, nn.Module):
+                load_module(part, state[name])
+            else:
+                part.load_state_dict(state[name])
+        own = [] if self._critic_optimizer is None else [self._critic_optimizer]
+        for optimizer in [*self._optimizer.optimizers, *own]:
+            shard_optimizer_state(optimizer)
         self._generator.set_state(state["generator"])
         self._num_bad_steps_in_a_row = state["num_bad_steps_in_a_row"]
         self._num_updates = state["num_updates"]

@@ -77,7 +77,22 @@ def test_ranks_and_tensor_parallel_workers_have_a_gpu_each(
     places = make_plan(configure(repository, *more), shape, on=(H100, H100), host_bytes=0)
     assert [place.name for place in places] == ["gpu 0 (H100)", "gpu 1 (H100)", "host"]
     assert sizes(places[1])["engine weights"] == NUM_PARAMS
-    assert sizes(places[1])["gradients"] == 4 * NUM_PARAMS
+
+
+def test_ranks_share_weights_gradients_and_moments_and_the_first_one_publishes(
+    shape: ModelShape, repository: Path
+) -> None:
+    more = ["learner.device=cuda", "learner.num_ranks=4", "actor.num_actors=0"]
+    places = make_plan(configure(repository, *more), shape, on=(), host_bytes=0)
+    first, *others, host = [sizes(place) for place in places]
+    assert first["learner weights"] == first["gradients"] == NUM_PARAMS
+    assert first["optimizer"] == 2 * NUM_PARAMS
+    tables = 2 * 151_936 * 896
+    blocks = 2 * ((NUM_PARAMS - tables) // 24)
+    assert first["weights put together"] == 2 * (tables + blocks)
+    assert first.pop("publish copies") == 3 * 2 * NUM_PARAMS
+    assert others == [first] * 3
+    assert [*host] == ["programs"]
 
 
 def test_run_that_does_not_fit_is_refused_with_the_arithmetic_and_the_remedy(

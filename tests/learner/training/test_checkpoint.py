@@ -17,14 +17,14 @@ class Saved:
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def save_pretrained(self, folder: Path) -> None:
+    def save_pretrained(self, folder: Path, **_: object) -> None:
         (folder / self._name).write_text(self._name)
 
 
 class Unsaveable:
     """A full disk."""
 
-    def save_pretrained(self, folder: Path) -> None:
+    def save_pretrained(self, folder: Path, **_: object) -> None:
         (folder / "half.bin").write_text("ha")
         raise OSError("no space left on device")
 
@@ -37,7 +37,7 @@ def make(root: Path, *, every_steps: int = 10, every_s: float = 1e9, keep: int =
 
 
 def save(checkpoints: Checkpoints, version: int) -> Path:
-    state = {"step": version, "moments": torch.full((2,), float(version))}
+    state = {"model": {}, "step": version, "moments": torch.full((2,), float(version))}
     return checkpoints.save(
         version, model=Saved("model.bin"), tokenizer=Saved("tokenizer.json"), state=state
     )
@@ -84,7 +84,7 @@ def test_a_failed_save_leaves_the_older_checkpoint(tmp_path: Path) -> None:
     checkpoints = make(tmp_path)
     save(checkpoints, 1)
     with pytest.raises(OSError, match="no space"):
-        checkpoints.save(2, model=Unsaveable(), tokenizer=Saved("t"), state={})
+        checkpoints.save(2, model=Unsaveable(), tokenizer=Saved("t"), state={"model": {}})
     assert newest_checkpoint(tmp_path) == tmp_path / "step-000001"
     save(checkpoints, 2)
     assert names(tmp_path) == ["step-000001", "step-000002"]

@@ -24,6 +24,7 @@ from common.config.learning import (
 from learner.batch.batching import Sample
 from learner.policy.critic import make_critic
 from learner.policy.forward import Networks
+from learner.policy.model import whole
 from learner.training.ranks import Ranks
 from learner.training.step import TrainerSettings
 from learner.training.trainer import Trainer
@@ -38,6 +39,9 @@ ALGORITHMS = {
     "ppo": AlgorithmSection(advantage=Advantage.PPO),
     "reference": AlgorithmSection(kl_coef=0.1, entropy_coef=0.01),
 }
+
+PARTS = {"all": slice(None), "three": slice(3)}  # a rank of four gets none of three
+MAX_TOKENS = 40
 
 
 def gradient_step(
@@ -74,9 +78,9 @@ def gradient_step(
     )
     trainer._optimizer.optimizers[0] = torch.optim.SGD(model.parameters(), lr=1.0)
     trainer._optimizer._base_lrs = [[1.0]]
-    before = torch.cat([p.detach().flatten().clone() for p in model.parameters()])
+    before = torch.cat([whole(p.detach()).flatten().clone() for p in model.parameters()])
     trainer.train_on(samples, version=0)
-    after = torch.cat([p.detach().flatten() for p in model.parameters()])
+    after = torch.cat([whole(p.detach()).flatten() for p in model.parameters()])
     return after - before
 
 
@@ -131,20 +135,28 @@ def _with_trailing_observation(t):
 
 
 @pytest.mark.slow
-def test_two_ranks_make_the_gradient_of_one(tmp_path: Path) -> None:
-    cast(Any, mp).spawn(_be_rank, args=(str(tmp_path),), nprocs=2)
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_make_together_the_gradient_of_one(tmp_path: Path, size: int) -> None:
+    """Uneven batches: blocks of at most two samples, and more ranks than the last one has."""
+    cast(Any, mp).spawn(_be_rank, args=(str(tmp_path), size), nprocs=size)
     for name, algorithm in ALGORITHMS.items():
-        alone = gradient_step(make_samples(), algorithm)
-        for rank in range(2):
-            together = torch.load(tmp_path / f"{name}.{rank}.pt", weights_only=True)
-            assert (together - alone).abs().max() < 1e-6
+        for part, samples in PARTS.items():
+            alone = gradient_step(make_samples()[samples], algorithm)
+            for rank in range(size):
+                path = tmp_path / f"{name}.{part}.{rank}.pt"
+                together = torch.load(path, weights_only=True)
+                assert (together - alone).abs().max() < 1e-6 * max(1.0, float(alone.abs().max()))
 
 
-def _be_rank(rank: int, folder: str) -> None:
+def _be_rank(rank: int, folder: str, size: int) -> None:
     torch.set_num_threads(1)
-    store = cast(Any, dist).FileStore(f"{folder}/store", 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    store = cast(Any, dist).FileStore(f"{folder}/store", size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    ranks = Ranks(cast(Any, dist).init_device_mesh("cpu", (size,)))
     for name, algorithm in ALGORITHMS.items():
-        change = gradient_step(make_samples(), algorithm, ranks=Ranks(dist.group.WORLD))
-        torch.save(change, f"{folder}/{name}.{rank}.pt")
+        for part, samples in PARTS.items():
+            change = gradient_step(
+                make_samples()[samples], algorithm, ranks=ranks, max_tokens=MAX_TOKENS
+            )
+            torch.save(change, f"{folder}/{name}.{part}.{rank}.pt")
     dist.destroy_process_group()

@@ -10,14 +10,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from common.config.learning import Advantage, AlgorithmSection, ControllerSection, Precision
 from common.config.run_config import RunConfig
 from common.errors import LongstrideError
 from learner.training.build import load_start, make_trainer
+from learner.training.checkpoint import Checkpoints
 from learner.training.rank_workers import RankWorkers
+from learner.training.ranks import deal
 from learner.training.trainer import Trainer
 from tests.learner.builders import make_samples, run_config_with_policy
+
+SEQUENCES = [[1, 2, 3, 4, 5], [6, 7], [8, 9, 10]]
 
 
 @pytest.fixture
@@ -34,14 +39,16 @@ def cfg(tmp_path: Path) -> RunConfig:
 
 
 @contextmanager
-def ranks_of(cfg: RunConfig) -> Iterator[tuple[Trainer, RankWorkers]]:
+def ranks_of(
+    cfg: RunConfig, checkpoint: Path | None = None
+) -> Iterator[tuple[Trainer, RankWorkers]]:
     """Yield the trainer of rank 0, and its workers; end them afterwards."""
-    workers = RankWorkers(cfg, None)
+    workers = RankWorkers(cfg, checkpoint)
     try:
-        model, _ = load_start(cfg, None, torch.device("cpu"))
+        model, _ = load_start(cfg, checkpoint, torch.device("cpu"))
         workers.wait_loaded()
         ranks = workers.join(cfg.learner.precision)
-        trainer, _ = make_trainer(cfg, model, None, ranks=ranks, announce=workers.announce)
+        trainer, _ = make_trainer(cfg, model, checkpoint, ranks=ranks, announce=workers.announce)
         yield trainer, workers
     finally:
         workers.stop()
@@ -68,13 +75,43 @@ def test_two_ranks_have_the_weights_of_one_after_three_steps_and_leave(cfg: RunC
     cfg = replace(cfg, algorithm=AlgorithmSection(advantage=Advantage.PPO, entropy_coef=0.01))
     model, _ = load_start(cfg, None, torch.device("cpu"))
     start = torch.cat([p.detach().flatten().clone() for p in model.parameters()])
-    alone = weights_after(make_trainer(cfg, model, None)[0], num_steps=3)
+    single, _ = make_trainer(cfg, model, None)
+    alone = weights_after(single, num_steps=3)
     with ranks_of(cfg) as (trainer, workers):
         together = weights_after(trainer, num_steps=3)
         process = workers._workers[0].process
+        scores, published = trainer.score(SEQUENCES), dict(trainer.weights(torch.float32))
+    for ours, theirs in zip(scores, single.score(SEQUENCES), strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-5)
+    for name, tensor in single.weights(torch.float32):
+        assert (published.pop(name) - tensor).abs().max() < 1e-6
+    assert published == {}
     assert (alone[: len(start)] - start).abs().max() > 1e-3
     assert (alone - together).abs().max() < 1e-6
     assert process.exitcode == 0
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_two_ranks_is_gone_on_from_by_one_and_by_two(
+    cfg: RunConfig, tmp_path: Path
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(cfg.model.path, local_files_only=True)
+    with ranks_of(cfg) as (trainer, _):
+        weights_after(trainer, num_steps=2)
+        folder = Checkpoints(tmp_path / "checkpoints", cfg.learner).save(
+            2, model=trainer._model, tokenizer=tokenizer, state=trainer.state_dict()
+        )
+        expected = weights_after(trainer, num_steps=1)
+    for num_ranks in (1, 2):
+        again = replace(cfg, learner=replace(cfg.learner, num_ranks=num_ranks))
+        with ranks_of(again, folder) as (trainer, _):
+            assert (weights_after(trainer, num_steps=1) - expected).abs().max() < 1e-6
+
+
+def test_samples_are_dealt_by_what_they_cost() -> None:
+    assert deal([9, 1, 1, 7, 4, 4], 2) == [0, 1, 1, 1, 1, 0]  # 13 and 13
+    assert deal([5, 5], 4) == [0, 1]
+    assert deal([3, 1, 2], 1) == [0, 0, 0]
 
 
 @pytest.mark.slow
@@ -119,6 +156,5 @@ def test_one_rank_starts_nobody(cfg: RunConfig) -> None:
     workers = RankWorkers(replace(cfg, learner=replace(cfg.learner, num_ranks=1)), None)
     workers.wait_loaded()
     assert workers.join(Precision.FP32).size == 1
-    workers.announce([], 0, False)
     workers.check()
     workers.stop()
