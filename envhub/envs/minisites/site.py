@@ -133,9 +133,8 @@ class Visit:
     def submit(self, entry: Mapping[str, Any]) -> Response:
         """Do what an entry of the site's table says of a form."""
         names = self.names
-        names.update(
-            {name: self._field(name, kind) for name, kind in entry.get("takes", {}).items()}
-        )
+        for name, kind in entry.get("takes", {}).items():
+            names[name] = self._field(name, kind)
         for name in entry.get("finds", ()):
             self.find(name)
         if "wants" in entry and not self.rows(f"SELECT 1 WHERE {entry['wants']}"):

@@ -163,6 +163,72 @@ def test_text_of_a_visitor_is_shown_and_never_taken_for_markup(client: TestClien
     assert all(node.tag != "script" for node in browser.page.walk())
 
 
+OTHERS_PROJECT = "SELECT '/' || owner || '/' || slug FROM projects WHERE owner_id <> 1"
+REFUSED = [  # database, SELECT of an address, what is sent below it, where that leads, notice
+    ("gitlab", OTHERS_PROJECT, "/-/issues/new", {"title": "A", "label": "none"},
+     "/-/issues/new", "An issue needs a title and a label."),
+    ("gitlab", OTHERS_PROJECT, "/-/issues/1/assign", {"username": "nobody"},
+     "/-/issues/1", "There is no user of this name."),
+    ("gitlab", OTHERS_PROJECT, "/-/merge_requests/1/state", {"state": "Merged"},
+     "/-/merge_requests/1", "You may not do this."),
+    ("reddit", "SELECT '/f/' || name FROM forum", "/submit", {"body": "text"},
+     "/submit", "A post needs a title."),
+    ("shop", "SELECT '/product/' || slug FROM products", "/review",
+     {"rating": "6", "title": "A", "body": "B"}, "/review",
+     "A review needs a rating, a title and a text."),
+    ("maps", "SELECT '/place/' || slug FROM place", "/correction",
+     {"topic": "Weather", "body": "B"}, "/correction",
+     "Say what is wrong, and what would be right."),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("database", "select", "below", "form", "back", "notice"), REFUSED)
+def test_form_that_is_refused_changes_nothing_and_says_why(
+    client: TestClient,
+    database: str,
+    select: str,
+    below: str,
+    form: dict[str, str],
+    back: str,
+    notice: str,
+) -> None:
+    host = "shopping.test" if database == "shop" else f"{database}.test"
+    browser = start(client, "one")
+    db = client.app.state.store.session("one").database(database)  # type: ignore[attr-defined]
+    base, before = db.execute(select).fetchone()[0], list(db.iterdump())
+    reply = client.post(
+        f"http://{host}{base}{below}", data=form, headers=browser.headers, follow_redirects=False
+    )
+    assert reply.headers["location"] == base + back
+    assert notice in browser.goto(f"http://{host}{base}{back}")
+    assert list(db.iterdump()) == before
+
+
+def test_member_is_added_only_by_the_owner_and_only_in_a_known_role(client: TestClient) -> None:
+    headers = start(client, "one").headers
+    db = client.app.state.store.session("one").database("gitlab")  # type: ignore[attr-defined]
+    projects = "SELECT '/' || owner || '/' || slug || '/-/members' FROM projects WHERE owner_id"
+    (own,), (others,) = (db.execute(f"{projects} {which} 1").fetchone() for which in ("=", "<>"))
+    (user,) = db.execute("SELECT username FROM user WHERE id = 24").fetchone()
+
+    def roles(path: str, role: str) -> list[str]:
+        client.post(
+            f"http://gitlab.test{path}", data={"username": user, "role": role}, headers=headers
+        )
+        found = db.execute(
+            "SELECT role FROM member JOIN projects ON projects.id = project_id WHERE user_id = 24"
+            " AND '/' || owner || '/' || slug || '/-/members' = ?",
+            (path,),
+        )
+        return [row["role"] for row in found]
+
+    before = roles(own, "King")
+    assert "King" not in before
+    assert roles(own, "Maintainer") == ["Maintainer"]
+    assert roles(own, "Guest") == ["Guest"]
+    assert roles(others, "Owner") == roles(others, "Guest")
+
+
 def test_form_that_is_too_large_is_refused(client: TestClient) -> None:
     browser = start(client, "one")
     reply = client.post(
