@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sysconfig
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -23,23 +24,49 @@ class Gpu:
 
     name: str
     memory_bytes: int
+    uuid: str = ""  # "GPU-...", which CUDA_VISIBLE_DEVICES takes
 
 
 @cache
 def gpus() -> tuple[Gpu, ...]:
-    """Return the GPUs that answer on this machine."""
+    """Return the GPUs that answer on this machine and that CUDA_VISIBLE_DEVICES, if set, shows."""
     if shutil.which("nvidia-smi") is None:
         return ()
-    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    query = ["nvidia-smi", "--query-gpu=uuid,name,memory.total", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         return ()
-    rows = [line.rpartition(",") for line in done.stdout.splitlines() if done.returncode == 0]
-    return tuple(
-        Gpu(name=name.strip(), memory_bytes=int(mib) << 20 if mib.strip().isdigit() else 0)
-        for name, _, mib in rows
-    )
+    listed = done.stdout.splitlines() if done.returncode == 0 else []
+    return shown_gpus(listed, os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def shown_gpus(lines: Sequence[str], visible: str | None) -> tuple[Gpu, ...]:
+    """Return the GPUs in lines of "uuid, name, MiB" that CUDA would show, in its order.
+
+    Args:
+        visible: positions or beginnings of uuids with commas between; None shows all. Like CUDA,
+            nothing after an entry that names no GPU counts.
+    """
+    gpus: list[Gpu] = []
+    for line in lines:
+        uuid, _, rest = line.partition(",")
+        name, _, mib = (part.strip() for part in rest.rpartition(","))
+        size = int(mib) << 20 if mib.isdigit() else 0
+        gpus.append(Gpu(name=name, memory_bytes=size, uuid=uuid.strip()))
+    if visible is None:
+        return tuple(gpus)
+    shown: list[Gpu] = []
+    for entry in (part.strip() for part in visible.split(",")):
+        named = [
+            gpu
+            for i, gpu in enumerate(gpus)
+            if entry == str(i) or (entry.startswith("GPU-") and gpu.uuid.startswith(entry))
+        ]
+        if len(named) != 1:
+            break
+        shown += named
+    return tuple(shown)
 
 
 def has_cuda() -> bool:

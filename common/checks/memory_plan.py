@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.checks.gpu_placement import seat, trains_on_gpu
 from common.checks.machine import GIB, Gpu, gpus, has_bf16_units, memory_bytes
 from common.checks.model_shape import BYTES_OF, ModelShape, read_shape
 from common.config.learning import Advantage, CriticKind, OptimizerKind, Precision
@@ -52,20 +53,23 @@ def make_plan(
     cfg: RunConfig, shape: ModelShape, *, on: Sequence[Gpu], host_bytes: int
 ) -> list[Place]:
     """Return what lies where: on each GPU that a role uses, and in the host's (0: unknown)."""
-    is_cuda = cfg.learner.device == "cuda" or (cfg.learner.device == "auto" and bool(on))
+    is_cuda = trains_on_gpu(cfg, num_gpus=len(on))
     first, other = (_learner_parts(cfg, shape, is_cuda=is_cuda, rank=rank) for rank in (0, 1))
     num_ranks = cfg.learner.num_ranks
-    num_learners = num_ranks if is_cuda else 0
-    on_gpu = bool(on) or cfg.learner.device == "cuda"  # the engine goes where vLLM finds a device
-    num_engines = (cfg.actor.tensor_parallel_size if cfg.actor.num_actors else 0) if on_gpu else 0
+    on_gpu = bool(on) or is_cuda  # the engine goes where vLLM finds a device
     places: list[Place] = []
-    for i in range(max(num_learners, num_engines)):
-        capacity = on[i].memory_bytes if i < len(on) else 0
-        parts = list(other if i else first) if i < num_learners else []
-        if i < num_engines:
-            parts += _gpu_engine_parts(cfg, shape, capacity)
-        name = f"gpu {i}" + (f" ({on[i].name})" if i < len(on) else "")
-        places.append(Place(name, parts, capacity, GPU_REMEDY))
+    if on_gpu:
+        num_gpus = len(on) or max(num_ranks, cfg.actor.tensor_parallel_size)
+        seats = seat(cfg, num_gpus=num_gpus)
+        for i in sorted({*seats.learner, *(gpu for own in seats.actors for gpu in own)}):
+            capacity = on[i].memory_bytes if i < len(on) else 0
+            parts: list[Part] = []
+            if i in seats.learner:
+                parts += other if seats.learner.index(i) else first
+            if num_engines := sum(i in own for own in seats.actors):
+                parts += _gpu_engine_parts(cfg, shape, capacity, num_engines=num_engines)
+            name = f"gpu {i}" + (f" ({on[i].name})" if i < len(on) else "")
+            places.append(Place(name, parts, capacity, GPU_REMEDY))
     host = [] if is_cuda else [*first, *_times(other, num_ranks - 1, "ranks")]
     host += [] if on_gpu else _times(_cpu_engine_parts(cfg, shape), cfg.actor.num_actors, "actors")
     num_processes = num_ranks + 2 * cfg.actor.num_actors
@@ -163,8 +167,10 @@ def _cpu_engine_parts(cfg: RunConfig, shape: ModelShape) -> list[Part]:
     ]
 
 
-def _gpu_engine_parts(cfg: RunConfig, shape: ModelShape, capacity_bytes: int) -> list[Part]:
-    """Return what one worker of the engines holds on a GPU; vLLM takes its share at the start."""
+def _gpu_engine_parts(
+    cfg: RunConfig, shape: ModelShape, capacity_bytes: int, *, num_engines: int
+) -> list[Part]:
+    """Return what the workers of engines hold on a GPU; vLLM takes its share at the start."""
     actor, width = cfg.actor, BYTES_OF[cfg.model.dtype]
     weights = width * shape.num_params // actor.tensor_parallel_size
     how = f"{shape.num_params / 1e6:,.1f}M / {actor.tensor_parallel_size} x {width} B"
@@ -175,7 +181,7 @@ def _gpu_engine_parts(cfg: RunConfig, shape: ModelShape, capacity_bytes: int) ->
         key = f"the rest of actor.gpu_memory_frac={actor.gpu_memory_frac:g}"
         parts.append(Part("engine work space", ENGINE_WORK_BYTES, "about"))
         parts.append(_cache_part(actor, shape, cfg.model.dtype, cache, key))
-    return [*_times(parts, actor.num_actors, "actors"), Part("incoming weights", weights, how)]
+    return [*_times(parts, num_engines, "actors"), Part("incoming weights", weights, how)]
 
 
 def _cache_part(

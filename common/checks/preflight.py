@@ -7,6 +7,7 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
+from common.checks.gpu_placement import Seats, seat
 from common.checks.machine import COMPILER_PACKAGES, GIB, compiler_problem, gpus, has_cuda
 from common.checks.memory_plan import check_memory, plan_here
 from common.checks.model_shape import read_shape
@@ -51,23 +52,20 @@ def check(cfg: RunConfig, root: Path, *, missing: Sequence[str] = ()) -> None:
     check_memory(cfg, plan_here(cfg, root), read_shape(root / cfg.model.path))
 
 
-def check_devices(cfg: RunConfig) -> None:
-    """Return if the GPUs that the config asks for are on this machine.
+def check_devices(cfg: RunConfig) -> Seats:
+    """Return who gets which of this machine's GPUs; nobody any where there are none.
 
-    Raises: ConfigError: there are fewer; names the key.
+    Raises: ConfigError: there are fewer than the config asks for; names the keys.
     """
-    if cfg.learner.device != "cuda":
-        return
-    wanted, found = cfg.learner.num_ranks, len(gpus())
-    if not found:
+    num_gpus = len(gpus())
+    if num_gpus:
+        return seat(cfg, num_gpus=num_gpus)
+    if cfg.learner.device.startswith("cuda"):
         raise ConfigError(
-            "learner.device=cuda: no NVIDIA GPU answers on this machine (see nvidia-smi);"
-            " learner.device=cpu trains without"
+            f"learner.device={cfg.learner.device}: no NVIDIA GPU answers on this machine (see"
+            " nvidia-smi); learner.device=cpu trains without"
         )
-    if wanted > found:
-        raise ConfigError(
-            f"learner.num_ranks={wanted}: each rank has a GPU of its own, and {found} answer"
-        )
+    return Seats((), ())
 
 
 def check_engine() -> None:

@@ -127,6 +127,14 @@ class SchedulerSection:
     size_leases: bool = knob(True, "an actor holds no more than it finishes before it is stale")
 
 
+class GpuPlacement(StrEnum):
+    """Auto: apart from the learner if there are GPUs enough, else colocated with it."""
+
+    AUTO = "auto"
+    APART = "apart"
+    COLOCATED = "colocated"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActorSection:
     """Generation and interaction."""
@@ -147,6 +155,7 @@ class ActorSection:
     kv_cache_blocks: int = knob(0, "of the engine's own size; 0: as many as the memory holds", ge=0)
     gpu_memory_frac: float = knob(0.85, "of the device's memory, for the engine", gt=0, le=1)
     tensor_parallel_size: int = knob(1, "devices of one engine", ge=1, le=64)
+    placement: GpuPlacement = knob(GpuPlacement.AUTO, "of engines, on GPUs the learner has or not")
     enforce_eager: bool = knob(True, "no compiled graphs: slower, but up at once")
     turn_timeout_s: float = knob(300.0, "seconds for one turn's tokens", gt=0)
     episode_timeout_s: float = knob(

@@ -77,7 +77,7 @@ def _nearest_run(own: Path) -> str:
 
 def train(cfg: RunConfig, run_dir: RunDir, *, root: Path) -> int:
     """Start all roles, wait for the end, write the report; return the exit code."""
-    from common.checks.machine import has_cuda
+    from common.checks.machine import gpus
     from common.checks.preflight import check_devices
     from common.dashboard.run_state import stop_line
     from common.dashboard.run_view import view_run
@@ -87,7 +87,7 @@ def train(cfg: RunConfig, run_dir: RunDir, *, root: Path) -> int:
     from common.store.run_start import prepare
     from common.wire.security import create_keys
 
-    check_devices(cfg)
+    seats = check_devices(cfg)
     started = time.monotonic()
     with hold_run(run_dir.root, name=cfg.run.name):
         prepare(cfg, run_dir)
@@ -97,9 +97,14 @@ def train(cfg: RunConfig, run_dir: RunDir, *, root: Path) -> int:
         create_keys(run_dir.keys)
         save_config(cfg, run_dir.config)
         _point_latest(run_dir)
-        num_actors, has_hub = cfg.actor.num_actors, not cfg.envhub.url
         specs = make_role_specs(
-            cfg.run, run_dir, root=root, num_actors=num_actors, has_hub=has_hub, has_cuda=has_cuda()
+            cfg.run,
+            run_dir,
+            root=root,
+            num_actors=cfg.actor.num_actors,
+            has_hub=not cfg.envhub.url,
+            seats=seats,
+            found=gpus(),
         )
         ending, peak_memory_bytes = supervise(cfg, run_dir, specs)
     if ending.exit_code > 128:  # by a signal

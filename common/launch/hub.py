@@ -30,9 +30,7 @@ def serve_hub(cfg: RunConfig, run_dir: RunDir, *, root: Path) -> Generator[tuple
         yield cfg.envhub.url, cfg.envhub.token or token
         return
     run_dir.forget_address("envhub")
-    spec = make_role_specs(cfg.run, run_dir, root=root, num_actors=0, has_hub=True, has_cuda=False)[
-        0
-    ]
+    spec = make_role_specs(cfg.run, run_dir, root=root, num_actors=0, has_hub=True)[0]
     guardian = Guardian()
     hub = ChildProcess("hub", spec.argv, log_path=spec.log_path, env=spec.env, guardian=guardian)
     try:

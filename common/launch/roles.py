@@ -1,8 +1,11 @@
 """Which processes a run consists of on one machine."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+from common.checks.gpu_placement import Seats, visible_to
+from common.checks.machine import Gpu
 from common.config.run_config import RunSection
 from common.launch.base import RoleSpec
 from common.store.run_dir import RunDir
@@ -11,7 +14,14 @@ SECOND_TO_STOP, LAST_TO_STOP = 1, 2  # learner and actors are the first
 
 
 def make_role_specs(
-    run: RunSection, run_dir: RunDir, *, root: Path, num_actors: int, has_hub: bool, has_cuda: bool
+    run: RunSection,
+    run_dir: RunDir,
+    *,
+    root: Path,
+    num_actors: int,
+    has_hub: bool,
+    seats: Seats | None = None,
+    found: Sequence[Gpu] = (),
 ) -> list[RoleSpec]:
     """Return the roles of a training run in the order of starting.
 
@@ -19,11 +29,14 @@ def make_role_specs(
         run_dir: holds the config that the roles load, and gets their logs.
         root: where `run.py` lies.
         has_hub: whether one of its own is started, the first.
-        has_cuda: False keeps the threads of the roles from fighting over the cores.
+        seats: who gets which of the GPUs that were `found`; without any the threads of the roles
+            are kept from fighting over the cores.
     """
-    env = {} if has_cuda else {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    shared = {} if found else {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
     def spec(role: str, name: str, *overrides: str, **policy: object) -> RoleSpec:
+        number = int(name.partition("-")[2] or 0)
+        env = shared | (visible_to(role, number, seats, found) if seats is not None else {})
         where = (f"run.dir={run.dir}", f"run.name={run.name}")
         argv = (sys.executable, str(root / "run.py"), role, *where, *overrides)
         log_path = run_dir.logs / f"{name}.log"

@@ -63,9 +63,13 @@ class RankWorkers:
         num_ranks = cfg.learner.num_ranks
         if num_ranks == 1:
             return
-        if self._device.type == "cuda" and torch.cuda.device_count() < num_ranks:
+        needed = (self._device.index or 0) + num_ranks
+        if self._device.type == "cuda" and torch.cuda.device_count() < needed:
             has = torch.cuda.device_count()
-            raise ConfigError(f"learner.num_ranks={num_ranks}: {has} CUDA devices are visible")
+            raise ConfigError(
+                f"learner.num_ranks={num_ranks} from learner.device={cfg.learner.device}: {needed}"
+                f" CUDA devices are needed, and {has} are visible"
+            )
         self._meeting = Path(tempfile.mkdtemp(prefix="learner-ranks-"))  # ours alone, on this host
         context = multiprocessing.get_context("spawn")
         for rank in range(1, num_ranks):
@@ -188,7 +192,7 @@ def _serve_rank(
     configure_logging(f"learner-{rank}", cfg.log.level)
     device = pick_device(cfg.learner.device)
     if device.type == "cuda":
-        device = torch.device("cuda", rank)
+        device = torch.device("cuda", (device.index or 0) + rank)
         torch.cuda.set_device(device)
     try:
         model, _ = load_start(cfg, checkpoint, device)

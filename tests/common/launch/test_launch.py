@@ -287,10 +287,10 @@ def test_run_consists_of_hub_scheduler_learner_and_actors(repository: Path, tmp_
     make = partial(
         make_role_specs, RunSection(), RunDir(root=tmp_path), root=repository, num_actors=2
     )
-    specs = make(has_hub=True, has_cuda=False)
+    specs = make(has_hub=True)
     names = ["envhub", "scheduler", "learner", "actor-0", "actor-1"]
     assert [spec.name for spec in specs] == names
     assert [spec.name for spec in specs if spec.ends_run] == ["learner"]
     assert specs[-1].argv[-1] == "actor.name=actor-1"
     assert all(spec.env["OMP_NUM_THREADS"] == "1" for spec in specs)
-    assert [spec.name for spec in make(has_hub=False, has_cuda=True)] == names[1:]
+    assert [spec.name for spec in make(has_hub=False)] == names[1:]

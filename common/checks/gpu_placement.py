@@ -1,0 +1,83 @@
+"""Which of this machine's GPUs each role of a run gets, decided before anything starts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from common.checks.machine import Gpu
+from common.config.run_config import GpuPlacement, RunConfig
+from common.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Seats:
+    """GPUs by their positions among those that are visible."""
+
+    learner: tuple[int, ...]  # by rank; () trains on the CPU
+    actors: tuple[tuple[int, ...], ...]  # by actor, then by tensor-parallel worker
+
+
+def trains_on_gpu(cfg: RunConfig, *, num_gpus: int) -> bool:
+    """Return whether the learner's device means one, on a machine with so many."""
+    return cfg.learner.device.startswith("cuda") or (cfg.learner.device == "auto" and num_gpus > 0)
+
+
+def seat(cfg: RunConfig, *, num_gpus: int) -> Seats:
+    """Return where learner and engines go: apart as long as there are GPUs, else colocated.
+
+    Example (4 GPUs, 2 ranks, 3 actors): the learner has 0 and 1. With `actor.placement=apart` that
+    is refused: one GPU is missing. Left at auto, the actors get 2, 3 and, beside rank 0, 0.
+
+    Raises: ConfigError: they are too few, with the arithmetic and the remedy.
+    """
+    num_ranks, width = cfg.learner.num_ranks, cfg.actor.tensor_parallel_size
+    wanted = cfg.actor.num_actors * width
+    learner: tuple[int, ...] = ()
+    if trains_on_gpu(cfg, num_gpus=num_gpus):
+        first = int(cfg.learner.device.partition(":")[2] or 0)
+        learner = tuple(range(first, first + num_ranks))
+        if learner[-1] >= num_gpus:
+            raise ConfigError(
+                f"learner.num_ranks={num_ranks} with learner.device={cfg.learner.device}: each rank"
+                f" has a GPU of its own, up to number {learner[-1]}, and {num_gpus} answer"
+            )
+    if wanted and width > num_gpus:
+        raise ConfigError(
+            f"actor.tensor_parallel_size={width}: one engine needs so many GPUs, and {num_gpus}"
+            " answer"
+        )
+    free = [i for i in range(num_gpus) if i not in learner]
+    if wanted <= len(free):
+        order = free
+    elif cfg.actor.placement is GpuPlacement.APART:
+        raise ConfigError(
+            f"actor.placement=apart: actor.num_actors={cfg.actor.num_actors} x"
+            f" actor.tensor_parallel_size={width} = {wanted} GPUs beside the learner's"
+            f" {len(learner)}, and {num_gpus} answer; actor.placement=colocated shares them"
+        )
+    else:
+        order = [*free, *learner]
+    if cfg.actor.placement is GpuPlacement.COLOCATED:
+        order = [*learner, *free]
+    actors = [
+        tuple(order[(i * width + k) % len(order)] for k in range(width))
+        for i in range(cfg.actor.num_actors)
+    ]
+    return Seats(learner, tuple(actors))
+
+
+def visible_to(role: str, number: int, seats: Seats, found: Sequence[Gpu]) -> dict[str, str]:
+    """Return the environment that shows a role's process its own GPUs only.
+
+    Args:
+        role: "learner", "actor" or one that needs none.
+        number: which actor.
+        found: this machine's; without any, nothing needs to be hidden.
+    """
+    if not found:
+        return {}
+    own: tuple[int, ...] = ()
+    if role == "learner" and seats.learner:
+        own = tuple(range(seats.learner[-1] + 1))  # from the first: `cuda:1` must stay the second
+    elif role == "actor":
+        own = seats.actors[number]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(found[i].uuid for i in own)}
