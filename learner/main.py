@@ -238,12 +238,13 @@ class Loop:
 
     def _snapshot(self) -> PublishedWeights:
         """Return a copy of the current weights, with our scores of the canaries."""
-        learner = self._learner
+        trainer, dtype = self._learner.trainer, getattr(torch, self._cfg.model.dtype)
         return snapshot(
             self.version,
-            learner.trainer.weights(getattr(torch, self._cfg.model.dtype)),
+            trainer.weights(dtype),
+            layout=trainer.weight_layout(dtype),
             canary_token_ids=self._canary,
-            canary_logprobs=learner.trainer.score(self._canary) if self._canary else [],
+            canary_logprobs=trainer.score(self._canary) if self._canary else [],
             canary_masks=self._canary_masks,
         )
 

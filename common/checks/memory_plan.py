@@ -11,7 +11,7 @@ from common.config.learning import Advantage, CriticKind, OptimizerKind, Precisi
 from common.config.run_config import ActorSection, LearnerSection, RunConfig
 from common.errors import ConfigError
 
-PUBLISH_COPIES = 3  # the version that engines have, the next one, and its tensors while cast
+PUBLISH_COPIES = 2  # the version that engines have and the next one
 PROCESS_BYTES = 1 * GIB  # torch and vLLM themselves; measured 0.7-1.1 GiB a process
 ENGINE_WORK_BYTES = 3 * GIB // 2  # of a GPU engine beside weights and cache
 GPU_REMEDY = (

@@ -18,7 +18,6 @@ from common.store.run_dir import RunDir
 from common.wire.security import create_keys
 from common.wire.sockets import Router
 from learner.offline.scratch import save_policy
-from learner.policy.model import export_tensors
 from learner.training.trainer import Trainer
 from learner.weights.publisher import Publisher
 from learner.weights.snapshot import PublishedWeights, snapshot
@@ -85,12 +84,12 @@ def measure_engine(
     publisher.start()
     child = _start(run, run_dir, path, environ)
     try:
-        publisher.publish(_version(0, trainer, model, run, canary))
+        publisher.publish(_version(0, trainer, run, canary))
         child.wait_until(
             lambda: publisher.drain_metrics()["weights/members"] > 0, timeout_s=run.timeout_s
         )
         _randomize(model)
-        weights = _version(1, trainer, model, run, canary)
+        weights = _version(1, trainer, run, canary)
         publisher.publish(weights)
         measured = publisher.drain_metrics()
         report = run_dir.root / REPORT
@@ -113,11 +112,12 @@ def measure_engine(
 
 
 def _version(
-    number: int, trainer: Trainer, model: PreTrainedModel, run: EngineRun, canary: list[list[int]]
+    number: int, trainer: Trainer, run: EngineRun, canary: list[list[int]]
 ) -> PublishedWeights:
     weights = snapshot(
         number,
-        export_tensors(model, getattr(torch, run.dtype)),
+        trainer.weights(getattr(torch, run.dtype)),
+        layout=trainer.weight_layout(getattr(torch, run.dtype)),
         canary_token_ids=canary,
         canary_logprobs=trainer.score(canary),
     )

@@ -17,7 +17,7 @@ from common.errors import WeightSyncError
 from common.repository import ROOT
 from common.wire.collective import BroadcastGroup, Place, checksum, open_store
 from learner.bench.step import clock_of
-from learner.policy.model import export_tensors
+from learner.policy.model import export_layout, export_tensors
 from learner.weights.snapshot import PublishedWeights, snapshot
 
 HOST = "127.0.0.1"
@@ -48,7 +48,8 @@ def snapshot_weights(model: PreTrainedModel, dtype: torch.dtype) -> tuple[Publis
     """Return the weights as they are published, and the seconds that copy and checksum took."""
     clock = clock_of(next(model.parameters()).device)
     started = clock()
-    weights = snapshot(0, export_tensors(model, dtype), canary_token_ids=[], canary_logprobs=[])
+    tensors, layout = export_tensors(model, dtype), export_layout(model, dtype)
+    weights = snapshot(0, tensors, layout=layout, canary_token_ids=[], canary_logprobs=[])
     return weights, clock() - started
 
 

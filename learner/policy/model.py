@@ -150,13 +150,28 @@ def export_tensors(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple
 
     If the model is sharded, all ranks must do so together.
     """
+    for name, tensor in _tensors_once(model):
+        yield name, whole(tensor.to(_exported(tensor, dtype)))
+
+
+def export_layout(model: PreTrainedModel, dtype: torch.dtype) -> list[tuple[str, Tensor]]:
+    """Return what `export_tensors` yields as meta tensors; for a sharded model on one rank, too."""
+    return [
+        (name, torch.empty(tensor.shape, dtype=_exported(tensor, dtype), device="meta"))
+        for name, tensor in _tensors_once(model)
+    ]
+
+
+def _exported(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
+    return dtype if tensor.is_floating_point() else tensor.dtype
+
+
+def _tensors_once(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) in seen:
-            continue
-        seen.add(id(tensor))
-        found = tensor.detach()
-        yield name, whole(found.to(dtype) if found.is_floating_point() else found)
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield name, tensor.detach()
 
 
 def whole(tensor: Tensor) -> Tensor:

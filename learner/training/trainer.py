@@ -15,7 +15,7 @@ from common.errors import ConfigError
 from learner.batch.batching import Sample, make_minibatches
 from learner.batch.codec import pack_samples, unpack_samples
 from learner.policy.forward import Networks
-from learner.policy.model import export_tensors, whole
+from learner.policy.model import export_layout, export_tensors, whole
 from learner.policy.sharding import load_module, shard_optimizer_state, whole_state
 from learner.training.controller import Controller, Decision
 from learner.training.optimizer import lr_scale, make_critic_optimizer, make_optimizer
@@ -108,6 +108,10 @@ class Trainer:
         self._tell(lambda: Order("weights", payload=str(dtype).encode()))
         with self._ranks.in_touch("gathering weights"):
             yield from export_tensors(self._model, dtype)
+
+    def weight_layout(self, dtype: torch.dtype) -> list[tuple[str, Tensor]]:
+        """Return names, shapes and types of what `weights` yields, as meta tensors."""
+        return export_layout(self._model, dtype)
 
     def carry_out(self, order: Order) -> None:
         """Do as another rank what rank 0 does."""

@@ -3,6 +3,7 @@
 import logging
 import math
 import threading
+from typing import NamedTuple
 
 from common.wire.weight_messages import CanaryScores
 from learner.weights.snapshot import PublishedWeights
@@ -12,13 +13,20 @@ logger = logging.getLogger(__name__)
 KEPT_VERSIONS = 4  # an engine may answer a little late
 
 
+class _Expected(NamedTuple):
+    """What is kept of a version: not its weights."""
+
+    logprobs: list[list[float]]  # [canary, seq-1] nats
+    masks: list[list[bool]]  # [canary, seq-1]
+
+
 class Canary:
     """Compares the engines' scores with the trainer's, and counts disagreements in a row."""
 
     def __init__(self, *, max_delta: float) -> None:
         """Make one that allows a mean |difference| of `max_delta` nats."""
         self._max_delta = max_delta
-        self._expected: dict[int, PublishedWeights] = {}  # by version
+        self._expected: dict[int, _Expected] = {}  # by version
         self._alarms: dict[str, int] = {}  # by actor name, in a row
         self._worst: float | None = None  # mean |difference| in nats since the last drain
         self._lock = threading.Lock()
@@ -26,14 +34,14 @@ class Canary:
     def expect(self, weights: PublishedWeights) -> None:
         oldest = weights.version - KEPT_VERSIONS
         self._expected = {v: w for v, w in self._expected.items() if v > oldest}
-        self._expected[weights.version] = weights
+        self._expected[weights.version] = _Expected(weights.canary_logprobs, weights.canary_masks)
 
     def compare(self, scores: CanaryScores) -> None:
         """Hold an engine's scores against the trainer's of the same version."""
-        weights = self._expected.get(scores.version)
-        if weights is None or not weights.canary_logprobs:
+        expected = self._expected.get(scores.version)
+        if expected is None or not expected.logprobs:
             return
-        delta = _mean_delta(weights.canary_logprobs, scores.logprobs, weights.canary_masks)
+        delta = _mean_delta(expected.logprobs, scores.logprobs, expected.masks)
         is_alarm = not delta <= self._max_delta  # a NaN is an alarm
         with self._lock:
             self._worst = delta if self._worst is None else max(delta, self._worst)

@@ -1,6 +1,6 @@
 """A version of the policy as the weight plane carries it: one flat buffer, and how to check it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +27,7 @@ def snapshot(
     version: int,
     tensors: Iterable[tuple[str, Tensor]],
     *,
+    layout: Iterable[tuple[str, Tensor]] | None = None,
     canary_token_ids: list[list[int]],
     canary_logprobs: list[list[float]],
     canary_masks: list[list[bool]] | None = None,
@@ -35,11 +36,20 @@ def snapshot(
 
     Canaries as in `PublishedWeights`; without masks all tokens are compared. They should leave out
     what no policy sampled: its logprobs are huge, and rounding of huge numbers says little.
+
+    Args:
+        layout: names, shapes and types of the tensors in their order (meta tensors will do). With
+            it the tensors may come one by one, and are never all there beside the copy.
     """
-    named = list(tensors)
-    specs, num_bytes = lay_out(named)
-    buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=named[0][1].device)
-    flatten_into(buffer, specs, (tensor for _, tensor in named))
+    if layout is None:
+        layout = tensors = list(tensors)
+    specs, num_bytes = lay_out(layout)
+    stream = (tensor for _, tensor in tensors)
+    first = next(stream)
+    buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=first.device)
+    all_of_them = _preceded(first, stream)
+    del first  # the largest, as a rule
+    flatten_into(buffer, specs, all_of_them)
     return PublishedWeights(
         version=version,
         buffer=buffer,
@@ -49,3 +59,9 @@ def snapshot(
         canary_logprobs=canary_logprobs,
         canary_masks=canary_masks or [[True] * len(row) for row in canary_logprobs],
     )
+
+
+def _preceded(first: Tensor, rest: Iterator[Tensor]) -> Iterator[Tensor]:
+    yield first
+    del first  # which `itertools.chain` would keep to the end
+    yield from rest

@@ -27,7 +27,7 @@ from tests.end_to_end.hubs import amount, offline_envs
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 NUM_ITEMS = amount("LONGSTRIDE_SOLVE_ITEMS", default=0)
-NUM_SUBSETS = 6  # by default, with one item each
+NUM_SUBSETS = 4  # by default, with one item each
 NUM_TURNS = 10
 WITHOUT_EXPERT = frozenset(subset_name(page) for page in UNSOLVABLE)
 

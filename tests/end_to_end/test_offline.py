@@ -21,7 +21,7 @@ from tests.end_to_end.runs import REPOSITORY
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 BASE = REPOSITORY / "configs/policies/tiny"
-NUM_ITEMS, NUM_SAMPLES = 100, 3
+NUM_ITEMS, NUM_SAMPLES = 70, 3
 RATES = ("sft.num_epochs=4", "sft.batch_tokens=1024", "sft.lr=1e-3", "sft.muon_lr=5e-3")
 
 

@@ -11,6 +11,7 @@ from common.errors import ConfigError
 from learner.batch.batching import TokenBatch, collate_tokens
 from learner.policy.model import (
     Scoring,
+    export_layout,
     export_tensors,
     flat_hidden,
     hidden_logprobs,
@@ -123,6 +124,10 @@ def test_exported_tensors_are_the_whole_model_once(is_tied: bool) -> None:
     assert ("lm_head.weight" in exported) is not is_tied
     assert sum(tensor.numel() for tensor in exported.values()) == parameter_count(model)
     assert {tensor.dtype for tensor in exported.values()} == {torch.bfloat16}
+    layout = dict(export_layout(model, torch.bfloat16))
+    assert [*layout] == [*exported]
+    for name, tensor in exported.items():
+        assert (layout[name].shape, layout[name].dtype) == (tensor.shape, tensor.dtype)
     norm = exported["model.layers.1.input_layernorm.weight"]
     assert torch.equal(norm, cast(Any, model.model.layers[1]).input_layernorm.weight.bfloat16())
 

@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from itertools import product
 from multiprocessing.process import BaseProcess
@@ -19,6 +20,8 @@ from common.wire.collective import backend_for, checksum, views
 from common.wire.messages import Rejected
 from common.wire.security import RunKeys, create_keys
 from common.wire.sockets import Router, connect_dealer
+from common.wire.weight_messages import CanaryScores
+from learner.weights.canary import Canary
 from learner.weights.publisher import Publisher
 from learner.weights.snapshot import PublishedWeights, snapshot
 from tests.learner.weights.toy_actor import CANARY, CANARY_LOGPROBS, HOST, Actor, run_actor
@@ -97,6 +100,33 @@ def test_a_snapshot_is_a_copy(publisher: Publisher) -> None:
     weight += 1
     assert next(views(taken.buffer, taken.tensors))[1].tolist() == [0.0] * 4
     assert taken.checksum == checksum(taken.buffer)
+
+
+def test_a_snapshot_with_a_layout_holds_the_last_tensor_at_most() -> None:
+    seen: list[weakref.ref[torch.Tensor]] = []
+
+    def one_by_one() -> Iterator[tuple[str, torch.Tensor]]:
+        for i in range(5):
+            tensor = torch.full((3,), float(i))
+            assert [ref() for ref in seen[:-1]] == [None] * len(seen[:-1])
+            seen.append(weakref.ref(tensor))
+            yield str(i), tensor
+            del tensor
+
+    layout = [(str(i), torch.empty(3, device="meta")) for i in range(5)]
+    taken = snapshot(1, one_by_one(), layout=layout, canary_token_ids=[], canary_logprobs=[])
+    found = {name: view.tolist() for name, view in views(taken.buffer, taken.tensors)}
+    assert found == {str(i): [float(i)] * 3 for i in range(5)}
+
+
+def test_what_is_kept_for_canaries_is_not_the_weights() -> None:
+    canary, weights = Canary(max_delta=0.1), make_weights(0)
+    buffer = weakref.ref(weights.buffer)
+    canary.expect(weights)
+    del weights
+    assert buffer() is None
+    canary.compare(CanaryScores(actor="a", version=0, logprobs=CANARY_LOGPROBS))
+    assert canary.drain_metrics()["weights/canary_abs_logprob"] == 0.0
 
 
 def test_publishing_to_nobody_returns_at_once(publisher: Publisher) -> None:
