@@ -2,6 +2,7 @@
 
 import gc
 import os
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -14,19 +15,23 @@ os.environ.setdefault("WANDB_MODE", "disabled")
 settings.register_profile("longstride", deadline=None, derandomize=True, database=None)
 settings.load_profile("longstride")
 
-FIRST = ("end_to_end", "actor/engine", "envhub/envs/miniwob")  # what takes longest, dearest first
+LONG = ("end_to_end/test_", "actor/engine", "envhub/envs/test_miniwob")  # whose tests wait much
+SPREAD_OVER = 0.6  # of the others: all workers should end at about the same time
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the folders of `FIRST` first: all workers then end at about the same time."""
+    """Spread long files among the first of the others, so that cores are never idle."""
     here = Path(__file__).parent
-
-    def rank(item: pytest.Item) -> int:
-        where = item.path.relative_to(here).as_posix()
-        return next((i for i, folder in enumerate(FIRST) if where.startswith(folder)), len(FIRST))
-
-    items.sort(key=rank)
+    files = {where: [*group] for where, group in groupby(items, key=lambda item: item.path)}
+    names = {file: file.relative_to(here).as_posix() for file in files}
+    long = [f for folder in LONG for f in reversed(files) if names[f].startswith(folder)]
+    others = [f for f in files if f not in long]
+    gap = int(SPREAD_OVER * len(others) / max(1, len(long)))
+    order: list[Path] = []
+    for i, file in enumerate(long):
+        order += [file, *others[i * gap : (i + 1) * gap]]
+    items[:] = [item for f in [*order, *others[len(long) * gap :]] for item in files[f]]
 
 
 def pytest_collection_finish() -> None:

@@ -22,7 +22,7 @@ NUM_BLOCKS = 13  # of 128 tokens, one of them vLLM's own: a short episode needs 
 LONG_TOKENS = 250  # a prompt of two blocks, whose answer needs a third
 SHORT_TOKENS = 20
 ANSWER_TOKENS = 24
-LOOK_S = 0.5
+LOOK_S = 0.2
 
 
 @pytest.fixture
