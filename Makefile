@@ -5,9 +5,9 @@ PYTHON ?= python3
 VENV := .venv
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 PYTEST := $(VENV)/bin/python -m pytest
-# One worker more than cores: much of the tests is waiting. Files keep the order of `conftest.py`.
+# More workers than cores: much of the tests is waiting. Files keep the order of `conftest.py`.
 CORES := $(shell n=$$(nproc); [ "$$n" -lt 8 ] && echo "$$n" || echo 8)
-AT_ONCE = -n $$(($(CORES) + 1)) --dist loadfile --no-loadscope-reorder
+AT_ONCE = -n $$(($(CORES) + $(1))) --dist loadfile --no-loadscope-reorder
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 LOCK := $(if $(HAS_GPU),requirements-gpu.lock,requirements-cpu.lock)
 STAMP := $(VENV)/.installed-$(shell (sha256sum $(LOCK) || shasum -a 256 $(LOCK)) 2>/dev/null | cut -c1-16)
@@ -22,13 +22,13 @@ run: $(STAMP)
 
 test: $(STAMP) system
 ifeq ($(ARGS),)
-	@$(PYTEST) $(AT_ONCE)
+	@$(PYTEST) $(call AT_ONCE,1)
 else
 	@$(PYTEST) $(ARGS)
 endif
 
 test-fast: $(STAMP)
-	@$(PYTEST) $(AT_ONCE) -m "not slow and not gpu" $(ARGS)
+	@$(PYTEST) $(call AT_ONCE,2) -m "not slow and not gpu" $(ARGS)
 
 check: $(STAMP)
 	@$(VENV)/bin/ruff format --check .
