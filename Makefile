@@ -28,7 +28,7 @@ else
 endif
 
 test-fast: $(STAMP)
-	@$(PYTEST) $(call AT_ONCE,2) -m "not slow and not gpu" $(ARGS)
+	@$(PYTEST) $(call AT_ONCE,2) --ignore tests/end_to_end -m "not slow and not gpu" $(ARGS)
 
 check: $(STAMP)
 	@$(VENV)/bin/ruff format --check .

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import settings
 
 gc.set_threshold(10_000)  # as `run.py` does
+gc.disable()  # until all is imported and collected
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("WANDB_MODE", "disabled")
 
@@ -37,6 +38,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """Leave out of every later search for cycles what stays anyway."""
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture

@@ -108,6 +108,7 @@ def test_wrong_command_line_ends_with_one_line(argv: list[str], words: str, call
     assert done.stdout == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "argv",
     [
@@ -192,6 +193,7 @@ def test_help_and_version_are_printed(argv: list[str], words: str, call: Call) -
     assert words in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("argv", [["help", "learner"], ["--version"]])
 def test_help_and_version_are_printed_at_once(argv: list[str], repository: Path) -> None:
     before_s = children_cpu_s()
@@ -227,6 +229,7 @@ def joins(folder: Path, name: str) -> list[str]:
     return [f"run.dir={folder}", f"run.name={name}"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("role", ["actor", "envhub"])
 def test_role_that_joins_an_unknown_run_makes_none_and_names_the_nearest(
     role: str, repository: Path, tmp_path: Path

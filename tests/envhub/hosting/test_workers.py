@@ -13,6 +13,8 @@ import pytest
 
 from common.repository import ROOT
 
+pytestmark = pytest.mark.slow  # each starts processes
+
 
 @pytest.fixture
 def hub(serve_hub):
@@ -118,7 +120,6 @@ def test_answer_that_is_no_json_is_told_at_once_and_keeps_the_worker(hub):
     assert hub.step(other, "go", 1).status_code == 200
 
 
-@pytest.mark.slow
 def test_hanging_step_kills_its_worker_and_only_its_sessions_end(hub):
     hanging, beside, elsewhere = (hub.open("fragile") for _ in range(3))
     first, second = worker_pids(hub)
@@ -159,7 +160,6 @@ def test_sessions_of_one_worker_run_side_by_side(hub, env):
     assert [each["status"] for each in answers] == [200, 200]
 
 
-@pytest.mark.slow
 def test_killed_worker_is_replaced_within_two_seconds_and_others_go_on(hub):
     paths = [hub.open("fragile") for _ in range(3)]
     first, _ = worker_pids(hub)
@@ -259,7 +259,6 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.slow
 def test_workers_die_with_a_hub_that_is_killed():
     process = subprocess.Popen(
         [sys.executable, "-c", CODE], cwd=ROOT, stdout=subprocess.PIPE, text=True
