@@ -124,8 +124,10 @@ class Trainer:
             case "weights":
                 for _ in self.weights(getattr(torch, order.payload.decode().partition(".")[2])):
                     pass
-            case _:
+            case "state":
                 self.state_dict()
+            case _:
+                raise ValueError(f"no such order: {order.kind!r}")
 
     def _tell(self, order: Callable[[], Order]) -> None:
         if self._announce is not None and self._ranks.size > 1:
