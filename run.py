@@ -16,7 +16,7 @@ from typing import Any
 gc.set_threshold(10_000)
 
 try:
-    from common.config.command_line import Request, parse
+    from common.config.command_line import Request, parse, version_text
     from common.config.load import config_as_yaml
     from common.config.run_config import RunConfig
     from common.errors import ConfigError
@@ -123,19 +123,28 @@ COMMANDS = {
 
 
 def bench(request: Request) -> int:
-    """Measure this machine; return 0 if every bound holds."""
-    suites = {
+    """Measure this machine, write the figures as JSON too; return 0 if every bound holds."""
+    suites: dict[str, Callable[[Any], None]] = {  # each adds its figures to a BenchTable
         **Later("envhub.bench.suite:SUITES").find(),
-        **Later("learner.bench.studies:SUITES").find(),
         "learner": Later("learner.bench.suite:run_suite"),
-        "gpu": Later("learner.bench.gpu:run_suite"),
         "scheduler": Later("learner.scheduler.bench.suite:run_suite"),
         "tail": Later("learner.bench.tail:run_suite"),
+        "gpu": Later("learner.bench.gpu:run_suite"),
+        **Later("learner.bench.studies:SUITES").find(),
     }
     if request.suite not in suites:
         raise ConfigError(f"--suite={request.suite}: one of {', '.join(suites)}")
+    path = Path(request.json or ROOT / "runs" / "bench" / f"{request.suite}.json")
+    above = next(each for each in path.absolute().parents if each.exists())
+    if path.is_dir() or not (above.is_dir() and os.access(above, os.W_OK)):
+        raise ConfigError(f"--json={path}: no file can be written there")
     configure_logging("bench", "INFO")
-    return suites[request.suite](sys.stdout)
+    table = Later("common.report.bench_table:BenchTable")(out=sys.stdout)
+    suites[request.suite](table)
+    code: int = table.finish()
+    table.save(path, suite=request.suite, product=version_text(ROOT))
+    print(f"as JSON: {path}")
+    return code
 
 
 # Of no run: these read the request themselves.

@@ -44,6 +44,7 @@ class Request:
     overrides: list[str]  # of `help`: the topics
     is_dry: bool
     suite: str | None
+    json: str | None  # of bench: where its figures go; None: runs/bench/SUITE.json
 
 
 class _Parser(argparse.ArgumentParser):
@@ -70,19 +71,22 @@ def parse(argv: Sequence[str], *, root: Path) -> Request:
         _print_and_exit(command_help(command) if is_named else parser.format_help())
     if (asked.suite is None) == (command == "bench"):
         raise ConfigError(f"--suite: bench needs it and nothing else has it, one of {SUITES}")
+    if asked.json is not None and command != "bench":
+        raise ConfigError("--json: bench alone has it")
     return Request(
         command=command,
         config=asked.config,
         overrides=words,
         is_dry=asked.dry_run,
         suite=asked.suite,
+        json=asked.json,
     )
 
 
 def command_help(name: str) -> str:
     """Return what `run.py NAME --help` prints."""
     command = COMMANDS[name]
-    arguments = {"help": "[KEY|SECTION|COMMAND]", "bench": "--suite NAME"}.get(
+    arguments = {"help": "[KEY|SECTION|COMMAND]", "bench": "--suite NAME [--json FILE]"}.get(
         name, "[--config NAME|FILE] [--dry-run] [key=value ...]"
     )
     lines = [f"usage: run.py {name} {arguments}", "", f"  {command.text}"]
@@ -131,4 +135,7 @@ def _make_parser(root: Path) -> _Parser:
     parser.add_argument("--config", metavar="NAME|FILE", help="a config by name, or a YAML file")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved config, stop")
     parser.add_argument("--suite", metavar="NAME", help=f"of bench: {SUITES}")
+    parser.add_argument(
+        "--json", metavar="FILE", help="of bench: for its figures (runs/bench/SUITE.json)"
+    )
     return parser

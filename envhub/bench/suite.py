@@ -1,7 +1,6 @@
 """Suites that measure a hub on this machine: speed beside the usual server, soak, solvability."""
 
 from collections.abc import Callable
-from typing import TextIO
 
 from common.report.bench_table import BenchTable
 from envhub.bench import soak, solve
@@ -16,10 +15,6 @@ NUM_ROUNDS = 3
 MIN_STEPS_PER_S = 1500.0  # TextCraft, 128 clients
 MAX_P99_MS = 250.0
 REFERENCE = "envhub.bench.reference"
-COLUMNS = (
-    f"{'environment':<12}{'load':<24}{'hub /s':>9}{'p50 ms':>8}{'p99 ms':>8}"
-    f"{'usual /s':>10}{'p50 ms':>8}{'p99 ms':>8}{'ratio':>7}{'plain /s':>10}{'ratio':>7}\n"
-)
 LEGEND = (
     "hub: this project. usual: synchronous FastAPI handlers in the thread pool around the same\n"
     "environments, by the same loop and parser (uvloop, httptools). plain: the same by what\n"
@@ -27,35 +22,32 @@ LEGEND = (
 )
 
 
-def run_suite(out: TextIO) -> int:
-    """Measure the hub beside the usual way to serve; return 1 when a promise is not kept.
-
-    Takes about two minutes.
-    """
+def run_suite(table: BenchTable) -> None:
+    """Measure the hub beside the usual way to serve, in about two minutes."""
     with (
         hub_process(ENVS) as hub,
         module_process(REFERENCE) as usual,
         module_process(REFERENCE, environ={"LONGSTRIDE_BENCH_PLAIN": "1"}) as plain,
     ):
         servers = (hub, usual, plain)
-        out.write(LEGEND + COLUMNS)
+        table.title(LEGEND.rstrip())
         promised: Measured | None = None
         for env in ENVS:
             for num_clients in NUM_CLIENTS:
-                row = _row(out, servers, env, "step", num_clients)
+                row = _row(table, servers, env, "step", num_clients)
                 if env == "textcraft" and num_clients == max(NUM_CLIENTS):
                     promised = row
-            _row(out, servers, env, "open", NUM_OPENED)
-            _row(out, (hub,), env, "batch", NUM_BATCHED)
-            _row(out, (hub,), env, "batch_open", NUM_OPENED)
+            _row(table, servers, env, "open", NUM_OPENED)
+            _row(table, (hub,), env, "batch", NUM_BATCHED)
+            _row(table, (hub,), env, "batch_open", NUM_OPENED)
     assert promised is not None
-    return _judge(out, promised)
+    judge(table, promised)
 
 
 def _row(
-    out: TextIO, servers: tuple[Service, ...], env: str, kind: str, num_clients: int
+    table: BenchTable, servers: tuple[Service, ...], env: str, kind: str, num_clients: int
 ) -> Measured:
-    """Measure one load on each server, write the row, return the hub's figures.
+    """Measure one load on each server, write the rows, return the hub's figures.
 
     The servers take turns in several short rounds, so that other work on the machine, which comes
     and goes, weighs on all of them alike.
@@ -72,14 +64,13 @@ def _row(
     ]
     rounds = [[measure(job) for job in jobs] for _ in range(NUM_ROUNDS)]
     figures = [_joined(list(each)) for each in zip(*rounds, strict=True)]
-    hub = figures[0]
-    cells = f"{env:<12}{_label(kind, num_clients):<24}{hub.per_s:>9.0f}{_latencies(hub)}"
-    if len(figures) > 1:
-        usual, plain = figures[1:]
-        cells += f"{usual.per_s:>10.0f}{_latencies(usual)}{hub.per_s / usual.per_s:>7.2f}"
-        cells += f"{plain.per_s:>10.0f}{hub.per_s / plain.per_s:>7.2f}"
-    out.write(cells + "\n")
-    out.flush()
+    hub, *peers = figures
+    name = f"{env}, {_label(kind, num_clients)}"
+    if not peers:
+        table.figure(name, hub.per_s, "/s", _latencies(hub))
+    for against, peer in zip(("usual", "plain"), peers, strict=False):
+        note = f"{_latencies(hub)}; theirs {_latencies(peer)}"
+        table.compare(name, hub.per_s, peer.per_s, "/s", against=against, note=note)
     return hub
 
 
@@ -101,18 +92,17 @@ def _label(kind: str, num_clients: int) -> str:
 
 
 def _latencies(measured: Measured) -> str:
-    return f"{measured.percentile_ms(0.5):>8.2f}{measured.percentile_ms(0.99):>8.2f}"
+    return f"p50 {measured.percentile_ms(0.5):.2f} p99 {measured.percentile_ms(0.99):.2f} ms"
 
 
-def _judge(out: TextIO, measured: Measured) -> int:
-    table = BenchTable(out=out)
+def judge(table: BenchTable, measured: Measured) -> None:
+    """Write the promised figures."""
     name = f"TextCraft, {max(NUM_CLIENTS)} clients"
     table.at_least(f"{name}: steps", measured.per_s, "/s", MIN_STEPS_PER_S)
     table.at_most(f"{name}: p99 of a step", measured.percentile_ms(0.99), "ms", MAX_P99_MS)
-    return table.finish()
 
 
-SUITES: dict[str, Callable[[TextIO], int]] = {
+SUITES: dict[str, Callable[[BenchTable], None]] = {
     "envhub": run_suite,
     "soak": soak.run_suite,
     "solve": solve.run_suite,

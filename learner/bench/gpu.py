@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TextIO
 
 import numpy as np
 import torch
@@ -17,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from common.config.learning import AlgorithmSection, LearnerSection
+from common.errors import ConfigError
 from common.report.bench_table import BenchTable
 from common.repository import ROOT
 from learner.batch.batching import collate_tokens
@@ -74,17 +74,15 @@ HALF_BILLION = Sizes(
 )
 
 
-def run_suite(out: TextIO) -> int:
-    """Check this CUDA machine; return 1 when a promise is not kept, 2 without CUDA.
+def run_suite(table: BenchTable) -> None:
+    """Check this CUDA machine, in some minutes; the engine's part runs if vLLM is installed.
 
-    Takes some minutes. The part about the engine runs if vLLM is installed.
+    Raises: ConfigError: there is no CUDA here.
     """
     if not torch.cuda.is_available():
-        out.write("no CUDA device here: nothing of this suite was measured\n")
-        return 2
+        raise ConfigError("no CUDA device here: nothing of this suite was measured")
     num_gpus = torch.cuda.device_count()
     properties = torch.cuda.get_device_properties(0)
-    table = BenchTable(out=out)
     table.title(
         f"{num_gpus} x {properties.name}, {properties.total_memory / 1e9:.0f} GB, "
         f"torch {torch.__version__}, CUDA {torch.version.cuda}"
@@ -94,7 +92,6 @@ def run_suite(out: TextIO) -> int:
     for name, check in checks(table, HALF_BILLION, device, peer_device):
         table.attempt(name, check)
         torch.cuda.empty_cache()
-    return table.finish()
 
 
 def checks(

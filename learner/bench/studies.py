@@ -3,10 +3,11 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import yaml
 
+from common.report.bench_table import BenchTable
 from common.repository import ROOT
 from learner.bench.study import (
     Arm,
@@ -131,13 +132,15 @@ TABLES: dict[str, Callable[[list[Outcome]], str]] = {
 }
 
 
-def _measure(name: str, out: TextIO) -> int:
+def _measure(name: str, table: BenchTable) -> None:
     study = read_study(name)
     folder = ROOT / "runs" / study.name
-    out.write(f"{len(study.arms) * len(study.seeds)} runs below {folder}\n")
-    out.flush()
-    out.write(TABLES[name](run_study(study, folder=folder)))
-    return 0
+    table.title(f"{len(study.arms) * len(study.seeds)} runs below {folder}")
+    outcomes = run_study(study, folder=folder)
+    for each in outcomes:
+        gain = f"gain {interval(each.gain, each.gain_ci95, is_gain=True)} points"
+        table.figure(f"{each.arm}, seed {each.seed}: success after", each.after, "", gain)
+    table.title(TABLES[name](outcomes).rstrip())
 
 
-SUITES: dict[str, Callable[[TextIO], int]] = {name: partial(_measure, name) for name in TABLES}
+SUITES: dict[str, Callable[[BenchTable], None]] = {name: partial(_measure, name) for name in TABLES}

@@ -4,7 +4,7 @@ import json
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import yaml
 
@@ -31,14 +31,12 @@ BASE: list[str] = [*_WRITTEN["base"], f"groups.size={GROUP_SIZE}", f"train.num_s
 SLOW_ENV: list[str] = _WRITTEN["slow_env"]
 
 
-def run_suite(out: TextIO) -> int:
-    """Compare both modes in about four minutes; return 1 when a promise is not kept."""
-    table = BenchTable(out=out)
-    out.write(_WRITTEN["legend"])
+def run_suite(table: BenchTable) -> None:
+    """Compare both modes in about four minutes."""
+    table.title(_WRITTEN["legend"].rstrip())
     table.attempt("async over sync in the simulator", lambda: add_simulated(table))
     with tempfile.TemporaryDirectory(prefix="longstride-tail-") as folder:
         table.attempt("async over sync in real runs", lambda: add_runs(table, Path(folder)))
-    return table.finish()
 
 
 def add_simulated(table: BenchTable) -> None:

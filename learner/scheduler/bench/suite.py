@@ -10,7 +10,6 @@ import time
 from collections.abc import Generator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TextIO
 
 import psutil
 
@@ -43,15 +42,13 @@ LEGEND = (
 )
 
 
-def run_suite(out: TextIO) -> int:
-    """Measure for about a minute; return 1 when a promise is not kept."""
-    table = BenchTable(out=out)
-    out.write(LEGEND)
+def run_suite(table: BenchTable) -> None:
+    """Measure for about a minute."""
+    table.title(LEGEND.rstrip())
     table.attempt("the core", lambda: add_core(table))
     with tempfile.TemporaryDirectory(prefix="longstride-scheduler-") as folder:
         cfg = bench_config(Path(folder))
         table.attempt("peers", lambda: add_peers(table, cfg))
-    return table.finish()
 
 
 def bench_config(folder: Path) -> RunConfig:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import run
-from common.config.command_line import COMMANDS
+from common.config.command_line import COMMANDS, SUITES
 from common.repository import ROOT
 from tests.common.checks.models import write_model
 
@@ -96,6 +96,9 @@ def children_cpu_s() -> float:
             "envhub.url=http://127.0.0.1:9: no answer",
         ),
         (["sft", "sft.output=configs/policies/tiny"], "give sft.overwrite=true"),
+        (["train", "--json", "figures.json"], "--json: bench alone has it"),
+        (["bench", "--suite", "tail", "--json", "run.py/a"], "--json=run.py/a: no file can be"),
+        (["bench", "--suite", "nosuch"], f"--suite=nosuch: one of {SUITES}"),
         (["doctor", "model.path=a", "model.path=b"], "model.path is given twice"),
     ],
 )

@@ -6,6 +6,7 @@ import pytest
 import uvloop
 
 from common.launch.process import ChildFailed
+from common.report.bench_table import BenchTable
 from envhub.bench import suite as bench
 from envhub.bench.client import Client, HubAnswer, Target
 from envhub.bench.hub import hub_process, module_process
@@ -34,7 +35,9 @@ def test_promise_is_judged_by_speed_and_by_its_slowest_hundredth(
     num_steps: int, slowest_ms: float, exit_code: int
 ) -> None:
     out = io.StringIO()
-    assert bench._judge(out, measured(num_steps, slowest_ms=slowest_ms)) == exit_code
+    table = BenchTable(out=out)
+    bench.judge(table, measured(num_steps, slowest_ms=slowest_ms))
+    assert table.finish() == exit_code
     assert out.getvalue().endswith("every promise kept\n") == (exit_code == 0)
 
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import io
+import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from common.config.learning import AlgorithmSection, LearnerSection, Precision
-from common.errors import EngineError, WeightSyncError
+from common.errors import ConfigError, EngineError, WeightSyncError
 from common.report.bench_table import BenchTable
 from learner.batch.batching import collate_tokens
 from learner.bench import gpu as bench_gpu
@@ -85,6 +86,41 @@ def test_table_fails_by_name_when_one_figure_is_out_of_bounds() -> None:
     lines = written(table).splitlines()
     assert [line.split()[0] for line in lines] == ["kept", "every", "FAIL", "NOT"]
     assert lines[-1] == "NOT KEPT: speed"
+
+
+def test_figure_beside_a_limit_is_judged_by_the_ratio_of_both() -> None:
+    table = make_table()
+    table.compare("weights", 0.9, 1.0, "GB/s", against="raw collective", at_least=0.8)
+    table.compare("weights late", 0.7, 1.0, "GB/s", against="raw collective", at_least=0.8)
+    table.compare("pause", 0.5, 1.0, "s", against="transfer", at_most=0.35)
+    table.compare("idle", 0.5, 0.0, "s", against="nothing", at_most=1.0)
+    table.compare("two bounds", 3.0, 1.0, "s", against="other", at_least=0.5, at_most=2.0)
+    assert [row.ratio for row in table.rows[:3]] == [0.9, 0.7, 0.5]
+    assert table.failed == ["weights late", "pause", "idle", "two bounds"]
+    assert "0.9 x raw collective (1 GB/s)" in written(table).splitlines()[0]
+
+
+def test_figures_are_saved_with_what_they_were_measured_on(tmp_path: Path) -> None:
+    table = make_table()
+    table.compare("weights", 0.9, 1.0, "GB/s", against="raw collective", at_least=0.8)
+    table.figure("nothing", math.nan, "s")
+    table.note("engine", "vllm is not installed")
+    table.finish()
+    path = tmp_path / "new" / "figures.json"
+    table.save(path, suite="weights", product="longstride 1.0")
+    saved = json.loads(path.read_text())
+    assert saved["rows"][0] == {
+        **{"name": "weights", "value": 0.9, "unit": "GB/s", "note": ""},
+        **{"against": "raw collective", "limit": 1.0, "ratio": 0.9},
+        **{"bound": "at least 0.8", "kept": True},
+    }
+    assert saved["rows"][1]["value"] is None
+    assert saved["notes"] == [{"name": "engine", "text": "vllm is not installed"}]
+    assert (saved["suite"], saved["seed"], saved["failed"]) == ("weights", 0, [])
+    assert saved["versions"]["product"] == "longstride 1.0"
+    assert saved["versions"]["torch"].startswith(torch.__version__.partition("+")[0])
+    assert saved["machine"]["cores"] >= 1
+    assert saved["machine"]["memory_bytes"] > 0
 
 
 def test_table_goes_on_after_a_check_that_raises() -> None:
@@ -290,9 +326,8 @@ def test_engine_that_does_not_start_is_an_error_with_its_last_words(tmp_path: Pa
 def test_gpu_suite_says_that_there_is_no_cuda() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has CUDA")
-    out = io.StringIO()
-    assert bench_gpu.run_suite(out) == 2
-    assert out.getvalue() == "no CUDA device here: nothing of this suite was measured\n"
+    with pytest.raises(ConfigError, match="no CUDA device here"):
+        bench_gpu.run_suite(make_table())
 
 
 @pytest.mark.parametrize("name", ["step", "memory", "canary", "repetition", "chunks"])
