@@ -67,6 +67,7 @@ class RunView:
     status: Status
     elapsed_s: float | None  # since the launcher started
     starting: dict[str, float]  # role -> seconds since its process started; not heard of yet
+    unplaced: dict[str, str]  # role that no node has room for -> what it needs
     stop_in_s: float | None  # until a learner that is being stopped is killed
     step: int
     num_steps: int
@@ -117,6 +118,7 @@ def view_run(run_dir: RunDir, train: TrainSection, horizon: HorizonSection) -> R
         status=status,
         elapsed_s=now - launch.began_at if launch else None,
         starting=_starting(launch.started_at, status, run_dir) if launch else {},
+        unplaced=launch.waiting if launch else {},
         stop_in_s=None if stop_at is None else max(0.0, stop_at - now),
         step=step,
         num_steps=train.num_steps,

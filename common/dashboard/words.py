@@ -100,7 +100,12 @@ def groups_text(view: RunView) -> str:
 
 def waits_text(view: RunView) -> str:
     """Return who waits for whom."""
-    return ", ".join(f"{r.name} <- {r.waiting_for}" for r in view.roles if r.waiting_for)
+    waits = [f"{r.name} <- {r.waiting_for}" for r in view.roles if r.waiting_for]
+    for what in sorted({*view.unplaced.values()}):
+        names = [name for name, needed in view.unplaced.items() if needed == what]
+        who = ", ".join(names) if len(names) <= ENGINES_SHOWN else f"{len(names)} roles"
+        waits.append(f"{who} <- {what}")
+    return ", ".join(waits)
 
 
 def silence_text(view: RunView) -> str:

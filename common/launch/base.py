@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 EXIT_FINISHED = 0
 EXIT_FAILED = 1
@@ -39,3 +40,46 @@ class LaunchState:
     began_at: float  # Unix time at which the run was started
     started_at: dict[str, float]  # role -> Unix time of its last start, of those that run now
     stop_deadline: float | None = None  # Unix time; None while nobody is being stopped
+    waiting: dict[str, str] = field(default_factory=lambda: {})  # role without a node -> for what
+
+
+class RoleProcess(Protocol):
+    """A role that was started, wherever it runs."""
+
+    @property
+    def started_at(self) -> float | None:
+        """Unix time of the start; None while it waits for a node to run on."""
+        ...
+
+    @property
+    def waits_for(self) -> str:
+        """What it needs to start, such as "a node with 1 GPU"; "" once it has started."""
+        ...
+
+    def poll(self) -> int | None:
+        """Return the exit code (negative: minus the signal), None before the end."""
+        ...
+
+    def terminate(self) -> None:
+        """Ask the role itself, not what it started, to end."""
+        ...
+
+    def clear_away(self) -> None:
+        """Kill at once whatever is left of it."""
+        ...
+
+    def log_tail(self, *, max_lines: int) -> list[str]:
+        """Return the last lines of its log since this start."""
+        ...
+
+
+class RoleStarter(Protocol):
+    """Starts roles on one machine or on many."""
+
+    def start(self, spec: RoleSpec) -> RoleProcess:
+        """Start a role, or have it started as soon as there is a node for it."""
+        ...
+
+    def memory_bytes(self) -> int:
+        """Return what roles take that are no descendants of this process."""
+        ...

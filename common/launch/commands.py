@@ -81,6 +81,7 @@ def train(cfg: RunConfig, run_dir: RunDir, *, root: Path) -> int:
     from common.checks.preflight import check_devices
     from common.dashboard.run_state import stop_line
     from common.dashboard.run_view import view_run
+    from common.launch.local import start_here
     from common.launch.lock import hold_run
     from common.launch.roles import make_role_specs
     from common.launch.supervise import supervise
@@ -89,7 +90,7 @@ def train(cfg: RunConfig, run_dir: RunDir, *, root: Path) -> int:
 
     seats = check_devices(cfg)
     started = time.monotonic()
-    with hold_run(run_dir.root, name=cfg.run.name):
+    with hold_run(run_dir.root, name=cfg.run.name), start_here() as starter:
         prepare(cfg, run_dir)
         run_dir.root.mkdir(parents=True, exist_ok=True)
         for role in ("envhub", "scheduler", "learner", "weights"):
@@ -106,7 +107,7 @@ def train(cfg: RunConfig, run_dir: RunDir, *, root: Path) -> int:
             seats=seats,
             found=gpus(),
         )
-        ending, peak_memory_bytes = supervise(cfg, run_dir, specs)
+        ending, peak_memory_bytes = supervise(cfg, run_dir, specs, starter)
     if ending.exit_code > 128:  # by a signal
         step = view_run(run_dir, cfg.train, cfg.horizon).step
         print(f"{cfg.run.name}: {stop_line(run_dir, step)}", file=sys.stderr)

@@ -82,6 +82,8 @@ class ChildProcess:
                 pass_fds=pass_fds,
                 start_new_session=True,
             )
+        self.started_at = time.time()
+        self.waits_for = ""  # as of a role that is started elsewhere
         if guardian is not None:
             guardian.add(self.pid)
 
@@ -147,15 +149,20 @@ class ChildProcess:
         """Return the last lines that this process, not an earlier one, wrote to its log."""
         if self.log_path is None:
             return []
-        with self.log_path.open("rb") as log:
-            size = log.seek(0, os.SEEK_END)
-            log.seek(max(self._log_offset, size - MAX_TAIL_BYTES))
-            text = log.read().decode(errors="replace")
-        return [line for line in text.splitlines() if line.strip()][-max_lines:]
+        return read_tail(self.log_path, self._log_offset, max_lines=max_lines)
 
     def _last_words(self) -> str:
         lines = "".join(f"\n  {line}" for line in self.log_tail(max_lines=TAIL_LINES))
         return f"{lines}\nthe whole log: {self.log_path}" if self.log_path else ""
+
+
+def read_tail(log_path: Path, offset: int, *, max_lines: int) -> list[str]:
+    """Return the last lines of a log that begin at `offset` bytes or later."""
+    with log_path.open("rb") as log:
+        size = log.seek(0, os.SEEK_END)
+        log.seek(max(offset, size - MAX_TAIL_BYTES))
+        text = log.read().decode(errors="replace")
+    return [line for line in text.splitlines() if line.strip()][-max_lines:]
 
 
 def describe_exit(code: int) -> str:

@@ -1,7 +1,7 @@
 """Runs the roles of a training run under a launcher, with a display and a watch on memory."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 
@@ -10,8 +10,8 @@ import psutil
 from common.config.run_config import RunConfig
 from common.dashboard.live import LiveDisplay
 from common.dashboard.run_view import view_run
-from common.launch.base import Ending, LaunchState, RoleSpec
-from common.launch.local import LocalLauncher
+from common.launch.base import Ending, LaunchState, RoleSpec, RoleStarter
+from common.launch.launcher import Launcher
 from common.store.metrics import tail_metrics
 from common.store.run_dir import RunDir, write_json
 
@@ -23,7 +23,9 @@ RECENT_STEPS = 100
 SAMPLE_S = 5.0  # between two looks at the memory
 
 
-def supervise(cfg: RunConfig, run_dir: RunDir, specs: Sequence[RoleSpec]) -> tuple[Ending, int]:
+def supervise(
+    cfg: RunConfig, run_dir: RunDir, specs: Sequence[RoleSpec], starter: RoleStarter
+) -> tuple[Ending, int]:
     """Stay until the run has ended; return how, and the peak memory of all roles in bytes.
 
     What the launcher knows is in launch.json meanwhile, for displays and `status`.
@@ -34,7 +36,7 @@ def supervise(cfg: RunConfig, run_dir: RunDir, specs: Sequence[RoleSpec]) -> tup
         subtitle=f"{cfg.train.mode} · seed {cfg.run.seed} · {run_dir.root}",
         is_wanted=cfg.log.live,
     )
-    memory = MemoryWatch()
+    memory = MemoryWatch(elsewhere=starter.memory_bytes)
     written: LaunchState | None = None
 
     def on_poll(state: LaunchState) -> None:
@@ -46,7 +48,8 @@ def supervise(cfg: RunConfig, run_dir: RunDir, specs: Sequence[RoleSpec]) -> tup
         memory.sample()
 
     wanted_s = cfg.run.stop_timeout_s
-    launcher = LocalLauncher(stop_timeout_s=lambda: stop_timeout_s(run_dir, wanted_s=wanted_s))
+    stop_s = partial(stop_timeout_s, run_dir, wanted_s=wanted_s)
+    launcher = Launcher(starter, stop_timeout_s=stop_s)
     display.start()
     try:
         ending = launcher.run(specs, on_poll=on_poll)
@@ -78,8 +81,9 @@ class MemoryWatch:
     a third in each), else resident size, which counts it three times.
     """
 
-    def __init__(self) -> None:
-        self._process = psutil.Process()
+    def __init__(self, *, elsewhere: Callable[[], int] = lambda: 0) -> None:
+        """Take no sample yet; `elsewhere` tells the bytes of roles that are no descendants."""
+        self._elsewhere = elsewhere
         self._next = 0.0
         self.peak_bytes = 0
 
@@ -89,8 +93,13 @@ class MemoryWatch:
         if now < self._next:
             return
         self._next = now + SAMPLE_S
-        members = [self._process, *self._process.children(recursive=True)]
-        self.peak_bytes = max(self.peak_bytes, sum(_size_bytes(member) for member in members))
+        self.peak_bytes = max(self.peak_bytes, family_bytes() + self._elsewhere())
+
+
+def family_bytes() -> int:
+    """Return the memory of this process and its descendants."""
+    process = psutil.Process()
+    return sum(_size_bytes(each) for each in (process, *process.children(recursive=True)))
 
 
 def _size_bytes(process: psutil.Process) -> int:

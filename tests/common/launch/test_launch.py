@@ -13,7 +13,8 @@ import pytest
 
 from common.config.run_config import RunSection
 from common.launch.base import Ending, LaunchState, RoleSpec
-from common.launch.local import LocalLauncher
+from common.launch.launcher import Launcher
+from common.launch.local import start_here
 from common.launch.roles import make_role_specs
 from common.launch.supervise import stop_timeout_s
 from common.store.run_dir import RunDir
@@ -68,13 +69,6 @@ def launch(
     quick_stop_s: float = 5,
     states: list[LaunchState] | None = None,
 ) -> Ending:
-    launcher = LocalLauncher(
-        stop_timeout_s=lambda: stop_timeout_s,
-        quick_stop_s=min(stop_timeout_s, quick_stop_s),
-        finish_grace_s=0.3,
-        first_backoff_s=0.02,
-        on_poll_every_s=0.02,
-    )
     deadline = time.monotonic() + 20.0
 
     def on_poll_in_time(state: LaunchState) -> None:
@@ -83,7 +77,16 @@ def launch(
             states.append(state)
         on_poll()
 
-    return launcher.run(specs, on_poll=on_poll_in_time)
+    with start_here() as starter:
+        launcher = Launcher(
+            starter,
+            stop_timeout_s=lambda: stop_timeout_s,
+            quick_stop_s=min(stop_timeout_s, quick_stop_s),
+            finish_grace_s=0.3,
+            first_backoff_s=0.02,
+            on_poll_every_s=0.02,
+        )
+        return launcher.run(specs, on_poll=on_poll_in_time)
 
 
 def interrupt_when(
@@ -264,11 +267,13 @@ def test_roles_die_with_a_launcher_that_is_killed(tmp_path: Path, repository: Pa
     pids = tmp_path / "pids"
     code = (
         "import sys\nfrom pathlib import Path\n"
-        "from common.launch.base import RoleSpec\nfrom common.launch.local import LocalLauncher\n"
+        "from common.launch.base import RoleSpec\nfrom common.launch.launcher import Launcher\n"
+        "from common.launch.local import start_here\n"
         "pids, stay = sys.argv[1], sys.argv[2]\n"
         "argv = (sys.executable, '-S', '-c', stay, pids)\n"
         "spec = RoleSpec(name='a', argv=argv, log_path=Path(pids + '.log'))\n"
-        "LocalLauncher(stop_timeout_s=lambda: 5.0).run([spec], on_poll=lambda _: None)\n"
+        "with start_here() as starter:\n"
+        "    Launcher(starter, stop_timeout_s=lambda: 5.0).run([spec], on_poll=lambda _: None)\n"
     )
     stay = (
         "import os, signal, sys; open(sys.argv[1] + '.part', 'w').write(str(os.getpid()));"

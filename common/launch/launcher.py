@@ -1,0 +1,257 @@
+"""The launcher: keeps the roles of a run alive, wherever they run, and stops them in order."""
+
+import contextlib
+import logging
+import select
+import signal
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Mapping, Sequence
+
+from common.launch.base import (
+    EXIT_CONFIG_ERROR,
+    EXIT_FAILED,
+    EXIT_FINISHED,
+    Ending,
+    LaunchState,
+    RoleProcess,
+    RoleSpec,
+    RoleStarter,
+)
+from common.launch.process import TAIL_LINES, describe_exit
+
+logger = logging.getLogger(__name__)
+
+MAX_BACKOFF_S = 30.0
+RESTART_WINDOW_S = 600.0  # in which restarts are counted
+CALM_S = 60.0  # a role that ran so long starts again without delay
+
+
+class Launcher:
+    """Supervises roles. Use from the main thread: it handles SIGINT and SIGTERM.
+
+    Example:
+        A learner killed with -9 is started again after its backoff. A learner that exits with 0
+        ends the run: the others get `finish_grace_s` to leave by themselves, then SIGTERM rank by
+        rank, then SIGKILL to their groups. SIGTERM to this process stops all at once in the same
+        order; the learner gets `stop_timeout_s` to save, a second signal skips the waiting.
+    """
+
+    def __init__(
+        self,
+        starter: RoleStarter,
+        *,
+        stop_timeout_s: Callable[[], float],
+        quick_stop_s: float = 6.0,
+        finish_grace_s: float = 10.0,
+        first_backoff_s: float = 1.0,
+        on_poll_every_s: float = 0.5,
+    ) -> None:
+        """Start nothing yet.
+
+        Args:
+            starter: starts the roles, for the first time and again.
+            stop_timeout_s: asked when the run stops: seconds for the roles that save something.
+            quick_stop_s: seconds for every other role.
+        """
+        self._starter = starter
+        self._stop_timeout_s = stop_timeout_s
+        self._quick_stop_s = quick_stop_s
+        self._finish_grace_s = finish_grace_s
+        self._first_backoff_s = first_backoff_s
+        self._on_poll_every_s = on_poll_every_s
+        self._next_poll = 0.0
+        self._stop_deadline: float | None = None  # Unix time
+        self._signals: list[int] = []
+        self._roles: list[_Role] = []
+
+    def run(self, specs: Sequence[RoleSpec], *, on_poll: Callable[[LaunchState], None]) -> Ending:
+        """Start the roles in order, keep them alive, stop all; return when the last has ended.
+
+        `on_poll` is called every `on_poll_every_s` until then.
+        """
+        self._on_poll, self._began_at = on_poll, time.time()
+        backoff_s = self._first_backoff_s
+        self._roles = [_Role(each, self._starter, first_backoff_s=backoff_s) for each in specs]
+        with _noted_signals() as (self._signals, self._wakeup):
+            try:
+                for role in self._roles:
+                    role.start()
+                ending = self._watch()
+                if ending.exit_code == EXIT_FINISHED:
+                    # Who stops first ends by itself; the others serve until told to stop.
+                    grace_s = self._finish_grace_s
+                    self._wait({role: grace_s for role in self._ranks()[0]}, num_signals=0)
+                return ending
+            finally:
+                self._stop_all()
+
+    def _watch(self) -> Ending:
+        """Keep the roles alive until the run ends in one way or another."""
+        while not self._signals:
+            for role in self._roles:
+                ending = role.check()
+                if ending is not None:
+                    return ending
+            self._await_event(self._on_poll_every_s)
+        number = self._signals[0]
+        return Ending(exit_code=128 + number, reason=f"stopped by {signal.Signals(number).name}")
+
+    def _await_event(self, timeout_s: float) -> None:
+        """Let the caller of `run` look, then wait for a signal, the end of a child or the time."""
+        if time.monotonic() >= self._next_poll:
+            self._next_poll = time.monotonic() + self._on_poll_every_s
+            running = {r.spec.name: r.process for r in self._roles if r.process and r.is_running}
+            self._on_poll(
+                LaunchState(
+                    began_at=self._began_at,
+                    started_at={n: p.started_at for n, p in running.items() if p.started_at},
+                    stop_deadline=self._stop_deadline,
+                    waiting={n: p.waits_for for n, p in running.items() if p.waits_for},
+                )
+            )
+        if select.select([self._wakeup], [], [], max(0.0, timeout_s))[0]:
+            self._wakeup.recv(4096)
+
+    def _ranks(self) -> list[list["_Role"]]:
+        """Return the roles with a process, those that stop first in front."""
+        ranks = sorted({role.spec.stop_rank for role in self._roles})
+        return [
+            [r for r in self._roles if r.spec.stop_rank == rank and r.process is not None]
+            for rank in ranks
+        ]
+
+    def _stop_all(self) -> None:
+        """End everything, rank by rank; each role gets its time to leave by itself."""
+        num_signals = len(self._signals)
+        for ours in self._ranks():
+            limits = {role: self._quick_stop_s for role in ours}
+            for role in ours:
+                if role.is_running and role.spec.saves_at_stop:
+                    limits[role] = self._stop_timeout_s()
+                    self._stop_deadline = time.time() + limits[role]
+                    self._next_poll = 0.0  # a display shows it at once
+                    text = "stopping: the %s may take %.0f s to save; Ctrl-C again stops at once"
+                    logger.info(text, role.spec.name, limits[role])
+                if role.process is not None:
+                    role.process.terminate()
+            self._wait(limits, num_signals=num_signals)
+            for role in ours:
+                role.clear_away()
+
+    def _wait(self, limits: Mapping["_Role", float], *, num_signals: int) -> None:
+        """Wait until each role has ended or its time is over, or until one more signal."""
+        began = time.monotonic()
+        while len(self._signals) <= num_signals:
+            waited_s = time.monotonic() - began
+            left_s = [limit_s - waited_s for role, limit_s in limits.items() if role.is_running]
+            if max(left_s, default=0.0) <= 0:
+                return
+            self._await_event(min(self._on_poll_every_s, max(left_s)))
+
+
+@contextlib.contextmanager
+def _noted_signals() -> Generator[tuple[list[int], socket.socket]]:
+    """Yield the stop signals as they come, and what is readable after each and a child's end."""
+    noted: list[int] = []
+    wakeup, told = socket.socketpair()
+    told.setblocking(False)
+    stops = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    previous = {each: signal.signal(each, lambda n, _: noted.append(n)) for each in stops}
+    previous[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda n, _: None)
+    before = signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
+    try:
+        yield noted, wakeup
+    finally:
+        signal.set_wakeup_fd(before)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        wakeup.close()
+        told.close()
+
+
+class _Role:
+    """A spec, the process that runs it now, and when it may start again."""
+
+    def __init__(self, spec: RoleSpec, starter: RoleStarter, *, first_backoff_s: float) -> None:
+        self.spec = spec
+        self.process: RoleProcess | None = None
+        self._starter = starter
+        self._first_backoff_s = first_backoff_s
+        self._backoff_s = first_backoff_s
+        self._start_again_at = 0.0
+        self._restarts: deque[float] = deque()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether there is a process that has not ended."""
+        return self.process is not None and self.process.poll() is None
+
+    def start(self) -> None:
+        """Start the process."""
+        self.process = self._starter.start(self.spec)
+
+    def check(self) -> Ending | None:
+        """Look after the process once; return how the run ends if this role ends it."""
+        if self.process is None:
+            if time.monotonic() >= self._start_again_at:
+                self.start()
+            return None
+        code = self.process.poll()
+        if code is None:
+            return None
+        ended = self.process
+        self.clear_away()
+        if code == 0 and self.spec.ends_run:
+            return Ending(exit_code=EXIT_FINISHED, reason=f"{self.spec.name} finished")
+        if code == EXIT_CONFIG_ERROR:
+            last = (ended.log_tail(max_lines=1) or ["no output"])[0]
+            return Ending(exit_code=EXIT_CONFIG_ERROR, reason=f"{self.spec.name}: {last}")
+        if not self._may_restart():
+            return self._failure(ended, code)
+        self._plan_restart(ended, code)
+        return None
+
+    def clear_away(self) -> None:
+        """Kill what the process left behind and forget it."""
+        if self.process is None:
+            return
+        if self.process.poll() is None:
+            logger.warning("killing role=%s", self.spec.name)
+        self.process.clear_away()
+        self.process = None
+
+    def _may_restart(self) -> bool:
+        horizon = time.monotonic() - RESTART_WINDOW_S
+        while self._restarts and self._restarts[0] < horizon:
+            self._restarts.popleft()
+        return self.spec.is_restartable and len(self._restarts) < self.spec.max_restarts
+
+    def _plan_restart(self, ended: RoleProcess, code: int) -> None:
+        now = time.monotonic()
+        if ended.started_at is not None and time.time() - ended.started_at > CALM_S:
+            self._backoff_s = self._first_backoff_s
+        wait_s = max(self._backoff_s, self.spec.quiet_exit_grace_s if code == 0 else 0.0)
+        self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)
+        self._restarts.append(now)
+        self._start_again_at = now + wait_s
+        logger.log(  # exit code 0: most often the run is over, and the learner is about to end too
+            logging.INFO if code == 0 else logging.WARNING,
+            "role ended role=%s exit=%s restart=%d/%d in_s=%.1f",
+            self.spec.name,
+            describe_exit(code),
+            len(self._restarts),
+            self.spec.max_restarts,
+            wait_s,
+        )
+
+    def _failure(self, ended: RoleProcess, code: int) -> Ending:
+        tail = "\n".join(f"  {line}" for line in ended.log_tail(max_lines=TAIL_LINES))
+        times = len(self._restarts)
+        again = f" after {times} restarts" if times else ""
+        reason = (
+            f"{self.spec.name} failed{again}: {describe_exit(code)}\n{tail}\n"
+            f"the whole log: {self.spec.log_path}"
+        )
+        return Ending(exit_code=EXIT_FAILED, reason=reason)
