@@ -60,6 +60,7 @@ class Command:
     run: Callable[[RunConfig, RunDir], int]  # returns the exit code
     load: Callable[[Request], RunConfig] = NAMED
     check: Callable[[RunConfig], None] = lambda _: None  # raises what would stop it later
+    check_dry: Callable[[RunConfig], None] | None = None  # before a dry run, if it is another
     has_plan: bool = False  # a dry run shows where the memory goes
     logs_as: str = ""  # the log's name; "": the command logs nothing, or sees to it itself
 
@@ -83,6 +84,7 @@ COMMANDS = {
     "train": Command(
         run=partial(commands.train, root=ROOT),
         check=checked_by("common.checks.preflight:check"),
+        check_dry=checked_by("common.checks.preflight:check_dry"),
         has_plan=True,
         logs_as="launcher",
     ),
@@ -172,7 +174,8 @@ def dispatch(request: Request) -> int:
         return serve(request.overrides, root=ROOT, is_dry=request.is_dry, say=say)
     command = COMMANDS[request.command]
     cfg = command.load(request)
-    command.check(cfg)
+    check = command.check_dry if request.is_dry and command.check_dry else command.check
+    check(cfg)
     if request.is_dry:
         return show(cfg, has_plan=command.has_plan)
     if command.logs_as:

@@ -6,13 +6,13 @@ import platform
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from common.amx import TilePermission, request_tiles
 from common.checks import machine
 from common.checks.machine import GIB
-from common.checks.memory_plan import plan_here
+from common.checks.memory_plan import lines_here, plan_here
 from common.checks.preflight import MIN_FREE_DISK_GIB, check, check_devices
 from common.config.command_line import Request
 from common.config.load import list_configs, override_value
@@ -60,8 +60,17 @@ def doctor(
     checks.append(Check(what="environments", found=found, remedy=lacking))
     name = request.config or cfg.run.name or DEFAULT_CONFIG
     checks.append(_examine_config(cfg, root, name=name, problem=problem, missing=missing))
-    print(format_checks(checks))
+    print("\n".join([format_checks(checks), *_plan(cfg, root)]))
     return 1 if any(each.remedy and not each.is_optional for each in checks) else 0
+
+
+def _plan(cfg: RunConfig, root: Path) -> list[str]:
+    """Return the memory plan; a preset without weights has that of its architecture."""
+    if not (root / cfg.model.path).is_dir() and cfg.model.architecture:
+        cfg = replace(cfg, model=replace(cfg.model, path=cfg.model.architecture))
+    with contextlib.suppress(ConfigError, FileNotFoundError):  # told in the table
+        return lines_here(cfg, root)
+    return []
 
 
 def _examine_config(

@@ -35,6 +35,8 @@ class ModelShape:
 def read_shape(folder: Path) -> ModelShape:
     """Return the shape of the checkpoint in `folder`: config.json, and the weights' own headers.
 
+    Without weights their number follows from config.json.
+
     Raises: ConfigError: config.json is no JSON, or says nothing of a transformer's sizes.
     """
     try:
@@ -46,8 +48,9 @@ def read_shape(folder: Path) -> ModelShape:
         width = int(
             text.get("moe_intermediate_size") or text.get("intermediate_size") or 4 * hidden
         )
+        counted = _count_params(folder, is_tied=bool(is_tied))
         return ModelShape(
-            num_params=_count_params(folder, is_tied=bool(is_tied)),
+            num_params=counted or _params_of_config(text, is_tied=bool(is_tied)),
             hidden=hidden,
             layers=int(text["num_hidden_layers"]),
             heads=heads,
@@ -63,8 +66,28 @@ def read_shape(folder: Path) -> ModelShape:
         raise ConfigError(message) from error
 
 
+def _params_of_config(text: dict[str, Any], *, is_tied: bool) -> int:
+    """Return the weights of a decoder of these sizes: embedding, head, attention, gated units."""
+    hidden, heads = int(text["hidden_size"]), int(text["num_attention_heads"])
+    head_dim = int(text.get("head_dim") or hidden // heads)
+    queries = heads * head_dim
+    keys = int(text.get("num_key_value_heads") or heads) * head_dim
+    attention = 2 * hidden * (queries + keys)
+    if text.get("attention_bias", text.get("model_type") == "qwen2"):
+        attention += queries + 2 * keys
+    experts = int(text.get("num_experts") or 0)
+    width = int(text.get("moe_intermediate_size") or text["intermediate_size"])
+    units = 3 * hidden * width * (experts or 1) + experts * hidden  # and the router
+    layer = attention + units + 2 * hidden
+    tables = int(text["vocab_size"]) * hidden * (1 if is_tied else 2)
+    return tables + int(text["num_hidden_layers"]) * layer + hidden
+
+
 def _count_params(folder: Path, *, is_tied: bool) -> int:
-    """Return the weights in the headers of the safetensors files; a tied head counts once."""
+    """Return the weights in the headers of the safetensors files, 0 without any.
+
+    A tied head counts once.
+    """
     total = 0
     for path in folder.glob("*.safetensors"):
         with path.open("rb") as file:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from common.checks.gpu_placement import Seats, seat
 from common.checks.machine import COMPILER_PACKAGES, GIB, compiler_problem, gpus, has_cuda
-from common.checks.memory_plan import check_memory, plan_here
+from common.checks.memory_plan import check_memory, is_elsewhere, plan_here
 from common.checks.model_shape import read_shape
 from common.config.run_config import Resume, RunConfig, check_training
 from common.errors import ConfigError
@@ -26,19 +26,11 @@ def check(cfg: RunConfig, root: Path, *, missing: Sequence[str] = ()) -> None:
 
     Raises: ConfigError: the first thing that would stop the run later; names key, value and remedy.
     """
-    if not cfg.tasks:
-        raise ConfigError("tasks=[]: a run needs at least one, like tasks=[{env: e, subset: s}]")
-    check_training(cfg)
+    _check_tasks(cfg)
     if missing:
         raise ConfigError("; ".join(missing))
-    reference = cfg.algorithm.reference_path if cfg.algorithm.kl_coef else ""
     check_model(cfg.model.path, root)
-    for key, path in (
-        ("algorithm.reference_path", reference),
-        ("learner.critic.path", cfg.learner.critic.path),
-    ):
-        if path:
-            check_model(path, root, key=key)
+    _check_other_models(cfg, root)
     check_ports(cfg)
     run_dir = root / cfg.run.dir / cfg.run.name
     is_used = any((run_dir / name).exists() for name in ("journal", "checkpoints", "metrics.jsonl"))
@@ -52,6 +44,40 @@ def check(cfg: RunConfig, root: Path, *, missing: Sequence[str] = ()) -> None:
     check_memory(cfg, plan_here(cfg, root), read_shape(root / cfg.model.path))
 
 
+def check_dry(cfg: RunConfig, root: Path, *, missing: Sequence[str] = ()) -> None:
+    """Return if a training run may start; without GPUs here, on the machine that its config names.
+
+    What this machine lacks matters only if the run would be here; that model.path lacks weights
+    does not while `model.architecture` stands in for it.
+
+    Raises: ConfigError: as `check`.
+    """
+    is_stand_in = cfg.model.path == cfg.model.architecture
+    if not is_stand_in and not is_elsewhere(cfg):
+        return check(cfg, root, missing=missing)
+    _check_tasks(cfg)
+    if not is_stand_in:
+        check_model(cfg.model.path, root)
+    _check_other_models(cfg, root)
+    check_memory(cfg, plan_here(cfg, root), read_shape(root / cfg.model.path))
+
+
+def _check_tasks(cfg: RunConfig) -> None:
+    if not cfg.tasks:
+        raise ConfigError("tasks=[]: a run needs at least one, like tasks=[{env: e, subset: s}]")
+    check_training(cfg)
+
+
+def _check_other_models(cfg: RunConfig, root: Path) -> None:
+    reference = cfg.algorithm.reference_path if cfg.algorithm.kl_coef else ""
+    for key, path in (
+        ("algorithm.reference_path", reference),
+        ("learner.critic.path", cfg.learner.critic.path),
+    ):
+        if path:
+            check_model(path, root, key=key)
+
+
 def check_devices(cfg: RunConfig) -> Seats:
     """Return who gets which of this machine's GPUs; nobody any where there are none.
 
@@ -60,6 +86,12 @@ def check_devices(cfg: RunConfig) -> Seats:
     num_gpus = len(gpus())
     if num_gpus:
         return seat(cfg, num_gpus=num_gpus)
+    for section, num in (("learner", cfg.learner.num_gpus), ("actor", cfg.actor.num_gpus)):
+        if num:
+            raise ConfigError(
+                f"{section}.num_gpus={num}: no NVIDIA GPU answers on this machine (see nvidia-smi);"
+                f" {section}.num_gpus=0 uses what is there"
+            )
     if cfg.learner.device.startswith("cuda"):
         raise ConfigError(
             f"learner.device={cfg.learner.device}: no NVIDIA GPU answers on this machine (see"

@@ -253,6 +253,7 @@ class LearnerSection:
     num_ranks: int = knob(
         1, "processes that share batches and weights; a CUDA device each", ge=1, le=4096
     )
+    num_gpus: int = knob(0, "of all ranks: num_ranks, which 0 means", ge=0, le=4096)
     rank_timeout_s: float = knob(600.0, "seconds in which ranks must answer each other", gt=0)
     max_lag_steps: int = knob(4, "of a trajectory's oldest token; more is stale", ge=0)
     hold_back_steps: int = knob(
@@ -268,3 +269,10 @@ class LearnerSection:
     max_bad_steps: int = knob(3, "non-finite losses in a row before the run stops", ge=1)
     critic: CriticSection = field(default_factory=CriticSection)
     controller: ControllerSection = field(default_factory=ControllerSection)
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        if self.num_gpus and self.device == "cpu":
+            yield "num_gpus", self.num_gpus, "learner.device=cpu uses none; give 0"
+        if self.num_gpus not in (0, self.num_ranks):
+            law = f"learner.num_ranks={self.num_ranks} take a GPU each; give that, or 0"
+            yield "num_gpus", self.num_gpus, law

@@ -24,13 +24,16 @@ GIT_TIMEOUT_S = 5.0
 _DEFAULTS = "defaults"  # the one key of a YAML file that is not in the schema
 
 
-def load_config(config: str | None, overrides: Sequence[str], *, root: Path) -> RunConfig:
+def load_config(
+    config: str | None, overrides: Sequence[str], *, root: Path, is_dry: bool = False
+) -> RunConfig:
     """Return the configuration of a run.
 
     Args:
         config: a name (`configs/<name>.yaml` below `root`) or a YAML file; None: defaults only.
         overrides: "section.key=value" each; text values are taken as they are written.
         root: the repository.
+        is_dry: without model.path, model.architecture stands in for it.
 
     Returns:
         The checked configuration. `run.name` is the config's name unless something sets it.
@@ -44,6 +47,7 @@ def load_config(config: str | None, overrides: Sequence[str], *, root: Path) -> 
             for tree in [{"run": {"name": path.stem}}, *_read_chain(path, root=root)]:
                 merged = cast(DictConfig, OmegaConf.unsafe_merge(merged, tree))
         _apply(merged, overrides)
+        _derive(merged, is_dry=is_dry)
         missing = sorted(OmegaConf.missing_keys(merged))
         if missing:
             key = missing[0]
@@ -161,6 +165,19 @@ def _read(path: Path) -> tuple[Any, dict[str, Any]]:
         return base, conform(sections, RunConfig, key="")
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
+
+
+def _derive(merged: DictConfig, *, is_dry: bool) -> None:
+    """Let the GPUs of a role decide how many processes it has, unless that is given, too."""
+    _unfreeze(merged)
+    model, learner, actor = merged.model, merged.learner, merged.actor
+    if is_dry and OmegaConf.is_missing(model, "path") and model.architecture:
+        model.path = model.architecture
+    if learner.num_gpus and learner.num_ranks == 1:
+        learner.num_ranks = learner.num_gpus
+    width = max(1, actor.tensor_parallel_size)  # its law is checked later
+    if actor.num_gpus and actor.num_gpus % width == 0 and actor.num_actors == 1:
+        actor.num_actors = actor.num_gpus // width
 
 
 def _apply(merged: DictConfig, overrides: Sequence[str]) -> None:

@@ -84,7 +84,27 @@ class ModelSection:
     """The policy: a transformers checkpoint directory, loaded by path."""
 
     path: str = knob(MISSING, "directory with config.json, weights and tokenizer", form=PATH)
+    architecture: str = knob(
+        "", "directory of their config.json, for the plan without model.path", form=PATH, also=""
+    )
     dtype: str = knob("bfloat16", "of the engine and of what is published", one_of=DTYPES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineSection:
+    """What a preset is made for: the memory plan of a dry run where there is no GPU."""
+
+    num_nodes: int = knob(1, "learner on the first, engines where GPUs are left", ge=1, le=1000)
+    num_gpus: int = knob(0, "of each node; 0: any machine will do", ge=0, le=1000)
+    gpu_memory_gib: float = knob(80.0, "GiB of each GPU", gt=0, le=10_000)
+    host_memory_gib: float = knob(1000.0, "GiB of each node", gt=0, le=10**6)
+
+    @property
+    def text(self) -> str:
+        """The machine in words."""
+        nodes = f"{self.num_nodes} node" + "s" * (self.num_nodes > 1)
+        gpus = f"{self.num_gpus} GPU" + "s" * (self.num_gpus > 1)
+        return f"{nodes} with {gpus} of {self.gpu_memory_gib:g} GiB"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +175,9 @@ class ActorSection:
     kv_cache_blocks: int = knob(0, "of the engine's own size; 0: as many as the memory holds", ge=0)
     gpu_memory_frac: float = knob(0.85, "of the device's memory, for the engine", gt=0, le=1)
     tensor_parallel_size: int = knob(1, "devices of one engine", ge=1, le=64)
+    num_gpus: int = knob(
+        0, "of all engines: num_actors x tensor_parallel_size, which 0 means", ge=0, le=10_000
+    )
     placement: GpuPlacement = knob(GpuPlacement.AUTO, "of engines, on GPUs the learner has or not")
     enforce_eager: bool = knob(True, "no compiled graphs: slower, but up at once")
     turn_timeout_s: float = knob(300.0, "seconds for one turn's tokens", gt=0)
@@ -164,6 +187,13 @@ class ActorSection:
     env_timeout_s: float = knob(60.0, "seconds for one answer of the hub", gt=0)
     start_timeout_s: float = knob(300.0, "seconds for the engine to come up", gt=0)
     delivery_window: int = knob(256, "unacknowledged trajectories until episodes wait", ge=1)
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        wanted = self.num_actors * self.tensor_parallel_size
+        if self.num_gpus not in (0, wanted):
+            width = f"actor.tensor_parallel_size={self.tensor_parallel_size}"
+            law = f"actor.num_actors={self.num_actors} x {width} = {wanted}; give that, or 0"
+            yield "num_gpus", self.num_gpus, law
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,6 +228,7 @@ class RunConfig:
     run: RunSection = field(default_factory=RunSection)
     train: TrainSection = field(default_factory=TrainSection)
     model: ModelSection = field(default_factory=ModelSection)
+    machine: MachineSection = field(default_factory=MachineSection)
     tasks: list[TaskSection] = knob([], "the training mixture")
     mixture: MixtureSection = field(default_factory=MixtureSection)
     horizon: HorizonSection = field(default_factory=HorizonSection)

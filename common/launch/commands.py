@@ -33,7 +33,8 @@ def load_named(request: Request, *, root: Path, defaults: Sequence[str] = ()) ->
         own = _own_config(overrides, name, root=root)
         if own.is_file():
             return load_config(str(own), overrides, root=root)
-    return load_config(request.config or DEFAULT_CONFIG, overrides, root=root)
+    named = request.config or DEFAULT_CONFIG
+    return load_config(named, overrides, root=root, is_dry=request.is_dry)
 
 
 def load_joined(request: Request, *, root: Path) -> RunConfig:

@@ -86,7 +86,10 @@ def children_cpu_s() -> float:
         (["actor", "train.mode=fast"], "train.mode=fast"),
         (["status", "run.name=never-started"], "run.name=never-started"),
         (["--dry-run", "--config", "smoke", "model.path=/nosuch"], "model.path=/nosuch: no such"),
-        (["--dry-run", "--config", "textcraft-qwen7b"], "model.path is not set: give model.path="),
+        (
+            ["--dry-run", "--config", "textcraft-qwen7b", "model.architecture="],
+            "model.path is not set: give model.path=",
+        ),
         (
             ["--dry-run", "--config", "smoke", "tasks=[{env: babyai, subset: GoTu}]"],
             "tasks[0].subset='GoTu'",
@@ -263,6 +266,7 @@ def test_doctor_examines_the_run_that_the_same_words_would_train(call: Call) -> 
 def test_doctor_of_a_preset_says_which_value_is_missing_and_examines_the_rest(call: Call) -> None:
     done = call("doctor", "--config", "textcraft-qwen7b")
     assert "-> model.path is not set: give model.path=" in done.stdout
+    assert "on the machine that it is made for, 1 node with 8 GPUs of 79.6 GiB:" in done.stdout
     assert "env textcraft" in done.stdout
 
 

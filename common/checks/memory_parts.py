@@ -1,0 +1,160 @@
+"""What each role puts into a memory, part by part with its arithmetic."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from common.checks.machine import GIB, has_bf16_units
+from common.checks.model_shape import BYTES_OF, ModelShape
+from common.config.learning import Advantage, CriticKind, OptimizerKind, Precision
+from common.config.run_config import ActorSection, LearnerSection, RunConfig
+
+PUBLISH_COPIES = 2  # the version that engines have and the next one
+LEARNER_WORK_BYTES = 2 * GIB  # CUDA's context, NCCL's buffers, fragments
+ENGINE_WORK_BYTES = 3 * GIB // 2  # of a GPU engine beside weights and cache
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One line of the plan."""
+
+    label: str
+    num_bytes: int
+    how: str  # the arithmetic
+    is_peak: bool = False  # taken only while the longest episodes are trained on; not judged
+    times: int = 1  # of so many alike together
+
+
+def _weights(label: str, num: int, width: int, note: str = "") -> Part:
+    return Part(label, num * width, f"{num / 1e6:,.1f}M x {width} B{note}")
+
+
+def learner_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool, rank: int) -> list[Part]:
+    """Return what one rank holds: its share of what is sharded; the first also publishes."""
+    learner, num = cfg.learner, shape.num_params
+    sharded = [
+        _weights("learner weights", num, 4, " (fp32 master)"),
+        _weights("gradients", num, 4),
+        _optimizer_part(learner, shape),
+    ]
+    if cfg.algorithm.kl_coef > 0:
+        sharded.append(_weights("reference", num, 4, " (algorithm.kl_coef > 0)"))
+    is_critic = cfg.algorithm.advantage is Advantage.PPO
+    if is_critic and learner.critic.kind is CriticKind.MODEL:
+        sharded.append(_weights("critic", num, 16, " (weights, gradients, two moments)"))
+    parts = [_share(part, learner.num_ranks) for part in sharded]
+    parts += _activation_parts(cfg, shape, is_cuda=is_cuda)
+    parts += [Part("learner work space", LEARNER_WORK_BYTES, "about")] if is_cuda else []
+    if rank > 0:
+        return parts
+    versions, width = PUBLISH_COPIES + learner.hold_back_steps, BYTES_OF[cfg.model.dtype]
+    copy = _weights("publish copies", num, width, f" ({cfg.model.dtype})")
+    return [*parts, Part(copy.label, versions * copy.num_bytes, f"{versions} copies x {copy.how}")]
+
+
+def _share(part: Part, num_ranks: int) -> Part:
+    if num_ranks == 1:
+        return part
+    return Part(part.label, -(-part.num_bytes // num_ranks), f"({part.how}) / {num_ranks} ranks")
+
+
+def _optimizer_part(learner: LearnerSection, shape: ModelShape) -> Part:
+    num = shape.num_params
+    if learner.optimizer is OptimizerKind.ADAMW:
+        return _weights("optimizer", num, 8, " (AdamW)")
+    tables = _weights("", min(num, 2 * shape.vocab * shape.hidden), 8, " (AdamW, tables)")
+    rest = _weights("", num - tables.num_bytes // 8, 4, " (Muon)")
+    return Part("optimizer", tables.num_bytes + rest.num_bytes, f"{tables.how} + {rest.how}")
+
+
+def _activation_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool) -> list[Part]:
+    """Return estimates: exact numbers depend on the kernels that torch picks.
+
+    On a CPU attention is computed as plain products, which keep the scores of every pair.
+    """
+    learner = cfg.learner
+    tokens = max(learner.max_tokens_per_microbatch, cfg.actor.max_model_len)
+    is_bf16 = learner.precision is Precision.BF16
+    if learner.precision is Precision.AUTO:
+        is_bf16 = is_cuda or has_bf16_units()
+    width = 2 if is_bf16 else 4
+    attention = 2 * (shape.heads + shape.kv_heads) * shape.head_dim
+    layer = 6 * shape.hidden + attention + 3 * shape.intermediate  # numbers kept per token
+    per_token, how = shape.layers * layer, f"{tokens:,} tokens x {shape.layers} layers x {layer:,}"
+    if learner.gradient_checkpointing:
+        per_token = shape.layers * shape.hidden + layer
+        how = f"{tokens:,} tokens x ({shape.layers} layers x {shape.hidden} + one layer {layer:,})"
+    rows = min(tokens, learner.logprob_chunk_tokens)
+    logits = f"{rows:,} tokens x {shape.vocab:,} words x 4 B x 3"
+    parts = [
+        Part("activations", tokens * per_token * width, f"{how} x {width} B"),
+        Part("logits", 3 * 4 * rows * shape.vocab, logits),
+    ]
+    if not is_cuda:
+        layers = 1 if learner.gradient_checkpointing else shape.layers
+        pairs = 3 * shape.heads * cfg.actor.max_model_len  # scores, softmax, its cast
+        how = f"{tokens:,} tokens x {layers} layers x {pairs:,} x {width} B, of longest episodes"
+        size = tokens * layers * pairs * width
+        parts.append(Part("attention scores, at most", size, how, is_peak=True))
+    if learner.num_ranks > 1:
+        tables = min(shape.num_params, 2 * shape.vocab * shape.hidden)
+        block = (shape.num_params - tables) // shape.layers
+        what = f" (tables {tables / 1e6:,.1f}M, two blocks {2 * block / 1e6:,.1f}M)"
+        parts.append(_weights("weights put together", tables + 2 * block, width, what))
+    elif is_bf16:
+        parts.append(_weights("bf16 copies of the weights", shape.num_params, 2))
+    return parts
+
+
+def cpu_engine_parts(cfg: RunConfig, shape: ModelShape) -> list[Part]:
+    """Return what one engine without a GPU holds."""
+    width, cache = BYTES_OF[cfg.model.dtype], cfg.actor.kv_cache_gib * GIB
+    return [
+        _weights("engine weights", shape.num_params, width),
+        _weights("incoming weights", shape.num_params, width, ", while they load"),
+        _cache_part(cfg.actor, shape, cfg.model.dtype, cache, "actor.kv_cache_gib"),
+    ]
+
+
+def gpu_engine_parts(
+    cfg: RunConfig, shape: ModelShape, capacity_bytes: int, *, num_engines: int
+) -> list[Part]:
+    """Return what the workers of engines hold on a GPU; vLLM takes its share at the start."""
+    actor, width = cfg.actor, BYTES_OF[cfg.model.dtype]
+    weights = width * shape.num_params // actor.tensor_parallel_size
+    how = f"{shape.num_params / 1e6:,.1f}M / {actor.tensor_parallel_size} x {width} B"
+    parts = [Part("engine weights", weights, how)]
+    if capacity_bytes:
+        share = int(actor.gpu_memory_frac * capacity_bytes)
+        cache = max(0, share - weights - ENGINE_WORK_BYTES)
+        key = f"the rest of actor.gpu_memory_frac={actor.gpu_memory_frac:g}"
+        parts.append(Part("engine work space", ENGINE_WORK_BYTES, "about"))
+        parts.append(_cache_part(actor, shape, cfg.model.dtype, cache, key))
+    return [*times(parts, num_engines, "actors"), Part("incoming weights", weights, how)]
+
+
+def _cache_part(
+    actor: ActorSection, shape: ModelShape, dtype: str, num_bytes: int, key: str
+) -> Part:
+    each = max(1, shape.kv_bytes_per_token(dtype) // actor.tensor_parallel_size)
+    tokens = num_bytes // each
+    how = (
+        f"{key}: {tokens:,} tokens of {each:,} B,"
+        f" {tokens / actor.max_model_len:,.1f} episodes of {actor.max_model_len:,} at once"
+    )
+    return Part("KV cache", num_bytes, how)
+
+
+def times(parts: Sequence[Part], number: int, of: str) -> list[Part]:
+    """Return the parts of several alike, none of nobody."""
+    if number == 1:
+        return list(parts)
+    several = [
+        replace(p, num_bytes=number * p.num_bytes, how=f"{number} {of} x ({p.how})", times=number)
+        for p in parts
+    ]
+    return several if number else []
+
+
+def shown(num_bytes: float) -> str:
+    """Return a size in words."""
+    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / 2**20:.1f} MiB"
