@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from common.config.knobs import DEVICE, HOST, Contradiction, knob
+from common.config.knobs import DEVICE, HOST, WORD, Contradiction, knob
 
 
 class OptimizerKind(StrEnum):
@@ -167,6 +167,18 @@ class CriticSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoraSection:
+    """Training of low-rank adapters beside frozen weights instead of the weights themselves.
+
+    There is no dropout: the policy that trains must be the function that sampled.
+    """
+
+    rank: int = knob(0, "of the adapters; 0: all weights are trained", ge=0, le=512)
+    alpha: float = knob(32.0, "adapters count alpha / rank times", gt=0, le=1e4)
+    targets: list[str] = knob([], "layers, such as q_proj; []: linear ones but the head", form=WORD)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ControllerSection:
     """Reactions to data that is too far from the policy; each bounded, logged and switchable.
 
@@ -267,6 +279,7 @@ class LearnerSection:
     checkpoint_every_s: float = knob(900.0, "seconds after which there is one all the same", gt=0)
     keep_checkpoints: int = knob(3, "the newest ones", ge=1)
     max_bad_steps: int = knob(3, "non-finite losses in a row before the run stops", ge=1)
+    lora: LoraSection = field(default_factory=LoraSection)
     critic: CriticSection = field(default_factory=CriticSection)
     controller: ControllerSection = field(default_factory=ControllerSection)
 
@@ -276,3 +289,5 @@ class LearnerSection:
         if self.num_gpus not in (0, self.num_ranks):
             law = f"learner.num_ranks={self.num_ranks} take a GPU each; give that, or 0"
             yield "num_gpus", self.num_gpus, law
+        if self.lora.rank and self.optimizer is OptimizerKind.MUON:
+            yield "optimizer", "muon", "learner.lora.rank > 0 needs adamw: adapters are no matrices"

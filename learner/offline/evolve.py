@@ -12,6 +12,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
+from common.config.learning import LoraSection
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.store.journal import read_journal
@@ -94,7 +95,8 @@ def run(cfg: RunConfig, run_root: Path, *, play: Play) -> Path:
             sft.train(model, kept, cfg.sft, cfg.learner, seed=cfg.run.seed + iteration)
             save_policy(policy, model, tokenizer)
         newest = str(policy)
-    return save_policy(Path(cfg.evolve.output), *load_start(newest, cfg.learner))
+    whole = replace(cfg.learner, lora=LoraSection())  # adapters are merged already
+    return save_policy(Path(cfg.evolve.output), *load_start(newest, whole))
 
 
 def _write_summary(journal: Path, path: Path) -> None:

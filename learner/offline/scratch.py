@@ -8,6 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from common.config.run_config import SftSection
+from learner.policy.lora import has_adapters, merged_tensors, save_adapter, trained_state
 
 PAD, USER, ASSISTANT, END = "<|pad|>", "<|user|>", "<|assistant|>", "<|end|>"
 
@@ -75,8 +76,13 @@ def make_policy(
 
 
 def save_policy(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> Path:
-    """Write the checkpoint directory that every role loads by path, and return it."""
+    """Write the checkpoint directory that every role loads by path, and return it.
+
+    Adapters are merged into the weights, and lie in its folder `adapter` alone.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, state_dict=dict(merged_tensors(model, model.state_dict())))
     tokenizer.save_pretrained(folder)
+    if has_adapters(model):
+        save_adapter(folder / "adapter", model, trained_state(model))
     return folder

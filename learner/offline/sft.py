@@ -39,6 +39,11 @@ def run(cfg: RunConfig, demonstrations: Path) -> Path:
     """
     sft = cfg.sft
     if sft.from_scratch:
+        if cfg.learner.lora.rank:
+            raise ConfigError(
+                "sft.from_scratch=true: a policy from nothing has no base to put adapters to; "
+                "learner.lora.rank=0, or sft.from_scratch=false"
+            )
         if demonstrations.is_dir():
             raise ConfigError(
                 f"sft.demonstrations={demonstrations}: a journal holds tokens, and a policy from "

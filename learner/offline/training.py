@@ -15,7 +15,7 @@ from common.config.learning import LearnerSection
 from common.config.offline import DpoSection, SftSection
 from learner.offline.rows import Row, token_batch
 from learner.policy.model import Scoring, load_policy, pick_device, token_logprobs
-from learner.policy.precision import uses_bf16
+from learner.policy.precision import frozen_dtype, uses_bf16
 from learner.training.optimizer import make_optimizer
 
 logger = logging.getLogger(__name__)
@@ -34,11 +34,17 @@ def prepare_device(learner: LearnerSection) -> torch.device:
 
 
 def load_start(path: str, learner: LearnerSection) -> tuple[PreTrainedModel, Any]:
-    """Return the policy at `path` on its device, and its tokenizer."""
+    """Return the policy at `path` on its device, perhaps with new adapters, and its tokenizer."""
     tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-    is_checkpointing = learner.gradient_checkpointing
     device = prepare_device(learner)
-    return load_policy(path, device=device, gradient_checkpointing=is_checkpointing), tokenizer
+    model = load_policy(
+        path,
+        device=device,
+        gradient_checkpointing=learner.gradient_checkpointing,
+        lora=learner.lora,
+        base_dtype=frozen_dtype(learner, device),
+    )
+    return model, tokenizer
 
 
 def row_logprobs(model: PreTrainedModel, rows: list[Row], learner: LearnerSection) -> Tensor:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from common.config.learning import LearnerSection
 from learner.batch.batching import TokenBatch, collate_tokens, plan_microbatches
 from learner.policy.critic import Critic
+from learner.policy.lora import adapters_off
 from learner.policy.model import Scoring, flat_hidden, hidden_logprobs
 from learner.policy.precision import uses_bf16
 from learner.policy.sharding import reshard, shard
@@ -24,10 +25,15 @@ class Networks:
     policy: PreTrainedModel
     critic: Critic | None = None  # needed by `advantage=ppo`
     reference: PreTrainedModel | None = None  # frozen; needed if `kl_coef` is not 0
+    is_base_reference: bool = False  # the policy without its adapters is the reference
 
     @property
     def device(self) -> torch.device:
         return next(self.policy.parameters()).device
+
+    @property
+    def has_reference(self) -> bool:
+        return self.reference is not None or self.is_base_reference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +91,7 @@ class Passes:
         self._device = networks.device
         self._trained = _Trained(networks.policy, networks.critic)
         self._reference = None if networks.reference is None else _Trained(networks.reference, None)
+        self._is_base_reference = networks.is_base_reference
         self.scoring = Scoring(
             chunk_tokens=cfg.logprob_chunk_tokens,
             autocast=uses_bf16(cfg, networks.device),
@@ -110,6 +117,9 @@ class Passes:
     @torch.no_grad()
     def score_by_reference(self, tokens: TokenBatch) -> Tensor | None:
         """Return the reference's [tokens] float32 nats, None if there is no reference."""
+        if self._is_base_reference:
+            with adapters_off(self._trained):
+                return self._logprobs(self._trained, tokens, self.scoring)
         if self._reference is None:
             return None
         return self._logprobs(self._reference, tokens, self.scoring)

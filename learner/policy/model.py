@@ -11,9 +11,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from common.config.learning import LoraSection
 from common.errors import ConfigError
 from learner.batch.batching import TokenBatch
+from learner.policy.lora import add_adapters, merged_names, merged_tensors
 
+FULL = LoraSection()  # no adapters: all weights are trained
 # Settings of other families that change the logits after the head, which is applied here.
 UNSUPPORTED_LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
@@ -26,7 +29,12 @@ def pick_device(name: str) -> torch.device:
 
 
 def load_policy(
-    path: str, *, device: torch.device | str, gradient_checkpointing: bool
+    path: str,
+    *,
+    device: torch.device | str,
+    gradient_checkpointing: bool,
+    lora: LoraSection = FULL,
+    base_dtype: torch.dtype = torch.float32,
 ) -> PreTrainedModel:
     """Return the causal language model at `path` with fp32 master weights, ready to train.
 
@@ -34,6 +42,8 @@ def load_policy(
 
     Args:
         path: transformers checkpoint directory; never a name to download.
+        lora: of a rank above 0: what is trained are adapters, which are new.
+        base_dtype: of the frozen weights beside them.
 
     Raises:
         ConfigError: there is no such directory, or the model changes its logits after the head.
@@ -43,7 +53,7 @@ def load_policy(
     is_cuda = torch.device(device).type == "cuda"
     model = AutoModelForCausalLM.from_pretrained(
         path,
-        dtype=torch.float32,
+        dtype=base_dtype if lora.rank else torch.float32,
         # On one CPU core, bf16: plain matrix products 20-24k tokens/s, the fused kernel 13-16k.
         attn_implementation="sdpa" if is_cuda else "eager",
         local_files_only=True,
@@ -52,6 +62,8 @@ def load_policy(
         if getattr(model.config, name, None) not in (None, 1, 1.0):
             raise ConfigError(f"model.path={path!r}: {name} is not supported")
     _disable_dropout(model)
+    if lora.rank:
+        add_adapters(model, lora, base_path=path)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     nn.Module.to(model, torch.device(device))  # in place; the subclass's own wrapper hides the type
@@ -150,7 +162,7 @@ def export_tensors(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple
 
     If the model is sharded, all ranks must do so together.
     """
-    for name, tensor in _tensors_once(model):
+    for name, tensor in merged_tensors(model, dict(_tensors_once(model))):
         yield name, whole(tensor.to(_exported(tensor, dtype)))
 
 
@@ -158,7 +170,7 @@ def export_layout(model: PreTrainedModel, dtype: torch.dtype) -> list[tuple[str,
     """Return what `export_tensors` yields as meta tensors; for a sharded model on one rank, too."""
     return [
         (name, torch.empty(tensor.shape, dtype=_exported(tensor, dtype), device="meta"))
-        for name, tensor in _tensors_once(model)
+        for name, tensor in merged_names(_tensors_once(model))
     ]
 
 

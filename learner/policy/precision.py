@@ -49,6 +49,12 @@ def uses_bf16(learner: LearnerSection, device: torch.device) -> bool:
     return learner.precision is Precision.BF16
 
 
+def frozen_dtype(learner: LearnerSection, device: torch.device) -> torch.dtype:
+    """Return in what weights that are not trained are kept: on GPUs in what is computed with."""
+    is_bf16 = device.type == "cuda" and uses_bf16(learner, device)
+    return torch.bfloat16 if is_bf16 else torch.float32
+
+
 @cache
 def precision_by_rule(device_type: str) -> Precision:
     """Return bf16 where the device has units for it, the same on every start."""

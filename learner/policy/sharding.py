@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map
 
 from learner.policy.critic import Critic
+from learner.policy.lora import trained_state
 from learner.policy.model import whole
 
 
@@ -64,11 +65,11 @@ def whole_state(state: dict[str, Any], *, is_kept: bool) -> dict[str, Any]:
 
 
 def load_module(module: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Set the weights of a module, perhaps a sharded one, to whole ones.
+    """Set what is trained of a module, perhaps a sharded one, to whole tensors.
 
     Raises: ValueError: it has other names or shapes.
     """
-    own = module.state_dict()
+    own = {name: tensor.detach() for name, tensor in trained_state(module).items()}
     if own.keys() != state.keys() or any(own[n].shape != state[n].shape for n in own):
         raise ValueError("the saved weights are those of another model")
     for name, tensor in own.items():

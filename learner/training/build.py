@@ -11,7 +11,9 @@ from common.config.learning import Advantage
 from common.config.run_config import RunConfig
 from learner.policy.critic import make_critic
 from learner.policy.forward import Networks
+from learner.policy.lora import ADAPTER_CONFIG, check_resumable
 from learner.policy.model import load_policy
+from learner.policy.precision import frozen_dtype
 from learner.training.checkpoint import load_checkpoint
 from learner.training.step import TrainerSettings
 from learner.training.trainer import Trainer
@@ -26,9 +28,15 @@ def load_start(
     if device.type == "cpu":
         torch.set_num_threads(cfg.learner.num_threads)
     torch.manual_seed(cfg.run.seed)
-    path = str(checkpoint) if checkpoint else cfg.model.path
+    lora = cfg.learner.lora
+    is_whole = checkpoint is not None and not (checkpoint / ADAPTER_CONFIG).exists()
+    path = str(checkpoint) if is_whole else cfg.model.path
     model = load_policy(
-        path, device=device, gradient_checkpointing=cfg.learner.gradient_checkpointing
+        path,
+        device=device,
+        gradient_checkpointing=cfg.learner.gradient_checkpointing,
+        lora=lora,
+        base_dtype=frozen_dtype(cfg.learner, device),
     )
     return model, path
 
@@ -49,10 +57,17 @@ def make_trainer(
     critic = None
     if cfg.algorithm.advantage is Advantage.PPO:
         critic = make_critic(cfg.learner.critic, model, policy_path=cfg.model.path)
-    networks = Networks(policy=model, critic=critic, reference=_reference(cfg, model))
+    reference = _reference(cfg, model)
+    networks = Networks(
+        policy=model,
+        critic=critic,
+        reference=reference,
+        is_base_reference=cfg.algorithm.kl_coef != 0 and reference is None,
+    )
     trainer = Trainer(settings, networks, **links)
     if checkpoint is None:
         return trainer, 0
+    check_resumable(checkpoint, model, cfg.learner.lora)
     restored = load_checkpoint(checkpoint)
     trainer.load_state_dict(restored.state)
     logger.info("restored checkpoint=%s version=%d", checkpoint, restored.version)
@@ -60,13 +75,15 @@ def make_trainer(
 
 
 def _reference(cfg: RunConfig, model: PreTrainedModel) -> PreTrainedModel | None:
-    """Return the frozen reference policy; it is loaded only if the objective uses it."""
-    if cfg.algorithm.kl_coef == 0:
+    """Return the frozen reference policy; it is loaded only if the objective uses it.
+
+    None, too, if it is what the policy is without its adapters.
+    """
+    path = cfg.algorithm.reference_path
+    if cfg.algorithm.kl_coef == 0 or (cfg.learner.lora.rank and path in ("", cfg.model.path)):
         return None
     reference = load_policy(
-        cfg.algorithm.reference_path or cfg.model.path,
-        device=next(model.parameters()).device,
-        gradient_checkpointing=False,
+        path or cfg.model.path, device=next(model.parameters()).device, gradient_checkpointing=False
     )
     reference.requires_grad_(False)
     return reference

@@ -13,6 +13,7 @@ import torch
 
 from common.config.learning import LearnerSection
 from common.errors import ConfigError
+from learner.policy.lora import has_adapters, save_adapter
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +85,10 @@ class Checkpoints:
         partial = folder.with_name(f".{folder.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        model.save_pretrained(partial, state_dict=state["model"])
+        if has_adapters(model):
+            save_adapter(partial, model, state["model"])
+        else:
+            model.save_pretrained(partial, state_dict=state["model"])
         tokenizer.save_pretrained(partial)
         torch.save(state, partial / "trainer.pt")
         (partial / _MARKER).write_text(json.dumps({"version": version}))

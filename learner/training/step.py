@@ -91,9 +91,9 @@ class Gradients:
 
         Returns: the batch; with a critic its samples carry advantages and value targets.
         """
-        critic, reference = self._networks.critic, self._networks.reference
+        critic, has_reference = self._networks.critic, self._networks.has_reference
         batch = ScoredBatch(samples=samples, version=version)
-        if self._proximal is not Proximal.RECOMPUTED and critic is None and reference is None:
+        if self._proximal is not Proximal.RECOMPUTED and critic is None and not has_reference:
             return batch
         values: BySample = {}
         ends: BySample = {}

@@ -15,6 +15,7 @@ from common.errors import ConfigError
 from learner.batch.batching import Sample, make_minibatches
 from learner.batch.codec import pack_samples, unpack_samples
 from learner.policy.forward import Networks
+from learner.policy.lora import trained_state
 from learner.policy.model import export_layout, export_tensors, whole
 from learner.policy.sharding import load_module, shard_optimizer_state, whole_state
 from learner.training.controller import Controller, Decision
@@ -257,9 +258,7 @@ class Trainer:
         """
         self._tell(lambda: Order("state"))
         live = {
-            name: part.state_dict(keep_vars=True)
-            if isinstance(part, nn.Module)
-            else part.state_dict()
+            name: trained_state(part) if isinstance(part, nn.Module) else part.state_dict()
             for name, part in self._stateful.items()
         }
         with self._ranks.in_touch("a checkpoint"):

@@ -7,12 +7,13 @@ import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from common.config.learning import LearnerSection, Precision
+from common.config.learning import LearnerSection, LoraSection, Precision
 from common.config.run_config import ModelSection, RunConfig
 from common.wire.messages import Trajectory
 from learner.batch.batching import Sample
 from learner.batch.synthetic import synthetic_trajectory
 from learner.ingest.group_assembly import GroupAssembly
+from learner.policy.lora import add_adapters
 
 VOCAB = 50
 
@@ -91,3 +92,14 @@ def make_model(*, seed: int = 0, is_tied: bool = False) -> Qwen3ForCausalLM:
     )
     config._attn_implementation = "eager"
     return Qwen3ForCausalLM(config).train()
+
+
+def make_model_with_adapters(*, seed: int = 0, rank: int = 4) -> Qwen3ForCausalLM:
+    """Build the same model with adapters that have been trained a little: they change much."""
+    model = make_model(seed=seed)
+    add_adapters(model, LoraSection(rank=rank, alpha=2.0 * rank), base_path="base")
+    torch.manual_seed(seed + 1)
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model

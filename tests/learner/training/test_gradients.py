@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,7 +29,7 @@ from learner.policy.model import whole
 from learner.training.ranks import Ranks
 from learner.training.step import TrainerSettings
 from learner.training.trainer import Trainer
-from tests.learner.builders import make_model, make_samples
+from tests.learner.builders import make_model, make_model_with_adapters, make_samples
 
 QUIET = ControllerSection(scale_lr=False, tighten_gate=False, skip_step=False)
 ALGORITHMS = {
@@ -40,7 +41,7 @@ ALGORITHMS = {
     "reference": AlgorithmSection(kl_coef=0.1, entropy_coef=0.01),
 }
 
-PARTS = {"all": slice(None), "three": slice(3)}  # a rank of four gets none of three
+PARTS = {"all": slice(None), "few": slice(3)}  # a rank of four gets none of three
 MAX_TOKENS = 40
 
 
@@ -51,9 +52,10 @@ def gradient_step(
     max_tokens: int = 10_000,
     ranks: Ranks | None = None,
     checkpointing: bool = False,
+    has_adapters: bool = False,
 ) -> torch.Tensor:
     """Return the weights after one plain step of rate 1 on the gradient, flat: their change."""
-    model = make_model()
+    model = make_model_with_adapters() if has_adapters else make_model()
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     critic = None
@@ -72,10 +74,14 @@ def gradient_step(
         algorithm=algorithm,
         num_steps=10,
     )
-    reference = make_model(seed=1) if algorithm.kl_coef else None
-    trainer = Trainer(
-        settings, Networks(policy=model, critic=critic, reference=reference), ranks=ranks
+    reference = make_model(seed=1) if algorithm.kl_coef and not has_adapters else None
+    networks = Networks(
+        policy=model,
+        critic=critic,
+        reference=reference,
+        is_base_reference=algorithm.kl_coef != 0 and has_adapters,
     )
+    trainer = Trainer(settings, networks, ranks=ranks)
     trainer._optimizer.optimizers[0] = torch.optim.SGD(model.parameters(), lr=1.0)
     trainer._optimizer._base_lrs = [[1.0]]
     before = torch.cat([whole(p.detach()).flatten().clone() for p in model.parameters()])
@@ -84,11 +90,14 @@ def gradient_step(
     return after - before
 
 
+@pytest.mark.parametrize("has_adapters", [False, True])
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_gradient_does_not_depend_on_the_size_of_microbatches(name: str) -> None:
-    samples = make_samples()
-    whole = gradient_step(samples, ALGORITHMS[name])
-    parts = gradient_step(samples, ALGORITHMS[name], max_tokens=13)
+def test_gradient_does_not_depend_on_the_size_of_microbatches(
+    name: str, has_adapters: bool
+) -> None:
+    samples, algorithm = make_samples(), ALGORITHMS[name]
+    whole = gradient_step(samples, algorithm, has_adapters=has_adapters)
+    parts = gradient_step(samples, algorithm, max_tokens=13, has_adapters=has_adapters)
     assert whole.abs().max() > 1e-3
     assert (whole - parts).abs().max() < 1e-6
 
@@ -100,10 +109,12 @@ def test_gradient_does_not_depend_on_the_order_of_samples() -> None:
     assert (whole - turned).abs().max() < 1e-6
 
 
-def test_activation_checkpointing_changes_no_gradient() -> None:
-    samples = make_samples()
-    whole = gradient_step(samples, AlgorithmSection())
-    again = gradient_step(samples, AlgorithmSection(), checkpointing=True)
+@pytest.mark.parametrize("has_adapters", [False, True])
+def test_activation_checkpointing_changes_no_gradient(has_adapters: bool) -> None:
+    samples, algorithm = make_samples(), AlgorithmSection()
+    whole = gradient_step(samples, algorithm, has_adapters=has_adapters)
+    again = gradient_step(samples, algorithm, checkpointing=True, has_adapters=has_adapters)
+    assert whole.abs().max() > 1e-3
     assert (whole - again).abs().max() < 1e-6
 
 
@@ -135,28 +146,30 @@ def _with_trailing_observation(t):
 
 
 @pytest.mark.slow
-def test_ranks_make_together_the_gradient_of_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("size", "has_adapters"), [(4, False), (2, True)])
+def test_ranks_make_together_the_gradient_of_one(
+    tmp_path: Path, size: int, has_adapters: bool
+) -> None:
     """Uneven batches: blocks of at most two samples, and more ranks than the last one has."""
-    size = 4
-    cast(Any, mp).spawn(_be_rank, args=(str(tmp_path), size), nprocs=size)
-    for name, algorithm in ALGORITHMS.items():
-        for part, samples in PARTS.items():
-            alone = gradient_step(make_samples()[samples], algorithm)
-            for rank in range(size):
-                path = tmp_path / f"{name}.{part}.{rank}.pt"
-                together = torch.load(path, weights_only=True)
-                assert (together - alone).abs().max() < 1e-6 * max(1.0, float(alone.abs().max()))
+    cast(Any, mp).spawn(_be_rank, args=(str(tmp_path), size, has_adapters), nprocs=size)
+    for name, part in product(ALGORITHMS, PARTS):
+        samples = make_samples()[PARTS[part]]
+        alone = gradient_step(samples, ALGORITHMS[name], has_adapters=has_adapters)
+        assert alone.abs().max() > 1e-3
+        for rank in range(size):
+            together = torch.load(tmp_path / f"{name}.{part}.{rank}.pt", weights_only=True)
+            assert (together - alone).abs().max() < 1e-6 * max(1.0, float(alone.abs().max()))
 
 
-def _be_rank(rank: int, folder: str, size: int) -> None:
+def _be_rank(rank: int, folder: str, size: int, has_adapters: bool) -> None:
     torch.set_num_threads(1)
     store = cast(Any, dist).FileStore(f"{folder}/store", size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     ranks = Ranks(cast(Any, dist).init_device_mesh("cpu", (size,)))
-    for name, algorithm in ALGORITHMS.items():
-        for part, samples in PARTS.items():
-            change = gradient_step(
-                make_samples()[samples], algorithm, ranks=ranks, max_tokens=MAX_TOKENS
-            )
-            torch.save(change, f"{folder}/{name}.{part}.{rank}.pt")
+    for name, part in product(ALGORITHMS, PARTS):
+        samples, algorithm = make_samples()[PARTS[part]], ALGORITHMS[name]
+        change = gradient_step(
+            samples, algorithm, ranks=ranks, max_tokens=MAX_TOKENS, has_adapters=has_adapters
+        )
+        torch.save(change, f"{folder}/{name}.{part}.{rank}.pt")
     dist.destroy_process_group()

@@ -1,0 +1,175 @@
+"""Low-rank adapters beside frozen layers: the model computes W x + alpha / rank * B A x.
+
+Source: LoRA, arXiv:2106.09685; the layers are peft's, put into the model in place.
+"""
+
+import copy
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from common.config.learning import LoraSection
+from common.errors import ConfigError
+
+ADAPTER = "default"  # peft's name of the only one
+ADAPTER_CONFIG, ADAPTER_TENSORS = "adapter_config.json", "adapter_model.safetensors"
+_COMPARED = ("r", "lora_alpha", "target_modules", "base_model_name_or_path")
+_PREFIX = "base_model.model."  # of the names in peft's files
+_BASE = ".base_layer."  # in the name of a layer that has an adapter beside it
+
+
+def add_adapters(model: PreTrainedModel, cfg: LoraSection, *, base_path: str) -> None:
+    """Freeze a model and put fp32 adapters, which change nothing yet, beside its linear layers.
+
+    There is no dropout: the policy that trains must be the function that sampled.
+
+    Args:
+        base_path: of the frozen weights, for the adapter's configuration file.
+
+    Raises: ConfigError: a target is no linear layer of this model, or its head.
+    """
+    from peft import LoraConfig, inject_adapter_in_model  # takes seconds to import
+
+    settings = LoraConfig(
+        r=cfg.rank,
+        lora_alpha=cfg.alpha,  # pyright: ignore[reportArgumentType] - any number will do
+        target_modules=sorted(_targets(model, cfg)),
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=base_path,
+    )
+    inject_adapter_in_model(settings, model, ADAPTER)
+    for name, parameter in model.named_parameters():
+        is_adapter = ".lora_" in name
+        parameter.requires_grad_(is_adapter)
+        if is_adapter:
+            parameter.data = parameter.data.float()
+    for _, layer in _adapted(model):
+        layer.cast_input_dtype_enabled = False  # autocast casts; else a copy in fp32 of each input
+
+
+def _targets(model: PreTrainedModel, cfg: LoraSection) -> set[str]:
+    """Return the last names of the layers that get adapters."""
+    head = model.get_output_embeddings()
+    linear = {
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head
+    }
+    unknown = sorted(set(cfg.targets) - linear)
+    if unknown:
+        raise ConfigError(
+            f"learner.lora.targets={','.join(unknown)}: no linear layer of {model.name_or_path} "
+            f"below its head; there are {', '.join(sorted(linear))}"
+        )
+    return set(cfg.targets) or linear
+
+
+def _adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield (name, layer) of peft's layers."""
+    for name, module in model.named_modules():
+        if hasattr(module, "lora_A"):
+            yield name, module
+
+
+def has_adapters(model: object) -> bool:
+    """Return whether only adapters of this model are trained."""
+    return bool(getattr(model, "peft_config", None))
+
+
+def trained_state(model: nn.Module) -> dict[str, Tensor]:
+    """Return the state of a module without what is frozen beside adapters; live tensors."""
+    state = model.state_dict(keep_vars=True)
+    is_adapted = has_adapters(model)
+    return {name: each for name, each in state.items() if each.requires_grad or not is_adapted}
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Let the model be its base for a while, exactly: the adapters' share is multiplied by 0."""
+    layers = [layer for _, layer in _adapted(model)]
+    try:
+        for layer in layers:
+            layer.set_scale(ADAPTER, 0.0)
+        yield
+    finally:
+        for layer in layers:
+            layer.set_scale(ADAPTER, 1.0)
+
+
+def adapter_layout(model: nn.Module) -> Iterator[tuple[str, Tensor, float]]:
+    """Yield (name in peft's files, tensor or this rank's part, factor) of the adapters.
+
+    Without the factors the files mean the same as with `lora_alpha` set to the rank.
+    """
+    for name, layer in _adapted(model):
+        for part, factor in (("lora_A", 1.0), ("lora_B", layer.scaling[ADAPTER])):
+            yield f"{_PREFIX}{name}.{part}.weight", getattr(layer, part)[ADAPTER].weight, factor
+
+
+def check_resumable(folder: Path, model: PreTrainedModel, cfg: LoraSection) -> None:
+    """Return if a checkpoint goes on as this model: both have the same adapters, or none.
+
+    Raises: ConfigError: what is different.
+    """
+    file = folder / ADAPTER_CONFIG
+    saved: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    if has_adapters(model) != bool(saved):
+        kind = "adapters" if saved else "whole weights"
+        raise ConfigError(
+            f"learner.lora.rank={cfg.rank}: {folder} holds {kind}; go on with the setting it was "
+            "trained with, or start another run.name"
+        )
+    for name in _COMPARED if saved else ():
+        ours, theirs = getattr(_config_of(model), name), saved[name]
+        if isinstance(ours, set):
+            ours, theirs = sorted(ours), sorted(theirs)
+        if ours != theirs:
+            raise ConfigError(f"{folder} has adapters of {name}={theirs}, this run of {ours}")
+
+
+def _config_of(model: PreTrainedModel) -> Any:
+    return model.peft_config[ADAPTER]  # pyright: ignore
+
+
+def merged_tensors(model: nn.Module, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield (transformers name, tensor) of a model's state with the adapters added to its layers.
+
+    Those are in fp32: in bf16 a small change of a weight would be rounded away.
+    """
+    scales = {f"{name}.": layer.scaling[ADAPTER] for name, layer in _adapted(model)}
+    for name, tensor in state.items():
+        if _BASE in name and name.endswith("weight"):
+            prefix = name.removesuffix("base_layer.weight")
+            a, b = (state[f"{prefix}lora_{x}.{ADAPTER}.weight"].detach() for x in "AB")
+            change = _whole(b).float() @ _whole(a).float() * scales[prefix]
+            yield f"{prefix}weight", _whole(tensor.detach()).float() + change
+        elif ".lora_" not in name:
+            yield name.replace(_BASE, "."), tensor
+
+
+def merged_names(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield what `merged_tensors` yields with the base's weights as they are."""
+    return ((n.replace(_BASE, "."), tensor) for n, tensor in tensors if ".lora_" not in n)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def save_adapter(folder: Path, model: PreTrainedModel, state: Mapping[str, Tensor]) -> None:
+    """Write peft's two files; `state` has the whole adapters by their names in the model."""
+    config = copy.copy(_config_of(model))
+    config.inference_mode = True
+    config.save_pretrained(str(folder))
+    tensors = {
+        _PREFIX + name.replace(f".{ADAPTER}.", "."): tensor.detach().cpu().contiguous()
+        for name, tensor in state.items()
+    }
+    save_file(tensors, folder / ADAPTER_TENSORS, metadata={"format": "pt"})

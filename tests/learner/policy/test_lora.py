@@ -1,0 +1,124 @@
+"""Laws of adapters: what they add, what is trained, and what is written of them."""
+
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from common.config.learning import LearnerSection, LoraSection, OptimizerKind
+from common.errors import ConfigError
+from common.repository import ROOT
+from learner.offline.scratch import save_policy
+from learner.policy.lora import adapters_off, save_adapter, trained_state
+from learner.policy.model import export_layout, export_tensors, load_policy
+from tests.learner.builders import make_model, make_model_with_adapters
+
+IDS = torch.arange(12)[None]
+
+
+def logits_of(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=IDS).logits
+
+
+def loaded(folder: Path, **lora: Any):
+    return load_policy(
+        str(folder), device="cpu", gradient_checkpointing=False, lora=LoraSection(**lora)
+    )
+
+
+def test_new_adapters_change_nothing_and_are_all_that_is_trained(tmp_path: Path) -> None:
+    base = make_model()
+    base.save_pretrained(tmp_path)
+    model = loaded(tmp_path, rank=4)
+    assert torch.equal(logits_of(model), logits_of(base))
+    trained = {name for name, each in model.named_parameters() if each.requires_grad}
+    assert trained == {name for name, _ in model.named_parameters() if "lora_" in name}
+    assert len(trained) == 2 * 7 * 2  # factors, layers of a block, blocks
+    assert {each.dtype for each in trained_state(model).values()} == {torch.float32}
+
+
+def test_adapters_are_the_same_on_every_rank(tmp_path: Path) -> None:
+    make_model().save_pretrained(tmp_path)
+    states = []
+    for _ in range(2):
+        torch.manual_seed(7)  # as every rank does before it loads
+        states.append(trained_state(loaded(tmp_path, rank=4)))
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_frozen_weights_may_be_bf16_beside_adapters_in_fp32(tmp_path: Path) -> None:
+    make_model().save_pretrained(tmp_path)
+    model = load_policy(
+        str(tmp_path),
+        device="cpu",
+        gradient_checkpointing=False,
+        lora=LoraSection(rank=4),
+        base_dtype=torch.bfloat16,
+    )
+    frozen = {each.dtype for each in model.parameters() if not each.requires_grad}
+    assert frozen == {torch.bfloat16}
+    assert {each.dtype for each in trained_state(model).values()} == {torch.float32}
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(input_ids=IDS).logits.float().sum().backward()
+    assert all(each.grad is not None for each in trained_state(model).values())
+
+
+def test_only_the_targets_get_adapters(tmp_path: Path) -> None:
+    make_model().save_pretrained(tmp_path)
+    model = loaded(tmp_path, rank=2, targets=["q_proj", "down_proj"])
+    assert {name.split(".")[4] for name in trained_state(model)} == {"q_proj", "down_proj"}
+
+
+@pytest.mark.parametrize("target", ["q_projection", "lm_head", "embed_tokens"])
+def test_a_target_that_is_no_inner_linear_layer_is_refused(tmp_path: Path, target: str) -> None:
+    make_model().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=rf"learner\.lora\.targets={target}.*o_proj"):
+        loaded(tmp_path, rank=2, targets=["q_proj", target])
+
+
+def test_muon_is_refused_for_adapters() -> None:
+    section = LearnerSection(optimizer=OptimizerKind.MUON, lora=LoraSection(rank=4))
+    assert [key for key, *_ in section.contradictions()] == ["optimizer"]
+    assert not [*LearnerSection(optimizer=OptimizerKind.MUON).contradictions()]
+
+
+def test_without_its_adapters_a_policy_is_its_base_exactly() -> None:
+    model = make_model_with_adapters()
+    after = logits_of(model)
+    with adapters_off(model):
+        assert torch.equal(logits_of(model), logits_of(make_model()))
+    assert torch.equal(logits_of(model), after)
+    assert (after - logits_of(make_model())).abs().max() > 0.1
+
+
+def test_merged_policy_is_a_plain_one_that_computes_the_same(tmp_path: Path) -> None:
+    model = make_model_with_adapters()
+    tokenizer: Any = AutoTokenizer.from_pretrained(ROOT / "configs/policies/tiny")
+    save_policy(tmp_path, model, tokenizer)
+    plain = loaded(tmp_path)
+    assert type(plain.model.layers[0].mlp.up_proj) is torch.nn.Linear
+    torch.testing.assert_close(logits_of(plain), logits_of(model), atol=1e-5, rtol=1e-5)
+    assert (tmp_path / "adapter" / "adapter_config.json").exists()
+
+
+def test_adapter_folder_is_one_that_peft_loads(tmp_path: Path) -> None:
+    model = make_model_with_adapters()
+    make_model().save_pretrained(tmp_path / "base")
+    save_adapter(tmp_path / "adapter", model, trained_state(model))
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
+    theirs = PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
+    torch.testing.assert_close(logits_of(theirs), logits_of(model), atol=1e-5, rtol=1e-5)
+    assert not any(each.requires_grad for each in theirs.parameters())
+
+
+def test_exported_tensors_have_the_adapters_in_them() -> None:
+    model = make_model_with_adapters()
+    exported = dict(export_tensors(model, torch.float32))
+    assert [*exported] == [name for name, _ in export_layout(model, torch.float32)]
+    plain = make_model(seed=1)
+    plain.load_state_dict(cast(Any, exported))
+    torch.testing.assert_close(logits_of(plain), logits_of(model), atol=1e-5, rtol=1e-5)
