@@ -17,7 +17,7 @@ from actor.engine.concurrency import EngineLoad
 from actor.engine.process_watch import ProcessWatch
 from actor.engine.start import shut_down_llm, start_llm
 from actor.rollout.episode import Turn
-from common.config.run_config import ActorSection, ModelSection
+from common.config.run_config import ActorSection, AtUpdate, ModelSection
 from common.errors import EngineError, WeightSyncError
 from common.wire.codec import encode
 from common.wire.weight_group import TransferCancelled
@@ -123,8 +123,8 @@ class Engine:
         Args:
             prompt_ids: [num_prompt] the whole conversation so far.
             max_tokens: most tokens of this turn.
-            salt: prefix-cache name space; differs between weight versions, so that no prefix
-                computed by old weights is taken for one of the new.
+            salt: prefix-cache name space: what was computed under one is never found under
+                another.
 
         Raises: EngineError: the engine died, or took over `actor.turn_timeout_s`.
         """
@@ -173,7 +173,14 @@ class Engine:
             if span.version.isdigit():
                 versions[span.start : span.end] = [int(span.version)] * (span.end - span.start)
         self.num_sampled_tokens += len(token_ids)
-        return Turn(token_ids, logprobs, versions, is_stopped=sample.finish_reason == "stop")
+        return Turn(
+            token_ids,
+            logprobs,
+            versions,
+            is_stopped=sample.finish_reason == "stop",
+            num_prompt=len(output.prompt_token_ids),
+            num_cached=output.num_cached_tokens or 0,
+        )
 
     async def load(self, offer: WeightsOffer, *, announce: Callable[[], None]) -> float:
         """Freeze generation (requests and their KV stay), receive, load, go on.
@@ -209,6 +216,9 @@ class Engine:
             raise kind("; ".join(reply["error"] for reply in failed))
         await self._llm.update_weight_version(str(offer.version))
         self.version = offer.version
+        if self._cfg.kv_at_update is AtUpdate.DROP:
+            # Running requests lose their place and are computed again, prompt and sampled tokens.
+            await self._llm.reset_prefix_cache(reset_running_requests=True)
 
     async def score(self, sequences: list[list[int]], *, request_id: str) -> list[list[float]]:
         """Return the logprob [seq-1] of every token given those before it, nothing cached.

@@ -29,6 +29,8 @@ class Turn:
     logprobs: list[float]  # [num_sampled] nats, of the distribution that was sampled from
     versions: list[int]  # [num_sampled] weights that sampled each token
     is_stopped: bool = True  # ended by an end-of-turn token, which is the last of token_ids
+    num_prompt: int = 0  # tokens of the conversation before, as the engine was given them
+    num_cached: int = 0  # of them, those whose keys and values it had already
 
 
 class Session(Protocol):
@@ -85,6 +87,8 @@ class _Play:
     num_turns: int = 0
     invalid_turns: list[bool] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
     generate_s: float = 0.0
     env_s: float = 0.0
 
@@ -160,6 +164,8 @@ async def _turns(
         play.generate_s += answered - asked
         play.env_s += time.monotonic() - answered
         play.num_turns += 1
+        play.num_prompt_tokens += taken.num_prompt
+        play.num_cached_tokens += taken.num_cached
         play.invalid_turns.append(not result.is_valid)
         play.reward = result.reward
         play.scores.append(result.reward)
@@ -183,6 +189,8 @@ def _trajectory(lease: Lease, play: _Play, *, actor: str, wall_s: float) -> Traj
         is_success=play.is_success,
         num_turns=play.num_turns,
         num_invalid_actions=sum(play.invalid_turns),
+        num_prompt_tokens=play.num_prompt_tokens,
+        num_cached_tokens=play.num_cached_tokens,
         generate_s=play.generate_s,
         env_s=play.env_s,
         wall_s=wall_s,

@@ -11,7 +11,7 @@ from actor.rollout.episode import Act, Render, Turn, run_episode
 from actor.rollout.lockstep import Rounds
 from actor.rollout.render import Renderer
 from actor.rollout.scripted import ScriptedPolicy, ScriptedRender
-from common.config.run_config import ActorSection
+from common.config.run_config import ActorSection, AtUpdate
 from common.wire.messages import Lease, PolicyKind
 
 logger = logging.getLogger(__name__)
@@ -48,6 +48,7 @@ class Episodes:
         self._concurrency = Concurrency(least=cfg.min_concurrent, most=cfg.max_concurrent)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._num_requests = 0
+        self._salts: dict[str, str] = {}  # episode -> that of its first turn
         self.slot_freed = asyncio.Event()
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -96,6 +97,7 @@ class Episodes:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.pop(task.get_name(), None)
+        self._salts.pop(task.get_name(), None)
         if self._rounds is not None:
             self._rounds.leave(task.get_name())
         self.slot_freed.set()
@@ -134,5 +136,17 @@ class Episodes:
             list(ids),
             request_id=f"{lease.episode_id}:{lease.attempt}:{self._num_requests}",
             max_tokens=self._cfg.max_turn_tokens,
-            salt=f"v{self._engine.version}",
+            salt=self._salt(lease.episode_id),
         )
+
+    def _salt(self, episode_id: str) -> str:
+        """Return the prefix-cache name space of an episode's next turn: that of a version.
+
+        It is the engine's version, so that no prefix computed by older weights is gone on from.
+        Where prefixes are kept it stays that of the first turn: an episode never meets what is
+        older than itself.
+        """
+        current = f"v{self._engine.version}"
+        if self._cfg.prefixes_at_update is AtUpdate.DROP:
+            return current
+        return self._salts.setdefault(episode_id, current)

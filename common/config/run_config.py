@@ -155,6 +155,13 @@ class GpuPlacement(StrEnum):
     COLOCATED = "colocated"
 
 
+class AtUpdate(StrEnum):
+    """What an engine does at new weights with keys and values that older ones computed."""
+
+    KEEP = "keep"
+    DROP = "drop"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActorSection:
     """Generation and interaction."""
@@ -174,6 +181,14 @@ class ActorSection:
     kv_cache_gib: int = knob(1, "GiB, of the CPU engine only", ge=1, le=10_000)
     kv_cache_blocks: int = knob(0, "of the engine's own size; 0: as many as the memory holds", ge=0)
     gpu_memory_frac: float = knob(0.85, "of the device's memory, for the engine", gt=0, le=1)
+    kv_at_update: AtUpdate = knob(
+        AtUpdate.KEEP,
+        "a turn in work at new weights keeps its KV cache, or drops and recomputes it",
+    )
+    prefixes_at_update: AtUpdate = knob(
+        AtUpdate.DROP,
+        "later turns of an episode go on from what older weights computed, or recompute it",
+    )
     tensor_parallel_size: int = knob(1, "devices of one engine", ge=1, le=64)
     num_gpus: int = knob(
         0, "of all engines: num_actors x tensor_parallel_size, which 0 means", ge=0, le=10_000
@@ -194,6 +209,10 @@ class ActorSection:
             width = f"actor.tensor_parallel_size={self.tensor_parallel_size}"
             law = f"actor.num_actors={self.num_actors} x {width} = {wanted}; give that, or 0"
             yield "num_gpus", self.num_gpus, law
+        is_kept = self.prefixes_at_update is AtUpdate.KEEP
+        if is_kept and self.kv_at_update is AtUpdate.DROP:
+            law = "must be drop where kv_at_update=drop, which empties the whole cache"
+            yield "prefixes_at_update", self.prefixes_at_update.value, law
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

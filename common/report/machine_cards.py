@@ -18,6 +18,7 @@ STEPS = (
     ("Actors", "actor/tokens_per_s", "sampled tokens per second"),
     ("Learner", "train/tokens_per_s", "trained tokens per second"),
     ("Episodes", "actor/episodes_per_s", "finished episodes per second"),
+    ("Prefix cache", "actor/prefix_hit_frac", "share of prompt tokens that it held"),
     ("Turns", "episodes/turns_mean", "mean turns per episode"),
     ("Entropy", "policy/entropy", "nats per sampled token"),
     ("Effective sample size", "offpolicy/ess_frac", "share of the batch"),

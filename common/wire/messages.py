@@ -243,6 +243,8 @@ class Trajectory(EpisodeIdentity):
     is_success: bool  # the environment says that the task was solved
     num_turns: int
     num_invalid_actions: int
+    num_prompt_tokens: int = 0  # given to the engine, summed over turns; 0: it does not say
+    num_cached_tokens: int = 0  # of them, those found in its prefix cache
     generate_s: float  # seconds spent waiting for the engine
     env_s: float  # seconds spent waiting for the environment
     wall_s: float

@@ -24,6 +24,8 @@ class EpisodeStats:
         self._counts["episodes"] += 1
         self._counts["turns"] += trajectory.num_turns
         self._counts["sampled"] += int(trajectory.loss_mask.sum())
+        self._counts["prompt"] += trajectory.num_prompt_tokens
+        self._counts["cached"] += trajectory.num_cached_tokens
         parts = {
             "reward/mean": trajectory.reward,
             "reward/success": trajectory.is_success,
@@ -53,6 +55,8 @@ class EpisodeStats:
             "actor/episodes_per_s": counts["episodes"] / max(elapsed_s, 1e-6),
             "actor/tokens_per_s": counts["sampled"] / max(elapsed_s, 1e-6),
         }
+        if counts["prompt"]:
+            metrics["actor/prefix_hit_frac"] = counts["cached"] / counts["prompt"]
         for name, total in self._sums.items():
             is_of_turns = name == "episodes/invalid_frac"
             metrics[name] = total / max(counts["turns" if is_of_turns else "episodes"], 1)

@@ -14,7 +14,7 @@ from transformers import Qwen3ForCausalLM
 
 from actor.rollout.episode import Turn
 from common.config.learning import AlgorithmSection, LearnerSection, Precision
-from common.config.run_config import ActorSection, ModelSection, SftSection
+from common.config.run_config import ActorSection, AtUpdate, ModelSection, SftSection
 from common.store.run_dir import RunDir
 from common.wire.security import create_keys
 from common.wire.sockets import Received, Router
@@ -52,10 +52,13 @@ class Listener(Router):
 class Rig:
     """An engine, the trainer of the same policy, and the run directory between them."""
 
-    def __init__(self, folder: Path, *, dtype: str, is_tied: bool) -> None:
+    def __init__(
+        self, folder: Path, *, dtype: str, is_tied: bool, at_update: AtUpdate = AtUpdate.KEEP
+    ) -> None:
         from actor.engine.engine import Engine
 
         self.dtype = getattr(torch, dtype)
+        self.at_update = at_update
         self.run_dir = RunDir(root=folder)
         self.keys = create_keys(self.run_dir.keys)
         save_tiny_policy(folder / "policy", is_tied=is_tied)
@@ -69,7 +72,7 @@ class Rig:
             engine_dtype=dtype,
         )
         self.trainer = Trainer(settings, Networks(policy=self.model))
-        actor = ActorSection(max_concurrent=32, max_model_len=512)
+        actor = ActorSection(max_concurrent=32, max_model_len=512, kv_at_update=at_update)
         self._runner = asyncio.Runner()
         start = Engine.start(
             ModelSection(path=path, dtype=dtype), actor, end_of_turn_ids=[], seed=0

@@ -74,9 +74,9 @@ def go_on(*, reward: float = 0.0, is_valid: bool = True, done: bool = False) -> 
 
 
 TURNS = [
-    Turn([120, 0], [-0.5, -0.25], [4, 4]),
+    Turn([120, 0], [-0.5, -0.25], [4, 4], num_prompt=5),
     Turn([121], [-1.0], [5], is_stopped=False),
-    Turn([122, 0], [-2.0, -3.0], [5, 6]),
+    Turn([122, 0], [-2.0, -3.0], [5, 6], num_prompt=13, num_cached=9),
 ]
 
 
@@ -139,6 +139,7 @@ def test_every_token_is_written_down_with_who_made_it() -> None:
     assert prompts == [got.token_ids.tolist()[:end] for end in (5, 9, 13)]
     assert session.actions == ["x", "y", "z"]
     assert (got.num_turns, got.num_invalid_actions) == (3, 1)
+    assert (got.num_prompt_tokens, got.num_cached_tokens) == (18, 9)
     assert got.invalid_turns.tolist() == [False, True, False]
     assert refusal(got, learner_version=6, max_group_size=2) == ""
 

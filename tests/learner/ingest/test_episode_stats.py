@@ -15,6 +15,8 @@ WON = replace(
     generate_s=1.0,
     env_s=0.5,
     wall_s=2.0,
+    num_prompt_tokens=30,
+    num_cached_tokens=10,
 )
 LOST = replace(
     make_trajectory([1, 2], [0, 1]),
@@ -24,6 +26,8 @@ LOST = replace(
     end_reason=EndReason.HORIZON,
     num_turns=4,
     num_invalid_actions=3,
+    num_prompt_tokens=10,
+    num_cached_tokens=10,
 )
 
 
@@ -41,6 +45,7 @@ def test_means_are_over_episodes_and_invalid_over_turns() -> None:
         "episodes/failed": 0,
         "actor/episodes_per_s": 1.0,
         "actor/tokens_per_s": 1.5,
+        "actor/prefix_hit_frac": 0.5,
         "reward/mean": 0.5,
         "reward/success": 0.5,
         "reward/success/GoTo-Local": 1.0,

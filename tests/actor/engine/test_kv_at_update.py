@@ -1,0 +1,155 @@
+"""Laws of what becomes of keys and values that older weights computed, on a real engine."""
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from actor.rollout.env_client import Hint, StepResult
+from actor.rollout.episode import Turn
+from common.config.run_config import ActorSection, AtUpdate
+from common.wire.messages import Trajectory
+from tests.actor.engine.engine_rig import Rig
+from tests.actor.engine.test_engine import make_prompts
+from tests.actor.rollout.test_episode import LEASE
+
+pytestmark = pytest.mark.slow
+
+BLOCK_TOKENS = 128  # of the engine's cache on a CPU
+EXACT = 1e-5  # nats, mean over tokens; with a cache of both versions they are 1.5 apart
+keep_and_drop = pytest.mark.parametrize("rig", [AtUpdate.KEEP, AtUpdate.DROP], indirect=True)
+keep = pytest.mark.parametrize("rig", [AtUpdate.KEEP], indirect=True)
+
+
+@pytest.fixture(scope="module")
+def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    """One engine at a time."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        folder = tmp_path_factory.mktemp("rig")
+        rig = Rig(folder, dtype="float32", is_tied=False, at_update=request.param)
+        yield rig
+        rig.close()
+
+
+def deltas(rig: Rig, prompts: list[list[int]], turns: list[Turn], *, version: int) -> list[float]:
+    """|logprob of the engine - of the trainer's present weights| of all tokens of a version."""
+    sequences = [p + t.token_ids for p, t in zip(prompts, turns, strict=True)]
+    return [
+        abs(ours - theirs)
+        for scores, turn in zip(rig.trainer.score(sequences), turns, strict=True)
+        for ours, theirs, label in zip(
+            scores[-len(turn.logprobs) :], turn.logprobs, turn.versions, strict=True
+        )
+        if label == version
+    ]
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+@keep_and_drop
+def test_tokens_after_an_update_are_those_of_the_new_weights_alone_if_the_cache_is_dropped(
+    rig: Rig,
+) -> None:
+    async def law() -> None:
+        prompts = make_prompts(12, num_tokens=BLOCK_TOKENS + 20)
+        with rig.learner() as (publisher, _):
+            async with rig.link() as (link, _task):
+                rig.randomize(seed=1)
+                await rig.publish_first(publisher, link, rig.weights(1))
+                running = [
+                    rig.generate(f"{n}", prompt, max_tokens=150) for n, prompt in enumerate(prompts)
+                ]
+                await rig.generate("clock", [5, 6], max_tokens=10)
+                rig.randomize(seed=2)
+                await asyncio.to_thread(publisher.publish, rig.weights(2))
+                turns = await asyncio.gather(*running)
+        assert all(turn.versions == sorted(turn.versions) for turn in turns)
+        across = [n for n, turn in enumerate(turns) if set(turn.versions) == {1, 2}]
+        assert len(across) >= 3, "the others sampled an end of text before"
+        prompts, turns = [prompts[n] for n in across], [turns[n] for n in across]
+        after = deltas(rig, prompts, turns, version=2)
+        is_exact = mean(after) <= EXACT
+        assert is_exact == (rig.at_update is AtUpdate.DROP)
+        rig.randomize(seed=1)
+        assert mean(deltas(rig, prompts, turns, version=1)) <= EXACT
+
+    rig.run(law())
+
+
+class _Corridor:
+    """A session of three turns, with new weights before the second one."""
+
+    first_observation = "go to the red ball " * 30
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._num_steps = 0
+
+    async def step(self, action: str) -> StepResult:
+        self._num_steps += 1
+        self._engine.version += self._num_steps == 1
+        return StepResult(observation="on", reward=0.0, done=False, is_valid=True)
+
+    async def hint(self) -> Hint:
+        raise AssertionError("the model plays")
+
+    async def close(self) -> None:
+        pass
+
+
+@keep
+@pytest.mark.parametrize("prefixes", list(AtUpdate))
+def test_later_turns_reuse_what_older_weights_computed_only_if_prefixes_are_kept(
+    rig: Rig, prefixes: AtUpdate
+) -> None:
+    from transformers import AutoTokenizer
+
+    from actor.rollout.pool import Episodes
+    from actor.rollout.render import Renderer
+
+    async def law() -> None:
+        rig.engine.version = {AtUpdate.KEEP: 10, AtUpdate.DROP: 20}[prefixes]
+        first = rig.engine.version
+        played: list[Trajectory] = []
+        done = asyncio.Event()
+
+        async def put(trajectory: Trajectory) -> None:
+            played.append(trajectory)
+            done.set()
+
+        async def open_session(*_: Any, **__: Any) -> _Corridor:
+            return _Corridor(rig.engine)
+
+        path = str(rig.run_dir.root / "policy")
+        cfg = ActorSection(max_model_len=512, max_turn_tokens=8, prefixes_at_update=prefixes)
+        environments: Any = SimpleNamespace(open=open_session, instruction=lambda _: "")
+        delivery: Any = SimpleNamespace(put=put)
+        episodes = Episodes(
+            cfg,
+            actor="a",
+            engine=rig.engine,
+            renderer=Renderer(AutoTokenizer.from_pretrained(path)),
+            environments=environments,
+            delivery=delivery,
+            rounds=None,
+        )
+        for number in range(2):  # the second one began under the new weights
+            done.clear()
+            episodes.start([replace(LEASE, episode_id=f"{prefixes}/{number}", deadline_s=60.0)])
+            async with asyncio.timeout(60.0):
+                await done.wait()
+            assert rig.engine.version == first + 1 + number
+        assert all(set(each.turn_ids[each.loss_mask].tolist()) == {0, 1, 2} for each in played)
+        # The prompt fills one block. Kept: the second and third turn find it, and an episode's
+        # first one finds nothing that is older than itself. Dropped: the third turn does, and the
+        # first one of the second episode, whose weights are those of the first one's last turns.
+        num_found = {AtUpdate.KEEP: [2, 2], AtUpdate.DROP: [1, 2]}[prefixes]
+        assert [each.num_cached_tokens for each in played] == [n * BLOCK_TOKENS for n in num_found]
+
+    rig.run(law())
