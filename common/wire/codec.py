@@ -12,7 +12,9 @@ import dataclasses
 import functools
 import math
 import typing
+from collections.abc import Callable
 from enum import StrEnum
+from operator import attrgetter
 from typing import Any
 
 import msgpack
@@ -42,7 +44,7 @@ def encode(message: Any) -> list[bytes]:
     if MESSAGE_TYPES.get(name) is not type(message):
         raise WireError(f"{name} is not a message")
     frames: list[bytes] = []
-    header = [SCHEMA_VERSION, name, _to_plain(message, frames)]
+    header = [SCHEMA_VERSION, name, _to_map(type(message))(message, frames)]
     return [_pack(header), *frames]
 
 
@@ -65,12 +67,20 @@ def decode(frames: list[bytes]) -> Any:
     cls = MESSAGE_TYPES.get(name) if isinstance(name, str) else None
     if cls is None:
         raise WireError(f"unknown message type {name!r}")
-    return _from_plain(cls, fields, frames, path=name)
+    try:
+        return _as_sent(cls)(fields, frames)
+    except _NotAsSent:
+        return _from_plain(cls, fields, frames, path=name)
 
 
 def pack_record(message: Any) -> bytes:
     """Return one message as a single byte string (journal records)."""
-    return _pack([bytes(frame) for frame in encode(message)])
+    return pack_frames(encode(message))
+
+
+def pack_frames(frames: list[bytes]) -> bytes:
+    """Return the record of the message that these frames are: `pack_record` without encoding."""
+    return _pack(frames)
 
 
 def _pack(value: list[Any]) -> bytes:
@@ -94,19 +104,156 @@ def unpack_record(record: bytes) -> Any:
     return decode(frames)
 
 
-def _to_plain(value: Any, frames: list[bytes]) -> Any:
-    if dataclasses.is_dataclass(value):
-        return {f.name: _to_plain(getattr(value, f.name), frames) for f in _fields(type(value))}
-    if isinstance(value, np.ndarray):
-        if value.dtype.name not in ARRAY_DTYPES:
-            raise WireError(f"array dtype {value.dtype.name} is not one of {ARRAY_DTYPES}")
-        frames.append(np.ascontiguousarray(value).tobytes())
-        return [len(frames), value.dtype.name, list(value.shape)]
-    if isinstance(value, StrEnum):
-        return value.value
-    if isinstance(value, list):
-        return [_to_plain(item, frames) for item in value]
-    return value
+# --- what is done for every message, compiled once for each type --------------------------------
+
+
+@functools.cache
+def _to_map(cls: type) -> Callable[[Any, list[bytes]], dict[str, Any]]:
+    """Return what makes a map of a message's fields; msgpack takes enums and scalars as such."""
+    hints, _ = _schema(cls)
+    names = tuple(hints)
+    get = attrgetter(*names)
+    converters = [(name, _to_plain(hints[name])) for name in names]
+    special = [(name, convert) for name, convert in converters if convert is not None]
+
+    def to_map(message: Any, frames: list[bytes]) -> dict[str, Any]:
+        values = get(message)
+        plain = dict(zip(names, values if len(names) > 1 else (values,), strict=True))
+        for name, convert in special:
+            plain[name] = convert(plain[name], frames)
+        return plain
+
+    return to_map
+
+
+def _to_plain(kind: Any) -> Callable[[Any, list[bytes]], Any] | None:
+    """Return what turns a field of this type into what msgpack takes; None if it is that."""
+    if dataclasses.is_dataclass(kind):
+        return _to_map(typing.cast(type, kind))
+    if kind is np.ndarray:
+        return _array_to_frame
+    if typing.get_origin(kind) is list:
+        convert = _to_plain(typing.get_args(kind)[0])
+        return convert and (lambda items, frames: [convert(each, frames) for each in items])
+    return None
+
+
+def _array_to_frame(array: np.ndarray, frames: list[bytes]) -> list[Any]:
+    if array.dtype.name not in ARRAY_DTYPES:
+        raise WireError(f"array dtype {array.dtype.name} is not one of {ARRAY_DTYPES}")
+    frames.append(array.tobytes())  # in C order, whatever the array's is
+    return [len(frames), array.dtype.name, list(array.shape)]
+
+
+class _NotAsSent(Exception):
+    """Not just as `encode` writes it: perhaps valid, perhaps not; the long way tells."""
+
+
+@functools.cache
+def _as_sent(cls: type) -> Callable[[Any, list[bytes]], Any]:
+    """Return what makes a message of a map that has all its fields, in order, of exact types.
+
+    It accepts less than `_from_plain` and returns the same: a float sent as an int, a field left
+    out, anything wrong is for that one to widen, to fill in, or to name.
+    """
+    hints, _ = _schema(cls)
+    names = tuple(hints)
+    types = tuple(_plain_type(kind) for kind in hints.values())
+    converters = [(name, _from_sent(kind)) for name, kind in hints.items()]
+    special = [(name, convert) for name, convert in converters if convert is not None]
+
+    def from_map(fields: Any, frames: list[bytes]) -> Any:
+        if type(fields) is not dict or tuple(fields) != names:
+            raise _NotAsSent
+        if tuple(map(type, fields.values())) != types:
+            raise _NotAsSent
+        made = dict(fields)  # what is not as sent after all is read again as it came
+        for name, convert in special:
+            made[name] = convert(made[name], frames)
+        return cls(**made)
+
+    return from_map
+
+
+def _plain_type(kind: Any) -> type:
+    """Return the type that msgpack unpacks a field of this type as."""
+    origin = typing.get_origin(kind)
+    if origin is not None:
+        return origin
+    if kind is np.ndarray:
+        return list
+    if dataclasses.is_dataclass(kind):
+        return dict
+    return str if issubclass(kind, StrEnum) else kind
+
+
+def _from_sent(kind: Any) -> Callable[[Any, list[bytes]], Any] | None:
+    """Return what makes a field of what was sent for it; None if it is that."""
+    if dataclasses.is_dataclass(kind):
+        return _as_sent(typing.cast(type, kind))
+    if kind is np.ndarray:
+        return _vector_from_frame
+    if typing.get_origin(kind) is list:
+        return _list_from_sent(typing.get_args(kind)[0])
+    if typing.get_origin(kind) is dict:
+        return _map_from_sent(*typing.get_args(kind))
+    if issubclass(kind, StrEnum):
+        return _enum_from_sent(kind)
+    return None
+
+
+def _list_from_sent(kind: Any) -> Callable[[Any, list[bytes]], Any]:
+    convert, one_type = _from_sent(kind), {_plain_type(kind)}
+
+    def from_list(items: list[Any], frames: list[bytes]) -> list[Any]:
+        if not one_type.issuperset(map(type, items)):
+            raise _NotAsSent
+        return items if convert is None else [convert(each, frames) for each in items]
+
+    return from_list
+
+
+def _map_from_sent(key_kind: type, kind: type) -> Callable[[Any, list[bytes]], Any]:
+    def from_map(items: dict[Any, Any], _: list[bytes]) -> dict[Any, Any]:
+        is_as_sent = {key_kind}.issuperset(map(type, items))
+        if not (is_as_sent and {kind}.issuperset(map(type, items.values()))):
+            raise _NotAsSent
+        return items
+
+    return from_map
+
+
+def _enum_from_sent(kind: type[StrEnum]) -> Callable[[Any, list[bytes]], Any]:
+    members = {member.value: member for member in kind}
+
+    def from_text(text: str, _: list[bytes]) -> StrEnum:
+        member = members.get(text)
+        if member is None:
+            raise _NotAsSent
+        return member
+
+    return from_text
+
+
+_ITEM_BYTES = {dtype: np.dtype(dtype).itemsize for dtype in ARRAY_DTYPES}
+
+
+def _vector_from_frame(value: list[Any], frames: list[bytes]) -> np.ndarray:
+    """Return an array of one axis."""
+    if list(map(type, value)) != [int, str, list] or list(map(type, value[2])) != [int]:
+        raise _NotAsSent
+    index, dtype, (num,) = value
+    if dtype not in _ITEM_BYTES or not 1 <= index < len(frames):
+        raise _NotAsSent
+    frame = bytes(frames[index])
+    if not len(frame) == num * _ITEM_BYTES[dtype] <= MAX_ARRAY_BYTES:
+        raise _NotAsSent
+    if dtype == "bool" and frame.translate(None, b"\0\1"):
+        raise _NotAsSent
+    return np.frombuffer(frame, dtype=dtype)
+
+
+# --- everything else: what is unusual, and what is wrong with it --------------------------------
 
 
 @functools.cache

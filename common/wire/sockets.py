@@ -24,12 +24,13 @@ HIGH_WATER_MARK = 10_000  # messages queued per peer before a send blocks
 HEARTBEAT_MS = 5_000  # ZeroMQ's own ping; finds half-open connections
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Received:
-    """A message and the ROUTER identity of who sent it."""
+    """A message, the ROUTER identity of who sent it, and the frames that it came in."""
 
     sender: bytes
     message: Any
+    frames: list[bytes]
 
 
 def _prepare(socket: Any) -> None:
@@ -85,29 +86,38 @@ class Router:
 
         An invalid message is counted, logged with its sender and answered with `Rejected`.
         """
-        ready = dict(self._poller.poll(int(timeout_s * 1_000)))
-        if self._wake is not None and self._wake in ready:
-            os.eventfd_read(self._wake)
-        if self._socket not in ready:
-            return []
         received: list[Received] = []
-        while len(received) < limit:
+        for sender, *frames in self.receive_frames(timeout_s=timeout_s, limit=limit):
             try:
-                sender, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                break
-            try:
-                received.append(Received(sender=sender, message=decode(frames)))
+                message = decode(frames)
+                received.append(Received(sender=sender, message=message, frames=frames))
             except WireError as error:
                 self.num_invalid += 1
                 logger.warning("invalid message sender=%s reason=%s", sender.hex(), error)
                 self.send(sender, Rejected(reason=str(error)[:500]))
         return received
 
+    def receive_frames(self, *, timeout_s: float, limit: int = 1_000) -> list[list[bytes]]:
+        """Wait as `receive_all` does; return each message's sender and frames, unread."""
+        ready = dict(self._poller.poll(int(timeout_s * 1_000)))
+        if self._wake is not None and self._wake in ready:
+            os.eventfd_read(self._wake)
+        received: list[list[bytes]] = []
+        while self._socket in ready and len(received) < limit:
+            try:
+                received.append(self._socket.recv_multipart(zmq.NOBLOCK))
+            except zmq.Again:
+                break
+        return received
+
     def send(self, receiver: bytes, message: Any) -> bool:
         """Send; False if the receiver is gone or its queue is full (it will ask again)."""
+        return self.send_frames(receiver, encode(message))
+
+    def send_frames(self, receiver: bytes, frames: list[bytes]) -> bool:
+        """Send a message that is encoded already, as `send` does."""
         try:
-            self._socket.send_multipart([receiver, *encode(message)])
+            self._socket.send_multipart([receiver, *frames])
         except zmq.ZMQError as error:
             logger.debug("cannot send receiver=%s reason=%s", receiver.hex(), error.strerror)
             return False

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from common.store.run_dir import write_atomically
-from common.wire.codec import pack_record, unpack_record
+from common.wire.codec import pack_frames, unpack_record
 
 logger = logging.getLogger(__name__)
 
@@ -60,10 +60,13 @@ class EventLog:
             record = body[num_name:]
             yield time_s, body[:num_name].decode(), unpack_record(record) if record else None
 
-    def append(self, time_s: float, sender_name: str, message: Any) -> None:
-        """Log one handled message, or a tick (None). `flush` makes it safe from a kill."""
+    def append(self, time_s: float, sender_name: str, frames: list[bytes]) -> None:
+        """Log one handled message by its frames, or a tick ([]). `flush` makes it safe from a kill.
+
+        It is as it came, so that what is handled again is what was handled.
+        """
         assert self._file is not None, "save() opens the log"
-        record = b"" if message is None else pack_record(message)
+        record = pack_frames(frames) if frames else b""
         name = sender_name.encode()
         head = _HEAD.pack(time_s, len(name), len(record), zlib.crc32(name + record))
         self._file.write(head + name + record)

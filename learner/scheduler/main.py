@@ -24,8 +24,10 @@ from learner.scheduler.event_log import EventLog
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.05
+GATHER_S = 0.005  # from one batch of messages to the next: thousands of peers come in hundreds
 SAVE_S = 2.0  # between two saved states; the log holds what came since
 STATUS_S = 1.0
+MAX_FILES_FRAC = 0.01  # of a core for either, in runs of thousands of actors less often for that
 
 
 @dataclass(slots=True)
@@ -49,8 +51,8 @@ class Serving:
     run_dir: RunDir
     names: dict[bytes, str] = field(default_factory=dict)  # of senders, once they said it
     is_changed: bool = True  # since the last save
-    saved_at: float = 0.0
-    status_at: float = 0.0
+    save_at: float = 0.0  # the next
+    status_at: float = 0.0  # the next
     ledger_of: tuple[int, Phase] | None = None  # version and phase of the last ledger.json
 
 
@@ -144,13 +146,13 @@ def loop(parts: Serving, stop: threading.Event) -> None:
         parts.clock.now = time.monotonic()
         answer_all(parts, received)
         if parts.core.tick():
-            parts.log.append(parts.clock.now, "", None)
+            parts.log.append(parts.clock.now, "", [])
             parts.is_changed = True
-        if parts.is_changed and parts.clock.now - parts.saved_at >= SAVE_S:
+        if parts.is_changed and parts.clock.now >= parts.save_at:
             save(parts)
-        is_new = parts.ledger_of != (parts.core.version, parts.core.phase)
-        if is_new or parts.clock.now - parts.status_at >= STATUS_S:
-            write_reports(parts)
+        write_due(parts)
+        if received:
+            time.sleep(max(0.0, parts.clock.now + GATHER_S - time.monotonic()))
 
 
 def has_ended(parts: Serving) -> bool:
@@ -166,7 +168,7 @@ def answer_all(parts: Serving, received: list[Received]) -> None:
     for each in received:
         name = name_of(parts, each)
         answer = parts.core.handle(name, each.message)
-        parts.log.append(parts.clock.now, name, each.message)
+        parts.log.append(parts.clock.now, name, each.frames)
         parts.is_changed = True
         if answer is not None:
             answers.append((each.sender, answer))
@@ -188,23 +190,45 @@ def name_of(parts: Serving, received: Received) -> str:
 
 def save(parts: Serving) -> None:
     """Save the state; the log begins anew."""
+    started_s = time.thread_time()
     snapshot = parts.core.snapshot(with_volatile=True)
     parts.log.save({"core": snapshot, "time_s": parts.clock.now, "port": parts.router.port})
     parts.core.mark_saved()
     parts.is_changed = False
-    parts.saved_at = parts.clock.now
+    parts.save_at = next_time(parts, SAVE_S, started_s)
+
+
+def write_due(parts: Serving) -> None:
+    """Write what is due: all of it in time and at a new phase, at a new version the ledger."""
+    known, phase = parts.ledger_of, parts.core.phase
+    if parts.clock.now >= parts.status_at or known is None or known[1] != phase:
+        write_reports(parts)
+    elif known != (parts.core.version, phase):
+        write_ledger(parts)
 
 
 def write_reports(parts: Serving) -> None:
-    """Write status.json and, once a step or phase, what it leaves behind."""
+    """Write status.json, the evaluations and the ledger."""
+    started_s = time.thread_time()
     status = parts.core.status()
-    write_json(parts.run_dir.status, status)
-    write_json(parts.run_dir.ledger, {"version": parts.core.version, **status["ledger"]})
+    write_json(parts.run_dir.status, status, indent=None)
     if status["eval_stream"]["evals"]:
         path = parts.run_dir.root / "eval.jsonl"
         write_atomically(path, eval_lines(status["eval_stream"]))
-    parts.status_at = parts.clock.now
+    write_ledger(parts)
+    parts.status_at = next_time(parts, STATUS_S, started_s)
+
+
+def write_ledger(parts: Serving) -> None:
+    """Write the ledger and, once a step or phase, who was dropped."""
+    ledger = parts.core.lifecycle.ledger_report()
+    write_json(parts.run_dir.ledger, {"version": parts.core.version, **ledger})
     if parts.ledger_of != (parts.core.version, parts.core.phase):
         selection = parts.core.lifecycle.audit.report()
         write_json(parts.run_dir.selection, {"version": parts.core.version, **selection})
     parts.ledger_of = (parts.core.version, parts.core.phase)
+
+
+def next_time(parts: Serving, every_s: float, started_s: float) -> float:
+    """Return when to write a file again that has just been written, from `started_s` of CPU on."""
+    return parts.clock.now + max(every_s, (time.thread_time() - started_s) / MAX_FILES_FRAC)

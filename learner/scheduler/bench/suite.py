@@ -20,7 +20,7 @@ from common.report.bench_table import BenchTable
 from common.repository import ROOT
 from common.store.run_dir import RunDir
 from common.wire.messages import Heartbeat, Lease, LeaseRequest
-from common.wire.security import create_keys
+from common.wire.security import create_keys, load_keys
 from learner.scheduler.bench.peers import ANSWER_S, LEARNER, BenchLearner, Peers, hello
 from learner.scheduler.components import build_components
 from learner.scheduler.core import SchedulerCore
@@ -32,13 +32,15 @@ NUM_PEERS = 2_000
 EPISODE_S = 4.0  # of every peer, one at a time: 500 episodes a second
 WARM_UP_S, MEASURED_S = 8.0, 15.0
 MIN_LEASES_PER_S = 5_000.0
-MAX_CPU_FRAC = 0.5  # of a core
+MAX_CPU_FRAC = 0.35  # of a core
 NUM_CORE_ACTORS, NUM_CORE_STEPS = 1_000, 6
 PER_STEP = 64
+FLOOR = "learner.scheduler.bench.floor"
 LEGEND = (
     "Core: leases that are granted, listed in a heartbeat, arrive and are trained on, per second\n"
     "of processor time, without sockets. Peers: a scheduler process as in a run, with encryption\n"
-    "and its log; every peer is a socket of its own with a heartbeat a second.\n"
+    "and its log; every peer is a socket of its own with a heartbeat a second. Beside it what the\n"
+    "same messages cost a process that only answers them.\n"
 )
 
 
@@ -114,8 +116,9 @@ class Served:
 
 
 def add_peers(table: BenchTable, cfg: RunConfig) -> None:
-    """Measure a scheduler process with many actors connected."""
-    served = measure_peers(cfg, num_peers=NUM_PEERS, warm_up_s=WARM_UP_S, measured_s=MEASURED_S)
+    """Measure a scheduler process with many actors connected, and the sockets alone."""
+    play = Play(num_peers=NUM_PEERS, warm_up_s=WARM_UP_S, measured_s=MEASURED_S)
+    floor, served = measure_floor(cfg, play), measure_peers(cfg, play)
     rate = NUM_PEERS / EPISODE_S
     name = "actors connected, each by a socket of its own"
     note = f"p99 of an answer {served.answer_p99_s * 1e3:.0f} ms, looked for after"
@@ -123,28 +126,65 @@ def add_peers(table: BenchTable, cfg: RunConfig) -> None:
     table.at_least(name, served.num_connected, "", NUM_PEERS, note)
     name = f"processor of the scheduler at {rate:.0f} episodes/s"
     note = f"measured {served.cpu_frac:.2f} at {served.episodes_per_s:.0f} episodes/s"
-    table.at_most(name, served.cpu_s_per_episode * rate, "of a core", MAX_CPU_FRAC, note)
+    cpu_frac = served.cpu_s_per_episode * rate
+    table.at_most(name, cpu_frac, "of a core", MAX_CPU_FRAC, note)
+    against = "encrypted sockets alone, same messages"
+    table.compare(name, cpu_frac, floor.cpu_s_per_episode * rate, "of a core", against=against)
 
 
-def measure_peers(cfg: RunConfig, *, num_peers: int, warm_up_s: float, measured_s: float) -> Served:
-    """Start a scheduler and its peers, and measure for `measured_s` once all play."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Play:
+    """How many peers play, and for how long."""
+
+    num_peers: int
+    warm_up_s: float
+    measured_s: float  # after that
+
+
+def measure_floor(cfg: RunConfig, play: Play) -> Served:
+    """Return what the same peers cost a process that answers and does nothing else."""
+    run_dir = RunDir(root=Path(cfg.run.dir) / "floor")
+    create_keys(run_dir.keys)
+    port_file = run_dir.root / "port"
+    argv = [sys.executable, "-m", FLOOR, str(run_dir.keys), str(port_file)]
+    child = ChildProcess("floor", argv, log_path=run_dir.root / "floor.txt", cwd=ROOT)
+    try:
+        child.wait_until(port_file.exists, timeout_s=START_S)
+        return _let_play(cfg, play, run_dir, psutil.Process(child.pid), port_file.read_text())
+    finally:
+        child.stop(timeout_s=STOP_S)
+
+
+def measure_peers(cfg: RunConfig, play: Play) -> Served:
+    """Start a scheduler and its peers, and measure once all play."""
     run_dir = RunDir(root=Path(cfg.run.dir) / cfg.run.name)
-    keys = create_keys(run_dir.keys)
-    learner = BenchLearner(group_size=cfg.groups.size, per_step=cfg.groups.per_step)
+    create_keys(run_dir.keys)
     with serve_catalogue(catalogue_of(cfg)) as url:
         cfg = replace(cfg, envhub=replace(cfg.envhub, url=url))
         save_config(cfg, run_dir.config)
         with scheduler_process(cfg, run_dir) as process:
             address = run_dir.wait_for_address("scheduler", timeout_s=START_S)
-            peers = Peers(
-                keys, address=address, num_peers=num_peers, episode_s=EPISODE_S, learner=learner
-            )
-            try:
-                peers.join()
-                peers.run(warm_up_s)
-                return _measure(process, peers, learner, run_dir, measured_s)
-            finally:
-                peers.close()
+            return _let_play(cfg, play, run_dir, process, address)
+
+
+def _let_play(
+    cfg: RunConfig, play: Play, run_dir: RunDir, process: psutil.Process, address: str
+) -> Served:
+    """Connect the peers to a server and measure it."""
+    learner = BenchLearner(group_size=cfg.groups.size, per_step=cfg.groups.per_step)
+    peers = Peers(
+        load_keys(run_dir.keys),
+        address=address,
+        num_peers=play.num_peers,
+        episode_s=EPISODE_S,
+        learner=learner,
+    )
+    try:
+        peers.join()
+        peers.run(play.warm_up_s)
+        return _measure(process, peers, learner, run_dir, play.measured_s)
+    finally:
+        peers.close()
 
 
 def _measure(
@@ -156,7 +196,8 @@ def _measure(
     peers.run(seconds)
     took_s = time.monotonic() - started
     num, cpu_s = learner.num_arrived - num_before, _cpu_s(process) - cpu_before
-    actors = json.loads(run_dir.status.read_text())["actors"]
+    is_scheduler = run_dir.status.exists()  # the floor has none
+    actors = json.loads(run_dir.status.read_text())["actors"] if is_scheduler else []
     ordered = sorted(peers.answer_s)
     return Served(
         num_connected=sum(not each["is_dead"] for each in actors),

@@ -98,9 +98,10 @@ class FailureWindow:
     def add(self, cause: str) -> None:
         """Count an episode. Raises: LongstrideError: too many failed; names the causes."""
         self.causes.append(cause)
-        failed = Counter(each for each in self.causes if each)
-        num_failed, num = failed.total(), len(self.causes)
+        num = len(self.causes)
+        num_failed = num - self.causes.count("")
         if num >= MIN_WINDOW and num_failed > self.max_frac * num:
+            failed = Counter(each for each in self.causes if each)
             raise LongstrideError(
                 f"{num_failed} of the last {num} episodes failed by infrastructure, more than"
                 f" scheduler.max_failed_frac={self.max_frac:g}: {dict(failed)}"

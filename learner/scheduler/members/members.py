@@ -1,7 +1,7 @@
 """Which roles take part in the run, and when each was heard last."""
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from common.wire.messages import Goodbye, Heartbeat, Hello
@@ -45,6 +45,9 @@ class Member:
         if self.num_finished < MIN_FINISHED or self.wall_mean_s <= 0:
             return None
         return self.held_mean / self.wall_mean_s
+
+
+_SHOWN = tuple(f.name for f in fields(Member) if f.name != "last_seen")
 
 
 @dataclass(slots=True)
@@ -194,7 +197,7 @@ class Members:
         """Return the members of a role for the status."""
         return [
             {
-                **{key: value for key, value in asdict(member).items() if key != "last_seen"},
+                **{name: getattr(member, name) for name in _SHOWN},
                 "last_seen_s": round(now - member.last_seen, 3),
             }
             for member in self.by_name.values()

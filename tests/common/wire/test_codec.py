@@ -109,6 +109,31 @@ def test_wire_returns_every_message_as_it_was(kind: type) -> None:
     check()
 
 
+@pytest.mark.parametrize("kind", MESSAGE_TYPES.values(), ids=lambda kind: kind.__name__)
+def test_order_of_the_fields_on_the_wire_changes_nothing(kind: type) -> None:
+    """Fields in their order are read by converters made beforehand, others one by one."""
+
+    def read(schema: int, name: str, fields: dict[str, Any], *arrays: bytes) -> Any:
+        try:
+            return decode([pack([schema, name, fields]), *arrays])
+        except WireError:
+            return None
+
+    @settings(max_examples=12)
+    @given(values_of(kind), st.data())
+    def check(message: Any, draw: st.DataObject) -> None:
+        frames = encode(message)
+        schema, name, fields = msgpack.unpackb(frames[0])
+        if draw.draw(st.booleans()):  # one that is perhaps wrong
+            fields[draw.draw(st.sampled_from(sorted(fields)))] = draw.draw(PLAIN)
+        backwards = dict(reversed(fields.items()))
+        in_order = read(schema, name, fields, *frames[1:])
+        assert is_same(in_order, read(schema, name, backwards, *frames[1:]))
+        assert len(fields) == 1 or list(fields) != list(backwards)
+
+    check()
+
+
 def test_ints_are_widened_where_a_float_is_asked_for() -> None:
     fields = {"leases": [], "retry_after_s": 2, "reason": ""}
     grant = decode(frames_of("LeaseGrant", fields))

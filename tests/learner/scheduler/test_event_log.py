@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from common.wire.codec import encode
 from common.wire.messages import Lease, Outcome
 from learner.scheduler.components import build_components
 from learner.scheduler.core import SchedulerCore
@@ -26,12 +27,12 @@ class LoggedCore(SchedulerCore):
 
     def handle(self, sender_name: str, message: Any) -> Any:
         answer = super().handle(sender_name, message)
-        self.log.append(self.now.now, sender_name, message)
+        self.log.append(self.now.now, sender_name, encode(message))
         return answer
 
     def tick(self) -> bool:
         if is_due := super().tick():
-            self.log.append(self.now.now, "", None)
+            self.log.append(self.now.now, "", [])
         return is_due
 
     def save(self) -> None:

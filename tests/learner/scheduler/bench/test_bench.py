@@ -7,7 +7,13 @@ import pytest
 
 from common.wire.messages import Outcomes, StepDone
 from learner.scheduler.bench.peers import BenchLearner
-from learner.scheduler.bench.suite import bench_config, measure_core, measure_peers
+from learner.scheduler.bench.suite import (
+    Play,
+    bench_config,
+    measure_core,
+    measure_floor,
+    measure_peers,
+)
 from tests.learner.scheduler.builders import Table, make_config
 
 
@@ -36,7 +42,10 @@ def test_core_is_measured_over_whole_steps() -> None:
 def test_scheduler_process_serves_peers_over_real_sockets(tmp_path: Path) -> None:
     cfg = bench_config(tmp_path)
     cfg = replace(cfg, groups=replace(cfg.groups, per_step=1))
-    served = measure_peers(cfg, num_peers=24, warm_up_s=5.0, measured_s=4.0)
+    play = Play(num_peers=24, warm_up_s=5.0, measured_s=4.0)
+    floor, served = measure_floor(cfg, replace(play, warm_up_s=0.5)), measure_peers(cfg, play)
+    assert 0 < floor.episodes_per_s <= 24 / 4.0 * 1.5
+    assert floor.cpu_s_per_episode > 0
     assert served.num_connected == 24
     assert 0 < served.episodes_per_s <= 24 / 4.0 * 1.5
     assert 0 < served.cpu_frac < 0.5
