@@ -124,6 +124,10 @@ COMMANDS = {
 }
 
 
+# Those that join from another machine, without the run's directory.
+JOINED_ROLES = {"actor": Later("actor.main:run_joined")}
+
+
 def bench(request: Request) -> int:
     """Measure this machine, write the figures as JSON too; return 0 if every bound holds."""
     suites: dict[str, Callable[[Any], None]] = {  # each adds its figures to a BenchTable
@@ -172,6 +176,8 @@ def dispatch(request: Request) -> int:
         say = partial(print, flush=True)
         serve = Later("envhub.command:run_hub")
         return serve(request.overrides, root=ROOT, is_dry=request.is_dry, say=say)
+    if request.join is not None:
+        return commands.join_run(request, JOINED_ROLES[request.command], root=ROOT)
     command = COMMANDS[request.command]
     cfg = command.load(request)
     check = command.check_dry if request.is_dry and command.check_dry else command.check
@@ -196,6 +202,8 @@ def main(argv: list[str]) -> int:
         request = parse(argv, root=ROOT)
         if request.config is not None and Path(request.config).is_file():
             request = replace(request, config=str(Path(request.config).resolve()))
+        if request.key is not None:
+            request = replace(request, key=str(Path(request.key).absolute()))
         os.chdir(ROOT)
         return dispatch(request)
     except ConfigError as error:

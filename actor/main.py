@@ -27,15 +27,26 @@ from actor.rollout.pool import Episodes
 from actor.rollout.render import Renderer
 from common.config.run_config import RunConfig
 from common.errors import LongstrideError
+from common.join.enrol import Joined
 from common.memory import resident_bytes
 from common.store.run_dir import RunDir
+from common.wire.addresses import AddressBook
 from common.wire.messages import Heartbeat, Hello
-from common.wire.security import load_keys
+from common.wire.security import RunKeys, load_keys
 
 logger = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 DRAIN_S = 5.0  # at the end, for trajectories without an acknowledgement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Access:
+    """How an actor comes to its run."""
+
+    keys: RunKeys
+    book: AddressBook
+    has_weights: bool = True  # in the model's folder; else the engine starts without any
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +61,23 @@ class Parts:
 
 
 def run(cfg: RunConfig, run_dir: RunDir) -> None:
+    """Be an actor on the run's own disk; see `play`."""
+    book = AddressBook(lambda: run_dir.find_address("scheduler"))
+    play(cfg, Access(keys=load_keys(run_dir.keys), book=book))
+
+
+def run_joined(cfg: RunConfig, joined: Joined) -> None:
+    """Be an actor that knows the scheduler's address and has a key file; see `play`."""
+    book = AddressBook(lambda: joined.address)
+    keys = joined.key.as_keys()
+    play(cfg, Access(keys=keys, book=book, has_weights=not joined.model_path))
+
+
+def play(cfg: RunConfig, access: Access) -> None:
     """Play episodes until the scheduler says that the run is over, or SIGTERM."""
     for number in STOP_SIGNALS:
         signal.signal(number, _end_at_once)
-    uvloop.run(_run(cfg, run_dir))
+    uvloop.run(_run(cfg, access))
 
 
 def _end_at_once(number: int, _: FrameType | None) -> None:
@@ -69,11 +93,11 @@ def _end_at_once(number: int, _: FrameType | None) -> None:
     os._exit(0)
 
 
-async def _run(cfg: RunConfig, run_dir: RunDir) -> None:
+async def _run(cfg: RunConfig, access: Access) -> None:
     name = cfg.actor.name or f"actor-{socket.gethostname()}-{os.getpid()}"
     context = zmq.asyncio.Context()
     try:
-        parts = await _build(cfg, run_dir, name, context)
+        parts = await _build(cfg, access, name, context)
         stop = asyncio.Event()
         for number in STOP_SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -85,9 +109,9 @@ async def _run(cfg: RunConfig, run_dir: RunDir) -> None:
         context.destroy(linger=500)
 
 
-async def _build(cfg: RunConfig, run_dir: RunDir, name: str, context: zmq.asyncio.Context) -> Parts:
+async def _build(cfg: RunConfig, access: Access, name: str, context: zmq.asyncio.Context) -> Parts:
     """Start the engine, then connect: an actor that cannot generate never joins."""
-    keys = load_keys(run_dir.keys)
+    keys, book = access.keys, access.book
     incarnation = uuid.uuid4().hex[:12]
     exclusive = asyncio.Lock()
     renderer = Renderer(AutoTokenizer.from_pretrained(cfg.model.path, local_files_only=True))
@@ -99,22 +123,24 @@ async def _build(cfg: RunConfig, run_dir: RunDir, name: str, context: zmq.asynci
         end_of_turn_ids=renderer.end_of_turn_ids,
         seed=cfg.run.seed,
         meters_load=cfg.actor.adapt_concurrency and not is_lockstep,
+        has_weights=access.has_weights,
     )
     start_s = cfg.actor.start_timeout_s
-    hub_url = cfg.envhub.url or await run_dir.await_address("envhub", timeout_s=start_s)
-    hub = HubClient(hub_url, token=keys.hub_token, timeout_s=cfg.actor.env_timeout_s)
     scheduler = SchedulerClient(
-        run_dir,
+        book,
         keys,
         hello=Hello(role="actor", name=name, incarnation=incarnation, version=-1),
         context=context,
         silence_s=4 * cfg.scheduler.dead_after_s,
     )
     await scheduler.connect(timeout_s=start_s)
-    delivery = Delivery(run_dir, keys, window=cfg.actor.delivery_window, context=context)
+    await scheduler.learn_addresses(timeout_s=start_s)
+    place = book.hubs()[0]
+    hub = HubClient(place.url, token=place.token, timeout_s=cfg.actor.env_timeout_s)
+    delivery = Delivery(book, keys, window=cfg.actor.delivery_window, context=context)
     await delivery.connect(timeout_s=start_s)
     weights = WeightLink(
-        run_dir,
+        book,
         keys,
         engine,
         actor=name,

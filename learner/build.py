@@ -14,6 +14,7 @@ from common.store.journal import JournalWriter
 from common.store.metrics import MetricsWriter
 from common.store.run_dir import RunDir
 from common.store.wandb_sink import WandbSink
+from common.wire.addresses import bracketed
 from common.wire.messages import Hello, Progress
 from common.wire.security import RunKeys, load_keys
 from common.wire.sockets import Router
@@ -99,12 +100,14 @@ def build(cfg: RunConfig, run_dir: RunDir) -> Learner:
     readopt(buffer, run_dir, start)
     publisher = _publisher(cfg.learner, keys)
     admission = Admission(index, group_size=cfg.groups.size, vocab_size=vocabulary_size(model))
+    router = Router(keys, host=cfg.learner.host, port=cfg.learner.port)
+    ports = {"learner": router.port, "weights": publisher.port}
     intake = Intake(
-        Router(keys, host=cfg.learner.host, port=cfg.learner.port),
+        router,
         journal,
         admission,
         buffer,
-        _scheduler_client(cfg, run_dir, keys, reports, buffer, publisher),
+        _scheduler_client(cfg, run_dir, keys, reports, buffer, publisher, ports),
         heartbeat_s=cfg.scheduler.heartbeat_s,
     )
     return Learner(
@@ -149,7 +152,7 @@ def _trainer(
 def _publisher(cfg: LearnerSection, keys: RunKeys) -> Publisher:
     return Publisher(
         Router(keys, host=cfg.host, port=0),
-        host=cfg.host,
+        host=cfg.advertise or cfg.host,
         timeout_s=cfg.publish_timeout_s,
         max_canary_delta=cfg.max_canary_delta,
     )
@@ -162,12 +165,17 @@ def _scheduler_client(
     reports: ReportLog,
     buffer: TrajectoryBuffer,
     publisher: Publisher,
+    ports: dict[str, int],
 ) -> SchedulerClient:
     hello = Hello(
         role="learner",
         name=f"learner-{os.getpid()}",
         incarnation=uuid.uuid4().hex[:12],
         version=buffer.version,
+        addresses={
+            role: f"tcp://{bracketed(cfg.learner.advertise or cfg.learner.host)}:{port}"
+            for role, port in ports.items()
+        },
     )
 
     def on_progress(progress: Progress) -> None:

@@ -76,8 +76,6 @@ def run(cfg: RunConfig, run_dir: RunDir) -> None:
         learner.intake.start()
         learner.publisher.start()
         loop.publish()
-        run_dir.publish_address("weights", f"tcp://{cfg.learner.host}:{learner.publisher.port}")
-        run_dir.publish_address("learner", f"tcp://{cfg.learner.host}:{learner.intake.port}")
         loop.train()
     except StopRequested:
         logger.info("stopping version=%d", loop.version)

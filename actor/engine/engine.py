@@ -59,11 +59,15 @@ class Engine:
         end_of_turn_ids: list[int],
         seed: int,
         meters_load: bool = False,
+        has_weights: bool = True,
     ) -> "Engine":
-        """Start the engine processes and warm them up. Raises: EngineError."""
+        """Start the engine processes and warm them up; without weights they are random at first.
+
+        Raises: EngineError: it did not start, or is not able to sample.
+        """
         started = time.monotonic()
         meter = EngineLoad() if meters_load else None
-        llm, watch = start_llm(model, cfg, seed=seed, meter=meter)
+        llm, watch = start_llm(model, cfg, seed=seed, meter=meter, has_weights=has_weights)
         engine = cls(llm, cfg, end_of_turn_ids=end_of_turn_ids, watch=watch)
         engine.meter = meter
         problem = await engine._warm_up(timeout_s=cfg.start_timeout_s)

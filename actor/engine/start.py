@@ -20,9 +20,12 @@ from common.config.run_config import ActorSection, ModelSection
 from common.errors import EngineError
 
 
-def engine_arguments(model: ModelSection, cfg: ActorSection, *, seed: int) -> AsyncEngineArgs:
+def engine_arguments(
+    model: ModelSection, cfg: ActorSection, *, seed: int, has_weights: bool = True
+) -> AsyncEngineArgs:
     return AsyncEngineArgs(
         model=model.path,
+        load_format="auto" if has_weights else "dummy",
         dtype=cast(ModelDType, model.dtype),
         seed=seed,
         max_model_len=cfg.max_model_len,
@@ -43,7 +46,12 @@ def engine_arguments(model: ModelSection, cfg: ActorSection, *, seed: int) -> As
 
 
 def start_llm(
-    model: ModelSection, cfg: ActorSection, *, seed: int, meter: EngineLoad | None
+    model: ModelSection,
+    cfg: ActorSection,
+    *,
+    seed: int,
+    meter: EngineLoad | None,
+    has_weights: bool = True,
 ) -> tuple[AsyncLLM, ProcessWatch]:
     """Start the engine's processes, blocking; with a meter they tell it what they do.
 
@@ -58,7 +66,8 @@ def start_llm(
     watch = ProcessWatch()
     try:
         with watch.printing():
-            llm = _start(engine_arguments(model, cfg, seed=seed), meter)
+            arguments = engine_arguments(model, cfg, seed=seed, has_weights=has_weights)
+            llm = _start(arguments, meter)
     except (RuntimeError, ValueError, OSError, TimeoutError) as error:
         _close_contexts_in(error)
         raise EngineError(f"engine did not start: {watch.describe_failed_start(error)}") from error

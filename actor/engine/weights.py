@@ -7,7 +7,7 @@ from typing import Any
 
 from actor.engine.engine import Engine
 from common.errors import LongstrideError, WeightSyncError
-from common.store.run_dir import RunDir
+from common.wire.addresses import Addresses, host_of, local_address_towards
 from common.wire.following_dealer import FollowingDealer
 from common.wire.messages import Rejected
 from common.wire.security import RunKeys
@@ -36,7 +36,7 @@ class WeightLink:
 
     def __init__(
         self,
-        run_dir: RunDir,
+        addresses: Addresses,
         keys: RunKeys,
         engine: Engine,
         *,
@@ -50,7 +50,7 @@ class WeightLink:
         self._identity = {"actor": actor, "incarnation": incarnation}
         self._device = device
         self._exclusive = exclusive
-        self._line = FollowingDealer(run_dir, "weights", keys, context=context, hello=self._hello)
+        self._line = FollowingDealer(addresses, "weights", keys, context=context, hello=self._hello)
         self._joined_at = 0.0
         self._num_failures = 0
         self.version_loaded = asyncio.Event()
@@ -73,7 +73,10 @@ class WeightLink:
 
     def _hello(self) -> WeightsJoin:
         self._joined_at = time.monotonic()
-        return WeightsJoin(**self._identity, device=self._device, version=self._engine.version)
+        host = local_address_towards(host_of(self._line.address))
+        return WeightsJoin(
+            **self._identity, device=self._device, version=self._engine.version, host=host
+        )
 
     async def _answer(self, offer: WeightsOffer) -> None:
         """Load one offer and report; a failed transfer leaves the old weights and is reported."""

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from common.errors import LongstrideError
-from common.store.run_dir import RunDir
+from common.wire.addresses import Addresses
 from common.wire.following_dealer import FollowingDealer
 from common.wire.messages import Ack, Rejected, Trajectory
 from common.wire.security import RunKeys
@@ -24,8 +24,8 @@ class Delivery:
     A learner that restarts publishes a new address; everything unacknowledged is sent there.
     """
 
-    def __init__(self, run_dir: RunDir, keys: RunKeys, *, window: int, context: Any) -> None:
-        self._line = FollowingDealer(run_dir, "learner", keys, context=context)
+    def __init__(self, addresses: Addresses, keys: RunKeys, *, window: int, context: Any) -> None:
+        self._line = FollowingDealer(addresses, "learner", keys, context=context)
         self._slots = asyncio.Semaphore(window)
         self._pending: dict[str, tuple[Trajectory, float]] = {}  # id -> (episode, last sent)
         self._all_done = asyncio.Event()

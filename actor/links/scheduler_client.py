@@ -2,12 +2,15 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from common.errors import LongstrideError
-from common.store.run_dir import RunDir
+from common.wire.addresses import AddressBook
 from common.wire.following_dealer import FollowingDealer
+from common.wire.join_messages import Directory
 from common.wire.messages import (
     Goodbye,
     Heartbeat,
@@ -33,13 +36,12 @@ class SchedulerClient:
     """
 
     def __init__(
-        self, run_dir: RunDir, keys: RunKeys, *, hello: Hello, context: Any, silence_s: float
+        self, book: AddressBook, keys: RunKeys, *, hello: Hello, context: Any, silence_s: float
     ) -> None:
         self._hello = hello
+        self._book = book
         self._silence_s = silence_s
-        self._line = FollowingDealer(
-            run_dir, "scheduler", keys, context=context, hello=lambda: hello
-        )
+        self._line = FollowingDealer(book, "scheduler", keys, context=context, hello=self._greeting)
         self._grant: asyncio.Future[LeaseGrant] | None = None
         self.run_epoch = ""
         self.is_finished = asyncio.Event()
@@ -48,6 +50,26 @@ class SchedulerClient:
     async def connect(self, *, timeout_s: float) -> None:
         """Connect and say hello. Raises: LongstrideError: no scheduler says where it listens."""
         await self._line.connect_soon(timeout_s=timeout_s)
+
+    def _greeting(self) -> Hello:
+        return replace(self._hello, directory=self._book.number)
+
+    async def learn_addresses(self, *, timeout_s: float) -> None:
+        """Wait until the scheduler has told where learner, weights and hubs are.
+
+        Raises: LongstrideError: it does not know in time.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not self._book.is_complete:
+            if time.monotonic() > deadline:
+                where = self._line.address
+                raise LongstrideError(f"no learner within {timeout_s:g}s: none told {where}")
+            self._line.follow()
+            message = await self._line.next(timeout_s=FOLLOW_S)
+            if message is None:
+                self._line.send(self._greeting())
+            else:
+                self._receive(message)
 
     async def request_leases(self, *, num_free_slots: int, version: int) -> LeaseGrant:
         """Ask for work; an empty grant after `ANSWER_S` without an answer."""
@@ -68,7 +90,7 @@ class SchedulerClient:
         silent_s = self._line.silent_s
         if silent_s > self._silence_s:
             raise LongstrideError(f"scheduler silent for {silent_s:.0f}s at {self._line.address}")
-        self._line.send(heartbeat)
+        self._line.send(replace(heartbeat, directory=self._book.number))
 
     async def run(self) -> None:
         """Receive until cancelled, and follow a scheduler that moves."""
@@ -84,13 +106,16 @@ class SchedulerClient:
                 self._take(message)
             case Progress():
                 if message.run_epoch != self.run_epoch:
-                    self._line.send(self._hello)
+                    self._book.forget_number()
+                    self._line.send(self._greeting())
                 if message.revoked:
                     self.on_revoked(message.revoked)
                 if message.is_finished:
                     self.is_finished.set()
             case Welcome():
                 self.run_epoch = message.run_epoch
+            case Directory():
+                self._book.take(message)
             case Rejected():
                 raise LongstrideError(f"the scheduler refused a message: {message.reason}")
             case _:

@@ -35,6 +35,9 @@ SUITES = (
 )
 
 
+JOINING = ("actor",)  # what may join from another machine
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """What the command line asked for."""
@@ -45,6 +48,8 @@ class Request:
     is_dry: bool
     suite: str | None
     json: str | None  # of bench: where its figures go; None: runs/bench/SUITE.json
+    join: str | None = None  # HOST:PORT of a scheduler
+    key: str | None = None  # file that lets this machine in
 
 
 class _Parser(argparse.ArgumentParser):
@@ -73,6 +78,13 @@ def parse(argv: Sequence[str], *, root: Path) -> Request:
         raise ConfigError(f"--suite: bench needs it and nothing else has it, one of {SUITES}")
     if asked.json is not None and command != "bench":
         raise ConfigError("--json: bench alone has it")
+    if (asked.join is None) != (asked.key is None):
+        raise ConfigError("--join HOST:PORT and --key FILE go together")
+    if asked.join is not None and (command not in JOINING or asked.config or asked.dry_run):
+        raise ConfigError(
+            f"--join: only {' and '.join(JOINING)} join, and the run gives their configuration:"
+            " no --config, no --dry-run"
+        )
     return Request(
         command=command,
         config=asked.config,
@@ -80,6 +92,8 @@ def parse(argv: Sequence[str], *, root: Path) -> Request:
         is_dry=asked.dry_run,
         suite=asked.suite,
         json=asked.json,
+        join=asked.join,
+        key=asked.key,
     )
 
 
@@ -91,6 +105,8 @@ def command_help(name: str) -> str:
     )
     lines = [f"usage: run.py {name} {arguments}", "", f"  {command.text}"]
     lines += [f"  suites: {SUITES}"] if name == "bench" else []
+    if name in JOINING:
+        lines += [f"  from another machine: run.py {name} --join HOST:PORT --key FILE [key=value]"]
     lines += [f"  example: run.py {name} {command.example}"]
     if command.sections:
         lines += [f"  its sections (run.py help SECTION): {', '.join(command.sections.split())}"]
@@ -134,6 +150,8 @@ def _make_parser(root: Path) -> _Parser:
     parser.add_argument("--version", action="store_true", help="print it, with the code's commit")
     parser.add_argument("--config", metavar="NAME|FILE", help="a config by name, or a YAML file")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved config, stop")
+    parser.add_argument("--join", metavar="HOST:PORT", help="be part of the run whose scheduler...")
+    parser.add_argument("--key", metavar="FILE", help="...listens there; its keys/join.key")
     parser.add_argument("--suite", metavar="NAME", help=f"of bench: {SUITES}")
     parser.add_argument(
         "--json", metavar="FILE", help="of bench: for its figures (runs/bench/SUITE.json)"

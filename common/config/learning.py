@@ -244,6 +244,7 @@ class LearnerSection:
 
     host: str = knob("127.0.0.1", "address to listen on", form=HOST)
     port: int = knob(0, "of the trajectories; 0: a free one", ge=0, le=65535)
+    advertise: str = knob("", 'host by which others reach it; "": found out', form=HOST, also="")
     device: str = knob("auto", "auto: CUDA if there is any", form=DEVICE)
     optimizer: OptimizerKind = knob(OptimizerKind.ADAMW, "of the policy")
     lr: float = knob(1e-6, "learning rate", gt=0, le=10)

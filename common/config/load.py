@@ -2,7 +2,8 @@
 
 import difflib
 import subprocess
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from enum import Enum
 from io import StringIO
@@ -63,6 +64,17 @@ def load_config(
         raise ConfigError(f"{key}: {str(error).splitlines()[0]}") from error
 
 
+def load_told(text: str, overrides: Sequence[str], *, root: Path) -> RunConfig:
+    """Return the configuration of a role that was told its sections as YAML by its run.
+
+    Raises: ConfigError: as `load_config`.
+    """
+    with tempfile.NamedTemporaryFile("w", prefix="longstride-", suffix=".yaml") as file:
+        file.write(text)
+        file.flush()
+        return load_config(file.name, overrides, root=root)
+
+
 def list_configs(root: Path) -> list[str]:
     """Return the names of the configs that ship with the project."""
     return sorted(path.stem for path in (root / "configs").glob("*.yaml"))
@@ -95,6 +107,17 @@ def config_as_yaml(cfg: RunConfig, *, revision: str = "") -> str:
     head = f"# code: git {revision}\n" if revision else ""
     tree = asdict(cfg, dict_factory=_plain)
     return head + yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+
+
+def sections_as_yaml(
+    cfg: RunConfig, sections: Sequence[str], *, without: Mapping[str, Sequence[str]]
+) -> str:
+    """Return some sections of the resolved config as YAML, but for some keys of a section."""
+    tree = asdict(cfg, dict_factory=_plain)
+    chosen = {name: tree[name] for name in sections}
+    for name in chosen.keys() & without.keys():
+        chosen[name] = {key: v for key, v in chosen[name].items() if key not in without[name]}
+    return yaml.safe_dump(chosen, sort_keys=False, allow_unicode=True)
 
 
 def git_revision() -> str:

@@ -133,6 +133,7 @@ class SchedulerSection:
 
     host: str = knob("127.0.0.1", "address to listen on", form=HOST)
     port: int = knob(0, "0: a free one, written to the run directory", ge=0, le=65535)
+    advertise: str = knob("", 'host by which others reach it; "": found out', form=HOST, also="")
     max_ahead_steps: int = knob(1, "batches that may be open beyond this one", ge=0, le=1000)
     heartbeat_s: float = knob(1.0, "seconds between two signs of life", gt=0, le=3600)
     dead_after_s: float = knob(

@@ -5,13 +5,17 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from common.config.command_line import Request
-from common.config.load import find_config, load_config, override_value, save_config
+from common.config.load import find_config, load_config, load_told, override_value, save_config
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.log import configure_logging
 from common.store.run_dir import RunDir
+
+if TYPE_CHECKING:
+    from common.join.enrol import Joined
 
 DEFAULT_CONFIG = "quickstart"
 
@@ -163,6 +167,40 @@ def be_role(
         save_config(cfg, run_dir.config)
     run(cfg, run_dir)
     return 0
+
+
+def join_run(request: Request, run: Callable[[RunConfig, "Joined"], None], *, root: Path) -> int:
+    """Be a role of a run that another machine holds, until it ends; return the exit code.
+
+    Raises: ConfigError: the key, the address, the version or a key of the configuration is wrong.
+    """
+    from common.join.enrol import enrol, parse_address
+    from common.repository import product_version
+    from common.wire.addresses import host_of, is_here
+    from common.wire.join_messages import JoinRequest
+    from common.wire.security import read_join_key
+
+    role, overrides = request.command, request.overrides
+    address = parse_address(request.join or "")
+    key = read_join_key(Path(request.key or ""), role=role)
+    question = JoinRequest(
+        role=role,
+        product=product_version(),
+        is_remote=not is_here(host_of(address)),
+        has_model=override_value(overrides, "model.path") is not None,
+    )
+    configure_logging(role, "INFO")
+    joined = enrol(address, key, question)
+    cfg = load_told(joined.config, _with_model(overrides, joined.model_path), root=root)
+    configure_logging(role, cfg.log.level)
+    run(cfg, joined)
+    return 0
+
+
+def _with_model(overrides: Sequence[str], path: str) -> list[str]:
+    """Return the overrides with the folder of a model that was sent, unless one is given."""
+    has_own = override_value(overrides, "model.path") is not None
+    return [*overrides] if has_own else [*overrides, f"model.path={path or '.'}"]
 
 
 def say(text: str) -> int:

@@ -21,7 +21,7 @@ import msgpack
 import numpy as np
 
 from common.errors import WireError
-from common.wire import messages, weight_messages
+from common.wire import join_messages, messages, weight_messages
 from common.wire.messages import SCHEMA_VERSION, EpisodeIdentity
 
 MAX_HEADER_BYTES = 16 * 1024 * 1024
@@ -30,7 +30,8 @@ ARRAY_DTYPES = ("int32", "float32", "bool")
 
 MESSAGE_TYPES: dict[str, type] = {
     name: cls
-    for name, cls in [*vars(messages).items(), *vars(weight_messages).items()]
+    for module in (messages, join_messages, weight_messages)
+    for name, cls in vars(module).items()
     if isinstance(cls, type) and dataclasses.is_dataclass(cls) and cls is not EpisodeIdentity
 }
 

@@ -127,13 +127,6 @@ class BroadcastGroup:
             return
 
 
-def local_address_towards(host: str) -> str:
-    """Return this machine's address on the interface that reaches `host`. Sends nothing."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))
-        return str(probe.getsockname()[0])
-
-
 def interface_of(host: str) -> str:
     """Return the name of this machine's network interface with the address, "lo" for loopback.
 

@@ -8,16 +8,19 @@ from typing import Any
 
 import zmq
 
-from common.store.run_dir import RunDir
+from common.errors import LongstrideError
+from common.wire.addresses import Addresses
 from common.wire.codec import decode, encode
 from common.wire.security import RunKeys
 from common.wire.sockets import connect_dealer
 
 logger = logging.getLogger(__name__)
 
+LOOK_S = 0.05  # between looks for an address that nobody has told yet
+
 
 class FollowingDealer:
-    """A line to the role that publishes its address in the run directory.
+    """A line to a role whose address somebody tells: the scheduler, or the run directory.
 
     It says hello on every new connection. No send ever blocks, so that a peer that is gone holds
     nobody up. For a zmq.asyncio context receive with `next`, for a plain one with `take_all`.
@@ -29,7 +32,7 @@ class FollowingDealer:
 
     def __init__(
         self,
-        run_dir: RunDir,
+        addresses: Addresses,
         role: str,
         keys: RunKeys,
         *,
@@ -37,7 +40,7 @@ class FollowingDealer:
         hello: Callable[[], Any] | None = None,
     ) -> None:
         """Make one that is not connected yet; `hello` makes the first message of a connection."""
-        self._run_dir = run_dir
+        self._addresses = addresses
         self._role = role
         self._keys = keys
         self._context = context
@@ -47,12 +50,22 @@ class FollowingDealer:
         self.address = ""
 
     def connect(self, *, timeout_s: float) -> None:
-        """Connect, blocking. Raises: LongstrideError: no address was published in time."""
-        self._open(self._run_dir.wait_for_address(self._role, timeout_s=timeout_s))
+        """Connect, blocking. Raises: LongstrideError: nobody told the address in time."""
+        asyncio.run(self._find_and_open(timeout_s))
 
     async def connect_soon(self, *, timeout_s: float) -> None:
         """Connect, like `connect`, while the event loop goes on."""
-        self._open(await self._run_dir.await_address(self._role, timeout_s=timeout_s))
+        await self._find_and_open(timeout_s)
+
+    async def _find_and_open(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while (address := self._addresses.find_address(self._role)) is None:
+            if time.monotonic() > deadline:
+                raise LongstrideError(
+                    f"no {self._role} within {timeout_s:g}s: it has told nobody where it listens"
+                )
+            await asyncio.sleep(LOOK_S)
+        self._open(address)
 
     def follow(self) -> bool:
         """Go where the peer is now; True if that is a new connection.
@@ -61,7 +74,7 @@ class FollowingDealer:
         """
         if not self.has_moved:
             return False
-        address = self._run_dir.find_address(self._role) or self.address
+        address = self._addresses.find_address(self._role) or self.address
         logger.info("%s moved from=%s to=%s", self._role, self.address, address)
         self._open(address)
         return True
@@ -69,7 +82,7 @@ class FollowingDealer:
     @property
     def has_moved(self) -> bool:
         """Whether the peer has published another address than the connected one."""
-        return self._run_dir.find_address(self._role) not in (None, self.address)
+        return self._addresses.find_address(self._role) not in (None, self.address)
 
     def reopen(self) -> None:
         """Begin a new connection to the same address."""

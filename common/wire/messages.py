@@ -98,6 +98,9 @@ class Hello:
     name: str  # unique per process: "<role>-<index>" or chosen by the user
     incarnation: str  # random per process start
     version: int  # weights that the role holds
+    addresses: dict[str, str] = field(default_factory=dict[str, str])  # where others reach it: of
+    # a learner its "learner" and "weights"; a host "*" is the scheduler's own machine
+    directory: int = -1  # as in Heartbeat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +149,7 @@ class Heartbeat:
     tokens_per_s: float = 0.0  # sampled by an actor, trained by a learner
     waiting_for: str = ""  # "" when busy
     rss_bytes: int = 0
+    directory: int = -1  # number of the Directory that the sender knows; -1: it wants none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

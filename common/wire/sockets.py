@@ -60,7 +60,7 @@ class Router:
         self._context = zmq.Context()
         self._auth = zmq.auth.thread.ThreadAuthenticator(self._context)
         self._auth.start()
-        self._auth.configure_curve_callback(domain="*", credentials_provider=_OnlyClient(keys))
+        self._auth.configure_curve_callback(domain="*", credentials_provider=_Known(keys))
         self._socket = self._context.socket(zmq.ROUTER)
         _prepare(self._socket)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
@@ -140,14 +140,15 @@ class Router:
             os.close(wake)
 
 
-class _OnlyClient:
-    """Lets in exactly the run's client key."""
+class _Known:
+    """Lets in exactly the run's own roles and the nodes that have its key file."""
 
     def __init__(self, keys: RunKeys) -> None:
-        self._public = keys.client_public.encode()
+        known = (keys.client_public, keys.node_public)
+        self._public = frozenset(key.encode() for key in known if key)
 
     def callback(self, domain: str, key: bytes) -> bool:
-        return key == self._public
+        return key in self._public
 
 
 def connect_dealer(

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.errors import WeightSyncError
-from common.wire.collective import BroadcastGroup, Place, local_address_towards, open_store
+from common.wire.addresses import local_address_towards
+from common.wire.collective import BroadcastGroup, Place, open_store
 from common.wire.weight_messages import WeightsOffer
 
 CANCEL_CHECK_S = 0.25  # between looks at whether a running transfer is still wanted

@@ -22,6 +22,7 @@ class WeightsJoin:
     incarnation: str
     device: str  # a GPU's own name; "" for the CPU
     version: int  # what the engine holds
+    host: str = ""  # the engine's, on its interface towards the learner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,12 +3,14 @@
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import zmq
 
 from common.errors import LongstrideError
 from common.store.run_dir import RunDir
+from common.wire.addresses import advertised
 from common.wire.following_dealer import FollowingDealer
 from common.wire.messages import Goodbye, Heartbeat, Hello, Progress, Rejected, Welcome
 from common.wire.security import RunKeys
@@ -56,7 +58,15 @@ class SchedulerClient:
     def _greet(self) -> Hello:
         """Begin anew on a new connection: all that is kept is sent again after the welcome."""
         self._run_epoch = ""
-        return self.hello
+        return self._hello_from_here()
+
+    def _hello_from_here(self) -> Hello:
+        towards = self._dealer.address
+        addresses = {
+            role: advertised(address, towards=towards)
+            for role, address in self.hello.addresses.items()
+        }
+        return replace(self.hello, addresses=addresses)
 
     def pump(self) -> None:
         """Take in what has come, send what is queued."""
@@ -86,7 +96,7 @@ class SchedulerClient:
                 if is_same:
                     self._reports.acknowledge(message.num_saved)
                 elif self._run_epoch:
-                    self._dealer.send(self.hello)
+                    self._dealer.send(self._hello_from_here())
                 self._on_progress(message)
                 if is_same:
                     self._look_for_gap(message)

@@ -11,8 +11,10 @@ from typing import Any
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.store.run_dir import RunDir, write_atomically, write_json
+from common.wire.addresses import LOOPBACK, WILDCARDS, advertised, bracketed
+from common.wire.join_messages import HubPlace
 from common.wire.messages import Goodbye, Heartbeat, Hello, LeaseRequest
-from common.wire.security import RunKeys, load_keys
+from common.wire.security import RunKeys, load_keys, write_join_key
 from common.wire.sockets import Received, Router
 from learner.scheduler.components import build_components
 from learner.scheduler.core import SchedulerCore
@@ -20,6 +22,8 @@ from learner.scheduler.curriculum.catalogue import fetch_catalogue, validate_tas
 from learner.scheduler.evaluation.eval_stream import eval_lines
 from learner.scheduler.evaluation.phases import Phase
 from learner.scheduler.event_log import EventLog
+from learner.scheduler.members.enrolment import Enrolments
+from learner.scheduler.members.registry import Registry
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +53,8 @@ class Serving:
     log: EventLog
     router: Router
     run_dir: RunDir
+    registry: Registry
+    enrolments: Enrolments
     names: dict[bytes, str] = field(default_factory=dict)  # of senders, once they said it
     is_changed: bool = True  # since the last save
     save_at: float = 0.0  # the next
@@ -88,7 +94,8 @@ def build(cfg: RunConfig, run_dir: RunDir) -> Serving:
     keys = load_keys(run_dir.keys)
     start_s = cfg.actor.start_timeout_s
     url = cfg.envhub.url or run_dir.wait_for_address("envhub", timeout_s=start_s)
-    catalogue = fetch_catalogue(url, token=keys.hub_token, timeout_s=start_s)
+    token = cfg.envhub.token or keys.hub_token
+    catalogue = fetch_catalogue(url, token=token, timeout_s=start_s)
     validate_tasks(cfg.tasks, catalogue)
     clock = LoopClock(time.monotonic())
     components = build_components(cfg, catalogue)
@@ -96,11 +103,29 @@ def build(cfg: RunConfig, run_dir: RunDir) -> Serving:
     log = EventLog(run_dir.root)
     port = resume(core, clock, log)
     router = listen(cfg, keys, preferred_port=port)
-    parts = Serving(core=core, clock=clock, log=log, router=router, run_dir=run_dir)
+    towards = own_address(cfg, router.port)
+    hub = HubPlace(url=advertised(url, towards=towards), token=token, envs=list(catalogue.envs))
+    parts = Serving(
+        core=core,
+        clock=clock,
+        log=log,
+        router=router,
+        run_dir=run_dir,
+        registry=Registry([hub]),
+        enrolments=Enrolments(cfg),
+    )
     save(parts)
-    run_dir.publish_address("scheduler", f"tcp://{cfg.scheduler.host}:{router.port}")
+    run_dir.publish_address("scheduler", towards)
+    key_path = write_join_key(run_dir.keys, keys, run_name=cfg.run.name)
+    logger.info("other machines join: actor --join HOST:%d --key %s", router.port, key_path)
     logger.info("listening port=%d phase=%s version=%d", router.port, core.phase, core.version)
     return parts
+
+
+def own_address(cfg: RunConfig, port: int) -> str:
+    """Return where the roles on this machine, or on this disk, find the scheduler."""
+    host = cfg.scheduler.advertise or cfg.scheduler.host
+    return f"tcp://{bracketed(LOOPBACK if host in WILDCARDS else host)}:{port}"
 
 
 def resume(core: SchedulerCore, clock: LoopClock, log: EventLog) -> int:
@@ -166,12 +191,17 @@ def answer_all(parts: Serving, received: list[Received]) -> None:
     """Handle and log a batch, make the log safe, then answer."""
     answers: list[tuple[bytes, Any]] = []
     for each in received:
+        if (answer := parts.enrolments.answer(each.message)) is not None:
+            answers.append((each.sender, answer))
+            continue
         name = name_of(parts, each)
         answer = parts.core.handle(name, each.message)
         parts.log.append(parts.clock.now, name, each.frames)
         parts.is_changed = True
         if answer is not None:
             answers.append((each.sender, answer))
+        if (directory := parts.registry.hear(each.message)) is not None:
+            answers.append((each.sender, directory))
     parts.log.flush()
     for receiver, answer in answers:
         if not parts.router.send(receiver, answer):

@@ -17,6 +17,7 @@ class Member:
     actor: str
     incarnation: str
     device: str  # a GPU's own name; "" for the CPU
+    host: str = ""  # by which it reaches the learner
 
 
 class Membership:
@@ -44,7 +45,11 @@ class Membership:
         if join.incarnation in self._silent:
             return
         member = Member(
-            sender=sender, actor=join.actor, incarnation=join.incarnation, device=join.device
+            sender=sender,
+            actor=join.actor,
+            incarnation=join.incarnation,
+            device=join.device,
+            host=join.host,
         )
         is_known = self._by_actor.get(join.actor) == member
         if is_known and join.version == current_version:

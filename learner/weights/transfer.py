@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from common.errors import WeightSyncError
+from common.wire.addresses import own_host_towards
 from common.wire.collective import backend_for, device_id, open_store
 from common.wire.messages import Rejected
 from common.wire.sockets import Router
@@ -197,7 +198,7 @@ class Transfers:
             group_epoch=self._epoch,
             rank=0,
             world_size=len(members) + 1,
-            store_host=self._host,
+            store_host=own_host_towards(self._host, [member.host for member in members]),
             store_port=self._store.port,
             backend=backend_for([own_device, *(member.device for member in members)]),
             timeout_s=self._timeout_s,

@@ -1,6 +1,7 @@
 """Laws of the actor's line to the scheduler."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 
 from actor.links.scheduler_client import SchedulerClient
 from common.errors import LongstrideError
+from common.wire.addresses import AddressBook
 from common.wire.messages import (
     Goodbye,
     Heartbeat,
@@ -23,6 +25,7 @@ from tests.actor.links import toy_peer
 from tests.actor.links.toy_peer import Law, Peer
 
 HELLO = Hello(role="actor", name="actor-0", incarnation="i", version=-1)
+GREETING = replace(HELLO, directory=0)  # it knows nothing yet of where the others are
 BEAT = Heartbeat(
     role="actor",
     name="actor-0",
@@ -52,7 +55,11 @@ async def welcome(scheduler: Peer, control: SchedulerClient) -> Received:
 def check(tmp_path: Path, law: Law[SchedulerClient], *, silence_s: float = 30.0) -> None:
     def connect(peer: Peer, context: Any) -> SchedulerClient:
         return SchedulerClient(
-            peer.run_dir, peer.keys, hello=HELLO, context=context, silence_s=silence_s
+            AddressBook(lambda: peer.run_dir.find_address("scheduler")),
+            peer.keys,
+            hello=HELLO,
+            context=context,
+            silence_s=silence_s,
         )
 
     toy_peer.check(tmp_path, "scheduler", connect, law)
@@ -61,7 +68,7 @@ def check(tmp_path: Path, law: Law[SchedulerClient], *, silence_s: float = 30.0)
 def test_hello_is_answered_by_welcome_and_a_request_by_a_grant(tmp_path: Path) -> None:
     async def law(scheduler: Peer, control: SchedulerClient, _: asyncio.Task[None]) -> None:
         hello = await welcome(scheduler, control)
-        assert hello.message == HELLO
+        assert hello.message == GREETING
         assert control.run_epoch == "e"
         asked = asyncio.create_task(control.request_leases(num_free_slots=2, version=0))
         request = await scheduler.next(LeaseRequest)
@@ -80,7 +87,7 @@ def test_progress_revokes_and_ends_the_run(tmp_path: Path) -> None:
         await welcome(scheduler, control)
         control.beat(BEAT)
         beat = await scheduler.next(Heartbeat)
-        assert beat.message == BEAT
+        assert beat.message == replace(BEAT, directory=0)
         scheduler.answer(beat, progress(revoked=("g/0",)))
         scheduler.answer(beat, progress(is_finished=True))
         async with asyncio.timeout(5.0):
@@ -95,7 +102,7 @@ def test_a_scheduler_of_another_epoch_is_greeted_again(tmp_path: Path) -> None:
         await welcome(scheduler, control)
         control.beat(BEAT)
         scheduler.answer(await scheduler.next(Heartbeat), progress(epoch="e2"))
-        assert (await scheduler.next(Hello)).message == HELLO
+        assert (await scheduler.next(Hello)).message == GREETING
 
     check(tmp_path, law)
 

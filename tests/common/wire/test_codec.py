@@ -50,6 +50,7 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
         int: INT64,
         float: st.floats(),
         bool: st.booleans(),
+        bytes: st.binary(max_size=8),
     }[kind]
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from common.errors import WeightSyncError
+from common.wire.addresses import local_address_towards
 from common.wire.collective import (
     ALIGN_BYTES,
     CHECKSUM_CHUNK,
@@ -16,7 +17,6 @@ from common.wire.collective import (
     checksum,
     flatten_into,
     lay_out,
-    local_address_towards,
     open_store,
     views,
 )

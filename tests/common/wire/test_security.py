@@ -20,7 +20,7 @@ def test_keys_are_made_once_and_read_by_others(tmp_path: Path) -> None:
 def test_keys_are_readable_by_their_owner_only(tmp_path: Path) -> None:
     create_keys(tmp_path / "keys")
     files = list((tmp_path / "keys").iterdir())
-    assert len(files) == 5
+    assert len(files) == 7
     assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
 
 

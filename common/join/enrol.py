@@ -1,0 +1,160 @@
+"""The joining node's side: ask the scheduler, take over the configuration and the model's files."""
+
+import logging
+import os
+import shutil
+import tempfile
+import time
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from common.errors import ConfigError, WireError
+from common.join.files import check_bounds, is_intact, manifest_digest
+from common.wire.addresses import bracketed
+from common.wire.codec import decode, encode
+from common.wire.join_messages import Enrolment, FilePart, FileRequest, JoinRequest, SharedFile
+from common.wire.messages import Rejected
+from common.wire.security import JoinKey
+from common.wire.sockets import connect_dealer
+
+logger = logging.getLogger(__name__)
+
+ANSWER_S = 30.0  # for each answer of the scheduler, which may be starting itself
+LOOK_S = 0.25
+SAME_VERSION = "install the same version on both machines"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joined:
+    """What a node that was let in knows."""
+
+    address: str  # tcp:// of the scheduler
+    key: JoinKey
+    config: str  # YAML
+    model_path: str  # folder with the model's configuration and tokenizer; "": none was sent
+
+
+def parse_address(text: str) -> str:
+    """Return the tcp:// address of "HOST:PORT". Raises: ConfigError: it is none."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65_536:
+        raise ConfigError(f"--join {text}: expects HOST:PORT of the scheduler, as its log says")
+    return f"tcp://{bracketed(host.strip('[]'))}:{port}"
+
+
+def enrol(
+    address: str, key: JoinKey, request: JoinRequest, *, timeout_s: float = ANSWER_S
+) -> Joined:
+    """Ask to join; return what the scheduler gives, its files below the user's cache folder.
+
+    Raises:
+        ConfigError: nobody listens there in time, the key is another run's, the version is another
+            one, or the scheduler refuses. Nothing is left behind.
+    """
+    context = zmq.Context()
+    try:
+        with closing(_Line(context, address, key, timeout_s)) as line:
+            enrolment = line.ask(request, Enrolment)
+            check_bounds(enrolment.files)
+            folder = _take_files(line, enrolment.files) if enrolment.files else None
+            logger.info("let in run=%s files=%d", enrolment.run_name, len(enrolment.files))
+    finally:
+        context.destroy(linger=0)
+    return Joined(address=address, key=key, config=enrolment.config, model_path=str(folder or ""))
+
+
+class _Line:
+    """Question and answer with a scheduler that may not be there, or not let us in."""
+
+    def __init__(self, context: zmq.Context[Any], address: str, key: JoinKey, timeout_s: float):
+        self._where = address.removeprefix("tcp://")
+        self._timeout_s = timeout_s
+        self._was_connected = False
+        keys = key.as_keys()
+        self._socket = connect_dealer(context, keys, address=address)
+        self._monitor = self._socket.get_monitor_socket()
+
+    def ask(self, question: Any, kind: type) -> Any:
+        """Return the answer of a kind. Raises: ConfigError: there is none, with the remedy."""
+        deadline = time.monotonic() + self._timeout_s
+        self._socket.send_multipart(encode(question))
+        while time.monotonic() < deadline:
+            self._watch()
+            if not self._socket.poll(int(LOOK_S * 1_000)):
+                continue
+            try:
+                answer = decode(self._socket.recv_multipart())
+            except WireError as error:
+                raise ConfigError(f"--join {self._where}: {error}; {SAME_VERSION}") from error
+            if isinstance(answer, Rejected):
+                raise ConfigError(f"--join {self._where}: refused: {answer.reason}")
+            if isinstance(answer, kind):
+                return answer
+        if self._was_connected:
+            raise ConfigError(
+                f"--join {self._where}: no answer within {self._timeout_s:g}s: either that is no"
+                " scheduler, or the key is another run's (copy keys/join.key of this run)"
+            )
+        raise ConfigError(
+            f"--join {self._where}: unreachable within {self._timeout_s:g}s: is the run going on,"
+            " with scheduler.host=0.0.0.0, and is the port open?"
+        )
+
+    def _watch(self) -> None:
+        """Note whether a connection came about. Raises: ConfigError: the key was refused."""
+        while self._monitor.poll(0):
+            event = parse_monitor_message(self._monitor.recv_multipart())["event"]
+            self._was_connected |= event == zmq.EVENT_CONNECTED
+            if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                raise ConfigError(
+                    f"--join {self._where}: the key is not this run's; copy its keys/join.key"
+                )
+
+    def close(self) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=0)
+
+
+def _take_files(line: _Line, files: list[SharedFile]) -> Path:
+    """Return the folder of the files; what a node on this machine took before is there already."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    parent = base / "longstride" / "joined"
+    folder = parent / manifest_digest(files)
+    if all(is_intact(folder / each.name, each) for each in files):
+        return folder
+    try:
+        parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        temporary = Path(tempfile.mkdtemp(dir=parent, prefix=".taking-"))
+    except OSError as error:
+        raise ConfigError(f"{parent}: {error.strerror}; set XDG_CACHE_HOME elsewhere") from error
+    try:
+        for each in files:
+            _take_file(line, each, temporary / each.name)
+        shutil.rmtree(folder, ignore_errors=True)
+        try:
+            temporary.rename(folder)
+        except OSError:  # another node of this machine was faster, with the same content
+            if not all(is_intact(folder / each.name, each) for each in files):
+                raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return folder
+
+
+def _take_file(line: _Line, file: SharedFile, path: Path) -> None:
+    with path.open("wb") as out:
+        while out.tell() < file.num_bytes:
+            part = line.ask(FileRequest(name=file.name, offset_bytes=out.tell()), FilePart)
+            left = file.num_bytes - out.tell()
+            is_next = part.name == file.name and part.offset_bytes == out.tell()
+            if not is_next or not 0 < len(part.content) <= left:
+                raise ConfigError(f"{file.name}: a part that was not asked for")
+            out.write(part.content)
+    if not is_intact(path, file):
+        raise ConfigError(f"{file.name}: came damaged, or was changed meanwhile; join again")

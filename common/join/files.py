@@ -1,0 +1,68 @@
+"""Which files of a model travel to a joining node: small ones, with plain names, checksummed."""
+
+import hashlib
+import re
+from pathlib import Path
+
+from common.errors import ConfigError
+from common.wire.join_messages import SharedFile
+
+PART_BYTES = 1 << 20
+MAX_FILE_BYTES = 128 << 20  # a tokenizer of a large vocabulary has 20 MB
+MAX_TOTAL_BYTES = 256 << 20
+MAX_FILES = 64
+SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")  # not weights, and not code
+INDEX_SUFFIX = ".index.json"  # of weights in several files
+
+
+def is_shareable(name: str) -> bool:
+    """Return whether a file of this name may travel: no folder, nothing hidden, a known kind."""
+    is_plain = re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}", name) is not None
+    return is_plain and name.endswith(SUFFIXES) and not name.endswith(INDEX_SUFFIX)
+
+
+def list_shared(folder: Path) -> list[SharedFile]:
+    """Return what of a model folder a node needs: its configuration and its tokenizer.
+
+    Raises: ConfigError: it has no config.json, or more than may travel.
+    """
+    paths = sorted(each for each in folder.iterdir() if each.is_file() and is_shareable(each.name))
+    if not any(each.name == "config.json" for each in paths):
+        raise ConfigError(f"model.path={folder}: has no config.json to give to a joining node")
+    files = [
+        SharedFile(name=each.name, num_bytes=each.stat().st_size, sha256=_sha256(each))
+        for each in paths
+    ]
+    check_bounds(files)
+    return files
+
+
+def check_bounds(files: list[SharedFile]) -> None:
+    """Return if files may travel. Raises: ConfigError: a bad name, or too many or too large."""
+    for each in files:
+        if not is_shareable(each.name) or not 0 <= each.num_bytes <= MAX_FILE_BYTES:
+            raise ConfigError(f"file {each.name!r} of {each.num_bytes} bytes may not travel")
+    names = {each.name for each in files}
+    total_bytes = sum(each.num_bytes for each in files)
+    if len(names) != len(files) or len(files) > MAX_FILES or total_bytes > MAX_TOTAL_BYTES:
+        raise ConfigError(
+            f"{len(files)} files of {total_bytes} bytes are more than may travel"
+            f" ({MAX_FILES}, {MAX_TOTAL_BYTES} bytes)"
+        )
+
+
+def manifest_digest(files: list[SharedFile]) -> str:
+    """Return a name for exactly these files and contents."""
+    lines = sorted(f"{each.sha256} {each.num_bytes} {each.name}\n" for each in files)
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def is_intact(path: Path, file: SharedFile) -> bool:
+    """Return whether a file here is the one that was told of."""
+    is_there = path.is_file() and path.stat().st_size == file.num_bytes
+    return is_there and _sha256(path) == file.sha256
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,71 @@
+"""The messages of a node that joins without the run's directory: node <-> scheduler.
+
+Example: a node sends a JoinRequest and gets an Enrolment, asks for each file part by part, starts
+its role, says hello, and is told by Directory messages where the other roles are.
+"""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinRequest:
+    """First message of a joining node: may I, and what must I know?"""
+
+    role: str  # "actor" | "envhub"
+    product: str  # version of the node's code
+    is_remote: bool = False  # from another machine than the scheduler's
+    has_model: bool = False  # it has a model of its own and needs no files
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedFile:
+    """A file that a node may ask for."""
+
+    name: str  # without any folder
+    num_bytes: int
+    sha256: str  # hex
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Enrolment:
+    """Answer to JoinRequest."""
+
+    run_name: str
+    config: str  # YAML of the sections that the role needs
+    files: list[SharedFile] = field(default_factory=list[SharedFile])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileRequest:
+    """Node -> scheduler: one part of a file of the enrolment."""
+
+    name: str
+    offset_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilePart:
+    """Answer to FileRequest; the last part ends where the file does."""
+
+    name: str
+    offset_bytes: int
+    content: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubPlace:
+    """Where an environment hub is reached, and what it serves."""
+
+    url: str
+    token: str = field(repr=False)  # "": it asks for none
+    envs: list[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Directory:
+    """Scheduler -> actor: where the other roles are reached. Sent whenever it is another one."""
+
+    number: int  # of this content; a heartbeat says which one its sender knows
+    learner: str  # takes trajectories; "": none has said hello
+    weights: str  # offers versions; "" as well
+    hubs: list[HubPlace]

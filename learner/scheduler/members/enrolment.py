@@ -1,0 +1,76 @@
+"""Nodes that join without the run's directory: let in, and given what they need to know."""
+
+from pathlib import Path
+from typing import Any
+
+from common.config.load import sections_as_yaml
+from common.config.run_config import RunConfig
+from common.errors import ConfigError
+from common.join.files import PART_BYTES, list_shared
+from common.repository import product_version
+from common.wire.addresses import is_loopback
+from common.wire.join_messages import Enrolment, FilePart, FileRequest, JoinRequest, SharedFile
+from common.wire.messages import Rejected
+
+SECTIONS = {  # what a role needs of the configuration
+    "actor": ("run", "train", "model", "scheduler", "learner", "actor", "envhub", "log"),
+    "envhub": ("run", "tasks", "scheduler", "envhub", "env", "envs", "log"),
+}
+SECRET = {"envhub": ("url", "token", "host", "port")}  # of a section, and what is this machine's
+
+
+class Enrolments:
+    """Answers the questions of joining nodes. Remembers nothing of them: they say hello later."""
+
+    def __init__(self, cfg: RunConfig) -> None:
+        self._cfg = cfg
+        self._files: list[SharedFile] = []
+
+    def answer(self, message: object) -> Any:
+        """Return the answer to a node's question, None if the message is none."""
+        match message:
+            case JoinRequest():
+                reason = self._why_not(message)
+                return Rejected(reason=reason) if reason else self._enrol(message)
+            case FileRequest():
+                return self._part(message)
+            case _:
+                return None
+
+    def _why_not(self, request: JoinRequest) -> str:
+        if request.role not in SECTIONS:
+            return f"role {request.role!r}: one of {', '.join(SECTIONS)} may join"
+        if request.product != product_version():
+            return (
+                f"this run is of version {product_version()}, the node of {request.product};"
+                " install the same version on both machines"
+            )
+        host = self._cfg.learner.host
+        if request.is_remote and request.role == "actor" and is_loopback(host):
+            return (
+                f"learner.host={host}: the learner cannot be reached from another machine; start"
+                " the run with learner.host=0.0.0.0"
+            )
+        return ""
+
+    def _enrol(self, request: JoinRequest) -> Enrolment | Rejected:
+        if request.role == "actor" and not request.has_model:
+            try:
+                self._files = list_shared(Path(self._cfg.model.path))
+            except (ConfigError, OSError) as error:
+                return Rejected(reason=str(error))
+        return Enrolment(
+            run_name=self._cfg.run.name,
+            config=sections_as_yaml(self._cfg, SECTIONS[request.role], without=SECRET),
+            files=[] if request.has_model or request.role != "actor" else self._files,
+        )
+
+    def _part(self, request: FileRequest) -> FilePart | Rejected:
+        """Return a part of a listed file; a name that is not listed reads nothing."""
+        file = next((each for each in self._files if each.name == request.name), None)
+        if file is None or not 0 <= request.offset_bytes < max(1, file.num_bytes):
+            return Rejected(reason=f"no file {request.name!r} at {request.offset_bytes}")
+        with (Path(self._cfg.model.path) / file.name).open("rb") as source:
+            source.seek(request.offset_bytes)
+            content = source.read(min(PART_BYTES, file.num_bytes - request.offset_bytes))
+        return FilePart(name=file.name, offset_bytes=request.offset_bytes, content=content)
