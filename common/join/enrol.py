@@ -92,7 +92,9 @@ class _Line:
             except WireError as error:
                 raise ConfigError(f"--join {self._where}: {error}; {SAME_VERSION}") from error
             if isinstance(answer, Rejected):
-                raise ConfigError(f"--join {self._where}: refused: {answer.reason}")
+                is_other = answer.reason.startswith("schema version")
+                remedy = f"; {SAME_VERSION}" if is_other else ""
+                raise ConfigError(f"--join {self._where}: refused: {answer.reason}{remedy}")
             if isinstance(answer, kind):
                 return answer
         if self._was_connected:

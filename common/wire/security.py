@@ -108,15 +108,15 @@ def read_join_key(path: Path, *, role: str) -> JoinKey:
     """
     remedy = f"copy runs/NAME/keys/{JOIN_KEY} from the run's node"
     try:
-        mode = path.stat().st_mode
-        if mode & (stat.S_IRWXG | stat.S_IRWXO):
-            raise ConfigError(f"--key {path}: others may read it; chmod 600 {path}")
+        is_private = not path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO)
         with path.open("rb") as file:
             told: Any = json.loads(file.read(MAX_KEY_FILE_BYTES))
     except OSError as error:
         raise ConfigError(f"--key {path}: {error.strerror}; {remedy}") from error
     except ValueError as error:
         raise ConfigError(f"--key {path}: no key file; {remedy}") from error
+    if not is_private:
+        raise ConfigError(f"--key {path}: others may read it; chmod 600 {path}")
     if not _is_join_key(told):
         raise ConfigError(f"--key {path}: no key file of this version; {remedy}")
     key = JoinKey(**told)

@@ -53,6 +53,8 @@ class Router:
     """
 
     def __init__(self, keys: RunKeys, *, host: str, port: int) -> None:
+        if not keys.server_secret:
+            raise ConfigError("nobody can listen with the key of a node that joins")
         self._wake: int | None = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._wake_lock = threading.Lock()
         self._poller = zmq.Poller()

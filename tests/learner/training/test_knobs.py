@@ -124,6 +124,7 @@ PPO = {"advantage": Advantage.PPO}
 # Settings whose effect shows elsewhere than in a training step; each is read where named here.
 ELSEWHERE = {
     "learner.host": "learner/build.py",
+    "learner.advertise": "learner/build.py",
     "learner.port": "learner/build.py",
     "learner.device": "learner/build.py",
     "learner.num_threads": "learner/training/build.py",

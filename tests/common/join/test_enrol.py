@@ -1,0 +1,222 @@
+"""Laws of joining: a real scheduler's answers over real sockets, and what may be wrong."""
+
+import json
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.config.load import load_told
+from common.config.run_config import EnvhubSection, LearnerSection, ModelSection, RunConfig
+from common.errors import ConfigError
+from common.join.enrol import enrol, parse_address
+from common.join.files import PART_BYTES
+from common.repository import ROOT, product_version
+from common.wire.join_messages import FilePart, FileRequest, JoinRequest
+from common.wire.security import JoinKey, create_keys, read_join_key, write_join_key
+from common.wire.sockets import Router
+from learner.scheduler.members.enrolment import Enrolments
+
+WAIT_S = 5.0
+REQUEST = JoinRequest(role="actor", product=product_version())
+TOKENIZER = b'{"v": "' + b"x" * (2 * PART_BYTES) + b'"}'
+
+
+class Scheduler(threading.Thread):
+    """Answers nodes as the scheduler's loop does; `alter` may spoil an answer on its way."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        model = folder / "model"
+        model.mkdir()
+        (model / "config.json").write_text('{"a": 1}')
+        (model / "tokenizer.json").write_bytes(TOKENIZER)
+        self.cfg = RunConfig(
+            model=ModelSection(path=str(model)),
+            envhub=EnvhubSection(token="secret", url="http://10.0.0.1:1"),
+            learner=LearnerSection(host="127.0.0.1"),
+        )
+        self.keys = create_keys(folder / "keys")
+        self.key_path = write_join_key(folder / "keys", self.keys, run_name="a")
+        self.key = read_join_key(self.key_path, role="actor")
+        self.router = Router(self.keys, host="127.0.0.1", port=0)
+        self.address = f"tcp://127.0.0.1:{self.router.port}"
+        self.alter: Callable[[Any], Any] = lambda answer: answer
+        self.num_parts = 0
+        self._stop_requested = threading.Event()
+
+    def run(self) -> None:
+        enrolments = Enrolments(self.cfg)
+        while not self._stop_requested.is_set():
+            for received in self.router.receive_all(timeout_s=0.5):
+                answer = enrolments.answer(received.message)
+                self.num_parts += isinstance(answer, FilePart)
+                self.router.send(received.sender, self.alter(answer))
+
+    def stop(self) -> None:
+        self._stop_requested.set()
+        self.router.wake()
+        self.join()
+        self.router.close()
+
+
+@pytest.fixture
+def scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scheduler]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    scheduler = Scheduler(tmp_path)
+    scheduler.start()
+    yield scheduler
+    scheduler.stop()
+
+
+def cached(tmp_path: Path) -> list[str]:
+    return [str(each.relative_to(tmp_path / "cache")) for each in tmp_path.glob("cache/**/*.json")]
+
+
+def test_a_node_gets_the_files_and_what_its_role_needs_of_the_configuration(
+    scheduler: Scheduler,
+) -> None:
+    joined = enrol(scheduler.address, scheduler.key, REQUEST, timeout_s=WAIT_S)
+    folder = Path(joined.model_path)
+    assert (folder / "tokenizer.json").read_bytes() == TOKENIZER
+    assert sorted(each.name for each in folder.iterdir()) == ["config.json", "tokenizer.json"]
+    cfg = load_told(joined.config, ["model.path=x", "actor.name=n"], root=ROOT)
+    assert cfg.actor == replace(scheduler.cfg.actor, name="n")
+    assert cfg.run == scheduler.cfg.run
+    assert "secret" not in joined.config
+    num_parts = scheduler.num_parts
+    assert num_parts == 4
+    assert enrol(scheduler.address, scheduler.key, REQUEST, timeout_s=WAIT_S) == joined
+    assert scheduler.num_parts == num_parts, "what is here already travels again"
+
+
+def test_a_node_with_a_model_of_its_own_is_sent_none(scheduler: Scheduler) -> None:
+    request = replace(REQUEST, has_model=True)
+    joined = enrol(scheduler.address, scheduler.key, request, timeout_s=WAIT_S)
+    assert (joined.model_path, scheduler.num_parts) == ("", 0)
+
+
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        (replace(REQUEST, product="0.0.1"), "install the same version on both machines"),
+        (replace(REQUEST, role="learner"), "one of actor, envhub may join"),
+        (replace(REQUEST, is_remote=True), r"start the run with learner\.host=0\.0\.0\.0"),
+    ],
+)
+def test_who_may_not_join_is_told_why(
+    scheduler: Scheduler, request_: JoinRequest, words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        enrol(scheduler.address, scheduler.key, request_, timeout_s=WAIT_S)
+
+
+def test_another_version_of_the_protocol_is_refused_with_the_remedy(
+    scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("common.join.enrol.encode", lambda _: [b"\x93\x63\xa5Other\x80"])
+    with pytest.raises(ConfigError, match=r"schema version 99.*install the same version"):
+        enrol(scheduler.address, scheduler.key, REQUEST, timeout_s=WAIT_S)
+
+
+def test_a_key_of_another_run_is_refused_at_once(scheduler: Scheduler, tmp_path: Path) -> None:
+    other = create_keys(tmp_path / "other")
+    stranger = replace(
+        scheduler.key, client_public=other.node_public, client_secret=other.node_secret
+    )
+    with pytest.raises(ConfigError, match="the key is not this run's"):
+        enrol(scheduler.address, stranger, REQUEST, timeout_s=WAIT_S)
+    elsewhere = read_join_key(write_join_key(tmp_path / "other", other, run_name="b"), role="actor")
+    with pytest.raises(ConfigError, match="the key is another run's"):
+        enrol(scheduler.address, elsewhere, REQUEST, timeout_s=1.0)
+
+
+def test_an_address_where_nobody_listens_is_named(scheduler: Scheduler, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=f"--join {address}: unreachable within"):
+            enrol(parse_address(address), scheduler.key, REQUEST, timeout_s=0.5)
+    assert cached(tmp_path) == []
+
+
+@pytest.mark.parametrize("text", ["", "host", "host:", ":5", "host:0", "host:70000", "host:x"])
+def test_what_is_no_address_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="expects HOST:PORT"):
+        parse_address(text)
+
+
+def test_a_damaged_file_is_refused_and_leaves_nothing(scheduler: Scheduler, tmp_path: Path) -> None:
+    def spoil(answer: Any) -> Any:
+        is_part = isinstance(answer, FilePart) and answer.offset_bytes > 0
+        return replace(answer, content=b"y" * len(answer.content)) if is_part else answer
+
+    scheduler.alter = spoil
+    with pytest.raises(ConfigError, match=r"tokenizer\.json: came damaged"):
+        enrol(scheduler.address, scheduler.key, REQUEST, timeout_s=WAIT_S)
+    assert cached(tmp_path) == []
+
+
+def test_only_listed_files_can_be_asked_for(scheduler: Scheduler, tmp_path: Path) -> None:
+    (Path(scheduler.cfg.model.path) / "model.safetensors").write_bytes(b"weights")
+    enrolments = Enrolments(scheduler.cfg)
+    enrolments.answer(REQUEST)
+    for name in ("../keys/server_secret", "model.safetensors", "/etc/passwd"):
+        answer = enrolments.answer(FileRequest(name=name, offset_bytes=0))
+        assert "no file" in answer.reason
+    assert "no file" in enrolments.answer(FileRequest(name="config.json", offset_bytes=-1)).reason
+
+
+def test_the_key_file_holds_no_secret_of_the_run_and_its_holder_cannot_listen(
+    scheduler: Scheduler,
+) -> None:
+    text = scheduler.key_path.read_text()
+    keys = scheduler.keys
+    assert not any(
+        each in text for each in (keys.server_secret, keys.client_secret, keys.hub_token)
+    )
+    assert scheduler.key_path.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(ConfigError, match="nobody can listen"):
+        Router(scheduler.key.as_keys(), host="127.0.0.1", port=0).close()
+
+
+def key_text(**changes: Any) -> str:
+    key = JoinKey(
+        format=1,
+        run="a",
+        roles=["actor"],
+        server_public="x" * 40,
+        client_public="x" * 40,
+        client_secret="x" * 40,
+    )
+    fields = {name: getattr(key, name) for name in JoinKey.__slots__}
+    return json.dumps({**fields, **changes})
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "words"),
+    [
+        (None, 0o600, "No such file.*copy runs/NAME/keys"),
+        (key_text(), 0o644, "others may read it; chmod 600"),
+        ("no json", 0o600, "no key file"),
+        ("[1]", 0o600, "no key file of this version"),
+        (key_text(format=2), 0o600, "no key file of this version"),
+        (key_text(client_secret="short"), 0o600, "no key file of this version"),
+        (key_text(more=1), 0o600, "no key file of this version"),
+        (key_text(roles=["envhub"]), 0o600, "lets its holder be envhub, not actor"),
+    ],
+)
+def test_a_bad_key_file_is_refused_with_the_remedy(
+    tmp_path: Path, text: str | None, mode: int, words: str
+) -> None:
+    path = tmp_path / "join.key"
+    if text is not None:
+        path.write_text(text)
+        os.chmod(path, mode)
+    with pytest.raises(ConfigError, match=words):
+        read_join_key(path, role="actor")

@@ -1,0 +1,64 @@
+"""Laws of the files that travel to a joining node."""
+
+from pathlib import Path
+
+import pytest
+
+from common.errors import ConfigError
+from common.join import files
+from common.join.files import check_bounds, is_intact, is_shareable, list_shared, manifest_digest
+from common.wire.join_messages import SharedFile
+
+
+def write_model(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "tokenizer.json").write_text('{"a": 1}')
+    (folder / "model.safetensors").write_bytes(b"weights")
+    (folder / "model.safetensors.index.json").write_text("{}")
+    (folder / "code.py").write_text("raise SystemExit")
+    (folder / ".hidden.json").write_text("{}")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../config.json", "a/config.json", "/etc/passwd.txt", "..", "", ".x.json", "a\0.json", "a.py"],
+)
+def test_name_with_a_folder_or_of_another_kind_may_not_travel(name: str) -> None:
+    assert not is_shareable(name)
+    with pytest.raises(ConfigError, match="may not travel"):
+        check_bounds([SharedFile(name=name, num_bytes=1, sha256="")])
+
+
+def test_configuration_and_tokenizer_travel_and_weights_and_code_do_not(tmp_path: Path) -> None:
+    shared = list_shared(write_model(tmp_path / "model"))
+    assert [each.name for each in shared] == ["config.json", "tokenizer.json"]
+    assert all(is_intact(tmp_path / "model" / each.name, each) for each in shared)
+
+
+def test_too_much_may_not_travel(monkeypatch: pytest.MonkeyPatch) -> None:
+    def file(name: str, num_bytes: int) -> SharedFile:
+        return SharedFile(name=name, num_bytes=num_bytes, sha256="")
+
+    monkeypatch.setattr(files, "MAX_TOTAL_BYTES", 10)
+    check_bounds([file("a.json", 5), file("b.json", 5)])
+    for wrong in ([file("a.json", 6), file("b.json", 5)], [file("a.json", 1)] * 2):
+        with pytest.raises(ConfigError, match="may travel"):
+            check_bounds(wrong)
+    with pytest.raises(ConfigError, match="may not travel"):
+        check_bounds([file("a.json", -1)])
+
+
+def test_changed_content_has_another_digest_and_is_not_intact(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model")
+    before = list_shared(folder)
+    (folder / "tokenizer.json").write_text('{"a": 2}')
+    after = list_shared(folder)
+    assert manifest_digest(before) != manifest_digest(after)
+    assert not is_intact(folder / "tokenizer.json", before[1])
+
+
+def test_folder_without_a_configuration_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        list_shared(tmp_path)
