@@ -1,8 +1,9 @@
 """Trajectories -> minibatches -> microbatches of tensors that fit a token budget.
 
-Sequences of similar length are padded on the right to one [batch, seq] block. A causal model needs
-no mask for that: padding comes after every real token, so no real token ever sees it, and nothing
-is predicted from it.
+Packed, sequences follow one another in a single row; the attention keeps them apart, and positions
+begin again with each. Padded, those of similar length are filled up on the right to one
+[batch, seq] block. A causal model needs no mask for that: padding comes after every real token, so
+no real token ever sees it, and nothing is predicted from it.
 """
 # torch's type stubs know nothing of numpy's element types:
 # pyright: reportUnknownMemberType=false
@@ -46,12 +47,18 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenBatch:
-    """What a forward pass needs: padded sequences and which of their tokens are scored."""
+    """What a forward pass needs: sequences and which of their tokens are scored.
+
+    Packed, the batch is a single row in which they follow one another.
+    """
 
     token_ids: Tensor = field(repr=False)  # [batch, seq] int64, padded on the right
     source_rows: Tensor = field(repr=False)  # [tokens] int64, into [batch * seq]: predicts target
     target_ids: Tensor = field(repr=False)  # [tokens] int64, scored tokens, sequence by sequence
-    last_rows: Tensor = field(repr=False)  # [batch] int64, where each sequence ends
+    last_rows: Tensor = field(repr=False)  # [sequence] int64, into [batch * seq]: where each ends
+    lengths: tuple[int, ...]  # of each sequence
+    position_ids: Tensor | None = field(repr=False, default=None)  # [1, seq] int64; None if padded
+    bounds: Tensor | None = field(repr=False, default=None)  # [sequence + 1] int32; None if padded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,9 +83,13 @@ class MicroBatch:
 
 
 def collate_tokens(
-    sequences: Sequence[np.ndarray], masks: Sequence[np.ndarray], *, device: torch.device | str
+    sequences: Sequence[np.ndarray],
+    masks: Sequence[np.ndarray],
+    *,
+    device: torch.device | str,
+    is_packed: bool = False,
 ) -> TokenBatch:
-    """Pad sequences into one block and index the tokens to score.
+    """Lay sequences into one block and index the tokens to score.
 
     Args:
         sequences: each [seq] integer token ids; lengths may differ.
@@ -90,28 +101,34 @@ def collate_tokens(
     """
     if not sequences or len(sequences) != len(masks):
         raise ValueError(f"need as many sequences as masks: {len(sequences)}, {len(masks)}")
-    width = max(len(sequence) for sequence in sequences)
-    token_ids = np.full((len(sequences), width), PADDING_ID, dtype=np.int64)  # [batch, seq]
-    rows: list[np.ndarray] = []
-    targets: list[np.ndarray] = []
     for index, (sequence, mask) in enumerate(zip(sequences, masks, strict=True)):
         if len(sequence) == 0 or len(sequence) != len(mask) or mask[0]:
             raise ValueError(
                 f"sequence {index}: {len(sequence)} tokens, {len(mask)} mask entries; both must "
                 "agree, and the first token has no predecessor, so it cannot be scored"
             )
-        token_ids[index, : len(sequence)] = sequence
-        positions = np.flatnonzero(mask)  # [tokens of this sequence]
-        rows.append(index * width + positions - 1)
-        targets.append(np.asarray(sequence)[positions])
+    lengths = np.array([len(sequence) for sequence in sequences])
+    bounds = np.concatenate([[0], np.cumsum(lengths)])  # [sequence + 1]
+    width, height = (int(bounds[-1]), 1) if is_packed else (int(lengths.max()), len(sequences))
+    starts = bounds[:-1] if is_packed else np.arange(len(sequences)) * width  # [sequence]
+    flat = np.full(height * width, PADDING_ID, dtype=np.int64)  # [batch * seq]
+    for start, sequence in zip(starts, sequences, strict=True):
+        flat[start : start + len(sequence)] = sequence
+    scored = [start + np.flatnonzero(mask) for start, mask in zip(starts, masks, strict=True)]
+    targets = np.concatenate(scored)  # [tokens]
+
+    def placed(array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(device)
+
+    positions = np.arange(width) - np.repeat(bounds[:-1], lengths) if is_packed else None
     return TokenBatch(
-        token_ids=torch.from_numpy(token_ids).to(device),
-        source_rows=torch.from_numpy(np.concatenate(rows)).to(device),
-        target_ids=torch.from_numpy(np.concatenate(targets).astype(np.int64)).to(device),
-        last_rows=torch.tensor(
-            [index * width + len(sequence) - 1 for index, sequence in enumerate(sequences)],
-            device=device,
-        ),
+        token_ids=placed(flat.reshape(height, width)),
+        source_rows=placed(targets - 1),
+        target_ids=placed(flat[targets]),
+        last_rows=placed(starts + lengths - 1),
+        lengths=tuple(lengths.tolist()),
+        position_ids=None if positions is None else placed(positions[None]),
+        bounds=placed(bounds.astype(np.int32)) if is_packed else None,
     )
 
 
@@ -144,11 +161,14 @@ def make_minibatches(
     ]
 
 
-def plan_microbatches(lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
+def plan_microbatches(
+    lengths: Sequence[int], *, max_tokens: int, is_packed: bool = False
+) -> list[list[int]]:
     """Return which sequences share a block of at most `max_tokens` entries, padding included.
 
-    Longest first, so that neighbours have similar lengths and little is padded. A sequence longer
-    than the budget gets a block of its own: it must be trained on all the same.
+    Longest first: padded, neighbours have similar lengths and little is padded; packed, each goes
+    to the first block with room for it, and the short ones fill the gaps. A sequence longer than
+    the budget gets a block of its own: it must be trained on all the same.
 
     Args:
         lengths: tokens of each sequence.
@@ -156,8 +176,21 @@ def plan_microbatches(lengths: Sequence[int], *, max_tokens: int) -> list[list[i
     Returns:
         Indices into `lengths`; every index is in exactly one block.
     """
+    longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     blocks: list[list[int]] = []
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+    if is_packed:
+        sizes: list[int] = []  # of each block
+        for index in longest_first:
+            length = lengths[index]
+            fitting = (i for i, size in enumerate(sizes) if size + length <= max_tokens)
+            block = next(fitting, len(blocks))
+            if block == len(blocks):
+                blocks.append([])
+                sizes.append(0)
+            blocks[block].append(index)
+            sizes[block] += length
+        return blocks
+    for index in longest_first:
         width = lengths[blocks[-1][0]] if blocks else 0  # the first of a block is its longest
         if blocks and width * (len(blocks[-1]) + 1) <= max_tokens:
             blocks[-1].append(index)
@@ -172,15 +205,16 @@ def make_microbatches(
     *,
     max_tokens: int,
     device: torch.device | str,
+    is_packed: bool = False,
 ) -> list[MicroBatch]:
     """Return the samples at `indices` as blocks of at most `max_tokens`, padding included."""
     lengths = [len(samples[index].trajectory.token_ids) for index in indices]
-    blocks = plan_microbatches(lengths, max_tokens=max_tokens)
-    return [_collate(samples, [indices[i] for i in block], device) for block in blocks]
+    blocks = plan_microbatches(lengths, max_tokens=max_tokens, is_packed=is_packed)
+    return [_collate(samples, [indices[i] for i in block], device, is_packed) for block in blocks]
 
 
 def _collate(
-    samples: Sequence[Sample], indices: list[int], device: torch.device | str
+    samples: Sequence[Sample], indices: list[int], device: torch.device | str, is_packed: bool
 ) -> MicroBatch:
     chosen = [samples[index] for index in indices]
     trajectories = [sample.trajectory for sample in chosen]
@@ -190,7 +224,9 @@ def _collate(
     versions = sampled(trajectories, [t.versions for t in trajectories]).astype(np.int64)
     counts = [sample.num_sampled_tokens for sample in chosen]
     return MicroBatch(
-        tokens=collate_tokens([t.token_ids for t in trajectories], masks, device=device),
+        tokens=collate_tokens(
+            [t.token_ids for t in trajectories], masks, device=device, is_packed=is_packed
+        ),
         sample_indices=indices,
         sample_sizes=counts,
         num_tokens=sum(len(t.token_ids) for t in trajectories),

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from common.config.learning import LearnerSection
 from learner.batch.batching import TokenBatch, collate_tokens, plan_microbatches
+from learner.policy.attention import use_attention
 from learner.policy.critic import Critic
 from learner.policy.lora import adapters_off
 from learner.policy.model import Scoring, flat_hidden, hidden_logprobs
@@ -81,16 +82,21 @@ class Passes:
         engine_dtype: str,
         mesh: DeviceMesh | None = None,
     ) -> None:
-        """Hold the networks, and shard them in place over `mesh`.
+        """Hold the networks, settle their attention, and shard them in place over `mesh`.
 
         Args:
             temperature: the sampler's.
             engine_dtype: of `model.dtype`.
+
+        Raises: ConfigError: they cannot be computed as the configuration says.
         """
         self._max_tokens = cfg.max_tokens_per_microbatch
         self._device = networks.device
         self._trained = _Trained(networks.policy, networks.critic)
         self._reference = None if networks.reference is None else _Trained(networks.reference, None)
+        present = [self._trained] + ([] if self._reference is None else [self._reference])
+        kind = self._device.type
+        self.is_packed = use_attention(present, kind, cfg.layout, cfg.attention)
         self._is_base_reference = networks.is_base_reference
         self.scoring = Scoring(
             chunk_tokens=cfg.logprob_chunk_tokens,
@@ -98,8 +104,8 @@ class Passes:
             temperature=temperature,
             head_dtype=torch.bfloat16 if engine_dtype == "bfloat16" else torch.float32,
         )
-        for network in (self._trained, self._reference):
-            if mesh is not None and network is not None:
+        for network in present:
+            if mesh is not None:
                 shard(network, mesh, is_bf16=self.scoring.autocast)
 
     def score(
@@ -130,10 +136,11 @@ class Passes:
         scores: list[list[float]] = [[] for _ in token_ids]
         how = replace(self.scoring, temperature=1.0)
         lengths = [len(ids) for ids in token_ids]
-        for block in plan_microbatches(lengths, max_tokens=self._max_tokens):
+        is_packed = self.is_packed
+        for block in plan_microbatches(lengths, max_tokens=self._max_tokens, is_packed=is_packed):
             sequences = [np.asarray(token_ids[index]) for index in block]
             masks = [np.arange(len(sequence)) > 0 for sequence in sequences]
-            tokens = collate_tokens(sequences, masks, device=self._device)
+            tokens = collate_tokens(sequences, masks, device=self._device, is_packed=is_packed)
             logprobs = self._logprobs(self._trained, tokens, how)
             parts = logprobs.cpu().split([len(sequence) - 1 for sequence in sequences])
             for index, part in zip(block, parts, strict=True):

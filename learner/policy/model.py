@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from common.config.learning import LoraSection
 from common.errors import ConfigError
 from learner.batch.batching import TokenBatch
+from learner.policy.attention import Packing
 from learner.policy.lora import add_adapters, merged_names, merged_tensors
 
 FULL = LoraSection()  # no adapters: all weights are trained
@@ -105,8 +107,12 @@ def token_logprobs(model: PreTrainedModel, tokens: TokenBatch, how: Scoring) -> 
 def flat_hidden(body: nn.Module, tokens: TokenBatch, *, autocast: bool) -> Tensor:
     """Return the last hidden states of a network without its head, [batch * seq, hidden]."""
     device_type = tokens.token_ids.device.type
+    packed: dict[str, Any] = {}
+    if tokens.bounds is not None:
+        packing = Packing(tokens.lengths, tokens.bounds)
+        packed = {"position_ids": tokens.position_ids, "packing": packing}
     with torch.autocast(device_type, dtype=torch.bfloat16, enabled=autocast):
-        out = body(input_ids=tokens.token_ids, use_cache=False)
+        out = body(input_ids=tokens.token_ids, use_cache=False, **packed)
     return out.last_hidden_state.flatten(0, 1)
 
 

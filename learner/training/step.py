@@ -220,16 +220,19 @@ class Gradients:
             self._shares(samples, part)[self._ranks.index],
             max_tokens=self._max_tokens,
             device=self._networks.device,
+            is_packed=self.passes.is_packed,
         )
 
     def _idle(self, samples: Sequence[Sample], part: Sequence[int]) -> list[TokenBatch]:
         """Return blocks without a token to score: as many as another rank has blocks more."""
+        how = {"max_tokens": self._max_tokens, "is_packed": self.passes.is_packed}
         nums = [
-            len(plan_microbatches(_lengths(samples, share), max_tokens=self._max_tokens))
+            len(plan_microbatches(_lengths(samples, share), **how))
             for share in self._shares(samples, part)
         ]
-        ids = samples[0].trajectory.token_ids[:1]
-        idle = collate_tokens([ids], [np.zeros(1, dtype=bool)], device=self._networks.device)
+        ids, of_none = samples[0].trajectory.token_ids[:1], np.zeros(1, dtype=bool)
+        device, is_packed = self._networks.device, self.passes.is_packed
+        idle = collate_tokens([ids], [of_none], device=device, is_packed=is_packed)
         return [idle] * (max(nums) - nums[self._ranks.index])
 
     def _shares(self, samples: Sequence[Sample], part: Sequence[int]) -> list[list[int]]:
