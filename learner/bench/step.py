@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from common.config.learning import Aggregation, AlgorithmSection, LearnerSection
-from learner.batch.batching import MicroBatch, Sample, make_microbatches
+from learner.batch.batching import Sample, make_microbatches
 from learner.bench.batch import MAX_LAG, BatchShape, make_batch, with_sampler_logprobs
 from learner.policy.forward import Networks, Passes
 from learner.policy.model import vocabulary_size
@@ -60,7 +60,7 @@ class BareStep:
         self,
         cfg: LearnerSection,
         model: PreTrainedModel,
-        microbatches: Sequence[MicroBatch],
+        samples: Sequence[Sample],
         *,
         engine_dtype: str,
     ) -> None:
@@ -68,8 +68,14 @@ class BareStep:
             cfg, Networks(policy=model), temperature=1.0, engine_dtype=engine_dtype
         )
         self._optimizer = make_optimizer(model, cfg)
-        self._microbatches = microbatches
-        self._num_sampled = sum(len(micro.advantages) for micro in microbatches)
+        self._microbatches = make_microbatches(
+            samples,
+            range(len(samples)),
+            max_tokens=cfg.max_tokens_per_microbatch,
+            device=next(model.parameters()).device,
+            is_packed=self._passes.is_packed,
+        )
+        self._num_sampled = sum(sample.num_sampled_tokens for sample in samples)
 
     def __call__(self) -> None:
         """Make one update on the mean cross-entropy of the sampled tokens."""
@@ -104,16 +110,15 @@ def measure_step(
     }
     known = with_sampler_logprobs(samples, next(iter(trainers.values())), seed=0)
     device = next(model.parameters()).device
-    microbatches = make_microbatches(
-        known, range(len(known)), max_tokens=cfg.max_tokens_per_microbatch, device=device
-    )
     contenders: dict[str, Callable[[], object]] = {
-        BARE: BareStep(cfg, copy.deepcopy(model), microbatches, engine_dtype=engine_dtype)
+        BARE: BareStep(cfg, copy.deepcopy(model), known, engine_dtype=engine_dtype)
     }
     for name, trainer in trainers.items():
         contenders[name] = _step_of(trainer, known)
     seconds = alternate(contenders, num_rounds=num_rounds, clock=clock_of(device))
-    return StepCost(seconds=seconds, num_tokens=sum(micro.num_tokens for micro in microbatches))
+    return StepCost(
+        seconds=seconds, num_tokens=sum(len(sample.trajectory.token_ids) for sample in known)
+    )
 
 
 def make_trainer(

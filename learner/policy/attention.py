@@ -99,9 +99,15 @@ def _fused(
     _refuse(module, others)
     if packing is not None and _has_flash(query):
         lengths, bounds = packing.lengths, packing.bounds
+        rows = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]  # [seq, head, size]
         out = varlen_attn(
-            *(tensor[0].transpose(0, 1) for tensor in (query, key, value)),
-            *(bounds, bounds, max(lengths), max(lengths)),
+            rows[0],
+            rows[1],
+            rows[2],
+            bounds,
+            bounds,
+            max(lengths),
+            max(lengths),
             scale=scaling,
             window_size=(-1, 0),  # causal
             enable_gqa=query.shape[1] != key.shape[1],
@@ -186,16 +192,15 @@ class _CausalProducts(torch.autograd.Function):
         """Return the gradients of query, keys and values."""
         query, keys, values, *probabilities = ctx.saved_tensors
         of_query = torch.empty_like(query)
-        of_keys, of_values = (
-            torch.zeros_like(each, dtype=torch.float32) for each in (keys, values)
-        )
+        wide = torch.promote_types(keys.dtype, torch.float32)  # chunks add up in it
+        of_keys, of_values = (torch.zeros_like(each, dtype=wide) for each in (keys, values))
         chunks = zip(_chunks(ctx.lengths), probabilities, strict=True)
         for (first, start, end), weights in chunks:
             flat = weights.flatten(1, 2)  # [kv_head, group * chunk, keys]
             own, seen = gradient[:, :, start:end].flatten(1, 2), slice(first, end)
             of_values[:, seen] += flat.transpose(1, 2) @ own
             of_weights = own @ values[:, seen].transpose(1, 2)
-            of_scores = torch._softmax_backward_data(of_weights, flat, -1, flat.dtype)
+            of_scores = torch.ops.aten._softmax_backward_data(of_weights, flat, -1, flat.dtype)
             of_query[:, :, start:end] = (of_scores @ keys[:, seen]).view(
                 of_query[:, :, start:end].shape
             )

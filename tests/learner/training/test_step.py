@@ -37,7 +37,9 @@ class Step:
         self.batch = self.gradients.prepare(samples, VERSION)
 
     def micro(self, indices: list[int]) -> MicroBatch:
-        (micro,) = make_microbatches(self.batch.samples, indices, max_tokens=10_000, device="cpu")
+        how: dict[str, Any] = {"max_tokens": 10_000, "device": "cpu"}
+        is_packed = self.gradients.passes.is_packed
+        (micro,) = make_microbatches(self.batch.samples, indices, is_packed=is_packed, **how)
         return micro
 
     def logprobs(self, micro: MicroBatch) -> Tensor:
