@@ -1,0 +1,269 @@
+"""Where a machine offers several ways of computing the same, a short timing decides once a run.
+
+Timed are the arithmetic, the layout of sequences and the kernels of attention, on a CPU. Their
+numbers differ by rounding; a way whose log-probabilities are further from the plain one's than
+`learner.max_canary_delta` is not taken.
+"""
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from common.config.learning import Attention, Layout, LearnerSection, Precision
+from common.store.run_dir import write_json
+from learner.batch.batching import TokenBatch, collate_tokens
+from learner.policy.attention import attention_by_rule, packing_problem, use_attention
+from learner.policy.model import Scoring, token_logprobs, vocabulary_size
+from learner.policy.precision import precision_by_rule
+
+logger = logging.getLogger(__name__)
+
+BUDGET_S = 0.1  # of measured time of a stage, after one pass of each kind to warm up
+PATIENCE_S = 1.0  # a first round longer than this is that of a large model, and tells enough
+MARGIN = 1.2  # what is not faster by more than this is noise
+LENGTHS = (1.0, 0.75, 0.5)  # of the timed sequences, as shares of the longest
+MIN_TOKENS, MAX_TOKENS = 96, 384  # of the longest; fewer cost about the same in all ways
+# What runs began with before it was a choice.
+EARLIER = {"layout": Layout.PADDED.value, "attention": Attention.PRODUCTS.value, "num_threads": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way of computing a pass."""
+
+    precision: Precision
+    layout: Layout
+    attention: Attention
+
+    @property
+    def name(self) -> str:
+        return " ".join((self.precision.value, self.layout.value, self.attention.value))
+
+    @property
+    def is_plainer(self) -> tuple[bool, bool, bool]:
+        """Order ways, the plainest first."""
+        return (
+            self.precision is Precision.BF16,
+            self.layout is Layout.PACKED,
+            self.attention is Attention.FUSED,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """What a forward and backward pass took, and said."""
+
+    seconds: float
+    logprobs: Tensor = field(repr=False)  # [tokens] nats
+
+
+Measure = Callable[[PreTrainedModel, Sequence[Way]], Mapping[Way, Timed]]
+
+
+def settle_ways(
+    learner: LearnerSection,
+    model: PreTrainedModel,
+    file: Path,
+    *,
+    is_repeatable: bool,
+    max_seq_tokens: int,
+    num_cores: int,
+    measure: Measure | None = None,
+) -> LearnerSection:
+    """Return the section without an auto, and write what took its place to `file`.
+
+    A run that goes on keeps what its first start has found: other ways would change the numbers
+    of steps that are repeated. One that must be repeatable goes by the rules alone.
+
+    Args:
+        max_seq_tokens: of an episode; a quarter of it is timed.
+        num_cores: that nobody else needs.
+    """
+    is_open = {name: getattr(learner, name).value == "auto" for name in _CHOICES}
+    is_open["num_threads"] = learner.num_threads == 0
+    if not any(is_open.values()):
+        return learner
+    if file.exists():
+        kept = EARLIER | json.loads(file.read_text())
+        found = {name: kind(kept[name]) for name, kind in _CHOICES.items()}
+        found["num_threads"] = int(kept["num_threads"])
+        logger.info("as this run began: %s", _shown(found, is_open))
+        return replace(learner, **{name: found[name] for name in found if is_open[name]})
+    timings: dict[str, float] = {}
+    way, num_threads = way_by_rule(learner, model), max(1, learner.num_threads)
+    if model.device.type == "cpu" and not is_repeatable:
+        num_tokens = int(min(max(max_seq_tokens / 4, MIN_TOKENS), MAX_TOKENS))
+        timer = measure or (lambda model, ways: time_ways(model, ways, num_tokens=num_tokens))
+        for stage in (_precisions, _kernels):
+            ways = stage(way, is_open, model)
+            if len(ways) > 1:
+                timed = timer(model, ways)
+                way = fastest(timed, rule=way, max_delta=learner.max_canary_delta)
+                timings |= {each.name: round(1e3 * t.seconds, 3) for each, t in timed.items()}
+        if is_open["num_threads"]:
+            num_threads = best_threads(model, way, num_cores, num_tokens=num_tokens)
+    found = {name: getattr(way, name) for name in _CHOICES} | {"num_threads": num_threads}
+    shown = ", ".join(f"{name} {ms:.1f} ms" for name, ms in timings.items())
+    logger.info("%s; %s", _shown(found, is_open), shown or "by rule, nothing was timed")
+    write_json(file, as_plain(found) | {"cpu_ms": timings})
+    return replace(learner, **found)
+
+
+_CHOICES: dict[str, Any] = {"precision": Precision, "layout": Layout, "attention": Attention}
+
+
+def as_plain(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return choices for JSON."""
+    return {name: getattr(value, "value", value) for name, value in found.items()}
+
+
+def settled(learner: LearnerSection) -> dict[str, Any]:
+    """Return for JSON what has been settled, for other ranks."""
+    return as_plain({name: getattr(learner, name) for name in (*_CHOICES, "num_threads")})
+
+
+def with_settled(learner: LearnerSection, plain: Mapping[str, Any]) -> LearnerSection:
+    """Return the section with what another rank has settled."""
+    found = {name: kind(plain[name]) for name, kind in _CHOICES.items()}
+    return replace(learner, **found, num_threads=int(plain["num_threads"]))
+
+
+def _shown(found: Mapping[str, Any], is_open: Mapping[str, bool]) -> str:
+    plain = as_plain(found).items()
+    return " ".join(f"{name}={value}{'' if is_open[name] else ' (set)'}" for name, value in plain)
+
+
+def way_by_rule(learner: LearnerSection, model: PreTrainedModel) -> Way:
+    """Return what is configured, and for auto what the device's rules say."""
+    device_type = model.device.type
+    precision, layout, attention = learner.precision, learner.layout, learner.attention
+    if precision is Precision.AUTO:
+        precision = precision_by_rule(device_type)
+    if layout is Layout.AUTO:
+        layout = Layout.PADDED if packing_problem(model) else Layout.PACKED
+    if attention is Attention.AUTO:
+        attention = attention_by_rule(device_type)
+    return Way(precision, layout, attention)
+
+
+def _precisions(way: Way, is_open: Mapping[str, bool], _: PreTrainedModel) -> list[Way]:
+    kinds = (Precision.BF16, Precision.FP32) if is_open["precision"] else (way.precision,)
+    return [replace(way, precision=kind) for kind in kinds]
+
+
+def _kernels(way: Way, is_open: Mapping[str, bool], model: PreTrainedModel) -> list[Way]:
+    can_pack = is_open["layout"] and not packing_problem(model)
+    layouts = (Layout.PACKED, Layout.PADDED) if can_pack else (way.layout,)
+    both = (Attention.PRODUCTS, Attention.FUSED)
+    kernels = both if is_open["attention"] else (way.attention,)
+    return [Way(way.precision, layout, kernel) for layout in layouts for kernel in kernels]
+
+
+def fastest(timed: Mapping[Way, Timed], *, rule: Way, max_delta: float) -> Way:
+    """Return the fastest way, or the rule's if it is about as fast, among those that agree.
+
+    Args:
+        max_delta: mean |difference| of log-probabilities from the plainest way's, nats.
+    """
+    plainest = timed[min(timed, key=lambda way: way.is_plainer)].logprobs
+    agreeing: dict[Way, float] = {}
+    for way, each in timed.items():
+        delta = (each.logprobs - plainest).abs().mean().item()
+        if delta <= max_delta:
+            agreeing[way] = each.seconds
+        else:
+            logger.warning("%s is not taken: %.3f nats from the plain way", way.name, delta)
+    best = min(agreeing, key=lambda way: agreeing[way])
+    is_close = rule in agreeing and agreeing[rule] <= MARGIN * agreeing[best]
+    return rule if is_close else best
+
+
+def time_ways(
+    model: PreTrainedModel, ways: Sequence[Way], *, num_tokens: int, budget_s: float = BUDGET_S
+) -> dict[Way, Timed]:
+    """Return what small passes of this model cost here, in CPU seconds of one thread.
+
+    Not of the clock, and of one thread: the other roles start at the same time, and threads that
+    wait for one another spin. The first pass of each kind makes the kernels, and counts only for
+    a model so large that they do not matter.
+    """
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        rounds = list(_rounds(model, ways, num_tokens, budget_s))
+    finally:
+        torch.set_num_threads(num_threads)
+    return {
+        way: Timed(min(each[way].seconds for each in rounds), rounds[0][way].logprobs)
+        for way in ways
+    }
+
+
+def _rounds(
+    model: PreTrainedModel, ways: Sequence[Way], num_tokens: int, budget_s: float
+) -> Iterator[dict[Way, Timed]]:
+    """Yield the first round of a large model; else at least one after it, within the budget."""
+
+    def one_round() -> dict[Way, Timed]:
+        return {way: _time_pass(model, way, num_tokens, time.thread_time) for way in ways}
+
+    warm = one_round()
+    if sum(each.seconds for each in warm.values()) > PATIENCE_S:
+        yield warm
+        return
+    left_s, next_s = budget_s, 0.0
+    while next_s <= left_s:
+        measured = one_round()
+        yield measured
+        next_s = sum(each.seconds for each in measured.values())
+        left_s -= next_s
+
+
+def _time_pass(
+    model: PreTrainedModel, way: Way, num_tokens: int, clock: Callable[[], float]
+) -> Timed:
+    tokens = _tokens(model, way, num_tokens)
+    use_attention([model], model.device.type, way.layout, way.attention)
+    how = Scoring(chunk_tokens=num_tokens, autocast=way.precision is Precision.BF16)
+    started = clock()
+    logprobs = token_logprobs(model, tokens, how)
+    (-logprobs.mean()).backward()
+    took_s = clock() - started
+    model.zero_grad(set_to_none=True)
+    return Timed(took_s, logprobs.detach())
+
+
+def _tokens(model: PreTrainedModel, way: Way, num_tokens: int) -> TokenBatch:
+    longest = min(num_tokens, model.config.max_position_embeddings)
+    lengths = [max(2, int(longest * share)) for share in LENGTHS]
+    spread = [np.arange(n) * 7919 % vocabulary_size(model) for n in lengths]
+    masks = [np.arange(n) > 0 for n in lengths]
+    is_packed = way.layout is Layout.PACKED
+    return collate_tokens(spread, masks, device=model.device, is_packed=is_packed)
+
+
+def best_threads(model: PreTrainedModel, way: Way, num_cores: int, *, num_tokens: int) -> int:
+    """Return the number of threads, doubled while that helps by more than noise, by the clock."""
+    before = torch.get_num_threads()
+    best, best_s = 1, float("inf")
+    try:
+        num = 1
+        while num <= max(1, num_cores):
+            torch.set_num_threads(num)
+            took = [_time_pass(model, way, num_tokens, time.monotonic).seconds for _ in range(3)]
+            if num > 1 and min(took) * MARGIN > best_s:
+                break
+            best, best_s = num, min(took)
+            num *= 2
+    finally:
+        torch.set_num_threads(before)
+    return best
