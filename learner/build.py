@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
 from common.config.learning import LearnerSection
@@ -28,7 +29,7 @@ from learner.ingest.replay_point import load_replay_point
 from learner.ingest.report_log import ReportLog
 from learner.ingest.scheduler_client import SchedulerClient
 from learner.policy.model import pick_device, vocabulary_size
-from learner.policy.precision import settle_precision
+from learner.policy.timing import settle_ways
 from learner.recovery.resume import last_logged, readopt, repeat_steps
 from learner.recovery.step_log import StepLog, read_steps
 from learner.training.bad_batch import dump_batch
@@ -138,15 +139,29 @@ def _trainer(
     """Return the trainer of all ranks, and the version at which it stands."""
     rank_workers.wait_loaded()  # before anything is timed
     is_repeatable = cfg.train.mode is TrainMode.SYNC
-    learner = settle_precision(cfg.learner, model, run_dir.precision, is_repeatable=is_repeatable)
+    learner = settle_ways(
+        cfg.learner,
+        model,
+        run_dir.precision,
+        is_repeatable=is_repeatable,
+        max_seq_tokens=cfg.actor.max_model_len,
+        num_cores=_spare_cores(cfg),
+    )
+    if model.device.type == "cpu":
+        torch.set_num_threads(learner.num_threads)
     return make_trainer(
         replace(cfg, learner=learner),
         model,
         checkpoint,
-        ranks=rank_workers.join(learner.precision),
+        ranks=rank_workers.join(learner),
         announce=rank_workers.announce,
         on_bad_batch=lambda version, samples: dump_batch(run_dir.root, version, samples),
     )
+
+
+def _spare_cores(cfg: RunConfig) -> int:
+    """Return how many cores each rank may take: engines on CPUs have one thread each."""
+    return (len(os.sched_getaffinity(0)) - cfg.actor.num_actors) // cfg.learner.num_ranks
 
 
 def _publisher(cfg: LearnerSection, keys: RunKeys) -> Publisher:

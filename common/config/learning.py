@@ -17,7 +17,7 @@ class OptimizerKind(StrEnum):
 class Precision(StrEnum):
     """In what the passes are computed, over fp32 master weights.
 
-    auto: on a CPU the faster one, timed at a run's start (about 0.1 s) and kept; if both are within
+    auto: on a CPU the faster one, timed at a run's start (some 0.1 s) and kept; if both are within
     20 %, on CUDA, and with train.mode=sync (which repeats itself bit for bit): bf16 if the device
     has units for it, else fp32.
     """
@@ -290,7 +290,7 @@ class LearnerSection:
     layout: Layout = knob(Layout.AUTO, "of the sequences of a microbatch")
     attention: Attention = knob(Attention.AUTO, "its kernels")
     gradient_checkpointing: bool = knob(False, "less memory, a third more time")
-    num_threads: int = knob(1, "CPU only; of each rank", ge=1, le=1024)
+    num_threads: int = knob(0, "CPU, of each rank; 0: as help, of spare cores", ge=0, le=1024)
     num_ranks: int = knob(
         1, "processes that share batches and weights; a CUDA device each", ge=1, le=4096
     )

@@ -29,7 +29,7 @@ def prepare_device(learner: LearnerSection) -> torch.device:
     """Return the device to train on, with the threads that the configuration gives it."""
     device = pick_device(learner.device)
     if device.type == "cpu":
-        torch.set_num_threads(learner.num_threads)
+        torch.set_num_threads(max(1, learner.num_threads))
     return device
 
 

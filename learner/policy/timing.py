@@ -32,8 +32,9 @@ PATIENCE_S = 1.0  # a first round longer than this is that of a large model, and
 MARGIN = 1.2  # what is not faster by more than this is noise
 LENGTHS = (1.0, 0.75, 0.5)  # of the timed sequences, as shares of the longest
 MIN_TOKENS, MAX_TOKENS = 96, 384  # of the longest; fewer cost about the same in all ways
-# What runs began with before it was a choice.
-EARLIER = {"layout": Layout.PADDED.value, "attention": Attention.PRODUCTS.value, "num_threads": 1}
+
+
+_CHOICES: dict[str, Any] = {"precision": Precision, "layout": Layout, "attention": Attention}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,45 +91,46 @@ def settle_ways(
     """
     is_open = {name: getattr(learner, name).value == "auto" for name in _CHOICES}
     is_open["num_threads"] = learner.num_threads == 0
-    if not any(is_open.values()):
-        return learner
     if file.exists():
-        kept = EARLIER | json.loads(file.read_text())
-        found = {name: kind(kept[name]) for name, kind in _CHOICES.items()}
-        found["num_threads"] = int(kept["num_threads"])
-        logger.info("as this run began: %s", _shown(found, is_open))
-        return replace(learner, **{name: found[name] for name in found if is_open[name]})
+        # A run of a version that did not choose: padded, by the kernels of the rule.
+        earlier = settled(replace(learner, layout=Layout.PADDED, num_threads=1))
+        earlier["attention"] = attention_by_rule(model.device.type).value
+        kept = earlier | json.loads(file.read_text())
+        own = settled(learner)
+        found = with_settled(learner, {n: kept[n] if is_open[n] else own[n] for n in own})
+        logger.info("as this run began: %s", _shown(settled(found), is_open))
+        return found
     timings: dict[str, float] = {}
     way, num_threads = way_by_rule(learner, model), max(1, learner.num_threads)
+    is_open["layout"] &= not packing_problem(model)
     if model.device.type == "cpu" and not is_repeatable:
         num_tokens = int(min(max(max_seq_tokens / 4, MIN_TOKENS), MAX_TOKENS))
         timer = measure or (lambda model, ways: time_ways(model, ways, num_tokens=num_tokens))
         for stage in (_precisions, _kernels):
-            ways = stage(way, is_open, model)
+            ways = stage(way, is_open)
             if len(ways) > 1:
                 timed = timer(model, ways)
                 way = fastest(timed, rule=way, max_delta=learner.max_canary_delta)
                 timings |= {each.name: round(1e3 * t.seconds, 3) for each, t in timed.items()}
         if is_open["num_threads"]:
             num_threads = best_threads(model, way, num_cores, num_tokens=num_tokens)
-    found = {name: getattr(way, name) for name in _CHOICES} | {"num_threads": num_threads}
+    found = replace(
+        learner,
+        precision=way.precision,
+        layout=way.layout,
+        attention=way.attention,
+        num_threads=num_threads,
+    )
     shown = ", ".join(f"{name} {ms:.1f} ms" for name, ms in timings.items())
-    logger.info("%s; %s", _shown(found, is_open), shown or "by rule, nothing was timed")
-    write_json(file, as_plain(found) | {"cpu_ms": timings})
-    return replace(learner, **found)
-
-
-_CHOICES: dict[str, Any] = {"precision": Precision, "layout": Layout, "attention": Attention}
-
-
-def as_plain(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return choices for JSON."""
-    return {name: getattr(value, "value", value) for name, value in found.items()}
+    logger.info("%s; %s", _shown(settled(found), is_open), shown or "nothing was timed")
+    write_json(file, settled(found) | {"cpu_ms": timings})
+    return found
 
 
 def settled(learner: LearnerSection) -> dict[str, Any]:
-    """Return for JSON what has been settled, for other ranks."""
-    return as_plain({name: getattr(learner, name) for name in (*_CHOICES, "num_threads")})
+    """Return for JSON what has been settled, for other ranks and later starts."""
+    plain = {name: getattr(learner, name).value for name in _CHOICES}
+    return plain | {"num_threads": learner.num_threads}
 
 
 def with_settled(learner: LearnerSection, plain: Mapping[str, Any]) -> LearnerSection:
@@ -137,9 +139,9 @@ def with_settled(learner: LearnerSection, plain: Mapping[str, Any]) -> LearnerSe
     return replace(learner, **found, num_threads=int(plain["num_threads"]))
 
 
-def _shown(found: Mapping[str, Any], is_open: Mapping[str, bool]) -> str:
-    plain = as_plain(found).items()
-    return " ".join(f"{name}={value}{'' if is_open[name] else ' (set)'}" for name, value in plain)
+def _shown(plain: Mapping[str, Any], is_open: Mapping[str, bool]) -> str:
+    words = (f"{name}={value}{'' if is_open[name] else ' (set)'}" for name, value in plain.items())
+    return " ".join(words)
 
 
 def way_by_rule(learner: LearnerSection, model: PreTrainedModel) -> Way:
@@ -155,14 +157,13 @@ def way_by_rule(learner: LearnerSection, model: PreTrainedModel) -> Way:
     return Way(precision, layout, attention)
 
 
-def _precisions(way: Way, is_open: Mapping[str, bool], _: PreTrainedModel) -> list[Way]:
+def _precisions(way: Way, is_open: Mapping[str, bool]) -> list[Way]:
     kinds = (Precision.BF16, Precision.FP32) if is_open["precision"] else (way.precision,)
     return [replace(way, precision=kind) for kind in kinds]
 
 
-def _kernels(way: Way, is_open: Mapping[str, bool], model: PreTrainedModel) -> list[Way]:
-    can_pack = is_open["layout"] and not packing_problem(model)
-    layouts = (Layout.PACKED, Layout.PADDED) if can_pack else (way.layout,)
+def _kernels(way: Way, is_open: Mapping[str, bool]) -> list[Way]:
+    layouts = (Layout.PACKED, Layout.PADDED) if is_open["layout"] else (way.layout,)
     both = (Attention.PRODUCTS, Attention.FUSED)
     kernels = both if is_open["attention"] else (way.attention,)
     return [Way(way.precision, layout, kernel) for layout in layouts for kernel in kernels]
@@ -254,10 +255,9 @@ def _tokens(model: PreTrainedModel, way: Way, num_tokens: int) -> TokenBatch:
 def best_threads(model: PreTrainedModel, way: Way, num_cores: int, *, num_tokens: int) -> int:
     """Return the number of threads, doubled while that helps by more than noise, by the clock."""
     before = torch.get_num_threads()
-    best, best_s = 1, float("inf")
+    best, best_s, num = 1, float("inf"), 1
     try:
-        num = 1
-        while num <= max(1, num_cores):
+        while num <= num_cores and num_cores > 1:
             torch.set_num_threads(num)
             took = [_time_pass(model, way, num_tokens, time.monotonic).seconds for _ in range(3)]
             if num > 1 and min(took) * MARGIN > best_s:

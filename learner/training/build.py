@@ -26,7 +26,7 @@ def load_start(
 ) -> tuple[PreTrainedModel, str]:
     """Return the policy to go on with and where it came from: the checkpoint, or `model.path`."""
     if device.type == "cpu":
-        torch.set_num_threads(cfg.learner.num_threads)
+        torch.set_num_threads(max(1, cfg.learner.num_threads))
     torch.manual_seed(cfg.run.seed)
     lora = cfg.learner.lora
     is_whole = checkpoint is not None and not (checkpoint / ADAPTER_CONFIG).exists()

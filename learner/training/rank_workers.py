@@ -20,12 +20,13 @@ import torch.distributed as dist
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import init_device_mesh
 
-from common.config.learning import Precision
+from common.config.learning import LearnerSection
 from common.config.run_config import RunConfig
 from common.errors import ConfigError, LongstrideError
 from common.log import configure_logging
 from common.wire.collective import interface_of
 from learner.policy.model import pick_device
+from learner.policy.timing import settled, with_settled
 from learner.training.build import load_start, make_trainer
 from learner.training.ranks import Order, Ranks
 
@@ -46,8 +47,8 @@ class _Worker(NamedTuple):
 class RankWorkers:
     """Ranks 1 and up, as rank 0 sees them; nobody where `learner.num_ranks` is 1.
 
-    Example (3 ranks): both processes load the model, say so on their pipes, and are told the
-    precision and to meet rank 0 in a group. `announce` names an order on every pipe and broadcasts
+    Example (3 ranks): both processes load the model, say so on their pipes, and are told how
+    to compute and to meet rank 0 in a group. `announce` names an order on every pipe and broadcasts
     what belongs to it, such as a batch; all three then make the same updates, each from its share
     of the samples and to its third of the weights. Between orders a process waits at its pipe,
     which closes when rank 0 ends, whatever ended it. If a process dies, `check` or rank 0's next
@@ -100,12 +101,12 @@ class RankWorkers:
                 worker.process.join(STOP_S)
             self.check()
 
-    def join(self, precision: Precision) -> Ranks:
-        """Return the ranks with this process as rank 0; all compute in `precision`."""
+    def join(self, learner: LearnerSection) -> Ranks:
+        """Return the ranks with this process as rank 0; all compute as it has settled."""
         if not self._workers:
             return self._ranks
         for worker in self._workers:
-            self._tell(worker, precision.value.encode())
+            self._tell(worker, json.dumps(settled(learner)).encode())
         self._ranks = _meet(self._cfg, 0, self._meeting, self._device)
         logger.info("ranks=%d pids=%s", self._ranks.size, [f.process.pid for f in self._workers])
         return self._ranks
@@ -198,8 +199,9 @@ def _serve_rank(
         model, _ = load_start(cfg, checkpoint, device)
         pipe.send_bytes(READY)
         # Rank 0 may take longer to load than the group would wait.
-        precision = Precision(pipe.recv_bytes().decode())
-        cfg = replace(cfg, learner=replace(cfg.learner, precision=precision))
+        cfg = replace(cfg, learner=with_settled(cfg.learner, json.loads(pipe.recv_bytes())))
+        if device.type == "cpu":
+            torch.set_num_threads(max(1, cfg.learner.num_threads))
         ranks = _meet(cfg, rank, meeting, device)
         trainer, _ = make_trainer(cfg, model, checkpoint, ranks=ranks)
         while True:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from common.config.learning import Advantage, AlgorithmSection, ControllerSection, Precision
+from common.config.learning import Advantage, AlgorithmSection, ControllerSection, LearnerSection
 from common.config.run_config import RunConfig
 from common.errors import LongstrideError
 from learner.training.build import load_start, make_trainer
@@ -47,7 +47,7 @@ def ranks_of(
     try:
         model, _ = load_start(cfg, checkpoint, torch.device("cpu"))
         workers.wait_loaded()
-        ranks = workers.join(cfg.learner.precision)
+        ranks = workers.join(cfg.learner)
         trainer, _ = make_trainer(cfg, model, checkpoint, ranks=ranks, announce=workers.announce)
         yield trainer, workers
     finally:
@@ -148,6 +148,6 @@ def test_a_rank_that_cannot_load_ends_the_start(cfg: RunConfig, tmp_path: Path) 
 def test_one_rank_starts_nobody(cfg: RunConfig) -> None:
     workers = RankWorkers(replace(cfg, learner=replace(cfg.learner, num_ranks=1)), None)
     workers.wait_loaded()
-    assert workers.join(Precision.FP32).size == 1
+    assert workers.join(LearnerSection()).size == 1
     workers.check()
     workers.stop()

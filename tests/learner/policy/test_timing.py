@@ -1,0 +1,204 @@
+"""Laws of the choice between several ways of computing the same."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from common.config.learning import Attention, Layout, LearnerSection, Precision
+from learner.policy import timing
+from learner.policy.precision import precision_by_rule, uses_bf16
+from learner.policy.timing import (
+    Timed,
+    Way,
+    best_threads,
+    fastest,
+    settle_ways,
+    settled,
+    time_ways,
+    with_settled,
+)
+from tests.learner.builders import make_model
+
+BF16, FP32 = Precision.BF16, Precision.FP32
+PLAIN = Way(FP32, Layout.PADDED, Attention.PRODUCTS)
+PACKED = Way(FP32, Layout.PACKED, Attention.PRODUCTS)
+FUSED = Way(FP32, Layout.PACKED, Attention.FUSED)
+SAID = torch.tensor([-1.0, -2.0])
+
+
+class Clock:
+    """Lets a way cost what its parts cost together."""
+
+    def __init__(self, **costs: float) -> None:
+        self.costs = costs
+        self.asked: list[Way] = []
+
+    def __call__(self, model: PreTrainedModel, ways: Sequence[Way]) -> Mapping[Way, Timed]:
+        self.asked += ways
+        return {
+            way: Timed(sum(self.costs.get(x, 1) for x in way.name.split()), SAID) for way in ways
+        }
+
+
+def settle(file: Path, clock: Clock, *, is_repeatable: bool = False, **keys: Any) -> Way:
+    found = settle_ways(
+        LearnerSection(**keys),
+        make_model(),
+        file,
+        is_repeatable=is_repeatable,
+        max_seq_tokens=64,
+        num_cores=1,
+        measure=clock,
+    )
+    assert found.num_threads == 1
+    return Way(found.precision, found.layout, found.attention)
+
+
+@pytest.mark.parametrize("precision", [BF16, FP32])
+@pytest.mark.parametrize("layout", [Layout.PACKED, Layout.PADDED])
+@pytest.mark.parametrize("attention", [Attention.PRODUCTS, Attention.FUSED])
+def test_the_fastest_is_taken_whatever_the_rules_say(
+    tmp_path: Path, precision: Precision, layout: Layout, attention: Attention
+) -> None:
+    clock = Clock(**dict.fromkeys((precision.value, layout.value, attention.value), 0.1))
+    file = tmp_path / "precision.json"
+    assert settle(file, clock) == Way(precision, layout, attention)
+    slower = Clock(**dict.fromkeys((precision.value, layout.value, attention.value), 9.0))
+    assert settle(file, slower) == Way(precision, layout, attention)  # as the run began
+    assert not slower.asked
+
+
+def test_what_is_configured_holds_and_is_not_timed(tmp_path: Path) -> None:
+    clock = Clock(fp32=9.0, padded=9.0)
+    chosen = settle(tmp_path / "a.json", clock, precision=FP32, layout=Layout.PADDED)
+    assert (chosen.precision, chosen.layout) == (FP32, Layout.PADDED)
+    assert {way.layout for way in clock.asked} == {Layout.PADDED}
+    keys = {"precision": BF16, "layout": Layout.PACKED, "attention": Attention.FUSED}
+    assert settle(tmp_path / "a.json", Clock(), **keys) == Way(*keys.values())
+    fixed = Clock()
+    settle(tmp_path / "b.json", fixed, **keys)
+    assert not fixed.asked
+
+
+def test_a_run_that_must_repeat_itself_follows_the_rules_and_times_nothing(tmp_path: Path) -> None:
+    clock = Clock()
+    found = settle(tmp_path / "precision.json", clock, is_repeatable=True)
+    assert found == Way(precision_by_rule("cpu"), Layout.PACKED, Attention.PRODUCTS)
+    assert not clock.asked
+
+
+def test_a_run_that_began_before_there_was_a_choice_goes_on_as_it_was(tmp_path: Path) -> None:
+    file = tmp_path / "precision.json"
+    file.write_text(json.dumps({"precision": "bf16", "timings": None}))
+    assert settle(file, Clock(padded=9.0)) == Way(BF16, Layout.PADDED, Attention.PRODUCTS)
+
+
+def test_a_difference_that_may_be_noise_is_left_to_the_rule() -> None:
+    for rule in (PLAIN, PACKED):
+        for other in (0.85, 1.0, 1.19):
+            timed = {PLAIN: Timed(1.0, SAID), PACKED: Timed(other, SAID)}
+            assert fastest(timed, rule=rule, max_delta=0.05) is rule
+    timed = {PLAIN: Timed(1.21, SAID), PACKED: Timed(1.0, SAID)}
+    assert fastest(timed, rule=PLAIN, max_delta=0.05) is PACKED
+
+
+def test_a_way_that_computes_something_else_is_never_taken() -> None:
+    timed = {
+        PLAIN: Timed(3.0, SAID),
+        PACKED: Timed(2.0, SAID + 0.04),
+        FUSED: Timed(0.1, SAID - 0.06),
+        replace(FUSED, precision=BF16): Timed(0.1, SAID + float("nan")),
+    }
+    for rule in timed:
+        assert fastest(timed, rule=rule, max_delta=0.05) is PACKED
+
+
+def test_timing_stays_within_its_budget_and_leaves_the_model_as_it_was() -> None:
+    model = make_model()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    state = torch.get_rng_state()
+    timed = time_ways(model, [PLAIN, PACKED, FUSED], num_tokens=40, budget_s=0.1)
+    assert 0 < sum(each.seconds for each in timed.values()) < 0.1
+    for way in (PACKED, FUSED):
+        torch.testing.assert_close(timed[way].logprobs, timed[PLAIN].logprobs, atol=1e-5, rtol=0)
+    assert torch.get_rng_state().equal(state)
+    for parameter, old in zip(model.parameters(), before, strict=True):
+        assert parameter.grad is None
+        assert parameter.detach().equal(old)
+
+
+def timed_by(monkeypatch: pytest.MonkeyPatch, seconds: list[float]) -> list[int]:
+    """Let the passes cost what `seconds` says; return how many threads each of them had."""
+    left, threads = iter(seconds), list[int]()
+
+    def time_pass(*_: object) -> Timed:
+        threads.append(torch.get_num_threads())
+        return Timed(next(left), SAID)
+
+    monkeypatch.setattr(timing, "_time_pass", time_pass)
+    return threads
+
+
+def test_first_passes_that_make_the_kernels_do_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed_by(monkeypatch, [0.15, 0.07, 0.06, 0.08])
+    timed = time_ways(make_model(), [PLAIN, PACKED], num_tokens=40, budget_s=0.1)
+    assert [timed[way].seconds for way in (PLAIN, PACKED)] == [0.06, 0.08]
+
+
+def test_passes_of_a_large_model_are_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed_by(monkeypatch, [2.0, 3.0])
+    timed = time_ways(make_model(), [PLAIN, PACKED], num_tokens=40)
+    assert [timed[way].seconds for way in (PLAIN, PACKED)] == [2.0, 3.0]
+
+
+def test_passes_are_timed_with_one_thread_and_the_others_come_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        threads = timed_by(monkeypatch, [0.02] * 20)
+        time_ways(make_model(), [PLAIN, PACKED], num_tokens=40)
+        assert set(threads) == {1}
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("by_threads", "num_cores", "expected"),
+    [
+        ([1.0, 0.6, 0.35], 4, 4),
+        ([1.0, 0.6, 0.55], 4, 2),
+        ([1.0, 0.9], 4, 1),
+        ([1.0, 0.6], 3, 2),
+        ([], 1, 1),
+    ],
+)
+def test_threads_are_doubled_while_that_helps_and_cores_are_spare(
+    monkeypatch: pytest.MonkeyPatch, by_threads: list[float], num_cores: int, expected: int
+) -> None:
+    before = torch.get_num_threads()
+    threads = timed_by(monkeypatch, [s for each in by_threads for s in (each + 1.0, each, each)])
+    assert best_threads(make_model(), PLAIN, num_cores, num_tokens=40) == expected
+    assert threads == [2**i for i in range(len(by_threads)) for _ in range(3)]
+    assert torch.get_num_threads() == before
+
+
+def test_other_ranks_compute_as_the_first_has_settled() -> None:
+    keys = {"precision": BF16, "layout": Layout.PADDED, "attention": Attention.FUSED}
+    learner = LearnerSection(num_threads=3, **keys)
+    assert with_settled(LearnerSection(), json.loads(json.dumps(settled(learner)))) == learner
+
+
+def test_what_nobody_has_settled_follows_the_rule() -> None:
+    cpu = torch.device("cpu")
+    assert uses_bf16(LearnerSection(precision=BF16), cpu)
+    assert not uses_bf16(LearnerSection(precision=FP32), cpu)
+    assert uses_bf16(LearnerSection(), cpu) is (precision_by_rule("cpu") is BF16)
