@@ -125,7 +125,7 @@ COMMANDS = {
 
 
 # Those that join from another machine, without the run's directory.
-JOINED_ROLES = {"actor": Later("actor.main:run_joined")}
+JOINED_ROLES = {name: Later(f"{name}.main:run_joined") for name in ("actor", "envhub")}
 
 
 def bench(request: Request) -> int:
@@ -172,12 +172,12 @@ def dispatch(request: Request) -> int:
         return STANDALONE[request.command](request)
     if request.command == "envhub" and not request.is_dry:
         Later("common.memory:use_system_allocator")()
+    if request.join is not None:
+        return commands.join_run(request, JOINED_ROLES[request.command], root=ROOT)
     if request.command == "envhub" and commands.belongs_to_no_run(request):
         say = partial(print, flush=True)
         serve = Later("envhub.command:run_hub")
         return serve(request.overrides, root=ROOT, is_dry=request.is_dry, say=say)
-    if request.join is not None:
-        return commands.join_run(request, JOINED_ROLES[request.command], root=ROOT)
     command = COMMANDS[request.command]
     cfg = command.load(request)
     check = command.check_dry if request.is_dry and command.check_dry else command.check

@@ -21,7 +21,7 @@ from actor.engine.weights import WeightLink
 from actor.links.delivery import Delivery
 from actor.links.scheduler_client import SchedulerClient
 from actor.links.waiting import wait_aloud
-from actor.rollout.env_client import Environments, HubClient
+from actor.rollout.hubs import Hubs
 from actor.rollout.lockstep import Rounds
 from actor.rollout.pool import Episodes
 from actor.rollout.render import Renderer
@@ -53,7 +53,7 @@ class Access:
 class Parts:
     name: str
     engine: Engine
-    hub: HubClient
+    hubs: Hubs
     scheduler: SchedulerClient
     delivery: Delivery
     weights: WeightLink
@@ -135,8 +135,8 @@ async def _build(cfg: RunConfig, access: Access, name: str, context: zmq.asyncio
     )
     await scheduler.connect(timeout_s=start_s)
     await scheduler.learn_addresses(timeout_s=start_s)
-    place = book.hubs()[0]
-    hub = HubClient(place.url, token=place.token, timeout_s=cfg.actor.env_timeout_s)
+    hubs = Hubs(book.hubs, style=cfg.envhub.style, timeout_s=cfg.actor.env_timeout_s)
+    await hubs.start()
     delivery = Delivery(book, keys, window=cfg.actor.delivery_window, context=context)
     await delivery.connect(timeout_s=start_s)
     weights = WeightLink(
@@ -156,12 +156,12 @@ async def _build(cfg: RunConfig, access: Access, name: str, context: zmq.asyncio
         actor=name,
         engine=engine,
         renderer=renderer,
-        environments=await Environments.of(hub, style=cfg.envhub.style),
+        environments=hubs,
         delivery=delivery,
         rounds=rounds if is_lockstep else None,
     )
     scheduler.on_revoked = episodes.revoke
-    return Parts(name, engine, hub, scheduler, delivery, weights, episodes)
+    return Parts(name, engine, hubs, scheduler, delivery, weights, episodes)
 
 
 async def _work(cfg: RunConfig, parts: Parts, stop: asyncio.Event) -> None:
@@ -256,5 +256,5 @@ async def _shut_down(parts: Parts) -> None:
     parts.scheduler.close()
     parts.delivery.close()
     parts.weights.close()
-    await parts.hub.close()
+    await parts.hubs.close()
     parts.engine.shut_down()

@@ -4,9 +4,12 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
+import os
+import secrets
 import signal
 import socket
 import threading
+import uuid
 from collections.abc import Callable, Iterator
 from types import FrameType
 
@@ -15,29 +18,96 @@ from fastapi import FastAPI
 
 from common.config.envs import EnvsSection, RemoteOptions
 from common.config.run_config import EnvhubSection, RunConfig
+from common.errors import ConfigError
+from common.join.enrol import Joined
 from common.store.run_dir import RunDir
-from common.wire.security import create_keys
+from common.wire.addresses import AddressBook, Addresses, with_host
+from common.wire.join_messages import HubHello, HubPlace
+from common.wire.security import RunKeys, create_keys
 from envhub.catalogue.registry import Registry, missing_requirements
+from envhub.errors import UnknownEnv
 from envhub.hosting.sessions import Sessions
 from envhub.http.routes import make_app
+from envhub.registration import Registration
 
 logger = logging.getLogger(__name__)
 
 DRAIN_S = 2.0
 GRACEFUL_STOP_S = 1
+GOODBYE_S = 1.0
 KEEP_ALIVE_S = 75
 BACKLOG = 4096
 
 
 def run(cfg: RunConfig, run_dir: RunDir) -> None:
     """Serve the environments of the run's tasks and tell the other roles where."""
-    token = create_keys(run_dir.keys).hub_token
+    keys = create_keys(run_dir.keys)
+    port = cfg.envhub.port or _previous_port(run_dir)
     app, sessions = build(
-        envs_of_run(cfg), cfg.envhub, token=token, options=cfg.envs, remote=cfg.env
+        envs_of_run(cfg), cfg.envhub, token=keys.hub_token, options=cfg.envs, remote=cfg.env
     )
-    with _listener(cfg.envhub.host, cfg.envhub.port or _previous_port(run_dir)) as listener:
+    with _listener(cfg.envhub.host, port) as listener:
         run_dir.publish_address("envhub", address_of(listener))
-        serve(app, sessions, listener, log_level=cfg.log.level)
+        place = HubPlace(
+            url=told_address(cfg, listener), token=keys.hub_token, envs=envs_of_run(cfg)
+        )
+        hello = HubHello(name="envhub", incarnation=uuid.uuid4().hex[:12], place=place)
+        with registered(cfg, run_dir, keys, hello):
+            serve(app, sessions, listener, log_level=cfg.log.level)
+
+
+def run_joined(cfg: RunConfig, joined: Joined) -> None:
+    """Serve a run on another machine: all its environments, or those of `envhub.envs`.
+
+    Raises:
+        ConfigError: something that an environment needs is missing here, or the address is in use.
+        LongstrideError: the scheduler fell silent.
+    """
+    names = cfg.envhub.envs or envs_of_run(cfg)
+    token = cfg.envhub.token or secrets.token_urlsafe(32)
+    name = f"envhub-{socket.gethostname()}-{os.getpid()}"
+    book = AddressBook(lambda: joined.address)
+    try:
+        app, sessions = build(names, cfg.envhub, token=token, options=cfg.envs, remote=cfg.env)
+        listener = _listener(cfg.envhub.host, cfg.envhub.port)
+    except (OSError, ValueError, UnknownEnv) as error:
+        raise ConfigError(f"envhub: {error}") from error
+    with listener:
+        place = HubPlace(url=told_address(cfg, listener), token=token, envs=names)
+        hello = HubHello(name=name, incarnation=uuid.uuid4().hex[:12], place=place)
+        silence_s = 4 * cfg.scheduler.dead_after_s
+        with registered(cfg, book, joined.key.as_keys(), hello, silence_s=silence_s):
+            serve(app, sessions, listener, log_level=cfg.log.level)
+
+
+@contextlib.contextmanager
+def registered(
+    cfg: RunConfig,
+    addresses: Addresses,
+    keys: RunKeys,
+    hello: HubHello,
+    *,
+    silence_s: float | None = None,
+) -> Iterator[None]:
+    """Tell the scheduler of this hub meanwhile.
+
+    Raises: LongstrideError: the scheduler refuses it, or was silent for `silence_s`.
+    """
+    every_s = cfg.scheduler.heartbeat_s
+    registration = Registration(addresses, keys, hello, every_s=every_s, silence_s=silence_s)
+    registration.start()
+    try:
+        yield
+    finally:
+        registration.stop(timeout_s=GOODBYE_S)
+    if registration.error is not None:
+        raise registration.error
+
+
+def told_address(cfg: RunConfig, listener: socket.socket) -> str:
+    """Return the hub's address with the host that others are told."""
+    address = address_of(listener)
+    return with_host(address, cfg.envhub.advertise) if cfg.envhub.advertise else address
 
 
 def serve_alone(cfg: RunConfig, env_names: list[str], *, started: Callable[[str], None]) -> None:

@@ -6,8 +6,8 @@ import logging
 from actor.engine.concurrency import Concurrency, EngineLoad
 from actor.engine.engine import Engine
 from actor.links.delivery import Delivery
-from actor.rollout.env_client import Environments
 from actor.rollout.episode import Act, Render, Turn, run_episode
+from actor.rollout.hubs import Hubs
 from actor.rollout.lockstep import Rounds
 from actor.rollout.render import Renderer
 from actor.rollout.scripted import ScriptedPolicy, ScriptedRender
@@ -34,7 +34,7 @@ class Episodes:
         actor: str,
         engine: Engine,
         renderer: Renderer,
-        environments: Environments,
+        environments: Hubs,
         delivery: Delivery,
         rounds: Rounds | None,
     ) -> None:

@@ -35,7 +35,7 @@ SUITES = (
 )
 
 
-JOINING = ("actor",)  # what may join from another machine
+JOINING = ("actor", "envhub")  # what may join from another machine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

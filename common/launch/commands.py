@@ -108,7 +108,7 @@ def train(cfg: RunConfig, run_dir: RunDir, *, root: Path) -> int:
             run_dir,
             root=root,
             num_actors=cfg.actor.num_actors,
-            has_hub=not cfg.envhub.url,
+            has_hub=cfg.envhub.is_started and not cfg.envhub.url,
             seats=seats,
             found=gpus(),
         )
@@ -191,16 +191,22 @@ def join_run(request: Request, run: Callable[[RunConfig, "Joined"], None], *, ro
     )
     configure_logging(role, "INFO")
     joined = enrol(address, key, question)
-    cfg = load_told(joined.config, _with_model(overrides, joined.model_path), root=root)
+    cfg = load_told(joined.config, _with_defaults(role, overrides, joined), root=root)
     configure_logging(role, cfg.log.level)
     run(cfg, joined)
     return 0
 
 
-def _with_model(overrides: Sequence[str], path: str) -> list[str]:
-    """Return the overrides with the folder of a model that was sent, unless one is given."""
-    has_own = override_value(overrides, "model.path") is not None
-    return [*overrides] if has_own else [*overrides, f"model.path={path or '.'}"]
+def _with_defaults(role: str, overrides: Sequence[str], joined: "Joined") -> list[str]:
+    """Return the overrides with what a joining node has for itself, unless one is given.
+
+    That is the folder of the model that was sent, and a hub that others can reach.
+    """
+    own = {"model.path": joined.model_path or "."}
+    if role == "envhub":
+        own["envhub.host"] = "0.0.0.0"
+    given = [f"{key}={v}" for key, v in own.items() if override_value(overrides, key) is None]
+    return [*overrides, *given]
 
 
 def say(text: str) -> int:

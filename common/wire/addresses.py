@@ -56,7 +56,7 @@ class AddressBook:
             number=directory.number,
             learner=self._reachable("learner", directory.learner) or before.learner,
             weights=self._reachable("learner", directory.weights) or before.weights,
-            hubs=[self._hub(each) for each in directory.hubs] or before.hubs,
+            hubs=self._reachable_hubs(directory.hubs) or before.hubs,
         )
 
     def forget_number(self) -> None:
@@ -75,10 +75,19 @@ class AddressBook:
         """Return the environment hubs of the run."""
         return self._directory.hubs
 
-    def _hub(self, place: HubPlace) -> HubPlace:
-        return HubPlace(
-            url=self._reachable("envhub", place.url), token=place.token, envs=place.envs
-        )
+    def _reachable_hubs(self, told: list[HubPlace]) -> list[HubPlace]:
+        """Return the hubs that this machine reaches. Raises: ConfigError: there are, but none."""
+        places: list[HubPlace] = []
+        unreachable: ConfigError | None = None
+        for each in told:
+            try:
+                url = self._reachable("envhub", each.url)
+                places.append(HubPlace(url=url, token=each.token, envs=each.envs))
+            except ConfigError as error:
+                unreachable = error
+        if unreachable is not None and not places:
+            raise unreachable
+        return places
 
     def _reachable(self, section: str, address: str) -> str:
         """Return an address as it is reached from here."""

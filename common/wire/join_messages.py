@@ -69,3 +69,27 @@ class Directory:
     learner: str  # takes trajectories; "": none has said hello
     weights: str  # offers versions; "" as well
     hubs: list[HubPlace]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubHello:
+    """Hub -> scheduler, with every heartbeat: it is here, and serves."""
+
+    name: str
+    incarnation: str  # random per process start
+    place: HubPlace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubGoodbye:
+    """Hub -> scheduler: send nobody any more."""
+
+    name: str
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubNoted:
+    """Answer to HubHello, and sent once more when the run is over."""
+
+    is_finished: bool  # a hub that joined leaves

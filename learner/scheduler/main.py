@@ -11,18 +11,18 @@ from typing import Any
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.store.run_dir import RunDir, write_atomically, write_json
-from common.wire.addresses import LOOPBACK, WILDCARDS, advertised, bracketed
-from common.wire.join_messages import HubPlace
+from common.wire.addresses import LOOPBACK, WILDCARDS, bracketed
+from common.wire.join_messages import FileRequest, HubGoodbye, HubHello, HubNoted, JoinRequest
 from common.wire.messages import Goodbye, Heartbeat, Hello, LeaseRequest
 from common.wire.security import RunKeys, load_keys, write_join_key
 from common.wire.sockets import Received, Router
 from learner.scheduler.components import build_components
 from learner.scheduler.core import SchedulerCore
-from learner.scheduler.curriculum.catalogue import fetch_catalogue, validate_tasks
 from learner.scheduler.evaluation.eval_stream import eval_lines
 from learner.scheduler.evaluation.phases import Phase
 from learner.scheduler.event_log import EventLog
 from learner.scheduler.members.enrolment import Enrolments
+from learner.scheduler.members.hubs import Entrance, StoppedEarly
 from learner.scheduler.members.registry import Registry
 
 logger = logging.getLogger(__name__)
@@ -31,6 +31,7 @@ POLL_S = 0.05
 GATHER_S = 0.005  # from one batch of messages to the next: thousands of peers come in hundreds
 SAVE_S = 2.0  # between two saved states; the log holds what came since
 STATUS_S = 1.0
+OUTSIDE = (JoinRequest, FileRequest, HubHello, HubGoodbye)
 MAX_FILES_FRAC = 0.01  # of a core for either, in runs of thousands of actors less often for that
 
 
@@ -66,7 +67,8 @@ def run(cfg: RunConfig, run_dir: RunDir) -> None:
     """Be the scheduler of a run until SIGTERM, or until the run is over and everybody has left.
 
     Raises:
-        ConfigError: no hub, a task that the hub does not have, an address in use.
+        EnvError: no hub that serves the tasks came in time.
+        ConfigError: a task that the hub does not have, an address in use.
         LongstrideError: the ledger does not balance, or too many episodes failed.
     """
     stop = threading.Event()
@@ -78,47 +80,60 @@ def run(cfg: RunConfig, run_dir: RunDir) -> None:
 
 def serve(cfg: RunConfig, run_dir: RunDir, stop: threading.Event) -> None:
     """Build, loop until `stop`, shut down. What failed is not saved, so a restart may go on."""
-    parts = build(cfg, run_dir)
+    keys, log = load_keys(run_dir.keys), EventLog(run_dir.root)
+    router = listen(cfg, keys, preferred_port=(log.load() or {}).get("port", 0))
+    try:
+        parts = build(cfg, run_dir, keys, log, router, stop)
+    except StoppedEarly:
+        router.close()
+        return
+    except BaseException:
+        router.close()
+        raise
     try:
         loop(parts, stop)
         save(parts)
         write_reports(parts)
     finally:
+        for hub in parts.registry.hub_senders:
+            parts.router.send(hub, HubNoted(is_finished=parts.core.phase is Phase.DONE))
         parts.log.close()
         parts.router.close()
         logger.info("stopped version=%d phase=%s", parts.core.version, parts.core.phase)
 
 
-def build(cfg: RunConfig, run_dir: RunDir) -> Serving:
-    """Ask the hub what there is, take up the last state, and listen."""
-    keys = load_keys(run_dir.keys)
-    start_s = cfg.actor.start_timeout_s
-    url = cfg.envhub.url or run_dir.wait_for_address("envhub", timeout_s=start_s)
+def build(
+    cfg: RunConfig,
+    run_dir: RunDir,
+    keys: RunKeys,
+    log: EventLog,
+    router: Router,
+    stop: threading.Event,
+) -> Serving:
+    """Say where we listen, wait for the hubs, take up the last state, begin."""
+    run_dir.publish_address("scheduler", own_address(cfg, router.port))
+    key_path = write_join_key(run_dir.keys, keys, run_name=cfg.run.name)
+    logger.info("other machines join: actor --join HOST:%d --key %s", router.port, key_path)
+    registry, enrolments = Registry(cfg.scheduler.dead_after_s), Enrolments(cfg)
+    entrance = Entrance(cfg=cfg, router=router, registry=registry, enrolments=enrolments)
     token = cfg.envhub.token or keys.hub_token
-    catalogue = fetch_catalogue(url, token=token, timeout_s=start_s)
-    validate_tasks(cfg.tasks, catalogue)
+    catalogue = entrance.wait_for_catalogue(token=token, stop=stop)
     clock = LoopClock(time.monotonic())
     components = build_components(cfg, catalogue)
     core = SchedulerCore(components, clock=clock, run_epoch=secrets.token_hex(8))
-    log = EventLog(run_dir.root)
-    port = resume(core, clock, log)
-    router = listen(cfg, keys, preferred_port=port)
-    towards = own_address(cfg, router.port)
-    hub = HubPlace(url=advertised(url, towards=towards), token=token, envs=list(catalogue.envs))
+    resume(core, clock, log)
     parts = Serving(
         core=core,
         clock=clock,
         log=log,
         router=router,
         run_dir=run_dir,
-        registry=Registry([hub]),
-        enrolments=Enrolments(cfg),
+        registry=registry,
+        enrolments=enrolments,
     )
     save(parts)
-    run_dir.publish_address("scheduler", towards)
-    key_path = write_join_key(run_dir.keys, keys, run_name=cfg.run.name)
-    logger.info("other machines join: actor --join HOST:%d --key %s", router.port, key_path)
     logger.info("listening port=%d phase=%s version=%d", router.port, core.phase, core.version)
+    answer_all(parts, entrance.early)
     return parts
 
 
@@ -128,15 +143,15 @@ def own_address(cfg: RunConfig, port: int) -> str:
     return f"tcp://{bracketed(LOOPBACK if host in WILDCARDS else host)}:{port}"
 
 
-def resume(core: SchedulerCore, clock: LoopClock, log: EventLog) -> int:
-    """Restore the saved state and handle again what was logged since; return the port it had.
+def resume(core: SchedulerCore, clock: LoopClock, log: EventLog) -> None:
+    """Restore the saved state and handle again what was logged since.
 
     The times of the log are those of the process that wrote it; at the end every lease and every
     member gets a fresh term.
     """
     saved = log.load()
     if saved is None:
-        return 0
+        return
     clock.now = saved["time_s"]
     core.restore(saved["core"])
     num_events = 0
@@ -150,7 +165,6 @@ def resume(core: SchedulerCore, clock: LoopClock, log: EventLog) -> int:
     clock.now = time.monotonic()
     core.restore(core.snapshot())
     logger.info("resumed version=%d phase=%s events=%d", core.version, core.phase, num_events)
-    return saved["port"]
 
 
 def listen(cfg: RunConfig, keys: RunKeys, *, preferred_port: int) -> Router:
@@ -170,6 +184,7 @@ def loop(parts: Serving, stop: threading.Event) -> None:
         received = parts.router.receive_all(timeout_s=POLL_S)
         parts.clock.now = time.monotonic()
         answer_all(parts, received)
+        parts.registry.expire(parts.clock.now)
         if parts.core.tick():
             parts.log.append(parts.clock.now, "", [])
             parts.is_changed = True
@@ -191,8 +206,10 @@ def answer_all(parts: Serving, received: list[Received]) -> None:
     """Handle and log a batch, make the log safe, then answer."""
     answers: list[tuple[bytes, Any]] = []
     for each in received:
-        if (answer := parts.enrolments.answer(each.message)) is not None:
-            answers.append((each.sender, answer))
+        if type(each.message) in OUTSIDE:
+            answer = answer_outside(parts, each)
+            if answer is not None:
+                answers.append((each.sender, answer))
             continue
         name = name_of(parts, each)
         answer = parts.core.handle(name, each.message)
@@ -206,6 +223,14 @@ def answer_all(parts: Serving, received: list[Received]) -> None:
     for receiver, answer in answers:
         if not parts.router.send(receiver, answer):
             logger.debug("unanswered receiver=%s", parts.names.get(receiver, receiver.hex()))
+
+
+def answer_outside(parts: Serving, received: Received) -> Any:
+    """Return the answer to a message that is no matter of the core's, and of no log."""
+    is_finished = parts.core.phase is Phase.DONE
+    return parts.enrolments.answer(received.message) or parts.registry.hear_hub(
+        received.message, received.sender, parts.clock.now, is_finished=is_finished
+    )
 
 
 def name_of(parts: Serving, received: Received) -> str:

@@ -75,6 +75,10 @@ def fetch_catalogue(url: str, *, token: str, timeout_s: float) -> Catalogue:
         try:
             return parse_catalogue(_get_json(address, token, deadline - time.monotonic()))
         except urllib.error.HTTPError as error:
+            if error.code in (401, 403):
+                raise ConfigError(
+                    f"{address} refused the token: set envhub.token to that of the hub"
+                ) from error
             if error.code < 500:
                 raise EnvError(f"{address} answered {error.code} {error.reason}") from error
             reason = f"{error.code} {error.reason}"

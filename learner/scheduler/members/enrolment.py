@@ -45,13 +45,14 @@ class Enrolments:
                 f"this run is of version {product_version()}, the node of {request.product};"
                 " install the same version on both machines"
             )
-        host = self._cfg.learner.host
-        if request.is_remote and request.role == "actor" and is_loopback(host):
-            return (
-                f"learner.host={host}: the learner cannot be reached from another machine; start"
-                " the run with learner.host=0.0.0.0"
-            )
-        return ""
+        if not request.is_remote or request.role != "actor":
+            return ""
+        hosts = {"learner": self._cfg.learner.advertise or self._cfg.learner.host}
+        if self._cfg.envhub.is_started and not self._cfg.envhub.url:
+            hosts["envhub"] = self._cfg.envhub.advertise or self._cfg.envhub.host
+        closed = [f"{name}.host" for name, host in hosts.items() if is_loopback(host)]
+        remedy = " ".join(f"{key}=0.0.0.0" for key in closed)
+        return f"other machines do not reach this run; start it with {remedy}" if closed else ""
 
     def _enrol(self, request: JoinRequest) -> Enrolment | Rejected:
         if request.role == "actor" and not request.has_model:

@@ -1,33 +1,99 @@
 """Where the roles are reached: each tells the scheduler, and the scheduler tells the others."""
 
-from common.wire.join_messages import Directory, HubPlace
+import logging
+from dataclasses import dataclass, field
+
+from common.wire.join_messages import Directory, HubGoodbye, HubHello, HubNoted, HubPlace
 from common.wire.messages import Heartbeat, Hello
 
+logger = logging.getLogger(__name__)
 
+
+@dataclass(slots=True)
+class _Hub:
+    """A hub that says hello again and again."""
+
+    hello: HubHello
+    sender: bytes
+    heard_at: float
+
+
+@dataclass(slots=True)
 class Registry:
     """The one list of addresses. Nothing of it is saved: who lives says hello to a new scheduler.
 
     Example: a learner says hello with its addresses -> the directory is number 2. An actor's
-    heartbeat says that it knows number 1 -> it is sent number 2, as often as it takes.
+    heartbeat says that it knows number 1 -> it is sent number 2, as often as it takes. A hub falls
+    silent -> number 3 is without it.
     """
 
-    def __init__(self, hubs: list[HubPlace]) -> None:
-        self.directory = Directory(number=1, learner="", weights="", hubs=hubs)
+    dead_after_s: float  # silence after which nobody is sent to a hub any more
+    fixed: list[HubPlace] = field(default_factory=list[HubPlace])  # hubs of no run: never silent
+    directory: Directory = field(
+        default_factory=lambda: Directory(number=1, learner="", weights="", hubs=[])
+    )
+    _hubs: dict[str, _Hub] = field(default_factory=dict[str, _Hub])  # by name
 
     def hear(self, message: object) -> Directory | None:
-        """Note what a message says of addresses; return what its sender should know, if it asks."""
+        """Note what a role says of addresses; return what it should know, if it asks."""
         if not isinstance(message, Hello | Heartbeat):
             return None
         if isinstance(message, Hello) and message.addresses:
-            self._note(message.addresses)
+            known, told = self.directory, message.addresses
+            learner = told.get("learner", known.learner)
+            self._change(learner, told.get("weights", known.weights), known.hubs)
         is_asked = message.directory >= 0
         return self.directory if is_asked and message.directory != self.directory.number else None
 
-    def _note(self, addresses: dict[str, str]) -> None:
+    def hear_hub(
+        self, message: object, sender: bytes, now: float, *, is_finished: bool = False
+    ) -> HubNoted | None:
+        """Note what a hub says of itself; return the answer to a hello."""
+        match message:
+            case HubHello():
+                known = self._hubs.get(message.name)
+                if known is None or known.hello != message:
+                    logger.info("hub name=%s url=%s", message.name, message.place.url)
+                self._hubs[message.name] = _Hub(message, sender, now)
+                self._renew_hubs()
+                return HubNoted(is_finished=is_finished)
+            case HubGoodbye():
+                known = self._hubs.get(message.name)
+                if known is not None and known.hello.incarnation == message.incarnation:
+                    self._forget(message.name, "left")
+            case _:
+                pass
+        return None
+
+    def expire(self, now: float) -> None:
+        """Send nobody to a hub that has fallen silent; it comes back by its next hello."""
+        for name, hub in list(self._hubs.items()):
+            if now - hub.heard_at > self.dead_after_s:
+                self._forget(name, "silent")
+
+    def add_fixed(self, place: HubPlace) -> None:
+        """Add a hub that belongs to no run."""
+        self.fixed.append(place)
+        self._renew_hubs()
+
+    @property
+    def hub_senders(self) -> list[bytes]:
+        """The ROUTER identities of the hubs that are there."""
+        return [hub.sender for hub in self._hubs.values()]
+
+    def _forget(self, name: str, reason: str) -> None:
+        logger.warning("hub gone name=%s reason=%s", name, reason)
+        del self._hubs[name]
+        self._renew_hubs()
+
+    def _renew_hubs(self) -> None:
+        places = [*self.fixed, *(hub.hello.place for hub in self._hubs.values())]
+        self._change(self.directory.learner, self.directory.weights, places)
+
+    def _change(self, learner: str, weights: str, hubs: list[HubPlace]) -> None:
+        """Make another directory if any of it is another."""
         known = self.directory
-        learner = addresses.get("learner", known.learner)
-        weights = addresses.get("weights", known.weights)
-        if (learner, weights) != (known.learner, known.weights):
+        if (learner, weights, hubs) != (known.learner, known.weights, known.hubs):
             self.directory = Directory(
-                number=known.number + 1, learner=learner, weights=weights, hubs=known.hubs
+                number=known.number + 1, learner=learner, weights=weights, hubs=hubs
             )

@@ -1,6 +1,6 @@
 """Laws of the one list of addresses."""
 
-from common.wire.join_messages import HubPlace
+from common.wire.join_messages import HubGoodbye, HubHello, HubNoted, HubPlace
 from common.wire.messages import Goodbye, Heartbeat, Hello
 from learner.scheduler.members.registry import Registry
 
@@ -13,12 +13,28 @@ def hello(role: str, *, directory: int = -1, **addresses: str) -> Hello:
     )
 
 
+def hub_hello(name: str, url: str, *, incarnation: str = "i") -> HubHello:
+    place = HubPlace(url=url, token="t", envs=["a"])
+    return HubHello(name=name, incarnation=incarnation, place=place)
+
+
+def registry_with(*fixed: HubPlace) -> Registry:
+    registry = Registry(10.0)
+    for place in fixed:
+        registry.add_fixed(place)
+    return registry
+
+
+def urls(registry: Registry) -> list[str]:
+    return [place.url for place in registry.directory.hubs]
+
+
 def beat(directory: int) -> Heartbeat:
     return Heartbeat(role="actor", name="actor", version=0, running=[], directory=directory)
 
 
 def test_who_knows_the_directory_is_not_told_again_until_something_moves() -> None:
-    registry = Registry([HUB])
+    registry = registry_with(HUB)
     first = registry.hear(hello("actor", directory=0))
     assert first is not None
     assert (first.learner, first.hubs) == ("", [HUB])
@@ -36,7 +52,36 @@ def test_who_knows_the_directory_is_not_told_again_until_something_moves() -> No
 
 
 def test_who_does_not_ask_is_told_nothing() -> None:
-    registry = Registry([HUB])
+    registry = registry_with(HUB)
     assert registry.hear(hello("actor")) is None
     assert registry.hear(beat(-1)) is None
     assert registry.hear(Goodbye(role="actor", name="actor", incarnation="i")) is None
+
+
+def test_a_hub_that_leaves_or_falls_silent_is_in_the_directory_no_more() -> None:
+    registry = registry_with(HUB)
+    for name in ("b", "c"):
+        noted = registry.hear_hub(hub_hello(name, f"http://{name}"), b"1", 0.0)
+        assert noted == HubNoted(is_finished=False)
+    assert urls(registry) == [HUB.url, "http://b", "http://c"]
+    number = registry.directory.number
+    registry.hear_hub(hub_hello("c", "http://c"), b"1", 9.0)
+    assert registry.directory.number == number, "a hub that is known is no news"
+    registry.expire(11.0)
+    assert urls(registry) == [HUB.url, "http://c"]
+    registry.hear_hub(HubGoodbye(name="c", incarnation="former"), b"1", 11.0)
+    assert urls(registry) == [HUB.url, "http://c"]
+    registry.hear_hub(HubGoodbye(name="c", incarnation="i"), b"1", 11.0)
+    assert urls(registry) == [HUB.url]
+
+
+def test_a_hub_that_restarts_elsewhere_takes_its_own_place() -> None:
+    registry = registry_with()
+    registry.hear_hub(hub_hello("b", "http://b:1"), b"1", 0.0)
+    before = registry.directory.number
+    registry.hear_hub(hub_hello("b", "http://b:2", incarnation="j"), b"2", 0.0)
+    assert urls(registry) == ["http://b:2"]
+    assert registry.directory.number > before
+    assert registry.hub_senders == [b"2"]
+    noted = registry.hear_hub(hub_hello("b", "http://b:2"), b"2", 0.0, is_finished=True)
+    assert noted == HubNoted(is_finished=True)

@@ -1,0 +1,94 @@
+"""A hub of a run tells the scheduler where it is, again and again."""
+
+import logging
+import os
+import signal
+import threading
+from dataclasses import replace
+
+import zmq
+
+from common.errors import LongstrideError
+from common.wire.addresses import Addresses, advertised
+from common.wire.following_dealer import FollowingDealer
+from common.wire.join_messages import HubGoodbye, HubHello, HubNoted
+from common.wire.messages import Rejected
+from common.wire.security import RunKeys
+
+logger = logging.getLogger(__name__)
+
+CONNECT_S = 1.0  # to an address that is known
+
+
+class Registration(threading.Thread):
+    """Says hello every `every_s` and follows a scheduler that moves.
+
+    Consumes: the scheduler's answers.
+    Waits for: the scheduler's address, and its answers, `silence_s` at most.
+    Unblocked by: those, and `stop`. A failure, or the end of the run, ends the hub by a signal to
+    this process; the failure is in `error`. Without a `silence_s` somebody else ends the hub, and
+    it waits for a scheduler for as long as it serves.
+    """
+
+    def __init__(
+        self,
+        addresses: Addresses,
+        keys: RunKeys,
+        hello: HubHello,
+        *,
+        every_s: float,
+        silence_s: float | None,
+    ) -> None:
+        super().__init__(name="registration", daemon=True)
+        self._addresses = addresses
+        self._hello = hello
+        self._every_s = every_s
+        self._silence_s = silence_s
+        self._context = zmq.Context()
+        self._line = FollowingDealer(addresses, "scheduler", keys, context=self._context)
+        self._stop_requested = threading.Event()
+        self.error: Exception | None = None
+
+    def run(self) -> None:
+        """Register until told to stop."""
+        try:
+            while self._addresses.find_address("scheduler") is None:
+                if self._stop_requested.wait(self._every_s):
+                    return
+            self._line.connect(timeout_s=CONNECT_S)
+            while not self._is_over():
+                self._line.follow()
+                self._line.send(self._hello_from_here())
+                self._stop_requested.wait(self._every_s)
+            hello = self._hello
+            self._line.send(HubGoodbye(name=hello.name, incarnation=hello.incarnation))
+        except LongstrideError as error:
+            self.error = error
+        finally:
+            self._line.close(linger_s=0.5)
+            self._context.term()
+        if not self._stop_requested.is_set() and self._silence_s is not None:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def _hello_from_here(self) -> HubHello:
+        place = self._hello.place
+        url = advertised(place.url, towards=self._line.address)
+        return replace(self._hello, place=replace(place, url=url))
+
+    def _is_over(self) -> bool:
+        """Return whether to end. Raises: LongstrideError: refused, or nothing heard for long."""
+        for message in self._line.take_all():
+            if isinstance(message, Rejected):
+                raise LongstrideError(f"the scheduler refused this hub: {message.reason}")
+            if isinstance(message, HubNoted) and message.is_finished:
+                logger.info("the run is over")
+                return True
+        if self._silence_s is not None and self._line.silent_s > self._silence_s:
+            silent_s, where = self._line.silent_s, self._line.address
+            raise LongstrideError(f"scheduler silent for {silent_s:.0f}s at {where}")
+        return self._stop_requested.is_set()
+
+    def stop(self, *, timeout_s: float) -> None:
+        """Say goodbye, so that nobody is sent here any more, and end."""
+        self._stop_requested.set()
+        self.join(timeout_s)

@@ -1,0 +1,106 @@
+"""The hubs of a run: before anything can be chosen, somebody must serve the tasks."""
+
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from common.config.run_config import RunConfig
+from common.errors import EnvError
+from common.wire.addresses import LOOPBACK, SAME_MACHINE, host_of, with_host
+from common.wire.join_messages import HubPlace
+from common.wire.sockets import Received, Router
+from learner.scheduler.curriculum.catalogue import (
+    Catalogue,
+    SubsetEntry,
+    fetch_catalogue,
+    validate_tasks,
+)
+from learner.scheduler.members.enrolment import Enrolments
+from learner.scheduler.members.registry import Registry
+
+POLL_S = 0.1
+
+
+class StoppedEarly(Exception):
+    """The scheduler was told to stop before the run could begin."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Entrance:
+    """Who comes to a scheduler before the run can begin, and what is answered meanwhile.
+
+    consumes:   hellos of hubs, questions of joining nodes; keeps what others say for later
+    waits for:  hubs that serve every task, `actor.start_timeout_s` at most
+    unblocked by: a hub's hello, or `stop`
+    """
+
+    cfg: RunConfig
+    router: Router
+    registry: Registry
+    enrolments: Enrolments
+    early: list[Received] = field(default_factory=list[Received])  # for the run, in their order
+
+    def wait_for_catalogue(self, *, token: str, stop: threading.Event) -> Catalogue:
+        """Return what all hubs together serve.
+
+        Args:
+            token: of a hub that is named by `envhub.url`.
+
+        Raises:
+            ConfigError: a task that nobody serves; a hub refused the token.
+            EnvError: no hub that serves the tasks came in time; names what is lacking.
+            StoppedEarly: told to stop.
+        """
+        timeout_s = self.cfg.actor.start_timeout_s
+        deadline = time.monotonic() + timeout_s
+        known: dict[str, Catalogue] = {}
+        if url := self.cfg.envhub.url:
+            known[url] = fetch_catalogue(url, token=token, timeout_s=timeout_s)
+            self.registry.add_fixed(HubPlace(url=url, token=token, envs=list(known[url].envs)))
+        while not self._is_served(known):
+            if stop.is_set():
+                raise StoppedEarly
+            if time.monotonic() > deadline:
+                served = sorted({env for each in known.values() for env in each.envs})
+                wanted = sorted({task.env for task in self.cfg.tasks})
+                raise EnvError(f"no hub for {wanted} within {timeout_s:g}s; served are {served}")
+            self._receive()
+            for place in self.registry.directory.hubs:
+                if place.url not in known:
+                    known[place.url] = _catalogue_of(place, deadline - time.monotonic())
+        catalogue = _union(known.values())
+        validate_tasks(self.cfg.tasks, catalogue)
+        return catalogue
+
+    def _is_served(self, known: dict[str, Catalogue]) -> bool:
+        """Return whether to go on: one hub is to serve all, or those that join do together."""
+        is_only_joined = not self.cfg.envhub.is_started and not self.cfg.envhub.url
+        envs = _union(known.values()).envs
+        return bool(known) and (
+            not is_only_joined or all(task.env in envs for task in self.cfg.tasks)
+        )
+
+    def _receive(self) -> None:
+        for received in self.router.receive_all(timeout_s=POLL_S):
+            answer = self.enrolments.answer(received.message) or self.registry.hear_hub(
+                received.message, received.sender, time.monotonic()
+            )
+            if answer is not None:
+                self.router.send(received.sender, answer)
+            else:
+                self.early.append(received)
+
+
+def _catalogue_of(place: HubPlace, timeout_s: float) -> Catalogue:
+    """Return what a hub serves; one on this machine is told of by "*"."""
+    url = with_host(place.url, LOOPBACK) if host_of(place.url) == SAME_MACHINE else place.url
+    return fetch_catalogue(url, token=place.token, timeout_s=max(1.0, timeout_s))
+
+
+def _union(catalogues: Iterable[Catalogue]) -> Catalogue:
+    """Return what any of them has; of two that serve an environment, the first one's word."""
+    envs: dict[str, dict[str, SubsetEntry]] = {}
+    for each in catalogues:
+        envs = each.envs | envs
+    return Catalogue(envs=envs)
