@@ -21,6 +21,7 @@ from common.wire.security import RunKeys
 logger = logging.getLogger(__name__)
 
 HIGH_WATER_MARK = 10_000  # messages queued per peer before a send blocks
+MAX_SENDERS = 100_000  # remembered; a connection that broke is another sender afterwards
 HEARTBEAT_MS = 5_000  # ZeroMQ's own ping; finds half-open connections
 
 
@@ -81,6 +82,8 @@ class Router:
             self.close()
             raise ConfigError(f"cannot bind {host}:{port}: {error.strerror}") from error
         self.num_invalid = 0
+        self._node_public = keys.node_public
+        self._is_node: dict[bytes, bool] = {}  # by sender
         self._poller.register(self._socket, zmq.POLLIN)
 
     def receive_all(self, *, timeout_s: float, limit: int = 1_000) -> list[Received]:
@@ -107,10 +110,20 @@ class Router:
         received: list[list[bytes]] = []
         while self._socket in ready and len(received) < limit:
             try:
-                received.append(self._socket.recv_multipart(zmq.NOBLOCK))
+                first = self._socket.recv(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 break
+            sender = first.bytes
+            if sender not in self._is_node:
+                if len(self._is_node) >= MAX_SENDERS:
+                    self._is_node.clear()
+                self._is_node[sender] = first.get("User-Id") == self._node_public
+            received.append([sender, *self._socket.recv_multipart(zmq.NOBLOCK)])
         return received
+
+    def is_node(self, sender: bytes) -> bool:
+        """Return whether a sender was let in by the key file of nodes that join."""
+        return self._is_node.get(sender, True)
 
     def send(self, receiver: bytes, message: Any) -> bool:
         """Send; False if the receiver is gone or its queue is full (it will ask again)."""

@@ -13,7 +13,7 @@ from common.errors import ConfigError
 from common.store.run_dir import RunDir, write_atomically, write_json
 from common.wire.addresses import LOOPBACK, WILDCARDS, bracketed
 from common.wire.join_messages import FileRequest, HubGoodbye, HubHello, HubNoted, JoinRequest
-from common.wire.messages import Goodbye, Heartbeat, Hello, LeaseRequest
+from common.wire.messages import Goodbye, Heartbeat, Hello, LeaseRequest, Rejected
 from common.wire.security import RunKeys, load_keys, write_join_key
 from common.wire.sockets import Received, Router
 from learner.scheduler.components import build_components
@@ -21,7 +21,7 @@ from learner.scheduler.core import SchedulerCore
 from learner.scheduler.evaluation.eval_stream import eval_lines
 from learner.scheduler.evaluation.phases import Phase
 from learner.scheduler.event_log import EventLog
-from learner.scheduler.members.enrolment import Enrolments
+from learner.scheduler.members.enrolment import Enrolments, may_send
 from learner.scheduler.members.hubs import Entrance, StoppedEarly
 from learner.scheduler.members.registry import Registry
 
@@ -111,8 +111,8 @@ def build(
     stop: threading.Event,
 ) -> Serving:
     """Say where we listen, wait for the hubs, take up the last state, begin."""
-    run_dir.publish_address("scheduler", own_address(cfg, router.port))
     key_path = write_join_key(run_dir.keys, keys, run_name=cfg.run.name)
+    run_dir.publish_address("scheduler", own_address(cfg, router.port))
     logger.info("other machines join: actor --join HOST:%d --key %s", router.port, key_path)
     registry, enrolments = Registry(cfg.scheduler.dead_after_s), Enrolments(cfg)
     entrance = Entrance(cfg=cfg, router=router, registry=registry, enrolments=enrolments)
@@ -206,6 +206,10 @@ def answer_all(parts: Serving, received: list[Received]) -> None:
     """Handle and log a batch, make the log safe, then answer."""
     answers: list[tuple[bytes, Any]] = []
     for each in received:
+        if parts.router.is_node(each.sender) and not may_send(each.message):
+            reason = f"the key file of a node does not allow this {type(each.message).__name__}"
+            answers.append((each.sender, Rejected(reason=reason)))
+            continue
         if type(each.message) in OUTSIDE:
             answer = answer_outside(parts, each)
             if answer is not None:

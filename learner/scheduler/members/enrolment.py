@@ -9,14 +9,29 @@ from common.errors import ConfigError
 from common.join.files import PART_BYTES, list_shared
 from common.repository import product_version
 from common.wire.addresses import is_loopback
-from common.wire.join_messages import Enrolment, FilePart, FileRequest, JoinRequest, SharedFile
-from common.wire.messages import Rejected
+from common.wire.join_messages import (
+    Enrolment,
+    FilePart,
+    FileRequest,
+    HubGoodbye,
+    HubHello,
+    JoinRequest,
+    SharedFile,
+)
+from common.wire.messages import Goodbye, Heartbeat, Hello, LeaseRequest, Rejected
 
 SECTIONS = {  # what a role needs of the configuration
     "actor": ("run", "train", "model", "scheduler", "learner", "actor", "envhub", "log"),
     "envhub": ("run", "tasks", "scheduler", "envhub", "env", "envs", "log"),
 }
 SECRET = {"envhub": ("url", "token", "host", "port")}  # of a section, and what is this machine's
+
+
+def may_send(message: object) -> bool:
+    """Return whether a node with the key file of its run may say this: it can only be an actor."""
+    if isinstance(message, Hello | Heartbeat | Goodbye):
+        return message.role == "actor"
+    return isinstance(message, LeaseRequest | JoinRequest | FileRequest | HubHello | HubGoodbye)
 
 
 class Enrolments:

@@ -38,7 +38,7 @@ class Registry:
         """Note what a role says of addresses; return what it should know, if it asks."""
         if not isinstance(message, Hello | Heartbeat):
             return None
-        if isinstance(message, Hello) and message.addresses:
+        if isinstance(message, Hello) and message.role == "learner" and message.addresses:
             known, told = self.directory, message.addresses
             learner = told.get("learner", known.learner)
             self._change(learner, told.get("weights", known.weights), known.hubs)
