@@ -102,7 +102,7 @@ def test_locked_package_is_declared_or_needed_by_one_that_is() -> None:
         for each in importlib.metadata.distributions()
     }
     reached: set[str] = set()
-    waiting = declared("cpu", "envs", "dev") | {"ray"}  # ray: the launcher for several nodes
+    waiting = declared("cpu", "envs", "dev")
     while waiting:
         name = waiting.pop()
         reached.add(name)

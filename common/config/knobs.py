@@ -132,6 +132,11 @@ FILE_NAME = Form(
 )
 HOST = Form("an address or a host name", _is_host)
 URL = Form("http://host... or https://host...", _is_url)
+RAY = Form("HOST:PORT of a Ray cluster, or auto", re.compile(r"auto|[^\s:/]+:\d{1,5}").fullmatch)
+LABEL = Form(
+    "key=value, key=!value, key=in(a,b) or key=!in(a,b)",
+    re.compile(r"[\w./-]+=!?([\w.-]+|in\([\w., -]+\))").fullmatch,
+)
 DEVICE = Form("auto, cpu, cuda or cuda:<number>", re.compile(r"auto|cpu|cuda(:\d{1,3})?").fullmatch)
 ENV_NAME = Form(
     "an environment's name, or module:function of one of yours",

@@ -21,7 +21,9 @@ from common.config.knobs import (
     ENV_NAME,
     FILE_NAME,
     HOST,
+    LABEL,
     PATH,
+    RAY,
     URL,
     WORD,
     Contradiction,
@@ -49,6 +51,13 @@ class Resume(StrEnum):
 
     AUTO = "auto"
     NEVER = "never"
+
+
+class Launcher(StrEnum):
+    """local: subprocesses on this machine. ray: Ray places the roles on the nodes of a cluster."""
+
+    LOCAL = "local"
+    RAY = "ray"
 
 
 class WandbMode(StrEnum):
@@ -244,9 +253,27 @@ class LogSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RaySection:
+    """Where Ray puts the roles. Scheduler and learner are always beside the run directory."""
+
+    address: str = knob(
+        "", 'of a cluster; "": that of RAY_ADDRESS, else one is started here', form=RAY, also=""
+    )
+    actor_labels: list[str] = knob([], "that a node of an engine must have", form=LABEL)
+    envhub_labels: list[str] = knob([], "that the node of the hub must have", form=LABEL)
+    learner_cpus: float = knob(1.0, "CPUs that the learner takes of its node", gt=0, le=10_000)
+    actor_cpus: float = knob(1.0, "CPUs that an actor takes of a node", gt=0, le=10_000)
+    envhub_cpus: float = knob(1.0, "CPUs that the hub takes of a node", gt=0, le=10_000)
+    place_timeout_s: float = knob(
+        300.0, "seconds for a node to have room for learner and hub; actors wait on", gt=0
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
     """A whole run. `OmegaConf.structured(RunConfig)` is the schema that all else is merged into."""
 
+    launcher: Launcher = knob(Launcher.LOCAL, "of `train`: what starts the roles")
     run: RunSection = field(default_factory=RunSection)
     train: TrainSection = field(default_factory=TrainSection)
     model: ModelSection = field(default_factory=ModelSection)
@@ -269,6 +296,7 @@ class RunConfig:
     evolve: EvolveSection = field(default_factory=EvolveSection)
     simulator: SimulatorSection = field(default_factory=SimulatorSection)
     log: LogSection = field(default_factory=LogSection)
+    ray: RaySection = field(default_factory=RaySection)
 
     def __post_init__(self) -> None:
         check(self)

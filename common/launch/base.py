@@ -76,6 +76,11 @@ class RoleProcess(Protocol):
 class RoleStarter(Protocol):
     """Starts roles on one machine or on many."""
 
+    @property
+    def host(self) -> str:
+        """Address of this machine for roles on others; a loopback address if there are none."""
+        ...
+
     def start(self, spec: RoleSpec) -> RoleProcess:
         """Start a role, or have it started as soon as there is a node for it."""
         ...

@@ -1,16 +1,19 @@
 """The commands about a whole run: which configuration a request means, `train` and `status`."""
 
+import contextlib
 import difflib
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.config.command_line import Request
 from common.config.load import find_config, load_config, load_told, override_value, save_config
-from common.config.run_config import RunConfig
+from common.config.run_config import Launcher, RunConfig
 from common.errors import ConfigError
+from common.launch.base import RoleStarter
 from common.log import configure_logging
 from common.store.run_dir import RunDir
 
@@ -86,16 +89,17 @@ def train(cfg: RunConfig, run_dir: RunDir, *, root: Path) -> int:
     from common.checks.preflight import check_devices
     from common.dashboard.run_state import stop_line
     from common.dashboard.run_view import view_run
-    from common.launch.local import start_here
     from common.launch.lock import hold_run
     from common.launch.roles import make_role_specs
     from common.launch.supervise import supervise
     from common.store.run_start import prepare
     from common.wire.security import create_keys
 
-    seats = check_devices(cfg)
+    is_here = cfg.launcher is Launcher.LOCAL
+    seats = check_devices(cfg) if is_here else None
     started = time.monotonic()
-    with hold_run(run_dir.root, name=cfg.run.name), start_here() as starter:
+    with hold_run(run_dir.root, name=cfg.run.name), _starter(cfg, run_dir) as starter:
+        cfg = _reachable(cfg, starter.host)
         prepare(cfg, run_dir)
         run_dir.root.mkdir(parents=True, exist_ok=True)
         for role in ("envhub", "scheduler", "learner", "weights"):
@@ -110,7 +114,7 @@ def train(cfg: RunConfig, run_dir: RunDir, *, root: Path) -> int:
             num_actors=cfg.actor.num_actors,
             has_hub=cfg.envhub.is_started and not cfg.envhub.url,
             seats=seats,
-            found=gpus(),
+            found=gpus() if is_here else (),
         )
         ending, peak_memory_bytes = supervise(cfg, run_dir, specs, starter)
     if ending.exit_code > 128:  # by a signal
@@ -123,6 +127,34 @@ def train(cfg: RunConfig, run_dir: RunDir, *, root: Path) -> int:
     wall_s = time.monotonic() - started
     _report(cfg, run_dir, wall_s=wall_s, peak_memory_bytes=peak_memory_bytes)
     return 0
+
+
+@contextlib.contextmanager
+def _starter(cfg: RunConfig, run_dir: RunDir) -> Generator[RoleStarter]:
+    """Yield what starts the roles: here, or on the nodes of a Ray cluster."""
+    with contextlib.ExitStack() as stack:
+        if cfg.launcher is Launcher.RAY:
+            from common.launch.ray.cluster import start_on_ray
+
+            yield stack.enter_context(start_on_ray(cfg, run_dir))
+        else:
+            from common.launch.local import start_here
+
+            yield stack.enter_context(start_here())
+
+
+def _reachable(cfg: RunConfig, host: str) -> RunConfig:
+    """Return a config whose roles listen where other nodes reach them, unless it says where."""
+    from common.wire.addresses import is_loopback
+
+    if is_loopback(host):
+        return cfg
+    own = {
+        name: replace(section, host=host)
+        for name in ("scheduler", "learner", "envhub")
+        if is_loopback((section := getattr(cfg, name)).host)
+    }
+    return replace(cfg, **own)
 
 
 def _report(cfg: RunConfig, run_dir: RunDir, *, wall_s: float, peak_memory_bytes: int) -> None:

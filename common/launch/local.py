@@ -14,6 +14,8 @@ logger = logging.getLogger(__name__)
 class LocalStarter:
     """Starts subprocesses that end when this process does, however that ends."""
 
+    host = "127.0.0.1"
+
     def __init__(self, guardian: Guardian) -> None:
         self._guardian = guardian
 

@@ -5,13 +5,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 
-import psutil
-
 from common.config.run_config import RunConfig
 from common.dashboard.live import LiveDisplay
 from common.dashboard.run_view import view_run
 from common.launch.base import Ending, LaunchState, RoleSpec, RoleStarter
 from common.launch.launcher import Launcher
+from common.memory import family_bytes
 from common.store.metrics import tail_metrics
 from common.store.run_dir import RunDir, write_json
 
@@ -75,11 +74,7 @@ def stop_timeout_s(run_dir: RunDir, *, wanted_s: float) -> float:
 
 
 class MemoryWatch:
-    """Samples this process and its descendants; call `sample` as often as you like.
-
-    Counts proportional set size where the system tells it (a page that three processes share counts
-    a third in each), else resident size, which counts it three times.
-    """
+    """Samples this process and its descendants; call `sample` as often as you like."""
 
     def __init__(self, *, elsewhere: Callable[[], int] = lambda: 0) -> None:
         """Take no sample yet; `elsewhere` tells the bytes of roles that are no descendants."""
@@ -94,18 +89,3 @@ class MemoryWatch:
             return
         self._next = now + SAMPLE_S
         self.peak_bytes = max(self.peak_bytes, family_bytes() + self._elsewhere())
-
-
-def family_bytes() -> int:
-    """Return the memory of this process and its descendants."""
-    process = psutil.Process()
-    return sum(_size_bytes(each) for each in (process, *process.children(recursive=True)))
-
-
-def _size_bytes(process: psutil.Process) -> int:
-    """Return the size of one process, 0 if it has just ended."""
-    try:
-        full = process.memory_full_info()
-    except (psutil.NoSuchProcess, psutil.AccessDenied):
-        return 0
-    return int(getattr(full, "pss", 0) or full.rss)

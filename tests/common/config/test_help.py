@@ -26,7 +26,7 @@ def test_help_of_a_choice_explains_what_there_is_to_choose() -> None:
     assert "generate a batch, train, publish, repeat" in text
 
 
-@pytest.mark.parametrize("section", field_kinds(RunConfig))
+@pytest.mark.parametrize("section", sorted(field_kinds(RunConfig).keys() - {"launcher"}))
 def test_help_of_a_section_lists_its_keys(section: str) -> None:
     keys = [key for key in list_keys() if key.startswith((f"{section}.", f"{section}["))]
     own = [key for key in keys if key.count(".") == 1]

@@ -1,0 +1,159 @@
+"""Attaching to a Ray cluster, or starting one of this machine alone for as long as a run."""
+
+# Ray's types are partly unknown.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
+import contextlib
+import logging
+import math
+import os
+import signal
+import socket
+import tempfile
+from collections.abc import Generator
+from typing import Any
+
+from common.checks.machine import gpus
+from common.config.run_config import RaySection, RunConfig
+from common.errors import ConfigError
+from common.launch.base import RoleStarter
+from common.launch.ray.placement import Node, num_cpus_wanted, place
+from common.store.run_dir import RunDir
+
+logger = logging.getLogger(__name__)
+
+ANSWER_S = 3.0
+OBJECT_STORE_BYTES = 80 << 20  # the least that Ray takes; nothing of a run lies there
+PREFIX = "longstride-ray-"
+LOOPBACK = "127.0.0.1"
+AUTO = "auto"
+# Read while Ray is imported: a cluster of its own listens on the loopback address only (the name is
+# that of its most common use), and does not kill what it takes for too large.
+OWN = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_memory_monitor_refresh_ms": "0"}
+
+
+def cluster_address(section: RaySection) -> str:
+    """Return the address of the cluster to attach to, "" if one is to be started."""
+    return section.address or os.environ.get("RAY_ADDRESS", "")
+
+
+def own_node(num_cpus: float) -> Node:
+    """Return the only node of a cluster that is started here.
+
+    Args:
+        num_cpus: that roles ask for; CPUs bound nothing, so there are never fewer than these.
+    """
+    cpus = max(os.cpu_count() or 1, math.ceil(num_cpus))
+    return Node(node_id="", host=LOOPBACK, num_cpus=cpus, num_gpus=len(gpus()), is_home=True)
+
+
+@contextlib.contextmanager
+def start_on_ray(cfg: RunConfig, run_dir: RunDir) -> Generator[RoleStarter]:
+    """Yield what starts roles on the cluster that the configuration names, or on one of its own.
+
+    Raises: ConfigError: no cluster answers, or a role fits on none of its nodes.
+    """
+    with open_cluster(cfg.ray, num_cpus=num_cpus_wanted(cfg)) as nodes:
+        from common.launch.ray.starter import RayStarter  # after the environment is set
+
+        placement = place(cfg, nodes)
+        for line in placement.lines(nodes):
+            logger.info("%s", line)
+        is_own, timeout_s = not cluster_address(cfg.ray), cfg.ray.place_timeout_s
+        starter = RayStarter(
+            run_dir, placement, home=nodes[0], is_own=is_own, place_timeout_s=timeout_s
+        )
+        try:
+            yield starter
+        finally:
+            starter.close()
+
+
+def placement_lines(cfg: RunConfig) -> list[str]:
+    """Return where each role would go, without starting anything.
+
+    Raises: ConfigError: as `start_on_ray`.
+    """
+    if cluster_address(cfg.ray):
+        with open_cluster(cfg.ray, num_cpus=0) as nodes:
+            return place(cfg, nodes).lines(nodes)
+    nodes = [own_node(num_cpus_wanted(cfg))]
+    return place(cfg, nodes).lines(nodes)
+
+
+@contextlib.contextmanager
+def open_cluster(section: RaySection, *, num_cpus: float) -> Generator[list[Node]]:
+    """Yield the nodes of the cluster that the configuration names, or of one that is started here.
+
+    At the end this process leaves the cluster, and what was started here is stopped.
+
+    Args:
+        num_cpus: what the roles ask for, of a cluster that is started here.
+
+    Raises: ConfigError: no cluster answers, or this process cannot be attached to it.
+    """
+    address = cluster_address(section)
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    if ":" in address:
+        _check_answers(address)
+    with contextlib.ExitStack() as stack:
+        own = {} if address else stack.enter_context(_own_arguments(num_cpus))
+        import ray
+
+        before = signal.getsignal(signal.SIGTERM)
+        stack.callback(ray.shutdown)
+        try:
+            ray.init(address or "local", log_to_driver=False, configure_logging=False, **own)
+        except (OSError, RuntimeError, ValueError, AssertionError) as error:
+            raise ConfigError(f"ray.address={address}: {error}") from error
+        finally:
+            signal.signal(signal.SIGTERM, before)  # Ray takes it for itself
+        yield _nodes()
+
+
+@contextlib.contextmanager
+def _own_arguments(num_cpus: float) -> Generator[dict[str, Any]]:
+    """Yield how Ray starts a cluster of this machine, in a folder that goes at the end."""
+    os.environ.update(OWN)
+    with tempfile.TemporaryDirectory(
+        prefix="longstride-ray-", ignore_cleanup_errors=True
+    ) as folder:
+        yield {
+            "num_cpus": own_node(num_cpus).num_cpus,
+            "include_dashboard": False,
+            "object_store_memory": OBJECT_STORE_BYTES,
+            "_temp_dir": folder,
+        }
+
+
+def _nodes() -> list[Node]:
+    """Return the nodes that are alive, this process's first."""
+    import ray
+
+    home = ray.get_runtime_context().get_node_id()
+    found = [
+        Node(
+            node_id=each["NodeID"],
+            host=each["NodeManagerAddress"],
+            num_cpus=each["Resources"].get("CPU", 0.0),
+            num_gpus=int(each["Resources"].get("GPU", 0)),
+            labels=dict(each["Labels"]),
+            is_home=each["NodeID"] == home,
+        )
+        for each in ray.nodes()
+        if each["Alive"]
+    ]
+    return sorted(found, key=lambda node: not node.is_home)
+
+
+def _check_answers(address: str) -> None:
+    """Return if somebody listens at HOST:PORT; Ray itself would try for minutes."""
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=ANSWER_S).close()
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"ray.address={address}: no cluster answers ({error}); start one with `ray start"
+            " --head`, or leave the key out for one of this machine alone"
+        ) from error

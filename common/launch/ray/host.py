@@ -1,0 +1,143 @@
+"""The Ray worker that runs one role as a child process, on whatever node Ray put it."""
+
+# Ray's types are partly unknown.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+
+from common.launch.guardian import Guardian
+from common.launch.process import MARKS, ChildProcess, find_marked
+from common.memory import family_bytes
+from common.repository import ROOT
+
+LOOK_S = 0.1  # what a role wrote is a file that grew, and nothing portable tells of it
+LONGEST_S = 5.0  # a silent role is heard of so often
+MAX_BYTES = 1 << 23  # of a log, in one answer
+PYTHON, RUN_PY, KEY_FILE = "{python}", "{run.py}", "{join.key}"  # arguments that a node fills in
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where Ray put a worker."""
+
+    node_id: str
+    host: str
+    gpu_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """What a worker is to start."""
+
+    name: str
+    argv: tuple[str, ...]
+    env: dict[str, str]  # on top of the node's own
+    log_path: str = ""  # on the run's own node; "": a temporary file, whose text is asked for
+    join_key: str = ""  # content of the key file of a node that joins
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class News:
+    """What became of a role."""
+
+    text: bytes  # of its log; empty if the log is the launcher's own file
+    exit_code: int | None
+    memory_bytes: int
+
+
+class RoleHost:
+    """Runs a role; the role dies with this process, however that ends.
+
+    Several methods run at once: `follow` waits for news while `terminate` is called.
+    """
+
+    def __init__(self, mark: str) -> None:
+        """Kill what an earlier worker of this role left on this node; start nothing yet."""
+        for pid in find_marked(mark):
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        os.environ[MARKS] = ":".join(filter(None, [os.environ.get(MARKS, ""), mark]))
+        os.environ.pop("OMP_NUM_THREADS", None)  # Ray sets it to the CPUs that a worker asks for
+        self._guardian = Guardian()
+        self._folder = Path(tempfile.mkdtemp(prefix="longstride-"))  # 0700
+        self._child: ChildProcess | None = None
+        self._own_log: Path | None = None
+        self._memory_bytes, self._weighed_at = 0, 0.0
+
+    def place(self) -> Place:
+        """Return where this is."""
+        context = ray.get_runtime_context()
+        return Place(
+            node_id=context.get_node_id(),
+            host=ray.util.get_node_ip_address(),
+            gpu_ids=tuple(context.get_accelerator_ids().get("GPU", [])),
+        )
+
+    def start(self, order: Order) -> int:
+        """Start the role; return its process id on this node."""
+        key_file = self._folder / "join.key"
+        with os.fdopen(os.open(key_file, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
+            file.write(order.join_key)
+        own = {PYTHON: sys.executable, RUN_PY: str(ROOT / "run.py"), KEY_FILE: str(key_file)}
+        self._own_log = None if order.log_path else self._folder / "log"
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray blocks some, and children inherit it
+        self._child = ChildProcess(
+            order.name,
+            [own.get(each, each) for each in order.argv],
+            log_path=self._own_log or Path(order.log_path),
+            env=order.env,
+            cwd=ROOT,
+            guardian=self._guardian,
+        )
+        return self._child.pid
+
+    def follow(self, offset: int) -> News:
+        """Return what was written to the log from `offset` on; the end, when all has been told.
+
+        Waits for news, for `LONGEST_S` at most.
+        """
+        assert self._child is not None
+        deadline = time.monotonic() + LONGEST_S
+        while True:
+            code = self._child.poll()  # before reading: what is there then is all
+            text = self._read(offset)
+            if text or code is not None or time.monotonic() > deadline:
+                return self._news(text, None if text else code)
+            time.sleep(LOOK_S)
+
+    def terminate(self) -> None:
+        """Ask the role itself to end."""
+        assert self._child is not None
+        self._child.terminate()
+
+    def clear_away(self, offset: int) -> News:
+        """Kill whatever is left; return the rest of the log."""
+        assert self._child is not None
+        self._child.clear_away()
+        news = self._news(self._read(offset), self._child.poll())
+        self._guardian.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        return news
+
+    def _read(self, offset: int) -> bytes:
+        if self._own_log is None:
+            return b""
+        with self._own_log.open("rb") as log:
+            log.seek(offset)
+            return log.read(MAX_BYTES)
+
+    def _news(self, text: bytes, code: int | None) -> News:
+        if time.monotonic() - self._weighed_at > LONGEST_S:
+            self._memory_bytes, self._weighed_at = family_bytes(), time.monotonic()
+        return News(text=text, exit_code=code, memory_bytes=self._memory_bytes)

@@ -1,0 +1,192 @@
+"""What each role needs of a Ray node, and whether a cluster has it. Ray does the placing."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from common.checks.gpu_placement import seat, trains_on_gpu
+from common.config.run_config import GpuPlacement, RunConfig
+from common.errors import ConfigError
+
+ON_RUN_NODE = "on the node of the run directory"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """One node of a cluster."""
+
+    node_id: str
+    host: str
+    num_cpus: float
+    num_gpus: int
+    labels: dict[str, str] = field(default_factory=lambda: {})
+    is_home: bool = False  # where the launcher runs and the run directory lies
+
+    @property
+    def text(self) -> str:
+        """The node in words."""
+        own = [f"{k}={v}" for k, v in self.labels.items() if k != "ray.io/node-id"]
+        has = f"{self.num_cpus:g} CPU, {self.num_gpus} GPU"
+        return f"{self.host}: {', '.join([has, *own])}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What a role asks Ray for."""
+
+    num_cpus: float
+    num_gpus: int = 0
+    labels: dict[str, str] = field(default_factory=lambda: {})  # Ray's label selector
+    is_home: bool = False
+
+    @property
+    def text(self) -> str:
+        """Such as "a node with 1 CPU, 2 GPU and zone=a"."""
+        gpus = f", {self.num_gpus} GPU" if self.num_gpus else ""
+        labels = "".join(f" and {k}={v}" for k, v in self.labels.items())
+        where = f" {ON_RUN_NODE}" if self.is_home else ""
+        return f"a node with {self.num_cpus:g} CPU{gpus}{labels}{where}"
+
+    def num_fitting(self, node: Node) -> int:
+        """Return how many of these an otherwise empty node takes."""
+        is_right = all(_selects(text, node.labels.get(k, "")) for k, text in self.labels.items())
+        if not is_right or (self.is_home and not node.is_home):
+            return 0
+        by_cpu = node.num_cpus / self.num_cpus if self.num_cpus else float("inf")
+        by_gpu = node.num_gpus / self.num_gpus if self.num_gpus else float("inf")
+        return int(min(by_cpu, by_gpu, 10**6))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """What the roles of a run ask for."""
+
+    learner: Needs
+    envhub: Needs | None  # None: the hub is somebody else's
+    actor: Needs
+    shared: tuple[tuple[int, ...], ...] = ()  # of the first actors: which of the learner's GPUs
+    num_actors: int
+    num_fitting: int  # actors that an otherwise idle cluster takes now
+
+    def of(self, name: str) -> Needs:
+        """Return what a role asks for, by its name such as "actor-3"."""
+        role, _, number = name.partition("-")
+        if role == "scheduler":
+            return Needs(num_cpus=0, is_home=True)
+        if role == "envhub" and self.envhub is not None:
+            return self.envhub
+        if role == "actor" and int(number) < len(self.shared):
+            return Needs(num_cpus=self.actor.num_cpus, is_home=True)
+        return self.actor if role == "actor" else self.learner
+
+    def lines(self, nodes: Sequence[Node]) -> list[str]:
+        """Return the placement for people, a line per kind of role."""
+        hub = [f"envhub: {self.envhub.text}"] if self.envhub else []
+        apart = self.num_actors - len(self.shared)
+        shared = [f"{len(self.shared)} actors: on the learner's GPUs"] if self.shared else []
+        actors = [f"{apart} actors: each {self.actor.text}"] if apart else []
+        fit = f"{self.num_fitting} of {self.num_actors} actors fit now"
+        waiting = "; the others start when a node appears"
+        return [
+            *(f"ray node {node.text}{f', {ON_RUN_NODE}' * node.is_home}" for node in nodes),
+            f"ray learner: {self.learner.text}",
+            f"ray scheduler: {ON_RUN_NODE}",
+            *(f"ray {line}" for line in (*hub, *shared, *actors)),
+            f"ray: {fit}{waiting if self.num_fitting < self.num_actors else ''}",
+        ]
+
+
+def num_cpus_wanted(cfg: RunConfig) -> float:
+    """Return the CPUs that all roles ask for together."""
+    ray, has_hub = cfg.ray, not cfg.envhub.url
+    return ray.learner_cpus + has_hub * ray.envhub_cpus + cfg.actor.num_actors * ray.actor_cpus
+
+
+def place(cfg: RunConfig, nodes: Sequence[Node]) -> Placement:
+    """Return what each role asks for on a cluster of these nodes.
+
+    With `actor.placement=auto` engines are apart from the learner if at least one fits beside it:
+    the others wait for nodes. Colocated, the first share the learner's GPUs, the others are apart.
+
+    Raises: ConfigError: a role fits on no node even if it were idle; says what the cluster has.
+    """
+    (home,) = (node for node in nodes if node.is_home)
+    width, labels = cfg.actor.tensor_parallel_size, selector(cfg.ray.actor_labels)
+    chosen = [node for node in nodes if Needs(num_cpus=0, labels=labels).num_fitting(node)]
+    has_gpus = any(node.num_gpus for node in chosen)
+    is_cuda = trains_on_gpu(cfg, num_gpus=sum(node.num_gpus for node in nodes))
+    if cfg.learner.device.partition(":")[2].strip("0"):
+        raise ConfigError(
+            f"learner.device={cfg.learner.device}: Ray chooses the devices; learner.device=cuda"
+        )
+    num_ranks = cfg.learner.num_ranks
+    learner = Needs(
+        num_cpus=cfg.ray.learner_cpus, num_gpus=num_ranks if is_cuda else 0, is_home=True
+    )
+    remedy = "start run.py on a node that has them, or set learner.device=cpu" if is_cuda else ""
+    _check_fits("learner", learner, [home], remedy=remedy or "lower ray.learner_cpus")
+    actor = Needs(
+        num_cpus=cfg.ray.actor_cpus, num_gpus=width if has_gpus or width > 1 else 0, labels=labels
+    )
+    rest = [_less(node, learner) if node.is_home else node for node in nodes]
+    num_apart = sum(actor.num_fitting(node) for node in rest)
+    shared: tuple[tuple[int, ...], ...] = ()
+    wants_sharing = cfg.actor.placement is GpuPlacement.COLOCATED
+    is_crowded = cfg.actor.placement is GpuPlacement.AUTO and not num_apart
+    if learner.num_gpus >= width and (wants_sharing or is_crowded) and home in chosen:
+        num_shared = min(cfg.actor.num_actors, num_ranks // width)
+        shared = _shared_seats(cfg, num_shared)
+    elif cfg.actor.num_actors:
+        _check_fits("actor", actor, rest, remedy="see ray.actor_labels, ray.actor_cpus")
+    envhub = None
+    if not cfg.envhub.url:
+        envhub = Needs(
+            num_cpus=cfg.ray.envhub_cpus, labels=selector(cfg.ray.envhub_labels), is_home=True
+        )
+        _check_fits("envhub", envhub, rest, remedy="see ray.envhub_labels, ray.envhub_cpus")
+    num_actors = cfg.actor.num_actors
+    return Placement(
+        learner=learner,
+        envhub=envhub,
+        actor=actor,
+        shared=shared,
+        num_actors=num_actors,
+        num_fitting=min(num_actors, num_apart + len(shared)),
+    )
+
+
+def selector(labels: Sequence[str]) -> dict[str, str]:
+    """Return Ray's label selector of "key=value" texts."""
+    return {key: value for key, _, value in (label.partition("=") for label in labels)}
+
+
+def _shared_seats(cfg: RunConfig, num_actors: int) -> tuple[tuple[int, ...], ...]:
+    """Return which of the learner's GPUs each of the first actors shares with it."""
+    learner = replace(cfg.learner, device="cuda")
+    actor = replace(cfg.actor, num_actors=num_actors, placement=GpuPlacement.COLOCATED)
+    return seat(replace(cfg, learner=learner, actor=actor), num_gpus=cfg.learner.num_ranks).actors
+
+
+def _less(node: Node, needs: Needs) -> Node:
+    """Return a node without what a role takes of it."""
+    return replace(
+        node, num_cpus=node.num_cpus - needs.num_cpus, num_gpus=node.num_gpus - needs.num_gpus
+    )
+
+
+def _check_fits(role: str, needs: Needs, nodes: Sequence[Node], *, remedy: str) -> None:
+    if any(needs.num_fitting(node) for node in nodes):
+        return
+    beside = " beside the learner" if role != "learner" else ""
+    has = "; ".join(node.text for node in nodes)
+    raise ConfigError(
+        f"launcher=ray: {role} needs {needs.text}, and no node has that{beside} ({has}); {remedy}"
+    )
+
+
+def _selects(text: str, value: str) -> bool:
+    """Return whether a label's value is as Ray's selector says: a, !a, in(a, b), !in(a, b)."""
+    is_not, rest = text.startswith("!"), text.removeprefix("!")
+    several = re.fullmatch(r"in\((.*)\)", rest)
+    among = [each.strip() for each in several[1].split(",")] if several else [rest]
+    return (value in among) != is_not

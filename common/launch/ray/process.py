@@ -1,0 +1,156 @@
+"""A role that runs in a Ray worker, as the launcher sees it."""
+
+# Ray's types are partly unknown.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
+import logging
+import signal
+import time
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from common.launch.base import EXIT_CONFIG_ERROR
+from common.launch.process import KILLED_S, read_tail
+from common.launch.ray.host import News, Order, Place
+
+logger = logging.getLogger(__name__)
+
+LOST = -signal.SIGKILL  # exit code of a role whose node or worker is gone
+Step = Generator[Any, Any, int]
+
+
+class RayProcess:
+    """A role in a Ray worker of its own; every call returns at once, `clear_away` in seconds.
+
+    Example:
+        Ray finds a node -> the worker tells its place -> it gets its order -> it is followed until
+        the role ends. A node that dies in between is the role's end, with the code of a kill.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        worker: Any,
+        *,
+        needs: str,
+        log_path: Path,
+        make_order: Callable[[Place], Order | None],
+        place_timeout_s: float | None = None,
+    ) -> None:
+        """Take over a Ray worker (`RoleHost`) that Ray may not have placed yet.
+
+        Args:
+            needs: what it waits for, in words.
+            log_path: gets what the role writes on another node.
+            make_order: returns what to start at a place, None while that is not known.
+            place_timeout_s: after which a role without a node ends with 2; None: never.
+        """
+        self.name = name
+        self.started_at: float | None = None
+        self.place: Place | None = None
+        self.memory_bytes = 0
+        self._worker = worker
+        self._needs = needs
+        self._log_path = log_path
+        self._make_order = make_order
+        self._deadline = time.monotonic() + (place_timeout_s or float("inf"))
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        log_path.touch()
+        self._log_offset = log_path.stat().st_size  # on this machine
+        self._num_read = 0  # bytes of the log there
+        self._is_ordered = False
+        self._code: int | None = None
+        self._life = self._live()
+        self._answer = next(self._life)
+
+    @property
+    def waits_for(self) -> str:
+        """What it needs to start; "" once it has."""
+        if self.started_at is not None or self._code is not None:
+            return ""
+        return self._needs if self.place is None else "scheduler: its address"
+
+    def poll(self) -> int | None:
+        """Return the exit code (negative: minus the signal), None before the end."""
+        while self._code is None:
+            if self._answer is not None and not ray.wait([self._answer], timeout=0)[0]:
+                self._check_deadline()
+                break
+            try:
+                self._answer = self._life.send(self._answer and ray.get(self._answer))
+            except StopIteration as error:
+                self._code = error.value
+            except RayError as error:
+                self._lose(error)
+            if self._answer is None:
+                break
+        return self._code
+
+    def terminate(self) -> None:
+        """Ask the role itself, not what it started, to end."""
+        if self._is_ordered:
+            self._worker.terminate.remote()
+        elif self._code is None:
+            self._code = -signal.SIGTERM
+
+    def clear_away(self) -> None:
+        """Kill at once whatever is left of it, and give its place back."""
+        if self._is_ordered and self._code != LOST:
+            try:
+                told = self._worker.clear_away.remote(self._num_read)
+                self._note(ray.get(told, timeout=2 * KILLED_S))
+            except RayError as error:
+                logger.error("not cleared away role=%s: %s", self.name, _first_line(error))
+        ray.kill(self._worker)
+        self._code = LOST if self._code is None else self._code
+
+    def log_tail(self, *, max_lines: int) -> list[str]:
+        """Return the last lines of its log since this start."""
+        return read_tail(self._log_path, self._log_offset, max_lines=max_lines)
+
+    def _live(self) -> Step:
+        """Yield what is waited for, nothing if that is no answer of Ray; return the exit code."""
+        self.place = yield self._worker.place.remote()
+        assert self.place is not None
+        while (order := self._make_order(self.place)) is None:
+            yield None
+        self._is_ordered = True
+        pid = yield self._worker.start.remote(order)
+        self.started_at = time.time()
+        logger.info("started role=%s node=%s pid=%d", self.name, self.place.host, pid)
+        while True:
+            news: News = yield self._worker.follow.remote(self._num_read)
+            self._note(news)
+            if news.exit_code is not None:
+                return news.exit_code
+
+    def _note(self, news: News) -> None:
+        self.memory_bytes = news.memory_bytes
+        self._num_read += len(news.text)
+        self._write(news.text)
+
+    def _write(self, text: bytes) -> None:
+        with self._log_path.open("ab") as log:
+            log.write(text)
+
+    def _lose(self, error: RayError) -> None:
+        where = f" node={self.place.host}" if self.place else ""
+        logger.warning("lost role=%s%s: %s", self.name, where, _first_line(error))
+        self._write(f"launcher: lost{where}: {error}\n".encode())
+        self._code = LOST
+
+    def _check_deadline(self) -> None:
+        if self.place is None and time.monotonic() > self._deadline:
+            text = f"error: {self.name}: no room within ray.place_timeout_s for {self._needs}\n"
+            self._write(text.encode())
+            self._code = EXIT_CONFIG_ERROR
+
+
+def _first_line(error: RayError) -> str:
+    lines = str(error).splitlines()
+    return next((line for line in lines if "node" in line.lower()), lines[0] if lines else "")

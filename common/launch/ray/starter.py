@@ -1,0 +1,158 @@
+"""Starts roles as Ray workers, each in its place on a cluster."""
+
+# Ray's types are partly unknown.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
+import logging
+import os
+import secrets
+import sys
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from common.launch.base import RoleSpec
+from common.launch.process import MARKS
+from common.launch.ray.host import KEY_FILE, PYTHON, RUN_PY, Order, Place, RoleHost
+from common.launch.ray.placement import Node, Placement
+from common.launch.ray.process import RayProcess
+from common.repository import ROOT
+from common.store.run_dir import RunDir
+from common.wire.security import JOIN_KEY
+
+logger = logging.getLogger(__name__)
+
+NUM_CALLS = 8  # of a worker at once
+OF_A_NODE = ("RAY_", "CUDA_", MARKS)  # environment variables that are not the launcher's to pass on
+OF_THE_RUN = ("run.dir=", "run.name=")  # where its directory lies: not on other nodes
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+class RayStarter:
+    """Starts roles where Ray has room for them. Each keeps its place when it is started again."""
+
+    def __init__(
+        self,
+        run_dir: RunDir,
+        placement: Placement,
+        *,
+        home: Node,
+        is_own: bool,
+        place_timeout_s: float,
+    ) -> None:
+        """Start nothing yet.
+
+        Args:
+            home: the node of this process and of the run directory.
+            is_own: whether the cluster was started by this process.
+            place_timeout_s: for roles that a run cannot go on without.
+        """
+        self._run_dir = run_dir
+        self._timeout_s = place_timeout_s
+        self._is_own_cluster = is_own
+        self._placement = placement
+        self._home = home
+        self.host = home.host
+        self._mark = secrets.token_hex(8)
+        self._groups: dict[str, PlacementGroup] = {}
+        self._processes: dict[str, RayProcess] = {}
+
+    def start(self, spec: RoleSpec) -> RayProcess:
+        """Start a role as soon as a node has room for it."""
+        needs = self._placement.of(spec.name)
+        worker = ray.remote(RoleHost).options(max_concurrency=NUM_CALLS, **self._seat(spec.name))
+        process = RayProcess(
+            spec.name,
+            worker.remote(f"{self._mark}-{spec.name}"),
+            needs=needs.text,
+            log_path=spec.log_path,
+            make_order=lambda place: self._order(spec, place),
+            place_timeout_s=None if spec.name.startswith("actor") else self._timeout_s,
+        )
+        self._processes[spec.name] = process
+        return process
+
+    def memory_bytes(self) -> int:
+        """Return what roles take that are no descendants of this process."""
+        if self._is_own_cluster:
+            return 0
+        return sum(process.memory_bytes for process in self._processes.values())
+
+    def close(self) -> None:
+        """Give all places back."""
+        for group in self._groups.values():
+            remove_placement_group(group)
+
+    def _seat(self, name: str) -> dict[str, Any]:
+        """Return the options of a worker: what it takes, and of which placement group."""
+        needs = self._placement.of(name)
+        options: dict[str, Any] = {"num_cpus": needs.num_cpus, "num_gpus": needs.num_gpus}
+        pinned = {"ray.io/node-id": self._home.node_id} if needs.is_home else {}
+        labels = {**needs.labels, **pinned}
+        if name.partition("-")[0] in ("envhub", "scheduler"):
+            # Outside a group Ray itself keeps those without GPUs away from nodes that have some.
+            return {**options, "label_selector": labels}
+        num_shared = len(self._placement.shared)
+        is_sharing = name.startswith("actor") and int(name.partition("-")[2]) < num_shared
+        key = "learner" if is_sharing else name
+        if key not in self._groups:
+            bundles = [_bundle(needs.num_cpus, needs.num_gpus)]
+            if key == "learner":
+                bundles += [_bundle(self._placement.actor.num_cpus, 0)] * num_shared
+            self._groups[key] = placement_group(
+                bundles,
+                strategy="STRICT_PACK",
+                name=f"longstride-{self._run_dir.root.name}-{key}",
+                bundle_label_selector=[labels] * len(bundles),
+            )
+        index = 1 + int(name.partition("-")[2]) if is_sharing else 0
+        strategy = PlacementGroupSchedulingStrategy(self._groups[key], index)
+        return {**options, "scheduling_strategy": strategy}
+
+    def _order(self, spec: RoleSpec, place: Place) -> Order | None:
+        """Return what to start at a place; None while something is missing that it needs."""
+        is_home = place.node_id == self._home.node_id
+        visible = self._visible(spec.name, place)
+        if visible is None:
+            return None
+        env = {} if visible else dict(spec.env)  # threads are bounded where there are no GPUs
+        env[VISIBLE] = visible
+        own = {sys.executable: PYTHON, str(ROOT / "run.py"): RUN_PY}
+        argv = tuple(own.get(each, each) for each in spec.argv)
+        if is_home:
+            kept = {k: v for k, v in os.environ.items() if not k.startswith(OF_A_NODE)}
+            return Order(
+                name=spec.name, argv=argv, env={**kept, **env}, log_path=str(spec.log_path)
+            )
+        if RUN_PY not in argv:
+            return Order(name=spec.name, argv=argv, env=env)
+        address, key = self._run_dir.find_address("scheduler"), self._run_dir.keys / JOIN_KEY
+        if address is None or not key.exists():
+            return None
+        role, *overrides = argv[2:]
+        overrides = [each for each in overrides if not each.startswith(OF_THE_RUN)]
+        join = ("--join", address.removeprefix("tcp://"), "--key", KEY_FILE)
+        return Order(
+            name=spec.name,
+            argv=(PYTHON, RUN_PY, role, *join, *overrides),
+            env=env,
+            join_key=key.read_text(),
+        )
+
+    def _visible(self, name: str, place: Place) -> str | None:
+        """Return the GPUs that a role may see; None while the learner's, which it shares, wait."""
+        num_shared = len(self._placement.shared)
+        if not name.startswith("actor") or int(name.partition("-")[2]) >= num_shared:
+            return ",".join(place.gpu_ids)
+        learner = self._processes["learner"].place
+        if learner is None:
+            return None
+        return ",".join(learner.gpu_ids[i] for i in self._placement.shared[int(name[6:])])
+
+
+def _bundle(num_cpus: float, num_gpus: int) -> dict[str, float]:
+    """Return what a placement group reserves on a node."""
+    return {"CPU": num_cpus, **({"GPU": float(num_gpus)} if num_gpus else {})}

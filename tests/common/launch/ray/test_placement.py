@@ -1,0 +1,93 @@
+"""Laws of what each role asks Ray for, and of what no cluster can give."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from common.checks.gpu_placement import seat
+from common.config.load import load_config
+from common.config.run_config import RunConfig
+from common.errors import ConfigError
+from common.launch.ray.placement import Node, place
+
+HEAD = Node(node_id="h", host="10.0.0.1", num_cpus=8, num_gpus=4, is_home=True)
+GPU = Node(node_id="g", host="10.0.0.2", num_cpus=8, num_gpus=4, labels={"kind": "h100"})
+CPU = Node(node_id="c", host="10.0.0.3", num_cpus=16, num_gpus=0, labels={"kind": "cpu"})
+LAPTOP = Node(node_id="l", host="127.0.0.1", num_cpus=4, num_gpus=0, is_home=True)
+
+
+def config(repository: Path, *overrides: str) -> RunConfig:
+    device = [] if any("learner.device" in each for each in overrides) else ["learner.device=auto"]
+    return load_config("smoke", ["launcher=ray", *device, *overrides], root=repository)
+
+
+def test_engines_take_gpus_by_their_width_and_the_learner_one_per_rank(repository: Path) -> None:
+    overrides = ("learner.num_ranks=2", "actor.num_actors=9", "actor.tensor_parallel_size=2")
+    wanted = place(config(repository, *overrides), [HEAD, GPU, CPU])
+    assert (wanted.learner.num_gpus, wanted.learner.is_home) == (2, True)
+    assert (wanted.of("actor-8").num_gpus, wanted.of("actor-8").is_home) == (2, False)
+    assert wanted.of("envhub").num_gpus == wanted.of("scheduler").num_gpus == 0
+    assert wanted.of("scheduler").is_home
+    assert wanted.num_fitting == 3  # 2 GPUs are left beside the learner, 4 on the other node
+    assert "3 of 9 actors fit now; the others start when a node appears" in wanted.lines([HEAD])[-1]
+
+
+def test_engines_on_cpus_are_counted_by_cpus_beside_the_learner(repository: Path) -> None:
+    overrides = ("actor.num_actors=50", "ray.actor_cpus=0.5", "ray.learner_cpus=3")
+    wanted = place(config(repository, *overrides), [LAPTOP])
+    assert (wanted.num_fitting, wanted.actor.num_gpus) == (2, 0)
+
+
+@pytest.mark.parametrize("placement", ["colocated", "auto"])
+def test_colocated_engines_share_the_gpus_that_a_single_machine_would_give_them(
+    repository: Path, placement: str
+) -> None:
+    ranks = 4 if placement == "auto" else 2  # auto shares only where nothing else is left
+    overrides = (
+        f"learner.num_ranks={ranks}",
+        "actor.num_actors=5",
+        "actor.tensor_parallel_size=2",
+        f"actor.placement={placement}",
+    )
+    cfg = config(repository, *overrides)
+    wanted = place(cfg, [HEAD])
+    assert wanted.shared == seat(cfg, num_gpus=4).actors[: ranks // 2]
+    assert (wanted.of("actor-0").num_gpus, wanted.of("actor-0").is_home) == (0, True)
+    assert wanted.of("actor-4").num_gpus == 2
+    assert wanted.num_fitting == 2  # two that share, or one that shares and one apart
+
+
+@pytest.mark.parametrize(
+    ("overrides", "nodes", "message"),
+    [
+        (["learner.num_ranks=8"], [HEAD, GPU], "learner needs a node with 1 CPU, 8 GPU on the"),
+        (["learner.device=cuda"], [LAPTOP], "has that (127.0.0.1: 4 CPU, 0 GPU); start run.py on"),
+        (["learner.device=cuda:1"], [HEAD], "Ray chooses the devices"),
+        (["actor.tensor_parallel_size=8"], [HEAD, GPU], "10.0.0.2: 8 CPU, 4 GPU, kind=h100"),
+        (["ray.actor_labels=[kind=a100]"], [HEAD, GPU], "actor needs a node with 1 CPU and kind"),
+        (["actor.placement=apart", "learner.num_ranks=4"], [HEAD], "10.0.0.1: 7 CPU, 0 GPU"),
+        (["ray.envhub_cpus=32"], [HEAD, CPU], "envhub needs a node with 32 CPU"),
+        (["ray.learner_cpus=32"], [LAPTOP], "lower ray.learner_cpus"),
+    ],
+)
+def test_what_no_node_has_is_refused_with_what_the_cluster_has(
+    repository: Path, overrides: list[str], nodes: list[Node], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        place(config(repository, *overrides), nodes)
+
+
+@pytest.mark.parametrize(
+    ("label", "num"),
+    [("kind=h100", 4), ("kind=!cpu", 7), ("kind=in(a100, h100)", 4), ("kind=!in(h100,cpu)", 3)],
+)
+def test_labels_select_nodes_as_ray_does(repository: Path, label: str, num: int) -> None:
+    cfg = config(repository, "actor.num_actors=99", f'ray.actor_labels=["{label}"]')
+    assert place(cfg, [HEAD, GPU, CPU]).num_fitting == num
+
+
+@pytest.mark.parametrize("override", ["ray.address=here", "ray.actor_labels=[h100]"])
+def test_address_and_labels_have_a_form(repository: Path, override: str) -> None:
+    with pytest.raises(ConfigError, match=r"HOST:PORT|key=value"):
+        config(repository, override)

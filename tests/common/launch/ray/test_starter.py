@@ -1,0 +1,271 @@
+"""Laws of roles that Ray places, on a cluster of several nodes that this machine plays."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Generator
+from pathlib import Path
+
+import pytest
+
+from common.config.load import load_config
+from common.errors import ConfigError
+from common.launch.base import Ending, LaunchState, RoleSpec
+from common.launch.launcher import Launcher
+from common.launch.ray.cluster import placement_lines, start_on_ray
+from common.store.run_dir import RunDir
+from tests.common.launch.ray.clusters import Nodes, running_cluster, wait_for
+from tests.common.launch.test_launch import GRANDCHILD, STAY, TERM_NOTED, interrupt_when, is_gone
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+TELL = (
+    "import os, signal; print(os.environ.get('CUDA_VISIBLE_DEVICES'), os.environ.get('MARK'),"
+    " flush=True); signal.pause()"
+)
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Generator[Nodes]:
+    """A node without GPUs, to which the launcher is attached, and one with four."""
+    with (
+        tempfile.TemporaryDirectory(prefix="ray-") as folder,
+        running_cluster(Path(folder), num_cpus=3) as cluster,
+    ):
+        cluster.add(num_cpus=8, num_gpus=4, labels={"kind": "gpu"})
+        yield cluster
+
+
+def role(tmp_path: Path, name: str, code: str, *args: object, **policy: object) -> RoleSpec:
+    return RoleSpec(
+        name=name,
+        argv=(sys.executable, "-S", "-c", code, *map(str, args)),
+        log_path=tmp_path / "logs" / f"{name}.log",
+        **policy,  # type: ignore[arg-type]
+    )
+
+
+def launch(
+    nodes: Nodes,
+    tmp_path: Path,
+    specs: list[RoleSpec],
+    on_poll: Callable[[], None] = lambda: None,
+    *overrides: str,
+    states: list[LaunchState] | None = None,
+) -> Ending:
+    num_actors = sum(spec.name.startswith("actor") for spec in specs)
+    own = [
+        "launcher=ray",
+        f"ray.address={nodes.address}",
+        f"actor.num_actors={num_actors}",
+        "ray.learner_cpus=0.5",
+    ]
+    cfg = load_config("smoke", [*own, *overrides], root=Path(__file__).parents[4])
+    deadline = time.monotonic() + 60.0
+
+    def on_poll_in_time(state: LaunchState) -> None:
+        assert time.monotonic() < deadline, "the run did not end"
+        if states is not None:
+            states.append(state)
+        on_poll()
+
+    with start_on_ray(cfg, RunDir(root=tmp_path)) as starter:
+        launcher = Launcher(
+            starter,
+            stop_timeout_s=lambda: 5.0,
+            finish_grace_s=0.3,
+            first_backoff_s=0.02,
+            on_poll_every_s=0.05,
+        )
+        return launcher.run(specs, on_poll=on_poll_in_time)
+
+
+def log_of(tmp_path: Path, name: str) -> str:
+    return (tmp_path / "logs" / f"{name}.log").read_text()
+
+
+def test_roles_see_their_own_gpus_and_their_logs_come_to_the_run_directory(
+    nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MARK", "of the launcher")
+    names = ["envhub", "scheduler", "learner", "actor-0", "actor-1", "actor-2"]
+    specs = [role(tmp_path, name, TELL) for name in names]
+    logs = [tmp_path / "logs" / f"{name}.log" for name in names]
+    told = lambda: all(log.exists() and "\n" in log.read_text() for log in logs[:5])  # noqa: E731
+    states: list[LaunchState] = []
+    overrides = ("actor.tensor_parallel_size=2", "ray.actor_labels=[kind=gpu]")
+    ending = launch(nodes, tmp_path, specs, interrupt_when(told), *overrides, states=states)
+    assert ending.exit_code == 143
+    # Those beside the run directory have the launcher's environment, and no GPU.
+    assert [log_of(tmp_path, n) for n in ("scheduler", "learner")] == [" of the launcher\n"] * 2
+    visible = {log_of(tmp_path, name).split()[0] for name in ("actor-0", "actor-1")}
+    assert visible == {"0,1", "2,3"}
+    assert log_of(tmp_path, "envhub").startswith(" ")  # no GPU
+    # The third engine has no GPUs left: it waits, and the run goes on without it.
+    needed = "a node with 1 CPU, 2 GPU and kind=gpu"
+    assert states[-1].waiting == {} or states[-1].waiting == {"actor-2": needed}
+    assert any(state.waiting.get("actor-2") == needed for state in states)
+    assert all("actor-2" not in state.started_at for state in states)
+    assert log_of(tmp_path, "actor-2") == ""
+
+
+def test_role_that_is_killed_starts_again_and_a_failing_one_ends_the_run_with_its_last_words(
+    nodes: Nodes, tmp_path: Path
+) -> None:
+    starts = tmp_path / "starts"
+    stay = "import os, signal, sys; open(sys.argv[1], 'a').write(f'{os.getpid()} '); signal.pause()"
+    fail = "import sys; print('early'); raise RuntimeError('no such device')"
+    learner = role(tmp_path, "learner", fail, ends_run=True, max_restarts=2)
+    hub = role(tmp_path, "envhub", stay, starts)
+    ending = launch(nodes, tmp_path, [hub, learner])
+    assert ending.exit_code == 1
+    assert "learner failed after 2 restarts: exit code 1" in ending.reason
+    assert "RuntimeError: no such device" in ending.reason
+    assert log_of(tmp_path, "learner").count("early") == 3
+    starts.unlink(missing_ok=True)
+    killed: list[int] = []
+
+    def on_poll() -> None:
+        pids = [int(pid) for pid in starts.read_text().split()] if starts.exists() else []
+        if len(pids) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif pids and pids[-1] not in killed:
+            killed.append(pids[-1])
+            os.kill(pids[-1], signal.SIGKILL)
+
+    assert launch(nodes, tmp_path, [hub], on_poll).exit_code == 143
+    assert len(killed) == 1
+    ends = role(tmp_path, "learner", "print('done')", ends_run=True)
+    assert launch(nodes, tmp_path, [role(tmp_path, "envhub", STAY), ends]).exit_code == 0
+    wrong = role(tmp_path, "actor-0", "print('error: actor.name=a: is taken'); raise SystemExit(2)")
+    ending = launch(nodes, tmp_path, [wrong, role(tmp_path, "envhub", STAY)])
+    assert (ending.exit_code, ending.reason) == (2, "actor-0: error: actor.name=a: is taken")
+
+
+def test_signal_stops_the_roles_in_order_and_leaves_nothing(nodes: Nodes, tmp_path: Path) -> None:
+    notes, pids = tmp_path / "notes", tmp_path / "pids"
+    names = ["envhub", "scheduler", "learner"]
+    ranks = {"envhub": 2, "scheduler": 1}
+    specs = [role(tmp_path, n, TERM_NOTED, notes, n, stop_rank=ranks.get(n, 0)) for n in names]
+    specs.append(role(tmp_path, "actor-0", GRANDCHILD, pids))  # ignores signals, has children
+    wanted = [pids, *(tmp_path / f"notes.{name}" for name in names)]
+    ready = lambda: all(path.exists() for path in wanted)  # noqa: E731
+    assert launch(nodes, tmp_path, specs, interrupt_when(ready, signal.SIGINT)).exit_code == 130
+    assert notes.read_text().split() == ["learner", "scheduler", "envhub"]
+    assert all(is_gone(int(pid)) for pid in pids.read_text().split())
+
+
+def test_killed_launcher_takes_its_roles_and_its_own_cluster_along(
+    tmp_path: Path, repository: Path
+) -> None:
+    pids = tmp_path / "pids"
+    code = (
+        "import sys\nfrom pathlib import Path\n"
+        "from common.config.load import load_config\n"
+        "from common.launch.base import RoleSpec\nfrom common.launch.launcher import Launcher\n"
+        "from common.launch.ray.cluster import start_on_ray\n"
+        "from common.store.run_dir import RunDir\n"
+        "folder, stay = Path(sys.argv[1]), sys.argv[2]\n"
+        "argv = (sys.executable, '-S', '-c', stay, str(folder / 'pids'))\n"
+        "spec = RoleSpec(name='learner', argv=argv, log_path=folder / 'log')\n"
+        "cfg = load_config('smoke', ['launcher=ray'], root=Path.cwd())\n"
+        "with start_on_ray(cfg, RunDir(root=folder)) as starter:\n"
+        "    Launcher(starter, stop_timeout_s=lambda: 5.0).run([spec], on_poll=lambda _: None)\n"
+    )
+    stay = (
+        "import os, signal, sys; open(sys.argv[1] + '.part', 'w').write(str(os.getpid()));"
+        "os.rename(sys.argv[1] + '.part', sys.argv[1]); signal.pause()"
+    )
+    environment = {**os.environ, "RAY_ADDRESS": "", "LONGSTRIDE_TEST_MARK": str(tmp_path)}
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path), stay], cwd=repository, env=environment
+    )
+    wait_for(pids.exists)
+    listening = subprocess.run(["ss", "-Hltnp"], capture_output=True, text=True).stdout
+    ours = {str(pid) for pid in marked(tmp_path)}
+    addresses = {
+        line.split()[3].rpartition(":")[0]
+        for line in listening.splitlines()
+        if any(f"pid={pid}," in line for pid in ours)
+    }
+    launcher.kill()
+    launcher.wait()
+    wait_for(lambda: is_gone(int(pids.read_text())))
+    wait_for(lambda: marked(tmp_path) == [], others=lambda: commands_of(marked(tmp_path)))
+    assert addresses <= {"127.0.0.1", "[::ffff:127.0.0.1]", "[::1]"}
+
+
+def commands_of(pids: list[int]) -> list[str]:
+    """Return the command lines of processes."""
+    return [Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ") for pid in pids]
+
+
+def marked(folder: Path) -> list[int]:
+    """Return the processes that were started with a test's mark."""
+    mark = f"LONGSTRIDE_TEST_MARK={folder}".encode()
+    found = []
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if mark in environ.read_bytes().split(b"\0") and not is_gone(int(environ.parent.name)):
+                found.append(int(environ.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+def test_role_of_a_killed_node_waits_for_another_and_goes_on_there(
+    nodes: Nodes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    doomed = nodes.add(num_cpus=1, labels={"kind": "spot"})
+    beside: list[object] = []
+    pids: list[int] = []
+    states: list[LaunchState] = []
+    log = tmp_path / "logs" / "actor-0.log"
+
+    def on_poll() -> None:
+        told = log.read_text().splitlines() if log.exists() else []
+        if not pids and any(line.isdigit() for line in told):
+            pids.append(int(told[0]))
+            nodes.kill(doomed)
+        elif pids and not beside and states[-1].waiting and is_gone(pids[0]):
+            beside.append(nodes.add(num_cpus=1, labels={"kind": "spot"}))
+        elif sum(line.isdigit() for line in told) == 2:
+            os.kill(
+                os.getpid(), signal.SIGINT
+            )  # a node that is added here takes SIGTERM for itself
+
+    stay = "import os, signal; print(os.getpid(), flush=True); signal.pause()"
+    specs = [role(tmp_path, "learner", STAY), role(tmp_path, "actor-0", stay)]
+    caplog.set_level(logging.INFO)
+    overrides = ("ray.actor_labels=[kind=spot]", "envhub.url=http://127.0.0.1:1")
+    try:
+        ending = launch(nodes, tmp_path, specs, on_poll, *overrides, states=states)
+    finally:
+        for each in beside:
+            nodes.kill(each)
+    assert ending.exit_code == 130
+    assert "lost role=actor-0" in caplog.text
+    assert "role ended role=actor-0 exit=killed by SIGKILL restart=1/20" in caplog.text
+    assert caplog.text.count("started role=learner") == 1
+
+
+def test_cluster_that_does_not_answer_or_is_too_small_is_refused_at_once(
+    nodes: Nodes, repository: Path, tmp_path: Path
+) -> None:
+    began = time.monotonic()
+    for address, words in (
+        ("127.0.0.1:9", "no cluster answers"),
+        (nodes.address, "learner needs a node with 1 CPU, 8 GPU on the node of the run directory"),
+    ):
+        wanted = ["learner.device=cuda", "learner.num_ranks=8", "launcher=ray"]
+        cfg = load_config("smoke", [*wanted, f"ray.address={address}"], root=repository)
+        with pytest.raises(ConfigError, match=words), start_on_ray(cfg, RunDir(root=tmp_path)):
+            pass
+    assert time.monotonic() - began < 15.0
+    fitting = ["launcher=ray", f"ray.address={nodes.address}", "ray.learner_cpus=0.5"]
+    lines = placement_lines(load_config("smoke", fitting, root=repository))
+    assert any("8 CPU, 4 GPU, kind=gpu" in line for line in lines)

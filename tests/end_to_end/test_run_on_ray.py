@@ -1,0 +1,79 @@
+"""A run on several Ray nodes that this machine plays: one is added, another one killed."""
+
+import json
+import signal
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.common.launch.ray.clusters import running_cluster, wait_for
+from tests.end_to_end.runs import Run, balances
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.filterwarnings("ignore"),  # Ray's own
+]
+
+
+def joined_from(address: str) -> list[int]:
+    """Return the processes of roles that joined a scheduler from other nodes."""
+    found: list[int] = []
+    for process in psutil.process_iter():
+        with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            if address in process.cmdline() and "--join" in process.cmdline():
+                found.append(process.pid)
+    return found
+
+
+def actors_of(run: Run) -> dict[str, float]:
+    """Return the tokens per second of each actor that the scheduler hears of."""
+    with suppress(FileNotFoundError, json.JSONDecodeError):
+        return {a["name"]: a["tokens_per_s"] or 0 for a in run.read("status.json")["actors"]}
+    return {}
+
+
+def test_node_is_added_and_another_killed_and_the_run_goes_on(tmp_path: Path) -> None:
+    engine = {"num_cpus": 1, "labels": {"kind": "engine"}}
+    with (
+        tempfile.TemporaryDirectory(prefix="ray-") as folder,
+        running_cluster(Path(folder), num_cpus=2) as nodes,
+    ):
+        first = nodes.add(**engine)
+        overrides = (
+            "launcher=ray",
+            f"ray.address={nodes.address}",
+            "ray.actor_labels=[kind=engine]",
+            "actor.num_actors=2",
+            "train.num_steps=100000",
+            "eval.before=false",
+            "learner.checkpoint_every_steps=1000",
+        )
+        with Run(tmp_path, *overrides) as run:
+            run.wait_until(lambda: len(run.metrics()) >= 1)
+            assert run.read("launch.json")["waiting"].keys() == {"actor-1"}
+            nodes.add(**engine)
+            run.wait_until(lambda: actors_of(run).get("actor-1", 0) > 0)
+            address = (run.root / "addresses" / "scheduler").read_text().removeprefix("tcp://")
+            assert len(joined_from(address)) == 2  # without the run's directory
+            nodes.kill(first)
+            run.wait_until(lambda: "lost role=actor-0" in run.output)
+            run.wait_until(lambda: "actor-0" in run.read("launch.json")["waiting"])
+            lost_at = len(run.metrics())
+            run.wait_until(lambda: len(run.metrics()) >= lost_at + 3)
+            run.process.send_signal(signal.SIGTERM)
+            assert run.wait() == 143, run.output
+            assert run.left_over() == []
+        wait_for(lambda: joined_from(address) == [])
+    assert "1 of 2 actors fit now; the others start when a node appears" in run.output
+    assert "engine ready" in (run.root / "logs" / "actor-1.log").read_text()  # came from its node
+    ledger = run.read("ledger.json")
+    assert balances(ledger)
+    logged = (run.root / "journal" / "steps.jsonl").read_text()
+    steps = [json.loads(text) for text in logged.splitlines()]
+    trained = [name for step in steps for group in step["groups"] for name in group]
+    assert len(set(trained)) == len(trained)  # nothing twice
+    assert 0 <= len(trained) - ledger["trained"] <= 8  # of the step that was reported at the stop
