@@ -1,8 +1,11 @@
-"""vLLM's CPU worker, made fit for CPUs with AMX tiles."""
+"""vLLM's CPU worker, made fit for CPUs with AMX tiles, and for one adapter."""
 
+from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from common.amx import TilePermission, request_tiles
+
+ONE_ADAPTER = "actor.engine.cpu_adapter.OneAdapter"
 
 
 class TileWorker(CPUWorker):
@@ -15,4 +18,6 @@ class TileWorker(CPUWorker):
 
     def init_device(self) -> None:
         self.tile_permission = request_tiles()
+        if self.vllm_config.lora_config is not None:
+            CpuPlatform.get_punica_wrapper = classmethod(lambda _: ONE_ADAPTER)  # pyright: ignore
         super().init_device()

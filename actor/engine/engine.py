@@ -9,14 +9,17 @@ from typing import Any, cast
 
 from vllm import SamplingParams
 from vllm.inputs.engine import tokens_input
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from actor.engine.adapter import REQUEST
 from actor.engine.concurrency import EngineLoad
 from actor.engine.process_watch import ProcessWatch
 from actor.engine.start import shut_down_llm, start_llm
 from actor.rollout.episode import Turn
+from common.config.learning import FULL, LoraSection
 from common.config.run_config import ActorSection, AtUpdate, ModelSection
 from common.errors import EngineError, WeightSyncError
 from common.wire.codec import encode
@@ -46,6 +49,7 @@ class Engine:
         self.meter: EngineLoad | None = None
         self._cfg = cfg
         self._end_of_turn_ids = end_of_turn_ids
+        self._takes_adapters = False
         self.version = -1  # nothing received yet
         self.num_sampled_tokens = 0
         self.num_running = 0
@@ -60,16 +64,22 @@ class Engine:
         seed: int,
         meters_load: bool = False,
         has_weights: bool = True,
+        lora: LoraSection = FULL,
     ) -> "Engine":
         """Start the engine processes and warm them up; without weights they are random at first.
+
+        With a `lora` of a rank above 0 it takes adapters to the weights that it has.
 
         Raises: EngineError: it did not start, or is not able to sample.
         """
         started = time.monotonic()
         meter = EngineLoad() if meters_load else None
-        llm, watch = start_llm(model, cfg, seed=seed, meter=meter, has_weights=has_weights)
+        llm, watch = start_llm(
+            model, cfg, seed=seed, meter=meter, has_weights=has_weights, lora=lora
+        )
         engine = cls(llm, cfg, end_of_turn_ids=end_of_turn_ids, watch=watch)
         engine.meter = meter
+        engine._takes_adapters = lora.rank > 0
         problem = await engine._warm_up(timeout_s=cfg.start_timeout_s)
         if problem:
             engine.shut_down()
@@ -106,6 +116,11 @@ class Engine:
         except EngineDeadError:
             raise EngineError(f"engine died: {await self._watch.describe_death()}") from None
 
+    @property
+    def _adapter(self) -> LoRARequest | None:
+        """What every request names; nothing before the first version."""
+        return REQUEST if self._takes_adapters and self.version >= 0 else None
+
     def _sampling(self, max_tokens: int) -> SamplingParams:
         return SamplingParams(
             temperature=self._cfg.temperature,
@@ -137,7 +152,7 @@ class Engine:
         try:
             async with self._bounded("a turn", self._cfg.turn_timeout_s):
                 async for output in self._llm.generate(
-                    prompt, self._sampling(max_tokens), request_id
+                    prompt, self._sampling(max_tokens), request_id, lora_request=self._adapter
                 ):
                     if output.finished:
                         return self._turn(output)
@@ -159,7 +174,7 @@ class Engine:
             for request_id, prompt_ids in prompts.items():
                 prompt = tokens_input(prompt_ids, cache_salt=salt)
                 queues[request_id] = await self._llm.add_request(
-                    request_id, prompt, self._sampling(max_tokens)
+                    request_id, prompt, self._sampling(max_tokens), lora_request=self._adapter
                 )
             self._llm._run_output_handler()
             await self._llm.resume_generation()
@@ -234,7 +249,9 @@ class Engine:
         async with self._bounded(f"scoring {request_id}", self._cfg.turn_timeout_s):
             for index, token_ids in enumerate(sequences):
                 prompt = tokens_input(token_ids)
-                async for output in self._llm.generate(prompt, params, f"{request_id}-{index}"):
+                async for output in self._llm.generate(
+                    prompt, params, f"{request_id}-{index}", lora_request=self._adapter
+                ):
                     if output.finished:
                         known = output.prompt_logprobs or []  # [seq]; the first token has none
                         steps = zip(token_ids[1:], (s for s in known[1:] if s), strict=True)

@@ -14,14 +14,21 @@ from vllm.v1.engine.core_client import BackgroundResources, MPClient
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerBase
 
+from actor.engine.adapter import engine_options
 from actor.engine.concurrency import EngineLoad
 from actor.engine.process_watch import ProcessWatch
+from common.config.learning import FULL, LoraSection
 from common.config.run_config import ActorSection, ModelSection
 from common.errors import EngineError
 
 
 def engine_arguments(
-    model: ModelSection, cfg: ActorSection, *, seed: int, has_weights: bool = True
+    model: ModelSection,
+    cfg: ActorSection,
+    *,
+    seed: int,
+    has_weights: bool = True,
+    lora: LoraSection = FULL,
 ) -> AsyncEngineArgs:
     return AsyncEngineArgs(
         model=model.path,
@@ -42,6 +49,7 @@ def engine_arguments(
         distributed_executor_backend=UniProcExecutor if cfg.tensor_parallel_size == 1 else "mp",
         disable_log_stats=True,
         num_gpu_blocks_override=cfg.kv_cache_blocks or None,
+        **engine_options(lora),
     )
 
 
@@ -52,6 +60,7 @@ def start_llm(
     seed: int,
     meter: EngineLoad | None,
     has_weights: bool = True,
+    lora: LoraSection = FULL,
 ) -> tuple[AsyncLLM, ProcessWatch]:
     """Start the engine's processes, blocking; with a meter they tell it what they do.
 
@@ -66,7 +75,7 @@ def start_llm(
     watch = ProcessWatch()
     try:
         with watch.printing():
-            arguments = engine_arguments(model, cfg, seed=seed, has_weights=has_weights)
+            arguments = engine_arguments(model, cfg, seed=seed, has_weights=has_weights, lora=lora)
             llm = _start(arguments, meter)
     except (RuntimeError, ValueError, OSError, TimeoutError) as error:
         _close_contexts_in(error)

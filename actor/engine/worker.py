@@ -5,8 +5,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from vllm.config import VllmConfig
 from vllm.distributed import get_tp_group
 
+from actor.engine.adapter import load_adapter
 from common.amx import TilePermission
 from common.errors import WeightSyncError
 from common.wire.codec import decode
@@ -22,6 +24,7 @@ class WeightReceiver:
 
     device: torch.device  # this and the next are the worker's own
     model_runner: Any
+    vllm_config: VllmConfig
     _weight_group: WeightGroup
 
     def device_id(self) -> str:
@@ -82,6 +85,9 @@ class WeightReceiver:
         return buffer.to(self.device)
 
     def _load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        if self.model_runner.lora_config:
+            load_adapter(self.model_runner, tensors, self.vllm_config)
+            return
         # vLLM warns at every reload of layers that no checkpoint has weights for (rotary tables).
         logging.getLogger(RELOAD_LOGGER).setLevel(logging.ERROR)
         self.model_runner.reload_weights(weights_iterator=tensors)

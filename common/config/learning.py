@@ -204,6 +204,9 @@ class LoraSection:
     targets: list[str] = knob([], "layers, such as q_proj; []: linear ones but the head", form=WORD)
 
 
+FULL = LoraSection()  # no adapters: all weights are trained
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControllerSection:
     """Reactions to data that is too far from the policy; each bounded, logged and switchable.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from common.config.learning import LoraSection
+from common.config.learning import FULL
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.store.journal import read_journal
@@ -95,7 +95,7 @@ def run(cfg: RunConfig, run_root: Path, *, play: Play) -> Path:
             sft.train(model, kept, cfg.sft, cfg.learner, seed=cfg.run.seed + iteration)
             save_policy(policy, model, tokenizer)
         newest = str(policy)
-    whole = replace(cfg.learner, lora=LoraSection())  # adapters are merged already
+    whole = replace(cfg.learner, lora=FULL)  # adapters are merged already
     return save_policy(Path(cfg.evolve.output), *load_start(newest, whole))
 
 

@@ -5,7 +5,7 @@ Source: LoRA, arXiv:2106.09685; the layers are peft's, put into the model in pla
 
 import copy
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -103,14 +103,10 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
             layer.set_scale(ADAPTER, 1.0)
 
 
-def adapter_layout(model: nn.Module) -> Iterator[tuple[str, Tensor, float]]:
-    """Yield (name in peft's files, tensor or this rank's part, factor) of the adapters.
-
-    Without the factors the files mean the same as with `lora_alpha` set to the rank.
-    """
-    for name, layer in _adapted(model):
-        for part, factor in (("lora_A", 1.0), ("lora_B", layer.scaling[ADAPTER])):
-            yield f"{_PREFIX}{name}.{part}.weight", getattr(layer, part)[ADAPTER].weight, factor
+def adapter_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name in peft's files, tensor or this rank's part of it) of the adapters, live."""
+    for name, tensor in trained_state(model).items():
+        yield _PREFIX + name.replace(f".{ADAPTER}.", "."), tensor.detach()
 
 
 def check_resumable(folder: Path, model: PreTrainedModel, cfg: LoraSection) -> None:
@@ -152,11 +148,6 @@ def merged_tensors(model: nn.Module, state: Mapping[str, Tensor]) -> Iterator[tu
             yield f"{prefix}weight", _whole(tensor.detach()).float() + change
         elif ".lora_" not in name:
             yield name.replace(_BASE, "."), tensor
-
-
-def merged_names(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield what `merged_tensors` yields with the base's weights as they are."""
-    return ((n.replace(_BASE, "."), tensor) for n, tensor in tensors if ".lora_" not in n)
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -12,13 +12,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from common.config.learning import LoraSection
+from common.config.learning import FULL, LoraSection
 from common.errors import ConfigError
 from learner.batch.batching import TokenBatch
 from learner.policy.attention import Packing
-from learner.policy.lora import add_adapters, merged_names, merged_tensors
+from learner.policy.lora import adapter_tensors, add_adapters, has_adapters
 
-FULL = LoraSection()  # no adapters: all weights are trained
 # Settings of other families that change the logits after the head, which is applied here.
 UNSUPPORTED_LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
@@ -168,7 +167,7 @@ def export_tensors(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple
 
     If the model is sharded, all ranks must do so together.
     """
-    for name, tensor in merged_tensors(model, dict(_tensors_once(model))):
+    for name, tensor in _published(model):
         yield name, whole(tensor.to(_exported(tensor, dtype)))
 
 
@@ -176,7 +175,7 @@ def export_layout(model: PreTrainedModel, dtype: torch.dtype) -> list[tuple[str,
     """Return what `export_tensors` yields as meta tensors; for a sharded model on one rank, too."""
     return [
         (name, torch.empty(tensor.shape, dtype=_exported(tensor, dtype), device="meta"))
-        for name, tensor in merged_names(_tensors_once(model))
+        for name, tensor in _published(model)
     ]
 
 
@@ -184,7 +183,11 @@ def _exported(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
     return dtype if tensor.is_floating_point() else tensor.dtype
 
 
-def _tensors_once(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+def _published(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield what engines need of a version: adapters, if there are any, beside what they have."""
+    if has_adapters(model):
+        yield from adapter_tensors(model)
+        return
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in seen:

@@ -2,7 +2,7 @@
 
 import asyncio
 import gc
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +13,7 @@ import zmq.asyncio
 from transformers import Qwen3ForCausalLM
 
 from actor.rollout.episode import Turn
-from common.config.learning import AlgorithmSection, LearnerSection, Precision
+from common.config.learning import FULL, AlgorithmSection, LearnerSection, LoraSection, Precision
 from common.config.run_config import ActorSection, AtUpdate, ModelSection, SftSection
 from common.store.run_dir import RunDir
 from common.wire.security import create_keys
@@ -53,7 +53,14 @@ class Rig:
     """An engine, the trainer of the same policy, and the run directory between them."""
 
     def __init__(
-        self, folder: Path, *, dtype: str, is_tied: bool, at_update: AtUpdate = AtUpdate.KEEP
+        self,
+        folder: Path,
+        *,
+        dtype: str,
+        is_tied: bool,
+        at_update: AtUpdate = AtUpdate.KEEP,
+        lora: LoraSection = FULL,
+        prepare: Callable[[Qwen3ForCausalLM], None] = lambda _: None,
     ) -> None:
         from actor.engine.engine import Engine
 
@@ -61,9 +68,9 @@ class Rig:
         self.at_update = at_update
         self.run_dir = RunDir(root=folder)
         self.keys = create_keys(self.run_dir.keys)
-        save_tiny_policy(folder / "policy", is_tied=is_tied)
+        save_tiny_policy(folder / "policy", is_tied=is_tied, prepare=prepare)
         path = str(folder / "policy")
-        self.model = load_policy(path, device="cpu", gradient_checkpointing=False)
+        self.model = load_policy(path, device="cpu", gradient_checkpointing=False, lora=lora)
         precision = Precision.FP32 if dtype == "float32" else Precision.BF16
         settings = TrainerSettings(
             learner=LearnerSection(precision=precision),
@@ -75,7 +82,7 @@ class Rig:
         actor = ActorSection(max_concurrent=32, max_model_len=512, kv_at_update=at_update)
         self._runner = asyncio.Runner()
         start = Engine.start(
-            ModelSection(path=path, dtype=dtype), actor, end_of_turn_ids=[], seed=0
+            ModelSection(path=path, dtype=dtype), actor, end_of_turn_ids=[], seed=0, lora=lora
         )
         self.engine = self._runner.run(start)
 
@@ -118,6 +125,8 @@ class Rig:
         scale = 0.15 if self.dtype == torch.float32 else 0.05
         generator = torch.Generator().manual_seed(seed)
         for parameter in self.model.parameters():
+            if not parameter.requires_grad:
+                continue
             if parameter.dim() > 1:
                 parameter.normal_(0.0, scale, generator=generator)
             else:
@@ -186,7 +195,9 @@ class Rig:
         )
 
 
-def save_tiny_policy(folder: Path, *, is_tied: bool) -> None:
+def save_tiny_policy(
+    folder: Path, *, is_tied: bool, prepare: Callable[[Qwen3ForCausalLM], None] = lambda _: None
+) -> None:
     # Two heads, because the engine has no attention kernel for heads of less than 32 on CPU.
     cfg = SftSection(hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=1)
     cfg = replace(cfg, intermediate_size=128, vocab_size=320)
@@ -195,4 +206,5 @@ def save_tiny_policy(folder: Path, *, is_tied: bool) -> None:
     if is_tied:
         model.config.tie_word_embeddings = True
         model = Qwen3ForCausalLM(model.config)
+    prepare(model)
     save_policy(folder, model, tokenizer)

@@ -1,0 +1,64 @@
+"""The policy's adapter in the engine: vLLM's own LoRA layers, filled from memory.
+
+Not merged into the weights: what LoRA changes is far below bf16's steps, and would be rounded away.
+"""
+
+from collections.abc import Iterable
+from itertools import chain
+from typing import Any, cast, get_args
+
+import torch
+from vllm.config import VllmConfig
+from vllm.config.lora import MaxLoRARanks
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.request import LoRARequest
+
+from common.config.learning import LoraSection
+from common.errors import EngineError
+
+# The only adapter. It has no path: one that is not in the engine is an error and never looked for.
+REQUEST = LoRARequest(lora_name="policy", lora_int_id=1, lora_path="/published/in/memory")
+
+
+def engine_options(cfg: LoraSection) -> dict[str, Any]:
+    """Return the arguments of an engine that takes adapters, none of one that takes weights."""
+    if not cfg.rank:
+        return {}
+    sizes = sorted(get_args(MaxLoRARanks))
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": next(size for size in sizes if size >= cfg.rank),
+        "additional_config": {"lora_alpha": cfg.alpha},
+    }
+
+
+def load_adapter(
+    model_runner: Any, tensors: Iterable[tuple[str, torch.Tensor]], config: VllmConfig
+) -> None:
+    """Put an adapter (peft's names) in the place of the one before; in a worker, while paused.
+
+    Raises: EngineError: the engine has no place for one of the layers.
+    """
+    named = dict(tensors)
+    alpha = cast(dict[str, Any], config.additional_config)["lora_alpha"]
+    rank = next(tensor.shape[0] for name, tensor in named.items() if ".lora_A." in name)
+    model = model_runner.get_model()
+    renamed = getattr(model, "hf_to_vllm_mapper", None)
+    adapter = LoRAModel.from_lora_tensors(
+        REQUEST.lora_int_id,
+        {name: tensor.clone() for name, tensor in named.items()},  # the buffer is used again
+        PEFTHelper(r=rank, lora_alpha=alpha, target_modules=[]),  # pyright: ignore
+        device="cpu",
+        dtype=model_runner.lora_config.lora_dtype,
+        weights_mapper=None if renamed is None else renamed.get_rename_mapper(),
+    )
+    manager = model.lora_manager
+    places = {*manager.modules, *chain.from_iterable(manager.packed_modules.values())}
+    strangers = sorted(adapter.loras.keys() - places)
+    if strangers:
+        raise EngineError(f"learner.lora.targets: this engine adapts no {strangers[0]}")
+    manager.remove_adapter(adapter.id)
+    manager.add_adapter(adapter)
+    manager.activate_adapter(adapter.id)
