@@ -16,7 +16,7 @@ from typing import IO
 
 from common.errors import ConfigError, WireError
 from common.store.run_dir import sync_folder
-from common.wire.codec import pack_record, unpack_record
+from common.wire.codec import pack_frames, pack_record, unpack_record
 from common.wire.messages import Trajectory
 
 logger = logging.getLogger(__name__)
@@ -70,14 +70,17 @@ class JournalWriter:
         """Where the next record will begin, unless a new segment is due."""
         return JournalPosition(segment=self._segment, offset=self._offset)
 
-    def append(self, message: Trajectory) -> JournalPosition:
+    def append(self, message: Trajectory, frames: list[bytes] | None = None) -> JournalPosition:
         """Write one trajectory and return where it begins. Not durable before `sync`.
+
+        Args:
+            frames: those that the message came in, if it did; they are what is written then.
 
         Raises:
             OSError: the disk refused; the journal is as before and may be tried again.
             WireError: the message cannot be packed, or is over MAX_RECORD_BYTES.
         """
-        payload = pack_record(message)
+        payload = pack_record(message) if frames is None else pack_frames(frames)
         if len(payload) > MAX_RECORD_BYTES:
             raise WireError(f"{message.episode_id}: {len(payload)} bytes is over the record limit")
         record = _HEADER.pack(len(payload), zlib.crc32(payload)) + payload

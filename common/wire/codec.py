@@ -28,6 +28,8 @@ MAX_HEADER_BYTES = 16 * 1024 * 1024
 MAX_ARRAY_BYTES = 256 * 1024 * 1024
 ARRAY_DTYPES = ("int32", "float32", "bool")
 
+_DTYPE_NAMES = {np.dtype(name): name for name in ARRAY_DTYPES}
+
 MESSAGE_TYPES: dict[str, type] = {
     name: cls
     for module in (messages, join_messages, weight_messages)
@@ -140,10 +142,11 @@ def _to_plain(kind: Any) -> Callable[[Any, list[bytes]], Any] | None:
 
 
 def _array_to_frame(array: np.ndarray, frames: list[bytes]) -> list[Any]:
-    if array.dtype.name not in ARRAY_DTYPES:
+    name = _DTYPE_NAMES.get(array.dtype)
+    if name is None:
         raise WireError(f"array dtype {array.dtype.name} is not one of {ARRAY_DTYPES}")
     frames.append(array.tobytes())  # in C order, whatever the array's is
-    return [len(frames), array.dtype.name, list(array.shape)]
+    return [len(frames), name, list(array.shape)]
 
 
 class _NotAsSent(Exception):

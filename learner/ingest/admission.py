@@ -1,6 +1,7 @@
 """Admission to the journal: what a trajectory must be, and whether it is there already."""
 
 import logging
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,11 +13,11 @@ logger = logging.getLogger(__name__)
 
 MAX_ABS_LOGPROB = 200.0  # nats; anything beyond is no logprob
 _COLUMNS = {
-    "token_ids": "int32",
-    "loss_mask": "bool",
-    "logprobs": "float32",
-    "versions": "int32",
-    "turn_ids": "int32",
+    "token_ids": np.dtype("int32"),
+    "loss_mask": np.dtype("bool"),
+    "logprobs": np.dtype("float32"),
+    "versions": np.dtype("int32"),
+    "turn_ids": np.dtype("int32"),
 }
 
 
@@ -93,8 +94,8 @@ def refusal(
     num_tokens = trajectory.token_ids.size
     for name, dtype in _COLUMNS.items():
         column: np.ndarray = getattr(trajectory, name)
-        if column.dtype.name != dtype:
-            return f"{name} is {column.dtype.name}, not {dtype}"
+        if column.dtype != dtype:
+            return f"{name} is {column.dtype.name}, not {dtype.name}"
         if column.shape != (num_tokens,):
             return f"{name} has shape {column.shape}, token_ids has {num_tokens} tokens"
     if not 0.0 <= trajectory.reward <= 1.0:
@@ -125,7 +126,7 @@ def _refusal_of_tokens(trajectory: Trajectory, learner_version: int, vocab_size:
     turns = trajectory.turn_ids[mask]
     if int(turns.min()) < 0 or int(turns.max()) >= trajectory.num_turns:
         return f"sampled in turns {turns.min()}..{turns.max()} of {trajectory.num_turns} turns"
-    if (np.diff(turns) < 0).any():
+    if (turns[1:] < turns[:-1]).any():
         return "turns are out of order"
     if int(trajectory.token_ids.min()) < 0:
         return "negative token id"
@@ -133,9 +134,10 @@ def _refusal_of_tokens(trajectory: Trajectory, learner_version: int, vocab_size:
     if vocab_size is not None and largest >= vocab_size:
         return f"token id {largest} of a vocabulary of {vocab_size}"
     logprobs = trajectory.logprobs[mask]
-    if not np.isfinite(logprobs).all():
+    lowest, highest = float(logprobs.min()), float(logprobs.max())  # NaN if there is one
+    if not (math.isfinite(lowest) and math.isfinite(highest)):
         return "a sampled token has no finite logprob"
-    if float(np.abs(logprobs).max()) > MAX_ABS_LOGPROB or float(logprobs.max()) > 1e-3:
+    if lowest < -MAX_ABS_LOGPROB or highest > 1e-3:
         return "a sampled token has an impossible logprob"
     versions = trajectory.versions[mask]
     if int(versions.min()) < 0 or int(versions.max()) > learner_version:

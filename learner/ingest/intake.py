@@ -102,7 +102,7 @@ class Intake(threading.Thread):
                 name = type(trajectory).__name__
                 self._router.send(item.sender, Rejected(reason=f"{name} is no trajectory"))
                 continue
-            reason = self._accept(trajectory, accepted)
+            reason = self._accept(trajectory, item.frames, accepted)
             ack = Ack(episode_id=trajectory.episode_id, is_accepted=not reason, reason=reason)
             answers.append((item.sender, ack))
         if accepted:
@@ -112,7 +112,10 @@ class Intake(threading.Thread):
         self._buffer.add(accepted, end=self._journal.position)
 
     def _accept(
-        self, trajectory: Trajectory, accepted: list[tuple[Trajectory, JournalPosition]]
+        self,
+        trajectory: Trajectory,
+        frames: list[bytes],
+        accepted: list[tuple[Trajectory, JournalPosition]],
     ) -> str:
         """Append a trajectory to the journal unless it is known or refused; return why refused."""
         verdict = self._admission.check(trajectory, learner_version=self._buffer.version + 1)
@@ -121,7 +124,7 @@ class Intake(threading.Thread):
         elif verdict.refusal:
             self._buffer.add_refused(trajectory)
         else:
-            accepted.append((trajectory, self._journal.append(trajectory)))
+            accepted.append((trajectory, self._journal.append(trajectory, frames)))
             self._admission.admit(trajectory)
         return verdict.refusal
 
