@@ -134,6 +134,7 @@ def bench(request: Request) -> int:
         **Later("envhub.bench.suite:SUITES").find(),
         "learner": Later("learner.bench.suite:run_suite"),
         "scheduler": Later("learner.scheduler.bench.suite:run_suite"),
+        "transport": Later("learner.ingest.bench.suite:run_suite"),
         "tail": Later("learner.bench.tail:run_suite"),
         "gpu": Later("learner.bench.gpu:run_suite"),
         **Later("learner.bench.studies:SUITES").find(),

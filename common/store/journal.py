@@ -8,6 +8,7 @@ import fcntl
 import logging
 import os
 import struct
+import threading
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ JOURNAL_START = JournalPosition()
 
 
 class JournalWriter:
-    """Appends trajectories. Nothing is promised until `sync` has returned.
+    """Appends trajectories, from one thread. Nothing is promised until `sync` has returned.
 
     Example: append, append, sync, then acknowledge both to their actors. A crash before the sync
     may leave a torn record; the next writer cuts it off, and its actor sends that episode again.
@@ -64,6 +65,7 @@ class JournalWriter:
             self._lock.close()
             raise
         self._offset = os.fstat(self._fd).st_size
+        self._sync_lock = threading.Lock()  # while a file is synced it is not closed
 
     @property
     def position(self) -> JournalPosition:
@@ -96,8 +98,9 @@ class JournalWriter:
         return position
 
     def sync(self) -> None:
-        """Return when everything appended so far survives a power cut."""
-        os.fsync(self._fd)
+        """Return when everything appended so far survives a power cut. From any thread."""
+        with self._sync_lock:
+            os.fsync(self._fd)
 
     def close(self) -> None:
         """Sync, and let another process write. Closing twice is allowed."""
@@ -109,8 +112,10 @@ class JournalWriter:
         self._lock.close()
 
     def _rotate(self) -> None:
-        self.sync()
-        full, self._fd = self._fd, self._open_segment(self._segment + 1)
+        following = self._open_segment(self._segment + 1)
+        with self._sync_lock:
+            os.fsync(self._fd)
+            full, self._fd = self._fd, following
         os.close(full)
         self._segment += 1
         self._offset = 0

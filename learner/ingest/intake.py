@@ -13,11 +13,13 @@ from common.wire.messages import Ack, Heartbeat, Rejected, Trajectory
 from common.wire.sockets import Received, Router
 from learner.ingest.admission import Admission
 from learner.ingest.buffer import TrajectoryBuffer
+from learner.ingest.group_commit import Batch, GroupCommit
 from learner.ingest.scheduler_client import SchedulerClient
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.02
+GATHER_S = 0.005  # from one batch to the next: what streams in is taken, and synced, in batches
 CONNECT_S = 60.0
 STOP_S = 5.0
 
@@ -35,7 +37,8 @@ class Intake(threading.Thread):
     """The thread between the actors' trajectories and the buffer.
 
     Consumes: trajectories from the actors, answers from the scheduler.
-    Waits for: nothing longer than `POLL_S`, but for the disk; acknowledges only what is on it.
+    Waits for: nothing longer than `POLL_S`; the disk works in `GroupCommit` meanwhile, and only
+        what is on it is acknowledged.
     Unblocked by: `stop`. A failure ends it and every wait on the buffer.
 
     Order per trajectory: refuse or journal -> fsync -> acknowledge -> group -> tell the scheduler.
@@ -59,6 +62,7 @@ class Intake(threading.Thread):
         self._buffer = buffer
         self._scheduler = scheduler
         self._heartbeat_s = heartbeat_s
+        self._commit = GroupCommit(journal.sync, on_done=router.wake)
         self._stop_requested = threading.Event()
         self._last_beat = 0.0
         self.status = LearnerStatus()  # for the heartbeats; any thread replaces it
@@ -72,8 +76,11 @@ class Intake(threading.Thread):
         """Serve until stopped; a failure is kept and raised in the main thread."""
         try:
             self._scheduler.connect(timeout_s=CONNECT_S)
+            self._commit.start()
             while not self._stop_requested.is_set():
                 self._serve_once()
+            self._commit.stop(timeout_s=STOP_S)
+            self._finish()
             self._scheduler.leave()
         except Exception as error:
             logger.exception("intake failed")
@@ -84,16 +91,20 @@ class Intake(threading.Thread):
 
     def _serve_once(self) -> None:
         received = self._router.receive_all(timeout_s=POLL_S)
+        started = time.monotonic()
         if received:
             self._take_in(received)
+        self._finish()
         self._scheduler.pump()
         now = time.monotonic()
         if now - self._last_beat > self._heartbeat_s:
             self._last_beat = now
             self._scheduler.beat(self._heartbeat())
+        if received:
+            time.sleep(max(0.0, started + GATHER_S - time.monotonic()))
 
     def _take_in(self, received: list[Received]) -> None:
-        """Journal what is new and good, make it durable, then acknowledge all of it."""
+        """Journal what is new and good; `_finish` acknowledges all of it, once it is durable."""
         answers: list[tuple[bytes, Ack]] = []
         accepted: list[tuple[Trajectory, JournalPosition]] = []
         for item in received:
@@ -105,11 +116,16 @@ class Intake(threading.Thread):
             reason = self._accept(trajectory, item.frames, accepted)
             ack = Ack(episode_id=trajectory.episode_id, is_accepted=not reason, reason=reason)
             answers.append((item.sender, ack))
-        if accepted:
-            self._journal.sync()
-        for sender, ack in answers:
-            self._router.send(sender, ack)
-        self._buffer.add(accepted, end=self._journal.position)
+        if answers:
+            batch = Batch(answers=answers, accepted=accepted, end=self._journal.position)
+            self._commit.submit(batch)
+
+    def _finish(self) -> None:
+        """Acknowledge what has come to be on disk, and hand it on."""
+        for batch in self._commit.take_done():
+            for sender, ack in batch.answers:
+                self._router.send(sender, ack)
+            self._buffer.add(batch.accepted, end=batch.end)
 
     def _accept(
         self,
