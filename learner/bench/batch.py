@@ -16,6 +16,7 @@ from learner.batch.synthetic import synthetic_trajectory
 from learner.training.trainer import Trainer
 
 SAMPLER_NOISE = 0.05  # nats by which the sampler's logprobs differ: ratios near one, none equal
+MAX_SEQ_TOKENS = 16_384
 MAX_LAG = 3  # versions; tokens of a trajectory come from this many at most
 
 
@@ -45,6 +46,11 @@ LARGER = BatchShape(
 # TextCraft with a language model: longer thoughts, every other token sampled.
 LANGUAGE_MODEL = BatchShape(
     num_groups=4, group_size=4, max_turns=15, observation_tokens=100, action_tokens=100
+)
+
+# 16k tokens in one row: eight episodes of 128 to 4,096 tokens, every other token sampled.
+PACKED = BatchShape(
+    num_groups=1, group_size=8, max_turns=32, observation_tokens=64, action_tokens=64
 )
 
 
@@ -100,19 +106,28 @@ def with_sampler_logprobs(
 
 
 def make_random_model(
-    shape: ModelShape, *, device: torch.device, is_tied: bool = False
+    shape: ModelShape,
+    *,
+    device: torch.device,
+    is_tied: bool = False,
+    dtype: torch.dtype = torch.float32,
 ) -> PreTrainedModel:
-    """Return a Qwen3 of random fp32 weights on `device`, in training mode."""
+    """Return a Qwen3 of random weights on `device`, in training mode."""
     torch.manual_seed(0)
     config = Qwen3Config(
         **shape,  # pyright: ignore[reportArgumentType]
-        max_position_embeddings=8192,
+        max_position_embeddings=MAX_SEQ_TOKENS,
         tie_word_embeddings=is_tied,
         use_cache=False,
     )
     # The same choice as for a policy that is loaded.
     config._attn_implementation = "sdpa" if device.type == "cuda" else "eager"
-    with device:
-        model = Qwen3ForCausalLM(config)
-    nn.Module.to(model, device, dtype=torch.float32)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)  # a large model is never there in two types
+    try:
+        with device:
+            model = Qwen3ForCausalLM(config)
+    finally:
+        torch.set_default_dtype(before)
+    nn.Module.to(model, device, dtype=dtype)
     return model.train()

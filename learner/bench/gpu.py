@@ -24,11 +24,13 @@ from learner.bench.agree import canary_delta, chunk_costs, repeat_step
 from learner.bench.batch import (
     LANGUAGE_MODEL,
     MODELS,
+    PACKED,
     BatchShape,
     ModelShape,
     make_batch,
     make_random_model,
 )
+from learner.bench.checks.training import PackedCase, check_adapters, check_packed, check_shards
 from learner.bench.engine import EngineRun, measure_engine
 from learner.bench.memory import measure_scoring
 from learner.bench.publish import broadcast_alone, broadcast_to_peer, snapshot_weights
@@ -59,6 +61,8 @@ class Sizes:
     chunk_sizes: tuple[int, ...]
     num_canaries: int
     canary_tokens: int
+    packed: tuple[PackedCase, ...]
+    matrix_size: int
 
 
 HALF_BILLION = Sizes(
@@ -71,6 +75,12 @@ HALF_BILLION = Sizes(
     chunk_sizes=(256, 512, 1_024, 2_048),
     num_canaries=4,
     canary_tokens=256,
+    packed=(
+        PackedCase(name="Qwen3-0.6B", model=MODELS["qwen3_0_6b"], shape=PACKED, has_promise=False),
+        PackedCase(name="Qwen3-4B", model=MODELS["qwen3_4b"], shape=PACKED),
+        PackedCase(name="7B, LoRA", model=MODELS["seven_billion"], shape=PACKED, lora_rank=32),
+    ),
+    matrix_size=8_192,
 )
 
 
@@ -102,6 +112,7 @@ def checks(
     Args:
         peer_device: another GPU, or "cpu" where there is only one.
     """
+    of_step = (sizes.model, sizes.shape, sizes.learner, device)
     return [
         ("weights", lambda: check_transfer(table, sizes, device, peer_device)),
         ("step", lambda: check_step(table, sizes, device)),
@@ -109,6 +120,9 @@ def checks(
         ("canary", lambda: check_canary(table, sizes, device)),
         ("repetition", lambda: check_repetition(table, sizes, device)),
         ("chunks", lambda: check_chunks(table, sizes, device)),
+        ("shards", lambda: check_shards(table, *of_step)),
+        ("adapters", lambda: check_adapters(table, *of_step)),
+        ("packed", lambda: check_packed(table, sizes.packed, device, sizes.matrix_size)),
         ("engine", lambda: check_engine(table, sizes, device, peer_device)),
     ]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import PreTrainedModel
 
-from common.config.learning import Aggregation, AlgorithmSection, LearnerSection
+from common.config.learning import Aggregation, AlgorithmSection, Attention, Layout, LearnerSection
 from learner.batch.batching import Sample, make_microbatches
 from learner.bench.batch import MAX_LAG, BatchShape, make_batch, with_sampler_logprobs
 from learner.policy.forward import Networks, Passes
@@ -119,6 +119,33 @@ def measure_step(
     return StepCost(
         seconds=seconds, num_tokens=sum(len(sample.trajectory.token_ids) for sample in known)
     )
+
+
+def measure_layouts(
+    cfg: LearnerSection,
+    model: PreTrainedModel,
+    shape: BatchShape,
+    *,
+    num_rounds: int,
+    engine_dtype: str,
+) -> StepCost:
+    """Return what bare steps cost in each layout with each kernel; `BARE` is padded products."""
+    samples = make_batch(shape, vocab_size=vocabulary_size(model), seed=0)
+    cfg = replace(cfg, lr=STILL, muon_lr=STILL)
+    ways = {
+        f"{layout.value}, {kernel.value}": replace(cfg, layout=layout, attention=kernel)
+        for layout in (Layout.PADDED, Layout.PACKED)
+        for kernel in (Attention.PRODUCTS, Attention.FUSED)
+    }
+    contenders: dict[str, Callable[[], object]] = {
+        name: BareStep(way, copy.deepcopy(model), samples, engine_dtype=engine_dtype)
+        for name, way in ways.items()
+    }
+    contenders = {BARE: contenders.pop(next(iter(ways))), **contenders}
+    clock = clock_of(next(model.parameters()).device)
+    seconds = alternate(contenders, num_rounds=num_rounds, clock=clock)
+    num_tokens = sum(len(sample.trajectory.token_ids) for sample in samples)
+    return StepCost(seconds=seconds, num_tokens=num_tokens)
 
 
 def make_trainer(

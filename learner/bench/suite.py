@@ -9,13 +9,22 @@ from common.report.bench_table import BenchTable
 from common.repository import ROOT
 from learner.bench.batch import LARGER, MODELS, QUICKSTART, BatchShape, make_random_model
 from learner.bench.memory import MAX_FRAC, ScoringPeaks, measure_scoring
-from learner.bench.step import BARE, MAX_RATIO, StepCost, by_aggregation, measure_step
+from learner.bench.step import (
+    BARE,
+    MAX_RATIO,
+    StepCost,
+    by_aggregation,
+    measure_layouts,
+    measure_step,
+)
 from learner.policy.model import load_policy, parameter_count
 
 CPU = torch.device("cpu")
 NUM_ROUNDS = 12
 MAX_DIFFERENCE = 0.005  # nats: the two ways of scoring round differently
 MEMORY_SEQUENCES = 4
+MIN_GAIN = 1.0
+PLAIN = "padded, products"
 LEGEND = (
     "Ratios: a whole training step over bare forward, backward and optimizer of the same model on\n"
     "the same microbatches, in turn, in one process, in its own CPU time; median of {num_rounds}\n"
@@ -45,6 +54,10 @@ def run_suite(table: BenchTable) -> None:
             engine_dtype=cfg.model.dtype,
         )
         add_step_cost(table, cost, of=f"{name}, {parameter_count(model) / 1e6:.1f}M weights")
+        layouts = measure_layouts(
+            cfg.learner, model, shape, num_rounds=NUM_ROUNDS // 2, engine_dtype=cfg.model.dtype
+        )
+        add_layouts(table, layouts)
     del policy, sizes
     wide, defaults = MODELS["wide"], LearnerSection()
     rows_per_chunk = defaults.max_tokens_per_microbatch // defaults.logprob_chunk_tokens
@@ -66,6 +79,17 @@ def add_step_cost(table: BenchTable, cost: StepCost, *, of: str) -> None:
         low, high = cost.spread(name)
         note = f"quartiles {low:.3f} to {high:.3f}, {cost.tokens_per_s(name):.0f} tokens/s"
         table.at_most(f"step over bare: {name}", cost.ratio(name), "", MAX_RATIO, note)
+
+
+def add_layouts(table: BenchTable, cost: StepCost) -> None:
+    """Write how fast each layout and kernel is beside padded sequences and plain products."""
+    plain = cost.tokens_per_s(BARE)
+    speeds = {name: plain / cost.ratio(name) for name in cost.seconds if name != BARE}
+    for name, speed in speeds.items():
+        table.compare(f"bare step: {name}", speed, plain, "tokens/s", against=PLAIN)
+    best = max(speeds.values())
+    name = "bare step: the fastest, as a run's start chooses"
+    table.compare(name, best, plain, "tokens/s", against=PLAIN, at_least=MIN_GAIN)
 
 
 def add_peaks(table: BenchTable, peaks: ScoringPeaks, *, of: str) -> None:

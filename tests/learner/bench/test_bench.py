@@ -25,6 +25,8 @@ from learner.bench.batch import (
     make_random_model,
     with_sampler_logprobs,
 )
+from learner.bench.checks.flops import step_flops
+from learner.bench.checks.training import PackedCase
 from learner.bench.engine import EngineRun, measure_engine
 from learner.bench.memory import ScoringPeaks, peak_bytes, whole_logprobs
 from learner.bench.publish import broadcast_to_peer, snapshot_weights
@@ -36,8 +38,9 @@ from tests.learner.builders import VOCAB, make_model
 CPU = torch.device("cpu")
 SHAPE = BatchShape(num_groups=2, group_size=2, max_turns=3, observation_tokens=3, action_tokens=2)
 FP32 = LearnerSection(device="cpu", precision=Precision.FP32, warmup_steps=0, lr=1e-3)
+SMALL = {**MODELS["wide"], "vocab_size": 16_384, "hidden_size": 32, "head_dim": 16}
 SIZES = bench_gpu.Sizes(
-    model={**MODELS["wide"], "vocab_size": 16_384, "hidden_size": 32, "head_dim": 16},
+    model=SMALL,
     shape=SHAPE,
     learner=LearnerSection(device="cpu", lr=1e-4, warmup_steps=0),
     num_rounds=2,
@@ -46,6 +49,11 @@ SIZES = bench_gpu.Sizes(
     chunk_sizes=(32, 64),
     num_canaries=2,
     canary_tokens=16,
+    packed=(
+        PackedCase(name="full", model=SMALL, shape=SHAPE),
+        PackedCase(name="with adapters", model=SMALL, shape=SHAPE, lora_rank=4),
+    ),
+    matrix_size=64,
 )
 
 
@@ -330,12 +338,27 @@ def test_gpu_suite_says_that_there_is_no_cuda() -> None:
         bench_gpu.run_suite(make_table())
 
 
-@pytest.mark.parametrize("name", ["step", "memory", "canary", "repetition", "chunks"])
+@pytest.mark.parametrize(
+    "name", ["step", "memory", "canary", "repetition", "chunks", "shards", "adapters", "packed"]
+)
 def test_gpu_check_runs_small_on_the_cpu(name: str) -> None:
     table = make_table()
     check = dict(bench_gpu.checks(table, SIZES, CPU, "cpu"))[name]
     check()
     promised = [line for line in written(table).splitlines() if line[:4] in ("kept", "FAIL")]
-    assert promised
+    assert promised or (name == "packed" and len(table.rows) == 2)
     unkept = [line for line in promised if line.startswith("FAIL") and name != "step"]
     assert unkept == []
+
+
+def test_arithmetic_of_a_step_is_that_of_its_matrices() -> None:
+    model = make_model()
+    config = model.config
+    of_layer = 2 * (4 + 2) * 8 * 32 + 3 * 32 * 64  # q, o, k, v; gate, up, down
+    pairs = 4 * 8 * 2 * 2 * (3 * 4 / 2 + 5 * 6 / 2)  # heads x size x (scores, values) x (x, +)
+    expected = 2 * (6 * 8 * of_layer + 3 * pairs) + 6 * VOCAB * 32 * 4
+    assert config.num_hidden_layers == 2
+    assert step_flops(model, [3, 5], 4) == expected
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    assert step_flops(model, [3, 5], 4) == 2 * (4 * 8 * of_layer + 3 * pairs) + 4 * VOCAB * 32 * 4
