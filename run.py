@@ -125,7 +125,7 @@ COMMANDS = {
 
 
 # Those that join from another machine, without the run's directory.
-JOINED_ROLES = {name: Later(f"{name}.main:run_joined") for name in ("actor", "envhub")}
+JOINED_ROLES = {"actor": Later("actor.main:run_joined"), "envhub": Later("envhub.main:run_joined")}
 
 
 def bench(request: Request) -> int:

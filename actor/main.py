@@ -208,6 +208,7 @@ async def _take_leases(cfg: RunConfig, parts: Parts) -> None:
     """Pull work whenever there is room: single slots, or whole batches in lockstep."""
     await wait_aloud(parts.weights.version_loaded, waiting_for="learner: first weights")
     is_lockstep = cfg.train.mode == "sync"
+    has_leases = False
     while True:
         parts.episodes.slot_freed.clear()
         num_free = parts.episodes.num_free_slots
@@ -218,6 +219,9 @@ async def _take_leases(cfg: RunConfig, parts: Parts) -> None:
             num_free_slots=num_free, version=parts.engine.version
         )
         parts.episodes.start(grant.leases)
+        if grant.leases and not has_leases:
+            has_leases = True
+            logger.info("first leases num=%d version=%d", len(grant.leases), parts.engine.version)
         if not grant.leases:
             await asyncio.sleep(grant.retry_after_s)
         elif len(grant.leases) < num_free:

@@ -39,7 +39,7 @@ class SchedulerClient:
         self, book: AddressBook, keys: RunKeys, *, hello: Hello, context: Any, silence_s: float
     ) -> None:
         self._hello = hello
-        self._book = book
+        self.book = book
         self._silence_s = silence_s
         self._line = FollowingDealer(book, "scheduler", keys, context=context, hello=self._greeting)
         self._grant: asyncio.Future[LeaseGrant] | None = None
@@ -52,7 +52,7 @@ class SchedulerClient:
         await self._line.connect_soon(timeout_s=timeout_s)
 
     def _greeting(self) -> Hello:
-        return replace(self._hello, directory=self._book.number)
+        return replace(self._hello, directory=self.book.number)
 
     async def learn_addresses(self, *, timeout_s: float) -> None:
         """Wait until the scheduler has told where learner, weights and hubs are.
@@ -60,7 +60,7 @@ class SchedulerClient:
         Raises: LongstrideError: it does not know in time.
         """
         deadline = time.monotonic() + timeout_s
-        while not self._book.is_complete:
+        while not self.book.is_complete:
             if time.monotonic() > deadline:
                 where = self._line.address
                 raise LongstrideError(f"no learner within {timeout_s:g}s: none told {where}")
@@ -90,7 +90,7 @@ class SchedulerClient:
         silent_s = self._line.silent_s
         if silent_s > self._silence_s:
             raise LongstrideError(f"scheduler silent for {silent_s:.0f}s at {self._line.address}")
-        self._line.send(replace(heartbeat, directory=self._book.number))
+        self._line.send(replace(heartbeat, directory=self.book.number))
 
     async def run(self) -> None:
         """Receive until cancelled, and follow a scheduler that moves."""
@@ -106,7 +106,7 @@ class SchedulerClient:
                 self._take(message)
             case Progress():
                 if message.run_epoch != self.run_epoch:
-                    self._book.forget_number()
+                    self.book.forget_number()
                     self._line.send(self._greeting())
                 if message.revoked:
                     self.on_revoked(message.revoked)
@@ -115,7 +115,7 @@ class SchedulerClient:
             case Welcome():
                 self.run_epoch = message.run_epoch
             case Directory():
-                self._book.take(message)
+                self.book.take(message)
             case Rejected():
                 raise LongstrideError(f"the scheduler refused a message: {message.reason}")
             case _:

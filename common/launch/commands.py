@@ -102,7 +102,7 @@ def train(cfg: RunConfig, run_dir: RunDir, *, root: Path) -> int:
         cfg = _reachable(cfg, starter.host)
         prepare(cfg, run_dir)
         run_dir.root.mkdir(parents=True, exist_ok=True)
-        for role in ("envhub", "scheduler", "learner", "weights"):
+        for role in ("envhub", "scheduler"):
             run_dir.forget_address(role)
         create_keys(run_dir.keys)
         save_config(cfg, run_dir.config)

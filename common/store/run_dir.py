@@ -1,6 +1,5 @@
-"""The run directory: where every file of a run lies, and how roles find each other's addresses."""
+"""The run directory: where every file of a run lies, and where its scheduler and hub are found."""
 
-import asyncio
 import json
 import os
 import time
@@ -46,7 +45,7 @@ class RunDir:
     addresses = _Below("addresses")  # where roles listen
 
     def publish_address(self, role: str, address: str) -> None:
-        """Tell the other roles where `role` listens."""
+        """Tell the roles on this disk where `role` listens: the scheduler, which tells the rest."""
         self.addresses.mkdir(parents=True, exist_ok=True)
         write_atomically(self.addresses / role, address)
 
@@ -66,16 +65,12 @@ class RunDir:
 
         Raises: LongstrideError: nothing was published in time; names the role and the file.
         """
-        return asyncio.run(self.await_address(role, timeout_s=timeout_s))
-
-    async def await_address(self, role: str, *, timeout_s: float) -> str:
-        """Return where `role` listens, like `wait_for_address`, while the event loop goes on."""
         deadline = time.monotonic() + timeout_s
         while (address := self.find_address(role)) is None:
             if time.monotonic() > deadline:
                 path = self.addresses / role
                 raise LongstrideError(f"no {role} within {timeout_s:g}s: {path} does not exist")
-            await asyncio.sleep(ADDRESS_POLL_S)
+            time.sleep(ADDRESS_POLL_S)
         return address
 
 

@@ -14,6 +14,7 @@ import zmq
 import zmq.auth.thread
 
 from common.errors import ConfigError, WireError
+from common.wire.addresses import bracketed
 from common.wire.codec import decode, encode
 from common.wire.messages import Rejected
 from common.wire.security import RunKeys
@@ -35,6 +36,7 @@ class Received:
 
 
 def _prepare(socket: Any) -> None:
+    socket.setsockopt(zmq.IPV6, 1)  # beside version 4
     socket.setsockopt(zmq.LINGER, 1_000)
     socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
     socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
@@ -74,9 +76,9 @@ class Router:
         self._socket.curve_secretkey = keys.server_secret.encode()
         try:
             self.port: int = (
-                self._socket.bind_to_random_port(f"tcp://{host}")
+                self._socket.bind_to_random_port(f"tcp://{bracketed(host)}")
                 if port == 0
-                else (self._socket.bind(f"tcp://{host}:{port}"), port)[1]
+                else (self._socket.bind(f"tcp://{bracketed(host)}:{port}"), port)[1]
             )
         except zmq.ZMQError as error:
             self.close()

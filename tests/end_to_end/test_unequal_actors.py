@@ -72,7 +72,7 @@ def num_finished(run: Run) -> dict[str, int]:
 
 def test_slow_fast_and_late_actors_all_contribute_and_faster_ones_more(tmp_path: Path) -> None:
     with Run(tmp_path, *OVERRIDES) as run:
-        run.wait_until((run.root / "addresses" / "learner").exists)
+        run.wait_until((run.root / "addresses" / "scheduler").exists)
         with joining(run, "fast", slots=12), joining(run, "slow", slots=2):
             run.wait_until(
                 lambda: min(num_finished(run).get(n, 0) for n in ("fast", "slow")) > 0,

@@ -10,6 +10,7 @@ import pytest
 from actor.links.scheduler_client import SchedulerClient
 from common.errors import LongstrideError
 from common.wire.addresses import AddressBook
+from common.wire.join_messages import Directory, HubPlace
 from common.wire.messages import (
     Goodbye,
     Heartbeat,
@@ -41,6 +42,11 @@ EMPTY = LeaseGrant(leases=[], retry_after_s=0.5, reason="nothing to do")
 
 def progress(*, epoch: str = "e", revoked: tuple[str, ...] = (), is_finished: bool = False) -> Any:
     return Progress(run_epoch=epoch, revoked=list(revoked), is_finished=is_finished)
+
+
+def directory(number: int, learner: str) -> Directory:
+    hubs = [HubPlace(url="http://127.0.0.1:80", token="t", envs=["a"])]
+    return Directory(number=number, learner=learner, weights=learner, hubs=hubs)
 
 
 async def welcome(scheduler: Peer, control: SchedulerClient) -> Received:
@@ -117,6 +123,38 @@ def test_a_scheduler_that_moves_is_followed(tmp_path: Path) -> None:
         async with asyncio.timeout(5.0):
             await control.is_finished.wait()
         assert not loop.done()
+
+    check(tmp_path, law)
+
+
+def test_an_actor_is_told_where_the_others_are_and_asks_a_new_scheduler_again(
+    tmp_path: Path,
+) -> None:
+    async def law(scheduler: Peer, control: SchedulerClient, loop: asyncio.Task[None]) -> None:
+        loop.cancel()
+        learning = asyncio.create_task(control.learn_addresses(timeout_s=5.0))
+        hello = await scheduler.next(Hello)
+        for number, learner in enumerate(("", "tcp://127.0.0.1:5"), start=1):
+            assert not learning.done()
+            scheduler.answer(hello, directory(number, learner))
+        await learning
+        assert control.book.find_address("weights") == "tcp://127.0.0.1:5"
+        again = asyncio.create_task(control.run())
+        control.beat(BEAT)
+        beat = await scheduler.next(Heartbeat)
+        assert beat.message.directory == 2
+        scheduler.answer(beat, progress(epoch="other"))
+        assert (await scheduler.next(Hello)).message.directory == 0
+        again.cancel()
+
+    check(tmp_path, law)
+
+
+def test_an_actor_that_nobody_tells_of_a_learner_gives_up_with_who_it_asked(tmp_path: Path) -> None:
+    async def law(_: Peer, control: SchedulerClient, loop: asyncio.Task[None]) -> None:
+        loop.cancel()
+        with pytest.raises(LongstrideError, match=r"no learner within 0\.1s: none told tcp://"):
+            await control.learn_addresses(timeout_s=0.1)
 
     check(tmp_path, law)
 

@@ -1,6 +1,5 @@
 """Laws of the run directory."""
 
-import asyncio
 import threading
 from pathlib import Path
 
@@ -20,24 +19,6 @@ def test_an_address_is_found_by_who_waits_for_it(tmp_path: Path) -> None:
     run_dir.publish_address("learner", "tcp://127.0.0.1:5")
     waiting.join(timeout=5.0)
     assert found == ["tcp://127.0.0.1:5"]
-
-
-def test_event_loop_goes_on_while_an_address_is_awaited(tmp_path: Path) -> None:
-    run_dir = RunDir(root=tmp_path)
-
-    async def publish() -> None:
-        run_dir.publish_address("learner", "tcp://127.0.0.1:5")
-
-    async def both() -> str:
-        assert run_dir.find_address("learner") is None
-        waiting = asyncio.create_task(run_dir.await_address("learner", timeout_s=5.0))
-        await asyncio.sleep(0)  # the wait has begun
-        await publish()
-        return await waiting
-
-    assert asyncio.run(both()) == "tcp://127.0.0.1:5"
-    with pytest.raises(LongstrideError, match=r"no envhub within 0\.01s"):
-        asyncio.run(run_dir.await_address("envhub", timeout_s=0.01))
 
 
 def test_a_missing_role_is_named_after_the_wait(tmp_path: Path) -> None:

@@ -139,3 +139,17 @@ def test_receiving_stops_at_its_limit(router: Router, connect: Connect) -> None:
         assert len(news) == 1
         names += [received.message.reason for received in news]
     assert names == ["0", "1", "2"]
+
+
+def test_a_router_listens_on_an_address_of_version_6_as_well(keys: RunKeys) -> None:
+    try:
+        router = Router(keys, host="::1", port=0)
+    except ConfigError as error:
+        pytest.skip(str(error))
+    context = zmq.Context()
+    dealer = connect_dealer(context, keys, address=f"tcp://[::1]:{router.port}", timeout_s=5.0)
+    dealer.send_multipart(encode(Rejected(reason="v6")))
+    assert [r.message.reason for r in receive_until(router, 1)] == ["v6"]
+    dealer.close(linger=0)
+    context.destroy(linger=0)
+    router.close()

@@ -47,7 +47,7 @@ def test_fetch_returns_the_typed_catalogue_to_the_bearer(hub_url: str) -> None:
 
 
 def test_fetch_does_not_wait_when_the_token_is_refused(hub_url: str) -> None:
-    with pytest.raises(EnvError, match="/v1/envs answered 401"):
+    with pytest.raises(ConfigError, match=r"/v1/envs refused the token: set envhub\.token"):
         fetch_catalogue(hub_url, token="wrong", timeout_s=60.0)
 
 

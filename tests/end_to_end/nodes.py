@@ -1,0 +1,134 @@
+"""Machines of their own on this one: a network namespace and a view of the disk for each node."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from tests.end_to_end.runs import REPOSITORY
+
+STOP_S = 20.0
+HIDDEN = REPOSITORY / "configs" / "policies"  # the models, which only the run's machine has
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=10)
+
+
+def why_not() -> str:
+    """Return why this machine lets nobody make nodes, "" if it does."""
+    if not (shutil.which("ip") and shutil.which("unshare")):
+        return "ip or unshare is not installed"
+    name = f"ls{os.getpid()}try"
+    try:
+        ip("netns", "add", name)
+        ip("link", "add", name[:15], "type", "bridge")
+        ip("link", "del", name[:15])
+    except subprocess.CalledProcessError as error:
+        return f"no network namespaces: {error.stderr.decode().strip()}"
+    finally:
+        subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=10)
+    return ""
+
+
+class Network:
+    """A switch in this machine's own namespace; `host` is its address there."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self.name = f"lsn{number}"
+        self.host = f"10.77.{number}.1"
+
+    def __enter__(self) -> "Network":
+        ip("link", "add", self.name, "type", "bridge")
+        ip("addr", "add", f"{self.host}/24", "dev", self.name)
+        ip("link", "set", self.name, "up")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        ip("link", "del", self.name)
+
+    @contextmanager
+    def node(self, index: int, folder: Path, *, hidden: Path) -> Iterator["Node"]:
+        """A node on the switch that does not see the `hidden` folder, nor the models."""
+        name = f"{self.name}n{index}"
+        with ExitStack() as stack:
+            ip("netns", "add", name)
+            stack.callback(ip, "netns", "del", name)
+            ip("link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", name)
+            ip("link", "set", name, "master", self.name, "up")
+            ip("-n", name, "addr", "add", f"10.77.{self._number}.{10 + index}/24", "dev", "eth0")
+            ip("-n", name, "link", "set", "eth0", "up")
+            ip("-n", name, "link", "set", "lo", "up")
+            node = Node(name, folder, hidden)
+            try:
+                yield node
+            finally:
+                node.stop()
+
+
+class Node:
+    """One machine without the run's disk."""
+
+    def __init__(self, name: str, folder: Path, hidden: Path) -> None:
+        self._name = name
+        self._hidden = hidden
+        self.folder = folder
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def cut(self) -> None:
+        """Take the link down."""
+        ip("link", "set", self._name, "down")
+
+    def heal(self) -> None:
+        ip("link", "set", self._name, "up")
+
+    def start(self, *arguments: str) -> subprocess.Popen[bytes]:
+        """Start `run.py` here; what it prints is in `log`."""
+        self.folder.mkdir(exist_ok=True)
+        hide = " && ".join(f"mount -t tmpfs none '{path}'" for path in (self._hidden, HIDDEN))
+        command = f'{hide} && test -z "$(ls {self._hidden})" && exec "$@"'
+        inside = ["ip", "netns", "exec", self._name, "unshare", "-m", "sh", "-c", command, "sh"]
+        environ = {
+            "XDG_CACHE_HOME": str(self.folder / "cache"),
+            "OMP_NUM_THREADS": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        }
+        with self.log.open("ab") as output:
+            process = subprocess.Popen(
+                [*inside, sys.executable, "run.py", *arguments],
+                cwd=REPOSITORY,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **environ},
+                start_new_session=True,
+            )
+        self._processes.append(process)
+        return process
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "log.txt"
+
+    def kill(self) -> None:
+        """Lose the machine: no goodbye, no packet."""
+        self.cut()
+        for process in self._processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait(STOP_S)
+
+    def stop(self) -> None:
+        """End what still runs here, by process id."""
+        for process in self._processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+                try:
+                    process.wait(STOP_S)
+                except subprocess.TimeoutExpired:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait(STOP_S)

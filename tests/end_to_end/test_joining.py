@@ -1,0 +1,82 @@
+"""Laws of `--join` as a command: what is wrong ends it at once with exit code 2, a hub serves."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from common.config.run_config import EnvhubSection
+from common.launch.process import ChildProcess
+from common.repository import ROOT
+from common.store.run_dir import RunDir
+from common.wire.security import create_keys
+from learner.scheduler.main import serve
+from tests.configs import edited
+from tests.end_to_end.runs import REPOSITORY
+from tests.learner.scheduler.builders import make_config
+
+pytestmark = pytest.mark.slow
+
+WAIT_S = 60.0
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Iterator[RunDir]:
+    """A scheduler whose hubs are to join; it has begun when its log says that it has."""
+    cfg = make_config(num_steps=1, per_step=1)
+    task = edited(cfg.tasks[0], {"env": "textcraft", "subset": "depth1"})
+    cfg = replace(cfg, tasks=[task], envhub=EnvhubSection(is_started=False))
+    run_dir = RunDir(root=tmp_path / "r")
+    create_keys(run_dir.keys)
+    stop = threading.Event()
+    thread = threading.Thread(target=serve, args=(cfg, run_dir, stop))
+    thread.start()
+    run_dir.wait_for_address("scheduler", timeout_s=WAIT_S)
+    yield run_dir
+    stop.set()
+    thread.join(WAIT_S)
+
+
+def joining(run_dir: RunDir, role: str, *overrides: str, key: Path | None = None) -> list[str]:
+    address = (run_dir.addresses / "scheduler").read_text().removeprefix("tcp://")
+    key = key or run_dir.keys / "join.key"
+    return [
+        *(sys.executable, str(REPOSITORY / "run.py"), role),
+        *("--join", address, "--key", str(key), *overrides),
+    ]
+
+
+def test_a_hub_that_joins_serves_the_run_and_leaves_with_a_goodbye(run_dir: RunDir) -> None:
+    log = run_dir.root / "hub.txt"
+    hub = ChildProcess("hub", joining(run_dir, "envhub"), log_path=log, cwd=ROOT)
+    try:
+        hub.wait_until(run_dir.status.exists, timeout_s=WAIT_S)  # the run has begun
+        os.kill(hub.pid, signal.SIGTERM)
+        assert hub.stop(timeout_s=WAIT_S)
+        assert hub.poll() == 0, log.read_text()
+    finally:
+        hub.clear_away()
+
+
+@pytest.mark.parametrize(
+    ("role", "overrides", "words"),
+    [
+        ("actor", ["actor.max_concurent=4"], "the nearest is actor.max_concurrent"),
+        ("actor", ["actor.max_concurrent=0"], "actor.max_concurrent=0"),
+        ("envhub", ["envhub.envs=[nosuch]"], "nosuch"),
+    ],
+)
+def test_a_node_with_a_wrong_key_of_its_own_ends_before_anything_starts(
+    run_dir: RunDir, role: str, overrides: list[str], words: str
+) -> None:
+    model = ["model.path=configs/policies/tiny"]
+    argv = joining(run_dir, role, *(model if role == "actor" else []), *overrides)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=WAIT_S)
+    assert (done.returncode, "Traceback" in done.stderr) == (2, False), done.stderr
+    assert words in done.stderr

@@ -1,0 +1,132 @@
+"""Laws of a run on several machines without a shared disk: namespaces, real processes, engines."""
+
+import json
+import os
+import re
+import signal
+import time
+from collections import Counter
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from common.store.journal import read_journal
+from tests.end_to_end.nodes import Network, Node, why_not
+from tests.end_to_end.runs import Run, balances
+
+WHY_NOT = why_not()
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1500),
+    pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT),
+]
+
+ENGINE_S = 600.0  # for an engine to start and play, on a busy machine
+HEAL_S = 120.0
+SILENT_S = 6.0  # longer than the heartbeats after which nobody waits for an engine
+GENERATING_S = 2.0  # from the start of the engine
+OVERRIDES = (
+    "actor.num_actors=0",
+    "scheduler.host=0.0.0.0",
+    "learner.host=0.0.0.0",
+    "envhub.host=0.0.0.0",
+    'envhub.envs=["envhub.bench.slow:make_spec"]',
+    "tasks=[{env: slow, subset: wait}]",
+    'envs.plugins={median_s: "0.2", sigma: "0.2", num_turns: "3", tail_frac: "0"}',
+    "eval.before=false",
+    "eval.after=false",
+    "train.num_steps=100000",
+    "scheduler.max_ahead_steps=3",
+    "scheduler.dead_after_s=10",
+    "learner.max_lag_steps=8",
+    "learner.checkpoint_every_steps=1000",
+    "actor.max_turn_tokens=4",
+    "actor.max_concurrent=8",
+    "learner.lr=1e-7",
+    "learner.muon_lr=1e-7",
+    "learner.batch_timeout_s=600",
+    "actor.start_timeout_s=600",
+)
+
+
+def join(run: Run, node: Node, network: Network, name: str) -> None:
+    """Start an actor that has nothing but an address and a key file."""
+    port = (run.root / "addresses" / "scheduler").read_text().rpartition(":")[2]
+    node.folder.mkdir()
+    key = node.folder / "the.key"
+    key.write_bytes((run.root / "keys" / "join.key").read_bytes())
+    os.chmod(key, 0o600)
+    where = ("--join", f"{network.host}:{port}", "--key", str(key))
+    node.start("actor", *where, f"actor.name={name}")
+
+
+def finished_of(run: Run, name: str) -> int:
+    """Episodes of an actor, as the scheduler counts them."""
+    status = run.root / "status.json"
+    actors = json.loads(status.read_text())["actors"] if status.exists() else []
+    return next((each["num_finished"] for each in actors if each["name"] == name), 0)
+
+
+def wait_for_more(run: Run, name: str, num: int, *, timeout_s: float) -> float:
+    """Wait until an actor has played `num` more episodes; return how many of them a second."""
+    before, started = finished_of(run, name), time.monotonic()
+    run.wait_until(lambda: finished_of(run, name) >= before + num, timeout_s=timeout_s)
+    return num / (time.monotonic() - started)
+
+
+def said_at(node: Node, words: str) -> datetime:
+    """Return when a node's log first said something."""
+    line = next(line for line in node.log.read_text().splitlines() if words in line)
+    found = re.match(r"[\d-]+ [\d:,]+", line)
+    assert found is not None
+    return datetime.strptime(found[0], "%Y-%m-%d %H:%M:%S,%f")
+
+
+def generating_after_s(node: Node) -> float:
+    """Return the seconds from an engine that can sample to the first episodes."""
+    return (said_at(node, "first leases") - said_at(node, "engine ready")).total_seconds()
+
+
+def test_nodes_without_the_disk_join_lose_their_link_die_and_leave_a_balanced_run(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with (
+        Run(folder, *OVERRIDES) as run,
+        Network(os.getpid() % 200) as network,
+        network.node(1, tmp_path / "first", hidden=folder) as first,
+        network.node(2, tmp_path / "second", hidden=folder) as second,
+    ):
+        run.wait_until((run.root / "addresses" / "scheduler").exists)
+        join(run, first, network, "first")
+        wait_for_more(run, "first", 16, timeout_s=ENGINE_S)
+        first.cut()
+        time.sleep(SILENT_S)  # the cut itself is what is waited for
+        first.heal()
+        wait_for_more(run, "first", 16, timeout_s=HEAL_S)
+        join(run, second, network, "second")
+        wait_for_more(run, "second", 16, timeout_s=ENGINE_S)
+        together = wait_for_more(run, "second", 24, timeout_s=HEAL_S)
+        first.kill()
+        alone = wait_for_more(run, "second", 24, timeout_s=HEAL_S)
+        run.process.send_signal(signal.SIGTERM)
+        run.wait(timeout_s=60.0)
+        assert max(generating_after_s(first), generating_after_s(second)) < GENERATING_S
+        assert alone > 0.5 * together, "a dead node slows the others down"
+        assert not list((tmp_path / "second").rglob("*.safetensors"))
+        check_books(run)
+
+
+def check_books(run: Run) -> None:
+    """Both nodes were trained on, every episode is accounted for, and none was trained twice."""
+    ledger = run.read("ledger.json")
+    assert balances(ledger)
+    steps = (run.root / "journal" / "steps.jsonl").read_text().splitlines()
+    trained = Counter(
+        episode for line in steps for group in json.loads(line)["groups"] for episode in group
+    )
+    assert max(trained.values()) == 1
+    players = {t.episode_id: t.actor for _, t in read_journal(run.root / "journal")}
+    assert {players[episode] for episode in trained} == {"first", "second"}
