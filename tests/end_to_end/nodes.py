@@ -60,6 +60,7 @@ class Network:
             ip("netns", "add", name)
             stack.callback(ip, "netns", "del", name)
             ip("link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", name)
+            stack.callback(ip, "link", "del", name)  # sockets that linger keep a namespace alive
             ip("link", "set", name, "master", self.name, "up")
             ip("-n", name, "addr", "add", f"10.77.{self._number}.{10 + index}/24", "dev", "eth0")
             ip("-n", name, "link", "set", "eth0", "up")
