@@ -107,6 +107,7 @@ COMMANDS = {
         check=checked_by("common.checks.preflight:check"),
         logs_as="evolve",
     ),
+    "merge": Command(run=Later("learner.offline.commands:merge"), load=JOINED, logs_as="merge"),
     "eval": Command(
         run=Later("actor.play.evaluate:evaluate").given(
             choose_items=Later("learner.offline.commands:choose_held_out")

@@ -30,6 +30,8 @@ def engine_options(cfg: LoraSection) -> dict[str, Any]:
         "enable_lora": True,
         "max_loras": 1,
         "max_lora_rank": next(size for size in sizes if size >= cfg.rank),
+        # Others would cost time; a head with a place for one breaks scores on CPU (0.32.0).
+        "lora_target_modules": list(cfg.targets),
         "additional_config": {"lora_alpha": cfg.alpha},
     }
 

@@ -140,6 +140,9 @@ def check_model(path: str, root: Path, *, key: str = "model.path") -> None:
     if not folder.is_dir():
         remedy = "give a checkpoint directory; `python run.py sft --config tiny` makes one"
         raise ConfigError(f"{key}={path}: no such directory; {remedy}")
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        remedy = "`python run.py merge run.name=...` makes a policy of a run's adapters"
+        raise ConfigError(f"{key}={path}: holds adapters without their base; {remedy}")
     tokenizers = ("tokenizer.json", "tokenizer.model", "vocab.json")
     wanted = {"config.json": ("config.json",), "tokenizer files": tokenizers}
     wanted["*.safetensors"] = ("*.safetensors",)

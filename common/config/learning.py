@@ -201,7 +201,15 @@ class LoraSection:
 
     rank: int = knob(0, "of the adapters; 0: all weights are trained", ge=0, le=512)
     alpha: float = knob(32.0, "adapters count alpha / rank times", gt=0, le=1e4)
-    targets: list[str] = knob([], "layers, such as q_proj; []: linear ones but the head", form=WORD)
+    targets: list[str] = knob(
+        ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+        "linear layers that get adapters, by the last part of their names; never the head",
+        form=WORD,
+    )
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        if self.rank and not self.targets:
+            yield "targets", "[]", "rank > 0 needs a layer to put adapters to"
 
 
 FULL = LoraSection()  # no adapters: all weights are trained
@@ -322,4 +330,5 @@ class LearnerSection:
             law = f"learner.num_ranks={self.num_ranks} take a GPU each; give that, or 0"
             yield "num_gpus", self.num_gpus, law
         if self.lora.rank and self.optimizer is OptimizerKind.MUON:
-            yield "optimizer", "muon", "learner.lora.rank > 0 needs adamw: adapters are no matrices"
+            law = "learner.lora.rank > 0 needs adamw: muon is for whole updates, not their factors"
+            yield "optimizer", "muon", law

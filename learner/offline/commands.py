@@ -5,12 +5,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from common.config.run_config import RunConfig
+from common.errors import ConfigError
 from common.launch.hub import serve_hub
 from common.store.run_dir import RunDir
 from common.wire.planned import PlannedEpisode
 from learner.offline import dpo, evolve, sft
+from learner.offline.scratch import save_policy
+from learner.offline.training import load_start
+from learner.policy.lora import ADAPTER_TENSORS, check_resumable, load_adapter
 from learner.scheduler.curriculum.catalogue import fetch_catalogue, validate_tasks
 from learner.scheduler.evaluation.heldout import plan_heldout
+from learner.training.checkpoint import newest_checkpoint
 
 # (config, hub's address, its token, where the episodes go)
 Collect = Callable[[RunConfig, str, str, Path], None]
@@ -34,6 +39,21 @@ def make_policy(cfg: RunConfig, run_dir: RunDir, *, root: Path, collect: Collect
 def prefer(cfg: RunConfig, _: RunDir) -> int:
     """Train on pairs of episodes; return the exit code."""
     print(f"policy: {dpo.run(cfg)}")
+    return 0
+
+
+def merge(cfg: RunConfig, run_dir: RunDir) -> int:
+    """Write the newest adapters of a run, merged into their base; return the exit code.
+
+    Raises: ConfigError: the run has no checkpoint of adapters, or its base is not there.
+    """
+    checkpoint = newest_checkpoint(run_dir.checkpoints)
+    if checkpoint is None or not (checkpoint / ADAPTER_TENSORS).exists():
+        raise ConfigError(f"run.name={cfg.run.name}: {run_dir.checkpoints} has no adapters yet")
+    model, tokenizer = load_start(cfg.model.path, replace(cfg.learner, device="cpu"))
+    check_resumable(checkpoint, model, cfg.learner.lora)
+    load_adapter(model, checkpoint)
+    print(f"policy: {save_policy(run_dir.root / 'policy', model, tokenizer)}")
     return 0
 
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -68,7 +68,7 @@ def _targets(model: PreTrainedModel, cfg: LoraSection) -> set[str]:
             f"learner.lora.targets={','.join(unknown)}: no linear layer of {model.name_or_path} "
             f"below its head; there are {', '.join(sorted(linear))}"
         )
-    return set(cfg.targets) or linear
+    return set(cfg.targets)
 
 
 def _adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -107,6 +107,13 @@ def adapter_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield (name in peft's files, tensor or this rank's part of it) of the adapters, live."""
     for name, tensor in trained_state(model).items():
         yield _PREFIX + name.replace(f".{ADAPTER}.", "."), tensor.detach()
+
+
+def load_adapter(model: nn.Module, folder: Path) -> None:
+    """Set the adapters of a model to those that `save_adapter` wrote."""
+    saved = load_file(folder / ADAPTER_TENSORS)
+    for name, tensor in adapter_tensors(model):
+        tensor.copy_(saved[name])
 
 
 def check_resumable(folder: Path, model: PreTrainedModel, cfg: LoraSection) -> None:

@@ -104,6 +104,7 @@ def test_canary_alarms_when_an_adapter_did_not_arrive(rig: Rig, fault: str) -> N
     canary = make_prompts(4, num_tokens=40)
 
     async def law() -> None:
+        """While others sample: scores of a prompt have more rows than there are requests."""
         with rig.learner() as (publisher, listener):
             async with rig.link() as (link, _task):
                 rig.randomize(seed=1)
@@ -111,6 +112,10 @@ def test_canary_alarms_when_an_adapter_did_not_arrive(rig: Rig, fault: str) -> N
                 await rig.publish_first(publisher, link, old)
                 await heard(listener, 1)
                 assert publisher.num_canary_alarms == 0
+                others = [
+                    rig.generate(f"other-{fault}-{n}", prompt, max_tokens=200)
+                    for n, prompt in enumerate(make_prompts(3, num_tokens=20))
+                ]
                 rig.randomize(seed=2)
                 new = rig.weights(2, canary)
                 faulty = {
@@ -123,6 +128,7 @@ def test_canary_alarms_when_an_adapter_did_not_arrive(rig: Rig, fault: str) -> N
                 await asyncio.to_thread(publisher.publish, replace(new, version=3))
                 await heard(listener, 3)
                 assert publisher.num_canary_alarms == 0
+                await asyncio.gather(*others)
 
     rig.run(law())
 

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.config.learning import LearnerSection, LoraSection, OptimizerKind
+from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.repository import ROOT
 from learner.offline.scratch import save_policy
@@ -72,6 +73,11 @@ def test_only_the_targets_get_adapters(tmp_path: Path) -> None:
     make_model().save_pretrained(tmp_path)
     model = loaded(tmp_path, rank=2, targets=["q_proj", "down_proj"])
     assert {name.split(".")[4] for name in trained_state(model)} == {"q_proj", "down_proj"}
+
+
+def test_adapters_without_a_layer_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"learner\.lora\.targets='\[\]': rank > 0"):
+        RunConfig(learner=LearnerSection(lora=LoraSection(rank=2, targets=[])))
 
 
 @pytest.mark.parametrize("target", ["q_projection", "lm_head", "embed_tokens"])

@@ -1,11 +1,13 @@
 """Laws of training adapters: with every kind of critic and reference, stopped and started again."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.config.learning import (
     Advantage,
@@ -17,6 +19,9 @@ from common.config.learning import (
 )
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
+from common.repository import ROOT
+from common.store.run_dir import RunDir
+from learner.offline.commands import merge
 from learner.policy.lora import trained_state
 from learner.training.build import load_start, make_trainer
 from learner.training.checkpoint import Checkpoints
@@ -24,6 +29,7 @@ from learner.training.trainer import Trainer
 from tests.learner.builders import make_model, make_samples, run_config_with_policy
 
 CPU = torch.device("cpu")
+TOKENIZER: Any = AutoTokenizer.from_pretrained(ROOT / "configs/policies/tiny")
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "grpo, several updates": ({}, {"ppo_epochs": 2, "num_minibatches": 2}),
     "reference, checkpointed": ({"kl_coef": 0.1}, {"gradient_checkpointing": True}),
@@ -33,10 +39,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"critic": CriticSection(kind=CriticKind.MODEL)},
     ),
 }
-
-
-class Tokenizer:
-    def save_pretrained(self, folder: Path) -> None: ...
 
 
 def config(folder: Path, case: str = "grpo, several updates", **lora: Any) -> RunConfig:
@@ -53,7 +55,7 @@ def start(cfg: RunConfig, checkpoint: Path | None = None) -> tuple[Trainer, Any]
 
 def save(cfg: RunConfig, trainer: Trainer, model: Any, *, version: int) -> Path:
     checkpoints = Checkpoints(Path(cfg.model.path).parent / "checkpoints", cfg.learner)
-    return checkpoints.save(version, model=model, tokenizer=Tokenizer(), state=trainer.state_dict())
+    return checkpoints.save(version, model=model, tokenizer=TOKENIZER, state=trainer.state_dict())
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -79,7 +81,7 @@ def test_a_checkpoint_of_adapters_does_not_hold_the_base(tmp_path: Path) -> None
     trainer.train_on(make_samples(), version=0)
     folder = save(cfg, trainer, model, version=1)
     num_trained = sum(each.numel() for each in trained_state(model).values())
-    kept = sum(file.stat().st_size for file in folder.iterdir())
+    kept = sum(file.stat().st_size for file in folder.iterdir() if "token" not in file.name)
     assert kept < 4 * 4 * num_trained + 60_000  # adapters twice and two moments; names
     assert (folder / "adapter_model.safetensors").stat().st_size > 4 * num_trained
     assert not (folder / "model.safetensors").exists()
@@ -125,3 +127,26 @@ def test_adapters_do_not_go_on_from_a_checkpoint_of_whole_weights(tmp_path: Path
     lora = replace(cfg.learner, lora=LoraSection(rank=4))
     with pytest.raises(ConfigError, match=r"lora\.rank=4: .* holds whole weights"):
         start(replace(cfg, learner=lora), folder)
+
+
+def test_merged_policy_of_a_run_computes_what_the_learner_does(tmp_path: Path) -> None:
+    cfg = config(tmp_path)
+    run_dir = RunDir(root=tmp_path / "run")
+    with pytest.raises(ConfigError, match="has no adapters yet"):
+        merge(cfg, run_dir)
+    TOKENIZER.save_pretrained(cfg.model.path)
+    trainer, model = start(cfg)
+    for version in range(3):
+        trainer.train_on(make_samples(), version=version)
+    saved = save(cfg, trainer, model, version=3)
+    shutil.copytree(saved, run_dir.checkpoints / saved.name)
+    assert merge(cfg, run_dir) == 0
+    ids = torch.arange(9)[None]
+    with torch.no_grad():
+        ours = model(input_ids=ids).logits
+        plain = AutoModelForCausalLM.from_pretrained(
+            run_dir.root / "policy", attn_implementation="eager"
+        )
+        torch.testing.assert_close(plain(input_ids=ids).logits, ours, atol=1e-5, rtol=1e-5)
+        base = make_model()(input_ids=ids).logits
+    assert (base - ours).abs().max() > 1e-2
