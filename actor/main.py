@@ -154,7 +154,7 @@ async def _build(cfg: RunConfig, access: Access, name: str, context: zmq.asyncio
         engine,
         actor=name,
         incarnation=incarnation,
-        device=(await engine.device_ids())[0],
+        devices=await engine.device_ids(),
         exclusive=exclusive,
         context=context,
     )

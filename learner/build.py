@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
-from common.config.learning import LearnerSection
+from common.config.learning import LearnerSection, WeightsTransport
 from common.config.run_config import RunConfig, TrainMode
 from common.store.journal import JournalWriter
 from common.store.metrics import MetricsWriter
@@ -19,6 +19,7 @@ from common.wire.addresses import bracketed
 from common.wire.messages import Hello, Progress
 from common.wire.security import RunKeys, load_keys
 from common.wire.sockets import Router
+from common.wire.transfer.mailbox import remove_files
 from learner.batch.credit import group_has_signal
 from learner.ingest.admission import Admission
 from learner.ingest.buffer import TrajectoryBuffer
@@ -37,7 +38,9 @@ from learner.training.build import load_start, make_trainer
 from learner.training.checkpoint import Checkpoints, newest_checkpoint
 from learner.training.rank_workers import RankWorkers
 from learner.training.trainer import Trainer
+from learner.weights.gate import Gate
 from learner.weights.publisher import Publisher
+from learner.weights.routes import PublishSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +56,7 @@ class Learner:
     admission: Admission
     buffer: TrajectoryBuffer
     publisher: Publisher
+    gate: Gate
     checkpoints: Checkpoints
     journal: JournalWriter
     step_log: StepLog
@@ -79,7 +83,8 @@ def build(cfg: RunConfig, run_dir: RunDir) -> Learner:
     rank_workers = RankWorkers(cfg, folder)
     model, model_path = load_start(cfg, folder, pick_device(cfg.learner.device))
     tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
-    trainer, version = _trainer(cfg, run_dir, model, folder, rank_workers)
+    gate = Gate(timeout_s=cfg.learner.publish_timeout_s)
+    trainer, version = _trainer(cfg, run_dir, model, folder, rank_workers, gate)
     journal = JournalWriter(run_dir.journal)
     step_log = StepLog(run_dir.steps)
     start = load_replay_point(run_dir.replay_point, version=version)
@@ -99,7 +104,7 @@ def build(cfg: RunConfig, run_dir: RunDir) -> Learner:
     )
     buffer = TrajectoryBuffer(groups, index, reports, version=version)
     readopt(buffer, run_dir, start)
-    publisher = _publisher(cfg.learner, keys)
+    publisher = _publisher(cfg.learner, run_dir, keys, gate)
     admission = Admission(index, group_size=cfg.groups.size, vocab_size=vocabulary_size(model))
     router = Router(keys, host=cfg.learner.host, port=cfg.learner.port)
     ports = {"learner": router.port, "weights": publisher.port}
@@ -121,6 +126,7 @@ def build(cfg: RunConfig, run_dir: RunDir) -> Learner:
         admission=admission,
         buffer=buffer,
         publisher=publisher,
+        gate=gate,
         checkpoints=Checkpoints(run_dir.checkpoints, cfg.learner),
         journal=journal,
         step_log=step_log,
@@ -135,6 +141,7 @@ def _trainer(
     model: PreTrainedModel,
     checkpoint: Path | None,
     rank_workers: RankWorkers,
+    gate: Gate,
 ) -> tuple[Trainer, int]:
     """Return the trainer of all ranks, and the version at which it stands."""
     rank_workers.wait_loaded()  # before anything is timed
@@ -156,6 +163,7 @@ def _trainer(
         ranks=rank_workers.join(learner),
         announce=rank_workers.announce,
         on_bad_batch=lambda version, samples: dump_batch(run_dir.root, version, samples),
+        before_update=gate.close,
     )
 
 
@@ -164,13 +172,21 @@ def _spare_cores(cfg: RunConfig) -> int:
     return (len(os.sched_getaffinity(0)) - cfg.actor.num_actors) // cfg.learner.num_ranks
 
 
-def _publisher(cfg: LearnerSection, keys: RunKeys) -> Publisher:
-    return Publisher(
-        Router(keys, host=cfg.host, port=0),
+def _publisher(cfg: LearnerSection, run_dir: RunDir, keys: RunKeys, gate: Gate) -> Publisher:
+    folder = run_dir.root / "weights"
+    if cfg.weights_transport is WeightsTransport.FILE:
+        folder.mkdir(exist_ok=True)
+        remove_files(folder)
+    settings = PublishSettings(
         host=cfg.advertise or cfg.host,
         timeout_s=cfg.publish_timeout_s,
         max_canary_delta=cfg.max_canary_delta,
+        bucket_bytes=cfg.publish_bucket_mb << 20,
+        transport=cfg.weights_transport,
+        num_parts=cfg.publish_parts,
+        folder=str(folder.resolve()),
     )
+    return Publisher(Router(keys, host=cfg.host, port=0), settings, gate=gate)
 
 
 def _scheduler_client(

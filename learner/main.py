@@ -4,10 +4,11 @@ import logging
 import signal
 import threading
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import psutil
-import torch
 
 from common.config.run_config import RunConfig, TrainMode, published_version
 from common.errors import LongstrideError
@@ -22,7 +23,8 @@ from learner.ingest.replay_point import save_replay_point
 from learner.objective.describe import dead_knobs, objective_text
 from learner.recovery.step_log import LoggedStep
 from learner.training.trainer import StepResult
-from learner.weights.snapshot import PublishedWeights, snapshot
+from learner.weights.snapshot import PublishedWeights
+from learner.weights.source import copied
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +73,7 @@ def run(cfg: RunConfig, run_dir: RunDir) -> None:
     for line in dead_knobs(cfg.algorithm, cfg.learner):
         logger.warning("%s", line)
     learner = build(cfg, run_dir)
+    learner.gate.is_stopping = stop.is_set
     loop = Loop(cfg, learner, stop)
     try:
         learner.intake.start()
@@ -88,7 +91,8 @@ class Loop:
     """The steps of training.
 
     Consumes: batches from the buffer.
-    Waits for: enough fresh groups; then for every engine to have the new weights.
+    Waits for: enough fresh groups; the version before to be at its engines; in sync mode, the new
+    one, too. Otherwise a version travels while the next step computes its gradient.
     Unblocked by: a batch; the publisher; a stop, which ends either wait at once.
     """
 
@@ -104,12 +108,15 @@ class Loop:
         self._signals: dict[str, float] = {}  # of the last step, for curriculum and gate
         self._held_back: list[PublishedWeights] = []  # oldest first
         self._last_published = -1
+        self._reported_version = -1
+        is_async = cfg.train.mode is TrainMode.ASYNC
+        self._is_overlapping = is_async and cfg.learner.hold_back_steps == 0
+        self._weights = learner.trainer.live_weights(ask=learner.rank_workers.ask_for_part)
         self._checkpoint_s: float | None = None  # seconds that the last save took
         self.version = learner.version
 
     def train(self) -> None:
         """Run to the last step, then until the scheduler has its last evaluation."""
-        self._report_version()
         while self.version < self._cfg.train.num_steps:
             batch = self._wait_for_batch()
             samples = samples_of(batch.groups, self._cfg.algorithm)
@@ -120,8 +127,8 @@ class Loop:
             batch = replace(batch, stale=[*self._skipped, *batch.stale])
             self._log_consumed(batch)
             self._log_metrics(batch, result)
-            self.publish()
-            self._report_step(batch, result)
+            self._note_signals(batch, result)
+            self.publish(batch.outcomes(Outcome.TRAINED))
             if self._is_on_cpu and self.version % TRIM_EVERY_STEPS == 0:
                 trim_heap()
             if self._learner.checkpoints.is_due(self.version):
@@ -152,6 +159,7 @@ class Loop:
         if self._stop.is_set():
             raise StopRequested
         self._learner.rank_workers.check()
+        self._learner.publisher.check()
 
     def _give_back(self, batch: Batch) -> None:
         """Account for a batch that was too far off to learn from; the next one must be fresh.
@@ -161,7 +169,8 @@ class Loop:
         dropped = batch.outcomes(Outcome.STALE, "controller")
         self._skipped += [*batch.stale, *dropped]
         self._learner.buffer.report(dropped)
-        self._report_version()
+        if self._reported_version == self.version:  # else it is told when it is at the engines
+            self._report_version(self.version, self._signals)
 
     # --- 3. what it consumed ----------------------------------------------------------------
 
@@ -215,55 +224,73 @@ class Loop:
 
     # --- 4. its weights ---------------------------------------------------------------------
 
-    def publish(self) -> None:
-        """Send the weights that are due to every engine and wait until they are there.
+    def publish(self, trained: Sequence[EpisodeOutcome] = ()) -> None:
+        """Send the weights that are due to every engine, and report the step when they are there.
 
         Those are the current ones, unless `learner.hold_back_steps` keeps them back. A resumed run
-        has no older ones: it sends what it has, and goes on when the next one is due.
+        has no older ones: it sends what it has, and goes on when the next one is due. In async mode
+        this returns while they travel: the next step's first update waits for the last bucket.
         """
-        self._held_back.append(self._snapshot())
-        due = published_version(self._cfg, self.version)
-        if due <= self._last_published:
+        current = self._current_weights()
+        report = partial(self._report_step, self.version, self._signals, trained)
+        if self._is_overlapping:
+            self._send(current, report)
             return
-        while len(self._held_back) > 1 and self._held_back[0].version < due:
-            self._held_back.pop(0)
-        weights = self._held_back.pop(0)
+        self._held_back.append(current)
+        due = published_version(self._cfg, self.version)
+        if due > self._last_published:
+            while len(self._held_back) > 1 and self._held_back[0].version < due:
+                self._held_back.pop(0)
+            self._send(self._held_back.pop(0), report)
+        else:
+            report()
+
+    def _send(self, weights: PublishedWeights, report: Callable[[], None]) -> None:
+        publisher = self._learner.publisher
         self._set_status(waiting_for="actors: weights")
-        if not self._learner.publisher.publish(weights, is_stopping=self._stop.is_set):
+        send = publisher.begin if self._is_overlapping else publisher.publish
+        if not send(weights, on_done=report, is_stopping=self._stop.is_set):
             raise StopRequested
         self._last_published = weights.version
         self._set_status(waiting_for="")
 
-    def _snapshot(self) -> PublishedWeights:
-        """Return a copy of the current weights, with our scores of the canaries."""
-        trainer, dtype = self._learner.trainer, getattr(torch, self._cfg.model.dtype)
-        return snapshot(
-            self.version,
-            trainer.weights(dtype),
-            layout=trainer.weight_layout(dtype),
+    def _current_weights(self) -> PublishedWeights:
+        """Return the current weights, with our scores of the canaries."""
+        return PublishedWeights(
+            version=self.version,
+            source=copied(self._weights) if self._cfg.learner.hold_back_steps else self._weights,
             canary_token_ids=self._canary,
-            canary_logprobs=trainer.score(self._canary) if self._canary else [],
+            canary_logprobs=self._learner.trainer.score(self._canary) if self._canary else [],
             canary_masks=self._canary_masks,
         )
 
     # --- 5. the scheduler -------------------------------------------------------------------
 
-    def _report_step(self, batch: Batch, result: StepResult) -> None:
-        """Report a step whose weights are published: new groups must not meet the old ones."""
+    def _note_signals(self, batch: Batch, result: StepResult) -> None:
+        """Remember what curriculum and gate are told with the step's report."""
         metrics = result.metrics
         self._signals = {key: metrics[name] for name, key in SIGNALS.items() if name in metrics}
         self._signals["busy_s"] = time.monotonic() - batch.taken_at
         self._signals["wait_s"] = batch.waited_s
-        self._learner.buffer.report(batch.outcomes(Outcome.TRAINED))
-        self._report_version()
 
-    def _report_version(self) -> None:
-        """Tell the scheduler where the learner stands and how far ahead of it groups may be."""
+    def _report_step(
+        self, version: int, signals: dict[str, float], trained: Sequence[EpisodeOutcome]
+    ) -> None:
+        """Report a step whose weights are published: new groups must not meet the old ones.
+
+        For the publisher's thread, or ours.
+        """
+        self._learner.buffer.report(trained)
+        self._report_version(version, signals)
+
+    def _report_version(self, version: int, signals: dict[str, float]) -> None:
+        """Tell the scheduler which version engines have and how far ahead of it groups may be."""
+        self._reported_version = version
         self._learner.buffer.step_done(
-            self.version,
-            is_last=self.version >= self._cfg.train.num_steps,
+            version,
+            is_last=version >= self._cfg.train.num_steps,
             max_ahead_steps=self._learner.trainer.max_ahead_steps,
-            signals=self._signals,
+            signals=signals,
         )
 
     def _set_status(self, **changes: str | float) -> None:

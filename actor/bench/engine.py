@@ -60,7 +60,7 @@ async def _follow_learner(engine: Engine, run_dir: RunDir, settings: dict[str, A
         engine,
         actor="bench",
         incarnation="bench",
-        device=settings["device"],
+        devices=[settings["device"]],
         exclusive=asyncio.Lock(),
         context=context,
     )

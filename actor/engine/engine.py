@@ -8,6 +8,10 @@ from contextlib import asynccontextmanager
 from typing import Any, cast
 
 from vllm import SamplingParams
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferInitRequest,
+    WeightTransferUpdateRequest,
+)
 from vllm.inputs.engine import tokens_input
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
@@ -17,6 +21,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from actor.engine.adapter import REQUEST
 from actor.engine.concurrency import EngineLoad
 from actor.engine.process_watch import ProcessWatch
+from actor.engine.staging import Staged
 from actor.engine.start import shut_down_llm, start_llm
 from actor.rollout.episode import Turn
 from common.config.learning import FULL, LoraSection
@@ -30,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 SHUTDOWN_S = 1.0  # until the engine's processes are killed; they hold nothing worth saving
 LOAD_S = 60.0  # for the engine to stand still, and to load what it has received
+FIRST_LOOK_S, LAST_LOOK_S = 0.005, 0.1  # between looks whether a version is staged
 
 
 class Engine:
@@ -38,6 +44,7 @@ class Engine:
     Example:
         engine = await Engine.start(model_cfg, actor_cfg, end_of_turn_ids=[3], seed=0)
         turn = await engine.generate([1, 5, 9], request_id="a", max_tokens=16, salt="v3")
+        stage_s = await engine.stage(offer)     its bytes arrive while generation goes on
         pause_s = await engine.load(offer)      generation freezes, loads, goes on where it was
     """
 
@@ -169,14 +176,13 @@ class Engine:
         batches, and with them every rounding, do not depend on timing.
         """
         async with self._bounded("a round", self._cfg.turn_timeout_s):
-            await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
+            await self._llm.pause_generation(mode="keep", clear_cache=False)
             queues = {}
             for request_id, prompt_ids in prompts.items():
                 prompt = tokens_input(prompt_ids, cache_salt=salt)
                 queues[request_id] = await self._llm.add_request(
                     request_id, prompt, self._sampling(max_tokens), lora_request=self._adapter
                 )
-            self._llm._run_output_handler()
             await self._llm.resume_generation()
             return {
                 request_id: self._turn(queue.get_nowait() or await queue.get())
@@ -201,43 +207,68 @@ class Engine:
             num_cached=output.num_cached_tokens or 0,
         )
 
-    async def load(self, offer: WeightsOffer, *, announce: Callable[[], None]) -> float:
-        """Freeze generation (requests and their KV stay), receive, load, go on.
+    async def stage(self, offer: WeightsOffer, *, announce: Callable[[], None]) -> float:
+        """Receive a version into the workers' staging buffers while generation goes on.
 
         Args:
-            announce: called once generation stands still, right before the broadcast is entered.
+            announce: called once every worker receives.
+
+        Returns:
+            The seconds in which the bytes came, of the slowest worker.
+
+        Raises:
+            WeightSyncError: the transfer failed, or what came is damaged; nothing has changed.
+            EngineError: the engine died, or hangs.
+        """
+        deadline_s = 2 * offer.timeout_s + LOAD_S  # a transfer has two parts with a deadline each
+        request = WeightTransferInitRequest(init_info={"offer": encode(offer)})
+        async with self._bounded(f"receiving version {offer.version}", deadline_s):
+            await self._llm.init_weight_transfer_engine(request)
+            announce()
+            look_s = FIRST_LOOK_S
+            while True:
+                workers = [Staged(**each) for each in await self._llm.collective_rpc("staged")]
+                if all(worker.is_done for worker in workers):
+                    break
+                await asyncio.sleep(look_s)
+                look_s = min(LAST_LOOK_S, 1.5 * look_s)
+        failed = [worker for worker in workers if worker.error]
+        if failed:
+            kind = TransferCancelled if failed[0].is_cancelled else WeightSyncError
+            raise kind("; ".join(worker.error for worker in failed))
+        return max(worker.seconds for worker in workers)
+
+    async def load(self, offer: WeightsOffer) -> float:
+        """Freeze generation (requests and their KV stay), load what is staged, go on.
 
         Returns:
             The seconds in which nothing was generated.
 
         Raises:
-            WeightSyncError: the transfer failed; generation goes on with the old weights.
             EngineError: the engine died, or hangs. What a worker raises while it loads arrives
-                without its type; either ends the actor.
+                without its type; either ends the actor: nobody knows which weights it holds.
         """
         started = time.monotonic()
-        deadline_s = 2 * offer.timeout_s + LOAD_S  # a transfer has two parts with a deadline each
-        async with self._bounded(f"loading version {offer.version}", deadline_s):
-            await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
+        async with self._bounded(f"loading version {offer.version}", LOAD_S):
+            await self._llm.pause_generation(mode="keep", clear_cache=False)
             try:
-                announce()
-                await self._receive(offer)
+                await self._load_staged(offer.version)
+                self.version = offer.version
+                if self._cfg.kv_at_update is AtUpdate.DROP:
+                    # Running requests lose their place; prompt and samples are computed again.
+                    await self._llm.reset_prefix_cache(reset_running_requests=True)
             finally:
                 await self._llm.resume_generation()
         return time.monotonic() - started
 
-    async def _receive(self, offer: WeightsOffer) -> None:
-        frames = encode(offer)
-        replies = await self._llm.collective_rpc("receive_weights", args=(frames,))
-        failed = [reply for reply in replies if reply["error"]]
-        if failed:
-            kind = TransferCancelled if failed[0]["is_cancelled"] else WeightSyncError
-            raise kind("; ".join(reply["error"] for reply in failed))
-        await self._llm.update_weight_version(str(offer.version))
-        self.version = offer.version
-        if self._cfg.kv_at_update is AtUpdate.DROP:
-            # Running requests lose their place and are computed again, prompt and sampled tokens.
-            await self._llm.reset_prefix_cache(reset_running_requests=True)
+    async def _load_staged(self, version: int) -> None:
+        if self._takes_adapters:
+            await self._llm.collective_rpc("load_staged_adapter", args=(version,))
+            await self._llm.update_weight_version(str(version))
+            return
+        await self._llm.start_weight_update()
+        await self._llm.update_weights(WeightTransferUpdateRequest({"version": version}))
+        await self._llm.finish_weight_update(weight_version=str(version))
 
     async def score(self, sequences: list[list[int]], *, request_id: str) -> list[list[float]]:
         """Return the logprob [seq-1] of every token given those before it, nothing cached.

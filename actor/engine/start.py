@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import zmq
 from vllm.config.model import ModelDType
+from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -42,7 +43,8 @@ def engine_arguments(
         enforce_eager=cfg.enforce_eager,
         enable_prefix_caching=True,
         logprobs_mode="processed_logprobs",
-        worker_extension_cls="actor.engine.worker.WeightReceiver",
+        worker_extension_cls="actor.engine.worker.WorkerExtension",
+        weight_transfer_config=WeightTransferConfig(backend="longstride"),
         worker_cls="actor.engine.cpu_worker.TileWorker" if current_platform.is_cpu() else "auto",
         # The class, not its name: on CPU the name "uni" is turned into "mp", whose two
         # processes poll each other and burn a core.

@@ -42,13 +42,13 @@ class WeightLink:
         *,
         actor: str,
         incarnation: str,
-        device: str,
+        devices: list[str],
         exclusive: asyncio.Lock,
         context: Any,
     ) -> None:
         self._engine = engine
         self._identity = {"actor": actor, "incarnation": incarnation}
-        self._device = device
+        self._devices = devices
         self._exclusive = exclusive
         self._line = FollowingDealer(addresses, "weights", keys, context=context, hello=self._hello)
         self._joined_at = 0.0
@@ -75,27 +75,27 @@ class WeightLink:
         self._joined_at = time.monotonic()
         host = local_address_towards(host_of(self._line.address))
         return WeightsJoin(
-            **self._identity, device=self._device, version=self._engine.version, host=host
+            **self._identity, devices=self._devices, version=self._engine.version, host=host
         )
 
     async def _answer(self, offer: WeightsOffer) -> None:
-        """Load one offer and report; a failed transfer leaves the old weights and is reported."""
+        """Stage and load one offer and report; a failed transfer leaves the old weights."""
+        failure: WeightSyncError | None = None
+        stage_s = 0.0
+        try:
+            stage_s = await self._engine.stage(offer, announce=lambda: self._ready(offer))
+        except WeightSyncError as error:
+            failure = error
+            logger.error("weights not received version=%d reason=%s", offer.version, error)
         async with self._exclusive:
-            self.is_loading = True
-            failure: WeightSyncError | None = None
-            pause_s = 0.0
-            try:
-                pause_s = await self._engine.load(offer, announce=lambda: self._ready(offer))
-            except WeightSyncError as error:
-                failure = error
-                logger.error("weights not loaded version=%d reason=%s", offer.version, error)
-            self.is_loading = False
+            pause_s = 0.0 if failure else await self._load(offer)
             loaded = WeightsLoaded(
                 **self._identity,
                 version=offer.version,
                 group_epoch=offer.group_epoch,
                 is_ok=failure is None,
                 error=str(failure or "")[:1_000],
+                stage_s=stage_s,
                 pause_s=pause_s,
             )
             self._line.send(loaded)
@@ -106,6 +106,13 @@ class WeightLink:
                 await self._report_canary(offer)
         self._num_failures = 0
         self.version_loaded.set()
+
+    async def _load(self, offer: WeightsOffer) -> float:
+        self.is_loading = True
+        try:
+            return await self._engine.load(offer)
+        finally:
+            self.is_loading = False
 
     def _recover(self, failure: WeightSyncError) -> None:
         """Ask again after a failed transfer. Raises: WeightSyncError: too many in a row."""

@@ -8,7 +8,7 @@ from common.checks.model_shape import BYTES_OF, ModelShape
 from common.config.learning import Advantage, CriticKind, OptimizerKind, Precision
 from common.config.run_config import ActorSection, LearnerSection, RunConfig
 
-PUBLISH_COPIES = 2  # the version that engines have and the next one
+PUBLISH_BUCKETS = 2  # the one that is sent and the next one
 LEARNER_WORK_BYTES = 2 * GIB  # CUDA's context, NCCL's buffers, fragments
 ENGINE_WORK_BYTES = 3 * GIB // 2  # of a GPU engine beside weights and cache
 
@@ -46,9 +46,21 @@ def learner_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool, rank: int
     parts += [Part("learner work space", LEARNER_WORK_BYTES, "about")] if is_cuda else []
     if rank > 0:
         return parts
-    versions, width = PUBLISH_COPIES + learner.hold_back_steps, BYTES_OF[cfg.model.dtype]
-    copy = _weights("publish copies", num, width, f" ({cfg.model.dtype})")
-    return [*parts, Part(copy.label, versions * copy.num_bytes, f"{versions} copies x {copy.how}")]
+    version_bytes = num * BYTES_OF[cfg.model.dtype]
+    bucket_bytes = min(learner.publish_bucket_mb << 20, version_bytes)
+    how = f"{PUBLISH_BUCKETS} x learner.publish_bucket_mb={learner.publish_bucket_mb}, at most"
+    parts.append(Part("publish buckets", PUBLISH_BUCKETS * bucket_bytes, how))
+    return parts if is_cuda else [*parts, *publish_copies(cfg, shape)]
+
+
+def publish_copies(cfg: RunConfig, shape: ModelShape) -> list[Part]:
+    """Return the versions that the first rank keeps in host memory beside the weights."""
+    learner = cfg.learner
+    if learner.hold_back_steps == 0:
+        return []
+    versions = 2 + learner.hold_back_steps  # what engines have, the next one, those kept back
+    copy = _weights("publish copies", shape.num_params, BYTES_OF[cfg.model.dtype])
+    return [Part(copy.label, versions * copy.num_bytes, f"{versions} copies x {copy.how}")]
 
 
 def _share(part: Part, num_ranks: int) -> Part:
@@ -129,7 +141,8 @@ def gpu_engine_parts(
         key = f"the rest of actor.gpu_memory_frac={actor.gpu_memory_frac:g}"
         parts.append(Part("engine work space", ENGINE_WORK_BYTES, "about"))
         parts.append(_cache_part(actor, shape, cfg.model.dtype, cache, key))
-    return [*times(parts, num_engines, "actors"), Part("incoming weights", weights, how)]
+    incoming = _weights("incoming weights", shape.num_params, width, ", else in pinned memory")
+    return [*times(parts, num_engines, "actors"), replace(incoming, is_peak=True)]
 
 
 def _cache_part(

@@ -12,6 +12,7 @@ from common.checks.memory_parts import (
     cpu_engine_parts,
     gpu_engine_parts,
     learner_parts,
+    publish_copies,
     shown,
     times,
 )
@@ -80,7 +81,7 @@ def make_plan(
         places.append(Place(name, parts, capacity, GPU_REMEDY))
     for node in range(num_nodes):
         is_first = node == 0
-        host: list[Part] = []
+        host = publish_copies(cfg, shape) if is_first and is_cuda else []
         if is_first and not is_cuda:
             host = [*first, *times(other, cfg.learner.num_ranks - 1, "ranks")]
         num_actors = sum(own[0] // per_node == node for own in seats.actors)

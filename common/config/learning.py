@@ -53,6 +53,20 @@ class Attention(StrEnum):
     PRODUCTS = "products"
 
 
+class WeightsTransport(StrEnum):
+    """How versions travel to the engines.
+
+    auto: CUDA IPC to an engine that shares the learner's GPU, NCCL between GPUs, else gloo. file: a
+    folder of the run directory, which learner and actors must share; where nothing else passes.
+    """
+
+    AUTO = "auto"
+    NCCL = "nccl"
+    IPC = "ipc"
+    GLOO = "gloo"
+    FILE = "file"
+
+
 class Advantage(StrEnum):
     """How a reward becomes an advantage.
 
@@ -313,6 +327,9 @@ class LearnerSection:
     )
     batch_timeout_s: float = knob(1800.0, "seconds to wait for a batch; then the run ends", gt=0)
     publish_timeout_s: float = knob(120.0, "seconds to bring out a version", gt=0)
+    publish_bucket_mb: int = knob(256, "MB of weights gathered and sent at a time", ge=1, le=65536)
+    publish_parts: int = knob(1, "of the fleet that get a version one after the other", ge=1)
+    weights_transport: WeightsTransport = knob(WeightsTransport.AUTO, "of versions to engines")
     max_canary_delta: float = knob(0.05, "mean |delta logprob| that alarms", gt=0, le=1000)
     max_canary_alarms: int = knob(3, "in a row before the run stops", ge=1)
     checkpoint_every_steps: int = knob(25, "steps between checkpoints", ge=1)

@@ -1,4 +1,4 @@
-"""Broadcast of one flat byte buffer from the learner to engines, over torch.distributed.
+"""Broadcast of flat byte buffers from the learner to engines, over torch.distributed.
 
 Groups are made outside the default process group, so that every new membership is a new group and
 nobody's world has to be rebuilt. NCCL on CUDA, gloo on CPU; all else is shared.
@@ -9,7 +9,7 @@ nobody's world has to be rebuilt. NCCL on CUDA, gloo on CPU; all else is shared.
 # pyright: reportUnknownArgumentType=false
 
 import socket
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -22,22 +22,13 @@ from torch import Tensor
 from common.errors import WeightSyncError
 from common.wire.weight_messages import TensorSpec
 
+CPU = torch.device("cpu")
 ALIGN_BYTES = 16  # every tensor starts here, so that a view of any dtype is legal
-CHECKSUM_CHUNK = 1 << 20  # int32 words summed at a time
 
 
 def device_id(device: torch.device) -> str:
     """Return a name that no other GPU anywhere has; "" for the CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
-
-
-def backend_for(device_ids: Sequence[str]) -> str:
-    """Return what carries tensors between these devices (`device_id`), one per rank.
-
-    "nccl" needs a GPU of its own for every rank; else the bytes go through host memory, by "gloo".
-    """
-    has_gpus = all(device_ids) and len(set(device_ids)) == len(device_ids)
-    return "nccl" if has_gpus else "gloo"
 
 
 def open_store(host: str, port: int, *, is_server: bool, timeout_s: float) -> dist.TCPStore:
@@ -99,6 +90,8 @@ class BroadcastGroup:
     def __init__(self, store: dist.Store, place: Place, *, epoch: int) -> None:
         prefixed = dist.PrefixStore(f"weights/{epoch}", store)
         self.epoch = epoch
+        is_nccl = place.backend == "nccl"
+        self.device = torch.device("cuda", torch.cuda.current_device()) if is_nccl else CPU
         self._timeout = timedelta(seconds=place.timeout_s)
         try:
             self._group = make_process_group(prefixed, place)
@@ -108,16 +101,31 @@ class BroadcastGroup:
 
     def broadcast(self, buffer: Tensor) -> None:
         """Send (rank 0) or receive `buffer` [num_bytes] uint8 in place."""
+        self._start(buffer).wait()
+        if buffer.is_cuda:
+            torch.cuda.current_stream(buffer.device).synchronize()
+
+    def send(self, index: int, part: Tensor) -> "Broadcast":
+        """Begin to send `part` [num_bytes] uint8, as rank 0; `index` is for other channels."""
+        return self._start(part)
+
+    def receive(self, index: int, part: Tensor) -> "Broadcast":
+        """Begin to fill `part` [num_bytes] uint8 with what rank 0 sends next."""
+        return self._start(part)
+
+    def _start(self, part: Tensor) -> "Broadcast":
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.timeout = self._timeout
+        options.asyncOp = True
         try:
-            work = self._group.broadcast([buffer], options)
-            work.wait(self._timeout)
-            if buffer.is_cuda:
-                torch.cuda.current_stream(buffer.device).synchronize()
+            work = self._group.broadcast([part], options)
         except RuntimeError as error:
-            raise WeightSyncError(f"broadcast failed epoch={self.epoch}: {error}") from error
+            raise self._failed(error) from error
+        return Broadcast(work, self._timeout, self._failed)
+
+    def _failed(self, error: RuntimeError) -> WeightSyncError:
+        return WeightSyncError(f"broadcast failed epoch={self.epoch}: {error}")
 
     def close(self) -> None:
         """Abort what is in flight and let the connections go."""
@@ -125,6 +133,27 @@ class BroadcastGroup:
             self._group.abort()
         except RuntimeError:  # gloo has nothing to abort once a peer is gone
             return
+
+
+class Broadcast:
+    """A broadcast under way."""
+
+    def __init__(
+        self, work: Any, timeout: timedelta, failed: Callable[[RuntimeError], WeightSyncError]
+    ) -> None:
+        self._work = work
+        self._timeout = timeout
+        self._failed = failed
+
+    def wait(self) -> None:
+        """Wait for a broadcast of gloo; let the current stream wait for one of NCCL.
+
+        Raises: WeightSyncError: a member is missing or died.
+        """
+        try:
+            self._work.wait(self._timeout)
+        except RuntimeError as error:
+            raise self._failed(error) from error
 
 
 def interface_of(host: str) -> str:
@@ -169,22 +198,3 @@ def views(buffer: Tensor, specs: list[TensorSpec]) -> Iterator[tuple[str, Tensor
     for spec in specs:
         part = buffer[spec.offset_bytes : spec.offset_bytes + spec.num_bytes]
         yield spec.name, part.view(getattr(torch, spec.dtype)).view(spec.shape)
-
-
-def checksum(buffer: Tensor) -> str:
-    """Return a hex digest of `buffer` [num_bytes] uint8, computed on its device.
-
-    Two wrapping 64-bit sums over the 32-bit words, plain and weighted by position: any single
-    changed word, and any two swapped ones, change it. Not cryptographic; the wire is.
-    """
-    words = buffer.view(torch.int32)
-    plain = weighted = 0
-    position = torch.arange(1, CHECKSUM_CHUNK + 1, dtype=torch.int64, device=buffer.device)
-    for chunk_index, chunk in enumerate(words.split(CHECKSUM_CHUNK)):
-        wide = chunk.to(torch.int64)
-        total = int(wide.sum())
-        plain += total
-        within = int((wide * position[: wide.numel()]).sum())
-        weighted += within + chunk_index * CHECKSUM_CHUNK * total
-    mask = (1 << 64) - 1
-    return f"{plain & mask:016x}{weighted & mask:016x}"

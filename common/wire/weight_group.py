@@ -2,9 +2,10 @@
 # torch's type stubs lack half of what its C++ process groups export:
 # pyright: reportPrivateImportUsage=false, reportUnknownMemberType=false
 
+import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -14,8 +15,11 @@ from torch import Tensor
 from common.errors import WeightSyncError
 from common.wire.addresses import local_address_towards
 from common.wire.collective import BroadcastGroup, Place, open_store
+from common.wire.transfer.buckets import BucketDamaged, Channel, Cut, receive_buckets, send_buckets
+from common.wire.transfer.mailbox import FolderShelf, GpuShelf, Mailbox
 from common.wire.weight_messages import WeightsOffer
 
+TRANSFER_NICENESS = 10
 CANCEL_CHECK_S = 0.25  # between looks at whether a running transfer is still wanted
 
 
@@ -24,51 +28,84 @@ class TransferCancelled(WeightSyncError):
 
 
 class _Attempt(threading.Thread):
-    """One broadcast, in a thread that can be left alone with a native call that does not end."""
+    """One transfer, in a thread that can be left alone with a native call that does not end."""
 
     def __init__(
         self,
-        buffer: Tensor,
+        work: Callable[[Channel, threading.Event], None],
+        device: torch.device,
         offer: WeightsOffer,
         group: BroadcastGroup | None,
         store: dist.Store | None,
     ) -> None:
-        super().__init__(name=f"broadcast-{offer.group_epoch}", daemon=True)
-        self._buffer = buffer
+        super().__init__(name=f"transfer-{offer.group_epoch}", daemon=True)
+        self._work = work
+        self._device = device
         self._offer = offer
-        self._is_left = False
+        self._is_left = threading.Event()
         self.group = group
         self.store = store
+        self.seconds = 0.0
         self.is_ok = False
-        self.error = ""
+        self.error: WeightSyncError | None = None
         self.has_ended = threading.Event()
 
     def run(self) -> None:
-        """Make the group if there is none yet, and broadcast."""
-        offer = self._offer
-        if self._buffer.is_cuda:  # each thread has a current device of its own
-            torch.cuda.set_device(self._buffer.device)
+        """Make the group if there is none yet, and transfer."""
+        lower_priority()
+        if self._device.type == "cuda":  # each thread has a current device of its own
+            torch.cuda.set_device(self._device)
         try:
-            if self.group is None:
-                self.store = self.store or _connect(offer)
-                bind_host, epoch = local_address_towards(offer.store_host), offer.group_epoch
-                given = (offer.rank, offer.world_size, offer.backend, offer.timeout_s)
-                self.group = BroadcastGroup(self.store, Place(*given, bind_host), epoch=epoch)
-            if not self._is_left:
-                self.group.broadcast(self._buffer)
+            channel = self._channel()
+            started = time.monotonic()
+            if not self._is_left.is_set():
+                self._work(channel, self._is_left)
+                self.seconds = time.monotonic() - started
                 self.is_ok = True
         except WeightSyncError as error:
-            self.error = str(error)
+            self.error = error
         finally:
             if not self.is_ok and self.group is not None:
                 self.group.close()
             self.has_ended.set()
 
+    def _channel(self) -> Channel:
+        offer = self._offer
+        store = self.store = self.store or _connect(offer)
+        if offer.transport in ("ipc", "file"):
+            is_file = offer.transport == "file"
+            epoch = offer.group_epoch
+            return Mailbox(
+                store,
+                FolderShelf(offer.folder, epoch) if is_file else GpuShelf(self._device),
+                name=f"{epoch}/{offer.version}",
+                rank=offer.rank,
+                world_size=offer.world_size,
+                timeout_s=offer.timeout_s,
+                is_left=self._is_left.is_set,
+            )
+        if self.group is None:
+            bind_host, epoch = local_address_towards(offer.store_host), offer.group_epoch
+            given = (offer.rank, offer.world_size, offer.transport, offer.timeout_s)
+            self.group = BroadcastGroup(store, Place(*given, bind_host), epoch=epoch)
+        return self.group
+
     def leave(self) -> None:
         """Abort what can be aborted; the thread ends then, or with the group's own deadline."""
-        self._is_left = True
+        self._is_left.set()
         if self.group is not None:
             self.group.close()
+
+
+def lower_priority() -> None:
+    """Let the calling thread, and threads it starts, yield to training and generation.
+
+    A transfer that takes a core from them costs more than one that takes longer.
+    """
+    try:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), TRANSFER_NICENESS)
+    except OSError:  # a system without priorities of threads, or it is lower already
+        return
 
 
 def _connect(offer: WeightsOffer) -> dist.Store:
@@ -81,7 +118,7 @@ def _connect(offer: WeightsOffer) -> dist.Store:
 class WeightGroup:
     """One side's place in the group of the present members, kept from version to version.
 
-    Example: the learner broadcasts version 3 to a and b, and b is stopped.
+    Example: the learner sends version 3 to a and b, and b is stopped.
         learner   is_cancelled() finds b gone -> raises TransferCancelled; cancel(store, epoch)
         engine a  finds the epoch cancelled in the store -> raises TransferCancelled, too
         learner   offers version 3 to a alone, in a new epoch
@@ -99,21 +136,76 @@ class WeightGroup:
         self._watch_store: dist.Store | None = None  # for looking whether a transfer is cancelled
         self._left: list[_Attempt] = []  # cancelled, and perhaps still in a native call
 
-    def broadcast(
-        self, buffer: Tensor, offer: WeightsOffer, *, is_cancelled: Callable[[], bool]
-    ) -> None:
-        """Send (rank 0) or receive `buffer` [num_bytes] uint8 in place, in the offered group.
+    def send(
+        self,
+        slots: Sequence[Tensor],
+        fill: Callable[[int, Tensor], object],
+        offer: WeightsOffer,
+        *,
+        is_cancelled: Callable[[], bool],
+    ) -> float:
+        """Send a version as rank 0 of the offered group; return the seconds it took.
+
+        Args:
+            slots, fill: as `send_buckets` takes them.
 
         Raises:
             TransferCancelled: `is_cancelled`, asked every `CANCEL_CHECK_S`, said so.
             WeightSyncError: a member is missing or died, or `offer.timeout_s` is over.
         """
+        cut = Cut(offer.total_bytes, offer.bucket_bytes)
+
+        def work(channel: Channel, is_left: threading.Event) -> None:
+            def fill_for_us(start: int, part: Tensor) -> None:
+                fill(start, part)
+                if is_left.is_set():  # what was read may be another version by now: never send it
+                    raise TransferCancelled(f"transfer given up epoch={offer.group_epoch}")
+
+            send_buckets(channel, cut, slots, fill_for_us)
+
+        return self._transfer(work, slots[0].device, offer, is_cancelled)
+
+    def receive(self, staging: Tensor, device: torch.device, offer: WeightsOffer) -> float:
+        """Fill `staging` [total_bytes] uint8 with a version and check it, for a worker of `device`.
+
+        Returns: the seconds it took.
+
+        Raises:
+            TransferCancelled: the learner gave the transfer up.
+            BucketDamaged: what came is not what was sent.
+            WeightSyncError: as `send`, or nobody serves the rendezvous store.
+        """
+        self._follow(offer)
+        store = self._watch_store = self._watch_store or _connect(offer)
+        is_cancelled = partial(_is_cancelled, store, offer.group_epoch)
+        cut = Cut(offer.total_bytes, offer.bucket_bytes)
+
+        def work(channel: Channel, _: threading.Event) -> None:
+            receive_buckets(channel, cut, staging, offer.tensors)
+
+        try:
+            if is_cancelled():  # an offer that waited too long in a queue
+                raise TransferCancelled(f"transfer given up epoch={offer.group_epoch}")
+            return self._transfer(work, device, offer, is_cancelled)
+        except BucketDamaged:
+            raise
+        except WeightSyncError:
+            self._watch_store = None  # perhaps it is the connection that broke
+            raise
+
+    def _transfer(
+        self,
+        work: Callable[[Channel, threading.Event], None],
+        device: torch.device,
+        offer: WeightsOffer,
+        is_cancelled: Callable[[], bool],
+    ) -> float:
         # A learner that starts again counts its epochs from the start; its store is another one.
         self._follow(offer)
         place = (offer.store_host, offer.store_port, offer.group_epoch)
         if place != self._place:
             self.leave()
-        attempt = _Attempt(buffer, offer, self._group, self._group_store)
+        attempt = _Attempt(work, device, offer, self._group, self._group_store)
         self._group, self._place, self._group_store = None, None, None
         attempt.start()
         while not attempt.has_ended.wait(CANCEL_CHECK_S):
@@ -122,26 +214,9 @@ class WeightGroup:
                 self._left = [each for each in [*self._left, attempt] if each.is_alive()]
                 raise TransferCancelled(f"transfer given up epoch={offer.group_epoch}")
         if not attempt.is_ok:
-            raise WeightSyncError(attempt.error or "the broadcast failed, see the log")
+            raise attempt.error or WeightSyncError("the transfer failed, see the log")
         self._group, self._place, self._group_store = attempt.group, place, attempt.store
-
-    def receive(self, buffer: Tensor, offer: WeightsOffer) -> None:
-        """Fill `buffer` [num_bytes] uint8 with the learner's bytes, for an engine.
-
-        Raises:
-            TransferCancelled: the learner gave the transfer up.
-            WeightSyncError: as `broadcast`, or nobody serves the rendezvous store.
-        """
-        self._follow(offer)
-        store = self._watch_store = self._watch_store or _connect(offer)
-        is_cancelled = partial(_is_cancelled, store, offer.group_epoch)
-        try:
-            if is_cancelled():  # an offer that waited too long in a queue
-                raise TransferCancelled(f"transfer given up epoch={offer.group_epoch}")
-            self.broadcast(buffer, offer, is_cancelled=is_cancelled)
-        except WeightSyncError:
-            self._watch_store = None  # perhaps it is the connection that broke
-            raise
+        return attempt.seconds
 
     def _follow(self, offer: WeightsOffer) -> None:
         """Let the connections to another store go."""
@@ -155,6 +230,11 @@ class WeightGroup:
         if self._group is not None:
             self._group.close()
         self._group, self._place = None, None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a cancelled transfer has not ended."""
+        return any(attempt.is_alive() for attempt in self._left)
 
     def join(self, *, timeout_s: float) -> None:
         """Wait for the threads of cancelled transfers; they end once the store is gone.

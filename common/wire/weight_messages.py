@@ -20,7 +20,7 @@ class WeightsJoin:
 
     actor: str
     incarnation: str
-    device: str  # a GPU's own name; "" for the CPU
+    devices: list[str]  # one per worker: a GPU's own name; "" for the CPU
     version: int  # what the engine holds
     host: str = ""  # the engine's, on its interface towards the learner
 
@@ -35,25 +35,29 @@ class WeightsLeave:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsOffer:
-    """Learner -> actor: version `version` starts now; take your place in the process group."""
+    """Learner -> actor: version `version` starts now; take your places among the receivers.
+
+    Its flat bytes come in buckets, and after the last one a table with the digest of each.
+    """
 
     version: int
     group_epoch: int  # a new number means: build a new process group
-    rank: int
-    world_size: int
+    rank: int  # of the engine's first worker; the next worker has the next one
+    world_size: int  # workers of all engines, and the learner
     store_host: str
     store_port: int
-    backend: str  # "gloo" | "nccl"
+    transport: str  # "gloo", "nccl", "ipc" or "file"
+    folder: str  # of the transport "file"
     timeout_s: float
     tensors: list[TensorSpec]
     total_bytes: int
-    checksum: str  # hex, of the bytes that the learner sends
+    bucket_bytes: int
     canary_token_ids: list[list[int]]  # prompts that both sides score after loading
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsReady:
-    """Actor -> learner: generation is paused and my rank is about to enter the broadcast."""
+    """Actor -> learner: my workers receive from now on, beside generation."""
 
     actor: str
     incarnation: str
@@ -71,7 +75,8 @@ class WeightsLoaded:
     group_epoch: int
     is_ok: bool
     error: str
-    pause_s: float  # in which the engine generated nothing
+    stage_s: float  # in which the bytes arrived, beside generation
+    pause_s: float  # in which the engine loaded them and generated nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

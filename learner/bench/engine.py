@@ -4,13 +4,14 @@ import json
 import math
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
+from common.config.learning import WeightsTransport
 from common.errors import EngineError
 from common.launch.process import ChildFailed, ChildProcess
 from common.repository import ROOT
@@ -19,8 +20,10 @@ from common.wire.security import create_keys
 from common.wire.sockets import Router
 from learner.offline.scratch import save_policy
 from learner.training.trainer import Trainer
+from learner.weights.gate import Gate
 from learner.weights.publisher import Publisher
-from learner.weights.snapshot import PublishedWeights, snapshot
+from learner.weights.routes import PublishSettings
+from learner.weights.snapshot import PublishedWeights
 
 HOST = "127.0.0.1"
 CHILD = "actor.bench.engine"
@@ -74,22 +77,19 @@ def measure_engine(
     keys = create_keys(run_dir.keys)
     path = folder / "policy"
     save_policy(path, model, AutoTokenizer.from_pretrained(tokenizer_path, local_files_only=True))
-    publisher = Publisher(
-        Router(keys, host=HOST, port=0),
-        host=HOST,
-        timeout_s=run.timeout_s / 3,
-        max_canary_delta=math.inf,
-    )
+    gate = Gate(timeout_s=run.timeout_s)
+    publisher = Publisher(Router(keys, host=HOST, port=0), _settings(run), gate=gate)
     run_dir.publish_address("weights", f"tcp://{HOST}:{publisher.port}")
     publisher.start()
     child = _start(run, run_dir, path, environ)
     try:
-        publisher.publish(_version(0, trainer, run, canary))
+        publisher.publish(_version(0, trainer, canary))
         child.wait_until(
             lambda: publisher.drain_metrics()["weights/members"] > 0, timeout_s=run.timeout_s
         )
+        gate.close()  # when version 0 has left
         _randomize(model)
-        weights = _version(1, trainer, run, canary)
+        weights = _version(1, trainer, canary)
         publisher.publish(weights)
         measured = publisher.drain_metrics()
         report = run_dir.root / REPORT
@@ -107,21 +107,26 @@ def measure_engine(
         is_sound=figures["sound"] == 1.0,
         canary_delta=measured.get("weights/canary_abs_logprob", math.nan),
         publish_s=measured.get("publish/total_s", math.nan),
-        num_bytes=weights.buffer.numel(),
+        num_bytes=weights.source.total_bytes,
     )
 
 
-def _version(
-    number: int, trainer: Trainer, run: EngineRun, canary: list[list[int]]
-) -> PublishedWeights:
-    weights = snapshot(
-        number,
-        trainer.weights(getattr(torch, run.dtype)),
-        layout=trainer.weight_layout(getattr(torch, run.dtype)),
+def _settings(run: EngineRun) -> PublishSettings:
+    return PublishSettings(
+        host=HOST,
+        timeout_s=run.timeout_s / 3,
+        max_canary_delta=math.inf,
+        transport=WeightsTransport.GLOO if run.is_on_host else WeightsTransport.AUTO,
+    )
+
+
+def _version(number: int, trainer: Trainer, canary: list[list[int]]) -> PublishedWeights:
+    return PublishedWeights(
+        version=number,
+        source=trainer.live_weights(),
         canary_token_ids=canary,
         canary_logprobs=trainer.score(canary),
     )
-    return replace(weights, buffer=weights.buffer.cpu()) if run.is_on_host else weights
 
 
 @torch.no_grad()

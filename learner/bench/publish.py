@@ -15,10 +15,11 @@ from transformers import PreTrainedModel
 
 from common.errors import WeightSyncError
 from common.repository import ROOT
-from common.wire.collective import BroadcastGroup, Place, checksum, open_store
+from common.wire.collective import BroadcastGroup, Place, open_store
+from common.wire.transfer.digest import checksum, digest
 from learner.bench.step import clock_of
-from learner.policy.model import export_layout, export_tensors
-from learner.weights.snapshot import PublishedWeights, snapshot
+from learner.policy.model import published_tensors
+from learner.weights.source import LiveWeights
 
 HOST = "127.0.0.1"
 
@@ -44,17 +45,26 @@ class Transfer:
         return self.num_bytes / self.send_s / 1e9
 
 
-def snapshot_weights(model: PreTrainedModel, dtype: torch.dtype) -> tuple[PublishedWeights, float]:
-    """Return the weights as they are published, and the seconds that copy and checksum took."""
-    clock = clock_of(next(model.parameters()).device)
+@dataclass(frozen=True, slots=True)
+class FlatWeights:
+    """All that a version consists of, in one buffer."""
+
+    buffer: torch.Tensor  # [num_bytes] uint8
+
+
+def snapshot_weights(model: PreTrainedModel, dtype: torch.dtype) -> tuple[FlatWeights, float]:
+    """Return the weights as they are published, and the seconds that cast and digest took."""
+    source = LiveWeights(published_tensors(model), dtype)
+    buffer = torch.zeros(source.total_bytes, dtype=torch.uint8, device=source.device)
+    clock = clock_of(source.device)
     started = clock()
-    tensors, layout = export_tensors(model, dtype), export_layout(model, dtype)
-    weights = snapshot(0, tensors, layout=layout, canary_token_ids=[], canary_logprobs=[])
-    return weights, clock() - started
+    source.fill(0, buffer)
+    digest(buffer)
+    return FlatWeights(buffer), clock() - started
 
 
 def broadcast_to_peer(
-    weights: PublishedWeights, *, backend: str, peer_device: str, num_rounds: int, timeout_s: float
+    weights: FlatWeights, *, backend: str, peer_device: str, num_rounds: int, timeout_s: float
 ) -> Transfer:
     """Send a version `num_rounds` times to a process of its own and compare checksums.
 
@@ -95,7 +105,7 @@ def broadcast_to_peer(
     return Transfer(
         num_bytes=receiver.num_bytes,
         send_s=reply["send_s"],
-        is_equal=reply["checksum"] == weights.checksum,
+        is_equal=reply["checksum"] == checksum(weights.buffer),
     )
 
 

@@ -167,7 +167,7 @@ def export_tensors(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple
 
     If the model is sharded, all ranks must do so together.
     """
-    for name, tensor in _published(model):
+    for name, tensor in published_tensors(model):
         yield name, whole(tensor.to(_exported(tensor, dtype)))
 
 
@@ -175,7 +175,7 @@ def export_layout(model: PreTrainedModel, dtype: torch.dtype) -> list[tuple[str,
     """Return what `export_tensors` yields as meta tensors; for a sharded model on one rank, too."""
     return [
         (name, torch.empty(tensor.shape, dtype=_exported(tensor, dtype), device="meta"))
-        for name, tensor in _published(model)
+        for name, tensor in published_tensors(model)
     ]
 
 
@@ -183,8 +183,11 @@ def _exported(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
     return dtype if tensor.is_floating_point() else tensor.dtype
 
 
-def _published(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield what engines need of a version: adapters, if there are any, beside what they have."""
+def published_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, live tensor or this rank's part) of what engines need of a version.
+
+    Those are adapters, if there are any, beside what engines have; else all, tied ones once.
+    """
     if has_adapters(model):
         yield from adapter_tensors(model)
         return

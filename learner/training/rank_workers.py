@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import tempfile
+import threading
 import time
 from dataclasses import replace
 from datetime import timedelta
@@ -25,10 +26,12 @@ from common.config.run_config import RunConfig
 from common.errors import ConfigError, LongstrideError
 from common.log import configure_logging
 from common.wire.collective import interface_of
+from common.wire.weight_group import lower_priority
 from learner.policy.model import pick_device
 from learner.policy.timing import settled, with_settled
 from learner.training.build import load_start, make_trainer
 from learner.training.ranks import Order, Ranks
+from learner.weights.source import LiveWeights
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +45,7 @@ class _Worker(NamedTuple):
     rank: int
     process: BaseProcess
     pipe: Connection
+    publish_pipe: Connection  # for the publisher's thread: which part of the weights to serve
 
 
 class RankWorkers:
@@ -75,15 +79,17 @@ class RankWorkers:
         context = multiprocessing.get_context("spawn")
         for rank in range(1, num_ranks):
             ours, theirs = context.Pipe()
+            asked, asking = context.Pipe(duplex=False)
             process = context.Process(
                 target=_serve_rank,
-                args=(cfg, rank, checkpoint, self._meeting, theirs),
+                args=(cfg, rank, checkpoint, self._meeting, theirs, asked),
                 name=f"learner-{rank}",
                 daemon=True,
             )
             process.start()
             theirs.close()
-            self._workers.append(_Worker(rank, process, ours))
+            asked.close()
+            self._workers.append(_Worker(rank, process, ours, asking))
 
     def wait_loaded(self) -> None:
         """Wait for all to have loaded. Raises: LongstrideError: one ended, or was not in time."""
@@ -121,6 +127,17 @@ class RankWorkers:
             with self._ranks.in_touch("an order"):
                 self._ranks.send(order.payload)
 
+    def ask_for_part(self, request: bytes) -> None:
+        """Let the other ranks serve a part of the weights. For the publisher's thread.
+
+        Raises: LongstrideError: one is gone.
+        """
+        for worker in self._workers:
+            try:
+                worker.publish_pipe.send_bytes(request)
+            except OSError as error:
+                raise LongstrideError(f"learner rank {worker.rank} is gone: {error}") from error
+
     def _read_ready(self, worker: _Worker) -> None:
         try:
             worker.pipe.recv_bytes()
@@ -152,6 +169,7 @@ class RankWorkers:
         deadline = time.monotonic() + STOP_S
         for worker in self._workers:
             worker.pipe.close()
+            worker.publish_pipe.close()
         for worker in self._workers:
             worker.process.join(max(0.0, deadline - time.monotonic()))
             if worker.process.exitcode is None:
@@ -177,7 +195,10 @@ def _meet(cfg: RunConfig, rank: int, meeting: Path, device: torch.device) -> Ran
             world_size=num_ranks,
             timeout=timedelta(seconds=cfg.learner.rank_timeout_s),
         )
-        return Ranks(init_device_mesh(device.type, (num_ranks,)))
+        mesh = init_device_mesh(device.type, (num_ranks,))
+        group = dist.new_group()
+        assert isinstance(group, dist.ProcessGroup)  # of which this rank is a member
+        return Ranks(mesh, publish_group=group)
     except RuntimeError as error:
         raise LongstrideError(
             f"learner rank {rank} of {num_ranks} found no group: {error}"
@@ -185,7 +206,12 @@ def _meet(cfg: RunConfig, rank: int, meeting: Path, device: torch.device) -> Ran
 
 
 def _serve_rank(
-    cfg: RunConfig, rank: int, checkpoint: Path | None, meeting: Path, pipe: Connection
+    cfg: RunConfig,
+    rank: int,
+    checkpoint: Path | None,
+    meeting: Path,
+    pipe: Connection,
+    publish_pipe: Connection,
 ) -> None:
     """Be a rank: load, meet the others, make rank 0's updates until it closes the pipe."""
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -204,6 +230,8 @@ def _serve_rank(
             torch.set_num_threads(max(1, cfg.learner.num_threads))
         ranks = _meet(cfg, rank, meeting, device)
         trainer, _ = make_trainer(cfg, model, checkpoint, ranks=ranks)
+        serving = (trainer.live_weights(), publish_pipe)
+        threading.Thread(target=_serve_weights, args=serving, daemon=True).start()
         while True:
             kind, version, must_train, num_bytes = json.loads(pipe.recv_bytes())
             payload = ranks.receive(num_bytes) if num_bytes else b""
@@ -212,6 +240,19 @@ def _serve_rank(
         _end(0)
     finally:  # only an error gets here
         logger.error("ended by an error", exc_info=True)
+        _end(1)
+
+
+def _serve_weights(weights: LiveWeights, pipe: Connection) -> None:
+    """Give rank 0 this rank's share of every part that it asks for, beside training."""
+    lower_priority()
+    try:
+        while True:
+            weights.serve(pipe.recv_bytes())
+    except (EOFError, BrokenPipeError):  # rank 0 has left
+        return
+    except LongstrideError:
+        logger.error("weights are not served any more", exc_info=True)
         _end(1)
 
 

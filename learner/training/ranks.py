@@ -16,7 +16,7 @@ from common.errors import LongstrideError
 class Order(NamedTuple):
     """What all ranks do next, told by rank 0."""
 
-    kind: str  # "train", "score", "weights" or "state", see `Trainer`
+    kind: str  # "train", "score" or "state", see `Trainer`
     version: int = 0
     must_train: bool = False
     payload: bytes = b""
@@ -29,11 +29,23 @@ class Ranks:
     gradient of one large batch. All make the same passes: sharded weights are put together by all.
     """
 
-    def __init__(self, mesh: DeviceMesh | None = None) -> None:
-        """Wrap a mesh of one dimension over the default process group; None is a single rank."""
+    def __init__(
+        self, mesh: DeviceMesh | None = None, *, publish_group: dist.ProcessGroup | None = None
+    ) -> None:
+        """Wrap a mesh of one dimension over the default process group; None is a single rank.
+
+        Args:
+            publish_group: of the same ranks, for what another thread gathers beside training.
+        """
         self.mesh = mesh
+        self.publish_group: dist.ProcessGroup | None = publish_group
         self.index = 0 if mesh is None else mesh.get_local_rank()
         self.size = 1 if mesh is None else mesh.size()
+
+    @property
+    def publish_device(self) -> str:
+        """The device whose tensors `publish_group` carries."""
+        return "cpu" if self.mesh is None else self.mesh.device_type
 
     def sum(self, values: Tensor) -> Tensor:
         """Return the sum over the ranks of a tensor that has the same shape on each."""

@@ -4,25 +4,26 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from common.errors import ConfigError
 from learner.batch.batching import Sample, make_minibatches
 from learner.batch.codec import pack_samples, unpack_samples
 from learner.policy.forward import Networks
 from learner.policy.lora import trained_state
-from learner.policy.model import export_layout, export_tensors, whole
+from learner.policy.model import published_tensors, whole
 from learner.policy.sharding import load_module, shard_optimizer_state, whole_state
 from learner.training.controller import Controller, Decision
 from learner.training.optimizer import lr_scale, make_critic_optimizer, make_optimizer
 from learner.training.ranks import Order, Ranks
 from learner.training.step import Gradient, Gradients, ScoredBatch, TrainerSettings
 from learner.training.step_metrics import Update, mean_metrics, offpolicy_metrics, volume_metrics
+from learner.weights.source import Gathering, LiveWeights
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +60,7 @@ class Trainer:
         ranks: Ranks | None = None,
         announce: Callable[[Order], object] | None = None,
         on_bad_batch: Callable[[int, list[Sample]], object] | None = None,
+        before_update: Callable[[], object] | None = None,
     ) -> None:
         """Make the optimizer.
 
@@ -66,15 +68,18 @@ class Trainer:
             ranks: all that train this policy; None is this one alone. Its mesh shards the networks.
             announce: as rank 0, called with what all are to do now; None if nobody needs to know.
             on_bad_batch: called with version and samples of a step whose loss was not finite.
+            before_update: as rank 0, called before weights change: whoever reads them may delay it.
         """
         cfg = settings.learner
         self._cfg = cfg
         self._num_steps = settings.num_steps
+        self._engine_dtype = getattr(torch, settings.engine_dtype)
         self._model = networks.policy
         self._critic = networks.critic
         self._ranks = ranks or Ranks()
         self._announce = announce
         self._on_bad_batch = on_bad_batch
+        self._before_update = before_update or (lambda: None)
         self._gradients = Gradients(settings, networks, self._ranks)
         self._optimizer = make_optimizer(self._model, cfg)
         self._critic_optimizer = (
@@ -104,15 +109,22 @@ class Trainer:
         with self._ranks.in_touch("scoring"):
             return self._gradients.passes.score_sequences(token_ids)
 
-    def weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Yield (transformers name, whole tensor in `dtype`) of the policy, tied weights once."""
-        self._tell(lambda: Order("weights", payload=str(dtype).encode()))
-        with self._ranks.in_touch("gathering weights"):
-            yield from export_tensors(self._model, dtype)
+    def live_weights(self, *, ask: Callable[[bytes], object] | None = None) -> LiveWeights:
+        """Return the policy's tensors as they are published, tied ones once, in the engine's dtype.
 
-    def weight_layout(self, dtype: torch.dtype) -> list[tuple[str, Tensor]]:
-        """Return names, shapes and types of what `weights` yields, as meta tensors."""
-        return export_layout(self._model, dtype)
+        They are read from the weights themselves, sharded or not: `before_update` guards them.
+
+        Args:
+            ask: as rank 0 of several, tells the others to serve a part. Without it the result is
+                for another rank's `serve`.
+        """
+        ranks = self._ranks
+        gathering = None
+        if ranks.size > 1:
+            assert ranks.publish_group is not None
+            device = torch.device(ranks.publish_device)
+            gathering = Gathering(ranks.publish_group, ranks.index, device, ask)
+        return LiveWeights(published_tensors(self._model), self._engine_dtype, gathering=gathering)
 
     def carry_out(self, order: Order) -> None:
         """Do as another rank what rank 0 does."""
@@ -122,9 +134,6 @@ class Trainer:
                 self.train_on(samples, version=order.version, must_train=order.must_train)
             case "score":
                 self.score(json.loads(order.payload))
-            case "weights":
-                for _ in self.weights(getattr(torch, order.payload.decode().partition(".")[2])):
-                    pass
             case "state":
                 self.state_dict()
             case _:
@@ -197,6 +206,7 @@ class Trainer:
         """Make one optimizer update, at the scheduled rate times `scale`."""
         self._optimizer.set_lr_scale(lr_scale(version, self._num_steps, self._cfg) * scale)
         sums = dict(gradient.sums)
+        self._before_update()  # the norm is all ranks' work: none of them passes this one
         grad_norm = self._clip(self._model)
         is_good = math.isfinite(sums.pop("loss")) and math.isfinite(grad_norm)
         if self._critic is not None:

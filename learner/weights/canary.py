@@ -34,7 +34,7 @@ class Canary:
     def expect(self, weights: PublishedWeights) -> None:
         oldest = weights.version - KEPT_VERSIONS
         self._expected = {v: w for v, w in self._expected.items() if v > oldest}
-        self._expected[weights.version] = _Expected(weights.canary_logprobs, weights.canary_masks)
+        self._expected[weights.version] = _Expected(weights.canary_logprobs, weights.masks)
 
     def compare(self, scores: CanaryScores) -> None:
         """Hold an engine's scores against the trainer's of the same version."""

@@ -16,8 +16,19 @@ class Member:
     sender: bytes  # its address at the router
     actor: str
     incarnation: str
-    device: str  # a GPU's own name; "" for the CPU
+    devices: tuple[str, ...]  # one per worker: a GPU's own name; "" for the CPU
     host: str = ""  # by which it reaches the learner
+
+    @staticmethod
+    def of(sender: bytes, join: WeightsJoin) -> "Member":
+        """Return who says hello."""
+        return Member(
+            sender=sender,
+            actor=join.actor,
+            incarnation=join.incarnation,
+            devices=tuple(join.devices),
+            host=join.host,
+        )
 
 
 class Membership:
@@ -40,23 +51,16 @@ class Membership:
         before, self._silent = self._silent, frozenset(incarnations)
         return before != self._silent
 
-    def join(self, sender: bytes, join: WeightsJoin, *, current_version: int) -> None:
-        """Add an engine, or note that it is still there."""
-        if join.incarnation in self._silent:
+    def join(self, member: Member, *, version: int, current_version: int) -> None:
+        """Add an engine, which holds `version`, or note that it is still there."""
+        if member.incarnation in self._silent:
             return
-        member = Member(
-            sender=sender,
-            actor=join.actor,
-            incarnation=join.incarnation,
-            device=join.device,
-            host=join.host,
-        )
-        is_known = self._by_actor.get(join.actor) == member
-        if is_known and join.version == current_version:
+        is_known = self._by_actor.get(member.actor) == member
+        if is_known and version == current_version:
             return
         if not is_known:
-            logger.info("joined actor=%s incarnation=%s", join.actor, join.incarnation)
-        self._by_actor[join.actor] = self._newcomers[join.actor] = member
+            logger.info("joined actor=%s incarnation=%s", member.actor, member.incarnation)
+        self._by_actor[member.actor] = self._newcomers[member.actor] = member
 
     def find(self, actor: str, incarnation: str) -> Member | None:
         """Return the present member of this name and incarnation."""

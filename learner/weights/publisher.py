@@ -9,11 +9,15 @@ from collections.abc import Callable, Iterable
 from common.errors import LongstrideError, WeightSyncError
 from common.wire.sockets import Router
 from learner.weights.canary import Canary
+from learner.weights.gate import Gate
 from learner.weights.membership import Membership
+from learner.weights.routes import PublishSettings
 from learner.weights.snapshot import PublishedWeights
 from learner.weights.transfer import STOP_S, WAIT_S, Transfers
 
 logger = logging.getLogger(__name__)
+
+Done = Callable[[], object]
 
 
 class Publisher(threading.Thread):
@@ -21,68 +25,110 @@ class Publisher(threading.Thread):
 
     Consumes: versions from `publish`; joins, answers and canary scores from the engines.
     Waits for: every present member, until it has answered, is known to be gone, or the deadline.
-    Unblocked by: those messages, `mark_silent`, `stop`.
+    Unblocked by: those messages, `mark_silent`, `stop`, a gate whose `close` waited too long.
 
-    Example: publish(v3) returns when v3 is at its engines. An engine that dies meanwhile costs
-    that one call the time until it is known (`mark_silent`), then it is no member any more; with
-    no member left, publish returns at once, and whoever joins later is given the newest version.
+    Example: begin(v3) returns while v3 travels and the trainer computes the next gradient; the
+    trainer's gate.close() returns when v3's last bucket has left; `on_done` is called when v3 is
+    loaded; begin(v4) waits for that. An engine that dies meanwhile costs that one version the time
+    until it is known (`mark_silent`), then it is no member any more; with no member left, a version
+    is done at once, and whoever joins later is given the newest version.
     """
 
-    def __init__(self, router: Router, *, host: str, timeout_s: float, max_canary_delta: float):
-        """Make one that listens at `router`; its rendezvous store is at `host`.
-
-        Args:
-            timeout_s: most seconds of each part of a transfer, when nobody is known to be gone.
-            max_canary_delta: mean |difference| in nats that is no alarm.
-        """
+    def __init__(self, router: Router, settings: PublishSettings, *, gate: Gate | None = None):
+        """Make one that listens at `router`; `gate` guards the weights that are read live."""
         super().__init__(name="publisher", daemon=True)
         self._router = router
         self.port = router.port
-        self._timeout_s = timeout_s
+        self._timeout_s = settings.timeout_s
+        self._gate = gate or Gate(timeout_s=settings.timeout_s)
         self._members = Membership()
-        self._canary = Canary(max_delta=max_canary_delta)
+        self._canary = Canary(max_delta=settings.max_canary_delta)
         self._stop_requested = threading.Event()
         self._transfers = Transfers(
             router,
             self._members,
             self._canary,
-            host=host,
-            timeout_s=timeout_s,
+            settings,
+            gate=self._gate,
             stop_requested=self._stop_requested,
         )
         self._changed = threading.Condition()
         self._wanted: PublishedWeights | None = None
+        self._on_done: Done = lambda: None
+        self._begun_at = 0.0
         self._error: BaseException | None = None
         self._metrics: dict[str, float] = {}
 
     # --- any thread -------------------------------------------------------------------------
 
     def publish(
-        self, weights: PublishedWeights, *, is_stopping: Callable[[], bool] = lambda: False
+        self,
+        weights: PublishedWeights,
+        *,
+        on_done: Done = lambda: None,
+        is_stopping: Callable[[], bool] = lambda: False,
     ) -> bool:
         """Send a version to all members; True when it is there, False if told to stop first.
 
         Raises: LongstrideError: the publisher's thread failed, or did not finish in bounded time.
         """
-        started = time.monotonic()
-        deadline = started + 3 * self._timeout_s
+        is_begun = self.begin(weights, on_done=on_done, is_stopping=is_stopping)
+        return is_begun and self.wait_done(is_stopping=is_stopping)
+
+    def begin(
+        self,
+        weights: PublishedWeights,
+        *,
+        on_done: Done = lambda: None,
+        is_stopping: Callable[[], bool] = lambda: False,
+    ) -> bool:
+        """Start to send a version, once the one before is done; False if told to stop first.
+
+        Live weights must not be changed until the gate says so. For the trainer's thread.
+
+        Args:
+            on_done: called by the publisher's thread when the version is at its engines.
+
+        Raises: LongstrideError: as `publish`.
+        """
+        if not self.wait_done(is_stopping=is_stopping):
+            return False
+        if weights.source.is_live:
+            self._gate.open()
+            self._gate.enter()
         with self._changed:
-            self._wanted = weights
-            self._router.wake()
+            self._wanted, self._on_done, self._begun_at = weights, on_done, time.monotonic()
+        self._router.wake()
+        return True
+
+    def wait_done(self, *, is_stopping: Callable[[], bool] = lambda: False) -> bool:
+        """Wait until no version is on its way; False if told to stop first.
+
+        Raises: LongstrideError: as `publish`.
+        """
+        with self._changed:
             while self._wanted is not None:
-                if self._error is not None:
-                    raise LongstrideError(f"publisher failed: {self._error}") from self._error
-                if time.monotonic() > deadline:
-                    names = sorted(member.actor for member in self._members.present())
-                    raise WeightSyncError(
-                        f"version {weights.version} not published to {names} "
-                        f"within {3 * self._timeout_s:g}s"
-                    )
+                self._check()
                 if is_stopping():
                     return False
                 self._changed.wait(WAIT_S)
-            self._metrics["publish/total_s"] = time.monotonic() - started
+            self._check()
         return True
+
+    def check(self) -> None:
+        """Return if all is well. Raises: LongstrideError: as `publish`."""
+        with self._changed:
+            self._check()
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise LongstrideError(f"publisher failed: {self._error}") from self._error
+        limit_s = 3 * self._timeout_s
+        if self._wanted is not None and time.monotonic() - self._begun_at > limit_s:
+            names = sorted(member.actor for member in self._members.present())
+            raise WeightSyncError(
+                f"version {self._wanted.version} not published to {names} within {limit_s:g}s"
+            )
 
     def mark_silent(self, incarnations: Iterable[str]) -> None:
         """Wait for none of these actors, and for all others: the scheduler's present word."""
@@ -99,6 +145,7 @@ class Publisher(threading.Thread):
         with self._changed:
             metrics, self._metrics = self._metrics, {}
         metrics["weights/members"] = float(len(self._members.present()))
+        metrics["publish/gate_wait_s"] = self._gate.drain_waited_s()
         return metrics | self._transfers.drain_metrics() | self._canary.drain_metrics()
 
     def stop(self) -> None:
@@ -118,7 +165,7 @@ class Publisher(threading.Thread):
                 if self._wanted is not None:
                     self._send_wanted(self._wanted)
                 elif transfers.current is not None:
-                    transfers.bring(transfers.current, self._members.take_newcomers())
+                    self._serve_newcomers(transfers.current)
         finally:
             with self._changed:
                 self._error = sys.exception()
@@ -131,7 +178,17 @@ class Publisher(threading.Thread):
         self._transfers.current = weights
         self._canary.expect(weights)
         self._members.take_newcomers()
-        self._transfers.bring(weights, self._members.present())
+        is_live = weights.source.is_live
+        self._transfers.bring(weights, self._members.present(), is_held=is_live, is_optional=False)
+        if not self._stop_requested.is_set():
+            self._on_done()
         with self._changed:
+            self._metrics["publish/total_s"] = time.monotonic() - self._begun_at
             self._wanted = None
             self._changed.notify_all()
+
+    def _serve_newcomers(self, weights: PublishedWeights) -> None:
+        """Bring them the current version, unless it is no more; then they get the next one."""
+        if weights.source.is_live and not self._gate.is_open:
+            return
+        self._transfers.bring(weights, self._members.take_newcomers())

@@ -1,67 +1,50 @@
-"""A version of the policy as the weight plane carries it: one flat buffer, and how to check it."""
+"""A version of the policy as the weight plane carries it: where its bytes are, how to check it."""
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
-from common.wire.collective import checksum, flatten_into, lay_out
 from common.wire.weight_messages import TensorSpec
+from learner.weights.source import LiveWeights, WeightSource, copied
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedWeights:
-    """One version, flat, and what both sides need to check it."""
+    """One version, and the canaries by which an engine shows that it has it.
+
+    Canaries should leave out what no policy sampled: its logprobs are huge, and rounding of huge
+    numbers says little.
+    """
 
     version: int
-    buffer: Tensor  # [num_bytes] uint8
-    tensors: list[TensorSpec]
-    checksum: str
-    canary_token_ids: list[list[int]]
-    canary_logprobs: list[list[float]]  # [canary, seq-1] nats by the trainer, same weights
-    canary_masks: list[list[bool]]  # [canary, seq-1] True on the tokens to compare
+    source: WeightSource
+    canary_token_ids: list[list[int]] = field(default_factory=list)
+    canary_logprobs: list[list[float]] = field(default_factory=list)  # [canary, seq-1] nats, ours
+    canary_masks: list[list[bool]] = field(default_factory=list)  # [canary, seq-1]; none: all True
+
+    @property
+    def tensors(self) -> list[TensorSpec]:
+        """Where each tensor lies in the flat bytes."""
+        return self.source.specs
+
+    @property
+    def masks(self) -> list[list[bool]]:
+        """Return True on the canaries' tokens to compare, [canary, seq-1]."""
+        return self.canary_masks or [[True] * len(row) for row in self.canary_logprobs]
 
 
 def snapshot(
     version: int,
     tensors: Iterable[tuple[str, Tensor]],
     *,
-    layout: Iterable[tuple[str, Tensor]] | None = None,
     canary_token_ids: list[list[int]],
     canary_logprobs: list[list[float]],
-    canary_masks: list[list[bool]] | None = None,
 ) -> PublishedWeights:
-    """Return a copy of the policy's tensors, ready to be sent while training goes on.
-
-    Canaries as in `PublishedWeights`; without masks all tokens are compared. They should leave out
-    what no policy sampled: its logprobs are huge, and rounding of huge numbers says little.
-
-    Args:
-        layout: names, shapes and types of the tensors in their order (meta tensors will do). With
-            it the tensors may come one by one, and are never all there beside the copy.
-    """
-    if layout is None:
-        layout = tensors = list(tensors)
-    specs, num_bytes = lay_out(layout)
-    stream = (tensor for _, tensor in tensors)
-    first = next(stream)
-    buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=first.device)
-    all_of_them = _preceded(first, stream)
-    del first  # the largest, as a rule
-    flatten_into(buffer, specs, all_of_them)
+    """Return a version that is a copy of named tensors, as they are."""
     return PublishedWeights(
         version=version,
-        buffer=buffer,
-        tensors=specs,
-        checksum=checksum(buffer),
+        source=copied(LiveWeights(tensors, None)),
         canary_token_ids=canary_token_ids,
         canary_logprobs=canary_logprobs,
-        canary_masks=canary_masks or [[True] * len(row) for row in canary_logprobs],
     )
-
-
-def _preceded(first: Tensor, rest: Iterator[Tensor]) -> Iterator[Tensor]:
-    yield first
-    del first  # which `itertools.chain` would keep to the end
-    yield from rest

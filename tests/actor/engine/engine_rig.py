@@ -24,6 +24,7 @@ from learner.policy.model import export_tensors, load_policy
 from learner.training.step import TrainerSettings
 from learner.training.trainer import Trainer
 from learner.weights.publisher import Publisher
+from learner.weights.routes import PublishSettings
 from learner.weights.snapshot import PublishedWeights, snapshot
 from tests.actor.links.toy_peer import make_weight_link
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:  # importing vllm takes seconds, and most runs deselect these 
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 3.0  # of a transfer
+BUCKET_BYTES = 100_000  # several buckets, which cut tensors
 WAIT_S = 20.0  # for anything that should happen at once
 FIRST_FORCED = 100  # the token that version 0 of the forced weights samples
 
@@ -107,7 +109,10 @@ class Rig:
     def learner(self) -> Iterator[tuple[Publisher, Listener]]:
         """A publisher whose address is in the run directory, and its ear."""
         listener = Listener(self.keys)
-        publisher = Publisher(listener, host=HOST, timeout_s=TIMEOUT_S, max_canary_delta=0.05)
+        settings = PublishSettings(
+            host=HOST, timeout_s=TIMEOUT_S, max_canary_delta=0.05, bucket_bytes=BUCKET_BYTES
+        )
+        publisher = Publisher(listener, settings)
         self.run_dir.publish_address("weights", f"tcp://{HOST}:{publisher.port}")
         publisher.start()
         try:

@@ -4,6 +4,7 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ import torch
 from actor.rollout.episode import Turn
 from common.errors import WeightSyncError
 from common.wire.collective import BroadcastGroup, Place, open_store
+from common.wire.transfer.buckets import Cut, Pending, send_buckets
 from common.wire.weight_messages import CanaryScores, WeightsLoaded, WeightsOffer
-from tests.actor.engine.engine_rig import FIRST_FORCED, HOST, TIMEOUT_S, WAIT_S, Rig
+from learner.weights.snapshot import PublishedWeights
+from tests.actor.engine.engine_rig import BUCKET_BYTES, FIRST_FORCED, HOST, TIMEOUT_S, WAIT_S, Rig
 
 pytestmark = pytest.mark.slow
 
@@ -144,27 +147,56 @@ async def eventually(condition: Callable[[], bool]) -> None:
 
 
 @on_float32
-def test_a_buffer_damaged_on_its_way_is_refused_and_the_old_weights_go_on(rig: Rig) -> None:
+def test_a_bucket_damaged_on_its_way_is_named_and_refused_and_the_old_weights_go_on(
+    rig: Rig,
+) -> None:
     async def law() -> None:
-        with rig.learner() as (publisher, listener):
-            async with rig.link() as (link, task):
+        with rig.learner() as (publisher, _):
+            async with rig.link() as (link, _task):
                 await rig.publish_first(publisher, link, rig.forced_weights(1))
-                running = rig.generate("refusing", [5, 6], max_tokens=300)
-                await rig.generate("clock", [5, 6], max_tokens=10)
-                listener.heard.clear()
-                damaged = rig.forced_weights(2)
-                damaged.buffer[7] ^= 1
-                await asyncio.to_thread(publisher.publish, damaged)
-                with pytest.raises(WeightSyncError, match="in a row"):  # damaged every time
-                    await asyncio.wait_for(task, 2 * TIMEOUT_S)  # five, not at their deadlines
-                completion = await running
-        loaded = [m for m in listener.heard if isinstance(m, WeightsLoaded)]
-        assert not any(message.is_ok for message in loaded)
-        assert "checksum" in loaded[0].error
+        running = rig.generate("refusing", [5, 6], max_tokens=300)
+        await rig.generate("clock", [5, 6], max_tokens=10)
+        store = open_store(HOST, 0, is_server=True, timeout_s=TIMEOUT_S)
+        weights = rig.forced_weights(2)
+        offer = offer_of(weights, store.port)
+        sending: list[asyncio.Future[None]] = []
+        with pytest.raises(WeightSyncError, match=r"bucket 1 of \d+ \(model.*1 damaged in all"):
+            await rig.engine.stage(
+                offer,
+                announce=lambda: sending.append(
+                    asyncio.ensure_future(asyncio.to_thread(send_damaged, store, weights, offer))
+                ),
+            )
+        await asyncio.gather(*sending)
+        completion = await running
         assert rig.engine.version == 1
         assert completion.versions == forced(completion) == [1] * 300
 
     rig.run(law())
+
+
+def send_damaged(store: Any, weights: PublishedWeights, offer: WeightsOffer) -> None:
+    """Send a version; a byte of its bucket 1 changes between its digest and the wire."""
+    group = BroadcastGroup(store, Place(0, 2, "gloo", TIMEOUT_S, HOST), epoch=1)
+    cut = Cut(offer.total_bytes, offer.bucket_bytes)
+    slots = [torch.zeros(cut.slot_bytes, dtype=torch.uint8) for _ in range(2)]
+    send_buckets(Damaging(group), cut, slots, weights.source.fill)
+    group.close()
+
+
+class Damaging:
+    """A channel with a fault."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, group: BroadcastGroup) -> None:
+        self._group = group
+        self.receive = group.receive
+
+    def send(self, index: int, part: torch.Tensor) -> Pending:
+        if index == 1:
+            part[7] ^= 1
+        return self._group.send(index, part)
 
 
 @on_float32
@@ -191,23 +223,27 @@ def test_requests_survive_a_learner_that_vanishes_within_a_transfer(rig: Rig, mo
     rig.run(law())
 
 
-async def load_from_a_learner_that_vanishes(rig: Rig, moment: str) -> None:
-    store = open_store(HOST, 0, is_server=True, timeout_s=TIMEOUT_S)
-    weights = rig.forced_weights(2)
-    offer = WeightsOffer(
-        version=2,
+def offer_of(weights: PublishedWeights, port: int) -> WeightsOffer:
+    return WeightsOffer(
+        version=weights.version,
         group_epoch=1,
         rank=1,
         world_size=2,
         store_host=HOST,
-        store_port=store.port,
-        backend="gloo",
+        store_port=port,
+        transport="gloo",
+        folder="",
         timeout_s=TIMEOUT_S,
         tensors=weights.tensors,
-        total_bytes=weights.buffer.numel(),
-        checksum=weights.checksum,
+        total_bytes=weights.source.total_bytes,
+        bucket_bytes=BUCKET_BYTES,
         canary_token_ids=[],
     )
+
+
+async def load_from_a_learner_that_vanishes(rig: Rig, moment: str) -> None:
+    store = open_store(HOST, 0, is_server=True, timeout_s=TIMEOUT_S)
+    offer = offer_of(rig.forced_weights(2), store.port)
     if moment == "before_the_store":
         del store
 
@@ -221,7 +257,7 @@ async def load_from_a_learner_that_vanishes(rig: Rig, moment: str) -> None:
             joining.append(asyncio.ensure_future(asyncio.to_thread(join_and_leave)))
 
     try:
-        await rig.engine.load(offer, announce=announce)
+        await rig.engine.stage(offer, announce=announce)
     finally:
         await asyncio.gather(*joining)
 

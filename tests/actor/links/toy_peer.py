@@ -101,7 +101,7 @@ def make_weight_link(peer: Any, context: Any, *, engine: Any) -> "WeightLink":
         engine,
         actor="a",
         incarnation="i",
-        device="",
+        devices=[""],
         exclusive=asyncio.Lock(),
         context=context,
     )

@@ -90,7 +90,7 @@ def test_ranks_share_weights_gradients_and_moments_and_the_first_one_publishes(
     tables = 2 * 151_936 * 896
     blocks = 2 * ((NUM_PARAMS - tables) // 24)
     assert first["weights put together"] == 2 * (tables + blocks)
-    assert first.pop("publish copies") == 2 * 2 * NUM_PARAMS
+    assert first.pop("publish buckets") == 2 * (256 << 20)
     assert others == [first] * 3
     assert [*host] == ["programs"]
 

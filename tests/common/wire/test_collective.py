@@ -11,10 +11,8 @@ from common.errors import WeightSyncError
 from common.wire.addresses import local_address_towards
 from common.wire.collective import (
     ALIGN_BYTES,
-    CHECKSUM_CHUNK,
     BroadcastGroup,
     Place,
-    checksum,
     flatten_into,
     lay_out,
     open_store,
@@ -100,32 +98,6 @@ def test_a_member_that_never_broadcasts_makes_the_other_raise_in_time(silent: in
         groups[1 - silent].broadcast(buffer)
     for group in groups:
         group.close()
-
-
-@pytest.mark.parametrize("bit", range(8))
-def test_checksum_sees_a_flipped_bit_anywhere(bit: int) -> None:
-    buffer = random_bytes(1024)
-    before = checksum(buffer)
-    for place in (0, 1, 511, 1023):
-        damaged = buffer.clone()
-        damaged[place] ^= 1 << bit
-        assert checksum(damaged) != before
-    assert checksum(buffer.clone()) == before
-
-
-@pytest.mark.parametrize("places", [(0, 1), (0, 7), (1, CHECKSUM_CHUNK), (5, CHECKSUM_CHUNK + 2)])
-def test_checksum_sees_two_swapped_words_also_of_different_chunks(places: tuple[int, int]) -> None:
-    words = torch.zeros(CHECKSUM_CHUNK + 4, dtype=torch.int32)
-    words[list(places)] = torch.tensor([3, -7], dtype=torch.int32)
-    before = checksum(words.view(torch.uint8))
-    words[list(places)] = torch.tensor([-7, 3], dtype=torch.int32)
-    assert checksum(words.view(torch.uint8)) != before
-
-
-def test_checksum_is_two_sums_of_words() -> None:
-    words = torch.tensor([5, -1, 2], dtype=torch.int32)
-    assert checksum(words.view(torch.uint8)) == f"{6:016x}{5 - 2 + 6:016x}"
-    assert checksum(torch.full((4,), 255, dtype=torch.uint8)) == "f" * 32
 
 
 def test_tensors_of_any_dtype_come_back_from_the_flat_buffer() -> None:

@@ -7,7 +7,7 @@ import psutil
 import pytest
 import torch
 
-from common.wire.collective import open_store
+from common.wire.collective import CPU, open_store
 from common.wire.weight_group import TransferCancelled, WeightGroup, cancel
 from common.wire.weight_messages import WeightsOffer
 
@@ -23,22 +23,28 @@ def offer_of(port: int, *, epoch: int, rank: int) -> WeightsOffer:
         world_size=2,
         store_host=HOST,
         store_port=port,
-        backend="gloo",
+        transport="gloo",
+        folder="",
         timeout_s=TIMEOUT_S,
         tensors=[],
         total_bytes=8,
-        checksum="",
+        bucket_bytes=16,
         canary_token_ids=[],
     )
 
 
 def transfer(sender: WeightGroup, receiver: WeightGroup, offer: WeightsOffer, value: int) -> int:
     """Send eight bytes of `value` in the offered group; return what came."""
-    sent = torch.full((8,), value, dtype=torch.uint8)
+    slots = [torch.zeros(8, dtype=torch.uint8) for _ in range(2)]
     came = torch.zeros(8, dtype=torch.uint8)
-    engine = threading.Thread(target=receiver.receive, args=(came, replace(offer, rank=1)))
+    engine = threading.Thread(target=receiver.receive, args=(came, CPU, replace(offer, rank=1)))
     engine.start()
-    sender.broadcast(sent, offer, is_cancelled=lambda: not engine.is_alive())
+    sender.send(
+        slots,
+        lambda start, part: part.fill_(value),
+        offer,
+        is_cancelled=lambda: not engine.is_alive(),
+    )
     engine.join(TIMEOUT_S)
     assert came.tolist() == [came[0].item()] * 8
     return int(came[0].item())
@@ -74,6 +80,7 @@ def test_a_cancelled_offer_is_not_waited_for_and_the_next_one_is_taken() -> None
     store = open_store(HOST, 0, is_server=True, timeout_s=TIMEOUT_S)
     sender, receiver = WeightGroup(), WeightGroup()
     cancel(store, 1)
+    came = torch.zeros(8, dtype=torch.uint8)
     with pytest.raises(TransferCancelled, match="epoch=1"):
-        receiver.receive(torch.zeros(8, dtype=torch.uint8), offer_of(store.port, epoch=1, rank=1))
+        receiver.receive(came, CPU, offer_of(store.port, epoch=1, rank=1))
     assert transfer(sender, receiver, offer_of(store.port, epoch=2, rank=0), 9) == 9

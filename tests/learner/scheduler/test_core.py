@@ -132,7 +132,7 @@ def test_status_tells_what_a_display_needs() -> None:
 
 
 def test_message_that_is_not_for_the_scheduler_is_rejected() -> None:
-    join = WeightsJoin(actor="a", incarnation="i", device="", version=0)
+    join = WeightsJoin(actor="a", incarnation="i", devices=[""], version=0)
     assert isinstance(Table().core.handle("actor-0", join), Rejected)
 
 

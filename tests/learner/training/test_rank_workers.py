@@ -20,6 +20,7 @@ from learner.training.checkpoint import Checkpoints
 from learner.training.rank_workers import RankWorkers
 from learner.training.ranks import deal
 from learner.training.trainer import Trainer
+from learner.weights.source import tensors_of
 from tests.learner.builders import make_samples, run_config_with_policy
 
 SEQUENCES = [[1, 2, 3, 4, 5], [6, 7], [8, 9, 10]]
@@ -80,12 +81,15 @@ def test_two_ranks_have_the_weights_of_one_after_three_steps_and_leave(cfg: RunC
     with ranks_of(cfg) as (trainer, workers):
         together = weights_after(trainer, num_steps=3)
         process = workers._workers[0].process
-        scores, published = trainer.score(SEQUENCES), dict(trainer.weights(torch.float32))
+        scores = trainer.score(SEQUENCES)
+        live = trainer.live_weights(ask=workers.ask_for_part)
+        published = tensors_of(live)
     for ours, theirs in zip(scores, single.score(SEQUENCES), strict=True):
         assert ours == pytest.approx(theirs, abs=1e-5)
-    for name, tensor in single.weights(torch.float32):
-        assert (published.pop(name) - tensor).abs().max() < 1e-6
-    assert published == {}
+    expected = tensors_of(single.live_weights())
+    assert expected.keys() == published.keys()
+    for name, tensor in expected.items():
+        assert (published[name] - tensor).abs().max() < 1e-6
     assert (alone[: len(start)] - start).abs().max() > 1e-3
     assert (alone - together).abs().max() < 1e-6
     assert process.exitcode == 0

@@ -4,6 +4,8 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -11,7 +13,8 @@ import zmq
 
 from common.errors import WeightSyncError
 from common.wire.codec import decode, encode
-from common.wire.collective import checksum, views
+from common.wire.collective import CPU, views
+from common.wire.messages import Rejected
 from common.wire.security import RunKeys, load_keys
 from common.wire.sockets import connect_dealer
 from common.wire.weight_group import WeightGroup
@@ -45,6 +48,7 @@ class Actor(threading.Thread):
         habit: str = "",
         odd_from: int = 1,
         scores: list[list[float]] = CANARY_LOGPROBS,
+        num_workers: int = 1,
     ) -> None:
         super().__init__(name=name, daemon=True)
         self._keys = keys
@@ -52,10 +56,12 @@ class Actor(threading.Thread):
         self._habit = habit
         self._odd_from = odd_from
         self._scores = scores
-        self._group = WeightGroup()
+        self._num_workers = num_workers
+        self._groups = [WeightGroup() for _ in range(num_workers)]
         self._stop_requested = threading.Event()
         self._is_asked_to_join = threading.Event()
         self._is_polite = False
+        self._refusal = ""
         self._changed = threading.Condition()
         self._loaded: list[tuple[int, float]] = []  # (version, first weight)
 
@@ -70,18 +76,27 @@ class Actor(threading.Thread):
                 self._join(socket)
             if socket.poll(20):
                 offer = decode(socket.recv_multipart())
+                if isinstance(offer, Rejected):
+                    self._refusal = offer.reason
+                    break
                 is_odd = offer.version >= self._odd_from
                 if self._answer(socket, offer, self._habit if is_odd else "") == "gone":
                     break
         if self._is_polite:
             leave = WeightsLeave(actor=self.name, incarnation=f"{self.name}-1")
             socket.send_multipart(encode(leave))
-        self._group.leave()
+        for group in self._groups:
+            group.leave()
         socket.close(linger=500)
         context.term()
 
     def _join(self, socket: zmq.Socket) -> None:
-        join = WeightsJoin(actor=self.name, incarnation=f"{self.name}-1", device="", version=-1)
+        join = WeightsJoin(
+            actor=self.name,
+            incarnation=f"{self.name}-1",
+            devices=[""] * self._num_workers,
+            version=-1,
+        )
         socket.send_multipart(encode(join))
 
     def _answer(self, socket: zmq.Socket, offer: WeightsOffer, habit: str) -> str:
@@ -99,17 +114,12 @@ class Actor(threading.Thread):
         if habit == "stop":
             time.sleep(0.2)  # for the socket's own thread, which has no event for "it is sent"
             os.kill(os.getpid(), signal.SIGSTOP)
-        buffer = torch.zeros(offer.total_bytes, dtype=torch.uint8)
-        error = ""
-        try:
-            self._group.receive(buffer, offer)
-            if habit == "damage":
-                buffer[0] ^= 1
-            if checksum(buffer) != offer.checksum:
-                error = "damaged"
-        except WeightSyncError as error_raised:
-            error = str(error_raised)
-        loaded = WeightsLoaded(**place, is_ok=not error, error=error, pause_s=0.25)
+        buffers = [torch.zeros(offer.total_bytes, dtype=torch.uint8) for _ in self._groups]
+        error = self._receive_all(buffers, offer)
+        if habit == "damage":
+            error = "damaged"
+        loaded = WeightsLoaded(**place, is_ok=not error, error=error, stage_s=0.5, pause_s=0.25)
+        buffer = buffers[-1]
         if not error:
             with self._changed:
                 first = next(views(buffer, offer.tensors))[1][0].item()
@@ -123,6 +133,18 @@ class Actor(threading.Thread):
             self._join(socket)
         return ""
 
+    def _receive_all(self, buffers: list[torch.Tensor], offer: WeightsOffer) -> str:
+        """Let every worker receive; return what went wrong, or ""."""
+        with ThreadPoolExecutor(len(buffers)) as pool:
+            receiving = [
+                pool.submit(group.receive, buffer, CPU, replace(offer, rank=offer.rank + index))
+                for index, (group, buffer) in enumerate(zip(self._groups, buffers, strict=True))
+            ]
+        errors = [each.exception() for each in receiving]
+        unexpected = [e for e in errors if e is not None and not isinstance(e, WeightSyncError)]
+        assert not unexpected, unexpected
+        return "; ".join(str(error) for error in errors if error is not None)
+
     @property
     def loaded(self) -> list[int]:
         with self._changed:
@@ -134,6 +156,11 @@ class Actor(threading.Thread):
             has_come = self._changed.wait_for(lambda: version in dict(self._loaded), timeout=8.0)
             assert has_come, f"{self.name} has {self._loaded}, not {version}"
             return dict(self._loaded)[version]
+
+    def wait_for_refusal(self) -> str:
+        """Why the learner takes no such engine."""
+        self.join(timeout=8.0)
+        return self._refusal
 
     def join_again(self) -> None:
         """Say hello once more."""

@@ -1,0 +1,243 @@
+"""The tensors of a version as flat bytes: read live from the policy, shards included, or copied."""
+
+import json
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from common.errors import LongstrideError
+from common.wire.collective import lay_out, views
+from common.wire.weight_messages import TensorSpec
+
+CAST_NUMBERS = 16 << 20  # at a time between devices: what is cast there first is memory, too
+
+
+class WeightSource(Protocol):
+    """What a version is made of."""
+
+    specs: list[TensorSpec]
+    total_bytes: int
+    device: torch.device
+    is_live: bool  # the optimizer's next update changes it
+
+    def fill(self, start: int, part: Tensor) -> None:
+        """Write the flat bytes from `start` on to `part` [num_bytes] uint8, on any device."""
+        ...
+
+
+class Piece(NamedTuple):
+    """Numbers of one tensor that one rank holds and a part wants."""
+
+    tensor: int
+    rank: int
+    first: int  # of the flat whole tensor
+    count: int
+    at: int  # byte of the part
+
+
+class Gathering(NamedTuple):
+    """How the ranks put a part together: in a group of its own, beside training's collectives."""
+
+    group: dist.ProcessGroup
+    rank: int
+    device: torch.device  # of what this rank sends and receives
+    ask: Callable[[bytes], object] | None = None  # as rank 0: tells the others to serve a part
+
+
+class LiveWeights:
+    """Reads named tensors, cast to the engine's dtype, without a copy of more than the part.
+
+    The tensors stay as they are while a part is read; see `Gate`. Of several ranks, rank 0 fills,
+    and the others serve what it asks for.
+    """
+
+    is_live = True
+
+    def __init__(
+        self,
+        named: Iterable[tuple[str, Tensor]],
+        dtype: torch.dtype | None,
+        *,
+        gathering: Gathering | None = None,
+    ) -> None:
+        """Make one of tensors at rest: DTensors of one dimension, or plain ones.
+
+        Args:
+            dtype: of the floating-point ones on their way; None leaves each as it is.
+        """
+        named = list(named)
+        layout = [
+            (name, torch.empty(tensor.shape, dtype=_sent_as(tensor, dtype), device="meta"))
+            for name, tensor in named
+        ]
+        self.specs, self.total_bytes = lay_out(layout)
+        self._dtypes = [tensor.dtype for _, tensor in layout]
+        self._tensors = [tensor.detach() for _, tensor in named]
+        self._gathering = gathering
+        self._filling = threading.Lock()  # a transfer that was given up may still be at it
+        self.device = self._tensors[0].device
+
+    def fill(self, start: int, part: Tensor) -> None:
+        """Write the flat bytes from `start` on to `part`.
+
+        Raises: LongstrideError: another rank is gone.
+        """
+        with self._filling:
+            self._fill(start, part)
+
+    def _fill(self, start: int, part: Tensor) -> None:
+        gathering = self._gathering
+        if gathering is not None and gathering.ask is not None:
+            gathering.ask(json.dumps([start, part.numel()]).encode())
+        own, others = 0, []
+        for piece in self._pieces(start, part.numel()):
+            target = self._place_of(piece, part)
+            if piece.rank == own:
+                _copy(target, self._local(piece))
+            else:
+                others.append((piece, target))
+        if others:
+            assert gathering is not None
+            _receive(gathering, others)
+
+    def serve(self, request: bytes) -> None:
+        """As another rank, send rank 0 what this one has of the part that it asks for."""
+        gathering = self._gathering
+        assert gathering is not None
+        start, num_bytes = json.loads(request)
+        sent: list[Tensor] = []
+        for piece in self._pieces(start, num_bytes):
+            if piece.rank == gathering.rank:
+                dtype = self._dtypes[piece.tensor]
+                sent.append(self._local(piece).to(gathering.device, dtype).view(torch.uint8))
+        with _in_touch(gathering):
+            _run([dist.P2POp(dist.isend, each, 0, gathering.group) for each in sent])
+
+    def _pieces(self, start: int, num_bytes: int) -> Iterator[Piece]:
+        """Yield what lies in these bytes, in the order in which every rank goes through it."""
+        for index, spec in enumerate(self.specs):
+            first_byte = max(start, spec.offset_bytes)
+            stop_byte = min(start + num_bytes, spec.offset_bytes + spec.num_bytes)
+            if first_byte >= stop_byte:
+                continue
+            width = self._dtypes[index].itemsize
+            first = (first_byte - spec.offset_bytes) // width
+            stop = (stop_byte - spec.offset_bytes) // width
+            for rank, (low, high) in enumerate(_shares(self._tensors[index])):
+                begin, end = max(first, low), min(stop, high)
+                if begin < end:
+                    at = spec.offset_bytes + begin * width - start
+                    yield Piece(index, rank, begin, end - begin, at)
+
+    def _local(self, piece: Piece) -> Tensor:
+        """Return the numbers [count] of a piece that this rank holds."""
+        tensor = self._tensors[piece.tensor]
+        if isinstance(tensor, DTensor):
+            low, _ = _shares(tensor)[piece.rank]
+            flat = tensor.to_local().reshape(-1)
+            return flat[piece.first - low : piece.first - low + piece.count]
+        return tensor.reshape(-1)[piece.first : piece.first + piece.count]
+
+    def _place_of(self, piece: Piece, part: Tensor) -> Tensor:
+        dtype = self._dtypes[piece.tensor]
+        return part[piece.at : piece.at + piece.count * dtype.itemsize].view(dtype)
+
+
+def _sent_as(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+
+
+def _shares(tensor: Tensor) -> list[tuple[int, int]]:
+    """Return the flat numbers that each rank gives: first one and first after it."""
+    if not isinstance(tensor, DTensor) or isinstance(tensor.placements[0], Replicate):
+        return [(0, tensor.numel())]
+    if tensor.placements != (Shard(0),):
+        raise LongstrideError(f"weights sharded as {tensor.placements} are not published")
+    rows, num_ranks = tensor.shape[0], tensor.device_mesh.size()
+    width, step = tensor.numel() // max(rows, 1), -(-rows // num_ranks)  # as torch.chunk does
+    bounds = [min(rank * step, rows) * width for rank in range(num_ranks + 1)]
+    return list(pairwise(bounds))
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    """Copy and cast; between devices in pieces, because it is cast on the source's first."""
+    if target.device == source.device:
+        target.copy_(source)
+        return
+    for here, there in zip(target.split(CAST_NUMBERS), source.split(CAST_NUMBERS), strict=True):
+        here.copy_(there)
+
+
+def _receive(gathering: Gathering, wanted: Sequence[tuple[Piece, Tensor]]) -> None:
+    """Fill the targets with what other ranks send, without a detour where devices allow it."""
+    landed = [
+        target if target.device == gathering.device else torch.empty_like(target, device=there)
+        for _, target in wanted
+        for there in [gathering.device]
+    ]
+    with _in_touch(gathering):
+        _run(
+            [
+                dist.P2POp(dist.irecv, each.view(torch.uint8), piece.rank, gathering.group)
+                for (piece, _), each in zip(wanted, landed, strict=True)
+            ]
+        )
+    for (_, target), each in zip(wanted, landed, strict=True):
+        if each is not target:
+            target.copy_(each)
+
+
+def _run(operations: list[dist.P2POp]) -> None:
+    if operations:
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+
+
+class _in_touch:
+    """Names the ranks in an error of what they do together."""
+
+    def __init__(self, gathering: Gathering) -> None:
+        self._rank = gathering.rank
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, RuntimeError):
+            what = f"learner rank {self._rank} lost another one while weights were gathered"
+            raise LongstrideError(f"{what}: {' '.join(str(error).split())[:300]}") from error
+
+
+class CopiedWeights:
+    """A copy of a version in one flat buffer, for versions that outlive the live weights."""
+
+    is_live = False
+
+    def __init__(self, specs: list[TensorSpec], buffer: Tensor) -> None:
+        """Wrap `buffer` [total_bytes] uint8."""
+        self.specs = specs
+        self.buffer = buffer
+        self.total_bytes = buffer.numel()
+        self.device = buffer.device
+
+    def fill(self, start: int, part: Tensor) -> None:
+        """Copy the flat bytes from `start` on to `part`."""
+        part.copy_(self.buffer[start : start + part.numel()])
+
+
+def copied(source: WeightSource) -> CopiedWeights:
+    """Return a copy of all of a source, in host memory."""
+    buffer = torch.zeros(source.total_bytes, dtype=torch.uint8)
+    source.fill(0, buffer)
+    return CopiedWeights(source.specs, buffer)
+
+
+def tensors_of(source: WeightSource) -> dict[str, Tensor]:
+    """Return a source's tensors, copied, by name."""
+    copy = copied(source)
+    return dict(views(copy.buffer, copy.specs))

@@ -1,0 +1,150 @@
+"""Laws of buckets: what is filled arrives, checked, over every channel a CPU has."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from common.errors import WeightSyncError
+from common.wire.collective import CPU, lay_out, open_store
+from common.wire.transfer.buckets import (
+    NUM_SLOTS,
+    BucketDamaged,
+    Cut,
+    Pending,
+    receive_buckets,
+    send_buckets,
+)
+from common.wire.transfer.mailbox import remove_files
+from common.wire.weight_group import WeightGroup
+from common.wire.weight_messages import WeightsOffer
+
+HOST = "127.0.0.1"
+TIMEOUT_S = 30.0
+BUCKET = 1_024
+SPECS, TOTAL = lay_out([("first", torch.empty(700)), ("second", torch.empty(301))])
+
+
+class Now:
+    """A part that is there."""
+
+    def wait(self) -> None: ...
+
+
+class Line:
+    """A channel within one thread: what is sent is kept, with the fault it is given."""
+
+    device = CPU
+
+    def __init__(self, damage: int = -1) -> None:
+        self.parts: list[Tensor] = []
+        self._damage = damage
+
+    def send(self, index: int, part: Tensor) -> Pending:
+        self.parts.append(part.clone())
+        if index == self._damage:
+            self.parts[-1][3] ^= 1
+        return Now()
+
+    def receive(self, index: int, part: Tensor) -> Pending:
+        part.copy_(self.parts[index])
+        return Now()
+
+
+def slots_of(cut: Cut) -> list[Tensor]:
+    return [torch.zeros(cut.slot_bytes, dtype=torch.uint8) for _ in range(NUM_SLOTS)]
+
+
+def random_bytes() -> Tensor:
+    return torch.randint(0, 256, (TOTAL,), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("bucket_bytes", [16, BUCKET, TOTAL, 10 * TOTAL])
+def test_what_is_sent_arrives_whatever_the_size_of_a_bucket(bucket_bytes: int) -> None:
+    sent, came, line = random_bytes(), torch.zeros(TOTAL, dtype=torch.uint8), Line()
+    cut = Cut(TOTAL, bucket_bytes)
+    send_buckets(line, cut, slots_of(cut), lambda at, part: part.copy_(sent[at : at + len(part)]))
+    receive_buckets(line, cut, came, SPECS)
+    assert torch.equal(came, sent)
+    assert [len(part) for part in line.parts[:-1]] == [
+        stop - start for start, stop in map(cut.span, range(cut.num))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"), [(1, r"bucket 1 of 4 \(first to first\)"), (3, r"second to second")]
+)
+def test_a_damaged_bucket_is_named_with_its_tensors(damage: int, words: str) -> None:
+    cut, line = Cut(TOTAL, BUCKET), Line(damage)
+    send_buckets(line, cut, slots_of(cut), lambda at, part: part.fill_(7))
+    with pytest.raises(BucketDamaged, match=words):
+        receive_buckets(line, cut, torch.zeros(TOTAL, dtype=torch.uint8), SPECS)
+
+
+@pytest.mark.parametrize("transport", ["gloo", "file"])
+def test_three_receivers_get_two_versions_in_turn(transport: str, tmp_path: Path) -> None:
+    store = open_store(HOST, 0, is_server=True, timeout_s=TIMEOUT_S)
+    sender, *receivers = [WeightGroup() for _ in range(4)]
+    for version in (1, 2):
+        offer = offer_of(store.port, version, transport, str(tmp_path))
+        came = [torch.zeros(TOTAL, dtype=torch.uint8) for _ in receivers]
+        with ThreadPoolExecutor(3) as pool:
+            receiving = [
+                pool.submit(group.receive, each, CPU, replace(offer, rank=1 + index))
+                for index, (group, each) in enumerate(zip(receivers, came, strict=True))
+            ]
+            sender.send(
+                slots_of(Cut(TOTAL, BUCKET)),
+                lambda at, part, version=version: part.fill_(version + at // BUCKET),
+                offer,
+                is_cancelled=lambda: False,
+            )
+        for task in receiving:
+            assert task.result() >= 0
+        expected = version + torch.arange(TOTAL) // BUCKET
+        assert all(torch.equal(each, expected.to(torch.uint8)) for each in came)
+    for group in [sender, *receivers]:
+        group.leave()
+    remove_files(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_not_shared_is_named(tmp_path: Path) -> None:
+    store = open_store(HOST, 0, is_server=True, timeout_s=TIMEOUT_S)
+    sender, receiver, gone = WeightGroup(), WeightGroup(), threading.Event()
+    offer = replace(offer_of(store.port, 1, "file", str(tmp_path)), world_size=2)
+    elsewhere = replace(offer, rank=1, folder=str(tmp_path / "elsewhere"))
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(
+            sender.send,
+            slots_of(Cut(TOTAL, BUCKET)),
+            lambda at, part: part.zero_(),
+            offer,
+            is_cancelled=gone.is_set,
+        )
+        with pytest.raises(WeightSyncError, match=r"elsewhere.*do learner and actor share it"):
+            receiver.receive(torch.zeros(TOTAL, dtype=torch.uint8), CPU, elsewhere)
+        gone.set()
+        assert isinstance(sending.exception(), WeightSyncError)
+
+
+def offer_of(port: int, version: int, transport: str, folder: str) -> WeightsOffer:
+    return WeightsOffer(
+        version=version,
+        group_epoch=1,
+        rank=0,
+        world_size=4,
+        store_host=HOST,
+        store_port=port,
+        transport=transport,
+        folder=folder,
+        timeout_s=TIMEOUT_S,
+        tensors=SPECS,
+        total_bytes=TOTAL,
+        bucket_bytes=BUCKET,
+        canary_token_ids=[],
+    )

@@ -1,0 +1,61 @@
+"""Laws of digests: whatever changes on the way is seen, by a CPU and by what a GPU computes."""
+
+import pytest
+import torch
+import xxhash
+from torch import Tensor
+
+from common.wire.transfer.digest import ROW_WORDS, checksum, digest, hexadecimal, word_sums
+
+MATRIX_BYTES = 8 * ROW_WORDS  # of one row
+
+
+def random_bytes(num: int) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, 256, (num,), dtype=torch.uint8, generator=generator)
+
+
+def sums(buffer: Tensor) -> str:
+    """What a GPU computes."""
+    return hexadecimal(word_sums(buffer).view(torch.uint8))
+
+
+on_both = pytest.mark.parametrize("of", [checksum, sums], ids=["cpu", "gpu"])
+
+
+@on_both
+@pytest.mark.parametrize("num_bytes", [1, 16, 1_000, MATRIX_BYTES, 3 * MATRIX_BYTES + 24])
+def test_a_flipped_bit_is_seen_wherever_it_is(of, num_bytes: int) -> None:
+    buffer = random_bytes(num_bytes)
+    before = of(buffer)
+    for place in {0, num_bytes // 2, num_bytes - 1}:
+        for bit in (0, 7):
+            damaged = buffer.clone()
+            damaged[place] ^= 1 << bit
+            assert of(damaged) != before
+    assert of(buffer.clone()) == before
+    assert len(before) == 32
+
+
+@on_both
+@pytest.mark.parametrize(
+    "places", [(0, 1), (0, ROW_WORDS), (5, ROW_WORDS + 5), (7, 2 * ROW_WORDS + 2)]
+)
+def test_two_swapped_words_are_seen(of, places: tuple[int, int]) -> None:
+    words = torch.zeros(2 * ROW_WORDS + 4, dtype=torch.int64)
+    words[list(places)] = torch.tensor([3, -7])
+    before = of(words.view(torch.uint8))
+    words[list(places)] = torch.tensor([-7, 3])
+    assert of(words.view(torch.uint8)) != before
+
+
+def test_word_sums_are_plain_and_by_position() -> None:
+    words = torch.arange(2 * ROW_WORDS + 3)
+    row, column = words // ROW_WORDS + 1, words % ROW_WORDS + 1
+    expected = [int(words.sum()), int((words * (row * ROW_WORDS + column)).sum())]
+    assert word_sums(words.view(torch.uint8)).tolist() == expected
+
+
+def test_the_digest_of_a_buffer_larger_than_what_is_hashed_at_a_time_is_that_of_the_whole() -> None:
+    buffer = random_bytes((4 << 20) + 5)
+    assert bytes(digest(buffer).tolist()) == xxhash.xxh3_128(buffer.numpy().tobytes()).digest()

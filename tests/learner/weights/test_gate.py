@@ -1,0 +1,80 @@
+"""Laws of the gate: transfers read a version, and no update changes it under them."""
+
+import threading
+import time
+
+from learner.weights.gate import Gate, Reading
+
+LONG_S = 20.0
+
+
+def closing(gate: Gate) -> threading.Thread:
+    thread = threading.Thread(target=gate.close, daemon=True)
+    thread.start()
+    deadline = time.monotonic() + LONG_S
+    while not gate.is_wanted_back and thread.is_alive() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return thread
+
+
+def test_nobody_reads_before_the_first_version_or_after_an_update_began() -> None:
+    gate = Gate(timeout_s=LONG_S)
+    assert not gate.enter()
+    gate.open()
+    assert gate.enter()
+    gate.leave()
+    gate.close()
+    assert not gate.enter()
+
+
+def test_an_update_waits_for_every_reader_and_keeps_new_ones_out() -> None:
+    gate = Gate(timeout_s=LONG_S)
+    gate.open()
+    assert gate.enter()
+    assert gate.enter()
+    thread = closing(gate)
+    assert not gate.enter(), "the trainer waits"
+    gate.leave()
+    thread.join(0.05)
+    assert thread.is_alive()
+    assert not gate.must_give_up
+    gate.leave()
+    thread.join(LONG_S)
+    assert not thread.is_alive()
+    assert gate.drain_waited_s() >= 0.05
+    assert gate.drain_waited_s() == 0.0
+
+
+def test_readers_that_take_too_long_or_a_stop_are_told_to_give_up() -> None:
+    for timeout_s, is_stopping in ((0.01, False), (LONG_S, True)):
+        gate = Gate(timeout_s=timeout_s)
+        gate.is_stopping = lambda is_stopping=is_stopping: is_stopping
+        gate.open()
+        reading = Reading(gate, is_live=True, is_held=False, is_optional=False)
+        assert reading.begin()
+        thread = closing(gate)
+        deadline = time.monotonic() + LONG_S
+        while not reading.must_end and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert reading.must_end
+        reading.end()
+        reading.end()  # as often as one likes
+        thread.join(LONG_S)
+        assert not thread.is_alive()
+        assert not reading.begin()
+        assert reading.is_lost
+
+
+def test_who_came_late_gives_way_at_once_and_a_copy_needs_no_gate() -> None:
+    gate = Gate(timeout_s=LONG_S)
+    gate.open()
+    late = Reading(gate, is_live=True, is_held=False, is_optional=True)
+    assert late.begin()
+    assert not late.must_not_wait
+    thread = closing(gate)
+    assert late.must_not_wait
+    assert not late.must_end, "a transfer that has begun may end"
+    late.end()
+    thread.join(LONG_S)
+    copy = Reading(gate, is_live=False, is_held=False, is_optional=True)
+    assert copy.begin()

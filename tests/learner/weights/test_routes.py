@@ -1,0 +1,78 @@
+"""Laws of routes: which transport goes where, and who receives together."""
+
+import pytest
+
+from common.config.learning import WeightsTransport as Choice
+from learner.weights.membership import Member
+from learner.weights.routes import Wave, transport_of, waves
+
+
+def member(name: str, *devices: str) -> Member:
+    return Member(sender=b"", actor=name, incarnation=name, devices=devices)
+
+
+@pytest.mark.parametrize(
+    ("own", "devices", "transport"),
+    [
+        ("", [""], "gloo"),
+        ("", ["GPU-1"], "gloo"),
+        ("GPU-0", [""], "gloo"),
+        ("GPU-0", ["GPU-1"], "nccl"),
+        ("GPU-0", ["GPU-1", "GPU-2"], "nccl"),
+        ("GPU-0", ["GPU-0"], "ipc"),
+        ("GPU-0", ["GPU-0", "GPU-1"], "gloo"),  # NCCL takes no two ranks on one GPU
+        ("GPU-0", ["GPU-1", "GPU-1"], "gloo"),
+    ],
+)
+def test_auto_is_ipc_on_one_gpu_nccl_between_gpus_and_gloo_everywhere_else(
+    own: str, devices: list[str], transport: str
+) -> None:
+    assert transport_of(member("a", *devices), own, Choice.AUTO) == transport
+
+
+@pytest.mark.parametrize(
+    ("choice", "own", "device", "transport"),
+    [
+        (Choice.NCCL, "GPU-0", "GPU-1", "nccl"),
+        (Choice.NCCL, "GPU-0", "GPU-0", ""),
+        (Choice.NCCL, "", "", ""),
+        (Choice.IPC, "GPU-0", "GPU-1", ""),
+        (Choice.IPC, "GPU-0", "GPU-0", "ipc"),
+        (Choice.GLOO, "GPU-0", "GPU-1", "gloo"),
+        (Choice.FILE, "", "", "file"),
+    ],
+)
+def test_a_transport_that_was_chosen_is_taken_or_refused(
+    choice: Choice, own: str, device: str, transport: str
+) -> None:
+    assert transport_of(member("a", device), own, choice) == transport
+
+
+def test_members_of_one_transport_receive_together_and_no_other_holds_them_up() -> None:
+    near, far, other, cpu = (
+        member("near", "GPU-0"),
+        member("far", "GPU-1"),
+        member("other", "GPU-2"),
+        member("cpu", ""),
+    )
+    found = waves([near, far, other, cpu], "GPU-0", Choice.AUTO, num_parts=1)
+    assert found == [Wave("gloo", (cpu,)), Wave("ipc", (near,)), Wave("nccl", (far, other))]
+
+
+def test_engines_that_share_a_gpu_with_each_other_go_by_gloo() -> None:
+    first, second, third = member("1", "GPU-1"), member("2", "GPU-1"), member("3", "GPU-3")
+    found = waves([first, second, third], "GPU-0", Choice.AUTO, num_parts=1)
+    assert found == [Wave("gloo", (first, second)), Wave("nccl", (third,))]
+
+
+@pytest.mark.parametrize(
+    ("num_parts", "sizes"), [(1, [5]), (2, [3, 2]), (3, [2, 2, 1]), (9, [1] * 5)]
+)
+def test_a_fleet_in_parts_is_cut_evenly_and_nobody_is_left_out(
+    num_parts: int, sizes: list[int]
+) -> None:
+    members = [member(str(number), "") for number in range(5)]
+    found = waves(members, "", Choice.AUTO, num_parts=num_parts)
+    assert [len(wave.members) for wave in found] == sizes
+    assert [each for wave in found for each in wave.members] == members
+    assert waves([], "", Choice.AUTO, num_parts=num_parts) == []
