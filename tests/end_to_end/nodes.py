@@ -62,10 +62,11 @@ class Network:
             ip("link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", name)
             stack.callback(ip, "link", "del", name)  # sockets that linger keep a namespace alive
             ip("link", "set", name, "master", self.name, "up")
-            ip("-n", name, "addr", "add", f"10.77.{self._number}.{10 + index}/24", "dev", "eth0")
+            host = f"10.77.{self._number}.{10 + index}"
+            ip("-n", name, "addr", "add", f"{host}/24", "dev", "eth0")
             ip("-n", name, "link", "set", "eth0", "up")
             ip("-n", name, "link", "set", "lo", "up")
-            node = Node(name, folder, hidden)
+            node = Node(name, host, folder, hidden)
             try:
                 yield node
             finally:
@@ -75,8 +76,9 @@ class Network:
 class Node:
     """One machine without the run's disk."""
 
-    def __init__(self, name: str, folder: Path, hidden: Path) -> None:
+    def __init__(self, name: str, host: str, folder: Path, hidden: Path) -> None:
         self._name = name
+        self.host = host
         self._hidden = hidden
         self.folder = folder
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -87,6 +89,14 @@ class Node:
 
     def heal(self) -> None:
         ip("link", "set", self._name, "up")
+
+    def take(self, key: Path) -> Path:
+        """Copy a key file here, as a user would; return where it is."""
+        self.folder.mkdir(exist_ok=True)
+        own = self.folder / "the.key"
+        shutil.copyfile(key, own)
+        own.chmod(0o600)
+        return own
 
     def start(self, *arguments: str) -> subprocess.Popen[bytes]:
         """Start `run.py` here; what it prints is in `log`."""

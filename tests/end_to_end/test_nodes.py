@@ -6,21 +6,20 @@ import re
 import signal
 import time
 from collections import Counter
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 
 import pytest
 
 from common.store.journal import read_journal
+from tests.configs import edited
 from tests.end_to_end.nodes import Network, Node, why_not
 from tests.end_to_end.runs import Run, balances
+from tests.learner.scheduler.builders import make_config
+from tests.learner.scheduler.members.scheduler_rig import running
 
-WHY_NOT = why_not()
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(1500),
-    pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 ENGINE_S = 600.0  # for an engine to start and play, on a busy machine
 HEAL_S = 120.0
@@ -53,10 +52,7 @@ OVERRIDES = (
 def join(run: Run, node: Node, network: Network, name: str) -> None:
     """Start an actor that has nothing but an address and a key file."""
     port = (run.root / "addresses" / "scheduler").read_text().rpartition(":")[2]
-    node.folder.mkdir()
-    key = node.folder / "the.key"
-    key.write_bytes((run.root / "keys" / "join.key").read_bytes())
-    os.chmod(key, 0o600)
+    key = node.take(run.root / "keys" / "join.key")
     where = ("--join", f"{network.host}:{port}", "--key", str(key))
     node.start("actor", *where, f"actor.name={name}")
 
@@ -91,6 +87,8 @@ def generating_after_s(node: Node) -> float:
 def test_nodes_without_the_disk_join_lose_their_link_die_and_leave_a_balanced_run(
     tmp_path: Path,
 ) -> None:
+    if reason := why_not():
+        pytest.skip(reason)
     folder = tmp_path / "run"
     folder.mkdir()
     with (
@@ -117,6 +115,39 @@ def test_nodes_without_the_disk_join_lose_their_link_die_and_leave_a_balanced_ru
         assert alone > 0.5 * together, "a dead node slows the others down"
         assert not list((tmp_path / "second").rglob("*.safetensors"))
         check_books(run)
+
+
+def test_a_hub_of_another_machine_is_told_of_by_its_own_address_and_left_out_while_it_is_cut_off(
+    tmp_path: Path,
+) -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+    cfg = make_config(num_steps=1, per_step=1)
+    task = edited(cfg.tasks[0], {"env": "textcraft", "subset": "depth1"})
+    changes = {"tasks": [task], "scheduler.heartbeat_s": 0.2, "scheduler.dead_after_s": 2.0}
+    cfg = edited(cfg, changes | {"scheduler.host": "0.0.0.0"})
+    with (
+        running(tmp_path / "run", cfg) as run,
+        Network(os.getpid() % 200) as network,
+        network.node(1, tmp_path / "node", hidden=tmp_path / "run") as node,
+    ):
+        port = run.run_dir.wait_for_address("scheduler", timeout_s=HEAL_S).rpartition(":")[2]
+        key = node.take(run.run_dir.keys / "join.key")
+        node.start("envhub", "--join", f"{network.host}:{port}", "--key", str(key))
+        wait_for(run.run_dir.status.exists, what="a run with a hub")
+        (hub,) = run.ask_directory().hubs
+        assert hub.url.startswith(f"http://{node.host}:")
+        node.cut()
+        wait_for(lambda: run.ask_directory().hubs == [], what="a directory without it")
+        node.heal()
+        wait_for(lambda: run.ask_directory().hubs == [hub], what="the hub again")
+
+
+def wait_for(is_so: Callable[[], bool], *, what: str) -> None:
+    deadline = time.monotonic() + HEAL_S
+    while not is_so():
+        assert time.monotonic() < deadline, f"not within {HEAL_S:g}s: {what}"
+        time.sleep(0.1)
 
 
 def check_books(run: Run) -> None:

@@ -1,97 +1,22 @@
 """Laws of a run whose hubs join: a real scheduler, real hub registrations, real sockets."""
 
-import contextlib
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-import zmq
 
-from common.config.run_config import RunConfig
 from common.errors import ConfigError, EnvError
 from common.store.run_dir import RunDir
-from common.wire.codec import decode, encode
-from common.wire.join_messages import Directory, HubHello, HubPlace
 from common.wire.messages import Outcomes, Rejected, Welcome
-from common.wire.security import RunKeys, create_keys, read_join_key
-from common.wire.sockets import connect_dealer
-from envhub.registration import Registration
+from common.wire.security import create_keys, read_join_key
 from learner.scheduler.bench.suite import serve_catalogue
 from learner.scheduler.curriculum.catalogue import Catalogue
 from learner.scheduler.main import serve
 from tests.configs import edited
 from tests.learner.scheduler.builders import CATALOGUE, done_of, hello_of, make_config
-
-WAIT_S = 5.0
-
-
-class Run:
-    """A scheduler in a thread, in a run whose hubs join."""
-
-    def __init__(self, root: Path, cfg: RunConfig) -> None:
-        self.run_dir = RunDir(root=root)
-        self.keys: RunKeys = create_keys(self.run_dir.keys)
-        self.cfg = edited(cfg, {"envhub.is_started": False})
-        self.error: Exception | None = None
-        self._stop = threading.Event()
-        self._context = zmq.Context()
-        self._thread = threading.Thread(target=self._serve)
-        self._thread.start()
-
-    def _serve(self) -> None:
-        try:
-            serve(self.cfg, self.run_dir, self._stop)
-        except Exception as error:  # noqa: BLE001 - the test looks at it
-            self.error = error
-
-    def hub(self, name: str, url: str, envs: list[str]) -> Registration:
-        """A hub's own registration, as its process starts it; stopped with the run."""
-        place = HubPlace(url=url, token="t", envs=envs)
-        hello = HubHello(name=name, incarnation=name, place=place)
-        hub = Registration(self.run_dir, self.keys, hello, every_s=0.05, silence_s=None)
-        hub.start()
-        return hub
-
-    def ask_directory(self, name: str = "actor-0", *, known: int = 0) -> Directory:
-        """What the scheduler tells an actor that says hello until it is told."""
-        socket = self.connect(self.keys)
-        try:
-            assert isinstance(ask(socket, replace(hello_of(name), directory=known)), Welcome)
-            return decode(socket.recv_multipart())
-        finally:
-            socket.close(linger=0)
-
-    def connect(self, keys: RunKeys) -> Any:
-        address = self.run_dir.wait_for_address("scheduler", timeout_s=WAIT_S)
-        return connect_dealer(self._context, keys, address=address, timeout_s=WAIT_S)
-
-    def stop(self) -> None:
-        self._stop.set()
-        self._thread.join(WAIT_S)
-        self._context.term()
-        assert not self._thread.is_alive()
-
-    def wait_failed(self) -> Exception | None:
-        self._thread.join(WAIT_S)
-        return self.error
-
-
-def ask(socket: Any, message: Any) -> Any:
-    socket.send_multipart(encode(message))
-    return decode(socket.recv_multipart())
-
-
-@contextlib.contextmanager
-def running(root: Path, cfg: RunConfig) -> Iterator[Run]:
-    run = Run(root, cfg)
-    try:
-        yield run
-    finally:
-        run.stop()
+from tests.learner.scheduler.members.scheduler_rig import WAIT_S, ask, running
 
 
 def of(*envs: str) -> Catalogue:
