@@ -9,9 +9,9 @@ import json
 import os
 import secrets
 import stat
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Literal
 
 import zmq
 
@@ -20,8 +20,6 @@ from common.errors import ConfigError
 _PAIRS = ("server", "client", "node")
 _FILES = (*(f"{pair}_{half}" for pair in _PAIRS for half in ("public", "secret")), "hub_token")
 JOIN_KEY = "join.key"
-JOIN_KEY_FORMAT = 1
-KEY_LENGTH = 40  # of Z85 text
 MAX_KEY_FILE_BYTES = 10_000
 NODE_ROLES = ("actor", "envhub")  # what the node pair lets its holder be
 
@@ -43,7 +41,7 @@ class RunKeys:
 class JoinKey:
     """What the file of a joining node holds."""
 
-    format: int
+    format: Literal[1]
     run: str
     roles: list[str]  # what its holder may be
     server_public: str
@@ -87,7 +85,7 @@ def load_keys(folder: Path) -> RunKeys:
 def write_join_key(folder: Path, keys: RunKeys, *, run_name: str) -> Path:
     """Write the key file of joining nodes, 0600; return where."""
     key = JoinKey(
-        format=JOIN_KEY_FORMAT,
+        format=1,
         run=run_name,
         roles=list(NODE_ROLES),
         server_public=keys.server_public,
@@ -106,40 +104,25 @@ def read_join_key(path: Path, *, role: str) -> JoinKey:
 
     Raises: ConfigError: it is missing, others may read it, it is none, or not for this role.
     """
+    from pydantic import TypeAdapter  # nobody else here needs it
+
     remedy = f"copy runs/NAME/keys/{JOIN_KEY} from the run's node"
     try:
         is_private = not path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO)
-        with path.open("rb") as file:
-            told: Any = json.loads(file.read(MAX_KEY_FILE_BYTES))
+        text = path.read_bytes()[:MAX_KEY_FILE_BYTES]
     except OSError as error:
         raise ConfigError(f"--key {path}: {error.strerror}; {remedy}") from error
-    except ValueError as error:
-        raise ConfigError(f"--key {path}: no key file; {remedy}") from error
     if not is_private:
         raise ConfigError(f"--key {path}: others may read it; chmod 600 {path}")
-    if not _is_join_key(told):
-        raise ConfigError(f"--key {path}: no key file of this version; {remedy}")
-    key = JoinKey(**told)
+    try:
+        key = TypeAdapter(JoinKey).validate_json(text, strict=True)
+        if {len(k) for k in (key.server_public, key.client_public, key.client_secret)} != {40}:
+            raise ValueError("keys have 40 characters")
+    except ValueError as error:  # pydantic's own error is one
+        raise ConfigError(f"--key {path}: no key file of this version; {remedy}") from error
     if role not in key.roles:
         raise ConfigError(f"--key {path}: lets its holder be {', '.join(key.roles)}, not {role}")
     return key
-
-
-def _is_join_key(told: Any) -> bool:
-    """Return whether parsed JSON has the fields of a `JoinKey`, each of its type."""
-    if not isinstance(told, dict):
-        return False
-    values = cast(dict[str, Any], told)
-    roles = values.get("roles")
-    pair = (values.get(name) for name in ("server_public", "client_public", "client_secret"))
-    return (
-        values.keys() == {each.name for each in fields(JoinKey)}
-        and values["format"] == JOIN_KEY_FORMAT
-        and isinstance(roles, list)
-        and all(isinstance(role, str) for role in cast(list[Any], roles))
-        and all(isinstance(key, str) and len(key) == KEY_LENGTH for key in pair)
-        and isinstance(values["run"], str)
-    )
 
 
 def _write_private(path: Path, text: str) -> None:

@@ -203,11 +203,11 @@ def key_text(**changes: Any) -> str:
     [
         (None, 0o600, "No such file.*copy runs/NAME/keys"),
         (key_text(), 0o644, "others may read it; chmod 600"),
-        ("no json", 0o600, "no key file"),
+        ("no json", 0o600, "no key file of this version"),
         ("[1]", 0o600, "no key file of this version"),
         (key_text(format=2), 0o600, "no key file of this version"),
         (key_text(client_secret="short"), 0o600, "no key file of this version"),
-        (key_text(more=1), 0o600, "no key file of this version"),
+        (key_text(run=None), 0o600, "no key file of this version"),
         (key_text(roles=["envhub"]), 0o600, "lets its holder be envhub, not actor"),
     ],
 )
