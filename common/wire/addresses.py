@@ -1,5 +1,6 @@
 """Where the roles of a run are reached: the scheduler is found, and tells of all the others."""
 
+import functools
 import ipaddress
 import socket
 from collections.abc import Callable, Iterable
@@ -7,7 +8,7 @@ from typing import Protocol
 
 import psutil
 
-from common.errors import ConfigError
+from common.errors import ConfigError, WireError
 from common.wire.join_messages import Directory, HubPlace
 
 LOOPBACK = "127.0.0.1"
@@ -137,12 +138,21 @@ def advertised(address: str, *, towards: str) -> str:
     return with_host(address, local_address_towards(scheduler_host))
 
 
+@functools.lru_cache
 def local_address_towards(host: str) -> str:
-    """Return this machine's address on the interface that reaches `host`. Sends nothing."""
-    family = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0][0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))
-        return str(probe.getsockname()[0])
+    """Return this machine's address on the interface that reaches `host`. Sends nothing.
+
+    It is the one of the first call: while a link is down there is none.
+
+    Raises: WireError: there is no way to the host.
+    """
+    try:
+        family = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0][0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise WireError(f"no way to {host}: {error.strerror}") from error
 
 
 def own_host_towards(host: str, peers: Iterable[str]) -> str:

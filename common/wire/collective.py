@@ -8,6 +8,7 @@ nobody's world has to be rebuilt. NCCL on CUDA, gloo on CPU; all else is shared.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
 
+import os
 import socket
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.errors import WeightSyncError
+from common.wire.addresses import is_loopback
 from common.wire.weight_messages import TensorSpec
 
 CPU = torch.device("cpu")
@@ -66,6 +68,7 @@ def make_process_group(store: dist.Store, place: Place) -> Any:
     """
     timeout, rank, world_size = timedelta(seconds=place.timeout_s), place.rank, place.world_size
     if place.backend == "nccl":
+        choose_interface(place.bind_host)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         return dist.ProcessGroupNCCL(store, rank, world_size, options)
@@ -154,6 +157,15 @@ class Broadcast:
             self._work.wait(self._timeout)
         except RuntimeError as error:
             raise self._failed(error) from error
+
+
+def choose_interface(host: str) -> None:
+    """Let NCCL use the network on which peers reach this machine, unless somebody chose one.
+
+    NCCL looks once in a process, so an address of this machine alone decides nothing.
+    """
+    if not is_loopback(host):
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface_of(host)}")
 
 
 def interface_of(host: str) -> str:

@@ -84,11 +84,11 @@ class Node:
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def cut(self) -> None:
-        """Take the link down."""
-        ip("link", "set", self._name, "down")
+        """Take the link down: no packet passes, and no route is left."""
+        ip("-n", self._name, "link", "set", "eth0", "down")
 
     def heal(self) -> None:
-        ip("link", "set", self._name, "up")
+        ip("-n", self._name, "link", "set", "eth0", "up")
 
     def take(self, key: Path) -> Path:
         """Copy a key file here, as a user would; return where it is."""

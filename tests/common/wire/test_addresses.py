@@ -2,12 +2,13 @@
 
 import pytest
 
-from common.errors import ConfigError
+from common.errors import ConfigError, WireError
 from common.wire.addresses import (
     AddressBook,
     advertised,
     host_of,
     is_here,
+    local_address_towards,
     own_host_towards,
     with_host,
 )
@@ -73,3 +74,14 @@ def test_a_loopback_address_of_another_machine_is_refused_with_the_remedy() -> N
         book.take(directory(1, "tcp://127.0.0.1:5"))
     with pytest.raises(ConfigError, match=r"envhub\.host=0\.0\.0\.0"):
         book.take(directory(1, "tcp://*:5", hub="http://localhost:80"))
+
+
+def test_an_address_that_was_known_is_known_while_the_way_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    local_address_towards.cache_clear()
+    with pytest.raises(WireError, match=r"no way to nosuch\.invalid"):
+        local_address_towards("nosuch.invalid")
+    known = local_address_towards("127.0.0.1")
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_: [])
+    assert local_address_towards("127.0.0.1") == known

@@ -1,5 +1,6 @@
 """Laws of the weight broadcast. Two threads stand for two processes: each has its own store."""
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,7 +14,9 @@ from common.wire.collective import (
     ALIGN_BYTES,
     BroadcastGroup,
     Place,
+    choose_interface,
     flatten_into,
+    interface_of,
     lay_out,
     open_store,
     views,
@@ -132,3 +135,17 @@ def test_a_view_is_no_copy() -> None:
 
 def test_the_address_towards_this_machine_is_local() -> None:
     assert local_address_towards(HOST) == HOST
+
+
+def test_nccl_gets_the_interface_that_peers_reach_unless_one_is_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    choose_interface(HOST)
+    assert "NCCL_SOCKET_IFNAME" not in os.environ
+    own = local_address_towards("192.0.2.77")
+    choose_interface(own)
+    assert os.environ["NCCL_SOCKET_IFNAME"] == f"={interface_of(own)}"
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "chosen")
+    choose_interface(own)
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "chosen"
