@@ -2,9 +2,9 @@
 
 import asyncio
 import logging
+from typing import TYPE_CHECKING
 
 from actor.engine.concurrency import Concurrency, EngineLoad
-from actor.engine.engine import Engine
 from actor.links.delivery import Delivery
 from actor.rollout.episode import Act, Render, Turn, run_episode
 from actor.rollout.hubs import Hubs
@@ -13,6 +13,9 @@ from actor.rollout.render import Renderer
 from actor.rollout.scripted import ScriptedPolicy, ScriptedRender
 from common.config.run_config import ActorSection, AtUpdate
 from common.wire.messages import Lease, PolicyKind
+
+if TYPE_CHECKING:  # it takes seconds to import
+    from actor.engine.engine import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +35,7 @@ class Episodes:
         cfg: ActorSection,
         *,
         actor: str,
-        engine: Engine,
+        engine: "Engine",
         renderer: Renderer,
         environments: Hubs,
         delivery: Delivery,

@@ -6,7 +6,6 @@ a run has it, a receiver that only answers, or a sender of trajectories that are
 
 import json
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -46,8 +45,10 @@ NUM_TOKENS = 2_000
 WINDOW = 128  # unacknowledged trajectories of a sender, as of an actor
 GROUP_SIZE = 8
 VOCAB_SIZE = 32_000
+ARRIVED = "arrived.json"  # of the intake: how many trajectories it has taken, as it goes
 GROUPS_PER_SENDER = 1_000_000
 NEVER_S = 1e9
+ANY_LAG = 1 << 30
 POLL_MS = 100
 
 
@@ -140,10 +141,11 @@ def receive_raw(folder: Path) -> None:
 
 
 def take_in(folder: Path) -> None:
-    """Be the learner's intake, with a main thread that takes the batches."""
-    cfg = load_config("quickstart", [], root=ROOT)
-    groups_cfg = replace(cfg.groups, size=GROUP_SIZE)
+    """Be the learner's intake, with a main thread that takes batches and ends steps."""
     run_dir, keys = RunDir(root=folder), load_keys(folder / "keys")
+    is_run = run_dir.config.exists()  # else it is alone with its senders
+    cfg = load_config(str(run_dir.config) if is_run else "quickstart", [], root=ROOT)
+    groups_cfg = replace(cfg.groups, size=GROUP_SIZE)
     journal = JournalWriter(run_dir.journal)
     index, reports = JournalIndex(end=journal.position), ReportLog()
     groups = GroupAssembly(
@@ -152,8 +154,15 @@ def take_in(folder: Path) -> None:
         has_signal=lambda members: group_has_signal(members, cfg.algorithm),
     )
     buffer = TrajectoryBuffer(groups, index, reports, version=0)
-    hello = Hello(role="learner", name="learner-0", incarnation="life-1", version=0)
     router = Router(keys, host=HOST, port=0)
+    address = f"tcp://{HOST}:{router.port}"
+    hello = Hello(
+        role="learner",
+        name="learner-0",
+        incarnation="life-1",
+        version=0,
+        addresses={"learner": address, "weights": address},  # nobody asks for weights
+    )
     intake = Intake(
         router,
         journal,
@@ -165,18 +174,23 @@ def take_in(folder: Path) -> None:
         heartbeat_s=cfg.scheduler.heartbeat_s,
     )
     intake.start()
-    write_atomically(folder / "address", f"tcp://{HOST}:{router.port}")
-    stop = threading.Event()
-    while not stop.is_set():
+    write_atomically(folder / "address", address)
+    num_arrived = version = 0
+    ahead = cfg.scheduler.max_ahead_steps
+    while not (folder / "stop").exists():
+        num_arrived += int(buffer.drain_stats()["episodes/arrived"])
+        write_atomically(folder / ARRIVED, str(num_arrived))
         try:
-            batch, _ = buffer.next_batch(0, max_lag_steps=4, in_order=False, timeout_s=0.1)
+            batch, _ = buffer.next_batch(
+                version, max_lag_steps=1 << 30, in_order=False, timeout_s=0.1
+            )
         except TimeoutError:
-            batch = []
+            continue
         ids = [each.episode_id for group in batch for each in group.members]
         trained = Outcome.TRAINED
         buffer.report([EpisodeOutcome(episode_id=i, outcome=trained, cause="") for i in ids])
-        if (folder / "stop").exists():
-            stop.set()
+        version += 1
+        buffer.step_done(version, is_last=False, max_ahead_steps=ahead, signals={})
     intake.stop()
     journal.close()
 

@@ -20,6 +20,7 @@ from common.store.run_dir import RunDir
 from common.wire.codec import encode
 from common.wire.security import create_keys
 from learner.ingest.bench.ends import NUM_TOKENS, trajectory
+from learner.ingest.bench.scaling import add_scaling
 
 ENDS = "learner.ingest.bench.ends"
 SCHEDULER = "learner.scheduler.bench.floor"  # answers the intake's hello and heartbeats
@@ -48,6 +49,7 @@ def run_suite(table: BenchTable) -> None:
     """Measure in about a minute."""
     table.title(LEGEND.rstrip())
     table.attempt("trajectories", lambda: add_trajectories(table, num_rounds=NUM_ROUNDS))
+    table.attempt("scaling", lambda: add_scaling(table))
 
 
 def add_trajectories(table: BenchTable, *, num_rounds: int, measured_s: float = MEASURED_S) -> None:
