@@ -193,7 +193,10 @@ def dispatch(request: Request) -> int:
 
 def show(cfg: RunConfig, *, has_plan: bool) -> int:
     """Print the resolved configuration, the memory plan and the objective; return the exit code."""
-    lines = Later("common.checks.memory_plan:lines_here")(cfg, ROOT) if has_plan else []
+    lines: list[str] = []
+    if has_plan:
+        here = Later("common.checks.preflight:on_this_machine")(cfg)
+        lines += Later("common.checks.memory_plan:lines_here")(here, ROOT)
     if has_plan and cfg.launcher == "ray":
         lines += Later("common.launch.ray.cluster:placement_lines")(cfg)
     lines += Later("learner.objective.describe:summary_lines")(cfg.algorithm, cfg.learner)

@@ -5,14 +5,16 @@ import platform
 import shutil
 import socket
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from common.checks.gpu_placement import Seats, seat
 from common.checks.machine import COMPILER_PACKAGES, GIB, compiler_problem, gpus, has_cuda
 from common.checks.memory_plan import check_memory, is_elsewhere, plan_here
 from common.checks.model_shape import read_shape
-from common.config.run_config import Resume, RunConfig, check_training
+from common.config.run_config import Launcher, Resume, RunConfig, check_training
 from common.errors import ConfigError
+from common.launch.ray.cluster import cluster_address
 
 MIN_FREE_DISK_GIB = 2
 SHIPPED_POLICIES = Path("configs") / "policies"  # below the repository
@@ -39,9 +41,17 @@ def check(cfg: RunConfig, root: Path, *, missing: Sequence[str] = ()) -> None:
             f"run.resume=never: {run_dir} is used; choose another run.name or run.resume=auto"
         )
     check_disk(run_dir)
-    if cfg.actor.num_actors:
+    here = on_this_machine(cfg)
+    if here.actor.num_actors:
         check_engine()
-    check_memory(cfg, plan_here(cfg, root), read_shape(root / cfg.model.path))
+    check_memory(here, plan_here(here, root), read_shape(root / cfg.model.path))
+
+
+def on_this_machine(cfg: RunConfig) -> RunConfig:
+    """Return the config of what certainly runs here: all, or what a cluster does not take away."""
+    if cfg.launcher is Launcher.LOCAL or not cluster_address(cfg.ray):
+        return cfg
+    return replace(cfg, actor=replace(cfg.actor, num_actors=0, num_gpus=0))
 
 
 def check_dry(cfg: RunConfig, root: Path, *, missing: Sequence[str] = ()) -> None:
@@ -59,7 +69,8 @@ def check_dry(cfg: RunConfig, root: Path, *, missing: Sequence[str] = ()) -> Non
     if not is_stand_in:
         check_model(cfg.model.path, root)
     _check_other_models(cfg, root)
-    check_memory(cfg, plan_here(cfg, root), read_shape(root / cfg.model.path))
+    here = on_this_machine(cfg)
+    check_memory(here, plan_here(here, root), read_shape(root / cfg.model.path))
 
 
 def _check_tasks(cfg: RunConfig) -> None:

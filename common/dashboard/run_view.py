@@ -136,7 +136,8 @@ def view_run(run_dir: RunDir, train: TrainSection, horizon: HorizonSection) -> R
 def _starting(started_at: dict[str, float], status: Status, run_dir: RunDir) -> dict[str, float]:
     """Return the roles that run but have not been heard of since, and for how many seconds."""
     written_at, hub = _modified_at(run_dir.status) or 0.0, run_dir.addresses / "envhub"
-    heard_at = {"scheduler": written_at, "envhub": _modified_at(hub) or 0.0}
+    # A hub of another node is heard of by the scheduler, which begins when it has one.
+    heard_at = {"scheduler": written_at, "envhub": _modified_at(hub) or written_at}
     for name, role in [("learner", status.learner), *((a.name, a) for a in status.actors)]:
         if role.last_seen_s is not None:
             heard_at[name] = written_at - role.last_seen_s

@@ -99,7 +99,7 @@ def train(cfg: RunConfig, run_dir: RunDir, *, root: Path) -> int:
     seats = check_devices(cfg) if is_here else None
     started = time.monotonic()
     with hold_run(run_dir.root, name=cfg.run.name), _starter(cfg, run_dir) as starter:
-        cfg = _reachable(cfg, starter.host)
+        cfg = reachable_at(cfg, starter.host)
         prepare(cfg, run_dir)
         run_dir.root.mkdir(parents=True, exist_ok=True)
         for role in ("envhub", "scheduler"):
@@ -143,7 +143,7 @@ def _starter(cfg: RunConfig, run_dir: RunDir) -> Generator[RoleStarter]:
             yield stack.enter_context(start_here())
 
 
-def _reachable(cfg: RunConfig, host: str) -> RunConfig:
+def reachable_at(cfg: RunConfig, host: str) -> RunConfig:
     """Return a config whose roles listen where other nodes reach them, unless it says where."""
     from common.wire.addresses import is_loopback
 

@@ -15,6 +15,7 @@ from collections.abc import Generator
 from typing import Any
 
 from common.checks.machine import gpus
+from common.checks.memory_plan import is_elsewhere
 from common.config.run_config import RaySection, RunConfig
 from common.errors import ConfigError
 from common.launch.base import RoleStarter
@@ -78,8 +79,22 @@ def placement_lines(cfg: RunConfig) -> list[str]:
     if cluster_address(cfg.ray):
         with open_cluster(cfg.ray, num_cpus=0) as nodes:
             return place(cfg, nodes).lines(nodes)
-    nodes = [own_node(num_cpus_wanted(cfg))]
+    nodes = _named_nodes(cfg) if is_elsewhere(cfg) else [own_node(num_cpus_wanted(cfg))]
     return place(cfg, nodes).lines(nodes)
+
+
+def _named_nodes(cfg: RunConfig) -> list[Node]:
+    """Return the nodes of the machine that the configuration is made for."""
+    return [
+        Node(
+            node_id=f"{i}",
+            host=f"node {i}",
+            num_cpus=num_cpus_wanted(cfg),
+            num_gpus=cfg.machine.num_gpus,
+            is_home=i == 0,
+        )
+        for i in range(cfg.machine.num_nodes)
+    ]
 
 
 @contextlib.contextmanager

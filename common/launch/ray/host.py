@@ -5,7 +5,6 @@
 # pyright: reportUnknownArgumentType=false
 
 import os
-import shutil
 import signal
 import sys
 import tempfile
@@ -13,6 +12,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import ray
 
@@ -43,8 +43,8 @@ class Order:
     name: str
     argv: tuple[str, ...]
     env: dict[str, str]  # on top of the node's own
-    log_path: str = ""  # on the run's own node; "": a temporary file, whose text is asked for
-    join_key: str = ""  # content of the key file of a node that joins
+    log_path: str = ""  # on the run's own node; "": a temporary file that the launcher asks for
+    join_key: str = ""  # what the key file of a node that joins holds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,9 +70,9 @@ class RoleHost:
         os.environ[MARKS] = ":".join(filter(None, [os.environ.get(MARKS, ""), mark]))
         os.environ.pop("OMP_NUM_THREADS", None)  # Ray sets it to the CPUs that a worker asks for
         self._guardian = Guardian()
-        self._folder = Path(tempfile.mkdtemp(prefix="longstride-"))  # 0700
+        # Without names: they go with this process, however that ends.
+        self._key, self._log = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
         self._child: ChildProcess | None = None
-        self._own_log: Path | None = None
         self._memory_bytes, self._weighed_at = 0, 0.0
 
     def place(self) -> Place:
@@ -86,18 +86,17 @@ class RoleHost:
 
     def start(self, order: Order) -> int:
         """Start the role; return its process id on this node."""
-        key_file = self._folder / "join.key"
-        with os.fdopen(os.open(key_file, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
-            file.write(order.join_key)
-        own = {PYTHON: sys.executable, RUN_PY: str(ROOT / "run.py"), KEY_FILE: str(key_file)}
-        self._own_log = None if order.log_path else self._folder / "log"
+        self._key.write(order.join_key.encode())
+        self._key.flush()
+        own = {PYTHON: sys.executable, RUN_PY: str(ROOT / "run.py"), KEY_FILE: _path(self._key)}
         signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray blocks some, and children inherit it
         self._child = ChildProcess(
             order.name,
             [own.get(each, each) for each in order.argv],
-            log_path=self._own_log or Path(order.log_path),
+            log_path=Path(order.log_path or _path(self._log)),
             env=order.env,
             cwd=ROOT,
+            pass_fds=[self._key.fileno()],
             guardian=self._guardian,
         )
         return self._child.pid
@@ -127,17 +126,17 @@ class RoleHost:
         self._child.clear_away()
         news = self._news(self._read(offset), self._child.poll())
         self._guardian.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
         return news
 
     def _read(self, offset: int) -> bytes:
-        if self._own_log is None:
-            return b""
-        with self._own_log.open("rb") as log:
-            log.seek(offset)
-            return log.read(MAX_BYTES)
+        return os.pread(self._log.fileno(), MAX_BYTES, offset)
 
     def _news(self, text: bytes, code: int | None) -> News:
         if time.monotonic() - self._weighed_at > LONGEST_S:
             self._memory_bytes, self._weighed_at = family_bytes(), time.monotonic()
         return News(text=text, exit_code=code, memory_bytes=self._memory_bytes)
+
+
+def _path(file: IO[bytes]) -> str:
+    """Return a path by which this process and its children open a file without a name."""
+    return f"/proc/self/fd/{file.fileno()}"

@@ -84,7 +84,7 @@ class Placement:
         hub = [f"envhub: {self.envhub.text}"] if self.envhub else []
         apart = self.num_actors - len(self.shared)
         shared = [f"{len(self.shared)} actors: on the learner's GPUs"] if self.shared else []
-        actors = [f"{apart} actors: each {self.actor.text}"] if apart else []
+        actors = [f"{apart} actors, each: {self.actor.text}"] if apart else []
         fit = f"{self.num_fitting} of {self.num_actors} actors fit now"
         waiting = "; the others start when a node appears"
         return [
@@ -140,9 +140,7 @@ def place(cfg: RunConfig, nodes: Sequence[Node]) -> Placement:
         _check_fits("actor", actor, rest, remedy="see ray.actor_labels, ray.actor_cpus")
     envhub = None
     if not cfg.envhub.url:
-        envhub = Needs(
-            num_cpus=cfg.ray.envhub_cpus, labels=selector(cfg.ray.envhub_labels), is_home=True
-        )
+        envhub = Needs(num_cpus=cfg.ray.envhub_cpus, labels=selector(cfg.ray.envhub_labels))
         _check_fits("envhub", envhub, rest, remedy="see ray.envhub_labels, ray.envhub_cpus")
     num_actors = cfg.actor.num_actors
     return Placement(

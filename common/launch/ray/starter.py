@@ -135,6 +135,10 @@ class RayStarter:
         role, *overrides = argv[2:]
         overrides = [each for each in overrides if not each.startswith(OF_THE_RUN)]
         join = ("--join", address.removeprefix("tcp://"), "--key", KEY_FILE)
+        if role == "envhub":
+            overrides.append(
+                f"envhub.host={place.host}"
+            )  # where it listens is not the run's to say
         return Order(
             name=spec.name,
             argv=(PYTHON, RUN_PY, role, *join, *overrides),

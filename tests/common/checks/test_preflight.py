@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from common.checks.machine import compiler_problem, has_cuda
-from common.checks.preflight import check, check_devices, check_sft
+from common.checks.preflight import check, check_devices, check_sft, on_this_machine
 from common.config.load import load_config
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
@@ -22,6 +22,17 @@ def model(tmp_path: Path) -> Path:
 def configure(model: Path, repository: Path, *overrides: str) -> RunConfig:
     where = [f"model.path={model}", f"run.dir={model.parent / 'runs'}"]
     return load_config("smoke", [*where, *overrides], root=repository)
+
+
+def test_engines_of_a_cluster_are_not_counted_on_this_machine(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    cfg = load_config("smoke", ["launcher=ray", "actor.num_actors=900"], root=repository)
+    assert on_this_machine(cfg) == cfg  # a cluster of its own is this machine
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert on_this_machine(cfg).actor.num_actors == 0
+    assert on_this_machine(cfg).learner == cfg.learner
 
 
 def test_complete_setting_passes(model: Path, repository: Path) -> None:

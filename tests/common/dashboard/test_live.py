@@ -142,6 +142,19 @@ def test_roles_that_are_starting_are_told_with_the_time_that_it_takes(tmp_path: 
     assert line.endswith("; scheduler is starting (2s), engine is starting (34s)")
 
 
+def test_roles_that_no_node_has_room_for_are_told_with_what_they_need(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path)
+    needs = {f"actor-{i}": "a node with 1 GPU" for i in range(2, 9)}
+    run_dir.launch.write_text(json.dumps({"began_at": 0, "started_at": {}, "waiting": needs}))
+    assert status_line(view_of(run_dir)).endswith("<- actor-0, 7 roles <- a node with 1 GPU")
+
+
+def test_hub_of_another_node_is_heard_of_once_the_scheduler_has_begun(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path)  # wrote its status, and has no address of a hub
+    at_launch(run_dir, envhub=20.0)
+    assert view_of(run_dir).starting == {}
+
+
 def test_role_that_was_heard_of_since_its_start_is_not_starting(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path)  # actor-0 was heard 0.3 s before the status was written
     at_launch(run_dir, scheduler=20.0, learner=20.0, actor_0=20.0, actor_1=20.0)

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from common.config.load import load_config
 from common.config.run_config import RunSection
 from common.launch.base import Ending, LaunchState, RoleSpec
+from common.launch.commands import reachable_at
 from common.launch.launcher import Launcher
 from common.launch.local import start_here
 from common.launch.roles import make_role_specs
@@ -299,3 +301,13 @@ def test_run_consists_of_hub_scheduler_learner_and_actors(repository: Path, tmp_
     assert specs[-1].argv[-1] == "actor.name=actor-1"
     assert all(spec.env["OMP_NUM_THREADS"] == "1" for spec in specs)
     assert [spec.name for spec in make(has_hub=False)] == names[1:]
+
+
+def test_roles_listen_where_other_nodes_reach_them_unless_the_config_says_where(
+    repository: Path,
+) -> None:
+    cfg = load_config("smoke", ["learner.host=10.1.0.7"], root=repository)
+    told = reachable_at(cfg, "10.0.0.1")
+    hosts = (told.scheduler.host, told.learner.host, told.envhub.host)
+    assert hosts == ("10.0.0.1", "10.1.0.7", "10.0.0.1")
+    assert reachable_at(cfg, "127.0.0.1") == cfg  # all roles are on this machine
