@@ -197,7 +197,8 @@ def test_killed_launcher_takes_its_roles_and_its_own_cluster_along(
     launcher.kill()
     launcher.wait()
     wait_for(lambda: is_gone(int(pids.read_text())))
-    wait_for(lambda: marked(tmp_path) == [], others=lambda: commands_of(marked(tmp_path)))
+    left = lambda: commands_of(marked(tmp_path))  # noqa: E731
+    wait_for(lambda: left() == [], timeout_s=150.0, others=left)  # Ray's agents look every 10 s
     short.cleanup()
     assert addresses <= {"127.0.0.1", "[::ffff:127.0.0.1]", "[::1]"}
 
