@@ -55,6 +55,8 @@ def start_on_ray(cfg: RunConfig, run_dir: RunDir) -> Generator[RoleStarter]:
 
     Raises: ConfigError: no cluster answers, or a role fits on none of its nodes.
     """
+    if not cluster_address(cfg.ray):
+        place(cfg, [own_node(num_cpus_wanted(cfg))])  # refused before anything starts
     with open_cluster(cfg.ray, num_cpus=num_cpus_wanted(cfg)) as nodes:
         from common.launch.ray.starter import RayStarter  # after the environment is set
 
@@ -164,7 +166,10 @@ def _nodes() -> list[Node]:
 
 def _check_answers(address: str) -> None:
     """Return if somebody listens at HOST:PORT; Ray itself would try for minutes."""
-    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if "://" in address:
+        law = "expects HOST:PORT: run.py runs on a node of the cluster, not as a client of it"
+        raise ConfigError(f"ray.address={address}: {law}")
+    host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=ANSWER_S).close()
     except (OSError, ValueError) as error:
