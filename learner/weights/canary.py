@@ -5,17 +5,22 @@ import math
 import threading
 from typing import NamedTuple
 
+import numpy as np
+
 from common.wire.weight_messages import CanaryScores
 from learner.weights.snapshot import PublishedWeights
 
 logger = logging.getLogger(__name__)
 
+MIN_TOKENS = 8  # to tell noise
+SURE = 4.0  # standard errors
 KEPT_VERSIONS = 4  # an engine may answer a little late
 
 
 class _Expected(NamedTuple):
     """What is kept of a version: not its weights."""
 
+    token_ids: list[list[int]]  # [canary, seq]
     logprobs: list[list[float]]  # [canary, seq-1] nats
     masks: list[list[bool]]  # [canary, seq-1]
 
@@ -34,7 +39,9 @@ class Canary:
     def expect(self, weights: PublishedWeights) -> None:
         oldest = weights.version - KEPT_VERSIONS
         self._expected = {v: w for v, w in self._expected.items() if v > oldest}
-        self._expected[weights.version] = _Expected(weights.canary_logprobs, weights.masks)
+        self._expected[weights.version] = _Expected(
+            weights.canary_token_ids, weights.canary_logprobs, weights.masks
+        )
 
     def compare(self, scores: CanaryScores) -> None:
         """Hold an engine's scores against the trainer's of the same version."""
@@ -42,15 +49,24 @@ class Canary:
         if expected is None or not expected.logprobs:
             return
         delta = _mean_delta(expected.logprobs, scores.logprobs, expected.masks)
-        is_alarm = not delta <= self._max_delta  # a NaN is an alarm
+        before = self._before(scores.version)
+        is_stale = before is not None and _is_stale(expected, before, scores.logprobs)
+        is_alarm = is_stale or not delta <= self._max_delta  # a NaN is an alarm
         with self._lock:
             self._worst = delta if self._worst is None else max(delta, self._worst)
             self._alarms[scores.actor] = self._alarms.get(scores.actor, 0) + 1 if is_alarm else 0
         if is_alarm:
             logger.error(
-                "engine and trainer disagree actor=%s version=%d mean_abs_logprob=%.4f limit=%g",
+                "engine and trainer disagree%s actor=%s version=%d mean_abs_logprob=%.4f limit=%g",
+                " (it still has the version before)" if is_stale else "",
                 *(scores.actor, scores.version, delta, self._max_delta),
             )
+
+    def _before(self, version: int) -> _Expected | None:
+        """Return what was expected of the newest older version, if it had the same canaries."""
+        older = max((v for v in self._expected if v < version), default=None)
+        found = None if older is None else self._expected[older]
+        return found if found and found.token_ids == self._expected[version].token_ids else None
 
     @property
     def num_alarms(self) -> int:
@@ -63,6 +79,31 @@ class Canary:
             worst, self._worst = self._worst, None
         measured = {} if worst is None else {"weights/canary_abs_logprob": worst}
         return measured | {"weights/canary_alarms": float(self.num_alarms)}
+
+
+def _is_stale(now: _Expected, before: _Expected, theirs: list[list[float]]) -> bool:
+    """Return whether scores are those of the version before, beyond what their noise explains.
+
+    They are before + share * (now - before) + noise: the share is 1 if the version has arrived and
+    0 if not, however little it changed; its standard error follows from what is left over.
+    """
+    rows = zip(before.logprobs, now.logprobs, theirs, now.masks, strict=True)
+    kept = [
+        [(a, b, c) for a, b, c, is_compared in zip(*row, strict=True) if is_compared]
+        for row in rows
+        if len({len(each) for each in row}) == 1
+    ]
+    numbers = np.array([each for row in kept for each in row], dtype=np.float64)  # [token, 3]
+    if len(numbers) < MIN_TOKENS:
+        return False
+    step = numbers[:, 1] - numbers[:, 0]
+    moved = numbers[:, 2] - numbers[:, 0]
+    size = float(step @ step)
+    if size == 0:
+        return False
+    share = float(step @ moved) / size
+    error = float(np.std(moved - share * step)) / math.sqrt(size)
+    return share + SURE * error < 0.5
 
 
 def _mean_delta(

@@ -1,0 +1,67 @@
+"""Laws of canaries: they alarm when a version did not arrive, however little it changed."""
+
+import numpy as np
+import pytest
+import torch
+
+from common.wire.weight_messages import CanaryScores
+from learner.weights.canary import Canary
+from learner.weights.snapshot import snapshot
+
+CANARIES = [[1, 2, 3] * 20, [4, 5] * 15]
+NOISE = 0.005  # nats, of an engine's arithmetic: a tenth of what is allowed
+RNG = np.random.default_rng(0)
+
+
+def scores(*, scale: float = 1.0) -> list[np.ndarray]:
+    return [RNG.normal(0.0, scale, len(ids) - 1) for ids in CANARIES]
+
+
+def published(version: int, logprobs: list[np.ndarray], token_ids: list[list[int]] = CANARIES):
+    return snapshot(
+        version,
+        [("weight", torch.ones(4))],
+        canary_token_ids=token_ids,
+        canary_logprobs=[row.tolist() for row in logprobs],
+    )
+
+
+def answer(version: int, logprobs: list[np.ndarray]) -> CanaryScores:
+    noisy = [row + RNG.normal(0.0, NOISE, len(row)) for row in logprobs]
+    return CanaryScores(actor="a", version=version, logprobs=[row.tolist() for row in noisy])
+
+
+@pytest.mark.parametrize("change", [0.0, 1e-4, 0.002, 0.01, 0.04])
+def test_an_engine_that_took_a_version_alarms_nobody(change: float) -> None:
+    canary = Canary(max_delta=0.05)
+    now = scores()
+    for version in range(60):
+        now = [row + d for row, d in zip(now, scores(scale=change), strict=True)]
+        canary.expect(published(version, now))
+        canary.compare(answer(version, now))
+        assert canary.num_alarms == 0
+
+
+@pytest.mark.parametrize("change", [0.01, 0.04])
+def test_an_engine_that_stays_a_version_behind_alarms_below_the_limit(change: float) -> None:
+    canary = Canary(max_delta=0.05)
+    before, num_steps = scores(), 5
+    canary.expect(published(0, before))
+    for version in range(1, num_steps + 1):
+        now = [row + d for row, d in zip(before, scores(scale=change), strict=True)]
+        canary.expect(published(version, now))
+        canary.compare(answer(version, before))
+        before = now
+    assert canary.num_alarms == num_steps
+    measured = canary.drain_metrics()["weights/canary_abs_logprob"]
+    assert measured < 0.05
+
+
+def test_new_prompts_are_not_compared_with_the_scores_of_others() -> None:
+    canary = Canary(max_delta=0.05)
+    before = scores()
+    canary.expect(published(1, before))
+    now = [row + d for row, d in zip(before, scores(scale=0.04), strict=True)]
+    canary.expect(published(2, now, token_ids=[[9] * len(ids) for ids in CANARIES]))
+    canary.compare(answer(2, before))
+    assert canary.num_alarms == 0
