@@ -19,7 +19,7 @@ from learner.ingest.scheduler_client import SchedulerClient
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.02
-GATHER_S = 0.005  # from one batch to the next: what streams in is taken, and synced, in batches
+GATHER_S = 0.02  # from one batch to the next: what streams in is taken, and synced, in batches
 CONNECT_S = 60.0
 STOP_S = 5.0
 

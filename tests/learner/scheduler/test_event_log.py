@@ -56,7 +56,7 @@ def _table(core: SchedulerCore) -> Table:
 def _resumed(folder: Path) -> SchedulerCore:
     clock = LoopClock(0.0)
     core = SchedulerCore(build_components(make_config(num_steps=1_000), CATALOGUE), clock=clock)
-    assert resume(core, clock, EventLog(folder)) == 77
+    resume(core, clock, EventLog(folder))
     return core
 
 
@@ -118,5 +118,5 @@ def test_resume_without_a_saved_state_starts_from_nothing(tmp_path: Path) -> Non
     clock = LoopClock(0.0)
     core = SchedulerCore(build_components(make_config(), CATALOGUE), clock=clock)
     before = core.snapshot()
-    assert resume(core, clock, EventLog(tmp_path)) == 0
+    resume(core, clock, EventLog(tmp_path))
     assert core.snapshot() == before
