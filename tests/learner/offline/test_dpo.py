@@ -11,7 +11,7 @@ from common.config.offline import DpoSection
 from learner.offline import dpo
 from learner.offline.dpo import Pair, make_pairs, preference_loss
 from learner.offline.rows import Row
-from tests.learner.builders import make_model
+from tests.learner.builders import make_model, make_model_with_adapters
 
 LEARNER = LearnerSection(warmup_steps=0, precision=Precision.FP32)
 
@@ -49,13 +49,15 @@ def test_pairs_of_an_item_are_bounded_and_use_different_episodes() -> None:
     assert len({int(p.rejected.token_ids[1]) for p in pairs}) == 3
 
 
-def test_training_prefers_the_chosen_episodes() -> None:
+@pytest.mark.parametrize("has_adapters", [False, True])
+def test_training_prefers_the_chosen_episodes(has_adapters: bool) -> None:
     pairs = [
         Pair(chosen=row("a", 1.0, [2, 3, 4]), rejected=row("a", 0.0, [5, 6])),
         Pair(chosen=row("b", 1.0, [7, 3]), rejected=row("b", 0.0, [5, 8, 9, 9])),
     ]
     cfg = DpoSection(num_epochs=5, batch_pairs=2, lr=3e-3)
-    epochs = dpo.train(make_model(), pairs, cfg, LEARNER, seed=0)
+    model = make_model_with_adapters() if has_adapters else make_model()
+    epochs = dpo.train(model, pairs, cfg, LEARNER, seed=0)
     assert epochs[0]["loss"] == pytest.approx(log(2), abs=1e-5)  # the reference is the start
     assert epochs[-1]["loss"] < 0.6
     assert epochs[-1]["accuracy"] == 1.0

@@ -11,13 +11,14 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from common.config.learning import LearnerSection
+from common.config.learning import LearnerSection, LoraSection
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from learner.offline import sft
 from learner.offline.agent_traj import Conversation, Message
 from learner.offline.rows import Row, row_of_conversation
-from learner.offline.scratch import make_policy, make_tokenizer
+from learner.offline.scratch import make_policy, make_tokenizer, save_policy
+from learner.offline.training import load_start
 from learner.policy.model import load_policy
 from tests.configs import edited
 from tests.learner.offline import builders
@@ -109,6 +110,29 @@ def test_a_policy_from_nothing_is_written_where_it_can_be_loaded(tmp_path: Path)
     model = load_policy(str(folder), device=torch.device("cpu"), gradient_checkpointing=False)
     assert model.config.vocab_size % 64 == 0
     assert model.config.vocab_size >= len(tokenizer)
+
+
+@pytest.mark.slow
+def test_adapters_to_a_policy_are_written_as_a_plain_one(tmp_path: Path) -> None:
+    model = make_policy(TINY, TOKENIZER, seed=0)
+    save_policy(tmp_path / "base", model, TOKENIZER)
+    learner = LearnerSection(device="cpu", lora=LoraSection(rank=4))
+    adapted, _ = load_start(str(tmp_path / "base"), learner)
+    losses = sft.train(adapted, rows_of(*CORPUS), TINY, learner, seed=0)
+    assert losses[-1] < losses[0] - 0.3  # of a random head that stays as it is
+    folder = save_policy(tmp_path / "policy", adapted, TOKENIZER)
+    plain = load_policy(str(folder), device="cpu", gradient_checkpointing=False)
+    ids = torch.arange(9)[None]
+    torch.testing.assert_close(plain(ids).logits, adapted(ids).logits, atol=1e-4, rtol=1e-4)
+    assert torch.equal(
+        plain.lm_head.weight, load_start(str(tmp_path / "base"), learner)[0].lm_head.weight
+    )
+
+
+def test_adapters_need_a_base(tmp_path: Path) -> None:
+    cfg = RunConfig(sft=TINY, learner=LearnerSection(lora=LoraSection(rank=4)))
+    with pytest.raises(ConfigError, match=r"^sft\.from_scratch=true: .*lora\.rank=0"):
+        sft.run(cfg, tmp_path / "demonstrations.jsonl")
 
 
 def test_no_conversation_is_an_error(tmp_path: Path) -> None:
