@@ -58,7 +58,7 @@ def running_cluster(folder: Path, **head: Any) -> Generator[Nodes]:
 def wait_for(
     happened: Callable[[], bool],
     *,
-    timeout_s: float = 40.0,
+    timeout_s: float = 150.0,
     others: Callable[[], object] = lambda: None,
 ) -> None:
     """Wait for something that Ray does. Raises: AssertionError: it did not come; tells `others`."""
