@@ -4,7 +4,6 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import islice
 
 from common.wire.messages import Outcomes, StepDone
 
@@ -26,6 +25,7 @@ class ReportLog:
         self._lock = threading.Lock()
         self._kept: deque[Report] = deque()  # not saved by the scheduler yet, oldest first
         self.num_saved = 0  # reports that went before those: no scheduler can forget them
+        self._unsent: list[Report] = []  # the last ones of them
         self._num_sent = 0  # of all reports, to the present scheduler
         self._sent: deque[tuple[int, int]] = deque()  # (number, reports sent up to it)
         self.last_number = 0  # of the last message taken since the restart, after merging
@@ -34,17 +34,20 @@ class ReportLog:
         """Keep a report to be sent. Returns: how many were queued by now."""
         with self._lock:
             self._kept.append(report)
+            self._unsent.append(report)
             return self.num_saved + len(self._kept)
 
     def restart(self) -> None:
         """Begin again at number 1 with the oldest report that is not saved."""
-        self._num_sent, self.last_number = self.num_saved, 0
-        self._sent.clear()
+        with self._lock:
+            self._num_sent, self.last_number = self.num_saved, 0
+            self._sent.clear()
+            self._unsent = list(self._kept)
 
     def take_unsent(self) -> list[Report]:
         """Return what was not taken since the restart, merged and numbered."""
         with self._lock:
-            news = list(islice(self._kept, self._num_sent - self.num_saved, None))
+            news, self._unsent = self._unsent, []
         messages: list[Report] = []
         for message in _merged(news):
             self.last_number += 1
