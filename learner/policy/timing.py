@@ -140,8 +140,7 @@ def with_settled(learner: LearnerSection, plain: Mapping[str, Any]) -> LearnerSe
 
 
 def _shown(plain: Mapping[str, Any], is_open: Mapping[str, bool]) -> str:
-    words = (f"{name}={value}{'' if is_open[name] else ' (set)'}" for name, value in plain.items())
-    return " ".join(words)
+    return " ".join(f"{n}={value}{'' if is_open[n] else ' (set)'}" for n, value in plain.items())
 
 
 def way_by_rule(learner: LearnerSection, model: PreTrainedModel) -> Way:
@@ -173,9 +172,11 @@ def fastest(timed: Mapping[Way, Timed], *, rule: Way, max_delta: float) -> Way:
     """Return the fastest way, or the rule's if it is about as fast, among those that agree.
 
     Args:
-        max_delta: mean |difference| of log-probabilities from the plainest way's, nats.
+        max_delta: mean |difference| of log-probabilities from the plainest way's, nats, and per nat
+            of theirs: the timed tokens are unlikely ones, of which rounding changes more.
     """
     plainest = timed[min(timed, key=lambda way: way.is_plainer)].logprobs
+    max_delta *= max(1.0, plainest.abs().mean().item())
     agreeing: dict[Way, float] = {}
     for way, each in timed.items():
         delta = (each.logprobs - plainest).abs().mean().item()
