@@ -36,6 +36,10 @@ class Neighbour:
 
     counts = drain_metrics = drain_stats
 
+    def live_weights(self, *, ask: object) -> None: ...
+
+    ask_for_part = gate = None
+
     def state_dict(self) -> dict[str, Any]:
         return {"model": {}}
 
