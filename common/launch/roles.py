@@ -10,6 +10,8 @@ from common.config.run_config import RunSection
 from common.launch.base import RoleSpec
 from common.store.run_dir import RunDir
 
+# Where roles share the cores of one machine: one thread each, wherever the system puts it.
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 SECOND_TO_STOP, LAST_TO_STOP = 1, 2  # learner and actors are the first
 
 
@@ -32,7 +34,7 @@ def make_role_specs(
         seats: who gets which of the GPUs that were `found`; without any the threads of the roles
             are kept from fighting over the cores.
     """
-    shared = {} if found else {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    shared = {} if found else ONE_THREAD
 
     def spec(role: str, name: str, *overrides: str, **policy: object) -> RoleSpec:
         number = int(name.partition("-")[2] or 0)

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from common.bench.real_run import train
 from common.store.journal import read_journal
 from common.wire.messages import EpisodeKind
-from learner.bench.real_run import train
 
 RUN_S = 3600.0  # for one run of a study
 LAST_STEPS = 20  # over which training success is averaged

@@ -8,11 +8,11 @@ from typing import Any
 
 import yaml
 
+from common.bench.real_run import train
 from common.config.load import load_config
 from common.config.run_config import TrainMode
 from common.report.bench_table import BenchTable
 from common.repository import ROOT
-from learner.bench.real_run import train
 from learner.simulator.main import quiet_scheduler
 from learner.simulator.tally import Prediction
 from learner.simulator.workload import SampledWorkload

@@ -1,0 +1,70 @@
+"""A training run as a user starts it, for measurements that need the whole machine."""
+
+import logging
+import re
+import sys
+import time
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+
+from common.errors import LongstrideError
+from common.launch.process import ChildProcess, describe_exit, wait_until_ended
+from common.repository import ROOT
+
+logger = logging.getLogger(__name__)
+
+STOP_S = 60.0  # for a run that takes too long to save and leave
+TAIL_LINES = 5
+_ROLE = re.compile(r"run\.py (\w+)|EngineCore")
+
+
+def train(name: str, overrides: Sequence[str], *, folder: Path, timeout_s: float) -> None:
+    """Run `train` on quickstart below `folder`, in a process of its own, until it has ended.
+
+    Raises: LongstrideError: it failed, or was not in time; holds its last words, names its log.
+    """
+    with running(name, overrides, folder=folder) as child:
+        if not wait_until_ended([child], deadline=time.monotonic() + timeout_s):
+            raise LongstrideError(
+                f"run {name} has not ended within {timeout_s:g}s, see {child.log_path}"
+            )
+        check_end(child)
+
+
+@contextmanager
+def running(name: str, overrides: Sequence[str], *, folder: Path) -> Generator[ChildProcess]:
+    """Start `train` on quickstart below `folder`, and stop it in the end if it still runs."""
+    log = folder / f"{name}.log"
+    logger.info("run name=%s log=%s", name, log)
+    own = (f"run.dir={folder}", f"run.name={name}")
+    argv = [sys.executable, "run.py", "train", "--config", "quickstart", *own, *overrides]
+    child = ChildProcess(name, argv, log_path=log, cwd=ROOT)
+    try:
+        yield child
+    finally:
+        child.stop(timeout_s=STOP_S)
+
+
+def check_end(child: ChildProcess) -> None:
+    """Raise LongstrideError, with its last words, if a run has ended with an error."""
+    if code := child.poll():
+        last = " / ".join(child.log_tail(max_lines=TAIL_LINES))
+        ended = f"run {child.name} ended with {describe_exit(code)}"
+        raise LongstrideError(f"{ended}, see {child.log_path}: {last}")
+
+
+def cpu_seconds(pid: int) -> dict[str, float]:
+    """Return the processor seconds that each role below a process has used; engines by themselves.
+
+    What has no part in a run by its command line, such as the workers of a hub, is left out.
+    """
+    used: dict[str, float] = {}
+    for process in psutil.Process(pid).children(recursive=True):
+        with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+            if named := _ROLE.search(" ".join(process.cmdline())):
+                role = named[1] or "engine"
+                used[role] = used.get(role, 0.0) + sum(process.cpu_times()[:2])
+    return used
