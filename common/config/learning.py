@@ -314,6 +314,7 @@ class LearnerSection:
     precision: Precision = knob(Precision.AUTO, "of the arithmetic; weights are kept in fp32")
     layout: Layout = knob(Layout.AUTO, "of the sequences of a microbatch")
     attention: Attention = knob(Attention.AUTO, "its kernels")
+    shared_prefix: bool = knob(True, "packed: compute what a group's episodes begin with once")
     gradient_checkpointing: bool = knob(False, "less memory, a third more time")
     num_threads: int = knob(0, "CPU, of each rank; 0: as help, of spare cores", ge=0, le=1024)
     num_ranks: int = knob(

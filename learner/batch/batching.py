@@ -17,6 +17,7 @@ from torch import Tensor
 
 from common.wire.messages import Trajectory
 
+MIN_SHARED_TOKENS = 8  # of a prefix; a shorter one costs more than it saves
 PADDING_ID = 0  # any valid id: its outputs are never read
 
 
@@ -45,6 +46,21 @@ class Sample:
         return int(self.trajectory.loss_mask.sum())
 
 
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """Who sees whom in a row of packed sequences: each query the keys up to its own.
+
+    A prefix that several sequences share is a sequence by itself; they begin after it in queries,
+    and with it in keys.
+    """
+
+    lengths: tuple[int, ...]  # of each sequence in queries; nothing lies between them
+    key_lengths: tuple[int, ...]  # in keys
+    bounds: Tensor = field(repr=False)  # [sequence + 1] int32, where each begins, and the end
+    key_bounds: Tensor = field(repr=False)  # [sequence + 1] int32
+    key_rows: Tensor | None = field(repr=False, default=None)  # [key] int64; None: those of queries
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenBatch:
     """What a forward pass needs: sequences and which of their tokens are scored.
@@ -56,9 +72,8 @@ class TokenBatch:
     source_rows: Tensor = field(repr=False)  # [tokens] int64, into [batch * seq]: predicts target
     target_ids: Tensor = field(repr=False)  # [tokens] int64, scored tokens, sequence by sequence
     last_rows: Tensor = field(repr=False)  # [sequence] int64, into [batch * seq]: where each ends
-    lengths: tuple[int, ...]  # of each sequence
     position_ids: Tensor | None = field(repr=False, default=None)  # [1, seq] int64; None if padded
-    bounds: Tensor | None = field(repr=False, default=None)  # [sequence + 1] int32; None if padded
+    packing: Packing | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,12 +103,15 @@ def collate_tokens(
     *,
     device: torch.device | str,
     is_packed: bool = False,
+    shared: Sequence[tuple[int, int]] = (),
 ) -> TokenBatch:
     """Lay sequences into one block and index the tokens to score.
 
     Args:
         sequences: each [seq] integer token ids; lengths may differ.
         masks: each [seq] bool, True on tokens to score given all tokens before them.
+        shared: packed: of each run of neighbours, (how many, length of the prefix that they share,
+            which is shorter than each and has no token to score); nothing: none shares any.
 
     Raises:
         ValueError: no sequence, an empty one, shapes that differ, or a first token to score,
@@ -107,29 +125,70 @@ def collate_tokens(
                 f"sequence {index}: {len(sequence)} tokens, {len(mask)} mask entries; both must "
                 "agree, and the first token has no predecessor, so it cannot be scored"
             )
-    lengths = np.array([len(sequence) for sequence in sequences])
-    bounds = np.concatenate([[0], np.cumsum(lengths)])  # [sequence + 1]
-    width, height = (int(bounds[-1]), 1) if is_packed else (int(lengths.max()), len(sequences))
-    starts = bounds[:-1] if is_packed else np.arange(len(sequences)) * width  # [sequence]
-    flat = np.full(height * width, PADDING_ID, dtype=np.int64)  # [batch * seq]
-    for start, sequence in zip(starts, sequences, strict=True):
-        flat[start : start + len(sequence)] = sequence
-    scored = [start + np.flatnonzero(mask) for start, mask in zip(starts, masks, strict=True)]
-    targets = np.concatenate(scored)  # [tokens]
+    rows, keys, shape = _rows(sequences, shared) if is_packed else _padded_rows(sequences)
+    flat = np.full(shape[0] * shape[1], PADDING_ID, dtype=np.int64)  # [batch * seq]
+    positions = np.zeros_like(flat)
+    for sequence, own in zip(sequences, rows, strict=True):
+        flat[own], positions[own] = sequence, np.arange(len(sequence))
+    scored = [np.flatnonzero(mask) for mask in masks]
 
-    def placed(array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(device)
+    def placed(parts: Sequence[np.ndarray] | np.ndarray) -> Tensor:
+        return torch.from_numpy(np.concatenate(parts)).to(device)
 
-    positions = np.arange(width) - np.repeat(bounds[:-1], lengths) if is_packed else None
     return TokenBatch(
-        token_ids=placed(flat.reshape(height, width)),
-        source_rows=placed(targets - 1),
-        target_ids=placed(flat[targets]),
-        last_rows=placed(starts + lengths - 1),
-        lengths=tuple(lengths.tolist()),
-        position_ids=None if positions is None else placed(positions[None]),
-        bounds=placed(bounds.astype(np.int32)) if is_packed else None,
+        token_ids=placed([flat]).view(shape),
+        source_rows=placed([own[at - 1] for own, at in zip(rows, scored, strict=True)]),
+        target_ids=placed([flat[own[at]] for own, at in zip(rows, scored, strict=True)]),
+        last_rows=placed([own[-1:] for own in rows]),
+        position_ids=placed([positions])[None] if is_packed else None,
+        packing=_packing(keys, device) if is_packed else None,
     )
+
+
+def _padded_rows(
+    sequences: Sequence[np.ndarray],
+) -> tuple[list[np.ndarray], list[tuple[int, np.ndarray]], tuple[int, int]]:
+    width = max(map(len, sequences))
+    rows = [index * width + np.arange(len(each)) for index, each in enumerate(sequences)]
+    return rows, [], (len(sequences), width)
+
+
+def _rows(
+    sequences: Sequence[np.ndarray], shared: Sequence[tuple[int, int]]
+) -> tuple[list[np.ndarray], list[tuple[int, np.ndarray]], tuple[int, int]]:
+    """Return the rows of each sequence's tokens, of each part (queries, keys), and the shape.
+
+    Args:
+        shared: of each run of neighbours, (how many, length of the prefix that they share).
+    """
+    rows: list[np.ndarray] = []
+    parts: list[tuple[int, np.ndarray]] = []
+    total, index = 0, 0
+    for number, prefix in shared or [(1, 0)] * len(sequences):
+        head = total + np.arange(prefix)
+        if prefix:
+            parts.append((prefix, head))
+            total += prefix
+        for sequence in sequences[index : index + number]:
+            tail = len(sequence) - prefix
+            rows.append(np.concatenate([head, total + np.arange(tail)]))
+            parts.append((tail, rows[-1]))
+            total += tail
+        index += number
+    return rows, parts, (1, total)
+
+
+def _packing(parts: Sequence[tuple[int, np.ndarray]], device: torch.device | str) -> Packing:
+    lengths = tuple(length for length, _ in parts)
+    key_lengths = tuple(len(keys) for _, keys in parts)
+
+    def bounds(of: tuple[int, ...]) -> Tensor:
+        return torch.from_numpy(np.cumsum([0, *of]).astype(np.int32)).to(device)
+
+    key_rows = None
+    if lengths != key_lengths:
+        key_rows = torch.from_numpy(np.concatenate([keys for _, keys in parts])).to(device)
+    return Packing(lengths, key_lengths, bounds(lengths), bounds(key_lengths), key_rows)
 
 
 def make_minibatches(
@@ -199,6 +258,68 @@ def plan_microbatches(
     return blocks
 
 
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Samples of one microbatch, in order."""
+
+    indices: list[int]
+    shared: tuple[tuple[int, int], ...] = ()  # see `collate_tokens`
+
+
+def plan_blocks(
+    samples: Sequence[Sample],
+    indices: Sequence[int],
+    *,
+    max_tokens: int,
+    is_packed: bool = False,
+    shares_prefix: bool = False,
+) -> list[Block]:
+    """Return the samples at `indices` in blocks of at most `max_tokens`, padding included.
+
+    Members of a group that share a prefix lie side by side, as many as fit into a block.
+    """
+    lengths = {index: len(samples[index].trajectory.token_ids) for index in indices}
+    if not (is_packed and shares_prefix):
+        planned = plan_microbatches(
+            list(lengths.values()), max_tokens=max_tokens, is_packed=is_packed
+        )
+        return [Block([indices[i] for i in block]) for block in planned]
+    groups: dict[str, list[int]] = {}
+    for index in indices:
+        groups.setdefault(samples[index].trajectory.group_id, []).append(index)
+    families: list[tuple[list[int], int, int]] = []  # members, prefix, tokens in all
+    for members in groups.values():
+        prefix = shared_prefix([samples[index].trajectory for index in members])
+        first, total = 0, prefix
+        for at, index in enumerate(members):
+            own = lengths[index] - prefix
+            if at > first and total + own > max_tokens:
+                families.append((members[first:at], prefix, total))
+                first, total = at, prefix
+            total += own
+        families.append((members[first:], prefix, total))
+    totals = [total for _, _, total in families]
+    planned = plan_microbatches(totals, max_tokens=max_tokens, is_packed=True)
+    chosen = [[families[i] for i in block] for block in planned]
+    return [
+        Block(
+            [index for members, _, _ in block for index in members],
+            tuple((len(members), prefix) for members, prefix, _ in block),
+        )
+        for block in chosen
+    ]
+
+
+def shared_prefix(trajectories: Sequence[Trajectory]) -> int:
+    """Return how many tokens all begin with alike, before any is sampled; 0 of one, or of few."""
+    ends = [min(int(np.argmax(t.loss_mask)), len(t.token_ids) - 1) for t in trajectories]
+    end, first = min(ends), trajectories[0].token_ids
+    for other in trajectories[1:]:
+        unlike = np.flatnonzero(first[:end] != other.token_ids[:end])
+        end = int(unlike[0]) if unlike.size else end
+    return end if len(trajectories) > 1 and end >= MIN_SHARED_TOKENS else 0
+
+
 def make_microbatches(
     samples: Sequence[Sample],
     indices: Sequence[int],
@@ -206,17 +327,18 @@ def make_microbatches(
     max_tokens: int,
     device: torch.device | str,
     is_packed: bool = False,
+    shares_prefix: bool = False,
 ) -> list[MicroBatch]:
     """Return the samples at `indices` as blocks of at most `max_tokens`, padding included."""
-    lengths = [len(samples[index].trajectory.token_ids) for index in indices]
-    blocks = plan_microbatches(lengths, max_tokens=max_tokens, is_packed=is_packed)
-    return [_collate(samples, [indices[i] for i in block], device, is_packed) for block in blocks]
+    how = {"is_packed": is_packed, "shares_prefix": shares_prefix}
+    blocks = plan_blocks(samples, indices, max_tokens=max_tokens, **how)
+    return [_collate(samples, block, device, is_packed) for block in blocks]
 
 
 def _collate(
-    samples: Sequence[Sample], indices: list[int], device: torch.device | str, is_packed: bool
+    samples: Sequence[Sample], block: Block, device: torch.device | str, is_packed: bool
 ) -> MicroBatch:
-    chosen = [samples[index] for index in indices]
+    chosen = [samples[index] for index in block.indices]
     trajectories = [sample.trajectory for sample in chosen]
     masks = [t.loss_mask for t in trajectories]
     logprobs = sampled(trajectories, [t.logprobs for t in trajectories])
@@ -225,9 +347,13 @@ def _collate(
     counts = [sample.num_sampled_tokens for sample in chosen]
     return MicroBatch(
         tokens=collate_tokens(
-            [t.token_ids for t in trajectories], masks, device=device, is_packed=is_packed
+            [t.token_ids for t in trajectories],
+            masks,
+            device=device,
+            is_packed=is_packed,
+            shared=block.shared,
         ),
-        sample_indices=indices,
+        sample_indices=block.indices,
         sample_sizes=counts,
         num_tokens=sum(len(t.token_ids) for t in trajectories),
         sampler_logprobs=torch.from_numpy(logprobs.astype(np.float32)).to(device),

@@ -6,7 +6,6 @@ the probabilities of every pair; on a CPU in bf16 they are the faster ones for s
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,22 +16,16 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from common.config.learning import Attention, Layout
 from common.errors import ConfigError
+from learner.batch.batching import Packing
 
 CHUNK_TOKENS = 128  # queries whose scores are computed at once; later keys are left out
 MAX_FLASH_HEAD = 256  # numbers of a head
 MIN_FLASH_CAPABILITY = (8, 0)
 FUSED, PRODUCTS = "packed_fused", "packed_products"
 _FULL = "full_attention"
+Lengths = tuple[Sequence[int], Sequence[int]]
 # What other families add to attention; each would have to be built into both kernels.
 UNSUPPORTED = ("softcap", "s_aux", "position_bias", "sliding_window")
-
-
-@dataclass(frozen=True, slots=True)
-class Packing:
-    """Where the sequences of a row lie."""
-
-    lengths: tuple[int, ...]  # of each; nothing lies between them
-    bounds: Tensor = field(repr=False)  # [sequence + 1] int32, where each begins, and the end
 
 
 def packing_problem(network: nn.Module) -> str:
@@ -97,31 +90,51 @@ def _fused(
         key: [1, kv_head, seq, size], as is `value`.
     """
     _refuse(module, others)
+    if packing is not None and packing.key_rows is not None:
+        key, value = (tensor.index_select(2, packing.key_rows) for tensor in (key, value))
     if packing is not None and _has_flash(query):
-        lengths, bounds = packing.lengths, packing.bounds
         rows = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]  # [seq, head, size]
         out = varlen_attn(
             rows[0],
             rows[1],
             rows[2],
-            bounds,
-            bounds,
-            max(lengths),
-            max(lengths),
+            packing.bounds,
+            packing.key_bounds,
+            max(packing.lengths),
+            max(packing.key_lengths),
             scale=scaling,
             window_size=(-1, 0),  # causal
             enable_gqa=query.shape[1] != key.shape[1],
         )
         assert isinstance(out, Tensor)  # nothing else was asked for
         return out[None], None
-    lengths = [query.shape[2]] if packing is None else list(packing.lengths)
+    queries, keys = [query.shape[2]], [query.shape[2]]
+    if packing is not None:
+        queries, keys = list(packing.lengths), list(packing.key_lengths)
     parts = [
-        F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+        _one_fused(*each, scaling)
+        for each in zip(
+            query.split(queries, 2), key.split(keys, 2), value.split(keys, 2), strict=True
         )
-        for q, k, v in zip(*(t.split(lengths, 2) for t in (query, key, value)), strict=True)
     ]
     return torch.cat(parts, 2).transpose(1, 2), None
+
+
+def _one_fused(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    num_queries, num_keys = query.shape[2], key.shape[2]
+    mask = None  # of no prefix: the kernel knows what is causal
+    if num_queries < num_keys:
+        seen = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device)
+        mask = seen.tril(num_keys - num_queries)
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
 
 
 def _has_flash(query: Tensor) -> bool:
@@ -152,7 +165,9 @@ def _products(
     _, heads, tokens, size = query.shape
     folded = (query * scaling).to(dtype).view(key.shape[1], -1, tokens, size)
     keys, values = (tensor[0].to(dtype) for tensor in (key, value))
-    out = _CausalProducts.apply(folded, keys, values, packing.lengths)
+    if packing.key_rows is not None:
+        keys, values = (tensor.index_select(1, packing.key_rows) for tensor in (keys, values))
+    out = _CausalProducts.apply(folded, keys, values, (packing.lengths, packing.key_lengths))
     assert isinstance(out, Tensor)
     return out.view(1, heads, tokens, size).transpose(1, 2), None
 
@@ -161,28 +176,27 @@ class _CausalProducts(torch.autograd.Function):
     """Attention of packed sequences, some queries at a time, each over the keys up to its own."""
 
     @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, keys: Tensor, values: Tensor, lengths: Sequence[int]
-    ) -> Tensor:
+    def forward(ctx: Any, query: Tensor, keys: Tensor, values: Tensor, lengths: Lengths) -> Tensor:
         """Return [kv_head, group, seq, size].
 
         Args:
             query: [kv_head, group, seq, size], scaled.
-            keys: [kv_head, seq, size], as are `values`.
+            keys: [kv_head, key, size], as are `values`.
+            lengths: of each sequence in queries, and in keys; it ends with both.
         """
         out = torch.empty_like(query)
         ctx.lengths = lengths
         probabilities: list[Tensor] = []
         with torch.autocast(query.device.type, enabled=False):
             hidden = _later_keys(query)
-            for first, start, end in _chunks(lengths):
-                rows = query[:, :, start:end]  # [kv_head, group, chunk, size]
-                shape = (*rows.shape[:3], end - first)
-                scores = (rows.flatten(1, 2) @ keys[:, first:end].transpose(1, 2)).view(shape)
-                scores[..., start - first :] += hidden[: end - start, : end - start]
+            for start, end, seen in _chunks(*lengths):
+                rows, chunk = query[:, :, start:end], end - start  # [kv_head, group, chunk, size]
+                shape = (*rows.shape[:3], seen.stop - seen.start)
+                scores = (rows.flatten(1, 2) @ keys[:, seen].transpose(1, 2)).view(shape)
+                scores[..., -chunk:] += hidden[:chunk, :chunk]
                 weights = torch.softmax(scores, -1)  # in fp32 within
                 probabilities.append(weights)
-                found = weights.flatten(1, 2) @ values[:, first:end]
+                found = weights.flatten(1, 2) @ values[:, seen]
                 out[:, :, start:end] = found.view(rows.shape)
         ctx.save_for_backward(query, keys, values, *probabilities)
         return out
@@ -194,10 +208,10 @@ class _CausalProducts(torch.autograd.Function):
         of_query = torch.empty_like(query)
         wide = torch.promote_types(keys.dtype, torch.float32)  # chunks add up in it
         of_keys, of_values = (torch.zeros_like(each, dtype=wide) for each in (keys, values))
-        chunks = zip(_chunks(ctx.lengths), probabilities, strict=True)
-        for (first, start, end), weights in chunks:
+        chunks = zip(_chunks(*ctx.lengths), probabilities, strict=True)
+        for (start, end, seen), weights in chunks:
             flat = weights.flatten(1, 2)  # [kv_head, group * chunk, keys]
-            own, seen = gradient[:, :, start:end].flatten(1, 2), slice(first, end)
+            own = gradient[:, :, start:end].flatten(1, 2)
             of_values[:, seen] += flat.transpose(1, 2) @ own
             of_weights = own @ values[:, seen].transpose(1, 2)
             of_scores = torch.ops.aten._softmax_backward_data(of_weights, flat, -1, flat.dtype)
@@ -208,13 +222,15 @@ class _CausalProducts(torch.autograd.Function):
         return of_query, of_keys.to(keys.dtype), of_values.to(values.dtype), None
 
 
-def _chunks(lengths: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield (where its sequence begins, first query, end) of each chunk of a row."""
-    first = 0
-    for length in lengths:
-        for start in range(first, first + length, CHUNK_TOKENS):
-            yield first, start, min(start + CHUNK_TOKENS, first + length)
-        first += length
+def _chunks(lengths: Sequence[int], key_lengths: Sequence[int]) -> Iterator[tuple[int, int, slice]]:
+    """Yield (first query, end, keys up to the last one's own) of each chunk of a row."""
+    first = first_key = 0
+    for length, num_keys in zip(lengths, key_lengths, strict=True):
+        for start in range(0, length, CHUNK_TOKENS):
+            end = min(start + CHUNK_TOKENS, length)
+            seen = slice(first_key, first_key + num_keys - length + end)
+            yield first + start, first + end, seen
+        first, first_key = first + length, first_key + num_keys
 
 
 def _later_keys(like: Tensor) -> Tensor:

@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from common.config.learning import FULL, LoraSection
 from common.errors import ConfigError
 from learner.batch.batching import TokenBatch
-from learner.policy.attention import Packing
 from learner.policy.lora import adapter_tensors, add_adapters, has_adapters
 
 # Settings of other families that change the logits after the head, which is applied here.
@@ -107,9 +106,8 @@ def flat_hidden(body: nn.Module, tokens: TokenBatch, *, autocast: bool) -> Tenso
     """Return the last hidden states of a network without its head, [batch * seq, hidden]."""
     device_type = tokens.token_ids.device.type
     packed: dict[str, Any] = {}
-    if tokens.bounds is not None:
-        packing = Packing(tokens.lengths, tokens.bounds)
-        packed = {"position_ids": tokens.position_ids, "packing": packing}
+    if tokens.packing is not None:
+        packed = {"position_ids": tokens.position_ids, "packing": tokens.packing}
     with torch.autocast(device_type, dtype=torch.bfloat16, enabled=autocast):
         out = body(input_ids=tokens.token_ids, use_cache=False, **packed)
     return out.last_hidden_state.flatten(0, 1)

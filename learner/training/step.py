@@ -14,7 +14,7 @@ from learner.batch.batching import (
     TokenBatch,
     collate_tokens,
     make_microbatches,
-    plan_microbatches,
+    plan_blocks,
     sampled,
 )
 from learner.batch.critic_advantage import Scored, advantages_from_critic
@@ -221,13 +221,21 @@ class Gradients:
             max_tokens=self._max_tokens,
             device=self._networks.device,
             is_packed=self.passes.is_packed,
+            shares_prefix=self._cfg.shared_prefix,
         )
 
     def _idle(self, samples: Sequence[Sample], part: Sequence[int]) -> list[TokenBatch]:
         """Return blocks without a token to score: as many as another rank has blocks more."""
-        how = {"max_tokens": self._max_tokens, "is_packed": self.passes.is_packed}
         nums = [
-            len(plan_microbatches(_lengths(samples, share), **how))
+            len(
+                plan_blocks(
+                    samples,
+                    share,
+                    max_tokens=self._max_tokens,
+                    is_packed=self.passes.is_packed,
+                    shares_prefix=self._cfg.shared_prefix,
+                )
+            )
             for share in self._shares(samples, part)
         ]
         ids, of_none = samples[0].trajectory.token_ids[:1], np.zeros(1, dtype=bool)

@@ -11,9 +11,9 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, GPT2Config, GPT2LM
 
 from common.config.learning import Attention, Layout
 from common.errors import ConfigError
-from learner.batch.batching import collate_tokens
+from learner.batch.batching import Packing, collate_tokens
 from learner.policy import attention as under_test
-from learner.policy.attention import Packing, use_attention
+from learner.policy.attention import use_attention
 from learner.policy.model import flat_hidden, load_policy
 from tests.learner.builders import VOCAB, make_model
 
@@ -26,7 +26,7 @@ HEADS, KV_HEADS, SIZE = 4, 2, 8
 
 def packing_of(lengths: tuple[int, ...]) -> Packing:
     bounds = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
-    return Packing(lengths, bounds)
+    return Packing(lengths, lengths, bounds, bounds)
 
 
 def inputs(dtype: torch.dtype = torch.float64) -> list[Tensor]:

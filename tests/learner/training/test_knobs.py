@@ -151,6 +151,7 @@ ELSEWHERE = {
     "learner.controller.masked_warn_frac": "learner/training/controller.py",
     "learner.max_tokens_per_microbatch": "changes no number, by law",
     "learner.logprob_chunk_tokens": "changes no number, by law",
+    "learner.shared_prefix": "changes no number, by law",
 }
 # What must be set for a leaf to matter: (algorithm, learner, critic, controller).
 CONTEXT: dict[str, tuple[dict, dict, dict, dict]] = {

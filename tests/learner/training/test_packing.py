@@ -1,8 +1,9 @@
 """Laws of packing: the loss and its gradient are those of padded sequences."""
 
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,12 +21,13 @@ from common.config.learning import (
     Precision,
     Proximal,
 )
+from learner.batch.batching import Sample, make_microbatches
 from learner.policy.critic import Critic
 from learner.policy.forward import Networks
 from learner.training.ranks import Ranks
 from learner.training.step import Gradient, Gradients, ScoredBatch, TrainerSettings
 from learner.training.trainer import Trainer
-from tests.learner.builders import make_model, make_model_with_adapters, make_samples
+from tests.learner.builders import VOCAB, make_model, make_model_with_adapters, make_samples
 
 PPO = AlgorithmSection(advantage=Advantage.PPO)
 ALGORITHMS = {
@@ -94,13 +96,27 @@ def settings_of(algorithm: AlgorithmSection, **learner: object) -> TrainerSettin
     return TrainerSettings(learner=section, algorithm=algorithm, num_steps=10)
 
 
+def with_prompts(samples: list[Sample]) -> list[Sample]:
+    """Let the members of each group begin with the same 20 tokens."""
+    longer = []
+    for sample in samples:
+        t = sample.trajectory
+        prompt = np.random.default_rng(ord(t.group_id[-1])).integers(0, VOCAB, 20)
+        nothing = {"loss_mask": False, "logprobs": 0.0, "versions": -1, "turn_ids": 0}
+        arrays = {n: np.concatenate([np.full(20, v), getattr(t, n)]) for n, v in nothing.items()}
+        arrays["token_ids"] = np.concatenate([prompt, t.token_ids])
+        typed = {n: a.astype(getattr(t, n).dtype) for n, a in arrays.items()}
+        longer.append(replace(sample, trajectory=replace(t, **typed)))
+    return longer
+
+
 def computed(
     algorithm: AlgorithmSection, networks: Networks, part: list[int], **learner: object
 ) -> tuple[ScoredBatch, Gradient, torch.Tensor]:
     """Return a scored batch and the gradient of a part of it, flat."""
     settings = settings_of(algorithm, **learner)
     gradients = Gradients(settings, networks, Ranks())
-    batch = gradients.prepare(make_samples(), version=1)
+    batch = gradients.prepare(with_prompts(make_samples()), version=1)
     found = gradients.accumulate(batch, part)
     modules = [networks.policy] + ([] if networks.critic is None else [networks.critic])
     parts = [p.grad.flatten() for m in modules for p in m.parameters() if p.grad is not None]
@@ -115,8 +131,9 @@ def test_packed_sequences_have_the_loss_and_gradient_of_padded_ones(
     algorithm, kind = ALGORITHMS[name]
     for part in PARTS:
         outcomes = []
-        for layout, max_tokens in ((PADDED, 10_000), (PACKED, 10_000), (PACKED, 25)):
-            how = {"layout": layout, "attention": attention}
+        ways = [(PADDED, 10_000, False), (PACKED, 10_000, False), (PACKED, 45, False)]
+        for layout, max_tokens, shares in [*ways, (PACKED, 10_000, True), (PACKED, 45, True)]:
+            how = {"layout": layout, "attention": attention, "shared_prefix": shares}
             networks = networks_of(algorithm, **kind)
             outcomes.append(
                 computed(algorithm, networks, part, max_tokens_per_microbatch=max_tokens, **how)
@@ -133,6 +150,22 @@ def test_packed_sequences_have_the_loss_and_gradient_of_padded_ones(
                 torch.testing.assert_close(packed_batch.before[index], logprobs, atol=2e-6, rtol=0)
 
 
+def test_a_prefix_is_laid_out_once_for_the_members_of_a_group_in_a_block() -> None:
+    samples = with_prompts(make_samples())
+    own = [len(s.trajectory.token_ids) - 20 for s in samples]
+    how: dict[str, Any] = {"device": "cpu", "is_packed": True, "shares_prefix": True}
+    (micro,) = make_microbatches(samples, range(6), max_tokens=10_000, **how)
+    assert micro.tokens.token_ids.shape == (1, 3 * 20 + sum(own))
+    apart = make_microbatches(samples, range(6), max_tokens=33, **how)
+    assert [len(m.sample_indices) for m in apart] == [1] * 6
+    assert sorted(i for m in apart for i in m.sample_indices) == list(range(6))
+    assert {m.tokens.token_ids.shape[1] for m in apart} == {20 + length for length in own}
+    plain = with_prompts(make_samples(num_groups=6, size=1))
+    (alone,) = make_microbatches(plain, range(6), max_tokens=10_000, **how)
+    assert alone.tokens.packing is not None
+    assert alone.tokens.packing.key_rows is None
+
+
 @pytest.mark.parametrize("attention", [Attention.FUSED, Attention.PRODUCTS])
 def test_packed_steps_repeat_themselves_bit_for_bit(attention: Attention) -> None:
     states = []
@@ -143,7 +176,9 @@ def test_packed_steps_repeat_themselves_bit_for_bit(attention: Attention) -> Non
         )
         trainer = Trainer(settings, networks)
         for version in range(2):
-            trainer.train_on(make_samples(seed=version), version=version, must_train=True)
+            trainer.train_on(
+                with_prompts(make_samples(seed=version)), version=version, must_train=True
+            )
         states.append(networks.policy.state_dict())
     for name, tensor in states[0].items():
         assert tensor.equal(states[1][name]), name
