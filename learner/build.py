@@ -154,7 +154,7 @@ def _trainer(
         max_seq_tokens=cfg.actor.max_model_len,
         num_cores=_spare_cores(cfg),
     )
-    if model.device.type == "cpu":
+    if pick_device(cfg.learner.device).type == "cpu":
         torch.set_num_threads(learner.num_threads)
     return make_trainer(
         replace(cfg, learner=learner),

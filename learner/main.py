@@ -83,6 +83,7 @@ def run(cfg: RunConfig, run_dir: RunDir) -> None:
     except StopRequested:
         logger.info("stopping version=%d", loop.version)
         loop.save()
+        loop.settle(must_wait=True)
     finally:
         learner.shut_down()
 
@@ -112,7 +113,8 @@ class Loop:
         is_async = cfg.train.mode is TrainMode.ASYNC
         self._is_overlapping = is_async and cfg.learner.hold_back_steps == 0
         self._weights = learner.trainer.live_weights(ask=learner.rank_workers.ask_for_part)
-        self._checkpoint_s: float | None = None  # seconds that the last save took
+        self._checkpoint_s: float | None = None  # seconds until the last one was on disk
+        self._stall_s: float | None = None  # of these training stood still
         self.version = learner.version
 
     def train(self) -> None:
@@ -131,9 +133,11 @@ class Loop:
             self.publish(batch.outcomes(Outcome.TRAINED))
             if self._is_on_cpu and self.version % TRIM_EVERY_STEPS == 0:
                 trim_heap()
+            self.settle()
             if self._learner.checkpoints.is_due(self.version):
                 self.save()
         self.save()
+        self.settle(must_wait=True)
         self._finish()
 
     # --- 1. a batch -------------------------------------------------------------------------
@@ -203,6 +207,8 @@ class Loop:
         }
         if self._checkpoint_s is not None:
             metrics["train/checkpoint_s"] = self._checkpoint_s
+        if self._stall_s is not None:
+            metrics["train/checkpoint_stall_s"] = self._stall_s
         self._set_status(rss_bytes=rss, tokens_per_s=metrics.get("train/tokens_per_s", 0.0))
         learner.metrics.log(self.version, metrics)
         nan = float("nan")
@@ -300,19 +306,26 @@ class Loop:
     # --- 6. the disk ------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Write a checkpoint of the current version, and where its reading begins."""
+        """Begin a checkpoint of the current version; what is being written is waited for first."""
         learner, started = self._learner, time.monotonic()
-        self._set_status(waiting_for="disk: a checkpoint")
+        self.settle(must_wait=True)
         learner.checkpoints.save(
-            self.version,
-            model=learner.model,
-            tokenizer=learner.tokenizer,
-            state=learner.trainer.state_dict(),
+            self.version, model=learner.model, tokenizer=learner.tokenizer, trainer=learner.trainer
         )
-        oldest = learner.checkpoints.oldest_version
-        save_replay_point(learner.run_dir.replay_point, learner.buffer.replay_point(version=oldest))
-        self._checkpoint_s = time.monotonic() - started
+        self._stall_s = time.monotonic() - started
         self._set_status(waiting_for="")
+
+    def settle(self, *, must_wait: bool = False) -> None:
+        """Once a checkpoint is whole, write down where its reading begins."""
+        learner = self._learner
+        if must_wait:
+            self._set_status(waiting_for="disk: a checkpoint")
+            learner.checkpoints.wait()
+        took_s = learner.checkpoints.poll()
+        if took_s is not None:
+            self._checkpoint_s = took_s
+            point = learner.buffer.replay_point(version=learner.checkpoints.oldest_version)
+            save_replay_point(learner.run_dir.replay_point, point)
 
     def _finish(self) -> None:
         """Keep serving trajectories until the scheduler's last evaluation is in."""

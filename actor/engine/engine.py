@@ -139,7 +139,6 @@ class Engine:
             stop_token_ids=self._end_of_turn_ids,
             ignore_eos=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
-            skip_clone=True,  # it is made for one request
         )
 
     async def generate(

@@ -5,11 +5,12 @@ from dataclasses import dataclass, replace
 
 from common.checks.machine import GIB, has_bf16_units
 from common.checks.model_shape import BYTES_OF, ModelShape
-from common.config.learning import Advantage, CriticKind, OptimizerKind, Precision
+from common.config.learning import Advantage, CriticKind, LoraSection, OptimizerKind, Precision
 from common.config.run_config import ActorSection, LearnerSection, RunConfig
 
 PUBLISH_BUCKETS = 2  # the one that is sent and the next one
 LEARNER_WORK_BYTES = 2 * GIB  # CUDA's context, NCCL's buffers, fragments
+NAME_OF = {2: "bf16", 4: "fp32"}
 ENGINE_WORK_BYTES = 3 * GIB // 2  # of a GPU engine beside weights and cache
 
 
@@ -30,23 +31,13 @@ def _weights(label: str, num: int, width: int, note: str = "") -> Part:
 
 def learner_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool, rank: int) -> list[Part]:
     """Return what one rank holds: its share of what is sharded; the first also publishes."""
-    learner, num = cfg.learner, shape.num_params
-    sharded = [
-        _weights("learner weights", num, 4, " (fp32 master)"),
-        _weights("gradients", num, 4),
-        _optimizer_part(learner, shape),
-    ]
-    if cfg.algorithm.kl_coef > 0:
-        sharded.append(_weights("reference", num, 4, " (algorithm.kl_coef > 0)"))
-    is_critic = cfg.algorithm.advantage is Advantage.PPO
-    if is_critic and learner.critic.kind is CriticKind.MODEL:
-        sharded.append(_weights("critic", num, 16, " (weights, gradients, two moments)"))
-    parts = [_share(part, learner.num_ranks) for part in sharded]
+    learner = cfg.learner
+    parts = _sharded_parts(cfg, shape, is_cuda=is_cuda)
     parts += _activation_parts(cfg, shape, is_cuda=is_cuda)
     parts += [Part("learner work space", LEARNER_WORK_BYTES, "about")] if is_cuda else []
     if rank > 0:
         return parts
-    version_bytes = num * BYTES_OF[cfg.model.dtype]
+    version_bytes = shape.num_params * BYTES_OF[cfg.model.dtype]
     bucket_bytes = min(learner.publish_bucket_mb << 20, version_bytes)
     how = f"{PUBLISH_BUCKETS} x learner.publish_bucket_mb={learner.publish_bucket_mb}, at most"
     parts.append(Part("publish buckets", PUBLISH_BUCKETS * bucket_bytes, how))
@@ -61,6 +52,52 @@ def publish_copies(cfg: RunConfig, shape: ModelShape) -> list[Part]:
     versions = 2 + learner.hold_back_steps  # what engines have, the next one, those kept back
     copy = _weights("publish copies", shape.num_params, BYTES_OF[cfg.model.dtype])
     return [Part(copy.label, versions * copy.num_bytes, f"{versions} copies x {copy.how}")]
+
+
+def _sharded_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool) -> list[Part]:
+    """Return a rank's share of weights, gradients, moments, reference and critic."""
+    learner, num = cfg.learner, shape.num_params
+    frozen = 2 if is_cuda and learner.precision is not Precision.FP32 else 4
+    if learner.lora.rank:
+        trained = lora_params(learner.lora, shape)
+        parts = [
+            _weights("frozen weights", num, frozen, f" ({NAME_OF[frozen]})"),
+            _weights("adapters", trained, 4, f" (rank {learner.lora.rank}, fp32)"),
+            _weights("gradients", trained, 4),
+            _weights("optimizer", trained, 8, " (AdamW)"),
+        ]
+    else:
+        parts = [
+            _weights("learner weights", num, 4, " (fp32 master)"),
+            _weights("gradients", num, 4),
+            _optimizer_part(learner, shape),
+        ]
+    path = cfg.algorithm.reference_path
+    is_base = learner.lora.rank > 0 and path in ("", cfg.model.path)
+    if cfg.algorithm.kl_coef > 0 and not is_base:
+        why = f" ({NAME_OF[frozen]}; algorithm.kl_coef > 0)"
+        parts.append(_weights("reference", num, frozen, why))
+    is_critic = cfg.algorithm.advantage is Advantage.PPO
+    if is_critic and learner.critic.kind is CriticKind.MODEL:
+        parts.append(_weights("critic", num, 16, " (weights, gradients, two moments)"))
+    return [_share(part, learner.num_ranks) for part in parts]
+
+
+def lora_params(lora: LoraSection, shape: ModelShape) -> int:
+    """Return the weights of all adapters: rank x (inputs + outputs) of every adapted layer."""
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    hidden, units = shape.hidden, shape.intermediate
+    sizes = {
+        "q_proj": hidden + queries,
+        "k_proj": hidden + keys,
+        "v_proj": hidden + keys,
+        "o_proj": queries + hidden,
+        "gate_proj": hidden + units,
+        "up_proj": hidden + units,
+        "down_proj": units + hidden,
+    }
+    chosen = [size for name, size in sizes.items() if not lora.targets or name in lora.targets]
+    return shape.layers * lora.rank * sum(chosen)
 
 
 def _share(part: Part, num_ranks: int) -> Part:
@@ -112,7 +149,7 @@ def _activation_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool) -> li
         block = (shape.num_params - tables) // shape.layers
         what = f" (tables {tables / 1e6:,.1f}M, two blocks {2 * block / 1e6:,.1f}M)"
         parts.append(_weights("weights put together", tables + 2 * block, width, what))
-    elif is_bf16:
+    elif is_bf16 and not (learner.lora.rank and is_cuda):
         parts.append(_weights("bf16 copies of the weights", shape.num_params, 2))
     return parts
 

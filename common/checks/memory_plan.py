@@ -22,9 +22,9 @@ from common.errors import ConfigError
 
 PROCESS_BYTES = 1 * GIB  # torch and vLLM themselves; measured 0.7-1.1 GiB a process
 GPU_REMEDY = (
-    "give the learner more GPUs (learner.num_gpus), lower actor.gpu_memory_frac or"
-    " learner.max_tokens_per_microbatch, set learner.gradient_checkpointing=true, or take GPUs with"
-    " more memory"
+    "give the learner more GPUs (learner.num_gpus), train adapters (learner.lora.rank=16), set"
+    " learner.gradient_checkpointing=true, lower actor.gpu_memory_frac or"
+    " learner.max_tokens_per_microbatch, or take GPUs with more memory"
 )
 HOST_REMEDY = (
     "lower learner.max_tokens_per_microbatch, actor.kv_cache_gib, actor.num_actors or"

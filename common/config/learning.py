@@ -18,8 +18,8 @@ class Precision(StrEnum):
     """In what the passes are computed, over fp32 master weights.
 
     auto: on a CPU the faster one, timed at a run's start (some 0.1 s) and kept; if both are within
-    20 %, on CUDA, and with train.mode=sync (which repeats itself bit for bit): bf16 if the device
-    has units for it, else fp32.
+    20 %, on CUDA, with several ranks, and with train.mode=sync (which repeats itself bit for bit):
+    bf16 if the device has units for it, else fp32.
     """
 
     AUTO = "auto"

@@ -6,6 +6,7 @@ from transformers import AutoModel, PreTrainedModel
 
 from common.config.learning import CriticKind, CriticSection
 from learner.batch.batching import TokenBatch
+from learner.policy.loading import is_unloaded, load_network
 from learner.policy.model import flat_hidden
 
 
@@ -32,13 +33,19 @@ class Critic(nn.Module):
 
 
 def make_critic(cfg: CriticSection, policy: PreTrainedModel, *, policy_path: str) -> Critic:
-    """Return a critic on the policy's device; a trunk without a path starts as `policy_path`."""
+    """Return a critic on the policy's device; a trunk without a path starts as `policy_path`.
+
+    If the policy's weights have no memory yet, neither have the trunk's.
+    """
     trunk = None
     if cfg.kind is CriticKind.MODEL:
-        path = cfg.path or policy_path
-        trunk = AutoModel.from_pretrained(
-            path, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+        trunk = load_network(
+            AutoModel,
+            cfg.path or policy_path,
+            is_skeleton=is_unloaded(policy),
+            dtype=torch.float32,
+            attn_implementation="eager",
         )
         trunk.train()
     critic = Critic(policy.config.hidden_size, trunk)
-    return critic.to(next(policy.parameters()).device)
+    return critic if is_unloaded(policy) else critic.to(next(policy.parameters()).device)

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from common.config.learning import LearnerSection
@@ -16,7 +17,7 @@ from learner.policy.critic import Critic
 from learner.policy.lora import adapters_off
 from learner.policy.model import Scoring, flat_hidden, hidden_logprobs
 from learner.policy.precision import uses_bf16
-from learner.policy.sharding import reshard, shard
+from learner.policy.sharding import device_of, reshard, shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +31,9 @@ class Networks:
 
     @property
     def device(self) -> torch.device:
-        return next(self.policy.parameters()).device
+        """Where they compute."""
+        first = next(self.policy.parameters())
+        return device_of(first.device_mesh) if isinstance(first, DTensor) else first.device
 
     @property
     def has_reference(self) -> bool:
@@ -91,7 +94,7 @@ class Passes:
         Raises: ConfigError: they cannot be computed as the configuration says.
         """
         self._max_tokens = cfg.max_tokens_per_microbatch
-        self._device = networks.device
+        self._device = networks.device if mesh is None else device_of(mesh)
         self._trained = _Trained(networks.policy, networks.critic)
         self._reference = None if networks.reference is None else _Trained(networks.reference, None)
         present = [self._trained] + ([] if self._reference is None else [self._reference])
@@ -100,7 +103,7 @@ class Passes:
         self._is_base_reference = networks.is_base_reference
         self.scoring = Scoring(
             chunk_tokens=cfg.logprob_chunk_tokens,
-            autocast=uses_bf16(cfg, networks.device),
+            autocast=uses_bf16(cfg, self._device),
             temperature=temperature,
             head_dtype=torch.bfloat16 if engine_dtype == "bfloat16" else torch.float32,
         )

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from common.config.learning import FULL, LoraSection
 from common.errors import ConfigError
 from learner.batch.batching import TokenBatch
+from learner.policy.loading import give_memory, load_network, take_memory
 from learner.policy.lora import adapter_tensors, add_adapters, has_adapters
 
 # Settings of other families that change the logits after the head, which is applied here.
@@ -35,6 +36,8 @@ def load_policy(
     gradient_checkpointing: bool,
     lora: LoraSection = FULL,
     base_dtype: torch.dtype = torch.float32,
+    is_frozen: bool = False,
+    is_skeleton: bool = False,
 ) -> PreTrainedModel:
     """Return the causal language model at `path` with fp32 master weights, ready to train.
 
@@ -43,7 +46,9 @@ def load_policy(
     Args:
         path: transformers checkpoint directory; never a name to download.
         lora: of a rank above 0: what is trained are adapters, which are new.
-        base_dtype: of the frozen weights beside them.
+        base_dtype: of frozen weights.
+        is_frozen: nothing is trained.
+        is_skeleton: what is in files gets memory when it is cut, see `policy/loading.py`.
 
     Raises:
         ConfigError: there is no such directory, or the model changes its logits after the head.
@@ -51,22 +56,30 @@ def load_policy(
     if not (Path(path) / "config.json").is_file():
         raise ConfigError(f"model.path={path!r}: no config.json in there")
     is_cuda = torch.device(device).type == "cuda"
-    model = AutoModelForCausalLM.from_pretrained(
+    # On one CPU core, bf16: plain matrix products 20-24k tokens/s, the fused kernel 13-16k.
+    model = load_network(
+        AutoModelForCausalLM,
         path,
-        dtype=base_dtype if lora.rank else torch.float32,
-        # On one CPU core, bf16: plain matrix products 20-24k tokens/s, the fused kernel 13-16k.
+        is_skeleton=is_skeleton,
+        dtype=base_dtype if lora.rank or is_frozen else torch.float32,
         attn_implementation="sdpa" if is_cuda else "eager",
-        local_files_only=True,
     )
     for name in UNSUPPORTED_LOGIT_SETTINGS:
         if getattr(model.config, name, None) not in (None, 1, 1.0):
             raise ConfigError(f"model.path={path!r}: {name} is not supported")
     _disable_dropout(model)
     if lora.rank:
+        if is_skeleton:  # never touched: peft makes adapters where their base is
+            give_memory(model, torch.device("cpu"))
         add_adapters(model, lora, base_path=path)
+        if is_skeleton:
+            take_memory(model)
+    if is_frozen:
+        model.requires_grad_(False)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    nn.Module.to(model, torch.device(device))  # in place; the subclass's own wrapper hides the type
+    if not is_skeleton:
+        nn.Module.to(model, torch.device(device))  # in place; its own wrapper hides the type
     model.train()  # gradient checkpointing is off in eval mode
     return model
 

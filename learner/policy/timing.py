@@ -22,7 +22,8 @@ from common.config.learning import Attention, Layout, LearnerSection, Precision
 from common.store.run_dir import write_json
 from learner.batch.batching import TokenBatch, collate_tokens
 from learner.policy.attention import attention_by_rule, packing_problem, use_attention
-from learner.policy.model import Scoring, token_logprobs, vocabulary_size
+from learner.policy.loading import is_unloaded
+from learner.policy.model import Scoring, pick_device, token_logprobs, vocabulary_size
 from learner.policy.precision import precision_by_rule
 
 logger = logging.getLogger(__name__)
@@ -94,7 +95,7 @@ def settle_ways(
     if file.exists():
         # A run of a version that did not choose: padded, by the kernels of the rule.
         earlier = settled(replace(learner, layout=Layout.PADDED, num_threads=1))
-        earlier["attention"] = attention_by_rule(model.device.type).value
+        earlier["attention"] = attention_by_rule(pick_device(learner.device).type).value
         kept = earlier | json.loads(file.read_text())
         own = settled(learner)
         found = with_settled(learner, {n: kept[n] if is_open[n] else own[n] for n in own})
@@ -103,7 +104,8 @@ def settle_ways(
     timings: dict[str, float] = {}
     way, num_threads = way_by_rule(learner, model), max(1, learner.num_threads)
     is_open["layout"] &= not packing_problem(model)
-    if model.device.type == "cpu" and not is_repeatable:
+    is_cpu = pick_device(learner.device).type == "cpu"
+    if is_cpu and not is_repeatable and not is_unloaded(model):  # what is cut later cannot be timed
         num_tokens = int(min(max(max_seq_tokens / 4, MIN_TOKENS), MAX_TOKENS))
         timer = measure or (lambda model, ways: time_ways(model, ways, num_tokens=num_tokens))
         for stage in (_precisions, _kernels):
@@ -145,7 +147,7 @@ def _shown(plain: Mapping[str, Any], is_open: Mapping[str, bool]) -> str:
 
 def way_by_rule(learner: LearnerSection, model: PreTrainedModel) -> Way:
     """Return what is configured, and for auto what the device's rules say."""
-    device_type = model.device.type
+    device_type = pick_device(learner.device).type
     precision, layout, attention = learner.precision, learner.layout, learner.attention
     if precision is Precision.AUTO:
         precision = precision_by_rule(device_type)

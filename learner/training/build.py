@@ -7,14 +7,15 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from common.config.learning import Advantage
+from common.config.learning import Advantage, LearnerSection
 from common.config.run_config import RunConfig
 from learner.policy.critic import make_critic
 from learner.policy.forward import Networks
+from learner.policy.loading import fill, is_unloaded
 from learner.policy.lora import ADAPTER_CONFIG, check_resumable
-from learner.policy.model import load_policy
+from learner.policy.model import load_policy, pick_device
 from learner.policy.precision import frozen_dtype
-from learner.training.checkpoint import load_checkpoint
+from learner.training.checkpoint import TENSORS, load_values
 from learner.training.step import TrainerSettings
 from learner.training.trainer import Trainer
 
@@ -28,17 +29,27 @@ def load_start(
     if device.type == "cpu":
         torch.set_num_threads(max(1, cfg.learner.num_threads))
     torch.manual_seed(cfg.run.seed)
-    lora = cfg.learner.lora
-    is_whole = checkpoint is not None and not (checkpoint / ADAPTER_CONFIG).exists()
-    path = str(checkpoint) if is_whole else cfg.model.path
+    path = start_path(cfg, checkpoint)
     model = load_policy(
         path,
         device=device,
         gradient_checkpointing=cfg.learner.gradient_checkpointing,
-        lora=lora,
+        lora=cfg.learner.lora,
         base_dtype=frozen_dtype(cfg.learner, device),
+        is_skeleton=is_sharded(cfg.learner),
     )
     return model, path
+
+
+def start_path(cfg: RunConfig, checkpoint: Path | None) -> str:
+    """Return where the policy's weights are: in the checkpoint, unless it has adapters alone."""
+    is_whole = checkpoint is not None and not (checkpoint / ADAPTER_CONFIG).exists()
+    return str(checkpoint) if is_whole else cfg.model.path
+
+
+def is_sharded(learner: LearnerSection) -> bool:
+    """Return whether the learner's weights are cut, and read part by part."""
+    return learner.num_ranks > 1
 
 
 def make_trainer(
@@ -64,14 +75,17 @@ def make_trainer(
         reference=reference,
         is_base_reference=cfg.algorithm.kl_coef != 0 and reference is None,
     )
+    is_skeleton = is_unloaded(model)
     trainer = Trainer(settings, networks, **links)
+    if is_skeleton:
+        _fill(cfg, networks, start_path(cfg, checkpoint))
     if checkpoint is None:
         return trainer, 0
     check_resumable(checkpoint, model, cfg.learner.lora)
-    restored = load_checkpoint(checkpoint)
-    trainer.load_state_dict(restored.state)
-    logger.info("restored checkpoint=%s version=%d", checkpoint, restored.version)
-    return trainer, restored.version
+    values = load_values(checkpoint)
+    trainer.restore(checkpoint / TENSORS, values)
+    logger.info("restored checkpoint=%s version=%d", checkpoint, values["version"])
+    return trainer, values["version"]
 
 
 def _reference(cfg: RunConfig, model: PreTrainedModel) -> PreTrainedModel | None:
@@ -82,8 +96,21 @@ def _reference(cfg: RunConfig, model: PreTrainedModel) -> PreTrainedModel | None
     path = cfg.algorithm.reference_path
     if cfg.algorithm.kl_coef == 0 or (cfg.learner.lora.rank and path in ("", cfg.model.path)):
         return None
-    reference = load_policy(
-        path or cfg.model.path, device=next(model.parameters()).device, gradient_checkpointing=False
+    device = pick_device(cfg.learner.device)
+    return load_policy(
+        path or cfg.model.path,
+        device=device,
+        gradient_checkpointing=False,
+        base_dtype=frozen_dtype(cfg.learner, device),
+        is_frozen=True,
+        is_skeleton=is_unloaded(model),
     )
-    reference.requires_grad_(False)
-    return reference
+
+
+def _fill(cfg: RunConfig, networks: Networks, start: str) -> None:
+    """Read this rank's part of the weights that have memory now, but no values yet."""
+    fill(networks.policy, start)
+    if networks.reference is not None:
+        fill(networks.reference, cfg.algorithm.reference_path or cfg.model.path)
+    if networks.critic is not None and networks.critic.trunk is not None:
+        fill(networks.critic.trunk, cfg.learner.critic.path or cfg.model.path)

@@ -1,7 +1,5 @@
 """The optimizer and its learning rate."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -51,18 +49,6 @@ class PolicyOptimizer:
     def step(self) -> None:
         for optimizer in self.optimizers:
             optimizer.step()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs: live tensors, to be written before the next step."""
-        return {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore. Raises: ValueError: it is the state of another kind of optimizer or model."""
-        saved = state["optimizers"]
-        if len(saved) != len(self.optimizers):
-            raise ValueError(f"{len(saved)} saved optimizers, {len(self.optimizers)} in use")
-        for optimizer, optimizer_state in zip(self.optimizers, saved, strict=True):
-            optimizer.load_state_dict(optimizer_state)
 
 
 def make_optimizer(model: PreTrainedModel, cfg: LearnerSection) -> PolicyOptimizer:

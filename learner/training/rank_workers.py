@@ -29,7 +29,7 @@ from common.wire.collective import interface_of
 from common.wire.weight_group import lower_priority
 from learner.policy.model import pick_device
 from learner.policy.timing import settled, with_settled
-from learner.training.build import load_start, make_trainer
+from learner.training.build import is_sharded, load_start, make_trainer
 from learner.training.ranks import Order, Ranks
 from learner.weights.source import LiveWeights
 
@@ -66,7 +66,8 @@ class RankWorkers:
         self._workers: list[_Worker] = []
         self._device = pick_device(cfg.learner.device)
         num_ranks = cfg.learner.num_ranks
-        if num_ranks == 1:
+        self._meeting: Path | None = None
+        if not is_sharded(cfg.learner):
             return
         needed = (self._device.index or 0) + num_ranks
         if self._device.type == "cuda" and torch.cuda.device_count() < needed:
@@ -75,14 +76,15 @@ class RankWorkers:
                 f"learner.num_ranks={num_ranks} from learner.device={cfg.learner.device}: {needed}"
                 f" CUDA devices are needed, and {has} are visible"
             )
-        self._meeting = Path(tempfile.mkdtemp(prefix="learner-ranks-"))  # ours alone, on this host
+        meeting = Path(tempfile.mkdtemp(prefix="learner-ranks-"))  # ours alone, on this host
+        self._meeting = meeting
         context = multiprocessing.get_context("spawn")
         for rank in range(1, num_ranks):
             ours, theirs = context.Pipe()
             asked, asking = context.Pipe(duplex=False)
             process = context.Process(
                 target=_serve_rank,
-                args=(cfg, rank, checkpoint, self._meeting, theirs, asked),
+                args=(cfg, rank, checkpoint, meeting, theirs, asked),
                 name=f"learner-{rank}",
                 daemon=True,
             )
@@ -109,7 +111,7 @@ class RankWorkers:
 
     def join(self, learner: LearnerSection) -> Ranks:
         """Return the ranks with this process as rank 0; all compute as it has settled."""
-        if not self._workers:
+        if self._meeting is None:
             return self._ranks
         for worker in self._workers:
             self._tell(worker, json.dumps(settled(learner)).encode())
@@ -164,7 +166,7 @@ class RankWorkers:
 
     def stop(self) -> None:
         """End them: closed pipes, and a kill for whoever does not leave in time."""
-        if not self._workers:
+        if self._meeting is None:
             return
         deadline = time.monotonic() + STOP_S
         for worker in self._workers:
@@ -187,9 +189,11 @@ def _meet(cfg: RunConfig, rank: int, meeting: Path, device: torch.device) -> Ran
     num_ranks = cfg.learner.num_ranks
     if device.type == "cpu":
         os.environ["GLOO_SOCKET_IFNAME"] = interface_of(LOOPBACK)  # all on this host
+    else:
+        torch.cuda.set_device(device.index or 0)
     try:
         dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             store=FileStore(str(meeting / "store"), num_ranks),
             rank=rank,
             world_size=num_ranks,
@@ -220,7 +224,6 @@ def _serve_rank(
     device = pick_device(cfg.learner.device)
     if device.type == "cuda":
         device = torch.device("cuda", (device.index or 0) + rank)
-        torch.cuda.set_device(device)
     try:
         model, _ = load_start(cfg, checkpoint, device)
         pipe.send_bytes(READY)

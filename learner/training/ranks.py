@@ -3,6 +3,7 @@
 import heapq
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import NamedTuple
 
 import torch
@@ -12,11 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from common.errors import LongstrideError
 
+SAVE_TIMEOUT = timedelta(minutes=30)  # until all must have written their parts of a checkpoint
+
 
 class Order(NamedTuple):
     """What all ranks do next, told by rank 0."""
 
-    kind: str  # "train", "score" or "state", see `Trainer`
+    kind: str  # "train", "score" or "save", see `Trainer`
     version: int = 0
     must_train: bool = False
     payload: bytes = b""
@@ -41,6 +44,12 @@ class Ranks:
         self.publish_group: dist.ProcessGroup | None = publish_group
         self.index = 0 if mesh is None else mesh.get_local_rank()
         self.size = 1 if mesh is None else mesh.size()
+        # Of its own: a thread writes checkpoints while training goes on.
+        self.saving: dist.ProcessGroup | None = None
+        if mesh is not None:
+            group = dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT)
+            assert isinstance(group, dist.ProcessGroup)  # this rank is in it
+            self.saving = group
 
     @property
     def publish_device(self) -> str:

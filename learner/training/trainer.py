@@ -5,22 +5,23 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from common.errors import ConfigError
 from learner.batch.batching import Sample, make_minibatches
 from learner.batch.codec import pack_samples, unpack_samples
 from learner.policy.forward import Networks
-from learner.policy.lora import trained_state
 from learner.policy.model import published_tensors, whole
-from learner.policy.sharding import load_module, shard_optimizer_state, whole_state
 from learner.training.controller import Controller, Decision
 from learner.training.optimizer import lr_scale, make_critic_optimizer, make_optimizer
 from learner.training.ranks import Order, Ranks
+from learner.training.state import StateWriter, live_tensors, restore
 from learner.training.step import Gradient, Gradients, ScoredBatch, TrainerSettings
 from learner.training.step_metrics import Update, mean_metrics, offpolicy_metrics, volume_metrics
 from learner.weights.source import Gathering, LiveWeights
@@ -86,14 +87,12 @@ class Trainer:
             None if self._critic is None else make_critic_optimizer(self._critic, cfg)
         )
         self._controller = Controller(cfg.controller, max_ahead_steps=settings.max_ahead_steps)
-        self._stateful: dict[str, Any] = {  # by name in a checkpoint
-            "model": self._model,
-            "optimizer": self._optimizer,
-            "controller": self._controller,
-        }
-        if self._critic is not None:
-            own = {"critic": self._critic, "critic_optimizer": self._critic_optimizer}
-            self._stateful |= own
+        self._modules: dict[str, nn.Module] = {"model": self._model}  # by name in a checkpoint
+        self._optimizers = list(self._optimizer.optimizers)
+        if self._critic is not None and self._critic_optimizer is not None:
+            self._modules["critic"] = self._critic
+            self._optimizers.append(self._critic_optimizer)
+        self._writer = StateWriter(self._ranks)
         self._generator = torch.Generator().manual_seed(settings.seed)
         self._num_bad_steps_in_a_row = 0
         self._num_updates = 0  # made so far; skipped ones do not count
@@ -134,8 +133,8 @@ class Trainer:
                 self.train_on(samples, version=order.version, must_train=order.must_train)
             case "score":
                 self.score(json.loads(order.payload))
-            case "state":
-                self.state_dict()
+            case "save":
+                self.save(Path(order.payload.decode()))
             case _:
                 raise ValueError(f"no such order: {order.kind!r}")
 
@@ -261,33 +260,32 @@ class Trainer:
                 f"at version {batch.version} (learner.max_bad_steps={self._cfg.max_bad_steps})"
             )
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs to go on exactly as this one would.
+    def tensors(self) -> dict[str, Tensor]:
+        """Return all tensors that training changes, live, by name: "model.", "critic." or moments.
 
-        One rank's tensors are live; those of several come to the host of rank 0.
+        Of several ranks each has its own parts.
         """
-        self._tell(lambda: Order("state"))
-        live = {
-            name: trained_state(part) if isinstance(part, nn.Module) else part.state_dict()
-            for name, part in self._stateful.items()
-        }
-        with self._ranks.in_touch("a checkpoint"):
-            return whole_state(live, is_kept=self._ranks.index == 0) | {
-                "generator": self._generator.get_state(),
-                "num_bad_steps_in_a_row": self._num_bad_steps_in_a_row,
-                "num_updates": self._num_updates,
-            }
+        return live_tensors(self._modules, self._optimizers)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore. Raises: ValueError: it is the state of another model or optimizer."""
-        for name, part in self._stateful.items():
-            if isinstance(part, nn.Module):
-                load_module(part, state[name])
-            else:
-                part.load_state_dict(state[name])
-        own = [] if self._critic_optimizer is None else [self._critic_optimizer]
-        for optimizer in [*self._optimizer.optimizers, *own]:
-            shard_optimizer_state(optimizer)
-        self._generator.set_state(state["generator"])
-        self._num_bad_steps_in_a_row = state["num_bad_steps_in_a_row"]
-        self._num_updates = state["num_updates"]
+    def values(self) -> dict[str, Any]:
+        """Return what else a resumed run needs to go on exactly as this one would, for JSON."""
+        return {
+            "controller": self._controller.state_dict(),
+            "generator": self._generator.get_state().tolist(),
+            "num_bad_steps_in_a_row": self._num_bad_steps_in_a_row,
+            "num_updates": self._num_updates,
+        }
+
+    def save(self, folder: Path) -> Future[Any]:
+        """Write the tensors of all ranks; return when training may go on, with what is to come."""
+        self._tell(lambda: Order("save", payload=str(folder).encode()))
+        with self._ranks.in_touch("a checkpoint"):
+            return self._writer.start(self.tensors(), folder)
+
+    def restore(self, folder: Path, values: dict[str, Any]) -> None:
+        """Go on from what `save` and `values` told. Raises: ConfigError: it is another model's."""
+        restore(folder, self._modules, self._optimizers)
+        self._controller.load_state_dict(values["controller"])
+        self._generator.set_state(torch.tensor(values["generator"], dtype=torch.uint8))
+        self._num_bad_steps_in_a_row = values["num_bad_steps_in_a_row"]
+        self._num_updates = values["num_updates"]

@@ -1,8 +1,11 @@
 """Laws of the learner's loop that need no other role."""
 
 import threading
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from common.config.learning import LearnerSection
 from common.config.run_config import RunConfig
@@ -14,6 +17,8 @@ from learner.ingest.replay_point import ReplayPoint
 from learner.main import Batch, Loop
 from learner.training.checkpoint import Checkpoints
 from learner.training.controller import Decision
+from learner.training.ranks import Ranks
+from learner.training.state import StateWriter
 from learner.training.trainer import StepResult
 from tests.learner.builders import make_model, make_trajectory
 
@@ -40,8 +45,11 @@ class Neighbour:
 
     ask_for_part = gate = None
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"model": {}}
+    def values(self) -> dict[str, Any]:
+        return {}
+
+    def save(self, folder: Path) -> Future[Any]:
+        return StateWriter(Ranks()).start({"model.weight": torch.zeros(2)}, folder)
 
     def replay_point(self, *, version: int) -> ReplayPoint:
         return ReplayPoint(version=version)
@@ -68,7 +76,8 @@ def test_seconds_of_the_last_checkpoint_are_a_metric_of_the_steps_after_it(tmp_p
     result = StepResult(metrics={}, decision=kept)
     loop._log_metrics(batch, result)
     loop.save()
+    loop.settle(must_wait=True)
     loop._log_metrics(batch, result)
     before, after = neighbour.lines
     assert "train/checkpoint_s" not in before
-    assert 0.0 < after["train/checkpoint_s"] < 60.0
+    assert 0.0 < after["train/checkpoint_stall_s"] < after["train/checkpoint_s"] < 60.0

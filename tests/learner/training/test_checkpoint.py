@@ -1,14 +1,19 @@
 """Laws of checkpoints."""
 
 import shutil
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from common.config.learning import LearnerSection
 from common.errors import ConfigError
-from learner.training.checkpoint import Checkpoints, load_checkpoint, newest_checkpoint
+from learner.training.checkpoint import TENSORS, Checkpoints, load_values, newest_checkpoint
+from learner.training.ranks import Ranks
+from learner.training.state import StateWriter, read_weights
 
 
 class Saved:
@@ -29,6 +34,25 @@ class Unsaveable:
         raise OSError("no space left on device")
 
 
+class Trained:
+    """A trainer of two numbers; `may_end` holds back what is written."""
+
+    def __init__(self, version: int, *, may_end: threading.Event | None = None) -> None:
+        self.tensor = torch.full((2,), float(version))
+        self._writer = StateWriter(Ranks())
+        self._may_end = may_end
+
+    def values(self) -> dict[str, Any]:
+        return {"num_updates": int(self.tensor[0])}
+
+    def save(self, folder: Path) -> Future[Any]:
+        written = self._writer.start({"model.moments": self.tensor}, folder)
+        if self._may_end is None:
+            return written
+        may_end, pool = self._may_end, ThreadPoolExecutor(1)
+        return pool.submit(lambda: may_end.wait(30) and written.result())
+
+
 def make(root: Path, *, every_steps: int = 10, every_s: float = 1e9, keep: int = 2) -> Checkpoints:
     cfg = LearnerSection(
         checkpoint_every_steps=every_steps, checkpoint_every_s=every_s, keep_checkpoints=keep
@@ -36,11 +60,17 @@ def make(root: Path, *, every_steps: int = 10, every_s: float = 1e9, keep: int =
     return Checkpoints(root, cfg)
 
 
+def begin(checkpoints: Checkpoints, version: int, *, model: Any = None, **how: Any) -> Path:
+    tokenizer = Saved("tokenizer.json")
+    trainer = Trained(version, **how)
+    model = model or Saved("model.bin")
+    return checkpoints.save(version, model=model, tokenizer=tokenizer, trainer=trainer)
+
+
 def save(checkpoints: Checkpoints, version: int) -> Path:
-    state = {"model": {}, "step": version, "moments": torch.full((2,), float(version))}
-    return checkpoints.save(
-        version, model=Saved("model.bin"), tokenizer=Saved("tokenizer.json"), state=state
-    )
+    folder = begin(checkpoints, version)
+    checkpoints.wait()
+    return folder
 
 
 def names(root: Path) -> list[str]:
@@ -50,10 +80,9 @@ def names(root: Path) -> list[str]:
 def test_a_checkpoint_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     folder = save(make(tmp_path), 7)
     assert newest_checkpoint(tmp_path) == folder
-    restored = load_checkpoint(folder)
-    assert restored.version == 7
-    assert restored.state["step"] == 7
-    assert restored.state["moments"].tolist() == [7.0, 7.0]
+    assert load_values(folder) == {"version": 7, "num_updates": 7}
+    ((name, moments),) = read_weights(folder / TENSORS, "model")
+    assert (name, moments.tolist()) == ("moments", [7.0, 7.0])
     assert (folder / "model.bin").read_text() == "model.bin"
     assert (folder / "tokenizer.json").exists()
 
@@ -65,7 +94,7 @@ def test_the_newest_is_found_by_number_and_only_so_many_are_kept(tmp_path: Path)
     assert names(tmp_path) == ["step-000010", "step-000100"]
     newest = newest_checkpoint(tmp_path)
     assert newest is not None
-    assert load_checkpoint(newest).version == 100
+    assert load_values(newest)["version"] == 100
 
 
 def test_an_incomplete_folder_is_never_read_and_never_counted(tmp_path: Path) -> None:
@@ -75,7 +104,7 @@ def test_an_incomplete_folder_is_never_read_and_never_counted(tmp_path: Path) ->
     torn.mkdir()
     assert newest_checkpoint(tmp_path) == tmp_path / "step-000001"
     with pytest.raises(ConfigError, match="no complete checkpoint"):
-        load_checkpoint(torn)
+        load_values(torn)
     save(checkpoints, 3)
     assert names(tmp_path) == ["step-000001", "step-000002", "step-000003"]
 
@@ -83,10 +112,13 @@ def test_an_incomplete_folder_is_never_read_and_never_counted(tmp_path: Path) ->
 def test_a_failed_save_leaves_the_older_checkpoint(tmp_path: Path) -> None:
     checkpoints = make(tmp_path)
     save(checkpoints, 1)
+    begin(checkpoints, 2, model=Unsaveable())
     with pytest.raises(OSError, match="no space"):
-        checkpoints.save(2, model=Unsaveable(), tokenizer=Saved("t"), state={"model": {}})
+        checkpoints.wait()
+    with pytest.raises(OSError, match="no space"):
+        checkpoints.poll()
     assert newest_checkpoint(tmp_path) == tmp_path / "step-000001"
-    save(checkpoints, 2)
+    save(make(tmp_path), 2)  # of the learner that is started again
     assert names(tmp_path) == ["step-000001", "step-000002"]
 
 
@@ -118,7 +150,7 @@ def test_the_old_checkpoint_counts_until_its_replacement_is_in_place(tmp_path: P
     folder = save(make(tmp_path), 1)
     aside = folder.rename(tmp_path / "step-000001.old")  # as a crash between two renames leaves it
     assert newest_checkpoint(tmp_path) == aside
-    assert load_checkpoint(aside).version == 1
+    assert load_values(aside)["version"] == 1
     save(make(tmp_path), 1)
     assert newest_checkpoint(tmp_path) == folder
     assert names(tmp_path) == ["step-000001"]
@@ -140,3 +172,46 @@ def test_a_save_that_cannot_set_the_old_checkpoint_aside_leaves_it(tmp_path: Pat
         save(make(tmp_path), 1)
     assert newest_checkpoint(tmp_path) == folder
     assert (folder / "model.bin").read_text() == "mark"
+
+
+def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_change_it(
+    tmp_path: Path,
+) -> None:
+    checkpoints, may_end = make(tmp_path), threading.Event()
+    trainer = Trained(1, may_end=may_end)
+    parts: dict[str, Any] = {"model": Saved("model.bin"), "tokenizer": Saved("tokenizer.json")}
+    folder = checkpoints.save(1, **parts, trainer=trainer)
+    trainer.tensor.fill_(9.0)  # the next step
+    assert checkpoints.poll() is None
+    assert newest_checkpoint(tmp_path) is None
+    may_end.set()
+    checkpoints.wait()
+    took_s = checkpoints.poll()
+    assert took_s is not None
+    assert took_s < 30
+    assert checkpoints.poll() is None  # told once
+    assert newest_checkpoint(tmp_path) == folder
+    ((_, tensor),) = read_weights(folder / TENSORS, "model")
+    assert tensor.tolist() == [1.0, 1.0]
+
+
+def test_the_next_checkpoint_waits_for_the_one_that_is_written(tmp_path: Path) -> None:
+    checkpoints, may_end = make(tmp_path), threading.Event()
+    begin(checkpoints, 1, may_end=may_end)
+    second = threading.Thread(target=begin, args=(checkpoints, 2))
+    second.start()
+    second.join(0.2)
+    assert second.is_alive()
+    assert names(tmp_path) == [".step-000001.partial"]
+    may_end.set()
+    second.join(30)
+    checkpoints.wait()
+    assert names(tmp_path) == ["step-000001", "step-000002"]
+
+
+def test_a_checkpoint_of_one_file_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    folder = save(make(tmp_path), 1)
+    (folder / "trainer.json").unlink()
+    (folder / "trainer.pt").touch()  # as versions before wrote it
+    with pytest.raises(ConfigError, match=r"older version.*model\.path=.*step-000001"):
+        load_values(folder)

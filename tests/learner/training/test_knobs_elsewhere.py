@@ -114,8 +114,8 @@ def test_a_critic_of_its_own_is_loaded_from_its_path(cfg: RunConfig, tmp_path: P
     def trunk_of(critic: CriticSection) -> torch.Tensor:
         own = learner(cfg, critic=critic)
         model, _ = load_start(own, None, torch.device("cpu"))
-        state = make_trainer(own, model, None)[0].state_dict()["critic"]
-        return state["trunk.embed_tokens.weight"]
+        tensors = make_trainer(own, model, None)[0].tensors()
+        return tensors["critic.trunk.embed_tokens.weight"]
 
     plain = trunk_of(CriticSection(kind=CriticKind.MODEL))
     other = trunk_of(CriticSection(kind=CriticKind.MODEL, path=str(tmp_path / "other")))

@@ -1,7 +1,5 @@
 """Laws of the optimizer and its learning rate."""
 
-import copy
-
 import pytest
 import torch
 
@@ -72,26 +70,3 @@ def test_rates_are_scaled_together() -> None:
     optimizer.set_lr_scale(0.1)  # of the configured rate, not of the last one
     assert optimizer.lr == pytest.approx(1e-4)
     assert optimizer.optimizers[1].param_groups[0]["lr"] == pytest.approx(2e-3)
-
-
-@pytest.mark.parametrize("kind", list(OptimizerKind))
-def test_restored_optimizer_continues_bit_for_bit(kind: OptimizerKind) -> None:
-    cfg = LearnerSection(optimizer=kind, lr=1e-2)
-    model = make_model()
-    optimizer = make_optimizer(model, cfg)
-    step_once(model, optimizer, 1)
-    twin = make_model()
-    twin.load_state_dict(model.state_dict())
-    restored = make_optimizer(twin, cfg)
-    restored.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    step_once(model, optimizer, 2)
-    step_once(twin, restored, 2)
-    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(one, other)
-
-
-def test_state_of_another_kind_is_refused() -> None:
-    model = make_model()
-    saved = make_optimizer(model, LearnerSection(optimizer=OptimizerKind.MUON)).state_dict()
-    with pytest.raises(ValueError, match="2 saved optimizers"):
-        make_optimizer(model, LearnerSection()).load_state_dict(saved)

@@ -1,0 +1,168 @@
+"""Laws of loading part by part: the weights of a whole load, in the memory of a part."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from common.config.learning import (
+    Advantage,
+    AlgorithmSection,
+    CriticKind,
+    CriticSection,
+    LoraSection,
+)
+from common.config.run_config import RunConfig
+from common.errors import ConfigError
+from common.memory import trim_heap
+from learner.policy.loading import fill, give_memory, is_unloaded
+from learner.policy.model import load_policy
+from learner.policy.sharding import shard
+from learner.training.build import load_start, make_trainer
+from learner.training.rank_workers import RankWorkers
+from tests.learner.builders import make_model, run_config_with_policy
+
+CPU = torch.device("cpu")
+ALL = AlgorithmSection(kl_coef=0.1, advantage=Advantage.PPO)
+OF_ITS_OWN = CriticSection(kind=CriticKind.MODEL)
+
+
+@contextmanager
+def trainer_of(cfg: RunConfig) -> Iterator[Any]:
+    """Yield the trainer of rank 0 of one, or of several with their processes."""
+    workers = RankWorkers(cfg, None)
+    try:
+        model, _ = load_start(cfg, None, CPU)
+        workers.wait_loaded()
+        ranks = workers.join(cfg.learner)
+        yield make_trainer(cfg, model, None, ranks=ranks, announce=workers.announce)[0]
+    finally:
+        workers.stop()
+
+
+def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
+    """Return this rank's parts of all weights, and the constants, by network and name."""
+    networks = trainer._gradients._networks
+    found: dict[str, torch.Tensor] = {}
+    for kind in ("policy", "critic", "reference"):
+        network = getattr(networks, kind)
+        named = [] if network is None else [*network.named_parameters(), *network.named_buffers()]
+        found |= {f"{kind}.{name}": each.detach() for name, each in named}
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 4])
+def test_weights_read_part_by_part_are_those_of_a_whole_load(tmp_path: Path, rank: int) -> None:
+    cfg = run_config_with_policy(
+        tmp_path, lora=LoraSection(rank=rank), critic=OF_ITS_OWN, rank_timeout_s=60.0
+    )
+    make_model(seed=5).save_pretrained(tmp_path / "reference")
+    algorithm = replace(ALL, reference_path=str(tmp_path / "reference"))
+    cfg = replace(cfg, algorithm=algorithm)
+    with trainer_of(cfg) as single:
+        expected = weights_of(single)
+    two = replace(cfg, learner=replace(cfg.learner, num_ranks=2))
+    with trainer_of(two) as sharded:
+        parts = weights_of(sharded)
+    assert parts.keys() == expected.keys()
+    assert any("reference" in name for name in parts)
+    for name, part in parts.items():
+        want = expected[name]
+        if isinstance(part, DTensor):
+            part, want = part.to_local(), want[: (len(want) + 1) // 2]
+        assert torch.equal(part, want), name
+
+
+def test_frozen_reference_is_kept_in_the_type_asked_for(tmp_path: Path) -> None:
+    make_model().save_pretrained(tmp_path)
+    how: dict[str, Any] = {"device": "cpu", "gradient_checkpointing": False, "is_frozen": True}
+    model = load_policy(str(tmp_path), base_dtype=torch.bfloat16, **how)
+    assert {each.dtype for each in model.parameters()} == {torch.bfloat16}
+    assert not any(each.requires_grad for each in model.parameters())
+
+
+@pytest.mark.parametrize(("change", "said"), [("missing", "in none of its"), ("shape", "says")])
+def test_files_of_another_model_are_refused_by_name(tmp_path: Path, change: str, said: str) -> None:
+    make_model().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    key = "num_hidden_layers" if change == "missing" else "intermediate_size"
+    config[key] *= 2
+    config.pop("layer_types", None)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = load_policy(str(tmp_path), device="cpu", gradient_checkpointing=False, is_skeleton=True)
+    assert is_unloaded(model)
+    give_memory(model, CPU)
+    with pytest.raises(ConfigError, match=said):
+        fill(model, str(tmp_path))
+
+
+@contextmanager
+def rank_of(size: int) -> Iterator[Any]:
+    """Yield the mesh of the first of so many ranks, whose others are not there."""
+    distributed: Any = dist
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    try:
+        yield distributed.init_device_mesh("cpu", (size,))
+    finally:
+        distributed.destroy_process_group()
+
+
+def peak_of(load: Callable[[], object]) -> int:
+    """Return by how many bytes this process grows at most meanwhile."""
+    trim_heap()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is what there is now
+    before = _status("VmRSS")
+    kept = load()
+    grown = _status("VmHWM") - before
+    del kept
+    return grown
+
+
+def _status(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{key}:"))
+
+
+def test_loading_takes_the_memory_of_a_part(tmp_path: Path) -> None:
+    """A quarter of the weights for one of four ranks, beside one weight as the file has it."""
+    config = Qwen2Config(
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        vocab_size=4096,
+        dtype="bfloat16",
+    )
+    model: Any = Qwen2ForCausalLM(config)
+    model.to(torch.bfloat16).save_pretrained(tmp_path)
+    num_bytes = 4 * sum(each.numel() for each in model.parameters())
+    largest = 4 * max(each.numel() for each in model.parameters())
+    del model
+    make_model().save_pretrained(tmp_path / "small")
+    how: dict[str, Any] = {"device": "cpu", "gradient_checkpointing": True}
+
+    def load_part(path: Path) -> object:
+        network = load_policy(str(path), **how, is_skeleton=True)
+        shard(network, mesh, is_bf16=False)
+        fill(network, str(path))
+        return network
+
+    with rank_of(4) as mesh:
+        load_part(tmp_path / "small")  # what it imports is no memory of weights
+        part = peak_of(lambda: load_part(tmp_path))
+    whole_load = peak_of(lambda: load_policy(str(tmp_path), **how))
+    assert num_bytes > 100 << 20
+    assert whole_load > 0.95 * num_bytes
+    # Of the mapped file, half as wide, the pages of this part count, too.
+    assert num_bytes / 4 < part < num_bytes / 4 * 1.5 + largest + (8 << 20)
