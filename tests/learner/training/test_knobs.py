@@ -131,6 +131,10 @@ ELSEWHERE = {
     "learner.device": "learner/build.py",
     "learner.num_threads": "learner/training/build.py",
     "learner.num_ranks": "learner/training/rank_workers.py",
+    "learner.num_gpus": "common/config/load.py",
+    "learner.publish_bucket_mb": "learner/build.py",
+    "learner.publish_parts": "learner/build.py",
+    "learner.weights_transport": "learner/build.py",
     "learner.rank_timeout_s": "learner/training/rank_workers.py",
     "learner.gradient_checkpointing": "learner/training/build.py",
     "learner.max_lag_steps": "learner/main.py",
@@ -222,7 +226,7 @@ MEMBERS = [
         default := getattr(section.get(leaf.split(".")[-2]), leaf.split(".")[-1], None), Enum
     )
     for member in type(default)
-    if member is not default
+    if member is not default and leaf not in ELSEWHERE
 ]
 
 
