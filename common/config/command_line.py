@@ -30,7 +30,7 @@ COMMANDS = {
     for name, each in yaml.safe_load(Path(__file__).with_name("commands.yaml").read_text()).items()
 }
 SUITES = (
-    "envhub, soak, solve, learner, scheduler, transport, tail, actor, end2end, gpu,"
+    "envhub, soak, solve, learner, scheduler, transport, weights, tail, actor, end2end, gpu,"
     " algorithms, staleness, staleness-fast, curriculum"
 )
 

@@ -116,6 +116,16 @@ class BroadcastGroup:
         """Begin to fill `part` [num_bytes] uint8 with what rank 0 sends next."""
         return self._start(part)
 
+    def barrier(self) -> None:
+        """Wait until all members are here. Raises: WeightSyncError: one is not, in time."""
+        gathered = dist.AllreduceOptions()
+        gathered.timeout = self._timeout
+        Broadcast(
+            self._group.allreduce([torch.zeros(1, device=self.device)], gathered),
+            self._timeout,
+            self._failed,
+        ).wait()
+
     def _start(self, part: Tensor) -> "Broadcast":
         options = dist.BroadcastOptions()
         options.rootRank = 0

@@ -49,6 +49,8 @@ class EngineFigures:
     is_sound: bool  # as many logprobs and versions as tokens, none positive, all of version 1
     canary_delta: float  # nats, the worst of the versions heard of
     publish_s: float  # of version 1, offer to loaded
+    transfer_s: float  # of the versions, the buckets' way
+    pause_s: float  # the longest in which the engine loaded one and sampled nothing
     num_bytes: int
 
 
@@ -107,6 +109,8 @@ def measure_engine(
         is_sound=figures["sound"] == 1.0,
         canary_delta=measured.get("weights/canary_abs_logprob", math.nan),
         publish_s=measured.get("publish/total_s", math.nan),
+        transfer_s=measured.get("publish/transfer_s", math.nan),
+        pause_s=measured.get("publish/pause_s", math.nan),
         num_bytes=weights.source.total_bytes,
     )
 

@@ -149,13 +149,18 @@ def measure_layouts(
 
 
 def make_trainer(
-    cfg: LearnerSection, algorithm: AlgorithmSection, model: PreTrainedModel, *, engine_dtype: str
+    cfg: LearnerSection,
+    algorithm: AlgorithmSection,
+    model: PreTrainedModel,
+    *,
+    engine_dtype: str,
+    before_update: Callable[[], object] | None = None,
 ) -> Trainer:
     """Return a trainer as a run would have it, at temperature 1."""
     settings = TrainerSettings(
         learner=cfg, algorithm=algorithm, num_steps=1_000, engine_dtype=engine_dtype
     )
-    return Trainer(settings, Networks(policy=model))
+    return Trainer(settings, Networks(policy=model), before_update=before_update)
 
 
 def by_aggregation(algorithm: AlgorithmSection) -> dict[str, AlgorithmSection]:
