@@ -139,7 +139,7 @@ def bench(request: Request) -> int:
         "tail": Later("learner.bench.tail:run_suite"),
         "actor": Later("actor.bench.suite:run_suite"),
         "end2end": Later("common.bench.end_to_end:run_suite"),
-        "weights": Later("learner.bench.weights:run_suite"),
+        "weights": Later("learner.weights.bench.suite:run_suite"),
         "gpu": Later("learner.bench.gpu:run_suite"),
         **Later("learner.bench.studies:SUITES").find(),
     }

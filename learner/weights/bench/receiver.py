@@ -1,4 +1,4 @@
-"""A receiver of the weight plane's suite, as a process: `-m learner.bench.weight_receiver "{...}"`.
+"""A receiver of the suite, as a process: `-m learner.weights.bench.receiver "{...}"`.
 
 It imports little: several start at once.
 """

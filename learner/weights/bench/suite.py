@@ -26,7 +26,7 @@ from common.wire.weight_group import lower_priority
 from learner.bench.batch import MODELS, QUICKSTART, make_batch, make_random_model
 from learner.bench.engine import EngineRun, measure_engine
 from learner.bench.step import make_trainer
-from learner.bench.weight_receiver import HOST, TIMEOUT_S, Receiver
+from learner.weights.bench.receiver import HOST, TIMEOUT_S, Receiver
 from learner.weights.gate import Gate
 from learner.weights.source import LiveWeights
 
@@ -71,7 +71,7 @@ def receivers(plan: list[str], *, num: int, cut: Cut) -> Iterator[BroadcastGroup
         )
         for index in range(num)
     ]
-    command = [sys.executable, "-m", "learner.bench.weight_receiver"]
+    command = [sys.executable, "-m", "learner.weights.bench.receiver"]
     processes = [subprocess.Popen([*command, json.dumps(asdict(each))], cwd=ROOT) for each in told]
     try:
         group = BroadcastGroup(store, Place(0, 1 + num, "gloo", TIMEOUT_S, HOST), epoch=1)
