@@ -136,10 +136,10 @@ def bench(request: Request) -> int:
         "learner": Later("learner.bench.suite:run_suite"),
         "scheduler": Later("learner.scheduler.bench.suite:run_suite"),
         "transport": Later("learner.ingest.bench.suite:run_suite"),
+        "weights": Later("learner.weights.bench.suite:run_suite"),
         "tail": Later("learner.bench.tail:run_suite"),
         "actor": Later("actor.bench.suite:run_suite"),
         "end2end": Later("common.bench.end_to_end:run_suite"),
-        "weights": Later("learner.weights.bench.suite:run_suite"),
         "gpu": Later("learner.bench.gpu:run_suite"),
         **Later("learner.bench.studies:SUITES").find(),
     }

@@ -22,7 +22,7 @@ class Still:
 @pytest.mark.slow
 def test_an_engine_joins_again_and_again_and_says_when_it_leaves(tmp_path: Path) -> None:
     async def law(learner: Peer, link: "WeightLink", task: asyncio.Task[None]) -> None:
-        join = WeightsJoin(actor="a", incarnation="i", devices=[""], version=3)
+        join = WeightsJoin(actor="a", incarnation="i", devices=[""], version=3, host="127.0.0.1")
         assert [each.message for each in await learner.receive(2, timeout_s=20.0)] == [join, join]
         task.cancel()
         await asyncio.wait([task])
