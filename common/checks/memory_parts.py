@@ -5,7 +5,14 @@ from dataclasses import dataclass, replace
 
 from common.checks.machine import GIB, has_bf16_units
 from common.checks.model_shape import BYTES_OF, ModelShape
-from common.config.learning import Advantage, CriticKind, LoraSection, OptimizerKind, Precision
+from common.config.learning import (
+    Advantage,
+    CriticKind,
+    LoraSection,
+    Moments,
+    OptimizerKind,
+    Precision,
+)
 from common.config.run_config import ActorSection, LearnerSection, RunConfig
 
 PUBLISH_BUCKETS = 2  # the one that is sent and the next one
@@ -64,7 +71,7 @@ def _sharded_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool) -> list[
             _weights("frozen weights", num, frozen, f" ({NAME_OF[frozen]})"),
             _weights("adapters", trained, 4, f" (rank {learner.lora.rank}, fp32)"),
             _weights("gradients", trained, 4),
-            _weights("optimizer", trained, 8, " (AdamW)"),
+            adamw_part(learner.moments, trained),
         ]
     else:
         parts = [
@@ -79,7 +86,9 @@ def _sharded_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool) -> list[
         parts.append(_weights("reference", num, frozen, why))
     is_critic = cfg.algorithm.advantage is Advantage.PPO
     if is_critic and learner.critic.kind is CriticKind.MODEL:
-        parts.append(_weights("critic", num, 16, " (weights, gradients, two moments)"))
+        rest = _weights("critic", num, 8, " (weights, gradients)")
+        kept = adamw_part(learner.moments, num)
+        parts.append(Part("critic", rest.num_bytes + kept.num_bytes, f"{rest.how} + {kept.how}"))
     return [_share(part, learner.num_ranks) for part in parts]
 
 
@@ -106,10 +115,17 @@ def _share(part: Part, num_ranks: int) -> Part:
     return Part(part.label, -(-part.num_bytes // num_ranks), f"({part.how}) / {num_ranks} ranks")
 
 
+def adamw_part(moments: Moments, num: int) -> Part:
+    """Return AdamW's two moments: fp32, or a byte each and 4 bytes for the scale of 256."""
+    if moments is Moments.FP32:
+        return _weights("optimizer", num, 8, " (AdamW)")
+    return Part("optimizer", num * 65 // 32, f"{num / 1e6:,.1f}M x 2.03 B (AdamW, 8 bits)")
+
+
 def _optimizer_part(learner: LearnerSection, shape: ModelShape) -> Part:
     num = shape.num_params
     if learner.optimizer is OptimizerKind.ADAMW:
-        return _weights("optimizer", num, 8, " (AdamW)")
+        return adamw_part(learner.moments, num)
     tables = _weights("", min(num, 2 * shape.vocab * shape.hidden), 8, " (AdamW, tables)")
     rest = _weights("", num - tables.num_bytes // 8, 4, " (Muon)")
     return Part("optimizer", tables.num_bytes + rest.num_bytes, f"{tables.how} + {rest.how}")

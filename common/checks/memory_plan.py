@@ -23,7 +23,7 @@ from common.errors import ConfigError
 PROCESS_BYTES = 1 * GIB  # torch and vLLM themselves; measured 0.7-1.1 GiB a process
 GPU_REMEDY = (
     "give the learner more GPUs (learner.num_gpus), train adapters (learner.lora.rank=16), set"
-    " learner.gradient_checkpointing=true, lower actor.gpu_memory_frac or"
+    " learner.gradient_checkpointing=true or learner.moments=8bit, lower actor.gpu_memory_frac or"
     " learner.max_tokens_per_microbatch, or take GPUs with more memory"
 )
 HOST_REMEDY = (

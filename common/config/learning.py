@@ -14,6 +14,17 @@ class OptimizerKind(StrEnum):
     MUON = "muon"
 
 
+class Moments(StrEnum):
+    """In what AdamW keeps its two moments of the gradient.
+
+    8bit: blocks of 256 numbers with a scale each, 2.03 bytes a weight where fp32 takes 8; a weight
+    that has no whole blocks on each rank keeps fp32. By torchao; arXiv:2110.02861.
+    """
+
+    FP32 = "fp32"
+    INT8 = "8bit"
+
+
 class Precision(StrEnum):
     """In what the passes are computed, over fp32 master weights.
 
@@ -298,6 +309,7 @@ class LearnerSection:
     advertise: str = knob("", 'host by which others reach it; "": found out', form=HOST, also="")
     device: str = knob("auto", "auto: CUDA if there is any", form=DEVICE)
     optimizer: OptimizerKind = knob(OptimizerKind.ADAMW, "of the policy")
+    moments: Moments = knob(Moments.FP32, "AdamW's memory of gradients, of the critic, too")
     lr: float = knob(1e-6, "learning rate", gt=0, le=10)
     muon_lr: float = knob(3e-3, "muon: rate of the hidden matrices, lr: the rest", gt=0, le=10)
     beta1: float = knob(0.9, "AdamW's memory of the gradient", ge=0, lt=1)
@@ -350,3 +362,6 @@ class LearnerSection:
         if self.lora.rank and self.optimizer is OptimizerKind.MUON:
             law = "learner.lora.rank > 0 needs adamw: muon is for whole updates, not their factors"
             yield "optimizer", "muon", law
+        if self.moments is Moments.INT8 and self.optimizer is OptimizerKind.MUON:
+            law = "learner.optimizer=muon keeps one moment, in fp32; give fp32, or optimizer=adamw"
+            yield "moments", "8bit", law

@@ -1,10 +1,17 @@
 """The optimizer and its learning rate."""
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from common.config.learning import LearnerSection, OptimizerKind
+from common.config.learning import LearnerSection, Moments, OptimizerKind
+
+BLOCK = 256  # 8-bit moments that share a scale, one after the other in memory
+_SMALLEST = 4096  # weights of a rank below which torchao keeps their moments in fp32
 
 
 def lr_scale(step: int, num_steps: int, cfg: LearnerSection) -> float:
@@ -25,22 +32,25 @@ def lr_scale(step: int, num_steps: int, cfg: LearnerSection) -> float:
 
 
 class PolicyOptimizer:
-    """One or two torch optimizers that step together, with rates scaled by one number."""
+    """Some torch optimizers that step together, with rates scaled by one number."""
 
     def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
         self.optimizers = optimizers
-        self._base_lrs = [[group["lr"] for group in opt.param_groups] for opt in optimizers]
+        self._base_lrs = [[float(group["lr"]) for group in opt.param_groups] for opt in optimizers]
 
     def set_lr_scale(self, scale: float) -> None:
         """Set every rate to its configured value times `scale`."""
         for optimizer, base_lrs in zip(self.optimizers, self._base_lrs, strict=True):
             for group, base_lr in zip(optimizer.param_groups, base_lrs, strict=True):
-                group["lr"] = base_lr * scale
+                if isinstance(group["lr"], Tensor):
+                    group["lr"].fill_(base_lr * scale)
+                else:
+                    group["lr"] = base_lr * scale
 
     @property
     def lr(self) -> float:
         """The current rate of the first optimizer: AdamW's, so the scaled `learner.lr`."""
-        return self.optimizers[0].param_groups[0]["lr"]
+        return float(self.optimizers[0].param_groups[0]["lr"])
 
     def zero_grad(self) -> None:
         for optimizer in self.optimizers:
@@ -63,38 +73,79 @@ def make_optimizer(model: PreTrainedModel, cfg: LearnerSection) -> PolicyOptimiz
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     tables = {id(table.weight) for table in ends if table is not None}
     hidden: list[Tensor] = []  # matrices between embedding and head
-    decayed: list[Tensor] = []
-    plain: list[Tensor] = []
+    rest: list[Tensor] = []
     for parameter in model.parameters():
         if not parameter.requires_grad:
             continue
         is_hidden = parameter.ndim == 2 and id(parameter) not in tables
-        if cfg.optimizer is OptimizerKind.MUON and is_hidden:
-            hidden.append(parameter)
-        else:
-            (decayed if parameter.ndim >= 2 else plain).append(parameter)
-    groups = [
-        {"params": decayed, "weight_decay": cfg.weight_decay},
-        {"params": plain, "weight_decay": 0.0},
-    ]
-    adamw = torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=cfg.lr,
-        betas=(cfg.beta1, cfg.beta2),
-        fused=True,
-    )
-    if cfg.optimizer is OptimizerKind.ADAMW:
-        return PolicyOptimizer([adamw])
-    muon = torch.optim.Muon(hidden, lr=cfg.muon_lr, weight_decay=cfg.weight_decay)
-    return PolicyOptimizer([adamw, muon])
+        is_muons = cfg.optimizer is OptimizerKind.MUON and is_hidden
+        (hidden if is_muons else rest).append(parameter)
+    decayed = [each for each in rest if each.ndim >= 2]
+    plain = [each for each in rest if each.ndim < 2]
+    optimizers = _adamw([(decayed, cfg.weight_decay), (plain, 0.0)], cfg.lr, cfg)
+    if cfg.optimizer is OptimizerKind.MUON:
+        muon = torch.optim.Muon(hidden, lr=cfg.muon_lr, weight_decay=cfg.weight_decay)
+        optimizers.append(muon)
+    return PolicyOptimizer(optimizers)
 
 
-def make_critic_optimizer(critic: nn.Module, cfg: LearnerSection) -> torch.optim.Optimizer:
+def make_critic_optimizer(critic: nn.Module, cfg: LearnerSection) -> PolicyOptimizer:
     """Return AdamW at the critic's own, constant rate on everything that is only the critic's."""
-    return torch.optim.AdamW(
-        critic.parameters(),
-        lr=cfg.critic.lr,
-        betas=(cfg.beta1, cfg.beta2),
-        weight_decay=cfg.weight_decay,
-        fused=True,
-    )
+    groups = [(list(critic.parameters()), cfg.weight_decay)]
+    return PolicyOptimizer(_adamw(groups, cfg.critic.lr, cfg))
+
+
+def _adamw(
+    groups: Iterable[tuple[list[nn.Parameter] | list[Tensor], float]],
+    lr: float,
+    cfg: LearnerSection,
+) -> list[torch.optim.Optimizer]:
+    """Return AdamW on groups of weights with their decay: with 8-bit moments, a second for those.
+
+    Raises: ValueError: there is nothing to train.
+    """
+    exact: list[dict[str, Any]] = []
+    coarse: list[dict[str, Any]] = []
+    for parameters, decay in groups:
+        is_coarse = [cfg.moments is Moments.INT8 and has_whole_blocks(each) for each in parameters]
+        for chosen, wanted in ((exact, False), (coarse, True)):
+            own = [p for p, found in zip(parameters, is_coarse, strict=True) if found is wanted]
+            if own:
+                chosen.append({"params": own, "weight_decay": decay})
+    if not (exact or coarse):
+        raise ValueError("there is nothing to train")
+    how: dict[str, Any] = {"lr": lr, "betas": (cfg.beta1, cfg.beta2)}
+    optimizers: list[torch.optim.Optimizer] = []
+    if exact:
+        optimizers.append(torch.optim.AdamW(exact, **how, fused=True))
+    if coarse:
+        optimizers.append(_make_coarse(coarse, **how))
+    return optimizers
+
+
+def _make_coarse(groups: list[dict[str, Any]], **how: Any) -> torch.optim.Optimizer:
+    """Return AdamW with 8-bit moments. CUDA compiles its arithmetic; a CPU would take minutes."""
+    from torchao.optim import AdamW8bit  # takes two seconds
+
+    class CoarseAdamW(AdamW8bit):
+        def step(self, closure: Any = None) -> Any:
+            is_cuda = self.param_groups[0]["params"][0].is_cuda
+            with torch.compiler.set_stance("default" if is_cuda else "force_eager"):
+                return super().step(closure)
+
+    return CoarseAdamW(groups, **how)
+
+
+def has_whole_blocks(parameter: Tensor) -> bool:
+    """Return whether moments of a weight may have 8 bits: each rank's rows are whole blocks.
+
+    All ranks answer alike, and any number of ranks for which it holds reads what another wrote.
+    """
+    if parameter.ndim == 0:
+        return False
+    num_rows = len(parameter)
+    ranks = parameter.device_mesh.size() if isinstance(parameter, DTensor) else 1
+    most = -(-num_rows // ranks)  # FSDP's cut: the last rank has what is left
+    least = num_rows - most * (ranks - 1)
+    row = parameter.numel() // num_rows
+    return least * row >= _SMALLEST and most * row % BLOCK == least * row % BLOCK == 0

@@ -3,6 +3,7 @@
 Source: torch.distributed.checkpoint; each rank writes its parts, any number of ranks reads them.
 """
 
+import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from common.errors import ConfigError
 from learner.policy.lora import trained_state
+from learner.training.optimizer import BLOCK
 from learner.training.ranks import Ranks
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # on purpose
@@ -55,7 +57,7 @@ class StateWriter(AsyncStager):
         """Return copies of tensors on the host; a part of a tensor stays a part."""
         with torch.no_grad():
             for name, value in state_dict.items():
-                plain = as_plain(value)
+                plain = value.detach()
                 copy = self._copies.get(name)
                 if copy is None or copy.shape != plain.shape:
                     self._copies[name] = copy = _host_copy(plain)
@@ -85,8 +87,12 @@ def _host_copy(tensor: Tensor) -> Tensor:
     return _like(tensor, empty)
 
 
-def _like(pattern: Tensor, local: Tensor) -> Tensor:
-    """Return a local tensor as the part of a whole one that is cut like `pattern`."""
+def _like(pattern: Tensor, local: Tensor, shape: torch.Size | None = None) -> Tensor:
+    """Return a local tensor as the part of a whole one, as large and cut like `pattern`.
+
+    Args:
+        shape: of the whole one, if another; contiguous.
+    """
     if not isinstance(pattern, DTensor):
         return local
     part = DTensor.from_local(
@@ -94,20 +100,28 @@ def _like(pattern: Tensor, local: Tensor) -> Tensor:
         pattern.device_mesh,
         pattern.placements,
         run_check=False,
-        shape=pattern.shape,
-        stride=pattern.stride(),
+        shape=shape or pattern.shape,
+        stride=(shape[1], 1) if shape else pattern.stride(),
     )
     return part.to(local.device)  # the mesh has moved it to where it computes
 
 
-def as_plain(tensor: Tensor) -> Tensor:
-    """Return a tensor as numbers: blocks of 8 bits and their scales become fp32."""
+def _stored(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield what a tensor is in memory: itself, or codes of 8 bits and the scales of their blocks.
+
+    As numbers the codes would not come back the same: a block whose largest number is negative
+    is rounded below its scale.
+    """
     local: Any = _local(tensor.detach())
-    return _like(tensor, local.dequantize()) if _is_quantised(tensor) else tensor.detach()
-
-
-def _is_quantised(tensor: Tensor) -> bool:
-    return type(_local(tensor.detach())) is not Tensor
+    if not hasattr(local, "codes"):
+        yield name, tensor
+        return
+    yield f"{name}.codes", _like(tensor, local.codes)
+    row = tensor.numel() // len(tensor)
+    per_row = math.lcm(row, BLOCK) // BLOCK  # the scales are cut as the codes: by whole rows
+    scale = local.scale.view(-1, per_row)
+    shape = torch.Size((tensor.numel() // BLOCK // per_row, per_row))
+    yield f"{name}.scale", _like(tensor, scale, shape)
 
 
 def live_tensors(
@@ -121,10 +135,11 @@ def live_tensors(
     weights = _weights(modules)
     names = {id(tensor): name for name, tensor in weights.items()}
     moments = {
-        f"{MOMENTS}{names[id(parameter)]}.{key}": value
+        name: part
         for optimizer in optimizers
         for parameter, values in optimizer.state.items()
         for key, value in values.items()
+        for name, part in _stored(f"{MOMENTS}{names[id(parameter)]}.{key}", value)
     }
     return weights | moments
 
@@ -165,9 +180,10 @@ def restore(
         kinds = sorted({name.rpartition(".")[2] for name in live.keys() ^ saved.keys()})
         raise ConfigError(
             f"{folder}: the saved moments are those of another optimizer ({', '.join(kinds)});"
-            " go on with the learner.optimizer it was trained with"
+            " go on with the learner.optimizer and learner.moments it was trained with (8bit: and"
+            " its learner.num_ranks)"
         )
-    _read(folder, live)
+    load({n: each.detach() for n, each in live.items()}, checkpoint_id=folder, no_dist=True)
 
 
 def _make_moments(
@@ -185,16 +201,6 @@ def _make_moments(
     optimizer.zero_grad(set_to_none=True)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
-
-
-def _read(folder: Path, live: Mapping[str, Tensor]) -> None:
-    """Read into live tensors in place; quantised ones one by one, as fp32 in between."""
-    in_place = {name: each.detach() for name, each in live.items() if not _is_quantised(each)}
-    load(in_place, checkpoint_id=folder, no_dist=True)
-    for name in live.keys() - in_place.keys():
-        one = {name: as_plain(live[name])}
-        load(one, checkpoint_id=folder, no_dist=True)
-        _local(live[name].detach()).copy_(_local(one[name]))
 
 
 def read_weights(folder: Path, prefix: str) -> Iterator[tuple[str, Tensor]]:

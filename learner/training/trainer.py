@@ -91,7 +91,7 @@ class Trainer:
         self._optimizers = list(self._optimizer.optimizers)
         if self._critic is not None and self._critic_optimizer is not None:
             self._modules["critic"] = self._critic
-            self._optimizers.append(self._critic_optimizer)
+            self._optimizers += self._critic_optimizer.optimizers
         self._writer = StateWriter(self._ranks)
         self._generator = torch.Generator().manual_seed(settings.seed)
         self._num_bad_steps_in_a_row = 0

@@ -58,6 +58,14 @@ def test_reference_and_critic_are_planned_where_the_objective_has_them(
     assert sizes(host)["critic"] == 16 * NUM_PARAMS
 
 
+def test_moments_in_8_bits_take_a_quarter_of_the_plan(shape: ModelShape, repository: Path) -> None:
+    more = ["learner.moments=8bit", "algorithm.advantage=ppo", "learner.critic.kind=model"]
+    (host,) = make_plan(configure(repository, *more), shape, on=(), host_bytes=0)
+    kept = 2 * NUM_PARAMS + 2 * 4 * NUM_PARAMS // 256  # bytes, and scales of 256
+    assert sizes(host)["optimizer"] == kept
+    assert sizes(host)["critic"] == 8 * NUM_PARAMS + kept
+
+
 def test_engine_gets_its_share_of_the_gpu_and_the_cache_what_is_left_of_it(
     shape: ModelShape, repository: Path
 ) -> None:

@@ -30,7 +30,8 @@ def make_parts(folder: Path, seed: int) -> tuple[dict[str, nn.Module], list[Any]
 
 def optimizers_of(made: list[Any]) -> list[torch.optim.Optimizer]:
     policy, critic, cfg = made
-    return [*make_optimizer(policy, cfg).optimizers, make_critic_optimizer(critic, cfg)]
+    makers = (make_optimizer(policy, cfg), make_critic_optimizer(critic, cfg))
+    return [each for made in makers for each in made.optimizers]
 
 
 def train_once(optimizers: list[torch.optim.Optimizer]) -> None:

@@ -1,0 +1,89 @@
+"""Laws of the presets of large models: each trains a small random one of its own architecture."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from common.config.learning import Advantage
+from common.config.load import list_configs, load_config
+from common.config.run_config import RunConfig
+from common.repository import ROOT
+from learner.policy.lora import has_adapters
+from learner.training.build import load_start, make_trainer
+from tests.learner.builders import VOCAB, make_samples
+
+SHRINK = 32  # times narrower than the model that the preset is for
+PRESETS = [name for name in list_configs(ROOT) if "qwen" in name]
+HERE = (
+    *("learner.device=cpu", "learner.num_gpus=0", "learner.num_ranks=1", "actor.num_gpus=0"),
+    *("learner.lr=1e-3", "learner.warmup_steps=0", "learner.precision=fp32"),
+)
+CASES = [
+    *((name, ()) for name in PRESETS),
+    ("textcraft-qwen7b", ("learner.moments=8bit", "algorithm.advantage=ppo")),
+    ("textcraft-qwen7b", ("algorithm.advantage=ppo", "learner.critic.kind=model")),
+    ("textcraft-qwen7b-lora", ("learner.moments=8bit", "learner.precision=bf16")),
+]
+
+
+def save_small(architecture: Path, folder: Path) -> None:
+    """Save random weights for an architecture of two layers, much narrower, of few words."""
+    told = json.loads((architecture / "config.json").read_text())
+    for key in ("hidden_size", "intermediate_size"):
+        told[key] //= SHRINK
+    # As many queries to a key, as in the large one; heads of 16 numbers.
+    heads = told["hidden_size"] // 16
+    told["num_key_value_heads"] = max(
+        1, heads * told["num_key_value_heads"] // told["num_attention_heads"]
+    )
+    told |= {"num_attention_heads": heads, "num_hidden_layers": 2, "vocab_size": VOCAB}
+    told |= {"bos_token_id": 0, "eos_token_id": 1, "max_window_layers": 2}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(told))
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    model.float().save_pretrained(folder)
+
+
+def load_small(name: str, folder: Path, overrides: tuple[str, ...]) -> RunConfig:
+    large = load_config(name, [], root=ROOT, is_dry=True)
+    save_small(ROOT / large.model.architecture, folder)
+    given = {line.partition("=")[0] for line in overrides}
+    here = [line for line in HERE if line.partition("=")[0] not in given]
+    return load_config(name, [f"model.path={folder}", *here, *overrides], root=ROOT)
+
+
+@pytest.mark.parametrize(("name", "overrides"), CASES, ids=str)
+def test_preset_trains_a_small_model_of_its_architecture(
+    name: str, overrides: tuple[str, ...], tmp_path: Path
+) -> None:
+    cfg = load_small(name, tmp_path / "policy", overrides)
+    model, _ = load_start(cfg, None, torch.device("cpu"))
+    assert type(model).__name__ == "Qwen2ForCausalLM"
+    assert model.is_gradient_checkpointing == cfg.learner.gradient_checkpointing
+    assert has_adapters(model) == ("lora" in name)
+    trainer, version = make_trainer(cfg, model, None)
+    before = {key: each.detach().clone() for key, each in model.named_parameters()}
+    samples = make_samples(num_groups=8)
+    tokens = [sample.trajectory.token_ids.tolist() for sample in samples]
+    start = trainer.score(tokens)
+    for step in range(2):
+        metrics = trainer.train_on(samples, version=version + step).metrics
+    assert trainer.values()["num_updates"] == 2 * cfg.learner.num_minibatches
+    is_trained = {key: each.requires_grad for key, each in model.named_parameters()}
+    changed = {k: not torch.equal(before[k], v) for k, v in model.named_parameters()}
+    assert changed == is_trained  # all that is to learn, nothing else
+    assert any(is_trained.values())
+    assert metrics["policy/kl_reference"] > 0  # the reference is where the run began
+    if cfg.algorithm.advantage is Advantage.PPO:
+        assert metrics["critic/grad_norm"] > 0
+        return  # its advantages are the critic's
+    gains = [
+        (sum(now) - sum(then)) * sample.advantage
+        for sample, now, then in zip(samples, trainer.score(tokens), start, strict=True)
+    ]
+    assert sum(gains) > 0  # what was good is likelier, what was bad less so
