@@ -12,10 +12,13 @@ import pytest
 
 import run
 from common.config.command_line import COMMANDS, SUITES
+from common.config.load import list_configs
 from common.repository import ROOT
 from tests.common.checks.models import write_model
 
 TIMEOUT_S = 60
+ARCHITECTURE = "configs/architectures/qwen2.5-7b-instruct"
+LARGE = [name for name in list_configs(ROOT) if "qwen" in name]  # ship without weights
 
 
 def run_cli(repository: Path, *argv: str) -> subprocess.CompletedProcess[str]:
@@ -68,7 +71,15 @@ def children_cpu_s() -> float:
         (["learner.lr=abc"], "learner.lr=abc: expects a number"),
         (["learnr.lr=1e-4"], "nearest is learner.lr"),
         (["--config", "nosuch"], "--config nosuch: no such config"),
-        (["--config", "textcraft-qwen7b"], "model.path is not set"),
+        *[(["train", "--config", name], "model.path is not set") for name in LARGE],
+        (
+            ["--config", "textcraft-qwen7b", f"model.path={ARCHITECTURE}"],
+            f"model.path={ARCHITECTURE}: lacks tokenizer files, *.safetensors",
+        ),
+        (
+            ["--config", "smoke", "learner.optimizer=muon", "learner.moments=8bit"],
+            "learner.moments='8bit': learner.optimizer=muon keeps one moment",
+        ),
         (["actor", "--join", "h:1"], "--join HOST:PORT and --key FILE go together"),
         (["train", "--join", "h:1", "--key", "k"], "--join: only actor and envhub join"),
         (["actor", "--join", "h:1", "--key", "/nosuch"], "--key /nosuch: No such file"),
