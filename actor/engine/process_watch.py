@@ -3,6 +3,8 @@
 import asyncio
 import os
 import re
+import select
+import signal
 import sys
 import threading
 from collections import deque
@@ -14,6 +16,38 @@ from common.launch.process import describe_exit
 
 TAIL_LINES = 15  # in an error
 EXIT_S = 2.0  # until a process whose engine is dead has ended
+
+
+OWNER = "LONGSTRIDE_ENGINE_OWNER"  # environment variable: the actor's process id
+
+
+def own_engines() -> None:
+    """Let the engines that this process starts from now on end with it."""
+    os.environ[OWNER] = str(os.getpid())
+
+
+def end_with_owner() -> None:
+    """Kill this worker process as soon as the actor's is gone; vLLM would wait for ever.
+
+    Who kills an actor with SIGKILL (a person, the kernel out of memory, a cluster that gives a
+    node up) cannot tell its engine, which would go on holding a GPU.
+    """
+    owner = int(os.environ.get(OWNER, "0"))
+    if owner in (0, os.getpid()):
+        return
+    try:
+        watched = os.pidfd_open(owner)
+    except ProcessLookupError:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return
+    threading.Thread(target=_wait_for_end, args=(watched,), name="owner", daemon=True).start()
+
+
+def _wait_for_end(watched: int) -> None:
+    poll = select.poll()
+    poll.register(watched, select.POLLIN)  # readable once the process has ended
+    poll.poll()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 class ProcessWatch:

@@ -17,7 +17,7 @@ from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerBase
 
 from actor.engine.adapter import engine_options
 from actor.engine.concurrency import EngineLoad
-from actor.engine.process_watch import ProcessWatch
+from actor.engine.process_watch import ProcessWatch, own_engines
 from common.config.learning import FULL, LoraSection
 from common.config.run_config import ActorSection, ModelSection
 from common.errors import EngineError
@@ -72,6 +72,7 @@ def start_llm(
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_ENGINE_READY_TIMEOUT_S", str(max(1, int(cfg.start_timeout_s))))
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # a spawned process shows where it died,
+    own_engines()
     if not faulthandler.is_enabled():
         faulthandler.enable()  # and a forked one
     watch = ProcessWatch()

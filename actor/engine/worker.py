@@ -6,12 +6,14 @@ import torch
 from vllm.config import VllmConfig
 
 from actor.engine.adapter import load_adapter
+from actor.engine.process_watch import end_with_owner
 from actor.engine.staging import Staging
 from actor.engine.transfer_engine import StagedTransferEngine, register
 from common.amx import TilePermission
 from common.wire.collective import device_id
 
 register()  # importing this module is the first that a worker does
+end_with_owner()
 
 
 class WorkerExtension:

@@ -71,6 +71,12 @@ def wait_for_more(run: Run, name: str, num: int, *, timeout_s: float) -> float:
     return num / (time.monotonic() - started)
 
 
+def is_dead(run: Run, name: str) -> bool:
+    """Whether the scheduler counts an actor as dead."""
+    actors = json.loads((run.root / "status.json").read_text())["actors"]
+    return not any(each["name"] == name and not each["is_dead"] for each in actors)
+
+
 def said_at(node: Node, words: str) -> datetime:
     """Return when a node's log first said something."""
     line = next(line for line in node.log.read_text().splitlines() if words in line)
@@ -108,6 +114,7 @@ def test_nodes_without_the_disk_join_lose_their_link_die_and_leave_a_balanced_ru
         wait_for_more(run, "second", 16, timeout_s=ENGINE_S)
         together = wait_for_more(run, "second", 24, timeout_s=HEAL_S)
         first.kill()
+        run.wait_until(lambda: is_dead(run, "first"), timeout_s=HEAL_S)
         alone = wait_for_more(run, "second", 24, timeout_s=HEAL_S)
         run.process.send_signal(signal.SIGTERM)
         run.wait(timeout_s=60.0)

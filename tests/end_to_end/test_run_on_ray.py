@@ -31,6 +31,12 @@ def joined_from(address: str) -> list[int]:
     return found
 
 
+def engines_of(pids: list[int]) -> list[psutil.Process]:
+    """Return the processes of vLLM below these."""
+    below = [child for pid in pids for child in psutil.Process(pid).children(recursive=True)]
+    return [child for child in below if "EngineCore" in " ".join(child.cmdline())]
+
+
 def actors_of(run: Run) -> dict[str, float]:
     """Return the tokens per second of each actor that the scheduler hears of."""
     with suppress(FileNotFoundError, json.JSONDecodeError):
@@ -64,6 +70,8 @@ def test_node_is_added_and_another_killed_and_the_run_goes_on(tmp_path: Path) ->
             run.wait_until(lambda: actors_of(run).get("actor-1", 0) > 0, timeout_s=ENGINE_S)
             address = (run.root / "addresses" / "scheduler").read_text().removeprefix("tcp://")
             assert len(joined_from(address)) == 3  # hub and actors, without the run's directory
+            engines = engines_of(joined_from(address))
+            assert len(engines) >= 2
             nodes.kill(first)
             run.wait_until(lambda: "lost role=actor-0" in run.output)
             run.wait_until(lambda: "actor-0" in run.read("launch.json")["waiting"])
@@ -73,6 +81,7 @@ def test_node_is_added_and_another_killed_and_the_run_goes_on(tmp_path: Path) ->
             assert run.wait() == 143, run.output
             assert run.left_over() == []
         wait_for(lambda: joined_from(address) == [])
+        wait_for(lambda: not any(engine.is_running() for engine in engines))
     assert "1 of 2 actors fit now; the others start when a node appears" in run.output
     for name, said in (("actor-1", "engine ready"), ("envhub", "Application startup complete")):
         assert said in (run.root / "logs" / f"{name}.log").read_text()  # came from its node
