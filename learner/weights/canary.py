@@ -50,7 +50,9 @@ class Canary:
             return
         delta = _mean_delta(expected.logprobs, scores.logprobs, expected.masks)
         before = self._before(scores.version)
-        is_stale = before is not None and _is_stale(expected, before, scores.logprobs)
+        is_stale = False
+        if before is not None and not math.isnan(delta):
+            is_stale = _is_stale(expected, before, scores.logprobs)
         is_alarm = is_stale or not delta <= self._max_delta  # a NaN is an alarm
         with self._lock:
             self._worst = delta if self._worst is None else max(delta, self._worst)
