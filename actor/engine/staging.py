@@ -1,8 +1,10 @@
 """The staging buffer of an engine's worker: a version lands here while generation goes on."""
 
 import logging
+import mmap
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,6 +19,7 @@ from common.wire.weight_messages import WeightsOffer
 logger = logging.getLogger(__name__)
 
 SPARE_BYTES = 1 << 30  # of a GPU, which the engine's kernels may ask for
+Prepare = Callable[[Iterable[tuple[str, Tensor]]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +44,16 @@ class Staging:
 
     Example: begin(offer) returns at once. state() -> not done, while the model samples. state() ->
     done: every bucket is what was sent. tensors(version) is what to load.
+
+    With a `prepare` all that can be done to a version beside generation is done by then, and the
+    tensors are gone: their memory goes back as they are used, so that there is one copy at a time.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        """Make one for a worker that computes on `device`."""
+    def __init__(self, device: torch.device, prepare: Prepare | None = None) -> None:
+        """Make one for a worker that computes on `device`; `prepare` is for CPUs."""
         self._device = device
+        self._prepare = prepare
+        self._pages: mmap.mmap | None = None  # what the buffer lies in, with a `prepare`
         self._group = WeightGroup()
         self._buffer: Tensor | None = None  # [at least total_bytes] uint8
         self._offer: WeightsOffer | None = None
@@ -54,9 +62,10 @@ class Staging:
 
     def begin(self, offer: WeightsOffer) -> None:
         """Start to receive; a transfer that still runs has been given up, and is waited for."""
+        self._offer = offer
         if self._thread is not None:
             self._thread.join()
-        self._offer, self._state = offer, Staged(is_done=False)
+        self._state = Staged(is_done=False)
         self._thread = threading.Thread(target=self._receive, args=(offer,), daemon=True)
         self._thread.start()
 
@@ -65,33 +74,68 @@ class Staging:
         return self._state
 
     def tensors(self, version: int) -> Iterator[tuple[str, Tensor]]:
-        """Yield (transformers name, view) of a version.
-
-        Raises: WeightSyncError: it is not what is there.
-        """
-        state, found = self._state, -1 if self._offer is None else self._offer.version
-        if found != version or not state.is_done or state.error:
-            raise WeightSyncError(f"version {version} is to be loaded, {found} is staged: {state}")
+        """Yield (transformers name, view) of a version. Raises: WeightSyncError: as `check`."""
+        self.check(version)
         assert self._offer is not None
         assert self._buffer is not None
         return views(self._buffer[: self._offer.total_bytes], self._offer.tensors)
 
+    def check(self, version: int) -> None:
+        """Return if a version is there. Raises: WeightSyncError: another one is, or none."""
+        state, found = self._state, -1 if self._offer is None else self._offer.version
+        if found != version or not state.is_done or state.error:
+            raise WeightSyncError(f"version {version} is to be loaded, {found} is staged: {state}")
+
     def _receive(self, offer: WeightsOffer) -> None:
         lower_priority()
+        state = Staged(is_done=True, error="staging ended with an error, see the engine's log")
         try:
             buffer = self._room(offer.total_bytes)[: offer.total_bytes]
             seconds = self._group.receive(buffer, self._device, offer)
-            self._state = Staged(is_done=True, seconds=seconds)
+            if self._prepare is not None:
+                self._prepare(self._consumed(offer))
+            state = Staged(is_done=True, seconds=seconds)
         except (LongstrideError, RuntimeError) as error:  # torch raises the latter without memory
             if not isinstance(error, WeightSyncError):
                 logger.error("staging failed version=%d", offer.version, exc_info=error)
             is_cancelled = isinstance(error, TransferCancelled)
-            self._state = Staged(is_done=True, error=str(error), is_cancelled=is_cancelled)
+            state = Staged(is_done=True, error=str(error), is_cancelled=is_cancelled)
+        finally:
+            self._state = state
+
+    def _consumed(self, offer: WeightsOffer) -> Iterator[tuple[str, Tensor]]:
+        """Yield (transformers name, tensor); the memory of each goes when nobody has it any more.
+
+        Raises: TransferCancelled: another version is to be staged.
+        """
+        pages = self._pages
+        assert pages is not None
+        for spec in offer.tensors:
+            if self._offer is not offer:
+                raise TransferCancelled(f"version {offer.version} is no more wanted")
+            start, stop = spec.offset_bytes, spec.offset_bytes + spec.num_bytes
+            part = memoryview(pages)[start:stop]
+            first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+            num_bytes = stop // mmap.PAGESIZE * mmap.PAGESIZE - first
+            if num_bytes > 0:
+                give_back = weakref.finalize(
+                    part, pages.madvise, mmap.MADV_DONTNEED, first, num_bytes
+                )
+                give_back.atexit = False
+            tensor = torch.frombuffer(part, dtype=getattr(torch, spec.dtype))
+            del part
+            yield spec.name, tensor.view(spec.shape)
 
     def _room(self, num_bytes: int) -> Tensor:
         """Return the buffer: on the GPU if it fits beside what is there, else in pinned memory."""
         if self._buffer is None or self._buffer.numel() < num_bytes:
             self._buffer = None
+            if self._prepare is not None:
+                flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+                self._pages = mmap.mmap(-1, num_bytes, flags=flags)
+                self._pages.madvise(mmap.MADV_HUGEPAGE)  # small ones cost a second per GB
+                self._buffer = torch.frombuffer(self._pages, dtype=torch.uint8)
+                return self._buffer
             is_cuda = self._device.type == "cuda"
             free_bytes = torch.cuda.mem_get_info(self._device)[0] if is_cuda else 0
             fits = free_bytes >= num_bytes + SPARE_BYTES

@@ -1,10 +1,12 @@
 """Our backend of vLLM's weight transfer: what was staged is loaded, layer by layer."""
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, cast
 
 import torch
+from torch import Tensor
 from vllm.distributed import get_tp_group
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import (
@@ -12,11 +14,8 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from vllm.model_executor.model_loader.reload import (
-    finalize_layerwise_reload,
-    initialize_layerwise_reload,
-)
 
+from actor.engine.prepared import Prepared, begin_reload, can_prepare, end_reload
 from actor.engine.staging import Staging
 from common.wire.codec import decode
 from common.wire.weight_messages import WeightsOffer
@@ -43,6 +42,7 @@ class StagedTransferEngine(WeightTransferEngine[OfferInfo, LoadInfo]):
     """Stages a version while the engine generates, and loads it while it is paused.
 
     `init_transfer_engine` takes the worker's place among a version's receivers and returns at once.
+    Where a model can be made ready beside generation, it is, and the load is a swap of pointers.
     """
 
     init_info_cls: ClassVar[type[OfferInfo]] = OfferInfo  # pyright: ignore
@@ -50,7 +50,11 @@ class StagedTransferEngine(WeightTransferEngine[OfferInfo, LoadInfo]):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.staging = Staging(self.device)
+        # vLLM warns at every reload of layers that no checkpoint has weights for (rotary tables).
+        logging.getLogger(RELOAD_LOGGER).setLevel(logging.ERROR)
+        self._prepares = can_prepare(self.model, self.vllm_config, self.device)
+        self._prepared: Prepared | None = None
+        self.staging = Staging(self.device, self._prepare if self._prepares else None)
 
     def init_transfer_engine(self, init_info: OfferInfo) -> None:
         """Begin to receive an offered version; of several workers each has a rank of its own."""
@@ -58,11 +62,17 @@ class StagedTransferEngine(WeightTransferEngine[OfferInfo, LoadInfo]):
         own_rank = offer.rank + get_tp_group().rank_in_group
         self.staging.begin(replace(offer, rank=own_rank))
 
+    def _prepare(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Make a staged version ready, in the staging thread."""
+        if self._prepared is not None:
+            self._prepared.release()  # it was never loaded
+        self._prepared = Prepared(self.model, self.vllm_config)
+        self._prepared.load(tensors)
+
     def start_weight_update(self) -> None:
         """Make the model ready to take weights in the format of a checkpoint."""
-        # vLLM warns at every reload of layers that no checkpoint has weights for (rotary tables).
-        logging.getLogger(RELOAD_LOGGER).setLevel(logging.ERROR)
-        initialize_layerwise_reload(self.model)
+        if not self._prepares:
+            begin_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Load the staged version. vLLM's own asks for an accelerator, which a CPU has not."""
@@ -72,16 +82,19 @@ class StagedTransferEngine(WeightTransferEngine[OfferInfo, LoadInfo]):
 
     def receive_weights(self, update_info: LoadInfo) -> None:
         """Load the staged version. Raises: WeightSyncError: another one is staged."""
-        cast(Any, self.model).load_weights(self.staging.tensors(update_info.version))
+        if self._prepares:
+            self.staging.check(update_info.version)
+        else:
+            cast(Any, self.model).load_weights(self.staging.tensors(update_info.version))
 
     def finish_weight_update(self) -> None:
-        """Let the layers process what they have loaded."""
-        finalize_layerwise_reload(self.model, self.model_config)
-        head = getattr(self.model, "lm_head", None)
-        is_tied = getattr(self.model.config, "tie_word_embeddings", False)
-        if head is not None and is_tied and hasattr(head, "quant_method"):
-            # A tied head keeps its own packed copy on CPU, which a reload leaves stale.
-            head.quant_method.process_weights_after_loading(head)
+        """Let the layers process what they have loaded, or have what was prepared."""
+        if self._prepares:
+            assert self._prepared is not None, "a version is staged"
+            self._prepared.swap()
+            self._prepared = None
+        else:
+            end_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
         """Leave the group."""

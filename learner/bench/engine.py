@@ -49,7 +49,7 @@ class EngineFigures:
     is_sound: bool  # as many logprobs and versions as tokens, none positive, all of version 1
     canary_delta: float  # nats, the worst of the versions heard of
     publish_s: float  # of version 1, offer to loaded
-    transfer_s: float  # of the versions, the buckets' way
+    transfer_s: float  # of version 1, the buckets' way
     pause_s: float  # the longest in which the engine loaded one and sampled nothing
     num_bytes: int
 
@@ -90,6 +90,7 @@ def measure_engine(
             lambda: publisher.drain_metrics()["weights/members"] > 0, timeout_s=run.timeout_s
         )
         gate.close()  # when version 0 has left
+        publisher.drain_metrics()  # its transfer is not to be added to that of version 1
         _randomize(model)
         weights = _version(1, trainer, canary)
         publisher.publish(weights)

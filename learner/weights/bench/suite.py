@@ -217,5 +217,6 @@ def check_pause(table: BenchTable, model_settings: dict[str, int]) -> None:
         "s",
         against="its transfer",
         at_most=MAX_PAUSE_FRAC,
-        note=f"per GB {figures.pause_s / size_gb:.2f} s and {figures.transfer_s / size_gb:.2f} s",
+        note=f"per GB {figures.pause_s / size_gb:.2f} s and {figures.transfer_s / size_gb:.2f} s, "
+        f"offer to loaded {figures.publish_s / size_gb:.2f} s",
     )

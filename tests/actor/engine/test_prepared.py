@@ -1,0 +1,212 @@
+"""Laws of versions made ready beside generation: a swap gives what vLLM's own reload gives."""
+
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from common.config.run_config import ActorSection, ModelSection
+from common.wire.collective import CPU, BroadcastGroup, Place, open_store
+from common.wire.transfer.buckets import Cut, send_buckets
+from common.wire.weight_messages import TensorSpec, WeightsOffer
+from learner.offline.scratch import make_tokenizer, save_policy
+from tests.actor.engine.engine_rig import HOST, TIMEOUT_S, save_tiny_policy
+
+pytestmark = pytest.mark.slow
+
+TENSOR_BYTES, NUM_TENSORS = 16 << 20, 6
+
+
+def save_biased_policy(folder: Path) -> None:
+    """Write a Qwen2, which has biases and no norms of queries and keys."""
+    tokenizer = make_tokenizer(["go to the red ball"], vocab_size=320)
+    config = Qwen2Config(
+        vocab_size=320,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+    )
+    save_policy(folder, Qwen2ForCausalLM(config), tokenizer)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group() -> Iterator[None]:
+    """What vLLM's layers ask for while they are made, and nothing of it afterwards."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import parallel_state
+    from vllm.utils.network_utils import get_open_port
+
+    address = f"tcp://{HOST}:{get_open_port()}"
+    with set_current_vllm_config(VllmConfig()):
+        parallel_state.init_distributed_environment(1, 0, address, 0, "gloo")
+        parallel_state.ensure_model_parallel_initialized(1, 1)
+    yield
+    parallel_state.cleanup_dist_env_and_memory()
+
+
+def make_model(path: Path, dtype: str) -> tuple[Any, Any]:
+    """Return vLLM's model of a checkpoint and its configuration, without an engine."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader import get_model
+
+    from actor.engine.start import engine_arguments
+
+    cfg = ActorSection(max_concurrent=4, max_model_len=128)
+    arguments = engine_arguments(ModelSection(path=str(path), dtype=dtype), cfg, seed=0)
+    arguments.weight_transfer_config = None
+    config = arguments.create_engine_config()
+    with set_current_vllm_config(config), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.accelerator, "empty_cache", lambda: None)  # as vLLM's CPU worker does
+        return get_model(vllm_config=config), config
+
+
+def version(path: Path, dtype: str, *, seed: int) -> list[tuple[str, Tensor]]:
+    """Return the tensors of a checkpoint by name, with other numbers in them."""
+    from safetensors.torch import load_file
+
+    generator = torch.Generator().manual_seed(seed)
+    kept = load_file(path / "model.safetensors")
+    return [
+        (name, torch.randn(each.shape, generator=generator).to(getattr(torch, dtype)))
+        for name, each in kept.items()
+    ]
+
+
+def contents(model: nn.Module, dtype: str) -> dict[str, Tensor]:
+    """Return every tensor of a model, and what each packed matrix makes of the same input."""
+    found = {name: each.clone() for name, each in model.state_dict(keep_vars=True).items()}
+    generator = torch.Generator().manual_seed(0)
+    layers: list[tuple[str, Any]] = list(model.named_modules())
+    for name, layer in layers:
+        if hasattr(layer, "cpu_linear"):
+            width = getattr(layer, "input_size_per_partition", None) or layer.embedding_dim
+            rows = torch.randn((5, width), generator=generator).to(getattr(torch, dtype))
+            found[f"{name}()"] = layer.cpu_linear(rows, layer.weight, getattr(layer, "bias", None))
+    return found
+
+
+def is_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["float32", "bfloat16 tied", "bfloat16 biased"])
+def test_what_was_prepared_is_bit_for_bit_what_a_reload_gives(tmp_path: Path, kind: str) -> None:
+    from actor.engine.prepared import Prepared, begin_reload, can_prepare, end_reload
+
+    dtype, _, way = kind.partition(" ")
+    path = tmp_path / "policy"
+    if way == "biased":
+        save_biased_policy(path)
+    else:
+        save_tiny_policy(path, is_tied=way == "tied")
+    (reloaded, config), (swapped, _) = make_model(path, dtype), make_model(path, dtype)
+    assert can_prepare(swapped, config, CPU)
+    addresses = {id(each) for each in swapped.parameters()}
+    before = contents(swapped, dtype)
+    assert any(name.endswith("qkv_proj()") for name in before)
+    assert any(name.endswith("lm_head()") for name in before)
+    for seed in (1, 2, 3):
+        tensors = version(path, dtype, seed=seed)
+        begin_reload(reloaded)
+        reloaded.load_weights(tensors)
+        end_reload(reloaded, config.model_config)
+        prepared = Prepared(swapped, config)
+        thread = threading.Thread(target=prepared.load, args=(tensors,))
+        thread.start()
+        thread.join()
+        assert is_equal(contents(swapped, dtype), before), "the model goes on as it is"
+        prepared.swap()
+        after = contents(swapped, dtype)
+        assert is_equal(after, contents(reloaded, dtype))
+        assert not is_equal(after, before)
+        before = after
+    assert {id(each) for each in swapped.parameters()} == addresses
+
+
+def test_layers_that_keep_their_state_elsewhere_are_reloaded_in_place(tmp_path: Path) -> None:
+    from actor.engine.prepared import can_prepare
+
+    save_tiny_policy(tmp_path, is_tied=False)
+    model, config = make_model(tmp_path, "float32")
+    assert not can_prepare(model, config, torch.device("cuda"))
+    layer = model.model.layers[0].mlp.down_proj
+    method, layer.quant_method = layer.quant_method, object()
+    assert not can_prepare(model, config, CPU)
+    layer.quant_method = method
+    config.model_config.enforce_eager = False
+    assert not can_prepare(model, config, CPU)
+
+
+def test_what_is_prepared_and_what_is_staged_are_one_copy() -> None:
+    from actor.engine.staging import Staging
+
+    total_bytes = TENSOR_BYTES * NUM_TENSORS
+    sent = torch.randint(256, (total_bytes,), dtype=torch.uint8)
+    process, rss = psutil.Process(), [0, 0]
+    kept: list[Tensor] = []
+
+    def prepare(tensors: Iterable[tuple[str, Tensor]]) -> None:
+        rss[0] = process.memory_info().rss
+        for number, (name, tensor) in enumerate(tensors):
+            part = sent[number * TENSOR_BYTES : (number + 1) * TENSOR_BYTES]
+            assert (name, torch.equal(tensor, part)) == (str(number), True)
+            if number == 1:
+                kept.append(tensor[7:].view(-1))
+        rss[1] = process.memory_info().rss
+
+    store = open_store(HOST, 0, is_server=True, timeout_s=TIMEOUT_S)
+    specs = [
+        TensorSpec(
+            name=str(n),
+            shape=[TENSOR_BYTES],
+            dtype="uint8",
+            offset_bytes=n * TENSOR_BYTES,
+            num_bytes=TENSOR_BYTES,
+        )
+        for n in range(NUM_TENSORS)
+    ]
+    offer = make_offer(store.port, specs, total_bytes)
+    staging = Staging(CPU, prepare)
+    staging.begin(offer)
+    group = BroadcastGroup(store, Place(0, 2, "gloo", TIMEOUT_S, HOST), epoch=1)
+    cut = Cut(total_bytes, offer.bucket_bytes)
+    slots = [torch.zeros(cut.slot_bytes, dtype=torch.uint8) for _ in range(2)]
+    send_buckets(group, cut, slots, lambda start, part: part.copy_(sent[start:][: part.numel()]))
+    deadline = time.monotonic() + TIMEOUT_S
+    while not staging.state().is_done and time.monotonic() < deadline:
+        time.sleep(0.01)
+    group.close()
+    staging.leave()
+    assert (staging.state().is_done, staging.state().error) == (True, "")
+    assert rss[0] - rss[1] > (NUM_TENSORS - 2.5) * TENSOR_BYTES, "all but the last and the kept"
+    assert torch.equal(kept[0], sent[TENSOR_BYTES + 7 : 2 * TENSOR_BYTES])
+
+
+def make_offer(port: int, specs: list[TensorSpec], total_bytes: int) -> WeightsOffer:
+    return WeightsOffer(
+        version=1,
+        group_epoch=1,
+        rank=1,
+        world_size=2,
+        store_host=HOST,
+        store_port=port,
+        transport="gloo",
+        folder="",
+        timeout_s=TIMEOUT_S,
+        tensors=specs,
+        total_bytes=total_bytes,
+        bucket_bytes=TENSOR_BYTES,
+        canary_token_ids=[],
+    )
