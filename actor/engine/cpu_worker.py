@@ -5,7 +5,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from common.amx import TilePermission, request_tiles
 
-ONE_ADAPTER = "actor.engine.cpu_adapter.OneAdapter"
+ONE_ADAPTER = "actor.engine.adapter.OneAdapter"
 
 
 class TileWorker(CPUWorker):
