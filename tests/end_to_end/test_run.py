@@ -11,7 +11,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def test_run_trains_evaluates_and_accounts_for_every_episode(tmp_path: Path) -> None:
-    with Run(tmp_path, "eval.baselines=true") as run:
+    # In the engine's own arithmetic a canary is exact; in bf16 it is a mean of too few tokens.
+    with Run(tmp_path, "eval.baselines=true", "learner.precision=fp32") as run:
         assert run.wait() == 0, run.output
         assert run.left_over() == []
     ledger = run.read("ledger.json")
@@ -20,7 +21,7 @@ def test_run_trains_evaluates_and_accounts_for_every_episode(tmp_path: Path) -> 
     metrics = run.metrics()
     assert [line["step"] for line in metrics] == [1, 2, 3]
     noise = [line["weights/canary_abs_logprob"] for line in metrics[1:]]
-    assert max(noise) <= 0.005  # the engine's weights are the learner's weights
+    assert max(noise) <= 1e-4  # the engine's weights are the learner's weights
     assert all(line["offpolicy/lag_max"] <= 4 for line in metrics)
     report = run.read("report.json")
     for name in ("before", "after"):
