@@ -113,7 +113,11 @@ class SchedulerClient:
                 if message.is_finished:
                     self.is_finished.set()
             case Welcome():
+                is_other = self.run_epoch not in ("", message.run_epoch)
                 self.run_epoch = message.run_epoch
+                if is_other:  # it counts its directories anew, perhaps up to the same number
+                    self.book.forget_number()
+                    self._line.send(self._greeting())
             case Directory():
                 self.book.take(message)
             case Rejected():

@@ -1,4 +1,4 @@
-"""One launcher per run directory."""
+"""One launcher per run directory, and one process per role that there is one of."""
 
 import contextlib
 import fcntl
@@ -10,6 +10,7 @@ from typing import TextIO
 
 from common.errors import ConfigError
 
+GONE_S = 1.0  # in which a process that was killed is gone
 LOOK_S = 0.05  # longer than `is_held` holds the lock; a wait for it could last a whole run
 
 
@@ -19,29 +20,50 @@ def hold_run(root: Path, *, name: str) -> Generator[None]:
 
     Raises: ConfigError: another launcher holds it; names its process id.
     """
-    root.parent.mkdir(parents=True, exist_ok=True)
-    with (root.parent / f".{root.name}.lock").open("a+") as file:  # the folder itself may move
+    path = root.parent / f".{root.name}.lock"  # beside the folder, which itself may move
+    with _held(path, what=f"run.name={name}: this run is going on", wait_s=LOOK_S):
+        yield
+
+
+@contextlib.contextmanager
+def hold_role(root: Path, role: str) -> Generator[None]:
+    """Be the only process of a role that a run has one of, such as its scheduler.
+
+    Raises: ConfigError: another one lives; names its process id.
+    """
+    what = f"{root}: this run has a {role}"
+    with _held(root / f".{role}.lock", what=what, wait_s=GONE_S):
+        yield
+
+
+@contextlib.contextmanager
+def _held(path: Path, *, what: str, wait_s: float) -> Generator[None]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+") as file:
         try:
-            _lock(file)
+            _lock(file, wait_s)
         except BlockingIOError as error:
             file.seek(0)
             holder = file.read().strip() or "unknown"
-            raise ConfigError(
-                f"run.name={name}: this run is going on (process {holder}); stop that first"
-            ) from error
+            raise ConfigError(f"{what} (process {holder}); stop that first") from error
         file.truncate(0)
         file.write(str(os.getpid()))
         file.flush()
         yield
 
 
-def _lock(file: TextIO) -> None:
-    """Take the lock, at the second try if somebody just looks whether it is held."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        time.sleep(LOOK_S)
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+def _lock(file: TextIO, wait_s: float) -> None:
+    """Take the lock; who holds it, or just looks whether it is held, has `wait_s` to leave."""
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(LOOK_S)
+        else:
+            return
 
 
 def is_held(root: Path) -> bool:

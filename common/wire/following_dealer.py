@@ -17,6 +17,7 @@ from common.wire.sockets import connect_dealer
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.05  # between looks for an address that nobody has told yet
+ASLEEP_S = 1.0  # between two looks at the queue: beyond that we slept, not the peer
 
 
 class FollowingDealer:
@@ -46,7 +47,8 @@ class FollowingDealer:
         self._context = context
         self._hello = hello
         self._socket: Any = None
-        self._heard_at = time.monotonic()
+        self._silent_s = 0.0
+        self._looked_at = time.monotonic()
         self.address = ""
 
     def connect(self, *, timeout_s: float) -> None:
@@ -90,8 +92,17 @@ class FollowingDealer:
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the peer was heard, or since the connection began."""
-        return time.monotonic() - self._heard_at
+        """Seconds without a word of the peer, or since the connection began.
+
+        Only those in which this process looked: one that was stopped for minutes has its peer's
+        words in the queue, and reads them first.
+        """
+        return self._silent_s + min(time.monotonic() - self._looked_at, ASLEEP_S)
+
+    def _looked(self, *, is_heard: bool) -> None:
+        """Count the silence up to this look at the queue."""
+        self._silent_s = 0.0 if is_heard else self.silent_s
+        self._looked_at = time.monotonic()
 
     def send(self, message: Any) -> bool:
         """Send at once; False, and a warning, if the queue to the peer is full."""
@@ -106,18 +117,16 @@ class FollowingDealer:
 
     async def next(self, *, timeout_s: float) -> Any | None:
         """Return the peer's next message, None if none comes in time."""
-        if not await self._socket.poll(int(timeout_s * 1_000)):
-            return None
-        frames = await self._socket.recv_multipart()
-        self._heard_at = time.monotonic()
-        return decode(frames)
+        is_heard = bool(await self._socket.poll(int(timeout_s * 1_000)))
+        self._looked(is_heard=is_heard)
+        return decode(await self._socket.recv_multipart()) if is_heard else None
 
     def take_all(self) -> list[Any]:
         """Return the messages that are here, without waiting."""
         taken: list[Any] = []
         while self._socket.poll(0):
             taken.append(decode(self._socket.recv_multipart()))
-            self._heard_at = time.monotonic()
+        self._looked(is_heard=bool(taken))
         return taken
 
     def close(self, *, linger_s: float) -> None:
@@ -130,6 +139,6 @@ class FollowingDealer:
         self.close(linger_s=0.0)
         self.address = address
         self._socket = connect_dealer(self._context, self._keys, address=address)
-        self._heard_at = time.monotonic()
+        self._silent_s, self._looked_at = 0.0, time.monotonic()
         if self._hello is not None:
             self.send(self._hello())

@@ -150,6 +150,7 @@ class Heartbeat:
     waiting_for: str = ""  # "" when busy
     rss_bytes: int = 0
     directory: int = -1  # number of the Directory that the sender knows; -1: it wants none
+    num_reports: int = 0  # learner: its numbered messages that went before, on this connection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,6 +173,7 @@ class Progress:
     # wider than the configured one
     num_slots: int = 0  # to a learner: episodes at once of all living actors
     num_heard: int = 0  # to a learner: its numbered messages since hello that came without a gap
+    num_reports: int = 0  # of the heartbeat that this answers: more than were heard were lost
     num_saved: int = 0  # of them, those that survive the scheduler's machine: they may be forgotten
     closed_below: int = 0  # training groups with smaller numbers are settled for good, and saved
     learner_version: int = -1  # to a learner: its version as the scheduler knows it; -1: unknown

@@ -23,7 +23,8 @@ logger = logging.getLogger(__name__)
 
 HIGH_WATER_MARK = 10_000  # messages queued per peer before a send blocks
 MAX_SENDERS = 100_000  # remembered; a connection that broke is another sender afterwards
-HEARTBEAT_MS = 5_000  # ZeroMQ's own ping; finds half-open connections
+HEARTBEAT_MS = 2_500  # ZeroMQ's own ping; finds half-open connections
+CONNECT_MS = 3_000  # for one try: TCP itself waits ever longer while a link is cut
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,6 +43,7 @@ def _prepare(socket: Any) -> None:
     socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
     socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 4 * HEARTBEAT_MS)
+    socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MS)
     socket.setsockopt(zmq.RECONNECT_IVL, 100)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2_000)
 

@@ -1,7 +1,6 @@
 """The learner's connection to the scheduler: hello, heartbeats, and the reports of the log."""
 
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -38,13 +37,12 @@ class SchedulerClient:
     ) -> None:
         """Make one that is not connected; `on_progress` takes each answer to a heartbeat.
 
-        After `silence_s` without an answer the scheduler counts as gone, and a report as lost.
+        After `silence_s` without an answer the scheduler counts as gone.
         """
         self._reports = reports
         self.hello = hello
         self._silence_s = silence_s
         self._on_progress = on_progress
-        self._awaited = (0, 0.0)  # a number that must be acknowledged, and since when
         self._context = zmq.Context()
         self._dealer = FollowingDealer(
             run_dir, "scheduler", keys, context=self._context, hello=self._greet
@@ -80,7 +78,8 @@ class SchedulerClient:
         if not self._dealer.follow() and silent_s > self._silence_s:
             address = self._dealer.address
             raise LongstrideError(f"scheduler silent for {silent_s:.0f}s at {address}")
-        self._dealer.send(heartbeat)
+        num_reports = self._reports.last_number if self._run_epoch else 0
+        self._dealer.send(replace(heartbeat, num_reports=num_reports))
 
     def _receive(self, message: Any) -> None:
         match message:
@@ -89,7 +88,6 @@ class SchedulerClient:
                 self._run_epoch = message.run_epoch
                 if is_new:
                     self._reports.restart()
-                    self._awaited = (0, time.monotonic())
                     self.flush()
             case Progress():
                 is_same = message.run_epoch == self._run_epoch
@@ -106,15 +104,15 @@ class SchedulerClient:
                 raise LongstrideError(f"unexpected {type(message).__name__} from the scheduler")
 
     def _look_for_gap(self, progress: Progress) -> None:
-        """Connect again if a message was lost with a connection that broke and came back."""
-        now = time.monotonic()
-        wanted, since = self._awaited
-        if progress.num_heard >= wanted:
-            self._awaited = (self._reports.last_number, now)
-        elif now - since > self._silence_s:
+        """Connect again if a message was lost with a connection that broke and came back.
+
+        One connection keeps its order: what went before a heartbeat that is answered is heard, or
+        will never be.
+        """
+        if progress.num_heard < min(progress.num_reports, self._reports.last_number):
             logger.warning(
                 "scheduler misses report=%d, has all up to %d; sending again",
-                *(wanted, progress.num_heard),
+                *(progress.num_reports, progress.num_heard),
             )
             self._dealer.reopen()
 

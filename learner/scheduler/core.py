@@ -54,7 +54,7 @@ class SchedulerCore:
 
     Raises (from `handle` and `tick`):
         LedgerError: the ledger does not balance, or two outcomes for one episode.
-        LongstrideError: too many episodes failed by infrastructure.
+        LongstrideError: from `tick`: too many episodes failed by infrastructure.
     """
 
     def __init__(
@@ -93,18 +93,30 @@ class SchedulerCore:
             name = type(message).__name__
             logger.warning("unexpected message type=%s sender=%s", name, sender_name)
             return Rejected(reason=f"the scheduler takes no {name}")
+        self.lifecycle.failures.now = self._clock()
         answer = handler(message)
         self._advance_phase()
         return answer
 
+    def wake(self) -> None:
+        """Take up again after this process stood still: nobody was late but itself."""
+        now = self._clock()
+        self.members.touch_all(now)
+        self.lifecycle.renew_all(now=now)
+
     def tick(self) -> bool:
-        """Issue again what the dead and the overdue hold. True if it was time to look."""
+        """Issue again what the dead and the overdue hold. True if it was time to look.
+
+        Raises: LongstrideError: too many episodes failed by infrastructure. That is no part of
+            taking a report, which would otherwise be told again to every scheduler that follows.
+        """
         now = self._clock()
         if now - self.run.last_tick < TICK_S:
             return False
-        self.run.last_tick = now
+        self.run.last_tick = self.lifecycle.failures.now = now
         liveness.tick(self.parts, now)
         self._advance_phase()
+        self.lifecycle.failures.check()
         return True
 
     # --- members ------------------------------------------------------------------------------
@@ -128,11 +140,11 @@ class SchedulerCore:
     def _heartbeat(self, message: Heartbeat) -> Progress:
         revoked = liveness.heartbeat(self.parts, message, self._clock())
         if message.role == "learner":
-            return self._progress_of_learner(revoked)
+            return self._progress_of_learner(revoked, num_reports=message.num_reports)
         is_finished = self.phase is Phase.DONE
         return Progress(run_epoch=self.run_epoch, revoked=revoked, is_finished=is_finished)
 
-    def _progress_of_learner(self, revoked: list[str]) -> Progress:
+    def _progress_of_learner(self, revoked: list[str], *, num_reports: int = 0) -> Progress:
         learner_version, num_groups = self._batch()
         return Progress(
             run_epoch=self.run_epoch,
@@ -141,6 +153,7 @@ class SchedulerCore:
             lag_bounds=self.parts.limits.lag_bounds,
             num_slots=sum(m.num_slots for m in self.members.alive("actor")),
             num_heard=self._cursor.num_heard,
+            num_reports=num_reports,
             num_saved=self._cursor.num_saved,
             closed_below=self._cursor.closed_below,
             learner_version=learner_version,

@@ -10,6 +10,7 @@ from typing import Any
 
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
+from common.launch.lock import hold_role
 from common.store.run_dir import RunDir, write_atomically, write_json
 from common.wire.addresses import LOOPBACK, WILDCARDS, bracketed
 from common.wire.join_messages import FileRequest, HubGoodbye, HubHello, HubNoted, JoinRequest
@@ -31,6 +32,8 @@ POLL_S = 0.05
 GATHER_S = 0.005  # from one batch of messages to the next: thousands of peers come in hundreds
 SAVE_S = 2.0  # between two saved states; the log holds what came since
 STATUS_S = 1.0
+ASLEEP_S = 5.0  # between two rounds of the loop: this process stood still
+WAKE = "wake"  # sender of a logged tick that came after such a rest
 OUTSIDE = (JoinRequest, FileRequest, HubHello, HubGoodbye)
 MAX_FILES_FRAC = 0.01  # of a core for either, in runs of thousands of actors less often for that
 
@@ -79,7 +82,15 @@ def run(cfg: RunConfig, run_dir: RunDir) -> None:
 
 
 def serve(cfg: RunConfig, run_dir: RunDir, stop: threading.Event) -> None:
-    """Build, loop until `stop`, shut down. What failed is not saved, so a restart may go on."""
+    """Build, loop until `stop`, shut down. What failed is not saved, so a restart may go on.
+
+    Raises: ConfigError: this run has a scheduler.
+    """
+    with hold_role(run_dir.root, "scheduler"):
+        _serve(cfg, run_dir, stop)
+
+
+def _serve(cfg: RunConfig, run_dir: RunDir, stop: threading.Event) -> None:
     keys, log = load_keys(run_dir.keys), EventLog(run_dir.root)
     router = listen(cfg, keys, preferred_port=(log.load() or {}).get("port", 0))
     try:
@@ -157,7 +168,9 @@ def resume(core: SchedulerCore, clock: LoopClock, log: EventLog) -> None:
     num_events = 0
     for time_s, sender_name, message in log.events():
         clock.now = time_s
-        if message is None:
+        if message is None and sender_name == WAKE:
+            core.wake()
+        elif message is None:
             core.tick()
         else:
             core.handle(sender_name, message)
@@ -182,7 +195,7 @@ def loop(parts: Serving, stop: threading.Event) -> None:
     """Serve until `stop` is set, or until the run is over and everybody has left."""
     while not stop.is_set() and not has_ended(parts):
         received = parts.router.receive_all(timeout_s=POLL_S)
-        parts.clock.now = time.monotonic()
+        wake_at(parts, time.monotonic())
         answer_all(parts, received)
         parts.registry.expire(parts.clock.now)
         if parts.core.tick():
@@ -193,6 +206,16 @@ def loop(parts: Serving, stop: threading.Event) -> None:
         write_due(parts)
         if received:
             time.sleep(max(0.0, parts.clock.now + GATHER_S - time.monotonic()))
+
+
+def wake_at(parts: Serving, now: float) -> None:
+    """Set the clock; after a rest of this process nobody is called late before it is heard."""
+    slept_s, parts.clock.now = now - parts.clock.now, now
+    if slept_s > ASLEEP_S:
+        logger.warning("stood still for_s=%.1f: nobody is late by that", slept_s)
+        parts.core.wake()
+        parts.registry.wake(now)
+        parts.log.append(now, WAKE, [])
 
 
 def has_ended(parts: Serving) -> bool:

@@ -10,9 +10,7 @@ from learner.scheduler.episodes.lifecycle import Arrived
 def take(parts: Components, message: Outcomes, *, now: float) -> None:
     """Take one report.
 
-    Raises:
-        LedgerError: two outcomes for one episode.
-        LongstrideError: too many episodes failed by infrastructure.
+    Raises: LedgerError: two outcomes for one episode.
     """
     parts.lifecycle.ledger.num_duplicates += message.num_duplicates
     _see_all(parts, message.seen)

@@ -12,6 +12,8 @@ from learner.scheduler.state import FIXED, VOLATILE
 
 WINDOW = 200  # episodes over which the share of failures is taken
 MIN_WINDOW = 50  # episodes before it says anything
+BURST_S = 10.0  # between two failures of one outage at most
+OUTAGE_S = 120.0  # longer than a hub, or a machine, takes to come back
 EVALUATED = "evaluated"
 FAILED = Outcome.FAILED.value
 TRAIN_OUTCOMES = tuple(outcome.value for outcome in Outcome)
@@ -88,21 +90,52 @@ class Ledger:
 
 @dataclass(slots=True)
 class FailureWindow:
-    """Causes of the last failures. A restart of the scheduler forgives them."""
+    """Causes of the last failures, those of one outage as one. A restart forgives them.
+
+    Failures less than `BURST_S` apart are an outage: a hub that dies takes all of its episodes
+    with it, which says nothing about those that follow. One that goes on for `OUTAGE_S` is judged
+    by its own episodes.
+
+    Example: 118 episodes fail within a second, the next ones end well -> one failure. Every second
+    one fails for two minutes -> `check` raises.
+    """
 
     max_frac: float = field(metadata=FIXED)  # of the window
+    now: float = field(default=0.0, metadata=VOLATILE)  # core's clock
     causes: deque[str] = field(  # "": no failure
         default_factory=partial(deque[str], maxlen=WINDOW), metadata=VOLATILE
     )
+    began_at: float = field(default=0.0, metadata=VOLATILE)  # of the last outage: first failure
+    failed_at: float = field(default=-BURST_S, metadata=VOLATILE)  # and last
+    outage: Counter[str] = field(  # its episodes, by cause
+        default_factory=Counter[str], metadata=VOLATILE
+    )
 
     def add(self, cause: str) -> None:
-        """Count an episode. Raises: LongstrideError: too many failed; names the causes."""
-        self.causes.append(cause)
-        num = len(self.causes)
-        num_failed = num - self.causes.count("")
+        """Count an episode."""
+        is_going_on = self.now - self.failed_at < BURST_S
+        if cause and not is_going_on:
+            self.began_at = self.now
+            self.outage.clear()
+        if not cause or not is_going_on:
+            self.causes.append(cause)
+        if cause:
+            self.failed_at = self.now
+        self.outage[cause] += 1
+
+    def check(self) -> None:
+        """Raises: LongstrideError: too many failed; names the causes."""
+        self._judge(Counter(self.causes), f"of the last {len(self.causes)}")
+        lasted_s = self.failed_at - self.began_at
+        if lasted_s >= OUTAGE_S:
+            num = self.outage.total()
+            self._judge(self.outage, f"of {num} in an outage of {lasted_s:.0f}s")
+
+    def _judge(self, counts: Counter[str], which: str) -> None:
+        failed = {cause: num for cause, num in counts.items() if cause}
+        num, num_failed = counts.total(), sum(failed.values())
         if num >= MIN_WINDOW and num_failed > self.max_frac * num:
-            failed = Counter(each for each in self.causes if each)
             raise LongstrideError(
-                f"{num_failed} of the last {num} episodes failed by infrastructure, more than"
-                f" scheduler.max_failed_frac={self.max_frac:g}: {dict(failed)}"
+                f"{num_failed} {which} episodes failed by infrastructure, more than"
+                f" scheduler.max_failed_frac={self.max_frac:g}: {failed}"
             )

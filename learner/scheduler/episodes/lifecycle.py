@@ -157,10 +157,7 @@ class EpisodeLifecycle:
     # --- arrived, settled ---------------------------------------------------------------------
 
     def arrive(self, seen: EpisodeSeen) -> Arrived | None:
-        """Note that an episode, of whichever attempt, is in the journal; None if that is no news.
-
-        Raises: LongstrideError: too many of the last episodes failed.
-        """
+        """Note that an episode, of whichever attempt, is in the journal; None: that is no news."""
         found = self.table.find(seen.episode_id)
         if found is None:
             self._unknown(seen.episode_id)

@@ -150,6 +150,26 @@ def test_an_actor_is_told_where_the_others_are_and_asks_a_new_scheduler_again(
     check(tmp_path, law)
 
 
+def test_an_actor_asks_a_new_scheduler_where_all_are_though_it_counts_to_the_same_number(
+    tmp_path: Path,
+) -> None:
+    """The actor stays up over a stop of the run; all the others are elsewhere when it goes on."""
+
+    async def law(scheduler: Peer, control: SchedulerClient, _: asyncio.Task[None]) -> None:
+        hello = await welcome(scheduler, control)
+        scheduler.answer(hello, directory(3, "tcp://127.0.0.1:1"))
+        async with asyncio.timeout(5.0):
+            while control.book.number != 3:
+                await asyncio.sleep(0.001)
+        scheduler.restart()
+        again = await scheduler.next(Hello)
+        assert again.message == replace(HELLO, directory=3)
+        scheduler.answer(again, Welcome(run_epoch="e2"))
+        assert (await scheduler.next(Hello)).message == GREETING
+
+    check(tmp_path, law)
+
+
 def test_an_actor_that_nobody_tells_of_a_learner_gives_up_with_who_it_asked(tmp_path: Path) -> None:
     async def law(_: Peer, control: SchedulerClient, loop: asyncio.Task[None]) -> None:
         loop.cancel()

@@ -1,6 +1,7 @@
 """Laws of the line that follows its peer, against real sockets."""
 
 import asyncio
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -87,6 +88,23 @@ def test_messages_are_received_with_a_deadline_on_an_event_loop(peer: Peer) -> N
         context.destroy(linger=0)
 
     asyncio.run(law())
+
+
+def test_a_peer_is_not_silent_while_this_process_stands_still(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped for minutes: the peer's words are in the queue, and read before it is judged."""
+    context = zmq.Context()
+    line = FollowingDealer(peer.run_dir, "learner", peer.keys, context=context, hello=lambda: HELLO)
+    line.connect(timeout_s=WAIT_S)
+    line.take_all()
+    began = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: began + 600.0)
+    assert line.silent_s <= 2.0
+    line.take_all()
+    assert line.silent_s <= 2.0
+    line.close(linger_s=0.0)
+    context.term()
 
 
 def test_a_peer_without_an_address_is_an_error_that_names_it(peer: Peer) -> None:

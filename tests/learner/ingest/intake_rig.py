@@ -105,6 +105,7 @@ class Scheduler:
                 num_slots=self.num_slots,
                 is_finished=self.is_finished,
                 num_heard=self.told.num_heard,
+                num_reports=message.num_reports,
                 num_saved=self.told.num_saved,
                 closed_below=self.told.closed_below,
             )

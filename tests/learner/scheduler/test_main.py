@@ -137,6 +137,18 @@ def test_restarted_scheduler_keeps_leases_and_address_but_not_the_epoch(
         assert not {lease.episode_id for lease in rest} & set(running)
 
 
+def test_second_scheduler_of_a_run_is_refused_while_the_first_lives(
+    hub_url: str, run_dir: RunDir
+) -> None:
+    cfg = _config(hub_url)
+    with _serving(cfg, run_dir) as role:
+        address = (run_dir.addresses / "scheduler").read_text()
+        with pytest.raises(ConfigError, match=rf"this run has a scheduler \(process {os.getpid()}"):
+            serve(cfg, run_dir, threading.Event())
+        assert (run_dir.addresses / "scheduler").read_text() == address
+        assert isinstance(role.ask(hello_of("actor-0")), Welcome)
+
+
 def test_task_that_the_hub_does_not_have_stops_the_scheduler(hub_url: str, run_dir: RunDir) -> None:
     cfg = _config(hub_url)
     cfg = edited(cfg, {"tasks": [edited(cfg.tasks[0], {"subset": "esay"}), *cfg.tasks[1:]]})

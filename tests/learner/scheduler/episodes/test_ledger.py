@@ -4,6 +4,7 @@ import pytest
 
 from common.errors import LedgerError, LongstrideError
 from common.wire.messages import EndReason, GroupArrived, Outcome
+from learner.scheduler.episodes.ledger import BURST_S, OUTAGE_S
 from learner.scheduler.evaluation.phases import Phase
 from tests.learner.scheduler.builders import Table, ids, joined, make_config, outcome_of, seen_of
 
@@ -83,13 +84,46 @@ def test_report_of_an_episode_that_was_never_issued_is_counted_not_fatal() -> No
     assert table.counts()["unknown_reports"] == 1
 
 
-def test_run_ends_with_the_counts_when_too_many_episodes_fail() -> None:
+def test_run_ends_with_the_counts_when_too_many_episodes_fail_one_by_one() -> None:
     table = joined(cfg=make_config(per_step=50, max_failed_frac=0.2))
     leases = table.ask("actor-0", 60).leases
     table.arrive(leases[:39])
-    table.arrive(leases[39:49], end_reason=EndReason.ENV_ERROR)
+    for number, lease in enumerate(leases[39:50]):
+        reason = EndReason.ENV_ERROR if number < 10 else EndReason.ABORTED
+        table.clock.now += BURST_S
+        table.arrive([lease], end_reason=reason)
     with pytest.raises(LongstrideError, match=r"11 of the last 50 .*'env_error': 10, 'aborted': 1"):
-        table.arrive(leases[49:50], end_reason=EndReason.ABORTED)
+        table.core.tick()
+
+
+def _play_outage(table: Table) -> None:
+    """118 of 260 episodes fail within a second."""
+    leases = table.ask("actor-0", 260).leases
+    table.arrive(leases[:60])
+    for first in range(60, 178, 10):
+        table.clock.now += 0.1
+        table.arrive(leases[first : min(178, first + 10)], end_reason=EndReason.ENV_ERROR)
+    table.arrive(leases[178:])
+
+
+def test_outage_that_takes_most_episodes_with_it_counts_once() -> None:
+    table = joined(cfg=make_config(per_step=80, max_ahead_steps=1, max_failed_frac=0.2))
+    _play_outage(table)
+    assert table.core.tick()
+    failures = table.core.lifecycle.failures
+    assert (failures.causes.count("env_error"), len(failures.causes)) == (1, 143)
+
+
+def test_outage_that_does_not_end_ends_the_run_with_its_own_counts() -> None:
+    table = joined(cfg=make_config(per_step=80, max_ahead_steps=1, max_failed_frac=0.2))
+    leases = table.ask("actor-0", 260).leases
+    for number, lease in enumerate(leases):
+        table.clock.now += 1.0
+        table.arrive([lease], end_reason=EndReason.DONE if number % 3 else EndReason.ENV_ERROR)
+        if number < OUTAGE_S:
+            table.core.tick()
+    with pytest.raises(LongstrideError, match=r"87 of 260 in an outage of 258s .*'env_error': 87"):
+        table.core.tick()
 
 
 def test_step_that_leaves_the_books_unbalanced_raises_with_the_difference() -> None:
