@@ -1,41 +1,37 @@
 """The journal: every accepted trajectory of a run, append-only, in segments on disk.
 
-A segment `000000.log` is a row of records: u32 length, u32 crc32 of the payload (both little
-endian), payload. One writer, any number of readers, at the same time.
+`common/store/records.py` tells the bytes. One writer, any number of readers, at the same time.
 """
 
 import fcntl
 import logging
-import os
-import struct
 import threading
-import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from common.errors import ConfigError, WireError
+from common.store.disk import AppendFile, is_no_room, with_room
+from common.store.records import MAGIC, PACKED_SUFFIX, REMEDY, Record, Segment, record_buffers
 from common.store.run_dir import sync_folder
-from common.wire.codec import pack_frames, pack_record, unpack_record
+from common.store.segments import (
+    JOURNAL_START,
+    JournalPosition,
+    SyncedMark,
+    list_segments,
+    load_pruned,
+    open_segment,
+    segment_path,
+    synced_end,
+)
+from common.wire.codec import encode
 from common.wire.messages import Trajectory
+
+__all__ = ["JOURNAL_START", "JournalPosition", "JournalWriter", "read_journal"]
 
 logger = logging.getLogger(__name__)
 
-_HEADER = struct.Struct("<II")
-MAX_RECORD_BYTES = 1024 * 1024 * 1024
 MAX_SEGMENT_BYTES = 256 * 1024 * 1024
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, order=True)
-class JournalPosition:
-    """Where a record begins. Positions are ordered as the records were written."""
-
-    segment: int = 0
-    offset: int = 0  # bytes from the start of the segment
-
-
-JOURNAL_START = JournalPosition()
 
 
 class JournalWriter:
@@ -43,6 +39,7 @@ class JournalWriter:
 
     Example: append, append, sync, then acknowledge both to their actors. A crash before the sync
     may leave a torn record; the next writer cuts it off, and its actor sends that episode again.
+    What a crash left whole is synced before the next writer says that it knows it.
     """
 
     def __init__(self, folder: Path, *, max_segment_bytes: int = MAX_SEGMENT_BYTES) -> None:
@@ -50,27 +47,26 @@ class JournalWriter:
 
         Raises:
             ConfigError: another process is writing this journal.
-            WireError: the last segment is damaged before its end; names file and offset.
+            WireError: something that was acknowledged is damaged or missing; names file and offset.
         """
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._max_segment_bytes = max_segment_bytes
+        self._sync_lock = threading.Lock()  # while a file is synced it is not closed
+        self._is_stopping = threading.Event()
         self._lock = _lock_folder(folder)
-        self._segment = max(_segments(folder), default=0)
-        self._fd = self._open_segment(self._segment)
         try:
-            self._cut_torn_tail()
-        except WireError:
-            os.close(self._fd)
+            self._segment, self._file = self._open_last()
+        except BaseException:
             self._lock.close()
             raise
-        self._offset = os.fstat(self._fd).st_size
-        self._sync_lock = threading.Lock()  # while a file is synced it is not closed
+        self._synced = SyncedMark(folder)
+        self._sync()
 
     @property
     def position(self) -> JournalPosition:
         """Where the next record will begin, unless a new segment is due."""
-        return JournalPosition(segment=self._segment, offset=self._offset)
+        return JournalPosition(segment=self._segment, offset=self._file.size - len(MAGIC))
 
     def append(self, message: Trajectory, frames: list[bytes] | None = None) -> JournalPosition:
         """Write one trajectory and return where it begins. Not durable before `sync`.
@@ -82,156 +78,196 @@ class JournalWriter:
             OSError: the disk refused; the journal is as before and may be tried again.
             WireError: the message cannot be packed, or is over MAX_RECORD_BYTES.
         """
-        payload = pack_record(message) if frames is None else pack_frames(frames)
-        if len(payload) > MAX_RECORD_BYTES:
-            raise WireError(f"{message.episode_id}: {len(payload)} bytes is over the record limit")
-        record = _HEADER.pack(len(payload), zlib.crc32(payload)) + payload
-        if self._offset and self._offset + len(record) > self._max_segment_bytes:
+        try:
+            record = record_buffers(encode(message) if frames is None else frames)
+        except WireError as error:
+            raise WireError(f"{message.episode_id}: {error}") from error
+        is_begun = self._file.size > len(MAGIC)
+        if is_begun and self.position.offset + sum(map(len, record)) > self._max_segment_bytes:
             self._rotate()
         position = self.position
-        try:
-            _write_all(self._fd, record)
-        except OSError:
-            os.ftruncate(self._fd, self._offset)  # a torn record in the middle would end reading
-            raise
-        self._offset += len(record)
+        self._file.append(record)
         return position
 
     def sync(self) -> None:
-        """Return when everything appended so far survives a power cut. From any thread."""
+        """Return when everything appended so far survives a power cut. From any thread.
+
+        While the disk is full it waits. Raises: OSError: the disk failed; DiskFull: closed first.
+        """
         with self._sync_lock:
-            os.fsync(self._fd)
+            self._sync()
+
+    def _sync(self) -> None:
+        end = self.position
+        try:
+            self._file.sync()
+        except OSError as error:
+            if not is_no_room(error):
+                raise
+            with_room(self._sync_again, self._file.path, check=self._check)
+            end = self.position
+        self._synced.move(end)
+
+    def _sync_again(self) -> None:
+        known = synced_end(self._folder)
+        start = known.offset if known.segment == self._segment else 0
+        self._file.write_again(len(MAGIC) + start, self._file.size)
+        self._file.sync()
+
+    def _check(self) -> None:
+        if self._is_stopping.is_set():
+            raise OSError("the journal is closed while the disk is full")
 
     def close(self) -> None:
         """Sync, and let another process write. Closing twice is allowed."""
-        if self._fd < 0:
+        if self._lock.closed:
             return
-        self.sync()
-        os.close(self._fd)
-        self._fd = -1
-        self._lock.close()
+        self._is_stopping.set()
+        try:
+            self.sync()
+        finally:
+            self._file.close()
+            self._synced.close()
+            self._lock.close()
 
     def _rotate(self) -> None:
-        following = self._open_segment(self._segment + 1)
+        following = self._new_segment(self._segment + 1)
         with self._sync_lock:
-            os.fsync(self._fd)
-            full, self._fd = self._fd, following
-        os.close(full)
-        self._segment += 1
-        self._offset = 0
+            self._sync()
+            self._file.close()
+            self._segment, self._file = self._segment + 1, following
 
-    def _open_segment(self, segment: int) -> int:
-        path = _segment_path(self._folder, segment)
-        fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        sync_folder(self._folder)  # else the new name itself may be lost in a power cut
-        return fd
+    def _new_segment(self, segment: int) -> AppendFile:
+        """Return a segment without records; what a crash left of its first bytes is cut off."""
+        file = AppendFile(segment_path(self._folder, segment))
+        try:
+            file.truncate(0)
+            file.append([MAGIC])
+            sync_folder(self._folder)  # else the new name itself may be lost in a power cut
+        except OSError:
+            file.close()
+            file.path.unlink()  # to a reader it would say that the one before is complete
+            raise
+        return file
 
-    def _cut_torn_tail(self) -> None:
-        """Move torn bytes to a file beside the journal."""
-        path = _segment_path(self._folder, self._segment)
-        with path.open("rb", buffering=0) as handle:
+    def _open_last(self) -> tuple[int, AppendFile]:
+        """Return the segment to go on with, durable: a new one behind one of the old format."""
+        number = max(list_segments(self._folder), default=load_pruned(self._folder).before)
+        synced = synced_end(self._folder)
+        if synced.segment > number:
+            raise WireError(f"{segment_path(self._folder, synced.segment)} is missing; {REMEDY}")
+        segment = open_segment(self._folder, number)
+        if segment is None:
+            return number, self._new_segment(number)
+        with segment:
             end = 0
-            while (payload := _read_record(handle, path, end)) is not None:
-                end += _HEADER.size + len(payload)
-            handle.seek(end)
-            torn = handle.read()
+            for _, record in segment.records():
+                end = record.end
+            if synced > JournalPosition(segment=number, offset=end):
+                raise _acknowledged(segment, end, synced)
+            is_packed = segment.path != segment_path(self._folder, number)
+            if is_packed or (segment.is_old and end):
+                self._cut(segment, end, is_packed=is_packed)
+                return number + 1, self._new_segment(number + 1)
+            if not end:
+                self._cut(segment, end)
+                return number, self._new_segment(number)
+            self._cut(segment, end)
+        file = AppendFile(segment_path(self._folder, number))
+        sync_folder(self._folder)
+        return number, file
+
+    def _cut(self, segment: Segment, end: int, *, is_packed: bool = False) -> None:
+        """Move torn bytes to a file beside the journal; what is left is durable."""
+        if is_packed:
+            return
+        file = AppendFile(segment.path)
+        num_torn = segment.size - end
+        torn = file.truncate(file.size - num_torn) if num_torn > 0 else b""
+        file.sync()
+        file.close()
         if torn:
+            path = segment.path
             path.with_name(f"{path.stem}-{end}.torn").write_bytes(torn)
-            os.ftruncate(self._fd, end)
-            os.fsync(self._fd)
             logger.warning("cut torn tail file=%s offset=%d bytes=%d", path, end, len(torn))
 
 
 def read_journal(
-    folder: Path, *, start: JournalPosition = JOURNAL_START
+    folder: Path, *, start: JournalPosition | None = None
 ) -> Iterator[tuple[JournalPosition, Trajectory]]:
     """Yield every whole record from `start` on, each with the position where it begins.
 
     Ends at the last whole record; what a writer is in the middle of appending is not seen. A
     missing folder is an empty journal.
 
+    Args:
+        start: None is the first record that is there, whatever was pruned.
+
     Raises:
-        WireError: a record that has successors is damaged, a segment is missing, or `start` lies
-            behind the end of its segment; names file and offset.
+        WireError: an acknowledged record is damaged, a segment is missing or was pruned, or `start`
+            lies behind the end of its segment; names file and offset.
     """
-    segment, offset = start.segment, start.offset
-    while (path := _segment_path(folder, segment)).exists():
-        with path.open("rb", buffering=0) as handle:
-            if offset > os.fstat(handle.fileno()).st_size:
-                raise WireError(f"{path}: no offset {offset}, the file is shorter")
-            yield from _read_segment(handle, path, segment, offset)
-        segment, offset = segment + 1, 0
-    last = max(_segments(folder), default=-1)
-    if last >= segment:
-        raise WireError(f"{path} is missing, but segment {last} exists")
+    pruned = load_pruned(folder)
+    if start is not None and start.segment < pruned.before:
+        raise WireError(f"{pruned.text(folder)}, and {start} is needed; restore them from a backup")
+    if start is None and pruned.before:
+        logger.warning("%s; what is left is read", pruned.text(folder))
+    first = start or JournalPosition(segment=pruned.before)
+    number, offset = first.segment, first.offset
+    while (segment := open_segment(folder, number)) is not None:
+        with segment:
+            if offset > segment.size:
+                raise WireError(f"{segment.path}: no offset {offset}, the file is shorter")
+            for here, record in _records(folder, segment, number, offset):
+                position = JournalPosition(segment=number, offset=here)
+                yield position, segment.message(record, here)
+        number, offset = number + 1, 0
+    last = max(max(list_segments(folder), default=-1), synced_end(folder).segment)
+    if last > number or (last == number and synced_end(folder).offset):
+        raise WireError(f"{segment_path(folder, number)} is missing; {REMEDY}")
 
 
-def _read_segment(
-    handle: IO[bytes], path: Path, segment: int, offset: int
-) -> Iterator[tuple[JournalPosition, Trajectory]]:
-    successor = _segment_path(path.parent, segment + 1)
+def _records(
+    folder: Path, segment: Segment, number: int, offset: int
+) -> Iterator[tuple[int, Record]]:
+    is_sealed = False
     while True:
         # Asked before reading: a segment that had a successor by then is complete.
-        is_sealed = successor.exists()
-        payload = _read_record(handle, path, offset)
-        if payload is not None:
-            position = JournalPosition(segment=segment, offset=offset)
-            yield position, _unpack(payload, path, offset)
-            offset += _HEADER.size + len(payload)
-        elif is_sealed and offset < os.fstat(handle.fileno()).st_size:
-            raise WireError(f"{path} at offset {offset}: torn record in a finished segment")
-        elif is_sealed or not successor.exists():
+        is_sealed = is_sealed or _has(folder, number + 1)
+        record = segment.record_at(offset)
+        if record is not None:
+            yield offset, record
+            offset = record.end
+        elif is_sealed and offset < segment.size:
+            raise WireError(
+                f"{segment.path} at offset {offset}: torn record in a finished segment; {REMEDY}"
+            )
+        elif is_sealed:
             return
+        else:
+            synced = synced_end(folder)
+            if synced <= JournalPosition(segment=number, offset=offset):
+                if not _has(folder, number + 1):
+                    return
+            elif segment.record_at(offset) is None and not _has(folder, number + 1):
+                raise _acknowledged(segment, offset, synced)
 
 
-def _read_record(handle: IO[bytes], path: Path, offset: int) -> bytes | None:
-    """Return the payload at `offset`, or None at the end of the file or at a torn tail."""
-    size = os.fstat(handle.fileno()).st_size
-    handle.seek(offset)
-    header = handle.read(_HEADER.size)
-    if len(header) < _HEADER.size:
-        return None
-    length, crc = _HEADER.unpack(header)
-    end = offset + _HEADER.size + length
-    if length == 0 and _is_zero(handle, offset):
-        return None  # after a power cut a file may be long enough and yet hold only zeros
-    if not 0 < length <= MAX_RECORD_BYTES:
-        raise WireError(f"{path} at offset {offset}: record length {length}")
-    if end > size:
-        return None
-    payload = handle.read(length)
-    if len(payload) == length and zlib.crc32(payload) == crc:
-        return payload
-    if end >= size:
-        return None
-    raise WireError(f"{path} at offset {offset}: checksum does not match, the record is damaged")
+def _has(folder: Path, number: int) -> bool:
+    path = segment_path(folder, number)
+    return path.exists() or path.with_name(path.name + PACKED_SUFFIX).exists()
 
 
-def _is_zero(handle: IO[bytes], offset: int) -> bool:
-    handle.seek(offset)
-    return not any(any(chunk) for chunk in iter(lambda: handle.read(1 << 20), b""))
-
-
-def _unpack(payload: bytes, path: Path, offset: int) -> Trajectory:
-    message = unpack_record(payload)
-    if not isinstance(message, Trajectory):
-        name = type(message).__name__
-        raise WireError(f"{path} at offset {offset}: {name} is not a Trajectory")
-    return message
-
-
-def _segment_path(folder: Path, segment: int) -> Path:
-    return folder / f"{segment:06d}.log"
-
-
-def _segments(folder: Path) -> list[int]:
-    return [int(path.stem) for path in folder.glob("[0-9]*.log") if path.stem.isdigit()]
-
-
-def _write_all(fd: int, record: bytes) -> None:
-    view = memoryview(record)
-    while view:
-        view = view[os.write(fd, view) :]
+def _acknowledged(segment: Segment, offset: int, synced: JournalPosition) -> WireError:
+    folder = segment.path.parent
+    number = int(segment.path.name.partition(".")[0])
+    lost = f"{segment.path} at offset {offset}: damaged"
+    if synced.segment > number:
+        lost = f"{segment_path(folder, number + 1)} is missing"
+    return WireError(
+        f"{lost}, and acknowledged records go on to offset {synced.offset} of segment"
+        f" {synced.segment}; {REMEDY}, or remove {folder / 'synced'} to go on without them"
+    )
 
 
 def _lock_folder(folder: Path) -> IO[bytes]:

@@ -1,12 +1,15 @@
 """The run directory: where every file of a run lies, and where its scheduler and hub are found."""
 
+import contextlib
 import json
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
-from common.errors import LongstrideError
+from common.errors import ConfigError, LongstrideError
 
 ADDRESS_POLL_S = 0.05  # a file tells it, at times on a shared disk, where no event does
 
@@ -80,14 +83,27 @@ def write_atomically(path: Path, text: str, *, is_durable: bool = False) -> None
     If `is_durable`, return only when a power cut leaves one of the two as well.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("w") as handle:
-        handle.write(text)
-        if is_durable:
-            handle.flush()
-            os.fsync(handle.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("w") as handle:
+            handle.write(text)
+            if is_durable:
+                handle.flush()
+                os.fsync(handle.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)  # on a full disk it is in the way
+        raise
     if is_durable:
         sync_folder(path.parent)
+
+
+def remove_partial_files(folder: Path) -> None:
+    """Remove what writers that are dead have left half-written: `.<name>.<process id>`."""
+    for path in folder.glob(".*.*[0-9]"):
+        pid = path.name.rpartition(".")[2]
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+            with contextlib.suppress(OSError):  # a folder, or gone: either is nobody's
+                path.unlink()
 
 
 def sync_folder(folder: Path) -> None:
@@ -97,6 +113,29 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def read_json(path: Path, kinds: Mapping[str, type], *, remedy: str) -> dict[str, Any]:
+    """Return a file's JSON object.
+
+    Args:
+        kinds: the entries that it must have, with their types.
+        remedy: what to do about a damaged one; ends the error.
+
+    Raises: ConfigError: it is damaged; names the file. OSError: it cannot be read.
+    """
+    try:
+        found: object = json.loads(path.read_bytes())
+    except ValueError as error:  # of JSON, or of UTF-8
+        raise ConfigError(f"{path}: damaged, not JSON ({error}); {remedy}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path}: damaged, no JSON object; {remedy}")
+    entries = cast(dict[str, Any], found)
+    for name, kind in kinds.items():
+        value = entries.get(name)
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise ConfigError(f"{path}: damaged, {name!r} is no {kind.__name__}; {remedy}")
+    return entries
 
 
 def write_json(path: Path, value: object, *, indent: int | None = 2) -> None:

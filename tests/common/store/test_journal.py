@@ -1,7 +1,9 @@
 """Laws of the journal."""
 
+import struct
 import subprocess
 import sys
+import zlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +12,10 @@ import pytest
 
 from common.errors import WireError
 from common.repository import ROOT
-from common.store.journal import JournalPosition, JournalWriter, read_journal
+from common.store.journal import JOURNAL_START, JournalPosition, JournalWriter, read_journal
+from common.store.records import MAGIC
+from common.store.segments import load_pruned, pack, prune
+from common.wire.codec import pack_record
 from common.wire.messages import Trajectory
 from tests.learner import builders
 
@@ -67,8 +72,9 @@ def test_journal_starts_a_new_segment_when_one_is_full(tmp_path: Path) -> None:
 def test_journal_cuts_a_torn_tail_and_keeps_the_bytes_aside(tmp_path: Path) -> None:
     positions = write(tmp_path, "g/0", "g/1")
     path = tmp_path / "000000.log"
-    torn = path.read_bytes()[positions[1].offset : -3]
+    torn = path.read_bytes()[len(MAGIC) + positions[1].offset : -3]
     path.write_bytes(path.read_bytes()[:-3])
+    (tmp_path / "synced").unlink()  # nothing of it was acknowledged
     assert ids(tmp_path) == ["g/0"]
     writer = JournalWriter(tmp_path)
     writer.append(make_trajectory("g/2"))
@@ -94,7 +100,7 @@ def test_journal_names_file_and_offset_when_a_record_in_the_middle_is_damaged(
     positions = write(tmp_path, "g/0", "g/1", "g/2")
     path = tmp_path / "000000.log"
     content = bytearray(path.read_bytes())
-    content[positions[1].offset + 20] ^= 1
+    content[len(MAGIC) + positions[1].offset + 30] ^= 1
     path.write_bytes(content)
     with pytest.raises(WireError, match=rf"000000\.log at offset {positions[1].offset}"):
         ids(tmp_path)
@@ -126,7 +132,8 @@ def test_journal_shows_only_whole_records_at_every_byte_of_a_write(tmp_path: Pat
     partial.mkdir()
     for size in range(0, len(content) + 1, 7):
         (partial / "000000.log").write_bytes(content[:size])
-        num_whole = 2 if size == len(content) else int(size >= positions[1].offset)
+        first_end = len(MAGIC) + positions[1].offset
+        num_whole = 2 if size == len(content) else int(size >= first_end)
         assert len(ids(partial)) == num_whole
 
 
@@ -138,6 +145,166 @@ def test_journal_reader_follows_a_writer_into_the_next_segment(tmp_path: Path) -
     writer.append(make_trajectory("g/1"))
     assert next(reader)[1].episode_id == "g/1"
     writer.close()
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_journal_cuts_nothing_that_was_acknowledged_whatever_bit_of_a_head_is_flipped(
+    tmp_path: Path, number: int
+) -> None:
+    start = len(MAGIC) + write(tmp_path, "g/0", "g/1", "g/2")[number].offset
+    path = tmp_path / "000000.log"
+    content = path.read_bytes()
+    for bit in range(8 * 24):  # the head, and how many frames there are
+        damaged = bytearray(content)
+        damaged[start + bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        for use in (ids, JournalWriter):
+            with pytest.raises(WireError, match=r"000000\.log at offset .* damaged.*verify"):
+                use(tmp_path)
+        assert path.read_bytes() == damaged
+
+
+def test_journal_refuses_a_segment_whose_first_bytes_are_damaged(tmp_path: Path) -> None:
+    write(tmp_path, "g/0")
+    path = tmp_path / "000000.log"
+    content = path.read_bytes()
+    for bit in range(8 * len(MAGIC)):
+        damaged = bytearray(content)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        with pytest.raises(WireError, match=r"000000\.log.* damaged"):
+            JournalWriter(tmp_path)
+        assert path.read_bytes() == damaged
+
+
+def test_journal_refuses_a_damaged_record_that_whole_ones_follow_without_the_mark_as_well(
+    tmp_path: Path,
+) -> None:
+    positions = write(tmp_path, "g/0", "g/1", "g/2")
+    path, content = tmp_path / "000000.log", (tmp_path / "000000.log").read_bytes()
+    (tmp_path / "synced").unlink()
+    for bit in range(8 * 24):
+        damaged = bytearray(content)
+        damaged[len(MAGIC) + positions[1].offset + bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        follows = f"offset {positions[1].offset}.*follow from offset {positions[2].offset}"
+        with pytest.raises(WireError, match=follows):
+            ids(tmp_path)
+        with pytest.raises(WireError, match=follows):
+            JournalWriter(tmp_path)
+
+
+def test_journal_refuses_an_acknowledged_tail_that_is_gone_unless_it_is_given_up(
+    tmp_path: Path,
+) -> None:
+    write(tmp_path, "g/0", "g/1", max_segment_bytes=1)
+    last = tmp_path / "000001.log"
+    content = last.read_bytes()
+    for left in (content[:-1], content[: len(MAGIC)], b""):
+        last.write_bytes(left)
+        with pytest.raises(WireError, match=r"000001\.log.* damaged.*remove .*synced"):
+            JournalWriter(tmp_path)
+    last.unlink()
+    for use in (ids, JournalWriter):
+        with pytest.raises(WireError, match=r"000001\.log is missing"):
+            use(tmp_path)
+    (tmp_path / "synced").unlink()
+    assert ids(tmp_path) == ["g/0"]
+    JournalWriter(tmp_path).close()
+
+
+def _write_old_segment(folder: Path, *episode_ids: str) -> list[int]:
+    """Write a segment as versions before did; return where its records begin."""
+    folder.mkdir(exist_ok=True)
+    content, starts = b"", []
+    for episode_id in episode_ids:
+        payload = pack_record(make_trajectory(episode_id))
+        starts.append(len(content))
+        content += struct.pack("<II", len(payload), zlib.crc32(payload)) + payload
+    (folder / "000000.log").write_bytes(content)
+    return starts
+
+
+def test_segments_of_the_old_format_are_read_and_gone_on_from(tmp_path: Path) -> None:
+    starts = _write_old_segment(tmp_path, "g/0", "g/1")
+    assert ids(tmp_path, start=JournalPosition(offset=starts[1])) == ["g/1"]
+    (position,) = write(tmp_path, "g/2")
+    assert position == JournalPosition(segment=1)
+    assert ids(tmp_path) == ["g/0", "g/1", "g/2"]
+
+
+def test_old_format_with_a_flipped_length_is_refused_where_whole_records_follow(
+    tmp_path: Path,
+) -> None:
+    starts = _write_old_segment(tmp_path, "g/0", "g/1", "g/2")
+    path, content = tmp_path / "000000.log", (tmp_path / "000000.log").read_bytes()
+    for bit in range(32):
+        damaged = bytearray(content)
+        damaged[starts[1] + bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        with pytest.raises(WireError, match=f"offset {starts[1]}"):
+            JournalWriter(tmp_path)
+        assert path.read_bytes() == damaged
+
+
+class Disk(JournalWriter):
+    """Counts how often a journal was synced."""
+
+    num_syncs = 0
+
+    def _sync(self) -> None:
+        self.num_syncs += 1
+        super()._sync()
+
+
+def test_journal_is_synced_by_who_opens_it_before_anything_in_it_is_acknowledged(
+    tmp_path: Path,
+) -> None:
+    writer = JournalWriter(tmp_path)
+    writer.append(make_trajectory("g/0"))  # and killed: what is in memory may never reach the disk
+    writer._lock.close()
+    opened = Disk(tmp_path)
+    assert opened.num_syncs == 1
+    opened.close()
+    assert ids(tmp_path) == ["g/0"]
+
+
+def test_packed_segments_read_as_before_also_from_the_middle(tmp_path: Path) -> None:
+    size = _record_size(tmp_path / "one")
+    names = [f"g/{i}" for i in range(6)]
+    positions = write(tmp_path, *names, max_segment_bytes=2 * size)
+    reader = read_journal(tmp_path)
+    next(reader)
+    assert pack(tmp_path, 0) != 0
+    pack(tmp_path, 1)
+    assert sorted(path.name for path in tmp_path.glob("0*")) == [
+        "000000.log.gz",
+        "000001.log.gz",
+        "000002.log",
+    ]
+    assert [t.episode_id for _, t in reader] == names[1:]  # begun before, and none the wiser
+    assert ids(tmp_path) == names
+    assert ids(tmp_path, start=positions[3]) == names[3:]
+    path = tmp_path / "000001.log.gz"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(WireError, match=r"000001\.log\.gz"):
+        ids(tmp_path)
+
+
+def test_pruned_segments_are_refused_by_name_and_left_out_where_anything_will_do(
+    tmp_path: Path,
+) -> None:
+    positions = write(tmp_path, "g/0", "g/1", "g/2", max_segment_bytes=1)
+    prune(tmp_path, before=2, may_go=lambda number, path: True)
+    assert load_pruned(tmp_path).before == 2
+    assert ids(tmp_path) == ["g/2"]
+    assert ids(tmp_path, start=positions[2]) == ["g/2"]
+    for start in (JOURNAL_START, positions[1]):
+        with pytest.raises(WireError, match=r"segments 0 to 1 of .* were pruned"):
+            ids(tmp_path, start=start)
+    JournalWriter(tmp_path).close()
 
 
 @pytest.mark.slow
@@ -160,4 +327,4 @@ def test_journal_refuses_a_second_process_that_writes(tmp_path: Path) -> None:
 
 def _record_size(folder: Path) -> int:
     write(folder, "g/0")
-    return (folder / "000000.log").stat().st_size
+    return (folder / "000000.log").stat().st_size - len(MAGIC)

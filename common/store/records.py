@@ -1,0 +1,217 @@
+"""The bytes of the journal's segments: records, with checksums over content and length.
+
+A segment begins with MAGIC. A record is a head of 20 bytes, then its payload:
+    head     mark, u32 bytes of the payload, u64 XXH3 of it, u32 CRC-32 of those sixteen bytes
+    payload  u32 number of frames, u32 bytes of each, then the frames of a message
+All numbers are little endian. Segments of the product's versions before have no MAGIC, and records
+of u32 length, u32 CRC-32 of the payload, payload; they stay readable.
+"""
+
+import gzip
+import os
+import re
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, NamedTuple, cast
+
+import xxhash
+
+from common.errors import WireError
+from common.wire.codec import decode, unpack_record
+from common.wire.messages import Trajectory
+
+MAGIC = b"LSJ\xf5\x02\0\0\0"  # read as the length of an old record it is over the limit
+MAX_RECORD_BYTES = 1024 * 1024 * 1024
+PACKED_SUFFIX = ".gz"  # of a segment that was compressed
+_MARK = b"\xfaREC"
+_HEAD = struct.Struct("<4sIQ")
+_CHECK = struct.Struct("<I")
+_HEAD_BYTES = _HEAD.size + _CHECK.size
+_OLD_HEAD = struct.Struct("<II")
+_OLD_PAYLOAD = re.compile(rb"[\x90-\x9f][\xc4-\xc6]")  # how msgpack begins a list of frames
+REMEDY = "`run.py journal RUN verify` tells what can be read; restore the file from a backup"
+
+
+class Record(NamedTuple):
+    """A whole record."""
+
+    payload: bytes
+    end: int  # where the next one begins
+
+
+def record_buffers(frames: Sequence[bytes]) -> list[bytes]:
+    """Return the record of a message's frames, as buffers to be written one after the other.
+
+    Raises: WireError: it is over MAX_RECORD_BYTES.
+    """
+    sizes = [len(frame) for frame in frames]
+    table = struct.pack(f"<{1 + len(sizes)}I", len(sizes), *sizes)
+    num_bytes = len(table) + sum(sizes)
+    if num_bytes > MAX_RECORD_BYTES:
+        raise WireError(f"{num_bytes} bytes is over the record limit")
+    digest = xxhash.xxh3_64(table)
+    for frame in frames:
+        digest.update(frame)
+    head = _HEAD.pack(_MARK, num_bytes, digest.intdigest())
+    return [head + _CHECK.pack(zlib.crc32(head)) + table, *frames]
+
+
+class Segment:
+    """One segment, opened for reading; it may grow meanwhile. Offsets count bytes of records.
+
+    Example: with Segment(path) as segment: segment.record_at(0) -> the first record, its end.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open a segment, compressed or not. Raises: FileNotFoundError."""
+        self.path = path
+        self._is_packed = path.suffix == PACKED_SUFFIX
+        self._handle: IO[bytes] = (
+            cast(IO[bytes], gzip.GzipFile(path)) if self._is_packed else path.open("rb", 0)
+        )
+        self._base = 0
+        begin = self._read(0, len(MAGIC))
+        self.is_old = not MAGIC.startswith(begin) and any(begin)
+        if self.is_old and int.from_bytes(begin[:4], "little") > MAX_RECORD_BYTES:
+            self._handle.close()
+            raise WireError(f"{path}: its first bytes are damaged; {REMEDY}")
+        if not self.is_old:
+            self._base = len(MAGIC)
+
+    def __enter__(self) -> "Segment":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._handle.close()
+
+    @property
+    def size(self) -> int:
+        """Bytes of records that are there now."""
+        if not self._is_packed:
+            return max(0, os.fstat(self._handle.fileno()).st_size - self._base)
+        with self.path.open("rb") as packed:
+            packed.seek(-4, os.SEEK_END)  # where gzip notes how long it was
+            return max(0, int.from_bytes(packed.read(4), "little") - self._base)
+
+    def record_at(self, offset: int) -> Record | None:
+        """Return the record at an offset; None at the end, or at a tail that a crash may leave.
+
+        Raises: WireError: what lies there is damaged, and whole records follow it.
+        """
+        size = self.size  # what a writer appends from now on is not looked at
+        if offset >= size:
+            return None
+        record = self._old_record(offset, size) if self.is_old else self._record(offset, size)
+        if record is not None:
+            return record
+        rest = self._read(offset, size - offset)
+        for start in self._candidates(rest):
+            find = _whole_old_record if self.is_old else _whole_record
+            if start and find(rest, start):
+                raise WireError(
+                    f"{self.path} at offset {offset}: the record is damaged (its checksum does not"
+                    f" match), and whole records follow from offset {offset + start} on; {REMEDY}"
+                )
+        return None
+
+    def records(self, offset: int = 0) -> Iterator[tuple[int, Record]]:
+        """Yield the whole records from an offset on, each with its own. Raises: WireError."""
+        while (record := self.record_at(offset)) is not None:
+            yield offset, record
+            offset = record.end
+
+    def next_whole(self, offset: int) -> int | None:
+        """Return where the first whole record behind a damaged one begins, None if none does."""
+        rest = self._read(offset, self.size - offset)
+        find = _whole_old_record if self.is_old else _whole_record
+        return next((offset + s for s in self._candidates(rest) if s and find(rest, s)), None)
+
+    def message(self, record: Record, offset: int) -> Trajectory:
+        """Return what a record holds. Raises: WireError: names file and offset."""
+        try:
+            message = (
+                unpack_record(record.payload) if self.is_old else decode(_frames(record.payload))
+            )
+        except WireError as error:
+            raise WireError(f"{self.path} at offset {offset}: {error}") from error
+        if not isinstance(message, Trajectory):
+            name = type(message).__name__
+            raise WireError(f"{self.path} at offset {offset}: {name} is not a Trajectory")
+        return message
+
+    def _record(self, offset: int, size: int) -> Record | None:
+        head = self._read(offset, _HEAD_BYTES)
+        num_bytes = _payload_bytes(head)
+        end = offset + _HEAD_BYTES + num_bytes
+        if not num_bytes or end > size:
+            return None
+        payload = self._read(offset + _HEAD_BYTES, num_bytes)
+        is_whole = xxhash.xxh3_64_intdigest(payload) == _HEAD.unpack_from(head)[2]
+        return Record(payload, end) if is_whole else None
+
+    def _old_record(self, offset: int, size: int) -> Record | None:
+        head = self._read(offset, _OLD_HEAD.size)
+        if len(head) < _OLD_HEAD.size:
+            return None
+        num_bytes, check = _OLD_HEAD.unpack(head)
+        end = offset + _OLD_HEAD.size + num_bytes
+        if not 0 < num_bytes <= MAX_RECORD_BYTES or end > size:
+            return None
+        payload = self._read(offset + _OLD_HEAD.size, num_bytes)
+        return Record(payload, end) if zlib.crc32(payload) == check else None
+
+    def _candidates(self, content: bytes) -> Iterator[int]:
+        """Yield where records might begin in what could not be read as one."""
+        if self.is_old:
+            yield from (found.start() - _OLD_HEAD.size for found in _OLD_PAYLOAD.finditer(content))
+            return
+        start = content.find(_MARK)
+        while start >= 0:
+            yield start
+            start = content.find(_MARK, start + 1)
+
+    def _read(self, offset: int, num: int) -> bytes:
+        try:
+            self._handle.seek(self._base + offset)
+            return self._handle.read(num)
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise WireError(f"{self.path}: damaged ({error}); {REMEDY}") from error
+
+
+def _payload_bytes(head: bytes) -> int:
+    """Return how long the payload behind a head is, 0 if it is no head."""
+    if len(head) < _HEAD_BYTES or not head.startswith(_MARK):
+        return 0
+    (check,) = _CHECK.unpack_from(head, _HEAD.size)
+    num_bytes = _HEAD.unpack_from(head)[1]
+    is_head = zlib.crc32(head[: _HEAD.size]) == check and num_bytes <= MAX_RECORD_BYTES
+    return num_bytes if is_head else 0
+
+
+def _whole_record(content: bytes, start: int) -> bool:
+    num_bytes = _payload_bytes(content[start : start + _HEAD_BYTES])
+    begin = start + _HEAD_BYTES
+    if not num_bytes or begin + num_bytes > len(content):
+        return False
+    digest = xxhash.xxh3_64_intdigest(memoryview(content)[begin : begin + num_bytes])
+    return digest == _HEAD.unpack_from(content, start)[2]
+
+
+def _whole_old_record(content: bytes, start: int) -> bool:
+    num_bytes, check = _OLD_HEAD.unpack_from(content, start) if start >= 0 else (0, 0)
+    begin = start + _OLD_HEAD.size
+    if not 0 < num_bytes <= len(content) - begin:
+        return False
+    return zlib.crc32(memoryview(content)[begin : begin + num_bytes]) == check
+
+
+def _frames(payload: bytes) -> list[bytes]:
+    (num,) = struct.unpack_from("<I", payload)
+    sizes = struct.unpack_from(f"<{num}I", payload, 4)
+    start, frames = 4 + 4 * num, list[bytes]()
+    for size in sizes:
+        frames.append(payload[start : start + size])
+        start += size
+    return frames
