@@ -97,14 +97,14 @@ COMMANDS = {
     ),
     "dpo": Command(
         run=Later("learner.offline.commands:prefer"),
-        check=lambda cfg: Later("common.checks.preflight:check_model")(cfg.model.path, ROOT),
+        check=lambda cfg: Later("common.checks.preflight:check_dpo")(cfg, ROOT),
         logs_as="dpo",
     ),
     "evolve": Command(
         run=Later("learner.offline.commands:play_and_imitate").given(
             play=Later("actor.play.own_process:play_given")
         ),
-        check=checked_by("common.checks.preflight:check"),
+        check=checked_by("common.checks.preflight:check_evolve"),
         logs_as="evolve",
     ),
     "merge": Command(run=Later("learner.offline.commands:merge"), load=JOINED, logs_as="merge"),

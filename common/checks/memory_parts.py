@@ -10,6 +10,7 @@ from common.config.learning import (
     CriticKind,
     LoraSection,
     Moments,
+    Offload,
     OptimizerKind,
     Precision,
 )
@@ -37,10 +38,13 @@ def _weights(label: str, num: int, width: int, note: str = "") -> Part:
 
 
 def learner_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool, rank: int) -> list[Part]:
-    """Return what one rank holds: its share of what is sharded; the first also publishes."""
+    """Return what one rank holds where it computes; the first also publishes.
+
+    That is its share of what is sharded, too, unless it is offloaded.
+    """
     learner = cfg.learner
-    parts = _sharded_parts(cfg, shape, is_cuda=is_cuda)
-    parts += _activation_parts(cfg, shape, is_cuda=is_cuda)
+    kept = [] if is_offloaded(cfg, is_cuda) else _sharded_parts(cfg, shape, is_cuda=is_cuda)
+    parts = [*kept, *_activation_parts(cfg, shape, is_cuda=is_cuda)]
     parts += [Part("learner work space", LEARNER_WORK_BYTES, "about")] if is_cuda else []
     if rank > 0:
         return parts
@@ -48,10 +52,30 @@ def learner_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool, rank: int
     bucket_bytes = min(learner.publish_bucket_mb << 20, version_bytes)
     how = f"{PUBLISH_BUCKETS} x learner.publish_bucket_mb={learner.publish_bucket_mb}, at most"
     parts.append(Part("publish buckets", PUBLISH_BUCKETS * bucket_bytes, how))
-    return parts if is_cuda else [*parts, *publish_copies(cfg, shape)]
+    return parts
 
 
-def publish_copies(cfg: RunConfig, shape: ModelShape) -> list[Part]:
+def is_offloaded(cfg: RunConfig, is_cuda: bool) -> bool:
+    """Return whether the ranks keep in host memory what they share of the weights."""
+    return is_cuda and cfg.learner.offload is Offload.OPTIMIZER
+
+
+def learner_host_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool) -> list[Part]:
+    """Return what the ranks have in host memory wherever they compute, all together."""
+    learner = cfg.learner
+    parts: list[Part] = []
+    if is_offloaded(cfg, is_cuda):
+        own = _sharded_parts(cfg, shape, is_cuda=is_cuda)
+        parts = times(own, learner.num_ranks, "ranks")
+    trained = [lora_params(learner.lora, shape) if learner.lora.rank else shape.num_params]
+    trained += [shape.num_params] if _has_own_critic(cfg) else []
+    each = 4 + adamw_part(learner.moments, 64).num_bytes / 64
+    how = f"{sum(trained) / 1e6:,.1f}M x {each:.4g} B (weights and moments, aside to be written)"
+    parts.append(Part("checkpoint copies", int(each * sum(trained)), how))
+    return [*parts, *_publish_copies(cfg, shape)]
+
+
+def _publish_copies(cfg: RunConfig, shape: ModelShape) -> list[Part]:
     """Return the versions that the first rank keeps in host memory beside the weights."""
     learner = cfg.learner
     if learner.hold_back_steps == 0:
@@ -64,7 +88,7 @@ def publish_copies(cfg: RunConfig, shape: ModelShape) -> list[Part]:
 def _sharded_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool) -> list[Part]:
     """Return a rank's share of weights, gradients, moments, reference and critic."""
     learner, num = cfg.learner, shape.num_params
-    frozen = 2 if is_cuda and learner.precision is not Precision.FP32 else 4
+    frozen = frozen_bytes(learner, is_cuda)
     if learner.lora.rank:
         trained = lora_params(learner.lora, shape)
         parts = [
@@ -84,12 +108,21 @@ def _sharded_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool) -> list[
     if cfg.algorithm.kl_coef > 0 and not is_base:
         why = f" ({NAME_OF[frozen]}; algorithm.kl_coef > 0)"
         parts.append(_weights("reference", num, frozen, why))
-    is_critic = cfg.algorithm.advantage is Advantage.PPO
-    if is_critic and learner.critic.kind is CriticKind.MODEL:
+    if _has_own_critic(cfg):
         rest = _weights("critic", num, 8, " (weights, gradients)")
         kept = adamw_part(learner.moments, num)
         parts.append(Part("critic", rest.num_bytes + kept.num_bytes, f"{rest.how} + {kept.how}"))
     return [_share(part, learner.num_ranks) for part in parts]
+
+
+def frozen_bytes(learner: LearnerSection, is_cuda: bool) -> int:
+    """Return in how many bytes a weight is kept that is not trained."""
+    return 2 if is_cuda and learner.precision is not Precision.FP32 else 4
+
+
+def _has_own_critic(cfg: RunConfig) -> bool:
+    is_critic = cfg.algorithm.advantage is Advantage.PPO
+    return is_critic and cfg.learner.critic.kind is CriticKind.MODEL
 
 
 def lora_params(lora: LoraSection, shape: ModelShape) -> int:
@@ -160,11 +193,16 @@ def _activation_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool) -> li
         how = f"{tokens:,} tokens x {layers} layers x {pairs:,} x {width} B, of longest episodes"
         size = tokens * layers * pairs * width
         parts.append(Part("attention scores, at most", size, how, is_peak=True))
-    if learner.num_ranks > 1:
+    moves = is_offloaded(cfg, is_cuda)
+    if learner.num_ranks > 1 or moves:
         tables = min(shape.num_params, 2 * shape.vocab * shape.hidden)
         block = (shape.num_params - tables) // shape.layers
         what = f" (tables {tables / 1e6:,.1f}M, two blocks {2 * block / 1e6:,.1f}M)"
         parts.append(_weights("weights put together", tables + 2 * block, width, what))
+        if moves:  # in fp32; a gradient also as it is computed, and what is summed to
+            each = frozen_bytes(learner, is_cuda) if learner.lora.rank else 8 + width
+            what = ", of the largest: there, or its gradient back"
+            parts.append(_weights("weights on their way", max(tables, block), each, what))
     elif is_bf16 and not (learner.lora.rank and is_cuda):
         parts.append(_weights("bf16 copies of the weights", shape.num_params, 2))
     return parts

@@ -1,7 +1,7 @@
 """The memory that a run will take, place by place, before anything is loaded."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
@@ -11,12 +11,13 @@ from common.checks.memory_parts import (
     Part,
     cpu_engine_parts,
     gpu_engine_parts,
+    learner_host_parts,
     learner_parts,
-    publish_copies,
     shown,
     times,
 )
 from common.checks.model_shape import ModelShape, read_shape
+from common.config.learning import Moments, Offload, OptimizerKind
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 
@@ -44,7 +45,11 @@ class Place:
     @property
     def total_bytes(self) -> int:
         """What all parts take together, rare peaks left out."""
-        return sum(part.num_bytes for part in self.parts if not part.is_peak)
+        return _total(self.parts)
+
+
+def _total(parts: Sequence[Part]) -> int:
+    return sum(part.num_bytes for part in parts if not part.is_peak)
 
 
 def make_plan(
@@ -59,8 +64,11 @@ def make_plan(
     """
     is_cuda = trains_on_gpu(cfg, num_gpus=len(on))
     first, other = (learner_parts(cfg, shape, is_cuda=is_cuda, rank=rank) for rank in (0, 1))
+    of_learner = learner_host_parts(cfg, shape, is_cuda=is_cuda)
+    if not is_cuda:
+        of_learner = [*first, *times(other, cfg.learner.num_ranks - 1, "ranks"), *of_learner]
     if not (on or is_cuda):
-        host = [*first, *times(other, cfg.learner.num_ranks - 1, "ranks")]
+        host = of_learner
         host += times(cpu_engine_parts(cfg, shape), cfg.actor.num_actors, "actors")
         host.append(_programs(cfg.learner.num_ranks, cfg.actor.num_actors))
         return [Place("host", host, host_bytes, HOST_REMEDY)]
@@ -78,17 +86,46 @@ def make_plan(
             parts += gpu_engine_parts(cfg, shape, capacity, num_engines=num_engines)
         name = f"gpu {i % per_node}" + (f" ({on[i].name})" if i < len(on) and on[i].name else "")
         name = f"node {i // per_node}, {name}" if num_nodes > 1 else name
-        places.append(Place(name, parts, capacity, GPU_REMEDY))
+        remedy = GPU_REMEDY
+        if i in seats.learner:
+            rank = seats.learner.index(i)
+            remedy += _offload_remedy(cfg, shape, parts, rank, capacity, host_bytes)
+        places.append(Place(name, parts, capacity, remedy))
     for node in range(num_nodes):
         is_first = node == 0
-        host = publish_copies(cfg, shape) if is_first and is_cuda else []
-        if is_first and not is_cuda:
-            host = [*first, *times(other, cfg.learner.num_ranks - 1, "ranks")]
+        host = list(of_learner) if is_first else []
         num_actors = sum(own[0] // per_node == node for own in seats.actors)
         host.append(_programs(cfg.learner.num_ranks if is_first else 0, num_actors))
         name = f"node {node}, host" if num_nodes > 1 else "host"
         places.append(Place(name, host, host_bytes, HOST_REMEDY))
     return places
+
+
+def _offload_remedy(
+    cfg: RunConfig,
+    shape: ModelShape,
+    parts: Sequence[Part],
+    rank: int,
+    capacity_bytes: int,
+    host_bytes: int,
+) -> str:
+    """Return what offloading would make of a GPU's parts and of the host; "" if it is no help."""
+    learner = cfg.learner
+    if learner.offload is Offload.OPTIMIZER or learner.optimizer is OptimizerKind.MUON:
+        return ""
+    offloaded = replace(learner, offload=Offload.OPTIMIZER, moments=Moments.FP32)
+    other = replace(cfg, learner=offloaded)
+    before, after = (learner_parts(each, shape, is_cuda=True, rank=rank) for each in (cfg, other))
+    here = _total(parts) - _total(before) + _total(after)
+    if here > capacity_bytes:
+        return ""
+    host = _total(learner_host_parts(other, shape, is_cuda=True))
+    has = f", which has {shown(host_bytes)}" if host_bytes else ""
+    exact = " learner.moments=fp32" if learner.moments is Moments.INT8 else ""
+    return (
+        f"; learner.offload=optimizer{exact} would take about {shown(here)} of it and"
+        f" {shown(host)} of the host's memory{has}"
+    )
 
 
 def _check_nodes(cfg: RunConfig, seats: Seats, per_node: int) -> None:

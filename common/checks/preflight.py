@@ -12,6 +12,7 @@ from common.checks.gpu_placement import Seats, seat
 from common.checks.machine import COMPILER_PACKAGES, GIB, compiler_problem, gpus, has_cuda
 from common.checks.memory_plan import check_memory, is_elsewhere, plan_here
 from common.checks.model_shape import read_shape
+from common.config.learning import Offload
 from common.config.run_config import Launcher, Resume, RunConfig, check_training
 from common.errors import ConfigError
 from common.launch.ray.cluster import cluster_address
@@ -103,6 +104,11 @@ def check_devices(cfg: RunConfig) -> Seats:
                 f"{section}.num_gpus={num}: no NVIDIA GPU answers on this machine (see nvidia-smi);"
                 f" {section}.num_gpus=0 uses what is there"
             )
+    if cfg.learner.offload is Offload.OPTIMIZER:
+        raise ConfigError(
+            "learner.offload=optimizer: no NVIDIA GPU answers on this machine (see nvidia-smi), and"
+            " without one all is in the host's memory; learner.offload=none trains so"
+        )
     if cfg.learner.device.startswith("cuda"):
         raise ConfigError(
             f"learner.device={cfg.learner.device}: no NVIDIA GPU answers on this machine (see"
@@ -131,6 +137,7 @@ def check_sft(cfg: RunConfig, root: Path, *, missing: Sequence[str] = ()) -> Non
     """
     if not cfg.sft.demonstrations and missing:
         raise ConfigError("; ".join(missing))
+    _check_offline(cfg)
     if not cfg.sft.from_scratch:
         check_model(cfg.model.path, root)
     output = (root / cfg.sft.output).resolve() if cfg.sft.output else root
@@ -140,6 +147,26 @@ def check_sft(cfg: RunConfig, root: Path, *, missing: Sequence[str] = ()) -> Non
             " give sft.overwrite=true to write over them, or another sft.output"
         )
     check_disk(root / cfg.run.dir / cfg.run.name)
+
+
+def check_dpo(cfg: RunConfig, root: Path) -> None:
+    """Return if `dpo` may start. Raises: ConfigError: there is no such model."""
+    _check_offline(cfg)
+    check_model(cfg.model.path, root)
+
+
+def check_evolve(cfg: RunConfig, root: Path, *, missing: Sequence[str] = ()) -> None:
+    """Return if `evolve` may start. Raises: ConfigError: as `check`."""
+    _check_offline(cfg)
+    check(cfg, root, missing=missing)
+
+
+def _check_offline(cfg: RunConfig) -> None:
+    if cfg.learner.offload is Offload.OPTIMIZER:
+        raise ConfigError(
+            "learner.offload=optimizer: sft, dpo and evolve train on one device alone; give"
+            " learner.offload=none and adapters (learner.lora.rank=16) or learner.moments=8bit"
+        )
 
 
 def check_model(path: str, root: Path, *, key: str = "model.path") -> None:

@@ -25,6 +25,18 @@ class Moments(StrEnum):
     INT8 = "8bit"
 
 
+class Offload(StrEnum):
+    """What a GPU's weights, gradients and moments are kept in.
+
+    optimizer: the host's pinned memory (FSDP2's CPUOffloadPolicy). Fp32 weights, gradients and
+    moments stay there and are updated there; the GPU is given one block at a time, in what it
+    computes with. The critic and the reference likewise.
+    """
+
+    NONE = "none"
+    OPTIMIZER = "optimizer"
+
+
 class Precision(StrEnum):
     """In what the passes are computed, over fp32 master weights.
 
@@ -310,6 +322,7 @@ class LearnerSection:
     device: str = knob("auto", "auto: CUDA if there is any", form=DEVICE)
     optimizer: OptimizerKind = knob(OptimizerKind.ADAMW, "of the policy")
     moments: Moments = knob(Moments.FP32, "AdamW's memory of gradients, of the critic, too")
+    offload: Offload = knob(Offload.NONE, "keep it in the host's memory, for small GPUs: slower")
     lr: float = knob(1e-6, "learning rate", gt=0, le=10)
     muon_lr: float = knob(3e-3, "muon: rate of the hidden matrices, lr: the rest", gt=0, le=10)
     beta1: float = knob(0.9, "AdamW's memory of the gradient", ge=0, lt=1)
@@ -359,6 +372,14 @@ class LearnerSection:
         if self.num_gpus not in (0, self.num_ranks):
             law = f"learner.num_ranks={self.num_ranks} take a GPU each; give that, or 0"
             yield "num_gpus", self.num_gpus, law
+        if self.offload is Offload.OPTIMIZER and self.device == "cpu":
+            yield "offload", "optimizer", "learner.device=cpu has it all in the host's; give none"
+        if self.offload is Offload.OPTIMIZER and self.optimizer is OptimizerKind.MUON:
+            law = "learner.optimizer=muon would multiply its matrices on the CPU; give adamw"
+            yield "offload", "optimizer", law
+        if self.offload is Offload.OPTIMIZER and self.moments is Moments.INT8:
+            law = "learner.offload=optimizer updates them 600 times slower on a CPU; give fp32, or"
+            yield "moments", "8bit", f"{law} offload=none"
         if self.lora.rank and self.optimizer is OptimizerKind.MUON:
             law = "learner.lora.rank > 0 needs adamw: muon is for whole updates, not their factors"
             yield "optimizer", "muon", law

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from common.config.learning import LearnerSection
+from common.config.learning import LearnerSection, Offload
 from learner.batch.batching import TokenBatch, collate_tokens, plan_microbatches
 from learner.policy.attention import use_attention
 from learner.policy.critic import Critic
@@ -109,7 +109,8 @@ class Passes:
         )
         for network in present:
             if mesh is not None:
-                shard(network, mesh, is_bf16=self.scoring.autocast)
+                is_offloaded = cfg.offload is Offload.OPTIMIZER
+                shard(network, mesh, is_bf16=self.scoring.autocast, is_offloaded=is_offloaded)
 
     def score(
         self, tokens: TokenBatch, *, with_entropy: bool = False, with_values: bool = False

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from common.config.learning import Advantage, LearnerSection
+from common.config.learning import Advantage, LearnerSection, Offload
 from common.config.run_config import RunConfig
 from learner.policy.critic import make_critic
 from learner.policy.forward import Networks
@@ -49,7 +49,7 @@ def start_path(cfg: RunConfig, checkpoint: Path | None) -> str:
 
 def is_sharded(learner: LearnerSection) -> bool:
     """Return whether the learner's weights are cut, and read part by part."""
-    return learner.num_ranks > 1
+    return learner.num_ranks > 1 or learner.offload is Offload.OPTIMIZER
 
 
 def make_trainer(

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from common.errors import ConfigError
 from learner.policy.lora import trained_state
@@ -95,15 +96,11 @@ def _like(pattern: Tensor, local: Tensor, shape: torch.Size | None = None) -> Te
     """
     if not isinstance(pattern, DTensor):
         return local
-    part = DTensor.from_local(
-        local,
-        pattern.device_mesh,
-        pattern.placements,
-        run_check=False,
-        shape=shape or pattern.shape,
-        stride=(shape[1], 1) if shape else pattern.stride(),
-    )
-    return part.to(local.device)  # the mesh has moved it to where it computes
+    stride = (shape[1], 1) if shape else pattern.stride()
+    meta = TensorMeta(shape or pattern.shape, stride, local.dtype)
+    spec = DTensorSpec(pattern.device_mesh, pattern.placements, tensor_meta=meta)
+    # Not `from_local`, which would copy what is offloaded to where the mesh computes.
+    return DTensor(local, spec, requires_grad=False)
 
 
 def _stored(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:

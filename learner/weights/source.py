@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from common.errors import LongstrideError
 from common.wire.collective import lay_out, views
 from common.wire.weight_messages import TensorSpec
+from learner.policy.sharding import device_of
 
 CAST_NUMBERS = 16 << 20  # at a time between devices: what is cast there first is memory, too
 
@@ -81,7 +82,8 @@ class LiveWeights:
         self._tensors = [tensor.detach() for _, tensor in named]
         self._gathering = gathering
         self._filling = threading.Lock()  # a transfer that was given up may still be at it
-        self.device = self._tensors[0].device
+        first = self._tensors[0]  # of a mesh of GPUs: perhaps offloaded, and sent from the GPU
+        self.device = device_of(first.device_mesh) if isinstance(first, DTensor) else first.device
 
     def fill(self, start: int, part: Tensor) -> None:
         """Write the flat bytes from `start` on to `part`.
@@ -166,12 +168,12 @@ def _shares(tensor: Tensor) -> list[tuple[int, int]]:
 
 
 def _copy(target: Tensor, source: Tensor) -> None:
-    """Copy and cast; between devices in pieces, because it is cast on the source's first."""
+    """Copy and cast, on the GPU; between devices in pieces, for what is not cast yet."""
     if target.device == source.device:
         target.copy_(source)
         return
     for here, there in zip(target.split(CAST_NUMBERS), source.split(CAST_NUMBERS), strict=True):
-        here.copy_(there)
+        here.copy_(there.to(here.device) if here.is_cuda else there)
 
 
 def _receive(gathering: Gathering, wanted: Sequence[tuple[Piece, Tensor]]) -> None:

@@ -1,5 +1,6 @@
 """Laws of the memory plan, with numbers computed by hand."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from common.checks.machine import GIB, Gpu
 from common.checks.memory_plan import Place, check_memory, make_plan, plan_lines
 from common.checks.model_shape import ModelShape, read_shape
+from common.checks.preflight import check_devices, check_dpo, check_evolve, check_sft
 from common.config.load import load_config
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
@@ -75,7 +77,8 @@ def test_engine_gets_its_share_of_the_gpu_and_the_cache_what_is_left_of_it(
     parts = ("engine weights", "engine work space", "KV cache")
     assert sum(found[part] for part in parts) == 40 * GIB
     assert found["learner weights"] == 4 * NUM_PARAMS
-    assert [*sizes(host)] == ["programs"]
+    assert sizes(host)["checkpoint copies"] == 12 * NUM_PARAMS  # weights and moments
+    assert [*sizes(host)] == ["checkpoint copies", "programs"]
 
 
 def test_ranks_and_tensor_parallel_workers_have_a_gpu_each(
@@ -100,7 +103,75 @@ def test_ranks_share_weights_gradients_and_moments_and_the_first_one_publishes(
     assert first["weights put together"] == 2 * (tables + blocks)
     assert first.pop("publish buckets") == 2 * (256 << 20)
     assert others == [first] * 3
-    assert [*host] == ["programs"]
+    assert host["checkpoint copies"] == 12 * NUM_PARAMS
+
+
+def test_what_is_offloaded_is_planned_in_the_host_and_one_block_on_the_gpu(
+    shape: ModelShape, repository: Path
+) -> None:
+    more = ["learner.device=cuda", "learner.offload=optimizer", "algorithm.kl_coef=0.1"]
+    gpu, host = make_plan(configure(repository, *more), shape, on=(H100,), host_bytes=0)
+    found, kept = sizes(gpu), sizes(host)
+    assert kept["learner weights"] == kept["gradients"] == 4 * NUM_PARAMS
+    assert kept["optimizer"] == 8 * NUM_PARAMS
+    assert kept["reference"] == 2 * NUM_PARAMS
+    assert found.keys() & kept.keys() == set()
+    tables = 2 * 151_936 * 896
+    assert found["weights put together"] == 2 * (tables + 2 * ((NUM_PARAMS - tables) // 24))
+    assert found["weights on their way"] == 10 * tables  # a gradient in bf16, twice in fp32
+    two = make_plan(
+        configure(repository, *more, "learner.num_ranks=2"), shape, on=(H100,) * 2, host_bytes=0
+    )
+    assert sizes(two[-1])["optimizer"] == 8 * NUM_PARAMS
+
+
+def test_gpu_that_is_too_small_is_refused_with_what_offloading_would_take(
+    shape: ModelShape, repository: Path
+) -> None:
+    cfg = configure(repository, "learner.device=cuda", "actor.num_actors=0")
+    small = Gpu(name="small", memory_bytes=11 * GIB)
+    places = make_plan(cfg, shape, on=(small,), host_bytes=64 * GIB)
+    told = r"learner\.offload=optimizer would take about ([\d.]+) GiB of it and ([\d.]+) GiB of"
+    with pytest.raises(ConfigError, match=told + " the host's memory, which has 64") as refused:
+        check_memory(cfg, places, shape)
+    found = re.search(told, str(refused.value))
+    assert found is not None
+    gpu_gib, host_gib = map(float, found.groups())
+    assert 5 < gpu_gib < 11
+    assert host_gib == pytest.approx((16 + 12) * NUM_PARAMS / GIB, abs=0.1)
+    other = configure(
+        repository, "learner.device=cuda", "actor.num_actors=0", "learner.offload=optimizer"
+    )
+    check_memory(other, make_plan(other, shape, on=(small,), host_bytes=64 * GIB), shape)
+    tiny = Gpu(name="tiny", memory_bytes=4 * GIB)  # where it would not help, it is not named
+    with pytest.raises(ConfigError) as hopeless:
+        check_memory(cfg, make_plan(cfg, shape, on=(tiny,), host_bytes=64 * GIB), shape)
+    assert "offload" not in str(hopeless.value)
+
+
+@pytest.mark.parametrize(
+    ("device", "more", "words"),
+    [
+        ("auto", ["optimizer=muon"], "would multiply its matrices on the CPU; give adamw"),
+        ("auto", ["optimizer=adamw", "moments=8bit"], "600 times slower on a CPU; give fp32, or"),
+        ("cpu", [], "learner.device=cpu has it all in the host's; give none"),
+    ],
+)
+def test_offload_is_refused_where_it_is_no_use(
+    device: str, more: list[str], words: str, repository: Path
+) -> None:
+    given = [f"learner.{each}" for each in (f"device={device}", "offload=optimizer", *more)]
+    with pytest.raises(ConfigError, match=words):
+        load_config("smoke", given, root=repository)
+
+
+def test_offload_is_refused_without_a_gpu_and_offline(repository: Path) -> None:
+    cfg = configure(repository, "learner.device=auto", "learner.offload=optimizer")
+    with pytest.raises(ConfigError, match=r"no NVIDIA GPU answers.* learner\.offload=none"):
+        check_devices(cfg)
+    for check in (check_sft, check_dpo, check_evolve):
+        with pytest.raises(ConfigError, match="sft, dpo and evolve train on one device"):
+            check(cfg, repository)
 
 
 def test_run_that_does_not_fit_is_refused_with_the_arithmetic_and_the_remedy(

@@ -137,6 +137,7 @@ ELSEWHERE = {
     "learner.weights_transport": "learner/build.py",
     "learner.rank_timeout_s": "learner/training/rank_workers.py",
     "learner.gradient_checkpointing": "learner/training/build.py",
+    "learner.offload": "learner/policy/forward.py",  # where all lies, see test_offload.py
     "learner.moments": "learner/training/optimizer.py",  # of larger weights; test_moments.py
     "learner.max_lag_steps": "learner/main.py",
     "learner.hold_back_steps": "common/config/run_config.py",

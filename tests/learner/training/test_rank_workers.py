@@ -13,7 +13,13 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
 
-from common.config.learning import Advantage, AlgorithmSection, ControllerSection, LearnerSection
+from common.config.learning import (
+    Advantage,
+    AlgorithmSection,
+    ControllerSection,
+    LearnerSection,
+    Offload,
+)
 from common.config.run_config import RunConfig
 from common.errors import LongstrideError
 from learner.training.build import load_start, make_trainer
@@ -111,8 +117,9 @@ def test_a_checkpoint_of_two_ranks_is_gone_on_from_by_one_and_by_two(
         folder = checkpoints.save(2, model=trainer._model, tokenizer=tokenizer, trainer=trainer)
         expected = weights_after(trainer, num_steps=1)  # while it is written
         checkpoints.wait()
-    for num_ranks in (1, 2):
-        again = replace(cfg, learner=replace(cfg.learner, num_ranks=num_ranks))
+    for num_ranks, offload in ((1, Offload.NONE), (2, Offload.OPTIMIZER)):
+        learner = replace(cfg.learner, num_ranks=num_ranks, offload=offload, device="auto")
+        again = replace(cfg, learner=learner)
         with ranks_of(again, folder) as (trainer, _):
             assert (weights_after(trainer, num_steps=1) - expected).abs().max() < 1e-6
 
