@@ -12,6 +12,7 @@ from learner.ingest.journal_index import JournalIndex
 logger = logging.getLogger(__name__)
 
 MAX_ABS_LOGPROB = 200.0  # nats; anything beyond is no logprob
+MAX_LOGPROB = 1e-3  # nats; a probability of 1, rounded
 _COLUMNS = {
     "token_ids": np.dtype("int32"),
     "loss_mask": np.dtype("bool"),
@@ -114,7 +115,31 @@ def refusal(
         return ""
     if trajectory.policy is not PolicyKind.MODEL:
         return "" if trajectory.kind == "eval" else f"{trajectory.policy} play cannot be trained on"
+    if is_plainly_sound(trajectory, learner_version, vocab_size):
+        return ""
     return _refusal_of_tokens(trajectory, learner_version, vocab_size)
+
+
+def is_plainly_sound(
+    trajectory: Trajectory, learner_version: int, vocab_size: int | None
+) -> bool:
+    """Return True if whole columns show that nothing is wrong; False: the long way tells.
+
+    Picking the sampled tokens out of every column costs more than all the rest of an arrival.
+    """
+    mask, turns, versions = trajectory.loss_mask, trajectory.turn_ids, trajectory.versions
+    if not mask.any() or mask[0]:
+        return False
+    if turns[0] < 0 or turns[-1] >= trajectory.num_turns or (turns[1:] < turns[:-1]).any():
+        return False
+    as_unsigned = trajectory.token_ids.view(np.uint32)  # what is negative is beyond every id
+    if vocab_size is None or as_unsigned.max() >= vocab_size:
+        return False
+    logprobs = trajectory.logprobs  # a NaN is neither above nor below
+    if not (logprobs.min() >= -MAX_ABS_LOGPROB and logprobs.max() <= MAX_LOGPROB):
+        return False
+    is_versioned = ((versions >= 0) == mask).all()
+    return bool(is_versioned and versions.min() == -1 and versions.max() <= learner_version)
 
 
 def _refusal_of_tokens(trajectory: Trajectory, learner_version: int, vocab_size: int | None) -> str:
@@ -137,7 +162,7 @@ def _refusal_of_tokens(trajectory: Trajectory, learner_version: int, vocab_size:
     lowest, highest = float(logprobs.min()), float(logprobs.max())  # NaN if there is one
     if not (math.isfinite(lowest) and math.isfinite(highest)):
         return "a sampled token has no finite logprob"
-    if lowest < -MAX_ABS_LOGPROB or highest > 1e-3:
+    if lowest < -MAX_ABS_LOGPROB or highest > MAX_LOGPROB:
         return "a sampled token has an impossible logprob"
     versions = trajectory.versions[mask]
     if int(versions.min()) < 0 or int(versions.max()) > learner_version:

@@ -4,6 +4,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from common.config.learning import AlgorithmSection
 from common.config.run_config import GroupsSection
 from common.wire.ids import is_below
@@ -29,7 +31,7 @@ class _Open:
 
 def oldest_version(trajectory: Trajectory) -> int:
     """Return the version of the oldest sampled token: a trajectory is as old as that."""
-    return int(trajectory.versions[trajectory.loss_mask].min())
+    return int(trajectory.versions.view(np.uint32).min())  # what was not sampled is -1: the largest
 
 
 def is_fresh(trajectory: Trajectory, learner_version: int, *, max_lag_steps: int) -> bool:

@@ -29,7 +29,7 @@ from learner.scheduler.members.registry import Registry
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.05
-GATHER_S = 0.005  # from one batch of messages to the next: thousands of peers come in hundreds
+GATHER_S = 0.02  # from one batch of messages to the next: thousands of peers come in hundreds
 SAVE_S = 2.0  # between two saved states; the log holds what came since
 STATUS_S = 1.0
 ASLEEP_S = 5.0  # between two rounds of the loop: this process stood still

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from common.wire.messages import EndReason, EpisodeKind, PolicyKind, Trajectory
-from learner.ingest.admission import refusal
+from learner.ingest.admission import is_plainly_sound, refusal
 from tests.learner.builders import make_trajectory
 
 GOOD = make_trajectory([5, 6, 7, 8], [0, 1, 1, 0], version=3)
@@ -18,8 +18,8 @@ TWO_TURNS = {
 }
 
 
-def judge(trajectory: Trajectory) -> str:
-    return refusal(trajectory, learner_version=3, max_group_size=2)
+def judge(trajectory: Trajectory, vocab_size: int | None = None) -> str:
+    return refusal(trajectory, learner_version=3, max_group_size=2, vocab_size=vocab_size)
 
 
 def floats(*values: float) -> np.ndarray:
@@ -32,6 +32,8 @@ def ints(*values: int) -> np.ndarray:
 
 def test_a_good_trajectory_is_not_refused() -> None:
     assert judge(GOOD) == ""
+    assert judge(GOOD, vocab_size=9) == ""
+    assert is_plainly_sound(GOOD, learner_version=3, vocab_size=9)  # the short way is taken
 
 
 @pytest.mark.parametrize(
@@ -67,6 +69,7 @@ def test_a_good_trajectory_is_not_refused() -> None:
 )
 def test_a_bad_trajectory_is_refused_with_its_reason(changes: dict[str, Any], reason: str) -> None:
     assert reason in judge(replace(GOOD, **changes))
+    assert reason in judge(replace(GOOD, **changes), vocab_size=9)
 
 
 def test_an_infrastructure_failure_may_be_empty() -> None:
