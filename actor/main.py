@@ -37,6 +37,7 @@ from common.wire.security import RunKeys, load_keys
 logger = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+MEMORY_S = 10.0  # between two looks at the memory in use
 DRAIN_S = 5.0  # at the end, for trajectories without an acknowledgement
 
 
@@ -230,11 +231,14 @@ async def _take_leases(cfg: RunConfig, parts: Parts) -> None:
 
 async def _beat(cfg: RunConfig, parts: Parts) -> None:
     pid = os.getpid()
+    rss_bytes, look_at = 0, 0.0
     last_tokens, last_time = parts.engine.num_sampled_tokens, time.monotonic()
     while True:
         now = time.monotonic()
         if parts.engine.meter is not None:
             parts.episodes.adapt(parts.engine.meter.drain())
+        if now >= look_at:  # it reads what the system says of every process
+            rss_bytes, look_at = resident_bytes([pid])[pid], now + MEMORY_S
         tokens = parts.engine.num_sampled_tokens
         rate = (tokens - last_tokens) / max(now - last_time, 1e-6)
         last_tokens, last_time = tokens, now
@@ -247,7 +251,7 @@ async def _beat(cfg: RunConfig, parts: Parts) -> None:
                 num_slots=parts.episodes.num_slots,
                 tokens_per_s=rate,
                 waiting_for=_waiting_for(parts),
-                rss_bytes=resident_bytes([pid])[pid],  # and of the engine
+                rss_bytes=rss_bytes,  # and of the engine
             )
         )
         await asyncio.sleep(cfg.scheduler.heartbeat_s)

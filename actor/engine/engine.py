@@ -139,6 +139,7 @@ class Engine:
             stop_token_ids=self._end_of_turn_ids,
             ignore_eos=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,  # nobody else holds it
         )
 
     async def generate(

@@ -120,9 +120,7 @@ def refusal(
     return _refusal_of_tokens(trajectory, learner_version, vocab_size)
 
 
-def is_plainly_sound(
-    trajectory: Trajectory, learner_version: int, vocab_size: int | None
-) -> bool:
+def is_plainly_sound(trajectory: Trajectory, learner_version: int, vocab_size: int | None) -> bool:
     """Return True if whole columns show that nothing is wrong; False: the long way tells.
 
     Picking the sampled tokens out of every column costs more than all the rest of an arrival.

@@ -45,7 +45,14 @@ class Hub:
         if request.method == "DELETE":
             return web.Response(status=204)
         if request.path == "/v1/envs":
-            return web.json_response({"toy": {"instruction": {"compact": "play"}}})
+            toy = {"instruction": {"compact": "play"}, "is_quick": True}
+            return web.json_response({"toy": toy})
+        if request.path == "/v1/step/batch":
+            statuses = {"gone": 404, "slow": 504}
+            answers = [statuses.get(each["action"], 200) for each in body or []]
+            return web.json_response(
+                [STEPPED | {"status": n, "detail": "no such session"} for n in answers]
+            )
         if request.path.endswith("/hint"):
             return web.json_response({"valid_actions": ["a"], "expert_action": None})
         return web.json_response(STEPPED if request.path.endswith("/step") else OPENED)
@@ -182,3 +189,54 @@ def test_instructions_are_by_environment_and_style() -> None:
         assert environments.instruction("toy") == "play"
 
     check(law)
+
+
+def quick_steps(*actions: str) -> Callable[[HubClient], Awaitable[list[Any]]]:
+    """Return what asks at the same time for a step in as many sessions, and returns what came."""
+
+    async def ask(client: HubClient) -> list[Any]:
+        toy = await Environments.of(client, style="compact")
+        sessions = [await toy.open("toy", "item", seed=0) for _ in actions]
+        steps = [each.step(action) for each, action in zip(sessions, actions, strict=True)]
+        return await asyncio.gather(*steps, return_exceptions=True)
+
+    return ask
+
+
+def test_steps_of_a_quick_environment_at_the_same_time_are_one_request() -> None:
+    async def law(_: Hub, client: HubClient) -> None:
+        answers = await quick_steps("a", "b", "c")(client)
+        assert answers == [StepResult(observation="on", reward=1.0, done=True, is_valid=False)] * 3
+
+    hub = check(law)
+    paths = [path for _, path, _ in hub.requests]
+    assert paths == ["/v1/envs", *["/v1/sessions"] * 3, "/v1/step/batch"]
+    assert [each["action"] for each in hub.requests[-1][2]] == ["a", "b", "c"]
+
+
+def test_a_step_that_fails_in_a_batch_fails_alone_and_by_its_own_reason() -> None:
+    async def law(_: Hub, client: HubClient) -> None:
+        first, gone, slow = await quick_steps("a", "gone", "slow")(client)
+        assert isinstance(first, StepResult)
+        assert type(gone) is EnvError
+        assert "HTTP 404 no such session" in str(gone)
+        assert type(slow) is EnvTimeout
+
+    check(law)
+
+
+def test_a_batch_whose_connection_breaks_is_asked_for_again_with_the_same_numbers() -> None:
+    async def law(_: Hub, client: HubClient) -> None:
+        answers = await quick_steps("a", "b")(client)
+        assert [type(each) for each in answers] == [StepResult, StepResult]
+
+    hub = check(law, script=(200, 200, 200, "lost"))
+    assert hub.requests[-1] == hub.requests[-2]
+
+
+def test_no_step_of_a_batch_that_a_hub_refuses_is_taken_for_done() -> None:
+    async def law(_: Hub, client: HubClient) -> None:
+        answers = await quick_steps("a", "b")(client)
+        assert [type(each) for each in answers] == [EnvError, EnvError]
+
+    check(law, script=(200, 200, 200, 500))
