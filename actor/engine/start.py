@@ -22,6 +22,9 @@ from common.config.learning import FULL, LoraSection
 from common.config.run_config import ActorSection, ModelSection
 from common.errors import EngineError
 
+# A turn recomputes what lies behind its last whole block, and vLLM's own size on a CPU is 128.
+CPU_BLOCK_TOKENS = 32
+
 
 def engine_arguments(
     model: ModelSection,
@@ -42,6 +45,7 @@ def engine_arguments(
         gpu_memory_utilization=cfg.gpu_memory_frac,
         enforce_eager=cfg.enforce_eager,
         enable_prefix_caching=True,
+        block_size=CPU_BLOCK_TOKENS if current_platform.is_cpu() else None,
         logprobs_mode="processed_logprobs",
         worker_extension_cls="actor.engine.worker.WorkerExtension",
         weight_transfer_config=WeightTransferConfig(backend="longstride"),

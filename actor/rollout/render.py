@@ -5,10 +5,12 @@ the next user's text is kept as a string. So any template works whose turns foll
 template that rewrites earlier turns is refused at start.
 """
 
+from functools import lru_cache
 from typing import Any
 
 from common.errors import ConfigError
 
+NUM_KNOWN_TEXTS = 256  # latest ones; members of a group begin with the same
 _USER, _ASSISTANT, _NEXT = "\u2402user\u2403", "\u2402assistant\u2403", "\u2402next\u2403"
 
 
@@ -23,6 +25,7 @@ class Renderer:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self._known = lru_cache(NUM_KNOWN_TEXTS)(self._tokenize)
         first = self._template([{"role": "user", "content": _USER}])
         self._before_first, _, self._after_user = first.partition(_USER)
         if _USER not in first:
@@ -79,4 +82,7 @@ class Renderer:
         return self._tokenizer.decode(token_ids, skip_special_tokens=True).strip()
 
     def _encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        return list(self._known(text))
+
+    def _tokenize(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False))

@@ -189,7 +189,7 @@ class ActorSection:
     top_p: float = knob(1.0, "1: all tokens; else the importance ratio is biased", ge=1, le=1)
     top_k: int = knob(-1, "-1: all tokens; else the importance ratio is biased", ge=-1, le=-1)
     kv_cache_gib: int = knob(1, "GiB, of the CPU engine only", ge=1, le=10_000)
-    kv_cache_blocks: int = knob(0, "of the engine's own size; 0: as many as the memory holds", ge=0)
+    kv_cache_blocks: int = knob(0, "of 32 tokens on a CPU; 0: as many as the memory holds", ge=0)
     gpu_memory_frac: float = knob(0.85, "of the device's memory, for the engine", gt=0, le=1)
     kv_at_update: AtUpdate = knob(
         AtUpdate.KEEP,

@@ -18,8 +18,8 @@ if TYPE_CHECKING:  # importing vllm takes seconds, and most runs deselect these 
 pytestmark = pytest.mark.slow
 
 CEILING = 24
-NUM_BLOCKS = 13  # of 128 tokens, one of them vLLM's own: a short episode needs one of the others
-LONG_TOKENS = 250  # a prompt of two blocks, whose answer needs a third
+NUM_BLOCKS = 49  # of 32 tokens, one of them vLLM's own: a short episode needs two of the others
+LONG_TOKENS = 250  # a prompt of eight blocks, whose answer needs a ninth
 SHORT_TOKENS = 20
 ANSWER_TOKENS = 24
 LOOK_S = 0.2
@@ -102,7 +102,7 @@ def test_limit_shrinks_while_the_engine_preempts_and_recovers_when_prompts_are_s
         players.fill()
         loads: list[EngineLoad] = []
         async with asyncio.timeout(60.0):
-            while concurrency.limit > 6:  # six fit with two blocks each, four with three
+            while concurrency.limit > 6:  # six fit with eight blocks each, five with nine
                 loads.append(await players.look())
             players.prompt_tokens = SHORT_TOKENS
             while concurrency.limit < 10:
