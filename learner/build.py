@@ -105,7 +105,7 @@ def build(cfg: RunConfig, run_dir: RunDir) -> Learner:
     buffer = TrajectoryBuffer(groups, index, reports, version=version)
     readopt(buffer, run_dir, start)
     publisher = _publisher(cfg.learner, run_dir, keys, gate)
-    admission = Admission(index, group_size=cfg.groups.size, vocab_size=vocabulary_size(model))
+    admission = _admission(cfg, index, model)
     router = Router(keys, host=cfg.learner.host, port=cfg.learner.port)
     ports = {"learner": router.port, "weights": publisher.port}
     intake = Intake(
@@ -132,6 +132,15 @@ def build(cfg: RunConfig, run_dir: RunDir) -> Learner:
         step_log=step_log,
         metrics=metrics,
         version=version,
+    )
+
+
+def _admission(cfg: RunConfig, index: JournalIndex, model: PreTrainedModel) -> Admission:
+    return Admission(
+        index,
+        group_size=cfg.groups.size,
+        vocab_size=vocabulary_size(model),
+        max_tokens=cfg.learner.max_tokens_per_microbatch,
     )
 
 

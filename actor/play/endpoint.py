@@ -9,10 +9,11 @@ from typing import Any
 
 import aiohttp
 
-from actor.rollout.env_client import BearerClient
+from actor.rollout.env_client import BearerClient, retry_after_s
 from actor.rollout.episode import ContextFull, PolicyFailed, Session, Turn
 from common.config.evaluation import PolicySection
 from common.errors import ConfigError
+from common.text import valid_text
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +102,7 @@ class Endpoint(BearerClient):
         }
         async with self._http.post(self._url, json=payload) as response:
             body = await response.text(errors="replace")
-            return response.status, _seconds(response.headers.get("Retry-After", "")), body
+            return response.status, retry_after_s(response.headers), body
 
     def _read(self, body: str) -> Reply:
         try:
@@ -113,7 +114,7 @@ class Endpoint(BearerClient):
             usage: dict[str, Any] = answer.get("usage") or {}
             self.num_prompt_tokens += int(usage.get("prompt_tokens") or 0)
             self.num_sampled_tokens += int(usage.get("completion_tokens") or 0)
-            return Reply(text=text, is_stopped=choice.get("finish_reason") != "length")
+            return Reply(text=valid_text(text), is_stopped=choice.get("finish_reason") != "length")
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             shown = self._redact(body[:300])
             raise PolicyFailed(
@@ -134,14 +135,7 @@ class Endpoint(BearerClient):
 
 
 def _bytes(text: str) -> list[int]:
-    return list(text.encode(errors="replace"))  # JSON may hold halves of surrogate pairs
-
-
-def _seconds(text: str) -> float:
-    try:
-        return max(0.0, float(text))
-    except ValueError:  # a date, or nothing
-        return 0.0
+    return list(text.encode())
 
 
 class TextEpisode:

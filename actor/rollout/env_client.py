@@ -3,18 +3,23 @@
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable
+import math
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
+from urllib.parse import quote
 
 import aiohttp
 
 from common.errors import EnvError, EnvTimeout
+from common.text import valid_text
 
 logger = logging.getLogger(__name__)
 
 NUM_TRIES = 4
 BACKOFF_S = 0.25  # doubles per try
+MIN_RETRY_S = 0.05  # so that "at once" is no busy loop
+MAX_ANSWER_BYTES = 64 << 20
 BATCH_PATH = "/v1/step/batch"
 MAX_BATCH = 32  # steps in a request; the first ones are answered while the last ones are asked for
 
@@ -92,17 +97,19 @@ class StepBatches:
     async def _send(self, batch: list[tuple[dict[str, Any], asyncio.Future[Any]]]) -> None:
         try:
             replies = await self._request("POST", BATCH_PATH, [entry for entry, _ in batch])
-            if len(replies) != len(batch):
-                raise EnvError(f"POST {BATCH_PATH}: {len(replies)} answers to {len(batch)} steps")
+            if not isinstance(replies, list) or len(replies) != len(batch):
+                shown = f"{replies!r:.100}"
+                raise EnvError(f"POST {BATCH_PATH}: answers {len(batch)} steps with {shown}")
+            statuses = [_told(reply, "status", int, path=BATCH_PATH) for reply in replies]
         except EnvError as error:
             for _, answer in batch:
                 if not answer.done():
                     answer.set_exception(error)
             return
-        for (_, answer), reply in zip(batch, replies, strict=True):
+        for (_, answer), reply, status in zip(batch, replies, statuses, strict=True):
             if answer.done():  # its episode has been given up
                 continue
-            if failure := _failure("POST", BATCH_PATH, reply["status"], str(reply.get("detail"))):
+            if failure := _failure("POST", BATCH_PATH, status, str(reply.get("detail"))):
                 answer.set_exception(failure)
             else:
                 answer.set_result(reply)
@@ -134,9 +141,12 @@ class HubClient(BearerClient):
         Raises: EnvError, EnvTimeout.
         """
         body = {"env": env, "item_id": item_id, "seed": seed, "style": style}
-        reply = await self.request("POST", "/v1/sessions", body)
+        path = "/v1/sessions"
+        reply = await self.request("POST", path, body)
+        session_id = valid_text(_told(reply, "session_id", str, path=path))
+        observation = _told(reply, "observation", str, path=path)
         batches = self._batches if is_quick else None
-        return HubSession(self, reply["session_id"], reply["observation"], batches)
+        return HubSession(self, session_id, observation, batches)
 
     async def request(self, method: str, path: str, body: object) -> Any:
         """Send one request, again after a lost connection or, until the deadline, a 429.
@@ -174,13 +184,40 @@ class HubClient(BearerClient):
     async def _once(self, method: str, path: str, body: object) -> Any:
         """Return the parsed answer; None after waiting out a 429."""
         async with self._http.request(method, self._url + path, json=body) as response:
-            text = await response.read()
+            text = bytearray()
+            async for part in response.content.iter_any():
+                text += part
+                if len(text) > MAX_ANSWER_BYTES:
+                    raise EnvError(f"{method} {path}: answers more than {MAX_ANSWER_BYTES} bytes")
             if response.status == 429:
-                await asyncio.sleep(float(response.headers.get("Retry-After", "1")))
+                wait_s = retry_after_s(response.headers, unsaid_s=1.0)
+                await asyncio.sleep(max(MIN_RETRY_S, wait_s))
                 return None
-            if failure := _failure(method, path, response.status, repr(text[:300])):
+            shown = repr(bytes(text[:300]))
+            if failure := _failure(method, path, response.status, shown):
                 raise failure
-            return json.loads(text) if text else {}
+            try:
+                return (json.loads(text) if text else {}) or {}  # None is for a 429
+            except (ValueError, RecursionError) as error:
+                raise EnvError(f"{method} {path}: answers what is no JSON: {shown}") from error
+
+
+def retry_after_s(headers: Mapping[str, str], *, unsaid_s: float = 0.0) -> float:
+    """Return the seconds that Retry-After asks for; `unsaid_s` if it says none that can be read."""
+    try:
+        asked_s = float(headers.get("Retry-After", unsaid_s))
+    except ValueError:  # a date
+        asked_s = unsaid_s
+    return asked_s if math.isfinite(asked_s) and asked_s >= 0 else unsaid_s
+
+
+def _told(reply: Any, name: str, *kinds: type, path: str) -> Any:
+    """Return a field of a hub's answer. Raises: EnvError: it is not there, or of another type."""
+    value = reply.get(name) if isinstance(reply, dict) else None
+    if type(value) not in kinds:
+        words = " or ".join(kind.__name__ for kind in kinds)
+        raise EnvError(f"{path}: answers {name}={value!r:.100}, not {words}")
+    return value
 
 
 def _failure(method: str, path: str, status: int, text: str) -> EnvError | None:
@@ -198,7 +235,7 @@ class HubSession:
     ) -> None:
         self._hub = hub
         self._session_id = session_id
-        self._path = f"/v1/sessions/{session_id}"
+        self._path = f"/v1/sessions/{quote(session_id, safe='')}"
         self._batches = batches
         self._seq = 0
         self.first_observation = observation
@@ -206,22 +243,30 @@ class HubSession:
     async def step(self, action: str) -> StepResult:
         """Act. Raises: EnvError, EnvTimeout."""
         self._seq += 1
+        path = f"{self._path}/step"
         if self._batches is not None:
             reply = await self._batches.step(self._session_id, action, self._seq)
         else:
-            body = {"action": action, "seq": self._seq}
-            reply = await self._hub.request("POST", f"{self._path}/step", body)
+            reply = await self._hub.request("POST", path, {"action": action, "seq": self._seq})
+        reward = _told(reply, "reward", float, int, path=path)
+        if not 0.0 <= reward <= 1.0:
+            raise EnvError(f"{path}: answers reward={reward!r:.100}, which is not in [0, 1]")
         return StepResult(
-            observation=reply["observation"],
-            reward=float(reply["reward"]),
-            done=bool(reply["done"]),
-            is_valid=bool(reply["is_valid"]),
+            observation=_told(reply, "observation", str, path=path),
+            reward=float(reward),
+            done=_told(reply, "done", bool, path=path),
+            is_valid=_told(reply, "is_valid", bool, path=path),
         )
 
     async def hint(self) -> Hint:
         """Return what a scripted policy may know. Raises: EnvError, EnvTimeout."""
-        reply = await self._hub.request("GET", f"{self._path}/hint", None)
-        return Hint(valid_actions=reply["valid_actions"], expert_action=reply["expert_action"])
+        path = f"{self._path}/hint"
+        reply = await self._hub.request("GET", path, None)
+        actions = [valid_text(str(each)) for each in _told(reply, "valid_actions", list, path=path)]
+        expert = _told(reply, "expert_action", str, type(None), path=path)
+        return Hint(
+            valid_actions=actions, expert_action=None if expert is None else valid_text(expert)
+        )
 
     async def close(self) -> None:
         """Give the session back. One that is already gone, or a hub that is, is no error."""
@@ -243,8 +288,14 @@ class Environments:
     @classmethod
     async def of(cls, hub: HubClient, *, style: str) -> "Environments":
         """Return those of a hub. Raises: EnvError, EnvTimeout."""
-        catalogue = await hub.request("GET", "/v1/envs", None)
-        texts = {name: entry["instruction"] for name, entry in catalogue.items()}
+        path = "/v1/envs"
+        catalogue = await hub.request("GET", path, None)
+        if not isinstance(catalogue, dict):
+            raise EnvError(f"{path}: answers {catalogue!r:.100}, not environments by name")
+        texts = {
+            name: {k: str(v) for k, v in _told(entry, "instruction", dict, path=path).items()}
+            for name, entry in catalogue.items()
+        }
         quick = frozenset(name for name, entry in catalogue.items() if entry.get("is_quick"))
         return cls(hub=hub, style=style, instructions=texts, quick=quick)
 

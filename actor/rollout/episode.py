@@ -4,12 +4,15 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 
 from actor.rollout.env_client import Hint, StepResult
+from actor.rollout.observations import Observations
 from common.errors import EnvError, EnvTimeout
+from common.text import valid_text
 from common.wire.messages import EndReason, Lease, Trajectory
 
 
@@ -80,6 +83,7 @@ class _Tape:
 @dataclass(slots=True)
 class _Play:
     tape: _Tape = field(default_factory=_Tape)
+    observations: Observations = field(default_factory=Observations)
     end: EndReason = EndReason.HORIZON
     error: str = ""
     reward: float = 0.0
@@ -118,7 +122,8 @@ async def run_episode(
     Args:
         act: maps the conversation's token ids to the next turn.
         instruction: put before the first observation; "" for none.
-        max_tokens: context limit; an episode that could exceed it in its next turn ends there.
+        max_tokens: context limit; an episode that could exceed it in its next turn ends there,
+            and observations are cut to it (`actor.rollout.observations`).
         turn_tokens: most tokens that one turn may sample.
     """
     started = time.monotonic()
@@ -129,8 +134,12 @@ async def run_episode(
             session = await open_session()
             text = first_text(instruction, session.first_observation)
             play.env_s += time.monotonic() - started
-            play.tape.observe(render.first_prompt(text), 0)
-            await _turns(lease, session, play, act, render, max_tokens - turn_tokens)
+            max_prompt = max_tokens - turn_tokens
+            ids = play.observations.fitted(text, render.first_prompt, max_tokens=max_prompt)
+            if ids is None:
+                raise ContextFull(f"not even the first page's beginning fits into {max_prompt}")
+            play.tape.observe(ids, 0)
+            await _turns(lease, session, play, act, render, max_tokens, max_prompt)
     except ContextFull:
         play.end = EndReason.CONTEXT_FULL
     except PolicyFailed as error:
@@ -150,12 +159,15 @@ async def run_episode(
 
 
 async def _turns(
-    lease: Lease, session: Session, play: _Play, act: Act, render: Render, max_prompt: int
+    lease: Lease,
+    session: Session,
+    play: _Play,
+    act: Act,
+    render: Render,
+    max_tokens: int,
+    max_prompt: int,
 ) -> None:
     for turn in range(lease.horizon):
-        if len(play.tape.token_ids) > max_prompt:
-            play.end = EndReason.CONTEXT_FULL
-            return
         asked = time.monotonic()
         taken = await act(play.tape.token_ids, session)
         answered = time.monotonic()
@@ -174,7 +186,14 @@ async def _turns(
             play.is_success = result.reward >= 1.0
             return
         if turn + 1 < lease.horizon:
-            ids = render.after_action(result.observation, is_stopped=taken.is_stopped)
+            ids = play.observations.fitted(
+                result.observation,
+                partial(render.after_action, is_stopped=taken.is_stopped),
+                max_tokens=max_tokens // 2,
+            )
+            if ids is None or len(play.tape.token_ids) + len(ids) > max_prompt:
+                play.end = EndReason.CONTEXT_FULL
+                return
             play.tape.observe(ids, turn + 1)
 
 
@@ -184,13 +203,15 @@ def _trajectory(lease: Lease, play: _Play, *, actor: str, wall_s: float) -> Traj
         **lease.identity(),
         actor=actor,
         end_reason=play.end,
-        error=play.error[:1_000],
+        error=valid_text(play.error)[:1_000],
         reward=0.0 if play.end.is_infrastructure_failure else play.reward,
         is_success=play.is_success,
         num_turns=play.num_turns,
         num_invalid_actions=sum(play.invalid_turns),
         num_prompt_tokens=play.num_prompt_tokens,
         num_cached_tokens=play.num_cached_tokens,
+        num_cut_observations=play.observations.num_cut,
+        num_repaired_texts=play.observations.num_repaired,
         generate_s=play.generate_s,
         env_s=play.env_s,
         wall_s=wall_s,

@@ -1,5 +1,7 @@
 """Conversation text -> token ids, one turn at a time: what was sampled is never encoded again.
 
+An observation is text: a control token that it spells out (`<|im_end|>`) is encoded as its letters.
+
 The chat template is asked twice with marker texts, and what it puts between an assistant's text and
 the next user's text is kept as a string. So any template works whose turns follow one another; a
 template that rewrites earlier turns is refused at start.
@@ -8,6 +10,7 @@ template that rewrites earlier turns is refused at start.
 from functools import lru_cache
 from typing import Any
 
+from common.control_tokens import ControlTokens
 from common.errors import ConfigError
 
 NUM_KNOWN_TEXTS = 256  # latest ones; members of a group begin with the same
@@ -25,7 +28,8 @@ class Renderer:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._known = lru_cache(NUM_KNOWN_TEXTS)(self._tokenize)
+        self._control = ControlTokens(tokenizer)
+        self._known = lru_cache(NUM_KNOWN_TEXTS)(self._control.encode_between)
         first = self._template([{"role": "user", "content": _USER}])
         self._before_first, _, self._after_user = first.partition(_USER)
         if _USER not in first:
@@ -64,7 +68,7 @@ class Renderer:
 
     def first_prompt(self, text: str) -> list[int]:
         """Return the ids of the first user turn, up to where the assistant starts."""
-        return self._encode(self._before_first + text + self._after_user)
+        return list(self._known(self._before_first, text, self._after_user))
 
     def after_action(self, text: str, *, is_stopped: bool) -> list[int]:
         """Return the ids between a sampled action and the next one.
@@ -75,14 +79,8 @@ class Renderer:
                 in here, unsampled and therefore never trained on.
         """
         lead = "" if is_stopped else self._end_of_turn_text
-        return self._encode(lead + self._between + text + self._after_user)
+        return list(self._known(lead + self._between, text, self._after_user))
 
     def action_text(self, token_ids: list[int]) -> str:
         """Return the text of a sampled action without special tokens."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=True).strip()
-
-    def _encode(self, text: str) -> list[int]:
-        return list(self._known(text))
-
-    def _tokenize(self, text: str) -> tuple[int, ...]:
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False))

@@ -251,6 +251,8 @@ class Trajectory(EpisodeIdentity):
     num_invalid_actions: int
     num_prompt_tokens: int = 0  # given to the engine, summed over turns; 0: it does not say
     num_cached_tokens: int = 0  # of them, those found in its prefix cache
+    num_cut_observations: int = 0  # that were too long for the context
+    num_repaired_texts: int = 0  # observations with halves of characters, now U+FFFD
     generate_s: float  # seconds spent waiting for the engine
     env_s: float  # seconds spent waiting for the environment
     wall_s: float

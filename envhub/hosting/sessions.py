@@ -8,11 +8,12 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from common.errors import EnvError, EnvTimeout
 from common.memory import trim_heap
+from common.text import valid_text
 from envhub.catalogue.registry import Registry
 from envhub.env import EnvSpec, StepResult, Style
 from envhub.errors import (
@@ -123,7 +124,7 @@ class Sessions:
         session = Session(session_id=session_id, env_name=env_name, episode=episode, lock=lock)
         self._live.put(session_id, session)
         self.counts["created"] += 1
-        return session_id, observation
+        return session_id, self._valid(env_name, observation)
 
     async def step(self, session_id: str, action: str, seq: int | None = None) -> StepResult:
         """Perform step `seq`, or return its kept answer when it was the last one performed.
@@ -143,7 +144,9 @@ class Sessions:
             if session.answer is not None and session.answer.done:
                 raise SessionConflict(f"the episode ended at seq {session.seq}")
             began_s = time.perf_counter()
-            session.answer = await self._call(session, session.episode.step(action))
+            result = await self._call(session, session.episode.step(action))
+            observation = self._valid(session.env_name, result.observation)
+            session.answer = replace(result, observation=observation)
             session.seq += 1
             self.counts["steps"] += 1
             self.on_step(session.env_name, time.perf_counter() - began_s)
@@ -200,6 +203,15 @@ class Sessions:
             async with asyncio.timeout(STOP_TIMEOUT_S):
                 await asyncio.gather(*(self._drop(each) for each in self._live))
         await self.placement.stop()
+
+    def _valid(self, env_name: str, text: str) -> str:
+        """Return an observation that JSON and UTF-8 can carry, and count if it was none."""
+        valid = valid_text(str(text))
+        if valid != text:
+            self.counts["repaired"] += 1
+            if self.counts["repaired"] == 1:
+                logger.warning("halves of characters in an observation env=%s", env_name)
+        return valid
 
     def _reserve(self, spec: EnvSpec) -> None:
         """Take a place for a session. Raises CapacityFull."""

@@ -7,6 +7,7 @@ from typing import Annotated, Any, TypeVar
 from fastapi import Response
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from common.text import valid_text
 from envhub.env import Style
 
 MAX_SEED = 2**63 - 1
@@ -133,7 +134,18 @@ def _checked(validate: Callable[[Any], T], given: object) -> T:
 
 def json_response(content: object, *, status: int = 200) -> Response:
     """Return a JSON response; FastAPI's own way would validate every answer once more."""
-    return Response(json.dumps(content), status_code=status, media_type="application/json")
+    text = json.dumps(content)
+    if "\\ud" in text:  # perhaps half a character, which not all parsers take
+        text = json.dumps(_valid(content))
+    return Response(text, status_code=status, media_type="application/json")
+
+
+def _valid(content: Any) -> Any:
+    if isinstance(content, dict):
+        return {_valid(key): _valid(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_valid(each) for each in content]
+    return valid_text(content) if isinstance(content, str) else content
 
 
 def _explain(error: ValidationError) -> str:

@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 from envhub.hosting.sessions import Sessions
 
 STEP_BUCKETS_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+COUNTS = ("created", "expired", "deleted", "steps", "repeated", "refused", "failed", "repaired")
 
 
 class HubMetrics(Collector):
@@ -45,7 +46,7 @@ class HubMetrics(Collector):
         for env_name, num in self._sessions.num_live.items():
             live.add_metric([env_name], num)
         yield live
-        for name in ("created", "expired", "deleted", "steps", "repeated", "refused", "failed"):
+        for name in COUNTS:
             family = CounterMetricFamily(f"envhub_{name}", f"Sessions or steps {name}.")
             family.add_metric([], self._sessions.counts[name])
             yield family

@@ -83,6 +83,10 @@
     return squeeze(el.getAttribute('title') || '');
   }
 
+  // The beginning of a text; a character of two halves is in it whole or not at all.
+  const cut = (text, most) => (text.length > most
+    ? text.slice(0, most).replace(/[\ud800-\udbff]$/, '') : text);
+
   function propertiesOf(el, role, isFocused, maxChars) {
     const list = [];
     const say = (word, value) => list.push(`${word}: ${value}`);
@@ -92,7 +96,7 @@
       say('value', JSON.stringify(squeeze(el.selectedOptions[0]?.text || '')));
     } else if (typeof el.value === 'string' && INTERACTIVE.has(role) && !isToggle
         && !['BUTTON', 'OPTION', 'LI', 'SELECT'].includes(el.tagName) && role !== 'button') {
-      if (el.value) say('value', JSON.stringify(el.value.slice(0, maxChars)));
+      if (el.value) say('value', JSON.stringify(cut(el.value, maxChars)));
     }
     if (isFocused) say('focused', 'True');
     if (isToggle) say('checked', el.checked ? 'true' : 'false');
@@ -199,7 +203,7 @@
         const rect = own.width > 0 ? own : shownBy.getBoundingClientRect();
         const isVoid = rect.width === 0 || rect.height === 0;
         if (!isVoid || INTERACTIVE.has(role) === false) {
-          let name = nameOf(node, role).slice(0, 400);
+          let name = cut(nameOf(node, role), 400);
           let states = propertiesOf(node, role, node === focused, options.deep ? 4000 : 400);
           if (options.deep && !name && ['clickable', 'button'].includes(role)) name = hintsOf(node).join(' ').trim();
           const colour = options.deep ? node.style.backgroundColor : '';

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from common.wire.messages import PolicyKind, Trajectory
+from common.wire.messages import EndReason, PolicyKind, Trajectory
 from learner.ingest.journal_index import JournalIndex
 
 logger = logging.getLogger(__name__)
@@ -34,10 +34,16 @@ class Admission:
     """Decides on arriving trajectories and counts what it turned away. For one thread."""
 
     def __init__(
-        self, index: JournalIndex, *, group_size: int, vocab_size: int | None = None
+        self,
+        index: JournalIndex,
+        *,
+        group_size: int,
+        vocab_size: int | None = None,
+        max_tokens: int | None = None,
     ) -> None:
         """Begin with nothing counted; sizes as in `refusal`."""
         self._index = index
+        self._max_tokens = max_tokens
         self._group_size = group_size
         self._vocab_size = vocab_size
         self._num_refused = 0
@@ -53,6 +59,7 @@ class Admission:
             learner_version=learner_version,
             max_group_size=self._group_size,
             vocab_size=self._vocab_size,
+            max_tokens=self._max_tokens,
         )
         if reason:
             self._num_refused += 1
@@ -80,6 +87,7 @@ def refusal(
     learner_version: int,
     max_group_size: int,
     vocab_size: int | None = None,
+    max_tokens: int | None = None,
 ) -> str:
     """Return why a trajectory must not be accepted, "" if it may.
 
@@ -91,8 +99,11 @@ def refusal(
         max_group_size: members are numbered below it (training episodes only).
         vocab_size: rows of the policy's embedding; a token id beyond them, once journaled, would
             end the trainer at every replay. None: not known, so not checked.
+        max_tokens: that the learner computes at once. None: any number.
     """
     num_tokens = trajectory.token_ids.size
+    if max_tokens is not None and num_tokens > max_tokens:
+        return f"{num_tokens} tokens; learner.max_tokens_per_microbatch={max_tokens}"
     for name, dtype in _COLUMNS.items():
         column: np.ndarray = getattr(trajectory, name)
         if column.dtype != dtype:
@@ -143,7 +154,9 @@ def is_plainly_sound(trajectory: Trajectory, learner_version: int, vocab_size: i
 def _refusal_of_tokens(trajectory: Trajectory, learner_version: int, vocab_size: int | None) -> str:
     mask = trajectory.loss_mask
     if not mask.any():
-        return "no sampled token"
+        # A held-out item whose first page leaves no room for a turn is unsolved, and counts.
+        is_unplayed = trajectory.kind == "eval" and trajectory.end_reason is EndReason.CONTEXT_FULL
+        return "" if is_unplayed else "no sampled token"
     if mask[0]:
         return "the first token is sampled, but nothing predicts it"
     turns = trajectory.turn_ids[mask]

@@ -32,6 +32,8 @@ class EpisodeStats:
             "episodes/turns_mean": trajectory.num_turns,
             "episodes/truncated_frac": is_cut,
             "episodes/context_full_frac": trajectory.end_reason is EndReason.CONTEXT_FULL,
+            "episodes/cut_observations_mean": trajectory.num_cut_observations,
+            "episodes/repaired_texts_mean": trajectory.num_repaired_texts,
             "episodes/invalid_frac": trajectory.num_invalid_actions,
             "episodes/tokens_mean": len(trajectory.token_ids),
             "episodes/generate_s_mean": trajectory.generate_s,

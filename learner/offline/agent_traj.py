@@ -5,10 +5,14 @@ messages are imitated, unless their loss is false.
 """
 
 import json
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from common.errors import ConfigError
+from common.text import valid_text
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,17 +34,35 @@ class Conversation:
 def read_conversations(path: Path) -> list[Conversation]:
     """Return all conversations of a JSON-lines file, or of a JSON file that holds one list.
 
+    Halves of characters in a text become U+FFFD; how many texts had some is logged.
+
     Raises:
         ConfigError: no such file, or a record that is not of this form; names its number.
     """
     if not path.exists():
         raise ConfigError(f"sft.demonstrations={path}: no such file")
-    text = path.read_text()
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read as UTF-8 text: {error}") from error
     try:
         records = json.loads(text) if text.lstrip().startswith("[") else _lines(text, path)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}: not JSON: {error}") from error
-    return [_conversation(record, f"{path}: record {i + 1}") for i, record in enumerate(records)]
+    told = [_conversation(record, f"{path}: record {i + 1}") for i, record in enumerate(records)]
+    read = [replace(each, messages=[*map(_repaired, each.messages)]) for each in told]
+    num_broken = sum(
+        a.text != b.text
+        for was, now in zip(told, read, strict=True)
+        for a, b in zip(was.messages, now.messages, strict=True)
+    )
+    if num_broken:
+        logger.warning("%s: replaced halves of characters in %d messages", path, num_broken)
+    return read
+
+
+def _repaired(message: Message) -> Message:
+    return replace(message, text=valid_text(message.text))
 
 
 def _lines(text: str, path: Path) -> list[object]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from common.control_tokens import ControlTokens
 from common.errors import ConfigError
 from common.store.journal import read_journal
 from common.wire.messages import EpisodeKind, PolicyKind, Trajectory
@@ -51,7 +52,8 @@ def read_rows(path: Path, *, tokenizer: Any, max_tokens: int, key: str) -> list[
             if _is_usable(t)
         ]
     elif path.is_file():
-        rows = [row_of_conversation(tokenizer, c) for c in read_conversations(path)]
+        control = ControlTokens(tokenizer)
+        rows = [row_of_conversation(tokenizer, c, control) for c in read_conversations(path)]
     else:
         raise ConfigError(f"{key}={path}: neither a run directory nor a file")
     rows = [
@@ -74,8 +76,13 @@ def _is_usable(trajectory: Trajectory) -> bool:
     )
 
 
-def row_of_conversation(tokenizer: Any, conversation: Conversation) -> Row:
+def row_of_conversation(
+    tokenizer: Any, conversation: Conversation, control: ControlTokens | None = None
+) -> Row:
     """Return a conversation as the tokenizer's chat template renders it.
+
+    A control token that a message spells out is encoded as its letters; `control` are those of the
+    tokenizer, None: found out.
 
     The template renders growing prefixes; what it adds for an agent's message is that message with
     its end-of-turn token. That much is learnt; what a template puts behind the end-of-turn token
@@ -89,14 +96,16 @@ def row_of_conversation(tokenizer: Any, conversation: Conversation) -> Row:
     done = ""
     chat: list[dict[str, str]] = []
     special = set(tokenizer.all_special_ids)
+    control = control or ControlTokens(tokenizer)
     for message in conversation.messages:
-        chat.append({"role": "assistant" if message.is_agent else "user", "content": message.text})
+        role = "assistant" if message.is_agent else "user"
+        chat.append({"role": role, "content": control.broken(message.text)})
         rendered = tokenizer.apply_chat_template(
             chat, tokenize=False, add_generation_prompt=not message.is_agent
         )
         if not rendered.startswith(done):
             raise ConfigError("the chat template rewrites earlier turns")
-        part = tokenizer.encode(rendered[len(done) :], add_special_tokens=False)
+        part = control.encode(rendered[len(done) :])
         done = rendered
         ends = [i for i, token in enumerate(part) if token in special]
         num_learnt = (ends[-1] + 1 if ends else len(part)) if message.is_trained else 0

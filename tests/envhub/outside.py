@@ -40,7 +40,7 @@ class FaultyEnv:
         self._misbehave(action)
         self.num_steps += 1
         return StepResult(
-            observation=f"step {self.num_steps}",
+            observation=f"step {self.num_steps}" + " \ud83d" * (action == "half"),
             reward=2.0 if action == "overpay" else float(action == "end"),
             done=action == "end",
             is_valid=True,
@@ -49,6 +49,8 @@ class FaultyEnv:
     def _misbehave(self, action: str) -> None:
         if action == "raise":
             raise KeyError("a bug in the environment")
+        if action == "raise half":
+            raise ValueError("a bug with \ude00")
         if action == "fail":
             raise EnvFailure("the machine behind it is down")
         if action == "slow":

@@ -18,7 +18,15 @@ from envhub.env import (
 from envhub.envs.sqlgym import bird, generated, text
 from envhub.envs.sqlgym.bird import Bird
 from envhub.envs.sqlgym.problems import Problem, numbered
-from envhub.envs.sqlgym.query import Limits, QueryRefused, Row, rows_of
+from envhub.envs.sqlgym.query import (
+    MAX_RESULT_BYTES,
+    Database,
+    Limits,
+    QueryRefused,
+    Row,
+    rows_of,
+    size_of,
+)
 from envhub.envs.text_env import TextEnv
 from envhub.tasks import spec_beside
 
@@ -62,7 +70,7 @@ class SqlEnv(TextEnv):
     def __init__(self, style: Style, problems: Problems) -> None:
         super().__init__(style)
         self._problems = problems
-        self._connection: sqlite3.Connection | None = None
+        self._connection: Database | None = None
 
     def reset(self, item_id: str, seed: int = 0) -> str:
         """Start an item; `seed` is unused, since the item fixes everything."""
@@ -81,9 +89,11 @@ class SqlEnv(TextEnv):
         assert connection is not None, "a step without a reset"
         gold = self._gold_rows(connection)
         options = self._problems.options
-        # As many rows as the answer has may always be fetched.
+        # As much as the answer has may always be fetched.
         limits = Limits(
-            timeout_s=options.query_timeout_s, max_rows=max(options.max_rows, len(gold))
+            timeout_s=options.query_timeout_s,
+            max_rows=max(options.max_rows, len(gold)),
+            max_bytes=max(MAX_RESULT_BYTES, 2 * size_of(gold)),
         )
         answer: list[Row] | str
         try:
@@ -100,7 +110,7 @@ class SqlEnv(TextEnv):
             is_valid=not isinstance(answer, str),
         )
 
-    def _gold_rows(self, connection: sqlite3.Connection) -> list[Row]:
+    def _gold_rows(self, connection: Database) -> list[Row]:
         limits = Limits(timeout_s=self._problems.options.gold_timeout_s, max_rows=MAX_GOLD_ROWS)
         try:
             return rows_of(connection, self._problem.gold, limits)

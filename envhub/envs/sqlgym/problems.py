@@ -1,10 +1,10 @@
 """What an item asks, whatever it was read or generated from."""
 
-import sqlite3
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from envhub.env import SubsetSpec, UnknownItem
+from envhub.envs.sqlgym.query import Database
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class Problem:
     question: str
     evidence: str
     gold: str
-    open: Callable[[], sqlite3.Connection]
+    open: Callable[[], Database]
 
 
 def numbered(subsets: Mapping[str, SubsetSpec], index: int) -> str:

@@ -1,11 +1,15 @@
 """Runs one untrusted SQL statement on a database that it cannot change, leave or exhaust."""
 
 import sqlite3
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from envhub.envs.sqlgym.functions import BoundedFunctions
 
 # Only reading is allowed. Everything else (writes, ATTACH, PRAGMA, transactions) is refused.
 ALLOWED = frozenset(
@@ -22,10 +26,15 @@ LIMITS = {
     sqlite3.SQLITE_LIMIT_VDBE_OP: 100_000,
     sqlite3.SQLITE_LIMIT_ATTACHED: 0,
     sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH: 1_000,
+    sqlite3.SQLITE_LIMIT_COLUMN: 400,  # with MAX_VALUE_BYTES the bound of a row
 }
 INSTRUCTIONS_PER_CHECK = 10_000
 # For all connections of the process: temporary tables and sorting stay in memory, below this.
 MAX_HEAP_BYTES = 512 << 20
+MAX_RESULT_BYTES = 16 << 20  # of the rows that are fetched, unless the answer has more
+
+NUMBER_BYTES = 8
+_LACKING = threading.Lock()  # held by who tries again for lack of memory
 
 Row = tuple[int | float | str | bytes | None, ...]
 
@@ -36,26 +45,44 @@ class QueryRefused(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """`timeout_s` is processor time of the calling thread; `max_rows` is what is fetched."""
+    """Of one statement.
+
+    `timeout_s` is processor time of the calling thread; `max_rows` and `max_bytes` (None: any) are
+    of what is fetched.
+    """
 
     timeout_s: float
     max_rows: int
+    max_bytes: int | None = None
 
 
-def open_file(path: Path) -> sqlite3.Connection:
+class Database(sqlite3.Connection):
+    """A connection on which no single function call can take long."""
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self.functions = BoundedFunctions(self, max_bytes=MAX_VALUE_BYTES)
+
+    def close(self) -> None:
+        self.functions.close()
+        super().close()
+
+
+def open_file(path: Path) -> Database:
     """Return a connection that reads a database file and never locks or changes it."""
     uri = f"{path.resolve().as_uri()}?mode=ro&immutable=1"
-    return _secured(sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False))
+    how: Any = {"isolation_level": None, "check_same_thread": False}
+    return _secured(sqlite3.connect(uri, uri=True, factory=Database, **how))
 
 
-def open_image(content: bytes) -> sqlite3.Connection:
+def open_image(content: bytes) -> Database:
     """Return a connection to a database in memory, given as the bytes of its file."""
-    connection = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+    connection = Database(":memory:", isolation_level=None, check_same_thread=False)
     connection.deserialize(content)
     return _secured(connection)
 
 
-def _secured(connection: sqlite3.Connection) -> sqlite3.Connection:
+def _secured(connection: Database) -> Database:
     connection.execute("PRAGMA query_only = 1")
     connection.execute("PRAGMA temp_store = MEMORY")
     connection.execute(f"PRAGMA hard_heap_limit = {MAX_HEAP_BYTES}")
@@ -76,39 +103,68 @@ def _authorize(
     return sqlite3.SQLITE_OK
 
 
-def rows_of(connection: sqlite3.Connection, statement: str, limits: Limits) -> list[Row]:
+def size_of(rows: Iterable[Row]) -> int:
+    """Return how many bytes rows hold, roughly."""
+    return sum(
+        len(value) if isinstance(value, str | bytes) else NUMBER_BYTES
+        for row in rows
+        for value in row
+    )
+
+
+def rows_of(connection: Database, statement: str, limits: Limits) -> list[Row]:
     """Return the rows of one SELECT statement.
+
+    One for which the sessions of this process together left no memory is tried once more, while
+    no other such one runs.
 
     Raises: QueryRefused: anything is wrong with the statement.
     """
+    try:
+        return _rows_of(connection, statement, limits)
+    except MemoryError:
+        with _LACKING:
+            try:
+                return _rows_of(connection, statement, limits)
+            except MemoryError as error:
+                raise QueryRefused("out of memory") from error
+
+
+def _rows_of(connection: Database, statement: str, limits: Limits) -> list[Row]:
     deadline_s = time.thread_time() + limits.timeout_s
+    too_late = f"the query took more than {limits.timeout_s:g} s"
 
     def is_late() -> bool:
         return time.thread_time() > deadline_s
 
+    connection.functions.failure = ""
     connection.set_progress_handler(is_late, INSTRUCTIONS_PER_CHECK)
     try:
-        rows = list(_fetch(connection, statement, limits.max_rows))
+        rows = list(_fetch(connection, statement, limits))
     except sqlite3.OperationalError as error:
-        if is_late() and str(error) == "interrupted":
-            raise QueryRefused(f"the query took more than {limits.timeout_s:g} s") from error
-        raise QueryRefused(str(error)) from error
+        reason = connection.functions.failure or str(error)
+        is_ended = is_late() and reason == "interrupted"
+        raise QueryRefused(too_late if is_ended else reason) from error
     # Also two statements (Warning before Python 3.12), NUL characters, and lone surrogates.
     except (sqlite3.Error, sqlite3.Warning, ValueError, OverflowError) as error:
         raise QueryRefused(str(error)) from error
-    except MemoryError as error:
-        raise QueryRefused("out of memory") from error
     finally:
         connection.set_progress_handler(None, 0)
+    if is_late():  # in one call, or sorting, in the middle of which nobody looks at the time
+        raise QueryRefused(too_late)
     return rows
 
 
-def _fetch(connection: sqlite3.Connection, statement: str, max_rows: int) -> Iterator[Row]:
+def _fetch(connection: Database, statement: str, limits: Limits) -> Iterator[Row]:
+    num_bytes = 0
     with closing(connection.cursor()) as cursor:
         cursor.execute(statement)
         if cursor.description is None:
             raise QueryRefused("the statement returns no table")
         for num_rows, row in enumerate(cursor, start=1):
-            if num_rows > max_rows:
-                raise QueryRefused(f"more than {max_rows} rows")
+            num_bytes += size_of([row])
+            if num_rows > limits.max_rows:
+                raise QueryRefused(f"more than {limits.max_rows} rows")
+            if limits.max_bytes is not None and num_bytes > limits.max_bytes:
+                raise QueryRefused(f"more than {limits.max_bytes} bytes")
             yield row

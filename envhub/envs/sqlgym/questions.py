@@ -1,7 +1,6 @@
 """Questions about the generated databases, each with the statement that answers it."""
 
 import random
-import sqlite3
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -10,7 +9,7 @@ from typing import Any
 
 from envhub.envs.sqlgym import database
 from envhub.envs.sqlgym.database import DatabaseId
-from envhub.envs.sqlgym.query import Limits, open_image, rows_of
+from envhub.envs.sqlgym.query import Database, Limits, open_image, rows_of
 from envhub.envs.sqlgym.schema import TEST_DOMAINS, TRAIN_DOMAINS, Column, Domain, Kind, Table
 from envhub.tables import read_table
 
@@ -125,7 +124,7 @@ def questions(difficulty: str, split: str) -> tuple[Question, ...]:
     taken = {q.text for q in questions(difficulty, "train")} if split == "test" else set()
     templates = list(TEMPLATES[difficulty].values())
     made: dict[str, Question] = {}
-    connections: dict[DatabaseId, sqlite3.Connection] = {}
+    connections: dict[DatabaseId, Database] = {}
     # In turn, so that every design and template is asked about equally often.
     for turn in count():
         if len(made) == SIZES[split]:
@@ -145,7 +144,7 @@ def questions(difficulty: str, split: str) -> tuple[Question, ...]:
     return tuple(made.values())
 
 
-def _is_answerable(connection: sqlite3.Connection, gold: str) -> bool:
+def _is_answerable(connection: Database, gold: str) -> bool:
     """Return False when nothing, or too much, answers the question."""
     rows = rows_of(connection, gold, LIMITS)
     return 0 < len(rows) <= MAX_ANSWER_ROWS and rows[0][0] is not None

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from actor.rollout import env_client
 from actor.rollout.env_client import Environments, Hint, HubClient, StepResult
 from common.errors import EnvError, EnvTimeout
 
@@ -21,7 +22,7 @@ class Hub:
     """
 
     def __init__(self) -> None:
-        self.script: list[int | str] = []
+        self.script: list[int | str | bytes] = []  # bytes: the body of a good answer
         self.requests: list[tuple[str, str, Any]] = []
         self.headers: list[Any] = []
 
@@ -36,6 +37,8 @@ class Hub:
             request.transport.abort()
         if act == "hangs":
             await asyncio.sleep(3.0)
+        if isinstance(act, bytes):
+            return web.Response(body=act, content_type="application/json")
         if act == 429:
             return web.Response(status=429, headers={"Retry-After": "0.01"})
         if act != 200:
@@ -61,7 +64,7 @@ class Hub:
 Law = Callable[[Hub, HubClient], Awaitable[None]]
 
 
-def check(law: Law, *, script: tuple[int | str, ...] = (), timeout_s: float = 5.0) -> Hub:
+def check(law: Law, *, script: tuple[int | str | bytes, ...] = (), timeout_s: float = 5.0) -> Hub:
     """Run a law against a served hub."""
     hub = Hub()
     hub.script = list(script)
@@ -240,3 +243,79 @@ def test_no_step_of_a_batch_that_a_hub_refuses_is_taken_for_done() -> None:
         assert [type(each) for each in answers] == [EnvError, EnvError]
 
     check(law, script=(200, 200, 200, 500))
+
+
+HALF = b"half \\ud83d"  # as JSON writes it
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"not json",
+        b"\xff\xfe\x00",
+        b"[" * 100_000,
+        b"[]",
+        b"null",
+        b"{}",
+        b'{"observation": null, "reward": 0, "done": false, "is_valid": true}',
+        b'{"observation": "a", "reward": NaN, "done": false, "is_valid": true}',
+        b'{"observation": "a", "reward": -1, "done": false, "is_valid": true}',
+        b'{"observation": "a", "reward": 1' + b"0" * 4000 + b', "done": false, "is_valid": true}',
+        b'{"observation": "a", "reward": "1", "done": false, "is_valid": true}',
+        b'{"observation": "a", "reward": 1, "done": "no", "is_valid": true}',
+    ],
+)
+def test_answer_of_another_form_is_the_hub_s_failure(answer: bytes) -> None:
+    async def law(_: Hub, client: HubClient) -> None:
+        with pytest.raises(EnvError):
+            await client.open("toy", "toy-train-0", seed=0, style="compact")
+        session = await client.open("toy", "toy-train-0", seed=0, style="compact")
+        with pytest.raises(EnvError):
+            await session.step("go")
+        with pytest.raises(EnvError):
+            await session.hint()
+
+    check(law, script=(answer, 200, answer, answer))
+
+
+def test_half_characters_from_a_hub_end_nothing() -> None:
+    async def law(_: Hub, client: HubClient) -> None:
+        session = await client.open("toy", "toy-train-0", seed=0, style="compact")
+        result = await session.step("go")
+        assert result.observation == "half \ud83d", "an episode counts it when it takes it up"
+        hint = await session.hint()
+        assert (hint.valid_actions, hint.expert_action) == (["half \ufffd"], "half \ufffd")
+        with pytest.raises(EnvError, match="HTTP 500"):
+            await session.step("go")
+
+    opened = b'{"session_id": "/../%s", "observation": "begun"}' % HALF
+    stepped = b'{"observation": "%s", "reward": 1, "done": false, "is_valid": true}' % HALF
+    hint = b'{"valid_actions": ["%s"], "expert_action": "%s"}' % (HALF, HALF)
+    hub = check(law, script=(opened, stepped, hint, 500))
+    assert hub.requests[1][1] == "/v1/sessions//../half \ufffd/step"
+
+
+def test_endless_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(env_client, "MAX_ANSWER_BYTES", 1000)
+
+    async def law(_: Hub, client: HubClient) -> None:
+        with pytest.raises(EnvError, match="more than 1000 bytes"):
+            await client.open("toy", "toy-train-0", seed=0, style="compact")
+
+    check(law, script=(b'"' + b"x" * 5000,))
+
+
+@pytest.mark.parametrize(
+    ("told", "wait_s"), [("3", 3.0), ("-1", 1.0), ("nan", 1.0), ("inf", 1.0), ("soon", 1.0)]
+)
+def test_retry_after_is_a_time_whatever_it_says(told: str, wait_s: float) -> None:
+    assert env_client.retry_after_s({"Retry-After": told}, unsaid_s=1.0) == wait_s
+
+
+@pytest.mark.parametrize("answer", [b"null", b"{}", b"[]", b"[1, 2]", b'[{"status": "ok"}, {}]'])
+def test_batch_that_is_answered_in_another_form_fails_and_is_not_waited_for(answer: bytes) -> None:
+    async def law(_: Hub, client: HubClient) -> None:
+        answers = await quick_steps("a", "b")(client)
+        assert [type(each) for each in answers] == [EnvError, EnvError]
+
+    check(law, script=(200, 200, 200, answer))

@@ -10,6 +10,7 @@ from actor.rollout.env_client import Hint, StepResult
 from actor.rollout.episode import Act, Render, Session, Turn, run_episode
 from actor.rollout.scripted import ScriptedPolicy, ScriptedRender
 from common.errors import EngineError, EnvError, EnvTimeout
+from common.wire.codec import pack_record, unpack_record
 from common.wire.messages import EndReason, EpisodeKind, Lease, PolicyKind, Trajectory
 from learner.ingest.admission import refusal
 
@@ -180,12 +181,63 @@ def test_the_instruction_comes_before_the_first_observation() -> None:
 def test_an_episode_ends_before_a_turn_that_could_exceed_the_context() -> None:
     session = Count([go_on(reward=0.25)])
     got = play(session, max_tokens=11)  # 9 tokens before the second turn, which may sample 2
-    assert (got.end_reason, got.num_turns, len(got.token_ids)) == (EndReason.CONTEXT_FULL, 2, 13)
+    assert (got.end_reason, got.num_turns, len(got.token_ids)) == (EndReason.CONTEXT_FULL, 2, 10)
     assert got.reward == 0.25
     got = play(Count([go_on()]), max_tokens=10)
     assert (got.end_reason, got.num_turns) == (EndReason.CONTEXT_FULL, 1)
     assert not got.end_reason.is_infrastructure_failure
     assert session.num_closed == 1
+
+
+def text_of(got: Trajectory) -> str:
+    return "".join(map(chr, got.token_ids.tolist()))
+
+
+@pytest.mark.parametrize("length", [101, 30_000])
+def test_first_page_beyond_the_context_loses_its_end_and_is_played(length: int) -> None:
+    session = Count([go_on(done=True, reward=1.0)])
+    session.first_observation = "p" * length
+    got = play(session, instruction="do")
+    num_kept = got.token_ids.tolist().count(ord("p"))
+    assert 50 < num_kept < 98
+    assert text_of(got).startswith("do\n\npp")
+    assert f"\n[cut here: {length - num_kept} more characters]" in text_of(got)
+    assert (got.end_reason, got.num_turns, got.is_success) == (EndReason.DONE, 1, True)
+    assert (len(got.token_ids) <= 100, got.num_cut_observations) == (True, 1)
+    assert refusal(got, learner_version=6, max_group_size=2, max_tokens=100) == ""
+
+
+def test_first_page_without_any_room_is_an_unsolved_held_out_item() -> None:
+    session = Count([go_on()])
+    session.first_observation = "p" * 50
+    lease = replace(LEASE, kind=EpisodeKind.EVAL)
+    got = play(session, lease=lease, max_tokens=20)
+    assert (got.end_reason, got.num_turns, got.is_success) == (EndReason.CONTEXT_FULL, 0, False)
+    assert refusal(got, learner_version=6, max_group_size=2) == ""
+    got = replace(got, kind=EpisodeKind.TRAIN)
+    assert refusal(got, learner_version=6, max_group_size=2) == "no sampled token"
+
+
+def test_later_page_beyond_the_context_is_cut_to_half_of_it() -> None:
+    long = replace(go_on(), observation="p" * 30_000)
+    got = play(Count([long, go_on(done=True)]))
+    assert (got.end_reason, got.num_turns, got.num_cut_observations) == (EndReason.DONE, 2, 1)
+    num_observed = int((got.turn_ids == 1).sum()) - 1  # and one that was sampled
+    assert 40 < num_observed <= 50
+    got = play(Count([long]), max_tokens=70)  # cut to 35, which leaves no room for a turn after it
+    assert (got.end_reason, got.num_turns) == (EndReason.CONTEXT_FULL, 2)
+    assert len(got.token_ids) <= 70
+
+
+def test_half_characters_become_replacement_characters_and_are_counted() -> None:
+    broken = replace(go_on(), observation="\ud83d\ude00 \ude00")
+    session = Count([broken, EnvError("no \ud83d")])
+    session.first_observation = "half \ud83d"
+    got = play(session, instruction="do")
+    assert "do\n\nhalf \ufffd" in text_of(got)
+    assert "\U0001f600 \ufffd" in text_of(got), "halves that belong together are a character"
+    assert (got.num_repaired_texts, got.error) == (2, "no \ufffd")
+    assert unpack_record(pack_record(got)).error == got.error
 
 
 @pytest.mark.parametrize(

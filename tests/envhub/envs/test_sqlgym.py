@@ -199,6 +199,17 @@ def test_agentgym_style_tells_an_error_bare():
     "statement",
     [
         ENDLESS,
+        "SELECT printf('%.*c', 2000000000, 'x')",
+        "SELECT format('%5.2000000000c', 'x')",
+        "SELECT printf('%.*c', '2000000000', 'x')",
+        "SELECT printf('%.*c', -2e9, 'x')",
+        "SELECT printf(replace(hex(zeroblob(90000)), '000000', '%.199999c'), 'x')",
+        "SELECT trim(replace(hex(zeroblob(90000)), '0', 'a'), "
+        "replace(hex(zeroblob(90000)), '0', 'b') || 'a')",
+        "SELECT rtrim(zeroblob(199999), replace(hex(zeroblob(90000)), '0', 'b') || x'00')",
+        f"SELECT i FROM ({ENDLESS.replace('MAX(i)', 'i')} LIMIT 3000000) ORDER BY -i",
+        "SELECT " + ", ".join(["hex(zeroblob(99000))"] * 1200),
+        "SELECT " + ", ".join(["hex(zeroblob(99000))"] * 399),
         "SELECT instr(zeroblob(199999), zeroblob(99999) || x'01')",
         "SELECT replace(hex(zeroblob(90000)), '0', 'a') LIKE '%a%a%a%a%a%a%a%a%b'",
         f"SELECT * FROM ({ENDLESS}) ORDER BY 1",
@@ -209,6 +220,29 @@ def test_costly_statement_ends_soon(spec, statement):
     result = answered(spec, "easy-test-0", statement)
     assert time.thread_time() - began_s < 1.5
     assert result.reward == 0.0
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "SELECT printf('%05.1f|%s|%d%%', 2.25, 'a', 3)",
+        "SELECT printf('%.3c%5d', 'xy', 7), format('%s', NULL)",
+        "SELECT printf('%.*c', 3, 'x'), printf('%.*c', 'a'), printf(NULL)",
+        "SELECT trim('xyaxy', 'xy'), ltrim('aab', 'a'), rtrim('baa', 'a')",
+        "SELECT trim('  a '), trim('a', NULL), trim(121, 1), trim('a', ''), trim(x'6162', 'b')",
+    ],
+)
+def test_bounded_functions_return_what_sqlite_does(spec, statement):
+    plain = sqlite3.connect(":memory:")
+    expected = str(plain.execute(statement).fetchall())
+    plain.close()
+    assert answered(spec, "easy-test-0", statement).observation == expected
+
+
+def test_result_beyond_its_bytes_is_refused(spec):
+    wide = f"WITH n(i) AS (VALUES {', '.join(f'({i})' for i in range(200))}) "
+    result = answered(spec, "easy-test-0", wide + "SELECT hex(zeroblob(99000)) || i FROM n")
+    assert result.observation == f"Error: more than {16 << 20} bytes"
 
 
 def test_endless_statement_is_told_its_time_limit(spec):
@@ -223,6 +257,22 @@ def test_endless_statements_of_one_session_leave_others_alone(spec):
         rewards = list(threads.map(lambda item: played(spec, item, Style.AGENTGYM), items))
         assert rewards == [1.0] * 20
         assert [future.result().reward for future in slow] == [0.0, 0.0]
+
+
+@pytest.mark.slow
+def test_many_hostile_statements_leave_the_other_sessions_alone():
+    spec = make_spec(edited(EnvsSection(), {"sqlgym.query_timeout_s": 0.05}))
+    hostile = [
+        ENDLESS,
+        "SELECT printf('%.*c', 2000000000, 'x')",
+        "SELECT " + ", ".join(["hex(zeroblob(99000))"] * 399),
+    ]
+    with ThreadPoolExecutor(64) as threads:
+        bad = [threads.submit(answered, spec, "easy-test-0", s) for s in hostile * 10]
+        items = [f"medium-test-{i}" for i in range(34)]
+        rewards = list(threads.map(lambda item: played(spec, item, Style.AGENTGYM), items))
+        assert rewards == [1.0] * 34
+        assert [each.result().reward for each in bad] == [0.0] * 30
 
 
 def test_state_is_cut_to_a_hundred_characters(spec):

@@ -189,3 +189,16 @@ def test_abandoned_sessions_leave_nothing_behind():
 
     assert play(episode, now_s=lambda: now_s[0]) == (0, 0, 200)
     assert len(outside.closed) == 200
+
+
+@pytest.mark.parametrize("env", ["faulty", "waiting", "fragile"])
+def test_half_a_character_is_replaced_and_counted_wherever_an_episode_lives(env):
+    async def episode(sessions):
+        session_id, _ = await sessions.create(env, "any-train-0")
+        said = (await sessions.step(session_id, "half")).observation
+        with pytest.raises(EnvRaised):
+            await sessions.step(session_id, "raise half")
+        return said, sessions.counts["repaired"]
+
+    envs = ["faulty", "waiting", "tests.envhub.outside:make_worker"]
+    assert play(episode, envs=envs, step_timeout_s=20.0) == ("step 1 \ufffd", 1)

@@ -46,6 +46,16 @@ def test_catalogue_gives_sizes_turns_and_instructions(hub):
     assert "Thought:" in catalogue["textcraft"]["instruction"]["agentgym"]
 
 
+def test_answers_hold_no_half_characters(hub):
+    path = hub.open()
+    said = hub.step(path, "half", 1)
+    assert said.json()["observation"] == "step 1 \ufffd"
+    told = hub.step(path, "raise half", 2)
+    assert told.status_code == 500
+    assert "a bug with \ufffd" in told.json()["detail"]
+    assert "envhub_repaired_total 1.0" in hub.client.get("/metrics").text
+
+
 def test_repeated_seq_is_answered_from_memory(hub):
     path = hub.open()
     first = hub.step(path, "go", 1).json()

@@ -216,6 +216,19 @@ async def test_look_tells_places_only_when_asked(session: WebSession) -> None:
     assert f"at: ({field.x},{field.y}) size: {field.width}x{field.height}" in placed.states
 
 
+@on_session
+async def test_text_is_cut_between_characters(session: WebSession) -> None:
+    await session.run("""() => {
+      const words = 'a'.repeat(399) + '\\u{1f600}' + 'b';
+      document.body.innerHTML = '<button></button><input>';
+      document.querySelector('button').textContent = words;
+      document.querySelector('input').value = words;
+    }""")
+    page = await session.look()
+    assert find(page, "button", "a" * 399).name == "a" * 399
+    assert find(page, "textbox", "").value == "a" * 399
+
+
 @in_browser
 async def test_sessions_share_no_tabs(rig: Rig) -> None:
     first, second = await rig.session(), await rig.session()

@@ -111,3 +111,12 @@ def test_a_token_beyond_the_vocabulary_is_refused_where_its_size_is_known(
 ) -> None:
     judged = refusal(GOOD, learner_version=3, max_group_size=2, vocab_size=vocab_size)
     assert judged == reason
+
+
+def test_more_tokens_than_the_learner_computes_at_once_are_refused() -> None:
+    failed = replace(GOOD, end_reason=EndReason.ENV_ERROR)
+    for trajectory in (GOOD, failed):
+        limits = {"learner_version": 3, "max_group_size": 2}
+        assert refusal(trajectory, **limits, max_tokens=4) == ""
+        reason = refusal(trajectory, **limits, max_tokens=3)
+        assert reason == "4 tokens; learner.max_tokens_per_microbatch=3"

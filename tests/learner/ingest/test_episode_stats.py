@@ -53,6 +53,8 @@ def test_means_are_over_episodes_and_invalid_over_turns() -> None:
         "episodes/turns_mean": 3.0,
         "episodes/truncated_frac": 0.5,
         "episodes/context_full_frac": 0.0,
+        "episodes/cut_observations_mean": 0.0,
+        "episodes/repaired_texts_mean": 0.0,
         "episodes/invalid_frac": 0.5,
         "episodes/tokens_mean": 3.0,
         "episodes/generate_s_mean": 0.5,

@@ -72,3 +72,17 @@ def test_a_record_of_another_form_is_named(tmp_path: Path, record: Any, reason: 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"traj\.jsonl: no such file"):
         read_conversations(tmp_path / "traj.jsonl")
+
+
+def test_half_characters_are_replaced_and_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    messages = [{"from": "human", "value": "a \ud83d"}, {"from": "gpt", "value": "b"}]
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"conversations": messages}) + "\n")
+    (conversation,) = read_conversations(path)
+    assert [message.text for message in conversation.messages] == ["a \ufffd", "b"]
+    assert "replaced halves of characters in 1 messages" in caplog.text
+    path.write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match="UTF-8"):
+        read_conversations(path)

@@ -68,6 +68,16 @@ def test_the_ids_are_the_template_s_own() -> None:
     assert row_of_conversation(TOKENIZER, conversation).token_ids.tolist() == whole
 
 
+def test_control_tokens_that_a_message_spells_out_are_letters() -> None:
+    special = TOKENIZER.all_special_ids
+    framing = [i for i in row_of_conversation(TOKENIZER, say(*TEXTS)).token_ids if i in special]
+    spelled = say("see <|end|><|assistant|>x", "go<|end|>", "<|user|>", "up")
+    row = row_of_conversation(TOKENIZER, spelled)
+    assert [i for i in row.token_ids if i in special] == framing
+    assert learnt(row) == "go<|end|><|end|>up<|end|>"
+    assert sum(row.token_ids[row.mask] == TOKENIZER.eos_token_id) == 2
+
+
 def test_two_messages_of_one_side_in_a_row_are_refused() -> None:
     twice = [Message(is_agent=False, is_trained=False, text=t) for t in ("a", "b")]
     with pytest.raises(ConfigError, match="rewrites earlier turns"):

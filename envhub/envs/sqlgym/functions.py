@@ -1,0 +1,80 @@
+"""SQL functions whose one call could take minutes: sqlite looks at the time only between calls."""
+
+import re
+import sqlite3
+from typing import Any
+
+MAX_COMPARISONS = 10**8  # of one call, some 0.1 s
+TOO_BIG = "string or blob too big"  # as sqlite says it
+_REPEATED = re.compile(r"%[-+ #0,!]*(?:\d+|\*)?\.(\d+|\*)l{0,2}c")  # %.5c is ccccc
+_WHOLE = re.compile(r"\s*[+-]?\d+")
+
+
+class BoundedFunctions:
+    """Takes the place of such functions on one connection; what they return stays the same.
+
+    printf and format repeat a character as often as they are told, and only then see that the
+    result is too long. trim, ltrim and rtrim compare each character of a text with each of a set.
+    """
+
+    def __init__(self, connection: sqlite3.Connection, *, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._plain: sqlite3.Connection | None = None  # has the functions themselves
+        self.failure = ""  # why a call raised; sqlite says only that it did
+        for name in ("printf", "format"):
+            connection.create_function(name, -1, self._printf, deterministic=True)
+        strips = {"trim": str.strip, "ltrim": str.lstrip, "rtrim": str.rstrip}
+        for name, strip in strips.items():
+            connection.create_function(name, 2, self._trimmer(name, strip), deterministic=True)
+
+    def close(self) -> None:
+        """Close what this opened."""
+        if self._plain is not None:
+            self._plain.close()
+            self._plain = None
+
+    def _printf(self, *given: Any) -> Any:
+        if given and isinstance(given[0], str):
+            self._check_format(given[0], given[1:])
+        return self._call("printf", given)
+
+    def _check_format(self, template: str, rest: tuple[Any, ...]) -> None:
+        counts = _REPEATED.findall(template)
+        num = sum(self._count(each) for each in counts if each != "*")
+        if "*" in counts:
+            num += max(map(self._count, rest), default=0)
+        if num > self._max_bytes:
+            raise self._refusal(TOO_BIG)
+
+    def _count(self, value: Any) -> int:
+        """Return the whole number that sqlite reads a value as, at most one more than there may."""
+        if isinstance(value, int | float):
+            return int(min(abs(value), self._max_bytes + 1))
+        text = value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+        found = _WHOLE.match(text)
+        return min(abs(int(found[0][:20])), self._max_bytes + 1) if found else 0
+
+    def _trimmer(self, name: str, strip: Any) -> Any:
+        def trim(text: Any, characters: Any) -> Any:
+            if isinstance(text, str) and isinstance(characters, str):
+                return strip(text, characters)
+            sizes = [len(x) if isinstance(x, str | bytes) else 1 for x in (text, characters)]
+            if sizes[0] * sizes[1] > MAX_COMPARISONS:
+                raise self._refusal(TOO_BIG)
+            return self._call(name, (text, characters))
+
+        return trim
+
+    def _call(self, name: str, given: tuple[Any, ...]) -> Any:
+        if self._plain is None:
+            self._plain = sqlite3.connect(":memory:", check_same_thread=False)
+            self._plain.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, self._max_bytes)
+        marks = ", ".join("?" * len(given))
+        try:
+            return self._plain.execute(f"SELECT {name}({marks})", given).fetchone()[0]
+        except sqlite3.Error as error:
+            raise self._refusal(str(error)) from error
+
+    def _refusal(self, reason: str) -> ValueError:
+        self.failure = reason
+        return ValueError(reason)
