@@ -33,6 +33,7 @@ from common.store.run_dir import RunDir
 from common.wire.addresses import AddressBook
 from common.wire.messages import Heartbeat, Hello
 from common.wire.security import RunKeys, load_keys
+from common.wire.weight_messages import WeightsJoin
 
 logger = logging.getLogger(__name__)
 
@@ -153,11 +154,12 @@ async def _build(cfg: RunConfig, access: Access, name: str, context: zmq.asyncio
         book,
         keys,
         engine,
-        actor=name,
-        incarnation=incarnation,
-        devices=await engine.device_ids(),
+        hello=WeightsJoin(
+            actor=name, incarnation=incarnation, devices=await engine.device_ids(), version=-1
+        ),
         exclusive=exclusive,
         context=context,
+        heartbeat_s=cfg.scheduler.heartbeat_s,
     )
     await weights.connect(timeout_s=start_s)
     rounds = Rounds(engine, max_tokens=cfg.actor.max_turn_tokens, exclusive=exclusive)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
-from common.config.learning import LearnerSection, WeightsTransport
+from common.config.learning import WeightsTransport
 from common.config.run_config import RunConfig, TrainMode
 from common.store.journal import JournalWriter
 from common.store.metrics import MetricsWriter
@@ -104,7 +104,7 @@ def build(cfg: RunConfig, run_dir: RunDir) -> Learner:
     )
     buffer = TrajectoryBuffer(groups, index, reports, version=version)
     readopt(buffer, run_dir, start)
-    publisher = _publisher(cfg.learner, run_dir, keys, gate)
+    publisher = _publisher(cfg, run_dir, keys, gate)
     admission = _admission(cfg, index, model)
     router = Router(keys, host=cfg.learner.host, port=cfg.learner.port)
     ports = {"learner": router.port, "weights": publisher.port}
@@ -181,14 +181,15 @@ def _spare_cores(cfg: RunConfig) -> int:
     return (len(os.sched_getaffinity(0)) - cfg.actor.num_actors) // cfg.learner.num_ranks
 
 
-def _publisher(cfg: LearnerSection, run_dir: RunDir, keys: RunKeys, gate: Gate) -> Publisher:
-    folder = run_dir.root / "weights"
+def _publisher(run: RunConfig, run_dir: RunDir, keys: RunKeys, gate: Gate) -> Publisher:
+    cfg, folder = run.learner, run_dir.root / "weights"
     if cfg.weights_transport is WeightsTransport.FILE:
         folder.mkdir(exist_ok=True)
         remove_files(folder)
     settings = PublishSettings(
         host=cfg.advertise or cfg.host,
         timeout_s=cfg.publish_timeout_s,
+        silent_after_s=run.scheduler.silent_after_s,
         max_canary_delta=cfg.max_canary_delta,
         bucket_bytes=cfg.publish_bucket_mb << 20,
         transport=cfg.weights_transport,

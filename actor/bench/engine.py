@@ -19,6 +19,7 @@ from common.config.run_config import ActorSection, ModelSection
 from common.errors import EngineError
 from common.store.run_dir import RunDir, write_atomically
 from common.wire.security import load_keys
+from common.wire.weight_messages import WeightsJoin
 
 REPORT = "bench_engine.json"
 NUM_VERSIONS = 2
@@ -58,9 +59,9 @@ async def _follow_learner(engine: Engine, run_dir: RunDir, settings: dict[str, A
         run_dir,
         load_keys(run_dir.keys),
         engine,
-        actor="bench",
-        incarnation="bench",
-        devices=[settings["device"]],
+        hello=WeightsJoin(
+            actor="bench", incarnation="bench", devices=[settings["device"]], version=-1
+        ),
         exclusive=asyncio.Lock(),
         context=context,
     )

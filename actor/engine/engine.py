@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
@@ -46,6 +46,8 @@ class Engine:
         turn = await engine.generate([1, 5, 9], request_id="a", max_tokens=16, salt="v3")
         stage_s = await engine.stage(offer)     its bytes arrive while generation goes on
         pause_s = await engine.load(offer)      generation freezes, loads, goes on where it was
+
+    After an update that ended in the middle nothing is sampled until another one is loaded whole.
     """
 
     def __init__(
@@ -60,6 +62,9 @@ class Engine:
         self.version = -1  # nothing received yet
         self.num_sampled_tokens = 0
         self.num_running = 0
+        self._is_whole = asyncio.Event()  # all of its weights are of one version
+        self._is_whole.set()
+        self._asked_at: float | None = None  # since when workers that receive owe an answer
 
     @classmethod
     async def start(
@@ -124,6 +129,16 @@ class Engine:
             raise EngineError(f"engine died: {await self._watch.describe_death()}") from None
 
     @property
+    def is_whole(self) -> bool:
+        """Whether all of its weights are of one version; else it samples nothing."""
+        return self._is_whole.is_set()
+
+    @property
+    def quiet_s(self) -> float:
+        """Seconds for which the workers have not answered while they receive a version."""
+        return 0.0 if self._asked_at is None else time.monotonic() - self._asked_at
+
+    @property
     def _adapter(self) -> LoRARequest | None:
         """What every request names; nothing before the first version."""
         return REQUEST if self._takes_adapters and self.version >= 0 else None
@@ -159,6 +174,7 @@ class Engine:
         self.num_running += 1
         try:
             async with self._bounded("a turn", self._cfg.turn_timeout_s):
+                await self._is_whole.wait()
                 async for output in self._llm.generate(
                     prompt, self._sampling(max_tokens), request_id, lora_request=self._adapter
                 ):
@@ -177,6 +193,7 @@ class Engine:
         batches, and with them every rounding, do not depend on timing.
         """
         async with self._bounded("a round", self._cfg.turn_timeout_s):
+            await self._is_whole.wait()
             await self._llm.pause_generation(mode="keep", clear_cache=False)
             queues = {}
             for request_id, prompt_ids in prompts.items():
@@ -208,36 +225,60 @@ class Engine:
             num_cached=output.num_cached_tokens or 0,
         )
 
-    async def stage(self, offer: WeightsOffer, *, announce: Callable[[], None]) -> float:
+    async def stage(
+        self,
+        offer: WeightsOffer,
+        *,
+        announce: Callable[[], None],
+        is_given_up: Callable[[], bool] = lambda: False,
+    ) -> float:
         """Receive a version into the workers' staging buffers while generation goes on.
 
         Args:
             announce: called once every worker receives.
+            is_given_up: whether the version is not wanted any more.
 
         Returns:
             The seconds in which the bytes came, of the slowest worker.
 
         Raises:
-            WeightSyncError: the transfer failed, or what came is damaged; nothing has changed.
+            WeightSyncError: the transfer failed, or what came at one worker is damaged; nothing
+                has changed.
             EngineError: the engine died, or hangs.
         """
-        deadline_s = 2 * offer.timeout_s + LOAD_S  # a transfer has two parts with a deadline each
+        limit_s = 2 * offer.timeout_s + LOAD_S  # a transfer has two parts with a deadline each
+        started = time.monotonic()
         request = WeightTransferInitRequest(init_info={"offer": encode(offer)})
-        async with self._bounded(f"receiving version {offer.version}", deadline_s):
-            await self._llm.init_weight_transfer_engine(request)
-            announce()
-            look_s = FIRST_LOOK_S
-            while True:
-                workers = [Staged(**each) for each in await self._llm.collective_rpc("staged")]
-                if all(worker.is_done for worker in workers):
-                    break
-                await asyncio.sleep(look_s)
-                look_s = min(LAST_LOOK_S, 1.5 * look_s)
-        failed = [worker for worker in workers if worker.error]
+        await self._answered(offer, self._llm.init_weight_transfer_engine(request))
+        announce()
+        look_s = FIRST_LOOK_S
+        while True:
+            told = await self._answered(offer, self._llm.collective_rpc("staged"))
+            workers = [Staged(**each) for each in told]
+            failed = [worker for worker in workers if worker.error]
+            if failed or all(worker.is_done for worker in workers):
+                break
+            if is_given_up() or time.monotonic() - started > limit_s:
+                failed = [Staged(is_done=False, error="given up", is_cancelled=is_given_up())]
+                break
+            await asyncio.sleep(look_s)
+            look_s = min(LAST_LOOK_S, 1.5 * look_s)
         if failed:
+            await self._answered(offer, self._llm.collective_rpc("give_up_staging"))
             kind = TransferCancelled if failed[0].is_cancelled else WeightSyncError
             raise kind("; ".join(worker.error for worker in failed))
         return max(worker.seconds for worker in workers)
+
+    async def _answered(self, offer: WeightsOffer, asked: Awaitable[Any]) -> Any:
+        """Return what workers that receive answer, which they do between two steps."""
+        self._asked_at = time.monotonic()
+        try:
+            async with self._bounded(
+                f"receiving version {offer.version}", self._cfg.turn_timeout_s
+            ):
+                return await asked
+        finally:
+            self._asked_at = None
 
     async def load(self, offer: WeightsOffer) -> float:
         """Freeze generation (requests and their KV stay), load what is staged, go on.
@@ -246,30 +287,38 @@ class Engine:
             The seconds in which nothing was generated.
 
         Raises:
-            EngineError: the engine died, or hangs. What a worker raises while it loads arrives
-                without its type; either ends the actor: nobody knows which weights it holds.
+            WeightSyncError: a worker did not load all of it. Nobody knows which weights it holds,
+                so generation stays frozen until a version is loaded whole.
+            EngineError: the engine died, or hangs.
         """
         started = time.monotonic()
         async with self._bounded(f"loading version {offer.version}", LOAD_S):
             await self._llm.pause_generation(mode="keep", clear_cache=False)
-            try:
-                await self._load_staged(offer.version)
-                self.version = offer.version
-                if self._cfg.kv_at_update is AtUpdate.DROP:
-                    # Running requests lose their place; prompt and samples are computed again.
-                    await self._llm.reset_prefix_cache(reset_running_requests=True)
-            finally:
-                await self._llm.resume_generation()
+            if not self._is_whole.is_set():
+                await self._llm.collective_rpc("forget_update")
+            self._is_whole.clear()
+            await self._load_staged(offer.version)
+            self.version = offer.version
+            if self._cfg.kv_at_update is AtUpdate.DROP:
+                # Running requests lose their place; prompt and samples are computed again.
+                await self._llm.reset_prefix_cache(reset_running_requests=True)
+            self._is_whole.set()
+            await self._llm.resume_generation()
         return time.monotonic() - started
 
     async def _load_staged(self, version: int) -> None:
-        if self._takes_adapters:
-            await self._llm.collective_rpc("load_staged_adapter", args=(version,))
-            await self._llm.update_weight_version(str(version))
-            return
-        await self._llm.start_weight_update()
-        await self._llm.update_weights(WeightTransferUpdateRequest({"version": version}))
-        await self._llm.finish_weight_update(weight_version=str(version))
+        try:
+            if self._takes_adapters:
+                await self._llm.collective_rpc("load_staged_adapter", args=(version,))
+                await self._llm.update_weight_version(str(version))
+                return
+            await self._llm.start_weight_update()
+            await self._llm.update_weights(WeightTransferUpdateRequest({"version": version}))
+            await self._llm.finish_weight_update(weight_version=str(version))
+        except EngineDeadError:
+            raise
+        except Exception as error:  # what a worker raises arrives without its type
+            raise WeightSyncError(f"version {version} is not loaded whole: {error}") from error
 
     async def score(self, sequences: list[list[int]], *, request_id: str) -> list[list[float]]:
         """Return the logprob [seq-1] of every token given those before it, nothing cached.

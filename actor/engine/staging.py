@@ -19,6 +19,7 @@ from common.wire.weight_messages import WeightsOffer
 logger = logging.getLogger(__name__)
 
 SPARE_BYTES = 1 << 30  # of a GPU, which the engine's kernels may ask for
+LEAVE_S = 2.0  # for a transfer that was given up to end; after that its connections are its own
 Prepare = Callable[[Iterable[tuple[str, Tensor]]], None]
 
 
@@ -36,11 +37,20 @@ class Staged:
         return asdict(self)
 
 
+class _Taken:
+    """An offer that is being staged, or is."""
+
+    def __init__(self, offer: WeightsOffer) -> None:
+        self.offer = offer
+        self.is_given_up = threading.Event()
+        self.state = Staged(is_done=False)
+
+
 class Staging:
     """Receives a version at a time, in a thread, into one buffer that is kept.
 
     Consumes: the learner's buckets. Waits for: them, at most the offer's deadlines. Unblocked by:
-    the learner's word that the transfer is given up.
+    `give_up`, and by the next offer.
 
     Example: begin(offer) returns at once. state() -> not done, while the model samples. state() ->
     done: every bucket is what was sent. tensors(version) is what to load.
@@ -56,44 +66,54 @@ class Staging:
         self._pages: mmap.mmap | None = None  # what the buffer lies in, with a `prepare`
         self._group = WeightGroup()
         self._buffer: Tensor | None = None  # [at least total_bytes] uint8
-        self._offer: WeightsOffer | None = None
-        self._state = Staged(is_done=True, error="nothing was offered")
+        self._taken: _Taken | None = None
+        self._preparing = threading.Lock()
         self._thread: threading.Thread | None = None
 
     def begin(self, offer: WeightsOffer) -> None:
-        """Start to receive; a transfer that still runs has been given up, and is waited for."""
-        self._offer = offer
-        if self._thread is not None:
-            self._thread.join()
-        self._state = Staged(is_done=False)
-        self._thread = threading.Thread(target=self._receive, args=(offer,), daemon=True)
+        """Start to receive; a transfer that still runs is given up. Returns at once."""
+        self.give_up()
+        taken, before = _Taken(offer), self._thread
+        self._taken = taken
+        self._thread = threading.Thread(target=self._receive, args=(taken, before), daemon=True)
         self._thread.start()
+
+    def give_up(self) -> None:
+        """Let the transfer that runs end, if there is one; what is staged stays."""
+        if self._taken is not None:
+            self._taken.is_given_up.set()
 
     def state(self) -> Staged:
         """Return what became of the offer so far."""
-        return self._state
+        nothing = Staged(is_done=True, error="nothing was offered")
+        return nothing if self._taken is None else self._taken.state
 
     def tensors(self, version: int) -> Iterator[tuple[str, Tensor]]:
         """Yield (transformers name, view) of a version. Raises: WeightSyncError: as `check`."""
         self.check(version)
-        assert self._offer is not None
+        assert self._taken is not None
         assert self._buffer is not None
-        return views(self._buffer[: self._offer.total_bytes], self._offer.tensors)
+        offer = self._taken.offer
+        return views(self._buffer[: offer.total_bytes], offer.tensors)
 
     def check(self, version: int) -> None:
         """Return if a version is there. Raises: WeightSyncError: another one is, or none."""
-        state, found = self._state, -1 if self._offer is None else self._offer.version
+        state, found = self.state(), -1 if self._taken is None else self._taken.offer.version
         if found != version or not state.is_done or state.error:
             raise WeightSyncError(f"version {version} is to be loaded, {found} is staged: {state}")
 
-    def _receive(self, offer: WeightsOffer) -> None:
+    def _receive(self, taken: _Taken, before: threading.Thread | None) -> None:
         lower_priority()
+        offer = taken.offer
         state = Staged(is_done=True, error="staging ended with an error, see the engine's log")
         try:
+            self._part_from(before)
             buffer = self._room(offer.total_bytes)[: offer.total_bytes]
-            seconds = self._group.receive(buffer, self._device, offer)
+            is_cancelled = taken.is_given_up.is_set
+            seconds = self._group.receive(buffer, self._device, offer, is_cancelled=is_cancelled)
             if self._prepare is not None:
-                self._prepare(self._consumed(offer))
+                with self._preparing:
+                    self._prepare(self._consumed(taken))
             state = Staged(is_done=True, seconds=seconds)
         except (LongstrideError, RuntimeError) as error:  # torch raises the latter without memory
             if not isinstance(error, WeightSyncError):
@@ -101,17 +121,27 @@ class Staging:
             is_cancelled = isinstance(error, TransferCancelled)
             state = Staged(is_done=True, error=str(error), is_cancelled=is_cancelled)
         finally:
-            self._state = state
+            taken.state = state
 
-    def _consumed(self, offer: WeightsOffer) -> Iterator[tuple[str, Tensor]]:
+    def _part_from(self, before: threading.Thread | None) -> None:
+        """Wait for a transfer that was given up; leave it what it may still write to."""
+        if before is not None:
+            before.join(LEAVE_S)
+        if before is not None and before.is_alive():
+            logger.warning("a transfer that was given up does not end, another connection is made")
+            self._group, self._buffer = WeightGroup(), None
+        elif self._group.is_busy:
+            self._buffer = None
+
+    def _consumed(self, taken: _Taken) -> Iterator[tuple[str, Tensor]]:
         """Yield (transformers name, tensor); the memory of each goes when nobody has it any more.
 
         Raises: TransferCancelled: another version is to be staged.
         """
-        pages = self._pages
+        pages, offer = self._pages, taken.offer
         assert pages is not None
         for spec in offer.tensors:
-            if self._offer is not offer:
+            if taken.is_given_up.is_set():
                 raise TransferCancelled(f"version {offer.version} is no more wanted")
             start, stop = spec.offset_bytes, spec.offset_bytes + spec.num_bytes
             part = memoryview(pages)[start:stop]

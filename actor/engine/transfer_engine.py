@@ -54,6 +54,7 @@ class StagedTransferEngine(WeightTransferEngine[OfferInfo, LoadInfo]):
         logging.getLogger(RELOAD_LOGGER).setLevel(logging.ERROR)
         self._prepares = can_prepare(self.model, self.vllm_config, self.device)
         self._prepared: Prepared | None = None
+        self._is_half = False  # an update began and did not end
         self.staging = Staging(self.device, self._prepare if self._prepares else None)
 
     def init_transfer_engine(self, init_info: OfferInfo) -> None:
@@ -71,8 +72,12 @@ class StagedTransferEngine(WeightTransferEngine[OfferInfo, LoadInfo]):
 
     def start_weight_update(self) -> None:
         """Make the model ready to take weights in the format of a checkpoint."""
-        if not self._prepares:
-            begin_reload(self.model)
+        if self._prepares:
+            return
+        if self._is_half:  # whatever layers it has now: all of them are loaded again
+            end_reload(self.model, self.model_config)
+        self._is_half = True
+        begin_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Load the staged version. vLLM's own asks for an accelerator, which a CPU has not."""
@@ -95,6 +100,7 @@ class StagedTransferEngine(WeightTransferEngine[OfferInfo, LoadInfo]):
             self._prepared = None
         else:
             end_reload(self.model, self.model_config)
+            self._is_half = False
 
     def shutdown(self) -> None:
         """Leave the group."""

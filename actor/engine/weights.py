@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-import time
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 from actor.engine.engine import Engine
@@ -13,17 +14,19 @@ from common.wire.messages import Rejected
 from common.wire.security import RunKeys
 from common.wire.weight_group import TransferCancelled
 from common.wire.weight_messages import (
+    CanaryCheck,
     CanaryScores,
+    WeightsCancel,
     WeightsJoin,
     WeightsLeave,
     WeightsLoaded,
     WeightsOffer,
+    WeightsPing,
     WeightsReady,
 )
 
 logger = logging.getLogger(__name__)
 
-REJOIN_S = 5.0  # between hellos: who was given up as dead, or cut off, comes back by them
 FOLLOW_S = 0.5  # between looks at the learner's address
 MAX_FAILURES = 5  # transfers in a row
 
@@ -31,7 +34,12 @@ MAX_FAILURES = 5  # transfers in a row
 class WeightLink:
     """Joins the learner's weight plane and loads every version it offers.
 
-    `version_loaded` is set after every version; no episode starts before the first.
+    Consumes: offers and their cancellation, requests to score. Waits for: the engine's workers,
+    which have deadlines of their own. Unblocked by: a newer offer, the learner's word, its move.
+
+    It says hello with every heartbeat, also while it is at an offer: who was given up as dead, or
+    has another connection, comes back by that. `version_loaded` is set after every version; no
+    episode starts before the first.
     """
 
     def __init__(
@@ -40,19 +48,25 @@ class WeightLink:
         keys: RunKeys,
         engine: Engine,
         *,
-        actor: str,
-        incarnation: str,
-        devices: list[str],
+        hello: WeightsJoin,
         exclusive: asyncio.Lock,
         context: Any,
+        heartbeat_s: float = 1.0,
     ) -> None:
         self._engine = engine
-        self._identity = {"actor": actor, "incarnation": incarnation}
-        self._devices = devices
+        self._join = hello
+        self._identity = {"actor": hello.actor, "incarnation": hello.incarnation}
         self._exclusive = exclusive
+        self._heartbeat_s = heartbeat_s
         self._line = FollowingDealer(addresses, "weights", keys, context=context, hello=self._hello)
-        self._joined_at = 0.0
         self._num_failures = 0
+        self._num_scored = 0
+        self._newest: WeightsOffer | None = None  # to be taken next
+        self._at: WeightsOffer | None = None
+        self._is_announced = False
+        self._is_given_up = False
+        self._check: CanaryCheck | None = None
+        self._has_work = asyncio.Event()
         self.version_loaded = asyncio.Event()
         self.is_loading = False
 
@@ -61,34 +75,98 @@ class WeightLink:
         await self._line.connect_soon(timeout_s=timeout_s)
 
     async def run(self) -> None:
-        """Answer offers until cancelled; join again a learner that has moved or forgot us."""
+        """Answer offers until cancelled; follow a learner that has moved."""
+        loops = (self._listen(), self._beat(), self._work())
+        tasks = [asyncio.create_task(each) for each in loops]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _listen(self) -> None:
         while True:
+            if self._line.follow():
+                self._newest, self._is_given_up = None, True
             message = await self._line.next(timeout_s=FOLLOW_S)
-            if isinstance(message, Rejected):
-                raise LongstrideError(f"the learner refused: {message.reason}")
             if message is not None:
-                await self._answer(message)
-            elif not self._line.follow() and time.monotonic() - self._joined_at > REJOIN_S:
-                self._line.send(self._hello())
+                self._receive(message)
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(self._heartbeat_s)
+            self._line.send(self._hello())
 
     def _hello(self) -> WeightsJoin:
-        self._joined_at = time.monotonic()
         host = local_address_towards(host_of(self._line.address))
-        return WeightsJoin(
-            **self._identity, devices=self._devices, version=self._engine.version, host=host
+        return replace(
+            self._join,
+            version=self._engine.version,
+            host=host,
+            busy_epoch=0 if self._at is None else self._at.group_epoch,
+            quiet_s=self._engine.quiet_s,
         )
+
+    def _receive(self, message: Any) -> None:
+        match message:
+            case WeightsOffer():
+                if self._at == message and not self._is_given_up:  # it was sent once more
+                    if self._is_announced:
+                        self._ready(message)
+                    return
+                self._newest, self._is_given_up = message, True
+                self._has_work.set()
+            case WeightsCancel():
+                if self._newest is not None and self._newest.group_epoch == message.group_epoch:
+                    self._newest = None
+                elif self._at is not None and self._at.group_epoch == message.group_epoch:
+                    self._is_given_up = True
+            case CanaryCheck():
+                self._check = message
+                self._has_work.set()
+            case WeightsPing():
+                pass
+            case Rejected():
+                raise LongstrideError(f"the learner refused: {message.reason}")
+            case _:
+                raise LongstrideError(f"unexpected {type(message).__name__} from the learner")
+
+    async def _work(self) -> None:
+        """Take the newest offer, one at a time."""
+        while True:
+            await self._has_work.wait()
+            self._has_work.clear()
+            self._at, self._newest = self._newest, None
+            check, self._check = self._check, None
+            if self._at is not None:
+                self._is_announced = self._is_given_up = False
+                await self._answer(self._at)
+            elif check is not None and check.version == self._engine.version:
+                async with self._exclusive:
+                    await self._report_canary(check.version, check.token_ids)
 
     async def _answer(self, offer: WeightsOffer) -> None:
         """Stage and load one offer and report; a failed transfer leaves the old weights."""
         failure: WeightSyncError | None = None
-        stage_s = 0.0
+        stage_s = pause_s = 0.0
         try:
-            stage_s = await self._engine.stage(offer, announce=lambda: self._ready(offer))
+            stage_s = await self._engine.stage(
+                offer, announce=lambda: self._ready(offer), is_given_up=lambda: self._is_given_up
+            )
         except WeightSyncError as error:
             failure = error
             logger.error("weights not received version=%d reason=%s", offer.version, error)
-        async with self._exclusive:
-            pause_s = 0.0 if failure else await self._load(offer)
+        # An engine that samples nothing until it is loaded must not wait for who samples.
+        async with self._exclusive if self._engine.is_whole else nullcontext():
+            if failure is None:
+                try:
+                    pause_s = await self._load(offer)
+                except WeightSyncError as error:
+                    failure = error
+                    logger.error("weights not loaded: %s; nothing is sampled", error)
             loaded = WeightsLoaded(
                 **self._identity,
                 version=offer.version,
@@ -98,12 +176,13 @@ class WeightLink:
                 stage_s=stage_s,
                 pause_s=pause_s,
             )
+            self._at = None
             self._line.send(loaded)
             if failure is not None:
                 self._recover(failure)
                 return
             if offer.canary_token_ids:
-                await self._report_canary(offer)
+                await self._report_canary(offer.version, offer.canary_token_ids)
         self._num_failures = 0
         self.version_loaded.set()
 
@@ -122,14 +201,16 @@ class WeightLink:
         self._line.send(self._hello())
 
     def _ready(self, offer: WeightsOffer) -> None:
+        self._is_announced = True
         version, epoch = offer.version, offer.group_epoch
         self._line.send(WeightsReady(**self._identity, version=version, group_epoch=epoch))
 
-    async def _report_canary(self, offer: WeightsOffer) -> None:
-        request_id = f"canary-{offer.version}-{offer.group_epoch}"
-        scores = await self._engine.score(offer.canary_token_ids, request_id=request_id)
+    async def _report_canary(self, version: int, token_ids: list[list[int]]) -> None:
+        self._num_scored += 1
+        request_id = f"canary-{version}-{self._num_scored}"
+        scores = await self._engine.score(token_ids, request_id=request_id)
         actor = self._identity["actor"]
-        self._line.send(CanaryScores(actor=actor, version=offer.version, logprobs=scores))
+        self._line.send(CanaryScores(actor=actor, version=version, logprobs=scores))
 
     def close(self) -> None:
         """Tell the learner not to wait for this engine, and close."""

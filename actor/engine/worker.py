@@ -36,6 +36,15 @@ class WorkerExtension:
         """Return what became of the version that this worker was offered, see `Staged`."""
         return self._staging.state().as_dict()
 
+    def give_up_staging(self) -> None:
+        """Let the transfer that runs end; the weights stay as they are."""
+        self._staging.give_up()
+
+    def forget_update(self) -> None:
+        """Make the worker ready for a whole update after one that ended in the middle."""
+        self._weight_update_active = False
+        self.weight_transfer_engine.reset_weight_update_target()
+
     def load_staged_adapter(self, version: int) -> None:
         """Put a staged adapter in the place of the one before.
 

@@ -136,6 +136,9 @@ class GroupsSection:
     straggler_min_s: float = knob(30.0, "seconds before which none is", gt=0)
 
 
+SILENT_BEATS = 5  # missed in a row
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerSection:
     """The centre's control plane."""
@@ -155,6 +158,11 @@ class SchedulerSection:
     )
     max_stretch: float = knob(2.0, "x max_lag_steps, where episodes outlast it", ge=1, le=1000)
     size_leases: bool = knob(True, "an actor holds no more than it finishes before it is stale")
+
+    @property
+    def silent_after_s(self) -> float:
+        """Seconds without a sign of life after which nobody waits for an actor's engine."""
+        return SILENT_BEATS * self.heartbeat_s
 
 
 class GpuPlacement(StrEnum):

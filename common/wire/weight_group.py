@@ -6,16 +6,15 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common.errors import WeightSyncError
+from common.errors import LongstrideError, WeightSyncError
 from common.wire.addresses import local_address_towards
 from common.wire.collective import BroadcastGroup, Place, open_store
-from common.wire.transfer.buckets import BucketDamaged, Channel, Cut, receive_buckets, send_buckets
+from common.wire.transfer.buckets import Channel, Cut, receive_buckets, send_buckets
 from common.wire.transfer.mailbox import FolderShelf, GpuShelf, Mailbox
 from common.wire.weight_messages import WeightsOffer
 
@@ -47,7 +46,7 @@ class _Attempt(threading.Thread):
         self.store = store
         self.seconds = 0.0
         self.is_ok = False
-        self.error: WeightSyncError | None = None
+        self.error: LongstrideError | None = None
         self.has_ended = threading.Event()
 
     def run(self) -> None:
@@ -62,7 +61,7 @@ class _Attempt(threading.Thread):
                 self._work(channel, self._is_left)
                 self.seconds = time.monotonic() - started
                 self.is_ok = True
-        except WeightSyncError as error:
+        except LongstrideError as error:
             self.error = error
         finally:
             if not self.is_ok and self.group is not None:
@@ -119,13 +118,12 @@ class WeightGroup:
     """One side's place in the group of the present members, kept from version to version.
 
     Example: the learner sends version 3 to a and b, and b is stopped.
-        learner   is_cancelled() finds b gone -> raises TransferCancelled; cancel(store, epoch)
-        engine a  finds the epoch cancelled in the store -> raises TransferCancelled, too
+        learner   is_cancelled() finds b gone -> raises TransferCancelled, and tells a
+        engine a  is_cancelled() finds that it was told -> raises TransferCancelled, too
         learner   offers version 3 to a alone, in a new epoch
 
-    Its two connections to the store outlive a group, because torch looks up the peer's name for
-    each new one, which takes seconds where a name server does not answer. There are two because a
-    store serves one call at a time on a connection, and joining a group blocks it.
+    Its connection to the store outlives a group, because torch looks up the peer's name for each
+    new one, which takes seconds where a name server does not answer.
     """
 
     def __init__(self) -> None:
@@ -133,7 +131,6 @@ class WeightGroup:
         self._place: tuple[str, int, int] | None = None
         self._store_address: tuple[str, int] | None = None
         self._group_store: dist.Store | None = None  # for making groups
-        self._watch_store: dist.Store | None = None  # for looking whether a transfer is cancelled
         self._left: list[_Attempt] = []  # cancelled, and perhaps still in a native call
 
     def send(
@@ -165,33 +162,32 @@ class WeightGroup:
 
         return self._transfer(work, slots[0].device, offer, is_cancelled)
 
-    def receive(self, staging: Tensor, device: torch.device, offer: WeightsOffer) -> float:
+    def receive(
+        self,
+        staging: Tensor,
+        device: torch.device,
+        offer: WeightsOffer,
+        *,
+        is_cancelled: Callable[[], bool] = lambda: False,
+    ) -> float:
         """Fill `staging` [total_bytes] uint8 with a version and check it, for a worker of `device`.
 
         Returns: the seconds it took.
 
         Raises:
-            TransferCancelled: the learner gave the transfer up.
+            TransferCancelled: `is_cancelled`, as `send`. What is left of the transfer may write to
+                `staging` until this is not `is_busy` any more.
             BucketDamaged: what came is not what was sent.
             WeightSyncError: as `send`, or nobody serves the rendezvous store.
         """
-        self._follow(offer)
-        store = self._watch_store = self._watch_store or _connect(offer)
-        is_cancelled = partial(_is_cancelled, store, offer.group_epoch)
         cut = Cut(offer.total_bytes, offer.bucket_bytes)
 
         def work(channel: Channel, _: threading.Event) -> None:
             receive_buckets(channel, cut, staging, offer.tensors)
 
-        try:
-            if is_cancelled():  # an offer that waited too long in a queue
-                raise TransferCancelled(f"transfer given up epoch={offer.group_epoch}")
-            return self._transfer(work, device, offer, is_cancelled)
-        except BucketDamaged:
-            raise
-        except WeightSyncError:
-            self._watch_store = None  # perhaps it is the connection that broke
-            raise
+        if is_cancelled():  # an offer that waited too long in a queue
+            raise TransferCancelled(f"transfer given up epoch={offer.group_epoch}")
+        return self._transfer(work, device, offer, is_cancelled)
 
     def _transfer(
         self,
@@ -222,7 +218,7 @@ class WeightGroup:
         """Let the connections to another store go."""
         address = (offer.store_host, offer.store_port)
         if address != self._store_address:
-            self._group_store, self._watch_store = None, None
+            self._group_store = None
         self._store_address = address
 
     def leave(self) -> None:
@@ -244,20 +240,3 @@ class WeightGroup:
         deadline = time.monotonic() + timeout_s
         for attempt in self._left:
             attempt.join(max(0.0, deadline - time.monotonic()))
-
-
-def cancel(store: dist.Store, epoch: int) -> None:
-    """Tell every member of a group that its transfer is given up."""
-    store.set(_cancel_key(epoch), "1")
-
-
-def _is_cancelled(store: dist.Store, epoch: int) -> bool:
-    """Return whether the learner gave the group's transfer up, or is itself gone."""
-    try:
-        return store.check([_cancel_key(epoch)])
-    except RuntimeError:  # the connection broke
-        return True
-
-
-def _cancel_key(epoch: int) -> str:
-    return f"cancelled/{epoch}"

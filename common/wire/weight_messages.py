@@ -16,13 +16,15 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsJoin:
-    """Actor -> learner: my engine wants weights from now on."""
+    """Actor -> learner, with every heartbeat: my engine wants weights, and lives."""
 
     actor: str
     incarnation: str
     devices: list[str]  # one per worker: a GPU's own name; "" for the CPU
     version: int  # what the engine holds
     host: str = ""  # the engine's, on its interface towards the learner
+    busy_epoch: int = 0  # of the offer that it is at; 0: it is free
+    quiet_s: float = 0.0  # for which its workers have not answered while they receive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +55,28 @@ class WeightsOffer:
     total_bytes: int
     bucket_bytes: int
     canary_token_ids: list[list[int]]  # prompts that both sides score after loading
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsCancel:
+    """Learner -> actor: the transfer of this group is given up, do not wait for it."""
+
+    group_epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsPing:
+    """Learner -> actor: I wait for you. It cannot be sent over a connection that is gone."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CanaryCheck:
+    """Learner -> actor: score these prompts again, if you hold this version."""
+
+    version: int
+    token_ids: list[list[int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

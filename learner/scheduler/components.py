@@ -20,7 +20,6 @@ from learner.scheduler.members.members import Members
 from learner.scheduler.state import FIXED, VOLATILE
 
 NEVER = -1e9
-SILENT_BEATS = 5  # heartbeats missed in a row after which nobody waits for an actor's engine
 
 
 @dataclass(slots=True)
@@ -67,7 +66,7 @@ class Components:
 def build_components(cfg: RunConfig, catalogue: Catalogue) -> Components:
     """Return the parts of a run that begins."""
     lease_s = cfg.actor.episode_timeout_s + cfg.scheduler.dead_after_s
-    silent_after_s = SILENT_BEATS * cfg.scheduler.heartbeat_s
+    silent_after_s = cfg.scheduler.silent_after_s
     stream_items = eval_items(cfg.tasks, catalogue, cfg.eval.stream_items)
     phase_items = eval_items(cfg.tasks, catalogue, cfg.eval.num_items)
     seed, group_size = cfg.run.seed, cfg.groups.size

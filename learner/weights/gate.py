@@ -92,12 +92,25 @@ class Gate:
 class Reading:
     """A transfer's hold on a version's weights: live ones change when it lets go."""
 
-    def __init__(self, gate: Gate, *, is_live: bool, is_held: bool, is_optional: bool):
-        """Begin; `is_optional` ends at once when the trainer wants the weights back."""
+    def __init__(
+        self,
+        gate: Gate,
+        *,
+        is_live: bool,
+        is_held: bool,
+        is_optional: bool,
+        is_superseded: Callable[[], bool] | None = None,
+    ) -> None:
+        """Begin; `is_optional` ends at once when the trainer wants the weights back.
+
+        Args:
+            is_superseded: says that a newer version is to be brought; None: never.
+        """
         self._gate = gate
         self._is_live = is_live
         self._is_held = is_held
         self._is_optional = is_optional
+        self.is_superseded = is_superseded or (lambda: False)
         self.is_lost = False
 
     def begin(self) -> bool:
@@ -121,4 +134,5 @@ class Reading:
     @property
     def must_not_wait(self) -> bool:
         """Whether nobody may be waited for any longer before the first bucket."""
-        return self.must_end or (self._is_optional and self._gate.is_wanted_back)
+        is_unwanted = self._is_optional and (self._gate.is_wanted_back or self.is_superseded())
+        return self.must_end or is_unwanted

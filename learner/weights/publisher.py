@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
-from common.errors import LongstrideError, WeightSyncError
+from common.errors import ConfigError, LongstrideError
 from common.wire.sockets import Router
 from learner.weights.canary import Canary
 from learner.weights.gate import Gate
@@ -17,6 +17,8 @@ from learner.weights.transfer import STOP_S, WAIT_S, Transfers
 
 logger = logging.getLogger(__name__)
 
+WARN_EVERY_S = 10.0
+
 Done = Callable[[], object]
 
 
@@ -24,14 +26,16 @@ class Publisher(threading.Thread):
     """The learner's side of the weight plane.
 
     Consumes: versions from `publish`; joins, answers and canary scores from the engines.
-    Waits for: every present member, until it has answered, is known to be gone, or the deadline.
+    Waits for: every present member, until it has answered, is not heard for `silent_after_s`, or
+        lives and does not do its part for as long.
     Unblocked by: those messages, `mark_silent`, `stop`, a gate whose `close` waited too long.
 
     Example: begin(v3) returns while v3 travels and the trainer computes the next gradient; the
     trainer's gate.close() returns when v3's last bucket has left; `on_done` is called when v3 is
-    loaded; begin(v4) waits for that. An engine that dies meanwhile costs that one version the time
-    until it is known (`mark_silent`), then it is no member any more; with no member left, a version
-    is done at once, and whoever joins later is given the newest version.
+    loaded; begin(v4) waits for that. An engine that dies or hangs meanwhile costs that one version
+    `silent_after_s`, then it is left out until it has taken a version alone; one that loads slowly
+    is given the newest version when it is done. With no member left a version is done at once, and
+    whoever joins later is given the newest one.
     """
 
     def __init__(self, router: Router, settings: PublishSettings, *, gate: Gate | None = None):
@@ -39,9 +43,8 @@ class Publisher(threading.Thread):
         super().__init__(name="publisher", daemon=True)
         self._router = router
         self.port = router.port
-        self._timeout_s = settings.timeout_s
         self._gate = gate or Gate(timeout_s=settings.timeout_s)
-        self._members = Membership()
+        self._members = Membership(silent_after_s=settings.silent_after_s)
         self._canary = Canary(max_delta=settings.max_canary_delta)
         self._stop_requested = threading.Event()
         self._transfers = Transfers(
@@ -56,6 +59,7 @@ class Publisher(threading.Thread):
         self._wanted: PublishedWeights | None = None
         self._on_done: Done = lambda: None
         self._begun_at = 0.0
+        self._must_load = False
         self._error: BaseException | None = None
         self._metrics: dict[str, float] = {}
 
@@ -68,11 +72,11 @@ class Publisher(threading.Thread):
         on_done: Done = lambda: None,
         is_stopping: Callable[[], bool] = lambda: False,
     ) -> bool:
-        """Send a version to all members; True when it is there, False if told to stop first.
+        """Send a version to all members; True when they have it, False if told to stop first.
 
-        Raises: LongstrideError: the publisher's thread failed, or did not finish in bounded time.
+        Raises: LongstrideError: the publisher's thread failed.
         """
-        is_begun = self.begin(weights, on_done=on_done, is_stopping=is_stopping)
+        is_begun = self.begin(weights, on_done=on_done, is_stopping=is_stopping, must_load=True)
         return is_begun and self.wait_done(is_stopping=is_stopping)
 
     def begin(
@@ -81,6 +85,7 @@ class Publisher(threading.Thread):
         *,
         on_done: Done = lambda: None,
         is_stopping: Callable[[], bool] = lambda: False,
+        must_load: bool = False,
     ) -> bool:
         """Start to send a version, once the one before is done; False if told to stop first.
 
@@ -88,6 +93,7 @@ class Publisher(threading.Thread):
 
         Args:
             on_done: called by the publisher's thread when the version is at its engines.
+            must_load: it is not done before engines that load slowly have it.
 
         Raises: LongstrideError: as `publish`.
         """
@@ -98,6 +104,7 @@ class Publisher(threading.Thread):
             self._gate.enter()
         with self._changed:
             self._wanted, self._on_done, self._begun_at = weights, on_done, time.monotonic()
+            self._must_load = must_load
         self._router.wake()
         return True
 
@@ -106,14 +113,26 @@ class Publisher(threading.Thread):
 
         Raises: LongstrideError: as `publish`.
         """
+        warned_at = time.monotonic()
         with self._changed:
             while self._wanted is not None:
                 self._check()
                 if is_stopping():
                     return False
                 self._changed.wait(WAIT_S)
+                if time.monotonic() - warned_at > WARN_EVERY_S:
+                    warned_at = time.monotonic()
+                    self._warn(self._wanted)
             self._check()
         return True
+
+    def _warn(self, wanted: PublishedWeights | None) -> None:
+        if wanted is not None:
+            names = ", ".join(sorted(member.actor for member in self._members.present()))
+            waited_s = time.monotonic() - self._begun_at
+            logger.warning(
+                "still publishing version=%d to=%s for_s=%.1f", wanted.version, names, waited_s
+            )
 
     def check(self) -> None:
         """Return if all is well. Raises: LongstrideError: as `publish`."""
@@ -121,14 +140,10 @@ class Publisher(threading.Thread):
             self._check()
 
     def _check(self) -> None:
+        if isinstance(self._error, ConfigError):  # to try again would not help
+            raise self._error
         if self._error is not None:
             raise LongstrideError(f"publisher failed: {self._error}") from self._error
-        limit_s = 3 * self._timeout_s
-        if self._wanted is not None and time.monotonic() - self._begun_at > limit_s:
-            names = sorted(member.actor for member in self._members.present())
-            raise WeightSyncError(
-                f"version {self._wanted.version} not published to {names} within {limit_s:g}s"
-            )
 
     def mark_silent(self, incarnations: Iterable[str]) -> None:
         """Wait for none of these actors, and for all others: the scheduler's present word."""
@@ -139,6 +154,11 @@ class Publisher(threading.Thread):
     def num_canary_alarms(self) -> int:
         """Versions in a row on which the worst engine and the trainer disagreed."""
         return self._canary.num_alarms
+
+    @property
+    def lonely_s(self) -> float:
+        """Seconds for which no engine has taken weights."""
+        return self._members.lonely_s
 
     def drain_metrics(self) -> dict[str, float]:
         """Return what the transfers and canaries since the last call measured."""
@@ -177,9 +197,12 @@ class Publisher(threading.Thread):
     def _send_wanted(self, weights: PublishedWeights) -> None:
         self._transfers.current = weights
         self._canary.expect(weights)
-        self._members.take_newcomers()
-        is_live = weights.source.is_live
-        self._transfers.bring(weights, self._members.present(), is_held=is_live, is_optional=False)
+        self._transfers.bring(
+            weights,
+            self._members.take_for_version(),
+            is_held=weights.source.is_live,
+            must_load=self._must_load,
+        )
         if not self._stop_requested.is_set():
             self._on_done()
         with self._changed:
@@ -191,4 +214,5 @@ class Publisher(threading.Thread):
         """Bring them the current version, unless it is no more; then they get the next one."""
         if weights.source.is_live and not self._gate.is_open:
             return
-        self._transfers.bring(weights, self._members.take_newcomers())
+        newcomers = self._members.take_newcomers()
+        self._transfers.bring(weights, newcomers, is_superseded=lambda: self._wanted is not None)

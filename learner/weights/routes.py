@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from common.config.learning import WeightsTransport
-from learner.weights.membership import Member
+from learner.weights.membership import SILENT_AFTER_S, Member
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,6 +15,7 @@ class PublishSettings:
 
     host: str  # of the rendezvous store
     timeout_s: float  # most seconds of each part of a transfer, when nobody is known to be gone
+    silent_after_s: float = SILENT_AFTER_S  # without a heartbeat an engine is waited for by nobody
     max_canary_delta: float  # mean |difference| in nats that is no alarm
     bucket_bytes: int = 256 << 20
     transport: WeightsTransport = WeightsTransport.AUTO

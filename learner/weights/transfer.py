@@ -8,29 +8,29 @@ deadline is removed; the others are offered the version again at once, in a grou
 import logging
 import threading
 import time
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
 
-import torch
-from torch import Tensor
-
-from common.errors import WeightSyncError
+from common.errors import LongstrideError, WeightSyncError
 from common.wire.addresses import own_host_towards
 from common.wire.collective import ALIGN_BYTES, device_id, open_store
 from common.wire.messages import Rejected
 from common.wire.sockets import Router
-from common.wire.transfer.buckets import NUM_SLOTS
-from common.wire.weight_group import TransferCancelled, WeightGroup, cancel
+from common.wire.weight_group import TransferCancelled
 from common.wire.weight_messages import (
     CanaryScores,
+    WeightsCancel,
     WeightsJoin,
     WeightsLeave,
     WeightsLoaded,
     WeightsOffer,
+    WeightsPing,
     WeightsReady,
 )
+from learner.weights.answers import Answers
 from learner.weights.canary import Canary
 from learner.weights.gate import Gate, Reading
+from learner.weights.lanes import Lanes, join_all
 from learner.weights.membership import Member, Membership
 from learner.weights.routes import PublishSettings, Wave, transport_of, waves
 from learner.weights.snapshot import PublishedWeights
@@ -38,16 +38,9 @@ from learner.weights.snapshot import PublishedWeights
 logger = logging.getLogger(__name__)
 
 WAIT_S = 0.5  # between looks at deadlines; whatever happens wakes the thread at once
+GRACE_S = 1.0  # for engines to load what they have received, when there is a newer version
 STOP_S = 2.0
 GB = 1e9
-
-
-@dataclass(slots=True)
-class _Lane:
-    """The group of a wave, kept from version to version."""
-
-    epoch: int
-    group: WeightGroup = field(default_factory=WeightGroup)
 
 
 class Transfers:
@@ -70,12 +63,8 @@ class Transfers:
         self._gate = gate
         self._stop_requested = stop_requested
         self._store = open_store(settings.host, 0, is_server=True, timeout_s=settings.timeout_s)
-        self._lanes: dict[Wave, _Lane] = {}
-        self._left: list[WeightGroup] = []
-        self._slots: list[Tensor] = []  # two buckets, on the device that sends
-        self._last_epoch = 0
-        self._epoch = 0  # of the transfer that runs
-        self._answers: dict[tuple[type, Member], Any] = {}  # of this epoch and version
+        self._lanes = Lanes()
+        self._answers = Answers()
         self._lock = threading.Lock()
         self._metrics: dict[str, float] = {}
         self.current: PublishedWeights | None = None
@@ -88,14 +77,10 @@ class Transfers:
 
     def close(self) -> None:
         """Leave the groups and close the store; whoever waits in one fails now."""
-        groups = [*self._left, *(lane.group for lane in self._lanes.values())]
-        for group in groups:
-            group.leave()
+        groups = self._lanes.leave_all()
         self._router.close()
         del self._store
-        deadline = time.monotonic() + STOP_S / 2
-        for group in groups:
-            group.join(timeout_s=max(0.0, deadline - time.monotonic()))
+        join_all(groups, timeout_s=STOP_S / 2)
 
     # --- what comes -------------------------------------------------------------------------
 
@@ -105,7 +90,7 @@ class Transfers:
             message = received.message
             match message:
                 case WeightsJoin():
-                    self._join(received.sender, message)
+                    self._hear(received.sender, message)
                 case WeightsLeave():
                     member = self.members.find(message.actor, message.incarnation)
                     if member is not None:
@@ -119,7 +104,8 @@ class Transfers:
                     self._router.send(received.sender, Rejected(reason=reason))
         self.members.forget_silent()
 
-    def _join(self, sender: bytes, join: WeightsJoin) -> None:
+    def _hear(self, sender: bytes, join: WeightsJoin) -> None:
+        """Take in a heartbeat: who it is, what it holds, and what it is at."""
         member = Member.of(sender, join)
         choice, current = self._settings.transport, self.current
         if current is not None and not transport_of(member, self._own_device(), choice):
@@ -130,8 +116,26 @@ class Transfers:
             )
             self._router.send(sender, Rejected(reason=reason))
             return
-        version = current.version if current is not None else -1
-        self.members.join(member, version=join.version, current_version=version)
+        has_moved = self.members.hear(
+            member,
+            version=join.version,
+            current_version=self._current_version,
+            is_free=not join.busy_epoch,
+        )
+        if self._answers.is_given_up(join.busy_epoch):
+            self._router.send(sender, WeightsCancel(group_epoch=join.busy_epoch))
+        if not self.members.has(member):
+            return
+        self._answers.hear(member, join)
+        lost = self._answers.unanswered(member) if has_moved else None
+        if lost is not None:
+            self._router.send(sender, lost)
+        if join.quiet_s > self._settings.silent_after_s:
+            self._fail(member, f"its engine has not answered for {join.quiet_s:.1f}s")
+
+    def _fail(self, member: Member, reason: str) -> None:
+        self.members.note_failed(member)
+        self.members.remove(member, reason=reason)
 
     def _own_device(self) -> str:
         assert self.current is not None
@@ -139,11 +143,11 @@ class Transfers:
 
     def _note_answer(self, answer: WeightsReady | WeightsLoaded) -> None:
         member = self.members.find(answer.actor, answer.incarnation)
-        is_asked = self.current is not None and answer.version == self.current.version
-        if member is None or not is_asked or answer.group_epoch != self._epoch:
+        if member is None or not self._answers.note(member, answer):
             return
-        self._answers[type(answer), member] = answer
-        if isinstance(answer, WeightsLoaded) and answer.is_ok:
+        if isinstance(answer, WeightsReady):
+            self.members.note_ready_s(member, self._answers.waited_s(member))
+        elif answer.is_ok:
             self._note("publish/pause_s", answer.pause_s, is_sum=False)
             self._note("publish/stage_s", answer.stage_s, is_sum=False)
 
@@ -164,7 +168,8 @@ class Transfers:
         members: list[Member],
         *,
         is_held: bool = False,
-        is_optional: bool = True,
+        must_load: bool = False,
+        is_superseded: Callable[[], bool] | None = None,
     ) -> None:
         """Bring one version to the given members; remove those that fail, go on with the rest.
 
@@ -173,77 +178,96 @@ class Transfers:
 
         Args:
             is_held: the gate was entered for this.
-            is_optional: the trainer may have the weights back before the first bucket has left.
+            must_load: engines that load slowly are waited for, too.
+            is_superseded: there is a newer version. None: this is the newest, and not optional; an
+                optional transfer gives the trainer its weights back before the first bucket.
         """
         reading = Reading(
-            self._gate, is_live=weights.source.is_live, is_held=is_held, is_optional=is_optional
+            self._gate,
+            is_live=weights.source.is_live,
+            is_held=is_held,
+            is_optional=is_superseded is not None,
+            is_superseded=is_superseded,
         )
+        patience_s = self._settings.timeout_s if must_load else self._settings.silent_after_s
         choice, num_parts = self._settings.transport, self._settings.num_parts
         try:
             todo = waves(members, self._own_device(), choice, num_parts=num_parts)
             for number, wave in enumerate(todo, start=1):
-                self._bring_wave(weights, wave, reading, is_last=number == len(todo))
+                is_last = number == len(todo)
+                self._bring_wave(weights, wave, reading, is_last=is_last, patience_s=patience_s)
         finally:
             reading.end()
 
     def _bring_wave(
-        self, weights: PublishedWeights, wave: Wave, reading: Reading, *, is_last: bool
+        self,
+        weights: PublishedWeights,
+        wave: Wave,
+        reading: Reading,
+        *,
+        is_last: bool,
+        patience_s: float,
     ) -> None:
         num_broken = 0
         while wave.members and not self._stop_requested.is_set():
-            try:
-                served = self._transfer_once(weights, wave, reading, is_last=is_last)
-            except WeightSyncError as error:
-                self._give_up(weights, wave, error)
-                if reading.is_lost or reading.must_not_wait:
-                    return  # they are given the next version
-                present = tuple(member for member in wave.members if self.members.has(member))
-                is_broken = present == wave.members
-                num_broken += is_broken
-                wave = wave._replace(members=present)
-                if is_broken and num_broken > 1:
-                    self._transfer_one_by_one(weights, wave, reading)
-                    return
-                continue
-            self._settle(weights, wave, served)
-            return
+            error = self._attempt(weights, wave, reading, is_last=is_last, patience_s=patience_s)
+            if error is None or reading.is_lost or reading.must_not_wait:
+                return  # who did not get it is given the next version
+            present = tuple(member for member in wave.members if self.members.has(member))
+            is_broken = present == wave.members
+            num_broken += is_broken
+            wave = wave._replace(members=present)
+            if is_broken and num_broken > 1:
+                self._one_by_one(weights, wave, reading, patience_s=patience_s)
+                return
 
-    def _transfer_one_by_one(self, weights: PublishedWeights, wave: Wave, reading: Reading) -> None:
+    def _one_by_one(
+        self, weights: PublishedWeights, wave: Wave, reading: Reading, *, patience_s: float
+    ) -> None:
         for member in wave.members:
             alone = wave._replace(members=(member,))
-            try:
-                served = self._transfer_once(weights, alone, reading, is_last=False)
-            except WeightSyncError as error:
-                self._give_up(weights, alone, error)
-                served = []
-            self._settle(weights, alone, served)
+            error = self._attempt(weights, alone, reading, is_last=False, patience_s=patience_s)
+            if reading.is_lost or reading.must_not_wait:
+                return
+            if error is not None:
+                self._fail(member, f"version {weights.version}: {error}")
 
-    def _give_up(self, weights: PublishedWeights, wave: Wave, error: WeightSyncError) -> None:
+    def _attempt(
+        self,
+        weights: PublishedWeights,
+        wave: Wave,
+        reading: Reading,
+        *,
+        is_last: bool,
+        patience_s: float,
+    ) -> WeightSyncError | None:
+        """Transfer once; return why not all that are present have taken part."""
+        try:
+            self._transfer_once(weights, wave, reading, is_last=is_last)
+        except LongstrideError as error:
+            self._give_up(weights, wave, error)
+            if not isinstance(error, WeightSyncError):  # nobody is to have these weights
+                raise
+            return error
+        self._finish(weights, wave, reading, patience_s=patience_s)
+        return None
+
+    def _give_up(self, weights: PublishedWeights, wave: Wave, error: LongstrideError) -> None:
         names = ", ".join(member.actor for member in wave.members)
         logger.error(
             "transfer failed version=%d actors=%s reason=%s", weights.version, names, error
         )
-        cancel(self._store, self._epoch)
-        self._slots = []  # what was given up may still write to them
-        self._leave(wave)
-
-    def _settle(self, weights: PublishedWeights, wave: Wave, served: list[Member]) -> None:
-        """Remove those that were not served, but for those that have asked again since."""
-        self.members.note_served(served)
-        failed = [member for member in wave.members if member not in served]
-        for member in failed:
-            if not self.members.has_asked(member):
-                self.members.remove(member, reason=f"version {weights.version} is not loaded")
-        if failed:
-            self._leave(wave)
+        self._answers.give_up()
+        for member in wave.members:
+            sender = self.members.sender_of(member)
+            self._router.send(sender, WeightsCancel(group_epoch=self._answers.epoch))
+        self._lanes.drop_slots()
+        self._lanes.leave(wave)
 
     def _transfer_once(
         self, weights: PublishedWeights, wave: Wave, reading: Reading, *, is_last: bool
-    ) -> list[Member]:
-        """Offer, wait for all to be ready, send, wait for all to have loaded.
-
-        Returns:
-            The members that hold the version now.
+    ) -> None:
+        """Offer, wait for all to be ready, send.
 
         Raises:
             WeightSyncError: not all were ready, or the transfer failed; nobody can tell who has
@@ -251,24 +275,20 @@ class Transfers:
         """
         if not reading.begin():
             raise TransferCancelled(f"version {weights.version} is no more")
-        lane = self._lane(wave)
-        self._epoch, self._answers, members = lane.epoch, {}, wave.members
-        offer = self._offer(weights, wave)
+        lane = self._lanes.of(wave, is_present=self.members.has)
+        self._answers.begin(lane.epoch, weights.version)
+        offer, members = self._offer(weights, wave), wave.members
         rank = 1
         for member in members:
-            if not self._router.send(member.sender, replace(offer, rank=rank)):
-                self.members.remove(member, reason="unreachable")
+            own = replace(offer, rank=rank)
+            self._answers.offered(member, own)
+            self._reach(member, own)
             rank += len(member.devices)
-        self._collect(members, WeightsReady, reading)
-        is_complete = not self._has_broken(members)
-        if is_complete and not reading.must_not_wait:  # else the others had no time to answer
-            for member in members:
-                if (WeightsReady, member) not in self._answers:
-                    self.members.remove(member, reason="not ready in time")
+        self._collect_ready(members, reading)
         if reading.must_not_wait or self._has_broken(members):
-            raise TransferCancelled(f"not all are ready epoch={self._epoch}")
+            raise TransferCancelled(f"not all are ready epoch={lane.epoch}")
         seconds = lane.group.send(
-            self._sending_slots(offer, weights.source.device),
+            self._lanes.slots(offer, weights.source.device),
             weights.source.fill,
             offer,
             is_cancelled=lambda: self._is_cancelled(members, reading),
@@ -276,18 +296,17 @@ class Transfers:
         self._note("publish/transfer_s", seconds, is_sum=True)
         if is_last:
             reading.end()  # the next step may change the weights while engines load
-        self._collect(members, WeightsLoaded, reading)
-        answers = {member: self._answers.get((WeightsLoaded, member)) for member in members}
-        for member, answer in answers.items():
-            if answer is not None and not answer.is_ok:
-                logger.error("not loaded actor=%s reason=%s", member.actor, answer.error)
-        return [member for member, answer in answers.items() if answer is not None and answer.is_ok]
+
+    def _reach(self, member: Member, message: WeightsOffer | WeightsPing) -> None:
+        """Send to a member; one whose connection is gone is removed, and comes back by itself."""
+        if not self._router.send(self.members.sender_of(member), message):
+            self.members.remove(member, reason="unreachable")
 
     def _offer(self, weights: PublishedWeights, wave: Wave) -> WeightsOffer:
         """Return the offer to rank 0, this side itself."""
         return WeightsOffer(
             version=weights.version,
-            group_epoch=self._epoch,
+            group_epoch=self._answers.epoch,
             rank=0,
             world_size=1 + sum(len(member.devices) for member in wave.members),
             store_host=own_host_towards(
@@ -303,35 +322,65 @@ class Transfers:
             canary_token_ids=weights.canary_token_ids,
         )
 
-    def _sending_slots(self, offer: WeightsOffer, device: torch.device) -> list[Tensor]:
-        """Return the two buckets to send from; they are kept, because memory is slow to get."""
-        place = device if offer.transport in ("nccl", "ipc") else torch.device("cpu")
-        size = min(offer.bucket_bytes, offer.total_bytes)
-        if not self._slots or self._slots[0].device != place or self._slots[0].numel() != size:
-            self._slots = []
-            is_pinned = device.type == "cuda" and place.type == "cpu"
-            make = {"dtype": torch.uint8, "device": place, "pin_memory": is_pinned}
-            self._slots = [torch.zeros(size, **make) for _ in range(NUM_SLOTS)]
-        return self._slots
-
-    def _collect(self, members: tuple[Member, ...], kind: type, reading: Reading) -> None:
-        """Wait until every present member has answered, one has failed, or the time is over."""
-        deadline = time.monotonic() + self._settings.timeout_s
+    def _collect_ready(self, members: tuple[Member, ...], reading: Reading) -> None:
+        """Wait until every member receives; remove who lives and does not begin to, in time."""
         while not self._stop_requested.is_set():
-            present = [member for member in members if self.members.has(member)]
-            is_complete = all((kind, member) in self._answers for member in present)
-            is_doomed = kind is WeightsReady and (
-                self._has_broken(members) or reading.must_not_wait
-            )
-            remaining_s = deadline - time.monotonic()
-            if is_complete or is_doomed or remaining_s <= 0:
+            waiting = [member for member in members if not self._answers.is_ready(member)]
+            if not waiting or reading.must_not_wait or self._has_broken(members):
                 return
+            for member in waiting:
+                patience_s = min(self.members.patience_s(member), self._settings.timeout_s)
+                if self._answers.waited_s(member) > patience_s:
+                    self._fail(member, f"not ready within {patience_s:g}s")
+                else:
+                    self._reach(member, WeightsPing(version=self._current_version))
+            if not self._has_broken(members):
+                self.receive(WAIT_S)
+
+    def _finish(
+        self, weights: PublishedWeights, wave: Wave, reading: Reading, *, patience_s: float
+    ) -> None:
+        """Wait until all have loaded what was sent; go on without those that take too long."""
+        sent_at = time.monotonic()
+        deadline = sent_at + patience_s
+        while not self._stop_requested.is_set():
+            waiting = [
+                member
+                for member in wave.members
+                if self.members.has(member) and self._answers.loaded(member) is None
+            ]
+            if reading.is_superseded():
+                deadline = min(deadline, sent_at + GRACE_S)
+            remaining_s = deadline - time.monotonic()
+            if not waiting or remaining_s <= 0:
+                break
+            for member in waiting:
+                self._reach(member, WeightsPing(version=weights.version))
             self.receive(min(WAIT_S, remaining_s))
+        for member in wave.members:
+            self._settle(weights, member)
+        if not all(self.members.has(member) for member in wave.members):
+            self._lanes.leave(wave)
+
+    def _settle(self, weights: PublishedWeights, member: Member) -> None:
+        answer = self._answers.loaded(member)
+        if answer is None:
+            if self.members.has(member):
+                logger.warning("still loading actor=%s version=%d", member.actor, weights.version)
+            self.members.note_loading(member)
+        elif answer.is_ok:
+            self.members.note_served([member])
+        else:
+            self._fail(member, f"version {weights.version} is not loaded: {answer.error}")
+
+    @property
+    def _current_version(self) -> int:
+        return -1 if self.current is None else self.current.version
 
     def _has_broken(self, members: tuple[Member, ...]) -> bool:
         """Return whether this group cannot come together: somebody is gone, or has given up."""
         return any(
-            not self.members.has(member) or (WeightsLoaded, member) in self._answers
+            not self.members.has(member) or self._answers.loaded(member) is not None
             for member in members
         )
 
@@ -341,21 +390,5 @@ class Transfers:
         return is_over or any(self._has_failed(m) for m in members)
 
     def _has_failed(self, member: Member) -> bool:
-        answer = self._answers.get((WeightsLoaded, member))
+        answer = self._answers.loaded(member)
         return not self.members.has(member) or (answer is not None and not answer.is_ok)
-
-    def _lane(self, wave: Wave) -> _Lane:
-        """Return the wave's group; those of members that are gone are let go."""
-        for other in list(self._lanes):
-            if not all(self.members.has(member) for member in other.members):
-                self._leave(other)
-        if wave not in self._lanes:
-            self._last_epoch += 1
-            self._lanes[wave] = _Lane(self._last_epoch)
-        return self._lanes[wave]
-
-    def _leave(self, wave: Wave) -> None:
-        lane = self._lanes.pop(wave, None)
-        if lane is not None:
-            lane.group.leave()
-            self._left = [group for group in [*self._left, lane.group] if group.is_busy]

@@ -17,6 +17,7 @@ class Still:
     """An engine that holds version 3 and is asked for nothing."""
 
     version = 3
+    quiet_s = 0.0
 
 
 @pytest.mark.slow

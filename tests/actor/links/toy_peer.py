@@ -10,6 +10,7 @@ import zmq.asyncio
 from common.store.run_dir import RunDir
 from common.wire.security import create_keys
 from common.wire.sockets import Received, Router
+from common.wire.weight_messages import WeightsJoin
 
 if TYPE_CHECKING:  # importing the engine takes seconds
     from actor.engine.weights import WeightLink
@@ -99,9 +100,7 @@ def make_weight_link(peer: Any, context: Any, *, engine: Any) -> "WeightLink":
         peer.run_dir,
         peer.keys,
         engine,
-        actor="a",
-        incarnation="i",
-        devices=[""],
+        hello=WeightsJoin(actor="a", incarnation="i", devices=[""], version=-1),
         exclusive=asyncio.Lock(),
         context=context,
     )

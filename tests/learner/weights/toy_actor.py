@@ -19,15 +19,20 @@ from common.wire.security import RunKeys, load_keys
 from common.wire.sockets import connect_dealer
 from common.wire.weight_group import WeightGroup
 from common.wire.weight_messages import (
+    CanaryCheck,
     CanaryScores,
+    WeightsCancel,
     WeightsJoin,
     WeightsLeave,
     WeightsLoaded,
     WeightsOffer,
+    WeightsPing,
     WeightsReady,
 )
 
 HOST = "127.0.0.1"
+BEAT_S = 0.2
+SLOW_S = 3.0
 CANARY = [[1, 2, 3]]
 CANARY_LOGPROBS = [[-1.0, -2.0]]
 
@@ -35,8 +40,11 @@ CANARY_LOGPROBS = [[-1.0, -2.0]]
 class Actor(threading.Thread):
     """Takes weights like an engine does; from `odd_from` on it misbehaves.
 
-    habit: "mute" says nothing to an offer, "vanish" says ready and leaves, "damage" reports other
-    bytes than were sent, "stop" says ready and stops its process as SIGSTOP does.
+    habit: "mute" takes no offer and goes on beating, "busy" says so meanwhile, "silent" says
+    nothing any more, "vanish" says ready and leaves, "damage" reports other bytes than were sent,
+    "stop" says ready and stops its process as SIGSTOP does, "quiet" has a worker that does not
+    answer, "slow" loads for `SLOW_S`, "lose" loads and its report is lost, "reconnect" loses the
+    offer with its connection.
     """
 
     def __init__(
@@ -62,26 +70,38 @@ class Actor(threading.Thread):
         self._is_asked_to_join = threading.Event()
         self._is_polite = False
         self._refusal = ""
+        self._version = -1
+        self._busy_epoch = 0
+        self._quiet_since: float | None = None
+        self._is_mute = False
+        self._beaten_at = 0.0
+        self._given_up = threading.Event()
+        self._queue: list[WeightsOffer] = []
+        self.cancelled: list[int] = []  # epochs
         self._changed = threading.Condition()
         self._loaded: list[tuple[int, float]] = []  # (version, first weight)
 
     def run(self) -> None:
         context = zmq.Context()
-        address = f"tcp://{HOST}:{self._port}"
-        socket = connect_dealer(context, self._keys, address=address, timeout_s=5.0)
-        self._join(socket)
+        socket = self._connect(context)
         while not self._stop_requested.is_set():
             if self._is_asked_to_join.is_set():
                 self._is_asked_to_join.clear()
                 self._join(socket)
-            if socket.poll(20):
-                offer = decode(socket.recv_multipart())
-                if isinstance(offer, Rejected):
-                    self._refusal = offer.reason
-                    break
-                is_odd = offer.version >= self._odd_from
-                if self._answer(socket, offer, self._habit if is_odd else "") == "gone":
-                    break
+            self._pump(socket)
+            if self._refusal:
+                break
+            if not self._queue:
+                continue
+            offer = self._queue.pop()
+            self._queue.clear()
+            habit = self._habit if offer.version >= self._odd_from else ""
+            if habit == "reconnect":
+                self._habit = ""
+                socket.close(linger=0)
+                socket = self._connect(context)
+            elif self._answer(socket, offer, habit) == "gone":
+                break
         if self._is_polite:
             leave = WeightsLeave(actor=self.name, incarnation=f"{self.name}-1")
             socket.send_multipart(encode(leave))
@@ -90,17 +110,55 @@ class Actor(threading.Thread):
         socket.close(linger=500)
         context.term()
 
+    def _connect(self, context: zmq.Context) -> zmq.Socket:
+        address = f"tcp://{HOST}:{self._port}"
+        socket = connect_dealer(context, self._keys, address=address, timeout_s=5.0)
+        self._join(socket)
+        return socket
+
+    def _pump(self, socket: zmq.Socket) -> None:
+        """Take in what comes within 20 ms, and beat."""
+        if socket.poll(20):
+            message = decode(socket.recv_multipart())
+            match message:
+                case WeightsOffer():
+                    self._queue.append(message)
+                case WeightsCancel():
+                    self.cancelled.append(message.group_epoch)
+                    if message.group_epoch == self._busy_epoch:
+                        self._given_up.set()
+                case CanaryCheck():
+                    self._score(socket, message.version)
+                case Rejected():
+                    self._refusal = message.reason
+                case _:
+                    assert isinstance(message, WeightsPing)
+        if time.monotonic() - self._beaten_at > BEAT_S and not self._is_mute:
+            self._join(socket)
+
     def _join(self, socket: zmq.Socket) -> None:
+        self._beaten_at = time.monotonic()
+        quiet_s = 0.0 if self._quiet_since is None else self._beaten_at - self._quiet_since
         join = WeightsJoin(
             actor=self.name,
             incarnation=f"{self.name}-1",
             devices=[""] * self._num_workers,
-            version=-1,
+            version=self._version,
+            busy_epoch=self._busy_epoch,
+            quiet_s=quiet_s,
         )
         socket.send_multipart(encode(join))
 
+    def _score(self, socket: zmq.Socket, version: int) -> None:
+        scores = CanaryScores(actor=self.name, version=version, logprobs=self._scores)
+        socket.send_multipart(encode(scores))
+
     def _answer(self, socket: zmq.Socket, offer: WeightsOffer, habit: str) -> str:
         if habit == "mute":
+            return ""
+        self._is_mute = habit == "silent"
+        self._busy_epoch = offer.group_epoch
+        if habit in ("busy", "silent"):
             return ""
         place = {
             "actor": self.name,
@@ -111,35 +169,55 @@ class Actor(threading.Thread):
         socket.send_multipart(encode(WeightsReady(**place)))
         if habit == "vanish":
             return "gone"
+        if habit == "quiet":
+            self._quiet_since = time.monotonic()
+            return ""
         if habit == "stop":
             time.sleep(0.2)  # for the socket's own thread, which has no event for "it is sent"
             os.kill(os.getpid(), signal.SIGSTOP)
         buffers = [torch.zeros(offer.total_bytes, dtype=torch.uint8) for _ in self._groups]
-        error = self._receive_all(buffers, offer)
+        error = self._receive_all(socket, buffers, offer)
         if habit == "damage":
             error = "damaged"
+        slow_until = time.monotonic() + (SLOW_S if habit == "slow" else 0.0)
+        while time.monotonic() < slow_until and not self._stop_requested.is_set():
+            self._pump(socket)
         loaded = WeightsLoaded(**place, is_ok=not error, error=error, stage_s=0.5, pause_s=0.25)
         buffer = buffers[-1]
         if not error:
+            self._version = offer.version
             with self._changed:
                 first = next(views(buffer, offer.tensors))[1][0].item()
                 self._loaded.append((offer.version, first))
                 self._changed.notify_all()
+        self._busy_epoch = 0
+        if habit == "lose":
+            return ""
         socket.send_multipart(encode(loaded))
         if not error:
-            scores = CanaryScores(actor=self.name, version=offer.version, logprobs=self._scores)
-            socket.send_multipart(encode(scores))
+            self._score(socket, offer.version)
         elif habit != "damage":
             self._join(socket)
         return ""
 
-    def _receive_all(self, buffers: list[torch.Tensor], offer: WeightsOffer) -> str:
+    def _receive_all(
+        self, socket: zmq.Socket, buffers: list[torch.Tensor], offer: WeightsOffer
+    ) -> str:
         """Let every worker receive; return what went wrong, or ""."""
+        self._given_up.clear()
         with ThreadPoolExecutor(len(buffers)) as pool:
             receiving = [
-                pool.submit(group.receive, buffer, CPU, replace(offer, rank=offer.rank + index))
+                pool.submit(
+                    group.receive,
+                    buffer,
+                    CPU,
+                    replace(offer, rank=offer.rank + index),
+                    is_cancelled=lambda: self._given_up.is_set() or self._stop_requested.is_set(),
+                )
                 for index, (group, buffer) in enumerate(zip(self._groups, buffers, strict=True))
             ]
+            while not all(each.done() for each in receiving):
+                self._pump(socket)
         errors = [each.exception() for each in receiving]
         unexpected = [e for e in errors if e is not None and not isinstance(e, WeightSyncError)]
         assert not unexpected, unexpected

@@ -1,0 +1,80 @@
+"""The process groups of the weight plane, kept from version to version."""
+
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from common.wire.transfer.buckets import NUM_SLOTS
+from common.wire.weight_group import WeightGroup
+from common.wire.weight_messages import WeightsOffer
+from learner.weights.membership import Member
+from learner.weights.routes import Wave
+
+
+@dataclass(slots=True)
+class Lane:
+    """The group of a wave."""
+
+    epoch: int
+    group: WeightGroup = field(default_factory=WeightGroup)
+
+
+class Lanes:
+    """One lane for each wave. An engine is in one group at a time: a new one ends its others."""
+
+    def __init__(self) -> None:
+        self._lanes: dict[Wave, Lane] = {}
+        self._left: list[WeightGroup] = []
+        self._last_epoch = secrets.randbelow(1 << 31)  # not that of a learner before this one
+        self._slots: list[Tensor] = []  # two buckets, on the device that sends
+
+    def of(self, wave: Wave, *, is_present: Callable[[Member], bool]) -> Lane:
+        """Return the wave's lane; groups with one of its members, or with one gone, are let go."""
+        for other in list(self._lanes):
+            is_shared = other != wave and not set(other.members).isdisjoint(wave.members)
+            if is_shared or not all(is_present(member) for member in other.members):
+                self.leave(other)
+        if wave not in self._lanes:
+            self._last_epoch += 1
+            self._lanes[wave] = Lane(self._last_epoch)
+        return self._lanes[wave]
+
+    def leave(self, wave: Wave) -> None:
+        """Let a wave's group go; whoever waits in it fails now."""
+        lane = self._lanes.pop(wave, None)
+        if lane is not None:
+            lane.group.leave()
+            self._left = [group for group in [*self._left, lane.group] if group.is_busy]
+
+    def slots(self, offer: WeightsOffer, device: torch.device) -> list[Tensor]:
+        """Return the two buckets to send from; they are kept, because memory is slow to get."""
+        place = device if offer.transport in ("nccl", "ipc") else torch.device("cpu")
+        size = min(offer.bucket_bytes, offer.total_bytes)
+        if not self._slots or self._slots[0].device != place or self._slots[0].numel() != size:
+            self._slots = []
+            is_pinned = device.type == "cuda" and place.type == "cpu"
+            make = {"dtype": torch.uint8, "device": place, "pin_memory": is_pinned}
+            self._slots = [torch.zeros(size, **make) for _ in range(NUM_SLOTS)]
+        return self._slots
+
+    def drop_slots(self) -> None:
+        """Take other buckets next time: a transfer that was given up may still write to these."""
+        self._slots = []
+
+    def leave_all(self) -> list[WeightGroup]:
+        """Leave every group; return those whose threads may still run."""
+        groups = [*self._left, *(lane.group for lane in self._lanes.values())]
+        for group in groups:
+            group.leave()
+        return groups
+
+
+def join_all(groups: list[WeightGroup], *, timeout_s: float) -> None:
+    """Wait for the threads of groups that were left, once their store is gone."""
+    deadline = time.monotonic() + timeout_s
+    for group in groups:
+        group.join(timeout_s=max(0.0, deadline - time.monotonic()))
