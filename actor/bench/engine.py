@@ -15,6 +15,7 @@ import zmq.asyncio
 
 from actor.engine.engine import Engine
 from actor.engine.weights import WeightLink
+from common.config.learning import LoraSection
 from common.config.run_config import ActorSection, ModelSection
 from common.errors import EngineError
 from common.store.run_dir import RunDir, write_atomically
@@ -30,7 +31,7 @@ async def measure(run_dir: RunDir, settings: dict[str, Any]) -> dict[str, float]
 
     Args:
         run_dir: the learner publishes its address and keys there.
-        settings: model_path, dtype, device, gpu_memory_frac, num_prompts, max_tokens, timeout_s.
+        settings: model_path, and what the learner's `EngineRun` says.
 
     Raises: EngineError: the versions did not come in time.
     """
@@ -42,7 +43,14 @@ async def measure(run_dir: RunDir, settings: dict[str, Any]) -> dict[str, float]
         start_timeout_s=settings["timeout_s"],
     )
     model = ModelSection(path=settings["model_path"], dtype=settings["dtype"])
-    engine = await Engine.start(model, cfg, end_of_turn_ids=[], seed=0)
+    engine = await Engine.start(
+        model,
+        cfg,
+        end_of_turn_ids=[],
+        seed=0,
+        has_weights=settings["has_weights"],
+        lora=LoraSection(rank=settings["lora_rank"]),
+    )
     report = {"start_s": time.monotonic() - started}
     try:
         await _follow_learner(engine, run_dir, settings)
@@ -60,7 +68,7 @@ async def _follow_learner(engine: Engine, run_dir: RunDir, settings: dict[str, A
         load_keys(run_dir.keys),
         engine,
         hello=WeightsJoin(
-            actor="bench", incarnation="bench", devices=[settings["device"]], version=-1
+            actor="bench", incarnation="bench", devices=await engine.device_ids(), version=-1
         ),
         exclusive=asyncio.Lock(),
         context=context,

@@ -3,7 +3,6 @@
 import json
 import math
 import sys
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
-from common.config.learning import WeightsTransport
 from common.errors import EngineError
 from common.launch.process import ChildFailed, ChildProcess
 from common.repository import ROOT
@@ -28,14 +26,13 @@ from learner.weights.snapshot import PublishedWeights
 HOST = "127.0.0.1"
 CHILD = "actor.bench.engine"
 REPORT = "bench_engine.json"
-WEIGHT_STD = 0.05  # of version 1; version 0 is what the engine found on disk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRun:
-    device: str
     dtype: str
-    is_on_host: bool  # the transfer starts from host memory, over gloo
+    has_weights: bool = True  # from disk; else random ones until version 0 comes
+    lora_rank: int = 0  # above 0, versions are of adapters alone
     gpu_memory_frac: float = 0.3
     num_prompts: int = 32
     max_tokens: int = 64
@@ -62,15 +59,15 @@ def measure_engine(
     tokenizer_path: str,
     canary: list[list[int]],
     folder: Path,
-    environ: Mapping[str, str],
 ) -> EngineFigures:
     """Start an engine as an actor does, publish two versions to it, let it sample.
+
+    Versions go by what a run would choose: CUDA IPC on the learner's GPU, gloo on a CPU.
 
     Args:
         trainer: of `model`; scores the canary.
         tokenizer_path: a checkpoint whose tokenizer fits the model's vocabulary.
         canary: [canary, seq] token ids that both sides score.
-        environ: for the engine's process, such as the GPU it may see.
 
     Raises:
         EngineError: the engine ended with an error, or did not end in time; holds its last words.
@@ -78,12 +75,18 @@ def measure_engine(
     run_dir = RunDir(root=folder)
     keys = create_keys(run_dir.keys)
     path = folder / "policy"
-    save_policy(path, model, AutoTokenizer.from_pretrained(tokenizer_path, local_files_only=True))
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_path, local_files_only=True)
+    if run.has_weights:
+        save_policy(path, model, tokenizer)
+    else:
+        model.config.architectures = [type(model).__name__]
+        model.config.save_pretrained(path)
+        tokenizer.save_pretrained(path)
     gate = Gate(timeout_s=run.timeout_s)
     publisher = Publisher(Router(keys, host=HOST, port=0), _settings(run), gate=gate)
     run_dir.publish_address("weights", f"tcp://{HOST}:{publisher.port}")
     publisher.start()
-    child = _start(run, run_dir, path, environ)
+    child = _start(run, run_dir, path)
     try:
         publisher.publish(_version(0, trainer, canary))
         child.wait_until(
@@ -117,12 +120,7 @@ def measure_engine(
 
 
 def _settings(run: EngineRun) -> PublishSettings:
-    return PublishSettings(
-        host=HOST,
-        timeout_s=run.timeout_s / 3,
-        max_canary_delta=math.inf,
-        transport=WeightsTransport.GLOO if run.is_on_host else WeightsTransport.AUTO,
-    )
+    return PublishSettings(host=HOST, timeout_s=run.timeout_s / 3, max_canary_delta=math.inf)
 
 
 def _version(number: int, trainer: Trainer, canary: list[list[int]]) -> PublishedWeights:
@@ -136,17 +134,14 @@ def _version(number: int, trainer: Trainer, canary: list[list[int]]) -> Publishe
 
 @torch.no_grad()
 def _randomize(model: PreTrainedModel) -> None:
-    """Replace the matrices: a version that did not arrive cannot pass for one that did."""
+    """Replace what is trained: a version that did not arrive cannot pass for one that did."""
     for parameter in model.parameters():
-        if parameter.ndim > 1:
-            parameter.normal_(0.0, WEIGHT_STD)
+        if parameter.ndim > 1 and parameter.requires_grad:
+            parameter.normal_(0.0, parameter.shape[-1] ** -0.5)
 
 
-def _start(
-    run: EngineRun, run_dir: RunDir, model_path: Path, environ: Mapping[str, str]
-) -> ChildProcess:
+def _start(run: EngineRun, run_dir: RunDir, model_path: Path) -> ChildProcess:
     settings = asdict(run) | {"model_path": str(model_path)}
-    del settings["is_on_host"]  # of the sender
     argv = [sys.executable, "-m", CHILD, str(run_dir.root), json.dumps(settings)]
     log = run_dir.root / "engine.log"
-    return ChildProcess("engine", argv, log_path=log, env=environ, cwd=ROOT)
+    return ChildProcess("engine", argv, log_path=log, cwd=ROOT)

@@ -3,12 +3,10 @@
 Every check is a function of a device and of sizes, so that the same code runs small on a CPU.
 """
 
-import importlib.util
-import os
-import tempfile
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -18,7 +16,6 @@ from transformers import PreTrainedModel
 from common.config.learning import AlgorithmSection, LearnerSection
 from common.errors import ConfigError
 from common.report.bench_table import BenchTable
-from common.repository import ROOT
 from learner.batch.batching import collate_tokens
 from learner.bench.agree import canary_delta, chunk_costs, repeat_step
 from learner.bench.batch import (
@@ -31,20 +28,15 @@ from learner.bench.batch import (
     make_random_model,
 )
 from learner.bench.checks.training import PackedCase, check_adapters, check_packed, check_shards
-from learner.bench.engine import EngineRun, measure_engine
+from learner.bench.checks.weights import check_adapter_transfer, check_engine, check_transfers
 from learner.bench.memory import measure_scoring
-from learner.bench.publish import broadcast_alone, broadcast_to_peer, snapshot_weights
 from learner.bench.step import BARE, make_trainer, measure_step
 from learner.bench.suite import add_peaks, add_step_cost
 from learner.policy.model import parameter_count, vocabulary_size
 
-TOKENIZER = ROOT / "configs" / "policies" / "tiny"
-TIMEOUT_S = 120.0
-MIN_NCCL_GB_PER_S = 5.0  # between two GPUs of one machine, over PCIe at the least
-MIN_GLOO_GB_PER_S = 0.2  # between two processes over the loopback
-MIN_SNAPSHOT_GB_PER_S = 1.0
+MAX_SUITE_S = 480.0
+ENGINE_LORA_RANK = 8
 MIN_STEP_TOKENS_PER_S = 1_000.0
-MIN_ENGINE_TOKENS_PER_S = 100.0
 MAX_CANARY_DELTA = LearnerSection().max_canary_delta
 MAX_CHUNK_DIFFERENCE = 0.005  # nats: bf16 logits round differently in other tilings
 MAX_REPETITION = 0.01  # attention's backward pass adds in no fixed order on CUDA
@@ -53,6 +45,7 @@ MAX_REPETITION = 0.01  # attention's backward pass adds in no fixed order on CUD
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
     model: ModelShape
+    full: ModelShape  # of what an update is promised
     shape: BatchShape
     learner: LearnerSection
     num_rounds: int
@@ -67,6 +60,7 @@ class Sizes:
 
 HALF_BILLION = Sizes(
     model=MODELS["half_billion"],
+    full=MODELS["seven_billion"],
     shape=LANGUAGE_MODEL,
     learner=LearnerSection(device="cuda", lr=1e-5, warmup_steps=0, max_tokens_per_microbatch=4_096),
     num_rounds=5,
@@ -99,9 +93,11 @@ def run_suite(table: BenchTable) -> None:
     )
     device = torch.device("cuda", 0)
     peer_device = "cuda:1" if num_gpus > 1 else "cpu"
+    started = time.monotonic()
     for name, check in checks(table, HALF_BILLION, device, peer_device):
         table.attempt(name, check)
         torch.cuda.empty_cache()
+    table.at_most("the whole suite", time.monotonic() - started, "s", MAX_SUITE_S)
 
 
 def checks(
@@ -112,9 +108,12 @@ def checks(
     Args:
         peer_device: another GPU, or "cpu" where there is only one.
     """
-    of_step = (sizes.model, sizes.shape, sizes.learner, device)
+    learner = sizes.learner
+    of_step = (sizes.model, sizes.shape, learner, device)
+    canary = (sizes.num_canaries, sizes.canary_tokens)
+    engine = partial(check_engine, table, device=device, learner=learner, canary=canary)
     return [
-        ("weights", lambda: check_transfer(table, sizes, device, peer_device)),
+        ("weights", lambda: check_transfers(table, sizes.full, device, peer_device)),
         ("step", lambda: check_step(table, sizes, device)),
         ("memory", lambda: check_memory(table, sizes, device)),
         ("canary", lambda: check_canary(table, sizes, device)),
@@ -123,34 +122,10 @@ def checks(
         ("shards", lambda: check_shards(table, *of_step)),
         ("adapters", lambda: check_adapters(table, *of_step)),
         ("packed", lambda: check_packed(table, sizes.packed, device, sizes.matrix_size)),
-        ("engine", lambda: check_engine(table, sizes, device, peer_device)),
+        ("adapters sent", lambda: check_adapter_transfer(table, sizes.full, device, learner)),
+        ("engine", lambda: engine(sizes.full)),
+        ("engine, adapters", lambda: engine(sizes.model, lora_rank=ENGINE_LORA_RANK)),
     ]
-
-
-def check_transfer(table: BenchTable, sizes: Sizes, device: torch.device, peer_device: str) -> None:
-    """Broadcast the weights to another process: over NCCL to another GPU, else over gloo."""
-    weights, took_s = snapshot_weights(_model(sizes, device), torch.bfloat16)
-    size_gb = weights.buffer.numel() / 1e9
-    table.at_least(
-        "weights: copy and checksum",
-        size_gb / took_s,
-        "GB/s",
-        MIN_SNAPSHOT_GB_PER_S if device.type == "cuda" else 0.0,
-        f"{size_gb:.2f} GB",
-    )
-    has_peer = device.type == "cuda" and peer_device.startswith("cuda")
-    backend = "nccl" if has_peer else "gloo"
-    if device.type == "cuda" and not has_peer:
-        table.note("weights over NCCL", "one GPU only; NCCL allows one rank per GPU, gloo instead")
-        broadcast_alone(weights.buffer, backend="nccl", timeout_s=TIMEOUT_S)
-        weights = replace(weights, buffer=weights.buffer.cpu())
-    transfer = broadcast_to_peer(
-        weights, backend=backend, peer_device=peer_device, num_rounds=3, timeout_s=TIMEOUT_S
-    )
-    bound = MIN_NCCL_GB_PER_S if has_peer else MIN_GLOO_GB_PER_S
-    name = f"weights: broadcast over {backend} to {peer_device}"
-    table.at_least(name, transfer.gb_per_s, "GB/s", bound, f"{transfer.send_s:.3f} s each")
-    table.at_least("weights: the same checksum at both ends", transfer.is_equal, "", 1)
 
 
 def check_step(table: BenchTable, sizes: Sizes, device: torch.device) -> None:
@@ -224,50 +199,8 @@ def check_chunks(table: BenchTable, sizes: Sizes, device: torch.device) -> None:
         )
 
 
-def check_engine(table: BenchTable, sizes: Sizes, device: torch.device, peer_device: str) -> None:
-    """Start a vLLM engine as an actor does, bring it two versions, sample, compare scores."""
-    if importlib.util.find_spec("vllm") is None:
-        table.note("engine", "vllm is not installed")
-        return
-    is_cuda = device.type == "cuda"
-    has_peer = peer_device.startswith("cuda")
-    is_on_host = is_cuda and not has_peer
-    if is_on_host:
-        table.note("engine", "one GPU only; weights go through host memory")
-    model = _model(sizes, device, vocab_size=448)  # of the tokenizer that it is saved with
-    trainer = make_trainer(sizes.learner, AlgorithmSection(), model, engine_dtype="bfloat16")
-    with tempfile.TemporaryDirectory(prefix="longstride-bench-") as folder:
-        figures = measure_engine(
-            trainer,
-            model,
-            EngineRun(device=device.type, dtype="bfloat16", is_on_host=is_on_host),
-            tokenizer_path=str(TOKENIZER),
-            canary=_sequences(sizes, vocabulary_size(model)),
-            folder=Path(folder),
-            environ=_visible(peer_device),
-        )
-    table.at_most("engine: start", figures.start_s, "s", TIMEOUT_S)
-    speed = MIN_ENGINE_TOKENS_PER_S if is_cuda else 0.0
-    table.at_least("engine: sampling", figures.tokens_per_s, "tokens/s", speed)
-    table.at_least("engine: tokens, logprobs and versions agree", figures.is_sound, "", 1)
-    size_gb = figures.num_bytes / 1e9
-    name = "engine: a version from offer to loaded"
-    table.at_most(name, figures.publish_s, "s", 10.0, f"{size_gb:.2f} GB")
-    name = "engine: canary against the trainer"
-    table.at_most(name, figures.canary_delta, "nats", MAX_CANARY_DELTA)
-
-
 def _model(sizes: Sizes, device: torch.device, **changes: int) -> PreTrainedModel:
     return make_random_model({**sizes.model, **changes}, device=device, is_tied=True)
-
-
-def _visible(peer_device: str) -> dict[str, str]:
-    """Return what makes a process see that GPU only; nothing if there is no other one."""
-    if not peer_device.startswith("cuda:"):
-        return {}
-    number = int(peer_device.removeprefix("cuda:"))
-    known = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    return {"CUDA_VISIBLE_DEVICES": known.split(",")[number] if known else str(number)}
 
 
 def _sequences(sizes: Sizes, vocab_size: int) -> list[list[int]]:

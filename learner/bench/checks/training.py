@@ -53,7 +53,7 @@ def check_packed(
     """Hold the arithmetic of whole training steps against bare matrix products in bf16."""
     rate = matrix_rate(device, torch.bfloat16, matrix_size) / 1e12
     for case in cases:
-        num = _num_weights(case.model)
+        num = num_weights(case.model)
         needed = num * (FROZEN_BYTES if case.lora_rank else TRAIN_BYTES) + WORK_BYTES
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -65,14 +65,15 @@ def check_packed(
         table.attempt(case.name, lambda case=case: _packed_step(table, case, device, rate))
 
 
-def _num_weights(shape: ModelShape) -> int:
+def num_weights(shape: ModelShape) -> int:
+    """Return about how many weights a model has, its tables counted once."""
     attention = 2 * (shape["num_attention_heads"] + shape["num_key_value_heads"])
     layer = shape["hidden_size"] * (attention * shape["head_dim"] + 3 * shape["intermediate_size"])
     return shape["num_hidden_layers"] * layer + shape["vocab_size"] * shape["hidden_size"]
 
 
 def _packed_step(table: BenchTable, case: PackedCase, device: torch.device, rate: float) -> None:
-    model = _model(case.model, device, lora_rank=case.lora_rank)
+    model = make_model(case.model, device, lora_rank=case.lora_rank)
     samples = make_batch(case.shape, vocab_size=vocabulary_size(model), seed=table.seed)
     lengths = [len(sample.trajectory.token_ids) for sample in samples]
     cfg = LearnerSection(
@@ -105,8 +106,15 @@ def _packed_step(table: BenchTable, case: PackedCase, device: torch.device, rate
     )
 
 
-def _model(shape: ModelShape, device: torch.device, *, lora_rank: int = 0) -> PreTrainedModel:
-    dtype = torch.bfloat16 if lora_rank and device.type == "cuda" else torch.float32
+def make_model(
+    shape: ModelShape,
+    device: torch.device,
+    *,
+    lora_rank: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> PreTrainedModel:
+    """Return random weights on a device, perhaps frozen in bf16 with adapters beside them."""
+    dtype = torch.bfloat16 if lora_rank and device.type == "cuda" else dtype
     model = make_random_model(shape, device=device, is_tied=lora_rank == 0, dtype=dtype)
     if lora_rank:
         add_adapters(model, LoraSection(rank=lora_rank), base_path="")
@@ -177,7 +185,7 @@ def check_adapters(
     device: torch.device,
 ) -> None:
     """Train adapters, merge them into bf16 weights, and compare both models' scores."""
-    model = _model(shape, device, lora_rank=8)
+    model = make_model(shape, device, lora_rank=8)
     trainer = make_trainer(
         replace(learner, warmup_steps=0), AlgorithmSection(), model, engine_dtype="bfloat16"
     )

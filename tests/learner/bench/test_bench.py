@@ -5,7 +5,6 @@ import io
 import json
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +14,7 @@ import torch
 from common.config.learning import AlgorithmSection, LearnerSection, Precision
 from common.errors import ConfigError, EngineError, WeightSyncError
 from common.report.bench_table import BenchTable
+from common.wire.transfer.buckets import Cut
 from learner.batch.batching import collate_tokens
 from learner.bench import gpu as bench_gpu
 from learner.bench.agree import canary_delta, chunk_costs, repeat_step
@@ -27,20 +27,24 @@ from learner.bench.batch import (
 )
 from learner.bench.checks.flops import step_flops
 from learner.bench.checks.training import PackedCase
+from learner.bench.checks.weights import TOKENIZER
 from learner.bench.engine import EngineRun, measure_engine
 from learner.bench.memory import ScoringPeaks, peak_bytes, whole_logprobs
-from learner.bench.publish import broadcast_to_peer, snapshot_weights
 from learner.bench.step import BARE, StepCost, alternate, by_aggregation, make_trainer, measure_step
 from learner.bench.suite import add_peaks, add_step_cost
 from learner.policy.model import Scoring, token_logprobs
+from learner.weights.bench.rounds import Route, send_rounds
+from learner.weights.source import LiveWeights
 from tests.learner.builders import VOCAB, make_model
 
 CPU = torch.device("cpu")
 SHAPE = BatchShape(num_groups=2, group_size=2, max_turns=3, observation_tokens=3, action_tokens=2)
 FP32 = LearnerSection(device="cpu", precision=Precision.FP32, warmup_steps=0, lr=1e-3)
 SMALL = {**MODELS["wide"], "vocab_size": 16_384, "hidden_size": 32, "head_dim": 16}
+ENGINE_SIZED = {**SMALL, "hidden_size": 64, "head_dim": 32}  # it knows no smaller heads
 SIZES = bench_gpu.Sizes(
-    model=SMALL,
+    model=ENGINE_SIZED,
+    full=ENGINE_SIZED,
     shape=SHAPE,
     learner=LearnerSection(device="cpu", lr=1e-4, warmup_steps=0),
     num_rounds=2,
@@ -281,38 +285,22 @@ def test_chunk_sizes_agree_and_smaller_ones_need_less() -> None:
 
 
 @pytest.mark.slow
-def test_weights_arrive_in_another_process_with_the_same_checksum() -> None:
-    weights, took_s = snapshot_weights(make_model(), torch.float32)
-    assert took_s >= 0
-    transfer = broadcast_to_peer(
-        weights, backend="gloo", peer_device="cpu", num_rounds=2, timeout_s=60.0
-    )
-    assert transfer.is_equal
-    assert transfer.num_bytes == weights.buffer.numel()
-    assert transfer.gb_per_s > 0
+def test_sending_says_why_a_receiver_failed() -> None:
+    source = LiveWeights([("weights", torch.ones(1_000))], torch.bfloat16)
+    cut = Cut(source.total_bytes, 512)
+    with pytest.raises(WeightSyncError, match=r"(?s)receiver:.*nowhere"):
+        send_rounds(source, cut, ["ours"], route=Route(peer_device="nowhere", timeout_s=6.0))
 
 
 @pytest.mark.slow
-def test_broadcast_says_why_the_receiver_failed() -> None:
-    weights, _ = snapshot_weights(make_model(), torch.float32)
-    with pytest.raises(WeightSyncError, match="receiver:"):
-        broadcast_to_peer(
-            weights, backend="gloo", peer_device="nowhere", num_rounds=1, timeout_s=6.0
-        )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["weights", "engine"])
+@pytest.mark.parametrize("name", ["weights", "adapters sent", "engine", "engine, adapters"])
 def test_gpu_check_with_a_second_process_runs_small_on_the_cpu(name: str) -> None:
-    if name == "engine" and importlib.util.find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed")
     table = make_table()
-    # The engine knows no smaller heads.
-    sizes = replace(SIZES, model={**SIZES.model, "hidden_size": 64, "head_dim": 32})
-    dict(bench_gpu.checks(table, sizes, CPU, "cpu"))[name]()
-    lines = written(table).splitlines()
-    assert len(lines) >= 3
-    assert [line for line in lines if not line.startswith("kept")] == []
+    if name.startswith("engine") and importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed")
+    dict(bench_gpu.checks(table, SIZES, CPU, "cpu"))[name]()
+    assert table.failed == []
+    assert len(table.rows) == {"weights": 2, "adapters sent": 2}.get(name, 6)
 
 
 @pytest.mark.slow
@@ -323,11 +311,10 @@ def test_engine_that_does_not_start_is_an_error_with_its_last_words(tmp_path: Pa
         measure_engine(
             trainer,
             model,
-            EngineRun(device="cpu", dtype="float32", is_on_host=False, max_tokens=-20),
-            tokenizer_path=str(bench_gpu.TOKENIZER),
+            EngineRun(dtype="float32", max_tokens=-20),
+            tokenizer_path=str(TOKENIZER),
             canary=[[1, 2, 3]],
             folder=tmp_path,
-            environ={},
         )
 
 
