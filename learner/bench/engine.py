@@ -75,13 +75,7 @@ def measure_engine(
     run_dir = RunDir(root=folder)
     keys = create_keys(run_dir.keys)
     path = folder / "policy"
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_path, local_files_only=True)
-    if run.has_weights:
-        save_policy(path, model, tokenizer)
-    else:
-        model.config.architectures = [type(model).__name__]
-        model.config.save_pretrained(path)
-        tokenizer.save_pretrained(path)
+    _save(path, model, tokenizer_path, has_weights=run.has_weights)
     gate = Gate(timeout_s=run.timeout_s)
     publisher = Publisher(Router(keys, host=HOST, port=0), _settings(run), gate=gate)
     run_dir.publish_address("weights", f"tcp://{HOST}:{publisher.port}")
@@ -117,6 +111,17 @@ def measure_engine(
         pause_s=measured.get("publish/pause_s", math.nan),
         num_bytes=weights.source.total_bytes,
     )
+
+
+def _save(path: Path, model: PreTrainedModel, tokenizer_path: str, *, has_weights: bool) -> None:
+    """Write what the engine loads: without weights in seconds, however large the model is."""
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_path, local_files_only=True)
+    if has_weights:
+        save_policy(path, model, tokenizer)
+        return
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(path)
+    tokenizer.save_pretrained(path)
 
 
 def _settings(run: EngineRun) -> PublishSettings:
