@@ -62,7 +62,7 @@ class StateWriter(AsyncStager):
                 copy = self._copies.get(name)
                 if copy is None or copy.shape != plain.shape:
                     self._copies[name] = copy = _host_copy(plain)
-                _local(copy).copy_(_local(plain), non_blocking=True)
+                local_part(copy).copy_(local_part(plain), non_blocking=True)
         self._copies = {name: self._copies[name] for name in state_dict}
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -77,13 +77,14 @@ class StateWriter(AsyncStager):
         self._copies = {}
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor, all of one that is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _host_copy(tensor: Tensor) -> Tensor:
     """Return memory of the host for a tensor, or for this rank's part of one."""
-    local = _local(tensor)
+    local = local_part(tensor)
     empty = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda)
     return _like(tensor, empty)
 
@@ -109,7 +110,7 @@ def _stored(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     As numbers the codes would not come back the same: a block whose largest number is negative
     is rounded below its scale.
     """
-    local: Any = _local(tensor.detach())
+    local: Any = local_part(tensor.detach())
     if not hasattr(local, "codes"):
         yield name, tensor
         return

@@ -21,9 +21,10 @@ from learner.policy.model import published_tensors, whole
 from learner.training.controller import Controller, Decision
 from learner.training.optimizer import lr_scale, make_critic_optimizer, make_optimizer
 from learner.training.ranks import Order, Ranks
-from learner.training.state import StateWriter, live_tensors, restore
+from learner.training.state import StateWriter, live_tensors, local_part, restore
 from learner.training.step import Gradient, Gradients, ScoredBatch, TrainerSettings
 from learner.training.step_metrics import Update, mean_metrics, offpolicy_metrics, volume_metrics
+from learner.weights.finite import WeightsNotFinite, is_finite
 from learner.weights.source import Gathering, LiveWeights
 
 logger = logging.getLogger(__name__)
@@ -277,10 +278,19 @@ class Trainer:
         }
 
     def save(self, folder: Path) -> Future[Any]:
-        """Write the tensors of all ranks; return when training may go on, with what is to come."""
+        """Write the tensors of all ranks; return when training may go on, with what is to come.
+
+        Raises: WeightsNotFinite: names the first tensor with numbers that are none, on any rank.
+        """
         self._tell(lambda: Order("save", payload=str(folder).encode()))
         with self._ranks.in_touch("a checkpoint"):
-            return self._writer.start(self.tensors(), folder)
+            tensors = self.tensors()
+            bad = torch.tensor([not is_finite(local_part(each)) for each in tensors.values()])
+            found = self._ranks.sum(bad.int()).nonzero()
+            if len(found):
+                name = list(tensors)[int(found[0])]
+                raise WeightsNotFinite(name, "no checkpoint is made of them")
+            return self._writer.start(tensors, folder)
 
     def restore(self, folder: Path, values: dict[str, Any]) -> None:
         """Go on from what `save` and `values` told. Raises: ConfigError: it is another model's."""

@@ -179,6 +179,7 @@ class Publisher(threading.Thread):
     def run(self) -> None:
         """Serve until stopped; a failure is kept and raised in the main thread."""
         transfers = self._transfers
+        failure: BaseException | None = None
         try:
             while not self._stop_requested.is_set():
                 transfers.receive(WAIT_S)
@@ -186,9 +187,11 @@ class Publisher(threading.Thread):
                     self._send_wanted(self._wanted)
                 elif transfers.current is not None:
                     self._serve_newcomers(transfers.current)
+        except LongstrideError as error:
+            failure = error
         finally:
             with self._changed:
-                self._error = sys.exception()
+                self._error = failure or sys.exception()
                 self._changed.notify_all()
             if self._error is not None:
                 logger.error("publisher failed", exc_info=self._error)

@@ -15,6 +15,7 @@ from common.errors import LongstrideError
 from common.wire.collective import lay_out, views
 from common.wire.weight_messages import TensorSpec
 from learner.policy.sharding import device_of
+from learner.weights.finite import WeightsNotFinite, is_finite
 
 CAST_NUMBERS = 16 << 20  # at a time between devices: what is cast there first is memory, too
 
@@ -88,10 +89,20 @@ class LiveWeights:
     def fill(self, start: int, part: Tensor) -> None:
         """Write the flat bytes from `start` on to `part`.
 
-        Raises: LongstrideError: another rank is gone.
+        Raises:
+            LongstrideError: another rank is gone.
+            WeightsNotFinite: names a tensor with NaN or infinite numbers, as they would be sent.
         """
         with self._filling:
             self._fill(start, part)
+        self._check_finite(start, part)
+
+    def _check_finite(self, start: int, part: Tensor) -> None:
+        for spec, dtype in zip(self.specs, self._dtypes, strict=True):
+            first = max(start, spec.offset_bytes) - start
+            stop = min(start + part.numel(), spec.offset_bytes + spec.num_bytes) - start
+            if first < stop and not is_finite(part[first:stop].view(dtype)):
+                raise WeightsNotFinite(spec.name, "no engine is given them")
 
     def _fill(self, start: int, part: Tensor) -> None:
         gathering = self._gathering

@@ -27,6 +27,7 @@ from learner.training.checkpoint import Checkpoints
 from learner.training.rank_workers import RankWorkers
 from learner.training.ranks import deal
 from learner.training.trainer import Trainer
+from learner.weights.finite import WeightsNotFinite
 from learner.weights.source import tensors_of
 from tests.learner.builders import make_samples, run_config_with_policy
 
@@ -117,6 +118,10 @@ def test_a_checkpoint_of_two_ranks_is_gone_on_from_by_one_and_by_two(
         folder = checkpoints.save(2, model=trainer._model, tokenizer=tokenizer, trainer=trainer)
         expected = weights_after(trainer, num_steps=1)  # while it is written
         checkpoints.wait()
+        spoilt = next(each for each in trainer.tensors().values() if isinstance(each, DTensor))
+        spoilt.detach().to_local().view(-1)[0] = torch.inf
+        with pytest.raises(WeightsNotFinite, match=r"model.* no checkpoint is made of them"):
+            trainer.save(tmp_path / "bad")  # both ranks know, so that none waits for the other
     for num_ranks, offload in ((1, Offload.NONE), (2, Offload.OPTIMIZER)):
         learner = replace(cfg.learner, num_ranks=num_ranks, offload=offload, device="auto")
         again = replace(cfg, learner=learner)

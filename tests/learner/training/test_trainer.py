@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from learner.policy.forward import Networks
 from learner.training.bad_batch import dump_batch
 from learner.training.step import TrainerSettings
 from learner.training.trainer import Trainer, TrainingDiverged
+from learner.weights.finite import WeightsNotFinite
 from tests.learner.builders import make_model, make_samples, make_trajectory
 
 PASSIVE = ControllerSection(scale_lr=False, tighten_gate=False, skip_step=False)
@@ -265,6 +267,18 @@ def test_restored_trainer_continues_bit_for_bit(kind: OptimizerKind, tmp_path: P
         one.train_on(make_samples(num_groups=6, seed=2), version=1)
     assert difference(weights_of(trainer), weights_of(restored)) == 0.0
     assert restored.values()["num_updates"] == trainer.values()["num_updates"] == 4
+
+
+def test_what_is_not_finite_is_not_saved_and_is_named(tmp_path: Path) -> None:
+    for part in ("model.", "optimizer."):
+        trainer = make_trainer()
+        trainer.train_on(make_samples(), version=0)
+        found = trainer.tensors().items()
+        name, tensor = next(each for each in found if each[0].startswith(part) and each[1].dim())
+        tensor.detach().view(-1)[-1] = float("nan")
+        with pytest.raises(WeightsNotFinite, match=f"^{re.escape(name)} has numbers"):
+            trainer.save(tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_moments_of_another_optimizer_are_refused(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from common.config.learning import WeightsTransport
 from common.wire.security import RunKeys, create_keys
 from common.wire.sockets import Router
+from learner.weights.finite import WeightsNotFinite
 from learner.weights.gate import Gate
 from learner.weights.publisher import Publisher
 from learner.weights.routes import PublishSettings
@@ -158,6 +159,19 @@ def test_a_transfer_that_takes_too_long_is_given_up_and_the_next_version_arrives
         bench.begin(2)
         assert actor.wait_for(2) == 2.0
         assert actor.loaded == [0, 2]
+
+
+def test_weights_that_are_not_finite_are_served_to_nobody_and_end_the_run(tmp_path: Path) -> None:
+    with bench_of(tmp_path) as bench:
+        bench.begin(0)
+        actor = bench.start("a")
+        actor.wait_for(0)
+        bench.step(1)
+        bench.weight[70] = float("nan")
+        bench.begin(1)
+        with pytest.raises(WeightsNotFinite, match="w has numbers that are NaN"):
+            bench.publisher.wait_done()
+        assert actor.loaded == [0]
 
 
 @pytest.mark.parametrize("transport", [WeightsTransport.AUTO, WeightsTransport.FILE])

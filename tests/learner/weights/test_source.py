@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from common.wire.collective import views
+from learner.weights.finite import WeightsNotFinite
 from learner.weights.source import CopiedWeights, LiveWeights, copied, tensors_of
 
 NAMED = [
@@ -46,6 +47,20 @@ def test_what_is_read_is_what_is_there_now_and_a_copy_is_what_was() -> None:
     assert tensors_of(copy)["w"].tolist() == [0.0] * 4
     assert live.is_live
     assert not copy.is_live
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e6])
+@pytest.mark.parametrize("bucket_bytes", [16, 48, 1_000_000])
+def test_weights_that_are_not_finite_as_they_are_sent_are_named(
+    bad: float, bucket_bytes: int
+) -> None:
+    weight = torch.randn(7, 5)
+    weight[3, 2] = bad
+    source = LiveWeights([("good", torch.randn(9)), ("bad", weight)], torch.float16)
+    with pytest.raises(WeightsNotFinite, match=r"^bad has numbers that are NaN or infinite"):
+        read(source, bucket_bytes)
+    with pytest.raises(WeightsNotFinite, match=r"^bad"):
+        copied(source)
 
 
 def test_filling_a_part_takes_no_memory_of_its_own() -> None:
