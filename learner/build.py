@@ -13,7 +13,8 @@ from common.config.learning import WeightsTransport
 from common.config.run_config import RunConfig, TrainMode
 from common.store.journal import JournalWriter
 from common.store.metrics import MetricsWriter
-from common.store.run_dir import RunDir
+from common.store.run_dir import RunDir, remove_partial_files
+from common.store.upkeep import Upkeep
 from common.store.wandb_sink import WandbSink
 from common.wire.addresses import bracketed
 from common.wire.messages import Hello, Progress
@@ -31,8 +32,8 @@ from learner.ingest.report_log import ReportLog
 from learner.ingest.scheduler_client import SchedulerClient
 from learner.policy.model import pick_device, vocabulary_size
 from learner.policy.timing import settle_ways
-from learner.recovery.resume import last_logged, readopt, repeat_steps
-from learner.recovery.step_log import StepLog, read_steps
+from learner.recovery.resume import last_logged, readopt, repeat_steps, steps_since
+from learner.recovery.step_log import StepLog
 from learner.training.bad_batch import dump_batch
 from learner.training.build import load_start, make_trainer
 from learner.training.checkpoint import Checkpoints, newest_checkpoint
@@ -59,15 +60,18 @@ class Learner:
     gate: Gate
     checkpoints: Checkpoints
     journal: JournalWriter
+    upkeep: Upkeep
     step_log: StepLog
     metrics: MetricsWriter
     version: int  # at which the run stands
+    is_after_skip: bool = False  # the last batch was too far off: the next one must be fresh
 
     def shut_down(self) -> None:
         """Stop accepting, drain, close; each part in bounded time."""
         self.intake.stop()
         self.publisher.stop()
         self.rank_workers.stop()
+        self.upkeep.stop()
         self.step_log.close()
         self.journal.close()
         self.metrics.close()
@@ -85,14 +89,13 @@ def build(cfg: RunConfig, run_dir: RunDir) -> Learner:
     tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
     gate = Gate(timeout_s=cfg.learner.publish_timeout_s)
     trainer, version = _trainer(cfg, run_dir, model, folder, rank_workers, gate)
-    journal = JournalWriter(run_dir.journal)
-    step_log = StepLog(run_dir.steps)
+    journal = _journal(cfg, run_dir)
     start = load_replay_point(run_dir.replay_point, version=version)
-    steps = [step for step in read_steps(run_dir.steps) if step.version > version]
+    step_log = StepLog(run_dir.steps, start=start.steps_offset)
+    steps = steps_since(run_dir, start=start, version=version, num_batches=trainer.num_batches)
     version = steps[-1].version if steps else version
-    metrics = MetricsWriter(
-        run_dir, [WandbSink(run_dir, cfg)], resumed_at_step=last_logged(run_dir, version)
-    )
+    resumed_at = last_logged(run_dir, version)
+    metrics = MetricsWriter(run_dir, [WandbSink(run_dir, cfg)], resumed_at_step=resumed_at)
     repeat_steps(cfg.algorithm, run_dir, trainer, steps, start=start, metrics=metrics)
     index = JournalIndex(end=journal.position, closed_below=start.closed_below)
     reports = ReportLog()
@@ -105,13 +108,12 @@ def build(cfg: RunConfig, run_dir: RunDir) -> Learner:
     buffer = TrajectoryBuffer(groups, index, reports, version=version)
     readopt(buffer, run_dir, start)
     publisher = _publisher(cfg, run_dir, keys, gate)
-    admission = _admission(cfg, index, model)
     router = Router(keys, host=cfg.learner.host, port=cfg.learner.port)
     ports = {"learner": router.port, "weights": publisher.port}
     intake = Intake(
         router,
         journal,
-        admission,
+        (admission := _admission(cfg, index, model)),
         buffer,
         _scheduler_client(cfg, run_dir, keys, reports, buffer, publisher, ports),
         heartbeat_s=cfg.scheduler.heartbeat_s,
@@ -129,10 +131,19 @@ def build(cfg: RunConfig, run_dir: RunDir) -> Learner:
         gate=gate,
         checkpoints=Checkpoints(run_dir.checkpoints, cfg.learner),
         journal=journal,
+        upkeep=Upkeep(run_dir.journal, cfg.journal),
         step_log=step_log,
         metrics=metrics,
         version=version,
+        is_after_skip=bool(steps) and steps[-1].is_skipped,
     )
+
+
+def _journal(cfg: RunConfig, run_dir: RunDir) -> JournalWriter:
+    """Return the journal at its end, and remove what dead writers have left half-written."""
+    for folder in (run_dir.root, run_dir.journal):
+        remove_partial_files(folder)
+    return JournalWriter(run_dir.journal, max_segment_bytes=cfg.journal.segment_mb << 20)
 
 
 def _admission(cfg: RunConfig, index: JournalIndex, model: PreTrainedModel) -> Admission:

@@ -13,6 +13,7 @@ import psutil
 from common.config.run_config import RunConfig, TrainMode, published_version
 from common.errors import LongstrideError
 from common.memory import trim_heap
+from common.store.disk import POLL_S, DiskFull, if_room
 from common.store.run_dir import RunDir
 from common.wire.messages import EpisodeOutcome, Outcome, Trajectory
 from learner.batch.credit import samples_of
@@ -78,6 +79,7 @@ def run(cfg: RunConfig, run_dir: RunDir) -> None:
     try:
         learner.intake.start()
         learner.publisher.start()
+        learner.upkeep.start()
         loop.publish()
         loop.train()
     except StopRequested:
@@ -105,7 +107,7 @@ class Loop:
         self._is_on_cpu = learner.model.device.type == "cpu"
         self._canary: list[list[int]] = []  # [canary, seq] token ids
         self._canary_masks: list[list[bool]] = []  # [canary, seq-1] True on sampled tokens
-        self._skipped: list[EpisodeOutcome] = []  # of batches the controller refused, since a step
+        self._is_after_skip = learner.is_after_skip
         self._signals: dict[str, float] = {}  # of the last step, for curriculum and gate
         self._held_back: list[PublishedWeights] = []  # oldest first
         self._last_published = -1
@@ -126,7 +128,6 @@ class Loop:
             if result.decision.is_skipped:
                 self._give_back(batch)
                 continue
-            batch = replace(batch, stale=[*self._skipped, *batch.stale])
             self._log_consumed(batch)
             self._log_metrics(batch, result)
             self._note_signals(batch, result)
@@ -136,8 +137,7 @@ class Loop:
             self.settle()
             if self._learner.checkpoints.is_due(self.version):
                 self.save()
-        self.save()
-        self.settle(must_wait=True)
+        self._save_last()
         self._finish()
 
     # --- 1. a batch -------------------------------------------------------------------------
@@ -149,10 +149,10 @@ class Loop:
         groups, stale = self._learner.buffer.next_batch(
             self.version,
             # After a skipped batch only the freshest that there is.
-            max_lag_steps=cfg.hold_back_steps if self._skipped else cfg.max_lag_steps,
+            max_lag_steps=cfg.hold_back_steps if self._is_after_skip else cfg.max_lag_steps,
             in_order=self._cfg.train.mode is TrainMode.SYNC,
             timeout_s=cfg.batch_timeout_s,
-            may_stretch=not self._skipped,
+            may_stretch=not self._is_after_skip,
             check=self._check,
         )
         self._set_status(waiting_for="")
@@ -168,10 +168,10 @@ class Loop:
     def _give_back(self, batch: Batch) -> None:
         """Account for a batch that was too far off to learn from; the next one must be fresh.
 
-        The outcomes are written down with the next step: until then a restart decides anew.
+        It is written down before anybody is told: a restart skips it again.
         """
         dropped = batch.outcomes(Outcome.STALE, "controller")
-        self._skipped += [*batch.stale, *dropped]
+        self._write_down(batch, dropped, is_skipped=True)
         self._learner.buffer.report(dropped)
         if self._reported_version == self.version:  # else it is told when it is at the engines
             self._report_version(self.version, self._signals)
@@ -180,20 +180,33 @@ class Loop:
 
     def _log_consumed(self, batch: Batch) -> None:
         """Write down what the step consumed, before anybody sees its weights."""
-        self._skipped = []
-        self.version += 1
-        self._learner.step_log.append(
-            LoggedStep(
-                version=self.version,
-                groups=[[t.episode_id for t in group.members] for group in batch.groups],
-                outcomes=[*batch.outcomes(Outcome.TRAINED), *batch.stale],
-            )
-        )
-        self._learner.buffer.mark_trained(batch.groups, step=self.version)
+        self._write_down(batch, batch.outcomes(Outcome.TRAINED), is_skipped=False)
         if not self._canary or self.version % CANARY_EVERY_STEPS == 0:
             members = [group.members[0] for group in batch.groups[:NUM_CANARIES]]
             self._canary = [t.token_ids[:MAX_CANARY_TOKENS].tolist() for t in members]
             self._canary_masks = [t.loss_mask[1:MAX_CANARY_TOKENS].tolist() for t in members]
+
+    def _write_down(
+        self, batch: Batch, outcomes: list[EpisodeOutcome], *, is_skipped: bool
+    ) -> None:
+        """Log a batch; from now on it is consumed, whatever happens to this process."""
+        learner = self._learner
+        step = LoggedStep(
+            version=self.version + (not is_skipped),
+            groups=[[t.episode_id for t in group.members] for group in batch.groups],
+            outcomes=[*outcomes, *batch.stale],
+            is_skipped=is_skipped,
+            number=learner.trainer.num_batches,
+        )
+        learner.step_log.append(step, check=self._check_disk)
+        self.version, self._is_after_skip = step.version, is_skipped
+        learner.buffer.mark_trained(batch.groups, step=step.consumed_by)
+
+    def _check_disk(self) -> None:
+        """End a wait for room: what was computed last is repeated by the next start."""
+        self._set_status(waiting_for="disk: room for the step log or the metrics")
+        if self._stop.is_set():
+            raise DiskFull(f"stopped while the disk is full, after step {self.version}")
 
     def _log_metrics(self, batch: Batch, result: StepResult) -> None:
         learner, rss = self._learner, self._process.memory_info().rss
@@ -315,6 +328,18 @@ class Loop:
         self._stall_s = time.monotonic() - started
         self._set_status(waiting_for="")
 
+    def _save_last(self) -> None:
+        """Save what the run ends with, and wait for room if the disk is full."""
+        while True:
+            self.save()
+            self.settle(must_wait=True)
+            if self._learner.checkpoints.has(self.version):
+                return
+            self._set_status(waiting_for="disk: room for the last checkpoint")
+            while not self._learner.checkpoints.is_due(self.version):
+                self._check()
+                time.sleep(POLL_S)
+
     def settle(self, *, must_wait: bool = False) -> None:
         """Once a checkpoint is whole, write down where its reading begins."""
         learner = self._learner
@@ -324,8 +349,12 @@ class Loop:
         took_s = learner.checkpoints.poll()
         if took_s is not None:
             self._checkpoint_s = took_s
-            point = learner.buffer.replay_point(version=learner.checkpoints.oldest_version)
-            save_replay_point(learner.run_dir.replay_point, point)
+            version, path = learner.checkpoints.oldest_version, learner.run_dir.replay_point
+            point = learner.buffer.replay_point(version=version)
+            needed = learner.step_log.first_needed(version=version, closed_below=point.closed_below)
+            point = replace(point, steps_offset=needed)
+            if if_room(lambda: save_replay_point(path, point), path):
+                learner.upkeep.settled(point.position)
 
     def _finish(self) -> None:
         """Keep serving trajectories until the scheduler's last evaluation is in."""

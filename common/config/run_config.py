@@ -261,6 +261,16 @@ class LogSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class JournalSection:
+    """What is kept of the trajectories on disk. What a restart needs is never touched."""
+
+    segment_mb: int = knob(256, "MB of a file, the unit of what follows", ge=1, le=4096)
+    compress: bool = knob(True, "files that no restart reads any more, in idle time")
+    keep_gb: float = knob(100.0, "GB; the oldest files go first; 0: all are kept", ge=0, le=1e6)
+    keep_days: float = knob(0.0, "days, by a file's last episode; 0: for ever", ge=0, le=1e5)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RaySection:
     """Where Ray puts the roles. Scheduler and learner are always beside the run directory."""
 
@@ -304,6 +314,7 @@ class RunConfig:
     evolve: EvolveSection = field(default_factory=EvolveSection)
     simulator: SimulatorSection = field(default_factory=SimulatorSection)
     log: LogSection = field(default_factory=LogSection)
+    journal: JournalSection = field(default_factory=JournalSection)
     ray: RaySection = field(default_factory=RaySection)
 
     def __post_init__(self) -> None:

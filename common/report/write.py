@@ -5,9 +5,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from common.config.run_config import RunConfig
+from common.errors import ConfigError
 from common.report import machine_cards, outcome_cards
 from common.report.evaluation.curve import eval_curve
 from common.report.html import duration, esc
@@ -139,8 +140,16 @@ def _peak_by_role(lines: list[MetricsLine]) -> dict[str, int]:
 
 
 def _read(path: Path, kind: type[T]) -> T | None:
-    """Return what the scheduler left in a file; None if it never wrote one."""
-    return TypeAdapter(kind).validate_json(path.read_bytes()) if path.exists() else None
+    """Return what the scheduler left in a file; None if it never wrote one.
+
+    Raises: ConfigError: it is damaged; names the file.
+    """
+    try:
+        return TypeAdapter(kind).validate_json(path.read_bytes()) if path.exists() else None
+    except ValidationError as error:
+        problem = error.errors()[0]["msg"]
+        remedy = "remove it, and the report is written without it"
+        raise ConfigError(f"{path}: damaged ({problem}); {remedy}") from error
 
 
 def render_page(report: Report, lines: list[MetricsLine], cfg: RunConfig) -> str:

@@ -18,7 +18,12 @@ POLL_S = 0.5  # between two tries; no system tells when a disk has room again
 SAY_EVERY_S = 30.0
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # What libraries say that do not hand on the number of an error of the system.
-_NO_ROOM_TEXTS = ("No space left on device", "Disk quota exceeded", "File too large")
+_NO_ROOM_TEXTS = (
+    "No space left on device",
+    "Disk quota exceeded",
+    "File too large",
+    "file write failed",  # torch, whatever the reason
+)
 _MAX_BUFFERS = 1_000  # of one system call
 
 T = TypeVar("T")

@@ -1,15 +1,15 @@
 """What a start finds in its run directory: nothing, a run to go on with, or one to keep aside."""
 
-import json
 import logging
 from pathlib import Path
+from typing import Any
 
 from omegaconf import OmegaConf
 
 from common.config.load import config_as_yaml
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
-from common.store.run_dir import RunDir, write_json
+from common.store.run_dir import RunDir, read_json, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +31,12 @@ def mark_finished(run_dir: RunDir, *, version: int, result: str) -> None:
     write_json(run_dir.finished, {"version": version, "result": result})
 
 
+def load_finished(run_dir: RunDir) -> dict[str, Any]:
+    """Return what `mark_finished` noted. Raises: ConfigError: it is damaged; names the file."""
+    remedy = "remove it, and the run counts as unfinished: the same command goes on with it"
+    return read_json(run_dir.finished, {"version": int, "result": str}, remedy=remedy)
+
+
 def prepare(cfg: RunConfig, run_dir: RunDir) -> Path | None:
     """Make the run directory ready; return where an earlier run was put aside, None if none was.
 
@@ -44,7 +50,7 @@ def prepare(cfg: RunConfig, run_dir: RunDir) -> Path | None:
         return None
     differences = _differences(cfg, run_dir)
     if run_dir.finished.exists():
-        version = json.loads(run_dir.finished.read_text())["version"]
+        version = load_finished(run_dir)["version"]
         if differences or version >= cfg.train.num_steps:
             return _set_aside(run_dir)
         run_dir.finished.unlink()

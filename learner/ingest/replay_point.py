@@ -8,8 +8,9 @@ import logging
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from common.errors import ConfigError
 from common.store.journal import JOURNAL_START, JournalPosition
-from common.store.run_dir import write_atomically
+from common.store.run_dir import read_json, write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +22,7 @@ class ReplayPoint:
     position: JournalPosition = JOURNAL_START
     closed_below: int = 0  # training groups with smaller numbers are settled for good
     version: int = 0  # of the oldest checkpoint it was made for
+    steps_offset: int = 0  # bytes of the step log before the first line that is needed
 
 
 FROM_THE_START = ReplayPoint()
@@ -32,7 +34,7 @@ def save_replay_point(path: Path, replay_point: ReplayPoint) -> None:
 
 
 def load_replay_point(path: Path, *, version: int) -> ReplayPoint:
-    """Return the replay point of a run, the journal's start if there is none.
+    """Return the replay point of a run, the journal's start if there is none or it is damaged.
 
     Args:
         version: of the checkpoint that is restored. An older one than the replay point was made
@@ -40,9 +42,16 @@ def load_replay_point(path: Path, *, version: int) -> ReplayPoint:
     """
     if not path.exists():
         return FROM_THE_START
-    plain = json.loads(path.read_text())
-    position = JournalPosition(**plain.pop("position"))
-    replay_point = ReplayPoint(position=position, **plain)
+    kinds = {"position": dict, "closed_below": int, "version": int}
+    try:
+        plain = read_json(path, kinds, remedy="the whole journal is read instead")
+        position = JournalPosition(**plain.pop("position"))
+        replay_point = ReplayPoint(position=position, **plain)
+        if not all(isinstance(each, int) for each in (position.segment, position.offset)):
+            raise TypeError(f"{path}: damaged, {position} is none")
+    except (ConfigError, TypeError) as error:
+        logger.warning("reading the whole journal: %s", error)
+        return FROM_THE_START
     if version < replay_point.version:
         logger.warning(
             "reading the whole journal: checkpoint of version=%d, replay point for version=%d",

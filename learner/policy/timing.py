@@ -5,7 +5,6 @@ numbers differ by rounding; a way whose log-probabilities are further from the p
 `learner.max_canary_delta` is not taken.
 """
 
-import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +18,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from common.config.learning import Attention, Layout, LearnerSection, Precision
-from common.store.run_dir import write_json
+from common.errors import ConfigError
+from common.store.run_dir import read_json, write_json
 from learner.batch.batching import TokenBatch, collate_tokens
 from learner.policy.attention import attention_by_rule, packing_problem, use_attention
 from learner.policy.loading import is_unloaded
@@ -27,6 +27,8 @@ from learner.policy.model import Scoring, pick_device, token_logprobs, vocabular
 from learner.policy.precision import precision_by_rule
 
 logger = logging.getLogger(__name__)
+
+_REMEDY = "remove it, and this start chooses anew: steps that are repeated may differ by rounding"
 
 BUDGET_S = 0.1  # of measured time of a stage, after one pass of each kind to warm up
 PATIENCE_S = 1.0  # a first round longer than this is that of a large model, and tells enough
@@ -96,9 +98,12 @@ def settle_ways(
         # A run of a version that did not choose: padded, by the kernels of the rule.
         earlier = settled(replace(learner, layout=Layout.PADDED, num_threads=1))
         earlier["attention"] = attention_by_rule(pick_device(learner.device).type).value
-        kept = earlier | json.loads(file.read_text())
+        kept = earlier | read_json(file, {}, remedy=_REMEDY)
         own = settled(learner)
-        found = with_settled(learner, {n: kept[n] if is_open[n] else own[n] for n in own})
+        try:
+            found = with_settled(learner, {n: kept[n] if is_open[n] else own[n] for n in own})
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{file}: damaged ({error}); {_REMEDY}") from error
         logger.info("as this run began: %s", _shown(settled(found), is_open))
         return found
     timings: dict[str, float] = {}

@@ -3,7 +3,7 @@
 import logging
 
 from common.config.learning import AlgorithmSection
-from common.errors import LongstrideError
+from common.errors import ConfigError, LongstrideError
 from common.store.journal import read_journal
 from common.store.metrics import BEFORE_FIRST_STEP, MetricsWriter, iter_metrics
 from common.store.run_dir import RunDir
@@ -13,7 +13,7 @@ from learner.batch.credit import samples_of
 from learner.ingest.buffer import TrajectoryBuffer
 from learner.ingest.group_assembly import Group
 from learner.ingest.replay_point import ReplayPoint
-from learner.recovery.step_log import LoggedStep, read_steps
+from learner.recovery.step_log import REMEDY, LoggedStep, read_steps
 from learner.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -27,10 +27,33 @@ def last_logged(run_dir: RunDir, stands_at: int) -> int:
     return max((int(step) for step in steps if step <= stands_at), default=BEFORE_FIRST_STEP)
 
 
+def steps_since(
+    run_dir: RunDir, *, start: ReplayPoint, version: int, num_batches: int
+) -> list[LoggedStep]:
+    """Return the logged batches that are not in a checkpoint, trained on or skipped, in order.
+
+    Args:
+        version: of the checkpoint, 0 for none.
+        num_batches: that it has behind it; 0: it is of a version that did not count them.
+
+    Raises: ConfigError: the log is damaged, or lacks steps that the checkpoint has; names the file.
+    """
+    logged = list(read_steps(run_dir.steps, start=start.steps_offset))
+    last = max((step.version for step in logged), default=0)
+    if start.steps_offset == 0 and last < version:
+        raise ConfigError(
+            f"{run_dir.steps}: damaged, it ends with step {last}, and the newest checkpoint is of"
+            f" step {version}; {REMEDY}"
+        )
+    if num_batches and all(step.number for step in logged if step.version > version):
+        return [step for step in logged if step.number > num_batches]
+    return [step for step in logged if step.consumed_by > version]
+
+
 def _episodes_of(
     steps: list[LoggedStep], run_dir: RunDir, start: ReplayPoint
 ) -> dict[str, Trajectory]:
-    """Return the episodes that these steps trained on, by id."""
+    """Return the episodes that these steps trained on or skipped, by id."""
     wanted = {name: step.version for step in steps for ids in step.groups for name in ids}
     if not wanted:
         return {}
@@ -40,7 +63,7 @@ def _episodes_of(
         if name not in found:
             raise LongstrideError(
                 f"{run_dir.journal} has no episode {name} from {start.position} on, and step"
-                f" {version} trained on it"
+                f" {version} consumed it"
             )
     return found
 
@@ -54,7 +77,7 @@ def repeat_steps(
     start: ReplayPoint,
     metrics: MetricsWriter,
 ) -> None:
-    """Train again on the logged batches of steps that no checkpoint has.
+    """Train again on the logged batches of steps that no checkpoint has; skip again what was.
 
     A step whose metrics were not written any more gets a line with what training alone tells.
 
@@ -68,6 +91,9 @@ def repeat_steps(
             for ids in step.groups
         ]
         samples = samples_of(groups, algorithm)
+        if step.is_skipped:
+            trainer.train_on(samples, version=step.version, must_skip=True)
+            continue
         measured = trainer.train_on(samples, version=step.version - 1, must_train=True).metrics
         if step.version > metrics.last_step:
             metrics.log(step.version, measured)
@@ -80,11 +106,12 @@ def readopt(buffer: TrajectoryBuffer, run_dir: RunDir, start: ReplayPoint) -> No
     What lies before the replay point is settled, and so is what belongs to groups closed by then.
     """
     consumed: dict[str, int] = {}
-    for step in read_steps(run_dir.steps):
-        is_in_checkpoints = step.version <= start.version
+    for step in read_steps(run_dir.steps, start=start.steps_offset):
+        is_in_checkpoints = step.consumed_by <= start.version
         outcomes = [o for o in step.outcomes if not is_below(o.episode_id, start.closed_below)]
         consumed |= {
-            o.episode_id: step.version for o in (outcomes if is_in_checkpoints else step.outcomes)
+            o.episode_id: step.consumed_by
+            for o in (outcomes if is_in_checkpoints else step.outcomes)
         }
         buffer.report(outcomes)
     num_episodes = num_open = 0

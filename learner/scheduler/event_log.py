@@ -12,11 +12,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from common.store.run_dir import write_atomically
+from common.errors import ConfigError
+from common.store.run_dir import read_json, write_atomically
 from common.wire.codec import pack_frames, unpack_record
 
 logger = logging.getLogger(__name__)
 
+REMEDY = (
+    "restore it from a backup; without it begin a run of another name from the newest checkpoint:"
+    " model.path=RUN/checkpoints/step-..."
+)
 _HEAD = struct.Struct("<dIII")  # time, bytes of the sender's name, bytes of the record, CRC-32
 
 
@@ -34,12 +39,16 @@ class EventLog:
         self._file: BinaryIO | None = None
 
     def load(self) -> dict[str, Any] | None:
-        """Return what `save` wrote last, None if nothing."""
+        """Return what `save` wrote last, None if nothing. Raises: ConfigError: it is damaged."""
         if not self._state_path.exists():
             return None
-        saved = json.loads(self._state_path.read_text())
+        saved = read_json(self._state_path, {"log": int, "state": dict}, remedy=REMEDY)
         self._number = saved["log"]
         return saved["state"]
+
+    def damaged(self, error: Exception) -> ConfigError:
+        """Return what to raise over a state that cannot be restored."""
+        return ConfigError(f"{self._state_path}: damaged ({error!r}); {REMEDY}")
 
     def events(self) -> Iterator[tuple[float, str, Any]]:
         """Yield (time, sender name, message) since the saved state; message None is a tick.

@@ -163,8 +163,11 @@ def resume(core: SchedulerCore, clock: LoopClock, log: EventLog) -> None:
     saved = log.load()
     if saved is None:
         return
-    clock.now = saved["time_s"]
-    core.restore(saved["core"])
+    try:
+        clock.now = float(saved["time_s"])
+        core.restore(saved["core"])
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise log.damaged(error) from error
     num_events = 0
     for time_s, sender_name, message in log.events():
         clock.now = time_s

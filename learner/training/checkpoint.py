@@ -3,14 +3,20 @@
 import json
 import logging
 import os
+import re
 import shutil
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
+from safetensors import SafetensorError
+from torch.distributed.checkpoint.api import CheckpointException
+
 from common.config.learning import LearnerSection
 from common.errors import ConfigError, LongstrideError
+from common.store.disk import free_text, is_no_room
+from common.store.run_dir import read_json, sync_folder
 from learner.policy.lora import has_adapters, save_adapter
 from learner.training.ranks import SAVE_TIMEOUT
 from learner.training.state import read_weights
@@ -20,8 +26,9 @@ logger = logging.getLogger(__name__)
 _MARKER = "COMPLETE"  # written last; a folder without it is the remains of a crash
 _VALUES = "trainer.json"  # what is no tensor
 TENSORS = "state"  # the folder of the others, by torch.distributed.checkpoint
-_PREFIX = "step-"
 _ASIDE = ".old"  # suffix of a checkpoint while another of the same version takes its place
+_NAME = re.compile(r"step-(\d+)(\.old)?")  # what is named otherwise is the user's
+RETRY_S = 10.0  # after a disk was full
 
 
 class Saved(Protocol):
@@ -36,20 +43,41 @@ def newest_checkpoint(root: Path) -> Path | None:
     """Return the newest complete checkpoint below `root`, None if there is none.
 
     One that was set aside counts, if its replacement never came.
+
+    Raises: ConfigError: its marker is damaged; names the file.
     """
-    complete = [path for path in root.glob(f"{_PREFIX}*") if (path / _MARKER).exists()]
-    return max(complete, key=_age, default=None)
+    newest = max(_complete(root), key=_age, default=None)
+    if newest is not None:
+        check_marker(newest)
+    return newest
+
+
+def _complete(root: Path) -> list[Path]:
+    """Return the complete checkpoints, oldest first by number."""
+    ours = [path for path in root.iterdir() if _NAME.fullmatch(path.name)] if root.exists() else []
+    return sorted((path for path in ours if (path / _MARKER).exists()), key=_age)
 
 
 def _age(folder: Path) -> tuple[int, bool]:
-    number = folder.name.removeprefix(_PREFIX).removesuffix(_ASIDE)
-    return int(number), not folder.name.endswith(_ASIDE)
+    found = _NAME.fullmatch(folder.name)
+    assert found is not None
+    return int(found[1]), not found[2]
+
+
+def check_marker(folder: Path) -> None:
+    """Return if the marker of a checkpoint is that of its version. Raises: ConfigError."""
+    path = folder / _MARKER
+    remedy = f"move {folder} away, and the run goes on from the checkpoint before it"
+    version = read_json(path, {"version": int}, remedy=remedy)["version"]
+    found = _NAME.fullmatch(folder.name)
+    if found is not None and int(found[1]) != version:
+        raise ConfigError(f"{path}: damaged, it is of version {version}; {remedy}")
 
 
 def load_values(folder: Path) -> dict[str, Any]:
     """Return what a checkpoint says beside its tensors: "version", and the trainer's values.
 
-    Raises: ConfigError: the folder is no complete checkpoint, or one of an older product.
+    Raises: ConfigError: the folder is no complete checkpoint, one of an older product, or damaged.
     """
     if not (folder / _MARKER).exists():
         raise ConfigError(f"{folder} is no complete checkpoint")
@@ -58,7 +86,8 @@ def load_values(folder: Path) -> dict[str, Any]:
             f"{folder} was written by an older version of the product, as one file per run; finish"
             f" the run with that version, or begin another from its weights: model.path={folder}"
         )
-    return json.loads((folder / _VALUES).read_text())
+    remedy = f"move {folder} away, and the run goes on from the checkpoint before it"
+    return read_json(folder / _VALUES, {"version": int}, remedy=remedy)
 
 
 class Checkpoints:
@@ -75,18 +104,23 @@ class Checkpoints:
         self._cfg = cfg
         self._saved_at = time.monotonic()
         self._saved_version = -1
-        self._writing: Future[float] | None = None
+        self._retry_at: float | None = None  # after a disk that was full
+        self._writing: Future[float | None] | None = None
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         root.mkdir(parents=True, exist_ok=True)
+        for path in root.glob(".step-*.partial"):  # what a crash has left
+            shutil.rmtree(path, ignore_errors=True)
 
     @property
     def oldest_version(self) -> int:
         """The oldest version that may be restored, 0 for a run without a checkpoint."""
-        return min((_age(path)[0] for path in self._complete()), default=0)
+        return min((_age(path)[0] for path in _complete(self._root)), default=0)
 
     def is_due(self, version: int) -> bool:
         if version == self._saved_version:
             return False
+        if self._retry_at is not None:
+            return time.monotonic() >= self._retry_at
         by_step = version % self._cfg.checkpoint_every_steps == 0
         return by_step or time.monotonic() - self._saved_at >= self._cfg.checkpoint_every_s
 
@@ -98,30 +132,58 @@ class Checkpoints:
         self.wait()
         started = time.monotonic()
         partial = folder.with_name(f".{folder.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        (partial / _VALUES).write_text(json.dumps({"version": version} | trainer.values()))
-        written = trainer.save(partial / TENSORS)
 
-        def finish() -> float:
-            written.result()
-            _export(partial, model, tokenizer)
-            (partial / _MARKER).write_text(json.dumps({"version": version}))
-            _sync_tree(partial)
-            self._replace(folder, partial)
-            self._remove_old()
+        def finish(written: Future[Any]) -> float | None:
+            try:
+                written.result()
+                _export(partial, model, tokenizer)
+                (partial / _MARKER).write_text(json.dumps({"version": version}))
+                _sync_tree(partial)
+                self._replace(folder, partial)
+                self._remove_old()
+            except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
+                self._give_up(partial, error)
+                return None
             logger.info("saved version=%d took_s=%.2f", version, time.monotonic() - started)
             return time.monotonic() - started
 
-        self._writing = self._thread.submit(finish)
-        self._saved_at, self._saved_version = time.monotonic(), version
+        self._saved_at, self._saved_version, self._retry_at = time.monotonic(), version, None
+        try:
+            _remove(partial)
+            partial.mkdir(parents=True)
+            (partial / _VALUES).write_text(json.dumps({"version": version} | trainer.values()))
+        except OSError as error:
+            self._give_up(partial, error)
+            return folder
+        written = trainer.save(partial / TENSORS)
+        self._writing = self._thread.submit(finish, written)
         logger.info("copied version=%d stood_s=%.2f", version, time.monotonic() - started)
         return folder
+
+    def has(self, version: int) -> bool:
+        """Return whether a version is saved, or being saved."""
+        return version == self._saved_version
+
+    def _give_up(self, partial: Path, error: BaseException) -> None:
+        """Leave a checkpoint that there is no room for; it is due again soon.
+
+        Nothing is lost meanwhile: the steps since the last one are repeated from the journal.
+
+        Raises: the error, if it is another.
+        """
+        if not is_no_room(error):
+            raise error
+        shutil.rmtree(partial, ignore_errors=True)
+        self._saved_version, self._retry_at = -1, time.monotonic() + RETRY_S
+        logger.error(
+            "disk full: no room for checkpoint %s (%s free); training goes on, tried again in_s=%g",
+            *(partial.name.strip(".").removesuffix(".partial"), free_text(self._root), RETRY_S),
+        )
 
     def poll(self) -> float | None:
         """Return how many seconds a checkpoint took that is whole since the last call, or None.
 
-        Raises: what kept it from being written.
+        Raises: what kept it from being written, but for a disk that is full.
         """
         if self._writing is None or not self._writing.done():
             return None
@@ -131,7 +193,7 @@ class Checkpoints:
     def wait(self) -> None:
         """Wait until nothing is being written; `poll` tells how it went.
 
-        Raises: what kept it from being written; LongstrideError: it is not whole in time.
+        Raises: as `poll`; LongstrideError: it is not whole in time.
         """
         if self._writing is None:
             return
@@ -144,21 +206,30 @@ class Checkpoints:
     def _replace(self, folder: Path, partial: Path) -> None:
         if folder.exists():
             aside = folder.with_name(f"{folder.name}{_ASIDE}")
-            shutil.rmtree(aside, ignore_errors=True)
+            _remove(aside)
             folder.rename(aside)
         partial.rename(folder)
+        sync_folder(self._root)  # else a power cut may take the new name back
 
     def _folder(self, version: int) -> Path:
-        return self._root / f"{_PREFIX}{version:06d}"
+        return self._root / f"step-{version:06d}"
 
     def _remove_old(self) -> None:
-        for path in self._root.glob(f"{_PREFIX}*{_ASIDE}"):
-            shutil.rmtree(path)
-        for path in self._complete()[: -self._cfg.keep_checkpoints]:
-            shutil.rmtree(path)
+        ours = [path for path in self._root.iterdir() if _NAME.fullmatch(path.name)]
+        for path in ours:
+            if path.name.endswith(_ASIDE):
+                _remove(path)
+        for path in _complete(self._root)[: -self._cfg.keep_checkpoints]:
+            _remove(path)
 
-    def _complete(self) -> list[Path]:
-        return sorted(p for p in self._root.glob(f"{_PREFIX}*") if (p / _MARKER).exists())
+
+def _remove(folder: Path) -> None:
+    """Remove a folder; one that is half removed by a crash is no checkpoint any more."""
+    if folder.is_dir():
+        gone = folder.with_name(f".{folder.name.strip('.')}.removed.partial")
+        shutil.rmtree(gone, ignore_errors=True)
+        folder.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
 
 
 def _export(folder: Path, model: Any, tokenizer: Any) -> None:

@@ -33,7 +33,13 @@ class Controller:
         self._num_skips = 0  # in a row
 
     def decide(
-        self, *, version: int, ess_frac: float, masked_frac: float, must_train: bool = False
+        self,
+        *,
+        version: int,
+        ess_frac: float,
+        masked_frac: float,
+        must_train: bool = False,
+        must_skip: bool = False,
     ) -> Decision:
         """Return what to do with a batch and remember it.
 
@@ -41,12 +47,17 @@ class Controller:
             version: that the batch would improve; for the log.
             ess_frac: effective sample size over tokens, (0, 1].
             masked_frac: tokens that the correction masks, [0, 1].
-            must_train: do not skip it.
+            must_train: do not skip it: it was decided so before.
+            must_skip: skip it: it was decided so before.
         """
         cfg = self._cfg
         if masked_frac > cfg.masked_warn_frac:
             logger.warning("many tokens masked version=%d frac=%.3f", version, masked_frac)
-        is_skipped = not must_train and self._skips(version, ess_frac)
+        is_skipped = must_skip
+        if must_train or must_skip:
+            self._num_skips = self._num_skips + 1 if must_skip else 0
+        else:
+            is_skipped = self._skips(version, ess_frac)
         self._move_gate(version, ess_frac, is_skipped=is_skipped)
         lr_scale = 1.0
         if cfg.scale_lr and ess_frac < cfg.ess_target and not is_skipped:

@@ -122,7 +122,7 @@ class RankWorkers:
     def announce(self, order: Order) -> None:
         """Let the other ranks do what this one does now. Raises: LongstrideError: one is gone."""
         self.check()
-        header = json.dumps([order.kind, order.version, order.must_train, len(order.payload)])
+        header = json.dumps([*order[:-1], len(order.payload)])
         for worker in self._workers:
             self._tell(worker, header.encode())
         if order.payload:
@@ -236,9 +236,9 @@ def _serve_rank(
         serving = (trainer.live_weights(), publish_pipe)
         threading.Thread(target=_serve_weights, args=serving, daemon=True).start()
         while True:
-            kind, version, must_train, num_bytes = json.loads(pipe.recv_bytes())
+            kind, version, must_train, must_skip, num_bytes = json.loads(pipe.recv_bytes())
             payload = ranks.receive(num_bytes) if num_bytes else b""
-            trainer.carry_out(Order(kind, version, must_train, payload))
+            trainer.carry_out(Order(kind, version, must_train, must_skip, payload))
     except (EOFError, BrokenPipeError):  # rank 0 has left
         _end(0)
     finally:  # only an error gets here

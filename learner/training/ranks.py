@@ -22,6 +22,7 @@ class Order(NamedTuple):
     kind: str  # "train", "score" or "save", see `Trainer`
     version: int = 0
     must_train: bool = False
+    must_skip: bool = False
     payload: bytes = b""
 
 

@@ -6,7 +6,7 @@ Source: torch.distributed.checkpoint; each rank writes its parts, any number of 
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, cast
 
@@ -43,7 +43,7 @@ class StateWriter(AsyncStager):
     def start(self, state: Mapping[str, Tensor], folder: Path) -> Future[Any]:
         """Return when training may change the state; the future tells when all ranks wrote it."""
         if self._last is not None:
-            self._last.result()
+            wait([self._last])  # how it went is told to who started it
         found = async_save(
             dict(state),
             checkpoint_id=folder,

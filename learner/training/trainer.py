@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,7 @@ class Trainer:
         self._generator = torch.Generator().manual_seed(settings.seed)
         self._num_bad_steps_in_a_row = 0
         self._num_updates = 0  # made so far; skipped ones do not count
+        self.num_batches = 0  # decided on so far, skipped ones included
 
     @property
     def max_ahead_steps(self) -> int:
@@ -131,7 +133,8 @@ class Trainer:
         match order.kind:
             case "train":
                 samples = unpack_samples(order.payload)
-                self.train_on(samples, version=order.version, must_train=order.must_train)
+                must = {"must_train": order.must_train, "must_skip": order.must_skip}
+                self.train_on(samples, version=order.version, **must)
             case "score":
                 self.score(json.loads(order.payload))
             case "save":
@@ -144,7 +147,12 @@ class Trainer:
             self._announce(order())
 
     def train_on(
-        self, samples: Sequence[Sample], *, version: int, must_train: bool = False
+        self,
+        samples: Sequence[Sample],
+        *,
+        version: int,
+        must_train: bool = False,
+        must_skip: bool = False,
     ) -> StepResult:
         """Make ppo_epochs x num_minibatches updates; return the step's metrics and the decision.
 
@@ -154,6 +162,7 @@ class Trainer:
         Args:
             version: of the current weights; decides the learning rate and what counts as lag.
             must_train: the controller may not skip the batch: it was trained on once already.
+            must_skip: it must skip it, as it did once already.
 
         Raises:
             ValueError: there is no sampled token to train on.
@@ -163,12 +172,16 @@ class Trainer:
         samples = [sample for sample in samples if sample.num_sampled_tokens > 0]
         if not samples:
             raise ValueError("there is no sampled token to train on")
-        self._tell(lambda: Order("train", version, must_train, pack_samples(samples)))
+        order = partial(Order, "train", version, must_train, must_skip)
+        self._tell(lambda: order(pack_samples(samples)))
+        decide = partial(
+            self._controller.decide, version=version, must_train=must_train, must_skip=must_skip
+        )
         with self._ranks.in_touch("a step"):
-            return self._train(samples, version, must_train, started_s)
+            return self._train(samples, version, decide, started_s)
 
     def _train(
-        self, samples: list[Sample], version: int, must_train: bool, started_s: float
+        self, samples: list[Sample], version: int, decide: Callable[..., Decision], started_s: float
     ) -> StepResult:
         batch = self._gradients.prepare(samples, version)
         decision: Decision | None = None
@@ -178,17 +191,16 @@ class Trainer:
             gradient = self._gradients.accumulate(batch, part)
             batch = batch.with_scored(gradient.logprobs)
             if decision is None:
-                decision = self._controller.decide(
-                    version=version,
+                decision = decide(
                     ess_frac=self._gradients.ess_frac(batch),
                     masked_frac=gradient.sums["policy/masked_frac"],
-                    must_train=must_train,
                 )
                 if decision.is_skipped:
                     break
             updates.append(self._update(gradient, version, decision.lr_scale))
         self._zero_grad()  # gradients need not outlive the step
         assert decision is not None  # there is at least one minibatch
+        self.num_batches += 1
         self._count_bad(updates, batch)
         metrics = self._metrics(batch, updates, decision, time.perf_counter() - started_s)
         return StepResult(metrics=metrics, decision=decision)
@@ -274,6 +286,7 @@ class Trainer:
             "controller": self._controller.state_dict(),
             "generator": self._generator.get_state().tolist(),
             "num_bad_steps_in_a_row": self._num_bad_steps_in_a_row,
+            "num_batches": self.num_batches,
             "num_updates": self._num_updates,
         }
 
@@ -299,3 +312,4 @@ class Trainer:
         self._generator.set_state(torch.tensor(values["generator"], dtype=torch.uint8))
         self._num_bad_steps_in_a_row = values["num_bad_steps_in_a_row"]
         self._num_updates = values["num_updates"]
+        self.num_batches = values.get("num_batches", 0)  # 0: of a version that did not count

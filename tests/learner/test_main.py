@@ -9,6 +9,7 @@ import torch
 
 from common.config.learning import LearnerSection
 from common.config.run_config import RunConfig
+from common.store.journal import JournalPosition
 from common.store.run_dir import RunDir
 from learner.build import Learner
 from learner.ingest.group_assembly import Group
@@ -53,6 +54,11 @@ class Neighbour:
 
     def replay_point(self, *, version: int) -> ReplayPoint:
         return ReplayPoint(version=version)
+
+    def first_needed(self, *, version: int, closed_below: int) -> int:
+        return 0
+
+    def settled(self, position: JournalPosition) -> None: ...
 
     def save_pretrained(self, _: Path, **__: Any) -> None:
         pass

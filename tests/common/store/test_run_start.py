@@ -56,3 +56,10 @@ def test_finished_run_goes_on_when_more_steps_are_asked_for(run_dir: RunDir) -> 
     mark_finished(run_dir, version=10, result="")
     assert prepare(config(num_steps=20), run_dir) is None
     assert run_dir.config.exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\0\xff", b"[]", b"5", b'{"version": "a"}'])
+def test_damaged_note_of_the_end_is_named_with_what_to_do(run_dir: RunDir, content: bytes) -> None:
+    run_dir.finished.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"finished\.json: damaged.*remove it"):
+        prepare(config(), run_dir)

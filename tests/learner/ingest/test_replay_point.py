@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from common.store.journal import JournalPosition
 from learner.ingest.replay_point import (
     FROM_THE_START,
@@ -29,3 +31,12 @@ def test_checkpoint_older_than_the_replay_point_reads_from_the_start(tmp_path: P
     path = tmp_path / "replay_point.json"
     save_replay_point(path, POINT)
     assert load_replay_point(path, version=24) == FROM_THE_START
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"\0\xff", b"[]", b"5", b'{"position":{"segment":"a"}}']
+)
+def test_damaged_replay_point_is_done_without(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "replay_point.json"
+    path.write_bytes(content)
+    assert load_replay_point(path, version=25) == FROM_THE_START

@@ -1,10 +1,15 @@
 """Laws of the step log."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from common.errors import ConfigError
+from common.store.run_dir import RunDir
 from common.wire.messages import EpisodeOutcome, Outcome
+from learner.ingest.replay_point import FROM_THE_START, ReplayPoint
+from learner.recovery.resume import steps_since
 from learner.recovery.step_log import LoggedStep, StepLog, read_steps
 
 
@@ -42,6 +47,69 @@ def test_a_torn_last_line_is_cut_off_and_the_rest_kept(tmp_path: Path, tail: byt
     write(path, 3)
     assert path.read_bytes().startswith(whole)
     assert [step.version for step in read(path)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("line", [b"", b"{", b"\0\xff", b"[]", b"5", b'{"version":1}', b"null"])
+def test_a_damaged_line_is_named_with_what_to_do(tmp_path: Path, line: bytes) -> None:
+    path = tmp_path / "steps.jsonl"
+    write(path, 1, 2)
+    first, second = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(first + line + b"\n" + second)
+    named = r"steps\.jsonl: line 2 is damaged.*restore it from a backup"
+    with pytest.raises(ConfigError, match=named):
+        StepLog(path)
+    with pytest.raises(ConfigError, match=named):
+        read(path)
+
+
+@pytest.mark.parametrize("num_left", [0, 1])
+def test_a_log_that_ends_before_the_checkpoint_is_refused(tmp_path: Path, num_left: int) -> None:
+    run_dir = RunDir(root=tmp_path)
+    write(run_dir.steps, 1, 2)
+    lines = run_dir.steps.read_bytes().splitlines(keepends=True)
+    run_dir.steps.write_bytes(b"".join(lines[:num_left]))
+    with pytest.raises(ConfigError, match=r"steps\.jsonl: damaged, it ends with step"):
+        steps_since(run_dir, start=FROM_THE_START, version=2, num_batches=2)
+    behind = ReplayPoint(version=2, steps_offset=len(lines[0]) + len(lines[1]))
+    with pytest.raises(ConfigError, match=r"steps\.jsonl: damaged, it ends before byte"):
+        steps_since(run_dir, start=behind, version=2, num_batches=2)
+
+
+def test_what_a_checkpoint_lacks_is_told_by_the_numbers_of_batches(tmp_path: Path) -> None:
+    run_dir, log = RunDir(root=tmp_path), StepLog(tmp_path / "journal" / "steps.jsonl")
+    for number, version, is_skipped in [(1, 1, False), (2, 1, True), (3, 1, True), (4, 2, False)]:
+        log.append(replace(make_step(version), number=number, is_skipped=is_skipped))
+    log.close()
+
+    def since(version: int, num_batches: int) -> list[int]:
+        steps = steps_since(run_dir, start=FROM_THE_START, version=version, num_batches=num_batches)
+        return [step.number for step in steps]
+
+    assert since(0, 0) == [1, 2, 3, 4]
+    assert since(1, 1) == [2, 3, 4]  # saved at once after step 1
+    assert since(1, 2) == [3, 4]  # stopped, and saved, after the first batch that was skipped
+    assert since(2, 4) == []
+    assert since(1, 0) == [2, 3, 4]  # of a version that did not count
+
+
+def test_a_restart_reads_the_log_from_the_first_line_that_it_needs(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    log = StepLog(path)
+    for version in (1, 2, 3):
+        outcome = EpisodeOutcome(
+            episode_id=f"g000000{version}/0", outcome=Outcome.TRAINED, cause=""
+        )
+        log.append(replace(make_step(version), outcomes=[outcome]))
+    starts = [step.offset for step in read(path)]
+    assert log.first_needed(version=0, closed_below=9) == starts[0]
+    assert log.first_needed(version=9, closed_below=2) == starts[1]
+    assert log.first_needed(version=2, closed_below=9) == starts[2]
+    log.close()
+    again = StepLog(path, start=starts[2])
+    assert again.first_needed(version=2, closed_below=9) == starts[2]
+    assert again.first_needed(version=3, closed_below=9) == path.stat().st_size
+    assert [s.version for s in read_steps(path, start=starts[1])] == [2, 3]
+    again.close()
 
 
 def test_a_step_is_on_disk_when_append_returns(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from common.errors import ConfigError
 from common.wire.codec import encode
 from common.wire.messages import Lease, Outcome
 from learner.scheduler.components import build_components
@@ -120,3 +121,20 @@ def test_resume_without_a_saved_state_starts_from_nothing(tmp_path: Path) -> Non
     before = core.snapshot()
     resume(core, clock, EventLog(tmp_path))
     assert core.snapshot() == before
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *[b"", b'{"log": 1, "state": {"co', b"\0\xff\x80", b"[]", b"5", b'{"log": "a"}'],
+        *[b'{"log": 1, "state": []}', b'{"log": 1, "state": {}}'],
+        *[b'{"log": 1, "state": {"time_s": 1, "port": 1, "core": {"run": 7}}}'],
+        *[b'{"log": 1, "state": {"time_s": [], "port": 1, "core": {}}}'],
+    ],
+)
+def test_damaged_state_is_named_with_what_to_do(
+    core: LoggedCore, tmp_path: Path, content: bytes
+) -> None:
+    (tmp_path / "scheduler.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"scheduler\.json: damaged.*from a backup"):
+        _resumed(tmp_path)

@@ -1,6 +1,8 @@
 """Laws of checkpoints."""
 
+import errno
 import shutil
+import sys
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -95,6 +97,86 @@ def test_the_newest_is_found_by_number_and_only_so_many_are_kept(tmp_path: Path)
     newest = newest_checkpoint(tmp_path)
     assert newest is not None
     assert load_values(newest)["version"] == 100
+
+
+def test_the_newest_is_the_newest_beyond_a_million_steps(tmp_path: Path) -> None:
+    checkpoints = make(tmp_path)
+    for version in (999_998, 999_999, 1_000_000, 1_000_001):
+        save(checkpoints, version)
+    assert names(tmp_path) == ["step-1000000", "step-1000001"]
+    assert newest_checkpoint(tmp_path) == tmp_path / "step-1000001"
+    assert make(tmp_path).oldest_version == 1_000_000
+
+
+@pytest.mark.parametrize("name", ["step-000001-best", "step-best", "best", "step-000001.bak"])
+def test_a_copy_of_the_users_is_left_alone_and_stops_nothing(tmp_path: Path, name: str) -> None:
+    checkpoints = make(tmp_path)
+    shutil.copytree(save(checkpoints, 1), tmp_path / name)
+    for version in (2, 3, 4):
+        save(checkpoints, version)
+    assert names(tmp_path) == sorted([name, "step-000003", "step-000004"])
+    assert newest_checkpoint(tmp_path) == tmp_path / "step-000004"
+    assert make(tmp_path).oldest_version == 3
+
+
+def test_what_a_crash_left_half_written_is_removed_by_the_next_start(tmp_path: Path) -> None:
+    partial = tmp_path / ".step-000007.partial"
+    (partial / TENSORS).mkdir(parents=True)
+    make(tmp_path)
+    assert names(tmp_path) == []
+
+
+def test_the_folder_is_synced_after_a_checkpoint_has_its_name(tmp_path: Path) -> None:
+    events: list[tuple[str, str]] = []
+    is_listening = [True]
+
+    def listen(event: str, arguments: tuple[Any, ...]) -> None:
+        if is_listening[0] and event in ("os.rename", "open"):
+            events.append((event, str(arguments[1 if event == "os.rename" else 0])))
+
+    sys.addaudithook(listen)
+    folder = save(make(tmp_path), 1)
+    is_listening[0] = False
+    renamed = events.index(("os.rename", str(folder)))
+    assert ("open", str(tmp_path)) in events[renamed:]
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\0\xff\x80", b"[]", b"5", b'{"version":"a"}'])
+@pytest.mark.parametrize("file", ["COMPLETE", "trainer.json"])
+def test_a_damaged_file_of_a_checkpoint_is_named_with_what_to_do(
+    tmp_path: Path, file: str, content: bytes
+) -> None:
+    path = save(make(tmp_path), 1) / file
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"step-000001/{file}: damaged.*move .*step-000001 away"):
+        load_values(newest_checkpoint(tmp_path) or tmp_path)
+
+
+class Full:
+    """A disk without room, then with."""
+
+    def __init__(self) -> None:
+        self.is_full = True
+
+    def save_pretrained(self, folder: Path, **_: object) -> None:
+        (folder / "half.bin").write_text("ha")
+        if self.is_full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk_costs_a_checkpoint_and_no_run(tmp_path: Path) -> None:
+    checkpoints, disk = make(tmp_path), Full()
+    save(checkpoints, 1)
+    begin(checkpoints, 2, model=disk)
+    checkpoints.wait()
+    assert checkpoints.poll() is None
+    assert not checkpoints.has(2)
+    assert names(tmp_path) == ["step-000001"]  # what was written of it is given back
+    disk.is_full = False
+    begin(checkpoints, 2, model=disk)
+    checkpoints.wait()
+    assert checkpoints.has(2)
+    assert names(tmp_path) == ["step-000001", "step-000002"]
 
 
 def test_an_incomplete_folder_is_never_read_and_never_counted(tmp_path: Path) -> None:

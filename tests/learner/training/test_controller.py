@@ -56,6 +56,16 @@ def test_restored_controller_decides_alike() -> None:
     assert decide(second, 0.6) == decide(first, 0.6)
 
 
+def test_decisions_that_are_repeated_leave_the_controller_as_the_first_time() -> None:
+    cfg = ControllerSection(max_skips=2)
+    first, again = (Controller(cfg, max_ahead_steps=3) for _ in range(2))
+    for ess_frac in (0.4, 0.95, 0.4, 0.4, 0.4, 0.4):  # the fifth is trained on: enough were skipped
+        is_skipped = decide(first, ess_frac).is_skipped
+        noisy = 0.6 - ess_frac if is_skipped else ess_frac  # as another machine may round it
+        decide(again, noisy, must_train=not is_skipped, must_skip=is_skipped)
+        assert again.state_dict() == first.state_dict()
+
+
 def test_reactions_are_logged_with_cause_and_size(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     controller = Controller(ControllerSection(), max_ahead_steps=1)

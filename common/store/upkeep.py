@@ -1,0 +1,135 @@
+"""Keeps a journal small: packs what no restart reads any more, and prunes the oldest of it."""
+
+import logging
+import os
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.config.run_config import JournalSection
+from common.errors import WireError
+from common.store.disk import is_no_room
+from common.store.records import PACKED_SUFFIX
+from common.store.segments import JournalPosition, Pruned, list_segments, load_pruned, pack, prune
+
+logger = logging.getLogger(__name__)
+
+STOP_S = 5.0
+DAY_S = 86_400.0
+GB = 10**9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What of a journal is kept beyond what a restart needs; None: all of it."""
+
+    keep_bytes: float | None = None
+    keep_s: float | None = None
+
+    @classmethod
+    def of(cls, cfg: JournalSection) -> "Limits":
+        """Return the limits of a run."""
+        return cls(keep_bytes=cfg.keep_gb * GB or None, keep_s=cfg.keep_days * DAY_S or None)
+
+
+def prune_old(folder: Path, limits: Limits, *, before: int) -> Pruned:
+    """Remove the oldest segments below `before` that are over a limit; return what is gone."""
+    left = sum(path.stat().st_size for path in list_segments(folder).values())
+    now = time.time()
+
+    def may_go(_: int, path: Path) -> bool:
+        nonlocal left
+        found = path.stat()
+        is_over = limits.keep_bytes is not None and left > limits.keep_bytes
+        is_old = limits.keep_s is not None and now - found.st_mtime > limits.keep_s
+        left -= found.st_size
+        return is_over or is_old
+
+    earlier = load_pruned(folder)
+    pruned = prune(folder, before=before, may_go=may_go)
+    for path in folder.glob("*.torn"):
+        if int(path.name.partition("-")[0]) < pruned.before:
+            path.unlink(missing_ok=True)
+    if pruned != earlier:
+        num_bytes = pruned.num_bytes - earlier.num_bytes
+        logger.info("%s mb=%.1f", pruned.text(folder), num_bytes / 1e6)
+    return pruned
+
+
+class Upkeep(threading.Thread):
+    """The thread that keeps a journal small, at idle priority: whoever computes goes first.
+
+    consumes:   `settled`
+    waits for:  the disk, and a core that nobody else wants
+    unblocked by: `stop`, which leaves a segment that is being packed as it was
+    """
+
+    def __init__(self, folder: Path, cfg: JournalSection) -> None:
+        super().__init__(name="journal-upkeep", daemon=True)
+        self._folder = folder
+        self._cfg = cfg
+        self._changed = threading.Condition()
+        self._settled: JournalPosition | None = None  # not taken up yet
+        self._is_stopping = False
+
+    def settled(self, position: JournalPosition) -> None:
+        """Note that no restart reads what lies before a position."""
+        with self._changed:
+            self._settled = position
+            self._changed.notify()
+
+    def stop(self) -> None:
+        """End the thread."""
+        with self._changed:
+            self._is_stopping = True
+            self._changed.notify()
+        if self.is_alive():
+            self.join(timeout=STOP_S)
+
+    def run(self) -> None:
+        """Work until stopped. What fails is said, and tried again after the next checkpoint."""
+        _idle_priority()
+        while (position := self._next()) is not None:
+            try:
+                prune_old(self._folder, Limits.of(self._cfg), before=position.segment)
+                if self._cfg.compress:
+                    self._pack_below(position.segment)
+            except (OSError, WireError) as error:
+                text = "disk full" if is_no_room(error) else "failed"
+                logger.error("%s: the journal is not packed or pruned for now: %s", text, error)
+            except _Stopped:
+                return
+
+    def _pack_below(self, segment: int) -> None:
+        for number, path in list_segments(self._folder).items():
+            if number < segment and path.suffix != PACKED_SUFFIX:
+                started, before = time.monotonic(), path.stat().st_size
+                freed = pack(self._folder, number, check=self._check)
+                took_s = time.monotonic() - started
+                logger.info(
+                    "packed segment=%d mb=%.1f to=%.1f took_s=%.1f",
+                    *(number, before / 1e6, (before - freed) / 1e6, took_s),
+                )
+
+    def _check(self) -> None:
+        if self._is_stopping:
+            raise _Stopped
+
+    def _next(self) -> JournalPosition | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._settled is not None or self._is_stopping)
+            position, self._settled = self._settled, None
+            return None if self._is_stopping else position
+
+
+class _Stopped(Exception):
+    """The thread is to end."""
+
+
+def _idle_priority() -> None:
+    """Give the calling thread only what no other thread of the machine wants."""
+    try:
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    except (OSError, AttributeError):  # no such priority here: it is a convenience
+        return
