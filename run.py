@@ -140,6 +140,9 @@ def bench(request: Request) -> int:
         "tail": Later("learner.bench.tail:run_suite"),
         "actor": Later("actor.bench.suite:run_suite"),
         "end2end": Later("common.bench.end_to_end:run_suite"),
+        "chaos": Later("common.bench.chaos.suite:run_suite"),
+        "chaos-short": Later("common.bench.chaos.suite:run_short"),
+        "chaos-long": Later("common.bench.chaos.suite:run_long"),
         "gpu": Later("learner.bench.gpu:run_suite"),
         **Later("learner.bench.studies:SUITES").find(),
     }

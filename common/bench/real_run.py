@@ -35,12 +35,14 @@ def train(name: str, overrides: Sequence[str], *, folder: Path, timeout_s: float
 
 
 @contextmanager
-def running(name: str, overrides: Sequence[str], *, folder: Path) -> Generator[ChildProcess]:
-    """Start `train` on quickstart below `folder`, and stop it in the end if it still runs."""
+def running(
+    name: str, overrides: Sequence[str], *, folder: Path, config: str = "quickstart"
+) -> Generator[ChildProcess]:
+    """Start `train` below `folder`, and stop it in the end if it still runs."""
     log = folder / f"{name}.log"
     logger.info("run name=%s log=%s", name, log)
     own = (f"run.dir={folder}", f"run.name={name}")
-    argv = [sys.executable, "run.py", "train", "--config", "quickstart", *own, *overrides]
+    argv = [sys.executable, "run.py", "train", "--config", config, *own, *overrides]
     child = ChildProcess(name, argv, log_path=log, cwd=ROOT)
     try:
         yield child

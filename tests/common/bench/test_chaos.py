@@ -1,0 +1,118 @@
+"""Laws of the suite of faults: it hits whom it names, and counts what that cost."""
+
+import itertools
+import json
+import socket
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from common.bench.chaos.connections import reset_connections
+from common.bench.chaos.faults import NotPossible, Scene
+from common.bench.chaos.plan import ALL_FAULTS, Fault, Kind, deal
+from common.bench.chaos.suite import Story, Suffered, quantile
+from common.bench.chaos.victims import Role, find_victims
+from common.bench.chaos.watch import Watch
+from common.store.run_dir import RunDir
+
+NOBODY = 1 << 30  # no process has this number
+
+
+@contextmanager
+def python(code: str) -> Generator[subprocess.Popen[str]]:
+    """Run a line of Python until the end of the block."""
+    argv, pipe = [sys.executable, "-c", code], subprocess.PIPE
+    with subprocess.Popen(argv, stdin=pipe, stdout=pipe, text=True) as child:
+        try:
+            yield child
+        finally:
+            child.kill()
+
+
+def read_line(child: subprocess.Popen[str]) -> str:
+    assert child.stdout is not None
+    return child.stdout.readline().strip()
+
+
+def test_every_fault_comes_once_before_any_comes_again() -> None:
+    first, second = (list(itertools.islice(deal(ALL_FAULTS, seed=s), 40)) for s in (0, 1))
+    deck = len(ALL_FAULTS)
+    assert set(first[:deck]) == set(ALL_FAULTS)
+    assert Counter(first).most_common(1)[0][1] == 2
+    assert first == list(itertools.islice(deal(ALL_FAULTS, seed=0), 40))
+    assert first != second
+
+
+def test_every_role_is_killed_and_stopped() -> None:
+    for kind in (Kind.KILL, Kind.STOP):
+        assert {fault.role for fault in ALL_FAULTS if fault.kind is kind} == set(Role)
+
+
+def test_a_fault_costs_what_the_undisturbed_steps_leave_of_the_time() -> None:
+    killed = Suffered(fault=Fault(Kind.KILL, Role.LEARNER), began_s=4.5, ended_s=4.5, step_s=6.5)
+    story = Story(suffered=[killed], step_times=[0.0, 2.0, 4.0, 11.0, 13.0, 15.0])
+    assert story.quiet_step_s == 2.0
+    assert story.lost_s == 15.0 - 5 * 2.0  # the steps that it began to make are lost, too
+
+
+def test_quantiles_are_of_values_that_were_measured() -> None:
+    assert quantile([3.0, 1.0, 2.0], 0.5) == 2.0
+    assert quantile(list(map(float, range(100))), 0.95) == 94.0
+
+
+def test_steps_that_a_learner_writes_again_are_counted_once(tmp_path: Path) -> None:
+    run_dir = RunDir(root=tmp_path)
+    watch = Watch(run_dir)
+    assert watch.look() == 0
+
+    def write(*steps: int, part: str = "") -> int:
+        lines = "".join(json.dumps({"step": step}) + "\n" for step in steps)
+        run_dir.metrics.write_text(lines + part)
+        return watch.look()
+
+    assert write(1, 2, 3, part='{"step"') == 3
+    assert write(1, 2) == 3  # the learner died, and began behind its checkpoint
+    assert write(1, 2, 3, 4) == 4
+
+
+def test_a_reset_is_seen_at_both_ends_and_by_no_other_connection() -> None:
+    code = (
+        "import socket, sys; port = int(sys.stdin.readline());"
+        "s = socket.create_connection(('127.0.0.1', port)); print('connected', flush=True);\n"
+        "try:\n  s.recv(1)\n"
+        "except OSError as error:\n  print(type(error).__name__, flush=True)"
+    )
+    with socket.socket() as listener, python(code) as child:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        print(port, file=child.stdin, flush=True)
+        ours, _ = listener.accept()
+        with ours, socket.create_connection(("127.0.0.1", port)) as other:
+            assert read_line(child) == "connected"
+            try:
+                num_reset = reset_connections(psutil.Process(child.pid))
+            except OSError as error:
+                pytest.skip(f"not allowed here: {error}")
+            assert num_reset == 1
+            with pytest.raises(ConnectionResetError):
+                ours.recv(1)
+            accepted, _ = listener.accept()
+            with accepted:
+                other.sendall(b"x")
+                assert accepted.recv(1) == b"x"
+
+
+def test_who_does_not_run_cannot_be_hit(tmp_path: Path) -> None:
+    assert find_victims(NOBODY, Role.LEARNER) == []
+    scene = Scene(supervisor_pid=NOBODY, run_dir=RunDir(root=tmp_path), disk=None)
+    with pytest.raises(NotPossible, match="no learner runs"):
+        scene.strike(Fault(Kind.KILL, Role.LEARNER))
+    with pytest.raises(NotPossible, match="not an administrator"):
+        scene.strike(Fault(Kind.DISK_FULL))
