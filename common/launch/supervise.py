@@ -11,6 +11,7 @@ from common.dashboard.run_view import view_run
 from common.launch.base import Ending, LaunchState, RoleSpec, RoleStarter
 from common.launch.launcher import Launcher
 from common.memory import family_bytes
+from common.store.disk import if_room
 from common.store.metrics import tail_metrics
 from common.store.run_dir import RunDir, write_json
 
@@ -40,8 +41,9 @@ def supervise(
 
     def on_poll(state: LaunchState) -> None:
         nonlocal written
-        if state != written:
-            write_json(run_dir.launch, asdict(state))
+        if state != written and if_room(
+            lambda: write_json(run_dir.launch, asdict(state)), run_dir.launch
+        ):
             written = state
         display.refresh()
         memory.sample()

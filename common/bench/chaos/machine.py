@@ -11,7 +11,7 @@ import subprocess
 from pathlib import Path
 
 NEW_MOUNTS, NEW_NETWORK = 0x00020000, 0x40000000  # CLONE_NEWNS, CLONE_NEWNET of Linux
-DISK_BYTES = 5 << 29  # a run wants two gigabytes to start with
+DISK_BYTES = 17 << 27  # a run wants two gigabytes to start with
 SLOW = ("rate", "16mbit", "burst", "16k", "limit", "32k")  # what does not fit the queue is dropped
 FILL_BYTES = 1 << 20
 
