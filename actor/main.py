@@ -1,6 +1,7 @@
 """The actor: an engine, many episodes at once, and the lines to scheduler, learner and hub."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -29,6 +30,7 @@ from common.config.run_config import RunConfig
 from common.errors import ConfigError, LongstrideError
 from common.join.enrol import Joined
 from common.memory import resident_bytes
+from common.stall.beacon import Beacon, beacon_of
 from common.store.run_dir import RunDir
 from common.wire.addresses import AddressBook
 from common.wire.messages import Heartbeat, Hello
@@ -48,6 +50,7 @@ class Access:
 
     keys: RunKeys
     book: AddressBook
+    run_dir: RunDir | None = None  # on this machine: its supervisor is told what goes on
     has_weights: bool = True  # in the model's folder; else the engine starts without any
 
 
@@ -65,7 +68,7 @@ class Parts:
 def run(cfg: RunConfig, run_dir: RunDir) -> None:
     """Be an actor on the run's own disk; see `play`."""
     book = AddressBook(lambda: run_dir.find_address("scheduler"))
-    play(cfg, Access(keys=load_keys(run_dir.keys), book=book))
+    play(cfg, Access(keys=load_keys(run_dir.keys), book=book, run_dir=run_dir))
 
 
 def run_joined(cfg: RunConfig, joined: Joined) -> None:
@@ -87,7 +90,13 @@ def play(cfg: RunConfig, access: Access) -> None:
     """Play episodes until the scheduler says that the run is over, or SIGTERM."""
     for number in STOP_SIGNALS:
         signal.signal(number, _end_at_once)
-    uvloop.run(_run(cfg, access))
+    name = cfg.actor.name or f"actor-{socket.gethostname()}-{os.getpid()}"
+    with contextlib.ExitStack() as stack:
+        beacon = None
+        if access.run_dir is not None:
+            start_s = 2 * cfg.actor.start_timeout_s  # for the engine, then for the others
+            beacon = stack.enter_context(beacon_of(access.run_dir, name, start_s=start_s))
+        uvloop.run(_run(cfg, access, name, beacon))
 
 
 def _end_at_once(number: int, _: FrameType | None) -> None:
@@ -103,8 +112,7 @@ def _end_at_once(number: int, _: FrameType | None) -> None:
     os._exit(0)
 
 
-async def _run(cfg: RunConfig, access: Access) -> None:
-    name = cfg.actor.name or f"actor-{socket.gethostname()}-{os.getpid()}"
+async def _run(cfg: RunConfig, access: Access, name: str, beacon: Beacon | None) -> None:
     context = zmq.asyncio.Context()
     try:
         parts = await _build(cfg, access, name, context)
@@ -112,7 +120,9 @@ async def _run(cfg: RunConfig, access: Access) -> None:
         for number in STOP_SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
         try:
-            await _work(cfg, parts, stop)
+            if beacon is not None:
+                beacon.watch_tasks()
+            await _work(cfg, parts, stop, beacon)
         finally:
             await _shut_down(parts)
     finally:
@@ -176,7 +186,7 @@ async def _build(cfg: RunConfig, access: Access, name: str, context: zmq.asyncio
     return Parts(name, engine, hubs, scheduler, delivery, weights, episodes)
 
 
-async def _work(cfg: RunConfig, parts: Parts, stop: asyncio.Event) -> None:
+async def _work(cfg: RunConfig, parts: Parts, stop: asyncio.Event, beacon: Beacon | None) -> None:
     """Run the actor's loops until the run is over; the first failure ends all of them."""
     loops = [
         asyncio.create_task(coroutine, name=name)
@@ -184,7 +194,7 @@ async def _work(cfg: RunConfig, parts: Parts, stop: asyncio.Event) -> None:
             "scheduler": parts.scheduler.run(),
             "delivery": parts.delivery.run(),
             "weights": parts.weights.run(),
-            "heartbeat": _beat(cfg, parts),
+            "heartbeat": _beat(cfg, parts, beacon),
             "leases": _take_leases(cfg, parts),
         }.items()
     ]
@@ -231,12 +241,22 @@ async def _take_leases(cfg: RunConfig, parts: Parts) -> None:
             await asyncio.sleep(0.02)  # let freed slots gather into one request
 
 
-async def _beat(cfg: RunConfig, parts: Parts) -> None:
+async def _beat(cfg: RunConfig, parts: Parts, beacon: Beacon | None) -> None:
     pid = os.getpid()
     rss_bytes, look_at = 0, 0.0
     last_tokens, last_time = parts.engine.num_sampled_tokens, time.monotonic()
+    last_done, done_at = None, last_time
     while True:
         now = time.monotonic()
+        waiting_for = _waiting_for(parts)
+        done = (waiting_for, parts.engine.num_sampled_tokens, parts.engine.version)
+        if done != last_done:
+            last_done, done_at = done, now
+            if beacon is not None:
+                limit_s = 2 * cfg.actor.turn_timeout_s  # a turn that takes longer ends the actor
+                beacon.note("episodes", "a turn", waits_for=waiting_for, limit_s=limit_s)
+        if beacon is not None:
+            beacon.note("main", "serving")
         if parts.engine.meter is not None:
             parts.episodes.adapt(parts.engine.meter.drain())
         if now >= look_at:  # it reads what the system says of every process
@@ -252,7 +272,8 @@ async def _beat(cfg: RunConfig, parts: Parts) -> None:
                 running=[*parts.episodes.running_ids, *parts.delivery.pending_ids],
                 num_slots=parts.episodes.num_slots,
                 tokens_per_s=rate,
-                waiting_for=_waiting_for(parts),
+                waiting_for=waiting_for,
+                unchanged_s=now - done_at,
                 rss_bytes=rss_bytes,  # and of the engine
             )
         )

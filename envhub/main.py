@@ -11,6 +11,7 @@ import socket
 import threading
 import uuid
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import FrameType
 
 import uvicorn
@@ -20,6 +21,7 @@ from common.config.envs import EnvsSection, RemoteOptions
 from common.config.run_config import EnvhubSection, RunConfig
 from common.errors import ConfigError
 from common.join.enrol import Joined
+from common.stall.beacon import beacon_of
 from common.store.run_dir import RunDir
 from common.wire.addresses import AddressBook, Addresses, with_host
 from common.wire.join_messages import HubHello, HubPlace
@@ -52,8 +54,13 @@ def run(cfg: RunConfig, run_dir: RunDir) -> None:
             url=told_address(cfg, listener), token=keys.hub_token, envs=envs_of_run(cfg)
         )
         hello = HubHello(name="envhub", incarnation=uuid.uuid4().hex[:12], place=place)
-        with registered(cfg, run_dir, keys, hello):
-            serve(app, sessions, listener, log_level=cfg.log.level)
+        start_s = cfg.actor.start_timeout_s
+        with (
+            registered(cfg, run_dir, keys, hello),
+            beacon_of(run_dir, "envhub", start_s=start_s) as beacon,
+        ):
+            on_round = partial(beacon.note, "main", "serving")
+            serve(app, sessions, listener, log_level=cfg.log.level, on_round=on_round)
 
 
 def run_joined(cfg: RunConfig, joined: Joined) -> None:
@@ -169,8 +176,15 @@ def build(
     return app, sessions
 
 
-def serve(app: FastAPI, sessions: Sessions, listener: socket.socket, *, log_level: str) -> None:
-    """Serve on a bound socket until SIGTERM or SIGINT.
+def serve(
+    app: FastAPI,
+    sessions: Sessions,
+    listener: socket.socket,
+    *,
+    log_level: str,
+    on_round: Callable[[], None] = lambda: None,
+) -> None:
+    """Serve on a bound socket until SIGTERM or SIGINT; `on_round` is called several times a second.
 
     Then new sessions get 503, running calls may finish for DRAIN_S, and everything ends.
     """
@@ -189,15 +203,21 @@ def serve(app: FastAPI, sessions: Sessions, listener: socket.socket, *, log_leve
     )
     logger.info("hub starting address=%s", address_of(listener))
     with _signals_end_quietly():
-        DrainingServer(config, sessions).run(sockets=[listener])
+        DrainingServer(config, sessions, on_round).run(sockets=[listener])
     logger.info("hub stopped")
 
 
 class DrainingServer(uvicorn.Server):
     """A server that drains before it stops; a second signal stops it at once."""
 
-    def __init__(self, config: uvicorn.Config, sessions: Sessions) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        sessions: Sessions,
+        on_round: Callable[[], None] = lambda: None,
+    ) -> None:
         super().__init__(config)
+        self._on_round = on_round
         self._sessions = sessions
         self._draining: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -207,6 +227,11 @@ class DrainingServer(uvicorn.Server):
         """Start, and remember the loop that a signal has to reach."""
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets=sockets)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Do what a server does ten times a second, and tell that the loop turns."""
+        self._on_round()
+        return await super().on_tick(counter)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to drain; called by a signal."""

@@ -10,9 +10,11 @@ from functools import partial
 
 import psutil
 
-from common.config.run_config import RunConfig, TrainMode, published_version
+from common.config.run_config import OnStall, RunConfig, TrainMode, published_version
 from common.errors import LongstrideError
+from common.launch.lock import hold_role
 from common.memory import trim_heap
+from common.stall.beacon import Beacon, beacon_of
 from common.store.disk import POLL_S, DiskFull, if_room
 from common.store.run_dir import RunDir
 from common.wire.messages import EpisodeOutcome, Outcome, Trajectory
@@ -23,6 +25,7 @@ from learner.ingest.group_assembly import Group
 from learner.ingest.replay_point import save_replay_point
 from learner.objective.describe import dead_knobs, objective_text
 from learner.recovery.step_log import LoggedStep
+from learner.training.rank_workers import LOAD_S
 from learner.training.trainer import StepResult
 from learner.weights.snapshot import PublishedWeights
 from learner.weights.source import copied
@@ -73,9 +76,18 @@ def run(cfg: RunConfig, run_dir: RunDir) -> None:
     logger.info("objective: %s", objective_text(cfg.algorithm, cfg.learner))
     for line in dead_knobs(cfg.algorithm, cfg.learner):
         logger.warning("%s", line)
-    learner = build(cfg, run_dir)
+    with (
+        hold_role(run_dir.root, "learner"),
+        beacon_of(run_dir, "learner", start_s=LOAD_S) as beacon,
+    ):
+        _train(cfg, build(cfg, run_dir), stop, beacon)
+
+
+def _train(cfg: RunConfig, learner: Learner, stop: threading.Event, beacon: Beacon) -> None:
+    """Be a learner that is built, to the end."""
     learner.gate.is_stopping = stop.is_set
-    loop = Loop(cfg, learner, stop)
+    learner.intake.on_round = partial(beacon.note, "intake", "serving")
+    loop = Loop(cfg, learner, stop, note=partial(beacon.note, "main"))
     try:
         learner.intake.start()
         learner.publisher.start()
@@ -99,7 +111,16 @@ class Loop:
     Unblocked by: a batch; the publisher; a stop, which ends either wait at once.
     """
 
-    def __init__(self, cfg: RunConfig, learner: Learner, stop: threading.Event) -> None:
+    def __init__(
+        self,
+        cfg: RunConfig,
+        learner: Learner,
+        stop: threading.Event,
+        *,
+        note: Callable[..., None] = lambda *_, **__: None,
+    ) -> None:
+        """Begin where the learner stands; `note` is told of progress, as `Beacon.note` is."""
+        self._note = note
         self._cfg = cfg
         self._learner = learner
         self._stop = stop
@@ -146,15 +167,23 @@ class Loop:
         started = time.monotonic()
         cfg = self._cfg.learner
         self._set_status(waiting_for="actors: a batch")
-        groups, stale = self._learner.buffer.next_batch(
-            self.version,
-            # After a skipped batch only the freshest that there is.
-            max_lag_steps=cfg.hold_back_steps if self._is_after_skip else cfg.max_lag_steps,
-            in_order=self._cfg.train.mode is TrainMode.SYNC,
-            timeout_s=cfg.batch_timeout_s,
-            may_stretch=not self._is_after_skip,
-            check=self._check,
-        )
+        while True:
+            try:
+                groups, stale = self._learner.buffer.next_batch(
+                    self.version,
+                    # After a skipped batch only the freshest that there is.
+                    max_lag_steps=cfg.hold_back_steps if self._is_after_skip else cfg.max_lag_steps,
+                    in_order=self._cfg.train.mode is TrainMode.SYNC,
+                    timeout_s=cfg.batch_timeout_s,
+                    may_stretch=not self._is_after_skip,
+                    check=self._check,
+                )
+                break
+            except TimeoutError as error:  # it is not this process that hangs
+                if self._cfg.run.on_stall is OnStall.STOP:
+                    raise
+                waited_s = time.monotonic() - started
+                logger.error("waiting on after_s=%.0f: %s", waited_s, error)
         self._set_status(waiting_for="")
         return Batch(groups=groups, stale=stale, waited_s=time.monotonic() - started)
 
@@ -314,7 +343,11 @@ class Loop:
 
     def _set_status(self, **changes: str | float) -> None:
         intake = self._learner.intake
-        intake.status = replace(intake.status, **changes)  # pyright: ignore[reportArgumentType]
+        now = time.monotonic()
+        intake.status = replace(intake.status, changed_at=now, **changes)  # pyright: ignore[reportArgumentType]
+        if "waiting_for" in changes:
+            waits_for = str(changes["waiting_for"])
+            self._note("" if waits_for else f"step {self.version + 1}", waits_for=waits_for)
 
     # --- 6. the disk ------------------------------------------------------------------------
 

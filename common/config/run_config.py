@@ -60,6 +60,14 @@ class Launcher(StrEnum):
     RAY = "ray"
 
 
+class OnStall(StrEnum):
+    """What becomes of a role that hangs, or a run that stands still, beside a report of it."""
+
+    WARN = "warn"
+    RESTART = "restart"
+    STOP = "stop"
+
+
 class WandbMode(StrEnum):
     """auto: online if the user is logged in, else offline."""
 
@@ -78,6 +86,12 @@ class RunSection:
     seed: int = knob(0, "of everything that is drawn", ge=0, lt=2**32)
     resume: Resume = knob(Resume.AUTO, "what happens if the run's directory is in use")
     stop_timeout_s: float = knob(0.0, "seconds to save at a stop; 0: as measured", ge=0)
+    stall_s: float = knob(
+        120.0, "seconds without progress, and 3x the longest so far, that are a stall", ge=5
+    )
+    on_stall: OnStall = knob(
+        OnStall.RESTART, "beside a report with stacks: go on, restart who hangs, or stop the run"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,5 +1,6 @@
 """What a launcher is given and what it answers."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -20,7 +21,7 @@ class RoleSpec:
     ends_run: bool = False  # exit code 0 means that the run is finished
     saves_at_stop: bool = False  # gets the whole stop deadline, as what it does not save is lost
     is_restartable: bool = True
-    max_restarts: int = 20  # within ten minutes; one more fails the run
+    max_restarts: int = 20  # within ten minutes and without progress; one more fails the run
     quiet_exit_grace_s: float = 0.0  # after exit code 0, before it is started again
     stop_rank: int = 0  # at a stop all of one rank are ended before the next rank is told
 
@@ -31,6 +32,15 @@ class Ending:
 
     exit_code: int  # 0 finished, 130 or 143 interrupted, 1 failed, 2 wrong configuration
     reason: str  # for people; several lines if a role failed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What to do about roles that hang, or a run that stands still."""
+
+    report: str  # one line
+    restart: list[str] = field(default_factory=list[str])  # names of roles
+    is_stop: bool = False  # end the run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +80,18 @@ class RoleProcess(Protocol):
 
     def log_tail(self, *, max_lines: int) -> list[str]:
         """Return the last lines of its log since this start."""
+        ...
+
+
+class Watch(Protocol):
+    """Looks at roles that live: whether they get anywhere."""
+
+    def look(self, processes: Mapping[str, RoleProcess]) -> Verdict | None:
+        """Return what to do about a stall, None if there is none."""
+        ...
+
+    def progress(self, role: str) -> object:
+        """Return something that changes as the role's part gets done."""
         ...
 
 

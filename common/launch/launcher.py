@@ -18,6 +18,7 @@ from common.launch.base import (
     RoleProcess,
     RoleSpec,
     RoleStarter,
+    Watch,
 )
 from common.launch.process import TAIL_LINES, describe_exit
 
@@ -25,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 MAX_BACKOFF_S = 30.0
 RESTART_WINDOW_S = 600.0  # in which restarts are counted
-CALM_S = 60.0  # a role that ran so long starts again without delay
+CALM_S = 30.0  # a role that ran so long starts again without delay
 
 
 class Launcher:
@@ -47,6 +48,7 @@ class Launcher:
         finish_grace_s: float = 10.0,
         first_backoff_s: float = 1.0,
         on_poll_every_s: float = 0.5,
+        watch: Watch | None = None,
     ) -> None:
         """Start nothing yet.
 
@@ -54,6 +56,7 @@ class Launcher:
             starter: starts the roles, for the first time and again.
             stop_timeout_s: asked when the run stops: seconds for the roles that save something.
             quick_stop_s: seconds for every other role.
+            watch: tells of roles that hang, and of progress, which renews budgets of restarts.
         """
         self._starter = starter
         self._stop_timeout_s = stop_timeout_s
@@ -61,6 +64,7 @@ class Launcher:
         self._finish_grace_s = finish_grace_s
         self._first_backoff_s = first_backoff_s
         self._on_poll_every_s = on_poll_every_s
+        self._watch_stalls = watch
         self._next_poll = 0.0
         self._stop_deadline: float | None = None  # Unix time
         self._signals: list[int] = []
@@ -73,7 +77,10 @@ class Launcher:
         """
         self._on_poll, self._began_at = on_poll, time.time()
         backoff_s = self._first_backoff_s
-        self._roles = [_Role(each, self._starter, first_backoff_s=backoff_s) for each in specs]
+        watch = self._watch_stalls
+        self._roles = [
+            _Role(each, self._starter, first_backoff_s=backoff_s, watch=watch) for each in specs
+        ]
         with _noted_signals() as (self._signals, self._wakeup):
             try:
                 for role in self._roles:
@@ -94,9 +101,28 @@ class Launcher:
                 ending = role.check()
                 if ending is not None:
                     return ending
+            ending = self._end_stall()
+            if ending is not None:
+                return ending
             self._await_event(self._on_poll_every_s)
         number = self._signals[0]
         return Ending(exit_code=128 + number, reason=f"stopped by {signal.Signals(number).name}")
+
+    def _end_stall(self) -> Ending | None:
+        """Kill the roles that hang, which are then started again; return how the run ends."""
+        if self._watch_stalls is None:
+            return None
+        running = {r.spec.name: r.process for r in self._roles if r.process and r.is_running}
+        verdict = self._watch_stalls.look(running)
+        if verdict is None:
+            return None
+        if verdict.is_stop:
+            return Ending(exit_code=EXIT_FAILED, reason=verdict.report)
+        for name in verdict.restart:
+            if name in running:
+                logger.warning("killing role=%s: %s", name, verdict.report)
+                running[name].clear_away()
+        return None
 
     def _await_event(self, timeout_s: float) -> None:
         """Let the caller of `run` look, then wait for a signal, the end of a child or the time."""
@@ -174,8 +200,12 @@ def _noted_signals() -> Generator[tuple[list[int], socket.socket]]:
 class _Role:
     """A spec, the process that runs it now, and when it may start again."""
 
-    def __init__(self, spec: RoleSpec, starter: RoleStarter, *, first_backoff_s: float) -> None:
+    def __init__(
+        self, spec: RoleSpec, starter: RoleStarter, *, first_backoff_s: float, watch: Watch | None
+    ) -> None:
         self.spec = spec
+        self._watch = watch
+        self._progress: object = None  # at the last restart
         self.process: RoleProcess | None = None
         self._starter = starter
         self._first_backoff_s = first_backoff_s
@@ -223,6 +253,10 @@ class _Role:
         self.process = None
 
     def _may_restart(self) -> bool:
+        progress = self._watch.progress(self.spec.name) if self._watch else None
+        if progress != self._progress:  # what ends it again and again does not hold up the run
+            self._progress = progress
+            self._restarts.clear()
         horizon = time.monotonic() - RESTART_WINDOW_S
         while self._restarts and self._restarts[0] < horizon:
             self._restarts.popleft()

@@ -11,6 +11,7 @@ from common.dashboard.run_view import view_run
 from common.launch.base import Ending, LaunchState, RoleSpec, RoleStarter
 from common.launch.launcher import Launcher
 from common.memory import family_bytes
+from common.stall.watch import StallWatch
 from common.store.disk import if_room
 from common.store.metrics import tail_metrics
 from common.store.run_dir import RunDir, write_json
@@ -50,7 +51,8 @@ def supervise(
 
     wanted_s = cfg.run.stop_timeout_s
     stop_s = partial(stop_timeout_s, run_dir, wanted_s=wanted_s)
-    launcher = Launcher(starter, stop_timeout_s=stop_s)
+    watch = StallWatch(run_dir, cfg.run, turn_s=cfg.actor.turn_timeout_s)
+    launcher = Launcher(starter, stop_timeout_s=stop_s, watch=watch)
     display.start()
     try:
         ending = launcher.run(specs, on_poll=on_poll)

@@ -42,6 +42,8 @@ class RunDir:
     selection = _Below("selection.json")  # who was dropped
     status = _Below("status.json")  # the scheduler's, once a second
     launch = _Below("launch.json")  # the launcher's, while it runs
+    alive = _Below("alive")  # what each role on this machine is doing
+    stalls = _Below("stalls")  # reports of what stood still
     finished = _Below("finished.json")  # only after the last step
     report = _Below("report.json")
     keys = _Below("keys")  # 0600

@@ -150,6 +150,7 @@ class Heartbeat:
     waiting_for: str = ""  # "" when busy
     rss_bytes: int = 0
     directory: int = -1  # number of the Directory that the sender knows; -1: it wants none
+    unchanged_s: float = 0.0  # since an actor's last turn, a learner's main thread's last progress
     num_reports: int = 0  # learner: its numbered messages that went before, on this connection
 
 

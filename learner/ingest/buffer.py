@@ -49,6 +49,8 @@ class TrajectoryBuffer:
         self._lag_bounds: dict[tuple[str, int], int] = {}  # of the scheduler; by env and horizon
         self._num_slots = 0  # of all actors, as the scheduler says
         self._is_finished = False
+        self._has_engines = False  # since this process began
+        self._news_at = time.monotonic()  # when an episode came, or no engine was up yet
 
     @property
     def open_groups(self) -> list[str]:
@@ -87,6 +89,7 @@ class TrajectoryBuffer:
     ) -> None:
         """Take episodes that are in the journal and acknowledged; it ends at `end`."""
         with self._changed:
+            self._news_at = time.monotonic()
             for trajectory, position in accepted:
                 self._enter(trajectory, position)
                 if trajectory.kind is EpisodeKind.TRAIN:
@@ -116,6 +119,9 @@ class TrajectoryBuffer:
             self._close_below(progress.closed_below)
             self._groups.decide(progress.learner_version, progress.num_batch_groups)
             self._num_slots = progress.num_slots
+            self._has_engines = self._has_engines or progress.num_slots > 0
+            if not self._has_engines:  # the first one still starts
+                self._news_at = time.monotonic()
             self._lag_bounds = {(b.env, b.horizon): b.max_lag_steps for b in progress.lag_bounds}
             for episode_id in progress.revoked:
                 self._report(*self._groups.give_up(*split_episode_id(episode_id)))
@@ -144,13 +150,14 @@ class TrajectoryBuffer:
 
         Args:
             may_stretch: where the scheduler says so, a wider bound than `max_lag_steps` holds.
+            timeout_s: since the last episode came; the start of the first engine does not count.
             check: called every `POLL_S` seconds of the wait; ends it by raising.
 
         Raises:
-            TimeoutError: none within `timeout_s`; says what there is and who is waited for.
+            TimeoutError: neither a batch nor an episode; says what there is and who is waited for.
             LongstrideError: the intake's thread failed.
         """
-        deadline = time.monotonic() + timeout_s
+        started = time.monotonic()
         while True:
             check()
             with self._changed:
@@ -167,13 +174,16 @@ class TrajectoryBuffer:
                     if groups:
                         stale, self._stale = self._stale, []
                         return groups, stale
-                remaining = deadline - time.monotonic()
-                if remaining <= 0:
+                now = time.monotonic()
+                if now - max(started, self._news_at) >= timeout_s:
+                    some = ", ".join(self._groups.open_ids[:3])
                     raise TimeoutError(
-                        f"no batch within {timeout_s:g}s: {self._groups.num_ready} groups ready, "
-                        f"{self._groups.num_open} waiting for members; see status.json"
+                        f"no batch for {now - started:.1f}s, and no episode from any actor for"
+                        f" {now - self._news_at:.1f}s (learner.batch_timeout_s={timeout_s:g}):"
+                        f" {self._groups.num_ready} groups ready, {self._groups.num_open} waiting"
+                        f" for members{some and ' such as ' + some}; status.json has the actors"
                     )
-                self._changed.wait(min(remaining, POLL_S))
+                self._changed.wait(POLL_S)
 
     def report(self, outcomes: Sequence[EpisodeOutcome]) -> None:
         with self._changed:
@@ -213,13 +223,17 @@ class TrajectoryBuffer:
     def wait_finished(
         self, *, timeout_s: float, check: Callable[[], object] = lambda: None
     ) -> bool:
-        """Wait until the scheduler says that the run is over; False if it did not in time."""
-        deadline = time.monotonic() + timeout_s
+        """Wait until the scheduler says that the run is over.
+
+        False if it did not, and no episode came, for `timeout_s`.
+        """
+        started = time.monotonic()
         while True:
             check()
             with self._changed:
                 self._raise_failure()
-                if self._is_finished or time.monotonic() >= deadline:
+                idle_s = time.monotonic() - max(started, self._news_at)
+                if self._is_finished or idle_s >= timeout_s:
                     return self._is_finished
                 self._changed.wait(POLL_S)
 

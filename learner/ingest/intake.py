@@ -6,7 +6,8 @@ A thread of its own, so that actors are answered while the model trains.
 import logging
 import threading
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from common.store.journal import JournalPosition, JournalWriter
 from common.wire.messages import Ack, Heartbeat, Rejected, Trajectory
@@ -31,6 +32,7 @@ class LearnerStatus:
     waiting_for: str = ""  # "" while it computes
     tokens_per_s: float = 0.0  # trained in the last step
     rss_bytes: int = 0
+    changed_at: float = field(default_factory=time.monotonic)  # when it was last at something else
 
 
 class Intake(threading.Thread):
@@ -65,6 +67,7 @@ class Intake(threading.Thread):
         self._commit = GroupCommit(journal.sync, on_done=router.wake)
         self._stop_requested = threading.Event()
         self._last_beat = 0.0
+        self.on_round: Callable[[], None] = lambda: None
         self.status = LearnerStatus()  # for the heartbeats; any thread replaces it
 
     def stop(self) -> None:
@@ -90,6 +93,7 @@ class Intake(threading.Thread):
             self._scheduler.close()
 
     def _serve_once(self) -> None:
+        self.on_round()
         received = self._router.receive_all(timeout_s=POLL_S)
         started = time.monotonic()
         if received:
@@ -145,11 +149,14 @@ class Intake(threading.Thread):
         return verdict.refusal
 
     def _heartbeat(self) -> Heartbeat:
+        status = self.status
         return Heartbeat(
             role="learner",
             name=self._scheduler.hello.name,
             version=self._buffer.version,
             running=self._buffer.open_groups,
-            num_slots=0,
-            **asdict(self.status),
+            waiting_for=status.waiting_for,
+            tokens_per_s=status.tokens_per_s,
+            rss_bytes=status.rss_bytes,
+            unchanged_s=max(0.0, time.monotonic() - status.changed_at),
         )

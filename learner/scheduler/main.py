@@ -5,12 +5,15 @@ import secrets
 import signal
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.launch.lock import hold_role
+from common.stall.beacon import beacon_of
 from common.store.run_dir import RunDir, write_atomically, write_json
 from common.wire.addresses import LOOPBACK, WILDCARDS, bracketed
 from common.wire.join_messages import FileRequest, HubGoodbye, HubHello, HubNoted, JoinRequest
@@ -86,11 +89,15 @@ def serve(cfg: RunConfig, run_dir: RunDir, stop: threading.Event) -> None:
 
     Raises: ConfigError: this run has a scheduler.
     """
-    with hold_role(run_dir.root, "scheduler"):
-        _serve(cfg, run_dir, stop)
+    start_s = 2 * cfg.actor.start_timeout_s  # for the hubs to come, and its own log to be read
+    role = "scheduler"
+    with hold_role(run_dir.root, role), beacon_of(run_dir, role, start_s=start_s) as beacon:
+        _serve(cfg, run_dir, stop, partial(beacon.note, "main", "serving"))
 
 
-def _serve(cfg: RunConfig, run_dir: RunDir, stop: threading.Event) -> None:
+def _serve(
+    cfg: RunConfig, run_dir: RunDir, stop: threading.Event, on_round: Callable[[], None]
+) -> None:
     keys, log = load_keys(run_dir.keys), EventLog(run_dir.root)
     router = listen(cfg, keys, preferred_port=(log.load() or {}).get("port", 0))
     try:
@@ -102,7 +109,7 @@ def _serve(cfg: RunConfig, run_dir: RunDir, stop: threading.Event) -> None:
         router.close()
         raise
     try:
-        loop(parts, stop)
+        loop(parts, stop, on_round=on_round)
         save(parts)
         write_reports(parts)
     finally:
@@ -194,9 +201,10 @@ def listen(cfg: RunConfig, keys: RunKeys, *, preferred_port: int) -> Router:
     return Router(keys, host=host, port=port)
 
 
-def loop(parts: Serving, stop: threading.Event) -> None:
+def loop(parts: Serving, stop: threading.Event, *, on_round: Callable[[], None]) -> None:
     """Serve until `stop` is set, or until the run is over and everybody has left."""
     while not stop.is_set() and not has_ended(parts):
+        on_round()
         received = parts.router.receive_all(timeout_s=POLL_S)
         wake_at(parts, time.monotonic())
         answer_all(parts, received)

@@ -29,6 +29,7 @@ class Member:
     tokens_per_s: float = field(default=0.0, metadata=VOLATILE)  # sampled or trained
     waiting_for: str = field(default="", metadata=VOLATILE)  # "" when busy
     rss_bytes: int = field(default=0, metadata=VOLATILE)
+    unchanged_s: float = field(default=0.0, metadata=VOLATILE)  # without progress, as it says
     num_finished: int = 0  # episodes
     held_mean: float = 0.0  # episodes at once, while they were played
     wall_mean_s: float = 0.0  # of an episode
@@ -91,6 +92,7 @@ class Members:
         member.tokens_per_s = message.tokens_per_s
         member.waiting_for = message.waiting_for
         member.rss_bytes = message.rss_bytes
+        member.unchanged_s = message.unchanged_s
         self.touch(member, now)
         return member
 

@@ -1,0 +1,145 @@
+"""What a role is doing, for its supervisor; and its stacks, when that asks for them."""
+
+import asyncio
+import contextlib
+import faulthandler
+import io
+import json
+import os
+import re
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Generator
+from dataclasses import asdict, dataclass
+from typing import TextIO
+
+from common.store.run_dir import RunDir, write_atomically
+
+WRITE_S = 1.0
+ASLEEP_S = 3 * WRITE_S  # between two rounds of the writing thread: the process stood still
+STACKS_SIGNAL = signal.SIGUSR1
+MAX_TASKS = 50  # of an event loop, whose stacks are written
+MAX_FRAMES = 12  # of a task
+
+
+@dataclass(slots=True)
+class Line:
+    """One line of work, such as a role's main thread."""
+
+    what: str
+    waits_for: str  # "learner: weights"; "" while it works
+    since: float  # monotonic seconds, those in which the process stood still left out
+    limit_s: float | None = None  # for this piece of work; None: as long as the rule allows
+    longest_s: float = 0.0  # that a piece of work of this kind took
+
+
+class Beacon:
+    """Tells the supervisor once a second what each line of work is at, from a thread of its own.
+
+    A process that is stopped, or that keeps the interpreter to itself, tells nothing; one whose
+    main thread hangs tells for how long that has been at the same.
+
+    Example:
+        beacon.note("training", "step 5")
+        beacon.note("training", "", waits_for="actors: a batch")
+    """
+
+    def __init__(self, run_dir: RunDir, role: str) -> None:
+        folder = run_dir.alive
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path = folder / f"{role}.json"
+        self._stacks_path = folder / f"{role}.stacks"
+        self._began_at = time.time()
+        self._lock = threading.Lock()
+        self._lines: dict[str, Line] = {}
+        self._longest: dict[str, float] = {}  # by kind of work
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stacks: TextIO | None = None
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._write_on, name="beacon", daemon=True)
+
+    def start(self) -> None:
+        """Let the supervisor ask for stacks, and begin to tell. From the main thread."""
+        self._stacks = self._stacks_path.open("w")
+        faulthandler.register(STACKS_SIGNAL, file=self._stacks, all_threads=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Tell no more."""
+        self._stopping.set()
+        self._thread.join(WRITE_S)
+        self._path.unlink(missing_ok=True)
+
+    def watch_tasks(self) -> None:
+        """Write the stacks of the running event loop's tasks, too, when stacks are asked for."""
+        self._loop = asyncio.get_running_loop()
+
+    def note(
+        self, line: str, what: str, *, waits_for: str = "", limit_s: float | None = None
+    ) -> None:
+        """Note progress: a line of work is at something else, or again at the same."""
+        now = time.monotonic()
+        with self._lock:
+            known = self._lines.get(line)
+            if known is not None and not known.waits_for:
+                kind = _kind(line, known.what)
+                took_s = now - known.since
+                self._longest[kind] = max(self._longest.get(kind, 0.0), took_s)
+            longest_s = self._longest.get(_kind(line, what), 0.0)
+            self._lines[line] = Line(what, waits_for, now, limit_s, longest_s)
+
+    def _write_on(self) -> None:
+        written_at, stacks_size = time.monotonic(), 0
+        while not self._stopping.is_set():
+            slept_s = time.monotonic() - written_at
+            with self._lock:
+                for line in self._lines.values():
+                    line.since += slept_s if slept_s > ASLEEP_S else 0.0
+                lines = {name: asdict(line) for name, line in self._lines.items()}
+            written_at = time.monotonic()
+            known = {"pid": os.getpid(), "began_at": self._began_at, "written_at": written_at}
+            with contextlib.suppress(OSError):  # of a full disk somebody else tells
+                write_atomically(self._path, json.dumps(known | {"lines": lines}))
+                size = self._stacks_path.stat().st_size
+                if size != stacks_size and self._stacks is not None:
+                    self._stacks.write(_tasks_of(self._loop))
+                    self._stacks.flush()
+                    stacks_size = self._stacks_path.stat().st_size
+            self._stopping.wait(WRITE_S)
+
+
+@contextlib.contextmanager
+def beacon_of(run_dir: RunDir, role: str, *, start_s: float) -> Generator[Beacon]:
+    """Yield the beacon of a role that is starting, for which it has `start_s`."""
+    beacon = Beacon(run_dir, role)
+    beacon.note("main", "starting", limit_s=start_s)
+    if threading.current_thread() is threading.main_thread():
+        beacon.start()
+    try:
+        yield beacon
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            beacon.stop()
+
+
+def _kind(line: str, what: str) -> str:
+    """Return what "step 5" and "step 6" have in common."""
+    return f"{line}: {re.sub(r'[0-9]+', '', what)}"
+
+
+def _tasks_of(loop: asyncio.AbstractEventLoop | None) -> str:
+    """Return the stacks of an event loop's tasks as text; it may be going on meanwhile."""
+    if loop is None:
+        return ""
+    try:
+        tasks = list(asyncio.all_tasks(loop))
+    except RuntimeError:  # they changed while they were counted
+        return ""
+    out = io.StringIO()
+    for task in tasks[:MAX_TASKS]:
+        out.write(f"Task {task.get_name()}:\n")
+        for frame in task.get_stack(limit=MAX_FRAMES):
+            out.writelines(traceback.format_stack(frame, limit=1))
+    return out.getvalue()

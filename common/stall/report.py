@@ -1,0 +1,133 @@
+"""Who is at what, who waits for whom: read from what the roles tell, and put in words."""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+from pydantic import TypeAdapter, ValidationError
+
+from common.stall.beacon import Line
+from common.store.run_dir import RunDir
+
+LEARNER = "learner"
+LATE_S = 2.5  # without a word of a role that tells every second
+MAX_STACKS_BYTES = 60_000  # of one role in a report
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """What a role on this machine wrote last."""
+
+    pid: int
+    began_at: float  # Unix time
+    written_at: float  # monotonic seconds
+    lines: dict[str, Line] = field(default_factory=dict[str, Line])
+
+
+_TOLD = TypeAdapter(Told)
+
+
+def read_told(run_dir: RunDir, role: str) -> Told | None:
+    """Return what a role wrote last; None: nothing, or on another machine."""
+    try:
+        return _TOLD.validate_json((run_dir.alive / f"{role}.json").read_bytes())
+    except (OSError, ValidationError):
+        return None
+
+
+def waits(told: Mapping[str, Told | None], status: Mapping[str, Any]) -> dict[str, str]:
+    """Return for whom each role waits, "" for one that works; as it says itself, or its beats."""
+    found: dict[str, str] = {}
+    for name, each in told.items():
+        lines = each.lines.values() if each else ()
+        found[name] = next((line.waits_for for line in lines if line.waits_for), "")
+    members: list[Any] = [*status.get("actors", []), {**status.get("learner", {}), "name": LEARNER}]
+    for member in members:
+        name = str(member.get("name", ""))
+        if not found.get(name) and not member.get("is_dead"):
+            found[name] = str(member.get("waiting_for", ""))
+    if "scheduler" in found and status.get("gate") and not found["scheduler"]:
+        found["scheduler"] = f"learner: {status['gate']}"
+    return found
+
+
+def culprits(waiting: Mapping[str, str]) -> list[str]:
+    """Return where the chain of waits from the learner ends.
+
+    Example: the learner waits for actors, actor-0 for the hub, actor-1 works -> envhub and actor-1.
+    The learner waits for actors, all of them for leases, the scheduler for the learner: a cycle, so
+    all of them but the hub.
+    """
+    actors = [name for name in waiting if name.startswith("actor")]
+    ends: list[str] = []
+    met: list[str] = []
+    queue = [LEARNER]
+    while queue:
+        name = queue.pop(0)
+        if name in met or name not in waiting:
+            continue
+        met.append(name)
+        whom = waiting[name].partition(":")[0]
+        if whom == "actors":
+            queue += actors
+        elif whom in waiting:
+            queue.append(whom)
+        else:
+            ends.append(name)
+    return ends or met
+
+
+def describe(
+    told: Mapping[str, Told | None],
+    status: Mapping[str, Any],
+    waiting: Mapping[str, str],
+    now: float,
+) -> Iterator[str]:
+    """Yield a line of text for each role: at what, or for whom it waits, and since when."""
+    actors: list[Any] = status.get("actors", [])
+    members = {each.get("name"): each for each in actors}
+    for name in sorted({*told, *waiting}):
+        each = told.get(name)
+        for line_name, line in (each.lines if each else {}).items():
+            doing = f"waits for {line.waits_for}" if line.waits_for else line.what
+            yield f"  {name} ({line_name}): {doing}, since {now - line.since:.0f}s"
+        if each is not None and now - each.written_at > LATE_S:
+            late_s = now - each.written_at
+            yield f"  {name}: has told nothing for {late_s:.0f}s{_state_of(each.pid)}"
+        elif each is None:
+            doing = f"waits for {waiting[name]}" if waiting.get(name) else "works"
+            heard_s = members.get(name, {}).get("last_seen_s")
+            heard = "" if heard_s is None else f", heard {heard_s:.0f}s before the last status"
+            yield f"  {name}: {doing}{heard}"
+    groups: Any = status.get("groups")
+    if groups:
+        counts = ", ".join(f"{groups.get(key)} {key}" for key in ("open", "ready", "filtered"))
+        yield f"  scheduler: groups {counts}; {status.get('num_leased')} episodes leased"
+        yield f"  scheduler: phase {status.get('phase')}, version {status.get('version')}"
+
+
+def _state_of(pid: int) -> str:
+    with contextlib.suppress(psutil.Error):
+        return f"; process {pid} is {psutil.Process(pid).status()}"
+    return f"; process {pid} is gone"
+
+
+def stacks_size(path: Path) -> int:
+    """Return how many bytes of stacks a role has written."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def stacks_since(path: Path, offset: int) -> str:
+    """Return the stacks that a role has written behind `offset`, "" if none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            return file.read(MAX_STACKS_BYTES).decode(errors="replace")
+    except OSError:
+        return ""

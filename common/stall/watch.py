@@ -1,0 +1,264 @@
+"""Finds roles that hang though they live, and runs that stand still; reports and acts."""
+
+import json
+import logging
+import os
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from common.config.run_config import OnStall, RunSection
+from common.launch.base import RoleProcess, Verdict
+from common.launch.process import ChildProcess
+from common.stall.beacon import STACKS_SIGNAL
+from common.stall.report import (
+    Told,
+    culprits,
+    describe,
+    read_told,
+    stacks_since,
+    stacks_size,
+    waits,
+)
+from common.store.run_dir import RunDir
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+ASLEEP_S = 5.0  # between two looks: this process stood still, and perhaps all of them
+OLD_S = 10.0  # of a status that nobody writes any more
+IMPORT_S = 300.0  # for a role to load its libraries, before it can tell anything
+STACKS_S = 1.5  # in which a role that is asked writes its stacks
+FACTOR = 3.0  # times the longest that was measured
+BY_OTHERS = ("scheduler", "learner")  # who waits for them has no turn in work
+_NONE: dict[str, Any] = {}
+MAX_ATTEMPTS = 3  # at a run that stands still, before it is stopped
+
+
+@dataclass(slots=True)
+class _Case:
+    """A stall that was found, while stacks are being written."""
+
+    culprits: list[str]
+    text: str
+    found_at: float
+    offsets: dict[str, int]  # of the roles' stacks
+
+
+class StallWatch:
+    """Looks once a second at what the roles tell.
+
+    A role hangs if it tells nothing, or is at the same piece of work, for longer than
+    `run.stall_s` and three times the longest such piece. A run stands still if nothing is counted
+    in its ledger for as long: then whoever is at the end of the chain of waits is to blame.
+
+    Example: the learner is stopped -> after `run.stall_s` all roles are asked for their stacks,
+    the report is written, and the launcher kills the learner and starts it again.
+    """
+
+    def __init__(self, run_dir: RunDir, cfg: RunSection, *, turn_s: float) -> None:
+        """Begin with nothing known; `turn_s` is what one turn of an episode may take."""
+        self._run_dir = run_dir
+        self._cfg = cfg
+        self._turn_s = turn_s
+        self._looked_at = time.monotonic()
+        self._awake_s = 0.0  # this watch's own clock
+        self._changed: dict[str, tuple[float, float]] = {}  # role -> what it wrote last, and when
+        self._progress: tuple[object, float] = (None, 0.0)  # of the run, and since when
+        self._longest_s = 0.0  # without progress, that ended by itself
+        self._case: _Case | None = None
+        self._told_until: dict[str, float] = {}  # culprits -> when to tell of them again
+        self._num_attempts = 0
+
+    def progress(self, role: str) -> object:
+        """Return what has changed if a role has done its part since; for budgets of restarts."""
+        status = self._status()
+        if role == "learner":
+            return status.get("version")
+        return _counts(status)
+
+    def look(self, processes: Mapping[str, RoleProcess]) -> Verdict | None:
+        """Return what to do about a stall, None if there is none. Call as often as you like."""
+        now = time.monotonic()
+        slept_s = now - self._looked_at
+        if slept_s < LOOK_S:
+            return None
+        self._looked_at = now
+        self._awake_s += min(slept_s, ASLEEP_S)
+        if self._case is not None:
+            is_due = now - self._case.found_at >= STACKS_S
+            return self._close(processes, self._case) if is_due else None
+        told = {name: self._told_of(name, process) for name, process in processes.items()}
+        status = self._status()
+        problem = self._find(processes, told, status, now)
+        if problem is not None:
+            self._open(problem, told, status, now)
+        return None
+
+    # --- finding ------------------------------------------------------------------------------
+
+    def _told_of(self, name: str, process: RoleProcess) -> Told | None:
+        """Return what this very process wrote, not an earlier one of its name."""
+        told = read_told(self._run_dir, name)
+        started_at = process.started_at
+        if told is None or started_at is None or told.began_at < started_at - 1.0:
+            self._changed.pop(name, None)
+            return None
+        if self._changed.get(name, (0.0, 0.0))[0] != told.written_at:
+            self._changed[name] = (told.written_at, self._awake_s)
+        return told
+
+    def _find(
+        self,
+        processes: Mapping[str, RoleProcess],
+        told: Mapping[str, Told | None],
+        status: Mapping[str, Any],
+        now: float,
+    ) -> tuple[list[str], str] | None:
+        """Return (who is to blame, what is wrong) for the first stall that there is."""
+        for name, each in told.items():
+            if each is not None:
+                what = self._hangs(name, each, now)
+            else:
+                what = self._is_unheard(name, processes[name], status)
+            if what:
+                return [name], f"{name} hangs: {what}"
+        return self._stands_still(told, status)
+
+    def _hangs(self, name: str, told: Told, now: float) -> str:
+        stall_s = self._cfg.stall_s
+        silent_s = self._awake_s - self._changed[name][1]
+        if silent_s > stall_s:
+            return f"it has told nothing for {silent_s:.0f}s (run.stall_s={stall_s:g})"
+        for line_name, line in told.lines.items():
+            limit_s = max(stall_s, FACTOR * line.longest_s, line.limit_s or 0.0)
+            same_s = min(now, told.written_at) - line.since
+            if not line.waits_for and same_s > limit_s:
+                what = f"{line_name} is at {line.what!r} for {same_s:.0f}s"
+                return f"{what}, more than {limit_s:.0f}s"
+        return ""
+
+    def _is_unheard(self, name: str, process: RoleProcess, status: Mapping[str, Any]) -> str:
+        """Say since when a role that tells nothing here has not been heard of."""
+        actors: list[Any] = status.get("actors", [])
+        started_at, now = process.started_at, time.time()
+        if started_at is None or now - started_at < self._cfg.stall_s:
+            return ""
+        is_here = isinstance(process, ChildProcess)
+        if is_here and now - started_at > max(self._cfg.stall_s, IMPORT_S):
+            return f"it has told nothing since its start {now - started_at:.0f}s ago"
+        if is_here or self._is_old(now):
+            return ""
+        for member in actors:
+            silent_s = float(member.get("last_seen_s", 0.0))
+            if member.get("name") == name and silent_s > self._cfg.stall_s:
+                return f"the scheduler has not heard of it for {silent_s:.0f}s"
+        return ""
+
+    def _stands_still(
+        self, told: Mapping[str, Told | None], status: Mapping[str, Any]
+    ) -> tuple[list[str], str] | None:
+        counts, since = _counts(status), self._progress[1]
+        if counts != self._progress[0] or status.get("phase") == "done":
+            is_first = self._progress[0] is None
+            self._longest_s = max(self._longest_s, 0.0 if is_first else self._awake_s - since)
+            self._progress, self._num_attempts = (counts, self._awake_s), 0
+            return None
+        starting = {name for name, each in told.items() if each and _is_starting(each)}
+        engines = {name for name in told if name.startswith("actor")}
+        if starting - engines or (engines and starting >= engines):
+            self._progress = (counts, self._awake_s)  # it has a limit of its own
+            return None
+        waiting = waits(told, status)
+        limit_s = max(self._cfg.stall_s, FACTOR * self._longest_s)
+        members: list[Any] = status.get("actors", [])
+        actors = [each for each in members if not each.get("is_dead")]
+        if any(not each.get("waiting_for", "").startswith(BY_OTHERS) for each in actors):
+            limit_s = max(limit_s, self._turn_s)  # the turn in work has a deadline of its own
+        youngest_s = min((each.get("unchanged_s", limit_s) for each in actors), default=limit_s)
+        still_s = min(self._awake_s - since, youngest_s)
+        if still_s <= limit_s:
+            return None
+        blamed = [name for name in culprits(waiting) if name in told]
+        return blamed, f"the run has counted no episode and no step for {still_s:.0f}s"
+
+    # --- telling and acting -------------------------------------------------------------------
+
+    def _open(
+        self,
+        problem: tuple[list[str], str],
+        told: Mapping[str, Told | None],
+        status: Mapping[str, Any],
+        now: float,
+    ) -> None:
+        """Ask all roles for their stacks, unless this stall was told of lately."""
+        blamed, what = problem
+        key = ",".join(blamed)
+        if self._awake_s < self._told_until.get(key, 0.0):
+            return
+        waiting = waits(told, status)
+        lines = [f"stall: {what}", "who waits for whom:", *describe(told, status, waiting, now)]
+        offsets: dict[str, int] = {}
+        for name, each in told.items():
+            if each is not None:
+                offsets[name] = stacks_size(self._run_dir.alive / f"{name}.stacks")
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(each.pid, STACKS_SIGNAL)
+        self._case = _Case(blamed, "\n".join(lines), now, offsets)
+
+    def _close(self, processes: Mapping[str, RoleProcess], case: _Case) -> Verdict:
+        """Write the report; return what to do."""
+        self._case = None
+        parts = [case.text, "to blame: " + (", ".join(case.culprits) or "nobody that is known")]
+        for name, offset in case.offsets.items():
+            stacks = stacks_since(self._run_dir.alive / f"{name}.stacks", offset)
+            parts.append(f"--- stacks of {name}\n{stacks or 'none: it does not answer'}")
+        self._run_dir.stalls.mkdir(exist_ok=True)
+        path = self._run_dir.stalls / f"{time.strftime('%Y%m%d-%H%M%S')}.txt"
+        path.write_text("\n".join(parts) + "\n")
+        policy = self._cfg.on_stall
+        logger.error("%s\nstacks of all roles: %s; run.on_stall=%s", case.text, path, policy.value)
+        key = ",".join(case.culprits)
+        self._told_until[key] = self._awake_s + self._cfg.stall_s
+        summary = case.text.partition("\n")[0]
+        self._num_attempts += 1
+        if policy is OnStall.WARN:
+            return Verdict(report=summary)
+        is_hopeless = self._num_attempts > MAX_ATTEMPTS and "hangs" not in summary
+        if policy is OnStall.STOP or is_hopeless:
+            return Verdict(report=f"{summary}; the report: {path}", is_stop=True)
+        self._progress = (self._progress[0], self._awake_s)
+        to_restart = case.culprits if self._num_attempts == 1 else list(processes)
+        if len(case.culprits) == 1 and "hangs" in summary:
+            to_restart = case.culprits
+        return Verdict(report=summary, restart=to_restart)
+
+    def _is_old(self, now: float) -> bool:
+        """Return whether nobody has written the status lately."""
+        try:
+            return now - self._run_dir.status.stat().st_mtime > OLD_S
+        except OSError:
+            return True
+
+    def _status(self) -> dict[str, Any]:
+        try:
+            status: dict[str, Any] = json.loads(self._run_dir.status.read_bytes())
+        except (OSError, ValueError):
+            return {}
+        return status
+
+
+def _is_starting(told: Told) -> bool:
+    return any(line.what == "starting" for line in told.lines.values())
+
+
+def _counts(status: Mapping[str, Any]) -> tuple[object, ...]:
+    """Return what grows while a run makes progress, and not by failures."""
+    ledger: Any = status.get("ledger") or _NONE
+    evaluated = (ledger.get("eval") or _NONE).get("evaluated")
+    settled = [ledger.get(name) for name in ("trained", "filtered", "stale")]
+    groups: Any = status.get("groups") or _NONE
+    seen = [groups.get(name) for name in ("ready", "opened")]
+    return (status.get("phase"), status.get("version"), evaluated, *settled, *seen)

@@ -1,0 +1,253 @@
+"""Laws of finding what hangs though it lives: reported with stacks, and acted upon."""
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.config.run_config import OnStall, RunSection
+from common.launch.base import EXIT_FAILED, EXIT_FINISHED, LaunchState, RoleSpec, Verdict
+from common.launch.launcher import Launcher
+from common.launch.local import start_here
+from common.repository import ROOT
+from common.stall.report import culprits
+from common.stall.watch import StallWatch
+from common.store.run_dir import RunDir
+
+WAITING = {  # a filtered-out step: the scheduler draws no more, the learner has too few
+    "learner": "actors: a batch",
+    "actor-0": "scheduler: leases",
+    "scheduler": "",
+    "envhub": "",
+}
+STATUS = {
+    "phase": "train",
+    "version": 7,
+    "gate": "gate: 4 groups ahead of the learner",
+    "groups": {"open": 0, "ready": 4, "filtered": 9, "opened": 40},
+    "ledger": {"trained": 70, "filtered": 36, "stale": 0, "eval": {"evaluated": 0}},
+    "actors": [{"name": "actor-0", "waiting_for": "scheduler: leases", "unchanged_s": 1e6}],
+    "learner": {"name": "learner-1", "waiting_for": "actors: a batch"},
+}
+ROLE = """
+import os, signal, sys, time
+from pathlib import Path
+from common.stall.beacon import beacon_of
+from common.store.run_dir import RunDir
+
+def hang_here():
+    if sys.argv[2] == "hangs":
+        time.sleep(600)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+is_first = not Path(sys.argv[3]).exists()
+Path(sys.argv[3]).touch()
+with beacon_of(RunDir(root=Path(sys.argv[1])), "learner", start_s=600.0) as beacon:
+    beacon.note("main", "step 1")
+    while not (Path(sys.argv[1]) / "alive" / "learner.json").exists():
+        time.sleep(0.01)
+    if is_first:
+        hang_here()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["hangs", "is stopped"])
+def test_role_that_lives_and_does_nothing_is_reported_with_its_stack_and_started_again(
+    tmp_path: Path, how: str
+) -> None:
+    run_dir = RunDir(root=tmp_path)
+    argv = (sys.executable, "-c", ROLE, str(tmp_path), how, str(tmp_path / "started"))
+    spec = RoleSpec(
+        name="learner",
+        argv=argv,
+        log_path=tmp_path / "learner.log",
+        env={"PYTHONPATH": str(ROOT)},
+        ends_run=True,
+    )
+    deadline = time.monotonic() + 30.0
+
+    def on_poll(_: LaunchState) -> None:
+        assert time.monotonic() < deadline, "nobody noticed"
+
+    with start_here() as starter:
+        launcher = Launcher(
+            starter,
+            stop_timeout_s=lambda: 1.0,
+            finish_grace_s=0.1,
+            first_backoff_s=0.02,
+            watch=StallWatch(run_dir, RunSection(stall_s=2.0), turn_s=1.0),
+        )
+        assert launcher.run([spec], on_poll=on_poll).exit_code == EXIT_FINISHED
+    (report,) = run_dir.stalls.iterdir()
+    text = report.read_text()
+    assert "learner hangs" in text
+    if how == "hangs":
+        assert "learner (main): step 1, since" in text
+        assert "in hang_here" in text
+    else:
+        assert "is stopped" in text
+
+
+@pytest.mark.parametrize(
+    ("waiting", "ends"),
+    [
+        (WAITING, ["learner", "actor-0", "scheduler"]),
+        (WAITING | {"actor-0": "envhub: http://x does not answer"}, ["envhub"]),
+        (WAITING | {"actor-0": ""}, ["actor-0"]),
+        (WAITING | {"learner": "", "scheduler": "learner: gate"}, ["learner"]),
+        (WAITING | {"learner": "disk: a checkpoint"}, ["learner"]),
+    ],
+)
+def test_who_is_to_blame_is_the_end_of_the_chain_of_waits_or_its_cycle(
+    waiting: dict[str, str], ends: list[str]
+) -> None:
+    if waiting["actor-0"] == "scheduler: leases" and ends != ["learner"]:
+        waiting = waiting | {"scheduler": "learner: gate: 4 groups ahead of the learner"}
+    assert culprits(waiting) == ends
+
+
+@dataclass
+class StoodProcess:
+    """A process that was started long ago."""
+
+    started_at: float | None = 0.0
+    waits_for: str = ""
+
+    def poll(self) -> int | None:
+        return None
+
+    def terminate(self) -> None: ...
+
+    def clear_away(self) -> None: ...
+
+    def log_tail(self, *, max_lines: int) -> list[str]:
+        return []
+
+
+class Standing:
+    """A run whose roles live and wait for each other, on a clock of its own."""
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch, **policy: Any) -> None:
+        self.run_dir = RunDir(root=root)
+        self.run_dir.alive.mkdir()
+        self.now = 1_000.0
+        self.status: dict[str, Any] = dict(STATUS)
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+        self.watch = StallWatch(self.run_dir, RunSection(**policy), turn_s=300.0)
+
+    def verdict_within(self, seconds: float) -> Verdict | None:
+        """What is decided, second by second."""
+        processes = {name: StoodProcess() for name in WAITING}
+        ends = self.now + seconds
+        while self.now < ends:
+            self.now += 2.0
+            for name, waits_for in WAITING.items():
+                line = {"what": "serving", "waits_for": waits_for, "since": self.now}
+                told = {"pid": os.getpid(), "began_at": 1.0, "written_at": self.now}
+                path = self.run_dir.alive / f"{name}.json"
+                path.write_text(json.dumps(told | {"lines": {"main": line}}))
+            self.run_dir.status.write_text(json.dumps(self.status))
+            if (verdict := self.watch.look(processes)) is not None:
+                return verdict
+        return None
+
+
+@pytest.fixture(autouse=True)
+def stacks_are_asked_for_in_vain() -> Iterator[None]:
+    previous = signal.signal(signal.SIGUSR1, lambda *_: None)
+    yield
+    signal.signal(signal.SIGUSR1, previous)
+
+
+def test_run_that_stands_still_is_told_of_with_who_waits_for_whom_and_its_roles_restarted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Standing(tmp_path, monkeypatch, stall_s=60.0)
+    assert run.verdict_within(55.0) is None
+    verdict = run.verdict_within(10.0)
+    assert verdict is not None
+    assert verdict.restart == ["learner", "actor-0", "scheduler"]
+    (report,) = run.run_dir.stalls.iterdir()
+    text = report.read_text()
+    assert "counted no episode and no step" in text
+    assert "learner (main): waits for actors: a batch, since" in text
+    assert "actor-0 (main): waits for scheduler: leases" in text
+    assert "groups 0 open, 4 ready, 9 filtered" in text
+    assert run.verdict_within(55.0) is None, "the restart has its time, too"
+    run.status |= {"version": 8}
+    assert run.verdict_within(55.0) is None, "it goes on"
+
+
+def test_run_that_no_restart_helps_is_ended_and_a_policy_decides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Standing(tmp_path, monkeypatch, stall_s=20.0)
+    verdicts = [run.verdict_within(60.0) for _ in range(4)]
+    assert [each and each.is_stop for each in verdicts] == [False, False, False, True]
+    assert [each and len(each.restart) for each in verdicts] == [3, 4, 4, 0]
+    (tmp_path / "b").mkdir()
+    warned = Standing(tmp_path / "b", monkeypatch, stall_s=20.0, on_stall=OnStall.WARN)
+    verdict = warned.verdict_within(60.0)
+    assert verdict is not None
+    assert (verdict.restart, verdict.is_stop) == ([], False)
+    (tmp_path / "c").mkdir()
+    stopped = Standing(tmp_path / "c", monkeypatch, stall_s=20.0, on_stall=OnStall.STOP)
+    verdict = stopped.verdict_within(60.0)
+    assert verdict is not None
+    assert verdict.is_stop
+
+
+def test_actors_that_play_long_turns_are_no_stall_before_the_turns_are_overdue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Standing(tmp_path, monkeypatch, stall_s=20.0)
+    run.status["actors"] = [{"name": "actor-0", "waiting_for": "", "unchanged_s": 3.0}]
+    assert run.verdict_within(400.0) is None, "turn follows turn"
+    run.status["actors"] = [{"name": "actor-0", "waiting_for": "", "unchanged_s": 250.0}]
+    assert run.verdict_within(100.0) is None, "a turn has 300 s"
+
+
+class Steady:
+    """A run that makes progress, whatever dies."""
+
+    num_asked = 0
+
+    def look(self, processes: object) -> None: ...
+
+    def progress(self, role: str) -> object:
+        self.num_asked += 1
+        return self.num_asked
+
+
+@pytest.mark.parametrize("has_progress", [True, False])
+def test_role_that_dies_again_and_again_ends_the_run_only_if_that_gets_nowhere(
+    tmp_path: Path, has_progress: bool
+) -> None:
+    argv = (sys.executable, "-S", "-c", "raise SystemExit(3)")
+    spec = RoleSpec(name="actor-9", argv=argv, log_path=tmp_path / "log", max_restarts=2)
+    deaths: list[str] = []
+
+    def on_poll(_: LaunchState) -> None:
+        if len(deaths) < 6:
+            deaths[:] = [*deaths, "polled"]
+        else:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with start_here() as starter:
+        launcher = Launcher(
+            starter,
+            stop_timeout_s=lambda: 1.0,
+            first_backoff_s=0.01,
+            on_poll_every_s=0.25,
+            watch=Steady() if has_progress else None,
+        )
+        ending = launcher.run([spec], on_poll=on_poll)
+    assert ending.exit_code == (128 + signal.SIGTERM if has_progress else EXIT_FAILED)
