@@ -14,4 +14,8 @@ def configure_logging(role: str, level: str) -> None:
     logging.basicConfig(level=level, format=FORMAT.format(role=role), force=True)
     for noisy in ("asyncio", "aiohttp", "httpx", "urllib3", "matplotlib", "filelock"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    # transformers imports torchao, which warns of CUDA's kernels and of torch's own changes.
+    for warning in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(warning).setLevel(logging.ERROR)
+    os.environ.setdefault("TORCHAO_FORCE_SKIP_LOADING_SO_FILES", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")

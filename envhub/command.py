@@ -9,7 +9,9 @@ from common.config.load import config_as_yaml, load_config
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.log import configure_logging
-from envhub.catalogue.health import hub_at, servers_of, silent
+from common.repository import ROOT
+from common.store.run_dir import RunDir
+from envhub.catalogue.health import hub_at, not_served, servers_of, silent
 from envhub.catalogue.listing import format_rows, list_rows
 from envhub.catalogue.registry import (
     LOADERS,
@@ -74,10 +76,13 @@ def list_environments(overrides: Sequence[str], *, root: Path, say: Callable[[st
 def missing_for(cfg: RunConfig) -> list[str]:
     """Return what a run's environments lack, one line each; [] if they can all be served.
 
-    Where the run uses a hub elsewhere, only whether that one answers: the rest is its own affair.
+    Where the run uses a hub elsewhere, whether that one answers, takes the token and has the tasks.
     """
-    if cfg.envhub.url:
-        return silent([hub_at(cfg.envhub.url)])
+    if url := cfg.envhub.url:
+        has_keys = RunDir(root=ROOT / cfg.run.dir / cfg.run.name).keys.exists()
+        return silent([hub_at(url)]) or not_served(
+            url, cfg.envhub.token, cfg.tasks, may_be_own=has_keys
+        )
     tasks = {task.env for task in cfg.tasks}
     references = [name for name in tasks if is_reference(name)]
     if references:

@@ -1,16 +1,20 @@
 """Whether the servers that a configuration names answer; asked before anything starts."""
 
 import http.client
+import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from common.config.envs import EnvsSection, RemoteOptions
+from common.config.run_config import TaskSection
+from envhub.env import nearest
 from envhub.envs.webarena.remote_sites import configured
 
 TIMEOUT_S = 5.0
 MAX_AT_ONCE = 16
+MAX_BODY_BYTES = 16 << 20
 
 
 class Server(NamedTuple):
@@ -70,8 +74,44 @@ def _problem(server: Server) -> str:
     return "" if is_fine else f"/healthz answered {status}, so this is no hub"
 
 
+def not_served(
+    url: str, token: str, tasks: Sequence[TaskSection], *, may_be_own: bool
+) -> list[str]:
+    """Return what is wrong with playing tasks at a hub that answers, one line each; [] if nothing.
+
+    Args:
+        may_be_own: the hub may want the token of the run's own keys, which nobody knows here.
+    """
+    shown = _shown(url)
+    try:
+        status, body = _get(f"{url.rstrip('/')}/v1/envs", token)
+        if status in (401, 403):
+            does = "refuses this token" if token else "wants a token"
+            words = f"the hub at {shown} {does}; give the one that it was started with"
+            return [] if may_be_own and not token else [f"envhub.token: {words}"]
+        envs = {name: list(env["subsets"]) for name, env in json.loads(body).items()}
+    except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as error:
+        return [f"envhub.url={shown}: /v1/envs is no catalogue of a hub: {error}"]
+    lines: list[str] = []
+    for i, task in enumerate(tasks):
+        known = envs.get(task.env)
+        if known is None:
+            near = f"; the nearest is {nearest(task.env, [*envs])!r}" if envs else ""
+            lines.append(f"tasks[{i}].env={task.env!r}: the hub at {shown} does not serve it{near}")
+        elif task.subset not in known:
+            near = f"; the nearest is {nearest(task.subset, known)!r}" if known else ""
+            what = f"the hub at {shown} has no such subset of {task.env}"
+            lines.append(f"tasks[{i}].subset={task.subset!r}: {what}{near}")
+    return lines
+
+
 def _ask(url: str) -> int:
-    """Return the status of a GET, without a proxy and without following redirections."""
+    """Return the status of a GET, see `_get`."""
+    return _get(url, "")[0]
+
+
+def _get(url: str, token: str) -> tuple[int, bytes]:
+    """Return status and body of a GET, without a proxy and without following redirections."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError("it is no address such as http://host:8080")
@@ -79,8 +119,10 @@ def _ask(url: str) -> int:
     kind = http.client.HTTPSConnection if is_tls else http.client.HTTPConnection
     connection = kind(parts.hostname, parts.port, timeout=TIMEOUT_S)
     try:
-        connection.request("GET", parts.path or "/")
-        return connection.getresponse().status
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        connection.request("GET", parts.path or "/", headers=headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read(MAX_BODY_BYTES)
     finally:
         connection.close()
 

@@ -1,10 +1,13 @@
 """The whole machine for real: every role a process, every plane its real part."""
 
+import json
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 from safetensors.torch import load_file
 
+from envhub.bench.hub import Service, hub_process
 from tests.end_to_end.runs import REPOSITORY, Run, balances
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -58,10 +61,25 @@ def test_synchronous_run_repeats_itself_bit_for_bit(tmp_path: Path) -> None:
     assert losses[0] == losses[1]
 
 
+def num_sessions(hub: Service) -> int:
+    with urlopen(f"{hub.target.url}/healthz", timeout=10) as answer:
+        return json.load(answer)["num_sessions"]
+
+
 def test_weights_that_are_held_back_make_every_token_exactly_so_old(tmp_path: Path) -> None:
+    """Played against an outside hub with a token of its own; nobody starts another."""
     held_back = ("train.mode=sync", "learner.hold_back_steps=2", "train.num_steps=5")
-    with Run(tmp_path, *held_back, "eval.before=false") as run:
-        assert run.wait() == 0, run.output
+    with hub_process(["babyai"]) as hub:
+        there = (f"envhub.url={hub.target.url}", f"envhub.token={hub.target.token}")
+        with Run(tmp_path, *held_back, *there, "eval.before=false") as run:
+            assert run.wait() == 0, run.output
+            assert run.left_over() == []
+        assert num_sessions(hub) == 0  # all were closed
+    assert not (run.root / "logs" / "envhub.log").exists()
+    assert balances(run.read("ledger.json"))
+    token = str(hub.target.token)
+    said = [run.output, *(path.read_text() for path in (run.root / "logs").glob("*.log"))]
+    assert not [text for text in said if token in text]
     lags = [(line["offpolicy/lag_mean"], line["offpolicy/lag_max"]) for line in run.metrics()]
     assert lags == [(0, 0), (1, 1), (2, 2), (2, 2), (2, 2)]
     assert run.read("report.json")["after"]["n"] == 8  # by the last version, which is not held back

@@ -52,11 +52,30 @@ def test_every_silent_site_and_retriever_is_named(nobody: str) -> None:
 
 def test_hub_elsewhere_must_answer_as_a_hub(serve_hub, nobody: str) -> None:
     url = str(serve_hub(token="secret").client.base_url)
-    assert missing_for(configured(f"envhub.url={url}")) == []
     (line,) = missing_for(configured(f"envhub.url={url}/agentgym/maze"))
     assert "/healthz answered 401, so this is no hub" in line
     (line,) = missing_for(configured(f"envhub.url={nobody}"))
     assert line.startswith(f"envhub.url={nobody}: no answer (Connection refused); start it with")
+
+
+def test_hub_elsewhere_must_take_the_token_and_have_the_tasks(serve_hub, tmp_path: Path) -> None:
+    url = str(serve_hub(token="secret").client.base_url)
+    there, token = f"envhub.url={url}", "envhub.token=secret"
+    assert missing_for(configured(there, token)) == []
+    fresh = f"run.dir={tmp_path}"
+    (line,) = missing_for(configured(there, fresh))
+    assert line.startswith(f"envhub.token: the hub at {url} wants a token; give the one")
+    (tmp_path / "smoke" / "keys").mkdir(parents=True)  # of which one may be the hub's
+    assert missing_for(configured(there, fresh)) == []
+    (line,) = missing_for(configured(there, fresh, "envhub.token=secrets"))
+    assert line == (
+        f"envhub.token: the hub at {url} refuses this token; give the one that it was started with"
+    )
+    (line,) = missing_for(configured(there, token, "tasks=[{env: babyia, subset: GoToLocal}]"))
+    assert line.startswith("tasks[0].env='babyia': the hub at http://")
+    assert line.endswith("; the nearest is 'babyai'")
+    (line,) = missing_for(configured(there, token, "tasks=[{env: babyai, subset: GoToLoca}]"))
+    assert line.endswith("has no such subset of babyai; the nearest is 'GoToLocal'")
 
 
 def test_server_that_answers_with_any_status_is_there(serve_hub) -> None:
