@@ -27,7 +27,7 @@ from actor.rollout.lockstep import Rounds
 from actor.rollout.pool import Episodes
 from actor.rollout.render import Renderer
 from common.config.run_config import RunConfig
-from common.errors import ConfigError, LongstrideError
+from common.errors import LongstrideError
 from common.join.enrol import Joined
 from common.memory import resident_bytes
 from common.stall.beacon import Beacon, beacon_of
@@ -72,15 +72,7 @@ def run(cfg: RunConfig, run_dir: RunDir) -> None:
 
 
 def run_joined(cfg: RunConfig, joined: Joined) -> None:
-    """Be an actor that knows the scheduler's address and has a key file; see `play`.
-
-    Raises: ConfigError: the run sends adapters only, and this machine has no weights to add to.
-    """
-    if cfg.learner.lora.rank and joined.model_path:
-        raise ConfigError(
-            f"learner.lora.rank={cfg.learner.lora.rank}: this run sends adapters only; give "
-            "model.path=FOLDER, where this machine has the run's model with its weights"
-        )
+    """Be an actor that knows the scheduler's address and has a key file; see `play`."""
     book = AddressBook(lambda: joined.address)
     keys = joined.key.as_keys()
     play(cfg, Access(keys=keys, book=book, has_weights=not joined.model_path))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
@@ -37,6 +38,11 @@ class Joined:
     key: JoinKey
     config: str  # YAML
     model_path: str  # folder with the model's configuration and tokenizer; "": none was sent
+
+    @property
+    def base(self) -> str:
+        """The folder of the model on the run's own machine."""
+        return yaml.safe_load(self.config)["model"]["path"]
 
 
 def parse_address(text: str) -> str:

@@ -224,9 +224,27 @@ def join_run(request: Request, run: Callable[[RunConfig, "Joined"], None], *, ro
     configure_logging(role, "INFO")
     joined = enrol(address, key, question)
     cfg = load_told(joined.config, _with_defaults(role, overrides, joined), root=root)
+    if role == "actor":
+        _check_weights(cfg, joined, root=root)
     configure_logging(role, cfg.log.level)
     run(cfg, joined)
     return 0
+
+
+def _check_weights(cfg: RunConfig, joined: "Joined", *, root: Path) -> None:
+    """Return if an actor has on its own disk what the run does not send it.
+
+    Raises: ConfigError: it does not: the weights that adapters belong to, or those it says it has.
+    """
+    from common.checks.preflight import check_model
+
+    if not joined.model_path:
+        check_model(cfg.model.path, root)
+    elif rank := cfg.learner.lora.rank:
+        raise ConfigError(
+            f"learner.lora.rank={rank}: this run sends adapters only, not the {joined.base} that"
+            " they are added to; give model.path=FOLDER with a copy of that model on this machine"
+        )
 
 
 def _with_defaults(role: str, overrides: Sequence[str], joined: "Joined") -> list[str]:

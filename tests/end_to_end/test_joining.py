@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from common.config.learning import LoraSection
 from common.config.run_config import EnvhubSection
 from common.launch.process import ChildProcess
 from common.repository import ROOT
@@ -24,6 +25,8 @@ from tests.learner.scheduler.builders import make_config
 pytestmark = pytest.mark.slow
 
 WAIT_S = 60.0
+TINY = "configs/policies/tiny"
+WITH_BASE = f"model.path={TINY}"  # adapters alone are sent
 
 
 @pytest.fixture
@@ -31,7 +34,8 @@ def run_dir(tmp_path: Path) -> Iterator[RunDir]:
     """A scheduler whose hubs are to join; it has begun when its log says that it has."""
     cfg = make_config(num_steps=1, per_step=1)
     task = edited(cfg.tasks[0], {"env": "textcraft", "subset": "depth1"})
-    cfg = replace(cfg, tasks=[task], envhub=EnvhubSection(is_started=False))
+    cfg = edited(cfg, {"tasks": [task], "model.path": TINY, "learner.lora": LoraSection(rank=4)})
+    cfg = replace(cfg, envhub=EnvhubSection(is_started=False))
     run_dir = RunDir(root=tmp_path / "r")
     create_keys(run_dir.keys)
     stop = threading.Event()
@@ -67,16 +71,17 @@ def test_a_hub_that_joins_serves_the_run_and_leaves_with_a_goodbye(run_dir: RunD
 @pytest.mark.parametrize(
     ("role", "overrides", "words"),
     [
-        ("actor", ["actor.max_concurent=4"], "the nearest is actor.max_concurrent"),
-        ("actor", ["actor.max_concurrent=0"], "actor.max_concurrent=0"),
+        ("actor", [WITH_BASE, "actor.max_concurent=4"], "the nearest is actor.max_concurrent"),
+        ("actor", [WITH_BASE, "actor.max_concurrent=0"], "actor.max_concurrent=0"),
         ("envhub", ["envhub.envs=[nosuch]"], "nosuch"),
+        ("actor", [], f"sends adapters only, not the {TINY} that they are added to; give model.pa"),
+        ("actor", ["model.path=docs"], "model.path=docs: lacks config.json, tokenizer files, *.sa"),
     ],
 )
 def test_a_node_with_a_wrong_key_of_its_own_ends_before_anything_starts(
     run_dir: RunDir, role: str, overrides: list[str], words: str
 ) -> None:
-    model = ["model.path=configs/policies/tiny"]
-    argv = joining(run_dir, role, *(model if role == "actor" else []), *overrides)
+    argv = joining(run_dir, role, *overrides)
     done = subprocess.run(argv, capture_output=True, text=True, timeout=WAIT_S)
     assert (done.returncode, "Traceback" in done.stderr) == (2, False), done.stderr
     assert words in done.stderr
