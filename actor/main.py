@@ -164,7 +164,9 @@ async def _build(cfg: RunConfig, access: Access, name: str, context: zmq.asyncio
         heartbeat_s=cfg.scheduler.heartbeat_s,
     )
     await weights.connect(timeout_s=start_s)
-    rounds = Rounds(engine, max_tokens=cfg.actor.max_turn_tokens, exclusive=exclusive)
+    rounds = Rounds(
+        engine, max_tokens=cfg.actor.max_turn_tokens, exclusive=exclusive, seed=cfg.run.seed
+    )
     episodes = Episodes(
         cfg.actor,
         actor=name,

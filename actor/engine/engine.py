@@ -143,12 +143,13 @@ class Engine:
         """What every request names; nothing before the first version."""
         return REQUEST if self._takes_adapters and self.version >= 0 else None
 
-    def _sampling(self, max_tokens: int) -> SamplingParams:
+    def _sampling(self, max_tokens: int, seed: int | None = None) -> SamplingParams:
         return SamplingParams(
             temperature=self._cfg.temperature,
             top_p=self._cfg.top_p,
             top_k=self._cfg.top_k,
             max_tokens=max_tokens,
+            seed=seed,
             logprobs=0,
             detokenize=False,
             stop_token_ids=self._end_of_turn_ids,
@@ -185,9 +186,12 @@ class Engine:
         raise EngineError(f"request {request_id} ended without an output")
 
     async def generate_together(
-        self, prompts: dict[str, list[int]], *, max_tokens: int, salt: str
+        self, prompts: dict[str, list[int]], *, max_tokens: int, salt: str, seeds: dict[str, int]
     ) -> dict[str, Turn]:
         """Sample one turn for all prompts (request id -> ids) in one reproducible batch order.
+
+        Each request draws from random numbers of its own, by `seeds`, so that what it samples does
+        not depend on what this engine has sampled before.
 
         The scheduler of the engine stands still while the requests are handed over, so the
         batches, and with them every rounding, do not depend on timing.
@@ -199,7 +203,10 @@ class Engine:
             for request_id, prompt_ids in prompts.items():
                 prompt = tokens_input(prompt_ids, cache_salt=salt)
                 queues[request_id] = await self._llm.add_request(
-                    request_id, prompt, self._sampling(max_tokens), lora_request=self._adapter
+                    request_id,
+                    prompt,
+                    self._sampling(max_tokens, seeds[request_id]),
+                    lora_request=self._adapter,
                 )
             await self._llm.resume_generation()
             return {

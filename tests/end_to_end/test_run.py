@@ -1,6 +1,7 @@
 """The whole machine for real: every role a process, every plane its real part."""
 
 import json
+import signal
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -40,9 +41,11 @@ def test_run_trains_evaluates_and_accounts_for_every_episode(tmp_path: Path) -> 
     assert any((before[name] != after[name]).any() for name in before)
 
 
-def test_synchronous_run_repeats_itself_bit_for_bit(tmp_path: Path) -> None:
+def test_synchronous_run_repeats_itself_bit_for_bit_also_where_it_was_stopped(
+    tmp_path: Path,
+) -> None:
     losses = []
-    for name in ("a", "b"):
+    for name in ("whole", "stopped"):
         folder = tmp_path / name
         folder.mkdir()
         overrides = (
@@ -51,6 +54,12 @@ def test_synchronous_run_repeats_itself_bit_for_bit(tmp_path: Path) -> None:
             "eval.before=false",
             "eval.after=false",
         )
+        if name == "stopped":
+            with Run(folder, *overrides) as run:
+                run.wait_until(lambda run=run: len(run.metrics()) >= 2)
+                run.process.send_signal(signal.SIGINT)
+                assert run.wait() == 130, run.output
+                assert len(run.metrics()) < 4
         with Run(folder, *overrides) as run:
             assert run.wait() == 0, run.output
         metrics = run.metrics()

@@ -114,10 +114,9 @@ async def sample(rig: Rig, prompts: list[list[int]]) -> list[Turn]:
         for n, prompt in enumerate(prompts[:half])
     ]
     alone = await asyncio.gather(*single)
+    asked = {f"together-{version}-{n}": prompt for n, prompt in enumerate(prompts[half:])}
     together = await rig.engine.generate_together(
-        {f"together-{version}-{n}": prompt for n, prompt in enumerate(prompts[half:])},
-        max_tokens=64,
-        salt=f"v{version}",
+        asked, max_tokens=64, salt=f"v{version}", seeds={name: n for n, name in enumerate(asked)}
     )
     return [*alone, *together.values()]
 

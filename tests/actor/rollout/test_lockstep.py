@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from actor.rollout.episode import Turn
-from actor.rollout.lockstep import Rounds
+from actor.rollout.lockstep import Rounds, sampling_seed
 from common.errors import EngineError
 
 
@@ -17,12 +17,14 @@ class EchoEngine:
         self.version = 3
         self.rounds: list[dict[str, list[int]]] = []
         self.salts: list[str] = []
+        self.seeds: dict[str, int] = {}
         self._error = error
 
     async def generate_together(
-        self, prompts: dict[str, list[int]], *, max_tokens: int, salt: str
+        self, prompts: dict[str, list[int]], *, max_tokens: int, salt: str, seeds: dict[str, int]
     ) -> dict[str, Turn]:
         assert max_tokens == 16
+        self.seeds |= seeds
         self.rounds.append(prompts)
         self.salts.append(salt)
         await asyncio.sleep(0)
@@ -33,7 +35,7 @@ class EchoEngine:
 
 def make_rounds(engine: EchoEngine, *names: str, exclusive: Any = None) -> Rounds:
     lock = exclusive or asyncio.Lock()
-    rounds = Rounds(engine, max_tokens=16, exclusive=lock)  # type: ignore[arg-type]
+    rounds = Rounds(engine, max_tokens=16, exclusive=lock, seed=7)  # type: ignore[arg-type]
     for name in names:
         rounds.enter(name)
     return rounds
@@ -132,5 +134,24 @@ def test_a_round_waits_while_weights_are_loaded() -> None:
             engine.version = 4
         await task
         assert engine.salts == ["v4"]
+
+    asyncio.run(law())
+
+
+def test_a_turn_has_the_same_seed_in_whatever_round_and_life_of_the_engine() -> None:
+    async def law() -> None:
+        first, second = EchoEngine(), EchoEngine()
+        rounds = make_rounds(first, "a")
+        await ask(rounds, "a", 1)
+        rounds.enter("b")
+        await asyncio.gather(ask(rounds, "a", 1, 1), ask(rounds, "b", 2))
+        again = make_rounds(second, "b")
+        await ask(again, "b", 2)
+        again.enter("b")  # issued again: from its first turn
+        await ask(again, "b", 2)
+        assert first.seeds["2:b"] == second.seeds["1:b"] == second.seeds["2:b"]
+        assert first.seeds["1:a"] == sampling_seed(7, "a", 0)
+        assert first.seeds["2:a"] == sampling_seed(7, "a", 1)
+        assert len({*first.seeds.values(), sampling_seed(8, "a", 0)}) == 4
 
     asyncio.run(law())
