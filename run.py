@@ -213,7 +213,7 @@ def main(argv: list[str]) -> int:
     """Return the exit code of the command line."""
     try:
         request = parse(argv, root=ROOT)
-        if request.config is not None and Path(request.config).is_file():
+        if request.config is not None and os.path.isfile(request.config):
             request = replace(request, config=str(Path(request.config).resolve()))
         if request.key is not None:
             request = replace(request, key=str(Path(request.key).absolute()))

@@ -24,7 +24,7 @@ class ModelShape:
     head_dim: int
     intermediate: int  # units of the feed-forward layer that one token passes
     vocab: int
-    context_tokens: int  # positions that the model knows
+    context_tokens: int  # positions that the model knows; 0: it does not say, or stretches them
     dtype: str
 
     def kv_bytes_per_token(self, dtype: str) -> int:
@@ -58,12 +58,21 @@ def read_shape(folder: Path) -> ModelShape:
             head_dim=int(text.get("head_dim") or hidden // heads),
             intermediate=int(width) * experts,
             vocab=int(text["vocab_size"]),
-            context_tokens=int(text.get("max_position_embeddings") or 0),
+            context_tokens=0
+            if _is_stretched(text)
+            else int(text.get("max_position_embeddings") or 0),
             dtype=str(text.get("dtype") or text.get("torch_dtype") or "bfloat16"),
         )
     except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
         message = f"model.path={folder}: not a checkpoint of a transformer ({error!r})"
         raise ConfigError(message) from error
+
+
+def _is_stretched(text: dict[str, Any]) -> bool:
+    """Return whether rotary positions are scaled, as YaRN does."""
+    rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    kinds = (rope.get("rope_type"), rope.get("type")) if isinstance(rope, dict) else ("?",)
+    return any(kind not in (None, "default") for kind in kinds)
 
 
 def _params_of_config(text: dict[str, Any], *, is_tied: bool) -> int:

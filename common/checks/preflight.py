@@ -9,15 +9,24 @@ from dataclasses import replace
 from pathlib import Path
 
 from common.checks.gpu_placement import Seats, seat
-from common.checks.machine import COMPILER_PACKAGES, GIB, compiler_problem, gpus, has_cuda
+from common.checks.machine import (
+    COMPILER_PACKAGES,
+    GIB,
+    compiler_problem,
+    gpus,
+    has_cuda,
+    memory_bytes,
+)
 from common.checks.memory_plan import check_memory, is_elsewhere, plan_here
-from common.checks.model_shape import read_shape
+from common.checks.model_shape import ModelShape, read_shape
 from common.config.learning import Offload
+from common.config.offline import SftSection
 from common.config.run_config import Launcher, Resume, RunConfig, check_training
 from common.errors import ConfigError
 from common.launch.ray.cluster import cluster_address
 
 MIN_FREE_DISK_GIB = 2
+SMALLEST_BLOCK_TOKENS = 16  # of an engine's KV cache
 SHIPPED_POLICIES = Path("configs") / "policies"  # below the repository
 
 
@@ -45,7 +54,9 @@ def check(cfg: RunConfig, root: Path, *, missing: Sequence[str] = ()) -> None:
     here = on_this_machine(cfg)
     if here.actor.num_actors:
         check_engine()
-    check_memory(here, plan_here(here, root), read_shape(root / cfg.model.path))
+    shape = read_shape(root / cfg.model.path)
+    _check_context(cfg, shape)
+    check_memory(here, plan_here(here, root), shape)
 
 
 def on_this_machine(cfg: RunConfig) -> RunConfig:
@@ -71,7 +82,23 @@ def check_dry(cfg: RunConfig, root: Path, *, missing: Sequence[str] = ()) -> Non
         check_model(cfg.model.path, root)
     _check_other_models(cfg, root)
     here = on_this_machine(cfg)
-    check_memory(here, plan_here(here, root), read_shape(root / cfg.model.path))
+    shape = read_shape(root / cfg.model.path)
+    _check_context(cfg, shape)
+    check_memory(here, plan_here(here, root), shape)
+
+
+def _check_context(cfg: RunConfig, shape: ModelShape) -> None:
+    """Return if an engine could hold the episodes; it would say so only when it has started."""
+    actor, known = cfg.actor, shape.context_tokens
+    if 0 < known < actor.max_model_len:
+        law = f"the model knows {known} positions (max_position_embeddings)"
+        raise ConfigError(f"actor.max_model_len={actor.max_model_len}: {law}")
+    least = (
+        actor.kv_cache_blocks * SMALLEST_BLOCK_TOKENS * shape.kv_bytes_per_token(cfg.model.dtype)
+    )
+    if not has_cuda() and least > actor.kv_cache_gib * GIB:
+        law = f"take {least / GIB:.1f} GiB at least, actor.kv_cache_gib={actor.kv_cache_gib}"
+        raise ConfigError(f"actor.kv_cache_blocks={actor.kv_cache_blocks}: {law}")
 
 
 def _check_tasks(cfg: RunConfig) -> None:
@@ -138,7 +165,9 @@ def check_sft(cfg: RunConfig, root: Path, *, missing: Sequence[str] = ()) -> Non
     if not cfg.sft.demonstrations and missing:
         raise ConfigError("; ".join(missing))
     _check_offline(cfg)
-    if not cfg.sft.from_scratch:
+    if cfg.sft.from_scratch:
+        _check_size_from_scratch(cfg.sft)
+    else:
         check_model(cfg.model.path, root)
     output = (root / cfg.sft.output).resolve() if cfg.sft.output else root
     if output.is_relative_to((root / SHIPPED_POLICIES).resolve()) and not cfg.sft.overwrite:
@@ -169,6 +198,19 @@ def _check_offline(cfg: RunConfig) -> None:
         )
 
 
+def _check_size_from_scratch(sft: SftSection) -> None:
+    """Return if a policy made from nothing fits the memory: weights, gradients and two moments."""
+    layer = 4 * sft.hidden_size**2 + 3 * sft.hidden_size * sft.intermediate_size
+    needed = 16 * (sft.num_layers * layer + sft.vocab_size * sft.hidden_size)
+    total, _ = memory_bytes()
+    if 0 < total < needed:
+        sizes = f"sft.num_layers={sft.num_layers}, intermediate_size={sft.intermediate_size}"
+        raise ConfigError(
+            f"sft.hidden_size={sft.hidden_size}: with {sizes} and vocab_size={sft.vocab_size} it"
+            f" takes {needed / GIB:,.0f} GiB; this machine has {total / GIB:,.0f}"
+        )
+
+
 def check_model(path: str, root: Path, *, key: str = "model.path") -> None:
     """Return if `path`, the value of `key`, holds a transformers checkpoint with its tokenizer.
 
@@ -191,19 +233,24 @@ def check_model(path: str, root: Path, *, key: str = "model.path") -> None:
 
 
 def check_ports(cfg: RunConfig) -> None:
-    """Return if every port that the config fixes can be bound.
+    """Return if the roles can listen here: at the hosts and, where it fixes any, the ports.
 
-    Raises: ConfigError: one is taken, or given to two roles; names the key.
+    Raises: ConfigError: no address of this machine, or a port is taken, or given to two roles.
     """
     fixed = {
         "scheduler.port": (cfg.scheduler.host, cfg.scheduler.port),
         "learner.port": (cfg.learner.host, cfg.learner.port),
     }
-    if not cfg.envhub.url:
+    is_here = cfg.launcher is Launcher.LOCAL or not cluster_address(cfg.ray)
+    if cfg.envhub.is_started and not cfg.envhub.url and is_here:
         fixed["envhub.port"] = (cfg.envhub.host, cfg.envhub.port)
     users: dict[int, str] = {}
     for key, (host, port) in fixed.items():
         if port == 0:
+            if problem := _bind_problem(host, port):
+                section = key.partition(".")[0]
+                law = f"no address of this machine to listen on ({problem})"
+                raise ConfigError(f"{section}.host={host}: {law}")
             continue
         if port in users:
             raise ConfigError(f"{key}={port}: {users[port]} has the same port; 0 picks a free one")

@@ -54,7 +54,9 @@ class MixtureSection:
     kind: MixtureKind = knob(MixtureKind.WEIGHTS, "what decides how often a task is drawn")
     temperature: float = knob(1.0, "1: the weights; the larger, the more even", gt=0, le=1000)
     floor: float = knob(0.1, "adaptive: least worth of a task or item, of at most 1", gt=0, le=1)
-    memory_episodes: int = knob(256, "adaptive: over which the success of a task is averaged", ge=1)
+    memory_episodes: int = knob(
+        256, "adaptive: over which the success of a task is averaged", ge=1, le=10**6
+    )
 
     def contradictions(self) -> Iterator[Contradiction]:
         if self.kind is MixtureKind.WEIGHTS and self.temperature != 1.0:

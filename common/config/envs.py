@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from common.config.knobs import URL, WORD, Contradiction, knob
+from common.config.knobs import URL, WORD, Contradiction, knob, seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,10 +27,14 @@ class BabyaiOptions:
 class SciworldOptions:
     """ScienceWorld, one small JVM per live episode."""
 
-    max_jvms: int = knob(8, "live episodes", ge=1)
-    jvm_memory_mib: int = knob(160, "MiB of heap", ge=16)
-    gold_memory_mib: int = knob(512, "MiB of the JVM that works out solutions when asked", ge=16)
-    call_timeout_s: float = knob(60.0, "longest wait for the simulator's answer, in seconds", gt=0)
+    max_jvms: int = knob(8, "live episodes", ge=1, le=10**4)
+    jvm_memory_mib: int = knob(160, "MiB of heap", ge=16, le=10**6)
+    gold_memory_mib: int = knob(
+        512, "MiB of the JVM that works out solutions when asked", ge=16, le=10**6
+    )
+    call_timeout_s: float = seconds(
+        60.0, "longest wait for the simulator's answer, in seconds", gt=0
+    )
     simplifications: str = knob("", 'ScienceWorld\'s own words, comma-separated, such as "easy"')
 
 
@@ -42,7 +46,7 @@ class SearchqaOptions:
     corpus: str = knob("", 'JSON lines of passages; "": the generated world\'s')
     index_dir: str = knob("", 'where the index of the corpus is kept; "": beside it')
     retriever_url: str = knob("", "retrieval server in place of the own index", form=URL, also="")
-    retriever_timeout_s: float = knob(10.0, "seconds for one of its answers", gt=0)
+    retriever_timeout_s: float = seconds(10.0, "seconds for one of its answers", gt=0)
     num_passages: int = knob(3, "of one answer", ge=1, le=1000)
     metric: str = knob("em", "of an answer: exact match or word F1", one_of=("em", "f1"))
     retry: bool = knob(False, "a wrong answer may be tried again, as in AgentGym")
@@ -54,7 +58,7 @@ class BrowserOptions:
 
     executable: str = knob("", '"": chromium, chromium-browser, google-chrome from the PATH')
     max_sessions: int = knob(16, "contexts of the one browser", ge=1)
-    action_timeout_s: float = knob(5.0, "seconds for one action", gt=0)
+    action_timeout_s: float = seconds(5.0, "seconds for one action", gt=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +94,8 @@ class SqlgymOptions:
     """Text to SQL on sqlite databases."""
 
     bird_dir: str = knob("", 'BIRD\'s folder; "": generated databases')
-    query_timeout_s: float = knob(2.0, "seconds of processor time", gt=0)
-    gold_timeout_s: float = knob(30.0, "the same for a gold statement", gt=0)
+    query_timeout_s: float = seconds(2.0, "seconds of processor time", gt=0)
+    gold_timeout_s: float = seconds(30.0, "the same for a gold statement", gt=0)
     max_rows: int = knob(1000, "of a result", ge=1)
 
 
@@ -101,10 +105,10 @@ class RemoteOptions:
 
     url: str = knob("", "such as http://10.0.0.5:36001", form=URL, also="")
     dialect: str = knob("", "textcraft, babyai, alfworld, webshop, ...", form=WORD, also="")
-    num_train: int = knob(1000, "its items 0.. are training items", ge=0)
-    num_test: int = knob(100, "its items after those are test items", ge=0)
-    max_turns: int = knob(30, "of an episode", ge=1)
-    timeout_s: float = knob(60.0, "seconds for one of its answers", gt=0)
+    num_train: int = knob(1000, "its items 0.. are training items", ge=0, le=10**7)
+    num_test: int = knob(100, "its items after those are test items", ge=0, le=10**6)
+    max_turns: int = knob(30, "of an episode", ge=1, le=10**5)
+    timeout_s: float = seconds(60.0, "seconds for one of its answers", gt=0)
     max_sessions: int = knob(64, "live episodes", ge=1)
 
     def contradictions(self) -> Iterator[Contradiction]:

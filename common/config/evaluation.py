@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from common.config.knobs import URL, WORD, Contradiction, knob
+from common.config.knobs import URL, WORD, Contradiction, knob, seconds
 
 LIMIT_KEYS = ("max_tokens", "max_completion_tokens")
 
@@ -25,13 +25,17 @@ class EvalItems(StrEnum):
 class EvalSection:
     """Held-out evaluation, always at the full horizon."""
 
-    num_items: int = knob(400, "spread over the tasks by weight; -1: all there are", ge=-1)
+    num_items: int = knob(
+        400, "spread over the tasks by weight; -1: all there are", ge=-1, le=10**6
+    )
     before: bool = knob(True, "evaluate the first policy")
     after: bool = knob(True, "evaluate the last policy")
     baselines: bool = knob(True, "uniform valid play and the scripted expert on the same items")
     every_steps: int = knob(0, "also while training goes on, every so many steps; 0: not", ge=0)
-    stream_items: int = knob(128, "held-out items of each evaluation while training goes on", ge=1)
-    k: int = knob(1, "command `eval`: samples of each item", ge=1)
+    stream_items: int = knob(
+        128, "held-out items of each evaluation while training goes on", ge=1, le=10**6
+    )
+    k: int = knob(1, "command `eval`: samples of each item", ge=1, le=4096)
     items: EvalItems = knob(EvalItems.SPREAD, "command `eval`: which items")
     label: str = knob("", "command `eval`: name of the table's row; \"\": the model's")
     max_failed_frac: float = knob(0.05, "of failed episodes; more: `eval` ends with 1", ge=0, le=1)
@@ -53,12 +57,12 @@ class PolicySection:
     max_turn_tokens: int = knob(1024, "sampled tokens per turn, hidden reasoning included", ge=1)
     limit_key: str = knob("max_tokens", "what the endpoint calls that limit", one_of=LIMIT_KEYS)
     max_concurrent: int = knob(16, "requests at once", ge=1, le=10**5)
-    timeout_s: float = knob(300.0, "seconds of one request", gt=0)
+    timeout_s: float = seconds(300.0, "seconds of one request", gt=0)
     max_tries: int = knob(6, "of one turn; without any answer the episode is failed", ge=1, le=1000)
-    backoff_s: float = knob(
+    backoff_s: float = seconds(
         1.0, "seconds before the second try; doubles", ge=0, must="be at most max_backoff_s"
     )
-    max_backoff_s: float = knob(60.0, "seconds, also of what Retry-After asks for", ge=0)
+    max_backoff_s: float = seconds(60.0, "seconds, also of what Retry-After asks for", ge=0)
 
     def contradictions(self) -> Iterator[Contradiction]:
         if self.url and not self.model:

@@ -11,6 +11,7 @@ from typing import Any, cast, get_args, get_origin, get_type_hints
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 
+MAX_WHOLE = 1 << 1000  # so that a number can be compared with a float
 _KEY = re.compile(r"[A-Za-z_]\w*(\.\w+(/\w+)?|\[\d+\])*")
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
@@ -108,12 +109,14 @@ def dotted(key: str) -> str:
 def conform(value: Any, kind: Any, *, key: str) -> Any:
     """Return `value`, checked against `kind`, with enum members in place of their names.
 
-    An interpolation ("${...}") passes as it is.
+    An interpolation ("${...}") of a single value passes as it is.
 
     Raises:
         ConfigError: an unknown key or a wrong type anywhere below; names key, value, what is right.
     """
-    if isinstance(value, str) and value.startswith("${"):
+    origin: Any = get_origin(kind)
+    is_leaf = origin is None and not is_dataclass(kind)
+    if is_leaf and isinstance(value, str) and value.startswith("${"):
         return value
     if is_dataclass(kind) and isinstance(value, dict):
         return _conform_section(cast(dict[Any, Any], value), kind, key)
@@ -126,7 +129,7 @@ def conform(value: Any, kind: Any, *, key: str) -> Any:
         item = get_args(kind)[1]
         below = cast(dict[Any, Any], value)
         return {name: conform(each, item, key=f"{key}.{name}") for name, each in below.items()}
-    if isinstance(kind, type) and get_origin(kind) is None and not is_dataclass(kind):
+    if is_leaf:
         return _conform_leaf(value, cast(type, kind), key)
     raise ConfigError(f"{key}={show(value)}: expects {describe_kind(kind)}")
 
@@ -165,7 +168,8 @@ def _conform_leaf(value: Any, kind: type, key: str) -> Any:
     elif kind is str and isinstance(value, (str, int, float)) and not isinstance(value, bool):
         return str(value)
     elif kind is float and isinstance(value, (int, float)) and not isinstance(value, bool):
-        return float(value)
-    elif kind in (int, bool) and type(value) is kind:
+        if isinstance(value, float) or abs(value) < MAX_WHOLE:
+            return float(value)
+    elif kind in (int, bool) and type(value) is kind and abs(value) < MAX_WHOLE:
         return value
     raise ConfigError(f"{key}={show(value)}: expects {describe_kind(kind)}")

@@ -74,11 +74,15 @@ class Law:
             return True
         if isinstance(value, str):
             is_known = not self.one_of or value in self.one_of
-            return is_known and (self.form is None or bool(self.form.fits(value)))
+            return (
+                is_known
+                and len(value) <= MAX_CHARS
+                and (self.form is None or bool(self.form.fits(value)))
+            )
         if not isinstance(value, (int, float)):
             return False
         return (
-            math.isfinite(value)
+            (isinstance(value, int) or math.isfinite(value))  # an int may be too long for a float
             and (self.ge is None or value >= self.ge)
             and (self.gt is None or value > self.gt)
             and (self.le is None or value <= self.le)
@@ -115,6 +119,16 @@ def _is_url(text: str) -> bool:
     return is_there and parts.scheme in ("http", "https") and not re.search(r"\s", text)
 
 
+def _is_path(text: str) -> bool:
+    parts = text.encode(errors="replace").split(b"/")
+    is_short = sum(map(len, parts)) + len(parts) <= 4096 and max(map(len, parts)) <= 255
+    return _is_name(text) and is_short  # as file systems have it
+
+
+def _is_name(text: str) -> bool:
+    return bool(text.strip()) and text.isprintable()
+
+
 def _is_file_name(text: str) -> bool:
     is_plain = text.isprintable() and "/" not in text and text.strip() == text
     is_short = len(text) <= 100 and len(text.encode()) <= 200  # file systems end at 255 bytes
@@ -122,10 +136,12 @@ def _is_file_name(text: str) -> bool:
 
 
 CEILING = 1e10  # of every number that has no bound of its own: what is above is a slip
+LONGEST_S = 2e6  # 23 days: 32 bits of milliseconds, in which many a library counts a wait
+MAX_CHARS = 10_000  # of a text
 TEXT = Form("printable text on one line", str.isprintable)
-NAME = Form("printable text, not empty", lambda text: text.strip() and text.isprintable())
-PATH = Form("a path", NAME.fits)
-WORD = Form("a name without spaces", lambda text: text and text.isprintable() and " " not in text)
+NAME = Form("printable text, not empty", _is_name)
+PATH = Form("a path", _is_path)
+WORD = Form("a name without spaces", lambda text: _is_name(text) and " " not in text)
 FILE_NAME = Form(
     'a plain file name: up to 100 printable characters, no "/", no "." in front, not "latest"',
     _is_file_name,
@@ -180,6 +196,12 @@ def knob(
     return field(default=default, metadata=metadata)
 
 
+def seconds(default: float, text: str, **law: Any) -> Any:
+    """Declare a key that is a time, at most LONGEST_S unless it has a bound of its own."""
+    bound: dict[str, Any] = {"le": LONGEST_S}
+    return knob(default, text, **(bound | law))
+
+
 def check(section: Any, prefix: str = "") -> None:
     """Return if everything below a config dataclass keeps its law and nothing contradicts.
 
@@ -192,7 +214,7 @@ def check(section: Any, prefix: str = "") -> None:
             elif not isinstance(value, (bool, Enum)):
                 law: Law | None = each.metadata.get("law")
                 if law is not None and not law.allows(value):
-                    raise ConfigError(f"{key}={value!r}: {law.phrase}")
+                    raise ConfigError(f"{key}={value!r:.200}: {law.phrase}")
     for key, value, wanted in _contradictions(section, prefix):
         raise ConfigError(f"{prefix}{key}={value!r}: {wanted}")
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from common.config.knobs import DEVICE, HOST, WORD, Contradiction, knob
+from common.config.knobs import DEVICE, HOST, WORD, Contradiction, knob, seconds
 
 
 class OptimizerKind(StrEnum):
@@ -333,7 +333,7 @@ class LearnerSection:
     min_lr_frac: float = knob(0.1, "of the learning rate, after its decay", ge=0, le=1)
     max_grad_norm: float = knob(1.0, "beyond which a gradient is scaled down", gt=0)
     ppo_epochs: int = knob(1, "passes over a batch", ge=1, le=1000)
-    num_minibatches: int = knob(1, "updates of a pass", ge=1)
+    num_minibatches: int = knob(1, "updates of a pass", ge=1, le=10**5)
     max_tokens_per_microbatch: int = knob(8192, "of a forward and backward pass of one rank", ge=1)
     logprob_chunk_tokens: int = knob(1024, "rows of the vocabulary projection alive at once", ge=1)
     precision: Precision = knob(Precision.AUTO, "of the arithmetic; weights are kept in fp32")
@@ -346,20 +346,24 @@ class LearnerSection:
         1, "processes that share batches and weights; a CUDA device each", ge=1, le=4096
     )
     num_gpus: int = knob(0, "of all ranks: num_ranks, which 0 means", ge=0, le=4096)
-    rank_timeout_s: float = knob(600.0, "seconds in which ranks must answer each other", gt=0)
+    rank_timeout_s: float = seconds(600.0, "seconds in which ranks must answer each other", gt=0)
     max_lag_steps: int = knob(4, "of a trajectory's oldest token; more is stale", ge=0)
     hold_back_steps: int = knob(
         0, "steps that actors get weights late: a study", ge=0, must="be at most max_lag_steps"
     )
-    batch_timeout_s: float = knob(1800.0, "seconds to wait for a batch; then the run ends", gt=0)
-    publish_timeout_s: float = knob(120.0, "seconds to bring out a version", gt=0)
+    batch_timeout_s: float = seconds(1800.0, "seconds to wait for a batch; then the run ends", gt=0)
+    publish_timeout_s: float = seconds(120.0, "seconds to bring out a version", gt=0)
     publish_bucket_mb: int = knob(256, "MB of weights gathered and sent at a time", ge=1, le=65536)
-    publish_parts: int = knob(1, "of the fleet that get a version one after the other", ge=1)
+    publish_parts: int = knob(
+        1, "of the fleet that get a version one after the other", ge=1, le=10**4
+    )
     weights_transport: WeightsTransport = knob(WeightsTransport.AUTO, "of versions to engines")
     max_canary_delta: float = knob(0.05, "mean |delta logprob| that alarms", gt=0, le=1000)
     max_canary_alarms: int = knob(3, "in a row before the run stops", ge=1)
     checkpoint_every_steps: int = knob(25, "steps between checkpoints", ge=1)
-    checkpoint_every_s: float = knob(900.0, "seconds after which there is one all the same", gt=0)
+    checkpoint_every_s: float = seconds(
+        900.0, "seconds after which there is one all the same", gt=0
+    )
     keep_checkpoints: int = knob(3, "the newest ones", ge=1)
     max_bad_steps: int = knob(3, "non-finite losses in a row before the run stops", ge=1)
     lora: LoraSection = field(default_factory=LoraSection)

@@ -1,6 +1,7 @@
 """Loading: dataclass defaults, then a YAML file and what it builds on, then overrides."""
 
 import difflib
+import os
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -85,15 +86,15 @@ def find_config(config: str, *, root: Path) -> Path:
 
     Raises: ConfigError: neither a file nor a known name; names the nearest and all there are.
     """
-    named = root / "configs" / f"{config}.yaml"
-    if named.is_file():
-        return named
-    if Path(config).is_file():
-        return Path(config)
+    for path in (root / "configs" / f"{config}.yaml", Path(config)):
+        if os.path.isfile(path):  # False also of a name that is too long
+            return path
     known = list_configs(root)
     near = difflib.get_close_matches(Path(config).stem, known, n=1, cutoff=0.0)
     hint = f"; the nearest is {near[0]}" if near else ""
-    raise ConfigError(f"--config {config}: no such config{hint} (there are: {', '.join(known)})")
+    raise ConfigError(
+        f"--config {show(config)}: no such config{hint} (there are: {', '.join(known)})"
+    )
 
 
 def save_config(cfg: RunConfig, path: Path) -> None:
@@ -159,7 +160,7 @@ def _read_chain(path: Path, *, root: Path) -> list[dict[str, Any]]:
 def _find_base(base: Any, path: Path, *, root: Path) -> Path:
     """Return the file that `defaults` in the file at `path` means."""
     for folder in (path.parent, root / "configs"):
-        if isinstance(base, str) and "/" not in base and (folder / f"{base}.yaml").is_file():
+        if isinstance(base, str) and "/" not in base and os.path.isfile(folder / f"{base}.yaml"):
             return folder / f"{base}.yaml"
     law = "expects the name of a file beside this one or in configs/, without .yaml"
     raise ConfigError(f"{path}: defaults={show(base)}: {law}")
@@ -173,7 +174,7 @@ def _read(path: Path) -> tuple[Any, dict[str, Any]]:
         raise ConfigError(f"{path}: cannot be read as UTF-8 text: {error}") from error
     try:
         tree = OmegaConf.to_container(OmegaConf.load(StringIO(text)), resolve=False)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # also an impossible date
         line = getattr(getattr(error, "problem_mark", None), "line", None)
         where = "" if line is None else f" line {line + 1}"
         problem = getattr(error, "problem", error)
@@ -246,8 +247,8 @@ def _parse(raw: str, key: str) -> Any:
     try:
         parsed = OmegaConf.from_dotlist([f"value={raw}"])
         return cast(dict[str, Any], OmegaConf.to_container(parsed, resolve=False))["value"]
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(f"{key}={raw}: the value is not valid YAML") from error
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
+        raise ConfigError(f"{key}={show(raw)}: the value is not valid YAML") from error
 
 
 def _plain(items: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ class SftSection:
     output: str = knob("", 'folder of the policy; "": runs/<name>/policy', form=PATH, also="")
     overwrite: bool = knob(False, "sft.output may be a policy that ships with the project")
     demonstrations: str = knob("", 'AgentTraj-format JSON lines; "": made from the experts')
-    num_demonstrations: int = knob(6000, "episodes", ge=1)
+    num_demonstrations: int = knob(6000, "episodes", ge=1, le=10**7)
     expert_subsets: list[str] = knob([], "that the expert plays; []: all of the tasks", form=NAME)
     min_reward: float = knob(0.0, "episodes worth less are left out", ge=-1e6)
     max_episodes: int = knob(0, "the newest ones of what is left; 0: all", ge=0)
@@ -25,8 +25,8 @@ class SftSection:
     num_layers: int = knob(4, "likewise", ge=1, le=1000)
     num_heads: int = knob(4, "likewise", ge=1, le=1024, must="divide hidden_size")
     num_kv_heads: int = knob(2, "likewise", ge=1, le=1024, must="divide num_heads")
-    intermediate_size: int = knob(512, "likewise: width of the feed-forward layers", ge=1)
-    vocab_size: int = knob(640, "likewise: tokens, one for each byte at least", ge=300)
+    intermediate_size: int = knob(512, "likewise: width of the feed-forward layers", ge=1, le=10**6)
+    vocab_size: int = knob(640, "likewise: tokens, one for each byte at least", ge=300, le=10**7)
     from_scratch: bool = knob(True, "make tokenizer and weights; false: start from model.path")
 
 
@@ -53,8 +53,10 @@ class EvolveSection:
     """AgentEvol: sample, keep what succeeded, train, again (arXiv:2406.04151)."""
 
     output: str = knob("runs/evolve-policy", "folder of the policies", form=PATH)
-    num_iterations: int = knob(3, "of sampling and training", ge=1)
-    items_per_iteration: int = knob(512, "training items, spread over the tasks by weight", ge=1)
-    samples_per_item: int = knob(2, "episodes", ge=1)
+    num_iterations: int = knob(3, "of sampling and training", ge=1, le=10**4)
+    items_per_iteration: int = knob(
+        512, "training items, spread over the tasks by weight", ge=1, le=10**6
+    )
+    samples_per_item: int = knob(2, "episodes", ge=1, le=10**4)
     min_reward: float = knob(1.0, "of an episode that is kept", ge=-1e6)
     from_base: bool = knob(True, "always train the first policy, on all that was kept so far")

@@ -29,6 +29,7 @@ from common.config.knobs import (
     Contradiction,
     check,
     knob,
+    seconds,
 )
 from common.config.learning import AlgorithmSection, LearnerSection
 from common.config.offline import DpoSection, EvolveSection, SftSection
@@ -36,6 +37,7 @@ from common.config.simulator import SimulatorSection
 from common.errors import ConfigError
 
 DTYPES = ("bfloat16", "float16", "float32")
+LARGEST_BLOCK_TOKENS = 128  # of a KV cache; an engine may have smaller ones
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
@@ -85,8 +87,8 @@ class RunSection:
     dir: str = knob("runs", "directory of all runs", form=PATH)
     seed: int = knob(0, "of everything that is drawn", ge=0, lt=2**32)
     resume: Resume = knob(Resume.AUTO, "what happens if the run's directory is in use")
-    stop_timeout_s: float = knob(0.0, "seconds to save at a stop; 0: as measured", ge=0)
-    stall_s: float = knob(
+    stop_timeout_s: float = seconds(0.0, "seconds to save at a stop; 0: as measured", ge=0)
+    stall_s: float = seconds(
         120.0, "seconds without progress, and 3x the longest so far, that are a stall", ge=5
     )
     on_stall: OnStall = knob(
@@ -147,7 +149,7 @@ class GroupsSection:
     straggler_factor: float = knob(
         0.0, "re-issue beyond this x the p95 of episode seconds; 0: never", also=0, ge=1, le=1000
     )
-    straggler_min_s: float = knob(30.0, "seconds before which none is", gt=0)
+    straggler_min_s: float = seconds(30.0, "seconds before which none is", gt=0)
 
 
 SILENT_BEATS = 5  # missed in a row
@@ -161,8 +163,8 @@ class SchedulerSection:
     port: int = knob(0, "0: a free one, written to the run directory", ge=0, le=65535)
     advertise: str = knob("", 'host by which others reach it; "": found out', form=HOST, also="")
     max_ahead_steps: int = knob(1, "batches that may be open beyond this one", ge=0, le=1000)
-    heartbeat_s: float = knob(1.0, "seconds between two signs of life", gt=0, le=3600)
-    dead_after_s: float = knob(
+    heartbeat_s: float = seconds(1.0, "seconds between two signs of life", ge=0.01, le=3600)
+    dead_after_s: float = seconds(
         20.0, "seconds of silence until its leases are issued again", gt=0, must="be > heartbeat_s"
     )
     max_attempts: int = knob(3, "issues of one episode before it counts as failed", ge=1, le=1000)
@@ -205,7 +207,7 @@ class ActorSection:
     min_concurrent: int = knob(
         1, "but so many always", ge=1, le=10**5, must="be at most max_concurrent"
     )
-    max_model_len: int = knob(512, "tokens; a longer episode ends as context_full", ge=16)
+    max_model_len: int = knob(512, "tokens; a longer episode ends as context_full", ge=16, le=10**8)
     max_turn_tokens: int = knob(16, "sampled tokens per turn", ge=1, must="be < max_model_len")
     temperature: float = knob(1.0, "of sampling; the learner divides by it, too", gt=0, le=100)
     top_p: float = knob(1.0, "1: all tokens; else the importance ratio is biased", ge=1, le=1)
@@ -227,12 +229,12 @@ class ActorSection:
     )
     placement: GpuPlacement = knob(GpuPlacement.AUTO, "of engines, on GPUs the learner has or not")
     enforce_eager: bool = knob(True, "no compiled graphs: slower, but up at once")
-    turn_timeout_s: float = knob(300.0, "seconds for one turn's tokens", gt=0)
-    episode_timeout_s: float = knob(
+    turn_timeout_s: float = seconds(300.0, "seconds for one turn's tokens", gt=0)
+    episode_timeout_s: float = seconds(
         1800.0, "seconds for a whole episode", gt=0, must="be >= turn_timeout_s"
     )
-    env_timeout_s: float = knob(60.0, "seconds for one answer of the hub", gt=0)
-    start_timeout_s: float = knob(300.0, "seconds for the engine to come up", gt=0)
+    env_timeout_s: float = seconds(60.0, "seconds for one answer of the hub", gt=0)
+    start_timeout_s: float = seconds(300.0, "seconds for the engine to come up", gt=0)
     delivery_window: int = knob(256, "unacknowledged trajectories until episodes wait", ge=1)
 
     def contradictions(self) -> Iterator[Contradiction]:
@@ -241,6 +243,10 @@ class ActorSection:
             width = f"actor.tensor_parallel_size={self.tensor_parallel_size}"
             law = f"actor.num_actors={self.num_actors} x {width} = {wanted}; give that, or 0"
             yield "num_gpus", self.num_gpus, law
+        blocks_for = self.kv_cache_blocks * LARGEST_BLOCK_TOKENS
+        if 0 < blocks_for < self.max_model_len:
+            law = f"no room for one episode of actor.max_model_len={self.max_model_len} tokens"
+            yield "kv_cache_blocks", self.kv_cache_blocks, law
         is_kept = self.prefixes_at_update is AtUpdate.KEEP
         if is_kept and self.kv_at_update is AtUpdate.DROP:
             law = "must be drop where kv_at_update=drop, which empties the whole cache"
@@ -259,9 +265,9 @@ class EnvhubSection:
     advertise: str = knob("", 'host by which others reach it; "": found out', form=HOST, also="")
     token: str = knob("", 'of the hub at url, or of a hub alone; "": the run\'s own, or none')
     style: str = knob("compact", "how observations are worded", one_of=("compact", "agentgym"))
-    session_lease_s: float = knob(600.0, "seconds until a silent session is closed", gt=0)
+    session_lease_s: float = seconds(600.0, "seconds until a silent session is closed", ge=1)
     capacity: int = knob(4096, "sessions per environment", ge=1, le=10**6)
-    step_timeout_s: float = knob(30.0, "seconds for one step of an environment", gt=0)
+    step_timeout_s: float = seconds(30.0, "seconds for one step of an environment", gt=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -296,7 +302,7 @@ class RaySection:
     learner_cpus: float = knob(1.0, "CPUs that the learner takes of its node", gt=0, le=10_000)
     actor_cpus: float = knob(1.0, "CPUs that an actor takes of a node", gt=0, le=10_000)
     envhub_cpus: float = knob(1.0, "CPUs that the hub takes of a node", gt=0, le=10_000)
-    place_timeout_s: float = knob(
+    place_timeout_s: float = seconds(
         300.0, "seconds for a node to have room for learner and hub; actors wait on", gt=0
     )
 
@@ -339,7 +345,7 @@ class RunConfig:
 
 
 def check_training(cfg: RunConfig) -> None:
-    """Return if an episode fits into what the learner computes at once.
+    """Return if an episode fits into what the learner computes at once, and outlasts its turns.
 
     Raises: ConfigError: names the key and the value.
     """
@@ -347,6 +353,10 @@ def check_training(cfg: RunConfig) -> None:
     if budget < longest:
         law = f"must be >= actor.max_model_len={longest}, the tokens of the longest episode"
         raise ConfigError(f"learner.max_tokens_per_microbatch={budget}: {law}")
+    lease_s, turn_s = cfg.envhub.session_lease_s, cfg.actor.turn_timeout_s
+    if not cfg.envhub.url and lease_s < turn_s:
+        law = f"must be >= actor.turn_timeout_s={turn_s:g}, for which a session may be silent"
+        raise ConfigError(f"envhub.session_lease_s={lease_s:g}: {law}")
 
 
 def published_version(cfg: RunConfig, version: int) -> int:

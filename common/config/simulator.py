@@ -12,19 +12,23 @@ class SimulatorSection:
     Actors are as described here also with `from_run`; episodes and steps only without.
     """
 
-    hours: float = knob(0.0, "of virtual time; 0: until train.num_steps", ge=0)
-    max_episodes: int = knob(500_000, "ends early; rates hold for the time it reached", ge=1)
+    hours: float = knob(0.0, "of virtual time; 0: until train.num_steps", ge=0, le=10**6)
+    max_episodes: int = knob(
+        500_000, "ends early; rates hold for the time it reached", ge=1, le=10**8
+    )
     mode: str = knob("", 'both: compare; "": train.mode', one_of=("async", "sync", "both"), also="")
     from_run: str = knob("", "a finished run's directory, whose episodes and steps are drawn again")
     compare: str = knob("", "a finished run's directory to hold the prediction against")
     output: str = knob("runs/simulation.json", "file of the result", form=PATH)
     search: bool = knob(True, "recommend a number of actors, a bound on lag and a group size")
-    search_steps: int = knob(40, "steps of each simulation of that search", ge=1)
+    search_steps: int = knob(40, "steps of each simulation of that search", ge=1, le=10**6)
 
-    num_actors: int = knob(0, "0: as actor.num_actors", ge=0)
+    num_actors: int = knob(0, "0: as actor.num_actors", ge=0, le=10**4)
     speed_sigma: float = knob(0.0, "of the log of an actor's seconds per turn", ge=0, le=10)
     join_s: float = knob(0.0, "seconds over which actors join evenly", ge=0)
-    mtbf_h: float = knob(0.0, "mean hours between two deaths of an actor; 0: none dies", ge=0)
+    mtbf_h: float = knob(
+        0.0, "mean hours between two deaths of an actor; 0: none dies", also=0, ge=0.01
+    )
     restart_s: float = knob(60.0, "seconds until one that died is back", ge=0)
     failed_frac: float = knob(0.0, "of episodes, by the environment", ge=0, lt=1)
     slot_slowdown: float = knob(0.0, "of an episode, per other at its start", ge=0, le=1000)

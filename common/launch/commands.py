@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.config.command_line import Request
+from common.config.knobs import FILE_NAME, PATH
 from common.config.load import find_config, load_config, load_told, override_value, save_config
 from common.config.run_config import Launcher, RunConfig
 from common.errors import ConfigError
@@ -36,7 +37,7 @@ def load_named(request: Request, *, root: Path, defaults: Sequence[str] = ()) ->
     Overrides of the request come after `defaults`.
     """
     overrides = [*defaults, *request.overrides]
-    if request.config is None and (name := override_value(overrides, "run.name")):
+    if request.config is None and (name := override_value(overrides, "run.name")) is not None:
         own = _own_config(overrides, name, root=root)
         if own.is_file():
             return load_config(str(own), overrides, root=root)
@@ -70,10 +71,15 @@ def load_joined(request: Request, *, root: Path) -> RunConfig:
 
 
 def _folder(overrides: Sequence[str], *, root: Path) -> Path:
-    return root / (override_value(overrides, "run.dir") or "runs")
+    folder = override_value(overrides, "run.dir")
+    if folder is not None and not PATH.fits(folder):
+        raise ConfigError(f"run.dir={folder!r:.100}: {PATH.phrase}")
+    return root / (folder or "runs")
 
 
 def _own_config(overrides: Sequence[str], name: str, *, root: Path) -> Path:
+    if not FILE_NAME.fits(name):  # before it is taken for a path
+        raise ConfigError(f"run.name={name!r:.100}: {FILE_NAME.phrase}")
     return _folder(overrides, root=root) / name / "config.yaml"
 
 

@@ -139,9 +139,13 @@ def load_spec(name: str, options: EnvsSection, remote: RemoteOptions) -> EnvSpec
     if is_reference(name):
         module, _, function = name.rpartition(":")
         make_spec = getattr(_import_outside(module), function, None)
-        if make_spec is None:
-            raise UnknownEnv(f"environment {name!r}: {module} has no function {function!r}")
+        if not inspect.isroutine(make_spec) or inspect.isbuiltin(make_spec):
+            raise UnknownEnv(
+                f"environment {name!r}: {module} has no function {function!r} of its own"
+            )
         spec = _call(make_spec, options)
+        if not isinstance(spec, EnvSpec):
+            raise UnknownEnv(f"environment {name!r}: returns {type(spec).__name__}, not EnvSpec")
         if spec.isolation is Isolation.WORKER:
             return spec
         num_sessions = max(spec.sessions_per_worker, OUTSIDE_SESSIONS_PER_WORKER)

@@ -74,6 +74,39 @@ def test_one_port_for_two_roles_is_refused(model: Path, repository: Path) -> Non
         check(cfg, repository)
 
 
+@pytest.mark.parametrize("role", ["scheduler", "learner", "envhub"])
+def test_host_that_is_not_here_is_refused_by_its_key(
+    role: str, model: Path, repository: Path
+) -> None:
+    for host in ("192.0.2.1", "no-such-host.invalid"):
+        cfg = configure(model, repository, f"{role}.host={host}")
+        with pytest.raises(ConfigError, match=rf"^{role}\.host={host}: no address of this machine"):
+            check(cfg, repository)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["actor.max_model_len=100000"], "actor.max_model_len=100000: the model knows 32768 pos"),
+        (["actor.kv_cache_blocks=1000000000"], "actor.kv_cache_blocks=1000000000: take"),
+        (["envhub.session_lease_s=2"], "envhub.session_lease_s=2: must be >= actor.turn_timeout"),
+    ],
+)
+def test_what_no_engine_could_hold_is_refused_before_one_starts(
+    overrides: list[str], words: str, model: Path, repository: Path
+) -> None:
+    budget = "learner.max_tokens_per_microbatch=100000"
+    with pytest.raises(ConfigError) as caught:
+        check(configure(model, repository, budget, *overrides), repository)
+    assert str(caught.value).startswith(words)
+
+
+def test_policy_from_nothing_beyond_the_memory_is_refused(model: Path, repository: Path) -> None:
+    sizes = ("sft.hidden_size=65536", "sft.num_layers=1000", "sft.output=")
+    with pytest.raises(ConfigError, match=r"^sft\.hidden_size=65536: with sft\.num_layers=1000"):
+        check_sft(configure(model, repository, *sizes), repository)
+
+
 def test_used_directory_is_refused_when_resume_is_never(model: Path, repository: Path) -> None:
     cfg = configure(model, repository, "run.resume=never", "run.name=a")
     check(cfg, repository)

@@ -1,6 +1,9 @@
 """Laws of the declared keys: each has a text and a law, and what breaks the law is refused."""
 
 import math
+import selectors
+import socket
+import threading
 from collections.abc import Iterator
 from dataclasses import FrozenInstanceError, fields, is_dataclass
 from enum import Enum
@@ -16,6 +19,7 @@ from common.config.knobs import (
     ENV_NAME,
     FILE_NAME,
     HOST,
+    LONGEST_S,
     NAME,
     PATH,
     TEXT,
@@ -102,6 +106,30 @@ def test_number_beyond_its_bounds_is_refused_by_its_key(key: str, kind: Any, law
         assert message == f"{told}{law.phrase}"
 
 
+WAITS = [(key, law) for key, _, _, law in NUMBERS if key.endswith("_s")]
+
+
+@pytest.mark.parametrize(("key", "law"), WAITS)
+def test_wait_is_no_longer_than_what_libraries_count(key: str, law: Law) -> None:
+    assert key.startswith("simulator.") or (law.le is not None and law.le <= LONGEST_S)
+
+
+def test_wait_for_ever_and_at_once_are_taken_by_what_waits() -> None:
+    assert not threading.Event().wait(timeout=1e-9)
+    with selectors.DefaultSelector() as selector, socket.socket() as told:
+        selector.register(told, selectors.EVENT_READ | selectors.EVENT_WRITE)
+        assert selector.select(LONGEST_S)
+    done = threading.Event()
+    done.set()
+    assert done.wait(timeout=LONGEST_S)
+
+
+@pytest.mark.parametrize(("key", "kind", "law"), [(key, kind, law) for key, kind, _, law in TEXTS])
+def test_text_of_endless_length_is_refused_by_its_key(key: str, kind: Any, law: Law) -> None:
+    message, _ = refusal(key, kind, "x" * 100_000)
+    assert message.startswith(key)
+
+
 @pytest.mark.parametrize(("key", "kind", "law"), [(key, kind, law) for key, kind, _, law in TEXTS])
 def test_text_of_another_form_is_refused_by_its_key(key: str, kind: Any, law: Law) -> None:
     for value in ("two\nlines", "nul\0", *(["banana"] if law.one_of else [])):
@@ -126,7 +154,7 @@ def test_value_of_another_type_is_refused_by_its_key(key: str, kind: Any) -> Non
     [
         (TEXT, ["", "a b", "ä"], ["a\nb", "\0", "\t"]),
         (NAME, ["a b"], ["", "  ", "a\n"]),
-        (PATH, ["/a/b", "a b", "."], ["", " ", "\0"]),
+        (PATH, ["/a/b", "a b", ".", "/".join("x" * 15)], ["", " ", "\0", "x" * 256, "x/" * 2100]),
         (WORD, ["a", "a-b"], ["", "a b", "a\0"]),
         (FILE_NAME, ["a", "007", "a b.c", "ä"], ["", ".", "..", ".a", "a/b", "latest", "x" * 101]),
         (FILE_NAME, [], [" a", "a\n", "€" * 99]),
@@ -213,6 +241,7 @@ def test_absurd_value_is_refused_by_its_key(override: str, words: str, repositor
         ({"policy.url": "http://h/v1"}, "policy.model='': policy.url needs the name of a model"),
         ({"policy.backoff_s": 61.0}, "policy.backoff_s=61.0: must be at most policy.max_backoff"),
         ({"env.url": "http://h"}, "env.url='http://h': goes together with env.dialect"),
+        ({"actor.kv_cache_blocks": 3}, "actor.kv_cache_blocks=3: no room for one episode of"),
         ({"tasks": [TASK, TASK]}, "tasks='babyai/GoTo': is there twice"),
     ],
 )

@@ -87,6 +87,21 @@ def children_cpu_s() -> float:
         (["trian"], "trian: neither a command nor key=value; the nearest is train"),
         (["train", "oops"], "oops: an override is key=value"),
         (["--confg", "smoke"], "--confg"),
+        *[
+            ([command, f"run.name={name}"], f"run.name={name!r:.100}: a plain file name")
+            for command in ("train", "status", "actor", "learner", "merge")
+            for name in ("", ".", "..", "../a", "/a", "latest", "a\nb", "x" * 300)
+        ],
+        (["status", f"run.dir={'x' * 300}"], "run.dir='xxx"),
+        (["train", "--config", "x" * 300], "no such config"),
+        (["train", "--config", "smoke", "groups.size=" + "9" * 400], "groups.size=999"),
+        (["train", "--config", "smoke", "groups.size=" + "9" * 5000], "groups.size=999"),
+        (["train", "--config", "smoke", "learner.lr=" + "9" * 400], "learner.lr=999"),
+        (["train", "--config", "smoke", "learner.lr=2024-13-45"], "learner.lr=2024-13-45"),
+        (["train", "--config", "smoke", "horizon.stages=" + "[" * 9000], "horizon.stages=[[["),
+        (["train", "--config", "smoke", "tasks=${run.name}"], "tasks=${run.name}: expects"),
+        (["train", "--config", "smoke", "envhub.envs=['os:system']"], "envhub.envs: environment"),
+        (["train", "--config", "smoke", "envhub.host=192.0.2.1"], "envhub.host=192.0.2.1: no add"),
         (["--config", "smoke", "model.path=/nosuch"], "model.path=/nosuch: no such directory"),
         (
             ["--config", "smoke", "tasks=[{env: babyia, subset: GoToLocal}]"],

@@ -54,6 +54,10 @@ def test_file_is_an_outside_environment(tmp_path: Path):
         ("no.such.module:make_spec", "No module named 'no'"),
         ("no/such/file.py:make_spec", "no such file"),
         ("tests.envhub.outside:make_nothing", "has no function 'make_nothing'"),
+        ("os:system", "has no function 'system' of its own"),
+        ("os:abort", "has no function 'abort' of its own"),
+        ("os:environ", "has no function 'environ' of its own"),
+        ("platform:node", "returns str, not EnvSpec"),
     ],
 )
 def test_broken_reference_says_what_is_missing(reference: str, words: str):
