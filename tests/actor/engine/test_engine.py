@@ -174,6 +174,31 @@ def test_a_bucket_damaged_on_its_way_is_named_and_refused_and_the_old_weights_go
     rig.run(law())
 
 
+@on_float32
+def test_after_half_an_update_nothing_is_sampled_until_a_version_is_whole(rig: Rig) -> None:
+    async def law() -> None:
+        with rig.learner() as (publisher, _):
+            async with rig.link() as (link, _task):
+                await rig.publish_first(publisher, link, rig.forced_weights(1))
+                running = [rig.generate("torn", [5, 6], max_tokens=300)]
+                await rig.generate("clock", [5, 6], max_tokens=10)
+                with pytest.raises(WeightSyncError, match="version 2 is not loaded whole"):
+                    await rig.engine.load(offer_of(rig.forced_weights(2), 1))
+                assert not rig.engine.is_whole
+                running.append(rig.generate("later", [5, 6], max_tokens=5))
+                together = rig.engine.generate_together({"r": [5, 6]}, max_tokens=5, salt="v1")
+                running.append(asyncio.create_task(together))
+                done, _ = await asyncio.wait(running, timeout=0.5)
+                assert not done, "nobody knows by which weights"
+                await asyncio.to_thread(publisher.publish, rig.forced_weights(3))
+                torn, later, together = await asyncio.gather(*running)
+        assert torn.versions == forced(torn)
+        assert set(torn.versions) == {1, 3}
+        assert later.versions == together["r"].versions == forced(later) == [3] * 5
+
+    rig.run(law())
+
+
 def send_damaged(store: Any, weights: PublishedWeights, offer: WeightsOffer) -> None:
     """Send a version; a byte of its bucket 1 changes between its digest and the wire."""
     group = BroadcastGroup(store, Place(0, 2, "gloo", TIMEOUT_S, HOST), epoch=1)
