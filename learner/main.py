@@ -27,14 +27,14 @@ from learner.objective.describe import dead_knobs, objective_text
 from learner.recovery.step_log import LoggedStep
 from learner.training.rank_workers import LOAD_S
 from learner.training.trainer import StepResult
+from learner.weights.prompts import Prompts, prompts_of
 from learner.weights.snapshot import PublishedWeights
 from learner.weights.source import copied
+from learner.weights.watch import EngineWatch
 
 logger = logging.getLogger(__name__)
 
-NUM_CANARIES = 4
 CANARY_EVERY_STEPS = 10  # new prompts: what an old policy sampled is rare under a new one
-MAX_CANARY_TOKENS = 96
 SIGNALS = {"policy/entropy": "entropy", "offpolicy/ess_frac": "ess_frac"}  # to the scheduler
 TRIM_EVERY_STEPS = 10  # on CPU; without it the heap grew from 1 to 5.5 GB in 350 steps
 FINISH_S = 900.0  # for the evaluation after the last step
@@ -126,8 +126,10 @@ class Loop:
         self._stop = stop
         self._process = psutil.Process()
         self._is_on_cpu = learner.model.device.type == "cpu"
-        self._canary: list[list[int]] = []  # [canary, seq] token ids
-        self._canary_masks: list[list[bool]] = []  # [canary, seq-1] True on sampled tokens
+        self._canary = Prompts([], [])
+        self._watch = EngineWatch(
+            learner.publisher, learner.buffer.recent, learner.trainer.score, cfg
+        )
         self._is_after_skip = learner.is_after_skip
         self._signals: dict[str, float] = {}  # of the last step, for curriculum and gate
         self._held_back: list[PublishedWeights] = []  # oldest first
@@ -193,6 +195,8 @@ class Loop:
             raise StopRequested
         self._learner.rank_workers.check()
         self._learner.publisher.check()
+        if self._last_published == self.version:
+            self._watch.look(self.version)
 
     def _give_back(self, batch: Batch) -> None:
         """Account for a batch that was too far off to learn from; the next one must be fresh.
@@ -210,10 +214,8 @@ class Loop:
     def _log_consumed(self, batch: Batch) -> None:
         """Write down what the step consumed, before anybody sees its weights."""
         self._write_down(batch, batch.outcomes(Outcome.TRAINED), is_skipped=False)
-        if not self._canary or self.version % CANARY_EVERY_STEPS == 0:
-            members = [group.members[0] for group in batch.groups[:NUM_CANARIES]]
-            self._canary = [t.token_ids[:MAX_CANARY_TOKENS].tolist() for t in members]
-            self._canary_masks = [t.loss_mask[1:MAX_CANARY_TOKENS].tolist() for t in members]
+        if not self._canary.token_ids or self.version % CANARY_EVERY_STEPS == 0:
+            self._canary = prompts_of(group.members[0] for group in batch.groups)
 
     def _write_down(
         self, batch: Batch, outcomes: list[EpisodeOutcome], *, is_skipped: bool
@@ -263,12 +265,7 @@ class Loop:
             metrics.get("train/step_s", nan),
             batch.waited_s,
         )
-        num_alarms = learner.publisher.num_canary_alarms
-        if num_alarms >= self._cfg.learner.max_canary_alarms:
-            raise LongstrideError(
-                f"engine and trainer disagree for {num_alarms} versions in a row "
-                f"(learner.max_canary_delta={self._cfg.learner.max_canary_delta})"
-            )
+        self._watch.check()
 
     # --- 4. its weights ---------------------------------------------------------------------
 
@@ -300,16 +297,18 @@ class Loop:
         if not send(weights, on_done=report, is_stopping=self._stop.is_set):
             raise StopRequested
         self._last_published = weights.version
+        self._watch.rest()
         self._set_status(waiting_for="")
 
     def _current_weights(self) -> PublishedWeights:
         """Return the current weights, with our scores of the canaries."""
+        canary, trainer = self._canary, self._learner.trainer
         return PublishedWeights(
             version=self.version,
             source=copied(self._weights) if self._cfg.learner.hold_back_steps else self._weights,
-            canary_token_ids=self._canary,
-            canary_logprobs=self._learner.trainer.score(self._canary) if self._canary else [],
-            canary_masks=self._canary_masks,
+            canary_token_ids=canary.token_ids,
+            canary_logprobs=trainer.score(canary.token_ids) if canary.token_ids else [],
+            canary_masks=canary.masks,
         )
 
     # --- 5. the scheduler -------------------------------------------------------------------

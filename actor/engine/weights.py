@@ -144,9 +144,9 @@ class WeightLink:
             if self._at is not None:
                 self._is_announced = self._is_given_up = False
                 await self._answer(self._at)
-            elif check is not None and check.version == self._engine.version:
+            elif self._engine.is_whole and check and check.version == self._engine.version:
                 async with self._exclusive:
-                    await self._report_canary(check.version, check.token_ids)
+                    await self._report_canary(check)
 
     async def _answer(self, offer: WeightsOffer) -> None:
         """Stage and load one offer and report; a failed transfer leaves the old weights."""
@@ -182,7 +182,9 @@ class WeightLink:
                 self._recover(failure)
                 return
             if offer.canary_token_ids:
-                await self._report_canary(offer.version, offer.canary_token_ids)
+                await self._report_canary(
+                    CanaryCheck(version=offer.version, number=0, token_ids=offer.canary_token_ids)
+                )
         self._num_failures = 0
         self.version_loaded.set()
 
@@ -205,12 +207,14 @@ class WeightLink:
         version, epoch = offer.version, offer.group_epoch
         self._line.send(WeightsReady(**self._identity, version=version, group_epoch=epoch))
 
-    async def _report_canary(self, version: int, token_ids: list[list[int]]) -> None:
+    async def _report_canary(self, check: CanaryCheck) -> None:
         self._num_scored += 1
-        request_id = f"canary-{version}-{self._num_scored}"
-        scores = await self._engine.score(token_ids, request_id=request_id)
-        actor = self._identity["actor"]
-        self._line.send(CanaryScores(actor=actor, version=version, logprobs=scores))
+        request_id = f"canary-{check.version}-{self._num_scored}"
+        scores = await self._engine.score(check.token_ids, request_id=request_id)
+        answer = CanaryScores(
+            actor=self._join.actor, version=check.version, logprobs=scores, number=check.number
+        )
+        self._line.send(answer)
 
     def close(self) -> None:
         """Tell the learner not to wait for this engine, and close."""

@@ -73,9 +73,10 @@ class WeightsPing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CanaryCheck:
-    """Learner -> actor: score these prompts again, if you hold this version."""
+    """Learner -> actor: score these prompts, too, if you hold this version."""
 
     version: int
+    number: int  # of the request
     token_ids: list[list[int]]
 
 
@@ -110,3 +111,4 @@ class CanaryScores:
     actor: str
     version: int
     logprobs: list[list[float]]  # [canary, seq-1] nats of token t given tokens < t
+    number: int = 0  # of the `CanaryCheck`; 0: they are those of the version's offer

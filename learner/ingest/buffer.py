@@ -23,6 +23,7 @@ from learner.ingest.group_assembly import Group, GroupAssembly
 from learner.ingest.journal_index import JournalIndex
 from learner.ingest.replay_point import ReplayPoint
 from learner.ingest.report_log import ReportLog
+from learner.weights.prompts import RecentPrompts
 
 POLL_S = 0.05  # between two looks at what may end a wait
 
@@ -43,6 +44,7 @@ class TrajectoryBuffer:
         self._reports = reports
         self.version = version  # the last one that the scheduler was told of
         self._stale: list[EpisodeOutcome] = []  # since the last batch
+        self.recent = RecentPrompts()
         self._stats = EpisodeStats()
         self._stats_since = time.monotonic()
         self._error: BaseException | None = None
@@ -92,6 +94,7 @@ class TrajectoryBuffer:
             self._news_at = time.monotonic()
             for trajectory, position in accepted:
                 self._enter(trajectory, position)
+                self.recent.add(trajectory)
                 if trajectory.kind is EpisodeKind.TRAIN:
                     self._stats.add(trajectory)
                     self._report(*self._groups.add(trajectory))

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from common.wire.weight_messages import CanaryScores
+from learner.weights.prompts import Prompts
 from learner.weights.snapshot import PublishedWeights
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,8 @@ class Canary:
         """Make one that allows a mean |difference| of `max_delta` nats."""
         self._max_delta = max_delta
         self._expected: dict[int, _Expected] = {}  # by version
+        self._checks: dict[int, tuple[str, int, _Expected]] = {}  # number -> actor, version
+        self._num_checks = 0
         self._alarms: dict[str, int] = {}  # by actor name, in a row
         self._worst: float | None = None  # mean |difference| in nats since the last drain
         self._lock = threading.Lock()
@@ -43,13 +46,28 @@ class Canary:
             weights.canary_token_ids, weights.canary_logprobs, weights.masks
         )
 
+    def expect_check(
+        self, actor: str, version: int, prompts: Prompts, logprobs: list[list[float]]
+    ) -> int:
+        """Expect an engine's answer beside a version's; return the number to ask under."""
+        self._num_checks += 1
+        expected = _Expected(prompts.token_ids, logprobs, prompts.masks)
+        self._checks = {n: kept for n, kept in self._checks.items() if kept[0] != actor}
+        self._checks[self._num_checks] = (actor, version, expected)
+        return self._num_checks
+
     def compare(self, scores: CanaryScores) -> None:
         """Hold an engine's scores against the trainer's of the same version."""
-        expected = self._expected.get(scores.version)
+        if scores.number:
+            asked = self._checks.pop(scores.number, None)
+            is_answer = asked is not None and asked[:2] == (scores.actor, scores.version)
+            expected, before = asked[2] if asked and is_answer else None, None
+        else:
+            expected = self._expected.get(scores.version)
+            before = None if expected is None else self._before(scores.version)
         if expected is None or not expected.logprobs:
             return
         delta = _mean_delta(expected.logprobs, scores.logprobs, expected.masks)
-        before = self._before(scores.version)
         is_stale = False
         if before is not None and not math.isnan(delta):
             is_stale = _is_stale(expected, before, scores.logprobs)
@@ -72,9 +90,15 @@ class Canary:
 
     @property
     def num_alarms(self) -> int:
-        """Versions in a row on which the worst engine and the trainer disagreed."""
+        """Times in a row that the worst engine and the trainer disagreed."""
         with self._lock:
             return max(self._alarms.values(), default=0)
+
+    @property
+    def worst_engine(self) -> str:
+        """The actor of most alarms in a row; "" if there is none."""
+        with self._lock:
+            return max(self._alarms, key=lambda actor: self._alarms[actor], default="")
 
     def drain_metrics(self) -> dict[str, float]:
         with self._lock:

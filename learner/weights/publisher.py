@@ -5,12 +5,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from common.errors import ConfigError, LongstrideError
 from common.wire.sockets import Router
+from common.wire.weight_messages import CanaryCheck
 from learner.weights.canary import Canary
 from learner.weights.gate import Gate
 from learner.weights.membership import Membership
+from learner.weights.prompts import Prompts
 from learner.weights.routes import PublishSettings
 from learner.weights.snapshot import PublishedWeights
 from learner.weights.transfer import STOP_S, WAIT_S, Transfers
@@ -20,6 +23,15 @@ logger = logging.getLogger(__name__)
 WARN_EVERY_S = 10.0
 
 Done = Callable[[], object]
+
+
+class EngineCheck(NamedTuple):
+    """Prompts that an engine is to score beside those of a version."""
+
+    actor: str
+    version: int
+    prompts: Prompts
+    logprobs: list[list[float]]  # [prompt, seq-1] nats, the trainer's
 
 
 class Publisher(threading.Thread):
@@ -60,6 +72,7 @@ class Publisher(threading.Thread):
         self._on_done: Done = lambda: None
         self._begun_at = 0.0
         self._must_load = False
+        self._checks: list[EngineCheck] = []
         self._error: BaseException | None = None
         self._metrics: dict[str, float] = {}
 
@@ -150,10 +163,21 @@ class Publisher(threading.Thread):
         if self._members.mark_silent(incarnations):
             self._router.wake()
 
+    def check_engines(self, checks: Iterable[EngineCheck]) -> None:
+        """Ask engines, if they are present, to score prompts; the answers count as canaries."""
+        with self._changed:
+            self._checks = list(checks)
+        self._router.wake()
+
     @property
     def num_canary_alarms(self) -> int:
-        """Versions in a row on which the worst engine and the trainer disagreed."""
+        """Times in a row that the worst engine and the trainer disagreed."""
         return self._canary.num_alarms
+
+    @property
+    def worst_engine(self) -> str:
+        """The actor of that engine."""
+        return self._canary.worst_engine
 
     @property
     def lonely_s(self) -> float:
@@ -187,6 +211,7 @@ class Publisher(threading.Thread):
                     self._send_wanted(self._wanted)
                 elif transfers.current is not None:
                     self._serve_newcomers(transfers.current)
+                    self._ask_for_scores()
         except LongstrideError as error:
             failure = error
         finally:
@@ -219,3 +244,13 @@ class Publisher(threading.Thread):
             return
         newcomers = self._members.take_newcomers()
         self._transfers.bring(weights, newcomers, is_superseded=lambda: self._wanted is not None)
+
+    def _ask_for_scores(self) -> None:
+        with self._changed:
+            checks, self._checks = self._checks, []
+        present = {member.actor: member for member in self._members.present()}
+        for actor, version, prompts, logprobs in checks:
+            if actor in present:
+                number = self._canary.expect_check(actor, version, prompts, logprobs)
+                check = CanaryCheck(version=version, number=number, token_ids=prompts.token_ids)
+                self._router.send(self._members.sender_of(present[actor]), check)

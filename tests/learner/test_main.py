@@ -44,7 +44,7 @@ class Neighbour:
 
     def live_weights(self, *, ask: object) -> None: ...
 
-    ask_for_part = gate = None
+    ask_for_part = gate = recent = score = None
 
     def values(self) -> dict[str, Any]:
         return {}

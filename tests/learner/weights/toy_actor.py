@@ -128,7 +128,7 @@ class Actor(threading.Thread):
                     if message.group_epoch == self._busy_epoch:
                         self._given_up.set()
                 case CanaryCheck():
-                    self._score(socket, message.version)
+                    self._score(socket, message.version, number=message.number)
                 case Rejected():
                     self._refusal = message.reason
                 case _:
@@ -149,8 +149,10 @@ class Actor(threading.Thread):
         )
         socket.send_multipart(encode(join))
 
-    def _score(self, socket: zmq.Socket, version: int) -> None:
-        scores = CanaryScores(actor=self.name, version=version, logprobs=self._scores)
+    def _score(self, socket: zmq.Socket, version: int, *, number: int = 0) -> None:
+        scores = CanaryScores(
+            actor=self.name, version=version, logprobs=self._scores, number=number
+        )
         socket.send_multipart(encode(scores))
 
     def _answer(self, socket: zmq.Socket, offer: WeightsOffer, habit: str) -> str:

@@ -1,0 +1,70 @@
+"""What the learner looks after while it waits: do engines take weights, and do they hold them?"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from common.config.run_config import RunConfig, TrainMode
+from common.errors import LongstrideError
+from learner.weights.prompts import RecentPrompts
+from learner.weights.publisher import EngineCheck, Publisher
+
+logger = logging.getLogger(__name__)
+
+CHECK_EVERY_S = 30.0  # without a version whose canaries tell
+LOCKSTEP_EVERY_S = 600.0  # where a step may take long, and a run is to repeat itself
+
+
+class EngineWatch:
+    """Asks engines for scores when no version does. For the main thread, between steps.
+
+    Example: an engine samples nonsense, so that every group is worth nothing and no step follows.
+    After 30 s it is asked to score the beginnings of what it has sampled itself; its answer is off,
+    an alarm; after `learner.max_canary_alarms` of them in a row `check` raises.
+    """
+
+    def __init__(
+        self,
+        publisher: Publisher,
+        recent: RecentPrompts,
+        score: Callable[[Sequence[Sequence[int]]], list[list[float]]],
+        cfg: RunConfig,
+    ) -> None:
+        """Make one; `score` returns logprobs [seq-1] of sequences under the current weights."""
+        self._publisher = publisher
+        self._recent = recent
+        self._score = score
+        self._cfg = cfg.learner
+        is_lockstep = cfg.train.mode is TrainMode.SYNC
+        self._every_s = LOCKSTEP_EVERY_S if is_lockstep else CHECK_EVERY_S
+        self._asked_at = time.monotonic()
+
+    def rest(self) -> None:
+        """Begin to count anew: a version is published, whose canaries tell."""
+        self._asked_at = time.monotonic()
+
+    def check(self) -> None:
+        """Return if engines and trainer agree. Raises: LongstrideError: too often they did not."""
+        num_alarms = self._publisher.num_canary_alarms
+        if num_alarms >= self._cfg.max_canary_alarms:
+            raise LongstrideError(
+                f"engine and trainer disagree {num_alarms} times in a row: "
+                f"{self._publisher.worst_engine} "
+                f"(learner.max_canary_delta={self._cfg.max_canary_delta})"
+            )
+
+    def look(self, version: int) -> None:
+        """Ask the engines that hold `version`, which are the current weights, now and then.
+
+        Raises: LongstrideError: as `check`.
+        """
+        self.check()
+        if time.monotonic() - self._asked_at < self._every_s:
+            return
+        self.rest()
+        checks = [
+            EngineCheck(actor, version, prompts, self._score(prompts.token_ids))
+            for actor, prompts in self._recent.take().items()
+        ]
+        if checks:
+            self._publisher.check_engines(checks)

@@ -1,0 +1,106 @@
+"""Laws of looking after engines while no version is published."""
+
+import threading
+from collections.abc import Sequence
+
+import pytest
+
+from common.config.run_config import RunConfig
+from common.errors import LongstrideError
+from learner.weights import watch as watching
+from learner.weights.canary import Canary
+from learner.weights.prompts import LATEST_TOKENS, MAX_TOKENS, RecentPrompts, prompts_of
+from learner.weights.publisher import Publisher
+from learner.weights.watch import EngineWatch
+from tests.learner.builders import make_trajectory
+from tests.learner.weights.test_publisher import (
+    Start,
+    eventually,
+    keys,
+    make_weights,
+    publisher,
+    start_actor,
+    timeout_s,
+)
+from tests.learner.weights.toy_actor import CANARY_LOGPROBS
+
+__all__ = ["keys", "publisher", "start_actor", "timeout_s"]  # fixtures
+OURS = [-1.0, -2.0]
+
+
+def score(sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    return [OURS for _ in sequences]
+
+
+@pytest.fixture
+def recent() -> RecentPrompts:
+    return RecentPrompts()
+
+
+@pytest.fixture
+def watch(
+    publisher: Publisher, recent: RecentPrompts, monkeypatch: pytest.MonkeyPatch
+) -> EngineWatch:
+    monkeypatch.setattr(watching, "CHECK_EVERY_S", 0.1)
+    return EngineWatch(publisher, recent, score, RunConfig())
+
+
+def look_on(watch: EngineWatch, recent: RecentPrompts, actors: Sequence[str], *, for_s: float):
+    """Look for a while, as a wait for a batch does, while all groups are worth nothing."""
+    never = threading.Event()
+    for _ in range(int(for_s / 0.02)):
+        for actor in actors:
+            recent.add(make_trajectory([1, 2, 3], [0, 1, 1], actor=actor))
+        watch.look(0)
+        never.wait(0.02)
+
+
+def test_an_engine_that_samples_nonsense_is_found_without_a_version(
+    publisher: Publisher, start_actor: Start, watch: EngineWatch, recent: RecentPrompts
+) -> None:
+    weights = make_weights(0)
+    publisher.publish(weights)
+    start_actor("good", scores=CANARY_LOGPROBS)
+    start_actor("nonsense", scores=[[-3.0, -4.0]] * 4)
+    with pytest.raises(LongstrideError, match=r"disagree \d times in a row: nonsense"):
+        look_on(watch, recent, ["nonsense"], for_s=5.0)
+
+
+def test_good_engines_are_asked_and_raise_no_alarm(
+    publisher: Publisher, start_actor: Start, watch: EngineWatch, recent: RecentPrompts
+) -> None:
+    publisher.publish(make_weights(0))
+    start_actor("good", scores=[OURS])
+    recent.add(make_trajectory([1, 2, 3], [0, 1, 1], actor="good"))
+    recent.add(make_trajectory([1, 2, 3], [0, 1, 1], actor="gone"))
+    assert eventually(lambda: publisher.drain_metrics().get("weights/canary_abs_logprob") == 0.0)
+    threading.Event().wait(0.1)
+    watch.look(0)
+    assert eventually(lambda: publisher.drain_metrics().get("weights/canary_abs_logprob") == 0.0)
+    assert publisher.num_canary_alarms == 0
+
+
+def test_an_answer_that_nobody_asked_for_any_more_counts_for_nothing() -> None:
+    from common.wire.weight_messages import CanaryScores
+
+    canary = Canary(max_delta=0.05)
+    prompts = prompts_of([make_trajectory([1, 2, 3], [0, 1, 1])])
+    first = canary.expect_check("a", 0, prompts, [OURS])
+    second = canary.expect_check("a", 1, prompts, [OURS])
+    wrong = [[-9.0, -9.0]]
+    for number, version, actor in ((first, 0, "a"), (second, 0, "a"), (second + 1, 1, "a")):
+        answer = CanaryScores(actor=actor, version=version, logprobs=wrong, number=number)
+        canary.compare(answer)
+    assert canary.num_alarms == 0
+
+
+@pytest.mark.parametrize("num_prompt", [1, 50, 95, 96, 500, LATEST_TOKENS])
+def test_a_prompt_of_any_length_is_kept_with_sampled_tokens_to_compare(num_prompt: int) -> None:
+    length = num_prompt + 200
+    mask = [0] * num_prompt + [1] * 200
+    episode = make_trajectory(list(range(length)), mask)
+    found = prompts_of([episode])
+    assert sum(found.masks[0]) >= min(32, MAX_TOKENS - num_prompt)
+    assert len(found.masks[0]) == len(found.token_ids[0]) - 1
+    assert any(found.masks[0])
+    assert prompts_of([make_trajectory([1, 2], [0, 0])]).token_ids == []
