@@ -195,6 +195,9 @@ class Loop:
             raise StopRequested
         self._learner.rank_workers.check()
         self._learner.publisher.check()
+        missing = self._watch.look_for_members(self._learner.buffer.num_slots)
+        if missing and missing != self._learner.intake.status.waiting_for:
+            self._set_status(waiting_for=missing)
         if self._last_published == self.version:
             self._watch.look(self.version)
 

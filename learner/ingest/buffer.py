@@ -55,6 +55,12 @@ class TrajectoryBuffer:
         self._news_at = time.monotonic()  # when an episode came, or no engine was up yet
 
     @property
+    def num_slots(self) -> int:
+        """Episodes at once of all actors that the scheduler hears."""
+        with self._changed:
+            return self._num_slots
+
+    @property
     def open_groups(self) -> list[str]:
         with self._changed:
             return self._groups.open_ids

@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from common.config.run_config import RunConfig, TrainMode
+from common.config.run_config import OnStall, RunConfig, TrainMode
 from common.errors import LongstrideError
 from learner.weights.prompts import RecentPrompts
 from learner.weights.publisher import EngineCheck, Publisher
@@ -37,7 +37,9 @@ class EngineWatch:
         self._cfg = cfg.learner
         is_lockstep = cfg.train.mode is TrainMode.SYNC
         self._every_s = LOCKSTEP_EVERY_S if is_lockstep else CHECK_EVERY_S
+        self._run = cfg.run
         self._asked_at = time.monotonic()
+        self._warned_at = 0.0
 
     def rest(self) -> None:
         """Begin to count anew: a version is published, whose canaries tell."""
@@ -68,3 +70,23 @@ class EngineWatch:
         ]
         if checks:
             self._publisher.check_engines(checks)
+
+    def look_for_members(self, num_slots: int) -> str:
+        """Return whom to wait for if no engine has taken weights for `run.stall_s`, "" if one has.
+
+        Args:
+            num_slots: episodes at once of all actors that the scheduler hears.
+
+        Raises: LongstrideError: there are actors, so it is the line to them that is broken; the
+            learner that is started again has another. Not with `run.on_stall=warn`.
+        """
+        lonely_s = self._publisher.lonely_s
+        if lonely_s < self._run.stall_s:
+            return ""
+        what = f"no engine has taken weights for {lonely_s:.0f}s"
+        if num_slots and self._run.on_stall is not OnStall.WARN:
+            raise LongstrideError(f"{what}, and there are actors with {num_slots} slots")
+        if time.monotonic() - self._warned_at > self._run.stall_s:
+            self._warned_at = time.monotonic()
+            logger.error("%s; actors have %d slots", what, num_slots)
+        return "actors: engines that take weights"

@@ -2,10 +2,11 @@
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
-from common.config.run_config import RunConfig
+from common.config.run_config import OnStall, RunConfig, RunSection
 from common.errors import LongstrideError
 from learner.weights import watch as watching
 from learner.weights.canary import Canary
@@ -104,3 +105,23 @@ def test_a_prompt_of_any_length_is_kept_with_sampled_tokens_to_compare(num_promp
     assert len(found.masks[0]) == len(found.token_ids[0]) - 1
     assert any(found.masks[0])
     assert prompts_of([make_trajectory([1, 2], [0, 0])]).token_ids == []
+
+
+def test_a_learner_that_no_engine_takes_weights_from_says_so_and_acts(
+    publisher: Publisher, start_actor: Start, recent: RecentPrompts
+) -> None:
+    run = RunSection(stall_s=5.0)
+    acting = EngineWatch(publisher, recent, score, RunConfig(run=run))
+    warning = EngineWatch(
+        publisher, recent, score, RunConfig(run=replace(run, on_stall=OnStall.WARN))
+    )
+    members = publisher._members
+    assert acting.look_for_members(8) == ""
+    members._last_seen -= 6.0
+    assert acting.look_for_members(0) == "actors: engines that take weights", "there is nobody"
+    assert warning.look_for_members(8) == "actors: engines that take weights"
+    with pytest.raises(LongstrideError, match="no engine has taken weights for 6s, and there are"):
+        acting.look_for_members(8)
+    publisher.publish(make_weights(0))
+    start_actor("a")
+    assert acting.look_for_members(8) == ""
