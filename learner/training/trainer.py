@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from common.errors import ConfigError
 from learner.batch.batching import Sample, make_minibatches
 from learner.batch.codec import pack_samples, unpack_samples
+from learner.policy.finite import WeightsNotFinite, is_finite
 from learner.policy.forward import Networks
 from learner.policy.model import published_tensors, whole
 from learner.training.controller import Controller, Decision
@@ -25,7 +26,6 @@ from learner.training.ranks import Order, Ranks
 from learner.training.state import StateWriter, live_tensors, local_part, restore
 from learner.training.step import Gradient, Gradients, ScoredBatch, TrainerSettings
 from learner.training.step_metrics import Update, mean_metrics, offpolicy_metrics, volume_metrics
-from learner.weights.finite import WeightsNotFinite, is_finite
 from learner.weights.source import Gathering, LiveWeights
 
 logger = logging.getLogger(__name__)

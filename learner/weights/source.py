@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from common.errors import LongstrideError
 from common.wire.collective import lay_out, views
 from common.wire.weight_messages import TensorSpec
+from learner.policy.finite import WeightsNotFinite, is_finite
 from learner.policy.sharding import device_of
-from learner.weights.finite import WeightsNotFinite, is_finite
 
 CAST_NUMBERS = 16 << 20  # at a time between devices: what is cast there first is memory, too
 

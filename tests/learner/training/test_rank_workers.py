@@ -22,12 +22,12 @@ from common.config.learning import (
 )
 from common.config.run_config import RunConfig
 from common.errors import LongstrideError
+from learner.policy.finite import WeightsNotFinite
 from learner.training.build import load_start, make_trainer
 from learner.training.checkpoint import Checkpoints
 from learner.training.rank_workers import RankWorkers
 from learner.training.ranks import deal
 from learner.training.trainer import Trainer
-from learner.weights.finite import WeightsNotFinite
 from learner.weights.source import tensors_of
 from tests.learner.builders import make_samples, run_config_with_policy
 

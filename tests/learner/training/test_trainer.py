@@ -20,11 +20,11 @@ from common.config.learning import (
 )
 from common.errors import ConfigError
 from learner.batch.batching import Sample
+from learner.policy.finite import WeightsNotFinite
 from learner.policy.forward import Networks
 from learner.training.bad_batch import dump_batch
 from learner.training.step import TrainerSettings
 from learner.training.trainer import Trainer, TrainingDiverged
-from learner.weights.finite import WeightsNotFinite
 from tests.learner.builders import make_model, make_samples, make_trajectory
 
 PASSIVE = ControllerSection(scale_lr=False, tighten_gate=False, skip_step=False)

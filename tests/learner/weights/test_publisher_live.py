@@ -14,7 +14,7 @@ from torch import Tensor
 from common.config.learning import WeightsTransport
 from common.wire.security import RunKeys, create_keys
 from common.wire.sockets import Router
-from learner.weights.finite import WeightsNotFinite
+from learner.policy.finite import WeightsNotFinite
 from learner.weights.gate import Gate
 from learner.weights.publisher import Publisher
 from learner.weights.routes import PublishSettings

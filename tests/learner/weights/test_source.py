@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from common.wire.collective import views
-from learner.weights.finite import WeightsNotFinite
+from learner.policy.finite import WeightsNotFinite
 from learner.weights.source import CopiedWeights, LiveWeights, copied, tensors_of
 
 NAMED = [
