@@ -148,8 +148,9 @@ async def _build(cfg: RunConfig, access: Access, name: str, context: zmq.asyncio
     )
     await scheduler.connect(timeout_s=start_s)
     await scheduler.learn_addresses(timeout_s=start_s)
-    hubs = Hubs(book.hubs, style=cfg.envhub.style, timeout_s=cfg.actor.env_timeout_s)
-    await hubs.start()
+    timeout_s, owner = cfg.actor.env_timeout_s, incarnation
+    hubs = Hubs(book.hubs, style=cfg.envhub.style, timeout_s=timeout_s, owner=owner)
+    await hubs.start(patience_s=start_s)
     delivery = Delivery(book, keys, window=cfg.actor.delivery_window, context=context)
     await delivery.connect(timeout_s=start_s)
     weights = WeightLink(
@@ -217,6 +218,7 @@ async def _take_leases(cfg: RunConfig, parts: Parts) -> None:
     is_lockstep = cfg.train.mode == "sync"
     has_leases = False
     while True:
+        await parts.hubs.wait_for()  # its supervisor, or the stall rule, ends a wait for ever
         parts.episodes.slot_freed.clear()
         num_free = parts.episodes.num_free_slots
         if num_free == 0 or (is_lockstep and parts.episodes.running_ids):
@@ -281,6 +283,8 @@ def _waiting_for(parts: Parts) -> str:
         return "learner: weights"
     if parts.engine.num_running:
         return ""
+    if parts.hubs.waiting_for:
+        return parts.hubs.waiting_for
     return "envhub" if parts.episodes.running_ids else "scheduler: leases"
 
 

@@ -17,6 +17,13 @@ class EnvError(LongstrideError):
     """An environment or its hub failed: infrastructure, never a statement about the policy."""
 
 
+class HubLost(EnvError):
+    """A hub that cannot be reached, or that does not know the session any more: it was restarted.
+
+    It takes all of its episodes with it and says nothing of any: they can be played again.
+    """
+
+
 class EnvTimeout(EnvError, TimeoutError):
     """The environment did not answer within its deadline."""
 

@@ -6,12 +6,14 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 from urllib.parse import quote
 
 import aiohttp
 
-from common.errors import EnvError, EnvTimeout
+from actor.rollout.presence import answers, stay
+from common.errors import EnvError, EnvTimeout, HubLost
 from common.text import valid_text
 
 logger = logging.getLogger(__name__)
@@ -20,6 +22,7 @@ NUM_TRIES = 4
 BACKOFF_S = 0.25  # doubles per try
 MIN_RETRY_S = 0.05  # so that "at once" is no busy loop
 MAX_ANSWER_BYTES = 64 << 20
+SESSION_PATH = "/v1/sessions/"
 BATCH_PATH = "/v1/step/batch"
 MAX_BATCH = 32  # steps in a request; the first ones are answered while the last ones are asked for
 
@@ -124,10 +127,16 @@ class HubClient(BearerClient):
             result = await session.step("go to red ball 1")
     """
 
-    def __init__(self, url: str, *, token: str | None, timeout_s: float) -> None:
+    def __init__(self, url: str, *, token: str | None, timeout_s: float, owner: str = "") -> None:
+        """Connect to nothing yet; the sessions of an `owner` end with its `stay`."""
         super().__init__(token=token, timeout_s=timeout_s)
         self._url = url.rstrip("/")
         self._timeout_s = timeout_s
+        self._owner = {"owner": owner} if owner else {}
+        self.answers = partial(answers, self._http, self._url)
+        self.stay = partial(stay, self._http, self._url, owner)
+        self.is_lost = False  # the last request found nobody
+        self.on_lost: Callable[[HubLost], None] = lambda _: None
         self._batches = StepBatches(self.request)
 
     async def open(
@@ -140,7 +149,7 @@ class HubClient(BearerClient):
 
         Raises: EnvError, EnvTimeout.
         """
-        body = {"env": env, "item_id": item_id, "seed": seed, "style": style}
+        body = {"env": env, "item_id": item_id, "seed": seed, "style": style, **self._owner}
         path = "/v1/sessions"
         reply = await self.request("POST", path, body)
         session_id = valid_text(_told(reply, "session_id", str, path=path))
@@ -156,7 +165,8 @@ class HubClient(BearerClient):
 
         Raises:
             EnvTimeout: no answer within `timeout_s`, or a 504 from the hub.
-            EnvError: the hub refused or failed, or cannot be reached.
+            HubLost: the hub cannot be reached, does not know the session, or is about to stop.
+            EnvError: the hub refused or failed.
         """
         failure, num_lost = "", 0
         try:
@@ -171,15 +181,19 @@ class HubClient(BearerClient):
                             await asyncio.sleep(BACKOFF_S * 2 ** (num_lost - 1))
                         continue
                     if reply is not None:
+                        self.is_lost = False
                         return reply
                     failure = "the hub is full (429)"
         except EnvTimeout:
             raise
         except TimeoutError as error:
-            raise EnvTimeout(
-                f"{method} {path}: no answer within {self._timeout_s:g}s; {failure}"
-            ) from error
-        raise EnvError(f"{method} {path}: {failure}, {NUM_TRIES} tries")
+            failure = f"no answer within {self._timeout_s:g}s; {failure}"
+            if await self.answers():
+                raise EnvTimeout(f"{method} {path}: {failure}") from error
+        self.is_lost = True
+        lost = HubLost(f"{method} {path}: {failure}, {max(1, num_lost)} tries")
+        self.on_lost(lost)
+        raise lost
 
     async def _once(self, method: str, path: str, body: object) -> Any:
         """Return the parsed answer; None after waiting out a 429."""
@@ -224,7 +238,9 @@ def _failure(method: str, path: str, status: int, text: str) -> EnvError | None:
     """Return what a status means; None if all is well."""
     if status == 504:
         return EnvTimeout(f"{method} {path}: {text:.300}")
-    return EnvError(f"{method} {path}: HTTP {status} {text:.300}") if status >= 400 else None
+    is_gone = status == 404 and path.startswith((SESSION_PATH, BATCH_PATH))
+    kind = HubLost if is_gone or status == 503 else EnvError
+    return kind(f"{method} {path}: HTTP {status} {text:.300}") if status >= 400 else None
 
 
 class HubSession:
@@ -235,7 +251,7 @@ class HubSession:
     ) -> None:
         self._hub = hub
         self._session_id = session_id
-        self._path = f"/v1/sessions/{quote(session_id, safe='')}"
+        self._path = f"{SESSION_PATH}{quote(session_id, safe='')}"
         self._batches = batches
         self._seq = 0
         self.first_observation = observation
@@ -270,6 +286,8 @@ class HubSession:
 
     async def close(self) -> None:
         """Give the session back. One that is already gone, or a hub that is, is no error."""
+        if self._hub.is_lost:
+            return
         try:
             await self._hub.request("DELETE", self._path, None)
         except EnvError as error:

@@ -11,7 +11,7 @@ import numpy as np
 
 from actor.rollout.env_client import Hint, StepResult
 from actor.rollout.observations import Observations
-from common.errors import EnvError, EnvTimeout
+from common.errors import EnvError, EnvTimeout, HubLost
 from common.text import valid_text
 from common.wire.messages import EndReason, Lease, Trajectory
 
@@ -112,6 +112,7 @@ async def run_episode(
     max_tokens: int,
     turn_tokens: int,
     actor: str,
+    may_repeat: bool = False,
 ) -> Trajectory:
     """Play the leased episode to its end and return it.
 
@@ -125,6 +126,9 @@ async def run_episode(
         max_tokens: context limit; an episode that could exceed it in its next turn ends there,
             and observations are cut to it (`actor.rollout.observations`).
         turn_tokens: most tokens that one turn may sample.
+        may_repeat: the caller plays it again if its hub is gone, so that it is no failure.
+
+    Raises: HubLost: if `may_repeat`.
     """
     started = time.monotonic()
     play = _Play()
@@ -147,6 +151,8 @@ async def run_episode(
     except EnvTimeout as error:
         play.end, play.error = EndReason.ENV_TIMEOUT, str(error)
     except EnvError as error:
+        if may_repeat and isinstance(error, HubLost):
+            raise
         play.end, play.error = EndReason.ENV_ERROR, str(error)
     except TimeoutError:
         if not deadline.expired():  # the engine's, not the lease's

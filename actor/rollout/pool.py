@@ -2,6 +2,9 @@
 
 import asyncio
 import logging
+import time
+from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from actor.engine.concurrency import Concurrency, EngineLoad
@@ -12,12 +15,15 @@ from actor.rollout.lockstep import Rounds
 from actor.rollout.render import Renderer
 from actor.rollout.scripted import ScriptedPolicy, ScriptedRender
 from common.config.run_config import ActorSection, AtUpdate
-from common.wire.messages import Lease, PolicyKind
+from common.errors import HubLost
+from common.wire.messages import Lease, PolicyKind, Trajectory
 
 if TYPE_CHECKING:  # it takes seconds to import
     from actor.engine.engine import Engine
 
 logger = logging.getLogger(__name__)
+
+MAX_VANISHED = 3  # times that a hub which answers may not know an episode's session
 
 
 class Episodes:
@@ -109,9 +115,33 @@ class Episodes:
             self.failed.set_exception(error)
 
     async def _play(self, lease: Lease) -> None:
+        trajectory = await self._play_out(lease)
+        if self._rounds is not None:
+            self._rounds.leave(lease.episode_id)
+        await self._delivery.put(trajectory)
+
+    async def _play_out(self, lease: Lease) -> Trajectory:
+        """Play an episode, from its beginning again when its hub is gone: that counts nowhere.
+
+        When its time is over, or its sessions vanish from a hub that answers, it is a failure.
+        """
+        began, num_vanished = time.monotonic(), 0
+        while True:
+            left_s = lease.deadline_s - (time.monotonic() - began)
+            is_last = left_s <= self._cfg.env_timeout_s or num_vanished > MAX_VANISHED
+            try:
+                return await self._try(lease, max(1.0, left_s), may_repeat=not is_last)
+            except HubLost as error:
+                num_vanished += not self._environments.is_lost(lease.env)
+                logger.info("played again episode=%s reason=%s", lease.episode_id, error)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(left_s):
+                    await self._environments.wait_for(lease.env)
+
+    async def _try(self, lease: Lease, deadline_s: float, *, may_repeat: bool) -> Trajectory:
         act, render = self._policy(lease)
-        trajectory = await run_episode(
-            lease,
+        return await run_episode(
+            replace(lease, deadline_s=deadline_s),
             open_session=lambda: self._environments.open(lease.env, lease.item_id, seed=lease.seed),
             act=act,
             render=render,
@@ -119,10 +149,8 @@ class Episodes:
             max_tokens=self._cfg.max_model_len,
             turn_tokens=self._cfg.max_turn_tokens,
             actor=self._actor,
+            may_repeat=may_repeat,
         )
-        if self._rounds is not None:
-            self._rounds.leave(lease.episode_id)
-        await self._delivery.put(trajectory)
 
     def _policy(self, lease: Lease) -> tuple[Act, Render]:
         if lease.policy is not PolicyKind.MODEL:

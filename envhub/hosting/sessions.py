@@ -36,6 +36,7 @@ T = TypeVar("T")
 MAX_WATCH_INTERVAL_S = 5.0
 SESSIONS_PER_TRIM = 200  # ended sessions after which free memory goes back to the system
 STOP_TIMEOUT_S = 1.0
+GONE_S = 1.0  # for an owner whose connection broke to come again
 
 
 @dataclass(slots=True, kw_only=True)
@@ -49,6 +50,7 @@ class Session:
     env_name: str
     episode: Episode
     lock: asyncio.Lock | None
+    owner: str = ""
     seq: int = 0
     answer: StepResult | None = None
 
@@ -95,6 +97,8 @@ class Sessions:
         self._live: LeaseTable[str, Session] = LeaseTable(lease_s, now_s)
         self._untold: LeaseTable[str, str] = LeaseTable(lease_s, now_s)  # why the worker was lost
         self._num_running = 0
+        self._owners: Counter[str] = Counter()  # connections that stay for an owner
+        self._ending: set[asyncio.Task[None]] = set()
         self._is_idle = asyncio.Event()
         self._is_idle.set()
 
@@ -102,7 +106,13 @@ class Sessions:
         return len(self._live)
 
     async def create(
-        self, env_name: str, item_id: str, *, seed: int = 0, style: Style = Style.COMPACT
+        self,
+        env_name: str,
+        item_id: str,
+        *,
+        seed: int = 0,
+        style: Style = Style.COMPACT,
+        owner: str = "",
     ) -> tuple[str, str]:
         """Start an episode and return its session id and first observation.
 
@@ -121,7 +131,9 @@ class Sessions:
             undo.pop_all()
         session_id = secrets.token_urlsafe(18)
         lock = None if episode.is_instant else asyncio.Lock()
-        session = Session(session_id=session_id, env_name=env_name, episode=episode, lock=lock)
+        session = Session(
+            session_id=session_id, env_name=env_name, episode=episode, lock=lock, owner=owner
+        )
         self._live.put(session_id, session)
         self.counts["created"] += 1
         return session_id, self._valid(env_name, observation)
@@ -167,6 +179,30 @@ class Sessions:
         async with self._alone(session_id) as session:
             await self._drop(session)
         self.counts["deleted"] += 1
+
+    @contextlib.contextmanager
+    def owned_by(self, owner: str) -> Iterator[None]:
+        """End the owner's sessions `GONE_S` after the last that stays for it has gone."""
+        self._owners[owner] += 1
+        try:
+            yield
+        finally:
+            self._owners[owner] -= 1
+            if not self._owners[owner] and not self.is_draining:
+                task = asyncio.get_running_loop().create_task(self._end_owned(owner))
+                self._ending.add(task)
+                task.add_done_callback(self._ending.discard)
+
+    async def _end_owned(self, owner: str) -> None:
+        await asyncio.sleep(GONE_S)
+        if self._owners[owner]:
+            return
+        del self._owners[owner]
+        owned = [each for each in self._live if each.owner == owner]
+        self.counts["abandoned"] += len(owned)
+        if owned:
+            logger.warning("owner gone owner=%s sessions=%d", owner, len(owned))
+        await asyncio.gather(*(self._drop(session) for session in owned))
 
     async def expire(self) -> int:
         """Drop the sessions whose lease has run out and return how many there were."""

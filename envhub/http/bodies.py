@@ -31,6 +31,7 @@ class CreateRequest(BaseModel):
     item_id: str = Field(max_length=MAX_NAME_CHARS)
     seed: int = Field(default=0, ge=0, le=MAX_SEED)
     style: Style = Style.COMPACT
+    owner: str = Field(default="", max_length=MAX_NAME_CHARS)
 
 
 class StepRequest(BaseModel):

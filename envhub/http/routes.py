@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
+from starlette.responses import StreamingResponse
 
 from common.errors import EnvTimeout
 from envhub.agentgym.serve import add_agentgym_routes
@@ -26,6 +27,7 @@ from envhub.errors import (
 from envhub.hosting.sessions import Sessions
 from envhub.http.auth import AuthMiddleware
 from envhub.http.bodies import (
+    MAX_NAME_CHARS,
     BadBody,
     BatchStepRequest,
     Created,
@@ -50,6 +52,7 @@ logger = logging.getLogger(__name__)
 MAX_BODY_BYTES = 64 * 1024
 MAX_BATCH_BYTES = 4 * 1024 * 1024
 RETRY_AFTER_S = 1
+SIGN_S = 0.5  # between two bytes to a client that stays
 
 STATUS_CODES: dict[type[Exception], int] = {
     BadBody: 422,
@@ -98,6 +101,7 @@ def make_app(
     metrics = HubMetrics(sessions)
     _add_catalogue_routes(app, sessions, registry, metrics, step_timeout_s=step_timeout_s)
     _add_session_routes(app, sessions)
+    _add_presence_route(app, sessions)
     _add_look_routes(app, sessions)
     _add_batch_routes(app, sessions)
     add_agentgym_routes(app, sessions, registry, lease_s=sessions.lease_s)
@@ -172,6 +176,19 @@ def _add_session_routes(app: FastAPI, sessions: Sessions) -> None:
         return Response(status_code=204)
 
 
+def _add_presence_route(app: FastAPI, sessions: Sessions) -> None:
+    async def signs(owner: str) -> AsyncIterator[bytes]:
+        with sessions.owned_by(owner):
+            while not sessions.is_draining:
+                yield b"\n"
+                await asyncio.sleep(SIGN_S)
+
+    @app.get("/v1/presence/{owner}", tags=["sessions"])
+    async def presence(owner: str) -> StreamingResponse:
+        """Never ends by itself; when the connection does, so do the owner's sessions."""
+        return StreamingResponse(signs(owner[:MAX_NAME_CHARS]), media_type="text/plain")
+
+
 def _add_look_routes(app: FastAPI, sessions: Sessions) -> None:
     fails = _fails(404, 500, 504)
     path = "/v1/sessions/{session_id}"
@@ -221,7 +238,7 @@ async def _each(
 
 async def _create(sessions: Sessions, body: CreateRequest) -> dict[str, Any]:
     session_id, observation = await sessions.create(
-        body.env, body.item_id, seed=body.seed, style=body.style
+        body.env, body.item_id, seed=body.seed, style=body.style, owner=body.owner
     )
     return {"session_id": session_id, "observation": observation}
 

@@ -15,10 +15,10 @@ START_S = 20.0
 
 
 @contextlib.contextmanager
-def serve(app: FastAPI) -> Iterator[str]:
+def serve(app: FastAPI, *, port: int = 0) -> Iterator[str]:
     """Serve an app in a thread; yields its address."""
     server = uvicorn.Server(
-        uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", lifespan="off")
+        uvicorn.Config(app, host="127.0.0.1", port=port, log_level="error", lifespan="off")
     )
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
@@ -39,6 +39,7 @@ class ToyHub:
     """The game: say "go" twice. The item <subset>-test-9 fails to open; a broken hub, every one."""
 
     is_broken: bool = False
+    step_s: float = 0.0
     opened: list[str] = field(default_factory=list[str])
     turns: dict[str, int] = field(default_factory=dict[str, int])
 
@@ -68,11 +69,20 @@ class ToyHub:
 
         @app.post("/v1/sessions/{name}/step")
         async def step(name: str, request: Request) -> Any:
+            if name not in self.turns:
+                return JSONResponse({"detail": "no such session"}, status_code=404)
+            await asyncio.sleep(self.step_s)
             is_go = (await request.json())["action"] == "go"
             self.turns[name] += is_go
             done = self.turns[name] == 2
             reward = self.turns[name] / 2
             return {"observation": "on", "reward": reward, "done": done, "is_valid": is_go}
+
+        @app.get("/v1/sessions/{name}/hint")
+        async def hint(name: str) -> Any:
+            if name not in self.turns:
+                return JSONResponse({"detail": "no such session"}, status_code=404)
+            return {"valid_actions": ["go"], "expert_action": "go"}
 
         @app.delete("/v1/sessions/{name}", status_code=204)
         async def close(name: str) -> Response:

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from actor.rollout import env_client
 from actor.rollout.env_client import Environments, Hint, HubClient, StepResult
-from common.errors import EnvError, EnvTimeout
+from common.errors import EnvError, EnvTimeout, HubLost
 
 OPENED = {"session_id": "s", "observation": "begun"}
 STEPPED = {"observation": "on", "reward": 1, "done": True, "is_valid": False}
@@ -144,7 +144,7 @@ def test_a_hub_that_stays_full_is_a_timeout_that_says_so() -> None:
     [
         (504, EnvTimeout, "what happened"),
         (500, EnvError, "HTTP 500.*what happened"),
-        (404, EnvError, "HTTP 404"),
+        (404, HubLost, "HTTP 404"),
         (409, EnvError, "HTTP 409"),
     ],
 )
@@ -221,7 +221,7 @@ def test_a_step_that_fails_in_a_batch_fails_alone_and_by_its_own_reason() -> Non
     async def law(_: Hub, client: HubClient) -> None:
         first, gone, slow = await quick_steps("a", "gone", "slow")(client)
         assert isinstance(first, StepResult)
-        assert type(gone) is EnvError
+        assert type(gone) is HubLost
         assert "HTTP 404 no such session" in str(gone)
         assert type(slow) is EnvTimeout
 

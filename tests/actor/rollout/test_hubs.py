@@ -1,13 +1,18 @@
 """Laws of several hubs that serve one run, against real servers."""
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
 from actor.rollout.hubs import Hubs
+from actor.rollout.pool import Episodes
+from common.config.run_config import ActorSection
 from common.errors import EnvError
 from common.wire.join_messages import HubPlace
+from common.wire.messages import EndReason, EpisodeKind, Lease, PolicyKind, Trajectory
 from tests.actor.toy_servers import ToyHub, serve
 
 DEAD = "http://127.0.0.1:1"
@@ -93,3 +98,95 @@ def test_an_actor_does_not_start_if_no_hub_answers() -> None:
 
     with pytest.raises(EnvError, match="4 tries"):
         play([place(DEAD)], law)
+
+
+class Box:
+    """A delivery that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.taken: list[Trajectory] = []
+
+    async def put(self, trajectory: Trajectory) -> None:
+        self.taken.append(trajectory)
+
+
+def lease_of(number: int) -> Lease:
+    return Lease(
+        episode_id=f"g/{number}",
+        group_id="g",
+        member=number,
+        attempt=0,
+        kind=EpisodeKind.TRAIN,
+        policy=PolicyKind.EXPERT,
+        env="toy",
+        item_id=f"a-test-{number}",
+        seed=0,
+        horizon=3,
+        horizon_stage=0,
+        opened_at_version=0,
+        deadline_s=60.0,
+    )
+
+
+def start_episodes(hubs: Hubs, box: Any, num: int) -> Episodes:
+    nobody: Any = None
+    episodes = Episodes(
+        ActorSection(env_timeout_s=10.0),
+        actor="a",
+        engine=nobody,
+        renderer=nobody,
+        environments=hubs,
+        delivery=box,
+        rounds=None,
+    )
+    episodes.start([lease_of(i) for i in range(num)])
+    return episodes
+
+
+@pytest.mark.slow
+def test_episodes_of_a_hub_that_dies_are_played_again_when_it_is_back_and_none_fails() -> None:
+    """It is gone for longer than a request is tried again, and knows no session afterwards."""
+    before, after, box = ToyHub(step_s=0.2), ToyHub(), Box()
+
+    async def law(hubs: Hubs) -> None:
+        episodes = start_episodes(hubs, box, 5)
+        while len(before.opened) < 5:
+            await asyncio.sleep(0.01)
+        await asyncio.to_thread(servers.close)
+        while not hubs.waiting_for:
+            await asyncio.sleep(0.01)
+        assert hubs.waiting_for == f"envhub: {url} does not answer"
+        servers.enter_context(serve(after.app(), port=port))
+        while episodes.running_ids:
+            await asyncio.sleep(0.01)
+        assert hubs.waiting_for == ""
+
+    with contextlib.ExitStack() as servers:
+        url = servers.enter_context(serve(before.app()))
+        port = int(url.rpartition(":")[2])
+        play([place(url)], law)
+    assert sorted(t.episode_id for t in box.taken) == [f"g/{i}" for i in range(5)]
+    assert {(t.end_reason, t.is_success) for t in box.taken} == {(EndReason.DONE, True)}
+    assert len(after.opened) == 5
+
+
+def test_sessions_that_vanish_from_a_hub_that_answers_are_a_failure_in_the_end() -> None:
+    hub, box = ToyHub(), Box()
+
+    class Forgetful(dict[str, int]):
+        def __contains__(self, name: object) -> bool:
+            return False
+
+    hub.turns = Forgetful()
+
+    async def law(hubs: Hubs) -> None:
+        episodes = start_episodes(hubs, box, 1)
+        while episodes.running_ids:
+            await asyncio.sleep(0.01)
+
+    with serve(hub.app()) as url:
+        play([place(url)], law)
+    (trajectory,) = box.taken
+    assert trajectory.end_reason is EndReason.ENV_ERROR
+    assert "no such session" in trajectory.error
+    assert len(hub.opened) == 5

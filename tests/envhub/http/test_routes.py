@@ -1,10 +1,12 @@
 """Laws of the hub's routes and sessions, through real HTTP."""
 
 import socket
+import time
 
 import httpx
 import pytest
 
+from envhub.hosting.sessions import GONE_S
 from envhub.http.bodies import MAX_BATCH
 from envhub.http.routes import MAX_BODY_BYTES
 
@@ -353,3 +355,24 @@ def test_a_client_that_leaves_in_the_middle_of_a_body_leaves_no_traceback(hub, c
     assert hub.client.get("/healthz").status_code == 200
     assert "Traceback" not in caplog.text
     assert "ClientDisconnect" not in caplog.text
+
+
+@pytest.mark.slow
+def test_sessions_of_an_owner_end_when_the_last_connection_that_stays_for_it_breaks(hub):
+    """What a killed actor had open: the kernel closes its connections, and nothing else."""
+    mine = {"env": "faulty", "item_id": "any-train-0", "owner": "a1"}
+    assert hub.client.post("/v1/sessions", json=mine).status_code == 201
+    path = hub.open()
+    with hub.client.stream("GET", "/v1/presence/a1") as first:
+        signs = first.iter_bytes()
+        next(signs)
+        with hub.client.stream("GET", "/v1/presence/a1") as second:
+            next(second.iter_bytes())
+        time.sleep(GONE_S + 0.5)
+        assert len(hub.sessions) == 2, "one connection is left"
+    deadline = time.monotonic() + 10.0
+    while len(hub.sessions) > 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert hub.step(path, "ok", 1).status_code != 404, "it has no owner"
+    assert hub.sessions.counts["abandoned"] == 1

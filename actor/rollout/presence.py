@@ -1,0 +1,38 @@
+"""Whether a hub is there, and being there for it: the sessions of a process that is gone end."""
+
+import asyncio
+import contextlib
+from urllib.parse import quote
+
+import aiohttp
+
+PROBE_S = 2.0  # for a hub to answer anything
+STAY_S = 30.0  # between two signs of a hub that an owner stays at
+AGAIN_S = 0.25
+
+
+async def answers(http: aiohttp.ClientSession, url: str) -> bool:
+    """Return whether somebody answers at a hub's address, soon."""
+    timeout = aiohttp.ClientTimeout(total=PROBE_S)
+    try:
+        async with http.get(f"{url}/healthz", timeout=timeout):
+            return True
+    except (aiohttp.ClientError, TimeoutError):
+        return False
+
+
+async def stay(http: aiohttp.ClientSession, url: str, owner: str) -> None:
+    """Be there for the sessions of an owner, until cancelled or the hub does not ask for it.
+
+    When a process is killed its connection closes, and the hub closes the owner's sessions.
+    """
+    path = f"{url}/v1/presence/{quote(owner, safe='')}"
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=PROBE_S, sock_read=STAY_S)
+    while True:
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+            async with http.get(path, timeout=timeout) as response:
+                if response.status == 404:
+                    return
+                async for _ in response.content.iter_any():
+                    pass
+        await asyncio.sleep(AGAIN_S)
