@@ -209,12 +209,15 @@ def _activation_parts(cfg: RunConfig, shape: ModelShape, *, is_cuda: bool) -> li
 
 
 def cpu_engine_parts(cfg: RunConfig, shape: ModelShape) -> list[Part]:
-    """Return what one engine without a GPU holds."""
+    """Return what one engine without a GPU holds; each worker is sent a whole version."""
     width, cache = BYTES_OF[cfg.model.dtype], cfg.actor.kv_cache_gib * GIB
-    return [
-        _weights("engine weights", shape.num_params, width),
+    of_worker = [
         _weights("incoming weights", shape.num_params, width, ", while they load"),
         _cache_part(cfg.actor, shape, cfg.model.dtype, cache, "actor.kv_cache_gib"),
+    ]
+    return [
+        _weights("engine weights", shape.num_params, width),
+        *times(of_worker, cfg.actor.tensor_parallel_size, "workers"),
     ]
 
 
@@ -253,7 +256,12 @@ def times(parts: Sequence[Part], number: int, of: str) -> list[Part]:
     if number == 1:
         return list(parts)
     several = [
-        replace(p, num_bytes=number * p.num_bytes, how=f"{number} {of} x ({p.how})", times=number)
+        replace(
+            p,
+            num_bytes=number * p.num_bytes,
+            how=f"{number} {of} x ({p.how})",
+            times=number * p.times,
+        )
         for p in parts
     ]
     return several if number else []

@@ -62,7 +62,7 @@ def make_plan(
 
     Raises: ConfigError: they are too few, or a role would have some of two nodes.
     """
-    is_cuda = trains_on_gpu(cfg, num_gpus=len(on))
+    is_cuda, width = trains_on_gpu(cfg, num_gpus=len(on)), cfg.actor.tensor_parallel_size
     first, other = (learner_parts(cfg, shape, is_cuda=is_cuda, rank=rank) for rank in (0, 1))
     of_learner = learner_host_parts(cfg, shape, is_cuda=is_cuda)
     if not is_cuda:
@@ -70,7 +70,7 @@ def make_plan(
     if not (on or is_cuda):
         host = of_learner
         host += times(cpu_engine_parts(cfg, shape), cfg.actor.num_actors, "actors")
-        host.append(_programs(cfg.learner.num_ranks, cfg.actor.num_actors))
+        host.append(_programs(cfg.learner.num_ranks, cfg.actor.num_actors, width))
         return [Place("host", host, host_bytes, HOST_REMEDY)]
     num_gpus = len(on) or max(cfg.learner.num_ranks, cfg.actor.tensor_parallel_size)
     seats = seat(cfg, num_gpus=num_gpus)
@@ -95,7 +95,7 @@ def make_plan(
         is_first = node == 0
         host = list(of_learner) if is_first else []
         num_actors = sum(own[0] // per_node == node for own in seats.actors)
-        host.append(_programs(cfg.learner.num_ranks if is_first else 0, num_actors))
+        host.append(_programs(cfg.learner.num_ranks if is_first else 0, num_actors, width))
         name = f"node {node}, host" if num_nodes > 1 else "host"
         places.append(Place(name, host, host_bytes, HOST_REMEDY))
     return places
@@ -144,8 +144,9 @@ def _check_nodes(cfg: RunConfig, seats: Seats, per_node: int) -> None:
             )
 
 
-def _programs(num_ranks: int, num_actors: int) -> Part:
-    num = num_ranks + 2 * num_actors
+def _programs(num_ranks: int, num_actors: int, width: int) -> Part:
+    # The engine's only worker is in its own process; several have one each.
+    num = num_ranks + (2 if width == 1 else 2 + width) * num_actors
     how = f"{num} processes x {shown(PROCESS_BYTES)}: learner, actors, their engines"
     return Part("programs", num * PROCESS_BYTES, how)
 

@@ -63,10 +63,12 @@ class Rig:
         at_update: AtUpdate = AtUpdate.KEEP,
         lora: LoraSection = FULL,
         prepare: Callable[[Qwen3ForCausalLM], None] = lambda _: None,
+        num_workers: int = 1,
     ) -> None:
         from actor.engine.engine import Engine
 
         self.dtype = getattr(torch, dtype)
+        self.num_workers = num_workers
         self.at_update = at_update
         self.run_dir = RunDir(root=folder)
         self.keys = create_keys(self.run_dir.keys)
@@ -81,7 +83,12 @@ class Rig:
             engine_dtype=dtype,
         )
         self.trainer = Trainer(settings, Networks(policy=self.model))
-        actor = ActorSection(max_concurrent=32, max_model_len=512, kv_at_update=at_update)
+        actor = ActorSection(
+            max_concurrent=32,
+            max_model_len=512,
+            kv_at_update=at_update,
+            tensor_parallel_size=num_workers,
+        )
         self._runner = asyncio.Runner()
         start = Engine.start(
             ModelSection(path=path, dtype=dtype), actor, end_of_turn_ids=[], seed=0, lora=lora
@@ -171,7 +178,7 @@ class Rig:
     async def link(self) -> AsyncIterator[tuple["WeightLink", asyncio.Task[None]]]:
         """The actor's real link to the learner at the run directory's address, and its task."""
         context = zmq.asyncio.Context()
-        link = make_weight_link(self, context, engine=self.engine)
+        link = make_weight_link(self, context, engine=self.engine, num_workers=self.num_workers)
         await link.connect(timeout_s=WAIT_S)
         task = asyncio.create_task(link.run())
         try:

@@ -201,7 +201,8 @@ def test_after_half_an_update_nothing_is_sampled_until_a_version_is_whole(rig: R
 
 def send_damaged(store: Any, weights: PublishedWeights, offer: WeightsOffer) -> None:
     """Send a version; a byte of its bucket 1 changes between its digest and the wire."""
-    group = BroadcastGroup(store, Place(0, 2, "gloo", TIMEOUT_S, HOST), epoch=1)
+    place = Place(0, offer.world_size, "gloo", TIMEOUT_S, HOST)
+    group = BroadcastGroup(store, place, epoch=1)
     cut = Cut(offer.total_bytes, offer.bucket_bytes)
     slots = [torch.zeros(cut.slot_bytes, dtype=torch.uint8) for _ in range(2)]
     send_buckets(Damaging(group), cut, slots, weights.source.fill)

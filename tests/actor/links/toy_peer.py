@@ -92,7 +92,7 @@ def check(
     asyncio.run(run())
 
 
-def make_weight_link(peer: Any, context: Any, *, engine: Any) -> "WeightLink":
+def make_weight_link(peer: Any, context: Any, *, engine: Any, num_workers: int = 1) -> "WeightLink":
     """Return an actor's link to whom the run directory of `peer` names."""
     from actor.engine.weights import WeightLink
 
@@ -100,7 +100,7 @@ def make_weight_link(peer: Any, context: Any, *, engine: Any) -> "WeightLink":
         peer.run_dir,
         peer.keys,
         engine,
-        hello=WeightsJoin(actor="a", incarnation="i", devices=[""], version=-1),
+        hello=WeightsJoin(actor="a", incarnation="i", devices=[""] * num_workers, version=-1),
         exclusive=asyncio.Lock(),
         context=context,
     )

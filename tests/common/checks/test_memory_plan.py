@@ -81,6 +81,19 @@ def test_engine_gets_its_share_of_the_gpu_and_the_cache_what_is_left_of_it(
     assert [*sizes(host)] == ["checkpoint copies", "programs"]
 
 
+def test_each_worker_of_an_engine_on_cpus_is_sent_a_whole_version(
+    shape: ModelShape, repository: Path
+) -> None:
+    one, two = (
+        make_plan(configure(repository, wide), shape, on=(), host_bytes=0)[0]
+        for wide in ("actor.num_actors=1", "actor.tensor_parallel_size=2")
+    )
+    assert sizes(two)["engine weights"] == sizes(one)["engine weights"]
+    for label in ("incoming weights", "KV cache"):
+        assert sizes(two)[label] == 2 * sizes(one)[label]
+    assert sizes(two)["programs"] == sizes(one)["programs"] + 2 * GIB  # workers beside the engine
+
+
 def test_ranks_and_tensor_parallel_workers_have_a_gpu_each(
     shape: ModelShape, repository: Path
 ) -> None:

@@ -2,9 +2,9 @@
 
 import os
 import re
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -79,14 +79,15 @@ def test_dry_run_without_gpu_and_weights_prints_the_plan_of_the_named_machine() 
 def test_gpu_that_is_too_small_is_refused_with_numbers_at_once(
     overrides: list[str], tmp_path: Path
 ) -> None:
-    began_s = time.monotonic()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = dry_run("--config", "textcraft-qwen7b", *overrides, PATH=with_gpu(tmp_path, mib=24_564))
-    took_s = time.monotonic() - began_s
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    took_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     assert done.returncode == 2, done.stdout
     assert re.search(r"about [\d.]+ GiB .*(24\.0 GiB)", done.stderr), done.stderr
     assert "learner.num_gpus" in done.stderr
     assert done.stdout == ""
-    assert took_s < 2.0 or os.getloadavg()[0] > 3  # s; the machine may be shared
+    assert took_s < 2.0  # of the processor: the clock also tells what else a machine does
 
 
 def test_engine_or_learner_on_gpus_of_two_nodes_is_refused() -> None:
