@@ -18,6 +18,16 @@ def trim_heap() -> bool:
     return True
 
 
+def take_pinned_memory_exactly() -> None:
+    """Let torch take no more pinned memory than is asked for, where that is over a MB.
+
+    It would round up to powers of two: copies for checkpoints, and what is offloaded, would take up
+    to twice what the memory plan says. Before torch is imported; what the user set stays.
+    """
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_ALLOC_CONF"] = "pinned_max_round_threshold_mb:1"
+
+
 def resident_bytes(roots: Iterable[int]) -> dict[int, int]:
     """Return the resident memory of each process with its descendants, by process id."""
     children: defaultdict[int, list[int]] = defaultdict(list)

@@ -197,9 +197,12 @@ def be_role(
     name: str, run: Callable[[RunConfig, RunDir], None], cfg: RunConfig, run_dir: RunDir
 ) -> int:
     """Be one role in this process until it ends; return the exit code."""
+    from common.memory import take_pinned_memory_exactly
     from common.wire.security import create_keys
 
     configure_logging(name, cfg.log.level)
+    if name == "learner":
+        take_pinned_memory_exactly()
     create_keys(run_dir.keys)
     if not run_dir.config.exists():
         save_config(cfg, run_dir.config)

@@ -1,6 +1,7 @@
 """Makes the trainer of a learner: the same on every rank."""
 
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,9 @@ def load_start(
     """Return the policy to go on with and where it came from: the checkpoint, or `model.path`."""
     if device.type == "cpu":
         torch.set_num_threads(max(1, cfg.learner.num_threads))
+    elif cfg.learner.offload is Offload.OPTIMIZER:  # updates are the CPU's
+        num_cores = len(os.sched_getaffinity(0)) // cfg.learner.num_ranks
+        torch.set_num_threads(cfg.learner.num_threads or max(1, num_cores))
     torch.manual_seed(cfg.run.seed)
     path = start_path(cfg, checkpoint)
     model = load_policy(

@@ -187,9 +187,8 @@ class RankWorkers:
 def _meet(cfg: RunConfig, rank: int, meeting: Path, device: torch.device) -> Ranks:
     """Return the group of all ranks; they find each other in a folder. Raises: LongstrideError."""
     num_ranks = cfg.learner.num_ranks
-    if device.type == "cpu":
-        os.environ["GLOO_SOCKET_IFNAME"] = interface_of(LOOPBACK)  # all on this host
-    else:
+    os.environ["GLOO_SOCKET_IFNAME"] = interface_of(LOOPBACK)  # all on this host
+    if device.type == "cuda":
         torch.cuda.set_device(device.index or 0)
     try:
         dist.init_process_group(

@@ -1,9 +1,15 @@
-"""Laws of giving memory back."""
+"""Laws of giving memory back, and of taking no more than is asked for."""
+
+import os
+import subprocess
+import sys
 
 import psutil
+import pytest
 import torch
 
 from common.memory import trim_heap
+from common.repository import ROOT
 
 
 def test_trimming_returns_what_was_freed() -> None:
@@ -16,3 +22,25 @@ def test_trimming_returns_what_was_freed() -> None:
     if trim_heap():
         assert used - process.memory_info().rss > 40_000_000
     assert keep.sum() == 4_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("given", "kept"), [("", "pinned_max_round_threshold_mb:1"), ("backend:native", "")]
+)
+def test_pinned_memory_is_taken_exactly_unless_the_user_said_otherwise(
+    given: str, kept: str
+) -> None:
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    environ = {name: value for name, value in os.environ.items() if name not in names}
+    environ |= {"PYTORCH_CUDA_ALLOC_CONF": given} if given else {}
+    said = (
+        "from common.memory import take_pinned_memory_exactly; take_pinned_memory_exactly()\n"
+        "import os, torch; print(os.environ.get('PYTORCH_ALLOC_CONF', ''))\n"
+        "print(torch._C._accelerator_getAllocatorSettings())"
+    )
+    command = [sys.executable, "-c", said]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.splitlines() == [kept, kept or given]  # torch has heard it
