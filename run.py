@@ -192,9 +192,12 @@ def dispatch(request: Request) -> int:
     check(cfg)
     if request.is_dry:
         return show(cfg, has_plan=command.has_plan)
+    run_dir = RunDir(root=ROOT / cfg.run.dir / cfg.run.name)
+    if request.probe is not None:
+        return commands.probe(cfg, run_dir, request.probe)
     if command.logs_as:
         configure_logging(command.logs_as, cfg.log.level)
-    return command.run(cfg, RunDir(root=ROOT / cfg.run.dir / cfg.run.name))
+    return command.run(cfg, run_dir)
 
 
 def show(cfg: RunConfig, *, has_plan: bool) -> int:

@@ -30,8 +30,8 @@ COMMANDS = {
     for name, each in yaml.safe_load(Path(__file__).with_name("commands.yaml").read_text()).items()
 }
 SUITES = (
-    "envhub, soak, solve, learner, scheduler, transport, weights, tail, actor, end2end, gpu,"
-    " algorithms, staleness, staleness-fast, curriculum"
+    "envhub, soak, solve, learner, scheduler, transport, weights, tail, actor, end2end, chaos,"
+    " chaos-short, chaos-long, gpu, algorithms, staleness, staleness-fast, curriculum"
 )
 
 
@@ -50,6 +50,7 @@ class Request:
     json: str | None  # of bench: where its figures go; None: runs/bench/SUITE.json
     join: str | None = None  # HOST:PORT of a scheduler
     key: str | None = None  # file that lets this machine in
+    probe: str | None = None  # of status: live or ready
 
 
 class _Parser(argparse.ArgumentParser):
@@ -78,6 +79,8 @@ def parse(argv: Sequence[str], *, root: Path) -> Request:
         raise ConfigError(f"--suite: bench needs it and nothing else has it, one of {SUITES}")
     if asked.json is not None and command != "bench":
         raise ConfigError("--json: bench alone has it")
+    if asked.probe is not None and command != "status":
+        raise ConfigError("--probe: status alone has it")
     if (asked.join is None) != (asked.key is None):
         raise ConfigError("--join HOST:PORT and --key FILE go together")
     if asked.join is not None and (command not in JOINING or asked.config or asked.dry_run):
@@ -94,6 +97,7 @@ def parse(argv: Sequence[str], *, root: Path) -> Request:
         json=asked.json,
         join=asked.join,
         key=asked.key,
+        probe=asked.probe,
     )
 
 
@@ -105,6 +109,8 @@ def command_help(name: str) -> str:
     )
     lines = [f"usage: run.py {name} {arguments}", "", f"  {command.text}"]
     lines += [f"  suites: {SUITES}"] if name == "bench" else []
+    if name == "status":
+        lines += ["  --probe live|ready: exit code 1 and the reason, if it is not"]
     if name in JOINING:
         lines += [f"  from another machine: run.py {name} --join HOST:PORT --key FILE [key=value]"]
     lines += [f"  example: run.py {name} {command.example}"]
@@ -152,6 +158,11 @@ def _make_parser(root: Path) -> _Parser:
     parser.add_argument("--dry-run", action="store_true", help="print the resolved config, stop")
     parser.add_argument("--join", metavar="HOST:PORT", help="be part of the run whose scheduler...")
     parser.add_argument("--key", metavar="FILE", help="...listens there; its keys/join.key")
+    parser.add_argument(
+        "--probe",
+        choices=("live", "ready"),
+        help="of status: exit code 1 if the run must be started again, or does no work now",
+    )
     parser.add_argument("--suite", metavar="NAME", help=f"of bench: {SUITES}")
     parser.add_argument(
         "--json", metavar="FILE", help="of bench: for its figures (runs/bench/SUITE.json)"

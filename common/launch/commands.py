@@ -186,6 +186,19 @@ def status(cfg: RunConfig, run_dir: RunDir) -> int:
     return 0
 
 
+def probe(cfg: RunConfig, run_dir: RunDir, kind: str) -> int:
+    """Print whether a run is `live` or `ready`, or why not; return 0 if it is, else 1."""
+    from common.dashboard.probe import why_not_live, why_not_ready
+    from common.dashboard.run_view import view_run
+
+    if kind == "live":
+        reason = why_not_live(run_dir)
+    else:
+        reason = why_not_ready(run_dir, view_run(run_dir, cfg.train, cfg.horizon))
+    print(f"{run_dir.root}: {f'not {kind}: {reason}' if reason else kind}")
+    return 1 if reason else 0
+
+
 def _state(cfg: RunConfig, run_dir: RunDir) -> str:
     from common.dashboard.run_state import state_line
     from common.dashboard.run_view import view_run

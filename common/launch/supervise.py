@@ -1,9 +1,12 @@
 """Runs the roles of a training run under a launcher, with a display and a watch on memory."""
 
+import contextlib
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 
 from common.config.run_config import RunConfig
 from common.dashboard.live import LiveDisplay
@@ -21,6 +24,7 @@ STOP_MARGIN_S = 5.0
 STOP_FACTOR = 3.0  # times what was measured: a stop meets disks and cores that are busy
 UNMEASURED_S = 10.0  # taken for a step or a checkpoint while none has been measured
 RECENT_STEPS = 100
+ALIVE_EVERY_S = 5.0
 SAMPLE_S = 5.0  # between two looks at the memory
 
 
@@ -46,6 +50,7 @@ def supervise(
             lambda: write_json(run_dir.launch, asdict(state)), run_dir.launch
         ):
             written = state
+        tell_alive(run_dir.launch)
         display.refresh()
         memory.sample()
 
@@ -60,6 +65,13 @@ def supervise(
         display.stop()
         run_dir.launch.unlink(missing_ok=True)
     return ending, memory.peak_bytes
+
+
+def tell_alive(path: Path) -> None:
+    """Renew the time of a file, by which `status --probe live` knows a launcher that hangs."""
+    with contextlib.suppress(OSError):
+        if time.time() - path.stat().st_mtime > ALIVE_EVERY_S:
+            os.utime(path)
 
 
 def stop_timeout_s(run_dir: RunDir, *, wanted_s: float) -> float:

@@ -129,6 +129,12 @@ def _add_catalogue_routes(
         state = {"status": status, "num_sessions": len(sessions), "num_workers": num_workers}
         return json_response(state | {"step_timeout_s": step_timeout_s} | counts)
 
+    @app.get("/readyz", tags=["hub"], responses=_fails(503))
+    async def readyz() -> Response:
+        if sessions.is_draining:
+            raise HubDraining("the hub is about to stop and takes no new sessions")
+        return json_response({"status": "ready"})
+
     @app.get("/metrics", tags=["hub"])
     async def metrics() -> Response:
         return Response(hub_metrics.text(), media_type="text/plain; version=0.0.4")

@@ -66,6 +66,17 @@ class Run:
             assert time.monotonic() < deadline, f"did not happen: {self.output[-2_000:]}"
             time.sleep(0.1)
 
+    def probe(self, kind: str) -> str:
+        """Return what `status --probe` prints of the run; its exit code must agree."""
+        argv = [sys.executable, "run.py", "status", "--probe", kind]
+        where = [f"run.dir={self._folder}", "run.name=r"]
+        done = subprocess.run(
+            [*argv, *where], cwd=REPOSITORY, capture_output=True, text=True, timeout=60
+        )
+        told = done.stdout.strip().removeprefix(f"{self.root}: ")
+        assert (done.returncode == 0) == (told == kind), done
+        return told
+
     def read(self, name: str) -> dict[str, Any]:
         """Return a JSON file of the run directory."""
         return json.loads((self.root / name).read_text())

@@ -19,14 +19,19 @@ OVERRIDES = ("train.num_steps=200", "eval.before=false", "eval.after=false")
 def test_run_stopped_in_a_long_step_saves_and_goes_on_at_the_next_one(tmp_path: Path) -> None:
     with Run(tmp_path, *OVERRIDES) as run:
         run.wait_until(lambda: len(run.metrics()) >= 2)
+        assert run.probe("ready") == "ready"
         learner = run.role_pid("learner")
         os.kill(learner, signal.SIGSTOP)  # as in a step of a large model
         reached = run.metrics()[-1]["step"]
         run.process.send_signal(signal.SIGINT)
-        time.sleep(8.0)
+        asked_s = time.monotonic()
+        assert run.probe("ready") == "not ready: it is being stopped"
+        assert run.probe("live") == "live"
+        time.sleep(max(0.0, asked_s + 8.0 - time.monotonic()))
         os.kill(learner, signal.SIGCONT)
         assert run.wait(timeout_s=60) == 130
         assert run.left_over() == []
+        assert run.probe("live") == "not live: no launcher holds it"
     version = saved_version(run)
     assert version >= reached
     assert f"saved at step {version}; the same command goes on" in run.output

@@ -268,6 +268,7 @@ def test_draining_hub_takes_no_new_sessions_and_serves_the_old(hub):
     assert refused.status_code == 503
     assert float(refused.headers["Retry-After"]) > 0
     assert hub.client.get("/healthz").json()["status"] == "draining"
+    assert hub.client.get("/readyz").status_code == 503
     assert hub.step(path, "go", 1).status_code == 200
 
 

@@ -1,0 +1,37 @@
+"""Whether a run is alive, and whether it works: for what watches over processes."""
+
+import time
+
+from common.dashboard.run_view import SILENT_S, RunView
+from common.launch.lock import is_held
+from common.store.run_dir import RunDir
+
+HUNG_S = 60.0  # without a look of the launcher at its roles, which it takes several times a second
+
+
+def why_not_live(run_dir: RunDir) -> str:
+    """Return why a run must be started again; "" if it need not, which is so of a finished one."""
+    if run_dir.finished.exists():
+        return ""
+    if not is_held(run_dir.root):
+        return "no launcher holds it"
+    try:
+        silent_s = time.time() - run_dir.launch.stat().st_mtime
+    except FileNotFoundError:  # it has just begun
+        return ""
+    return f"the launcher hangs, for {silent_s:.0f}s" if silent_s > HUNG_S else ""
+
+
+def why_not_ready(run_dir: RunDir, view: RunView) -> str:
+    """Return why a run does no work at the moment; "" if it does, or has done it all."""
+    if run_dir.finished.exists():
+        return ""
+    if view.stop_in_s is not None:
+        return "it is being stopped"
+    if view.silent_s is None or view.silent_s > SILENT_S:
+        return "its scheduler writes no status"
+    if view.starting:
+        return f"starting: {', '.join(sorted(view.starting))}"
+    if not view.status.actors:
+        return "there is no actor"
+    return why_not_live(run_dir)
