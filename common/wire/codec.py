@@ -22,10 +22,13 @@ import numpy as np
 
 from common.errors import WireError
 from common.wire import join_messages, messages, weight_messages
+from common.wire.access.bounds import AtMost, Between, bounds_of, shown
 from common.wire.messages import SCHEMA_VERSION, EpisodeIdentity
 
 MAX_HEADER_BYTES = 16 * 1024 * 1024
 MAX_ARRAY_BYTES = 256 * 1024 * 1024
+MAX_FRAMES = 64
+MAX_AXES = 8
 ARRAY_DTYPES = ("int32", "float32", "bool")
 
 _DTYPE_NAMES = {np.dtype(name): name for name in ARRAY_DTYPES}
@@ -56,20 +59,20 @@ def decode(frames: list[bytes]) -> Any:
 
     Raises:
         WireError: not msgpack, another schema version, an unknown type, a field that is unknown,
-            or missing and without a default, a value of the wrong type, or an array that does not
-            match its frame.
+            or missing and without a default, a value of the wrong type or beyond its bounds, or an
+            array that does not match its frame. Its text is short, whatever came.
     """
-    if not frames or len(frames[0]) > MAX_HEADER_BYTES:
-        raise WireError("no header, or a header over the size limit")
+    if not 0 < len(frames) <= MAX_FRAMES or len(frames[0]) > MAX_HEADER_BYTES:
+        raise WireError("no header, a header over the size limit, or too many frames")
     header = _unpack(frames[0], "header")
     if not isinstance(header, list) or len(header) != 3:
         raise WireError("header is not [schema, type, fields]")
     schema, name, fields = header
     if type(schema) is not int or schema != SCHEMA_VERSION:
-        raise WireError(f"schema version {schema!r}, this side speaks {SCHEMA_VERSION}")
+        raise WireError(f"schema version {shown(schema)}, this side speaks {SCHEMA_VERSION}")
     cls = MESSAGE_TYPES.get(name) if isinstance(name, str) else None
     if cls is None:
-        raise WireError(f"unknown message type {name!r}")
+        raise WireError(f"unknown message type {shown(name)}")
     try:
         return _as_sent(cls)(fields, frames)
     except _NotAsSent:
@@ -165,12 +168,21 @@ def _as_sent(cls: type) -> Callable[[Any, list[bytes]], Any]:
     types = tuple(_plain_type(kind) for kind in hints.values())
     converters = [(name, _from_sent(kind)) for name, kind in hints.items()]
     special = [(name, convert) for name, convert in converters if convert is not None]
+    bounds = bounds_of(cls).items()
+    ranges = [(name, b.low, b.high) for name, b in bounds if isinstance(b, Between)]
+    sizes = [(name, b.num) for name, b in bounds if isinstance(b, AtMost)]
 
     def from_map(fields: Any, frames: list[bytes]) -> Any:
         if type(fields) is not dict or tuple(fields) != names:
             raise _NotAsSent
         if tuple(map(type, fields.values())) != types:
             raise _NotAsSent
+        for name, low, high in ranges:
+            if not low <= fields[name] <= high:
+                raise _NotAsSent
+        for name, most in sizes:
+            if len(fields[name]) > most:
+                raise _NotAsSent
         made = dict(fields)  # what is not as sent after all is read again as it came
         for name, convert in special:
             made[name] = convert(made[name], frames)
@@ -298,7 +310,8 @@ def _from_plain(kind: Any, value: Any, frames: list[bytes], *, path: str) -> Any
         try:
             return kind(value)
         except ValueError as error:
-            raise WireError(f"{path} is {value!r}, not one of {[m.value for m in kind]}") from error
+            known = [member.value for member in kind]
+            raise WireError(f"{path} is {shown(value)}, not one of {known}") from error
     return _scalars(kind, [value], path=path)[0]
 
 
@@ -307,7 +320,8 @@ def _scalars(kind: type, values: list[Any], *, path: str) -> list[Any]:
     allowed = (int, float) if kind is float else (kind,)
     for value in values:
         if type(value) not in allowed:
-            raise WireError(f"{path} is {type(value).__name__} {value!r:.80}, not {kind.__name__}")
+            name = type(value).__name__
+            raise WireError(f"{path} is {name} {shown(value)}, not {kind.__name__}")
     return [float(value) for value in values] if kind is float else values
 
 
@@ -318,14 +332,15 @@ def _message_from_plain(cls: type, value: Any, frames: list[bytes], *, path: str
     missing = sorted(required - value.keys())
     unknown = sorted(map(str, value.keys() - hints.keys()))
     if missing or unknown:
-        raise WireError(f"{path}: missing fields {missing}, unknown fields {unknown}")
-    return cls(
-        **{
-            name: _from_plain(hints[name], value[name], frames, path=f"{path}.{name}")
-            for name in hints
-            if name in value
-        }
-    )
+        raise WireError(f"{path}: missing fields {missing}, unknown fields {shown(unknown)}")
+    bounds, made = bounds_of(cls), dict[str, Any]()
+    for name in hints:
+        if name not in value:
+            continue
+        made[name] = _from_plain(hints[name], value[name], frames, path=f"{path}.{name}")
+        if name in bounds and not bounds[name].allows(made[name]):
+            raise WireError(f"{path}.{name} is {shown(value[name])}, not {bounds[name]}")
+    return cls(**made)
 
 
 def _array_from_frame(value: Any, frames: list[bytes], *, path: str) -> np.ndarray:
@@ -335,13 +350,14 @@ def _array_from_frame(value: Any, frames: list[bytes], *, path: str) -> np.ndarr
         and type(value[0]) is int
         and value[1] in ARRAY_DTYPES
         and isinstance(value[2], list)
-        and all(type(n) is int and n >= 0 for n in value[2])
+        and len(value[2]) <= MAX_AXES
+        and all(type(n) is int and 0 <= n <= MAX_ARRAY_BYTES for n in value[2])
     )
     if not well_formed:
         raise WireError(f"{path} is not [frame, dtype, shape]")
     index, dtype, shape = value
     if not 1 <= index < len(frames):
-        raise WireError(f"{path} points at frame {index} of {len(frames)}")
+        raise WireError(f"{path} points at frame {shown(index)} of {len(frames)}")
     frame = bytes(frames[index])
     num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
     if num_bytes > MAX_ARRAY_BYTES or len(frame) != num_bytes:
@@ -351,4 +367,4 @@ def _array_from_frame(value: Any, frames: list[bytes], *, path: str) -> np.ndarr
     try:
         return np.frombuffer(frame, dtype=dtype).reshape(shape)
     except ValueError as error:  # no elements, but more or longer axes than numpy has
-        raise WireError(f"{path}: shape {shape!r:.80}: {error}") from error
+        raise WireError(f"{path}: shape {shown(shape)}: {error}") from error

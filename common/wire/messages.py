@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from common.wire.access.bounds import Count, Id, Rate, Seconds, Version
+
 SCHEMA_VERSION = 3
 
 
@@ -62,18 +64,18 @@ class Outcome(StrEnum):
 class EpisodeIdentity:
     """Which episode it is, and its stamp, which all members of a group share."""
 
-    episode_id: str  # unique in a run: "<group_id>/<member>"
-    group_id: str
-    member: int  # 0-based within the group
-    attempt: int  # 0 for the first issue; +1 each time it is issued again
+    episode_id: Id  # unique in a run: "<group_id>/<member>"
+    group_id: Id
+    member: Count  # 0-based within the group
+    attempt: Count  # 0 for the first issue; +1 each time it is issued again
     kind: EpisodeKind
     policy: PolicyKind
-    env: str
-    item_id: str
+    env: Id
+    item_id: Id
     seed: int  # sampling seed of this member
-    horizon: int  # most turns of this episode
-    horizon_stage: int  # 0-based stage of the curriculum at opening
-    opened_at_version: int
+    horizon: Count  # most turns of this episode
+    horizon_stage: Count  # 0-based stage of the curriculum at opening
+    opened_at_version: Version
 
     def identity(self) -> dict[str, Any]:
         """Return these fields by name, for what else is said of the episode."""
@@ -84,7 +86,7 @@ class EpisodeIdentity:
 class Lease(EpisodeIdentity):
     """Permission, and duty, to play one episode."""
 
-    deadline_s: float  # seconds from receipt until the episode must have ended
+    deadline_s: Seconds  # seconds from receipt until the episode must have ended
 
 
 # --- control plane: actor <-> scheduler, learner <-> scheduler -------------------------------
@@ -94,38 +96,38 @@ class Lease(EpisodeIdentity):
 class Hello:
     """First message of a role, and again after every reconnect."""
 
-    role: str  # "actor" | "learner"
-    name: str  # unique per process: "<role>-<index>" or chosen by the user
-    incarnation: str  # random per process start
-    version: int  # weights that the role holds
+    role: Id  # "actor" | "learner"
+    name: Id  # unique per process: "<role>-<index>" or chosen by the user
+    incarnation: Id  # random per process start
+    version: Version  # weights that the role holds
     addresses: dict[str, str] = field(default_factory=dict[str, str])  # where others reach it: of
     # a learner its "learner" and "weights"; a host "*" is the scheduler's own machine
-    directory: int = -1  # as in Heartbeat
+    directory: Version = -1  # as in Heartbeat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goodbye:
     """Actor or learner -> scheduler: it leaves. Its leases are issued again at once."""
 
-    role: str  # "actor" | "learner"
-    name: str
-    incarnation: str  # as in its Hello; an earlier process of that name cannot sign off this one
+    role: Id  # "actor" | "learner"
+    name: Id
+    incarnation: Id  # as in its Hello; an earlier process of that name cannot sign off this one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Welcome:
     """The scheduler knows the role."""
 
-    run_epoch: str  # random per scheduler start: another one means say hello again
+    run_epoch: Id  # random per scheduler start: another one means say hello again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseRequest:
     """Pull: an actor asks for work when it has free slots."""
 
-    actor: str
-    num_free_slots: int
-    version: int  # weights that the actor's engine holds
+    actor: Id
+    num_free_slots: Count
+    version: Version  # weights that the actor's engine holds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +135,7 @@ class LeaseGrant:
     """Answer to LeaseRequest; an empty grant says when to ask again and who is waited for."""
 
     leases: list[Lease]
-    retry_after_s: float  # seconds until the next request
+    retry_after_s: Seconds  # seconds until the next request
     reason: str  # why fewer than asked; "" if all were granted
 
 
@@ -141,44 +143,44 @@ class LeaseGrant:
 class Heartbeat:
     """Proof of life with what the role does. Renews the leases it lists."""
 
-    role: str
-    name: str
-    version: int
+    role: Id
+    name: Id
+    version: Version
     running: list[str]  # actor: episode ids in work or unacknowledged; learner: incomplete groups
-    num_slots: int = 0  # actor: episodes at once that its engine keeps up with
-    tokens_per_s: float = 0.0  # sampled by an actor, trained by a learner
+    num_slots: Count = 0  # actor: episodes at once that its engine keeps up with
+    tokens_per_s: Rate = 0.0  # sampled by an actor, trained by a learner
     waiting_for: str = ""  # "" when busy
-    rss_bytes: int = 0
-    directory: int = -1  # number of the Directory that the sender knows; -1: it wants none
-    unchanged_s: float = 0.0  # since an actor's last turn, a learner's main thread's last progress
-    num_reports: int = 0  # learner: its numbered messages that went before, on this connection
+    rss_bytes: Count = 0
+    directory: Version = -1  # number of the Directory that the sender knows; -1: it wants none
+    unchanged_s: Seconds = 0.0  # since an actor's last turn, a learner's main thread's progress
+    num_reports: Count = 0  # learner: its numbered messages that went before, on this connection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LagBound:
     """How old episodes of one kind may be when they are consumed."""
 
-    env: str
-    horizon: int  # most turns of the episode
-    max_lag_steps: int  # of its oldest token
+    env: Id
+    horizon: Count  # most turns of the episode
+    max_lag_steps: Count  # of its oldest token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
     """The scheduler's answer to a heartbeat, and to a report that changes what is a batch."""
 
-    run_epoch: str  # as in Welcome
+    run_epoch: Id  # as in Welcome
     revoked: list[str]  # episode ids that an actor should abandon, a learner not wait for
     is_finished: bool  # the run is over: drain and leave
     lag_bounds: list[LagBound] = field(default_factory=list[LagBound])  # to a learner: those
     # wider than the configured one
-    num_slots: int = 0  # to a learner: episodes at once of all living actors
-    num_heard: int = 0  # to a learner: its numbered messages since hello that came without a gap
-    num_reports: int = 0  # of the heartbeat that this answers: more than were heard were lost
-    num_saved: int = 0  # of them, those that survive the scheduler's machine: they may be forgotten
-    closed_below: int = 0  # training groups with smaller numbers are settled for good, and saved
-    learner_version: int = -1  # to a learner: its version as the scheduler knows it; -1: unknown
-    num_batch_groups: int = 0  # ready groups that make the batch of the step after that version,
+    num_slots: Count = 0  # to a learner: episodes at once of all living actors
+    num_heard: Count = 0  # to a learner: its numbered messages since hello that came without a gap
+    num_reports: Count = 0  # of the heartbeat that this answers: more than were heard were lost
+    num_saved: Count = 0  # of them, those that survive the scheduler's machine: to be forgotten
+    closed_below: Count = 0  # training groups with smaller numbers are settled for good, and saved
+    learner_version: Version = -1  # to a learner: its own as the scheduler knows it; -1: unknown
+    num_batch_groups: Count = 0  # ready groups that make the batch of the step after that version,
     # fewer than `groups.per_step` if it must be short; 0: in sync mode, the round is not over
     silent: list[str] = field(default_factory=list[str])  # to a learner: incarnations of actors
     # that left, died, or have not been heard of for 5 heartbeats
@@ -188,7 +190,7 @@ class Progress:
 class GroupArrived:
     """Learner -> scheduler: all members of the group are in the journal."""
 
-    group_id: str
+    group_id: Id
     is_ready: bool  # False when it carries no signal or was damaged; outcomes say which
 
 
@@ -196,7 +198,7 @@ class GroupArrived:
 class EpisodeOutcome:
     """What became of one issued episode, and the numbers the scheduler steers by."""
 
-    episode_id: str
+    episode_id: Id
     outcome: Outcome
     cause: str  # "" or a short reason: "zero_variance", "lag", "env_error", ...
 
@@ -205,12 +207,12 @@ class EpisodeOutcome:
 class EpisodeSeen:
     """Learner -> scheduler: an episode is in the journal and acknowledged."""
 
-    episode_id: str
+    episode_id: Id
     reward: float  # [0, 1]
     is_success: bool
     end_reason: EndReason
-    num_turns: int
-    wall_s: float  # seconds that it took
+    num_turns: Count
+    wall_s: Seconds  # seconds that it took
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,20 +222,20 @@ class Outcomes:
     seen: list[EpisodeSeen] = field(default_factory=list[EpisodeSeen])
     outcomes: list[EpisodeOutcome] = field(default_factory=list[EpisodeOutcome])
     groups: list[GroupArrived] = field(default_factory=list[GroupArrived])
-    num_duplicates: int = 0  # trajectories discarded as duplicates since the last report
-    number: int = 0  # 1 for the first message after hello; 0: not counted
+    num_duplicates: Count = 0  # trajectories discarded as duplicates since the last report
+    number: Count = 0  # 1 for the first message after hello; 0: not counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepDone:
     """Learner -> scheduler: step `version` is trained and published."""
 
-    version: int
+    version: Version
     is_last: bool
-    max_ahead_steps: int  # how far ahead groups may be opened from now on; the config's at most
+    max_ahead_steps: Count  # how far ahead groups may be opened from now on; the config's at most
     signals: dict[str, float]  # of the step, absent: not known. "entropy" in nats, "ess_frac",
     # "busy_s" from a batch to its published weights, "wait_s" before that for the batch
-    number: int = 0  # as in Outcomes
+    number: Count = 0  # as in Outcomes
 
 
 # --- trajectory plane: actor -> learner ------------------------------------------------------
@@ -243,20 +245,20 @@ class StepDone:
 class Trajectory(EpisodeIdentity):
     """One finished episode as tokens. Arrays share one length; -1 marks "not sampled"."""
 
-    actor: str
+    actor: Id
     end_reason: EndReason
     error: str  # "" unless end_reason is an infrastructure failure
     reward: float  # [0, 1], of the last step
     is_success: bool  # the environment says that the task was solved
-    num_turns: int
-    num_invalid_actions: int
-    num_prompt_tokens: int = 0  # given to the engine, summed over turns; 0: it does not say
-    num_cached_tokens: int = 0  # of them, those found in its prefix cache
-    num_cut_observations: int = 0  # that were too long for the context
-    num_repaired_texts: int = 0  # observations with halves of characters, now U+FFFD
-    generate_s: float  # seconds spent waiting for the engine
-    env_s: float  # seconds spent waiting for the environment
-    wall_s: float
+    num_turns: Count
+    num_invalid_actions: Count
+    num_prompt_tokens: Count = 0  # given to the engine, summed over turns; 0: it does not say
+    num_cached_tokens: Count = 0  # of them, those found in its prefix cache
+    num_cut_observations: Count = 0  # that were too long for the context
+    num_repaired_texts: Count = 0  # observations with halves of characters, now U+FFFD
+    generate_s: Seconds  # seconds spent waiting for the engine
+    env_s: Seconds  # seconds spent waiting for the environment
+    wall_s: Seconds
     token_ids: np.ndarray = field(repr=False)  # [seq] int32
     loss_mask: np.ndarray = field(repr=False)  # [seq] bool, True on sampled tokens
     logprobs: np.ndarray = field(repr=False)  # [seq] float32 nats, 0 where not sampled
@@ -270,7 +272,7 @@ class Trajectory(EpisodeIdentity):
 class Ack:
     """Learner -> actor: the trajectory is in the journal (or is a duplicate of one that is)."""
 
-    episode_id: str
+    episode_id: Id
     is_accepted: bool
     reason: str  # why it was refused; "" when accepted
 

@@ -21,9 +21,15 @@ from common.wire.security import RunKeys
 
 logger = logging.getLogger(__name__)
 
-HIGH_WATER_MARK = 10_000  # messages queued per peer before a send blocks
+HIGH_WATER_MARK = 10_000  # messages queued in a DEALER before a send blocks
+PEER_QUEUE = 1_000  # messages queued in a ROUTER per peer, either way
+MAX_FRAME_BYTES = 4 << 20  # that a ROUTER takes, also before anybody is let in
+HANDSHAKE_MS = 10_000  # in which a connection must be let in
 MAX_SENDERS = 100_000  # remembered; a connection that broke is another sender afterwards
-HEARTBEAT_MS = 2_500  # ZeroMQ's own ping; finds half-open connections
+# TCP's own probes find half-open connections. ZeroMQ's heartbeats abort the process when a peer
+# that fills a queue hangs up (libzmq 4.3.5, stream_engine_base.cpp: assertion !_io_error).
+PROBE_AFTER_S, PROBE_EVERY_S, NUM_PROBES = 3, 2, 3
+UNREAD_MS = 10_000  # after which a peer that takes nothing of what is sent is disconnected
 CONNECT_MS = 3_000  # for one try: TCP itself waits ever longer while a link is cut
 
 
@@ -36,13 +42,16 @@ class Received:
     frames: list[bytes]
 
 
-def _prepare(socket: Any) -> None:
+def _prepare(socket: Any, *, queue: int) -> None:
     socket.setsockopt(zmq.IPV6, 1)  # beside version 4
     socket.setsockopt(zmq.LINGER, 1_000)
-    socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
-    socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
-    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 4 * HEARTBEAT_MS)
+    socket.setsockopt(zmq.SNDHWM, queue)
+    socket.setsockopt(zmq.RCVHWM, queue)
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, PROBE_AFTER_S)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, PROBE_EVERY_S)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, NUM_PROBES)
+    socket.setsockopt(zmq.TCP_MAXRT, UNREAD_MS)
     socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MS)
     socket.setsockopt(zmq.RECONNECT_IVL, 100)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2_000)
@@ -69,10 +78,11 @@ class Router:
         self._auth.start()
         self._auth.configure_curve_callback(domain="*", credentials_provider=_Known(keys))
         self._socket = self._context.socket(zmq.ROUTER)
-        _prepare(self._socket)
+        _prepare(self._socket, queue=PEER_QUEUE)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.setsockopt(zmq.SNDTIMEO, 1_000)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        self._socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         self._socket.curve_server = True
         self._socket.curve_publickey = keys.server_public.encode()
         self._socket.curve_secretkey = keys.server_secret.encode()
@@ -136,7 +146,7 @@ class Router:
     def send_frames(self, receiver: bytes, frames: list[bytes]) -> bool:
         """Send a message that is encoded already, as `send` does."""
         try:
-            self._socket.send_multipart([receiver, *frames])
+            self._socket.send_multipart([receiver, *frames], zmq.NOBLOCK)
         except zmq.ZMQError as error:
             logger.debug("cannot send receiver=%s reason=%s", receiver.hex(), error.strerror)
             return False
@@ -181,7 +191,7 @@ def connect_dealer(
         timeout_s: a send or receive without progress for so long raises zmq.Again.
     """
     socket = context.socket(zmq.DEALER)
-    _prepare(socket)
+    _prepare(socket, queue=HIGH_WATER_MARK)
     socket.setsockopt(zmq.SNDTIMEO, int(timeout_s * 1_000))
     socket.setsockopt(zmq.RCVTIMEO, int(timeout_s * 1_000))
     if identity:

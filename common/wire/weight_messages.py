@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from common.wire.access.bounds import Count, Devices, Id, Seconds, Version
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
@@ -10,29 +12,29 @@ class TensorSpec:
     name: str
     shape: list[int]
     dtype: str  # torch name without prefix: "bfloat16"
-    offset_bytes: int
-    num_bytes: int
+    offset_bytes: Count
+    num_bytes: Count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsJoin:
     """Actor -> learner, with every heartbeat: my engine wants weights, and lives."""
 
-    actor: str
-    incarnation: str
-    devices: list[str]  # one per worker: a GPU's own name; "" for the CPU
-    version: int  # what the engine holds
-    host: str = ""  # the engine's, on its interface towards the learner
-    busy_epoch: int = 0  # of the offer that it is at; 0: it is free
-    quiet_s: float = 0.0  # for which its workers have not answered while they receive
+    actor: Id
+    incarnation: Id
+    devices: Devices  # one per worker: a GPU's own name; "" for the CPU
+    version: Version  # what the engine holds
+    host: Id = ""  # the engine's, on its interface towards the learner
+    busy_epoch: Count = 0  # of the offer that it is at; 0: it is free
+    quiet_s: Seconds = 0.0  # for which its workers have not answered while they receive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsLeave:
     """Actor -> learner: my engine ends; do not wait for it."""
 
-    actor: str
-    incarnation: str
+    actor: Id
+    incarnation: Id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,18 +44,18 @@ class WeightsOffer:
     Its flat bytes come in buckets, and after the last one a table with the digest of each.
     """
 
-    version: int
-    group_epoch: int  # a new number means: build a new process group
-    rank: int  # of the engine's first worker; the next worker has the next one
-    world_size: int  # workers of all engines, and the learner
+    version: Version
+    group_epoch: Count  # a new number means: build a new process group
+    rank: Count  # of the engine's first worker; the next worker has the next one
+    world_size: Count  # workers of all engines, and the learner
     store_host: str
     store_port: int
     transport: str  # "gloo", "nccl", "ipc" or "file"
     folder: str  # of the transport "file"
-    timeout_s: float
+    timeout_s: Seconds
     tensors: list[TensorSpec]
-    total_bytes: int
-    bucket_bytes: int
+    total_bytes: Count
+    bucket_bytes: Count
     canary_token_ids: list[list[int]]  # prompts that both sides score after loading
 
 
@@ -84,31 +86,31 @@ class CanaryCheck:
 class WeightsReady:
     """Actor -> learner: my workers receive from now on, beside generation."""
 
-    actor: str
-    incarnation: str
-    version: int
-    group_epoch: int
+    actor: Id
+    incarnation: Id
+    version: Version
+    group_epoch: Count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsLoaded:
     """Actor -> learner: what became of the offer."""
 
-    actor: str
-    incarnation: str
-    version: int
-    group_epoch: int
+    actor: Id
+    incarnation: Id
+    version: Version
+    group_epoch: Count
     is_ok: bool
     error: str
-    stage_s: float  # in which the bytes arrived, beside generation
-    pause_s: float  # in which the engine loaded them and generated nothing
+    stage_s: Seconds  # in which the bytes arrived, beside generation
+    pause_s: Seconds  # in which the engine loaded them and generated nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CanaryScores:
     """Actor -> learner: logprobs of the canary tokens under the weights now loaded."""
 
-    actor: str
-    version: int
+    actor: Id
+    version: Version
     logprobs: list[list[float]]  # [canary, seq-1] nats of token t given tokens < t
     number: int = 0  # of the `CanaryCheck`; 0: they are those of the version's offer

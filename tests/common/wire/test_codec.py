@@ -1,6 +1,7 @@
 """Laws of the wire format."""
 
 import dataclasses
+import time
 import typing
 from enum import StrEnum
 from typing import Any
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as np_st
 
 from common.errors import WireError
+from common.wire.access.bounds import Between, Bound, bounds_of, shown
 from common.wire.codec import (
     ARRAY_DTYPES,
     MAX_HEADER_BYTES,
@@ -33,8 +35,10 @@ ACK = Ack(episode_id="g/0", is_accepted=True, reason="")
 def values_of(kind: Any) -> st.SearchStrategy[Any]:
     """Values of a field's declared type."""
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-        hints = typing.get_type_hints(kind)
-        return st.builds(kind, **{name: values_of(hint) for name, hint in hints.items()})
+        bounds, hints = bounds_of(kind), typing.get_type_hints(kind)
+        return st.builds(
+            kind, **{name: within(bounds.get(name), hint) for name, hint in hints.items()}
+        )
     if kind is np.ndarray:
         shapes = np_st.array_shapes(min_dims=0, max_dims=2, min_side=0, max_side=4)
         return np_st.arrays(st.sampled_from(ARRAY_DTYPES), shapes)
@@ -52,6 +56,15 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
         bool: st.booleans(),
         bytes: st.binary(max_size=8),
     }[kind]
+
+
+def within(bound: Bound | None, kind: Any) -> st.SearchStrategy[Any]:
+    """Values of a field's declared type that keep its bound."""
+    if kind is int and isinstance(bound, Between):
+        return st.integers(int(bound.low), min(int(bound.high), 2**63 - 1))
+    if kind is float and isinstance(bound, Between):
+        return st.floats(bound.low, bound.high)
+    return values_of(kind)
 
 
 def is_same(one: Any, other: Any) -> bool:
@@ -192,9 +205,10 @@ def test_wire_refuses_what_no_enum_holds(value: Any) -> None:
         ([1, "int32", [3.0]], "not \\[frame"),
         ([0, "int32", [3]], "points at frame 0"),
         ([99, "int32", [3]], "points at frame 99"),
-        ([1, "int32", [2**62, 2**62]], "bytes for shape"),
-        ([LAST, "int32", [0, 2**62]], "array is too big"),
-        ([LAST, "int32", [0] + [1] * 70], "maximum supported dimension"),
+        ([1, "int32", [2**62, 2**62]], "not \\[frame"),
+        ([1, "int32", [2**28, 2**28]], "bytes for shape"),
+        ([LAST, "int32", [0, *[2**28] * 3]], "array is too big"),
+        ([LAST, "int32", [0] + [1] * 70], "not \\[frame"),
         ("abc", "not \\[frame"),
     ],
 )
@@ -268,3 +282,45 @@ def test_a_record_of_something_else_is_refused() -> None:
     spec = TensorSpec(name="w", shape=[2, 3], dtype="bfloat16", offset_bytes=0, num_bytes=12)
     assert decode(encode(spec)) == spec
     assert decode(encode(ACK)) == ACK
+
+
+def seen_fields(**changes: Any) -> dict[str, Any]:
+    told = {"episode_id": "g1/0", "reward": 1.0, "is_success": True, "end_reason": "done"}
+    return {"seen": [told | {"num_turns": 1, "wall_s": 1.0} | changes]}
+
+
+@pytest.mark.parametrize(
+    ("frames", "named"),
+    [
+        (frames_of("StepDone", step_fields(version=10**9 + 1)), "StepDone.version"),
+        (frames_of("Outcomes", {"num_duplicates": -(10**9)}), "Outcomes.num_duplicates"),
+        (frames_of("Outcomes", seen_fields(wall_s=float("nan"))), "wall_s"),
+        (frames_of("Outcomes", seen_fields(wall_s=float("inf"))), "wall_s"),
+        (frames_of("Outcomes", seen_fields(episode_id="g" + "9" * 5_000)), "episode_id"),
+        (frames_of("Ack", ack_fields(episode_id="9" * 5_000)), "Ack.episode_id"),
+        (trajectory_frames(num_turns=-1), "Trajectory.num_turns"),
+        (trajectory_frames(horizon=10**17), "Trajectory.horizon"),
+        (trajectory_frames(token_ids=[1, "int32", [2] * 20_000]), "token_ids"),
+        (trajectory_frames(token_ids=[1, "int32", [2**62] * 8]), "token_ids"),
+        (frames_of("T" * 15_000_000, {}), "unknown message type"),
+        (frames_of("Ack", {"k" * 1_000_000: 1}), "missing fields"),
+        ([pack(["x" * 1_000_000, "Ack", {}])], "schema version"),
+        ([*encode(ACK), *[b""] * 1_000], "too many frames"),
+    ],
+)
+def test_values_beyond_their_bounds_are_refused_in_few_words(
+    frames: list[bytes], named: str
+) -> None:
+    began = time.process_time()
+    with pytest.raises(WireError, match=named) as refused:
+        decode(frames)
+    assert len(str(refused.value)) < 500
+    assert time.process_time() - began < 0.5
+
+
+def test_what_is_shown_of_a_value_is_short_however_deep_it_is() -> None:
+    nested: Any = []
+    for _ in range(100_000):
+        nested = [nested]
+    assert len(shown(nested)) < 500
+    assert len(shown({"a" * 10_000: ["b" * 10_000] * 1_000})) < 2_000
