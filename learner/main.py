@@ -138,6 +138,7 @@ class Loop:
         is_async = cfg.train.mode is TrainMode.ASYNC
         self._is_overlapping = is_async and cfg.learner.hold_back_steps == 0
         self._weights = learner.trainer.live_weights(ask=learner.rank_workers.ask_for_part)
+        learner.metrics.check = self._check_disk
         self._checkpoint_s: float | None = None  # seconds until the last one was on disk
         self._stall_s: float | None = None  # of these training stood still
         self.version = learner.version
@@ -182,7 +183,7 @@ class Loop:
                 )
                 break
             except TimeoutError as error:  # it is not this process that hangs
-                if self._cfg.run.on_stall is OnStall.STOP:
+                if self._cfg.run.on_stall is OnStall.STOP and not self._learner.intake.has_no_room:
                     raise
                 waited_s = time.monotonic() - started
                 logger.error("waiting on after_s=%.0f: %s", waited_s, error)

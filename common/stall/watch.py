@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from common.config.run_config import OnStall, RunSection
@@ -22,11 +23,13 @@ from common.stall.report import (
     stacks_size,
     waits,
 )
+from common.store.disk import if_room
 from common.store.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0
+ROOM_BYTES = 256 * 1024  # that a disk must have, or the run waits for room
 ASLEEP_S = 5.0  # between two looks: this process stood still, and perhaps all of them
 OLD_S = 10.0  # of a status that nobody writes any more
 IMPORT_S = 300.0  # for a role to load its libraries, before it can tell anything
@@ -86,6 +89,9 @@ class StallWatch:
         if slept_s < LOOK_S:
             return None
         self._looked_at = now
+        room = self._run_dir.root / ".room"
+        if not if_room(lambda: _try_room(room), room):
+            return None  # the roles wait for that, and can tell nothing
         self._awake_s += min(slept_s, ASLEEP_S)
         if self._case is not None:
             is_due = now - self._case.found_at >= STACKS_S
@@ -262,3 +268,11 @@ def _counts(status: Mapping[str, Any]) -> tuple[object, ...]:
     groups: Any = status.get("groups") or _NONE
     seen = [groups.get(name) for name in ("ready", "opened")]
     return (status.get("phase"), status.get("version"), evaluated, *settled, *seen)
+
+
+def _try_room(path: Path) -> None:
+    """Write what a role might want to write. Raises: OSError."""
+    try:
+        path.write_bytes(bytes(ROOM_BYTES))
+    finally:
+        path.unlink(missing_ok=True)

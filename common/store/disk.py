@@ -132,7 +132,10 @@ def if_room(write: Callable[[], object], path: Path) -> bool:
         now = time.monotonic()
         if now - _said.get(path, -SAY_EVERY_S) >= SAY_EVERY_S:
             _said[path] = now
-            logger.error("disk full: %s is not written (%s free)", path, free_text(path))
+            logger.error(
+                "disk full: no room for %s (%s free); the run waits for room, nothing is lost",
+                *(path, free_text(path)),
+            )
         return False
     return True
 

@@ -50,7 +50,7 @@ class JournalWriter:
             WireError: something that was acknowledged is damaged or missing; names file and offset.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        self._folder = folder
+        self.folder = self._folder = folder
         self._max_segment_bytes = max_segment_bytes
         self._sync_lock = threading.Lock()  # while a file is synced it is not closed
         self._is_stopping = threading.Event()

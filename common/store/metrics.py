@@ -6,10 +6,11 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, cast
 
+from common.store.disk import AppendFile, with_room
 from common.store.run_dir import RunDir, write_atomically
 
 logger = logging.getLogger(__name__)
@@ -50,7 +51,8 @@ class MetricsWriter:
         self._last_step = resumed_at_step
         elapsed_s = _cut_after(run_dir.metrics, resumed_at_step)
         self._started_s = time.monotonic() - elapsed_s
-        self._file = run_dir.metrics.open("a", buffering=1, encoding="utf-8")
+        self._file = AppendFile(run_dir.metrics)
+        self.check: Callable[[], object] = lambda: None  # called in a wait for room on the disk
 
     @property
     def last_step(self) -> int:
@@ -75,8 +77,8 @@ class MetricsWriter:
             logger.warning("metrics are not finite step=%d names=%s", step, lost)
         elapsed_s = round(time.monotonic() - self._started_s, 3)
         line = {"step": step, "time_s": elapsed_s} | {name: finite.get(name) for name in values}
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
-        self._file.flush()
+        text = json.dumps(line, allow_nan=False).encode() + b"\n"
+        with_room(lambda: self._file.append([text]), self._file.path, check=self.check)
         self._last_step = step
         for sink in self._sinks:
             sink.log(step, finite)

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from common.store.disk import POLL_S as ROOM_POLL_S
+from common.store.disk import DiskFull, RoomWait
 from common.store.journal import JournalPosition, JournalWriter
 from common.wire.messages import Ack, Heartbeat, Rejected, Trajectory
 from common.wire.sockets import Received, Router
@@ -68,7 +70,13 @@ class Intake(threading.Thread):
         self._stop_requested = threading.Event()
         self._last_beat = 0.0
         self.on_round: Callable[[], None] = lambda: None
+        self._room = RoomWait(journal.folder)
         self.status = LearnerStatus()  # for the heartbeats; any thread replaces it
+
+    @property
+    def has_no_room(self) -> bool:
+        """Whether nothing is taken in, because the disk is full."""
+        return bool(self._room.text)
 
     def stop(self) -> None:
         """Flush what the scheduler should know, end the thread, close its sockets."""
@@ -99,13 +107,16 @@ class Intake(threading.Thread):
         if received:
             self._take_in(received)
         self._finish()
+        self._keep_in_touch()
+        if received:
+            time.sleep(max(0.0, started + GATHER_S - time.monotonic()))
+
+    def _keep_in_touch(self) -> None:
         self._scheduler.pump()
         now = time.monotonic()
         if now - self._last_beat > self._heartbeat_s:
             self._last_beat = now
             self._scheduler.beat(self._heartbeat())
-        if received:
-            time.sleep(max(0.0, started + GATHER_S - time.monotonic()))
 
     def _take_in(self, received: list[Received]) -> None:
         """Journal what is new and good; `_finish` acknowledges all of it, once it is durable."""
@@ -144,9 +155,29 @@ class Intake(threading.Thread):
         elif verdict.refusal:
             self._buffer.add_refused(trajectory)
         else:
-            accepted.append((trajectory, self._journal.append(trajectory, frames)))
+            accepted.append((trajectory, self._append(trajectory, frames)))
             self._admission.admit(trajectory)
         return verdict.refusal
+
+    def _append(self, trajectory: Trajectory, frames: list[bytes]) -> JournalPosition:
+        """Append to the journal; while the disk is full, wait and keep in touch.
+
+        Raises: DiskFull: told to stop first; the actor has the episode still.
+        """
+        while True:
+            try:
+                position = self._journal.append(trajectory, frames)
+            except OSError as error:
+                self._room.met(error)
+            else:
+                self._room.over()
+                return position
+            if self._stop_requested.is_set():
+                raise DiskFull(f"stopped while the disk is full: {self._room.text}")
+            self.on_round()
+            self._finish()
+            self._keep_in_touch()
+            time.sleep(min(ROOM_POLL_S, self._heartbeat_s))
 
     def _heartbeat(self) -> Heartbeat:
         status = self.status
@@ -155,7 +186,7 @@ class Intake(threading.Thread):
             name=self._scheduler.hello.name,
             version=self._buffer.version,
             running=self._buffer.open_groups,
-            waiting_for=status.waiting_for,
+            waiting_for=self._room.text or status.waiting_for,
             tokens_per_s=status.tokens_per_s,
             rss_bytes=status.rss_bytes,
             unchanged_s=max(0.0, time.monotonic() - status.changed_at),

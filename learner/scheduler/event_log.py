@@ -10,9 +10,10 @@ import struct
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from common.errors import ConfigError
+from common.store.disk import AppendFile, if_room
 from common.store.run_dir import read_json, write_atomically
 from common.wire.codec import pack_frames, unpack_record
 
@@ -36,7 +37,13 @@ class EventLog:
         self._root = root
         self._state_path = root / "scheduler.json"
         self._number = 0
-        self._file: BinaryIO | None = None
+        self._file: AppendFile | None = None
+        self._pending: list[bytes] = []  # not handed to the operating system yet
+
+    @property
+    def path(self) -> Path:
+        """The log that is being written."""
+        return self._path(self._number)
 
     def load(self) -> dict[str, Any] | None:
         """Return what `save` wrote last, None if nothing. Raises: ConfigError: it is damaged."""
@@ -74,30 +81,41 @@ class EventLog:
 
         It is as it came, so that what is handled again is what was handled.
         """
-        assert self._file is not None, "save() opens the log"
         record = pack_frames(frames) if frames else b""
         name = sender_name.encode()
         head = _HEAD.pack(time_s, len(name), len(record), zlib.crc32(name + record))
-        self._file.write(head + name + record)
+        self._pending.append(head + name + record)
 
     def flush(self) -> None:
-        """Hand what was appended to the operating system."""
-        if self._file is not None:
-            self._file.flush()
+        """Hand what was appended to the operating system. Raises: OSError: and keeps it."""
+        if self._file is not None and self._pending:
+            self._file.append(self._pending)
+            self._pending = []
 
     def save(self, state: dict[str, Any]) -> None:
-        """Replace state and log; the state survives a power cut when this returns."""
-        self.close()
-        old = self._path(self._number)
-        self._number += 1
-        self._file = self._path(self._number).open("wb")
-        text = json.dumps({"log": self._number, "state": state})
-        write_atomically(self._state_path, text, is_durable=True)
-        old.unlink(missing_ok=True)
+        """Replace state and log; the state survives a power cut when this returns.
+
+        Raises: OSError: state and log are as before, and may be gone on with.
+        """
+        number = self._number + 1
+        file = AppendFile(self._path(number))
+        try:
+            file.truncate(0)
+            text = json.dumps({"log": number, "state": state})
+            write_atomically(self._state_path, text, is_durable=True)
+        except OSError:
+            file.close()
+            file.path.unlink()
+            raise
+        if self._file is not None:
+            self._file.close()
+        self._path(self._number).unlink(missing_ok=True)
+        self._number, self._file, self._pending = number, file, []
 
     def close(self) -> None:
         """Close the log; it stays on disk."""
         if self._file is not None:
+            if_room(self.flush, self._file.path)  # what is kept was answered to nobody
             self._file.close()
             self._file = None
 

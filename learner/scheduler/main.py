@@ -14,6 +14,7 @@ from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.launch.lock import hold_role
 from common.stall.beacon import beacon_of
+from common.store.disk import if_room
 from common.store.run_dir import RunDir, write_atomically, write_json
 from common.wire.addresses import LOOPBACK, WILDCARDS, bracketed
 from common.wire.join_messages import FileRequest, HubGoodbye, HubHello, HubNoted, JoinRequest
@@ -22,6 +23,7 @@ from common.wire.security import RunKeys, load_keys, write_join_key
 from common.wire.sockets import Received, Router
 from learner.scheduler.components import build_components
 from learner.scheduler.core import SchedulerCore
+from learner.scheduler.disk_wait import DiskWait
 from learner.scheduler.evaluation.eval_stream import eval_lines
 from learner.scheduler.evaluation.phases import Phase
 from learner.scheduler.event_log import EventLog
@@ -62,6 +64,7 @@ class Serving:
     run_dir: RunDir
     registry: Registry
     enrolments: Enrolments
+    disk: DiskWait
     names: dict[bytes, str] = field(default_factory=dict)  # of senders, once they said it
     is_changed: bool = True  # since the last save
     save_at: float = 0.0  # the next
@@ -101,7 +104,8 @@ def _serve(
     keys, log = load_keys(run_dir.keys), EventLog(run_dir.root)
     router = listen(cfg, keys, preferred_port=(log.load() or {}).get("port", 0))
     try:
-        parts = build(cfg, run_dir, keys, log, router, stop)
+        disk = DiskWait(router, stop, on_round=on_round)
+        parts = build(cfg, run_dir, keys, log, router, disk, stop)
     except StoppedEarly:
         router.close()
         return
@@ -126,6 +130,7 @@ def build(
     keys: RunKeys,
     log: EventLog,
     router: Router,
+    disk: DiskWait,
     stop: threading.Event,
 ) -> Serving:
     """Say where we listen, wait for the hubs, take up the last state, begin."""
@@ -148,10 +153,12 @@ def build(
         run_dir=run_dir,
         registry=registry,
         enrolments=enrolments,
+        disk=disk,
     )
-    save(parts)
+    came_meanwhile = disk.write(lambda: log.save(state_of(parts)), log.path)
+    core.mark_saved()
     logger.info("listening port=%d phase=%s version=%d", router.port, core.phase, core.version)
-    answer_all(parts, entrance.early)
+    answer_all(parts, [*entrance.early, *came_meanwhile])
     return parts
 
 
@@ -257,10 +264,14 @@ def answer_all(parts: Serving, received: list[Received]) -> None:
             answers.append((each.sender, answer))
         if (directory := parts.registry.hear(each.message)) is not None:
             answers.append((each.sender, directory))
-    parts.log.flush()
+    came_meanwhile = parts.disk.write(parts.log.flush, parts.log.path)
     for receiver, answer in answers:
+        parts.disk.sent(receiver, answer)
         if not parts.router.send(receiver, answer):
             logger.debug("unanswered receiver=%s", parts.names.get(receiver, receiver.hex()))
+    if came_meanwhile:
+        wake_at(parts, time.monotonic())
+        answer_all(parts, came_meanwhile)
 
 
 def answer_outside(parts: Serving, received: Received) -> Any:
@@ -281,14 +292,21 @@ def name_of(parts: Serving, received: Received) -> str:
     return parts.names.get(received.sender, received.sender.hex())
 
 
-def save(parts: Serving) -> None:
-    """Save the state; the log begins anew."""
-    started_s = time.thread_time()
+def state_of(parts: Serving) -> dict[str, Any]:
+    """Return what a scheduler that is started again begins with."""
     snapshot = parts.core.snapshot(with_volatile=True)
-    parts.log.save({"core": snapshot, "time_s": parts.clock.now, "port": parts.router.port})
-    parts.core.mark_saved()
-    parts.is_changed = False
+    return {"core": snapshot, "time_s": parts.clock.now, "port": parts.router.port}
+
+
+def save(parts: Serving) -> None:
+    """Save the state; the log begins anew. On a full disk the old ones go on."""
+    started_s = time.thread_time()
+    state = state_of(parts)
+    is_saved = if_room(lambda: parts.log.save(state), parts.log.path)
     parts.save_at = next_time(parts, SAVE_S, started_s)
+    if is_saved:  # else the log goes on
+        parts.core.mark_saved()
+        parts.is_changed = False
 
 
 def write_due(parts: Serving) -> None:
@@ -304,21 +322,22 @@ def write_reports(parts: Serving) -> None:
     """Write status.json, the evaluations and the ledger."""
     started_s = time.thread_time()
     status = parts.core.status()
-    write_json(parts.run_dir.status, status, indent=None)
+    path = parts.run_dir.status
+    if_room(lambda: write_json(path, status, indent=None), path)
     if status["eval_stream"]["evals"]:
-        path = parts.run_dir.root / "eval.jsonl"
-        write_atomically(path, eval_lines(status["eval_stream"]))
+        curve, lines = parts.run_dir.root / "eval.jsonl", eval_lines(status["eval_stream"])
+        if_room(lambda: write_atomically(curve, lines), curve)
     write_ledger(parts)
     parts.status_at = next_time(parts, STATUS_S, started_s)
 
 
 def write_ledger(parts: Serving) -> None:
     """Write the ledger and, once a step or phase, who was dropped."""
-    ledger = parts.core.lifecycle.ledger_report()
-    write_json(parts.run_dir.ledger, {"version": parts.core.version, **ledger})
+    files = {parts.run_dir.ledger: parts.core.lifecycle.ledger_report()}
     if parts.ledger_of != (parts.core.version, parts.core.phase):
-        selection = parts.core.lifecycle.audit.report()
-        write_json(parts.run_dir.selection, {"version": parts.core.version, **selection})
+        files[parts.run_dir.selection] = parts.core.lifecycle.audit.report()
+    for path, report in files.items():
+        if_room(partial(write_json, path, {"version": parts.core.version, **report}), path)
     parts.ledger_of = (parts.core.version, parts.core.phase)
 
 

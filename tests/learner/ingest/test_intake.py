@@ -7,7 +7,16 @@ import pytest
 
 from common.store.journal import JOURNAL_START, read_journal
 from common.wire.codec import decode, encode
-from common.wire.messages import Ack, EndReason, EpisodeKind, EpisodeOutcome, Outcome, Rejected
+from common.wire.messages import (
+    Ack,
+    EndReason,
+    EpisodeKind,
+    EpisodeOutcome,
+    Heartbeat,
+    Outcome,
+    Rejected,
+)
+from tests.full_disk import no_room_beyond
 from tests.learner.ingest.intake_rig import HELLO, VOCAB_SIZE, Setup, member
 
 
@@ -165,3 +174,22 @@ def test_replay_point_lies_before_an_episode_that_is_still_being_taken_in(runnin
     running.journal.gate.set()
     assert decode(running.actor.recv_multipart()).is_accepted
     assert running.buffer.replay_point(version=0).position == end
+
+
+def test_a_full_disk_pauses_the_intake_and_loses_nothing(
+    running: Setup, caplog: pytest.LogCaptureFixture
+) -> None:
+    running.deliver(member(0))
+    long = replace(member(1), error="x" * 200_000)
+    with no_room_beyond(150_000):
+        running.actor.send_multipart(encode(long))
+        heard = lambda: [m for m in running.scheduler.heard if isinstance(m, Heartbeat)]  # noqa: E731
+        running.scheduler.pump_until(lambda: heard() and "disk: no room" in heard()[-1].waiting_for)
+        assert not running.actor.poll(0), "acknowledged, and not on disk"
+        assert running.journaled() == ["g/0"]
+        assert "waiting for room, nothing is lost" in caplog.text
+    running.scheduler.pump_until(lambda: running.actor.poll(0) != 0)
+    assert decode(running.actor.recv_multipart()).is_accepted
+    assert running.journaled() == ["g/0", "g/1"]
+    running.scheduler.pump_until(lambda: not heard()[-1].waiting_for)
+    assert running.deliver(member(2)).is_accepted

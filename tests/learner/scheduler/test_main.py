@@ -27,6 +27,7 @@ from common.wire.sockets import connect_dealer
 from learner.scheduler.bench.suite import serve_catalogue
 from learner.scheduler.main import serve
 from tests.configs import edited
+from tests.full_disk import no_room_beyond
 from tests.learner.scheduler.builders import (
     CATALOGUE,
     beat_of,
@@ -53,6 +54,9 @@ class Role:
 
     def ask(self, message: Any) -> Any:
         self.tell(message)
+        return self.answer()
+
+    def answer(self) -> Any:
         return decode(self._socket.recv_multipart())
 
     def close(self) -> None:
@@ -212,3 +216,28 @@ def test_killed_scheduler_forgets_no_lease_and_a_terminated_one_exits_0_within_2
         process.wait(TIMEOUT_S)
         context.term()
     assert json.loads(run_dir.ledger.read_text())["in_flight"] == 4
+
+
+def test_a_full_disk_pauses_the_scheduler_which_is_silent_to_nobody_and_grants_nothing(
+    hub_url: str, run_dir: RunDir, caplog: pytest.LogCaptureFixture
+) -> None:
+    with _serving(_config(hub_url), run_dir) as role:
+        role.ask(hello_of("actor-0"))
+        (lease,) = role.ask(request_of("actor-0", 1)).leases
+        known = role.ask(beat_of("actor-0", [lease.episode_id]))
+        with no_room_beyond(64):
+            role.tell(beat_of("actor-0", [lease.episode_id]))  # it cannot be logged
+            deadline = time.monotonic() + TIMEOUT_S
+            while "waiting for room, nothing is lost" not in caplog.text:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            assert role.ask(beat_of("actor-0", [lease.episode_id])) == known
+            grant = role.ask(request_of("actor-0", 1))
+            assert (grant.leases, grant.reason) == ([], "disk full")
+            role.tell(hello_of("actor-1"))
+            assert role.ask(beat_of("actor-0", [lease.episode_id])) == known
+        answers = [role.answer(), role.answer()]
+        assert {type(answer) for answer in answers} == {Progress, Welcome}
+        assert len(role.ask(request_of("actor-0", 1)).leases) == 1
+    ledger = json.loads(run_dir.ledger.read_text())
+    assert ledger["issued"] == ledger["in_flight"] > 0
