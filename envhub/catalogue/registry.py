@@ -146,6 +146,10 @@ def load_spec(name: str, options: EnvsSection, remote: RemoteOptions) -> EnvSpec
         spec = _call(make_spec, options)
         if not isinstance(spec, EnvSpec):
             raise UnknownEnv(f"environment {name!r}: returns {type(spec).__name__}, not EnvSpec")
+        ids = (i for task in spec.tasks.values() for i in (task.subset, *task.train, *task.test))
+        for word in (spec.name, *spec.subsets, *ids):  # messages and files carry them
+            if not word or not word.isprintable():
+                raise UnknownEnv(f"environment {name!r}: {word!r:.100} is no printable name")
         if spec.isolation is Isolation.WORKER:
             return spec
         num_sessions = max(spec.sessions_per_worker, OUTSIDE_SESSIONS_PER_WORKER)

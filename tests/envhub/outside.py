@@ -140,6 +140,11 @@ def make_spec() -> EnvSpec:
     )
 
 
+def make_misnamed() -> EnvSpec:
+    """Return an environment whose subset no message can carry."""
+    return replace(make_spec(), subsets={"half \ud83d": SUBSETS["any"]})
+
+
 def make_task() -> EnvSpec:
     """Return the environment that lives in the hub's event loop."""
     return replace(

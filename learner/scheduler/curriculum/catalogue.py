@@ -8,6 +8,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterable
 from dataclasses import dataclass
+from http.client import HTTPException
 
 from pydantic import BaseModel, StrictInt, TypeAdapter, ValidationError
 
@@ -18,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.2
 REQUEST_TIMEOUT_S = 10.0
+MAX_ANSWER_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +84,7 @@ def fetch_catalogue(url: str, *, token: str, timeout_s: float) -> Catalogue:
             if error.code < 500:
                 raise EnvError(f"{address} answered {error.code} {error.reason}") from error
             reason = f"{error.code} {error.reason}"
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError, HTTPException) as error:
             reason = str(error)
         if time.monotonic() + POLL_S > deadline:
             raise EnvError(f"no catalogue from {address} within {timeout_s:g}s: {reason}")
@@ -96,7 +98,7 @@ def _get_json(address: str, token: str, remaining_s: float) -> object:
     request = urllib.request.Request(address, headers=headers)
     timeout_s = min(REQUEST_TIMEOUT_S, max(remaining_s, 0.1))
     with urllib.request.urlopen(request, timeout=timeout_s) as answer:
-        return json.loads(answer.read())
+        return json.loads(answer.read(MAX_ANSWER_BYTES))
 
 
 def validate_tasks(tasks: list[TaskSection], catalogue: Catalogue) -> None:

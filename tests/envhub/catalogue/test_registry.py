@@ -57,6 +57,7 @@ def test_file_is_an_outside_environment(tmp_path: Path):
         ("os:system", "has no function 'system' of its own"),
         ("os:abort", "has no function 'abort' of its own"),
         ("os:environ", "has no function 'environ' of its own"),
+        ("tests.envhub.outside:make_misnamed", "is no printable name"),
         ("platform:node", "returns str, not EnvSpec"),
     ],
 )
