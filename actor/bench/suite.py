@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from common.bench.real_run import check_end, cpu_seconds, running
+from common.bench.real_run import TRAINING_ALONE, check_end, cpu_seconds, running
 from common.checks.machine import gpus
 from common.errors import LongstrideError
 from common.launch.process import ChildProcess, wait_until_ended
@@ -30,8 +30,8 @@ POLL_S = 0.2
 MIN_RATIO = 0.90
 SETTINGS = (
     *("groups.per_step=10000", "train.num_steps=1"),  # the first step never comes
-    *("eval.before=false", "eval.after=false", "eval.baselines=false"),
-    *("actor.max_model_len=2048", "log.live=false", "log.wandb=disabled"),
+    "actor.max_model_len=2048",
+    *TRAINING_ALONE,
 )
 
 

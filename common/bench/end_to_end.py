@@ -4,7 +4,7 @@ import json
 import tempfile
 from pathlib import Path
 
-from common.bench.real_run import train
+from common.bench.real_run import TRAINING_ALONE, train
 from common.config.run_config import TrainMode
 from common.report.bench_table import BenchTable
 
@@ -12,10 +12,7 @@ RUN_S = 900.0  # for one run, its start included
 NUM_ROUNDS = 2  # of both modes, in turn
 FIRST_STEP, LAST_STEP = 4, 14  # the first ones wait for engines
 MIN_RATIO = 1.6
-SETTINGS = (
-    *(f"train.num_steps={LAST_STEP}", "log.live=false", "log.wandb=disabled"),
-    *("eval.before=false", "eval.after=false", "eval.baselines=false"),
-)
+SETTINGS = (*TRAINING_ALONE, f"train.num_steps={LAST_STEP}")
 
 
 def run_suite(table: BenchTable) -> None:

@@ -18,6 +18,10 @@ logger = logging.getLogger(__name__)
 
 STOP_S = 60.0  # for a run that takes too long to save and leave
 TAIL_LINES = 5
+TRAINING_ALONE = (
+    *("eval.before=false", "eval.after=false", "eval.baselines=false"),
+    *("log.live=false", "log.wandb=disabled"),
+)
 _ROLE = re.compile(r"run\.py (\w+)|EngineCore")
 
 

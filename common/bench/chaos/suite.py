@@ -16,7 +16,7 @@ from common.bench.chaos.machine import isolate, release
 from common.bench.chaos.plan import ALL_FAULTS, Fault, Kind, deal
 from common.bench.chaos.victims import Role
 from common.bench.chaos.watch import Watch, read_json
-from common.bench.real_run import check_end, running
+from common.bench.real_run import TRAINING_ALONE, check_end, running
 from common.errors import LongstrideError
 from common.launch.process import ChildProcess
 from common.report.bench_table import BenchTable
@@ -65,10 +65,6 @@ SHORT = Size(
         *(Fault(Kind.STOP, Role.ACTOR), Fault(Kind.DUPLICATE, Role.LEARNER)),
         Fault(Kind.DISK_FULL),
     ),
-)
-SETTINGS = (
-    *("eval.before=false", "eval.after=false", "eval.baselines=false"),
-    *("log.live=false", "log.wandb=disabled"),
 )
 
 
@@ -143,7 +139,7 @@ def measure(table: BenchTable, size: Size) -> None:
 
 def _measure(table: BenchTable, size: Size, folder: Path, *, has_machine: bool) -> None:
     run_dir = RunDir(root=folder / "run")
-    settings = (*SETTINGS, f"train.num_steps={size.num_steps}", *size.overrides)
+    settings = (*TRAINING_ALONE, f"train.num_steps={size.num_steps}", *size.overrides)
     with running("run", settings, folder=folder, config=size.config) as child:
         scene = Scene(
             supervisor_pid=child.pid,
