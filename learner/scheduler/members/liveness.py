@@ -48,7 +48,10 @@ def heartbeat(parts: Components, message: Heartbeat, now: float) -> list[str]:
 
 
 def tick(parts: Components, now: float) -> None:
-    """Issue again what the dead and the overdue hold."""
+    """Issue again what the dead, the silent and the overdue hold."""
+    for member in parts.members.fall_silent(now):
+        logger.warning("silent role=%s name=%s: others play what it held", member.role, member.name)
+        parts.lifecycle.lose_all(member.name, "actor_silent")
     for member in parts.members.expire(now):
         logger.warning("dead role=%s name=%s", member.role, member.name)
         parts.lifecycle.lose_all(member.name, "actor_dead")

@@ -23,6 +23,7 @@ class Member:
     incarnation: str  # "" until it says hello
     version: int  # of the weights that it holds
     is_dead: bool = False  # or it has left
+    is_silent: bool = field(default=False, metadata=VOLATILE)  # others play what it held
     last_seen: float = field(default=0.0, metadata=VOLATILE)  # core's clock
     running: int = field(default=0, metadata=VOLATILE)  # episodes
     num_slots: int = field(default=0, metadata=VOLATILE)  # episodes at once, as it says itself
@@ -56,7 +57,7 @@ class Members:
     """Actors and learner by name: who lives, who is silent, who waits for work."""
 
     dead_after_s: float = field(metadata=FIXED)  # silence after which the leases are issued again
-    silent_after_s: float = field(metadata=FIXED)  # and after which nobody waits for its engine
+    silent_after_s: float = field(metadata=FIXED)  # and after which others need not wait for it
     by_name: dict[str, Member] = field(default_factory=dict[str, Member])
     refused: dict[str, float] = field(  # actor -> when it last got less than it asked for
         default_factory=dict[str, float], metadata=VOLATILE
@@ -146,7 +147,7 @@ class Members:
     def touch(self, member: Member, now: float) -> None:
         """Record a sign of life."""
         member.last_seen = now
-        member.is_dead = False
+        member.is_dead = member.is_silent = False
 
     def touch_all(self, now: float) -> None:
         """Record a sign of life of all: the times of a former process say nothing here."""
@@ -169,6 +170,15 @@ class Members:
         actors = [m for m in self.by_name.values() if m.role == "actor" and m.incarnation]
         gone = [m.incarnation for m in actors if m.is_dead or m.last_seen < since]
         return [*self.replaced, *gone]
+
+    def fall_silent(self, now: float) -> list[Member]:
+        """Return the actors newly silent, if others are heard who can play what they hold."""
+        actors = [m for m in self.by_name.values() if m.role == "actor" and not m.is_dead]
+        late = [m for m in actors if now - m.last_seen > self.silent_after_s]
+        found = [m for m in late if not m.is_silent] if len(late) < len(actors) else []
+        for member in found:
+            member.is_silent = True
+        return found
 
     def expire(self, now: float) -> list[Member]:
         """Mark the dead; return those newly found dead. Forget the long dead."""

@@ -169,3 +169,41 @@ def test_dead_actor_is_missed_by_the_scheduler() -> None:
     assert seen.num_deaths == 1
     assert world._core.members.by_name["actor-0"].is_dead
     assert seen.simulated_h == pytest.approx(0.5)
+
+
+class Jittered(Constant):
+    """Episodes take half to one and a half of `wall_s`."""
+
+    def group(self, rng: Random, *, size: int, **_: Any) -> list[Play]:
+        return [
+            make_play(wall_s=self.wall_s * rng.uniform(0.5, 1.5), worth=i % 2) for i in range(size)
+        ]
+
+    def step_s(self, rng: Random, num_tokens: int, **_: Any) -> float:
+        return self.busy_s
+
+
+def test_an_actor_that_dies_for_ever_costs_the_other_nothing_after_ten_seconds() -> None:
+    """The gate holds both back, so that what the dead one held would be in the other's way."""
+    cfg = make_simulated(num_steps=100_000, restart_s=1e9, hours=0.4)
+    cfg = replace(cfg, actor=replace(cfg.actor, max_concurrent=12, min_concurrent=4))
+    cfg = replace(cfg, scheduler=replace(cfg.scheduler, dead_after_s=60.0))
+    world, ended = World(cfg, Jittered(wall_s=10.0, busy_s=1.0)), []
+    deliver = world._fleet._deliver
+
+    def note(arrival: Any) -> None:
+        if arrival.actor == "actor-0":
+            ended.append(arrival.ended_s)
+        deliver(arrival)
+
+    world._fleet._deliver = note
+    died_s = 900.0
+    world._events.at(died_s, world._fleet._die, world._fleet.actors[1])
+    world.run()
+
+    def pace(start_s: float, stop_s: float) -> float:
+        return sum(start_s <= each < stop_s for each in ended) / (stop_s - start_s)
+
+    before = pace(died_s - 300.0, died_s)
+    assert pace(died_s + 10.0, died_s + 60.0) > 0.95 * before
+    assert pace(died_s + 60.0, died_s + 300.0) > 0.95 * before

@@ -92,3 +92,16 @@ def _members() -> Members:
     members.hello(Hello(role="actor", name="actor-0", incarnation="i", version=0), 0.0)
     assert isinstance(members.by_name["actor-0"], Member)
     return members
+
+
+def test_what_a_silent_actor_held_is_played_by_others_if_there_are_any() -> None:
+    members = Members(dead_after_s=60.0, silent_after_s=5.0)
+    for name in ("a", "b"):
+        members.hello(Hello(role="actor", name=name, incarnation=f"{name}-1", version=0), 0.0)
+    assert members.fall_silent(5.0) == []
+    assert members.fall_silent(5.1) == [], "nobody is heard"
+    members.touch(members.by_name["a"], 5.0)
+    assert [m.name for m in members.fall_silent(5.1)] == ["b"]
+    assert members.fall_silent(6.0) == [], "once"
+    members.touch(members.by_name["b"], 7.0)
+    assert [m.name for m in members.fall_silent(11.0)] == ["a"]
