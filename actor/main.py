@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 MEMORY_S = 10.0  # between two looks at the memory in use
+LOOK_S = 10.0  # for a free slot, before it is counted anew
 DRAIN_S = 5.0  # at the end, for trajectories without an acknowledgement
 
 
@@ -222,7 +223,9 @@ async def _take_leases(cfg: RunConfig, parts: Parts) -> None:
         parts.episodes.slot_freed.clear()
         num_free = parts.episodes.num_free_slots
         if num_free == 0 or (is_lockstep and parts.episodes.running_ids):
-            await parts.episodes.slot_freed.wait()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
+                    await parts.episodes.slot_freed.wait()
             continue
         grant = await parts.scheduler.request_leases(
             num_free_slots=num_free, version=parts.engine.version
@@ -283,8 +286,8 @@ def _waiting_for(parts: Parts) -> str:
         return "learner: weights"
     if parts.engine.num_running:
         return ""
-    if parts.hubs.waiting_for:
-        return parts.hubs.waiting_for
+    if waiting_for := parts.hubs.waiting_for or parts.delivery.waiting_for:
+        return waiting_for
     return "envhub" if parts.episodes.running_ids else "scheduler: leases"
 
 

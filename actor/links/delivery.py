@@ -5,6 +5,7 @@ import logging
 import time
 from typing import Any
 
+from actor.links.waiting import WARN_EVERY_S
 from common.errors import LongstrideError
 from common.wire.addresses import Addresses
 from common.wire.following_dealer import FollowingDealer
@@ -41,13 +42,31 @@ class Delivery:
 
     async def put(self, trajectory: Trajectory) -> None:
         """Take over a finished episode; waits while the window is full."""
-        await self._slots.acquire()
+        await self._take_slot()
         if trajectory.episode_id in self._pending:  # issued again meanwhile: the first one counts
             self._slots.release()
             return
         self._all_done.clear()
         self._pending[trajectory.episode_id] = (trajectory, time.monotonic())
         self._line.send(trajectory)
+
+    async def _take_slot(self) -> None:
+        """Wait for an acknowledgement, aloud: nothing is dropped, however long the learner is."""
+        started = time.monotonic()
+        while True:
+            try:
+                async with asyncio.timeout(WARN_EVERY_S):
+                    await self._slots.acquire()
+                    return
+            except TimeoutError:
+                waited_s = time.monotonic() - started
+                logger.warning("still waiting for=%r waited_s=%.1f", self.waiting_for, waited_s)
+
+    @property
+    def waiting_for(self) -> str:
+        """Whose acknowledgements finished episodes wait for; "" while there is room for more."""
+        num = len(self._pending)
+        return f"learner: acknowledgements of {num} episodes" if self._slots.locked() else ""
 
     async def drained(self) -> None:
         """Wait until everything is acknowledged. The caller sets the deadline."""

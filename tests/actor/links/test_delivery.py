@@ -58,6 +58,7 @@ def test_a_full_window_blocks_until_an_acknowledgement(tmp_path: Path) -> None:
         third = asyncio.create_task(delivery.put(episode(2)))
         first, _second = await learner.receive(2)
         assert not third.done()
+        assert delivery.waiting_for == "learner: acknowledgements of 2 episodes"
         assert delivery.pending_ids == ["g0/0", "g0/1"]
         acknowledge(learner, first)
         async with asyncio.timeout(5.0):

@@ -1,0 +1,113 @@
+"""No wait without a deadline: whoever waits for another process says how long, or why not."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from common.repository import ROOT
+
+PACKAGES = ("actor", "common", "envhub", "learner")
+WAITS = {
+    *("wait", "wait_for", "join", "acquire", "get", "result", "barrier", "communicate"),
+    *("recv", "recv_bytes", "recv_multipart", "drained"),
+}
+SPAWNS = {"run", "check_output", "check_call"}  # of subprocess
+BOUNDS = {"timeout", "timeout_at", "_bounded"}  # an `async with` of these is a deadline
+ALLOWED = {  # file:function -> why no deadline of its own is needed
+    "actor/bench/": "a bench is ended by whoever started it",
+    "actor/engine/bare.py:": "the bare engine of a bench, whose task is done when it is asked",
+    "actor/engine/weights.py:": "a task that is done; and rest until there is work",
+    "actor/links/delivery.py:drained": "the caller has the deadline",
+    "actor/main.py:_work": "the end of the run, or a signal; tasks that are done",
+    "actor/play/own_process.py:": "a command that a person started waits for its only child",
+    "common/join/enrol.py:": "polled before with a deadline",
+    "common/wire/collective.py:": "Broadcast.wait has the deadline of its group",
+    "common/wire/following_dealer.py:": "polled before with a deadline; a send that is done",
+    "common/store/upkeep.py:_next": "rest until there is work; its own thread",
+    "common/wire/transfer/buckets.py:": "a channel's transfers have the deadline of their group",
+    "envhub/agentgym/connection.py:": "the caller's request has a deadline",
+    "learner/ingest/bench/": "a bench is ended by whoever started it",
+    "learner/ingest/group_commit.py:_next": "rest until there is work; its own thread",
+    "learner/main.py:": "Checkpoints.wait has the deadline",
+    "learner/scheduler/bench/": "a bench is ended by whoever started it",
+    "learner/training/checkpoint.py:": "Checkpoints.wait has the deadline of the writer's thread",
+    "learner/training/rank_workers.py:_read_ready": "its pipe was found ready",
+    "learner/training/rank_workers.py:_serve_": "rests while rank 0 lives: the pipe closes with it",
+    "learner/weights/bench/": "a bench is ended by whoever started it",
+    "learner/weights/source.py:": "work of a process group, which has a deadline",
+}
+
+
+def _is_wait(call: ast.Call) -> bool:
+    """Return whether a call may wait for another one for ever."""
+    if not isinstance(call.func, ast.Attribute):
+        return False
+    name, keywords = call.func.attr, [k.arg or "" for k in call.keywords]
+    if any("timeout" in key or key == "block" for key in keywords):
+        return False
+    if name in SPAWNS:
+        return isinstance(call.func.value, ast.Name) and call.func.value.id == "subprocess"
+    if name == "get" and (call.args or keywords):
+        return False
+    return name in WAITS and len(call.args) == (1 if name == "wait_for" else 0)
+
+
+def _waits_in(node: ast.AST, function: str = "", *, is_bound: bool = False) -> Iterator[str]:
+    """Yield "function:line: text" of every wait that stands in no deadline."""
+    for child in ast.iter_child_nodes(node):
+        inner, bound = function, is_bound
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            inner, bound = child.name, False
+        if isinstance(child, ast.AsyncWith):
+            calls = [item.context_expr for item in child.items]
+            names = {getattr(c.func, "attr", "") for c in calls if isinstance(c, ast.Call)}
+            bound = bound or bool(names & BOUNDS)
+        if isinstance(child, ast.Call) and not bound and _is_wait(child):
+            yield f"{inner}:{child.lineno}: {ast.unparse(child)[:80]}"
+        yield from _waits_in(child, inner, is_bound=bound)
+
+
+def _unbound(path: Path) -> list[str]:
+    name = path.relative_to(ROOT).as_posix()
+    found = [f"{name}:{each}" for each in _waits_in(ast.parse(path.read_text()))]
+    return [each for each in found if not each.startswith(tuple(ALLOWED))]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_wait_has_a_deadline_or_a_reason(package: str) -> None:
+    files = sorted((ROOT / package).rglob("*.py"))
+    assert [each for path in files for each in _unbound(path)] == []
+
+
+def test_wait_without_a_deadline_is_found_and_one_with_it_is_none() -> None:
+    source = """
+async def f(event, queue, thread, process):
+    await event.wait()
+    thread.join()
+    async with asyncio.timeout(3.0):
+        await queue.get()
+    process.wait(5.0)
+    changed.wait_for(lambda: done)
+    changed.wait_for(lambda: done, timeout=1.0)
+    subprocess.run(["true"])
+    names.get("x")
+"""
+    found = [each.partition(": ")[2] for each in _waits_in(ast.parse(source))]
+    assert found == [
+        "event.wait()",
+        "thread.join()",
+        "changed.wait_for(lambda: done)",
+        "subprocess.run(['true'])",
+    ]
+
+
+def test_every_exception_of_the_law_is_needed() -> None:
+    paths = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+    found = [
+        f"{path.relative_to(ROOT).as_posix()}:{each}"
+        for path in paths
+        for each in _waits_in(ast.parse(path.read_text()))
+    ]
+    assert [key for key in ALLOWED if not any(each.startswith(key) for each in found)] == []
