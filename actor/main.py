@@ -1,7 +1,6 @@
 """The actor: an engine, many episodes at once, and the lines to scheduler, learner and hub."""
 
 import asyncio
-import contextlib
 import logging
 import os
 import signal
@@ -75,8 +74,8 @@ def run(cfg: RunConfig, run_dir: RunDir) -> None:
 def run_joined(cfg: RunConfig, joined: Joined) -> None:
     """Be an actor that knows the scheduler's address and has a key file; see `play`."""
     book = AddressBook(lambda: joined.address)
-    keys = joined.key.as_keys()
-    play(cfg, Access(keys=keys, book=book, has_weights=not joined.model_path))
+    has_weights = not joined.model_path
+    play(cfg, Access(keys=joined.key.as_keys(), book=book, has_weights=has_weights))
 
 
 def play(cfg: RunConfig, access: Access) -> None:
@@ -84,11 +83,8 @@ def play(cfg: RunConfig, access: Access) -> None:
     for number in STOP_SIGNALS:
         signal.signal(number, _end_at_once)
     name = cfg.actor.name or f"actor-{socket.gethostname()}-{os.getpid()}"
-    with contextlib.ExitStack() as stack:
-        beacon = None
-        if access.run_dir is not None:
-            start_s = 2 * cfg.actor.start_timeout_s  # for the engine, then for the others
-            beacon = stack.enter_context(beacon_of(access.run_dir, name, start_s=start_s))
+    start_s = 2 * cfg.actor.start_timeout_s  # for the engine, then for the others
+    with beacon_of(access.run_dir, name, start_s=start_s) as beacon:
         uvloop.run(_run(cfg, access, name, beacon))
 
 
@@ -105,7 +101,7 @@ def _end_at_once(number: int, _: FrameType | None) -> None:
     os._exit(0)
 
 
-async def _run(cfg: RunConfig, access: Access, name: str, beacon: Beacon | None) -> None:
+async def _run(cfg: RunConfig, access: Access, name: str, beacon: Beacon) -> None:
     context = zmq.asyncio.Context()
     try:
         parts = await _build(cfg, access, name, context)
@@ -113,8 +109,7 @@ async def _run(cfg: RunConfig, access: Access, name: str, beacon: Beacon | None)
         for number in STOP_SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
         try:
-            if beacon is not None:
-                beacon.watch_tasks()
+            beacon.watch_tasks()
             await _work(cfg, parts, stop, beacon)
         finally:
             await _shut_down(parts)
@@ -182,7 +177,7 @@ async def _build(cfg: RunConfig, access: Access, name: str, context: zmq.asyncio
     return Parts(name, engine, hubs, scheduler, delivery, weights, episodes)
 
 
-async def _work(cfg: RunConfig, parts: Parts, stop: asyncio.Event, beacon: Beacon | None) -> None:
+async def _work(cfg: RunConfig, parts: Parts, stop: asyncio.Event, beacon: Beacon) -> None:
     """Run the actor's loops until the run is over; the first failure ends all of them."""
     loops = [
         asyncio.create_task(coroutine, name=name)
@@ -240,7 +235,7 @@ async def _take_leases(cfg: RunConfig, parts: Parts) -> None:
             await asyncio.sleep(0.02)  # let freed slots gather into one request
 
 
-async def _beat(cfg: RunConfig, parts: Parts, beacon: Beacon | None) -> None:
+async def _beat(cfg: RunConfig, parts: Parts, beacon: Beacon) -> None:
     pid = os.getpid()
     rss_bytes, look_at = 0, 0.0
     last_tokens, last_time = parts.engine.num_sampled_tokens, time.monotonic()
@@ -251,11 +246,9 @@ async def _beat(cfg: RunConfig, parts: Parts, beacon: Beacon | None) -> None:
         done = (waiting_for, parts.engine.num_sampled_tokens, parts.engine.version)
         if done != last_done:
             last_done, done_at = done, now
-            if beacon is not None:
-                limit_s = 2 * cfg.actor.turn_timeout_s  # a turn that takes longer ends the actor
-                beacon.note("episodes", "a turn", waits_for=waiting_for, limit_s=limit_s)
-        if beacon is not None:
-            beacon.note("main", "serving")
+            limit_s = 2 * cfg.actor.turn_timeout_s  # a turn that takes longer ends the actor
+            beacon.note("episodes", "a turn", waits_for=waiting_for, limit_s=limit_s)
+        beacon.note("main", "serving")
         if parts.engine.meter is not None:
             parts.episodes.adapt(parts.engine.meter.drain())
         if now >= look_at:  # it reads what the system says of every process
@@ -292,7 +285,7 @@ def _waiting_for(parts: Parts) -> str:
 
 
 async def _shut_down(parts: Parts) -> None:
-    """Say goodbye to scheduler and learner, so that nobody waits, and close."""
+    """Say goodbye, so that nobody waits, and close."""
     await parts.episodes.cancel_all()
     parts.scheduler.close()
     parts.delivery.close()

@@ -189,7 +189,7 @@ def _trainer(
 
 def _spare_cores(cfg: RunConfig) -> int:
     """Return how many cores each rank may take: engines on CPUs have one thread each."""
-    return (len(os.sched_getaffinity(0)) - cfg.actor.num_actors) // cfg.learner.num_ranks
+    return (len(os.sched_getaffinity(0)) - cfg.actor.num_engines) // cfg.learner.num_ranks
 
 
 def _publisher(run: RunConfig, run_dir: RunDir, keys: RunKeys, gate: Gate) -> Publisher:

@@ -30,7 +30,7 @@ def seat(cfg: RunConfig, *, num_gpus: int) -> Seats:
     Raises: ConfigError: they are too few, with the arithmetic and the remedy.
     """
     num_ranks, width = cfg.learner.num_ranks, cfg.actor.tensor_parallel_size
-    wanted = cfg.actor.num_actors * width
+    wanted = cfg.actor.num_engines * width
     learner: tuple[int, ...] = ()
     if trains_on_gpu(cfg, num_gpus=num_gpus):
         first = int(cfg.learner.device.partition(":")[2] or 0)
@@ -50,7 +50,7 @@ def seat(cfg: RunConfig, *, num_gpus: int) -> Seats:
         order = free
     elif cfg.actor.placement is GpuPlacement.APART:
         raise ConfigError(
-            f"actor.placement=apart: actor.num_actors={cfg.actor.num_actors} x"
+            f"actor.placement=apart: actor.num_actors={cfg.actor.num_engines} x"
             f" actor.tensor_parallel_size={width} = {wanted} GPUs beside the learner's"
             f" {len(learner)}, and {num_gpus} answer; actor.placement=colocated shares them"
         )
@@ -60,7 +60,7 @@ def seat(cfg: RunConfig, *, num_gpus: int) -> Seats:
         order = [*learner, *free]
     actors = [
         tuple(order[(i * width + k) % len(order)] for k in range(width))
-        for i in range(cfg.actor.num_actors)
+        for i in range(cfg.actor.num_engines)
     ]
     return Seats(learner, tuple(actors))
 

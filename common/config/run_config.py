@@ -201,6 +201,9 @@ class ActorSection:
     """Generation and interaction."""
 
     num_actors: int = knob(1, "started by the launcher; more may join at any time", ge=0, le=10_000)
+    num_spares: int = knob(
+        0, "engines started beside them, which play once an actor is gone", ge=0, le=1000
+    )
     name: str = knob("", 'of an actor started alone; "": made from host and pid')
     max_concurrent: int = knob(64, "episodes at once in one actor", ge=1, le=10**5)
     adapt_concurrency: bool = knob(True, "fewer while its engine cannot keep up; not in sync mode")
@@ -225,7 +228,7 @@ class ActorSection:
     )
     tensor_parallel_size: int = knob(1, "devices of one engine", ge=1, le=64)
     num_gpus: int = knob(
-        0, "of all engines: num_actors x tensor_parallel_size, which 0 means", ge=0, le=10_000
+        0, "of all engines, each of tensor_parallel_size, which 0 means", ge=0, le=10_000
     )
     placement: GpuPlacement = knob(GpuPlacement.AUTO, "of engines, on GPUs the learner has or not")
     enforce_eager: bool = knob(True, "no compiled graphs: slower, but up at once")
@@ -237,11 +240,18 @@ class ActorSection:
     start_timeout_s: float = seconds(300.0, "seconds for the engine to come up", gt=0)
     delivery_window: int = knob(256, "unacknowledged trajectories until episodes wait", ge=1)
 
+    @property
+    def num_engines(self) -> int:
+        """How many the launcher starts."""
+        return self.num_actors + self.num_spares
+
     def contradictions(self) -> Iterator[Contradiction]:
-        wanted = self.num_actors * self.tensor_parallel_size
+        wanted = self.num_engines * self.tensor_parallel_size
         if self.num_gpus not in (0, wanted):
             width = f"actor.tensor_parallel_size={self.tensor_parallel_size}"
-            law = f"actor.num_actors={self.num_actors} x {width} = {wanted}; give that, or 0"
+            spares = f" + actor.num_spares={self.num_spares}" if self.num_spares else ""
+            engines = f"actor.num_actors={self.num_actors}{spares}"
+            law = f"{engines} x {width} = {wanted}; give that, or 0"
             yield "num_gpus", self.num_gpus, law
         blocks_for = self.kv_cache_blocks * LARGEST_BLOCK_TOKENS
         if 0 < blocks_for < self.max_model_len:

@@ -117,7 +117,7 @@ def train(cfg: RunConfig, run_dir: RunDir, *, root: Path) -> int:
             cfg.run,
             run_dir,
             root=root,
-            num_actors=cfg.actor.num_actors,
+            num_actors=cfg.actor.num_engines,
             has_hub=cfg.envhub.is_started and not cfg.envhub.url,
             seats=seats,
             found=gpus() if is_here else (),

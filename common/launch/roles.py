@@ -15,6 +15,11 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 SECOND_TO_STOP, LAST_TO_STOP = 1, 2  # learner and actors are the first
 
 
+def actor_name(number: int) -> str:
+    """Return the name of an actor that the launcher starts."""
+    return f"actor-{number}"
+
+
 def make_role_specs(
     run: RunSection,
     run_dir: RunDir,
@@ -44,7 +49,7 @@ def make_role_specs(
         log_path = run_dir.logs / f"{name}.log"
         return RoleSpec(name=name, argv=argv, env=env, log_path=log_path, **policy)  # type: ignore[arg-type]
 
-    actors = [f"actor-{i}" for i in range(num_actors)]
+    actors = [actor_name(i) for i in range(num_actors)]
     return [
         *([spec("envhub", "envhub", stop_rank=LAST_TO_STOP)] if has_hub else []),
         spec(

@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Generator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TextIO
 
 from common.store.run_dir import RunDir, write_atomically
@@ -48,7 +49,6 @@ class Beacon:
 
     def __init__(self, run_dir: RunDir, role: str) -> None:
         folder = run_dir.alive
-        folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / f"{role}.json"
         self._stacks_path = folder / f"{role}.stacks"
         self._began_at = time.time()
@@ -62,6 +62,7 @@ class Beacon:
 
     def start(self) -> None:
         """Let the supervisor ask for stacks, and begin to tell. From the main thread."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
         self._stacks = self._stacks_path.open("w")
         faulthandler.register(STACKS_SIGNAL, file=self._stacks, all_threads=True)
         self._thread.start()
@@ -111,16 +112,20 @@ class Beacon:
 
 
 @contextlib.contextmanager
-def beacon_of(run_dir: RunDir, role: str, *, start_s: float) -> Generator[Beacon]:
-    """Yield the beacon of a role that is starting, for which it has `start_s`."""
-    beacon = Beacon(run_dir, role)
+def beacon_of(run_dir: RunDir | None, role: str, *, start_s: float) -> Generator[Beacon]:
+    """Yield the beacon of a role that is starting, for which it has `start_s`.
+
+    On a machine without the run's directory (None) nobody is told.
+    """
+    is_told = run_dir is not None and threading.current_thread() is threading.main_thread()
+    beacon = Beacon(run_dir or RunDir(root=Path()), role)
     beacon.note("main", "starting", limit_s=start_s)
-    if threading.current_thread() is threading.main_thread():
+    if is_told:
         beacon.start()
     try:
         yield beacon
     finally:
-        if threading.current_thread() is threading.main_thread():
+        if is_told:
             beacon.stop()
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from common.config.run_config import RunConfig, TrainMode, published_version
+from common.launch.roles import actor_name
 from learner.scheduler.curriculum.catalogue import Catalogue
 from learner.scheduler.curriculum.curriculum import Curriculum
 from learner.scheduler.curriculum.mixture import Mixture
@@ -70,6 +71,7 @@ def build_components(cfg: RunConfig, catalogue: Catalogue) -> Components:
     stream_items = eval_items(cfg.tasks, catalogue, cfg.eval.stream_items)
     phase_items = eval_items(cfg.tasks, catalogue, cfg.eval.num_items)
     seed, group_size = cfg.run.seed, cfg.groups.size
+    engines = [actor_name(i) for i in range(cfg.actor.num_engines)]
     mixture = Mixture(cfg.mixture, cfg.tasks, catalogue, seed=seed, group_size=group_size)
     curriculum = Curriculum(cfg.horizon, mixture, cfg.tasks, catalogue)
     limits = Limits(
@@ -81,7 +83,12 @@ def build_components(cfg: RunConfig, catalogue: Catalogue) -> Components:
     return Components(
         run=RunState(is_trained=cfg.train.num_steps == 0),
         lifecycle=EpisodeLifecycle(cfg.groups, cfg.scheduler, lease_s),
-        members=Members(cfg.scheduler.dead_after_s, silent_after_s),
+        members=Members(
+            cfg.scheduler.dead_after_s,
+            silent_after_s,
+            engines=frozenset(engines) if cfg.actor.num_spares else frozenset(),
+            num_playing=cfg.actor.num_actors,
+        ),
         limits=limits,
         curriculum=curriculum,
         stream=EvalStream(cfg.eval, stream_items, catalogue),

@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 STATE_FORMAT = 3
 TICK_S = 0.25  # between two searches for the dead and the overdue
 RETRY_S = 0.1  # after an empty grant
-FINISHED_RETRY_S = 1.0
+REST_RETRY_S = 1.0  # where the run is over, or others play
 
 
 class SchedulerCore:
@@ -100,23 +100,18 @@ class SchedulerCore:
 
     def wake(self) -> None:
         """Take up again after this process stood still: nobody was late but itself."""
-        now = self._clock()
-        self.members.touch_all(now)
-        self.lifecycle.renew_all(now=now)
+        self.members.touch_all(self._clock())
+        self.lifecycle.renew_all(now=self._clock())
 
     def tick(self) -> bool:
-        """Issue again what the dead and the overdue hold. True if it was time to look.
-
-        Raises: LongstrideError: too many episodes failed by infrastructure. That is no part of
-            taking a report, which would otherwise be told again to every scheduler that follows.
-        """
+        """Issue again what the dead and the overdue hold. True if it was time to look."""
         now = self._clock()
         if now - self.run.last_tick < TICK_S:
             return False
         self.run.last_tick = self.lifecycle.failures.now = now
         liveness.tick(self.parts, now)
         self._advance_phase()
-        self.lifecycle.failures.check()
+        self.lifecycle.failures.check()  # not at a report, which every next scheduler is told again
         return True
 
     # --- members ------------------------------------------------------------------------------
@@ -177,6 +172,8 @@ class SchedulerCore:
         run = self.run
         if run.phase is Phase.DONE:
             return self._answer([], "finished")
+        if self.members.is_spare(member, now):
+            return self._answer([], "spare: as many actors play as actor.num_actors says")
         taken, reason = grants.serve(self.parts, message, now)
         for group, _ in taken:
             self.parts.stream.granted(group, version=message.version)
@@ -184,7 +181,8 @@ class SchedulerCore:
         return self._answer([grants.lease(self.parts, *each) for each in taken], reason)
 
     def _answer(self, leases: list[Lease], reason: str) -> LeaseGrant:
-        retry_s = FINISHED_RETRY_S if self.phase is Phase.DONE else RETRY_S
+        is_rest = self.phase is Phase.DONE or reason.startswith("spare")
+        retry_s = REST_RETRY_S if is_rest else RETRY_S
         return LeaseGrant(leases=leases, retry_after_s=retry_s, reason=reason)
 
     # --- the learner --------------------------------------------------------------------------

@@ -99,7 +99,7 @@ class Placement:
 def num_cpus_wanted(cfg: RunConfig) -> float:
     """Return the CPUs that all roles ask for together."""
     ray, has_hub = cfg.ray, not cfg.envhub.url
-    return ray.learner_cpus + has_hub * ray.envhub_cpus + cfg.actor.num_actors * ray.actor_cpus
+    return ray.learner_cpus + has_hub * ray.envhub_cpus + cfg.actor.num_engines * ray.actor_cpus
 
 
 def place(cfg: RunConfig, nodes: Sequence[Node]) -> Placement:
@@ -134,7 +134,7 @@ def place(cfg: RunConfig, nodes: Sequence[Node]) -> Placement:
     wants_sharing = cfg.actor.placement is GpuPlacement.COLOCATED
     is_crowded = cfg.actor.placement is GpuPlacement.AUTO and not num_apart
     if learner.num_gpus >= width and (wants_sharing or is_crowded) and home in chosen:
-        num_shared = min(cfg.actor.num_actors, num_ranks // width)
+        num_shared = min(cfg.actor.num_engines, num_ranks // width)
         shared = _shared_seats(cfg, num_shared)
     elif cfg.actor.num_actors:
         _check_fits("actor", actor, rest, remedy="see ray.actor_labels, ray.actor_cpus")
@@ -142,7 +142,7 @@ def place(cfg: RunConfig, nodes: Sequence[Node]) -> Placement:
     if not cfg.envhub.url:
         envhub = Needs(num_cpus=cfg.ray.envhub_cpus, labels=selector(cfg.ray.envhub_labels))
         _check_fits("envhub", envhub, rest, remedy="see ray.envhub_labels, ray.envhub_cpus")
-    num_actors = cfg.actor.num_actors
+    num_actors = cfg.actor.num_engines
     return Placement(
         learner=learner,
         envhub=envhub,

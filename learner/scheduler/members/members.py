@@ -31,6 +31,7 @@ class Member:
     waiting_for: str = field(default="", metadata=VOLATILE)  # "" when busy
     rss_bytes: int = field(default=0, metadata=VOLATILE)
     unchanged_s: float = field(default=0.0, metadata=VOLATILE)  # without progress, as it says
+    is_playing: bool = False  # of a run with spare engines: it is none of them
     num_finished: int = 0  # episodes
     held_mean: float = 0.0  # episodes at once, while they were played
     wall_mean_s: float = 0.0  # of an episode
@@ -58,6 +59,9 @@ class Members:
 
     dead_after_s: float = field(metadata=FIXED)  # silence after which the leases are issued again
     silent_after_s: float = field(metadata=FIXED)  # and after which others need not wait for it
+    silent_after_s: float = field(metadata=FIXED)  # and after which nobody waits for its engine
+    engines: frozenset[str] = field(default=frozenset(), metadata=FIXED)  # with spares among them
+    num_playing: int = field(default=0, metadata=FIXED)  # of them at once
     by_name: dict[str, Member] = field(default_factory=dict[str, Member])
     refused: dict[str, float] = field(  # actor -> when it last got less than it asked for
         default_factory=dict[str, float], metadata=VOLATILE
@@ -143,6 +147,20 @@ class Members:
             elif other != name:
                 return other
         return ""
+
+    def is_spare(self, member: Member, now: float) -> bool:
+        """Return whether an actor holds back, as enough others play; one that need not begins.
+
+        Example (one actor, one spare): actor-0 asks first and plays, actor-1 holds back. actor-0
+        has not been heard of for 5 heartbeats -> actor-1 plays. actor-0 comes back and holds back.
+        """
+        if member.name not in self.engines or member.is_playing:
+            return False
+        since = now - self.silent_after_s
+        engines = [self.by_name[name] for name in self.engines if name in self.by_name]
+        playing = [m for m in engines if m.is_playing and not m.is_dead and m.last_seen >= since]
+        member.is_playing = len(playing) < self.num_playing
+        return not member.is_playing
 
     def touch(self, member: Member, now: float) -> None:
         """Record a sign of life."""

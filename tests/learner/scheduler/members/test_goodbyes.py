@@ -1,7 +1,8 @@
 """Who leaves is known at once, and who falls silent soon: nobody waits for either."""
 
 from common.wire.messages import Goodbye
-from tests.learner.scheduler.builders import Table, ids, make_config
+from tests.configs import edited
+from tests.learner.scheduler.builders import Table, ids, joined, make_config
 
 
 def _table() -> Table:
@@ -85,3 +86,17 @@ def test_actor_that_left_may_come_back() -> None:
     table.hello("actor-0", incarnation="life of actor-0")
     assert _silent(table) == []
     assert len(table.ask("actor-0", 4).leases) == 4
+
+
+def test_spare_plays_once_an_actor_is_silent_and_who_comes_back_is_the_spare() -> None:
+    cfg = edited(make_config(), {"actor.num_actors": 1, "actor.num_spares": 1})
+    table = joined("actor-0", "actor-1", "actor-host-7", cfg=cfg)
+    assert table.ask("actor-0", 4).leases
+    refused = table.ask("actor-1", 4)
+    assert (refused.leases, refused.reason[:6]) == ([], "spare:")
+    assert table.ask("actor-host-7", 2).leases, "who joined by itself is none"
+    table.clock.now += 5.5 * cfg.scheduler.heartbeat_s
+    assert table.ask("actor-1", 4).leases
+    table.hello("actor-0", incarnation="i1")
+    assert table.ask("actor-0", 4).reason[:6] == "spare:"
+    assert table.ask("actor-1", 4).leases
