@@ -167,6 +167,7 @@ STANDALONE: dict[str, Callable[[Request], int]] = {
     "doctor": Later("common.checks.doctor:doctor").given(
         missing_for=missing_for, examine_environments=Later("envhub.command:examine_environments")
     ),
+    "journal": Later("common.store.journal_command:journal").given(say=print),
     "envs": lambda request: Later("envhub.command:list_environments")(
         request.overrides, root=ROOT, say=print
     ),

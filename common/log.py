@@ -2,6 +2,8 @@
 
 import logging
 import os
+import shutil
+from pathlib import Path
 
 FORMAT = "%(asctime)s %(levelname).1s {role} %(name)s: %(message)s"
 
@@ -19,3 +21,21 @@ def configure_logging(role: str, level: str) -> None:
         logging.getLogger(warning).setLevel(logging.ERROR)
     os.environ.setdefault("TORCHAO_FORCE_SKIP_LOADING_SO_FILES", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+
+def begin_anew(logs: Path, *, max_bytes: int) -> None:
+    """Keep each log that is larger aside as `<role>.log.1`, and let it begin anew.
+
+    Its writers hold it open and append, so it is copied and cut; what they write in between those
+    two is lost. Raises: OSError: there is no room for the copy; it stays as it is.
+    """
+    for path in logs.glob("*.log"):
+        if path.stat().st_size > max_bytes:
+            partial = path.with_name(f".{path.name}.partial")
+            try:
+                shutil.copyfile(path, partial)
+                partial.replace(path.with_name(f"{path.name}.1"))
+            except OSError:
+                partial.unlink(missing_ok=True)
+                raise
+            os.truncate(path, 0)

@@ -104,9 +104,11 @@ def parse(argv: Sequence[str], *, root: Path) -> Request:
 def command_help(name: str) -> str:
     """Return what `run.py NAME --help` prints."""
     command = COMMANDS[name]
-    arguments = {"help": "[KEY|SECTION|COMMAND]", "bench": "--suite NAME [--json FILE]"}.get(
-        name, "[--config NAME|FILE] [--dry-run] [key=value ...]"
-    )
+    arguments = {
+        "help": "[KEY|SECTION|COMMAND]",
+        "bench": "--suite NAME [--json FILE]",
+        "journal": "RUN list|verify|export|prune [to=FILE] [keep_gb=N] [keep_days=N]",
+    }.get(name, "[--config NAME|FILE] [--dry-run] [key=value ...]")
     lines = [f"usage: run.py {name} {arguments}", "", f"  {command.text}"]
     lines += [f"  suites: {SUITES}"] if name == "bench" else []
     if name == "status":

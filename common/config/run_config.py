@@ -287,6 +287,7 @@ class LogSection:
     wandb: WandbMode = knob(WandbMode.AUTO, "where metrics go beside metrics.jsonl")
     wandb_project: str = knob("longstride", "project of Weights & Biases", form=WORD)
     level: str = knob("INFO", "least level that is logged", one_of=LOG_LEVELS)
+    max_mb: int = knob(100, "MB of a role's log until it begins anew; one older is kept", ge=1)
     live: bool = knob(True, "the terminal display, when there is a terminal")
 
 

@@ -160,6 +160,7 @@ def read_tail(log_path: Path, offset: int, *, max_lines: int) -> list[str]:
     """Return the last lines of a log that begin at `offset` bytes or later."""
     with log_path.open("rb") as log:
         size = log.seek(0, os.SEEK_END)
+        offset = offset if offset <= size else 0  # it has begun anew
         log.seek(max(offset, size - MAX_TAIL_BYTES))
         text = log.read().decode(errors="replace")
     return [line for line in text.splitlines() if line.strip()][-max_lines:]

@@ -13,6 +13,7 @@ from common.dashboard.live import LiveDisplay
 from common.dashboard.run_view import view_run
 from common.launch.base import Ending, LaunchState, RoleSpec, RoleStarter
 from common.launch.launcher import Launcher
+from common.log import begin_anew
 from common.memory import family_bytes
 from common.stall.watch import StallWatch
 from common.store.disk import if_room
@@ -25,6 +26,7 @@ STOP_FACTOR = 3.0  # times what was measured: a stop meets disks and cores that 
 UNMEASURED_S = 10.0  # taken for a step or a checkpoint while none has been measured
 RECENT_STEPS = 100
 ALIVE_EVERY_S = 5.0
+LOGS_S = 30.0  # between two looks at how large the logs are
 SAMPLE_S = 5.0  # between two looks at the memory
 
 
@@ -43,9 +45,14 @@ def supervise(
     )
     memory = MemoryWatch(elsewhere=starter.memory_bytes)
     written: LaunchState | None = None
+    logs_at = 0.0  # when to look at the logs again
 
     def on_poll(state: LaunchState) -> None:
-        nonlocal written
+        nonlocal written, logs_at
+        if time.monotonic() >= logs_at:
+            logs_at = time.monotonic() + LOGS_S
+            max_bytes = cfg.log.max_mb * 10**6
+            if_room(lambda: begin_anew(run_dir.logs, max_bytes=max_bytes), run_dir.logs)
         if state != written and if_room(
             lambda: write_json(run_dir.launch, asdict(state)), run_dir.launch
         ):

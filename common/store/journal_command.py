@@ -1,0 +1,209 @@
+"""The command `journal`: list, verify, export and prune what a run keeps of its trajectories.
+
+All of it works while the run goes on.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from common.config.command_line import Request
+from common.errors import ConfigError, WireError
+from common.store.journal import read_journal
+from common.store.records import PACKED_SUFFIX
+from common.store.run_dir import RunDir, read_json
+from common.store.segments import list_segments, load_pruned, open_segment, synced_end
+from common.store.upkeep import DAY_S, GB, Limits, prune_old
+from common.wire.messages import Trajectory
+
+Say = Callable[[str], None]
+USAGE = "journal RUN list|verify|export|prune [to=FILE] [keep_gb=N] [keep_days=N]"
+
+
+def journal(request: Request, *, root: Path, say: Say) -> int:
+    """Carry out one of the actions; return the exit code: 1 if `verify` finds damage.
+
+    Raises: ConfigError: no such run or action, a wrong option; WireError: damage in the way.
+    """
+    actions = {"list": _list, "verify": _verify, "export": _export, "prune": _prune}
+    words = [word for word in request.overrides if "=" not in word]
+    options = dict(word.split("=", 1) for word in request.overrides if "=" in word)
+    if len(words) != 2 or words[1] not in actions:
+        raise ConfigError(f"run.py {USAGE}")
+    own = root / options.pop("run.dir", "runs") / words[0]
+    run_dir = RunDir(root=own if own.exists() else Path(words[0]))
+    if not run_dir.journal.is_dir():
+        raise ConfigError(f"{words[0]}: no run with a journal is there ({own})")
+    known = {"export": {"to"}, "prune": {"keep_gb", "keep_days"}}.get(words[1], set())
+    if unknown := sorted(options.keys() - known):
+        raise ConfigError(f"{unknown[0]}: {words[1]} has no such option; run.py {USAGE}")
+    return actions[words[1]](run_dir, options, say)
+
+
+def _needed_from(run_dir: RunDir) -> int:
+    """Return the first segment that a restart reads; 0 if nothing says otherwise."""
+    if not run_dir.replay_point.exists():
+        return 0
+    remedy = "remove it, and a restart reads the whole journal"
+    found = read_json(run_dir.replay_point, {"position": dict}, remedy=remedy)["position"]
+    number = found.get("segment")
+    if not isinstance(number, int):
+        raise ConfigError(f"{run_dir.replay_point}: damaged, no segment; {remedy}")
+    return number
+
+
+def _list(run_dir: RunDir, _: dict[str, str], say: Say) -> int:
+    needed, total = _needed_from(run_dir), 0
+    for number, path in list_segments(run_dir.journal).items():
+        found = path.stat()
+        total += found.st_size
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found.st_mtime))
+        state = "packed" if path.suffix == PACKED_SUFFIX else "plain"
+        why = "a restart reads it" if number >= needed else ""
+        say(f"{number:06d}  {state:<7}{found.st_size / 1e6:10.1f} MB  {when}  {why}".rstrip())
+    pruned, synced = load_pruned(run_dir.journal), synced_end(run_dir.journal)
+    if pruned.before:
+        say(f"{pruned.text(run_dir.journal)}, {pruned.num_bytes / 1e6:.1f} MB")
+    say(
+        f"{total / 1e6:.1f} MB; acknowledged up to byte {synced.offset} of segment {synced.segment}"
+    )
+    return 0
+
+
+def _verify(run_dir: RunDir, _: dict[str, str], say: Say) -> int:
+    """Read every record; go on behind what is damaged."""
+    problems: list[str] = []
+    names: set[str] = set()
+    num_episodes = 0
+    numbers = list(list_segments(run_dir.journal))
+    first = load_pruned(run_dir.journal).before
+    missing = sorted(set(range(first, max(numbers, default=first - 1) + 1)) - set(numbers))
+    problems += [f"segment {number} is missing" for number in missing]
+    for number in numbers:
+        count = 0
+        for found in _messages(run_dir, number, is_last=number == numbers[-1]):
+            if isinstance(found, str):
+                problems.append(found)
+                continue
+            names.add(found.episode_id)
+            count += 1
+        num_episodes += count
+        say(f"{number:06d}  {count} episodes")
+    if not first:
+        lost = [name for name in _consumed(run_dir) if name not in names]
+        problems += [f"{name}: a step consumed it, and the journal lacks it" for name in lost[:20]]
+    for problem in problems:
+        say(f"damaged: {problem}")
+    say(f"{num_episodes} episodes in {len(numbers)} segments, {len(problems) or 'no'} problems")
+    return 1 if problems else 0
+
+
+def _messages(run_dir: RunDir, number: int, *, is_last: bool) -> Iterator[Trajectory | str]:
+    """Yield what a segment holds, and in words what of it is damaged."""
+    synced, offset = synced_end(run_dir.journal), 0
+    try:
+        segment = open_segment(run_dir.journal, number)
+        if segment is None:
+            return  # pruned meanwhile
+        with segment:
+            while True:
+                try:
+                    record = segment.record_at(offset)
+                    if record is not None:
+                        yield segment.message(record, offset)
+                        offset = record.end
+                        continue
+                except WireError as error:
+                    yield str(error)
+                following = segment.next_whole(offset)
+                if following is None:
+                    break
+                offset = following
+            is_acknowledged = (number, offset) < (synced.segment, synced.offset)
+            if (offset < segment.size and not is_last) or (is_acknowledged and is_last):
+                yield f"{segment.path} from offset {offset} on: nothing whole, up to {segment.size}"
+    except WireError as error:
+        yield str(error)
+
+
+def _consumed(run_dir: RunDir) -> dict[str, int | None]:
+    """Return the version that each episode was trained into; None: its batch was skipped.
+
+    Raises: ConfigError: the step log is damaged.
+    """
+    consumed: dict[str, int | None] = {}
+    if not run_dir.steps.exists():
+        return consumed
+    with run_dir.steps.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.endswith(b"\n"):
+                break
+            try:
+                step = json.loads(line)
+                version = None if step.get("skipped") else step["version"]
+                consumed |= {name: version for ids in step["groups"] for name in ids}
+            except (ValueError, TypeError, KeyError) as error:
+                raise ConfigError(
+                    f"{run_dir.steps}: line {number} is damaged ({error!r})"
+                ) from error
+    return consumed
+
+
+def _export(run_dir: RunDir, options: dict[str, str], say: Say) -> int:
+    """Write every episode as one JSON line, with the step that consumed it."""
+    if "to" not in options:
+        raise ConfigError(f"export needs to=FILE; run.py {USAGE}")
+    target, consumed, num = Path(options["to"]), _consumed(run_dir), 0
+    partial = target.with_name(f".{target.name}.partial")
+    with partial.open("w", encoding="utf-8") as out:
+        for position, trajectory in read_journal(run_dir.journal):
+            row = asdict(trajectory) | {
+                "step": consumed.get(trajectory.episode_id),
+                "segment": position.segment,
+                "offset": position.offset,
+            }
+            out.write(json.dumps(row, default=_plain) + "\n")
+            num += 1
+    partial.replace(target)
+    say(f"{num} episodes to {target}")
+    return 0
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} is no JSON")
+
+
+def _prune(run_dir: RunDir, options: dict[str, str], say: Say) -> int:
+    """Remove the oldest segments over a limit; never what a restart reads."""
+    if not options:
+        raise ConfigError(f"prune needs keep_gb=N or keep_days=N; run.py {USAGE}")
+    given = {key: _number(key, value) for key, value in options.items()}
+    limits = Limits(
+        keep_bytes=given["keep_gb"] * GB if "keep_gb" in given else None,
+        keep_s=given["keep_days"] * DAY_S if "keep_days" in given else None,
+    )
+    before = load_pruned(run_dir.journal)
+    pruned = prune_old(run_dir.journal, limits, before=_needed_from(run_dir))
+    say(
+        f"{pruned.before - before.before} segments pruned,"
+        f" {(pruned.num_bytes - before.num_bytes) / 1e6:.1f} MB; a restart reads from segment"
+        f" {_needed_from(run_dir)} on, which stays"
+    )
+    return 0
+
+
+def _number(key: str, value: str) -> float:
+    try:
+        number = float(value)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < float("inf"):
+        raise ConfigError(f"{key}={value}: must be a number >= 0")
+    return number
