@@ -69,10 +69,8 @@ def make_plan(
         of_learner = [*first, *times(other, cfg.learner.num_ranks - 1, "ranks"), *of_learner]
     if not (on or is_cuda):
         host = of_learner
-        host += times(cpu_engine_parts(cfg, shape), cfg.actor.num_actors, "actors")
-        host.append(_programs(cfg.learner.num_ranks, cfg.actor.num_actors, width))
         host += times(cpu_engine_parts(cfg, shape), cfg.actor.num_engines, "actors")
-        host.append(_programs(cfg.learner.num_ranks, cfg.actor.num_engines))
+        host.append(_programs(cfg.learner.num_ranks, cfg.actor.num_engines, width))
         return [Place("host", host, host_bytes, HOST_REMEDY)]
     num_gpus = len(on) or max(cfg.learner.num_ranks, cfg.actor.tensor_parallel_size)
     seats = seat(cfg, num_gpus=num_gpus)

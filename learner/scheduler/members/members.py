@@ -59,7 +59,6 @@ class Members:
 
     dead_after_s: float = field(metadata=FIXED)  # silence after which the leases are issued again
     silent_after_s: float = field(metadata=FIXED)  # and after which others need not wait for it
-    silent_after_s: float = field(metadata=FIXED)  # and after which nobody waits for its engine
     engines: frozenset[str] = field(default=frozenset(), metadata=FIXED)  # with spares among them
     num_playing: int = field(default=0, metadata=FIXED)  # of them at once
     by_name: dict[str, Member] = field(default_factory=dict[str, Member])
