@@ -14,25 +14,6 @@ from tests.end_to_end.runs import Run, balances
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-def test_actor_and_then_learner_are_killed_and_no_episode_is_lost(tmp_path: Path) -> None:
-    overrides = ("train.num_steps=9", "eval.before=false", "learner.checkpoint_every_steps=100")
-    with Run(tmp_path, *overrides) as run:
-        run.wait_until(lambda: len(run.metrics()) >= 1)
-        first = run.role_pid("actor")
-        os.kill(first, signal.SIGKILL)
-        run.wait_until(lambda: any(pid != first for pid in run.role_pids("actor")))
-        restarted_at = len(run.metrics())
-        run.wait_until(lambda: len(run.metrics()) >= restarted_at + 2)
-        os.kill(run.role_pid("learner"), signal.SIGKILL)
-        assert run.wait() == 0, run.output
-        assert run.left_over() == []
-    for role in ("actor-0", "learner"):
-        assert f"role ended role={role}" in run.output
-    assert "repeated step=" in (run.root / "logs" / "learner.log").read_text()
-    assert [line["step"] for line in run.metrics()] == list(range(1, 10))
-    assert balances(run.read("ledger.json"))
-
-
 def test_learner_killed_late_reads_only_what_is_not_settled(tmp_path: Path) -> None:
     overrides = ("train.num_steps=30", "eval.before=false", "eval.after=false")
     checkpoints = ("learner.checkpoint_every_steps=2", "learner.keep_checkpoints=1")

@@ -59,7 +59,7 @@ SHORT = Size(
     every_s=4.0,
     lasts_s=2.0,
     faults=(
-        *(Fault(Kind.KILL, role) for role in (Role.SCHEDULER, Role.LEARNER, Role.HUB)),
+        *(Fault(Kind.KILL, role) for role in (Role.SCHEDULER, Role.LEARNER, Role.HUB, Role.ACTOR)),
         *(Fault(Kind.RESET, role) for role in (Role.LEARNER, Role.ACTOR)),
         *(Fault(Kind.CORRUPT, role) for role in (Role.SCHEDULER, Role.LEARNER)),
         *(Fault(Kind.STOP, Role.ACTOR), Fault(Kind.DUPLICATE, Role.LEARNER)),
@@ -285,7 +285,9 @@ def add_end(table: BenchTable, run_dir: RunDir, *, num_steps: int, story: Story)
     made = {step["step"] for step in steps}
     table.at_most("episodes lost", ledger["lost"] + unaccounted, "", 0)
     table.at_most("episodes trained twice", num_twice, "", 0)
-    table.at_least("steps made", len(made), "", num_steps, f"{len(story.suffered)} faults")
+    table.figure("faults", len(story.suffered), "", f"seed {table.seed}")
+    table.figure("steps wanted", num_steps, "")
+    table.at_least("steps made", len(made), "", num_steps)
     redone = log.count("repeated step=")
     table.figure("steps repeated from the log", redone, "", "by learners that died")
     done_again, issued = ledger["reissued"], ledger["issued"]

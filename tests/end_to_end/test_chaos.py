@@ -1,0 +1,37 @@
+"""A run that loses every role, its connections and its disk."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.runs import REPOSITORY
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+TIMEOUT_S = 500.0
+MIN_FAULTS = 8
+
+
+def test_faults_on_every_role_lose_no_episode_and_train_none_twice(tmp_path: Path) -> None:
+    path = tmp_path / "chaos.json"
+    done = subprocess.run(
+        [sys.executable, "run.py", "bench", "--suite", "chaos-short", "--json", str(path)],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    report = json.loads(path.read_text())
+    said = done.stdout + done.stderr
+    assert "chaos" not in report["failed"], said  # it made all its steps, and ended well
+    values = {row["name"]: row["value"] for row in report["rows"]}
+    assert values["faults"] >= MIN_FAULTS, said
+    assert values["episodes lost"] == 0, said
+    assert values["episodes trained twice"] == 0, said
+    assert values["steps made"] == values["steps wanted"], said
+    roles = {name.removeprefix("recovery, kill -9: ") for name in values if "kill -9" in name}
+    assert roles == {"scheduler", "learner", "envhub", "actor"}, said
