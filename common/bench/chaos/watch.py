@@ -13,7 +13,6 @@ from common.bench.chaos.victims import Role
 from common.store.run_dir import RunDir
 
 ASK_S = 1.0  # for a hub's answer
-HEARD_S = 3.0  # an actor that was heard since then is alive
 
 
 @dataclass(slots=True)
@@ -57,7 +56,7 @@ class Watch:
             case Role.HUB:
                 return self._hub_answers()
             case Role.ACTOR | Role.ENGINE:
-                return _written_s(self.run_dir.status) > since and self._actors_play()
+                return self._actors_play(since)
 
     def _hub_answers(self) -> bool:
         url = self.run_dir.find_address("envhub")
@@ -67,10 +66,13 @@ class Watch:
         except (OSError, ValueError, urllib.error.URLError):
             return False
 
-    def _actors_play(self) -> bool:
+    def _actors_play(self, since: float) -> bool:
+        """Return whether all actors that are alive have said since then that they sample."""
+        written_s = _written_s(self.run_dir.status)
         actors = read_json(self.run_dir.status).get("actors", [])
-        playing = [a for a in actors if not a["is_dead"] and a["last_seen_s"] < HEARD_S]
-        return bool(playing) and all(a["tokens_per_s"] > 0 for a in playing)
+        alive = [actor for actor in actors if not actor["is_dead"]]
+        heard = [actor for actor in alive if written_s - actor["last_seen_s"] > since]
+        return bool(heard) and heard == alive and all(a["tokens_per_s"] > 0 for a in heard)
 
 
 def read_json(path: Path) -> dict[str, Any]:

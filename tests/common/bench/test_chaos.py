@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -79,6 +80,24 @@ def test_steps_that_a_learner_writes_again_are_counted_once(tmp_path: Path) -> N
     assert write(1, 2, 3, part='{"step"') == 3
     assert write(1, 2) == 3  # the learner died, and began behind its checkpoint
     assert write(1, 2, 3, 4) == 4
+
+
+def test_an_actor_is_back_when_it_has_said_so_since_the_fault(tmp_path: Path) -> None:
+    run_dir = RunDir(root=tmp_path)
+    watch = Watch(run_dir)
+    actor = {"is_dead": False, "last_seen_s": 1.0, "tokens_per_s": 9.0}
+
+    def is_back(*actors: dict[str, Any], after_s: float) -> bool:
+        run_dir.status.write_text(json.dumps({"actors": actors}))
+        since = run_dir.status.stat().st_mtime - after_s
+        return watch.is_back(Role.ACTOR, since=since, num_steps=0)
+
+    assert is_back(actor, after_s=2.0)
+    assert not is_back(actor, after_s=0.5)  # what it said was before
+    assert not is_back(actor | {"tokens_per_s": 0.0}, after_s=2.0)
+    assert not is_back(actor, actor | {"last_seen_s": 3.0}, after_s=2.0)  # one of two
+    assert is_back(actor, actor | {"last_seen_s": 9.0, "is_dead": True}, after_s=2.0)
+    assert not is_back(actor | {"is_dead": True}, after_s=2.0)
 
 
 def test_a_reset_is_seen_at_both_ends_and_by_no_other_connection() -> None:
