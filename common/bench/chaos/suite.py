@@ -278,11 +278,12 @@ def add_end(table: BenchTable, run_dir: RunDir, *, num_steps: int, story: Story)
     ledger = read_json(run_dir.ledger)
     parts = ("trained", "filtered", "stale", "failed", "in_flight")
     unaccounted = abs(ledger["issued"] - sum(ledger[part] for part in parts))
-    steps = [json.loads(line) for line in run_dir.steps.read_text().splitlines()]
+    logged = [json.loads(line) for line in run_dir.steps.read_text().splitlines()]
+    steps = [step for step in logged if not step.get("skipped")]
     trained = Counter(name for step in steps for group in step["groups"] for name in group)
     num_twice = sum(times - 1 for times in trained.values())
     log = (run_dir.logs / "learner.log").read_text(errors="replace")
-    made = {step["step"] for step in steps}
+    made = {step["version"] for step in steps}
     table.at_most("episodes lost", ledger["lost"] + unaccounted, "", 0)
     table.at_most("episodes trained twice", num_twice, "", 0)
     table.figure("faults", len(story.suffered), "", f"seed {table.seed}")
