@@ -1,5 +1,6 @@
 """What the members of the running transfer have answered."""
 
+import threading
 import time
 from collections import deque
 
@@ -89,3 +90,24 @@ class Answers:
     def is_given_up(self, epoch: int) -> bool:
         """Return whether a transfer was given up that some engine is still at."""
         return epoch in self._given_up
+
+
+class Measures:
+    """Seconds of transfers until somebody asks for them. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._metrics: dict[str, float] = {}
+
+    def note(self, name: str, seconds: float, *, size_gb: float, is_sum: bool) -> None:
+        """Count seconds, the sum or the longest since the last `drain`, also per GB."""
+        with self._lock:
+            for key, value in ((name, seconds), (f"{name}_per_gb", seconds / size_gb)):
+                before = self._metrics.get(key, 0.0)
+                self._metrics[key] = before + value if is_sum else max(before, value)
+
+    def drain(self) -> dict[str, float]:
+        """Return what was measured since the last call."""
+        with self._lock:
+            metrics, self._metrics = self._metrics, {}
+        return metrics

@@ -27,7 +27,7 @@ from common.wire.weight_messages import (
     WeightsPing,
     WeightsReady,
 )
-from learner.weights.answers import Answers
+from learner.weights.answers import Answers, Measures
 from learner.weights.canary import Canary
 from learner.weights.gate import Gate, Reading
 from learner.weights.lanes import Lanes, join_all
@@ -65,15 +65,13 @@ class Transfers:
         self._store = open_store(settings.host, 0, is_server=True, timeout_s=settings.timeout_s)
         self._lanes = Lanes()
         self._answers = Answers()
-        self._lock = threading.Lock()
-        self._metrics: dict[str, float] = {}
+        self._measures = Measures()
+        self._pinged_at = 0.0
         self.current: PublishedWeights | None = None
 
     def drain_metrics(self) -> dict[str, float]:
         """Return what the transfers since the last call measured. For any thread."""
-        with self._lock:
-            metrics, self._metrics = self._metrics, {}
-        return metrics
+        return self._measures.drain()
 
     def close(self) -> None:
         """Leave the groups and close the store; whoever waits in one fails now."""
@@ -152,13 +150,9 @@ class Transfers:
             self._note("publish/stage_s", answer.stage_s, is_sum=False)
 
     def _note(self, name: str, seconds: float, *, is_sum: bool) -> None:
-        """Count seconds, the sum or the longest since the last drain, also per GB."""
         assert self.current is not None
         size_gb = self.current.source.total_bytes / GB
-        with self._lock:
-            for key, value in ((name, seconds), (f"{name}_per_gb", seconds / size_gb)):
-                before = self._metrics.get(key, 0.0)
-                self._metrics[key] = before + value if is_sum else max(before, value)
+        self._measures.note(name, seconds, size_gb=size_gb, is_sum=is_sum)
 
     # --- what goes --------------------------------------------------------------------------
 
@@ -332,10 +326,17 @@ class Transfers:
                 patience_s = min(self.members.patience_s(member), self._settings.timeout_s)
                 if self._answers.waited_s(member) > patience_s:
                     self._fail(member, f"not ready within {patience_s:g}s")
-                else:
-                    self._reach(member, WeightsPing(version=self._current_version))
+            self._ping(waiting)
             if not self._has_broken(members):
                 self.receive(WAIT_S)
+
+    def _ping(self, waiting: list[Member]) -> None:
+        """Find out now and then whose connection is gone of those that owe an answer."""
+        if time.monotonic() - self._pinged_at >= WAIT_S:
+            self._pinged_at = time.monotonic()
+            for member in waiting:
+                if self.members.has(member):
+                    self._reach(member, WeightsPing(version=self._current_version))
 
     def _finish(
         self, weights: PublishedWeights, wave: Wave, reading: Reading, *, patience_s: float
@@ -354,8 +355,7 @@ class Transfers:
             remaining_s = deadline - time.monotonic()
             if not waiting or remaining_s <= 0:
                 break
-            for member in waiting:
-                self._reach(member, WeightsPing(version=weights.version))
+            self._ping(waiting)
             self.receive(min(WAIT_S, remaining_s))
         for member in wave.members:
             self._settle(weights, member)

@@ -2,12 +2,15 @@
 
 import asyncio
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
+from common.config.run_config import ActorSection
+from common.errors import WeightSyncError
 from common.wire.weight_messages import WeightsJoin, WeightsLeave
 from tests.actor.links.toy_peer import Peer, check, make_weight_link
+from tests.common.wire.test_weight_group import offer_of
 
 if TYPE_CHECKING:  # importing the engine takes seconds
     from actor.engine.weights import WeightLink
@@ -31,3 +34,34 @@ def test_an_engine_joins_again_and_again_and_says_when_it_leaves(tmp_path: Path)
         assert (await learner.next()).message == WeightsLeave(actor="a", incarnation="i")
 
     check(tmp_path, "weights", lambda *line: make_weight_link(*line, engine=Still()), law)
+
+
+class Workers:
+    """A tensor-parallel engine's workers, of which the second received something else."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    async def init_weight_transfer_engine(self, _: Any) -> None: ...
+
+    async def collective_rpc(self, method: str) -> list[dict[str, Any]]:
+        from actor.engine.staging import Staged
+
+        self.asked.append(method)
+        good, bad = Staged(is_done=True), Staged(is_done=True, error="bucket 1 of 2 is damaged")
+        return [good.as_dict(), bad.as_dict()]
+
+
+@pytest.mark.slow
+def test_a_version_that_one_of_the_workers_has_not_is_refused() -> None:
+    from actor.engine.engine import Engine
+
+    workers, ready = Workers(), []
+    watch: Any = None
+    engine = Engine(cast(Any, workers), ActorSection(), end_of_turn_ids=[], watch=watch)
+    offer = offer_of(1, epoch=1, rank=1)
+    with pytest.raises(WeightSyncError, match=r"^bucket 1 of 2 is damaged$"):
+        asyncio.run(engine.stage(offer, announce=lambda: ready.append(True)))
+    assert ready == [True]
+    assert workers.asked == ["staged", "give_up_staging"], "the others do not wait for it"
+    assert engine.is_whole
