@@ -181,21 +181,24 @@ class GroupTable:
         """Return the episodes that the learner must not wait for any longer.
 
         A group that the learner called ready counts too: a learner that restarts has the group's
-        journal, but does not know who was given up. Of a closed group that it waits for, those
-        that failed: what was cut off by the end of the run is not completed. Of one closed so
-        long ago that its outcomes are forgotten, all: the learner skips those that it has.
+        journal, but does not know who was given up, nor whom the learner before it refused. Of a
+        group that it waits for, also a closed one, all that failed: what was cut off by the end of
+        the run is not completed. Of one closed so long ago that its outcomes are forgotten, all.
+        The learner skips those that it has.
 
         Args:
             waiting: the groups that the learner has members to wait for, also closed ones.
         """
         given_up = [e.episode_id for g, e in self.episodes() if g.is_train and e.is_given_up]
         for group_id in waiting:
-            if group_id in self.groups or not self.was_opened(group_id):
+            if not self.was_opened(group_id):
                 continue
-            settled = self.closed.get(group_id)
             failed = [True] * group_size
-            if settled is not None:
-                failed = [s.is_given_up and s.outcome == Outcome.FAILED for s in settled]
+            if group_id in self.groups:
+                settled = [e.settled for e in self.groups[group_id].episodes]
+                failed = [s is not None and s.outcome == Outcome.FAILED for s in settled]
+            elif group_id in self.closed:
+                failed = [s.outcome == Outcome.FAILED for s in self.closed[group_id]]
             given_up += [episode_id_of(group_id, m) for m, each in enumerate(failed) if each]
         return given_up
 

@@ -6,7 +6,8 @@ import pytest
 
 from common.config.learning import AlgorithmSection
 from common.config.run_config import RunConfig, TrainMode
-from common.wire.messages import EndReason, GroupArrived, Lease, Outcome, Progress
+from common.wire.ids import split_episode_id
+from common.wire.messages import EndReason, EpisodeOutcome, GroupArrived, Lease, Outcome, Progress
 from learner.ingest.group_assembly import Group, GroupAssembly
 from tests.learner.scheduler.builders import Table, make_config, outcome_of, seen_of
 from tests.learner.scheduler.learner_side import has_signal, trajectory_of
@@ -84,6 +85,32 @@ def test_restarted_learner_takes_the_short_batch_of_a_step_whose_groups_were_fil
     assert sides.ask() == [], "the scheduler draws no more for this step"
     sides.hear(sides.table.beat("learner-0", [], version=sides.version))
     assert len(sides.take()) == 1
+
+
+@pytest.mark.parametrize("mode", list(TrainMode))
+def test_restarted_learner_completes_the_group_of_which_the_one_before_refused_a_member(
+    mode: TrainMode,
+) -> None:
+    """What was refused is in no journal: the scheduler alone knows that it will never come."""
+    sides = TwoSides(_config(mode))
+    leases = sides.ask()
+    ready = [lease.group_id for lease in leases[::3]]
+    for lease in (leases[2], leases[5]):
+        refused = EpisodeOutcome(
+            episode_id=lease.episode_id, outcome=Outcome.FAILED, cause="refused"
+        )
+        _, groups = sides.groups.give_up(lease.group_id, lease.member)
+        sides.hear(sides.table.report(outcomes=[refused], groups=groups))
+    arrived = [lease for lease in leases if lease not in (leases[2], leases[5])]
+    sides.arrive(arrived)
+    sides.start_learner()
+    sides.arrive(arrived)
+    assert sides.ask() == [], "to the scheduler both groups are ready"
+    progress = sides.table.beat("learner-0", sides.groups.open_ids, version=sides.version)
+    for episode_id in progress.revoked:
+        sides.groups.give_up(*split_episode_id(episode_id))
+    sides.hear(progress)
+    assert sorted(group.group_id for group in sides.take()) == ready
 
 
 @pytest.mark.parametrize("mode", list(TrainMode))
