@@ -23,6 +23,7 @@ _NO_ROOM_TEXTS = (
     "Disk quota exceeded",
     "File too large",
     "file write failed",  # torch, whatever the reason
+    ". unexpected pos ",  # torch, of a short write, in the words of another rank
 )
 _MAX_BUFFERS = 1_000  # of one system call
 
@@ -45,6 +46,10 @@ def is_no_room(error: BaseException) -> bool:
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
+        # torch.distributed.checkpoint's error holds those of the ranks, each with its trace.
+        failures: dict[int, tuple[BaseException, object]] = getattr(error, "failures", {})
+        for failure, _ in failures.values():
+            yield from _chain(failure)
         error = error.__cause__ or error.__context__
 
 

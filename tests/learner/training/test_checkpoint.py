@@ -16,6 +16,7 @@ from common.errors import ConfigError
 from learner.training.checkpoint import TENSORS, Checkpoints, load_values, newest_checkpoint
 from learner.training.ranks import Ranks
 from learner.training.state import StateWriter, read_weights
+from tests.full_disk import no_room_beyond
 
 
 class Saved:
@@ -177,6 +178,20 @@ def test_a_full_disk_costs_a_checkpoint_and_no_run(tmp_path: Path) -> None:
     checkpoints.wait()
     assert checkpoints.has(2)
     assert names(tmp_path) == ["step-000001", "step-000002"]
+
+
+def test_tensors_that_there_is_no_room_for_cost_a_checkpoint_and_no_run(tmp_path: Path) -> None:
+    checkpoints, trainer = make(tmp_path), Trained(1)
+    trainer.tensor = torch.zeros(100_000)
+    parts: dict[str, Any] = {"model": Saved("model.bin"), "tokenizer": Saved("tokenizer.json")}
+    with no_room_beyond(200_000):
+        checkpoints.save(1, **parts, trainer=trainer)
+        checkpoints.wait()
+    assert checkpoints.poll() is None
+    assert names(tmp_path) == []
+    checkpoints.save(1, **parts, trainer=trainer)
+    checkpoints.wait()
+    assert names(tmp_path) == ["step-000001"]
 
 
 def test_an_incomplete_folder_is_never_read_and_never_counted(tmp_path: Path) -> None:
