@@ -33,7 +33,7 @@ from common.stall.beacon import Beacon, beacon_of
 from common.store.run_dir import RunDir
 from common.wire.addresses import AddressBook
 from common.wire.messages import Heartbeat, Hello
-from common.wire.security import RunKeys, load_keys
+from common.wire.security import RunKeys, own_keys
 from common.wire.weight_messages import WeightsJoin
 
 logger = logging.getLogger(__name__)
@@ -48,6 +48,7 @@ DRAIN_S = 5.0  # at the end, for trajectories without an acknowledgement
 class Access:
     """How an actor comes to its run."""
 
+    name: str  # by which it speaks; nobody else has it
     keys: RunKeys
     book: AddressBook
     run_dir: RunDir | None = None  # on this machine: its supervisor is told what goes on
@@ -68,24 +69,25 @@ class Parts:
 def run(cfg: RunConfig, run_dir: RunDir) -> None:
     """Be an actor on the run's own disk; see `play`."""
     book = AddressBook(lambda: run_dir.find_address("scheduler"))
-    play(cfg, Access(keys=load_keys(run_dir.keys), book=book, run_dir=run_dir))
+    name = cfg.actor.name or f"actor-{socket.gethostname()}-{os.getpid()}"
+    keys = own_keys(run_dir.keys, role="actor", name=name)
+    play(cfg, Access(name=name, keys=keys, book=book, run_dir=run_dir))
 
 
 def run_joined(cfg: RunConfig, joined: Joined) -> None:
     """Be an actor that knows the scheduler's address and has a key file; see `play`."""
     book = AddressBook(lambda: joined.address)
-    has_weights = not joined.model_path
-    play(cfg, Access(keys=joined.key.as_keys(), book=book, has_weights=has_weights))
+    name, keys = joined.key.name, joined.key.as_keys()
+    play(cfg, Access(name=name, keys=keys, book=book, has_weights=not joined.model_path))
 
 
 def play(cfg: RunConfig, access: Access) -> None:
     """Play episodes until the scheduler says that the run is over, or SIGTERM."""
     for number in STOP_SIGNALS:
         signal.signal(number, _end_at_once)
-    name = cfg.actor.name or f"actor-{socket.gethostname()}-{os.getpid()}"
     start_s = 2 * cfg.actor.start_timeout_s  # for the engine, then for the others
-    with beacon_of(access.run_dir, name, start_s=start_s) as beacon:
-        uvloop.run(_run(cfg, access, name, beacon))
+    with beacon_of(access.run_dir, access.name, start_s=start_s) as beacon:
+        uvloop.run(_run(cfg, access, beacon))
 
 
 def _end_at_once(number: int, _: FrameType | None) -> None:
@@ -101,10 +103,10 @@ def _end_at_once(number: int, _: FrameType | None) -> None:
     os._exit(0)
 
 
-async def _run(cfg: RunConfig, access: Access, name: str, beacon: Beacon) -> None:
+async def _run(cfg: RunConfig, access: Access, beacon: Beacon) -> None:
     context = zmq.asyncio.Context()
     try:
-        parts = await _build(cfg, access, name, context)
+        parts = await _build(cfg, access, context)
         stop = asyncio.Event()
         for number in STOP_SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -117,9 +119,9 @@ async def _run(cfg: RunConfig, access: Access, name: str, beacon: Beacon) -> Non
         context.destroy(linger=500)
 
 
-async def _build(cfg: RunConfig, access: Access, name: str, context: zmq.asyncio.Context) -> Parts:
+async def _build(cfg: RunConfig, access: Access, context: zmq.asyncio.Context) -> Parts:
     """Start the engine, then connect: an actor that cannot generate never joins."""
-    keys, book = access.keys, access.book
+    name, keys, book = access.name, access.keys, access.book
     incarnation = uuid.uuid4().hex[:12]
     exclusive = asyncio.Lock()
     renderer = Renderer(AutoTokenizer.from_pretrained(cfg.model.path, local_files_only=True))

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
-import os
 import secrets
 import signal
 import socket
@@ -25,7 +24,7 @@ from common.stall.beacon import beacon_of
 from common.store.run_dir import RunDir
 from common.wire.addresses import AddressBook, Addresses, with_host
 from common.wire.join_messages import HubHello, HubPlace
-from common.wire.security import RunKeys, create_keys
+from common.wire.security import RunKeys, own_keys
 from envhub.catalogue.registry import Registry, missing_requirements
 from envhub.errors import UnknownEnv
 from envhub.hosting.sessions import Sessions
@@ -43,7 +42,7 @@ BACKLOG = 4096
 
 def run(cfg: RunConfig, run_dir: RunDir) -> None:
     """Serve the environments of the run's tasks and tell the other roles where."""
-    keys = create_keys(run_dir.keys)
+    keys = own_keys(run_dir.keys, role="envhub", name="envhub")
     port = cfg.envhub.port or _previous_port(run_dir)
     app, sessions = build(
         envs_of_run(cfg), cfg.envhub, token=keys.hub_token, options=cfg.envs, remote=cfg.env
@@ -72,7 +71,7 @@ def run_joined(cfg: RunConfig, joined: Joined) -> None:
     """
     names = cfg.envhub.envs or envs_of_run(cfg)
     token = cfg.envhub.token or secrets.token_urlsafe(32)
-    name = f"envhub-{socket.gethostname()}-{os.getpid()}"
+    name = joined.key.name
     book = AddressBook(lambda: joined.address)
     try:
         app, sessions = build(names, cfg.envhub, token=token, options=cfg.envs, remote=cfg.env)

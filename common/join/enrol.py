@@ -6,7 +6,7 @@ import shutil
 import tempfile
 import time
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,14 @@ from common.errors import ConfigError, WireError
 from common.join.files import check_bounds, is_intact, manifest_digest
 from common.wire.addresses import bracketed
 from common.wire.codec import decode, encode
-from common.wire.join_messages import Enrolment, FilePart, FileRequest, JoinRequest, SharedFile
+from common.wire.join_messages import (
+    NAME_IN_USE,
+    Enrolment,
+    FilePart,
+    FileRequest,
+    JoinRequest,
+    SharedFile,
+)
 from common.wire.messages import Rejected
 from common.wire.security import JoinKey
 from common.wire.sockets import connect_dealer
@@ -27,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 ANSWER_S = 30.0  # for each answer of the scheduler, which may be starting itself
 LOOK_S = 0.25
+AGAIN_S = 1.0  # between two questions for a name that is in use
 SAME_VERSION = "install the same version on both machines"
 
 
@@ -35,7 +43,7 @@ class Joined:
     """What a node that was let in knows."""
 
     address: str  # tcp:// of the scheduler
-    key: JoinKey
+    key: JoinKey  # of its own, with the name that it speaks by
     config: str  # YAML
     model_path: str  # folder with the model's configuration and tokenizer; "": none was sent
 
@@ -65,13 +73,18 @@ def enrol(
     context = zmq.Context()
     try:
         with closing(_Line(context, address, key, timeout_s)) as line:
+            own = key
+            if not key.name:
+                public, secret = (half.decode() for half in zmq.curve_keypair())
+                own = replace(key, client_public=public, client_secret=secret, name=request.name)
+            request = replace(request, name=own.name, public_key=own.client_public)
             enrolment = line.ask(request, Enrolment)
             check_bounds(enrolment.files)
             folder = _take_files(line, enrolment.files) if enrolment.files else None
             logger.info("let in run=%s files=%d", enrolment.run_name, len(enrolment.files))
     finally:
         context.destroy(linger=0)
-    return Joined(address=address, key=key, config=enrolment.config, model_path=str(folder or ""))
+    return Joined(address=address, key=own, config=enrolment.config, model_path=str(folder or ""))
 
 
 class _Line:
@@ -87,7 +100,7 @@ class _Line:
 
     def ask(self, question: Any, kind: type) -> Any:
         """Return the answer of a kind. Raises: ConfigError: there is none, with the remedy."""
-        deadline = time.monotonic() + self._timeout_s
+        deadline, last = time.monotonic() + self._timeout_s, ""
         self._socket.send_multipart(encode(question))
         while time.monotonic() < deadline:
             self._watch()
@@ -97,12 +110,19 @@ class _Line:
                 answer = decode(self._socket.recv_multipart())
             except WireError as error:
                 raise ConfigError(f"--join {self._where}: {error}; {SAME_VERSION}") from error
+            if isinstance(answer, Rejected) and answer.reason.startswith(NAME_IN_USE):
+                last = answer.reason  # perhaps of this node's former self, which is not silent yet
+                time.sleep(AGAIN_S)
+                self._socket.send_multipart(encode(question))
+                continue
             if isinstance(answer, Rejected):
                 is_other = answer.reason.startswith("schema version")
                 remedy = f"; {SAME_VERSION}" if is_other else ""
                 raise ConfigError(f"--join {self._where}: refused: {answer.reason}{remedy}")
             if isinstance(answer, kind):
                 return answer
+        if last:
+            raise ConfigError(f"--join {self._where}: refused: {last}; give another name")
         if self._was_connected:
             raise ConfigError(
                 f"--join {self._where}: no answer within {self._timeout_s:g}s: either that is no"

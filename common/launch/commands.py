@@ -2,6 +2,9 @@
 
 import contextlib
 import difflib
+import os
+import secrets
+import socket
 import sys
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -210,13 +213,11 @@ def be_role(
     name: str, run: Callable[[RunConfig, RunDir], None], cfg: RunConfig, run_dir: RunDir
 ) -> int:
     """Be one role in this process until it ends; return the exit code."""
-    from common.memory import take_pinned_memory_exactly
     from common.wire.security import create_keys
 
     configure_logging(name, cfg.log.level)
-    if name == "learner":
-        take_pinned_memory_exactly()
-    create_keys(run_dir.keys)
+    if name == "scheduler":  # it begins a run; the others join one
+        create_keys(run_dir.keys)
     if not run_dir.config.exists():
         save_config(cfg, run_dir.config)
     run(cfg, run_dir)
@@ -242,6 +243,7 @@ def join_run(request: Request, run: Callable[[RunConfig, "Joined"], None], *, ro
         product=product_version(),
         is_remote=not is_here(host_of(address)),
         has_model=override_value(overrides, "model.path") is not None,
+        name=override_value(overrides, f"{role}.name") or _own_name(role),
     )
     configure_logging(role, "INFO")
     joined = enrol(address, key, question)
@@ -267,6 +269,11 @@ def _check_weights(cfg: RunConfig, joined: "Joined", *, root: Path) -> None:
             f"learner.lora.rank={rank}: this run sends adapters only, not the {joined.base} that"
             " they are added to; give model.path=FOLDER with a copy of that model on this machine"
         )
+
+
+def _own_name(role: str) -> str:
+    """Return a name that no other process has."""
+    return f"{role}-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
 
 
 def _with_defaults(role: str, overrides: Sequence[str], joined: "Joined") -> list[str]:

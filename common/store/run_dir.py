@@ -1,16 +1,19 @@
 """The run directory: where every file of a run lies, and where its scheduler and hub are found."""
 
 import contextlib
+import errno
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from common.errors import ConfigError, LongstrideError
 
+DESCRIPTORS_S = 10.0
+T = TypeVar("T")
 ADDRESS_POLL_S = 0.05  # a file tells it, at times on a shared disk, where no event does
 
 
@@ -86,7 +89,7 @@ def write_atomically(path: Path, text: str, *, is_durable: bool = False) -> None
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with temporary.open("w") as handle:
+        with opened(lambda: temporary.open("w")) as handle:
             handle.write(text)
             if is_durable:
                 handle.flush()
@@ -108,9 +111,25 @@ def remove_partial_files(folder: Path) -> None:
                 path.unlink()
 
 
+def opened(open_it: Callable[[], T]) -> T:
+    """Return what is opened; wait, `DESCRIPTORS_S` at most, while there are no descriptors left.
+
+    Strangers may connect faster than they are sent away.
+    """
+    deadline = time.monotonic() + DESCRIPTORS_S
+    while True:
+        try:
+            return open_it()
+        except OSError as error:
+            is_full = error.errno in (errno.EMFILE, errno.ENFILE)
+            if not is_full or time.monotonic() > deadline:
+                raise
+        time.sleep(ADDRESS_POLL_S)
+
+
 def sync_folder(folder: Path) -> None:
     """Return when the names in a folder survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    descriptor = opened(lambda: os.open(folder, os.O_RDONLY))
     try:
         os.fsync(descriptor)
     finally:

@@ -22,7 +22,7 @@ import numpy as np
 
 from common.errors import WireError
 from common.wire import join_messages, messages, weight_messages
-from common.wire.access.bounds import AtMost, Between, bounds_of, shown
+from common.wire.access.bounds import ITEM_CHARS, AtMost, Between, bounds_of, shown
 from common.wire.messages import SCHEMA_VERSION, EpisodeIdentity
 
 MAX_HEADER_BYTES = 16 * 1024 * 1024
@@ -219,10 +219,12 @@ def _from_sent(kind: Any) -> Callable[[Any, list[bytes]], Any] | None:
 
 
 def _list_from_sent(kind: Any) -> Callable[[Any, list[bytes]], Any]:
-    convert, one_type = _from_sent(kind), {_plain_type(kind)}
+    convert, one_type, most = _from_sent(kind), {_plain_type(kind)}, ITEM_CHARS
 
     def from_list(items: list[Any], frames: list[bytes]) -> list[Any]:
         if not one_type.issuperset(map(type, items)):
+            raise _NotAsSent
+        if kind is str and items and max(map(len, items)) > most:
             raise _NotAsSent
         return items if convert is None else [convert(each, frames) for each in items]
 
@@ -295,6 +297,10 @@ def _from_plain(kind: Any, value: Any, frames: list[bytes], *, path: str) -> Any
             raise WireError(f"{path} is {type(value).__name__}, not a list")
         (item_kind,) = typing.get_args(kind)
         if item_kind in (int, float, str):
+            if item_kind is str and any(
+                isinstance(each, str) and len(each) > ITEM_CHARS for each in value
+            ):
+                raise WireError(f"{path}: an entry over {ITEM_CHARS} characters")
             return _scalars(item_kind, value, path=path)
         return [
             _from_plain(item_kind, item, frames, path=f"{path}[{i}]")

@@ -5,33 +5,40 @@ its role, says hello, and is told by Directory messages where the other roles ar
 """
 
 from dataclasses import dataclass, field
+from typing import Annotated
+
+from common.wire.access.bounds import AtMost, Count, Id, LongText, Version
+
+NAME_IN_USE = "somebody who is there has the name"  # a refusal that passes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinRequest:
     """First message of a joining node: may I, and what must I know?"""
 
-    role: str  # "actor" | "envhub"
-    product: str  # version of the node's code
+    role: Id  # "actor" | "envhub"
+    product: Id  # version of the node's code
     is_remote: bool = False  # from another machine than the scheduler's
     has_model: bool = False  # it has a model of its own and needs no files
+    name: Id = ""  # that the node will speak by, and nobody else
+    public_key: Id = ""  # of the pair that it has made for that, Z85
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedFile:
     """A file that a node may ask for."""
 
-    name: str  # without any folder
-    num_bytes: int
-    sha256: str  # hex
+    name: Id  # without any folder
+    num_bytes: Count
+    sha256: Id  # hex
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Enrolment:
     """Answer to JoinRequest."""
 
-    run_name: str
-    config: str  # YAML of the sections that the role needs
+    run_name: Id
+    config: LongText  # YAML of the sections that the role needs
     files: list[SharedFile] = field(default_factory=list[SharedFile])
 
 
@@ -39,16 +46,16 @@ class Enrolment:
 class FileRequest:
     """Node -> scheduler: one part of a file of the enrolment."""
 
-    name: str
-    offset_bytes: int
+    name: Id
+    offset_bytes: Count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilePart:
     """Answer to FileRequest; the last part ends where the file does."""
 
-    name: str
-    offset_bytes: int
+    name: Id
+    offset_bytes: Count
     content: bytes = field(repr=False)
 
 
@@ -58,14 +65,14 @@ class HubPlace:
 
     url: str
     token: str = field(repr=False)  # "": it asks for none
-    envs: list[str]
+    envs: Annotated[list[str], AtMost(1024)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Directory:
     """Scheduler -> actor: where the other roles are reached. Sent whenever it is another one."""
 
-    number: int  # of this content; a heartbeat says which one its sender knows
+    number: Version  # of this content; a heartbeat says which one its sender knows
     learner: str  # takes trajectories; "": none has said hello
     weights: str  # offers versions; "" as well
     hubs: list[HubPlace]
@@ -75,8 +82,8 @@ class Directory:
 class HubHello:
     """Hub -> scheduler, with every heartbeat: it is here, and serves."""
 
-    name: str
-    incarnation: str  # random per process start
+    name: Id
+    incarnation: Id  # random per process start
     place: HubPlace
 
 
@@ -84,8 +91,8 @@ class HubHello:
 class HubGoodbye:
     """Hub -> scheduler: send nobody any more."""
 
-    name: str
-    incarnation: str
+    name: Id
+    incarnation: Id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

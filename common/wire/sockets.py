@@ -1,7 +1,8 @@
 """ROUTER and DEALER sockets that speak `common.wire.messages`, encrypted with the run's CURVE keys.
 
 A ROUTER answers whoever asked; a DEALER talks to one ROUTER and reconnects by itself. Only holders
-of the run's client key get in. Both refuse to block for ever: every receive has a deadline.
+of a key of the run get in, and each may say what its key allows. Neither blocks for ever: every
+receive has a deadline, and no answer waits for a peer that does not read.
 """
 
 import logging
@@ -14,6 +15,9 @@ import zmq
 import zmq.auth.thread
 
 from common.errors import ConfigError, WireError
+from common.wire.access.connections import HANDSHAKE_S, Connections
+from common.wire.access.identities import Identities, Identity
+from common.wire.access.peers import Peers, Sender
 from common.wire.addresses import bracketed
 from common.wire.codec import decode, encode
 from common.wire.messages import Rejected
@@ -24,8 +28,7 @@ logger = logging.getLogger(__name__)
 HIGH_WATER_MARK = 10_000  # messages queued in a DEALER before a send blocks
 PEER_QUEUE = 1_000  # messages queued in a ROUTER per peer, either way
 MAX_FRAME_BYTES = 4 << 20  # that a ROUTER takes, also before anybody is let in
-HANDSHAKE_MS = 10_000  # in which a connection must be let in
-MAX_SENDERS = 100_000  # remembered; a connection that broke is another sender afterwards
+BACKLOG = 1_024  # connections that wait to be accepted
 # TCP's own probes find half-open connections. ZeroMQ's heartbeats abort the process when a peer
 # that fills a queue hangs up (libzmq 4.3.5, stream_engine_base.cpp: assertion !_io_error).
 PROBE_AFTER_S, PROBE_EVERY_S, NUM_PROBES = 3, 2, 3
@@ -58,7 +61,7 @@ def _prepare(socket: Any, *, queue: int) -> None:
 
 
 class Router:
-    """A bound ROUTER. Use from one thread; only `wake` is for any.
+    """A bound ROUTER. Use from one thread; only `wake` and `report` are for any.
 
     Example:
         router = Router(keys, host="127.0.0.1", port=0)
@@ -66,7 +69,10 @@ class Router:
             router.send(received.sender, answer)
     """
 
-    def __init__(self, keys: RunKeys, *, host: str, port: int) -> None:
+    def __init__(
+        self, keys: RunKeys, *, host: str, port: int, max_frame_bytes: int = MAX_FRAME_BYTES
+    ) -> None:
+        """Listen. `max_frame_bytes`: a peer that sends a larger frame is disconnected."""
         if not keys.server_secret:
             raise ConfigError("nobody can listen with the key of a node that joins")
         self._wake: int | None = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -76,16 +82,19 @@ class Router:
         self._context = zmq.Context()
         self._auth = zmq.auth.thread.ThreadAuthenticator(self._context)
         self._auth.start()
-        self._auth.configure_curve_callback(domain="*", credentials_provider=_Known(keys))
+        self._auth.configure_curve_callback(domain="*", credentials_provider=_Door(keys))
         self._socket = self._context.socket(zmq.ROUTER)
         _prepare(self._socket, queue=PEER_QUEUE)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        self._socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
+        self._socket.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE_S * 1_000))
+        self._socket.setsockopt(zmq.BACKLOG, BACKLOG)
         self._socket.curve_server = True
         self._socket.curve_publickey = keys.server_public.encode()
         self._socket.curve_secretkey = keys.server_secret.encode()
+        self._connections = Connections(self._socket)
+        self._connections.start()
         try:
             self.port: int = (
                 self._socket.bind_to_random_port(f"tcp://{bracketed(host)}")
@@ -95,49 +104,70 @@ class Router:
         except zmq.ZMQError as error:
             self.close()
             raise ConfigError(f"cannot bind {host}:{port}: {error.strerror}") from error
-        self.num_invalid = 0
-        self._node_public = keys.node_public
-        self._is_node: dict[bytes, bool] = {}  # by sender
+        self._peers = Peers(keys.known())
         self._poller.register(self._socket, zmq.POLLIN)
 
     def receive_all(self, *, timeout_s: float, limit: int = 1_000) -> list[Received]:
         """Wait up to `timeout_s` for a first message; return it and those already queued.
 
-        An invalid message is counted, logged with its sender and answered with `Rejected`.
+        One that is invalid, or that its sender's key does not allow, is counted and answered with
+        `Rejected`.
         """
         received: list[Received] = []
-        for sender, *frames in self.receive_frames(timeout_s=timeout_s, limit=limit):
+        for sender, peer, frames in self._receive(timeout_s=timeout_s, limit=limit):
+            if peer.muted_until:  # since an earlier one of these messages
+                peer.account.num_dropped += 1
+                continue
             try:
                 message = decode(frames)
-                received.append(Received(sender=sender, message=message, frames=frames))
+                reason, is_forbidden = peer.identity.why_not(message), True
             except WireError as error:
-                self.num_invalid += 1
-                logger.warning("invalid message sender=%s reason=%s", sender.hex(), error)
-                self.send(sender, Rejected(reason=str(error)[:500]))
+                message, reason, is_forbidden = None, str(error), False
+            if reason:
+                self._peers.strike(peer, reason, is_forbidden=is_forbidden)
+                self.send(sender, Rejected(reason=reason[:500]))
+                continue
+            received.append(Received(sender=sender, message=message, frames=frames))
         return received
 
     def receive_frames(self, *, timeout_s: float, limit: int = 1_000) -> list[list[bytes]]:
         """Wait as `receive_all` does; return each message's sender and frames, unread."""
+        came = self._receive(timeout_s=timeout_s, limit=limit)
+        return [[sender, *frames] for sender, _, frames in came]
+
+    def _receive(self, *, timeout_s: float, limit: int) -> list[tuple[bytes, Sender, list[bytes]]]:
         ready = dict(self._poller.poll(int(timeout_s * 1_000)))
         if self._wake is not None and self._wake in ready:
             os.eventfd_read(self._wake)
-        received: list[list[bytes]] = []
-        while self._socket in ready and len(received) < limit:
+        self._peers.refresh()
+        received: list[tuple[bytes, Sender, list[bytes]]] = []
+        heard, num = self._connections.heard, 0
+        while self._socket in ready and num < limit:
             try:
                 first = self._socket.recv(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 break
+            num += 1
             sender = first.bytes
-            if sender not in self._is_node:
-                if len(self._is_node) >= MAX_SENDERS:
-                    self._is_node.clear()
-                self._is_node[sender] = first.get("User-Id") == self._node_public
-            received.append([sender, *self._socket.recv_multipart(zmq.NOBLOCK)])
+            peer = self._peers.meet(sender, first)
+            heard.add(peer.descriptor)
+            frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            if self._peers.is_heard(peer):
+                received.append((sender, peer, frames))
         return received
 
-    def is_node(self, sender: bytes) -> bool:
-        """Return whether a sender was let in by the key file of nodes that join."""
-        return self._is_node.get(sender, True)
+    def peer(self, sender: bytes) -> Identity:
+        """Return whose key a sender was let in with."""
+        return self._peers.of(sender)
+
+    @property
+    def num_invalid(self) -> int:
+        """Messages that could not be decoded."""
+        return self._peers.num_invalid
+
+    def report(self) -> dict[str, Any]:
+        """Return what was refused, of which peers and which strangers."""
+        return {"peers": self._peers.report(), "connections": self._connections.report()}
 
     def send(self, receiver: bytes, message: Any) -> bool:
         """Send; False if the receiver is gone or its queue is full (it will ask again)."""
@@ -148,6 +178,7 @@ class Router:
         try:
             self._socket.send_multipart([receiver, *frames], zmq.NOBLOCK)
         except zmq.ZMQError as error:
+            self._peers.note_unsent(receiver)
             logger.debug("cannot send receiver=%s reason=%s", receiver.hex(), error.strerror)
             return False
         return True
@@ -160,6 +191,7 @@ class Router:
 
     def close(self) -> None:
         """Close the socket, its authenticator and its context."""
+        self._connections.stop()
         self._socket.close(linger=200)
         self._auth.stop()
         self._context.term()
@@ -169,15 +201,16 @@ class Router:
             os.close(wake)
 
 
-class _Known:
-    """Lets in exactly the run's own roles and the nodes that have its key file."""
+class _Door:
+    """Lets in the centre, the actors and hubs with a key of their own, and who asks to join."""
 
     def __init__(self, keys: RunKeys) -> None:
-        known = (keys.client_public, keys.node_public)
-        self._public = frozenset(key.encode() for key in known if key)
+        self._identities: Identities = keys.known()  # of the authenticator's thread alone
 
     def callback(self, domain: str, key: bytes) -> bool:
-        return key in self._public
+        self._identities.refresh()
+        found = self._identities.find(key.decode())
+        return found is not None and not found.is_revoked
 
 
 def connect_dealer(

@@ -14,7 +14,7 @@ from typing import Any
 
 from common.errors import ConfigError
 from common.store.disk import AppendFile, if_room
-from common.store.run_dir import read_json, write_atomically
+from common.store.run_dir import opened, read_json, write_atomically
 from common.wire.codec import pack_frames, unpack_record
 
 logger = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ class EventLog:
         Raises: OSError: state and log are as before, and may be gone on with.
         """
         number = self._number + 1
-        file = AppendFile(self._path(number))
+        file = opened(lambda: AppendFile(self._path(number)))
         try:
             file.truncate(0)
             text = json.dumps({"log": number, "state": state})

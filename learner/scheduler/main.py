@@ -18,7 +18,7 @@ from common.store.disk import if_room
 from common.store.run_dir import RunDir, write_atomically, write_json
 from common.wire.addresses import LOOPBACK, WILDCARDS, bracketed
 from common.wire.join_messages import FileRequest, HubGoodbye, HubHello, HubNoted, JoinRequest
-from common.wire.messages import Goodbye, Heartbeat, Hello, LeaseRequest, Rejected
+from common.wire.messages import Goodbye, Heartbeat, Hello, LeaseRequest
 from common.wire.security import RunKeys, load_keys, write_join_key
 from common.wire.sockets import Received, Router
 from learner.scheduler.components import build_components
@@ -27,7 +27,7 @@ from learner.scheduler.disk_wait import DiskWait
 from learner.scheduler.evaluation.eval_stream import eval_lines
 from learner.scheduler.evaluation.phases import Phase
 from learner.scheduler.event_log import EventLog
-from learner.scheduler.members.enrolment import Enrolments, may_send
+from learner.scheduler.members.enrolment import Enrolments
 from learner.scheduler.members.hubs import Entrance, StoppedEarly
 from learner.scheduler.members.registry import Registry
 
@@ -137,7 +137,7 @@ def build(
     key_path = write_join_key(run_dir.keys, keys, run_name=cfg.run.name)
     run_dir.publish_address("scheduler", own_address(cfg, router.port))
     logger.info("other machines join: actor --join HOST:%d --key %s", router.port, key_path)
-    registry, enrolments = Registry(cfg.scheduler.dead_after_s), Enrolments(cfg)
+    registry, enrolments = Registry(cfg.scheduler.dead_after_s), Enrolments(cfg, run_dir.keys)
     entrance = Entrance(cfg=cfg, router=router, registry=registry, enrolments=enrolments)
     token = cfg.envhub.token or keys.hub_token
     catalogue = entrance.wait_for_catalogue(token=token, stop=stop)
@@ -145,6 +145,7 @@ def build(
     components = build_components(cfg, catalogue)
     core = SchedulerCore(components, clock=clock, run_epoch=secrets.token_hex(8))
     resume(core, clock, log)
+    enrolments.is_alive = lambda name: core.members.is_alive(name) or registry.has_hub(name)
     parts = Serving(
         core=core,
         clock=clock,
@@ -247,10 +248,6 @@ def answer_all(parts: Serving, received: list[Received]) -> None:
     """Handle and log a batch, make the log safe, then answer."""
     answers: list[tuple[bytes, Any]] = []
     for each in received:
-        if parts.router.is_node(each.sender) and not may_send(each.message):
-            reason = f"the key file of a node does not allow this {type(each.message).__name__}"
-            answers.append((each.sender, Rejected(reason=reason)))
-            continue
         if type(each.message) in OUTSIDE:
             answer = answer_outside(parts, each)
             if answer is not None:
@@ -321,7 +318,7 @@ def write_due(parts: Serving) -> None:
 def write_reports(parts: Serving) -> None:
     """Write status.json, the evaluations and the ledger."""
     started_s = time.thread_time()
-    status = parts.core.status()
+    status = parts.core.status() | {"refused": refused(parts)}
     path = parts.run_dir.status
     if_room(lambda: write_json(path, status, indent=None), path)
     if status["eval_stream"]["evals"]:
@@ -329,6 +326,13 @@ def write_reports(parts: Serving) -> None:
         if_room(lambda: write_atomically(curve, lines), curve)
     write_ledger(parts)
     parts.status_at = next_time(parts, STATUS_S, started_s)
+
+
+def refused(parts: Serving) -> dict[str, Any]:
+    """Return what listeners of the run refused: here, and as the learner last said of its own."""
+    told = parts.router.report()
+    learner = {m.name: m.refused for m in parts.core.members.alive("learner") if m.refused}
+    return {"scheduler": told, "learner": next(iter(learner.values()), {})}
 
 
 def write_ledger(parts: Serving) -> None:

@@ -21,7 +21,7 @@ from common.launch.ray.placement import Node, Placement
 from common.launch.ray.process import RayProcess
 from common.repository import ROOT
 from common.store.run_dir import RunDir
-from common.wire.security import JOIN_KEY
+from common.wire.security import issue_join_key
 
 logger = logging.getLogger(__name__)
 
@@ -129,8 +129,8 @@ class RayStarter:
             )
         if RUN_PY not in argv:
             return Order(name=spec.name, argv=argv, env=env)
-        address, key = self._run_dir.find_address("scheduler"), self._run_dir.keys / JOIN_KEY
-        if address is None or not key.exists():
+        address = self._run_dir.find_address("scheduler")
+        if address is None:
             return None
         role, *overrides = argv[2:]
         overrides = [each for each in overrides if not each.startswith(OF_THE_RUN)]
@@ -143,7 +143,9 @@ class RayStarter:
             name=spec.name,
             argv=(PYTHON, RUN_PY, role, *join, *overrides),
             env=env,
-            join_key=key.read_text(),
+            join_key=issue_join_key(
+                self._run_dir.keys, run_name=self._run_dir.root.name, role=role, name=spec.name
+            ),
         )
 
     def _visible(self, name: str, place: Place) -> str | None:

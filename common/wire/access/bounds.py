@@ -1,4 +1,8 @@
-"""Bounds of what a message may hold: told beside a field's type, or else those of its type."""
+"""Bounds of what a message may hold: told beside a field's type, checked wherever one is decoded.
+
+A field without one has the bounds of its type. Whoever writes a field keeps them: a value beyond
+them is refused by the receiver, whole.
+"""
 
 import functools
 import reprlib
@@ -19,6 +23,9 @@ class Between:
     def allows(self, value: Any) -> bool:
         return self.low <= value <= self.high
 
+    def __str__(self) -> str:
+        return f"in [{self.low:g}, {self.high:g}]"
+
 
 @dataclass(frozen=True, slots=True)
 class AtMost:
@@ -29,20 +36,24 @@ class AtMost:
     def allows(self, value: Any) -> bool:
         return len(value) <= self.num
 
+    def __str__(self) -> str:
+        return f"of at most {self.num}"
+
 
 Bound = Between | AtMost
 
 Id = Annotated[str, AtMost(300)]  # what the product or an environment names
-Devices = Annotated[list[str], AtMost(1024)]
+LongText = Annotated[str, AtMost(4_000_000)]
 Count = Annotated[int, Between(0, MAX_COUNT)]
 Version = Annotated[int, Between(-1, 10**9)]  # -1: none, or not known
 Seconds = Annotated[float, Between(0.0, 1e9)]
 Rate = Annotated[float, Between(0.0, 1e15)]  # of anything, per second
 
+ITEM_CHARS = 1_000  # of each text in a list
 _BY_TYPE: dict[type, Bound] = {
     int: Between(-(2**63), 2**63 - 1),
     float: Between(-1e300, 1e300),
-    str: AtMost(100_000),
+    str: AtMost(10_000),
     bytes: AtMost(1 << 22),
     list: AtMost(200_000),
     dict: AtMost(10_000),

@@ -1,5 +1,6 @@
 """Nodes that join without the run's directory: let in, and given what they need to know."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,37 +9,39 @@ from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.join.files import PART_BYTES, list_shared
 from common.repository import product_version
+from common.wire.access.identities import Identities, Identity, add_identity
 from common.wire.addresses import is_loopback
 from common.wire.join_messages import (
+    NAME_IN_USE,
     Enrolment,
     FilePart,
     FileRequest,
-    HubGoodbye,
-    HubHello,
     JoinRequest,
     SharedFile,
 )
-from common.wire.messages import Goodbye, Heartbeat, Hello, LeaseRequest, Rejected
+from common.wire.messages import Rejected
 
 SECTIONS = {  # what a role needs of the configuration
     "actor": ("run", "train", "model", "scheduler", "learner", "actor", "envhub", "log"),
     "envhub": ("run", "tasks", "scheduler", "envhub", "env", "envs", "log"),
 }
+KEY_CHARS = 40  # of Z85
 SECRET = {"envhub": ("url", "token", "host", "port")}  # of a section, and what is this machine's
 
 
-def may_send(message: object) -> bool:
-    """Return whether a node with the key file of its run may say this: it can only be an actor."""
-    if isinstance(message, Hello | Heartbeat | Goodbye):
-        return message.role == "actor"
-    return isinstance(message, LeaseRequest | JoinRequest | FileRequest | HubHello | HubGoodbye)
-
-
 class Enrolments:
-    """Answers the questions of joining nodes. Remembers nothing of them: they say hello later."""
+    """Answers the questions of joining nodes and gives each a key of its own, bound to its name.
 
-    def __init__(self, cfg: RunConfig) -> None:
+    A name whose holder is there is given to nobody else; one that died or left may come back with
+    another key, and the old one is worth nothing from then on.
+    """
+
+    def __init__(self, cfg: RunConfig, keys: Path) -> None:
+        """Give keys out in the folder `keys`."""
         self._cfg = cfg
+        self._keys = keys
+        self._known = Identities(keys)
+        self.is_alive: Callable[[str], bool] = lambda _: False  # whether a name's holder is there
         self._files: list[SharedFile] = []
 
     def answer(self, message: object) -> Any:
@@ -53,6 +56,8 @@ class Enrolments:
                 return None
 
     def _why_not(self, request: JoinRequest) -> str:
+        if len(request.public_key) != KEY_CHARS or not request.name:
+            return "a node says its name and the public half of its own key"
         if request.role not in SECTIONS:
             return f"role {request.role!r}: one of {', '.join(SECTIONS)} may join"
         if request.product != product_version():
@@ -75,11 +80,27 @@ class Enrolments:
                 self._files = list_shared(Path(self._cfg.model.path))
             except (ConfigError, OSError) as error:
                 return Rejected(reason=str(error))
+        try:
+            self._give_key(request)
+        except ConfigError as error:
+            return Rejected(reason=str(error))
         return Enrolment(
             run_name=self._cfg.run.name,
             config=sections_as_yaml(self._cfg, SECTIONS[request.role], without=SECRET),
             files=[] if request.has_model or request.role != "actor" else self._files,
         )
+
+    def _give_key(self, request: JoinRequest) -> None:
+        """Bind a name to a key. Raises: ConfigError: another one holds it."""
+        self._known.refresh()
+        known = self._known.named(request.name)
+        if known is not None and known.public == request.public_key:
+            return
+        if known is not None and known.is_revoked:
+            raise ConfigError(f"the name {request.name!r} is revoked; take another")
+        if known is not None and self.is_alive(request.name):
+            raise ConfigError(f"{NAME_IN_USE} {request.name!r}")
+        add_identity(self._keys, Identity(request.name, request.role, request.public_key))
 
     def _part(self, request: FileRequest) -> FilePart | Rejected:
         """Return a part of a listed file; a name that is not listed reads nothing."""

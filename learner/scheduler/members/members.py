@@ -32,6 +32,7 @@ class Member:
     rss_bytes: int = field(default=0, metadata=VOLATILE)
     unchanged_s: float = field(default=0.0, metadata=VOLATILE)  # without progress, as it says
     is_playing: bool = False  # of a run with spare engines: it is none of them
+    refused: dict[str, int] = field(default_factory=dict[str, int], metadata=VOLATILE)
     num_finished: int = 0  # episodes
     held_mean: float = 0.0  # episodes at once, while they were played
     wall_mean_s: float = 0.0  # of an episode
@@ -97,6 +98,7 @@ class Members:
         member.waiting_for = message.waiting_for
         member.rss_bytes = message.rss_bytes
         member.unchanged_s = message.unchanged_s
+        member.refused = message.refused
         self.touch(member, now)
         return member
 
@@ -216,6 +218,10 @@ class Members:
         """Return the living members of a role."""
         members = self._learners if role == "learner" else self.by_name
         return [m for m in members.values() if m.role == role and not m.is_dead]
+
+    def is_alive(self, name: str) -> bool:
+        """Return whether somebody of this name is there."""
+        return name in self.by_name and not self.by_name[name].is_dead
 
     def has_other_actor(self, member: Member) -> bool:
         """True if another actor is alive beside this one."""

@@ -81,6 +81,10 @@ class Registry:
         self.fixed.append(place)
         self._renew_hubs()
 
+    def has_hub(self, name: str) -> bool:
+        """Return whether a hub of this name is there."""
+        return name in self._hubs
+
     @property
     def hub_senders(self) -> list[bytes]:
         """The ROUTER identities of the hubs that are there."""

@@ -17,13 +17,15 @@ from common.errors import ConfigError
 from common.join.enrol import enrol, parse_address
 from common.join.files import PART_BYTES
 from common.repository import ROOT, product_version
-from common.wire.join_messages import FilePart, FileRequest, JoinRequest
+from common.wire.access.identities import revoke
+from common.wire.join_messages import NAME_IN_USE, Enrolment, FilePart, FileRequest, JoinRequest
+from common.wire.messages import Rejected
 from common.wire.security import JoinKey, create_keys, read_join_key, write_join_key
 from common.wire.sockets import Router
 from learner.scheduler.members.enrolment import Enrolments
 
 WAIT_S = 5.0
-REQUEST = JoinRequest(role="actor", product=product_version())
+REQUEST = JoinRequest(role="actor", product=product_version(), name="actor-1", public_key="k" * 40)
 TOKENIZER = b'{"v": "' + b"x" * (2 * PART_BYTES) + b'"}'
 
 
@@ -51,7 +53,7 @@ class Scheduler(threading.Thread):
         self._stop_requested = threading.Event()
 
     def run(self) -> None:
-        enrolments = Enrolments(self.cfg)
+        enrolments = Enrolments(self.cfg, Path(self.keys.folder))
         while not self._stop_requested.is_set():
             for received in self.router.receive_all(timeout_s=0.5):
                 answer = enrolments.answer(received.message)
@@ -91,7 +93,10 @@ def test_a_node_gets_the_files_and_what_its_role_needs_of_the_configuration(
     assert "secret" not in joined.config
     num_parts = scheduler.num_parts
     assert num_parts == 4
-    assert enrol(scheduler.address, scheduler.key, REQUEST, timeout_s=WAIT_S) == joined
+    assert joined.key.name == REQUEST.name
+    assert joined.key.client_secret != scheduler.key.client_secret
+    again = enrol(scheduler.address, scheduler.key, REQUEST, timeout_s=WAIT_S)
+    assert replace(again, key=joined.key) == joined
     assert scheduler.num_parts == num_parts, "what is here already travels again"
 
 
@@ -164,12 +169,30 @@ def test_a_damaged_file_is_refused_and_leaves_nothing(scheduler: Scheduler, tmp_
 
 def test_only_listed_files_can_be_asked_for(scheduler: Scheduler, tmp_path: Path) -> None:
     (Path(scheduler.cfg.model.path) / "model.safetensors").write_bytes(b"weights")
-    enrolments = Enrolments(scheduler.cfg)
+    enrolments = Enrolments(scheduler.cfg, tmp_path / "keys")
     enrolments.answer(REQUEST)
     for name in ("../keys/server_secret", "model.safetensors", "/etc/passwd"):
         answer = enrolments.answer(FileRequest(name=name, offset_bytes=0))
         assert "no file" in answer.reason
     assert "no file" in enrolments.answer(FileRequest(name="config.json", offset_bytes=-1)).reason
+
+
+def test_a_name_whose_holder_is_there_is_given_to_nobody_else(
+    scheduler: Scheduler, tmp_path: Path
+) -> None:
+    enrolments = Enrolments(scheduler.cfg, tmp_path / "keys")
+    other = replace(REQUEST, public_key="o" * 40, has_model=True)
+    mine = replace(REQUEST, has_model=True)
+    assert isinstance(enrolments.answer(mine), Enrolment)
+    enrolments.is_alive = lambda name: name == REQUEST.name
+    assert enrolments.answer(other).reason.startswith(NAME_IN_USE)
+    assert isinstance(enrolments.answer(mine), Enrolment)
+    enrolments.is_alive = lambda _: False
+    assert isinstance(enrolments.answer(other), Enrolment)
+    revoke(tmp_path / "keys", REQUEST.name)
+    assert "revoked" in enrolments.answer(mine).reason
+    for name in ("learner-1", "run", "", "n" * 300):
+        assert isinstance(enrolments.answer(replace(mine, name=name)), Rejected)
 
 
 def test_the_key_file_holds_no_secret_of_the_run_and_its_holder_cannot_listen(

@@ -1,7 +1,11 @@
 """Laws of a ROUTER among strangers and peers that mean harm."""
 
 import contextlib
+import os
+import resource
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -11,9 +15,11 @@ import psutil
 import pytest
 import zmq
 
-from common.wire.codec import encode
-from common.wire.messages import LeaseGrant, LeaseRequest
-from common.wire.security import RunKeys, create_keys
+from common.wire.access.identities import revoke
+from common.wire.access.peers import MAX_STRIKES
+from common.wire.codec import decode, encode
+from common.wire.messages import Goodbye, Hello, LeaseGrant, LeaseRequest, Outcomes, Rejected
+from common.wire.security import RunKeys, create_keys, own_keys
 from common.wire.sockets import MAX_FRAME_BYTES, Router, connect_dealer
 
 HOST = "127.0.0.1"
@@ -85,12 +91,20 @@ def seconds_of_an_answer(dealer: zmq.Socket, ask: list[bytes] = ASK) -> float:
     return time.monotonic() - began
 
 
+def wait_for(condition: object, what: str) -> None:
+    assert callable(condition)
+    deadline = time.monotonic() + 15
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+
+
 @pytest.mark.slow
 def test_a_peer_that_never_reads_holds_nobody_up(
     server: Server, folder: Path, context: zmq.Context
 ) -> None:
-    friend = connect(context, server, create_keys(folder))
-    deaf = connect(context, server, create_keys(folder))
+    friend = connect(context, server, own_keys(folder, role="actor", name="actor-0"))
+    deaf = connect(context, server, own_keys(folder, role="actor", name="deaf"))
     deaf.setsockopt(zmq.SNDTIMEO, 10_000)
     seconds_of_an_answer(friend)
     memory_before = psutil.Process().memory_info().rss
@@ -106,6 +120,80 @@ def test_a_peer_that_never_reads_holds_nobody_up(
     flooding.join()
     assert worst_s < 1.0
     assert psutil.Process().memory_info().rss - memory_before < 150 << 20
+    told = server.router.report
+    wait_for(lambda: told()["peers"].get("deaf", {}).get("unsent"), "not counted")
+
+
+@pytest.mark.slow
+def test_hostile_messages_are_counted_of_their_sender_and_hold_nobody_up(
+    server: Server, folder: Path, context: zmq.Context
+) -> None:
+    friend = connect(context, server, own_keys(folder, role="actor", name="actor-0"))
+    enemy = connect(context, server, own_keys(folder, role="actor", name="enemy"))
+    seconds_of_an_answer(friend)
+    kinds = [
+        [b"\xc1 rubbish"],
+        encode(Hello(role="learner", name="enemy", incarnation="i", version=10**9)),
+        encode(Outcomes(num_duplicates=5)),
+        [b"\x93\x03\xc6\xff\xff\xff\xff"],
+        [b""],
+    ]
+    worst_s, num = 0.0, 20_000
+    for number in range(num):
+        enemy.send_multipart(kinds[number % len(kinds)])
+        if number % 1_000 == 0:
+            worst_s = max(worst_s, seconds_of_an_answer(friend))
+
+    def counted() -> int:
+        told = server.router.report()["peers"].get("enemy", {})
+        return sum(told.get(each, 0) for each in ("invalid", "forbidden", "dropped"))
+
+    wait_for(lambda: counted() == num, f"{counted()} of {num} are counted")
+    assert worst_s < 1.0
+    told = server.router.report()["peers"]
+    assert set(told) == {"enemy"}
+    assert told["enemy"]["dropped"] > num - 10 * MAX_STRIKES, "nothing of it was decoded any more"
+
+
+def test_an_actor_speaks_as_nobody_else(server: Server, folder: Path, context: zmq.Context) -> None:
+    dealer = connect(context, server, own_keys(folder, role="actor", name="actor-0"))
+    for message in (
+        Hello(role="learner", name="actor-0", incarnation="i", version=10**9),
+        Hello(role="actor", name="actor-1", incarnation="i", version=0),
+        Goodbye(role="actor", name="actor-1", incarnation="i"),
+        LeaseRequest(actor="actor-1", num_free_slots=1, version=0),
+        Outcomes(num_duplicates=1),
+    ):
+        dealer.send_multipart(encode(message))
+        assert dealer.poll(5_000)
+        assert isinstance(decode(dealer.recv_multipart()), Rejected), message
+    seconds_of_an_answer(dealer)
+    assert server.router.report()["peers"]["actor-0"]["forbidden"] == 5
+
+
+def test_a_key_that_is_taken_back_ends_what_its_holder_may_do(
+    server: Server, folder: Path, context: zmq.Context
+) -> None:
+    keys = own_keys(folder, role="actor", name="actor-0")
+    dealer, other = connect(context, server, keys), own_keys(folder, role="actor", name="b")
+    seconds_of_an_answer(dealer)
+    revoke(folder, "actor-0")
+
+    def is_refused() -> bool:
+        dealer.send_multipart(ASK)
+        assert dealer.poll(5_000)
+        return isinstance(decode(dealer.recv_multipart()), Rejected)
+
+    wait_for(is_refused, "a connection keeps its rights")
+    again = connect(context, server, keys)
+    refused = again.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+    again.send_multipart(ASK)
+    assert refused.poll(5_000), "a revoked key is let in"
+    again.disable_monitor()
+    refused.close(linger=0)
+    again.close(linger=0)
+    ask = encode(LeaseRequest(actor="b", num_free_slots=1, version=0))
+    seconds_of_an_answer(connect(context, server, other), ask)
 
 
 def push(stranger: socket.socket, num_bytes: int) -> int:
@@ -121,10 +209,70 @@ def push(stranger: socket.socket, num_bytes: int) -> int:
 
 def test_a_stranger_cannot_fill_the_memory(server: Server) -> None:
     memory_before = psutil.Process().memory_info().rss
-    for num_bytes in (1 << 40, MAX_FRAME_BYTES + 1):
+    for num_bytes in (1 << 40, MAX_FRAME_BYTES + 1, MAX_FRAME_BYTES - 1):
         with socket.create_connection((HOST, server.router.port)) as stranger:
             stranger.settimeout(5.0)
             stranger.sendall(GREETING)
             stranger.recv(64, socket.MSG_WAITALL)
             assert push(stranger, num_bytes) < 200 << 20
     assert psutil.Process().memory_info().rss - memory_before < 100 << 20
+    told = server.router.report
+    wait_for(lambda: sum(told()["connections"]["refused"].values()) == 3, "not counted")
+    assert set(told()["connections"]["refused_by_address"]) <= {HOST, ""}
+
+
+SMALL = """
+import resource, sys, threading
+resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
+from pathlib import Path
+from common.store.run_dir import write_atomically
+from tests.common.wire.test_hostile_peers import Server
+from common.wire.security import load_keys
+server = Server(load_keys(Path(sys.argv[1]) / "keys"))
+server.start()
+print(server.router.port, flush=True)
+for line in sys.stdin:
+    write_atomically(Path(sys.argv[1]) / "status.json", "{}")
+    print(server.router.report()["connections"]["open"], flush=True)
+server.close()
+"""
+
+
+@pytest.mark.slow
+def test_thousands_of_idle_connections_leave_room_for_files_and_for_friends(
+    tmp_path: Path, folder: Path, context: zmq.Context
+) -> None:
+    needed = 3_200
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, resource.getrlimit(7)[1]))
+    child = subprocess.Popen(
+        [sys.executable, "-c", SMALL, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": "."},
+    )
+    assert child.stdin is not None
+    assert child.stdout is not None
+    port = int(child.stdout.readline())
+    strangers: list[socket.socket] = []
+    try:
+        friend = connect_dealer(
+            context, own_keys(folder, role="actor", name="actor-0"), address=f"tcp://{HOST}:{port}"
+        )
+        seconds_of_an_answer(friend)
+        for _ in range(3_000):
+            strangers.append(socket.create_connection((HOST, port), timeout=10))
+            if len(strangers) % 500 == 0:
+                child.stdin.write("look\n")
+                child.stdin.flush()
+                assert int(child.stdout.readline()) < 900
+                assert seconds_of_an_answer(friend) < 1.0
+        newcomer = connect_to(context, port, own_keys(folder, role="actor", name="b"))
+        ask = encode(LeaseRequest(actor="b", num_free_slots=1, version=0))
+        assert seconds_of_an_answer(newcomer, ask) < 1.0
+    finally:
+        for each in strangers:
+            each.close()
+        child.stdin.close()
+        child.stdout.close()
+        assert child.wait(10) == 0

@@ -10,7 +10,7 @@ import pytest
 from common.errors import ConfigError, EnvError
 from common.store.run_dir import RunDir
 from common.wire.messages import Outcomes, Rejected, Welcome
-from common.wire.security import create_keys, read_join_key
+from common.wire.security import create_keys, own_keys, read_join_key
 from learner.scheduler.bench.suite import serve_catalogue
 from learner.scheduler.curriculum.catalogue import Catalogue
 from learner.scheduler.main import serve
@@ -28,7 +28,9 @@ def test_a_node_cannot_pose_as_the_learner_by_its_key(tmp_path: Path) -> None:
         hub = run.hub("a", url, ["maze"])
         by_role = run.connect(run.keys)
         key = read_join_key(tmp_path / "keys" / "join.key", role="actor")
-        by_node = run.connect(key.as_keys())
+        by_join = run.connect(key.as_keys())
+        assert isinstance(ask(by_join, hello_of("actor-0")), Rejected)
+        by_node = run.connect(own_keys(tmp_path / "keys", role="actor", name="actor-0"))
         moved = {"learner": "tcp://10.6.6.6:1", "weights": "tcp://10.6.6.6:2"}
         learner = replace(hello_of("learner-0"), role="learner", addresses=moved)
         for message in (
@@ -39,12 +41,13 @@ def test_a_node_cannot_pose_as_the_learner_by_its_key(tmp_path: Path) -> None:
         ):
             answer = ask(by_node, message)
             assert isinstance(answer, Rejected)
-            assert "does not allow this" in answer.reason
+            assert "the key of actor-0" in answer.reason
+        assert isinstance(ask(by_node, hello_of("actor-1")), Rejected)
         assert isinstance(ask(by_node, replace(hello_of("actor-0"), addresses=moved)), Welcome)
         assert run.ask_directory().learner == ""
         assert isinstance(ask(by_role, learner), Welcome)
         assert run.ask_directory().learner == "tcp://10.6.6.6:1"
-        for each in (by_role, by_node):
+        for each in (by_role, by_node, by_join):
             each.close(linger=0)
         hub.stop(timeout_s=WAIT_S)
 

@@ -1,0 +1,242 @@
+"""The connections of a ROUTER before and beside its messages: how many, from where, let in or not.
+
+libzmq accepts whoever comes. A thread hears of each connection from the socket's monitor, and ends
+those that are not let in soon, send more than a handshake first, or are too many.
+"""
+
+import contextlib
+import logging
+import resource
+import socket
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+logger = logging.getLogger(__name__)
+
+MAX_PENDING = 512  # connections that are not let in yet; one more ends the oldest of them
+HANDSHAKE_S = 10.0  # after which libzmq itself ends one that is not let in
+MAX_HANDSHAKE_BYTES = 16_384  # that one may have sent before
+MAX_MESSAGE_BYTES = 256 << 20  # that one may send from one message to the next
+CHECK_S = 0.25
+CHECK_ALL_S = 2.0  # between looks at those that are let in
+RESERVED_FILES = 256  # descriptors that no connection takes, or a quarter of a small limit
+TCP_INFO_BYTES = 256
+BYTES_ACKED, BYTES_RECEIVED = slice(120, 128), slice(128, 136)  # of Linux's struct tcp_info
+# All that a stranger is told: a greeting of 64 bytes, CURVE's WELCOME of 170, and an ERROR of 12 or
+# so. Whoever was told more was let in; libzmq's event of that does not say which connection it was.
+MAX_TOLD_BYTES = 64 + 170 + 24
+MAX_ADDRESSES = 1_000  # counted apart
+EVENTS = (
+    zmq.EVENT_ACCEPTED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CLOSED
+    | zmq.EVENT_MONITOR_STOPPED
+)
+CAUSES = {
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "handshake",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "handshake",
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "key",
+}
+
+
+def raise_file_limit() -> int:
+    """Let this process have as many descriptors as the system allows; return how many."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+@dataclass(slots=True)
+class _Connection:
+    descriptor: int  # libzmq's, which closes it
+    address: str  # "" if it was gone already
+    peer: Any  # as getpeername says
+    since: float
+    is_counted: bool = False  # as refused
+    num_bytes: int = 0  # when its last message had come
+
+
+@dataclass(slots=True)
+class _Counts:
+    """Over the socket's life. Replaced by nobody, written by one thread, read by any."""
+
+    num_accepted: int = 0
+    by_address: Counter[str] = field(default_factory=Counter[str])  # refused or ended
+    by_cause: Counter[str] = field(default_factory=Counter[str])
+
+
+class Connections(threading.Thread):
+    """Watches the connections of one socket.
+
+    Consumes: what libzmq's monitor says of each connection.
+    Waits for: those, `CHECK_S` at most.
+    Unblocked by: `stop`.
+    """
+
+    def __init__(self, watched: Any) -> None:
+        """Watch a socket that is not bound yet."""
+        super().__init__(name="connections", daemon=True)
+        self._limit = raise_file_limit()
+        self._limit -= min(RESERVED_FILES, self._limit // 4)
+        self._max_pending = min(MAX_PENDING, self._limit // 2)
+        self._watched = watched
+        self._monitor = watched.get_monitor_socket(EVENTS)
+        self._known: dict[int, _Connection] = {}
+        self._pending: dict[int, _Connection] = {}  # of them, in their order
+        self._stop_requested = threading.Event()
+        self._counts = _Counts()
+        self._check_all_at = 0.0
+        self._cause = ""  # why the connection that ends next was refused
+        self.heard: set[int] = set()  # descriptors of which a whole message came; the owner adds
+
+    def run(self) -> None:
+        """Watch until stopped."""
+        check_at = 0.0
+        while not self._stop_requested.is_set():
+            if self._monitor.poll(int(CHECK_S * 1_000)):
+                self._take_all()
+            now = time.monotonic()
+            if now >= check_at:
+                check_at = now + CHECK_S
+                self._check(now)
+        self._monitor.close(linger=0)
+
+    def stop(self) -> None:
+        """End the thread and the monitor. For the socket's own thread."""
+        self._stop_requested.set()
+        self._watched.disable_monitor()
+        self.join(timeout=5.0)
+
+    def report(self) -> dict[str, Any]:
+        """Return what came and what was refused, for people."""
+        counts = self._counts
+        return {
+            "open": len(self._known),
+            "accepted": counts.num_accepted,
+            "refused": dict(counts.by_cause),
+            "refused_by_address": dict(counts.by_address.most_common(20)),
+        }
+
+    def _take_all(self) -> None:
+        for _ in range(1_000):
+            self._take(recv_monitor_message(self._monitor))  # pyright: ignore[reportUnknownArgumentType]
+            if not self._monitor.poll(0):
+                return
+
+    def _take(self, event: Any) -> None:
+        kind, descriptor = event["event"], event["value"]
+        if kind == zmq.EVENT_ACCEPTED:
+            self._accept(descriptor)
+        elif kind in CAUSES:
+            self._cause = CAUSES[kind]
+        elif kind in (zmq.EVENT_DISCONNECTED, zmq.EVENT_CLOSED):
+            ended, cause, self._cause = self._known.pop(descriptor, None), self._cause, ""
+            if self._pending.pop(descriptor, None) is not None and ended is not None:
+                self._count(ended, cause or "handshake")
+
+    def _accept(self, descriptor: int) -> None:
+        self._counts.num_accepted += 1
+        peer = _peer_of(descriptor)
+        address = str(peer[0]).removeprefix("::ffff:") if peer else ""
+        connection = _Connection(descriptor, address, peer, time.monotonic())
+        self._known[descriptor] = self._pending[descriptor] = connection
+        is_full = len(self._known) > self._limit
+        while len(self._pending) > self._max_pending or (is_full and self._pending):
+            oldest = next(iter(self._pending.values()))
+            if not self._let_go_if_in(oldest, _info(oldest.descriptor)):
+                self._end(oldest, "too many")
+                return
+
+    def _let_go_if_in(self, connection: _Connection, info: bytes) -> bool:
+        """Count a connection no more as pending if it was let in; return whether it was."""
+        is_in = not info or _number(info[BYTES_ACKED]) > MAX_TOLD_BYTES
+        if is_in:
+            self._pending.pop(connection.descriptor, None)
+            connection.num_bytes = _number(info[BYTES_RECEIVED])
+        return is_in
+
+    def _check(self, now: float) -> None:
+        """End those that send on and on."""
+        for each in list(self._pending.values()):
+            info = _info(each.descriptor)
+            if self._let_go_if_in(each, info):
+                continue
+            if _number(info[BYTES_RECEIVED]) > MAX_HANDSHAKE_BYTES:
+                self._end(each, "too large")
+        if now < self._check_all_at:
+            return
+        self._check_all_at = now + CHECK_ALL_S
+        heard, self.heard = self.heard, set()
+        for each in list(self._known.values()):
+            if each.descriptor in self._pending:
+                continue
+            num_bytes = _number(_info(each.descriptor)[BYTES_RECEIVED])
+            if each.descriptor in heard:
+                each.num_bytes = num_bytes
+            elif num_bytes - each.num_bytes > MAX_MESSAGE_BYTES:
+                self._end(each, "endless message")
+
+    def _end(self, connection: _Connection, cause: str) -> None:
+        """Shut a connection down; libzmq finds that out and closes it."""
+        self._pending.pop(connection.descriptor, None)
+        self._count(connection, cause)
+        if connection.peer is None or _peer_of(connection.descriptor) != connection.peer:
+            self._known.pop(connection.descriptor, None)
+            return  # it is another file by now
+        with contextlib.suppress(OSError), _borrowed(connection.descriptor) as found:
+            found.shutdown(socket.SHUT_RDWR)
+
+    def _count(self, connection: _Connection, cause: str) -> None:
+        if connection.is_counted:
+            return
+        connection.is_counted, counts = True, self._counts
+        counts.by_cause[cause] += 1
+        if len(counts.by_address) < MAX_ADDRESSES or connection.address in counts.by_address:
+            counts.by_address[connection.address] += 1
+        num = counts.by_cause[cause]
+        if num <= 3 or num % 1_000 == 0:
+            logger.warning("refused connection from=%s %s num=%d", connection.address, cause, num)
+
+
+@contextlib.contextmanager
+def _borrowed(descriptor: int) -> Any:
+    """Yield a socket object of a descriptor that stays its owner's."""
+    found = socket.socket(fileno=descriptor)
+    try:
+        yield found
+    finally:
+        found.detach()
+
+
+def _peer_of(descriptor: int) -> Any:
+    """Return the address at the other end, None if it is gone."""
+    try:
+        with _borrowed(descriptor) as found:
+            return found.getpeername()
+    except OSError:
+        return None
+
+
+def _info(descriptor: int) -> bytes:
+    """Return what the system counts of a connection; empty where it does not say."""
+    try:
+        with _borrowed(descriptor) as found:
+            told = found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
+    except OSError:
+        return b""
+    return told if len(told) >= BYTES_RECEIVED.stop else b""
+
+
+def _number(field_bytes: bytes) -> int:
+    return int.from_bytes(field_bytes, "little")
