@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import resource
 import socket
 import subprocess
 import sys
@@ -15,6 +14,7 @@ import psutil
 import pytest
 import zmq
 
+from common.wire.access.connections import raise_file_limit
 from common.wire.access.identities import revoke
 from common.wire.access.peers import MAX_STRIKES
 from common.wire.codec import decode, encode
@@ -242,8 +242,7 @@ server.close()
 def test_thousands_of_idle_connections_leave_room_for_files_and_for_friends(
     tmp_path: Path, folder: Path, context: zmq.Context
 ) -> None:
-    needed = 3_200
-    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, resource.getrlimit(7)[1]))
+    assert raise_file_limit() > 3_200
     child = subprocess.Popen(
         [sys.executable, "-c", SMALL, str(tmp_path)],
         stdin=subprocess.PIPE,
@@ -256,9 +255,7 @@ def test_thousands_of_idle_connections_leave_room_for_files_and_for_friends(
     port = int(child.stdout.readline())
     strangers: list[socket.socket] = []
     try:
-        friend = connect_dealer(
-            context, own_keys(folder, role="actor", name="actor-0"), address=f"tcp://{HOST}:{port}"
-        )
+        friend = connect_to(context, port, own_keys(folder, role="actor", name="actor-0"))
         seconds_of_an_answer(friend)
         for _ in range(3_000):
             strangers.append(socket.create_connection((HOST, port), timeout=10))
