@@ -118,6 +118,7 @@ def build(cfg: RunConfig, run_dir: RunDir) -> Learner:
         _scheduler_client(cfg, run_dir, keys, reports, buffer, publisher, ports),
         heartbeat_s=cfg.scheduler.heartbeat_s,
     )
+    intake.others_refused = publisher.num_refused
     return Learner(
         run_dir=run_dir,
         model=model,

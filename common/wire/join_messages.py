@@ -5,9 +5,8 @@ its role, says hello, and is told by Directory messages where the other roles ar
 """
 
 from dataclasses import dataclass, field
-from typing import Annotated
 
-from common.wire.access.bounds import AtMost, Count, Id, LongText, Version
+from common.wire.access.bounds import Count, Id, LongText, Names, Version
 
 NAME_IN_USE = "somebody who is there has the name"  # a refusal that passes
 
@@ -65,7 +64,7 @@ class HubPlace:
 
     url: str
     token: str = field(repr=False)  # "": it asks for none
-    envs: Annotated[list[str], AtMost(1024)]
+    envs: Names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

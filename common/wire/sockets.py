@@ -165,6 +165,12 @@ class Router:
         """Messages that could not be decoded."""
         return self._peers.num_invalid
 
+    def num_refused(self, plane: str) -> dict[str, int]:
+        """Return how many messages and connections were refused, by "plane/peer"."""
+        strangers = sum(self._connections.report()["refused"].values())
+        counts = {**self._peers.num_refused(), "strangers": strangers}
+        return {f"{plane}/{name}": num for name, num in counts.items() if num}
+
     def report(self) -> dict[str, Any]:
         """Return what was refused, of which peers and which strangers."""
         return {"peers": self._peers.report(), "connections": self._connections.report()}

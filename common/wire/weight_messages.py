@@ -1,9 +1,8 @@
 """The small talk of the weight plane: learner <-> actor. Tensors go over torch.distributed."""
 
 from dataclasses import dataclass
-from typing import Annotated
 
-from common.wire.access.bounds import AtMost, Count, Id, Seconds, Version
+from common.wire.access.bounds import Count, Id, Names, Seconds, Version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +22,7 @@ class WeightsJoin:
 
     actor: Id
     incarnation: Id
-    devices: Annotated[list[str], AtMost(1024)]  # one per worker: a GPU's own name; "" for the CPU
+    devices: Names  # one per worker: a GPU's own name; "" for the CPU
     version: Version  # what the engine holds
     host: Id = ""  # the engine's, on its interface towards the learner
     busy_epoch: Count = 0  # of the offer that it is at; 0: it is free

@@ -158,6 +158,10 @@ class Publisher(threading.Thread):
         if self._error is not None:
             raise LongstrideError(f"publisher failed: {self._error}") from self._error
 
+    def num_refused(self) -> dict[str, int]:
+        """Return what the weight plane's listener refused, by peer."""
+        return self._router.num_refused("weights")
+
     def mark_silent(self, incarnations: Iterable[str]) -> None:
         """Wait for none of these actors, and for all others: the scheduler's present word."""
         if self._members.mark_silent(incarnations):

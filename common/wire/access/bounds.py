@@ -44,6 +44,7 @@ Bound = Between | AtMost
 
 Id = Annotated[str, AtMost(300)]  # what the product or an environment names
 LongText = Annotated[str, AtMost(4_000_000)]
+Names = Annotated[list[str], AtMost(1024)]
 Count = Annotated[int, Between(0, MAX_COUNT)]
 Version = Annotated[int, Between(-1, 10**9)]  # -1: none, or not known
 Seconds = Annotated[float, Between(0.0, 1e9)]

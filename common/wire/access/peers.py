@@ -150,7 +150,8 @@ class Peers:
 
     def report(self) -> dict[str, dict[str, Any]]:
         """Return what was refused of whom, by name; nothing of peers that did nothing wrong."""
-        guilty = [(n, a) for n, a in self._accounts.items() if a.num_refused or a.num_unsent]
+        known = list(self._accounts.items())  # another thread may add one meanwhile
+        guilty = [(n, a) for n, a in known if a.num_refused or a.num_unsent]
         guilty.sort(key=lambda each: -each[1].num_refused)
         return {
             ("the run's own key" if name == RUN else name): {
@@ -163,9 +164,11 @@ class Peers:
             for name, account in guilty[:MAX_SHOWN]
         }
 
-    def num_refused(self) -> Counter[str]:
+    def num_refused(self) -> dict[str, int]:
         """Return how many messages were refused, by peer."""
-        return Counter({n: a.num_refused for n, a in self._accounts.items() if a.num_refused})
+        known = list(self._accounts.items())
+        refused = Counter({name: each.num_refused for name, each in known if each.num_refused})
+        return dict(refused.most_common(MAX_SHOWN))
 
 
 def _descriptor(frame: Any) -> int:
