@@ -171,6 +171,7 @@ STANDALONE: dict[str, Callable[[Request], int]] = {
     "envs": lambda request: Later("envhub.command:list_environments")(
         request.overrides, root=ROOT, say=print
     ),
+    "revoke": Later("common.launch.keys:revoke_key").given(load=JOINED, say=print),
     "help": lambda request: commands.say(Later("common.config.help:help_text")(request.overrides)),
 }
 

@@ -118,7 +118,6 @@ def build(cfg: RunConfig, run_dir: RunDir) -> Learner:
         _scheduler_client(cfg, run_dir, keys, reports, buffer, publisher, ports),
         heartbeat_s=cfg.scheduler.heartbeat_s,
     )
-    intake.others_refused = publisher.num_refused
     return Learner(
         run_dir=run_dir,
         model=model,
@@ -235,7 +234,7 @@ def _scheduler_client(
         buffer.apply(progress)
         publisher.mark_silent(progress.silent)
 
-    return SchedulerClient(
+    client = SchedulerClient(
         run_dir,
         keys,
         reports,
@@ -243,3 +242,5 @@ def _scheduler_client(
         silence_s=4 * cfg.scheduler.dead_after_s,
         on_progress=on_progress,
     )
+    client.others_refused = publisher.num_refused
+    return client

@@ -185,7 +185,9 @@ def _point_latest(run_dir: RunDir) -> None:
 
 def status(cfg: RunConfig, run_dir: RunDir) -> int:
     """Print how a run is doing; return the exit code."""
-    print(f"{run_dir.root}: {_state(cfg, run_dir)}")
+    from common.launch.keys import refused_lines
+
+    print("\n".join([f"{run_dir.root}: {_state(cfg, run_dir)}", *refused_lines(run_dir)]))
     return 0
 
 

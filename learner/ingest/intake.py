@@ -71,7 +71,6 @@ class Intake(threading.Thread):
         self._last_beat = 0.0
         self.on_round: Callable[[], None] = lambda: None
         self._room = RoomWait(journal.folder)
-        self.others_refused: Callable[[], dict[str, int]] = dict  # by the other listeners
         self.status = LearnerStatus()  # for the heartbeats; any thread replaces it
 
     @property
@@ -183,7 +182,7 @@ class Intake(threading.Thread):
     def _heartbeat(self) -> Heartbeat:
         status = self.status
         return Heartbeat(
-            refused=self._router.num_refused("trajectories") | self.others_refused(),
+            refused=self._router.num_refused("trajectories") | self._scheduler.others_refused(),
             role="learner",
             name=self._scheduler.hello.name,
             version=self._buffer.version,

@@ -43,6 +43,7 @@ class SchedulerClient:
         self.hello = hello
         self._silence_s = silence_s
         self._on_progress = on_progress
+        self.others_refused: Callable[[], dict[str, int]] = dict  # by the learner's other listeners
         self._context = zmq.Context()
         self._dealer = FollowingDealer(
             run_dir, "scheduler", keys, context=self._context, hello=self._greet

@@ -1,0 +1,55 @@
+"""Keys of a run as its owner deals with them: taking one back, and seeing who was refused."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from common.config.command_line import Request
+from common.config.run_config import RunConfig
+from common.errors import ConfigError
+from common.store.run_dir import RunDir
+from common.wire.access.identities import revoke
+
+MAX_LINES = 20
+
+
+def revoke_key(
+    request: Request,
+    *,
+    root: Path,
+    load: Callable[[Request], RunConfig],
+    say: Callable[[str], object],
+) -> int:
+    """Take back the key of the one that the request names; return the exit code.
+
+    Raises: ConfigError: it names nobody, or somebody who has no key.
+    """
+    names = [word for word in request.overrides if "=" not in word]
+    if len(names) != 1:
+        raise ConfigError("revoke: expects one name, such as: run.py revoke run.name=a actor-3")
+    overrides = [word for word in request.overrides if "=" in word]
+    cfg = load(replace(request, overrides=overrides))
+    run_dir = RunDir(root=root / cfg.run.dir / cfg.run.name)
+    taken = revoke(run_dir.keys, names[0])
+    say(f"{run_dir.root}: the key of {taken.name} ({taken.role}) is revoked")
+    return 0
+
+
+def refused_lines(run_dir: RunDir) -> list[str]:
+    """Return what the listeners of a run refused, of whom, for people; empty if nothing."""
+    try:
+        told = json.loads(run_dir.status.read_bytes()).get("refused", {})
+    except (OSError, ValueError):
+        return []
+    scheduler = told.get("scheduler", {})
+    lines = [
+        f"  refused of {name[:80]!r}: {each['invalid']} invalid, {each['forbidden']} forbidden,"
+        f" {each['dropped']} unread messages; last: {each['last_reason'][:200]!r}"
+        for name, each in scheduler.get("peers", {}).items()
+    ]
+    for cause, num in scheduler.get("connections", {}).get("refused", {}).items():
+        lines.append(f"  refused connections ({cause}): {num}")
+    for who, num in told.get("learner", {}).items():
+        lines.append(f"  refused by the learner ({who[:100]!r}): {num}")
+    return lines[:MAX_LINES]
