@@ -54,7 +54,7 @@ ITEM_CHARS = 1_000  # of each text in a list
 _BY_TYPE: dict[type, Bound] = {
     int: Between(-(2**63), 2**63 - 1),
     float: Between(-1e300, 1e300),
-    str: AtMost(10_000),
+    str: AtMost(1_000_000),
     bytes: AtMost(1 << 22),
     list: AtMost(200_000),
     dict: AtMost(10_000),
