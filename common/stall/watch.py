@@ -271,8 +271,10 @@ def _counts(status: Mapping[str, Any]) -> tuple[object, ...]:
 
 
 def _try_room(path: Path) -> None:
-    """Write what a role might want to write. Raises: OSError."""
+    """Write what a role might want to write. Raises: OSError: for want of room, say."""
     try:
         path.write_bytes(bytes(ROOM_BYTES))
+    except FileNotFoundError:
+        return  # the run's folder was moved away: no matter of room
     finally:
         path.unlink(missing_ok=True)
