@@ -3,11 +3,13 @@
 import asyncio
 import contextlib
 import faulthandler
+import functools
 import io
 import json
 import os
 import re
 import signal
+import socket
 import threading
 import time
 import traceback
@@ -100,7 +102,8 @@ class Beacon:
                     line.since += slept_s if slept_s > ASLEEP_S else 0.0
                 lines = {name: asdict(line) for name, line in self._lines.items()}
             written_at = time.monotonic()
-            known = {"pid": os.getpid(), "began_at": self._began_at, "written_at": written_at}
+            known = {"pid": os.getpid(), "boot_id": boot_id(), "began_at": self._began_at}
+            known["written_at"] = written_at
             with contextlib.suppress(OSError):  # of a full disk somebody else tells
                 write_atomically(self._path, json.dumps(known | {"lines": lines}))
                 size = self._stacks_path.stat().st_size
@@ -127,6 +130,15 @@ def beacon_of(run_dir: RunDir | None, role: str, *, start_s: float) -> Generator
     finally:
         if is_told:
             beacon.stop()
+
+
+@functools.cache
+def boot_id() -> str:
+    """Return what names this machine since it was started: its clock, and its process ids."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
 
 
 def _kind(line: str, what: str) -> str:

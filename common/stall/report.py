@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 from pydantic import TypeAdapter, ValidationError
 
-from common.stall.beacon import Line
+from common.stall.beacon import Line, boot_id
 from common.store.run_dir import RunDir
 
 LEARNER = "learner"
@@ -22,6 +22,7 @@ class Told:
     """What a role on this machine wrote last."""
 
     pid: int
+    boot_id: str  # of its machine
     began_at: float  # Unix time
     written_at: float  # monotonic seconds
     lines: dict[str, Line] = field(default_factory=dict[str, Line])
@@ -31,11 +32,12 @@ _TOLD = TypeAdapter(Told)
 
 
 def read_told(run_dir: RunDir, role: str) -> Told | None:
-    """Return what a role wrote last; None: nothing, or on another machine."""
+    """Return what a role wrote last; None: nothing, or on another machine, whose clock differs."""
     try:
-        return _TOLD.validate_json((run_dir.alive / f"{role}.json").read_bytes())
+        told = _TOLD.validate_json((run_dir.alive / f"{role}.json").read_bytes())
     except (OSError, ValidationError):
         return None
+    return told if told.boot_id == boot_id() else None
 
 
 def waits(told: Mapping[str, Told | None], status: Mapping[str, Any]) -> dict[str, str]:

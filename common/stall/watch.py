@@ -100,7 +100,7 @@ class StallWatch:
         status = self._status()
         problem = self._find(processes, told, status, now)
         if problem is not None:
-            self._open(problem, told, status, now)
+            self._open(processes, problem, told, status, now)
         return None
 
     # --- finding ------------------------------------------------------------------------------
@@ -194,12 +194,16 @@ class StallWatch:
 
     def _open(
         self,
+        processes: Mapping[str, RoleProcess],
         problem: tuple[list[str], str],
         told: Mapping[str, Told | None],
         status: Mapping[str, Any],
         now: float,
     ) -> None:
-        """Ask all roles for their stacks, unless this stall was told of lately."""
+        """Ask our own roles for their stacks, unless this stall was told of lately.
+
+        A role on another machine has a process id that may be anybody's here.
+        """
         blamed, what = problem
         key = ",".join(blamed)
         if self._awake_s < self._told_until.get(key, 0.0):
@@ -208,7 +212,8 @@ class StallWatch:
         lines = [f"stall: {what}", "who waits for whom:", *describe(told, status, waiting, now)]
         offsets: dict[str, int] = {}
         for name, each in told.items():
-            if each is not None:
+            process = processes[name]
+            if each is not None and isinstance(process, ChildProcess) and process.pid == each.pid:
                 offsets[name] = stacks_size(self._run_dir.alive / f"{name}.stacks")
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(each.pid, STACKS_SIGNAL)

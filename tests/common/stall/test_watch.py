@@ -5,7 +5,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from common.launch.base import EXIT_FAILED, EXIT_FINISHED, LaunchState, RoleSpec
 from common.launch.launcher import Launcher
 from common.launch.local import start_here
 from common.repository import ROOT
+from common.stall.beacon import boot_id
 from common.stall.report import culprits
 from common.stall.watch import StallWatch
 from common.store.run_dir import RunDir
@@ -151,20 +151,13 @@ class Standing:
             self.now += 2.0
             for name, waits_for in WAITING.items():
                 line = {"what": "serving", "waits_for": waits_for, "since": self.now}
-                told = {"pid": os.getpid(), "began_at": 1.0, "written_at": self.now}
+                told = {"pid": 1, "began_at": 1.0, "written_at": self.now, "boot_id": boot_id()}
                 path = self.run_dir.alive / f"{name}.json"
                 path.write_text(json.dumps(told | {"lines": {"main": line}}))
             self.run_dir.status.write_text(json.dumps(self.status))
             if (verdict := self.watch.look(processes)) is not None:
                 return verdict
         return None
-
-
-@pytest.fixture(autouse=True)
-def stacks_are_asked_for_in_vain() -> Iterator[None]:
-    previous = signal.signal(signal.SIGUSR1, lambda *_: None)
-    yield
-    signal.signal(signal.SIGUSR1, previous)
 
 
 def test_run_that_stands_still_is_told_of_with_who_waits_for_whom_and_its_roles_restarted(
