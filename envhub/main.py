@@ -28,6 +28,7 @@ from common.wire.security import RunKeys, own_keys
 from envhub.catalogue.registry import Registry, missing_requirements
 from envhub.errors import UnknownEnv
 from envhub.hosting.sessions import Sessions
+from envhub.http.limits import limited_protocol
 from envhub.http.routes import make_app
 from envhub.registration import Registration
 
@@ -190,7 +191,7 @@ def serve(
     config = uvicorn.Config(
         app,
         loop="uvloop",
-        http="httptools",
+        http=limited_protocol(sessions.counts),
         ws="none",
         access_log=False,
         server_header=False,

@@ -11,6 +11,7 @@ from envhub.hosting.sessions import Sessions
 
 STEP_BUCKETS_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 COUNTS = ("created", "expired", "deleted", "steps", "repeated", "refused", "failed", "repaired")
+SENT_AWAY = ("large_headers", "slow", "too_many")  # connections, see `envhub.http.limits`
 
 
 class HubMetrics(Collector):
@@ -46,7 +47,7 @@ class HubMetrics(Collector):
         for env_name, num in self._sessions.num_live.items():
             live.add_metric([env_name], num)
         yield live
-        for name in COUNTS:
+        for name in (*COUNTS, *SENT_AWAY):
             family = CounterMetricFamily(f"envhub_{name}", f"Sessions or steps {name}.")
             family.add_metric([], self._sessions.counts[name])
             yield family

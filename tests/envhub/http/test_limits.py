@@ -1,0 +1,80 @@
+"""Laws of connections to the hub before anybody has looked at a token, over real HTTP."""
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import httpx
+import psutil
+import pytest
+
+from common.config.envs import EnvsSection, RemoteOptions
+from common.config.run_config import EnvhubSection
+from envhub import main
+from envhub.http import limits
+
+HOST = "127.0.0.1"
+
+
+@pytest.fixture
+def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    monkeypatch.setattr(limits, "REQUEST_S", 0.5)
+    monkeypatch.setattr(limits, "MAX_CONNECTIONS", 100)
+    app, sessions = main.build(
+        ["wordle"], EnvhubSection(), token="t", options=EnvsSection(), remote=RemoteOptions()
+    )
+    with socket.create_server((HOST, 0)) as listener:
+        config = main.uvicorn.Config(
+            app, http=limits.limited_protocol(sessions.counts), ws="none", log_config=None
+        )
+        server = main.DrainingServer(config, sessions)
+        serving = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        serving.start()
+        yield listener.getsockname()[1]
+        server.should_exit = True
+        serving.join()
+
+
+def health(port: int) -> dict[str, object]:
+    return httpx.get(f"http://{HOST}:{port}/healthz", timeout=1.0).json()
+
+
+def test_endless_headers_are_refused_before_they_fill_anything(port: int) -> None:
+    memory_before = psutil.Process().memory_info().rss
+    with socket.create_connection((HOST, port)) as stranger:
+        stranger.settimeout(5.0)
+        sent, line = 0, b"X-A: " + b"a" * 8_000 + b"\r\n"
+        try:
+            stranger.sendall(b"GET /v1/envs HTTP/1.1\r\n")
+            while sent < 40 << 20:
+                stranger.sendall(line)
+                sent += len(line)
+        except OSError:
+            pass
+        assert sent < 40 << 20
+    assert psutil.Process().memory_info().rss - memory_before < 30 << 20
+    assert health(port)["num_large_headers"] == 1
+
+
+def test_a_request_that_does_not_end_is_ended(port: int) -> None:
+    began = time.monotonic()
+    with socket.create_connection((HOST, port)) as silent:
+        silent.settimeout(5.0)
+        with socket.create_connection((HOST, port)) as slow:
+            slow.settimeout(5.0)
+            slow.sendall(b"POST /v1/sessions HTTP/1.1\r\nX: ")
+            for each in (silent, slow):
+                with contextlib.suppress(ConnectionResetError):
+                    assert each.recv(1) == b"", "an answer"
+    assert time.monotonic() - began < 4.0
+    assert health(port)["num_slow"] == 2
+
+
+def test_idle_connections_keep_nobody_out(port: int) -> None:
+    strangers = [socket.create_connection((HOST, port), timeout=5) for _ in range(300)]
+    assert health(port)["status"] == "ok"
+    assert int(str(health(port)["num_too_many"])) >= 190
+    for each in strangers:
+        each.close()
