@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.errors import WeightSyncError
-from common.wire.addresses import is_loopback
+from common.wire.addresses import is_here, is_loopback
 from common.wire.weight_messages import TensorSpec
 
 CPU = torch.device("cpu")
@@ -36,18 +36,32 @@ def device_id(device: torch.device) -> str:
 def open_store(host: str, port: int, *, is_server: bool, timeout_s: float) -> dist.TCPStore:
     """Return the rendezvous store of a learner (`is_server`) or a client of it.
 
+    It listens on `host` alone where that is an address of this machine; torch's own way would be
+    to listen on all of them.
+
     Raises: WeightSyncError: nobody serves there, or the address is not ours to serve on.
     """
     try:
+        listener = _listener(host, port) if is_server else None
         return dist.TCPStore(
             host,
-            port,
+            listener.getsockname()[1] if listener else port,
             is_master=is_server,
             wait_for_workers=False,
             timeout=timedelta(seconds=timeout_s),
+            master_listen_fd=listener.detach() if listener else None,
         )
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         raise WeightSyncError(f"no rendezvous store at {host}:{port}: {error}") from error
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    """Return a listening socket. Raises: OSError: the address cannot be bound."""
+    bound = host if is_here(host) else "0.0.0.0"  # an address by which others reach this machine
+    family = socket.getaddrinfo(bound, port, type=socket.SOCK_STREAM)[0][0]
+    return socket.create_server(
+        (bound, port), family=family, backlog=1_024, dualstack_ipv6=bound == "::"
+    )
 
 
 @dataclass(frozen=True, slots=True)

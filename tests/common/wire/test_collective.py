@@ -1,6 +1,7 @@
 """Laws of the weight broadcast. Two threads stand for two processes: each has its own store."""
 
 import os
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -149,3 +150,12 @@ def test_nccl_gets_the_interface_that_peers_reach_unless_one_is_chosen(
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "chosen")
     choose_interface(own)
     assert os.environ["NCCL_SOCKET_IFNAME"] == "chosen"
+
+
+def test_the_store_listens_on_the_host_it_is_given_and_on_no_other() -> None:
+    store = open_store(HOST, 0, is_server=True, timeout_s=5.0)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", store.port), timeout=5)
+    store.set("key", "value")
+    client = open_store(HOST, store.port, is_server=False, timeout_s=5.0)
+    assert client.get("key") == b"value"
