@@ -125,6 +125,7 @@ async def _build(cfg: RunConfig, access: Access, context: zmq.asyncio.Context) -
     incarnation = uuid.uuid4().hex[:12]
     exclusive = asyncio.Lock()
     renderer = Renderer(AutoTokenizer.from_pretrained(cfg.model.path, local_files_only=True))
+    renderer.check_room(cfg.actor)
     is_lockstep = cfg.train.mode == "sync"
     logger.info("engine is starting")
     engine = await Engine.start(

@@ -17,6 +17,7 @@ async def play_with_engine(
 ) -> None:
     """Play the job. Raises: EngineError if the engine did not start or failed; and as `play`."""
     renderer = Renderer(AutoTokenizer.from_pretrained(model.path, local_files_only=True))
+    renderer.check_room(actor)
     engine = await Engine.start(model, actor, end_of_turn_ids=renderer.end_of_turn_ids, seed=seed)
     engine.version = 0
     numbers = count(1)

@@ -10,6 +10,8 @@ template that rewrites earlier turns is refused at start.
 from functools import lru_cache
 from typing import Any
 
+from actor.rollout.observations import CUT_MARK
+from common.config.run_config import ActorSection
 from common.control_tokens import ControlTokens
 from common.errors import ConfigError
 
@@ -80,6 +82,18 @@ class Renderer:
         """
         lead = "" if is_stopped else self._end_of_turn_text
         return list(self._known(lead + self._between, text, self._after_user))
+
+    def check_room(self, actor: ActorSection) -> None:
+        """Return if a page fits beside a turn, were it only the beginning of one.
+
+        Raises: ConfigError: it does not, so that no episode could ever be played.
+        """
+        needed = len(self.first_prompt(f"x{CUT_MARK.format(10**6)}"))
+        if actor.max_model_len - actor.max_turn_tokens < needed:
+            raise ConfigError(
+                f"actor.max_model_len={actor.max_model_len}: with actor.max_turn_tokens="
+                f"{actor.max_turn_tokens} no page fits, which takes {needed} tokens at least"
+            )
 
     def action_text(self, token_ids: list[int]) -> str:
         """Return the text of a sampled action without special tokens."""

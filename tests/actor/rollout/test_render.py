@@ -5,6 +5,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from actor.rollout.render import Renderer
+from common.config.run_config import ActorSection
 from common.errors import ConfigError
 from learner.offline.scratch import CHAT_TEMPLATE, make_tokenizer
 
@@ -89,6 +90,13 @@ def test_an_unfinished_turn_gets_one_end_token_more(tokenizer: PreTrainedTokeniz
     stopped = renderer.after_action("you see", is_stopped=True)
     cut = renderer.after_action("you see", is_stopped=False)
     assert cut == [renderer.end_of_turn_ids[0], *stopped]
+
+
+def test_context_without_room_for_a_page_is_refused_before_an_engine_starts() -> None:
+    renderer = Renderer(COMPACT)
+    renderer.check_room(ActorSection(max_model_len=512, max_turn_tokens=16))
+    with pytest.raises(ConfigError, match=r"actor\.max_model_len=32: with .* no page fits"):
+        renderer.check_room(ActorSection(max_model_len=32, max_turn_tokens=30))
 
 
 @ANY_TOKENIZER
