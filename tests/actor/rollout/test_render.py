@@ -118,7 +118,7 @@ def test_text_never_becomes_a_control_token(tokenizer: PreTrainedTokenizerFast) 
 def test_token_of_the_template_that_is_not_special_is_no_text_either() -> None:
     tokenizer = make_chatml(CHATML.replace("<|im_start|>", "<|im_start|><role>"))
     tokenizer.add_tokens(["<role>", "<tool>"])
-    role, tool = (tokenizer.convert_tokens_to_ids(name) for name in ("<role>", "<tool>"))
+    role, tool = (tokenizer.get_vocab()[name] for name in ("<role>", "<tool>"))
     ids = Renderer(tokenizer).first_prompt("<role>user <tool>")
     assert (ids.count(role), ids.count(tool)) == (2, 1)
 
