@@ -17,7 +17,7 @@ gc.set_threshold(10_000)
 
 try:
     from common.config.command_line import Request, parse, version_text
-    from common.config.load import config_as_yaml
+    from common.config.load import config_as_yaml, without_secrets
     from common.config.run_config import RunConfig
     from common.errors import ConfigError
     from common.launch import commands
@@ -211,7 +211,9 @@ def show(cfg: RunConfig, *, has_plan: bool) -> int:
     if has_plan and cfg.launcher == "ray":
         lines += Later("common.launch.ray.cluster:placement_lines")(cfg)
     lines += Later("learner.objective.describe:summary_lines")(cfg.algorithm, cfg.learner)
-    return commands.say(config_as_yaml(cfg) + "".join(f"# {line}\n" for line in lines))
+    return commands.say(
+        config_as_yaml(without_secrets(cfg)) + "".join(f"# {line}\n" for line in lines)
+    )
 
 
 def main(argv: list[str]) -> int:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from common.checks.doctor import Check
-from common.config.load import config_as_yaml, load_config
+from common.config.load import config_as_yaml, load_config, without_secrets
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.log import configure_logging
@@ -38,7 +38,7 @@ def run_hub(
     """
     cfg = _load_alone(overrides, root=root)
     if is_dry:
-        say(config_as_yaml(cfg).rstrip("\n"))
+        say(config_as_yaml(without_secrets(cfg)).rstrip("\n"))
         return 0
     configure_logging("envhub", cfg.log.level)
     names = _with_remote(cfg.envhub.envs or _all_that_run(cfg, say), cfg)

@@ -2,10 +2,11 @@
 
 import difflib
 import os
+import re
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict, is_dataclass, replace
 from enum import Enum
 from io import StringIO
 from pathlib import Path
@@ -98,9 +99,23 @@ def find_config(config: str, *, root: Path) -> Path:
 
 
 def save_config(cfg: RunConfig, path: Path) -> None:
-    """Write every resolved value as YAML that `load_config` reads back to an equal config."""
+    """Write every resolved value as YAML that `load_config` reads back to an equal config.
+
+    Only its owner may read it, because a hub's token may be in it.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, config_as_yaml(cfg, revision=git_revision()))
+    write_atomically(path, config_as_yaml(cfg, revision=git_revision()), mode=0o600)
+
+
+def without_secrets(cfg: RunConfig) -> RunConfig:
+    """Return a config to be shown or sent: no token, and no user and password in a URL."""
+
+    def bare(url: str) -> str:
+        return re.sub(r"(?<=://)[^/]*@", "hidden@", url)
+
+    token = "hidden" if cfg.envhub.token else ""
+    envhub = replace(cfg.envhub, token=token, url=bare(cfg.envhub.url))
+    return replace(cfg, envhub=envhub, env=replace(cfg.env, url=bare(cfg.env.url)))
 
 
 def config_as_yaml(cfg: RunConfig, *, revision: str = "") -> str:

@@ -82,7 +82,9 @@ class RunDir:
         return address
 
 
-def write_atomically(path: Path, text: str, *, is_durable: bool = False) -> None:
+def write_atomically(
+    path: Path, text: str, *, is_durable: bool = False, mode: int | None = None
+) -> None:
     """Replace a file so that a reader sees the old or the new text, never a part.
 
     If `is_durable`, return only when a power cut leaves one of the two as well.
@@ -90,6 +92,8 @@ def write_atomically(path: Path, text: str, *, is_durable: bool = False) -> None
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with opened(lambda: temporary.open("w")) as handle:
+            if mode is not None:
+                os.fchmod(handle.fileno(), mode)
             handle.write(text)
             if is_durable:
                 handle.flush()

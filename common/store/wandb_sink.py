@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from common.config.load import without_secrets
 from common.config.run_config import LogSection, RunConfig, WandbMode
 from common.store.run_dir import RunDir, write_atomically
 
@@ -81,7 +82,7 @@ class WandbSink:
             id=kept.read_text().strip(),
             resume="allow" if self.mode is WandbMode.ONLINE else None,
             dir=str(run_dir.root),
-            config=dataclasses.asdict(cfg),
+            config=dataclasses.asdict(without_secrets(cfg)),
             mode=self.mode.value,
             settings=settings,
         )

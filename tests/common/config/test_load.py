@@ -5,7 +5,13 @@ from pathlib import Path
 import pytest
 
 from common.config.learning import Baseline
-from common.config.load import list_configs, load_config, save_config
+from common.config.load import (
+    config_as_yaml,
+    list_configs,
+    load_config,
+    save_config,
+    without_secrets,
+)
 from common.config.run_config import TrainMode
 from common.errors import ConfigError
 
@@ -159,3 +165,14 @@ def test_shipped_config_survives_saving_and_loading(tmp_path: Path, repository: 
         assert cfg.run.name == name
         save_config(cfg, tmp_path / "deep" / "config.yaml")
         assert load_config(str(tmp_path / "deep" / "config.yaml"), [], root=repository) == cfg
+
+
+def test_what_is_shown_of_a_config_holds_no_secret_and_its_file_is_its_owners(
+    tmp_path: Path, repository: Path
+) -> None:
+    secrets = ["envhub.token=s3cret", "envhub.url=http://user:s3cret@10.0.0.1:1"]
+    cfg = load_config(None, ["model.path=m", *secrets], root=repository)
+    assert "s3cret" not in config_as_yaml(without_secrets(cfg))
+    save_config(cfg, tmp_path / "config.yaml")
+    assert (tmp_path / "config.yaml").stat().st_mode & 0o777 == 0o600
+    assert load_config(str(tmp_path / "config.yaml"), [], root=repository).envhub == cfg.envhub
