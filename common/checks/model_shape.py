@@ -70,9 +70,11 @@ def read_shape(folder: Path) -> ModelShape:
 
 def _is_stretched(text: dict[str, Any]) -> bool:
     """Return whether rotary positions are scaled, as YaRN does."""
-    rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
-    kinds = (rope.get("rope_type"), rope.get("type")) if isinstance(rope, dict) else ("?",)
-    return any(kind not in (None, "default") for kind in kinds)
+    rope: object = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    if not isinstance(rope, dict):
+        return True
+    said = cast(dict[str, object], rope)
+    return any(said.get(name) not in (None, "default") for name in ("rope_type", "type"))
 
 
 def _params_of_config(text: dict[str, Any], *, is_tied: bool) -> int:

@@ -74,6 +74,10 @@ class Beacon:
         self._stopping.set()
         self._thread.join(WRITE_S)
         self._path.unlink(missing_ok=True)
+        if self._stacks is not None:
+            faulthandler.unregister(STACKS_SIGNAL)
+            signal.signal(STACKS_SIGNAL, signal.SIG_IGN)  # who asks now comes too late
+            self._stacks.close()
 
     def watch_tasks(self) -> None:
         """Write the stacks of the running event loop's tasks, too, when stacks are asked for."""

@@ -184,7 +184,9 @@ def test_a_full_disk_pauses_the_intake_and_loses_nothing(
     with no_room_beyond(150_000):
         running.actor.send_multipart(encode(long))
         heard = lambda: [m for m in running.scheduler.heard if isinstance(m, Heartbeat)]  # noqa: E731
-        running.scheduler.pump_until(lambda: heard() and "disk: no room" in heard()[-1].waiting_for)
+        running.scheduler.pump_until(
+            lambda: any("disk: no room" in each.waiting_for for each in heard()[-1:])
+        )
         assert not running.actor.poll(0), "acknowledged, and not on disk"
         assert running.journaled() == ["g/0"]
         assert "waiting for room, nothing is lost" in caplog.text

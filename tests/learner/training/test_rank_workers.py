@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -119,7 +120,7 @@ def test_a_checkpoint_of_two_ranks_is_gone_on_from_by_one_and_by_two(
         expected = weights_after(trainer, num_steps=1)  # while it is written
         checkpoints.wait()
         spoilt = next(each for each in trainer.tensors().values() if isinstance(each, DTensor))
-        spoilt.detach().to_local().view(-1)[0] = torch.inf
+        cast(DTensor, spoilt.detach()).to_local().view(-1)[0] = torch.inf
         with pytest.raises(WeightsNotFinite, match=r"model.* no checkpoint is made of them"):
             trainer.save(tmp_path / "bad")  # both ranks know, so that none waits for the other
     for num_ranks, offload in ((1, Offload.NONE), (2, Offload.OPTIMIZER)):
