@@ -2,6 +2,7 @@
 
 import gc
 import os
+from collections.abc import Generator
 from itertools import groupby
 from pathlib import Path
 
@@ -45,3 +46,13 @@ def pytest_collection_finish() -> None:
 def repository() -> Path:
     """The directory that holds `run.py`."""
     return Path(__file__).resolve().parents[1]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Spell half characters out in what a test has said: workers send their reports as UTF-8."""
+    report = yield
+    report.sections = [
+        (name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections
+    ]
+    return report
