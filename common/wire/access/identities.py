@@ -36,11 +36,12 @@ NAME_FIELD = {  # which field of a message says who speaks, so what it must be
     "CanaryScores": "actor",
     "HubHello": "name",
     "HubGoodbye": "name",
+    "JoinRequest": "name",
 }
 RIGHTS = {  # what may be said with a key of each role; "run", the centre's own, may say anything
     "actor": frozenset(each for each in NAME_FIELD if not each.startswith("Hub"))
-    | {"StoreRequest"},
-    "envhub": frozenset({"HubHello", "HubGoodbye"}),
+    | {"StoreRequest", "FileRequest"},
+    "envhub": frozenset({"HubHello", "HubGoodbye", "JoinRequest", "FileRequest"}),
     NODE: frozenset({"JoinRequest", "FileRequest"}),
 }
 
@@ -63,7 +64,7 @@ class Identity:
         kind = type(message).__name__
         if kind not in RIGHTS[self.role]:
             return f"the key of {self.name} ({self.role}) does not allow this {kind}"
-        field = NAME_FIELD.get(kind)
+        field = NAME_FIELD.get(kind) if self.role != NODE else None  # who asks for a key has none
         if field is not None and getattr(message, field) != self.name:
             return f"the key of {self.name} lets nobody speak as another"
         role = getattr(message, "role", self.role) if field else self.role

@@ -1,11 +1,14 @@
 """Laws of a run's keys."""
 
 import stat
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from common.errors import ConfigError
+from common.wire.access.identities import NODE, Identity
+from common.wire.join_messages import FileRequest, JoinRequest
 from common.wire.security import create_keys, load_keys
 
 
@@ -29,3 +32,14 @@ def test_a_missing_key_is_named(tmp_path: Path) -> None:
     (tmp_path / "client_secret").unlink()
     with pytest.raises(ConfigError, match="client_secret"):
         load_keys(tmp_path)
+
+
+def test_who_was_given_a_key_by_name_may_join_by_that_name_only() -> None:
+    actor, hub = Identity("actor-3", "actor", "p"), Identity("hub-1", "envhub", "q")
+    asks = JoinRequest(role="actor", product="1", name="actor-3", public_key="p")
+    assert actor.why_not(asks) == ""
+    assert actor.why_not(FileRequest(name="config.json", offset_bytes=0)) == ""
+    assert "speak as another" in actor.why_not(replace(asks, name="actor-4"))
+    assert "is an actor's" in actor.why_not(replace(asks, role="envhub"))
+    assert hub.why_not(replace(asks, name="hub-1", role="envhub")) == ""
+    assert Identity(NODE, NODE, "n").why_not(asks) == ""  # the key that is for asking
