@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 SHUTDOWN_S = 1.0  # until the engine's processes are killed; they hold nothing worth saving
 LOAD_S = 60.0  # for the engine to stand still, and to load what it has received
+LAST_WORDS_S = 1.0  # for the other workers, once one has failed
 FIRST_LOOK_S, LAST_LOOK_S = 0.005, 0.1  # between looks whether a version is staged
 
 
@@ -263,10 +264,13 @@ class Engine:
             told = await self._answered(offer, self._llm.collective_rpc("staged"))
             workers = [Staged(**each) for each in told]
             failed = [worker for worker in workers if worker.error]
-            if failed or all(worker.is_done for worker in workers):
+            if failed and limit_s > LAST_WORDS_S:  # the others say what came at them, too
+                started, limit_s = time.monotonic(), LAST_WORDS_S
+            if all(worker.is_done or worker.error for worker in workers):
                 break
             if is_given_up() or time.monotonic() - started > limit_s:
-                failed = [Staged(is_done=False, error="given up", is_cancelled=is_given_up())]
+                given_up = Staged(is_done=False, error="given up", is_cancelled=is_given_up())
+                failed = failed or [given_up]
                 break
             await asyncio.sleep(look_s)
             look_s = min(LAST_LOOK_S, 1.5 * look_s)

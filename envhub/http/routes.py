@@ -189,7 +189,8 @@ def _add_presence_route(app: FastAPI, sessions: Sessions) -> None:
                 yield b"\n"
                 await asyncio.sleep(SIGN_S)
 
-    @app.get("/v1/presence/{owner}", tags=["sessions"])
+    # In no schema: it is answered for as long as the owner lives, which no tool expects.
+    @app.get("/v1/presence/{owner}", include_in_schema=False)
     async def presence(owner: str) -> StreamingResponse:
         """Never ends by itself; when the connection does, so do the owner's sessions."""
         return StreamingResponse(signs(owner[:MAX_NAME_CHARS]), media_type="text/plain")

@@ -73,8 +73,10 @@ def test_a_request_that_does_not_end_is_ended(port: int) -> None:
 
 
 def test_idle_connections_keep_nobody_out(port: int) -> None:
-    strangers = [socket.create_connection((HOST, port), timeout=5) for _ in range(300)]
-    assert health(port)["status"] == "ok"
-    assert int(str(health(port)["num_too_many"])) >= 190
-    for each in strangers:
-        each.close()
+    with contextlib.ExitStack() as stack:
+        for _ in range(300):
+            stack.enter_context(socket.create_connection((HOST, port), timeout=5))
+        deadline = time.monotonic() + 10
+        while int(str(health(port)["num_too_many"])) < 190:  # a hub that is busy ends them later
+            assert time.monotonic() < deadline
+        assert health(port)["status"] == "ok"
