@@ -136,6 +136,7 @@ async def _build(cfg: RunConfig, access: Access, context: zmq.asyncio.Context) -
         meters_load=cfg.actor.adapt_concurrency and not is_lockstep,
         has_weights=access.has_weights,
         lora=cfg.learner.lora,
+        is_repeatable=is_lockstep,
     )
     start_s = cfg.actor.start_timeout_s
     scheduler = SchedulerClient(

@@ -78,6 +78,7 @@ class Engine:
         meters_load: bool = False,
         has_weights: bool = True,
         lora: LoraSection = FULL,
+        is_repeatable: bool = False,
     ) -> "Engine":
         """Start the engine processes and warm them up; without weights they are random at first.
 
@@ -88,7 +89,13 @@ class Engine:
         started = time.monotonic()
         meter = EngineLoad() if meters_load else None
         llm, watch = start_llm(
-            model, cfg, seed=seed, meter=meter, has_weights=has_weights, lora=lora
+            model,
+            cfg,
+            seed=seed,
+            meter=meter,
+            has_weights=has_weights,
+            lora=lora,
+            is_repeatable=is_repeatable,
         )
         engine = cls(llm, cfg, end_of_turn_ids=end_of_turn_ids, watch=watch)
         engine.meter = meter

@@ -24,6 +24,7 @@ from common.errors import EngineError
 
 # A turn recomputes what lies behind its last whole block, and vLLM's own size on a CPU is 128.
 CPU_BLOCK_TOKENS = 32
+WHOLE_TOKENS = 8_192  # of a step, where prompts are not computed in parts
 
 
 def engine_arguments(
@@ -33,7 +34,11 @@ def engine_arguments(
     seed: int,
     has_weights: bool = True,
     lora: LoraSection = FULL,
+    is_repeatable: bool = False,
 ) -> AsyncEngineArgs:
+    # A prompt that is computed in parts draws for each part, and takes back what it drew too
+    # early; the generators of a CPU, one for each request of a repeatable run, cannot do that.
+    is_whole = is_repeatable and current_platform.is_cpu()
     return AsyncEngineArgs(
         model=model.path,
         load_format="auto" if has_weights else "dummy",
@@ -45,6 +50,8 @@ def engine_arguments(
         gpu_memory_utilization=cfg.gpu_memory_frac,
         enforce_eager=cfg.enforce_eager,
         enable_prefix_caching=True,
+        enable_chunked_prefill=False if is_whole else None,
+        max_num_batched_tokens=max(WHOLE_TOKENS, cfg.max_model_len) if is_whole else None,
         block_size=CPU_BLOCK_TOKENS if current_platform.is_cpu() else None,
         logprobs_mode="processed_logprobs",
         worker_extension_cls="actor.engine.worker.WorkerExtension",
@@ -67,6 +74,7 @@ def start_llm(
     meter: EngineLoad | None,
     has_weights: bool = True,
     lora: LoraSection = FULL,
+    is_repeatable: bool = False,
 ) -> tuple[AsyncLLM, ProcessWatch]:
     """Start the engine's processes, blocking; with a meter they tell it what they do.
 
@@ -82,7 +90,14 @@ def start_llm(
     watch = ProcessWatch()
     try:
         with watch.printing():
-            arguments = engine_arguments(model, cfg, seed=seed, has_weights=has_weights, lora=lora)
+            arguments = engine_arguments(
+                model,
+                cfg,
+                seed=seed,
+                has_weights=has_weights,
+                lora=lora,
+                is_repeatable=is_repeatable,
+            )
             llm = _start(arguments, meter)
     except (RuntimeError, ValueError, OSError, TimeoutError) as error:
         _close_contexts_in(error)
