@@ -22,7 +22,7 @@ MAX_MEDIAN_FUNCTION_LINES = 8
 MAX_CONSTRUCTOR_ARGUMENTS = 8
 MAX_FILES_IN_FOLDER = 12
 MAX_BROAD_EXCEPTS = 12
-MAX_SOURCE_LINES = 58_000  # 50,000 and what faults and attackers demand
+MAX_SOURCE_LINES = 62_000  # 50,000, what faults and attackers demand, and exact maths
 SOURCES = [
     *sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py")),
     ROOT / "run.py",
