@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
-from common.config.learning import WeightsTransport
+from common.config.compute import WeightsTransport
 from common.config.run_config import RunConfig, TrainMode
 from common.store.journal import JournalWriter
 from common.store.metrics import MetricsWriter

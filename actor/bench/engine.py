@@ -15,7 +15,7 @@ import zmq.asyncio
 
 from actor.engine.engine import Engine
 from actor.engine.weights import WeightLink
-from common.config.learning import LoraSection
+from common.config.compute import LoraSection
 from common.config.run_config import ActorSection, ModelSection
 from common.errors import EngineError
 from common.store.run_dir import RunDir, write_atomically

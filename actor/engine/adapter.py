@@ -15,7 +15,7 @@ from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.lora.request import LoRARequest
 
-from common.config.learning import LoraSection
+from common.config.compute import LoraSection
 from common.errors import EngineError
 
 # The only adapter. It has no path: one that is not in the engine is an error and never looked for.

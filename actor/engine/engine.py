@@ -24,7 +24,7 @@ from actor.engine.process_watch import ProcessWatch
 from actor.engine.staging import Staged
 from actor.engine.start import shut_down_llm, start_llm
 from actor.rollout.episode import Turn
-from common.config.learning import FULL, LoraSection
+from common.config.compute import FULL, LoraSection
 from common.config.run_config import ActorSection, AtUpdate, ModelSection
 from common.errors import EngineError, WeightSyncError
 from common.wire.codec import encode

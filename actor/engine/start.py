@@ -18,7 +18,7 @@ from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerBase
 from actor.engine.adapter import engine_options
 from actor.engine.concurrency import EngineLoad
 from actor.engine.process_watch import ProcessWatch, own_engines
-from common.config.learning import FULL, LoraSection
+from common.config.compute import FULL, LoraSection
 from common.config.run_config import ActorSection, ModelSection
 from common.errors import EngineError
 

@@ -17,7 +17,7 @@ from common.checks.memory_parts import (
     times,
 )
 from common.checks.model_shape import ModelShape, read_shape
-from common.config.learning import Moments, Offload, OptimizerKind
+from common.config.compute import Moments, Offload, OptimizerKind
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 

@@ -19,7 +19,7 @@ from common.checks.machine import (
 )
 from common.checks.memory_plan import check_memory, is_elsewhere, plan_here
 from common.checks.model_shape import ModelShape, read_shape
-from common.config.learning import Offload
+from common.config.compute import Offload
 from common.config.offline import SftSection
 from common.config.run_config import Launcher, Resume, RunConfig, check_training
 from common.errors import ConfigError

@@ -32,8 +32,7 @@ from common.config.knobs import (
     seconds,
 )
 from common.config.learning import AlgorithmSection, LearnerSection
-from common.config.offline import DpoSection, EvolveSection, SftSection
-from common.config.simulator import SimulatorSection
+from common.config.offline import DpoSection, EvolveSection, SftSection, SimulatorSection
 from common.errors import ConfigError
 
 DTYPES = ("bfloat16", "float16", "float32")

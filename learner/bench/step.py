@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import PreTrainedModel
 
-from common.config.learning import Aggregation, AlgorithmSection, Attention, Layout, LearnerSection
+from common.config.compute import Attention, Layout
+from common.config.learning import Aggregation, AlgorithmSection, LearnerSection
 from learner.batch.batching import Sample, make_microbatches
 from learner.bench.batch import MAX_LAG, BatchShape, make_batch, with_sampler_logprobs
 from learner.policy.forward import Networks, Passes

@@ -6,6 +6,7 @@ No torch here: a dry run prints it quickly.
 from collections.abc import Iterator
 from functools import partial
 
+from common.config.compute import OptimizerKind
 from common.config.learning import (
     Advantage,
     Aggregation,
@@ -16,7 +17,6 @@ from common.config.learning import (
     CriticSection,
     CriticTargets,
     LearnerSection,
-    OptimizerKind,
     PolicyLoss,
     Proximal,
     Timestep,

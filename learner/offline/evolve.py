@@ -12,7 +12,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from common.config.learning import FULL
+from common.config.compute import FULL
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.store.journal import read_journal

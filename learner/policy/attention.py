@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PreTrainedModel
 
-from common.config.learning import Attention, Layout
+from common.config.compute import Attention, Layout
 from common.errors import ConfigError
 from learner.batch.batching import Packing
 

@@ -10,7 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from common.config.learning import LearnerSection, Offload
+from common.config.compute import Offload
+from common.config.learning import LearnerSection
 from learner.batch.batching import TokenBatch, collate_tokens, plan_microbatches
 from learner.policy.attention import use_attention
 from learner.policy.critic import Critic

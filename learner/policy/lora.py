@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from common.config.learning import LoraSection
+from common.config.compute import LoraSection
 from common.errors import ConfigError
 
 ADAPTER = "default"  # peft's name of the only one

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from common.config.learning import FULL, LoraSection
+from common.config.compute import FULL, LoraSection
 from common.errors import ConfigError
 from learner.batch.batching import TokenBatch
 from learner.policy.loading import give_memory, load_network, take_memory

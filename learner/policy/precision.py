@@ -8,7 +8,8 @@ from functools import cache
 import torch
 
 from common.checks.machine import has_bf16_units
-from common.config.learning import LearnerSection, Precision
+from common.config.compute import Precision
+from common.config.learning import LearnerSection
 
 
 def uses_bf16(learner: LearnerSection, device: torch.device) -> bool:

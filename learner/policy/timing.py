@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from common.config.learning import Attention, Layout, LearnerSection, Precision
+from common.config.compute import Attention, Layout, Precision
+from common.config.learning import LearnerSection
 from common.errors import ConfigError
 from common.store.run_dir import read_json, write_json
 from learner.batch.batching import TokenBatch, collate_tokens

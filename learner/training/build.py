@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from common.config.learning import Advantage, LearnerSection, Offload
+from common.config.compute import Offload
+from common.config.learning import Advantage, LearnerSection
 from common.config.run_config import RunConfig
 from learner.policy.critic import make_critic
 from learner.policy.forward import Networks

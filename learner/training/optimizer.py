@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from common.config.learning import LearnerSection, Moments, OptimizerKind
+from common.config.compute import Moments, OptimizerKind
+from common.config.learning import LearnerSection
 
 BLOCK = 256  # 8-bit moments that share a scale, one after the other in memory
 _SMALLEST = 4096  # weights of a rank below which torchao keeps their moments in fp32

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from common.config.learning import WeightsTransport
+from common.config.compute import WeightsTransport
 from learner.weights.membership import SILENT_AFTER_S, Member
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from common.config.learning import LoraSection
+from common.config.compute import LoraSection
 from common.config.run_config import EnvhubSection
 from common.launch.process import ChildProcess
 from common.repository import ROOT

@@ -7,7 +7,8 @@ import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from common.config.learning import LearnerSection, LoraSection, Precision
+from common.config.compute import LoraSection, Precision
+from common.config.learning import LearnerSection
 from common.config.run_config import ModelSection, RunConfig
 from common.wire.messages import Trajectory
 from learner.batch.batching import Sample

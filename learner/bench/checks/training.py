@@ -14,14 +14,8 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel
 
-from common.config.learning import (
-    AlgorithmSection,
-    Layout,
-    LearnerSection,
-    LoraSection,
-    Offload,
-    Precision,
-)
+from common.config.compute import Layout, LoraSection, Offload, Precision
+from common.config.learning import AlgorithmSection, LearnerSection
 from common.report.bench_table import BenchTable
 from learner.batch.batching import Sample
 from learner.bench.agree import canary_delta

@@ -9,7 +9,8 @@ from statistics import median
 
 import torch
 
-from common.config.learning import AlgorithmSection, LearnerSection, Precision
+from common.config.compute import Precision
+from common.config.learning import AlgorithmSection, LearnerSection
 from common.config.load import load_config
 from common.report.bench_table import BenchTable
 from common.repository import ROOT

@@ -13,7 +13,8 @@ import zmq.asyncio
 from transformers import Qwen3ForCausalLM
 
 from actor.rollout.episode import Turn
-from common.config.learning import FULL, AlgorithmSection, LearnerSection, LoraSection, Precision
+from common.config.compute import FULL, LoraSection, Precision
+from common.config.learning import AlgorithmSection, LearnerSection
 from common.config.run_config import ActorSection, AtUpdate, ModelSection, SftSection
 from common.store.run_dir import RunDir
 from common.wire.security import create_keys

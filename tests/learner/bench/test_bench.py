@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from common.config.learning import AlgorithmSection, LearnerSection, Precision
+from common.config.compute import Precision
+from common.config.learning import AlgorithmSection, LearnerSection
 from common.errors import ConfigError, EngineError, WeightSyncError
 from common.report.bench_table import BenchTable
 from common.wire.transfer.buckets import Cut

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from common.config.learning import LearnerSection, Precision
+from common.config.compute import Precision
+from common.config.learning import LearnerSection
 from common.config.offline import DpoSection
 from learner.offline import dpo
 from learner.offline.dpo import Pair, make_pairs, preference_loss

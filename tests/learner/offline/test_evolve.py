@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from common.config.learning import LearnerSection, Precision
+from common.config.compute import Precision
+from common.config.learning import LearnerSection
 from common.config.offline import EvolveSection
 from common.config.run_config import ModelSection, RunConfig, TaskSection
 from common.errors import ConfigError

@@ -11,7 +11,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from common.config.learning import LearnerSection, LoraSection
+from common.config.compute import LoraSection
+from common.config.learning import LearnerSection
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from learner.offline import sft

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, GPT2Config, GPT2LMHeadModel
 
-from common.config.learning import Attention, Layout
+from common.config.compute import Attention, Layout
 from common.errors import ConfigError
 from learner.batch.batching import Packing, collate_tokens
 from learner.policy import attention as under_test

@@ -9,7 +9,8 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common.config.learning import LearnerSection, LoraSection, OptimizerKind
+from common.config.compute import LoraSection, OptimizerKind
+from common.config.learning import LearnerSection
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.repository import ROOT

@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from common.config.learning import Attention, Layout, LearnerSection, Precision
+from common.config.compute import Attention, Layout, Precision
+from common.config.learning import LearnerSection
 from learner.policy import timing
 from learner.policy.precision import precision_by_rule, uses_bf16
 from learner.policy.timing import (

@@ -3,8 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
+from common.config.offline import SimulatorSection
 from common.config.run_config import RunConfig
-from common.config.simulator import SimulatorSection
 from common.wire.messages import EndReason
 from learner.simulator.workload import Play
 from tests.learner.scheduler.builders import make_config

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from common.config.simulator import SimulatorSection
+from common.config.offline import SimulatorSection
 from common.errors import ConfigError
 from common.store.journal import JournalWriter
 from common.wire.messages import EndReason

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from common.config.compute import Precision
 from common.config.learning import (
     Advantage,
     Aggregation,
@@ -20,7 +21,6 @@ from common.config.learning import (
     CriticSection,
     LearnerSection,
     PolicyLoss,
-    Precision,
 )
 from learner.batch.batching import Sample
 from learner.policy.critic import make_critic

@@ -10,20 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from common.config.compute import Attention, Layout, OptimizerKind, Precision
 from common.config.learning import (
     Advantage,
     Aggregation,
     AlgorithmSection,
-    Attention,
     ControllerSection,
     Correction,
     CriticSection,
     CriticTargets,
-    Layout,
     LearnerSection,
-    OptimizerKind,
     PolicyLoss,
-    Precision,
     Proximal,
 )
 from common.repository import ROOT

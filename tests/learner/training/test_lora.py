@@ -9,13 +9,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from common.config.compute import LoraSection
 from common.config.learning import (
     Advantage,
     AlgorithmSection,
     ControllerSection,
     CriticKind,
     CriticSection,
-    LoraSection,
 )
 from common.config.run_config import RunConfig
 from common.errors import ConfigError

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from common.checks.memory_parts import adamw_part
+from common.config.compute import LoraSection, Moments, Precision
 from common.config.learning import (
     Advantage,
     AlgorithmSection,
@@ -18,9 +19,6 @@ from common.config.learning import (
     CriticKind,
     CriticSection,
     LearnerSection,
-    LoraSection,
-    Moments,
-    Precision,
 )
 from common.config.load import load_config
 from common.config.run_config import ModelSection, RunConfig

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from common.config.learning import LearnerSection, OptimizerKind
+from common.config.compute import OptimizerKind
+from common.config.learning import LearnerSection
 from learner.training.optimizer import lr_scale, make_optimizer
 from tests.learner.builders import make_model
 

@@ -7,18 +7,16 @@ import numpy as np
 import pytest
 import torch
 
+from common.config.compute import Attention, Layout, Precision
 from common.config.learning import (
     Advantage,
     Aggregation,
     AlgorithmSection,
-    Attention,
     Correction,
     CriticKind,
     CriticSection,
-    Layout,
     LearnerSection,
     PolicyLoss,
-    Precision,
     Proximal,
 )
 from learner.batch.batching import Sample, make_microbatches

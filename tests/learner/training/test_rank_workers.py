@@ -14,13 +14,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
 
-from common.config.learning import (
-    Advantage,
-    AlgorithmSection,
-    ControllerSection,
-    LearnerSection,
-    Offload,
-)
+from common.config.compute import Offload
+from common.config.learning import Advantage, AlgorithmSection, ControllerSection, LearnerSection
 from common.config.run_config import RunConfig
 from common.errors import LongstrideError
 from learner.policy.finite import WeightsNotFinite

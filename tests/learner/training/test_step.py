@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.config.learning import AlgorithmSection, Correction, LearnerSection, Precision, Proximal
+from common.config.compute import Precision
+from common.config.learning import AlgorithmSection, Correction, LearnerSection, Proximal
 from learner.batch.batching import MicroBatch, make_microbatches
 from learner.objective.loss import LossInputs
 from learner.policy.forward import Networks

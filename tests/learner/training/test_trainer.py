@@ -10,14 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from common.config.learning import (
-    AlgorithmSection,
-    ControllerSection,
-    Correction,
-    LearnerSection,
-    OptimizerKind,
-    Precision,
-)
+from common.config.compute import OptimizerKind, Precision
+from common.config.learning import AlgorithmSection, ControllerSection, Correction, LearnerSection
 from common.errors import ConfigError
 from learner.batch.batching import Sample
 from learner.policy.finite import WeightsNotFinite

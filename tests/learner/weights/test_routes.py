@@ -2,7 +2,7 @@
 
 import pytest
 
-from common.config.learning import WeightsTransport as Choice
+from common.config.compute import WeightsTransport as Choice
 from learner.weights.membership import Member
 from learner.weights.routes import Wave, transport_of, waves
 
