@@ -10,7 +10,7 @@ from common.report.bench_table import BenchTable
 
 RUN_S = 900.0  # for one run, its start included
 NUM_ROUNDS = 2  # of both modes, in turn
-FIRST_STEP, LAST_STEP = 4, 14  # the first ones wait for engines
+FIRST_STEP, LAST_STEP = 6, 20  # the first ones wait for engines and for kernels to be chosen
 MIN_RATIO = 1.6
 SETTINGS = (*TRAINING_ALONE, f"train.num_steps={LAST_STEP}")
 
@@ -23,18 +23,33 @@ def run_suite(table: BenchTable) -> None:
 
 
 def add_runs(table: BenchTable, folder: Path) -> None:
-    done = {mode: [0.0, 0.0] for mode in (TrainMode.SYNC, TrainMode.ASYNC)}
+    done = {mode: [0.0, 0.0, 0.0] for mode in (TrainMode.SYNC, TrainMode.ASYNC)}
     for number in range(NUM_ROUNDS):
         for mode, totals in done.items():
             name = f"{mode.value}-{number}"
             overrides = (*SETTINGS, f"train.mode={mode.value}", f"run.seed={number}")
             train(name, overrides, folder=folder, timeout_s=RUN_S)
-            episodes, took_s = window(folder / name / "metrics.jsonl")
-            totals[0] += episodes
-            totals[1] += took_s
-    sync, asynchronous = (episodes / took_s for episodes, took_s in done.values())
-    name = "episodes per second, asynchronous"
-    table.compare(name, asynchronous, sync, "/s", against="synchronous", at_least=MIN_RATIO)
+            arrived, took_s = window(folder / name / "metrics.jsonl")
+            for index, value in enumerate((LAST_STEP - FIRST_STEP, arrived, took_s)):
+                totals[index] += value
+    sync, asynchronous = done.values()
+    # Both train the same number of episodes a step; those that arrive come in waves, and some of
+    # them carry no signal.
+    table.compare(
+        "steps per second, asynchronous",
+        asynchronous[0] / asynchronous[2],
+        sync[0] / sync[2],
+        "/s",
+        against="synchronous",
+        at_least=MIN_RATIO,
+    )
+    table.compare(
+        "episodes arrived per second, asynchronous",
+        asynchronous[1] / asynchronous[2],
+        sync[1] / sync[2],
+        "/s",
+        against="synchronous",
+    )
 
 
 def window(metrics: Path) -> tuple[float, float]:

@@ -48,7 +48,7 @@ class Size:
     every_s: float  # from one fault to the next, unless a run needs longer to recover
     lasts_s: float = LASTS_S
     faults: tuple[Fault, ...] = ALL_FAULTS
-    overrides: tuple[str, ...] = ()
+    settings: tuple[str, ...] = TRAINING_ALONE
 
 
 USUAL = Size(config="quickstart", num_steps=220, every_s=20.0)
@@ -56,7 +56,7 @@ LONG = Size(
     config="quickstart",
     num_steps=320,  # the whole of it
     every_s=8.0,
-    overrides=("eval.after=true",),
+    settings=tuple(each for each in TRAINING_ALONE if each != "eval.after=false"),
 )
 SHORT = Size(
     config="smoke",
@@ -144,7 +144,7 @@ def measure(table: BenchTable, size: Size) -> None:
 
 def _measure(table: BenchTable, size: Size, folder: Path, *, has_machine: bool) -> None:
     run_dir = RunDir(root=folder / "run")
-    settings = (*TRAINING_ALONE, f"train.num_steps={size.num_steps}", *size.overrides)
+    settings = (*size.settings, f"train.num_steps={size.num_steps}")
     with running("run", settings, folder=folder, config=size.config) as child:
         scene = Scene(
             supervisor_pid=child.pid,

@@ -17,7 +17,7 @@ import pytest
 from common.bench.chaos.connections import reset_connections
 from common.bench.chaos.faults import NotPossible, Scene
 from common.bench.chaos.plan import ALL_FAULTS, Fault, Kind, deal
-from common.bench.chaos.suite import Story, Suffered, quantile
+from common.bench.chaos.suite import LONG, SHORT, USUAL, Size, Story, Suffered, quantile
 from common.bench.chaos.victims import Role, find_victims
 from common.bench.chaos.watch import Watch
 from common.store.run_dir import RunDir
@@ -135,3 +135,10 @@ def test_who_does_not_run_cannot_be_hit(tmp_path: Path) -> None:
         scene.strike(Fault(Kind.KILL, Role.LEARNER))
     with pytest.raises(NotPossible, match="not an administrator"):
         scene.strike(Fault(Kind.DISK_FULL))
+
+
+@pytest.mark.parametrize("size", [SHORT, USUAL, LONG], ids=["short", "usual", "long"])
+def test_no_size_says_a_setting_twice(size: Size) -> None:
+    """A run refuses a key that is given twice, after the suite has waited for it."""
+    keys = [setting.partition("=")[0] for setting in (*size.settings, "train.num_steps=1")]
+    assert len(keys) == len(set(keys))
