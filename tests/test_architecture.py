@@ -22,7 +22,7 @@ MAX_MEDIAN_FUNCTION_LINES = 8
 MAX_CONSTRUCTOR_ARGUMENTS = 8
 MAX_FILES_IN_FOLDER = 12
 MAX_BROAD_EXCEPTS = 12
-MAX_SOURCE_LINES = 62_000  # 50,000, what faults and attackers demand, and exact maths
+MAX_SOURCE_LINES = 66_000  # 50,000, what faults and attackers demand, exact maths, a dashboard
 SOURCES = [
     *sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py")),
     ROOT / "run.py",
