@@ -62,13 +62,20 @@ class SubsetSpec:
 class StepResult:
     """What one action led to.
 
-    `reward` is in [0, 1]. `is_valid` is False when the text was no executable action.
+    `reward` is in [0, 1]. `is_valid` is False when the text was no executable action. `is_success`
+    says whether the episode has ended solved; where an environment does not say (None), it has if
+    it ended with reward 1.
     """
 
     observation: str
     reward: float
     done: bool
     is_valid: bool
+    is_success: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.is_success is None:
+            object.__setattr__(self, "is_success", bool(self.done and self.reward >= 1.0))
 
 
 class Env(Protocol):

@@ -33,17 +33,18 @@ def demonstrate(cfg: RunConfig, url: str, token: str, path: Path) -> None:
         ConfigError: a subset that the hub does not have, or none to show.
         EnvError: the hub failed.
     """
-    records = asyncio.run(_play_all(cfg, url, token))
+    played = asyncio.run(_play_all(cfg, url, token))
+    records = [record for record, _ in played]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    num_solved = sum(record["reward"] >= 1.0 for record in records)
+    num_solved = sum(is_solved for _, is_solved in played)
     logger.info("demonstrations episodes=%d solved=%d file=%s", len(records), num_solved, path)
 
 
-async def _play_all(cfg: RunConfig, url: str, token: str) -> list[dict[str, Any]]:
+async def _play_all(cfg: RunConfig, url: str, token: str) -> list[tuple[dict[str, Any], bool]]:
     slots = asyncio.Semaphore(CONCURRENCY)
 
-    async def one(plan: PlannedEpisode, environments: Environments) -> dict[str, Any]:
+    async def one(plan: PlannedEpisode, environments: Environments) -> tuple[dict[str, Any], bool]:
         async with slots:
             return await _play(environments, plan)
 
@@ -86,20 +87,21 @@ def _plans(cfg: RunConfig, catalogue: dict[str, Any]) -> Iterator[PlannedEpisode
         )
 
 
-async def _play(environments: Environments, plan: PlannedEpisode) -> dict[str, Any]:
+async def _play(environments: Environments, plan: PlannedEpisode) -> tuple[dict[str, Any], bool]:
+    """Return the episode as AgentGym writes it down, and whether it was solved."""
     render = ScriptedRender()
     policy = ScriptedPolicy(plan.policy, seed=plan.episode_id, render=render)
     session = await environments.open(plan.env, plan.item_id, seed=plan.seed)
     text = first_text(environments.instruction(plan.env), session.first_observation)
     messages: list[dict[str, Any]] = [{"from": "human", "loss": None, "value": text}]
-    reward = 0.0
+    reward, is_solved = 0.0, False
     for turn in range(plan.horizon):
         action = render.action_text((await policy.act([], session)).token_ids)
         result = await session.step(action)
         messages.append({"from": "gpt", "loss": True, "value": action})
-        reward = result.reward
+        reward, is_solved = result.reward, result.is_success
         if result.done or turn + 1 == plan.horizon:
             break
         messages.append({"from": "human", "loss": None, "value": result.observation})
     await session.close()
-    return {"conversations": messages, "item_id": plan.item_id, "reward": reward}
+    return {"conversations": messages, "item_id": plan.item_id, "reward": reward}, is_solved

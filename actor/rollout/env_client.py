@@ -35,6 +35,7 @@ class StepResult:
     reward: float  # [0, 1]
     done: bool
     is_valid: bool  # False if the text was no executable action
+    is_success: bool  # the episode has ended solved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,11 +268,14 @@ class HubSession:
         reward = _told(reply, "reward", float, int, path=path)
         if not 0.0 <= reward <= 1.0:
             raise EnvError(f"{path}: answers reward={reward!r:.100}, which is not in [0, 1]")
+        done = _told(reply, "done", bool, path=path)
+        reply.setdefault("is_success", done and reward >= 1.0)  # hubs of others may not say it
         return StepResult(
             observation=_told(reply, "observation", str, path=path),
             reward=float(reward),
-            done=_told(reply, "done", bool, path=path),
+            done=done,
             is_valid=_told(reply, "is_valid", bool, path=path),
+            is_success=_told(reply, "is_success", bool, path=path),
         )
 
     async def hint(self) -> Hint:

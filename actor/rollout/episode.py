@@ -189,7 +189,7 @@ async def _turns(
         play.scores.append(result.reward)
         if result.done:
             play.end = EndReason.DONE
-            play.is_success = result.reward >= 1.0
+            play.is_success = result.is_success
             return
         if turn + 1 < lease.horizon:
             ids = play.observations.fitted(

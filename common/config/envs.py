@@ -7,14 +7,22 @@ from common.config.knobs import URL, WORD, Contradiction, knob, seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TextcraftOptions:
+class ItemFiles:
+    """Published lists of items, as those of AgentGym-RL's AgentItemId and of AgentEval are."""
+
+    train_items: str = knob("", "file with the training items of subset `agentgym`")
+    test_items: str = knob("", "file with its test items")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextcraftOptions(ItemFiles):
     """Crafting from recipes."""
 
     recipes_dir: str = knob("", 'folder of Minecraft-format recipe files; "": our own book')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BabyaiOptions:
+class BabyaiOptions(ItemFiles):
     """Grid worlds of minigrid."""
 
     shaped_reward: bool = knob(False, "success pays 1 - 0.9 * steps / max_steps instead of 1")
@@ -24,7 +32,7 @@ class BabyaiOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SciworldOptions:
+class SciworldOptions(ItemFiles):
     """ScienceWorld, one small JVM per live episode."""
 
     max_jvms: int = knob(8, "live episodes", ge=1, le=10**4)
@@ -39,7 +47,7 @@ class SciworldOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SearchqaOptions:
+class SearchqaOptions(ItemFiles):
     """Deep search: questions answered with a retriever."""
 
     questions_dir: str = knob("", '<dataset>_<train|test>.jsonl; "": a generated world of facts')
@@ -62,7 +70,7 @@ class BrowserOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WebarenaOptions:
+class WebarenaOptions(ItemFiles):
     """WebArena's sites, by URL; tasks of a site without one are left out."""
 
     shopping: str = knob("", "URL of the shop", form=URL, also="")
@@ -90,7 +98,7 @@ class MinisitesOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SqlgymOptions:
+class SqlgymOptions(ItemFiles):
     """Text to SQL on sqlite databases."""
 
     bird_dir: str = knob("", 'BIRD\'s folder; "": generated databases')
@@ -105,8 +113,10 @@ class RemoteOptions:
 
     url: str = knob("", "such as http://10.0.0.5:36001", form=URL, also="")
     dialect: str = knob("", "textcraft, babyai, alfworld, webshop, ...", form=WORD, also="")
-    num_train: int = knob(1000, "its items 0.. are training items", ge=0, le=10**7)
-    num_test: int = knob(100, "its items after those are test items", ge=0, le=10**6)
+    train_items: str = knob("", "file with the training items, such as AgentGym-RL's")
+    test_items: str = knob("", "file with the test items, such as AgentEval's")
+    num_train: int = knob(-1, "of the training items, evenly spread; -1: all", ge=-1, le=10**7)
+    num_test: int = knob(-1, "of the test items, evenly spread; -1: all", ge=-1, le=10**7)
     max_turns: int = knob(30, "of an episode", ge=1, le=10**5)
     timeout_s: float = seconds(60.0, "seconds for one of its answers", gt=0)
     max_sessions: int = knob(64, "live episodes", ge=1)
@@ -133,6 +143,8 @@ class EnvsSection:
     minisites: MinisitesOptions = field(default_factory=MinisitesOptions)
     webarena: WebarenaOptions = field(default_factory=WebarenaOptions)
     sqlgym: SqlgymOptions = field(default_factory=SqlgymOptions)
+    maze: ItemFiles = field(default_factory=ItemFiles)
+    wordle: ItemFiles = field(default_factory=ItemFiles)
     plugins: dict[str, str] = knob({}, "options of outside ones, as they read them")
 
 

@@ -58,7 +58,7 @@ class EvolveSection:
         512, "training items, spread over the tasks by weight", ge=1, le=10**6
     )
     samples_per_item: int = knob(2, "episodes", ge=1, le=10**4)
-    min_reward: float = knob(1.0, "of an episode that is kept", ge=-1e6)
+    min_reward: float = knob(1.0, "of an episode that is kept; 1: or that was solved", ge=-1e6)
     from_base: bool = knob(True, "always train the first policy, on all that was kept so far")
 
 

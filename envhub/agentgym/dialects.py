@@ -71,6 +71,8 @@ class Dialect:
     done_key: str = "done"
     step_extra: Mapping[str, bool | None] = field(default_factory=dict[str, bool | None])  # replied
     max_score: float = 1.0  # the best value under `score_key`; rewards are divided by it
+    # An episode that ends with any score above 0 is solved; else only one with `max_score` is.
+    is_solved_by_any_score: bool = False
     lost_reward: float = 0.0  # what an episode that ended without success pays
     is_first_by_get: bool = False  # the first observation is asked for by GET after a reset
     extraction: Extraction
@@ -82,6 +84,10 @@ class Dialect:
     refuses_after_done: bool = False  # a step after the end is an error; else it is answered
     error_before_reset: str = "{number}"  # of a step; `{number}` is the instance's
     num_items: int | None = None  # data indices below are different items; None: there is no end
+    # Where no list is named: ranges (first, end, step) of test items and of training items; without
+    # the latter all others are training items.
+    test_items: tuple[tuple[int, ...], ...] = ()
+    train_items: tuple[tuple[int, ...], ...] = ()
     max_instances: int | None = None  # more live instances than this share their state
     reuses_numbers: bool = False  # a create beyond `max_instances` gives out one that there is
     invalid_marks: tuple[str, ...] = ()  # how observations begin that refuse an action

@@ -5,15 +5,16 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from common.config.envs import RemoteOptions
 from common.errors import ConfigError
 from envhub.agentgym.connection import Connection, Instance, RemoteFailure, max_sessions
-from envhub.agentgym.dialects import ALFWORLD, BABYAI, DIALECTS, SCIWORLD, WEBARENA, WORDLE, Dialect
+from envhub.agentgym.dialects import ALFWORLD, BABYAI, DIALECTS, SCIWORLD, WEBARENA, WORDLE
 from envhub.agentgym.extraction import extract
+from envhub.agentgym.item_lists import numbers_of
 from envhub.agentgym.replies import RESET_FAILED
 from envhub.env import EnvSpec, Isolation, StepResult, Style, SubsetSpec, nearest, parse_item
 
@@ -26,14 +27,20 @@ PICK_UP = re.compile(r"pick up\b", re.IGNORECASE)  # BabyAI's prompt says so, it
 
 
 class RemoteEnv:
-    """One episode on an AgentGym server. Its items are numbered there: 0.. train, then test."""
+    """One episode on an AgentGym server; `numbers` are its data indices there, by split."""
 
     def __init__(
-        self, connection: Connection, subset: SubsetSpec, style: Style, *, timeout_s: float
+        self,
+        connection: Connection,
+        numbers: Mapping[str, Sequence[int]],
+        subset: SubsetSpec,
+        style: Style,
+        *,
+        timeout_s: float,
     ) -> None:
         self._connection = connection
         self._dialect = connection.dialect
-        self._subset = subset
+        self._numbers, self._subset = numbers, subset
         self._style = style
         self._timeout_s = timeout_s
         self._instance: Instance | None = None
@@ -41,7 +48,7 @@ class RemoteEnv:
         self._first = self._observation = ""
         self._offered: list[str] = []
         self._reward = 0.0
-        self._is_done = False
+        self._is_done = self._is_success = False
 
     async def reset(self, item_id: str, seed: int) -> str:
         """Start an item; the server's data alone fixes the task, so `seed` is unused.
@@ -49,8 +56,7 @@ class RemoteEnv:
         Raises: UnknownItem, EnvFailure.
         """
         item = parse_item(item_id, {SUBSET: self._subset})
-        index = item.index + (self._subset.num_train if item.split == "test" else 0)
-        self._first = self._observation = await self._begin(index)
+        self._first = self._observation = await self._begin(self._numbers[item.split][item.index])
         self._is_sound = True
         return self._first
 
@@ -168,6 +174,8 @@ class RemoteEnv:
             is_valid, value = value > 0, 0.0
         self._reward = min(max(value / dialect.max_score, 0.0), 1.0)
         self._is_done = is_done
+        least = 0.0 if dialect.is_solved_by_any_score else dialect.max_score
+        self._is_success = is_done and value >= least and value > 0.0
         self._offered = self._offers(reply, observation)
         return self._result(observation, is_valid=is_valid)
 
@@ -175,7 +183,11 @@ class RemoteEnv:
         """Return the result of a step; the score of the episode stays where it was."""
         self._observation = observation
         return StepResult(
-            observation=observation, reward=self._reward, done=self._is_done, is_valid=is_valid
+            observation=observation,
+            reward=self._reward,
+            done=self._is_done,
+            is_valid=is_valid,
+            is_success=self._is_success,
         )
 
     def _offers(self, reply: object, observation: str) -> list[str]:
@@ -236,17 +248,20 @@ def check(remote: RemoteOptions) -> list[str]:
 def make_spec(remote: RemoteOptions) -> EnvSpec:
     """Return the catalogue entry of an AgentGym server, named after its dialect.
 
-    Raises: ConfigError: an unknown dialect, or no URL.
+    Raises: ConfigError: an unknown dialect, no URL, or a file that lists no items of the dialect.
     """
     problems = check(remote)
     if problems:
         raise ConfigError("; ".join(problems))
     dialect = DIALECTS[remote.dialect]
-    subset = _subset(dialect, remote)
+    numbers = numbers_of(dialect, remote)
+    subset = SubsetSpec(
+        num_train=len(numbers["train"]), num_test=len(numbers["test"]), max_turns=remote.max_turns
+    )
     connection = Connection(dialect, remote)
 
     def make(style: Style) -> RemoteEnv:
-        return RemoteEnv(connection, subset, style, timeout_s=remote.timeout_s)
+        return RemoteEnv(connection, numbers, subset, style, timeout_s=remote.timeout_s)
 
     return EnvSpec(
         name=dialect.name,
@@ -259,13 +274,3 @@ def make_spec(remote: RemoteOptions) -> EnvSpec:
         stop=connection.stop,
         stop_timeout_s=dialect.close_timeout_s,
     )
-
-
-def _subset(dialect: Dialect, remote: RemoteOptions) -> SubsetSpec:
-    """Return the sizes asked for, both scaled down alike where the server has fewer items."""
-    num_asked = remote.num_train + remote.num_test
-    num_items = min(num_asked, dialect.num_items or num_asked)
-    num_test = remote.num_test * num_items // max(num_asked, 1)
-    if remote.num_test and num_items > 1:
-        num_test = max(num_test, 1)
-    return SubsetSpec(num_train=num_items - num_test, num_test=num_test, max_turns=remote.max_turns)

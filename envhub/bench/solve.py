@@ -36,7 +36,7 @@ class Subset:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How one item went; `fault` is empty when the expert reached reward 1.
+    """How one item went; `fault` is empty when the expert solved it.
 
     `is_outage`: the hub failed, perhaps on account of another session in the same worker.
     """
@@ -164,7 +164,7 @@ async def solve_item(client: Client, subset: Subset, item_id: str) -> Outcome:
             num_turns += 1
             answer = await client.step(session_id, action, num_turns)
             if answer["done"]:
-                fault = "" if answer["reward"] == 1.0 else f"ended with {answer['reward']}"
+                fault = "" if answer["is_success"] else f"ended with {answer['reward']}"
                 break
     except (HubAnswer, OSError) as error:
         fault = str(error) or repr(error)

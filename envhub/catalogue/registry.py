@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from common.config.envs import EnvsSection, RemoteOptions
+from envhub.agentgym.item_lists import with_lists
 from envhub.env import EnvSpec, Isolation, nearest
 from envhub.errors import UnknownEnv
 from envhub.tables import read_table
@@ -156,7 +157,7 @@ def load_spec(name: str, options: EnvsSection, remote: RemoteOptions) -> EnvSpec
         return replace(spec, isolation=Isolation.WORKER, sessions_per_worker=num_sessions)
     if name == remote.dialect:
         return import_module(REMOTE).make_spec(remote)
-    return _call(import_module(LOADERS[name]).make_spec, options)
+    return with_lists(_call(import_module(LOADERS[name]).make_spec, options), options)
 
 
 def _call(make_spec: Callable[..., EnvSpec], options: EnvsSection) -> EnvSpec:

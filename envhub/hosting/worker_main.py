@@ -116,6 +116,7 @@ def _as_json(result: StepResult) -> dict[str, Any]:
         "reward": reward,
         "done": bool(result.done),
         "is_valid": bool(result.is_valid),
+        "is_success": bool(result.is_success),
     }
 
 

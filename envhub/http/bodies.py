@@ -57,12 +57,17 @@ class Created(BaseModel):
 
 
 class Stepped(BaseModel):
-    """What one action led to; `is_valid` is False when the text was no executable action."""
+    """What one action led to.
+
+    `is_valid` is False when the text was no executable action; `is_success` is True when the
+    episode has ended solved, whatever its reward.
+    """
 
     observation: str
     reward: float = Field(ge=0, le=1)
     done: bool
     is_valid: bool
+    is_success: bool
 
 
 class Hint(BaseModel):
@@ -102,6 +107,7 @@ class SteppedEntry(BaseModel):
     reward: float | None = None
     done: bool | None = None
     is_valid: bool | None = None
+    is_success: bool | None = None
     detail: str | None = None
 
 

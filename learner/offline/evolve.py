@@ -81,7 +81,7 @@ def run(cfg: RunConfig, run_root: Path, *, play: Play) -> Path:
             _write_summary(journal, folder / "played.json")
         max_tokens = cfg.actor.max_model_len
         rows = read_rows(journal, tokenizer=tokenizer, max_tokens=max_tokens, key="evolve journal")
-        new = [row for row in rows if row.reward >= cfg.evolve.min_reward]
+        new = [row for row in rows if row.is_worth(cfg.evolve.min_reward)]
         kept = [*kept, *new] if cfg.evolve.from_base else new
         logger.info("iteration=%d kept=%d of_now=%d", iteration, len(kept), len(new))
         if not kept:
@@ -101,8 +101,7 @@ def run(cfg: RunConfig, run_root: Path, *, play: Play) -> Path:
 
 def _write_summary(journal: Path, path: Path) -> None:
     """Mark an iteration as played, with what came of it."""
-    rewards = [t.reward for _, t in read_journal(journal)]
-    successes = sum(reward >= 1.0 for reward in rewards)
-    summary = {"episodes": len(rewards), "successes": successes}
+    solved = [t.is_success for _, t in read_journal(journal)]
+    summary = {"episodes": len(solved), "successes": sum(solved)}
     path.write_text(json.dumps(summary) + "\n")
-    logger.info("played episodes=%d success=%.3f", len(rewards), successes / max(len(rewards), 1))
+    logger.info("played episodes=%d success=%.3f", len(solved), sum(solved) / max(len(solved), 1))

@@ -24,6 +24,11 @@ class Row:
     reward: float
     token_ids: np.ndarray = field(repr=False)  # [seq] int32
     mask: np.ndarray = field(repr=False)  # [seq] bool, True on tokens to learn
+    is_success: bool = False  # the environment said so, whatever it paid
+
+    def is_worth(self, min_reward: float) -> bool:
+        """Return whether it paid that much; with 1, whether it did or was solved for less."""
+        return self.reward >= min_reward or (self.is_success and min_reward == 1.0)
 
 
 def read_rows(path: Path, *, tokenizer: Any, max_tokens: int, key: str) -> list[Row]:
@@ -47,6 +52,7 @@ def read_rows(path: Path, *, tokenizer: Any, max_tokens: int, key: str) -> list[
                 reward=t.reward,
                 token_ids=t.token_ids,
                 mask=t.loss_mask,
+                is_success=t.is_success,
             )
             for _, t in read_journal(folder)
             if _is_usable(t)

@@ -63,7 +63,7 @@ def run(cfg: RunConfig, demonstrations: Path) -> Path:
         max_tokens=cfg.actor.max_model_len,
         key="sft.demonstrations",
     )
-    rows = [row for row in rows if row.reward >= sft.min_reward]
+    rows = [row for row in rows if row.is_worth(sft.min_reward)]
     if not rows:
         raise ConfigError(f"sft.min_reward={sft.min_reward}: no episode of {demonstrations} has it")
     train(model, rows[-sft.max_episodes :], sft, cfg.learner, seed=cfg.run.seed)

@@ -53,7 +53,11 @@ class AgentGymBabyAiEnv(BabyAiEnv):
         self._run(chosen)
         self._done = self._has_ended and self._reward > MIN_REWARD
         return StepResult(
-            observation=self._observation(), reward=self._reward, done=self._done, is_valid=True
+            observation=self._observation(),
+            reward=self._reward,
+            done=self._done,
+            is_valid=True,
+            is_success=self._done,  # nothing else ends it
         )
 
     def _run(self, action: Action) -> None:

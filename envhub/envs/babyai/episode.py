@@ -77,6 +77,7 @@ class BabyAiEnv(TextEnv):
             reward=self._success_reward() if is_won else 0.0,
             done=self._done,
             is_valid=True,
+            is_success=is_won,
         )
 
     def _perform(self, action: Action) -> bool:

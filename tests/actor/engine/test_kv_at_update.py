@@ -94,7 +94,7 @@ class _Corridor:
     async def step(self, action: str) -> StepResult:
         self._num_steps += 1
         self._engine.version += self._num_steps == 1
-        return StepResult(observation="on", reward=0.0, done=False, is_valid=True)
+        return StepResult(observation="on", reward=0.0, done=False, is_valid=True, is_success=False)
 
     async def hint(self) -> Hint:
         raise AssertionError("the model plays")

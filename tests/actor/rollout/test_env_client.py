@@ -93,9 +93,25 @@ async def play_one(_: Hub, client: HubClient) -> None:
     session = await client.open("toy", "toy-train-0", seed=3, style="compact")
     assert session.first_observation == "begun"
     result = await session.step("go")
-    assert result == StepResult(observation="on", reward=1.0, done=True, is_valid=False)
+    told = {"observation": "on", "reward": 1.0, "done": True, "is_valid": False}
+    assert result == StepResult(**told, is_success=True)  # hubs of others may not say so
     assert await session.hint() == Hint(valid_actions=["a"], expert_action=None)
     await session.close()
+
+
+@pytest.mark.parametrize(("reward", "is_success"), [(0.9, True), (1, False)])
+def test_success_is_what_the_hub_says(
+    reward: float, is_success: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = {"reward": reward, "is_success": is_success}
+    monkeypatch.setitem(globals(), "STEPPED", STEPPED | told)
+
+    async def law(_: Hub, client: HubClient) -> None:
+        session = await client.open("toy", "toy-train-0", seed=3, style="compact")
+        result = await session.step("go")
+        assert (result.reward, result.is_success) == (reward, is_success)
+
+    check(law)
 
 
 def test_an_episode_is_opened_stepped_and_closed() -> None:
@@ -209,7 +225,8 @@ def quick_steps(*actions: str) -> Callable[[HubClient], Awaitable[list[Any]]]:
 def test_steps_of_a_quick_environment_at_the_same_time_are_one_request() -> None:
     async def law(_: Hub, client: HubClient) -> None:
         answers = await quick_steps("a", "b", "c")(client)
-        assert answers == [StepResult(observation="on", reward=1.0, done=True, is_valid=False)] * 3
+        told = {"observation": "on", "reward": 1.0, "done": True, "is_valid": False}
+        assert answers == [StepResult(**told, is_success=True)] * 3
 
     hub = check(law)
     paths = [path for _, path, _ in hub.requests]

@@ -70,8 +70,17 @@ class Letters:
         return "".join(chr(i) for i in token_ids if i)
 
 
-def go_on(*, reward: float = 0.0, is_valid: bool = True, done: bool = False) -> StepResult:
-    return StepResult(observation="ab", reward=reward, done=done, is_valid=is_valid)
+def go_on(
+    *,
+    reward: float = 0.0,
+    is_valid: bool = True,
+    done: bool = False,
+    is_success: bool | None = None,
+) -> StepResult:
+    solved = done and reward == 1.0 if is_success is None else is_success
+    return StepResult(
+        observation="ab", reward=reward, done=done, is_valid=is_valid, is_success=solved
+    )
 
 
 TURNS = [
@@ -161,9 +170,12 @@ def test_the_horizon_ends_an_episode_with_the_reward_of_its_last_step() -> None:
     assert session.num_closed == 1
 
 
-@pytest.mark.parametrize(("reward", "is_success"), [(1.0, True), (0.0, False), (0.9, False)])
-def test_done_ends_an_episode_and_full_reward_is_success(reward: float, is_success: bool) -> None:
-    session = Count([go_on(), go_on(reward=reward, done=True)])
+@pytest.mark.parametrize("is_success", [True, False])
+@pytest.mark.parametrize("reward", [1.0, 0.9])
+def test_done_ends_an_episode_and_the_environment_says_whether_it_is_solved(
+    reward: float, is_success: bool
+) -> None:
+    session = Count([go_on(), go_on(reward=reward, done=True, is_success=is_success)])
     got = play(session)
     assert (got.end_reason, got.reward) == (EndReason.DONE, reward)
     assert got.is_success is is_success

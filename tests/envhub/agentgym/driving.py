@@ -1,7 +1,11 @@
 """What the laws of driven AgentGym servers share: a server, its environment and its episodes."""
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 from common.config.envs import RemoteOptions
@@ -12,9 +16,22 @@ from tests.envhub.agentgym.agentgym_clients import serve_app
 T = TypeVar("T")
 
 
+NUM_LISTED = 3000
+_FOLDER = TemporaryDirectory()
+
+
+@cache
+def first_items() -> str:
+    """Return a list of a server's first items, so that `all-train-7` is its item 7."""
+    path = Path(_FOLDER.name) / "first.json"
+    path.write_text(json.dumps(list(range(NUM_LISTED))))
+    return str(path)
+
+
 def spec_of(dialect: str, url: str, **changes: Any) -> EnvSpec:
-    """Return the environment that a server is here."""
-    return make_spec(RemoteOptions(url=url, dialect=dialect, **changes))
+    """Return the environment that a server is here; its training items are its first ones."""
+    named: dict[str, Any] = {"train_items": first_items()} | changes
+    return make_spec(RemoteOptions(url=url, dialect=dialect, **named))
 
 
 def made(spec: EnvSpec) -> RemoteEnv:

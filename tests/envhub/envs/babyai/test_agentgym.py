@@ -82,6 +82,23 @@ def test_late_success_pays_again_and_again_and_does_not_end_the_episode():
     assert plain.step("go to green ball 1").reward == 1.0
 
 
+def test_solved_episode_is_a_success_whatever_it_pays():
+    env = started("GoToLocal-train-0")
+    env.step("turn left")
+    result = env.step("go to green ball 1")
+    assert result.done
+    assert result.is_success
+    assert result.reward < 1.0
+    shaped = BabyAiEnv(Style.COMPACT, options=BabyaiOptions(shaped_reward=True))
+    shaped.reset("GoToLocal-train-0", 0)
+    assert not shaped.step("turn left").is_success
+    assert shaped.step("go to green ball 1").is_success
+    late = started("GoToLocal-train-0")
+    for _ in range(40):
+        late.step("turn left")
+    assert not late.step("go to green ball 1").is_success  # it goes on, as at AgentGym's
+
+
 def test_reward_is_minigrids_and_falls_with_the_steps():
     env = started("GoToLocal-train-0")
     env.step("turn left")

@@ -1,0 +1,204 @@
+"""AgentGym's data indices: which are for training and which for tests, and published lists."""
+
+import json
+import logging
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from common.config.envs import EnvsSection, ItemFiles, RemoteOptions
+from common.errors import ConfigError
+from envhub.agentgym.dialects import DIALECTS, SCIWORLD, Dialect
+from envhub.env import AsyncEnv, Env, EnvSpec, Style, SubsetSpec, TaskSpec, UnknownItem, parse_item
+from envhub.envs.sciworld.catalogue import TASKS
+
+logger = logging.getLogger(__name__)
+
+SUBSET = "agentgym"  # of an environment of ours: the items of the lists that were named
+SPLITS = ("train", "test")
+
+
+class Numbers(Sequence[int]):
+    """The numbers of some ranges one after the other, without holding them all."""
+
+    def __init__(self, ranges: Sequence[range]) -> None:
+        self._ranges = ranges
+        self._ends = list(accumulate(map(len, ranges)))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, index: Any) -> Any:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        which = bisect_right(self._ends, index)
+        return self._ranges[which][index - self._ends[which]]
+
+
+def numbers_of(dialect: Dialect, options: RemoteOptions) -> dict[str, Sequence[int]]:
+    """Return the data indices of a server's training and test items, in their order.
+
+    Those of the files that were named, else the dialect's own, of which as many as `num_train` and
+    `num_test` say are taken at even distances. Without a file nothing that is a test item is a
+    training item, too.
+
+    Raises: ConfigError: a file is no list of items of this dialect.
+    """
+    own = own_numbers(dialect)
+    named = {split: read_list(getattr(options, f"{split}_items"), dialect) for split in SPLITS}
+    found = {split: named[split] or own[split] for split in SPLITS}
+    if named["test"] and not named["train"]:
+        tested = frozenset(named["test"])
+        rest = (number for split in SPLITS for number in own[split])
+        found["train"] = [number for number in rest if number not in tested]
+    wanted = {"train": options.num_train, "test": options.num_test}
+    return {split: spread(found[split], wanted[split]) for split in SPLITS}
+
+
+def own_numbers(dialect: Dialect) -> dict[str, Sequence[int]]:
+    """Return a dialect's training and test items where no list is named."""
+    if dialect is SCIWORLD:
+        return _of_sciworld()
+    tests = [range(*each) for each in dialect.test_items]
+    trains = [range(*each) for each in dialect.train_items]
+    if not trains and dialect.num_items:
+        held_out = frozenset(number for each in tests for number in each)
+        trains = _runs([n for n in range(dialect.num_items) if n not in held_out])
+    return {"train": Numbers(trains), "test": Numbers(tests)}
+
+
+def _of_sciworld() -> dict[str, Sequence[int]]:
+    """Return the simulator's own split: the last variations of every task are its tests."""
+    firsts = [0, *accumulate(task.num_variations for task in TASKS)]
+    pairs = list(zip(firsts, TASKS, strict=False))
+    return {
+        "train": Numbers([range(at, at + task.first_test) for at, task in pairs]),
+        "test": Numbers([range(at + t.first_test, at + t.num_variations) for at, t in pairs]),
+    }
+
+
+def _runs(numbers: Sequence[int]) -> list[range]:
+    starts = [i for i, n in enumerate(numbers) if i == 0 or n != numbers[i - 1] + 1]
+    ends = [*starts[1:], len(numbers)]
+    pairs = zip(starts, ends, strict=False)  # without a number there is no run
+    return [range(numbers[start], numbers[end - 1] + 1) for start, end in pairs]
+
+
+def spread(numbers: Sequence[int], num_wanted: int) -> Sequence[int]:
+    """Return so many of the numbers at even distances; all where -1 or more are wanted."""
+    if not 0 <= num_wanted < len(numbers):
+        return numbers
+    return [numbers[i * len(numbers) // num_wanted] for i in range(num_wanted)]
+
+
+def read_list(path: str, dialect: Dialect) -> list[int]:
+    """Return the data indices of a list of AgentGym's, [] if the path is "".
+
+    AgentGym-RL's `AgentItemId/*.json`, AgentEval's and AgentTraj's are lists of
+    `{"item_id": "<task>_<number>"}`; bare ids and numbers are understood, too, and of a folder of
+    AgentEval its `<task>_test.json`. Numbers that the server does not have are left out and told.
+
+    Raises: ConfigError: no such file, or not of that form, or of another environment.
+    """
+    if not path:
+        return []
+    file = Path(path)
+    if file.is_dir():
+        file /= f"{dialect.name}_test.json"
+    try:
+        entries = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}: no list of items: {error}") from error
+    if not isinstance(entries, list) or not entries:
+        raise ConfigError(f'{file}: is no list of items such as {{"item_id": "{dialect.name}_0"}}')
+    numbers = [_number(entry, dialect, file) for entry in entries]
+    known = [n for n in numbers if 0 <= n < (dialect.num_items or n + 1)]
+    if not known:
+        raise ConfigError(f"{file}: {dialect.name} has none of its items")
+    if len(known) < len(numbers):
+        num_unknown = len(numbers) - len(known)
+        logger.warning("items left out file=%s unknown=%d of=%d", file, num_unknown, len(numbers))
+    return known
+
+
+def _number(entry: object, dialect: Dialect, file: Path) -> int:
+    shown = entry.get("item_id") if isinstance(entry, Mapping) else entry
+    if isinstance(shown, int) and not isinstance(shown, bool):
+        return shown
+    name, _, digits = str(shown).rpartition("_")
+    of = name.split("_")[-1] if name else dialect.name
+    if of in DIALECTS and of != dialect.name:
+        raise ConfigError(f"{file}: {str(shown)[:80]!r} is an item of {of}, not of {dialect.name}")
+    # ALFWorld's training list names games by their folders, which end in a number, too.
+    is_number = digits.isdecimal() and digits.isascii() and len(digits) < 10
+    if not is_number or "-" in name:
+        form = f"{dialect.name}_<number>"
+        raise ConfigError(f"{file}: {str(shown)[:80]!r} names no data index as {form} does")
+    return int(digits)
+
+
+def with_lists(spec: EnvSpec, options: EnvsSection) -> EnvSpec:
+    """Return an environment of ours with a subset of the lists named for it; without, itself.
+
+    The subset is `agentgym`; its items are the lists' in their order, and the task `AgentGym` has
+    all of them.
+
+    Raises: ConfigError: a list that cannot be read, or without an item that there is here.
+    """
+    named = getattr(options, spec.name, None)
+    if not isinstance(named, ItemFiles) or not (named.train_items or named.test_items):
+        return spec
+    dialect = DIALECTS[spec.name]
+    items = {split: _items(spec, getattr(named, f"{split}_items"), dialect) for split in SPLITS}
+    sizes = {f"num_{split}": len(items[split]) for split in SPLITS}
+    subset = SubsetSpec(**sizes, max_turns=max(s.max_turns for s in spec.subsets.values()))
+    scenario = next((task.scenario for task in spec.tasks.values()), "")
+    train, test = (_names(split, len(items[split])) for split in SPLITS)
+    task = TaskSpec(scenario=scenario, subset=SUBSET, train=train, test=test)
+
+    def make(style: Style) -> Any:
+        return _Listed(spec.make(style), subset, items)
+
+    subsets = {**spec.subsets, SUBSET: subset}
+    return replace(spec, subsets=subsets, make=make, tasks={**spec.tasks, "AgentGym": task})
+
+
+def _names(split: str, num: int) -> tuple[str, ...]:
+    return tuple(f"{SUBSET}-{split}-{i}" for i in range(num))
+
+
+def _items(spec: EnvSpec, path: str, dialect: Dialect) -> list[str]:
+    assert spec.from_agentgym is not None
+    found, num_unknown, why = [], 0, ""
+    for number in read_list(path, dialect):
+        try:
+            found.append(spec.from_agentgym(number))
+        except UnknownItem as error:
+            num_unknown, why = num_unknown + 1, str(error)
+    if num_unknown and not found:
+        raise ConfigError(f"{path}: {spec.name} has none of its items here: {why}")
+    if num_unknown:
+        logger.warning("items left out file=%s unknown=%d reason=%s", path, num_unknown, why)
+    return found
+
+
+class _Listed:
+    """An episode whose items of `SUBSET` have other names within."""
+
+    def __init__(
+        self, env: Env | AsyncEnv, subset: SubsetSpec, items: Mapping[str, Sequence[str]]
+    ) -> None:
+        self._env, self._subset, self._items = env, subset, items
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._env, name)
+
+    def reset(self, item_id: str, seed: int = 0) -> Any:
+        """Start an item; what the environment's own `reset` returns, be it a coroutine."""
+        if item_id.startswith(f"{SUBSET}-"):
+            item = parse_item(item_id, {SUBSET: self._subset})
+            item_id = self._items[item.split][item.index]
+        return self._env.reset(item_id, seed)
