@@ -52,6 +52,7 @@ def test_episode_in_a_worker_is_played_like_any_other(hub):
         "reward": 0.0,
         "done": False,
         "is_valid": True,
+        "is_success": False,
     }
     hint = {"valid_actions": ["end", "after 1"], "expert_action": None}
     assert hub.client.get(f"{path}/hint").json() == hint

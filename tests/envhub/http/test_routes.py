@@ -236,6 +236,7 @@ def test_batch_steps_and_one_failure_touches_no_other(hub):
         "reward": 0.0,
         "done": False,
         "is_valid": True,
+        "is_success": False,
     }
     assert (answers[2]["reward"], answers[2]["done"]) == (1.0, True)
     assert "a bug in the environment" in answers[1]["detail"]

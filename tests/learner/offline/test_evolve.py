@@ -52,16 +52,17 @@ def cfg(tmp_path: Path) -> RunConfig:
 class Player:
     """Writes one success and one failure per iteration; remembers who played."""
 
-    def __init__(self, *, success: float = 1.0) -> None:
+    def __init__(self, *, success: float = 1.0, is_solved: bool = True) -> None:
         self.calls: list[tuple[str, int]] = []
-        self._success = success
+        self._success, self._is_solved = success, is_solved
 
     def __call__(self, cfg: RunConfig, iteration: int, folder: Path) -> None:
         self.calls.append((cfg.model.path, iteration))
         writer = JournalWriter(folder)
         for member, reward in enumerate([self._success, 0.0]):
             trajectory = make_trajectory([5, 6, 7], [0, 1, 1], group_id=f"i{iteration}")
-            writer.append(replace(trajectory, episode_id=f"{iteration}/{member}", reward=reward))
+            told = {"reward": reward, "is_success": reward > 0 and self._is_solved}
+            writer.append(replace(trajectory, episode_id=f"{iteration}/{member}", **told))
         writer.close()
 
 
@@ -99,4 +100,11 @@ def test_an_interrupted_run_does_not_play_again_what_it_has(cfg: RunConfig, tmp_
 
 def test_without_a_success_it_stops_with_the_setting(cfg: RunConfig, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"evolve\.min_reward=1: iteration 0 brought no"):
-        evolve.run(cfg, tmp_path / "run", play=Player(success=0.5))
+        evolve.run(cfg, tmp_path / "run", play=Player(success=0.5, is_solved=False))
+
+
+@pytest.mark.slow
+def test_what_was_solved_for_less_than_1_is_kept(cfg: RunConfig, tmp_path: Path) -> None:
+    short = replace(cfg, evolve=replace(cfg.evolve, num_iterations=1))
+    output = evolve.run(short, tmp_path / "run", play=Player(success=0.5))
+    assert (output / "model.safetensors").exists()
