@@ -210,7 +210,7 @@ def show(cfg: RunConfig, *, has_plan: bool) -> int:
         lines += Later("common.checks.memory_plan:lines_here")(here, ROOT)
     if has_plan and cfg.launcher == "ray":
         lines += Later("common.launch.ray.cluster:placement_lines")(cfg)
-    lines += Later("learner.objective.describe:summary_lines")(cfg.algorithm, cfg.learner)
+    lines += Later("learner.objective.dead_settings:summary_lines")(cfg.algorithm, cfg.learner)
     return commands.say(
         config_as_yaml(without_secrets(cfg)) + "".join(f"# {line}\n" for line in lines)
     )

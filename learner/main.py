@@ -23,7 +23,7 @@ from learner.build import Learner, build
 from learner.ingest.episode_stats import horizon_mix
 from learner.ingest.group_assembly import Group
 from learner.ingest.replay_point import save_replay_point
-from learner.objective.describe import dead_knobs, objective_text
+from learner.objective.dead_settings import log_summary
 from learner.recovery.step_log import LoggedStep
 from learner.training.rank_workers import LOAD_S
 from learner.training.trainer import StepResult
@@ -73,9 +73,7 @@ def run(cfg: RunConfig, run_dir: RunDir) -> None:
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    logger.info("objective: %s", objective_text(cfg.algorithm, cfg.learner))
-    for line in dead_knobs(cfg.algorithm, cfg.learner):
-        logger.warning("%s", line)
+    log_summary(cfg.algorithm, cfg.learner)
     with (
         hold_role(run_dir.root, "learner"),
         beacon_of(run_dir, "learner", start_s=LOAD_S) as beacon,

@@ -104,13 +104,10 @@ def _group_part(members: list[Trajectory], algorithm: AlgorithmSection) -> Tenso
     outcomes = _outcomes(members, algorithm)
     if algorithm.advantage is Advantage.REINFORCE_PP:
         return outcomes
-    is_grpo = algorithm.advantage is Advantage.GRPO
-    is_rloo = algorithm.advantage is Advantage.RLOO
-    baseline = algorithm.baseline if is_grpo else Baseline.GROUP_MEAN
     return group_advantages(
         outcomes,
-        baseline=Baseline.LEAVE_ONE_OUT if is_rloo else baseline,
-        normalize_std=algorithm.normalize_std and is_grpo,
+        baseline=_baseline(algorithm),
+        normalize_std=algorithm.normalize_std and algorithm.advantage is Advantage.GRPO,
     )
 
 
@@ -119,9 +116,9 @@ def _turn_offsets(
 ) -> list[np.ndarray] | None:
     """Return each member's turn advantages [num_turns]; None if nothing is credited to turns.
 
-    They are centred over all turns of the group: otherwise a group in which every turn is invalid
-    would be pushed away from everything it did, and one without would get nothing for it.
-    REINFORCE++ without baseline leaves centring to the batch.
+    They are centred: otherwise a group in which every turn is invalid would be pushed away from
+    everything it did, and one without would get nothing for it. REINFORCE++ without baseline
+    leaves centring to the batch.
     """
     if algorithm.advantage is Advantage.PPO:
         return None
@@ -135,13 +132,41 @@ def _turn_offsets(
     if algorithm.advantage is Advantage.REINFORCE_PP:
         return credit
     everything = np.concatenate(credit)
-    centred = [(each - everything.mean()).astype(np.float32) for each in credit]
     if everything.size and everything.max() == everything.min():
-        return [np.zeros_like(each) for each in centred]  # the subtraction leaves rounding noise
+        return [np.zeros_like(each) for each in credit]  # a subtraction would leave rounding noise
+    centred = _less_baseline(credit, _baseline(algorithm))
     is_scaled = algorithm.normalize_std and algorithm.reward_level is CreditLevel.TURN
     if is_scaled and algorithm.advantage is Advantage.GRPO:
         centred = [(each / (everything.std() + 1e-6)).astype(np.float32) for each in centred]
     return centred
+
+
+def _baseline(algorithm: AlgorithmSection) -> Baseline:
+    """Return what a member is compared with; `baseline` is GRPO's to choose."""
+    fixed = {
+        Advantage.RLOO: Baseline.LEAVE_ONE_OUT,
+        Advantage.REINFORCE_PP_BASELINE: Baseline.GROUP_MEAN,
+    }
+    return fixed.get(algorithm.advantage, algorithm.baseline)
+
+
+def _less_baseline(credit: list[np.ndarray], baseline: Baseline) -> list[np.ndarray]:
+    """Return each member's credit [num_turns] less what the group leads one to expect of a turn.
+
+    That is the mean over members, the others or all, of a member's own mean over its turns: each
+    counts once, however many turns it took. Who has no other with a turn gets zeros.
+    """
+    means = np.array([each.mean() if each.size else np.nan for each in credit], dtype=np.float64)
+    less: list[np.ndarray] = []
+    for index, each in enumerate(credit):
+        others = np.delete(means, index)
+        others = others[~np.isnan(others)]
+        if not others.size:
+            less.append(np.zeros_like(each))
+            continue
+        compared = others if baseline is Baseline.LEAVE_ONE_OUT else means[~np.isnan(means)]
+        less.append((each - compared.mean()).astype(np.float32))
+    return less
 
 
 def _returns(trajectory: Trajectory, algorithm: AlgorithmSection) -> np.ndarray:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from common.config.learning import AlgorithmSection, Correction, Proximal
+from common.config.learning import AlgorithmSection, Correction, PolicyLoss, Proximal
 from learner.batch.batching import MicroBatch
 
 MAX_LOG_RATIO = 20.0  # exp(20) = 5e8: still finite in float32 after being squared and summed
@@ -27,7 +27,8 @@ def anchor_and_weights(
         version: of the weights before the step.
 
     Returns:
-        ([tokens] nats, [tokens] >= 0 without gradient).
+        ([tokens] nats, [tokens] >= 0 without gradient). At the sampler GSPO's weights are those of
+        its sequences' ratios: the surrogate holds no ratio of a token.
     """
     mu = micro.sampler_logprobs
     sequences = (micro.sequence_ids, micro.num_sequences)
@@ -38,10 +39,27 @@ def anchor_and_weights(
     elif proximal is Proximal.INTERPOLATED:
         anchor = interpolated_logprobs(new_logprobs, mu, micro.versions, version)
     log_rho = log_ratio((new_logprobs if is_ratio_included else anchor).detach(), mu)
+    if is_ratio_included and cfg.policy_loss is PolicyLoss.GSPO:
+        log_rho = sequence_mean(log_rho, *sequences)[micro.sequence_ids]
     weights = importance_weights(log_rho, *sequences, cfg, is_ratio_included=is_ratio_included)
     return anchor, weights * negative_mask(
         log_ratio(before, mu), micro.advantages, *sequences, delta=cfg.negative_mask_delta
     )
+
+
+def kl_weights(new_logprobs: Tensor, micro: MicroBatch, cfg: AlgorithmSection) -> Tensor:
+    """Return the weight of each token's KL(pi | reference), [tokens] >= 0, without gradient.
+
+    The estimators are of tokens that pi samples; mu sampled these. `correction` says what becomes
+    of pi / mu here, as in the surrogate.
+
+    Args:
+        new_logprobs: [tokens] nats, current policy.
+
+    Source: the KL estimate of DeepSeek-V3.2, arXiv:2512.02556; there the ratio has a gradient, too.
+    """
+    log_rho = log_ratio(new_logprobs.detach(), micro.sampler_logprobs)
+    return corrected(log_rho, micro.sequence_ids, micro.num_sequences, cfg)
 
 
 def log_ratio(numerator_logprobs: Tensor, denominator_logprobs: Tensor) -> Tensor:
@@ -123,11 +141,16 @@ def importance_weights(
         is_ratio_included: the surrogate's own ratio already is rho (its anchor is the sampler).
             Then the weight is corrected(rho) / rho, so that together they make corrected(rho).
             none and geometric only keep or mask, so there the surrogate's ratio stays as it is.
+            CISPO limits its ratio itself: together they make min(corrected(rho), 1 + clip_high).
     """
     weights = corrected(log_rho, sequence_ids, num_sequences, cfg)
     if not is_ratio_included or cfg.correction in (Correction.NONE, Correction.GEOMETRIC):
         return weights
-    return weights * (-log_rho.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)).exp()
+    held = log_rho.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    if cfg.policy_loss is PolicyLoss.CISPO:
+        most = 1 + cfg.clip_high
+        weights, held = weights.clamp(max=most), held.clamp(max=most)
+    return weights / held
 
 
 def negative_mask(
@@ -155,7 +178,11 @@ def interpolated_logprobs(
     """Return log-probabilities of a proximal policy between mu and pi, without a forward pass.
 
     log pi_prox = log mu + lag / (lag + 1) * (log pi - log mu): the policy of version `version`
-    lies `lag` of `lag + 1` updates behind the one that is being made. At lag 0 it is mu.
+    lies `lag` of `lag + 1` updates behind the one that is being made. At lag 0 it is mu, so the
+    clip is to the sampler, and the further it lies back, the wider it is around it.
+
+    AReaL takes (lag - 1) / lag, a proximal policy one update behind the current one, and masks
+    tokens whose weight pi_prox / mu is above the cap; here `correction` truncates it.
 
     Args:
         new_logprobs: [tokens] nats, current policy; its gradient is not followed.

@@ -3,7 +3,8 @@
 With r = pi_theta / pi_anchor, A the advantage, w the importance weight, a the aggregation's weight
 of a token and D its denominator, both of the whole minibatch and taken before anything is masked:
 
-    loss = -(1/D) sum_tokens a * (w * f(r, A) + entropy_coef * H - kl_coef * KL - drift_coef * d^2)
+    loss = -(1/D) sum_tokens
+        a * (w * f(r, A) + entropy_coef * H - kl_coef * v * KL - drift_coef * d^2)
 
     ppo    f = min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), at least dual_clip * A if A < 0
     gspo   the same with s = exp(mean over the sequence of log r) for every token of it (the
@@ -11,6 +12,7 @@ of a token and D its denominator, both of the whole minibatch and taken before a
     cispo  f = detach(min(r, 1 + clip_high)) * A * log pi_theta
     dppo   f = r A, but 0 where A > 0 and pi - mu > dppo_delta, or A < 0 and pi - mu < -dppo_delta
     d      log pi_theta - log mu
+    v      what `correction` makes of pi_theta / mu: mu sampled the tokens that estimate the KL
 
 The anchor is the sampler mu or a proximal policy, see `Proximal`. A batch that makes one update
 has pi_prox = pi_theta: a ratio to it is always one and no clip would ever bind. That is why the
@@ -40,6 +42,7 @@ class LossInputs:
     num_sequences: int
     entropy: Tensor | None = field(repr=False, default=None)  # [tokens] nats, with gradient
     reference_logprobs: Tensor | None = field(repr=False, default=None)  # [tokens] nats
+    kl_weights: Tensor | None = field(repr=False, default=None)  # [tokens] v above; None: 1
 
     def __post_init__(self) -> None:
         logprobs = (self.new_logprobs, self.anchor_logprobs, self.sampler_logprobs)
@@ -98,6 +101,8 @@ def policy_loss(
     for name, coefficient, values in _extra_terms(inputs, cfg):
         metrics[f"policy/{name}"] = values.detach().sum() / num_tokens
         if coefficient != 0:
+            if name == "kl_reference" and inputs.kl_weights is not None:
+                values = inputs.kl_weights.detach() * values
             loss = loss + coefficient * (scale * values).sum()
     return loss, metrics
 

@@ -20,6 +20,7 @@ from learner.batch.batching import (
 from learner.batch.critic_advantage import Scored, advantages_from_critic
 from learner.objective.correction import (
     anchor_and_weights,
+    kl_weights,
     log_ratio,
     sample_size_of,
     weight_moments,
@@ -53,11 +54,12 @@ class ScoredBatch:
     samples: list[Sample]
     version: int  # of the weights before the step
     before: BySample = field(default_factory=dict)  # [tokens] nats; of the samples scored so far
+    first: BySample = field(default_factory=dict)  # [tokens] nats; as at a sample's first update
     reference: BySample = field(default_factory=dict)  # [tokens] nats; empty without a reference
 
     def with_scored(self, logprobs: BySample) -> "ScoredBatch":
         """Return the batch, where samples that were not scored before have `logprobs`."""
-        return replace(self, before=logprobs | self.before)
+        return replace(self, before=logprobs | self.before, first=logprobs | self.first)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,10 +164,12 @@ class Gradients:
         """Return what the loss needs of a microbatch, see `objective/loss.py`."""
         indices = micro.sample_indices
         new = scores.logprobs
-        is_known = all(index in batch.before for index in indices)
+        # What a critic or a reference had us score before is no anchor unless it is asked for.
+        seen = batch.before if self._proximal is Proximal.RECOMPUTED else batch.first
+        is_known = all(index in seen for index in indices)
         anchor, weights = anchor_and_weights(
             new,
-            _joined(batch.before, indices) if is_known else new.detach(),
+            _joined(seen, indices) if is_known else new.detach(),
             micro,
             self._algorithm,
             proximal=self._proximal,
@@ -181,6 +185,7 @@ class Gradients:
             num_sequences=micro.num_sequences,
             entropy=scores.entropy,
             reference_logprobs=_joined(batch.reference, indices) if batch.reference else None,
+            kl_weights=kl_weights(new, micro, self._algorithm) if batch.reference else None,
         )
 
     def _value_term(

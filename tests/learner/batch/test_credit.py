@@ -52,8 +52,8 @@ def test_turn_penalty_lands_on_the_invalid_turns_and_sums_to_zero_over_the_group
     cfg = AlgorithmSection(invalid_action_penalty=0.4, invalid_action_level=CreditLevel.TURN)
     group = Group(group_id="a", members=[turns(0, 1.0, [False, True]), turns(1, 0.0, [False] * 2)])
     first, second = samples_of([group], cfg)
-    assert first.token_advantages().tolist() == pytest.approx([1.0 + 0.1, 1.0 - 0.3])
-    assert second.token_advantages().tolist() == pytest.approx([-1.0 + 0.1, -1.0 + 0.1])
+    assert first.token_advantages().tolist() == pytest.approx([1.0, 1.0 - 0.4])
+    assert second.token_advantages().tolist() == pytest.approx([-1.0 + 0.2, -1.0 + 0.2])
 
 
 def test_turn_penalty_is_signal_where_rewards_are_equal() -> None:
@@ -122,9 +122,38 @@ def test_turn_level_reward_credits_what_follows_a_turn() -> None:
     cfg = AlgorithmSection(reward_level=CreditLevel.TURN, turn_discount=0.5)
     group = Group(group_id="a", members=[scored(0, [0.0, 1.0]), scored(1, [0.5, 0.5])])
     first, second = samples_of([group], cfg)
-    # returns 0.5 1.0 and 0.5 0.0, less their mean 0.5
-    assert first.token_advantages().tolist() == pytest.approx([0.0, 0.5])
-    assert second.token_advantages().tolist() == pytest.approx([0.0, -0.5])
+    # returns 0.5 1.0 and 0.5 0.0, less the mean of the other's: 0.25 and 0.75
+    assert first.token_advantages().tolist() == pytest.approx([0.25, 0.75])
+    assert second.token_advantages().tolist() == pytest.approx([-0.25, -0.75])
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        # Means of the members' own means, whatever their lengths: 1.0, 0.5 and 0.0.
+        ({}, [[0.75] * 4, [-0.5, 0.5], [-0.75]]),
+        ({"baseline": Baseline.GROUP_MEAN}, [[0.5] * 4, [-0.5, 0.5], [-0.5]]),
+        ({"advantage": Advantage.RLOO}, [[0.75] * 4, [-0.5, 0.5], [-0.75]]),
+    ],
+)
+def test_turn_level_baseline_is_that_of_the_members_each_counting_once(
+    settings: dict, expected: list[list[float]]
+) -> None:
+    cfg = AlgorithmSection(reward_level=CreditLevel.TURN, **settings)
+    # Returns 1 1 1 1; 0 1 (the first turn's fall is paid back by the second's rise); 0.
+    members = [scored(0, [0.0, 0.0, 0.0, 1.0]), scored(1, [0.0, 0.0]), scored(2, [0.0])]
+    members[1] = replace(
+        members[1], turn_scores=np.array([-1.0, 0.0], dtype=np.float32), reward=0.0
+    )
+    got = samples_of([Group(group_id="a", members=members)], cfg)
+    assert [s.token_advantages().tolist() for s in got] == [pytest.approx(e) for e in expected]
+
+
+def test_a_member_alone_with_its_turns_learns_nothing_from_them() -> None:
+    cfg = AlgorithmSection(reward_level=CreditLevel.TURN)
+    empty = replace(turns(1, 0.0, []), turn_scores=np.zeros(0, dtype=np.float32))
+    group = Group(group_id="a", members=[scored(0, [0.0, 0.5]), empty])
+    assert samples_of([group], cfg)[0].token_advantages().tolist() == [0.0, 0.0]
 
 
 def test_turn_rewards_sum_to_the_final_score() -> None:

@@ -1,16 +1,21 @@
 """Laws of the off-policy correction."""
 
+import math
 from math import log
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from common.config.learning import AlgorithmSection, Correction
+from common.config.learning import AlgorithmSection, Correction, PolicyLoss, Proximal
+from learner.batch.batching import MicroBatch, Sample, make_microbatches
 from learner.objective.correction import (
+    anchor_and_weights,
     corrected,
     importance_weights,
     interpolated_logprobs,
+    kl_weights,
     lag_statistics,
     log_ratio,
     negative_mask,
@@ -19,6 +24,8 @@ from learner.objective.correction import (
     sequence_mean,
     weight_moments,
 )
+from learner.objective.loss import Denominator, LossInputs, policy_loss
+from tests.learner.builders import make_trajectory
 
 MU = torch.tensor([log(0.5), log(0.1), log(0.4)])
 PI = torch.tensor([log(0.25), log(0.5), log(0.4)])  # ratios 0.5, 5, 1
@@ -82,6 +89,104 @@ def test_every_corrector_is_the_identity_on_policy(
 def test_weights_carry_no_gradient(correction: Correction) -> None:
     cfg = AlgorithmSection(correction=correction)
     assert not corrected((PI - MU).requires_grad_(), ROWS, 2, cfg).requires_grad
+
+
+def microbatch(log_rho: list[float], advantages: list[float] | None = None) -> MicroBatch:
+    """Build one sequence whose tokens the sampler gave log-probability -3."""
+    trajectory = make_trajectory(
+        [1] * (len(log_rho) + 1), [0] + [1] * len(log_rho), logprobs=[-3.0] * len(log_rho)
+    )
+    own = None if advantages is None else np.array(advantages, dtype=np.float32)
+    sample = Sample(trajectory=trajectory, advantage=1.0, own_advantages=own)
+    return make_microbatches([sample], [0], max_tokens=99, device="cpu")[0]
+
+
+def weighted_loss(
+    log_rho: list[float], cfg: AlgorithmSection, advantages: list[float] | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return weights [tokens], the loss's value and its gradient [tokens], at the sampler."""
+    micro = microbatch(log_rho, advantages)
+    new = (torch.tensor(log_rho) - 3.0).requires_grad_()
+    anchor, weights = anchor_and_weights(
+        new, new.detach(), micro, cfg, proximal=Proximal.SAMPLER, version=0
+    )
+    inputs = LossInputs(
+        new_logprobs=new,
+        anchor_logprobs=anchor,
+        sampler_logprobs=micro.sampler_logprobs,
+        advantages=micro.advantages,
+        is_weights=weights,
+        sequence_ids=micro.sequence_ids,
+        num_sequences=1,
+    )
+    loss, _ = policy_loss(inputs, Denominator(num_tokens=1, num_sequences=1), cfg)
+    loss.backward()
+    assert new.grad is not None
+    return weights, loss.detach(), new.grad
+
+
+FAR = [
+    1.2,
+    -2.3,
+    0.5,
+    0.2,
+]  # the product of the ratios is exp(-0.4), their geometric mean exp(-0.1)
+
+
+@pytest.mark.parametrize(
+    ("correction", "expected"),
+    [
+        (Correction.NONE, 0.9048),
+        (Correction.TOKEN_TIS, 0.9048),  # the sequence's ratio is below the cap: no token is cut
+        (Correction.SEQUENCE_TIS, 0.6703),  # min(product, 2)
+        (Correction.ICEPOP, 0.9048),
+        (Correction.GEOMETRIC, 0.0),
+    ],
+)
+def test_gspo_at_the_sampler_divides_by_the_ratio_of_the_sequence(
+    correction: Correction, expected: float
+) -> None:
+    cfg = AlgorithmSection(policy_loss=PolicyLoss.GSPO, correction=correction)
+    weights, loss, gradient = weighted_loss(FAR, cfg)
+    assert (weights * math.exp(-0.1)).tolist() == pytest.approx([expected] * 4, abs=1e-4)
+    assert loss.item() == pytest.approx(-4 * expected, abs=1e-3)
+    assert gradient.tolist() == pytest.approx([-expected] * 4, abs=1e-4)
+
+
+def test_gspo_at_the_sampler_is_cut_where_its_sequence_exceeds_the_cap() -> None:
+    cfg = AlgorithmSection(policy_loss=PolicyLoss.GSPO)
+    _, _, gradient = weighted_loss([log(2.0), log(3.125)], cfg, [-1.0, -1.0])  # s = 2.5, cap 2
+    assert gradient.tolist() == pytest.approx([2.0, 2.0], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, [0.5, 1.28, 1.28, 1.28]),  # min(r, 1 + clip_high) for every r, truncated once
+        ({"correction": Correction.NONE}, [0.5, 1.28, 1.28, 1.28]),
+        ({"tis_cap": 1.1}, [0.5, 1.1, 1.1, 1.1]),
+        ({"correction": Correction.ICEPOP}, [0.5, 1.28, 1.28, 0.0]),  # 40 is above mask_high
+        ({"correction": Correction.SEQUENCE_TIS}, [1.28] * 4),  # of the product 120
+    ],
+)
+def test_cispo_keeps_its_limited_ratio_however_large_the_ratio(
+    settings: dict, expected: list[float]
+) -> None:
+    cfg = AlgorithmSection(policy_loss=PolicyLoss.CISPO, **settings)
+    _, _, gradient = weighted_loss([log(0.5), log(2.0), log(3.0), log(40.0)], cfg)
+    assert (-gradient).tolist() == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_kl_of_stale_tokens_is_weighted_as_their_surrogate() -> None:
+    new, micro = torch.tensor([log(0.5) - 3.0, log(5.0) - 3.0, -3.0]), microbatch([0.0] * 3)
+
+    def of(correction: Correction) -> list[float]:
+        return kl_weights(new, micro, AlgorithmSection(correction=correction)).tolist()
+
+    assert of(Correction.TOKEN_TIS) == pytest.approx([0.5, 2.0, 1.0])
+    assert of(Correction.ICEPOP) == pytest.approx([0.5, 5.0, 1.0])
+    assert of(Correction.SEQUENCE_TIS) == pytest.approx([2.0] * 3)
+    assert of(Correction.NONE) == [1.0] * 3
 
 
 def test_negative_mask_hides_bad_actions_of_episodes_that_left_the_policy() -> None:

@@ -16,9 +16,12 @@ from common.config.learning import (
     LearnerSection,
     PolicyLoss,
     Proximal,
+    Timestep,
 )
-from learner.objective.describe import dead_knobs, objective_text, proximal_in_use
+from learner.objective.dead_settings import dead_knobs, notes, summary_lines
+from learner.objective.describe import objective_text, proximal_in_use
 
+PPO = {"advantage": Advantage.PPO}
 Effect = Callable[[AlgorithmSection, LearnerSection], Any]
 
 
@@ -35,7 +38,7 @@ def test_ratio_is_taken_to_the_sampler_only_with_one_update_per_batch() -> None:
 def test_text_states_the_form_and_its_numbers() -> None:
     assert objective_text(AlgorithmSection(), LearnerSection()) == (
         "maximise mean_tokens w*[min(r*A, clip(r, 0.8, 1.28)*A), at least 3*A if A<0]; r=pi/mu, "
-        "w=min(1, 2/r), A=(R - leave_one_out), 1 update per batch, "
+        "w=min(1, 2/r), A=(R - leave_one_out), without groups of equal credit, 1 update per batch, "
         "lr*max(0.1, min(1, ESS/0.9)), skipped below ESS 0.5"
     )
 
@@ -51,13 +54,17 @@ def test_text_follows_the_anchor() -> None:
     ("changes", "part"),
     [
         ({"correction": Correction.NONE}, "maximise mean_tokens [min("),
-        ({"correction": Correction.ICEPOP}, "w=r*[0.5<=r<=5]/r"),
+        ({"correction": Correction.ICEPOP}, "w=[0.5<=r<=5]"),
         ({"correction": Correction.GEOMETRIC}, "w=[0.99<=geomean_tokens r<=1.01]"),
-        ({"negative_mask_delta": 0.1}, "*[not (A<0 and mean log(mu/pi)>0.1)]"),
-        ({"policy_loss": PolicyLoss.CISPO}, "w*sg(min(r, 1.28))*A*log(pi)"),
+        ({"negative_mask_delta": 0.1}, "*[not (A<0 and mean_tokens log(mu/pi)>0.1)]"),
+        ({"policy_loss": PolicyLoss.CISPO}, "maximise mean_tokens sg(min(r, 1.28))*A*log(pi); r="),
+        ({"policy_loss": PolicyLoss.CISPO, "tis_cap": 1.1}, "w=min(r, 1.1)/min(r, 1.28)"),
         ({"policy_loss": PolicyLoss.GSPO}, "r=exp(mean_tokens log(pi/mu))"),
         ({"policy_loss": PolicyLoss.DPPO, "dppo_delta": 0.1}, "pi-mu>0.1"),
-        ({"kl_coef": 0.01}, "- 0.01*KL_k3(pi|model.path)"),
+        (
+            {"kl_coef": 0.01},
+            "- 0.01*v*KL_k3(pi|model.path)]; r=pi/mu, w=min(1, 2/r), v=min(pi/mu, 2)",
+        ),
         ({"drift_coef": 0.001}, "- 0.001*(log pi - log mu)^2"),
         ({"entropy_coef": 0.01}, "+ 0.01*H]"),
         ({"aggregation": Aggregation.SEQUENCE}, "mean_episodes mean_tokens"),
@@ -67,10 +74,19 @@ def test_text_follows_the_anchor() -> None:
         ({"advantage": Advantage.PPO}, "A=whiten_batch(GAE(per turn, gamma=1, lambda=1, V=head"),
         ({"normalize_std": True, "normalize_per_env": True}, "rms_per_env((R - leave_one_out)/std"),
         ({"reward_level": CreditLevel.TURN, "turn_discount": 0.9}, "sum_later_turns 0.9^k*dR"),
+        ({"reward_level": CreditLevel.TURN}, "dR - mean_others mean_turns)"),
+        (
+            {"reward_level": CreditLevel.TURN, "baseline": Baseline.GROUP_MEAN},
+            "dR - mean_members mean_turns)",
+        ),
         (
             {"invalid_action_penalty": 0.3, "invalid_action_level": CreditLevel.TURN},
-            "A=(R - leave_one_out) - 0.3*(invalid_turn - group_mean)",
+            "A=(R - leave_one_out) - 0.3*(invalid_turn - mean_others mean_turns)",
         ),
+        (PPO | {"reward_level": CreditLevel.TURN}, "pay=dR,"),
+        (PPO | {"invalid_action_penalty": 0.3}, "pay=R[last] - 0.3*invalid_frac[last],"),
+        (PPO, "at least 3*A if A<0] - 0.5*VL; r="),
+        (PPO, "VL=mean_turns [(V-target)^2/2, first token of each turn; max of it and (V_old+clip"),
     ],
 )
 def test_text_names_what_is_on(changes: dict, part: str) -> None:
@@ -93,3 +109,62 @@ def test_settings_that_do_nothing_are_named_with_the_reason() -> None:
 
 def test_defaults_have_nothing_dead() -> None:
     assert dead_knobs(AlgorithmSection(), LearnerSection()) == []
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "learner"),
+    [
+        ({"proximal": Proximal.RECOMPUTED}, {}),
+        ({"proximal": Proximal.REUSED}, {}),
+        ({"proximal": Proximal.REUSED}, {"num_minibatches": 7}),  # each sample's only update
+    ],
+)
+def test_a_clip_that_never_binds_is_named(algorithm: dict, learner: dict) -> None:
+    cfg, trainer = AlgorithmSection(**algorithm), LearnerSection(**learner)
+    assert any("nothing bounds the step" in line for line in notes(cfg, trainer))
+    [line] = dead_knobs(AlgorithmSection(clip_low=0.1, **algorithm), trainer)
+    assert line.startswith("algorithm.clip_low=0.1 has no effect: proximal=")
+
+
+def test_a_clip_that_binds_in_a_later_update_is_not_called_dead() -> None:
+    for proximal, learner in (
+        (Proximal.REUSED, LearnerSection(ppo_epochs=2)),
+        (Proximal.RECOMPUTED, LearnerSection(num_minibatches=2)),
+        (Proximal.INTERPOLATED, LearnerSection()),
+    ):
+        assert notes(AlgorithmSection(proximal=proximal), learner) == []
+        assert dead_knobs(AlgorithmSection(proximal=proximal, clip_low=0.1), learner) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({}, "only where A<0 and 2<r<3"),
+        ({"dual_clip": 0.0}, "only where A<0 and r>2"),
+        ({"tis_cap": 1.1}, "only where A>0 and 1.1<r<1.28, or A<0 and 1.1<r<3"),
+        ({"dual_clip": 1.5}, "changes none of its gradients"),
+        ({"policy_loss": PolicyLoss.CISPO}, "changes none of its gradients"),
+    ],
+)
+def test_what_the_truncation_adds_to_a_clip_around_the_sampler_is_said(
+    changes: dict, line: str
+) -> None:
+    lines = summary_lines(AlgorithmSection(**changes), LearnerSection())
+    assert line in lines[-1]
+    assert lines[-1].startswith("note: correction=token_tis")
+
+
+def test_combinations_that_do_nothing_are_named() -> None:
+    def dead(learner: LearnerSection | None = None, **changes: Any) -> list[str]:
+        lines = dead_knobs(AlgorithmSection(**changes), learner or LearnerSection())
+        return [line.partition("=")[0] for line in lines]
+
+    cispo = PolicyLoss.CISPO
+    assert dead(policy_loss=cispo, tis_cap=5.0) == ["algorithm.tis_cap"]
+    assert dead(policy_loss=cispo, correction=Correction.NONE) == ["algorithm.correction"]
+    assert dead(policy_loss=cispo, tis_cap=1.1) == []
+    assert dead(policy_loss=cispo, tis_cap=5.0, kl_coef=0.1) == []  # there it cuts the KL's weight
+    assert dead(tis_cap=4.0) == ["algorithm.tis_cap"]  # dual_clip=3 ends the gradient before
+    token = LearnerSection(critic=CriticSection(timestep=Timestep.TOKEN))
+    assert dead(token, turn_discount=0.9, **PPO) == ["algorithm.turn_discount"]
+    assert dead(reward_level=CreditLevel.TURN, baseline=Baseline.GROUP_MEAN) == []

@@ -213,6 +213,16 @@ def test_kl_to_the_reference_enters_with_its_coefficient() -> None:
     assert grad.item() == pytest.approx(0.05)
 
 
+def test_kl_of_what_another_policy_sampled_is_weighted() -> None:
+    cfg = AlgorithmSection(kl_coef=0.1, kl_estimator=KlEstimator.K2)
+    extra = {"reference_logprobs": torch.tensor([ANCHOR - 0.5] * 2)}
+    loss, _, grad = loss_of(
+        [1.0, 1.0], [0.0] * 2, cfg=cfg, kl_weights=torch.tensor([2.0, 0.5]), **extra
+    )
+    assert loss.item() == pytest.approx(0.1 * 2.5 * 0.125)
+    assert grad.tolist() == pytest.approx([0.1, 0.025])
+
+
 @pytest.mark.parametrize("term", ["entropy_coef", "kl_coef"])
 def test_terms_without_their_input_are_refused(term: str) -> None:
     with pytest.raises(ValueError, match=f"{term}=0.1 needs the"):

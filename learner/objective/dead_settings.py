@@ -1,0 +1,160 @@
+"""Settings and combinations of them that change nothing, or not what one would expect.
+
+No torch here: a dry run prints it quickly.
+"""
+
+import logging
+from collections.abc import Iterator
+from functools import partial
+
+from common.config.compute import OptimizerKind
+from common.config.learning import (
+    Advantage,
+    Aggregation,
+    AlgorithmSection,
+    Correction,
+    CriticKind,
+    CriticSection,
+    CriticTargets,
+    KlEstimator,
+    LearnerSection,
+    PolicyLoss,
+    Proximal,
+    Timestep,
+)
+from learner.objective.describe import (
+    is_one_update,
+    objective_text,
+    proximal_in_use,
+    tis_at_sampler,
+    why_ratio_is_one,
+)
+
+logger = logging.getLogger(__name__)
+
+
+def dead_knobs(algorithm: AlgorithmSection, learner: LearnerSection) -> list[str]:
+    """Return a line for every setting that differs from its default and changes nothing."""
+    dead = [*_dead_in_algorithm(algorithm, learner), *_dead_in_learner(algorithm, learner)]
+    return [f"{key}={value} has no effect: {why}" for key, value, why in dead]
+
+
+def summary_lines(algorithm: AlgorithmSection, learner: LearnerSection) -> list[str]:
+    """Return the objective, a warning for every setting without effect, and the notes."""
+    return [
+        f"objective: {objective_text(algorithm, learner)}",
+        *(f"warning: {line}" for line in dead_knobs(algorithm, learner)),
+        *(f"note: {line}" for line in notes(algorithm, learner)),
+    ]
+
+
+def log_summary(algorithm: AlgorithmSection, learner: LearnerSection) -> None:
+    """Log `summary_lines`, the settings without effect as warnings."""
+    for line in summary_lines(algorithm, learner):
+        level = logging.WARNING if line.startswith("warning: ") else logging.INFO
+        logger.log(level, "%s", line)
+
+
+def notes(algorithm: AlgorithmSection, learner: LearnerSection) -> list[str]:
+    """Return a line for every combination of settings that does less than it seems to."""
+    found: list[str] = []
+    why = why_ratio_is_one(algorithm, learner)
+    if why and algorithm.policy_loss is not PolicyLoss.DPPO:
+        found.append(
+            f"{why}: every ratio is 1, the clip never binds and nothing bounds the step;"
+            " make several updates of a batch, or take proximal=sampler or interpolated"
+        )
+    is_at_sampler = proximal_in_use(algorithm, learner) is Proximal.SAMPLER
+    if is_at_sampler and algorithm.correction is Correction.TOKEN_TIS:
+        where = tis_at_sampler(algorithm)
+        acts = f"changes gradients only where {where}" if where else "changes none of its gradients"
+        found.append(f"correction=token_tis with the ratio taken to the sampler {acts}")
+    if algorithm.kl_coef and algorithm.kl_estimator is KlEstimator.K1:
+        found.append("kl_estimator=k1: its gradient has mean zero on policy; k2 and k3 pull")
+    return found
+
+
+Dead = Iterator[tuple[str, object, str]]
+
+
+def _changed(key: str, section: object, why: str, *names: str) -> Dead:
+    """Yield the named settings that differ from their defaults."""
+    default = type(section)()
+    for name in names:
+        value = getattr(section, name)
+        if value != getattr(default, name):
+            yield f"{key}.{name}", getattr(value, "value", value), why
+
+
+def _dead_in_algorithm(cfg: AlgorithmSection, learner: LearnerSection) -> Dead:
+    changed = partial(_changed, "algorithm", cfg)
+    advantage = cfg.advantage
+    if advantage is not Advantage.GRPO:
+        yield from changed(f"advantage={advantage.value}", "baseline", "normalize_std")
+    if advantage in (Advantage.REINFORCE_PP, Advantage.REINFORCE_PP_BASELINE):
+        yield from changed("the batch is whitened as a whole", "normalize_per_env")
+    if not advantage.is_group_relative:
+        yield from changed(f"advantage={advantage.value}", "filter_zero_variance")
+    if cfg.invalid_action_penalty == 0:
+        yield from changed("invalid_action_penalty=0", "invalid_action_level")
+    if cfg.aggregation is not Aggregation.CONSTANT:
+        yield from changed(f"aggregation={cfg.aggregation.value}", "constant_tokens")
+    why = f"policy_loss={cfg.policy_loss.value}"
+    if cfg.policy_loss is PolicyLoss.CISPO:
+        yield from changed(why, "clip_low", "dual_clip")
+    if cfg.policy_loss is PolicyLoss.DPPO:
+        yield from changed(why, "clip_low", "clip_high", "dual_clip")
+    else:
+        yield from changed(why, "dppo_delta")
+    why = f"correction={cfg.correction.value}"
+    if cfg.correction not in (Correction.TOKEN_TIS, Correction.SEQUENCE_TIS):
+        yield from changed(why, "tis_cap")
+    if cfg.correction is not Correction.ICEPOP:
+        yield from changed(why, "mask_low", "mask_high")
+    if cfg.correction is not Correction.GEOMETRIC:
+        yield from changed(why, "geometric_low", "geometric_high")
+    if cfg.kl_coef == 0:
+        yield from changed("kl_coef=0", "kl_estimator", "reference_path")
+    why = why_ratio_is_one(cfg, learner)
+    if why and cfg.policy_loss is not PolicyLoss.DPPO:
+        yield from changed(f"{why} makes every ratio 1", "clip_low", "clip_high", "dual_clip")
+    if proximal_in_use(cfg, learner) is Proximal.SAMPLER and not tis_at_sampler(cfg):
+        why = f"policy_loss={cfg.policy_loss.value} bounds the ratio to the sampler itself"
+        if cfg.correction is Correction.TOKEN_TIS and cfg.kl_coef == 0:
+            yield from changed(f"{why}, earlier", "tis_cap")
+        if cfg.correction is Correction.NONE and cfg.kl_coef == 0:
+            yield from changed(f"{why}, before token_tis would", "correction")
+
+
+def _dead_in_learner(algorithm: AlgorithmSection, cfg: LearnerSection) -> Dead:
+    if cfg.optimizer is not OptimizerKind.MUON:
+        yield from _changed("learner", cfg, f"optimizer={cfg.optimizer.value}", "muon_lr")
+    if cfg.decay_start_frac >= 1:
+        why = "decay_start_frac=1: there is no decay"
+        yield from _changed("learner", cfg, why, "min_lr_frac")
+    changed = partial(_changed, "learner.critic", cfg.critic)
+    if algorithm.advantage is not Advantage.PPO:
+        why = f"algorithm.advantage={algorithm.advantage.value} has no critic"
+        yield from changed(why, *CriticSection.__dataclass_fields__)
+    else:
+        if cfg.critic.timestep is Timestep.TOKEN:
+            why = "learner.critic.timestep=token knows no discount per turn"
+            yield from _changed("algorithm", algorithm, why, "turn_discount")
+        if cfg.critic.kind is CriticKind.HEAD:
+            yield from changed("kind=head", "path")
+        else:
+            yield from changed("kind=model has an optimizer of its own", "coef")
+        if is_one_update(cfg):
+            yield from changed("one update per batch moves no value before it", "clip")
+        if cfg.critic.targets is not CriticTargets.VTRACE:
+            why = f"targets={cfg.critic.targets.value}"
+            yield from changed(why, "vtrace_rho", "vtrace_c")
+    changed = partial(_changed, "learner.controller", cfg.controller)
+    if not cfg.controller.scale_lr:
+        yield from changed("scale_lr=false", "min_lr_scale")
+    if not cfg.controller.skip_step:
+        yield from changed("skip_step=false", "ess_skip", "max_skips")
+    if not cfg.controller.tighten_gate:
+        yield from changed("tighten_gate=false", "ess_gate", "recover_steps")
+        if not cfg.controller.scale_lr:
+            yield from changed("tighten_gate=false, scale_lr=false", "ess_target")
