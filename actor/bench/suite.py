@@ -20,6 +20,7 @@ from common.launch.roles import ONE_THREAD
 from common.report.bench_table import BenchTable
 from common.repository import ROOT
 from common.store.journal import read_journal
+from common.store.segments import JournalPosition, synced_end
 from common.wire.messages import Trajectory
 
 NUM_ROUNDS = 2  # of both, in turn
@@ -87,16 +88,18 @@ def measure_run(name: str, *, folder: Path) -> dict[str, float]:
     run_dir = folder / name
     with running(name, SETTINGS, folder=folder) as child:
         deadline = time.monotonic() + TIMEOUT_S
-        while (first := len(arrived(run_dir))) < NUM_WARM_UP:
+        while sum(1 for _ in read_journal(run_dir / "journal")) < NUM_WARM_UP:
             check_end(child)
             if time.monotonic() > deadline:
                 raise LongstrideError(f"run {name} generates nothing, see {child.log_path}")
             time.sleep(POLL_S)
-        started, before = time.monotonic(), cpu_seconds(child.pid)
+        begin, started = synced_end(run_dir / "journal"), time.monotonic()
+        before = cpu_seconds(child.pid)
         time.sleep(WINDOW_S)
-        episodes = arrived(run_dir)[first:]
-        took_s, after = time.monotonic() - started, cpu_seconds(child.pid)
+        end, took_s = synced_end(run_dir / "journal"), time.monotonic() - started
+        after = cpu_seconds(child.pid)
         check_end(child)
+    episodes = arrived(run_dir, begin, end)
     if not episodes:
         raise LongstrideError(f"run {name}: no episode in {WINDOW_S:g}s, see {child.log_path}")
     (run_dir / "turns.json").write_text(json.dumps([turns_of(each) for each in episodes]))
@@ -109,8 +112,10 @@ def measure_run(name: str, *, folder: Path) -> dict[str, float]:
     }
 
 
-def arrived(run_dir: Path) -> list[Trajectory]:
-    return [episode for _, episode in read_journal(run_dir / "journal")]
+def arrived(run_dir: Path, begin: JournalPosition, end: JournalPosition) -> list[Trajectory]:
+    """Return the episodes of a stretch of the journal."""
+    found = read_journal(run_dir / "journal", start=begin)
+    return [episode for where, episode in found if where < end]
 
 
 def measure_alone(run_dir: Path) -> dict[str, dict[str, float]]:

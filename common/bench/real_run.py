@@ -25,12 +25,19 @@ TRAINING_ALONE = (
 _ROLE = re.compile(r"run\.py (\w+)|EngineCore")
 
 
-def train(name: str, overrides: Sequence[str], *, folder: Path, timeout_s: float) -> None:
-    """Run `train` on quickstart below `folder`, in a process of its own, until it has ended.
+def train(
+    name: str,
+    overrides: Sequence[str],
+    *,
+    folder: Path,
+    timeout_s: float,
+    config: str = "quickstart",
+) -> None:
+    """Run `train` below `folder`, in a process of its own, until it has ended.
 
     Raises: LongstrideError: it failed, or was not in time; holds its last words, names its log.
     """
-    with running(name, overrides, folder=folder) as child:
+    with running(name, overrides, folder=folder, config=config) as child:
         if not wait_until_ended([child], deadline=time.monotonic() + timeout_s):
             raise LongstrideError(
                 f"run {name} has not ended within {timeout_s:g}s, see {child.log_path}"

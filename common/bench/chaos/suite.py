@@ -16,7 +16,7 @@ from common.bench.chaos.machine import isolate, release
 from common.bench.chaos.plan import ALL_FAULTS, Fault, Kind, deal
 from common.bench.chaos.victims import Role
 from common.bench.chaos.watch import Watch, read_json
-from common.bench.real_run import TRAINING_ALONE, check_end, running
+from common.bench.real_run import TRAINING_ALONE, check_end, running, train
 from common.errors import LongstrideError
 from common.launch.process import ChildProcess
 from common.report.bench_table import BenchTable
@@ -28,6 +28,7 @@ POLL_S = 0.05
 FIRST_STEPS = 3  # made before anything happens
 PATIENCE_S = 180.0  # for a run to make its next step; then it counts as hanging
 START_S = 300.0
+TWIN_S = 3_600.0
 MINUTE_S = 60.0
 MIN_ETTR = 0.85  # at one fault a minute
 MEDIAN_S = {Role.SCHEDULER: 5.0, Role.HUB: 5.0, Role.LEARNER: 15.0, Role.ACTOR: 15.0}
@@ -49,6 +50,7 @@ class Size:
     lasts_s: float = LASTS_S
     faults: tuple[Fault, ...] = ALL_FAULTS
     settings: tuple[str, ...] = TRAINING_ALONE
+    has_twin: bool = False  # the same run, undisturbed, is made first
 
 
 USUAL = Size(config="quickstart", num_steps=220, every_s=20.0)
@@ -57,6 +59,7 @@ LONG = Size(
     num_steps=320,  # the whole of it
     every_s=8.0,
     settings=tuple(each for each in TRAINING_ALONE if each != "eval.after=false"),
+    has_twin=True,
 )
 SHORT = Size(
     config="smoke",
@@ -118,7 +121,7 @@ def run_suite(table: BenchTable) -> None:
 
 
 def run_long(table: BenchTable) -> None:
-    """Disturb a whole quickstart, some 200 times, in three quarters of an hour."""
+    """Leave a whole quickstart alone, disturb another some 200 times, in an hour."""
     measure(table, LONG)
 
 
@@ -145,6 +148,8 @@ def measure(table: BenchTable, size: Size) -> None:
 def _measure(table: BenchTable, size: Size, folder: Path, *, has_machine: bool) -> None:
     run_dir = RunDir(root=folder / "run")
     settings = (*size.settings, f"train.num_steps={size.num_steps}")
+    if size.has_twin:
+        train("twin", settings, folder=folder, timeout_s=TWIN_S, config=size.config)
     with running("run", settings, folder=folder, config=size.config) as child:
         scene = Scene(
             supervisor_pid=child.pid,
@@ -155,6 +160,16 @@ def _measure(table: BenchTable, size: Size, folder: Path, *, has_machine: bool) 
         story = disturb(child, scene, size, seed=table.seed)
     add_story(table, story)
     add_end(table, run_dir, num_steps=size.num_steps, story=story)
+    if size.has_twin:
+        add_success(table, run_dir, RunDir(root=folder / "twin"))
+
+
+def add_success(table: BenchTable, run_dir: RunDir, twin: RunDir) -> None:
+    """Write how well the disturbed policy plays, and whether the other's interval reaches it."""
+    ours, left_alone = (read_json(each.root / "report.json")["after"] for each in (run_dir, twin))
+    low, high = left_alone["ci95"]
+    note = f"an undisturbed run: {left_alone['success']:.3f} [{low:.3f}, {high:.3f}]"
+    table.at_least("held-out success", ours["success"], "", low, note)
 
 
 def disturb(child: ChildProcess, scene: Scene, size: Size, *, seed: int) -> Story:
