@@ -8,7 +8,10 @@ nobody's world has to be rebuilt. NCCL on CUDA, gloo on CPU; all else is shared.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
 
+import hashlib
+import hmac
 import os
+import secrets
 import socket
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -21,47 +24,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.errors import WeightSyncError
-from common.wire.addresses import is_here, is_loopback
+from common.wire.addresses import is_loopback
 from common.wire.weight_messages import TensorSpec
 
 CPU = torch.device("cpu")
+PROOF_BYTES = 16
+PROOF_TIMEOUT_S = 10.0  # in which members prove that they are
 ALIGN_BYTES = 16  # every tensor starts here, so that a view of any dtype is legal
 
 
 def device_id(device: torch.device) -> str:
     """Return a name that no other GPU anywhere has; "" for the CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
-
-
-def open_store(host: str, port: int, *, is_server: bool, timeout_s: float) -> dist.TCPStore:
-    """Return the rendezvous store of a learner (`is_server`) or a client of it.
-
-    It listens on `host` alone where that is an address of this machine; torch's own way would be
-    to listen on all of them.
-
-    Raises: WeightSyncError: nobody serves there, or the address is not ours to serve on.
-    """
-    try:
-        listener = _listener(host, port) if is_server else None
-        return dist.TCPStore(
-            host,
-            listener.getsockname()[1] if listener else port,
-            is_master=is_server,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=timeout_s),
-            master_listen_fd=listener.detach() if listener else None,
-        )
-    except (RuntimeError, OSError) as error:
-        raise WeightSyncError(f"no rendezvous store at {host}:{port}: {error}") from error
-
-
-def _listener(host: str, port: int) -> socket.socket:
-    """Return a listening socket. Raises: OSError: the address cannot be bound."""
-    bound = host if is_here(host) else "0.0.0.0"  # an address by which others reach this machine
-    family = socket.getaddrinfo(bound, port, type=socket.SOCK_STREAM)[0][0]
-    return socket.create_server(
-        (bound, port), family=family, backlog=1_024, dualstack_ipv6=bound == "::"
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +84,37 @@ class BroadcastGroup:
         is_nccl = place.backend == "nccl"
         self.device = torch.device("cuda", torch.cuda.current_device()) if is_nccl else CPU
         self._timeout = timedelta(seconds=place.timeout_s)
+        self._kept = store  # torch keeps its C++ half only
         try:
             self._group = make_process_group(prefixed, place)
+            if not is_nccl:
+                self._prove(store, place)
         except (RuntimeError, ValueError) as error:
             what = f"no process group epoch={epoch} rank={place.rank}"
             raise WeightSyncError(f"{what}: {error}") from error
+
+    def _prove(self, store: dist.Store, place: Place) -> None:
+        """Let each pair of members prove to each other that they are, before anything is sent.
+
+        gloo takes whoever connects first. NCCL's own id, which the store tells, is such a proof.
+
+        Raises: WeightSyncError: somebody who is no member has taken a member's place.
+        """
+        name, rank, size = f"proof/{self.epoch}", place.rank, place.world_size
+        if rank == 0:
+            store.set(name, secrets.token_hex(32))
+        secret = store.get(name)
+        proofs = [_proof(secret, rank, other) for other in range(size)]
+        sent = torch.frombuffer(bytearray(b"".join(proofs)), dtype=torch.uint8)
+        came = torch.zeros_like(sent)
+        options = dist.AllToAllOptions()
+        timeout = min(self._timeout, timedelta(seconds=PROOF_TIMEOUT_S))
+        options.timeout = timeout
+        work = self._group.alltoall_base(came, sent, [], [], options)
+        Broadcast(work, timeout, self._failed).wait()
+        for other, told in enumerate(came.view(size, PROOF_BYTES)):
+            if not hmac.compare_digest(bytes(told.tolist()), _proof(secret, other, rank)):
+                raise WeightSyncError(f"a stranger is in the place of rank {other}")
 
     def broadcast(self, buffer: Tensor) -> None:
         """Send (rank 0) or receive `buffer` [num_bytes] uint8 in place."""
@@ -160,6 +160,11 @@ class BroadcastGroup:
             self._group.abort()
         except RuntimeError:  # gloo has nothing to abort once a peer is gone
             return
+
+
+def _proof(secret: bytes, sender: int, receiver: int) -> bytes:
+    """Return what only a member can say to another one."""
+    return hmac.digest(secret, b"%d>%d" % (sender, receiver), hashlib.sha256)[:PROOF_BYTES]
 
 
 class Broadcast:

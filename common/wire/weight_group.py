@@ -8,12 +8,13 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from common.errors import LongstrideError, WeightSyncError
 from common.wire.addresses import local_address_towards
-from common.wire.collective import BroadcastGroup, Place, open_store
+from common.wire.collective import BroadcastGroup, Place
+from common.wire.rendezvous.client import GroupStore, StoreLine
+from common.wire.rendezvous.server import StorePlace
 from common.wire.transfer.buckets import Channel, Cut, receive_buckets, send_buckets
 from common.wire.transfer.mailbox import FolderShelf, GpuShelf, Mailbox
 from common.wire.weight_messages import WeightsOffer
@@ -35,7 +36,7 @@ class _Attempt(threading.Thread):
         device: torch.device,
         offer: WeightsOffer,
         group: BroadcastGroup | None,
-        store: dist.Store | None,
+        line: StoreLine | None,
     ) -> None:
         super().__init__(name=f"transfer-{offer.group_epoch}", daemon=True)
         self._work = work
@@ -43,7 +44,8 @@ class _Attempt(threading.Thread):
         self._offer = offer
         self._is_left = threading.Event()
         self.group = group
-        self.store = store
+        self.line = line
+        self._store: GroupStore | None = None
         self.seconds = 0.0
         self.is_ok = False
         self.error: LongstrideError | None = None
@@ -70,7 +72,9 @@ class _Attempt(threading.Thread):
 
     def _channel(self) -> Channel:
         offer = self._offer
-        store = self.store = self.store or _connect(offer)
+        line = self.line = self.line or StoreLine(place_of(offer), answer_s=offer.timeout_s)
+        store = GroupStore(line, offer.group_key, timeout_s=offer.timeout_s)
+        self._store = store
         if offer.transport in ("ipc", "file"):
             is_file = offer.transport == "file"
             epoch = offer.group_epoch
@@ -92,6 +96,8 @@ class _Attempt(threading.Thread):
     def leave(self) -> None:
         """Abort what can be aborted; the thread ends then, or with the group's own deadline."""
         self._is_left.set()
+        if self._store is not None:
+            self._store.leave()
         if self.group is not None:
             self.group.close()
 
@@ -107,11 +113,9 @@ def lower_priority() -> None:
         return
 
 
-def _connect(offer: WeightsOffer) -> dist.Store:
-    """Return a new connection to the offer's rendezvous store."""
-    return open_store(
-        offer.store_host, offer.store_port, is_server=False, timeout_s=offer.timeout_s
-    )
+def place_of(offer: WeightsOffer) -> StorePlace:
+    """Return where the members of an offered group meet."""
+    return StorePlace(offer.store_host, offer.store_port, offer.store_public, offer.store_secret)
 
 
 class WeightGroup:
@@ -122,15 +126,14 @@ class WeightGroup:
         engine a  is_cancelled() finds that it was told -> raises TransferCancelled, too
         learner   offers version 3 to a alone, in a new epoch
 
-    Its connection to the store outlives a group, because torch looks up the peer's name for each
-    new one, which takes seconds where a name server does not answer.
+    Its connection to the rendezvous outlives a group.
     """
 
     def __init__(self) -> None:
         self._group: BroadcastGroup | None = None
         self._place: tuple[str, int, int] | None = None
-        self._store_address: tuple[str, int] | None = None
-        self._group_store: dist.Store | None = None  # for making groups
+        self._store_place: StorePlace | None = None
+        self._line: StoreLine | None = None  # to there
         self._left: list[_Attempt] = []  # cancelled, and perhaps still in a native call
 
     def send(
@@ -201,8 +204,8 @@ class WeightGroup:
         place = (offer.store_host, offer.store_port, offer.group_epoch)
         if place != self._place:
             self.leave()
-        attempt = _Attempt(work, device, offer, self._group, self._group_store)
-        self._group, self._place, self._group_store = None, None, None
+        attempt = _Attempt(work, device, offer, self._group, self._line)
+        self._group, self._place, self._line = None, None, None
         attempt.start()
         while not attempt.has_ended.wait(CANCEL_CHECK_S):
             if is_cancelled():
@@ -211,15 +214,15 @@ class WeightGroup:
                 raise TransferCancelled(f"transfer given up epoch={offer.group_epoch}")
         if not attempt.is_ok:
             raise attempt.error or WeightSyncError("the transfer failed, see the log")
-        self._group, self._place, self._group_store = attempt.group, place, attempt.store
+        self._group, self._place, self._line = attempt.group, place, attempt.line
         return attempt.seconds
 
     def _follow(self, offer: WeightsOffer) -> None:
-        """Let the connections to another store go."""
-        address = (offer.store_host, offer.store_port)
-        if address != self._store_address:
-            self._group_store = None
-        self._store_address = address
+        """Let the connection to another rendezvous go."""
+        place = place_of(offer)
+        if place != self._store_place:
+            self._line = None
+        self._store_place = place
 
     def leave(self) -> None:
         """Let the connections of the group go."""

@@ -1,6 +1,7 @@
 """The small talk of the weight plane: learner <-> actor. Tensors go over torch.distributed."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import StrEnum
 
 from common.wire.access.bounds import Count, Id, Names, Seconds, Version
 
@@ -50,6 +51,9 @@ class WeightsOffer:
     world_size: Count  # workers of all engines, and the learner
     store_host: str
     store_port: int
+    store_public: Id  # of the store's key pair, Z85
+    store_secret: Id = field(repr=False)  # by which it lets a member in, Z85
+    group_key: Id = field(repr=False)  # the group's secret name in the store
     transport: str  # "gloo", "nccl", "ipc" or "file"
     folder: str  # of the transport "file"
     timeout_s: Seconds
@@ -114,3 +118,35 @@ class CanaryScores:
     version: Version
     logprobs: list[list[float]]  # [canary, seq-1] nats of token t given tokens < t
     number: int = 0  # of the `CanaryCheck`; 0: they are those of the version's offer
+
+
+class StoreOp(StrEnum):
+    """What is asked of the rendezvous of a process group."""
+
+    SET = "set"
+    WAIT = "wait"  # for all keys; answers with their values
+    ADD = "add"
+    DELETE = "delete"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreRequest:
+    """Member of a process group -> learner's rendezvous."""
+
+    number: Count  # of the request, on its connection
+    group: Id  # its secret name
+    op: StoreOp
+    keys: Names
+    value: bytes = field(default=b"", repr=False)
+    amount: int = 0
+    wait_s: Seconds = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreAnswer:
+    """Answer to StoreRequest."""
+
+    number: Count
+    is_there: bool  # whether all keys were
+    values: list[bytes] = field(default_factory=list[bytes], repr=False)
+    error: str = ""

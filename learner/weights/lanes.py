@@ -20,13 +20,16 @@ class Lane:
     """The group of a wave."""
 
     epoch: int
+    key: str  # its secret name in the rendezvous
     group: WeightGroup = field(default_factory=WeightGroup)
 
 
 class Lanes:
     """One lane for each wave. An engine is in one group at a time: a new one ends its others."""
 
-    def __init__(self) -> None:
+    def __init__(self, open_group: Callable[[], str]) -> None:
+        """Make one without lanes; `open_group` gives a new group its secret name."""
+        self._open_group = open_group
         self._lanes: dict[Wave, Lane] = {}
         self._left: list[WeightGroup] = []
         self._last_epoch = secrets.randbelow(1 << 31)  # not that of a learner before this one
@@ -40,7 +43,7 @@ class Lanes:
                 self.leave(other)
         if wave not in self._lanes:
             self._last_epoch += 1
-            self._lanes[wave] = Lane(self._last_epoch)
+            self._lanes[wave] = Lane(self._last_epoch, self._open_group())
         return self._lanes[wave]
 
     def leave(self, wave: Wave) -> None:

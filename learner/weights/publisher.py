@@ -159,8 +159,8 @@ class Publisher(threading.Thread):
             raise LongstrideError(f"publisher failed: {self._error}") from self._error
 
     def num_refused(self) -> dict[str, int]:
-        """Return what the weight plane's listener refused, by peer."""
-        return self._router.num_refused("weights")
+        """Return what the weight plane's listeners refused, by peer."""
+        return self._router.num_refused("weights") | self._transfers.rendezvous.num_refused()
 
     def mark_silent(self, incarnations: Iterable[str]) -> None:
         """Wait for none of these actors, and for all others: the scheduler's present word."""

@@ -13,8 +13,9 @@ from dataclasses import replace
 
 from common.errors import LongstrideError, WeightSyncError
 from common.wire.addresses import own_host_towards
-from common.wire.collective import ALIGN_BYTES, device_id, open_store
+from common.wire.collective import ALIGN_BYTES, device_id
 from common.wire.messages import Rejected
+from common.wire.rendezvous.server import StoreServer
 from common.wire.sockets import Router
 from common.wire.weight_group import TransferCancelled
 from common.wire.weight_messages import (
@@ -62,8 +63,8 @@ class Transfers:
         self._settings = settings
         self._gate = gate
         self._stop_requested = stop_requested
-        self._store = open_store(settings.host, 0, is_server=True, timeout_s=settings.timeout_s)
-        self._lanes = Lanes()
+        self.rendezvous = StoreServer(settings.host)
+        self._lanes = Lanes(self.rendezvous.open_group)
         self._answers = Answers()
         self._measures = Measures()
         self._pinged_at = 0.0
@@ -77,7 +78,7 @@ class Transfers:
         """Leave the groups and close the store; whoever waits in one fails now."""
         groups = self._lanes.leave_all()
         self._router.close()
-        del self._store
+        self.rendezvous.close()
         join_all(groups, timeout_s=STOP_S / 2)
 
     # --- what comes -------------------------------------------------------------------------
@@ -271,7 +272,7 @@ class Transfers:
             raise TransferCancelled(f"version {weights.version} is no more")
         lane = self._lanes.of(wave, is_present=self.members.has)
         self._answers.begin(lane.epoch, weights.version)
-        offer, members = self._offer(weights, wave), wave.members
+        offer, members = self._offer(weights, wave, lane.key), wave.members
         rank = 1
         for member in members:
             own = replace(offer, rank=rank)
@@ -296,7 +297,7 @@ class Transfers:
         if not self._router.send(self.members.sender_of(member), message):
             self.members.remove(member, reason="unreachable")
 
-    def _offer(self, weights: PublishedWeights, wave: Wave) -> WeightsOffer:
+    def _offer(self, weights: PublishedWeights, wave: Wave, group_key: str) -> WeightsOffer:
         """Return the offer to rank 0, this side itself."""
         return WeightsOffer(
             version=weights.version,
@@ -306,7 +307,10 @@ class Transfers:
             store_host=own_host_towards(
                 self._settings.host, [member.host for member in wave.members]
             ),
-            store_port=self._store.port,
+            store_port=self.rendezvous.port,
+            store_public=self.rendezvous.place.public,
+            store_secret=self.rendezvous.place.secret,
+            group_key=group_key,
             transport=wave.transport,
             folder=self._settings.folder,
             timeout_s=self._settings.timeout_s,

@@ -2,7 +2,7 @@
 
 The rendezvous store says which part is there and who has taken it; the bytes go another way.
 """
-# torch's type stubs lack its stores and the sharing of CUDA memory:
+# torch's type stubs lack the sharing of CUDA memory:
 # pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 
@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from common.errors import WeightSyncError
+from common.wire.rendezvous.client import GroupStore
 from common.wire.transfer.buckets import NUM_SLOTS
 
-CHECK_S = 0.001  # between looks whether a part is there
+CHECK_S = 0.25  # between looks whether a transfer is still wanted
 CPU = torch.device("cpu")
 
 
@@ -110,7 +110,7 @@ class Mailbox:
 
     def __init__(
         self,
-        store: dist.Store,
+        store: GroupStore,
         shelf: Shelf,
         *,
         name: str,
@@ -132,7 +132,12 @@ class Mailbox:
         """Lay a part down and say so."""
         self._store.set(self._key(index), self._shelf.put(index, part))
         takers = [self._taken(index, rank) for rank in range(1, self._world_size)]
-        return Mail(lambda: self._await(takers, f"the takers of part {index}"))
+
+        def part_with() -> None:
+            self._await(takers, f"the takers of part {index}")
+            self._store.delete([self._key(index), *takers])  # of thousands of versions
+
+        return Mail(part_with)
 
     def receive(self, index: int, part: Tensor) -> "Mail":
         """Return what fetches a part when it is waited for."""
@@ -152,13 +157,9 @@ class Mailbox:
 
     def _await(self, keys: list[str], what: str) -> None:
         deadline = time.monotonic() + self._timeout_s
-        try:
-            while not self._store.check(keys):
-                if self._is_left() or time.monotonic() > deadline:
-                    raise WeightSyncError(f"{what}: not there within {self._timeout_s:g}s")
-                time.sleep(CHECK_S)
-        except RuntimeError as error:
-            raise WeightSyncError(f"{what}: the rendezvous store is gone: {error}") from error
+        while not self._store.has(keys, within_s=CHECK_S):
+            if self._is_left() or time.monotonic() > deadline:
+                raise WeightSyncError(f"{what}: not there within {self._timeout_s:g}s")
 
     def close(self) -> None:
         """Nothing to let go: the store is others', the shelf is the transfer's."""

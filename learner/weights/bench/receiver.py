@@ -8,9 +8,10 @@ import sys
 from dataclasses import dataclass
 
 import torch
-from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
-from common.wire.collective import BroadcastGroup, Place, open_store
+from common.wire.collective import BroadcastGroup, Place
+from common.wire.rendezvous.client import GroupStore, StoreLine
+from common.wire.rendezvous.server import StorePlace
 from common.wire.transfer.buckets import Channel, Cut, receive_buckets
 from common.wire.transfer.mailbox import FolderShelf, GpuShelf, Mailbox
 from common.wire.weight_group import lower_priority
@@ -23,7 +24,10 @@ TIMEOUT_S = 120.0
 class Receiver:
     """What one side of some transfers is told; rank 0 sends."""
 
-    port: int  # of the rendezvous store
+    port: int  # of the rendezvous
+    public: str
+    secret: str
+    group: str
     rank: int
     world_size: int
     num_bytes: int
@@ -38,7 +42,7 @@ class Receiver:
 class Side:
     """One side's connections: a gloo group for meeting, and what carries the buckets."""
 
-    def __init__(self, store: Store, told: Receiver) -> None:
+    def __init__(self, store: GroupStore, told: Receiver) -> None:
         """Meet the other sides. Raises: WeightSyncError: not all came in time."""
         self._store = store
         self._told = told
@@ -75,11 +79,17 @@ class Side:
             group.close()
 
 
+def meet(told: Receiver) -> GroupStore:
+    """Return a side's way to the rendezvous."""
+    place = StorePlace(HOST, told.port, told.public, told.secret)
+    return GroupStore(StoreLine(place), told.group, timeout_s=told.timeout_s)
+
+
 def receive(told: Receiver) -> None:
     """Take part in all rounds of a plan, each bucket checked in those of ours."""
     torch.set_num_threads(1)
     lower_priority()
-    store = open_store(HOST, told.port, is_server=False, timeout_s=told.timeout_s)
+    store = meet(told)
     staging = torch.zeros(told.num_bytes, dtype=torch.uint8, device=told.device)
     side = Side(store, told)
     cut = Cut(told.num_bytes, told.bucket_bytes)

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from common.errors import WeightSyncError
 from common.repository import ROOT
-from common.wire.collective import open_store
+from common.wire.rendezvous.server import StoreServer
 from common.wire.transfer.buckets import NUM_SLOTS, Cut, send_buckets
-from learner.weights.bench.receiver import HOST, TIMEOUT_S, Receiver, Side
+from learner.weights.bench.receiver import HOST, TIMEOUT_S, Receiver, Side, meet
 from learner.weights.source import WeightSource
 
 SAMPLE_S = 0.005  # between looks at memory
@@ -51,10 +51,13 @@ def receivers(plan: list[str], *, cut: Cut, route: Route) -> Iterator[Side]:
 
     Raises: WeightSyncError: a receiver failed, or found a bucket damaged; with its last words.
     """
-    store = open_store(HOST, 0, is_server=True, timeout_s=route.timeout_s)
+    server = StoreServer(HOST)
     with tempfile.TemporaryDirectory(prefix="longstride-buckets-") as folder:
         told = Receiver(
-            port=store.port,
+            port=server.port,
+            public=server.place.public,
+            secret=server.place.secret,
+            group=server.open_group(),
             rank=0,
             world_size=1 + route.num_receivers,
             num_bytes=cut.total_bytes,
@@ -73,7 +76,7 @@ def receivers(plan: list[str], *, cut: Cut, route: Route) -> Iterator[Side]:
                 for index in range(route.num_receivers)
             ]
         try:
-            side = Side(store, told)
+            side = Side(meet(told), told)
             yield side
             codes = [process.wait(route.timeout_s) for process in processes]
             side.close()
@@ -85,6 +88,7 @@ def receivers(plan: list[str], *, cut: Cut, route: Route) -> Iterator[Side]:
             for process in processes:
                 process.kill()
                 process.wait()
+            server.close()
 
 
 def _start(told: Receiver, errors: TextIO) -> subprocess.Popen[bytes]:

@@ -4,18 +4,18 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
 
 from actor.rollout.episode import Turn
 from common.errors import WeightSyncError
-from common.wire.collective import BroadcastGroup, Place, open_store
+from common.wire.collective import BroadcastGroup, Place
 from common.wire.transfer.buckets import Cut, Pending, send_buckets
 from common.wire.weight_messages import CanaryScores, WeightsLoaded, WeightsOffer
 from learner.weights.snapshot import PublishedWeights
 from tests.actor.engine.engine_rig import BUCKET_BYTES, FIRST_FORCED, HOST, TIMEOUT_S, WAIT_S, Rig
+from tests.common.wire.meeting import NOWHERE, Meeting
 
 pytestmark = pytest.mark.slow
 
@@ -155,9 +155,9 @@ def test_a_bucket_damaged_on_its_way_is_named_and_refused_and_the_old_weights_go
                 await rig.publish_first(publisher, link, rig.forced_weights(1))
         running = rig.generate("refusing", [5, 6], max_tokens=300)
         await rig.generate("clock", [5, 6], max_tokens=10)
-        store = open_store(HOST, 0, is_server=True, timeout_s=TIMEOUT_S)
+        store = Meeting()
         weights = rig.forced_weights(2)
-        offer = offer_of(weights, store.port)
+        offer = offer_of(weights, store)
         sending: list[asyncio.Future[None]] = []
         with pytest.raises(WeightSyncError, match=r"bucket 1 of \d+ \(model.*1 damaged in all"):
             await rig.engine.stage(
@@ -191,7 +191,7 @@ def test_after_half_an_update_nothing_is_sampled_until_a_version_is_whole(rig: R
                 running = [rig.generate("torn", [5, 6], max_tokens=300)]
                 await rig.generate("clock", [5, 6], max_tokens=10)
                 with pytest.raises(WeightSyncError, match="version 2 is not loaded whole"):
-                    await rig.engine.load(offer_of(rig.forced_weights(2), 1))
+                    await rig.engine.load(offer_of(rig.forced_weights(2), None))
                 assert not rig.engine.is_whole
                 running.append(rig.generate("later", [5, 6], max_tokens=5))
                 running.append(asyncio.create_task(a_round(rig)))
@@ -206,10 +206,10 @@ def test_after_half_an_update_nothing_is_sampled_until_a_version_is_whole(rig: R
     rig.run(law())
 
 
-def send_damaged(store: Any, weights: PublishedWeights, offer: WeightsOffer) -> None:
+def send_damaged(store: Meeting, weights: PublishedWeights, offer: WeightsOffer) -> None:
     """Send a version; a byte of its bucket 1 changes between its digest and the wire."""
     place = Place(0, offer.world_size, "gloo", TIMEOUT_S, HOST)
-    group = BroadcastGroup(store, place, epoch=1)
+    group = BroadcastGroup(store.store(), place, epoch=1)
     cut = Cut(offer.total_bytes, offer.bucket_bytes)
     slots = [torch.zeros(cut.slot_bytes, dtype=torch.uint8) for _ in range(2)]
     send_buckets(Damaging(group), cut, slots, weights.source.fill)
@@ -255,14 +255,13 @@ def test_requests_survive_a_learner_that_vanishes_within_a_transfer(rig: Rig, mo
     rig.run(law())
 
 
-def offer_of(weights: PublishedWeights, port: int) -> WeightsOffer:
+def offer_of(weights: PublishedWeights, meeting: Meeting | None) -> WeightsOffer:
     return WeightsOffer(
         version=weights.version,
         group_epoch=1,
         rank=1,
         world_size=2,
-        store_host=HOST,
-        store_port=port,
+        **(meeting.of_offer() if meeting else NOWHERE),
         transport="gloo",
         folder="",
         timeout_s=TIMEOUT_S,
@@ -274,13 +273,13 @@ def offer_of(weights: PublishedWeights, port: int) -> WeightsOffer:
 
 
 async def load_from_a_learner_that_vanishes(rig: Rig, moment: str) -> None:
-    store = open_store(HOST, 0, is_server=True, timeout_s=TIMEOUT_S)
-    offer = offer_of(rig.forced_weights(2), store.port)
+    store = Meeting()
+    offer = offer_of(rig.forced_weights(2), store)
     if moment == "before_the_store":
-        del store
+        store.close()
 
     def join_and_leave() -> None:
-        BroadcastGroup(store, Place(0, 2, "gloo", TIMEOUT_S, HOST), epoch=1).close()
+        BroadcastGroup(store.store(), Place(0, 2, "gloo", TIMEOUT_S, HOST), epoch=1).close()
 
     joining: list[asyncio.Future[None]] = []
 

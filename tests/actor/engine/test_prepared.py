@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from common.config.run_config import ActorSection, ModelSection
-from common.wire.collective import CPU, BroadcastGroup, Place, open_store
+from common.wire.collective import CPU, BroadcastGroup, Place
 from common.wire.transfer.buckets import Cut, send_buckets
 from common.wire.weight_messages import TensorSpec, WeightsOffer
 from learner.offline.scratch import make_tokenizer, save_policy
 from tests.actor.engine.engine_rig import HOST, TIMEOUT_S, save_tiny_policy
+from tests.common.wire.meeting import Meeting
 
 pytestmark = pytest.mark.slow
 
@@ -170,7 +171,7 @@ def test_what_is_prepared_and_what_is_staged_are_one_copy() -> None:
                 kept.append(tensor[7:].view(-1))
         rss[1] = process.memory_info().rss
 
-    store = open_store(HOST, 0, is_server=True, timeout_s=TIMEOUT_S)
+    store = Meeting()
     specs = [
         TensorSpec(
             name=str(n),
@@ -181,10 +182,10 @@ def test_what_is_prepared_and_what_is_staged_are_one_copy() -> None:
         )
         for n in range(NUM_TENSORS)
     ]
-    offer = make_offer(store.port, specs, total_bytes)
+    offer = make_offer(store, specs, total_bytes)
     staging = Staging(CPU, prepare)
     staging.begin(offer)
-    group = BroadcastGroup(store, Place(0, 2, "gloo", TIMEOUT_S, HOST), epoch=1)
+    group = BroadcastGroup(store.store(), Place(0, 2, "gloo", TIMEOUT_S, HOST), epoch=1)
     cut = Cut(total_bytes, offer.bucket_bytes)
     slots = [torch.zeros(cut.slot_bytes, dtype=torch.uint8) for _ in range(2)]
     send_buckets(group, cut, slots, lambda start, part: part.copy_(sent[start:][: part.numel()]))
@@ -198,14 +199,13 @@ def test_what_is_prepared_and_what_is_staged_are_one_copy() -> None:
     assert torch.equal(kept[0], sent[TENSOR_BYTES + 7 : 2 * TENSOR_BYTES])
 
 
-def make_offer(port: int, specs: list[TensorSpec], total_bytes: int) -> WeightsOffer:
+def make_offer(meeting: Meeting, specs: list[TensorSpec], total_bytes: int) -> WeightsOffer:
     return WeightsOffer(
         version=1,
         group_epoch=1,
         rank=1,
         world_size=2,
-        store_host=HOST,
-        store_port=port,
+        **meeting.of_offer(),
         transport="gloo",
         folder="",
         timeout_s=TIMEOUT_S,

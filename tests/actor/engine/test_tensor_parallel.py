@@ -8,8 +8,7 @@ import psutil
 import pytest
 
 from common.errors import WeightSyncError
-from common.wire.collective import open_store
-from tests.actor.engine.engine_rig import HOST, TIMEOUT_S, WAIT_S, Rig
+from tests.actor.engine.engine_rig import WAIT_S, Rig
 from tests.actor.engine.test_engine import (
     LIMITS,
     forced,
@@ -18,6 +17,7 @@ from tests.actor.engine.test_engine import (
     offer_of,
     send_damaged,
 )
+from tests.common.wire.meeting import Meeting
 
 pytestmark = pytest.mark.slow
 
@@ -69,9 +69,9 @@ async def take_versions(rig: Rig) -> None:
 
 
 async def refuse_a_damaged_one(rig: Rig) -> None:
-    store = open_store(HOST, 0, is_server=True, timeout_s=TIMEOUT_S)
+    store = Meeting()
     weights = rig.forced_weights(4)
-    offer = replace(offer_of(weights, store.port), world_size=1 + NUM_WORKERS)
+    offer = replace(offer_of(weights, store), world_size=1 + NUM_WORKERS)
     sending: list[asyncio.Future[None]] = []
     with pytest.raises(WeightSyncError) as refused:
         await rig.engine.stage(

@@ -59,7 +59,7 @@ def test_a_version_that_one_of_the_workers_has_not_is_refused() -> None:
     workers, ready = Workers(), []
     watch: Any = None
     engine = Engine(cast(Any, workers), ActorSection(), end_of_turn_ids=[], watch=watch)
-    offer = offer_of(1, epoch=1, rank=1)
+    offer = offer_of(None, epoch=1, rank=1)
     with pytest.raises(WeightSyncError, match=r"^bucket 1 of 2 is damaged$"):
         asyncio.run(engine.stage(offer, announce=lambda: ready.append(True)))
     assert ready == [True]

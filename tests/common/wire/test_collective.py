@@ -19,9 +19,9 @@ from common.wire.collective import (
     flatten_into,
     interface_of,
     lay_out,
-    open_store,
     views,
 )
+from tests.common.wire.meeting import Meeting
 
 HOST = "127.0.0.1"
 
@@ -38,20 +38,21 @@ def random_bytes(num: int, *, seed: int = 0) -> Tensor:
 
 
 def test_everybody_receives_the_bytes_of_rank_0_in_every_epoch() -> None:
-    server = open_store(HOST, 0, is_server=True, timeout_s=5.0)
+    server = Meeting()
     sent = [random_bytes(4096, seed=seed) for seed in range(3)]
 
     def send() -> None:
-        group = join(server, 0)
+        store = server.store()
+        group = join(store, 0)
         group.broadcast(sent[0].clone())
         group.broadcast(sent[1].clone())
         group.close()
-        other = join(server, 0, epoch=2)
+        other = join(store, 0, epoch=2)
         other.broadcast(sent[2].clone())
         other.close()
 
     def receive() -> list[Tensor]:
-        store = open_store(HOST, server.port, is_server=False, timeout_s=5.0)
+        store = server.store()
         got = [torch.zeros(4096, dtype=torch.uint8) for _ in sent]
         group = join(store, 1)
         group.broadcast(got[0])
@@ -71,12 +72,10 @@ def test_everybody_receives_the_bytes_of_rank_0_in_every_epoch() -> None:
 
 
 def test_a_missing_member_makes_all_others_raise_in_time() -> None:
-    server = open_store(HOST, 0, is_server=True, timeout_s=0.5)
+    server = Meeting()
 
     def enter(rank: int) -> None:
-        store = server
-        if rank:
-            store = open_store(HOST, server.port, is_server=False, timeout_s=0.5)
+        store = server.store(timeout_s=0.5)
         join(store, rank, world_size=3, timeout_s=0.5).broadcast(random_bytes(64))
 
     with ThreadPoolExecutor(2) as pool:
@@ -87,14 +86,11 @@ def test_a_missing_member_makes_all_others_raise_in_time() -> None:
 
 @pytest.mark.parametrize("silent", [0, 1])
 def test_a_member_that_never_broadcasts_makes_the_other_raise_in_time(silent: int) -> None:
-    server = open_store(HOST, 0, is_server=True, timeout_s=5.0)
+    server = Meeting()
     buffer = random_bytes(32 << 20)  # more than the kernel would take in silence
 
     def enter(rank: int) -> BroadcastGroup:
-        store = server
-        if rank:
-            store = open_store(HOST, server.port, is_server=False, timeout_s=5.0)
-        return join(store, rank, timeout_s=0.5)
+        return join(server.store(), rank, timeout_s=0.5)
 
     with ThreadPoolExecutor(2) as pool:
         groups = list(pool.map(enter, range(2)))
@@ -153,9 +149,9 @@ def test_nccl_gets_the_interface_that_peers_reach_unless_one_is_chosen(
 
 
 def test_the_store_listens_on_the_host_it_is_given_and_on_no_other() -> None:
-    store = open_store(HOST, 0, is_server=True, timeout_s=5.0)
+    meeting = Meeting()
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.2", store.port), timeout=5)
-    store.set("key", "value")
-    client = open_store(HOST, store.port, is_server=False, timeout_s=5.0)
-    assert client.get("key") == b"value"
+        socket.create_connection(("127.0.0.2", meeting.server.port), timeout=5)
+    meeting.store().set("key", "value")
+    assert meeting.store().get("key") == b"value"
+    meeting.close()

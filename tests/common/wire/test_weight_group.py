@@ -7,22 +7,21 @@ import psutil
 import pytest
 import torch
 
-from common.wire.collective import CPU, open_store
+from common.wire.collective import CPU
 from common.wire.weight_group import TransferCancelled, WeightGroup
 from common.wire.weight_messages import WeightsOffer
+from tests.common.wire.meeting import NOWHERE, Meeting
 
-HOST = "127.0.0.1"
 TIMEOUT_S = 30.0
 
 
-def offer_of(port: int, *, epoch: int, rank: int) -> WeightsOffer:
+def offer_of(meeting: Meeting | None, *, epoch: int, rank: int) -> WeightsOffer:
     return WeightsOffer(
         version=1,
         group_epoch=epoch,
         rank=rank,
         world_size=2,
-        store_host=HOST,
-        store_port=port,
+        **(meeting.of_offer() if meeting else NOWHERE),
         transport="gloo",
         folder="",
         timeout_s=TIMEOUT_S,
@@ -57,13 +56,13 @@ def connections_to(port: int) -> set[int]:
 
 
 def test_a_new_group_goes_over_the_connections_of_the_one_before() -> None:
-    store = open_store(HOST, 0, is_server=True, timeout_s=TIMEOUT_S)
+    store = Meeting()
     sender, receiver = WeightGroup(), WeightGroup()
-    assert transfer(sender, receiver, offer_of(store.port, epoch=1, rank=0), 7) == 7
-    before = connections_to(store.port)
-    assert transfer(sender, receiver, offer_of(store.port, epoch=2, rank=0), 8) == 8
-    assert connections_to(store.port) == before
-    assert len(before) == 3, "the server's own, the sender's, and the receiver's"
+    assert transfer(sender, receiver, offer_of(store, epoch=1, rank=0), 7) == 7
+    before = connections_to(store.server.port)
+    assert transfer(sender, receiver, offer_of(store, epoch=2, rank=0), 8) == 8
+    assert connections_to(store.server.port) == before
+    assert len(before) == 2, "the sender's, and the receiver's"
     sender.leave()
     receiver.leave()
 
@@ -71,17 +70,17 @@ def test_a_new_group_goes_over_the_connections_of_the_one_before() -> None:
 def test_a_place_follows_the_learner_to_another_store() -> None:
     sender, receiver = WeightGroup(), WeightGroup()
     for value in (7, 8):
-        store = open_store(HOST, 0, is_server=True, timeout_s=TIMEOUT_S)
-        assert transfer(sender, receiver, offer_of(store.port, epoch=1, rank=0), value) == value
-        del store  # the learner is gone; the next one counts its epochs from the start
+        store = Meeting()
+        assert transfer(sender, receiver, offer_of(store, epoch=1, rank=0), value) == value
+        store.close()  # the learner is gone; the next one counts its epochs from the start
 
 
 def test_a_cancelled_offer_is_not_waited_for_and_the_next_one_is_taken() -> None:
-    store = open_store(HOST, 0, is_server=True, timeout_s=TIMEOUT_S)
+    store = Meeting()
     sender, receiver = WeightGroup(), WeightGroup()
     came, is_told = torch.zeros(8, dtype=torch.uint8), threading.Event()
-    offer = offer_of(store.port, epoch=1, rank=1)
+    offer = offer_of(store, epoch=1, rank=1)
     threading.Timer(0.2, is_told.set).start()
     with pytest.raises(TransferCancelled, match="epoch=1"):  # nobody else comes to this group
         receiver.receive(came, CPU, offer, is_cancelled=is_told.is_set)
-    assert transfer(sender, receiver, offer_of(store.port, epoch=2, rank=0), 9) == 9
+    assert transfer(sender, receiver, offer_of(store, epoch=2, rank=0), 9) == 9

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from common.errors import WeightSyncError
-from common.wire.collective import CPU, lay_out, open_store
+from common.wire.collective import CPU, lay_out
 from common.wire.transfer.buckets import (
     NUM_SLOTS,
     BucketDamaged,
@@ -22,8 +22,8 @@ from common.wire.transfer.buckets import (
 from common.wire.transfer.mailbox import remove_files
 from common.wire.weight_group import WeightGroup
 from common.wire.weight_messages import WeightsOffer
+from tests.common.wire.meeting import Meeting
 
-HOST = "127.0.0.1"
 TIMEOUT_S = 30.0
 BUCKET = 1_024
 SPECS, TOTAL = lay_out([("first", torch.empty(700)), ("second", torch.empty(301))])
@@ -87,10 +87,10 @@ def test_a_damaged_bucket_is_named_with_its_tensors(damage: int, words: str) -> 
 
 @pytest.mark.parametrize("transport", ["gloo", "file"])
 def test_three_receivers_get_two_versions_in_turn(transport: str, tmp_path: Path) -> None:
-    store = open_store(HOST, 0, is_server=True, timeout_s=TIMEOUT_S)
+    store = Meeting()
     sender, *receivers = [WeightGroup() for _ in range(4)]
     for version in (1, 2):
-        offer = offer_of(store.port, version, transport, str(tmp_path))
+        offer = offer_of(store, version, transport, str(tmp_path))
         came = [torch.zeros(TOTAL, dtype=torch.uint8) for _ in receivers]
         with ThreadPoolExecutor(3) as pool:
             receiving = [
@@ -114,9 +114,9 @@ def test_three_receivers_get_two_versions_in_turn(transport: str, tmp_path: Path
 
 
 def test_a_folder_that_is_not_shared_is_named(tmp_path: Path) -> None:
-    store = open_store(HOST, 0, is_server=True, timeout_s=TIMEOUT_S)
+    store = Meeting()
     sender, receiver, gone = WeightGroup(), WeightGroup(), threading.Event()
-    offer = replace(offer_of(store.port, 1, "file", str(tmp_path)), world_size=2)
+    offer = replace(offer_of(store, 1, "file", str(tmp_path)), world_size=2)
     elsewhere = replace(offer, rank=1, folder=str(tmp_path / "elsewhere"))
     with ThreadPoolExecutor(1) as pool:
         sending = pool.submit(
@@ -132,14 +132,13 @@ def test_a_folder_that_is_not_shared_is_named(tmp_path: Path) -> None:
         assert isinstance(sending.exception(), WeightSyncError)
 
 
-def offer_of(port: int, version: int, transport: str, folder: str) -> WeightsOffer:
+def offer_of(meeting: Meeting, version: int, transport: str, folder: str) -> WeightsOffer:
     return WeightsOffer(
         version=version,
         group_epoch=1,
         rank=0,
         world_size=4,
-        store_host=HOST,
-        store_port=port,
+        **meeting.of_offer(),
         transport=transport,
         folder=folder,
         timeout_s=TIMEOUT_S,

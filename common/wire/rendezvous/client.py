@@ -1,0 +1,168 @@
+"""A member's side of the rendezvous: what torch's process groups take for a store."""
+# torch's type stubs lack its stores:
+# pyright: reportPrivateImportUsage=false, reportUnknownMemberType=false
+# pyright: reportUntypedBaseClass=false, reportUnknownVariableType=false
+
+import threading
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+import zmq
+
+from common.errors import WeightSyncError, WireError
+from common.wire.addresses import bracketed
+from common.wire.codec import decode, encode
+from common.wire.rendezvous.server import StorePlace
+from common.wire.security import RunKeys
+from common.wire.sockets import connect_dealer
+from common.wire.weight_messages import StoreAnswer, StoreOp, StoreRequest
+
+WAIT_S = 1.0  # that one request waits for a key: who waits longer asks again
+ANSWER_S = 5.0  # in which the server answers beyond that, or is gone
+
+
+class StoreLine:
+    """A connection to a rendezvous. Thread-safe: one request at a time."""
+
+    def __init__(self, place: StorePlace, *, answer_s: float = ANSWER_S) -> None:
+        """Connect; whether anybody serves there shows with the first request."""
+        keys = RunKeys(
+            server_public=place.public,
+            client_public=zmq.curve_public(place.secret.encode()).decode(),
+            client_secret=place.secret,
+            hub_token="",
+        )
+        self._place = place
+        self._context = zmq.Context()
+        address = f"tcp://{bracketed(place.host)}:{place.port}"
+        self._timeout_s = WAIT_S + min(answer_s, ANSWER_S)
+        self._socket = connect_dealer(
+            self._context, keys, address=address, timeout_s=self._timeout_s
+        )
+        self._lock = threading.Lock()
+        self._number = 0
+        self._is_closed = False
+
+    def ask(
+        self,
+        group: str,
+        op: StoreOp,
+        keys: list[str],
+        *,
+        value: bytes = b"",
+        amount: int = 0,
+        wait_s: float = 0.0,
+    ) -> StoreAnswer:
+        """Return the answer to a request.
+
+        Raises: WeightSyncError: it was refused, or nobody answers.
+        """
+        with self._lock:
+            if self._is_closed:
+                raise WeightSyncError("the rendezvous was left")
+            self._number += 1
+            request = StoreRequest(
+                number=self._number,
+                group=group,
+                op=op,
+                keys=keys,
+                value=value,
+                amount=amount,
+                wait_s=wait_s,
+            )
+            try:
+                answer = self._exchange(encode(request))
+            except (zmq.ZMQError, WireError) as error:
+                place = f"{self._place.host}:{self._place.port}"
+                raise WeightSyncError(f"no rendezvous store at {place}: {error}") from error
+        if answer.error:
+            raise WeightSyncError(f"the rendezvous refused: {answer.error}")
+        return answer
+
+    def _exchange(self, frames: list[bytes]) -> StoreAnswer:
+        self._socket.send_multipart(frames)
+        deadline = time.monotonic() + self._timeout_s
+        while time.monotonic() < deadline:
+            message = decode(self._socket.recv_multipart())
+            if not isinstance(message, StoreAnswer):
+                raise WireError(f"answered by {message!r}"[:300])
+            if message.number == self._number:  # not that to a request that was given up
+                return message
+        raise WireError("no answer in time")
+
+    def close(self) -> None:
+        """Let the connection go, as soon as nobody asks."""
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                self._socket.close(linger=0)
+                self._context.term()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class GroupStore(dist.Store):
+    """One group's keys. torch's C++ calls these methods by their names."""
+
+    def __init__(self, line: StoreLine, group: str, *, timeout_s: float) -> None:
+        """Make one whose `get` and `wait` give up after `timeout_s`."""
+        super().__init__()
+        self.line = line
+        self._group = group
+        self._timeout_s = timeout_s
+        self._is_left = threading.Event()
+
+    def leave(self) -> None:
+        """Let whoever waits here fail, within a second."""
+        self._is_left.set()
+
+    def clone(self) -> "GroupStore":
+        """Return one that waits for itself."""
+        return GroupStore(self.line, self._group, timeout_s=self._timeout_s)
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Set a value of at most 4 MiB."""
+        content = value.encode() if isinstance(value, str) else bytes(value)
+        self.line.ask(self._group, StoreOp.SET, [key], value=content)
+
+    def get(self, key: str) -> bytes:
+        """Return a value, once it is there. Raises: WeightSyncError: it is not, in time."""
+        return self._await([key], self._timeout_s)[0]
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Return when the keys are there. Raises: WeightSyncError: they are not, in time."""
+        self._await(list(keys), self._timeout_s if timeout is None else timeout.total_seconds())
+
+    def check(self, keys: list[str]) -> bool:
+        """Return whether all the keys are there now."""
+        return self.has(list(keys), within_s=0.0)
+
+    def has(self, keys: list[str], *, within_s: float) -> bool:
+        """Return whether the keys are there within `within_s`, of a second at most."""
+        wait_s = min(within_s, WAIT_S)
+        return self.line.ask(self._group, StoreOp.WAIT, keys, wait_s=wait_s).is_there
+
+    def add(self, key: str, value: int) -> int:
+        """Add to a counter; return its sum."""
+        return int(self.line.ask(self._group, StoreOp.ADD, [key], amount=value).values[0])
+
+    def delete_key(self, key: str) -> bool:
+        """Forget a key; return whether it was there."""
+        return self.delete([key])
+
+    def delete(self, keys: list[str]) -> bool:
+        """Forget keys; return whether all were there."""
+        return self.line.ask(self._group, StoreOp.DELETE, keys).is_there
+
+    def _await(self, keys: list[str], timeout_s: float) -> list[bytes]:
+        deadline = time.monotonic() + timeout_s
+        while not self._is_left.is_set():
+            wait_s = min(WAIT_S, max(0.0, deadline - time.monotonic()))
+            answer = self.line.ask(self._group, StoreOp.WAIT, keys, wait_s=wait_s)
+            if answer.is_there:
+                return answer.values
+            if time.monotonic() >= deadline:
+                raise WeightSyncError(f"nobody set {keys} in the rendezvous in {timeout_s:g}s")
+        raise WeightSyncError("the rendezvous was left")

@@ -1,0 +1,196 @@
+"""The rendezvous of process groups: a small key-value store that only their members reach.
+
+torch's own store takes whoever connects. This one is a ROUTER like every other of the run: who
+holds no key is not let in. Its key goes to members with their offer, and beside it the secret name
+of their group, without which they can neither read nor write that group's keys.
+"""
+
+import secrets
+import socket
+import threading
+import time
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+import zmq
+
+from common.errors import ConfigError, WeightSyncError
+from common.wire.addresses import is_here
+from common.wire.messages import Rejected
+from common.wire.security import RunKeys
+from common.wire.sockets import Received, Router
+from common.wire.weight_messages import StoreAnswer, StoreOp, StoreRequest
+
+POLL_S = 0.5  # between looks at waits that are over; whatever comes wakes the thread at once
+MAX_WAIT_S = 5.0  # that one request waits here
+MAX_GROUPS = 64  # the oldest is forgotten, with its keys
+MAX_GROUP_BYTES = 16 << 20  # of one group's keys and values
+
+
+@dataclass(frozen=True, slots=True)
+class StorePlace:
+    """What a client must know of a store."""
+
+    host: str
+    port: int
+    public: str  # of the server, Z85
+    secret: str = field(repr=False)  # by which a client is let in, Z85
+
+
+@dataclass(slots=True)
+class _Group:
+    values: dict[str, bytes] = field(default_factory=dict[str, bytes])
+    num_bytes: int = 0
+
+    def put(self, key: str, value: bytes) -> bool:
+        """Set a value; False if there is no room."""
+        grown = len(value) - len(self.values.get(key, b"")) + (key not in self.values) * len(key)
+        if self.num_bytes + grown > MAX_GROUP_BYTES:
+            return False
+        self.num_bytes += grown
+        self.values[key] = value
+        return True
+
+    def drop(self, key: str) -> None:
+        value = self.values.pop(key, None)
+        if value is not None:
+            self.num_bytes -= len(key) + len(value)
+
+
+@dataclass(slots=True)
+class _Waiting:
+    received: Received
+    until: float
+
+
+class StoreServer(threading.Thread):
+    """Serves the groups that its owner opened.
+
+    Consumes: requests of their members.
+    Waits for: those, and in their place for keys that are not there yet, `MAX_WAIT_S` at most.
+    Unblocked by: `close`.
+
+    Example: name = open_group(); offered to a and b. a asks for a key of the group and waits; b
+    sets it -> a is answered. A former member has the store's key, but not the name: refused.
+    """
+
+    def __init__(self, host: str, port: int = 0) -> None:
+        """Listen on `host` alone, where that is an address of this machine.
+
+        Raises: WeightSyncError: the address is not ours to serve on.
+        """
+        super().__init__(name="rendezvous", daemon=True)
+        server, client = zmq.curve_keypair(), zmq.curve_keypair()
+        keys = RunKeys(
+            server_public=server[0].decode(),
+            server_secret=server[1].decode(),
+            client_public=client[0].decode(),
+            client_secret=client[1].decode(),
+            hub_token="",
+        )
+        try:
+            self._router = Router(keys, host=_bindable(host), port=port)
+        except (ConfigError, OSError) as error:
+            raise WeightSyncError(f"no rendezvous at {host}:{port}: {error}") from error
+        self.place = StorePlace(host, self._router.port, keys.server_public, keys.client_secret)
+        self.port = self._router.port
+        self._groups: OrderedDict[str, _Group] = OrderedDict()
+        self._lock = threading.Lock()  # of the groups
+        self._waiting: list[_Waiting] = []
+        self._stop_requested = threading.Event()
+        self.start()
+
+    def open_group(self) -> str:
+        """Return the secret name of a new group."""
+        name = secrets.token_urlsafe(24)
+        with self._lock:
+            self._groups[name] = _Group()
+            while len(self._groups) > MAX_GROUPS:
+                self._groups.popitem(last=False)
+        return name
+
+    def close(self) -> None:
+        """Stop serving; who waits here is told nothing more."""
+        self._stop_requested.set()
+        self._router.wake()
+        self.join(timeout=5.0)
+
+    def num_refused(self) -> dict[str, int]:
+        """Return what was refused, as a Router says it."""
+        return self._router.num_refused("rendezvous")
+
+    def run(self) -> None:
+        """Serve until closed."""
+        while not self._stop_requested.is_set():
+            due = min((each.until for each in self._waiting), default=float("inf"))
+            rest_s = min(POLL_S, max(0.0, due - time.monotonic()))
+            came = self._router.receive_all(timeout_s=rest_s)
+            with self._lock:
+                for received in came:
+                    self._take(received)
+                if came or self._waiting:
+                    self._look()
+        self._router.close()
+
+    def _take(self, received: Received) -> None:
+        """Answer a request, or let it wait."""
+        request = received.message
+        if not isinstance(request, StoreRequest):
+            reason = f"{type(request).__name__} is not for the rendezvous"
+            self._router.send(received.sender, Rejected(reason=reason))
+            return
+        group = self._groups.get(request.group)
+        if group is None:
+            self._answer(received, error="this group is not open here")
+            return
+        match request.op:
+            case StoreOp.WAIT:
+                wait_s = min(request.wait_s, MAX_WAIT_S)
+                self._waiting.append(_Waiting(received, time.monotonic() + wait_s))
+            case StoreOp.SET:
+                is_full = not all(group.put(key, request.value) for key in request.keys)
+                self._answer(received, error="this group has no room for more" * is_full)
+            case StoreOp.ADD:
+                total = int(group.values.get(request.keys[0], b"0")) + request.amount
+                group.put(request.keys[0], b"%d" % total)
+                self._answer(received, values=[b"%d" % total])
+            case StoreOp.DELETE:
+                is_known = all(key in group.values for key in request.keys)
+                for key in request.keys:
+                    group.drop(key)
+                self._answer(received, is_there=is_known)
+
+    def _look(self) -> None:
+        """Answer those whose keys are there, or whose time is over."""
+        now, waiting = time.monotonic(), self._waiting
+        self._waiting = []
+        for each in waiting:
+            request: StoreRequest = each.received.message
+            group = self._groups.get(request.group)
+            if group is None:
+                self._answer(each.received, error="this group is not open here any more")
+            elif all(key in group.values for key in request.keys):
+                self._answer(each.received, values=[group.values[key] for key in request.keys])
+            elif now >= each.until:
+                self._answer(each.received, is_there=False)
+            else:
+                self._waiting.append(each)
+
+    def _answer(
+        self,
+        received: Received,
+        *,
+        values: list[bytes] | None = None,
+        is_there: bool = True,
+        error: str = "",
+    ) -> None:
+        number = received.message.number
+        answer = StoreAnswer(number=number, is_there=is_there, values=values or [], error=error)
+        self._router.send(received.sender, answer)
+
+
+def _bindable(host: str) -> str:
+    """Return the address to bind. Raises: OSError: the name is not known."""
+    if not is_here(host):
+        return "0.0.0.0"  # an address by which others reach this machine
+    return str(socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][4][0])
