@@ -25,7 +25,7 @@ _NO_ROOM_TEXTS = (
     "file write failed",  # torch, whatever the reason
     ". unexpected pos ",  # torch, of a short write, in the words of another rank
 )
-_MAX_BUFFERS = 1_000  # of one system call
+MAX_BUFFERS = 1_000  # of one system call
 
 T = TypeVar("T")
 
@@ -162,7 +162,7 @@ class AppendFile:
         """Write the buffers one after the other. Raises: OSError: the file is as before."""
         start = self.size
         try:
-            if len(buffers) > _MAX_BUFFERS:
+            if len(buffers) > MAX_BUFFERS:
                 buffers = [b"".join(buffers)]
             num_bytes = sum(map(len, buffers))
             written = os.pwritev(self._fd, buffers, start)

@@ -6,12 +6,12 @@
 import fcntl
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
 from common.errors import ConfigError, WireError
-from common.store.disk import AppendFile, is_no_room, with_room
+from common.store.disk import MAX_BUFFERS, AppendFile, is_no_room, with_room
 from common.store.records import MAGIC, PACKED_SUFFIX, REMEDY, Record, Segment, record_buffers
 from common.store.run_dir import sync_folder
 from common.store.segments import (
@@ -68,26 +68,49 @@ class JournalWriter:
         """Where the next record will begin, unless a new segment is due."""
         return JournalPosition(segment=self._segment, offset=self._file.size - len(MAGIC))
 
-    def append(self, message: Trajectory, frames: list[bytes] | None = None) -> JournalPosition:
+    def append(self, message: Trajectory, frames: Sequence[bytes] | None = None) -> JournalPosition:
         """Write one trajectory and return where it begins. Not durable before `sync`.
 
         Args:
             frames: those that the message came in, if it did; they are what is written then.
 
+        Raises: as `append_some`.
+        """
+        return self.append_some([(message, encode(message) if frames is None else frames)])[0]
+
+    def append_some(
+        self, records: Iterable[tuple[Trajectory, Sequence[bytes]]]
+    ) -> list[JournalPosition]:
+        """Write the first of these records in one go: as many as one call and one segment take.
+
+        Args:
+            records: trajectories with the frames that they came in; at least one.
+
+        Returns: where each begins that was written, the first in any case.
+
         Raises:
             OSError: the disk refused; the journal is as before and may be tried again.
-            WireError: the message cannot be packed, or is over MAX_RECORD_BYTES.
+            WireError: a record is over MAX_RECORD_BYTES.
         """
-        try:
-            record = record_buffers(encode(message) if frames is None else frames)
-        except WireError as error:
-            raise WireError(f"{message.episode_id}: {error}") from error
-        is_begun = self._file.size > len(MAGIC)
-        if is_begun and self.position.offset + sum(map(len, record)) > self._max_segment_bytes:
-            self._rotate()
-        position = self.position
-        self._file.append(record)
-        return position
+        buffers, starts, end = list[bytes](), list[int](), self.position.offset
+        for message, frames in records:
+            try:
+                record = record_buffers(frames)
+            except WireError as error:
+                raise WireError(f"{message.episode_id}: {error}") from error
+            num_bytes = sum(map(len, record))
+            is_over = end > 0 and end + num_bytes > self._max_segment_bytes
+            if starts and (is_over or len(buffers) + len(record) > MAX_BUFFERS):
+                break
+            if is_over:
+                self._rotate()
+                end = 0
+            buffers += record
+            starts.append(end)
+            end += num_bytes
+        self._file.append(buffers)
+        segment = self._segment
+        return [JournalPosition(segment=segment, offset=offset) for offset in starts]
 
     def sync(self) -> None:
         """Return when everything appended so far survives a power cut. From any thread.

@@ -253,22 +253,26 @@ def _enum_from_sent(kind: type[StrEnum]) -> Callable[[Any, list[bytes]], Any]:
     return from_text
 
 
-_ITEM_BYTES = {dtype: np.dtype(dtype).itemsize for dtype in ARRAY_DTYPES}
+_DTYPES = {name: np.dtype(name) for name in ARRAY_DTYPES}
 
 
 def _vector_from_frame(value: list[Any], frames: list[bytes]) -> np.ndarray:
     """Return an array of one axis."""
-    if list(map(type, value)) != [int, str, list] or list(map(type, value[2])) != [int]:
+    if len(value) != 3:
         raise _NotAsSent
-    index, dtype, (num,) = value
-    if dtype not in _ITEM_BYTES or not 1 <= index < len(frames):
+    index, name, shape = value
+    is_told = type(index) is int and type(name) is str and type(shape) is list
+    if not (is_told and len(shape) == 1 and type(shape[0]) is int):
+        raise _NotAsSent
+    dtype = _DTYPES.get(name)
+    if dtype is None or not 1 <= index < len(frames):
         raise _NotAsSent
     frame = bytes(frames[index])
-    if not len(frame) == num * _ITEM_BYTES[dtype] <= MAX_ARRAY_BYTES:
+    if not len(frame) == shape[0] * dtype.itemsize <= MAX_ARRAY_BYTES:
         raise _NotAsSent
-    if dtype == "bool" and frame.translate(None, b"\0\1"):
+    if name == "bool" and frame.translate(None, b"\0\1"):
         raise _NotAsSent
-    return np.frombuffer(frame, dtype=dtype)
+    return np.frombuffer(frame, dtype)
 
 
 # --- everything else: what is unusual, and what is wrong with it --------------------------------

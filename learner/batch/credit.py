@@ -67,12 +67,11 @@ def group_has_signal(members: list[Trajectory], algorithm: AlgorithmSection) -> 
     """
     if not algorithm.advantage.is_group_relative:
         return True
-    per_turn = _turn_offsets(members, algorithm)
-    if per_turn is not None and any(offset.any() for offset in per_turn):
+    is_of_episodes = algorithm.reward_level is not CreditLevel.TURN
+    if is_of_episodes and has_signal(_outcomes(members, algorithm)):
         return True
-    if algorithm.reward_level is CreditLevel.TURN:
-        return False
-    return has_signal(_outcomes(members, algorithm))
+    per_turn = _turn_offsets(members, algorithm)
+    return per_turn is not None and any(offset.any() for offset in per_turn)
 
 
 def samples_of(groups: list[Group], algorithm: AlgorithmSection) -> list[Sample]:

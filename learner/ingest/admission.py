@@ -70,7 +70,7 @@ class Admission:
         return Verdict(refusal=reason)
 
     def admit(self, trajectory: Trajectory) -> None:
-        """Know a trajectory that was appended to the journal, so that it is not appended again."""
+        """Know a trajectory that goes into the journal, so that it is not appended again."""
         self._index.know(trajectory)
 
     def counts(self) -> dict[str, float]:
@@ -117,10 +117,12 @@ def refusal(
     if not 0 <= trajectory.num_invalid_actions <= trajectory.num_turns:
         return f"{trajectory.num_invalid_actions} invalid actions in {trajectory.num_turns} turns"
     invalid = trajectory.invalid_turns
-    if invalid.shape != (trajectory.num_turns,) or invalid.sum() != trajectory.num_invalid_actions:
+    num_invalid = np.count_nonzero(invalid)
+    if invalid.shape != (trajectory.num_turns,) or num_invalid != trajectory.num_invalid_actions:
         return f"invalid_turns {invalid.tolist()} for {trajectory.num_turns} turns"
     scores = trajectory.turn_scores
-    if scores.shape != (trajectory.num_turns,) or not ((scores >= 0) & (scores <= 1)).all():
+    are_scores = all(0.0 <= score <= 1.0 for score in scores.ravel().tolist())
+    if scores.shape != (trajectory.num_turns,) or not are_scores:
         return f"turn_scores {scores.tolist()} for {trajectory.num_turns} turns, each in [0, 1]"
     if trajectory.end_reason.is_infrastructure_failure:
         return ""
@@ -137,7 +139,7 @@ def is_plainly_sound(trajectory: Trajectory, learner_version: int, vocab_size: i
     Picking the sampled tokens out of every column costs more than all the rest of an arrival.
     """
     mask, turns, versions = trajectory.loss_mask, trajectory.turn_ids, trajectory.versions
-    if not mask.any() or mask[0]:
+    if not np.count_nonzero(mask) or mask[0]:
         return False
     if turns[0] < 0 or turns[-1] >= trajectory.num_turns or (turns[1:] < turns[:-1]).any():
         return False
@@ -147,8 +149,8 @@ def is_plainly_sound(trajectory: Trajectory, learner_version: int, vocab_size: i
     logprobs = trajectory.logprobs  # a NaN is neither above nor below
     if not (logprobs.min() >= -MAX_ABS_LOGPROB and logprobs.max() <= MAX_LOGPROB):
         return False
-    is_versioned = ((versions >= 0) == mask).all()
-    return bool(is_versioned and versions.min() == -1 and versions.max() <= learner_version)
+    num_unlike = np.count_nonzero((versions >= 0) != mask)
+    return bool(not num_unlike and versions.min() == -1 and versions.max() <= learner_version)
 
 
 def _refusal_of_tokens(trajectory: Trajectory, learner_version: int, vocab_size: int | None) -> str:

@@ -81,7 +81,8 @@ class TrajectoryBuffer:
             self._index.enter(trajectory, position, num_queued=0)
         else:
             self._index.know(trajectory)
-            self._enter(trajectory, position)
+            num_queued = self._report(seen=[seen_of(trajectory)])
+            self._index.enter(trajectory, position, num_queued=num_queued)
             if trajectory.kind is EpisodeKind.TRAIN and step is None:
                 self._report(*self._groups.add(trajectory))
             elif trajectory.kind is EpisodeKind.TRAIN:
@@ -98,12 +99,18 @@ class TrajectoryBuffer:
         """Take episodes that are in the journal and acknowledged; it ends at `end`."""
         with self._changed:
             self._news_at = time.monotonic()
-            for trajectory, position in accepted:
-                self._enter(trajectory, position)
+            outcomes, groups = list[EpisodeOutcome](), list[GroupArrived]()
+            for trajectory, _ in accepted:
                 self.recent.add(trajectory)
                 if trajectory.kind is EpisodeKind.TRAIN:
                     self._stats.add(trajectory)
-                    self._report(*self._groups.add(trajectory))
+                    decided, complete = self._groups.add(trajectory)
+                    outcomes += decided
+                    groups += complete
+            seen = [seen_of(trajectory) for trajectory, _ in accepted]
+            num_queued = self._report(outcomes, groups, seen=seen)
+            for trajectory, position in accepted:
+                self._index.enter(trajectory, position, num_queued=num_queued)
             self._index.move_end(end)
             self._changed.notify_all()
 
@@ -251,11 +258,6 @@ class TrajectoryBuffer:
     def _raise_failure(self) -> None:
         if self._error is not None:
             raise LongstrideError(f"intake failed: {self._error}") from self._error
-
-    def _enter(self, trajectory: Trajectory, position: JournalPosition) -> None:
-        """Report an episode as seen, and index where it lies."""
-        num_queued = self._report(seen=[seen_of(trajectory)])
-        self._index.enter(trajectory, position, num_queued=num_queued)
 
     def _close_below(self, number: int) -> None:
         if number < self._index.closed_below:

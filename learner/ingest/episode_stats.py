@@ -3,6 +3,8 @@
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
+import numpy as np
+
 from common.wire.ids import subset_of
 from common.wire.messages import EndReason, Trajectory
 
@@ -23,7 +25,7 @@ class EpisodeStats:
         is_cut = trajectory.end_reason is EndReason.HORIZON
         self._counts["episodes"] += 1
         self._counts["turns"] += trajectory.num_turns
-        self._counts["sampled"] += int(trajectory.loss_mask.sum())
+        self._counts["sampled"] += int(np.count_nonzero(trajectory.loss_mask))
         self._counts["prompt"] += trajectory.num_prompt_tokens
         self._counts["cached"] += trajectory.num_cached_tokens
         parts = {

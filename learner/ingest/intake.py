@@ -14,7 +14,7 @@ from common.store.disk import DiskFull, RoomWait
 from common.store.journal import JournalPosition, JournalWriter
 from common.wire.messages import Ack, Heartbeat, Rejected, Trajectory
 from common.wire.sockets import Received, Router
-from learner.ingest.admission import Admission
+from learner.ingest.admission import Admission, Verdict
 from learner.ingest.buffer import TrajectoryBuffer
 from learner.ingest.group_commit import Batch, GroupCommit
 from learner.ingest.scheduler_client import SchedulerClient
@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.02
 GATHER_S = 0.02  # from one batch to the next: what streams in is taken, and synced, in batches
+MAX_BATCH = 64  # trajectories: of more, the first ones are on their way to the disk meanwhile
 CONNECT_S = 60.0
 STOP_S = 5.0
 
@@ -102,13 +103,13 @@ class Intake(threading.Thread):
 
     def _serve_once(self) -> None:
         self.on_round()
-        received = self._router.receive_all(timeout_s=POLL_S)
+        received = self._router.receive_all(timeout_s=POLL_S, limit=MAX_BATCH)
         started = time.monotonic()
         if received:
             self._take_in(received)
         self._finish()
         self._keep_in_touch()
-        if received:
+        if 0 < len(received) < MAX_BATCH:
             time.sleep(max(0.0, started + GATHER_S - time.monotonic()))
 
     def _keep_in_touch(self) -> None:
@@ -121,19 +122,25 @@ class Intake(threading.Thread):
     def _take_in(self, received: list[Received]) -> None:
         """Journal what is new and good; `_finish` acknowledges all of it, once it is durable."""
         answers: list[tuple[bytes, Ack]] = []
-        accepted: list[tuple[Trajectory, JournalPosition]] = []
+        records: list[tuple[Trajectory, list[bytes]]] = []
         for item in received:
             trajectory = item.message
             if not isinstance(trajectory, Trajectory):
                 name = type(trajectory).__name__
                 self._router.send(item.sender, Rejected(reason=f"{name} is no trajectory"))
                 continue
-            reason = self._accept(trajectory, item.frames, accepted)
+            verdict = self._decide(trajectory)
+            if not (verdict.is_duplicate or verdict.refusal):
+                records.append((trajectory, item.frames))
+            reason = verdict.refusal
             ack = Ack(episode_id=trajectory.episode_id, is_accepted=not reason, reason=reason)
             answers.append((item.sender, ack))
-        if answers:
-            batch = Batch(answers=answers, accepted=accepted, end=self._journal.position)
-            self._commit.submit(batch)
+        if not answers:
+            return
+        positions = self._append(records)
+        accepted = [(record[0], at) for record, at in zip(records, positions, strict=True)]
+        batch = Batch(answers=answers, accepted=accepted, end=self._journal.position)
+        self._commit.submit(batch)
 
     def _finish(self) -> None:
         """Acknowledge what has come to be on disk, and hand it on."""
@@ -142,42 +149,38 @@ class Intake(threading.Thread):
                 self._router.send(sender, ack)
             self._buffer.add(batch.accepted, end=batch.end)
 
-    def _accept(
-        self,
-        trajectory: Trajectory,
-        frames: list[bytes],
-        accepted: list[tuple[Trajectory, JournalPosition]],
-    ) -> str:
-        """Append a trajectory to the journal unless it is known or refused; return why refused."""
+    def _decide(self, trajectory: Trajectory) -> Verdict:
+        """Count a trajectory that is known or refused; know one that goes into the journal."""
         verdict = self._admission.check(trajectory, learner_version=self._buffer.version + 1)
         if verdict.is_duplicate:
             self._buffer.add_duplicate()
         elif verdict.refusal:
             self._buffer.add_refused(trajectory)
         else:
-            accepted.append((trajectory, self._append(trajectory, frames)))
             self._admission.admit(trajectory)
-        return verdict.refusal
+        return verdict
 
-    def _append(self, trajectory: Trajectory, frames: list[bytes]) -> JournalPosition:
+    def _append(self, records: list[tuple[Trajectory, list[bytes]]]) -> list[JournalPosition]:
         """Append to the journal; while the disk is full, wait and keep in touch.
 
-        Raises: DiskFull: told to stop first; the actor has the episode still.
+        Raises: DiskFull: told to stop first; the actors have the episodes still.
         """
-        while True:
+        positions: list[JournalPosition] = []
+        while len(positions) < len(records):
             try:
-                position = self._journal.append(trajectory, frames)
+                positions += self._journal.append_some(records[len(positions) :])
             except OSError as error:
                 self._room.met(error)
             else:
                 self._room.over()
-                return position
+                continue
             if self._stop_requested.is_set():
                 raise DiskFull(f"stopped while the disk is full: {self._room.text}")
             self.on_round()
             self._finish()
             self._keep_in_touch()
             time.sleep(min(ROOM_POLL_S, self._heartbeat_s))
+        return positions
 
     def _heartbeat(self) -> Heartbeat:
         status = self.status

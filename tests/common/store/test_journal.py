@@ -13,9 +13,9 @@ import pytest
 from common.errors import WireError
 from common.repository import ROOT
 from common.store.journal import JOURNAL_START, JournalPosition, JournalWriter, read_journal
-from common.store.records import MAGIC
+from common.store.records import MAGIC, record_buffers
 from common.store.segments import load_pruned, pack, prune
-from common.wire.codec import pack_record
+from common.wire.codec import encode, pack_record
 from common.wire.messages import Trajectory
 from tests.learner import builders
 
@@ -328,3 +328,23 @@ def test_journal_refuses_a_second_process_that_writes(tmp_path: Path) -> None:
 def _record_size(folder: Path) -> int:
     write(folder, "g/0")
     return (folder / "000000.log").stat().st_size - len(MAGIC)
+
+
+def test_records_of_one_go_lie_as_if_they_were_appended_one_by_one(tmp_path: Path) -> None:
+    trajectories = [make_trajectory(f"g/{i}") for i in range(9)]
+    records = [(each, encode(each)) for each in trajectories]
+    num_bytes = sum(map(len, record_buffers(records[0][1])))
+    single = JournalWriter(tmp_path / "single", max_segment_bytes=4 * num_bytes)
+    one_by_one = [single.append(*record) for record in records]
+    single.close()
+    batched = JournalWriter(tmp_path / "batched", max_segment_bytes=4 * num_bytes)
+    at_once: list[JournalPosition] = []
+    num_calls = 0
+    while len(at_once) < len(records):
+        at_once += batched.append_some(records[len(at_once) :])
+        num_calls += 1
+    batched.close()
+    assert at_once == one_by_one
+    assert num_calls == 3  # one for each segment
+    for path in (tmp_path / "single").glob("*.log"):
+        assert path.read_bytes() == (tmp_path / "batched" / path.name).read_bytes()

@@ -41,6 +41,22 @@ def test_a_duplicate_is_acknowledged_counted_and_not_written_again(running: Setu
     assert running.admission.counts()["admission/duplicates"] == 2
 
 
+def test_of_trajectories_that_come_at_once_each_is_judged_by_itself(running: Setup) -> None:
+    bad = replace(member(1), logprobs=np.array([0, np.nan], dtype=np.float32))
+    running.journal.gate.clear()
+    for each in (member(0), bad, member(0), member(2), bad):
+        running.actor.send_multipart(encode(each))
+    running.journal.gate.set()
+    acks = [decode(running.actor.recv_multipart()) for _ in range(5)]
+    assert [(ack.episode_id, ack.is_accepted) for ack in acks] == [
+        *(("g/0", True), ("g/1", False), ("g/0", True), ("g/2", True), ("g/1", False))
+    ]
+    running.scheduler.pump_until(lambda: running.scheduler.groups == {"g": True})
+    assert running.journaled() == ["g/0", "g/2"]
+    assert running.scheduler.num_duplicates == 1
+    assert running.scheduler.outcomes == {"g/1": ("failed", "refused")}
+
+
 def test_a_refused_trajectory_is_answered_with_its_reason_and_never_arrives(running: Setup) -> None:
     bad = replace(member(2), logprobs=np.array([0, np.nan], dtype=np.float32))
     ack = running.deliver(bad)
