@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from enum import StrEnum
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 ITEM_PATTERN = re.compile(r"(?P<subset>[^-\s]+)-(?P<split>train|test)-(?P<index>[0-9]{1,9})")
 
@@ -72,14 +72,29 @@ class StepResult:
     done: bool
     is_valid: bool
     is_success: bool | None = None
+    score: float | None = None  # what AgentGym's server pays; None: `reward` of its best score
 
     def __post_init__(self) -> None:
         if self.is_success is None:
             object.__setattr__(self, "is_success", bool(self.done and self.reward >= 1.0))
 
+    def told(self) -> dict[str, Any]:
+        """Return what a client of the hub's own routes is told, as JSON."""
+        return {
+            "observation": self.observation,
+            "reward": self.reward,
+            "done": self.done,
+            "is_valid": self.is_valid,
+            "is_success": self.is_success,
+        }
+
 
 class Env(Protocol):
-    """One live episode. Calls come one at a time; a call before `reset` may raise."""
+    """One live episode. Calls come one at a time; a call before `reset` may raise.
+
+    An environment may have a method `detail(what: str)` besides: JSON that AgentGym's pages ask
+    for, or None for what it does not know.
+    """
 
     def reset(self, item_id: str, seed: int) -> str:
         """Start the episode of an item and return its first observation.

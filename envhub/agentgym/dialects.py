@@ -91,6 +91,9 @@ class Dialect:
     max_instances: int | None = None  # more live instances than this share their state
     reuses_numbers: bool = False  # a create beyond `max_instances` gives out one that there is
     invalid_marks: tuple[str, ...] = ()  # how observations begin that refuse an action
+    details: tuple[str, ...] = ()  # routes of its page, by GET, that the environment answers
+    has_detail: bool = False  # GET /detail: the last reply
+    has_render: bool = False  # POST /render: a picture
     moves: tuple[str, ...] = ()  # all the actions there are, when they are few
     # How observations begin otherwise; another text is that of an error, be it of the action or of
     # the server.

@@ -28,7 +28,8 @@ def extract(dialect: Dialect, text: str, style: Style) -> Extracted:
     In AgentGym's style a text without the expected marks yields what AgentGym's client would
     send, often nothing. In the compact style such a text is taken as the action itself.
     """
-    text = text.removesuffix(END_OF_TEXT)
+    if dialect.extraction in (Extraction.LAST_ACTION, Extraction.FIRST_ACTION):
+        text = text.removesuffix(END_OF_TEXT)  # the other clients leave it where it is
     is_bare = style is Style.COMPACT and MARK not in text and "```" not in text
     match dialect.extraction:
         case Extraction.ONE_ACTION:

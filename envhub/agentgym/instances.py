@@ -6,6 +6,7 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from envhub.env import EnvSpec, StepResult, Style, UnknownItem
 from envhub.errors import CapacityFull, SessionUnknown
@@ -40,6 +41,7 @@ class Instance:
     first_observation: str = ""
     answer: StepResult | None = None
     score: float = 0.0
+    reward: float = 0.0  # of the last step, as it was told
 
     @property
     def is_over(self) -> bool:
@@ -108,7 +110,7 @@ class Instances:
             )
             instance.session_id = session_id
             instance.item_id, instance.first_observation = item_id, observation
-            instance.answer, instance.score = None, 0.0
+            instance.answer, instance.score, instance.reward = None, 0.0, 0.0
             if number not in self._instances:  # closed while it was being reset
                 await self._end_session(instance)
                 raise InstanceUnknown(f"The id {number} is not valid.")
@@ -136,6 +138,15 @@ class Instances:
                 raise InstanceUnknown(f"The episode of {number} is gone.") from error
             instance.answer = result
             return instance, result
+
+    async def detail(self, instance: Instance, what: str) -> Any:
+        """Return what an environment tells AgentGym's pages besides; None if it does not.
+
+        Raises: NotReset: there is no episode.
+        """
+        if instance.session_id is None:
+            raise NotReset
+        return await self._sessions.detail(instance.session_id, what)
 
     async def close(self, number: int) -> bool:
         """End an instance; False when there is none of that number."""

@@ -45,7 +45,8 @@ def reset_reply(dialect: Dialect, number: int, instance: Instance) -> Json | lis
         variation = variation_of(parse_item(instance.item_id, SUBSETS))
         told: Json = {"task_name": variation.task, "var_num": variation.index}
         told |= {"task_description": task, "observation": room}
-        return told | {"score": 0, "deleted": False} | start
+        score = round(instance.score)
+        return told | {"reward": score, "score": score, "deleted": False, "done": False}
     if dialect is WORDLE:
         return {"id": number, "observation": first}
     if dialect is WEBARENA:
@@ -57,7 +58,15 @@ def reset_reply(dialect: Dialect, number: int, instance: Instance) -> Json | lis
 
 def step_reply(dialect: Dialect, instance: Instance, result: StepResult) -> Json:
     """Return the JSON that answers a step, and add it to the instance's score."""
-    reward = result.reward * dialect.max_score
+    told = _step_reply(dialect, instance, result)
+    reward = told["reward"]
+    assert isinstance(reward, int | float)
+    instance.reward = reward
+    return told
+
+
+def _step_reply(dialect: Dialect, instance: Instance, result: StepResult) -> Json:
+    reward = result.reward * dialect.max_score if result.score is None else result.score
     if result.done and not reward:
         reward = dialect.lost_reward
     told: Json = {dialect.observation_key: result.observation, dialect.done_key: result.done}
@@ -81,6 +90,8 @@ def observation_reply(dialect: Dialect, instance: Instance) -> Json | str:
     if dialect is SEARCHQA:  # always the question
         return first
     last = first if answer is None else answer.observation
+    if dialect is SCIWORLD and answer is None:
+        return first.partition("\n")[2]  # the room alone
     if dialect is not BABYAI:
         return last
     if answer is not None:
@@ -92,6 +103,20 @@ def observation_reply(dialect: Dialect, instance: Instance) -> Json | str:
         "done": answer.done if answer else False,
         "deleted": False,
     }
+
+
+def detail_reply(dialect: Dialect, instance: Instance) -> Json:
+    """Return the JSON of GET /detail: how the episode stands. Raises: NotReset."""
+    if instance.session_id is None:
+        raise NotReset
+    answer = instance.answer
+    told: Json = {"observation": observation_reply(dialect, instance), "reward": instance.reward}
+    told |= {"done": answer is not None and answer.done, "deleted": False}
+    if dialect is SCIWORLD:
+        variation = variation_of(parse_item(instance.item_id, SUBSETS))
+        told |= {"task_name": variation.task, "var_num": variation.index, "score": instance.score}
+        told["task_description"] = instance.first_observation.partition("\n")[0]
+    return told
 
 
 def fault_reply(dialect: Dialect, text: str, *, is_reset: bool = False) -> Json:

@@ -6,13 +6,14 @@ from functools import partial
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Query, Request, Response
-from pydantic import BaseModel, Field, create_model
+from pydantic import BaseModel, Field, ValidationError, create_model
 
 from common.errors import EnvError
-from envhub.agentgym.dialects import DIALECTS, WEBARENA, WORDLE, Dialect, Faults
+from envhub.agentgym.dialects import DIALECTS, SCIWORLD, WEBARENA, WORDLE, Dialect, Faults
 from envhub.agentgym.instances import EpisodeOver, Instance, Instances, InstanceUnknown, NotReset
 from envhub.agentgym.replies import (
     create_reply,
+    detail_reply,
     fault_reply,
     observation_reply,
     reset_reply,
@@ -21,13 +22,14 @@ from envhub.agentgym.replies import (
 from envhub.catalogue.registry import LOADERS, Registry
 from envhub.env import UnknownItem
 from envhub.envs.wordle.words import VOCABULARY
-from envhub.errors import CapacityFull
+from envhub.errors import CapacityFull, SessionUnknown
 from envhub.hosting.sessions import Sessions
-from envhub.http.bodies import body_of, json_response, parse_body
+from envhub.http.bodies import body_of, json_response
 
 LEASE_S = 600.0
 STAND_INS = {WEBARENA.name: "minisites"}  # what is served where WebArena's own sites are not
 MAX_NUMBER = 2**53
+MAX_PROBLEMS, MAX_SHOWN_CHARS = 5, 200
 UNSEEN = "'observation'"  # error of a look before the first reset: the key that is missing
 
 Number = Annotated[int, Field(ge=-MAX_NUMBER, le=MAX_NUMBER)]
@@ -81,6 +83,11 @@ def _add_routes(app: FastAPI, desk: "_Desk") -> None:
             operation_id=f"agentgym_{dialect.name}_{verb}",
             openapi_extra=body_of(model) if has_body else None,
         )(_route(handle, model if has_body else None))
+    if dialect.has_render:
+        model = create_model(f"{dialect.name}_render", **instance)
+        app.post(f"{base}/render", tags=["agentgym"], openapi_extra=body_of(model))(
+            _route(desk.render, model)
+        )
     for path, handle in desk.looks().items():
         operation_id = f"agentgym_{dialect.name}_{path[1:] or 'greet'}"
         app.get(base + path, tags=["agentgym"], operation_id=operation_id)(handle)
@@ -92,9 +99,29 @@ def _route(
     """Return a route that hands its body over as `model`; with None it does not look at it."""
 
     async def route(request: Request) -> Response:
-        return await handle(parse_body(model, await request.body()) if model else None)
+        if model is None:
+            return await handle(None)
+        try:
+            body = model.model_validate_json(await request.body())
+        except ValidationError as error:
+            return json_response({"detail": _problems(error)}, status=422)
+        return await handle(body)
 
     return route
+
+
+def _problems(error: ValidationError) -> list[dict[str, Any]]:
+    """Return what is wrong with a body in the words of AgentGym's servers, which are FastAPI's."""
+    problems = error.errors(include_url=False, include_context=False)[:MAX_PROBLEMS]
+    return [
+        {**each, "loc": ["body", *each["loc"]], "input": _shown(each["input"])} for each in problems
+    ]
+
+
+def _shown(value: object) -> object:
+    """Return what was sent, unless it is long or no JSON."""
+    is_short = isinstance(value, str) and len(value) <= MAX_SHOWN_CHARS
+    return value if is_short or isinstance(value, bool | int | float | None) else None
 
 
 class _Desk:
@@ -124,11 +151,49 @@ class _Desk:
         async def filtered_vocab(number: int = query) -> Response:
             return look(number, lambda _: list(VOCABULARY))
 
+        async def last_reply(number: int = query) -> Response:
+            return look(number, partial(detail_reply, self.dialect))
+
+        async def available_actions() -> Response:
+            return json_response(list(self.dialect.moves))
+
         looks: dict[str, Callable[..., Awaitable[Response]]]
         looks = {"": greet, "/observation": observation}
+        looks |= {f"/{what}": self._teller(what, query) for what in self.dialect.details}
+        if self.dialect.has_detail:
+            looks["/detail"] = last_reply
+        if self.dialect.moves:
+            looks["/available_actions"] = available_actions
         if self.dialect is WORDLE:
             looks["/filtered_vocab"] = filtered_vocab
         return looks
+
+    def _teller(self, what: str, query: Any) -> Callable[..., Awaitable[Response]]:
+        """Return the route that tells what the environment itself knows."""
+
+        async def tell(number: int = query) -> Response:
+            try:
+                instance = self._look_at(number)
+                told = await self._instances.detail(instance, what)
+                if what == "state":
+                    told |= {"environment_info": detail_reply(self.dialect, instance)}
+            except (InstanceUnknown, EpisodeOver, SessionUnknown) as error:
+                return self._refused(str(error), is_look=True)
+            except NotReset:
+                return self._refused(UNSEEN, is_look=True)
+            is_alone = what in ("goals", "task_description", "object_tree")
+            return json_response({what: told} if is_alone else told)
+
+        return tell
+
+    async def render(self, body: BaseModel) -> Response:
+        """Answer a picture of the whole grid, as a URL that holds it."""
+        number = self._number(body)
+        try:
+            picture = await self._instances.detail(self._instances.find(number), "picture")
+        except (InstanceUnknown, NotReset, SessionUnknown) as error:
+            return self._refused(str(error) or UNSEEN, is_look=True)
+        return json_response(picture)
 
     async def create(self, _: BaseModel | None) -> Response:
         number = self._instances.add()
@@ -151,6 +216,8 @@ class _Desk:
             if not is_told:
                 raise
             return self._refused(str(error), is_reset=True)
+        if self.dialect is SCIWORLD:  # the first look may have met a goal
+            instance.score = float(await self._instances.detail(instance, "score"))
         return json_response(reset_reply(self.dialect, number, instance))
 
     async def step(self, body: Any) -> Response:

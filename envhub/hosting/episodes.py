@@ -33,6 +33,7 @@ class Episode(Protocol):
     async def step(self, action: str) -> StepResult: ...
     async def hint(self) -> tuple[list[str], str | None]: ...  # valid actions, the expert's
     async def render(self) -> tuple[str, str]: ...  # for people, fingerprint
+    async def detail(self, what: str) -> Any: ...  # see `Env`
     async def close(self) -> None: ...
 
 
@@ -61,6 +62,10 @@ class LocalEpisode:
 
     async def render(self) -> tuple[str, str]:
         return await self._call(self._env.render), await self._call(self._env.fingerprint)
+
+    async def detail(self, what: str) -> Any:
+        detail = getattr(self._env, "detail", None)
+        return None if detail is None else await self._call(lambda: detail(what))
 
     async def close(self) -> None:
         close = getattr(self._env, "close", None)
@@ -99,6 +104,9 @@ class WorkerEpisode:
     async def render(self) -> tuple[str, str]:
         text, fingerprint = await self._call("render")
         return text, fingerprint
+
+    async def detail(self, what: str) -> Any:
+        return await self._call("detail", what=what)
 
     async def close(self) -> None:
         worker, self.worker = self.worker, None

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from common.errors import EnvError, EnvTimeout
 from common.memory import trim_heap
@@ -173,6 +173,11 @@ class Sessions:
         """Return the state for people and the fingerprint of the initial state."""
         async with self._alone(session_id) as session:
             return await self._call(session, session.episode.render())
+
+    async def detail(self, session_id: str, what: str) -> Any:
+        """Return what AgentGym's pages ask for, as JSON; None where the environment knows none."""
+        async with self._alone(session_id) as session:
+            return await self._call(session, session.episode.detail(what))
 
     async def delete(self, session_id: str) -> None:
         """End a session. Raises: SessionUnknown: it does not exist (any more)."""

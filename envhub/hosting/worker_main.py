@@ -82,6 +82,10 @@ class Host:
         env = self._envs[message["session"]]
         return [str(await self._run(env.render)), str(await self._run(env.fingerprint))]
 
+    async def _detail(self, message: dict[str, Any]) -> Any:
+        detail = getattr(self._envs[message["session"]], "detail", None)
+        return None if detail is None else await self._run(detail, message["what"])
+
     async def _close(self, message: dict[str, Any]) -> None:
         env = self._envs.pop(message["session"], None)
         close = getattr(env, "close", None)
@@ -117,6 +121,7 @@ def _as_json(result: StepResult) -> dict[str, Any]:
         "done": bool(result.done),
         "is_valid": bool(result.is_valid),
         "is_success": bool(result.is_success),
+        "score": None if result.score is None else float(result.score),
     }
 
 

@@ -17,7 +17,7 @@ class AuthMiddleware:
     def __init__(
         self, app: ASGIApp, *, token: str | None, max_body_bytes: int, max_batch_bytes: int
     ) -> None:
-        """`max_batch_bytes` is for paths that end in /batch."""
+        """`max_batch_bytes` is for paths that end in /batch, and for AgentGym's."""
         self._app = app
         self._token = token.encode() if token is not None else None
         self._max_body_bytes = max_body_bytes
@@ -31,8 +31,8 @@ class AuthMiddleware:
         if not self._is_allowed(scope["path"], headers):
             await _refusal(401, "a valid bearer token is required")(scope, receive, send)
             return
-        is_batch = scope["path"].endswith("/batch")
-        limit = self._max_batch_bytes if is_batch else self._max_body_bytes
+        is_large = scope["path"].endswith("/batch") or scope["path"].startswith("/agentgym/")
+        limit = self._max_batch_bytes if is_large else self._max_body_bytes
         length = headers.get(b"content-length")
         if length is not None and (not length.isdigit() or int(length[:20]) > limit):
             detail = f"request bodies are limited to {limit} bytes"

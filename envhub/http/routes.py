@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from dataclasses import asdict
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -172,7 +171,7 @@ def _add_session_routes(app: FastAPI, sessions: Sessions) -> None:
     )
     async def step(session_id: str, request: Request) -> Response:
         body = parse_body(StepRequest, await request.body())
-        return json_response(asdict(await sessions.step(session_id, body.action, body.seq)))
+        return json_response((await sessions.step(session_id, body.action, body.seq)).told())
 
     @app.delete(
         "/v1/sessions/{session_id}", status_code=204, responses=_fails(404, 500), tags=["sessions"]
@@ -217,7 +216,7 @@ def _add_batch_routes(app: FastAPI, sessions: Sessions) -> None:
 
     async def step(entry: object) -> dict[str, Any]:
         body = parse_entry(BatchStepRequest, entry)
-        return asdict(await sessions.step(body.session_id, body.action, body.seq))
+        return (await sessions.step(body.session_id, body.action, body.seq)).told()
 
     @app.post("/v1/sessions/batch", response_model=list[CreatedEntry], **_batch_of(CreateRequest))
     async def create_batch(request: Request) -> Response:

@@ -21,18 +21,20 @@ class AgentGymBabyAiEnv(BabyAiEnv):
     Its actions, numbers and paths; a macro goes on until a primitive changes nothing in sight, and
     what its last primitive paid counts, so that a success on the way is lost; the reward is
     minigrid's, falls with the steps, is told again after an invalid action, and ends the episode
-    only above 0.5. KeyInBox cannot be solved. Here it is never below 0, `pick up` is understood as
-    well, and the first view of PutNextS7N4Carrying does not show what the agent carries already.
+    only above 0.5. KeyInBox cannot be solved. Here it is never below 0 but on AgentGym's own
+    routes, `pick up` is understood as well, and the first view of PutNextS7N4Carrying does not show
+    what the agent carries already.
     """
 
     def __init__(self, style: Style, *, options: BabyaiOptions) -> None:
         rules = {"shaped_reward": True, "agentgym_goals": True, "agentgym_layouts": True}
         super().__init__(style, options=replace(options, **rules))
-        self._reward = 0.0  # of the last action that was performed
+        self._reward = self._score = 0.0  # of the last action that was performed; minigrid's
         self._has_ended = False  # for minigrid, by that action
 
     def _start(self, item: ItemId) -> None:
-        self._reward, self._has_ended = 0.0, False
+        self._reward = self._score = 0.0
+        self._has_ended = False
         super()._start(item)
 
     def _look(self) -> None:
@@ -49,6 +51,7 @@ class AgentGymBabyAiEnv(BabyAiEnv):
                 reward=self._reward,
                 done=False,
                 is_valid=chosen is not None or is_asked,
+                score=self._score,
             )
         self._run(chosen)
         self._done = self._has_ended and self._reward > MIN_REWARD
@@ -58,6 +61,7 @@ class AgentGymBabyAiEnv(BabyAiEnv):
             done=self._done,
             is_valid=True,
             is_success=self._done,  # nothing else ends it
+            score=self._score,
         )
 
     def _run(self, action: Action) -> None:
@@ -69,7 +73,8 @@ class AgentGymBabyAiEnv(BabyAiEnv):
             self._scene = read_scene(self._level)
             if image(self._scene) == before:
                 break
-        self._reward = self._success_reward() if is_paid else 0.0
+        self._score = self._minigrid_reward() if is_paid else 0.0
+        self._reward = max(0.0, self._score)
         self._look()
 
     def _observation(self) -> str:

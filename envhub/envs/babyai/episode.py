@@ -1,6 +1,9 @@
 """BabyAI levels played in words with high-level actions."""
 
 import hashlib
+import struct
+import zlib
+from base64 import b64encode
 
 from minigrid.envs.babyai.unlock import KeyInBox
 
@@ -103,7 +106,11 @@ class BabyAiEnv(TextEnv):
         """Return 1, or minigrid's reward when it is asked for; never below 0."""
         if not self._options.shaped_reward:
             return 1.0
-        return max(0.0, 1.0 - 0.9 * self._level.step_count / self._max_steps)
+        return max(0.0, self._minigrid_reward())
+
+    def _minigrid_reward(self) -> float:
+        """Return what minigrid pays for a success now; below 0 beyond 1.1 times its steps."""
+        return 1.0 - 0.9 * self._level.step_count / self._max_steps
 
     def _pose(self) -> tuple[int, int]:
         return _pose(self._level, self._scene.stride)
@@ -148,9 +155,30 @@ class BabyAiEnv(TextEnv):
         """Return the whole map, two characters a cell, and the mission."""
         return f"{self._level.mission}\n{self._level.pprint_grid()}"
 
+    def detail(self, what: str) -> str | None:
+        """Return the `picture` of the whole map as a URL that holds it; None for anything else."""
+        if what != "picture":
+            return None
+        pixels = self._level.get_frame(highlight=False, tile_size=32)  # [height, width, 3] uint8
+        return f"data:image/png;base64,{b64encode(as_png(pixels)).decode()}"
+
     def fingerprint(self) -> str:
         """Return the hash of the full state the episode began with."""
         return self._fingerprint
+
+
+def as_png(pixels) -> bytes:
+    """Return an image [height, width, 3], uint8, as a PNG file; no package is needed for it."""
+    height, width, _ = pixels.shape
+    rows = b"".join(b"\0" + row.tobytes() for row in pixels)  # each with no filter
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        head = struct.pack(">I", len(content)) + kind
+        return head + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    size = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    parts = chunk(b"IHDR", size), chunk(b"IDAT", zlib.compress(rows)), chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
 
 
 def _fingerprint(level) -> str:

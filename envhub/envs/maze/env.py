@@ -8,6 +8,7 @@ from envhub.envs.text_env import TextEnv
 from envhub.tasks import spec_beside
 
 SUBSET = "DoubleT"
+NAMES = tuple(f"move {direction}" for direction in MOVES)
 MAX_MOVES = 50
 TEST_EVERY = 5  # each fifth start, from the third on, is a test item
 START_NUMBERS = {
@@ -45,9 +46,10 @@ class MazeEnv(TextEnv):
             self._done = True
             return StepResult(observation=self._end("Failure"), reward=0, done=True, is_valid=False)
         self._num_moves += 1
-        name = " ".join(action_text(action).lower().split())
-        before = self._at
-        if name.removeprefix("move ") in MOVES:
+        name, before = action_text(action), self._at
+        if self._is_compact:  # AgentGym takes its four actions and no other text
+            name = f"move {' '.join(name.lower().split()).removeprefix('move ')}"
+        if name in NAMES:
             self._at = maze.after(before, name.removeprefix("move "))
         is_valid = self._at != before
         if self._at == GOAL:
@@ -71,7 +73,7 @@ class MazeEnv(TextEnv):
 
     def _expert_action(self) -> str | None:
         """Return the first move of a shortest way."""
-        return f"move {maze.best_moves()[self._at]}"
+        return f"move {maze.best_moves().get(self._at, 'left')}"
 
     def render(self) -> str:
         """Return the map and how many moves were made."""

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 # Of a worker: itself, its JVM beside the heap, and the gold paths' JVM beside its heap.
 OVERHEAD_MIB = 700
+MAX_MOVES = 100  # of the simulator's; AgentGym ends an episode with the one after
+NUM_SHOWN = 10  # of all actions and objects, on AgentGym's page
 # What changes nothing, so that the expert's way stays open.
 FREE_ACTIONS = frozenset({"look around", "inventory", "task", "objects", "help", ""})
 
@@ -24,14 +26,15 @@ FREE_ACTIONS = frozenset({"look around", "inventory", "task", "objects", "help",
 class SciWorldEnv(TextEnv):
     """One ScienceWorld episode.
 
-    The reward of a step is the score so far, 0 to 1; a wrong `focus on` ends the episode with 0.
-    Differs from AgentGym's server on purpose: it ends after `max_turns` actions of any kind and
-    not after 100 of the simulator's moves, of which `wait` takes ten.
+    The reward of a step is the score so far, 0 to 1; a wrong `focus on` ends the episode with 0. It
+    ends after `max_turns` actions of any kind. By AgentGym's rules it ends instead with the first
+    action after more than 100 of the simulator's moves, of which `wait` takes ten and a look none,
+    and AgentGym's clients are told -100 for that wrong focus.
     """
 
-    def __init__(self, style: Style, machines: Machines) -> None:
+    def __init__(self, style: Style, machines: Machines, *, has_rules: bool = False) -> None:
         super().__init__(style)
-        self._machines = machines
+        self._machines, self._has_rules = machines, has_rules
         self._simulator: Simulator | None = None
 
     def reset(self, item_id: str, seed: int = 0) -> str:
@@ -49,7 +52,8 @@ class SciWorldEnv(TextEnv):
         self._performed: list[tuple[str, bool]] = []
         task = self._simulator.task_description()
         # Until a first step, the simulator tells the score and the end of the last episode.
-        room = self._simulator.act("look around").observation.strip()
+        self._outcome = self._simulator.act("look around")
+        room = self._outcome.observation.strip()
         self._at_start = (self._variation, task, room, self._simulator.inventory())
         if self._is_compact:
             return f"{task}\n{text.compact(room)}"
@@ -62,19 +66,53 @@ class SciWorldEnv(TextEnv):
             line = text.plain(line)
             if self._choices and line not in self._choices:
                 simulator.act("")  # cancels the question, which would swallow this action
-        outcome = simulator.act(line)
+        outcome = self._outcome = simulator.act(line)
         is_understood = text.is_understood(outcome.observation)
         self._choices = text.choices(outcome.observation)
         self._num_turns += 1
         self._performed.append((line, is_understood))
-        is_over = outcome.is_complete or not 0 <= outcome.score < 100
-        self._done = is_over or self._num_turns >= self._max_turns
+        self._done = outcome.is_complete or outcome.score < 0 or self._is_spent(outcome.score)
         return StepResult(
             observation=self._worded(outcome.observation),
             reward=min(max(outcome.score, 0), 100) / 100,
             done=self._done,
             is_valid=is_understood,
+            is_success=self._done and outcome.score >= 100,
+            score=outcome.score if self._has_rules else None,
         )
+
+    def _is_spent(self, score: int) -> bool:
+        if self._has_rules:
+            return self._live().num_moves() > MAX_MOVES
+        return score >= 100 or self._num_turns >= self._max_turns
+
+    def detail(self, what: str) -> object:
+        """Return what the routes of AgentGym's page and its reset tell besides."""
+        simulator = self._live()
+        if what == "score":
+            return self._outcome.score
+        if what == "goals":
+            return simulator.goal_progress()
+        if what == "task_description":
+            return simulator.task_description()
+        if what == "object_tree":
+            return simulator.object_tree()
+        if what == "action_hint":
+            return {
+                "possible_actions": simulator.possible("Actions"),
+                "possible_objects": simulator.possible("Objects"),
+            }
+        if what != "state":
+            return None
+        return {
+            "observation": simulator.look(),
+            "inventory": simulator.inventory(),
+            "task_description": simulator.task_description(),
+            "goal_progress": simulator.goal_progress(),
+            "possible_actions": simulator.possible("Actions")[:NUM_SHOWN],
+            "possible_objects": simulator.possible("Objects")[:NUM_SHOWN],
+            "current_moves": simulator.num_moves(),
+        }
 
     def _worded(self, observation: str) -> str:
         return text.compact(observation) if self._is_compact else observation
@@ -140,7 +178,7 @@ def make_spec(options: EnvsSection) -> EnvSpec:
     return spec_beside(
         __file__,
         catalogue.SUBSETS,
-        lambda style: SciWorldEnv(style, machines),
+        lambda style: SciWorldEnv(style, machines, has_rules=options.agentgym_rules),
         isolation=Isolation.WORKER,
         sessions_per_worker=1,
         max_workers=chosen.max_jvms,

@@ -1,9 +1,12 @@
 """ScienceWorld's simulator in a small JVM of our own."""
 
+import json
 import logging
 import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from py4j.java_gateway import GatewayParameters, JavaGateway, launch_gateway
 from py4j.protocol import Py4JError
@@ -77,6 +80,28 @@ class Simulator:
             score=round(100 * float(self._text("getScore"))),
             is_complete=bool(self._call("getCompleted")),
         )
+
+    def num_moves(self) -> int:
+        """Return the moves of the episode: a `wait` is ten or so, a look or a bad action none."""
+        return int(str(self._call("getNumMoves")))
+
+    def possible(self, what: str) -> list[str]:
+        """Return the "Actions" or the "Objects" that can be named, in the simulator's order."""
+        found = self._call(f"getPossible{what}")
+        assert isinstance(found, Iterable)
+        return [str(each) for each in found]
+
+    def object_tree(self) -> object:
+        """Return all objects of the world as the simulator writes them into a file, for people.
+
+        Raises: EnvFailure: no episode, or no file.
+        """
+        with TemporaryDirectory() as folder:
+            problem = self._text("getObjectTree", folder)
+            path = Path(folder) / "objectTree.json"
+            if not path.is_file():
+                raise EnvFailure(f"ScienceWorld wrote no tree of objects: {problem}")
+            return json.loads(path.read_text(encoding="utf-8"))
 
     def task_description(self) -> str:
         """Return the sentence that says what to do."""

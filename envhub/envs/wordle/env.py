@@ -38,7 +38,9 @@ class WordleEnv(TextEnv):
         return "Let's start Wordle!"
 
     def _step(self, action: str) -> StepResult:
-        guess = "".join(action_text(action)[:MAX_ACTION_CHARS].lower().split())
+        text = action_text(action)[:MAX_ACTION_CHARS]
+        # Spaces alone do not matter to AgentGym; a word is five small letters.
+        guess = "".join(text.lower().split()) if self._is_compact else text.replace(" ", "")
         is_valid = guess in VOCABULARY
         answer = self._answer(guess) if is_valid else "invalid word"
         self._answers.append((guess, answer))

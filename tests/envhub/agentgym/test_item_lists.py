@@ -92,7 +92,7 @@ def test_files_of_the_three_published_forms_are_read_as_they_are(tmp_path: Path)
     assert read_list(listed(tmp_path / "b.json", "nq_3"), DIALECTS["searchqa"]) == [3]
     assert read_list(listed(tmp_path / "c.json", 7), DIALECTS["maze"]) == [7]
     assert read_list(
-        listed(tmp_path / "d.json", "lmrlgym_maze_1", "lmrlgym_maze_25"), DIALECTS["maze"]
+        listed(tmp_path / "d.json", "lmrlgym_maze_1", "lmrlgym_maze_26"), DIALECTS["maze"]
     ) == [1]
 
 

@@ -1,5 +1,9 @@
 """Laws of AgentGym's routes: its clients' own traffic, against a hub over HTTP."""
 
+import struct
+import zlib
+from base64 import b64decode
+
 import httpx
 import pytest
 
@@ -194,3 +198,61 @@ def test_create_is_refused_when_the_hub_is_full():
         assert "Retry-After" in full.headers
         clients[0].wire.post("close", {})
         make_client("maze", hub)
+
+
+def test_routes_of_agentgyms_pages_answer(hub):
+    for name in ("textcraft", "maze", "wordle"):
+        client = make_client(name, hub)
+        assert "error" in client.wire.get("detail") or name == "textcraft"
+        client.reset(3)
+        client.step("Action: move left")
+        told = client.wire.get("detail")
+        assert {"observation", "reward", "done", "deleted"} <= set(told)
+        assert told["observation"] == client.wire.get("observation")
+    moves = ["move left", "move right", "move up", "move down"]
+    assert httpx.get(f"{hub}/agentgym/maze/available_actions", **DIRECT).json() == moves
+    client = make_client("babyai", hub)
+    client.reset(1)
+    picture = client.wire.post("render", {})
+    content = b64decode(picture.removeprefix("data:image/png;base64,"), validate=True)
+    width, height = struct.unpack(">II", content[16:24])
+    at = content.index(b"IDAT")
+    rows = zlib.decompress(content[at + 4 : at + 4 + struct.unpack(">I", content[at - 4 : at])[0]])
+    assert len(rows) == height * (1 + 3 * width)
+    line = 1 + 3 * width
+    middle = rows[height // 2 * line :][:line]
+    assert len({middle[i : i + 3] for i in range(1, line, 3)}) > 1
+
+
+@pytest.mark.slow
+def test_page_of_scienceworld_is_told_what_it_asks_for():
+    with serve_envs("sciworld") as url:
+        client = make_client("sciworld", url)
+        assert "error" in client.wire.get("goals")
+        first = client.reset(2936)
+        assert client.wire.get("observation") == first.partition("\n")[2]
+        assert isinstance(client.wire.get("goals")["goals"], str)
+        assert len(client.wire.get("action_hint")["possible_actions"]) > 10
+        state = client.wire.get("state")
+        assert len(state["possible_objects"]) == 10
+        assert state["environment_info"]["task_name"] == "find-living-thing"
+        assert client.wire.get("task_description")["task_description"] in first
+        assert client.wire.get("object_tree")["object_tree"]
+        client.step("Action: look around")
+        assert client.wire.get("detail")["score"] == 0
+        client.close()
+
+
+def test_malformed_bodies_are_told_as_fastapi_tells_them(hub):
+    answer = httpx.post(f"{hub}/agentgym/maze/reset", json={"id": "x"}, **DIRECT)
+    assert answer.status_code == 422
+    detail = answer.json()["detail"]
+    assert [each["loc"] for each in detail] == [["body", "id"], ["body", "game"]]
+    assert {"type", "loc", "msg", "input"} <= set(detail[0])
+    assert detail[0]["input"] == "x"
+
+
+def test_long_actions_are_answered(hub):
+    client = make_client("maze", hub)
+    client.reset(3)
+    assert client.wire.post("step", {"action": "x" * 200_000})["reward"] == 0

@@ -11,7 +11,7 @@ from tests.envhub.envs.playing import item_of as item_of_number
 
 ITEMS = [
     f"DoubleT-{split}-{index}"
-    for split, num in (("train", 20), ("test", 5))
+    for split, num in (("train", 21), ("test", 5))
     for index in range(num)
 ]
 
@@ -42,18 +42,26 @@ def test_maze_is_two_ts_that_meet():
     ]
 
 
-def test_items_are_the_25_starts_each_once():
+def test_items_are_the_26_starts_each_once():
     starts = [start_of(parse_item(item_id, SUBSETS)) for item_id in ITEMS]
-    assert len(starts) == 25
-    assert set(starts) == set(maze.STARTS) == maze.FREE - {maze.GOAL}
+    assert len(starts) == 26  # the last one is the goal, where AgentGym begins game 25
+    assert set(starts) == set(maze.STARTS) == maze.FREE
+
+
+def test_any_action_succeeds_at_the_goal():
+    env = started(item_of(*maze.GOAL))
+    action = env.expert_action()
+    assert action is not None
+    result = env.step(action)
+    assert (result.reward, result.done, result.is_success) == (1, True, True)
 
 
 def test_game_number_names_the_start():
     spec = make_spec(EnvsSection())
     for game, start in enumerate(maze.STARTS):
         assert start_of(parse_item(item_of_number(spec, game), spec.subsets)) == start
-    for game in (-1, 25, 26):
-        with pytest.raises(UnknownItem, match="0 to 24"):
+    for game in (-1, 26, 27):
+        with pytest.raises(UnknownItem, match="0 to 25"):
             item_of_number(spec, game)
 
 
@@ -131,9 +139,19 @@ def test_valid_actions_are_the_moves_without_a_wall():
 
 
 def test_fingerprint_tells_starts_apart():
-    assert len({started(item_id).fingerprint() for item_id in ITEMS}) == 25
+    assert len({started(item_id).fingerprint() for item_id in ITEMS}) == 26
 
 
 def test_task_lists_the_items():
     (task,) = make_spec(EnvsSection()).tasks.values()
-    assert [*task.train, *task.test] == ITEMS
+    assert [*task.train, "DoubleT-train-20", *task.test] == ITEMS  # but not where one wins at once
+
+
+@pytest.mark.parametrize("text", ["MOVE LEFT", "left", "move  left", "Move left", "move left."])
+def test_agentgyms_style_takes_agentgyms_four_actions_alone(text: str):
+    env, compact = (started(item_of(1, 3), style) for style in (Style.AGENTGYM, Style.COMPACT))
+    before = env.render()
+    assert not env.step(text).is_valid
+    assert env.render().partition("moves")[0] == before.partition("moves")[0]
+    assert env.step("Thought:\nso\n\nAction:\nmove left").is_valid
+    assert compact.step(text).is_valid is (text != "move left.")

@@ -225,3 +225,23 @@ def test_episodes_read_the_same_in_every_process(machines):
     there = "transcript('ChemMix-train-18', Machines(SciworldOptions()))"
     told = elsewhere(__name__, there, hash_seed=7)
     assert told == transcript("ChemMix-train-18", machines)
+
+
+@pytest.mark.slow
+def test_agentgyms_rules_end_with_the_moves_and_tell_agentgyms_scores(machines: Machines):
+    env = SciWorldEnv(Style.AGENTGYM, machines, has_rules=True)
+    env.reset("all-train-0")  # boiling water
+    ends = [env.step("wait1").done for _ in range(51)]  # two moves each
+    assert ends == [False] * 50 + [True]
+    env.reset("all-train-0")
+    assert [env.step("look around").done for _ in range(250)] == [False] * 250
+    lost = env.step("focus on agent")
+    assert (lost.score, lost.reward, lost.done, lost.is_success) == (-100, 0.0, True, False)
+    assert env.detail("score") == -100
+    env.close()
+    plain = SciWorldEnv(Style.AGENTGYM, machines)
+    plain.reset("all-train-0")
+    assert not any(plain.step("wait1").done for _ in range(60))
+    fatal = plain.step("focus on agent")
+    assert (fatal.score, fatal.reward, fatal.done) == (None, 0.0, True)
+    plain.close()

@@ -65,7 +65,7 @@ def test_agentgym_sentences():
     env = WordleEnv(Style.AGENTGYM)
     assert env.reset("Common-train-0", 0) == "Let's start Wordle!"
     assert env.step("zebra").observation == "invalid word"
-    answer = env.step("Thought:\nfirst\n\nAction:\nH O U S E").observation
+    answer = env.step("Thought:\nfirst\n\nAction:\nh o u s e").observation
     assert len(answer) == 10
     assert answer.endswith("\n")
     assert set(answer) <= set("byg \n")
@@ -155,3 +155,20 @@ def test_item_is_the_same_in_every_process():
     for hash_seed in (0, 1):
         told = elsewhere(__name__, "transcript('Common-train-9')", hash_seed=hash_seed)
         assert told == transcript("Common-train-9")
+
+
+def test_agentgyms_style_takes_small_letters_with_spaces_and_nothing_else():
+    word = VOCABULARY[0]
+    spaced = " ".join(word)
+    for text, is_valid in {
+        spaced: True,
+        word: True,
+        spaced.upper(): False,
+        spaced.title(): False,
+        "\t".join(word): False,
+    }.items():
+        env, compact = (WordleEnv(style) for style in (Style.AGENTGYM, Style.COMPACT))
+        env.reset("Common-train-3")
+        compact.reset("Common-train-3")
+        assert env.step(text).is_valid is is_valid
+        assert compact.step(text).is_valid
