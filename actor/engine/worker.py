@@ -10,10 +10,12 @@ from actor.engine.process_watch import end_with_owner
 from actor.engine.staging import Staging
 from actor.engine.transfer_engine import StagedTransferEngine, register
 from common.amx import TilePermission
+from common.stall.stacks import tell_stacks
 from common.wire.collective import device_id
 
 register()  # importing this module is the first that a worker does
 end_with_owner()
+tell_stacks()
 
 
 class WorkerExtension:

@@ -4,7 +4,7 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -47,14 +47,23 @@ def train(
 
 @contextmanager
 def running(
-    name: str, overrides: Sequence[str], *, folder: Path, config: str = "quickstart"
+    name: str,
+    overrides: Sequence[str],
+    *,
+    folder: Path,
+    config: str = "quickstart",
+    env: Mapping[str, str] | None = None,
 ) -> Generator[ChildProcess]:
-    """Start `train` below `folder`, and stop it in the end if it still runs."""
+    """Start `train` below `folder`, and stop it in the end if it still runs.
+
+    Args:
+        env: variables on top of this process's own.
+    """
     log = folder / f"{name}.log"
     logger.info("run name=%s log=%s", name, log)
     own = (f"run.dir={folder}", f"run.name={name}")
     argv = [sys.executable, "run.py", "train", "--config", config, *own, *overrides]
-    child = ChildProcess(name, argv, log_path=log, cwd=ROOT)
+    child = ChildProcess(name, argv, log_path=log, cwd=ROOT, env=env)
     try:
         yield child
     finally:

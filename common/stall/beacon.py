@@ -18,11 +18,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TextIO
 
+from common.stall.stacks import STACKS, STACKS_SIGNAL, STDERR, helpers_of
 from common.store.run_dir import RunDir, write_atomically
 
 WRITE_S = 1.0
 ASLEEP_S = 3 * WRITE_S  # between two rounds of the writing thread: the process stood still
-STACKS_SIGNAL = signal.SIGUSR1
 MAX_TASKS = 50  # of an event loop, whose stacks are written
 MAX_FRAMES = 12  # of a task
 
@@ -65,7 +65,10 @@ class Beacon:
     def start(self) -> None:
         """Let the supervisor ask for stacks, and begin to tell. From the main thread."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
+        for path in helpers_of(self._path.parent, self._path.stem):
+            path.unlink(missing_ok=True)  # of a life before
         self._stacks = self._stacks_path.open("w")
+        os.environ[STACKS] = f"{os.getpid()}:{self._path.with_suffix('')}"
         faulthandler.register(STACKS_SIGNAL, file=self._stacks, all_threads=True)
         self._thread.start()
 
@@ -122,9 +125,12 @@ class Beacon:
 def beacon_of(run_dir: RunDir | None, role: str, *, start_s: float) -> Generator[Beacon]:
     """Yield the beacon of a role that is starting, for which it has `start_s`.
 
-    On a machine without the run's directory (None) nobody is told.
+    On a machine without the run's directory (None) nobody is told; stacks go to the log there.
     """
-    is_told = run_dir is not None and threading.current_thread() is threading.main_thread()
+    is_main = threading.current_thread() is threading.main_thread()
+    is_told = run_dir is not None and is_main
+    if is_main and not is_told:
+        faulthandler.register(STACKS_SIGNAL, file=STDERR, all_threads=True)
     beacon = Beacon(run_dir or RunDir(root=Path()), role)
     beacon.note("main", "starting", limit_s=start_s)
     if is_told:
@@ -134,6 +140,9 @@ def beacon_of(run_dir: RunDir | None, role: str, *, start_s: float) -> Generator
     finally:
         if is_told:
             beacon.stop()
+        elif is_main:
+            faulthandler.unregister(STACKS_SIGNAL)
+            signal.signal(STACKS_SIGNAL, signal.SIG_IGN)
 
 
 @functools.cache

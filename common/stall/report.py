@@ -3,7 +3,6 @@
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -14,7 +13,6 @@ from common.store.run_dir import RunDir
 
 LEARNER = "learner"
 LATE_S = 2.5  # without a word of a role that tells every second
-MAX_STACKS_BYTES = 60_000  # of one role in a report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,21 +113,3 @@ def _state_of(pid: int) -> str:
     with contextlib.suppress(psutil.Error):
         return f"; process {pid} is {psutil.Process(pid).status()}"
     return f"; process {pid} is gone"
-
-
-def stacks_size(path: Path) -> int:
-    """Return how many bytes of stacks a role has written."""
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
-
-
-def stacks_since(path: Path, offset: int) -> str:
-    """Return the stacks that a role has written behind `offset`, "" if none."""
-    try:
-        with path.open("rb") as file:
-            file.seek(offset)
-            return file.read(MAX_STACKS_BYTES).decode(errors="replace")
-    except OSError:
-        return ""

@@ -2,10 +2,8 @@
 
 import json
 import logging
-import os
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,16 +11,8 @@ from typing import Any
 from common.config.run_config import OnStall, RunSection
 from common.launch.base import RoleProcess, Verdict
 from common.launch.process import ChildProcess
-from common.stall.beacon import STACKS_SIGNAL
-from common.stall.report import (
-    Told,
-    culprits,
-    describe,
-    read_told,
-    stacks_since,
-    stacks_size,
-    waits,
-)
+from common.stall.asking import ask_role, stacks_since
+from common.stall.report import Told, culprits, describe, read_told, waits
 from common.store.disk import if_room
 from common.store.run_dir import RunDir
 
@@ -37,6 +27,7 @@ STACKS_S = 1.5  # in which a role that is asked writes its stacks
 FACTOR = 3.0  # times the longest that was measured
 BY_OTHERS = ("scheduler", "learner")  # who waits for them has no turn in work
 _NONE: dict[str, Any] = {}
+MAX_REPORTS = 50  # kept
 MAX_ATTEMPTS = 3  # at a run that stands still, before it is stopped
 
 
@@ -47,7 +38,7 @@ class _Case:
     culprits: list[str]
     text: str
     found_at: float
-    offsets: dict[str, int]  # of the roles' stacks
+    asked: dict[str, tuple[Path, int]]  # who -> the file that gets its stacks, and from where on
 
 
 class StallWatch:
@@ -200,35 +191,30 @@ class StallWatch:
         status: Mapping[str, Any],
         now: float,
     ) -> None:
-        """Ask our own roles for their stacks, unless this stall was told of lately.
-
-        A role on another machine has a process id that may be anybody's here.
-        """
+        """Ask all roles for their stacks, unless this stall was told of lately."""
         blamed, what = problem
         key = ",".join(blamed)
         if self._awake_s < self._told_until.get(key, 0.0):
             return
         waiting = waits(told, status)
         lines = [f"stall: {what}", "who waits for whom:", *describe(told, status, waiting, now)]
-        offsets: dict[str, int] = {}
+        asked: dict[str, tuple[Path, int]] = {}
         for name, each in told.items():
-            process = processes[name]
-            if each is not None and isinstance(process, ChildProcess) and process.pid == each.pid:
-                offsets[name] = stacks_size(self._run_dir.alive / f"{name}.stacks")
-                with suppress(ProcessLookupError, PermissionError):
-                    os.kill(each.pid, STACKS_SIGNAL)
-        self._case = _Case(blamed, "\n".join(lines), now, offsets)
+            asked |= ask_role(self._run_dir.alive, name, each, processes[name])
+        self._case = _Case(blamed, "\n".join(lines), now, asked)
 
     def _close(self, processes: Mapping[str, RoleProcess], case: _Case) -> Verdict:
         """Write the report; return what to do."""
         self._case = None
         parts = [case.text, "to blame: " + (", ".join(case.culprits) or "nobody that is known")]
-        for name, offset in case.offsets.items():
-            stacks = stacks_since(self._run_dir.alive / f"{name}.stacks", offset)
+        for name, (asked, offset) in case.asked.items():
+            stacks = stacks_since(asked, offset)
             parts.append(f"--- stacks of {name}\n{stacks or 'none: it does not answer'}")
         self._run_dir.stalls.mkdir(exist_ok=True)
         path = self._run_dir.stalls / f"{time.strftime('%Y%m%d-%H%M%S')}.txt"
         path.write_text("\n".join(parts) + "\n")
+        for old in sorted(self._run_dir.stalls.glob("*.txt"))[:-MAX_REPORTS]:
+            old.unlink(missing_ok=True)
         policy = self._cfg.on_stall
         logger.error("%s\nstacks of all roles: %s; run.on_stall=%s", case.text, path, policy.value)
         key = ",".join(case.culprits)

@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, cast
 
-from common.store.disk import AppendFile, with_room
+from common.store.disk import AppendFile, if_room, with_room
 from common.store.run_dir import RunDir, write_atomically
 
 logger = logging.getLogger(__name__)
 
 BEFORE_FIRST_STEP = -1
+MAX_BYTES = 32 << 20  # some 9,000 steps; beyond, the older half is thinned
 MetricsLine = dict[str, float | None]
 
 
@@ -36,6 +37,8 @@ class MetricsWriter:
 
     Example: a run is killed at step 57 and resumes from the checkpoint of step 50. The lines of
     51 to 57 move to metrics.discarded.jsonl, step 51 is logged anew, `time_s` goes on from 57.
+    A file beyond MAX_BYTES loses every second line of its older half, and then again: the oldest
+    steps are the sparsest, the first and the newest ones stay.
     """
 
     def __init__(
@@ -78,10 +81,18 @@ class MetricsWriter:
         elapsed_s = round(time.monotonic() - self._started_s, 3)
         line = {"step": step, "time_s": elapsed_s} | {name: finite.get(name) for name in values}
         text = json.dumps(line, allow_nan=False).encode() + b"\n"
+        if self._file.size + len(text) > MAX_BYTES:
+            self._thin()
         with_room(lambda: self._file.append([text]), self._file.path, check=self.check)
         self._last_step = step
         for sink in self._sinks:
             sink.log(step, finite)
+
+    def _thin(self) -> None:
+        path = self._file.path
+        if if_room(lambda: _thin(path), path):  # else it grows on until there is room
+            self._file.close()
+            self._file = AppendFile(path)
 
     def close(self) -> None:
         """Close the file and every sink."""
@@ -140,6 +151,18 @@ def _parse(text: str, where: str) -> MetricsLine:
     return found
 
 
+def _thin(path: Path) -> None:
+    """Leave out every second line of the older half of a file, but not its first one."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    num_bytes, num_old, half = 0, 0, path.stat().st_size // 2
+    while num_bytes < half:
+        num_bytes += len(lines[num_old])
+        num_old += 1
+    kept = [*lines[:num_old:2], *lines[num_old:]]
+    write_atomically(path, b"".join(kept).decode())
+    logger.info("thinned metrics lines=%d to=%d file=%s", len(lines), len(kept), path)
+
+
 def _torn_line(path: Path) -> str:
     """Return what follows the last newline."""
     with path.open(encoding="utf-8", errors="replace", newline="\n") as handle:
@@ -161,7 +184,8 @@ def _cut_after(path: Path, step: int) -> float:
         cut.append(f"{torn}\n")
     if cut:
         discarded = path.with_name("metrics.discarded.jsonl")
-        with discarded.open("a", encoding="utf-8") as handle:
+        is_full = discarded.exists() and discarded.stat().st_size > MAX_BYTES
+        with discarded.open("w" if is_full else "a", encoding="utf-8") as handle:
             handle.writelines(cut)
         write_atomically(path, "".join(kept))
         logger.info("discarded metrics lines=%d after_step=%d file=%s", len(cut), step, discarded)

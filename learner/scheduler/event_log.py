@@ -1,7 +1,8 @@
 """The scheduler's memory on disk: a saved state, and every message since, to be handled again.
 
 A message is logged after it was handled and before it is answered, so what was answered survives
-a `kill -9` of the scheduler.
+a `kill -9` of the scheduler. A record is a head, a checksum of that, the sender's name and the
+message's frames. Where the state has no checksum, both are of a version before: heads have none.
 """
 
 import json
@@ -23,7 +24,9 @@ REMEDY = (
     "restore it from a backup; without it begin a run of another name from the newest checkpoint:"
     " model.path=RUN/checkpoints/step-..."
 )
+MAX_EVENTS = 20_000  # a restart handles them again, in a second or two
 _HEAD = struct.Struct("<dIII")  # time, bytes of the sender's name, bytes of the record, CRC-32
+_CHECK = struct.Struct("<I")  # CRC-32 of the head
 
 
 class EventLog:
@@ -37,8 +40,16 @@ class EventLog:
         self._root = root
         self._state_path = root / "scheduler.json"
         self._number = 0
+        self._is_old = False
         self._file: AppendFile | None = None
         self._pending: list[bytes] = []  # not handed to the operating system yet
+        self._num_events = 0  # since the saved state
+        self._long_at = MAX_EVENTS
+
+    @property
+    def is_long(self) -> bool:
+        """Whether so much was logged that the state is to be saved, for a quick restart."""
+        return self._num_events >= self._long_at
 
     @property
     def path(self) -> Path:
@@ -50,8 +61,12 @@ class EventLog:
         if not self._state_path.exists():
             return None
         saved = read_json(self._state_path, {"log": int, "state": dict}, remedy=REMEDY)
-        self._number = saved["log"]
-        return saved["state"]
+        self._number, state, checksum = saved["log"], saved["state"], saved.get("checksum")
+        self._is_old = checksum is None
+        is_known = saved.keys() <= {"log", "state", "checksum"}
+        if not is_known or (not self._is_old and checksum != _checksum(json.dumps(state))):
+            raise self.damaged(ValueError("its checksum does not match"))
+        return state
 
     def damaged(self, error: Exception) -> ConfigError:
         """Return what to raise over a state that cannot be restored."""
@@ -60,21 +75,28 @@ class EventLog:
     def events(self) -> Iterator[tuple[float, str, Any]]:
         """Yield (time, sender name, message) since the saved state; message None is a tick.
 
-        A record cut off by a kill ends the log.
+        A record cut off by a kill, or never written by a machine that lost its power, ends the log.
+
+        Raises: ConfigError: a record is damaged; names file and offset.
         """
         path = self._path(self._number)
-        content = path.read_bytes() if path.exists() else b""
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError as error:
+            raise ConfigError(f"{path}: missing, {self._state_path} names it; {REMEDY}") from error
         start = 0
-        while start + _HEAD.size <= len(content):
-            time_s, num_name, num_record, checksum = _HEAD.unpack_from(content, start)
-            start += _HEAD.size
-            body = content[start : start + num_name + num_record]
-            if len(body) < num_name + num_record or zlib.crc32(body) != checksum:
+        while start < len(content):
+            found = _record_at(content, start, is_old=self._is_old)
+            if found is None:
+                if not self._is_old and not _is_torn(content, start):
+                    raise ConfigError(
+                        f"{path} at offset {start}: the record is damaged (its checksum does not"
+                        f" match); {REMEDY}"
+                    )
                 logger.warning("log cut off path=%s offset_bytes=%d", path, start)
                 return
-            start += len(body)
-            record = body[num_name:]
-            yield time_s, body[:num_name].decode(), unpack_record(record) if record else None
+            time_s, name, record, start = found
+            yield time_s, name.decode(), unpack_record(record) if record else None
 
     def append(self, time_s: float, sender_name: str, frames: list[bytes]) -> None:
         """Log one handled message by its frames, or a tick ([]). `flush` makes it safe from a kill.
@@ -84,7 +106,8 @@ class EventLog:
         record = pack_frames(frames) if frames else b""
         name = sender_name.encode()
         head = _HEAD.pack(time_s, len(name), len(record), zlib.crc32(name + record))
-        self._pending.append(head + name + record)
+        self._pending.append(head + _CHECK.pack(zlib.crc32(head)) + name + record)
+        self._num_events += 1
 
     def flush(self) -> None:
         """Hand what was appended to the operating system. Raises: OSError: and keeps it."""
@@ -101,16 +124,19 @@ class EventLog:
         file = opened(lambda: AppendFile(self._path(number)))
         try:
             file.truncate(0)
-            text = json.dumps({"log": number, "state": state})
+            plain = json.dumps(state)
+            text = f'{{"log": {number}, "checksum": {_checksum(plain)}, "state": {plain}}}'
             write_atomically(self._state_path, text, is_durable=True)
         except OSError:
             file.close()
             file.path.unlink()
+            self._long_at = self._num_events + MAX_EVENTS  # not again at once
             raise
         if self._file is not None:
             self._file.close()
         self._path(self._number).unlink(missing_ok=True)
         self._number, self._file, self._pending = number, file, []
+        self._num_events, self._long_at = 0, MAX_EVENTS
 
     def close(self) -> None:
         """Close the log; it stays on disk."""
@@ -121,3 +147,34 @@ class EventLog:
 
     def _path(self, number: int) -> Path:
         return self._root / f"scheduler.{number}.log"
+
+
+def _checksum(text: str) -> int:
+    return zlib.crc32(text.encode())
+
+
+def _record_at(
+    content: bytes, start: int, *, is_old: bool
+) -> tuple[float, bytes, bytes, int] | None:
+    """Return (time, sender's name, frames, where the next one begins); None: no whole record."""
+    body = start + _HEAD.size + (0 if is_old else _CHECK.size)
+    if body > len(content):
+        return None
+    head = content[start : start + _HEAD.size]
+    if not is_old and _CHECK.unpack_from(content, start + _HEAD.size)[0] != zlib.crc32(head):
+        return None
+    time_s, num_name, num_record, checksum = _HEAD.unpack(head)
+    end = body + num_name + num_record
+    if end > len(content) or zlib.crc32(content[body:end]) != checksum:
+        return None
+    return time_s, content[body : body + num_name], content[body + num_name : end], end
+
+
+def _is_torn(content: bytes, start: int) -> bool:
+    """Return whether what lies there was never written: cut short by a kill, or zeros."""
+    body = start + _HEAD.size + _CHECK.size
+    if body > len(content) or not any(content[start:]):
+        return True
+    head, (checksum,) = content[start : start + _HEAD.size], _CHECK.unpack_from(content, body - 4)
+    _, num_name, num_record, _ = _HEAD.unpack(head)
+    return checksum == zlib.crc32(head) and body + num_name + num_record > len(content)

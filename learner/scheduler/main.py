@@ -220,7 +220,7 @@ def loop(parts: Serving, stop: threading.Event, *, on_round: Callable[[], None])
         if parts.core.tick():
             parts.log.append(parts.clock.now, "", [])
             parts.is_changed = True
-        if parts.is_changed and parts.clock.now >= parts.save_at:
+        if parts.is_changed and (parts.clock.now >= parts.save_at or parts.log.is_long):
             save(parts)
         write_due(parts)
         if received:

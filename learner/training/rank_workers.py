@@ -25,6 +25,7 @@ from common.config.learning import LearnerSection
 from common.config.run_config import RunConfig
 from common.errors import ConfigError, LongstrideError
 from common.log import configure_logging
+from common.stall.stacks import tell_stacks
 from common.wire.collective import interface_of
 from common.wire.weight_group import lower_priority
 from learner.policy.model import pick_device
@@ -220,6 +221,7 @@ def _serve_rank(
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # rank 0 is told, and it saves before it leaves
     configure_logging(f"learner-{rank}", cfg.log.level)
+    tell_stacks()
     device = pick_device(cfg.learner.device)
     if device.type == "cuda":
         device = torch.device("cuda", (device.index or 0) + rank)

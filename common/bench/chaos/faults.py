@@ -14,6 +14,7 @@ import psutil
 import zmq
 
 from common.bench.chaos import machine
+from common.bench.chaos.clock import JumpingClock
 from common.bench.chaos.connections import reset_connections
 from common.bench.chaos.plan import Fault, Kind
 from common.bench.chaos.victims import Role, find_victims
@@ -32,6 +33,8 @@ POLL_S = 0.05
 NUM_CORRUPT = 200
 NUM_AGAIN = 20  # trajectories
 ROOM_BYTES = 16 << 20  # that a process without memory may still get
+AHEAD_S = 3_600  # of a clock that jumps
+NETWORK = {Kind.SLOW_NETWORK: machine.slow_network, Kind.DROPPED: machine.drop_packets}
 
 
 class NotPossible(Exception):
@@ -45,6 +48,8 @@ class Scene:
     supervisor_pid: int
     run_dir: RunDir
     disk: Path | None  # a folder on the run's own disk; None: it shares the machine's
+    clock: JumpingClock | None = None  # of the run; None: it has the machine's
+    halves: Path | None = None  # while it exists, observations end with half a character
     lasts_s: float = LASTS_S
 
     def strike(self, fault: Fault) -> None:
@@ -94,22 +99,28 @@ class Scene:
     @contextmanager
     def _trouble(self, kind: Kind) -> Generator[None]:
         """What happens to the machine, until the end of the block."""
-        if self.disk is None:
+        if kind is Kind.CLOCK:
+            with _jumped(self.clock):
+                yield
+        elif kind is Kind.HALVES:
+            with _present(self.halves):
+                yield
+        elif self.disk is None:
             raise NotPossible("the run has no machine of its own: not an administrator")
-        if kind is Kind.SLOW_NETWORK:
-            if not machine.slow_network():
-                raise NotPossible("this kernel shapes no traffic")
+        elif kind in NETWORK:
             try:
+                if not NETWORK[kind]():
+                    raise NotPossible("this kernel shapes no traffic")
                 yield
             finally:
                 machine.heal_network()
-            return
-        filler = self.disk / "filler"
-        try:
-            machine.fill_disk(filler)
-            yield
-        finally:
-            filler.unlink(missing_ok=True)
+        else:
+            filler = self.disk / "filler"
+            try:
+                machine.fill_disk(filler)
+                yield
+            finally:
+                filler.unlink(missing_ok=True)
 
     def _send_corrupt(self, role: Role) -> None:
         """Send what is no message, with the key of an actor, wherever a role listens."""
@@ -156,6 +167,28 @@ def _reset(process: psutil.Process) -> None:
     except OSError as error:
         raise NotPossible(f"no connection of another process can be reset: {error}") from error
     logger.info("reset connections=%d pid=%d", num_reset, process.pid)
+
+
+@contextmanager
+def _jumped(clock: JumpingClock | None) -> Generator[None]:
+    if clock is None:
+        raise NotPossible("no C compiler to make a clock of the run's own with")
+    clock.set_ahead(AHEAD_S)
+    try:
+        yield
+    finally:
+        clock.set_ahead(0)
+
+
+@contextmanager
+def _present(path: Path | None) -> Generator[None]:
+    if path is None:
+        raise NotPossible("the run's environments were not asked to")
+    path.touch()
+    try:
+        yield
+    finally:
+        path.unlink()
 
 
 @contextmanager

@@ -14,6 +14,10 @@ NEW_MOUNTS, NEW_NETWORK = 0x00020000, 0x40000000  # CLONE_NEWNS, CLONE_NEWNET of
 DISK_BYTES = 17 << 27  # a run wants two gigabytes to start with
 SLOW = ("rate", "16mbit", "burst", "16k", "limit", "32k")  # what does not fit the queue is dropped
 FILL_BYTES = 1 << 20
+DROPPED_FRAC = 0.05  # of all packets, in either direction
+_LOAD, _AT_LEAST, _RETURN = 0x20, 0x35, 0x06  # of classic BPF
+_RANDOM = 0xFFFFF038  # address of the word that is a random number (SKF_AD_RANDOM)
+_PASS, _DROP = 0, 2  # TC_ACT_OK, TC_ACT_SHOT
 
 
 def isolate(folder: Path) -> str:
@@ -46,11 +50,29 @@ def slow_network() -> bool:
     return subprocess.run(command, capture_output=True, timeout=10, check=False).returncode == 0
 
 
-def heal_network() -> None:
-    """Undo `slow_network`."""
-    subprocess.run(
-        ("tc", "qdisc", "del", "dev", "lo", "root"), check=True, capture_output=True, timeout=10
+def drop_packets() -> bool:
+    """Let some packets vanish on their way, by chance; False if not possible."""
+    program = (
+        (_LOAD, 0, 0, _RANDOM),
+        (_AT_LEAST, 1, 0, round(DROPPED_FRAC * 2**32)),
+        (_RETURN, 0, 0, _DROP),
+        (_RETURN, 0, 0, _PASS),
     )
+    code = ",".join((str(len(program)), *(" ".join(map(str, each)) for each in program)))
+    arrival = ("tc", "filter", "add", "dev", "lo", "ingress")
+    commands = (
+        ("tc", "qdisc", "replace", "dev", "lo", "clsact"),
+        (*arrival, "bpf", "direct-action", "bytecode", code),
+    )
+    tried = (subprocess.run(each, capture_output=True, timeout=10) for each in commands)
+    return all(each.returncode == 0 for each in tried)
+
+
+def heal_network() -> None:
+    """Undo `slow_network` and `drop_packets`."""
+    for which in ("root", "clsact"):
+        command = ("tc", "qdisc", "del", "dev", "lo", which)
+        subprocess.run(command, check=False, capture_output=True, timeout=10)  # one is not there
 
 
 def fill_disk(path: Path) -> None:

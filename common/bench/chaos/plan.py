@@ -20,7 +20,10 @@ class Kind(StrEnum):
     CORRUPT = "corrupt messages"
     DUPLICATE = "messages again"
     SLOW_NETWORK = "slow, lossy network"
+    DROPPED = "packets dropped"
     DISK_FULL = "disk full"
+    CLOCK = "clock jumps"  # an hour ahead, and back
+    HALVES = "half characters"  # in every observation, as from scripts that cut a text
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,10 @@ ALL_FAULTS = (
     *(Fault(Kind.CORRUPT, role) for role in (Role.SCHEDULER, Role.LEARNER)),
     Fault(Kind.DUPLICATE, Role.LEARNER),
     Fault(Kind.SLOW_NETWORK),
+    Fault(Kind.DROPPED),
     Fault(Kind.DISK_FULL),
+    Fault(Kind.CLOCK),
+    Fault(Kind.HALVES),
 )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from common.bench.chaos.clock import make_clock
 from common.bench.chaos.faults import LASTS_S, NotPossible, Scene
 from common.bench.chaos.machine import isolate, release
 from common.bench.chaos.plan import ALL_FAULTS, Fault, Kind, deal
@@ -25,6 +26,7 @@ from common.store.run_dir import RunDir
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.05
+HALVES = '"envhub.bench.halves:make_spec"'  # the run's environment
 FIRST_STEPS = 3  # made before anything happens
 PATIENCE_S = 180.0  # for a run to make its next step; then it counts as hanging
 START_S = 300.0
@@ -63,7 +65,7 @@ LONG = Size(
 )
 SHORT = Size(
     config="smoke",
-    num_steps=60,
+    num_steps=75,
     every_s=4.0,
     lasts_s=2.0,
     faults=(
@@ -71,7 +73,7 @@ SHORT = Size(
         *(Fault(Kind.RESET, role) for role in (Role.LEARNER, Role.ACTOR)),
         *(Fault(Kind.CORRUPT, role) for role in (Role.SCHEDULER, Role.LEARNER)),
         *(Fault(Kind.STOP, Role.ACTOR), Fault(Kind.DUPLICATE, Role.LEARNER)),
-        Fault(Kind.DISK_FULL),
+        *(Fault(kind) for kind in (Kind.DISK_FULL, Kind.DROPPED, Kind.CLOCK, Kind.HALVES)),
     ),
 )
 
@@ -146,15 +148,19 @@ def measure(table: BenchTable, size: Size) -> None:
 
 
 def _measure(table: BenchTable, size: Size, folder: Path, *, has_machine: bool) -> None:
-    run_dir = RunDir(root=folder / "run")
+    run_dir, halves, clock = RunDir(root=folder / "run"), folder / "halves", make_clock(folder)
     settings = (*size.settings, f"train.num_steps={size.num_steps}")
+    settings = (*settings, f"envhub.envs=[{HALVES}]", f'envs.plugins={{halves: "{halves}"}}')
     if size.has_twin:
         train("twin", settings, folder=folder, timeout_s=TWIN_S, config=size.config)
-    with running("run", settings, folder=folder, config=size.config) as child:
+    env = clock.environment if clock else {}
+    with running("run", settings, folder=folder, config=size.config, env=env) as child:
         scene = Scene(
             supervisor_pid=child.pid,
             run_dir=run_dir,
             disk=folder if has_machine else None,
+            clock=clock,
+            halves=halves,
             lasts_s=size.lasts_s,
         )
         story = disturb(child, scene, size, seed=table.seed)

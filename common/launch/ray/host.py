@@ -20,6 +20,7 @@ from common.launch.guardian import Guardian
 from common.launch.process import MARKS, ChildProcess, find_marked
 from common.memory import family_bytes
 from common.repository import ROOT
+from common.stall.stacks import ask
 
 LOOK_S = 0.1  # what a role wrote is a file that grew, and nothing portable tells of it
 LONGEST_S = 5.0  # a silent role is heard of so often
@@ -119,6 +120,11 @@ class RoleHost:
         """Ask the role itself to end."""
         assert self._child is not None
         self._child.terminate()
+
+    def ask_stacks(self) -> None:
+        """Ask the role for its stacks, which it writes to its log."""
+        assert self._child is not None
+        ask(self._child.pid)
 
     def clear_away(self, offset: int) -> News:
         """Kill whatever is left; return the rest of the log."""

@@ -56,7 +56,7 @@ class RayProcess:
         self.memory_bytes = 0
         self._worker = worker
         self._needs = needs
-        self._log_path = log_path
+        self.log_path = log_path
         self._make_order = make_order
         self._deadline = time.monotonic() + (place_timeout_s or float("inf"))
         log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -98,6 +98,11 @@ class RayProcess:
         elif self._code is None:
             self._code = -signal.SIGTERM
 
+    def ask_stacks(self) -> None:
+        """Have the role write its stacks to its log."""
+        if self._is_ordered and self._code is None:
+            self._worker.ask_stacks.remote()
+
     def clear_away(self) -> None:
         """Kill at once whatever is left of it, and give its place back."""
         if self._is_ordered and self._code != LOST:
@@ -111,7 +116,7 @@ class RayProcess:
 
     def log_tail(self, *, max_lines: int) -> list[str]:
         """Return the last lines of its log since this start."""
-        return read_tail(self._log_path, self._log_offset, max_lines=max_lines)
+        return read_tail(self.log_path, self._log_offset, max_lines=max_lines)
 
     def _live(self) -> Step:
         """Yield what is waited for, nothing if that is no answer of Ray; return the exit code."""
@@ -135,7 +140,7 @@ class RayProcess:
         self._write(news.text)
 
     def _write(self, text: bytes) -> None:
-        with self._log_path.open("ab") as log:
+        with self.log_path.open("ab") as log:
             log.write(text)
 
     def _lose(self, error: RayError) -> None:

@@ -2,9 +2,11 @@
 
 import itertools
 import json
+import os
 import socket
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -14,22 +16,27 @@ from typing import Any
 import psutil
 import pytest
 
+from common.bench.chaos.clock import make_clock
 from common.bench.chaos.connections import reset_connections
 from common.bench.chaos.faults import NotPossible, Scene
 from common.bench.chaos.plan import ALL_FAULTS, Fault, Kind, deal
 from common.bench.chaos.suite import LONG, SHORT, USUAL, Size, Story, Suffered, quantile
 from common.bench.chaos.victims import Role, find_victims
 from common.bench.chaos.watch import Watch
+from common.config.envs import EnvsSection
 from common.store.run_dir import RunDir
+from envhub.bench.halves import HALF, make_spec
+from envhub.env import StepResult, Style
 
 NOBODY = 1 << 30  # no process has this number
 
 
 @contextmanager
-def python(code: str) -> Generator[subprocess.Popen[str]]:
+def python(code: str, env: dict[str, str] | None = None) -> Generator[subprocess.Popen[str]]:
     """Run a line of Python until the end of the block."""
     argv, pipe = [sys.executable, "-c", code], subprocess.PIPE
-    with subprocess.Popen(argv, stdin=pipe, stdout=pipe, text=True) as child:
+    environ = {**os.environ, **(env or {})}
+    with subprocess.Popen(argv, stdin=pipe, stdout=pipe, text=True, env=environ) as child:
         try:
             yield child
         finally:
@@ -128,6 +135,44 @@ def test_a_reset_is_seen_at_both_ends_and_by_no_other_connection() -> None:
                 assert accepted.recv(1) == b"x"
 
 
+def test_a_clock_that_jumps_does_so_in_the_run_and_waits_there_go_on(tmp_path: Path) -> None:
+    clock = make_clock(tmp_path)
+    if clock is None:
+        pytest.skip("no C compiler here")
+    code = (
+        "import sys, threading, time\n"
+        "for line in sys.stdin:\n"
+        "  began = time.monotonic(); threading.Event().wait(0.05)\n"
+        "  print(time.time(), time.monotonic() - began, flush=True)"
+    )
+    with python(code, clock.environment) as child:
+
+        def ahead_s() -> float:
+            print("now", file=child.stdin, flush=True)
+            wall_s, waited_s = map(float, read_line(child).split())
+            assert 0.04 < waited_s < 10.0
+            return wall_s - time.time()
+
+        assert abs(ahead_s()) < 10
+        clock.set_ahead(3_600)
+        assert abs(ahead_s() - 3_600) < 10
+        clock.set_ahead(-7_200)
+        assert abs(ahead_s() + 7_200) < 10
+
+
+def test_half_characters_come_only_while_they_are_asked_for(tmp_path: Path) -> None:
+    flag = tmp_path / "halves"
+    env = make_spec(EnvsSection(plugins={"halves": str(flag)})).make(Style.COMPACT)
+    whole = env.reset("GoToLocal-train-0", 0)
+    flag.touch()
+    assert env.reset("GoToLocal-train-0", 0) == f"{whole} {HALF}"
+    result = env.step("nothing")
+    assert isinstance(result, StepResult)
+    assert result.observation.endswith(HALF)
+    with pytest.raises(UnicodeEncodeError):
+        result.observation.encode()
+
+
 def test_who_does_not_run_cannot_be_hit(tmp_path: Path) -> None:
     assert find_victims(NOBODY, Role.LEARNER) == []
     scene = Scene(supervisor_pid=NOBODY, run_dir=RunDir(root=tmp_path), disk=None)
@@ -135,6 +180,8 @@ def test_who_does_not_run_cannot_be_hit(tmp_path: Path) -> None:
         scene.strike(Fault(Kind.KILL, Role.LEARNER))
     with pytest.raises(NotPossible, match="not an administrator"):
         scene.strike(Fault(Kind.DISK_FULL))
+    with pytest.raises(NotPossible, match="no C compiler"):
+        scene.strike(Fault(Kind.CLOCK))
 
 
 @pytest.mark.parametrize("size", [SHORT, USUAL, LONG], ids=["short", "usual", "long"])

@@ -36,13 +36,27 @@ STATUS = {
     "actors": [{"name": "actor-0", "waiting_for": "scheduler: leases", "unchanged_s": 1e6}],
     "learner": {"name": "learner-1", "waiting_for": "actors: a batch"},
 }
-ROLE = """
+ROLE = '''
 import os, signal, sys, time
 from pathlib import Path
+import subprocess
 from common.stall.beacon import beacon_of
 from common.store.run_dir import RunDir
 
+HELPER = """
+import time
+from common.stall.stacks import tell_stacks
+def helper_hangs():
+    time.sleep(600)
+tell_stacks()
+print("ready", flush=True)
+helper_hangs()
+"""
+
 def hang_here():
+    if sys.argv[2] == "hangs":
+        helper = subprocess.Popen([sys.executable, "-c", HELPER], stdout=subprocess.PIPE)
+        helper.stdout.readline()
     if sys.argv[2] == "hangs":
         time.sleep(600)
     os.kill(os.getpid(), signal.SIGSTOP)
@@ -55,7 +69,7 @@ with beacon_of(RunDir(root=Path(sys.argv[1])), "learner", start_s=600.0) as beac
         time.sleep(0.01)
     if is_first:
         hang_here()
-"""
+'''
 
 
 @pytest.mark.slow
@@ -92,6 +106,7 @@ def test_role_that_lives_and_does_nothing_is_reported_with_its_stack_and_started
     if how == "hangs":
         assert "learner (main): step 1, since" in text
         assert "in hang_here" in text
+        assert "in helper_hangs" in text
     else:
         assert "is stopped" in text
 

@@ -1,11 +1,13 @@
 """Laws of the metrics file."""
 
+import itertools
 import json
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
+from common.store import metrics
 from common.store.metrics import MetricsWriter, read_metrics, tail_metrics
 from common.store.run_dir import RunDir
 
@@ -115,3 +117,21 @@ def test_tail_returns_the_newest_steps_when_the_file_is_longer_than_it_reads(
     assert few[-1]["step"] == 100
     assert 0 < len(few) < 10
     assert tail_metrics(tmp_path / "none", num_steps=1) == []
+
+
+def test_metrics_of_months_stay_small_and_keep_their_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics, "MAX_BYTES", 4_000)
+    path = tmp_path / "metrics.jsonl"
+    write(tmp_path, range(500))
+    assert path.stat().st_size <= 4_000
+    left = [int(str(step)) for step in steps(path)]
+    assert left[0] == 0
+    assert left[-20:] == list(range(480, 500))
+    gaps = [b - a for a, b in itertools.pairwise(left)]
+    assert gaps == sorted(gaps, reverse=True)  # the older, the sparser
+    for begin in range(490, 700, 5):  # lives that die every five steps, and repeat them
+        write(tmp_path, range(begin, begin + 10), resumed_at_step=begin - 1)
+    assert steps(path)[-3:] == [702, 703, 704]
+    assert sum(each.stat().st_size for each in tmp_path.iterdir()) <= 9_500

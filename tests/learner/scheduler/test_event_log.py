@@ -1,6 +1,8 @@
 """What survives a kill: the saved state and every message that was handled since."""
 
+import json
 import random
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 from common.errors import ConfigError
 from common.wire.codec import encode
 from common.wire.messages import Lease, Outcome
+from learner.scheduler import event_log
 from learner.scheduler.components import build_components
 from learner.scheduler.core import SchedulerCore
 from learner.scheduler.event_log import EventLog
@@ -107,6 +110,73 @@ def test_log_cut_off_in_a_record_gives_what_came_before(core: LoggedCore, tmp_pa
     (path,) = tmp_path.glob("scheduler.*.log")
     path.write_bytes(path.read_bytes()[:-3])
     assert _resumed(tmp_path).snapshot() == expected
+
+
+def _say_much(core: LoggedCore) -> Path:
+    table = _table(core)
+    table.hello("actor-0")
+    for _ in range(3):
+        table.ask("actor-0", 2)
+    core.log.flush()
+    return core.log.path
+
+
+def test_any_bit_that_flips_in_state_or_log_is_refused_with_file_and_place(
+    core: LoggedCore, tmp_path: Path
+) -> None:
+    path, rng = _say_much(core), random.Random(1)
+    for damaged, where in ((path, r"\.log at offset \d+: "), (tmp_path / "scheduler.json", "json")):
+        whole = damaged.read_bytes()
+        for bit in rng.sample(range(8 * len(whole)), 60):
+            flipped = bytearray(whole)
+            flipped[bit // 8] ^= 1 << bit % 8
+            damaged.write_bytes(flipped)
+            with pytest.raises(ConfigError, match=f"{where}.*from a backup"):
+                _resumed(tmp_path)
+        damaged.write_bytes(whole)
+    assert _resumed(tmp_path).snapshot() == core.snapshot()
+
+
+def test_log_whose_end_was_never_written_gives_what_came_before(
+    core: LoggedCore, tmp_path: Path
+) -> None:
+    path = _say_much(core)
+    path.write_bytes(path.read_bytes() + bytes(512))  # a machine that lost its power
+    assert _resumed(tmp_path).snapshot() == core.snapshot()
+    path.unlink()
+    with pytest.raises(ConfigError, match=r"scheduler\.1\.log: missing"):
+        _resumed(tmp_path)
+
+
+def test_state_and_log_of_a_version_without_checksums_are_taken_up(
+    core: LoggedCore, tmp_path: Path
+) -> None:
+    path, state_path = _say_much(core), tmp_path / "scheduler.json"
+    state = json.loads(state_path.read_text())
+    del state["checksum"]
+    state_path.write_text(json.dumps(state))
+    old, content, start = b"", path.read_bytes(), 0
+    while start < len(content):
+        num_bytes = sum(struct.unpack_from("<II", content, start + 8))
+        old += content[start : start + 20] + content[start + 24 : start + 24 + num_bytes]
+        start += 24 + num_bytes
+    path.write_bytes(old)
+    assert _resumed(tmp_path).snapshot() == core.snapshot()
+
+
+def test_log_asks_for_a_saved_state_before_a_restart_would_take_long(
+    core: LoggedCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_log, "MAX_EVENTS", 3)
+    core.save()
+    table = _table(core)
+    table.hello("actor-0")
+    table.ask("actor-0", 2)
+    assert not core.log.is_long
+    table.ask("actor-0", 2)
+    assert core.log.is_long
+    core.save()
+    assert not core.log.is_long
 
 
 def test_save_leaves_one_state_and_one_log(core: LoggedCore, tmp_path: Path) -> None:
