@@ -268,7 +268,10 @@ class LearnerSection:
     checkpoint_every_s: float = seconds(
         900.0, "seconds after which there is one all the same", gt=0
     )
-    keep_checkpoints: int = knob(3, "the newest ones", ge=1)
+    max_redo_s: float = seconds(
+        10.0, "seconds of steps to repeat after a death, where saving costs next to nothing", gt=0
+    )
+    keep_checkpoints: int = knob(3, "the newest of those made every so often", ge=1)
     max_bad_steps: int = knob(3, "non-finite losses in a row before the run stops", ge=1)
     lora: LoraSection = field(default_factory=LoraSection)
     critic: CriticSection = field(default_factory=CriticSection)

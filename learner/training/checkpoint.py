@@ -29,6 +29,7 @@ TENSORS = "state"  # the folder of the others, by torch.distributed.checkpoint
 _ASIDE = ".old"  # suffix of a checkpoint while another of the same version takes its place
 _NAME = re.compile(r"step-(\d+)(\.old)?")  # what is named otherwise is the user's
 RETRY_S = 10.0  # after a disk was full
+STALL_FRAC, WRITING_FRAC = 0.01, 0.05  # of the time, at most, for what only shortens a recovery
 
 
 class Saved(Protocol):
@@ -74,6 +75,14 @@ def check_marker(folder: Path) -> None:
         raise ConfigError(f"{path}: damaged, it is of version {version}; {remedy}")
 
 
+def _is_passing(folder: Path) -> bool:
+    """Return whether a checkpoint only shortens a recovery, until the next one."""
+    try:
+        return json.loads((folder / _MARKER).read_text()).get("is_passing", False)
+    except (OSError, ValueError):
+        return False  # damaged: whoever restores from it says so
+
+
 def load_values(folder: Path) -> dict[str, Any]:
     """Return what a checkpoint says beside its tensors: "version", and the trainer's values.
 
@@ -94,6 +103,8 @@ class Checkpoints:
     """Saves every so many steps or seconds beside training, keeps the newest few.
 
     Example (every 25 steps, the newest 3): after step 100 there are step-50, step-75 and step-100.
+    Where it costs next to nothing there is one more, a few seconds old, for whoever has to go on
+    after a death; the next takes its place.
     Training stands still while its state is copied; a thread writes the copies, then the plain
     model folder, then the marker. Whatever ends before that leaves a folder that nobody reads.
     The next checkpoint waits for this one.
@@ -104,6 +115,7 @@ class Checkpoints:
         self._cfg = cfg
         self._saved_at = time.monotonic()
         self._saved_version = -1
+        self._stood_s = self._took_s = 0.0  # that the last one cost
         self._retry_at: float | None = None  # after a disk that was full
         self._writing: Future[float | None] | None = None
         self._thread = ThreadPoolExecutor(1, "checkpoint")
@@ -121,14 +133,22 @@ class Checkpoints:
             return False
         if self._retry_at is not None:
             return time.monotonic() >= self._retry_at
+        age_s = time.monotonic() - self._saved_at
+        return self._is_kept(version, age_s) or age_s >= max(
+            self._cfg.max_redo_s, self._stood_s / STALL_FRAC, self._took_s / WRITING_FRAC
+        )
+
+    def _is_kept(self, version: int, age_s: float) -> bool:
         by_step = version % self._cfg.checkpoint_every_steps == 0
-        return by_step or time.monotonic() - self._saved_at >= self._cfg.checkpoint_every_s
+        return by_step or age_s >= self._cfg.checkpoint_every_s
 
     def save(self, version: int, *, model: Any, tokenizer: Any, trainer: Saved) -> Path:
         """Begin to write a checkpoint and return its folder-to-be, once training may go on."""
         folder = self._folder(version)
         if version == self._saved_version:
             return folder
+        age_s = time.monotonic() - self._saved_at
+        is_passing = self.is_due(version) and not self._is_kept(version, age_s)
         self.wait()
         started = time.monotonic()
         partial = folder.with_name(f".{folder.name}.partial")
@@ -137,15 +157,17 @@ class Checkpoints:
             try:
                 written.result()
                 _export(partial, model, tokenizer)
-                (partial / _MARKER).write_text(json.dumps({"version": version}))
+                marker = {"version": version, "is_passing": is_passing}
+                (partial / _MARKER).write_text(json.dumps(marker))
                 _sync_tree(partial)
                 self._replace(folder, partial)
                 self._remove_old()
             except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
                 self._give_up(partial, error)
                 return None
-            logger.info("saved version=%d took_s=%.2f", version, time.monotonic() - started)
-            return time.monotonic() - started
+            self._took_s = time.monotonic() - started
+            logger.info("saved version=%d took_s=%.2f", version, self._took_s)
+            return self._took_s
 
         self._saved_at, self._saved_version, self._retry_at = time.monotonic(), version, None
         try:
@@ -157,7 +179,8 @@ class Checkpoints:
             return folder
         written = trainer.save(partial / TENSORS)
         self._writing = self._thread.submit(finish, written)
-        logger.info("copied version=%d stood_s=%.2f", version, time.monotonic() - started)
+        self._stood_s = time.monotonic() - started
+        logger.info("copied version=%d stood_s=%.2f", version, self._stood_s)
         return folder
 
     def has(self, version: int) -> bool:
@@ -219,8 +242,12 @@ class Checkpoints:
         for path in ours:
             if path.name.endswith(_ASIDE):
                 _remove(path)
-        for path in _complete(self._root)[: -self._cfg.keep_checkpoints]:
-            _remove(path)
+        complete = _complete(self._root)
+        passing = [path for path in complete if _is_passing(path)]
+        kept = [path for path in complete if path not in passing][-self._cfg.keep_checkpoints :]
+        for path in complete[:-1]:
+            if path not in kept:
+                _remove(path)
 
 
 def _remove(folder: Path) -> None:

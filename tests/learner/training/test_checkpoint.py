@@ -56,9 +56,19 @@ class Trained:
         return pool.submit(lambda: may_end.wait(30) and written.result())
 
 
-def make(root: Path, *, every_steps: int = 10, every_s: float = 1e9, keep: int = 2) -> Checkpoints:
+def make(
+    root: Path,
+    *,
+    every_steps: int = 10,
+    every_s: float = 1e9,
+    keep: int = 2,
+    max_redo_s: float = 1e9,
+) -> Checkpoints:
     cfg = LearnerSection(
-        checkpoint_every_steps=every_steps, checkpoint_every_s=every_s, keep_checkpoints=keep
+        checkpoint_every_steps=every_steps,
+        checkpoint_every_s=every_s,
+        keep_checkpoints=keep,
+        max_redo_s=max_redo_s,
     )
     return Checkpoints(root, cfg)
 
@@ -229,6 +239,19 @@ def test_a_save_is_due_by_steps_or_by_time_and_not_twice(tmp_path: Path) -> None
     save(checkpoints, 10)
     assert not checkpoints.is_due(10)
     assert make(tmp_path, every_s=0.0).is_due(3)
+
+
+def test_few_seconds_of_steps_are_repeated_where_saving_is_cheap_and_one_more_is_kept(
+    tmp_path: Path,
+) -> None:
+    checkpoints = make(tmp_path, max_redo_s=1e-9)
+    for version in (10, 20, 21, 23, 30, 31):
+        for dear, is_due in ((1e6, version % 10 == 0), (0.0, True)):
+            checkpoints._stood_s, checkpoints._took_s = dear, dear  # pyright: ignore[reportPrivateUsage]
+            assert checkpoints.is_due(version) == is_due
+        save(checkpoints, version)
+    assert names(tmp_path) == ["step-000020", "step-000030", "step-000031"]
+    assert make(tmp_path).oldest_version == 20
 
 
 def test_the_same_version_is_written_once_per_process_and_replaced_by_the_next(
