@@ -160,7 +160,8 @@ class CriticSection:
 class ControllerSection:
     """Reactions to data that is too far from the policy; each bounded, logged and switchable.
 
-    ESS is the effective sample size of pi / mu as a share of the tokens, 1 on-policy.
+    ESS is the least of the effective sample size of pi / mu as a share of the tokens, the mean m
+    of pi / mu, and 1 / m; 1 on-policy. The sample size alone stays 1 where all ratios shrink alike.
     """
 
     scale_lr: bool = knob(True, "learning rate x max(min_lr_scale, ESS / ess_target) below target")

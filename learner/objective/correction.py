@@ -1,5 +1,7 @@
 """How far the trained policy is from the one that sampled, and weights that correct for it."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -218,6 +220,18 @@ def sample_size_of(moments: Tensor) -> Tensor:
     Source: Kong, "A note on importance sampling using standardized weights", 1992.
     """
     return moments[1] ** 2 / (moments[0] * moments[2])
+
+
+class Overlap(NamedTuple):
+    """How far the policy is from the one that sampled; both 1 on-policy, NaN if it is broken."""
+
+    ess_frac: float  # effective sample size of pi / mu, (0, 1]: falls where ratios differ
+    weight_mean: float  # mean of pi / mu: falls where what was sampled is likely no more
+
+
+def overlap_of(moments: Tensor) -> Overlap:
+    """Return the two of `weight_moments`, of importance ratios, > 0, not truncated."""
+    return Overlap(sample_size_of(moments).item(), (moments[1] / moments[0]).item())
 
 
 def ratio_statistics(new_logprobs: Tensor, sampler_logprobs: Tensor) -> dict[str, float]:

@@ -255,3 +255,5 @@ def _reaction_texts(learner: LearnerSection) -> Iterator[str]:
         yield f"lr*max({cfg.min_lr_scale:g}, min(1, ESS/{cfg.ess_target:g}))"
     if cfg.skip_step:
         yield f"skipped below ESS {cfg.ess_skip:g}"
+    if cfg.scale_lr or cfg.skip_step:
+        yield "ESS=min(sample size, m, 1/m) with m=mean_tokens pi/mu"

@@ -8,6 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from common.config.run_config import SftSection
+from learner.policy.finite import TrainingDiverged, is_finite
 from learner.policy.lora import has_adapters, merged_tensors, save_adapter, trained_state
 
 PAD, USER, ASSISTANT, END = "<|pad|>", "<|user|>", "<|assistant|>", "<|end|>"
@@ -79,9 +80,15 @@ def save_policy(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedToken
     """Write the checkpoint directory that every role loads by path, and return it.
 
     Adapters are merged into the weights, and lie in its folder `adapter` alone.
+
+    Raises: TrainingDiverged: names a tensor with NaN or infinite numbers; nothing is written.
     """
+    tensors = dict(merged_tensors(model, model.state_dict()))
+    bad = next((name for name, each in tensors.items() if not is_finite(each)), None)
+    if bad is not None:
+        raise TrainingDiverged(f"{bad} has numbers that are NaN or infinite: {folder} not written")
     folder.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(folder, state_dict=dict(merged_tensors(model, model.state_dict())))
+    model.save_pretrained(folder, state_dict=tensors)
     tokenizer.save_pretrained(folder)
     if has_adapters(model):
         save_adapter(folder / "adapter", model, trained_state(model))

@@ -1,6 +1,7 @@
 """What the offline methods share: the policy they start from, and the loop over epochs of rows."""
 
 import logging
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -14,6 +15,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from common.config.learning import LearnerSection
 from common.config.offline import DpoSection, SftSection
 from learner.offline.rows import Row, token_batch
+from learner.policy.finite import TrainingDiverged
 from learner.policy.model import Scoring, load_policy, pick_device, token_logprobs
 from learner.policy.precision import frozen_dtype, uses_bf16
 from learner.training.optimizer import make_optimizer
@@ -71,27 +73,63 @@ def train_epochs(
         loss_of: of a part and the number of examples in its whole batch: the loss, whose gradients
             add up to the batch's, and the part's sums for the metrics.
         lr_scale: of an optimizer step, the share of the peak learning rate.
+
+    Raises:
+        TrainingDiverged: losses or gradients were not finite in `learner.max_bad_steps` steps in a
+            row, or in all of an epoch. A single such step changes nothing and is passed over.
     """
     optimizer = make_optimizer(model, replace(learner, lr=cfg.lr, muon_lr=cfg.muon_lr))
     epochs: list[dict[str, float]] = []
-    step, started = 0, time.monotonic()
+    step, started, num_bad = 0, time.monotonic(), 0
     model.train()
     for epoch in range(cfg.num_epochs):
         sums: dict[str, float] = defaultdict(float)
+        num_good = 0
         for parts in batches():
             optimizer.set_lr_scale(lr_scale(step))
-            for part in parts:
-                loss, found = loss_of(part, sum(map(len, parts)))
-                loss.backward()
+            found, is_good = _gradient(model, parts, loss_of, max_grad_norm)
+            if is_good:
+                optimizer.step()
                 for name, value in found.items():
                     sums[name] += value
-            nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
-            optimizer.step()
             optimizer.zero_grad()
-            step += 1
+            step, num_good, num_bad = step + 1, num_good + is_good, 0 if is_good else num_bad + 1
+            _check(step, num_bad, learner.max_bad_steps)
+        if num_good == 0 and num_bad:
+            raise TrainingDiverged(f"no loss or gradient of epoch {epoch + 1} was finite")
         weight = max(sums.pop(WEIGHT, 0.0), 1.0)
         epochs.append({name: value / weight for name, value in sums.items()})
         shown = " ".join(f"{name}={value:.4f}" for name, value in epochs[-1].items())
         elapsed_s = time.monotonic() - started
         logger.info("epoch=%d %s steps=%d s=%.0f", epoch + 1, shown, step, elapsed_s)
     return epochs
+
+
+def _gradient(
+    model: PreTrainedModel,
+    parts: Sequence[Sequence[Example]],
+    loss_of: Callable[[Sequence[Example], int], tuple[Tensor, Sums]],
+    max_grad_norm: float,
+) -> tuple[Sums, bool]:
+    """Add up the gradient of a batch, clipped; return its sums and whether all of it is finite."""
+    sums: Sums = defaultdict(float)
+    total = 0.0
+    for part in parts:
+        loss, found = loss_of(part, sum(map(len, parts)))
+        loss.backward()
+        total += loss.item()
+        for name, value in found.items():
+            sums[name] += value
+    norm = nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm).item()
+    return sums, math.isfinite(total) and math.isfinite(norm)
+
+
+def _check(step: int, num_bad: int, max_bad: int) -> None:
+    """Warn of a step that was passed over. Raises: TrainingDiverged: they were too many."""
+    if num_bad:
+        logger.warning("skipped update, not finite step=%d in_a_row=%d", step, num_bad)
+    if num_bad >= max_bad:
+        raise TrainingDiverged(
+            f"losses or gradients were not finite in {num_bad} steps in a row, the last one step"
+            f" {step} (learner.max_bad_steps={max_bad}); no policy is written"
+        )

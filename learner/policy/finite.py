@@ -20,6 +20,13 @@ class WeightsNotFinite(ConfigError):
         )
 
 
+class TrainingDiverged(ConfigError):
+    """Losses, gradients or weights were not finite, and went on like that.
+
+    A learner that was started again would repeat the same steps, so the run ends: exit code 2.
+    """
+
+
 @torch.no_grad()
 def is_finite(tensor: Tensor) -> bool:
     """Return whether all numbers of a tensor are; integers always are. Takes no memory."""

@@ -6,12 +6,15 @@ ahead and the next batch must have lag 0. Twenty steps above 0.9 -> the gate ope
 """
 
 import logging
+import math
 from dataclasses import dataclass
 from typing import Any
 
 from common.config.learning import ControllerSection
 
 logger = logging.getLogger(__name__)
+
+TINY = 1e-30  # what a mean weight is divided by at least
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +41,7 @@ class Controller:
         version: int,
         ess_frac: float,
         masked_frac: float,
+        weight_mean: float = 1.0,
         must_train: bool = False,
         must_skip: bool = False,
     ) -> Decision:
@@ -45,12 +49,21 @@ class Controller:
 
         Args:
             version: that the batch would improve; for the log.
-            ess_frac: effective sample size over tokens, (0, 1].
+            ess_frac: effective sample size over tokens, (0, 1]; NaN: the policy is broken, which is
+                not for this class: the batch is trained on, and its updates are refused.
+            weight_mean: of pi / mu over tokens. Where all ratios shrink alike, as of a policy that
+                has left, the effective sample size stays 1 and this falls.
             masked_frac: tokens that the correction masks, [0, 1].
             must_train: do not skip it: it was decided so before.
             must_skip: skip it: it was decided so before.
         """
         cfg = self._cfg
+        if not math.isfinite(ess_frac * weight_mean):
+            logger.warning("policy is broken version=%d ess=%f", version, ess_frac)
+            return Decision(
+                lr_scale=1.0, is_skipped=must_skip, max_ahead_steps=self.max_ahead_steps
+            )
+        ess_frac = min(ess_frac, weight_mean, 1 / max(weight_mean, TINY))
         if masked_frac > cfg.masked_warn_frac:
             logger.warning("many tokens masked version=%d frac=%.3f", version, masked_frac)
         is_skipped = must_skip

@@ -19,10 +19,11 @@ from learner.batch.batching import (
 )
 from learner.batch.critic_advantage import Scored, advantages_from_critic
 from learner.objective.correction import (
+    Overlap,
     anchor_and_weights,
     kl_weights,
     log_ratio,
-    sample_size_of,
+    overlap_of,
     weight_moments,
 )
 from learner.objective.describe import proximal_in_use
@@ -207,8 +208,14 @@ class Gradients:
         """Return [tokens] nats of all ranks, zeros where nothing was scored, on the CPU."""
         return self._whole(batch.before, [sample.num_sampled_tokens for sample in batch.samples])
 
-    def ess_frac(self, batch: ScoredBatch) -> float:
-        """Return the effective sample size of pi / mu over all ranks' scored tokens, (0, 1]."""
+    def known(self, batch: ScoredBatch) -> Tensor:
+        """Return [tokens] bool of all ranks, on the CPU: whether `before` tells of a token."""
+        sizes = [sample.num_sampled_tokens for sample in batch.samples]
+        ones = {index: torch.ones_like(each) for index, each in batch.before.items()}
+        return self._whole(ones, sizes) > 0
+
+    def overlap(self, batch: ScoredBatch) -> Overlap:
+        """Return how far pi is from mu over all ranks' scored tokens."""
         moments = torch.zeros(3, dtype=torch.float64)
         known = sorted(batch.before)
         if known:
@@ -216,7 +223,7 @@ class Gradients:
             mu = sampled(trajectories, [t.logprobs for t in trajectories]).astype(np.float32)
             ratio = log_ratio(_joined(batch.before, known).cpu(), torch.from_numpy(mu)).exp()
             moments = weight_moments(ratio)
-        return float(sample_size_of(self._ranks.sum(moments)))
+        return overlap_of(self._ranks.sum(moments))
 
     def _microbatches(self, samples: Sequence[Sample], part: Sequence[int]) -> list[MicroBatch]:
         """Return this rank's share of a minibatch in blocks of the token budget."""

@@ -34,18 +34,19 @@ def mean_metrics(updates: Sequence[Update]) -> dict[str, float]:
     return metrics
 
 
-def offpolicy_metrics(samples: Sequence[Sample], before: Tensor, version: int) -> dict[str, float]:
+def offpolicy_metrics(
+    samples: Sequence[Sample], before: Tensor, is_known: Tensor, version: int
+) -> dict[str, float]:
     """Compare the policy before the step with the sampler; split noise from version lag.
 
     Args:
-        before: [tokens] nats, policy before the step, zeros where a skipped step never looked.
+        before: [tokens] nats, policy before the step.
+        is_known: [tokens] bool, False where a skipped step never looked.
         version: of that policy.
     """
     trajectories = [sample.trajectory for sample in samples]
     mu = torch.from_numpy(sampled(trajectories, [t.logprobs for t in trajectories])).float()
     lag = version - torch.from_numpy(sampled(trajectories, [t.versions for t in trajectories]))
-    is_known = before != 0  # a sampled token's log-probability is never exactly zero...
-    is_known |= mu == 0  # ...unless nothing else could have been sampled
     metrics: dict[str, float] = {}
     if is_known.any():
         metrics |= ratio_statistics(before[is_known], mu[is_known])

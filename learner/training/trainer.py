@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common.errors import ConfigError
 from learner.batch.batching import Sample, make_minibatches
 from learner.batch.codec import pack_samples, unpack_samples
-from learner.policy.finite import WeightsNotFinite, is_finite
+from learner.objective.correction import Overlap
+from learner.policy.finite import TrainingDiverged, WeightsNotFinite, is_finite
 from learner.policy.forward import Networks
 from learner.policy.model import published_tensors, whole
 from learner.training.controller import Controller, Decision
@@ -29,13 +29,6 @@ from learner.training.step_metrics import Update, mean_metrics, offpolicy_metric
 from learner.weights.source import Gathering, LiveWeights
 
 logger = logging.getLogger(__name__)
-
-
-class TrainingDiverged(ConfigError):
-    """Losses or gradients were not finite in too many steps in a row.
-
-    A learner that was started again would repeat the same steps, so the run ends: exit code 2.
-    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,16 +178,16 @@ class Trainer:
     ) -> StepResult:
         batch = self._gradients.prepare(samples, version)
         decision: Decision | None = None
+        overlap = Overlap(math.nan, math.nan)
         updates: list[Update] = []
         for part in self._minibatches(batch):
             self._zero_grad()
             gradient = self._gradients.accumulate(batch, part)
             batch = batch.with_scored(gradient.logprobs)
             if decision is None:
-                decision = decide(
-                    ess_frac=self._gradients.ess_frac(batch),
-                    masked_frac=gradient.sums["policy/masked_frac"],
-                )
+                overlap = self._gradients.overlap(batch)
+                masked_frac = gradient.sums["policy/masked_frac"]
+                decision = decide(**overlap._asdict(), masked_frac=masked_frac)
                 if decision.is_skipped:
                     break
             updates.append(self._update(gradient, version, decision.lr_scale))
@@ -203,6 +196,7 @@ class Trainer:
         self.num_batches += 1
         self._count_bad(updates, batch)
         metrics = self._metrics(batch, updates, decision, time.perf_counter() - started_s)
+        metrics |= {f"offpolicy/{k}": v for k, v in overlap._asdict().items() if math.isfinite(v)}
         return StepResult(metrics=metrics, decision=decision)
 
     def _minibatches(self, batch: ScoredBatch) -> list[list[int]]:
@@ -245,7 +239,8 @@ class Trainer:
         self, batch: ScoredBatch, updates: list[Update], decision: Decision, step_s: float
     ) -> dict[str, float]:
         metrics = mean_metrics(updates)
-        metrics |= offpolicy_metrics(batch.samples, self._gradients.before(batch), batch.version)
+        seen = (self._gradients.before(batch), self._gradients.known(batch))
+        metrics |= offpolicy_metrics(batch.samples, *seen, batch.version)
         metrics |= volume_metrics(batch.samples, step_s)
         metrics["train/is_bf16"] = float(self._gradients.passes.scoring.autocast)
         metrics["train/lr"] = self._optimizer.lr
@@ -255,6 +250,8 @@ class Trainer:
         return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
     def _count_bad(self, updates: list[Update], batch: ScoredBatch) -> None:
+        if not updates:
+            return  # the controller skipped the batch, which says nothing of them
         num_bad = sum(not update.is_good for update in updates)
         if num_bad == 0:
             self._num_bad_steps_in_a_row = 0
@@ -270,7 +267,9 @@ class Trainer:
         if in_a_row >= self._cfg.max_bad_steps:
             raise TrainingDiverged(
                 f"losses or gradients were not finite in {in_a_row} steps in a row, the last one "
-                f"at version {batch.version} (learner.max_bad_steps={self._cfg.max_bad_steps})"
+                f"at version {batch.version} (learner.max_bad_steps={self._cfg.max_bad_steps});"
+                " what was not finite changed no weight, the newest checkpoint is good; see"
+                " bad_batches/, a lower learner.lr or learner.max_grad_norm may help"
             )
 
     def tensors(self) -> dict[str, Tensor]:

@@ -39,7 +39,8 @@ def test_text_states_the_form_and_its_numbers() -> None:
     assert objective_text(AlgorithmSection(), LearnerSection()) == (
         "maximise mean_tokens w*[min(r*A, clip(r, 0.8, 1.28)*A), at least 3*A if A<0]; r=pi/mu, "
         "w=min(1, 2/r), A=(R - leave_one_out), without groups of equal credit, 1 update per batch, "
-        "lr*max(0.1, min(1, ESS/0.9)), skipped below ESS 0.5"
+        "lr*max(0.1, min(1, ESS/0.9)), skipped below ESS 0.5, "
+        "ESS=min(sample size, m, 1/m) with m=mean_tokens pi/mu"
     )
 
 

@@ -12,6 +12,7 @@ from common.config.offline import DpoSection
 from learner.offline import dpo
 from learner.offline.dpo import Pair, make_pairs, preference_loss
 from learner.offline.rows import Row
+from learner.policy.finite import TrainingDiverged
 from tests.learner.builders import make_model, make_model_with_adapters
 
 LEARNER = LearnerSection(warmup_steps=0, precision=Precision.FP32)
@@ -62,6 +63,20 @@ def test_training_prefers_the_chosen_episodes(has_adapters: bool) -> None:
     assert epochs[0]["loss"] == pytest.approx(log(2), abs=1e-5)  # the reference is the start
     assert epochs[-1]["loss"] < 0.6
     assert epochs[-1]["accuracy"] == 1.0
+
+
+def test_a_policy_that_is_not_finite_is_not_trained_to_the_end() -> None:
+    pairs = [Pair(chosen=row("a", 1.0, [2, 3, 4]), rejected=row("a", 0.0, [5, 6]))]
+    model = make_model()
+    model.model.norm.weight.data[0] = torch.nan
+    with pytest.raises(TrainingDiverged, match="epoch 1 was finite"):
+        dpo.train(model, pairs, DpoSection(num_epochs=2), LEARNER, seed=0)
+    model = make_model()
+    model.lm_head.weight.register_hook(lambda gradient: gradient * torch.inf)
+    before = model.lm_head.weight.detach().clone()
+    with pytest.raises(TrainingDiverged, match="epoch 1 was finite"):
+        dpo.train(model, pairs, DpoSection(num_epochs=9), LEARNER, seed=0)
+    assert model.lm_head.weight.equal(before)
 
 
 def test_only_the_agents_tokens_count() -> None:

@@ -9,6 +9,7 @@ from typing import cast
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoTokenizer
 
 from common.config.compute import LoraSection
@@ -20,6 +21,7 @@ from learner.offline.agent_traj import Conversation, Message
 from learner.offline.rows import Row, row_of_conversation
 from learner.offline.scratch import make_policy, make_tokenizer, save_policy
 from learner.offline.training import load_start
+from learner.policy.finite import TrainingDiverged
 from learner.policy.model import load_policy
 from tests.configs import edited
 from tests.learner.offline import builders
@@ -71,6 +73,34 @@ def test_the_rate_warms_up_and_falls_to_a_tenth() -> None:
     assert sft._schedule(0.03) == pytest.approx(1.0, abs=0.01)
     assert sft._schedule(1.0) == pytest.approx(0.1)
     assert sft._schedule(1.5) == pytest.approx(0.1)
+
+
+def test_a_bad_batch_is_passed_over_and_only_so_many_in_a_row() -> None:
+    rows, cfg = rows_of(*CORPUS), replace(TINY, batch_tokens=32, num_epochs=2)
+    for num_bad in (1, 2):
+        model = make_policy(TINY, TOKENIZER, seed=0)
+        left = [num_bad]
+
+        def spoil(gradient: Tensor, left: list[int] = left) -> Tensor:
+            left[0] -= 1
+            return gradient * torch.nan if left[0] >= 0 else gradient
+
+        model.lm_head.weight.register_hook(spoil)
+        learner = LearnerSection(warmup_steps=0, max_bad_steps=2)
+        if num_bad == 2:
+            with pytest.raises(TrainingDiverged, match="2 steps in a row, the last one step 2"):
+                sft.train(model, rows, cfg, learner, seed=0)
+        else:
+            assert all(map(math.isfinite, sft.train(model, rows, cfg, learner, seed=0)))
+        assert all(torch.isfinite(each).all() for each in model.state_dict().values())
+
+
+def test_a_policy_that_is_not_finite_is_not_written(tmp_path: Path) -> None:
+    model = make_policy(TINY, TOKENIZER, seed=0)
+    model.model.norm.weight.data[0] = torch.inf
+    with pytest.raises(TrainingDiverged, match="has numbers that are NaN or infinite"):
+        save_policy(tmp_path / "policy", model, TOKENIZER)
+    assert not (tmp_path / "policy").exists()
 
 
 @pytest.mark.slow

@@ -1,5 +1,7 @@
 """Laws of the controller: bounded, switchable, remembered."""
 
+import math
+
 import pytest
 
 from common.config.learning import ControllerSection
@@ -30,6 +32,26 @@ def test_gate_tightens_step_by_step_and_opens_after_enough_good_steps() -> None:
 def test_far_off_batch_is_skipped_and_closes_the_gate() -> None:
     got = decide(Controller(ControllerSection(), max_ahead_steps=3), 0.4)
     assert got == Decision(lr_scale=1.0, is_skipped=True, max_ahead_steps=0)
+
+
+def test_a_policy_that_has_left_is_seen_although_all_ratios_are_equal() -> None:
+    got = decide(Controller(ControllerSection(), max_ahead_steps=3), 1.0, weight_mean=0.37)
+    assert got == Decision(lr_scale=1.0, is_skipped=True, max_ahead_steps=0)
+    slower = decide(Controller(ControllerSection(), max_ahead_steps=3), 1.0, weight_mean=0.6)
+    assert slower.lr_scale == pytest.approx(0.6 / 0.9)
+    grown = decide(Controller(ControllerSection(), max_ahead_steps=3), 1.0, weight_mean=1 / 0.6)
+    assert grown == slower
+
+
+def test_a_broken_policy_is_not_called_far_off_and_moves_nothing() -> None:
+    controller = Controller(ControllerSection(), max_ahead_steps=3)
+    decide(controller, 0.4)
+    before = controller.state_dict()
+    got = decide(controller, math.nan, weight_mean=math.nan)
+    assert got == Decision(lr_scale=1.0, is_skipped=False, max_ahead_steps=0)
+    assert controller.state_dict() == before
+    decide(controller, math.nan, must_train=True)  # when it is repeated
+    assert controller.state_dict() == before
 
 
 def test_skips_in_a_row_are_bounded() -> None:

@@ -34,7 +34,10 @@ class Step:
             num_steps=10,
             engine_dtype="float32",
         )
-        self.gradients = Gradients(settings, Networks(policy=self.model), ranks or Ranks())
+        networks = Networks(
+            policy=self.model, reference=make_model(seed=1) if algorithm.get("kl_coef") else None
+        )
+        self.gradients = Gradients(settings, networks, ranks or Ranks())
         self.batch = self.gradients.prepare(samples, VERSION)
 
     def micro(self, indices: list[int]) -> MicroBatch:
@@ -57,7 +60,7 @@ class Step:
         self.batch = self.batch.with_scored(gradient.logprobs)
 
     def ess_frac(self) -> float:
-        return self.gradients.ess_frac(self.batch)
+        return self.gradients.overlap(self.batch).ess_frac
 
     def move(self) -> None:
         """Change the policy, as an update would."""
@@ -80,8 +83,9 @@ def test_a_recomputed_anchor_is_the_policy_before_the_first_update() -> None:
     torch.testing.assert_close(got.is_weights, rho.clamp(max=2.0))
 
 
-def test_a_reused_anchor_is_the_policy_of_a_sample_s_first_update() -> None:
-    step = Step(proximal=Proximal.REUSED)
+@pytest.mark.parametrize("kl_coef", [0.0, 0.1])  # for a reference all is scored before
+def test_a_reused_anchor_is_the_policy_of_a_sample_s_first_update(kl_coef: float) -> None:
+    step = Step(proximal=Proximal.REUSED, kl_coef=kl_coef)
     step.update_on(FIRST)
     step.move()
     micro, got = step.inputs(SECOND)

@@ -14,11 +14,12 @@ from common.config.compute import OptimizerKind, Precision
 from common.config.learning import AlgorithmSection, ControllerSection, Correction, LearnerSection
 from common.errors import ConfigError
 from learner.batch.batching import Sample
-from learner.policy.finite import WeightsNotFinite
+from learner.policy.finite import TrainingDiverged, WeightsNotFinite
 from learner.policy.forward import Networks
 from learner.training.bad_batch import dump_batch
 from learner.training.step import TrainerSettings
-from learner.training.trainer import Trainer, TrainingDiverged
+from learner.training.step_metrics import offpolicy_metrics
+from learner.training.trainer import Trainer
 from tests.learner.builders import make_model, make_samples, make_trajectory
 
 PASSIVE = ControllerSection(scale_lr=False, tighten_gate=False, skip_step=False)
@@ -197,6 +198,68 @@ def test_training_stops_after_bad_steps_in_a_row_only() -> None:
     with pytest.raises(TrainingDiverged, match="2 steps in a row, the last one at version 3") as e:
         trainer.train_on(bad, version=3)
     assert isinstance(e.value, ConfigError)  # exit code 2: the supervisor does not try again
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_minibatches": 2}, {"ppo_epochs": 2}])
+def test_a_policy_whose_logprobs_are_nan_ends_the_run_and_changes_no_weight(settings: dict) -> None:
+    model = make_model()
+    trainer = make_trainer(model, controller=ControllerSection(), **settings)
+    trainer.train_on(on_policy(make_samples(), model), version=0)
+    before = weights_of(trainer)
+    hook = model.model.norm.register_forward_hook(lambda *given: given[2] * torch.nan)
+    for version in (1, 2):
+        result = trainer.train_on(make_samples(), version=version)
+        assert not result.decision.is_skipped
+        assert result.metrics["train/num_bad_updates"] >= 1.0
+    with pytest.raises(TrainingDiverged, match="3 steps in a row, the last one at version 3"):
+        trainer.train_on(make_samples(), version=3)
+    hook.remove()
+    assert difference(before, weights_of(trainer)) == 0.0
+
+
+def test_a_batch_that_is_skipped_does_not_count_as_a_good_step() -> None:
+    model = make_model()
+    trainer = make_trainer(model, controller=ControllerSection(), max_bad_steps=2)
+    trainer.train_on(poisoned(make_samples()), version=0)
+    assert trainer.train_on(moved(make_samples(), model, 1.0), version=1).decision.is_skipped
+    with pytest.raises(TrainingDiverged, match="2 steps in a row"):
+        trainer.train_on(poisoned(make_samples()), version=1)
+
+
+def moved(samples: list[Sample], model, distance: float) -> list[Sample]:
+    """Give samples logprobs from which the policy has moved away: all ratios are exp(-distance)."""
+    samples = on_policy(samples, model)
+    for sample in samples:
+        sample.trajectory.logprobs[sample.trajectory.loss_mask] += np.float32(distance)
+    return samples
+
+
+def test_a_policy_that_has_left_alike_everywhere_is_not_trained_on_that_data() -> None:
+    model = make_model()
+    trainer = make_trainer(model, controller=ControllerSection())
+    result = trainer.train_on(moved(make_samples(), model, 1.0), version=0)
+    assert result.decision.is_skipped
+    assert result.metrics["offpolicy/ess_frac"] == pytest.approx(1.0, abs=1e-4)
+    assert result.metrics["offpolicy/weight_mean"] == pytest.approx(np.exp(-1.0), rel=1e-4)
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_minibatches": 3}, {"ppo_epochs": 2}])
+def test_the_logged_sample_size_is_the_one_that_the_controller_saw(settings: dict) -> None:
+    scaling = replace(PASSIVE, scale_lr=True, ess_target=1.0, min_lr_scale=1e-3)
+    trainer = make_trainer(controller=scaling, **settings)
+    metrics = trainer.train_on(make_samples(), version=0).metrics
+    seen = [metrics["offpolicy/ess_frac"], metrics["offpolicy/weight_mean"]]
+    assert metrics["controller/lr_scale"] == min(*seen, 1 / seen[1]) < 1.0
+
+
+def test_a_token_whose_logprob_is_exactly_zero_is_counted() -> None:
+    samples = [Sample(trajectory=make_trajectory([1, 2, 3], [0, 1, 1]), advantage=1.0)]
+    before, known = torch.tensor([0.0, -1.0]), torch.tensor([True, True])
+    metrics = offpolicy_metrics(samples, before, known, 0)  # ratios e and 1
+    assert metrics["offpolicy/num_same_version_tokens"] == 2.0
+    assert metrics["offpolicy/ess_frac"] == pytest.approx((np.e + 1) ** 2 / (2 * (np.e**2 + 1)))
+    unseen = offpolicy_metrics(samples, before, torch.tensor([False, True]), 0)
+    assert unseen["offpolicy/num_same_version_tokens"] == 1.0
 
 
 def test_lag_counts_versions_and_noise_only_tokens_without_lag() -> None:
