@@ -64,7 +64,9 @@ class StepResult:
 
     `reward` is in [0, 1]. `is_valid` is False when the text was no executable action. `is_success`
     says whether the episode has ended solved; where an environment does not say (None), it has if
-    it ended with reward 1.
+    it ended with reward 1. `state` is the same text for equal states of an item, and another for
+    unequal ones: the agent's next turn is compared with others that were taken in it; where it is
+    "", what the agent was told stands for it.
     """
 
     observation: str
@@ -73,6 +75,7 @@ class StepResult:
     is_valid: bool
     is_success: bool | None = None
     score: float | None = None  # what AgentGym's server pays; None: `reward` of its best score
+    state: str = ""
 
     def __post_init__(self) -> None:
         if self.is_success is None:
@@ -129,6 +132,14 @@ class Env(Protocol):
 
     def close(self) -> None:
         """Give back what the episode holds; called once, also after a failure."""
+        ...
+
+
+class TellsState(Protocol):
+    """What an `Env` may offer beside: the state that its first turn is taken in."""
+
+    def state_text(self) -> str:
+        """Return what `StepResult.state` would say now; asked for once, after `reset`."""
         ...
 
 

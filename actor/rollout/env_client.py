@@ -36,6 +36,7 @@ class StepResult:
     done: bool
     is_valid: bool  # False if the text was no executable action
     is_success: bool  # the episode has ended solved
+    state: str = ""  # of the environment after it; "": it tells none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +157,9 @@ class HubClient(BearerClient):
         session_id = valid_text(_told(reply, "session_id", str, path=path))
         observation = _told(reply, "observation", str, path=path)
         batches = self._batches if is_quick else None
-        return HubSession(self, session_id, observation, batches)
+        session = HubSession(self, session_id, observation, batches)
+        session.first_state = str(reply.get("state") or "")
+        return session
 
     async def request(self, method: str, path: str, body: object) -> Any:
         """Send one request, again after a lost connection or, until the deadline, a 429.
@@ -256,6 +259,7 @@ class HubSession:
         self._batches = batches
         self._seq = 0
         self.first_observation = observation
+        self.first_state = ""  # "": the environment tells none
 
     async def step(self, action: str) -> StepResult:
         """Act. Raises: EnvError, EnvTimeout."""
@@ -276,6 +280,7 @@ class HubSession:
             done=done,
             is_valid=_told(reply, "is_valid", bool, path=path),
             is_success=_told(reply, "is_success", bool, path=path),
+            state=str(reply.get("state") or ""),  # hubs of other makers tell none
         )
 
     async def hint(self) -> Hint:

@@ -12,6 +12,7 @@ import numpy as np
 from actor.rollout.env_client import Hint, StepResult
 from actor.rollout.observations import Observations
 from common.errors import EnvError, EnvTimeout, HubLost
+from common.states import state_number
 from common.text import valid_text
 from common.wire.messages import EndReason, Lease, Trajectory
 
@@ -40,6 +41,7 @@ class Session(Protocol):
     """One episode of an environment; `actor.rollout.env_client.HubSession` is one."""
 
     first_observation: str
+    first_state: str  # as in `StepResult.state`
 
     async def step(self, action: str) -> StepResult: ...
     async def hint(self) -> Hint: ...
@@ -91,6 +93,7 @@ class _Play:
     num_turns: int = 0
     invalid_turns: list[bool] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)
+    states: list[int] = field(default_factory=list)  # that each turn was taken in
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     generate_s: float = 0.0
@@ -173,6 +176,7 @@ async def _turns(
     max_tokens: int,
     max_prompt: int,
 ) -> None:
+    play.states.append(state_number(session.first_state or session.first_observation))
     for turn in range(lease.horizon):
         asked = time.monotonic()
         taken = await act(play.tape.token_ids, session)
@@ -187,6 +191,7 @@ async def _turns(
         play.invalid_turns.append(not result.is_valid)
         play.reward = result.reward
         play.scores.append(result.reward)
+        play.states.append(state_number(result.state or result.observation))
         if result.done:
             play.end = EndReason.DONE
             play.is_success = result.is_success
@@ -228,4 +233,5 @@ def _trajectory(lease: Lease, play: _Play, *, actor: str, wall_s: float) -> Traj
         turn_ids=np.array(tape.turn_ids, dtype=np.int32),
         invalid_turns=np.array(play.invalid_turns, dtype=bool),
         turn_scores=np.array(play.scores, dtype=np.float32),
+        turn_states=np.array(play.states[: play.num_turns], dtype=np.int32),
     )

@@ -268,6 +268,9 @@ class Trajectory(EpisodeIdentity):
     turn_ids: np.ndarray = field(repr=False)  # [seq] int32 0-based turn of a token, prompt = 0
     invalid_turns: np.ndarray = field(repr=False)  # [num_turns] bool, True: no executable action
     turn_scores: np.ndarray = field(repr=False)  # [num_turns] float32 in [0, 1], after each turn
+    turn_states: np.ndarray = field(  # [num_turns] int32, fingerprint of the state that each turn
+        default_factory=lambda: np.zeros(0, dtype=np.int32), repr=False
+    )  # was taken in, see `common.states`; [0]: not told
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,7 @@
 """What the episodes of text worlds share: a step only while an episode lives, nothing after it."""
 
 import hashlib
+from dataclasses import replace
 
 from envhub.env import StepResult, Style
 
@@ -29,10 +30,15 @@ class TextEnv:
         """
         if self._done:
             raise RuntimeError("step before reset, or after the episode has ended")
-        return self._step(action)
+        result = self._step(action)
+        return result if result.done else replace(result, state=self.state_text())
 
     def _step(self, action: str) -> StepResult:
         raise NotImplementedError
+
+    def state_text(self) -> str:
+        """Return what tells the present state from others of the item; "": it is not told."""
+        return ""
 
     def valid_actions(self) -> list[str]:
         """Return actions that would be executed now; see `Env.valid_actions`."""

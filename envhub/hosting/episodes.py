@@ -28,6 +28,7 @@ class Episode(Protocol):
 
     is_instant: bool  # a step never gives way to others, so that it is atomic without a lock
     worker: Worker | None  # the process that it lives in, if it lives in one
+    first_state: str  # that the environment begins in, "" where it tells none
 
     async def open(self, item_id: str, seed: int) -> str: ...
     async def step(self, action: str) -> StepResult: ...
@@ -41,6 +42,7 @@ class LocalEpisode:
     """An episode in the hub's own process: INLINE ones answer at once, TASK ones are awaited."""
 
     worker: Worker | None = None
+    first_state = ""
 
     def __init__(self, spec: EnvSpec, style: Style, *, timeout_s: float) -> None:
         self.is_instant = spec.isolation is Isolation.INLINE
@@ -51,7 +53,10 @@ class LocalEpisode:
 
     async def open(self, item_id: str, seed: int) -> str:
         self._env = await self._call(lambda: self._spec.make(self._style))
-        return await self._call(lambda: self._env.reset(item_id, seed))
+        observation = await self._call(lambda: self._env.reset(item_id, seed))
+        if hasattr(self._env, "state_text"):
+            self.first_state = await self._call(self._env.state_text)
+        return observation
 
     async def step(self, action: str) -> StepResult:
         return await self._call(lambda: self._env.step(action))
@@ -81,6 +86,7 @@ class LocalEpisode:
 
 class WorkerEpisode:
     is_instant = False
+    first_state = ""
 
     def __init__(self, pool: WorkerPool, style: Style, *, timeout_s: float) -> None:
         self.worker: Worker | None = None
@@ -92,7 +98,8 @@ class WorkerEpisode:
     async def open(self, item_id: str, seed: int) -> str:
         self.worker = await self._pool.take()
         start = {"style": self._style.value, "item_id": item_id, "seed": seed}
-        return await self._call("open", **start)
+        observation, self.first_state = await self._call("open", **start)
+        return observation
 
     async def step(self, action: str) -> StepResult:
         return StepResult(**await self._call("step", action=action))

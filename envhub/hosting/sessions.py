@@ -164,6 +164,11 @@ class Sessions:
             self.on_step(session.env_name, time.perf_counter() - began_s)
             return session.answer
 
+    def first_state(self, session_id: str) -> str:
+        """Return the state that a session began in, "" if its environment tells none."""
+        session = self._live.find(session_id)
+        return session.episode.first_state if session is not None else ""
+
     async def hint(self, session_id: str) -> tuple[list[str], str | None]:
         """Return the valid actions and the expert's action (None when it knows none)."""
         async with self._alone(session_id) as session:

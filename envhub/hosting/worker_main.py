@@ -63,11 +63,13 @@ class Host:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=self._spec.name)
         return os.getpid()
 
-    async def _open(self, message: dict[str, Any]) -> str:
+    async def _open(self, message: dict[str, Any]) -> list[str]:
         assert self._spec is not None
         env: Any = self._spec.make(Style(message["style"]))
         self._envs[message["session"]] = env
-        return str(await self._run(env.reset, message["item_id"], message["seed"]))
+        observation = str(await self._run(env.reset, message["item_id"], message["seed"]))
+        tells = hasattr(env, "state_text")
+        return [observation, str(await self._run(env.state_text)) if tells else ""]
 
     async def _step(self, message: dict[str, Any]) -> dict[str, Any]:
         env = self._envs[message["session"]]
@@ -122,6 +124,7 @@ def _as_json(result: StepResult) -> dict[str, Any]:
         "is_valid": bool(result.is_valid),
         "is_success": bool(result.is_success),
         "score": None if result.score is None else float(result.score),
+        "state": str(result.state),
     }
 
 

@@ -50,17 +50,19 @@ class BatchStepRequest(StepRequest):
 
 
 class Created(BaseModel):
-    """A new session."""
+    """A new session; `state` as in `Stepped`."""
 
     session_id: str
     observation: str
+    state: str = ""
 
 
 class Stepped(BaseModel):
     """What one action led to.
 
     `is_valid` is False when the text was no executable action; `is_success` is True when the
-    episode has ended solved, whatever its reward.
+    episode has ended solved, whatever its reward; `state` is a fingerprint of the state after it,
+    "" where the environment tells none.
     """
 
     observation: str
@@ -68,6 +70,7 @@ class Stepped(BaseModel):
     done: bool
     is_valid: bool
     is_success: bool
+    state: str = ""
 
 
 class Hint(BaseModel):
@@ -96,6 +99,7 @@ class CreatedEntry(BaseModel):
     status: int
     session_id: str | None = None
     observation: str | None = None
+    state: str | None = None
     detail: str | None = None
 
 
@@ -108,6 +112,7 @@ class SteppedEntry(BaseModel):
     done: bool | None = None
     is_valid: bool | None = None
     is_success: bool | None = None
+    state: str | None = None
     detail: str | None = None
 
 

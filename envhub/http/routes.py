@@ -246,7 +246,8 @@ async def _create(sessions: Sessions, body: CreateRequest) -> dict[str, Any]:
     session_id, observation = await sessions.create(
         body.env, body.item_id, seed=body.seed, style=body.style, owner=body.owner
     )
-    return {"session_id": session_id, "observation": observation}
+    state = sessions.first_state(session_id)
+    return {"session_id": session_id, "observation": observation, "state": state}
 
 
 async def _entry(work: Coroutine[Any, Any, dict[str, Any]], *, status: int) -> dict[str, Any]:

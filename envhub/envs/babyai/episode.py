@@ -102,6 +102,19 @@ class BabyAiEnv(TextEnv):
         self._look()
         return is_won
 
+    def state_text(self) -> str:
+        """Return a hash of map, pose, what is carried and which parts of the mission are done."""
+        parts = vars(self._level.instrs)
+        done = [parts.get(name) for name in ("a_done", "b_done")]
+        scene = self._scene
+        digest = hashlib.blake2b(bytes(scene.codes), digest_size=16)
+        digest.update(
+            repr(
+                (sorted(scene.things.items()), scene.at, scene.heading, scene.carrying, done)
+            ).encode()
+        )
+        return digest.hexdigest()
+
     def _success_reward(self) -> float:
         """Return 1, or minigrid's reward when it is asked for; never below 0."""
         if not self._options.shaped_reward:

@@ -60,6 +60,10 @@ class MazeEnv(TextEnv):
             observation = f"invalid action, {observation}"
         return StepResult(observation=observation, reward=0, done=False, is_valid=is_valid)
 
+    def state_text(self) -> str:
+        """Return what tells the present state from others of the item."""
+        return f"at {self._at}"
+
     def _end(self, word: str) -> str:
         return word.lower() if self._is_compact else f"{word}\n"
 

@@ -63,6 +63,11 @@ class TextCraftEnv(TextEnv):
             is_valid=answer.is_valid,
         )
 
+    def state_text(self) -> str:
+        """Return what tells the present state from others of the item."""
+        held = sorted((name, count) for name, count in self._inventory.items() if count)
+        return f"holds {held}"
+
     def _answer(self, text: str) -> Answer:
         craft = CRAFT.match(text)
         if craft is not None:

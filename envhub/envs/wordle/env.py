@@ -55,6 +55,10 @@ class WordleEnv(TextEnv):
             is_valid=is_valid,
         )
 
+    def state_text(self) -> str:
+        """Return what tells the present state from others of the item."""
+        return f"{len(self._answers)} {' '.join(self._words)}"
+
     def _answer(self, guess: str) -> str:
         answer = marks(guess, self._rng.choice(self._words))
         self._words = consistent(self._words, guess, answer)

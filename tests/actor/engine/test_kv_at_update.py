@@ -86,6 +86,7 @@ class _Corridor:
     """A session of three turns, with new weights before the second one."""
 
     first_observation = "go to the red ball " * 30
+    first_state = ""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine

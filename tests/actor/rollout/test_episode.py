@@ -10,6 +10,7 @@ from actor.rollout.env_client import Hint, StepResult
 from actor.rollout.episode import Act, Render, Session, Turn, run_episode
 from actor.rollout.scripted import ScriptedPolicy, ScriptedRender
 from common.errors import EngineError, EnvError, EnvTimeout
+from common.states import state_number
 from common.wire.codec import pack_record, unpack_record
 from common.wire.messages import EndReason, EpisodeKind, Lease, PolicyKind, Trajectory
 from learner.ingest.admission import refusal
@@ -36,6 +37,7 @@ class Count:
 
     def __init__(self, answers: list[StepResult | Exception | float]) -> None:
         self.first_observation = "first"
+        self.first_state = ""
         self.actions: list[str] = []
         self.num_closed = 0
         self._answers = answers
@@ -337,3 +339,12 @@ def test_a_scripted_policy_plays_the_same_episode(kind: PolicyKind, allowed: set
     assert set(got.versions.tolist()) == {-1}
     assert refusal(got, learner_version=0, max_group_size=2) == ""
     assert play_scripted()[1] == actions, "the seed decides"
+
+
+def test_each_turn_carries_the_state_that_it_was_taken_in() -> None:
+    there = replace(go_on(), state="s1")
+    session = Count([there, go_on(), go_on(done=True)])
+    session.first_state = "s0"
+    played = play(session)
+    told = [state_number(text) for text in ("s0", "s1", "ab")]  # the last is not told, but seen
+    assert played.turn_states.tolist() == told

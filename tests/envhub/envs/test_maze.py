@@ -155,3 +155,12 @@ def test_agentgyms_style_takes_agentgyms_four_actions_alone(text: str):
     assert env.render().partition("moves")[0] == before.partition("moves")[0]
     assert env.step("Thought:\nso\n\nAction:\nmove left").is_valid
     assert compact.step(text).is_valid is (text != "move left.")
+
+
+def test_a_state_is_the_same_text_whichever_way_led_there():
+    env = started()
+    start, (there, *_) = env.state_text(), env.valid_actions()
+    back = {"up": "down", "down": "up", "left": "right", "right": "left"}
+    away = env.step(there).state
+    assert away not in ("", start)
+    assert env.step(f"move {back[there.removeprefix('move ')]}").state == start

@@ -32,7 +32,7 @@ def test_hub_plays_a_whole_episode(hub):
     assert hint["expert_action"] == "go to green ball 1"
     assert hint["expert_action"] in hint["valid_actions"]
     answer = hub.step(path, hint["expert_action"], 1).json()
-    assert set(answer) == {"observation", "reward", "done", "is_valid", "is_success"}
+    assert set(answer) == {"observation", "reward", "done", "is_valid", "is_success", "state"}
     assert (answer["reward"], answer["done"], answer["is_valid"]) == (1.0, True, True)
     assert hub.step(path, "turn left", 2).status_code == 409
     assert hub.client.delete(path).status_code == 204
@@ -237,6 +237,7 @@ def test_batch_steps_and_one_failure_touches_no_other(hub):
         "done": False,
         "is_valid": True,
         "is_success": False,
+        "state": "",
     }
     assert (answers[2]["reward"], answers[2]["done"]) == (1.0, True)
     assert "a bug in the environment" in answers[1]["detail"]

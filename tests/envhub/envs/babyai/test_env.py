@@ -377,3 +377,11 @@ def test_env_is_the_same_in_every_process():
 def test_unknown_item_says_what_would_do(item_id, reason):
     with pytest.raises(UnknownItem, match=reason):
         BabyAiEnv(Style.COMPACT).reset(item_id, 0)
+
+
+def test_states_differ_by_pose_and_carried_thing_and_return():
+    env = started("PickupLoc-train-0")
+    start = env.state_text()
+    turned = env.step("turn left").state
+    assert start != turned
+    assert env.step("turn right").state == start
