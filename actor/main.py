@@ -25,6 +25,7 @@ from actor.rollout.hubs import Hubs
 from actor.rollout.lockstep import Rounds
 from actor.rollout.pool import Episodes
 from actor.rollout.render import Renderer
+from common.config.learning import Advantage
 from common.config.run_config import RunConfig
 from common.errors import LongstrideError
 from common.join.enrol import Joined
@@ -165,9 +166,8 @@ async def _build(cfg: RunConfig, access: Access, context: zmq.asyncio.Context) -
         heartbeat_s=cfg.scheduler.heartbeat_s,
     )
     await weights.connect(timeout_s=start_s)
-    rounds = Rounds(
-        engine, max_tokens=cfg.actor.max_turn_tokens, exclusive=exclusive, seed=cfg.run.seed
-    )
+    most = cfg.actor.max_turn_tokens
+    rounds = Rounds(engine, max_tokens=most, exclusive=exclusive, seed=cfg.run.seed)
     episodes = Episodes(
         cfg.actor,
         actor=name,
@@ -176,6 +176,7 @@ async def _build(cfg: RunConfig, access: Access, context: zmq.asyncio.Context) -
         environments=hubs,
         delivery=delivery,
         rounds=rounds if is_lockstep else None,
+        keeps_last=cfg.algorithm.advantage is Advantage.PPO,
     )
     scheduler.on_revoked = episodes.revoke
     return Parts(name, engine, hubs, scheduler, delivery, weights, episodes)

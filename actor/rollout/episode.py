@@ -84,6 +84,7 @@ class _Tape:
 
 @dataclass(slots=True)
 class _Play:
+    keeps_last: bool
     tape: _Tape = field(default_factory=_Tape)
     observations: Observations = field(default_factory=Observations)
     end: EndReason = EndReason.HORIZON
@@ -116,6 +117,7 @@ async def run_episode(
     turn_tokens: int,
     actor: str,
     may_repeat: bool = False,
+    keeps_last: bool = False,
 ) -> Trajectory:
     """Play the leased episode to its end and return it.
 
@@ -130,18 +132,17 @@ async def run_episode(
             and observations are cut to it (`actor.rollout.observations`).
         turn_tokens: most tokens that one turn may sample.
         may_repeat: the caller plays it again if its hub is gone, so that it is no failure.
+        keeps_last: of an episode that is cut short take up the last observation, for a critic.
 
     Raises: HubLost: if `may_repeat`.
     """
-    started = time.monotonic()
-    play = _Play()
+    started, play = time.monotonic(), _Play(keeps_last=keeps_last)
     session: Session | None = None
     try:
         async with asyncio.timeout(lease.deadline_s) as deadline:
             session = await open_session()
             text = first_text(instruction, session.first_observation)
-            play.env_s += time.monotonic() - started
-            max_prompt = max_tokens - turn_tokens
+            play.env_s, max_prompt = time.monotonic() - started, max_tokens - turn_tokens
             ids = play.observations.fitted(text, render.first_prompt, max_tokens=max_prompt)
             if ids is None:
                 raise ContextFull(f"not even the first page's beginning fits into {max_prompt}")
@@ -196,16 +197,19 @@ async def _turns(
             play.end = EndReason.DONE
             play.is_success = result.is_success
             return
+        encode = partial(render.after_action, is_stopped=taken.is_stopped)
+        num_tokens = len(play.tape.token_ids)
         if turn + 1 < lease.horizon:
-            ids = play.observations.fitted(
-                result.observation,
-                partial(render.after_action, is_stopped=taken.is_stopped),
-                max_tokens=max_tokens // 2,
-            )
-            if ids is None or len(play.tape.token_ids) + len(ids) > max_prompt:
-                play.end = EndReason.CONTEXT_FULL
-                return
-            play.tape.observe(ids, turn + 1)
+            ids = play.observations.fitted(result.observation, encode, max_tokens=max_tokens // 2)
+            if ids is not None and num_tokens + len(ids) <= max_prompt:
+                play.tape.observe(ids, turn + 1)
+                continue
+            play.end = EndReason.CONTEXT_FULL
+        if play.keeps_last:  # of no turn, and seen by no policy, so it is not counted as cut
+            room = max_tokens - num_tokens
+            last = Observations().fitted(result.observation, encode, max_tokens=room)
+            play.tape.observe(last or [], turn)
+        return
 
 
 def _trajectory(lease: Lease, play: _Play, *, actor: str, wall_s: float) -> Trajectory:

@@ -16,7 +16,7 @@ from actor.rollout.render import Renderer
 from actor.rollout.scripted import ScriptedPolicy, ScriptedRender
 from common.config.run_config import ActorSection, AtUpdate
 from common.errors import HubLost
-from common.wire.messages import Lease, PolicyKind, Trajectory
+from common.wire.messages import EpisodeKind, Lease, PolicyKind, Trajectory
 
 if TYPE_CHECKING:  # it takes seconds to import
     from actor.engine.engine import Engine
@@ -46,7 +46,9 @@ class Episodes:
         environments: Hubs,
         delivery: Delivery,
         rounds: Rounds | None,
+        keeps_last: bool = False,
     ) -> None:
+        """Begin with none. `keeps_last`: of training episodes, see `run_episode`."""
         self._cfg = cfg
         self._actor = actor
         self._engine = engine
@@ -54,6 +56,7 @@ class Episodes:
         self._environments = environments
         self._delivery = delivery
         self._rounds = rounds
+        self._keeps_last = keeps_last
         self._concurrency = Concurrency(least=cfg.min_concurrent, most=cfg.max_concurrent)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._num_requests = 0
@@ -150,6 +153,7 @@ class Episodes:
             turn_tokens=self._cfg.max_turn_tokens,
             actor=self._actor,
             may_repeat=may_repeat,
+            keeps_last=self._keeps_last and lease.kind is EpisodeKind.TRAIN,
         )
 
     def _policy(self, lease: Lease) -> tuple[Act, Render]:

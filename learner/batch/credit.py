@@ -48,16 +48,21 @@ def turn_rewards(trajectory: Trajectory, algorithm: AlgorithmSection) -> np.ndar
     rewards = np.zeros(num_turns, dtype=np.float32)
     if num_turns == 0:
         return rewards
-    penalty = algorithm.invalid_action_penalty
     if algorithm.reward_level is CreditLevel.TURN:
         rewards += np.diff(trajectory.turn_scores, prepend=np.float32(0.0))
-    else:
-        rewards[-1] += trajectory.reward
     if algorithm.invalid_action_level is CreditLevel.TURN:
-        rewards -= penalty * trajectory.invalid_turns
-    else:
-        rewards[-1] -= penalty * trajectory.num_invalid_actions / num_turns
+        rewards -= algorithm.invalid_action_penalty * trajectory.invalid_turns
+    rewards[-1] += end_reward(trajectory, algorithm)
     return rewards
+
+
+def end_reward(trajectory: Trajectory, algorithm: AlgorithmSection) -> float:
+    """Return what the last turn is paid only because it is the last: what is of episode level."""
+    paid = trajectory.reward if algorithm.reward_level is CreditLevel.EPISODE else 0.0
+    if algorithm.invalid_action_level is CreditLevel.EPISODE:
+        share = trajectory.num_invalid_actions / max(trajectory.num_turns, 1)
+        paid -= algorithm.invalid_action_penalty * share
+    return paid
 
 
 def group_has_signal(members: list[Trajectory], algorithm: AlgorithmSection) -> bool:

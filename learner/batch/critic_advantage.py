@@ -14,7 +14,7 @@ import torch
 from common.config.learning import AlgorithmSection, CriticSection, CriticTargets, Timestep
 from common.wire.messages import EndReason, Trajectory
 from learner.batch.batching import Sample
-from learner.batch.credit import per_env, turn_rewards, whitened
+from learner.batch.credit import end_reward, per_env, turn_rewards, whitened
 from learner.batch.returns import gae, vtrace
 
 CUT_SHORT = (EndReason.HORIZON, EndReason.CONTEXT_FULL)  # the task would have gone on
@@ -63,7 +63,9 @@ def with_advantages(
 
     Args:
         values: [tokens] float32 of the states before each sampled token.
-        bootstrap: value of the state at the very end; used only if the episode was cut short.
+        bootstrap: value of the state at the very end; used only if the episode was cut short. It is
+            read where the next turn would begin, as those of turns are; where the context had no
+            room for the last observation, the last timestep's state stands in.
         log_ratios: [tokens] nats of pi / mu; only V-trace looks at them.
     """
     trajectory = sample.trajectory
@@ -71,7 +73,10 @@ def with_advantages(
     first = np.flatnonzero(np.diff(steps, prepend=-1))  # [step] the token a timestep begins with
     rewards = torch.from_numpy(step_rewards(trajectory, algorithm, critic.timestep)).double()
     states = torch.from_numpy(values[first]).double()
-    ending = bootstrap if trajectory.end_reason in CUT_SHORT else 0.0
+    ending = 0.0
+    if trajectory.end_reason in CUT_SHORT:
+        has_end = not trajectory.loss_mask[-1]
+        ending = continuation(trajectory, algorithm, bootstrap if has_end else float(states[-1]))
     is_turn = critic.timestep is Timestep.TURN
     discount = algorithm.turn_discount if is_turn else 1.0
     if critic.targets is CriticTargets.VTRACE:
@@ -98,6 +103,20 @@ def with_advantages(
         values=values.astype(np.float32),
         state_marks=(np.diff(steps, prepend=-1) != 0).astype(np.float32),
     )
+
+
+def continuation(trajectory: Trajectory, algorithm: AlgorithmSection, value: float) -> float:
+    """Return what an episode that was cut short would still have been paid.
+
+    A value is of all that is paid from a state on, and a level is paid at the end: of it only what
+    the episode does not have yet is to come. No more than is missing to a reward of 1, and nothing
+    of what was reached is taken back.
+
+    Args:
+        value: of the state at the very end.
+    """
+    rest = value - end_reward(trajectory, algorithm)
+    return min(max(rest, min(value, 0.0)), 1.0 - trajectory.reward)
 
 
 def timesteps(trajectory: Trajectory, kind: Timestep) -> np.ndarray:

@@ -220,7 +220,12 @@ def _critic_text(cfg: AlgorithmSection, critic: CriticSection) -> str:
     text = f"{kind}(per {step}, gamma={discount:g}, lambda={critic.gae_lambda:g}"
     if critic.targets is CriticTargets.VTRACE:
         text += f", rho<={critic.vtrace_rho:g}, c<={critic.vtrace_c:g}"
-    text += f", V={critic.kind.value}, pay={_paid_text(cfg)}, bootstrapped at a horizon cut)"
+    is_level = cfg.reward_level is CreditLevel.EPISODE
+    at_end = " - R" if is_level else ""
+    if cfg.invalid_action_penalty and cfg.invalid_action_level is CreditLevel.EPISODE:
+        at_end += f" + {cfg.invalid_action_penalty:g}*invalid_frac"
+    text += f", V={critic.kind.value}, pay={_paid_text(cfg)}"
+    text += f", if cut short then clip(V_end{at_end}, min(V_end, 0), 1 - R))"
     text = f"rms_per_env({text})" if cfg.normalize_per_env else text
     return f"A={f'whiten_batch({text})' if critic.whiten else text}"
 

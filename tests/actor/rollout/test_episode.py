@@ -100,6 +100,7 @@ async def episode(
     render: Render | None = None,
     instruction: str = "",
     max_tokens: int = 100,
+    keeps_last: bool = False,
 ) -> Trajectory:
     async def open_session() -> Session:
         if isinstance(session, EnvError):
@@ -115,6 +116,7 @@ async def episode(
         max_tokens=max_tokens,
         turn_tokens=2,
         actor="actor-0",
+        keeps_last=keeps_last,
     )
 
 
@@ -201,6 +203,33 @@ def test_an_episode_ends_before_a_turn_that_could_exceed_the_context() -> None:
     assert (got.end_reason, got.num_turns) == (EndReason.CONTEXT_FULL, 1)
     assert not got.end_reason.is_infrastructure_failure
     assert session.num_closed == 1
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "end", "num_turns", "text"),
+    [
+        (100, EndReason.HORIZON, 3, "firstxabyabzab"),
+        (11, EndReason.CONTEXT_FULL, 2, "firstxaby"),  # 10 tokens, and nothing of 3 fits
+        (13, EndReason.CONTEXT_FULL, 2, "firstxabyab"),
+    ],
+)
+def test_the_last_observation_of_an_episode_that_is_cut_short_is_kept_for_a_critic(
+    max_tokens: int, end: EndReason, num_turns: int, text: str
+) -> None:
+    steps = [go_on(), go_on(), go_on(reward=0.5)]
+    turns = [TURNS[0], Turn([121, 0], [-1.0, -1.0], [5, 5]), TURNS[2]]
+    got = play(Count(steps), turns=turns, keeps_last=True, max_tokens=max_tokens)
+    assert (got.end_reason, got.num_turns) == (end, num_turns)
+    assert text_of(got).replace("\0", "") == text
+    assert len(got.token_ids) <= max_tokens
+    kept = text.endswith("ab")
+    assert got.loss_mask[-1] != kept
+    assert got.turn_ids[-1] == num_turns - 1
+    assert got.num_cut_observations == 0
+    assert refusal(got, learner_version=6, max_group_size=2, max_tokens=max_tokens) == ""
+    without = play(Count(steps), turns=turns, max_tokens=max_tokens)
+    assert text_of(without) == text_of(got)[: len(without.token_ids)]
+    assert without.loss_mask[-1]
 
 
 def text_of(got: Trajectory) -> str:

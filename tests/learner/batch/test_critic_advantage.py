@@ -16,7 +16,7 @@ def samples() -> list[Sample]:
     """Build a solved episode of two tokens and, in another environment, a cut one of one token."""
     solved = make_trajectory([1, 2, 3], [0, 1, 1], logprobs=[-1.0, -2.0])
     cut = replace(
-        make_trajectory([1, 2], [0, 1], logprobs=[-1.0], group_id="g1"),
+        make_trajectory([1, 2, 3], [0, 1, 0], logprobs=[-1.0], group_id="g1"),
         env="other",
         reward=0.0,
         end_reason=EndReason.HORIZON,

@@ -93,12 +93,55 @@ def test_turn_estimates_match_hand_computed_numbers() -> None:
 
 def test_only_an_episode_that_was_cut_short_is_bootstrapped() -> None:
     values = [0.0] * 4
-    done = estimated(episode(), values, bootstrap=0.5)
-    cut = estimated(episode(end=EndReason.HORIZON), values, bootstrap=0.5)
-    full = estimated(episode(end=EndReason.CONTEXT_FULL), values, bootstrap=0.5)
-    assert done.token_advantages().tolist() == [1.0] * 4
-    assert cut.token_advantages().tolist() == [1.5] * 4
-    assert full.token_advantages().tolist() == [1.5] * 4
+    done = estimated(replace(episode(), reward=0.0), values, bootstrap=0.5)
+    for end in (EndReason.HORIZON, EndReason.CONTEXT_FULL):
+        cut = estimated(replace(episode(end=end), reward=0.0), values, bootstrap=0.5)
+        assert cut.token_advantages().tolist() == [0.5] * 4
+    assert done.token_advantages().tolist() == [0.0] * 4
+
+
+TURN = AlgorithmSection(reward_level=CreditLevel.TURN)
+PENALTY = AlgorithmSection(invalid_action_penalty=0.2)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "value", "target"),
+    [
+        # The level 0.6 is reached. At episode level a value is of the level at the end.
+        (AlgorithmSection(), 0.7, 0.7),  # not 1.3
+        (AlgorithmSection(), 0.1, 0.6),  # what is reached is not taken back
+        (AlgorithmSection(), 5.0, 1.0),  # no more than can be reached
+        (AlgorithmSection(turn_discount=0.5), 0.8, 0.6 + 0.5 * 0.2),
+        # At turn level it is of the rises that are still to come.
+        (TURN, 0.3, 0.9),
+        (TURN, 5.0, 1.0),
+        (TURN, -0.1, 0.5),  # penalties to come
+        # Half of the turns were invalid: 0.1 is paid at the end, and the value has it, too.
+        (PENALTY, 0.7, 0.7),
+        (PENALTY, 0.2, 0.5),
+    ],
+)
+def test_target_of_a_cut_episode_never_exceeds_the_largest_reward(
+    algorithm: AlgorithmSection, value: float, target: float
+) -> None:
+    played = episode(end=EndReason.HORIZON)
+    played = replace(
+        played,
+        reward=0.6,
+        num_invalid_actions=1,
+        turn_scores=np.array([0.0, 0.6], dtype=np.float32),
+    )
+    got = estimated(played, [0.0] * 4, bootstrap=value, algorithm=algorithm)
+    assert listed(got.value_targets)[-1] == pytest.approx(target)
+
+
+@pytest.mark.parametrize(("trailing", "target"), [(1, 0.8), (0, 0.3)])
+def test_without_its_last_observation_the_last_state_s_own_value_stands_in(
+    trailing: int, target: float
+) -> None:
+    played = replace(episode(end=EndReason.CONTEXT_FULL, trailing=trailing), reward=0.0)
+    got = estimated(played, [0.5, 9.0, 0.3, 9.0], bootstrap=0.8)
+    assert listed(got.value_targets)[-1] == pytest.approx(target)
 
 
 def test_vtrace_on_policy_equals_gae_with_full_trace() -> None:
