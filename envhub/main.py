@@ -192,7 +192,7 @@ def serve(
     config = uvicorn.Config(
         app,
         loop="uvloop",
-        http=limited_protocol(sessions.counts),
+        http=limited_protocol(sessions.counts, app.state.known_heads),
         ws="none",
         access_log=False,
         server_header=False,

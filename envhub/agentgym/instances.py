@@ -94,6 +94,11 @@ class Instances:
             raise InstanceUnknown(f"The id {number} is not valid.")
         return instance
 
+    def is_busy(self, number: int) -> bool:
+        """Return whether a request for it has to wait for another one."""
+        instance = self._instances.peek(number)
+        return instance is not None and instance.lock.locked()
+
     async def reset(self, number: int, index: int) -> Instance:
         """Start the episode of AgentGym's data index and return its instance.
 

@@ -20,11 +20,12 @@ from envhub.agentgym.replies import (
     step_reply,
 )
 from envhub.catalogue.registry import LOADERS, Registry
-from envhub.env import UnknownItem
+from envhub.env import Isolation, UnknownItem
 from envhub.envs.wordle.words import VOCABULARY
 from envhub.errors import CapacityFull, SessionUnknown
 from envhub.hosting.sessions import Sessions
-from envhub.http.bodies import body_of, json_response
+from envhub.http.bodies import body_of, json_response, json_text
+from envhub.http.known_heads import KnownHeads, at_once, response_bytes
 
 LEASE_S = 600.0
 STAND_INS = {WEBARENA.name: "minisites"}  # what is served where WebArena's own sites are not
@@ -36,7 +37,12 @@ Number = Annotated[int, Field(ge=-MAX_NUMBER, le=MAX_NUMBER)]
 
 
 def add_agentgym_routes(
-    app: FastAPI, sessions: Sessions, registry: Registry, *, lease_s: float = LEASE_S
+    app: FastAPI,
+    sessions: Sessions,
+    registry: Registry,
+    *,
+    known: KnownHeads,
+    lease_s: float = LEASE_S,
 ) -> None:
     """Mount /agentgym/<env>/... for each environment of the registry that AgentGym knows.
 
@@ -44,13 +50,16 @@ def add_agentgym_routes(
     environment's crash, its deadline, a full hub) is answered with the hub's own status codes.
 
     A driven AgentGym server is not served once more. An instance that nobody asks for lives
-    `lease_s`.
+    `lease_s`. Steps of quick environments are answered by `known`.
     """
     for dialect in DIALECTS.values():
         name = _served_by(dialect, registry)
         if name:
-            instances = Instances(registry.spec(name), sessions, lease_s=lease_s)
-            _add_routes(app, _Desk(dialect, instances))
+            spec = registry.spec(name)
+            desk = _Desk(dialect, Instances(spec, sessions, lease_s=lease_s))
+            _add_routes(app, desk)
+            if spec.isolation is Isolation.INLINE:
+                known.add(f"/agentgym/{dialect.name}/step", desk.step_at_once)
 
 
 def _served_by(dialect: Dialect, registry: Registry) -> str:
@@ -71,7 +80,7 @@ def _add_routes(app: FastAPI, desk: "_Desk") -> None:
     bodies = {
         "create": (desk.create, {key: (Number, ...) for key in dialect.create_body or ()}),
         "reset": (desk.reset, instance | index),
-        "step": (desk.step, instance | {"action": (str, ...)}),
+        "step": (desk.step, _step_fields(dialect)),
         "close": (desk.close, instance),
     }
     for verb, (handle, fields) in bodies.items():
@@ -91,6 +100,10 @@ def _add_routes(app: FastAPI, desk: "_Desk") -> None:
     for path, handle in desk.looks().items():
         operation_id = f"agentgym_{dialect.name}_{path[1:] or 'greet'}"
         app.get(base + path, tags=["agentgym"], operation_id=operation_id)(handle)
+
+
+def _step_fields(dialect: Dialect) -> dict[str, Any]:
+    return {dialect.instance_key: (Number, ...), "action": (str, ...)}
 
 
 def _route(
@@ -129,6 +142,7 @@ class _Desk:
         self.dialect = dialect
         self._instances = instances
         self.resets_at_create = dialect.create_body == {}
+        self._step_body: Any = create_model("Step", **_step_fields(dialect))
 
     def looks(self) -> dict[str, Callable[..., Awaitable[Response]]]:
         query = Query(alias=self.dialect.instance_key, ge=-MAX_NUMBER, le=MAX_NUMBER)
@@ -221,6 +235,25 @@ class _Desk:
         return json_response(reset_reply(self.dialect, number, instance))
 
     async def step(self, body: Any) -> Response:
+        content, status = await self._step(body)
+        return json_response(content, status=status)
+
+    def step_at_once(self, raw: bytes) -> bytes | None:
+        """Return the whole response to a step of an environment that is quick.
+
+        None: its body is wrong, or it has to wait for another request.
+        """
+        try:
+            body = self._step_body.model_validate_json(raw)
+        except ValidationError:
+            return None
+        if self._instances.is_busy(self._number(body)):
+            return None
+        content, status = at_once(self._step(body))
+        return response_bytes(json_text(content).encode(), status)
+
+    async def _step(self, body: Any) -> tuple[object, int]:
+        """Return what a step is answered, and with what status."""
         number = self._number(body)
         refuses = self.dialect.refuses_after_done
         try:
@@ -228,10 +261,10 @@ class _Desk:
                 number, body.action, refuses_after_done=refuses
             )
         except NotReset:
-            return self._refused(self.dialect.error_before_reset.format(number=number))
+            return self._refusal(self.dialect.error_before_reset.format(number=number))
         except (InstanceUnknown, EpisodeOver) as error:
-            return self._refused(str(error))
-        return json_response(step_reply(self.dialect, instance, result))
+            return self._refusal(str(error))
+        return step_reply(self.dialect, instance, result), 200
 
     async def close(self, body: BaseModel) -> Response:
         number = self._number(body)
@@ -249,7 +282,13 @@ class _Desk:
         return getattr(body, self.dialect.instance_key)
 
     def _refused(self, text: str, *, is_reset: bool = False, is_look: bool = False) -> Response:
+        content, status = self._refusal(text, is_reset=is_reset, is_look=is_look)
+        return json_response(content, status=status)
+
+    def _refusal(
+        self, text: str, *, is_reset: bool = False, is_look: bool = False
+    ) -> tuple[object, int]:
         faults = self.dialect.faults
         if faults is Faults.STATUS or (is_look and faults is Faults.OBSERVATION):
-            return json_response({"detail": text}, status=404)
-        return json_response(fault_reply(self.dialect, text, is_reset=is_reset))
+            return {"detail": text}, 404
+        return fault_reply(self.dialect, text, is_reset=is_reset), 200

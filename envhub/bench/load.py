@@ -69,16 +69,21 @@ def measure(job: Job) -> Measured:
 
     Raises: RuntimeError: it failed; holds its last words.
     """
+    return Measured(**in_process("envhub.bench.load", asdict(job)))
+
+
+def in_process(module: str, told: dict[str, Any]) -> dict[str, Any]:
+    """Return the JSON that a module wrote which was told some JSON. Raises: RuntimeError."""
     done = subprocess.run(
-        [sys.executable, "-m", "envhub.bench.load"],
+        [sys.executable, "-m", module],
         cwd=ROOT,
-        input=json.dumps(asdict(job)).encode(),
+        input=json.dumps(told).encode(),
         capture_output=True,
         timeout=JOB_TIMEOUT_S,
     )
     if done.returncode != 0:
         raise RuntimeError(f"client failed: {done.stderr.decode(errors='replace')[-1500:]}")
-    return Measured(**json.loads(done.stdout))
+    return json.loads(done.stdout)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from common.report.bench_table import BenchTable
 from envhub.bench import soak, solve
 from envhub.bench.hub import Service, hub_process, module_process
+from envhub.bench.keep_alive import Load, measure_load
 from envhub.bench.load import Job, Measured, measure
 
 ENVS = ("textcraft", "babyai")
@@ -14,7 +15,8 @@ NUM_BATCHED = 128
 NUM_ROUNDS = 3
 MIN_STEPS_PER_S = 1500.0  # TextCraft, 128 clients
 MAX_P99_MS = 250.0
-REFERENCE = "envhub.bench.reference"
+MIN_OF_ECHO, MIN_OF_USUAL, MAX_P99_OF_USUAL = 0.6, 6.0, 0.2
+REFERENCE, ECHO = "envhub.bench.reference", "envhub.bench.echo"
 LEGEND = (
     "hub: this project. usual: synchronous FastAPI handlers in the thread pool around the same\n"
     "environments, by the same loop and parser (uvloop, httptools). plain: the same by what\n"
@@ -28,6 +30,7 @@ def run_suite(table: BenchTable) -> None:
         hub_process(ENVS) as hub,
         module_process(REFERENCE) as usual,
         module_process(REFERENCE, environ={"LONGSTRIDE_BENCH_PLAIN": "1"}) as plain,
+        module_process(ECHO) as echo,
     ):
         servers = (hub, usual, plain)
         table.title(LEGEND.rstrip())
@@ -40,6 +43,7 @@ def run_suite(table: BenchTable) -> None:
             _row(table, servers, env, "open", NUM_OPENED)
             _row(table, (hub,), env, "batch", NUM_BATCHED)
             _row(table, (hub,), env, "batch_open", NUM_OPENED)
+        add_agentgym_rows(table, hub, plain, echo)
     assert promised is not None
     judge(table, promised)
 
@@ -72,6 +76,31 @@ def _row(
         note = f"{_latencies(hub)}; theirs {_latencies(peer)}"
         table.compare(name, hub.per_s, peer.per_s, "/s", against=against, note=note)
     return hub
+
+
+def add_agentgym_rows(table: BenchTable, hub: Service, plain: Service, echo: Service) -> None:
+    """Measure steps on AgentGym's routes by raw connections, beside its way to serve and an echo.
+
+    AgentGym's servers are FastAPI with synchronous handlers, on what uvicorn alone brings.
+    """
+    base = "/agentgym/textcraft"
+    loads = (
+        Load(target=hub.target, base=base),
+        Load(target=plain.target, base="/textcraft", reset_key="item_id"),
+        Load(target=echo.target, base=base, is_echo=True),
+    )
+    rounds = [[measure_load(load) for load in loads] for _ in range(NUM_ROUNDS)]
+    ours, theirs, bare = (_joined(list(each)) for each in zip(*rounds, strict=True))
+    name = f"textcraft, AgentGym's routes, {loads[0].num_clients} raw clients"
+    note = f"{_latencies(ours)}; theirs {_latencies(theirs)}"
+    against = "as AgentGym serves"
+    table.compare(
+        name, ours.per_s, theirs.per_s, "/s", against=against, at_least=MIN_OF_USUAL, note=note
+    )
+    against = "a bare echo"
+    table.compare(name, ours.per_s, bare.per_s, "/s", against=against, at_least=MIN_OF_ECHO)
+    p99, bound = ours.percentile_ms(0.99), MAX_P99_OF_USUAL * theirs.percentile_ms(0.99)
+    table.at_most(f"{name}: p99, of a fifth of theirs", p99, "ms", bound)
 
 
 def _joined(rounds: list[Measured]) -> Measured:

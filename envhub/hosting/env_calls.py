@@ -4,7 +4,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from inspect import isawaitable
 from typing import Any
 
 from common.errors import EnvTimeout
@@ -36,7 +35,7 @@ async def call_environment(
     deadline: asyncio.Timeout | None = None
     try:
         result = work()
-        if isawaitable(result):
+        if hasattr(result, "__await__"):
             deadline = asyncio.timeout(timeout_s)
             async with deadline:
                 return await result

@@ -36,11 +36,16 @@ class LeaseTable(Generic[Key, Entry]):
 
     def find(self, key: Key) -> Entry | None:
         """Return an entry and renew its lease; None if there is none, or it has expired."""
-        expires_at_s, entry = self._held.get(key, (0.0, None))
-        if entry is None or expires_at_s <= self._now_s():
+        held, now_s = self._held.get(key), self._now_s()
+        if held is None or held[0] <= now_s:
             return None
-        self.put(key, entry)
-        return entry
+        del self._held[key]
+        self._held[key] = (now_s + self._lease_s, held[1])
+        return held[1]
+
+    def peek(self, key: Key) -> Entry | None:
+        """Return an entry and leave its lease alone, expired or not; None if there is none."""
+        return self._held.get(key, (0.0, None))[1]
 
     def renew(self, key: Key) -> None:
         """Renew the lease of an entry, if it is still held."""

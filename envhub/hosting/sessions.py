@@ -7,7 +7,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -158,7 +158,8 @@ class Sessions:
             began_s = time.perf_counter()
             result = await self._call(session, session.episode.step(action))
             observation = self._valid(session.env_name, result.observation)
-            session.answer = replace(result, observation=observation)
+            is_valid = observation is result.observation
+            session.answer = result if is_valid else replace(result, observation=observation)
             session.seq += 1
             self.counts["steps"] += 1
             self.on_step(session.env_name, time.perf_counter() - began_s)
@@ -280,43 +281,48 @@ class Sessions:
             raise WorkerLost(failure)
         raise SessionUnknown("no such session, or its lease has expired")
 
-    @contextlib.asynccontextmanager
-    async def _alone(self, session_id: str) -> AsyncIterator[Session]:
+    def _alone(self, session_id: str) -> "_Alone":
         """Wait for the session's other calls; it may have ended or expired meanwhile."""
-        session = self._find(session_id)
-        if session.lock is None:
-            yield session
-            return
-        async with session.lock:
-            yield self._find(session_id)
-            self._live.renew(session_id)
+        return _Alone(self._find, self._live.renew, session_id)
 
     async def _call(self, session: Session, call: Awaitable[T]) -> T:
         """Return what a call of the episode returns; a failure or an overrun ends the session."""
+        self._begin_call()
         try:
-            with self._running():
-                return await call
-        except EnvError:
+            return await call
+        except EnvError as error:
+            self._count_failure(error)
             await self._drop(session)
             raise
+        finally:
+            self._end_call()
 
     @contextlib.contextmanager
     def _running(self) -> Iterator[None]:
         """Count a call into an environment for as long as it runs, and its failure."""
-        self._num_running += 1
-        self._is_idle.clear()
+        self._begin_call()
         try:
             yield
-        except EnvTimeout:
-            self.counts["timed_out"] += 1
-            raise
-        except EnvRaised:
-            self.counts["failed"] += 1
+        except EnvError as error:
+            self._count_failure(error)
             raise
         finally:
-            self._num_running -= 1
-            if not self._num_running:
-                self._is_idle.set()
+            self._end_call()
+
+    def _begin_call(self) -> None:
+        self._num_running += 1
+        self._is_idle.clear()
+
+    def _end_call(self) -> None:
+        self._num_running -= 1
+        if not self._num_running:
+            self._is_idle.set()
+
+    def _count_failure(self, error: EnvError) -> None:
+        if isinstance(error, EnvTimeout):
+            self.counts["timed_out"] += 1
+        elif isinstance(error, EnvRaised):
+            self.counts["failed"] += 1
 
     async def _drop(self, session: Session) -> None:
         """End a session whose client knows; nothing happens if it has ended already."""
@@ -337,3 +343,33 @@ class Sessions:
             self._live.pop(session.session_id)
             self._release(session.env_name)
             self._untold.put(session.session_id, worker.failure)
+
+
+class _Alone:
+    """Has a session to itself. All steps come by: a generator would cost several times as much."""
+
+    __slots__ = ("_find", "_lock", "_renew", "_session_id")
+
+    def __init__(
+        self, find: Callable[[str], Session], renew: Callable[[str], None], session_id: str
+    ) -> None:
+        self._find, self._renew, self._session_id = find, renew, session_id
+
+    async def __aenter__(self) -> Session:
+        session = self._find(self._session_id)
+        self._lock = session.lock
+        if self._lock is None:
+            return session
+        await self._lock.acquire()
+        try:
+            return self._find(self._session_id)
+        except BaseException:
+            self._lock.release()
+            raise
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._lock is None:
+            return
+        if kind is None:
+            self._renew(self._session_id)
+        self._lock.release()

@@ -45,10 +45,10 @@ class AuthMiddleware:
     def _is_allowed(self, path: str, headers: dict[bytes, bytes]) -> bool:
         if self._token is None or path in OPEN_PATHS:
             return True
-        return hmac.compare_digest(_given(headers.get(b"authorization", b"")), self._token)
+        return hmac.compare_digest(token_in(headers.get(b"authorization", b"")), self._token)
 
 
-def _given(header: bytes) -> bytes:
+def token_in(header: bytes) -> bytes:
     """Return the token of a Bearer header, or the password of a Basic one.
 
     A client that knows nothing of tokens can put one into its URL: http://any:TOKEN@host:port.

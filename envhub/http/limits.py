@@ -7,6 +7,7 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from common.wire.access.connections import RESERVED_FILES, raise_file_limit
+from envhub.http.known_heads import KnownHeads
 
 MAX_HEADER_BYTES = 64 * 1024  # of one request, its path with them
 REQUEST_S = 20.0  # from the first byte of a request, or from connecting, to its last byte
@@ -18,12 +19,17 @@ TOO_LARGE = (
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """Ends connections with endless headers, slow requests, or nothing to say."""
+    """Ends connections with endless headers, slow requests, or nothing to say.
+
+    What `known` can answer does not go through the application.
+    """
 
     counts: Counter[str]
     max_connections: int
     unused: dict[Any, None]  # connections without a whole request yet, in their order
+    known: KnownHeads
 
+    _answered_at = 0.0  # by `known`, on the loop's clock
     _timer: asyncio.TimerHandle | None = None
     _num_bytes = 0
     _is_in_headers = True
@@ -44,12 +50,55 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        is_first = self._is_between_requests()
+        if is_first and self._answer(data):
+            return
         self._num_bytes += len(data)
         super().data_received(data)
         if self._is_in_headers and self._num_bytes > MAX_HEADER_BYTES:
             self.counts["large_headers"] += 1
             self.transport.write(TOO_LARGE)
             self.transport.close()
+        elif is_first and not self._num_bytes and self.cycle is not None:
+            self._learn(data)
+
+    def _is_between_requests(self) -> bool:
+        """Return whether nothing of a request is here, and all that came before are answered."""
+        is_idle = self.cycle is None or self.cycle.response_complete
+        is_free = not (self.flow.write_paused or self.transport.is_closing())
+        return is_idle and is_free and not self._num_bytes
+
+    def _answer(self, data: bytes) -> bool:
+        """Answer a request at once if its head is known; it is whole, and alone."""
+        response = self.known.answer(data)
+        if response is None:
+            return False
+        if self._timer is not None:
+            self._end()
+            self.unused.pop(self, None)
+        self.transport.write(response)
+        self.server_state.total_requests += 1
+        self._answered_at = self.loop.time()
+        if self.timeout_keep_alive_task is None:
+            self._keep_alive(self.timeout_keep_alive)
+        return True
+
+    def _learn(self, data: bytes) -> None:
+        if self.scope["http_version"] == "1.1" and self.cycle.keep_alive:
+            self.known.learn(data, self.scope["method"], self.url, self.headers)
+
+    def _keep_alive(self, delay_s: float) -> None:
+        self.timeout_keep_alive_task = self.loop.call_later(
+            delay_s, self.timeout_keep_alive_handler
+        )
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Close a connection that was idle for long; answering at once does not move the timer."""
+        left_s = self._answered_at + self.timeout_keep_alive - self.loop.time()
+        if left_s > 0:
+            self._keep_alive(left_s)
+        else:
+            super().timeout_keep_alive_handler()
 
     def on_message_begin(self) -> None:
         self._begin()
@@ -79,12 +128,13 @@ class LimitedProtocol(HttpToolsProtocol):
         self.transport.abort()
 
 
-def limited_protocol(counts: Counter[str]) -> type[HttpToolsProtocol]:
+def limited_protocol(counts: Counter[str], known: KnownHeads) -> type[HttpToolsProtocol]:
     """Return the protocol of one hub's connections; it counts in `counts` whom it sends away."""
     limit = raise_file_limit()
     own = {
         "counts": counts,
         "max_connections": min(MAX_CONNECTIONS, limit - min(RESERVED_FILES, limit // 4)),
         "unused": {},
+        "known": known,
     }
     return type("HubProtocol", (LimitedProtocol,), own)

@@ -33,10 +33,14 @@ class HubMetrics(Collector):
             buckets=STEP_BUCKETS_S,
             registry=self._registry,
         )
+        self._step_s_of: dict[str, Histogram] = {}
         sessions.on_step = self.observe_step
 
     def observe_step(self, env_name: str, took_s: float) -> None:
-        self._step_s.labels(env_name).observe(took_s)
+        steps = self._step_s_of.get(env_name)
+        if steps is None:
+            steps = self._step_s_of[env_name] = self._step_s.labels(env_name)
+        steps.observe(took_s)
 
     def text(self) -> bytes:
         return generate_latest(self._registry)

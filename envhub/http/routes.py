@@ -44,6 +44,7 @@ from envhub.http.bodies import (
     parse_body,
     parse_entry,
 )
+from envhub.http.known_heads import KnownHeads
 from envhub.http.metrics import HubMetrics
 
 logger = logging.getLogger(__name__)
@@ -91,6 +92,7 @@ def make_app(
         await sessions.stop()
 
     app = FastAPI(title="Longstride environment hub", lifespan=lifespan)
+    app.state.known_heads = known = KnownHeads(token, STATUS_CODES)
     app.add_middleware(
         AuthMiddleware, token=token, max_body_bytes=MAX_BODY_BYTES, max_batch_bytes=MAX_BATCH_BYTES
     )
@@ -103,7 +105,7 @@ def make_app(
     _add_presence_route(app, sessions)
     _add_look_routes(app, sessions)
     _add_batch_routes(app, sessions)
-    add_agentgym_routes(app, sessions, registry, lease_s=sessions.lease_s)
+    add_agentgym_routes(app, sessions, registry, lease_s=sessions.lease_s, known=known)
     return app
 
 

@@ -10,6 +10,7 @@ from common.report.bench_table import BenchTable
 from envhub.bench import suite as bench
 from envhub.bench.client import Client, HubAnswer, Target
 from envhub.bench.hub import hub_process, module_process
+from envhub.bench.keep_alive import Load, measure_load
 from envhub.bench.load import Job, Measured, measure
 from envhub.bench.soak import Abandoned, Soak
 from envhub.bench.solve import NO_WAY, Outcome, Subset, Tally, sample_items
@@ -81,7 +82,15 @@ def test_load_counts_steps_of_the_hub_and_of_the_reference_server() -> None:
     with (
         hub_process(["textcraft", "babyai"]) as hub,
         module_process("envhub.bench.reference") as usual,
+        module_process("envhub.bench.echo") as echo,
     ):
+        brief = {"num_clients": 4, "warmup_s": 0.1, "duration_s": 0.3}
+        for load in (
+            Load(target=hub.target, base="/agentgym/textcraft", **brief),
+            Load(target=usual.target, base="/textcraft", reset_key="item_id", **brief),
+            Load(target=echo.target, base="", is_echo=True, **brief),
+        ):
+            assert measure_load(load).num_done > 10
         for kind in ("step", "open"):
             for env in ("textcraft", "babyai"):
                 for server in (hub, usual):

@@ -27,7 +27,10 @@ def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     )
     with socket.create_server((HOST, 0)) as listener:
         config = main.uvicorn.Config(
-            app, http=limits.limited_protocol(sessions.counts), ws="none", log_config=None
+            app,
+            http=limits.limited_protocol(sessions.counts, app.state.known_heads),
+            ws="none",
+            log_config=None,
         )
         server = main.DrainingServer(config, sessions)
         serving = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

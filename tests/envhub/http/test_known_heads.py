@@ -1,0 +1,160 @@
+"""Laws of requests whose head is known: the same answers as by the ordinary way, and no more."""
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from common.config.envs import EnvsSection, RemoteOptions
+from common.config.run_config import EnvhubSection
+from envhub import main
+from envhub.http import known_heads
+from envhub.http.known_heads import KnownHeads
+from envhub.http.limits import limited_protocol
+
+HOST, TOKEN, BASE = "127.0.0.1", "t" * 20, "/agentgym/textcraft"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hub:
+    port: int
+    known: KnownHeads
+    answered: list[bytes]  # responses that did not go through the application
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection((HOST, self.port), timeout=10.0)
+
+
+@pytest.fixture(scope="module")
+def hub() -> Iterator[Hub]:
+    app, sessions = main.build(
+        ["textcraft"], EnvhubSection(), token=TOKEN, options=EnvsSection(), remote=RemoteOptions()
+    )
+    known, answered = app.state.known_heads, list[bytes]()
+
+    class Watched(KnownHeads):
+        def answer(self, request: bytes) -> bytes | None:
+            response = known.answer(request)
+            answered.extend([response] if response is not None else [])
+            return response
+
+        def learn(self, request: bytes, *parsed: Any) -> None:
+            known.learn(request, *parsed)
+
+    with socket.create_server((HOST, 0)) as listener:
+        http = limited_protocol(sessions.counts, Watched(TOKEN, {}))
+        config = main.uvicorn.Config(app, http=http, ws="none", log_config=None)
+        server = main.DrainingServer(config, sessions)
+        serving = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        serving.start()
+        yield Hub(port=listener.getsockname()[1], known=known, answered=answered)
+        server.should_exit = True
+        serving.join()
+
+
+@pytest.fixture(autouse=True)
+def _begin_anew(hub: Hub) -> None:
+    hub.known._heads.clear()
+    hub.answered.clear()
+
+
+def request(path: str, content: object, *, token: str = TOKEN, more: str = "") -> bytes:
+    body = json.dumps(content).encode()
+    head = f"POST {BASE}{path} HTTP/1.1\r\nhost: hub\r\nauthorization: Bearer {token}\r\n{more}"
+    return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
+
+
+def read(connection: socket.socket) -> tuple[int, Any]:
+    received = b""
+    while b"\r\n\r\n" not in received:
+        received += connection.recv(65_536)
+    head, _, body = received.partition(b"\r\n\r\n")
+    (length,) = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length")]
+    while len(body) < int(length.partition(b":")[2]):
+        body += connection.recv(65_536)
+    return int(head.split()[1]), json.loads(body)
+
+
+def ask(connection: socket.socket, *pieces: bytes) -> tuple[int, Any]:
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for piece in pieces:
+        connection.sendall(piece)
+    return read(connection)
+
+
+def test_both_ways_answer_alike_also_what_is_wrong(hub: Hub) -> None:
+    with hub.connect() as connection:
+        number = ask(connection, request("/create", {}))[1]["id"]
+        actions = ["Action: inventory", "Action: get 1 nosuch", "Action: craft 1 x using 1 y"]
+        for action in actions:
+            step = request("/step", {"id": number, "action": action})
+            assert ask(connection, step) == ask(connection, step)
+        assert len(hub.answered) == len(actions)
+        gone = request("/step", {"id": number + 1, "action": "inventory"})
+        assert ask(connection, gone) == ask(connection, gone)
+        bad = request("/step", {"id": "x" * len(str(number)), "action": "inventory"})
+        for _ in range(2):
+            assert ask(connection, bad)[0] == 422
+        for action in ("get 1 oak log", "inventory"):
+            status, told = ask(connection, request("/step", {"id": number, "action": action}))
+            assert (status, "oak log" in told["observation"]) == (200, True)
+
+
+def test_a_head_is_known_by_every_byte_of_it(hub: Hub) -> None:
+    with hub.connect() as connection:
+        number = ask(connection, request("/create", {}))[1]["id"]
+        step = {"id": number, "action": "inventory"}
+        for _ in range(2):
+            assert ask(connection, request("/step", step))[0] == 200
+        assert len(hub.answered) == 1
+        for _ in range(2):
+            assert ask(connection, request("/step", step, token="u" * 20))[0] == 401
+        assert ask(connection, request("/step?x=1", step))[0] == 200
+        assert len(hub.answered) == 1
+
+
+@pytest.mark.parametrize("more", ["connection: keep-alive\r\n", "expect: x\r\n", "te: x\r\n"])
+def test_what_is_not_plain_goes_the_ordinary_way(hub: Hub, more: str) -> None:
+    with hub.connect() as connection:
+        number = ask(connection, request("/create", {}))[1]["id"]
+        for _ in range(2):
+            step = request("/step", {"id": number, "action": "inventory"}, more=more)
+            assert ask(connection, step)[0] == 200
+    assert hub.answered == []
+
+
+def test_requests_in_pieces_and_several_at_once_are_answered_in_their_order(hub: Hub) -> None:
+    with hub.connect() as connection:
+        number = ask(connection, request("/create", {}))[1]["id"]
+        got = [request("/step", {"id": number, "action": f"get {n} oak log"}) for n in range(1, 6)]
+        assert [ask(connection, each)[0] for each in got[:2]] == [200, 200]
+        assert "Got 3" in ask(connection, got[2][:-7], got[2][-7:])[1]["observation"]
+        assert "Got 4" in ask(connection, got[3][:30], got[3][30:])[1]["observation"]
+        connection.sendall(got[0] + got[1] + got[2])
+        told = [read_one(connection) for _ in range(3)]
+        assert ["Got 1" in told[0], "Got 2" in told[1], "Got 3" in told[2]] == [True] * 3
+        assert "Got 5" in ask(connection, got[4])[1]["observation"]
+
+
+def read_one(connection: socket.socket) -> str:
+    """Return the body of the next response, and nothing of the one behind it."""
+    received = b""
+    while not received.endswith(b"}"):
+        received += connection.recv(1)
+    return received.decode()
+
+
+def test_idle_heads_are_forgotten_before_they_fill_anything(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(known_heads, "MAX_HEADS", 3)
+    with hub.connect() as connection:
+        number = ask(connection, request("/create", {}))[1]["id"]
+        for i in range(10):
+            step = request("/step", {"id": number, "action": "inventory"}, more=f"x-a: {i}\r\n")
+            assert ask(connection, step)[0] == 200
+            assert len(hub.known._heads) <= 3
