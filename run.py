@@ -161,6 +161,7 @@ def bench(request: Request) -> int:
     return code
 
 
+say_now = partial(print, flush=True)
 # Of no run: these read the request themselves.
 STANDALONE: dict[str, Callable[[Request], int]] = {
     "bench": bench,
@@ -168,6 +169,8 @@ STANDALONE: dict[str, Callable[[Request], int]] = {
         missing_for=missing_for, examine_environments=Later("envhub.command:examine_environments")
     ),
     "journal": Later("common.store.journal_command:journal").given(say=print),
+    "show": Later("common.dashboard.terminal.commands:show").given(say=print),
+    "replay": Later("common.dashboard.terminal.commands:replay").given(say=print),
     "envs": lambda request: Later("envhub.command:list_environments")(
         request.overrides, root=ROOT, say=print
     ),
@@ -185,9 +188,8 @@ def dispatch(request: Request) -> int:
     if request.join is not None:
         return commands.join_run(request, JOINED_ROLES[request.command], root=ROOT)
     if request.command == "envhub" and commands.belongs_to_no_run(request):
-        say = partial(print, flush=True)
         serve = Later("envhub.command:run_hub")
-        return serve(request.overrides, root=ROOT, is_dry=request.is_dry, say=say)
+        return serve(request.overrides, root=ROOT, is_dry=request.is_dry, say=say_now)
     command = COMMANDS[request.command]
     cfg = command.load(request)
     check = command.check_dry if request.is_dry and command.check_dry else command.check

@@ -6,7 +6,7 @@ import platform
 import sys
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
@@ -51,6 +51,7 @@ class Request:
     join: str | None = None  # HOST:PORT of a scheduler
     key: str | None = None  # file that lets this machine in
     probe: str | None = None  # of status: live or ready
+    filters: dict[str, str] = field(default_factory=dict[str, str])  # of show, by its keys
 
 
 class _Parser(argparse.ArgumentParser):
@@ -81,6 +82,11 @@ def parse(argv: Sequence[str], *, root: Path) -> Request:
         raise ConfigError("--json: bench alone has it")
     if asked.probe is not None and command != "status":
         raise ConfigError("--probe: status alone has it")
+    if command == "status" and words and "=" not in words[0]:
+        words[0] = f"run.name={words[0]}"
+    filters = _filters(asked)
+    if filters and command != "show":
+        raise ConfigError("--item, --group, --failed and --best: show alone has them")
     if (asked.join is None) != (asked.key is None):
         raise ConfigError("--join HOST:PORT and --key FILE go together")
     if asked.join is not None and (command not in JOINING or asked.config or asked.dry_run):
@@ -98,7 +104,15 @@ def parse(argv: Sequence[str], *, root: Path) -> Request:
         join=asked.join,
         key=asked.key,
         probe=asked.probe,
+        filters=filters,
     )
+
+
+def _filters(asked: argparse.Namespace) -> dict[str, str]:
+    """Return what `show` is asked for, in the words of the dashboard's filters."""
+    filters = {name: value for name in ("item", "group") if (value := getattr(asked, name))}
+    filters |= {"success": "0"} if asked.failed else {}
+    return filters | ({"sort": "best"} if asked.best else {})
 
 
 def command_help(name: str) -> str:
@@ -107,6 +121,9 @@ def command_help(name: str) -> str:
     arguments = {
         "help": "[KEY|SECTION|COMMAND]",
         "bench": "--suite NAME [--json FILE]",
+        "show": "RUN [--item ID] [--group ID] [--failed] [--best] [num=N] [FILTER=VALUE ...]",
+        "replay": "RUN EPISODE",
+        "status": "[RUN] [--config NAME|FILE] [key=value ...]",
         "journal": "RUN list|verify|export|prune [to=FILE] [keep_gb=N] [keep_days=N]",
     }.get(name, "[--config NAME|FILE] [--dry-run] [key=value ...]")
     lines = [f"usage: run.py {name} {arguments}", "", f"  {command.text}"]
@@ -165,6 +182,10 @@ def _make_parser(root: Path) -> _Parser:
         choices=("live", "ready"),
         help="of status: exit code 1 if the run must be started again, or does no work now",
     )
+    parser.add_argument("--item", metavar="ID", help="of show: episodes of this item")
+    parser.add_argument("--group", metavar="ID", help="of show: the members of this group")
+    parser.add_argument("--failed", action="store_true", help="of show: what was not solved")
+    parser.add_argument("--best", action="store_true", help="of show: the highest rewards first")
     parser.add_argument("--suite", metavar="NAME", help=f"of bench: {SUITES}")
     parser.add_argument(
         "--json", metavar="FILE", help="of bench: for its figures (runs/bench/SUITE.json)"

@@ -1,8 +1,14 @@
 """Where a run stands, in one line: finished, stopped, or what is going on."""
 
-from common.dashboard.run_view import SILENT_S, RunView
-from common.dashboard.words import status_line
+from dataclasses import asdict
+
+from common.config.run_config import RunConfig
+from common.dashboard.reading.tail import as_map, json_object
+from common.dashboard.run_view import SILENT_S, WINDOW_STEPS, RunView
+from common.dashboard.verdict import judge
+from common.dashboard.words import ledger_line, plain, status_line
 from common.launch.lock import is_held
+from common.store.metrics import tail_metrics
 from common.store.run_dir import RunDir
 from common.store.run_start import load_finished
 
@@ -19,6 +25,16 @@ def state_line(run_dir: RunDir, view: RunView) -> str:
     if is_written or is_held(run_dir.root):
         return status_line(view)
     return f"stopped at step {view.step}/{view.num_steps}; {GOES_ON}"
+
+
+def details(cfg: RunConfig, run_dir: RunDir) -> list[str]:
+    """Return what `status` prints below the state: the ledger, and what limits the run."""
+    ledger = json_object(run_dir.ledger)
+    told = ledger_line({k: v for k, v in ledger.items() if isinstance(v, int)})
+    causes = [f"{name} {num}" for name, num in sorted(as_map(ledger.get("causes")).items())]
+    verdict = judge(tail_metrics(run_dir.metrics, num_steps=WINDOW_STEPS), asdict(cfg))
+    lines = [told and f"episodes: {told}", causes and f"causes: {', '.join(causes)}"]
+    return [plain(str(line)) for line in [*lines, f"limit: {verdict.sentence}"] if line]
 
 
 def stop_line(run_dir: RunDir, step: int) -> str:

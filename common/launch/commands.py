@@ -101,7 +101,7 @@ def train(cfg: RunConfig, run_dir: RunDir, *, root: Path) -> int:
     from common.launch.lock import hold_run
     from common.launch.roles import make_role_specs
     from common.launch.supervise import supervise
-    from common.store.run_start import prepare
+    from common.store.run_start import keep_tokenizer, prepare
     from common.wire.security import create_keys
 
     is_here = cfg.launcher is Launcher.LOCAL
@@ -115,6 +115,7 @@ def train(cfg: RunConfig, run_dir: RunDir, *, root: Path) -> int:
             run_dir.forget_address(role)
         create_keys(run_dir.keys)
         save_config(cfg, run_dir.config)
+        keep_tokenizer(cfg, run_dir, root=root)
         _point_latest(run_dir)
         specs = make_role_specs(
             cfg.run,
@@ -185,9 +186,11 @@ def _point_latest(run_dir: RunDir) -> None:
 
 def status(cfg: RunConfig, run_dir: RunDir) -> int:
     """Print how a run is doing; return the exit code."""
+    from common.dashboard.run_state import details
     from common.launch.keys import refused_lines
 
-    print("\n".join([f"{run_dir.root}: {_state(cfg, run_dir)}", *refused_lines(run_dir)]))
+    lines = [f"{run_dir.root}: {_state(cfg, run_dir)}", *details(cfg, run_dir)]
+    print("\n".join([*lines, *refused_lines(run_dir)]))
     return 0
 
 

@@ -43,6 +43,8 @@ class RunDir:
     logs = _Below("logs")  # <role>.log
     ledger = _Below("ledger.json")
     selection = _Below("selection.json")  # who was dropped
+    outcomes = _Below("outcomes.jsonl")  # what became of each episode, as the scheduler booked it
+    tokenizer = _Below("tokenizer")  # with which the journal was written
     status = _Below("status.json")  # the scheduler's, once a second
     launch = _Below("launch.json")  # the launcher's, while it runs
     alive = _Below("alive")  # what each role on this machine is doing

@@ -1,6 +1,7 @@
 """What a start finds in its run directory: nothing, a run to go on with, or one to keep aside."""
 
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from common.store.run_dir import RunDir, read_json, write_json
 
 logger = logging.getLogger(__name__)
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 # A run that goes on must be the same experiment; these decide whether it is.
 _SAME_KEYS = (
     "run.seed",
@@ -60,6 +62,16 @@ def prepare(cfg: RunConfig, run_dir: RunDir) -> Path | None:
             f"({'; '.join(differences)}); choose another run.name, or move {run_dir.root} away"
         )
     return None
+
+
+def keep_tokenizer(cfg: RunConfig, run_dir: RunDir, *, root: Path) -> None:
+    """Copy the policy's tokenizer beside the journal, whose token ids it alone explains."""
+    source = root / cfg.model.path
+    for name in TOKENIZER_FILES:
+        if not (source / name).is_file():
+            continue
+        run_dir.tokenizer.mkdir(exist_ok=True)
+        shutil.copyfile(source / name, run_dir.tokenizer / name)
 
 
 def _differences(cfg: RunConfig, run_dir: RunDir) -> list[str]:

@@ -8,10 +8,10 @@ import numpy as np
 
 from common.control_tokens import ControlTokens
 from common.errors import ConfigError
+from common.store.agent_traj import Conversation, read_conversations
 from common.store.journal import read_journal
 from common.wire.messages import EpisodeKind, PolicyKind, Trajectory
 from learner.batch.batching import TokenBatch, collate_tokens
-from learner.offline.agent_traj import Conversation, read_conversations
 
 TRAIN_ITEM = "-train-"  # in the id of every item that may be learnt from
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from common.config.learning import LearnerSection
 from common.config.run_config import RunConfig, SftSection
 from common.errors import ConfigError
-from learner.offline.agent_traj import read_conversations
+from common.store.agent_traj import read_conversations
 from learner.offline.rows import Row, read_rows
 from learner.offline.scratch import make_policy, make_tokenizer, save_policy
 from learner.offline.training import (

@@ -1,5 +1,6 @@
 """The scheduler process: construction, the loop, shutdown."""
 
+import json
 import logging
 import secrets
 import signal
@@ -324,8 +325,22 @@ def write_reports(parts: Serving) -> None:
     if status["eval_stream"]["evals"]:
         curve, lines = parts.run_dir.root / "eval.jsonl", eval_lines(status["eval_stream"])
         if_room(lambda: write_atomically(curve, lines), curve)
+    write_outcomes(parts)
     write_ledger(parts)
     parts.status_at = next_time(parts, STATUS_S, started_s)
+
+
+def write_outcomes(parts: Serving) -> None:
+    """Append what became of episodes since the last time, one JSON line each."""
+    news, path = parts.core.lifecycle.news, parts.run_dir.outcomes
+    lines = "".join(json.dumps([*each, parts.core.version]) + "\n" for each in news)
+
+    def append() -> None:
+        with path.open("a", encoding="utf-8") as handle:
+            handle.write(lines)
+
+    if lines and if_room(append, path):
+        news.clear()
 
 
 def refused(parts: Serving) -> dict[str, Any]:

@@ -4,7 +4,9 @@ The ledger's law holds between any two calls: issued = settled + in flight.
 """
 
 import logging
+from collections import deque
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from common.config.run_config import GroupsSection, SchedulerSection
@@ -28,6 +30,7 @@ from learner.scheduler.state import FIXED
 logger = logging.getLogger(__name__)
 
 MIN_CLOSED = 256  # groups whose outcomes are remembered at least
+MAX_NEWS = 100_000  # outcomes that nobody has taken; of a core that writes no files
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,9 @@ class EpisodeLifecycle:
     num_leases: int = 0  # that were ever given
     failures: FailureWindow = field(init=False)
     leases: LeaseIndex = field(default_factory=LeaseIndex, metadata=FIXED)
+    news: deque[tuple[str, str, str]] = field(  # (episode id, outcome, cause), oldest first
+        default_factory=partial(deque[tuple[str, str, str]], maxlen=MAX_NEWS), metadata=FIXED
+    )
 
     def __post_init__(self) -> None:
         self.queue = EpisodeQueue(self.table)
@@ -241,6 +247,7 @@ class EpisodeLifecycle:
         group.num_settled += episode.settled is None
         episode.settled = settled
         self._account(group).settle(settled.outcome, settled.cause)
+        self.news.append((episode.episode_id, settled.outcome, settled.cause))
         if group.is_train:
             self.audit.add(episode.cell, settled.outcome, settled.cause)
         self._maybe_close(group)
@@ -256,6 +263,7 @@ class EpisodeLifecycle:
             )
         self.ledger.train.take_back(known.outcome, known.cause)
         self.ledger.train.settle(settled.outcome, settled.cause)
+        self.news.append((episode_id, settled.outcome, settled.cause))
         if known.cell is not None:
             self.audit.take_back(known.cell, known.outcome, known.cause)
             self.audit.add(known.cell, settled.outcome, settled.cause)

@@ -8,9 +8,9 @@ from typing import cast
 import pytest
 
 from common.errors import ConfigError
+from common.store.agent_traj import Conversation, Message
 from common.store.journal import JournalWriter
 from common.wire.messages import EndReason, EpisodeKind, PolicyKind
-from learner.offline.agent_traj import Conversation, Message
 from learner.offline.rows import read_rows, row_of_conversation
 from learner.offline.scratch import make_tokenizer
 from tests.learner.builders import make_trajectory

@@ -16,8 +16,8 @@ from common.config.compute import LoraSection
 from common.config.learning import LearnerSection
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
+from common.store.agent_traj import Conversation, Message
 from learner.offline import sft
-from learner.offline.agent_traj import Conversation, Message
 from learner.offline.rows import Row, row_of_conversation
 from learner.offline.scratch import make_policy, make_tokenizer, save_policy
 from learner.offline.training import load_start

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,8 @@ def test_run_goes_from_hello_to_finished_over_real_sockets(hub_url: str, run_dir
     ledger = json.loads(run_dir.ledger.read_text())
     names = ("issued", "trained", "in_flight", "lost", "duplicates_discarded")
     assert [ledger[name] for name in names] == [4, 4, 0, 0, 2]
+    booked = [json.loads(line) for line in run_dir.outcomes.read_text().splitlines()]
+    assert Counter(outcome for _, outcome, *_ in booked)["trained"] == ledger["trained"] == 4
     status = json.loads(run_dir.status.read_text())
     assert (status["phase"], status["version"]) == ("done", 1)
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from common.errors import ConfigError
-from learner.offline.agent_traj import Conversation, Message, read_conversations
+from common.store.agent_traj import Conversation, Message, read_conversations
 
 RECORD = {
     "item_id": "babyai_3",

@@ -4,6 +4,9 @@ Each message is {"from": "human" | "gpt", "loss": true | false | null, "value": 
 messages are imitated, unless their loss is false.
 """
 
+# What JSON holds is of no known type until it is checked here:
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportMissingTypeArgument=false
 import json
 import logging
 from dataclasses import dataclass, replace

@@ -1,0 +1,95 @@
+"""One trajectory as it is shown: segments of tokens with what is known of each token."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from common.wire.messages import Trajectory
+
+STD_EPSILON = 1e-6  # as the learner's
+NUM_SHOWN = 24  # tokens around a difference
+
+
+class Texts(Protocol):
+    """What knows the text of tokens."""
+
+    def texts(self, token_ids: Sequence[int]) -> list[str]:
+        """Return the text that each token adds."""
+        ...
+
+
+def segments_of(trajectory: Trajectory, texts: Texts) -> list[dict[str, Any]]:
+    """Return the prompt, then actions and observations in turn.
+
+    Each has its `kind`, `turn` and the `texts` of its tokens; an action also the `logprobs` of them
+    (nats), `versions` as runs [version, number of tokens], and whether it was `invalid`.
+    """
+    t = trajectory
+    num = len(t.token_ids)
+    edges = [0, *(np.flatnonzero(np.diff(t.loss_mask)) + 1).tolist(), num] if num else [0]
+    found: list[dict[str, Any]] = []
+    for start, end in itertools.pairwise(edges):
+        turn, here = int(t.turn_ids[start]), slice(start, end)
+        segment: dict[str, Any] = {
+            "kind": "action" if t.loss_mask[start] else "observation" if start else "prompt",
+            "turn": turn,
+            "start": start,
+            "texts": texts.texts(t.token_ids[here].tolist()),
+        }
+        if t.loss_mask[start]:
+            logprobs = np.nan_to_num(np.asarray(t.logprobs[here], np.float64))
+            segment["logprobs"] = np.round(logprobs, 4).tolist()
+            segment["versions"] = runs_of(t.versions[here])
+            is_known = turn < len(t.invalid_turns)
+            segment["invalid"] = bool(t.invalid_turns[turn]) if is_known else False
+            segment["score"] = float(t.turn_scores[turn]) if turn < len(t.turn_scores) else None
+        found.append(segment)
+    return found
+
+
+def runs_of(values: np.ndarray) -> list[list[int]]:
+    """Return [value, how often in a row] for each run of equal values."""
+    if not len(values):
+        return []
+    edges = [0, *(np.flatnonzero(np.diff(values)) + 1).tolist(), len(values)]
+    return [[int(values[a]), b - a] for a, b in itertools.pairwise(edges)]
+
+
+def group_advantages(
+    worth: Sequence[float], *, baseline: str, normalize_std: bool
+) -> list[float] | None:
+    """Return what each member was worth beyond its group; None for fewer than two.
+
+    Args:
+        worth: shaped rewards.
+        baseline: `algorithm.baseline`: leave_one_out, or the mean of all.
+
+    Source: RLOO, arXiv:2402.14740; GRPO, arXiv:2402.03300. As the learner before credit over turns.
+    """
+    if len(worth) < 2:
+        return None
+    values = np.asarray(worth, np.float64)
+    centred = values - values.mean()
+    if baseline == "leave_one_out":
+        centred = centred * len(values) / (len(values) - 1)
+    if normalize_std:
+        centred = centred / (values.std() + STD_EPSILON)
+    return [round(float(value), 6) for value in centred]
+
+
+def first_difference(one: Trajectory, other: Trajectory, texts: Texts) -> dict[str, Any] | None:
+    """Return where the second begins to differ from the first; None if nowhere."""
+    num = min(len(one.token_ids), len(other.token_ids))
+    differs = np.flatnonzero(one.token_ids[:num] != other.token_ids[:num])
+    if not differs.size and len(one.token_ids) == len(other.token_ids):
+        return None
+    at = int(differs[0]) if differs.size else num
+    longer = other if len(other.token_ids) > at else one
+    return {
+        "token": at,
+        "turn": int(longer.turn_ids[at]),
+        "first": "".join(texts.texts(one.token_ids[at : at + NUM_SHOWN].tolist())),
+        "this": "".join(texts.texts(other.token_ids[at : at + NUM_SHOWN].tolist())),
+    }

@@ -1,0 +1,190 @@
+"""An index over a journal that is read beside its writer; what is damaged is said and skipped."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from common.dashboard.reading.rows import EpisodeRows
+from common.errors import ConfigError, WireError
+from common.store.records import PACKED_SUFFIX, Segment
+from common.store.segments import list_segments, load_pruned, open_segment
+from common.wire.ids import subset_of
+from common.wire.messages import EpisodeKind, Trajectory
+
+MAX_PROBLEMS = 50  # kept in words; the rest is counted
+IN_FLIGHT, EVALUATED, FAILED = "in_flight", "evaluated", "failed"
+
+
+class JournalIndex:
+    """Finds every whole record of a journal once, however often it is asked to go on.
+
+    Example: refresh(budget_s=0.2) -> True while there is more; then False; later, when the writer
+    has appended, it goes on where it was.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.rows = EpisodeRows()
+        self.problems: list[str] = []
+        self.num_problems = 0
+        self._folder = folder
+        self._number = -1  # of the segment that is read
+        self._offset = 0
+        self._size = 0
+        self._is_done = True
+        self._segment: Segment | None = None
+        self._looked_at = -1  # size of a segment whose end is torn or damaged
+        self._done_bytes = 0
+
+    def refresh(self, *, budget_s: float) -> bool:
+        """Read on for so long; return whether more is there."""
+        until = time.monotonic() + budget_s
+        try:
+            # A packed segment is read in one go: to come back to a place in it is to unpack it.
+            while time.monotonic() < until or self._is_packed():
+                if not self._step():
+                    return False
+            return True
+        finally:
+            self._close()
+
+    def _is_packed(self) -> bool:
+        return self._segment is not None and self._segment.path.suffix == PACKED_SUFFIX
+
+    def progress(self) -> float:
+        """Return the share of the journal's bytes that is indexed."""
+        paths = list_segments(self._folder)
+        total = sum(path.stat().st_size for n, path in paths.items() if n > self._number)
+        whole = self._done_bytes + max(self._size, self._offset) + total
+        return 1.0 if whole <= 0 else (self._done_bytes + self._offset) / whole
+
+    def open(self, row: int) -> Trajectory:
+        """Return a whole trajectory. Raises: WireError: it is damaged, or was pruned."""
+        number = int(self.rows.column("segment")[row])
+        offset = int(self.rows.column("offset")[row])
+        segment = open_segment(self._folder, number)
+        if segment is None:
+            raise WireError(f"segment {number} of {self._folder} is gone: it was pruned")
+        with segment:
+            record = segment.record_at(offset)
+            if record is None:
+                raise WireError(f"{segment.path} at offset {offset}: nothing whole is there")
+            return segment.message(record, offset)
+
+    def _close(self) -> None:
+        if self._segment is not None:
+            self._segment.__exit__()
+            self._segment = None
+
+    def _step(self) -> bool:
+        """Read some records; return whether there may be more."""
+        if self._segment is None and not self._open():
+            return False
+        assert self._segment is not None
+        self._size = self._segment.size
+        for _ in range(64):
+            if not self._record(self._segment):
+                break
+        else:
+            return True
+        is_last = not any(number > self._number for number in list_segments(self._folder))
+        # A writer may have filled the segment between the two looks.
+        if self._record(self._segment):
+            return True
+        if is_last:
+            return False
+        if self._offset < self._segment.size:
+            self._say(f"{self._segment.path} from offset {self._offset} on: nothing whole")
+        self._close()
+        self._end_segment()
+        return True
+
+    def _end_segment(self) -> None:
+        self._done_bytes += max(self._size, self._offset)
+        self._is_done = True
+
+    def _open(self) -> bool:
+        """Open the segment to go on with; return whether there is one."""
+        if not self._is_done:
+            try:
+                self._segment = open_segment(self._folder, self._number)
+            except WireError as error:
+                self._say(str(error))
+            if self._segment is not None:
+                return True
+            self._end_segment()  # pruned, or damaged, since the last look
+        return self._next_segment()
+
+    def _next_segment(self) -> bool:
+        numbers = list(list_segments(self._folder))
+        following = [number for number in numbers if number > self._number]
+        if not following:
+            return False
+        if self._number < 0:
+            try:
+                pruned = load_pruned(self._folder)
+            except ConfigError as error:
+                self._say(str(error))
+            else:
+                if pruned.before:
+                    self._say(pruned.text(self._folder))
+        elif following[0] != self._number + 1:
+            self._say(f"segment {self._number + 1} of {self._folder} is missing")
+        self._number, self._offset, self._looked_at, self._size = following[0], 0, -1, 0
+        self._is_done = False
+        return self._open()
+
+    def _record(self, segment: Segment) -> bool:
+        """Index one record, or step over damage; return whether there was anything."""
+        size = segment.size
+        if size == self._looked_at or self._offset >= size:
+            return False
+        try:
+            record = segment.record_at(self._offset)
+            if record is None:
+                self._looked_at = size
+                return False
+            self._add(segment.message(record, self._offset))
+            self._offset = record.end
+        except WireError as error:
+            self._say(str(error))
+            following = segment.next_whole(self._offset)
+            if following is None:
+                self._looked_at = size
+                return False
+            self._offset = following
+        return True
+
+    def _add(self, trajectory: Trajectory) -> None:
+        place = {"segment": self._number, "offset": self._offset}
+        self.rows.add(trajectory.episode_id, values_of(trajectory) | place)
+
+    def _say(self, problem: str) -> None:
+        self.num_problems += 1
+        if len(self.problems) < MAX_PROBLEMS and problem not in self.problems:
+            self.problems.append(problem)
+
+
+def values_of(trajectory: Trajectory) -> dict[str, Any]:
+    """Return a trajectory's columns but for its place; outcomes are those known without a log."""
+    t = trajectory
+    versions = t.versions[t.loss_mask]
+    is_failed = t.end_reason.is_infrastructure_failure
+    outcome = IN_FLIGHT
+    if t.kind is EpisodeKind.EVAL:
+        outcome = FAILED if is_failed else EVALUATED
+    return {
+        **{"member": t.member, "attempt": t.attempt, "horizon": t.horizon},
+        **{"stage": t.horizon_stage, "version": t.opened_at_version},
+        "first_version": int(versions.min()) if versions.size else t.opened_at_version,
+        "last_version": int(versions.max()) if versions.size else t.opened_at_version,
+        **{"turns": t.num_turns, "invalid": t.num_invalid_actions, "tokens": len(t.token_ids)},
+        **{"sampled": int(versions.size), "success": int(t.is_success), "trained_at": -1},
+        **{"reward": t.reward, "wall_s": t.wall_s, "generate_s": t.generate_s, "env_s": t.env_s},
+        "logprob": float(np.mean(t.logprobs[t.loss_mask])) if versions.size else 0.0,
+        **{"env": t.env, "subset": subset_of(t.item_id), "item": t.item_id, "group": t.group_id},
+        **{"kind": t.kind.value, "policy": t.policy.value, "actor": t.actor},
+        **{"end": t.end_reason.value, "outcome": outcome},
+        "cause": t.error if is_failed else "",
+    }

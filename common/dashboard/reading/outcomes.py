@@ -1,0 +1,72 @@
+"""What became of each episode: from the learner's step log and the scheduler's outcomes."""
+
+from common.dashboard.reading.rows import EpisodeRows
+from common.dashboard.reading.tail import LineTail
+from common.store.run_dir import RunDir
+
+Settled = tuple[str, str, int]  # outcome, cause, version that it was trained into or -1
+MAX_ABSENT = 1000  # of the episodes that never arrived, listed
+
+
+class OutcomeLog:
+    """Settles the rows of an index; what is settled before its row is known waits for it."""
+
+    def __init__(self, run_dir: RunDir) -> None:
+        self._steps = LineTail(run_dir.steps)
+        self._outcomes = LineTail(run_dir.outcomes)
+        self._waiting: dict[str, Settled] = {}
+        self._has_outcomes = run_dir.outcomes.exists
+
+    def refresh(self, rows: EpisodeRows) -> bool:
+        """Read what is new; return whether anything was settled."""
+        self._steps.is_new()
+        self._outcomes.is_new()
+        waiting, self._waiting = self._waiting, {}
+        for episode_id, settled in waiting.items():
+            self._settle(rows, episode_id, settled)
+        num = 0
+        for line in self._outcomes.lines():
+            try:
+                episode_id, outcome, cause, version = line
+                trained_at = version if outcome == "trained" else -1
+                self._settle(rows, str(episode_id), (str(outcome), str(cause), int(trained_at)))
+                num += 1
+            except (TypeError, ValueError) as error:
+                self._outcomes.bad(error)
+        for line in self._steps.lines():
+            try:
+                version = -1 if line.get("skipped") else int(line["version"])
+                for episode_id, outcome, cause in line["outcomes"]:
+                    trained_at = version if outcome == "trained" else -1
+                    self._settle(rows, str(episode_id), (str(outcome), str(cause), trained_at))
+                    num += 1
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                self._steps.bad(error)
+        return num > 0
+
+    def problems(self, *, has_steps: bool) -> list[str]:
+        """Return what is wrong with the two files, in words."""
+        found = [tail.problem for tail in (self._steps, self._outcomes) if tail.problem]
+        if has_steps and not self._has_outcomes():
+            found.append(
+                f"{self._outcomes.path} is missing, as in runs of older versions: of episodes that"
+                " were not trained on it is not known whether they were filtered or stale"
+            )
+        return found
+
+    def absent(self, outcome: str) -> list[dict[str, str]]:
+        """Return episodes that were settled without ever arriving, the newest first."""
+        found = [
+            {"id": episode_id, "outcome": settled[0], "cause": settled[1]}
+            for episode_id, settled in self._waiting.items()
+            if outcome in ("", settled[0])
+        ]
+        return found[::-1][:MAX_ABSENT]
+
+    def _settle(self, rows: EpisodeRows, episode_id: str, settled: Settled) -> None:
+        row = rows.row_of.get(episode_id)
+        if row is None:
+            self._waiting[episode_id] = settled
+            return
+        outcome, cause, trained_at = settled
+        rows.settle(row, outcome=outcome, cause=cause, trained_at=trained_at)

@@ -1,0 +1,79 @@
+"""Episodes as columns: numbers as arrays, names as codes: a hundred thousand filter fast."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+INTS = (
+    *("segment", "offset", "member", "attempt", "horizon", "stage", "version", "first_version"),
+    *("last_version", "turns", "invalid", "tokens", "sampled", "success", "trained_at"),
+)
+FLOATS = ("reward", "wall_s", "generate_s", "env_s", "logprob")
+NAMES = ("env", "subset", "item", "group", "kind", "policy", "actor", "end", "outcome", "cause")
+FIRST_CAPACITY = 1024
+
+
+@dataclass(slots=True)
+class Names:
+    """The values of one column, each kept once."""
+
+    texts: list[str] = field(default_factory=list[str])
+    codes: dict[str, int] = field(default_factory=dict[str, int])
+
+    def code(self, text: str) -> int:
+        """Return the code of a text, a new one if it is new."""
+        code = self.codes.setdefault(text, len(self.texts))
+        if code == len(self.texts):
+            self.texts.append(text)
+        return code
+
+
+class EpisodeRows:
+    """Rows that one thread appends and others read: a row is seen when it is whole.
+
+    Example: add({...}) -> row 0; column("reward") -> array of all rewards so far.
+    """
+
+    def __init__(self) -> None:
+        self.num = 0
+        self.ids: list[str] = []
+        self.row_of: dict[str, int] = {}  # the newest of each episode
+        self.names = {name: Names() for name in NAMES}
+        self._columns: dict[str, np.ndarray] = {
+            **{name: np.zeros(FIRST_CAPACITY, np.int64) for name in INTS},
+            **{name: np.zeros(FIRST_CAPACITY, np.float64) for name in FLOATS},
+            **{name: np.zeros(FIRST_CAPACITY, np.int32) for name in NAMES},
+        }
+
+    def add(self, episode_id: str, values: Mapping[str, Any]) -> int:
+        """Append a row with a value for every column; return its number."""
+        row = self.num
+        if row == len(self._columns["reward"]):
+            self._columns = {n: np.concatenate([c, c]) for n, c in self._columns.items()}
+        for name, column in self._columns.items():
+            value = values[name]
+            column[row] = self.names[name].code(value) if name in self.names else value
+        self.ids.append(episode_id)
+        self.row_of[episode_id] = row
+        self.num = row + 1
+        return row
+
+    def settle(self, row: int, *, outcome: str, cause: str, trained_at: int) -> None:
+        """Note what became of an episode."""
+        self._columns["outcome"][row] = self.names["outcome"].code(outcome)
+        self._columns["cause"][row] = self.names["cause"].code(cause)
+        self._columns["trained_at"][row] = trained_at
+
+    def column(self, name: str) -> np.ndarray:
+        """Return a column of all rows; of names, their codes."""
+        return self._columns[name][: self.num]
+
+    def get(self, row: int) -> dict[str, Any]:
+        """Return a row by names."""
+        found: dict[str, Any] = {"id": self.ids[row]}
+        for name, column in self._columns.items():
+            value = column[row].item()
+            found[name] = self.names[name].texts[value] if name in self.names else value
+        return found

@@ -1,0 +1,211 @@
+"""A run's directory as displays ask for it: its episodes, metrics, state, and what is damaged."""
+
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from common.dashboard.reading.episode import Texts, first_difference, group_advantages, segments_of
+from common.dashboard.reading.journal_index import IN_FLIGHT, JournalIndex
+from common.dashboard.reading.metric_columns import MetricColumns
+from common.dashboard.reading.outcomes import OutcomeLog
+from common.dashboard.reading.query import page
+from common.dashboard.reading.rows import EpisodeRows
+from common.dashboard.reading.tail import as_map, json_object
+from common.dashboard.reading.tokens import Numbers, TokenTexts
+from common.dashboard.verdict import Verdict, judge
+from common.errors import ConfigError, WireError
+from common.launch.lock import is_held
+from common.repository import ROOT
+from common.store.run_dir import RunDir
+
+VERDICT_STEPS = 20  # the newest, that the verdict is about
+MAX_MEMBERS = 64  # of a group, shown side by side
+
+
+class RunSource:
+    """One run. `refresh` is for one thread; everything else may be asked from any."""
+
+    kind = "run"
+
+    def __init__(self, root: Path, *, name: str) -> None:
+        self.name, self.path = name, root
+        self.run_dir = RunDir(root=root)
+        self.index = JournalIndex(self.run_dir.journal)
+        self.metrics = MetricColumns(self.run_dir.metrics)
+        self._outcomes = OutcomeLog(self.run_dir)
+        self._texts: Texts | None = None
+        self._text_problem = ""
+        self._lock = threading.Lock()
+
+    @property
+    def rows(self) -> EpisodeRows:
+        """The episodes as columns."""
+        return self.index.rows
+
+    def refresh(self, *, budget_s: float = 0.2) -> bool:
+        """Read what is new; return whether more of the journal is to be read."""
+        with self._lock:
+            is_more = self.index.refresh(budget_s=budget_s)
+            self.metrics.refresh()
+            self._outcomes.refresh(self.index.rows)
+        return is_more
+
+    # --- what it is -----------------------------------------------------------------------------
+
+    def config(self) -> dict[str, Any]:
+        """Return the configuration as it was written, whatever the version; {} if there is none."""
+        try:
+            found: object = yaml.load(self.run_dir.config.read_bytes(), Loader=yaml.CSafeLoader)
+        except (OSError, yaml.YAMLError, ValueError):
+            return {}
+        return as_map(found)
+
+    def status(self) -> dict[str, Any]:
+        """Return what the scheduler wrote last; {} if it wrote nothing, or nothing readable."""
+        return json_object(self.run_dir.status)
+
+    def ledger(self) -> dict[str, Any]:
+        """Return the ledger as the scheduler wrote it last."""
+        return json_object(self.run_dir.ledger)
+
+    def problems(self) -> list[str]:
+        """Return what cannot be read, in words."""
+        found = [*self.index.problems]
+        if self.index.num_problems > len(found):
+            found.append(f"and {self.index.num_problems - len(found)} more damaged places")
+        found += self._outcomes.problems(has_steps=self.metrics.num > 0)
+        found += [text for text in (self.metrics.problem, self._text_problem) if text]
+        if self.run_dir.config.exists() and not self.config():
+            found.append(f"{self.run_dir.config}: no YAML map, shown without it")
+        return found
+
+    def state(self) -> str:
+        """Return finished, running, or stopped; "starting" before its first step."""
+        if self.run_dir.finished.exists():
+            return "finished"
+        is_running = is_held(self.run_dir.root)
+        if is_running:
+            return "running" if self.metrics.num else "starting"
+        return "stopped"
+
+    def summary(self) -> dict[str, Any]:
+        """Return what a list of runs says of it."""
+        train = _section(self.config(), "train")
+        return {
+            "name": self.name,
+            "kind": self.kind,
+            "state": self.state(),
+            "step": int(self.metrics.last("step") or 0),
+            "num_steps": train.get("num_steps"),
+            "success": self.metrics.last("reward/success"),
+            "episodes": self.index.rows.num,
+            "indexed": round(self.index.progress(), 3),
+            "problems": self.problems(),
+        }
+
+    def verdict(self) -> Verdict:
+        """Return what limits the run, of its newest steps."""
+        lines = self.metrics.tail(VERDICT_STEPS)
+        return judge(lines, self.config(), self.status())
+
+    # --- episodes -------------------------------------------------------------------------------
+
+    def page(self, wanted: Mapping[str, str], *, start: int, num: int) -> dict[str, Any]:
+        """Return some of the episodes that fit; beside them, those that were never received."""
+        found = page(self.index.rows, wanted, start=start, num=num)
+        is_outcome_only = not any(v for k, v in wanted.items() if k not in ("outcome", "sort"))
+        outcome = wanted.get("outcome", "")
+        found["absent"] = self._outcomes.absent(outcome) if is_outcome_only and outcome else []
+        return found
+
+    def episode(self, episode_id: str) -> dict[str, Any]:
+        """Return one episode whole. Raises: KeyError: unknown; WireError: it is damaged."""
+        rows = self.index.rows
+        row = rows.row_of[episode_id]
+        found = rows.get(row)
+        members = self._members(found["group"]) if found["kind"] == "train" else []
+        advantages = self._advantages(members)
+        return {
+            **found,
+            "segments": segments_of(self.index.open(row), self.texts()),
+            "advantage": advantages.get(episode_id),
+            "siblings": [rows.ids[each] for each in members],
+            "problems": [self._text_problem] if self._text_problem else [],
+        }
+
+    def group(self, group_id: str) -> dict[str, Any]:
+        """Return the members of a group side by side. Raises: KeyError: it is unknown."""
+        members = self._members(group_id)
+        if not members:
+            raise KeyError(group_id)
+        advantages, texts = self._advantages(members), self.texts()
+        shown: list[dict[str, Any]] = []
+        first = None
+        for row in members[:MAX_MEMBERS]:
+            found = self.index.rows.get(row)
+            entry = {**found, "advantage": advantages.get(found["id"])}
+            try:
+                trajectory = self.index.open(row)
+                first = first or trajectory
+                entry["segments"] = segments_of(trajectory, texts)
+                is_first = trajectory is first
+                entry["differs"] = None if is_first else first_difference(first, trajectory, texts)
+            except WireError as error:
+                entry |= {"segments": [], "differs": None, "problem": str(error)}
+            shown.append(entry)
+        return {"group": group_id, "members": shown}
+
+    def texts(self) -> Texts:
+        """Return what knows the texts of the run's tokens: its own tokenizer, or the policy's."""
+        if self._texts is None:
+            own = self.run_dir.tokenizer / "tokenizer.json"
+            model = str(_section(self.config(), "model").get("path") or "")
+            candidates = [own, *([ROOT / model / "tokenizer.json"] if model else [])]
+            path = next((each for each in candidates if each.exists()), own)
+            try:
+                self._texts = TokenTexts(path)
+            except ConfigError as error:
+                self._texts = Numbers()
+                self._text_problem = f"tokens are shown by number: {error}"
+        return self._texts
+
+    def _members(self, group_id: str) -> list[int]:
+        """Return the rows of a group's members, the newest of each."""
+        rows = self.index.rows
+        code = rows.names["group"].codes.get(group_id, -1)
+        found = (rows.column("group") == code).nonzero()[0].tolist()
+        newest = [row for row in found if rows.row_of[rows.ids[row]] == row]
+        return sorted(newest, key=lambda row: int(rows.column("member")[row]))
+
+    def _advantages(self, members: list[int]) -> dict[str, float]:
+        rows, algorithm = self.index.rows, _section(self.config(), "algorithm")
+        penalty = float(algorithm.get("invalid_action_penalty") or 0.0)
+        worth: dict[str, float] = {}
+        for row in members:
+            found = rows.get(row)
+            if found["outcome"] == "failed" or found["end"] in ("env_error", "env_timeout"):
+                continue
+            cost = penalty * found["invalid"] / max(1, found["turns"])
+            worth[found["id"]] = found["reward"] - cost
+        values = group_advantages(
+            [*worth.values()],
+            baseline=str(algorithm.get("baseline") or "leave_one_out"),
+            normalize_std=bool(algorithm.get("normalize_std")),
+        )
+        return dict(zip(worth, values, strict=True)) if values else {}
+
+    def flow(self) -> dict[str, Any]:
+        """Return the ledger, and how many episodes of each outcome are in the journal."""
+        rows = self.index.rows
+        texts = rows.names["outcome"].texts
+        is_train = rows.column("kind") == rows.names["kind"].codes.get("train", -1)
+        codes = rows.column("outcome")[is_train]
+        counts = {text: int((codes == code).sum()) for code, text in enumerate(texts)}
+        return {"ledger": self.ledger(), "here": counts, "in_flight": IN_FLIGHT}
+
+
+def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
+    return as_map(config.get(name))

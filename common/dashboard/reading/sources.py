@@ -1,0 +1,98 @@
+"""Which runs and files are looked at: named ones, or all below a folder, also those to come."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from common.dashboard.reading.conversations import ConversationFile
+from common.dashboard.reading.run_source import RunSource
+from common.errors import ConfigError
+
+Source = RunSource | ConversationFile
+MAX_RUNS = 200  # below a folder, the newest
+RUN_FILES = ("config.yaml", "journal", "metrics.jsonl")
+
+
+def is_run(folder: Path) -> bool:
+    """Return whether a folder holds a run, of whatever version and age."""
+    return folder.is_dir() and any((folder / name).exists() for name in RUN_FILES)
+
+
+def find_run(word: str, *, runs: Path) -> Path:
+    """Return the folder of a run that is named, or whose path is given.
+
+    Raises: ConfigError: there is none; names what is near.
+    """
+    for path in (runs / word, Path(word)):
+        if is_run(path):
+            return path.resolve()
+    known = sorted(each.name for each in runs.glob("*") if is_run(each))
+    hint = f"; there are {', '.join(known[:8])}" if known else "; nothing has run there yet"
+    raise ConfigError(f"{word}: no run of that name below {runs}{hint}")
+
+
+def open_source(word: str, *, runs: Path) -> Source:
+    """Return a run, or a file of conversations. Raises: ConfigError: it is neither."""
+    path = Path(word)
+    if path.is_file():
+        _check_conversations(path)
+        return ConversationFile(path.resolve(), name=path.name)
+    root = find_run(word, runs=runs)
+    return RunSource(root, name=root.name)
+
+
+def _check_conversations(path: Path) -> None:
+    """Raises: ConfigError: the beginning of a file is no JSON."""
+    with path.open("rb") as handle:
+        head = handle.read(1 << 16)
+    text = head.decode(errors="replace").lstrip()
+    if text.startswith("["):
+        return
+    try:
+        if b"\n" in head:
+            json.loads(head.partition(b"\n")[0])
+        elif not text.startswith("{"):
+            raise ValueError("no JSON object")
+    except ValueError as error:
+        raise ConfigError(f"{path}: neither a run nor a file of conversations ({error})") from error
+
+
+class Sources:
+    """The named sources, or every run below `runs`: those that appear later, too."""
+
+    def __init__(self, words: Sequence[str], *, runs: Path) -> None:
+        """Find what is named. Raises: ConfigError: one of them is not there."""
+        self._runs, self._is_all = runs, not words
+        self._known: dict[str, Source] = {}
+        for word in words:
+            source = open_source(word, runs=runs)
+            while source.name in self._known:
+                source.name += "'"
+            self._known[source.name] = source
+
+    def look(self) -> list[Source]:
+        """Return all there are, the newest run first."""
+        if self._is_all:
+            folders = [each for each in self._runs.glob("*") if not each.is_symlink()]
+            found = [each for each in folders if is_run(each)]
+            for path in sorted(found, key=lambda each: -each.stat().st_mtime)[:MAX_RUNS]:
+                if path.name not in self._known:
+                    self._known[path.name] = RunSource(path.resolve(), name=path.name)
+            gone = [name for name, each in self._known.items() if not each.path.exists()]
+            for name in gone:
+                del self._known[name]
+        return sorted(self._known.values(), key=_changed_at, reverse=True)
+
+    def get(self, name: str) -> Source:
+        """Return one by its name. Raises: KeyError."""
+        if name not in self._known:
+            self.look()
+        return self._known[name]
+
+
+def _changed_at(source: Source) -> float:
+    try:
+        path = source.path
+        return max(each.stat().st_mtime for each in (path, path / "metrics.jsonl") if each.exists())
+    except (OSError, ValueError):
+        return 0.0

@@ -1,0 +1,82 @@
+"""Token ids -> the text of each token, from a tokenizer.json, without loading a tokenizer."""
+
+import codecs
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from common.errors import ConfigError
+
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class TokenTexts:
+    """The texts of one vocabulary. A character of several tokens belongs to the last of them."""
+
+    _pieces: dict[int, str]
+
+    def __init__(self, path: Path) -> None:
+        """Read a tokenizer.json. Raises: ConfigError: it is missing, or none."""
+        try:
+            told: Any = json.loads(path.read_bytes())
+            vocab: Any = told["model"]["vocab"]
+            added: dict[int, str] = {t["id"]: t["content"] for t in told.get("added_tokens", [])}
+            if isinstance(vocab, list):  # of a unigram model: [piece, score] by number
+                listed = cast(list[tuple[str, float]], vocab)
+                self._pieces = {number: each[0] for number, each in enumerate(listed)}
+            else:
+                self._pieces = {number: piece for piece, number in vocab.items()}
+        except FileNotFoundError as error:
+            raise ConfigError(f"{path}: no such file") from error
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+            raise ConfigError(f"{path}: no tokenizer.json ({error!r:.80})") from error
+        shape = json.dumps([told.get("decoder"), told.get("pre_tokenizer")])
+        self._byte_of = _byte_alphabet() if '"ByteLevel"' in shape else None
+        self._known: dict[int, bytes] = {number: text.encode() for number, text in added.items()}
+
+    def texts(self, token_ids: Sequence[int]) -> list[str]:
+        """Return the text that each token adds, one after the other."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        texts = [decoder.decode(self._bytes(number)) for number in token_ids]
+        if texts and (rest := decoder.decode(b"", final=True)):
+            texts[-1] += rest
+        return texts
+
+    def _bytes(self, number: int) -> bytes:
+        found = self._known.get(number)
+        if found is None:
+            found = self._known[number] = self._make(number)
+        return found
+
+    def _make(self, number: int) -> bytes:
+        piece = self._pieces.get(number)
+        if piece is None:
+            return f"⟨{number}⟩".encode()
+        if self._byte_of is not None:
+            if all(c in self._byte_of for c in piece):
+                return bytes(self._byte_of[c] for c in piece)
+            return piece.encode("utf-8", "replace")
+        if byte := _BYTE.fullmatch(piece):
+            return bytes([int(byte[1], 16)])
+        return piece.replace("▁", " ").encode("utf-8", "replace")
+
+
+class Numbers:
+    """What stands for texts where there is no tokenizer: the ids themselves."""
+
+    def texts(self, token_ids: Sequence[int]) -> list[str]:
+        """Return each id in brackets."""
+        return [f"⟨{number}⟩" for number in token_ids]
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Return the byte that each character of a byte-level vocabulary stands for.
+
+    Printable bytes stand for themselves, the rest for the characters from 256 on.
+    Source: the byte-level BPE of GPT-2 (Radford et al. 2019).
+    """
+    own = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    rest = [byte for byte in range(256) if byte not in own]
+    return {chr(b): b for b in own} | {chr(256 + i): byte for i, byte in enumerate(rest)}

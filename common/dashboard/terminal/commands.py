@@ -1,0 +1,131 @@
+"""The commands `show` and `replay`: episodes as conversations, on a terminal or in a pipe."""
+
+import math
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from common.config.command_line import Request
+from common.dashboard.reading.query import KEYS
+from common.dashboard.reading.sources import Source, open_source
+from common.dashboard.words import plain
+from common.errors import ConfigError, WireError
+
+Say = Callable[[str], None]
+NUM_SHOWN = 5
+SHOW = "show RUN [--item ID] [--group ID] [--failed] [--best] [num=N] [FILTER=VALUE ...]"
+MARKS = {"prompt": "task", "observation": "env", "action": "agent"}
+DIM, BOLD, RESET = "\x1b[2m", "\x1b[1m", "\x1b[0m"
+SHADES = (196, 208, 220, 148, 40)  # of the 256 colours, from improbable to certain
+
+
+def show(request: Request, *, root: Path, say: Say) -> int:
+    """Print episodes that fit as conversations; return 1 if none does.
+
+    Raises: ConfigError: no such run, filter or number.
+    """
+    words = [word for word in request.overrides if "=" not in word]
+    options = dict(word.split("=", 1) for word in request.overrides if "=" in word)
+    if len(words) != 1:
+        raise ConfigError(f"run.py {SHOW}")
+    num = options.pop("num", str(NUM_SHOWN))
+    if not (num.isascii() and num.isdigit() and int(num) > 0):
+        raise ConfigError(f"num={num}: a number of episodes")
+    runs = root / options.pop("run.dir", "runs")
+    if unknown := sorted(options.keys() - set(KEYS)):
+        raise ConfigError(f"{unknown[0]}: no such filter, one of num, {', '.join(KEYS)}")
+    source = _read(words[0], runs, say)
+    found = source.page({**options, **request.filters}, start=0, num=int(num))
+    for row in found["rows"]:
+        for line in _conversation(source, row["id"], is_coloured=False):
+            say(line)
+        say("")
+    shown = len(found["rows"])
+    say(f"{shown} of {found['total']} episodes that fit, {source.rows.num} in all")
+    return 0 if shown else 1
+
+
+def replay(request: Request, *, root: Path, say: Say) -> int:
+    """Print one episode turn by turn, in colour on a terminal; return the exit code.
+
+    Raises: ConfigError: no such run or episode.
+    """
+    words = [word for word in request.overrides if not word.startswith("run.dir=")]
+    folder = [word for word in request.overrides if word.startswith("run.dir=")]
+    if len(words) != 2:
+        raise ConfigError("run.py replay RUN EPISODE")
+    runs = root / (folder[-1].partition("=")[2] if folder else "runs")
+    source = _read(words[0], runs, say)
+    if words[1] not in source.rows.row_of:
+        near = next((each for each in source.rows.ids if words[1] in each), "")
+        hint = f"; there is {near}" if near else f"; run.py show {words[0]} lists some"
+        raise ConfigError(f"{words[1]}: no such episode in {words[0]}{hint}")
+    is_coloured = sys.stdout.isatty()
+    for line in _conversation(source, words[1], is_coloured=is_coloured):
+        say(line)
+    return 0
+
+
+def _read(word: str, runs: Path, say: Say) -> Source:
+    """Return a source, read to its end; what is damaged is said."""
+    source = open_source(word, runs=runs)
+    while source.refresh(budget_s=1.0):
+        if sys.stderr.isatty():
+            print(f"\rreading {source.summary()['indexed']:.0%}", end="", file=sys.stderr)
+    source.refresh()
+    for problem in source.summary()["problems"]:
+        say(f"note: {plain(problem)}")
+    return source
+
+
+def _conversation(source: Source, episode_id: str, *, is_coloured: bool) -> Iterator[str]:
+    """Yield the lines of an episode: a head, then who said what."""
+    try:
+        episode = source.episode(episode_id)
+    except WireError as error:
+        yield f"{episode_id}: damaged: {error}"
+        return
+    yield _head(episode)
+    for segment in episode["segments"]:
+        name = MARKS[segment["kind"]]
+        turn = f" {segment['turn'] + 1}" if segment["kind"] != "prompt" else ""
+        note = ", no action that could be executed" if segment.get("invalid") else ""
+        note += _versions(segment)
+        text = _coloured(segment) if is_coloured else plain("".join(segment["texts"]))
+        title = f"--- {name}{turn}{note}"
+        yield f"{BOLD}{title}{RESET}" if is_coloured else title
+        dim = is_coloured and segment["kind"] != "action"
+        yield f"{DIM}{text.strip()}{RESET}" if dim else text.strip()
+
+
+def _head(episode: dict[str, Any]) -> str:
+    advantage = episode.get("advantage")
+    parts = [
+        f"=== {episode['id']}",
+        f"{episode['env']} {episode['item']}".strip(),
+        f"reward {episode['reward']:.3g}",
+        "" if advantage is None else f"advantage {advantage:+.3g}",
+        "solved" if episode["success"] else "not solved",
+        f"{episode['turns']} turns",
+        episode["end"] and f"ended: {episode['end']}",
+        episode["outcome"] + (f" ({episode['cause']})" if episode["cause"] else ""),
+    ]
+    return plain(" · ".join(part for part in parts if part))
+
+
+def _versions(segment: dict[str, Any]) -> str:
+    runs: list[list[int]] = segment.get("versions") or []
+    return f" (version {' -> '.join(str(version) for version, _ in runs)})" if runs else ""
+
+
+def _coloured(segment: dict[str, Any]) -> str:
+    """Return an action's tokens in the colours of their probabilities."""
+    if segment["kind"] != "action":
+        return plain("".join(segment["texts"]))
+    parts: list[str] = []
+    last = len(SHADES) - 1
+    for text, logprob in zip(segment["texts"], segment["logprobs"], strict=False):
+        shade = SHADES[round(min(1.0, math.exp(min(0.0, logprob))) * last)]
+        parts.append(f"\x1b[38;5;{shade}m{plain(text)}")
+    return "".join(parts) + RESET

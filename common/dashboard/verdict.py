@@ -1,0 +1,205 @@
+"""What limits a run, in one sentence, from what was measured: a pure function over its metrics.
+
+The learner waits for a batch, or it does not; the slots of the actors hold episodes, or they are
+empty. That makes four cases: a learner that never waits is the limit itself; one that waits while
+slots are empty is kept from work by the gate; one that waits while they are full waits for the
+environment or the engine, whichever the episodes spend more of their time in.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, cast
+
+MIN_STEPS = 3
+BUSY_FRAC = 0.15  # of the time that a learner may wait and still be the limit
+IDLE_FRAC = 0.40  # of the slots' time that is empty when the gate is the limit
+MIN_GAIN = 0.02  # of throughput: less is no advice
+RANKS_EFFICIENCY = 0.9  # of a second rank: gradients are summed, microbatches come out uneven
+
+
+class Bound(StrEnum):
+    """What a run is limited by."""
+
+    UNKNOWN = "unknown"
+    LEARNER = "learner"
+    ENGINE = "engine"
+    ENVIRONMENT = "environment"
+    GATE = "gate"
+    SYNC = "sync"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """A knob, and by how much the episodes per second would grow: 0.6 is +60 %."""
+
+    knob: str
+    gain: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waits:
+    """Means of one step, in seconds; fractions of its time."""
+
+    num_steps: int
+    period_s: float  # from one step to the next
+    wait_s: float  # of the learner for a batch
+    train_s: float  # forward, backward, update
+    slot_busy_frac: float  # of the actors' slots that hold an episode
+    engine_frac: float  # of the episodes' time: waiting for tokens
+    env_frac: float  # of the episodes' time: waiting for the environment
+    num_slots: float
+
+    @property
+    def wait_frac(self) -> float:
+        """Share of the time that the learner waits for a batch."""
+        return self.wait_s / self.period_s
+
+    @property
+    def busy_s(self) -> float:
+        """What a step takes of the learner beside waiting."""
+        return self.period_s - self.wait_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """The limit, a sentence about it with numbers, and what to turn, the best first."""
+
+    bound: Bound
+    sentence: str
+    advice: list[Advice] = field(default_factory=list[Advice])
+    waits: Waits | None = None
+
+
+def judge(
+    lines: Sequence[Mapping[str, float | None]],
+    config: Mapping[str, Any],
+    status: Mapping[str, Any] | None = None,
+) -> Verdict:
+    """Return what limits a run.
+
+    Args:
+        lines: of metrics.jsonl, consecutive steps, in order.
+        config: the run's, as a tree of maps; keys that are missing count as their defaults.
+        status: of the scheduler; its reason for a closed gate is quoted.
+    """
+    waits = measure(lines)
+    if waits is None:
+        text = (
+            f"too early to say what limits the run: {MIN_STEPS} steps with their waits are needed"
+        )
+        return Verdict(bound=Bound.UNKNOWN, sentence=text)
+    bound = bound_of(waits, is_sync=_get(config, "train", "mode", "async") == "sync")
+    advice = sorted(_advice(bound, waits, config), key=lambda each: -each.gain)
+    useful = [each for each in advice if each.gain >= MIN_GAIN]
+    gate = str((status or {}).get("gate") or "") if bound is Bound.GATE else ""
+    return Verdict(
+        bound=bound,
+        sentence=f"{_finding(bound, waits, gate)}; {_advice_text(useful)}",
+        advice=useful,
+        waits=waits,
+    )
+
+
+def measure(lines: Sequence[Mapping[str, float | None]]) -> Waits | None:
+    """Return the means over steps; None for too few, or none that say how long they waited."""
+    steps = [each for each in lines if _value(each, "wait/batch_s") is not None]
+    pairs = [
+        (now, dt)
+        for before, now in itertools.pairwise(steps)
+        if (dt := (_value(now, "time_s") or 0.0) - (_value(before, "time_s") or 0.0)) > 0
+    ]
+    if len(pairs) + 1 < MIN_STEPS:
+        return None
+    time_s = sum(dt for _, dt in pairs)
+    held = {"wall": 0.0, "generate": 0.0, "env": 0.0}
+    slot_s = 0.0
+    for now, dt in pairs:
+        num = _value(now, "episodes/arrived") or 0.0
+        for name in held:
+            held[name] += num * (_value(now, f"episodes/{name}_s_mean") or 0.0)
+        slot_s += dt * (_value(now, "actor/concurrency") or 0.0)
+    return Waits(
+        num_steps=len(pairs),
+        period_s=time_s / len(pairs),
+        wait_s=min(time_s, _total(pairs, "wait/batch_s")) / len(pairs),
+        train_s=_total(pairs, "train/step_s") / len(pairs),
+        slot_busy_frac=min(1.0, held["wall"] / slot_s) if slot_s else 1.0,
+        engine_frac=held["generate"] / held["wall"] if held["wall"] else 0.0,
+        env_frac=held["env"] / held["wall"] if held["wall"] else 0.0,
+        num_slots=slot_s / time_s,
+    )
+
+
+def bound_of(waits: Waits, *, is_sync: bool) -> Bound:
+    """Return the limit that the waits show."""
+    if waits.wait_frac <= BUSY_FRAC:
+        return Bound.LEARNER
+    if is_sync:
+        return Bound.SYNC
+    if 1.0 - waits.slot_busy_frac >= IDLE_FRAC:
+        return Bound.GATE
+    return Bound.ENVIRONMENT if waits.env_frac > waits.engine_frac else Bound.ENGINE
+
+
+def _advice(bound: Bound, waits: Waits, config: Mapping[str, Any]) -> list[Advice]:
+    """Return every knob with the gain that the measured waits allow at most."""
+    engines = int(_get(config, "actor", "num_actors", 1) or 1)
+    ranks = int(_get(config, "learner", "num_ranks", 1) or 1)
+    ahead = int(_get(config, "scheduler", "max_ahead_steps", 1) or 0)
+    filled_s = waits.period_s * waits.slot_busy_frac  # a step's episodes, if no slot were empty
+    more_ranks_s = waits.busy_s - waits.train_s * (1.0 - ranks / (ranks + 1) / RANKS_EFFICIENCY)
+    knobs = {
+        f"learner.num_ranks={ranks + 1}": max(
+            more_ranks_s, filled_s if bound is Bound.LEARNER else waits.period_s
+        )
+    }
+    fewer_s = max(waits.busy_s, waits.period_s * engines / (engines + 1))
+    knobs[f"actor.num_actors={engines + 1}"] = fewer_s if bound is Bound.ENGINE else waits.period_s
+    if bound is Bound.ENVIRONMENT:
+        slots = max(1, round(waits.num_slots / engines))
+        knobs[f"actor.max_concurrent={2 * slots}"] = max(waits.busy_s, waits.period_s / 2)
+    if bound is Bound.GATE:
+        knobs[f"scheduler.max_ahead_steps={ahead + 1}"] = max(waits.busy_s, filled_s)
+    if bound is Bound.SYNC:
+        knobs["train.mode=async"] = max(waits.busy_s, waits.wait_s)
+    return [Advice(knob=k, gain=waits.period_s / max(s, 1e-9) - 1.0) for k, s in knobs.items()]
+
+
+def _finding(bound: Bound, waits: Waits, gate: str) -> str:
+    step = f"of each {waits.period_s:.3g} s step"
+    busy, wait = f"{waits.busy_s:.3g} s", f"{waits.wait_s:.3g} s"
+    idle = 1.0 - waits.slot_busy_frac
+    if bound is Bound.LEARNER:
+        share = 1.0 - waits.wait_frac
+        return f"learner-bound {share:.0%}: it works {busy} {step}, {idle:.0%} of slots are empty"
+    waited = f"the learner waits {wait} {step}"
+    if bound is Bound.SYNC:
+        return f"synchronous: {waited} while episodes are played, and nobody plays while it trains"
+    if bound is Bound.GATE:
+        why = f" ({gate})" if gate else ""
+        return f"gate too tight: {waited} while {idle:.0%} of the actors' slots are empty{why}"
+    name = "environment" if bound is Bound.ENVIRONMENT else "engine"
+    share = waits.env_frac if bound is Bound.ENVIRONMENT else waits.engine_frac
+    return f"{name}-bound {share:.0%} of an episode's time: {waited}"
+
+
+def _advice_text(advice: Sequence[Advice]) -> str:
+    if not advice:
+        return "no single knob would bring more than 2 %"
+    return ", ".join(f"{each.knob} at most +{each.gain:.0%}" for each in advice)
+
+
+def _value(line: Mapping[str, float | None], name: str) -> float | None:
+    found = line.get(name)
+    return float(found) if isinstance(found, int | float) else None
+
+
+def _total(pairs: Sequence[tuple[Mapping[str, float | None], float]], name: str) -> float:
+    return sum(_value(line, name) or 0.0 for line, _ in pairs)
+
+
+def _get(config: Mapping[str, Any], section: str, key: str, default: Any) -> Any:
+    found = config.get(section)
+    return cast(dict[str, Any], found).get(key, default) if isinstance(found, dict) else default

@@ -1,0 +1,257 @@
+"""Laws of reading a run beside its writers."""
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from common.dashboard.reading.conversations import ConversationFile
+from common.dashboard.reading.episode import group_advantages
+from common.dashboard.reading.query import find, page
+from common.dashboard.reading.rows import FLOATS, INTS, NAMES, EpisodeRows
+from common.dashboard.reading.run_source import RunSource
+from common.dashboard.reading.sources import Sources, open_source
+from common.dashboard.reading.tokens import TokenTexts
+from common.errors import ConfigError, WireError
+from common.store.records import MAGIC
+from common.store.segments import pack
+from common.wire.codec import pack_record
+from tests.common.dashboard.runs import TOKENIZER, append, episode, make_run
+
+NUM_MANY = 100_000
+
+
+def read(root: Path) -> RunSource:
+    source = RunSource(root, name=root.name)
+    while source.refresh(budget_s=5.0):
+        pass
+    return source
+
+
+def names(source: RunSource, **wanted: str) -> list[str]:
+    return [row["id"] for row in source.page(wanted, start=0, num=1000)["rows"]]
+
+
+def test_run_that_grows_is_read_on_where_it_was_left(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "a", 4)
+    source = read(run_dir.root)
+    assert source.rows.num == 4
+    append(run_dir, episode(4), episode(5))
+    source.refresh()
+    assert source.rows.ids == [f"g{i // 4:07d}/{i % 4}" for i in range(6)]
+    assert names(source, outcome="filtered") == ["g0000001/1", "g0000001/0"]  # noted before
+
+
+def test_run_that_is_starting_is_shown_as_empty(tmp_path: Path) -> None:
+    (tmp_path / "a" / "journal").mkdir(parents=True)
+    source = read(tmp_path / "a")
+    assert (source.rows.num, source.problems(), source.state()) == (0, [], "stopped")
+    assert source.summary()["episodes"] == 0
+    assert source.verdict().bound == "unknown"
+
+
+def test_filter_finds_by_what_became_of_an_episode(tmp_path: Path) -> None:
+    source = read(make_run(tmp_path / "a").root)
+    assert sorted(names(source, outcome="trained")) == [f"g0000000/{i}" for i in range(4)]
+    assert sorted(names(source, outcome="filtered", cause="zero_variance", success="1")) == [
+        "g0000001/2"
+    ]
+    assert names(source, group="g0000002", sort="oldest", max_reward="0.5") == [
+        "g0000002/0",
+        "g0000002/2",
+        "g0000002/3",
+    ]
+    assert names(source, text="open-train-5") == ["g0000005/0"]
+    assert names(source, horizon="20", env="maze", min_reward="1")[-1] == "g0000006/0"
+    found = source.page({"outcome": "failed"}, start=0, num=10)
+    assert found["absent"] == [{"id": "g0000099/0", "outcome": "failed", "cause": "lease_expired"}]
+    assert source.page({}, start=0, num=1)["facets"]["outcome"]["in_flight"] == 32
+
+
+@pytest.mark.parametrize("wanted", [{"colour": "red"}, {"min_reward": "x"}, {"sort": "y"}])
+def test_filter_that_is_none_is_named(wanted: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wanted))):
+        find(EpisodeRows(), wanted)
+
+
+def test_episode_opens_with_versions_probabilities_and_advantage(tmp_path: Path) -> None:
+    source = read(make_run(tmp_path / "a").root)
+    found = source.episode("g0000000/0")
+    assert [s["kind"] for s in found["segments"]] == [
+        *("prompt", "action", "observation", "action")
+    ]
+    action = found["segments"][1]
+    assert action["versions"] == [[3, 1], [4, 1]]  # new weights in the middle of a turn
+    assert len(action["texts"]) == len(action["logprobs"]) == 2
+    # Members 0 and 3 of four are solved: 1 - (0 + 0 + 1) / 3.
+    assert found["advantage"] == pytest.approx(2 / 3)
+    assert found["trained_at"] == 1
+
+
+def test_group_says_where_its_members_first_differ(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "a", 0)
+    append(run_dir, episode(0), episode(1, text_ids=(5, 6, 7, 99, 9, 10, 11, 12)))
+    members = read(run_dir.root).group("g0000000")["members"]
+    assert members[0]["differs"] is None
+    assert (members[1]["differs"]["token"], members[1]["differs"]["turn"]) == (3, 0)
+    assert [m["advantage"] for m in members] == [1.0, -1.0]
+
+
+def test_advantage_is_that_of_the_learner() -> None:
+    from torch import tensor
+
+    from common.config.learning import Baseline
+    from learner.batch import advantage
+
+    rewards = [0.0, 0.5, 1.0, 1.0]
+    for baseline in Baseline:
+        for normalize in (False, True):
+            ours = group_advantages(rewards, baseline=baseline.value, normalize_std=normalize)
+            theirs = advantage.group_advantages(
+                tensor(rewards), baseline=baseline, normalize_std=normalize
+            )
+            assert ours == pytest.approx(theirs.tolist(), abs=1e-5)
+
+
+def test_damaged_journal_is_said_and_the_rest_is_shown(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "a", 8)
+    path = run_dir.journal / "000000.log"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    path.write_bytes(content)
+    with run_dir.steps.open("a") as steps, run_dir.metrics.open("a") as metrics:
+        steps.write("not json\n")
+        metrics.write("[1, 2]\n")
+    source = read(run_dir.root)
+    assert source.rows.num == 7
+    told = "\n".join(source.problems())
+    assert "000000.log at offset" in told
+    assert "steps.jsonl: line 2 is damaged" in told
+    assert "metrics.jsonl: line 13 is damaged" in told
+
+
+def test_episode_that_was_damaged_after_it_was_read_is_refused_by_name(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "a", 2)
+    source = read(run_dir.root)
+    path = run_dir.journal / "000000.log"
+    content = bytearray(path.read_bytes())
+    content[len(MAGIC) + 60] ^= 0xFF
+    path.write_bytes(content)
+    with pytest.raises(WireError, match=r"000000\.log at offset 0"):
+        source.episode("g0000000/0")
+
+
+def test_torn_tail_waits_and_is_read_when_it_is_whole(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "a", 3)
+    path = run_dir.journal / "000000.log"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-5])
+    source = read(run_dir.root)
+    assert (source.rows.num, source.index.problems) == (2, [])
+    path.write_bytes(whole)
+    source.refresh()
+    assert source.rows.num == 3
+
+
+def test_old_formats_are_shown_with_what_they_lack(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "a", 0)
+    (run_dir.journal / "000000.log").write_bytes(b"")
+    import struct
+    import zlib
+
+    packed = pack_record(episode(0))
+    record = struct.pack("<II", len(packed), zlib.crc32(packed)) + packed
+    (run_dir.journal / "000000.log").write_bytes(record)
+    run_dir.outcomes.unlink()
+    (run_dir.tokenizer / "tokenizer.json").unlink()
+    source = read(run_dir.root)
+    assert source.episode("g0000000/0")["segments"][0]["texts"] == ["⟨5⟩", "⟨6⟩"]
+    told = "\n".join(source.problems())
+    assert "outcomes.jsonl is missing, as in runs of older versions" in told
+    assert "tokens are shown by number" in told
+
+
+def test_packed_segment_is_read_and_opened(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "a", 3)
+    pack(run_dir.journal, 0)
+    source = read(run_dir.root)
+    assert source.rows.num == 3
+    assert source.episode("g0000000/2")["id"] == "g0000000/2"
+
+
+def test_file_of_conversations_is_a_source(tmp_path: Path) -> None:
+    path = tmp_path / "traj.json"
+    said = [{"from": "human", "value": "go"}, {"from": "gpt", "value": "<script>", "loss": True}]
+    records = [{"conversations": said, "item_id": f"babyai_{i}", "reward": i / 2} for i in range(3)]
+    path.write_text(json.dumps(records))
+    source = open_source(str(path), runs=tmp_path)
+    assert isinstance(source, ConversationFile)
+    source.refresh()
+    found = source.page({"env": "babyai", "sort": "best"}, start=0, num=2)
+    assert [row["item"] for row in found["rows"]] == ["babyai_2", "babyai_1"]
+    assert source.episode("2")["segments"][1]["texts"] == ["<script>"]
+
+
+def test_foreign_file_and_missing_run_are_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "foreign.bin").write_bytes(b"\x7fELF\0\n\1\2")
+    with pytest.raises(ConfigError, match="neither a run nor a file"):
+        open_source(str(tmp_path / "foreign.bin"), runs=tmp_path)
+    make_run(tmp_path / "alpha", 1)
+    with pytest.raises(ConfigError, match="there are alpha"):
+        open_source("beta", runs=tmp_path)
+
+
+def test_runs_that_appear_later_are_found(tmp_path: Path) -> None:
+    sources = Sources([], runs=tmp_path)
+    assert sources.look() == []
+    make_run(tmp_path / "late", 1)
+    assert [each.name for each in sources.look()] == ["late"]
+    assert sources.get("late").path == tmp_path / "late"
+
+
+def test_hundred_thousand_episodes_filter_within_300_ms() -> None:
+    rows = EpisodeRows()
+    values = dict.fromkeys(INTS, 1) | dict.fromkeys(FLOATS, 0.5) | dict.fromkeys(NAMES, "x")
+    for i in range(NUM_MANY):
+        own = {"item": f"item-{i % 997}", "group": f"g{i // 8}", "reward": (i % 100) / 100}
+        rows.add(f"g{i // 8}/{i % 8}", {**values, **own, "env": f"env{i % 7}"})
+    wanted = {"env": "env3", "min_reward": "0.5", "text": "item-12", "sort": "best"}
+    for each in (wanted, {}, {"text": "9"}, {"group": "g77"}):
+        seconds = min(_seconds(rows, each) for _ in range(3))
+        assert seconds < 0.3, each
+    found = find(rows, wanted)
+    rewards = rows.column("reward")[found]
+    assert found.size > 0
+    assert np.all(np.diff(rewards) <= 0)
+
+
+def _seconds(rows: EpisodeRows, wanted: dict[str, str]) -> float:
+    started = time.thread_time()
+    page(rows, wanted, start=0, num=100)
+    return time.thread_time() - started
+
+
+def test_texts_of_tokens_together_are_what_a_tokenizer_decodes() -> None:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(TOKENIZER))
+    for text in ("go to the red ball", "zażółć gęślą 🙂 שלום", "<script>\x1b[2J\0"):
+        ids = tokenizer.encode(text).ids
+        assert "".join(TokenTexts(TOKENIZER).texts(ids)) == text
+
+
+def test_episode_of_50_000_tokens_opens_within_150_ms(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "a", 0)
+    ids = [5 + i % 300 for i in range(50_000)]
+    append(run_dir, replace(episode(0, text_ids=ids), env="babyai"))
+    source = read(run_dir.root)
+    source.texts()
+    seconds: list[float] = []
+    for _ in range(3):
+        started = time.thread_time()
+        json.dumps(source.episode("g0000000/0"))
+        seconds.append(time.thread_time() - started)
+    assert min(seconds) < 0.15

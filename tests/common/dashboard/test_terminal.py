@@ -1,0 +1,80 @@
+"""Laws of `show`, `replay` and what `status` says below the state."""
+
+from pathlib import Path
+
+import pytest
+
+from common.config.command_line import parse
+from common.config.load import load_config
+from common.dashboard.run_state import details
+from common.dashboard.terminal.commands import replay, show
+from common.errors import ConfigError
+from common.repository import ROOT
+from tests.common.dashboard.runs import append, episode, make_run
+
+
+def said(tmp_path: Path, command: str, *words: str) -> tuple[int, str]:
+    lines: list[str] = []
+    request = parse([command, *words, f"run.dir={tmp_path}"], root=ROOT)
+    act = {"show": show, "replay": replay}[command]
+    code = act(request, root=ROOT, say=lines.append)
+    return code, "\n".join(lines)
+
+
+def test_show_prints_what_fits_as_conversations(tmp_path: Path) -> None:
+    make_run(tmp_path / "a")
+    code, text = said(tmp_path, "show", "a", "--failed", "--group", "g0000000")
+    assert code == 0
+    assert text.count("===") == 2
+    assert "=== g0000000/1 · babyai GoTo-train-0 · reward 0 · advantage -0.667" in text
+    assert "--- agent 1 (version 3 -> 4)" in text
+    assert "2 of 2 episodes that fit, 40 in all" in text
+    code, text = said(tmp_path, "show", "a", "--best", "num=1", "outcome=trained")
+    assert text.count("===") == 1
+    assert "reward 1" in text
+    assert said(tmp_path, "show", "a", "--item", "none")[0] == 1
+
+
+def test_replay_prints_one_episode(tmp_path: Path) -> None:
+    make_run(tmp_path / "a")
+    code, text = said(tmp_path, "replay", "a", "g0000003/2")
+    assert code == 0
+    assert text.startswith("=== g0000003/2 ")
+    assert "no action that could be executed" in text
+    with pytest.raises(ConfigError, match=r"g0000003/9: no such episode in a"):
+        said(tmp_path, "replay", "a", "g0000003/9")
+
+
+def test_what_is_printed_cannot_rewrite_the_terminal(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+
+    from tests.common.dashboard.runs import TOKENIZER
+
+    run_dir = make_run(tmp_path / "a", 0)
+    ids = Tokenizer.from_file(str(TOKENIZER)).encode("\x1b[2J\x07 \u202e abc \x9b31m").ids
+    append(run_dir, episode(0, text_ids=ids))
+    _, text = said(tmp_path, "replay", "a", "g0000000/0")
+    assert not {"\x1b", "\x07", "\u202e", "\x9b"} & set(text)
+
+
+@pytest.mark.parametrize("words", [(), ("a", "b"), ("a", "num=0"), ("a", "colour=red"), ("no",)])
+def test_show_names_what_is_wrong(tmp_path: Path, words: tuple[str, ...]) -> None:
+    make_run(tmp_path / "a", 1)
+    with pytest.raises(ConfigError):
+        said(tmp_path, "show", *words)
+
+
+def test_filters_are_for_show_alone() -> None:
+    with pytest.raises(ConfigError, match="show alone"):
+        parse(["status", "--failed"], root=ROOT)
+
+
+def test_status_names_a_run_without_its_key() -> None:
+    assert parse(["status", "mine"], root=ROOT).overrides == ["run.name=mine"]
+
+
+def test_status_tells_the_ledger_and_the_limit(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "a")
+    lines = details(load_config("smoke", [], root=ROOT), run_dir)
+    assert lines[0].startswith("episodes: issued 41 = trained 4 + filtered 4 + stale 0 + failed 1")
+    assert lines[-1].startswith("limit: ")
