@@ -5,6 +5,7 @@ No torch here: a dry run prints it quickly.
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 from common.config.compute import OptimizerKind
@@ -120,7 +121,8 @@ def _dead_in_algorithm(cfg: AlgorithmSection, learner: LearnerSection) -> Dead:
         yield from changed(f"{why} makes every ratio 1", "clip_low", "clip_high", "dual_clip")
     if proximal_in_use(cfg, learner) is Proximal.SAMPLER and not tis_at_sampler(cfg):
         why = f"policy_loss={cfg.policy_loss.value} bounds the ratio to the sampler itself"
-        if cfg.correction is Correction.TOKEN_TIS and cfg.kl_coef == 0:
+        is_never = not tis_at_sampler(replace(cfg, tis_cap=AlgorithmSection().tis_cap))
+        if cfg.correction is Correction.TOKEN_TIS and cfg.kl_coef == 0 and is_never:
             yield from changed(f"{why}, earlier", "tis_cap")
         if cfg.correction is Correction.NONE and cfg.kl_coef == 0:
             yield from changed(f"{why}, before token_tis would", "correction")

@@ -216,7 +216,7 @@ def test_an_episode_ends_before_a_turn_that_could_exceed_the_context() -> None:
 def test_the_last_observation_of_an_episode_that_is_cut_short_is_kept_for_a_critic(
     max_tokens: int, end: EndReason, num_turns: int, text: str
 ) -> None:
-    steps = [go_on(), go_on(), go_on(reward=0.5)]
+    steps: list[Any] = [go_on(), go_on(), go_on(reward=0.5)]
     turns = [TURNS[0], Turn([121, 0], [-1.0, -1.0], [5, 5]), TURNS[2]]
     got = play(Count(steps), turns=turns, keeps_last=True, max_tokens=max_tokens)
     assert (got.end_reason, got.num_turns) == (end, num_turns)

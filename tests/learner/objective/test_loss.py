@@ -215,9 +215,9 @@ def test_kl_to_the_reference_enters_with_its_coefficient() -> None:
 
 def test_kl_of_what_another_policy_sampled_is_weighted() -> None:
     cfg = AlgorithmSection(kl_coef=0.1, kl_estimator=KlEstimator.K2)
-    extra = {"reference_logprobs": torch.tensor([ANCHOR - 0.5] * 2)}
+    reference, stale = torch.tensor([ANCHOR - 0.5] * 2), torch.tensor([2.0, 0.5])
     loss, _, grad = loss_of(
-        [1.0, 1.0], [0.0] * 2, cfg=cfg, kl_weights=torch.tensor([2.0, 0.5]), **extra
+        [1.0, 1.0], [0.0] * 2, cfg=cfg, reference_logprobs=reference, kl_weights=stale
     )
     assert loss.item() == pytest.approx(0.1 * 2.5 * 0.125)
     assert grad.tolist() == pytest.approx([0.1, 0.025])

@@ -1,0 +1,193 @@
+"""Law: in every combination of settings a knob changes a gradient, or is named as doing nothing."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from common.config.learning import (
+    Advantage,
+    Aggregation,
+    AlgorithmSection,
+    Baseline,
+    Correction,
+    CreditLevel,
+    CriticSection,
+    KlEstimator,
+    LearnerSection,
+    PolicyLoss,
+    Proximal,
+    Timestep,
+)
+from learner.batch.batching import Sample, make_microbatches
+from learner.batch.credit import samples_of
+from learner.batch.critic_advantage import Scored, advantages_from_critic
+from learner.ingest.group_assembly import Group
+from learner.objective.correction import anchor_and_weights, kl_weights
+from learner.objective.dead_settings import dead_knobs
+from learner.objective.describe import proximal_in_use
+from learner.objective.loss import Denominator, LossInputs, policy_loss
+from tests.learner.builders import make_trajectory
+
+VERSION = 2
+# Log ratios to the sampler before the step, and how far an update moves an episode of a member.
+RATIOS = ([-0.1, 0.14, 0.4], [0.9, -0.4, 0.3], [0.12, -0.12])  # means by group and member
+SPREAD = {3: [-1.2, 0.0, 1.2], 4: [-1.2, 0.0, 0.05, 1.15], 5: [-1.2, -0.3, 0.0, 0.25, 1.25]}
+MOVES = [-0.1, 0.15, 0.3]
+
+
+def groups() -> list[Group]:
+    """Build groups of three, three and two episodes of one or two turns, at lags 0 to 2."""
+    built: list[Group] = []
+    for number in range(3):
+        members = []
+        for member in range(len(RATIOS[number])):
+            mask = [0, 1, 1, 0, 1, 1, 1][: 5 + member]
+            trajectory = make_trajectory(
+                [1] * len(mask), mask, logprobs=[-2.5] * sum(mask), group_id=f"g{number}"
+            )
+            reward = [[0.1, 0.5, 0.25], [0.2, 1.0, 0.5], [0.9, 0.1]][number][member]
+            num_turns = 1 if member == 1 else 2
+            versions = np.array([-1, 2, 1, -1, 0, 2, 1][: len(mask)], dtype=np.int32)
+            members.append(
+                replace(
+                    trajectory,
+                    member=member,
+                    env=f"env{number % 2}",
+                    num_turns=num_turns,
+                    reward=reward,
+                    turn_scores=np.array([reward / 3, reward][-num_turns:], dtype=np.float32),
+                    invalid_turns=np.array([member == 0, member == 2][:num_turns]),
+                    num_invalid_actions=int(member != 1),
+                    turn_ids=np.array([0, 0, 0, 1, 1, 1, 1][: len(mask)], dtype=np.int32)
+                    * (num_turns - 1),
+                    versions=versions,
+                )
+            )
+        built.append(Group(group_id=f"g{number}", members=members))
+    return built
+
+
+GROUPS = groups()
+MEMBERS = [member for group in GROUPS for member in group.members]
+
+
+def policy(index: int, num_updates: int) -> Tensor:
+    """Return [tokens] nats of an episode under the policy after so many updates of the batch."""
+    group, member = divmod(index, 3)
+    spread = torch.tensor(SPREAD[3 + member])
+    moved = num_updates * (MOVES[member] + 0.2 * spread)
+    return -2.5 + RATIOS[group][member] + spread - spread.mean() + moved
+
+
+def samples(algorithm: AlgorithmSection, learner: LearnerSection) -> list[Sample]:
+    found = samples_of(GROUPS, algorithm)
+    if algorithm.advantage is not Advantage.PPO:
+        return found
+    num_tokens = sum(sample.num_sampled_tokens for sample in found)
+    scored = Scored(
+        values=np.linspace(-0.2, 0.9, num_tokens, dtype=np.float32),
+        end_values=np.zeros(len(found), dtype=np.float32),
+        logprobs=torch.cat([policy(i, 0) for i in range(len(found))]).numpy(),
+    )
+    return advantages_from_critic(found, scored, algorithm, learner.critic)
+
+
+def gradient(algorithm: AlgorithmSection, learner: LearnerSection) -> Tensor:
+    """Return the gradients of all updates of a batch by the log-probabilities of its tokens."""
+    batch, proximal = samples(algorithm, learner), proximal_in_use(algorithm, learner)
+    found: list[Tensor] = []
+    for update in range(learner.ppo_epochs * learner.num_minibatches):
+        part = update % learner.num_minibatches
+        indices = [i for i in range(len(batch)) if i % learner.num_minibatches == part]
+        (micro,) = make_microbatches(batch, indices, max_tokens=999, device="cpu")
+        order = micro.sample_indices
+        new = torch.cat([policy(i, update) for i in order]).requires_grad_()
+        first = 0 if proximal is Proximal.RECOMPUTED else part  # the update when it was scored
+        seen = torch.cat([policy(i, first) for i in order])
+        anchor, weights = anchor_and_weights(
+            new, seen, micro, algorithm, proximal=proximal, version=VERSION
+        )
+        inputs = LossInputs(
+            new_logprobs=new,
+            anchor_logprobs=anchor,
+            sampler_logprobs=micro.sampler_logprobs,
+            advantages=micro.advantages,
+            is_weights=weights,
+            sequence_ids=micro.sequence_ids,
+            num_sequences=micro.num_sequences,
+            entropy=-0.5 * new,
+            reference_logprobs=torch.cat([policy(i, 0) - 0.3 * (i + 1) for i in order]),
+            kl_weights=kl_weights(new, micro, algorithm),
+        )
+        sizes = Denominator(num_tokens=len(new), num_sequences=len(order))
+        policy_loss(inputs, sizes, algorithm)[0].backward()
+        assert new.grad is not None
+        found.append(new.grad)
+    return torch.cat(found)
+
+
+TURN = CreditLevel.TURN
+GEOMETRIC = {"correction": Correction.GEOMETRIC, "geometric_low": 0.6, "geometric_high": 3.5}
+CONTEXTS: list[dict[str, Any]] = [
+    *({"advantage": kind} for kind in Advantage),
+    *({"policy_loss": kind} for kind in PolicyLoss),
+    *({"aggregation": kind} for kind in Aggregation),
+    *({"proximal": kind} for kind in Proximal),
+    *({"correction": kind} for kind in Correction if kind is not Correction.GEOMETRIC),
+    *(GEOMETRIC, {"negative_mask_delta": 0.2}),
+    *({"normalize_std": True}, {"normalize_per_env": True}, {"reward_level": TURN}),
+    *({"invalid_action_penalty": 0.4}, {"turn_discount": 0.7}, {"dual_clip": 0.0}),
+    *({"dual_clip": 1.5}, {"tis_cap": 1.1}, {"kl_coef": 0.1}, {"drift_coef": 0.1}),
+    {"invalid_action_penalty": 0.4, "invalid_action_level": TURN},
+    *({"ppo_epochs": 2}, {"num_minibatches": 2}, {"timestep": Timestep.TOKEN}),
+]
+PROBES: list[tuple[str, Any]] = [
+    ("baseline", Baseline.GROUP_MEAN),
+    *(("normalize_std", True), ("normalize_per_env", True), ("constant_tokens", 100)),
+    *(("turn_discount", 0.5), ("invalid_action_penalty", 0.3), ("invalid_action_level", TURN)),
+    *(("clip_low", 0.05), ("clip_high", 0.05), ("dual_clip", 1.2), ("dppo_delta", 0.01)),
+    *(("correction", Correction.NONE), ("tis_cap", 0.7), ("tis_cap", 4.0)),
+    *(("mask_low", 0.8), ("mask_high", 1.5), ("geometric_low", 0.7), ("geometric_high", 1.3)),
+    *(("negative_mask_delta", 0.05), ("kl_coef", 0.2), ("kl_estimator", KlEstimator.K2)),
+    *(("drift_coef", 0.2), ("entropy_coef", 0.2)),
+]
+OF_LEARNER = ("ppo_epochs", "num_minibatches")
+
+
+def configured(settings: dict[str, Any]) -> tuple[AlgorithmSection, LearnerSection]:
+    critic = CriticSection(timestep=settings.get("timestep", Timestep.TURN))
+    learner = {name: settings[name] for name in OF_LEARNER if name in settings}
+    others = {k: v for k, v in settings.items() if k not in (*OF_LEARNER, "timestep")}
+    return AlgorithmSection(**others), LearnerSection(critic=critic, **learner)
+
+
+def contexts(seed: int) -> Iterator[dict[str, Any]]:
+    """Yield every setting alone and a draw of the pairs that do not contradict each other."""
+    yield from CONTEXTS
+    pairs = [one | other for one, other in combinations(CONTEXTS, 2) if not one.keys() & other]
+    yield from random.Random(seed).sample(pairs, 50)
+
+
+@pytest.mark.slow
+def test_every_knob_changes_a_gradient_or_is_named_in_pairs_and_triples_of_settings() -> None:
+    wrong: list[str] = []
+    for context in contexts(seed=0):
+        before = gradient(*configured(context))
+        for name, value in PROBES:
+            if name in context:
+                continue
+            changed = configured(context | {name: value})
+            is_named = any(line.startswith(f"algorithm.{name}=") for line in dead_knobs(*changed))
+            after = gradient(*changed)
+            is_same = after.allclose(before, rtol=1e-5, atol=1e-7)
+            if is_same != is_named:
+                what = "does nothing and is not named" if is_same else "is named and does something"
+                wrong.append(f"{name}={value} {what} in {context}")
+    assert wrong == []
