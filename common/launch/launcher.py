@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 import select
 import signal
 import socket
@@ -27,6 +28,7 @@ logger = logging.getLogger(__name__)
 MAX_BACKOFF_S = 30.0
 RESTART_WINDOW_S = 600.0  # in which restarts are counted
 CALM_S = 30.0  # a role that ran so long starts again without delay
+AT_ONCE_FRAC = 0.1  # of the first backoff, in which a role's last descendants are gone
 
 
 class Launcher:
@@ -104,7 +106,8 @@ class Launcher:
             ending = self._end_stall()
             if ending is not None:
                 return ending
-            self._await_event(self._on_poll_every_s)
+            next_s = min((role.starts_in_s for role in self._roles), default=math.inf)
+            self._await_event(min(self._on_poll_every_s, next_s))
         number = self._signals[0]
         return Ending(exit_code=128 + number, reason=f"stopped by {signal.Signals(number).name}")
 
@@ -209,7 +212,7 @@ class _Role:
         self.process: RoleProcess | None = None
         self._starter = starter
         self._first_backoff_s = first_backoff_s
-        self._backoff_s = first_backoff_s
+        self._backoff_s = AT_ONCE_FRAC * first_backoff_s
         self._start_again_at = 0.0
         self._restarts: deque[float] = deque()
 
@@ -217,6 +220,11 @@ class _Role:
     def is_running(self) -> bool:
         """Whether there is a process that has not ended."""
         return self.process is not None and self.process.poll() is None
+
+    @property
+    def starts_in_s(self) -> float:
+        """Seconds until it is to be started again; infinite while it has a process."""
+        return math.inf if self.process else max(0.0, self._start_again_at - time.monotonic())
 
     def start(self) -> None:
         """Start the process."""
@@ -265,9 +273,9 @@ class _Role:
     def _plan_restart(self, ended: RoleProcess, code: int) -> None:
         now = time.monotonic()
         if ended.started_at is not None and time.time() - ended.started_at > CALM_S:
-            self._backoff_s = self._first_backoff_s
+            self._backoff_s = AT_ONCE_FRAC * self._first_backoff_s
         wait_s = max(self._backoff_s, self.spec.quiet_exit_grace_s if code == 0 else 0.0)
-        self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)
+        self._backoff_s = min(max(self._first_backoff_s, 2 * self._backoff_s), MAX_BACKOFF_S)
         self._restarts.append(now)
         self._start_again_at = now + wait_s
         logger.log(  # exit code 0: most often the run is over, and the learner is about to end too

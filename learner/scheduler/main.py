@@ -29,7 +29,7 @@ from learner.scheduler.evaluation.eval_stream import eval_lines
 from learner.scheduler.evaluation.phases import Phase
 from learner.scheduler.event_log import EventLog
 from learner.scheduler.members.enrolment import Enrolments
-from learner.scheduler.members.hubs import Entrance, StoppedEarly
+from learner.scheduler.members.hubs import Entrance, StoppedEarly, greet_known
 from learner.scheduler.members.registry import Registry
 
 logger = logging.getLogger(__name__)
@@ -66,6 +66,7 @@ class Serving:
     registry: Registry
     enrolments: Enrolments
     disk: DiskWait
+    hub_token: str  # of the run's own hubs
     names: dict[bytes, str] = field(default_factory=dict)  # of senders, once they said it
     is_changed: bool = True  # since the last save
     save_at: float = 0.0  # the next
@@ -118,7 +119,7 @@ def _serve(
         save(parts)
         write_reports(parts)
     finally:
-        for hub in parts.registry.hub_senders:
+        for hub in filter(None, parts.registry.hub_senders):
             parts.router.send(hub, HubNoted(is_finished=parts.core.phase is Phase.DONE))
         parts.log.close()
         parts.router.close()
@@ -140,6 +141,7 @@ def build(
     logger.info("other machines join: actor --join HOST:%d --key %s", router.port, key_path)
     registry, enrolments = Registry(cfg.scheduler.dead_after_s), Enrolments(cfg, run_dir.keys)
     entrance = Entrance(cfg=cfg, router=router, registry=registry, enrolments=enrolments)
+    greet_known(registry, (log.load() or {}).get("hubs", []), token=keys.hub_token)
     token = cfg.envhub.token or keys.hub_token
     catalogue = entrance.wait_for_catalogue(token=token, stop=stop)
     clock = LoopClock(time.monotonic())
@@ -156,6 +158,7 @@ def build(
         registry=registry,
         enrolments=enrolments,
         disk=disk,
+        hub_token=keys.hub_token,
     )
     came_meanwhile = disk.write(lambda: log.save(state_of(parts)), log.path)
     core.mark_saved()
@@ -293,7 +296,8 @@ def name_of(parts: Serving, received: Received) -> str:
 def state_of(parts: Serving) -> dict[str, Any]:
     """Return what a scheduler that is started again begins with."""
     snapshot = parts.core.snapshot(with_volatile=True)
-    return {"core": snapshot, "time_s": parts.clock.now, "port": parts.router.port}
+    state = {"core": snapshot, "time_s": parts.clock.now, "port": parts.router.port}
+    return state | {"hubs": parts.registry.saved_hubs(parts.hub_token)}
 
 
 def save(parts: Serving) -> None:

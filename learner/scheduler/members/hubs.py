@@ -1,14 +1,16 @@
 """The hubs of a run: before anything can be chosen, somebody must serve the tasks."""
 
+import logging
 import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from common.config.run_config import RunConfig
-from common.errors import EnvError
+from common.errors import ConfigError, EnvError
 from common.wire.addresses import LOOPBACK, SAME_MACHINE, host_of, with_host
-from common.wire.join_messages import HubPlace
+from common.wire.join_messages import HubHello, HubPlace
 from common.wire.sockets import Received, Router
 from learner.scheduler.curriculum.catalogue import (
     Catalogue,
@@ -20,6 +22,8 @@ from learner.scheduler.members.enrolment import Enrolments
 from learner.scheduler.members.registry import Registry
 
 POLL_S = 0.1
+ANSWER_S = 0.5  # of a hub that was there before
+logger = logging.getLogger(__name__)
 
 
 class StoppedEarly(Exception):
@@ -68,7 +72,8 @@ class Entrance:
             self._receive()
             for place in self.registry.directory.hubs:
                 if place.url not in known:
-                    known[place.url] = _catalogue_of(place, deadline - time.monotonic())
+                    left_s = max(1.0, deadline - time.monotonic())
+                    known[place.url] = _catalogue_of(place, left_s)
         catalogue = _union(known.values())
         validate_tasks(self.cfg.tasks, catalogue)
         return catalogue
@@ -92,10 +97,29 @@ class Entrance:
                 self.early.append(received)
 
 
+def greet_known(registry: Registry, saved: list[dict[str, Any]], *, token: str) -> None:
+    """Take the hubs that the scheduler before knew for here, if they answer at once.
+
+    Else they are waited for, as at the start of a run: they say hello every second or so.
+
+    Args:
+        saved: `Registry.saved_hubs` of that scheduler.
+    """
+    for each in saved:
+        place = HubPlace(url=each["url"], token=token, envs=each["envs"])
+        try:
+            _catalogue_of(place, ANSWER_S)
+        except (EnvError, ConfigError) as error:
+            logger.info("hub not back yet name=%s: %s", each["name"], error)
+            continue
+        hello = HubHello(name=each["name"], incarnation=each["incarnation"], place=place)
+        registry.hear_hub(hello, b"", time.monotonic())
+
+
 def _catalogue_of(place: HubPlace, timeout_s: float) -> Catalogue:
     """Return what a hub serves; one on this machine is told of by "*"."""
     url = with_host(place.url, LOOPBACK) if host_of(place.url) == SAME_MACHINE else place.url
-    return fetch_catalogue(url, token=place.token, timeout_s=max(1.0, timeout_s))
+    return fetch_catalogue(url, token=place.token, timeout_s=timeout_s)
 
 
 def _union(catalogues: Iterable[Catalogue]) -> Catalogue:

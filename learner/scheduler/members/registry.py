@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import dataclass, field
+from typing import Any
 
 from common.wire.join_messages import Directory, HubGoodbye, HubHello, HubNoted, HubPlace
 from common.wire.messages import Heartbeat, Hello
@@ -89,6 +90,19 @@ class Registry:
     def hub_senders(self) -> list[bytes]:
         """The ROUTER identities of the hubs that are there."""
         return [hub.sender for hub in self._hubs.values()]
+
+    def saved_hubs(self, token: str) -> list[dict[str, Any]]:
+        """Return the hubs that have the run's own token, without it, for the next scheduler."""
+        hellos = [hub.hello for hub in self._hubs.values() if hub.hello.place.token == token]
+        return [
+            {
+                "name": hello.name,
+                "incarnation": hello.incarnation,
+                "url": hello.place.url,
+                "envs": hello.place.envs,
+            }
+            for hello in hellos
+        ]
 
     def _forget(self, name: str, reason: str) -> None:
         logger.warning("hub gone name=%s reason=%s", name, reason)

@@ -311,3 +311,22 @@ def test_roles_listen_where_other_nodes_reach_them_unless_the_config_says_where(
     hosts = (told.scheduler.host, told.learner.host, told.envhub.host)
     assert hosts == ("10.0.0.1", "10.1.0.7", "10.0.0.1")
     assert reachable_at(cfg, "127.0.0.1") == cfg  # all roles are on this machine
+
+
+def test_a_role_that_dies_once_is_started_at_once_and_one_that_does_not_stop_dying_later(
+    tmp_path: Path,
+) -> None:
+    began = time.monotonic()
+    path = tmp_path / "starts"
+    code = (
+        f"import time; open({str(path)!r}, 'a').write(f'{{time.monotonic()}} ')\n"
+        "raise SystemExit(3)"
+    )
+    with start_here() as starter:
+        launcher = Launcher(starter, stop_timeout_s=lambda: 1.0, first_backoff_s=1.0)
+        spec = role(tmp_path, "learner", code, ends_run=True, max_restarts=2)
+        assert launcher.run([spec], on_poll=lambda _: None).exit_code == 1
+    first, second, third = map(float, path.read_text().split())
+    assert second - first < 0.9
+    assert third - second >= 1.0
+    assert first >= began

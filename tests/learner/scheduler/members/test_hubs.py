@@ -1,5 +1,6 @@
 """Laws of a run whose hubs join: a real scheduler, real hub registrations, real sockets."""
 
+import json
 import threading
 import time
 from dataclasses import replace
@@ -9,11 +10,14 @@ import pytest
 
 from common.errors import ConfigError, EnvError
 from common.store.run_dir import RunDir
+from common.wire.join_messages import HubHello, HubPlace
 from common.wire.messages import Outcomes, Rejected, Welcome
 from common.wire.security import create_keys, own_keys, read_join_key
 from learner.scheduler.bench.suite import serve_catalogue
 from learner.scheduler.curriculum.catalogue import Catalogue
 from learner.scheduler.main import serve
+from learner.scheduler.members.hubs import greet_known
+from learner.scheduler.members.registry import Registry
 from tests.configs import edited
 from tests.learner.scheduler.builders import CATALOGUE, done_of, hello_of, make_config
 from tests.learner.scheduler.members.scheduler_rig import WAIT_S, ask, running
@@ -74,6 +78,29 @@ def test_a_run_begins_when_its_hubs_together_serve_every_task_and_goes_on_withou
             told = run.ask_directory()
         assert [place.url for place in told.hubs] == [a]
         hubs[0].stop(timeout_s=WAIT_S)
+
+
+def test_a_restarted_scheduler_takes_its_own_hub_at_once_if_that_answers() -> None:
+    with serve_catalogue(of("maze")) as url:
+        first, second = Registry(dead_after_s=9.0), Registry(dead_after_s=9.0)
+        for name, where, token in (
+            ("here", url, "t"),
+            ("gone", "http://127.0.0.1:9", "t"),
+            ("joined", url, "of its own"),
+        ):
+            place = HubPlace(url=where, token=token, envs=["maze"])
+            first.hear_hub(HubHello(name=name, incarnation="1", place=place), b"x", 0.0)
+        saved = json.loads(json.dumps(first.saved_hubs("t")))
+        assert "token" not in json.dumps(saved)
+        began = time.monotonic()
+        greet_known(second, saved, token="t")
+        assert time.monotonic() - began < 2.0
+        known = [(place.url, place.token) for place in second.directory.hubs]
+        assert known == [(url, "t")]
+        number = second.directory.number
+        place = HubPlace(url=url, token="t", envs=["maze"])
+        second.hear_hub(HubHello(name="here", incarnation="1", place=place), b"x", 0.0)
+        assert second.directory.number == number  # nobody is told anew
 
 
 def test_a_hub_that_never_comes_is_an_error_that_names_the_tasks(tmp_path: Path) -> None:
