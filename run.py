@@ -168,6 +168,7 @@ STANDALONE: dict[str, Callable[[Request], int]] = {
     "doctor": Later("common.checks.doctor:doctor").given(
         missing_for=missing_for, examine_environments=Later("envhub.command:examine_environments")
     ),
+    "recompute": Later("learner.recompute.command:recompute").given(say=print),
     "journal": Later("common.store.journal_command:journal").given(say=print),
     "show": Later("common.dashboard.terminal.commands:show").given(say=print),
     "replay": Later("common.dashboard.terminal.commands:replay").given(say=print),

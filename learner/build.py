@@ -2,6 +2,7 @@
 
 import os
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,9 @@ from learner.ingest.report_log import ReportLog
 from learner.ingest.scheduler_client import SchedulerClient
 from learner.policy.model import pick_device, vocabulary_size
 from learner.policy.timing import settle_ways
+from learner.recompute.checksums import ChecksumLog, start_of
 from learner.recovery.resume import last_logged, readopt, repeat_steps, steps_since
-from learner.recovery.step_log import StepLog
+from learner.recovery.step_log import LoggedStep, StepLog
 from learner.training.bad_batch import dump_batch
 from learner.training.build import load_start, make_trainer
 from learner.training.checkpoint import Checkpoints, newest_checkpoint
@@ -62,9 +64,20 @@ class Learner:
     journal: JournalWriter
     upkeep: Upkeep
     step_log: StepLog
+    checksums: ChecksumLog
     metrics: MetricsWriter
     version: int  # at which the run stands
     is_after_skip: bool = False  # the last batch was too far off: the next one must be fresh
+
+    def write_down(self, step: LoggedStep, *, check: Callable[[], object]) -> None:
+        """Log a batch that was decided on, and the digests of what became of it.
+
+        Args:
+            check: as in `StepLog.append`.
+        """
+        self.step_log.append(step, check=check)
+        assert self.trainer.digests is not None  # of this batch
+        self.checksums.log(step, self.trainer.digests, check=check)
 
     def shut_down(self) -> None:
         """Stop accepting, drain, close; each part in bounded time."""
@@ -73,6 +86,7 @@ class Learner:
         self.rank_workers.stop()
         self.upkeep.stop()
         self.step_log.close()
+        self.checksums.close()
         self.journal.close()
         self.metrics.close()
 
@@ -88,7 +102,9 @@ def build(cfg: RunConfig, run_dir: RunDir) -> Learner:
     model, model_path = load_start(cfg, folder, pick_device(cfg.learner.device))
     tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
     gate = Gate(timeout_s=cfg.learner.publish_timeout_s)
-    trainer, version = _trainer(cfg, run_dir, model, folder, rank_workers, gate)
+    settled = _settled(cfg, run_dir, model, rank_workers)
+    trainer, version = _trainer(settled, run_dir, model, folder, rank_workers, gate)
+    checksums = _checksums(settled, run_dir, trainer, version)
     journal = _journal(cfg, run_dir)
     start = load_replay_point(run_dir.replay_point, version=version)
     step_log = StepLog(run_dir.steps, start=start.steps_offset)
@@ -96,16 +112,12 @@ def build(cfg: RunConfig, run_dir: RunDir) -> Learner:
     version = steps[-1].version if steps else version
     resumed_at = last_logged(run_dir, version)
     metrics = MetricsWriter(run_dir, [WandbSink(run_dir, cfg)], resumed_at_step=resumed_at)
-    repeat_steps(cfg.algorithm, run_dir, trainer, steps, start=start, metrics=metrics)
+    repeat_steps(
+        cfg.algorithm, run_dir, trainer, steps, start=start, metrics=metrics, checksums=checksums
+    )
     index = JournalIndex(end=journal.position, closed_below=start.closed_below)
     reports = ReportLog()
-    groups = GroupAssembly(
-        cfg.groups,
-        cfg.algorithm,
-        has_signal=lambda members: group_has_signal(members, cfg.algorithm),
-        is_lockstep=cfg.train.mode is TrainMode.SYNC,
-    )
-    buffer = TrajectoryBuffer(groups, index, reports, version=version)
+    buffer = TrajectoryBuffer(_group_assembly(cfg), index, reports, version=version)
     readopt(buffer, run_dir, start)
     publisher = _publisher(cfg, run_dir, keys, gate)
     router = Router(keys, host=cfg.learner.host, port=cfg.learner.port)
@@ -133,10 +145,27 @@ def build(cfg: RunConfig, run_dir: RunDir) -> Learner:
         journal=journal,
         upkeep=Upkeep(run_dir.journal, cfg.journal),
         step_log=step_log,
+        checksums=checksums,
         metrics=metrics,
         version=version,
         is_after_skip=bool(steps) and steps[-1].is_skipped,
     )
+
+
+def _group_assembly(cfg: RunConfig) -> GroupAssembly:
+    return GroupAssembly(
+        cfg.groups,
+        cfg.algorithm,
+        has_signal=lambda members: group_has_signal(members, cfg.algorithm),
+        is_lockstep=cfg.train.mode is TrainMode.SYNC,
+    )
+
+
+def _checksums(cfg: RunConfig, run_dir: RunDir, trainer: Trainer, version: int) -> ChecksumLog:
+    """Return the log of a start; `cfg` has nothing left open of how the learner computes."""
+    checksums = ChecksumLog(run_dir.checksums, version=version)
+    checksums.begin(start_of(cfg, run_dir, trainer, version=version))
+    return checksums
 
 
 def _journal(cfg: RunConfig, run_dir: RunDir) -> JournalWriter:
@@ -155,6 +184,22 @@ def _admission(cfg: RunConfig, index: JournalIndex, model: PreTrainedModel) -> A
     )
 
 
+def _settled(
+    cfg: RunConfig, run_dir: RunDir, model: PreTrainedModel, rank_workers: RankWorkers
+) -> RunConfig:
+    """Return the configuration with how the learner computes, once all ranks have loaded."""
+    rank_workers.wait_loaded()  # before anything is timed
+    learner = settle_ways(
+        cfg.learner,
+        model,
+        run_dir.precision,
+        is_repeatable=cfg.train.mode is TrainMode.SYNC,
+        max_seq_tokens=cfg.actor.max_model_len,
+        num_cores=_spare_cores(cfg),
+    )
+    return replace(cfg, learner=learner)
+
+
 def _trainer(
     cfg: RunConfig,
     run_dir: RunDir,
@@ -164,23 +209,13 @@ def _trainer(
     gate: Gate,
 ) -> tuple[Trainer, int]:
     """Return the trainer of all ranks, and the version at which it stands."""
-    rank_workers.wait_loaded()  # before anything is timed
-    is_repeatable = cfg.train.mode is TrainMode.SYNC
-    learner = settle_ways(
-        cfg.learner,
-        model,
-        run_dir.precision,
-        is_repeatable=is_repeatable,
-        max_seq_tokens=cfg.actor.max_model_len,
-        num_cores=_spare_cores(cfg),
-    )
     if pick_device(cfg.learner.device).type == "cpu":
-        torch.set_num_threads(learner.num_threads)
+        torch.set_num_threads(cfg.learner.num_threads)
     return make_trainer(
-        replace(cfg, learner=learner),
+        cfg,
         model,
         checkpoint,
-        ranks=rank_workers.join(learner),
+        ranks=rank_workers.join(cfg.learner),
         announce=rank_workers.announce,
         on_bad_batch=lambda version, samples: dump_batch(run_dir.root, version, samples),
         before_update=gate.close,

@@ -231,7 +231,7 @@ class Loop:
             is_skipped=is_skipped,
             number=learner.trainer.num_batches,
         )
-        learner.step_log.append(step, check=self._check_disk)
+        learner.write_down(step, check=self._check_disk)
         self.version, self._is_after_skip = step.version, is_skipped
         learner.buffer.mark_trained(batch.groups, step=step.consumed_by)
 

@@ -47,11 +47,12 @@ class Request:
     overrides: list[str]  # of `help`: the topics
     is_dry: bool
     suite: str | None
-    json: str | None  # of bench: where its figures go; None: runs/bench/SUITE.json
+    json: str | None  # where figures go; None: runs/bench/SUITE.json, RUN/recompute.json
     join: str | None = None  # HOST:PORT of a scheduler
     key: str | None = None  # file that lets this machine in
     probe: str | None = None  # of status: live or ready
     filters: dict[str, str] = field(default_factory=dict[str, str])  # of show, by its keys
+    steps: str | None = None  # of recompute: a:b
 
 
 class _Parser(argparse.ArgumentParser):
@@ -78,8 +79,10 @@ def parse(argv: Sequence[str], *, root: Path) -> Request:
         _print_and_exit(command_help(command) if is_named else parser.format_help())
     if (asked.suite is None) == (command == "bench"):
         raise ConfigError(f"--suite: bench needs it and nothing else has it, one of {SUITES}")
-    if asked.json is not None and command != "bench":
-        raise ConfigError("--json: bench alone has it")
+    if asked.json is not None and command not in ("bench", "recompute"):
+        raise ConfigError("--json: bench and recompute alone have it")
+    if asked.steps is not None and command != "recompute":
+        raise ConfigError("--steps: recompute alone has it")
     if asked.probe is not None and command != "status":
         raise ConfigError("--probe: status alone has it")
     if command == "status" and words and "=" not in words[0]:
@@ -105,6 +108,7 @@ def parse(argv: Sequence[str], *, root: Path) -> Request:
         key=asked.key,
         probe=asked.probe,
         filters=filters,
+        steps=asked.steps,
     )
 
 
@@ -124,6 +128,7 @@ def command_help(name: str) -> str:
         "show": "RUN [--item ID] [--group ID] [--failed] [--best] [num=N] [FILTER=VALUE ...]",
         "replay": "RUN EPISODE",
         "status": "[RUN] [--config NAME|FILE] [key=value ...]",
+        "recompute": "RUN [--steps a:b] [--json FILE] [--dry-run] [key=value ...]",
         "journal": "RUN list|verify|export|prune [to=FILE] [keep_gb=N] [keep_days=N]",
     }.get(name, "[--config NAME|FILE] [--dry-run] [key=value ...]")
     lines = [f"usage: run.py {name} {arguments}", "", f"  {command.text}"]
@@ -187,7 +192,8 @@ def _make_parser(root: Path) -> _Parser:
     parser.add_argument("--failed", action="store_true", help="of show: what was not solved")
     parser.add_argument("--best", action="store_true", help="of show: the highest rewards first")
     parser.add_argument("--suite", metavar="NAME", help=f"of bench: {SUITES}")
+    parser.add_argument("--steps", metavar="A:B", help="of recompute: which, both included")
     parser.add_argument(
-        "--json", metavar="FILE", help="of bench: for its figures (runs/bench/SUITE.json)"
+        "--json", metavar="FILE", help="of bench and recompute: where their figures go"
     )
     return parser

@@ -5,7 +5,7 @@ All of it works while the run goes on.
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,12 @@ from typing import Any
 import numpy as np
 
 from common.config.command_line import Request
-from common.errors import ConfigError, WireError
+from common.errors import ConfigError
 from common.store.journal import read_journal
 from common.store.records import PACKED_SUFFIX
 from common.store.run_dir import RunDir, read_json
-from common.store.segments import list_segments, load_pruned, open_segment, synced_end
+from common.store.segments import list_segments, load_pruned, read_around_damage, synced_end
 from common.store.upkeep import DAY_S, GB, Limits, prune_old
-from common.wire.messages import Trajectory
 
 Say = Callable[[str], None]
 USAGE = "journal RUN list|verify|export|prune [to=FILE] [keep_gb=N] [keep_days=N]"
@@ -86,7 +85,7 @@ def _verify(run_dir: RunDir, _: dict[str, str], say: Say) -> int:
     problems += [f"segment {number} is missing" for number in missing]
     for number in numbers:
         count = 0
-        for found in _messages(run_dir, number, is_last=number == numbers[-1]):
+        for found in read_around_damage(run_dir.journal, number, is_last=number == numbers[-1]):
             if isinstance(found, str):
                 problems.append(found)
                 continue
@@ -101,34 +100,6 @@ def _verify(run_dir: RunDir, _: dict[str, str], say: Say) -> int:
         say(f"damaged: {problem}")
     say(f"{num_episodes} episodes in {len(numbers)} segments, {len(problems) or 'no'} problems")
     return 1 if problems else 0
-
-
-def _messages(run_dir: RunDir, number: int, *, is_last: bool) -> Iterator[Trajectory | str]:
-    """Yield what a segment holds, and in words what of it is damaged."""
-    synced, offset = synced_end(run_dir.journal), 0
-    try:
-        segment = open_segment(run_dir.journal, number)
-        if segment is None:
-            return  # pruned meanwhile
-        with segment:
-            while True:
-                try:
-                    record = segment.record_at(offset)
-                    if record is not None:
-                        yield segment.message(record, offset)
-                        offset = record.end
-                        continue
-                except WireError as error:
-                    yield str(error)
-                following = segment.next_whole(offset)
-                if following is None:
-                    break
-                offset = following
-            is_acknowledged = (number, offset) < (synced.segment, synced.offset)
-            if (offset < segment.size and not is_last) or (is_acknowledged and is_last):
-                yield f"{segment.path} from offset {offset} on: nothing whole, up to {segment.size}"
-    except WireError as error:
-        yield str(error)
 
 
 def _consumed(run_dir: RunDir) -> dict[str, int | None]:

@@ -40,6 +40,7 @@ class RunDir:
     precision = _Below("precision.json")  # in which the learner computes
     checkpoints = _Below("checkpoints")
     metrics = _Below("metrics.jsonl")  # one line per step
+    checksums = _Below("checksums.jsonl")  # of each step's stages and weights
     logs = _Below("logs")  # <role>.log
     ledger = _Below("ledger.json")
     selection = _Below("selection.json")  # who was dropped

@@ -7,13 +7,14 @@ import shutil
 import struct
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from common.errors import WireError
 from common.store.records import PACKED_SUFFIX, Segment
 from common.store.run_dir import read_json, sync_folder, write_atomically
+from common.wire.messages import Trajectory
 
 _SYNCED = struct.Struct("<QQ")
 _PRUNED = "pruned.json"
@@ -92,6 +93,40 @@ def synced_end(folder: Path) -> JournalPosition:
         return JOURNAL_START
     segment, offset = _SYNCED.unpack(body)
     return JournalPosition(segment=segment, offset=offset)
+
+
+def read_around_damage(
+    folder: Path, number: int, *, is_last: bool, offset: int = 0
+) -> Iterator[Trajectory | str]:
+    """Yield what a segment holds from an offset on, and in words what of it is damaged.
+
+    Args:
+        is_last: of the journal: its tail may be torn, or in the middle of being written.
+    """
+    synced = synced_end(folder)
+    try:
+        segment = open_segment(folder, number)
+        if segment is None:
+            return  # pruned meanwhile
+        with segment:
+            while True:
+                try:
+                    record = segment.record_at(offset)
+                    if record is not None:
+                        yield segment.message(record, offset)
+                        offset = record.end
+                        continue
+                except WireError as error:
+                    yield str(error)
+                following = segment.next_whole(offset)
+                if following is None:
+                    break
+                offset = following
+            is_acknowledged = (number, offset) < (synced.segment, synced.offset)
+            if (offset < segment.size and not is_last) or (is_acknowledged and is_last):
+                yield f"{segment.path} from offset {offset} on: nothing whole, up to {segment.size}"
+    except WireError as error:
+        yield str(error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

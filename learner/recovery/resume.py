@@ -1,6 +1,7 @@
 """Takes a learner back to where a previous one stopped, from step log and journal."""
 
 import logging
+from collections.abc import Mapping
 
 from common.config.learning import AlgorithmSection
 from common.errors import ConfigError, LongstrideError
@@ -13,8 +14,9 @@ from learner.batch.credit import samples_of
 from learner.ingest.buffer import TrajectoryBuffer
 from learner.ingest.group_assembly import Group
 from learner.ingest.replay_point import ReplayPoint
+from learner.recompute.checksums import ChecksumLog
 from learner.recovery.step_log import REMEDY, LoggedStep, read_steps
-from learner.training.trainer import Trainer
+from learner.training.trainer import StepResult, Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -76,28 +78,44 @@ def repeat_steps(
     *,
     start: ReplayPoint,
     metrics: MetricsWriter,
+    checksums: ChecksumLog | None = None,
 ) -> None:
     """Train again on the logged batches of steps that no checkpoint has; skip again what was.
 
     A step whose metrics were not written any more gets a line with what training alone tells.
+    `checksums`, if given, says if a batch is not what it was the first time.
 
     Raises:
         LongstrideError: the journal does not hold an episode that is needed.
     """
     episodes = _episodes_of(steps, run_dir, start)
     for step in steps:
-        groups = [
-            Group(group_id=split_episode_id(ids[0])[0], members=[episodes[name] for name in ids])
-            for ids in step.groups
-        ]
-        samples = samples_of(groups, algorithm)
+        result = redo(trainer, step, groups_of(step, episodes), algorithm)
+        if checksums is not None and trainer.digests is not None:
+            checksums.log(step, trainer.digests, is_repeated=True)
         if step.is_skipped:
-            trainer.train_on(samples, version=step.version, must_skip=True)
             continue
-        measured = trainer.train_on(samples, version=step.version - 1, must_train=True).metrics
         if step.version > metrics.last_step:
-            metrics.log(step.version, measured)
-        logger.info("repeated step=%d groups=%d", step.version, len(groups))
+            metrics.log(step.version, result.metrics)
+        logger.info("repeated step=%d groups=%d", step.version, len(step.groups))
+
+
+def groups_of(step: LoggedStep, episodes: Mapping[str, Trajectory]) -> list[Group]:
+    """Return the groups of a logged batch, in its order."""
+    return [
+        Group(group_id=split_episode_id(ids[0])[0], members=[episodes[name] for name in ids])
+        for ids in step.groups
+    ]
+
+
+def redo(
+    trainer: Trainer, step: LoggedStep, groups: list[Group], algorithm: AlgorithmSection
+) -> StepResult:
+    """Train on a logged batch as it was decided then: skip it again if it was skipped."""
+    samples = samples_of(groups, algorithm)
+    if step.is_skipped:
+        return trainer.train_on(samples, version=step.version, must_skip=True)
+    return trainer.train_on(samples, version=step.version - 1, must_train=True)
 
 
 def readopt(buffer: TrajectoryBuffer, run_dir: RunDir, start: ReplayPoint) -> None:

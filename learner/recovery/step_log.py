@@ -57,7 +57,7 @@ class StepLog:
         self._file = AppendFile(path)
         self._lines: deque[tuple[int, int, int]] = deque()  # offset, version, highest group number
         try:
-            self._file.truncate(_whole_bytes(path))
+            self._file.truncate(whole_bytes(path))
             for step in read_steps(path, start=start):
                 self._note(step, step.offset)
         except ConfigError:
@@ -151,7 +151,7 @@ def _parse(plain: dict[str, Any], offset: int) -> LoggedStep:
     )
 
 
-def _whole_bytes(path: Path) -> int:
+def whole_bytes(path: Path) -> int:
     """Return how long the file is without what follows its last newline."""
     size = path.stat().st_size
     with path.open("rb") as handle:

@@ -53,6 +53,11 @@ def newest_checkpoint(root: Path) -> Path | None:
     return newest
 
 
+def complete_checkpoints(root: Path) -> list[tuple[int, Path]]:
+    """Return (version, folder) of the complete checkpoints, oldest first."""
+    return [(_age(path)[0], path) for path in _complete(root)]
+
+
 def _complete(root: Path) -> list[Path]:
     """Return the complete checkpoints, oldest first by number."""
     ours = [path for path in root.iterdir() if _NAME.fullmatch(path.name)] if root.exists() else []

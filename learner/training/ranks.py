@@ -19,7 +19,7 @@ SAVE_TIMEOUT = timedelta(minutes=30)  # until all must have written their parts 
 class Order(NamedTuple):
     """What all ranks do next, told by rank 0."""
 
-    kind: str  # "train", "score" or "save", see `Trainer`
+    kind: str  # "train", "score", "save" or "checksums", see `Trainer`
     version: int = 0
     must_train: bool = False
     must_skip: bool = False

@@ -20,6 +20,7 @@ from learner.objective.correction import Overlap
 from learner.policy.finite import TrainingDiverged, WeightsNotFinite, is_finite
 from learner.policy.forward import Networks
 from learner.policy.model import published_tensors, whole
+from learner.recompute.digests import Digester, StepDigests
 from learner.training.controller import Controller, Decision
 from learner.training.optimizer import lr_scale, make_critic_optimizer, make_optimizer
 from learner.training.ranks import Order, Ranks
@@ -87,6 +88,9 @@ class Trainer:
         if self._critic is not None and self._critic_optimizer is not None:
             self._modules["critic"] = self._critic
             self._optimizers += self._critic_optimizer.optimizers
+        self._digester = Digester(self._ranks, self._modules)
+        self.digests: StepDigests | None = None  # of the last batch
+        self._frozen = [each for each in (networks.policy, networks.reference) if each is not None]
         self._writer = StateWriter(self._ranks)
         self._generator = torch.Generator().manual_seed(settings.seed)
         self._num_bad_steps_in_a_row = 0
@@ -103,6 +107,12 @@ class Trainer:
         self._tell(lambda: Order("score", payload=json.dumps(token_ids).encode()))
         with self._ranks.in_touch("scoring"):
             return self._gradients.passes.score_sequences(token_ids)
+
+    def checksums(self) -> tuple[str, str]:
+        """Return the checksums of the weights that are trained, and of those that are not."""
+        self._tell(lambda: Order("checksums"))
+        with self._ranks.in_touch("a checksum"):
+            return self._digester.standing(self._frozen)
 
     def live_weights(self, *, ask: Callable[[bytes], object] | None = None) -> LiveWeights:
         """Return the policy's tensors as they are published, tied ones once, in the engine's dtype.
@@ -132,6 +142,8 @@ class Trainer:
                 self.score(json.loads(order.payload))
             case "save":
                 self.save(Path(order.payload.decode()))
+            case "checksums":
+                self.checksums()
             case _:
                 raise ValueError(f"no such order: {order.kind!r}")
 
@@ -176,11 +188,14 @@ class Trainer:
     def _train(
         self, samples: list[Sample], version: int, decide: Callable[..., Decision], started_s: float
     ) -> StepResult:
+        self._digester.begin(samples)
         batch = self._gradients.prepare(samples, version)
         decision: Decision | None = None
         overlap = Overlap(math.nan, math.nan)
         updates: list[Update] = []
-        for part in self._minibatches(batch):
+        parts = self._minibatches(batch)
+        self._digester.prepared(batch.samples, parts)
+        for part in parts:
             self._zero_grad()
             gradient = self._gradients.accumulate(batch, part)
             batch = batch.with_scored(gradient.logprobs)
@@ -195,6 +210,7 @@ class Trainer:
         assert decision is not None  # there is at least one minibatch
         self.num_batches += 1
         self._count_bad(updates, batch)
+        self.digests = self._digester.finish(f"{decision} {self._controller.state_dict()}")
         metrics = self._metrics(batch, updates, decision, time.perf_counter() - started_s)
         metrics |= {f"offpolicy/{k}": v for k, v in overlap._asdict().items() if math.isfinite(v)}
         return StepResult(metrics=metrics, decision=decision)
@@ -212,6 +228,7 @@ class Trainer:
         """Make one optimizer update, at the scheduled rate times `scale`."""
         self._optimizer.set_lr_scale(lr_scale(version, self._num_steps, self._cfg) * scale)
         sums = dict(gradient.sums)
+        self._digester.gradient()
         self._before_update()  # the norm is all ranks' work: none of them passes this one
         grad_norm = self._clip(self._model)
         is_good = math.isfinite(sums.pop("loss")) and math.isfinite(grad_norm)

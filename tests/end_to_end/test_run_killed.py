@@ -4,12 +4,14 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from common.store.journal import read_journal
-from tests.end_to_end.runs import Run, balances
+from tests.end_to_end.runs import REPOSITORY, Run, balances
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -37,3 +39,7 @@ def test_learner_killed_late_reads_only_what_is_not_settled(tmp_path: Path) -> N
     steps = [json.loads(text) for text in logged.splitlines()]
     trained = [name for step in steps for group in step["groups"] for name in group]
     assert len(set(trained)) == len(trained) == run.read("ledger.json")["trained"]
+    argv = [sys.executable, "run.py", "recompute", str(run.root)]
+    again = subprocess.run(argv, cwd=REPOSITORY, capture_output=True, text=True, timeout=200)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "equal: all 19 checksums of weights, versions 0 to 18" in again.stdout

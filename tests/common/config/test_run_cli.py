@@ -129,7 +129,7 @@ def children_cpu_s() -> float:
             "envhub.url=http://127.0.0.1:9: no answer",
         ),
         (["sft", "sft.output=configs/policies/tiny"], "give sft.overwrite=true"),
-        (["train", "--json", "figures.json"], "--json: bench alone has it"),
+        (["train", "--json", "figures.json"], "--json: bench and recompute alone have it"),
         (["bench", "--suite", "tail", "--json", "run.py/a"], "--json=run.py/a: no file can be"),
         (["bench", "--suite", "nosuch"], f"--suite=nosuch: one of {SUITES}"),
         (["doctor", "model.path=a", "model.path=b"], "model.path is given twice"),

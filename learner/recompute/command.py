@@ -1,0 +1,216 @@
+"""The command `recompute`: a run's learner once more, from what the run has kept."""
+
+import json
+import resource
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from common.config.command_line import Request
+from common.config.load import git_revision
+from common.errors import ConfigError
+from common.log import configure_logging
+from common.store.run_dir import RunDir, write_json
+from learner.objective.dead_settings import summary_lines
+from learner.policy.model import pick_device
+from learner.recompute.counterfactual import Recorded, header, split_options
+from learner.recompute.digests import first_difference
+from learner.recompute.machine import differences, machine_facts
+from learner.recompute.plan import EpisodesMissing, Plan, episodes_of, make_plan
+from learner.recompute.rebuild import Only, Rebuilt, Recomputation, Redone
+
+Say = Callable[[str], None]
+USAGE = "recompute RUN [--steps a:b] [--json FILE] [key=value ...]"
+SAY_EVERY_S = 30.0
+
+
+def recompute(request: Request, *, root: Path, say: Say) -> int:
+    """Compute a run again; return the exit code: 1 if a step differs, or cannot be read.
+
+    Raises: ConfigError: no such run or steps, what was pruned, or an override that changes nothing.
+    """
+    words = [word for word in request.overrides if not word.startswith("run.dir=")]
+    if not words or "=" in words[0] or request.config is not None:
+        raise ConfigError(f"run.py {USAGE}")
+    given = next((w for w in request.overrides if w.startswith("run.dir=")), "run.dir=runs")
+    own = root / given.removeprefix("run.dir=") / words[0]
+    run_dir = RunDir(root=own if own.exists() else Path(words[0]))
+    if not run_dir.root.is_dir():
+        raise ConfigError(f"{words[0]}: no run is there ({own})")
+    configure_logging("recompute", "WARNING")
+    overrides, only = split_options(words[1:])
+    plan = make_plan(run_dir, request.steps)
+    num_skipped = sum(step.is_skipped for step in plan.steps)
+    say(
+        f"{run_dir.root.name}: steps {plan.first} to {plan.last} from {plan.origin} (step"
+        f" {plan.version}) on, {len(plan.steps)} batches, {num_skipped} of them skipped, computed"
+        f" by {len({id(plan.start_of(step)) for step in plan.steps})} starts of the learner"
+    )
+    path = Path(request.json or run_dir.root / "recompute.json")
+    if overrides or only != Only():
+        return _Counterfactual(plan, overrides, only, say).run(path, is_dry=request.is_dry)
+    with Recomputation(plan, [], is_counterfactual=False) as again:
+        return 0 if request.is_dry else _Check(plan, say).run(again, path)
+
+
+class _Check:
+    """Compares what is computed again with what the run has noted, batch by batch."""
+
+    def __init__(self, plan: Plan, say: Say) -> None:
+        self._plan = plan
+        self._say = say
+        self._num_equal = self._num_unknown = 0
+        self.problem = ""
+        self.step: int | None = None  # that differs first
+        self._said_at = time.monotonic()
+
+    def run(self, again: Recomputation, path: Path) -> int:
+        """Do all of the plan, or up to the first step that differs; return the exit code."""
+        episodes = episodes_of(self._plan)
+        try:
+            self.begin(again.begin())
+            if not self.problem:
+                for redone in again.run(episodes, Only(), has_scores=False):
+                    if not self.take(redone):
+                        break
+        except EpisodesMissing as error:
+            self.step, self.problem = error.step.version, f"batch: {error}"
+        self.finish(episodes.damage)
+        found: dict[str, Any] = {
+            "first": self._plan.first,
+            "last": self._plan.last,
+            "equal_checksums": self._num_equal,
+            "without_checksum": self._num_unknown,
+            "first_difference": {"step": self.step, "what": self.problem} if self.problem else None,
+            "cpu_s": _cpu_s(),
+            "learner_cpu_s": self._plan.record.learner_cpu_s(),
+        }
+        write_json(path, found)
+        return 1 if self.problem else 0
+
+    def begin(self, rebuilt: Rebuilt) -> None:
+        """Say what is not as it was, and check the weights to begin with."""
+        plan = self._plan
+        start = plan.start_of(plan.steps[0])
+        now = machine_facts(pick_device(rebuilt.cfg.learner.device))
+        for line in differences(start.machine, now):
+            self._say(f"another machine, numbers may be rounded otherwise: {line}")
+        code = git_revision()
+        if start.code != code:
+            self._say(f"other code: was {start.code or 'not told'}, is {code or 'not told'}")
+        weights, frozen = rebuilt.trainer.checksums()
+        known = {each.version: each for each in plan.record.starts}.get(plan.version)
+        lines = plan.record.lines.items()
+        noted = [line for (version, _), line in lines if version == plan.version]
+        expected = known.weights if known else noted[-1].digests.weights if noted else weights
+        is_alike = known is not None or self._has_ranks_of(noted[-1:], rebuilt)
+        if is_alike and weights != expected:
+            self.step = plan.version
+            where = rebuilt.cfg.model.path if plan.checkpoint is None else plan.checkpoint
+            self.problem = f"weights: those of {where} are not what the run had"
+        elif known is not None and frozen != known.frozen:
+            self.step, where = plan.version, rebuilt.cfg.model.path
+            self.problem = f"weights: what is not trained ({where}, or the reference) is another"
+        self._num_equal += is_alike and not self.problem
+
+    def _has_ranks_of(self, noted: list[Any], rebuilt: Rebuilt) -> bool:
+        """Return whether checksums, which go over each rank's part, can be compared."""
+        num_ranks = rebuilt.cfg.learner.num_ranks
+        starts = self._plan.record.starts
+        return any(
+            starts[line.start].settings["learner"]["num_ranks"] == num_ranks for line in noted
+        )
+
+    def take(self, redone: Redone) -> bool:
+        """Compare one batch; return whether to go on."""
+        step = redone.step
+        line = self._plan.record.lines.get((step.version, step.number))
+        if line is None or redone.digests is None:
+            self._num_unknown += 1
+            return True
+        names = [name for ids in step.groups for name in ids]
+        self.problem = first_difference(line.digests, redone.digests, names)
+        if self.problem:
+            self.step = step.version
+            return False
+        self._num_equal += not step.is_skipped
+        if time.monotonic() - self._said_at > SAY_EVERY_S:
+            self._said_at = time.monotonic()
+            self._say(f"step {step.version}: equal so far")
+        return True
+
+    def finish(self, damage: list[str]) -> None:
+        """Say how it went."""
+        if self.problem:
+            self._say(f"step {self.step} differs: {self.problem}")
+            return
+        for text in damage[:3]:
+            self._say(f"damaged, and none of these steps consumed it: {text}")
+        if self._num_unknown:
+            self._say(f"{self._num_unknown} batches have no checksum (not written, or not yet)")
+        learner_s = self._plan.record.learner_cpu_s()
+        self._say(
+            f"equal: all {self._num_equal} checksums of weights, versions {self._plan.version} to"
+            f" {self._plan.last}; {_cpu_s():.1f} CPU-seconds, the learner's own all in all"
+            f" {learner_s:.1f}"
+        )
+
+
+class _Counterfactual:
+    """The run's learner once more, then another one on the same data."""
+
+    def __init__(self, plan: Plan, overrides: list[str], only: Only, say: Say) -> None:
+        self._plan = plan
+        self._overrides = overrides
+        self._only = only
+        self._say = say
+
+    def run(self, path: Path, *, is_dry: bool) -> int:
+        """Print the table and write it as JSON; return the exit code."""
+        plan, say = self._plan, self._say
+        with Recomputation(plan, self._overrides, is_counterfactual=True) as other:
+            for line in summary_lines(other.cfg.algorithm, other.cfg.learner):
+                say(line)
+            if is_dry:
+                return 0
+            recorded = Recorded()
+            try:
+                if problem := self._compute_recorded(recorded):
+                    say(f"the recorded learner is not computed again bit for bit: {problem}")
+                say(header())
+                rows: list[dict[str, Any]] = []
+                batches = other.run(episodes_of(plan), self._only, has_scores=True)
+                for row in recorded.compare(batches, first=plan.first):
+                    say(row.text())
+                    rows.append(row.plain)
+            except EpisodesMissing as error:
+                say(f"step {error.step.version} cannot be computed: {error}")
+                return 1
+            finally:
+                recorded.close()
+        if rows and all(row["policy"] == "recorded" for row in rows) and len(rows) > 1:
+            say("the overrides change nothing on this data")
+        only = asdict(self._only) | {"dropped": sorted(self._only.dropped)}
+        found = {"overrides": self._overrides, "only": only, "origin": plan.origin, "rows": rows}
+        path.write_text(json.dumps(found, indent=2) + "\n")
+        say(f"as JSON: {path}")
+        return 0
+
+    def _compute_recorded(self, recorded: Recorded) -> str:
+        """Fill in what the run's own learner made of the batches; return where it differs."""
+        check = _Check(self._plan, self._say)
+        problem = ""
+        with Recomputation(self._plan, [], is_counterfactual=False) as again:
+            check.begin(again.begin())
+            for redone in again.run(episodes_of(self._plan), self._only, has_scores=True):
+                recorded.add(redone)
+                if not check.problem and not check.take(redone):
+                    problem = f"step {check.step}: {check.problem}"
+        return problem or check.problem
+
+
+def _cpu_s() -> float:
+    """Return the CPU-seconds of this process and of the ranks that have ended."""
+    return time.process_time() + sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])

@@ -1,0 +1,172 @@
+"""What a learner with other settings would have done with the same data."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from tempfile import TemporaryFile
+from typing import IO, Any
+
+import numpy as np
+import torch
+
+from common.config.keys import dotted
+from common.errors import ConfigError
+from common.wire.messages import EndReason
+from learner.objective.correction import ratio_statistics
+from learner.recompute.rebuild import Only, Redone
+from learner.training.trainer import TrainingDiverged
+
+_OTHER_ROLES = ("horizon", "curriculum", "groups", "tasks", "mixture", "scheduler", "actor")
+_NO_LEARNING = {  # of `learner`: what moves data, weights and checkpoints about
+    *("host", "port", "advertise", "num_gpus", "rank_timeout_s", "max_lag_steps"),
+    *("hold_back_steps", "batch_timeout_s", "publish_timeout_s", "publish_bucket_mb"),
+    *("publish_parts", "weights_transport", "max_canary_delta", "max_canary_alarms"),
+    *("checkpoint_every_steps", "checkpoint_every_s", "keep_checkpoints"),
+}
+_HINT = "algorithm.* and what of learner.* is about training can be changed"
+_COLUMNS = (("loss", "loss/policy"), ("grad_norm", "train/grad_norm"), ("lr", "train/lr"))
+
+
+def split_options(words: Sequence[str]) -> tuple[list[str], Only]:
+    """Return the overrides among key=value words, and which episodes are trained on.
+
+    Raises: ConfigError: a key that changes nothing of what is computed again.
+    """
+    overrides: list[str] = []
+    only: dict[str, Any] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        name = dotted(key.strip())
+        if not equals:
+            raise ConfigError(f"{word}: neither the only run nor key=value")
+        if name == "horizon":
+            only["horizons"] = _horizons(word, value)
+        elif name == "drop":
+            only["dropped"] = _ends(word, value)
+        else:
+            _check_key(name, word)
+            overrides.append(word)
+    return overrides, Only(**only)
+
+
+def _check_key(name: str, word: str) -> None:
+    section, _, rest = name.partition(".")
+    is_about_training = rest.partition(".")[0] not in _NO_LEARNING
+    if name == "algorithm.filter_zero_variance":
+        why = "it decides which groups become batches, and those are recorded"
+    elif section == "algorithm" or (name.startswith("learner.") and is_about_training):
+        return
+    elif section in _OTHER_ROLES:
+        why = "it decides how episodes are played and batched, and those are recorded"
+        why += "; horizon=a:b takes those of a to b turns at most" * (section == "horizon")
+    else:
+        why = "it changes nothing of what the recorded batches teach"
+    raise ConfigError(f"{word}: {why}; {_HINT}")
+
+
+def _horizons(word: str, value: str) -> tuple[int, int]:
+    low, colon, high = value.partition(":")
+    if not (colon and low.isdigit() and high.isdigit() and int(low) <= int(high)):
+        raise ConfigError(f"{word}: expects a:b, least and most turns that episodes may have had")
+    return int(low), int(high)
+
+
+def _ends(word: str, value: str) -> frozenset[EndReason]:
+    try:
+        return frozenset(EndReason(each) for each in value.split(","))
+    except ValueError as error:
+        known = ", ".join(each.value for each in EndReason if not each.is_infrastructure_failure)
+        raise ConfigError(f"{word}: expects ends of episodes, with commas, of {known}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One batch as both have met it."""
+
+    plain: dict[str, Any]  # for JSON
+
+    def text(self) -> str:
+        """Return it as a line of the table."""
+        p = self.plain
+        numbers = [
+            _number(p[side].get(name)) for _, name in _COLUMNS for side in ("metrics", "recorded")
+        ]
+        shown = [_number(p["ess_frac"]), _number(p["kl"]), *numbers]
+        cells = "".join(f"{each:>10}" for each in shown)
+        return f"{p['step']:>6} {p['policy']:<14}{cells}  {p['note']}".rstrip()
+
+
+def header() -> str:
+    """Return the head of the table."""
+    names = ["ess", "kl", *(n for name, _ in _COLUMNS for n in (name, "recorded"))]
+    return f"{'step':>6} {'policy':<14}" + "".join(f"{name:>10}" for name in names)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None or not math.isfinite(value) else f"{value:.4g}"
+
+
+class Recorded:
+    """What the recorded learner made of each batch; the log-probabilities lie in a file."""
+
+    def __init__(self) -> None:
+        self._rows: list[Redone] = []
+        self._file: IO[bytes] = TemporaryFile()  # noqa: SIM115 - `close` does
+
+    def add(self, redone: Redone) -> None:
+        """Take a batch, with its log-probabilities."""
+        assert redone.logprobs is not None
+        np.save(self._file, redone.logprobs, allow_pickle=False)
+        bare = Redone(step=redone.step, result=redone.result, digests=redone.digests)
+        self._rows.append(bare)
+
+    def compare(self, others: Iterator[Redone], *, first: int) -> Iterator[Row]:
+        """Yield a row for each batch from step `first` on, as the other learner meets it."""
+        self._file.seek(0)
+        is_same = True  # the weights, before the batch
+        for recorded in self._rows:
+            logprobs = np.load(self._file, allow_pickle=False)
+            try:
+                other = next(others)
+            except TrainingDiverged as error:
+                yield Row(_plain(recorded, None, {}, is_same=is_same) | {"note": f"ended: {error}"})
+                return
+            found = _distance(other.logprobs, logprobs)
+            row = Row(_plain(recorded, other, found, is_same=is_same))
+            if other.digests is not None and recorded.digests is not None:
+                is_same = is_same and other.digests.weights == recorded.digests.weights
+            if recorded.step.consumed_by >= first:
+                yield row
+
+    def close(self) -> None:
+        """Remove the file."""
+        self._file.close()
+
+
+def _distance(ours: np.ndarray | None, theirs: np.ndarray) -> dict[str, float]:
+    """Return the sample size of pi / recorded over a batch, and k3's estimate of KL(recorded | pi).
+
+    Both are over the tokens that the recorded policies of some steps before have sampled.
+    """
+    if ours is None or not ours.size:
+        return {}
+    found = ratio_statistics(torch.from_numpy(ours), torch.from_numpy(theirs))
+    return {"ess_frac": found["offpolicy/ess_frac"], "kl": found["policy/kl_sampler"]}
+
+
+def _plain(
+    recorded: Redone, other: Redone | None, distance: dict[str, float], *, is_same: bool
+) -> dict[str, Any]:
+    result = None if other is None else other.result
+    was, now = recorded.step.is_skipped, result is not None and result.decision.is_skipped
+    note = "skipped by both" if was and now else "skipped then" if was else "skipped" * now
+    return {
+        "step": recorded.step.version,
+        "batch": recorded.step.number,
+        "policy": "recorded" if is_same else "counterfactual",
+        "ess_frac": distance.get("ess_frac"),
+        "kl": distance.get("kl"),
+        "metrics": {} if result is None else result.metrics,
+        "recorded": {} if recorded.result is None else recorded.result.metrics,
+        "note": note if result is not None else "no episode of it is left",
+    }

@@ -1,0 +1,201 @@
+"""Which logged batches are computed again, and from which weights on."""
+
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.errors import ConfigError
+from common.store.journal import JournalPosition
+from common.store.run_dir import RunDir
+from common.store.segments import list_segments, load_pruned, read_around_damage
+from common.wire.messages import Trajectory
+from learner.ingest.replay_point import load_replay_point
+from learner.recompute.checksums import Record, Start, read_checksums
+from learner.recovery.step_log import LoggedStep, read_steps
+from learner.training.checkpoint import complete_checkpoints, load_values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is to be computed again."""
+
+    run_dir: RunDir
+    record: Record
+    checkpoint: Path | None  # to begin with; None: the weights that the run began with
+    version: int  # of those weights
+    first: int  # step that was asked for; those before it are on the way to it
+    steps: list[LoggedStep]  # in order, skipped batches included
+
+    @property
+    def last(self) -> int:
+        return max(step.version for step in self.steps)
+
+    @property
+    def origin(self) -> str:
+        """Say where it begins."""
+        return "the initial weights" if self.checkpoint is None else str(self.checkpoint)
+
+    def start_of(self, step: LoggedStep) -> Start:
+        """Return the start of the learner whose computation of a batch counts.
+
+        That of a batch without a line is the last that began before it.
+        """
+        line = self.record.lines.get((step.version, step.number))
+        if line is not None:
+            return self.record.starts[line.start]
+        return next(each for each in reversed(self.record.starts) if each.number < step.number)
+
+
+def make_plan(run_dir: RunDir, steps: str | None) -> Plan:
+    """Return the plan for a range of steps "a:b", both included; None is all.
+
+    Raises: ConfigError: there is no such range, or what it takes was pruned; names what is there.
+    """
+    if not run_dir.steps.is_file():
+        raise ConfigError(f"{run_dir.root}: no run with a step log is there ({run_dir.steps})")
+    logged = list(read_steps(run_dir.steps))
+    record = read_checksums(run_dir.checksums)
+    last_logged = max((step.version for step in logged), default=0)
+    if not last_logged:
+        raise ConfigError(f"{run_dir.root}: the run has no step yet")
+    first, last = _range(steps, last_logged)
+    begins = [(0, None), *complete_checkpoints(run_dir.checkpoints)]
+    version, folder = [each for each in begins if each[0] < first][-1]
+    following = _following(logged, version, folder)
+    plan = Plan(
+        run_dir=run_dir,
+        record=record,
+        checkpoint=folder,
+        version=version,
+        first=first,
+        steps=[step for step in following if step.consumed_by <= last or last == last_logged],
+    )
+    _check_recorded(plan)
+    _check_kept(plan, [version for version, _ in begins if version < last_logged], last_logged)
+    return plan
+
+
+def _range(steps: str | None, last_logged: int) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d*):(\d*)|(\d+)", steps or ":")
+    if found is None:
+        raise ConfigError(f"--steps={steps}: expects a:b, two steps with both included")
+    only = found[3]
+    first, last = int(only or found[1] or 1), int(only or found[2] or last_logged)
+    if not 1 <= first <= last <= last_logged:
+        raise ConfigError(f"--steps={steps}: the run has steps 1 to {last_logged} so far")
+    return first, last
+
+
+def _following(logged: list[LoggedStep], version: int, folder: Path | None) -> list[LoggedStep]:
+    """Return the batches that are not in a checkpoint."""
+    number = 0 if folder is None else load_values(folder).get("num_batches", 0)
+    if number and all(step.number for step in logged if step.version > version):
+        return [step for step in logged if step.number > number]
+    return [step for step in logged if step.consumed_by > version]
+
+
+def _check_recorded(plan: Plan) -> None:
+    """Return if the run says what its batches were computed with. Raises: ConfigError."""
+    starts, run_dir = plan.record.starts, plan.run_dir
+    if not starts:
+        raise ConfigError(
+            f"{run_dir.root}: no {run_dir.checksums.name}: the run is of a version of the product"
+            " that did not say what its steps were computed with, or has no whole step yet"
+        )
+    known = min(start.version for start in starts)
+    if plan.version < known:
+        raise ConfigError(
+            f"{run_dir.root}: nothing says what steps 1 to {known} were computed with, which an"
+            f" earlier version of the product made; later ones begin at a checkpoint:"
+            f" --steps={known + 1}:, if that of step {known} is still there"
+        )
+
+
+def _check_kept(plan: Plan, versions: list[int], last_logged: int) -> None:
+    """Return if the journal still has what a plan takes. Raises: ConfigError: what was pruned."""
+    folder = plan.run_dir.journal
+    pruned = load_pruned(folder)
+    if not pruned.before:
+        return
+    wanted = {name for step in plan.steps for ids in step.groups for name in ids}
+    left = Episodes(plan.run_dir, wanted).names()
+    lost = [s for s in plan.steps if not left.issuperset(n for ids in s.groups for n in ids)]
+    if not lost:
+        return
+    names = (name for ids in lost[-1].groups for name in ids if name not in left)
+    later = [version for version in versions if version >= lost[-1].consumed_by]
+    hint = f"--steps={later[0] + 1}:{last_logged} can be" if later else "no later range can be"
+    raise ConfigError(
+        f"--steps={plan.first}:{plan.last}: steps {lost[0].version} to {lost[-1].version} consumed"
+        f" episodes, {next(names)} the last, that are gone: {pruned.text(folder)}; {hint} computed"
+        " again from the checkpoints that are there"
+    )
+
+
+class EpisodesMissing(Exception):
+    """A step consumed what cannot be read."""
+
+    def __init__(self, step: LoggedStep, names: list[str], damage: list[str]) -> None:
+        """Say which, and what of the journal is damaged."""
+        where = "; ".join(damage[:3]) or "the journal does not have it"
+        super().__init__(f"episode {', '.join(names[:3])}: {where}")
+        self.step = step
+
+
+class Episodes:
+    """The episodes of logged batches, read from the journal as far as they are needed.
+
+    Damaged records are passed over: they matter only to the step that consumed them.
+    """
+
+    def __init__(
+        self, run_dir: RunDir, wanted: Collection[str], start: JournalPosition | None = None
+    ) -> None:
+        """Begin at a position; None is the first record that is there."""
+        self._folder = run_dir.journal
+        self._wanted = wanted
+        self._start = start
+        self._held: dict[str, Trajectory] = {}
+        self.damage: list[str] = []  # met so far, in words
+        self._rest = self._read()
+
+    def take(self, step: LoggedStep) -> dict[str, Trajectory]:
+        """Return the episodes of a batch by id, once. Raises: EpisodesMissing."""
+        names = [name for ids in step.groups for name in ids]
+        missing = set(names) - self._held.keys()
+        while missing and (found := next(self._rest, None)) is not None:
+            self._held[found.episode_id] = found
+            missing.discard(found.episode_id)
+        if missing:
+            pruned = load_pruned(self._folder)  # perhaps meanwhile
+            damage = [pruned.text(self._folder)] if pruned.before else self.damage
+            raise EpisodesMissing(step, sorted(missing), damage)
+        return {name: self._held.pop(name) for name in names}
+
+    def names(self) -> set[str]:
+        """Return which of the wanted ones are there; reads all."""
+        return {each.episode_id for each in self._rest}
+
+    def _read(self) -> Iterator[Trajectory]:
+        numbers = list(list_segments(self._folder))
+        start = self._start or JournalPosition()
+        for number in numbers:
+            if number < start.segment:
+                continue
+            offset = start.offset if number == start.segment else 0
+            is_last = number == numbers[-1]
+            for found in read_around_damage(self._folder, number, is_last=is_last, offset=offset):
+                if isinstance(found, str):
+                    self.damage.append(found)
+                elif found.episode_id in self._wanted:
+                    yield found
+
+
+def episodes_of(plan: Plan) -> Episodes:
+    """Return the reader of what a plan takes, from where its checkpoint says that it lies."""
+    start = None
+    if plan.checkpoint is not None:
+        start = load_replay_point(plan.run_dir.replay_point, version=plan.version).position
+    wanted = {name for step in plan.steps for ids in step.groups for name in ids}
+    return Episodes(plan.run_dir, wanted, start)

@@ -1,0 +1,180 @@
+"""Makes a run's trainer anew and gives it the run's batches: no engine, environment, scheduler."""
+
+import logging
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoTokenizer
+
+from common.config.run_config import RunConfig
+from common.wire.messages import EndReason, Trajectory
+from learner.batch.credit import samples_of
+from learner.ingest.group_assembly import Group
+from learner.policy.model import pick_device
+from learner.recompute.checksums import config_of
+from learner.recompute.digests import StepDigests
+from learner.recompute.plan import Episodes, Plan
+from learner.recovery.resume import groups_of, redo
+from learner.recovery.step_log import LoggedStep
+from learner.training.build import load_start, make_trainer
+from learner.training.checkpoint import Checkpoints
+from learner.training.rank_workers import RankWorkers
+from learner.training.trainer import StepResult
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Only:
+    """Which episodes of a batch are trained on; by default all."""
+
+    horizons: tuple[int, int] | None = None  # least and most turns that an episode may have had
+    dropped: frozenset[EndReason] = frozenset()  # ends of those that are left out
+
+    def of(self, groups: Sequence[Group]) -> list[Group]:
+        """Return what is left of groups; one of whose members one alone is left goes, too."""
+        left: list[Group] = []
+        for group in groups:
+            members = [each for each in group.members if self._keeps(each)]
+            if len(members) >= min(2, len(group.members)):
+                left.append(Group(group_id=group.group_id, members=members))
+        return left
+
+    def _keeps(self, trajectory: Trajectory) -> bool:
+        low, high = self.horizons or (0, trajectory.horizon)
+        return low <= trajectory.horizon <= high and trajectory.end_reason not in self.dropped
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Redone:
+    """What became of one batch."""
+
+    step: LoggedStep
+    result: StepResult | None  # None: nothing of it is left to be trained on
+    digests: StepDigests | None
+    logprobs: np.ndarray | None = field(repr=False, default=None)  # [tokens] nats before it
+
+
+class Rebuilt:
+    """The trainer of a configuration, with its other ranks."""
+
+    def __init__(self, cfg: RunConfig, checkpoint: Path | None) -> None:
+        """Load a checkpoint, or the weights that the configuration names."""
+        self.cfg = cfg
+        device = pick_device(cfg.learner.device)
+        self._workers = RankWorkers(cfg, checkpoint)
+        try:
+            self._model, self._path = load_start(cfg, checkpoint, device)
+            self._workers.wait_loaded()
+            if device.type == "cpu":
+                torch.set_num_threads(max(1, cfg.learner.num_threads))
+            ranks = self._workers.join(cfg.learner)
+            self.trainer, self.version = make_trainer(
+                cfg, self._model, checkpoint, ranks=ranks, announce=self._workers.announce
+            )
+        except BaseException:
+            self._workers.stop()
+            raise
+
+    def save(self, folder: Path, version: int) -> Path:
+        """Write a checkpoint as the run did, and return it."""
+        tokenizer = AutoTokenizer.from_pretrained(self._path, local_files_only=True)
+        checkpoints = Checkpoints(folder, self.cfg.learner)
+        made = checkpoints.save(
+            version, model=self._model, tokenizer=tokenizer, trainer=self.trainer
+        )
+        checkpoints.wait()
+        return made
+
+    def close(self) -> None:
+        """End the other ranks."""
+        self._workers.stop()
+
+
+class Recomputation:
+    """The batches of a plan, one after the other, each as the start that counts computed it.
+
+    Example: steps 1 to 60 by a learner of rate 1e-3; it was stopped, and went on from the
+    checkpoint of 50 at 5e-4: after the 50th this saves, and goes on at 5e-4.
+    """
+
+    def __init__(self, plan: Plan, overrides: list[str], *, is_counterfactual: bool) -> None:
+        """Prepare; counterfactual, the controller decides anew whether a batch is skipped.
+
+        Raises: ConfigError: an override is wrong.
+        """
+        self._plan = plan
+        self._overrides = overrides
+        self._is_counterfactual = is_counterfactual
+        self._start = plan.start_of(plan.steps[0])
+        self._rebuilt: Rebuilt | None = None
+        self.cfg = config_of(plan.run_dir, self._start, overrides)  # raises now, not later
+        self._folder = Path(tempfile.mkdtemp(prefix="longstride-recompute-"))
+
+    def __enter__(self) -> "Recomputation":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._rebuilt is not None:
+            self._rebuilt.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def begin(self) -> Rebuilt:
+        """Load what the plan begins with."""
+        self._rebuilt = Rebuilt(self.cfg, self._plan.checkpoint)
+        return self._rebuilt
+
+    def run(self, episodes: Episodes, only: Only, *, has_scores: bool) -> Iterator[Redone]:
+        """Yield what becomes of each batch.
+
+        Args:
+            only: of what a counterfactual trains on, and of what is scored.
+            has_scores: tell the log-probabilities of each batch before it is trained on.
+
+        Raises: EpisodesMissing; what training raises.
+        """
+        for step in self._plan.steps:
+            rebuilt = self._as_computed(step)
+            groups = groups_of(step, episodes.take(step))
+            kept = only.of(groups)
+            logprobs = _score(rebuilt, kept) if has_scores else None
+            result = None
+            if not self._is_counterfactual:
+                result = redo(rebuilt.trainer, step, groups, rebuilt.cfg.algorithm)
+            elif kept:
+                samples = samples_of(kept, rebuilt.cfg.algorithm)
+                version = step.version - (not step.is_skipped)
+                result = rebuilt.trainer.train_on(samples, version=version)
+            digests = rebuilt.trainer.digests if result is not None else None
+            yield Redone(step=step, result=result, digests=digests, logprobs=logprobs)
+
+    def _as_computed(self, step: LoggedStep) -> Rebuilt:
+        """Return a trainer with the settings that the run had for a batch."""
+        rebuilt = self._rebuilt or self.begin()
+        start = self._plan.start_of(step)
+        if start.settings != self._start.settings:
+            version = step.version - (not step.is_skipped)
+            logger.info("from step=%d on with the settings of a later start", version + 1)
+            cfg = config_of(self._plan.run_dir, start, self._overrides)
+            saved = rebuilt.save(self._folder, version)
+            rebuilt.close()
+            rebuilt = self._rebuilt = Rebuilt(cfg, saved)
+        self._start = start
+        return rebuilt
+
+
+def _score(rebuilt: Rebuilt, groups: Sequence[Group]) -> np.ndarray:
+    """Return the log-probabilities [tokens] of what was sampled, at temperature 1."""
+    members = [member for group in groups for member in group.members]
+    members = [each for each in members if each.loss_mask.any()]
+    found = rebuilt.trainer.score([each.token_ids.tolist() for each in members])
+    parts = [
+        np.asarray(scores, dtype=np.float32)[each.loss_mask[1:]]
+        for scores, each in zip(found, members, strict=True)
+    ]
+    return np.concatenate(parts) if parts else np.zeros(0, dtype=np.float32)
