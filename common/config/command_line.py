@@ -125,6 +125,7 @@ def command_help(name: str) -> str:
     arguments = {
         "help": "[KEY|SECTION|COMMAND]",
         "bench": "--suite NAME [--json FILE]",
+        "dashboard": "[RUN|FILE ...] [port=N] [host=H] [token=T]",
         "show": "RUN [--item ID] [--group ID] [--failed] [--best] [num=N] [FILTER=VALUE ...]",
         "replay": "RUN EPISODE",
         "status": "[RUN] [--config NAME|FILE] [key=value ...]",

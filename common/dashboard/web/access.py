@@ -1,0 +1,69 @@
+"""Who may look: on loopback whoever asks this machine by its name, elsewhere who has the token."""
+
+import hmac
+from collections.abc import Awaitable, Callable
+from urllib.parse import urlencode
+
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse, RedirectResponse
+
+from common.wire.addresses import is_loopback
+
+COOKIE = "longstride_dashboard"
+LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
+HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'self'; img-src 'self' data:; style-src 'self' 'unsafe-inline';"
+        " base-uri 'none'; form-action 'none'; frame-ancestors 'none'; object-src 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+Next = Callable[[Request], Awaitable[Response]]
+
+
+class Access:
+    """Lets a request in or answers it; adds to every answer what keeps a page from the network.
+
+    Example: http://host:8600/?token=T sets a cookie and leads on to http://host:8600/.
+    """
+
+    def __init__(self, *, host: str, token: str) -> None:
+        self._is_local, self._token = is_loopback(host), token
+
+    async def __call__(self, request: Request, call_next: Next) -> Response:
+        """Answer a request."""
+        response = self._refusal(request) or await call_next(request)
+        for name, value in HEADERS.items():
+            response.headers[name] = value
+        return response
+
+    def _refusal(self, request: Request) -> Response | None:
+        if request.method not in ("GET", "HEAD"):
+            return _error(405, "the dashboard only reads")
+        name = request.headers.get("host", "").rpartition("]")
+        host = name[0] + name[1] if name[1] else name[2].partition(":")[0]
+        # A page of another site that has its name point here would read as this one.
+        if self._is_local and host not in LOCAL_NAMES:
+            return _error(403, "ask for localhost or 127.0.0.1")
+        if not self._token:
+            return None
+        given = request.query_params.get("token", "")
+        if given and self._is_right(given):
+            rest = [(k, v) for k, v in request.query_params.multi_items() if k != "token"]
+            target = request.url.path + (f"?{urlencode(rest)}" if rest else "")
+            response = RedirectResponse(target, status_code=303)
+            response.set_cookie(COOKIE, self._token, httponly=True, samesite="strict")
+            return response
+        bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if self._is_right(request.cookies.get(COOKIE, "")) or self._is_right(bearer):
+            return None
+        return _error(401, "open the address that the command printed, with its token")
+
+    def _is_right(self, given: str) -> bool:
+        return hmac.compare_digest(given.encode(), self._token.encode())
+
+
+def _error(status: int, text: str) -> Response:
+    return JSONResponse({"error": text}, status_code=status)

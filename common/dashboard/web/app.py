@@ -1,0 +1,143 @@
+"""The dashboard's pages and what they ask for. It reads run directories, and nothing else."""
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.middleware.gzip import GZipMiddleware
+from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
+from fastapi.staticfiles import StaticFiles
+
+from common.dashboard.reading.query import KEYS, PAGE
+from common.dashboard.reading.run_source import RunSource
+from common.dashboard.reading.sources import Source
+from common.dashboard.web.access import Access
+from common.dashboard.web.fleet import fleet
+from common.dashboard.web.overview import compare, overview
+from common.dashboard.web.watch import Watch
+from common.errors import ConfigError, WireError
+
+STATIC = Path(__file__).with_name("static")
+MAX_PAGE = 1000
+MAX_COMPARED = 16
+EVENT_S = 1.0  # between two events at least
+BEAT_S = 15.0  # without an event: a line that keeps the connection
+
+
+def make_app(watch: Watch, access: Access) -> FastAPI:
+    """Return the application over what is watched."""
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    app.middleware("http")(access)
+    app.add_middleware(GZipMiddleware, minimum_size=2048, compresslevel=1)
+    app.add_api_route("/", _index)
+    app.add_api_route("/favicon.ico", lambda: FileResponse(STATIC / "icon.svg"))
+    for path, answer in (
+        ("/api/runs", _runs),
+        ("/api/run/{name}", _overview),
+        ("/api/run/{name}/metrics", _metrics),
+        ("/api/run/{name}/fleet", _fleet),
+        ("/api/run/{name}/episodes", _episodes),
+        ("/api/run/{name}/episode", _episode),
+        ("/api/run/{name}/group", _group),
+        ("/api/compare", _compare),
+        ("/api/events", _events),
+    ):
+        app.add_api_route(path, answer)
+    app.mount("/static", StaticFiles(directory=STATIC), name="static")
+    app.add_exception_handler(ConfigError, _wrong)
+    app.add_exception_handler(WireError, _damaged)
+    app.state.watch = watch
+    return app
+
+
+async def _index() -> FileResponse:
+    return FileResponse(STATIC / "index.html")
+
+
+def _wrong(_: Request, error: Exception) -> JSONResponse:
+    return JSONResponse({"error": str(error)}, status_code=400)
+
+
+def _damaged(_: Request, error: Exception) -> JSONResponse:
+    return JSONResponse({"error": f"damaged: {error}"}, status_code=422)
+
+
+def _source(request: Request, name: str) -> Source:
+    try:
+        return request.app.state.watch.ask(name)
+    except KeyError:
+        raise HTTPException(404, f"no run {name}") from None
+
+
+def _run(request: Request, name: str) -> RunSource:
+    source = _source(request, name)
+    if not isinstance(source, RunSource):
+        raise HTTPException(404, f"{name} is a file of conversations: it has episodes only")
+    return source
+
+
+def _runs(request: Request) -> list[dict[str, Any]]:
+    watch: Watch = request.app.state.watch
+    return [watch.ask(each.name).summary() for each in watch.sources.look()]
+
+
+def _overview(request: Request, name: str) -> dict[str, Any]:
+    source = _source(request, name)
+    return overview(source) if isinstance(source, RunSource) else source.summary()
+
+
+def _metrics(request: Request, name: str, names: str = "") -> dict[str, Any]:
+    run = _run(request, name)
+    return run.metrics.series(names.split(",") if names else None)
+
+
+def _fleet(request: Request, name: str) -> dict[str, Any]:
+    return fleet(_run(request, name))
+
+
+def _episodes(request: Request, name: str, start: int = 0, num: int = PAGE) -> dict[str, Any]:
+    source = _source(request, name)
+    wanted = {k: v for k, v in request.query_params.items() if k not in ("start", "num")}
+    found = source.page(wanted, start=max(0, start), num=max(0, min(num, MAX_PAGE)))
+    return found | {"keys": KEYS, "indexed": source.summary()["indexed"]}
+
+
+def _episode(request: Request, name: str, id: str) -> JSONResponse:
+    try:
+        return JSONResponse(_source(request, name).episode(id))
+    except KeyError:
+        raise HTTPException(404, f"no episode {id:.200} in {name}") from None
+
+
+def _group(request: Request, name: str, id: str) -> JSONResponse:
+    try:
+        return JSONResponse(_run(request, name).group(id))
+    except KeyError:
+        raise HTTPException(404, f"no group {id:.200} in {name}") from None
+
+
+def _compare(request: Request, runs: str) -> dict[str, Any]:
+    names = [name for name in re.split(r",", runs) if name][:MAX_COMPARED]
+    return compare([_run(request, name) for name in names])
+
+
+async def _events(request: Request) -> StreamingResponse:
+    """Tell a page, at most once a second, that something has changed."""
+    watch: Watch = request.app.state.watch
+
+    async def told() -> AsyncIterator[str]:
+        known, silent_s = -1, 0.0
+        while not await request.is_disconnected():
+            if watch.num_changes != known:
+                known, silent_s = watch.num_changes, 0.0
+                yield f"event: changed\ndata: {known}\n\n"
+            elif silent_s >= BEAT_S:
+                silent_s = 0.0
+                yield ": beat\n\n"
+            await asyncio.sleep(EVENT_S)
+            silent_s += EVENT_S
+
+    return StreamingResponse(told(), media_type="text/event-stream")

@@ -1,0 +1,134 @@
+"""What the Run and Compare views show: state, verdict, ledger, and which series go together."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from common.dashboard.reading.run_source import RunSource
+from common.dashboard.reading.tail import as_map
+
+# Title, unit, metrics; a name ending in "*" stands for all that begin so.
+CHARTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("Success", "share", ("reward/success", "tasks/success/*")),
+    ("Truncation", "share", ("episodes/truncated_frac", "episodes/context_full_frac")),
+    ("Reward", "", ("reward/mean",)),
+    ("Turns and invalid actions", "", ("episodes/turns_mean", "episodes/invalid_frac")),
+    ("Entropy", "nats", ("policy/entropy",)),
+    ("Effective sample size", "share", ("offpolicy/ess_frac",)),
+    ("Lag", "versions", ("offpolicy/lag_mean", "offpolicy/lag_max")),
+    ("Ratio: quantiles", "", ("offpolicy/ratio_p01", "offpolicy/ratio_p50", "offpolicy/ratio_p99")),
+    ("Ratio: arithmetic and lag", "nats", ("offpolicy/noise_*", "offpolicy/drift_*")),
+    ("KL to the sampler", "nats", ("policy/kl_sampler", "policy/kl_*")),
+    ("Loss", "", ("loss/*",)),
+    ("Clipped and masked", "share", ("policy/clipped_frac", "policy/masked_frac")),
+    ("Gradient norm", "", ("train/grad_norm",)),
+    ("Tokens per second", "tokens/s", ("actor/tokens_per_s", "train/tokens_per_s")),
+    ("Seconds of a step", "s", ("wait/batch_s", "train/step_s", "publish/total_s")),
+    (
+        "Seconds of an episode",
+        "s",
+        ("episodes/generate_s_mean", "episodes/env_s_mean", "episodes/wall_s_mean"),
+    ),
+)
+HORIZON = "horizon/value"
+LAGS = re.compile(r"offpolicy/lag_(\d+)_tokens$")
+SECRET = re.compile(r"(token|secret|password|api_key|key)$")
+URL_USER = re.compile(r"(?<=://)[^/@\s]*@")
+
+
+def overview(run: RunSource) -> dict[str, Any]:
+    """Return what the Run view shows beside the series themselves."""
+    status = run.status()
+    return {
+        **run.summary(),
+        **run.flow(),
+        "verdict": asdict(run.verdict()),
+        "phase": status.get("phase"),
+        "gate": status.get("gate") or "",
+        "curriculum": status.get("curriculum") or {},
+        "evaluations": _evaluations(status),
+        "lags": _lags(run),
+        "marks": horizon_marks(run.metrics.series((HORIZON,))),
+        "charts": charts(run.metrics.columns),
+    }
+
+
+def _evaluations(status: Mapping[str, Any]) -> dict[str, Any]:
+    return as_map(as_map(status.get("eval")).get("groups"))
+
+
+def _lags(run: RunSource) -> dict[str, float]:
+    """Return how many trained tokens had each lag, over all steps."""
+    found: dict[str, float] = {}
+    for name, column in list(run.metrics.columns.items()):
+        if match := LAGS.match(name):
+            found[match[1]] = sum(value for value in column if value == value)
+    return dict(sorted(found.items(), key=lambda each: int(each[0])))
+
+
+def charts(names: Mapping[str, object]) -> list[dict[str, Any]]:
+    """Return the charts that have a metric, each with the names of its series."""
+    found: list[dict[str, Any]] = []
+    for title, unit, wanted in CHARTS:
+        series: list[str] = []
+        for each in wanted:
+            own = [each] if each in names else []
+            if each.endswith("*"):
+                own = sorted(n for n in names if n.startswith(each[:-1]) and n.count("/") < 4)
+            series += [name for name in own if name not in series]
+        if series:
+            found.append({"title": title, "unit": unit, "series": series[:12]})
+    return found
+
+
+def horizon_marks(series: Mapping[str, Sequence[float | None]]) -> list[dict[str, float]]:
+    """Return the steps at which the horizon became another one, the first step included."""
+    marks: list[dict[str, float]] = []
+    for step, value in zip(series.get("step", ()), series.get(HORIZON, ()), strict=False):
+        if step is not None and value is not None and (not marks or marks[-1]["horizon"] != value):
+            marks.append({"step": step, "horizon": value})
+    return marks
+
+
+def compare(runs: Sequence[RunSource]) -> dict[str, Any]:
+    """Return the series of several runs, and the keys in which their configurations differ."""
+    flat = {run.name: flat_config(run.config()) for run in runs}
+    keys = sorted({key for each in flat.values() for key in each} - {"run.name"})
+    differing = {
+        key: {name: each.get(key, "(not set)") for name, each in flat.items()}
+        for key in keys
+        if len({each.get(key, "(not set)") for each in flat.values()}) > 1
+    }
+    names = {name: None for run in runs for name in run.metrics.columns}
+    shown = charts(names)
+    wanted = {name for chart in shown for name in chart["series"]}
+    return {
+        "runs": [run.summary() | {"seed": flat[run.name].get("run.seed", "")} for run in runs],
+        "pools": pools(flat),
+        "charts": shown,
+        "series": {run.name: run.metrics.series(wanted) for run in runs},
+        "config": differing,
+    }
+
+
+def pools(flat: Mapping[str, Mapping[str, str]]) -> list[list[str]]:
+    """Return the runs in pools of those that differ in nothing but seed and name."""
+    found: dict[tuple[tuple[str, str], ...], list[str]] = {}
+    for name, config in flat.items():
+        own = {k: v for k, v in config.items() if k not in ("run.seed", "run.name")}
+        found.setdefault(tuple(sorted(own.items())), []).append(name)
+    return list(found.values())
+
+
+def flat_config(tree: object, prefix: str = "") -> dict[str, str]:
+    """Return a configuration by dotted keys, secrets hidden."""
+    if branches := as_map(tree):
+        found: dict[str, str] = {}
+        for key, value in branches.items():
+            found |= flat_config(value, f"{prefix}{key}.")
+        return found
+    key = prefix.removesuffix(".")
+    if SECRET.search(key) and tree:
+        return {key: "hidden"}
+    return {key: URL_USER.sub("hidden@", str(tree))}

@@ -1,0 +1,92 @@
+"""The command `dashboard`: a page over runs and files of trajectories. It only reads."""
+
+import contextlib
+import logging
+import secrets
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+from common.config.command_line import Request
+from common.dashboard.reading.sources import Sources
+from common.errors import ConfigError
+from common.wire.addresses import is_loopback
+
+USAGE = "dashboard [RUN|FILE ...] [port=N] [host=H] [token=T]"
+OPTIONS = ("port", "host", "token", "run.dir")
+PORT = 8600
+PORTS_TRIED = 20  # from the usual one on, where none is asked for
+
+
+def dashboard(request: Request, *, root: Path, say: Callable[[str], None]) -> int:
+    """Serve until interrupted; return the exit code.
+
+    Raises: ConfigError: a run, a file or the port cannot be had; names it.
+    """
+    words = [word for word in request.overrides if "=" not in word]
+    options = dict(word.split("=", 1) for word in request.overrides if "=" in word)
+    if unknown := sorted(options.keys() - set(OPTIONS)):
+        raise ConfigError(f"{unknown[0]}: no such option; run.py {USAGE}")
+    host = options.get("host", "127.0.0.1")
+    runs = root / options.get("run.dir", "runs")
+    sources = Sources(words, runs=runs)
+    token = options.get("token") or ("" if is_loopback(host) else secrets.token_urlsafe(24))
+    listener = listen(host, options.get("port", ""))
+    say(url_of(listener, token))
+    serve(listener, sources, host=host, token=token)
+    return 0
+
+
+def url_of(listener: socket.socket, token: str) -> str:
+    """Return the address to open, with the token if one is needed."""
+    host, port = listener.getsockname()[:2]
+    name = socket.gethostname() if host in ("0.0.0.0", "::") else host
+    shown = f"[{name}]" if ":" in name else name
+    return f"http://{shown}:{port}/" + (f"?token={token}" if token else "")
+
+
+def listen(host: str, wanted: str) -> socket.socket:
+    """Return a socket on the wanted port; "" is the first free one from `PORT` on, 0 is any.
+
+    Raises: ConfigError: the port is no number, or is taken.
+    """
+    if wanted and not (wanted.isascii() and wanted.isdigit() and int(wanted) < 65536):
+        raise ConfigError(f"port={wanted}: a number up to 65535")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    ports = [int(wanted)] if wanted else [*range(PORT, PORT + PORTS_TRIED), 0]
+    for port in ports:
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+        except OSError as error:
+            listener.close()
+            if port == ports[-1]:
+                raise ConfigError(f"host={host} port={port}: {error.strerror}") from error
+            continue
+        listener.listen(64)
+        return listener
+    raise AssertionError
+
+
+def serve(listener: socket.socket, sources: Sources, *, host: str, token: str) -> None:
+    """Answer requests until a signal ends it."""
+    import uvicorn
+
+    from common.dashboard.web.access import Access
+    from common.dashboard.web.app import make_app
+    from common.dashboard.web.watch import Watch
+
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    watch = Watch(sources)
+    watch.start()
+    app = make_app(watch, Access(host=host, token=token))
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, timeout_graceful_shutdown=1, lifespan="off"
+    )
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            uvicorn.Server(config).run(sockets=[listener])
+    finally:
+        watch.stop()
+        listener.close()

@@ -1,0 +1,73 @@
+// Series over steps, by uPlot; horizon marks as dashed lines on the same axis.
+import { h, short, cssColor, COLORS } from "./dom.js";
+
+const label = (name) => name.replace(/^[^/]*\//, "").replaceAll("_", " ");
+
+export function chart(spec, data, { marks = [], labels = null } = {}) {
+  const lines = spec.series.filter((name) => data[name]);
+  const legend = h("ul", { class: "legend" });
+  const place = h("div", { class: "chart", role: "img", "aria-label": `${spec.title} over steps` });
+  const show = (index) => legend.replaceChildren(...lines.map((name, i) => {
+    const column = data[name];
+    const at = index ?? column.findLastIndex((value) => value != null);
+    return h("li", { style: { "--c": `var(--${COLORS[i % COLORS.length]})` } }, h("i"), `${labels?.[name] ?? label(name)} `, h("b", {}, short(column[at])));
+  }));
+  const card = h("section", { class: "card" }, h("h2", {}, spec.title, spec.unit ? h("span", { class: "dim small" }, ` ${spec.unit}`) : null), place, legend);
+  show(null);
+  // The width is known once the card is on the page.
+  requestAnimationFrame(() => draw(place, data, lines, marks, spec, show));
+  return card;
+}
+
+function draw(place, data, lines, marks, spec, show) {
+  if (!place.isConnected) return;
+  const ink = cssColor("dim"), line = cssColor("line"), mark = cssColor("c5");
+  const axis = { stroke: ink, grid: { stroke: line, width: 1 }, ticks: { stroke: line, size: 4 }, font: "11px system-ui" };
+  const options = {
+    width: Math.max(200, place.clientWidth), height: 190, legend: { show: false }, scales: { x: { time: false }, y: { range: range(spec.unit === "share") } },
+    cursor: { points: { size: 6 }, drag: { x: true, y: false } },
+    axes: [{ ...axis, size: 30, space: 50 }, { ...axis, size: 46, values: (_, values) => values.map((v) => short(v)) }],
+    series: [{}, ...lines.map((name, i) => ({ label: name, stroke: cssColor(COLORS[i % COLORS.length]), width: 1.8, spanGaps: true, points: { show: data.step.length < 40, size: 4 } }))],
+    hooks: {
+      setCursor: [(plot) => show(plot.cursor.idx)],
+      draw: [(plot) => drawMarks(plot, marks, mark)],
+    },
+  };
+  const plot = new window.uPlot(options, [data.step, ...lines.map((name) => data[name])], place);
+  new ResizeObserver(() => { if (place.clientWidth) plot.setSize({ width: place.clientWidth, height: 190 }); }).observe(place);
+}
+
+function range(isShare) {
+  return (_, low, high) => {
+    if (low == null) return [0, 1];
+    if (isShare && low >= 0 && high <= 1) return [0, Math.max(0.1, Math.min(1, high * 1.15))];
+    const pad = (high - low || Math.abs(high) || 1) * 0.12;
+    return [low >= 0 ? Math.max(0, low - pad) : low - pad, high + pad];
+  };
+}
+
+function drawMarks(plot, marks, color) {
+  const context = plot.ctx, ratio = devicePixelRatio || 1;
+  context.save();
+  context.strokeStyle = context.fillStyle = color;
+  context.textAlign = "left";
+  context.textBaseline = "alphabetic";
+  context.setLineDash([4 * ratio, 4 * ratio]);
+  context.font = `${11 * ratio}px system-ui`;
+  for (const { step, horizon } of marks) {
+    const x = plot.valToPos(step, "x", true);
+    if (x < plot.bbox.left - 1 || x > plot.bbox.left + plot.bbox.width) continue;
+    context.beginPath();
+    context.moveTo(x, plot.bbox.top);
+    context.lineTo(x, plot.bbox.top + plot.bbox.height);
+    context.stroke();
+    context.fillText(`h ${horizon}`, x + 4 * ratio, plot.bbox.top + 11 * ratio);
+  }
+  context.restore();
+}
+
+export function bars(entries) {
+  const total = entries.reduce((sum, [, value]) => sum + value, 0) || 1;
+  const top = Math.max(...entries.map(([, value]) => value), 1e-9);
+  return h("div", { class: "bars" }, entries.map(([name, value]) => h("div", {}, h("span", {}, name), h("span", { class: "b", style: { width: `${100 * value / top}%` } }), h("span", { class: "num dim" }, `${(100 * value / total).toFixed(1)}%`))));
+}

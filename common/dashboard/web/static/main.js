@@ -1,0 +1,92 @@
+// The shell: which run, which view, light or dark, and what the server tells of changes.
+import { h, ask, replace } from "./dom.js";
+import { runView, fleetView, compareView } from "./views.js";
+import { episodesView, episodeView, groupView } from "./episodes.js";
+
+const VIEWS = { run: runView, fleet: fleetView, episodes: episodesView, episode: episodeView, group: groupView, compare: compareView };
+const TABS = [["run", "Run"], ["fleet", "Fleet"], ["episodes", "Trajectories"], ["compare", "Compare"]];
+const view = document.getElementById("view");
+let runs = [], shown = 0, updating = false;
+
+// The address holds the whole state: #view?run=a&env=b, so that links and the back button work.
+export function state() {
+  const [name, query] = location.hash.slice(1).split("?");
+  return { view: VIEWS[name] ? name : "run", params: new URLSearchParams(query || "") };
+}
+export function link(name, params) {
+  const all = new URLSearchParams();
+  for (const [key, value] of Object.entries(params)) if (value !== "" && value != null) all.set(key, value);
+  return `#${name}?${all}`;
+}
+
+function currentRun(params) {
+  const wanted = params.get("run");
+  return runs.find((each) => each.name === wanted) || runs[0];
+}
+
+async function draw({ isUpdate = false } = {}) {
+  if (isUpdate && updating) return;
+  updating = true;
+  const mine = ++shown;
+  const { view: name, params } = state();
+  try {
+    runs = await ask("api/runs");
+    if (mine !== shown) return;
+    const run = currentRun(params);
+    drawShell(name, params, run);
+    if (!run) {
+      replace(view, h("div", { class: "card" }, h("h1", {}, "No run yet"), h("p", { class: "dim" }, "Start one with python run.py; it appears here by itself.")));
+      return;
+    }
+    const isFile = run.kind !== "run" && ["run", "fleet", "compare"].includes(name);
+    const make = isFile ? episodesView : VIEWS[name];
+    const top = view.scrollTop;
+    const content = await make({ run, runs, params, link, isUpdate });
+    if (mine === shown && content) { replace(view, content); view.scrollTop = top; }
+  } catch (error) {
+    if (mine === shown && !isUpdate) replace(view, h("div", { class: "notes", role: "alert" }, String(error.message || error)));
+  } finally { updating = false; }
+}
+
+function drawShell(name, params, run) {
+  const select = document.getElementById("run");
+  const names = runs.map((each) => each.name).join("\n");
+  if (select.dataset.names !== names) {
+    select.dataset.names = names;
+    replace(select, runs.map((each) => h("option", { value: each.name }, each.name)));
+  }
+  if (run) select.value = run.name;
+  const active = name === "episode" || name === "group" ? "episodes" : name;
+  const tabs = run && run.kind !== "run" ? TABS.filter(([id]) => id === "episodes") : TABS;
+  replace(document.getElementById("nav"), tabs.map(([id, title]) =>
+    h("a", { href: link(id, { run: run?.name }), "aria-current": id === active ? "page" : null }, title)));
+  document.title = `${run ? run.name + " · " : ""}Longstride`;
+}
+
+document.getElementById("run").addEventListener("change", (event) => {
+  const { view: name } = state();
+  const target = name === "episode" || name === "group" ? "episodes" : name;
+  location.hash = link(target, { run: event.target.value });
+});
+
+function setTheme(theme) {
+  document.documentElement.dataset.theme = theme;
+  try { localStorage.setItem("theme", theme); } catch { /* private mode */ }
+}
+let stored = null;
+try { stored = localStorage.getItem("theme"); } catch { /* private mode */ }
+setTheme(stored || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light"));
+document.getElementById("theme").addEventListener("click", () => {
+  setTheme(document.documentElement.dataset.theme === "dark" ? "light" : "dark");
+  draw();
+});
+
+window.addEventListener("hashchange", () => { draw().then(() => { view.focus({ preventScroll: true }); scrollTo(0, 0); }); });
+draw();
+
+const chip = document.getElementById("live");
+const events = new EventSource("api/events");
+function tell(text, css) { chip.textContent = text; chip.className = `chip ${css}`; }
+events.addEventListener("changed", () => { tell("live", "on"); if (!document.hidden) draw({ isUpdate: true }); });
+events.addEventListener("open", () => tell("live", "on"));
+events.addEventListener("error", () => tell("server gone", "off"));

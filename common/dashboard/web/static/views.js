@@ -1,0 +1,115 @@
+// The Run, Fleet and Compare views.
+import { h, ask, facts, notes, percent, short, table, visible, COLORS } from "./dom.js";
+import { chart, bars } from "./charts.js";
+
+const api = (run, what = "") => `api/run/${encodeURIComponent(run.name)}${what}`;
+const OUTCOMES = [["trained", "c4"], ["filtered", "c2"], ["stale", "c3"], ["failed", "c6"], ["in_flight", "c1"]];
+
+export async function runView({ run, link }) {
+  const [found, data] = await Promise.all([ask(api(run)), ask(api(run, "/metrics"))]);
+  const steps = found.num_steps ? `step ${found.step} of ${found.num_steps}` : `step ${found.step}`;
+  const indexed = found.indexed < 1 ? ` · ${percent(found.indexed)} of the journal is read` : "";
+  return [
+    notes(found.problems),
+    h("section", { class: "card" },
+      h("h1", {}, found.name, " ", h("span", { class: `chip ${found.state === "running" ? "on" : ""}` }, found.state)),
+      h("p", { class: "dim small" }, `${steps} · ${found.episodes.toLocaleString("en")} episodes in the journal${indexed}`),
+      h("p", { class: "verdict" }, found.verdict.sentence),
+      facts([["Success", percent(found.success)], ...Object.entries(found.evaluations).map(([name, each]) => [name.replace(/^eval-/, ""), `${percent(each.success)} of ${each.num}`]),
+        ["Gate", found.gate]])),
+    ledger(found, run, link),
+    data.step?.length ? h("div", { class: "grid" },
+      found.charts.map((each) => chart(each, data, { marks: ["Success", "Truncation", "Turns and invalid actions"].includes(each.title) ? found.marks : [] })),
+      Object.values(found.lags).some(Boolean) ? h("section", { class: "card" }, h("h2", {}, "Lag ", h("span", { class: "dim small" }, "trained tokens by versions behind")), bars(Object.entries(found.lags).filter(([, n]) => n))) : null)
+      : h("p", { class: "card dim" }, "No step has been trained yet: charts begin with the first."),
+  ];
+}
+
+function ledger(found, run, link) {
+  const book = found.ledger;
+  if (book.issued == null) return null;
+  const sum = OUTCOMES.reduce((total, [name]) => total + (book[name] || 0), 0);
+  const causes = Object.entries(book.causes || {});
+  return h("section", { class: "card", "aria-label": "Ledger" },
+    h("h2", {}, "Ledger ", h("span", { class: `small ${sum === book.issued ? "good" : "bad"}` }, sum === book.issued ? "it balances" : `it does not balance: ${sum} of ${book.issued}`)),
+    h("div", { class: "flow" },
+      h("div", { class: "from" }, h("b", {}, short(book.issued)), h("span", { class: "dim small" }, "issued →")),
+      h("div", { class: "boxes" }, OUTCOMES.map(([name, color]) => h("a", { href: link("episodes", { run: run.name, outcome: name, kind: name === "failed" ? "" : "train" }), style: { "--c": `var(--${color})` } },
+        h("b", {}, short(book[name] || 0)), h("span", { class: "dim small" }, name.replace("_", " ")))))),
+    h("div", { class: "stack", "aria-hidden": "true" }, OUTCOMES.map(([name, color]) => h("i", { style: { "--c": `var(--${color})`, width: `${100 * (book[name] || 0) / Math.max(1, book.issued)}%` } }))),
+    causes.length ? h("p", { class: "small dim" }, "Causes: ", causes.map(([name, num], i) => {
+      const [outcome, cause] = name.split(/:(.*)/);
+      return [i ? ", " : "", h("a", { href: link("episodes", { run: run.name, outcome, cause }) }, `${cause} ${num}`)];
+    })) : null);
+}
+
+export async function fleetView({ run }) {
+  const found = await ask(api(run, "/fleet"));
+  const age = found.silent_s == null ? "the scheduler wrote no status" : `as of ${short(Math.round(found.silent_s))} s ago`;
+  const state = (each) => found.state === "finished" ? "done" : each.is_dead ? "dead" : each.is_silent ? "silent" : each.waiting_for ? `waits for ${each.waiting_for}` : "busy";
+  return [
+    h("section", { class: "card" }, h("h1", {}, "Fleet"), h("p", { class: "dim small" }, `${found.state} · ${age}`), found.gate ? h("p", {}, `Gate: ${found.gate}`) : null,
+      found.roles.length ? table(["role", "state", { title: "version", right: true }, { title: "tokens/s", right: true }, { title: "episodes", right: true }, { title: "memory", right: true }, { title: "heard", right: true }],
+        found.roles.map((each) => h("tr", {}, h("td", {}, visible(String(each.name))), h("td", {}, visible(state(each))), right(each.version), right(short(each.tokens_per_s)), right(each.num_slots ? `${each.running} of ${each.num_slots}` : each.running), right(each.rss_bytes ? `${(each.rss_bytes / 2 ** 30).toFixed(1)} GiB` : "–"), right(each.last_seen_s == null ? "–" : `${short(each.last_seen_s, 2)} s ago`))))
+        : h("p", { class: "dim" }, "No role has been heard of yet.")),
+    lanes(found),
+    h("section", { class: "card" }, h("h2", {}, "Restarts and hangs"), found.events.length ? h("pre", { tabindex: "0" }, visible(found.events.join("\n"))) : h("p", { class: "dim" }, "None in the logs.")),
+    found.stalls.map((each) => h("details", { class: "card" }, h("summary", {}, `Stall report ${each.name}`), h("pre", { tabindex: "0" }, each.text))),
+  ];
+}
+const right = (value) => h("td", { class: "r" }, value ?? "–");
+
+function lanes(found) {
+  const names = Object.keys(found.parts), num = found.steps.length;
+  if (!num) return null;
+  const sums = found.steps.map((_, i) => names.reduce((sum, name) => sum + found.parts[name][i], 0));
+  const top = Math.max(...sums, 1e-9), width = 1000, height = 150, slot = width / num;
+  const rects = found.steps.map((step, i) => {
+    let y = height;
+    return names.map((name, k) => {
+      const value = found.parts[name][i], size = height * value / top;
+      y -= size;
+      return h("rect", { x: i * slot, y, width: Math.max(1, slot - 1.5), height: size, style: { fill: `var(--${COLORS[k]})` } }, h("title", {}, `step ${step}: ${name} ${short(value)} s`));
+    });
+  });
+  return h("section", { class: "card" }, h("h2", {}, "The learner's last steps ", h("span", { class: "dim small" }, `seconds, up to ${short(top)}; steps ${found.steps[0]} to ${found.steps[num - 1]}`)),
+    h("svg", { class: "lanes", viewBox: `0 0 ${width} ${height}`, preserveAspectRatio: "none", role: "img", "aria-label": "How each of the last steps was spent", style: { height: "150px" } }, rects),
+    h("ul", { class: "legend" }, names.map((name, k) => h("li", { style: { "--c": `var(--${COLORS[k]})` } }, h("i"), name))));
+}
+
+export async function compareView({ run, runs, params, link }) {
+  const all = runs.filter((each) => each.kind === "run");
+  const chosen = (params.get("with") ?? all.slice(0, 2).map((each) => each.name).join(",")).split(",").filter((name) => all.some((each) => each.name === name));
+  const toggle = (name) => chosen.includes(name) ? chosen.filter((each) => each !== name) : [...chosen, name];
+  const picker = h("section", { class: "card" }, h("h1", {}, "Compare"), h("div", { class: "row" }, all.map((each) =>
+    h("button", { type: "button", "aria-pressed": String(chosen.includes(each.name)), onclick: () => { location.hash = link("compare", { run: run.name, with: toggle(each.name).join(",") || "-" }); } }, each.name))));
+  if (!chosen.length) return [picker, h("p", { class: "card dim" }, "Choose runs above.")];
+  const found = await ask("api/compare", { runs: chosen.join(",") });
+  const pools = found.pools.map((names) => ({ names, title: names.length > 1 ? `${names[0]} and ${names.length - 1} more seeds` : names[0] }));
+  const keys = Object.entries(found.config);
+  return [picker,
+    h("div", { class: "grid" }, found.charts.map((each) => chart(...pooled(each, found.series, pools)))),
+    h("section", { class: "card", style: { "margin-top": "14px" } }, h("h2", {}, "Configuration: what differs"), keys.length ? table(["key", ...found.runs.map((each) => each.name)],
+      keys.map(([key, values]) => h("tr", {}, h("td", {}, key), found.runs.map((each) => h("td", { class: "wrap" }, visible(values[each.name])))))) : h("p", { class: "dim" }, "Nothing but names."))];
+}
+
+// One line for each pool: the mean of its seeds; of several, the 95 % interval of the mean beside it.
+function pooled(spec, series, pools) {
+  const name = spec.series[0];
+  const steps = [...new Set(pools.flatMap((pool) => pool.names.flatMap((each) => series[each].step || [])))].sort((a, b) => a - b);
+  const data = { step: steps }, labels = {};
+  for (const { names, title } of pools) {
+    const columns = names.map((each) => new Map((series[each].step || []).map((step, i) => [step, series[each][name]?.[i]])));
+    const found = steps.map((step) => columns.map((column) => column.get(step)).filter((value) => value != null));
+    const mean = found.map((values) => values.length ? values.reduce((a, b) => a + b, 0) / values.length : null);
+    data[title] = mean;
+    labels[title] = title;
+    if (names.length < 2) continue;
+    const half = found.map((values, i) => values.length < 2 ? null : 1.96 * Math.sqrt(values.reduce((sum, v) => sum + (v - mean[i]) ** 2, 0) / (values.length - 1) / values.length));
+    for (const [sign, word] of [[-1, "low"], [1, "high"]]) {
+      data[`${title} ${word}`] = mean.map((value, i) => value == null || half[i] == null ? null : value + sign * half[i]);
+      labels[`${title} ${word}`] = `${title}, 95 % ${word}`;
+    }
+  }
+  return [{ ...spec, series: Object.keys(labels), title: `${spec.title}: ${name}` }, data, { labels }];
+}

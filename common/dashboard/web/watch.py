@@ -1,0 +1,86 @@
+"""Keeps the sources up to date in one thread, and tells the pages what has changed."""
+
+import logging
+import threading
+import time
+
+from common.dashboard.reading.run_source import RunSource
+from common.dashboard.reading.sources import Source, Sources
+
+logger = logging.getLogger(__name__)
+
+EVERY_S = 1.0  # between two looks at what is being watched
+BUDGET_S = 0.2  # of reading one journal before the next source has its turn
+ASKED_S = 30.0  # after a page asked for a source it is watched for so long
+
+
+class Watch:
+    """Reads the sources that somebody asked for lately; the others stay as they are.
+
+    Example: a page asks for run "a"; `changes` counts up each time "a" has grown.
+    """
+
+    def __init__(self, sources: Sources) -> None:
+        self.sources = sources
+        self.num_changes = 0
+        self._asked: dict[str, float] = {}
+        self._seen: dict[str, tuple[object, ...]] = {}
+        self._stop = threading.Event()
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+
+    def start(self) -> None:
+        """Begin to read."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stop.set()
+        self._wake.set()
+        self._thread.join(timeout=5.0)
+
+    def ask(self, name: str, *, wait_s: float = 1.0) -> Source:
+        """Return a source, read once at least: a new one is waited for. Raises: KeyError."""
+        source = self.sources.get(name)
+        self._asked[name] = time.monotonic()
+        if name not in self._seen:
+            self._wake.set()
+            until = time.monotonic() + wait_s
+            while name not in self._seen and time.monotonic() < until:
+                time.sleep(0.01)
+        return source
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            is_more = False
+            since = time.monotonic() - ASKED_S
+            for name in [name for name, at in list(self._asked.items()) if at > since]:
+                is_more = self._look(name) or is_more
+            if not is_more:
+                self._wake.wait(EVERY_S)
+                self._wake.clear()
+
+    def _look(self, name: str) -> bool:
+        """Read on in one source; return whether there is more."""
+        try:
+            source = self.sources.get(name)
+            is_more = source.refresh(budget_s=BUDGET_S)
+        except (OSError, KeyError) as error:  # it may be removed while it is read
+            logger.warning("cannot read run=%s: %r", name, error)
+            self._asked.pop(name, None)
+            return False
+        now = _fingerprint(source)
+        if self._seen.get(name) != now:
+            self._seen[name] = now
+            self.num_changes += 1
+        return is_more
+
+
+def _fingerprint(source: Source) -> tuple[object, ...]:
+    if not isinstance(source, RunSource):
+        return (source.rows.num, *source.problems)
+    try:
+        status_at = source.run_dir.status.stat().st_mtime
+    except OSError:
+        status_at = 0.0
+    return (source.index.rows.num, source.metrics.num, status_at, source.state())

@@ -1,0 +1,118 @@
+"""Laws of who may look at the dashboard, and of what its answers carry."""
+
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+from fastapi.testclient import TestClient
+
+from common.config.command_line import parse
+from common.dashboard.reading.sources import Sources
+from common.dashboard.web.access import Access
+from common.dashboard.web.app import STATIC, make_app
+from common.dashboard.web.overview import flat_config, pools
+from common.dashboard.web.server import dashboard, listen
+from common.dashboard.web.watch import Watch
+from common.errors import ConfigError
+from common.repository import ROOT
+from tests.common.dashboard.runs import make_run
+
+MAX_PAGE_BYTES = 300_000
+
+
+@pytest.fixture
+def watch(tmp_path: Path) -> Generator[Watch]:
+    make_run(tmp_path / "a")
+    make_run(tmp_path / "b", 12)
+    watch = Watch(Sources([], runs=tmp_path))
+    watch.start()
+    yield watch
+    watch.stop()
+
+
+def client(watch: Watch, *, host: str = "127.0.0.1", token: str = "") -> TestClient:
+    app = make_app(watch, Access(host=host, token=token))
+    return TestClient(app, base_url="http://127.0.0.1:8600", follow_redirects=False)
+
+
+def test_loopback_is_asked_by_its_own_name_only(watch: Watch) -> None:
+    page = client(watch)
+    assert page.get("/api/runs").status_code == 200
+    assert page.get("/api/runs", headers={"host": "evil.example:8600"}).status_code == 403
+    assert page.post("/api/runs").status_code == 405
+    policy = page.get("/").headers["content-security-policy"]
+    assert policy.startswith("default-src 'self'")
+
+
+def test_beyond_loopback_nobody_reads_without_the_token(watch: Watch) -> None:
+    page = client(watch, host="0.0.0.0", token="swordfish")
+    for path in ("/", "/api/runs", "/static/main.js", "/api/events"):
+        assert page.get(path).status_code == 401
+        assert page.get(f"{path}?token=wrong").status_code == 401
+    led = page.get("/?token=swordfish")
+    assert (led.status_code, led.headers["location"]) == (303, "/")
+    assert "HttpOnly" in led.headers["set-cookie"]
+    assert page.get("/api/runs").status_code == 200  # by the cookie
+
+
+def test_answers_tell_what_the_views_need(watch: Watch) -> None:
+    page = client(watch)
+    found = page.get("/api/run/a").json()
+    assert found["ledger"]["issued"] == 41
+    assert found["marks"] == [{"step": 1, "horizon": 10.0}, {"step": 6, "horizon": 20.0}]
+    assert found["lags"] == {"0": 480.0, "1": 1440.0}
+    assert found["verdict"]["sentence"]
+    series = page.get("/api/run/a/metrics", params={"names": "reward/success"}).json()
+    assert series["step"] == [float(step) for step in range(1, 13)]
+    assert page.get("/api/run/a/episodes", params={"env": "maze"}).json()["total"] == 20
+    assert page.get("/api/run/a/group", params={"id": "g0000001"}).json()["members"][3]["id"]
+    compared = page.get("/api/compare", params={"runs": "a,b"}).json()
+    assert compared["series"]["b"]["step"]
+    assert "run.name" not in compared["config"]
+
+
+def test_what_is_asked_wrongly_is_named(watch: Watch) -> None:
+    page = client(watch)
+    assert "colour" in page.get("/api/run/a/episodes", params={"colour": "red"}).json()["error"]
+    assert page.get("/api/run/none").status_code == 404
+    assert page.get("/api/run/a/episode", params={"id": "none"}).status_code == 404
+    for path in ("/static/../app.py", "/static/%2e%2e/app.py", "/api/run/..%2f..%2fetc"):
+        assert page.get(path).status_code == 404
+
+
+def test_page_without_data_is_small_and_asks_nobody_else() -> None:
+    files = [path for path in STATIC.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) < MAX_PAGE_BYTES
+    assert (STATIC / "vendor" / "uPlot-LICENSE.txt").exists()
+    own = [path for path in files if path.suffix in (".js", ".html", ".css")]
+    for path in own:
+        text = path.read_text().replace("http://www.w3.org/2000/svg", "")
+        assert path.parent.name == "vendor" or "://" not in text, path
+        assert path.parent.name == "vendor" or "innerHTML" not in text, path
+
+
+def test_compared_configurations_hide_secrets_and_pool_seeds() -> None:
+    told = flat_config({"envhub": {"token": "swordfish", "url": "http://me:pw@host"}, "a": [1]})
+    assert told == {"envhub.token": "hidden", "envhub.url": "http://hidden@host", "a": "[1]"}
+    flat = {
+        "a": {"run.seed": "1", "x": "1"},
+        "b": {"run.seed": "2", "x": "1"},
+        "c": {"run.seed": "1", "x": "2"},
+    }
+    assert pools(flat) == [["a", "b"], ["c"]]
+
+
+@pytest.mark.parametrize("word", ["port=x", "port=70000", "colour=red", "no-such-run"])
+def test_dashboard_names_what_is_wrong_before_it_serves(tmp_path: Path, word: str) -> None:
+    request = parse(["dashboard", word, f"run.dir={tmp_path}"], root=ROOT)
+    with pytest.raises(ConfigError, match=word.partition("=")[0]):
+        dashboard(request, root=ROOT, say=lambda _: None)
+
+
+def test_port_that_is_taken_is_named_and_the_usual_one_is_passed_over() -> None:
+    first = listen("127.0.0.1", "0")
+    try:
+        with pytest.raises(ConfigError, match="port="):
+            listen("127.0.0.1", str(first.getsockname()[1]))
+    finally:
+        first.close()
