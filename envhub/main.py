@@ -26,6 +26,7 @@ from common.store.run_dir import RunDir
 from common.wire.addresses import AddressBook, Addresses, with_host
 from common.wire.join_messages import HubHello, HubPlace
 from common.wire.security import RunKeys, own_keys
+from envhub.agentgym.instances import Patience
 from envhub.catalogue.registry import Registry, missing_requirements
 from envhub.errors import UnknownEnv
 from envhub.hosting.sessions import Sessions
@@ -173,7 +174,16 @@ def build(
         capacity=section.capacity,
         step_timeout_s=section.step_timeout_s,
     )
-    app = make_app(sessions, registry, token=token, step_timeout_s=section.step_timeout_s)
+    app = make_app(
+        sessions,
+        registry,
+        token=token,
+        step_timeout_s=section.step_timeout_s,
+        agentgym=Patience(
+            lease_s=section.agentgym_lease_s or section.session_lease_s,
+            queue_s=section.agentgym_queue_s,
+        ),
+    )
     return app, sessions
 
 

@@ -277,6 +277,17 @@ class EnvhubSection:
     session_lease_s: float = seconds(600.0, "seconds until a silent session is closed", ge=1)
     capacity: int = knob(4096, "sessions per environment", ge=1, le=10**6)
     step_timeout_s: float = seconds(30.0, "seconds for one step of an environment", gt=0)
+    agentgym_lease_s: float = seconds(
+        0.0, "the same on AgentGym's routes, whose clients may never close; 0: the same", ge=0
+    )
+    agentgym_queue_s: float = seconds(
+        120.0, "seconds that a create or reset there waits for a free session", ge=0
+    )
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        if self.agentgym_lease_s > self.session_lease_s:
+            law = f"must be <= envhub.session_lease_s={self.session_lease_s:g}"
+            yield "agentgym_lease_s", self.agentgym_lease_s, law
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,15 +4,24 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from envhub.env import EnvSpec, StepResult, Style, UnknownItem
 from envhub.errors import CapacityFull, SessionUnknown
 from envhub.hosting.leases import LeaseTable
 from envhub.hosting.sessions import Sessions
 
+T = TypeVar("T")
+
+POLL_S = 0.1  # between two looks for a free session
+REMEDIES = {  # what gives an environment more sessions, where it is not the hub's capacity
+    "sciworld": "envs.sciworld.max_jvms",
+    "webarena": "envs.browser.max_sessions",
+    "minisites": "envs.browser.max_sessions",
+}
 ID_BITS = 53  # what a JSON number holds exactly everywhere
 
 
@@ -31,6 +40,14 @@ class EpisodeOver(RuntimeError):
         super().__init__(f"The task with environment {number} has finished.")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """How long who does not ask is kept, and who asks too early waits, in seconds."""
+
+    lease_s: float
+    queue_s: float = 0.0
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Instance:
     """One instance and its present episode; `session_id` is None between episodes."""
@@ -47,13 +64,20 @@ class Instance:
     def is_over(self) -> bool:
         return self.answer is not None and self.answer.done
 
+    @property
+    def holds_place(self) -> bool:
+        """Whether it has a session, or is to have one that nobody else may take."""
+        return self.session_id is not None or self.answer is None
+
 
 class Instances:
     """The instances of one environment, each with at most one session of the hub.
 
     Example: two requests step instance 5 at once. The second waits for the first, then takes the
     next step. A third closes 5 meanwhile: it waits too, and whoever comes after finds no 5.
-    An instance that nobody asks for lives `lease_s`; what is left of it goes at the next `add`.
+    An instance that nobody asks for lives `patience.lease_s`; what is left of it goes when the
+    next one is asked for. Whoever finds no session free waits in turn, `patience.queue_s` at most;
+    instances whose episode has ended give theirs up for that.
     """
 
     def __init__(
@@ -61,12 +85,14 @@ class Instances:
         spec: EnvSpec,
         sessions: Sessions,
         *,
-        lease_s: float,
+        patience: Patience,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._spec = spec
         self._sessions = sessions
-        self._instances: LeaseTable[int, Instance] = LeaseTable(lease_s, now_s)
+        self._instances: LeaseTable[int, Instance] = LeaseTable(patience.lease_s, now_s)
+        self._patience = patience
+        self._turns: deque[object] = deque()  # of those who wait to be given an instance
 
     def __len__(self) -> int:
         return len(self._instances)
@@ -78,14 +104,64 @@ class Instances:
             CapacityFull: a session for it could not be had now. AgentGym's trainer asks again
                 after a refused create, but a refused reset ends its run.
         """
-        self.expire()
         capacity = self._sessions.placement.capacity(self._spec)
-        num_used = max(len(self._instances), self._sessions.num_live[self._spec.name])
-        if num_used >= capacity:
+        num_held = sum(instance.holds_place for instance in self._instances)
+        if max(num_held, self._sessions.num_live[self._spec.name]) >= capacity:
             raise CapacityFull(f"{self._spec.name} has all its {capacity} sessions in use")
         number = secrets.randbits(ID_BITS)
         self._instances.put(number, Instance())
         return number
+
+    async def add_in_turn(self) -> int:
+        """Do as `add`, after those who asked before. Raises: CapacityFull: waited in vain."""
+        turn = object()
+        self._turns.append(turn)
+
+        async def add() -> int:
+            if self._turns[0] is not turn:
+                raise CapacityFull(f"{self._spec.name}: others wait for a session already")
+            return self.add()
+
+        try:
+            return await self._when_free(add)
+        finally:
+            self._turns.remove(turn)
+
+    async def _when_free(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        """Return what an attempt returns once it finds a free session.
+
+        Raises: CapacityFull: none came free in time; names what gives more of them.
+        """
+        began_s, queue_s = time.monotonic(), self._patience.queue_s
+        while True:
+            await self.expire()
+            try:
+                return await attempt()
+            except CapacityFull as error:
+                if await self._free_ended():
+                    continue
+                if time.monotonic() - began_s >= queue_s:
+                    raise CapacityFull(f"{error}{self._remedy()}") from error
+            await asyncio.sleep(min(POLL_S, queue_s))
+
+    async def _free_ended(self) -> bool:
+        """End the session of an episode that has ended, the oldest first; False if there is none.
+
+        An instance in a lock is in somebody's hands.
+        """
+        for instance in self._instances:
+            if instance.is_over and instance.session_id and not instance.lock.locked():
+                await self._end_session(instance)
+                return True
+        return False
+
+    def _remedy(self) -> str:
+        patience, key = self._patience, REMEDIES.get(self._spec.name, "envhub.capacity")
+        return (
+            f", and none came free within envhub.agentgym_queue_s={patience.queue_s:g}:"
+            f" raise {key}, let clients close what they have done with, or lower"
+            f" envhub.agentgym_lease_s={patience.lease_s:g}, after which a silent one is closed"
+        )
 
     def find(self, number: int) -> Instance:
         """Return an instance and renew its lease. Raises: InstanceUnknown."""
@@ -110,8 +186,10 @@ class Instances:
             if self._spec.from_agentgym is None:
                 raise UnknownItem(f"{self._spec.name} has no items by AgentGym's numbers")
             item_id = self._spec.from_agentgym(index)
-            session_id, observation = await self._sessions.create(
-                self._spec.name, item_id, seed=0, style=Style.AGENTGYM
+            session_id, observation = await self._when_free(
+                lambda: self._sessions.create(
+                    self._spec.name, item_id, seed=0, style=Style.AGENTGYM
+                )
             )
             instance.session_id = session_id
             instance.item_id, instance.first_observation = item_id, observation
@@ -130,12 +208,12 @@ class Instances:
         """
         instance = self.find(number)
         async with instance.lock:
-            if instance.session_id is None:
-                raise NotReset
             if instance.answer is not None and instance.is_over:
                 if refuses_after_done:
                     raise EpisodeOver(number)
                 return instance, instance.answer
+            if instance.session_id is None:
+                raise NotReset
             try:
                 result = await self._sessions.step(instance.session_id, action)
             except SessionUnknown as error:
@@ -162,9 +240,13 @@ class Instances:
             await self._end_session(instance)
         return True
 
-    def expire(self) -> None:
-        """Forget the instances whose lease has run out; their sessions' own leases end those."""
-        self._instances.pop_expired()
+    async def expire(self) -> None:
+        """End the instances whose lease has run out."""
+        gone = self._instances.pop_expired(keeps=lambda each: each.lock.locked())
+        for instance in gone:
+            await self._end_session(instance)
+        if gone:
+            await self._sessions.expire()  # those whose own lease ended with it
 
     async def _end_session(self, instance: Instance) -> None:
         if instance.session_id is None:

@@ -10,7 +10,14 @@ from pydantic import BaseModel, Field, ValidationError, create_model
 
 from common.errors import EnvError
 from envhub.agentgym.dialects import DIALECTS, SCIWORLD, WEBARENA, WORDLE, Dialect, Faults
-from envhub.agentgym.instances import EpisodeOver, Instance, Instances, InstanceUnknown, NotReset
+from envhub.agentgym.instances import (
+    EpisodeOver,
+    Instance,
+    Instances,
+    InstanceUnknown,
+    NotReset,
+    Patience,
+)
 from envhub.agentgym.replies import (
     create_reply,
     detail_reply,
@@ -27,7 +34,6 @@ from envhub.hosting.sessions import Sessions
 from envhub.http.bodies import body_of, json_response, json_text
 from envhub.http.known_heads import KnownHeads, at_once, response_bytes
 
-LEASE_S = 600.0
 STAND_INS = {WEBARENA.name: "minisites"}  # what is served where WebArena's own sites are not
 MAX_NUMBER = 2**53
 MAX_PROBLEMS, MAX_SHOWN_CHARS = 5, 200
@@ -37,26 +43,21 @@ Number = Annotated[int, Field(ge=-MAX_NUMBER, le=MAX_NUMBER)]
 
 
 def add_agentgym_routes(
-    app: FastAPI,
-    sessions: Sessions,
-    registry: Registry,
-    *,
-    known: KnownHeads,
-    lease_s: float = LEASE_S,
+    app: FastAPI, sessions: Sessions, registry: Registry, *, known: KnownHeads, patience: Patience
 ) -> None:
     """Mount /agentgym/<env>/... for each environment of the registry that AgentGym knows.
 
     A client's base URL is the hub's URL + "/agentgym/<env>". What is not the client's doing (an
     environment's crash, its deadline, a full hub) is answered with the hub's own status codes.
 
-    A driven AgentGym server is not served once more. An instance that nobody asks for lives
-    `lease_s`. Steps of quick environments are answered by `known`.
+    A driven AgentGym server is not served once more. Steps of quick environments are answered by
+    `known`.
     """
     for dialect in DIALECTS.values():
         name = _served_by(dialect, registry)
         if name:
             spec = registry.spec(name)
-            desk = _Desk(dialect, Instances(spec, sessions, lease_s=lease_s))
+            desk = _Desk(dialect, Instances(spec, sessions, patience=patience))
             _add_routes(app, desk)
             if spec.isolation is Isolation.INLINE:
                 known.add(f"/agentgym/{dialect.name}/step", desk.step_at_once)
@@ -210,7 +211,7 @@ class _Desk:
         return json_response(picture)
 
     async def create(self, _: BaseModel | None) -> Response:
-        number = self._instances.add()
+        number = await self._instances.add_in_turn()
         if not self.resets_at_create:
             return json_response(create_reply(self.dialect, number))
         async with contextlib.AsyncExitStack() as undo:

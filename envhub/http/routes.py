@@ -12,6 +12,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 
 from common.errors import EnvTimeout
+from envhub.agentgym.instances import Patience
 from envhub.agentgym.serve import add_agentgym_routes
 from envhub.catalogue.registry import Registry
 from envhub.env import UnknownItem
@@ -68,13 +69,19 @@ STATUS_CODES: dict[type[Exception], int] = {
 
 
 def make_app(
-    sessions: Sessions, registry: Registry, *, token: str | None, step_timeout_s: float
+    sessions: Sessions,
+    registry: Registry,
+    *,
+    token: str | None,
+    step_timeout_s: float,
+    agentgym: Patience | None = None,
 ) -> FastAPI:
     """Return the hub's application; the leases of `sessions` are watched while it runs.
 
     Args:
         token: bearer token of every route but /healthz; None asks for none.
         step_timeout_s: told to clients in GET /healthz; `sessions` enforces it.
+        agentgym: of AgentGym's routes; None: the sessions' leases, and nobody waits.
     """
 
     @contextlib.asynccontextmanager
@@ -105,7 +112,8 @@ def make_app(
     _add_presence_route(app, sessions)
     _add_look_routes(app, sessions)
     _add_batch_routes(app, sessions)
-    add_agentgym_routes(app, sessions, registry, lease_s=sessions.lease_s, known=known)
+    patience = agentgym or Patience(lease_s=sessions.lease_s)
+    add_agentgym_routes(app, sessions, registry, patience=patience, known=known)
     return app
 
 

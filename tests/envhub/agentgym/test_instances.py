@@ -6,9 +6,10 @@ from typing import cast
 
 import pytest
 
-from envhub.agentgym.instances import Instances, InstanceUnknown, NotReset
+from envhub.agentgym.instances import Instances, InstanceUnknown, NotReset, Patience
 from envhub.catalogue.registry import Registry
 from envhub.env import EnvSpec, StepResult, Style, SubsetSpec
+from envhub.errors import CapacityFull
 from envhub.hosting.sessions import Sessions
 
 
@@ -22,13 +23,17 @@ class Clock:
         return self.now_s
 
 
-def with_instances(play, *, lease_s: float = 10.0):
+def with_instances(play, *, lease_s: float = 10.0, queue_s: float = 0.0, capacity: int = 4):
     """Run `play(instances, sessions, clock)` on a Maze."""
 
     async def run():
         clock, registry = Clock(), Registry(["maze"])
-        sessions = Sessions(registry, lease_s=lease_s, capacity=4, step_timeout_s=1.0, now_s=clock)
-        instances = Instances(registry.spec("maze"), sessions, lease_s=lease_s, now_s=clock)
+        sessions = Sessions(
+            registry, lease_s=lease_s, capacity=capacity, step_timeout_s=1.0, now_s=clock
+        )
+        patience = Patience(lease_s=lease_s, queue_s=queue_s)
+        spec = registry.spec("maze")
+        instances = Instances(spec, sessions, patience=patience, now_s=clock)
         try:
             return await play(instances, sessions, clock)
         finally:
@@ -46,10 +51,10 @@ def test_lease_is_renewed_by_use_and_ends_without():
         instances.find(used)
         with pytest.raises(InstanceUnknown):
             instances.find(unused)
-        instances.expire()
+        await instances.expire()
         assert len(instances) == 1
         clock.now_s = 22.0
-        instances.expire()
+        await instances.expire()
         assert len(instances) == 0
 
     with_instances(play)
@@ -131,7 +136,7 @@ def slow_instances() -> tuple[Instances, SlowSessions]:
         make=lambda _: pytest.fail("nobody plays it"),
         from_agentgym=lambda index: f"any-train-{index}",
     )
-    return Instances(spec, cast(Sessions, sessions), lease_s=10.0), sessions
+    return Instances(spec, cast(Sessions, sessions), patience=Patience(lease_s=10.0)), sessions
 
 
 def test_instance_closed_during_its_reset_leaves_no_session():
@@ -162,3 +167,72 @@ def test_second_of_two_last_steps_is_not_performed():
         assert sessions.num_steps == 1
 
     asyncio.run(play())
+
+
+def test_who_finds_no_session_free_waits_in_turn_and_is_told_the_remedy_when_in_vain():
+    async def play(instances, sessions, clock):
+        first = [await instances.add_in_turn() for _ in range(4)]
+        for number in first:
+            await instances.reset(number, 0)
+        waiting = [asyncio.create_task(instances.add_in_turn()) for _ in range(3)]
+        await asyncio.sleep(0.15)
+        assert not any(task.done() for task in waiting)
+        await instances.close(first[0])
+        await waiting[0]  # the first to ask; its place is kept for its reset
+        assert not waiting[1].done()
+        clock.now_s = 11.0  # nobody asked for the others
+        await asyncio.gather(*waiting)
+        assert len(instances) == 2, "what nobody asked for is closed"
+        assert sessions.num_live["maze"] == 0
+
+    with_instances(play, queue_s=10.0)
+
+    async def wait_in_vain(instances, sessions, clock):
+        for _ in range(4):
+            await instances.add_in_turn()
+        with pytest.raises(CapacityFull, match=r"all its 4 .* raise envhub\.capacity"):
+            await instances.add_in_turn()
+
+    with_instances(wait_in_vain, queue_s=0.2)
+
+
+def test_episode_that_has_ended_gives_its_session_to_who_waits_and_its_last_answer_stands():
+    async def play(instances, sessions, clock):
+        numbers = [await instances.add_in_turn() for _ in range(4)]
+        for number in numbers:
+            await instances.reset(number, 0)
+            while True:
+                _, result = await instances.step(number, "move up", refuses_after_done=False)
+                if result.done:
+                    break
+        more = [await instances.add_in_turn() for _ in range(4)]
+        for number in more:
+            await instances.reset(number, 1)
+        _, again = await instances.step(numbers[0], "move up", refuses_after_done=False)
+        assert again == result
+        assert len(sessions) == 4
+
+    with_instances(play, queue_s=5.0)
+
+
+@pytest.mark.slow
+def test_rollouts_of_128_clients_that_never_close_fail_no_step():
+    async def play(instances, sessions, clock):
+        async def roll_out(index):
+            for _ in range(2):  # batches
+                number = await instances.add_in_turn()
+                await instances.reset(number, index % 25)
+                for _ in range(3):
+                    await instances.step(number, "move up", refuses_after_done=True)
+
+        async def pass_time():
+            while True:
+                await asyncio.sleep(0.02)
+                clock.now_s += 5.0
+
+        passing = asyncio.create_task(pass_time())
+        await asyncio.gather(*(roll_out(index) for index in range(128)))
+        passing.cancel()
+        assert sessions.counts["steps"] == 128 * 2 * 3
+
+    with_instances(play, lease_s=40.0, queue_s=60.0, capacity=32)
