@@ -81,7 +81,7 @@ def _run(request: Request, name: str) -> RunSource:
 
 def _runs(request: Request) -> list[dict[str, Any]]:
     watch: Watch = request.app.state.watch
-    return [watch.ask(each.name).summary() for each in watch.sources.look()]
+    return [each.summary() for each in watch.sources.look()]  # only what is opened is read
 
 
 def _overview(request: Request, name: str) -> dict[str, Any]:
