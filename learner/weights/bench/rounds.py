@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from common.errors import WeightSyncError
+from common.launch.process import KILLED_S
 from common.repository import ROOT
 from common.wire.rendezvous.server import StoreServer
 from common.wire.transfer.buckets import NUM_SLOTS, Cut, send_buckets
@@ -87,7 +88,7 @@ def receivers(plan: list[str], *, cut: Cut, route: Route) -> Iterator[Side]:
         finally:
             for process in processes:
                 process.kill()
-                process.wait()
+                process.wait(KILLED_S)
             server.close()
 
 
@@ -149,4 +150,4 @@ class _Peak:
 
     def __exit__(self, *_: object) -> None:
         self._is_over.set()
-        self._thread.join()
+        self._thread.join(KILLED_S)
