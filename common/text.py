@@ -1,4 +1,12 @@
-"""Text that every encoding of ours can carry."""
+"""Text that every encoding of ours can carry, and what a page shows of it."""
+
+import html
+import unicodedata
+
+# What has no place on a page: it can end a document, or turn the text that follows it around.
+BIDI_CONTROLS = frozenset(
+    "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+)
 
 
 def valid_text(text: str) -> str:
@@ -12,3 +20,21 @@ def valid_text(text: str) -> str:
     except UnicodeEncodeError:
         return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
     return text
+
+
+def html_text(value: object) -> str:
+    """Return text for HTML content and quoted attributes, whoever wrote it.
+
+    Control characters, also those that change the direction of what follows, are U+FFFD; letters
+    of scripts that are written from the right stay as they are.
+    """
+    text = valid_text(str(value))
+    if not text.isprintable():
+        text = "".join("\ufffd" if _is_control(each) else each for each in text)
+    return html.escape(text, quote=True)
+
+
+def _is_control(character: str) -> bool:
+    return character in BIDI_CONTROLS or (
+        unicodedata.category(character) == "Cc" and character not in "\t\n"
+    )

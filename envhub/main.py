@@ -173,6 +173,8 @@ def build(
         lease_s=section.session_lease_s,
         capacity=section.capacity,
         step_timeout_s=section.step_timeout_s,
+        max_sessions=section.max_sessions,
+        inline_step_s=section.inline_step_s,
     )
     app = make_app(
         sessions,

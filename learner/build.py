@@ -17,6 +17,7 @@ from common.store.metrics import MetricsWriter
 from common.store.run_dir import RunDir, remove_partial_files
 from common.store.upkeep import Upkeep
 from common.store.wandb_sink import WandbSink
+from common.wire.access.lease_mac import lease_key
 from common.wire.addresses import bracketed
 from common.wire.messages import Hello, Progress
 from common.wire.security import RunKeys, load_keys
@@ -125,7 +126,7 @@ def build(cfg: RunConfig, run_dir: RunDir) -> Learner:
     intake = Intake(
         router,
         journal,
-        (admission := _admission(cfg, index, model)),
+        (admission := _admission(cfg, index, model, keys)),
         buffer,
         _scheduler_client(cfg, run_dir, keys, reports, buffer, publisher, ports),
         heartbeat_s=cfg.scheduler.heartbeat_s,
@@ -175,12 +176,15 @@ def _journal(cfg: RunConfig, run_dir: RunDir) -> JournalWriter:
     return JournalWriter(run_dir.journal, max_segment_bytes=cfg.journal.segment_mb << 20)
 
 
-def _admission(cfg: RunConfig, index: JournalIndex, model: PreTrainedModel) -> Admission:
+def _admission(
+    cfg: RunConfig, index: JournalIndex, model: PreTrainedModel, keys: RunKeys
+) -> Admission:
     return Admission(
         index,
         group_size=cfg.groups.size,
         vocab_size=vocabulary_size(model),
         max_tokens=cfg.learner.max_tokens_per_microbatch,
+        lease_key=lease_key(keys),
     )
 
 

@@ -276,7 +276,11 @@ class EnvhubSection:
     style: str = knob("compact", "how observations are worded", one_of=("compact", "agentgym"))
     session_lease_s: float = seconds(600.0, "seconds until a silent session is closed", ge=1)
     capacity: int = knob(4096, "sessions per environment", ge=1, le=10**6)
+    max_sessions: int = knob(16_384, "sessions that one token may hold", ge=1, le=10**6)
     step_timeout_s: float = seconds(30.0, "seconds for one step of an environment", gt=0)
+    inline_step_s: float = seconds(
+        0.2, "seconds for a step between others; slower ones go to workers", gt=0
+    )
     agentgym_lease_s: float = seconds(
         0.0, "the same on AgentGym's routes, whose clients may never close; 0: the same", ge=0
     )

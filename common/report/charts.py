@@ -1,10 +1,11 @@
 """Charts as inline SVG. Colours are CSS classes of the page, so that they follow light and dark."""
 
-import html
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
+
+from common.text import html_text
 
 Point = tuple[float, float | None]
 Reference = tuple[str, float, str]  # of a dashed horizontal line: label, y, css
@@ -104,7 +105,7 @@ def bar_chart(title: str, bars: Sequence[tuple[str, float]]) -> str:
             (
                 f'<rect class="fill c1" x="{x + slot * 0.14:.1f}" y="{y:.1f}" rx="3"'
                 f' width="{slot * 0.72:.1f}" height="{bar:.1f}">'
-                f"<title>{html.escape(name)}: {value:,.0f}</title></rect>"
+                f"<title>{html_text(name)}: {value:,.0f}</title></rect>"
             ),
             _text(middle, y - 6, above, "middle"),
             _text(middle, HEIGHT - BOTTOM + 18, name, "middle", css="dim"),
@@ -121,7 +122,7 @@ def stacked_bar(title: str, parts: Sequence[tuple[str, float, str]]) -> str:
         width = WIDTH * value / total
         rects.append(
             f'<rect class="fill {css}" x="{x:.2f}" y="0" width="{max(0.0, width - 1.5):.2f}"'
-            f' height="{BAR_HEIGHT}" rx="3"><title>{html.escape(name)}: {value:,.0f}'
+            f' height="{BAR_HEIGHT}" rx="3"><title>{html_text(name)}: {value:,.0f}'
             f" ({value / total:.1%})</title></rect>"
         )
         x += width
@@ -196,7 +197,7 @@ def _path(frame: _Frame, line: Series) -> str:
         return f'<path class="line dot {line.css}" d="{moves[0]}h0.01"/>'
     return (
         f'<path class="line {line.css}" d="{"".join(moves)}">'
-        f"<title>{html.escape(line.label)}</title></path>"
+        f"<title>{html_text(line.label)}</title></path>"
     )
 
 
@@ -204,7 +205,7 @@ def _marker(frame: _Frame, marker: Marker) -> str:
     x, y = frame.x(marker.x), frame.y(marker.y)
     label = f"{marker.label}: {marker.y:.1%} (95% {marker.low:.1%} to {marker.high:.1%})"
     return (
-        f'<g class="mark {marker.css}"><title>{html.escape(label)}</title>'
+        f'<g class="mark {marker.css}"><title>{html_text(label)}</title>'
         f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{frame.y(marker.low):.1f}"'
         f' y2="{frame.y(marker.high):.1f}"/><circle cx="{x:.1f}" cy="{y:.1f}" r="5.5"/></g>'
     )
@@ -215,12 +216,12 @@ def _text(x: float, y: float, text: str, anchor: str, *, css: str = "") -> str:
         return ""
     return (
         f'<text class="{css}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">'
-        f"{html.escape(text)}</text>"
+        f"{html_text(text)}</text>"
     )
 
 
 def _svg(title: str, height: int, parts: Sequence[str]) -> str:
-    label = html.escape(title, quote=True)
+    label = html_text(title)
     return (
         f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{label}">'
         f"{''.join(parts)}</svg>"

@@ -1,17 +1,12 @@
 """Pieces of report.html. Everything that comes from a run is escaped."""
 
-import html
 from collections.abc import Iterable, Sequence
 
 from common.report.charts import stacked_bar
 from common.report.model import Interval, Score, SubsetScore
+from common.text import html_text as esc
 
 Part = tuple[str, float, str]  # name, value, css class
-
-
-def esc(value: object) -> str:
-    """Return text for HTML content and quoted attributes."""
-    return html.escape(str(value), quote=True)
 
 
 def card(heading: str, body: str, *notes: str, css: str = "") -> str:

@@ -76,6 +76,7 @@ class EpisodeIdentity:
     horizon: Count  # most turns of this episode
     horizon_stage: Count  # 0-based stage of the curriculum at opening
     opened_at_version: Version
+    lease_mac: Id = ""  # the scheduler's, over all above and the actor: it was leased to that one
 
     def identity(self) -> dict[str, Any]:
         """Return these fields by name, for what else is said of the episode."""

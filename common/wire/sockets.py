@@ -156,6 +156,10 @@ class Router:
                 received.append((sender, peer, frames))
         return received
 
+    def note_refused(self, sender: bytes, reason: str) -> None:
+        """Count a message that its receiver refused, as one that was not its sender's to say."""
+        self._peers.note_refused(sender, reason)
+
     def peer(self, sender: bytes) -> Identity:
         """Return whose key a sender was let in with."""
         return self._peers.of(sender)

@@ -170,6 +170,11 @@ class Instances:
             raise InstanceUnknown(f"The id {number} is not valid.")
         return instance
 
+    @property
+    def is_at_once(self) -> bool:
+        """Whether steps still answer in the server's own thread."""
+        return self._sessions.placement.inline.is_kept(self._spec.name)
+
     def is_busy(self, number: int) -> bool:
         """Return whether a request for it has to wait for another one."""
         instance = self._instances.peek(number)

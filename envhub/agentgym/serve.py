@@ -248,7 +248,7 @@ class _Desk:
             body = self._step_body.model_validate_json(raw)
         except ValidationError:
             return None
-        if self._instances.is_busy(self._number(body)):
+        if self._instances.is_busy(self._number(body)) or not self._instances.is_at_once:
             return None
         content, status = at_once(self._step(body))
         return response_bytes(json_text(content).encode(), status)

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import logging
+import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -10,6 +11,7 @@ from common.errors import EnvError
 from envhub.env import EnvSpec, Isolation, StepResult, Style
 from envhub.errors import WorkerLost
 from envhub.hosting.env_calls import call_environment
+from envhub.hosting.inline import InlineBudget
 from envhub.hosting.worker import Worker
 from envhub.hosting.worker_pool import WorkerPool
 
@@ -39,12 +41,18 @@ class Episode(Protocol):
 
 
 class LocalEpisode:
-    """An episode in the hub's own process: INLINE ones answer at once, TASK ones are awaited."""
+    """An episode in the hub's own process: INLINE ones answer at once, TASK ones are awaited.
+
+    One of an environment that turned out to be slow goes on in a thread.
+    """
 
     worker: Worker | None = None
     first_state = ""
 
-    def __init__(self, spec: EnvSpec, style: Style, *, timeout_s: float) -> None:
+    def __init__(
+        self, spec: EnvSpec, style: Style, inline: InlineBudget, *, timeout_s: float
+    ) -> None:
+        self._inline = inline
         self.is_instant = spec.isolation is Isolation.INLINE
         self._spec = spec
         self._style = style
@@ -59,7 +67,12 @@ class LocalEpisode:
         return observation
 
     async def step(self, action: str) -> StepResult:
-        return await self._call(lambda: self._env.step(action))
+        began_s, is_instant = time.monotonic(), self.is_instant
+        try:
+            return await self._call(lambda: self._env.step(action))
+        finally:
+            if is_instant:
+                self._inline.note(self._spec.name, time.monotonic() - began_s)
 
     async def hint(self) -> tuple[list[str], str | None]:
         valid_actions = await self._call(self._env.valid_actions)
@@ -81,7 +94,11 @@ class LocalEpisode:
                 logger.warning("close failed env=%s reason=%s", self._spec.name, error)
 
     async def _call(self, work: Callable[[], Any]) -> Any:
-        return await call_environment(self._spec.name, work, timeout_s=self._timeout_s)
+        name = self._spec.name
+        if not self._inline.is_kept(name):
+            self.is_instant = False
+            work = self._inline.aside(name, work)
+        return await call_environment(name, work, timeout_s=self._timeout_s)
 
 
 class WorkerEpisode:

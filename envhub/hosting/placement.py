@@ -2,8 +2,10 @@
 
 import asyncio
 import logging
+import os
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 from common.errors import EnvError
 from common.launch.guardian import Guardian
@@ -12,12 +14,14 @@ from envhub.catalogue.registry import Registry
 from envhub.env import EnvSpec, Isolation, Style
 from envhub.hosting.env_calls import call_environment
 from envhub.hosting.episodes import Episode, LocalEpisode, WorkerEpisode
+from envhub.hosting.inline import INLINE_STEP_S, InlineBudget
 from envhub.hosting.worker import Worker
 from envhub.hosting.worker_pool import WorkerPool
 
 logger = logging.getLogger(__name__)
 
 MEMORY_INTERVAL_S = 5.0
+MAX_MOVED_WORKERS = 8  # of an environment that says nothing of workers itself
 
 
 class Placement:
@@ -29,9 +33,11 @@ class Placement:
         *,
         capacity: int,
         step_timeout_s: float,
+        inline_step_s: float = INLINE_STEP_S,
         on_lost: Callable[[Worker], None] = lambda _: None,
     ) -> None:
         """`capacity` is per environment; `on_lost` is told of each lost worker, once counted."""
+        self.inline = InlineBudget(inline_step_s)
         self._registry = registry
         self._capacity = capacity
         self._step_timeout_s = step_timeout_s
@@ -49,9 +55,9 @@ class Placement:
     def make(self, spec: EnvSpec, style: Style) -> Episode:
         """Return an episode that is not open yet."""
         timeout_s = spec.step_timeout_s or self._step_timeout_s
-        if spec.isolation is Isolation.WORKER:
+        if spec.isolation is Isolation.WORKER or not self.inline.is_kept(spec.name):
             return WorkerEpisode(self._pool(spec), style, timeout_s=timeout_s)
-        return LocalEpisode(spec, style, timeout_s=timeout_s)
+        return LocalEpisode(spec, style, self.inline, timeout_s=timeout_s)
 
     def workers(self) -> list[Worker]:
         return [worker for pool in self._pools.values() for worker in pool.workers]
@@ -61,6 +67,10 @@ class Placement:
         if pool is None:
             self._guardian = self._guardian or Guardian()
             order = self._registry.load_order(spec.name)
+            if spec.isolation is Isolation.INLINE:
+                num = min(MAX_MOVED_WORKERS, os.cpu_count() or 1)
+                places = -(-self._capacity // num)
+                spec = replace(spec, max_workers=num, sessions_per_worker=places)
             pool = WorkerPool(spec, order, guardian=self._guardian, on_lost=self._count)
             self._pools[spec.name] = pool
         return pool
@@ -90,6 +100,7 @@ class Placement:
         for spec in self._registry.loaded():
             if spec.isolation is not Isolation.WORKER and spec.stop is not None:
                 stops.append(_stop_environment(spec, spec.stop))
+        self.inline.stop()
         await asyncio.gather(*stops)
         if self._guardian is not None:
             self._guardian.close()

@@ -25,6 +25,7 @@ from envhub.errors import (
     WorkerLost,
 )
 from envhub.hosting.episodes import Episode
+from envhub.hosting.inline import INLINE_STEP_S
 from envhub.hosting.leases import LeaseTable
 from envhub.hosting.placement import Placement
 from envhub.hosting.worker import Worker
@@ -36,6 +37,7 @@ T = TypeVar("T")
 MAX_WATCH_INTERVAL_S = 5.0
 SESSIONS_PER_TRIM = 200  # ended sessions after which free memory goes back to the system
 STOP_TIMEOUT_S = 1.0
+MAX_SESSIONS = 16_384
 GONE_S = 1.0  # for an owner whose connection broke to come again
 
 
@@ -43,7 +45,7 @@ GONE_S = 1.0  # for an owner whose connection broke to come again
 class Session:
     """One live episode. `seq` counts executed steps; `answer` is the last one's result.
 
-    `lock` is None where a step is atomic by itself.
+    `lock` is None as long as a step is atomic by itself.
     """
 
     session_id: str
@@ -80,8 +82,11 @@ class Sessions:
         capacity: int,
         step_timeout_s: float,
         now_s: Callable[[], float] = time.monotonic,
+        max_sessions: int = MAX_SESSIONS,
+        inline_step_s: float = INLINE_STEP_S,
     ) -> None:
-        """`capacity` is per environment; `now_s` is a monotonic clock."""
+        """`capacity` is per environment, `max_sessions` of all; `now_s` is a monotonic clock."""
+        self._max_sessions = max_sessions
         self.lease_s = lease_s
         self.is_draining = False
         self.num_live: Counter[str] = Counter()  # places by environment, also of what is opening
@@ -91,6 +96,7 @@ class Sessions:
             registry,
             capacity=capacity,
             step_timeout_s=step_timeout_s,
+            inline_step_s=inline_step_s,
             on_lost=self._end_sessions_of,
         )
         self._registry = registry
@@ -262,6 +268,10 @@ class Sessions:
 
     def _reserve(self, spec: EnvSpec) -> None:
         """Take a place for a session. Raises CapacityFull."""
+        if self.num_live.total() >= self._max_sessions:
+            self.counts["refused"] += 1
+            text = f"this token holds all the {self._max_sessions} sessions that it may"
+            raise CapacityFull(f"{text} (envhub.max_sessions)")
         capacity = self.placement.capacity(spec)
         if self.num_live[spec.name] >= capacity:
             self.counts["refused"] += 1
@@ -357,6 +367,8 @@ class _Alone:
 
     async def __aenter__(self) -> Session:
         session = self._find(self._session_id)
+        if session.lock is None and not session.episode.is_instant:  # not any more
+            session.lock = asyncio.Lock()
         self._lock = session.lock
         if self._lock is None:
             return session

@@ -136,6 +136,8 @@ def _add_catalogue_routes(
         status = "draining" if sessions.is_draining else "ok"
         num_workers = len(sessions.placement.workers())
         state = {"status": status, "num_sessions": len(sessions), "num_workers": num_workers}
+        moved = sessions.placement.inline.moved
+        state |= {"moved_to_workers": moved} if moved else {}
         return json_response(state | {"step_timeout_s": step_timeout_s} | counts)
 
     @app.get("/readyz", tags=["hub"], responses=_fails(503))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from common.wire.access.lease_mac import is_leased
 from common.wire.messages import EndReason, PolicyKind, Trajectory
 from learner.ingest.journal_index import JournalIndex
 
@@ -28,6 +29,7 @@ class Verdict:
 
     is_duplicate: bool = False  # acknowledged, and left alone
     refusal: str = ""  # why it must not be accepted
+    is_forged: bool = False  # and it says nothing about the episode that it names
 
 
 class Admission:
@@ -40,17 +42,28 @@ class Admission:
         group_size: int,
         vocab_size: int | None = None,
         max_tokens: int | None = None,
+        lease_key: bytes | None = None,
     ) -> None:
-        """Begin with nothing counted; sizes as in `refusal`."""
+        """Begin with nothing counted; sizes as in `refusal`.
+
+        Args:
+            lease_key: that the scheduler marks leases with. None: whoever sends is believed.
+        """
+        self._lease_key = lease_key
         self._index = index
         self._max_tokens = max_tokens
         self._group_size = group_size
         self._vocab_size = vocab_size
         self._num_refused = 0
+        self._num_forged = 0
         self._num_duplicates = 0
 
     def check(self, trajectory: Trajectory, *, learner_version: int) -> Verdict:
         """Return what is to be done with a trajectory; `learner_version` as in `refusal`."""
+        if self._lease_key is not None and not is_leased(trajectory, self._lease_key):
+            self._num_forged += 1
+            reason = f"{trajectory.episode_id} was not leased so to {trajectory.actor}"
+            return Verdict(is_forged=True, refusal=reason[:500])
         if trajectory in self._index:
             self._num_duplicates += 1
             return Verdict(is_duplicate=True)
@@ -77,6 +90,7 @@ class Admission:
         """Return the metrics of the whole run so far."""
         return {
             "admission/refused": float(self._num_refused),
+            "admission/forged": float(self._num_forged),
             "admission/duplicates": float(self._num_duplicates),
         }
 

@@ -129,7 +129,7 @@ class Intake(threading.Thread):
                 name = type(trajectory).__name__
                 self._router.send(item.sender, Rejected(reason=f"{name} is no trajectory"))
                 continue
-            verdict = self._decide(trajectory)
+            verdict = self._decide(trajectory, item.sender)
             if not (verdict.is_duplicate or verdict.refusal):
                 records.append((trajectory, item.frames))
             reason = verdict.refusal
@@ -149,11 +149,13 @@ class Intake(threading.Thread):
                 self._router.send(sender, ack)
             self._buffer.add(batch.accepted, end=batch.end)
 
-    def _decide(self, trajectory: Trajectory) -> Verdict:
+    def _decide(self, trajectory: Trajectory, sender: bytes) -> Verdict:
         """Count a trajectory that is known or refused; know one that goes into the journal."""
         verdict = self._admission.check(trajectory, learner_version=self._buffer.version + 1)
         if verdict.is_duplicate:
             self._buffer.add_duplicate()
+        elif verdict.is_forged:  # who it names is played on, and the sender is counted
+            self._router.note_refused(sender, verdict.refusal)
         elif verdict.refusal:
             self._buffer.add_refused(trajectory)
         else:

@@ -53,7 +53,7 @@ class SchedulerCore:
         core.tick()
 
     Raises (from `handle` and `tick`):
-        LedgerError: the ledger does not balance, or two outcomes for one episode.
+        LedgerError: the ledger does not balance.
         LongstrideError: from `tick`: too many episodes failed by infrastructure.
     """
 

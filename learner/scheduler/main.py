@@ -17,9 +17,10 @@ from common.launch.lock import hold_role
 from common.stall.beacon import beacon_of
 from common.store.disk import if_room
 from common.store.run_dir import RunDir, write_atomically, write_json
+from common.wire.access.lease_mac import lease_key, marked
 from common.wire.addresses import LOOPBACK, WILDCARDS, bracketed
 from common.wire.join_messages import FileRequest, HubGoodbye, HubHello, HubNoted, JoinRequest
-from common.wire.messages import Goodbye, Heartbeat, Hello, LeaseRequest
+from common.wire.messages import Goodbye, Heartbeat, Hello, LeaseGrant, LeaseRequest
 from common.wire.security import RunKeys, load_keys, write_join_key
 from common.wire.sockets import Received, Router
 from learner.scheduler.components import build_components
@@ -67,6 +68,7 @@ class Serving:
     enrolments: Enrolments
     disk: DiskWait
     hub_token: str  # of the run's own hubs
+    lease_key: bytes
     names: dict[bytes, str] = field(default_factory=dict)  # of senders, once they said it
     is_changed: bool = True  # since the last save
     save_at: float = 0.0  # the next
@@ -159,6 +161,7 @@ def build(
         enrolments=enrolments,
         disk=disk,
         hub_token=keys.hub_token,
+        lease_key=lease_key(keys),
     )
     came_meanwhile = disk.write(lambda: log.save(state_of(parts)), log.path)
     core.mark_saved()
@@ -261,6 +264,8 @@ def answer_all(parts: Serving, received: list[Received]) -> None:
         answer = parts.core.handle(name, each.message)
         parts.log.append(parts.clock.now, name, each.frames)
         parts.is_changed = True
+        if isinstance(answer, LeaseGrant):
+            answer = marked(answer, name, parts.lease_key)
         if answer is not None:
             answers.append((each.sender, answer))
         if (directory := parts.registry.hear(each.message)) is not None:

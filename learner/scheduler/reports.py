@@ -8,10 +8,7 @@ from learner.scheduler.episodes.lifecycle import Arrived
 
 
 def take(parts: Components, message: Outcomes, *, now: float) -> None:
-    """Take one report.
-
-    Raises: LedgerError: two outcomes for one episode.
-    """
+    """Take one report."""
     parts.lifecycle.ledger.num_duplicates += message.num_duplicates
     _see_all(parts, message.seen)
     for group in message.groups:

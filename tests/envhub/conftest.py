@@ -15,8 +15,8 @@ from envhub.catalogue.registry import Registry
 from envhub.hosting.sessions import Sessions
 from envhub.http.routes import make_app
 
-MISBEHAVING = ("faulty", "waiting")
-NAMES = ("babyai", "textcraft", *MISBEHAVING)
+MISBEHAVING = ("faulty", "lingering", "waiting")
+NAMES = ("babyai", "textcraft", "faulty", "waiting")
 
 
 class Clock:

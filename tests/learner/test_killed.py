@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from common.config.load import load_config, save_config
 from common.repository import ROOT
 from common.store.journal import read_journal
 from common.store.run_dir import RunDir
+from common.wire.access.lease_mac import lease_key, lease_mac
 from common.wire.codec import decode, encode
 from common.wire.messages import Ack, Hello, StepDone, Trajectory
 from common.wire.security import create_keys
@@ -169,7 +171,8 @@ class Neighbours:
     def send(self, trajectory: Trajectory) -> bool:
         """Send to the learner that there is now, if there is one."""
         if self._actor is not None:
-            self._actor.send_multipart(encode(trajectory))
+            mac = lease_mac(trajectory, trajectory.actor, lease_key(self._keys))
+            self._actor.send_multipart(encode(replace(trajectory, lease_mac=mac)))
         return self._actor is not None
 
     def steps(self) -> list[LoggedStep]:

@@ -124,6 +124,12 @@ class Peers:
     def _say(self, sender: Sender) -> tuple[str, int]:
         return shown(sender.identity.name), sender.account.num_refused
 
+    def note_refused(self, sender: bytes, reason: str) -> None:
+        """Count a message that was valid, and yet refused."""
+        known = self._senders.get(sender)
+        if known is not None:
+            self.strike(known, reason, is_forbidden=True)
+
     def note_unsent(self, receiver: bytes) -> None:
         """Count an answer that could not be sent."""
         known = self._senders.get(receiver)

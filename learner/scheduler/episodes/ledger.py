@@ -66,7 +66,8 @@ class Ledger:
     train: Account = field(default_factory=lambda: Account(dict.fromkeys(TRAIN_OUTCOMES, 0)))
     eval: Account = field(default_factory=lambda: Account(dict.fromkeys(EVAL_OUTCOMES, 0)))
     num_duplicates: int = 0  # trajectories that the learner discarded
-    num_unknown: int = 0  # reports of episodes that were never issued, e.g. after a rollback
+    num_unknown: int = 0  # reports of episodes that were never issued, e.g. after
+    # a rollback, and those of another outcome for one that was trained on
 
     def assert_balanced(self, in_flight: Mapping[EpisodeKind, int]) -> None:
         """Raises: LedgerError: names the account, its counts and the difference."""

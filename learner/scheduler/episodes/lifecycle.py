@@ -11,6 +11,7 @@ from typing import Any
 
 from common.config.run_config import GroupsSection, SchedulerSection
 from common.errors import LedgerError
+from common.wire.access.bounds import shown
 from common.wire.messages import EpisodeOutcome, EpisodeSeen, GroupArrived, Outcome
 from learner.scheduler.episodes.audit import RUN_ENDED, SelectionAudit
 from learner.scheduler.episodes.leases import LeaseIndex
@@ -200,9 +201,8 @@ class EpisodeLifecycle:
     def report(self, report: EpisodeOutcome) -> None:
         """Book an outcome that the learner reports. The same twice is one.
 
-        Raises:
-            LedgerError: it was trained on, and is now reported otherwise. Everything else a learner
-                that restarts decides anew, perhaps with members that came too late before.
+        What was trained on stays so, and another report of it is counted. Everything else a learner
+        that restarts decides anew, perhaps with members that came too late before.
         """
         found = self.table.find(report.episode_id)
         if found is not None and not found[0].is_train:
@@ -257,10 +257,12 @@ class EpisodeLifecycle:
         if known.outcome == settled.outcome:
             return False
         if known.outcome == Outcome.TRAINED:
-            raise LedgerError(
-                f"{episode_id} was {known.outcome} ({known.cause}) and is now reported as"
-                f" {settled.outcome} ({settled.cause})"
+            self.ledger.num_unknown += 1
+            logger.error(
+                "refused report: %s was %s and is now reported as %s (%s)",
+                *(shown(episode_id), known.outcome, settled.outcome, shown(settled.cause)),
             )
+            return False
         self.ledger.train.take_back(known.outcome, known.cause)
         self.ledger.train.settle(settled.outcome, settled.cause)
         self.news.append((episode_id, settled.outcome, settled.cause))
@@ -292,7 +294,8 @@ class EpisodeLifecycle:
         if episode_id.startswith("eval-") or self.table.was_opened(episode_id):
             return
         self.ledger.num_unknown += 1
-        logger.warning("report of an unknown episode=%s", episode_id)
+        if self.ledger.num_unknown <= 100:
+            logger.warning("report of an unknown episode=%s", shown(episode_id))
 
     def assert_balanced(self) -> None:
         """Raises: LedgerError: an episode is lost, or settled twice."""

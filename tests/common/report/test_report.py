@@ -13,12 +13,14 @@ import pytest
 
 from common.config.evaluation import EvalSection
 from common.config.run_config import ModelSection, RunConfig, RunSection, TaskSection
-from common.report.charts import Series, line_chart, nice_ticks, short_number
+from common.report.charts import Series, line_chart, nice_ticks, short_number, stacked_bar
+from common.report.html import card, facts, legend, note_line, table
 from common.report.model import Report, SubsetScore
 from common.report.results import Play, paired_gain, score, wilson_interval
 from common.report.write import write_report
 from common.store.journal import JournalWriter
 from common.store.run_dir import RunDir
+from common.text import html_text
 from common.wire.messages import EndReason, EpisodeKind, Trajectory
 from tests.common.store.test_journal import make_trajectory
 
@@ -221,6 +223,33 @@ def test_report_page_is_self_contained_escaped_and_well_formed(tmp_path: Path) -
     assert "&lt;b&gt;depth3" in text
     assert "&lt;script&gt;alert(1)" in text
     assert "nan" not in text
+
+
+HOSTILE = "</title><script>x\x00\x1b[31m\u202eevil\u2066\ud83d&\"'"
+
+
+def test_text_of_others_is_shown_and_does_nothing_wherever_a_page_has_it() -> None:
+    series = Series(label=HOSTILE, css="c1", points=[(0.0, 1.0), (1.0, 2.0)])
+    pieces = [
+        card(HOSTILE, "", HOSTILE),
+        note_line(HOSTILE),
+        table([HOSTILE], [[HOSTILE]]),
+        facts([(HOSTILE, HOSTILE)]),
+        legend([(HOSTILE, "c1")]),
+        stacked_bar(HOSTILE, [(HOSTILE, 1.0, "c1")]),
+        line_chart(HOSTILE, [series]),
+    ]
+    for piece in pieces:
+        page = Elements()
+        page.feed(piece)
+        assert page.open == []
+        assert "script" not in page.tags
+        assert "&lt;script&gt;x\ufffd\ufffd[31m\ufffdevil\ufffd\ufffd&amp;&quot;" in piece
+        assert not set("\x00\x1b\u202e\u2066\ud83d") & set(piece)
+    assert (
+        html_text("שלום, \u0645\u0631\u062d\u0628\u0627\n")
+        == "שלום, \u0645\u0631\u062d\u0628\u0627\n"
+    )
 
 
 def test_every_colour_of_the_charts_is_in_the_style_sheet(tmp_path: Path) -> None:

@@ -1,12 +1,14 @@
 """Laws of the table of sessions, without HTTP."""
 
 import asyncio
+import os
+import time
 
 import pytest
 
 from common.errors import EnvTimeout
 from envhub.catalogue.registry import Registry
-from envhub.errors import EnvRaised, HubDraining, SessionConflict, SessionUnknown
+from envhub.errors import CapacityFull, EnvRaised, HubDraining, SessionConflict, SessionUnknown
 from envhub.hosting.sessions import Sessions
 from tests.envhub import outside
 
@@ -202,3 +204,44 @@ def test_half_a_character_is_replaced_and_counted_wherever_an_episode_lives(env)
 
     envs = ["faulty", "waiting", "tests.envhub.outside:make_worker"]
     assert play(episode, envs=envs, step_timeout_s=20.0) == ("step 1 \ufffd", 1)
+
+
+def test_steps_over_their_budget_leave_the_servers_thread_and_new_sessions_its_process(caplog):
+    async def episode(sessions):
+        old, began = await sessions.create("lingering", "any-train-0")
+        assert str(os.getpid()) in began
+        for seq in (1, 2, 3):  # each holds up everybody for 0.15 s
+            assert await longest_rest_s(sessions.step(old, "slow", seq)) > 0.1
+        assert await longest_rest_s(sessions.step(old, "slow", 4)) < 0.1
+        both = await asyncio.gather(*(sessions.step(old, "go", 5) for _ in range(2)))
+        assert [each.observation for each in both] == ["step 5"] * 2, "one step, its answer twice"
+        new, began = await sessions.create("lingering", "any-train-0")
+        assert str(os.getpid()) not in began
+        assert (await sessions.step(new, "slow", 1)).observation == "step 1"
+        assert list(sessions.placement.inline.moved) == ["lingering"]
+        return sessions.counts["steps"]
+
+    assert play(episode, envs=["lingering"], inline_step_s=0.05) == 6
+    told = [each for each in caplog.messages if "moved to worker processes env=lingering" in each]
+    assert len(told) == 1
+
+
+async def longest_rest_s(work):
+    """Return how long the event loop stood still at most while something was done."""
+    task, longest_s, seen_s = asyncio.ensure_future(work), 0.0, time.monotonic()
+    while not task.done():
+        await asyncio.sleep(0.005)
+        longest_s, seen_s = max(longest_s, time.monotonic() - seen_s), time.monotonic()
+    await task
+    return longest_s
+
+
+def test_a_token_holds_as_many_sessions_as_it_may_over_all_environments():
+    async def episode(sessions):
+        held = [await sessions.create(env, "any-train-0") for env in ("faulty", "waiting")]
+        with pytest.raises(CapacityFull, match="this token holds all the 2 sessions"):
+            await sessions.create("faulty", "any-train-0")
+        await sessions.delete(held[0][0])
+        await sessions.create("waiting", "any-train-0")
+
+    play(episode, max_sessions=2)

@@ -160,7 +160,9 @@ class GatedJournal(JournalWriter):
 class Setup:
     """An intake with its neighbours."""
 
-    def __init__(self, root: Path, *, silence_s: float = 30.0) -> None:
+    def __init__(
+        self, root: Path, *, silence_s: float = 30.0, lease_key: bytes | None = None
+    ) -> None:
         self.run_dir = RunDir(root=root)
         keys = create_keys(root / "keys")
         self.scheduler = Scheduler(self.run_dir, keys)
@@ -173,18 +175,14 @@ class Setup:
         )
         index = JournalIndex(end=self.journal.position)
         reports = ReportLog()
-        self.admission = Admission(index, group_size=3, vocab_size=VOCAB_SIZE)
+        self.admission = Admission(index, group_size=3, vocab_size=VOCAB_SIZE, lease_key=lease_key)
         self.buffer = TrajectoryBuffer(table, index, reports, version=HELLO.version)
         client = SchedulerClient(
             self.run_dir, keys, reports, hello=HELLO, silence_s=silence_s, on_progress=self._apply
         )
+        self.router = Router(keys, host=HOST, port=0)
         self.intake = Intake(
-            Router(keys, host=HOST, port=0),
-            self.journal,
-            self.admission,
-            self.buffer,
-            client,
-            heartbeat_s=0.02,
+            self.router, self.journal, self.admission, self.buffer, client, heartbeat_s=0.02
         )
         self._context = zmq.Context()
         address = f"tcp://{HOST}:{self.intake.port}"

@@ -1,11 +1,13 @@
 """Laws of the intake, between a real actor's socket and a real scheduler's."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from common.store.journal import JOURNAL_START, read_journal
+from common.wire.access.lease_mac import lease_mac
 from common.wire.codec import decode, encode
 from common.wire.messages import (
     Ack,
@@ -68,6 +70,34 @@ def test_a_refused_trajectory_is_answered_with_its_reason_and_never_arrives(runn
     running.scheduler.pump_until(lambda: running.scheduler.groups == {"g": True})
     assert running.scheduler.outcomes == {"g/2": ("failed", "refused")}
     assert running.admission.counts()["admission/refused"] == 1
+
+
+def test_an_episode_that_its_actor_was_not_leased_is_refused_and_tells_nothing_of_it(
+    tmp_path: Path,
+) -> None:
+    key, own = b"of scheduler and learner", member(0)
+    setup = Setup(tmp_path, lease_key=key)
+    setup.intake.start()
+    leased = replace(own, lease_mac=lease_mac(own, own.actor, key))
+    forged = [
+        own,  # never leased
+        replace(leased, actor="actor-9"),  # to another one
+        replace(leased, horizon=own.horizon + 1),
+        replace(leased, seed=own.seed + 1),
+        replace(leased, episode_id="g/1", member=1),
+        replace(own, lease_mac=lease_mac(own, own.actor, b"an actor's guess")),
+    ]
+    for each in forged:
+        ack = setup.deliver(each)
+        assert not ack.is_accepted
+        assert "was not leased so to" in ack.reason
+    assert setup.deliver(leased).is_accepted
+    setup.scheduler.pump_until(lambda: setup.scheduler.seen == ["g/0"])
+    assert setup.scheduler.outcomes == {}, "nobody else's episode fails by that"
+    assert setup.journaled() == ["g/0"]
+    assert setup.admission.counts()["admission/forged"] == len(forged)
+    assert setup.router.num_refused("trajectories") == {"trajectories/run": len(forged)}
+    setup.close()
 
 
 def test_a_token_that_the_policy_does_not_have_never_reaches_the_journal(running: Setup) -> None:

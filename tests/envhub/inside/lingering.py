@@ -1,0 +1,10 @@
+"""The environment `faulty`, allowed to be slow."""
+
+from dataclasses import replace
+
+from envhub.env import EnvSpec
+from tests.envhub import outside
+
+
+def make_spec() -> EnvSpec:
+    return replace(outside.make_spec(), name="lingering", step_timeout_s=10.0)
