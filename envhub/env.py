@@ -89,6 +89,7 @@ class StepResult:
             "done": self.done,
             "is_valid": self.is_valid,
             "is_success": self.is_success,
+            "state": self.state,
         }
 
 
