@@ -104,7 +104,7 @@ class BabyAiEnv(TextEnv):
 
     def state_text(self) -> str:
         """Return a hash of map, pose, what is carried and which parts of the mission are done."""
-        parts = vars(self._level.instrs)
+        parts = vars(self._level.instrs)  # pyright: ignore[reportAttributeAccessIssue]
         done = [parts.get(name) for name in ("a_done", "b_done")]
         scene = self._scene
         digest = hashlib.blake2b(bytes(scene.codes), digest_size=16)

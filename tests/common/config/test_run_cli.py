@@ -191,7 +191,7 @@ def test_dry_run_prints_the_resolved_config_with_its_objective_and_starts_nothin
     assert "  lr: 0.5\n" in done.stdout
     assert "\n# memory, host: about " in done.stdout
     assert " learner weights " in done.stdout
-    assert done.stdout.splitlines()[-1].startswith("# objective: maximise mean_")
+    assert "\n# objective: maximise mean_" in done.stdout
     assert list(tmp_path.iterdir()) == []
 
 
