@@ -187,6 +187,8 @@ class EnvSpec:
     name: str
     subsets: Mapping[str, SubsetSpec]
     instruction: Mapping[Style, str]
+    # The agent's canned answer to it, where the instruction is a message of its own.
+    acknowledgement: Mapping[Style, str] = field(default_factory=dict[Style, str])
     make: Callable[[Style], Env | AsyncEnv]
     tasks: Mapping[str, TaskSpec] = field(default_factory=dict[str, TaskSpec])  # by name
     isolation: Isolation = Isolation.INLINE

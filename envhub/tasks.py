@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from envhub.agentgym.conversations import begun
 from envhub.env import Env, EnvSpec, Style, SubsetSpec, TaskSpec
 from envhub.tables import read_instructions
 
@@ -16,8 +17,9 @@ def spec_beside(
 
     It has the name of their folder; `more` is as of `EnvSpec`.
     """
-    given: dict[str, Any] = {"instruction": read_instructions(code), "tasks": load_tasks(code)}
-    given |= {"name": Path(code).parent.name, "subsets": subsets, "make": make}
+    name = Path(code).parent.name
+    given: dict[str, Any] = {"name": name, "subsets": subsets, "make": make}
+    given |= begun(name, read_instructions(code)) | {"tasks": load_tasks(code)}
     return EnvSpec(**given | more)
 
 

@@ -92,8 +92,19 @@ async def _play(environments: Environments, plan: PlannedEpisode) -> tuple[dict[
     render = ScriptedRender()
     policy = ScriptedPolicy(plan.policy, seed=plan.episode_id, render=render)
     session = await environments.open(plan.env, plan.item_id, seed=plan.seed)
-    text = first_text(environments.instruction(plan.env), session.first_observation)
-    messages: list[dict[str, Any]] = [{"from": "human", "loss": None, "value": text}]
+    instruction, answer = (
+        each(plan.env) for each in (environments.instruction, environments.acknowledgement)
+    )
+    messages: list[dict[str, Any]] = []
+    text = session.first_observation
+    if answer:
+        messages += [
+            {"from": "human", "loss": None, "value": instruction},
+            {"from": "gpt", "loss": False, "value": answer},
+        ]
+    else:
+        text = first_text(instruction, text)
+    messages.append({"from": "human", "loss": None, "value": text})
     reward, is_solved = 0.0, False
     for turn in range(plan.horizon):
         action = render.action_text((await policy.act([], session)).token_ids)

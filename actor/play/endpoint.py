@@ -149,10 +149,14 @@ class TextEpisode:
         self._endpoint = endpoint
         self._messages: list[dict[str, str]] = []
 
-    def first_prompt(self, text: str) -> list[int]:
+    def first_prompt(self, text: str, *, before: tuple[str, str] | None = None) -> list[int]:
         """Begin the conversation anew."""
-        self._messages = [{"role": "user", "content": text}]
-        return _bytes(text)
+        roles = ("user", "assistant", "user")[2 if before is None else 0 :]
+        texts = [*(before or ()), text]
+        self._messages = [
+            {"role": role, "content": content} for role, content in zip(roles, texts, strict=True)
+        ]
+        return _bytes("\n\n".join(texts))
 
     def after_action(self, text: str, *, is_stopped: bool) -> list[int]:
         self._messages.append({"role": "user", "content": text})

@@ -85,6 +85,7 @@ async def _play_patiently(
             act=act,
             render=render,
             instruction=environments.instruction(plan.env),
+            acknowledgement=environments.acknowledgement(plan.env),
             max_tokens=player.max_tokens,
             turn_tokens=player.turn_tokens,
             actor="play",

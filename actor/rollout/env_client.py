@@ -5,7 +5,7 @@ import json
 import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
 from urllib.parse import quote
@@ -310,6 +310,7 @@ class Environments:
     hub: HubClient
     style: str  # how observations are worded
     instructions: dict[str, dict[str, str]]  # environment -> style -> text
+    answers: dict[str, dict[str, str]] = field(default_factory=dict[str, dict[str, str]])
     quick: frozenset[str] = frozenset()  # environments whose steps take no time to speak of
 
     @classmethod
@@ -323,12 +324,20 @@ class Environments:
             name: {k: str(v) for k, v in _told(entry, "instruction", dict, path=path).items()}
             for name, entry in catalogue.items()
         }
+        answers = {
+            name: {k: str(v) for k, v in (entry.get("acknowledgement") or {}).items()}
+            for name, entry in catalogue.items()
+        }
         quick = frozenset(name for name, entry in catalogue.items() if entry.get("is_quick"))
-        return cls(hub=hub, style=style, instructions=texts, quick=quick)
+        return cls(hub=hub, style=style, instructions=texts, answers=answers, quick=quick)
 
     def instruction(self, env: str) -> str:
         """Return the text that goes before the first observation, "" if there is none."""
         return self.instructions.get(env, {}).get(self.style, "")
+
+    def acknowledgement(self, env: str) -> str:
+        """Return the agent's canned answer to the instruction, "" where both are one message."""
+        return self.answers.get(env, {}).get(self.style, "")
 
     async def open(self, env: str, item_id: str, *, seed: int) -> HubSession:
         """Start an episode. Raises: EnvError, EnvTimeout."""

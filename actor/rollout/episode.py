@@ -51,7 +51,9 @@ class Session(Protocol):
 class Render(Protocol):
     """Text to token ids and back; `actor.rollout.render.Renderer` is one."""
 
-    def first_prompt(self, text: str) -> list[int]: ...
+    def first_prompt(
+        self, text: str, *, before: tuple[str, str] | None = None
+    ) -> list[int]: ...  # `before`: an instruction and the agent's answer to it
     def after_action(self, text: str, *, is_stopped: bool) -> list[int]: ...
     def action_text(self, token_ids: list[int]) -> str: ...
 
@@ -113,6 +115,7 @@ async def run_episode(
     act: Act,
     render: Render,
     instruction: str,
+    acknowledgement: str = "",
     max_tokens: int,
     turn_tokens: int,
     actor: str,
@@ -128,6 +131,7 @@ async def run_episode(
     Args:
         act: maps the conversation's token ids to the next turn.
         instruction: put before the first observation; "" for none.
+        acknowledgement: the agent's canned answer to it, which makes it a message of its own.
         max_tokens: context limit; an episode that could exceed it in its next turn ends there,
             and observations are cut to it (`actor.rollout.observations`).
         turn_tokens: most tokens that one turn may sample.
@@ -141,9 +145,13 @@ async def run_episode(
     try:
         async with asyncio.timeout(lease.deadline_s) as deadline:
             session = await open_session()
-            text = first_text(instruction, session.first_observation)
+            text, encode = session.first_observation, render.first_prompt
+            if acknowledgement:
+                encode = partial(encode, before=(instruction, acknowledgement))
+            else:
+                text = first_text(instruction, text)
             play.env_s, max_prompt = time.monotonic() - started, max_tokens - turn_tokens
-            ids = play.observations.fitted(text, render.first_prompt, max_tokens=max_prompt)
+            ids = play.observations.fitted(text, encode, max_tokens=max_prompt)
             if ids is None:
                 raise ContextFull(f"not even the first page's beginning fits into {max_prompt}")
             play.tape.observe(ids, 0)

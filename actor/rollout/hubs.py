@@ -44,6 +44,7 @@ class Hubs:
         self._timeout_s = timeout_s
         self._known: dict[tuple[str, str], Environments] = {}  # by url and token
         self._instructions: dict[str, dict[str, str]] = {}  # environment -> style -> text
+        self._answers: dict[str, dict[str, str]] = {}  # the agent's to these
         self._failed_at: dict[str, float] = {}  # by url
         self._num_opened: Counter[str] = Counter()  # by url
         self._connecting = asyncio.Lock()
@@ -80,6 +81,10 @@ class Hubs:
     def instruction(self, env: str) -> str:
         """Return the text that goes before the first observation, "" if there is none."""
         return self._instructions.get(env, {}).get(self._style, "")
+
+    def acknowledgement(self, env: str) -> str:
+        """Return the agent's canned answer to the instruction, "" where both are one message."""
+        return self._answers.get(env, {}).get(self._style, "")
 
     async def open(self, env: str, item_id: str, *, seed: int) -> HubSession:
         """Start an episode at a hub that serves it; at the next one if that does not answer.
@@ -198,4 +203,5 @@ class Hubs:
                 if self._owner:
                     self._keep(hub.stay())
                 self._instructions = environments.instructions | self._instructions
+                self._answers = environments.answers | self._answers
         return self._known[key]

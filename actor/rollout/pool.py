@@ -149,6 +149,7 @@ class Episodes:
             act=act,
             render=render,
             instruction=self._environments.instruction(lease.env),
+            acknowledgement=self._environments.acknowledgement(lease.env),
             max_tokens=self._cfg.max_model_len,
             turn_tokens=self._cfg.max_turn_tokens,
             actor=self._actor,

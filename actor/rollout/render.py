@@ -68,9 +68,18 @@ class Renderer:
         eos = self._tokenizer.eos_token_id
         return [ids[0]] if eos is None or eos == ids[0] else [ids[0], eos]
 
-    def first_prompt(self, text: str) -> list[int]:
-        """Return the ids of the first user turn, up to where the assistant starts."""
-        return list(self._known(self._before_first, text, self._after_user))
+    def first_prompt(self, text: str, *, before: tuple[str, str] | None = None) -> list[int]:
+        """Return the ids of the first user turn, up to where the assistant starts.
+
+        Args:
+            before: an instruction and the assistant's answer to it, which come first.
+        """
+        if before is None:
+            return list(self._known(self._before_first, text, self._after_user))
+        instruction, answer = before
+        told = self._known(self._before_first, instruction, self._after_user)
+        answered = self._known("", answer, self._end_of_turn_text)
+        return [*told, *answered, *self.after_action(text, is_stopped=True)]
 
     def after_action(self, text: str, *, is_stopped: bool) -> list[int]:
         """Return the ids between a sampled action and the next one.

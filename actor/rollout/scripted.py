@@ -16,7 +16,7 @@ class ScriptedRender:
         self._texts.append(text)
         return [len(self._texts) - 1]
 
-    def first_prompt(self, text: str) -> list[int]:
+    def first_prompt(self, text: str, *, before: tuple[str, str] | None = None) -> list[int]:
         return []
 
     def after_action(self, text: str, *, is_stopped: bool) -> list[int]:

@@ -119,5 +119,5 @@ def _frozen(value: Any) -> Any:
 
 DIALECTS = _read_dialects()
 TEXTCRAFT, BABYAI, SCIWORLD = DIALECTS["textcraft"], DIALECTS["babyai"], DIALECTS["sciworld"]
-ALFWORLD, WORDLE = DIALECTS["alfworld"], DIALECTS["wordle"]
+ALFWORLD, MAZE, WORDLE = DIALECTS["alfworld"], DIALECTS["maze"], DIALECTS["wordle"]
 SEARCHQA, WEBARENA = DIALECTS["searchqa"], DIALECTS["webarena"]

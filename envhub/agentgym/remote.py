@@ -12,7 +12,8 @@ from typing import TypeVar
 from common.config.envs import RemoteOptions
 from common.errors import ConfigError
 from envhub.agentgym.connection import Connection, Instance, RemoteFailure, max_sessions
-from envhub.agentgym.dialects import ALFWORLD, BABYAI, DIALECTS, SCIWORLD, WEBARENA, WORDLE
+from envhub.agentgym.conversations import CONVERSATIONS, begun
+from envhub.agentgym.dialects import ALFWORLD, BABYAI, DIALECTS, MAZE, SCIWORLD, WEBARENA, WORDLE
 from envhub.agentgym.extraction import extract
 from envhub.agentgym.item_lists import numbers_of
 from envhub.agentgym.replies import RESET_FAILED
@@ -137,13 +138,18 @@ class RemoteEnv:
             return self._text(await self._connection.get("observation", number), "GET observation")
         if dialect is WORDLE:
             words = await self._connection.get("filtered_vocab", number)
-            return "The vocabulary:\n" + "\n".join(self._texts(words, "GET filtered_vocab"))
+            listed = "\n".join(self._texts(words, "GET filtered_vocab"))
+            if self._style is Style.COMPACT:
+                return f"The vocabulary:\n{listed}"
+            return CONVERSATIONS["wordle"].first_observation(listed)
         first = self._field(reply, "observation", str)
         self._offered = self._offers(reply, first)
         if dialect is SCIWORLD:
             return f"{self._field(reply, 'task_description', str)}\n{first}"
         if dialect is ALFWORLD:
             return f"{first}\nAVAILABLE ACTIONS: {','.join(self._offered)}"
+        if dialect is MAZE and self._style is Style.AGENTGYM:
+            return CONVERSATIONS["maze"].first_observation(first)
         return first
 
     async def _check_sound(self, reply: object, instance: Instance) -> None:
@@ -266,7 +272,7 @@ def make_spec(remote: RemoteOptions) -> EnvSpec:
     return EnvSpec(
         name=dialect.name,
         subsets={SUBSET: subset},
-        instruction=dialect.instruction,
+        **begun(dialect.name, dict(dialect.instruction)),
         make=make,
         isolation=Isolation.TASK,
         sessions_per_worker=max_sessions(dialect, remote),

@@ -1,7 +1,9 @@
 """What our episodes look like in each dialect of AgentGym."""
 
+from envhub.agentgym.conversations import CONVERSATIONS
 from envhub.agentgym.dialects import (
     BABYAI,
+    MAZE,
     SCIWORLD,
     SEARCHQA,
     TEXTCRAFT,
@@ -18,6 +20,7 @@ from envhub.envs.sciworld.catalogue import SUBSETS, variation_of
 Json = dict[str, object]
 
 GOAL_MARK = "Your goal:"
+START = "Let's start Wordle!"
 OBSERVATION_MARK = "OBSERVATION:\n"
 URL_MARK = "\nURL: "
 OBJECTIVE_MARK = "OBJECTIVE:"
@@ -31,6 +34,8 @@ def create_reply(dialect: Dialect, number: int) -> Json | int:
 def reset_reply(dialect: Dialect, number: int, instance: Instance) -> Json | list | str:
     """Return the JSON that answers a reset; TextCraft's create is one, too."""
     first = instance.first_observation
+    if dialect in (MAZE, WORDLE):  # the rest of it is their clients'
+        first = START if dialect is WORDLE else CONVERSATIONS["maze"].server_text(first)
     start: Json = {"reward": 0, "done": False}
     if dialect.reset_reply is ResetReply.TEXT:
         return first
@@ -87,6 +92,8 @@ def observation_reply(dialect: Dialect, instance: Instance) -> Json | str:
     if instance.session_id is None and dialect is not BABYAI:
         raise NotReset
     first, answer = instance.first_observation, instance.answer
+    if dialect in (MAZE, WORDLE):
+        first = START if dialect is WORDLE else CONVERSATIONS["maze"].server_text(first)
     if dialect is SEARCHQA:  # always the question
         return first
     last = first if answer is None else answer.observation

@@ -34,7 +34,7 @@ from envhub.hosting.sessions import Sessions
 from envhub.http.bodies import body_of, json_response, json_text
 from envhub.http.known_heads import KnownHeads, at_once, response_bytes
 
-STAND_INS = {WEBARENA.name: "minisites"}  # what is served where WebArena's own sites are not
+LIKE = {"minisites": WEBARENA}  # ours in the manner of another's: its wire, by its own name
 MAX_NUMBER = 2**53
 MAX_PROBLEMS, MAX_SHOWN_CHARS = 5, 200
 UNSEEN = "'observation'"  # error of a look before the first reset: the key that is missing
@@ -53,28 +53,19 @@ def add_agentgym_routes(
     A driven AgentGym server is not served once more. Steps of quick environments are answered by
     `known`.
     """
-    for dialect in DIALECTS.values():
-        name = _served_by(dialect, registry)
-        if name:
+    for name, dialect in (DIALECTS | LIKE).items():
+        is_ours = name in registry.names and name in LOADERS
+        if is_ours and name != registry.remote.dialect:
             spec = registry.spec(name)
             desk = _Desk(dialect, Instances(spec, sessions, patience=patience))
-            _add_routes(app, desk)
+            _add_routes(app, name, desk)
             if spec.isolation is Isolation.INLINE:
-                known.add(f"/agentgym/{dialect.name}/step", desk.step_at_once)
+                known.add(f"/agentgym/{name}/step", desk.step_at_once)
 
 
-def _served_by(dialect: Dialect, registry: Registry) -> str:
-    """Return the environment that AgentGym's clients of a dialect play here; "" for none."""
-    if dialect.name == registry.remote.dialect:
-        return ""
-    names = (dialect.name, STAND_INS.get(dialect.name, ""))
-    ours = {*registry.names} & {*LOADERS}
-    return next((name for name in names if name in ours), "")
-
-
-def _add_routes(app: FastAPI, desk: "_Desk") -> None:
+def _add_routes(app: FastAPI, name: str, desk: "_Desk") -> None:
     dialect = desk.dialect
-    base = f"/agentgym/{dialect.name}"
+    base = f"/agentgym/{name}"
     instance: dict[str, Any] = {dialect.instance_key: (Number, ...)}
     # TextCraft alone does not need a data index.
     index: dict[str, Any] = {dialect.item_key: (Number, 0 if desk.resets_at_create else ...)}
@@ -90,7 +81,7 @@ def _add_routes(app: FastAPI, desk: "_Desk") -> None:
         app.post(
             f"{base}/{verb}",
             tags=["agentgym"],
-            operation_id=f"agentgym_{dialect.name}_{verb}",
+            operation_id=f"agentgym_{name}_{verb}",
             openapi_extra=body_of(model) if has_body else None,
         )(_route(handle, model if has_body else None))
     if dialect.has_render:
@@ -99,7 +90,7 @@ def _add_routes(app: FastAPI, desk: "_Desk") -> None:
             _route(desk.render, model)
         )
     for path, handle in desk.looks().items():
-        operation_id = f"agentgym_{dialect.name}_{path[1:] or 'greet'}"
+        operation_id = f"agentgym_{name}_{path[1:] or 'greet'}"
         app.get(base + path, tags=["agentgym"], operation_id=operation_id)(handle)
 
 

@@ -197,6 +197,7 @@ def _entry(spec: EnvSpec) -> dict[str, Any]:
         "subsets": {name: asdict(subset) for name, subset in spec.subsets.items()},
         "tasks": tasks,
         "instruction": {style.value: text for style, text in spec.instruction.items()},
+        "acknowledgement": {style.value: text for style, text in spec.acknowledgement.items()},
         "is_quick": spec.isolation is Isolation.INLINE,  # its steps are worth a batch
     }
 

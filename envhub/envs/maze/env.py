@@ -1,6 +1,7 @@
 """Maze: walk through a maze of which only the walls next to you are told."""
 
 from common.config.envs import EnvsSection
+from envhub.agentgym.conversations import CONVERSATIONS
 from envhub.env import EnvSpec, ItemId, StepResult, SubsetSpec, UnknownItem, action_text, parse_item
 from envhub.envs.maze import maze
 from envhub.envs.maze.maze import GOAL, MOVES, STARTS, Cell
@@ -39,7 +40,7 @@ class MazeEnv(TextEnv):
         self._begin()
         if self._is_compact:
             return f"goal: {GOAL[0]} {GOAL[1]}\n{self._observation()}"
-        return self._observation()
+        return CONVERSATIONS["maze"].first_observation(self._observation())
 
     def _step(self, action: str) -> StepResult:
         if self._num_moves == MAX_MOVES:

@@ -47,8 +47,7 @@ class SearchqaEnv(TextEnv):
         self._begin()
         self._found: list[Passage] = []
         self._asked: dict[str, None] = {}
-        is_retry = self._shared.options.retry
-        return prompts.first_observation(self._question, self._style, is_retry=is_retry)
+        return prompts.first_observation(self._question, self._style)
 
     def _step(self, action: str) -> StepResult:
         wanted = tags.parse(action)
@@ -134,7 +133,7 @@ def make_spec(options: EnvsSection) -> EnvSpec:
     return EnvSpec(
         name="searchqa",
         subsets=subsets,
-        instruction=prompts.instructions(is_retry=is_retry),
+        **prompts.opening(is_retry=is_retry),
         make=lambda style: SearchqaEnv(style, shared, subsets),
         tasks=_tasks(subsets),
         isolation=Isolation.WORKER,

@@ -1,5 +1,8 @@
 """What the agent is told: the instruction, the question and the answers to its actions."""
 
+from typing import Any
+
+from envhub.agentgym.conversations import CONVERSATIONS, begun
 from envhub.env import Style
 from envhub.envs.searchqa.questions import Question
 from envhub.tables import read_instructions, read_table
@@ -15,11 +18,16 @@ def instructions(*, is_retry: bool) -> dict[Style, str]:
     return {style: text.replace("{final}", FINAL[is_retry]) for style, text in TEXTS.items()}
 
 
-def first_observation(question: Question, style: Style, *, is_retry: bool) -> str:
+def opening(*, is_retry: bool) -> dict[str, Any]:
+    """Return how conversations begin; in AgentGym's style as its clients begin them."""
+    return begun("searchqa", instructions(is_retry=is_retry))
+
+
+def first_observation(question: Question, style: Style) -> str:
     """Return the question as the agent first sees it."""
     if style is Style.COMPACT:
         return f"question: {question.text}"
-    return f"{instructions(is_retry=is_retry)[style]}\nQuestion: {question.text}"
+    return CONVERSATIONS["searchqa"].first_observation(question.text)
 
 
 def verdict(style: Style, *, is_right: bool, is_retry: bool) -> str:

@@ -101,4 +101,6 @@ def _view(design: dict) -> SchemaView:
         (names[columns[a][0]], columns[a][1], names[columns[b][0]], columns[b][1])
         for a, b in design["foreign_keys"]
     )
-    return SchemaView(name=design["db_id"], tables=tuple(tables), references=references)
+    return SchemaView(
+        name=design["db_id"], tables=tuple(tables), references=references, design=design
+    )

@@ -21,6 +21,7 @@ from envhub.envs.sqlgym.problems import Problem, numbered
 from envhub.envs.sqlgym.query import (
     MAX_RESULT_BYTES,
     Database,
+    LimitReached,
     Limits,
     QueryRefused,
     Row,
@@ -92,8 +93,8 @@ class SqlEnv(TextEnv):
         # As much as the answer has may always be fetched.
         limits = Limits(
             timeout_s=options.query_timeout_s,
-            max_rows=max(options.max_rows, len(gold)),
-            max_bytes=max(MAX_RESULT_BYTES, 2 * size_of(gold)),
+            max_rows=max(options.max_rows, len(gold or ())),
+            max_bytes=max(MAX_RESULT_BYTES, 2 * size_of(gold or ())),
         )
         answer: list[Row] | str
         try:
@@ -102,7 +103,7 @@ class SqlEnv(TextEnv):
         except QueryRefused as error:
             answer = text.refusal(error, self._style)
         self._done = True
-        is_right = not isinstance(answer, str) and set(answer) == set(gold)
+        is_right = not isinstance(answer, str) and gold is not None and set(answer) == set(gold)
         return StepResult(
             observation=text.state(answer),
             reward=1.0 if is_right else 0.0,
@@ -110,12 +111,18 @@ class SqlEnv(TextEnv):
             is_valid=not isinstance(answer, str),
         )
 
-    def _gold_rows(self, connection: Database) -> list[Row]:
+    def _gold_rows(self, connection: Database) -> list[Row] | None:
+        """Return the answer's rows; None where the gold statement itself is wrong.
+
+        Raises: EnvFailure: it takes more than it may.
+        """
         limits = Limits(timeout_s=self._problems.options.gold_timeout_s, max_rows=MAX_GOLD_ROWS)
         try:
             return rows_of(connection, self._problem.gold, limits)
-        except QueryRefused as error:
+        except LimitReached as error:
             raise EnvFailure(f"the gold statement failed: {error}") from error
+        except QueryRefused:
+            return None
 
     def _valid_actions(self) -> list[str]:
         """Return a statement for each table, as a sample of what can be run."""

@@ -1,7 +1,8 @@
 """What an item asks, whatever it was read or generated from."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from envhub.env import SubsetSpec, UnknownItem
 from envhub.envs.sqlgym.query import Database
@@ -26,6 +27,7 @@ class SchemaView:
     name: str
     tables: tuple[TableView, ...]
     references: tuple[tuple[str, str, str, str], ...]
+    design: Mapping[str, Any] | None = field(default=None, repr=False)  # BIRD's own, of tables.json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

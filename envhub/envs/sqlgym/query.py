@@ -11,12 +11,17 @@ from typing import Any
 
 from envhub.envs.sqlgym.functions import BoundedFunctions
 
-# Only reading is allowed. Everything else (writes, ATTACH, PRAGMA, transactions) is refused.
+# Only reading is allowed. Everything else (writes, ATTACH, transactions) is refused.
 ALLOWED = frozenset(
     {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
 )
-# They read or load files, or answer differently each time.
-REFUSED_FUNCTIONS = frozenset({"load_extension", "fts3_tokenizer", "random", "randomblob"})
+# They read or load files.
+REFUSED_FUNCTIONS = frozenset({"load_extension", "fts3_tokenizer"})
+# What tells of the database and changes nothing; others refuse with a value, too.
+READING_PRAGMAS = frozenset(
+    {"table_info", "table_xinfo", "table_list", "index_list", "index_info", "index_xinfo"}
+    | {"foreign_key_list", "database_list", "collation_list", "function_list", "compile_options"}
+)
 MAX_VALUE_BYTES = 200_000  # also bounds what one call of a string function can take
 LIMITS = {
     sqlite3.SQLITE_LIMIT_LENGTH: MAX_VALUE_BYTES,
@@ -34,6 +39,7 @@ MAX_HEAP_BYTES = 512 << 20
 MAX_RESULT_BYTES = 16 << 20  # of the rows that are fetched, unless the answer has more
 
 NUMBER_BYTES = 8
+NUM_FIRST_ROWS = 101  # as many as what an agent is told can begin with
 _LACKING = threading.Lock()  # held by who tries again for lack of memory
 
 Row = tuple[int | float | str | bytes | None, ...]
@@ -43,12 +49,16 @@ class QueryRefused(ValueError):
     """The statement is wrong, forbidden, or too costly; the text tells the agent why."""
 
 
+class LimitReached(QueryRefused):
+    """The statement may be right, but takes more than it may."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """Of one statement.
 
     `timeout_s` is processor time of the calling thread; `max_rows` and `max_bytes` (None: any) are
-    of what is fetched.
+    of the rows that differ.
     """
 
     timeout_s: float
@@ -96,6 +106,8 @@ def _secured(connection: Database) -> Database:
 def _authorize(
     action: int, first: str | None, second: str | None, _database: str | None, _by: str | None
 ) -> int:
+    if action == sqlite3.SQLITE_PRAGMA and (first or "").lower() in READING_PRAGMAS:
+        return sqlite3.SQLITE_OK
     if action not in ALLOWED:
         return sqlite3.SQLITE_DENY
     if action == sqlite3.SQLITE_FUNCTION and (second or "").lower() in REFUSED_FUNCTIONS:
@@ -127,7 +139,7 @@ def rows_of(connection: Database, statement: str, limits: Limits) -> list[Row]:
             try:
                 return _rows_of(connection, statement, limits)
             except MemoryError as error:
-                raise QueryRefused("out of memory") from error
+                raise LimitReached("out of memory") from error
 
 
 def _rows_of(connection: Database, statement: str, limits: Limits) -> list[Row]:
@@ -144,27 +156,35 @@ def _rows_of(connection: Database, statement: str, limits: Limits) -> list[Row]:
     except sqlite3.OperationalError as error:
         reason = connection.functions.failure or str(error)
         is_ended = is_late() and reason == "interrupted"
-        raise QueryRefused(too_late if is_ended else reason) from error
+        if is_ended:
+            raise LimitReached(too_late) from error
+        raise QueryRefused(reason) from error
     # Also two statements (Warning before Python 3.12), NUL characters, and lone surrogates.
     except (sqlite3.Error, sqlite3.Warning, ValueError, OverflowError) as error:
         raise QueryRefused(str(error)) from error
     finally:
         connection.set_progress_handler(None, 0)
     if is_late():  # in one call, or sorting, in the middle of which nobody looks at the time
-        raise QueryRefused(too_late)
+        raise LimitReached(too_late)
     return rows
 
 
 def _fetch(connection: Database, statement: str, limits: Limits) -> Iterator[Row]:
+    """Yield the first rows, and of the others each that differs from all before it."""
     num_bytes = 0
+    seen: set[Row] = set()
     with closing(connection.cursor()) as cursor:
         cursor.execute(statement)
         if cursor.description is None:
             raise QueryRefused("the statement returns no table")
         for num_rows, row in enumerate(cursor, start=1):
+            is_new = row not in seen
+            if not is_new and num_rows > NUM_FIRST_ROWS:
+                continue
+            seen.add(row)
             num_bytes += size_of([row])
-            if num_rows > limits.max_rows:
-                raise QueryRefused(f"more than {limits.max_rows} rows")
+            if len(seen) > limits.max_rows:
+                raise LimitReached(f"more than {limits.max_rows} rows")
             if limits.max_bytes is not None and num_bytes > limits.max_bytes:
-                raise QueryRefused(f"more than {limits.max_bytes} bytes")
+                raise LimitReached(f"more than {limits.max_bytes} bytes")
             yield row

@@ -1,7 +1,10 @@
 """Wordings of the SQL environment, and how a statement is found in an answer."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from envhub.env import Style, action_text
-from envhub.envs.sqlgym.problems import Problem, SchemaView, TableView
+from envhub.envs.sqlgym.problems import Problem, SchemaView
 from envhub.envs.sqlgym.query import QueryRefused, Row
 
 MAX_STATE_CHARS = 100
@@ -35,25 +38,43 @@ def first_observation(problem: Problem, style: Style) -> str:
 
 
 def _told(schema: SchemaView) -> str:
-    tables = " ".join(_table_told(table) for table in schema.tables)
-    references = " ".join(
-        f"The column {column} of {table} refers to the column {to_column} of {to_table}."
-        for table, column, to_table, to_column in schema.references
-    )
-    names = ", ".join(table.name for table in schema.tables)
-    told = f"The database {schema.name} has the tables {names}. {tables} {references}"
-    return told.strip()
+    """Return the description that the package sqlgym gives, in small letters.
+
+    It has two oddities: a key of several columns is none, and a reference names the column after
+    the one that is meant.
+    """
+    design = schema.design or _design_of(schema)
+    tables = [name.lower() for name in design["table_names"]]
+    columns = [(table, label.lower()) for table, label in design["column_names"]]
+    parts = [f"{schema.name} contains tables such as {', '.join(tables)}."]
+    for i, table in enumerate(tables):
+        mine = [n for n, (of_table, _) in enumerate(columns) if n and of_table == i]
+        keys = [columns[n][1] for n in mine if n in design["primary_keys"]]
+        parts.append(f"Table {table} has columns such as {', '.join(columns[n][1] for n in mine)}.")
+        parts.append(f"{', '.join(keys)} is the primary key.")
+    for pair in design["foreign_keys"]:
+        (column, table), (to_column, to_table) = (
+            (columns[n % (len(columns) - 1) + 1][1], tables[columns[n][0]]) for n in pair
+        )
+        parts.append(f"The {column} of {table} is the foreign key of {to_column} of {to_table}.")
+    return " ".join(parts)
 
 
-def _table_told(table: TableView) -> str:
-    columns = ", ".join(
-        f"{name} ({kind})"
-        if label in (name, name.replace("_", " "))
-        else f"{name} ({kind}, {label})"
-        for name, kind, label in table.columns
-    )
-    key = f" Its primary key is {', '.join(table.key)}." if table.key else ""
-    return f"Table {table.name} has the columns {columns}.{key}"
+def _design_of(schema: SchemaView) -> Mapping[str, Any]:
+    """Return the numbered form in which BIRD writes a design down."""
+    places = [(-1, "*", "*")] + [
+        (i, name, label)
+        for i, table in enumerate(schema.tables)
+        for name, _, label in table.columns
+    ]
+    names = [table.name for table in schema.tables]
+    numbers = {(names[i], name): n for n, (i, name, _) in enumerate(places) if i >= 0}
+    return {
+        "table_names": names,
+        "column_names": [(i, label) for i, _, label in places],
+        "primary_keys": [numbers[t.name, t.key[0]] for t in schema.tables if len(t.key) == 1],
+        "foreign_keys": [(numbers[a, b], numbers[c, d]) for a, b, c, d in schema.references],
+    }
 
 
 def _listed(schema: SchemaView) -> str:

@@ -3,6 +3,7 @@
 import random
 
 from common.config.envs import EnvsSection
+from envhub.agentgym.conversations import CONVERSATIONS
 from envhub.env import EnvSpec, StepResult, SubsetSpec, UnknownItem, action_text, parse_item
 from envhub.envs.text_env import TextEnv
 from envhub.envs.wordle.words import VOCABULARY, best_guess, consistent, marks
@@ -35,7 +36,7 @@ class WordleEnv(TextEnv):
         self._begin()
         if self._is_compact:
             return f"words: {' '.join(VOCABULARY)}\nguess"
-        return "Let's start Wordle!"
+        return CONVERSATIONS["wordle"].first_observation("\n".join(VOCABULARY))
 
     def _step(self, action: str) -> StepResult:
         text = action_text(action)[:MAX_ACTION_CHARS]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from common.config.envs import EnvsSection
+from envhub.agentgym.conversations import begun
 from envhub.env import EnvSpec, ItemId, StepResult, Style, SubsetSpec, TaskSpec, parse_item
 from envhub.web import tree
 from envhub.web.actions import (
@@ -205,7 +206,7 @@ def site_tasks_spec(
         EnvSpec(
             name=name,
             subsets=catalogue.subsets,
-            instruction=read_web_instructions(__file__),
+            **begun(name, read_web_instructions(__file__)),
             make=lambda style: SiteTaskEnv(style, catalogue, world),
             tasks=tasks,
             from_agentgym=from_agentgym,

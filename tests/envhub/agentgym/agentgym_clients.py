@@ -177,7 +177,7 @@ class IndexClient:
 def make_client(name: str, hub: str) -> IdClient | IndexClient:
     """Return the client of an environment, at the hub's AgentGym routes."""
     kind = IdClient if name in IdClient.item_keys else IndexClient
-    return kind(name, f"{hub}/agentgym/{name}")
+    return kind(name, f"{hub}/agentgym/{native_name(name)}")
 
 
 def phrase(name: str, action: str) -> str:

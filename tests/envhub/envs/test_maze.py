@@ -3,6 +3,7 @@
 import pytest
 
 from common.config.envs import EnvsSection
+from envhub.agentgym.conversations import CONVERSATIONS
 from envhub.env import Style, UnknownItem, parse_item
 from envhub.envs.maze import maze
 from envhub.envs.maze.env import SUBSETS, MazeEnv, make_spec, start_of
@@ -77,7 +78,7 @@ def test_game_number_names_the_start():
 )
 def test_agentgym_observation_tells_goal_place_and_walls(cell, walls):
     observation = MazeEnv(Style.AGENTGYM).reset(item_of(*cell), 0)
-    assert observation == (
+    assert CONVERSATIONS["maze"].server_text(observation) == (
         "The goal is at position 8, 6. "
         f"Your current position is at position {cell[0]}, {cell[1]}. {walls}"
     )

@@ -169,7 +169,6 @@ def test_reward_compares_sets_of_rows(bird_dir):
         "SELECT load_extension('x')",
         "SELECT writefile('x', 'y')",
         "SELECT readfile('/etc/passwd')",
-        "SELECT random()",
         "SELECT zeroblob(2000000000)",
         "SELECT hex(zeroblob(190000))",
         "SELECT 1 FROM pet a, pet b, pet c, pet d, pet e, pet f, pet g",
@@ -298,10 +297,9 @@ def test_bird_observation_tells_names_keys_and_references(bird_dir):
     env.close()
     assert question == "What are Ann's pets called?"
     assert told == (
-        "The database pets has the tables owner, pet. Table owner has the columns id (integer), "
-        "nm (text, name). Its primary key is id. Table pet has the columns id (integer), "
-        "owner_id (integer), n (text, name). Its primary key is id. "
-        "The column owner_id of pet refers to the column id of owner."
+        "pets contains tables such as owner, pet. Table owner has columns such as id, name. "
+        "id is the primary key. Table pet has columns such as id, owner id, name. "
+        " is the primary key. The name of pet is the foreign key of name of owner."
     )
 
 
@@ -331,10 +329,22 @@ def test_generated_numbers_count_train_then_test(spec):
             item_of(spec, index)
 
 
-def test_broken_gold_and_missing_database_are_failures_not_rewards(bird_dir):
+def test_rows_count_once_and_looking_at_the_design_is_reading(bird_dir):
     spec = bird_spec(bird_dir)
-    with pytest.raises(EnvFailure, match="gold statement failed: no such column"):
-        answered(spec, "bird-train-1", "SELECT 1")
+    gold = "SELECT n FROM pet WHERE owner_id = 1"
+    many = "WITH RECURSIVE k(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM k WHERE i < 3000) "
+    right = answered(spec, "bird-test-0", gold)
+    again = answered(spec, "bird-test-0", f"{many} SELECT n FROM ({gold}), k")
+    assert again.reward == right.reward
+    assert again.is_valid
+    for statement in ("PRAGMA table_info(pet)", "SELECT random()"):
+        assert answered(spec, "bird-test-0", statement).is_valid
+
+
+def test_missing_database_is_a_failure_not_a_reward(bird_dir):
+    spec = bird_spec(bird_dir)
+    broken = answered(spec, "bird-train-1", "SELECT 1")  # BIRD's own is wrong
+    assert (broken.reward, broken.done) == (0.0, True)
     with pytest.raises(EnvFailure, match="lacks database 'lost'"):
         answered(spec, "bird-train-2", "SELECT 1")
     (bird_dir / "dev" / "dev_databases" / "pets" / "pets.sqlite").unlink()

@@ -63,14 +63,13 @@ def test_first_compact_observation_lists_the_words():
 
 def test_agentgym_sentences():
     env = WordleEnv(Style.AGENTGYM)
-    assert env.reset("Common-train-0", 0) == "Let's start Wordle!"
+    first = env.reset("Common-train-0", 0)
+    assert "\n".join(["```", *VOCABULARY, "```"]) in first
     assert env.step("zebra").observation == "invalid word"
     answer = env.step("Thought:\nfirst\n\nAction:\nh o u s e").observation
     assert len(answer) == 10
     assert answer.endswith("\n")
     assert set(answer) <= set("byg \n")
-    instruction = make_spec(EnvsSection()).instruction[Style.AGENTGYM]
-    assert all(word in instruction for word in VOCABULARY)
 
 
 @pytest.mark.parametrize("text", ["", "zebra", "hous", "houses", "x" * 60_000, "\0", "h0use"])

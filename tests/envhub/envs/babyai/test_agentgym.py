@@ -152,5 +152,5 @@ def test_one_switch_turns_every_rule_on(repository: Path):
     assert (
         again == searchqa.make_spec(EnvsSection(searchqa=SearchqaOptions(retry=True))).instruction
     )
-    assert again != searchqa.make_spec(EnvsSection()).instruction
+    assert again != searchqa.make_spec(EnvsSection()).instruction  # in the compact style
     assert not cfg.envs.babyai.agentgym_rules  # what the user wrote stays as it is

@@ -101,7 +101,7 @@ def test_first_observation_in_agentgyms_style_holds_rules_and_question() -> None
     env = make_env(Style.AGENTGYM)
     observation = env.reset("nq-test-0")
     assert observation.endswith(
-        "\nQuestion: which company published the novel theiltorn and the bridge?"
+        "\n\n Question: which company published the novel theiltorn and the bridge?"
     )
     for tag in ("<think>", "<search>", "<information>", "<answer> Beijing </answer>"):
         assert tag in observation
