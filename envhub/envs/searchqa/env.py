@@ -133,7 +133,7 @@ def make_spec(options: EnvsSection) -> EnvSpec:
     return EnvSpec(
         name="searchqa",
         subsets=subsets,
-        **prompts.opening(is_retry=is_retry),
+        **prompts.opening(),
         make=lambda style: SearchqaEnv(style, shared, subsets),
         tasks=_tasks(subsets),
         isolation=Isolation.WORKER,

@@ -9,18 +9,12 @@ from envhub.tables import read_instructions, read_table
 
 TEXTS = read_instructions(__file__)
 _TABLE = read_table(__file__, "prompts.yaml")
-FINAL: dict[bool, str] = _TABLE["final"]
 WORDS: dict[Style, dict[str, str]] = {Style(name): each for name, each in _TABLE["words"].items()}
 
 
-def instructions(*, is_retry: bool) -> dict[Style, str]:
-    """Return the instruction of each style."""
-    return {style: text.replace("{final}", FINAL[is_retry]) for style, text in TEXTS.items()}
-
-
-def opening(*, is_retry: bool) -> dict[str, Any]:
+def opening() -> dict[str, Any]:
     """Return how conversations begin; in AgentGym's style as its clients begin them."""
-    return begun("searchqa", instructions(is_retry=is_retry))
+    return begun("searchqa", TEXTS)
 
 
 def first_observation(question: Question, style: Style) -> str:

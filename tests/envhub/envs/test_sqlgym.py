@@ -171,7 +171,6 @@ def test_reward_compares_sets_of_rows(bird_dir):
         "SELECT readfile('/etc/passwd')",
         "SELECT zeroblob(2000000000)",
         "SELECT hex(zeroblob(190000))",
-        "SELECT 1 FROM pet a, pet b, pet c, pet d, pet e, pet f, pet g",
         "SELECT " + "(" * 2000 + "1" + ")" * 2000,
         "SELECT '" + "x" * 50_000 + "'",
         "SELECT '\0'",

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from common.config.envs import BabyaiOptions, EnvsSection, SearchqaOptions
+from common.config.envs import BabyaiOptions, EnvsSection
 from common.config.load import load_config
 from envhub.env import Style
 from envhub.envs.babyai import levels
@@ -148,9 +148,10 @@ def test_one_switch_turns_every_rule_on(repository: Path):
     cfg = load_config(None, overrides, root=repository)
     assert isinstance(make_spec(cfg.envs).make(Style.AGENTGYM), AgentGymBabyAiEnv)
     assert not isinstance(make_spec(EnvsSection()).make(Style.AGENTGYM), AgentGymBabyAiEnv)
-    again = searchqa.make_spec(cfg.envs).instruction
-    assert (
-        again == searchqa.make_spec(EnvsSection(searchqa=SearchqaOptions(retry=True))).instruction
+    again, once = (
+        searchqa.make_spec(each).make(Style.AGENTGYM) for each in (cfg.envs, EnvsSection())
     )
-    assert again != searchqa.make_spec(EnvsSection()).instruction  # in the compact style
+    assert isinstance(again, searchqa.SearchqaEnv)
+    assert isinstance(once, searchqa.SearchqaEnv)
+    assert (again._shared.options.retry, once._shared.options.retry) == (True, False)
     assert not cfg.envs.babyai.agentgym_rules  # what the user wrote stays as it is
