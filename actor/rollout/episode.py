@@ -108,6 +108,15 @@ def first_text(instruction: str, observation: str) -> str:
     return f"{instruction}\n\n{observation}" if instruction else observation
 
 
+def _opening(
+    render: Render, observation: str, told: tuple[str, str]
+) -> tuple[str, Callable[[str], list[int]]]:
+    """Return the message that the observation is in, and how it is encoded with those before."""
+    if told[1]:
+        return observation, partial(render.first_prompt, before=told)
+    return first_text(told[0], observation), render.first_prompt
+
+
 async def run_episode(
     lease: Lease,
     *,
@@ -145,11 +154,8 @@ async def run_episode(
     try:
         async with asyncio.timeout(lease.deadline_s) as deadline:
             session = await open_session()
-            text, encode = session.first_observation, render.first_prompt
-            if acknowledgement:
-                encode = partial(encode, before=(instruction, acknowledgement))
-            else:
-                text = first_text(instruction, text)
+            told = instruction, acknowledgement
+            text, encode = _opening(render, session.first_observation, told)
             play.env_s, max_prompt = time.monotonic() - started, max_tokens - turn_tokens
             ids = play.observations.fitted(text, encode, max_tokens=max_prompt)
             if ids is None:
