@@ -134,13 +134,11 @@ async def run_episode(
     """Play the leased episode to its end and return it.
 
     A failure of the environment or of a policy that others run, or the lease's deadline, ends the
-    episode and is recorded on it with its reason; it never becomes a reward. Everything else is a
-    bug or a dead engine, and propagates.
+    episode and is recorded on it with its reason, never as a reward. All else propagates.
 
     Args:
         act: maps the conversation's token ids to the next turn.
-        instruction: put before the first observation; "" for none.
-        acknowledgement: the agent's canned answer to it, which makes it a message of its own.
+        instruction: before the first observation; apart from it if there is an `acknowledgement`.
         max_tokens: context limit; an episode that could exceed it in its next turn ends there,
             and observations are cut to it (`actor.rollout.observations`).
         turn_tokens: most tokens that one turn may sample.
@@ -154,8 +152,9 @@ async def run_episode(
     try:
         async with asyncio.timeout(lease.deadline_s) as deadline:
             session = await open_session()
-            told = instruction, acknowledgement
-            text, encode = _opening(render, session.first_observation, told)
+            text, encode = _opening(
+                render, session.first_observation, (instruction, acknowledgement)
+            )
             play.env_s, max_prompt = time.monotonic() - started, max_tokens - turn_tokens
             ids = play.observations.fitted(text, encode, max_tokens=max_prompt)
             if ids is None:
