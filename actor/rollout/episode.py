@@ -109,12 +109,13 @@ def first_text(instruction: str, observation: str) -> str:
 
 
 def _opening(
-    render: Render, observation: str, told: tuple[str, str]
+    render: Render, session: Session, instruction: str, acknowledgement: str
 ) -> tuple[str, Callable[[str], list[int]]]:
     """Return the message that the observation is in, and how it is encoded with those before."""
-    if told[1]:
-        return observation, partial(render.first_prompt, before=told)
-    return first_text(told[0], observation), render.first_prompt
+    if acknowledgement:
+        before = instruction, acknowledgement
+        return session.first_observation, partial(render.first_prompt, before=before)
+    return first_text(instruction, session.first_observation), render.first_prompt
 
 
 async def run_episode(
@@ -152,9 +153,7 @@ async def run_episode(
     try:
         async with asyncio.timeout(lease.deadline_s) as deadline:
             session = await open_session()
-            text, encode = _opening(
-                render, session.first_observation, (instruction, acknowledgement)
-            )
+            text, encode = _opening(render, session, instruction, acknowledgement)
             play.env_s, max_prompt = time.monotonic() - started, max_tokens - turn_tokens
             ids = play.observations.fitted(text, encode, max_tokens=max_prompt)
             if ids is None:
