@@ -20,6 +20,7 @@ from common.wire.weight_messages import StoreAnswer, StoreOp, StoreRequest
 
 WAIT_S = 1.0  # that one request waits for a key: who waits longer asks again
 ANSWER_S = 5.0  # in which the server answers beyond that, or is gone
+LOOK_S = 0.1  # between looks whether anybody wants the answer
 
 
 class StoreLine:
@@ -43,6 +44,7 @@ class StoreLine:
         self._lock = threading.Lock()
         self._number = 0
         self._is_closed = False
+        self.is_left = threading.Event()  # set by whoever wants nobody to wait here any more
 
     def ask(
         self,
@@ -83,13 +85,15 @@ class StoreLine:
     def _exchange(self, frames: list[bytes]) -> StoreAnswer:
         self._socket.send_multipart(frames)
         deadline = time.monotonic() + self._timeout_s
-        while time.monotonic() < deadline:
+        while time.monotonic() < deadline and not self.is_left.is_set():
+            if not self._socket.poll(int(LOOK_S * 1_000)):
+                continue
             message = decode(self._socket.recv_multipart())
             if not isinstance(message, StoreAnswer):
                 raise WireError(f"answered by {message!r}"[:300])
             if message.number == self._number:  # not that to a request that was given up
                 return message
-        raise WireError("no answer in time")
+        raise WireError("it was left" if self.is_left.is_set() else "no answer in time")
 
     def close(self) -> None:
         """Let the connection go, as soon as nobody asks."""
@@ -115,8 +119,9 @@ class GroupStore(dist.Store):
         self._is_left = threading.Event()
 
     def leave(self) -> None:
-        """Let whoever waits here fail, within a second."""
+        """Let whoever waits here fail now: at the end of a process nobody may be in torch."""
         self._is_left.set()
+        self.line.is_left.set()
 
     def clone(self) -> "GroupStore":
         """Return one that waits for itself."""

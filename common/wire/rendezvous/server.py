@@ -110,7 +110,7 @@ class StoreServer(threading.Thread):
         return name
 
     def close(self) -> None:
-        """Stop serving; who waits here is told nothing more."""
+        """Stop serving; who waits here is told so."""
         self._stop_requested.set()
         self._router.wake()
         self.join(timeout=5.0)
@@ -130,6 +130,8 @@ class StoreServer(threading.Thread):
                     self._take(received)
                 if came or self._waiting:
                     self._look()
+        for each in self._waiting:
+            self._answer(each.received, error="it is being closed")
         self._router.close()
 
     def _take(self, received: Received) -> None:

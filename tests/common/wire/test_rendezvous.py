@@ -65,6 +65,24 @@ def test_a_group_has_bounded_room_and_old_groups_are_forgotten() -> None:
     meeting.close()
 
 
+@pytest.mark.parametrize("how", ["left", "server closed"])
+def test_who_waits_in_a_process_group_that_nobody_completes_is_freed_at_once(how: str) -> None:
+    """A thread that comes back from torch while the interpreter ends aborts the process."""
+    meeting = Meeting()
+    store = meeting.store(timeout_s=30.0)
+    with ThreadPoolExecutor(1) as pool:
+        place = Place(0, 2, "gloo", 30.0, HOST)
+        joining = pool.submit(BroadcastGroup, store, place, epoch=1)
+        with pytest.raises(TimeoutError):
+            joining.result(timeout=0.5)
+        began = time.monotonic()
+        (store.leave if how == "left" else meeting.close)()
+        with pytest.raises(WeightSyncError):
+            joining.result(timeout=5.0)
+        assert time.monotonic() - began < 1.0
+    meeting.close()
+
+
 SECRET = b"\x07weights" * 8_192
 
 
