@@ -145,7 +145,7 @@ class Loop:
         """Run to the last step, then until the scheduler has its last evaluation."""
         while self.version < self._cfg.train.num_steps:
             batch = self._wait_for_batch()
-            samples = samples_of(batch.groups, self._cfg.algorithm)
+            samples = samples_of(batch.groups, self._cfg.algorithm, self._learner.trainer.baseline)
             result = self._learner.trainer.train_on(samples, version=self.version)
             if result.decision.is_skipped:
                 self._give_back(batch)

@@ -5,8 +5,15 @@ from dataclasses import dataclass, replace
 
 from common.checks.machine import GIB, has_bf16_units
 from common.checks.model_shape import BYTES_OF, ModelShape
-from common.config.compute import LoraSection, Moments, Offload, OptimizerKind, Precision
-from common.config.learning import Advantage, CriticKind
+from common.config.compute import (
+    CriticKind,
+    LoraSection,
+    Moments,
+    Offload,
+    OptimizerKind,
+    Precision,
+)
+from common.config.learning import Advantage
 from common.config.run_config import ActorSection, LearnerSection, RunConfig
 
 PUBLISH_BUCKETS = 2  # the one that is sent and the next one

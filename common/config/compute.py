@@ -1,4 +1,4 @@
-"""Options of how the trainer computes: optimizer, arithmetic, memory, transport, adapters."""
+"""Options of how the trainer computes: optimizer, arithmetic, memory, adapters, a critic."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -111,3 +111,42 @@ class LoraSection:
 
 
 FULL = LoraSection()  # no adapters: all weights are trained
+
+
+class CriticKind(StrEnum):
+    """head: a value head on the policy's trunk. model: a network of its own."""
+
+    HEAD = "head"
+    MODEL = "model"
+
+
+class CriticTargets(StrEnum):
+    """gae: returns of the data's policy. vtrace: corrected to the current one (1802.01561)."""
+
+    GAE = "gae"
+    VTRACE = "vtrace"
+
+
+class Timestep(StrEnum):
+    """What one step of advantage estimation is; observation tokens are never one."""
+
+    TURN = "turn"
+    TOKEN = "token"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticSection:
+    """The value function of `algorithm.advantage=ppo`."""
+
+    kind: CriticKind = knob(CriticKind.HEAD, "where it sits")
+    path: str = knob("", 'kind=model: checkpoint to start from; "": model.path')
+    lr: float = knob(1e-5, "learning rate of the head, or of the model", gt=0, le=10)
+    coef: float = knob(0.5, "kind=head: weight of the value loss", ge=0, le=1000)
+    clip: float = knob(0.2, "how far a value may move from that before the step; 0: freely", ge=0)
+    warmup_steps: int = knob(0, "first steps in which only the critic learns", ge=0)
+    gae_lambda: float = knob(1.0, "of generalised advantage estimation", ge=0, le=1)
+    timestep: Timestep = knob(Timestep.TURN, "what one step of the estimation is")
+    targets: CriticTargets = knob(CriticTargets.GAE, "what it learns")
+    vtrace_rho: float = knob(1.0, "cap of the weight of a temporal difference", gt=0)
+    vtrace_c: float = knob(1.0, "cap of the weight that is passed back", gt=0)
+    whiten: bool = knob(True, "advantages of the batch to mean 0 and standard deviation 1")

@@ -6,6 +6,7 @@ from enum import StrEnum
 
 from common.config.compute import (
     Attention,
+    CriticSection,
     Layout,
     LoraSection,
     Moments,
@@ -25,6 +26,7 @@ class Advantage(StrEnum):
     reinforce_pp: whitened over all tokens of the batch (REINFORCE++, arXiv:2501.03262).
     reinforce_pp_baseline: less the group's mean, then whitened likewise.
     ppo: a critic and generalised advantage estimation (arXiv:1707.06347, arXiv:1506.02438).
+    running: less a running mean of the item, for groups of one (arXiv:2509.13232).
     """
 
     GRPO = "grpo"
@@ -32,6 +34,7 @@ class Advantage(StrEnum):
     REINFORCE_PP = "reinforce_pp"
     REINFORCE_PP_BASELINE = "reinforce_pp_baseline"
     PPO = "ppo"
+    RUNNING = "running"
 
     @property
     def is_group_relative(self) -> bool:
@@ -65,18 +68,37 @@ class CreditLevel(StrEnum):
     TURN = "turn"
 
 
+class StateCredit(StrEnum):
+    """What a turn is credited with among the group's turns that were taken in the same state.
+
+    none: nothing. gigpo: its return less the mean of theirs, beside the episode's advantage
+    (arXiv:2505.10978). ecpo: the same of its action, less where there is little evidence
+    (arXiv:2606.05885). gagpo: GAE over turns, that mean as the state's value, instead of the
+    episode's advantage (arXiv:2605.13217).
+    """
+
+    NONE = "none"
+    GIGPO = "gigpo"
+    ECPO = "ecpo"
+    GAGPO = "gagpo"
+
+
 class PolicyLoss(StrEnum):
     """The surrogate.
 
     ppo: clipped ratio per token. gspo: clipped ratio per sequence (arXiv:2507.18071).
     cispo: clipped, detached ratio as a weight of log pi (arXiv:2506.13585).
     dppo: plain ratio; tokens whose probability already moved too far the right way are masked.
+    turn: clipped ratio per turn, the geometric mean over its tokens (arXiv:2605.13217).
+    unclipped: plain ratio; with correction=second_moment M2PO (arXiv:2510.01161).
     """
 
     PPO = "ppo"
     GSPO = "gspo"
     CISPO = "cispo"
     DPPO = "dppo"
+    TURN = "turn"
+    UNCLIPPED = "unclipped"
 
 
 class Correction(StrEnum):
@@ -85,6 +107,8 @@ class Correction(StrEnum):
     none: 1. token_tis: min(rho, tis_cap). sequence_tis: min(product of rho, tis_cap) for all
     tokens of an episode. icepop: rho inside [mask_low, mask_high], else 0. geometric: 1 for an
     episode whose geometric mean of rho is inside [geometric_low, geometric_high], else 0.
+    second_moment: 0 for the fewest tokens of the batch without which the mean of (log rho)^2 is at
+    most m2_threshold, else 1 (M2PO); rho of the policy before the step, which takes a pass.
     """
 
     NONE = "none"
@@ -92,6 +116,7 @@ class Correction(StrEnum):
     SEQUENCE_TIS = "sequence_tis"
     ICEPOP = "icepop"
     GEOMETRIC = "geometric"
+    SECOND_MOMENT = "second_moment"
 
 
 class Proximal(StrEnum):
@@ -115,45 +140,6 @@ class KlEstimator(StrEnum):
     K1 = "k1"
     K2 = "k2"
     K3 = "k3"
-
-
-class CriticKind(StrEnum):
-    """head: a value head on the policy's trunk. model: a network of its own."""
-
-    HEAD = "head"
-    MODEL = "model"
-
-
-class CriticTargets(StrEnum):
-    """gae: returns of the data's policy. vtrace: corrected to the current one (1802.01561)."""
-
-    GAE = "gae"
-    VTRACE = "vtrace"
-
-
-class Timestep(StrEnum):
-    """What one step of advantage estimation is; observation tokens are never one."""
-
-    TURN = "turn"
-    TOKEN = "token"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CriticSection:
-    """The value function of `algorithm.advantage=ppo`."""
-
-    kind: CriticKind = knob(CriticKind.HEAD, "where it sits")
-    path: str = knob("", 'kind=model: checkpoint to start from; "": model.path')
-    lr: float = knob(1e-5, "learning rate of the head, or of the model", gt=0, le=10)
-    coef: float = knob(0.5, "kind=head: weight of the value loss", ge=0, le=1000)
-    clip: float = knob(0.2, "how far a value may move from that before the step; 0: freely", ge=0)
-    warmup_steps: int = knob(0, "first steps in which only the critic learns", ge=0)
-    gae_lambda: float = knob(1.0, "of generalised advantage estimation", ge=0, le=1)
-    timestep: Timestep = knob(Timestep.TURN, "what one step of the estimation is")
-    targets: CriticTargets = knob(CriticTargets.GAE, "what it learns")
-    vtrace_rho: float = knob(1.0, "cap of the weight of a temporal difference", gt=0)
-    vtrace_c: float = knob(1.0, "cap of the weight that is passed back", gt=0)
-    whiten: bool = knob(True, "advantages of the batch to mean 0 and standard deviation 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,6 +178,12 @@ class AlgorithmSection:
     constant_tokens: int = knob(512, "aggregation=constant: what an episode counts as", ge=1)
     reward_level: CreditLevel = knob(CreditLevel.EPISODE, "turn: each gets what follows it")
     turn_discount: float = knob(1.0, "per turn, of the outcome or of what follows", gt=0, le=1)
+    state_credit: StateCredit = knob(StateCredit.NONE, "of turns taken in the same state")
+    state_weight: float = knob(1.0, "gigpo, ecpo: of it beside the episode's", gt=0, le=1000)
+    state_prior: float = knob(1.0, "ecpo: visits that its shrinkage counts as", ge=0, le=1000)
+    state_lambda: float = knob(0.95, "gagpo: of generalised advantage estimation", ge=0, le=1)
+    running_memory: float = knob(0.9, "running: what a reward still counts at the next", ge=0, lt=1)
+    running_prior: float = knob(2.0, "running: rewards that the task's mean counts as", gt=0)
     invalid_action_penalty: float = knob(
         0.0, "per invalid turn, or x their share", ge=-1000, le=1000
     )
@@ -207,6 +199,7 @@ class AlgorithmSection:
     mask_high: float = knob(5.0, "icepop: largest weight", gt=1)
     geometric_low: float = knob(0.99, "geometric: least mean", gt=0, lt=1)
     geometric_high: float = knob(1.01, "geometric: largest mean", gt=1)
+    m2_threshold: float = knob(0.04, "second_moment: most mean of (log rho)^2", gt=0, le=400)
     negative_mask_delta: float = knob(0.0, "masks A < 0 above this mean log(mu/pi); 0: off", ge=0)
     proximal: Proximal = knob(Proximal.AUTO, "the policy that the ratio is taken to")
     kl_coef: float = knob(0.0, "of KL(pi | reference); 0: none is loaded", ge=0, le=1000)

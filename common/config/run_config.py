@@ -135,12 +135,12 @@ class MachineSection:
 class GroupsSection:
     """How episodes are grouped for a step."""
 
-    size: int = knob(8, "episodes of one prompt", ge=2, le=4096)
+    size: int = knob(8, "episodes of one prompt; 1: see algorithm.advantage", ge=1, le=4096)
     per_step: int = knob(16, "groups with signal in one optimizer step", ge=1, le=10**5)
     min_size: int = knob(
         4,
         "survivors below which a damaged group is given up",
-        ge=2,
+        ge=1,
         le=4096,
         must="be at most size",
     )
@@ -367,6 +367,9 @@ class RunConfig:
 
     def contradictions(self) -> Iterator[Contradiction]:
         yield from contradictions_of_tasks(self.horizon, self.tasks)
+        if self.groups.min_size == 1 and self.algorithm.advantage.is_group_relative:
+            law = f"algorithm.advantage={self.algorithm.advantage.value} compares the members of a"
+            yield "groups.min_size", 1, f"{law} group; give 2 or more, or advantage=running or ppo"
 
 
 def check_training(cfg: RunConfig) -> None:

@@ -88,6 +88,7 @@ class MicroBatch:
     advantages: Tensor = field(repr=False)  # [tokens] float32
     versions: Tensor = field(repr=False)  # [tokens] int64, of the policy that sampled
     sequence_ids: Tensor = field(repr=False)  # [tokens] int64, 0-based sequence of each token
+    turn_ids: Tensor = field(repr=False)  # [tokens] int64, 0-based, counted on over sequences
     value_targets: Tensor | None = field(repr=False, default=None)  # [tokens] float32
     values: Tensor | None = field(repr=False, default=None)  # [tokens] float32, before the step
     state_marks: Tensor | None = field(repr=False, default=None)  # [tokens] float32, 0 or 1
@@ -345,6 +346,11 @@ def _collate(
     advantages = np.concatenate([sample.token_advantages() for sample in chosen])
     versions = sampled(trajectories, [t.versions for t in trajectories]).astype(np.int64)
     counts = [sample.num_sampled_tokens for sample in chosen]
+    firsts = np.cumsum([0, *(t.num_turns for t in trajectories)])  # of each sequence
+    turns = [
+        t.turn_ids[mask] + first
+        for t, mask, first in zip(trajectories, masks, firsts[:-1], strict=True)
+    ]
     return MicroBatch(
         tokens=collate_tokens(
             [t.token_ids for t in trajectories],
@@ -360,6 +366,7 @@ def _collate(
         advantages=torch.from_numpy(advantages).to(device),
         versions=torch.from_numpy(versions).to(device),
         sequence_ids=torch.from_numpy(np.repeat(np.arange(len(chosen)), counts)).to(device),
+        turn_ids=torch.from_numpy(np.concatenate(turns)).to(device),
         value_targets=_joined([sample.value_targets for sample in chosen], device),
         values=_joined([sample.values for sample in chosen], device),
         state_marks=_joined([sample.state_marks for sample in chosen], device),

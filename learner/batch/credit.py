@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.config.learning import Advantage, AlgorithmSection, Baseline, CreditLevel
+from common.config.learning import Advantage, AlgorithmSection, Baseline, CreditLevel, StateCredit
 from common.wire.messages import Trajectory
 from learner.batch.advantage import (
     group_advantages,
@@ -24,6 +24,8 @@ from learner.batch.advantage import (
 )
 from learner.batch.batching import Sample
 from learner.batch.returns import discounted_returns
+from learner.batch.running_baseline import RunningBaseline
+from learner.batch.state_credit import state_advantages
 from learner.ingest.group_assembly import Group
 
 
@@ -72,29 +74,104 @@ def group_has_signal(members: list[Trajectory], algorithm: AlgorithmSection) -> 
     """
     if not algorithm.advantage.is_group_relative:
         return True
-    is_of_episodes = algorithm.reward_level is not CreditLevel.TURN
+    is_of_turns = algorithm.state_credit is StateCredit.GAGPO
+    is_of_episodes = not is_of_turns and algorithm.reward_level is not CreditLevel.TURN
     if is_of_episodes and has_signal(_outcomes(members, algorithm)):
         return True
+    if any(each.any() for each in _state_part(members, algorithm) or []):
+        return True
+    if is_of_turns:
+        return False
     per_turn = _turn_offsets(members, algorithm)
     return per_turn is not None and any(offset.any() for offset in per_turn)
 
 
-def samples_of(groups: list[Group], algorithm: AlgorithmSection) -> list[Sample]:
+def samples_of(
+    groups: list[Group], algorithm: AlgorithmSection, baseline: RunningBaseline | None = None
+) -> list[Sample]:
     """Return the samples of a batch, group by group, member by member.
 
     With `advantage=ppo` the advantages are zero here: they need the critic.
+
+    Args:
+        baseline: of `advantage=running`: what batches before this one were worth. It learns from
+            this one, so every batch is to be given to it once, in order. None: this is the first.
     """
     samples: list[Sample] = []
-    for group in groups:
-        advantages = _group_part(group.members, algorithm)
-        offsets = _turn_offsets(group.members, algorithm) or [None] * len(group.members)
-        for trajectory, advantage, offset in zip(group.members, advantages, offsets, strict=True):
-            samples.append(
-                Sample(trajectory=trajectory, advantage=float(advantage), turn_advantages=offset)
-            )
+    if algorithm.advantage is Advantage.RUNNING:
+        members = [each for group in groups for each in group.members]
+        samples = _against_running(members, algorithm, baseline or RunningBaseline())
+    else:
+        for group in groups:
+            advantages, turns = _of_group(group.members, algorithm)
+            for trajectory, advantage, own in zip(group.members, advantages, turns, strict=True):
+                samples.append(
+                    Sample(trajectory=trajectory, advantage=advantage, turn_advantages=own)
+                )
     if algorithm.advantage in (Advantage.REINFORCE_PP, Advantage.REINFORCE_PP_BASELINE):
         return whitened(samples)
     return per_env(samples) if algorithm.normalize_per_env else samples
+
+
+def _of_group(
+    members: list[Trajectory], algorithm: AlgorithmSection
+) -> tuple[list[float], list[np.ndarray | None]]:
+    """Return each member's advantage, and those of its turns [num_turns] beside it."""
+    by_state = _state_part(members, algorithm)
+    if by_state is not None and algorithm.state_credit is StateCredit.GAGPO:
+        return [0.0] * len(members), [*by_state]
+    advantages = _group_part(members, algorithm).tolist()
+    offsets = _turn_offsets(members, algorithm)
+    if offsets is None or by_state is None:
+        return advantages, [*(offsets or by_state or [None] * len(members))]
+    return advantages, [a + b for a, b in zip(offsets, by_state, strict=True)]
+
+
+def _state_part(members: list[Trajectory], algorithm: AlgorithmSection) -> list[np.ndarray] | None:
+    """Return what the states give each member's turns [num_turns]; None if they are not asked."""
+    if algorithm.state_credit is StateCredit.NONE or not algorithm.advantage.is_group_relative:
+        return None
+    return state_advantages(
+        members,
+        [turn_rewards(each, algorithm) for each in members],
+        algorithm,
+        baseline=_baseline(algorithm),
+        normalize_std=algorithm.normalize_std and algorithm.advantage is Advantage.GRPO,
+    )
+
+
+def _against_running(
+    members: list[Trajectory], algorithm: AlgorithmSection, baseline: RunningBaseline
+) -> list[Sample]:
+    """Return samples whose credit is compared with what their items were worth before.
+
+    At turn level what follows a turn is compared with what the episode was expected to be worth.
+    Penalties on turns of an episode's credit are centred over all turns of the batch.
+    """
+    is_per_turn = algorithm.reward_level is CreditLevel.TURN
+    returns = [_returns(each, algorithm) for each in members] if is_per_turn else []
+    worth = [float(each[0]) if each.size else 0.0 for each in returns]
+    worth = worth or _outcomes(members, algorithm).tolist()
+    advantages = baseline.advantages(
+        worth,
+        [f"{each.env}/{each.item_id}" for each in members],
+        [f"{each.env}/{each.item_id.rpartition('-')[0]}" for each in members],
+        memory=algorithm.running_memory,
+        prior=algorithm.running_prior,
+    )
+    penalty = algorithm.invalid_action_penalty
+    turns: list[np.ndarray | None] = [None] * len(members)
+    if is_per_turn:
+        turns = [(each - own).astype(np.float32) for each, own in zip(returns, worth, strict=True)]
+    elif algorithm.invalid_action_level is CreditLevel.TURN and penalty != 0.0:
+        credit = [(-penalty * each.invalid_turns).astype(np.float32) for each in members]
+        everything = np.concatenate(credit)
+        mean = everything.mean() if everything.size else np.float32(0.0)
+        turns = [(each - mean).astype(np.float32) for each in credit]
+    return [
+        Sample(trajectory=each, advantage=float(advantage), turn_advantages=own)
+        for each, advantage, own in zip(members, advantages, turns, strict=True)
+    ]
 
 
 def _outcomes(members: list[Trajectory], algorithm: AlgorithmSection) -> Tensor:

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from common.config.learning import AlgorithmSection, CriticSection, CriticTargets, Timestep
+from common.config.compute import CriticSection, CriticTargets, Timestep
+from common.config.learning import AlgorithmSection
 from common.wire.messages import EndReason, Trajectory
 from learner.batch.batching import Sample
 from learner.batch.credit import end_reward, per_env, turn_rewards, whitened

@@ -8,6 +8,7 @@ from torch import Tensor
 from common.config.learning import AlgorithmSection, Correction, PolicyLoss, Proximal
 from learner.batch.batching import MicroBatch
 
+MASKS_ONLY = (Correction.NONE, Correction.GEOMETRIC, Correction.SECOND_MOMENT)
 MAX_LOG_RATIO = 20.0  # exp(20) = 5e8: still finite in float32 after being squared and summed
 
 
@@ -30,7 +31,8 @@ def anchor_and_weights(
 
     Returns:
         ([tokens] nats, [tokens] >= 0 without gradient). At the sampler GSPO's weights are those of
-        its sequences' ratios: the surrogate holds no ratio of a token.
+        its sequences' ratios, and those of `turn` of its turns': the surrogate holds no ratio of a
+        token. correction=second_moment looks at the whole batch, so it is not in here.
     """
     mu = micro.sampler_logprobs
     sequences = (micro.sequence_ids, micro.num_sequences)
@@ -43,6 +45,8 @@ def anchor_and_weights(
     log_rho = log_ratio((new_logprobs if is_ratio_included else anchor).detach(), mu)
     if is_ratio_included and cfg.policy_loss is PolicyLoss.GSPO:
         log_rho = sequence_mean(log_rho, *sequences)[micro.sequence_ids]
+    if is_ratio_included and cfg.policy_loss is PolicyLoss.TURN:
+        log_rho = mean_over(log_rho, micro.turn_ids)
     weights = importance_weights(log_rho, *sequences, cfg, is_ratio_included=is_ratio_included)
     return anchor, weights * negative_mask(
         log_ratio(before, mu), micro.advantages, *sequences, delta=cfg.negative_mask_delta
@@ -97,6 +101,17 @@ def sequence_mean(values: Tensor, sequence_ids: Tensor, num_sequences: int) -> T
     return sequence_sum(values, sequence_ids, num_sequences) / counts.clamp(min=1.0)
 
 
+def mean_over(values: Tensor, part_ids: Tensor) -> Tensor:
+    """Return for each token the mean over the tokens of its part, a turn, say: [tokens].
+
+    Args:
+        values: [tokens].
+        part_ids: [tokens] int64 >= 0; of those between there may be none.
+    """
+    num_parts = int(part_ids.max()) + 1 if part_ids.numel() else 0
+    return sequence_mean(values, part_ids, num_parts)[part_ids]
+
+
 def corrected(
     log_rho: Tensor, sequence_ids: Tensor, num_sequences: int, cfg: AlgorithmSection
 ) -> Tensor:
@@ -146,7 +161,7 @@ def importance_weights(
             CISPO limits its ratio itself: together they make min(corrected(rho), 1 + clip_high).
     """
     weights = corrected(log_rho, sequence_ids, num_sequences, cfg)
-    if not is_ratio_included or cfg.correction in (Correction.NONE, Correction.GEOMETRIC):
+    if not is_ratio_included or cfg.correction in MASKS_ONLY:
         return weights
     held = log_rho.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     if cfg.policy_loss is PolicyLoss.CISPO:

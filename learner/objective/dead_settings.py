@@ -8,22 +8,20 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
-from common.config.compute import OptimizerKind
+from common.config.compute import CriticKind, CriticSection, CriticTargets, OptimizerKind, Timestep
 from common.config.learning import (
     Advantage,
     Aggregation,
     AlgorithmSection,
     Correction,
-    CriticKind,
-    CriticSection,
-    CriticTargets,
     KlEstimator,
     LearnerSection,
     PolicyLoss,
     Proximal,
-    Timestep,
+    StateCredit,
 )
 from learner.objective.describe import (
+    is_clipped,
     is_one_update,
     objective_text,
     proximal_in_use,
@@ -60,7 +58,7 @@ def notes(algorithm: AlgorithmSection, learner: LearnerSection) -> list[str]:
     """Return a line for every combination of settings that does less than it seems to."""
     found: list[str] = []
     why = why_ratio_is_one(algorithm, learner)
-    if why and algorithm.policy_loss is not PolicyLoss.DPPO:
+    if why and is_clipped(algorithm):
         found.append(
             f"{why}: every ratio is 1, the clip never binds and nothing bounds the step;"
             " make several updates of a batch, or take proximal=sampler or interpolated"
@@ -103,9 +101,9 @@ def _dead_in_algorithm(cfg: AlgorithmSection, learner: LearnerSection) -> Dead:
     why = f"policy_loss={cfg.policy_loss.value}"
     if cfg.policy_loss is PolicyLoss.CISPO:
         yield from changed(why, "clip_low", "dual_clip")
-    if cfg.policy_loss is PolicyLoss.DPPO:
+    if not is_clipped(cfg):
         yield from changed(why, "clip_low", "clip_high", "dual_clip")
-    else:
+    if cfg.policy_loss is not PolicyLoss.DPPO:
         yield from changed(why, "dppo_delta")
     why = f"correction={cfg.correction.value}"
     if cfg.correction not in (Correction.TOKEN_TIS, Correction.SEQUENCE_TIS):
@@ -114,10 +112,13 @@ def _dead_in_algorithm(cfg: AlgorithmSection, learner: LearnerSection) -> Dead:
         yield from changed(why, "mask_low", "mask_high")
     if cfg.correction is not Correction.GEOMETRIC:
         yield from changed(why, "geometric_low", "geometric_high")
+    if cfg.correction is not Correction.SECOND_MOMENT:
+        yield from changed(why, "m2_threshold")
+    yield from _dead_in_credit(cfg)
     if cfg.kl_coef == 0:
         yield from changed("kl_coef=0", "kl_estimator", "reference_path")
     why = why_ratio_is_one(cfg, learner)
-    if why and cfg.policy_loss is not PolicyLoss.DPPO:
+    if why and is_clipped(cfg):
         yield from changed(f"{why} makes every ratio 1", "clip_low", "clip_high", "dual_clip")
     if proximal_in_use(cfg, learner) is Proximal.SAMPLER and not tis_at_sampler(cfg):
         why = f"policy_loss={cfg.policy_loss.value} bounds the ratio to the sampler itself"
@@ -126,6 +127,27 @@ def _dead_in_algorithm(cfg: AlgorithmSection, learner: LearnerSection) -> Dead:
             yield from changed(f"{why}, earlier", "tis_cap")
         if cfg.correction is Correction.NONE and cfg.kl_coef == 0:
             yield from changed(f"{why}, before token_tis would", "correction")
+
+
+def _dead_in_credit(cfg: AlgorithmSection) -> Dead:
+    changed = partial(_changed, "algorithm", cfg)
+    if cfg.advantage is not Advantage.RUNNING:
+        why = f"advantage={cfg.advantage.value}"
+        yield from changed(why, "running_memory", "running_prior")
+    if not cfg.advantage.is_group_relative:
+        names = ("state_credit", "state_weight", "state_prior", "state_lambda")
+        yield from changed(f"advantage={cfg.advantage.value} compares no turns of a group", *names)
+        return
+    kind = cfg.state_credit
+    why = f"state_credit={kind.value}"
+    if kind not in (StateCredit.GIGPO, StateCredit.ECPO):
+        yield from changed(why, "state_weight")
+    if kind is not StateCredit.ECPO:
+        yield from changed(why, "state_prior")
+    if kind is not StateCredit.GAGPO:
+        yield from changed(why, "state_lambda")
+    elif cfg.advantage is Advantage.GRPO:
+        yield from changed(f"{why} takes the place of the episode's advantage", "baseline")
 
 
 def _dead_in_learner(algorithm: AlgorithmSection, cfg: LearnerSection) -> Dead:

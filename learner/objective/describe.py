@@ -5,6 +5,7 @@ No torch here: a dry run prints it quickly.
 
 from collections.abc import Iterator
 
+from common.config.compute import CriticKind, CriticSection, CriticTargets, Timestep
 from common.config.learning import (
     Advantage,
     Aggregation,
@@ -12,14 +13,12 @@ from common.config.learning import (
     Baseline,
     Correction,
     CreditLevel,
-    CriticKind,
-    CriticSection,
-    CriticTargets,
     LearnerSection,
     PolicyLoss,
     Proximal,
-    Timestep,
+    StateCredit,
 )
+from learner.objective.describe_credit import credit_text, paid_text, running_text, state_text
 
 
 def proximal_in_use(algorithm: AlgorithmSection, learner: LearnerSection) -> Proximal:
@@ -44,6 +43,11 @@ def why_ratio_is_one(algorithm: AlgorithmSection, learner: LearnerSection) -> st
     return ""
 
 
+def is_clipped(cfg: AlgorithmSection) -> bool:
+    """Return whether the surrogate bounds its ratio."""
+    return cfg.policy_loss not in (PolicyLoss.DPPO, PolicyLoss.UNCLIPPED)
+
+
 def tis_at_sampler(cfg: AlgorithmSection) -> str:
     """Return where token_tis changes a gradient if the ratio is taken to the sampler; "": nowhere.
 
@@ -52,7 +56,7 @@ def tis_at_sampler(cfg: AlgorithmSection) -> str:
     most = 1 + cfg.clip_high
     if cfg.policy_loss is PolicyLoss.CISPO:
         return f"r>{cfg.tis_cap:g}" if cfg.tis_cap < most else ""
-    if cfg.policy_loss is PolicyLoss.DPPO:
+    if not is_clipped(cfg):
         return f"r>{cfg.tis_cap:g}"
     parts = [f"A>0 and {cfg.tis_cap:g}<r<{most:g}"] if cfg.tis_cap < most else []
     if cfg.dual_clip == 0:
@@ -97,6 +101,8 @@ def _surrogate_text(cfg: AlgorithmSection) -> str:
         return f"sg(min(r, {1 + cfg.clip_high:g}))*A*log(pi)"
     if cfg.policy_loss is PolicyLoss.DPPO:
         return f"r*A*[not (A>0 and pi-mu>{cfg.dppo_delta:g} or A<0 and pi-mu<-{cfg.dppo_delta:g})]"
+    if cfg.policy_loss is PolicyLoss.UNCLIPPED:
+        return "r*A"
     surrogate = f"min(r*A, clip(r, {1 - cfg.clip_low:g}, {1 + cfg.clip_high:g})*A)"
     if cfg.dual_clip > 0:
         surrogate = f"[{surrogate}, at least {cfg.dual_clip:g}*A if A<0]"
@@ -107,7 +113,7 @@ def _anchor_text(proximal: Proximal) -> str:
     return {
         Proximal.SAMPLER: "mu",
         Proximal.REUSED: "pi_first",
-        Proximal.INTERPOLATED: "mu^(1/(lag+1))*pi^(lag/(lag+1))",
+        Proximal.INTERPOLATED: "mu^(1/(lag+1))*sg(pi)^(lag/(lag+1))",
     }.get(proximal, "pi_prox")
 
 
@@ -117,6 +123,8 @@ def _ratio_text(cfg: AlgorithmSection, proximal: Proximal) -> str:
         ratio = f"pi/({_anchor_text(proximal)})"
     if cfg.policy_loss is PolicyLoss.GSPO:
         return f"r=exp(mean_tokens log({ratio}))"
+    if cfg.policy_loss is PolicyLoss.TURN:
+        return f"r=exp(mean_turn_tokens log({ratio}))"
     return f"r={ratio}"
 
 
@@ -130,6 +138,7 @@ def _corrected_text(cfg: AlgorithmSection, rho: str) -> str:
         Correction.GEOMETRIC: (
             f"[{cfg.geometric_low:g}<=geomean_tokens {rho}<={cfg.geometric_high:g}]"
         ),
+        Correction.SECOND_MOMENT: "",  # a mask of the batch, see `_weight_text`
     }[cfg.correction]
 
 
@@ -141,6 +150,8 @@ def _weight_text(cfg: AlgorithmSection, learner: LearnerSection) -> str:
     else:
         anchor = _anchor_text(proximal)
         weight = _corrected_text(cfg, f"{f'({anchor})' if '*' in anchor else anchor}/mu")
+    if cfg.correction is Correction.SECOND_MOMENT:
+        weight = f"[kept, so that mean_batch (log(pi_old/mu))^2<={cfg.m2_threshold:g}]"
     if cfg.negative_mask_delta:
         known = "pi_prox" if proximal is Proximal.RECOMPUTED else "pi_first"
         now = "pi" if is_one_update(learner) else known
@@ -154,7 +165,7 @@ def _weight_at_sampler(cfg: AlgorithmSection) -> str:
     if cfg.correction is Correction.ICEPOP:
         return f"[{cfg.mask_low:g}<=r<={cfg.mask_high:g}]"
     corrected = _corrected_text(cfg, "r")
-    if cfg.correction in (Correction.NONE, Correction.GEOMETRIC):
+    if cfg.correction in (Correction.NONE, Correction.GEOMETRIC, Correction.SECOND_MOMENT):
         return corrected
     is_token = cfg.correction is Correction.TOKEN_TIS
     if cfg.policy_loss is PolicyLoss.CISPO:
@@ -169,6 +180,9 @@ def _weight_at_sampler(cfg: AlgorithmSection) -> str:
 def _advantage_text(cfg: AlgorithmSection, learner: LearnerSection) -> str:
     if cfg.advantage is Advantage.PPO:
         return _critic_text(cfg, learner.critic)
+    if cfg.advantage is Advantage.RUNNING:
+        return running_text(cfg)
+    by_state = cfg.state_credit if cfg.advantage.is_group_relative else StateCredit.NONE
     is_per_turn = cfg.reward_level is CreditLevel.TURN
     kind = {Advantage.GRPO: cfg.baseline, Advantage.RLOO: Baseline.LEAVE_ONE_OUT}.get(
         cfg.advantage, Baseline.GROUP_MEAN
@@ -180,37 +194,21 @@ def _advantage_text(cfg: AlgorithmSection, learner: LearnerSection) -> str:
     of_turns = f" - {of_turns}"
     if cfg.advantage is Advantage.REINFORCE_PP:
         baseline = of_turns = ""
-    text = f"({_credit_text(cfg)}{baseline})"
+    text = f"({credit_text(cfg)}{baseline})"
     if cfg.advantage is Advantage.GRPO and cfg.normalize_std:
         text += "/std_turns" if is_per_turn else "/std"
     penalty = cfg.invalid_action_penalty
     if penalty and cfg.invalid_action_level is CreditLevel.TURN and not is_per_turn:
         text += f" - {penalty:g}*(invalid_turn{of_turns})"  # beside the outcome, turn by turn
+    if by_state is StateCredit.GAGPO:
+        text = state_text(cfg, kind)
+    elif by_state is not StateCredit.NONE:
+        text += f" + {cfg.state_weight:g}*{state_text(cfg, kind)}"
     if cfg.advantage in (Advantage.REINFORCE_PP, Advantage.REINFORCE_PP_BASELINE):
         text = f"whiten_batch({text})"
     elif cfg.normalize_per_env:
         text = f"rms_per_env({text})"
     return f"A={text}"
-
-
-def _credit_text(cfg: AlgorithmSection) -> str:
-    if cfg.reward_level is CreditLevel.TURN:
-        paid = _paid_text(cfg)
-        return f"sum_later_turns {cfg.turn_discount:g}^k*{f'({paid})' if ' ' in paid else paid}"
-    discount = f"*{cfg.turn_discount:g}^(turns-1)" if cfg.turn_discount != 1 else ""
-    is_on_turns = cfg.invalid_action_level is CreditLevel.TURN
-    penalty = 0.0 if is_on_turns else cfg.invalid_action_penalty
-    return f"R{discount}" + (f" - {penalty:g}*invalid_frac" if penalty else "")
-
-
-def _paid_text(cfg: AlgorithmSection) -> str:
-    """Return what a turn is paid; [last] is 1 in the last turn."""
-    paid = "dR" if cfg.reward_level is CreditLevel.TURN else "R[last]"
-    if cfg.invalid_action_penalty:
-        is_on_turns = cfg.invalid_action_level is CreditLevel.TURN
-        of = "invalid_turn" if is_on_turns else "invalid_frac[last]"
-        paid += f" - {cfg.invalid_action_penalty:g}*{of}"
-    return paid
 
 
 def _critic_text(cfg: AlgorithmSection, critic: CriticSection) -> str:
@@ -224,7 +222,7 @@ def _critic_text(cfg: AlgorithmSection, critic: CriticSection) -> str:
     at_end = " - R" if is_level else ""
     if cfg.invalid_action_penalty and cfg.invalid_action_level is CreditLevel.EPISODE:
         at_end += f" + {cfg.invalid_action_penalty:g}*invalid_frac"
-    text += f", V={critic.kind.value}, pay={_paid_text(cfg)}"
+    text += f", V={critic.kind.value}, pay={paid_text(cfg)}"
     text += f", if cut short then clip(V_end{at_end}, min(V_end, 0), 1 - R))"
     text = f"rms_per_env({text})" if cfg.normalize_per_env else text
     return f"A={f'whiten_batch({text})' if critic.whiten else text}"

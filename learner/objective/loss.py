@@ -9,8 +9,10 @@ of a token and D its denominator, both of the whole minibatch and taken before a
     ppo    f = min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), at least dual_clip * A if A < 0
     gspo   the same with s = exp(mean over the sequence of log r) for every token of it (the
            token form: equal to the sequence form where A is constant over the sequence)
+    turn   the same with s the geometric mean of r over each turn
     cispo  f = detach(min(r, 1 + clip_high)) * A * log pi_theta
     dppo   f = r A, but 0 where A > 0 and pi - mu > dppo_delta, or A < 0 and pi - mu < -dppo_delta
+    unclipped  f = r A
     d      log pi_theta - log mu
     v      what `correction` makes of pi_theta / mu: mu sampled the tokens that estimate the KL
 
@@ -26,7 +28,7 @@ import torch
 from torch import Tensor
 
 from common.config.learning import Aggregation, AlgorithmSection, KlEstimator, PolicyLoss
-from learner.objective.correction import log_ratio, sequence_mean
+from learner.objective.correction import log_ratio, mean_over, sequence_mean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +44,7 @@ class LossInputs:
     num_sequences: int
     entropy: Tensor | None = field(repr=False, default=None)  # [tokens] nats, with gradient
     reference_logprobs: Tensor | None = field(repr=False, default=None)  # [tokens] nats
+    turn_ids: Tensor | None = field(repr=False, default=None)  # [tokens] int64; None: one each
     kl_weights: Tensor | None = field(repr=False, default=None)  # [tokens] v above; None: 1
 
     def __post_init__(self) -> None:
@@ -83,8 +86,9 @@ def policy_loss(
         ValueError: the entropy or the reference is missing where its coefficient is not 0.
 
     Source: PPO, arXiv:1707.06347; clip-higher, DAPO, arXiv:2503.14476; dual clip,
-    arXiv:1912.09729; GSPO, arXiv:2507.18071; CISPO, arXiv:2506.13585; constant denominator,
-    Dr. GRPO, arXiv:2503.20783; decoupled anchor, arXiv:2110.00641.
+    arXiv:1912.09729; GSPO, arXiv:2507.18071; turn's ratio, GAGPO, arXiv:2605.13217; CISPO,
+    arXiv:2506.13585; constant denominator, Dr. GRPO, arXiv:2503.20783; decoupled
+    anchor, arXiv:2110.00641.
     """
     surrogate, is_bound = _surrogate(inputs, cfg)
     weights = inputs.is_weights.detach()
@@ -170,6 +174,13 @@ def _surrogate(inputs: LossInputs, cfg: AlgorithmSection) -> tuple[Tensor, Tenso
         moved = (inputs.new_logprobs.exp() - inputs.sampler_logprobs.exp()).detach()
         too_far = torch.where(advantages > 0, moved, -moved) > cfg.dppo_delta
         return log_r.exp() * advantages * ~too_far, too_far
+    if cfg.policy_loss is PolicyLoss.UNCLIPPED:
+        plain = log_r.exp() * advantages
+        return plain, torch.zeros_like(plain, dtype=torch.bool)
+    if cfg.policy_loss is PolicyLoss.TURN:
+        turns = inputs.sequence_ids if inputs.turn_ids is None else inputs.turn_ids
+        mean = mean_over(log_r.detach(), turns)
+        log_r = mean + inputs.new_logprobs - inputs.new_logprobs.detach()
     if cfg.policy_loss is PolicyLoss.GSPO:
         # The value is the sequence's, the gradient each token's own: advantages may differ by turn.
         mean = sequence_mean(log_r.detach(), inputs.sequence_ids, inputs.num_sequences)

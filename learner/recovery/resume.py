@@ -112,7 +112,7 @@ def redo(
     trainer: Trainer, step: LoggedStep, groups: list[Group], algorithm: AlgorithmSection
 ) -> StepResult:
     """Train on a logged batch as it was decided then: skip it again if it was skipped."""
-    samples = samples_of(groups, algorithm)
+    samples = samples_of(groups, algorithm, trainer.baseline)
     if step.is_skipped:
         return trainer.train_on(samples, version=step.version, must_skip=True)
     return trainer.train_on(samples, version=step.version - 1, must_train=True)

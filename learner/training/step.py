@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.config.learning import AlgorithmSection, LearnerSection, Proximal
+from common.config.learning import AlgorithmSection, Correction, LearnerSection, Proximal
 from learner.batch.batching import (
     MicroBatch,
     Sample,
@@ -28,6 +28,7 @@ from learner.objective.correction import (
 )
 from learner.objective.describe import proximal_in_use
 from learner.objective.loss import Denominator, LossInputs, metric_names, policy_loss, value_loss
+from learner.objective.second_moment import second_moment_mask
 from learner.policy.forward import Networks, Passes, Scores
 from learner.training.ranks import Ranks, deal
 
@@ -57,6 +58,7 @@ class ScoredBatch:
     before: BySample = field(default_factory=dict)  # [tokens] nats; of the samples scored so far
     first: BySample = field(default_factory=dict)  # [tokens] nats; as at a sample's first update
     reference: BySample = field(default_factory=dict)  # [tokens] nats; empty without a reference
+    trusted: BySample = field(default_factory=dict)  # [tokens] 0 or 1; of correction=second_moment
 
     def with_scored(self, logprobs: BySample) -> "ScoredBatch":
         """Return the batch, where samples that were not scored before have `logprobs`."""
@@ -96,7 +98,9 @@ class Gradients:
         """
         critic, has_reference = self._networks.critic, self._networks.has_reference
         batch = ScoredBatch(samples=samples, version=version)
-        if self._proximal is not Proximal.RECOMPUTED and critic is None and not has_reference:
+        is_second = self._algorithm.correction is Correction.SECOND_MOMENT
+        is_asked = is_second or self._proximal is Proximal.RECOMPUTED or has_reference
+        if not is_asked and critic is None:
             return batch
         values: BySample = {}
         ends: BySample = {}
@@ -114,6 +118,8 @@ class Gradients:
             for tokens in self._idle(samples, range(len(samples))):
                 self.passes.score(tokens, with_values=critic is not None)
                 self.passes.score_by_reference(tokens)
+        if is_second:
+            batch.trusted.update(self._trusted(batch))
         if critic is None:
             return batch
         sizes = [sample.num_sampled_tokens for sample in samples]
@@ -124,6 +130,15 @@ class Gradients:
         )
         samples = advantages_from_critic(samples, scored, self._algorithm, self._cfg.critic)
         return replace(batch, samples=samples)
+
+    def _trusted(self, batch: ScoredBatch) -> BySample:
+        """Return what correction=second_moment leaves of all samples, whosoever's they are."""
+        trajectories = [sample.trajectory for sample in batch.samples]
+        mu = sampled(trajectories, [t.logprobs for t in trajectories]).astype(np.float32)
+        ratios = log_ratio(self.before(batch), torch.from_numpy(mu))
+        kept = second_moment_mask(ratios, threshold=self._algorithm.m2_threshold).float()
+        parts = kept.to(self._networks.device).split([s.num_sampled_tokens for s in batch.samples])
+        return dict(enumerate(parts))
 
     def accumulate(self, batch: ScoredBatch, part: Sequence[int]) -> Gradient:
         """Add the gradient of a minibatch (indices of samples), microbatch by microbatch."""
@@ -176,6 +191,8 @@ class Gradients:
             proximal=self._proximal,
             version=batch.version,
         )
+        if batch.trusted:
+            weights = weights * _joined(batch.trusted, indices)
         return LossInputs(
             new_logprobs=new,
             anchor_logprobs=anchor,
@@ -183,6 +200,7 @@ class Gradients:
             advantages=micro.advantages,
             is_weights=weights,
             sequence_ids=micro.sequence_ids,
+            turn_ids=micro.turn_ids,
             num_sequences=micro.num_sequences,
             entropy=scores.entropy,
             reference_logprobs=_joined(batch.reference, indices) if batch.reference else None,
@@ -260,7 +278,7 @@ class Gradients:
 
         Dealt by squared lengths, as attention costs.
         """
-        costs = [length**2 for length in _lengths(samples, range(len(samples)))]
+        costs = [length**2 for length in (len(each.trajectory.token_ids) for each in samples)]
         owners = deal(costs, self._ranks.size)
         return [[i for i in part if owners[i] == rank] for rank in range(self._ranks.size)]
 
@@ -275,10 +293,6 @@ def _by_sample(micro: MicroBatch, flat: Tensor) -> BySample:
     """Cut a block's entries [tokens] into those of its samples, without gradient."""
     parts = flat.detach().split(micro.sample_sizes)
     return dict(zip(micro.sample_indices, parts, strict=True))
-
-
-def _lengths(samples: Sequence[Sample], indices: Sequence[int]) -> list[int]:
-    return [len(samples[index].trajectory.token_ids) for index in indices]
 
 
 def _joined(parts: BySample, indices: Sequence[int]) -> Tensor:

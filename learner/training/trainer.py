@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from learner.batch.batching import Sample, make_minibatches
 from learner.batch.codec import pack_samples, unpack_samples
+from learner.batch.running_baseline import RunningBaseline
 from learner.objective.correction import Overlap
 from learner.policy.finite import TrainingDiverged, WeightsNotFinite, is_finite
 from learner.policy.forward import Networks
@@ -95,6 +96,7 @@ class Trainer:
         self._generator = torch.Generator().manual_seed(settings.seed)
         self._num_bad_steps_in_a_row = 0
         self._num_updates = 0  # made so far; skipped ones do not count
+        self.baseline = RunningBaseline()  # of advantage=running, which `samples_of` asks
         self.num_batches = 0  # decided on so far, skipped ones included
 
     @property
@@ -299,6 +301,7 @@ class Trainer:
     def values(self) -> dict[str, Any]:
         """Return what else a resumed run needs to go on exactly as this one would, for JSON."""
         return {
+            "baseline": self.baseline.state_dict(),
             "controller": self._controller.state_dict(),
             "generator": self._generator.get_state().tolist(),
             "num_bad_steps_in_a_row": self._num_bad_steps_in_a_row,
@@ -325,6 +328,7 @@ class Trainer:
         """Go on from what `save` and `values` told. Raises: ConfigError: it is another model's."""
         restore(folder, self._modules, self._optimizers)
         self._controller.load_state_dict(values["controller"])
+        self.baseline.load_state_dict(values.get("baseline", {"items": {}, "tasks": {}}))
         self._generator.set_state(torch.tensor(values["generator"], dtype=torch.uint8))
         self._num_bad_steps_in_a_row = values["num_bad_steps_in_a_row"]
         self._num_updates = values["num_updates"]

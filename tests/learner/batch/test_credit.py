@@ -115,6 +115,7 @@ def test_only_group_relative_algorithms_filter_groups_of_equal_members() -> None
     assert {kind for kind, has in has_signal.items() if has} == {
         Advantage.REINFORCE_PP,
         Advantage.PPO,
+        Advantage.RUNNING,
     }
 
 

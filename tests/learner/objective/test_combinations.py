@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from common.config.compute import CriticSection, Timestep
 from common.config.learning import (
     Advantage,
     Aggregation,
@@ -18,12 +19,10 @@ from common.config.learning import (
     Baseline,
     Correction,
     CreditLevel,
-    CriticSection,
     KlEstimator,
     LearnerSection,
     PolicyLoss,
     Proximal,
-    Timestep,
 )
 from learner.batch.batching import Sample, make_microbatches
 from learner.batch.credit import samples_of
@@ -40,6 +39,8 @@ VERSION = 2
 RATIOS = ([-0.1, 0.14, 0.4], [0.9, -0.4, 0.3], [0.12, -0.12])  # means by group and member
 SPREAD = {3: [-1.2, 0.0, 1.2], 4: [-1.2, 0.0, 0.05, 1.15], 5: [-1.2, -0.3, 0.0, 0.25, 1.25]}
 MOVES = [-0.1, 0.15, 0.3]
+OF_TURNS = (PolicyLoss.TURN, PolicyLoss.UNCLIPPED)  # in test_printed_objective
+BEYOND_TOKENS = (Correction.GEOMETRIC, Correction.SECOND_MOMENT)  # tried elsewhere
 
 
 def groups() -> list[Group]:
@@ -121,6 +122,7 @@ def gradient(algorithm: AlgorithmSection, learner: LearnerSection) -> Tensor:
             advantages=micro.advantages,
             is_weights=weights,
             sequence_ids=micro.sequence_ids,
+            turn_ids=micro.turn_ids,
             num_sequences=micro.num_sequences,
             entropy=-0.5 * new,
             reference_logprobs=torch.cat([policy(i, 0) - 0.3 * (i + 1) for i in order]),
@@ -137,10 +139,10 @@ TURN = CreditLevel.TURN
 GEOMETRIC = {"correction": Correction.GEOMETRIC, "geometric_low": 0.6, "geometric_high": 3.5}
 CONTEXTS: list[dict[str, Any]] = [
     *({"advantage": kind} for kind in Advantage),
-    *({"policy_loss": kind} for kind in PolicyLoss),
+    *({"policy_loss": kind} for kind in PolicyLoss if kind not in OF_TURNS),
     *({"aggregation": kind} for kind in Aggregation),
     *({"proximal": kind} for kind in Proximal),
-    *({"correction": kind} for kind in Correction if kind is not Correction.GEOMETRIC),
+    *({"correction": kind} for kind in Correction if kind not in BEYOND_TOKENS),
     *(GEOMETRIC, {"negative_mask_delta": 0.2}),
     *({"normalize_std": True}, {"normalize_per_env": True}, {"reward_level": TURN}),
     *({"invalid_action_penalty": 0.4}, {"turn_discount": 0.7}, {"dual_clip": 0.0}),

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from common.config.compute import CriticSection, Timestep
 from common.config.learning import (
     Advantage,
     Aggregation,
@@ -12,11 +13,9 @@ from common.config.learning import (
     Baseline,
     Correction,
     CreditLevel,
-    CriticSection,
     LearnerSection,
     PolicyLoss,
     Proximal,
-    Timestep,
 )
 from learner.objective.dead_settings import dead_knobs, notes, summary_lines
 from learner.objective.describe import objective_text, proximal_in_use

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from common.config.compute import LoraSection
-from common.config.learning import Advantage, AlgorithmSection, CriticKind, CriticSection
+from common.config.compute import CriticKind, CriticSection, LoraSection
+from common.config.learning import Advantage, AlgorithmSection
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.memory import trim_heap

@@ -12,13 +12,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from common.config.compute import Precision
+from common.config.compute import CriticSection, Precision
 from common.config.learning import (
     Advantage,
     Aggregation,
     AlgorithmSection,
     ControllerSection,
-    CriticSection,
     LearnerSection,
     PolicyLoss,
 )

@@ -10,18 +10,25 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.config.compute import Attention, Layout, OptimizerKind, Precision
+from common.config.compute import (
+    Attention,
+    CriticSection,
+    CriticTargets,
+    Layout,
+    OptimizerKind,
+    Precision,
+)
 from common.config.learning import (
     Advantage,
     Aggregation,
     AlgorithmSection,
     ControllerSection,
     Correction,
-    CriticSection,
-    CriticTargets,
+    CreditLevel,
     LearnerSection,
     PolicyLoss,
     Proximal,
+    StateCredit,
 )
 from common.repository import ROOT
 from learner.batch.credit import group_has_signal, samples_of
@@ -65,6 +72,8 @@ def groups() -> list[Group]:
                     invalid_turns=np.array([member == 0, False]),
                     num_invalid_actions=int(member == 0),
                     turn_ids=turns,
+                    turn_states=np.array([0, member % 2], dtype=np.int32),
+                    item_id=f"a-train-{number}",
                     versions=versions.astype(np.int32),
                 )
             )
@@ -97,7 +106,8 @@ def trained(algorithm: AlgorithmSection, learner: LearnerSection) -> list[float]
     trainer = Trainer(settings, Networks(policy=model, critic=critic, reference=reference))
     numbers: list[float] = []
     for version in (2, 7):
-        metrics = trainer.train_on(samples_of(groups(), algorithm), version=version).metrics
+        samples = samples_of(groups(), algorithm, trainer.baseline)
+        metrics = trainer.train_on(samples, version=version).metrics
         names = ("loss/policy", "train/grad_norm", "train/lr", "controller/max_ahead_steps")
         numbers += [metrics.get(name, -1.0) for name in names]
         numbers.append(metrics["controller/skipped"])
@@ -120,6 +130,7 @@ def signal(algorithm: AlgorithmSection, _: LearnerSection) -> bool:
 A = AlgorithmSection
 L = LearnerSection
 PPO = {"advantage": Advantage.PPO}
+SHARED = {"reward_level": CreditLevel.TURN}  # turns of one state then have unlike returns
 # Settings whose effect shows elsewhere than in a training step; each is read where named here.
 ELSEWHERE = {
     "learner.host": "learner/build.py",
@@ -169,6 +180,13 @@ CONTEXT: dict[str, tuple[dict, dict, dict, dict]] = {
         {"correction": Correction.GEOMETRIC, "geometric_low": 0.01},
         *({}, {}, {}),
     ),
+    "algorithm.m2_threshold": ({"correction": Correction.SECOND_MOMENT}, {}, {}, {}),
+    "algorithm.state_weight": ({"state_credit": StateCredit.GIGPO, **SHARED}, {}, {}, {}),
+    "algorithm.state_prior": ({"state_credit": StateCredit.ECPO, **SHARED}, {}, {}, {}),
+    "algorithm.state_lambda": ({"state_credit": StateCredit.GAGPO, **SHARED}, {}, {}, {}),
+    "algorithm.state_credit": (SHARED, {}, {}, {}),
+    "algorithm.running_memory": ({"advantage": Advantage.RUNNING}, {}, {}, {}),
+    "algorithm.running_prior": ({"advantage": Advantage.RUNNING}, {}, {}, {}),
     "algorithm.kl_estimator": ({"kl_coef": 0.5}, {}, {}, {}),
     "algorithm.tis_cap": ({}, {"ppo_epochs": 2}, {}, {}),
     "learner.muon_lr": ({}, {"optimizer": OptimizerKind.MUON}, {}, {}),
@@ -181,6 +199,7 @@ OTHER: dict[str, Any] = {  # a value that is not simply larger
     "algorithm.dual_clip": 1.01,
     "algorithm.tis_cap": 0.5,
     "algorithm.dppo_delta": 1e-4,
+    "algorithm.m2_threshold": 0.6,
     "algorithm.mask_low": 0.95,
     "algorithm.mask_high": 1.05,
     "algorithm.geometric_low": 0.1,

@@ -11,15 +11,8 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from common.checks.memory_parts import adamw_part
-from common.config.compute import LoraSection, Moments, Precision
-from common.config.learning import (
-    Advantage,
-    AlgorithmSection,
-    ControllerSection,
-    CriticKind,
-    CriticSection,
-    LearnerSection,
-)
+from common.config.compute import CriticKind, CriticSection, LoraSection, Moments, Precision
+from common.config.learning import Advantage, AlgorithmSection, ControllerSection, LearnerSection
 from common.config.load import load_config
 from common.config.run_config import ModelSection, RunConfig
 from common.errors import ConfigError

@@ -7,14 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from common.config.compute import Attention, Layout, Precision
+from common.config.compute import Attention, CriticKind, CriticSection, Layout, Precision
 from common.config.learning import (
     Advantage,
     Aggregation,
     AlgorithmSection,
     Correction,
-    CriticKind,
-    CriticSection,
     LearnerSection,
     PolicyLoss,
     Proximal,

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from common.config.learning import CriticKind, CriticSection, LearnerSection
+from common.config.compute import CriticKind, CriticSection
+from common.config.learning import LearnerSection
 from common.errors import ConfigError
 from learner.policy.critic import make_critic
 from learner.policy.sharding import shard

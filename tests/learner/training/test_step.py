@@ -112,7 +112,7 @@ def test_an_interpolated_anchor_lies_between_sampler_and_policy_by_the_lag() -> 
     torch.testing.assert_close(got.anchor_logprobs, mu / 3 + 2 * new / 3)
 
 
-@pytest.mark.parametrize("correction", list(Correction))
+@pytest.mark.parametrize("correction", [c for c in Correction if c is not Correction.SECOND_MOMENT])
 def test_without_lag_an_interpolated_anchor_needs_no_correction(correction: Correction) -> None:
     step = Step(proximal=Proximal.INTERPOLATED, correction=correction, lag=0)
     micro, got = step.inputs(FIRST)

@@ -1,0 +1,176 @@
+"""Credit of turns among those of a group that were taken in the same state. Pure functions.
+
+Entries are the turns of all members of a group, one after the other; those of one number in
+`states` were taken in the same state.
+"""
+# torch's type stubs know nothing of numpy's element types:
+# pyright: reportUnknownMemberType=false
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from common.config.learning import AlgorithmSection, Baseline, StateCredit
+from common.wire.messages import Trajectory
+from learner.batch.returns import discounted_returns, gae
+from learner.batch.turn_states import places, turn_actions, turn_states
+
+STD_EPSILON = 1e-6  # as in `advantage.py`
+
+
+def step_advantages(
+    returns: np.ndarray, states: np.ndarray, *, baseline: Baseline, normalize_std: bool
+) -> np.ndarray:
+    """Return each turn's return less the mean return of the turns taken in its state.
+
+    Args:
+        returns: [entry] discounted return from each turn on.
+        states: [entry] int64, number of the state that it was taken in.
+        baseline: GROUP_MEAN, of all turns in that state, is the paper's; LEAVE_ONE_OUT, of the
+            others, is that times n / (n - 1).
+        normalize_std: divide by the population standard deviation within the state.
+
+    Returns:
+        [entry] float64, sum zero in each state. Exactly 0.0 in a state that was met once, or in
+        which all returns are equal. (The authors' program leaves the return of a state that was
+        met once as it is; in the paper its group of one has the mean that it is.)
+
+    Source: GiGPO, arXiv:2505.10978, equations 6 and 7.
+    """
+    returns = returns.astype(np.float64)
+    count, mean = _per_place(returns, states)
+    centred = returns - mean
+    if baseline is Baseline.LEAVE_ONE_OUT:
+        centred = centred * count / np.maximum(count - 1, 1)
+    if normalize_std:
+        _, square = _per_place((returns - mean) ** 2, states)
+        centred = centred / (np.sqrt(square) + STD_EPSILON)
+    return np.where(_is_flat(returns, states), 0.0, centred)
+
+
+def shrunk_advantages(
+    returns: np.ndarray, states: np.ndarray, actions: np.ndarray, *, prior_visits: float
+) -> np.ndarray:
+    """Return what the action of each turn is worth in its state, as far as the evidence goes.
+
+    A(s, a) = g(s) * n(s, a) / (n(s, a) + prior_visits) * (mean return of a in s - mean return in
+    s): an action that was taken once is trusted less than one that was taken often. The gate g is
+    the share of the variance of returns in s that lies between actions, so that a state in which
+    the same action ends now well, now badly counts little.
+
+    Args:
+        returns: [entry] discounted return from each turn on.
+        states: [entry] int64.
+        actions: [entry] int64, number of state and action together.
+        prior_visits: how many visits the estimate "no better than the state" is worth; 0: none.
+
+    Returns:
+        [entry] float64; 0.0 in a state in which all actions or all returns are the same.
+
+    Source: ECPO, arXiv:2606.05885. Its text says what is shrunk and gated; that the gate is a
+    share of variances, as in an analysis of variance, is our reading.
+    """
+    returns = returns.astype(np.float64)
+    _, of_state = _per_place(returns, states)
+    visits, of_action = _per_place(returns, actions)
+    _, between = _per_place((of_action - of_state) ** 2, states)
+    _, within = _per_place((returns - of_action) ** 2, states)
+    is_flat = _is_flat(returns, states)
+    gate = between / np.where(is_flat, 1.0, between + within)
+    credit = gate * visits / (visits + prior_visits) * (of_action - of_state)
+    return np.where(is_flat, 0.0, credit)
+
+
+def grouped_gae(
+    rewards: Sequence[np.ndarray], states: Sequence[np.ndarray], *, discount: float, trace: float
+) -> list[np.ndarray]:
+    """Return generalised advantage estimates with a state's mean return as its value.
+
+    V(s) is the mean of the discounted returns of the group's turns in s; after the last turn it is
+    zero, as in those returns. delta_t = r_t + discount * V(s_{t+1}) - V(s_t), and
+    A_t = delta_t + discount * trace * A_{t+1}. A state that was met once has the value of what
+    followed, so the credit moves back to the last turn in a state that others met, too.
+
+    Args:
+        rewards: of each member [num_turns], what each turn was paid.
+        states: of each member [num_turns] int64.
+
+    Returns:
+        Of each member [num_turns] float64; 0.0 throughout if all values in every state agree.
+
+    Source: GAGPO, arXiv:2605.13217.
+    """
+    wide = [torch.from_numpy(each.astype(np.float64)) for each in rewards]
+    returns = [discounted_returns(each, discount=discount).numpy() for each in wide]
+    flat, where = np.concatenate(returns), np.concatenate(states)
+    values = np.where(_is_flat(flat, where), flat, _per_place(flat, where)[1])
+    of_members = np.split(values, np.cumsum([len(each) for each in rewards])[:-1])
+    return [
+        gae(own, torch.from_numpy(value), discount=discount, trace=trace, bootstrap=0.0).numpy()
+        if len(own)
+        else value
+        for own, value in zip(wide, of_members, strict=True)
+    ]
+
+
+def state_advantages(
+    members: list[Trajectory],
+    rewards: list[np.ndarray],
+    algorithm: AlgorithmSection,
+    *,
+    baseline: Baseline,
+    normalize_std: bool,
+) -> list[np.ndarray]:
+    """Return what `algorithm.state_credit` gives each member's turns, [num_turns] float32.
+
+    Args:
+        rewards: of each member [num_turns], what each turn was paid.
+        baseline, normalize_std: in use; of gigpo, and the latter of gagpo, over the group's turns.
+    """
+    sizes = [len(each) for each in rewards]
+    own_states = [turn_states(each) for each in members]
+    states = places([(each,) for each in own_states])
+    cuts = np.cumsum(sizes)[:-1]
+    discount = algorithm.turn_discount
+    if algorithm.state_credit is StateCredit.GAGPO:
+        parts = grouped_gae(
+            rewards, np.split(states, cuts), discount=discount, trace=algorithm.state_lambda
+        )
+        parts = _normalized(parts) if normalize_std else parts
+        return [each.astype(np.float32) for each in parts]
+    returns = np.concatenate(
+        [discounted_returns(torch.from_numpy(each), discount=discount).numpy() for each in rewards]
+    )
+    if algorithm.state_credit is StateCredit.ECPO:
+        did = [turn_actions(each) for each in members]
+        actions = places(list(zip(own_states, did, strict=True)))
+        credit = shrunk_advantages(returns, states, actions, prior_visits=algorithm.state_prior)
+    else:
+        credit = step_advantages(returns, states, baseline=baseline, normalize_std=normalize_std)
+    parts = np.split(credit * algorithm.state_weight, cuts)
+    return [each.astype(np.float32) for each in parts]
+
+
+def _normalized(parts: list[np.ndarray]) -> list[np.ndarray]:
+    """Return the group's advantages over all turns at mean 0 and standard deviation 1."""
+    flat = np.concatenate(parts)
+    if not flat.size or flat.max() == flat.min():
+        return [np.zeros_like(each) for each in parts]
+    return [(each - flat.mean()) / (flat.std() + STD_EPSILON) for each in parts]
+
+
+def _per_place(values: np.ndarray, where: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return how many entries share each entry's place, and the mean of their values, [entry]."""
+    counts = np.bincount(where)
+    means = np.bincount(where, weights=values) / np.maximum(counts, 1)
+    return counts[where].astype(np.float64), means[where]
+
+
+def _is_flat(values: np.ndarray, where: np.ndarray) -> np.ndarray:
+    """Return whether all values at each entry's place are the same, [entry] bool."""
+    num_places = int(where.max()) + 1 if where.size else 0
+    low, high = np.full(num_places, np.inf), np.full(num_places, -np.inf)
+    np.minimum.at(low, where, values)
+    np.maximum.at(high, where, values)
+    return (low == high)[where]

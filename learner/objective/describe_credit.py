@@ -1,0 +1,52 @@
+"""Credit in words: what an episode or a turn is worth, and what it is compared with."""
+
+from common.config.learning import Advantage, AlgorithmSection, Baseline, CreditLevel, StateCredit
+
+
+def state_text(cfg: AlgorithmSection, kind: Baseline) -> str:
+    """Return what the states that turns were taken in give them; G is a turn's return."""
+    paid, scaled = paid_text(cfg), cfg.normalize_std and cfg.advantage is Advantage.GRPO
+    returns = f"G=sum_later_turns {cfg.turn_discount:g}^k*({paid})"
+    if cfg.state_credit is StateCredit.GAGPO:
+        gae = f"GAE(per turn, gamma={cfg.turn_discount:g}, lambda={cfg.state_lambda:g}"
+        text = f"{gae}, V=mean_same_state G, {returns})"
+        return f"standardize_group_turns({text})" if scaled else text
+    if cfg.state_credit is StateCredit.ECPO:
+        return (
+            f"gate*n/(n+{cfg.state_prior:g})*(mean_same_state_and_action G - mean_same_state G; "
+            f"n visits, gate=var_between_actions/var, {returns})"
+        )
+    which = "others_in" if kind is Baseline.LEAVE_ONE_OUT else "all_in"
+    return f"(G - mean_{which}_same_state G; {returns})" + ("/std_same_state" if scaled else "")
+
+
+def running_text(cfg: AlgorithmSection) -> str:
+    """Return A of advantage=running."""
+    expected = f"running_mean(item; memory={cfg.running_memory:g}, prior={cfg.running_prior:g})"
+    text = f"({credit_text(cfg)} - {expected})"
+    is_on_turns = cfg.invalid_action_level is CreditLevel.TURN
+    is_beside = cfg.reward_level is CreditLevel.EPISODE and is_on_turns
+    if cfg.invalid_action_penalty and is_beside:
+        text += f" - {cfg.invalid_action_penalty:g}*(invalid_turn - mean_batch_turns)"
+    return f"A=rms_per_env({text})" if cfg.normalize_per_env else f"A={text}"
+
+
+def credit_text(cfg: AlgorithmSection) -> str:
+    """Return what an episode, or what follows a turn, is worth."""
+    if cfg.reward_level is CreditLevel.TURN:
+        paid = paid_text(cfg)
+        return f"sum_later_turns {cfg.turn_discount:g}^k*{f'({paid})' if ' ' in paid else paid}"
+    discount = f"*{cfg.turn_discount:g}^(turns-1)" if cfg.turn_discount != 1 else ""
+    is_on_turns = cfg.invalid_action_level is CreditLevel.TURN
+    penalty = 0.0 if is_on_turns else cfg.invalid_action_penalty
+    return f"R{discount}" + (f" - {penalty:g}*invalid_frac" if penalty else "")
+
+
+def paid_text(cfg: AlgorithmSection) -> str:
+    """Return what a turn is paid; [last] is 1 in the last turn."""
+    paid = "dR" if cfg.reward_level is CreditLevel.TURN else "R[last]"
+    if cfg.invalid_action_penalty:
+        is_on_turns = cfg.invalid_action_level is CreditLevel.TURN
+        of = "invalid_turn" if is_on_turns else "invalid_frac[last]"
+        paid += f" - {cfg.invalid_action_penalty:g}*{of}"
+    return paid

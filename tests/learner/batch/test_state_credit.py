@@ -1,0 +1,68 @@
+"""Laws of credit among turns in one state, of running baselines and of the second moment."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from common.config.learning import Baseline
+from learner.batch.running_baseline import RunningBaseline
+from learner.batch.state_credit import grouped_gae, shrunk_advantages, step_advantages
+from learner.objective.second_moment import second_moment_mask
+
+STATES = np.array([0, 1, 0, 0, 2])
+RETURNS = np.array([1.0, 1.0, 0.0, 0.5, 0.5])
+
+
+def test_gigpo_compares_with_the_turns_in_the_same_state_and_leaves_a_state_met_once() -> None:
+    how = {"baseline": Baseline.GROUP_MEAN, "normalize_std": False}
+    assert step_advantages(RETURNS, STATES, **how).tolist() == [0.5, 0.0, -0.5, 0.0, 0.0]
+    others = how | {"baseline": Baseline.LEAVE_ONE_OUT}
+    assert step_advantages(RETURNS, STATES, **others).tolist() == [0.75, 0.0, -0.75, 0.0, 0.0]
+    scaled = step_advantages(RETURNS, STATES, **how | {"normalize_std": True})
+    assert scaled[0] == pytest.approx(0.5 / (math.sqrt(1 / 6) + 1e-6))
+
+
+def test_equal_returns_give_exactly_nothing() -> None:
+    flat = np.full(5, 0.1)
+    how = {"baseline": Baseline.GROUP_MEAN, "normalize_std": True}
+    assert not step_advantages(flat, STATES, **how).any()
+    assert not shrunk_advantages(flat, STATES, np.arange(5), prior_visits=1.0).any()
+    parts = grouped_gae([np.array([0.0, 0.1])] * 2, [np.array([0, 1])] * 2, discount=1, trace=0.5)
+    assert not np.concatenate(parts).any()
+
+
+def test_ecpo_trusts_an_action_by_its_visits_and_a_state_by_its_variance() -> None:
+    states, actions = np.zeros(3, dtype=int), np.array([0, 0, 1])
+    credit = shrunk_advantages(np.array([1.0, 1.0, 0.0]), states, actions, prior_visits=1.0)
+    assert credit.tolist() == pytest.approx([2 / 3 / 3, 2 / 3 / 3, -2 / 3 / 2])  # gate 1
+    noisy = shrunk_advantages(np.array([1.0, 0.0, 0.5]), states, actions, prior_visits=0.0)
+    assert noisy.tolist() == [0.0, 0.0, 0.0]  # all variance lies within an action
+
+
+def test_gagpo_gives_the_credit_to_the_turn_that_leaves_a_shared_state() -> None:
+    rewards = [np.array([0.0, 1.0]), np.array([0.0, 0.0])]
+    states = [np.array([0, 1]), np.array([0, 2])]
+    won, lost = grouped_gae(rewards, states, discount=1.0, trace=0.5)
+    assert (won.tolist(), lost.tolist()) == ([0.5, 0.0], [-0.5, 0.0])
+    none, one = grouped_gae(
+        [np.zeros(0), np.ones(1)], [np.zeros(0, int)] * 1 + [np.zeros(1, int)], discount=1, trace=1
+    )
+    assert (none.size, one.tolist()) == (0, [0.0])
+
+
+def test_running_baseline_never_holds_the_reward_that_it_is_taken_from() -> None:
+    baseline, how = RunningBaseline(), {"memory": 0.5, "prior": 1.0}
+    assert baseline.advantages([1.0, 0.0], ["a", "b"], ["t", "t"], **how).tolist() == [1.0, -1.0]
+    again = RunningBaseline()
+    again.load_state_dict(baseline.state_dict())
+    for each in (baseline, again):
+        later = each.advantages([0.5, 0.5, 0.5], ["a", "c", "z"], ["t", "t", "alone"], **how)
+        assert later.tolist() == [-0.25, 0.0, 0.0]  # (1 + .5) / 2; the task's .5; nothing known
+
+
+def test_second_moment_masks_the_fewest_outliers_until_the_rest_is_trusted() -> None:
+    ratios = torch.tensor([0.1, -0.2, 0.3, -1.0])
+    kept = [second_moment_mask(ratios, threshold=t).tolist() for t in (0.3, 0.05, 0.001)]
+    assert kept == [[True] * 4, [True, True, True, False], [True, False, False, False]]
