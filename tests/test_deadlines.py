@@ -33,6 +33,7 @@ ALLOWED = {  # file:function -> why no deadline of its own is needed
     "learner/ingest/bench/": "a bench is ended by whoever started it",
     "learner/ingest/group_commit.py:_next": "rest until there is work; its own thread",
     "learner/main.py:": "Checkpoints.wait has the deadline",
+    "learner/recompute/rebuild.py:save": "Checkpoints.wait has the deadline",
     "learner/scheduler/bench/": "a bench is ended by whoever started it",
     "learner/training/checkpoint.py:": "Checkpoints.wait has the deadline of the writer's thread",
     "learner/training/rank_workers.py:_read_ready": "its pipe was found ready",
