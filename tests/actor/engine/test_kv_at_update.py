@@ -129,7 +129,9 @@ def test_later_turns_reuse_what_older_weights_computed_only_if_prefixes_are_kept
 
         path = str(rig.run_dir.root / "policy")
         cfg = ActorSection(max_model_len=512, max_turn_tokens=8, prefixes_at_update=prefixes)
-        environments: Any = SimpleNamespace(open=open_session, instruction=lambda _: "")
+        environments: Any = SimpleNamespace(
+            open=open_session, instruction=lambda _: "", acknowledgement=lambda _: ""
+        )
         delivery: Any = SimpleNamespace(put=put)
         episodes = Episodes(
             cfg,

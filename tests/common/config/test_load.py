@@ -92,7 +92,7 @@ def test_one_field_of_one_task_can_be_overridden(repository: Path) -> None:
         ("tasks=[{env: a, subset: b}, {env: a, subset: b}]", "tasks='a/b': is there twice"),
         ("learner=3", "learner=3: expects a section"),
         ("learner.lr", "learner.lr: an override is key=value"),
-        ("groups.size=1", "groups.size=1: must be in [2, 4096]"),
+        ("groups.size=0", "groups.size=0: must be in [1, 4096]"),
         ("log.live=[1", "not valid YAML"),
     ],
 )

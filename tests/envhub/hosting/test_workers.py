@@ -53,6 +53,7 @@ def test_episode_in_a_worker_is_played_like_any_other(hub):
         "done": False,
         "is_valid": True,
         "is_success": False,
+        "state": "",
     }
     hint = {"valid_actions": ["end", "after 1"], "expert_action": None}
     assert hub.client.get(f"{path}/hint").json() == hint
