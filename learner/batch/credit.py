@@ -120,7 +120,7 @@ def _of_group(
     by_state = _state_part(members, algorithm)
     if by_state is not None and algorithm.state_credit is StateCredit.GAGPO:
         return [0.0] * len(members), [*by_state]
-    advantages = _group_part(members, algorithm).tolist()
+    advantages = [float(each) for each in _group_part(members, algorithm)]
     offsets = _turn_offsets(members, algorithm)
     if offsets is None or by_state is None:
         return advantages, [*(offsets or by_state or [None] * len(members))]
@@ -150,8 +150,9 @@ def _against_running(
     """
     is_per_turn = algorithm.reward_level is CreditLevel.TURN
     returns = [_returns(each, algorithm) for each in members] if is_per_turn else []
-    worth = [float(each[0]) if each.size else 0.0 for each in returns]
-    worth = worth or _outcomes(members, algorithm).tolist()
+    worth: list[float] = [float(each[0]) if each.size else 0.0 for each in returns]
+    if not is_per_turn:
+        worth = [float(each) for each in _outcomes(members, algorithm)]
     advantages = baseline.advantages(
         worth,
         [f"{each.env}/{each.item_id}" for each in members],

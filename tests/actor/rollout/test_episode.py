@@ -62,8 +62,8 @@ class Count:
 class Letters:
     """Renders each letter as its code; a turn ends with 0."""
 
-    def first_prompt(self, text: str) -> list[int]:
-        return [ord(c) for c in text]
+    def first_prompt(self, text: str, *, before: tuple[str, str] | None = None) -> list[int]:
+        return [ord(c) for c in "".join(before or ()) + text]
 
     def after_action(self, text: str, *, is_stopped: bool) -> list[int]:
         return ([] if is_stopped else [0]) + [ord(c) for c in text]

@@ -16,18 +16,18 @@ RETURNS = np.array([1.0, 1.0, 0.0, 0.5, 0.5])
 
 
 def test_gigpo_compares_with_the_turns_in_the_same_state_and_leaves_a_state_met_once() -> None:
-    how = {"baseline": Baseline.GROUP_MEAN, "normalize_std": False}
-    assert step_advantages(RETURNS, STATES, **how).tolist() == [0.5, 0.0, -0.5, 0.0, 0.0]
-    others = how | {"baseline": Baseline.LEAVE_ONE_OUT}
-    assert step_advantages(RETURNS, STATES, **others).tolist() == [0.75, 0.0, -0.75, 0.0, 0.0]
-    scaled = step_advantages(RETURNS, STATES, **how | {"normalize_std": True})
+    mean, others = Baseline.GROUP_MEAN, Baseline.LEAVE_ONE_OUT
+    credit = step_advantages(RETURNS, STATES, baseline=mean, normalize_std=False)
+    assert credit.tolist() == [0.5, 0.0, -0.5, 0.0, 0.0]
+    credit = step_advantages(RETURNS, STATES, baseline=others, normalize_std=False)
+    assert credit.tolist() == [0.75, 0.0, -0.75, 0.0, 0.0]
+    scaled = step_advantages(RETURNS, STATES, baseline=mean, normalize_std=True)
     assert scaled[0] == pytest.approx(0.5 / (math.sqrt(1 / 6) + 1e-6))
 
 
 def test_equal_returns_give_exactly_nothing() -> None:
     flat = np.full(5, 0.1)
-    how = {"baseline": Baseline.GROUP_MEAN, "normalize_std": True}
-    assert not step_advantages(flat, STATES, **how).any()
+    assert not step_advantages(flat, STATES, baseline=Baseline.GROUP_MEAN, normalize_std=True).any()
     assert not shrunk_advantages(flat, STATES, np.arange(5), prior_visits=1.0).any()
     parts = grouped_gae([np.array([0.0, 0.1])] * 2, [np.array([0, 1])] * 2, discount=1, trace=0.5)
     assert not np.concatenate(parts).any()
