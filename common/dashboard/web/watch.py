@@ -25,6 +25,7 @@ class Watch:
         self.num_changes = 0
         self._asked: dict[str, float] = {}
         self._seen: dict[str, tuple[object, ...]] = {}
+        self._looked = threading.Condition()  # told after each look
         self._stop = threading.Event()
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
@@ -45,9 +46,8 @@ class Watch:
         self._asked[name] = time.monotonic()
         if name not in self._seen:
             self._wake.set()
-            until = time.monotonic() + wait_s
-            while name not in self._seen and time.monotonic() < until:
-                time.sleep(0.01)
+            with self._looked:
+                self._looked.wait_for(lambda: name in self._seen, timeout=wait_s)
         return source
 
     def _run(self) -> None:
@@ -71,7 +71,9 @@ class Watch:
             return False
         now = _fingerprint(source)
         if self._seen.get(name) != now:
-            self._seen[name] = now
+            with self._looked:
+                self._seen[name] = now
+                self._looked.notify_all()
             self.num_changes += 1
         return is_more
 
