@@ -135,24 +135,33 @@ def run_short(table: BenchTable) -> None:
 def measure(table: BenchTable, size: Size) -> None:
     """Run, disturb, judge."""
     table.title(LEGEND)
-    with tempfile.TemporaryDirectory(prefix="longstride-chaos-") as name:
+    with (
+        tempfile.TemporaryDirectory(prefix="longstride-chaos-") as name,
+        tempfile.TemporaryDirectory(prefix="longstride-twin-") as apart,
+    ):
         folder = Path(name)
         reason = isolate(folder)
         if reason:
             table.title(f"left out: the network's and the disk's faults, {reason}")
         try:
-            table.attempt("chaos", lambda: _measure(table, size, folder, has_machine=not reason))
+            table.attempt(
+                "chaos",
+                lambda: _measure(table, size, folder, apart=Path(apart), has_machine=not reason),
+            )
         finally:
             if not reason:
                 release(folder)
 
 
-def _measure(table: BenchTable, size: Size, folder: Path, *, has_machine: bool) -> None:
+def _measure(
+    table: BenchTable, size: Size, folder: Path, *, apart: Path, has_machine: bool
+) -> None:
+    """Run in `folder`, whose disk is small; what is left alone runs `apart`."""
     run_dir, halves, clock = RunDir(root=folder / "run"), folder / "halves", make_clock(folder)
     settings = (*size.settings, f"train.num_steps={size.num_steps}")
     settings = (*settings, f"envhub.envs=[{HALVES}]", f'envs.plugins={{halves: "{halves}"}}')
     if size.has_twin:
-        train("twin", settings, folder=folder, timeout_s=TWIN_S, config=size.config)
+        train("twin", settings, folder=apart, timeout_s=TWIN_S, config=size.config)
     env = clock.environment if clock else {}
     with running("run", settings, folder=folder, config=size.config, env=env) as child:
         scene = Scene(
@@ -167,7 +176,7 @@ def _measure(table: BenchTable, size: Size, folder: Path, *, has_machine: bool) 
     add_story(table, story)
     add_end(table, run_dir, num_steps=size.num_steps, story=story)
     if size.has_twin:
-        add_success(table, run_dir, RunDir(root=folder / "twin"))
+        add_success(table, run_dir, RunDir(root=apart / "twin"))
 
 
 def add_success(table: BenchTable, run_dir: RunDir, twin: RunDir) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from common.bench.chaos import suite
 from common.bench.chaos.clock import make_clock
 from common.bench.chaos.connections import reset_connections
 from common.bench.chaos.faults import NotPossible, Scene
@@ -24,6 +25,8 @@ from common.bench.chaos.suite import LONG, SHORT, USUAL, Size, Story, Suffered, 
 from common.bench.chaos.victims import Role, find_victims
 from common.bench.chaos.watch import Watch
 from common.config.envs import EnvsSection
+from common.errors import LongstrideError
+from common.report.bench_table import BenchTable
 from common.store.run_dir import RunDir
 from envhub.bench.halves import HALF, make_spec
 from envhub.env import StepResult, Style
@@ -55,6 +58,29 @@ def test_every_fault_comes_once_before_any_comes_again() -> None:
     assert Counter(first).most_common(1)[0][1] == 2
     assert first == list(itertools.islice(deal(ALL_FAULTS, seed=0), 40))
     assert first != second
+
+
+def test_what_is_left_alone_takes_no_room_on_the_small_disk(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders: list[Path] = []
+
+    def train(_name: str, _settings: object, *, folder: Path, **_more: object) -> None:
+        folders.append(folder)
+
+    @contextmanager
+    def running(_name: str, _settings: object, *, folder: Path, **_more: object) -> Generator[None]:
+        folders.append(folder)
+        raise LongstrideError("seen enough")
+        yield
+
+    monkeypatch.setattr(suite, "isolate", lambda _folder: "not here")
+    monkeypatch.setattr(suite, "train", train)
+    monkeypatch.setattr(suite, "running", running)
+    suite.measure(BenchTable(out=sys.stdout), LONG)
+    apart, disturbed = folders
+    assert disturbed not in (apart, *apart.parents)
+    assert "seen enough" in capsys.readouterr().out
 
 
 def test_every_role_is_killed_and_stopped() -> None:
