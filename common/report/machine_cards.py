@@ -21,6 +21,7 @@ STEPS = (
     ("Prefix cache", "actor/prefix_hit_frac", "share of prompt tokens that it held"),
     ("Turns", "episodes/turns_mean", "mean turns per episode"),
     ("Entropy", "policy/entropy", "nats per sampled token"),
+    ("Mutual information", "policy/mutual_information", "nats, of prompt and first answer"),
     ("Effective sample size", "offpolicy/ess_frac", "share of the batch"),
 )
 _LEDGER = {"trained": "c1", "filtered": "c2", "stale": "c3", "failed": "c5", "in_flight": "c4"}

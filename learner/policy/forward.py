@@ -152,6 +152,41 @@ class Passes:
                 scores[index] = part.tolist()
         return scores
 
+    @torch.no_grad()
+    def score_crosswise(
+        self, prompts: Sequence[np.ndarray], answers: Sequence[np.ndarray]
+    ) -> Tensor:
+        """Return log p(answer | prompt) at temperature 1, [answer, prompt] float32 on the CPU.
+
+        Args:
+            prompts, answers: each [seq] integer token ids. Packed, a prompt is computed once.
+        """
+        num, how = len(answers), replace(self.scoring, temperature=1.0)
+        pairs = [(prompt, answer) for prompt in prompts for answer in answers]
+        sequences = [np.concatenate(pair) for pair in pairs]
+        lengths = [len(sequence) for sequence in sequences]
+        if self.is_packed:
+            tails = sum(map(len, answers))
+            totals = [len(prompt) + tails for prompt in prompts]
+            planned = plan_microbatches(totals, max_tokens=self._max_tokens, is_packed=True)
+            blocks = [[at * num + each for at in block for each in range(num)] for block in planned]
+        else:
+            blocks = plan_microbatches(lengths, max_tokens=self._max_tokens)
+        found = torch.zeros(len(pairs))
+        for block in blocks:
+            heads = [(num, len(pairs[index][0])) for index in block[::num]]
+            tokens = collate_tokens(
+                [sequences[index] for index in block],
+                [np.arange(lengths[index]) >= len(pairs[index][0]) for index in block],
+                device=self._device,
+                is_packed=self.is_packed,
+                shared=heads if self.is_packed else (),
+            )
+            parts = self._logprobs(self._trained, tokens, how).cpu()
+            parts = parts.split([len(pairs[index][1]) for index in block])
+            found[block] = torch.stack([part.sum() for part in parts])
+        return found.view(len(prompts), num).T
+
     def _logprobs(self, network: _Trained, tokens: TokenBatch, how: Scoring) -> Tensor:
         found = network(tokens, how, with_entropy=False, with_values=False)[0]
         reshard(network)

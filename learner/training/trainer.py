@@ -191,6 +191,7 @@ class Trainer:
         self, samples: list[Sample], version: int, decide: Callable[..., Decision], started_s: float
     ) -> StepResult:
         self._digester.begin(samples)
+        answered = self._gradients.information(samples)
         batch = self._gradients.prepare(samples, version)
         decision: Decision | None = None
         overlap = Overlap(math.nan, math.nan)
@@ -214,6 +215,7 @@ class Trainer:
         self._count_bad(updates, batch)
         self.digests = self._digester.finish(f"{decision} {self._controller.state_dict()}")
         metrics = self._metrics(batch, updates, decision, time.perf_counter() - started_s)
+        metrics |= {name: value for name, value in answered.items() if math.isfinite(value)}
         metrics |= {f"offpolicy/{k}": v for k, v in overlap._asdict().items() if math.isfinite(v)}
         return StepResult(metrics=metrics, decision=decision)
 

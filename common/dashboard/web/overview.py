@@ -15,6 +15,7 @@ CHARTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Reward", "", ("reward/mean",)),
     ("Turns and invalid actions", "", ("episodes/turns_mean", "episodes/invalid_frac")),
     ("Entropy", "nats", ("policy/entropy",)),
+    ("Mutual information: prompt, answer", "nats", ("policy/mutual_information",)),
     ("Effective sample size", "share", ("offpolicy/ess_frac",)),
     ("Lag", "versions", ("offpolicy/lag_mean", "offpolicy/lag_max")),
     ("Ratio: quantiles", "", ("offpolicy/ratio_p01", "offpolicy/ratio_p50", "offpolicy/ratio_p99")),
