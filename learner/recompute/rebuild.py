@@ -147,9 +147,9 @@ class Recomputation:
             if not self._is_counterfactual:
                 result = redo(rebuilt.trainer, step, groups, rebuilt.cfg.algorithm)
             elif kept:
-                samples = samples_of(kept, rebuilt.cfg.algorithm)
-                version = step.version - (not step.is_skipped)
-                result = rebuilt.trainer.train_on(samples, version=version)
+                trainer, version = rebuilt.trainer, step.version - (not step.is_skipped)
+                samples = samples_of(kept, rebuilt.cfg.algorithm, trainer.baseline)
+                result = trainer.train_on(samples, version=version)
             digests = rebuilt.trainer.digests if result is not None else None
             yield Redone(step=step, result=result, digests=digests, logprobs=logprobs)
 

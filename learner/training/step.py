@@ -27,7 +27,6 @@ from learner.objective.correction import (
     weight_moments,
 )
 from learner.objective.describe import proximal_in_use
-from learner.objective.information import first_answers, mutual_information
 from learner.objective.loss import Denominator, LossInputs, metric_names, policy_loss, value_loss
 from learner.objective.second_moment import second_moment_mask
 from learner.policy.forward import Networks, Passes, Scores
@@ -131,14 +130,6 @@ class Gradients:
         )
         samples = advantages_from_critic(samples, scored, self._algorithm, self._cfg.critic)
         return replace(batch, samples=samples)
-
-    def information(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """Return how far answers depend on prompts, see `information.py`; {} without two."""
-        pairs = first_answers([sample.trajectory for sample in samples])
-        if len(pairs) < 2:
-            return {}
-        prompts, answers = zip(*pairs, strict=True)
-        return mutual_information(self.passes.score_crosswise(prompts, answers))
 
     def _trusted(self, batch: ScoredBatch) -> BySample:
         """Return what correction=second_moment leaves of all samples, whosoever's they are."""

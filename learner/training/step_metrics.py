@@ -8,6 +8,8 @@ from torch import Tensor
 
 from learner.batch.batching import Sample, sampled
 from learner.objective.correction import lag_statistics, ratio_statistics
+from learner.objective.information import first_answers, mutual_information
+from learner.policy.forward import Passes
 
 MAX_LAG_SHOWN = 8  # the histogram's last bin holds everything from here on
 
@@ -57,6 +59,15 @@ def offpolicy_metrics(
         in_bin = lag == number if number < MAX_LAG_SHOWN else lag >= number
         metrics[f"offpolicy/lag_{number}_tokens"] = float(in_bin.sum())
     return metrics
+
+
+def information_metrics(samples: Sequence[Sample], passes: Passes) -> dict[str, float]:
+    """Return how far answers depend on prompts, see `information.py`; {} without two prompts."""
+    pairs = first_answers([sample.trajectory for sample in samples])
+    if len(pairs) < 2:
+        return {}
+    prompts, answers = zip(*pairs, strict=True)
+    return mutual_information(passes.score_crosswise(prompts, answers))
 
 
 def volume_metrics(samples: Sequence[Sample], step_s: float) -> dict[str, float]:

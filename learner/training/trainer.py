@@ -27,7 +27,13 @@ from learner.training.optimizer import lr_scale, make_critic_optimizer, make_opt
 from learner.training.ranks import Order, Ranks
 from learner.training.state import StateWriter, live_tensors, local_part, restore
 from learner.training.step import Gradient, Gradients, ScoredBatch, TrainerSettings
-from learner.training.step_metrics import Update, mean_metrics, offpolicy_metrics, volume_metrics
+from learner.training.step_metrics import (
+    Update,
+    information_metrics,
+    mean_metrics,
+    offpolicy_metrics,
+    volume_metrics,
+)
 from learner.weights.source import Gathering, LiveWeights
 
 logger = logging.getLogger(__name__)
@@ -191,7 +197,7 @@ class Trainer:
         self, samples: list[Sample], version: int, decide: Callable[..., Decision], started_s: float
     ) -> StepResult:
         self._digester.begin(samples)
-        answered = self._gradients.information(samples)
+        answered = information_metrics(samples, self._gradients.passes)
         batch = self._gradients.prepare(samples, version)
         decision: Decision | None = None
         overlap = Overlap(math.nan, math.nan)
@@ -215,8 +221,8 @@ class Trainer:
         self._count_bad(updates, batch)
         self.digests = self._digester.finish(f"{decision} {self._controller.state_dict()}")
         metrics = self._metrics(batch, updates, decision, time.perf_counter() - started_s)
+        answered |= {f"offpolicy/{name}": value for name, value in overlap._asdict().items()}
         metrics |= {name: value for name, value in answered.items() if math.isfinite(value)}
-        metrics |= {f"offpolicy/{k}": v for k, v in overlap._asdict().items() if math.isfinite(v)}
         return StepResult(metrics=metrics, decision=decision)
 
     def _minibatches(self, batch: ScoredBatch) -> list[list[int]]:

@@ -116,9 +116,8 @@ def live(
                 journal.append(member)
             journal.sync()
             is_skipped = number in skipped
-            trainer.train_on(
-                samples_of(groups, cfg.algorithm), version=version, must_skip=is_skipped
-            )
+            samples = samples_of(groups, cfg.algorithm, trainer.baseline)
+            trainer.train_on(samples, version=version, must_skip=is_skipped)
             version += not is_skipped
             outcome = Outcome.STALE if is_skipped else Outcome.TRAINED
             step = LoggedStep(

@@ -175,6 +175,18 @@ def test_other_settings_are_on_policy_at_first_and_counterfactual_then(run: RunD
     assert rows[0]["metrics"]["train/lr"] == pytest.approx(10 * rows[0]["recorded"]["train/lr"])
 
 
+@pytest.mark.slow
+def test_running_baseline_is_computed_again_and_remembers_what_a_counterfactual_saw(
+    tmp_path: Path,
+) -> None:
+    running = config("algorithm.advantage=running")
+    live(tmp_path / "r", running, range(4), skipped=[1], nan=[2], saved=[2])
+    live(tmp_path / "r", running, range(4, 6))
+    assert computed(tmp_path / "r")[0] == 0
+    _, said = computed(tmp_path / "r", "algorithm.mask_low=0.4", steps="3:5")
+    assert "the overrides change nothing on this data" in said
+
+
 def test_what_changes_nothing_is_said_and_what_cannot_is_refused(run: RunDir) -> None:
     _, said = computed(run.root, "algorithm.mask_low=0.4", steps="3:5")
     assert "the overrides change nothing on this data" in said
