@@ -172,6 +172,18 @@ class TaskSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PaperSet:
+    """The test set of a published table: item ids by column's subset, and the turns they have.
+
+    `note` is what of it is not as in the paper, "" where nothing is.
+    """
+
+    items: Mapping[str, tuple[str, ...]]
+    turns: int
+    note: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EnvSpec:
     """An environment's catalogue entry.
 
@@ -182,6 +194,8 @@ class EnvSpec:
         sessions_per_worker: episodes that one worker holds at a time; workers are reused. With
             TASK: episodes that there may be at a time.
         from_agentgym: item id of AgentGym's data index; raises UnknownItem. None: there is none.
+        column_item: the same, in the subset of the paper's table; None: `from_agentgym`.
+        note: what every table says of its rows; "" where the tasks are those of its name.
     """
 
     name: str
@@ -197,6 +211,9 @@ class EnvSpec:
     worker_memory_bytes: int = 2 << 30  # resident, with its children; above, it is replaced
     step_timeout_s: float | None = None  # of one call; None: the hub's
     from_agentgym: Callable[[int], str] | None = None
+    column_item: Callable[[int], str] | None = None
+    note: str = ""
+    paper: PaperSet | None = None
     stop: Callable[[], Awaitable[None]] | None = None  # when the process that holds episodes ends
     stop_timeout_s: float = 1.0
 

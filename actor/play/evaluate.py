@@ -2,9 +2,11 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from actor.play.endpoint import NO_LIMIT, Endpoint, TextEpisode
 from actor.play.eval_entry import (
@@ -25,12 +27,26 @@ from common.errors import ConfigError, EnvError, LongstrideError
 from common.launch.hub import serve_hub
 from common.launch.lock import hold_run
 from common.store.run_dir import RunDir
+from common.wire.ids import subset_of
 from common.wire.planned import PlannedEpisode
 
 logger = logging.getLogger(__name__)
 
-# (config, hub's address, its token, test items of the tasks by environment) -> what is played
-ChooseItems = Callable[[RunConfig, str, str, dict[str, list[str]]], Sequence[PlannedEpisode]]
+NO_NOTES: Mapping[str, str] = {}
+
+# (config, hub's address, its token, listed items and turns by environment) -> what is played
+ChooseItems = Callable[
+    [RunConfig, str, str, dict[str, list[str]], dict[str, int]], Sequence[PlannedEpisode]
+]
+
+
+@dataclass(slots=True, kw_only=True)
+class Listed:
+    """What the hub says of the environments: test items that are listed, their turns, a note."""
+
+    items: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
+    turns: dict[str, int] = field(default_factory=dict[str, int])
+    notes: dict[str, str] = field(default_factory=dict[str, str])
 
 
 def evaluate(cfg: RunConfig, run_dir: RunDir, *, root: Path, choose_items: ChooseItems) -> int:
@@ -42,31 +58,65 @@ def evaluate(cfg: RunConfig, run_dir: RunDir, *, root: Path, choose_items: Choos
         hold_run(hub_dir.root, name="eval"),
         serve_hub(hub_cfg, hub_dir, root=root) as (url, token),
     ):
-        by_task = cfg.eval.items is EvalItems.TASKS
-        lists = fetch_task_lists(cfg, hub_url=url, token=token) if by_task else {}
-        episodes = choose_items(cfg, url, token, lists)
-        return run(cfg, run_dir, episodes, hub_url=url, token=token, say=print)
+        listed = fetch_listed(cfg, hub_url=url, token=token)
+        episodes = choose_items(cfg, url, token, listed.items, listed.turns)
+        notes, say = listed.notes, print
+        for line in described(episodes, notes):
+            say(line)
+        return run(cfg, run_dir, episodes, hub_url=url, token=token, say=say, notes=notes)
 
 
-def fetch_task_lists(cfg: RunConfig, *, hub_url: str, token: str) -> dict[str, list[str]]:
-    """Return the test items of all catalogue tasks of the configured environments.
+def fetch_listed(cfg: RunConfig, *, hub_url: str, token: str) -> Listed:
+    """Return what the hub lists for `eval.items`, and what tables say of its environments.
 
     Raises: ConfigError: the hub has no such lists.
     """
+    listed = Listed()
 
-    async def fetch() -> dict[str, list[str]]:
+    async def fetch() -> None:
         async with HubClient(hub_url, token=token, timeout_s=cfg.actor.env_timeout_s) as hub:
-            lists: dict[str, list[str]] = {}
+            catalogue = await hub.request("GET", "/v1/envs", None)
             for env in dict.fromkeys(task.env for task in cfg.tasks):
-                tasks = await hub.request("GET", f"/v1/envs/{env}/tasks", None)
-                items = [item_id for task in tasks.values() for item_id in task["test"]]
-                lists[env] = list(dict.fromkeys(items))
-            return lists
+                if note := catalogue.get(env, {}).get("note"):
+                    listed.notes[env] = note
+                if cfg.eval.items is EvalItems.TASKS:
+                    tasks = await hub.request("GET", f"/v1/envs/{env}/tasks", None)
+                    items = [item_id for task in tasks.values() for item_id in task["test"]]
+                    listed.items[env] = list(dict.fromkeys(items))
+                elif cfg.eval.items is EvalItems.PAPER:
+                    _take(listed, env, (catalogue.get(env) or {}).get("paper"))
 
     try:
-        return asyncio.run(fetch())
+        asyncio.run(fetch())
     except EnvError as error:
-        raise ConfigError(f"eval.items=tasks: {error}") from error
+        raise ConfigError(f"eval.items={cfg.eval.items}: {error}") from error
+    return listed
+
+
+def _take(listed: Listed, env: str, paper: Any) -> None:
+    """Take over an environment's test set of the paper's tables.
+
+    Raises: ConfigError: it has none.
+    """
+    if not paper:
+        raise ConfigError(f"eval.items=paper: no table of the paper has {env}")
+    listed.items[env] = [item_id for items in paper["items"].values() for item_id in items]
+    listed.turns[env] = paper["turns"]
+    if paper["note"]:
+        listed.notes[env] = paper["note"]
+
+
+def described(episodes: Sequence[PlannedEpisode], notes: Mapping[str, str]) -> list[str]:
+    """Return a line on the items of each environment: how many, of which subsets, and its note."""
+    items: dict[str, Counter[str]] = {}
+    for env, item_id in dict.fromkeys((each.env, each.item_id) for each in episodes):
+        items.setdefault(env, Counter())[subset_of(item_id)] += 1
+    lines: list[str] = []
+    for env, counts in items.items():
+        parts = ", ".join(f"{subset} {num}" for subset, num in counts.items())
+        note = f"; {notes[env]}" if env in notes else ""
+        lines.append(f"eval: {env}: {counts.total()} items ({parts}){note}")
+    return lines
 
 
 def run(
@@ -77,6 +127,7 @@ def run(
     hub_url: str,
     token: str,
     say: Callable[[str], None],
+    notes: Mapping[str, str] = NO_NOTES,
 ) -> int:
     """Play what is not in the journal yet, write the tables, say them; return the exit code.
 
@@ -111,7 +162,8 @@ def run(
     except LongstrideError as error:
         problem = str(error)
     label = cfg.policy.model or Path(cfg.model.path).name
-    entry = make_entry(cfg.eval, label, policy, read_plays(folder / "journal", plans))
+    plays = read_plays(folder / "journal", plans)
+    entry = {**make_entry(cfg.eval, label, policy, plays), "notes": dict(notes)}
     say(write_entry(run_dir, entry))
     num_failed = entry["overall"]["num_failed"]
     if not problem and num_failed > max_failed:

@@ -32,8 +32,8 @@ def load_evaluation(request: Request, *, root: Path) -> RunConfig:
     defaults: list[str] = []
     if _gives(request, "policy.url") and not _gives(request, "model.path"):
         defaults.append("model.path=unset")  # no checkpoint plays
-    is_by_task = override_value(request.overrides, "eval.items") == "tasks"
-    if is_by_task and not _gives(request, "eval.num_items"):
+    is_listed = override_value(request.overrides, "eval.items") in ("tasks", "paper")
+    if is_listed and not _gives(request, "eval.num_items"):
         defaults.append("eval.num_items=-1")  # the whole lists
     cfg = load_named(request, root=root, defaults=defaults)
     if request.config is not None or cfg.policy.url or not _gives(request, "model.path"):

@@ -153,3 +153,15 @@ def choose_env(name: str, envs: EnvsSection) -> str:
     *firsts, last = name.split("|")
     is_set = {"webarena": envs.webarena.is_configured}
     return next((each for each in firsts if is_set.get(each, True)), last)
+
+
+def own_tasks(name: str, envs: EnvsSection) -> str:
+    """Return what tables say of an environment whose tasks are our own; "" of all others."""
+    own = {
+        "textcraft": "" if envs.textcraft.recipes_dir else "recipes of our own, not Minecraft's",
+        "searchqa": "" if envs.searchqa.questions_dir else "questions on a world of our own",
+        "sqlgym": "" if envs.sqlgym.bird_dir else "generated databases, not BIRD",
+        "wordle": "words of our own",
+        "minisites": "minisites, not WebArena",
+    }
+    return own.get(name, "")

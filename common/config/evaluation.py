@@ -13,12 +13,14 @@ class EvalItems(StrEnum):
     """Which held-out items the command `eval` plays.
 
     spread: the first ones of every configured subset, by the tasks' weights. tasks: the test lists
-    of the catalogue's tasks, which the configured subsets must be; all of them, unless the command
-    line gives `eval.num_items` too.
+    of the catalogue's tasks, which the configured subsets must be. paper: the test sets of
+    AgentGym-RL's Tables 1 to 5, at the turns of its evaluation. Of tasks and paper all items,
+    unless the command line gives `eval.num_items` too.
     """
 
     SPREAD = "spread"
     TASKS = "tasks"
+    PAPER = "paper"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

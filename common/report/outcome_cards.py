@@ -3,6 +3,7 @@
 from functools import partial
 
 from common.config.curriculum import HorizonKind
+from common.config.envs import own_tasks
 from common.config.run_config import RunConfig
 from common.report.charts import Marker, Series, line_chart
 from common.report.curriculum import SMOOTH_STEPS, points_of, smooth
@@ -98,13 +99,21 @@ def _marker(label: str, x: float, found: Score | CurvePoint) -> Marker:
     return Marker(label=label, x=x, y=found.success, low=low, high=high, css="c4")
 
 
-def subsets_card(report: Report) -> str:
-    """Return a table of success by subset and evaluation."""
+def subsets_card(report: Report, cfg: RunConfig) -> str:
+    """Return a table of success by subset and evaluation; tasks of our own say so."""
     evals = report.evaluations
+    notes = {task.subset: own_tasks(task.env, cfg.envs) for task in cfg.tasks}
     rows: list[list[object]] = []
     for subset in sorted({subset for found in evals.values() for subset in found.by_subset}):
         cells = [found.by_subset.get(subset) for found in evals.values()]
-        rows.append([subset, *map(percent, cells), max(cell.n for cell in cells if cell)])
+        note = notes.get(subset)
+        rows.append(
+            [
+                f"{subset} ({note})" if note else subset,
+                *map(percent, cells),
+                max(cell.n for cell in cells if cell),
+            ]
+        )
     heading = "Held-out success by subset"
     return card(heading, table(["subset", *evals, "n"], rows)) if rows else ""
 

@@ -158,7 +158,7 @@ def render_page(report: Report, lines: list[MetricsLine], cfg: RunConfig) -> str
         outcome_cards.headline_card(report),
         outcome_cards.learning_card(report, lines),
         outcome_cards.eval_curve_card(report),
-        outcome_cards.subsets_card(report),
+        outcome_cards.subsets_card(report, cfg),
         machine_cards.curriculum_card(lines),
         machine_cards.context_full_card(lines),
         machine_cards.lag_card(report),

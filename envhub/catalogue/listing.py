@@ -52,18 +52,22 @@ def list_rows(
         registry = Registry([name], options, remote)
         for each in registry.names if ":" in name else [name]:
             spec = registry.spec(each)
-            rows += _task_rows(spec.name, spec.tasks, spec.subsets)
+            rows += _task_rows(spec.name, spec.tasks, spec.subsets, note=spec.note)
             rows += _other_rows(spec, is_short=is_short)
     return sorted(rows, key=lambda row: (not row.scenario, row.scenario, row.env))
 
 
 def _task_rows(
-    env: str, tasks: Mapping[str, TaskSpec], subsets: Mapping[str, SubsetSpec], missing: str = ""
+    env: str,
+    tasks: Mapping[str, TaskSpec],
+    subsets: Mapping[str, SubsetSpec],
+    missing: str = "",
+    note: str = "",
 ) -> list[Row]:
     return [
         Row(
             scenario=task.scenario,
-            task=f"{name} ({task.note})" if task.note else name,
+            task=f"{name} ({task.note or note})" if task.note or note else name,
             env=env,
             subset=task.subset,
             num_train=len(task.train),

@@ -12,8 +12,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from common.config.envs import EnvsSection, RemoteOptions
+from common.config.envs import EnvsSection, RemoteOptions, own_tasks
 from envhub.agentgym.item_lists import with_lists
+from envhub.agentgym.paper import with_paper
 from envhub.env import EnvSpec, Isolation, nearest
 from envhub.errors import UnknownEnv
 from envhub.tables import read_table
@@ -157,7 +158,9 @@ def load_spec(name: str, options: EnvsSection, remote: RemoteOptions) -> EnvSpec
         return replace(spec, isolation=Isolation.WORKER, sessions_per_worker=num_sessions)
     if name == remote.dialect:
         return import_module(REMOTE).make_spec(remote)
-    return with_lists(_call(import_module(LOADERS[name]).make_spec, options), options)
+    spec = _call(import_module(LOADERS[name]).make_spec, options)
+    spec = replace(spec, note=own_tasks(name, options))
+    return with_lists(with_paper(spec, options), options)
 
 
 def _call(make_spec: Callable[..., EnvSpec], options: EnvsSection) -> EnvSpec:
@@ -196,6 +199,8 @@ def _entry(spec: EnvSpec) -> dict[str, Any]:
     return {
         "subsets": {name: asdict(subset) for name, subset in spec.subsets.items()},
         "tasks": tasks,
+        **({"note": spec.note} if spec.note else {}),
+        **({"paper": asdict(spec.paper)} if spec.paper else {}),
         "instruction": {style.value: text for style, text in spec.instruction.items()},
         "acknowledgement": {style.value: text for style, text in spec.acknowledgement.items()},
         "is_quick": spec.isolation is Isolation.INLINE,  # its steps are worth a batch

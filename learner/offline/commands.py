@@ -71,9 +71,9 @@ def play_and_imitate(cfg: RunConfig, run_dir: RunDir, *, root: Path, play: PlayG
 
 
 def choose_held_out(
-    cfg: RunConfig, url: str, token: str, lists: Mapping[str, list[str]]
+    cfg: RunConfig, url: str, token: str, lists: Mapping[str, list[str]], turns: Mapping[str, int]
 ) -> list[PlannedEpisode]:
     """Return the held-out episodes that `eval` plays, of the hub's catalogue."""
     catalogue = fetch_catalogue(url, token=token, timeout_s=cfg.actor.env_timeout_s)
     validate_tasks(cfg.tasks, catalogue)
-    return plan_heldout(cfg.eval, cfg.tasks, catalogue, lists)
+    return plan_heldout(cfg.eval, cfg.tasks, catalogue, lists, turns)

@@ -49,8 +49,14 @@ class ToyHub:
         @app.get("/v1/envs")
         async def envs() -> Any:
             subset = {"num_train": 5, "num_test": 10, "max_turns": 3}
+            paper = {"items": {"a": ["a-test-4"]}, "turns": 7, "note": "not theirs"}
             return {
-                "toy": {"subsets": {"a": subset, "b": subset}, "instruction": {"compact": "Play."}}
+                "toy": {
+                    "subsets": {"a": subset, "b": subset},
+                    "instruction": {"compact": "Play."},
+                    "note": "our toys",
+                    "paper": paper,
+                }
             }
 
         @app.get("/v1/envs/toy/tasks")

@@ -55,15 +55,24 @@ def _scenario(env: str, entries: Sequence[Entry]) -> str:
     layout = layout_of(env, list(played))
     lines = [_row(["Model", "", *layout.columns, "Overall"])]
     lines.append(_row(["---", "---", *("---:" for _ in range(len(layout.columns) + 1))]))
+    notes = list(dict.fromkeys(filter(None, (_note(entry, env) for entry in rows))))
     for entry in rows:
         scores = entry["by_env"][env]
+        note = _note(entry, env)
+        label = _label(entry) + (f" [{notes.index(note) + 1}]" if note else "")
         for name, pick in _measures(entry).items():
             cells = [
                 _pooled([scores["by_subset"][s] for s in pooled if s in scores["by_subset"]], pick)
                 for pooled in layout.columns.values()
             ]
-            lines.append(_row([_label(entry), name, *cells, _cell(_at(scores, pick))]))
-    return f"## {layout.title}\n\n" + "\n".join(lines)
+            lines.append(_row([label, name, *cells, _cell(_at(scores, pick))]))
+    told = [f"[{i}] Not exactly the published tasks: {note}." for i, note in enumerate(notes, 1)]
+    return "\n\n".join([f"## {layout.title}", "\n".join(lines), *told])
+
+
+def _note(entry: Entry, env: str) -> str:
+    """Return what is not as published of the tasks that a row was played on."""
+    return str(entry.get("notes", {}).get(env, ""))
 
 
 def _overall(entries: Sequence[Entry]) -> str:

@@ -5,8 +5,8 @@ from dataclasses import replace
 from common.config.envs import BabyaiOptions
 from envhub.env import ItemId, StepResult, Style, action_text
 from envhub.envs.babyai import actions as act
+from envhub.envs.babyai import levels, text
 from envhub.envs.babyai import scene as sc
-from envhub.envs.babyai import text
 from envhub.envs.babyai.actions import Action, Kind
 from envhub.envs.babyai.agentgym_actions import image, offer
 from envhub.envs.babyai.episode import BabyAiEnv, read_scene
@@ -36,6 +36,10 @@ class AgentGymBabyAiEnv(BabyAiEnv):
         self._reward = self._score = 0.0
         self._has_ended = False
         super()._start(item)
+
+    def _locate(self, item: ItemId) -> tuple[str, int]:
+        level, seed = levels.locate(item)
+        return levels.AS_IN_AGENTGYM.get(level, level), seed
 
     def _look(self) -> None:
         super()._look()

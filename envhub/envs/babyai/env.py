@@ -15,4 +15,6 @@ def make_spec(options: EnvsSection) -> EnvSpec:
     has_rules = options.babyai.agentgym_rules or options.agentgym_rules
     kind = AgentGymBabyAiEnv if has_rules else BabyAiEnv
     make = partial(kind, options=options.babyai)
-    return spec_beside(__file__, SUBSETS, make, from_agentgym=levels.from_agentgym)
+    return spec_beside(
+        __file__, SUBSETS, make, from_agentgym=levels.from_agentgym, column_item=levels.column_item
+    )

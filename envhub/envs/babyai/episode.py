@@ -47,7 +47,7 @@ class BabyAiEnv(TextEnv):
         return self._first_observation()
 
     def _start(self, item: ItemId) -> None:
-        level_name, seed = levels.locate(item)
+        level_name, seed = self._locate(item)
         if level_name != self._level_name:
             self._level = levels.make_level(
                 level_name, keeps_unsolvable=self._options.agentgym_layouts
@@ -63,6 +63,9 @@ class BabyAiEnv(TextEnv):
         self._begin()
         self._scene = read_scene(self._level)
         self._look()
+
+    def _locate(self, item: ItemId) -> tuple[str, int]:
+        return levels.locate(item)
 
     def _step(self, action: str) -> StepResult:
         name = act.normalize(action_text(action))

@@ -22,7 +22,9 @@ _TABLE = read_table(__file__, "levels.yaml")
 MAX_TURNS: dict[str, int] = _TABLE["max_turns"]
 MAX_TURNS_LONG: dict[str, int] = _TABLE["max_turns_long"]
 MAX_TURNS_OTHERS = 20
-AGENTGYM_LEVELS = tuple(_TABLE["agentgym_levels"])
+AGENTGYM_LEVELS: tuple[str, ...] = tuple(_TABLE["agentgym_levels"])
+AGENTGYM_SIZES: dict[str, tuple[str, int]] = _TABLE["agentgym_sizes"]
+AS_IN_AGENTGYM: dict[str, str] = {of: name for name, (of, _) in AGENTGYM_SIZES.items()}
 TASK_LEVELS = {task: tuple(levels) for task, levels in _TABLE["task_levels"].items()}
 # A task's training seeds are 0-44 and 245 upwards, its test seeds are 45-244. AgentGym trains on
 # the first 45 seeds of these levels and tests on the next five.
@@ -38,7 +40,7 @@ roomgrid_level.print = lambda *args, **kwargs: None  # type: ignore[attr-defined
 
 def subsets() -> dict[str, SubsetSpec]:
     """Return the measured levels, AgentGym's others, and the tasks, by name."""
-    names = dict.fromkeys(map(subset_of, (*MAX_TURNS, *AGENTGYM_LEVELS)))
+    names = dict.fromkeys(map(subset_of, (*MAX_TURNS, *AGENTGYM_LEVELS, *AGENTGYM_SIZES)))
     single = {
         name: SubsetSpec(
             num_train=NUM_TRAIN, num_test=NUM_TEST, max_turns=max_turns(level_of(name))
@@ -94,7 +96,22 @@ def from_agentgym(index: int) -> str:
     if not 0 <= seed < NUM_TRAIN:
         last = NUM_TRAIN * len(AGENTGYM_LEVELS) - 1
         raise UnknownItem(f"data index {index} is out of range; they are 0 to {last}")
-    return f"{subset_of(AGENTGYM_LEVELS[number])}-train-{seed}"
+    level: str = AGENTGYM_LEVELS[number]
+    return f"{subset_of(AS_IN_AGENTGYM.get(level, level))}-train-{seed}"
+
+
+def column_item(index: int) -> str:
+    """Return the item of AgentGym's data index in the task that the paper counts it to, if any.
+
+    Raises: UnknownItem: as `from_agentgym`.
+    """
+    seed, number = divmod(index, len(AGENTGYM_LEVELS))
+    level = AGENTGYM_LEVELS[number]
+    for task, names in TASK_LEVELS.items():
+        place = seed - FIRST_TASK_TEST_SEED
+        if level in names and 0 <= place < NUM_TASK_TEST_SEEDS:
+            return f"{task}-test-{place * len(names) + names.index(level)}"
+    return from_agentgym(index)
 
 
 class Layouts:
@@ -139,11 +156,12 @@ def _creator(name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
     `gymnasium.make` looks the class up by a new string each time. The interpreter keeps thousands
     of these alive, scattered over the memory of levels that are gone, which then stays taken.
     """
-    prefix = f"BabyAI-{name}-v"
+    sized = {"room_size": AGENTGYM_SIZES[name][1]} if name in AGENTGYM_SIZES else {}
+    prefix = f"BabyAI-{AGENTGYM_SIZES[name][0] if sized else name}-v"
     version = next(v for v in (1, 0) if f"{prefix}{v}" in gymnasium.registry)
     spec = gymnasium.spec(f"{prefix}{version}")
     assert isinstance(spec.entry_point, str)
-    return load_env_creator(spec.entry_point), dict(spec.kwargs)
+    return load_env_creator(spec.entry_point), {**spec.kwargs, **sized}
 
 
 def make_level(name: str, *, keeps_unsolvable: bool = False) -> RoomGridLevel:

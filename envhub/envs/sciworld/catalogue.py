@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from envhub.env import ItemId, SubsetSpec, UnknownItem
+from envhub.env import ItemId, SubsetSpec, UnknownItem, parse_item
 from envhub.tables import read_table
 
 EVERYTHING = "all"
@@ -85,3 +85,17 @@ def from_agentgym(index: int) -> str:
         num_before["test"] += task.num_variations - num_train
     last = sum(task.num_variations for task in TASKS) - 1
     raise UnknownItem(f"no data index {index}; the last is {last}")
+
+
+def column_item(index: int) -> str:
+    """Return the item of AgentGym's data index in the task of the paper that counts it, if one.
+
+    Raises: UnknownItem: as `from_agentgym`.
+    """
+    item = parse_item(from_agentgym(index), SUBSETS)
+    variation = variation_of(item)
+    for subset in PREFIXES:
+        found = ITEMS[subset, item.split]
+        if subset != EVERYTHING and variation in found:
+            return f"{subset}-{item.split}-{found.index(variation)}"
+    return f"{EVERYTHING}-{item.split}-{item.index}"

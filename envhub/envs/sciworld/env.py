@@ -185,6 +185,7 @@ def make_spec(options: EnvsSection) -> EnvSpec:
         worker_memory_bytes=memory_mib << 20,
         step_timeout_s=chosen.call_timeout_s,
         from_agentgym=catalogue.from_agentgym,
+        column_item=catalogue.column_item,
         stop=machines.stop,
     )
 

@@ -7,7 +7,6 @@ from functools import cached_property
 
 from envhub.env import ItemId, SubsetSpec, TaskSpec
 from envhub.envs.textcraft.book import Book, Recipe
-from envhub.tasks import first_items
 
 MAX_TURNS = {1: 6, 2: 10, 3: 16, 4: 24}  # of our own book
 MAX_TURNS_FOLDER = {1: 10, 2: 30, 3: 50, 4: 60}  # of a folder's book
@@ -80,13 +79,23 @@ class Catalogue:
         found = {}
         for name, spec in self.subsets.items():
             depth = int(name.removeprefix("depth"))
-            found[f"Depth {depth}"] = first_items(
-                "Digital games",
-                name,
-                num_train=min(NUM_TASK_TRAIN[depth], spec.num_train),
-                num_test=min(NUM_TASK_TEST[depth], spec.num_test),
+            found[f"Depth {depth}"] = TaskSpec(
+                scenario="Digital games",
+                subset=name,
+                train=self._distinct(name, "train", NUM_TASK_TRAIN[depth], spec.num_train),
+                test=self._distinct(name, "test", NUM_TASK_TEST[depth], spec.num_test),
             )
         return found
+
+    def _distinct(self, subset: str, split: str, num_wanted: int, num: int) -> tuple[str, ...]:
+        """Return the first items that differ in more than the order of their commands."""
+        chosen: dict[object, str] = {}
+        for index in range(num):
+            task = self.make_task(ItemId(subset, split, index))
+            chosen.setdefault((task.goal, frozenset(task.recipes)), f"{subset}-{split}-{index}")
+            if len(chosen) == num_wanted:
+                break
+        return tuple(chosen.values())
 
     @cached_property
     def _agentgym_order(self) -> list[str]:

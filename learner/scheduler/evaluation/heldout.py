@@ -15,31 +15,44 @@ logger = logging.getLogger(__name__)
 
 # environment -> the test items of all its tasks, in the catalogue's order
 TaskLists = Mapping[str, list[str]]
+NO_TURNS: Mapping[str, int] = {}
 
 
 def plan_heldout(
-    cfg: EvalSection, tasks: list[TaskSection], catalogue: Catalogue, lists: TaskLists
+    cfg: EvalSection,
+    tasks: list[TaskSection],
+    catalogue: Catalogue,
+    lists: TaskLists,
+    turns: Mapping[str, int] = NO_TURNS,
 ) -> list[PlannedEpisode]:
     """Return the first sample of every item, then the second, up to `eval.k`.
 
-    A seed depends on nothing but its item and the number of its sample. Only with
-    eval.items=tasks `lists` are read.
+    A seed depends on nothing but its item and the number of its sample. With eval.items=spread
+    `lists` are not read. `turns` are an environment's where they are not the subset's.
 
     Raises: ConfigError: there is nothing to play, or a subset belongs to no task.
     """
-    if cfg.items is EvalItems.TASKS:
-        items = _task_items(cfg, tasks, lists)
-    else:
+    if cfg.items is EvalItems.SPREAD:
         items = eval_items(tasks, catalogue, cfg.num_items)
+    else:
+        items = _task_items(cfg, tasks, lists)
     if not items:
         raise ConfigError(
             f"eval.num_items={cfg.num_items}: leaves no held-out item of the configured tasks"
         )
-    return [_plan(item, sample, catalogue) for sample in range(cfg.k) for item in items]
+    horizons = {
+        (each.env, each.subset): turns.get(each.env)
+        or catalogue.entry(each.env, each.subset).max_turns
+        for each in items
+    }
+    return [
+        _plan(item, sample, horizons[item.env, item.subset])
+        for sample in range(cfg.k)
+        for item in items
+    ]
 
 
-def _plan(item: Item, sample: int, catalogue: Catalogue) -> PlannedEpisode:
-    horizon = catalogue.entry(item.env, item.subset).max_turns
+def _plan(item: Item, sample: int, horizon: int) -> PlannedEpisode:
     return PlannedEpisode(
         episode_id=f"{item.env}/{item.item_id}/{horizon}.{sample}",
         env=item.env,
@@ -59,8 +72,9 @@ def _task_items(cfg: EvalSection, tasks: list[TaskSection], lists: TaskLists) ->
         if not mine:
             known = sorted({subset_of(item_id) for item_id in listed})
             raise ConfigError(
-                f"eval.items=tasks: {task.subset!r} of {task.env} belongs to no task of the "
-                f"catalogue; those that do: {known}"
+                f"eval.items={cfg.items}: {task.subset!r} of {task.env} belongs to no task of the "
+                f"{'paper' if cfg.items is EvalItems.PAPER else 'catalogue'}; those that do: "
+                f"{known}"
             )
         found.append(mine)
     sizes = [len(mine) for mine in found]

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from actor.play.eval_entry import describe_policy, digest_of
-from actor.play.evaluate import fetch_task_lists, run
+from actor.play.evaluate import fetch_listed, run
 from actor.play.settings import check_policy
-from common.config.evaluation import EvalSection, PolicySection
+from common.config.evaluation import EvalItems, EvalSection, PolicySection
 from common.config.run_config import (
     ActorSection,
     ModelSection,
@@ -156,10 +156,15 @@ def test_digest_changes_with_whatever_makes_other_episodes(tmp_path: Path) -> No
     assert digest() == digest(max_tries=9)
 
 
-def test_task_lists_come_from_the_hub(tmp_path: Path) -> None:
+def test_lists_come_from_the_hub_with_what_tables_say_of_them(tmp_path: Path) -> None:
     with stage(tmp_path) as s:
-        lists = fetch_task_lists(s.config(), hub_url=s.hub_url, token="")
-        assert lists == {"toy": ["a-test-2", "a-test-5"]}
+        listed = fetch_listed(s.config(items=EvalItems.TASKS), hub_url=s.hub_url, token="")
+        assert listed.items == {"toy": ["a-test-2", "a-test-5"]}
+        assert (listed.turns, listed.notes) == ({}, {"toy": "our toys"})
+        assert fetch_listed(s.config(), hub_url=s.hub_url, token="").items == {}
+        paper = fetch_listed(s.config(items=EvalItems.PAPER), hub_url=s.hub_url, token="")
+        assert (paper.items, paper.turns) == ({"toy": ["a-test-4"]}, {"toy": 7})
+        assert paper.notes == {"toy": "not theirs"}
 
 
 def test_model_that_does_not_fit_its_tokenizer_is_refused(repository: Path, tmp_path: Path) -> None:
