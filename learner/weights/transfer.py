@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 from common.errors import LongstrideError, WeightSyncError
 from common.wire.addresses import own_host_towards
@@ -42,6 +43,15 @@ WAIT_S = 0.5  # between looks at deadlines; whatever happens wakes the thread at
 GRACE_S = 1.0  # for engines to load what they have received, when there is a newer version
 STOP_S = 2.0
 GB = 1e9
+
+
+class _Bringing(NamedTuple):
+    """What all tries to bring a version to a wave have in common."""
+
+    weights: PublishedWeights
+    reading: Reading
+    patience_s: float  # for engines to load
+    is_last: bool = False  # of the waves: the next step may begin once it has the bytes
 
 
 class Transfers:
@@ -190,61 +200,42 @@ class Transfers:
             todo = waves(members, self._own_device(), choice, num_parts=num_parts)
             for number, wave in enumerate(todo, start=1):
                 is_last = number == len(todo)
-                self._bring_wave(weights, wave, reading, is_last=is_last, patience_s=patience_s)
+                self._bring_wave(wave, _Bringing(weights, reading, patience_s, is_last))
         finally:
             reading.end()
 
-    def _bring_wave(
-        self,
-        weights: PublishedWeights,
-        wave: Wave,
-        reading: Reading,
-        *,
-        is_last: bool,
-        patience_s: float,
-    ) -> None:
+    def _bring_wave(self, wave: Wave, way: _Bringing) -> None:
         num_broken = 0
         while wave.members and not self._stop_requested.is_set():
-            error = self._attempt(weights, wave, reading, is_last=is_last, patience_s=patience_s)
-            if error is None or reading.is_lost or reading.must_not_wait:
+            error = self._attempt(wave, way)
+            if error is None or way.reading.is_lost or way.reading.must_not_wait:
                 return  # who did not get it is given the next version
             present = tuple(member for member in wave.members if self.members.has(member))
             is_broken = present == wave.members
             num_broken += is_broken
             wave = wave._replace(members=present)
             if is_broken and num_broken > 1:
-                self._one_by_one(weights, wave, reading, patience_s=patience_s)
+                self._one_by_one(wave, way._replace(is_last=False))
                 return
 
-    def _one_by_one(
-        self, weights: PublishedWeights, wave: Wave, reading: Reading, *, patience_s: float
-    ) -> None:
+    def _one_by_one(self, wave: Wave, way: _Bringing) -> None:
         for member in wave.members:
-            alone = wave._replace(members=(member,))
-            error = self._attempt(weights, alone, reading, is_last=False, patience_s=patience_s)
-            if reading.is_lost or reading.must_not_wait:
+            error = self._attempt(wave._replace(members=(member,)), way)
+            if way.reading.is_lost or way.reading.must_not_wait:
                 return
             if error is not None:
-                self._fail(member, f"version {weights.version}: {error}")
+                self._fail(member, f"version {way.weights.version}: {error}")
 
-    def _attempt(
-        self,
-        weights: PublishedWeights,
-        wave: Wave,
-        reading: Reading,
-        *,
-        is_last: bool,
-        patience_s: float,
-    ) -> WeightSyncError | None:
+    def _attempt(self, wave: Wave, way: _Bringing) -> WeightSyncError | None:
         """Transfer once; return why not all that are present have taken part."""
         try:
-            self._transfer_once(weights, wave, reading, is_last=is_last)
+            self._transfer_once(wave, way)
         except LongstrideError as error:
-            self._give_up(weights, wave, error)
+            self._give_up(way.weights, wave, error)
             if not isinstance(error, WeightSyncError):  # nobody is to have these weights
                 raise
             return error
-        self._finish(weights, wave, reading, patience_s=patience_s)
+        self._finish(wave, way)
         return None
 
     def _give_up(self, weights: PublishedWeights, wave: Wave, error: LongstrideError) -> None:
@@ -259,15 +250,14 @@ class Transfers:
         self._lanes.drop_slots()
         self._lanes.leave(wave)
 
-    def _transfer_once(
-        self, weights: PublishedWeights, wave: Wave, reading: Reading, *, is_last: bool
-    ) -> None:
+    def _transfer_once(self, wave: Wave, way: _Bringing) -> None:
         """Offer, wait for all to be ready, send.
 
         Raises:
             WeightSyncError: not all were ready, or the transfer failed; nobody can tell who has
                 the version.
         """
+        weights, reading = way.weights, way.reading
         if not reading.begin():
             raise TransferCancelled(f"version {weights.version} is no more")
         lane = self._lanes.of(wave, is_present=self.members.has)
@@ -289,7 +279,7 @@ class Transfers:
             is_cancelled=lambda: self._is_cancelled(members, reading),
         )
         self._note("publish/transfer_s", seconds, is_sum=True)
-        if is_last:
+        if way.is_last:
             reading.end()  # the next step may change the weights while engines load
 
     def _reach(self, member: Member, message: WeightsOffer | WeightsPing) -> None:
@@ -342,19 +332,17 @@ class Transfers:
                 if self.members.has(member):
                     self._reach(member, WeightsPing(version=self._current_version))
 
-    def _finish(
-        self, weights: PublishedWeights, wave: Wave, reading: Reading, *, patience_s: float
-    ) -> None:
+    def _finish(self, wave: Wave, way: _Bringing) -> None:
         """Wait until all have loaded what was sent; go on without those that take too long."""
         sent_at = time.monotonic()
-        deadline = sent_at + patience_s
+        deadline = sent_at + way.patience_s
         while not self._stop_requested.is_set():
             waiting = [
                 member
                 for member in wave.members
                 if self.members.has(member) and self._answers.loaded(member) is None
             ]
-            if reading.is_superseded():
+            if way.reading.is_superseded():
                 deadline = min(deadline, sent_at + GRACE_S)
             remaining_s = deadline - time.monotonic()
             if not waiting or remaining_s <= 0:
@@ -362,7 +350,7 @@ class Transfers:
             self._ping(waiting)
             self.receive(min(WAIT_S, remaining_s))
         for member in wave.members:
-            self._settle(weights, member)
+            self._settle(way.weights, member)
         if not all(self.members.has(member) for member in wave.members):
             self._lanes.leave(wave)
 

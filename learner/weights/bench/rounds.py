@@ -25,6 +25,7 @@ from learner.weights.bench.receiver import HOST, TIMEOUT_S, Receiver, Side, meet
 from learner.weights.source import WeightSource
 
 SAMPLE_S = 0.005  # between looks at memory
+BREATH_BYTES = 500_000  # stacks of threads and small objects that come and go beside a version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,16 +138,20 @@ class _Peak:
 
     def __enter__(self) -> "_Peak":
         self._process, self._is_over = psutil.Process(), threading.Event()
-        self._before = self._process.memory_info().rss
-        self.grown_bytes = 0
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
+        self._before = self._own_bytes()
+        self.grown_bytes = 0
         return self
+
+    def _own_bytes(self) -> int:
+        """Return the process's memory without pages of files: code is not a version's memory."""
+        now = self._process.memory_info()
+        return now.rss - now.shared
 
     def _watch(self) -> None:
         while not self._is_over.wait(SAMPLE_S):
-            grown = self._process.memory_info().rss - self._before
-            self.grown_bytes = max(self.grown_bytes, grown)
+            self.grown_bytes = max(self.grown_bytes, self._own_bytes() - self._before)
 
     def __exit__(self, *_: object) -> None:
         self._is_over.set()

@@ -21,7 +21,7 @@ from learner.bench.batch import MODELS, QUICKSTART, make_batch, make_random_mode
 from learner.bench.engine import EngineRun, measure_engine
 from learner.bench.step import make_trainer
 from learner.weights.bench.receiver import TIMEOUT_S
-from learner.weights.bench.rounds import Route, make_slots, receivers, send_rounds
+from learner.weights.bench.rounds import BREATH_BYTES, Route, make_slots, receivers, send_rounds
 from learner.weights.gate import Gate
 from learner.weights.source import LiveWeights
 
@@ -71,7 +71,7 @@ def check_broadcast(table: BenchTable, size: Size) -> None:
         *(sent.peak_bytes / 1e6, cut.slot_bytes / 1e6),
         "MB",
         against="a bucket",
-        at_most=MAX_BUCKETS + 0.1,  # what the process itself breathes
+        at_most=MAX_BUCKETS + BREATH_BYTES / cut.slot_bytes,
     )
 
 

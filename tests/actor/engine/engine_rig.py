@@ -65,6 +65,7 @@ class Rig:
         lora: LoraSection = FULL,
         prepare: Callable[[Qwen3ForCausalLM], None] = lambda _: None,
         num_workers: int = 1,
+        is_repeatable: bool = False,
     ) -> None:
         from actor.engine.engine import Engine
 
@@ -92,7 +93,12 @@ class Rig:
         )
         self._runner = asyncio.Runner()
         start = Engine.start(
-            ModelSection(path=path, dtype=dtype), actor, end_of_turn_ids=[], seed=0, lora=lora
+            ModelSection(path=path, dtype=dtype),
+            actor,
+            end_of_turn_ids=[],
+            seed=0,
+            lora=lora,
+            is_repeatable=is_repeatable,
         )
         self.engine = self._runner.run(start)
 

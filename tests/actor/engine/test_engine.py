@@ -32,7 +32,13 @@ def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     dtype, _, tied = request.param.partition(" ")
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        rig = Rig(tmp_path_factory.mktemp("rig"), dtype=dtype, is_tied=bool(tied))
+        # The exact one is the engine of a synchronous run.
+        rig = Rig(
+            tmp_path_factory.mktemp("rig"),
+            dtype=dtype,
+            is_tied=bool(tied),
+            is_repeatable=dtype == EXACT,
+        )
         yield rig
         rig.close()
 
@@ -119,6 +125,35 @@ async def sample(rig: Rig, prompts: list[list[int]]) -> list[Turn]:
         asked, max_tokens=64, salt=f"v{version}", seeds={name: n for n, name in enumerate(asked)}
     )
     return [*alone, *together.values()]
+
+
+@on_float32
+def test_prompts_that_no_step_holds_are_drawn_from_by_their_seeds_alone(rig: Rig) -> None:
+    """40 prompts of 300 tokens: a step of vLLM's own ends within one of them.
+
+    A prompt computed in parts takes a draw back from its generator, which none on a CPU can: the
+    engine ended.
+    """
+
+    async def law() -> None:
+        prompts = {f"{n}": each for n, each in enumerate(make_prompts(40, num_tokens=300))}
+
+        async def round_of(salt: str, names: list[str]) -> dict[str, list[int]]:
+            turns = await rig.engine.generate_together(
+                {f"{salt}:{name}": prompts[name] for name in names},
+                max_tokens=8,
+                salt=salt,
+                seeds={f"{salt}:{name}": int(name) for name in names},
+            )
+            return {name.partition(":")[2]: turn.token_ids for name, turn in turns.items()}
+
+        together = await round_of("first", list(prompts))
+        assert {len(tokens) for tokens in together.values()} == {8}
+        assert await round_of("second", list(prompts)) == together
+        alone = await round_of("third", ["7"])
+        assert alone["7"] == together["7"]
+
+    rig.run(law())
 
 
 @on_both

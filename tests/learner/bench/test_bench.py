@@ -34,7 +34,7 @@ from learner.bench.memory import ScoringPeaks, peak_bytes, whole_logprobs
 from learner.bench.step import BARE, StepCost, alternate, by_aggregation, make_trainer, measure_step
 from learner.bench.suite import add_peaks, add_step_cost
 from learner.policy.model import Scoring, token_logprobs
-from learner.weights.bench.rounds import Route, send_rounds
+from learner.weights.bench.rounds import BREATH_BYTES, Route, send_rounds
 from learner.weights.source import LiveWeights
 from tests.learner.builders import VOCAB, make_model
 
@@ -291,6 +291,15 @@ def test_sending_says_why_a_receiver_failed() -> None:
     cut = Cut(source.total_bytes, 512)
     with pytest.raises(WeightSyncError, match=r"(?s)receiver:.*nowhere"):
         send_rounds(source, cut, ["ours"], route=Route(peer_device="nowhere", timeout_s=6.0))
+
+
+@pytest.mark.slow
+def test_sender_takes_two_buckets_beside_the_weights_however_large_these_are() -> None:
+    source = LiveWeights([("weights", torch.ones(40 << 20))], torch.bfloat16)
+    cut = Cut(source.total_bytes, 16 << 20)
+    assert cut.num == 5
+    sent = send_rounds(source, cut, ["ours"], route=Route())
+    assert 1.5 * cut.slot_bytes < sent.peak_bytes <= 2 * cut.slot_bytes + BREATH_BYTES
 
 
 @pytest.mark.slow

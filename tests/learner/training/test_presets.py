@@ -6,15 +6,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from common.config.compute import Offload
 from common.config.learning import Advantage
 from common.config.load import list_configs, load_config
 from common.config.run_config import RunConfig
 from common.repository import ROOT
 from learner.policy.lora import has_adapters
-from learner.training.build import load_start, make_trainer
+from learner.training.trainer import Trainer
 from tests.learner.builders import VOCAB, make_samples
+from tests.learner.training.test_rank_workers import ranks_of
 
 SHRINK = 32  # times narrower than the model that the preset is for
 PRESETS = [name for name in list_configs(ROOT) if "qwen" in name]
@@ -52,6 +55,8 @@ def save_small(architecture: Path, folder: Path) -> None:
 def load_small(name: str, folder: Path, overrides: tuple[str, ...]) -> RunConfig:
     large = load_config(name, [], root=ROOT, is_dry=True)
     save_small(ROOT / large.model.architecture, folder)
+    if large.learner.offload is Offload.OPTIMIZER:  # found where there is no GPU
+        overrides = (*overrides, "learner.device=auto")
     given = {line.partition("=")[0] for line in overrides}
     here = [line for line in HERE if line.partition("=")[0] not in given]
     return load_config(name, [f"model.path={folder}", *here, *overrides], root=ROOT)
@@ -62,20 +67,33 @@ def test_preset_trains_a_small_model_of_its_architecture(
     name: str, overrides: tuple[str, ...], tmp_path: Path
 ) -> None:
     cfg = load_small(name, tmp_path / "policy", overrides)
-    model, _ = load_start(cfg, None, torch.device("cpu"))
-    assert type(model).__name__ == "Qwen2ForCausalLM"
+    with ranks_of(cfg) as (trainer, _):
+        check_learning(trainer, cfg, is_lora="lora" in name)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a parameter, sharded or not."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def check_learning(trainer: Trainer, cfg: RunConfig, *, is_lora: bool) -> None:
+    """Train two steps; what is to learn changes, for the better."""
+    model: Any = trainer._gradients._networks.policy
+    assert "Qwen2ForCausalLM" in type(model).__name__
     assert model.is_gradient_checkpointing == cfg.learner.gradient_checkpointing
-    assert has_adapters(model) == ("lora" in name)
-    trainer, version = make_trainer(cfg, model, None)
-    before = {key: each.detach().clone() for key, each in model.named_parameters()}
+    assert has_adapters(model) == is_lora
+    assert isinstance(next(model.parameters()), DTensor) == (
+        cfg.learner.offload is Offload.OPTIMIZER
+    )
+    before = {key: whole(each) for key, each in model.named_parameters()}
     samples = make_samples(num_groups=8)
     tokens = [sample.trajectory.token_ids.tolist() for sample in samples]
     start = trainer.score(tokens)
     for step in range(2):
-        metrics = trainer.train_on(samples, version=version + step).metrics
+        metrics = trainer.train_on(samples, version=step).metrics
     assert trainer.values()["num_updates"] == 2 * cfg.learner.num_minibatches
     is_trained = {key: each.requires_grad for key, each in model.named_parameters()}
-    changed = {k: not torch.equal(before[k], v) for k, v in model.named_parameters()}
+    changed = {k: not torch.equal(before[k], whole(v)) for k, v in model.named_parameters()}
     assert changed == is_trained  # all that is to learn, nothing else
     assert any(is_trained.values())
     assert metrics["policy/kl_reference"] > 0  # the reference is where the run began
