@@ -143,6 +143,7 @@ def bench(request: Request) -> int:
         "chaos": Later("common.bench.chaos.suite:run_suite"),
         "chaos-short": Later("common.bench.chaos.suite:run_short"),
         "chaos-long": Later("common.bench.chaos.suite:run_long"),
+        "hostile": Later("common.bench.hostile.suite:run_suite"),
         "soak-run": Later("common.bench.soak:run_suite"),
         "soak-run-long": Later("common.bench.soak:run_long"),
         "gpu": Later("learner.bench.gpu:run_suite"),

@@ -58,7 +58,7 @@ def run(cfg: RunConfig, run_dir: RunDir) -> None:
         hello = HubHello(name="envhub", incarnation=uuid.uuid4().hex[:12], place=place)
         start_s = cfg.actor.start_timeout_s
         with (
-            registered(cfg, run_dir, keys, hello),
+            registered(cfg, run_dir, keys, hello, refused=app.state.refusals.report),
             beacon_of(run_dir, "envhub", start_s=start_s) as beacon,
         ):
             on_round = partial(beacon.note, "main", "serving")
@@ -85,7 +85,8 @@ def run_joined(cfg: RunConfig, joined: Joined) -> None:
         place = HubPlace(url=told_address(cfg, listener), token=token, envs=names)
         hello = HubHello(name=name, incarnation=uuid.uuid4().hex[:12], place=place)
         silence_s = 4 * cfg.scheduler.dead_after_s
-        with registered(cfg, book, joined.key.as_keys(), hello, silence_s=silence_s):
+        refused, own = app.state.refusals.report, joined.key.as_keys()
+        with registered(cfg, book, own, hello, refused=refused, silence_s=silence_s):
             serve(app, sessions, listener, log_level=cfg.log.level)
 
 
@@ -96,14 +97,17 @@ def registered(
     keys: RunKeys,
     hello: HubHello,
     *,
+    refused: Callable[[], dict[str, int]],
     silence_s: float | None = None,
 ) -> Iterator[None]:
-    """Tell the scheduler of this hub meanwhile.
+    """Tell the scheduler of this hub meanwhile, and of what it has `refused`.
 
     Raises: LongstrideError: the scheduler refuses it, or was silent for `silence_s`.
     """
     every_s = cfg.scheduler.heartbeat_s
-    registration = Registration(addresses, keys, hello, every_s=every_s, silence_s=silence_s)
+    registration = Registration(
+        addresses, keys, hello, every_s=every_s, silence_s=silence_s, refused=refused
+    )
     registration.start()
     try:
         yield
@@ -204,7 +208,7 @@ def serve(
     config = uvicorn.Config(
         app,
         loop="uvloop",
-        http=limited_protocol(sessions.counts, app.state.known_heads),
+        http=limited_protocol(sessions.counts, app.state.refusals, app.state.known_heads),
         ws="none",
         access_log=False,
         server_header=False,

@@ -4,6 +4,7 @@ import logging
 import os
 import signal
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 
 import zmq
@@ -38,12 +39,14 @@ class Registration(threading.Thread):
         *,
         every_s: float,
         silence_s: float | None,
+        refused: Callable[[], dict[str, int]] = dict,
     ) -> None:
         super().__init__(name="registration", daemon=True)
         self._addresses = addresses
         self._hello = hello
         self._every_s = every_s
         self._silence_s = silence_s
+        self._refused = refused
         self._context = zmq.Context()
         self._line = FollowingDealer(addresses, "scheduler", keys, context=self._context)
         self._stop_requested = threading.Event()
@@ -73,7 +76,7 @@ class Registration(threading.Thread):
     def _hello_from_here(self) -> HubHello:
         place = self._hello.place
         url = advertised(place.url, towards=self._line.address)
-        return replace(self._hello, place=replace(place, url=url))
+        return replace(self._hello, place=replace(place, url=url), refused=self._refused())
 
     def _is_over(self) -> bool:
         """Return whether to end. Raises: LongstrideError: refused, or nothing heard for long."""

@@ -245,6 +245,7 @@ class Loop:
         learner, rss = self._learner, self._process.memory_info().rss
         metrics = result.metrics | learner.buffer.drain_stats() | learner.admission.counts()
         metrics |= horizon_mix(batch.members) | learner.publisher.drain_metrics()
+        metrics |= learner.intake.refused()
         metrics |= {
             "groups/trained": float(len(batch.groups)),
             "groups/stale_episodes": float(len(batch.stale)),

@@ -50,6 +50,7 @@ def refused_lines(run_dir: RunDir) -> list[str]:
     ]
     for cause, num in scheduler.get("connections", {}).get("refused", {}).items():
         lines.append(f"  refused connections ({cause}): {num}")
-    for who, num in told.get("learner", {}).items():
-        lines.append(f"  refused by the learner ({who[:100]!r}): {num}")
+    for by, whom in (("the learner", "learner"), ("hubs", "hubs")):
+        for who, num in told.get(whom, {}).items():
+            lines.append(f"  refused by {by} ({who[:100]!r}): {num}")
     return lines[:MAX_LINES]

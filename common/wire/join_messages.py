@@ -84,6 +84,8 @@ class HubHello:
     name: Id
     incarnation: Id  # random per process start
     place: HubPlace
+    refused: dict[str, int] = field(default_factory=dict[str, int], compare=False)  # requests and
+    # connections since then, by "address/reason"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

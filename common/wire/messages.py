@@ -156,7 +156,7 @@ class Heartbeat:
     unchanged_s: Seconds = 0.0  # since an actor's last turn, a learner's main thread's progress
     num_reports: Count = 0  # learner: its numbered messages that went before, on this connection
     refused: dict[str, int] = field(default_factory=dict[str, int])  # of a learner: messages and
-    # connections that its listeners refused, by "plane/peer"
+    # connections that its listeners refused, by "plane/peer/reason"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,6 +187,8 @@ class Progress:
     # fewer than `groups.per_step` if it must be short; 0: in sync mode, the round is not over
     silent: list[str] = field(default_factory=list[str])  # to a learner: incarnations of actors
     # that left, died, or have not been heard of for 5 heartbeats
+    refused: dict[str, int] = field(default_factory=dict[str, int])  # to a learner: as in its
+    # Heartbeat, by the scheduler and the hubs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -125,7 +125,7 @@ class Router:
                 message, reason, is_forbidden = None, str(error), False
             if reason:
                 self._peers.strike(peer, reason, is_forbidden=is_forbidden)
-                self.send(sender, Rejected(reason=reason[:500]))
+                self.send_frames(sender, encode(Rejected(reason=reason[:500])))
                 continue
             received.append(Received(sender=sender, message=message, frames=frames))
         return received
@@ -170,17 +170,22 @@ class Router:
         return self._peers.num_invalid
 
     def num_refused(self, plane: str) -> dict[str, int]:
-        """Return how many messages and connections were refused, by "plane/peer"."""
-        strangers = sum(self._connections.report()["refused"].values())
-        counts = {**self._peers.num_refused(), "strangers": strangers}
-        return {f"{plane}/{name}": num for name, num in counts.items() if num}
+        """Return how many messages and connections were refused, by "plane/peer/reason"."""
+        causes = self._connections.report()["refused"].items()
+        counts = {**self._peers.num_refused(), **{f"strangers/{why}": num for why, num in causes}}
+        return {f"{plane}/{name}": num for name, num in counts.items()}
 
     def report(self) -> dict[str, Any]:
         """Return what was refused, of which peers and which strangers."""
         return {"peers": self._peers.report(), "connections": self._connections.report()}
 
     def send(self, receiver: bytes, message: Any) -> bool:
-        """Send; False if the receiver is gone or its queue is full (it will ask again)."""
+        """Send; False if the receiver is gone or its queue is full (it will ask again).
+
+        A message that is answered with `Rejected` is counted of its sender.
+        """
+        if isinstance(message, Rejected):
+            self.note_refused(receiver, message.reason)
         return self.send_frames(receiver, encode(message))
 
     def send_frames(self, receiver: bytes, frames: list[bytes]) -> bool:

@@ -7,6 +7,7 @@ from fastapi import HTTPException, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from envhub.http.bodies import json_response
+from envhub.http.refusals import REFUSED, Refusals
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})
 
@@ -15,10 +16,17 @@ class AuthMiddleware:
     """ASGI middleware that answers 401 without the token and 413 to bodies over the limit."""
 
     def __init__(
-        self, app: ASGIApp, *, token: str | None, max_body_bytes: int, max_batch_bytes: int
+        self,
+        app: ASGIApp,
+        *,
+        token: str | None,
+        max_body_bytes: int,
+        max_batch_bytes: int,
+        refusals: Refusals,
     ) -> None:
         """`max_batch_bytes` is for paths that end in /batch, and for AgentGym's."""
         self._app = app
+        self._refusals = refusals
         self._token = token.encode() if token is not None else None
         self._max_body_bytes = max_body_bytes
         self._max_batch_bytes = max_batch_bytes
@@ -27,6 +35,7 @@ class AuthMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        send = self._counted(scope, send)
         headers = dict(scope["headers"])
         if not self._is_allowed(scope["path"], headers):
             await _refusal(401, "a valid bearer token is required")(scope, receive, send)
@@ -41,6 +50,16 @@ class AuthMiddleware:
         if length is None and b"transfer-encoding" in headers:
             receive = _limited(receive, limit)
         await self._app(scope, receive, send)
+
+    def _counted(self, scope: Scope, send: Send) -> Send:
+        """Return `send` that counts an answer which refuses a request of its client."""
+
+        async def counting(message: Message) -> None:
+            if reason := REFUSED.get(message.get("status", 0)):
+                self._refusals.note(scope["client"], reason)
+            await send(message)
+
+        return counting
 
     def _is_allowed(self, path: str, headers: dict[bytes, bytes]) -> bool:
         if self._token is None or path in OPEN_PATHS:

@@ -8,6 +8,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from common.wire.access.connections import RESERVED_FILES, raise_file_limit
 from envhub.http.known_heads import KnownHeads
+from envhub.http.refusals import REFUSED, Refusals
 
 MAX_HEADER_BYTES = 64 * 1024  # of one request, its path with them
 REQUEST_S = 20.0  # from the first byte of a request, or from connecting, to its last byte
@@ -25,8 +26,9 @@ class LimitedProtocol(HttpToolsProtocol):
     """
 
     counts: Counter[str]
+    refusals: Refusals
     max_connections: int
-    unused: dict[Any, None]  # connections without a whole request yet, in their order
+    unused: dict["LimitedProtocol", None]  # connections without a whole request yet, in their order
     known: KnownHeads
 
     _answered_at = 0.0  # by `known`, on the loop's clock
@@ -40,7 +42,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._begin()
         if len(self.connections) > self.max_connections:
             oldest = next(iter(self.unused))
-            self.counts["too_many"] += 1
+            oldest._refuse("too_many")
             oldest.transport.abort()
             self.unused.pop(oldest)
 
@@ -56,7 +58,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._num_bytes += len(data)
         super().data_received(data)
         if self._is_in_headers and self._num_bytes > MAX_HEADER_BYTES:
-            self.counts["large_headers"] += 1
+            self._refuse("large_headers")
             self.transport.write(TOO_LARGE)
             self.transport.close()
         elif is_first and not self._num_bytes and self.cycle is not None:
@@ -124,15 +126,26 @@ class LimitedProtocol(HttpToolsProtocol):
             self._timer = None
 
     def _give_up(self) -> None:
-        self.counts["slow"] += 1
+        self._refuse("slow")
         self.transport.abort()
 
+    def send_400_response(self, msg: str) -> None:
+        self.refusals.note(self.client, REFUSED[400])
+        super().send_400_response(msg)
 
-def limited_protocol(counts: Counter[str], known: KnownHeads) -> type[HttpToolsProtocol]:
-    """Return the protocol of one hub's connections; it counts in `counts` whom it sends away."""
+    def _refuse(self, reason: str) -> None:
+        self.counts[reason] += 1
+        self.refusals.note(self.client, reason)
+
+
+def limited_protocol(
+    counts: Counter[str], refusals: Refusals, known: KnownHeads
+) -> type[HttpToolsProtocol]:
+    """Return the protocol of one hub's connections; it counts whom it sends away."""
     limit = raise_file_limit()
     own = {
         "counts": counts,
+        "refusals": refusals,
         "max_connections": min(MAX_CONNECTIONS, limit - min(RESERVED_FILES, limit // 4)),
         "unused": {},
         "known": known,

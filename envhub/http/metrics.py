@@ -8,6 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from envhub.hosting.sessions import Sessions
+from envhub.http.refusals import Refusals
 
 STEP_BUCKETS_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 COUNTS = ("created", "expired", "deleted", "steps", "repeated", "refused", "failed", "repaired")
@@ -21,8 +22,9 @@ class HubMetrics(Collector):
     collected as they occur, by `Sessions.on_step`.
     """
 
-    def __init__(self, sessions: Sessions) -> None:
+    def __init__(self, sessions: Sessions, refusals: Refusals) -> None:
         self._sessions = sessions
+        self._refusals = refusals
         self._process = psutil.Process()
         self._registry = CollectorRegistry()
         self._registry.register(self)
@@ -55,6 +57,12 @@ class HubMetrics(Collector):
             family = CounterMetricFamily(f"envhub_{name}", f"Sessions or steps {name}.")
             family.add_metric([], self._sessions.counts[name])
             yield family
+        refused = CounterMetricFamily(
+            "envhub_refused_requests", "Requests refused.", labels=["address", "reason"]
+        )
+        for who, num in self._refusals.report().items():
+            refused.add_metric(who.rsplit("/", 1), num)
+        yield refused
         placement = self._sessions.placement
         restarts = CounterMetricFamily(
             "envhub_worker_restarts", "Workers lost.", labels=["env", "cause"]

@@ -47,6 +47,7 @@ from envhub.http.bodies import (
 )
 from envhub.http.known_heads import KnownHeads
 from envhub.http.metrics import HubMetrics
+from envhub.http.refusals import Refusals
 
 logger = logging.getLogger(__name__)
 
@@ -100,13 +101,18 @@ def make_app(
 
     app = FastAPI(title="Longstride environment hub", lifespan=lifespan)
     app.state.known_heads = known = KnownHeads(token, STATUS_CODES)
+    app.state.refusals = refusals = Refusals()
     app.add_middleware(
-        AuthMiddleware, token=token, max_body_bytes=MAX_BODY_BYTES, max_batch_bytes=MAX_BATCH_BYTES
+        AuthMiddleware,
+        token=token,
+        max_body_bytes=MAX_BODY_BYTES,
+        max_batch_bytes=MAX_BATCH_BYTES,
+        refusals=refusals,
     )
     for error, status in STATUS_CODES.items():
         app.add_exception_handler(error, _failure(status))
     app.add_exception_handler(ClientDisconnect, _failure(400))  # nobody is left to read it
-    metrics = HubMetrics(sessions)
+    metrics = HubMetrics(sessions, refusals)
     _add_catalogue_routes(app, sessions, registry, metrics, step_timeout_s=step_timeout_s)
     _add_session_routes(app, sessions)
     _add_presence_route(app, sessions)

@@ -184,10 +184,18 @@ class Intake(threading.Thread):
             time.sleep(min(ROOM_POLL_S, self._heartbeat_s))
         return positions
 
+    def refused(self) -> dict[str, float]:
+        """Return the metrics of what all listeners of the run refused. From any thread."""
+        found = self._refused_here() | self._scheduler.refused_elsewhere
+        return {f"refused/{who}": float(num) for who, num in found.items()}
+
+    def _refused_here(self) -> dict[str, int]:
+        return self._router.num_refused("trajectories") | self._scheduler.others_refused()
+
     def _heartbeat(self) -> Heartbeat:
         status = self.status
         return Heartbeat(
-            refused=self._router.num_refused("trajectories") | self._scheduler.others_refused(),
+            refused=self._refused_here(),
             role="learner",
             name=self._scheduler.hello.name,
             version=self._buffer.version,

@@ -44,6 +44,7 @@ class SchedulerClient:
         self._silence_s = silence_s
         self._on_progress = on_progress
         self.others_refused: Callable[[], dict[str, int]] = dict  # by the learner's other listeners
+        self.refused_elsewhere: dict[str, int] = {}  # by scheduler and hubs, as it last said
         self._context = zmq.Context()
         self._dealer = FollowingDealer(
             run_dir, "scheduler", keys, context=self._context, hello=self._greet
@@ -96,6 +97,7 @@ class SchedulerClient:
                     self._reports.acknowledge(message.num_saved)
                 elif self._run_epoch:
                     self._dealer.send(self._hello_from_here())
+                self.refused_elsewhere = message.refused or self.refused_elsewhere
                 self._on_progress(message)
                 if is_same:
                     self._look_for_gap(message)

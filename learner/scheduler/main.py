@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from common.store.run_dir import RunDir, write_atomically, write_json
 from common.wire.access.lease_mac import lease_key, marked
 from common.wire.addresses import LOOPBACK, WILDCARDS, bracketed
 from common.wire.join_messages import FileRequest, HubGoodbye, HubHello, HubNoted, JoinRequest
-from common.wire.messages import Goodbye, Heartbeat, Hello, LeaseGrant, LeaseRequest
+from common.wire.messages import Goodbye, Heartbeat, Hello, LeaseGrant, LeaseRequest, Progress
 from common.wire.security import RunKeys, load_keys, write_join_key
 from common.wire.sockets import Received, Router
 from learner.scheduler.components import build_components
@@ -266,6 +266,9 @@ def answer_all(parts: Serving, received: list[Received]) -> None:
         parts.is_changed = True
         if isinstance(answer, LeaseGrant):
             answer = marked(answer, name, parts.lease_key)
+        elif isinstance(answer, Progress) and getattr(each.message, "role", "") == "learner":
+            found = parts.router.num_refused("scheduler") | parts.registry.refused()
+            answer = replace(answer, refused=found)
         if answer is not None:
             answers.append((each.sender, answer))
         if (directory := parts.registry.hear(each.message)) is not None:
@@ -356,7 +359,8 @@ def refused(parts: Serving) -> dict[str, Any]:
     """Return what listeners of the run refused: here, and as the learner last said of its own."""
     told = parts.router.report()
     learner = {m.name: m.refused for m in parts.core.members.alive("learner") if m.refused}
-    return {"scheduler": told, "learner": next(iter(learner.values()), {})}
+    hubs = parts.registry.refused()
+    return {"scheduler": told, "learner": next(iter(learner.values()), {}), "hubs": hubs}
 
 
 def write_ledger(parts: Serving) -> None:

@@ -2,7 +2,6 @@
 
 import logging
 import time
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +35,15 @@ class Account:
     @property
     def num_refused(self) -> int:
         return self.num_invalid + self.num_forbidden + self.num_dropped
+
+    def counts(self) -> dict[str, int]:
+        """Return the counts by reason."""
+        return {
+            "invalid": self.num_invalid,
+            "forbidden": self.num_forbidden,
+            "dropped": self.num_dropped,
+            "unsent": self.num_unsent,
+        }
 
 
 @dataclass(slots=True)
@@ -156,25 +164,27 @@ class Peers:
 
     def report(self) -> dict[str, dict[str, Any]]:
         """Return what was refused of whom, by name; nothing of peers that did nothing wrong."""
-        known = list(self._accounts.items())  # another thread may add one meanwhile
-        guilty = [(n, a) for n, a in known if a.num_refused or a.num_unsent]
-        guilty.sort(key=lambda each: -each[1].num_refused)
         return {
             ("the run's own key" if name == RUN else name): {
-                "invalid": account.num_invalid,
-                "forbidden": account.num_forbidden,
-                "dropped": account.num_dropped,
-                "unsent": account.num_unsent,
+                **account.counts(),
                 "last_reason": account.last_reason,
             }
-            for name, account in guilty[:MAX_SHOWN]
+            for name, account in self._guilty()
         }
 
+    def _guilty(self) -> list[tuple[str, Account]]:
+        known = list(self._accounts.items())  # another thread may add one meanwhile
+        guilty = [(n, a) for n, a in known if a.num_refused or a.num_unsent]
+        return sorted(guilty, key=lambda each: -each[1].num_refused)[:MAX_SHOWN]
+
     def num_refused(self) -> dict[str, int]:
-        """Return how many messages were refused, by peer."""
-        known = list(self._accounts.items())
-        refused = Counter({name: each.num_refused for name, each in known if each.num_refused})
-        return dict(refused.most_common(MAX_SHOWN))
+        """Return how many messages were refused, and answers not taken, by "peer/reason"."""
+        return {
+            f"{name}/{kind}": num
+            for name, account in self._guilty()
+            for kind, num in account.counts().items()
+            if num
+        }
 
 
 def _descriptor(frame: Any) -> int:

@@ -86,6 +86,11 @@ class Registry:
         """Return whether a hub of this name is there."""
         return name in self._hubs
 
+    def refused(self) -> dict[str, int]:
+        """Return what the hubs that are there refused, by "name/address/reason"."""
+        hellos = [hub.hello for hub in self._hubs.values()]
+        return {f"{h.name}/{who}": num for h in hellos for who, num in h.refused.items()}
+
     @property
     def hub_senders(self) -> list[bytes]:
         """The ROUTER identities of the hubs that are there."""

@@ -48,11 +48,13 @@ def test_status_says_of_whom_what_was_refused_in_few_words(tmp_path: Path) -> No
     connections = {"open": 1, "accepted": 9, "refused": {"too many": 7}, "refused_by_address": {}}
     told = {
         "scheduler": {"peers": {"actor-3\n": peer}, "connections": connections},
-        "learner": {"weights/actor-3": 4},
+        "learner": {"weights/actor-3/invalid": 4},
+        "hubs": {"envhub/127.0.0.1/token": 2},
     }
     run_dir.status.write_text(json.dumps({"refused": told}))
     lines = refused_lines(run_dir)
-    assert len(lines) == 3
+    assert len(lines) == 4
+    assert "envhub/127.0.0.1/token" in lines[3]
     assert all(len(line) < 400 and "\n" not in line for line in lines)
     assert "3 invalid, 2 forbidden, 1 unread" in lines[0]
 

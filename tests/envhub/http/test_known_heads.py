@@ -15,6 +15,7 @@ from envhub import main
 from envhub.http import known_heads
 from envhub.http.known_heads import KnownHeads
 from envhub.http.limits import limited_protocol
+from envhub.http.refusals import Refusals
 
 HOST, TOKEN, BASE = "127.0.0.1", "t" * 20, "/agentgym/textcraft"
 
@@ -46,7 +47,7 @@ def hub() -> Iterator[Hub]:
             known.learn(request, *parsed)
 
     with socket.create_server((HOST, 0)) as listener:
-        http = limited_protocol(sessions.counts, Watched(TOKEN, {}))
+        http = limited_protocol(sessions.counts, Refusals(), Watched(TOKEN, {}))
         config = main.uvicorn.Config(app, http=http, ws="none", log_config=None)
         server = main.DrainingServer(config, sessions)
         serving = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

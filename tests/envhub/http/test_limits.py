@@ -28,7 +28,9 @@ def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     with socket.create_server((HOST, 0)) as listener:
         config = main.uvicorn.Config(
             app,
-            http=limits.limited_protocol(sessions.counts, app.state.known_heads),
+            http=limits.limited_protocol(
+                sessions.counts, app.state.refusals, app.state.known_heads
+            ),
             ws="none",
             log_config=None,
         )
@@ -83,3 +85,18 @@ def test_idle_connections_keep_nobody_out(port: int) -> None:
         while int(str(health(port)["num_too_many"])) < 190:  # a hub that is busy ends them later
             assert time.monotonic() < deadline
         assert health(port)["status"] == "ok"
+
+
+def test_what_is_refused_is_counted_of_its_sender_by_reason(port: int) -> None:
+    url, own = f"http://{HOST}:{port}", {"Authorization": "Bearer t"}
+    for _ in range(3):
+        assert httpx.get(f"{url}/v1/envs", headers={"Authorization": "Bearer no"}).is_error
+    assert httpx.post(f"{url}/v1/sessions", headers=own, content=b"{").status_code == 422
+    assert httpx.post(f"{url}/v1/sessions", headers=own, content=b"x" * 70_000).status_code == 413
+    with socket.create_connection((HOST, port), timeout=5) as stranger:
+        stranger.sendall(b"\x00\x01\r\n\r\n")
+        assert stranger.recv(12) == b"HTTP/1.1 400"
+    told = httpx.get(f"{url}/metrics", headers=own).text
+    for reason, num in (("token", 3), ("invalid", 1), ("too_large", 1), ("malformed", 1)):
+        line = f'envhub_refused_requests_total{{address="{HOST}",reason="{reason}"}} {num}.0'
+        assert line in told

@@ -96,7 +96,7 @@ def test_an_episode_that_its_actor_was_not_leased_is_refused_and_tells_nothing_o
     assert setup.scheduler.outcomes == {}, "nobody else's episode fails by that"
     assert setup.journaled() == ["g/0"]
     assert setup.admission.counts()["admission/forged"] == len(forged)
-    assert setup.router.num_refused("trajectories") == {"trajectories/run": len(forged)}
+    assert setup.router.num_refused("trajectories") == {"trajectories/run/forbidden": len(forged)}
     setup.close()
 
 

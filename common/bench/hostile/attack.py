@@ -1,0 +1,227 @@
+"""What strangers and peers that mean harm send, each attack a process: `-m ... '{"...": ...}'`."""
+
+import asyncio
+import contextlib
+import json
+import random
+import socket
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import zmq
+
+from common.store.run_dir import write_json
+from common.wire.access.connections import raise_file_limit
+from common.wire.access.peers import MAX_STRIKES
+from common.wire.codec import encode
+from common.wire.messages import Goodbye, Heartbeat, Hello, LeaseRequest, Outcomes
+from common.wire.security import RunKeys
+from common.wire.sockets import connect_dealer
+
+FRAMES_PER_STRANGER = 6  # each on a connection of its own; of every ninth none
+FRAMES_PER_CONNECTION = 200  # with a key; 100 refused ones make a listener deaf to it for a while
+MAX_OPEN = 1_000  # connections of strangers that stay, the newest ones
+NUM_SLOW = 20  # that send a byte now and then meanwhile
+DEAF_FRAC = 0.1  # of the frames with a key: from one that asks and never reads
+LINGER_S = 30  # for what was sent to be taken
+NUM_SOCKETS = 64
+ANSWER_S = 30.0
+SLOW_EVERY_S = 0.5
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01CURVE".ljust(22, b"\0") + bytes(33)
+AXES = b"\x93\x03\xaaTrajectory\x81\xa9token_ids\x93\x01\xa5int32\xdc\x4e\x20" + b"\x01" * 20_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attack:
+    """What one process is told."""
+
+    address: str  # of a ROUTER, or a hub's URL
+    result: str  # file for what it did
+    num_frames: int  # half of them with a key; of a hub: requests
+    num_connections: int = 0  # of strangers
+    keys: RunKeys | None = None  # of an actor; None: it is a hub that is asked
+    name: str = ""  # of that actor
+    token: str = ""  # of a hub
+    seed: int = 0
+
+
+@dataclass(slots=True)
+class Done:
+    """What it did."""
+
+    num_with_key: int = 0  # messages, all of them to be refused
+    num_strangers: int = 0  # connections that were made
+    num_stranger_frames: int = 0
+    answers: dict[str, int] = field(default_factory=dict[str, int])  # of a hub, by status
+
+
+def hostile_messages(chance: random.Random, name: str) -> Iterator[list[bytes]]:
+    """Yield messages for ever that no actor may send, whatever the listener."""
+    hello = encode(Hello(role="actor", name=name, incarnation="i", version=0))
+    beat = Heartbeat(role="actor", name=name, version=0, running=[], unchanged_s=float("nan"))
+    fixed = [
+        [b"\xc1 rubbish"],
+        [hello[0][: len(hello[0]) // 2]],
+        [b"\x93\x03\xc6\xff\xff\xff\xff"],
+        [b"\x91" * 5_000],
+        [AXES],
+        [b""] * 63,
+        [b"\xdb\x00\x0f\x42\x40" + bytes(1_000_000)],
+        encode(Hello(role="learner", name=name, incarnation="i", version=10**9)),
+        encode(Hello(role="actor", name="honest", incarnation="i", version=0)),
+        encode(Goodbye(role="actor", name="honest", incarnation="i")),
+        encode(LeaseRequest(actor="9" * 5_000, num_free_slots=1, version=0)),
+        encode(LeaseRequest(actor="honest", num_free_slots=1, version=0)),
+        encode(Outcomes(num_duplicates=5)),
+        encode(beat),
+    ]
+    while True:
+        yield from fixed
+        yield [chance.randbytes(chance.choice((1, 40, 3_000)))]
+
+
+def attack_with_key(told: Attack, done: Done) -> None:
+    """Send half of the frames as an actor that has a key, over connection after connection."""
+    assert told.keys is not None
+    context, num = zmq.Context(), told.num_frames // 2
+    messages = hostile_messages(random.Random(told.seed), told.name)
+    num_deaf = int(DEAF_FRAC * num)
+    deaf = connect_dealer(context, told.keys, address=told.address, timeout_s=LINGER_S)
+    try:
+        while done.num_with_key < num - num_deaf:
+            peer = connect_dealer(context, told.keys, address=told.address, timeout_s=LINGER_S)
+            num_now = min(FRAMES_PER_CONNECTION, num - num_deaf - done.num_with_key)
+            for _ in range(num_now):
+                peer.send_multipart(next(messages))
+            for _ in range(min(num_now, MAX_STRIKES)):  # TCP forgets what it has if any come late
+                peer.recv_multipart()
+            done.num_with_key += num_now
+            peer.close(linger=LINGER_S * 1_000)
+        for _ in range(num_deaf):
+            deaf.send_multipart(next(messages))
+            done.num_with_key += 1
+    finally:
+        deaf.close(linger=LINGER_S * 1_000)
+        context.term()
+
+
+def attack_as_strangers(told: Attack, done: Done) -> None:
+    """Connect again and again without a key, and send what nobody should before a handshake."""
+    where, chance = urlsplit(told.address), random.Random(told.seed)
+    place = where.hostname or "", where.port or 0
+    kept, slow = deque[socket.socket](), [_connected(place, b"") for _ in range(NUM_SLOW)]
+    slow_at = 0.0
+    for number in range(told.num_connections - NUM_SLOW):
+        frames = [_stranger_frame(chance) for _ in range(FRAMES_PER_STRANGER)]
+        opening = b"" if number % 8 == 0 else GREETING
+        made = _connected(place, opening + b"".join(frames) * (number % 9 != 0))
+        if made is None:
+            continue
+        kept.append(made)
+        done.num_stranger_frames += FRAMES_PER_STRANGER * (number % 9 != 0)
+        if len(kept) > MAX_OPEN:
+            kept.popleft().close()
+        if time.monotonic() > slow_at:
+            slow_at = time.monotonic() + SLOW_EVERY_S
+            for each in filter(None, slow):
+                with contextlib.suppress(OSError):
+                    each.send(GREETING[:1])
+    done.num_strangers = told.num_connections
+    for each in (*kept, *filter(None, slow)):
+        each.close()
+
+
+def _stranger_frame(chance: random.Random) -> bytes:
+    body = chance.randbytes(chance.choice((0, 5, 200)))
+    return chance.choice(
+        (
+            b"\x04" + bytes([len(body)]) + body,  # a command
+            b"\x00" + bytes([len(body)]) + body,  # a message
+            b"\x06" + (1 << 40).to_bytes(8, "big") + body,  # a command of a terabyte
+            b"\x04\xc8\x05HELLO\x01\x00" + bytes(192),  # CURVE's, with nothing in it
+            b"GET / HTTP/1.1\r\n\r\n" + body,
+        )
+    )
+
+
+def _connected(place: tuple[str, int], content: bytes) -> socket.socket | None:
+    """Return a connection on which something was sent; None: it was ended already."""
+    made = socket.create_connection(place, timeout=ANSWER_S)
+    try:
+        made.sendall(content)
+    except OSError:
+        made.close()
+        return None
+    return made
+
+
+def hostile_requests(told: Attack) -> Iterator[tuple[bytes, bool]]:
+    """Yield requests to a hub for ever, each with whether it is one that will ever be whole."""
+    chance = random.Random(told.seed)
+    while True:
+        for path in ("/v1/sessions", "/v1/sessions/none/step", "/v1/sessions/batch"):
+            yield _request(path, b"{}", "no"), True
+            yield _request(path, b'{"action":"\xf0\x9f', told.token), True
+            yield _request(path, b'{"env":"\\ud83d","item_id":"\\udc00"}', told.token), True
+            yield _request(path, b'{"env":[1],"item_id":{"a":1e999},"seq":"x"}', told.token), True
+            yield _request(path, b"[" * 60_000, told.token), True
+            yield _request(path, b"x" * 70_000, told.token), True
+            yield _request(path, b"{}", told.token, extra=b"x: " + b"y" * 70_000 + b"\r\n"), True
+            yield b"POST " + chance.randbytes(60) + b" HTTP/9.9\r\n\r\n", True
+            yield _request(path, b"{}", told.token)[: chance.randint(1, 90)], False
+
+
+def _request(path: str, body: bytes, token: str, *, extra: bytes = b"") -> bytes:
+    head = f"POST {path} HTTP/1.1\r\nhost: hub\r\nauthorization: Bearer {token}\r\n".encode()
+    length = b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
+    return head + extra + length + body
+
+
+async def attack_hub(told: Attack, done: Done) -> None:
+    """Send all requests, each on a connection of its own; those that never end stay a while."""
+    statuses, kept = Counter[str](), deque[asyncio.StreamWriter]()
+    requests, where = hostile_requests(told), urlsplit(told.address)
+
+    async def work(num: int) -> None:
+        for _ in range(num):
+            blob, is_whole = next(requests)
+            reader, writer = await asyncio.open_connection(where.hostname, where.port)
+            done.num_with_key += 1
+            with contextlib.suppress(OSError):
+                writer.write(blob)
+                if not is_whole:
+                    kept.append(writer)
+                    if len(kept) > MAX_OPEN:
+                        kept.popleft().close()
+                    continue
+                answer = await asyncio.wait_for(reader.read(), ANSWER_S)
+                statuses[answer[9:12].decode(errors="replace") or "none"] += 1
+            writer.close()
+
+    await asyncio.gather(*(work(-(-told.num_frames // NUM_SOCKETS)) for _ in range(NUM_SOCKETS)))
+    for each in kept:
+        each.close()
+    done.answers = dict(statuses)
+
+
+def main(text: str) -> None:
+    """Attack, and write down what was done."""
+    plain = json.loads(text)
+    keys = plain.pop("keys")
+    told, done = Attack(**plain, keys=RunKeys(**keys) if keys else None), Done()
+    raise_file_limit()
+    if told.keys is None:
+        asyncio.run(attack_hub(told, done))
+    else:
+        attack_with_key(told, done)
+        attack_as_strangers(told, done)
+    write_json(Path(told.result), asdict(done))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,28 @@
+"""Whom a hub sent away, and why."""
+
+from collections import Counter
+
+MAX_ADDRESSES = 1_000  # whose refused requests are counted apart
+MAX_SHOWN = 50
+REFUSED = {400: "malformed", 401: "token", 413: "too_large", 422: "invalid"}  # by status
+
+
+class Refusals:
+    """Requests and connections that a hub refused, by address and reason."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, Counter[str]] = {}
+
+    def note(self, client: tuple[str, int] | None, reason: str) -> None:
+        """Count one of a client, by what uvicorn knows of its address."""
+        address = client[0] if client else "unknown"
+        if len(self._counts) >= MAX_ADDRESSES and address not in self._counts:
+            address = "others"
+        self._counts.setdefault(address, Counter())[reason] += 1
+
+    def report(self) -> dict[str, int]:
+        """Return how many there were by "address/reason", the most frequent ones."""
+        found = Counter(
+            {f"{a}/{r}": n for a, c in self._counts.copy().items() for r, n in c.items()}
+        )
+        return dict(found.most_common(MAX_SHOWN))

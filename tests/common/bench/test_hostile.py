@@ -1,0 +1,18 @@
+"""Laws of the suite that attacks every listener of a run."""
+
+import io
+
+import pytest
+
+from common.bench.hostile.suite import SMALL, measure
+from common.report.bench_table import BenchTable
+
+
+@pytest.mark.slow
+def test_attacks_on_every_listener_are_counted_of_their_sender_and_hold_nobody_up() -> None:
+    table = BenchTable(out=io.StringIO())
+    measure(table, SMALL)
+    assert table.failed == []
+    promised = [row.name for row in table.rows if row.bound]
+    for listener in ("scheduler", "trajectories", "weights", "hub"):
+        assert sum(name.startswith(f"{listener}, ") for name in promised) == 3
