@@ -58,9 +58,9 @@ class SubsetSpec:
     max_turns: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # to freeze one takes as long as the step of a quick world
 class StepResult:
-    """What one action led to.
+    """What one action led to; whoever made it hands it over and changes it no more.
 
     `reward` is in [0, 1]. `is_valid` is False when the text was no executable action. `is_success`
     says whether the episode has ended solved; where an environment does not say (None), it has if
@@ -79,7 +79,7 @@ class StepResult:
 
     def __post_init__(self) -> None:
         if self.is_success is None:
-            object.__setattr__(self, "is_success", bool(self.done and self.reward >= 1.0))
+            self.is_success = bool(self.done and self.reward >= 1.0)
 
     def told(self) -> dict[str, Any]:
         """Return what a client of the hub's own routes is told, as JSON."""

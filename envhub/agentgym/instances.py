@@ -170,16 +170,6 @@ class Instances:
             raise InstanceUnknown(f"The id {number} is not valid.")
         return instance
 
-    @property
-    def is_at_once(self) -> bool:
-        """Whether steps still answer in the server's own thread."""
-        return self._sessions.placement.inline.is_kept(self._spec.name)
-
-    def is_busy(self, number: int) -> bool:
-        """Return whether a request for it has to wait for another one."""
-        instance = self._instances.peek(number)
-        return instance is not None and instance.lock.locked()
-
     async def reset(self, number: int, index: int) -> Instance:
         """Start the episode of AgentGym's data index and return its instance.
 
@@ -226,6 +216,17 @@ class Instances:
                 raise InstanceUnknown(f"The episode of {number} is gone.") from error
             instance.answer = result
             return instance, result
+
+    def step_at_once(self, number: int, action: str) -> tuple[Instance, StepResult] | None:
+        """Do as `step` in one go; None: it has to wait or to refuse, and nothing was done."""
+        instance = self._instances.find(number)
+        if instance is None or instance.session_id is None or instance.lock.locked():
+            return None
+        result = self._sessions.step_at_once(instance.session_id, action)
+        if result is None:
+            return None
+        instance.answer = result
+        return instance, result
 
     async def detail(self, instance: Instance, what: str) -> Any:
         """Return what an environment tells AgentGym's pages besides; None if it does not.

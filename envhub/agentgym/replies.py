@@ -63,28 +63,21 @@ def reset_reply(dialect: Dialect, number: int, instance: Instance) -> Json | lis
 
 def step_reply(dialect: Dialect, instance: Instance, result: StepResult) -> Json:
     """Return the JSON that answers a step, and add it to the instance's score."""
-    told = _step_reply(dialect, instance, result)
-    reward = told["reward"]
-    assert isinstance(reward, int | float)
-    instance.reward = reward
-    return told
-
-
-def _step_reply(dialect: Dialect, instance: Instance, result: StepResult) -> Json:
     reward = result.reward * dialect.max_score if result.score is None else result.score
     if result.done and not reward:
         reward = dialect.lost_reward
     told: Json = {dialect.observation_key: result.observation, dialect.done_key: result.done}
-    told |= dict(dialect.step_extra)
+    told.update(dialect.step_extra)
     if dialect is SCIWORLD:  # ours is the score so far, theirs what the step added to it
         previous, instance.score = instance.score, round(reward)
-        return told | {"reward": instance.score - previous, "score": instance.score}
-    if dialect is BABYAI:
+        reward, told["score"] = instance.score - previous, instance.score
+    elif dialect is BABYAI:
         instance.score += reward
-        return told | {"reward": reward, "score": instance.score}
-    if dialect is WEBARENA and not result.done:  # theirs says here whether the action was executed
+        told["score"] = instance.score
+    elif dialect is WEBARENA and not result.done:  # theirs says here whether it was executed
         reward = float(result.is_valid)
-    return told | {"reward": reward}
+    instance.reward = told["reward"] = reward
+    return told
 
 
 def observation_reply(dialect: Dialect, instance: Instance) -> Json | str:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from fastapi import FastAPI, Query, Request, Response
 from pydantic import BaseModel, Field, ValidationError, create_model
+from pydantic_core import from_json
 
 from common.errors import EnvError
 from envhub.agentgym.dialects import DIALECTS, SCIWORLD, WEBARENA, WORDLE, Dialect, Faults
@@ -31,8 +32,8 @@ from envhub.env import Isolation, UnknownItem
 from envhub.envs.wordle.words import VOCABULARY
 from envhub.errors import CapacityFull, SessionUnknown
 from envhub.hosting.sessions import Sessions
-from envhub.http.bodies import body_of, json_response, json_text
-from envhub.http.known_heads import KnownHeads, at_once, response_bytes
+from envhub.http.bodies import body_of, json_bytes, json_response
+from envhub.http.known_heads import KnownHeads, response_bytes
 
 LIKE = {"minisites": WEBARENA}  # ours in the manner of another's: its wire, by its own name
 MAX_NUMBER = 2**53
@@ -72,7 +73,7 @@ def _add_routes(app: FastAPI, name: str, desk: "_Desk") -> None:
     bodies = {
         "create": (desk.create, {key: (Number, ...) for key in dialect.create_body or ()}),
         "reset": (desk.reset, instance | index),
-        "step": (desk.step, _step_fields(dialect)),
+        "step": (desk.step, instance | {"action": (str, ...)}),
         "close": (desk.close, instance),
     }
     for verb, (handle, fields) in bodies.items():
@@ -92,10 +93,6 @@ def _add_routes(app: FastAPI, name: str, desk: "_Desk") -> None:
     for path, handle in desk.looks().items():
         operation_id = f"agentgym_{name}_{path[1:] or 'greet'}"
         app.get(base + path, tags=["agentgym"], operation_id=operation_id)(handle)
-
-
-def _step_fields(dialect: Dialect) -> dict[str, Any]:
-    return {dialect.instance_key: (Number, ...), "action": (str, ...)}
 
 
 def _route(
@@ -132,9 +129,9 @@ def _shown(value: object) -> object:
 class _Desk:
     def __init__(self, dialect: Dialect, instances: Instances) -> None:
         self.dialect = dialect
+        self._instance_key = dialect.instance_key
         self._instances = instances
         self.resets_at_create = dialect.create_body == {}
-        self._step_body: Any = create_model("Step", **_step_fields(dialect))
 
     def looks(self) -> dict[str, Callable[..., Awaitable[Response]]]:
         query = Query(alias=self.dialect.instance_key, ge=-MAX_NUMBER, le=MAX_NUMBER)
@@ -227,36 +224,33 @@ class _Desk:
         return json_response(reset_reply(self.dialect, number, instance))
 
     async def step(self, body: Any) -> Response:
-        content, status = await self._step(body)
-        return json_response(content, status=status)
-
-    def step_at_once(self, raw: bytes) -> bytes | None:
-        """Return the whole response to a step of an environment that is quick.
-
-        None: its body is wrong, or it has to wait for another request.
-        """
-        try:
-            body = self._step_body.model_validate_json(raw)
-        except ValidationError:
-            return None
-        if self._instances.is_busy(self._number(body)) or not self._instances.is_at_once:
-            return None
-        content, status = at_once(self._step(body))
-        return response_bytes(json_text(content).encode(), status)
-
-    async def _step(self, body: Any) -> tuple[object, int]:
-        """Return what a step is answered, and with what status."""
-        number = self._number(body)
-        refuses = self.dialect.refuses_after_done
+        number, refuses = self._number(body), self.dialect.refuses_after_done
         try:
             instance, result = await self._instances.step(
                 number, body.action, refuses_after_done=refuses
             )
         except NotReset:
-            return self._refusal(self.dialect.error_before_reset.format(number=number))
+            return self._refused(self.dialect.error_before_reset.format(number=number))
         except (InstanceUnknown, EpisodeOver) as error:
-            return self._refusal(str(error))
-        return step_reply(self.dialect, instance, result), 200
+            return self._refused(str(error))
+        return json_response(step_reply(self.dialect, instance, result))
+
+    def step_at_once(self, raw: bytes) -> bytes | None:
+        """Return the whole response to a step of an environment that is quick.
+
+        None: its body is wrong, or it has to wait or to be refused; nothing was done.
+        """
+        try:
+            body = from_json(raw)
+            number, action = body[self._instance_key], body["action"]
+        except (ValueError, LookupError, TypeError):
+            return None
+        if type(number) is not int or type(action) is not str:
+            return None
+        stepped = self._instances.step_at_once(number, action)
+        if stepped is None:
+            return None
+        return response_bytes(json_bytes(step_reply(self.dialect, *stepped)))
 
     async def close(self, body: BaseModel) -> Response:
         number = self._number(body)
@@ -274,13 +268,7 @@ class _Desk:
         return getattr(body, self.dialect.instance_key)
 
     def _refused(self, text: str, *, is_reset: bool = False, is_look: bool = False) -> Response:
-        content, status = self._refusal(text, is_reset=is_reset, is_look=is_look)
-        return json_response(content, status=status)
-
-    def _refusal(
-        self, text: str, *, is_reset: bool = False, is_look: bool = False
-    ) -> tuple[object, int]:
         faults = self.dialect.faults
         if faults is Faults.STATUS or (is_look and faults is Faults.OBSERVATION):
-            return {"detail": text}, 404
-        return fault_reply(self.dialect, text, is_reset=is_reset), 200
+            return json_response({"detail": text}, status=404)
+        return json_response(fault_reply(self.dialect, text, is_reset=is_reset))

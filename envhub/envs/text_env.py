@@ -1,7 +1,6 @@
 """What the episodes of text worlds share: a step only while an episode lives, nothing after it."""
 
 import hashlib
-from dataclasses import replace
 
 from envhub.env import StepResult, Style
 
@@ -14,11 +13,8 @@ class TextEnv:
 
     def __init__(self, style: Style) -> None:
         self._style = style
+        self._is_compact = style is Style.COMPACT
         self._done = True  # no episode lives before the first reset
-
-    @property
-    def _is_compact(self) -> bool:
-        return self._style is Style.COMPACT
 
     def _begin(self) -> None:
         self._done = False
@@ -28,10 +24,16 @@ class TextEnv:
 
         Raises: RuntimeError: no episode lives.
         """
+        result = self.perform(action)
+        if not result.done:
+            result.state = self.state_text()
+        return result
+
+    def perform(self, action: str) -> StepResult:
+        """Do as `step`, and do not tell the state. Raises: RuntimeError."""
         if self._done:
             raise RuntimeError("step before reset, or after the episode has ended")
-        result = self._step(action)
-        return result if result.done else replace(result, state=self.state_text())
+        return self._step(action)
 
     def _step(self, action: str) -> StepResult:
         raise NotImplementedError

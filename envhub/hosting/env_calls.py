@@ -3,14 +3,38 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 from common.errors import EnvTimeout
 from envhub.env import UnknownItem
 from envhub.errors import EnvRaised
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+def call_at_once(
+    env_name: str,
+    work: Callable[[str], Any],
+    text: str,
+    *,
+    timeout_s: float,
+    note: Callable[[str, float], None],
+) -> Any:
+    """Do as `call_environment` for what is told a text and is not awaited; `note` what it took."""
+    began_s = time.monotonic()
+    try:
+        result = work(text)
+    except Exception as error:
+        note(env_name, time.monotonic() - began_s)
+        raise _failure(env_name, error) from error
+    took_s = time.monotonic() - began_s
+    note(env_name, took_s)
+    if took_s > timeout_s:
+        raise _overrun(env_name, took_s, timeout_s)
+    return result
 
 
 async def call_environment(
@@ -45,9 +69,27 @@ async def call_environment(
         if deadline is not None and deadline.expired():
             text = f"{env_name}: no answer; a call may take {timeout_s:g} s"
             raise EnvTimeout(text) from error
-        logger.warning("environment raised env=%s", env_name, exc_info=True)
-        raise EnvRaised(f"{env_name}: {type(error).__name__}: {error}") from error
+        raise _failure(env_name, error) from error
     took_s = time.monotonic() - began_s
     if timeout_s is not None and took_s > timeout_s:
-        raise EnvTimeout(f"{env_name}: took {took_s:.2f} s; a call may take {timeout_s:g} s")
+        raise _overrun(env_name, took_s, timeout_s)
     return result
+
+
+def at_once(work: Coroutine[Any, Any, T]) -> T:
+    """Return what a coroutine returns that waits for nothing. Raises: RuntimeError: it did."""
+    try:
+        work.send(None)
+    except StopIteration as error:
+        return error.value
+    work.close()
+    raise RuntimeError("a call that answers at once had to wait")
+
+
+def _failure(env_name: str, error: Exception) -> EnvRaised:
+    logger.warning("environment raised env=%s", env_name, exc_info=error)
+    return EnvRaised(f"{env_name}: {type(error).__name__}: {error}")
+
+
+def _overrun(env_name: str, took_s: float, timeout_s: float) -> EnvTimeout:
+    return EnvTimeout(f"{env_name}: took {took_s:.2f} s; a call may take {timeout_s:g} s")

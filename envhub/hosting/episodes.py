@@ -3,14 +3,13 @@
 import contextlib
 import itertools
 import logging
-import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from common.errors import EnvError
 from envhub.env import EnvSpec, Isolation, StepResult, Style
 from envhub.errors import WorkerLost
-from envhub.hosting.env_calls import call_environment
+from envhub.hosting.env_calls import call_at_once, call_environment
 from envhub.hosting.inline import InlineBudget
 from envhub.hosting.worker import Worker
 from envhub.hosting.worker_pool import WorkerPool
@@ -34,6 +33,7 @@ class Episode(Protocol):
 
     async def open(self, item_id: str, seed: int) -> str: ...
     async def step(self, action: str) -> StepResult: ...
+    def step_at_once(self, action: str) -> StepResult | None: ...  # None: it is to be awaited
     async def hint(self) -> tuple[list[str], str | None]: ...  # valid actions, the expert's
     async def render(self) -> tuple[str, str]: ...  # for people, fingerprint
     async def detail(self, what: str) -> Any: ...  # see `Env`
@@ -61,18 +61,27 @@ class LocalEpisode:
 
     async def open(self, item_id: str, seed: int) -> str:
         self._env = await self._call(lambda: self._spec.make(self._style))
+        self._untold = getattr(self._env, "perform", self._env.step)
         observation = await self._call(lambda: self._env.reset(item_id, seed))
         if hasattr(self._env, "state_text"):
             self.first_state = await self._call(self._env.state_text)
         return observation
 
     async def step(self, action: str) -> StepResult:
-        began_s, is_instant = time.monotonic(), self.is_instant
-        try:
-            return await self._call(lambda: self._env.step(action))
-        finally:
-            if is_instant:
-                self._inline.note(self._spec.name, time.monotonic() - began_s)
+        if self._is_at_once():
+            return self._perform(self._env.step, action)
+        return await self._call(lambda: self._env.step(action))
+
+    def step_at_once(self, action: str) -> StepResult | None:
+        """Do as `step` where nothing is waited for; None elsewhere. The state is not told."""
+        return self._perform(self._untold, action) if self._is_at_once() else None
+
+    def _is_at_once(self) -> bool:
+        return self.is_instant and self._spec.name not in self._inline.moved
+
+    def _perform(self, work: Callable[[str], StepResult], action: str) -> StepResult:
+        name, note = self._spec.name, self._inline.note
+        return call_at_once(name, work, action, timeout_s=self._timeout_s, note=note)
 
     async def hint(self) -> tuple[list[str], str | None]:
         valid_actions = await self._call(self._env.valid_actions)
@@ -120,6 +129,9 @@ class WorkerEpisode:
 
     async def step(self, action: str) -> StepResult:
         return StepResult(**await self._call("step", action=action))
+
+    def step_at_once(self, action: str) -> None:
+        """Do nothing: the worker's answer is waited for."""
 
     async def hint(self) -> tuple[list[str], str | None]:
         valid_actions, expert_action = await self._call("hint")

@@ -8,7 +8,6 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from common.errors import EnvError, EnvTimeout
@@ -24,10 +23,11 @@ from envhub.errors import (
     SessionUnknown,
     WorkerLost,
 )
-from envhub.hosting.episodes import Episode
+from envhub.hosting.env_calls import at_once
 from envhub.hosting.inline import INLINE_STEP_S
 from envhub.hosting.leases import LeaseTable
 from envhub.hosting.placement import Placement
+from envhub.hosting.session import Alone, Session
 from envhub.hosting.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -39,26 +39,6 @@ SESSIONS_PER_TRIM = 200  # ended sessions after which free memory goes back to t
 STOP_TIMEOUT_S = 1.0
 MAX_SESSIONS = 16_384
 GONE_S = 1.0  # for an owner whose connection broke to come again
-
-
-@dataclass(slots=True, kw_only=True)
-class Session:
-    """One live episode. `seq` counts executed steps; `answer` is the last one's result.
-
-    `lock` is None as long as a step is atomic by itself.
-    """
-
-    session_id: str
-    env_name: str
-    episode: Episode
-    lock: asyncio.Lock | None
-    owner: str = ""
-    seq: int = 0
-    answer: StepResult | None = None
-
-    @property
-    def is_busy(self) -> bool:
-        return self.lock is not None and self.lock.locked()
 
 
 class Sessions:
@@ -163,13 +143,35 @@ class Sessions:
                 raise SessionConflict(f"the episode ended at seq {session.seq}")
             began_s = time.perf_counter()
             result = await self._call(session, session.episode.step(action))
-            observation = self._valid(session.env_name, result.observation)
-            is_valid = observation is result.observation
-            session.answer = result if is_valid else replace(result, observation=observation)
-            session.seq += 1
-            self.counts["steps"] += 1
-            self.on_step(session.env_name, time.perf_counter() - began_s)
-            return session.answer
+            return self._stepped(session, result, began_s)
+
+    def step_at_once(self, session_id: str, action: str) -> StepResult | None:
+        """Do as `step` in one go; None: it has to wait or to refuse, and nothing was done.
+
+        The state is not told. Raises: EnvRaised, EnvTimeout.
+        """
+        session = self._live.find(session_id)
+        if session is None or session.lock is not None:
+            return None
+        if session.answer is not None and session.answer.done:
+            return None
+        began_s = time.perf_counter()
+        try:
+            result = session.episode.step_at_once(action)
+        except EnvError as error:
+            self._count_failure(error)
+            at_once(self._drop(session))
+            raise
+        return None if result is None else self._stepped(session, result, began_s)
+
+    def _stepped(self, session: Session, result: StepResult, began_s: float) -> StepResult:
+        """Keep the result of a step, and count it."""
+        result.observation = self._valid(session.env_name, result.observation)
+        session.answer = result
+        session.seq += 1
+        self.counts["steps"] += 1
+        self.on_step(session.env_name, time.perf_counter() - began_s)
+        return result
 
     def first_state(self, session_id: str) -> str:
         """Return the state that a session began in, "" if its environment tells none."""
@@ -260,7 +262,7 @@ class Sessions:
     def _valid(self, env_name: str, text: str) -> str:
         """Return an observation that JSON and UTF-8 can carry, and count if it was none."""
         valid = valid_text(str(text))
-        if valid != text:
+        if valid is not text and valid != text:
             self.counts["repaired"] += 1
             if self.counts["repaired"] == 1:
                 logger.warning("halves of characters in an observation env=%s", env_name)
@@ -291,9 +293,9 @@ class Sessions:
             raise WorkerLost(failure)
         raise SessionUnknown("no such session, or its lease has expired")
 
-    def _alone(self, session_id: str) -> "_Alone":
+    def _alone(self, session_id: str) -> Alone:
         """Wait for the session's other calls; it may have ended or expired meanwhile."""
-        return _Alone(self._find, self._live.renew, session_id)
+        return Alone(self._find, self._live.renew, session_id)
 
     async def _call(self, session: Session, call: Awaitable[T]) -> T:
         """Return what a call of the episode returns; a failure or an overrun ends the session."""
@@ -353,35 +355,3 @@ class Sessions:
             self._live.pop(session.session_id)
             self._release(session.env_name)
             self._untold.put(session.session_id, worker.failure)
-
-
-class _Alone:
-    """Has a session to itself. All steps come by: a generator would cost several times as much."""
-
-    __slots__ = ("_find", "_lock", "_renew", "_session_id")
-
-    def __init__(
-        self, find: Callable[[str], Session], renew: Callable[[str], None], session_id: str
-    ) -> None:
-        self._find, self._renew, self._session_id = find, renew, session_id
-
-    async def __aenter__(self) -> Session:
-        session = self._find(self._session_id)
-        if session.lock is None and not session.episode.is_instant:  # not any more
-            session.lock = asyncio.Lock()
-        self._lock = session.lock
-        if self._lock is None:
-            return session
-        await self._lock.acquire()
-        try:
-            return self._find(self._session_id)
-        except BaseException:
-            self._lock.release()
-            raise
-
-    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._lock is None:
-            return
-        if kind is None:
-            self._renew(self._session_id)
-        self._lock.release()

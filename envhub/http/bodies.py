@@ -1,11 +1,11 @@
 """What clients send and get, how a body is read and an answer written."""
 
-import json
 from collections.abc import Callable
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Response
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic_core import PydanticSerializationError, to_json
 
 from common.text import valid_text
 from envhub.env import Style
@@ -146,15 +146,15 @@ def _checked(validate: Callable[[Any], T], given: object) -> T:
 
 def json_response(content: object, *, status: int = 200) -> Response:
     """Return a JSON response; FastAPI's own way would validate every answer once more."""
-    return Response(json_text(content), status_code=status, media_type="application/json")
+    return Response(json_bytes(content), status_code=status, media_type="application/json")
 
 
-def json_text(content: object) -> str:
+def json_bytes(content: object) -> bytes:
     """Return JSON that every parser takes."""
-    text = json.dumps(content)
-    if "\\ud" in text:  # perhaps half a character, which not all parsers take
-        text = json.dumps(_valid(content))
-    return text
+    try:
+        return to_json(content)
+    except PydanticSerializationError:  # half a character, which not all parsers take
+        return to_json(_valid(content))
 
 
 def _valid(content: Any) -> Any:

@@ -6,14 +6,12 @@ step of a quick environment does.
 """
 
 import hmac
-import json
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 from envhub.http.auth import token_in
-
-T = TypeVar("T")
+from envhub.http.bodies import json_bytes
 
 MAX_HEADS = 4_096  # that are known at a time; they are learned anew after that
 MAX_LENGTH = 64 * 1024  # bytes of a body
@@ -67,7 +65,7 @@ class KnownHeads:
             return known.answer(request[end:])
         except self._failures as error:
             status = next(code for kind, code in self._statuses.items() if isinstance(error, kind))
-            return response_bytes(json.dumps({"detail": str(error)}).encode(), status)
+            return response_bytes(json_bytes({"detail": str(error)}), status)
 
     def learn(self, request: bytes, method: str, url: bytes, headers: Headers) -> None:
         """Take what an ordinary request was parsed to, if it may be answered at once next time."""
@@ -96,13 +94,3 @@ def response_bytes(content: bytes, status: int = 200) -> bytes:
         line = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n"
         head = _HEADS[status] = (line + "content-type: application/json\r\n").encode()
     return b"%scontent-length: %d\r\n\r\n%s" % (head, len(content), content)
-
-
-def at_once(work: Coroutine[Any, Any, T]) -> T:
-    """Return what a coroutine returns that waits for nothing. Raises: RuntimeError: it did."""
-    try:
-        work.send(None)
-    except StopIteration as error:
-        return error.value
-    work.close()
-    raise RuntimeError("a call that answers at once had to wait")

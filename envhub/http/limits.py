@@ -52,8 +52,11 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        is_first = self._is_between_requests()
-        if is_first and self._answer(data):
+        cycle = self.cycle  # nothing of a request is here, and all that came are answered:
+        is_first = not self._num_bytes and (cycle is None or cycle.response_complete)
+        is_free = not (self.flow.write_paused or self.transport.is_closing())
+        if is_first and is_free and (response := self.known.answer(data)) is not None:
+            self._answer(response)
             return
         self._num_bytes += len(data)
         super().data_received(data)
@@ -64,17 +67,8 @@ class LimitedProtocol(HttpToolsProtocol):
         elif is_first and not self._num_bytes and self.cycle is not None:
             self._learn(data)
 
-    def _is_between_requests(self) -> bool:
-        """Return whether nothing of a request is here, and all that came before are answered."""
-        is_idle = self.cycle is None or self.cycle.response_complete
-        is_free = not (self.flow.write_paused or self.transport.is_closing())
-        return is_idle and is_free and not self._num_bytes
-
-    def _answer(self, data: bytes) -> bool:
-        """Answer a request at once if its head is known; it is whole, and alone."""
-        response = self.known.answer(data)
-        if response is None:
-            return False
+    def _answer(self, response: bytes) -> None:
+        """Answer a request at once, since its head is known; it came whole, and alone."""
         if self._timer is not None:
             self._end()
             self.unused.pop(self, None)
@@ -83,7 +77,6 @@ class LimitedProtocol(HttpToolsProtocol):
         self._answered_at = self.loop.time()
         if self.timeout_keep_alive_task is None:
             self._keep_alive(self.timeout_keep_alive)
-        return True
 
     def _learn(self, data: bytes) -> None:
         if self.scope["http_version"] == "1.1" and self.cycle.keep_alive:

@@ -1,10 +1,18 @@
 """What the hub counts and how long steps take, for Prometheus."""
 
+from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Iterator
+from itertools import accumulate
 
 import psutil
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
 from envhub.hosting.sessions import Sessions
@@ -28,21 +36,17 @@ class HubMetrics(Collector):
         self._process = psutil.Process()
         self._registry = CollectorRegistry()
         self._registry.register(self)
-        self._step_s = Histogram(
-            "envhub_step_seconds",
-            "Time of one executed step.",
-            ["env"],
-            buckets=STEP_BUCKETS_S,
-            registry=self._registry,
-        )
-        self._step_s_of: dict[str, Histogram] = {}
+        # By environment; of the histogram's own counters each takes a lock.
+        self._num_steps: dict[str, list[int]] = {}  # one number for each bucket
+        self._steps_s: dict[str, float] = defaultdict(float)
         sessions.on_step = self.observe_step
 
     def observe_step(self, env_name: str, took_s: float) -> None:
-        steps = self._step_s_of.get(env_name)
-        if steps is None:
-            steps = self._step_s_of[env_name] = self._step_s.labels(env_name)
-        steps.observe(took_s)
+        nums = self._num_steps.get(env_name)
+        if nums is None:
+            nums = self._num_steps[env_name] = [0] * (len(STEP_BUCKETS_S) + 1)
+        nums[bisect_left(STEP_BUCKETS_S, took_s)] += 1
+        self._steps_s[env_name] += took_s
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
@@ -53,6 +57,14 @@ class HubMetrics(Collector):
         for env_name, num in self._sessions.num_live.items():
             live.add_metric([env_name], num)
         yield live
+        steps = HistogramMetricFamily(
+            "envhub_step_seconds", "Time of one executed step.", labels=["env"]
+        )
+        bounds = [*map(str, STEP_BUCKETS_S), "+Inf"]
+        for env_name, nums in self._num_steps.items():
+            buckets = list(zip(bounds, accumulate(nums), strict=True))
+            steps.add_metric([env_name], buckets, self._steps_s[env_name])
+        yield steps
         for name in (*COUNTS, *SENT_AWAY):
             family = CounterMetricFamily(f"envhub_{name}", f"Sessions or steps {name}.")
             family.add_metric([], self._sessions.counts[name])

@@ -3,8 +3,9 @@
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
+from typing import NamedTuple
 
 from common.config.envs import EnvsSection
 from envhub.env import EnvSpec, StepResult, Style, action_text, parse_item
@@ -21,8 +22,7 @@ CRAFT = re.compile(r"craft +(?:([0-9]{1,9}) +)?(\S.*?) +using +(\S.*)")
 GET = re.compile(r"get +([0-9]{1,9}) +(\S.*)")
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(NamedTuple):
     """What the engine says, worded for both styles."""
 
     agentgym: str
@@ -69,11 +69,9 @@ class TextCraftEnv(TextEnv):
         return f"holds {held}"
 
     def _answer(self, text: str) -> Answer:
-        craft = CRAFT.match(text)
-        if craft is not None:
+        if text.startswith("craft") and (craft := CRAFT.match(text)):
             return self._craft(int(craft[1] or 1), craft[2], craft[3])
-        get = GET.match(text)
-        if get is not None:
+        if text.startswith("get") and (get := GET.match(text)):
             return self._get(int(get[1]), get[2])
         if text.startswith("inventory"):
             return self._show_inventory()

@@ -206,6 +206,32 @@ def test_half_a_character_is_replaced_and_counted_wherever_an_episode_lives(env)
     assert play(episode, envs=envs, step_timeout_s=20.0) == ("step 1 \ufffd", 1)
 
 
+def test_step_in_one_go_obeys_the_laws_of_one_that_is_awaited():
+    async def episode(sessions):
+        async def begun(env="faulty"):
+            return (await sessions.create(env, "any-train-0"))[0]
+
+        done, raised, late, waits = (
+            await begun(),
+            await begun(),
+            await begun(),
+            await begun("waiting"),
+        )
+        assert sessions.step_at_once(done, "half").observation == "step 1 \ufffd"
+        assert sessions.step_at_once(done, "end").is_success
+        assert sessions.step_at_once(done, "go") is None, "an ended episode refuses the usual way"
+        with pytest.raises(EnvRaised, match="KeyError"):
+            sessions.step_at_once(raised, "raise")
+        with pytest.raises(EnvTimeout):
+            sessions.step_at_once(late, "slow")
+        assert [sessions.step_at_once(each, "go") for each in (raised, late, waits)] == [None] * 3
+        assert outside.closed == ["raise", "slow"]
+        counted = ("steps", "failed", "timed_out", "repaired")
+        return sessions.num_live["faulty"], [sessions.counts[each] for each in counted]
+
+    assert play(episode) == (1, [2, 1, 1, 1])
+
+
 def test_steps_over_their_budget_leave_the_servers_thread_and_new_sessions_its_process(caplog):
     async def episode(sessions):
         old, began = await sessions.create("lingering", "any-train-0")

@@ -1,0 +1,60 @@
+"""One live session, and how one of its calls has it to itself."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from envhub.env import StepResult
+from envhub.hosting.episodes import Episode
+
+
+@dataclass(slots=True, kw_only=True)
+class Session:
+    """One live episode. `seq` counts executed steps; `answer` is the last one's result.
+
+    `lock` is None as long as a step is atomic by itself.
+    """
+
+    session_id: str
+    env_name: str
+    episode: Episode
+    lock: asyncio.Lock | None
+    owner: str = ""
+    seq: int = 0
+    answer: StepResult | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        return self.lock is not None and self.lock.locked()
+
+
+class Alone:
+    """Has a session to itself. All steps come by: a generator would cost several times as much."""
+
+    __slots__ = ("_find", "_lock", "_renew", "_session_id")
+
+    def __init__(
+        self, find: Callable[[str], Session], renew: Callable[[str], None], session_id: str
+    ) -> None:
+        self._find, self._renew, self._session_id = find, renew, session_id
+
+    async def __aenter__(self) -> Session:
+        session = self._find(self._session_id)
+        if session.lock is None and not session.episode.is_instant:  # not any more
+            session.lock = asyncio.Lock()
+        self._lock = session.lock
+        if self._lock is None:
+            return session
+        await self._lock.acquire()
+        try:
+            return self._find(self._session_id)
+        except BaseException:
+            self._lock.release()
+            raise
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._lock is None:
+            return
+        if kind is None:
+            self._renew(self._session_id)
+        self._lock.release()
