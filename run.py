@@ -175,6 +175,7 @@ STANDALONE: dict[str, Callable[[Request], int]] = {
     "journal": Later("common.store.journal_command:journal").given(say=print),
     "dashboard": Later("common.dashboard.web.server:dashboard").given(say=say_now),
     "show": Later("common.dashboard.terminal.commands:show").given(say=print),
+    "report": Later("common.report.command:report").given(say=print),
     "replay": Later("common.dashboard.terminal.commands:replay").given(say=print),
     "envs": lambda request: Later("envhub.command:list_environments")(
         request.overrides, root=ROOT, say=print

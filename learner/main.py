@@ -11,6 +11,7 @@ from functools import partial
 import psutil
 
 from common.config.run_config import OnStall, RunConfig, TrainMode, published_version
+from common.cpu import cpu_metrics
 from common.errors import LongstrideError
 from common.launch.lock import hold_role
 from common.memory import trim_heap
@@ -252,6 +253,7 @@ class Loop:
             "wait/batch_s": batch.waited_s,
             "memory/learner_rss_bytes": float(rss),
         }
+        metrics |= cpu_metrics(learner.run_dir)
         if self._checkpoint_s is not None:
             metrics["train/checkpoint_s"] = self._checkpoint_s
         if self._stall_s is not None:

@@ -129,6 +129,7 @@ def command_help(name: str) -> str:
         "dashboard": "[RUN|FILE ...] [port=N] [host=H] [token=T]",
         "show": "RUN [--item ID] [--group ID] [--failed] [--best] [num=N] [FILTER=VALUE ...]",
         "replay": "RUN EPISODE",
+        "report": "RUN [RUN ...] [to=FILE]",
         "status": "[RUN] [--config NAME|FILE] [key=value ...]",
         "recompute": "RUN [--steps a:b] [--json FILE] [--dry-run] [key=value ...]",
         "journal": "RUN list|verify|export|prune [to=FILE] [keep_gb=N] [keep_days=N]",

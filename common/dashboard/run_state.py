@@ -3,6 +3,7 @@
 from dataclasses import asdict
 
 from common.config.run_config import RunConfig
+from common.cpu import cpu_seconds
 from common.dashboard.reading.tail import as_map, json_object
 from common.dashboard.run_view import SILENT_S, WINDOW_STEPS, RunView
 from common.dashboard.verdict import judge
@@ -34,7 +35,20 @@ def details(cfg: RunConfig, run_dir: RunDir) -> list[str]:
     causes = [f"{name} {num}" for name, num in sorted(as_map(ledger.get("causes")).items())]
     verdict = judge(tail_metrics(run_dir.metrics, num_steps=WINDOW_STEPS), asdict(cfg))
     lines = [told and f"episodes: {told}", causes and f"causes: {', '.join(causes)}"]
+    lines.append(_cpu_line(run_dir))
     return [plain(str(line)) for line in [*lines, f"limit: {verdict.sentence}"] if line]
+
+
+def _cpu_line(run_dir: RunDir) -> str:
+    """Return what the roles have used of the processors; "" if nobody counted."""
+    used = sorted(cpu_seconds(run_dir).items(), key=lambda each: -each[1])
+    if not used:
+        return ""
+    trained = json_object(run_dir.ledger).get("trained")
+    total = sum(seconds for _, seconds in used)
+    each = f", {total / trained:.3g} per trained episode" if trained else ""
+    roles = ", ".join(f"{role} {seconds / total:.0%}" for role, seconds in used if seconds)
+    return f"processor seconds: {total:.0f}{each} ({roles})"
 
 
 def stop_line(run_dir: RunDir, step: int) -> str:

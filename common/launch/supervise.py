@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from common.config.run_config import RunConfig
+from common.cpu import CpuWatch
 from common.dashboard.live import LiveDisplay
 from common.dashboard.run_view import view_run
 from common.launch.base import Ending, LaunchState, RoleSpec, RoleStarter
@@ -44,6 +45,7 @@ def supervise(
         is_wanted=cfg.log.live,
     )
     memory = MemoryWatch(elsewhere=starter.memory_bytes)
+    cpu = CpuWatch(run_dir)
     written: LaunchState | None = None
     logs_at = 0.0  # when to look at the logs again
 
@@ -60,6 +62,7 @@ def supervise(
         tell_alive(run_dir.launch)
         display.refresh()
         memory.sample()
+        cpu.sample()
 
     wanted_s = cfg.run.stop_timeout_s
     stop_s = partial(stop_timeout_s, run_dir, wanted_s=wanted_s)

@@ -138,6 +138,7 @@ class Report:
     ledger: dict[str, int] | None  # as the scheduler left it; None if it never wrote one
     heldout: HeldOut
     selection: Selection | None
+    notes: dict[str, str]  # subset -> what keeps its numbers from being compared with others'
 
     @property
     def evaluations(self) -> dict[str, Score]:

@@ -7,12 +7,14 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
+from common.config.envs import own_tasks
 from common.config.run_config import RunConfig
+from common.dashboard.reading.run_source import RunSource
 from common.errors import ConfigError
-from common.report import machine_cards, outcome_cards
+from common.report.command import title_of
 from common.report.evaluation.curve import eval_curve
-from common.report.html import duration, esc
 from common.report.model import Baselines, HeldOut, PeakMemory, Report, Score, Selection, TokenRates
+from common.report.page import render
 from common.report.results import (
     Evaluation,
     Play,
@@ -27,7 +29,6 @@ from common.store.metrics import MetricsLine, read_metrics
 from common.store.run_dir import RunDir, write_atomically, write_json
 
 logger = logging.getLogger(__name__)
-CSS = Path(__file__).with_name("style.css").read_text()
 T = TypeVar("T")
 
 
@@ -50,7 +51,11 @@ def write_report(
     peak_bytes = peak_memory_bytes or None
     report = build_report(run_dir, lines, cfg, wall_s=wall_s, peak_memory_bytes=peak_bytes)
     write_json(run_dir.report, asdict(report))
-    write_atomically(run_dir.root / "report.html", render_page(report, lines, cfg))
+    source = RunSource(run_dir.root.resolve(), name=cfg.run.name)
+    while source.refresh(budget_s=1.0):
+        pass
+    page = render([source], title=title_of([cfg.run.name]))
+    write_atomically(run_dir.root / "report.html", page)
     logger.info("wrote report folder=%s", run_dir.root)
     return report
 
@@ -110,6 +115,7 @@ def build_report(
             num_shared_item_ids=len(totals.train_items & totals.test_items),
         ),
         selection=_read(run_dir.selection, Selection),
+        notes={t.subset: note for t in cfg.tasks if (note := own_tasks(t.env, cfg.envs))},
     )
 
 
@@ -150,35 +156,3 @@ def _read(path: Path, kind: type[T]) -> T | None:
         problem = error.errors()[0]["msg"]
         remedy = "remove it, and the report is written without it"
         raise ConfigError(f"{path}: damaged ({problem}); {remedy}") from error
-
-
-def render_page(report: Report, lines: list[MetricsLine], cfg: RunConfig) -> str:
-    """Return report.html. Cards whose numbers are absent are left out, except the headline."""
-    cards = [
-        outcome_cards.headline_card(report),
-        outcome_cards.learning_card(report, lines),
-        outcome_cards.eval_curve_card(report),
-        outcome_cards.subsets_card(report, cfg),
-        machine_cards.curriculum_card(lines),
-        machine_cards.context_full_card(lines),
-        machine_cards.lag_card(report),
-        machine_cards.ledger_card(report),
-        machine_cards.dropped_card(report.selection),
-        machine_cards.waits_card(lines),
-        *(machine_cards.steps_card(heading, lines, *of) for heading, *of in machine_cards.STEPS),
-        outcome_cards.essentials_card(report, cfg),
-    ]
-    title = f"{esc(cfg.run.name)} · Longstride"
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{title}</title><style>{CSS}</style></head><body><main>"
-        f"<header><h1>{title}</h1><p>{esc(_subtitle(report, cfg))}</p></header>"
-        f'<div class="cards">{"".join(cards)}</div></main></body></html>\n'
-    )
-
-
-def _subtitle(report: Report, cfg: RunConfig) -> str:
-    wall = "" if report.wall_s is None else f" in {duration(report.wall_s)}"
-    steps = f"{report.steps} of {cfg.train.num_steps} steps"
-    return f"{steps}, {report.episodes:,} episodes{wall} · {report.mode} · seed {report.seed}"

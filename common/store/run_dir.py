@@ -44,6 +44,7 @@ class RunDir:
     logs = _Below("logs")  # <role>.log
     ledger = _Below("ledger.json")
     selection = _Below("selection.json")  # who was dropped
+    cpu = _Below("cpu.json")  # the launcher's, every few seconds: what each role has used
     outcomes = _Below("outcomes.jsonl")  # what became of each episode, as the scheduler booked it
     tokenizer = _Below("tokenizer")  # with which the journal was written
     status = _Below("status.json")  # the scheduler's, once a second

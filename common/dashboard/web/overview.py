@@ -1,12 +1,15 @@
 """What the Run and Compare views show: state, verdict, ledger, and which series go together."""
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from common.cpu import cpu_seconds
 from common.dashboard.reading.run_source import RunSource
-from common.dashboard.reading.tail import as_map
+from common.dashboard.reading.tail import as_map, json_object
+from common.dashboard.web.results import ends, evaluations, pooled_score, subsets
 
 # Title, unit, metrics; a name ending in "*" stands for all that begin so.
 CHARTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
@@ -32,7 +35,12 @@ CHARTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         ("episodes/generate_s_mean", "episodes/env_s_mean", "episodes/wall_s_mean"),
     ),
 )
-HORIZON = "horizon/value"
+HORIZON, STAGE = "horizon/value", "horizon/stage"
+SETTINGS = (
+    *("model.path", "train.mode", "run.seed", "train.num_steps", "horizon.kind", "horizon.stages"),
+    *("groups.per_step", "groups.size", "learner.optimizer", "learner.lr", "learner.num_ranks"),
+    *("actor.num_actors", "actor.max_concurrent", "scheduler.max_ahead_steps"),
+)
 LAGS = re.compile(r"offpolicy/lag_(\d+)_tokens$")
 SECRET = re.compile(r"(token|secret|password|api_key|key)$")
 URL_USER = re.compile(r"(?<=://)[^/@\s]*@")
@@ -48,15 +56,26 @@ def overview(run: RunSource) -> dict[str, Any]:
         "phase": status.get("phase"),
         "gate": status.get("gate") or "",
         "curriculum": status.get("curriculum") or {},
-        "evaluations": _evaluations(status),
+        "evaluations": evaluations(run.rows),
+        "subsets": subsets(run.rows),
+        "ends": ends(run.rows),
         "lags": _lags(run),
-        "marks": horizon_marks(run.metrics.series((HORIZON,))),
+        "marks": horizon_marks(run.metrics.series((HORIZON, STAGE))),
         "charts": charts(run.metrics.columns),
+        "report": json_object(run.run_dir.report),
+        "selection": json_object(run.run_dir.selection),
+        "settings": _settings(run.config()),
+        "cpu": cpu_seconds(run.run_dir),
     }
 
 
-def _evaluations(status: Mapping[str, Any]) -> dict[str, Any]:
-    return as_map(as_map(status.get("eval")).get("groups"))
+def _settings(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the settings that decide what a run is."""
+    flat = flat_config(config)
+    listed: list[object] = config.get("tasks") or []
+    tasks = [as_map(each) for each in listed]
+    named = [f"{each.get('weight', 1)} x {each.get('subset') or each.get('env')}" for each in tasks]
+    return {"tasks": ", ".join(named)} | {key: flat[key] for key in SETTINGS if key in flat}
 
 
 def _lags(run: RunSource) -> dict[str, float]:
@@ -84,11 +103,21 @@ def charts(names: Mapping[str, object]) -> list[dict[str, Any]]:
 
 
 def horizon_marks(series: Mapping[str, Sequence[float | None]]) -> list[dict[str, float]]:
-    """Return the steps at which the horizon became another one, the first step included."""
+    """Return the steps at which the horizon became another one, the first step included.
+
+    A batch of short tasks alone is no shorter horizon: of a stage the longest counts.
+    """
     marks: list[dict[str, float]] = []
-    for step, value in zip(series.get("step", ()), series.get(HORIZON, ()), strict=False):
-        if step is not None and value is not None and (not marks or marks[-1]["horizon"] != value):
+    known = None
+    columns = [series.get(name, ()) for name in ("step", HORIZON, STAGE)]
+    for step, value, stage in itertools.zip_longest(*columns):
+        if step is None or value is None:
+            continue
+        if marks and stage is not None and stage == known:
+            marks[-1]["horizon"] = max(marks[-1]["horizon"], value)
+        elif not marks or marks[-1]["horizon"] != value:
             marks.append({"step": step, "horizon": value})
+        known = stage
     return marks
 
 
@@ -107,10 +136,24 @@ def compare(runs: Sequence[RunSource]) -> dict[str, Any]:
     return {
         "runs": [run.summary() | {"seed": flat[run.name].get("run.seed", "")} for run in runs],
         "pools": pools(flat),
+        "evaluations": _pooled_evaluations(runs, pools(flat)),
         "charts": shown,
         "series": {run.name: run.metrics.series(wanted) for run in runs},
         "config": differing,
     }
+
+
+def _pooled_evaluations(
+    runs: Sequence[RunSource], pooled: Sequence[Sequence[str]]
+) -> list[dict[str, Any]]:
+    """Return by pool the evaluations that any of its runs has, seeds pooled."""
+    own = {run.name: evaluations(run.rows) for run in runs}
+    found: list[dict[str, Any]] = []
+    for names in pooled:
+        known = {name: None for run in names for name in own[run]}
+        scores = {e: pooled_score([own[run][e] for run in names if e in own[run]]) for e in known}
+        found.append({"runs": names, "scores": scores})
+    return found
 
 
 def pools(flat: Mapping[str, Mapping[str, str]]) -> list[list[str]]:

@@ -1,7 +1,8 @@
 // Series over steps, by uPlot; horizon marks as dashed lines on the same axis.
 import { h, short, cssColor, COLORS } from "./dom.js";
 
-const label = (name) => name.replace(/^[^/]*\//, "").replaceAll("_", " ");
+const tail = (name) => name.replace(/^[^/]*\//, "");
+const label = (name, lines) => (lines.filter((each) => tail(each) === tail(name)).length > 1 ? name.replace("/", " ") : tail(name)).replaceAll("_", " ");
 
 export function chart(spec, data, { marks = [], labels = null } = {}) {
   const lines = spec.series.filter((name) => data[name]);
@@ -10,7 +11,7 @@ export function chart(spec, data, { marks = [], labels = null } = {}) {
   const show = (index) => legend.replaceChildren(...lines.map((name, i) => {
     const column = data[name];
     const at = index ?? column.findLastIndex((value) => value != null);
-    return h("li", { style: { "--c": `var(--${COLORS[i % COLORS.length]})` } }, h("i"), `${labels?.[name] ?? label(name)} `, h("b", {}, short(column[at])));
+    return h("li", { style: { "--c": `var(--${COLORS[i % COLORS.length]})` } }, h("i"), `${labels?.[name] ?? label(name, lines)} `, h("b", {}, short(column[at])));
   }));
   const card = h("section", { class: "card" }, h("h2", {}, spec.title, spec.unit ? h("span", { class: "dim small" }, ` ${spec.unit}`) : null), place, legend);
   show(null);

@@ -1,5 +1,6 @@
 // Trajectories: the list with its filters, one episode replayed, and a group side by side.
-import { h, ask, facts, notes, percent, replace, short, table, visible, cssColor } from "./dom.js";
+import { h, ask, facts, isReport, notes, percent, replace, short, table, visible, cssColor } from "./dom.js";
+import { samplesCard } from "./results.js";
 
 const api = (run, what = "") => `api/run/${encodeURIComponent(run.name)}${what}`;
 const PAGE = 50, MAX_TOKENS = 3000;
@@ -12,6 +13,7 @@ export async function episodesView({ run, params, link, isUpdate }) {
   const wanted = Object.fromEntries([...params].filter(([key]) => key !== "run"));
   const start = Number(wanted.start || 0);
   const found = await ask(api(run, "/episodes"), { ...wanted, start, num: PAGE });
+  if (isReport) return [notes(run.problems), samplesCard(run, found.rows, link)];
   const go = (changes) => { location.hash = link("episodes", { run: run.name, ...wanted, start: "", ...changes }); };
   const select = (name, values, any) => h("label", {}, name.replace("_", " "), h("select", { name, onchange: (event) => go({ [name]: event.target.value }) },
     any ? h("option", { value: "" }, "any") : null,
@@ -149,8 +151,8 @@ export async function episodeView({ run, params, link, isUpdate }) {
     notes(found.problems),
     h("section", { class: "card" },
       h("h1", {}, visible(found.id), " ", h("span", { class: `chip ${found.success ? "on" : "off"}` }, found.success ? "solved" : "not solved")),
-      h("p", { class: "dim small" }, [found.env, found.item].filter(Boolean).map(visible).join(" · "), " · ", h("a", { href: link("episodes", { run: run.name, item: found.item }) }, "same item, all versions"),
-        found.group ? [" · ", h("a", { href: link("group", { run: run.name, id: found.group }) }, "its group side by side")] : null),
+      h("p", { class: "dim small" }, [found.env, found.item].filter(Boolean).map(visible).join(" · "), isReport ? null : [" · ", h("a", { href: link("episodes", { run: run.name, item: found.item }) }, "same item, all versions")],
+        found.group && !isReport ? [" · ", h("a", { href: link("group", { run: run.name, id: found.group }) }, "its group side by side")] : null),
       facts([["Reward", short(found.reward)], ["Advantage", found.advantage == null ? "" : short(found.advantage)], ["Turns", `${found.turns}${found.horizon ? ` of ${found.horizon}` : ""}`], ["Ended", found.end.replace("_", " ")],
         ["Outcome", found.outcome.replace("_", " ") + (found.cause ? `: ${visible(found.cause)}` : "")], ["Trained in step", found.trained_at >= 0 ? found.trained_at : ""], ["Invalid actions", found.invalid], ["Tokens", short(found.tokens)],
         ["Engine", found.wall_s ? `${short(found.generate_s)} s` : ""], ["Environment", found.wall_s ? `${short(found.env_s)} s` : ""]])),

@@ -1,5 +1,5 @@
 // The shell: which run, which view, light or dark, and what the server tells of changes.
-import { h, ask, replace } from "./dom.js";
+import { h, ask, isReport, replace } from "./dom.js";
 import { runView, fleetView, compareView } from "./views.js";
 import { episodesView, episodeView, groupView } from "./episodes.js";
 
@@ -11,7 +11,7 @@ let runs = [], shown = 0, updating = false;
 // The address holds the whole state: #view?run=a&env=b, so that links and the back button work.
 export function state() {
   const [name, query] = location.hash.slice(1).split("?");
-  return { view: VIEWS[name] ? name : "run", params: new URLSearchParams(query || "") };
+  return { view: VIEWS[name] ? name : isReport && runs.length > 1 ? "compare" : "run", params: new URLSearchParams(query || "") };
 }
 export function link(name, params) {
   const all = new URLSearchParams();
@@ -28,10 +28,11 @@ async function draw({ isUpdate = false } = {}) {
   if (isUpdate && updating) return;
   updating = true;
   const mine = ++shown;
-  const { view: name, params } = state();
+  let { view: name, params } = state();
   try {
     runs = await ask("api/runs");
     if (mine !== shown) return;
+    name = state().view;
     const run = currentRun(params);
     drawShell(name, params, run);
     if (!run) {
@@ -57,7 +58,7 @@ function drawShell(name, params, run) {
   }
   if (run) select.value = run.name;
   const active = name === "episode" || name === "group" ? "episodes" : name;
-  const tabs = run && run.kind !== "run" ? TABS.filter(([id]) => id === "episodes") : TABS;
+  const tabs = TABS.filter(([id]) => (run && run.kind !== "run" ? id === "episodes" : !(isReport && runs.length < 2 && id === "compare")));
   replace(document.getElementById("nav"), tabs.map(([id, title]) =>
     h("a", { href: link(id, { run: run?.name }), "aria-current": id === active ? "page" : null }, title)));
   document.title = `${run ? run.name + " · " : ""}Longstride`;
@@ -85,8 +86,11 @@ window.addEventListener("hashchange", () => { draw().then(() => { view.focus({ p
 draw();
 
 const chip = document.getElementById("live");
-const events = new EventSource("api/events");
 function tell(text, css) { chip.textContent = text; chip.className = `chip ${css}`; }
-events.addEventListener("changed", () => { tell("live", "on"); if (!document.hidden) draw({ isUpdate: true }); });
-events.addEventListener("open", () => tell("live", "on"));
-events.addEventListener("error", () => tell("server gone", "off"));
+if (isReport) tell("report", "");
+else {
+  const events = new EventSource("api/events");
+  events.addEventListener("changed", () => { tell("live", "on"); if (!document.hidden) draw({ isUpdate: true }); });
+  events.addEventListener("open", () => tell("live", "on"));
+  events.addEventListener("error", () => tell("server gone", "off"));
+}

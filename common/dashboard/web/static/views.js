@@ -1,6 +1,7 @@
 // The Run, Fleet and Compare views.
-import { h, ask, facts, notes, percent, short, table, visible, COLORS } from "./dom.js";
+import { h, ask, facts, isReport, notes, percent, short, table, visible, COLORS } from "./dom.js";
 import { chart, bars } from "./charts.js";
+import { cpuCard, droppedCard, endsCard, evaluationsCard, pooledCard, settingsCard, subsetsCard } from "./results.js";
 
 const api = (run, what = "") => `api/run/${encodeURIComponent(run.name)}${what}`;
 const OUTCOMES = [["trained", "c4"], ["filtered", "c2"], ["stale", "c3"], ["failed", "c6"], ["in_flight", "c1"]];
@@ -15,13 +16,16 @@ export async function runView({ run, link }) {
       h("h1", {}, found.name, " ", h("span", { class: `chip ${found.state === "running" ? "on" : ""}` }, found.state)),
       h("p", { class: "dim small" }, `${steps} · ${found.episodes.toLocaleString("en")} episodes in the journal${indexed}`),
       h("p", { class: "verdict" }, found.verdict.sentence),
-      facts([["Success", percent(found.success)], ...Object.entries(found.evaluations).map(([name, each]) => [name.replace(/^eval-/, ""), `${percent(each.success)} of ${each.num}`]),
-        ["Gate", found.gate]])),
+      facts([["Success in training", percent(found.success)], ["Gate", found.gate]])),
+    evaluationsCard(found),
+    subsetsCard(found, run, link),
     ledger(found, run, link),
     data.step?.length ? h("div", { class: "grid" },
       found.charts.map((each) => chart(each, data, { marks: ["Success", "Truncation", "Turns and invalid actions"].includes(each.title) ? found.marks : [] })),
       Object.values(found.lags).some(Boolean) ? h("section", { class: "card" }, h("h2", {}, "Lag ", h("span", { class: "dim small" }, "trained tokens by versions behind")), bars(Object.entries(found.lags).filter(([, n]) => n))) : null)
       : h("p", { class: "card dim" }, "No step has been trained yet: charts begin with the first."),
+    h("div", { class: "grid", style: { "margin-top": "14px" } }, endsCard(found), cpuCard(found)),
+    h("div", { style: { "margin-top": "14px" } }, droppedCard(found), settingsCard(found)),
   ];
 }
 
@@ -34,12 +38,12 @@ function ledger(found, run, link) {
     h("h2", {}, "Ledger ", h("span", { class: `small ${sum === book.issued ? "good" : "bad"}` }, sum === book.issued ? "it balances" : `it does not balance: ${sum} of ${book.issued}`)),
     h("div", { class: "flow" },
       h("div", { class: "from" }, h("b", {}, short(book.issued)), h("span", { class: "dim small" }, "issued →")),
-      h("div", { class: "boxes" }, OUTCOMES.map(([name, color]) => h("a", { href: link("episodes", { run: run.name, outcome: name, kind: name === "failed" ? "" : "train" }), style: { "--c": `var(--${color})` } },
+      h("div", { class: "boxes" }, OUTCOMES.map(([name, color]) => h(isReport ? "span" : "a", { href: isReport ? null : link("episodes", { run: run.name, outcome: name, kind: name === "failed" ? "" : "train" }), style: { "--c": `var(--${color})` } },
         h("b", {}, short(book[name] || 0)), h("span", { class: "dim small" }, name.replace("_", " ")))))),
     h("div", { class: "stack", "aria-hidden": "true" }, OUTCOMES.map(([name, color]) => h("i", { style: { "--c": `var(--${color})`, width: `${100 * (book[name] || 0) / Math.max(1, book.issued)}%` } }))),
     causes.length ? h("p", { class: "small dim" }, "Causes: ", causes.map(([name, num], i) => {
       const [outcome, cause] = name.split(/:(.*)/);
-      return [i ? ", " : "", h("a", { href: link("episodes", { run: run.name, outcome, cause }) }, `${cause} ${num}`)];
+      return [i ? ", " : "", isReport ? `${cause} ${num}` : h("a", { href: link("episodes", { run: run.name, outcome, cause }) }, `${cause} ${num}`)];
     })) : null);
 }
 
@@ -79,15 +83,16 @@ function lanes(found) {
 
 export async function compareView({ run, runs, params, link }) {
   const all = runs.filter((each) => each.kind === "run");
-  const chosen = (params.get("with") ?? all.slice(0, 2).map((each) => each.name).join(",")).split(",").filter((name) => all.some((each) => each.name === name));
+  const chosen = isReport ? all.map((each) => each.name) : (params.get("with") ?? all.slice(0, 2).map((each) => each.name).join(",")).split(",").filter((name) => all.some((each) => each.name === name));
   const toggle = (name) => chosen.includes(name) ? chosen.filter((each) => each !== name) : [...chosen, name];
-  const picker = h("section", { class: "card" }, h("h1", {}, "Compare"), h("div", { class: "row" }, all.map((each) =>
+  const picker = isReport ? h("h1", {}, "Compare") : h("section", { class: "card" }, h("h1", {}, "Compare"), h("div", { class: "row" }, all.map((each) =>
     h("button", { type: "button", "aria-pressed": String(chosen.includes(each.name)), onclick: () => { location.hash = link("compare", { run: run.name, with: toggle(each.name).join(",") || "-" }); } }, each.name))));
   if (!chosen.length) return [picker, h("p", { class: "card dim" }, "Choose runs above.")];
   const found = await ask("api/compare", { runs: chosen.join(",") });
   const pools = found.pools.map((names) => ({ names, title: names.length > 1 ? `${names[0]} and ${names.length - 1} more seeds` : names[0] }));
   const keys = Object.entries(found.config);
   return [picker,
+    pooledCard(found),
     h("div", { class: "grid" }, found.charts.map((each) => chart(...pooled(each, found.series, pools)))),
     h("section", { class: "card", style: { "margin-top": "14px" } }, h("h2", {}, "Configuration: what differs"), keys.length ? table(["key", ...found.runs.map((each) => each.name)],
       keys.map(([key, values]) => h("tr", {}, h("td", {}, key), found.runs.map((each) => h("td", { class: "wrap" }, visible(values[each.name])))))) : h("p", { class: "dim" }, "Nothing but names."))];

@@ -1,0 +1,81 @@
+"""Processor seconds that each role of a run has used: the launcher writes them, others read."""
+
+import os
+import re
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+
+import psutil
+
+from common.dashboard.reading.tail import as_map, json_object
+from common.store.disk import if_room
+from common.store.run_dir import RunDir, write_json
+
+SAMPLE_S = 5.0  # between two looks: each asks the system about every process of the run
+_ROLE = re.compile(r"run\.py (\w+)|EngineCore")
+
+
+class CpuWatch:
+    """Adds up what this process and its descendants use, by role; a run that goes on adds to it.
+
+    What a process used after the last look before its end is lost: some seconds at most. Roles on
+    other machines are not counted.
+    """
+
+    def __init__(self, run_dir: RunDir) -> None:
+        self._path = run_dir.cpu
+        self._before = cpu_seconds(run_dir)
+        self._used: dict[tuple[int, float], tuple[str, float]] = {}  # process -> role, seconds
+        self._next = 0.0
+
+    def sample(self) -> None:
+        """Look, and write what is found, if the last look is old enough."""
+        if time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + SAMPLE_S
+        self._look(psutil.Process(), "launcher")
+        total = dict(self._before)
+        for role, used_s in self._used.values():
+            total[role] = total.get(role, 0.0) + used_s
+        told = {role: round(used_s, 2) for role, used_s in sorted(total.items())}
+        cores = len(os.sched_getaffinity(0))
+        if_room(lambda: write_json(self._path, {"roles": told, "cores": cores}), self._path)
+
+    def _look(self, root: psutil.Process, role: str) -> None:
+        """Note a process and its descendants: a role's own, unless they say that they are one."""
+        roles = {root.pid: role}
+        for process in [root, *root.children(recursive=True)]:
+            with suppress(psutil.NoSuchProcess, psutil.ZombieProcess, psutil.AccessDenied):
+                key = (process.pid, process.create_time())
+                known = self._used.get(key)
+                own = known[0] if known else self._role_of(process, roles)
+                roles[process.pid] = own
+                self._used[key] = (own, sum(process.cpu_times()[:2]))
+
+    def _role_of(self, process: psutil.Process, roles: Mapping[int, str]) -> str:
+        named = _ROLE.search(" ".join(process.cmdline()))
+        if named and process.pid not in roles:
+            return named[1] or "engine"
+        return roles.get(process.pid) or roles.get(process.ppid(), "launcher")
+
+
+def cpu_seconds(run_dir: RunDir) -> dict[str, float]:
+    """Return the processor seconds by role, of all starts of a run; {} if nobody counted."""
+    return _numbers(json_object(run_dir.cpu).get("roles"))
+
+
+def cpu_metrics(run_dir: RunDir) -> dict[str, float]:
+    """Return the metrics of a step: seconds by role so far, cores, seconds per trained episode."""
+    used = cpu_seconds(run_dir)
+    if not used:
+        return {}
+    found = {f"cpu/{role}_s": used_s for role, used_s in used.items()}
+    found |= {f"cpu/{name}": cores for name, cores in _numbers(json_object(run_dir.cpu)).items()}
+    if trained := _numbers(json_object(run_dir.ledger)).get("trained"):
+        found["cpu/per_trained_episode_s"] = sum(used.values()) / trained
+    return found
+
+
+def _numbers(found: object) -> dict[str, float]:
+    return {k: float(v) for k, v in as_map(found).items() if isinstance(v, int | float)}

@@ -1,0 +1,116 @@
+"""What a run's episodes add up to: evaluations and subsets with intervals, ends, samples."""
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import fmean, stdev
+from typing import Any
+
+import numpy as np
+
+from common.dashboard.reading.rows import EpisodeRows
+from common.report.results import wilson_interval
+from common.wire.messages import EndReason
+
+INFRASTRUCTURE = [each.value for each in EndReason if each.is_infrastructure_failure]
+WORTH_A_LOOK = (("best", "reward", -1), ("worst", "reward", 1), ("most surprising", "logprob", 1))
+T975 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)  # by degrees of freedom
+MIN_SAMPLES, MAX_SAMPLES = 10, 45
+
+
+def played(rows: EpisodeRows, kind: str) -> np.ndarray:
+    """Return the newest row of each episode of a kind."""
+    newest = np.array(list(rows.row_of.values()), np.int64)
+    return newest[rows.column("kind")[newest] == rows.names["kind"].codes.get(kind, -1)]
+
+
+def evaluations(rows: EpisodeRows) -> dict[str, dict[str, Any]]:
+    """Return the scores by evaluation, in the order in which they began, each also by subset."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, here in _by_name(rows, "group", played(rows, "eval")):
+        whole = score(rows, here)
+        whole["by_subset"] = {each: score(rows, part) for each, part in _by_subset(rows, here)}
+        found[name.removeprefix("eval-")] = whole
+    return found
+
+
+def subsets(rows: EpisodeRows) -> dict[str, dict[str, Any]]:
+    """Return the scores of all training episodes by subset."""
+    here = played(rows, "train")
+    return {name: score(rows, part) for name, part in _by_subset(rows, here)}
+
+
+def score(rows: EpisodeRows, here: np.ndarray) -> dict[str, Any]:
+    """Return success with its 95 % interval (Wilson), without what the infrastructure failed."""
+    good = here[~_has_failed(rows, here)]
+    num, num_solved = len(good), int(rows.column("success")[good].sum())
+    return {
+        "num": num,
+        "failed": len(here) - num,
+        "success": num_solved / num if num else None,
+        "ci95": wilson_interval(num_solved, num) if num else None,
+    }
+
+
+def pooled_score(scores: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the score of several seeds: the mean of theirs, with Student's interval of it.
+
+    Of one seed it is that seed's own: what another would have brought is not known then.
+    """
+    known = [each for each in scores if each["num"]]
+    if len(known) < 2:
+        return {**(known[0] if known else scores[0]), "seeds": len(known)}
+    shares = [each["success"] for each in known]
+    mean, degrees = fmean(shares), len(shares) - 1
+    quantile = T975[min(degrees, len(T975)) - 1]
+    half = quantile * stdev(shares) / math.sqrt(len(shares))
+    return {
+        "num": sum(each["num"] for each in known),
+        "success": mean,
+        "ci95": (max(0.0, mean - half), min(1.0, mean + half)),
+        "seeds": len(known),
+    }
+
+
+def ends(rows: EpisodeRows) -> dict[str, int]:
+    """Return how many training episodes ended for which reason, the most frequent first."""
+    counts = {name: len(part) for name, part in _by_name(rows, "end", played(rows, "train"))}
+    return dict(sorted(counts.items(), key=lambda each: -each[1]))
+
+
+def samples(rows: EpisodeRows) -> list[dict[str, Any]]:
+    """Return the rows that are worth a look, with `why`: best, worst, most surprising by subset.
+
+    The subset with the least success comes first. There are `MIN_SAMPLES` at least, if there are
+    as many episodes: of few subsets more than one of each.
+    """
+    here = np.concatenate([played(rows, "train"), played(rows, "eval")])
+    here = here[~_has_failed(rows, here) & (rows.column("sampled")[here] > 0)]
+    parts = sorted(_by_subset(rows, here), key=lambda p: float(rows.column("success")[p[1]].mean()))
+    picked: dict[int, str] = {}
+    for rank in range(MIN_SAMPLES):
+        for _, part in parts:
+            for why, column, sign in WORTH_A_LOOK:
+                order = part[np.argsort(sign * rows.column(column)[part], kind="stable")]
+                fresh = next((int(row) for row in order if int(row) not in picked), None)
+                if fresh is not None and len(picked) < MAX_SAMPLES:
+                    picked[fresh] = why if rank == 0 else f"{why}, next"
+        if len(picked) >= MIN_SAMPLES:
+            break
+    chosen = [{**rows.get(row), "why": why} for row, why in picked.items()]
+    hardest = [name for name, _ in parts]
+    return sorted(chosen, key=lambda each: (hardest.index(each["subset"]), each["why"]))
+
+
+def _has_failed(rows: EpisodeRows, here: np.ndarray) -> np.ndarray:
+    codes = [rows.names["end"].codes.get(name, -1) for name in INFRASTRUCTURE]
+    return np.isin(rows.column("end")[here], codes)
+
+
+def _by_subset(rows: EpisodeRows, here: np.ndarray) -> list[tuple[str, np.ndarray]]:
+    return _by_name(rows, "subset", here)
+
+
+def _by_name(rows: EpisodeRows, column: str, here: np.ndarray) -> list[tuple[str, np.ndarray]]:
+    """Return (name, rows) of a column of names, in the order in which they first came."""
+    codes, texts = rows.column(column)[here], rows.names[column].texts
+    return [(texts[code], here[codes == code]) for code in np.unique(codes)]

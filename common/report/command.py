@@ -1,0 +1,65 @@
+"""The command `report`: one run's page written again, or one page that compares several."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from common.config.command_line import Request
+from common.dashboard.reading.run_source import RunSource
+from common.dashboard.reading.sources import open_source
+from common.dashboard.words import plain
+from common.errors import ConfigError
+from common.report.page import render
+from common.store.run_dir import write_atomically
+
+USAGE = "report RUN [RUN ...] [to=FILE]"
+NAMES_SHOWN = 3  # in the name of a file
+
+
+def report(request: Request, *, root: Path, say: Callable[[str], None]) -> int:
+    """Write the page of one run, or of several side by side; return the exit code.
+
+    Raises: ConfigError: no such run or option, or the file cannot be written.
+    """
+    words = [word for word in request.overrides if "=" not in word]
+    options = dict(word.split("=", 1) for word in request.overrides if "=" in word)
+    if unknown := sorted(options.keys() - {"to", "run.dir"}):
+        raise ConfigError(f"{unknown[0]}: no such option; run.py {USAGE}")
+    if not words or len({*words}) < len(words):
+        raise ConfigError(f"name one run, or several different ones: run.py {USAGE}")
+    folder = root / options.get("run.dir", "runs")
+    runs = [read_run(word, runs=folder) for word in words]
+    names = [run.name for run in runs]
+    if len({*names}) < len(names):
+        raise ConfigError(f"{', '.join(names)}: runs of the same name cannot be told apart")
+    for run in runs:
+        for problem in run.problems():
+            say(f"note: {plain(problem)}")
+    path = Path(options.get("to") or _path(runs, folder))
+    try:
+        write_atomically(path, render(runs, title=title_of(names)))
+    except OSError as error:
+        raise ConfigError(f"to={path}: cannot be written ({error.strerror})") from error
+    say(f"report: {path}")
+    return 0
+
+
+def read_run(word: str, *, runs: Path) -> RunSource:
+    """Return a run, read to its end. Raises: ConfigError: there is none."""
+    source = open_source(word, runs=runs)
+    if not isinstance(source, RunSource):
+        raise ConfigError(f"{word}: a file of conversations is no run; `show` prints it")
+    while source.refresh(budget_s=1.0):
+        pass
+    return source
+
+
+def title_of(names: Sequence[str]) -> str:
+    """Return the title of a page over runs."""
+    return f"{' and '.join(names)} · Longstride"
+
+
+def _path(runs: Sequence[RunSource], folder: Path) -> Path:
+    if len(runs) == 1:
+        return runs[0].path / "report.html"
+    names = "-".join(run.name for run in runs[:NAMES_SHOWN])
+    return folder / f"report-{names}{'-and-more' * (len(runs) > NAMES_SHOWN)}.html"

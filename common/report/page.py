@@ -1,0 +1,87 @@
+"""One HTML file that shows runs without a server: the dashboard's own page with its answers in it.
+
+The page's scripts ask for what the server would answer; here they find it below the element
+`answers`. A content policy of the page's own lets it load nothing from anywhere.
+"""
+
+import base64
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from common.dashboard.reading.run_source import RunSource
+from common.dashboard.web.app import STATIC
+from common.dashboard.web.fleet import fleet
+from common.dashboard.web.overview import HORIZON, compare, overview
+from common.dashboard.web.results import samples
+from common.errors import WireError
+from common.text import html_text
+
+MAX_EPISODES_BYTES = 8 << 20  # of all samples of a page
+POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline' data:; style-src 'unsafe-inline';"
+    " img-src data:; base-uri 'none'; form-action 'none'"
+)
+AS_IN_SCRIPTS = "!*'()"  # what encodeURIComponent leaves as it is, beside quote's own
+_IMPORT = re.compile(r'"\./([\w-]+\.js)"')
+
+
+def render(runs: Sequence[RunSource], *, title: str) -> str:
+    """Return the page over runs that have been read to their end."""
+    answers: dict[str, Any] = {"api/runs": [run.summary() for run in runs]}
+    for run in runs:
+        answers |= _answers(run, max_bytes=MAX_EPISODES_BYTES // len(runs))
+    answers["api/compare"] = compare(runs)
+    # No "<" of a run's text may end the element that it lies in.
+    told = json.dumps(answers, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    styles = "".join(_text(path) for path in ("vendor/uPlot.min.css", "style.css"))
+    modules = {path.name: _module(path) for path in sorted(STATIC.glob("*.js"))}
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        f'<title>{html_text(title)}</title><link rel="icon" href="data:,">'
+        f"<style>{styles}</style></head>{_body()}"
+        f'<script type="application/json" id="answers">{told}</script>'
+        f"<script>{_text('vendor/uPlot.iife.min.js')}</script>"
+        f'<script type="importmap">{json.dumps({"imports": modules})}</script>'
+        '<script type="module">import "main.js";</script></html>\n'
+    )
+
+
+def _answers(run: RunSource, *, max_bytes: int) -> dict[str, Any]:
+    """Return what the server answers about a run, by the path that is asked for."""
+    path = f"api/run/{quote(run.name, safe=AS_IN_SCRIPTS)}"
+    shown = overview(run)
+    drawn = {name for chart in shown["charts"] for name in chart["series"]} | {HORIZON}
+    found = {path: shown, f"{path}/metrics": run.metrics.series(drawn), f"{path}/fleet": fleet(run)}
+    rows: list[dict[str, Any]] = []
+    for row in samples(run.rows):
+        try:
+            episode = run.episode(row["id"])
+        except WireError as error:
+            shown["problems"].append(f"{row['id']}: {error}")
+            continue
+        max_bytes -= len(json.dumps(episode["segments"]))
+        if max_bytes > 0:
+            rows.append(row)
+            found[f"{path}/episode?id={row['id']}"] = episode
+    return {**found, f"{path}/episodes": {"rows": rows}}
+
+
+def _text(name: str) -> str:
+    return (STATIC / name).read_text(encoding="utf-8")
+
+
+def _body() -> str:
+    """Return the body of the dashboard's page."""
+    return "<body>" + _text("index.html").partition("<body>")[2].rpartition("</html>")[0]
+
+
+def _module(path: Path) -> str:
+    """Return a script as a data URL; what it imports is named in the page's import map."""
+    source = _IMPORT.sub(r'"\1"', path.read_text(encoding="utf-8"))
+    return "data:text/javascript;base64," + base64.b64encode(source.encode()).decode()
