@@ -278,8 +278,11 @@ class _Role:
         self._backoff_s = min(max(self._first_backoff_s, 2 * self._backoff_s), MAX_BACKOFF_S)
         self._restarts.append(now)
         self._start_again_at = now + wait_s
-        logger.log(  # exit code 0: most often the run is over, and the learner is about to end too
-            logging.INFO if code == 0 else logging.WARNING,
+        if code == 0:  # most often the run is over, and the learner is about to end, too
+            text = "role left role=%s: begins again in %.0f s if the run goes on"
+            logger.info(text, self.spec.name, wait_s)
+            return
+        logger.warning(
             "role ended role=%s exit=%s restart=%d/%d in_s=%.1f",
             self.spec.name,
             describe_exit(code),

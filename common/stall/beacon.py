@@ -73,10 +73,13 @@ class Beacon:
         self._thread.start()
 
     def stop(self) -> None:
-        """Tell no more."""
+        """Tell a last time: the process may take its time to end, and does not hang meanwhile."""
         self._stopping.set()
         self._thread.join(WRITE_S)
-        self._path.unlink(missing_ok=True)
+        self._lines = {}
+        self.note("main", "leaving")
+        with contextlib.suppress(OSError):
+            self._write()
         if self._stacks is not None:
             faulthandler.unregister(STACKS_SIGNAL)
             signal.signal(STACKS_SIGNAL, signal.SIG_IGN)  # who asks now comes too late
@@ -107,18 +110,23 @@ class Beacon:
             with self._lock:
                 for line in self._lines.values():
                     line.since += slept_s if slept_s > ASLEEP_S else 0.0
-                lines = {name: asdict(line) for name, line in self._lines.items()}
             written_at = time.monotonic()
-            known = {"pid": os.getpid(), "boot_id": boot_id(), "began_at": self._began_at}
-            known["written_at"] = written_at
             with contextlib.suppress(OSError):  # of a full disk somebody else tells
-                write_atomically(self._path, json.dumps(known | {"lines": lines}))
+                self._write()
                 size = self._stacks_path.stat().st_size
                 if size != stacks_size and self._stacks is not None:
                     self._stacks.write(_tasks_of(self._loop))
                     self._stacks.flush()
                     stacks_size = self._stacks_path.stat().st_size
             self._stopping.wait(WRITE_S)
+
+    def _write(self) -> None:
+        """Raises: OSError: of a full disk, say."""
+        with self._lock:
+            lines = {name: asdict(line) for name, line in self._lines.items()}
+        known = {"pid": os.getpid(), "boot_id": boot_id(), "began_at": self._began_at}
+        told = known | {"written_at": time.monotonic(), "lines": lines}
+        write_atomically(self._path, json.dumps(told))
 
 
 @contextlib.contextmanager

@@ -39,6 +39,7 @@ POLL_S = 0.05
 GATHER_S = 0.02  # from one batch of messages to the next: thousands of peers come in hundreds
 SAVE_S = 2.0  # between two saved states; the log holds what came since
 STATUS_S = 1.0
+LAST_WAIT_S = 60.0  # for a learner that was killed on its way out and begins again
 ASLEEP_S = 5.0  # between two rounds of the loop: this process stood still
 WAKE = "wake"  # sender of a logged tick that came after such a rest
 OUTSIDE = (JoinRequest, FileRequest, HubHello, HubGoodbye)
@@ -74,6 +75,7 @@ class Serving:
     save_at: float = 0.0  # the next
     status_at: float = 0.0  # the next
     ledger_of: tuple[int, Phase] | None = None  # version and phase of the last ledger.json
+    serves_until: float = 0.0  # though the run is over, for roles that begin again
 
 
 def run(cfg: RunConfig, run_dir: RunDir) -> None:
@@ -162,6 +164,7 @@ def build(
         disk=disk,
         hub_token=keys.hub_token,
         lease_key=lease_key(keys),
+        serves_until=clock.now + LAST_WAIT_S,
     )
     came_meanwhile = disk.write(lambda: log.save(state_of(parts)), log.path)
     core.mark_saved()
@@ -245,10 +248,16 @@ def wake_at(parts: Serving, now: float) -> None:
 
 
 def has_ended(parts: Serving) -> bool:
-    """True if the run is over and everybody has left."""
+    """True if the run is over and everybody has left.
+
+    A scheduler that begins after the end has work left if the learner was killed on its way out:
+    that begins again, too, and has to hear that the run is over.
+    """
+    if parts.core.phase is not Phase.DONE:
+        return False
     members = parts.core.members.by_name.values()
     has_left = bool(members) and all(member.is_dead for member in members)
-    return parts.core.phase is Phase.DONE and has_left
+    return has_left and parts.clock.now >= parts.serves_until
 
 
 def answer_all(parts: Serving, received: list[Received]) -> None:
@@ -264,6 +273,8 @@ def answer_all(parts: Serving, received: list[Received]) -> None:
         answer = parts.core.handle(name, each.message)
         parts.log.append(parts.clock.now, name, each.frames)
         parts.is_changed = True
+        if isinstance(each.message, Goodbye) and each.message.role == "learner":
+            parts.serves_until = 0.0
         if isinstance(answer, LeaseGrant):
             answer = marked(answer, name, parts.lease_key)
         elif isinstance(answer, Progress) and getattr(each.message, "role", "") == "learner":

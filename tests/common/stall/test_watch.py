@@ -111,6 +111,53 @@ def test_role_that_lives_and_does_nothing_is_reported_with_its_stack_and_started
         assert "is stopped" in text
 
 
+LEAVING = """
+import sys, time
+from pathlib import Path
+from common.stall.beacon import beacon_of
+from common.store.run_dir import RunDir
+
+with beacon_of(RunDir(root=Path(sys.argv[1])), "learner", start_s=600.0) as beacon:
+    beacon.note("main", "step 1")
+print("left", flush=True)
+time.sleep(600)  # what libraries do at the end of a process
+"""
+
+
+@pytest.mark.slow
+def test_role_on_its_way_out_hangs_only_when_that_takes_too_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "learner.log"
+    argv = (sys.executable, "-c", LEAVING, str(tmp_path))
+    spec = RoleSpec(name="learner", argv=argv, log_path=log, env={"PYTHONPATH": str(ROOT)})
+    with start_here() as starter:
+        process = starter.start(spec)
+        try:
+            deadline = time.monotonic() + 30.0
+            while "left" not in (log.read_text() if log.exists() else ""):
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            began, now = time.time(), [time.monotonic()]
+            monkeypatch.setattr(time, "time", lambda: began + 1_000.0)
+            monkeypatch.setattr(time, "monotonic", lambda: now[0])
+            watch = StallWatch(RunDir(root=tmp_path), RunSection(stall_s=60.0), turn_s=300.0)
+
+            def restarted_within(seconds: float) -> list[str]:
+                ends = now[0] + seconds
+                while now[0] < ends:
+                    now[0] += 2.0
+                    if (verdict := watch.look({"learner": process})) is not None:
+                        return verdict.restart
+                return []
+
+            assert restarted_within(50.0) == []
+            assert restarted_within(20.0) == ["learner"]
+            monkeypatch.undo()
+        finally:
+            process.clear_away()
+
+
 @pytest.mark.parametrize(
     ("waiting", "ends"),
     [

@@ -22,7 +22,15 @@ from common.errors import ConfigError
 from common.repository import ROOT
 from common.store.run_dir import RunDir
 from common.wire.codec import decode, encode
-from common.wire.messages import GroupArrived, LeaseGrant, Outcome, Outcomes, Progress, Welcome
+from common.wire.messages import (
+    Goodbye,
+    GroupArrived,
+    LeaseGrant,
+    Outcome,
+    Outcomes,
+    Progress,
+    Welcome,
+)
 from common.wire.security import RunKeys, create_keys
 from common.wire.sockets import connect_dealer
 from learner.scheduler.bench.suite import serve_catalogue
@@ -45,6 +53,8 @@ TIMEOUT_S = 5.0
 
 class Role:
     """A DEALER that asks and waits for the answer."""
+
+    scheduler: threading.Thread
 
     def __init__(self, context: zmq.Context, run_dir: RunDir, keys: RunKeys) -> None:
         address = run_dir.wait_for_address("scheduler", timeout_s=TIMEOUT_S)
@@ -86,6 +96,7 @@ def _serving(cfg: RunConfig, run_dir: RunDir) -> Iterator[Role]:
     context = zmq.Context()
     try:
         role = Role(context, run_dir, keys)
+        role.scheduler = thread
         yield role
         role.close()
     finally:
@@ -123,6 +134,35 @@ def test_run_goes_from_hello_to_finished_over_real_sockets(hub_url: str, run_dir
     assert Counter(outcome for _, outcome, *_ in booked)["trained"] == ledger["trained"] == 4
     status = json.loads(run_dir.status.read_text())
     assert (status["phase"], status["version"]) == ("done", 1)
+
+
+def test_scheduler_that_begins_after_the_end_tells_a_learner_that_was_killed_on_its_way_out(
+    hub_url: str, run_dir: RunDir
+) -> None:
+    cfg = _config(hub_url)
+    with _serving(cfg, run_dir) as role:
+        role.ask(hello_of("actor-0"))
+        leases = role.ask(request_of("actor-0", 4)).leases
+        role.tell(
+            Outcomes(
+                seen=[seen_of(lease) for lease in leases],
+                outcomes=[outcome_of(lease.episode_id, Outcome.TRAINED) for lease in leases],
+                groups=[GroupArrived(group_id="g0000000", is_ready=True)],
+            )
+        )
+        role.ask(done_of(1, is_last=True))
+        role.ask(hello_of("learner-1"))
+        for who, name in (("learner", "learner-1"), ("actor", "actor-0")):
+            role.tell(Goodbye(role=who, name=name, incarnation="i0"))
+        role.scheduler.join(TIMEOUT_S)
+        assert not role.scheduler.is_alive()
+    with _serving(cfg, run_dir) as role:
+        welcome = role.ask(hello_of("learner-2"))
+        assert isinstance(welcome, Welcome), "everybody had left, and still it answers"
+        assert role.ask(beat_of("learner-2", [])).is_finished
+        role.tell(Goodbye(role="learner", name="learner-2", incarnation="i0"))
+        role.scheduler.join(TIMEOUT_S)
+        assert not role.scheduler.is_alive()
 
 
 def test_restarted_scheduler_keeps_leases_and_address_but_not_the_epoch(
