@@ -180,6 +180,7 @@ class AlgorithmSection:
     turn_discount: float = knob(1.0, "per turn, of the outcome or of what follows", gt=0, le=1)
     state_credit: StateCredit = knob(StateCredit.NONE, "of turns taken in the same state")
     state_weight: float = knob(1.0, "gigpo, ecpo: of it beside the episode's", gt=0, le=1000)
+    state_discount: float = knob(0.95, "of it: per turn, of what follows a turn", gt=0, le=1)
     state_prior: float = knob(1.0, "ecpo: visits that its shrinkage counts as", ge=0, le=1000)
     state_lambda: float = knob(0.95, "gagpo: of generalised advantage estimation", ge=0, le=1)
     running_memory: float = knob(0.9, "running: what a reward still counts at the next", ge=0, lt=1)

@@ -132,7 +132,7 @@ def state_advantages(
     own_states = [turn_states(each) for each in members]
     states = places([(each,) for each in own_states])
     cuts = np.cumsum(sizes)[:-1]
-    discount = algorithm.turn_discount
+    discount = algorithm.state_discount
     if algorithm.state_credit is StateCredit.GAGPO:
         parts = grouped_gae(
             rewards, np.split(states, cuts), discount=discount, trace=algorithm.state_lambda

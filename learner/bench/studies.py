@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from common.report.bench_table import BenchTable
+from common.report.results import wilson_interval
 from common.repository import ROOT
 from learner.bench.study import (
     Arm,
@@ -68,6 +69,26 @@ def algorithms_table(outcomes: list[Outcome]) -> str:
     return markdown(header, rows)
 
 
+def credit_table(outcomes: list[Outcome]) -> str:
+    """Return a row for every arm: success of all seeds together, on training and held-out items."""
+    header = ["credit", "training, last steps, by seed", "together [95 %]", "held out [95 %]"]
+    rows: list[list[str]] = []
+    for arm in dict.fromkeys(each.arm for each in outcomes):
+        own = [each for each in outcomes if each.arm == arm]
+        by_seed = ", ".join(f"{each.trained:.3f}" for each in own)
+        trained = _pooled([(each.trained, each.num_trained) for each in own])
+        held_out = _pooled([(each.after, each.num_after) for each in own])
+        rows.append([arm, by_seed, trained, held_out])
+    return markdown(header, rows)
+
+
+def _pooled(shares: list[tuple[float, int]]) -> str:
+    """Return the share of all plays with Wilson's interval; it leaves out what seeds add to it."""
+    num = sum(n for _, n in shares)
+    num_solved = round(sum(share * n for share, n in shares))
+    return interval(num_solved / num, wilson_interval(num_solved, num))
+
+
 def staleness_table(outcomes: list[Outcome]) -> str:
     """Return a row for every lag: success after training for every way to deal with it."""
     by_name = {each.arm: each for each in outcomes}
@@ -126,6 +147,7 @@ def _along(outcome: Outcome, steps: list[int]) -> list[str]:
 
 TABLES: dict[str, Callable[[list[Outcome]], str]] = {
     "algorithms": algorithms_table,
+    "credit": credit_table,
     "staleness": staleness_table,
     "staleness-fast": staleness_table,
     "curriculum": curriculum_table,
@@ -139,6 +161,7 @@ def _measure(name: str, table: BenchTable) -> None:
     outcomes = run_study(study, folder=folder)
     for each in outcomes:
         gain = f"gain {interval(each.gain, each.gain_ci95, is_gain=True)} points"
+        gain = gain if each.gain == each.gain else f"{each.trained:.3f} of the last training steps"
         table.figure(f"{each.arm}, seed {each.seed}: success after", each.after, "", gain)
     table.title(TABLES[name](outcomes).rstrip())
 

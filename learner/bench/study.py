@@ -48,11 +48,14 @@ class Point:
 class Outcome:
     arm: str
     seed: int
-    before: float
+    before: float  # as the gain, NaN if the first policy was not evaluated
     after: float
     after_ci95: tuple[float, float]
+    num_after: int  # items
     gain: float
     gain_ci95: tuple[float, float]  # paired by item
+    trained: float  # success of the training episodes that arrived in the last `LAST_STEPS` steps
+    num_trained: int  # of those episodes
     lag_mean: float  # steps, over the trained tokens
     ess_min: float  # smallest effective sample size of a step, as a share of its tokens
     points: tuple[Point, ...]  # the first is before training, the last the evaluation at the end
@@ -94,17 +97,24 @@ def merged(overrides: Sequence[str], own: Sequence[str]) -> list[str]:
 
 def read_outcome(run: Path, *, arm: str, seed: int) -> Outcome:
     report = json.loads((run / "report.json").read_text())
-    steps = _read_lines(run / "metrics.jsonl")
+    steps = [line for line in _read_lines(run / "metrics.jsonl") if line["step"]]
+    none = {"success": float("nan"), "ci95": [float("nan")] * 2}
+    before, gain = report["before"] or none, report["gain"] or none
+    last = [line for line in steps[-LAST_STEPS:] if "reward/success" in line]
+    arrived = [line["episodes/arrived"] for line in last]
     num_tokens = [line["train/num_sampled_tokens"] for line in steps]
     lags = [line["offpolicy/lag_mean"] for line in steps]
     return Outcome(
         arm=arm,
         seed=seed,
-        before=report["before"]["success"],
+        before=before["success"],
         after=report["after"]["success"],
         after_ci95=tuple(report["after"]["ci95"]),
-        gain=report["gain"]["success"],
-        gain_ci95=tuple(report["gain"]["ci95"]),
+        num_after=report["after"]["n"],
+        gain=gain["success"],
+        gain_ci95=tuple(gain["ci95"]),
+        trained=float(np.average([line["reward/success"] for line in last], weights=arrived)),
+        num_trained=int(sum(arrived)),
         lag_mean=float(np.average(lags, weights=num_tokens)),
         ess_min=min(line["offpolicy/ess_frac"] for line in steps),
         points=_points(run, report, last_step=steps[-1]["step"]),
@@ -112,7 +122,7 @@ def read_outcome(run: Path, *, arm: str, seed: int) -> Outcome:
 
 
 def _points(run: Path, report: dict[str, Any], *, last_step: int) -> tuple[Point, ...]:
-    success = {0: report["before"]["success"]}
+    success = {0: report["before"]["success"]} if report["before"] else {}
     path = run / "eval.jsonl"
     lines = _read_lines(path) if path.exists() else []
     success |= {line["step"]: line["eval/success"] for line in lines}

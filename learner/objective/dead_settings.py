@@ -135,19 +135,23 @@ def _dead_in_credit(cfg: AlgorithmSection) -> Dead:
         why = f"advantage={cfg.advantage.value}"
         yield from changed(why, "running_memory", "running_prior")
     if not cfg.advantage.is_group_relative:
-        names = ("state_credit", "state_weight", "state_prior", "state_lambda")
+        names = [f"state_{each}" for each in ("credit", "weight", "discount", "prior", "lambda")]
         yield from changed(f"advantage={cfg.advantage.value} compares no turns of a group", *names)
         return
     kind = cfg.state_credit
     why = f"state_credit={kind.value}"
+    if kind is StateCredit.NONE:
+        yield from changed(why, "state_discount")
     if kind not in (StateCredit.GIGPO, StateCredit.ECPO):
         yield from changed(why, "state_weight")
     if kind is not StateCredit.ECPO:
         yield from changed(why, "state_prior")
     if kind is not StateCredit.GAGPO:
         yield from changed(why, "state_lambda")
-    elif cfg.advantage is Advantage.GRPO:
-        yield from changed(f"{why} takes the place of the episode's advantage", "baseline")
+    else:
+        why = f"{why} takes the place of the episode's advantage"
+        is_grpo = cfg.advantage is Advantage.GRPO  # of others it is named already
+        yield from changed(why, "turn_discount", *(["baseline"] if is_grpo else []))
 
 
 def _dead_in_learner(algorithm: AlgorithmSection, cfg: LearnerSection) -> Dead:

@@ -6,9 +6,9 @@ from common.config.learning import Advantage, AlgorithmSection, Baseline, Credit
 def state_text(cfg: AlgorithmSection, kind: Baseline) -> str:
     """Return what the states that turns were taken in give them; G is a turn's return."""
     paid, scaled = paid_text(cfg), cfg.normalize_std and cfg.advantage is Advantage.GRPO
-    returns = f"G=sum_later_turns {cfg.turn_discount:g}^k*({paid})"
+    returns = f"G=sum_later_turns {cfg.state_discount:g}^k*({paid})"
     if cfg.state_credit is StateCredit.GAGPO:
-        gae = f"GAE(per turn, gamma={cfg.turn_discount:g}, lambda={cfg.state_lambda:g}"
+        gae = f"GAE(per turn, gamma={cfg.state_discount:g}, lambda={cfg.state_lambda:g}"
         text = f"{gae}, V=mean_same_state G, {returns})"
         return f"standardize_group_turns({text})" if scaled else text
     if cfg.state_credit is StateCredit.ECPO:

@@ -12,7 +12,13 @@ from common.errors import LongstrideError
 from common.repository import ROOT
 from common.store.journal import JournalWriter
 from common.wire.messages import EpisodeKind, Trajectory
-from learner.bench.studies import TABLES, curriculum_table, read_study, staleness_table
+from learner.bench.studies import (
+    TABLES,
+    credit_table,
+    curriculum_table,
+    read_study,
+    staleness_table,
+)
 from learner.bench.study import (
     Arm,
     Outcome,
@@ -33,6 +39,9 @@ def make_outcome(arm: str, *points: tuple[int, float, int]) -> Outcome:
         before=0.4,
         after=0.5,
         after_ci95=(0.45, 0.55),
+        num_after=400,
+        trained=0.6,
+        num_trained=100,
         gain=0.1,
         gain_ci95=(0.05, 0.15),
         lag_mean=1.0,
@@ -67,7 +76,7 @@ def test_outcome_of_a_run_counts_every_generated_token_until_each_evaluation(
     ci = [0.0, 1.0]
     report = {
         "before": {"success": 0.25, "ci95": ci},
-        "after": {"success": 0.75, "ci95": ci},
+        "after": {"success": 0.75, "ci95": ci, "n": 8},
         "gain": {"success": 0.5, "ci95": ci},
     }
     (tmp_path / "report.json").write_text(json.dumps(report))
@@ -82,6 +91,8 @@ def test_outcome_of_a_run_counts_every_generated_token_until_each_evaluation(
                     "train/num_sampled_tokens": num_tokens,
                     "offpolicy/lag_mean": lag,
                     "offpolicy/ess_frac": ess,
+                    "episodes/arrived": 10.0 * step,
+                    "reward/success": 0.5 * step,
                 }
             )
             + "\n"
@@ -96,6 +107,15 @@ def test_outcome_of_a_run_counts_every_generated_token_until_each_evaluation(
     ]
     assert outcome.lag_mean == pytest.approx(0.5)  # 30 tokens of lag 0, 10 of lag 2
     assert (outcome.ess_min, outcome.gain) == (0.8, 0.5)
+    assert outcome.trained == pytest.approx((10 * 0.5 + 20 * 1.0) / 30)
+    assert (outcome.num_trained, outcome.num_after) == (30, 8)
+    (tmp_path / "report.json").write_text(json.dumps(report | {"before": None, "gain": None}))
+    assert [p.step for p in read_outcome(tmp_path, arm="x", seed=3).points] == [1, 2]
+
+
+def test_credit_study_holds_all_seeds_of_an_arm_together() -> None:
+    rows = credit_table([make_outcome("a", (0, 0.4, 0)), make_outcome("a", (0, 0.4, 0))])
+    assert "| a | 0.600, 0.600 | 0.600 [0.531, 0.665] | 0.500 [0.465, 0.535] |" in rows
 
 
 def test_success_at_tokens_is_linear_between_evaluations() -> None:

@@ -48,6 +48,7 @@ VALUES: dict[str, list[Any]] = {
     "turn_discount": [0.5],
     "state_credit": [StateCredit.GIGPO, StateCredit.ECPO, StateCredit.GAGPO],
     "state_weight": [0.5],
+    "state_discount": [0.5],
     "state_prior": [3.0],
     "state_lambda": [0.25],
     "invalid_action_penalty": [0.25],

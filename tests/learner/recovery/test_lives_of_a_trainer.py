@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from common.config.compute import Precision
-from common.config.learning import Advantage, AlgorithmSection, LearnerSection
+from common.config.learning import Advantage, AlgorithmSection, Correction, LearnerSection
 from common.store.journal import JournalWriter
 from common.store.metrics import MetricsWriter
 from common.store.run_dir import RunDir
@@ -42,6 +42,12 @@ CASES = {
     "minibatches": Case(algorithm=AlgorithmSection(), learner={"num_minibatches": 2}),
     "critic, reused anchor": Case(
         algorithm=AlgorithmSection(advantage=Advantage.PPO), learner={"ppo_epochs": 2}
+    ),
+    "running baseline": Case(
+        algorithm=AlgorithmSection(
+            advantage=Advantage.RUNNING, correction=Correction.SECOND_MOMENT, m2_threshold=0.5
+        ),
+        learner={"num_minibatches": 2},
     ),
     "adapters and their base": Case(
         algorithm=AlgorithmSection(kl_coef=0.1), learner={"num_minibatches": 2}, has_adapters=True
@@ -115,7 +121,7 @@ class Life:
 
     def train_on(self, groups: list[Group]) -> bool:
         """Take a batch as the learner's loop does; return whether it was skipped."""
-        samples = samples_of(groups, self._case.algorithm)
+        samples = samples_of(groups, self._case.algorithm, self.trainer.baseline)
         is_skipped = self.trainer.train_on(samples, version=self._version).decision.is_skipped
         self._version += not is_skipped
         names = [[t.episode_id for t in group.members] for group in groups]
@@ -166,6 +172,8 @@ def test_a_learner_killed_again_and_again_ends_as_one_that_lived(
     assert killed.values() == whole.values()
     assert whole.values()["num_batches"] == len(KINDS)
     assert whole.max_ahead_steps == 0  # the gate is closed, and stays so
+    is_running = case.algorithm.advantage is Advantage.RUNNING
+    assert bool(whole.baseline.items) == is_running
     ours, theirs = killed.tensors(), whole.tensors()
     assert ours.keys() == theirs.keys()
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []

@@ -18,6 +18,7 @@ from common.config.learning import (
     Aggregation,
     AlgorithmSection,
     ControllerSection,
+    Correction,
     LearnerSection,
     PolicyLoss,
 )
@@ -38,6 +39,9 @@ ALGORITHMS = {
     ),
     "ppo": AlgorithmSection(advantage=Advantage.PPO),
     "reference": AlgorithmSection(kl_coef=0.1, entropy_coef=0.01),
+    "turns, trusted tokens": AlgorithmSection(
+        policy_loss=PolicyLoss.TURN, correction=Correction.SECOND_MOMENT, m2_threshold=0.02
+    ),
 }
 
 PARTS = {"all": slice(None), "few": slice(3)}  # a rank of four gets none of three
