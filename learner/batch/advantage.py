@@ -43,7 +43,7 @@ def group_advantages(rewards: Tensor, *, baseline: Baseline, normalize_std: bool
     """Return each member's reward minus what the group leads one to expect.
 
     Args:
-        rewards: [member] of the survivors of one group; any size from 2.
+        rewards: [member] of the survivors of one group.
         baseline: LEAVE_ONE_OUT compares with the mean of the *other* members, which makes the
             baseline independent of the member's own actions (RLOO). GROUP_MEAN compares with the
             mean of all (GRPO); it is the former times (size - 1) / size.
@@ -52,15 +52,16 @@ def group_advantages(rewards: Tensor, *, baseline: Baseline, normalize_std: bool
             Dr. GRPO calls a bias; without it and with GROUP_MEAN this is Dr. GRPO.
 
     Returns:
-        [member] float32, sum zero. Exactly 0.0 everywhere if all rewards are equal.
+        [member] float32, sum zero. Exactly 0.0 everywhere if all rewards are equal, and for one
+        member alone, which has nobody to be compared with.
 
     Raises:
-        ValueError: rewards is not one axis of at least two finite numbers.
+        ValueError: rewards is not one axis of finite numbers.
 
     Source: GRPO, arXiv:2402.03300; Dr. GRPO, arXiv:2503.20783; RLOO, arXiv:2402.14740.
     """
-    if rewards.ndim != 1 or rewards.shape[0] < 2:
-        raise ValueError(f"rewards must be [member >= 2], got {tuple(rewards.shape)}")
+    if rewards.ndim != 1 or rewards.shape[0] < 1:
+        raise ValueError(f"rewards must be [member >= 1], got {tuple(rewards.shape)}")
     rewards = rewards.float()
     if not torch.isfinite(rewards).all():
         raise ValueError(f"rewards must be finite, got {rewards.tolist()}")

@@ -27,10 +27,13 @@ def test_normalized_advantages_have_unit_population_std() -> None:
 
 @pytest.mark.parametrize("baseline", list(Baseline))
 @pytest.mark.parametrize("normalize_std", [False, True])
-def test_equal_rewards_give_exactly_zero(baseline: Baseline, normalize_std: bool) -> None:
+def test_equal_rewards_and_one_alone_get_exactly_zero(
+    baseline: Baseline, normalize_std: bool
+) -> None:
     rewards = torch.full((7,), 0.1)
-    got = group_advantages(rewards, baseline=baseline, normalize_std=normalize_std)
-    assert got.tolist() == [0.0] * 7
+    for group in (rewards, rewards[:1]):
+        got = group_advantages(group, baseline=baseline, normalize_std=normalize_std)
+        assert got.tolist() == [0.0] * len(group)
 
 
 def test_a_group_of_two_survivors_still_has_a_baseline() -> None:
@@ -39,7 +42,7 @@ def test_a_group_of_two_survivors_still_has_a_baseline() -> None:
     assert got.tolist() == [1.0, -1.0]
 
 
-@pytest.mark.parametrize("rewards", [[1.0], [[1.0, 0.0]], [1.0, float("nan")]])
+@pytest.mark.parametrize("rewards", [[], [[1.0, 0.0]], [1.0, float("nan")]])
 def test_advantages_refuse_what_is_no_group(rewards: list) -> None:
     with pytest.raises(ValueError, match="rewards must be"):
         group_advantages(torch.tensor(rewards), baseline=Baseline.GROUP_MEAN, normalize_std=False)

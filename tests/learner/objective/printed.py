@@ -2,7 +2,7 @@
 # pyright: basic, reportOptionalSubscript=false, reportArgumentType=false, reportAssignmentType=false
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -27,6 +27,9 @@ class Tokens:
     lag: Tensor
     episode: Tensor  # int64
     turn: Tensor  # int64, unlike in every turn of the batch
+    values: Tensor  # of the critic now, with gradient
+    old_values: Tensor  # before the step
+    end_values: Tensor  # [episode] float64, of the state at the very end
 
 
 def split_top(text: str, by: str) -> list[str]:
@@ -45,7 +48,7 @@ def objective(line: str, tokens: Tokens, groups: Groups) -> Tensor:
     head, _, tail = line.removeprefix("maximise ").partition("; r=")
     laws = dict(part.split("=", 1) for part in split_top("r=" + tail, ", ") if "=" in part)
     t, num = tokens, len(tokens.pi)
-    a = torch.from_numpy(advantages(laws["A"], groups))
+    a = torch.from_numpy(advantages(laws["A"], groups, t))
     names = {"A": a, "pi": t.pi.exp(), "mu": t.mu.exp(), "pi_prox": t.prox.exp()}
     names |= {"pi_old": t.prox.exp(), "pi_first": t.first.exp(), "lag": t.lag}
     names["r"] = evaluate(laws["r"], names, t)
@@ -58,13 +61,18 @@ def objective(line: str, tokens: Tokens, groups: Groups) -> Tensor:
         r"mean_episodes mean_tokens|mean_tokens|sum_tokens / \(episodes \* (\d+)\)", head
     )
     assert mean is not None, head
-    value = evaluate(re.sub(r"\(pi\|[^)]*\)", "", head[mean.end() :].strip()), names, t)
+    body, less = head[mean.end() :].strip(), torch.zeros(())
+    if critic := re.search(r" - ([\d.e-]+)\*VL$", body):
+        body, less = body[: critic.start()], float(critic[1]) * value_loss(laws, groups, t)
+    elif "minimised by the critic's own network" in tail:
+        less = value_loss(laws, groups, t)
+    value = evaluate(re.sub(r"\(pi\|[^)]*\)", "", body), names, t)
     num_episodes = int(t.episode.max()) + 1
     if mean[1]:
-        return value.sum() / (num_episodes * int(mean[1]))
+        return value.sum() / (num_episodes * int(mean[1])) - less
     if mean[0] == "mean_tokens":
-        return value.mean()
-    return torch.stack([value[t.episode == i].mean() for i in range(num_episodes)]).mean()
+        return value.mean() - less
+    return torch.stack([value[t.episode == i].mean() for i in range(num_episodes)]).mean() - less
 
 
 def enclosed(text: str, word: str, form: str) -> str:
@@ -127,11 +135,74 @@ def evaluate(text: str, names: dict[str, Tensor], t: Tokens) -> Tensor:
     return eval(text, {"__builtins__": {}}, known)
 
 
-def advantages(text: str, groups: Groups) -> np.ndarray:
+def value_loss(laws: dict[str, str], groups: Groups, t: Tokens) -> Tensor:
+    """Return the critic's loss over the states that its timesteps begin in."""
+    found = re.fullmatch(r"mean_(turn|token)s \[(.*?)(?:; (max of it and .*))?\]", laws["VL"])
+    assert found is not None, laws["VL"]
+    targets = torch.from_numpy(np.concatenate([x[1] for x in critic_of(laws["A"], groups, t)]))
+    error = (t.values - targets) ** 2 / 2
+    if found[3]:
+        clip = number(r"clip\(V-V_old, -([\d.e-]+),", found[3])
+        held = t.old_values + (t.values - t.old_values).clamp(-clip, clip)
+        error = torch.maximum(error, (held - targets) ** 2 / 2)
+    first = torch.ones(len(error), dtype=torch.bool)
+    first[1:] = (t.turn[1:] != t.turn[:-1]) if found[1] == "turn" else True
+    return error[first].mean()
+
+
+def critic_of(text: str, groups: Groups, t: Tokens) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return (A, target) of each episode's sampled tokens, both [tokens] float64, by definition."""
+    gamma, trace = number(r"gamma=([\d.e-]+)", text), number(r"lambda=([\d.e-]+)", text)
+    pay_text, end_text = re.search(
+        r"pay=(.*), if cut short then (clip\(.*?, 1 - R\))", text
+    ).groups()
+    found: list[tuple[np.ndarray, np.ndarray]] = []
+    for index, e in enumerate(each for group in groups for each in group):
+        own = (t.episode == index).numpy()
+        values, turns = t.old_values.numpy()[own], e.turn_ids[e.loss_mask]
+        step = np.unique(turns, return_inverse=True)[1]
+        if "(per token" in text:
+            step = np.arange(len(turns))
+        num = step[-1] + 1
+        pay = np.zeros(num)
+        for turn, paid in enumerate(_paid(pay_text, e)):
+            before = [at for at in range(len(turns)) if turns[at] <= turn]  # else what comes first
+            place = before[-1] if before else max(np.flatnonzero(turns == turns[0]))
+            pay[step[place]] += paid
+        v = np.array([values[step == k][0] for k in range(num)])
+        end = 0.0
+        if e.end_reason in ("horizon", "context_full"):
+            last = v[-1] if e.loss_mask[-1] else float(t.end_values[index])
+            share = e.num_invalid_actions / max(e.num_turns, 1)
+            known = {"V_end": last, "R": e.reward, "invalid_frac": share, "min": min}
+            known["clip"] = lambda x, low, high: min(max(x, low), high)
+            end = eval(end_text, {"__builtins__": {}}, known)
+        following, ratios, bound = np.append(v, end)[1:], np.ones(num), np.ones(num)
+        if text.partition("(per ")[0].endswith("V-trace"):
+            gap = (t.prox.detach() - t.mu).numpy()[own]
+            rho = np.array([np.exp(gap[step == k].sum()) for k in range(num)])
+            ratios = np.minimum(rho, number(r"rho<=([\d.e-]+)", text))
+            bound = np.minimum(rho, number(r"c<=([\d.e-]+)", text))
+        delta = ratios * (pay + gamma * following - v)
+        decayed = [
+            sum((gamma * trace) ** (k - s) * np.prod(bound[s:k]) * delta[k] for k in range(s, num))
+            for s in range(num)
+        ]
+        targets = v + np.array(decayed)
+        a = targets - v
+        if "V-trace" in text:
+            a = pay + gamma * np.append(targets, end)[1:] - v
+        found.append((a[step], targets[step]))
+    return found
+
+
+def advantages(text: str, groups: Groups, t: Tokens) -> np.ndarray:
     """Return A of every sampled token [tokens] float64."""
     episodes = [each for group in groups for each in group]
+    if text.startswith(("GAE(per", "V-trace(per")) and "pay=" in text:
+        return np.concatenate([x[0] for x in critic_of(text, groups, t)])
     if wrapped := re.fullmatch(r"(whiten_batch|rms_per_env)\((.*)\)", text):
-        inner, flat = wrapped[1], advantages(wrapped[2], groups)
+        inner, flat = wrapped[1], advantages(wrapped[2], groups, t)
         envs = np.array([e.env for e in episodes for _ in range(int(e.loss_mask.sum()))])
         if inner == "whiten_batch":
             return (flat - flat.mean()) / (flat.std() + 1e-6) if np.ptp(flat) else 0 * flat
@@ -155,9 +226,48 @@ def _terms(text: str) -> list[str]:
     ]
 
 
+def running_mean(text: str, groups: Groups) -> dict[str, float]:
+    """Return what each episode is expected to be worth, by its id, from batches before this one."""
+    memory, prior = number(r"memory=([\d.]+)", text), number(r"prior=([\d.]+)", text)
+    credit = text.removeprefix("(").partition(" - running_mean")[0]
+    worth = lambda e: float(np.append(_credit(credit, e), 0.0)[0])  # noqa: E731
+    batches = [[e for g in history(groups) for e in g], [e for g in groups for e in g]]
+    seen = batches[0]
+    found: dict[str, float] = {}
+    for e in batches[1]:
+        task = [worth(x) for x in seen if (x.env, _task(x)) == (e.env, _task(e))]
+        if not task:
+            others = [
+                x for x in batches[1] if (x.env, _task(x)) == (e.env, _task(e)) and x is not e
+            ]
+            found[e.episode_id] = np.mean([worth(x) for x in others]) if others else worth(e)
+            continue
+        item = [worth(x) for x in seen if (x.env, x.item_id) == (e.env, e.item_id)]
+        weights = memory ** np.arange(len(item))[::-1]
+        total = (weights * item).sum() + prior * np.mean(task)
+        found[e.episode_id] = total / (weights.sum() + prior)
+    return found
+
+
+def _task(e: Trajectory) -> tuple[str, str]:
+    return e.env, e.item_id.rpartition("-")[0]
+
+
+def history(groups: Groups) -> Groups:
+    """Return the batch before: the first group's items, with other rewards and the same credit."""
+    return [[replace(e, reward=1 - e.reward, turn_scores=1 - e.turn_scores) for e in groups[0]]]
+
+
 def _of_group(term: str, group: list[Trajectory], groups: Groups) -> list[np.ndarray]:
     """Return one term of A for each episode of a group, [num_turns] float64."""
-    del groups
+    if "running_mean" in term:
+        credit = term.removeprefix("(").partition(" - running_mean")[0]
+        expected = running_mean(term, groups)
+        return [_credit(credit, e) - expected[e.episode_id] for e in group]
+    if term.endswith("mean_batch_turns)"):
+        everything = np.concatenate([e.invalid_turns for g in groups for e in g])
+        weight = -float(term.removeprefix("-").partition("*")[0])
+        return [weight * (e.invalid_turns - everything.mean()) for e in group]
     if coefficient := re.fullmatch(r"-([\d.e-]+)\*\((invalid_turn.*)\)", term):
         credit = [float(coefficient[1]) * -e.invalid_turns.astype(np.float64) for e in group]
         return _less(credit, coefficient[2].partition(" - ")[2])

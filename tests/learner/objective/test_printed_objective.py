@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.config.compute import Precision
+from common.config.compute import CriticKind, CriticSection, CriticTargets, Precision, Timestep
 from common.config.learning import (
     Advantage,
     Aggregation,
@@ -24,21 +24,24 @@ from common.config.learning import (
     Proximal,
     StateCredit,
 )
-from common.wire.messages import Trajectory
+from common.wire.messages import EndReason, Trajectory
 from learner.batch.batching import make_microbatches
 from learner.batch.credit import samples_of
+from learner.batch.critic_advantage import Scored, advantages_from_critic
+from learner.batch.running_baseline import RunningBaseline
 from learner.ingest.group_assembly import Group
 from learner.objective.describe import objective_text
 from learner.objective.loss import Denominator, policy_loss
+from learner.policy.critic import make_critic
 from learner.policy.forward import Networks, Scores
 from learner.training.ranks import Ranks
 from learner.training.step import Gradients, ScoredBatch, TrainerSettings
 from tests.learner.builders import make_model, make_trajectory
-from tests.learner.objective.printed import Tokens, objective
+from tests.learner.objective.printed import Tokens, history, objective
 
 VERSION = 3
 VALUES: dict[str, list[Any]] = {
-    "advantage": [Advantage.RLOO, Advantage.REINFORCE_PP, Advantage.REINFORCE_PP_BASELINE],
+    "advantage": [each for each in Advantage if each is not Advantage.GRPO],
     "baseline": [Baseline.GROUP_MEAN],
     "normalize_std": [True],
     "normalize_per_env": [True],
@@ -51,6 +54,8 @@ VALUES: dict[str, list[Any]] = {
     "state_discount": [0.5],
     "state_prior": [3.0],
     "state_lambda": [0.25],
+    "running_memory": [0.5],
+    "running_prior": [0.5],
     "invalid_action_penalty": [0.25],
     "invalid_action_level": [CreditLevel.TURN],
     "policy_loss": [each for each in PolicyLoss if each is not PolicyLoss.PPO],
@@ -72,16 +77,34 @@ VALUES: dict[str, list[Any]] = {
     "drift_coef": [0.125],
     "entropy_coef": [0.5],
 }
+OF_CRITIC: dict[str, list[Any]] = {
+    "timestep": [Timestep.TOKEN],
+    "targets": [CriticTargets.VTRACE],
+    "gae_lambda": [0.5],
+    "vtrace_rho": [0.75],
+    "vtrace_c": [0.5],
+    "clip": [0.0625],
+    "coef": [0.25],
+    "whiten": [False],
+    "kind": [CriticKind.MODEL],
+}
 CHOICES = [(key, value) for key, values in VALUES.items() for value in values]
+WITH_CRITIC = [
+    *((key, value) for key, values in OF_CRITIC.items() for value in values),
+    *(each for each in CHOICES if each[0] not in ("advantage", "baseline", "normalize_std")),
+]
 
 
 @cache
 def groups() -> tuple[Group, ...]:
-    """Build ragged episodes: turns of no token and of one, and a group of equal rewards."""
+    """Build ragged episodes: turns of no token and of one, a group of equal rewards, one alone.
+
+    Some are cut short, with a last observation or without.
+    """
     rng = np.random.default_rng(5)
     built: list[Group] = []
-    lengths = [[(2, 1, 3), (0, 2), (1,)], [(1, 1, 0, 2), (3, 2, 1)], [(2, 1), (1, 2)]]
-    rewards = [[0.25, 1.0, 0.5], [0.0, 0.75], [0.5, 0.5]]
+    lengths = [[(2, 1, 3), (0, 2), (1,)], [(1, 1, 0, 2), (3, 2, 1)], [(2, 1), (1, 2)], [(2, 0, 1)]]
+    rewards = [[0.25, 1.0, 0.5], [0.0, 0.75], [0.5, 0.5], [0.25]]
     for number, (sizes, worth) in enumerate(zip(lengths, rewards, strict=True)):
         members: list[Trajectory] = []
         for member, turns in enumerate(sizes):
@@ -89,6 +112,8 @@ def groups() -> tuple[Group, ...]:
             for turn, size in enumerate(turns):
                 mask += [0] + [1] * size
                 turn_ids += [turn] * (size + 1)
+            if number % 2:
+                mask, turn_ids = [*mask, 0], [*turn_ids, len(turns) - 1]
             ids = rng.integers(0, 4, size=len(mask)).tolist()
             logprobs = (-rng.integers(16, 160, size=sum(mask)) / 64).tolist()
             plain = make_trajectory(
@@ -101,6 +126,8 @@ def groups() -> tuple[Group, ...]:
                 replace(
                     plain,
                     env=f"env{number % 2}",
+                    item_id=f"task-{number}",
+                    end_reason=EndReason.HORIZON if worth[member] < 0.5 else EndReason.DONE,
                     num_turns=len(turns),
                     reward=worth[member],
                     turn_scores=np.append(rises[:-1], worth[member]).astype(np.float32),
@@ -121,8 +148,10 @@ def noise(seed: int, scale: float) -> torch.Tensor:
 
 
 @cache
-def networks() -> Networks:
-    return Networks(policy=make_model())
+def networks(*, has_head: bool) -> Networks:
+    model = make_model()
+    critic = make_critic(CriticSection(), model, policy_path="") if has_head else None
+    return Networks(policy=model, critic=critic)
 
 
 def situations(cfg: AlgorithmSection, learner: LearnerSection) -> list[tuple[torch.Tensor, ...]]:
@@ -144,13 +173,27 @@ def gradients(
     cfg: AlgorithmSection, learner: LearnerSection, *, printed: bool = False
 ) -> torch.Tensor:
     """Return the gradients by pi and by the entropy in all situations, computed or as printed."""
-    samples = samples_of(list(groups()), cfg)
+    baseline, members = RunningBaseline(), [group.members for group in groups()]
+    if cfg.advantage is Advantage.RUNNING:
+        before = [Group(group_id="before", members=each) for each in history(members)]
+        samples_of(before, cfg, baseline)
+    samples = samples_of(list(groups()), cfg, baseline)
     settings = TrainerSettings(learner=learner, algorithm=cfg, num_steps=10, engine_dtype="float32")
-    computing = Gradients(settings, networks(), Ranks())
+    has_head = cfg.advantage is Advantage.PPO and learner.critic.kind is CriticKind.HEAD
+    computing = Gradients(settings, networks(has_head=has_head), Ranks())
     sizes = [sample.num_sampled_tokens for sample in samples]
     found: list[torch.Tensor] = []
+    old, ends = noise(5, 0.5).float().double(), noise(6, 0.5)[: len(samples)].float().double()
     for now, begun, first in situations(cfg, learner):
         pi, entropy = now.clone().requires_grad_(), noise(3, 1.0).requires_grad_()
+        values = (old + (0 if first is now is begun else noise(7, 0.1))).requires_grad_()
+        if cfg.advantage is Advantage.PPO:
+            scored = Scored(
+                values=old.numpy().astype(np.float32),
+                end_values=ends.numpy().astype(np.float32),
+                logprobs=begun.numpy(),
+            )
+            samples = advantages_from_critic(samples, scored, cfg, learner.critic)
 
         def by_sample(flat: torch.Tensor) -> dict[int, torch.Tensor]:
             return dict(enumerate(flat.split(sizes)))
@@ -158,8 +201,8 @@ def gradients(
         reference = (begun + noise(4, 0.3)).detach()
         if printed:
             laws = objective_text(cfg, learner)
-            tokens = named(samples, pi, begun, first, reference, entropy)
-            value = objective(laws, tokens, [group.members for group in groups()])
+            tokens = named(samples, pi, begun, first, reference, entropy, values, old, ends)
+            value = objective(laws, tokens, members)
         else:
             batch = ScoredBatch(
                 samples=samples,
@@ -182,13 +225,18 @@ def gradients(
             inputs = computing.loss_inputs(batch, micro, scores)
             counts = Denominator(num_tokens=sum(sizes), num_sequences=len(samples))
             value = -policy_loss(inputs, counts, cfg)[0]
-        parts = torch.autograd.grad(value, (pi, entropy), allow_unused=True, materialize_grads=True)
+            if cfg.advantage is Advantage.PPO:
+                scores = replace(scores, values=values[order])
+                num_states = sum(float(s.state_marks.sum()) for s in samples)
+                value = value - computing._value_term(micro, scores, num_states, {})
+        wanted = (pi, entropy, values)
+        parts = torch.autograd.grad(value, wanted, allow_unused=True, materialize_grads=True)
         found += [part.double() for part in parts]
     return torch.cat(found)
 
 
 def named(samples: list[Any], *values: torch.Tensor) -> Tokens:
-    pi, begun, first, reference, entropy = values
+    pi, begun, first, reference, entropy, *of_critic = values
     trajectories = [sample.trajectory for sample in samples]
     counts = [sample.num_sampled_tokens for sample in samples]
     episode = np.repeat(np.arange(len(samples)), counts)
@@ -205,6 +253,9 @@ def named(samples: list[Any], *values: torch.Tensor) -> Tokens:
         lag=torch.from_numpy(lag).double(),
         episode=torch.from_numpy(episode),
         turn=torch.from_numpy(turns + 100 * episode),
+        values=of_critic[0],
+        old_values=of_critic[1],
+        end_values=of_critic[2],
     )
 
 
@@ -213,23 +264,42 @@ def learners() -> list[LearnerSection]:
     return [LearnerSection(precision=Precision.FP32, **way) for way in ways]
 
 
-def settings(size: int, number: int) -> list[dict[str, Any]]:
+def settings(
+    size: int, number: int, choices: list[tuple[str, Any]] = CHOICES
+) -> list[dict[str, Any]]:
     """Return combinations of settings of unlike keys; all of them, or `number` of them drawn."""
-    found = [dict(each) for each in combinations(CHOICES, size) if len(dict(each)) == size]
+    found = [dict(each) for each in combinations(choices, size) if len(dict(each)) == size]
     return found if len(found) <= number else random.Random(7).sample(found, number)
 
 
 def test_every_setting_that_has_a_choice_is_walked() -> None:
-    elsewhere = {"reference_path", "filter_zero_variance", "running_memory", "running_prior"}
+    elsewhere = {"reference_path", "filter_zero_variance"}
     assert set(VALUES) == {field.name for field in fields(AlgorithmSection)} - elsewhere
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_gradient_is_that_of_the_printed_objective(size: int) -> None:
+    check(settings(size, 1200 if size == 2 else 800))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("base", [Advantage.PPO, Advantage.RUNNING])
+def test_gradient_with_a_critic_or_running_means_is_that_of_the_printed_objective(
+    base: Advantage,
+) -> None:
+    choices = WITH_CRITIC if base is Advantage.PPO else CHOICES
+    given = [each for size in (1, 2, 3) for each in settings(size, 100, choices)]
+    check([{"advantage": base} | each for each in given if "advantage" not in each])
+
+
+def check(given_settings: list[dict[str, Any]]) -> None:
     wrong: list[str] = []
-    for index, given in enumerate(settings(size, 1200 if size == 2 else 800)):
-        cfg, learner = AlgorithmSection(**given), learners()[index % 3]
+    for index, given in enumerate(given_settings):
+        own = {key: value for key, value in given.items() if key not in OF_CRITIC}
+        of_critic = {key: value for key, value in given.items() if key in OF_CRITIC}
+        learner = learners()[index % 3]
+        cfg, learner = AlgorithmSection(**own), replace(learner, critic=CriticSection(**of_critic))
         computed, expected = (gradients(cfg, learner, printed=each) for each in (False, True))
         error = (computed - expected).abs().max().item()
         if not error < 1e-6:
