@@ -146,6 +146,7 @@ def bench(request: Request) -> int:
         "hostile": Later("common.bench.hostile.suite:run_suite"),
         "soak-run": Later("common.bench.soak:run_suite"),
         "soak-run-long": Later("common.bench.soak:run_long"),
+        "verdict": Later("learner.bench.verdict:run_suite"),
         "gpu": Later("learner.bench.gpu:run_suite"),
         **Later("learner.bench.studies:SUITES").find(),
     }

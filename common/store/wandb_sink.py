@@ -1,20 +1,30 @@
 """Every metric to Weights & Biases: online where the user is logged in, else offline, never asking.
 
-wandb is imported when a run opens, because it takes a second. Nothing it does may end a run.
+Its sections are the areas of the names; what the dashboard draws has a panel, the rest is there to
+be drawn. When the run closes, its evaluations follow, each with a table of sampled episodes. wandb
+is imported when a run opens, because it takes a second. Nothing it does may end a run.
 """
 
 import dataclasses
 import logging
+import math
 import netrc
 import os
+import re
 import secrets
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from common.config.load import without_secrets
 from common.config.run_config import LogSection, RunConfig, WandbMode
+from common.dashboard.reading.run_source import RunSource
+from common.dashboard.web.overview import charts
+from common.dashboard.web.results import evaluations, samples
+from common.dashboard.words import plain
+from common.errors import WireError
 from common.store.run_dir import RunDir, write_atomically
 
 if TYPE_CHECKING:
@@ -23,14 +33,26 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FINISH_TIMEOUT_S = 30.0
+READ_S = 30.0  # of the journal, for evaluations
+MAX_ROWS, MAX_CHARS = 30, 8000  # of a table; of an episode in it
+COLUMNS = ("why", "subset", "item", "reward", "turns", "end", "text")
+DRAWN = ("eval/", "samples/")
 _DEFAULT_URL = "https://api.wandb.ai"
 
 
 class WandbSink:
     """A `MetricsSink`. Its files lie below the run directory; a resumed run keeps its wandb id."""
 
-    def __init__(self, run_dir: RunDir, cfg: RunConfig, *, init_timeout_s: float = 20.0) -> None:
-        """Open the run. With a wandb that does not answer in time it goes on offline."""
+    def __init__(
+        self, run_dir: RunDir, cfg: RunConfig, *, job: str = "", init_timeout_s: float = 20.0
+    ) -> None:
+        """Open the run. With a wandb that does not answer in time it goes on offline.
+
+        Args:
+            job: "" is training; another command's has a run of its own in wandb.
+        """
+        self._run_dir, self._job, self._last_step = run_dir, job, 0
+        self._defined: set[str] = set()
         self._init_timeout_s = init_timeout_s
         self.mode = choose_mode(cfg.log, os.environ)
         self._run: wandb.Run | None = None
@@ -42,16 +64,61 @@ class WandbSink:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Hand one step over; does nothing once wandb has failed."""
+        self._last_step = step
+        self._send(step, metrics, "log")
+
+    def _send(self, step: int, values: Mapping[str, Any], what: str) -> None:
         run = self._run
-        # An own step axis: wandb refuses to go back on its own when a run resumes earlier.
-        if run is not None and not _try(lambda: run.log({**metrics, "step": step}), "log"):
+        if run is None:
+            return
+        known = {k: v for k, v in values.items() if not isinstance(v, float) or math.isfinite(v)}
+
+        def send() -> None:
+            self._hide(run, known)
+            # An own step axis: wandb refuses to go back on its own when a run resumes earlier.
+            run.log({**known, "step": step})
+
+        if not _try(send, what):
             self._run = None
+
+    def _hide(self, run: "wandb.Run", values: Mapping[str, Any]) -> None:
+        """Give no panel of its own to what the dashboard does not draw either."""
+        new = {name: None for name in values if name not in self._defined}
+        shown = {name for chart in charts(new) for name in chart["series"]}
+        for name in new.keys() - shown:
+            is_drawn = name.startswith(DRAWN) or bool(self._job)
+            run.define_metric(name, step_metric="step", hidden=not is_drawn)
+        self._defined |= new.keys()
 
     def close(self) -> None:
         """Finish the upload within `FINISH_TIMEOUT_S`; what is left can be sent by `wandb sync`."""
+        if self._run is not None and not self._job:
+            _try(self._tell_evaluations, "evaluations")
         if self._run is not None:
             _try(self._run.finish, "finish")
         self._run = None
+
+    def _tell_evaluations(self) -> None:
+        """Hand over the evaluations of the journal: scores over steps, tables of episodes."""
+        import wandb
+
+        run = RunSource(self._run_dir.root.resolve(), name=self._run_dir.root.name)
+        until = time.monotonic() + READ_S
+        while run.refresh(budget_s=1.0) and time.monotonic() < until:
+            pass
+        found = evaluations(run.rows)
+        for name, scored in sorted(found.items(), key=lambda each: self._step_of(each[0])):
+            if not scored["num"]:
+                continue
+            values: dict[str, Any] = dict(_scores(name, scored))
+            cells = [_row(run, row) for row in samples(run.rows, group=f"eval-{name}")[:MAX_ROWS]]
+            values[f"samples/{name}"] = wandb.Table(columns=list(COLUMNS), data=cells)
+            self._send(self._step_of(name), values, "evaluation")
+
+    def _step_of(self, evaluation: str) -> int:
+        if found := re.match(r"step-(\d+)-", evaluation):
+            return int(found[1])
+        return 0 if evaluation.startswith("before") else self._last_step
 
     def _try_open(self, run_dir: RunDir, cfg: RunConfig) -> bool:
         if not _try(lambda: self._open(run_dir, cfg), f"init mode={self.mode}"):
@@ -72,13 +139,14 @@ class WandbSink:
             init_timeout=self._init_timeout_s,
             finish_timeout=FINISH_TIMEOUT_S,
         )
-        kept = run_dir.root / "wandb_id"  # the same at every start in this run directory
+        job = f"-{self._job}" if self._job else ""
+        kept = run_dir.root / f"wandb_id{job}"  # the same at every start in this run directory
         if not kept.exists():
             write_atomically(kept, secrets.token_hex(4))
         assert self.mode is not WandbMode.AUTO  # `choose_mode` has chosen
         self._run = wandb.init(
             project=cfg.log.wandb_project,
-            name=cfg.run.name,
+            name=f"{cfg.run.name}{job}",
             id=kept.read_text().strip(),
             resume="allow" if self.mode is WandbMode.ONLINE else None,
             dir=str(run_dir.root),
@@ -87,6 +155,29 @@ class WandbSink:
             settings=settings,
         )
         self._run.define_metric("*", step_metric="step")
+
+
+def _scores(name: str, scored: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield the policy's scores as one curve, those of others by their names."""
+    policy = "eval" if name.endswith("-model") else f"eval/{name}"
+    low, high = scored["ci95"]
+    yield f"{policy}/success", scored["success"]
+    yield f"{policy}/success_low", low
+    yield f"{policy}/success_high", high
+    for subset, part in scored["by_subset"].items():
+        if part["num"]:
+            yield f"{policy}/success/{subset}", part["success"]
+
+
+def _row(run: RunSource, row: Mapping[str, Any]) -> list[Any]:
+    """Return an episode as a line of a table; one that is damaged says so."""
+    try:
+        segments = run.episode(str(row["id"]))["segments"]
+        parts = [f"[{each['kind']}] {''.join(each['texts'])}" for each in segments]
+        text = plain("\n".join(parts))
+    except WireError as error:
+        text = f"damaged: {error}"
+    return [*(row[name] for name in COLUMNS[:-1]), text[:MAX_CHARS]]
 
 
 def _try(action: Callable[[], object], what: str) -> bool:

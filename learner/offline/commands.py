@@ -1,6 +1,8 @@
 """The commands that train without a running actor: `sft`, `dpo`, `evolve`; items for `eval`."""
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,10 +10,11 @@ from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.launch.hub import serve_hub
 from common.store.run_dir import RunDir
+from common.store.wandb_sink import WandbSink
 from common.wire.planned import PlannedEpisode
 from learner.offline import dpo, evolve, sft
 from learner.offline.scratch import save_policy
-from learner.offline.training import load_start
+from learner.offline.training import Log, load_start
 from learner.policy.lora import ADAPTER_TENSORS, check_resumable, load_adapter
 from learner.scheduler.curriculum.catalogue import fetch_catalogue, validate_tasks
 from learner.scheduler.evaluation.heldout import plan_heldout
@@ -23,6 +26,17 @@ Collect = Callable[[RunConfig, str, str, Path], None]
 PlayGiven = Callable[[RunConfig, Sequence[PlannedEpisode], str, str, Path], None]
 
 
+@contextmanager
+def _logged(cfg: RunConfig, run_dir: RunDir, job: str) -> Generator[Log]:
+    """Yield what hands the metrics of each optimizer step to wandb, in a run of the job's own."""
+    sink = WandbSink(run_dir, cfg, job=job)
+    numbers = itertools.count(1)
+    try:
+        yield lambda found: sink.log(next(numbers), {f"{job}/{k}": v for k, v in found.items()})
+    finally:
+        sink.close()
+
+
 def make_policy(cfg: RunConfig, run_dir: RunDir, *, root: Path, collect: Collect) -> int:
     """Collect demonstrations unless some are given, train on them; return the exit code."""
     output = cfg.sft.output or str(run_dir.root / "policy")
@@ -32,13 +46,15 @@ def make_policy(cfg: RunConfig, run_dir: RunDir, *, root: Path, collect: Collect
         path = run_dir.root / "demonstrations.jsonl"
         with serve_hub(cfg, run_dir, root=root) as (url, token):
             collect(cfg, url, token, path)
-    print(f"policy: {sft.run(cfg, path)}")
+    with _logged(cfg, run_dir, "sft") as log:
+        print(f"policy: {sft.run(cfg, path, log=log)}")
     return 0
 
 
-def prefer(cfg: RunConfig, _: RunDir) -> int:
+def prefer(cfg: RunConfig, run_dir: RunDir) -> int:
     """Train on pairs of episodes; return the exit code."""
-    print(f"policy: {dpo.run(cfg)}")
+    with _logged(cfg, run_dir, "dpo") as log:
+        print(f"policy: {dpo.run(cfg, log=log)}")
     return 0
 
 
@@ -65,7 +81,8 @@ def play_and_imitate(cfg: RunConfig, run_dir: RunDir, *, root: Path, play: PlayG
         def play_iteration(now: RunConfig, iteration: int, folder: Path) -> None:
             play(now, evolve.plan_episodes(now, catalogue, iteration), url, token, folder)
 
-        policy = evolve.run(cfg, run_dir.root, play=play_iteration)
+        with _logged(cfg, run_dir, "evolve") as log:
+            policy = evolve.run(cfg, run_dir.root, play=play_iteration, log=log)
     print(f"policy: {policy}")
     return 0
 

@@ -23,7 +23,15 @@ from learner.batch.batching import plan_microbatches
 from learner.objective.correction import sequence_sum
 from learner.offline.rows import Row, read_rows
 from learner.offline.scratch import save_policy
-from learner.offline.training import WEIGHT, Sums, load_start, row_logprobs, train_epochs
+from learner.offline.training import (
+    WEIGHT,
+    Log,
+    Sums,
+    ignore,
+    load_start,
+    row_logprobs,
+    train_epochs,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +44,7 @@ class Pair:
     rejected: Row
 
 
-def run(cfg: RunConfig) -> Path:
+def run(cfg: RunConfig, *, log: Log = ignore) -> Path:
     """Train `model.path` on the pairs found in `dpo.data`; return the new policy's folder.
 
     Raises:
@@ -55,7 +63,7 @@ def run(cfg: RunConfig) -> Path:
             f"dpo.min_gap={cfg.dpo.min_gap:g}"
         )
     logger.info("pairs=%d of episodes=%d", len(pairs), len(rows))
-    train(model, pairs, cfg.dpo, cfg.learner, seed=cfg.run.seed)
+    train(model, pairs, cfg.dpo, cfg.learner, seed=cfg.run.seed, log=log)
     return save_policy(Path(cfg.dpo.output), model, tokenizer)
 
 
@@ -92,6 +100,7 @@ def train(
     learner: LearnerSection,
     *,
     seed: int,
+    log: Log = ignore,
 ) -> list[dict[str, float]]:
     """Train in place; return the metrics of every epoch.
 
@@ -120,7 +129,13 @@ def train(
         return (losses + cfg.sft_coef * likelihood).sum() / num_in_batch, sums
 
     return train_epochs(
-        model, cfg, learner, batches=one_epoch, loss_of=loss_of, max_grad_norm=learner.max_grad_norm
+        model,
+        cfg,
+        learner,
+        batches=one_epoch,
+        loss_of=loss_of,
+        max_grad_norm=learner.max_grad_norm,
+        log=log,
     )
 
 

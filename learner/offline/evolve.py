@@ -20,7 +20,7 @@ from common.wire.planned import PlannedEpisode
 from learner.offline import sft
 from learner.offline.rows import Row, read_rows
 from learner.offline.scratch import save_policy
-from learner.offline.training import load_start
+from learner.offline.training import Log, ignore, load_start
 from learner.scheduler.curriculum.catalogue import Catalogue
 from learner.scheduler.curriculum.sampling import hash_words, permute, spread
 
@@ -58,7 +58,7 @@ def plan_episodes(cfg: RunConfig, catalogue: Catalogue, iteration: int) -> list[
     return found
 
 
-def run(cfg: RunConfig, run_root: Path, *, play: Play) -> Path:
+def run(cfg: RunConfig, run_root: Path, *, play: Play, log: Log = ignore) -> Path:
     """Run all iterations and return the folder of the last policy.
 
     An iteration that is complete on disk is not repeated, so an interrupted run goes on.
@@ -92,7 +92,15 @@ def run(cfg: RunConfig, run_root: Path, *, play: Play) -> Path:
         if not (policy / "config.json").exists():
             start = cfg.model.path if cfg.evolve.from_base else newest
             model, _ = load_start(start, cfg.learner)
-            sft.train(model, kept, cfg.sft, cfg.learner, seed=cfg.run.seed + iteration)
+            log(
+                {
+                    "iteration": iteration + 1.0,
+                    "kept": len(kept),
+                    "solved_frac": len(new) / len(rows),
+                }
+            )
+            seed = cfg.run.seed + iteration
+            sft.train(model, kept, cfg.sft, cfg.learner, seed=seed, log=log)
             save_policy(policy, model, tokenizer)
         newest = str(policy)
     whole = replace(cfg.learner, lora=FULL)  # adapters are merged already

@@ -16,7 +16,9 @@ from learner.offline.rows import Row, read_rows
 from learner.offline.scratch import make_policy, make_tokenizer, save_policy
 from learner.offline.training import (
     WEIGHT,
+    Log,
     Sums,
+    ignore,
     load_start,
     prepare_device,
     row_logprobs,
@@ -27,7 +29,7 @@ MAX_GRAD_NORM = 1.0
 WARMUP_FRAC = 0.03
 
 
-def run(cfg: RunConfig, demonstrations: Path) -> Path:
+def run(cfg: RunConfig, demonstrations: Path, *, log: Log = ignore) -> Path:
     """Train a policy on the demonstrations and return the folder it was written to.
 
     With `sft.from_scratch` tokenizer and weights are made first; else `model.path` is the start.
@@ -66,7 +68,7 @@ def run(cfg: RunConfig, demonstrations: Path) -> Path:
     rows = [row for row in rows if row.is_worth(sft.min_reward)]
     if not rows:
         raise ConfigError(f"sft.min_reward={sft.min_reward}: no episode of {demonstrations} has it")
-    train(model, rows[-sft.max_episodes :], sft, cfg.learner, seed=cfg.run.seed)
+    train(model, rows[-sft.max_episodes :], sft, cfg.learner, seed=cfg.run.seed, log=log)
     return save_policy(Path(sft.output), model, tokenizer)
 
 
@@ -93,6 +95,7 @@ def train(
     learner: LearnerSection,
     *,
     seed: int,
+    log: Log = ignore,
 ) -> list[float]:
     """Train in place; return the mean loss of every epoch (nats per trained token)."""
     generator = torch.Generator().manual_seed(seed)
@@ -116,6 +119,7 @@ def train(
         loss_of=loss_of,
         lr_scale=lambda step: _schedule(step / num_steps),
         max_grad_norm=MAX_GRAD_NORM,
+        log=log,
     )
     return [epoch["loss"] for epoch in epochs]
 

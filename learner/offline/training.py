@@ -24,7 +24,12 @@ logger = logging.getLogger(__name__)
 
 Example = TypeVar("Example")  # what a method learns from: a row, or a pair of them
 Sums = dict[str, float]  # of an epoch; WEIGHT among them
+Log = Callable[[dict[str, float]], object]  # takes the metrics of an optimizer step
 WEIGHT = "weight"  # what the other sums are divided by
+
+
+def ignore(_: dict[str, float]) -> None:
+    """Log nowhere."""
 
 
 def prepare_device(learner: LearnerSection) -> torch.device:
@@ -65,10 +70,12 @@ def train_epochs(
     loss_of: Callable[[Sequence[Example], int], tuple[Tensor, Sums]],
     lr_scale: Callable[[int], float] = lambda step: 1.0,
     max_grad_norm: float,
+    log: Log = ignore,
 ) -> list[dict[str, float]]:
     """Train in place; return the metrics of every epoch, each a sum over `WEIGHT`.
 
     Args:
+        log: called with the metrics of each optimizer step that was taken.
         batches: makes one epoch: for each optimizer step its parts, each small enough for memory.
         loss_of: of a part and the number of examples in its whole batch: the loss, whose gradients
             add up to the batch's, and the part's sums for the metrics.
@@ -92,6 +99,9 @@ def train_epochs(
                 optimizer.step()
                 for name, value in found.items():
                     sums[name] += value
+                here = max(found.get(WEIGHT, 0.0), 1.0)
+                means = {name: value / here for name, value in found.items() if name != WEIGHT}
+                log({**means, "epoch": float(epoch + 1), "lr_scale": lr_scale(step)})
             optimizer.zero_grad()
             step, num_good, num_bad = step + 1, num_good + is_good, 0 if is_good else num_bad + 1
             _check(step, num_bad, learner.max_bad_steps)

@@ -270,6 +270,7 @@ class Trainer:
         metrics |= offpolicy_metrics(batch.samples, *seen, batch.version)
         metrics |= volume_metrics(batch.samples, step_s)
         metrics["train/is_bf16"] = float(self._gradients.passes.scoring.autocast)
+        metrics["train/is_cuda"] = float(self._model.device.type == "cuda")
         metrics["train/lr"] = self._optimizer.lr
         metrics["controller/lr_scale"] = decision.lr_scale
         metrics["controller/skipped"] = float(decision.is_skipped)

@@ -77,13 +77,16 @@ def ends(rows: EpisodeRows) -> dict[str, int]:
     return dict(sorted(counts.items(), key=lambda each: -each[1]))
 
 
-def samples(rows: EpisodeRows) -> list[dict[str, Any]]:
+def samples(rows: EpisodeRows, *, group: str = "") -> list[dict[str, Any]]:
     """Return the rows that are worth a look, with `why`: best, worst, most surprising by subset.
 
-    The subset with the least success comes first. There are `MIN_SAMPLES` at least, if there are
-    as many episodes: of few subsets more than one of each.
+    Of all episodes, or of those of a group, such as an evaluation is. The subset with the least
+    success comes first. There are `MIN_SAMPLES` at least, if there are as many episodes: of few
+    subsets more than one of each.
     """
     here = np.concatenate([played(rows, "train"), played(rows, "eval")])
+    if group:
+        here = here[rows.column("group")[here] == rows.names["group"].codes.get(group, -1)]
     here = here[~_has_failed(rows, here) & (rows.column("sampled")[here] > 0)]
     parts = sorted(_by_subset(rows, here), key=lambda p: float(rows.column("success")[p[1]].mean()))
     picked: dict[int, str] = {}

@@ -61,8 +61,11 @@ def test_verdict_names_the_limit_and_the_knob_in_each_staged_case(case: str) -> 
 
 def test_gain_is_what_the_next_limit_leaves() -> None:
     lines, *_ = STAGED["gate too tight"]
-    # The learner works 5 s of each 10 s step, episodes need 4 s of the slots: 5 s remain.
-    assert judge(lines, {}).advice[0].gain == pytest.approx(1.0)
+    # The learner works 5 s of each 10 s step, episodes need 4 s of the slots: 5 s would remain.
+    lots = {"scheduler": {"max_ahead_steps": 0}}
+    assert judge(lines, lots).advice[0].gain == pytest.approx(1.0)
+    # With two batches under way, a third is half as much again at most.
+    assert judge(lines, {}).advice[0].gain == pytest.approx(0.5)
     lines, *_ = STAGED["slow engine"]
     assert judge(lines, {"actor": {"num_actors": 1}}).advice[0].gain == pytest.approx(1.0)
     assert judge(lines, {"actor": {"num_actors": 3}}).advice[0].gain == pytest.approx(1 / 3)
@@ -97,3 +100,60 @@ def test_too_few_or_older_steps_are_no_verdict(lines: list[Line]) -> None:
 def test_gate_is_quoted_when_it_says_why() -> None:
     lines, *_ = STAGED["gate too tight"]
     assert "4 groups ahead" in judge(lines, {}, {"gate": "4 groups ahead"}).sentence
+
+
+def on_cores(lines: list[Line], *, cores: float, used: float, engine: float = 0.0) -> list[Line]:
+    """Return steps in which the roles use so much of all cores, the engines a part of it."""
+    return [
+        {
+            **line,
+            "cpu/cores": cores,
+            "cpu/learner_s": (line["time_s"] or 0.0) * cores * (used - engine),
+            "cpu/engine_s": (line["time_s"] or 0.0) * cores * engine,
+            "cpu/per_trained_episode_s": 1.0,
+        }
+        for line in lines
+    ]
+
+
+def test_another_process_is_advised_only_where_a_core_is_idle() -> None:
+    config = {"learner": {"ppo_epochs": 4}, "actor": {"num_actors": 1}}
+    lines, *_ = STAGED["slow learner"]
+    busy = judge(on_cores(lines, cores=2, used=0.95), config)
+    assert [each.knob for each in busy.advice] == ["learner.ppo_epochs=2"]
+    assert "all 2 cores are busy" in busy.sentence
+    idle = judge(on_cores(lines, cores=4, used=0.5), config)
+    assert "learner.num_ranks=2" in [each.knob for each in idle.advice]
+    lines, *_ = STAGED["slow engine"]
+    assert judge(on_cores(lines, cores=2, used=0.95), config).advice == []
+
+
+def test_no_gain_exceeds_what_the_cores_have_left() -> None:
+    lines, *_ = STAGED["slow engine"]
+    (advice,) = judge(on_cores(lines, cores=8, used=0.8), {}).advice
+    assert advice.gain == pytest.approx(1 / 0.8 - 1)
+    on_gpu = [{**line, "train/is_cuda": 1.0} for line in on_cores(lines, cores=8, used=0.8)]
+    assert judge(on_gpu, {}).advice[0].gain == pytest.approx(1.0)
+
+
+def test_engine_with_few_slots_takes_more_at_once_before_another_is_started() -> None:
+    lines, *_ = STAGED["slow engine"]
+    config = {"actor": {"max_concurrent": 32}}
+    advice = judge(on_cores(lines, cores=2, used=0.95, engine=0.5), config).advice
+    assert [each.knob for each in advice] == ["actor.max_concurrent=64"]
+    assert advice[0].gain == pytest.approx(1 / 0.7 - 1)  # its own half is halved at most
+
+
+def test_episodes_thrown_away_as_stale_are_a_bound_on_lag_too_tight() -> None:
+    lines = steps(wait=5.0, train=4.8, slots_busy=0.9, env=0.3)
+    stale: list[Line] = [{**line, "groups/stale_episodes": 16.0} for line in lines]
+    verdict = judge(stale, {"learner": {"max_lag_steps": 2}})
+    assert (verdict.bound, verdict.advice[0].knob) == (Bound.GATE, "learner.max_lag_steps=3")
+    assert verdict.advice[0].gain == pytest.approx(1 / 3)
+    assert "25% of the episodes are stale" in verdict.sentence
+
+
+def test_gate_that_the_controller_holds_is_not_said_to_be_opened_by_its_bound() -> None:
+    lines, *_ = STAGED["gate too tight"]
+    held: list[Line] = [{**line, "controller/max_ahead_steps": 0.0} for line in lines]
+    assert judge(held, {"scheduler": {"max_ahead_steps": 1}}).advice == []

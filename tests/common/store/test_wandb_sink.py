@@ -3,15 +3,22 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from wandb.proto import wandb_internal_pb2
 
 from common.config.run_config import LogSection, WandbMode
 from common.repository import ROOT
 from common.store.wandb_sink import choose_mode, has_account
+from common.wire.messages import EpisodeKind
+from tests.common.dashboard.runs import append, episode, make_run
 
 NOBODY = {"HOME": "/nonexistent"}
+RECORD: Any = wandb_internal_pb2.Record  # type: ignore[attr-defined]
 AUTO = LogSection(wandb=WandbMode.AUTO)
 
 
@@ -58,7 +65,7 @@ def run_sink(root: Path, script: str, **environ: str) -> subprocess.CompletedPro
     )
     kept = {k: v for k, v in os.environ.items() if not k.startswith("WANDB") and k != "NETRC"}
     home = root / "home"
-    home.mkdir(parents=True)
+    home.mkdir(parents=True, exist_ok=True)
     return subprocess.run(
         [sys.executable, "-c", head + script, str(root / "run")],
         cwd=ROOT,
@@ -117,3 +124,63 @@ def test_sink_disables_itself_with_one_warning_when_wandb_breaks_later(tmp_path:
     done = run_sink(tmp_path, script)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("wandb failed") == 1
+
+
+def records_of(log: Path) -> Iterator[Any]:
+    """Yield what an offline file holds: blocks of 32 KiB of chunks, as LevelDB's log."""
+    text, at, whole = log.read_bytes(), 7, b""
+    while at + 7 <= len(text):
+        left = 32768 - at % 32768
+        if left < 7:
+            at += left
+            continue
+        size, kind = int.from_bytes(text[at + 4 : at + 6], "little"), text[at + 6]
+        whole += text[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # whole, or the last part
+            yield RECORD.FromString(whole)
+            whole = b""
+
+
+@pytest.mark.slow
+def test_offline_files_hold_evaluations_with_tables_and_no_nan_after_a_resume(
+    tmp_path: Path,
+) -> None:
+    run_dir = make_run(tmp_path / "run")
+    names = {"before-model": 3, "step-4-model": 4, "after-model": 5, "before-expert": 6}
+    for name, number in names.items():
+        played = replace(episode(number), kind=EpisodeKind.EVAL, group_id=f"eval-{name}")
+        append(run_dir, replace(played, episode_id=f"eval-{name}/0"))
+    script = (
+        "for first in (1, 3):\n"  # the second start resumes
+        "    sink = WandbSink(run_dir, cfg)\n"
+        "    for step in (first, first + 1):\n"
+        "        nan = float('nan')\n"
+        "        values = {'loss/policy': nan if step == 3 else 0.5, 'odd/count': 1.0}\n"
+        "        sink.log(step, values)\n"
+        "    sink.close()\n"
+        "sink = WandbSink(run_dir, cfg, job='sft')\n"
+        "sink.log(1, {'sft/loss': 2.0})\n"
+        "sink.close()\n"
+    )
+    done = run_sink(tmp_path, script)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    logs = sorted((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
+    history: list[dict[str, str]] = []
+    hidden: set[str] = set()
+    for log in logs:
+        for record in records_of(log):
+            items = record.history.item
+            names_of = {each.key or "/".join(each.nested_key): each.value_json for each in items}
+            history += [names_of] if names_of else []
+            if record.HasField("metric") and record.metric.options.hidden:
+                hidden.add(record.metric.name)
+    assert len({log.stem for log in logs}) == 2  # ids: of training, resumed, and of sft
+    assert not [value for line in history for value in line.values() if "NaN" in value]
+    assert [line["sft/loss"] for line in history if "sft/loss" in line] == ["2"]
+    curve = {(line["step"], line["eval/success"]) for line in history if "eval/success" in line}
+    assert {("0", "1"), ("4", "0")} <= curve
+    assert [line for line in history if "eval/before-expert/success" in line]
+    tables = {k.rpartition("/")[0] for line in history for k in line if k.endswith("/nrows")}
+    assert tables == {f"samples/{name}" for name in names}
+    assert hidden == {"odd/count"}

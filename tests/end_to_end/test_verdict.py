@@ -1,0 +1,20 @@
+"""What a real run says of its limit, and what following its advice brings."""
+
+from pathlib import Path
+
+import pytest
+
+from learner.bench.verdict import CASES, MIN_RATIO, stage
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+def test_a_slow_engine_is_named_and_what_is_advised_makes_it_faster(tmp_path: Path) -> None:
+    case = CASES["slow engine"]
+    found = stage("slow engine", case, folder=tmp_path, num_steps=20)
+    assert found.verdict.bound is case.bound, found.verdict.sentence
+    ratio = found.after_per_s / found.before_per_s
+    assert ratio >= MIN_RATIO, found
+    assert found.simulated is not None
+    assert found.simulated >= MIN_RATIO
+    assert ratio <= 1.3 * (1.0 + found.verdict.advice[0].gain)
