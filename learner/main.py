@@ -16,15 +16,15 @@ from common.errors import LongstrideError
 from common.launch.lock import hold_role
 from common.memory import trim_heap
 from common.stall.beacon import Beacon, beacon_of
-from common.store.disk import POLL_S, DiskFull, if_room
+from common.store.disk import DiskFull
 from common.store.run_dir import RunDir
 from common.wire.messages import EpisodeOutcome, Outcome, Trajectory
 from learner.batch.credit import samples_of
 from learner.build import Learner, build
 from learner.ingest.episode_stats import horizon_mix
 from learner.ingest.group_assembly import Group
-from learner.ingest.replay_point import save_replay_point
 from learner.objective.dead_settings import log_summary
+from learner.recovery.saving import Saving
 from learner.recovery.step_log import LoggedStep
 from learner.training.rank_workers import LOAD_S
 from learner.training.trainer import StepResult
@@ -95,8 +95,8 @@ def _train(cfg: RunConfig, learner: Learner, stop: threading.Event, beacon: Beac
         loop.train()
     except StopRequested:
         logger.info("stopping version=%d", loop.version)
-        loop.save()
-        loop.settle(must_wait=True)
+        loop.saving.save(loop.version)
+        loop.saving.settle(must_wait=True)
     finally:
         learner.shut_down()
 
@@ -138,8 +138,7 @@ class Loop:
         self._is_overlapping = is_async and cfg.learner.hold_back_steps == 0
         self._weights = learner.trainer.live_weights(ask=learner.rank_workers.ask_for_part)
         learner.metrics.check = self._check_disk
-        self._checkpoint_s: float | None = None  # seconds until the last one was on disk
-        self._stall_s: float | None = None  # of these training stood still
+        self.saving = Saving(learner, set_status=self._set_status, check=self._check)
         self.version = learner.version
 
     def train(self) -> None:
@@ -157,10 +156,10 @@ class Loop:
             self.publish(batch.outcomes(Outcome.TRAINED))
             if self._is_on_cpu and self.version % TRIM_EVERY_STEPS == 0:
                 trim_heap()
-            self.settle()
+            self.saving.settle()
             if self._learner.checkpoints.is_due(self.version):
-                self.save()
-        self._save_last()
+                self.saving.save(self.version)
+        self.saving.save_last(self.version)
         self._finish()
 
     # --- 1. a batch -------------------------------------------------------------------------
@@ -231,6 +230,7 @@ class Loop:
             outcomes=[*outcomes, *batch.stale],
             is_skipped=is_skipped,
             number=learner.trainer.num_batches,
+            segment=learner.journal.position.segment,
         )
         learner.write_down(step, check=self._check_disk)
         self.version, self._is_after_skip = step.version, is_skipped
@@ -253,11 +253,7 @@ class Loop:
             "wait/batch_s": batch.waited_s,
             "memory/learner_rss_bytes": float(rss),
         }
-        metrics |= cpu_metrics(learner.run_dir)
-        if self._checkpoint_s is not None:
-            metrics["train/checkpoint_s"] = self._checkpoint_s
-        if self._stall_s is not None:
-            metrics["train/checkpoint_stall_s"] = self._stall_s
+        metrics |= cpu_metrics(learner.run_dir) | self.saving.metrics
         self._set_status(rss_bytes=rss, tokens_per_s=metrics.get("train/tokens_per_s", 0.0))
         learner.metrics.log(self.version, metrics)
         nan = float("nan")
@@ -353,45 +349,7 @@ class Loop:
             waits_for = str(changes["waiting_for"])
             self._note("" if waits_for else f"step {self.version + 1}", waits_for=waits_for)
 
-    # --- 6. the disk ------------------------------------------------------------------------
-
-    def save(self) -> None:
-        """Begin a checkpoint of the current version; what is being written is waited for first."""
-        learner, started = self._learner, time.monotonic()
-        self.settle(must_wait=True)
-        learner.checkpoints.save(
-            self.version, model=learner.model, tokenizer=learner.tokenizer, trainer=learner.trainer
-        )
-        self._stall_s = time.monotonic() - started
-        self._set_status(waiting_for="")
-
-    def _save_last(self) -> None:
-        """Save what the run ends with, and wait for room if the disk is full."""
-        while True:
-            self.save()
-            self.settle(must_wait=True)
-            if self._learner.checkpoints.has(self.version):
-                return
-            self._set_status(waiting_for="disk: room for the last checkpoint")
-            while not self._learner.checkpoints.is_due(self.version):
-                self._check()
-                time.sleep(POLL_S)
-
-    def settle(self, *, must_wait: bool = False) -> None:
-        """Once a checkpoint is whole, write down where its reading begins."""
-        learner = self._learner
-        if must_wait:
-            self._set_status(waiting_for="disk: a checkpoint")
-            learner.checkpoints.wait()
-        took_s = learner.checkpoints.poll()
-        if took_s is not None:
-            self._checkpoint_s = took_s
-            version, path = learner.checkpoints.oldest_version, learner.run_dir.replay_point
-            point = learner.buffer.replay_point(version=version)
-            needed = learner.step_log.first_needed(version=version, closed_below=point.closed_below)
-            point = replace(point, steps_offset=needed)
-            if if_room(lambda: save_replay_point(path, point), path):
-                learner.upkeep.settled(point.position)
+    # --- 6. the end ----------------------------------------------------------------------------
 
     def _finish(self) -> None:
         """Keep serving trajectories until the scheduler's last evaluation is in."""

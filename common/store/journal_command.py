@@ -116,6 +116,8 @@ def _consumed(run_dir: RunDir) -> dict[str, int | None]:
                 break
             try:
                 step = json.loads(line)
+                if "pruned" in step:
+                    continue
                 version = None if step.get("skipped") else step["version"]
                 consumed |= {name: version for ids in step["groups"] for name in ids}
             except (ValueError, TypeError, KeyError) as error:

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import json
 import os
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -84,6 +85,23 @@ class RunDir:
                 raise LongstrideError(f"no {role} within {timeout_s:g}s: {path} does not exist")
             time.sleep(ADDRESS_POLL_S)
         return address
+
+
+def cut_head(path: Path, start: int, *, head: bytes = b"") -> None:
+    """Replace what lies before an offset of a file; a power cut leaves the old or the new file."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with path.open("rb") as old, opened(lambda: temporary.open("wb")) as new:
+            old.seek(start)
+            new.write(head)
+            shutil.copyfileobj(old, new, 1 << 20)
+            new.flush()
+            os.fsync(new.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)  # on a full disk it is in the way
+        raise
+    sync_folder(path.parent)
 
 
 def write_atomically(

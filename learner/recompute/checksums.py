@@ -19,7 +19,7 @@ from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.repository import ROOT
 from common.store.disk import AppendFile, with_room
-from common.store.run_dir import RunDir
+from common.store.run_dir import RunDir, cut_head
 from learner.policy.model import pick_device
 from learner.recompute.digests import StepDigests, first_difference
 from learner.recompute.machine import machine_facts
@@ -162,6 +162,25 @@ class ChecksumLog:
         texts = [json.dumps(each, separators=(",", ":")).encode() + b"\n" for each in lines]
         with_room(lambda: self._file.append(texts), self._file.path, check=check)
         self._start = None
+
+    def prune(self, number: int) -> None:
+        """Remove the lines of batches up to a number, and starts that nothing else belongs to.
+
+        Raises: OSError: the log is as it was.
+        """
+        path, offset, start, has_gone = self._file.path, 0, b"", False
+        with path.open("rb") as handle:
+            for line in handle:
+                plain = json.loads(line)
+                if "start" not in plain and plain["number"] > number:
+                    break
+                has_gone = has_gone or "start" not in plain
+                start = line if "start" in plain else start
+                offset += len(line)
+        if has_gone:
+            cut_head(path, offset, head=start)
+            self._file.close()
+            self._file = AppendFile(path)
 
     def close(self) -> None:
         self._file.close()

@@ -12,7 +12,7 @@ from common.store.segments import list_segments, load_pruned, read_around_damage
 from common.wire.messages import Trajectory
 from learner.ingest.replay_point import load_replay_point
 from learner.recompute.checksums import Record, Start, read_checksums
-from learner.recovery.step_log import LoggedStep, read_steps
+from learner.recovery.step_log import LoggedStep, load_pruned_steps, read_steps
 from learner.training.checkpoint import complete_checkpoints, load_values
 
 
@@ -115,7 +115,13 @@ def _check_recorded(plan: Plan) -> None:
 def _check_kept(plan: Plan, versions: list[int], last_logged: int) -> None:
     """Return if the journal still has what a plan takes. Raises: ConfigError: what was pruned."""
     folder = plan.run_dir.journal
-    pruned = load_pruned(folder)
+    pruned, gone = load_pruned(folder), load_pruned_steps(plan.run_dir.steps)
+    if plan.version < gone.version:
+        raise ConfigError(
+            f"--steps={plan.first}:{plan.last}: steps {plan.version + 1} to {gone.version} are no"
+            f" longer in {plan.run_dir.steps}, as {pruned.text(folder)};"
+            f" {_later(versions, gone.version, last_logged)}"
+        )
     if not pruned.before:
         return
     wanted = {name for step in plan.steps for ids in step.groups for name in ids}
@@ -124,13 +130,18 @@ def _check_kept(plan: Plan, versions: list[int], last_logged: int) -> None:
     if not lost:
         return
     names = (name for ids in lost[-1].groups for name in ids if name not in left)
-    later = [version for version in versions if version >= lost[-1].consumed_by]
-    hint = f"--steps={later[0] + 1}:{last_logged} can be" if later else "no later range can be"
+    hint = _later(versions, lost[-1].consumed_by, last_logged)
     raise ConfigError(
         f"--steps={plan.first}:{plan.last}: steps {lost[0].version} to {lost[-1].version} consumed"
-        f" episodes, {next(names)} the last, that are gone: {pruned.text(folder)}; {hint} computed"
-        " again from the checkpoints that are there"
+        f" episodes, {next(names)} the last, that are gone: {pruned.text(folder)}; {hint}"
     )
+
+
+def _later(versions: list[int], gone: int, last_logged: int) -> str:
+    """Say which steps can be computed, of checkpoints that are there, where some are gone."""
+    later = [version for version in versions if version >= gone]
+    which = f"--steps={later[0] + 1}:{last_logged} can be" if later else "no later range can be"
+    return f"{which} computed again from the checkpoints that are there"
 
 
 class EpisodesMissing(Exception):

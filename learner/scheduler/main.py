@@ -16,7 +16,7 @@ from common.errors import ConfigError
 from common.launch.lock import hold_role
 from common.stall.beacon import beacon_of
 from common.store.disk import if_room
-from common.store.run_dir import RunDir, write_atomically, write_json
+from common.store.run_dir import RunDir, cut_head, write_atomically, write_json
 from common.wire.access.lease_mac import lease_key, marked
 from common.wire.addresses import LOOPBACK, WILDCARDS, bracketed
 from common.wire.join_messages import FileRequest, HubGoodbye, HubHello, HubNoted, JoinRequest
@@ -43,6 +43,7 @@ LAST_WAIT_S = 60.0  # for a learner that was killed on its way out and begins ag
 ASLEEP_S = 5.0  # between two rounds of the loop: this process stood still
 WAKE = "wake"  # sender of a logged tick that came after such a rest
 OUTSIDE = (JoinRequest, FileRequest, HubHello, HubGoodbye)
+MAX_OUTCOMES_BYTES = 64 << 20  # a million episodes; beyond, the older half goes
 MAX_FILES_FRAC = 0.01  # of a core for either, in runs of thousands of actors less often for that
 
 
@@ -364,6 +365,12 @@ def write_outcomes(parts: Serving) -> None:
 
     if lines and if_room(append, path):
         news.clear()
+    if path.exists() and path.stat().st_size > MAX_OUTCOMES_BYTES:
+        with path.open("rb") as handle:
+            handle.seek(MAX_OUTCOMES_BYTES // 2)
+            handle.readline()
+            half = handle.tell()
+        if_room(lambda: cut_head(path, half), path)
 
 
 def refused(parts: Serving) -> dict[str, Any]:

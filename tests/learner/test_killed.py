@@ -198,6 +198,7 @@ def play(root: Path, lives: Lives, kills: list[tuple[str, int]]) -> Neighbours:
         run.serve()
         if ended.is_set():
             if lives.code == 0:
+                wait_for_acks(run)
                 return run
             assert lives.code == -9
             ended, sent_to = lives.start(root, *left.pop(0)), -1
@@ -212,6 +213,15 @@ def play(root: Path, lives: Lives, kills: list[tuple[str, int]]) -> Neighbours:
         is_due &= version < NUM_STEPS and (is_told or not version)
         if is_due and all(run.send(member(batch, number, version)) for number in range(2)):
             sent_at, sent_to = time.monotonic(), batch
+
+
+def wait_for_acks(run: Neighbours) -> None:
+    """Read what the learner said last: it may still be on its way here."""
+    consumed = {name for step in run.steps() for ids in step.groups for name in ids}
+    deadline = time.monotonic() + 30
+    while not consumed <= run.acked:
+        assert time.monotonic() < deadline, f"never acknowledged: {consumed - run.acked}"
+        run.serve()
 
 
 def weights(root: Path) -> dict[str, torch.Tensor]:

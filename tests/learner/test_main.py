@@ -37,10 +37,13 @@ class Neighbour:
 
     status = LearnerStatus()
 
+    def prune(self, *, before: int, needed: int) -> bool:
+        return False
+
     def drain_stats(self) -> dict[str, float]:
         return {}
 
-    counts = drain_metrics = drain_stats
+    counts = drain_metrics = refused = drain_stats
 
     def live_weights(self, *, ask: object) -> None: ...
 
@@ -81,8 +84,8 @@ def test_seconds_of_the_last_checkpoint_are_a_metric_of_the_steps_after_it(tmp_p
     kept = Decision(lr_scale=1.0, is_skipped=False, max_ahead_steps=0)
     result = StepResult(metrics={}, decision=kept)
     loop._log_metrics(batch, result)
-    loop.save()
-    loop.settle(must_wait=True)
+    loop.saving.save(loop.version)
+    loop.saving.settle(must_wait=True)
     loop._log_metrics(batch, result)
     before, after = neighbour.lines
     assert "train/checkpoint_s" not in before

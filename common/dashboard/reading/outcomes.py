@@ -35,6 +35,8 @@ class OutcomeLog:
                 self._outcomes.bad(error)
         for line in self._steps.lines():
             try:
+                if "pruned" in line:
+                    continue
                 version = -1 if line.get("skipped") else int(line["version"])
                 for episode_id, outcome, cause in line["outcomes"]:
                     trained_at = version if outcome == "trained" else -1

@@ -129,6 +129,7 @@ def live(
                 ],
                 is_skipped=is_skipped,
                 number=trainer.num_batches,
+                segment=journal.position.segment,
             )
             step_log.append(step)
             assert trainer.digests is not None

@@ -12,8 +12,9 @@ from common.errors import ConfigError
 from common.repository import ROOT
 from common.store.run_dir import RunDir
 from common.store.segments import list_segments, prune
-from learner.recompute.checksums import read_checksums
+from learner.recompute.checksums import ChecksumLog, read_checksums
 from learner.recompute.command import recompute
+from learner.recovery.step_log import StepLog, read_steps
 from tests.learner.recompute.lives import config, live
 
 LORA = ("learner.optimizer=adamw", "learner.lora.rank=4", "algorithm.kl_coef=0.1")
@@ -162,6 +163,23 @@ def test_pruned_range_is_refused_by_name(run: RunDir) -> None:
     run.checksums.unlink()
     with pytest.raises(ConfigError, match=r"no checksums.jsonl"):
         computed(run.root, steps="3:6")
+
+
+def test_steps_that_the_log_lost_with_the_journal_are_refused_by_name(run: RunDir) -> None:
+    steps, size = list(read_steps(run.steps)), run.steps.stat().st_size
+    before = steps[2].segment  # of step 2, behind a step and a batch that was skipped
+    prune(run.journal, before=before, may_go=lambda *_: True)
+    log, sums = StepLog(run.steps, look_bytes=0), ChecksumLog(run.checksums, version=6)
+    assert log.prune(before=before, needed=size)
+    sums.prune(log.pruned.number)
+    left = [step.number for step in read_steps(run.steps)]
+    assert left == [step.number for step in steps if step.number > log.pruned.number]
+    for each in (log, sums):
+        each.close()
+    gone = rf"--steps=1:6: steps 1 to {log.pruned.version} are no longer in .*--steps=3:6 can be"
+    with pytest.raises(ConfigError, match=gone):
+        computed(run.root)
+    assert computed(run.root, steps="3:6")[0] == 0
 
 
 def test_other_settings_are_on_policy_at_first_and_counterfactual_then(run: RunDir) -> None:

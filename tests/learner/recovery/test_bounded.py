@@ -1,0 +1,107 @@
+"""Laws of a run that goes on for months: its directory does not grow, and a restart still works."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.errors import ConfigError
+from common.store import metrics as metrics_module
+from common.store.journal import JournalPosition, JournalWriter, read_journal
+from common.store.metrics import MetricsWriter
+from common.store.run_dir import RunDir
+from common.store.segments import load_pruned
+from common.store.upkeep import Limits, prune_old
+from common.wire.messages import EpisodeOutcome, Outcome
+from learner.build import Learner
+from learner.ingest.journal_index import JournalIndex
+from learner.ingest.replay_point import ReplayPoint, load_replay_point
+from learner.recompute.checksums import ChecksumLog
+from learner.recompute.digests import StepDigests
+from learner.recovery.resume import steps_since
+from learner.recovery.saving import Saving
+from learner.recovery.step_log import LoggedStep, StepLog, read_steps
+from tests.learner.builders import make_trajectory
+
+NUM_STEPS, EVERY, KEPT = 600, 10, 3
+LIMITS = Limits(keep_bytes=80_000)
+
+
+class LongRun:
+    """Writes what a learner writes; stands for its checkpoints, its buffer and its upkeep."""
+
+    def __init__(self, root: Path) -> None:
+        self.run_dir = RunDir(root=root)
+        self.journal = JournalWriter(self.run_dir.journal, max_segment_bytes=5_000)
+        self.step_log = StepLog(self.run_dir.steps, look_bytes=4_000)
+        self.checksums = ChecksumLog(self.run_dir.checksums, version=0)
+        self.metrics = MetricsWriter(self.run_dir, [])
+        self.index = JournalIndex(end=self.journal.position)
+        self.version = self.oldest_version = 0
+        given: dict[str, Any] = dict.fromkeys(Learner.__dataclass_fields__, self)
+        given |= {"run_dir": self.run_dir, "journal": self.journal, "step_log": self.step_log}
+        learner = Learner(**given | {"checksums": self.checksums, "metrics": self.metrics})
+        self.saving = Saving(learner, set_status=lambda **_: None, check=lambda: None)
+
+    def poll(self) -> float:
+        return 1.0
+
+    def replay_point(self, *, version: int) -> ReplayPoint:
+        return self.index.replay_point(num_saved=0, version=version)
+
+    def settled(self, position: JournalPosition) -> None:
+        prune_old(self.run_dir.journal, LIMITS, before=position.segment)
+
+    def step(self) -> None:
+        self.version += 1
+        group = f"g{self.version:07d}"
+        tokens, mask = [5] * 20, [0, 0, *[1] * 18]
+        members = [make_trajectory(tokens, mask, group_id=group, member=m) for m in (0, 1)]
+        for number, each in enumerate(members):
+            self.index.enter(each, self.journal.append(each), num_queued=number)
+        self.journal.sync()
+        self.index.move_end(self.journal.position)
+        ids = [each.episode_id for each in members]
+        told = [EpisodeOutcome(episode_id=i, outcome=Outcome.TRAINED, cause="") for i in ids]
+        segment, v = self.journal.position.segment, self.version
+        step = LoggedStep(version=v, groups=[ids], outcomes=told, number=v, segment=segment)
+        self.step_log.append(step)
+        digests = dict.fromkeys(StepDigests.__dataclass_fields__, "0" * 16)
+        self.checksums.log(step, StepDigests(**digests))  # pyright: ignore[reportArgumentType]
+        self.index.trained([group], step=v)
+        self.index.close_below(v)
+        self.metrics.log(v, {"loss/policy": 1.0})
+        if v % EVERY == 0:
+            self.oldest_version = max(0, v - (KEPT - 1) * EVERY)
+            self.saving.settle()
+
+    def num_bytes(self) -> int:
+        files = self.run_dir.root.rglob("*")
+        return sum(path.stat().st_size for path in files if path.is_file())
+
+
+@pytest.mark.slow
+def test_a_long_run_stays_within_bounds_and_can_be_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics_module, "MAX_BYTES", 20_000)
+    run, sizes = LongRun(tmp_path), list[int]()
+    for _ in range(NUM_STEPS):
+        run.step()
+        sizes.append(run.num_bytes())
+    third = NUM_STEPS // 3
+    assert max(sizes[-third:]) < 1.1 * max(sizes[third:-third])
+    steps = list(read_steps(run.run_dir.steps))
+    assert load_pruned(run.run_dir.journal).before > 10
+    assert 1 < steps[0].version < run.oldest_version
+    start = load_replay_point(run.run_dir.replay_point, version=run.oldest_version)
+    again = StepLog(run.run_dir.steps, start=start.steps_offset)
+    asked = {"version": run.oldest_version, "num_batches": run.oldest_version}
+    needed = steps_since(run.run_dir, start=start, **asked)
+    assert [step.version for step in needed] == list(range(run.oldest_version + 1, NUM_STEPS + 1))
+    there = {t.episode_id for _, t in read_journal(run.run_dir.journal, start=start.position)}
+    assert there.issuperset(name for step in needed for ids in step.groups for name in ids)
+    with pytest.raises(ConfigError, match=f"steps up to {steps[0].version - 1} were pruned"):
+        list(read_steps(run.run_dir.steps, start=1))
+    for each in (again, run.step_log, run.checksums, run.metrics, run.journal):
+        each.close()
