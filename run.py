@@ -220,6 +220,7 @@ def show(cfg: RunConfig, *, has_plan: bool) -> int:
     if has_plan and cfg.launcher == "ray":
         lines += Later("common.launch.ray.cluster:placement_lines")(cfg)
     lines += Later("learner.objective.dead_settings:summary_lines")(cfg.algorithm, cfg.learner)
+    lines += cfg.curriculum.warnings(cfg.horizon)
     return commands.say(
         config_as_yaml(without_secrets(cfg)) + "".join(f"# {line}\n" for line in lines)
     )

@@ -5,12 +5,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from common.checks.doctor import Check
+from common.config.curriculum import subsets_in_use, why_not_far
 from common.config.load import config_as_yaml, load_config, without_secrets
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.log import configure_logging
 from common.repository import ROOT
 from common.store.run_dir import RunDir
+from envhub.catalogue.distances import counted, measured
 from envhub.catalogue.health import hub_at, not_served, servers_of, silent
 from envhub.catalogue.listing import format_rows, list_rows
 from envhub.catalogue.registry import (
@@ -100,7 +102,19 @@ def missing_for(cfg: RunConfig) -> list[str]:
         f" is {nearest(task.subset, list(registry.spec(task.env).subsets))!r}"
         for i, task in enumerate(cfg.tasks)
         if task.subset not in registry.spec(task.env).subsets
-    ]
+    ] or _too_far(cfg, registry)
+
+
+def _too_far(cfg: RunConfig, registry: Registry) -> list[str]:
+    """Return why tasks cannot have the items at their distances, one line each."""
+    lines: list[str] = []
+    for i, task in enumerate(cfg.tasks):
+        names = subsets_in_use(cfg.curriculum, [task])
+        spec = registry.spec(task.env)
+        lengths = counted(measured(spec, task.subset, cfg.envs)) if names else {}
+        whys = [why_not_far(task, lengths, name.removeprefix(f"{task.env}/")) for name in names]
+        lines += [f"tasks[{i}].distance={task.distance}: {why}" for why in whys if why][:1]
+    return lines
 
 
 def examine_environments(cfg: RunConfig) -> list[Check]:

@@ -22,7 +22,8 @@ MAX_MEDIAN_FUNCTION_LINES = 8
 MAX_CONSTRUCTOR_ARGUMENTS = 8
 MAX_FILES_IN_FOLDER = 12
 MAX_BROAD_EXCEPTS = 12
-MAX_SOURCE_LINES = 66_000  # 50,000, what faults and attackers demand, exact maths, a dashboard
+# 50,000, what faults and attackers demand, exact maths, a dashboard, horizons put to the test
+MAX_SOURCE_LINES = 67_000
 SOURCES = [
     *sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py")),
     ROOT / "run.py",

@@ -62,6 +62,7 @@ class Engine:
         self._takes_adapters = False
         self.version = -1  # nothing received yet
         self.num_sampled_tokens = 0
+        self.frozen_s = 0.0  # in all, to load weights
         self.num_running = 0
         self._is_whole = asyncio.Event()  # all of its weights are of one version
         self._is_whole.set()
@@ -322,7 +323,9 @@ class Engine:
                 await self._llm.reset_prefix_cache(reset_running_requests=True)
             self._is_whole.set()
             await self._llm.resume_generation()
-        return time.monotonic() - started
+        pause_s = time.monotonic() - started
+        self.frozen_s += pause_s
+        return pause_s
 
     async def _load_staged(self, version: int) -> None:
         try:

@@ -7,10 +7,12 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 from actor.rollout.env_client import Environments, HubClient
 from actor.rollout.episode import first_text
 from actor.rollout.scripted import ScriptedPolicy, ScriptedRender
+from common.config.curriculum import subsets_in_use
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.wire.messages import PolicyKind
@@ -48,8 +50,10 @@ async def _play_all(cfg: RunConfig, url: str, token: str) -> list[tuple[dict[str
         async with slots:
             return await _play(environments, plan)
 
+    query = urlencode([("subset", n) for n in subsets_in_use(cfg.curriculum, cfg.tasks)])
+    path = f"/v1/envs?{query}" if query else "/v1/envs"
     async with HubClient(url, token=token, timeout_s=cfg.actor.env_timeout_s) as hub:
-        plans = list(_plans(cfg, await hub.request("GET", "/v1/envs", None)))
+        plans = list(_plans(cfg, await hub.request("GET", path, None)))
         environments = await Environments.of(hub, style=cfg.envhub.style)
         return await asyncio.gather(*(one(plan, environments) for plan in plans))
 
@@ -72,15 +76,16 @@ def _plans(cfg: RunConfig, catalogue: dict[str, Any]) -> Iterator[PlannedEpisode
         is_random = number < num_random
         tasks = random_tasks if is_random else expert_tasks
         task = chooser.choices(tasks, weights=[max(t.weight, 1e-9) for t in tasks])[0]
-        spec = catalogue.get(task.env, {}).get("subsets", {}).get(task.subset)
-        if spec is None:
-            raise ConfigError(f"tasks: the hub has no subset {task.subset!r} of {task.env!r}")
-        index = FIRST_INDEX + num_played.get(task.subset, 0)
-        num_played[task.subset] = index - FIRST_INDEX + 1
+        items = task.items()
+        spec = catalogue.get(task.env, {}).get("subsets", {}).get(items)
+        if spec is None or not spec["num_train"]:
+            raise ConfigError(f"tasks: the hub has no item of {items!r} of {task.env!r}")
+        index = FIRST_INDEX + num_played.get(items, 0)
+        num_played[items] = index - FIRST_INDEX + 1
         yield PlannedEpisode(
             episode_id=f"{cfg.run.seed}/{number}",
             env=task.env,
-            item_id=f"{task.subset}-train-{index % spec['num_train']}",
+            item_id=f"{items}-train-{index % spec['num_train']}",
             seed=0,
             horizon=spec["max_turns"],
             policy=PolicyKind.RANDOM_VALID if is_random else PolicyKind.EXPERT,

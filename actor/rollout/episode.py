@@ -5,12 +5,14 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from typing import Protocol
 
 import numpy as np
 
 from actor.rollout.env_client import Hint, StepResult
 from actor.rollout.observations import Observations
+from common.config.curriculum import HorizonUnit
 from common.errors import EnvError, EnvTimeout, HubLost
 from common.states import state_number
 from common.text import valid_text
@@ -35,6 +37,7 @@ class Turn:
     is_stopped: bool = True  # ended by an end-of-turn token, which is the last of token_ids
     num_prompt: int = 0  # tokens of the conversation before, as the engine was given them
     num_cached: int = 0  # of them, those whose keys and values it had already
+    waited_s: float = 0.0  # for others, or for new weights, while it was asked for
 
 
 class Session(Protocol):
@@ -101,6 +104,20 @@ class _Play:
     num_cached_tokens: int = 0
     generate_s: float = 0.0
     env_s: float = 0.0
+    turns_s: float = 0.0  # what its turns took, without waiting for others
+    num_sampled: int = 0
+
+    def may_go_on(self, lease: Lease, turn_tokens: int) -> bool:
+        """Return whether the horizon lets a further turn begin."""
+        if self.num_turns >= (lease.max_turns or lease.horizon):
+            return False
+        match lease.horizon_unit:
+            case HorizonUnit.TURNS:
+                return True
+            case HorizonUnit.TOKENS:
+                return self.num_sampled + turn_tokens <= lease.horizon
+            case HorizonUnit.SECONDS:
+                return self.turns_s < lease.horizon
 
 
 def first_text(instruction: str, observation: str) -> str:
@@ -132,7 +149,7 @@ async def run_episode(
     may_repeat: bool = False,
     keeps_last: bool = False,
 ) -> Trajectory:
-    """Play the leased episode to its end and return it.
+    """Play the leased episode to its end and return it. One turn is played at any horizon.
 
     A failure of the environment or of a policy that others run, or the lease's deadline, ends the
     episode and is recorded on it with its reason, never as a reward. All else propagates.
@@ -190,14 +207,17 @@ async def _turns(
     max_prompt: int,
 ) -> None:
     play.states.append(state_number(session.first_state or session.first_observation))
-    for turn in range(lease.horizon):
+    for turn in count():
         asked = time.monotonic()
         taken = await act(play.tape.token_ids, session)
         answered = time.monotonic()
         play.tape.add(taken, turn)
         result = await session.step(render.action_text(taken.token_ids))
         play.generate_s += answered - asked
-        play.env_s += time.monotonic() - answered
+        ended = time.monotonic()
+        play.env_s += ended - answered
+        play.turns_s += max(0.0, ended - asked - taken.waited_s)
+        play.num_sampled += len(taken.token_ids)
         play.num_turns += 1
         play.num_prompt_tokens += taken.num_prompt
         play.num_cached_tokens += taken.num_cached
@@ -211,7 +231,7 @@ async def _turns(
             return
         encode = partial(render.after_action, is_stopped=taken.is_stopped)
         num_tokens = len(play.tape.token_ids)
-        if turn + 1 < lease.horizon:
+        if play.may_go_on(lease, max_tokens - max_prompt):
             ids = play.observations.fitted(result.observation, encode, max_tokens=max_tokens // 2)
             if ids is not None and num_tokens + len(ids) <= max_prompt:
                 play.tape.observe(ids, turn + 1)

@@ -2,6 +2,8 @@
 
 import asyncio
 import hashlib
+import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from actor.rollout.episode import Turn
@@ -46,12 +48,14 @@ class Rounds:
         """Return this episode's next turn, once everybody has asked."""
         if self._next is None:
             self._next = asyncio.get_running_loop().create_future()
-        started = self._next
+        started, asked = self._next, time.monotonic()
         self._waiting[episode_id] = prompt_ids
         self._maybe_start()
         # Shielded, because an episode that is revoked must not end the round of the others.
-        turns = await asyncio.shield(await asyncio.shield(started))
-        return turns[episode_id]
+        generating = await asyncio.shield(started)
+        waited_s = time.monotonic() - asked
+        turns = await asyncio.shield(generating)
+        return replace(turns[episode_id], waited_s=waited_s)
 
     def _maybe_start(self) -> None:
         if self._next is not None and self._waiting.keys() >= self._running:

@@ -168,12 +168,15 @@ class Episodes:
         if self._rounds is not None:
             return await self._rounds.act(lease.episode_id, ids)
         self._num_requests += 1
-        return await self._engine.generate(
+        frozen_s = self._engine.frozen_s
+        taken = await self._engine.generate(
             list(ids),
             request_id=f"{lease.episode_id}:{lease.attempt}:{self._num_requests}",
             max_tokens=self._cfg.max_turn_tokens,
             salt=self._salt(lease.episode_id),
         )
+        waited_s = self._engine.frozen_s - frozen_s
+        return replace(taken, waited_s=waited_s) if waited_s else taken
 
     def _salt(self, episode_id: str) -> str:
         """Return the prefix-cache name space of an episode's next turn: that of a version.

@@ -1,13 +1,15 @@
 """Options of the curriculum: the tasks, how they are mixed, and how long episodes may be."""
 
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Protocol
 
 from omegaconf import MISSING
 
 from common.config.knobs import ENV_NAME, NAME, Contradiction, knob
+from common.wire.ids import distance_of, subset_at
 
 MAX_TURNS = 100_000
 
@@ -24,6 +26,19 @@ class HorizonKind(StrEnum):
     STEPWISE = "stepwise"
     LINEAR = "linear"
     GATED = "gated"
+
+
+class HorizonUnit(StrEnum):
+    """What a horizon counts. No turn that began is cut short, whatever the unit.
+
+    turns: turns. tokens: what the policy sampled in the episode; none begins a turn that could
+    exceed it. seconds: what its turns took, to generate and in the environment, without the
+    opening of a session, the wait for others in a synchronous round, or for new weights.
+    """
+
+    TURNS = "turns"
+    TOKENS = "tokens"
+    SECONDS = "seconds"
 
 
 class MixtureKind(StrEnum):
@@ -45,6 +60,22 @@ class TaskSection:
     env: str = knob(MISSING, "its name; of a|b the first that is configured", form=ENV_NAME)
     subset: str = knob(MISSING, "which of the environment's items", form=NAME)
     weight: float = knob(1.0, "relative to the other tasks", ge=0)
+    distance: list[int] = knob([], "[least, most] turns its expert needs", ge=1, le=MAX_TURNS)
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        if self.distance and (len(self.distance) != 2 or self.distance[0] > self.distance[1]):
+            yield "distance", self.distance, "must be [least, most] turns, or [] for any"
+
+    def items(self, bound: int = 0) -> str:
+        """Return the name of its items: the subset, or like "GoTo@4..8" of those at its distance.
+
+        Args:
+            bound: most turns that the distance curriculum allows now; 0: no bound.
+        """
+        if not self.distance:
+            return self.subset
+        low, high = self.distance
+        return subset_at(self.subset, low, min(high, bound or high))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +108,31 @@ class GatedSection:
     ess_frac: float = knob(0.3, "or the effective sample size below this share; 0: off", ge=0, le=1)
 
 
+class CurriculumKind(StrEnum):
+    """What grows over the run.
+
+    horizon: how long episodes may get, by `horizon`. distance: how far goals are, by
+    `curriculum.distance`, of the tasks with a distance; the horizon stands at its last stage.
+    both: each by its own section.
+    """
+
+    HORIZON = "horizon"
+    DISTANCE = "distance"
+    BOTH = "both"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DistanceGatedSection:
+    """When a gated distance moves. All means are over the training steps of one stage."""
+
+    window_steps: int = knob(20, "over which success is measured", ge=2)
+    min_steps: int = knob(20, "in a stage before it may advance", ge=2, must="be >= window_steps")
+    min_success: float = knob(0.6, "of episodes solved, needed to advance", ge=0, le=1)
+    backoff_steps: int = knob(5, "over which a collapse is measured", ge=1)
+    entropy_frac: float = knob(0.3, "of the window before; below it back off; 0: off", ge=0, le=1)
+    ess_frac: float = knob(0.3, "or the effective sample size below this share; 0: off", ge=0, le=1)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HorizonOverride:
     """The horizon of one environment, or of one of its subsets.
@@ -95,18 +151,38 @@ class HorizonPolicy:
     """What holds for one environment or subset, nothing left open."""
 
     kind: HorizonKind
-    stages: tuple[int, ...]  # turns, strictly increasing
+    stages: tuple[int, ...]  # in the unit, strictly increasing
     every_steps: int
     over_steps: int
-    gated: GatedSection
+    gated: "GatedSection | DistanceGatedSection"
+
+    def values(self) -> Sequence[int]:
+        """Return every value that it may have."""
+        first = -1 if self.kind is HorizonKind.FIXED else 0
+        is_linear = self.kind is HorizonKind.LINEAR
+        return range(self.stages[0], self.stages[-1] + 1) if is_linear else self.stages[first:]
+
+
+class ActorLimits(Protocol):
+    """What an actor's section says of the length of turns and episodes."""
+
+    @property
+    def max_turn_tokens(self) -> int: ...
+    @property
+    def max_model_len(self) -> int: ...
+    @property
+    def turn_timeout_s(self) -> float: ...
+    @property
+    def episode_timeout_s(self) -> float: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HorizonSection:
-    """The interaction horizon: the most turns of an episode (ScalingInter-RL, arXiv 2509.08755)."""
+    """The interaction horizon: how long an episode may get (ScalingInter-RL, arXiv 2509.08755)."""
 
     kind: HorizonKind = knob(HorizonKind.FIXED, "how it changes over the run")
-    stages: list[int] = knob([20], "turns; fixed uses the last", ge=1, le=MAX_TURNS)
+    unit: HorizonUnit = knob(HorizonUnit.TURNS, "of its stages, in training")
+    stages: list[int] = knob([20], "in its unit; fixed uses the last", ge=1, le=MAX_TURNS)
     every_steps: int = knob(100, "stepwise: optimizer steps per stage", ge=1)
     over_steps: int = knob(200, "linear: optimizer steps from the first stage to the last", ge=1)
     gated: GatedSection = field(default_factory=GatedSection)
@@ -117,14 +193,33 @@ class HorizonSection:
             policy, key = self.policy(name), f"per_env.{name}." if name else ""
             stages = list(policy.stages)
             if not stages or any(a >= b for a, b in itertools.pairwise(stages)):
-                yield f"{key}stages", stages, "positive turns, strictly increasing"
+                yield f"{key}stages", stages, f"positive {self.unit.value}, strictly increasing"
             if len(stages) < 2 and policy.kind in (HorizonKind.LINEAR, HorizonKind.GATED):
                 law = f"horizon.{key}kind={policy.kind.value} needs two or more"
                 yield f"{key}stages", stages, law
 
+    def contradictions_of_unit(self, actor: ActorLimits) -> Iterator[Contradiction]:
+        """Yield which stage of a horizon in tokens or seconds lets no turn begin, or never binds.
+
+        Beyond a lease's seconds, less a turn's, it is no episode that ends but a failure.
+        """
+        turn_tokens, max_tokens = actor.max_turn_tokens, actor.max_model_len
+        max_s = actor.episode_timeout_s - actor.turn_timeout_s
+        for name in ("", *self.per_env):
+            key = f"horizon.{f'per_env.{name}.' if name else ''}stages"
+            stages = self.policy(name).stages
+            first, last = stages[0], stages[-1]
+            if self.unit is HorizonUnit.TOKENS and not turn_tokens <= first <= last <= max_tokens:
+                law = f"actor.max_turn_tokens={turn_tokens}, actor.max_model_len={max_tokens}"
+                yield key, list(stages), f"horizon.unit=tokens: must be in [{law}]"
+            if self.unit is HorizonUnit.SECONDS and last > max_s:
+                law = f"must be at most {max_s:g}, episode_timeout_s - turn_timeout_s of actor"
+                yield key, list(stages), f"horizon.unit=seconds: {law}"
+
     def name_of(self, env: str, subset: str) -> str:
         """Return whose horizon a subset follows: "environment/subset", or the environment."""
-        own = f"{env}/{subset}"
+        far = distance_of(subset)
+        own = f"{env}/{far[0] if far else subset}"
         return own if own in self.per_env else env
 
     def policy(self, name: str) -> HorizonPolicy:
@@ -140,18 +235,132 @@ class HorizonSection:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DistanceSection:
+    """How far goals may be over the run: the turns that the expert needs at most.
+
+    A stage holds the items of a task from its least distance up to the stage's bound.
+    """
+
+    kind: HorizonKind = knob(HorizonKind.STEPWISE, "how the bound changes over the run")
+    stages: list[int] = knob([4, 8, 16, 32], "bounds in turns; fixed uses the last", ge=1)
+    every_steps: int = knob(50, "stepwise: optimizer steps per stage", ge=1)
+    over_steps: int = knob(200, "linear: optimizer steps from the first stage to the last", ge=1)
+    gated: DistanceGatedSection = field(default_factory=DistanceGatedSection)
+
+    @property
+    def policy(self) -> HorizonPolicy:
+        """What holds for every environment."""
+        return HorizonPolicy(
+            kind=self.kind,
+            stages=tuple(self.stages),
+            every_steps=self.every_steps,
+            over_steps=self.over_steps,
+            gated=self.gated,
+        )
+
+    def contradictions(self) -> Iterator[Contradiction]:
+        if not self.stages or any(a >= b for a, b in itertools.pairwise(self.stages)):
+            yield "stages", self.stages, "positive turns, strictly increasing"
+        if len(self.stages) < 2 and self.kind in (HorizonKind.LINEAR, HorizonKind.GATED):
+            yield "stages", self.stages, f"distance.kind={self.kind.value} needs two or more"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurriculumSection:
+    """What grows while the policy learns: the horizon, the distance of the goals, or both."""
+
+    kind: CurriculumKind = knob(CurriculumKind.HORIZON, "what grows over the run")
+    distance: DistanceSection = field(default_factory=DistanceSection)
+
+    @property
+    def has_distance(self) -> bool:
+        """True if distances grow."""
+        return self.kind is not CurriculumKind.HORIZON
+
+    def held(self, policy: HorizonPolicy) -> HorizonPolicy:
+        """Return what holds of a horizon's policy: where distances alone grow, its last stage."""
+        is_still = self.kind is CurriculumKind.DISTANCE
+        return replace(policy, kind=HorizonKind.FIXED) if is_still else policy
+
+    def warnings(self, horizon: "HorizonSection") -> list[str]:
+        """Return a line for every horizon that would grow and does not."""
+        why = "has no effect: curriculum.kind=distance holds the horizon at its last stage"
+        return [
+            f"warning: horizon.{f'per_env.{name}.' if name else ''}kind={kind.value} {why}"
+            for name in ("", *horizon.per_env)
+            if (kind := horizon.policy(name).kind) is not self.held(horizon.policy(name)).kind
+        ]
+
+    def bounds(self) -> Sequence[int]:
+        """Return the bounds on distance that a run may meet; (0,) where none is set."""
+        return self.distance.policy.values() if self.has_distance else (0,)
+
+    def contradictions_of(self, tasks: Sequence[TaskSection]) -> Iterator[Contradiction]:
+        """Yield why the tasks have no such curriculum, or which setting of it changes nothing."""
+        if not self.has_distance:
+            if self.distance != DistanceSection():
+                law = "changes nothing of curriculum.kind=horizon; take distance or both"
+                yield "curriculum.distance", self.distance.kind.value, law
+            return
+        far = [task for task in tasks if task.distance]
+        if not far:
+            law = "needs a task with a distance, as {env: e, subset: s, distance: [4, 32]}"
+            yield "curriculum.kind", self.kind.value, law
+        for task in far:
+            first = self.bounds()[0]
+            if first < task.distance[0]:
+                law = f"must reach the least distance of {task.subset}, {task.distance[0]}"
+                yield "curriculum.distance.stages", self.distance.stages, law
+
+
+def are_apart(one: TaskSection, other: TaskSection) -> bool:
+    """Return whether both tasks have a distance and no distance is in both."""
+    ranges = sorted([one.distance, other.distance])
+    return bool(ranges[0]) and ranges[0][1] < ranges[1][0]
+
+
+def subsets_in_use(curriculum: CurriculumSection, tasks: Sequence[TaskSection]) -> list[str]:
+    """Return "env/items" of every task with a distance: its whole range, and that of each stage."""
+    names = (
+        f"{task.env}/{task.items(bound)}"
+        for task in tasks
+        if task.distance
+        for bound in (0, *curriculum.bounds())
+    )
+    return list(dict.fromkeys(names))
+
+
+def why_not_far(task: TaskSection, known: Mapping[str, Mapping[int, int]], items: str) -> str:
+    """Return why a task cannot have the items of a distance, "" if it can.
+
+    Args:
+        known: split -> expert's turns -> number of items; {} where the expert is not asked.
+        items: name of the range, as `subsets_in_use` has it, without the environment.
+    """
+    _, low, high = distance_of(items) or ("", 0, 0)
+    lengths = known.get("train", {})
+    if any(low <= turns <= high for turns in lengths):
+        return ""
+    if not lengths:
+        return f"nobody knows how far the goals of {task.env} are: no expert tells it here"
+    shown = ", ".join(f"{turns} ({num})" for turns, num in sorted(lengths.items()))
+    return f"no training item of {task.subset} needs so many turns; turns (items): {shown}"
+
+
 def contradictions_of_tasks(
-    horizon: HorizonSection, tasks: Sequence[TaskSection]
+    horizon: HorizonSection, curriculum: CurriculumSection, tasks: Sequence[TaskSection]
 ) -> Iterator[Contradiction]:
     """Yield why the tasks cannot be mixed, or which override belongs to none of them."""
+    yield from curriculum.contradictions_of(tasks)
     if not tasks:
         return
     total = sum(task.weight for task in tasks)
     if total == 0:
         yield "tasks", total, "the weights must not sum to zero"
     names = [f"{task.env}/{task.subset}" for task in tasks]
-    for name in names:
-        if names.count(name) > 1:
+    for (name, one), (other, two) in itertools.combinations(zip(names, tasks, strict=True), 2):
+        if name == other and not are_apart(one, two):
             yield "tasks", name, "is there twice; add the weights up in one entry"
     envs = sorted({task.env for task in tasks})
     for name in horizon.per_env:

@@ -10,6 +10,7 @@ from enum import StrEnum
 from omegaconf import MISSING
 
 from common.config.curriculum import (
+    CurriculumSection,
     HorizonSection,
     MixtureSection,
     TaskSection,
@@ -344,6 +345,7 @@ class RunConfig:
     tasks: list[TaskSection] = knob([], "the training mixture")
     mixture: MixtureSection = field(default_factory=MixtureSection)
     horizon: HorizonSection = field(default_factory=HorizonSection)
+    curriculum: CurriculumSection = field(default_factory=CurriculumSection)
     groups: GroupsSection = field(default_factory=GroupsSection)
     algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
     scheduler: SchedulerSection = field(default_factory=SchedulerSection)
@@ -366,7 +368,8 @@ class RunConfig:
         check(self)
 
     def contradictions(self) -> Iterator[Contradiction]:
-        yield from contradictions_of_tasks(self.horizon, self.tasks)
+        yield from contradictions_of_tasks(self.horizon, self.curriculum, self.tasks)
+        yield from self.horizon.contradictions_of_unit(self.actor)
         if self.groups.min_size == 1 and self.algorithm.advantage.is_group_relative:
             law = f"algorithm.advantage={self.algorithm.advantage.value} compares the members of a"
             yield "groups.min_size", 1, f"{law} group; give 2 or more, or advantage=running or ppo"
@@ -390,8 +393,7 @@ def check_training(cfg: RunConfig) -> None:
 def published_version(cfg: RunConfig, version: int) -> int:
     """Return the version that engines are to hold once the learner has made `version` steps.
 
-    Example (learner.hold_back_steps=4, 100 steps): 0 until step 4, 1 after step 5, 95 after step
-    99, and 100 after the last, which is what is evaluated.
+    Example (learner.hold_back_steps=4, 100 steps): 0 until step 4, 1 after step 5, 100 at the end.
     """
     if version >= cfg.train.num_steps:
         return version

@@ -49,6 +49,9 @@ class Status(BaseModel):
     version: int | None = None
     horizon: float | None = None
     stage: int | None = None  # 0-based
+    unit: str = "turns"
+    distance: float | None = None  # None: no distance curriculum
+    distance_stage: int | None = None
     num_done: int = Field(default=0, validation_alias=AliasPath("progress", "num_done"))
     num_total: int = Field(default=0, validation_alias=AliasPath("progress", "num_total"))
     num_open: int | None = Field(default=None, validation_alias=AliasPath("groups", "open"))

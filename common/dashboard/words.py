@@ -85,10 +85,13 @@ def sparkline(values: list[float]) -> str:
 
 
 def horizon_text(view: RunView) -> str:
-    """Return like "horizon 10 (stage 2/3)"; "" if unknown."""
-    horizon, stage = view.status.horizon, view.status.stage
-    of = "" if stage is None else f" (stage {stage + 1}/{view.num_stages})"
-    return "" if horizon is None else f"horizon {horizon:.0f}{of}"
+    """Return like "horizon 10 (stage 2/3)", with the bound on distances; "" if unknown."""
+    status = view.status
+    of = "" if status.stage is None else f" (stage {status.stage + 1}/{view.num_stages})"
+    unit = "" if status.unit == "turns" else f" {status.unit}"
+    far = if_known(", distance {:.0f}", status.distance)
+    far += if_known(" (stage {})", None if not far else (status.distance_stage or 0) + 1)
+    return "" if status.horizon is None else f"horizon {status.horizon:.0f}{unit}{of}{far}"
 
 
 def groups_text(view: RunView) -> str:

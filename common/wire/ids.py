@@ -1,5 +1,9 @@
 """Names of groups, episodes and items."""
 
+import re
+
+_FAR = re.compile(r"(?P<subset>.+)@(?P<low>[0-9]{1,6})\.\.(?P<high>[0-9]{1,6})")
+
 
 def episode_id_of(group_id: str, member: int) -> str:
     """Return the id of a member of a group."""
@@ -15,6 +19,17 @@ def split_episode_id(episode_id: str) -> tuple[str, int]:
 def subset_of(item_id: str) -> str:
     """Return the subset of an item id: "GoToLocal" of "GoToLocal-train-17"."""
     return item_id.rsplit("-", 2)[0]
+
+
+def subset_at(subset: str, low: int, high: int) -> str:
+    """Return the name of a subset's items whose expert needs so many turns: "GoTo@4..8"."""
+    return f"{subset}@{low}..{high}"
+
+
+def distance_of(subset: str) -> tuple[str, int, int] | None:
+    """Return (subset, least, most turns) of what `subset_at` named; None for any other name."""
+    match = _FAR.fullmatch(subset)
+    return (match["subset"], int(match["low"]), int(match["high"])) if match else None
 
 
 def training_number(name: str) -> int | None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from common.config.curriculum import HorizonUnit
 from common.wire.access.bounds import Count, Id, Rate, Seconds, Version
 
 SCHEMA_VERSION = 3
@@ -73,9 +74,13 @@ class EpisodeIdentity:
     env: Id
     item_id: Id
     seed: int  # sampling seed of this member
-    horizon: Count  # most turns of this episode
+    horizon: Count  # of this episode, in its unit
     horizon_stage: Count  # 0-based stage of the curriculum at opening
     opened_at_version: Version
+    horizon_unit: HorizonUnit = HorizonUnit.TURNS
+    distance: Count = 0  # most turns that the expert needs for items of its stage; 0: not known
+    distance_stage: Count = 0  # as horizon_stage
+    max_turns: Count = 0  # most turns beside a horizon in another unit; 0: the horizon says it
     lease_mac: Id = ""  # the scheduler's, over all above and the actor: it was leased to that one
 
     def identity(self) -> dict[str, Any]:
@@ -164,7 +169,7 @@ class LagBound:
     """How old episodes of one kind may be when they are consumed."""
 
     env: Id
-    horizon: Count  # most turns of the episode
+    horizon: Count  # of the episode, in the run's unit
     max_lag_steps: Count  # of its oldest token
 
 

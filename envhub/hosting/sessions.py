@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from common.errors import EnvError, EnvTimeout
 from common.memory import trim_heap
 from common.text import valid_text
+from envhub.catalogue.distances import Distances
 from envhub.catalogue.registry import Registry
 from envhub.env import EnvSpec, StepResult, Style
 from envhub.errors import (
@@ -79,7 +80,7 @@ class Sessions:
             inline_step_s=inline_step_s,
             on_lost=self._end_sessions_of,
         )
-        self._registry = registry
+        self._registry, self.distances = registry, Distances(registry)
         self._live: LeaseTable[str, Session] = LeaseTable(lease_s, now_s)
         self._untold: LeaseTable[str, str] = LeaseTable(lease_s, now_s)  # why the worker was lost
         self._num_running = 0
@@ -107,6 +108,7 @@ class Sessions:
         if self.is_draining:
             raise HubDraining("the hub is about to stop and takes no new sessions")
         spec = self._registry.spec(env_name)
+        item_id = await self.distances.plain(env_name, item_id)
         async with contextlib.AsyncExitStack() as undo:
             self._reserve(spec)
             undo.callback(self._release, env_name)

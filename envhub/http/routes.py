@@ -4,9 +4,9 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, Query, Request, Response
 from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
@@ -157,8 +157,8 @@ def _add_catalogue_routes(
         return Response(hub_metrics.text(), media_type="text/plain; version=0.0.4")
 
     @app.get("/v1/envs", tags=["catalogue"])
-    async def list_envs() -> Response:
-        return json_response(registry.catalogue())
+    async def list_envs(subset: Annotated[list[str] | None, Query()] = None) -> Response:
+        return json_response(await sessions.distances.catalogue(subset or ()))
 
     @app.get("/v1/envs/{env}/tasks", tags=["catalogue"], responses=_fails(404))
     async def list_tasks(env: str) -> Response:

@@ -45,8 +45,7 @@ class TrajectoryBuffer:
         self.version = version  # the last one that the scheduler was told of
         self._stale: list[EpisodeOutcome] = []  # since the last batch
         self.recent = RecentPrompts()
-        self._stats = EpisodeStats()
-        self._stats_since = time.monotonic()
+        self._stats, self._stats_since = EpisodeStats(), time.monotonic()
         self._error: BaseException | None = None
         self._lag_bounds: dict[tuple[str, int], int] = {}  # of the scheduler; by env and horizon
         self._num_slots = 0  # of all actors, as the scheduler says

@@ -84,6 +84,10 @@ def horizon_mix(members: Sequence[Trajectory]) -> dict[str, float]:
         "horizon/mean": sum(horizons) / len(horizons),
         "horizon/stage": float(max(t.horizon_stage for t in members)),
     }
+    if any(t.distance for t in members):
+        metrics["distance/value"] = float(max(t.distance for t in members))
+        metrics["distance/mean"] = sum(t.distance for t in members) / len(members)
+        metrics["distance/stage"] = float(max(t.distance_stage for t in members))
     for turns, num in sorted(Counter(horizons).items()):
         metrics[f"horizon/share/{turns}"] = num / len(horizons)
     for env in sorted({t.env for t in members}):

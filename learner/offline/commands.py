@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from common.config.curriculum import subsets_in_use
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.launch.hub import serve_hub
@@ -16,7 +17,7 @@ from learner.offline import dpo, evolve, sft
 from learner.offline.scratch import save_policy
 from learner.offline.training import Log, load_start
 from learner.policy.lora import ADAPTER_TENSORS, check_resumable, load_adapter
-from learner.scheduler.curriculum.catalogue import fetch_catalogue, validate_tasks
+from learner.scheduler.curriculum.catalogue import Catalogue, fetch_catalogue, validate_tasks
 from learner.scheduler.evaluation.heldout import plan_heldout
 from learner.training.checkpoint import newest_checkpoint
 
@@ -76,7 +77,7 @@ def merge(cfg: RunConfig, run_dir: RunDir) -> int:
 def play_and_imitate(cfg: RunConfig, run_dir: RunDir, *, root: Path, play: PlayGiven) -> int:
     """Play, train on what succeeded, again and again; return the exit code."""
     with serve_hub(cfg, run_dir, root=root) as (url, token):
-        catalogue = fetch_catalogue(url, token=token, timeout_s=cfg.actor.env_timeout_s)
+        catalogue = _catalogue_of(cfg, url, token)
 
         def play_iteration(now: RunConfig, iteration: int, folder: Path) -> None:
             play(now, evolve.plan_episodes(now, catalogue, iteration), url, token, folder)
@@ -91,6 +92,13 @@ def choose_held_out(
     cfg: RunConfig, url: str, token: str, lists: Mapping[str, list[str]], turns: Mapping[str, int]
 ) -> list[PlannedEpisode]:
     """Return the held-out episodes that `eval` plays, of the hub's catalogue."""
-    catalogue = fetch_catalogue(url, token=token, timeout_s=cfg.actor.env_timeout_s)
-    validate_tasks(cfg.tasks, catalogue)
+    catalogue = _catalogue_of(cfg, url, token)
     return plan_heldout(cfg.eval, cfg.tasks, catalogue, lists, turns)
+
+
+def _catalogue_of(cfg: RunConfig, url: str, token: str) -> Catalogue:
+    """Return what the hub has. Raises: ConfigError: not the tasks, or nothing at a distance."""
+    subsets, timeout_s = subsets_in_use(cfg.curriculum, cfg.tasks), cfg.actor.env_timeout_s
+    catalogue = fetch_catalogue(url, token=token, timeout_s=timeout_s, subsets=subsets)
+    validate_tasks(cfg.tasks, catalogue, cfg.curriculum)
+    return catalogue

@@ -36,22 +36,22 @@ def plan_episodes(cfg: RunConfig, catalogue: Catalogue, iteration: int) -> list[
     Within a task every training item comes once before any comes again.
     """
     active = [task for task in cfg.tasks if task.weight > 0]
-    sizes = [catalogue.entry(task.env, task.subset).num_train for task in active]
+    sizes = [catalogue.entry(task.env, task.items()).num_train for task in active]
     quotas = spread(
         cfg.evolve.items_per_iteration, weights=[task.weight for task in active], caps=sizes
     )
     found: list[PlannedEpisode] = []
     for task, size, quota in zip(active, sizes, quotas, strict=True):
-        key = hash_words("evolve", cfg.run.seed, task.env, task.subset)
+        key = hash_words("evolve", cfg.run.seed, task.env, task.items())
         for number in range(iteration * quota, (iteration + 1) * quota):
-            item_id = f"{task.subset}-train-{permute(number % size, size, key=key)}"
+            item_id = f"{task.items()}-train-{permute(number % size, size, key=key)}"
             found += [
                 PlannedEpisode(
                     episode_id=f"evolve-{iteration}/{task.env}/{item_id}/{number // size}.{sample}",
                     env=task.env,
                     item_id=item_id,
                     seed=hash_words("evolve", item_id, sample) >> 33,
-                    horizon=catalogue.entry(task.env, task.subset).max_turns,
+                    horizon=catalogue.entry(task.env, task.items()).max_turns,
                 )
                 for sample in range(cfg.evolve.samples_per_item)
             ]

@@ -58,7 +58,7 @@ def _check_key(name: str, word: str) -> None:
         return
     elif section in _OTHER_ROLES:
         why = "it decides how episodes are played and batched, and those are recorded"
-        why += "; horizon=a:b takes those of a to b turns at most" * (section == "horizon")
+        why += "; horizon=a:b takes those of a horizon of a to b" * (section == "horizon")
     else:
         why = "it changes nothing of what the recorded batches teach"
     raise ConfigError(f"{word}: {why}; {_HINT}")

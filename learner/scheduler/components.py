@@ -73,7 +73,7 @@ def build_components(cfg: RunConfig, catalogue: Catalogue) -> Components:
     seed, group_size = cfg.run.seed, cfg.groups.size
     engines = [actor_name(i) for i in range(cfg.actor.num_engines)]
     mixture = Mixture(cfg.mixture, cfg.tasks, catalogue, seed=seed, group_size=group_size)
-    curriculum = Curriculum(cfg.horizon, mixture, cfg.tasks, catalogue)
+    curriculum = Curriculum(cfg.horizon, mixture, cfg.tasks, catalogue, cfg.curriculum)
     limits = Limits(
         scheduler=cfg.scheduler,
         max_lag_steps=cfg.learner.max_lag_steps,

@@ -149,6 +149,8 @@ def build(
     greet_known(registry, (log.load() or {}).get("hubs", []), token=keys.hub_token)
     token = cfg.envhub.token or keys.hub_token
     catalogue = entrance.wait_for_catalogue(token=token, stop=stop)
+    for line in cfg.curriculum.warnings(cfg.horizon):
+        logger.warning(line.removeprefix("warning: "))
     clock = LoopClock(time.monotonic())
     components = build_components(cfg, catalogue)
     core = SchedulerCore(components, clock=clock, run_epoch=secrets.token_hex(8))

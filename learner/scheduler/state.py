@@ -126,7 +126,8 @@ def _load(kind: Any, value: Any) -> Any:
 def _record(cls: Any, value: Any) -> Any:
     fields = _fields(cls)
     if _is_frozen(cls):
-        return cls(**{f.name: _load(f.kind, v) for f, v in zip(fields, value, strict=True)})
+        known = zip(fields[: len(value)], value, strict=True)  # later ones have their defaults
+        return cls(**{f.name: _load(f.kind, v) for f, v in known})
     return cls(**{f.name: _load(f.kind, value[f.name]) for f in fields if f.name in value})
 
 

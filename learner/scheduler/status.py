@@ -12,6 +12,7 @@ def build_status(parts: Components, *, now: float) -> dict[str, Any]:
     state = parts.gate_state()
     curriculum = parts.curriculum.report(state.version)
     longest = max(curriculum["horizons"].values(), key=lambda each: each["horizon"], default={})
+    farthest = max(curriculum["distances"].values(), key=lambda each: each["distance"], default={})
     learners = parts.members.report("learner", now)
     groups = parts.success.eval_report()
     models = {when: groups.get(f"eval-{when}-model") for when in ("before", "after")}
@@ -21,6 +22,9 @@ def build_status(parts: Components, *, now: float) -> dict[str, Any]:
         "version": state.version,
         "horizon": longest.get("horizon"),  # of the environment that may play longest
         "stage": longest.get("stage"),
+        "unit": curriculum["unit"],
+        "distance": farthest.get("distance"),  # likewise; None: no distance curriculum
+        "distance_stage": farthest.get("stage"),
         "curriculum": curriculum,
         "groups": {
             "open": state.num_open,

@@ -30,7 +30,7 @@ def run(cfg: RunConfig, out: TextIO) -> int:
     if not cfg.tasks:
         raise ConfigError("tasks=[]: name at least one")
     measured = load_measured(Path(cfg.simulator.compare)) if cfg.simulator.compare else None
-    workload: Workload = SampledWorkload(cfg.simulator)
+    workload: Workload = SampledWorkload(cfg.simulator, unit=cfg.horizon.unit)
     if cfg.simulator.from_run:
         workload = load_workload(Path(cfg.simulator.from_run), cfg.algorithm)
     wish = cfg.simulator.mode or cfg.train.mode.value

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from common.config.curriculum import HorizonKind
+from common.config.curriculum import MAX_TURNS, HorizonKind, HorizonUnit
 from common.config.run_config import RunConfig
 from learner.scheduler.curriculum.catalogue import Catalogue, SubsetEntry
 
@@ -22,9 +22,11 @@ def catalogue_of(cfg: RunConfig) -> Catalogue:
     envs: dict[str, dict[str, SubsetEntry]] = {}
     for task in cfg.tasks:
         name = cfg.horizon.name_of(task.env, task.subset)
-        max_turns = max(cfg.horizon.policy(name).stages)
+        is_in_turns = cfg.horizon.unit is HorizonUnit.TURNS
+        max_turns = max(cfg.horizon.policy(name).stages) if is_in_turns else MAX_TURNS
         entry = SubsetEntry(num_train=NUM_ITEMS, num_test=NUM_ITEMS, max_turns=max_turns)
-        envs.setdefault(task.env, {})[task.subset] = entry
+        for bound in (0, *cfg.curriculum.bounds()):
+            envs.setdefault(task.env, {})[task.items(bound)] = entry
     return Catalogue(envs=envs)
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Protocol
 
+from common.config.curriculum import HorizonUnit
 from common.config.offline import SimulatorSection
 from common.wire.messages import EndReason
 
@@ -42,8 +43,9 @@ class SampledWorkload:
     solves with probability 0.9 gives a group of eight without signal with 0.9^8 + 0.1^8.
     """
 
-    def __init__(self, cfg: SimulatorSection) -> None:
-        self._cfg = cfg
+    def __init__(self, cfg: SimulatorSection, *, unit: HorizonUnit = HorizonUnit.TURNS) -> None:
+        """Make one whose episodes are cut by a horizon in this unit."""
+        self._cfg, self._unit = cfg, unit
         self._mean_log_turns = math.log(cfg.num_turns)
         self._mean_log_turn_s = math.log(cfg.turn_s + cfg.env_s)
         self._alpha = 2 * cfg.success
@@ -59,9 +61,11 @@ class SampledWorkload:
     def _play(self, rng: Random, horizon: int, solved_frac: float) -> Play:
         cfg = self._cfg
         num_turns = max(1, round(rng.lognormvariate(self._mean_log_turns, cfg.num_turns_sigma)))
-        is_cut = num_turns > horizon
-        num_turns = min(num_turns, horizon)
-        wall_s = num_turns * rng.lognormvariate(self._mean_log_turn_s, cfg.turn_sigma)
+        turn_s = rng.lognormvariate(self._mean_log_turn_s, cfg.turn_sigma)
+        most = max(1, self._most_turns(horizon, turn_s))
+        is_cut = num_turns > most
+        num_turns = min(num_turns, most)
+        wall_s = num_turns * turn_s
         if rng.random() < cfg.tail_frac:
             wall_s *= cfg.tail_factor
         is_success = not is_cut and rng.random() < solved_frac
@@ -73,6 +77,16 @@ class SampledWorkload:
             is_success=is_success,
             end_reason=EndReason.HORIZON if is_cut else EndReason.DONE,
         )
+
+    def _most_turns(self, horizon: int, turn_s: float) -> int:
+        """Return the turns that a horizon lets begin; a turn's tokens count as all sampled."""
+        match self._unit:
+            case HorizonUnit.TURNS:
+                return horizon
+            case HorizonUnit.TOKENS:
+                return horizon // self._cfg.turn_tokens
+            case HorizonUnit.SECONDS:
+                return math.ceil(horizon / turn_s)
 
     def step_s(self, rng: Random, num_tokens: int, *, version: int) -> float:
         """Return a constant and the tokens at the learner's rate."""

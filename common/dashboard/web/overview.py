@@ -17,6 +17,7 @@ CHARTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Truncation", "share", ("episodes/truncated_frac", "episodes/context_full_frac")),
     ("Reward", "", ("reward/mean",)),
     ("Turns and invalid actions", "", ("episodes/turns_mean", "episodes/invalid_frac")),
+    ("Distance of the goals", "expert's turns", ("distance/value", "distance/mean")),
     ("Entropy", "nats", ("policy/entropy",)),
     ("Mutual information: prompt, answer", "nats", ("policy/mutual_information",)),
     ("Effective sample size", "share", ("offpolicy/ess_frac",)),
@@ -38,6 +39,7 @@ CHARTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 HORIZON, STAGE = "horizon/value", "horizon/stage"
 SETTINGS = (
     *("model.path", "train.mode", "run.seed", "train.num_steps", "horizon.kind", "horizon.stages"),
+    *("horizon.unit", "curriculum.kind", "curriculum.distance.stages"),
     *("groups.per_step", "groups.size", "learner.optimizer", "learner.lr", "learner.num_ranks"),
     *("actor.num_actors", "actor.max_concurrent", "scheduler.max_ahead_steps"),
 )

@@ -6,13 +6,14 @@ import logging
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from http.client import HTTPException
+from urllib.parse import urlencode
 
 from pydantic import BaseModel, StrictInt, TypeAdapter, ValidationError
 
-from common.config.curriculum import TaskSection
+from common.config.curriculum import CurriculumSection, TaskSection, subsets_in_use, why_not_far
 from common.errors import ConfigError, EnvError
 
 logger = logging.getLogger(__name__)
@@ -31,11 +32,16 @@ class SubsetEntry:
     max_turns: StrictInt  # the most turns of an episode, at any horizon stage
 
 
+# environment -> subset -> split -> expert's turns -> items
+Distances = dict[str, dict[str, dict[str, dict[int, int]]]]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Catalogue:
     """Environment -> subset -> entry."""
 
     envs: dict[str, dict[str, SubsetEntry]]
+    distances: Distances = field(default_factory=Distances)  # of the subsets that were asked for
 
     def entry(self, env: str, subset: str) -> SubsetEntry:
         """Return the entry of a validated task."""
@@ -46,6 +52,7 @@ class _Environment(BaseModel):
     """What the hub says of one, as far as it matters here."""
 
     subsets: dict[str, SubsetEntry]
+    distances: dict[str, dict[str, dict[int, int]]] = {}
 
 
 _BODY = TypeAdapter(dict[str, _Environment])
@@ -60,17 +67,26 @@ def parse_catalogue(body: object) -> Catalogue:
         envs = _BODY.validate_python(body)
     except ValidationError as error:
         raise EnvError(f"/v1/envs: {error}") from error
-    return Catalogue(envs={name: env.subsets for name, env in envs.items()})
+    return Catalogue(
+        envs={name: env.subsets for name, env in envs.items()},
+        distances={name: env.distances for name, env in envs.items() if env.distances},
+    )
 
 
-def fetch_catalogue(url: str, *, token: str, timeout_s: float) -> Catalogue:
+def fetch_catalogue(
+    url: str, *, token: str, timeout_s: float, subsets: Sequence[str] = ()
+) -> Catalogue:
     """Return the catalogue of the hub at `url`, waiting for the hub to come up.
+
+    Args:
+        subsets: "env/items at a distance" that it is to have besides, see `subsets_in_use`.
 
     Raises:
         EnvError: no good answer in time; names the address and the last reason. A refused token
             is not waited for.
     """
-    address = f"{url.rstrip('/')}/v1/envs"
+    query = urlencode([("subset", name) for name in subsets])
+    address = f"{url.rstrip('/')}/v1/envs{'?' if query else ''}{query}"
     deadline = time.monotonic() + timeout_s
     logger.info("waiting for envhub address=%s timeout_s=%g", address, timeout_s)
     while True:
@@ -101,8 +117,10 @@ def _get_json(address: str, token: str, remaining_s: float) -> object:
         return json.loads(answer.read(MAX_ANSWER_BYTES))
 
 
-def validate_tasks(tasks: list[TaskSection], catalogue: Catalogue) -> None:
-    """Check that every task exists, once, and has training items.
+def validate_tasks(
+    tasks: list[TaskSection], catalogue: Catalogue, curriculum: CurriculumSection | None = None
+) -> None:
+    """Check that every task exists, once, and has training items, at each distance of a stage.
 
     Raises: ConfigError: names the key, the value and the nearest valid name.
     """
@@ -117,9 +135,13 @@ def validate_tasks(tasks: list[TaskSection], catalogue: Catalogue) -> None:
             raise ConfigError(_unknown(f"tasks[{i}].subset", task.subset, subsets))
         if task.weight > 0 and subsets[task.subset].num_train == 0:
             raise ConfigError(f"tasks[{i}].subset={task.subset!r}: has no training items")
-        if (task.env, task.subset) in known:
+        if (task.env, task.items()) in known:
             raise ConfigError(f"tasks[{i}].subset={task.subset!r}: named twice for {task.env}")
-        known.add((task.env, task.subset))
+        known.add((task.env, task.items()))
+        lengths = catalogue.distances.get(task.env, {}).get(task.subset, {})
+        for name in subsets_in_use(curriculum or CurriculumSection(), [task]):
+            if why := why_not_far(task, lengths, name.removeprefix(f"{task.env}/")):
+                raise ConfigError(f"tasks[{i}].distance={task.distance}: {why}")
 
 
 def _unknown(key: str, value: str, valid: Iterable[str]) -> str:

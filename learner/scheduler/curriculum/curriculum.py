@@ -1,9 +1,17 @@
-"""The curriculum: which item comes next, and how long its episodes may be."""
+"""The curriculum: which item comes next, how far its goal is, how long its episodes may be."""
 
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.config.curriculum import HorizonKind, HorizonPolicy, HorizonSection, TaskSection
+from common.config.curriculum import (
+    CurriculumSection,
+    HorizonKind,
+    HorizonPolicy,
+    HorizonSection,
+    HorizonUnit,
+    TaskSection,
+)
+from common.wire.ids import distance_of
 from common.wire.messages import EndReason, EpisodeKind, EpisodeSeen, PolicyKind
 from learner.scheduler.curriculum.catalogue import Catalogue
 from learner.scheduler.curriculum.gated import UNKNOWN, GatedHorizon
@@ -20,14 +28,18 @@ class Curriculum:
 
     Example: a group opened at version 99 of a stepwise horizon [10, 20] with 100 steps a stage is
     stamped 10. At version 100 new groups are stamped 20; the first one plays on with 10 turns,
-    and its episodes do not count towards what a gated horizon measures of its present stage.
+    and its episodes do not count towards what a gated horizon measures of its present stage. So
+    it is with distances: the group keeps its item.
     """
 
     mixture: Mixture
     gated: dict[str, GatedHorizon] = field(metadata=CONFIGURED)  # by the name of its policy
+    gated_distance: dict[str, GatedHorizon] = field(metadata=CONFIGURED)  # by environment
     version: int = 0  # of the last step that was taken in
+    _opening: int = field(metadata=FIXED)  # version that the group to come is opened at
     _horizon: HorizonSection = field(metadata=FIXED)
     _policies: dict[str, HorizonPolicy] = field(metadata=FIXED)
+    _distances: dict[str, HorizonPolicy] = field(metadata=FIXED)
     _catalogue: Catalogue = field(metadata=FIXED)
 
     def __init__(
@@ -36,31 +48,39 @@ class Curriculum:
         mixture: Mixture,
         tasks: list[TaskSection],
         catalogue: Catalogue,
+        section: CurriculumSection | None = None,
     ) -> None:
         """Start at the first item and the first stage."""
         self.mixture = mixture
         self.version = 0
         self._horizon, self._catalogue = horizon, catalogue
         names = sorted({horizon.name_of(task.env, task.subset) for task in tasks})
-        self._policies = {name: horizon.policy(name) for name in names}
-        self.gated = {
-            name: GatedHorizon(policy, name)
-            for name, policy in self._policies.items()
-            if policy.kind is HorizonKind.GATED
-        }
+        section = section or CurriculumSection()
+        self._policies = {name: section.held(horizon.policy(name)) for name in names}
+        far = {task.env for task in tasks if task.distance and section.has_distance}
+        self._distances = {env: section.distance.policy for env in sorted(far)}
+        self.gated = _gates(self._policies, horizon.unit)
+        self.gated_distance = _gates(self._distances, HorizonUnit.TURNS)
+        mixture.bound_of = lambda env: self._distance(env, self._opening).horizon
+        self._opening = 0
 
     def make_group(self, number: int, *, version: int, now: float) -> GroupRecord:
         """Return training group `number`, opened at this version; asked for in order, once each."""
+        self._opening = version
         item = self.mixture.item(number)
         stamp = self.stamp(item.env, version, subset=item.subset)
         max_turns = self._catalogue.entry(item.env, item.subset).max_turns
+        is_in_turns = self._horizon.unit is HorizonUnit.TURNS
+        far = distance_of(item.subset)
         group_id = f"g{number:07d}"
         episodes = [
             item.episode(
                 group_id,
                 member,
                 seed=member_seed(self.mixture.seed, number, member),
-                horizon=min(stamp.horizon, max_turns),
+                horizon=min(stamp.horizon, max_turns) if is_in_turns else stamp.horizon,
+                unit=self._horizon.unit,
+                max_turns=0 if is_in_turns else max_turns,
             )
             for member in range(self.mixture.group_size)
         ]
@@ -70,6 +90,8 @@ class Curriculum:
             kind=EpisodeKind.TRAIN,
             policy=PolicyKind.MODEL,
             horizon_stage=stamp.stage,
+            distance=far[2] if far else 0,
+            distance_stage=self._distance(item.env, version).stage if far else 0,
             opened_at_version=version,
             episodes=episodes,
             opened_at=now,
@@ -83,18 +105,27 @@ class Curriculum:
         gated = self.gated.get(name)
         return gated.stamp if gated else horizon_at(self._policies[name], version)
 
+    def _distance(self, env: str, version: int) -> HorizonStamp:
+        """Return the bound on the distance of an environment's goals, 0 if there is none."""
+        if env not in self._distances:
+            return HorizonStamp(horizon=0, stage=0)
+        gated = self.gated_distance.get(env)
+        return gated.stamp if gated else horizon_at(self._distances[env], version)
+
     def see(self, seen: EpisodeSeen, group: GroupRecord, episode: EpisodeRecord) -> None:
         """Count a training episode that says something about the policy; once each."""
         item = Item(env=episode.env, subset=episode.subset, item_id=episode.item_id)
         self.mixture.see(seen, item)
-        gated = self.gated.get(self._horizon.name_of(episode.env, episode.subset))
-        if gated is None or group.horizon_stage != gated.stage:
-            return
-        if group.opened_at_version < gated.since:  # an earlier visit to the stage
-            return
         max_turns = self._catalogue.entry(episode.env, episode.subset).max_turns
-        is_truncated = seen.end_reason is EndReason.HORIZON and episode.horizon < max_turns
-        gated.see(is_success=seen.is_success, is_truncated=is_truncated)
+        num = seen.num_turns if episode.max_turns else episode.horizon
+        is_truncated = seen.end_reason is EndReason.HORIZON and num < max_turns
+        name = self._horizon.name_of(episode.env, episode.subset)
+        gates = [(self.gated.get(name), group.horizon_stage)]
+        if group.distance:
+            gates.append((self.gated_distance.get(episode.env), group.distance_stage))
+        for gated, stage in gates:  # `since`: not of an earlier visit to the stage
+            if gated and stage == gated.stage and group.opened_at_version >= gated.since:
+                gated.see(is_success=seen.is_success, is_truncated=is_truncated)
 
     def step(self, version: int, signals: dict[str, float]) -> None:
         """Take in that step `version` is trained; a step that is known is ignored."""
@@ -103,25 +134,37 @@ class Curriculum:
         before = {name: self._stamp(name, self.version).stage for name in self._policies}
         self.version = version
         entropy, ess_frac = signals.get("entropy", UNKNOWN), signals.get("ess_frac", UNKNOWN)
-        for gated in self.gated.values():
+        for gated in (*self.gated.values(), *self.gated_distance.values()):
             gated.end_step(version, entropy=entropy, ess_frac=ess_frac)
         for name, stage in before.items():
             if self._stamp(name, version).stage != stage:
                 self.mixture.forget_items(name)
 
     def report(self, version: int) -> dict[str, Any]:
-        """Return every environment's and subset's horizon, the decisions so far, the mixture."""
+        """Return the horizons and distances in force, the decisions so far, the mixture."""
         return {
-            "horizons": {name: self._report_of(name, version) for name in self._policies},
+            "unit": self._horizon.unit.value,
+            "horizons": {
+                name: _report_of("horizon", each, self._stamp(name, version), self.gated.get(name))
+                for name, each in self._policies.items()
+            },
+            "distances": {
+                env: _report_of(
+                    "distance", each, self._distance(env, version), self.gated_distance.get(env)
+                )
+                for env, each in self._distances.items()
+            },
             "mixture": self.mixture.report(),
         }
 
-    def _report_of(self, name: str, version: int) -> dict[str, Any]:
-        stamp = self._stamp(name, version)
-        gated = self.gated.get(name)
-        return {
-            "kind": self._policies[name].kind.value,
-            "horizon": stamp.horizon,
-            "stage": stamp.stage,
-            **(gated.report() if gated else {}),
-        }
+
+def _gates(policies: dict[str, HorizonPolicy], unit: HorizonUnit) -> dict[str, GatedHorizon]:
+    gated = {name: each for name, each in policies.items() if each.kind is HorizonKind.GATED}
+    return {name: GatedHorizon(each, name, unit.value) for name, each in gated.items()}
+
+
+def _report_of(
+    what: str, policy: HorizonPolicy, stamp: HorizonStamp, gated: GatedHorizon | None
+) -> dict[str, Any]:
+    told = {"kind": policy.kind.value, what: stamp.horizon, "stage": stamp.stage}
+    return told | (gated.report() if gated else {})

@@ -1,4 +1,4 @@
-"""The gated horizon of one environment: longer when that would help, shorter when it hurts."""
+"""A gated horizon or distance of one environment: more when that would help, less when it hurts."""
 
 import logging
 from collections import deque
@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
-from common.config.curriculum import HorizonPolicy
+from common.config.curriculum import DistanceGatedSection, HorizonPolicy
 from learner.scheduler.curriculum.horizon import HorizonStamp
 from learner.scheduler.state import FIXED
 
@@ -37,6 +37,7 @@ class Measured:
     gain: float | None  # of success over the window, by the slope of a line through it
     entropy_ratio: float  # mean of the last steps over that of the window before
     ess_frac: float
+    success: float  # over the window
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,11 +47,12 @@ class Move:
     version: int
     from_stage: int
     to_stage: int
-    cause: str  # "truncated_and_flat" | "entropy" | "ess"
+    cause: str  # "truncated_and_flat" | "solved" | "entropy" | "ess"
     truncated_frac: float
     gain: float | None
     entropy_ratio: float
     ess_frac: float
+    success: float = UNKNOWN
 
 
 @dataclass(slots=True)
@@ -59,11 +61,13 @@ class GatedHorizon:
 
     Example (window_steps 40, min_steps 40): stage 0 begins at version 0. At 40 the last 40 steps
     had 35% of their episodes cut and success rose by 0.01: stage 1 begins. At 50 the entropy of
-    the last five steps is a quarter of that before: stage 0 again, until 90 at least.
+    the last five steps is a quarter of that before: stage 0 again, until 90 at least. A distance
+    grows, by the same rules, when enough is solved.
     """
 
     policy: HorizonPolicy = field(metadata=FIXED)
     env: str = field(metadata=FIXED)
+    unit: str = field(default="turns", metadata=FIXED)
     steps: deque[StepSeen] = field(init=False)  # the last ones
     since: int = 0  # version at which the stage began
     stage: int = 0
@@ -104,19 +108,22 @@ class GatedHorizon:
         """Take one step's numbers, and move by at most one stage."""
         self.steps.append(seen)
         measured = self.measure()
+        is_far = isinstance(self.policy.gated, DistanceGatedSection)
         cause = self._backs_off(measured)
         to_stage = self.stage - 1
         if not cause and self._advances(measured, seen.version):
-            cause, to_stage = "truncated_and_flat", self.stage + 1
+            cause, to_stage = "solved" if is_far else "truncated_and_flat", self.stage + 1
         if not cause:
             return
         stages = {"from_stage": self.stage, "to_stage": to_stage}
         move = Move(version=seen.version, cause=cause, **stages, **asdict(measured))
         logger.warning(
-            "horizon moved env=%s version=%d stage=%d to=%d turns=%d cause=%s truncated=%.3f"
-            " gain=%s entropy_ratio=%.3f ess=%.3f after_steps=%d",
-            *(self.env, seen.version, self.stage, to_stage, self.policy.stages[to_stage], cause),
-            *(move.truncated_frac, _show(move.gain), move.entropy_ratio, move.ess_frac),
+            "%s moved env=%s version=%d stage=%d to=%d %s=%d cause=%s truncated=%.3f"
+            " success=%.3f gain=%s entropy_ratio=%.3f ess=%.3f after_steps=%d",
+            "distance" if is_far else "horizon",
+            *(self.env, seen.version, self.stage, to_stage, self.unit),
+            *(self.policy.stages[to_stage], cause, move.truncated_frac, move.success),
+            *(_show(move.gain), move.entropy_ratio, move.ess_frac),
             seen.version - self.since,
         )
         self.moves.append(move)
@@ -128,6 +135,7 @@ class GatedHorizon:
         window = self._own(self.policy.gated.window_steps)
         num = sum(step.num_episodes for step in window)
         cut = sum(step.num_truncated for step in window)
+        solved = sum(step.num_solved for step in window)
         recent = self._own(self.policy.gated.backoff_steps)
         earlier = list(self.steps)[: len(self.steps) - len(recent)]
         before = earlier[-self.policy.gated.window_steps :]
@@ -139,6 +147,7 @@ class GatedHorizon:
             gain=success_gain(window),
             entropy_ratio=entropy / entropy_before if is_known else UNKNOWN,
             ess_frac=sum(ess) / len(ess) if ess else UNKNOWN,
+            success=solved / num if num else UNKNOWN,
         )
 
     def _own(self, num_steps: int) -> list[StepSeen]:
@@ -157,10 +166,13 @@ class GatedHorizon:
     def _advances(self, measured: Measured, version: int) -> bool:
         if self.stage == len(self.policy.stages) - 1:
             return False
-        if version - self.since < self.policy.gated.min_steps or measured.gain is None:
+        gate = self.policy.gated
+        if version - self.since < gate.min_steps or measured.gain is None:
             return False
-        is_cut = measured.truncated_frac >= self.policy.gated.min_truncated_frac
-        return is_cut and abs(measured.gain) <= self.policy.gated.max_gain
+        if isinstance(gate, DistanceGatedSection):
+            return measured.success >= gate.min_success
+        is_cut = measured.truncated_frac >= gate.min_truncated_frac
+        return is_cut and abs(measured.gain) <= gate.max_gain
 
     def report(self) -> dict[str, Any]:
         """Return the present numbers and the decisions so far, for people."""

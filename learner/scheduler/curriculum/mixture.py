@@ -1,5 +1,6 @@
 """Which item a training group gets: by weight alone, or also by what there is to learn from it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ from learner.scheduler.curriculum.sampling import (
     TrainItems,
     hash_words,
     train_items,
+    unbounded,
 )
 from learner.scheduler.curriculum.success import SuccessPool, worth
 from learner.scheduler.state import CONFIGURED, FIXED
@@ -28,13 +30,13 @@ MAX_SKIPS = 64  # items passed over for one group
 class MixtureTask:
     """One part of the mixture and how far its items have been gone through."""
 
-    items: TrainItems = field(metadata=FIXED)
+    task: TaskSection = field(metadata=FIXED)
     base: float = field(metadata=FIXED)  # its share if all tasks were worth the same
     cursor: int = 0  # items passed, drawn or skipped
 
     @property
     def name(self) -> str:
-        return f"{self.items.env}/{self.items.subset}"
+        return f"{self.task.env}/{self.task.items()}"
 
 
 @dataclass(init=False, slots=True)
@@ -56,8 +58,11 @@ class Mixture:
     tasks: dict[str, MixtureTask] = field(metadata=CONFIGURED)
     subset_success: SuccessPool
     item_success: SuccessPool
+    bound_of: Callable[[str], int] = field(metadata=FIXED)  # environment -> on distance; 0: none
     _sampler: Sampler = field(metadata=FIXED)
     _spiral: Spiral = field(metadata=FIXED)
+    _catalogue: Catalogue = field(metadata=FIXED)
+    _names: dict[str, str] = field(metadata=FIXED)  # of tasks, by what all their stages share
 
     def __init__(
         self,
@@ -70,15 +75,13 @@ class Mixture:
     ) -> None:
         """Start at the first item. An item's success is averaged over two groups of it."""
         self.cfg, self.seed, self.group_size = cfg, seed, group_size
+        self._catalogue, self.bound_of = catalogue, unbounded
         tempered = temper(tasks, cfg.temperature)
         self._sampler = Sampler(tempered, catalogue, seed=seed)
         self._spiral = Spiral(seed=seed)
-        parts = [
-            MixtureTask(items=train_items(task, catalogue, seed=seed), base=task.weight)
-            for task in tempered
-            if task.weight > 0
-        ]
+        parts = [MixtureTask(task=task, base=task.weight) for task in tempered if task.weight > 0]
         self.tasks = {part.name: part for part in parts}
+        self._names = {_shared(name): name for name in self.tasks}
         self.subset_success = SuccessPool(
             memory_episodes=cfg.memory_episodes, max_keys=len(parts) + 1
         )
@@ -92,19 +95,21 @@ class Mixture:
     def item(self, number: int) -> Item:
         """Return the training item of group `number` (0-based)."""
         if not self.is_adaptive:
-            return self._sampler.item(number)
-        task = self._choose_task(self._spiral.share(number))
-        return task.items.item(self._choose_index(task))
+            return self._sampler.item(number, self.bound_of)
+        part = self._choose_task(self._spiral.share(number))
+        bound = self.bound_of(part.task.env)
+        items = train_items(part.task, self._catalogue, seed=self.seed, bound=bound)
+        return items.item(self._choose_index(part, items))
 
     def see(self, seen: EpisodeSeen, item: Item) -> None:
         """Count a training episode that says something about the policy."""
         if self.is_adaptive:
-            self.subset_success.add(f"{item.env}/{item.subset}", seen)
+            self.subset_success.add(self._names[_shared(f"{item.env}/{item.subset}")], seen)
             self.item_success.add(f"{item.env}/{item.item_id}", seen)
 
     def forget_items(self, name: str) -> None:
         """Forget the items of an environment or "environment/subset": another horizon, others."""
-        self.item_success.forget(f"{name}-" if "/" in name else f"{name}/")
+        self.item_success.forget(*(f"{name}-", f"{name}@") if "/" in name else (f"{name}/",))
 
     def shares(self) -> dict[str, float]:
         """Return "<env>/<subset>" -> share of the next groups."""
@@ -127,14 +132,15 @@ class Mixture:
                 return task
         return list(self.tasks.values())[-1]
 
-    def _choose_index(self, task: MixtureTask) -> int:
+    def _choose_index(self, task: MixtureTask, items: TrainItems) -> int:
         """Go on to the next item that is not skipped; of too many skipped ones take the best."""
         best, best_worth = 0, -1.0
-        for _ in range(min(task.items.num, MAX_SKIPS)):
-            epoch, index = task.items.at(task.cursor)
+        for _ in range(min(items.num, MAX_SKIPS)):
+            epoch, index = items.at(task.cursor)
             task.cursor += 1
-            item_worth = self._worth(self.item_success.success(f"{task.name}-train-{index}"))
-            draw = min(hash_words(task.items.key, "keep", epoch, index) / 2**64, ONE_BELOW)
+            known = self.item_success.success(f"{items.env}/{items.subset}-train-{index}")
+            item_worth = self._worth(known)
+            draw = min(hash_words(items.key, "keep", epoch, index) / 2**64, ONE_BELOW)
             if draw < item_worth:
                 return index
             if item_worth > best_worth:
@@ -147,6 +153,11 @@ class Mixture:
         shares = {name: round(share, 4) for name, share in self.shares().items()}
         known = {"success": success} if self.is_adaptive else {}
         return {"kind": self.cfg.kind.value, "shares": shares, **known}
+
+
+def _shared(name: str) -> str:
+    """Return what the names of a task's items have in common at all bounds on their distance."""
+    return name.partition("..")[0]
 
 
 def temper(tasks: list[TaskSection], temperature: float) -> list[TaskSection]:

@@ -6,9 +6,10 @@ visited once per epoch, in an order that a keyed permutation defines.
 """
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from common.config.curriculum import TaskSection
+from common.config.curriculum import HorizonUnit, TaskSection
 from common.wire.ids import episode_id_of
 from learner.scheduler.curriculum.catalogue import Catalogue
 from learner.scheduler.episodes.table import EpisodeRecord
@@ -29,7 +30,16 @@ class Item:
     subset: str
     item_id: str  # "<subset>-<split>-<index>"
 
-    def episode(self, group_id: str, member: int, *, seed: int, horizon: int) -> EpisodeRecord:
+    def episode(
+        self,
+        group_id: str,
+        member: int,
+        *,
+        seed: int,
+        horizon: int,
+        unit: HorizonUnit = HorizonUnit.TURNS,
+        max_turns: int = 0,
+    ) -> EpisodeRecord:
         """Return an episode of the item, as a member of a group."""
         return EpisodeRecord(
             episode_id=episode_id_of(group_id, member),
@@ -39,6 +49,8 @@ class Item:
             item_id=self.item_id,
             seed=seed,
             horizon=horizon,
+            horizon_unit=unit,
+            max_turns=max_turns,
         )
 
 
@@ -62,17 +74,29 @@ class TrainItems:
         return Item(env=self.env, subset=self.subset, item_id=item_id)
 
 
-def train_items(task: TaskSection, catalogue: Catalogue, *, seed: int) -> TrainItems:
-    """Return the training items of a task; their order follows from the run's seed."""
-    num = catalogue.entry(task.env, task.subset).num_train
-    return TrainItems(task.env, task.subset, num, hash_words(seed, task.env, task.subset))
+def train_items(
+    task: TaskSection, catalogue: Catalogue, *, seed: int, bound: int = 0
+) -> TrainItems:
+    """Return the training items of a task; their order follows from the run's seed.
+
+    Args:
+        bound: most turns that its expert may need; 0: as the task says.
+    """
+    subset = task.items(bound)
+    num = catalogue.entry(task.env, subset).num_train
+    return TrainItems(task.env, subset, num, hash_words(seed, task.env, subset))
+
+
+def unbounded(_: str) -> int:
+    """Return the bound on the distance of an environment's items where there is none."""
+    return 0
 
 
 @dataclass(frozen=True, slots=True)
 class _Slice:
     """The arc [low, high) of the circle that belongs to one task."""
 
-    items: TrainItems
+    task: TaskSection
     low: int
     high: int
 
@@ -163,16 +187,18 @@ class Sampler:
 
     def __init__(self, tasks: list[TaskSection], catalogue: Catalogue, *, seed: int) -> None:
         self._spiral = Spiral(seed=seed)
-        self._slices = _slices(tasks, catalogue, seed)
+        self._catalogue, self._seed = catalogue, seed
+        self._slices = _slices(tasks)
 
-    def item(self, number: int) -> Item:
-        """Return the training item of group `number` (0-based)."""
+    def item(self, number: int, bound_of: Callable[[str], int] = unbounded) -> Item:
+        """Return the training item of group `number` (0-based), within its environment's bound."""
         place = self._spiral.place(number)
         phase = self._spiral.phase(place)
         part = next(s for s in self._slices if s.low <= phase < s.high)
         rank = self._num_below(place, part.high) - self._num_below(place, part.low)
-        _, index = part.items.at(rank)
-        return part.items.item(index)
+        bound = bound_of(part.task.env)
+        items = train_items(part.task, self._catalogue, seed=self._seed, bound=bound)
+        return items.item(items.at(rank)[1])
 
     def _num_below(self, count: int, bound: int) -> int:
         """How many of the first `count` phases lie below `bound`."""
@@ -181,7 +207,7 @@ class Sampler:
         return count + passed - beyond
 
 
-def _slices(tasks: list[TaskSection], catalogue: Catalogue, seed: int) -> list[_Slice]:
+def _slices(tasks: list[TaskSection]) -> list[_Slice]:
     active = [task for task in tasks if task.weight > 0]
     total = sum(task.weight for task in active)
     slices: list[_Slice] = []
@@ -189,7 +215,7 @@ def _slices(tasks: list[TaskSection], catalogue: Catalogue, seed: int) -> list[_
     for i, task in enumerate(active):
         weight += task.weight
         high = _SIZE if i == len(active) - 1 else int(weight / total * _SIZE)
-        slices.append(_Slice(train_items(task, catalogue, seed=seed), low, high))
+        slices.append(_Slice(task, low, high))
         low = high
     return slices
 
@@ -200,11 +226,11 @@ def eval_items(tasks: list[TaskSection], catalogue: Catalogue, num_items: int) -
     Fewer than `num_items` only if the subsets have fewer test items together; -1: all there are.
     """
     active = [task for task in tasks if task.weight > 0]
-    caps = [catalogue.entry(task.env, task.subset).num_test for task in active]
+    caps = [catalogue.entry(task.env, task.items()).num_test for task in active]
     num_items = sum(caps) if num_items < 0 else num_items
     quotas = spread(num_items, weights=[task.weight for task in active], caps=caps)
     return [
-        Item(env=task.env, subset=task.subset, item_id=f"{task.subset}-test-{i}")
+        Item(env=task.env, subset=task.items(), item_id=f"{task.items()}-test-{i}")
         for task, quota in zip(active, quotas, strict=True)
         for i in range(quota)
     ]

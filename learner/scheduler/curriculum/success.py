@@ -43,9 +43,9 @@ class SuccessPool:
         num, mean, _ = self.known.get(key, (0, 0.0, 0.0))
         return mean if num >= min_episodes else None
 
-    def forget(self, prefix: str) -> None:
+    def forget(self, *prefixes: str) -> None:
         """Drop every key that begins so."""
-        for key in [key for key in self.known if key.startswith(prefix)]:
+        for key in [key for key in self.known if key.startswith(prefixes)]:
             del self.known[key]
 
 

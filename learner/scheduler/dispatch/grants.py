@@ -102,7 +102,11 @@ def lease(parts: Components, group: GroupRecord, episode: EpisodeRecord) -> Leas
         item_id=episode.item_id,
         seed=episode.seed,
         horizon=episode.horizon,
+        horizon_unit=episode.horizon_unit,
+        max_turns=episode.max_turns,
         horizon_stage=group.horizon_stage,
+        distance=group.distance,
+        distance_stage=group.distance_stage,
         opened_at_version=group.opened_at_version,
         deadline_s=parts.episode_timeout_s,
     )

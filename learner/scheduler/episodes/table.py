@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from common.config.curriculum import HorizonUnit
 from common.errors import LedgerError
 from common.wire.ids import episode_id_of, split_episode_id, training_number
 from common.wire.messages import EpisodeKind, Outcome, PolicyKind
@@ -51,7 +52,9 @@ class EpisodeRecord:
     subset: str
     item_id: str
     seed: int
-    horizon: int  # most turns
+    horizon: int  # in its unit
+    horizon_unit: HorizonUnit = HorizonUnit.TURNS
+    max_turns: int = 0  # as in EpisodeIdentity
     state: EpisodeState = EpisodeState.QUEUED
     num_issues: int = 0
     num_turns: int = NOT_SEEN  # that it took, once it has arrived
@@ -77,10 +80,10 @@ class EpisodeRecord:
 
     @property
     def cell(self) -> Cell:
-        """Where the selection audit counts it."""
-        is_seen = self.num_turns != NOT_SEEN
-        bucket = bucket_of(self.num_turns, self.horizon) if is_seen else UNKNOWN
-        return Cell(self.env, self.subset, self.horizon, bucket)
+        """Where the selection audit counts it: by turns, whatever the horizon's unit."""
+        is_seen, most = self.num_turns != NOT_SEEN, self.max_turns or self.horizon
+        bucket = bucket_of(self.num_turns, most) if is_seen else UNKNOWN
+        return Cell(self.env, self.subset, most, bucket)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -93,6 +96,8 @@ class GroupRecord:
     policy: PolicyKind
     horizon_stage: int
     opened_at_version: int
+    distance: int = 0  # most turns that the expert needs for items of its stage; 0: not known
+    distance_stage: int = 0
     episodes: list[EpisodeRecord]
     state: GroupState = GroupState.OPEN
     num_settled: int = 0

@@ -68,11 +68,11 @@ def _task_items(cfg: EvalSection, tasks: list[TaskSection], lists: TaskLists) ->
     found: list[list[str]] = []
     for task in active:
         listed = lists.get(task.env, [])
-        mine = [item_id for item_id in listed if subset_of(item_id) == task.subset]
+        mine = [item_id for item_id in listed if subset_of(item_id) == task.items()]
         if not mine:
             known = sorted({subset_of(item_id) for item_id in listed})
             raise ConfigError(
-                f"eval.items={cfg.items}: {task.subset!r} of {task.env} belongs to no task of the "
+                f"eval.items={cfg.items}: {task.items()!r} of {task.env} belongs to no task of the "
                 f"{'paper' if cfg.items is EvalItems.PAPER else 'catalogue'}; those that do: "
                 f"{known}"
             )
@@ -85,7 +85,7 @@ def _task_items(cfg: EvalSection, tasks: list[TaskSection], lists: TaskLists) ->
         text = "eval.num_items=%d leaves out %d of the tasks' %d items"
         logger.warning(text, cfg.num_items, num_left, sum(sizes))
     return [
-        Item(env=task.env, subset=task.subset, item_id=item_id)
+        Item(env=task.env, subset=task.items(), item_id=item_id)
         for task, mine, quota in zip(active, found, quotas, strict=True)
         for item_id in mine[:quota]
     ]

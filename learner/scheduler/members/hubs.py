@@ -3,10 +3,11 @@
 import logging
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from common.config.curriculum import subsets_in_use
 from common.config.run_config import RunConfig
 from common.errors import ConfigError, EnvError
 from common.wire.addresses import LOOPBACK, SAME_MACHINE, host_of, with_host
@@ -14,6 +15,7 @@ from common.wire.join_messages import HubHello, HubPlace
 from common.wire.sockets import Received, Router
 from learner.scheduler.curriculum.catalogue import (
     Catalogue,
+    Distances,
     SubsetEntry,
     fetch_catalogue,
     validate_tasks,
@@ -59,8 +61,9 @@ class Entrance:
         timeout_s = self.cfg.actor.start_timeout_s
         deadline = time.monotonic() + timeout_s
         known: dict[str, Catalogue] = {}
+        subsets = subsets_in_use(self.cfg.curriculum, self.cfg.tasks)
         if url := self.cfg.envhub.url:
-            known[url] = fetch_catalogue(url, token=token, timeout_s=timeout_s)
+            known[url] = fetch_catalogue(url, token=token, timeout_s=timeout_s, subsets=subsets)
             self.registry.add_fixed(HubPlace(url=url, token=token, envs=list(known[url].envs)))
         while not self._is_served(known):
             if stop.is_set():
@@ -73,9 +76,9 @@ class Entrance:
             for place in self.registry.directory.hubs:
                 if place.url not in known:
                     left_s = max(1.0, deadline - time.monotonic())
-                    known[place.url] = _catalogue_of(place, left_s)
+                    known[place.url] = _catalogue_of(place, left_s, subsets)
         catalogue = _union(known.values())
-        validate_tasks(self.cfg.tasks, catalogue)
+        validate_tasks(self.cfg.tasks, catalogue, self.cfg.curriculum)
         return catalogue
 
     def _is_served(self, known: dict[str, Catalogue]) -> bool:
@@ -116,15 +119,16 @@ def greet_known(registry: Registry, saved: list[dict[str, Any]], *, token: str) 
         registry.hear_hub(hello, b"", time.monotonic())
 
 
-def _catalogue_of(place: HubPlace, timeout_s: float) -> Catalogue:
+def _catalogue_of(place: HubPlace, timeout_s: float, subsets: Sequence[str] = ()) -> Catalogue:
     """Return what a hub serves; one on this machine is told of by "*"."""
     url = with_host(place.url, LOOPBACK) if host_of(place.url) == SAME_MACHINE else place.url
-    return fetch_catalogue(url, token=place.token, timeout_s=timeout_s)
+    return fetch_catalogue(url, token=place.token, timeout_s=timeout_s, subsets=subsets)
 
 
 def _union(catalogues: Iterable[Catalogue]) -> Catalogue:
     """Return what any of them has; of two that serve an environment, the first one's word."""
     envs: dict[str, dict[str, SubsetEntry]] = {}
+    distances = Distances()
     for each in catalogues:
-        envs = each.envs | envs
-    return Catalogue(envs=envs)
+        envs, distances = each.envs | envs, each.distances | distances
+    return Catalogue(envs=envs, distances=distances)

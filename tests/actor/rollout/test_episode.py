@@ -9,6 +9,7 @@ import pytest
 from actor.rollout.env_client import Hint, StepResult
 from actor.rollout.episode import Act, Render, Session, Turn, run_episode
 from actor.rollout.scripted import ScriptedPolicy, ScriptedRender
+from common.config.curriculum import HorizonUnit
 from common.errors import EngineError, EnvError, EnvTimeout
 from common.states import state_number
 from common.wire.codec import pack_record, unpack_record
@@ -377,3 +378,40 @@ def test_each_turn_carries_the_state_that_it_was_taken_in() -> None:
     played = play(session)
     told = [state_number(text) for text in ("s0", "s1", "ab")]  # the last is not told, but seen
     assert played.turn_states.tolist() == told
+
+
+def test_horizon_in_tokens_begins_no_turn_that_could_exceed_it() -> None:
+    lease = replace(LEASE, horizon_unit=HorizonUnit.TOKENS, max_turns=9, horizon=4)
+    found = play(Count([go_on(reward=0.5)]), lease=lease)
+    assert (found.end_reason, found.num_turns, found.reward) == (EndReason.HORIZON, 2, 0.5)
+    assert found.loss_mask.sum() == 3  # 2 and 1; the next turn may have 2
+    assert (found.horizon, found.horizon_unit, found.max_turns) == (4, HorizonUnit.TOKENS, 9)
+    assert unpack_record(pack_record(found)).horizon_unit is HorizonUnit.TOKENS
+
+
+def test_horizon_in_seconds_counts_turns_without_waiting_for_others() -> None:
+    lease = replace(LEASE, horizon_unit=HorizonUnit.SECONDS, max_turns=9, horizon=1)
+    waits = [replace(TURNS[0], waited_s=60.0), *TURNS[1:]]
+    times = iter([0.6, 0.6, 0.6])
+
+    class Slow(Count):
+        async def step(self, action: str) -> StepResult:
+            await asyncio.sleep(next(times))
+            return await super().step(action)
+
+    # The first turn is waited in more than it took, so it counts as nothing.
+    found = play(Slow([go_on()]), lease=lease, turns=waits)
+    assert (found.end_reason, found.num_turns) == (EndReason.HORIZON, 3)
+
+
+@pytest.mark.parametrize("unit", [HorizonUnit.TOKENS, HorizonUnit.SECONDS])
+def test_most_turns_end_an_episode_whatever_the_unit_and_keep_the_last_page(
+    unit: HorizonUnit,
+) -> None:
+    lease = replace(LEASE, horizon_unit=unit, max_turns=2, horizon=1000)
+    cut, plain = (play(Count([go_on()]), lease=lease, keeps_last=k) for k in (True, False))
+    assert cut.end_reason is plain.end_reason is EndReason.HORIZON
+    assert cut.num_turns == plain.num_turns == 2
+    in_turns = play(Count([go_on()]), lease=replace(LEASE, horizon=2), keeps_last=True)
+    assert cut.token_ids.tolist() == in_turns.token_ids.tolist()
+    assert len(plain.token_ids) < len(cut.token_ids)

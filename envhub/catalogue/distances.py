@@ -1,0 +1,151 @@
+"""How far goals are: the turns that the expert needs, and the items at such a distance.
+
+Measured on the first items of a subset, by playing the expert; kept on this machine's disk for as
+long as nothing of the environment's code, options and packages changes.
+"""
+
+import asyncio
+import hashlib
+import json
+import logging
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, cast
+
+from common.config.envs import EnvsSection
+from common.repository import ROOT
+from common.store.run_dir import write_atomically
+from common.wire.ids import distance_of
+from envhub.catalogue.registry import REQUIREMENTS, Registry
+from envhub.env import Env, EnvSpec, Isolation, Style, UnknownItem, split_item
+
+logger = logging.getLogger(__name__)
+
+NUM_MEASURED = 4_000  # items of a subset and split: the first ones
+Turns = dict[str, list[int]]  # split -> the expert's turns by item; 0: it does not solve it
+
+
+def measured(spec: EnvSpec, subset: str, options: EnvsSection) -> Turns:
+    """Return the turns that the expert needs for the items of a subset; {}: it is not asked.
+
+    Asked are the experts of environments that live in the hub's own process: seconds at most.
+    """
+    if spec.isolation is not Isolation.INLINE or subset not in spec.subsets:
+        return {}
+    path = _folder() / f"{spec.name}-{_digest(spec, subset, options)}.json"
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        pass
+    sizes = {"train": spec.subsets[subset].num_train, "test": spec.subsets[subset].num_test}
+    env, most = cast(Env, spec.make(Style.COMPACT)), spec.subsets[subset].max_turns
+    turns = {
+        split: [_play(env, f"{subset}-{split}-{i}", most) for i in range(min(size, NUM_MEASURED))]
+        for split, size in sizes.items()
+    }
+    env.close()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, json.dumps(turns))
+    except OSError as error:
+        logger.info("distances are not kept path=%s reason=%s", path, error.strerror)
+    return turns
+
+
+def _play(env: Env, item_id: str, most: int) -> int:
+    env.reset(item_id, 0)
+    for turn in range(most):
+        action = env.expert_action()
+        if action is None:
+            return 0
+        result = env.step(action)
+        if result.done:
+            return turn + 1 if result.is_success else 0
+    return 0
+
+
+def _folder() -> Path:
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return base / "longstride" / "distances"
+
+
+def _digest(spec: EnvSpec, subset: str, options: EnvsSection) -> str:
+    """Return a name that changes with anything that the expert's turns may depend on."""
+    modules = [name for need in REQUIREMENTS.get(spec.name, ()) for name in need.modules]
+    size = asdict(spec.subsets[subset])
+    told = [
+        subset,
+        size,
+        asdict(options),
+        NUM_MEASURED,
+        [(name, version(name)) for name in modules],
+    ]
+    digest = hashlib.blake2b(json.dumps(told, default=str).encode(), digest_size=12)
+    for path in sorted((ROOT / "envhub" / "envs" / spec.name).glob("*.*")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def counted(turns: Turns) -> dict[str, dict[int, int]]:
+    """Return split -> turns -> how many items, without those that the expert does not solve."""
+    counts = {split: Counter(each for each in found if each) for split, found in turns.items()}
+    return {split: dict(sorted(each.items())) for split, each in counts.items()}
+
+
+class Distances:
+    """The items at a distance, for one event loop: each subset is measured once, in a thread.
+
+    Example: "GoTo@4..8-train-3" is the fourth of the training items of GoTo whose expert needs four
+    to eight turns.
+    """
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._known: dict[tuple[str, str], asyncio.Task[Turns]] = {}
+
+    async def plain(self, env: str, item_id: str) -> str:
+        """Return the id by which the environment knows an item. Raises: UnknownItem: none such."""
+        item = split_item(item_id)
+        far = distance_of(item.subset) if item else None
+        if item is None or far is None:
+            return item_id
+        subset, low, high = far
+        found = (await self._turns(env, subset)).get(item.split, [])
+        indices = [index for index, turns in enumerate(found) if low <= turns <= high]
+        if item.index >= len(indices):
+            raise UnknownItem(f"item {item_id!r} is out of range: there are {len(indices)}")
+        return f"{subset}-{item.split}-{indices[item.index]}"
+
+    async def catalogue(self, wanted: Iterable[str]) -> dict[str, dict[str, Any]]:
+        """Return the registry's catalogue, with what is wanted of it at a distance.
+
+        Args:
+            wanted: "env/subset@low..high"; others are ignored, other hubs may have them.
+        """
+        body = self._registry.catalogue()
+        for name in wanted:
+            env, _, items = name.partition("/")
+            subset, low, high = distance_of(items) or (items, 1, 0)
+            if env not in body or not (turns := await self._turns(env, subset)):
+                continue
+            counts = counted(turns)
+            body[env].setdefault("distances", {})[subset] = counts
+            num = {split: _within(each, low, high) for split, each in counts.items()}
+            sizes = {"num_train": num["train"], "num_test": num["test"]}
+            body[env]["subsets"][items] = body[env]["subsets"][subset] | (sizes if high else {})
+        return body
+
+    async def _turns(self, env: str, subset: str) -> Turns:
+        if (env, subset) not in self._known:
+            measure = partial(measured, self._registry.spec(env), subset, self._registry.options)
+            self._known[env, subset] = asyncio.create_task(asyncio.to_thread(measure))
+        return await asyncio.shield(self._known[env, subset])
+
+
+def _within(counts: Mapping[int, int], low: int, high: int) -> int:
+    return sum(num for turns, num in counts.items() if low <= turns <= high)

@@ -1,0 +1,85 @@
+"""Rooms: carry a key through one room after another. One rule; only the number of rooms varies.
+
+For questions about length alone: the instruction, what is seen and the decision are the same in a
+task of two rooms and of thirty-two (after arXiv 2605.02572, which varies the length alone).
+"""
+
+import random
+
+from common.config.envs import EnvsSection
+from envhub.env import EnvSpec, StepResult, SubsetSpec, action_text, parse_item
+from envhub.envs.text_env import TextEnv
+from envhub.tasks import spec_beside
+
+SUBSET = "Carry"
+MAX_ROOMS = 32
+NUM_DOORS = 3
+TRIES_PER_ROOM = 2  # the episode ends unsolved after so many turns for each room
+COLOURS = ("red", "green", "blue", "purple", "yellow", "grey")
+GOAL = "goal: open the door of your key"
+VERB = "toggle and go through"
+SUBSETS = {
+    SUBSET: SubsetSpec(num_train=100_000, num_test=3_200, max_turns=TRIES_PER_ROOM * MAX_ROOMS)
+}
+
+
+class RoomsEnv(TextEnv):
+    """One episode. Reward is 1 behind the last room; item i has 1 + i mod 32 rooms.
+
+    Every room has three closed doors, one of them of the key's colour. It leads on, takes the key,
+    and gives another. The others stay shut: a turn is lost, and there are two for each room.
+    """
+
+    def reset(self, item_id: str, seed: int = 0) -> str:
+        """Start an item; `seed` is unused, since the item fixes all rooms."""
+        item = parse_item(item_id, SUBSETS)
+        rng = random.Random(f"{item.split}/{item.index}")
+        num_rooms = 1 + item.index % MAX_ROOMS
+        self._rooms = [tuple(rng.sample(COLOURS, NUM_DOORS)) for _ in range(num_rooms)]
+        self._keys = [rng.choice(doors) for doors in self._rooms]
+        self._at = self._num_turns = 0
+        self._begin()
+        return f"{GOAL}\n{self._observation()}"
+
+    def _step(self, action: str) -> StepResult:
+        self._num_turns += 1
+        name = " ".join(action_text(action).lower().split())
+        is_valid = name in self._valid_actions()
+        is_through = name == self._expert_action()
+        self._at += is_through
+        is_won = self._at == len(self._rooms)
+        self._done = is_won or self._num_turns == TRIES_PER_ROOM * len(self._rooms)
+        observation = "success" if is_won else self._observation()
+        if not is_valid:
+            observation = f"invalid action, {observation}"
+        return StepResult(
+            observation=observation, reward=float(is_won), done=self._done, is_valid=is_valid
+        )
+
+    def state_text(self) -> str:
+        """Return what tells the present state from others of the item."""
+        return f"room {self._at} after {self._num_turns}"
+
+    def _observation(self) -> str:
+        doors = ", ".join(f"{colour} closed door 1" for colour in self._rooms[self._at])
+        return f"{doors}, carrying {self._keys[self._at]} key"
+
+    def _valid_actions(self) -> list[str]:
+        return [f"{VERB} {colour} closed door 1" for colour in self._rooms[self._at]]
+
+    def _expert_action(self) -> str | None:
+        return f"{VERB} {self._keys[self._at]} closed door 1"
+
+    def render(self) -> str:
+        """Return all rooms with their keys, the present one marked."""
+        marks = ["@" if i == self._at else " " for i in range(len(self._rooms))]
+        rooms = zip(marks, self._rooms, self._keys, strict=True)
+        return "\n".join(f"{mark} {' '.join(doors)}: {key}" for mark, doors, key in rooms)
+
+    def _state(self) -> str:
+        return repr((self._rooms, self._keys))
+
+
+def make_spec(options: EnvsSection) -> EnvSpec:
+    """Return the catalogue entry of Rooms."""
+    return spec_beside(__file__, SUBSETS, RoomsEnv)
