@@ -80,7 +80,9 @@ class _Attempt(threading.Thread):
             epoch = offer.group_epoch
             return Mailbox(
                 store,
-                FolderShelf(offer.folder, epoch) if is_file else GpuShelf(self._device),
+                FolderShelf(offer.folder, epoch, check=self._check_wanted)
+                if is_file
+                else GpuShelf(self._device),
                 name=f"{epoch}/{offer.version}",
                 rank=offer.rank,
                 world_size=offer.world_size,
@@ -92,6 +94,10 @@ class _Attempt(threading.Thread):
             given = (offer.rank, offer.world_size, offer.transport, offer.timeout_s)
             self.group = BroadcastGroup(store, Place(*given, bind_host), epoch=epoch)
         return self.group
+
+    def _check_wanted(self) -> None:
+        if self._is_left.is_set():
+            raise TransferCancelled("given up while the disk is full")
 
     def leave(self) -> None:
         """Abort what can be aborted; the thread ends then, or with the group's own deadline."""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from common.errors import WeightSyncError
+from common.store.disk import with_room
 from common.wire.rendezvous.client import GroupStore
 from common.wire.transfer.buckets import NUM_SLOTS
 
@@ -43,18 +44,25 @@ class FolderShelf:
 
     device = CPU
 
-    def __init__(self, folder: str, epoch: int) -> None:
-        """Make one for a transfer; `folder` is there."""
+    def __init__(
+        self, folder: str, epoch: int, *, check: Callable[[], object] = lambda: None
+    ) -> None:
+        """Make one for a transfer; `folder` is there. `check` ends a wait for room by raising."""
         self._folder = Path(folder)
         self._epoch = epoch
+        self._check = check
 
     def put(self, index: int, part: Tensor) -> str:
-        """Write a part to a file. Raises: WeightSyncError: it cannot be written."""
+        """Write a part to a file; wait while the disk is full.
+
+        Raises: WeightSyncError: it cannot be written.
+        """
         name = f"{self._epoch}-{index % (NUM_SLOTS + 1)}.bucket"
+        path, content = self._folder / name, cast(Any, part.numpy())
         try:
-            part.numpy().tofile(self._folder / name)
+            with_room(lambda: path.write_bytes(content), path, check=self._check)
         except OSError as error:
-            raise WeightSyncError(f"{self._folder / name}: {error}") from error
+            raise WeightSyncError(f"{path}: {error}") from error
         return name
 
     def fetch(self, where: str, part: Tensor) -> None:

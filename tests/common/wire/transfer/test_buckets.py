@@ -1,6 +1,7 @@
 """Laws of buckets: what is filled arrives, checked, over every channel a CPU has."""
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from common.wire.transfer.mailbox import remove_files
 from common.wire.weight_group import WeightGroup
 from common.wire.weight_messages import WeightsOffer
 from tests.common.wire.meeting import Meeting
+from tests.full_disk import no_room_beyond
 
 TIMEOUT_S = 30.0
 BUCKET = 1_024
@@ -130,6 +132,43 @@ def test_a_folder_that_is_not_shared_is_named(tmp_path: Path) -> None:
             receiver.receive(torch.zeros(TOTAL, dtype=torch.uint8), CPU, elsewhere)
         gone.set()
         assert isinstance(sending.exception(), WeightSyncError)
+
+
+@pytest.mark.parametrize("is_given_up", [False, True])
+def test_a_full_disk_holds_a_version_up_until_there_is_room_or_it_is_given_up(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, is_given_up: bool
+) -> None:
+    store, gone = Meeting(), threading.Event()
+    sender, receiver, came = WeightGroup(), WeightGroup(), torch.zeros(TOTAL, dtype=torch.uint8)
+    offer = replace(offer_of(store, 1, "file", str(tmp_path)), world_size=2)
+    cut = Cut(TOTAL, BUCKET)
+    with ThreadPoolExecutor(2) as pool:
+        own = replace(offer, rank=1)
+        receiving = pool.submit(receiver.receive, came, CPU, own, is_cancelled=gone.is_set)
+        with no_room_beyond(BUCKET // 2):
+            sending = pool.submit(
+                sender.send,
+                slots_of(cut),
+                lambda at, part: part.fill_(7),
+                offer,
+                is_cancelled=gone.is_set,
+            )
+            deadline = time.monotonic() + TIMEOUT_S
+            while "disk full: no room for" not in caplog.text:
+                assert time.monotonic() < deadline, "nothing is said"
+                time.sleep(0.01)
+            if is_given_up:
+                gone.set()
+                assert isinstance(sending.exception(TIMEOUT_S), WeightSyncError)
+        if is_given_up:
+            assert isinstance(receiving.exception(TIMEOUT_S), WeightSyncError)
+        else:
+            assert sending.result(TIMEOUT_S) >= 0
+            assert receiving.result(TIMEOUT_S) >= 0
+            assert bool((came == 7).all())
+            assert "disk has room again" in caplog.text
+    for group in (sender, receiver):
+        group.leave()
 
 
 def offer_of(meeting: Meeting, version: int, transport: str, folder: str) -> WeightsOffer:
