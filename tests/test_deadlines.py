@@ -30,7 +30,7 @@ ALLOWED = {  # file:function -> why no deadline of its own is needed
     "common/wire/rendezvous/client.py:_exchange": "the socket has its own, RCVTIMEO",
     "common/wire/transfer/buckets.py:": "a channel's transfers have the deadline of their group",
     "envhub/agentgym/connection.py:": "the caller's request has a deadline",
-    "envhub/hosting/sessions.py:__aenter__": "whoever has the session has the deadline of a step",
+    "envhub/hosting/session.py:__aenter__": "whoever has the session has the deadline of a step",
     "learner/ingest/bench/": "a bench is ended by whoever started it",
     "learner/ingest/group_commit.py:_next": "rest until there is work; its own thread",
     "learner/recovery/saving.py:": "Checkpoints.wait has the deadline",

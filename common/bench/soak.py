@@ -26,7 +26,10 @@ START_S = 300.0
 MAX_GROWTH_FRAC = 0.05
 NUM_PARTS = 3  # of the samples; the first fills caches
 MIB = 1 << 20
-SETTINGS = (*TRAINING_ALONE, "train.num_steps=1000000")
+SETTINGS = (
+    *(*TRAINING_ALONE, "train.num_steps=1000000"),
+    *("horizon.kind=fixed", "horizon.stages=[10]"),  # longer episodes take more memory
+)
 LEGEND = (
     "Of each role in three equal parts of the time: how much larger the median of resident memory\n"
     "is in the last part than in the one before, and by how much the least number of descriptors\n"
