@@ -102,7 +102,7 @@ class SqlEnv(TextEnv):
             answer = rows_of(connection, statement, limits)
         except QueryRefused as error:
             answer = text.refusal(error, self._style)
-        self._done = True
+        self.close()  # with what it made: there is no second statement
         is_right = not isinstance(answer, str) and gold is not None and set(answer) == set(gold)
         return StepResult(
             observation=text.state(answer),

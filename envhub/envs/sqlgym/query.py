@@ -1,5 +1,6 @@
 """Runs one untrusted SQL statement on a database that it cannot change, leave or exhaust."""
 
+import re
 import sqlite3
 import threading
 import time
@@ -11,17 +12,25 @@ from typing import Any
 
 from envhub.envs.sqlgym.functions import BoundedFunctions
 
-# Only reading is allowed. Everything else (writes, ATTACH, transactions) is refused.
+# Reading is allowed, and what stays in the connection: temporary tables and its own settings. All
+# else (writes, ATTACH, transactions) is refused; a connection lives for one answer.
 ALLOWED = frozenset(
     {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
 )
 # They read or load files.
 REFUSED_FUNCTIONS = frozenset({"load_extension", "fts3_tokenizer"})
-# What tells of the database and changes nothing; others refuse with a value, too.
-READING_PRAGMAS = frozenset(
-    {"table_info", "table_xinfo", "table_list", "index_list", "index_info", "index_xinfo"}
-    | {"foreign_key_list", "database_list", "collation_list", "function_list", "compile_options"}
+MAKES_TEMPORARY = frozenset(
+    {sqlite3.SQLITE_CREATE_TEMP_TABLE, sqlite3.SQLITE_CREATE_TEMP_INDEX}
+    | {sqlite3.SQLITE_CREATE_TEMP_VIEW}
 )
+WRITES = frozenset({sqlite3.SQLITE_INSERT, sqlite3.SQLITE_UPDATE, sqlite3.SQLITE_DELETE})
+# Settings of the whole process: they can be read only.
+SHARED_PRAGMAS = frozenset(
+    {"hard_heap_limit", "soft_heap_limit", "temp_store", "temp_store_directory"}
+    | {"data_store_directory"}
+)
+LONG_PRAGMAS = frozenset({"integrity_check", "quick_check"})  # nobody looks at the time meanwhile
+COMMENT = re.compile(r"--[^\n]*|/\*.*?(\*/|$)", re.DOTALL)
 MAX_VALUE_BYTES = 200_000  # also bounds what one call of a string function can take
 LIMITS = {
     sqlite3.SQLITE_LIMIT_LENGTH: MAX_VALUE_BYTES,
@@ -93,7 +102,6 @@ def open_image(content: bytes) -> Database:
 
 
 def _secured(connection: Database) -> Database:
-    connection.execute("PRAGMA query_only = 1")
     connection.execute("PRAGMA temp_store = MEMORY")
     connection.execute(f"PRAGMA hard_heap_limit = {MAX_HEAP_BYTES}")
     for limit, value in LIMITS.items():
@@ -104,10 +112,16 @@ def _secured(connection: Database) -> Database:
 
 
 def _authorize(
-    action: int, first: str | None, second: str | None, _database: str | None, _by: str | None
+    action: int, first: str | None, second: str | None, database: str | None, _by: str | None
 ) -> int:
-    if action == sqlite3.SQLITE_PRAGMA and (first or "").lower() in READING_PRAGMAS:
+    if action == sqlite3.SQLITE_PRAGMA:
+        name = (first or "").lower()
+        is_refused = name in LONG_PRAGMAS or (second is not None and name in SHARED_PRAGMAS)
+        return sqlite3.SQLITE_DENY if is_refused else sqlite3.SQLITE_OK
+    if database == "temp" and action in MAKES_TEMPORARY | WRITES:
         return sqlite3.SQLITE_OK
+    if first == "sqlite_master" and action in WRITES:  # as `pragma_table_info(...)` is looked up;
+        return sqlite3.SQLITE_OK  # SQLite itself lets no statement write there
     if action not in ALLOWED:
         return sqlite3.SQLITE_DENY
     if action == sqlite3.SQLITE_FUNCTION and (second or "").lower() in REFUSED_FUNCTIONS:
@@ -125,7 +139,7 @@ def size_of(rows: Iterable[Row]) -> int:
 
 
 def rows_of(connection: Database, statement: str, limits: Limits) -> list[Row]:
-    """Return the rows of one SELECT statement.
+    """Return the rows of one statement; one that makes a temporary table has none.
 
     One for which the sessions of this process together left no memory is tried once more, while
     no other such one runs.
@@ -175,7 +189,7 @@ def _fetch(connection: Database, statement: str, limits: Limits) -> Iterator[Row
     seen: set[Row] = set()
     with closing(connection.cursor()) as cursor:
         cursor.execute(statement)
-        if cursor.description is None:
+        if cursor.description is None and not COMMENT.sub("", statement).strip(" \n\t;"):
             raise QueryRefused("the statement returns no table")
         for num_rows, row in enumerate(cursor, start=1):
             is_new = row not in seen

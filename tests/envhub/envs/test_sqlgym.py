@@ -159,12 +159,16 @@ def test_reward_compares_sets_of_rows(bird_dir):
         "UPDATE pet SET n = 'x'",
         "DELETE FROM pet",
         "CREATE TABLE t (i)",
-        "CREATE TEMP TABLE t AS SELECT 1",
+        "CREATE TEMP TRIGGER t AFTER INSERT ON pet BEGIN SELECT 1; END",
+        "CREATE TEMP TABLE t AS SELECT 1; SELECT * FROM t",
+        "INSERT INTO sqlite_master SELECT * FROM sqlite_master",
         "BEGIN",
         "VACUUM",
         "ANALYZE",
-        "PRAGMA query_only = 0",
-        "PRAGMA journal_mode = WAL",
+        "PRAGMA user_version = 5",
+        "PRAGMA hard_heap_limit = 1",
+        "PRAGMA Temp_Store_Directory = '/tmp'",
+        "PRAGMA quick_check",
         "ATTACH DATABASE '/etc/passwd' AS p",
         "SELECT load_extension('x')",
         "SELECT writefile('x', 'y')",
@@ -211,6 +215,7 @@ def test_agentgym_style_tells_an_error_bare():
         "SELECT instr(zeroblob(199999), zeroblob(99999) || x'01')",
         "SELECT replace(hex(zeroblob(90000)), '0', 'a') LIKE '%a%a%a%a%a%a%a%a%b'",
         f"SELECT * FROM ({ENDLESS}) ORDER BY 1",
+        f"CREATE TEMP TABLE t AS {ENDLESS.replace('MAX(i)', 'hex(zeroblob(9000))')}",
     ],
 )
 def test_costly_statement_ends_soon(spec, statement):
@@ -338,6 +343,28 @@ def test_rows_count_once_and_looking_at_the_design_is_reading(bird_dir):
     assert again.is_valid
     for statement in ("PRAGMA table_info(pet)", "SELECT random()"):
         assert answered(spec, "bird-test-0", statement).is_valid
+
+
+@pytest.mark.parametrize(
+    ("statement", "told"),
+    [
+        ("CREATE TEMP TABLE t AS SELECT * FROM pet", "[]"),
+        ("CREATE TEMPORARY VIEW t AS SELECT 1", "[]"),
+        ("PRAGMA query_only = 0", "[]"),
+        ("PRAGMA cache_size = -1000000", "[]"),
+        ("PRAGMA journal_mode = WAL", "[('delete',)]"),
+        ("PRAGMA foreign_key_check", "[]"),
+        ("SELECT name FROM pragma_table_info('owner')", "[('id',), ('nm',)]"),
+    ],
+)
+def test_what_stays_in_a_session_runs_as_at_agentgyms(bird_dir, statement, told):
+    path = bird_dir / "dev" / "dev_databases" / "pets" / "pets.sqlite"
+    before, spec = path.read_bytes(), bird_spec(bird_dir)
+    result = answered(spec, "bird-test-0", statement)
+    assert (result.observation, result.reward, result.is_valid) == (told, 0.0, True)
+    assert answered(spec, "bird-test-0", "SELECT * FROM sqlite_temp_master").observation == "[]"
+    assert path.read_bytes() == before
+    assert [p.name for p in path.parent.iterdir()] == ["pets.sqlite"]
 
 
 def test_missing_database_is_a_failure_not_a_reward(bird_dir):
