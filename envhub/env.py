@@ -193,6 +193,7 @@ class EnvSpec:
             in threads side by side; calls of one session never overlap.
         sessions_per_worker: episodes that one worker holds at a time; workers are reused. With
             TASK: episodes that there may be at a time.
+        is_repeatable: whether the same actions always lead to the same, and touch nobody else.
         from_agentgym: item id of AgentGym's data index; raises UnknownItem. None: there is none.
         column_item: the same, in the subset of the paper's table; None: `from_agentgym`.
         note: what every table says of its rows; "" where the tasks are those of its name.
@@ -210,6 +211,7 @@ class EnvSpec:
     max_workers: int = 1  # processes
     worker_memory_bytes: int = 2 << 30  # resident, with its children; above, it is replaced
     step_timeout_s: float | None = None  # of one call; None: the hub's
+    is_repeatable: bool = True
     from_agentgym: Callable[[int], str] | None = None
     column_item: Callable[[int], str] | None = None
     note: str = ""

@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from envhub.env import EnvSpec, StepResult, Style, UnknownItem
-from envhub.errors import CapacityFull, SessionUnknown
+from envhub.env import EnvSpec, Isolation, StepResult, Style, UnknownItem
+from envhub.errors import CapacityFull, EnvRaised, SessionUnknown
 from envhub.hosting.leases import LeaseTable
 from envhub.hosting.sessions import Sessions
 
@@ -22,6 +22,8 @@ REMEDIES = {  # what gives an environment more sessions, where it is not the hub
     "webarena": "envs.browser.max_sessions",
     "minisites": "envs.browser.max_sessions",
 }
+MAX_ASIDE = 4_096  # instances of an environment whose episodes are put aside
+MAX_REPEATED_CHARS = 100_000  # of an episode's actions; a longer one keeps its session
 ID_BITS = 53  # what a JSON number holds exactly everywhere
 
 
@@ -50,11 +52,15 @@ class Patience:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Instance:
-    """One instance and its present episode; `session_id` is None between episodes."""
+    """One instance and its present episode; `session_id` is None between episodes.
+
+    An episode that was put aside has no session either: `performed` leads to where it was.
+    """
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     session_id: str | None = None
-    item_id: str = ""
+    item_id: str = ""  # "": there is no episode
+    performed: list[str] | None = None  # actions so far; None: it cannot be put aside
     first_observation: str = ""
     answer: StepResult | None = None
     score: float = 0.0
@@ -77,7 +83,10 @@ class Instances:
     next step. A third closes 5 meanwhile: it waits too, and whoever comes after finds no 5.
     An instance that nobody asks for lives `patience.lease_s`; what is left of it goes when the
     next one is asked for. Whoever finds no session free waits in turn, `patience.queue_s` at most;
-    instances whose episode has ended give theirs up for that.
+    instances whose episode has ended give theirs up for that. Where a session holds a process, and
+    the environment repeats itself, an episode that nobody asks for now is put aside for one that
+    somebody does ask for, and played again up to where it was when its next step comes: 128
+    instances get along with 8 sessions, if slowly.
     """
 
     def __init__(
@@ -93,6 +102,7 @@ class Instances:
         self._instances: LeaseTable[int, Instance] = LeaseTable(patience.lease_s, now_s)
         self._patience = patience
         self._turns: deque[object] = deque()  # of those who wait to be given an instance
+        self._puts_aside = spec.is_repeatable and spec.isolation is not Isolation.INLINE
 
     def __len__(self) -> int:
         return len(self._instances)
@@ -106,7 +116,10 @@ class Instances:
         """
         capacity = self._sessions.placement.capacity(self._spec)
         num_held = sum(instance.holds_place for instance in self._instances)
-        if max(num_held, self._sessions.num_live[self._spec.name]) >= capacity:
+        num_used = max(num_held, self._sessions.num_live[self._spec.name])
+        if self._puts_aside:
+            capacity, num_used = MAX_ASIDE, len(self._instances)
+        if num_used >= capacity:
             raise CapacityFull(f"{self._spec.name} has all its {capacity} sessions in use")
         number = secrets.randbits(ID_BITS)
         self._instances.put(number, Instance())
@@ -138,7 +151,7 @@ class Instances:
             try:
                 return await attempt()
             except CapacityFull as error:
-                if await self._free_ended():
+                if await self._free_ended() or await self._put_aside():
                     continue
                 if time.monotonic() - began_s >= queue_s:
                     raise CapacityFull(f"{error}{self._remedy()}") from error
@@ -155,8 +168,50 @@ class Instances:
                 return True
         return False
 
+    async def _put_aside(self) -> bool:
+        """End the session of the episode that was asked for longest ago; False: there is none."""
+        for instance in self._instances if self._puts_aside else ():
+            is_idle = instance.session_id is not None and not instance.lock.locked()
+            if is_idle and instance.performed is not None:
+                async with instance.lock:
+                    await self._end_session(instance)
+                return True
+        return False
+
+    async def _bring_back(self, instance: Instance) -> str:
+        """Play an episode again that was put aside, up to where it was; return its session.
+
+        Raises: CapacityFull, and EnvRaised: it did not repeat itself.
+        """
+        session_id, first = await self._begin(instance.item_id)
+        last: StepResult | None = None
+        async with contextlib.AsyncExitStack() as undo:
+            undo.push_async_callback(self._delete, session_id)
+            for action in instance.performed or ():
+                last = await self._sessions.step(session_id, action)
+            if first != instance.first_observation or last != instance.answer:
+                instance.item_id = ""
+                raise EnvRaised(
+                    f"{self._spec.name}: an episode that was put aside for others did not repeat"
+                    f" itself: raise {self._key}, so that each has a session of its own"
+                )
+            undo.pop_all()
+        instance.session_id = session_id
+        return session_id
+
+    async def _begin(self, item_id: str) -> tuple[str, str]:
+        """Return a new session of an item and its first observation."""
+        name = self._spec.name
+        return await self._when_free(
+            lambda: self._sessions.create(name, item_id, seed=0, style=Style.AGENTGYM)
+        )
+
+    @property
+    def _key(self) -> str:
+        return REMEDIES.get(self._spec.name, "envhub.capacity")
+
     def _remedy(self) -> str:
-        patience, key = self._patience, REMEDIES.get(self._spec.name, "envhub.capacity")
+        patience, key = self._patience, self._key
         return (
             f", and none came free within envhub.agentgym_queue_s={patience.queue_s:g}:"
             f" raise {key}, let clients close what they have done with, or lower"
@@ -178,16 +233,12 @@ class Instances:
         instance = self.find(number)
         async with instance.lock:
             await self._end_session(instance)
+            instance.item_id = ""
             if self._spec.from_agentgym is None:
                 raise UnknownItem(f"{self._spec.name} has no items by AgentGym's numbers")
             item_id = self._spec.from_agentgym(index)
-            session_id, observation = await self._when_free(
-                lambda: self._sessions.create(
-                    self._spec.name, item_id, seed=0, style=Style.AGENTGYM
-                )
-            )
-            instance.session_id = session_id
-            instance.item_id, instance.first_observation = item_id, observation
+            instance.session_id, instance.first_observation = await self._begin(item_id)
+            instance.item_id, instance.performed = item_id, [] if self._puts_aside else None
             instance.answer, instance.score, instance.reward = None, 0.0, 0.0
             if number not in self._instances:  # closed while it was being reset
                 await self._end_session(instance)
@@ -207,15 +258,23 @@ class Instances:
                 if refuses_after_done:
                     raise EpisodeOver(number)
                 return instance, instance.answer
-            if instance.session_id is None:
-                raise NotReset
             try:
-                result = await self._sessions.step(instance.session_id, action)
+                result = await self._sessions.step(await self._session_of(instance), action)
             except SessionUnknown as error:
-                instance.session_id = None
+                instance.session_id, instance.item_id = None, ""
                 raise InstanceUnknown(f"The episode of {number} is gone.") from error
             instance.answer = result
+            if instance.performed is not None:
+                instance.performed.append(action)
+                if sum(map(len, instance.performed)) > MAX_REPEATED_CHARS:
+                    instance.performed = None
             return instance, result
+
+    async def _session_of(self, instance: Instance) -> str:
+        """Return the session of an instance that the caller holds. Raises: NotReset."""
+        if not instance.item_id:
+            raise NotReset
+        return instance.session_id or await self._bring_back(instance)
 
     def step_at_once(self, number: int, action: str) -> tuple[Instance, StepResult] | None:
         """Do as `step` in one go; None: it has to wait or to refuse, and nothing was done."""
@@ -233,9 +292,8 @@ class Instances:
 
         Raises: NotReset: there is no episode.
         """
-        if instance.session_id is None:
-            raise NotReset
-        return await self._sessions.detail(instance.session_id, what)
+        async with instance.lock:
+            return await self._sessions.detail(await self._session_of(instance), what)
 
     async def close(self, number: int) -> bool:
         """End an instance; False when there is none of that number."""
@@ -258,5 +316,8 @@ class Instances:
         if instance.session_id is None:
             return
         session_id, instance.session_id = instance.session_id, None
+        await self._delete(session_id)
+
+    async def _delete(self, session_id: str) -> None:
         with contextlib.suppress(SessionUnknown):  # its own lease may have ended it already
             await self._sessions.delete(session_id)

@@ -82,7 +82,7 @@ def step_reply(dialect: Dialect, instance: Instance, result: StepResult) -> Json
 
 def observation_reply(dialect: Dialect, instance: Instance) -> Json | str:
     """Return the JSON of GET /observation. Raises: NotReset: there is none yet."""
-    if instance.session_id is None and dialect is not BABYAI:
+    if not instance.item_id and dialect is not BABYAI:
         raise NotReset
     first, answer = instance.first_observation, instance.answer
     if dialect in (MAZE, WORDLE):
@@ -107,7 +107,7 @@ def observation_reply(dialect: Dialect, instance: Instance) -> Json | str:
 
 def detail_reply(dialect: Dialect, instance: Instance) -> Json:
     """Return the JSON of GET /detail: how the episode stands. Raises: NotReset."""
-    if instance.session_id is None:
+    if not instance.item_id:
         raise NotReset
     answer = instance.answer
     told: Json = {"observation": observation_reply(dialect, instance), "reward": instance.reward}

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from itertools import cycle
 from typing import cast
 
+import psutil
 import uvloop
 
 from envhub.bench.client import Client, Target
@@ -31,6 +32,7 @@ class Load:
     base: str  # path before /create, /reset and /step
     reset_key: str = ""  # of the item in a reset, where a create does not begin an episode
     is_echo: bool = False  # nothing is made or checked
+    pid: int | None = None  # of the server, if it runs here
     num_clients: int = 128
     warmup_s: float = 0.4  # before counting begins
     duration_s: float = 1.5  # that counts
@@ -112,10 +114,26 @@ async def run_load(load: Load) -> Measured:
         stepper = Stepper(requests, load, latencies_ms)
         steppers.append(stepper)
         await loop.create_connection(lambda s=stepper: s, *load.target.address)
+    watching = asyncio.create_task(_cpu_s(load))
     await asyncio.gather(*(each.done for each in steppers))
     return Measured(
-        num_done=len(latencies_ms), duration_s=load.duration_s, latencies_ms=latencies_ms
+        num_done=len(latencies_ms),
+        duration_s=load.duration_s,
+        latencies_ms=latencies_ms,
+        cpu_s=await watching,
     )
+
+
+async def _cpu_s(load: Load) -> float:
+    """Return the processor time of the server from when counting begins to when it ends."""
+    if load.pid is None:
+        return 0.0
+    process, marks = psutil.Process(load.pid), list[float]()
+    for wait_s in (load.warmup_s, load.duration_s):
+        await asyncio.sleep(wait_s)
+        times = process.cpu_times()
+        marks.append(times.user + times.system)
+    return marks[1] - marks[0]
 
 
 async def _instance(client: Client, load: Load, index: int) -> int:

@@ -53,6 +53,7 @@ class Measured:
     num_done: int
     duration_s: float
     latencies_ms: list[float]
+    cpu_s: float = 0.0  # that the server's process used meanwhile, where its process is known
 
     @property
     def per_s(self) -> float:

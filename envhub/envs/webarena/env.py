@@ -1,5 +1,7 @@
 """WebArena: its tasks, on its own sites at the addresses of the configuration."""
 
+from dataclasses import replace
+
 from common.config.envs import EnvsSection
 from common.errors import ConfigError
 from envhub.env import EnvSpec
@@ -34,7 +36,7 @@ def make_spec(options: EnvsSection) -> EnvSpec:
     if not sites or path is None:
         raise ConfigError(tasks_file.REMEDY if sites else NOT_CONFIGURED)
     table = tasks_file.read_tasks(path, sites)
-    return site_tasks_spec(
+    spec = site_tasks_spec(
         "webarena",
         Catalogue(
             subsets=table.subsets,
@@ -52,3 +54,4 @@ def make_spec(options: EnvsSection) -> EnvSpec:
         },
         from_agentgym=table.item_id,
     )
+    return replace(spec, is_repeatable=False)  # all episodes change the same sites

@@ -2,15 +2,18 @@
 
 import asyncio
 from collections import Counter
+from dataclasses import replace
 from typing import cast
 
 import pytest
 
+from common.config.envs import EnvsSection
 from envhub.agentgym.instances import Instances, InstanceUnknown, NotReset, Patience
 from envhub.catalogue.registry import Registry
 from envhub.env import EnvSpec, StepResult, Style, SubsetSpec
 from envhub.errors import CapacityFull
 from envhub.hosting.sessions import Sessions
+from tests.configs import edited
 
 
 class Clock:
@@ -196,6 +199,40 @@ def test_who_finds_no_session_free_waits_in_turn_and_is_told_the_remedy_when_in_
     with_instances(wait_in_vain, queue_s=0.2)
 
 
+def test_episode_put_aside_is_where_it_was_when_it_comes_back():
+    async def play():
+        registry = Registry(["tests.envhub.outside:make_worker"])
+        spec = replace(
+            registry.spec("fragile"), max_workers=1, sessions_per_worker=2, from_agentgym=item
+        )
+        registry.spec = lambda name: spec
+        sessions = Sessions(registry, lease_s=60.0, capacity=9, step_timeout_s=20.0)
+        instances = Instances(spec, sessions, patience=Patience(lease_s=60.0, queue_s=9.0))
+
+        async def step(number, action="go"):
+            return (await instances.step(number, action, refuses_after_done=True))[1].observation
+
+        try:
+            numbers = [await instances.add_in_turn() for _ in range(6)]
+            for number in numbers:
+                await instances.reset(number, 1)
+                assert await step(number) == "step 1"
+            for count in (2, 3):
+                told = await asyncio.gather(*(step(number) for number in numbers))
+                assert told == [f"step {count}"] * 6
+            assert len(sessions) == 2
+            await step(numbers[0], "x" * 100_000)  # too much to do it again: it stays
+            await asyncio.gather(*(step(number) for number in numbers[1:]))
+            assert instances.find(numbers[0]).session_id is not None
+        finally:
+            await sessions.stop()
+
+    def item(index: int) -> str:
+        return f"any-train-{index}"
+
+    asyncio.run(play())
+
+
 def test_episode_that_has_ended_gives_its_session_to_who_waits_and_its_last_answer_stands():
     async def play(instances, sessions, clock):
         numbers = [await instances.add_in_turn() for _ in range(4)]
@@ -213,6 +250,46 @@ def test_episode_that_has_ended_gives_its_session_to_who_waits_and_its_last_answ
         assert len(sessions) == 4
 
     with_instances(play, queue_s=5.0)
+
+
+SERVED = {  # options that leave little, and an action
+    "textcraft": ({}, "get 1 oak log"),
+    "babyai": ({}, "turn left"),
+    "wordle": ({}, "s h i r e"),
+    "maze": ({}, "move up"),
+    "sqlgym": ({}, "SELECT 1"),
+    "searchqa": ({}, "<search>city</search>"),
+    "sciworld": ({"sciworld.max_jvms": 2}, "open door to kitchen"),
+    "minisites": ({"browser.max_sessions": 4}, "```scroll [down]```"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SERVED)
+def test_a_batch_of_128_clients_that_never_close_fails_no_step(name):
+    changes, action = SERVED[name]
+    options = edited(EnvsSection(), changes)
+    num_clients = 128 if name != "minisites" else 12  # a page takes its time
+
+    async def play():
+        registry = Registry([name], options)
+        sessions = Sessions(registry, lease_s=600.0, capacity=4096, step_timeout_s=60.0)
+        patience = Patience(lease_s=600.0, queue_s=300.0)
+        instances = Instances(registry.spec(name), sessions, patience=patience)
+        try:
+            numbers = [await instances.add_in_turn() for _ in range(num_clients)]
+            for index, number in enumerate(numbers):
+                await instances.reset(number, index % 20)
+            steps = (instances.step(each, action, refuses_after_done=False) for each in numbers)
+            told = await asyncio.gather(*steps)
+            assert all(result.observation for _, result in told)
+            for number in numbers[:3]:  # as long as theirs were put aside
+                _, result = await instances.step(number, action, refuses_after_done=False)
+                assert result.observation
+        finally:
+            await sessions.stop()
+
+    asyncio.run(play())
 
 
 @pytest.mark.slow
