@@ -13,7 +13,7 @@ from envhub.agentgym.dialects import (
     Faults,
     ResetReply,
 )
-from envhub.agentgym.instances import Instance, NotReset
+from envhub.agentgym.instance import Instance, NotReset
 from envhub.env import StepResult, parse_item
 from envhub.envs.sciworld.catalogue import SUBSETS, variation_of
 

@@ -11,14 +11,8 @@ from pydantic_core import from_json
 
 from common.errors import EnvError
 from envhub.agentgym.dialects import DIALECTS, SCIWORLD, WEBARENA, WORDLE, Dialect, Faults
-from envhub.agentgym.instances import (
-    EpisodeOver,
-    Instance,
-    Instances,
-    InstanceUnknown,
-    NotReset,
-    Patience,
-)
+from envhub.agentgym.instance import EpisodeOver, Instance, InstanceUnknown, NotReset, Patience
+from envhub.agentgym.instances import Instances
 from envhub.agentgym.replies import (
     create_reply,
     detail_reply,

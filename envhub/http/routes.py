@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 
 from common.errors import EnvTimeout
-from envhub.agentgym.instances import Patience
+from envhub.agentgym.instance import Patience
 from envhub.agentgym.serve import add_agentgym_routes
 from envhub.catalogue.registry import Registry
 from envhub.env import UnknownItem

@@ -9,7 +9,7 @@ import pytest
 
 from envhub.agentgym.conversations import CONVERSATIONS
 from envhub.agentgym.dialects import SCIWORLD, WEBARENA
-from envhub.agentgym.instances import Instance
+from envhub.agentgym.instance import Instance
 from envhub.agentgym.replies import reset_reply
 from envhub.envs.sciworld.catalogue import from_agentgym
 from tests.envhub.agentgym.agentgym_clients import (
