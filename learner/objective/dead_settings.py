@@ -123,7 +123,10 @@ def _dead_in_algorithm(cfg: AlgorithmSection, learner: LearnerSection) -> Dead:
     if proximal_in_use(cfg, learner) is Proximal.SAMPLER and not tis_at_sampler(cfg):
         why = f"policy_loss={cfg.policy_loss.value} bounds the ratio to the sampler itself"
         is_never = not tis_at_sampler(replace(cfg, tis_cap=AlgorithmSection().tis_cap))
-        if cfg.correction is Correction.TOKEN_TIS and cfg.kl_coef == 0 and is_never:
+        is_capped = cfg.correction is Correction.TOKEN_TIS or (
+            cfg.correction is Correction.SEQUENCE_TIS and cfg.policy_loss is PolicyLoss.CISPO
+        )
+        if is_capped and cfg.kl_coef == 0 and is_never:
             yield from changed(f"{why}, earlier", "tis_cap")
         if cfg.correction is Correction.NONE and cfg.kl_coef == 0:
             yield from changed(f"{why}, before token_tis would", "correction")

@@ -24,7 +24,6 @@ from common.config.learning import (
     Proximal,
     StateCredit,
 )
-from common.wire.messages import EndReason, Trajectory
 from learner.batch.batching import make_microbatches
 from learner.batch.credit import samples_of
 from learner.batch.critic_advantage import Scored, advantages_from_critic
@@ -36,10 +35,10 @@ from learner.policy.critic import make_critic
 from learner.policy.forward import Networks, Scores
 from learner.training.ranks import Ranks
 from learner.training.step import Gradients, ScoredBatch, TrainerSettings
-from tests.learner.builders import make_model, make_trajectory
+from tests.learner.builders import make_model
 from tests.learner.objective.printed import Tokens, history, objective
+from tests.learner.objective.ragged import VERSION, groups
 
-VERSION = 3
 VALUES: dict[str, list[Any]] = {
     "advantage": [each for each in Advantage if each is not Advantage.GRPO],
     "baseline": [Baseline.GROUP_MEAN],
@@ -93,53 +92,6 @@ WITH_CRITIC = [
     *((key, value) for key, values in OF_CRITIC.items() for value in values),
     *(each for each in CHOICES if each[0] not in ("advantage", "baseline", "normalize_std")),
 ]
-
-
-@cache
-def groups() -> tuple[Group, ...]:
-    """Build ragged episodes: turns of no token and of one, a group of equal rewards, one alone.
-
-    Some are cut short, with a last observation or without.
-    """
-    rng = np.random.default_rng(5)
-    built: list[Group] = []
-    lengths = [[(2, 1, 3), (0, 2), (1,)], [(1, 1, 0, 2), (3, 2, 1)], [(2, 1), (1, 2)], [(2, 0, 1)]]
-    rewards = [[0.25, 1.0, 0.5], [0.0, 0.75], [0.5, 0.5], [0.25]]
-    for number, (sizes, worth) in enumerate(zip(lengths, rewards, strict=True)):
-        members: list[Trajectory] = []
-        for member, turns in enumerate(sizes):
-            mask, turn_ids = [0], [0]
-            for turn, size in enumerate(turns):
-                mask += [0] + [1] * size
-                turn_ids += [turn] * (size + 1)
-            if number % 2:
-                mask, turn_ids = [*mask, 0], [*turn_ids, len(turns) - 1]
-            ids = rng.integers(0, 4, size=len(mask)).tolist()
-            logprobs = (-rng.integers(16, 160, size=sum(mask)) / 64).tolist()
-            plain = make_trajectory(
-                ids, mask, logprobs=logprobs, group_id=f"g{number}", member=member
-            )
-            versions = np.where(plain.loss_mask, rng.integers(0, VERSION + 1, len(mask)), -1)
-            invalid = rng.random(len(turns)) < 0.4
-            rises = np.sort(rng.integers(0, 5, size=len(turns)) / 4 * worth[member])
-            members.append(
-                replace(
-                    plain,
-                    env=f"env{number % 2}",
-                    item_id=f"task-{number}",
-                    end_reason=EndReason.HORIZON if worth[member] < 0.5 else EndReason.DONE,
-                    num_turns=len(turns),
-                    reward=worth[member],
-                    turn_scores=np.append(rises[:-1], worth[member]).astype(np.float32),
-                    invalid_turns=invalid,
-                    num_invalid_actions=int(invalid.sum()),
-                    turn_ids=np.array(turn_ids, dtype=np.int32),
-                    turn_states=np.array([0, 1, 1, 0][: len(turns)], dtype=np.int32),
-                    versions=versions.astype(np.int32),
-                )
-            )
-        built.append(Group(group_id=f"g{number}", members=members))
-    return tuple(built)
 
 
 def noise(seed: int, scale: float) -> torch.Tensor:

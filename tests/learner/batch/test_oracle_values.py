@@ -1,0 +1,103 @@
+"""Estimates of a critic against their definitions as sums, on ragged episodes."""
+
+from itertools import pairwise, product
+
+import numpy as np
+import pytest
+import torch
+
+from common.config.compute import CriticSection, Timestep
+from common.config.learning import Advantage, AlgorithmSection, CreditLevel
+from common.wire.messages import Trajectory
+from learner.batch.batching import Sample
+from learner.batch.credit import samples_of
+from learner.batch.critic_advantage import Scored, advantages_from_critic
+from learner.objective.loss import value_loss
+from tests.learner.objective.ragged import groups
+
+GAMMA, LAMBDA = 0.9, 0.8
+
+
+def scored(samples: list[Sample]) -> Scored:
+    rng = np.random.default_rng(2)
+    num = sum(sample.num_sampled_tokens for sample in samples)
+    return Scored(
+        values=rng.normal(0.4, 0.3, num).astype(np.float32),
+        end_values=rng.normal(0.4, 0.3, len(samples)).astype(np.float32),
+        logprobs=np.zeros(num, dtype=np.float32),
+    )
+
+
+def definition(
+    e: Trajectory, values: np.ndarray, end: float, step: Timestep, level: CreditLevel
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return (advantages, targets) [tokens] by arXiv:1506.02438, equation 16, as a double sum."""
+    turns = e.turn_ids[e.loss_mask].tolist()
+    present = sorted(set(turns))
+    firsts = [turns.index(t) for t in present] if step is Timestep.TURN else [*range(len(turns))]
+    paid = np.zeros(len(turns))  # on the last token of the turn that earned it, or of one before
+    scores = [0.0, *e.turn_scores.tolist()]
+    for turn in range(e.num_turns):
+        pay = scores[turn + 1] - scores[turn]
+        if level is CreditLevel.EPISODE:
+            pay = e.reward if turn == e.num_turns - 1 else 0.0
+        owner = max([t for t in present if t <= turn], default=present[0])
+        paid[len(turns) - 1 - turns[::-1].index(owner)] += pay
+    gamma = GAMMA if step is Timestep.TURN else 1.0
+    bounds = [*firsts, len(turns)]
+    rewards = [paid[a:b].sum() for a, b in pairwise(bounds)]
+    v = [float(values[a]) for a in firsts]
+    bootstrap = 0.0
+    if e.end_reason == "horizon":
+        value = v[-1] if e.loss_mask[-1] else end
+        rest = value - (e.reward if level is CreditLevel.EPISODE else 0.0)
+        bootstrap = min(max(rest, min(value, 0.0)), 1 - e.reward)
+    following = [*v[1:], bootstrap]
+    deltas = [r + gamma * n - own for r, n, own in zip(rewards, following, v, strict=True)]
+    number = len(deltas)
+    gae = [
+        sum((gamma * LAMBDA) ** (k - s) * deltas[k] for k in range(s, number))
+        for s in range(number)
+    ]
+    sizes = np.diff(bounds)
+    return np.repeat(gae, sizes), np.repeat(np.array(gae) + v, sizes)
+
+
+@pytest.mark.parametrize(("step", "level"), [*product(Timestep, CreditLevel)])
+def test_gae_and_its_targets_are_their_definition(step: Timestep, level: CreditLevel) -> None:
+    algorithm = AlgorithmSection(
+        advantage=Advantage.PPO, reward_level=level, turn_discount=GAMMA if step == "turn" else 1.0
+    )
+    samples = samples_of(list(groups()), algorithm)
+    told = scored(samples)
+    critic = CriticSection(timestep=step, gae_lambda=LAMBDA, whiten=False)
+    found = advantages_from_critic(samples, told, algorithm, critic)
+    cuts = np.cumsum([sample.num_sampled_tokens for sample in samples])[:-1]
+    for sample, values, end in zip(
+        found, np.split(told.values, cuts), told.end_values, strict=True
+    ):
+        advantages, targets = definition(sample.trajectory, values, float(end), step, level)
+        np.testing.assert_allclose(sample.token_advantages(), advantages, atol=1e-6, rtol=0)
+        assert sample.value_targets is not None
+        np.testing.assert_allclose(sample.value_targets, targets, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.2])
+def test_value_loss_and_its_gradient_are_those_by_hand(clip: float) -> None:
+    rng = np.random.default_rng(1)
+    now, target, old = (rng.normal(size=9) for _ in range(3))
+    marks = np.array([1, 0, 1, 1, 0, 0, 1, 1, 1]) / 6
+    loss, slopes = 0.0, []
+    for v, t, o, w in zip(now, target, old, marks, strict=True):
+        held = o + min(max(v - o, -clip), clip) if clip else v
+        free, bound = (v - t) ** 2, (held - t) ** 2
+        loss += w * max(free, bound) / 2
+        moves = not clip or abs(v - o) < clip or free > bound
+        slopes.append(w * (v - t) if moves else 0.0)
+    values = torch.from_numpy(now).requires_grad_()
+    given = (torch.from_numpy(each) for each in (target, old, marks))
+    found = value_loss(values, *given, clip=clip)
+    found.backward()
+    assert found.item() == pytest.approx(loss, abs=1e-6)
+    assert values.grad is not None
+    np.testing.assert_allclose(values.grad.numpy(), slopes, atol=1e-6, rtol=0)
