@@ -31,8 +31,9 @@ COMMANDS = {
 }
 SUITES = (
     "envhub, soak, solve, learner, scheduler, transport, weights, tail, actor, end2end, chaos,"
-    " chaos-short, chaos-long, soak-run, soak-run-long, verdict, gpu, algorithms, credit,"
-    " staleness, staleness-fast, curriculum"
+    " chaos-short, chaos-long, hostile, soak-run, soak-run-long, verdict, gpu, algorithms, credit,"
+    " staleness, staleness-fast, curriculum,"
+    " horizon, horizon-large"
 )
 
 

@@ -10,10 +10,13 @@ import yaml
 from common.report.bench_table import BenchTable
 from common.report.results import wilson_interval
 from common.repository import ROOT
+from common.store.run_dir import write_atomically
+from learner.bench.horizon import AXES, distance_table, horizon_table, success_svg
 from learner.bench.study import (
     Arm,
     Outcome,
     Study,
+    folders_of,
     interval,
     markdown,
     run_study,
@@ -151,6 +154,8 @@ TABLES: dict[str, Callable[[list[Outcome]], str]] = {
     "staleness": staleness_table,
     "staleness-fast": staleness_table,
     "curriculum": curriculum_table,
+    "horizon": horizon_table,
+    "horizon-large": horizon_table,
 }
 
 
@@ -163,7 +168,14 @@ def _measure(name: str, table: BenchTable) -> None:
         gain = f"gain {interval(each.gain, each.gain_ci95, is_gain=True)} points"
         gain = gain if each.gain == each.gain else f"{each.trained:.3f} of the last training steps"
         table.figure(f"{each.arm}, seed {each.seed}: success after", each.after, "", gain)
-    table.title(TABLES[name](outcomes).rstrip())
+    text = TABLES[name](outcomes).rstrip()
+    if TABLES[name] is horizon_table:
+        by_distance = distance_table(folders_of(study, folder=folder))
+        text += f"\n\nHeld-out success by distance (episodes):\n\n{by_distance.rstrip()}"
+        write_atomically(folder / "table.md", f"{text}\n")
+        for axis in AXES:
+            write_atomically(folder / f"{axis}.svg", success_svg(outcomes, axis))
+    table.title(text)
 
 
 SUITES: dict[str, Callable[[BenchTable], None]] = {name: partial(_measure, name) for name in TABLES}

@@ -42,6 +42,7 @@ class Point:
     success: float
     num_episodes: int
     num_tokens: int  # sampled
+    wall_s: float = 0.0  # since the first step was made, evaluations beside it included
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +76,11 @@ def run_study(study: Study, *, folder: Path) -> list[Outcome]:
         for arm in study.arms
         for seed in study.seeds
     ]
+
+
+def folders_of(study: Study, *, folder: Path) -> dict[str, list[Path]]:
+    """Return the run directories of every arm."""
+    return {a.name: [folder / _run_name(a, seed) for seed in study.seeds] for a in study.arms}
 
 
 def _run_name(arm: Arm, seed: int) -> str:
@@ -117,11 +123,15 @@ def read_outcome(run: Path, *, arm: str, seed: int) -> Outcome:
         num_trained=int(sum(arrived)),
         lag_mean=float(np.average(lags, weights=num_tokens)),
         ess_min=min(line["offpolicy/ess_frac"] for line in steps),
-        points=_points(run, report, last_step=steps[-1]["step"]),
+        points=_points(run, report, steps),
     )
 
 
-def _points(run: Path, report: dict[str, Any], *, last_step: int) -> tuple[Point, ...]:
+def _points(
+    run: Path, report: dict[str, Any], steps: Sequence[dict[str, Any]]
+) -> tuple[Point, ...]:
+    last_step = steps[-1]["step"]
+    made_s = {line["step"]: line.get("time_s", 0.0) for line in steps}
     success = {0: report["before"]["success"]} if report["before"] else {}
     path = run / "eval.jsonl"
     lines = _read_lines(path) if path.exists() else []
@@ -134,6 +144,7 @@ def _points(run: Path, report: dict[str, Any], *, last_step: int) -> tuple[Point
             success=success[step],
             num_episodes=int(episodes[step]),
             num_tokens=int(tokens[step]),
+            wall_s=max(0.0, made_s.get(step, 0.0) - steps[0].get("time_s", 0.0)),
         )
         for step in sorted(success)
     )
