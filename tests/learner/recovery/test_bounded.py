@@ -1,6 +1,8 @@
 """Laws of a run that goes on for months: its directory does not grow, and a restart still works."""
 
+import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from learner.recompute.digests import StepDigests
 from learner.recovery.resume import steps_since
 from learner.recovery.saving import Saving
 from learner.recovery.step_log import LoggedStep, StepLog, read_steps
+from learner.scheduler import main as scheduler_module
 from tests.learner.builders import make_trajectory
 
 NUM_STEPS, EVERY, KEPT = 600, 10, 3
@@ -105,3 +108,20 @@ def test_a_long_run_stays_within_bounds_and_can_be_resumed(
         list(read_steps(run.run_dir.steps, start=1))
     for each in (again, run.step_log, run.checksums, run.metrics, run.journal):
         each.close()
+
+
+def test_what_became_of_episodes_stays_within_bounds_by_whole_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler_module, "MAX_OUTCOMES_BYTES", 2_000)
+    news: list[list[str]] = []
+    core = SimpleNamespace(lifecycle=SimpleNamespace(news=news), version=3)
+    parts: Any = SimpleNamespace(core=core, run_dir=RunDir(root=tmp_path))
+    path = parts.run_dir.outcomes
+    for number in range(500):
+        news.append([f"g{number:07d}/0", "trained", ""])
+        scheduler_module.write_outcomes(parts)
+        assert path.stat().st_size <= 2_100
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row[0] for row in rows] == [f"g{n:07d}/0" for n in range(500 - len(rows), 500)]
+    assert len(rows) >= 20
