@@ -90,8 +90,9 @@ class Delivery:
             raise LongstrideError(f"unexpected {type(message).__name__} from the learner")
         if not message.is_accepted:
             logger.error("refused episode=%s reason=%s", message.episode_id, message.reason)
-        if self._pending.pop(message.episode_id, None) is not None:
-            self._slots.release()
+        for episode_id in (message.episode_id, *message.others):
+            if self._pending.pop(episode_id, None) is not None:
+                self._slots.release()
         if not self._pending:
             self._all_done.set()
 

@@ -94,8 +94,11 @@ class SchedulerClient:
 
     async def run(self) -> None:
         """Receive until cancelled, and follow a scheduler that moves."""
+        looked_at = -FOLLOW_S
         while True:
-            self._line.follow()
+            if time.monotonic() - looked_at >= FOLLOW_S:  # at a file: not for every message
+                self._line.follow()
+                looked_at = time.monotonic()
             message = await self._line.next(timeout_s=FOLLOW_S)
             if message is not None:
                 self._receive(message)

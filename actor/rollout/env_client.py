@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
@@ -12,6 +12,7 @@ from urllib.parse import quote
 
 import aiohttp
 
+from actor.rollout.batches import CLOSE, OPEN, SESSION_PATH, STEP, Batches, failure_of, told
 from actor.rollout.presence import answers, stay
 from common.errors import EnvError, EnvTimeout, HubLost
 from common.text import valid_text
@@ -22,11 +23,6 @@ NUM_TRIES = 4
 BACKOFF_S = 0.25  # doubles per try
 MIN_RETRY_S = 0.05  # so that "at once" is no busy loop
 MAX_ANSWER_BYTES = 64 << 20
-SESSION_PATH = "/v1/sessions/"
-BATCH_PATH = "/v1/step/batch"
-MAX_BATCH = 32  # steps in a request; the first ones are answered while the last ones are asked for
-
-Request = Callable[[str, str, object], Awaitable[Any]]  # method, path, body -> parsed answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,59 +63,6 @@ class BearerClient:
         await self._http.close()
 
 
-class StepBatches:
-    """Steps that are asked for at the same time, in one request. For one event loop.
-
-    An engine's step ends the turns of many episodes at once. A request of its own for each of them
-    costs the actor and the hub more than a quick environment does.
-
-    Example: three sessions act before the loop turns -> one POST /v1/step/batch, three answers.
-    """
-
-    def __init__(self, request: Request) -> None:
-        """Make one whose requests go by `request`, that of `HubClient`."""
-        self._request = request
-        self._waiting: list[tuple[dict[str, Any], asyncio.Future[Any]]] = []
-        self._sending: set[asyncio.Task[None]] = set()
-
-    async def step(self, session_id: str, action: str, seq: int) -> Any:
-        """Return the answer to one step. Raises: EnvError, EnvTimeout."""
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[Any] = loop.create_future()
-        entry = {"session_id": session_id, "action": action, "seq": seq}
-        self._waiting.append((entry, answer))
-        if len(self._waiting) == 1:
-            loop.call_soon(self._send_all)  # behind all that act in this turn of the loop
-        return await answer
-
-    def _send_all(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for start in range(0, len(waiting), MAX_BATCH):
-            task = asyncio.create_task(self._send(waiting[start : start + MAX_BATCH]))
-            self._sending.add(task)
-            task.add_done_callback(self._sending.discard)
-
-    async def _send(self, batch: list[tuple[dict[str, Any], asyncio.Future[Any]]]) -> None:
-        try:
-            replies = await self._request("POST", BATCH_PATH, [entry for entry, _ in batch])
-            if not isinstance(replies, list) or len(replies) != len(batch):
-                shown = f"{replies!r:.100}"
-                raise EnvError(f"POST {BATCH_PATH}: answers {len(batch)} steps with {shown}")
-            statuses = [_told(reply, "status", int, path=BATCH_PATH) for reply in replies]
-        except EnvError as error:
-            for _, answer in batch:
-                if not answer.done():
-                    answer.set_exception(error)
-            return
-        for (_, answer), reply, status in zip(batch, replies, statuses, strict=True):
-            if answer.done():  # its episode has been given up
-                continue
-            if failure := _failure("POST", BATCH_PATH, status, str(reply.get("detail"))):
-                answer.set_exception(failure)
-            else:
-                answer.set_result(reply)
-
-
 class HubClient(BearerClient):
     """A pool of connections to one hub.
 
@@ -139,7 +82,11 @@ class HubClient(BearerClient):
         self.stay = partial(stay, self._http, self._url, owner)
         self.is_lost = False  # the last request found nobody
         self.on_lost: Callable[[HubLost], None] = lambda _: None
-        self._batches = StepBatches(self.request)
+        self.steps = Batches(self.request, STEP)
+        self._opens = Batches(
+            self.request, OPEN, alone=self._open_alone, on_unwanted=self._close_alone
+        )
+        self._closes = Batches(self.request, CLOSE, alone=self._close_alone)
 
     async def open(
         self, env: str, item_id: str, *, seed: int, style: str, is_quick: bool = False
@@ -147,19 +94,40 @@ class HubClient(BearerClient):
         """Start an episode; waits while the hub is full.
 
         Args:
-            is_quick: its steps may go together with others', which are answered together.
+            is_quick: it is opened, stepped and closed together with others, which are answered
+                together.
 
         Raises: EnvError, EnvTimeout.
         """
         body = {"env": env, "item_id": item_id, "seed": seed, "style": style, **self._owner}
-        path = "/v1/sessions"
-        reply = await self.request("POST", path, body)
-        session_id = valid_text(_told(reply, "session_id", str, path=path))
-        observation = _told(reply, "observation", str, path=path)
-        batches = self._batches if is_quick else None
-        session = HubSession(self, session_id, observation, batches)
+        path = OPEN.alone
+        reply = await self._opens.ask(body) if is_quick else None
+        if reply is None:  # by itself, or to wait until the hub has room
+            reply = await self._open_alone(body)
+        session_id = valid_text(told(reply, "session_id", str, path=path))
+        observation = told(reply, "observation", str, path=path)
+        session = HubSession(self, session_id, observation, is_quick=is_quick)
         session.first_state = str(reply.get("state") or "")
         return session
+
+    async def _open_alone(self, body: dict[str, Any]) -> Any:
+        return await self.request("POST", OPEN.alone, body)
+
+    async def close_session(self, session_id: str, *, is_quick: bool) -> None:
+        """Give a session back. Raises: EnvError, EnvTimeout: it was not there, or is still."""
+        entry = {"session_id": session_id}
+        if is_quick:
+            try:
+                await self._closes.ask(entry)
+                return
+            except HubLost:
+                raise
+            except EnvError as error:  # a hub of a version before, which closes one by one
+                logger.debug("not closed together reason=%s", error)
+        await self._close_alone(entry)
+
+    async def _close_alone(self, entry: dict[str, Any]) -> Any:
+        await self.request("DELETE", SESSION_PATH + quote(entry["session_id"], safe=""), None)
 
     async def request(self, method: str, path: str, body: object) -> Any:
         """Send one request, again after a lost connection or, until the deadline, a 429.
@@ -212,7 +180,7 @@ class HubClient(BearerClient):
                 await asyncio.sleep(max(MIN_RETRY_S, wait_s))
                 return None
             shown = repr(bytes(text[:300]))
-            if failure := _failure(method, path, response.status, shown):
+            if failure := failure_of(method, path, response.status, shown):
                 raise failure
             try:
                 return (json.loads(text) if text else {}) or {}  # None is for a 429
@@ -229,34 +197,16 @@ def retry_after_s(headers: Mapping[str, str], *, unsaid_s: float = 0.0) -> float
     return asked_s if math.isfinite(asked_s) and asked_s >= 0 else unsaid_s
 
 
-def _told(reply: Any, name: str, *kinds: type, path: str) -> Any:
-    """Return a field of a hub's answer. Raises: EnvError: it is not there, or of another type."""
-    value = reply.get(name) if isinstance(reply, dict) else None
-    if type(value) not in kinds:
-        words = " or ".join(kind.__name__ for kind in kinds)
-        raise EnvError(f"{path}: answers {name}={value!r:.100}, not {words}")
-    return value
-
-
-def _failure(method: str, path: str, status: int, text: str) -> EnvError | None:
-    """Return what a status means; None if all is well."""
-    if status == 504:
-        return EnvTimeout(f"{method} {path}: {text:.300}")
-    is_gone = status == 404 and path.startswith((SESSION_PATH, BATCH_PATH))
-    kind = HubLost if is_gone or status == 503 else EnvError
-    return kind(f"{method} {path}: HTTP {status} {text:.300}") if status >= 400 else None
-
-
 class HubSession:
     """One episode at the hub. Not for use by two tasks at once."""
 
     def __init__(
-        self, hub: HubClient, session_id: str, observation: str, batches: StepBatches | None
+        self, hub: HubClient, session_id: str, observation: str, *, is_quick: bool
     ) -> None:
         self._hub = hub
         self._session_id = session_id
         self._path = f"{SESSION_PATH}{quote(session_id, safe='')}"
-        self._batches = batches
+        self._is_quick = is_quick
         self._seq = 0
         self.first_observation = observation
         self.first_state = ""  # "": the environment tells none
@@ -265,21 +215,22 @@ class HubSession:
         """Act. Raises: EnvError, EnvTimeout."""
         self._seq += 1
         path = f"{self._path}/step"
-        if self._batches is not None:
-            reply = await self._batches.step(self._session_id, action, self._seq)
+        asked = {"action": action, "seq": self._seq}
+        if self._is_quick:
+            reply = await self._hub.steps.ask({"session_id": self._session_id, **asked})
         else:
-            reply = await self._hub.request("POST", path, {"action": action, "seq": self._seq})
-        reward = _told(reply, "reward", float, int, path=path)
+            reply = await self._hub.request("POST", path, asked)
+        reward = told(reply, "reward", float, int, path=path)
         if not 0.0 <= reward <= 1.0:
             raise EnvError(f"{path}: answers reward={reward!r:.100}, which is not in [0, 1]")
-        done = _told(reply, "done", bool, path=path)
+        done = told(reply, "done", bool, path=path)
         reply.setdefault("is_success", done and reward >= 1.0)  # hubs of others may not say it
         return StepResult(
-            observation=_told(reply, "observation", str, path=path),
+            observation=told(reply, "observation", str, path=path),
             reward=float(reward),
             done=done,
-            is_valid=_told(reply, "is_valid", bool, path=path),
-            is_success=_told(reply, "is_success", bool, path=path),
+            is_valid=told(reply, "is_valid", bool, path=path),
+            is_success=told(reply, "is_success", bool, path=path),
             state=str(reply.get("state") or ""),  # hubs of other makers tell none
         )
 
@@ -287,8 +238,8 @@ class HubSession:
         """Return what a scripted policy may know. Raises: EnvError, EnvTimeout."""
         path = f"{self._path}/hint"
         reply = await self._hub.request("GET", path, None)
-        actions = [valid_text(str(each)) for each in _told(reply, "valid_actions", list, path=path)]
-        expert = _told(reply, "expert_action", str, type(None), path=path)
+        actions = [valid_text(str(each)) for each in told(reply, "valid_actions", list, path=path)]
+        expert = told(reply, "expert_action", str, type(None), path=path)
         return Hint(
             valid_actions=actions, expert_action=None if expert is None else valid_text(expert)
         )
@@ -298,7 +249,7 @@ class HubSession:
         if self._hub.is_lost:
             return
         try:
-            await self._hub.request("DELETE", self._path, None)
+            await self._hub.close_session(self._session_id, is_quick=self._is_quick)
         except EnvError as error:
             logger.debug("close failed path=%s reason=%s", self._path, error)
 
@@ -321,7 +272,7 @@ class Environments:
         if not isinstance(catalogue, dict):
             raise EnvError(f"{path}: answers {catalogue!r:.100}, not environments by name")
         texts = {
-            name: {k: str(v) for k, v in _told(entry, "instruction", dict, path=path).items()}
+            name: {k: str(v) for k, v in told(entry, "instruction", dict, path=path).items()}
             for name, entry in catalogue.items()
         }
         answers = {

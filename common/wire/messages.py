@@ -288,6 +288,7 @@ class Ack:
     episode_id: Id
     is_accepted: bool
     reason: str  # why it was refused; "" when accepted
+    others: list[str] = field(default_factory=list[str])  # of this actor, accepted at once with it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

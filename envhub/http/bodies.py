@@ -43,10 +43,16 @@ class StepRequest(BaseModel):
     seq: int = Field(ge=1, le=MAX_SEED)
 
 
-class BatchStepRequest(StepRequest):
-    """One entry of POST /v1/step/batch."""
+class CloseRequest(BaseModel):
+    """One entry of POST /v1/close/batch."""
+
+    model_config = ConfigDict(extra="forbid", cache_strings="keys")
 
     session_id: str = Field(max_length=MAX_NAME_CHARS)
+
+
+class BatchStepRequest(StepRequest, CloseRequest):
+    """One entry of POST /v1/step/batch."""
 
 
 class Created(BaseModel):
@@ -93,27 +99,30 @@ class Failed(BaseModel):
     detail: str
 
 
-class CreatedEntry(BaseModel):
+class Entry(BaseModel):
     """One entry of a batch's answer: `status` as of the single route, and its fields."""
 
     status: int
-    session_id: str | None = None
-    observation: str | None = None
-    state: str | None = None
     detail: str | None = None
 
 
-class SteppedEntry(BaseModel):
-    """One entry of a batch's answer: `status` as of the single route, and its fields."""
+class CreatedEntry(Entry):
+    """One entry of the answer to POST /v1/sessions/batch."""
 
-    status: int
+    session_id: str | None = None
+    observation: str | None = None
+    state: str | None = None
+
+
+class SteppedEntry(Entry):
+    """One entry of the answer to POST /v1/step/batch."""
+
     observation: str | None = None
     reward: float | None = None
     done: bool | None = None
     is_valid: bool | None = None
     is_success: bool | None = None
     state: str | None = None
-    detail: str | None = None
 
 
 _BATCH = TypeAdapter(Annotated[list[Any], Field(max_length=MAX_BATCH)])

@@ -30,9 +30,11 @@ from envhub.http.bodies import (
     MAX_NAME_CHARS,
     BadBody,
     BatchStepRequest,
+    CloseRequest,
     Created,
     CreatedEntry,
     CreateRequest,
+    Entry,
     Failed,
     Hint,
     Rendered,
@@ -236,6 +238,10 @@ def _add_batch_routes(app: FastAPI, sessions: Sessions) -> None:
         body = parse_entry(BatchStepRequest, entry)
         return (await sessions.step(body.session_id, body.action, body.seq)).told()
 
+    async def close(entry: object) -> dict[str, Any]:
+        await sessions.delete(parse_entry(CloseRequest, entry).session_id)
+        return {}
+
     @app.post("/v1/sessions/batch", response_model=list[CreatedEntry], **_batch_of(CreateRequest))
     async def create_batch(request: Request) -> Response:
         return await _each(request, create, status=201)
@@ -243,6 +249,10 @@ def _add_batch_routes(app: FastAPI, sessions: Sessions) -> None:
     @app.post("/v1/step/batch", response_model=list[SteppedEntry], **_batch_of(BatchStepRequest))
     async def step_batch(request: Request) -> Response:
         return await _each(request, step, status=200)
+
+    @app.post("/v1/close/batch", response_model=list[Entry], **_batch_of(CloseRequest))
+    async def close_batch(request: Request) -> Response:
+        return await _each(request, close, status=204)
 
 
 def _batch_of(model: type[BaseModel]) -> dict[str, Any]:

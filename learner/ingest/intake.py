@@ -6,7 +6,7 @@ A thread of its own, so that actors are answered while the model trains.
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from common.store.disk import POLL_S as ROOM_POLL_S
@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.02
 GATHER_S = 0.02  # from one batch to the next: what streams in is taken, and synced, in batches
+MIN_BATCH = 16  # trajectories, with which as many again are at the door: nothing is waited for
 MAX_BATCH = 64  # trajectories: of more, the first ones are on their way to the disk meanwhile
 CONNECT_S = 60.0
 STOP_S = 5.0
@@ -109,7 +110,7 @@ class Intake(threading.Thread):
             self._take_in(received)
         self._finish()
         self._keep_in_touch()
-        if 0 < len(received) < MAX_BATCH:
+        if 0 < len(received) < MIN_BATCH:
             time.sleep(max(0.0, started + GATHER_S - time.monotonic()))
 
     def _keep_in_touch(self) -> None:
@@ -144,10 +145,12 @@ class Intake(threading.Thread):
 
     def _finish(self) -> None:
         """Acknowledge what has come to be on disk, and hand it on."""
-        for batch in self._commit.take_done():
-            for sender, ack in batch.answers:
-                self._router.send(sender, ack)
-            self._buffer.add(batch.accepted, end=batch.end)
+        done = self._commit.take_done()
+        for sender, answer in _joined([told for batch in done for told in batch.answers]):
+            self._router.send(sender, answer)
+        if done:
+            accepted = [each for batch in done for each in batch.accepted]
+            self._buffer.add(accepted, end=done[-1].end)
 
     def _decide(self, trajectory: Trajectory, sender: bytes) -> Verdict:
         """Count a trajectory that is known or refused; know one that goes into the journal."""
@@ -205,3 +208,15 @@ class Intake(threading.Thread):
             rss_bytes=status.rss_bytes,
             unchanged_s=max(0.0, time.monotonic() - status.changed_at),
         )
+
+
+def _joined(answers: Sequence[tuple[bytes, Ack]]) -> Iterator[tuple[bytes, Ack]]:
+    """Yield the answers, what each sender had accepted at once as one: sending costs most."""
+    accepted: dict[bytes, list[str]] = {}
+    for sender, ack in answers:
+        if ack.is_accepted:
+            accepted.setdefault(sender, []).append(ack.episode_id)
+        else:
+            yield sender, ack
+    for sender, (first, *others) in accepted.items():
+        yield sender, Ack(episode_id=first, is_accepted=True, reason="", others=others)

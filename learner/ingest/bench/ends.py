@@ -18,7 +18,7 @@ from common.config.load import load_config
 from common.repository import ROOT
 from common.store.journal import JournalWriter
 from common.store.run_dir import RunDir, write_atomically
-from common.wire.codec import encode
+from common.wire.codec import decode, encode
 from common.wire.messages import (
     Ack,
     EndReason,
@@ -123,8 +123,8 @@ def send(folder: Path, number: int) -> None:
             num_sent += 1
         if socket.poll(POLL_MS):
             while socket.poll(0):
-                socket.recv_multipart()
-                acked.append(time.monotonic())
+                answer = decode(socket.recv_multipart())
+                acked += [time.monotonic()] * (1 + len(answer.others))
     write_atomically(folder / f"sent-{number}.json", json.dumps(acked))
     socket.close(linger=0)
     context.term()

@@ -69,6 +69,24 @@ def test_a_full_window_blocks_until_an_acknowledgement(tmp_path: Path) -> None:
     check(tmp_path, law)
 
 
+def test_several_are_acknowledged_in_one_message(tmp_path: Path) -> None:
+    async def law(learner: Peer, delivery: Delivery, _: asyncio.Task[None]) -> None:
+        for number in range(3):
+            await delivery.put(episode(number))
+        received = await learner.receive(3)
+        others = ["g0/2", "g0/9"]  # one that it has not, as after a restart
+        answer = Ack(episode_id="g0/0", is_accepted=True, reason="", others=others)
+        learner.answer(received[0], answer)
+        async with asyncio.timeout(5.0):
+            while len(delivery.pending_ids) > 1:
+                await asyncio.sleep(0.01)
+            await delivery.put(episode(3))
+            await delivery.put(episode(4))
+        assert delivery.pending_ids == ["g0/1", "g0/3", "g0/4"]
+
+    check(tmp_path, law, window=3)
+
+
 def test_one_that_is_delivered_twice_takes_one_place(tmp_path: Path) -> None:
     async def law(learner: Peer, delivery: Delivery, _: asyncio.Task[None]) -> None:
         await delivery.put(episode(0))

@@ -8,7 +8,7 @@ import pytest
 from aiohttp import web
 
 from actor.rollout import env_client
-from actor.rollout.env_client import Environments, Hint, HubClient, StepResult
+from actor.rollout.env_client import Environments, Hint, HubClient, HubSession, StepResult
 from common.errors import EnvError, EnvTimeout, HubLost
 
 OPENED = {"session_id": "s", "observation": "begun"}
@@ -56,6 +56,15 @@ class Hub:
             return web.json_response(
                 [STEPPED | {"status": n, "detail": "no such session"} for n in answers]
             )
+        if request.path == "/v1/sessions/batch":
+            full = {"status": 429, "detail": "the hub is full"}
+            unknown = {"status": 404, "detail": "unknown item"}
+            known = {"full": full, "unknown": unknown}
+            return web.json_response(
+                [known.get(each["item_id"], {"status": 201, **OPENED}) for each in body or []]
+            )
+        if request.path == "/v1/close/batch":
+            return web.json_response([{"status": 204} for _ in body or []])
         if request.path.endswith("/hint"):
             return web.json_response({"valid_actions": ["a"], "expert_action": None})
         return web.json_response(STEPPED if request.path.endswith("/step") else OPENED)
@@ -232,6 +241,59 @@ def test_steps_of_a_quick_environment_at_the_same_time_are_one_request() -> None
     paths = [path for _, path, _ in hub.requests]
     assert paths == ["/v1/envs", *["/v1/sessions"] * 3, "/v1/step/batch"]
     assert [each["action"] for each in hub.requests[-1][2]] == ["a", "b", "c"]
+
+
+def test_sessions_of_a_quick_environment_open_and_close_in_one_request_each() -> None:
+    async def law(_: Hub, client: HubClient) -> None:
+        toy = await Environments.of(client, style="compact")
+        asked = ["a", "unknown", "b", "full"]
+        opened = await asyncio.gather(
+            *(toy.open("toy", item, seed=0) for item in asked), return_exceptions=True
+        )
+        kinds = [HubSession, EnvError, HubSession, HubSession]
+        assert [type(each) for each in opened] == kinds  # HubLost would be asked elsewhere
+        assert "HTTP 404 unknown item" in str(opened[1])
+        await asyncio.gather(*(each.close() for each in opened if isinstance(each, HubSession)))
+        (alone,) = [await toy.open("toy", "c", seed=0)]
+        await alone.close()
+
+    hub = check(law)
+    asked = [(method, path) for method, path, _ in hub.requests]
+    ends = ("POST", "/v1/sessions"), ("DELETE", "/v1/sessions/s")
+    assert asked == [
+        ("GET", "/v1/envs"),
+        ("POST", "/v1/sessions/batch"),
+        ("POST", "/v1/sessions"),  # what found the hub full waits there by itself
+        ("POST", "/v1/close/batch"),
+        *ends,  # who is alone asks as ever
+    ]
+    assert hub.requests[3][2] == [{"session_id": "s"}] * 3
+
+
+def test_a_hub_without_the_route_closes_sessions_one_by_one() -> None:
+    async def law(_: Hub, client: HubClient) -> None:
+        toy = await Environments.of(client, style="compact")
+        opened = [await toy.open("toy", "a", seed=0) for _ in range(2)]
+        await asyncio.gather(*(each.close() for each in opened))
+
+    hub = check(law, script=(200, 200, 200, 404))
+    assert [method for method, _, _ in hub.requests][3:] == ["POST", "DELETE", "DELETE"]
+
+
+def test_a_session_that_opens_for_an_episode_given_up_meanwhile_is_closed() -> None:
+    async def law(hub: Hub, client: HubClient) -> None:
+        toy = await Environments.of(client, style="compact")
+        opening = [asyncio.create_task(toy.open("toy", item, seed=0)) for item in "ab"]
+        while len(hub.requests) < 2:
+            await asyncio.sleep(0)
+        opening[0].cancel()
+        await opening[1]
+        async with asyncio.timeout(5.0):
+            while len(hub.requests) < 3:
+                await asyncio.sleep(0.01)
+
+    hub = check(law)
+    assert [method for method, _, _ in hub.requests] == ["GET", "POST", "DELETE"]
 
 
 def test_a_step_that_fails_in_a_batch_fails_alone_and_by_its_own_reason() -> None:

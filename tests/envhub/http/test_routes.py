@@ -250,6 +250,14 @@ def test_batch_runs_steps_of_one_session_in_their_order(hub):
     assert [each["observation"] for each in answers] == ["step 1", "step 2", "step 2", "step 3"]
 
 
+def test_batch_closes_sessions_and_one_that_is_gone_touches_no_other(hub):
+    ids = [hub.open().rpartition("/")[2] for _ in range(3)]
+    entries = [{"session_id": each} for each in (ids[0], "none", ids[2])]
+    answers = hub.client.post("/v1/close/batch", json=[*entries, {"session": ids[1]}]).json()
+    assert [each["status"] for each in answers] == [204, 404, 204, 422]
+    assert len(hub.sessions) == 1
+
+
 def test_batch_beyond_the_bound_is_refused(hub):
     entries = [{"env": "faulty", "item_id": "any-train-0"}] * (MAX_BATCH + 1)
     assert hub.client.post("/v1/sessions/batch", json=entries).status_code == 422
@@ -318,7 +326,7 @@ MALFORMED = [
 ]
 
 
-@pytest.mark.parametrize("route", ["step", "create", "batch", "steps"])
+@pytest.mark.parametrize("route", ["step", "create", "batch", "steps", "close"])
 @pytest.mark.parametrize("number", range(len(MALFORMED)))
 def test_malformed_body_is_refused_and_harms_nothing(served, route, number):
     path = served.open()
@@ -327,8 +335,9 @@ def test_malformed_body_is_refused_and_harms_nothing(served, route, number):
         "create": "/v1/sessions",
         "batch": "/v1/sessions/batch",
         "steps": "/v1/step/batch",
+        "close": "/v1/close/batch",
     }[route]
-    is_empty_list = route in ("batch", "steps") and MALFORMED[number] == b"[]"
+    is_empty_list = route in ("batch", "steps", "close") and MALFORMED[number] == b"[]"
     answer = served.client.post(where, content=MALFORMED[number])
     assert answer.status_code == (200 if is_empty_list else 422)
     assert served.step(path, "go", 1).json()["observation"] == "step 1"

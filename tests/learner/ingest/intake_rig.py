@@ -2,8 +2,10 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -186,7 +188,17 @@ class Setup:
         )
         self._context = zmq.Context()
         address = f"tcp://{HOST}:{self.intake.port}"
-        self.actor = connect_dealer(self._context, keys, address=address, timeout_s=5.0)
+        self._connect = partial(connect_dealer, keys=keys, address=address, timeout_s=5.0)
+        self.actor = self._connect(self._context)
+
+    @contextmanager
+    def other_actor(self) -> Iterator[Any]:
+        """Yield the socket of another one."""
+        socket = self._connect(self._context)
+        try:
+            yield socket
+        finally:
+            socket.close(linger=0)
 
     def _apply(self, progress: Progress) -> None:
         self.buffer.apply(progress)

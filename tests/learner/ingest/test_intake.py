@@ -49,14 +49,37 @@ def test_of_trajectories_that_come_at_once_each_is_judged_by_itself(running: Set
     for each in (member(0), bad, member(0), member(2), bad):
         running.actor.send_multipart(encode(each))
     running.journal.gate.set()
-    acks = [decode(running.actor.recv_multipart()) for _ in range(5)]
-    assert [(ack.episode_id, ack.is_accepted) for ack in acks] == [
-        *(("g/0", True), ("g/1", False), ("g/0", True), ("g/2", True), ("g/1", False))
+    told: list[tuple[str, bool]] = []
+    while len(told) < 5:
+        answer = decode(running.actor.recv_multipart())
+        told += [(each, answer.is_accepted) for each in (answer.episode_id, *answer.others)]
+    assert sorted(told) == [
+        *(("g/0", True), ("g/0", True), ("g/1", False), ("g/1", False), ("g/2", True))
     ]
     running.scheduler.pump_until(lambda: running.scheduler.groups == {"g": True})
     assert running.journaled() == ["g/0", "g/2"]
     assert running.scheduler.num_duplicates == 1
     assert running.scheduler.outcomes == {"g/1": ("failed", "refused")}
+
+
+def test_what_a_sender_had_accepted_at_once_is_acknowledged_at_once(running: Setup) -> None:
+    running.journal.gate.clear()
+    running.actor.send_multipart(encode(member(0)))  # at the disk while the others come
+    for number in range(1, 3):
+        running.actor.send_multipart(encode(member(number)))
+    with running.other_actor() as other:
+        other.send_multipart(encode(member(0, group_id="h")))
+        assert not other.poll(300)
+        running.journal.gate.set()
+        told: list[str] = []
+        num_messages = 0
+        while len(told) < 3:
+            answer = decode(running.actor.recv_multipart())
+            told += [answer.episode_id, *answer.others]
+            num_messages += 1
+        assert sorted(told) == ["g/0", "g/1", "g/2"]
+        assert num_messages < 3
+        assert decode(other.recv_multipart()).episode_id == "h/0"
 
 
 def test_a_refused_trajectory_is_answered_with_its_reason_and_never_arrives(running: Setup) -> None:

@@ -1,0 +1,128 @@
+"""What many episodes ask a hub at the same time, in one request, and what its answers mean."""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from typing import Any, NamedTuple
+
+from common.errors import EnvError, EnvTimeout, HubLost
+
+SESSION_PATH = "/v1/sessions/"
+FULL = 429
+
+Request = Callable[[str, str, object], Awaitable[Any]]  # method, path, body -> parsed answer
+Entry = dict[str, Any]
+
+
+class BatchRoute(NamedTuple):
+    """A route of the hub that takes a list and answers each entry of it."""
+
+    path: str
+    alone: str  # the route of a single one: its failures are named and understood by it
+    max_entries: int  # in a request; the first ones are answered while the last ones are asked for
+
+
+STEP = BatchRoute("/v1/step/batch", f"{SESSION_PATH}step", 32)
+OPEN = BatchRoute("/v1/sessions/batch", "/v1/sessions", 8)  # which takes longer than a step
+CLOSE = BatchRoute("/v1/close/batch", f"{SESSION_PATH}close", 32)
+
+
+class Batches:
+    """Entries that are asked for at the same time, in one request. For one event loop.
+
+    An engine's step ends the turns of many episodes at once. A request of its own for each of them
+    costs the actor and the hub more than a quick environment does.
+
+    Example: three sessions act before the loop turns -> one POST /v1/step/batch, three answers.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        route: BatchRoute,
+        *,
+        alone: Callable[[Entry], Awaitable[Any]] | None = None,
+        on_unwanted: Callable[[Any], Awaitable[Any]] | None = None,
+    ) -> None:
+        """Make one whose requests go by `request`, that of `HubClient`.
+
+        Args:
+            alone: how an entry is asked for that nobody else's goes with; None: as a list of one.
+            on_unwanted: awaited for an answer that nobody waits for any more.
+        """
+        self._request = request
+        self._route = route
+        self._alone = alone
+        self._on_unwanted = on_unwanted
+        self._waiting: list[tuple[Entry, asyncio.Future[Any]]] = []
+        self._sending: set[asyncio.Task[None]] = set()
+
+    async def ask(self, entry: Entry) -> Any:
+        """Return the answer to one entry; None: the hub is full. Raises: EnvError, EnvTimeout."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[Any] = loop.create_future()
+        self._waiting.append((entry, answer))
+        if len(self._waiting) == 1:
+            loop.call_soon(self._send_all)  # behind all that ask in this turn of the loop
+        return await answer
+
+    def _send_all(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for start in range(0, len(waiting), self._route.max_entries):
+            task = asyncio.create_task(self._send(waiting[start : start + self._route.max_entries]))
+            self._sending.add(task)
+            task.add_done_callback(self._sending.discard)
+
+    async def _send(self, batch: list[tuple[Entry, asyncio.Future[Any]]]) -> None:
+        entries = [entry for entry, _ in batch]
+        try:
+            if len(entries) == 1 and self._alone is not None:
+                outcomes = [await self._alone(entries[0])]
+            else:
+                outcomes = await self._ask_for(entries)
+        except EnvError as error:
+            outcomes = [error] * len(batch)
+        unwanted: list[Any] = []
+        for (_, answer), outcome in zip(batch, outcomes, strict=True):
+            is_failure = isinstance(outcome, EnvError)
+            if answer.done():  # its episode has been given up
+                unwanted += [] if is_failure or outcome is None else [outcome]
+            elif is_failure:
+                answer.set_exception(outcome)
+            else:
+                answer.set_result(outcome)
+        for each in unwanted:
+            if self._on_unwanted is not None:
+                with contextlib.suppress(EnvError):
+                    await self._on_unwanted(each)
+
+    async def _ask_for(self, entries: list[Entry]) -> list[Any]:
+        """Return each entry's answer, or its failure. Raises: EnvError: there is none at all."""
+        path = self._route.path
+        replies = await self._request("POST", path, entries)
+        if not isinstance(replies, list) or len(replies) != len(entries):
+            raise EnvError(f"POST {path}: answers {len(entries)} entries with {replies!r:.100}")
+        return [self._outcome(reply, told(reply, "status", int, path=path)) for reply in replies]
+
+    def _outcome(self, reply: Any, status: int) -> Any:
+        if status == FULL:
+            return None
+        return failure_of("POST", self._route.alone, status, str(reply.get("detail"))) or reply
+
+
+def told(reply: Any, name: str, *kinds: type, path: str) -> Any:
+    """Return a field of a hub's answer. Raises: EnvError: it is not there, or of another type."""
+    value = reply.get(name) if isinstance(reply, dict) else None
+    if type(value) not in kinds:
+        words = " or ".join(kind.__name__ for kind in kinds)
+        raise EnvError(f"{path}: answers {name}={value!r:.100}, not {words}")
+    return value
+
+
+def failure_of(method: str, path: str, status: int, text: str) -> EnvError | None:
+    """Return what a status means; None if all is well."""
+    if status == 504:
+        return EnvTimeout(f"{method} {path}: {text:.300}")
+    is_gone = status == 404 and path.startswith((SESSION_PATH, STEP.path))
+    kind = HubLost if is_gone or status == 503 else EnvError
+    return kind(f"{method} {path}: HTTP {status} {text:.300}") if status >= 400 else None
