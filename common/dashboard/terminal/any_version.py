@@ -1,0 +1,73 @@
+"""The configuration of a run that is only looked at: whatever version wrote it."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from common.config.command_line import Request
+from common.config.load import load_config, override_value
+from common.config.run_config import ModelSection, RunConfig, RunSection
+from common.dashboard.reading.tail import as_map
+from common.errors import ConfigError
+from common.launch.commands import load_joined, own_config
+
+RUN_FILES = ("config.yaml", "journal", "metrics.jsonl")
+
+
+def load_of_any_version(request: Request, *, root: Path, say: Callable[[str], None]) -> RunConfig:
+    """Return the config of a run that is asked about, whatever version wrote it.
+
+    What of it is unknown today is left out, and said; so is a config that is missing or damaged.
+
+    Raises: ConfigError: there is no such run, or the request itself is wrong.
+    """
+    try:
+        return load_joined(request, root=root)
+    except ConfigError as error:
+        name = override_value(request.overrides, "run.name")
+        if name is None:
+            raise
+        own = own_config(request.overrides, name, root=root)
+        if not any((own.parent / each).exists() for each in RUN_FILES):
+            raise
+        if _is_whole(own, root=root):
+            raise
+        why = f"{own} is missing" if not own.is_file() else str(error)
+        say(f"note: {' '.join(why.split())}: of another version? The rest is shown")
+        return _known_part(own)
+
+
+def _is_whole(own: Path, *, root: Path) -> bool:
+    """Return whether a run's config is one of this version: the fault is the request's then."""
+    try:
+        load_config(str(own), [], root=root)
+    except ConfigError:
+        return False
+    return True
+
+
+def _known_part(path: Path) -> RunConfig:
+    """Return what of a run's config.yaml this version knows; defaults stand for the rest."""
+    schema = OmegaConf.structured(RunConfig)
+    try:
+        found: object = yaml.safe_load(path.read_bytes())
+    except (OSError, ValueError, yaml.YAMLError):
+        found = {}
+    kept = {
+        section: {k: v for k, v in as_map(keys).items() if k in [*schema[section]]}
+        for section, keys in as_map(found).items()
+        if section in schema and isinstance(keys, dict)
+    }
+    own = {"name": path.parent.name, "dir": str(path.parents[1])}
+    try:
+        unset = {"model": {"path": "unknown"}}
+        merged = OmegaConf.unsafe_merge(schema, unset, kept, {"run": own})
+        return cast(RunConfig, OmegaConf.to_object(merged))
+    except (OmegaConfBaseException, ConfigError, ValueError):
+        return RunConfig(
+            model=ModelSection(path="unknown"), run=RunSection(name=own["name"], dir=own["dir"])
+        )
