@@ -108,6 +108,13 @@ class SqlgymOptions(ItemFiles):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WordleOptions(ItemFiles):
+    """Wordle with words that are few."""
+
+    words: str = knob("", 'file of them, such as LMRL-Gym\'s tweet_words.txt; "": our own')
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteOptions:
     """An AgentGym server driven as an environment of ours; its name is the dialect."""
 
@@ -144,7 +151,7 @@ class EnvsSection:
     webarena: WebarenaOptions = field(default_factory=WebarenaOptions)
     sqlgym: SqlgymOptions = field(default_factory=SqlgymOptions)
     maze: ItemFiles = field(default_factory=ItemFiles)
-    wordle: ItemFiles = field(default_factory=ItemFiles)
+    wordle: WordleOptions = field(default_factory=WordleOptions)
     plugins: dict[str, str] = knob({}, "options of outside ones, as they read them")
 
 
@@ -161,7 +168,7 @@ def own_tasks(name: str, envs: EnvsSection) -> str:
         "textcraft": "" if envs.textcraft.recipes_dir else "recipes of our own, not Minecraft's",
         "searchqa": "" if envs.searchqa.questions_dir else "questions on a world of our own",
         "sqlgym": "" if envs.sqlgym.bird_dir else "generated databases, not BIRD",
-        "wordle": "words of our own",
+        "wordle": "" if envs.wordle.words else "words of our own",
         "minisites": "minisites, not WebArena",
     }
     return own.get(name, "")

@@ -23,7 +23,7 @@ from envhub.agentgym.replies import (
 )
 from envhub.catalogue.registry import LOADERS, Registry
 from envhub.env import Isolation, UnknownItem
-from envhub.envs.wordle.words import VOCABULARY
+from envhub.envs.wordle.words import vocabulary
 from envhub.errors import CapacityFull, SessionUnknown
 from envhub.hosting.sessions import Sessions
 from envhub.http.bodies import body_of, json_bytes, json_response
@@ -52,7 +52,9 @@ def add_agentgym_routes(
         is_ours = name in registry.names and name in LOADERS
         if is_ours and name != registry.remote.dialect:
             spec = registry.spec(name)
-            desk = _Desk(dialect, Instances(spec, sessions, patience=patience))
+            instances = Instances(spec, sessions, patience=patience)
+            words = vocabulary(registry.options.wordle.words) if dialect is WORDLE else ()
+            desk = _Desk(dialect, instances, words=words)
             _add_routes(app, name, desk)
             if spec.isolation is Isolation.INLINE:
                 known.add(f"/agentgym/{name}/step", desk.step_at_once)
@@ -121,9 +123,12 @@ def _shown(value: object) -> object:
 
 
 class _Desk:
-    def __init__(self, dialect: Dialect, instances: Instances) -> None:
+    def __init__(
+        self, dialect: Dialect, instances: Instances, *, words: tuple[str, ...] = ()
+    ) -> None:
         self.dialect = dialect
         self._instance_key = dialect.instance_key
+        self._words = words  # of Wordle
         self._instances = instances
         self.resets_at_create = dialect.create_body == {}
 
@@ -146,7 +151,7 @@ class _Desk:
             return look(number, partial(observation_reply, self.dialect))
 
         async def filtered_vocab(number: int = query) -> Response:
-            return look(number, lambda _: list(VOCABULARY))
+            return look(number, lambda _: list(self._words))
 
         async def last_reply(number: int = query) -> Response:
             return look(number, partial(detail_reply, self.dialect))

@@ -22,8 +22,7 @@ class AgentGymBabyAiEnv(BabyAiEnv):
     what its last primitive paid counts, so that a success on the way is lost; the reward is
     minigrid's, falls with the steps, is told again after an invalid action, and ends the episode
     only above 0.5. KeyInBox cannot be solved. Here it is never below 0 but on AgentGym's own
-    routes, `pick up` is understood as well, and the first view of PutNextS7N4Carrying does not show
-    what the agent carries already.
+    routes, and `pick up` is understood as well.
     """
 
     def __init__(self, style: Style, *, options: BabyaiOptions) -> None:
@@ -36,6 +35,12 @@ class AgentGymBabyAiEnv(BabyAiEnv):
         self._reward = self._score = 0.0
         self._has_ended = False
         super()._start(item)
+        held = self._level.carrying
+        if held is not None:  # minigrid's first view is of the moment before it was taken up
+            self._level.grid.set(*held.init_pos, held)
+            self._scene = read_scene(self._level)
+            self._look()
+            self._level.grid.set(*held.init_pos, None)
 
     def _locate(self, item: ItemId) -> tuple[str, int]:
         level, seed = levels.locate(item)

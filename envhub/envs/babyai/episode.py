@@ -126,7 +126,7 @@ class BabyAiEnv(TextEnv):
 
     def _minigrid_reward(self) -> float:
         """Return what minigrid pays for a success now; below 0 beyond 1.1 times its steps."""
-        return 1.0 - 0.9 * self._level.step_count / self._max_steps
+        return 1.0 - 0.9 * (self._level.step_count / self._max_steps)  # its rounding, too
 
     def _pose(self) -> tuple[int, int]:
         return _pose(self._level, self._scene.stride)

@@ -91,12 +91,14 @@ class MazeEnv(TextEnv):
 def from_agentgym(index: int) -> str:
     """Return the item of AgentGym's game number.
 
-    Raises: UnknownItem: there is no such start.
+    Raises: UnknownItem: there is no such start, or it is the goal, where AgentGym refuses to begin.
     """
+    if index == STARTS.index(GOAL):
+        raise UnknownItem(f"The game {index} begins at its goal.")
     for split, numbers in START_NUMBERS.items():
         if index in numbers:
             return f"{SUBSET}-{split}-{numbers.index(index)}"
-    raise UnknownItem(f"game {index} is out of range; they are 0 to {len(STARTS) - 1}")
+    raise UnknownItem(f"The game {index} is not valid.")
 
 
 def make_spec(options: EnvsSection) -> EnvSpec:

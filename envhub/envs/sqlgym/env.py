@@ -13,6 +13,7 @@ from envhub.env import (
     StepResult,
     Style,
     SubsetSpec,
+    UnknownItem,
     parse_item,
 )
 from envhub.envs.sqlgym import bird, generated, text
@@ -23,6 +24,7 @@ from envhub.envs.sqlgym.query import (
     Database,
     LimitReached,
     Limits,
+    NoTable,
     QueryRefused,
     Row,
     rows_of,
@@ -33,6 +35,7 @@ from envhub.tasks import spec_beside
 
 SESSIONS_PER_WORKER = 64
 MAX_WORKERS = 2
+NUM_BIRD_TRAIN = 9428
 MAX_GOLD_ROWS = 1_000_000
 # Beside the queries themselves: opening files, waiting for a processor among other sessions.
 PATIENCE_S = 20.0
@@ -56,9 +59,21 @@ class Problems:
     def from_agentgym(self, index: int) -> str:
         """Return the item of AgentGym's index into BIRD, or else into the generated problems.
 
-        Training items come before test items: of BIRD 0 to 9427, and `dev` from 9428 to 10961.
+        Training items come before test items: of BIRD 0 to 9427, and `dev` from 9428 to 10961,
+        also where the folder has fewer.
+
+        Raises: UnknownItem: there is no such item here.
         """
-        return numbered(self._numbered, index)
+        if self._bird is None:
+            return numbered(self._numbered, index)
+        split, place = (
+            ("train", index) if index < NUM_BIRD_TRAIN else ("test", index - NUM_BIRD_TRAIN)
+        )
+        [(subset, spec)] = self._bird.subsets.items()
+        num_items = spec.num_train if split == "train" else spec.num_test
+        if not 0 <= place < num_items:
+            raise UnknownItem(f"no data index {index}: the folder has {num_items} {split} items")
+        return f"{subset}-{split}-{place}"
 
 
 class SqlEnv(TextEnv):
@@ -100,6 +115,9 @@ class SqlEnv(TextEnv):
         try:
             statement = text.statement_of(action, self._style)
             answer = rows_of(connection, statement, limits)
+        except NoTable as error:  # no rows, for AgentGym
+            is_agentgyms = self._style is Style.AGENTGYM
+            answer = [] if is_agentgyms else text.refusal(error, self._style)
         except QueryRefused as error:
             answer = text.refusal(error, self._style)
         self.close()  # with what it made: there is no second statement

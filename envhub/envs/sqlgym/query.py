@@ -58,6 +58,10 @@ class QueryRefused(ValueError):
     """The statement is wrong, forbidden, or too costly; the text tells the agent why."""
 
 
+class NoTable(QueryRefused):
+    """The statement was run and returns no table, as an empty one does."""
+
+
 class LimitReached(QueryRefused):
     """The statement may be right, but takes more than it may."""
 
@@ -167,6 +171,8 @@ def _rows_of(connection: Database, statement: str, limits: Limits) -> list[Row]:
     connection.set_progress_handler(is_late, INSTRUCTIONS_PER_CHECK)
     try:
         rows = list(_fetch(connection, statement, limits))
+    except NoTable:  # a ValueError, as those below
+        raise
     except sqlite3.OperationalError as error:
         reason = connection.functions.failure or str(error)
         is_ended = is_late() and reason == "interrupted"
@@ -190,7 +196,7 @@ def _fetch(connection: Database, statement: str, limits: Limits) -> Iterator[Row
     with closing(connection.cursor()) as cursor:
         cursor.execute(statement)
         if cursor.description is None and not COMMENT.sub("", statement).strip(" \n\t;"):
-            raise QueryRefused("the statement returns no table")
+            raise NoTable("the statement returns no table")
         for num_rows, row in enumerate(cursor, start=1):
             is_new = row not in seen
             if not is_new and num_rows > NUM_FIRST_ROWS:

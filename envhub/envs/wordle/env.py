@@ -1,12 +1,13 @@
 """Wordle: find the hidden word in six guesses."""
 
 import random
+from functools import partial
 
 from common.config.envs import EnvsSection
 from envhub.agentgym.conversations import CONVERSATIONS
-from envhub.env import EnvSpec, StepResult, SubsetSpec, UnknownItem, action_text, parse_item
+from envhub.env import EnvSpec, StepResult, Style, SubsetSpec, UnknownItem, action_text, parse_item
 from envhub.envs.text_env import TextEnv
-from envhub.envs.wordle.words import VOCABULARY, best_guess, consistent, marks
+from envhub.envs.wordle.words import VOCABULARY, best_guess, consistent, marks, vocabulary
 from envhub.tasks import spec_beside
 
 SUBSET = "Common"
@@ -26,23 +27,27 @@ class WordleEnv(TextEnv):
     from those that all answers so far allow. Only the item decides the draws.
     """
 
+    def __init__(self, style: Style, *, known: tuple[str, ...] = VOCABULARY) -> None:
+        super().__init__(style)
+        self._known = known
+
     def reset(self, item_id: str, seed: int = 0) -> str:
         """Start an item; `seed` is unused, since the item fixes all draws."""
         item = parse_item(item_id, SUBSETS)
         self._seed = item.index if item.split == "train" else FIRST_TEST_SEED + item.index
         self._rng = random.Random(self._seed)
-        self._words = VOCABULARY
+        self._words = self._known
         self._answers: list[tuple[str, str]] = []  # (guess or what stood for one, answer)
         self._begin()
         if self._is_compact:
-            return f"words: {' '.join(VOCABULARY)}\nguess"
-        return CONVERSATIONS["wordle"].first_observation("\n".join(VOCABULARY))
+            return f"words: {' '.join(self._known)}\nguess"
+        return CONVERSATIONS["wordle"].first_observation("\n".join(self._known))
 
     def _step(self, action: str) -> StepResult:
         text = action_text(action)[:MAX_ACTION_CHARS]
         # Spaces alone do not matter to AgentGym; a word is five small letters.
         guess = "".join(text.lower().split()) if self._is_compact else text.replace(" ", "")
-        is_valid = guess in VOCABULARY
+        is_valid = guess in self._known
         answer = self._answer(guess) if is_valid else "invalid word"
         self._answers.append((guess, answer))
         self._done = answer == SOLVED or len(self._answers) == MAX_GUESSES
@@ -66,11 +71,11 @@ class WordleEnv(TextEnv):
         return answer
 
     def _valid_actions(self) -> list[str]:
-        return [" ".join(word) for word in VOCABULARY]
+        return [" ".join(word) for word in self._known]
 
     def _expert_action(self) -> str | None:
         """Return the guess whose worst answer leaves the fewest words; it needs at most six."""
-        return " ".join(best_guess(self._words))
+        return " ".join(best_guess(self._words, self._known))
 
     def render(self) -> str:
         """Return the guesses with their answers, and the words that are still possible."""
@@ -78,11 +83,11 @@ class WordleEnv(TextEnv):
         return "\n".join([*lines, f"possible: {' '.join(self._words)}"])
 
     def _state(self) -> str:
-        return f"{VOCABULARY} {self._seed}"
+        return f"{self._known} {self._seed}"
 
 
 def from_agentgym(index: int) -> str:
-    """Return the item that draws as AgentGym's seed does, though from words of our own.
+    """Return the item that draws as AgentGym's seed does, from our own words or those named.
 
     Raises: UnknownItem: negative or too large.
     """
@@ -93,4 +98,5 @@ def from_agentgym(index: int) -> str:
 
 def make_spec(options: EnvsSection) -> EnvSpec:
     """Return Wordle's catalogue entry."""
-    return spec_beside(__file__, SUBSETS, WordleEnv, from_agentgym=from_agentgym)
+    make = partial(WordleEnv, known=vocabulary(options.wordle.words))
+    return spec_beside(__file__, SUBSETS, make, from_agentgym=from_agentgym)

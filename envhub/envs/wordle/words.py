@@ -1,11 +1,32 @@
 """The words of Wordle, what a guess is answered, and the guess that tells most."""
 
 from collections import Counter
-from functools import lru_cache
+from functools import cache, lru_cache
+from pathlib import Path
 
+from common.errors import ConfigError
 from envhub.tables import read_text
 
 VOCABULARY = tuple(read_text(__file__, "words.txt").split())
+NUM_LETTERS = 5
+
+
+@cache
+def vocabulary(path: str) -> tuple[str, ...]:
+    """Return the words of five letters in a file, a line each; "": our own.
+
+    Raises: ConfigError: no such file, or no such word in it.
+    """
+    if not path:
+        return VOCABULARY
+    try:
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"envs.wordle.words={path}: cannot be read: {error}") from error
+    words = tuple(line.strip() for line in lines if len(line.strip()) == NUM_LETTERS)
+    if not words or not all(word.isascii() and word.islower() for word in words):
+        raise ConfigError(f"envs.wordle.words={path}: a word of five small letters a line")
+    return words
 
 
 @lru_cache(maxsize=4096)
@@ -26,11 +47,11 @@ def consistent(words: tuple[str, ...], guess: str, answer: str) -> tuple[str, ..
 
 
 @lru_cache(maxsize=4096)
-def best_guess(words: tuple[str, ...]) -> str:
-    """Return the word whose worst answer leaves the fewest of `words`, itself one if it can be."""
+def best_guess(words: tuple[str, ...], known: tuple[str, ...] = VOCABULARY) -> str:
+    """Return the known word whose worst answer leaves the fewest of `words`, rather one of them."""
 
     def badness(guess: str) -> tuple[int, int, bool, str]:
         sizes = Counter(marks(guess, word) for word in words)
         return max(sizes.values()), -len(sizes), guess not in words, guess
 
-    return min(VOCABULARY, key=badness)
+    return min(known, key=badness)

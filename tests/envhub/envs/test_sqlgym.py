@@ -316,12 +316,13 @@ def test_bird_evidence_is_told_in_the_compact_style_only(bird_dir):
     env.close()
 
 
-def test_bird_numbers_count_train_then_dev(bird_dir):
+def test_bird_numbers_are_agentgyms_whatever_the_folder_has(bird_dir):
     spec = bird_spec(bird_dir)
     assert item_of(spec, 2) == "bird-train-2"
-    assert item_of(spec, 3) == "bird-test-0"
-    with pytest.raises(UnknownItem, match="the last is 3"):
-        item_of(spec, 4)
+    assert item_of(spec, 9428) == "bird-test-0"
+    for number, told in ((3, "3 train"), (9427, "3 train"), (9429, "1 test"), (-1, "3 train")):
+        with pytest.raises(UnknownItem, match=f"no data index {number}: the folder has {told}"):
+            item_of(spec, number)
 
 
 def test_generated_numbers_count_train_then_test(spec):

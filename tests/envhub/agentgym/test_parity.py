@@ -1,0 +1,70 @@
+"""Laws of equality with AgentGym's servers: what they answered, recorded, is what ours answer."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.config.envs import EnvsSection, SqlgymOptions, TextcraftOptions, WordleOptions
+from envhub.catalogue.registry import Registry
+from envhub.hosting.sessions import Sessions
+from envhub.http.routes import make_app
+from tests.envhub.agentgym.agentgym_clients import serve_app
+from tests.envhub.agentgym.parity.wire import Raw, digest, settled
+from tests.envhub.agentgym.parity.world import HERE, write_bird, write_recipes
+
+TRANSCRIPTS = json.loads((HERE / "transcripts.json").read_text(encoding="utf-8"))
+# LMRL-Gym's words, which its seeds draw from.
+WORDS = (
+    "panic solar shire proxy point robot prick wince crimp knoll sugar whack mount perky could"
+    " wrung light those moist shard pleat aloft skill elder frame humor pause ulcer ultra robin"
+    " cynic aroma caulk shake dodge swill tacit other thorn trove"
+)
+MAX_EPISODES = {"sciworld": 2, "sqlgym": 18}  # they take long; of the others all
+
+
+@contextmanager
+def served(name: str, folder: Path) -> Iterator[Raw]:
+    words = folder / "words.txt"
+    words.write_text(WORDS.replace(" ", "\n"))
+    options = EnvsSection(
+        agentgym_rules=True,
+        textcraft=TextcraftOptions(recipes_dir=str(write_recipes(folder / "recipes"))),
+        sqlgym=SqlgymOptions(bird_dir=str(write_bird(folder / "bird"))),
+        wordle=WordleOptions(words=str(words)),
+    )
+    registry = Registry([name], options)
+    sessions = Sessions(registry, lease_s=600.0, capacity=4, step_timeout_s=60.0)
+    with serve_app(make_app(sessions, registry, token=None, step_timeout_s=60.0)) as url:
+        raw = Raw(name, f"{url}/agentgym/{name}")
+        yield raw
+        raw.close()
+
+
+def replay(name: str, raw: Raw, episode: dict[str, Any]) -> list[str]:
+    """Return what is answered otherwise than it was recorded."""
+    item = episode["item"]
+    mark, is_fault = episode["reset"]
+    begun = raw.reset(item)
+    if is_fault:
+        return [] if begun.fault else [f"{item} begins"]
+    found = [] if digest(settled(name, begun.text, is_first=True)) == mark else [f"{item} reset"]
+    for action, mark, *paid in episode["steps"]:
+        told = raw.step(action)
+        is_same_text = digest(settled(name, told.text, is_first=False)) == mark
+        if [told.reward, told.score, told.done] != paid or not is_same_text:
+            found.append(f"{item} {action!r}: {told}, not {paid}")
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["textcraft", "babyai", "sciworld", "maze", "wordle", "sqlgym"])
+def test_recorded_play_on_agentgyms_servers_is_answered_alike_here(name: str, tmp_path: Path):
+    episodes = TRANSCRIPTS[name][: MAX_EPISODES.get(name)]
+    assert sum(len(episode["steps"]) for episode in episodes) >= 15
+    with served(name, tmp_path) as raw:
+        differing = [text for episode in episodes for text in replay(name, raw, episode)]
+    assert differing == []
