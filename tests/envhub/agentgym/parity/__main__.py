@@ -233,7 +233,7 @@ def compare(
         hub_process([name], overrides=overrides) as hub,
     ):
         theirs = Raw(name, url)
-        ours = Raw(name, f"{hub.target.url}/agentgym/{name}", hub.target.token)
+        ours = Raw(name, f"{hub.target.url}/agentgym/{name}", hub.target.token or "")
         for index in original.items[:num_items] if num_items else original.items:
             with contextlib.suppress(ValueError):
                 guide.reset(spec.from_agentgym(index), 0)

@@ -69,7 +69,7 @@ class Raw:
         if dialect.reset_reply is ResetReply.LIST:
             return Told(reply[0])
         if dialect.reset_reply is ResetReply.TEXT:
-            return Told(reply)
+            return Told(str(reply))
         text = reply["observation"]
         if "task_description" in reply:
             text = f"{reply['task_description']}\n{text}"
