@@ -19,6 +19,7 @@ NUM_DRAWS = 2000
 BINS = (4, 8, 16, 32)  # most turns that the expert needs
 MAX_ROOMS = 32  # of the environment `rooms`, whose item i has 1 + i mod 32 of them
 COLLAPSE_FRAC = 0.5  # of the best evaluation; a run whose last one is below has collapsed
+MIN_BEST = 0.1  # success below it is too little to lose
 AXES = {"episodes": "num_episodes", "tokens": "num_tokens", "seconds": "wall_s"}
 GRID = 24  # points of a curve
 COLOURS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#a463f2", "#97bbf5")
@@ -64,8 +65,9 @@ def budget_of(outcomes: Sequence[Outcome], axis: str) -> float:
 
 
 def has_collapsed(outcome: Outcome) -> bool:
-    """Return whether the last evaluation is below half of the best one."""
-    return outcome.points[-1].success < COLLAPSE_FRAC * max(p.success for p in outcome.points)
+    """Return whether the last evaluation is below half of the best one, which was no accident."""
+    best = max(point.success for point in outcome.points)
+    return best >= MIN_BEST and outcome.points[-1].success < COLLAPSE_FRAC * best
 
 
 def horizon_table(outcomes: list[Outcome]) -> str:

@@ -73,6 +73,7 @@ def test_arms_are_compared_where_all_of_them_have_spent_as_much() -> None:
 
 def test_collapsed_runs_are_those_that_end_below_half_of_their_best() -> None:
     assert [has_collapsed(each) for each in RUNS] == [False] * 9 + [True]
+    assert not has_collapsed(run("luck", 0, 0.02, 0.06, 0.0))
     text = horizon_table(RUNS)
     assert "1/5" in text.splitlines()[-1]
     assert "at 2,000 tokens" in text
