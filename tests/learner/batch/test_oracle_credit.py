@@ -1,6 +1,7 @@
 """Advantages of groups against the formulas of their papers, on a ragged batch."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from tests.learner.objective.ragged import groups
 
 Members = list[Trajectory]
 EPSILON = 1e-6  # of deviations
-PLAIN = {"baseline": Baseline.GROUP_MEAN, "advantage": Advantage.GRPO}
+PLAIN: dict[str, Any] = {"baseline": Baseline.GROUP_MEAN, "advantage": Advantage.GRPO}
 
 
 def grpo(members: Members) -> list[float]:
@@ -55,12 +56,12 @@ def whitened(tokens: np.ndarray) -> np.ndarray:
     return (tokens - tokens.mean()) / (tokens.std() + EPSILON)
 
 
-def computed(**settings: object) -> np.ndarray:
-    samples = samples_of(list(groups()), AlgorithmSection(**settings))  # pyright: ignore[reportArgumentType]
+def computed(**settings: Any) -> np.ndarray:
+    samples = samples_of(list(groups()), AlgorithmSection(**settings))
     return np.concatenate([sample.token_advantages() for sample in samples])
 
 
-CASES: dict[str, tuple[dict[str, object], Callable[[], np.ndarray]]] = {
+CASES: dict[str, tuple[dict[str, Any], Callable[[], np.ndarray]]] = {
     "grpo": (PLAIN | {"normalize_std": True}, lambda: on_tokens(grpo)),
     "dr grpo": (PLAIN, lambda: on_tokens(dr_grpo)),
     "rloo": ({"advantage": Advantage.RLOO}, lambda: on_tokens(rloo)),

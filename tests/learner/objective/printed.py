@@ -153,9 +153,9 @@ def value_loss(laws: dict[str, str], groups: Groups, t: Tokens) -> Tensor:
 def critic_of(text: str, groups: Groups, t: Tokens) -> list[tuple[np.ndarray, np.ndarray]]:
     """Return (A, target) of each episode's sampled tokens, both [tokens] float64, by definition."""
     gamma, trace = number(r"gamma=([\d.e-]+)", text), number(r"lambda=([\d.e-]+)", text)
-    pay_text, end_text = re.search(
-        r"pay=(.*), if cut short then (clip\(.*?, 1 - R\))", text
-    ).groups()
+    told = re.search(r"pay=(.*), if cut short then (clip\(.*?, 1 - R\))", text)
+    assert told is not None, text
+    pay_text, end_text = told.groups()
     found: list[tuple[np.ndarray, np.ndarray]] = []
     for index, e in enumerate(each for group in groups for each in group):
         own = (t.episode == index).numpy()

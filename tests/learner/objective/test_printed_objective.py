@@ -179,7 +179,8 @@ def gradients(
             value = -policy_loss(inputs, counts, cfg)[0]
             if cfg.advantage is Advantage.PPO:
                 scores = replace(scores, values=values[order])
-                num_states = sum(float(s.state_marks.sum()) for s in samples)
+                marks = [s.state_marks for s in samples if s.state_marks is not None]
+                num_states = sum(float(each.sum()) for each in marks)
                 value = value - computing._value_term(micro, scores, num_states, {})
         wanted = (pi, entropy, values)
         parts = torch.autograd.grad(value, wanted, allow_unused=True, materialize_grads=True)
