@@ -26,7 +26,9 @@ PHASES = {
 }
 LEDGER_KEYS = ("trained", "filtered", "stale", "failed", "in_flight")
 _LOG_TAIL_BYTES = 16384
-_WARNING = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\S* [WEC] ")
+_WARNING = re.compile(  # errors of anybody, warnings of ours: those of libraries are for the logs
+    r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\S* ([EC] |W \S+ (actor|common|envhub|learner)\b)"
+)
 T = TypeVar("T")
 
 

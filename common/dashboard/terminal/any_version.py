@@ -60,7 +60,7 @@ def _known_part(path: Path) -> RunConfig:
     kept = {
         section: {k: v for k, v in as_map(keys).items() if k in [*schema[section]]}
         for section, keys in as_map(found).items()
-        if section in schema and isinstance(keys, dict)
+        if section in schema and as_map(keys)
     }
     own = {"name": path.parent.name, "dir": str(path.parents[1])}
     try:
