@@ -48,8 +48,7 @@ class CpuWatch:
         for process in [root, *root.children(recursive=True)]:
             with suppress(psutil.NoSuchProcess, psutil.ZombieProcess, psutil.AccessDenied):
                 key = (process.pid, process.create_time())
-                known = self._used.get(key)
-                own = known[0] if known else self._role_of(process, roles)
+                own = self._role_of(process, roles)  # anew: an engine names itself later
                 roles[process.pid] = own
                 self._used[key] = (own, sum(process.cpu_times()[:2]))
 

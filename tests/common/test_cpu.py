@@ -1,0 +1,31 @@
+"""Laws of the processor seconds that a run counts."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from common.cpu import CpuWatch, cpu_metrics, cpu_seconds
+from common.store.run_dir import RunDir
+
+BURN = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True); input()"
+
+
+def test_what_descendants_use_is_counted_by_role_and_goes_on_with_the_run(tmp_path: Path) -> None:
+    run_dir = RunDir(root=tmp_path)
+    run_dir.ledger.write_text('{"trained": 2}')
+    assert cpu_metrics(run_dir) == {}
+    argv = [sys.executable, "-c", BURN, "run.py actor"]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        CpuWatch(run_dir).sample()
+        first = cpu_seconds(run_dir)
+        assert 0.25 <= first["actor"] < 1.0  # the system counts in ticks
+        assert first["launcher"] > 0.0
+        CpuWatch(run_dir).sample()  # of the launcher that goes on with the run
+        assert cpu_seconds(run_dir)["actor"] >= 2 * first["actor"] - 0.05
+        child.communicate(b"\n")
+    found = cpu_metrics(run_dir)
+    assert found["cpu/cores"] >= 1
+    total = sum(cpu_seconds(run_dir).values())
+    assert abs(found["cpu/per_trained_episode_s"] - total / 2) < 1e-6
