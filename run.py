@@ -168,6 +168,12 @@ def bench(request: Request) -> int:
     return code
 
 
+def recompute(request: Request) -> int:
+    """Run the command `recompute`; its libraries are told to be quiet before they load."""
+    configure_logging("recompute", "WARNING")
+    return Later("learner.recompute.command:recompute").given(say=say_now)(request)
+
+
 say_now = partial(print, flush=True)
 # Of no run: these read the request themselves.
 STANDALONE: dict[str, Callable[[Request], int]] = {
@@ -175,7 +181,7 @@ STANDALONE: dict[str, Callable[[Request], int]] = {
     "doctor": Later("common.checks.doctor:doctor").given(
         missing_for=missing_for, examine_environments=Later("envhub.command:examine_environments")
     ),
-    "recompute": Later("learner.recompute.command:recompute").given(say=print),
+    "recompute": recompute,
     "journal": Later("common.store.journal_command:journal").given(say=print),
     "dashboard": Later("common.dashboard.web.server:dashboard").given(say=say_now),
     "show": Later("common.dashboard.terminal.commands:show").given(say=print),

@@ -11,7 +11,6 @@ from typing import Any
 from common.config.command_line import Request
 from common.config.load import git_revision
 from common.errors import ConfigError
-from common.log import configure_logging
 from common.store.run_dir import RunDir, write_json
 from learner.objective.dead_settings import summary_lines
 from learner.policy.model import pick_device
@@ -39,7 +38,6 @@ def recompute(request: Request, *, root: Path, say: Say) -> int:
     run_dir = RunDir(root=own if own.exists() else Path(words[0]))
     if not run_dir.root.is_dir():
         raise ConfigError(f"{words[0]}: no run is there ({own})")
-    configure_logging("recompute", "WARNING")
     overrides, only = split_options(words[1:])
     plan = make_plan(run_dir, request.steps)
     num_skipped = sum(step.is_skipped for step in plan.steps)
