@@ -1,8 +1,10 @@
 """Logging of a role: one line per event, to the terminal's stderr or the role's log file."""
 
+import contextlib
 import logging
 import os
 import shutil
+from collections.abc import Generator
 from pathlib import Path
 
 FORMAT = "%(asctime)s %(levelname).1s {role} %(name)s: %(message)s"
@@ -21,6 +23,25 @@ def configure_logging(role: str, level: str) -> None:
         logging.getLogger(warning).setLevel(logging.ERROR)
     os.environ.setdefault("TORCHAO_FORCE_SKIP_LOADING_SO_FILES", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+
+@contextlib.contextmanager
+def kept_in(path: Path, *names: str) -> Generator[None]:
+    """Append what these loggers say to a file as well; that there is no room for it is no error."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(path, delay=True)
+    handler.handleError = lambda record: None  # the line stands in the terminal's log
+    root = logging.getLogger()
+    handler.setFormatter(root.handlers[0].formatter if root.handlers else None)
+    loggers = [logging.getLogger(name) for name in names]
+    for each in loggers:
+        each.addHandler(handler)
+    try:
+        yield
+    finally:
+        for each in loggers:
+            each.removeHandler(handler)
+        handler.close()
 
 
 def begin_anew(logs: Path, *, max_bytes: int) -> None:

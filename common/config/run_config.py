@@ -279,9 +279,7 @@ class EnvhubSection:
     capacity: int = knob(4096, "sessions per environment", ge=1, le=10**6)
     max_sessions: int = knob(16_384, "sessions that one token may hold", ge=1, le=10**6)
     step_timeout_s: float = seconds(30.0, "seconds for one step of an environment", gt=0)
-    inline_step_s: float = seconds(
-        0.2, "seconds for a step between others; slower ones go to workers", gt=0
-    )
+    inline_step_s: float = seconds(0.2, "seconds for a step here; slower ones go to workers", gt=0)
     agentgym_lease_s: float = seconds(
         0.0, "the same on AgentGym's routes, whose clients may never close; 0: the same", ge=0
     )
@@ -338,6 +336,7 @@ class RunConfig:
     """A whole run. `OmegaConf.structured(RunConfig)` is the schema that all else is merged into."""
 
     launcher: Launcher = knob(Launcher.LOCAL, "of `train`: what starts the roles")
+    dashboard: bool = knob(False, "of `train`: a page over the run, beside it, on this machine")
     run: RunSection = field(default_factory=RunSection)
     train: TrainSection = field(default_factory=TrainSection)
     model: ModelSection = field(default_factory=ModelSection)

@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 MAX_BACKOFF_S = 30.0
 RESTART_WINDOW_S = 600.0  # in which restarts are counted
 CALM_S = 30.0  # a role that ran so long starts again without delay
+MAX_LAST_CHARS = 300  # of the last line that a role wrote, in the log
 AT_ONCE_FRAC = 0.1  # of the first backoff, in which a role's last descendants are gone
 
 
@@ -283,12 +284,13 @@ class _Role:
             logger.info(text, self.spec.name, wait_s)
             return
         logger.warning(
-            "role ended role=%s exit=%s restart=%d/%d in_s=%.1f",
+            "role ended role=%s exit=%s restart=%d/%d in_s=%.1f last=%s",
             self.spec.name,
             describe_exit(code),
             len(self._restarts),
             self.spec.max_restarts,
             wait_s,
+            " ".join(ended.log_tail(max_lines=1))[:MAX_LAST_CHARS],
         )
 
     def _failure(self, ended: RoleProcess, code: int) -> Ending:

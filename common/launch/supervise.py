@@ -12,10 +12,12 @@ from common.config.run_config import RunConfig
 from common.cpu import CpuWatch
 from common.dashboard.live import LiveDisplay
 from common.dashboard.run_view import view_run
+from common.dashboard.web.beside import beside
 from common.launch.base import Ending, LaunchState, RoleSpec, RoleStarter
 from common.launch.launcher import Launcher
-from common.log import begin_anew
+from common.log import begin_anew, kept_in
 from common.memory import family_bytes
+from common.repository import ROOT
 from common.stall.watch import StallWatch
 from common.store.disk import if_room
 from common.store.metrics import tail_metrics
@@ -70,7 +72,11 @@ def supervise(
     launcher = Launcher(starter, stop_timeout_s=stop_s, watch=watch)
     display.start()
     try:
-        ending = launcher.run(specs, on_poll=on_poll)
+        # Why a role was started again: for displays, also after the end.
+        say = partial(print, flush=True)
+        page = beside(run_dir, root=ROOT, say=say) if cfg.dashboard else contextlib.nullcontext()
+        with kept_in(run_dir.logs / "launcher.log", "common.launch", "common.stall"), page:
+            ending = launcher.run(specs, on_poll=on_poll)
     finally:
         display.stop()
         run_dir.launch.unlink(missing_ok=True)

@@ -15,7 +15,7 @@ from urllib.parse import quote
 from common.dashboard.reading.run_source import RunSource
 from common.dashboard.web.app import STATIC
 from common.dashboard.web.fleet import fleet
-from common.dashboard.web.overview import HORIZON, compare, overview
+from common.dashboard.web.overview import compare, drawn_names, overview
 from common.dashboard.web.results import samples
 from common.errors import WireError
 from common.text import html_text
@@ -56,7 +56,7 @@ def _answers(run: RunSource, *, max_bytes: int) -> dict[str, Any]:
     """Return what the server answers about a run, by the path that is asked for."""
     path = f"api/run/{quote(run.name, safe=AS_IN_SCRIPTS)}"
     shown = overview(run)
-    drawn = {name for chart in shown["charts"] for name in chart["series"]} | {HORIZON}
+    drawn = drawn_names(run.metrics.columns)
     found = {path: shown, f"{path}/metrics": run.metrics.series(drawn), f"{path}/fleet": fleet(run)}
     rows: list[dict[str, Any]] = []
     for row in samples(run.rows):

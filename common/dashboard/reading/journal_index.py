@@ -52,6 +52,18 @@ class JournalIndex:
     def _is_packed(self) -> bool:
         return self._segment is not None and self._segment.path.suffix == PACKED_SUFFIX
 
+    def kept(self) -> dict[str, int] | None:
+        """Return as JSON what `restore` takes; None if anything is damaged, which is said again."""
+        if self.num_problems:
+            return None
+        names = ("_number", "_offset", "_size", "_is_done", "_done_bytes")
+        return {name: int(getattr(self, name)) for name in names}
+
+    def restore(self, kept: dict[str, int]) -> None:
+        """Go on where another one was, whose rows are there."""
+        self._number, self._offset, self._size = kept["_number"], kept["_offset"], kept["_size"]
+        self._is_done, self._done_bytes = bool(kept["_is_done"]), kept["_done_bytes"]
+
     def progress(self) -> float:
         """Return the share of the journal's bytes that is indexed."""
         paths = list_segments(self._folder)

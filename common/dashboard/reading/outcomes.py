@@ -1,5 +1,7 @@
 """What became of each episode: from the learner's step log and the scheduler's outcomes."""
 
+from typing import Any
+
 from common.dashboard.reading.rows import EpisodeRows
 from common.dashboard.reading.tail import LineTail
 from common.store.run_dir import RunDir
@@ -21,9 +23,9 @@ class OutcomeLog:
         """Read what is new; return whether anything was settled."""
         self._steps.is_new()
         self._outcomes.is_new()
-        waiting, self._waiting = self._waiting, {}
-        for episode_id, settled in waiting.items():
-            self._settle(rows, episode_id, settled)
+        here = [each for each in self._waiting if each in rows.row_of]
+        for episode_id in here:
+            self._settle(rows, episode_id, self._waiting.pop(episode_id))
         num = 0
         for line in self._outcomes.lines():
             try:
@@ -45,6 +47,21 @@ class OutcomeLog:
             except (AttributeError, KeyError, TypeError, ValueError) as error:
                 self._steps.bad(error)
         return num > 0
+
+    def kept(self) -> list[Any] | None:
+        """Return as JSON what `restore` takes; None if lines are damaged, which are said again."""
+        if self._steps.problem or self._outcomes.problem:
+            return None
+        return [self._steps.place(), self._outcomes.place(), self._waiting]
+
+    def restore(self, kept: list[Any]) -> bool:
+        """Go on where another one was; return False if the files are others now."""
+        steps, outcomes, waiting = kept
+        if not (self._steps.go_to(steps) and self._outcomes.go_to(outcomes)):
+            self._steps, self._outcomes = LineTail(self._steps.path), LineTail(self._outcomes.path)
+            return False
+        self._waiting = {name: (each[0], each[1], each[2]) for name, each in waiting.items()}
+        return True
 
     def problems(self, *, has_steps: bool) -> list[str]:
         """Return what is wrong with the two files, in words."""

@@ -66,6 +66,26 @@ class EpisodeRows:
         self._columns["cause"][row] = self.names["cause"].code(cause)
         self._columns["trained_at"][row] = trained_at
 
+    @property
+    def column_names(self) -> list[str]:
+        """The names of all columns."""
+        return [*self._columns]
+
+    def restore(
+        self, ids: list[str], columns: Mapping[str, np.ndarray], names: Mapping[str, list[str]]
+    ) -> None:
+        """Take over whole columns. Raises: ValueError: they do not fit together."""
+        num = len(ids)
+        if any(columns[name].shape != (num,) for name in self._columns):
+            raise ValueError(f"columns of other lengths than {num}")
+        room = max(FIRST_CAPACITY, num + num // 2)
+        for name, column in self._columns.items():
+            self._columns[name] = np.zeros(room, column.dtype)
+            self._columns[name][:num] = columns[name]
+        for name, own in self.names.items():
+            own.texts, own.codes = names[name], {t: i for i, t in enumerate(names[name])}
+        self.ids, self.row_of, self.num = ids, {each: i for i, each in enumerate(ids)}, num
+
     def column(self, name: str) -> np.ndarray:
         """Return a column of all rows; of names, their codes."""
         return self._columns[name][: self.num]

@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from common.dashboard.reading.episode import Texts, first_difference, group_advantages, segments_of
+from common.dashboard.reading.index_cache import IndexCache
 from common.dashboard.reading.journal_index import IN_FLIGHT, JournalIndex
 from common.dashboard.reading.metric_columns import MetricColumns
 from common.dashboard.reading.outcomes import OutcomeLog
@@ -30,12 +31,16 @@ class RunSource:
 
     kind = "run"
 
-    def __init__(self, root: Path, *, name: str) -> None:
+    def __init__(self, root: Path, *, name: str, cache: Path | None = None) -> None:
+        """Read nothing yet; what is learnt of a large journal is kept below `cache`."""
         self.name, self.path = name, root
         self.run_dir = RunDir(root=root)
         self.index = JournalIndex(self.run_dir.journal)
         self.metrics = MetricColumns(self.run_dir.metrics)
         self._outcomes = OutcomeLog(self.run_dir)
+        self._cache = IndexCache(cache, self.run_dir.journal) if cache is not None else None
+        self._is_first = True
+        self._config: tuple[int, dict[str, Any]] = (-1, {})
         self._texts: Texts | None = None
         self._text_problem = ""
         self._lock = threading.Lock()
@@ -48,20 +53,37 @@ class RunSource:
     def refresh(self, *, budget_s: float = 0.2) -> bool:
         """Read what is new; return whether more of the journal is to be read."""
         with self._lock:
+            if self._is_first and self._cache is not None:
+                self._restore(self._cache)
+            self._is_first = False
             is_more = self.index.refresh(budget_s=budget_s)
             self.metrics.refresh()
             self._outcomes.refresh(self.index.rows)
+            index, outcomes = self.index.kept(), self._outcomes.kept()
+            if self._cache is not None and not is_more and index and outcomes:
+                beside = {"index": index, "outcomes": outcomes}
+                self._cache.save(self.index.rows, beside, reached=index["_number"])
         return is_more
+
+    def _restore(self, cache: IndexCache) -> None:
+        if beside := cache.load(self.index.rows):
+            if self._outcomes.restore(beside["outcomes"]):
+                self.index.restore(beside["index"])
+            else:
+                self.index = JournalIndex(self.run_dir.journal)
 
     # --- what it is -----------------------------------------------------------------------------
 
     def config(self) -> dict[str, Any]:
         """Return the configuration as it was written, whatever the version; {} if there is none."""
         try:
-            found: object = yaml.load(self.run_dir.config.read_bytes(), Loader=yaml.CSafeLoader)
+            changed_at = self.run_dir.config.stat().st_mtime_ns
+            if changed_at != self._config[0]:
+                found: object = yaml.load(self.run_dir.config.read_bytes(), Loader=yaml.CSafeLoader)
+                self._config = changed_at, as_map(found)
         except (OSError, yaml.YAMLError, ValueError):
             return {}
-        return as_map(found)
+        return self._config[1]
 
     def status(self) -> dict[str, Any]:
         """Return what the scheduler wrote last; {} if it wrote nothing, or nothing readable."""

@@ -31,14 +31,14 @@ def find_run(word: str, *, runs: Path) -> Path:
     raise ConfigError(f"{word}: no run of that name below {runs}{hint}")
 
 
-def open_source(word: str, *, runs: Path) -> Source:
+def open_source(word: str, *, runs: Path, cache: Path | None = None) -> Source:
     """Return a run, or a file of conversations. Raises: ConfigError: it is neither."""
     path = Path(word)
     if path.is_file():
         _check_conversations(path)
         return ConversationFile(path.resolve(), name=path.name)
     root = find_run(word, runs=runs)
-    return RunSource(root, name=root.name)
+    return RunSource(root, name=root.name, cache=cache)
 
 
 def _check_conversations(path: Path) -> None:
@@ -60,12 +60,12 @@ def _check_conversations(path: Path) -> None:
 class Sources:
     """The named sources, or every run below `runs`: those that appear later, too."""
 
-    def __init__(self, words: Sequence[str], *, runs: Path) -> None:
-        """Find what is named. Raises: ConfigError: one of them is not there."""
-        self._runs, self._is_all = runs, not words
+    def __init__(self, words: Sequence[str], *, runs: Path, cache: Path | None = None) -> None:
+        """Find what is named; `cache` as of RunSource. Raises: ConfigError: one is not there."""
+        self._runs, self._is_all, self._cache = runs, not words, cache
         self._known: dict[str, Source] = {}
         for word in words:
-            source = open_source(word, runs=runs)
+            source = open_source(word, runs=runs, cache=cache)
             while source.name in self._known:
                 source.name += "'"
             self._known[source.name] = source
@@ -77,7 +77,8 @@ class Sources:
             found = [each for each in folders if is_run(each)]
             for path in sorted(found, key=lambda each: -each.stat().st_mtime)[:MAX_RUNS]:
                 if path.name not in self._known:
-                    self._known[path.name] = RunSource(path.resolve(), name=path.name)
+                    known = RunSource(path.resolve(), name=path.name, cache=self._cache)
+                    self._known[path.name] = known
             gone = [name for name, each in self._known.items() if not each.path.exists()]
             for name in gone:
                 del self._known[name]

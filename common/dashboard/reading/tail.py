@@ -1,9 +1,12 @@
 """Reads JSON-line files that grow, each line once; what is no JSON is counted and skipped."""
 
+import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
+
+LAST_BYTES = 4096
 
 
 def as_map(found: object) -> dict[str, Any]:
@@ -29,6 +32,27 @@ class LineTail:
         self._offset = 0
         self._num_lines = 0
         self._inode = -1
+
+    def place(self) -> list[Any]:
+        """Return how far it was read, as JSON, and what lies there."""
+        return [self._offset, self._num_lines, self._inode, self._before(self._offset)]
+
+    def go_to(self, place: list[Any]) -> bool:
+        """Go on where another one was; return False if what lies there is something else."""
+        offset, num_lines, inode, before = place
+        if self._before(offset) != before:
+            return False
+        self._offset, self._num_lines, self._inode = offset, num_lines, inode
+        return True
+
+    def _before(self, offset: int) -> str:
+        """Return a digest of the last bytes before an offset; "" where there is no file."""
+        try:
+            with self.path.open("rb") as handle:
+                handle.seek(max(0, offset - LAST_BYTES))
+                return hashlib.sha256(handle.read(min(offset, LAST_BYTES))).hexdigest()
+        except OSError:
+            return ""
 
     def is_new(self) -> bool:
         """Forget everything if the file is another one now, or shorter; return whether it is."""

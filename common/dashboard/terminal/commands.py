@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from common.config.command_line import Request
+from common.dashboard.reading.index_cache import cache_folder
 from common.dashboard.reading.query import KEYS
 from common.dashboard.reading.sources import Source, open_source
 from common.dashboard.words import plain
@@ -69,7 +70,7 @@ def replay(request: Request, *, root: Path, say: Say) -> int:
 
 def _read(word: str, runs: Path, say: Say) -> Source:
     """Return a source, read to its end; what is damaged is said."""
-    source = open_source(word, runs=runs)
+    source = open_source(word, runs=runs, cache=cache_folder())
     while source.refresh(budget_s=1.0):
         if sys.stderr.isatty():
             print(f"\rreading {source.summary()['indexed']:.0%}", end="", file=sys.stderr)

@@ -16,7 +16,7 @@ from common.dashboard.reading.run_source import RunSource
 from common.dashboard.reading.sources import Source
 from common.dashboard.web.access import Access
 from common.dashboard.web.fleet import fleet
-from common.dashboard.web.overview import compare, overview
+from common.dashboard.web.overview import compare, drawn_names, overview
 from common.dashboard.web.watch import Watch
 from common.errors import ConfigError, WireError
 
@@ -90,8 +90,9 @@ def _overview(request: Request, name: str) -> dict[str, Any]:
 
 
 def _metrics(request: Request, name: str, names: str = "") -> dict[str, Any]:
+    """Return the series that are named, or else those that the Run view draws."""
     run = _run(request, name)
-    return run.metrics.series(names.split(",") if names else None)
+    return run.metrics.series(names.split(",") if names else drawn_names(run.metrics.columns))
 
 
 def _fleet(request: Request, name: str) -> dict[str, Any]:

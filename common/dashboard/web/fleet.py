@@ -2,6 +2,7 @@
 
 import re
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,18 @@ MAX_LINES = 50
 MAX_REPORT_CHARS = 20_000
 LIST_KEYS = ("name", "role", "version", "tokens_per_s", "running", "num_slots", "rss_bytes")
 LATER_KEYS = ("waiting_for", "last_seen_s", "is_dead", "is_silent", "num_finished")
-_ENDED = re.compile(r"^(\S+ \S+) . .*(role ended|restarted|hangs|stands still).*$")
+_ENDED = re.compile(r"^(\S+ \S+) . .*(role ended|killing role|hangs|stands still).*$")
+_RESTART = re.compile(
+    r"^(?P<at>\S+ \S+) . .*role ended role=(?P<role>\S+) exit=(?P<exit>.+?) restart=(?P<number>\S+)"
+    r" in_s=\S+(?: last=(?P<last>.*))?$"
+)
 PARTS = {
     "waits for a batch": "wait/batch_s",
     "trains": "train/step_s",
     "publishes": "publish/total_s",
     "saves": "train/checkpoint_stall_s",
 }
+SLOTS = ("asks the engine", "waits for the environment", "between the two", "empty: waits for work")
 
 
 def fleet(run: RunSource) -> dict[str, Any]:
@@ -42,13 +48,30 @@ def fleet(run: RunSource) -> dict[str, Any]:
         "hubs": status.get("hubs") or [],
         "steps": [line.get("step") for line in lines],
         "parts": {name: [line.get(key) or 0.0 for line in lines] for name, key in PARTS.items()},
-        "events": _events(run.run_dir.logs),
+        "slots": slots(lines),
+        **_events(run.run_dir.logs),
         "stalls": _stalls(run.run_dir.stalls),
     }
 
 
-def _events(logs: Path) -> list[str]:
-    """Return what the logs say of roles that ended or hung, the newest last."""
+def slots(lines: Sequence[Mapping[str, float | None]]) -> dict[str, list[float]]:
+    """Return how the time of the actors' slots went in each step, as shares; 0 in the first."""
+    shares: dict[str, list[float]] = {name: [] for name in SLOTS}
+    for i, line in enumerate(lines):
+        took_s = (line.get("time_s") or 0.0) - (lines[i - 1].get("time_s") or 0.0) if i else 0.0
+        whole_s = took_s * (line.get("actor/concurrency") or 0.0)
+        num = line.get("episodes/arrived") or 0.0
+        used = [num * (line.get(f"episodes/{each}_s_mean") or 0.0) for each in ("generate", "env")]
+        wall_s = max(sum(used), num * (line.get("episodes/wall_s_mean") or 0.0))
+        parts = [*used, wall_s - sum(used), max(0.0, whole_s - wall_s)]
+        total = sum(parts) if whole_s > 0 else 0.0
+        for name, part in zip(SLOTS, parts, strict=True):
+            shares[name].append(round(part / total, 4) if total else 0.0)
+    return shares
+
+
+def _events(logs: Path) -> dict[str, Any]:
+    """Return what the logs say of roles that ended or hung, the newest last; restarts by parts."""
     found: list[str] = []
     for path in sorted(logs.glob("*.log")):
         try:
@@ -58,7 +81,11 @@ def _events(logs: Path) -> list[str]:
         except OSError:
             continue
         found += [line[:500] for line in text.splitlines() if _ENDED.match(line)]
-    return sorted(found)[-MAX_LINES:]
+    matches = {line: _RESTART.match(line) for line in sorted(set(found))[-MAX_LINES:]}
+    return {
+        "restarts": [match.groupdict() for match in matches.values() if match],
+        "events": [line for line, match in matches.items() if match is None],
+    }
 
 
 def _stalls(folder: Path) -> list[dict[str, str]]:

@@ -104,6 +104,11 @@ def charts(names: Mapping[str, object]) -> list[dict[str, Any]]:
     return found
 
 
+def drawn_names(names: Mapping[str, object]) -> set[str]:
+    """Return the metrics that the Run view draws."""
+    return {name for chart in charts(names) for name in chart["series"]} | {HORIZON}
+
+
 def horizon_marks(series: Mapping[str, Sequence[float | None]]) -> list[dict[str, float]]:
     """Return the steps at which the horizon became another one, the first step included.
 

@@ -2,20 +2,23 @@
 
 import contextlib
 import logging
+import os
 import secrets
 import socket
 from collections.abc import Callable
 from pathlib import Path
 
 from common.config.command_line import Request
+from common.dashboard.reading.index_cache import cache_folder
 from common.dashboard.reading.sources import Sources
 from common.errors import ConfigError
 from common.wire.addresses import is_loopback
 
 USAGE = "dashboard [RUN|FILE ...] [port=N] [host=H] [token=T]"
-OPTIONS = ("port", "host", "token", "run.dir")
+OPTIONS = ("port", "host", "token", "run.dir", "fd")
 PORT = 8600
 PORTS_TRIED = 20  # from the usual one on, where none is asked for
+BESIDE_NICE = 10  # beside a run, which has precedence
 
 
 def dashboard(request: Request, *, root: Path, say: Callable[[str], None]) -> int:
@@ -29,10 +32,14 @@ def dashboard(request: Request, *, root: Path, say: Callable[[str], None]) -> in
         raise ConfigError(f"{unknown[0]}: no such option; run.py {USAGE}")
     host = options.get("host", "127.0.0.1")
     runs = root / options.get("run.dir", "runs")
-    sources = Sources(words, runs=runs)
+    sources = Sources(words, runs=runs, cache=cache_folder())
     token = options.get("token") or ("" if is_loopback(host) else secrets.token_urlsafe(24))
-    listener = listen(host, options.get("port", ""))
-    say(url_of(listener, token))
+    if "fd" in options:  # of a launcher, which has bound it and told its address
+        os.nice(BESIDE_NICE)
+        listener = socket.socket(fileno=int(options["fd"]))
+    else:
+        listener = listen(host, options.get("port", ""))
+        say(url_of(listener, token))
     serve(listener, sources, host=host, token=token)
     return 0
 

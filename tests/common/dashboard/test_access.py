@@ -10,6 +10,7 @@ from common.config.command_line import parse
 from common.dashboard.reading.sources import Sources
 from common.dashboard.web.access import Access
 from common.dashboard.web.app import STATIC, make_app
+from common.dashboard.web.fleet import slots
 from common.dashboard.web.overview import flat_config, pools
 from common.dashboard.web.server import dashboard, listen
 from common.dashboard.web.watch import Watch
@@ -116,3 +117,12 @@ def test_port_that_is_taken_is_named_and_the_usual_one_is_passed_over() -> None:
             listen("127.0.0.1", str(first.getsockname()[1]))
     finally:
         first.close()
+
+
+def test_slots_time_adds_up_to_what_there_was() -> None:
+    line = {"actor/concurrency": 8.0, "episodes/arrived": 10.0, "episodes/generate_s_mean": 1.0}
+    line |= {"episodes/env_s_mean": 0.5, "episodes/wall_s_mean": 2.0}
+    found = slots([{**line, "time_s": 0.0}, {**line, "time_s": 5.0}])
+    assert [each[0] for each in found.values()] == [0.0] * 4  # nothing came before it
+    # 8 slots for 5 s are 40 s: 10 in the engine, 5 in the environment, 5 between, 20 empty
+    assert [each[1] for each in found.values()] == [0.25, 0.125, 0.125, 0.5]

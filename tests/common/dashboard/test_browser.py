@@ -1,5 +1,6 @@
 """Laws of the dashboard in a real Chromium: what a person clicks, sees, and is safe from."""
 
+import json
 import os
 import re
 import shutil
@@ -7,12 +8,15 @@ import subprocess
 import sys
 from collections.abc import Generator
 from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 from playwright.sync_api import Page, Request, expect, sync_playwright
 from tokenizers import Tokenizer
 
 from common.repository import ROOT
+from common.store.run_dir import RunDir
 from tests.common.dashboard.runs import TOKENIZER, append, episode, make_run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -20,6 +24,12 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the PATH"),
 ]
+AXE = find_spec("axe_playwright_python")  # from the extra `dev`; it holds axe.min.js
+VIEWS = (
+    *("run?run=a", "fleet?run=a", "episodes?run=a", "episodes?run=a&outcome=failed"),
+    *("episode?run=a&id=g0000000/0", "group?run=a&id=g0000000", "compare?run=a"),
+    *("episodes?run=talk.json", "episode?run=talk.json&id=0"),
+)
 HOSTILE = '<script>window.broken=1</script><img src=x onerror="window.broken=1">\x1b[2J\u202e\u05e9'
 
 
@@ -31,15 +41,36 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Generator[str]:
     hostile = episode(401, text_ids=ids * 2)
     append(run_dir, replace(hostile, episode_id="g0000100/1", actor=HOSTILE[:40]))
     append(run_dir, episode(804, text_ids=[5 + i % 90 for i in range(50_000)]))
+    _as_a_fleet(run_dir)
     make_run(folder / "b", 12)
-    argv = [sys.executable, "run.py", "dashboard", "port=0", f"run.dir={folder}"]
-    server = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    said = [{"from": "human", "value": HOSTILE}, {"from": "gpt", "value": HOSTILE, "loss": True}]
+    talk = folder / "talk.json"
+    talk.write_text(json.dumps([{"conversations": said, "item_id": "babyai_1", "reward": 0.5}]))
+    argv = [sys.executable, "run.py", "dashboard", "port=0", f"run.dir={folder}", "a", "b", talk]
+    env = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache")}
+    server = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=env)
     try:
         assert server.stdout is not None
         yield server.stdout.readline().strip()
     finally:
         server.terminate()
         server.communicate(timeout=20)
+
+
+def _as_a_fleet(run_dir: RunDir) -> None:
+    """Write what a scheduler, a launcher and its watch leave behind."""
+    actor = {"name": "actor-0", "role": "actor", "version": 12, "running": 3, "num_slots": 8}
+    actor |= {"tokens_per_s": 900.0, "rss_bytes": 2 << 30, "last_seen_s": 0.4}
+    waits = {**actor, "name": HOSTILE[:30], "waiting_for": "a lease"}
+    status = {"phase": "train", "version": 12, "actors": [actor, waits], "learner": actor}
+    run_dir.status.write_text(json.dumps(status))
+    run_dir.logs.mkdir()
+    (run_dir.logs / "launcher.log").write_text(
+        "2026-01-01 10:00:00,000 W launcher common.launch.launcher: role ended role=actor-0"
+        " exit=killed by SIGKILL restart=1/20 in_s=0.1 last=MemoryError: <b>no room</b>\n"
+    )
+    run_dir.stalls.mkdir()
+    (run_dir.stalls / "1.txt").write_text(f"learner waits for a batch {HOSTILE}")
 
 
 @pytest.fixture(scope="module")
@@ -119,3 +150,80 @@ def test_fleet_and_compare_keep_the_run(page: Page) -> None:
     page.get_by_role("link", name="Compare").click()
     expect(page.locator(".chart canvas").first).to_be_visible()
     expect(page.locator("#run")).to_have_value("a")
+
+
+def test_fleet_says_why_a_role_was_started_again_and_what_stood_still(page: Page) -> None:
+    page.goto(page.url.partition("#")[0] + "#fleet?run=a")
+    expect(page.get_by_role("row", name=re.compile("killed by SIGKILL"))).to_contain_text(
+        "MemoryError: <b>no room</b>"
+    )
+    expect(page.get_by_role("row", name=re.compile("waits for a lease"))).to_be_visible()
+    page.get_by_text("Stall report 1.txt").click()
+    expect(page.get_by_text("learner waits for a batch")).to_be_visible()
+
+
+def test_keyboard_alone_finds_the_best_episode_and_steps_through_it(page: Page) -> None:
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")  # past the head
+    page.goto(page.url.partition("#")[0] + "#episodes?run=a")
+    expect(page.locator("#view")).to_be_focused()  # as each new view is
+    page.locator("summary").press("Enter")
+    page.locator("select[name=sort]").focus()
+    for value in ("oldest", "best"):
+        page.keyboard.press("ArrowDown")
+        expect(page.locator("select[name=sort]")).to_have_value(value)
+        expect(page.locator("select[name=sort]")).to_be_focused()
+        page.wait_for_url(f"**sort={value}")
+    expect(page.locator("tbody tr td.good").first).to_have_text("1")
+    link = page.locator("tbody a").first
+    for _ in range(40):
+        if link.evaluate("each => each === document.activeElement"):
+            break
+        page.keyboard.press("Tab")
+    page.keyboard.press("Enter")
+    page.get_by_role("button", name="from the start").press("Enter")
+    expect(page.locator(".turn:visible")).to_have_count(1)
+    page.keyboard.press("j")
+    expect(page.locator(".turn:visible")).to_have_count(2)
+    page.go_back()
+    expect(page.locator("select[name=sort]")).to_have_value("best")
+
+
+def test_most_surprising_and_worst_come_first_when_they_are_asked_for(page: Page) -> None:
+    base = page.url.partition("#")[0]
+    page.goto(f"{base}#episodes?run=a&env=maze&sort=worst")
+    expect(page.locator("tbody tr td.bad").first).to_have_text("0")
+    page.locator("select[name=sort]").select_option("surprising")
+    expect(page.locator("select[name=env]")).to_have_value("maze")
+    assert "sort=surprising" in page.url
+    page.reload()
+    expect(page.locator("select[name=sort]")).to_have_value("surprising")
+    page.locator("tbody a").first.click()
+    page.get_by_role("link", name="Fleet").click()
+    page.get_by_role("link", name="Trajectories").click()
+    expect(page.locator("select[name=env]")).to_have_value("maze")
+
+
+@pytest.mark.skipif(AXE is None, reason="axe-playwright-python is not installed")
+@pytest.mark.parametrize(("theme", "width"), [("light", 1280), ("dark", 390)])
+def test_no_view_has_serious_findings_of_axe(page: Page, theme: str, width: int) -> None:
+    assert AXE is not None
+    assert AXE.submodule_search_locations is not None
+    script = Path(AXE.submodule_search_locations[0]) / "axe.min.js"
+    page.evaluate(f"localStorage.setItem('theme', '{theme}')")
+    page.set_viewport_size({"width": width, "height": 900})
+    page.reload()
+    page.evaluate(script.read_text())
+    found: list[str] = []
+    for view in VIEWS:
+        page.goto(f"{page.url.partition('#')[0]}#{view}")
+        page.locator("nav a[aria-current]").wait_for()
+        page.locator("h1").first.wait_for()
+        for each in page.evaluate("axe.run().then(found => found.violations)"):
+            if each["impact"] in ("serious", "critical"):
+                where = [node["html"][:150] for node in each["nodes"][:3]]
+                found.append(f"{view}: {each['id']} {where}")
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, view
+    page.set_viewport_size({"width": 390, "height": 800})
+    page.evaluate("localStorage.removeItem('theme')")
+    assert found == []

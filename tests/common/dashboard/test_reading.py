@@ -1,6 +1,7 @@
 """Laws of reading a run beside its writers."""
 
 import json
+import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from common.dashboard.reading.conversations import ConversationFile
 from common.dashboard.reading.episode import group_advantages
+from common.dashboard.reading.index_cache import MIN_ROWS
 from common.dashboard.reading.query import find, page
 from common.dashboard.reading.rows import FLOATS, INTS, NAMES, EpisodeRows
 from common.dashboard.reading.run_source import RunSource
@@ -17,6 +19,7 @@ from common.dashboard.reading.sources import Sources, open_source
 from common.dashboard.reading.tokens import TokenTexts
 from common.errors import ConfigError, WireError
 from common.store.records import MAGIC
+from common.store.run_dir import RunDir
 from common.store.segments import pack
 from common.wire.codec import pack_record
 from tests.common.dashboard.runs import TOKENIZER, append, episode, make_run
@@ -24,8 +27,8 @@ from tests.common.dashboard.runs import TOKENIZER, append, episode, make_run
 NUM_MANY = 100_000
 
 
-def read(root: Path) -> RunSource:
-    source = RunSource(root, name=root.name)
+def read(root: Path, *, cache: Path | None = None) -> RunSource:
+    source = RunSource(root, name=root.name, cache=cache)
     while source.refresh(budget_s=5.0):
         pass
     return source
@@ -210,6 +213,69 @@ def test_runs_that_appear_later_are_found(tmp_path: Path) -> None:
     make_run(tmp_path / "late", 1)
     assert [each.name for each in sources.look()] == ["late"]
     assert sources.get("late").path == tmp_path / "late"
+
+
+def many(run_dir: RunDir, start: int, num: int) -> None:
+    append(run_dir, *(episode(i) for i in range(start, start + num)))
+
+
+def test_journal_that_was_read_once_is_not_read_again(tmp_path: Path) -> None:
+    run_dir, cache = make_run(tmp_path / "a", 0), tmp_path / "cache"
+    many(run_dir, 0, MIN_ROWS)
+    whole = read(run_dir.root, cache=cache)
+    many(run_dir, MIN_ROWS, 4)
+    late = [f"g{MIN_ROWS // 4:07d}/0", "failed", "engine", 3]
+    with run_dir.outcomes.open("a") as outcomes:
+        outcomes.write(json.dumps(late) + "\n")
+    again = RunSource(run_dir.root, name="a", cache=cache)
+    again.refresh(budget_s=0.0)  # no time to read anything
+    assert again.rows.num == MIN_ROWS
+    again.refresh(budget_s=1.0)
+    fresh = read(run_dir.root)
+    assert whole.rows.num == MIN_ROWS
+    assert again.rows.ids == fresh.rows.ids
+    assert [again.rows.get(i) for i in range(again.rows.num)] == [
+        fresh.rows.get(i) for i in range(fresh.rows.num)
+    ]
+    assert again.page({"outcome": "failed"}, start=0, num=9) == fresh.page(
+        {"outcome": "failed"}, start=0, num=9
+    )
+    assert again.rows.get(again.rows.row_of[late[0]])["outcome"] == "failed"
+    assert again.index.progress() == fresh.index.progress() == 1.0
+
+
+@pytest.mark.parametrize("what", ["another run", "no cache", "damaged cache", "cut outcomes"])
+def test_kept_index_of_another_journal_is_not_believed(tmp_path: Path, what: str) -> None:
+    run_dir, cache = make_run(tmp_path / "a", 0), tmp_path / "cache"
+    many(run_dir, 0, MIN_ROWS)
+    read(run_dir.root, cache=cache)
+    (kept,) = cache.glob("*.npz")
+    if what == "another run":
+        shutil.rmtree(run_dir.root)
+        run_dir = make_run(tmp_path / "a", 0)
+        many(run_dir, 8, MIN_ROWS)
+    elif what == "no cache":
+        kept.unlink()
+        cache.chmod(0o500)
+    elif what == "damaged cache":
+        kept.write_bytes(kept.read_bytes()[:-3000])
+    else:
+        run_dir.outcomes.write_text(json.dumps(["g0000001/1", "stale", "lag", 1]) + "\n")
+    again, fresh = read(run_dir.root, cache=cache), read(run_dir.root)
+    assert again.rows.ids == fresh.rows.ids
+    assert again.flow() == fresh.flow()
+
+
+def test_damaged_journal_is_said_again_however_often_it_is_opened(tmp_path: Path) -> None:
+    run_dir, cache = make_run(tmp_path / "a", 0), tmp_path / "cache"
+    many(run_dir, 0, MIN_ROWS + 9)
+    path = run_dir.journal / "000000.log"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    path.write_bytes(content)
+    for _ in range(2):
+        told = "\n".join(read(run_dir.root, cache=cache).problems())
+        assert "000000.log at offset" in told
 
 
 def test_hundred_thousand_episodes_filter_within_300_ms() -> None:

@@ -19,6 +19,7 @@ from common.launch.launcher import Launcher
 from common.launch.local import start_here
 from common.launch.roles import make_role_specs
 from common.launch.supervise import stop_timeout_s
+from common.log import kept_in
 from common.store.run_dir import RunDir
 
 STAY = "import signal; signal.pause()"
@@ -141,9 +142,12 @@ def test_killed_role_is_started_again(tmp_path: Path) -> None:
             killed.append(pids[-1])
             os.kill(pids[-1], signal.SIGKILL)
 
-    ending = launch([role(tmp_path, "actor-0", code, starts)], on_poll)
+    actor, kept = role(tmp_path, "actor-0", code, starts), tmp_path / "logs" / "launcher.log"
+    with kept_in(kept, "common.launch"):
+        ending = launch([actor], on_poll)
     assert ending.exit_code == 143
     assert len(killed) == 2
+    assert kept.read_text().count("role ended role=actor-0 exit=killed by SIGKILL restart=") == 2
 
 
 def test_role_that_left_in_good_order_is_started_again_only_after_its_grace(tmp_path: Path) -> None:

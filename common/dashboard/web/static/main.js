@@ -5,7 +5,9 @@ import { episodesView, episodeView, groupView } from "./episodes.js";
 
 const VIEWS = { run: runView, fleet: fleetView, episodes: episodesView, episode: episodeView, group: groupView, compare: compareView };
 const TABS = [["run", "Run"], ["fleet", "Fleet"], ["episodes", "Trajectories"], ["compare", "Compare"]];
+const UPDATE_MS = 5000;
 const view = document.getElementById("view");
+const last = new Map();  // how each view was left: its filters are there again
 let runs = [], shown = 0, updating = false;
 
 // The address holds the whole state: #view?run=a&env=b, so that links and the back button work.
@@ -57,10 +59,15 @@ function drawShell(name, params, run) {
     replace(select, runs.map((each) => h("option", { value: each.name }, each.name)));
   }
   if (run) select.value = run.name;
+  const reading = document.getElementById("reading"), part = run && run.episodes && run.indexed < 1 ? run.indexed : null;
+  reading.hidden = part == null;
+  if (part != null) { reading.firstElementChild.value = part; reading.lastElementChild.textContent = `${Math.floor(100 * part)}% of the journal is read`; }
   const active = name === "episode" || name === "group" ? "episodes" : name;
   const tabs = TABS.filter(([id]) => (run && run.kind !== "run" ? id === "episodes" : !(isReport && runs.length < 2 && id === "compare")));
+  if (name === active) last.set(name, { run: run?.name, hash: location.hash });
+  const way = (id) => (id !== name && last.get(id)?.run === run?.name && last.get(id)?.hash) || link(id, { run: run?.name });
   replace(document.getElementById("nav"), tabs.map(([id, title]) =>
-    h("a", { href: link(id, { run: run?.name }), "aria-current": id === active ? "page" : null }, title)));
+    h("a", { href: way(id), "aria-current": id === active ? "page" : null }, title)));
   document.title = `${run ? run.name + " · " : ""}Longstride`;
 }
 
@@ -82,7 +89,14 @@ document.getElementById("theme").addEventListener("click", () => {
   draw();
 });
 
-window.addEventListener("hashchange", () => { draw().then(() => { view.focus({ preventScroll: true }); scrollTo(0, 0); }); });
+window.addEventListener("hashchange", () => {
+  const { name } = document.activeElement || {};  // who changes a filter goes on from it
+  draw().then(() => {
+    const again = name && [...view.querySelectorAll("[name]")].find((each) => each.name === name);
+    (again || view).focus({ preventScroll: true });
+    if (!again) scrollTo(0, 0);
+  });
+});
 draw();
 
 const chip = document.getElementById("live");
@@ -90,7 +104,11 @@ function tell(text, css) { chip.textContent = text; chip.className = `chip ${css
 if (isReport) tell("report", "");
 else {
   const events = new EventSource("api/events");
-  events.addEventListener("changed", () => { tell("live", "on"); if (!document.hidden) draw({ isUpdate: true }); });
+  // A run that trains changes every second: a page that is drawn anew so often would cost it dearly.
+  let waiting = false;
+  const update = () => { waiting = false; if (!document.hidden) draw({ isUpdate: true }); };
+  events.addEventListener("changed", () => { tell("live", "on"); if (!waiting) { waiting = true; setTimeout(update, runs.some((each) => each.indexed < 1 && each.episodes) ? 1000 : UPDATE_MS); } });
+  document.addEventListener("visibilitychange", update);
   events.addEventListener("open", () => tell("live", "on"));
   events.addEventListener("error", () => tell("server gone", "off"));
 }

@@ -56,29 +56,35 @@ export async function fleetView({ run }) {
       found.roles.length ? table(["role", "state", { title: "version", right: true }, { title: "tokens/s", right: true }, { title: "episodes", right: true }, { title: "memory", right: true }, { title: "heard", right: true }],
         found.roles.map((each) => h("tr", {}, h("td", {}, visible(String(each.name))), h("td", {}, visible(state(each))), right(each.version), right(short(each.tokens_per_s)), right(each.num_slots ? `${each.running} of ${each.num_slots}` : each.running), right(each.rss_bytes ? `${(each.rss_bytes / 2 ** 30).toFixed(1)} GiB` : "–"), right(each.last_seen_s == null ? "–" : `${short(each.last_seen_s, 2)} s ago`))))
         : h("p", { class: "dim" }, "No role has been heard of yet.")),
-    lanes(found),
-    h("section", { class: "card" }, h("h2", {}, "Restarts and hangs"), found.events.length ? h("pre", { tabindex: "0" }, visible(found.events.join("\n"))) : h("p", { class: "dim" }, "None in the logs.")),
-    found.stalls.map((each) => h("details", { class: "card" }, h("summary", {}, `Stall report ${each.name}`), h("pre", { tabindex: "0" }, each.text))),
+    lanes(found.steps, found.parts, "What the learner did in the last steps", "s"),
+    lanes(found.steps, found.slots, "What the actors' slots did meanwhile", ""),
+    h("section", { class: "card" }, h("h2", {}, "Restarts and hangs"),
+      found.restarts.length ? table(["when", "role", "why it ended", "restart", "its last line"], found.restarts.map((each) => h("tr", {}, h("td", {}, visible(each.at)), h("td", {}, visible(each.role)), h("td", {}, visible(each.exit)), h("td", {}, visible(each.number)), h("td", { class: "wrap" }, visible(each.last || "–"))))) : null,
+      found.events.length ? h("pre", { tabindex: "0" }, visible(found.events.join("\n"))) : found.restarts.length ? null : h("p", { class: "dim" }, "None in the logs.")),
+    found.stalls.length ? null : h("section", { class: "card" }, h("h2", {}, "Stall reports"), h("p", { class: "dim" }, "None: nothing stood still.")),
+    found.stalls.map((each) => h("details", { class: "card" }, h("summary", {}, `Stall report ${visible(each.name)}`), h("pre", { tabindex: "0" }, visible(each.text)))),
   ];
 }
 const right = (value) => h("td", { class: "r" }, value ?? "–");
 
-function lanes(found) {
-  const names = Object.keys(found.parts), num = found.steps.length;
-  if (!num) return null;
-  const sums = found.steps.map((_, i) => names.reduce((sum, name) => sum + found.parts[name][i], 0));
-  const top = Math.max(...sums, 1e-9), width = 1000, height = 150, slot = width / num;
-  const rects = found.steps.map((step, i) => {
+function lanes(steps, parts, title, unit) {
+  const names = Object.keys(parts), num = steps.length;
+  const sums = steps.map((_, i) => names.reduce((sum, name) => sum + parts[name][i], 0));
+  const top = Math.max(...sums, 0), width = 1000, height = 150, slot = width / num;
+  if (!num || !top) return null;
+  const shown = (value) => unit ? `${short(value)} ${unit}` : percent(value);
+  const rects = steps.map((step, i) => {
     let y = height;
     return names.map((name, k) => {
-      const value = found.parts[name][i], size = height * value / top;
+      const value = parts[name][i], size = height * value / top;
       y -= size;
-      return h("rect", { x: i * slot, y, width: Math.max(1, slot - 1.5), height: size, style: { fill: `var(--${COLORS[k]})` } }, h("title", {}, `step ${step}: ${name} ${short(value)} s`));
+      return h("rect", { x: i * slot, y, width: Math.max(1, slot - 1.5), height: size, style: { fill: `var(--${COLORS[k]})` } }, h("title", {}, `step ${step}: ${name} ${shown(value)}`));
     });
   });
-  return h("section", { class: "card" }, h("h2", {}, "The learner's last steps ", h("span", { class: "dim small" }, `seconds, up to ${short(top)}; steps ${found.steps[0]} to ${found.steps[num - 1]}`)),
-    h("svg", { class: "lanes", viewBox: `0 0 ${width} ${height}`, preserveAspectRatio: "none", role: "img", "aria-label": "How each of the last steps was spent", style: { height: "150px" } }, rects),
-    h("ul", { class: "legend" }, names.map((name, k) => h("li", { style: { "--c": `var(--${COLORS[k]})` } }, h("i"), name))));
+  const mean = (name) => parts[name].reduce((sum, value) => sum + value, 0) / num;
+  return h("section", { class: "card" }, h("h2", {}, `${title} `, h("span", { class: "dim small" }, `steps ${steps[0]} to ${steps[num - 1]}${unit ? `, up to ${shown(top)}` : ""}`)),
+    h("svg", { class: "lanes", viewBox: `0 0 ${width} ${height}`, preserveAspectRatio: "none", role: "img", "aria-label": `${title}: ${names.map((name) => `${name} ${shown(mean(name))}`).join(", ")} on average`, style: { height: "150px" } }, rects),
+    h("ul", { class: "legend" }, names.map((name, k) => h("li", { style: { "--c": `var(--${COLORS[k]})` } }, h("i"), `${name} `, h("b", {}, shown(mean(name)))))));
 }
 
 export async function compareView({ run, runs, params, link }) {

@@ -1,0 +1,49 @@
+"""The dashboard as a process beside a run: it shows the run and never holds it up."""
+
+import contextlib
+import logging
+import sys
+from collections.abc import Callable, Generator
+from pathlib import Path
+
+from common.dashboard.web.server import listen, url_of
+from common.errors import ConfigError
+from common.launch.guardian import Guardian
+from common.launch.process import ChildProcess, describe_exit
+from common.store.run_dir import RunDir
+
+logger = logging.getLogger(__name__)
+
+HOST = "127.0.0.1"
+STOP_S = 3.0
+
+
+@contextlib.contextmanager
+def beside(run_dir: RunDir, *, root: Path, say: Callable[[str], None]) -> Generator[None]:
+    """Serve a page over a run meanwhile; that it cannot be, or has ended, is told and no more.
+
+    Args:
+        root: where `run.py` lies.
+        say: told the page's address.
+    """
+    guardian = child = None
+    log = run_dir.logs / "dashboard.log"
+    try:
+        guardian = Guardian()
+        with listen(HOST, "") as listener:  # bound here: the address is known without a wait
+            fd, name = listener.fileno(), "dashboard"
+            words = [name, run_dir.root.name, f"run.dir={run_dir.root.parent}", f"fd={fd}"]
+            argv = [sys.executable, str(root / "run.py"), *words]
+            child = ChildProcess(name, argv, log_path=log, pass_fds=[fd], guardian=guardian)
+            say(f"dashboard: {url_of(listener, '')}")
+    except (OSError, ConfigError) as error:
+        logger.warning("no dashboard reason=%s", error)
+    try:
+        yield
+    finally:
+        if child is not None:
+            if code := child.poll():
+                logger.warning("dashboard ended exit=%s log=%s", describe_exit(code), log)
+            child.stop(timeout_s=STOP_S)
+        if guardian is not None:
+            guardian.close()

@@ -1,0 +1,61 @@
+"""Laws of a dashboard beside a run: it ends with the run, and the run never with it."""
+
+import json
+import socket
+import time
+from pathlib import Path
+from urllib.error import URLError
+from urllib.parse import urlsplit
+from urllib.request import urlopen
+
+import psutil
+import pytest
+
+from common.dashboard.web.beside import beside
+from common.repository import ROOT
+from tests.common.dashboard.runs import make_run
+
+
+def _runs(url: str) -> list[str]:
+    with urlopen(f"{url}api/runs", timeout=30) as answer:  # it is bound before it answers
+        return [each["name"] for each in json.load(answer)]
+
+
+@pytest.mark.slow
+def test_dashboard_beside_a_run_answers_meanwhile_and_ends_with_it(tmp_path: Path) -> None:
+    run_dir, told = make_run(tmp_path / "a", 4), []
+    with beside(run_dir, root=ROOT, say=told.append):
+        url = told[0].removeprefix("dashboard: ")
+        assert urlsplit(url).hostname == "127.0.0.1"
+        assert _runs(url) == ["a"]
+    with pytest.raises(URLError):
+        urlopen(url, timeout=5)
+
+
+@pytest.mark.slow
+def test_run_goes_on_when_its_dashboard_is_killed(tmp_path: Path) -> None:
+    run_dir, told = make_run(tmp_path / "a", 4), []
+    with beside(run_dir, root=ROOT, say=told.append):
+        (child,) = [p for p in psutil.Process().children() if "dashboard" in p.cmdline()]
+        child.kill()
+        address = urlsplit(told[0].removeprefix("dashboard: "))
+        deadline = time.monotonic() + 10
+        while _is_open(address.port or 0):
+            assert time.monotonic() < deadline
+    assert not child.is_running()
+
+
+def _is_open(port: int) -> bool:
+    with socket.socket() as one:
+        return one.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_run_goes_on_where_there_can_be_no_dashboard(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_dir, told = make_run(tmp_path / "a", 0), []
+    run_dir.logs.write_text("a file where the logs would be")
+    with beside(run_dir, root=ROOT, say=told.append):
+        pass
+    assert told == []
+    assert "no dashboard" in caplog.text
