@@ -183,7 +183,9 @@ STANDALONE: dict[str, Callable[[Request], int]] = {
     ),
     "recompute": recompute,
     "journal": Later("common.store.journal_command:journal").given(say=print),
-    "dashboard": Later("common.dashboard.web.server:dashboard").given(say=say_now),
+    "dashboard": Later("common.dashboard.web.server:dashboard").given(
+        say=say_now, make_table=Later("actor.play.table.seats:Table")
+    ),
     "show": Later("common.dashboard.terminal.commands:show").given(say=print),
     "report": Later("common.report.command:report").given(say=print),
     "replay": Later("common.dashboard.terminal.commands:replay").given(say=print),

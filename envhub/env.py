@@ -97,7 +97,9 @@ class Env(Protocol):
     """One live episode. Calls come one at a time; a call before `reset` may raise.
 
     An environment may have a method `detail(what: str)` besides: JSON that AgentGym's pages ask
-    for, or None for what it does not know.
+    for, or None for what it does not know. Of "picture" that is an image as a `data:` URL;
+    {"map": rows of one sign a cell}; {"parts": [[title, text], ...]}; or {"tree": {"name", "count",
+    "held", "parts": [trees]}, "held": {name: count}}.
     """
 
     def reset(self, item_id: str, seed: int) -> str:

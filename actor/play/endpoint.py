@@ -52,9 +52,10 @@ class Endpoint(BearerClient):
             reply = await endpoint.complete([{"role": "user", "content": "hello"}])
     """
 
-    def __init__(self, cfg: PolicySection) -> None:
+    def __init__(self, cfg: PolicySection, *, key: str | None = None) -> None:
+        """Connect to nothing yet; without a `key` it is where the config says."""
         self._cfg = cfg
-        self._key = read_key(cfg)
+        self._key = read_key(cfg) if key is None else key
         self._url = f"{cfg.url.rstrip('/')}/chat/completions"
         super().__init__(token=self._key, timeout_s=cfg.timeout_s)
         self.num_prompt_tokens = 0  # by the endpoint's own count, as far as it tells

@@ -240,9 +240,12 @@ class HubSession:
         reply = await self._hub.request("GET", path, None)
         actions = [valid_text(str(each)) for each in told(reply, "valid_actions", list, path=path)]
         expert = told(reply, "expert_action", str, type(None), path=path)
-        return Hint(
-            valid_actions=actions, expert_action=None if expert is None else valid_text(expert)
-        )
+        return Hint(valid_actions=actions, expert_action=expert and valid_text(expert))
+
+    async def picture(self) -> Any:
+        """Return a picture of the state for people, see `Env`. Raises: EnvError, EnvTimeout."""
+        reply = await self._hub.request("GET", f"{self._path}/picture", None)
+        return reply.get("picture") if isinstance(reply, dict) else None
 
     async def close(self) -> None:
         """Give the session back. One that is already gone, or a hub that is, is no error."""

@@ -44,13 +44,21 @@ def _nothing(page: Page) -> None:
 def _best(page: Page) -> None:
     page.goto(f"{page.url}&sort=longest&success=1")
     page.locator("tbody a").first.click(timeout=60_000)
-    page.locator(".turn").first.wait_for()
+    page.get_by_role("button", name="Show the environment").click()
+    page.locator(".env .drawn, .env .notes").first.wait_for()
 
 
 def _group(page: Page) -> None:
     page.locator("tbody a").first.click(timeout=60_000)
     page.get_by_role("link", name="its group side by side").click()
     page.locator(".members").wait_for()
+
+
+def _play(page: Page) -> None:
+    page.goto(f"{page.url}&env=babyai&subset=GoToLocal")
+    page.get_by_role("button", name="Begin").click(timeout=60_000)
+    page.locator(".choices button").first.click(timeout=60_000)
+    page.locator(".log li.action").first.wait_for()
 
 
 VIEWS = {
@@ -60,6 +68,7 @@ VIEWS = {
     "episode": _best,
     "group": _group,
     "compare": _nothing,
+    "play": _play,
 }
 
 BEGINS = {"episode": "episodes", "group": "episodes"}  # views that are reached from a list

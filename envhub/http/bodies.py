@@ -93,6 +93,12 @@ class Rendered(BaseModel):
     fingerprint: str
 
 
+class Pictured(BaseModel):
+    """The state for people: a picture as `Env` says, or the text of `Rendered` without one."""
+
+    picture: Any
+
+
 class Failed(BaseModel):
     """Why a request was not served."""
 

@@ -37,6 +37,7 @@ from envhub.http.bodies import (
     Entry,
     Failed,
     Hint,
+    Pictured,
     Rendered,
     Stepped,
     SteppedEntry,
@@ -228,6 +229,13 @@ def _add_look_routes(app: FastAPI, sessions: Sessions) -> None:
     async def render(session_id: str) -> Response:
         text, fingerprint = await sessions.render(session_id)
         return json_response({"text": text, "fingerprint": fingerprint})
+
+    @app.get(f"{path}/picture", response_model=Pictured, responses=fails, tags=["sessions"])
+    async def picture(session_id: str) -> Response:
+        drawn = await sessions.detail(session_id, "picture")
+        if drawn is None:
+            drawn = (await sessions.render(session_id))[0]
+        return json_response({"picture": drawn})
 
 
 def _add_batch_routes(app: FastAPI, sessions: Sessions) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+from base64 import b64encode
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 MAX_RETRIES = 5
 MAX_TABS = 8
+JPEG_QUALITY = 60
 GRACE_S = 10.0
 NEW_TAB_TIMEOUT_S = 2.0
 FAR_CORNER = (VIEWPORT[0] - 1, VIEWPORT[1] - 1)
@@ -121,6 +123,17 @@ class WebSession:
             except BrowserError as error:
                 raise EnvFailure(f"{url} cannot be opened: {first_line(error)}") from error
         self._current = self.tabs[-len(urls)]
+
+    async def picture(self) -> str:
+        """Return what the current tab shows as a URL that holds it.
+
+        Raises: EnvFailure: there is nothing to be seen.
+        """
+        try:
+            content = await self._guard(self.page.screenshot(type="jpeg", quality=JPEG_QUALITY))
+        except BrowserError as error:
+            raise EnvFailure(f"no picture of the page: {first_line(error)}") from error
+        return f"data:image/jpeg;base64,{b64encode(content).decode()}"
 
     @asynccontextmanager
     async def aside(self, url: str) -> AsyncIterator[Page]:

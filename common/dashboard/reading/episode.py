@@ -6,7 +6,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from common.wire.messages import Trajectory
+from common.errors import ConfigError
+from common.wire.messages import PolicyKind, Trajectory
 
 STD_EPSILON = 1e-6  # as the learner's
 NUM_SHOWN = 24  # tokens around a difference
@@ -17,6 +18,10 @@ class Texts(Protocol):
 
     def texts(self, token_ids: Sequence[int]) -> list[str]:
         """Return the text that each token adds."""
+        ...
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """Return what tokens say together, without special ones. Raises: ConfigError."""
         ...
 
 
@@ -47,6 +52,25 @@ def segments_of(trajectory: Trajectory, texts: Texts) -> list[dict[str, Any]]:
             segment["score"] = float(t.turn_scores[turn]) if turn < len(t.turn_scores) else None
         found.append(segment)
     return found
+
+
+def recorded_of(trajectory: Trajectory, texts: Texts, *, style: str) -> dict[str, Any]:
+    """Return what it takes to play an episode again: `actor.play.table.redo.Recorded`.
+
+    Raises: ConfigError: its actions are not known.
+    """
+    t = trajectory
+    if t.policy is not PolicyKind.MODEL:
+        raise ConfigError(f"what the policy {t.policy.value} did is not in the journal")
+    turns = [t.turn_ids == turn for turn in range(t.num_turns)]
+    return {
+        **{"env": t.env, "item": t.item_id, "style": style},
+        "actions": [texts.text(t.token_ids[each & t.loss_mask].tolist()) for each in turns],
+        "shown": [
+            "".join(texts.texts(t.token_ids[each & ~t.loss_mask].tolist())) for each in turns
+        ],
+        **{"scores": t.turn_scores.tolist(), "states": t.turn_states.tolist()},
+    }
 
 
 def runs_of(values: np.ndarray) -> list[list[int]]:

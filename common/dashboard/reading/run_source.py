@@ -7,7 +7,13 @@ from typing import Any
 
 import yaml
 
-from common.dashboard.reading.episode import Texts, first_difference, group_advantages, segments_of
+from common.dashboard.reading.episode import (
+    Texts,
+    first_difference,
+    group_advantages,
+    recorded_of,
+    segments_of,
+)
 from common.dashboard.reading.index_cache import IndexCache
 from common.dashboard.reading.journal_index import IN_FLIGHT, JournalIndex
 from common.dashboard.reading.metric_columns import MetricColumns
@@ -157,6 +163,15 @@ class RunSource:
             "siblings": [rows.ids[each] for each in members],
             "problems": [self._text_problem] if self._text_problem else [],
         }
+
+    def recorded(self, episode_id: str) -> dict[str, Any]:
+        """Return what it takes to play an episode again. Raises: KeyError, WireError, ConfigError.
+
+        ConfigError: its actions are not known.
+        """
+        style = str(_section(self.config(), "envhub").get("style") or "compact")
+        trajectory = self.index.open(self.index.rows.row_of[episode_id])
+        return recorded_of(trajectory, self.texts(), style=style)
 
     def group(self, group_id: str) -> dict[str, Any]:
         """Return the members of a group side by side. Raises: KeyError: it is unknown."""

@@ -32,6 +32,7 @@ class TokenTexts:
             raise ConfigError(f"{path}: no such file") from error
         except (OSError, ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
             raise ConfigError(f"{path}: no tokenizer.json ({error!r:.80})") from error
+        self._special = {t["id"] for t in told.get("added_tokens", []) if t.get("special")}
         shape = json.dumps([told.get("decoder"), told.get("pre_tokenizer")])
         self._byte_of = _byte_alphabet() if '"ByteLevel"' in shape else None
         self._known: dict[int, bytes] = {number: text.encode() for number, text in added.items()}
@@ -43,6 +44,10 @@ class TokenTexts:
         if texts and (rest := decoder.decode(b"", final=True)):
             texts[-1] += rest
         return texts
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """Return what tokens say together, without special ones, as an environment is told it."""
+        return "".join(self.texts([n for n in token_ids if n not in self._special])).strip()
 
     def _bytes(self, number: int) -> bytes:
         found = self._known.get(number)
@@ -69,6 +74,10 @@ class Numbers:
     def texts(self, token_ids: Sequence[int]) -> list[str]:
         """Return each id in brackets."""
         return [f"⟨{number}⟩" for number in token_ids]
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """Raise ConfigError: what was said is not known."""
+        raise ConfigError("without the run's tokenizer it is not known what the actions were")
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -29,8 +29,10 @@ class Access:
     Example: http://host:8600/?token=T sets a cookie and leads on to http://host:8600/.
     """
 
-    def __init__(self, *, host: str, token: str) -> None:
+    def __init__(self, *, host: str, token: str, writable: str) -> None:
+        """`writable` is how the paths begin that take more than a look."""
         self._is_local, self._token = is_loopback(host), token
+        self._writable = writable
 
     async def __call__(self, request: Request, call_next: Next) -> Response:
         """Answer a request."""
@@ -40,13 +42,20 @@ class Access:
         return response
 
     def _refusal(self, request: Request) -> Response | None:
-        if request.method not in ("GET", "HEAD"):
+        is_read = request.method in ("GET", "HEAD")
+        if not is_read and not request.url.path.startswith(self._writable):
             return _error(405, "the dashboard only reads")
         name = request.headers.get("host", "").rpartition("]")
         host = name[0] + name[1] if name[1] else name[2].partition(":")[0]
         # A page of another site that has its name point here would read as this one.
         if self._is_local and host not in LOCAL_NAMES:
             return _error(403, "ask for localhost or 127.0.0.1")
+        is_page = request.headers.get("sec-fetch-site", "none") in ("same-origin", "none")
+        if request.url.path.startswith("/api/") and not is_page:
+            return _error(403, "only the page itself may ask")
+        origin = request.headers.get("origin", "").partition("://")[2]
+        if not is_read and origin != request.headers.get("host"):
+            return _error(403, "only the page itself may play")
         if not self._token:
             return None
         given = request.query_params.get("token", "")

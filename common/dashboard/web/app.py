@@ -17,6 +17,7 @@ from common.dashboard.reading.sources import Source
 from common.dashboard.web.access import Access
 from common.dashboard.web.fleet import fleet
 from common.dashboard.web.overview import compare, drawn_names, overview
+from common.dashboard.web.play import Table, add_play
 from common.dashboard.web.watch import Watch
 from common.errors import ConfigError, WireError
 
@@ -27,8 +28,8 @@ EVENT_S = 1.0  # between two events at least
 BEAT_S = 15.0  # without an event: a line that keeps the connection
 
 
-def make_app(watch: Watch, access: Access) -> FastAPI:
-    """Return the application over what is watched."""
+def make_app(watch: Watch, access: Access, table: Table | None = None) -> FastAPI:
+    """Return the application over what is watched; without a table nothing can be played."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.middleware("http")(access)
     app.add_middleware(GZipMiddleware, minimum_size=2048, compresslevel=1)
@@ -46,6 +47,8 @@ def make_app(watch: Watch, access: Access) -> FastAPI:
         ("/api/events", _events),
     ):
         app.add_api_route(path, answer)
+    if table is not None:
+        add_play(app, table)
     app.mount("/static", StaticFiles(directory=STATIC), name="static")
     app.add_exception_handler(ConfigError, _wrong)
     app.add_exception_handler(WireError, _damaged)

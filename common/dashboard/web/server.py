@@ -7,12 +7,16 @@ import secrets
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from common.config.command_line import Request
 from common.dashboard.reading.index_cache import cache_folder
 from common.dashboard.reading.sources import Sources
 from common.errors import ConfigError
 from common.wire.addresses import is_loopback
+
+if TYPE_CHECKING:
+    from common.dashboard.web.play import Table
 
 USAGE = "dashboard [RUN|FILE ...] [port=N] [host=H] [token=T]"
 OPTIONS = ("port", "host", "token", "run.dir", "fd")
@@ -21,8 +25,17 @@ PORTS_TRIED = 20  # from the usual one on, where none is asked for
 BESIDE_NICE = 10  # beside a run, which has precedence
 
 
-def dashboard(request: Request, *, root: Path, say: Callable[[str], None]) -> int:
+def dashboard(
+    request: Request,
+    *,
+    root: Path,
+    say: Callable[[str], None],
+    make_table: "Callable[..., Table] | None" = None,
+) -> int:
     """Serve until interrupted; return the exit code.
+
+    Args:
+        make_table: of what plays episodes, given `root`; None: nothing can be played.
 
     Raises: ConfigError: a run, a file or the port cannot be had; names it.
     """
@@ -40,7 +53,7 @@ def dashboard(request: Request, *, root: Path, say: Callable[[str], None]) -> in
     else:
         listener = listen(host, options.get("port", ""))
         say(url_of(listener, token))
-    serve(listener, sources, host=host, token=token)
+    serve(listener, sources, host=host, token=token, table=make_table and make_table(root=root))
     return 0
 
 
@@ -76,20 +89,25 @@ def listen(host: str, wanted: str) -> socket.socket:
     raise AssertionError
 
 
-def serve(listener: socket.socket, sources: Sources, *, host: str, token: str) -> None:
+def serve(
+    listener: socket.socket, sources: Sources, *, host: str, token: str, table: "Table | None"
+) -> None:
     """Answer requests until a signal ends it."""
     import uvicorn
 
     from common.dashboard.web.access import Access
     from common.dashboard.web.app import make_app
+    from common.dashboard.web.play import PATH
     from common.dashboard.web.watch import Watch
 
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     watch = Watch(sources)
     watch.start()
-    app = make_app(watch, Access(host=host, token=token))
+    app = make_app(watch, Access(host=host, token=token, writable=PATH), table)
+    if table is not None:
+        app.router.on_shutdown.append(table.shut_down)
     config = uvicorn.Config(
-        app, log_level="warning", access_log=False, timeout_graceful_shutdown=1, lifespan="off"
+        app, log_level="warning", access_log=False, timeout_graceful_shutdown=1, lifespan="on"
     )
     try:
         with contextlib.suppress(KeyboardInterrupt):

@@ -1,5 +1,7 @@
 """Maze: walk through a maze of which only the walls next to you are told."""
 
+from typing import Any
+
 from common.config.envs import EnvsSection
 from envhub.agentgym.conversations import CONVERSATIONS
 from envhub.env import EnvSpec, ItemId, StepResult, SubsetSpec, UnknownItem, action_text, parse_item
@@ -83,6 +85,10 @@ class MazeEnv(TextEnv):
     def render(self) -> str:
         """Return the map and how many moves were made."""
         return f"{maze.drawn(self._at)}\nmoves: {self._num_moves} of {MAX_MOVES}"
+
+    def detail(self, what: str) -> Any:
+        """Return the `picture` of the maze as a map; None for anything else."""
+        return {"map": maze.drawn(self._at).split("\n")} if what == "picture" else None
 
     def _state(self) -> str:
         return maze.drawn(self._start)

@@ -150,6 +150,12 @@ class MiniwobEnv:
         lines = tree.agentgym_lines(tree.shown_nodes(self._snapshot.nodes, only_in_view=False))
         return "\n".join([f"{self._page}: {self._goal}", *lines])
 
+    async def detail(self, what: str) -> str | None:
+        """Return the `picture` of the page as a URL that holds it; None for anything else."""
+        if what != "picture" or self._session is None:
+            return None
+        return await self._session.picture()
+
     async def fingerprint(self) -> str:
         """Return the hash of the page at reset."""
         return self._fingerprint

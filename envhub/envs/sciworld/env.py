@@ -102,6 +102,9 @@ class SciWorldEnv(TextEnv):
                 "possible_actions": simulator.possible("Actions"),
                 "possible_objects": simulator.possible("Objects"),
             }
+        if what == "picture":
+            titles = ("Task", "Room", "Inventory", "Goals")
+            return {"parts": [*zip(titles, self.render().split("\n\n"), strict=False)]}
         if what != "state":
             return None
         return {

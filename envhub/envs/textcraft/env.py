@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from common.config.envs import EnvsSection
 from envhub.env import EnvSpec, StepResult, Style, action_text, parse_item
@@ -171,6 +171,22 @@ class TextCraftEnv(TextEnv):
         """Return the goal, the commands and the inventory."""
         commands = "\n".join(recipe.command() for recipe in self._task.recipes)
         return f"goal: {self._task.goal}\n{commands}\n{self._show_inventory().compact}"
+
+    def detail(self, what: str) -> Any:
+        """Return the `picture`: what is held, and the tree of what the goal is made of."""
+        if what != "picture":
+            return None
+        held = {name: count for name, count in self._inventory.items() if count}
+        return {"tree": self._tree(self._task.goal, 1), "held": held}
+
+    def _tree(self, name: str, count: int) -> dict[str, object]:
+        """Return what an item is made of; of a tag, what a recipe shown makes for it."""
+        members = self._book.tags.get(name, (name,))
+        made = [recipe for recipe in self._task.recipes if recipe.target in members]
+        parts = made[0].ingredients if made else ()
+        num_held = sum(self._inventory[member] for member in members)
+        below = [self._tree(part, num) for num, part in parts]
+        return {"name": name, "count": count, "held": num_held, "parts": below}
 
     def _state(self) -> str:
         return "\n".join([self._task.goal, *(recipe.command() for recipe in self._task.recipes)])

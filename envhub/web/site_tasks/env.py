@@ -181,6 +181,12 @@ class SiteTaskEnv:
         head = [self._task["intent"], self._catalogue.names.public(self._snapshot.url)]
         return "\n".join([*head, *tree.agentgym_lines(nodes)])
 
+    async def detail(self, what: str) -> str | None:
+        """Return the `picture` of the page as a URL that holds it; None for anything else."""
+        if what != "picture" or self._session is None:
+            return None
+        return await self._session.picture()
+
     async def fingerprint(self) -> str:
         """Return the hash of the task and its first page."""
         return self._fingerprint

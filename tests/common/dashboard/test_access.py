@@ -2,6 +2,7 @@
 
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
@@ -12,6 +13,7 @@ from common.dashboard.web.access import Access
 from common.dashboard.web.app import STATIC, make_app
 from common.dashboard.web.fleet import slots
 from common.dashboard.web.overview import flat_config, pools
+from common.dashboard.web.play import PATH, Told
 from common.dashboard.web.server import dashboard, listen
 from common.dashboard.web.watch import Watch
 from common.errors import ConfigError
@@ -19,6 +21,29 @@ from common.repository import ROOT
 from tests.common.dashboard.runs import make_run
 
 MAX_PAGE_BYTES = 300_000
+
+
+class Echo:
+    """Says what it is asked to play."""
+
+    async def environments(self) -> Told:
+        return {"maze": {"subsets": {}}}
+
+    async def open(self, env: str, item: str) -> Told:
+        return {"id": "1", "env": env, "item": item}
+
+    async def step(self, seat_id: str, action: str) -> Told:
+        return {"id": seat_id, "action": action}
+
+    async def ask(self, seat_id: str, *, url: str, model: str, key: str) -> Told:
+        raise ConfigError(f"{url}: no answer")
+
+    async def close(self, seat_id: str) -> None: ...
+
+    async def redo(self, recorded: Any, config: Told) -> Any:
+        return recorded
+
+    async def shut_down(self) -> None: ...
 
 
 @pytest.fixture
@@ -32,7 +57,7 @@ def watch(tmp_path: Path) -> Generator[Watch]:
 
 
 def client(watch: Watch, *, host: str = "127.0.0.1", token: str = "") -> TestClient:
-    app = make_app(watch, Access(host=host, token=token))
+    app = make_app(watch, Access(host=host, token=token, writable=PATH), Echo())
     return TestClient(app, base_url="http://127.0.0.1:8600", follow_redirects=False)
 
 
@@ -43,6 +68,39 @@ def test_loopback_is_asked_by_its_own_name_only(watch: Watch) -> None:
     assert page.post("/api/runs").status_code == 405
     policy = page.get("/").headers["content-security-policy"]
     assert policy.startswith("default-src 'self'")
+
+
+def test_only_the_page_itself_may_play(watch: Watch) -> None:
+    page = client(watch)
+    body, own = {"id": "1", "action": "go"}, {"origin": "http://127.0.0.1:8600"}
+    assert page.post("/api/play/step", json=body, headers=own).json() == body
+    for origin in ("http://evil.example", "null", "http://127.0.0.1:9999"):
+        assert page.post("/api/play/step", json=body, headers={"origin": origin}).status_code == 403
+    assert page.post("/api/play/step", json=body).status_code == 403
+    assert page.post("/api/runs", json=body, headers=own).status_code == 405
+    assert page.post("/api/play/step", json={"id": 1}, headers=own).status_code == 422
+    asked = page.post(
+        "/api/play/ask", json={"id": "1", "url": "http://x", "model": "m"}, headers=own
+    )
+    assert (asked.status_code, asked.json()["error"]) == (400, "http://x: no answer")
+    for site, status in (
+        ("same-origin", 200),
+        ("none", 200),
+        ("same-site", 403),
+        ("cross-site", 403),
+    ):
+        asked = page.get("/api/play/environments", headers={"sec-fetch-site": site})
+        assert asked.status_code == status  # it starts a hub: no other site's picture may
+    guarded = client(watch, host="0.0.0.0", token="swordfish")
+    assert guarded.post("/api/play/step", json=body, headers=own).status_code == 401
+
+
+def test_episode_is_told_for_its_pictures_as_the_environment_was_told_it(watch: Watch) -> None:
+    page = client(watch)
+    page.get("/api/run/a")
+    found = page.get("/api/run/a/pictures", params={"id": "g0000000/0"}).json()
+    assert (found["env"], len(found["actions"]), len(found["shown"])) == ("maze", 2, 2)
+    assert page.get("/api/run/a/pictures", params={"id": "none"}).status_code == 404
 
 
 def test_beyond_loopback_nobody_reads_without_the_token(watch: Watch) -> None:

@@ -28,7 +28,7 @@ AXE = find_spec("axe_playwright_python")  # from the extra `dev`; it holds axe.m
 VIEWS = (
     *("run?run=a", "fleet?run=a", "episodes?run=a", "episodes?run=a&outcome=failed"),
     *("episode?run=a&id=g0000000/0", "group?run=a&id=g0000000", "compare?run=a"),
-    *("episodes?run=talk.json", "episode?run=talk.json&id=0"),
+    *("play?run=a&env=maze", "episodes?run=talk.json", "episode?run=talk.json&id=0"),
 )
 HOSTILE = '<script>window.broken=1</script><img src=x onerror="window.broken=1">\x1b[2J\u202e\u05e9'
 
@@ -204,6 +204,28 @@ def test_most_surprising_and_worst_come_first_when_they_are_asked_for(page: Page
     expect(page.locator("select[name=env]")).to_have_value("maze")
 
 
+def test_environment_is_played_by_hand_and_left_closed(page: Page) -> None:
+    page.goto(page.url.partition("#")[0] + "#play?run=a&env=maze")
+    page.get_by_role("button", name="Begin").click()
+    expect(page.locator("svg.drawn")).to_be_visible()
+    before = page.locator("svg.drawn").inner_html()
+    page.get_by_role("button", name="move right", exact=True).click()
+    expect(page.locator(".facts")).to_contain_text("1 of 50")
+    assert page.locator("svg.drawn").inner_html() != before
+    page.get_by_label("Action", exact=True).fill(HOSTILE)
+    page.get_by_role("button", name="Act", exact=True).click()
+    expect(page.locator(".facts")).to_contain_text("could not be executed")
+    assert page.locator(".log script, .log img").count() == 0
+    with page.expect_request("**/api/play/close"):
+        page.get_by_role("link", name="Fleet").click()
+
+
+def test_picture_of_another_state_is_refused_in_words(page: Page) -> None:
+    page.goto(page.url.partition("#")[0] + "#episode?run=a&id=g0000000/0")
+    page.get_by_role("button", name="Show the environment").click()
+    expect(page.locator(".env .notes")).to_contain_text("No picture here", timeout=30_000)
+
+
 @pytest.mark.skipif(AXE is None, reason="axe-playwright-python is not installed")
 @pytest.mark.parametrize(("theme", "width"), [("light", 1280), ("dark", 390)])
 def test_no_view_has_serious_findings_of_axe(page: Page, theme: str, width: int) -> None:
@@ -219,6 +241,8 @@ def test_no_view_has_serious_findings_of_axe(page: Page, theme: str, width: int)
         page.goto(f"{page.url.partition('#')[0]}#{view}")
         page.locator("nav a[aria-current]").wait_for()
         page.locator("h1").first.wait_for()
+        if view.startswith("play"):
+            page.get_by_role("button", name="Begin").wait_for()
         for each in page.evaluate("axe.run().then(found => found.violations)"):
             if each["impact"] in ("serious", "critical"):
                 where = [node["html"][:150] for node in each["nodes"][:3]]

@@ -165,3 +165,12 @@ def test_a_state_is_the_same_text_whichever_way_led_there():
     away = env.step(there).state
     assert away not in ("", start)
     assert env.step(f"move {back[there.removeprefix('move ')]}").state == start
+
+
+def test_picture_is_the_map_with_the_agent_where_it_stands():
+    env = started(item_of(1, 1))
+    before = env.detail("picture")["map"]
+    env.step("move right")
+    after = env.detail("picture")["map"]
+    assert (before[1][:4], after[1][:4], after[8][6]) == ("#@..", "#.@.", "G")
+    assert env.detail("score") is None

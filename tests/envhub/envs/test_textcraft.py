@@ -231,3 +231,13 @@ def test_item_is_the_same_in_every_process():
     items = ["depth1-train-3", "depth3-test-4", "depth4-train-50"]
     told = elsewhere(__name__, f"[transcript(item) for item in {items}]", hash_seed=1)
     assert told == [transcript(item) for item in items]
+
+
+def test_picture_is_what_is_held_and_the_tree_of_what_the_goal_is_made_of():
+    env = started_with(Style.COMPACT, "iron chestplate")
+    said(env, "get 3 iron ingot")
+    picture = env.detail("picture")
+    part = {"name": "iron ingot", "count": 8, "held": 3, "parts": []}
+    assert picture["tree"] == {"name": "iron chestplate", "count": 1, "held": 0, "parts": [part]}
+    assert picture["held"] == {"iron ingot": 3}
+    assert env.detail("score") is None

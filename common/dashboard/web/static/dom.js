@@ -41,6 +41,13 @@ export async function ask(path, params) {
   return found;
 }
 
+export async function act(path, body) {
+  const answer = await fetch(path, { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body) });
+  const found = await answer.json().catch(() => ({}));
+  if (!answer.ok) throw new Error(found.error || (typeof found.detail === "string" ? found.detail : `the server answers ${answer.status}`));
+  return found;
+}
+
 // What would change a line without being seen is shown as a picture of itself.
 export function visible(text) {
   return text.replace(/[\u0000-\u0008\u000b-\u001f\u007f]/g, (c) => String.fromCharCode(c === "\u007f" ? 0x2421 : 0x2400 + c.charCodeAt(0)))

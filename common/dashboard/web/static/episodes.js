@@ -1,6 +1,7 @@
 // Trajectories: the list with its filters, one episode replayed, and a group side by side.
 import { h, ask, facts, isReport, notes, percent, replace, short, table, visible, cssColor } from "./dom.js";
 import { samplesCard } from "./results.js";
+import { replayPictures } from "./play.js";
 
 const api = (run, what = "") => `api/run/${encodeURIComponent(run.name)}${what}`;
 const PAGE = 50, MAX_TOKENS = 3000;
@@ -120,10 +121,12 @@ export async function episodeView({ run, params, link, isUpdate }) {
   const slider = h("input", { type: "range", min: 1, max: last, value: last, "aria-label": "Part of the episode", style: { flex: "1 1 160px" }, oninput: () => show(Number(slider.value)) });
   const position = h("span", { class: "num dim small", "aria-live": "polite" });
   const map = h("canvas", { class: "map", role: "img", "aria-label": "Every token by its colour; masked parts are pale" });
+  const pictures = run.kind === "run" && !isReport ? replayPictures(run, found.id) : null;
   function show(next) {
     at = Math.max(1, Math.min(last, next));
     slider.value = at;
     position.textContent = `part ${at} of ${last}`;
+    pictures?.show(segments.slice(0, at).filter((each) => each.kind === "action").length);
     [...list.children].forEach((each, i) => { each.classList.toggle("later", i >= at); each.classList.toggle("now", i === at - 1 && at < last); });
   }
   function draw() { const shared = context(); replace(list, segments.map((each) => turn(each, mode, shared))); show(at); requestAnimationFrame(() => drawMap(map, segments, mode, found)); }
@@ -157,7 +160,7 @@ export async function episodeView({ run, params, link, isUpdate }) {
         ["Outcome", found.outcome.replace("_", " ") + (found.cause ? `: ${visible(found.cause)}` : "")], ["Trained in step", found.trained_at >= 0 ? found.trained_at : ""], ["Invalid actions", found.invalid], ["Tokens", short(found.tokens)],
         ["Engine", found.wall_s ? `${short(found.generate_s)} s` : ""], ["Environment", found.wall_s ? `${short(found.env_s)} s` : ""]])),
     h("section", { class: "card" }, buttons, map, h("div", { class: "row" }, h("button", { type: "button", onclick: () => step(-1), "aria-label": "Back" }, "←"), slider, h("button", { type: "button", onclick: () => step(1), "aria-label": "On" }, "→"), h("button", { type: "button", onclick: () => show(1) }, "from the start"), h("button", { type: "button", onclick: () => show(last) }, "all"), position)),
-    list,
+    pictures ? h("div", { class: "sides" }, list, pictures.element) : list,
   ];
 }
 

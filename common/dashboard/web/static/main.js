@@ -1,10 +1,11 @@
 // The shell: which run, which view, light or dark, and what the server tells of changes.
 import { h, ask, isReport, replace } from "./dom.js";
 import { runView, fleetView, compareView } from "./views.js";
+import { playView } from "./play.js";
 import { episodesView, episodeView, groupView } from "./episodes.js";
 
-const VIEWS = { run: runView, fleet: fleetView, episodes: episodesView, episode: episodeView, group: groupView, compare: compareView };
-const TABS = [["run", "Run"], ["fleet", "Fleet"], ["episodes", "Trajectories"], ["compare", "Compare"]];
+const VIEWS = { run: runView, fleet: fleetView, episodes: episodesView, episode: episodeView, group: groupView, compare: compareView, play: playView };
+const TABS = [["run", "Run"], ["fleet", "Fleet"], ["episodes", "Trajectories"], ["compare", "Compare"], ["play", "Play"]];
 const UPDATE_MS = 5000;
 const view = document.getElementById("view");
 const last = new Map();  // how each view was left: its filters are there again
@@ -63,7 +64,7 @@ function drawShell(name, params, run) {
   reading.hidden = part == null;
   if (part != null) { reading.firstElementChild.value = part; reading.lastElementChild.textContent = `${Math.floor(100 * part)}% of the journal is read`; }
   const active = name === "episode" || name === "group" ? "episodes" : name;
-  const tabs = TABS.filter(([id]) => (run && run.kind !== "run" ? id === "episodes" : !(isReport && runs.length < 2 && id === "compare")));
+  const tabs = TABS.filter(([id]) => (run && run.kind !== "run" ? id === "episodes" : !(isReport && (id === "play" || (runs.length < 2 && id === "compare")))));
   if (name === active) last.set(name, { run: run?.name, hash: location.hash });
   const way = (id) => (id !== name && last.get(id)?.run === run?.name && last.get(id)?.hash) || link(id, { run: run?.name });
   replace(document.getElementById("nav"), tabs.map(([id, title]) =>

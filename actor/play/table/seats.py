@@ -1,0 +1,202 @@
+"""Episodes that people play in a browser, or let a policy play, one action at a time."""
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from actor.play.endpoint import Endpoint
+from actor.play.table.redo import Recorded, Redone, redo
+from actor.play.table.service import TOKEN, Service, options_of
+from actor.rollout.env_client import HubClient, HubSession
+from actor.rollout.episode import ContextFull, PolicyFailed, first_text
+from common.config.evaluation import PolicySection
+from common.errors import ConfigError, EnvError
+
+MAX_SEATS = 8  # episodes at a time; one more is refused
+IDLE_S = 300.0  # until an episode that nobody touches is closed, and what nobody uses is ended
+CALL_S = 30.0  # of one request to a hub
+LOOKS = 20  # at what is idle, in that time
+MAX_ACTIONS = 300  # valid ones that a page is told; some worlds have thousands
+STYLE = "compact"
+HEADS = ("instruction", "acknowledgement")  # what an environment says before its observation
+T = TypeVar("T")
+
+
+@dataclass(slots=True, kw_only=True)
+class Seat:
+    """One episode and the conversation about it."""
+
+    client: HubClient
+    session: HubSession
+    about: dict[str, Any]  # what does not change
+    messages: list[dict[str, str]]
+    turn: int = 0
+    used_at: float = field(default_factory=time.monotonic)
+    is_done: bool = False
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class Table:
+    """All that is played. Its methods belong to one event loop.
+
+    What a person may do wrong is a ConfigError, and an environment that fails an EnvError, which
+    ends its episode. No file of a run is written.
+    """
+
+    def __init__(self, *, root: Path, idle_s: float = IDLE_S) -> None:
+        """Start nothing yet; `root` is where `run.py` lies."""
+        self._root, self._idle_s = root, idle_s
+        self._token = secrets.token_urlsafe(24)  # of the hubs
+        self._services: dict[str, Service] = {}  # by what they are for, one of each kind
+        self._words: dict[str, list[str]] = {}
+        self._clients: dict[str, HubClient] = {}  # by address
+        self._seats: dict[str, Seat] = {}
+        self._opening = 0
+        self._upkeep: asyncio.Task[None] | None = None
+
+    async def environments(self) -> dict[str, Any]:
+        """Return subsets and their sizes by environment."""
+        client = await self._hub(())
+        found = await client.request("GET", "/v1/envs", None)
+        return {name: {"subsets": entry["subsets"]} for name, entry in found.items()}
+
+    async def open(self, env: str, item: str) -> dict[str, Any]:
+        """Begin an episode and return its first look; `id` names it from then on."""
+        if len(self._seats) + self._opening >= MAX_SEATS:
+            raise ConfigError(f"{MAX_SEATS} episodes are being played; close one of them first")
+        self._opening += 1
+        try:
+            client = await self._hub(())
+            entry = (await client.request("GET", "/v1/envs", None)).get(env)
+            if entry is None:
+                raise ConfigError(f"{env:.100}: no such environment here")
+            session = await client.open(env, item, seed=0, style=STYLE)
+        finally:
+            self._opening -= 1
+        told = {each: str((entry.get(each) or {}).get(STYLE, "")) for each in HEADS}
+        texts = [*filter(None, told.values()), session.first_observation]
+        if not told["acknowledgement"]:
+            texts = [first_text(told["instruction"], session.first_observation)]
+        roles = ("user", "assistant", "user")[-len(texts) :]
+        about = {"id": secrets.token_urlsafe(12), "env": env, "item": item}
+        about |= {"instruction": told["instruction"]}
+        messages = [{"role": r, "content": t} for r, t in zip(roles, texts, strict=True)]
+        seat = Seat(client=client, session=session, about=about, messages=messages)
+        self._seats[about["id"]] = seat
+        first = {"observation": session.first_observation, "reward": 0.0, "done": False}
+        return await self._guarded(seat, lambda: self._look(seat, first))
+
+    async def step(self, seat_id: str, action: str) -> dict[str, Any]:
+        """Act and return what came of it."""
+        seat = self._seat(seat_id)
+        return await self._guarded(seat, lambda: self._step(seat, action))
+
+    async def ask(self, seat_id: str, *, url: str, model: str, key: str) -> dict[str, Any]:
+        """Let a policy behind an OpenAI-compatible endpoint take one action."""
+        seat = self._seat(seat_id)
+        cfg = PolicySection(url=url, model=model, max_tries=2, timeout_s=60.0)
+
+        async def asked() -> dict[str, Any]:
+            if seat.is_done:
+                raise ConfigError("the episode has ended; begin another one")
+            try:
+                async with Endpoint(cfg, key=key) as endpoint:
+                    reply = await endpoint.complete(seat.messages)
+            except (PolicyFailed, ContextFull) as error:
+                raise ConfigError(str(error)) from error
+            return await self._step(seat, reply.text.strip())
+
+        return await self._guarded(seat, asked)
+
+    async def close(self, seat_id: str) -> None:
+        """End an episode; one that has ended is no error."""
+        if seat := self._seats.pop(seat_id, None):
+            await seat.session.close()
+
+    async def redo(self, recorded: Recorded, config: Mapping[str, Any]) -> Redone:
+        """Play a recorded episode again, for its pictures; see `redo`."""
+        return await redo(await self._hub(options_of(config)), recorded)
+
+    async def shut_down(self) -> None:
+        """End everything."""
+        if self._upkeep is not None:
+            self._upkeep.cancel()
+        self._seats.clear()
+        ending = [each.stop() for each in self._services.values()]
+        await asyncio.gather(*ending, *(client.close() for client in self._clients.values()))
+
+    async def _hub(self, options: tuple[str, ...]) -> HubClient:
+        """Return a client of the hub with these options. Raises: EnvError: it does not start."""
+        token = f"envhub.token=${{oc.env:{TOKEN}}}"
+        lease = f"envhub.session_lease_s={2 * self._idle_s:g}"
+        words = ["envhub", "port=0", token, lease, *options]
+        kind = "hub of a run" if options else "hub"
+        address = await self._address(kind, words)
+        if address not in self._clients:
+            self._clients[address] = HubClient(address, token=self._token, timeout_s=CALL_S)
+        return self._clients[address]
+
+    async def _address(self, kind: str, words: list[str]) -> str:
+        """Return where a hub is, in place of the one of its kind with other words."""
+        self._upkeep = self._upkeep or asyncio.create_task(self._close_idle())
+        if self._words.get(kind) != words:
+            if old := self._services.pop(kind, None):
+                await old.stop()
+            self._words[kind] = words
+            self._services[kind] = Service(self._root, words, token=self._token)
+        return await self._services[kind].address()
+
+    def _seat(self, seat_id: str) -> Seat:
+        seat = self._seats.get(seat_id)
+        if seat is None:
+            raise ConfigError("this episode is closed: it failed, or nobody touched it for long")
+        return seat
+
+    async def _guarded(self, seat: Seat, work: Callable[[], Awaitable[T]]) -> T:
+        """Do one thing at a time; what fails in the environment ends the episode."""
+        async with seat.lock:
+            seat.used_at = time.monotonic()
+            try:
+                return await work()
+            except EnvError:
+                self._seats.pop(seat.about["id"], None)
+                raise
+
+    async def _step(self, seat: Seat, action: str) -> dict[str, Any]:
+        if seat.is_done:
+            raise ConfigError("the episode has ended; begin another one")
+        result = await seat.session.step(action)
+        seat.turn, seat.is_done = seat.turn + 1, result.done
+        seat.messages += [
+            {"role": "assistant", "content": action},
+            {"role": "user", "content": result.observation},
+        ]
+        told = {"action": action, "observation": result.observation, "reward": result.reward}
+        told |= {"done": result.done, "valid": result.is_valid, "success": result.is_success}
+        return await self._look(seat, told)
+
+    async def _look(self, seat: Seat, told: dict[str, Any]) -> dict[str, Any]:
+        """Return what a page shows: what was told, the picture, the actions that may be chosen."""
+        actions = [] if seat.is_done else (await seat.session.hint()).valid_actions
+        picture = await seat.session.picture()
+        more = {"turn": seat.turn, "actions": actions[:MAX_ACTIONS], "num_actions": len(actions)}
+        return {**seat.about, **told, **more, "picture": picture}
+
+    async def _close_idle(self) -> None:
+        """Close what nobody has touched for long, and a hub without use; end by cancellation."""
+        while True:
+            await asyncio.sleep(self._idle_s / LOOKS)
+            now = time.monotonic()
+            for seat_id, seat in list(self._seats.items()):
+                if now - seat.used_at > self._idle_s:
+                    with contextlib.suppress(EnvError):
+                        await self.close(seat_id)
+                else:
+                    self._services["hub"].used_at = now
+            for each in [*self._services.values()]:
+                await each.stop(unused_s=self._idle_s)

@@ -1,0 +1,91 @@
+"""Commands of the product that serve the table: started when needed, ended when out of use."""
+
+import asyncio
+import contextlib
+import json
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from common.errors import EnvError
+from common.launch.guardian import Guardian
+from common.launch.process import ChildFailed, ChildProcess
+
+START_S, STOP_S = 60.0, 3.0
+TOKEN = "LONGSTRIDE_TABLE_TOKEN"  # of the environment: `ps` shows command lines to everybody
+
+
+def options_of(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the overrides with which a hub plays by the rules that a run's configuration has."""
+    envs = config.get("envs")
+    sections: dict[str, Any] = envs if isinstance(envs, dict) else {}
+    return tuple(f"envs.{name}={json.dumps(value)}" for name, value in sorted(sections.items()))
+
+
+class Service:
+    """A command that prints its address; its log is in a folder of its own, of no run.
+
+    Example: address = await Service(root, ["envhub", "port=0"], token="t").address()
+    """
+
+    def __init__(self, root: Path, words: Sequence[str], *, token: str) -> None:
+        """Start nothing yet.
+
+        Args:
+            root: where `run.py` lies.
+            words: of its command line; ${oc.env:LONGSTRIDE_TABLE_TOKEN} is the token.
+        """
+        self._argv = [sys.executable, str(root / "run.py"), *words]
+        self._env = {TOKEN: token}
+        self._starting = asyncio.Lock()
+        self._running: tuple[ChildProcess, str] | None = None
+        self._stack = contextlib.ExitStack()
+        self.used_at = time.monotonic()
+
+    async def address(self) -> str:
+        """Return where it is, once it is there; one that has ended is started again.
+
+        Raises: EnvError: it did not start; holds its last words.
+        """
+        async with self._starting:
+            if self._running is None or self._running[0].poll() is not None:
+                await asyncio.to_thread(self._stop)
+                self._running = await asyncio.to_thread(self._start)
+            self.used_at = time.monotonic()
+            return self._running[1]
+
+    async def stop(self, *, unused_s: float = 0.0) -> None:
+        """End it if it was not used for so long; it may be used again."""
+        async with self._starting:
+            if time.monotonic() - self.used_at >= unused_s:
+                await asyncio.to_thread(self._stop)
+
+    def _start(self) -> tuple[ChildProcess, str]:
+        folder = Path(tempfile.mkdtemp(prefix="longstride-"))
+        log, name = folder / "log", self._argv[2]
+        self._stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        guardian = Guardian()
+        self._stack.callback(guardian.close)
+        child = ChildProcess(name, self._argv, log_path=log, env=self._env, guardian=guardian)
+        self._stack.callback(child.stop, timeout_s=STOP_S)
+        try:
+            child.wait_until(lambda: _said(log) != "", timeout_s=START_S)
+        except ChildFailed as error:
+            last = " / ".join(child.log_tail(max_lines=3))
+            self._stop()
+            raise EnvError(f"{name} did not start: {last or error}") from error
+        return child, _said(log)
+
+    def _stop(self) -> None:
+        self._running = None
+        self._stack.close()
+
+
+def _said(log: Path) -> str:
+    """Return the address that a hub has printed, "" before it has."""
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    return next((line.split()[1] for line in lines if line.startswith("hub: ")), "")

@@ -1,0 +1,95 @@
+"""The routes of Play: episodes that a person at the page, or a policy, plays step by step.
+
+They alone take a POST. It must come from the page itself, so that no other site's page can play.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, Field
+
+from common.dashboard.reading.run_source import RunSource
+from common.errors import EnvError
+
+PATH = "/api/play/"
+MAX_CHARS = 20_000  # of an action
+Told = Mapping[str, Any]
+
+
+class Table(Protocol):
+    """What plays: see `actor.play.table.seats`. Raises ConfigError and EnvError."""
+
+    async def environments(self) -> Told: ...
+    async def open(self, env: str, item: str) -> Told: ...
+    async def step(self, seat_id: str, action: str) -> Told: ...
+    async def ask(self, seat_id: str, *, url: str, model: str, key: str) -> Told: ...
+    async def close(self, seat_id: str) -> None: ...
+    async def redo(self, recorded: Any, config: Told) -> Any: ...
+    async def shut_down(self) -> None: ...
+
+
+class _Open(BaseModel):
+    env: str = Field(max_length=200)
+    item: str = Field(max_length=200)
+
+
+class _Seat(BaseModel):
+    id: str = Field(max_length=100)
+
+
+class _Step(_Seat):
+    action: str = Field(max_length=MAX_CHARS)
+
+
+class _Ask(_Seat):
+    url: str = Field(max_length=2000)
+    model: str = Field(max_length=200)
+    key: str = Field("", max_length=2000)
+
+
+def add_play(app: FastAPI, table: Table) -> None:
+    """Add the routes over a table, which ends with the application."""
+
+    async def open_one(body: _Open) -> Told:
+        return await table.open(body.env, body.item)
+
+    async def step(body: _Step) -> Told:
+        return await table.step(body.id, body.action)
+
+    async def ask(body: _Ask) -> Told:
+        return await table.ask(body.id, url=body.url, model=body.model, key=body.key)
+
+    async def close(body: _Seat) -> Told:
+        await table.close(body.id)
+        return {}
+
+    async def pictures(name: str, id: str, request: Request) -> Told:
+        run = _run(request, name)
+        try:
+            recorded = await asyncio.to_thread(run.recorded, id)
+        except KeyError:
+            raise HTTPException(404, f"no episode {id:.200} in {name}") from None
+        return await table.redo(recorded, run.config())
+
+    app.add_api_route(f"{PATH}environments", table.environments)
+    app.add_api_route("/api/run/{name}/pictures", pictures)
+    for word, answer in (("open", open_one), ("step", step), ("ask", ask), ("close", close)):
+        app.add_api_route(f"{PATH}{word}", answer, methods=["POST"])
+    app.add_exception_handler(EnvError, _failed)
+
+
+def _run(request: Request, name: str) -> RunSource:
+    try:
+        source = request.app.state.watch.ask(name)
+    except KeyError:
+        raise HTTPException(404, f"no run {name:.200}") from None
+    if not isinstance(source, RunSource):
+        raise HTTPException(404, f"{name:.200} is a file of conversations: it cannot be played")
+    return source
+
+
+def _failed(_: Request, error: Exception) -> JSONResponse:
+    return JSONResponse({"error": str(error)}, status_code=502)
