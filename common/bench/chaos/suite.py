@@ -59,7 +59,7 @@ USUAL = Size(config="quickstart", num_steps=220, every_s=20.0)
 LONG = Size(
     config="quickstart",
     num_steps=320,  # the whole of it
-    every_s=8.0,
+    every_s=4.0,
     settings=tuple(each for each in TRAINING_ALONE if each != "eval.after=false"),
     has_twin=True,
 )
