@@ -47,6 +47,7 @@ class TokenClock:
         self._random = random.Random(seed)
         self._vocab_size = vocab_size
         self.version = 0
+        self.frozen_s = 0.0  # no weights are loaded
 
     async def generate(
         self, prompt_ids: list[int], *, request_id: str, max_tokens: int, salt: str

@@ -24,7 +24,9 @@ def test_run_trains_evaluates_and_accounts_for_every_episode(tmp_path: Path) -> 
     assert ledger["trained"] >= 3 * 2 * 2  # steps x groups x smallest group
     metrics = run.metrics()
     assert [line["step"] for line in metrics] == [1, 2, 3]
-    noise = [line["weights/canary_abs_logprob"] for line in metrics[1:]]
+    name = "weights/canary_abs_logprob"  # a busy engine answers a step later
+    noise = [line[name] for line in metrics if name in line]
+    assert noise
     assert max(noise) <= 1e-4  # the engine's weights are the learner's weights
     assert all(line["offpolicy/lag_max"] <= 4 for line in metrics)
     report = run.read("report.json")

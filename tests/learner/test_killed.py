@@ -150,6 +150,7 @@ class Neighbours:
         self._actor: Any = None
         self._address = ""
         self.acked: set[str] = set()
+        self._pending: dict[str, Trajectory] = {}  # sent again to every learner until acknowledged
 
     def serve(self) -> None:
         """Answer for a moment, and follow the learner to where it is now."""
@@ -162,15 +163,20 @@ class Neighbours:
             self._address = hellos[-1].addresses["learner"]
             self._close_actor()
             self._actor = connect_dealer(self._context, self._keys, address=self._address)
+            for trajectory in list(self._pending.values()):
+                self.send(trajectory)
         while self._actor is not None and self._actor.poll(0):
             answer = decode(self._actor.recv_multipart())
             assert isinstance(answer, Ack)
             assert answer.is_accepted, answer.reason
-            self.acked.add(answer.episode_id)
+            for name in (answer.episode_id, *answer.others):
+                self.acked.add(name)
+                self._pending.pop(name, None)
 
     def send(self, trajectory: Trajectory) -> bool:
         """Send to the learner that there is now, if there is one."""
         if self._actor is not None:
+            self._pending[trajectory.episode_id] = trajectory
             mac = lease_mac(trajectory, trajectory.actor, lease_key(self._keys))
             self._actor.send_multipart(encode(replace(trajectory, lease_mac=mac)))
         return self._actor is not None

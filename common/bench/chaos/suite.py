@@ -65,8 +65,8 @@ LONG = Size(
 )
 SHORT = Size(
     config="smoke",
-    num_steps=75,
-    every_s=4.0,
+    num_steps=100,  # on a slow machine faults take longer and steps go on
+    every_s=3.0,
     lasts_s=2.0,
     faults=(
         *(Fault(Kind.KILL, role) for role in (Role.SCHEDULER, Role.LEARNER, Role.HUB, Role.ACTOR)),
