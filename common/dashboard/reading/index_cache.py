@@ -85,7 +85,7 @@ class IndexCache:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with partial.open("wb") as handle:
-                np.savez(handle, **arrays)
+                np.savez(handle, allow_pickle=False, **arrays)
             partial.replace(self._path)
             self._make_room()
         except OSError as error:

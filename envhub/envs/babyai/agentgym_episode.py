@@ -36,11 +36,14 @@ class AgentGymBabyAiEnv(BabyAiEnv):
         self._has_ended = False
         super()._start(item)
         held = self._level.carrying
-        if held is not None:  # minigrid's first view is of the moment before it was taken up
-            self._level.grid.set(*held.init_pos, held)
+        if (
+            held is not None and held.init_pos is not None
+        ):  # minigrid's first view is of the moment before it was taken up
+            column, row = held.init_pos
+            self._level.grid.set(column, row, held)
             self._scene = read_scene(self._level)
             self._look()
-            self._level.grid.set(*held.init_pos, None)
+            self._level.grid.set(column, row, None)
 
     def _locate(self, item: ItemId) -> tuple[str, int]:
         level, seed = levels.locate(item)
