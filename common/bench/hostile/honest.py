@@ -54,17 +54,25 @@ class Honest(threading.Thread):
         self._ask = ask
         self._ends = threading.Event()
         self.waits_s: list[float] = []
+        self._asked_s: float | None = None  # monotonic: it waits for an answer since then
         self.error: Exception | None = None
 
     def run(self) -> None:
         """Ask until stopped."""
         try:
             while not self._ends.wait(PAUSE_S):
-                began_s = time.monotonic()
+                self._asked_s = began_s = time.monotonic()
                 self._ask()
+                self._asked_s = None
                 self.waits_s.append(time.monotonic() - began_s)
         except Exception as error:  # noqa: BLE001 - kept for the main thread
             self.error = error
+
+    @property
+    def pending_s(self) -> list[float]:
+        """How long it has waited for an answer that has not come, if it waits."""
+        asked_s = self._asked_s
+        return [] if asked_s is None else [time.monotonic() - asked_s]
 
     def stop(self) -> None:
         """End it."""

@@ -168,7 +168,7 @@ def add_attack(table: BenchTable, scene: Scene, name: str, size: Size) -> None:
     done = attack(scene, name, size)
     took_s = time.monotonic() - began_s
     scene.check()
-    waits = sorted(honest.waits_s[num_before:])
+    waits = sorted([*honest.waits_s[num_before:], *honest.pending_s])
     worst, p99 = (waits[-1], waits[int(0.99 * (len(waits) - 1))]) if waits else (math.nan,) * 2
     if name == HUB:
         wanted = {HUB_REFUSED: sum(done["answers"].get(each, 0) for each in REFUSALS)}
