@@ -151,8 +151,12 @@ class _Peak:
 
     def _watch(self) -> None:
         while not self._is_over.wait(SAMPLE_S):
-            self.grown_bytes = max(self.grown_bytes, self._own_bytes() - self._before)
+            self._sample()
+
+    def _sample(self) -> None:
+        self.grown_bytes = max(self.grown_bytes, self._own_bytes() - self._before)
 
     def __exit__(self, *_: object) -> None:
         self._is_over.set()
         self._thread.join(KILLED_S)
+        self._sample()  # however seldom the watcher got a turn, the buckets are still held
