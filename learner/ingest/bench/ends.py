@@ -4,6 +4,7 @@
 a run has it, a receiver that only answers, or a sender of trajectories that are encoded beforehand.
 """
 
+import gc
 import json
 import sys
 import time
@@ -201,6 +202,7 @@ def take_in(folder: Path) -> None:
 
 def main(end: str, folder: str, number: str = "0") -> None:
     """Be one end."""
+    gc.set_threshold(10_000)  # as `run.py` does for every role
     if end == "sender":
         send(Path(folder), int(number))
     elif end == "raw":
