@@ -15,6 +15,8 @@ def valid_text(text: str) -> str:
     JSON and UTF-16 can hold half a character, which no tokenizer, file or message takes. Halves
     that stand together are the character that they are halves of.
     """
+    if text.isascii():
+        return text
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -5,9 +5,9 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Annotated, Any
 
+import msgspec
 from fastapi import FastAPI, Query, Request, Response
 from pydantic import BaseModel, Field, ValidationError, create_model
-from pydantic_core import from_json
 
 from common.errors import EnvError
 from envhub.agentgym.dialects import DIALECTS, SCIWORLD, WEBARENA, WORDLE, Dialect, Faults
@@ -26,7 +26,7 @@ from envhub.env import Isolation, UnknownItem
 from envhub.envs.wordle.words import vocabulary
 from envhub.errors import CapacityFull, SessionUnknown
 from envhub.hosting.sessions import Sessions
-from envhub.http.bodies import body_of, json_bytes, json_response
+from envhub.http.bodies import body_of, json_response
 from envhub.http.known_heads import KnownHeads, response_bytes
 
 LIKE = {"minisites": WEBARENA}  # ours in the manner of another's: its wire, by its own name
@@ -127,7 +127,9 @@ class _Desk:
         self, dialect: Dialect, instances: Instances, *, words: tuple[str, ...] = ()
     ) -> None:
         self.dialect = dialect
-        self._instance_key = dialect.instance_key
+        fields = [("number", int, msgspec.field(name=dialect.instance_key)), ("action", str)]
+        self._step_body = msgspec.json.Decoder(msgspec.defstruct("StepBody", fields, gc=False))
+        self._encode = msgspec.json.Encoder().encode
         self._words = words  # of Wordle
         self._instances = instances
         self.resets_at_create = dialect.create_body == {}
@@ -240,16 +242,13 @@ class _Desk:
         None: its body is wrong, or it has to wait or to be refused; nothing was done.
         """
         try:
-            body = from_json(raw)
-            number, action = body[self._instance_key], body["action"]
-        except (ValueError, LookupError, TypeError):
+            body = self._step_body.decode(raw)
+        except (msgspec.MsgspecError, ValueError):
             return None
-        if type(number) is not int or type(action) is not str:
-            return None
-        stepped = self._instances.step_at_once(number, action)
+        stepped = self._instances.step_at_once(body.number, body.action)
         if stepped is None:
             return None
-        return response_bytes(json_bytes(step_reply(self.dialect, *stepped)))
+        return response_bytes(self._encode(step_reply(self.dialect, *stepped)))
 
     async def close(self, body: BaseModel) -> Response:
         number = self._number(body)

@@ -14,9 +14,14 @@ class LeaseTable(Generic[Key, Entry]):
     `find` gives None, and the next `pop_expired` hands it out to be closed.
     """
 
-    def __init__(self, lease_s: float, now_s: Callable[[], float]) -> None:
-        """`now_s` is a monotonic clock."""
+    def __init__(self, lease_s: float, now_s: Callable[[], float], *, grain_s: float = 0.0) -> None:
+        """`now_s` is a monotonic clock.
+
+        `grain_s`: a lease that was renewed less than so long ago is left as it is, since renewing
+        it costs more than all else of a look; entries are in the order of their use to within it.
+        """
         self._lease_s = lease_s
+        self._fresh_s = lease_s - grain_s  # what is left of a lease that need not be renewed
         self._now_s = now_s
         self._held: dict[Key, tuple[float, Entry]] = {}  # when it expires; the earliest first
 
@@ -36,12 +41,18 @@ class LeaseTable(Generic[Key, Entry]):
 
     def find(self, key: Key) -> Entry | None:
         """Return an entry and renew its lease; None if there is none, or it has expired."""
-        held, now_s = self._held.get(key), self._now_s()
-        if held is None or held[0] <= now_s:
+        held = self._held.get(key)
+        if held is None:
             return None
-        del self._held[key]
-        self._held[key] = (now_s + self._lease_s, held[1])
-        return held[1]
+        expires_at_s, entry = held
+        now_s = self._now_s()
+        left_s = expires_at_s - now_s
+        if left_s <= 0:
+            return None
+        if left_s <= self._fresh_s:
+            del self._held[key]
+            self._held[key] = (now_s + self._lease_s, entry)
+        return entry
 
     def peek(self, key: Key) -> Entry | None:
         """Return an entry and leave its lease alone, expired or not; None if there is none."""

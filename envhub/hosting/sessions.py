@@ -39,6 +39,7 @@ MAX_WATCH_INTERVAL_S = 5.0
 SESSIONS_PER_TRIM = 200  # ended sessions after which free memory goes back to the system
 STOP_TIMEOUT_S = 1.0
 MAX_SESSIONS = 16_384
+MAX_GRAIN_S = 1.0  # to within which a lease is renewed
 GONE_S = 1.0  # for an owner whose connection broke to come again
 
 
@@ -81,7 +82,8 @@ class Sessions:
             on_lost=self._end_sessions_of,
         )
         self._registry, self.distances = registry, Distances(registry)
-        self._live: LeaseTable[str, Session] = LeaseTable(lease_s, now_s)
+        grain_s = min(MAX_GRAIN_S, lease_s / 100)
+        self._live: LeaseTable[str, Session] = LeaseTable(lease_s, now_s, grain_s=grain_s)
         self._untold: LeaseTable[str, str] = LeaseTable(lease_s, now_s)  # why the worker was lost
         self._num_running = 0
         self._owners: Counter[str] = Counter()  # connections that stay for an owner

@@ -15,7 +15,8 @@ from envhub.http.bodies import json_bytes
 
 MAX_HEADS = 4_096  # that are known at a time; they are learned anew after that
 MAX_LENGTH = 64 * 1024  # bytes of a body
-_HEADS: dict[int, bytes] = {}  # of responses, by status
+MAX_KNOWN_BYTES = 4_096  # of a response whose head is kept
+_HEADS: dict[tuple[int, int], bytes] = {}  # of responses, by status and length
 END = b"\r\n\r\n"
 # What changes how a request is read, or what follows its answer.
 NOT_PLAIN = {b"connection", b"expect", b"te", b"trailer", b"transfer-encoding", b"upgrade"}
@@ -89,8 +90,12 @@ class KnownHeads:
 
 def response_bytes(content: bytes, status: int = 200) -> bytes:
     """Return a whole response that holds JSON."""
-    head = _HEADS.get(status)
+    num_bytes = len(content)
+    head = _HEADS.get((status, num_bytes))
     if head is None:
         line = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n"
-        head = _HEADS[status] = (line + "content-type: application/json\r\n").encode()
-    return b"%scontent-length: %d\r\n\r\n%s" % (head, len(content), content)
+        line += f"content-type: application/json\r\ncontent-length: {num_bytes}\r\n\r\n"
+        head = line.encode()
+        if num_bytes <= MAX_KNOWN_BYTES:
+            _HEADS[status, num_bytes] = head
+    return head + content

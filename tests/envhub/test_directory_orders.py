@@ -15,7 +15,7 @@ from common.repository import ROOT
 from envhub.catalogue.registry import Registry
 from envhub.env import Env, Style
 from tests.configs import edited
-from tests.envhub.envs.test_sqlgym import ASKED, CREATE_PETS, PETS
+from tests.envhub.envs.sqlgym.pets import ASKED, CREATE_PETS, PETS
 from tests.envhub.envs.test_textcraft_recipes import METAL, WOOD
 
 CORPUS = [("Pie", "the pie was baked by Ann"), ("Tart", "a pie of Bob"), ("Cake", "no pie")]

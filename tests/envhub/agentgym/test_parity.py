@@ -8,11 +8,18 @@ from typing import Any
 
 import pytest
 
-from common.config.envs import EnvsSection, SqlgymOptions, TextcraftOptions, WordleOptions
+from common.config.envs import (
+    EnvsSection,
+    SearchqaOptions,
+    SqlgymOptions,
+    TextcraftOptions,
+    WordleOptions,
+)
 from envhub.catalogue.registry import Registry
 from envhub.hosting.sessions import Sessions
 from envhub.http.routes import make_app
 from tests.envhub.agentgym.agentgym_clients import serve_app
+from tests.envhub.agentgym.parity.search import retriever, write_questions
 from tests.envhub.agentgym.parity.wire import Raw, digest, settled
 from tests.envhub.agentgym.parity.world import HERE, write_bird, write_recipes
 
@@ -24,11 +31,11 @@ WORDS = (
     " cynic aroma caulk shake dodge swill tacit other thorn trove"
 )
 # Every so many episodes, where they take long; of BabyAI's that is still every level once.
-EVERY = {"sciworld": 7, "sqlgym": 4, "babyai": 3, "textcraft": 2}
+EVERY = {"sciworld": 7, "sqlgym": 4, "babyai": 3, "textcraft": 2, "searchqa": 3}
 
 
 @contextmanager
-def served(name: str, folder: Path) -> Iterator[Raw]:
+def served(name: str, folder: Path, retriever_url: str) -> Iterator[Raw]:
     words = folder / "words.txt"
     words.write_text(WORDS.replace(" ", "\n"))
     options = EnvsSection(
@@ -36,6 +43,9 @@ def served(name: str, folder: Path) -> Iterator[Raw]:
         textcraft=TextcraftOptions(recipes_dir=str(write_recipes(folder / "recipes"))),
         sqlgym=SqlgymOptions(bird_dir=str(write_bird(folder / "bird"))),
         wordle=WordleOptions(words=str(words)),
+        searchqa=SearchqaOptions(
+            questions_dir=str(write_questions(folder / "questions")), retriever_url=retriever_url
+        ),
     )
     registry = Registry([name], options)
     sessions = Sessions(registry, lease_s=600.0, capacity=4, step_timeout_s=60.0)
@@ -62,10 +72,10 @@ def replay(name: str, raw: Raw, episode: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["textcraft", "babyai", "sciworld", "maze", "wordle", "sqlgym"])
+@pytest.mark.parametrize("name", TRANSCRIPTS)
 def test_recorded_play_on_agentgyms_servers_is_answered_alike_here(name: str, tmp_path: Path):
     episodes = TRANSCRIPTS[name][:: EVERY.get(name, 1)]
     assert sum(len(episode["steps"]) for episode in episodes) >= 15
-    with served(name, tmp_path) as raw:
+    with retriever() as url, served(name, tmp_path, url) as raw:
         differing = [text for episode in episodes for text in replay(name, raw, episode)]
     assert differing == []

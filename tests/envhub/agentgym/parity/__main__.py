@@ -24,12 +24,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common.config.envs import EnvsSection, SqlgymOptions, TextcraftOptions, WordleOptions
+from common.config.envs import (
+    EnvsSection,
+    SearchqaOptions,
+    SqlgymOptions,
+    TextcraftOptions,
+    WordleOptions,
+)
 from envhub.agentgym.dialects import DIALECTS
 from envhub.agentgym.extraction import extract
 from envhub.bench.hub import hub_process
 from envhub.catalogue.registry import Registry
 from envhub.env import Style
+from tests.envhub.agentgym.parity import search
 from tests.envhub.agentgym.parity.wire import Raw, Told, digest, settled
 from tests.envhub.agentgym.parity.world import HERE, OTHERS, RANGES, write_bird, write_recipes
 
@@ -40,6 +47,9 @@ import os, sys
 listed = os.listdir
 os.listdir = lambda *of: sorted(listed(*of))
 import uvicorn
+if sys.argv[3:]:
+    import runpy
+    runpy.run_path(sys.argv[3])
 uvicorn.run(sys.argv[1], host="127.0.0.1", port=int(sys.argv[2]), log_level="warning")
 """
 
@@ -54,7 +64,9 @@ class Original:
     turns: int
     path: str = ""
     expert: float = 0.7  # share of the expert's actions
+    nonsense: float = 0.06  # share of `junk`
     junk: Sequence[str] = ("", "look under the bed", "check available actions")
+    stand_ins: Path | None = None  # run before the server starts
 
 
 ORIGINALS = {
@@ -105,6 +117,16 @@ ORIGINALS = {
         expert=0.4,
         junk=OTHERS,
     ),
+    "searchqa": Original(
+        folder="agentenv-searchqa",
+        app="agentenv_searchqa.server:app",
+        items=search.indices() * 4,
+        turns=6,
+        expert=0.5,
+        nonsense=0.35,
+        junk=search.JUNK,
+        stand_ins=search.STAND_INS,
+    ),
 }
 
 
@@ -142,9 +164,9 @@ class Tally:
 def pick(rng: random.Random, env: Any, original: Original) -> str:
     """Return the next action: mostly what the expert or a legal player does, at times nonsense."""
     chance = rng.random()
-    if chance < 0.06:
+    if chance < original.nonsense:
         return rng.choice(original.junk)
-    action = env.expert_action() if chance < 0.06 + original.expert else None
+    action = env.expert_action() if chance < original.nonsense + original.expert else None
     return action or rng.choice(env.valid_actions() or [*original.junk])
 
 
@@ -186,6 +208,7 @@ def original_server(
     env = {**os.environ, **environ, "PYTHONHASHSEED": "0"}
     env["PYTHONPATH"] = os.pathsep.join([str(folder), str(folder / "lmrlgym")])
     argv = [python, "-c", LAUNCH, original.app, str(port)]
+    argv += [str(original.stand_ins)] if original.stand_ins else []
     with subprocess.Popen(argv, cwd=folder, env=env, stdout=subprocess.DEVNULL) as process:
         try:
             _wait_for(port, process)
@@ -204,29 +227,43 @@ def _wait_for(port: int, process: subprocess.Popen[bytes], *, limit_s: float = 9
 
 
 def compare(
-    name: str, clone: Path, python: str, folder: Path, *, has_rules: bool, num_items: int
+    name: str,
+    clone: Path,
+    python: str,
+    folder: Path,
+    *,
+    retriever_url: str,
+    has_rules: bool,
+    num_items: int,
 ) -> tuple[Tally, list[dict[str, Any]]]:
     """Play the items of an environment on both servers."""
     original, tally = ORIGINALS[name], Tally()
     recipes = clone / "agentenv-textcraft/agentenv_textcraft/recipes"
-    words = str(clone / WORDS)
+    words, asked = str(clone / WORDS), folder / "questions"
     options = EnvsSection(
         agentgym_rules=has_rules,
         textcraft=TextcraftOptions(recipes_dir=str(recipes)),
         sqlgym=SqlgymOptions(bird_dir=str(folder / "bird")),
         wordle=WordleOptions(words=words),
+        searchqa=SearchqaOptions(questions_dir=str(asked), retriever_url=retriever_url),
     )
     overrides = [
         f"envs.agentgym_rules={str(has_rules).lower()}",
         f"envs.textcraft.recipes_dir={recipes}",
         f"envs.sqlgym.bird_dir={folder / 'bird'}",
         f"envs.wordle.words={words}",
+        f"envs.searchqa.questions_dir={asked}",
+        f"envs.searchqa.retriever_url={retriever_url}",
         "envhub.style=agentgym",
     ]
     spec = Registry([name], options).spec(name)
     assert spec.from_agentgym is not None
     guide: Any = spec.make(Style.AGENTGYM)
-    environ = {"AGENTENV_SQLGYM_BIRD_PATH": str(folder / "bird")}
+    environ = {
+        "AGENTENV_SQLGYM_BIRD_PATH": str(folder / "bird"),
+        "PARITY_QUERIES": str(asked / "queries.json"),
+        "PARITY_RETRIEVER": retriever_url,
+    }
     transcripts: list[dict[str, Any]] = []
     with (
         original_server(original, clone, python, environ) as url,
@@ -257,15 +294,18 @@ def main() -> None:
     say = sys.stdout.write
     say("| environment | rules | compared | equal | different, by cause |\n")
     say("|---|---|---:|---:|---|\n")
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, search.retriever() as url:
         write_bird(Path(folder) / "bird")
+        search.write_questions(Path(folder) / "questions")
         recipes = given.agentgym / "agentenv-textcraft/agentenv_textcraft/recipes"
         if not recipes.is_dir():
             write_recipes(recipes)
         for name in given.envs.split(","):
             for has_rules in (True, False):
                 args = (name, given.agentgym.resolve(), given.python, Path(folder))
-                tally, told = compare(*args, has_rules=has_rules, num_items=given.items)
+                tally, told = compare(
+                    *args, retriever_url=url, has_rules=has_rules, num_items=given.items
+                )
                 causes = ", ".join(f"{cause} {num}" for cause, num in tally.causes.items()) or "-"
                 on = "on" if has_rules else "off"
                 say(f"| {name} | {on} | {tally.steps} | {tally.equal} | {causes} |\n")
