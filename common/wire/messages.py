@@ -2,7 +2,7 @@
 
 episode     one run of an environment, from reset to its end
 turn        one action of the model and the observation that answers it
-trajectory  an episode as tokens, with what the learner needs to know about each of them
+trajectory  an episode as tokens, with what is known of each, in segments (`common.segments`)
 group       the episodes of one prompt (same item, same stamp)
 step        one optimizer step; version v is the policy after step v, v0 is the start
 lag         learner version minus the version that sampled a token
@@ -10,6 +10,7 @@ lag         learner version minus the version that sampled a token
 
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from common.config.curriculum import HorizonUnit
 from common.wire.access.bounds import Count, Id, Rate, Seconds, Version
 
 SCHEMA_VERSION = 3
+_none = partial(np.zeros, 0, dtype=np.int32)
 
 
 class EndReason(StrEnum):
@@ -276,9 +278,9 @@ class Trajectory(EpisodeIdentity):
     turn_ids: np.ndarray = field(repr=False)  # [seq] int32 0-based turn of a token, prompt = 0
     invalid_turns: np.ndarray = field(repr=False)  # [num_turns] bool, True: no executable action
     turn_scores: np.ndarray = field(repr=False)  # [num_turns] float32 in [0, 1], after each turn
-    turn_states: np.ndarray = field(  # [num_turns] int32, fingerprint of the state that each turn
-        default_factory=lambda: np.zeros(0, dtype=np.int32), repr=False
-    )  # was taken in, see `common.states`; [0]: not told
+    turn_states: np.ndarray = field(default_factory=_none, repr=False)  # [num_turns] int32, the
+    # state that each turn was taken in, see `common.states`; [0]: not told
+    segment_starts: np.ndarray = field(default_factory=_none, repr=False)  # [segment] int32; [0]: 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

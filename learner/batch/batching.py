@@ -23,7 +23,7 @@ PADDING_ID = 0  # any valid id: its outputs are never read
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One trajectory that trains, and its advantage."""
+    """A trajectory that trains, or a segment of it (`learner.batch.rows`), and its advantage."""
 
     trajectory: Trajectory
     advantage: float  # of the episode, on every sampled token
@@ -32,6 +32,8 @@ class Sample:
     value_targets: np.ndarray | None = None  # [tokens] float32, of the critic
     values: np.ndarray | None = None  # [tokens] float32, the critic's before the step
     state_marks: np.ndarray | None = None  # [tokens] float32, 1 where the critic is to learn
+    row: int = 0  # of the episode; its rows lie side by side
+    num_episode_tokens: int = 0  # sampled in all of its rows; 0: in this one, the only one
 
     def token_advantages(self) -> np.ndarray:
         """Return the advantage [tokens] float32 of every sampled token."""
@@ -92,6 +94,7 @@ class MicroBatch:
     value_targets: Tensor | None = field(repr=False, default=None)  # [tokens] float32
     values: Tensor | None = field(repr=False, default=None)  # [tokens] float32, before the step
     state_marks: Tensor | None = field(repr=False, default=None)  # [tokens] float32, 0 or 1
+    episode_tokens: Tensor | None = field(repr=False, default=None)  # [sequence] float32, sampled
 
     @property
     def num_sequences(self) -> int:
@@ -197,8 +200,8 @@ def make_minibatches(
 ) -> list[list[int]]:
     """Deal the samples into minibatches of whole groups, in an order drawn from `generator`.
 
-    With fewer groups than minibatches, trajectories are dealt instead; with fewer trajectories
-    than minibatches, there are only as many minibatches as trajectories.
+    With fewer groups than minibatches, trajectories are dealt instead, with all their rows; with
+    fewer trajectories than minibatches, there are only as many minibatches as trajectories.
 
     Returns:
         Indices into `samples`; every index is in exactly one minibatch, none is empty.
@@ -212,7 +215,9 @@ def make_minibatches(
     for index, sample in enumerate(samples):
         units.setdefault(sample.trajectory.group_id, []).append(index)
     if len(units) < num_minibatches:
-        units = {index: [index] for index in range(len(samples))}
+        units = {}
+        for index, number in enumerate(np.cumsum([sample.row == 0 for sample in samples])):
+            units.setdefault(int(number), []).append(index)
     dealt = list(units.values())
     order = [int(index) for index in torch.randperm(len(dealt), generator=generator)]
     num_parts = min(num_minibatches, len(dealt))
@@ -346,6 +351,7 @@ def _collate(
     advantages = np.concatenate([sample.token_advantages() for sample in chosen])
     versions = sampled(trajectories, [t.versions for t in trajectories]).astype(np.int64)
     counts = [sample.num_sampled_tokens for sample in chosen]
+    wholes = [each.num_episode_tokens or own for each, own in zip(chosen, counts, strict=True)]
     firsts = np.cumsum([0, *(t.num_turns for t in trajectories)])  # of each sequence
     turns = [
         t.turn_ids[mask] + first
@@ -370,6 +376,7 @@ def _collate(
         value_targets=_joined([sample.value_targets for sample in chosen], device),
         values=_joined([sample.values for sample in chosen], device),
         state_marks=_joined([sample.state_marks for sample in chosen], device),
+        episode_tokens=torch.tensor(wholes, dtype=torch.float32, device=device),
     )
 
 

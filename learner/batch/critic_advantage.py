@@ -17,6 +17,7 @@ from common.wire.messages import EndReason, Trajectory
 from learner.batch.batching import Sample
 from learner.batch.credit import end_reward, per_env, turn_rewards, whitened
 from learner.batch.returns import gae, vtrace
+from learner.batch.rows import episodes_of, rows_of
 
 CUT_SHORT = (EndReason.HORIZON, EndReason.CONTEXT_FULL)  # the task would have gone on
 
@@ -31,7 +32,13 @@ class Scored:
 def advantages_from_critic(
     samples: list[Sample], scored: Scored, algorithm: AlgorithmSection, critic: CriticSection
 ) -> list[Sample]:
-    """Return the samples with advantages and value targets; whitened over the batch if asked."""
+    """Return the samples with advantages and value targets; whitened over the batch if asked.
+
+    Credit passes from one row of an episode to the next: its rows are one sequence of timesteps.
+    """
+    lasts = [index - 1 for index, sample in enumerate(samples) if sample.row == 0 and index]
+    end_values = scored.end_values[[*lasts, len(samples) - 1]]  # [episode]
+    samples = episodes_of(samples)
     cuts = np.cumsum([sample.num_sampled_tokens for sample in samples])[:-1]
     values = np.split(scored.values, cuts)
     logprobs = np.split(scored.logprobs, cuts)
@@ -44,11 +51,11 @@ def advantages_from_critic(
             algorithm=algorithm,
             critic=critic,
         )
-        for sample, own, end, now in zip(samples, values, scored.end_values, logprobs, strict=True)
+        for sample, own, end, now in zip(samples, values, end_values, logprobs, strict=True)
     ]
     if algorithm.normalize_per_env:
         estimated = per_env(estimated)
-    return whitened(estimated) if critic.whiten else estimated
+    return rows_of(whitened(estimated) if critic.whiten else estimated)
 
 
 def with_advantages(

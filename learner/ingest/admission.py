@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from common.segments import refusal_of_segments, refusal_of_starts, segments_of
 from common.wire.access.lease_mac import is_leased
 from common.wire.messages import EndReason, PolicyKind, Trajectory
 from learner.ingest.journal_index import JournalIndex
@@ -116,14 +117,17 @@ def refusal(
         max_tokens: that the learner computes at once. None: any number.
     """
     num_tokens = trajectory.token_ids.size
-    if max_tokens is not None and num_tokens > max_tokens:
-        return f"{num_tokens} tokens; learner.max_tokens_per_microbatch={max_tokens}"
     for name, dtype in _COLUMNS.items():
         column: np.ndarray = getattr(trajectory, name)
         if column.dtype != dtype:
             return f"{name} is {column.dtype.name}, not {dtype.name}"
         if column.shape != (num_tokens,):
             return f"{name} has shape {column.shape}, token_ids has {num_tokens} tokens"
+    if reason := refusal_of_starts(trajectory):
+        return reason
+    longest = max(part.stop - part.start for part in segments_of(trajectory))
+    if max_tokens is not None and longest > max_tokens:
+        return f"{longest} tokens; learner.max_tokens_per_microbatch={max_tokens}"
     if not 0.0 <= trajectory.reward <= 1.0:
         return f"reward {trajectory.reward} is not in [0, 1]"
     if trajectory.kind == "train" and not 0 <= trajectory.member < max_group_size:
@@ -145,6 +149,8 @@ def refusal(
         return ""
     if trajectory.policy is not PolicyKind.MODEL:
         return "" if trajectory.kind == "eval" else f"{trajectory.policy} play cannot be trained on"
+    if trajectory.segment_starts.size and (reason := refusal_of_segments(trajectory)):
+        return reason
     if is_plainly_sound(trajectory, learner_version, vocab_size):
         return ""
     return _refusal_of_tokens(trajectory, learner_version, vocab_size)

@@ -38,6 +38,7 @@ class EpisodeStats:
             "episodes/repaired_texts_mean": trajectory.num_repaired_texts,
             "episodes/invalid_frac": trajectory.num_invalid_actions,
             "episodes/tokens_mean": len(trajectory.token_ids),
+            "episodes/segments_mean": max(len(trajectory.segment_starts), 1),
             "episodes/generate_s_mean": trajectory.generate_s,
             "episodes/env_s_mean": trajectory.env_s,
             "episodes/wall_s_mean": trajectory.wall_s,

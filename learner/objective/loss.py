@@ -46,6 +46,8 @@ class LossInputs:
     reference_logprobs: Tensor | None = field(repr=False, default=None)  # [tokens] nats
     turn_ids: Tensor | None = field(repr=False, default=None)  # [tokens] int64; None: one each
     kl_weights: Tensor | None = field(repr=False, default=None)  # [tokens] v above; None: 1
+    episode_tokens: Tensor | None = field(repr=False, default=None)  # [sequence] sampled in all
+    # rows of the episode that each is of; None: each is an episode
 
     def __post_init__(self) -> None:
         logprobs = (self.new_logprobs, self.anchor_logprobs, self.sampler_logprobs)
@@ -60,7 +62,7 @@ class Denominator:
     """What a minibatch's sum over tokens is divided by; counted before anything is masked."""
 
     num_tokens: int
-    num_sequences: int
+    num_sequences: int  # episodes, of however many rows
 
     def __post_init__(self) -> None:
         if self.num_tokens < 1 or self.num_sequences < 1:
@@ -202,7 +204,9 @@ def _token_scale(inputs: LossInputs, denominator: Denominator, cfg: AlgorithmSec
         return ones / denominator.num_tokens
     if cfg.aggregation is Aggregation.CONSTANT:
         return ones / (denominator.num_sequences * cfg.constant_tokens)
-    counts = ones.new_zeros(inputs.num_sequences).index_add(0, inputs.sequence_ids, ones)
+    counts = inputs.episode_tokens
+    if counts is None:
+        counts = ones.new_zeros(inputs.num_sequences).index_add(0, inputs.sequence_ids, ones)
     return 1.0 / (counts[inputs.sequence_ids] * denominator.num_sequences)
 
 

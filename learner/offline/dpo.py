@@ -21,7 +21,7 @@ from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from learner.batch.batching import plan_microbatches
 from learner.objective.correction import sequence_sum
-from learner.offline.rows import Row, read_rows
+from learner.offline.rows import Row, num_episodes, read_rows
 from learner.offline.scratch import save_policy
 from learner.offline.training import (
     WEIGHT,
@@ -62,7 +62,11 @@ def run(cfg: RunConfig, *, log: Log = ignore) -> Path:
             f"dpo.data={cfg.dpo.data}: no item has two episodes whose rewards differ by "
             f"dpo.min_gap={cfg.dpo.min_gap:g}"
         )
-    logger.info("pairs=%d of episodes=%d", len(pairs), len(rows))
+    num_left = num_episodes([row for row in rows if row.num_segments > 1])
+    logger.info(
+        "pairs=%d of episodes=%d left_out_of_several_segments=%d",
+        *(len(pairs), num_episodes(rows), num_left),
+    )
     train(model, pairs, cfg.dpo, cfg.learner, seed=cfg.run.seed, log=log)
     return save_policy(Path(cfg.dpo.output), model, tokenizer)
 
@@ -71,12 +75,14 @@ def make_pairs(rows: Sequence[Row], cfg: DpoSection, *, seed: int) -> list[Pair]
     """Return pairs of one item whose rewards differ by at least `min_gap`.
 
     The largest gaps first, at most `max_pairs_per_item` of an item and `max_pairs` of all; the
-    rest in an order drawn from the seed. No episode is on the same side of two pairs of an item.
+    rest in an order drawn from the seed. No episode is on the same side of two pairs of an item;
+    one of several segments is in none, for a segment alone was not what was rewarded.
     """
     chooser = random.Random(seed)
     by_item: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
-        by_item[row.item_id].append(row)
+        if row.num_segments == 1:
+            by_item[row.item_id].append(row)
     pairs: list[Pair] = []
     for item_id in sorted(by_item):
         members = by_item[item_id]

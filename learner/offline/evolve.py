@@ -18,7 +18,7 @@ from common.errors import ConfigError
 from common.store.journal import read_journal
 from common.wire.planned import PlannedEpisode
 from learner.offline import sft
-from learner.offline.rows import Row, read_rows
+from learner.offline.rows import Row, num_episodes, read_rows
 from learner.offline.scratch import save_policy
 from learner.offline.training import Log, ignore, load_start
 from learner.scheduler.curriculum.catalogue import Catalogue
@@ -83,7 +83,8 @@ def run(cfg: RunConfig, run_root: Path, *, play: Play, log: Log = ignore) -> Pat
         rows = read_rows(journal, tokenizer=tokenizer, max_tokens=max_tokens, key="evolve journal")
         new = [row for row in rows if row.is_worth(cfg.evolve.min_reward)]
         kept = [*kept, *new] if cfg.evolve.from_base else new
-        logger.info("iteration=%d kept=%d of_now=%d", iteration, len(kept), len(new))
+        nums = {"kept": num_episodes(kept), "new": num_episodes(new), "all": num_episodes(rows)}
+        logger.info("iteration=%d kept=%d of_now=%d", iteration, nums["kept"], nums["new"])
         if not kept:
             raise ConfigError(
                 f"evolve.min_reward={cfg.evolve.min_reward:g}: iteration {iteration} brought no "
@@ -95,8 +96,8 @@ def run(cfg: RunConfig, run_root: Path, *, play: Play, log: Log = ignore) -> Pat
             log(
                 {
                     "iteration": iteration + 1.0,
-                    "kept": len(kept),
-                    "solved_frac": len(new) / len(rows),
+                    "kept": nums["kept"],
+                    "solved_frac": nums["new"] / nums["all"],
                 }
             )
             seed = cfg.run.seed + iteration

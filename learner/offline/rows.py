@@ -1,5 +1,6 @@
 """Episodes as token rows, from a run's journal or from a file of conversations."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import numpy as np
 
 from common.control_tokens import ControlTokens
 from common.errors import ConfigError
+from common.segments import as_rows
 from common.store.agent_traj import Conversation, read_conversations
 from common.store.journal import read_journal
 from common.wire.messages import EpisodeKind, PolicyKind, Trajectory
@@ -18,13 +20,15 @@ TRAIN_ITEM = "-train-"  # in the id of every item that may be learnt from
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One episode: its tokens, which of them are the agent's, and what it was worth."""
+    """One episode, or a segment of it: tokens, which are the agent's, and what it was worth."""
 
     item_id: str
     reward: float
     token_ids: np.ndarray = field(repr=False)  # [seq] int32
     mask: np.ndarray = field(repr=False)  # [seq] bool, True on tokens to learn
     is_success: bool = False  # the environment said so, whatever it paid
+    segment: int = 0  # of the episode
+    num_segments: int = 1  # of it
 
     def is_worth(self, min_reward: float) -> bool:
         """Return whether it paid that much; with 1, whether it did or was solved for less."""
@@ -34,7 +38,7 @@ class Row:
 def read_rows(path: Path, *, tokenizer: Any, max_tokens: int, key: str) -> list[Row]:
     """Return the episodes of a run directory, of its `journal/`, or of an AgentTraj-format file.
 
-    A journal's tokens are taken as they were sampled; nothing is encoded again. Failures of the
+    A journal's tokens are taken as they were sampled, in a row per segment. Failures of the
     infrastructure, scripted play and evaluation on held-out items are left out. Rows are cut on
     the right at `max_tokens`, and one without a token to learn is left out.
 
@@ -50,12 +54,15 @@ def read_rows(path: Path, *, tokenizer: Any, max_tokens: int, key: str) -> list[
             Row(
                 item_id=f"{t.env}/{t.item_id}",
                 reward=t.reward,
-                token_ids=t.token_ids,
-                mask=t.loss_mask,
+                token_ids=own.token_ids,
+                mask=own.loss_mask,
                 is_success=t.is_success,
+                segment=segment,
+                num_segments=max(len(t.segment_starts), 1),
             )
             for _, t in read_journal(folder)
             if _is_usable(t)
+            for segment, own in enumerate(as_rows(t))
         ]
     elif path.is_file():
         control = ControlTokens(tokenizer)
@@ -70,6 +77,17 @@ def read_rows(path: Path, *, tokenizer: Any, max_tokens: int, key: str) -> list[
     if not kept:
         raise ConfigError(f"{key}={path}: holds no episode with a token to learn")
     return kept
+
+
+def num_episodes(rows: Sequence[Row]) -> int:
+    """Return how many episodes the rows are of."""
+    return sum(row.segment == 0 for row in rows)
+
+
+def newest(rows: list[Row], max_episodes: int) -> list[Row]:
+    """Return all rows of the last `max_episodes` episodes."""
+    starts = [index for index, row in enumerate(rows) if row.segment == 0]
+    return rows[starts[-max_episodes] :] if len(starts) > max_episodes else rows
 
 
 def _is_usable(trajectory: Trajectory) -> bool:

@@ -12,7 +12,7 @@ from common.config.learning import LearnerSection
 from common.config.run_config import RunConfig, SftSection
 from common.errors import ConfigError
 from common.store.agent_traj import read_conversations
-from learner.offline.rows import Row, read_rows
+from learner.offline.rows import Row, newest, read_rows
 from learner.offline.scratch import make_policy, make_tokenizer, save_policy
 from learner.offline.training import (
     WEIGHT,
@@ -68,7 +68,7 @@ def run(cfg: RunConfig, demonstrations: Path, *, log: Log = ignore) -> Path:
     rows = [row for row in rows if row.is_worth(sft.min_reward)]
     if not rows:
         raise ConfigError(f"sft.min_reward={sft.min_reward}: no episode of {demonstrations} has it")
-    train(model, rows[-sft.max_episodes :], sft, cfg.learner, seed=cfg.run.seed, log=log)
+    train(model, newest(rows, sft.max_episodes), sft, cfg.learner, seed=cfg.run.seed, log=log)
     return save_policy(Path(sft.output), model, tokenizer)
 
 

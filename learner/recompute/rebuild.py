@@ -12,6 +12,7 @@ import torch
 from transformers import AutoTokenizer
 
 from common.config.run_config import RunConfig
+from common.segments import as_rows
 from common.wire.messages import EndReason, Trajectory
 from learner.batch.credit import samples_of
 from learner.ingest.group_assembly import Group
@@ -171,7 +172,7 @@ class Recomputation:
 def _score(rebuilt: Rebuilt, groups: Sequence[Group]) -> np.ndarray:
     """Return the log-probabilities [tokens] of what was sampled, at temperature 1."""
     members = [member for group in groups for member in group.members]
-    members = [each for each in members if each.loss_mask.any()]
+    members = [row for each in members for row in as_rows(each) if row.loss_mask.any()]
     found = rebuilt.trainer.score([each.token_ids.tolist() for each in members])
     parts = [
         np.asarray(scores, dtype=np.float32)[each.loss_mask[1:]]

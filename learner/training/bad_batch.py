@@ -36,6 +36,8 @@ def dump_batch(run_root: Path, version: int, samples: Sequence[Sample]) -> Path 
             advantages=sample.token_advantages(),
         )
         facts = {"row": row, "episode_id": t.episode_id, "item_id": t.item_id, "reward": t.reward}
+        if sample.num_episode_tokens:
+            facts["segment"] = sample.row
         lines.append(json.dumps(facts))
     (folder / "samples.jsonl").write_text("\n".join(lines) + "\n")
     logger.error("batch written version=%d folder=%s samples=%d", version, folder, len(lines))

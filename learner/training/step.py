@@ -145,7 +145,7 @@ class Gradients:
         samples = [batch.samples[index] for index in part]
         denominator = Denominator(
             num_tokens=sum(sample.num_sampled_tokens for sample in samples),
-            num_sequences=len(samples),
+            num_sequences=sum(sample.row == 0 for sample in samples),
         )
         marks = [sample.state_marks for sample in samples if sample.state_marks is not None]
         num_states = sum(float(each.sum()) for each in marks)
@@ -202,6 +202,7 @@ class Gradients:
             sequence_ids=micro.sequence_ids,
             turn_ids=micro.turn_ids,
             num_sequences=micro.num_sequences,
+            episode_tokens=micro.episode_tokens,
             entropy=scores.entropy,
             reference_logprobs=_joined(batch.reference, indices) if batch.reference else None,
             kl_weights=kl_weights(new, micro, self._algorithm) if batch.reference else None,

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from learner.batch.batching import Sample, make_minibatches
 from learner.batch.codec import pack_samples, unpack_samples
+from learner.batch.rows import rows_of
 from learner.batch.running_baseline import RunningBaseline
 from learner.objective.correction import Overlap
 from learner.policy.finite import TrainingDiverged, WeightsNotFinite, is_finite
@@ -198,7 +199,7 @@ class Trainer:
     ) -> StepResult:
         self._digester.begin(samples)
         answered = information_metrics(samples, self._gradients.passes)
-        batch = self._gradients.prepare(samples, version)
+        batch = self._gradients.prepare(rows_of(samples), version)
         decision: Decision | None = None
         overlap = Overlap(math.nan, math.nan)
         updates: list[Update] = []

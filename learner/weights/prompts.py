@@ -7,6 +7,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from common.segments import segments_of
 from common.wire.messages import Trajectory
 
 NUM_PROMPTS = 4
@@ -32,6 +33,7 @@ def prompts_of(episodes: Iterable[Trajectory]) -> Prompts:
         if not len(sampled) or len(found.token_ids) == NUM_PROMPTS:
             continue
         end = max(MAX_TOKENS, int(sampled[0]) + 1 + NUM_SAMPLED)
+        end = min(end, segments_of(episode)[0].stop)
         found.token_ids.append(episode.token_ids[:end].tolist())
         found.masks.append(episode.loss_mask[1:end].tolist())
     return found

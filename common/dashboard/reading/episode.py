@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from common import segments as rows
 from common.errors import ConfigError
 from common.wire.messages import PolicyKind, Trajectory
 
@@ -26,19 +27,21 @@ class Texts(Protocol):
 
 
 def segments_of(trajectory: Trajectory, texts: Texts) -> list[dict[str, Any]]:
-    """Return the prompt, then actions and observations in turn.
+    """Return the prompt of each segment, then actions and observations in turn.
 
     Each has its `kind`, `turn` and the `texts` of its tokens; an action also the `logprobs` of them
     (nats), `versions` as runs [version, number of tokens], and whether it was `invalid`.
     """
     t = trajectory
     num = len(t.token_ids)
-    edges = [0, *(np.flatnonzero(np.diff(t.loss_mask)) + 1).tolist(), num] if num else [0]
+    starts = {part.start for part in rows.segments_of(t)}
+    edges = sorted({*starts, *(np.flatnonzero(np.diff(t.loss_mask)) + 1).tolist(), num})
     found: list[dict[str, Any]] = []
     for start, end in itertools.pairwise(edges):
         turn, here = int(t.turn_ids[start]), slice(start, end)
+        observed = "prompt" if start in starts else "observation"
         segment: dict[str, Any] = {
-            "kind": "action" if t.loss_mask[start] else "observation" if start else "prompt",
+            "kind": "action" if t.loss_mask[start] else observed,
             "turn": turn,
             "start": start,
             "texts": texts.texts(t.token_ids[here].tolist()),
@@ -65,12 +68,22 @@ def recorded_of(trajectory: Trajectory, texts: Texts, *, style: str) -> dict[str
     turns = [t.turn_ids == turn for turn in range(t.num_turns)]
     return {
         **{"env": t.env, "item": t.item_id, "style": style},
-        "actions": [texts.text(t.token_ids[each & t.loss_mask].tolist()) for each in turns],
+        "actions": [texts.text(t.token_ids[_acted(t, each)].tolist()) for each in turns],
         "shown": [
             "".join(texts.texts(t.token_ids[each & ~t.loss_mask].tolist())) for each in turns
         ],
         **{"scores": t.turn_scores.tolist(), "states": t.turn_states.tolist()},
     }
+
+
+def _acted(t: Trajectory, turn: np.ndarray) -> np.ndarray:
+    """Return which tokens [seq] a turn acted with; what it sampled before a new segment was not."""
+    chosen = turn & t.loss_mask
+    for part in reversed(rows.segments_of(t)):
+        if chosen[part].any():
+            chosen[: part.start] = False
+            break
+    return chosen
 
 
 def runs_of(values: np.ndarray) -> list[list[int]]:

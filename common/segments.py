@@ -1,0 +1,65 @@
+"""The segments of an episode: training rows that share its outcome, each a context of its own.
+
+They follow one another in an episode's arrays. Each begins with the context that its first turn was
+given, none of which is to be learnt there: every sampled token is learnt in exactly one of them.
+`segment_starts` says where they begin, the first at 0.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+
+from common.wire.messages import Trajectory
+
+TOKEN_COLUMNS = ("token_ids", "loss_mask", "logprobs", "versions", "turn_ids")
+_WHOLE = np.zeros(0, dtype=np.int32)
+
+
+def segments_of(trajectory: Trajectory) -> list[slice]:
+    """Return where each segment lies in the arrays of tokens; one of all tokens if there is one."""
+    num_tokens = len(trajectory.token_ids)
+    starts: list[int] = trajectory.segment_starts.tolist() or [0]
+    return [slice(a, b) for a, b in zip(starts, [*starts[1:], num_tokens], strict=True)]
+
+
+def as_rows(trajectory: Trajectory) -> list[Trajectory]:
+    """Return each segment as a trajectory of one segment; what is of the episode stays as it is."""
+    if len(trajectory.segment_starts) < 2:
+        return [trajectory]
+    return [
+        replace(
+            trajectory,
+            segment_starts=_WHOLE,
+            **{name: getattr(trajectory, name)[part] for name in TOKEN_COLUMNS},
+        )
+        for part in segments_of(trajectory)
+    ]
+
+
+def joined(rows: list[Trajectory]) -> Trajectory:
+    """Return the episode whose segments these are, in order."""
+    if len(rows) == 1:
+        return rows[0]
+    starts = np.cumsum([0, *(len(row.token_ids) for row in rows[:-1])])
+    columns = {name: np.concatenate([getattr(r, name) for r in rows]) for name in TOKEN_COLUMNS}
+    return replace(rows[0], segment_starts=starts.astype(np.int32), **columns)
+
+
+def refusal_of_starts(trajectory: Trajectory) -> str:
+    """Return why `segment_starts` cuts nothing apart, "" if it does."""
+    starts, num_tokens = trajectory.segment_starts, len(trajectory.token_ids)
+    if starts.dtype != np.int32 or starts.ndim != 1:
+        return f"segment_starts is {starts.dtype.name} {starts.shape}, not [num_segments] int32"
+    if starts.size and (starts[0] != 0 or not (np.diff(starts, append=num_tokens) > 0).all()):
+        return f"segment_starts {starts.tolist()[:16]} of {num_tokens} tokens"
+    return ""
+
+
+def refusal_of_segments(trajectory: Trajectory) -> str:
+    """Return why segments cannot be trained on as rows, "" if they can."""
+    for number, part in enumerate(segments_of(trajectory)):
+        mask = trajectory.loss_mask[part]
+        if mask[0] or not mask.any():
+            what = "begins with a sampled token" if mask[0] else "has no sampled token"
+            return f"segment {number} {what}"
+    return ""

@@ -1,0 +1,59 @@
+"""Samples of episodes <-> samples of training rows: one per segment, with the episode's credit.
+
+An episode counts once, whatever it was cut into: as a member of its group, in the number of
+sequences that a loss is divided by, and in what its tokens share of a mean over its own.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from common.segments import as_rows, joined
+from learner.batch.batching import Sample
+
+_PER_TOKEN = ("own_advantages", "value_targets", "values", "state_marks")
+
+
+def rows_of(samples: Sequence[Sample]) -> list[Sample]:
+    """Return the samples of all segments, those of an episode side by side, in order.
+
+    A segment without a sampled token trains nothing and is left out.
+    """
+    return [row for sample in samples for row in _rows(sample)]
+
+
+def _rows(sample: Sample) -> list[Sample]:
+    parts = as_rows(sample.trajectory)
+    if len(parts) == 1:
+        return [sample]
+    counts = [int(part.loss_mask.sum()) for part in parts]
+    cuts = np.cumsum(counts)[:-1]
+    columns: dict[str, list[np.ndarray]] = {}
+    for name in _PER_TOKEN:
+        if (column := getattr(sample, name)) is not None:
+            columns[name] = np.split(column, cuts)
+    kept = [number for number, count in enumerate(counts) if count]
+    return [
+        replace(
+            sample,
+            trajectory=parts[number],
+            row=row,
+            num_episode_tokens=sum(counts),
+            **{name: column[number] for name, column in columns.items()},
+        )
+        for row, number in enumerate(kept)
+    ]
+
+
+def episodes_of(rows: Sequence[Sample]) -> list[Sample]:
+    """Return the episodes that the rows are of; a critic has not been asked about them yet."""
+    members: list[list[Sample]] = []
+    for sample in rows:
+        if sample.row == 0:
+            members.append([])
+        members[-1].append(sample)
+    return [
+        replace(own[0], trajectory=joined([row.trajectory for row in own]), num_episode_tokens=0)
+        for own in members
+    ]
