@@ -116,6 +116,11 @@ COMMANDS = {
         check=checked_by("actor.play.settings:check_evaluation"),
         logs_as="eval",
     ),
+    "serve": Command(
+        run=Later("actor.play.serve:serve"),
+        check=lambda _: Later("common.checks.preflight:check_engine")(),
+        logs_as="serve",
+    ),
     "simulate": Command(run=lambda cfg, _: Later("learner.simulator.main:run")(cfg, sys.stdout)),
     "status": Command(
         run=commands.status,
@@ -150,6 +155,7 @@ def bench(request: Request) -> int:
         "soak-run": Later("common.bench.soak:run_suite"),
         "soak-run-long": Later("common.bench.soak:run_long"),
         "verdict": Later("learner.bench.verdict:run_suite"),
+        "dashboard": Later("learner.bench.checks.page:run_suite"),
         "gpu": Later("learner.bench.gpu:run_suite"),
         **Later("learner.bench.studies:SUITES").find(),
     }

@@ -21,12 +21,14 @@ from actor.engine.weights import WeightLink
 from actor.links.delivery import Delivery
 from actor.links.scheduler_client import SchedulerClient
 from actor.links.waiting import wait_aloud
+from actor.play.serve import door_of
 from actor.rollout.hubs import Hubs
 from actor.rollout.lockstep import Rounds
 from actor.rollout.pool import Episodes
 from actor.rollout.render import Renderer
 from common.config.learning import Advantage
 from common.config.run_config import RunConfig
+from common.cpu import family_cpu_s
 from common.errors import LongstrideError
 from common.join.enrol import Joined
 from common.memory import resident_bytes
@@ -60,6 +62,7 @@ class Access:
 class Parts:
     name: str
     engine: Engine
+    renderer: Renderer
     hubs: Hubs
     scheduler: SchedulerClient
     delivery: Delivery
@@ -113,7 +116,8 @@ async def _run(cfg: RunConfig, access: Access, beacon: Beacon) -> None:
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
         try:
             beacon.watch_tasks()
-            await _work(cfg, parts, stop, beacon)
+            async with door_of(cfg, access.run_dir, parts.name, parts.engine, parts.renderer):
+                await _work(cfg, parts, stop, beacon)
         finally:
             await _shut_down(parts)
     finally:
@@ -128,7 +132,6 @@ async def _build(cfg: RunConfig, access: Access, context: zmq.asyncio.Context) -
     renderer = Renderer(AutoTokenizer.from_pretrained(cfg.model.path, local_files_only=True))
     renderer.check_room(cfg.actor)
     is_lockstep = cfg.train.mode == "sync"
-    logger.info("engine is starting")
     engine = await Engine.start(
         cfg.model,
         cfg.actor,
@@ -179,7 +182,7 @@ async def _build(cfg: RunConfig, access: Access, context: zmq.asyncio.Context) -
         keeps_last=cfg.algorithm.advantage is Advantage.PPO,
     )
     scheduler.on_revoked = episodes.revoke
-    return Parts(name, engine, hubs, scheduler, delivery, weights, episodes)
+    return Parts(name, engine, renderer, hubs, scheduler, delivery, weights, episodes)
 
 
 async def _work(cfg: RunConfig, parts: Parts, stop: asyncio.Event, beacon: Beacon) -> None:
@@ -242,7 +245,7 @@ async def _take_leases(cfg: RunConfig, parts: Parts) -> None:
 
 async def _beat(cfg: RunConfig, parts: Parts, beacon: Beacon) -> None:
     pid = os.getpid()
-    rss_bytes, look_at = 0, 0.0
+    rss_bytes, cpu_s, look_at = 0, 0.0, 0.0
     last_tokens, last_time = parts.engine.num_sampled_tokens, time.monotonic()
     last_done, done_at = None, last_time
     while True:
@@ -258,6 +261,7 @@ async def _beat(cfg: RunConfig, parts: Parts, beacon: Beacon) -> None:
             parts.episodes.adapt(parts.engine.meter.drain())
         if now >= look_at:  # it reads what the system says of every process
             rss_bytes, look_at = resident_bytes([pid])[pid], now + MEMORY_S
+            cpu_s = family_cpu_s()
         tokens = parts.engine.num_sampled_tokens
         rate = (tokens - last_tokens) / max(now - last_time, 1e-6)
         last_tokens, last_time = tokens, now
@@ -272,6 +276,7 @@ async def _beat(cfg: RunConfig, parts: Parts, beacon: Beacon) -> None:
                 waiting_for=waiting_for,
                 unchanged_s=now - done_at,
                 rss_bytes=rss_bytes,  # and of the engine
+                cpu_s=cpu_s,
             )
         )
         await asyncio.sleep(cfg.scheduler.heartbeat_s)

@@ -26,6 +26,8 @@ class CpuWatch:
     def __init__(self, run_dir: RunDir) -> None:
         self._path = run_dir.cpu
         self._before = cpu_seconds(run_dir)
+        self._others_s = _numbers(json_object(run_dir.cpu)).get("others_s", 0.0)
+        self._last: tuple[float, float] | None = None  # busy seconds: of the cores, of the run
         self._used: dict[tuple[int, float], tuple[str, float]] = {}  # process -> role, seconds
         self._next = 0.0
 
@@ -39,8 +41,16 @@ class CpuWatch:
         for role, used_s in self._used.values():
             total[role] = total.get(role, 0.0) + used_s
         told = {role: round(used_s, 2) for role, used_s in sorted(total.items())}
-        cores = len(os.sched_getaffinity(0))
-        if_room(lambda: write_json(self._path, {"roles": told, "cores": cores}), self._path)
+        self._note_others(sum(used_s for _, used_s in self._used.values()))
+        about = {"cores": len(os.sched_getaffinity(0)), "others_s": round(self._others_s, 2)}
+        if_room(lambda: write_json(self._path, {"roles": told, **about}), self._path)
+
+    def _note_others(self, used_s: float) -> None:
+        """Add what was used of this run's cores beside it since the last look."""
+        now = (_busy_s(), used_s)
+        if self._last is not None:
+            self._others_s += max(0.0, now[0] - self._last[0] - (now[1] - self._last[1]))
+        self._last = now
 
     def _look(self, root: psutil.Process, role: str) -> None:
         """Note a process and its descendants: a role's own, unless they say that they are one."""
@@ -59,13 +69,33 @@ class CpuWatch:
         return roles.get(process.pid) or roles.get(process.ppid(), "launcher")
 
 
+def _busy_s() -> float:
+    """Return the seconds for which the cores that this process may use were not idle."""
+    cores = psutil.cpu_times(percpu=True)
+    ours = [cores[i] for i in os.sched_getaffinity(0) if i < len(cores)]
+    return sum(sum(each[:8]) - each.idle - getattr(each, "iowait", 0.0) for each in ours)
+
+
+def family_cpu_s() -> float:
+    """Return the processor seconds of this process and of all that it started, ended ones too."""
+    own = psutil.Process()
+    total = sum(own.cpu_times()[:4])
+    for child in own.children(recursive=True):
+        with suppress(psutil.NoSuchProcess, psutil.ZombieProcess, psutil.AccessDenied):
+            total += sum(child.cpu_times()[:4])
+    return round(total, 2)
+
+
 def cpu_seconds(run_dir: RunDir) -> dict[str, float]:
     """Return the processor seconds by role, of all starts of a run; {} if nobody counted."""
     return _numbers(json_object(run_dir.cpu).get("roles"))
 
 
 def cpu_metrics(run_dir: RunDir) -> dict[str, float]:
-    """Return the metrics of a step: seconds by role so far, cores, seconds per trained episode."""
+    """Return the metrics of a step: seconds by role so far, of others, cores, per trained episode.
+
+    `cpu/others_s` is what programs beside the run have used of its cores.
+    """
     used = cpu_seconds(run_dir)
     if not used:
         return {}

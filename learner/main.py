@@ -11,7 +11,7 @@ from functools import partial
 import psutil
 
 from common.config.run_config import OnStall, RunConfig, TrainMode, published_version
-from common.cpu import cpu_metrics
+from common.cpu import cpu_metrics, family_cpu_s
 from common.errors import LongstrideError
 from common.launch.lock import hold_role
 from common.memory import trim_heap
@@ -254,7 +254,8 @@ class Loop:
             "memory/learner_rss_bytes": float(rss),
         }
         metrics |= cpu_metrics(learner.run_dir) | self.saving.metrics
-        self._set_status(rss_bytes=rss, tokens_per_s=metrics.get("train/tokens_per_s", 0.0))
+        rate = metrics.get("train/tokens_per_s", 0.0)
+        self._set_status(rss_bytes=rss, tokens_per_s=rate, cpu_s=family_cpu_s())
         learner.metrics.log(self.version, metrics)
         nan = float("nan")
         logger.info(

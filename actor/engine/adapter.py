@@ -5,6 +5,7 @@ Not merged into the weights: what LoRA changes is far below bf16's steps, and wo
 
 from collections.abc import Iterable
 from itertools import chain
+from pathlib import Path
 from typing import Any, cast, get_args
 
 import torch
@@ -20,6 +21,11 @@ from common.errors import EngineError
 
 # The only adapter. It has no path: one that is not in the engine is an error and never looked for.
 REQUEST = LoRARequest(lora_name="policy", lora_int_id=1, lora_path="/published/in/memory")
+
+
+def adapter_at(folder: Path) -> LoRARequest:
+    """Return what names the adapter in a folder, for an engine that no learner sends any to."""
+    return LoRARequest(lora_name="kept", lora_int_id=2, lora_path=str(folder.resolve()))
 
 
 def engine_options(cfg: LoraSection) -> dict[str, Any]:

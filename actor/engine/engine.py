@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, cast
 
 from vllm import SamplingParams
@@ -18,7 +19,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from actor.engine.adapter import REQUEST
+from actor.engine.adapter import REQUEST, adapter_at
 from actor.engine.concurrency import EngineLoad
 from actor.engine.process_watch import ProcessWatch
 from actor.engine.staging import Staged
@@ -26,6 +27,7 @@ from actor.engine.start import shut_down_llm, start_llm
 from actor.rollout.episode import Turn
 from common.config.compute import FULL, LoraSection
 from common.config.run_config import ActorSection, AtUpdate, ModelSection
+from common.dashboard.pace import Usual
 from common.errors import EngineError, WeightSyncError
 from common.wire.codec import encode
 from common.wire.weight_group import TransferCancelled
@@ -60,6 +62,7 @@ class Engine:
         self._cfg = cfg
         self._end_of_turn_ids = end_of_turn_ids
         self._takes_adapters = False
+        self._named = REQUEST
         self.version = -1  # nothing received yet
         self.num_sampled_tokens = 0
         self.frozen_s = 0.0  # in all, to load weights
@@ -88,6 +91,9 @@ class Engine:
         Raises: EngineError: it did not start, or is not able to sample.
         """
         started = time.monotonic()
+        usual, what = Usual(), f"engine {model.path} {model.dtype}"
+        takes = f", which takes about {s:.0f} s here" if (s := usual.seconds(what)) else ""
+        logger.info("engine is starting%s", takes)
         meter = EngineLoad() if meters_load else None
         llm, watch = start_llm(
             model,
@@ -107,6 +113,7 @@ class Engine:
             raise EngineError(f"engine did not start: {problem}")
         (tiles, *_) = await llm.collective_rpc("tiles")
         took_s = time.monotonic() - started
+        usual.note(what, took_s)
         logger.info("engine ready took_s=%.1f amx_tiles=%s", took_s, tiles)
         return engine
 
@@ -150,7 +157,11 @@ class Engine:
     @property
     def _adapter(self) -> LoRARequest | None:
         """What every request names; nothing before the first version."""
-        return REQUEST if self._takes_adapters and self.version >= 0 else None
+        return self._named if self._takes_adapters and self.version >= 0 else None
+
+    def take_adapter_at(self, folder: Path) -> None:
+        """Sample with the adapter in a folder, which peft wrote, instead of a published one."""
+        self._named = adapter_at(folder)
 
     def _sampling(self, max_tokens: int, seed: int | None = None) -> SamplingParams:
         return SamplingParams(

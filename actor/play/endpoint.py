@@ -31,6 +31,7 @@ WRONG_CONFIG = {  # status -> key of the config that it means
 class Reply:
     text: str
     is_stopped: bool  # False: cut at policy.max_turn_tokens
+    model: str = ""  # as it calls itself
 
 
 def read_key(cfg: PolicySection) -> str:
@@ -115,7 +116,11 @@ class Endpoint(BearerClient):
             usage: dict[str, Any] = answer.get("usage") or {}
             self.num_prompt_tokens += int(usage.get("prompt_tokens") or 0)
             self.num_sampled_tokens += int(usage.get("completion_tokens") or 0)
-            return Reply(text=valid_text(text), is_stopped=choice.get("finish_reason") != "length")
+            return Reply(
+                text=valid_text(text),
+                is_stopped=choice.get("finish_reason") != "length",
+                model=valid_text(str(answer.get("model") or "")),
+            )
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             shown = self._redact(body[:300])
             raise PolicyFailed(

@@ -2,9 +2,10 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from actor.rollout.env_client import Environments, HubClient
@@ -119,13 +120,17 @@ class _Count:
     max_failed: int | None
     num_done: int = 0
     num_failed: int = 0
+    began_at: float = field(default_factory=time.monotonic)
 
     def add(self, trajectory: Trajectory) -> None:
         self.num_done += 1
         self.num_failed += trajectory.end_reason.is_infrastructure_failure
         if self.num_done % max(1, int(self.num_plans * TOLD_EVERY)) == 0:
+            took_s = time.monotonic() - self.began_at
             logger.info(
-                "played episodes=%d of=%d failed=%d", self.num_done, self.num_plans, self.num_failed
+                "played episodes=%d of=%d failed=%d left_s=%.0f",
+                *(self.num_done, self.num_plans, self.num_failed),
+                took_s * (self.num_plans - self.num_done) / self.num_done,
             )
         if self.max_failed is not None and self.num_failed > self.max_failed:
             raise LongstrideError(

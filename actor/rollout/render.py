@@ -7,6 +7,7 @@ the next user's text is kept as a string. So any template works whose turns foll
 template that rewrites earlier turns is refused at start.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -76,10 +77,19 @@ class Renderer:
         """
         if before is None:
             return list(self._known(self._before_first, text, self._after_user))
-        instruction, answer = before
-        told = self._known(self._before_first, instruction, self._after_user)
-        answered = self._known("", answer, self._end_of_turn_text)
-        return [*told, *answered, *self.after_action(text, is_stopped=True)]
+        return self.conversation([*before, text])
+
+    def conversation(self, texts: Sequence[str]) -> list[int]:
+        """Return the ids of what user and assistant said in turn, up to where the latter starts.
+
+        Args:
+            texts: an odd number; the user is first and last.
+        """
+        ids = self.first_prompt(texts[0])
+        for answer, text in zip(texts[1::2], texts[2::2], strict=True):
+            ids += self._known("", answer, self._end_of_turn_text)
+            ids += self.after_action(text, is_stopped=True)
+        return ids
 
     def after_action(self, text: str, *, is_stopped: bool) -> list[int]:
         """Return the ids between a sampled action and the next one.

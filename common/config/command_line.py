@@ -31,8 +31,8 @@ COMMANDS = {
 }
 SUITES = (
     "envhub, soak, solve, learner, scheduler, transport, weights, tail, actor, end2end, chaos,"
-    " chaos-short, chaos-long, hostile, soak-run, soak-run-long, verdict, gpu, algorithms, credit,"
-    " staleness, staleness-fast, curriculum,"
+    " chaos-short, chaos-long, hostile, soak-run, soak-run-long, verdict, dashboard, gpu,"
+    " algorithms, credit, staleness, staleness-fast, curriculum,"
     " horizon, horizon-large"
 )
 

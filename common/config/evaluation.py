@@ -45,7 +45,10 @@ class EvalSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicySection:
-    """A policy behind an OpenAI-compatible endpoint; only the command `eval` asks it."""
+    """A policy behind an OpenAI-compatible endpoint; only the command `eval` asks it.
+
+    `serve` is one, and wants the key in the variable `api_key_env` itself.
+    """
 
     url: str = knob(
         "",

@@ -121,7 +121,8 @@ def _progress(view: RunView) -> Table:
     if not total:
         done, total = view.step, view.num_steps
     bar = ProgressBar(total=max(1, total), completed=min(done, total))
-    times = "  ".join(filter(None, [f"{done}/{total}", words.times(view, "  ")]))
+    left = words.if_known("{} left", words.left_text(view))
+    times = "  ".join(filter(None, [f"{done}/{total}", left, words.times(view, "  ")]))
     row.add_row(Text(words.plain(view.phase), "bold"), bar, times)
     return row
 
@@ -150,7 +151,7 @@ def _facts(view: RunView) -> Table:
         ("groups", words.groups_text(view).removeprefix("groups "), ""),
         ("ledger", words.ledger_line(ledger), "bold red" if ledger.get("lost") else ""),
         ("memory", "  ".join(memory), ""),
-        ("starting", words.starting_text(view.starting), "yellow"),
+        ("starting", words.starting_text(view.starting, view.usual_s), "yellow"),
         ("waiting", words.waits_text(view), "yellow"),
         ("stop", words.stopping_text(view).removeprefix("stopping: "), "bold yellow"),
         ("scheduler", words.silence_text(view), "bold red"),

@@ -24,6 +24,7 @@ PHASES = {
     "eval_after": "evaluation after training",
     "done": "done",
 }
+CHECKPOINT = "train/checkpoint_s"
 LEDGER_KEYS = ("trained", "filtered", "stale", "failed", "in_flight")
 _LOG_TAIL_BYTES = 16384
 _WARNING = re.compile(  # errors of anybody, warnings of ours: those of libraries are for the logs
@@ -72,11 +73,14 @@ class RunView:
     status: Status
     elapsed_s: float | None  # since the launcher started
     starting: dict[str, float]  # role -> seconds since its process started; not heard of yet
+    usual_s: dict[str, float]  # role that is starting -> seconds that it usually takes here
     unplaced: dict[str, str]  # role that no node has room for -> what it needs
     stop_in_s: float | None  # until a learner that is being stopped is killed
     step: int
     num_steps: int
     eta_s: float | None
+    phase_left_s: float | None  # of an evaluation
+    checkpoint_s: float | None  # that the last one took
     success: float | None  # of training episodes, mean of the last WINDOW_STEPS
     success_steps: list[float] = field(repr=False)
     num_stages: int
@@ -123,11 +127,14 @@ def view_run(run_dir: RunDir, train: TrainSection, horizon: HorizonSection) -> R
         status=status,
         elapsed_s=now - launch.began_at if launch else None,
         starting=_starting(launch.started_at, status, run_dir) if launch else {},
+        usual_s=launch.usual_s if launch else {},
         unplaced=launch.waiting if launch else {},
         stop_in_s=None if stop_at is None else max(0.0, stop_at - now),
         step=step,
         num_steps=train.num_steps,
         eta_s=_eta_s(lines, train.num_steps - step),
+        phase_left_s=_phase_left_s(status, launch, now),
+        checkpoint_s=next((s for line in reversed(lines) if (s := line.get(CHECKPOINT))), None),
         success=sum(success) / len(success) if success else None,
         success_steps=success,
         num_stages=1 if horizon.kind is HorizonKind.FIXED else len(horizon.stages),
@@ -160,6 +167,15 @@ def _eta_s(lines: list[MetricsLine], num_left: int) -> float | None:
     if len(timed) < 2 or timed[-1][0] <= timed[0][0] or num_left < 0:
         return None
     return (timed[-1][1] - timed[0][1]) / (timed[-1][0] - timed[0][0]) * num_left
+
+
+def _phase_left_s(status: Status, launch: LaunchState | None, now: float) -> float | None:
+    """Return the time that the rest of an evaluation takes at its pace so far."""
+    if launch is None or launch.phase != status.phase or not status.num_total:
+        return None
+    done = status.num_done - launch.phase_done
+    left = status.num_total - status.num_done
+    return (now - launch.phase_began_at) * left / done if done > 0 else None
 
 
 def _last_warnings(logs: Path) -> list[str]:

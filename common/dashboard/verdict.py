@@ -21,7 +21,8 @@ BUSY_FRAC = 0.15  # of the time that a learner may wait and still be the limit
 IDLE_FRAC = 0.40  # of the slots' time that is empty when the gate is the limit
 MIN_GAIN = 0.02  # of throughput: less is no advice
 STALE_FRAC = 0.15  # of the episodes consumed, beyond which the bound on lag is what limits a run
-NO_ROLES = ("cpu/cores", "cpu/per_trained_episode_s")
+NO_ROLES = ("cpu/cores", "cpu/per_trained_episode_s", "cpu/others_s")
+CROWDED_FRAC = 0.2  # of the cores' time, which other programs take, and nothing is left of it
 RANKS_EFFICIENCY = 0.9  # of a second rank: gradients are summed, microbatches come out uneven
 
 
@@ -61,6 +62,7 @@ class Waits:
     cores: float | None = None  # of the machine; None: not known, or GPUs do the work
     cpu_frac: float = 0.0  # of all cores' time that the roles use
     engine_cpu_frac: float = 0.0  # of it, the engines
+    others_frac: float = 0.0  # of all cores' time that other programs use
 
     @property
     def wait_frac(self) -> float:
@@ -75,7 +77,25 @@ class Waits:
     @property
     def has_idle_core(self) -> bool:
         """Whether one more process that computes would find a core; yes if it is not known."""
-        return self.cores is None or (1.0 - self.cpu_frac) * self.cores >= IDLE_CORE
+        return self.cores is None or self.idle_frac * self.cores >= IDLE_CORE
+
+    @property
+    def idle_frac(self) -> float:
+        """Share of all cores' time that nobody uses."""
+        return max(0.0, 1.0 - self.cpu_frac - self.others_frac)
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether other programs take what this run would need to become faster."""
+        return not self.has_idle_core and self.others_frac >= CROWDED_FRAC
+
+    def within_cores(self, seconds: float, cpu_frac: float | None = None) -> float:
+        """Return no less than a step that uses `cpu_frac` of the cores now takes at its fastest.
+
+        What others use stays theirs; None: what the roles use.
+        """
+        own = self.cpu_frac if cpu_frac is None else cpu_frac
+        return max(seconds, self.period_s * own / max(1e-9, 1.0 - self.others_frac))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,17 +125,30 @@ def judge(
         text = (
             f"too early to say what limits the run: {MIN_STEPS} steps with their waits are needed"
         )
-        return Verdict(bound=Bound.UNKNOWN, sentence=text)
+        return Verdict(bound=Bound.UNKNOWN, sentence=f"{_before(lines, status or {})}{text}")
     bound = bound_of(waits, is_sync=_get(config, "train", "mode", "async") == "sync")
     advice = sorted(_advice(bound, waits, config), key=lambda each: -each.gain)
     useful = [each for each in advice if each.gain >= MIN_GAIN]
     gate = str((status or {}).get("gate") or "") if bound is Bound.GATE else ""
     return Verdict(
         bound=bound,
-        sentence=f"{_finding(bound, waits, gate)}; {_advice_text(useful)}",
+        sentence=f"{_finding(bound, waits, gate)}; {_advice_text(useful, waits)}",
         advice=useful,
         waits=waits,
     )
+
+
+def _before(lines: Sequence[Mapping[str, float | None]], status: Mapping[str, Any]) -> str:
+    """Return what goes on before the first step, "" where nobody says; a gate limits nothing yet.
+
+    It closes as soon as the first batches are under way, which is as it should be.
+    """
+    if lines or status.get("phase") != "train":
+        return ""
+    if status.get("learner") and not _get(status, "learner", "waiting_for", ""):
+        return "the learner works on the first batch; "
+    num = [int(_get(status, "groups", name, 0) or 0) for name in ("ready", "open")]
+    return f"the first batch is being played ({num[0]} groups ready, {num[1]} open); "
 
 
 def measure(lines: Sequence[Mapping[str, float | None]]) -> Waits | None:
@@ -167,8 +200,14 @@ def _processors(steps: Sequence[Mapping[str, float | None]]) -> dict[str, Any]:
     return {
         "cores": cores,
         "cpu_frac": min(1.0, sum(used.values()) / (cores * time_s)),
+        "others_frac": min(1.0, _others_s(first, last) / (cores * time_s)),
         "engine_cpu_frac": min(1.0, used.get("cpu/engine_s", 0.0) / (cores * time_s)),
     }
+
+
+def _others_s(first: Mapping[str, float | None], last: Mapping[str, float | None]) -> float:
+    name = "cpu/others_s"  # runs of older versions tell none
+    return max(0.0, (_value(last, name) or 0.0) - (_value(first, name) or 0.0))
 
 
 def bound_of(waits: Waits, *, is_sync: bool) -> Bound:
@@ -197,7 +236,7 @@ def _advice(bound: Bound, waits: Waits, config: Mapping[str, Any]) -> list[Advic
         filled_s = waits.period_s * waits.slot_busy_frac  # a step's episodes, if none were empty
         more_s = waits.period_s * (ahead + 1) / (ahead + 2)  # so many batches under way, not more
         fewer_s = waits.period_s if is_held_back else max(waits.busy_s, filled_s, more_s)
-        knobs = {f"scheduler.max_ahead_steps={ahead + 1}": _within_cores(fewer_s, waits)}
+        knobs = {f"scheduler.max_ahead_steps={ahead + 1}": waits.within_cores(fewer_s)}
     else:
         knobs = _actor_knobs(bound, waits, config)
     return [Advice(knob=k, gain=waits.period_s / max(s, 1e-9) - 1.0) for k, s in knobs.items()]
@@ -210,7 +249,7 @@ def _learner_knobs(waits: Waits, config: Mapping[str, Any]) -> dict[str, float]:
     knobs: dict[str, float] = {}
     if waits.has_idle_core:
         shared_s = waits.busy_s - waits.train_s * (1.0 - ranks / (ranks + 1) / RANKS_EFFICIENCY)
-        knobs[f"learner.num_ranks={ranks + 1}"] = _within_cores(max(shared_s, filled_s), waits)
+        knobs[f"learner.num_ranks={ranks + 1}"] = waits.within_cores(max(shared_s, filled_s))
     for name in ("ppo_epochs", "num_minibatches"):
         if (passes := int(_get(config, "learner", name, 1) or 1)) > 1:
             fewer_s = waits.busy_s - waits.train_s * (1.0 - (passes // 2) / passes)
@@ -230,16 +269,12 @@ def _actor_knobs(bound: Bound, waits: Waits, config: Mapping[str, Any]) -> dict[
     if bound is Bound.ENVIRONMENT or slots >= int(_get(config, "actor", "max_concurrent", 64) or 1):
         halved_s = max(waits.busy_s, waits.period_s / 2)
         spared = waits.cpu_frac - waits.engine_cpu_frac / 2  # a larger batch costs no more
-        knobs[f"actor.max_concurrent={2 * slots}"] = max(halved_s, waits.period_s * spared)
+        if bound is Bound.ENVIRONMENT or not waits.is_crowded:
+            knobs[f"actor.max_concurrent={2 * slots}"] = waits.within_cores(halved_s, spared)
     if bound is Bound.ENGINE and waits.has_idle_core:
         fewer_s = max(waits.busy_s, waits.period_s * engines / (engines + 1))
-        knobs[f"actor.num_actors={engines + 1}"] = _within_cores(fewer_s, waits)
+        knobs[f"actor.num_actors={engines + 1}"] = waits.within_cores(fewer_s)
     return knobs
-
-
-def _within_cores(seconds: float, waits: Waits) -> float:
-    """Return no less than the cores need for what a step makes them do."""
-    return max(seconds, waits.period_s * waits.cpu_frac)
 
 
 def _finding(bound: Bound, waits: Waits, gate: str) -> str:
@@ -248,7 +283,7 @@ def _finding(bound: Bound, waits: Waits, gate: str) -> str:
     idle = 1.0 - waits.slot_busy_frac
     if bound is Bound.LEARNER:
         share = 1.0 - waits.wait_frac
-        cores = "" if waits.has_idle_core else f", and all {waits.cores:.0f} cores are busy"
+        cores = "" if waits.has_idle_core else f", and all {_busy(waits)}"
         empty = f"{idle:.0%} of slots are empty{cores}"
         return f"learner-bound {share:.0%}: it works {busy} {step}, {empty}"
     waited = f"the learner waits {wait} {step}"
@@ -261,11 +296,18 @@ def _finding(bound: Bound, waits: Waits, gate: str) -> str:
         return f"gate too tight: {waited} while {idle:.0%} of the actors' slots are empty{why}"
     name = "environment" if bound is Bound.ENVIRONMENT else "engine"
     share = waits.env_frac if bound is Bound.ENVIRONMENT else waits.engine_frac
-    cores = "" if waits.has_idle_core else f"; {waits.cpu_frac:.0%} of {waits.cores:.0f} cores busy"
+    cores = "" if waits.has_idle_core else f"; {1.0 - waits.idle_frac:.0%} of {_busy(waits)}"
     return f"{name}-bound {share:.0%} of an episode's time: {waited}{cores}"
 
 
-def _advice_text(advice: Sequence[Advice]) -> str:
+def _busy(waits: Waits) -> str:
+    by = f", {waits.others_frac:.0%} with other programs" if waits.is_crowded else ""
+    return f"{waits.cores:.0f} cores are busy{by}"
+
+
+def _advice_text(advice: Sequence[Advice], waits: Waits) -> str:
+    if not advice and waits.is_crowded:
+        return "no processor time is free for more: end the other programs, or give it more cores"
     if not advice:
         return "no single knob is known to bring more than 2 %"
     return ", ".join(f"{each.knob} at most +{each.gain:.0%}" for each in advice)

@@ -3,6 +3,7 @@
 from common.dashboard.run_view import LEDGER_KEYS, RunView
 
 ENGINES_SHOWN = 3
+A_CHECKPOINT = "disk: a checkpoint"
 _SPARKS = "▁▂▃▄▅▆▇█"
 
 
@@ -10,6 +11,7 @@ def status_line(view: RunView) -> str:
     """Return the run in one line; what is not known is left out."""
     status = view.status
     done = f" {status.num_done}/{status.num_total}" if status.num_total else ""
+    done += if_known(" ({} left)", left_text(view))
     parts = [
         "" if status.phase == "train" else f"{view.phase}{done},",
         f"step {view.step}/{view.num_steps}",
@@ -23,7 +25,7 @@ def status_line(view: RunView) -> str:
     ]
     waits, silence = waits_text(view), silence_text(view)
     ends = [
-        starting_text(view.starting),
+        starting_text(view.starting, view.usual_s),
         stopping_text(view),
         waits and f"waiting: {waits}",
         silence and f"scheduler {silence}",
@@ -31,20 +33,29 @@ def status_line(view: RunView) -> str:
     return plain("; ".join(filter(None, [" ".join(filter(None, parts)), *ends])))
 
 
-def if_known(form: str, value: float | None) -> str:
-    """Return a number in a format such as "lag {:.1f}"; "" if it is not known."""
+def if_known(form: str, value: float | str | None) -> str:
+    """Return a value in a format such as "lag {:.1f}"; "" if it is not known."""
     return "" if value is None else form.format(value)
 
 
-def starting_text(starting: dict[str, float]) -> str:
-    """Return what is starting and for how long, such as "engine is starting (34s)"."""
+def left_text(view: RunView) -> str | None:
+    """Return how long an evaluation still takes, None if there is none, or nobody knows."""
+    is_known = view.status.phase != "train" and view.phase_left_s is not None
+    return duration(view.phase_left_s) if is_known else None
+
+
+def starting_text(starting: dict[str, float], usual_s: dict[str, float]) -> str:
+    """Return what is starting, for how long, of what it usually takes: "(34s of about 45s)"."""
+
+    def so_far(name: str) -> str:
+        since_s, whole_s = starting[name], usual_s.get(name)
+        return duration(since_s) + if_known(" of about {}", whole_s and duration(whole_s))
+
     texts = [
-        f"{name} is starting ({duration(since_s)})"
-        for name, since_s in starting.items()
-        if not name.startswith("actor")
+        f"{name} is starting ({so_far(name)})" for name in starting if not name.startswith("actor")
     ]
     engines = {name: since_s for name, since_s in starting.items() if name.startswith("actor")}
-    oldest = duration(max(engines.values(), default=0.0))
+    oldest = so_far(max(engines, key=lambda name: engines[name])) if engines else ""
     if len(engines) > ENGINES_SHOWN:
         texts.append(f"{len(engines)} engines are starting ({oldest})")
     elif len(engines) == 1:
@@ -104,6 +115,9 @@ def groups_text(view: RunView) -> str:
 def waits_text(view: RunView) -> str:
     """Return who waits for whom."""
     waits = [f"{r.name} <- {r.waiting_for}" for r in view.roles if r.waiting_for]
+    if view.checkpoint_s:
+        took = f"{A_CHECKPOINT}, which takes about {duration(view.checkpoint_s)}"
+        waits = [each.replace(A_CHECKPOINT, took) for each in waits]
     for what in sorted({*view.unplaced.values()}):
         names = [name for name, needed in view.unplaced.items() if needed == what]
         who = ", ".join(names) if len(names) <= ENGINES_SHOWN else f"{len(names)} roles"

@@ -51,6 +51,10 @@ class LaunchState:
     started_at: dict[str, float]  # role -> Unix time of its last start, of those that run now
     stop_deadline: float | None = None  # Unix time; None while nobody is being stopped
     waiting: dict[str, str] = field(default_factory=lambda: {})  # role without a node -> for what
+    usual_s: dict[str, float] = field(default_factory=lambda: {})  # role -> what its start takes
+    phase: str = ""  # of the scheduler, and since when it was seen, with so many episodes done
+    phase_began_at: float = 0.0  # Unix time
+    phase_done: int = 0
 
 
 class RoleProcess(Protocol):

@@ -4,14 +4,15 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
 from common.config.run_config import RunConfig
 from common.cpu import CpuWatch
 from common.dashboard.live import LiveDisplay
-from common.dashboard.run_view import view_run
+from common.dashboard.pace import Pace
+from common.dashboard.run_view import RunView, view_run
 from common.dashboard.web.beside import beside
 from common.launch.base import Ending, LaunchState, RoleSpec, RoleStarter
 from common.launch.launcher import Launcher
@@ -40,8 +41,15 @@ def supervise(
 
     What the launcher knows is in launch.json meanwhile, for displays and `status`.
     """
+    pace = Pace(cfg.model)
+
+    def look() -> RunView:
+        view = view_run(run_dir, cfg.train, cfg.horizon)
+        pace.look(view)
+        return view
+
     display = LiveDisplay(
-        partial(view_run, run_dir, cfg.train, cfg.horizon),
+        look,
         title=f"longstride · {cfg.run.name}",
         subtitle=f"{cfg.train.mode} · seed {cfg.run.seed} · {run_dir.root}",
         is_wanted=cfg.log.live,
@@ -57,6 +65,7 @@ def supervise(
             logs_at = time.monotonic() + LOGS_S
             max_bytes = cfg.log.max_mb * 10**6
             if_room(lambda: begin_anew(run_dir.logs, max_bytes=max_bytes), run_dir.logs)
+        state = replace(state, **pace.told())
         if state != written and if_room(
             lambda: write_json(run_dir.launch, asdict(state)), run_dir.launch
         ):

@@ -164,6 +164,7 @@ class Heartbeat:
     num_reports: Count = 0  # learner: its numbered messages that went before, on this connection
     refused: dict[str, int] = field(default_factory=dict[str, int])  # of a learner: messages and
     # connections that its listeners refused, by "plane/peer/reason"
+    cpu_s: Seconds = 0.0  # of processors, that it and what it started have used
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

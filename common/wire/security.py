@@ -77,9 +77,9 @@ def create_keys(folder: Path) -> RunKeys:
         if not any((folder / name).exists() for name in _FILES):
             for pair in _PAIRS:
                 public, secret = zmq.curve_keypair()
-                _write_private(folder / f"{pair}_secret", secret.decode())
-                _write_private(folder / f"{pair}_public", public.decode())
-            _write_private(folder / "hub_token", secrets.token_urlsafe(32))
+                write_private(folder / f"{pair}_secret", secret.decode())
+                write_private(folder / f"{pair}_public", public.decode())
+            write_private(folder / "hub_token", secrets.token_urlsafe(32))
     return load_keys(folder)
 
 
@@ -120,7 +120,7 @@ def write_join_key(folder: Path, keys: RunKeys, *, run_name: str) -> Path:
     text = json.dumps(asdict(key), indent=2) + "\n"
     path = folder / JOIN_KEY
     if not path.exists() or path.read_text() != text:
-        _write_private(path, text)
+        write_private(path, text)
     return path
 
 
@@ -169,7 +169,7 @@ def read_join_key(path: Path, *, role: str) -> JoinKey:
     return key
 
 
-def _write_private(path: Path, text: str) -> None:
+def write_private(path: Path, text: str) -> None:
     """Replace a file that only its owner may read; a reader sees the old or the new one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)

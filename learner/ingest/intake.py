@@ -36,6 +36,7 @@ class LearnerStatus:
     waiting_for: str = ""  # "" while it computes
     tokens_per_s: float = 0.0  # trained in the last step
     rss_bytes: int = 0
+    cpu_s: float = 0.0  # of processors, so far
     changed_at: float = field(default_factory=time.monotonic)  # when it was last at something else
 
 
@@ -206,6 +207,7 @@ class Intake(threading.Thread):
             waiting_for=self._room.text or status.waiting_for,
             tokens_per_s=status.tokens_per_s,
             rss_bytes=status.rss_bytes,
+            cpu_s=status.cpu_s,
             unchanged_s=max(0.0, time.monotonic() - status.changed_at),
         )
 

@@ -111,7 +111,9 @@ def train_epochs(
         epochs.append({name: value / weight for name, value in sums.items()})
         shown = " ".join(f"{name}={value:.4f}" for name, value in epochs[-1].items())
         elapsed_s = time.monotonic() - started
-        logger.info("epoch=%d %s steps=%d s=%.0f", epoch + 1, shown, step, elapsed_s)
+        left_s = elapsed_s * (cfg.num_epochs - epoch - 1) / (epoch + 1)
+        told = (epoch + 1, cfg.num_epochs, shown, step, elapsed_s, left_s)
+        logger.info("epoch=%d of=%d %s steps=%d s=%.0f left_s=%.0f", *told)
     return epochs
 
 

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from common.cpu import CpuWatch, cpu_metrics, cpu_seconds
+from common.cpu import CpuWatch, cpu_metrics, cpu_seconds, family_cpu_s
 from common.store.run_dir import RunDir
 
 BURN = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True); input()"
@@ -29,3 +29,23 @@ def test_what_descendants_use_is_counted_by_role_and_goes_on_with_the_run(tmp_pa
     assert found["cpu/cores"] >= 1
     total = sum(cpu_seconds(run_dir).values())
     assert abs(found["cpu/per_trained_episode_s"] - total / 2) < 1e-6
+
+
+def test_what_others_use_of_the_cores_is_told_apart(tmp_path: Path) -> None:
+    run_dir = RunDir(root=tmp_path)
+    watch = CpuWatch(run_dir)
+    watch.sample()
+    watch._next = 0.0
+    code = f"import os; os.setsid(); os.fork() and os._exit(0); {BURN}".replace(
+        "; import", "\nimport"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as parent:
+        assert parent.stdout is not None
+        parent.stdout.readline()  # of the child, which belongs to nobody here any more
+        before = cpu_metrics(run_dir)["cpu/others_s"]
+        watch.sample()
+        assert cpu_metrics(run_dir)["cpu/others_s"] - before >= 0.2
+        parent.communicate(b"\n")
+    assert family_cpu_s() > 0.0

@@ -1,5 +1,6 @@
 """Runs that are asked to stop, and go on."""
 
+import asyncio
 import json
 import os
 import signal
@@ -8,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from actor.play.table.seats import Table
+from common.repository import ROOT
 from tests.end_to_end.runs import Run, balances
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -20,6 +23,9 @@ def test_run_stopped_in_a_long_step_saves_and_goes_on_at_the_next_one(tmp_path: 
     with Run(tmp_path, *OVERRIDES) as run:
         run.wait_until(lambda: len(run.metrics()) >= 2)
         assert run.probe("ready") == "ready"
+        by = asyncio.run(played_by_own_policy(run.root))  # asks the actor of the run
+        assert by.startswith("r, version ")
+        assert int(by.split()[-1]) > 0
         learner = run.role_pid("learner")
         os.kill(learner, signal.SIGSTOP)  # as in a step of a large model
         reached = run.metrics()[-1]["step"]
@@ -48,6 +54,17 @@ def test_run_stopped_in_a_long_step_saves_and_goes_on_at_the_next_one(tmp_path: 
     assert steps == list(range(1, len(steps) + 1))
     assert saved_version(again) >= steps[-1] > version
     assert balances(again.read("ledger.json"))
+    assert asyncio.run(played_by_own_policy(again.root)) == f"r, step-{saved_version(again):06d}"
+
+
+async def played_by_own_policy(root: Path) -> str:
+    """Let the run's policy take one action at the dashboard's table; return who took it."""
+    table = Table(root=ROOT)
+    try:
+        first = await table.open("babyai", "GoToLocal-test-0")
+        return (await table.ask_run(first["id"], str(root)))["by"]
+    finally:
+        await table.shut_down()
 
 
 def saved_version(run: Run) -> int:

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from actor.play.doors import open_door
 from actor.play.endpoint import Endpoint
 from actor.play.table.redo import Recorded, Redone, redo
-from actor.play.table.service import TOKEN, Service, options_of
+from actor.play.table.service import START_S, TOKEN, Service, options_of
 from actor.rollout.env_client import HubClient, HubSession
 from actor.rollout.episode import ContextFull, PolicyFailed, first_text
 from common.config.evaluation import PolicySection
@@ -20,6 +21,7 @@ from common.errors import ConfigError, EnvError
 MAX_SEATS = 8  # episodes at a time; one more is refused
 IDLE_S = 300.0  # until an episode that nobody touches is closed, and what nobody uses is ended
 CALL_S = 30.0  # of one request to a hub
+ENGINE_START_S = 300.0
 LOOKS = 20  # at what is idle, in that time
 MAX_ACTIONS = 300  # valid ones that a page is told; some worlds have thousands
 STYLE = "compact"
@@ -109,9 +111,31 @@ class Table:
                     reply = await endpoint.complete(seat.messages)
             except (PolicyFailed, ContextFull) as error:
                 raise ConfigError(str(error)) from error
-            return await self._step(seat, reply.text.strip())
+            return {**await self._step(seat, reply.text.strip()), "by": reply.model}
 
         return await self._guarded(seat, asked)
+
+    async def ask_run(self, seat_id: str, run: str) -> dict[str, Any]:
+        """Let a run's own policy take one action.
+
+        That is the engine of one of its actors here, while there is one that may be asked, else
+        its newest checkpoint, in an engine that is started for it.
+
+        Args:
+            run: its folder.
+        """
+        root, self._seat(seat_id).used_at = Path(run), time.monotonic()
+        if door := await open_door(root):
+            return await self.ask(seat_id, url=door.url, model=root.name, key=door.key)
+        if not (root / "config.yaml").is_file():
+            raise ConfigError(f"{root}/config.yaml is missing: its policy is not known")
+        words = ["serve", f"run.dir={root.parent}", f"run.name={root.name}"]
+        words += ["policy.url=", f"policy.api_key_env={TOKEN}", *_newest(root)]
+        try:
+            url = await self._address("policy", words, says="policy: ", start_s=ENGINE_START_S)
+        except EnvError as error:  # the episode can still be played
+            raise ConfigError(str(error)) from error
+        return await self.ask(seat_id, url=url, model=root.name, key=self._token)
 
     async def close(self, seat_id: str) -> None:
         """End an episode; one that has ended is no error."""
@@ -141,14 +165,19 @@ class Table:
             self._clients[address] = HubClient(address, token=self._token, timeout_s=CALL_S)
         return self._clients[address]
 
-    async def _address(self, kind: str, words: list[str]) -> str:
-        """Return where a hub is, in place of the one of its kind with other words."""
+    async def _address(
+        self, kind: str, words: list[str], *, says: str = "hub: ", start_s: float = START_S
+    ) -> str:
+        """Return where a command listens, in place of the one of its kind with other words."""
         self._upkeep = self._upkeep or asyncio.create_task(self._close_idle())
         if self._words.get(kind) != words:
             if old := self._services.pop(kind, None):
                 await old.stop()
             self._words[kind] = words
-            self._services[kind] = Service(self._root, words, token=self._token)
+            token = self._token
+            self._services[kind] = Service(
+                self._root, words, token=token, says=says, start_s=start_s
+            )
         return await self._services[kind].address()
 
     def _seat(self, seat_id: str) -> Seat:
@@ -200,3 +229,10 @@ class Table:
                     self._services["hub"].used_at = now
             for each in [*self._services.values()]:
                 await each.stop(unused_s=self._idle_s)
+
+
+def _newest(root: Path) -> list[str]:
+    """Return the override that names a run's newest checkpoint; [] where it has none yet."""
+    complete = [path.parent for path in root.glob("checkpoints/step-*/COMPLETE")]
+    numbers = {int(number): path for path in complete if (number := path.name[5:]).isdigit()}
+    return [f"model.path={numbers[max(numbers)]}"] if numbers else []

@@ -32,13 +32,23 @@ class Service:
     Example: address = await Service(root, ["envhub", "port=0"], token="t").address()
     """
 
-    def __init__(self, root: Path, words: Sequence[str], *, token: str) -> None:
+    def __init__(
+        self,
+        root: Path,
+        words: Sequence[str],
+        *,
+        token: str,
+        says: str = "hub: ",
+        start_s: float = START_S,
+    ) -> None:
         """Start nothing yet.
 
         Args:
             root: where `run.py` lies.
             words: of its command line; ${oc.env:LONGSTRIDE_TABLE_TOKEN} is the token.
+            says: what stands before the address in what it prints.
         """
+        self._says, self._start_s = says, start_s
         self._argv = [sys.executable, str(root / "run.py"), *words]
         self._env = {TOKEN: token}
         self._starting = asyncio.Lock()
@@ -73,19 +83,19 @@ class Service:
         child = ChildProcess(name, self._argv, log_path=log, env=self._env, guardian=guardian)
         self._stack.callback(child.stop, timeout_s=STOP_S)
         try:
-            child.wait_until(lambda: _said(log) != "", timeout_s=START_S)
+            child.wait_until(lambda: _said(log, self._says) != "", timeout_s=self._start_s)
         except ChildFailed as error:
             last = " / ".join(child.log_tail(max_lines=3))
             self._stop()
             raise EnvError(f"{name} did not start: {last or error}") from error
-        return child, _said(log)
+        return child, _said(log, self._says)
 
     def _stop(self) -> None:
         self._running = None
         self._stack.close()
 
 
-def _said(log: Path) -> str:
-    """Return the address that a hub has printed, "" before it has."""
+def _said(log: Path, before: str) -> str:
+    """Return the address that a command has printed, "" before it has."""
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-    return next((line.split()[1] for line in lines if line.startswith("hub: ")), "")
+    return next((line.split()[1] for line in lines if line.startswith(before)), "")

@@ -2,6 +2,7 @@
 
 import math
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from common.config.command_line import Request
 from common.dashboard.reading.index_cache import cache_folder
 from common.dashboard.reading.query import KEYS
 from common.dashboard.reading.sources import Source, open_source
-from common.dashboard.words import plain
+from common.dashboard.words import duration, plain
 from common.errors import ConfigError, WireError
 
 Say = Callable[[str], None]
@@ -71,9 +72,14 @@ def replay(request: Request, *, root: Path, say: Say) -> int:
 def _read(word: str, runs: Path, say: Say) -> Source:
     """Return a source, read to its end; what is damaged is said."""
     source = open_source(word, runs=runs, cache=cache_folder())
+    began, is_terminal = time.monotonic(), sys.stderr.isatty()
     while source.refresh(budget_s=1.0):
-        if sys.stderr.isatty():
-            print(f"\rreading {source.summary()['indexed']:.0%}", end="", file=sys.stderr)
+        share, took_s = source.summary()["indexed"], time.monotonic() - began
+        left = f", {duration(took_s / share - took_s)} left" if share else ""
+        start, end = ("\r", "") if is_terminal else ("", "\n")
+        print(f"{start}reading {share:.0%}{left}", end=end, file=sys.stderr, flush=True)
+    if is_terminal and time.monotonic() - began > 1.0:
+        print("\r" + " " * 40, end="\r", file=sys.stderr)
     source.refresh()
     for problem in source.summary()["problems"]:
         say(f"note: {plain(problem)}")

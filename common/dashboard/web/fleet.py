@@ -14,7 +14,7 @@ TAIL_BYTES = 1 << 16
 MAX_LINES = 50
 MAX_REPORT_CHARS = 20_000
 LIST_KEYS = ("name", "role", "version", "tokens_per_s", "running", "num_slots", "rss_bytes")
-LATER_KEYS = ("waiting_for", "last_seen_s", "is_dead", "is_silent", "num_finished")
+LATER_KEYS = ("cpu_s", "waiting_for", "last_seen_s", "is_dead", "is_silent", "num_finished")
 _ENDED = re.compile(r"^(\S+ \S+) . .*(role ended|killing role|hangs|stands still).*$")
 _RESTART = re.compile(
     r"^(?P<at>\S+ \S+) . .*role ended role=(?P<role>\S+) exit=(?P<exit>.+?) restart=(?P<number>\S+)"

@@ -9,6 +9,7 @@ from typing import Any
 from common.cpu import cpu_seconds
 from common.dashboard.reading.run_source import RunSource
 from common.dashboard.reading.tail import as_map, json_object
+from common.dashboard.verdict import Bound
 from common.dashboard.web.results import ends, evaluations, pooled_score, subsets
 
 # Title, unit, metrics; a name ending in "*" stands for all that begin so.
@@ -50,13 +51,14 @@ URL_USER = re.compile(r"(?<=://)[^/@\s]*@")
 
 def overview(run: RunSource) -> dict[str, Any]:
     """Return what the Run view shows beside the series themselves."""
-    status = run.status()
+    status, verdict = run.status(), run.verdict()
+    is_early = verdict.bound is Bound.UNKNOWN  # a gate that the first batches close limits nothing
     return {
         **run.summary(),
         **run.flow(),
-        "verdict": asdict(run.verdict()),
+        "verdict": asdict(verdict),
         "phase": status.get("phase"),
-        "gate": status.get("gate") or "",
+        "gate": "" if is_early else status.get("gate") or "",
         "curriculum": status.get("curriculum") or {},
         "evaluations": evaluations(run.rows),
         "subsets": subsets(run.rows),

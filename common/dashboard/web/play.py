@@ -26,6 +26,7 @@ class Table(Protocol):
     async def open(self, env: str, item: str) -> Told: ...
     async def step(self, seat_id: str, action: str) -> Told: ...
     async def ask(self, seat_id: str, *, url: str, model: str, key: str) -> Told: ...
+    async def ask_run(self, seat_id: str, run: str) -> Told: ...
     async def close(self, seat_id: str) -> None: ...
     async def redo(self, recorded: Any, config: Told) -> Any: ...
     async def shut_down(self) -> None: ...
@@ -45,8 +46,9 @@ class _Step(_Seat):
 
 
 class _Ask(_Seat):
-    url: str = Field(max_length=2000)
-    model: str = Field(max_length=200)
+    run: str = Field("", max_length=200)  # whose own policy is asked, instead of an address
+    url: str = Field("", max_length=2000)
+    model: str = Field("", max_length=200)
     key: str = Field("", max_length=2000)
 
 
@@ -59,7 +61,9 @@ def add_play(app: FastAPI, table: Table) -> None:
     async def step(body: _Step) -> Told:
         return await table.step(body.id, body.action)
 
-    async def ask(body: _Ask) -> Told:
+    async def ask(body: _Ask, request: Request) -> Told:
+        if body.run:
+            return await table.ask_run(body.id, str(_run(request, body.run).run_dir.root.resolve()))
         return await table.ask(body.id, url=body.url, model=body.model, key=body.key)
 
     async def close(body: _Seat) -> Told:

@@ -30,6 +30,7 @@ class Member:
     tokens_per_s: float = field(default=0.0, metadata=VOLATILE)  # sampled or trained
     waiting_for: str = field(default="", metadata=VOLATILE)  # "" when busy
     rss_bytes: int = field(default=0, metadata=VOLATILE)
+    cpu_s: float = field(default=0.0, metadata=VOLATILE)  # of processors, since its start
     unchanged_s: float = field(default=0.0, metadata=VOLATILE)  # without progress, as it says
     is_playing: bool = False  # of a run with spare engines: it is none of them
     refused: dict[str, int] = field(default_factory=dict[str, int], metadata=VOLATILE)
@@ -97,6 +98,7 @@ class Members:
         member.tokens_per_s = message.tokens_per_s
         member.waiting_for = message.waiting_for
         member.rss_bytes = message.rss_bytes
+        member.cpu_s = message.cpu_s
         member.unchanged_s = message.unchanged_s
         member.refused = message.refused
         self.touch(member, now)

@@ -38,6 +38,9 @@ class Echo:
     async def ask(self, seat_id: str, *, url: str, model: str, key: str) -> Told:
         raise ConfigError(f"{url}: no answer")
 
+    async def ask_run(self, seat_id: str, run: str) -> Told:
+        return {"id": seat_id, "run": run}
+
     async def close(self, seat_id: str) -> None: ...
 
     async def redo(self, recorded: Any, config: Told) -> Any:
@@ -83,6 +86,10 @@ def test_only_the_page_itself_may_play(watch: Watch) -> None:
         "/api/play/ask", json={"id": "1", "url": "http://x", "model": "m"}, headers=own
     )
     assert (asked.status_code, asked.json()["error"]) == (400, "http://x: no answer")
+    own_policy = page.post("/api/play/ask", json={"id": "1", "run": "a"}, headers=own)
+    assert own_policy.json()["run"].endswith("/a")
+    gone = page.post("/api/play/ask", json={"id": "1", "run": "../../etc"}, headers=own)
+    assert gone.status_code == 404
     for site, status in (
         ("same-origin", 200),
         ("none", 200),

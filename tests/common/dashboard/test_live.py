@@ -6,19 +6,22 @@ import logging
 import os
 import sys
 import time
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from common.config.curriculum import HorizonKind, HorizonSection
-from common.config.run_config import TrainSection
+from common.config.run_config import ModelSection, TrainSection
 from common.dashboard.live import LiveDisplay
+from common.dashboard.pace import Pace, Usual, start_of
 from common.dashboard.run_state import state_line, stop_line
 from common.dashboard.run_view import RunView, view_run
 from common.dashboard.words import ledger_line, sparkline, status_line
+from common.launch.base import LaunchState
 from common.launch.lock import hold_run
-from common.store.run_dir import RunDir
+from common.store.run_dir import RunDir, write_json
 from common.store.run_start import mark_finished
 
 STATUS = {
@@ -171,6 +174,41 @@ def test_evaluation_tells_how_far_it_is(tmp_path: Path) -> None:
     line = status_line(view_of(run_dir))
     assert line.startswith("evaluation before training 240/600, step 12/100")
     assert "240/600" in show(run_dir)
+
+
+def test_what_takes_its_time_tells_how_much_is_left(tmp_path: Path) -> None:
+    usual = Usual(tmp_path / "cache" / "durations.json")
+    model = ModelSection(path="configs/policies/tiny")
+    for seconds in (60.0, 40.0):
+        usual.note(start_of("actor-0", model), seconds)
+    run_dir = make_run(tmp_path)
+    told = {**STATUS, "phase": "eval_before", "progress": {"num_done": 8, "num_total": 64}}
+    run_dir.status.write_text(json.dumps({**told, "actors": []}))
+    state = LaunchState(began_at=time.time() - 90, started_at={"actor-0": time.time() - 34})
+    write_json(run_dir.launch, asdict(state))
+    pace = Pace(model, usual=usual)
+    pace.look(view_of(run_dir))
+    state = replace(state, **pace.told())
+    assert state.usual_s == {"actor-0": 50.0}
+    write_json(run_dir.launch, asdict(replace(state, phase_began_at=time.time() - 20)))
+    told["progress"] = {"num_done": 24, "num_total": 64}
+    run_dir.status.write_text(json.dumps({**told, "actors": []}))
+    line = status_line(view_of(run_dir))
+    assert "engine is starting (34s of about 50s)" in line
+    assert "24/64 (50s left)" in line  # 16 in 20 s, 40 to go
+    run_dir.status.write_text(json.dumps(told))  # it was heard of
+    pace.look(view_of(run_dir))
+    assert usual.seconds(start_of("actor-7", model)) == pytest.approx(42.0, abs=1.0)
+    assert Usual(tmp_path / "none").seconds("actor") is None
+
+
+def test_checkpoint_that_is_waited_for_tells_how_long_the_last_one_took(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path)
+    waits = {**STATUS["learner"], "waiting_for": "disk: a checkpoint"}  # type: ignore[dict-item]
+    run_dir.status.write_text(json.dumps({**STATUS, "learner": waits}))
+    with run_dir.metrics.open("a") as file:
+        file.write(json.dumps({"step": 13, "time_s": 99.0, "train/checkpoint_s": 12.2}) + "\n")
+    assert "disk: a checkpoint, which takes about 12s" in status_line(view_of(run_dir))
 
 
 def test_stop_tells_how_long_it_may_take_and_how_to_skip_it(tmp_path: Path) -> None:

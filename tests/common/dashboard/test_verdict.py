@@ -157,3 +157,38 @@ def test_gate_that_the_controller_holds_is_not_said_to_be_opened_by_its_bound() 
     lines, *_ = STAGED["gate too tight"]
     held: list[Line] = [{**line, "controller/max_ahead_steps": 0.0} for line in lines]
     assert judge(held, {"scheduler": {"max_ahead_steps": 1}}).advice == []
+
+
+def beside_others(lines: list[Line], *, used: float) -> list[Line]:
+    """Return steps in which other programs use so much of both cores."""
+    return [{**line, "cpu/others_s": (line["time_s"] or 0.0) * 2 * used} for line in lines]
+
+
+def test_nobody_is_advised_to_do_more_at_once_where_other_programs_take_the_cores() -> None:
+    slow, *_ = STAGED["slow engine"]
+    own = on_cores(slow, cores=2, used=0.4, engine=0.3)
+    config = {"actor": {"max_concurrent": 32}}
+    alone = judge(beside_others(own, used=0.0), config)
+    assert [each.knob for each in alone.advice] == ["actor.max_concurrent=64", "actor.num_actors=2"]
+    crowded = judge(beside_others(own, used=0.58), config)
+    assert crowded.bound is Bound.ENGINE
+    assert crowded.advice == []
+    assert "98% of 2 cores are busy, 58% with other programs" in crowded.sentence
+    assert "end the other programs" in crowded.sentence
+    waits, *_ = STAGED["slow environment"]  # which sleeps: more at once cost little
+    slept = beside_others(on_cores(waits, cores=2, used=0.1), used=0.88)
+    assert [each.knob for each in judge(slept, {}).advice] == ["actor.max_concurrent=64"]
+    (held,) = judge(beside_others(own, used=0.2), {"actor": {"num_actors": 1}}).advice
+    assert held.gain == pytest.approx(0.8 / 0.4 - 1)  # what others use stays theirs
+
+
+def test_before_the_first_step_what_goes_on_is_named_and_not_a_gate() -> None:
+    groups = {"ready": 1, "open": 3}
+    status = {"phase": "train", "gate": "gate: 4 groups ahead of the learner", "groups": groups}
+    playing = judge([], {}, {**status, "learner": {"waiting_for": "actors: a batch"}})
+    assert playing.sentence.startswith("the first batch is being played (1 groups ready, 3 open)")
+    works = judge([], {}, {**status, "learner": {"waiting_for": ""}})
+    assert works.sentence.startswith("the learner works on the first batch; too early")
+    assert "ahead" not in playing.sentence + works.sentence
+    before = judge([], {}, {**status, "phase": "eval_before"})
+    assert before.sentence.startswith("too early")

@@ -62,7 +62,7 @@ function drawShell(name, params, run) {
   if (run) select.value = run.name;
   const reading = document.getElementById("reading"), part = run && run.episodes && run.indexed < 1 ? run.indexed : null;
   reading.hidden = part == null;
-  if (part != null) { reading.firstElementChild.value = part; reading.lastElementChild.textContent = `${Math.floor(100 * part)}% of the journal is read`; }
+  if (part != null) { reading.firstElementChild.value = part; reading.lastElementChild.textContent = `${Math.floor(100 * part)}% of the journal is read${timeLeft(run.name, part)}`; }
   const active = name === "episode" || name === "group" ? "episodes" : name;
   const tabs = TABS.filter(([id]) => (run && run.kind !== "run" ? id === "episodes" : !(isReport && (id === "play" || (runs.length < 2 && id === "compare")))));
   if (name === active) last.set(name, { run: run?.name, hash: location.hash });
@@ -70,6 +70,13 @@ function drawShell(name, params, run) {
   replace(document.getElementById("nav"), tabs.map(([id, title]) =>
     h("a", { href: way(id), "aria-current": id === active ? "page" : null }, title)));
   document.title = `${run ? run.name + " · " : ""}Longstride`;
+}
+
+const read = new Map();  // run -> when its reading was seen first, and how far it was
+function timeLeft(name, part) {
+  if (!read.has(name)) read.set(name, [Date.now(), part]);
+  const [since, first] = read.get(name), seconds = Math.round((Date.now() - since) / 1000 * (1 - part) / (part - first));
+  return part > first && seconds > 2 ? `, ${seconds} s left` : "";
 }
 
 document.getElementById("run").addEventListener("change", (event) => {

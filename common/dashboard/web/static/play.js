@@ -68,7 +68,7 @@ async function fill(place, { run, params, link }) {
   const begin = async (event) => {
     event.preventDefault();
     leave();
-    try { const first = await act("api/play/open", { env, item: `${subset}-${split}-${index}` }); seat = first.id; board(game, first, subsets[subset]); }
+    try { const first = await act("api/play/open", { env, item: `${subset}-${split}-${index}` }); seat = first.id; board(game, first, subsets[subset], run); }
     catch (error) { say(error); }
   };
   replace(place, h("section", { class: "card" }, h("h1", {}, "Play"), h("p", { class: "dim small" }, "An episode of your own: by hand, or by a policy that is asked for each action. Nothing of it is written to a run."),
@@ -79,33 +79,36 @@ async function fill(place, { run, params, link }) {
       h("button", { type: "submit", class: "main" }, "Begin"))), game);
 }
 
-function board(game, first, spec) {
+function board(game, first, spec, run) {
   const log = h("ol", { class: "log", "aria-label": "What was said", tabindex: "0" });
   const facts_ = h("div", {}), view = h("section", { class: "card" }), controls = h("section", { class: "card" });
   const tell = (kind, text) => { log.append(h("li", { class: kind }, h("span", { class: "dim small" }, kind), h("p", { class: "text", dir: "auto" }, visible(text)))); log.scrollTop = log.scrollHeight; };
   const problem = h("p", { class: "bad", role: "alert" });
   let busy = false;
-  const move = async (work) => {
+  const waiting = h("p", { class: "dim small", role: "status" });
+  const move = async (work, what = "Waiting") => {
     if (busy) return;
     busy = true;
     game.setAttribute("aria-busy", "true");
     problem.textContent = "";
+    const since = Date.now(), clock = setInterval(() => { const s = Math.round((Date.now() - since) / 1000); if (s > 1) waiting.textContent = `${what}: ${s} s`; }, 500);
     try { show(await work()); } catch (error) { problem.textContent = visible(String(error.message || error)); }
-    finally { busy = false; game.removeAttribute("aria-busy"); }
+    finally { busy = false; clearInterval(clock); waiting.textContent = ""; game.removeAttribute("aria-busy"); }
   };
   const step = (action) => move(() => act("api/play/step", { id: first.id, action }));
   function show(told) {
     if (told.action != null) tell("action", told.action);
     tell("observation", told.observation);
-    replace(facts_, facts([["Turn", `${told.turn} of ${spec.max_turns}`], ["Reward", short(told.reward)], ["Action", told.valid === false ? "could not be executed" : told.valid ? "executed" : ""], ["Episode", told.done ? (told.success ? "solved" : "ended, not solved") : "goes on"]]));
+    replace(facts_, facts([["Turn", `${told.turn} of ${spec.max_turns}`], ["Reward", short(told.reward)], ["Action", told.valid === false ? "could not be executed" : told.valid ? "executed" : ""], ["Episode", told.done ? (told.success ? "solved" : "ended, not solved") : "goes on"], ["Acted", told.by ? visible(told.by) : ""]]));
     replace(view, h("h2", {}, "Picture"), picture(told.picture));
     const input = h("input", { name: "action", "aria-label": "Action", placeholder: "action", autocomplete: "off", style: { flex: "1 1 200px" } });
     const fields = FIELDS.map(([name, text, type]) => h("label", {}, text, h("input", { type, value: remembered[name], autocomplete: "off", onchange: (event) => { remembered[name] = event.target.value; } })));
-    replace(controls, facts_, problem, told.done ? h("p", { class: "dim" }, "The episode has ended. Begin another one above.") : [
+    replace(controls, facts_, problem, waiting, told.done ? h("p", { class: "dim" }, "The episode has ended. Begin another one above.") : [
       h("form", { class: "row", onsubmit: (event) => { event.preventDefault(); if (input.value.trim()) step(input.value); } }, input, h("button", { type: "submit" }, "Act")),
       told.actions.length ? h("div", { class: "choices", role: "group", "aria-label": "Valid actions" }, told.actions.map((each) => h("button", { type: "button", onclick: () => step(each) }, visible(each)))) : h("p", { class: "dim small" }, "This environment names no valid actions."),
       told.num_actions > told.actions.length ? h("p", { class: "dim small" }, `and ${told.num_actions - told.actions.length} more`) : null,
-      h("details", { open: Boolean(remembered.url) }, h("summary", {}, "Let a policy act"), h("form", { class: "filters", onsubmit: (event) => { event.preventDefault(); move(() => act("api/play/ask", { id: first.id, ...remembered })); } }, fields, h("button", { type: "submit" }, "Ask it for one action")))]);
+      run?.kind === "run" ? h("p", {}, h("button", { type: "button", onclick: () => move(() => act("api/play/ask", { id: first.id, run: run.name }), `Asking the policy of ${run.name}; an engine that must be started first takes half a minute or more`) }, `Let the policy of ${run.name} act`)) : null,
+      h("details", { open: Boolean(remembered.url) }, h("summary", {}, "Let a policy at an address act"), h("form", { class: "filters", onsubmit: (event) => { event.preventDefault(); move(() => act("api/play/ask", { id: first.id, ...remembered })); } }, fields, h("button", { type: "submit" }, "Ask it for one action")))]);
     if (!told.done && !matchMedia("(pointer: coarse)").matches) input.focus({ preventScroll: true });
   }
   if (first.instruction) tell("instruction", first.instruction);

@@ -53,8 +53,8 @@ export async function fleetView({ run }) {
   const state = (each) => found.state === "finished" ? "done" : each.is_dead ? "dead" : each.is_silent ? "silent" : each.waiting_for ? `waits for ${each.waiting_for}` : "busy";
   return [
     h("section", { class: "card" }, h("h1", {}, "Fleet"), h("p", { class: "dim small" }, `${found.state} · ${age}`), found.gate ? h("p", {}, `Gate: ${found.gate}`) : null,
-      found.roles.length ? table(["role", "state", { title: "version", right: true }, { title: "tokens/s", right: true }, { title: "episodes", right: true }, { title: "memory", right: true }, { title: "heard", right: true }],
-        found.roles.map((each) => h("tr", {}, h("td", {}, visible(String(each.name))), h("td", {}, visible(state(each))), right(each.version), right(short(each.tokens_per_s)), right(each.num_slots ? `${each.running} of ${each.num_slots}` : each.running), right(each.rss_bytes ? `${(each.rss_bytes / 2 ** 30).toFixed(1)} GiB` : "–"), right(each.last_seen_s == null ? "–" : `${short(each.last_seen_s, 2)} s ago`))))
+      found.roles.length ? table(["role", "state", { title: "version", right: true }, { title: "tokens/s", right: true }, { title: "episodes", right: true }, { title: "memory", right: true }, { title: "processor", right: true }, { title: "heard", right: true }],
+        found.roles.map((each) => h("tr", {}, h("td", {}, visible(String(each.name))), h("td", {}, visible(state(each))), right(each.version), right(short(each.tokens_per_s)), right(each.num_slots ? `${each.running} of ${each.num_slots}` : each.running), right(each.rss_bytes ? `${(each.rss_bytes / 2 ** 30).toFixed(1)} GiB` : "–"), right(each.cpu_s ? `${short(each.cpu_s)} s` : "–"), right(each.last_seen_s == null ? "–" : `${short(each.last_seen_s, 2)} s ago`))))
         : h("p", { class: "dim" }, "No role has been heard of yet.")),
     lanes(found.steps, found.parts, "What the learner did in the last steps", "s"),
     lanes(found.steps, found.slots, "What the actors' slots did meanwhile", ""),

@@ -69,6 +69,8 @@ def test_episode_is_played_by_hand_by_a_policy_and_again_for_its_pictures() -> N
         with pytest.raises(ConfigError, match=r"127\.0\.0\.1"):  # it is gone; the episode is not
             await table.ask(first["id"], **asked)
         assert (await table.step(first["id"], "move left"))["turn"] == 3
+        with pytest.raises(ConfigError, match=r"config\.yaml is missing"):
+            await table.ask_run(first["id"], "/nowhere/nowhere")
         await table.close(first["id"])
         with pytest.raises(ConfigError, match="closed"):
             await table.step(first["id"], "move left")

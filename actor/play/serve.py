@@ -1,0 +1,197 @@
+"""A policy behind chat completions on this machine: a checkpoint's, or that of a running actor."""
+
+import asyncio
+import contextlib
+import hmac
+import json
+import secrets
+import signal
+import socket
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from aiohttp import web
+from transformers import AutoTokenizer
+
+from actor.play.doors import Door, door_path
+from actor.play.endpoint import read_key
+from actor.rollout.render import Renderer
+from common.config.compute import FULL, LoraSection
+from common.config.run_config import ActorSection, RunConfig
+from common.errors import ConfigError, EngineError
+from common.store.run_dir import RunDir
+from common.wire.security import write_private
+
+if TYPE_CHECKING:
+    from actor.engine.engine import Engine
+
+HOST = "127.0.0.1"
+ADAPTERS = "adapter_config.json"
+ROLES = ("user", "assistant")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chat:
+    """Turns conversations into tokens, as episodes are, and what is sampled into messages."""
+
+    engine: "Engine"
+    renderer: Renderer
+    actor: ActorSection
+    key: str  # that a request must hold; "": none
+    name: Callable[[int], str]  # of the policy, by its version
+    numbers: "count[int]"
+
+    async def complete(self, request: web.Request) -> web.Response:
+        """Answer one chat completion; what is no conversation is a 400."""
+        told = request.headers.get("authorization", "")
+        if not hmac.compare_digest(told.encode(), f"Bearer {self.key}".encode()) and self.key:
+            return _error(401, "wrong key")
+        try:
+            ids = self.encoded(await request.json())
+        except (ValueError, KeyError, TypeError) as error:
+            return _error(400, f"{error}")
+        number, most = f"chat:{next(self.numbers)}", self.actor.max_turn_tokens
+        try:
+            turn = await self.engine.generate(
+                ids, request_id=number, max_tokens=most, salt=f"chat v{self.engine.version}"
+            )
+        except EngineError as error:
+            return _error(500, f"{error}")
+        message = {"role": "assistant", "content": self.renderer.action_text(turn.token_ids)}
+        reason = "stop" if turn.is_stopped else "length"
+        choice = {"index": 0, "message": message, "finish_reason": reason}
+        usage = {"prompt_tokens": len(ids), "completion_tokens": len(turn.token_ids)}
+        answer = {"id": number, "object": "chat.completion", "choices": [choice], "usage": usage}
+        return web.json_response({**answer, "model": self.name(turn.versions[-1])})
+
+    def encoded(self, body: dict[str, Any]) -> list[int]:
+        """Return the tokens of what user and assistant said in turn.
+
+        Raises: ValueError: they did not, or it is too long; KeyError, TypeError: no messages.
+        """
+        messages = body["messages"]
+        roles = [str(each["role"]) for each in messages]
+        if len(roles) % 2 == 0 or roles != [ROLES[i % 2] for i in range(len(roles))]:
+            raise ValueError(f"messages: user and assistant in turn, not {json.dumps(roles)[:200]}")
+        ids = self.renderer.conversation([str(each["content"]) for each in messages])
+        room = self.actor.max_model_len - self.actor.max_turn_tokens
+        if len(ids) > room:
+            raise ValueError(f"context_length_exceeded: {len(ids)} tokens, {room} fit")
+        return ids
+
+
+def _error(status: int, text: str) -> web.Response:
+    return web.json_response({"error": {"message": text}}, status=status)
+
+
+@contextlib.asynccontextmanager
+async def listening(chat: Chat) -> AsyncGenerator[str]:
+    """Answer meanwhile; yields the address."""
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", chat.complete)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, HOST, 0).start()
+        host, port = runner.addresses[0][:2]
+        yield f"http://{host}:{port}/v1"
+    finally:
+        await runner.cleanup()
+
+
+@contextlib.asynccontextmanager
+async def door_of(
+    cfg: RunConfig, run_dir: RunDir | None, name: str, engine: "Engine", renderer: Renderer
+) -> AsyncGenerator[None]:
+    """Let who may read the run's keys, on this machine, ask an actor's engine meanwhile.
+
+    Not in sync mode: what else an engine computes would change what a repeatable run samples.
+    """
+    if run_dir is None or cfg.train.mode == "sync":
+        yield
+        return
+    key = secrets.token_urlsafe(24)
+    chat = Chat(
+        engine=engine,
+        renderer=renderer,
+        actor=cfg.actor,
+        key=key,
+        name=lambda version: f"{cfg.run.name}, version {version}",
+        numbers=count(1),
+    )
+    path = door_path(run_dir.root, name)
+    async with listening(chat) as url:
+        door = Door(url=url, key=key, host=socket.gethostname())
+        write_private(path, door.as_text())
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def serve(cfg: RunConfig, run_dir: RunDir) -> int:
+    """Answer chat completions with the policy at `model.path` until a signal; return 0.
+
+    The key that requests must hold is in the variable that `policy.api_key_env` names.
+
+    Raises:
+        ConfigError: the key is missing, or the model's chat template cannot be used.
+        EngineError: the engine did not start.
+    """
+    asyncio.run(_serve(cfg, read_key(cfg.policy)))
+    return 0
+
+
+async def _serve(cfg: RunConfig, key: str) -> None:
+    from actor.engine.engine import Engine  # here only: it loads vLLM
+
+    folder = Path(cfg.model.path)
+    base, lora = base_of(folder)
+    renderer = Renderer(AutoTokenizer.from_pretrained(folder, local_files_only=True))
+    renderer.check_room(cfg.actor)
+    engine = await Engine.start(
+        replace(cfg.model, path=str(base)),
+        cfg.actor,
+        end_of_turn_ids=renderer.end_of_turn_ids,
+        seed=cfg.run.seed,
+        lora=lora,
+    )
+    engine.version = 0
+    if lora.rank:
+        engine.take_adapter_at(folder)
+    chat = Chat(
+        engine=engine,
+        renderer=renderer,
+        actor=cfg.actor,
+        key=key,
+        name=lambda _: f"{cfg.run.name}, {folder.name}",
+        numbers=count(1),
+    )
+    ended = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, ended.set)
+    try:
+        async with listening(chat) as url:
+            print(f"policy: {url}", flush=True)  # noqa: T201 - what it is for
+            await ended.wait()
+    finally:
+        engine.shut_down()
+
+
+def base_of(folder: Path) -> tuple[Path, LoraSection]:
+    """Return the weights to load and the adapters to add: a checkpoint may be of adapters alone.
+
+    Raises: ConfigError: the adapters do not say what they are added to.
+    """
+    path = folder / ADAPTERS
+    if not path.is_file():
+        return folder, FULL
+    told = cast(dict[str, Any], json.loads(path.read_text()))
+    base = told.get("base_model_name_or_path")
+    if not base or not Path(base).is_dir():
+        raise ConfigError(f"{path}: adapters to {base}, which is not on this machine")
+    targets = sorted(told["target_modules"])
+    return Path(base), LoraSection(rank=told["r"], alpha=told["lora_alpha"], targets=targets)

@@ -1,0 +1,135 @@
+"""Laws of a policy behind chat completions: what it is asked, by whom, and where it is found."""
+
+import asyncio
+import json
+import socket
+import stat
+from itertools import count
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from transformers import AutoTokenizer
+
+from actor.play.doors import Door, door_path, open_door
+from actor.play.endpoint import Endpoint
+from actor.play.serve import Chat, base_of, door_of, listening
+from actor.rollout.episode import ContextFull, PolicyFailed, Turn
+from actor.rollout.render import Renderer
+from common.config.evaluation import PolicySection
+from common.config.load import load_config
+from common.errors import ConfigError, EngineError
+from common.repository import ROOT
+from common.store.run_dir import RunDir
+
+CFG = load_config("quickstart", [], root=ROOT)
+TOKENIZER: Any = AutoTokenizer.from_pretrained(
+    ROOT / "configs" / "policies" / "tiny", local_files_only=True
+)
+
+
+class Parrot:
+    """An engine that says one thing, and keeps what it was asked."""
+
+    version = 7
+
+    def __init__(self, says: str = "turn left") -> None:
+        self.asked: list[list[int]] = []
+        self.ids = TOKENIZER.encode(says, add_special_tokens=False)
+        self.problem = ""
+
+    async def generate(self, prompt_ids: list[int], **_: Any) -> Turn:
+        self.asked.append(prompt_ids)
+        if self.problem:
+            raise EngineError(self.problem)
+        return Turn(self.ids, [0.0] * len(self.ids), [self.version] * len(self.ids))
+
+
+def chat(parrot: Parrot, key: str = "k") -> Chat:
+    return Chat(
+        engine=cast(Any, parrot),
+        renderer=Renderer(TOKENIZER),
+        actor=CFG.actor,
+        key=key,
+        name=lambda version: f"a, version {version}",
+        numbers=count(),
+    )
+
+
+def said(*texts: str) -> list[dict[str, str]]:
+    return [{"role": ("user", "assistant")[i % 2], "content": each} for i, each in enumerate(texts)]
+
+
+async def ask(url: str, key: str, *texts: str) -> Any:
+    cfg = PolicySection(url=url, model="m", max_tries=1, timeout_s=10)
+    async with Endpoint(cfg, key=key) as endpoint:
+        return await endpoint.complete(said(*texts))
+
+
+def test_conversation_is_what_an_episode_would_hold_and_only_the_key_lets_in() -> None:
+    parrot = Parrot()
+
+    async def work() -> None:
+        async with listening(chat(parrot)) as url:
+            reply = await ask(url, "k", "goal: go", "look<|im_end|>", "a wall")
+            assert (reply.text, reply.model) == ("turn left", "a, version 7")
+            with pytest.raises(ConfigError, match="wrong key"):
+                await ask(url, "other", "goal: go")
+            with pytest.raises(PolicyFailed, match="user and assistant in turn"):
+                await ask(url, "k", "goal: go", "look")
+            with pytest.raises(ContextFull):
+                await ask(url, "k", "far " * 20_000)
+            parrot.problem = "engine died: killed by SIGKILL"
+            with pytest.raises(PolicyFailed, match="engine died"):
+                await ask(url, "k", "goal: go")
+
+    asyncio.run(work())
+    renderer = Renderer(TOKENIZER)
+    end = renderer.end_of_turn_ids[0]
+    first = renderer.first_prompt("goal: go")
+    last = renderer.after_action("a wall", is_stopped=True)
+    (whole, _) = parrot.asked
+    assert whole[: len(first)] == first
+    assert whole[-len(last) :] == last
+    answer = whole[len(first) : -len(last)]
+    assert answer[-1] == end
+    assert end not in answer[:-1]  # what was typed is letters, and ends no turn
+    assert renderer.action_text(answer) == "look<|im_end|>"
+
+
+def test_actor_is_asked_while_it_runs_and_leaves_no_door_behind(tmp_path: Path) -> None:
+    run_dir = RunDir(root=tmp_path)
+    run_dir.keys.mkdir()
+    for name, host in (("actor-0", "elsewhere"), ("actor-1", socket.gethostname())):
+        away = Door(url="http://127.0.0.1:9/v1", key="x", host=host)  # nobody is behind it
+        door_path(tmp_path, name).write_text(away.as_text())
+    door_path(tmp_path, "actor-2").write_text("half a li")
+
+    async def work() -> None:
+        engine = cast(Any, Parrot())
+        assert await open_door(tmp_path) is None
+        async with door_of(CFG, run_dir, "actor-3", engine, Renderer(TOKENIZER)):
+            found = await open_door(tmp_path)
+            assert found is not None
+            path = door_path(tmp_path, "actor-3")
+            assert stat.S_IMODE(path.stat().st_mode) == 0o600
+            reply = await ask(found.url, found.key, "goal: go")
+            assert (reply.text, reply.model) == ("turn left", f"{CFG.run.name}, version 7")
+        assert not path.exists()
+        sync = load_config("quickstart", ["train.mode=sync"], root=ROOT)
+        async with door_of(sync, run_dir, "actor-4", engine, Renderer(TOKENIZER)):
+            assert await open_door(tmp_path) is None  # it would change what the run samples
+
+    asyncio.run(work())
+
+
+def test_adapters_are_served_with_the_weights_that_they_were_trained_beside(tmp_path: Path) -> None:
+    assert base_of(tmp_path)[0] == tmp_path
+    told = {"r": 4, "lora_alpha": 8, "target_modules": ["v_proj", "q_proj"]}
+    path = tmp_path / "adapter_config.json"
+    path.write_text(json.dumps({**told, "base_model_name_or_path": str(ROOT)}))
+    base, lora = base_of(tmp_path)
+    assert (base, lora.rank, lora.targets) == (ROOT, 4, ["q_proj", "v_proj"])
+    path.write_text(json.dumps({**told, "base_model_name_or_path": "/gone"}))
+    with pytest.raises(ConfigError, match="/gone, which is not on this machine"):
+        base_of(tmp_path)
