@@ -219,8 +219,7 @@ async def _work(cfg: RunConfig, parts: Parts, stop: asyncio.Event, beacon: Beaco
 async def _take_leases(cfg: RunConfig, parts: Parts) -> None:
     """Pull work whenever there is room: single slots, or whole batches in lockstep."""
     await wait_aloud(parts.weights.version_loaded, waiting_for="learner: first weights")
-    is_lockstep = cfg.train.mode == "sync"
-    has_leases = False
+    is_lockstep, has_leases = cfg.train.mode == "sync", False
     while True:
         await parts.hubs.wait_for()  # its supervisor, or the stall rule, ends a wait for ever
         parts.episodes.slot_freed.clear()
@@ -244,8 +243,7 @@ async def _take_leases(cfg: RunConfig, parts: Parts) -> None:
 
 
 async def _beat(cfg: RunConfig, parts: Parts, beacon: Beacon) -> None:
-    pid = os.getpid()
-    rss_bytes, cpu_s, look_at = 0, 0.0, 0.0
+    pid, rss_bytes, cpu_s, look_at = os.getpid(), 0, 0.0, 0.0
     last_tokens, last_time = parts.engine.num_sampled_tokens, time.monotonic()
     last_done, done_at = None, last_time
     while True:
@@ -260,11 +258,9 @@ async def _beat(cfg: RunConfig, parts: Parts, beacon: Beacon) -> None:
         if parts.engine.meter is not None:
             parts.episodes.adapt(parts.engine.meter.drain())
         if now >= look_at:  # it reads what the system says of every process
-            rss_bytes, look_at = resident_bytes([pid])[pid], now + MEMORY_S
-            cpu_s = family_cpu_s()
-        tokens = parts.engine.num_sampled_tokens
-        rate = (tokens - last_tokens) / max(now - last_time, 1e-6)
-        last_tokens, last_time = tokens, now
+            rss_bytes, cpu_s, look_at = resident_bytes([pid])[pid], family_cpu_s(), now + MEMORY_S
+        tokens, took_s = parts.engine.num_sampled_tokens, max(now - last_time, 1e-6)
+        rate, last_tokens, last_time = (tokens - last_tokens) / took_s, tokens, now
         parts.scheduler.beat(
             Heartbeat(
                 role="actor",

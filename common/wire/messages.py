@@ -162,8 +162,7 @@ class Heartbeat:
     directory: Version = -1  # number of the Directory that the sender knows; -1: it wants none
     unchanged_s: Seconds = 0.0  # since an actor's last turn, a learner's main thread's progress
     num_reports: Count = 0  # learner: its numbered messages that went before, on this connection
-    refused: dict[str, int] = field(default_factory=dict[str, int])  # of a learner: messages and
-    # connections that its listeners refused, by "plane/peer/reason"
+    refused: dict[str, int] = field(default_factory=dict[str, int])  # by a learner's listeners
     cpu_s: Seconds = 0.0  # of processors, that it and what it started have used
 
 
