@@ -198,6 +198,9 @@ STANDALONE: dict[str, Callable[[Request], int]] = {
     "envs": lambda request: Later("envhub.command:list_environments")(
         request.overrides, root=ROOT, say=print
     ),
+    "new-env": Later("envhub.author.scaffold:new_env").given(say=print),
+    "check-env": Later("envhub.author.check_env:check_env").given(say=say_now),
+    "play": Later("envhub.author.play:play").given(say=say_now, lines=sys.stdin),
     "revoke": Later("common.launch.keys:revoke_key").given(load=JOINED, say=print),
     "help": lambda request: commands.say(Later("common.config.help:help_text")(request.overrides)),
 }

@@ -30,6 +30,17 @@ class Isolation(StrEnum):
     WORKER = "worker"
 
 
+class Reward(StrEnum):
+    """What an episode is worth, of what its steps pay.
+
+    LAST: what the last step paid. SUM: all steps' pay added up; each must leave the sum in [0, 1],
+    and who asks the hub is told the sum so far.
+    """
+
+    LAST = "last"
+    SUM = "sum"
+
+
 class EnvFailure(RuntimeError):
     """The machinery of the environment failed (a dead JVM, no browser, a server's silence).
 
@@ -62,11 +73,12 @@ class SubsetSpec:
 class StepResult:
     """What one action led to; whoever made it hands it over and changes it no more.
 
-    `reward` is in [0, 1]. `is_valid` is False when the text was no executable action. `is_success`
-    says whether the episode has ended solved; where an environment does not say (None), it has if
-    it ended with reward 1. `state` is the same text for equal states of an item, and another for
-    unequal ones: the agent's next turn is compared with others that were taken in it; where it is
-    "", what the agent was told stands for it.
+    `reward` is in [0, 1] (what one step pays, where the `EnvSpec` says `Reward.SUM`: the sum is).
+    `is_valid` is False when the text was no executable action. `is_success` says whether the
+    episode has ended solved; where an environment does not say (None), it has if it ended worth 1,
+    and `tells_success` is False. `state` is the same text for equal states of an item, and another
+    for unequal ones: the agent's next turn is compared with others that were taken in it; where it
+    is "", what the agent was told stands for it.
     """
 
     observation: str
@@ -76,9 +88,11 @@ class StepResult:
     is_success: bool | None = None
     score: float | None = None  # what AgentGym's server pays; None: `reward` of its best score
     state: str = ""
+    tells_success: bool = field(init=False, default=True)
 
     def __post_init__(self) -> None:
         if self.is_success is None:
+            self.tells_success = False
             self.is_success = bool(self.done and self.reward >= 1.0)
 
     def told(self) -> dict[str, Any]:
@@ -195,6 +209,7 @@ class EnvSpec:
             in threads side by side; calls of one session never overlap.
         sessions_per_worker: episodes that one worker holds at a time; workers are reused. With
             TASK: episodes that there may be at a time.
+        reward: what an episode is worth, of what its steps pay.
         is_repeatable: whether the same actions always lead to the same, and touch nobody else.
         from_agentgym: item id of AgentGym's data index; raises UnknownItem. None: there is none.
         column_item: the same, in the subset of the paper's table; None: `from_agentgym`.
@@ -213,6 +228,7 @@ class EnvSpec:
     max_workers: int = 1  # processes
     worker_memory_bytes: int = 2 << 30  # resident, with its children; above, it is replaced
     step_timeout_s: float | None = None  # of one call; None: the hub's
+    reward: Reward = Reward.LAST
     is_repeatable: bool = True
     from_agentgym: Callable[[int], str] | None = None
     column_item: Callable[[int], str] | None = None

@@ -146,6 +146,9 @@ def command_help(name: str) -> str:
         "doctor": "[--quick] [--config NAME|FILE] [key=value ...]",
         "report": "RUN [RUN ...] [to=FILE]",
         "status": "[RUN] [--config NAME|FILE] [key=value ...]",
+        "new-env": "NAME [to=FOLDER]",
+        "check-env": "NAME|FILE.py:FUNCTION [items=N] [style=compact|agentgym] [key=value ...]",
+        "play": "NAME|FILE.py:FUNCTION [item=ID] [style=compact|agentgym] [key=value ...]",
         "recompute": "RUN [--steps a:b] [--json FILE] [--dry-run] [key=value ...]",
         "journal": "RUN list|verify|export|prune [to=FILE] [keep_gb=N] [keep_days=N]",
     }.get(name, "[--config NAME|FILE] [--dry-run] [key=value ...]")

@@ -78,7 +78,8 @@ class LiveDisplay:
 
     def _log(self, view: RunView, now_s: float) -> None:
         """Log a line at a change of phase, at progress every 10 s, and at least every 30 s."""
-        phase = (view.phase, *sorted(view.starting), view.stop_in_s is not None)
+        stands = bool(view.status.notice), view.stop_in_s is not None
+        phase = (view.phase, *sorted(view.starting), *stands)
         progress = (view.step, view.status.num_done, view.status.num_total)
         silent_s = now_s - self._logged_s
         has_moved = progress != self._logged_progress and silent_s >= INTERVAL_S
@@ -155,6 +156,7 @@ def _facts(view: RunView) -> Table:
         ("waiting", words.waits_text(view), "yellow"),
         ("stop", words.stopping_text(view).removeprefix("stopping: "), "bold yellow"),
         ("scheduler", words.silence_text(view), "bold red"),
+        ("signal", view.status.notice, "bold yellow"),
     ):
         if text:
             table.add_row(label, Text(words.plain(text), style=style))

@@ -59,6 +59,7 @@ class Status(BaseModel):
     num_total: int = Field(default=0, validation_alias=AliasPath("progress", "num_total"))
     num_open: int | None = Field(default=None, validation_alias=AliasPath("groups", "open"))
     num_ready: int | None = Field(default=None, validation_alias=AliasPath("groups", "ready"))
+    notice: str = ""  # why training stands still though everybody works
     ledger: dict[str, Any] = {}
     success: dict[str, float] = {}  # in training, by subset
     success_before: float | None = Field(default=None, validation_alias=AliasPath("eval", "before"))

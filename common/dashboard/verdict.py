@@ -61,8 +61,10 @@ def judge(
     Args:
         lines: of metrics.jsonl, consecutive steps, in order.
         config: the run's, as a tree of maps; keys that are missing count as their defaults.
-        status: of the scheduler; its reason for a closed gate is quoted.
+        status: of the scheduler; its reason for a closed gate is quoted, and its notice.
     """
+    if notice := (status or {}).get("notice"):
+        return Verdict(bound=Bound.UNKNOWN, sentence=str(notice), waits=measure(lines))
     waits = measure(lines)
     if waits is None:
         text = (

@@ -29,6 +29,7 @@ def status_line(view: RunView) -> str:
         stopping_text(view),
         waits and f"waiting: {waits}",
         silence and f"scheduler {silence}",
+        status.notice,
     ]
     return plain("; ".join(filter(None, [" ".join(filter(None, parts)), *ends])))
 

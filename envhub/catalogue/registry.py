@@ -18,6 +18,7 @@ from envhub.agentgym.paper import with_paper
 from envhub.env import EnvSpec, Isolation, nearest
 from envhub.errors import UnknownEnv
 from envhub.tables import read_table
+from envhub.totals import with_totals
 
 REMOTE = "envhub.agentgym.remote"
 OUTSIDE_SESSIONS_PER_WORKER = 64  # of an outside environment that does not ask for a worker itself
@@ -153,13 +154,14 @@ def load_spec(name: str, options: EnvsSection, remote: RemoteOptions) -> EnvSpec
             if not word or not word.isprintable():
                 raise UnknownEnv(f"environment {name!r}: {word!r:.100} is no printable name")
         if spec.isolation is Isolation.WORKER:
-            return spec
+            return with_totals(spec)
         num_sessions = max(spec.sessions_per_worker, OUTSIDE_SESSIONS_PER_WORKER)
-        return replace(spec, isolation=Isolation.WORKER, sessions_per_worker=num_sessions)
+        spec = replace(spec, isolation=Isolation.WORKER, sessions_per_worker=num_sessions)
+        return with_totals(spec)
     if name == remote.dialect:
-        return import_module(REMOTE).make_spec(remote)
+        return with_totals(import_module(REMOTE).make_spec(remote))
     spec = _call(import_module(LOADERS[name]).make_spec, options)
-    spec = replace(spec, note=own_tasks(name, options))
+    spec = with_totals(replace(spec, note=own_tasks(name, options)))
     return with_lists(with_paper(spec, options), options)
 
 

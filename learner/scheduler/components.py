@@ -14,6 +14,7 @@ from learner.scheduler.curriculum.success import SuccessAverages
 from learner.scheduler.dispatch.gate import Gate, GateState
 from learner.scheduler.dispatch.limits import Limits
 from learner.scheduler.dispatch.pace import Pace
+from learner.scheduler.dispatch.signal import SignalWatch
 from learner.scheduler.episodes.lifecycle import EpisodeLifecycle
 from learner.scheduler.evaluation.eval_stream import EvalStream
 from learner.scheduler.evaluation.phases import Phase, PhaseGroups
@@ -42,6 +43,7 @@ class Components:
     lifecycle: EpisodeLifecycle
     members: Members
     pace: Pace = field(default_factory=Pace)
+    signal: SignalWatch = field(default_factory=SignalWatch)
     limits: Limits
     curriculum: Curriculum
     success: SuccessAverages = field(default_factory=SuccessAverages)
@@ -51,6 +53,11 @@ class Components:
     needed_version: Callable[[int], int] = field(metadata=FIXED)  # of engines, by the learner's
     episode_timeout_s: float = field(metadata=FIXED)  # from a lease until its episode has ended
     seed: int = field(metadata=FIXED)  # of the run
+
+    def notice(self, now: float) -> str:
+        """Return why training stands still though everybody works; "" if it does not."""
+        is_training = self.run.phase is Phase.TRAIN
+        return self.signal.notice(now, self.success.mean) if is_training else ""
 
     def gate_state(self) -> GateState:
         """Return what the gate sees now."""

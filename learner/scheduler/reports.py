@@ -11,6 +11,7 @@ def take(parts: Components, message: Outcomes, *, now: float) -> None:
     """Take one report."""
     parts.lifecycle.ledger.num_duplicates += message.num_duplicates
     _see_all(parts, message.seen)
+    parts.signal.see(message, now)
     for group in message.groups:
         _complete(parts, group, now)
     for outcome in message.outcomes:

@@ -37,6 +37,7 @@ def build_status(parts: Components, *, now: float) -> dict[str, Any]:
         "pace": parts.pace.report(),
         "limits": save(parts.limits),
         "gate": parts.gate.allowed(state).reason if parts.run.phase is Phase.TRAIN else "",
+        "notice": parts.notice(now),
         "ledger": parts.lifecycle.ledger_report(),
         "success": parts.success.train_report(),
         "eval": {**success, "groups": groups},

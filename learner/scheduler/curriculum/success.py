@@ -57,6 +57,12 @@ class SuccessAverages:
     train: SuccessPool = field(default_factory=partial(SuccessPool, memory_episodes=50))
     evaluation: SuccessPool = field(default_factory=partial(SuccessPool, memory_episodes=0))
 
+    @property
+    def mean(self) -> float | None:
+        """Moving mean of training over all subsets; None before the first episode."""
+        known = [success for _, success, _ in self.train.known.values()]
+        return sum(known) / len(known) if known else None
+
     def train_report(self) -> dict[str, float]:
         """Return subset -> moving mean of success; "env/subset" if there are several envs."""
         known = sorted(self.train.known.items())

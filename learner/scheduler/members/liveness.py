@@ -58,6 +58,8 @@ def tick(parts: Components, now: float) -> None:
     overdue = (each for each in parts.lifecycle.leases if each.deadline < now)
     for episode in sorted(overdue, key=lambda each: each.lease_number, reverse=True):
         parts.lifecycle.lose(episode, "lease_deadline")
+    if parts.notice(now):
+        parts.signal.log(now, parts.success.mean)
 
 
 def _renew(parts: Components, member: Member, running: list[str], now: float) -> list[str]:

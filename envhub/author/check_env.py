@@ -1,0 +1,134 @@
+"""The command `check-env`: play an environment and say whether a run may be built on it."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from common.config.command_line import Request
+from common.errors import ConfigError, EnvError
+from envhub.author import checks, judged
+from envhub.author.episodes import Driver, Episode, spec_of
+from envhub.author.findings import Finding, Grade, Plays
+from envhub.env import Style, UnknownItem
+
+NUM_ITEMS = 20
+OTHER_PROCESS_S = 120.0
+USAGE = "check-env NAME|FILE.py:FUNCTION [items=N] [style=compact|agentgym] [key=value ...]"
+
+
+def check_env(request: Request, *, root: Path, say: Callable[[str], None]) -> int:
+    """Print a line for each finding; return the exit code: 1 if an environment fails.
+
+    Raises: ConfigError: no such environment, or a wrong option.
+    """
+    name, style, num, overrides = options_of(request, USAGE)
+    failed = False
+    spec = spec_of(name, overrides)
+    with Driver(spec, style) as driver:
+        for finding in findings(driver, name, num, overrides, root=root):
+            failed = failed or finding.grade is Grade.FAIL
+            say(f"{finding.grade.value:<5}{finding.name:<12}{finding.text}")
+    say("a run would stumble over what says FAIL" if failed else "nothing that stops a run")
+    return 1 if failed else 0
+
+
+def options_of(request: Request, usage: str) -> tuple[str, Style, int, list[str]]:
+    """Return the environment, the style, the number of items, and keys of the configuration."""
+    words = [word for word in request.overrides if "=" not in word]
+    given = dict(word.split("=", 1) for word in request.overrides if "=" in word)
+    style, num = given.pop("style", "compact"), given.pop("items", str(NUM_ITEMS))
+    if len(words) != 1:
+        raise ConfigError(f"run.py {usage}")
+    if style not in [*Style]:
+        raise ConfigError(f"style={style}: one of {', '.join(Style)}")
+    if not (num.isascii() and num.isdigit() and 0 < int(num) <= 10**5):
+        raise ConfigError(f"items={num}: a number of items")
+    return words[0], Style(style), int(num), [f"{key}={value}" for key, value in given.items()]
+
+
+def findings(
+    driver: Driver, name: str, num: int, overrides: list[str], *, root: Path
+) -> Iterator[Finding]:
+    """Yield all findings; an environment that raises is one, and the last."""
+    spec = driver.spec
+    entry = [*checks.check_spec(spec)]
+    yield from entry
+    if any(each.grade is Grade.FAIL for each in entry):
+        return
+    items = checks.items_of(spec, num)
+    try:
+        protocol = [*checks.check_protocol(driver, items[0])]
+        yield from protocol
+        if any(each.grade is Grade.FAIL for each in protocol):
+            return
+        plays = checks.play_all(driver, items)
+        yield from checks.check_items(driver, items)
+        yield from checks.check_determinism(driver, plays)
+        yield from _elsewhere(driver, name, plays, overrides, root=root)
+        yield from judged.check_rewards(spec, plays)
+        yield from checks.check_actions(driver, items)
+        yield from judged.check_players(spec, plays)
+        yield from judged.check_speed(spec, plays)
+        yield from judged.check_texts(spec, plays)
+    except (EnvError, UnknownItem) as error:
+        yield Finding(Grade.FAIL, "raises", str(error))
+
+
+def _elsewhere(
+    driver: Driver, name: str, plays: Plays, overrides: list[str], *, root: Path
+) -> Iterator[Finding]:
+    """Yield whether another process, which hashes texts otherwise, plays the same."""
+    if not driver.spec.is_repeatable:
+        return
+    played = [[each.item_id, each.actions] for each in plays.all]
+    try:
+        found = subprocess.run(
+            [sys.executable, "-m", "envhub.author.check_env", name, driver.style, *overrides],
+            input=json.dumps(played),
+            env={**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": str(root)},
+            cwd=root,
+            capture_output=True,
+            text=True,
+            timeout=OTHER_PROCESS_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        text = f"another process does not play it within {OTHER_PROCESS_S:g} s"
+        yield Finding(Grade.FAIL, "determinism", text)
+        return
+    here = [digest(each) for each in plays.all]
+    there = found.stdout.split()
+    if len(there) != len(here):
+        why = " ".join(found.stderr.split()[-30:])
+        yield Finding(Grade.FAIL, "determinism", f"another process cannot play it: {why}")
+        return
+    other = [e.item_id for e, a, b in zip(plays.all, here, there, strict=True) if a != b]
+    if other:
+        text = f"{other[0]} is another episode in another process (hash(), set order, the clock?)"
+        yield Finding(Grade.FAIL, "determinism", text)
+    else:
+        yield Finding(Grade.OK, "determinism", "the same in another process")
+
+
+def digest(episode: Episode) -> str:
+    """Return a hash of all that an episode told."""
+    return hashlib.sha256(json.dumps(checks.told(episode), default=str).encode()).hexdigest()
+
+
+def main(argv: list[str]) -> None:
+    """Play the episodes of the standard input again and print a hash of each."""
+    name, style, *overrides = argv
+    with Driver(spec_of(name, overrides), Style(style)) as driver:
+        for item_id, actions in json.load(sys.stdin):
+            with driver.open(item_id) as episode:
+                for action in actions:
+                    episode.step(action)
+            sys.stdout.write(f"{digest(episode)}\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

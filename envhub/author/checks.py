@@ -1,0 +1,175 @@
+"""What `check-env` finds out about an environment by playing it. Each check returns findings."""
+
+import random
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from common.errors import EnvError
+from envhub.author.episodes import Driver, Episode, chance, expert
+from envhub.author.findings import Finding, Grade, Plays, graded
+from envhub.env import EnvSpec, StepResult, UnknownItem, split_item
+
+HOSTILE = (
+    *("", " ", "\n", "no such action", "__import__('os')"),
+    *("../../etc/passwd", "\u00e9\U0001f600", "x" * 5000),
+)
+MAX_ACTIONS = 20  # valid ones tried of one state
+METHODS = (
+    *("reset", "step", "valid_actions", "expert_action"),
+    *("render", "fingerprint", "close"),
+)
+
+
+def items_of(spec: EnvSpec, num: int) -> list[str]:
+    """Return items of every subset, of both splits, evenly spread."""
+    found: list[str] = []
+    share = max(2, num // max(1, len(spec.subsets)))
+    for name, subset in spec.subsets.items():
+        for split, size in (("train", subset.num_train), ("test", subset.num_test)):
+            some = min(size, max(1, share // 2))
+            found += [f"{name}-{split}-{index * size // some}" for index in range(some)]
+    return found if len(found) <= 2 * num else random.Random(0).sample(found, num)
+
+
+def max_turns_of(spec: EnvSpec, item_id: str) -> int:
+    """Return the most turns of an item."""
+    item = split_item(item_id)
+    assert item is not None
+    return spec.subsets[item.subset].max_turns
+
+
+def check_spec(spec: EnvSpec) -> Iterator[Finding]:
+    """Yield what is wrong with the catalogue entry."""
+    problems = [
+        f"subset {name}: {what}"
+        for name, each in spec.subsets.items()
+        for what, is_wrong in (
+            ("no training items", each.num_train <= 0),
+            ("a number of test items below 0", each.num_test < 0),
+            ("max_turns below 1", each.max_turns < 1),
+        )
+        if is_wrong
+    ]
+    problems += [] if spec.subsets else ["no subsets"]
+    yield from graded("entry", problems, f"{spec.name}, {len(spec.subsets)} subsets")
+    untested = [name for name, each in spec.subsets.items() if not each.num_test]
+    if untested:
+        yield Finding(Grade.NOTE, "entry", f"no held-out items in {', '.join(untested[:3])}")
+
+
+def check_protocol(driver: Driver, item_id: str) -> Iterator[Finding]:
+    """Yield what methods are missing or return the wrong types, on one item."""
+    with driver.open(item_id) as episode:
+        missing = [name for name in METHODS if not callable(getattr(episode.env, name, None))]
+        if missing:
+            yield Finding(Grade.FAIL, "protocol", f"no method {', '.join(missing)}")
+            return
+        valid, told = episode.call("valid_actions"), episode.call("expert_action")
+        wanted: list[tuple[str, Any, type | tuple[type, ...]]] = [
+            ("reset", episode.first, str),
+            ("valid_actions", valid, list),
+            ("expert_action", told, (str, type(None))),
+            ("render", episode.call("render"), str),
+            ("fingerprint", episode.call("fingerprint"), str),
+            *((f"valid_actions()[{i}]", each, str) for i, each in enumerate(valid[:3])),
+            ("step", episode.call("step", told or "no such action"), StepResult),
+        ]
+    problems = [
+        f"{name} returns {type(value).__name__}"
+        for name, value, kind in wanted
+        if not isinstance(value, kind)
+    ]
+    subset = item_id.partition("-")[0]
+    problems += [
+        f"takes the item {i!r}"
+        for i in ("nothing", f"{subset}-train-999999999")
+        if _takes(driver, i)
+    ]
+    yield from graded("protocol", problems, "every method, and unknown items are refused")
+
+
+def _takes(driver: Driver, item_id: str) -> bool:
+    try:
+        driver.open(item_id).call("close")
+    except UnknownItem:
+        return False
+    except EnvError:
+        return True
+    return True
+
+
+def play_all(driver: Driver, items: list[str]) -> Plays:
+    """Play every item by the expert and by chance."""
+    plays = Plays()
+    for item_id in items:
+        for choose, played in ((expert, plays.by_expert), (chance(item_id), plays.by_chance)):
+            with driver.open(item_id) as episode:
+                began = time.perf_counter()
+                episode.play(choose, max_turns=max_turns_of(driver.spec, item_id))
+                took_s = time.perf_counter() - began
+                plays.step_s += [took_s / len(episode.results)] if episode.results else []
+                played.append(episode)
+    return plays
+
+
+def check_determinism(driver: Driver, plays: Plays) -> Iterator[Finding]:
+    """Yield where the same item and actions led to something else the second time."""
+    if not driver.spec.is_repeatable:
+        yield Finding(Grade.NOTE, "determinism", "is_repeatable=False: not asked for")
+        return
+    problems: list[str] = []
+    for played in plays.all:
+        with driver.open(played.item_id) as again:
+            actions = iter(played.actions)
+            again.play(lambda _, a=actions: next(a, None), max_turns=len(played.actions))
+        for turn, (one, two) in enumerate(zip(told(played), told(again), strict=False)):
+            if one != two:
+                problems.append(f"{played.item_id}, turn {turn}: {one!r:.80}, then {two!r:.80}")
+                break
+    yield from graded("determinism", problems, f"{len(plays.all)} episodes repeated, all the same")
+
+
+def told(episode: Episode) -> list[object]:
+    """Return all that is compared of an episode."""
+    return [episode.first, *(result.told() for result in episode.results)]
+
+
+def check_actions(driver: Driver, items: list[str]) -> Iterator[Finding]:
+    """Yield valid actions that are refused, and texts that the environment stumbles over."""
+    problems: list[str] = []
+    num_tried = 0
+    for item_id in items[:4]:
+        with driver.open(item_id) as episode:
+            actions = episode.call("valid_actions")
+        for action in actions[:MAX_ACTIONS]:
+            num_tried += 1
+            with driver.open(item_id) as episode:
+                if not episode.step(action).is_valid:
+                    problems.append(f"{item_id}: {action!r:.60} is among the valid, and refused")
+    for text in HOSTILE:
+        with driver.open(items[0]) as episode:
+            try:
+                result = episode.step(text)
+            except EnvError as error:
+                problems.append(f"{text!r:.30} raises: {error}"[:200])
+                continue
+            if text == "no such action" and result.is_valid:
+                problems.append(f"{text!r} counts as valid")
+    yield from graded("actions", problems, f"{num_tried} valid ones work, nonsense is refused")
+
+
+def check_items(driver: Driver, items: list[str]) -> Iterator[Finding]:
+    """Yield items that are the same task under another name; across the splits most of all."""
+    prints: dict[str, str] = {}
+    twice: list[str] = []
+    for item_id in items:
+        with driver.open(item_id) as episode:
+            state = str(episode.call("fingerprint"))
+        if state in prints:
+            is_leak = ("-test-" in item_id) != ("-test-" in prints[state])
+            twice.append(f"{prints[state]} is {item_id}" + (", which is held out" * is_leak))
+        prints.setdefault(state, item_id)
+    text = f"{len(items)} items, all different at reset"
+    grade = Grade.NOTE if twice else Grade.OK
+    yield Finding(grade, "items", "; ".join(twice[:2]) if twice else text)

@@ -1,0 +1,136 @@
+"""Environments driven from a command, one call at a time, whether they wait or not."""
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from common.config.load import load_config
+from common.config.run_config import RunConfig
+from common.errors import ConfigError
+from common.repository import ROOT
+from envhub.catalogue.registry import Registry, is_reference, missing_requirements
+from envhub.env import EnvSpec, StepResult, Style
+from envhub.errors import EnvRaised, UnknownEnv
+from envhub.hosting.env_calls import call_environment
+
+Choose = Callable[["Episode"], str | None]
+
+
+class Driver:
+    """Calls what an environment offers in this thread; what can be awaited is waited for."""
+
+    def __init__(self, spec: EnvSpec, style: Style) -> None:
+        """Start nothing yet."""
+        self.spec, self.style = spec, style
+        self._runner = asyncio.Runner()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.spec.stop is not None:
+            self.call(self.spec.stop)
+        self._runner.close()
+
+    def call(self, work: Callable[[], Any]) -> Any:
+        """Return what comes of a call. Raises: UnknownItem; EnvRaised: it raised anything else."""
+        return self._runner.run(call_environment(self.spec.name, work))
+
+    def open(self, item_id: str, *, seed: int = 0) -> "Episode":
+        """Begin an episode. Raises: UnknownItem, EnvRaised."""
+        env: Any = self.call(lambda: self.spec.make(self.style))
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.call, lambda: env.close())
+            first = self.call(lambda: env.reset(item_id, seed))
+            stack.pop_all()
+        return Episode(self, env, item_id, first)
+
+
+@dataclass(slots=True)
+class Episode:
+    """One episode and all that was said in it."""
+
+    driver: Driver = field(repr=False)
+    env: Any = field(repr=False)
+    item_id: str
+    first: str
+    actions: list[str] = field(default_factory=list[str])
+    results: list[StepResult] = field(default_factory=list[StepResult])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.call("close")
+
+    def call(self, name: str, *arguments: object) -> Any:
+        """Return what a method of the environment returns."""
+        return self.driver.call(lambda: getattr(self.env, name)(*arguments))
+
+    def step(self, action: str) -> StepResult:
+        """Act."""
+        result: StepResult = self.call("step", action)
+        self.actions.append(action)
+        self.results.append(result)
+        return result
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the last step ended it."""
+        return bool(self.results) and self.results[-1].done
+
+    @property
+    def is_solved(self) -> bool:
+        """Whether it has ended solved."""
+        return self.is_over and bool(self.results[-1].is_success)
+
+    def texts(self) -> list[str]:
+        """Return every observation."""
+        return [self.first, *(result.observation for result in self.results)]
+
+    def play(self, choose: Choose, *, max_turns: int) -> None:
+        """Play until it ends, the turns are used up, or nothing is chosen."""
+        while len(self.results) < max_turns and not self.is_over:
+            action = choose(self)
+            if action is None:
+                return
+            self.step(action)
+
+
+def expert(episode: Episode) -> str | None:
+    """Return what the environment's own expert does; None where it knows no way."""
+    return episode.call("expert_action")
+
+
+def chance(seed: str) -> Choose:
+    """Return a player that takes any valid action."""
+    drawn = random.Random(seed)
+
+    def choose(episode: Episode) -> str | None:
+        actions = episode.call("valid_actions")
+        return drawn.choice(actions) if actions else None
+
+    return choose
+
+
+def spec_of(name: str, overrides: list[str]) -> EnvSpec:
+    """Return the entry of an environment, by its name or "file.py:function".
+
+    Raises: ConfigError: there is none, it cannot be loaded, or the machine lacks what it needs.
+    """
+    cfg = load_config(None, ["model.path=unset", *overrides], root=ROOT)
+    if missing := missing_requirements([name], cfg.envs, cfg.env):
+        raise ConfigError("; ".join(missing))
+    loading = call_environment(name, lambda: _load(name, cfg), passes=(UnknownEnv,))
+    try:
+        return asyncio.run(loading)
+    except (UnknownEnv, EnvRaised) as error:
+        raise ConfigError(str(error)) from error
+
+
+def _load(name: str, cfg: RunConfig) -> EnvSpec:
+    registry = Registry([name], cfg.envs, cfg.env)
+    return registry.spec(registry.names[0] if is_reference(name) else name)

@@ -1,0 +1,46 @@
+"""What a check of an environment finds, and the episodes that the checks look at."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from envhub.author.episodes import Episode
+
+
+class Grade(StrEnum):
+    """What a finding means: only FAIL is an environment that a run would stumble over."""
+
+    OK = "ok"
+    NOTE = "note"
+    FAIL = "FAIL"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report."""
+
+    grade: Grade
+    name: str
+    text: str
+
+
+@dataclass(slots=True)
+class Plays:
+    """Episodes of the same items by different players, played once and looked at by all checks."""
+
+    by_expert: list[Episode] = field(default_factory=list[Episode])
+    by_chance: list[Episode] = field(default_factory=list[Episode])
+    step_s: list[float] = field(default_factory=list[float])
+
+    @property
+    def all(self) -> list[Episode]:
+        """Return both."""
+        return [*self.by_expert, *self.by_chance]
+
+
+def graded(name: str, problems: list[str], text: str) -> Iterator[Finding]:
+    """Yield a failure for each of the first problems, or that all is well."""
+    for problem in problems[:3]:
+        yield Finding(Grade.FAIL, name, problem)
+    if not problems:
+        yield Finding(Grade.OK, name, text)

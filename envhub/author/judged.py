@@ -1,0 +1,118 @@
+"""What `check-env` says of episodes that were played: reward and success, players, speed, texts."""
+
+import math
+import statistics
+import unicodedata
+from collections.abc import Callable, Iterator
+
+from envhub.author.checks import max_turns_of
+from envhub.author.findings import Finding, Grade, Plays, graded
+from envhub.env import EnvSpec, Reward
+
+CONTROL_TOKENS = ("<|im_end|>", "<|im_start|>", "<|endoftext|>", "</s>", "<|eot_id|>")
+MAX_CHARS = 20_000  # of one observation; a context holds less of most
+GROUP = 8  # members, for what is said of signal
+SLOW_S = 0.2  # a step in the hub's own thread, see envhub.inline_step_s
+
+
+def check_rewards(spec: EnvSpec, plays: Plays) -> Iterator[Finding]:
+    """Yield rewards out of range, and what reward and success mean here."""
+    paid = [(each.item_id, r.reward) for each in plays.all for r in each.results]
+    odd = [
+        f"{item}: {reward!r} is not in [0, 1]"
+        for item, reward in paid
+        if not (isinstance(reward, int | float) and math.isfinite(reward) and 0 <= reward <= 1)
+    ]
+    kind = (
+        "the sum of what its steps paid" if spec.reward is Reward.SUM else "what its last step paid"
+    )
+    best = max((reward for _, reward in paid), default=0.0)
+    yield from graded("reward", odd, f"an episode is worth {kind}; the best seen is {best:g}")
+    ends = [each.results[-1] for each in plays.all if each.is_over]
+    if all(result.tells_success for result in ends):
+        yield Finding(Grade.OK, "success", "told by the environment, whatever it pays")
+    else:
+        text = "not told (is_success=None): an episode that has ended worth 1 counts as solved"
+        lost = f"; the best here is {best:g}, so nothing ever does" if 0 < best < 1 else ""
+        yield Finding(Grade.FAIL if lost else Grade.NOTE, "success", text + lost)
+    rising = [
+        each.item_id
+        for each in plays.all
+        if spec.reward is Reward.LAST
+        and len(each.results) > 1
+        and max(r.reward for r in each.results) > each.results[-1].reward
+    ]
+    if rising:
+        yield Finding(
+            Grade.NOTE,
+            "reward",
+            f"{rising[0]}: a step paid more than the last one, which alone"
+            " counts; reward=Reward.SUM in the EnvSpec adds all steps up",
+        )
+
+
+def check_players(spec: EnvSpec, plays: Plays) -> Iterator[Finding]:
+    """Yield how many items the expert and chance solve, and what that says about a start."""
+    knows = [each for each in plays.by_expert if each.actions]
+    if not knows:
+        yield Finding(Grade.NOTE, "expert", "none: no demonstrations for `sft`, no upper bound")
+    else:
+        solved = sum(each.is_solved for each in knows)
+        failed = next((each.item_id for each in knows if not each.is_solved), "")
+        text = f"solves {solved} of {len(knows)}" + (f", not {failed}" if failed else "")
+        yield Finding(Grade.OK if solved == len(knows) else Grade.NOTE, "expert", text)
+    rate = statistics.fmean(each.is_solved for each in plays.by_chance)
+    signal = 1 - rate**GROUP - (1 - rate) ** GROUP
+    worths = {each.results[-1].reward for each in plays.by_chance if each.results}
+    text = f"random valid play solves {rate:.0%}"
+    if len(worths) > 1:
+        yield Finding(Grade.OK, "signal", f"{text}: {signal:.0%} of groups of {GROUP} have signal")
+    else:
+        why = "every episode is worth the same"
+        cure = "warm-start with `sft`, give more turns, or add easier items"
+        yield Finding(Grade.NOTE, "signal", f"{text}, and {why}: {cure}")
+    endless = sum(
+        not each.is_over and len(each.results) < max_turns_of(spec, each.item_id)
+        for each in plays.by_chance
+    )
+    if endless:
+        yield Finding(
+            Grade.FAIL, "actions", f"{endless} episodes have no valid action before they end"
+        )
+
+
+def check_speed(spec: EnvSpec, plays: Plays) -> Iterator[Finding]:
+    """Yield how long a turn takes."""
+    if not plays.step_s:
+        yield Finding(Grade.FAIL, "speed", "no step was played")
+        return
+    median = statistics.median(plays.step_s)
+    worst = max(plays.step_s)
+    text = f"a turn takes {median * 1e3:.2f} ms, {worst * 1e3:.2f} ms in the slowest episode"
+    is_slow = worst > SLOW_S
+    yield Finding(Grade.NOTE if is_slow else Grade.OK, "speed", text)
+
+
+def check_texts(spec: EnvSpec, plays: Plays) -> Iterator[Finding]:
+    """Yield what a tokenizer, a terminal or a policy would stumble over in the texts."""
+    problems: list[str] = []
+    tests: list[tuple[str, Callable[[str], object]]] = [
+        ("is empty", lambda text: not text.strip()),
+        (
+            "has half of a character",
+            lambda text: any(unicodedata.category(c) == "Cs" for c in text),
+        ),
+        ("has control characters", lambda text: any(_is_control(c) for c in text)),
+        ("has a control token", lambda text: any(token in text for token in CONTROL_TOKENS)),
+        ("has an address in memory", lambda text: " at 0x" in text),
+        (f"is longer than {MAX_CHARS} characters", lambda text: len(text) > MAX_CHARS),
+    ]
+    seen = [(each.item_id, text) for each in plays.all for text in each.texts()]
+    for what, is_wrong in tests:
+        problems += [f"{item}: a text {what}" for item, text in seen if is_wrong(text)][:1]
+    longest = max(len(text) for _, text in seen)
+    yield from graded("texts", problems, f"{len(seen)} observations, {longest} characters at most")
+
+
+def _is_control(character: str) -> bool:
+    return unicodedata.category(character) == "Cc" and character not in "\n\t"

@@ -1,0 +1,62 @@
+"""The command `play`: an environment played by hand in a terminal, or by lines of a pipe."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from common.config.command_line import Request
+from common.dashboard.words import plain
+from common.errors import ConfigError, EnvError
+from envhub.author.check_env import options_of
+from envhub.author.episodes import Driver, Episode, spec_of
+from envhub.env import StepResult, UnknownItem
+
+SHOWN = 12  # valid actions in a list
+USAGE = "play NAME|FILE.py:FUNCTION [item=ID] [style=compact|agentgym] [key=value ...]"
+KEYS = "an action, or: ? for valid actions, ! for the expert's, * for the whole state, q to end"
+
+
+def play(request: Request, *, root: Path, say: Callable[[str], None], lines: Iterable[str]) -> int:
+    """Play one episode; return 0 if it was solved, else 1.
+
+    Raises: ConfigError: no such environment or item, a wrong option, or the environment failed.
+    """
+    wanted = [word.removeprefix("item=") for word in request.overrides if word.startswith("item=")]
+    others = [word for word in request.overrides if not word.startswith("item=")]
+    name, style, _, overrides = options_of(replace(request, overrides=others), USAGE)
+    spec = spec_of(name, overrides)
+    item_id = wanted[-1] if wanted else f"{next(iter(spec.subsets))}-train-0"
+    try:
+        with Driver(spec, style) as driver, driver.open(item_id) as episode:
+            say(f"{spec.name} {item_id}. {KEYS}")
+            say(plain("\n".join(filter(None, [spec.instruction.get(style, ""), episode.first]))))
+            for line in lines:
+                if line.strip() == "q" or _turn(episode, line.rstrip("\n"), say):
+                    break
+            return 0 if episode.is_solved else 1
+    except (EnvError, UnknownItem) as error:
+        raise ConfigError(f"{name}: {error}") from error
+
+
+def _turn(episode: Episode, line: str, say: Callable[[str], None]) -> bool:
+    """Take one line; return whether the episode is over."""
+    match line.strip():
+        case "?":
+            actions = episode.call("valid_actions")
+            more = f" ... {len(actions) - SHOWN} more" if len(actions) > SHOWN else ""
+            say(plain(f"valid: {' | '.join(actions[:SHOWN])}{more}"))
+        case "!":
+            say(plain(f"expert: {episode.call('expert_action') or 'knows no way'}"))
+        case "*":
+            say(plain(episode.call("render")))
+        case _:
+            say(_told(episode.step(line)))
+    return episode.is_over
+
+
+def _told(result: StepResult) -> str:
+    """Return an observation with what it was worth."""
+    notes = [f"reward {result.reward:g}"]
+    notes += [] if result.is_valid else ["no action that could be executed"]
+    notes += [f"ended, {'solved' if result.is_success else 'not solved'}"] if result.done else []
+    return plain(f"{result.observation}\n[{', '.join(notes)}]")

@@ -1,0 +1,59 @@
+"""The command `new-env`: a file with a whole environment, and a configuration that trains on it."""
+
+import keyword
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from common.config.command_line import Request
+from common.errors import ConfigError
+from envhub.catalogue.registry import LOADERS
+
+EXAMPLE = "docs/examples/sort"  # with .py and .yaml
+NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
+USAGE = "new-env NAME [to=FOLDER]"
+NEXT = """
+python run.py check-env {file}:make_spec    is it sound, and what do reward and success mean
+python run.py play {file}:make_spec         play it by hand
+python run.py sft --config {config}    a start that knows the actions
+python run.py --config {config}        train
+""".strip("\n")
+
+
+def new_env(request: Request, *, root: Path, say: Callable[[str], None]) -> int:
+    """Write `NAME.py` and `NAME.yaml` and say what to do next; return the exit code.
+
+    Raises: ConfigError: no name of an environment, or one of the files is there already.
+    """
+    words = [word for word in request.overrides if "=" not in word]
+    options = dict(word.split("=", 1) for word in request.overrides if "=" in word)
+    folder = Path(options.pop("to", "environments"))
+    if len(words) != 1 or options:
+        raise ConfigError(f"run.py {USAGE}")
+    name = words[0]
+    if not NAME.fullmatch(name) or keyword.iskeyword(name):
+        raise ConfigError(f"{name}: lower case letters, digits and _, a letter first")
+    if name in LOADERS:
+        raise ConfigError(f"{name}: an environment of that name is there; take another")
+    texts = {
+        folder / f"{name}{suffix}": renamed((root / f"{EXAMPLE}{suffix}").read_text(), name, folder)
+        for suffix in (".py", ".yaml")
+    }
+    for path in texts:
+        if path.exists():
+            raise ConfigError(f"{path}: is there already; remove it, or take another name")
+    (root / folder).mkdir(parents=True, exist_ok=True)
+    for path, text in texts.items():
+        path.write_text(text)
+        say(f"written: {path}")
+    say(NEXT.format(file=folder / f"{name}.py", config=folder / f"{name}.yaml"))
+    return 0
+
+
+def renamed(text: str, name: str, folder: Path) -> str:
+    """Return the example with another name, in another folder."""
+    title = "".join(part.capitalize() for part in name.split("_"))
+    text = text.replace(str(Path(EXAMPLE).parent), folder.as_posix())
+    for old, new in (("Sort", title), ("runs/sort", f"runs/{name}"), ("/sort", f"/{name}")):
+        text = text.replace(old, new)
+    return text.replace('name="sort"', f'name="{name}"').replace("env: sort", f"env: {name}")

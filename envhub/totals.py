@@ -1,0 +1,54 @@
+"""Environments whose steps pay shares: whoever steps one is told the sum so far."""
+
+from collections.abc import Awaitable
+from dataclasses import replace
+from inspect import isawaitable
+from typing import Any
+
+from envhub.env import EnvSpec, Reward, StepResult, Style
+
+DIGITS = 9  # of a sum, so that ten times 0.1 are 1
+
+
+def with_totals(spec: EnvSpec) -> EnvSpec:
+    """Return the entry with episodes that pay sums, where it says `Reward.SUM`."""
+    if spec.reward is Reward.LAST:
+        return spec
+    make: Any = spec.make
+
+    def make_total(style: Style) -> Any:
+        return Total(make(style))
+
+    return replace(spec, make=make_total)
+
+
+class Total:
+    """An `Env` or `AsyncEnv` whose steps pay what the inner one's have paid together.
+
+    Example: steps that pay 0.25, 0 and 0.25 pay 0.25, 0.25 and 0.5 here.
+    """
+
+    def __init__(self, env: Any) -> None:
+        self._env = env
+        self._sum = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._env, name)
+
+    def reset(self, item_id: str, seed: int) -> Any:
+        """Do as the inner environment."""
+        self._sum = 0.0
+        return self._env.reset(item_id, seed)
+
+    def step(self, action: str) -> Any:
+        """Do as the inner environment, with the sum for a reward."""
+        result = self._env.step(action)
+        return self._later(result) if isawaitable(result) else self._summed(result)
+
+    async def _later(self, result: Awaitable[StepResult]) -> StepResult:
+        return self._summed(await result)
+
+    def _summed(self, result: StepResult) -> StepResult:
+        self._sum = round(self._sum + result.reward, DIGITS)
+        is_success = result.is_success if result.tells_success else None
+        return replace(result, reward=self._sum, is_success=is_success)

@@ -1,0 +1,65 @@
+"""Whether there is anything to learn from: told when no group has had signal for a minute."""
+
+import logging
+from dataclasses import dataclass, field
+
+from common.wire.messages import Outcome, Outcomes
+from learner.scheduler.state import VOLATILE
+
+logger = logging.getLogger(__name__)
+
+PATIENCE_S = 60.0
+MIN_GROUPS = 4  # without signal in a row: fewer may be chance
+SOLVED = 0.5  # beyond, members agree because they succeed
+
+
+@dataclass(slots=True)
+class SignalWatch:
+    """Complete training groups without signal since the last one that had some.
+
+    Where all members of a group are worth the same there is nothing to compare, and a learner
+    waits for a batch for as long as every group is so.
+
+    Example: groups without signal are complete at 10 s, 20 s, 30 s and 70 s -> told at 70 s. One
+    with signal at 80 s -> nothing is told any more, and the count begins anew.
+    """
+
+    since: float | None = field(default=None, metadata=VOLATILE)  # core's clock, of the first one
+    num_groups: int = field(default=0, metadata=VOLATILE)
+    is_logged: bool = field(default=False, metadata=VOLATILE)
+
+    def see(self, message: Outcomes, now: float) -> None:
+        """Count the groups that a report says are complete."""
+        filtered = {
+            each.episode_id.rpartition("/")[0]
+            for each in message.outcomes
+            if each.outcome is Outcome.FILTERED
+        }
+        if any(group.is_ready for group in message.groups):
+            self.since, self.num_groups, self.is_logged = None, 0, False
+        elif filtered:
+            self.since = now if self.since is None else self.since
+            self.num_groups += len(filtered)
+
+    def notice(self, now: float, success: float | None) -> str:
+        """Return what is wrong and what helps; "" while all is well.
+
+        Args:
+            success: mean of the training episodes; None: not known.
+        """
+        if self.since is None or self.num_groups < MIN_GROUPS or now - self.since < PATIENCE_S:
+            return ""
+        known = "" if success is None else f", success {success:.2f}"
+        told = (
+            f"no group has had signal in {now - self.since:.0f} s ({self.num_groups} groups whose "
+            f"members are all worth the same{known}), so there is nothing to train on: "
+        )
+        if success is not None and success > SOLVED:
+            return f"{told}the tasks are solved; take harder items, or end the run"
+        return f"{told}warm-start with `sft`, widen the horizon, or take easier items"
+
+    def log(self, now: float, success: float | None) -> None:
+        """Say it once, until a group has signal again."""
+        if not self.is_logged and (notice := self.notice(now, success)):
+            self.is_logged = True
+            logger.warning("%s", notice)

@@ -1,0 +1,104 @@
+"""Laws of `check-env`: the example is sound, and each fault of an environment is named."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from common.repository import ROOT
+from envhub.author.check_env import findings
+from envhub.author.episodes import Driver, spec_of
+from envhub.author.findings import Finding, Grade
+from envhub.env import Style
+
+EXAMPLE = ROOT / "docs" / "examples" / "sort.py"
+TOLD = "is_success=done,  # whatever it paid"
+PAID = "reward=float(done),"
+
+
+def found(path: Path, *, num: int = 6) -> list[Finding]:
+    """Return what is said of the environment in a file."""
+    name = f"{path}:make_spec"
+    with Driver(spec_of(name, []), Style.COMPACT) as driver:
+        return list(findings(driver, name, num, [], root=ROOT))
+
+
+def changed(tmp_path: Path, *changes: tuple[str, str]) -> Path:
+    """Return a copy of the example in which texts are replaced."""
+    text = EXAMPLE.read_text()
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    path = tmp_path / "changed.py"
+    path.write_text(text)
+    return path
+
+
+def said(all_found: list[Finding], grade: Grade) -> Iterator[str]:
+    return (f"{each.name}: {each.text}" for each in all_found if each.grade is grade)
+
+
+def test_example_is_sound_and_says_what_reward_and_success_mean():
+    all_found = found(EXAMPLE)
+    assert {each.grade for each in all_found} == {Grade.OK}
+    told = {each.name: each.text for each in all_found}
+    assert told["reward"] == "an episode is worth what its last step paid; the best seen is 1"
+    assert told["success"] == "told by the environment, whatever it pays"
+    assert told["expert"] == "solves 6 of 6"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ([("list(PUZZLES[", "random.sample(range(10), 4) or list(PUZZLES[")], "determinism: four"),
+        (
+            [
+                (
+                    "list(PUZZLES[",
+                    "random.Random(hash(item_id)).sample(range(10), 4) or list(PUZZLES[",
+                )
+            ],
+            "in another process (hash()",
+        ),
+        ([(PAID, "reward=1.5 * done,")], "reward: four-train-0: 1.5 is not in [0, 1]"),
+        ([(PAID, "reward=0.9 * done,"), (TOLD, "")], "the best here is 0.9, so nothing ever does"),
+        ([("word = action_text(action)", "word = str(int(action))")], "raises: "),
+        ([("for number in self.left]", "for number in range(10)]")], "is among the valid, and ref"),
+        ([('"sorted"', '"done <|im_end|>"')], "texts: four-train-0: a text has a control token"),
+        ([('"sorted"', '"\\ud800"')], "a text has half of a character"),
+        ([('"sorted"', '""')], "a text is empty"),
+        (
+            [("    def render(self)", "    def draw(self)"), (".render()", ".draw()")],
+            "no method ren",
+        ),
+        ([("max_turns=8", "max_turns=0")], "subset four: max_turns below 1"),
+        ([("item = parse_item(item_id, SUBSETS)", "raise OSError")], "raises: sort: OSError"),
+    ],
+)
+def test_fault_of_an_environment_is_named(tmp_path, changes: list[tuple[str, str]], words: str):
+    if "among the valid" in words:  # it says that any digit will do, and takes what is left
+        changes = [
+            *changes,
+            ("is_valid = word in", "is_valid = word in map(str, self.left) and word in"),
+        ]
+    failures = list(said(found(changed(tmp_path, *changes)), Grade.FAIL))
+    assert any(words in failure for failure in failures), failures
+
+
+def test_pay_that_only_the_last_step_counts_of_is_noticed(tmp_path):
+    path = changed(tmp_path, (PAID, "reward=0.25 * (is_valid and not done),"))
+    notes = list(said(found(path), Grade.NOTE))
+    assert any("reward=Reward.SUM in the EnvSpec" in note for note in notes)
+
+
+def test_items_that_are_the_same_task_across_the_splits_are_noticed(tmp_path):
+    path = changed(tmp_path, ("(4000 if item", "(0 if item"))
+    notes = list(said(found(path), Grade.NOTE))
+    assert any("four-train-0 is four-test-0, which is held out" in note for note in notes)
+
+
+def test_environment_without_signal_is_told_what_helps(tmp_path):
+    path = changed(tmp_path, ("self.left.remove(int(word))", "pass"))
+    notes = list(said(found(path), Grade.NOTE))
+    assert any("warm-start with `sft`" in note for note in notes)

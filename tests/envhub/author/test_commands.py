@@ -1,0 +1,69 @@
+"""Laws of the author's commands, on the real command line: a scaffold that works, play by hand."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from common.config.load import load_config
+from common.repository import ROOT
+
+EXAMPLE = ROOT / "docs" / "examples" / "sort.py"
+
+
+def run_cli(*argv: str, lines: str = "") -> subprocess.CompletedProcess[str]:
+    argv_all = [sys.executable, "run.py", *argv]
+    return subprocess.run(
+        argv_all, cwd=ROOT, input=lines, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.mark.slow
+def test_scaffold_of_forty_lines_is_sound_as_it_is_written(tmp_path: Path):
+    made = run_cli("new-env", "my_game", f"to={tmp_path}")
+    assert made.returncode == 0, made.stderr
+    path, config = tmp_path / "my_game.py", tmp_path / "my_game.yaml"
+    lines = [line for line in path.read_text().splitlines() if line.strip()]
+    assert len(lines) <= 48
+    assert "sort" not in path.read_text().lower().replace("sorted", "")
+    cfg = load_config(str(config), [], root=ROOT)
+    assert (cfg.run.name, cfg.tasks[0].env) == ("my_game", "my_game")
+    assert cfg.envhub.envs == [f"{path}:make_spec"]
+    assert cfg.model.path == cfg.sft.output == "runs/my_game-start/policy"
+    checked = run_cli("check-env", f"{path}:make_spec", "items=4")
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    assert "FAIL" not in checked.stdout
+    again = run_cli("new-env", "my_game", f"to={tmp_path}")
+    assert (again.returncode, "is there already" in again.stderr) == (2, True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["new-env", "Maze"], "lower case letters"),
+        (["new-env", "maze"], "an environment of that name is there"),
+        (["new-env"], "run.py new-env NAME"),
+        (["check-env", "no/such.py:make_spec"], "no such file"),
+        (["check-env", "textcarft"], "the nearest is 'textcraft'"),
+        (["check-env", "textcraft", "items=x"], "items=x: a number of items"),
+        (["play", "textcraft", "item=depth9-train-0"], "no subset 'depth9'"),
+    ],
+)
+def test_wrong_request_of_an_author_ends_with_one_line(argv: list[str], words: str):
+    done = run_cli(*argv)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert done.stderr.startswith("error: ")
+    assert words in done.stderr
+
+
+@pytest.mark.slow
+def test_environment_is_played_by_lines_of_a_pipe():
+    lines = "?\n!\n*\nnonsense\n" + "".join(f"{number}\n" for number in range(10))
+    done = run_cli("play", f"{EXAMPLE}:make_spec", "item=four-train-0", lines=lines)
+    assert done.returncode == 0, done.stderr
+    assert "no action that could be executed" in done.stdout
+    assert done.stdout.rstrip().endswith("[reward 1, ended, solved]")
+    left = run_cli("play", f"{EXAMPLE}:make_spec", lines="q\n")
+    assert left.returncode == 1

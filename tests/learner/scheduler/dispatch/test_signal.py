@@ -1,0 +1,67 @@
+"""Laws of the notice that there is nothing to learn from."""
+
+from dataclasses import replace
+
+import pytest
+
+from common.dashboard.run_view import Status
+from common.dashboard.verdict import judge
+from common.wire.messages import Lease, Outcome
+from tests.learner.scheduler.builders import Table, joined, seen_of
+
+
+def finish(
+    table: Table, num: int, outcome: Outcome, *, seconds: float = 1.0, reward: float = 0.0
+) -> None:
+    """Let groups be played and end so, one every `seconds`."""
+    for _ in range(num):
+        leases: list[Lease] = table.ask("actor-0", 4).leases
+        seen = [replace(seen_of(each), reward=reward, is_success=reward == 1.0) for each in leases]
+        table.report(seen=seen)
+        table.clock.now += seconds
+        table.finish_group(leases[0].group_id, outcome)
+        table.beat("actor-0", [])
+        table.core.tick()
+
+
+@pytest.fixture
+def table() -> Table:
+    return joined("actor-0", "learner")
+
+
+def test_a_minute_without_signal_is_told_with_what_helps(table, caplog):
+    finish(table, 3, Outcome.FILTERED, seconds=20.0)
+    assert table.core.status()["notice"] == ""  # 40 s, three groups
+    finish(table, 1, Outcome.FILTERED, seconds=21.0)
+    notice = table.core.status()["notice"]
+    assert notice.startswith("no group has had signal in 61 s (4 groups")
+    for remedy in ("warm-start with `sft`", "widen the horizon", "easier items"):
+        assert remedy in notice
+    finish(table, 3, Outcome.FILTERED)
+    assert sum(notice[:30] in each.message for each in caplog.records) == 1  # not again and again
+    assert Status.model_validate(table.core.status()).notice
+    assert judge([], {}, table.core.status()).sentence.startswith("no group has had signal")
+
+
+def test_one_group_with_signal_ends_the_notice(table):
+    finish(table, 5, Outcome.FILTERED, seconds=20.0)
+    assert table.core.status()["notice"]
+    finish(table, 1, Outcome.TRAINED)
+    assert table.core.status()["notice"] == ""
+    finish(table, 2, Outcome.FILTERED)
+    assert table.core.status()["notice"] == ""
+
+
+def test_groups_that_the_infrastructure_damaged_say_nothing_about_signal(table):
+    finish(table, 6, Outcome.FAILED, seconds=30.0)
+    assert table.core.status()["notice"] == ""
+
+
+def test_few_groups_without_signal_may_be_chance(table):
+    finish(table, 3, Outcome.FILTERED, seconds=100.0)
+    assert table.core.status()["notice"] == ""
+
+
+def test_solved_tasks_want_harder_items(table):
+    finish(table, 5, Outcome.FILTERED, seconds=20.0, reward=1.0)
+    assert "harder items" in table.core.status()["notice"]
