@@ -36,11 +36,8 @@ class CpuWatch:
         if time.monotonic() < self._next:
             return
         self._next = time.monotonic() + SAMPLE_S
-        self._look(psutil.Process(), "launcher")
-        total = dict(self._before)
-        for role, used_s in self._used.values():
-            total[role] = total.get(role, 0.0) + used_s
-        told = {role: round(used_s, 2) for role, used_s in sorted(total.items())}
+        self.look()
+        told = {role: round(used_s, 2) for role, used_s in sorted(self.used().items())}
         self._note_others(sum(used_s for _, used_s in self._used.values()))
         about = {"cores": len(os.sched_getaffinity(0)), "others_s": round(self._others_s, 2)}
         if_room(lambda: write_json(self._path, {"roles": told, **about}), self._path)
@@ -52,21 +49,34 @@ class CpuWatch:
             self._others_s += max(0.0, now[0] - self._last[0] - (now[1] - self._last[1]))
         self._last = now
 
-    def _look(self, root: psutil.Process, role: str) -> None:
-        """Note a process and its descendants: a role's own, unless they say that they are one."""
-        roles = {root.pid: role}
+    def used(self) -> dict[str, float]:
+        """Return the seconds by role up to the last look, those of earlier starts included."""
+        total = dict(self._before)
+        for role, used_s in self._used.values():
+            total[role] = total.get(role, 0.0) + used_s
+        return total
+
+    def look(self) -> None:
+        """Note this process and its descendants: a role's own, unless they say they are one."""
+        root = psutil.Process()
+        roles = {root.pid: "launcher"}
         for process in [root, *root.children(recursive=True)]:
             with suppress(psutil.NoSuchProcess, psutil.ZombieProcess, psutil.AccessDenied):
                 key = (process.pid, process.create_time())
-                own = self._role_of(process, roles)  # anew: an engine names itself later
+                own = self._role_of(process, roles, self._used.get(key, ("", 0.0))[0])
                 roles[process.pid] = own
                 self._used[key] = (own, sum(process.cpu_times()[:2]))
 
-    def _role_of(self, process: psutil.Process, roles: Mapping[int, str]) -> str:
+    def _role_of(self, process: psutil.Process, roles: Mapping[int, str], before: str) -> str:
+        """Return a process's role, looked up anew: an engine names itself later.
+
+        Args:
+            before: its role at the last look. One that is exiting has no command line any more.
+        """
         named = _ROLE.search(" ".join(process.cmdline()))
         if named and process.pid not in roles:
             return named[1] or "engine"
-        return roles.get(process.pid) or roles.get(process.ppid(), "launcher")
+        return roles.get(process.pid) or before or roles.get(process.ppid(), "launcher")
 
 
 def _busy_s() -> float:

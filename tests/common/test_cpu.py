@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
+
 from common.cpu import CpuWatch, cpu_metrics, cpu_seconds, family_cpu_s
 from common.store.run_dir import RunDir
 
@@ -49,3 +51,25 @@ def test_what_others_use_of_the_cores_is_told_apart(tmp_path: Path) -> None:
         assert cpu_metrics(run_dir)["cpu/others_s"] - before >= 0.2
         parent.communicate(b"\n")
     assert family_cpu_s() > 0.0
+
+
+UNNAMED = "from setproctitle import setproctitle\nprint(flush=True); input()\nsetproctitle(' ')\n"
+
+
+def test_a_process_keeps_its_role_when_its_command_line_is_gone_as_in_one_that_exits(
+    tmp_path: Path,
+) -> None:
+    watch = CpuWatch(RunDir(root=tmp_path))
+    argv = [sys.executable, "-c", UNNAMED + BURN, "run.py learner"]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        child.stdout.readline()
+        watch.look()
+        child.stdin.write(b"\n")
+        child.stdin.flush()
+        child.stdout.readline()
+        assert "learner" not in " ".join(psutil.Process(child.pid).cmdline())
+        watch.look()
+        child.communicate(b"\n")
+    assert watch.used()["learner"] >= 0.25
