@@ -21,6 +21,7 @@ ALLOWED = {  # file:function -> why no deadline of its own is needed
     "actor/engine/weights.py:": "a task that is done; and rest until there is work",
     "actor/links/delivery.py:drained": "the caller has the deadline",
     "actor/main.py:_work": "the end of the run, or a signal; tasks that are done",
+    "actor/rollout/pool.py:_play_out": "aloud, for a hub; the stall rule and revoked leases end it",
     "actor/play/own_process.py:": "a command that a person started waits for its only child",
     "common/bench/hostile/": "the sockets have their own, RCVTIMEO",
     "common/join/enrol.py:": "polled before with a deadline",

@@ -43,8 +43,9 @@ START_S = 60.0
 class TokenClock:
     """Stands where the engine does; as many requests as there are take no longer than one."""
 
-    def __init__(self, *, seed: int, vocab_size: int) -> None:
+    def __init__(self, *, seed: int, vocab_size: int, token_s: float) -> None:
         self._random = random.Random(seed)
+        self._token_s = token_s
         self._vocab_size = vocab_size
         self.version = 0
         self.frozen_s = 0.0  # no weights are loaded
@@ -54,7 +55,7 @@ class TokenClock:
     ) -> Turn:
         """Return random tokens after the time that they take; arguments as of the engine."""
         num_timed = self._random.randint(MIN_TOKENS, MAX_TOKENS)
-        await asyncio.sleep(num_timed * TOKEN_S)
+        await asyncio.sleep(num_timed * self._token_s)
         num = min(max_tokens, num_timed)
         return Turn(
             token_ids=[self._random.randrange(self._vocab_size) for _ in range(num)],
@@ -64,7 +65,7 @@ class TokenClock:
         )
 
 
-async def play(cfg: RunConfig, run_dir: RunDir, *, number: int) -> None:
+async def play(cfg: RunConfig, run_dir: RunDir, *, number: int, token_s: float) -> None:
     """Play until SIGTERM."""
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
@@ -75,12 +76,13 @@ async def play(cfg: RunConfig, run_dir: RunDir, *, number: int) -> None:
     scheduler = SchedulerClient(book, keys, hello=hello, context=context, silence_s=START_S)
     await scheduler.connect(timeout_s=START_S)
     await scheduler.learn_addresses(timeout_s=START_S)
-    hubs = Hubs(book.hubs, style=cfg.envhub.style, timeout_s=cfg.actor.env_timeout_s)
+    timeout_s, owner = cfg.actor.env_timeout_s, hello.incarnation
+    hubs = Hubs(book.hubs, style=cfg.envhub.style, timeout_s=timeout_s, owner=owner)
     await hubs.start()
     delivery = Delivery(book, keys, window=cfg.actor.delivery_window, context=context)
     await delivery.connect(timeout_s=START_S)
     tokenizer = AutoTokenizer.from_pretrained(cfg.model.path, local_files_only=True)
-    clock = TokenClock(seed=number, vocab_size=len(tokenizer))
+    clock = TokenClock(seed=number, vocab_size=len(tokenizer), token_s=token_s)
     episodes = Episodes(
         cfg.actor,
         actor=name,
@@ -93,7 +95,7 @@ async def play(cfg: RunConfig, run_dir: RunDir, *, number: int) -> None:
     loops = (
         scheduler.run(),
         delivery.run(),
-        _take_leases(scheduler, episodes),
+        _take_leases(scheduler, hubs, episodes),
         _beat(cfg, name, scheduler, episodes, delivery),
         stop.wait(),
     )
@@ -111,9 +113,10 @@ async def play(cfg: RunConfig, run_dir: RunDir, *, number: int) -> None:
     context.destroy(linger=0)
 
 
-async def _take_leases(scheduler: SchedulerClient, episodes: Episodes) -> None:
-    """Ask for work whenever there is room."""
+async def _take_leases(scheduler: SchedulerClient, hubs: Hubs, episodes: Episodes) -> None:
+    """Ask for work whenever there is room, and a hub."""
     while True:
+        await hubs.wait_for()
         episodes.slot_freed.clear()
         if episodes.num_free_slots == 0:
             await episodes.slot_freed.wait()
@@ -136,12 +139,12 @@ async def _beat(
         await asyncio.sleep(cfg.scheduler.heartbeat_s)
 
 
-def main(folder: str, number: str, num_slots: str) -> None:
+def main(folder: str, number: str, num_slots: str, token_s: str = str(TOKEN_S)) -> None:
     """Be one of the actors of a run, with so many episodes at once."""
     slots = (f"actor.max_concurrent={num_slots}", f"actor.min_concurrent={num_slots}")
     run_dir = RunDir(root=Path(folder))
     cfg = load_config(str(run_dir.config), slots, root=ROOT)
-    uvloop.run(play(cfg, run_dir, number=int(number)))
+    uvloop.run(play(cfg, run_dir, number=int(number), token_s=float(token_s)))
 
 
 if __name__ == "__main__":

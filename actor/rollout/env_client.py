@@ -13,7 +13,7 @@ from urllib.parse import quote
 import aiohttp
 
 from actor.rollout.batches import CLOSE, OPEN, SESSION_PATH, STEP, Batches, failure_of, told
-from actor.rollout.presence import answers, stay
+from actor.rollout.presence import Signs, answers, stay
 from common.errors import EnvError, EnvTimeout, HubLost
 from common.text import valid_text
 
@@ -79,7 +79,8 @@ class HubClient(BearerClient):
         self._timeout_s = timeout_s
         self._owner = {"owner": owner} if owner else {}
         self.answers = partial(answers, self._http, self._url)
-        self.stay = partial(stay, self._http, self._url, owner)
+        self._signs = Signs()
+        self.stay = partial(stay, self._http, self._url, owner, self._signs.hear)
         self.is_lost = False  # the last request found nobody
         self.on_lost: Callable[[HubLost], None] = lambda _: None
         self.steps = Batches(self.request, STEP)
@@ -132,12 +133,11 @@ class HubClient(BearerClient):
     async def request(self, method: str, path: str, body: object) -> Any:
         """Send one request, again after a lost connection or, until the deadline, a 429.
 
-        A repeat is safe: a step carries its sequence number, and a session opened by a lost
-        answer expires by itself.
+        A repeat is safe: a step carries its number, a session opened by a lost answer expires.
 
         Raises:
             EnvTimeout: no answer within `timeout_s`, or a 504 from the hub.
-            HubLost: the hub cannot be reached, does not know the session, or is about to stop.
+            HubLost: the hub is not reached, stood still, does not know the session, or will stop.
             EnvError: the hub refused or failed.
         """
         failure, num_lost = "", 0
@@ -160,7 +160,8 @@ class HubClient(BearerClient):
             raise
         except TimeoutError as error:
             failure = f"no answer within {self._timeout_s:g}s; {failure}"
-            if await self.answers():
+            is_awake = not self._signs.are_missing(within_s=self._timeout_s)
+            if await self.answers() and is_awake:
                 raise EnvTimeout(f"{method} {path}: {failure}") from error
         self.is_lost = True
         lost = HubLost(f"{method} {path}: {failure}, {max(1, num_lost)} tries")

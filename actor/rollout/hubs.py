@@ -112,9 +112,9 @@ class Hubs:
     def waiting_for(self) -> str:
         """Who does not answer, if none of the hubs does; else ""."""
         places = self._places()
-        if not places or any(place.url not in self._lost for place in places):
+        if any(place.url not in self._lost for place in places):
             return ""
-        return f"envhub: {places[0].url} does not answer"
+        return f"envhub: {places[0].url} does not answer" if places else "envhub: there is none"
 
     async def wait_for(self, env: str | None = None) -> None:
         """Wait until a hub that serves an environment answers, or any. The caller has a deadline.
@@ -132,8 +132,9 @@ class Hubs:
             await asyncio.sleep(PROBE_EVERY_S)
 
     def is_lost(self, env: str) -> bool:
-        """Return whether a hub that serves the environment does not answer now."""
-        return any(place.url in self._lost for place in self._places() if env in place.envs)
+        """Return whether nobody serves the environment now, or who does it does not answer."""
+        serving = [place for place in self._places() if env in place.envs]
+        return not serving or any(place.url in self._lost for place in serving)
 
     def lose(self, place: HubPlace, reason: HubLost) -> None:
         """Send nobody to a hub any more until it answers."""
@@ -174,8 +175,9 @@ class Hubs:
         """Return who serves an environment: the least used first, those that just failed last."""
         since = time.monotonic() - AVOID_S
         serving = [place for place in self._places() if env in place.envs]
-        if serving and all(place.url in self._lost for place in serving):
-            raise HubLost(f"no hub that serves {env} answers: {self._lost}")
+        is_known = bool(serving) or env in self._instructions
+        if is_known and all(place.url in self._lost for place in serving):
+            raise HubLost(f"no hub that serves {env} answers: {self._lost or 'there is none'}")
         serving = [place for place in serving if place.url not in self._lost]
         return sorted(
             serving,

@@ -2,8 +2,6 @@
 
 import asyncio
 import logging
-import time
-from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -24,6 +22,7 @@ if TYPE_CHECKING:  # it takes seconds to import
 logger = logging.getLogger(__name__)
 
 MAX_VANISHED = 3  # times that a hub which answers may not know an episode's session
+MAX_LOST = 20  # times that an episode may lose its hub: perhaps it ends it
 
 
 class Episodes:
@@ -126,25 +125,25 @@ class Episodes:
     async def _play_out(self, lease: Lease) -> Trajectory:
         """Play an episode, from its beginning again when its hub is gone: that counts nowhere.
 
-        When its time is over, or its sessions vanish from a hub that answers, it is a failure.
+        The time without a hub is none of its own. When its sessions vanish from a hub that
+        answers, or it loses hubs again and again, it is a failure. The scheduler takes it away
+        from who waits too long.
         """
-        began, num_vanished = time.monotonic(), 0
+        num_lost = num_vanished = 0
         while True:
-            left_s = lease.deadline_s - (time.monotonic() - began)
-            is_last = left_s <= self._cfg.env_timeout_s or num_vanished > MAX_VANISHED
+            is_last = num_vanished > MAX_VANISHED or num_lost > MAX_LOST
             try:
-                return await self._try(lease, max(1.0, left_s), may_repeat=not is_last)
+                return await self._try(lease, may_repeat=not is_last)
             except HubLost as error:
+                num_lost += 1
                 num_vanished += not self._environments.is_lost(lease.env)
                 logger.info("played again episode=%s reason=%s", lease.episode_id, error)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(left_s):
-                    await self._environments.wait_for(lease.env)
+            await self._environments.wait_for(lease.env)
 
-    async def _try(self, lease: Lease, deadline_s: float, *, may_repeat: bool) -> Trajectory:
+    async def _try(self, lease: Lease, *, may_repeat: bool) -> Trajectory:
         act, render = self._policy(lease)
         return await run_episode(
-            replace(lease, deadline_s=deadline_s),
+            lease,
             open_session=lambda: self._environments.open(lease.env, lease.item_id, seed=lease.seed),
             act=act,
             render=render,

@@ -1,6 +1,7 @@
 """Asks all processes of a role for their stacks, wherever it runs, and reads the answers."""
 
 import contextlib
+import os
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -9,9 +10,10 @@ import psutil
 from common.launch.base import RoleProcess
 from common.launch.process import ChildProcess
 from common.stall.report import Told
-from common.stall.stacks import ask, helpers_of
+from common.stall.stacks import MAX_STACKS_BYTES, ask, helpers_of
 
 MAX_BYTES = 60_000  # of one process in a report
+STACKS_SUFFIX = ".stacks"
 
 
 def ask_role(
@@ -65,6 +67,13 @@ def stacks_since(path: Path, offset: int) -> str:
             return file.read(MAX_BYTES).decode(errors="replace")
     except OSError:
         return ""
+
+
+def cut_stacks(path: Path) -> None:
+    """Empty a file of stacks that has grown long; its writers append."""
+    if path.suffix == STACKS_SUFFIX and _size(path) > MAX_STACKS_BYTES:
+        with contextlib.suppress(OSError):
+            os.truncate(path, 0)
 
 
 def _size(path: Path) -> int:

@@ -67,7 +67,8 @@ class Beacon:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         for path in helpers_of(self._path.parent, self._path.stem):
             path.unlink(missing_ok=True)  # of a life before
-        self._stacks = self._stacks_path.open("w")
+        self._stacks_path.unlink(missing_ok=True)
+        self._stacks = self._stacks_path.open("a")  # so that it can be cut
         os.environ[STACKS] = f"{os.getpid()}:{self._path.with_suffix('')}"
         faulthandler.register(STACKS_SIGNAL, file=self._stacks, all_threads=True)
         self._thread.start()
@@ -138,6 +139,7 @@ def beacon_of(run_dir: RunDir | None, role: str, *, start_s: float) -> Generator
     is_main = threading.current_thread() is threading.main_thread()
     is_told = run_dir is not None and is_main
     if is_main and not is_told:
+        os.environ[STACKS] = f"{os.getpid()}:"
         faulthandler.register(STACKS_SIGNAL, file=STDERR, all_threads=True)
     beacon = Beacon(run_dir or RunDir(root=Path()), role)
     beacon.note("main", "starting", limit_s=start_s)

@@ -9,17 +9,24 @@ from typing import TextIO
 
 STACKS_SIGNAL = signal.SIGUSR1
 STACKS = "LONGSTRIDE_STACKS"  # environment variable: a role's process id and where its stacks go
+MAX_STACKS_BYTES = 1 << 20  # of a process; once they are in a report they may go
 STDERR = 2  # the file descriptor
 _helpers: list[TextIO] = []  # stays open as long as this process
 
 
 def tell_stacks() -> None:
-    """Let the supervisor ask this process, which helps a role, for its stacks as well."""
+    """Let the supervisor ask this process, which helps a role, for its stacks as well.
+
+    They go to a file of its own, or to the log where the role has none (on another node).
+    """
     owner, _, prefix = os.environ.get(STACKS, "").partition(":")
     if owner in ("", str(os.getpid())):
         return
+    if not prefix:
+        faulthandler.register(STACKS_SIGNAL, file=STDERR, all_threads=True)
+        return
     with contextlib.suppress(OSError):  # of a full disk somebody else tells
-        file = open(f"{prefix}.{os.getpid()}.stacks", "w")  # noqa: SIM115 - see `_helpers`
+        file = open(f"{prefix}.{os.getpid()}.stacks", "a")  # noqa: SIM115 - see `_helpers`
         faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
         _helpers.append(file)
 

@@ -11,7 +11,7 @@ from typing import Any
 from common.config.run_config import OnStall, RunSection
 from common.launch.base import RoleProcess, Verdict
 from common.launch.process import ChildProcess
-from common.stall.asking import ask_role, stacks_since
+from common.stall.asking import ask_role, cut_stacks, stacks_since
 from common.stall.report import Told, culprits, describe, read_told, waits
 from common.store.disk import if_room
 from common.store.run_dir import RunDir
@@ -23,7 +23,8 @@ ROOM_BYTES = 256 * 1024  # that a disk must have, or the run waits for room
 ASLEEP_S = 5.0  # between two looks: this process stood still, and perhaps all of them
 OLD_S = 10.0  # of a status that nobody writes any more
 IMPORT_S = 300.0  # for a role to load its libraries, before it can tell anything
-STACKS_S = 1.5  # in which a role that is asked writes its stacks
+STACKS_S = 1.5  # in which a role that is asked writes its stacks...
+FAR_STACKS_S = 6.0  # ...and in which they are here from another node
 FACTOR = 3.0  # times the longest that was measured
 BY_OTHERS = ("scheduler", "learner")  # who waits for them has no turn in work
 _NONE: dict[str, Any] = {}
@@ -85,8 +86,7 @@ class StallWatch:
             return None  # the roles wait for that, and can tell nothing
         self._awake_s += min(slept_s, ASLEEP_S)
         if self._case is not None:
-            is_due = now - self._case.found_at >= STACKS_S
-            return self._close(processes, self._case) if is_due else None
+            return self._close(processes, self._case) if self._is_told(self._case, now) else None
         told = {name: self._told_of(name, process) for name, process in processes.items()}
         status = self._status()
         problem = self._find(processes, told, status, now)
@@ -203,6 +203,12 @@ class StallWatch:
             asked |= ask_role(self._run_dir.alive, name, each, processes[name])
         self._case = _Case(blamed, "\n".join(lines), now, asked)
 
+    def _is_told(self, case: _Case, now: float) -> bool:
+        """Return whether the stacks are here, or will not come any more."""
+        waited_s = now - case.found_at
+        is_missing = any(not stacks_since(*asked) for asked in case.asked.values())
+        return waited_s >= (FAR_STACKS_S if is_missing else STACKS_S)
+
     def _close(self, processes: Mapping[str, RoleProcess], case: _Case) -> Verdict:
         """Write the report; return what to do."""
         self._case = None
@@ -210,6 +216,7 @@ class StallWatch:
         for name, (asked, offset) in case.asked.items():
             stacks = stacks_since(asked, offset)
             parts.append(f"--- stacks of {name}\n{stacks or 'none: it does not answer'}")
+            cut_stacks(asked)
         self._run_dir.stalls.mkdir(exist_ok=True)
         path = self._run_dir.stalls / f"{time.strftime('%Y%m%d-%H%M%S')}.txt"
         path.write_text("\n".join(parts) + "\n")

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from common.errors import EnvError, EnvTimeout
 from common.memory import trim_heap
+from common.stall.awake import AwakeClock
 from common.text import valid_text
 from envhub.catalogue.distances import Distances
 from envhub.catalogue.registry import Registry
@@ -35,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-MAX_WATCH_INTERVAL_S = 5.0
+MAX_WATCH_INTERVAL_S = 1.0  # also for a clock that finds out by it when nobody was awake
 SESSIONS_PER_TRIM = 200  # ended sessions after which free memory goes back to the system
 STOP_TIMEOUT_S = 1.0
 MAX_SESSIONS = 16_384
@@ -63,11 +64,15 @@ class Sessions:
         lease_s: float,
         capacity: int,
         step_timeout_s: float,
-        now_s: Callable[[], float] = time.monotonic,
+        now_s: Callable[[], float] | None = None,
         max_sessions: int = MAX_SESSIONS,
         inline_step_s: float = INLINE_STEP_S,
     ) -> None:
-        """`capacity` is per environment, `max_sessions` of all; `now_s` is a monotonic clock."""
+        """`capacity` is per environment, `max_sessions` of all.
+
+        `now_s` is a monotonic clock; None: one that stands while this process does.
+        """
+        now_s = now_s or AwakeClock()
         self._max_sessions = max_sessions
         self.lease_s = lease_s
         self.is_draining = False

@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 60.0
 ENDING_TIMEOUT_S = 0.2  # between the end of a worker's connection and that of its process
+LATE_S = 1.0  # by which a deadline is noticed after it: the hub stood still, not the worker
 
 
 class Worker:
@@ -99,11 +100,15 @@ class Worker:
         self._pending[number] = future
         self._writer.write(encode_frame({"id": number, "op": op, **fields}))
         try:
-            async with asyncio.timeout(timeout_s):
-                reply = await future
-        except TimeoutError as error:
-            self.lose("deadline", f"was killed: {op!r} took longer than {timeout_s:g} s")
-            raise EnvTimeout(self.failure) from error
+            while not future.done():
+                asked_s = time.monotonic()
+                await asyncio.wait([future], timeout=timeout_s)
+                is_late = time.monotonic() - asked_s > timeout_s + LATE_S  # its reply may be here
+                if not future.done() and not is_late:
+                    future.cancel()
+                    self.lose("deadline", f"was killed: {op!r} took longer than {timeout_s:g} s")
+                    raise EnvTimeout(self.failure)
+            reply = await future
         finally:
             self._pending.pop(number, None)
         if "error" not in reply:

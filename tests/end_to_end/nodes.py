@@ -15,8 +15,15 @@ STOP_S = 20.0
 HIDDEN = REPOSITORY / "configs" / "policies"  # the models, which only the run's machine has
 
 
+SOURCE, DESTINATION = 34, 36  # of a TCP port in a frame: behind 14 bytes of Ethernet, 20 of IPv4
+
+
 def ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True, timeout=10)
+
+
+def tc(*words: str) -> None:
+    subprocess.run(["tc", *words], check=True, capture_output=True, timeout=10)
 
 
 def why_not() -> str:
@@ -77,7 +84,7 @@ class Node:
     """One machine without the run's disk."""
 
     def __init__(self, name: str, host: str, folder: Path, hidden: Path) -> None:
-        self._name = name
+        self.name = name
         self.host = host
         self._hidden = hidden
         self.folder = folder
@@ -85,10 +92,22 @@ class Node:
 
     def cut(self) -> None:
         """Take the link down: no packet passes, and no route is left."""
-        ip("-n", self._name, "link", "set", "eth0", "down")
+        ip("-n", self.name, "link", "set", "eth0", "down")
 
     def heal(self) -> None:
-        ip("-n", self._name, "link", "set", "eth0", "up")
+        ip("-n", self.name, "link", "set", "eth0", "up")
+
+    def swallow(self, port: int) -> None:
+        """Let every packet to and from a port vanish on the switch; all others pass."""
+        tc("qdisc", "add", "dev", self.name, "clsact")
+        for direction, offset in (("ingress", DESTINATION), ("egress", SOURCE)):
+            code = f"4,40 0 0 {offset},21 0 1 {port},6 0 0 2,6 0 0 0"  # drops where it is equal
+            bpf = ("bpf", "direct-action", "bytecode", code)
+            tc("filter", "add", "dev", self.name, direction, *bpf)
+
+    def carry(self) -> None:
+        """Undo `swallow`."""
+        tc("qdisc", "del", "dev", self.name, "clsact")
 
     def take(self, key: Path) -> Path:
         """Copy a key file here, as a user would; return where it is."""
@@ -103,7 +122,7 @@ class Node:
         self.folder.mkdir(exist_ok=True)
         hide = " && ".join(f"mount -t tmpfs none '{path}'" for path in (self._hidden, HIDDEN))
         command = f'{hide} && test -z "$(ls {self._hidden})" && exec "$@"'
-        inside = ["ip", "netns", "exec", self._name, "unshare", "-m", "sh", "-c", command, "sh"]
+        inside = ["ip", "netns", "exec", self.name, "unshare", "-m", "sh", "-c", command, "sh"]
         environ = {
             "XDG_CACHE_HOME": str(self.folder / "cache"),
             "OMP_NUM_THREADS": "1",

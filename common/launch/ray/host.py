@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+import psutil
 import ray
 
 from common.launch.guardian import Guardian
@@ -25,6 +26,8 @@ from common.stall.stacks import ask
 LOOK_S = 0.1  # what a role wrote is a file that grew, and nothing portable tells of it
 LONGEST_S = 5.0  # a silent role is heard of so often
 MAX_BYTES = 1 << 23  # of a log, in one answer
+MAX_LOG_BYTES = 1 << 26  # that is kept here; beyond, what the launcher has read goes
+APART_S = 0.1  # between two processes that are asked
 PYTHON, RUN_PY, KEY_FILE = "{python}", "{run.py}", "{join.key}"  # arguments that a node fills in
 
 
@@ -75,6 +78,7 @@ class RoleHost:
         self._key, self._log = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
         self._child: ChildProcess | None = None
         self._memory_bytes, self._weighed_at = 0, 0.0
+        self._num_cut = 0  # bytes of the log
 
     def place(self) -> Place:
         """Return where this is."""
@@ -122,9 +126,12 @@ class RoleHost:
         self._child.terminate()
 
     def ask_stacks(self) -> None:
-        """Ask the role for its stacks, which it writes to its log."""
+        """Ask the role and its helpers for their stacks, which they write to its log."""
         assert self._child is not None
-        ask(self._child.pid)
+        if ask(self._child.pid):
+            for helper in psutil.Process(self._child.pid).children(recursive=True):
+                time.sleep(APART_S)  # what two write at once nobody could read
+                ask(helper.pid)
 
     def clear_away(self, offset: int) -> News:
         """Kill whatever is left; return the rest of the log."""
@@ -135,7 +142,12 @@ class RoleHost:
         return news
 
     def _read(self, offset: int) -> bytes:
-        return os.pread(self._log.fileno(), MAX_BYTES, offset)
+        """Return the log from an offset on; the role appends, so what has been read may be cut."""
+        log, start = self._log.fileno(), offset - self._num_cut
+        if start > MAX_LOG_BYTES and start == os.fstat(log).st_size:
+            os.ftruncate(log, 0)
+            self._num_cut, start = offset, 0
+        return os.pread(log, MAX_BYTES, start)
 
     def _news(self, text: bytes, code: int | None) -> News:
         if time.monotonic() - self._weighed_at > LONGEST_S:

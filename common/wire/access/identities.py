@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError
+from common.store.run_dir import write_atomically
 
 logger = logging.getLogger(__name__)
 
 PEERS = "peers.jsonl"
 MAX_PEERS = 100_000  # a run that has given out so many keys gives out no more
 MAX_NAME_CHARS = 200
+MAX_LINES_PER_NAME, LINE_BYTES = 3, 160  # on average; beyond, the last line of each name is kept
 RESERVED = ("run", "node", "stranger", "learner", "scheduler")  # names begin otherwise
 RUN, NODE = "run", "node"  # roles of the two pairs that have no name of their own
 NAME_FIELD = {  # which field of a message says who speaks, so what it must be
@@ -80,7 +82,7 @@ class Identities:
         self._own = {each.public: each for each in own if each.public}
         self._by_name: dict[str, Identity] = {}
         self._by_public = dict(self._own)
-        self._offset = 0
+        self._offset = self._inode = 0
 
     def find(self, public: str) -> Identity | None:
         """Return whose key it is; None: nobody's, or one that another of its name replaced."""
@@ -91,18 +93,26 @@ class Identities:
         """Of all who were ever given a key."""
         return list(self._by_name)
 
+    def all(self) -> list[Identity]:
+        """Return the last word on each name."""
+        return list(self._by_name.values())
+
     def named(self, name: str) -> Identity | None:
         """Return who has a name."""
         return self._by_name.get(name)
 
     def refresh(self) -> bool:
-        """Read what was added to the file since; True if anything was."""
+        """Read what was added to the file since, all of one that was rewritten; True if any."""
         if self._path is None:
             return False
         try:
-            if self._path.stat().st_size <= self._offset:
+            found = self._path.stat()
+            if found.st_ino == self._inode and found.st_size <= self._offset:
                 return False
             with self._path.open("rb") as file:
+                if (inode := os.fstat(file.fileno()).st_ino) != self._inode:
+                    self._inode, self._offset = inode, 0
+                    self._by_name, self._by_public = {}, dict(self._own)
                 file.seek(self._offset)
                 text = file.read()
         except FileNotFoundError:
@@ -141,6 +151,10 @@ def add_identity(folder: Path, identity: Identity) -> None:
         if len(known) >= MAX_PEERS:
             raise ConfigError(f"{folder / PEERS}: {len(known)} keys are given out, and no more")
         _append(folder / PEERS, identity)
+        if (folder / PEERS).stat().st_size > MAX_LINES_PER_NAME * LINE_BYTES * (len(known) + 100):
+            known.refresh()
+            lines = (json.dumps(asdict(each)) + "\n" for each in known.all())
+            write_atomically(folder / PEERS, "".join(lines), mode=0o600)
 
 
 def revoke(folder: Path, name: str) -> Identity:

@@ -156,8 +156,9 @@ def take_in(folder: Path) -> None:
         has_signal=lambda members: group_has_signal(members, cfg.algorithm),
     )
     buffer = TrajectoryBuffer(groups, index, reports, version=0)
-    router = Router(keys, host=HOST, port=0)
-    address = f"tcp://{HOST}:{router.port}"
+    host = cfg.learner.host if is_run else HOST
+    router = Router(keys, host=host, port=0)
+    address = f"tcp://{host}:{router.port}"
     hello = Hello(
         role="learner",
         name="learner-0",

@@ -20,6 +20,7 @@ from common.store.run_dir import RunDir
 from common.wire.codec import encode
 from common.wire.security import create_keys
 from learner.ingest.bench.ends import NUM_TOKENS, trajectory
+from learner.ingest.bench.guards import add_guards
 from learner.ingest.bench.scaling import add_scaling
 
 ENDS = "learner.ingest.bench.ends"
@@ -70,6 +71,7 @@ def add_trajectories(table: BenchTable, *, num_rounds: int, measured_s: float = 
     table.at_least(name, ours.per_s, "per s", MIN_PER_S, cpu)
     against = "raw encrypted ZeroMQ"
     table.compare(name, ours.per_s * mb, raw.per_s * mb, "MB/s", against=against, at_least=MIN_FRAC)
+    add_guards(table, ours.cpu_s)
     against = f"the disk alone, synced every {BATCH}"
     table.compare(name, ours.per_s * mb, statistics.median(disk) / 1e6, "MB/s", against=against)
 

@@ -25,6 +25,8 @@ from learner.scheduler.state import FIXED
 
 logger = logging.getLogger(__name__)
 
+MAX_EVALS = 1_000  # kept; beyond, every second of the older half is forgotten
+
 
 @dataclass(slots=True, kw_only=True)
 class StreamEval:
@@ -107,6 +109,10 @@ class EvalStream:
             *(entry.step, entry.success, entry.num, entry.num_failed),
             *(entry.first_started_at, entry.last_started_at, version),
         )
+        if len(self.evals) > MAX_EVALS:
+            older = slice(0, MAX_EVALS // 2, 2)
+            averages.evaluation.forget(*(each.group_id for each in self.evals[older]))
+            del self.evals[older]
 
     def report(self) -> dict[str, Any]:
         """Return all evaluations, for status.json and eval.jsonl."""

@@ -22,6 +22,8 @@ class Hub:
     """
 
     def __init__(self) -> None:
+        self.is_still = False
+        self.num_signs = 0
         self.script: list[int | str | bytes] = []  # bytes: the body of a good answer
         self.requests: list[tuple[str, str, Any]] = []
         self.headers: list[Any] = []
@@ -37,6 +39,8 @@ class Hub:
             request.transport.abort()
         if act == "hangs":
             await asyncio.sleep(3.0)
+        if request.path.startswith("/v1/presence/"):
+            return await self.give_signs(request)
         if isinstance(act, bytes):
             return web.Response(body=act, content_type="application/json")
         if act == 429:
@@ -68,6 +72,15 @@ class Hub:
         if request.path.endswith("/hint"):
             return web.json_response({"valid_actions": ["a"], "expert_action": None})
         return web.json_response(STEPPED if request.path.endswith("/step") else OPENED)
+
+    async def give_signs(self, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        while True:
+            if not self.is_still:
+                await response.write(b"\n")
+                self.num_signs += 1
+            await asyncio.sleep(0.02)
 
 
 Law = Callable[[Hub, HubClient], Awaitable[None]]
@@ -191,6 +204,26 @@ def test_a_hub_that_does_not_answer_is_a_timeout() -> None:
             await client.open("toy", "toy-train-0", seed=0, style="compact")
 
     check(law, script=("hangs",), timeout_s=0.1)
+
+
+@pytest.mark.parametrize("is_still", [True, False])
+def test_a_step_of_a_hub_that_stood_still_is_no_failure_of_its_episode(is_still: bool) -> None:
+    """It answers again when the step is given up, as one that was stopped and goes on."""
+
+    async def law(hub: Hub, client: HubClient) -> None:
+        staying = asyncio.create_task(client.stay())
+        while not hub.num_signs:
+            await asyncio.sleep(0.01)
+        hub.script = [200, "hangs"]  # of the presence, of the session
+        hub.is_still = is_still
+        with pytest.raises(HubLost if is_still else EnvTimeout) as caught:
+            await client.open("toy", "toy-train-0", seed=0, style="compact")
+        assert type(caught.value) is (HubLost if is_still else EnvTimeout)
+        assert await client.answers()
+        staying.cancel()
+        await asyncio.gather(staying, return_exceptions=True)
+
+    check(law, timeout_s=0.3)
 
 
 @pytest.mark.slow

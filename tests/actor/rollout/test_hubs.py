@@ -110,7 +110,7 @@ class Box:
         self.taken.append(trajectory)
 
 
-def lease_of(number: int) -> Lease:
+def lease_of(number: int, *, deadline_s: float = 60.0) -> Lease:
     return Lease(
         episode_id=f"g/{number}",
         group_id="g",
@@ -124,11 +124,11 @@ def lease_of(number: int) -> Lease:
         horizon=3,
         horizon_stage=0,
         opened_at_version=0,
-        deadline_s=60.0,
+        deadline_s=deadline_s,
     )
 
 
-def start_episodes(hubs: Hubs, box: Any, num: int) -> Episodes:
+def start_episodes(hubs: Hubs, box: Any, num: int, *, deadline_s: float = 60.0) -> Episodes:
     nobody: Any = None
     episodes = Episodes(
         ActorSection(env_timeout_s=10.0),
@@ -139,8 +139,29 @@ def start_episodes(hubs: Hubs, box: Any, num: int) -> Episodes:
         delivery=box,
         rounds=None,
     )
-    episodes.start([lease_of(i) for i in range(num)])
+    episodes.start([lease_of(i, deadline_s=deadline_s) for i in range(num)])
     return episodes
+
+
+def test_episodes_of_an_environment_without_a_hub_wait_longer_than_they_may_play() -> None:
+    """Another hub serves others, so that leases go on; nobody has heard of theirs for a while."""
+    hub, other, box = ToyHub(), ToyHub(), Box()
+
+    with serve(hub.app()) as a, serve(other.app()) as b:
+        places = [place(a), place(b, "another")]
+
+        async def law(hubs: Hubs) -> None:
+            await open_many(hubs, 1)
+            del places[0]
+            episodes = start_episodes(hubs, box, 3, deadline_s=0.3)
+            await asyncio.sleep(0.6)  # beyond what an episode may take
+            assert len(episodes.running_ids) == 3
+            places.append(place(a))
+            while episodes.running_ids:
+                await asyncio.sleep(0.01)
+
+        play(places, law)
+    assert [(t.end_reason, t.is_success) for t in box.taken] == [(EndReason.DONE, True)] * 3
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Laws of a run's keys."""
 
+import secrets
 import stat
 from dataclasses import replace
 from pathlib import Path
@@ -7,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from common.errors import ConfigError
-from common.wire.access.identities import NODE, Identity
+from common.wire.access.identities import NODE, PEERS, Identity, add_identity, revoke
 from common.wire.join_messages import FileRequest, JoinRequest
-from common.wire.security import create_keys, load_keys
+from common.wire.security import create_keys, load_keys, own_keys
 
 
 def test_keys_are_made_once_and_read_by_others(tmp_path: Path) -> None:
@@ -43,3 +44,26 @@ def test_who_was_given_a_key_by_name_may_join_by_that_name_only() -> None:
     assert "is an actor's" in actor.why_not(replace(asks, role="envhub"))
     assert hub.why_not(replace(asks, name="hub-1", role="envhub")) == ""
     assert Identity(NODE, NODE, "n").why_not(asks) == ""  # the key that is for asking
+
+
+def test_keys_of_actors_that_begin_again_for_months_stay_a_line_for_each_name(
+    tmp_path: Path,
+) -> None:
+    keys = create_keys(tmp_path)
+    along = keys.known()
+    own_keys(tmp_path, role="actor", name="gone")
+    revoke(tmp_path, "gone")
+    for _ in range(3_000):
+        public = Identity("actor-0", "actor", secrets.token_hex(20))
+        add_identity(tmp_path, public)
+    last = own_keys(tmp_path, role="actor", name="actor-0")
+    assert (tmp_path / PEERS).stat().st_size < 100_000
+    for known in (along, keys.known()):  # also of who has read it from its beginning
+        known.refresh()
+        found = known.find(last.client_public)
+        assert found is not None
+        assert (found.name, found.is_revoked) == ("actor-0", False)
+        assert known.find(public.public) is None
+        assert known.named("gone") is not None
+        assert known.named("gone").is_revoked  # pyright: ignore[reportOptionalMemberAccess]
+    assert stat.S_IMODE((tmp_path / PEERS).stat().st_mode) == 0o600

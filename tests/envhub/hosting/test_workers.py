@@ -12,6 +12,8 @@ import psutil
 import pytest
 
 from common.repository import ROOT
+from envhub.catalogue.registry import Registry
+from envhub.hosting.sessions import Sessions
 
 pytestmark = pytest.mark.slow  # each starts processes
 
@@ -243,6 +245,27 @@ def test_worker_that_cannot_load_is_a_clear_failure(serve_hub):
         assert "no libfoo.so here" in answer.json()["detail"]
     assert live(hub, "unloadable") == 0
     assert worker_pids(hub) == []
+
+
+def test_hub_that_stood_still_kills_no_worker_for_an_answer_that_is_there():
+    async def main():
+        registry = Registry(["tests.envhub.outside:make_worker"])
+        sessions = Sessions(registry, lease_s=3.5, capacity=9, step_timeout_s=0.5)
+        try:
+            stepping, beside = [
+                (await sessions.create("fragile", f"any-train-{i}"))[0] for i in range(2)
+            ]
+            step = asyncio.create_task(sessions.step(stepping, "slow", 1))
+            await asyncio.sleep(0.05)
+            time.sleep(4.0)  # as a process that is stopped
+            assert (await step).observation == "step 1"
+            assert (await sessions.step(beside, "go", 1)).observation == "step 1"
+            assert await sessions.expire() == 0
+            assert not sessions.placement.num_lost
+        finally:
+            await sessions.stop()
+
+    asyncio.run(main())
 
 
 CODE = """

@@ -13,10 +13,12 @@ from pathlib import Path
 import pytest
 
 from common.config.load import load_config
+from common.config.run_config import OnStall, RunSection
 from common.errors import ConfigError
 from common.launch.base import Ending, LaunchState, RoleSpec
 from common.launch.launcher import Launcher
 from common.launch.ray.cluster import placement_lines, start_on_ray
+from common.stall.watch import StallWatch
 from common.store.run_dir import RunDir
 from tests.common.launch.ray.clusters import Nodes, running_cluster, wait_for
 from tests.common.launch.test_launch import GRANDCHILD, STAY, TERM_NOTED, interrupt_when, is_gone
@@ -56,6 +58,7 @@ def launch(
     on_poll: Callable[[], None] = lambda: None,
     *overrides: str,
     states: list[LaunchState] | None = None,
+    run: RunSection | None = None,
 ) -> Ending:
     num_actors = sum(spec.name.startswith("actor") for spec in specs)
     own = [
@@ -80,6 +83,7 @@ def launch(
             finish_grace_s=0.3,
             first_backoff_s=0.02,
             on_poll_every_s=0.05,
+            watch=StallWatch(RunDir(root=tmp_path), run, turn_s=60.0) if run else None,
         )
         return launcher.run(specs, on_poll=on_poll_in_time)
 
@@ -283,3 +287,58 @@ def test_cluster_that_does_not_answer_or_is_too_small_is_refused_at_once(
     fitting = ["launcher=ray", f"ray.address={nodes.address}", "ray.learner_cpus=0.5"]
     lines = placement_lines(load_config("smoke", fitting, root=repository))
     assert any("8 CPU, 4 GPU, kind=gpu" in line for line in lines)
+
+
+HANGS = """
+import os, subprocess, sys, time
+from pathlib import Path
+sys.path.insert(0, os.getcwd())
+from common.stall.beacon import beacon_of
+from common.store.run_dir import RunDir
+
+HELPER = '''
+import os, sys, time
+sys.path.insert(0, os.getcwd())
+from common.stall.stacks import tell_stacks
+def helper_hangs():
+    time.sleep(600)
+tell_stacks()
+print("ready", flush=True)
+helper_hangs()
+'''
+
+def hang_here():
+    time.sleep(600)
+
+is_home = sys.argv[1] == "learner"
+with beacon_of(RunDir(root=Path(sys.argv[2])) if is_home else None, sys.argv[1], start_s=1.0) as it:
+    it.note("main", "step 1")
+    if not is_home:
+        helper = subprocess.Popen([sys.executable, "-S", "-c", HELPER], stdout=subprocess.PIPE)
+        helper.stdout.readline()
+        print("plays", flush=True)
+    hang_here()
+"""
+
+
+def test_report_of_a_stall_has_the_stacks_of_roles_and_their_helpers_on_other_nodes(
+    nodes: Nodes, tmp_path: Path
+) -> None:
+    names = ["learner", "actor-0"]
+    specs = [role(tmp_path, name, HANGS, name, tmp_path, "run.py") for name in names]
+    stalls = RunDir(root=tmp_path).stalls
+    policy = RunSection(stall_s=4.0, on_stall=OnStall.WARN)
+    own = ("ray.actor_labels=[kind=gpu]",)
+
+    def found() -> list[str]:
+        return [path.read_text() for path in stalls.glob("*.txt")] if stalls.exists() else []
+
+    def is_told() -> bool:
+        return any("in helper_hangs" in text for text in found())
+
+    assert launch(nodes, tmp_path, specs, interrupt_when(is_told), *own, run=policy).exit_code
+    report = next(text for text in found() if "in helper_hangs" in text)
+    assert "learner hangs: main is at 'step 1'" in report
+    for name in ("learner", "actor-0, in its log"):
+        assert "in hang_here" in report.partition(f"--- stacks of {name}\n")[2], report
+    assert "to blame: learner" in report

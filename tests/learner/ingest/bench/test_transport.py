@@ -8,6 +8,7 @@ from common.store.journal import read_journal
 from common.wire.codec import decode
 from learner.ingest.admission import refusal
 from learner.ingest.bench.ends import GROUP_SIZE, NUM_TOKENS, encoded
+from learner.ingest.bench.guards import guards_s
 from learner.ingest.bench.suite import disk_bytes_per_s, measure
 
 
@@ -23,6 +24,12 @@ def test_encoded_trajectories_are_whole_groups_that_the_intake_accepts() -> None
 def test_disk_is_measured_by_what_it_has_written(tmp_path: Path) -> None:
     assert disk_bytes_per_s(tmp_path, 1_000, seconds=0.01) > 0
     assert (tmp_path / "disk").stat().st_size % 64_000 == 0
+
+
+def test_each_check_of_the_intake_is_measured_as_one_that_lets_the_trajectory_in() -> None:
+    costs = guards_s()
+    assert list(costs) == ["sender", "lease", "bounds", "record"]
+    assert all(0.0 < cost < 0.001 for cost in costs.values())
 
 
 @pytest.mark.slow
