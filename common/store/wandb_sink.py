@@ -1,19 +1,22 @@
 """Every metric to Weights & Biases: online where the user is logged in, else offline, never asking.
 
 Its sections are the areas of the names; what the dashboard draws has a panel, the rest is there to
-be drawn. When the run closes, its evaluations follow, each with a table of sampled episodes. wandb
-is imported when a run opens, because it takes a second. Nothing it does may end a run.
+be drawn. An evaluation follows as soon as it has ended, with a table of sampled episodes. wandb is
+imported when a run opens, because it takes a second. Nothing it does may end a run.
 """
 
 import dataclasses
+import json
 import logging
 import math
 import netrc
 import os
 import re
 import secrets
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -21,6 +24,7 @@ from urllib.parse import urlsplit
 from common.config.load import without_secrets
 from common.config.run_config import LogSection, RunConfig, WandbMode
 from common.dashboard.reading.run_source import RunSource
+from common.dashboard.reading.tail import as_map
 from common.dashboard.web.overview import charts
 from common.dashboard.web.results import evaluations, samples
 from common.dashboard.words import plain
@@ -34,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 FINISH_TIMEOUT_S = 30.0
 READ_S = 30.0  # of the journal, for evaluations
+READ_AT_ONCE_S, PAUSE_S = 0.05, 0.1  # beside training
+BEFORE = "before"  # evaluations, which have ended when the first step is logged
 MAX_ROWS, MAX_CHARS = 30, 8000  # of a table; of an episode in it
 COLUMNS = ("why", "subset", "item", "reward", "turns", "end", "text")
 DRAWN = ("eval/", "samples/")
@@ -53,6 +59,11 @@ class WandbSink:
         """
         self._run_dir, self._job, self._last_step = run_dir, job, 0
         self._defined: set[str] = set()
+        self._source = RunSource(run_dir.root.resolve(), name=run_dir.root.name)
+        self._told: set[str] = set()  # evaluations that had ended
+        self._sent: set[str] = set()  # of them, those that the journal holds
+        self._telling: threading.Thread | None = None
+        self._sending = threading.Lock()  # steps, and evaluations that are read beside them
         self._init_timeout_s = init_timeout_s
         self.mode = choose_mode(cfg.log, os.environ)
         self._run: wandb.Run | None = None
@@ -66,6 +77,24 @@ class WandbSink:
         """Hand one step over; does nothing once wandb has failed."""
         self._last_step = step
         self._send(step, metrics, "log")
+        is_telling = self._telling is not None and self._telling.is_alive()
+        if self._run is None or self._job or is_telling:
+            return
+        if ended := self._ended() - self._told:
+            tell = partial(
+                _try, partial(self._tell_evaluations, ended, pause_s=PAUSE_S), "evaluation"
+            )
+            self._telling = threading.Thread(target=tell, name="wandb evaluation", daemon=True)
+            self._telling.start()
+
+    def _ended(self) -> set[str]:
+        """Return the evaluations that have ended: those before training, and those beside it."""
+        try:
+            lines = (self._run_dir.root / "eval.jsonl").read_text().splitlines()
+            beside = [str(as_map(json.loads(line)).get("group_id")) for line in lines]
+        except (OSError, ValueError):
+            beside = []
+        return {BEFORE, *(each.removeprefix("eval-") for each in beside)}
 
     def _send(self, step: int, values: Mapping[str, Any], what: str) -> None:
         run = self._run
@@ -74,9 +103,10 @@ class WandbSink:
         known = {k: v for k, v in values.items() if not isinstance(v, float) or math.isfinite(v)}
 
         def send() -> None:
-            self._hide(run, known)
-            # An own step axis: wandb refuses to go back on its own when a run resumes earlier.
-            run.log({**known, "step": step})
+            with self._sending:
+                self._hide(run, known)
+                # An own step axis: wandb refuses to go back on its own when a run resumes earlier.
+                run.log({**known, "step": step})
 
         if not _try(send, what):
             self._run = None
@@ -92,24 +122,33 @@ class WandbSink:
 
     def close(self) -> None:
         """Finish the upload within `FINISH_TIMEOUT_S`; what is left can be sent by `wandb sync`."""
+        if self._telling is not None:
+            self._telling.join(READ_S)
         if self._run is not None and not self._job:
             _try(self._tell_evaluations, "evaluations")
         if self._run is not None:
             _try(self._run.finish, "finish")
         self._run = None
 
-    def _tell_evaluations(self) -> None:
-        """Hand over the evaluations of the journal: scores over steps, tables of episodes."""
+    def _tell_evaluations(self, ended: Set[str] | None = None, *, pause_s: float = 0.0) -> None:
+        """Hand over evaluations of the journal: scores over steps, tables of episodes.
+
+        Args:
+            ended: those to tell now; None: all that were not told.
+            pause_s: after each piece of the journal that is read, for the thread that trains.
+        """
         import wandb
 
-        run = RunSource(self._run_dir.root.resolve(), name=self._run_dir.root.name)
-        until = time.monotonic() + READ_S
-        while run.refresh(budget_s=1.0) and time.monotonic() < until:
-            pass
+        run, until = self._source, time.monotonic() + READ_S
+        while run.refresh(budget_s=READ_AT_ONCE_S) and time.monotonic() < until:
+            time.sleep(pause_s)
+        self._told |= ended or set()
         found = evaluations(run.rows)
         for name, scored in sorted(found.items(), key=lambda each: self._step_of(each[0])):
-            if not scored["num"]:
+            is_now = ended is None or name in ended or (BEFORE in ended and name.startswith(BEFORE))
+            if not scored["num"] or not is_now or name in self._sent:
                 continue
+            self._sent.add(name)
             values: dict[str, Any] = dict(_scores(name, scored))
             cells = [_row(run, row) for row in samples(run.rows, group=f"eval-{name}")[:MAX_ROWS]]
             values[f"samples/{name}"] = wandb.Table(columns=list(COLUMNS), data=cells)

@@ -34,15 +34,14 @@ class MetricColumns:
         return is_other or self.num > before
 
     def _add(self, line: dict[str, Any]) -> None:
-        for name, value in line.items():
-            if isinstance(value, int | float):
-                if name not in self.columns:
-                    self.columns[name] = array("d", [math.nan]) * self.num
-                self.columns[name].append(value)
+        """Add a step; who reads meanwhile sees it when it is whole."""
+        known = {name: value for name, value in line.items() if isinstance(value, int | float)}
+        if new := known.keys() - self.columns.keys():
+            unknown = array("d", [math.nan]) * self.num
+            self.columns = self.columns | {name: unknown[:] for name in known if name in new}
+        for name, column in self.columns.items():
+            column.append(known.get(name, math.nan))
         self.num += 1
-        for column in self.columns.values():
-            if len(column) < self.num:
-                column.append(math.nan)
 
     @property
     def problem(self) -> str:

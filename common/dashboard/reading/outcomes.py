@@ -77,7 +77,7 @@ class OutcomeLog:
         """Return episodes that were settled without ever arriving, the newest first."""
         found = [
             {"id": episode_id, "outcome": settled[0], "cause": settled[1]}
-            for episode_id, settled in self._waiting.items()
+            for episode_id, settled in list(self._waiting.items())
             if outcome in ("", settled[0])
         ]
         return found[::-1][:MAX_ABSENT]

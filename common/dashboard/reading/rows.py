@@ -56,8 +56,8 @@ class EpisodeRows:
             value = values[name]
             column[row] = self.names[name].code(value) if name in self.names else value
         self.ids.append(episode_id)
+        self.num = row + 1  # before it can be found by its name
         self.row_of[episode_id] = row
-        self.num = row + 1
         return row
 
     def settle(self, row: int, *, outcome: str, cause: str, trained_at: int) -> None:

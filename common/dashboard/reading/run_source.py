@@ -237,9 +237,9 @@ class RunSource:
     def flow(self) -> dict[str, Any]:
         """Return the ledger, and how many episodes of each outcome are in the journal."""
         rows = self.index.rows
-        texts = rows.names["outcome"].texts
-        is_train = rows.column("kind") == rows.names["kind"].codes.get("train", -1)
-        codes = rows.column("outcome")[is_train]
+        num, texts = rows.num, rows.names["outcome"].texts  # others come in meanwhile
+        is_train = rows.column("kind")[:num] == rows.names["kind"].codes.get("train", -1)
+        codes = rows.column("outcome")[:num][is_train]
         counts = {text: int((codes == code).sum()) for code, text in enumerate(texts)}
         return {"ledger": self.ledger(), "here": counts, "in_flight": IN_FLIGHT}
 

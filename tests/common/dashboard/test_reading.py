@@ -1,7 +1,10 @@
 """Laws of reading a run beside its writers."""
 
+import itertools
 import json
 import shutil
+import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +20,8 @@ from common.dashboard.reading.rows import FLOATS, INTS, NAMES, EpisodeRows
 from common.dashboard.reading.run_source import RunSource
 from common.dashboard.reading.sources import Sources, open_source
 from common.dashboard.reading.tokens import TokenTexts
+from common.dashboard.web.overview import overview
+from common.dashboard.web.results import samples
 from common.errors import ConfigError, WireError
 from common.store.records import MAGIC
 from common.store.run_dir import RunDir
@@ -276,6 +281,33 @@ def test_damaged_journal_is_said_again_however_often_it_is_opened(tmp_path: Path
     for _ in range(2):
         told = "\n".join(read(run_dir.root, cache=cache).problems())
         assert "000000.log at offset" in told
+
+
+def test_what_is_read_while_it_grows_is_whole(tmp_path: Path) -> None:
+    source = read(make_run(tmp_path / "a").root)
+    values = source.rows.get(0)
+    stop = threading.Event()
+
+    def grow() -> None:
+        for i in itertools.count():
+            if stop.is_set():
+                break
+            source.rows.add(f"h{i}", {**values, "item": f"item-{i}"})
+            source.metrics._add({"step": 100.0 + i, "time_s": float(i), f"new/{i % 900}": 1.0})
+            source._outcomes._waiting[f"absent-{i}"] = ("failed", "lease_expired", 1)
+
+    writer, before = threading.Thread(target=grow), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    writer.start()
+    try:
+        for _ in range(30):
+            assert overview(source)["verdict"]
+            assert source.page({"outcome": "failed"}, start=0, num=5)["absent"]
+            assert samples(source.rows)
+    finally:
+        stop.set()
+        writer.join()
+        sys.setswitchinterval(before)
 
 
 def test_hundred_thousand_episodes_filter_within_300_ms() -> None:

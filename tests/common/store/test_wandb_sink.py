@@ -143,6 +143,35 @@ def records_of(log: Path) -> Iterator[Any]:
 
 
 @pytest.mark.slow
+def test_evaluation_is_told_when_it_has_ended_and_once(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run")
+    for name, number in {"before-model": 3, "step-2-model": 4, "step-4-model": 5}.items():
+        played = replace(episode(number), kind=EpisodeKind.EVAL, group_id=f"eval-{name}")
+        append(run_dir, replace(played, episode_id=f"eval-{name}/0"))
+    script = (
+        "sink = WandbSink(run_dir, cfg)\n"
+        "sent = []\n"
+        "log = sink._run.log\n"
+        "sink._run.log = lambda values: (sent.append(sorted(values)), log(values))\n"
+        "def told():\n"
+        "    sink._telling and sink._telling.join()\n"
+        "    return [n for names in sent for n in names if n.startswith('samples')]\n"
+        "sink.log(1, {'loss/policy': 0.5})\n"
+        "assert told() == ['samples/before-model'], sent\n"
+        "lines = run_dir.root / 'eval.jsonl'\n"
+        'lines.write_text(\'{"group_id": "eval-step-2-model"}\\n\')\n'
+        "sink.log(3, {'loss/policy': 0.5})\n"
+        "assert told() == ['samples/before-model', 'samples/step-2-model'], sent\n"
+        "sink.log(4, {'loss/policy': 0.5})\n"
+        "assert len(told()) == 2\n"
+        "sink.close()\n"
+        "assert told()[2:] == ['samples/step-4-model'], sent\n"
+    )
+    done = run_sink(tmp_path, script)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.slow
 def test_offline_files_hold_evaluations_with_tables_and_no_nan_after_a_resume(
     tmp_path: Path,
 ) -> None:
