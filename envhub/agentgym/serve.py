@@ -128,7 +128,8 @@ class _Desk:
     ) -> None:
         self.dialect = dialect
         fields = [("number", int, msgspec.field(name=dialect.instance_key)), ("action", str)]
-        self._step_body = msgspec.json.Decoder(msgspec.defstruct("StepBody", fields, gc=False))
+        form: Any = msgspec.defstruct("StepBody", fields, gc=False)
+        self._decode_step = msgspec.json.Decoder(form).decode
         self._encode = msgspec.json.Encoder().encode
         self._words = words  # of Wordle
         self._instances = instances
@@ -242,7 +243,7 @@ class _Desk:
         None: its body is wrong, or it has to wait or to be refused; nothing was done.
         """
         try:
-            body = self._step_body.decode(raw)
+            body = self._decode_step(raw)
         except (msgspec.MsgspecError, ValueError):
             return None
         stepped = self._instances.step_at_once(body.number, body.action)

@@ -57,6 +57,8 @@ class LocalEpisode:
         self._spec = spec
         self._style = style
         self._timeout_s = timeout_s
+        self._budget_s = min(timeout_s, inline.step_s)
+        self._name = spec.name
         self._env: Any = None
 
     async def open(self, item_id: str, seed: int) -> str:
@@ -74,14 +76,22 @@ class LocalEpisode:
 
     def step_at_once(self, action: str) -> StepResult | None:
         """Do as `step` where nothing is waited for; None elsewhere. The state is not told."""
-        return self._perform(self._untold, action) if self._is_at_once() else None
+        if self._name in self._inline.moved or not self.is_instant:
+            return None
+        return self._perform(self._untold, action)
 
     def _is_at_once(self) -> bool:
-        return self.is_instant and self._spec.name not in self._inline.moved
+        return self.is_instant and self._name not in self._inline.moved
 
     def _perform(self, work: Callable[[str], StepResult], action: str) -> StepResult:
-        name, note = self._spec.name, self._inline.note
-        return call_at_once(name, work, action, timeout_s=self._timeout_s, note=note)
+        return call_at_once(
+            self._name,
+            work,
+            action,
+            timeout_s=self._timeout_s,
+            budget_s=self._budget_s,
+            note=self._inline.note,
+        )
 
     async def hint(self) -> tuple[list[str], str | None]:
         valid_actions = await self._call(self._env.valid_actions)

@@ -23,7 +23,7 @@ class InlineBudget:
 
     def __init__(self, step_s: float) -> None:
         """Allow `step_s` seconds for a step."""
-        self._step_s = step_s
+        self.step_s = step_s
         self._num_slow: Counter[str] = Counter()  # steps over the budget, by environment
         self._threads: dict[str, ThreadPoolExecutor] = {}  # environments expect to be alone
         self.moved: dict[str, str] = {}  # environments that were too slow, and why
@@ -34,11 +34,11 @@ class InlineBudget:
 
     def note(self, env_name: str, took_s: float) -> None:
         """Note what a step took there."""
-        if took_s <= self._step_s or env_name in self.moved:
+        if took_s <= self.step_s or env_name in self.moved:
             return
         self._num_slow[env_name] += 1
         if self._num_slow[env_name] >= MAX_SLOW:
-            text = f"a step took {took_s:.2f} s; envhub.inline_step_s={self._step_s:g}"
+            text = f"a step took {took_s:.2f} s; envhub.inline_step_s={self.step_s:g}"
             # Not before the request that is being answered at once has its answer.
             asyncio.get_running_loop().call_soon(self.moved.__setitem__, env_name, text)
             logger.warning("moved to worker processes env=%s: %s", env_name, text)

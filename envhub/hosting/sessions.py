@@ -162,7 +162,8 @@ class Sessions:
         session = self._live.find(session_id)
         if session is None or session.lock is not None:
             return None
-        if session.answer is not None and session.answer.done:
+        answer = session.answer
+        if answer is not None and answer.done:
             return None
         began_s = time.perf_counter()
         try:
@@ -175,7 +176,9 @@ class Sessions:
 
     def _stepped(self, session: Session, result: StepResult, began_s: float) -> StepResult:
         """Keep the result of a step, and count it."""
-        result.observation = self._valid(session.env_name, result.observation)
+        told = result.observation
+        if type(told) is not str or not told.isascii():
+            result.observation = self._valid(session.env_name, told)
         session.answer = result
         session.seq += 1
         self.counts["steps"] += 1

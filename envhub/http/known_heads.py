@@ -8,7 +8,6 @@ step of a quick environment does.
 import hmac
 from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
-from typing import NamedTuple
 
 from envhub.http.auth import token_in
 from envhub.http.bodies import json_bytes
@@ -23,13 +22,6 @@ NOT_PLAIN = {b"connection", b"expect", b"te", b"trailer", b"transfer-encoding", 
 
 Headers = Sequence[tuple[bytes, bytes]]  # names in lower case
 Answer = Callable[[bytes], bytes | None]  # of a body; None: it has to go the ordinary way
-
-
-class KnownHead(NamedTuple):
-    """What a head asks for."""
-
-    answer: Answer
-    num_bytes: int  # of the body
 
 
 class KnownHeads:
@@ -47,7 +39,7 @@ class KnownHeads:
         self._failures = tuple(statuses)
         self._token = token.encode() if token is not None else None
         self._answers: dict[bytes, Answer] = {}  # by path
-        self._heads: dict[bytes, KnownHead] = {}
+        self._heads: dict[bytes, tuple[Answer, int]] = {}  # and the bytes of the body
 
     def add(self, path: str, answer: Answer) -> None:
         """Let `answer` make the responses to POST requests of a path.
@@ -58,12 +50,15 @@ class KnownHeads:
 
     def answer(self, request: bytes) -> bytes | None:
         """Return the response to a whole request; None: it has to go the ordinary way."""
-        end = request.find(END) + len(END)
-        known = self._heads.get(request[:end])
-        if known is None or len(request) - end != known.num_bytes:
+        head, _, body = request.partition(END)
+        known = self._heads.get(head)
+        if known is None:
+            return None
+        answer, num_bytes = known
+        if len(body) != num_bytes:
             return None
         try:
-            return known.answer(request[end:])
+            return answer(body)
         except self._failures as error:
             status = next(code for kind, code in self._statuses.items() if isinstance(error, kind))
             return response_bytes(json_bytes({"detail": str(error)}), status)
@@ -80,12 +75,12 @@ class KnownHeads:
         given = token_in(named.get(b"authorization", b""))
         if self._token is not None and not hmac.compare_digest(given, self._token):
             return
-        end, num_bytes = request.find(END) + len(END), int(length)
-        if num_bytes > MAX_LENGTH or len(request) - end != num_bytes:
+        (head, _, body), num_bytes = request.partition(END), int(length)
+        if not 0 < num_bytes <= MAX_LENGTH or len(body) != num_bytes:
             return  # it did not come as one, or another one came with it
         if len(self._heads) >= MAX_HEADS:
             self._heads.clear()
-        self._heads[request[:end]] = KnownHead(answer, num_bytes)
+        self._heads[head] = answer, num_bytes
 
 
 def response_bytes(content: bytes, status: int = 200) -> bytes:

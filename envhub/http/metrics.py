@@ -1,7 +1,6 @@
 """What the hub counts and how long steps take, for Prometheus."""
 
 from bisect import bisect_left
-from collections import defaultdict
 from collections.abc import Iterator
 from itertools import accumulate
 
@@ -37,16 +36,15 @@ class HubMetrics(Collector):
         self._registry = CollectorRegistry()
         self._registry.register(self)
         # By environment; of the histogram's own counters each takes a lock.
-        self._num_steps: dict[str, list[int]] = {}  # one number for each bucket
-        self._steps_s: dict[str, float] = defaultdict(float)
+        self._steps: dict[str, list[float]] = {}  # how many in each bucket, and all seconds
         sessions.on_step = self.observe_step
 
     def observe_step(self, env_name: str, took_s: float) -> None:
-        nums = self._num_steps.get(env_name)
+        nums = self._steps.get(env_name)
         if nums is None:
-            nums = self._num_steps[env_name] = [0] * (len(STEP_BUCKETS_S) + 1)
+            nums = self._steps[env_name] = [0] * (len(STEP_BUCKETS_S) + 2)
         nums[bisect_left(STEP_BUCKETS_S, took_s)] += 1
-        self._steps_s[env_name] += took_s
+        nums[-1] += took_s
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
@@ -61,9 +59,9 @@ class HubMetrics(Collector):
             "envhub_step_seconds", "Time of one executed step.", labels=["env"]
         )
         bounds = [*map(str, STEP_BUCKETS_S), "+Inf"]
-        for env_name, nums in self._num_steps.items():
+        for env_name, (*nums, steps_s) in self._steps.items():
             buckets = list(zip(bounds, accumulate(nums), strict=True))
-            steps.add_metric([env_name], buckets, self._steps_s[env_name])
+            steps.add_metric([env_name], buckets, steps_s)
         yield steps
         for name in (*COUNTS, *SENT_AWAY):
             family = CounterMetricFamily(f"envhub_{name}", f"Sessions or steps {name}.")

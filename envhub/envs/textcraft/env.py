@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from common.config.envs import EnvsSection
 from envhub.env import EnvSpec, StepResult, Style, action_text, parse_item
@@ -22,13 +22,7 @@ CRAFT = re.compile(r"craft +(?:([0-9]{1,9}) +)?(\S.*?) +using +(\S.*)")
 GET = re.compile(r"get +([0-9]{1,9}) +(\S.*)")
 
 
-class Answer(NamedTuple):
-    """What the engine says, worded for both styles."""
-
-    agentgym: str
-    compact: str
-    is_valid: bool = False
-    is_goal: bool = False
+Answer = tuple[str, bool, bool]  # what the engine says; is it an action, is the goal made
 
 
 class TextCraftEnv(TextEnv):
@@ -54,14 +48,10 @@ class TextCraftEnv(TextEnv):
         text = action_text(action)
         if self._is_compact:
             text = text.lower()
-        answer = self._answer(text)
-        self._done = answer.is_goal
-        return StepResult(
-            observation=answer.compact if self._is_compact else answer.agentgym,
-            reward=1.0 if answer.is_goal else 0.0,
-            done=answer.is_goal,
-            is_valid=answer.is_valid,
-        )
+        observation, is_valid, is_goal = self._answer(text)
+        self._done = is_goal
+        reward = 1.0 if is_goal else 0.0
+        return StepResult(observation=observation, reward=reward, done=is_goal, is_valid=is_valid)
 
     def state_text(self) -> str:
         """Return what tells the present state from others of the item."""
@@ -74,25 +64,29 @@ class TextCraftEnv(TextEnv):
         if text.startswith("get") and (get := GET.match(text)):
             return self._get(int(get[1]), get[2])
         if text.startswith("inventory"):
-            return self._show_inventory()
-        return Answer(f"Could not execute {text[:MAX_ECHO_CHARS]}", "could not execute")
+            return self._told_inventory(is_compact=self._is_compact), True, False
+        return self._refusal(f"Could not execute {text[:MAX_ECHO_CHARS]}", "could not execute")
 
-    def _show_inventory(self) -> Answer:
-        if not self._inventory:
-            empty = "Inventory: You are not carrying anything."
-            return Answer(empty, "inventory: nothing", is_valid=True)
+    def _refusal(self, agentgym: str, compact: str) -> Answer:
+        return (compact if self._is_compact else agentgym), False, False
+
+    def _told_inventory(self, *, is_compact: bool) -> str:
         items = self._inventory.items()
-        listed = "".join(f"[{name}] ({count}) " for name, count in items)
-        compact = ", ".join(f"{count} {name}" for name, count in items if count)
-        return Answer(f"Inventory: {listed}", f"inventory: {compact or 'nothing'}", is_valid=True)
+        if is_compact:
+            listed = ", ".join([f"{count} {name}" for name, count in items if count])
+            return f"inventory: {listed or 'nothing'}"
+        if not items:
+            return "Inventory: You are not carrying anything."
+        return "Inventory: " + "".join([f"[{name}] ({count}) " for name, count in items])
 
     def _get(self, count: int, typed: str) -> Answer:
         name = typed.strip()
         if not self._book.is_gettable(name):
-            echo = name[:MAX_ECHO_CHARS]
-            return Answer(f"Could not find {echo}", f"could not find {self._known(name)}".rstrip())
+            compact = f"could not find {self._known(name)}".rstrip()
+            return self._refusal(f"Could not find {name[:MAX_ECHO_CHARS]}", compact)
         self._inventory[name] += count
-        return Answer(f"Got {count} {name}", f"got {count} {name}", is_valid=True)
+        told = f"got {count} {name}" if self._is_compact else f"Got {count} {name}"
+        return told, True, False
 
     def _craft(self, count_asked: int, target: str, inputs: str) -> Answer:
         """Check, in this order: wording, what is held, and that a recipe matches exactly.
@@ -104,39 +98,39 @@ class TextCraftEnv(TextEnv):
             counted = COUNTED.fullmatch(fragment.strip())
             if counted is None:
                 echo = fragment.strip()[:MAX_ECHO_CHARS]
-                return Answer(f"Wrong item format: {echo}", "wrong item format")
+                return self._refusal(f"Wrong item format: {echo}", "wrong item format")
             given.append((int(counted[1]), counted[2]))
-        is_tag, raw, known = target in self._book.tags, _raw(target), self._known(target)
         held = self._inventory
-        too_few = Answer(
-            f"Could not find enough items to craft {None if is_tag else raw}",
-            f"could not find enough items to craft {known}".rstrip(),
-        )
         if any(name not in held or held[name] < count for count, name in given):
-            return too_few
-        recipe = find_recipe(self._book, target, given)
+            return self._too_few(target)
+        raw, recipe = _raw(target), find_recipe(self._book, target, given)
         if recipe is None:
-            tag, item_id = (raw, None) if is_tag else (None, raw)
-            return Answer(
+            tag, item_id = (raw, None) if target in self._book.tags else (None, raw)
+            return self._refusal(
                 "Could not find a valid recipe for ItemTagWithCount(item_tag=ItemTag("
                 f"tag={tag!r}, item_id={item_id!r}), count={count_asked})",
-                f"could not find a valid recipe for {known}".rstrip(),
+                f"could not find a valid recipe for {self._known(target)}".rstrip(),
             )
         wanted: Counter[str] = Counter()
         for count, name in given:
             wanted[name] += count
         if not wanted <= held:  # one kind fills two slots
-            return too_few
+            return self._too_few(target)
         for name, count in wanted.items():
             held[name] -= count
             if not held[name]:
                 del held[name]
         held[target] += recipe.count
-        return Answer(
-            f"Crafted {recipe.count} {raw}",
-            f"crafted {recipe.count} {target}",
-            is_valid=True,
-            is_goal=target == self._task.goal,
+        told = f"Crafted {recipe.count} {raw}"
+        if self._is_compact:
+            told = f"crafted {recipe.count} {target}"
+        return told, True, target == self._task.goal
+
+    def _too_few(self, target: str) -> Answer:
+        named = None if target in self._book.tags else _raw(target)
+        return self._refusal(
+            f"Could not find enough items to craft {named}",
+            f"could not find enough items to craft {self._known(target)}".rstrip(),
         )
 
     def _valid_actions(self) -> list[str]:
@@ -170,7 +164,7 @@ class TextCraftEnv(TextEnv):
     def render(self) -> str:
         """Return the goal, the commands and the inventory."""
         commands = "\n".join(recipe.command() for recipe in self._task.recipes)
-        return f"goal: {self._task.goal}\n{commands}\n{self._show_inventory().compact}"
+        return f"goal: {self._task.goal}\n{commands}\n{self._told_inventory(is_compact=True)}"
 
     def detail(self, what: str) -> Any:
         """Return the `picture`: what is held, and the tree of what the goal is made of."""
