@@ -2,12 +2,14 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +115,21 @@ class Run:
             if environment.get("LONGSTRIDE_TEST_MARK") == mark.partition("=")[2]:
                 found.append(process.pid)
         return [pid for pid in found if pid != self.process.pid]
+
+
+def unbounded(root: Path) -> list[str]:
+    """Return the files of a run that docs/JOURNAL.md names no bound of."""
+    files = [str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()]
+    return [each for each in files if not any(fnmatch(each, name) for name in bounded())]
+
+
+def bounded() -> list[str]:
+    """Return the patterns of files that docs/JOURNAL.md names a bound of."""
+    table = (REPOSITORY / "docs" / "JOURNAL.md").read_text().partition("| bound |")[2]
+    cells = [line.split("|")[1] for line in table.split("\n\n")[0].splitlines()[2:]]
+    patterns = [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
+    assert len(patterns) > 40
+    return patterns
 
 
 def balances(ledger: dict[str, Any]) -> bool:

@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file
 
 from envhub.bench.hub import Service, hub_process
-from tests.end_to_end.runs import REPOSITORY, Run, balances
+from tests.end_to_end.runs import REPOSITORY, Run, balances, unbounded
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -21,6 +21,7 @@ def test_run_trains_evaluates_and_accounts_for_every_episode(tmp_path: Path) -> 
         assert run.left_over() == []
     ledger = run.read("ledger.json")
     assert balances(ledger)
+    assert unbounded(run.root) == []
     assert ledger["trained"] >= 3 * 2 * 2  # steps x groups x smallest group
     metrics = run.metrics()
     assert [line["step"] for line in metrics] == [1, 2, 3]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from common.store.journal import read_journal
-from tests.end_to_end.runs import REPOSITORY, Run, balances
+from tests.end_to_end.runs import REPOSITORY, Run, balances, unbounded
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -35,6 +35,7 @@ def test_learner_killed_late_reads_only_what_is_not_settled(tmp_path: Path) -> N
     assert int(num_read) < num_before
     assert [line["step"] for line in run.metrics()] == list(range(1, 19))
     assert balances(run.read("ledger.json"))
+    assert unbounded(run.root) == []
     logged = (run.root / "journal" / "steps.jsonl").read_text()
     steps = [json.loads(text) for text in logged.splitlines()]
     trained = [name for step in steps for group in step["groups"] for name in group]

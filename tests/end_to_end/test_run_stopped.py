@@ -11,12 +11,16 @@ import pytest
 
 from actor.play.table.seats import Table
 from common.repository import ROOT
-from tests.end_to_end.runs import Run, balances
+from tests.end_to_end.runs import Run, balances, unbounded
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-OVERRIDES = ("train.num_steps=200", "eval.before=false", "eval.after=false")
+ENV_TIMEOUT_S = 4.0
+OVERRIDES = (
+    *("train.num_steps=200", "eval.before=false", "eval.after=false"),
+    f"actor.env_timeout_s={ENV_TIMEOUT_S}",
+)
 
 
 def test_run_stopped_in_a_long_step_saves_and_goes_on_at_the_next_one(tmp_path: Path) -> None:
@@ -26,6 +30,7 @@ def test_run_stopped_in_a_long_step_saves_and_goes_on_at_the_next_one(tmp_path: 
         by = asyncio.run(played_by_own_policy(run.root))  # asks the actor of the run
         assert by.startswith("r, version ")
         assert int(by.split()[-1]) > 0
+        hub_stands_still(run)
         learner = run.role_pid("learner")
         os.kill(learner, signal.SIGSTOP)  # as in a step of a large model
         reached = run.metrics()[-1]["step"]
@@ -54,7 +59,21 @@ def test_run_stopped_in_a_long_step_saves_and_goes_on_at_the_next_one(tmp_path: 
     assert steps == list(range(1, len(steps) + 1))
     assert saved_version(again) >= steps[-1] > version
     assert balances(again.read("ledger.json"))
+    assert unbounded(again.root) == []
     assert asyncio.run(played_by_own_policy(again.root)) == f"r, step-{saved_version(again):06d}"
+
+
+def hub_stands_still(run: Run) -> None:
+    """Stop the hub while versions are published; it goes on as steps are given up."""
+    hub = run.role_pid("envhub")
+    os.kill(hub, signal.SIGSTOP)
+    time.sleep(ENV_TIMEOUT_S + 1.0)
+    os.kill(hub, signal.SIGCONT)
+    reached = run.metrics()[-1]["step"]
+    run.wait_until(lambda: run.metrics()[-1]["step"] >= reached + 3)
+    assert run.read("ledger.json")["failed"] == 0
+    assert run.role_pid("envhub") == hub
+    assert "role ended" not in (run.root / "logs" / "launcher.log").read_text()
 
 
 async def played_by_own_policy(root: Path) -> str:

@@ -2,12 +2,14 @@
 
 import os
 import threading
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
 
 from common.errors import LongstrideError
 from common.store.run_dir import RunDir, remove_partial_files, write_atomically
+from tests.end_to_end.runs import bounded, unbounded
 
 
 def test_an_address_is_found_by_who_waits_for_it(tmp_path: Path) -> None:
@@ -44,3 +46,21 @@ def test_what_dead_writers_left_half_written_is_removed_and_nothing_else(tmp_pat
         (tmp_path / name).touch()
     remove_partial_files(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names[:1] + names[2:])
+
+
+def test_every_file_that_a_run_has_a_name_for_has_a_bound_that_is_told() -> None:
+    names = [name for name in vars(RunDir) if name[0] != "_" and name != "root"]
+    named = {name: getattr(RunDir(root=Path()), name) for name in names}
+    paths = {name: str(path) for name, path in named.items() if isinstance(path, Path)}
+    assert len(paths) > 20
+    patterns = bounded()
+    folders = {pattern.rpartition("/")[0] for pattern in patterns}
+    untold = [p for p in paths.values() if not any(fnmatch(p, each) for each in patterns)]
+    assert [path for path in untold if path not in folders] == []
+
+
+def test_file_of_a_run_without_a_bound_is_found(tmp_path: Path) -> None:
+    for name in ("status.json", "logs/actor-0.log.1", "journal/000001.log.gz", "grows.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert unbounded(tmp_path) == ["grows.jsonl"]
