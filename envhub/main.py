@@ -30,8 +30,8 @@ from envhub.agentgym.instance import Patience
 from envhub.catalogue.registry import Registry, missing_requirements
 from envhub.errors import UnknownEnv
 from envhub.hosting.sessions import Sessions
-from envhub.http.limits import limited_protocol
-from envhub.http.routes import make_app
+from envhub.http.limits import QuietSocket, limited_protocol
+from envhub.http.routes import MAX_BODY_BYTES, make_app
 from envhub.registration import Registration
 
 logger = logging.getLogger(__name__)
@@ -209,7 +209,10 @@ def serve(
         app,
         loop="uvloop",
         http=limited_protocol(sessions.counts, app.state.refusals, app.state.known_heads),
-        ws="none",
+        ws=QuietSocket,
+        ws_max_size=MAX_BODY_BYTES,
+        ws_ping_interval=None,  # a client that generates may miss any number; leases end it
+        ws_per_message_deflate=False,
         access_log=False,
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE_S,

@@ -24,6 +24,7 @@ BY_NAME = {
     "pytest-timeout": "pytest's option",
     "pytest-xdist": "make test",
     "ruff": "make check",
+    "websockets": "uvicorn's WebSockets",
 }
 LOCKS = ("requirements-cpu.lock", "requirements-gpu.lock")
 

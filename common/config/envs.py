@@ -1,7 +1,7 @@
 """Options of the environments: `envs.<name>.<option>`; the names are those of the registry."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from common.config.knobs import URL, WORD, Contradiction, knob, seconds
 
@@ -116,21 +116,34 @@ class WordleOptions(ItemFiles):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteOptions:
-    """An AgentGym server driven as an environment of ours; its name is the dialect."""
+    """A server of AgentGym or OpenEnv driven as an environment of ours, named by its dialect."""
 
     url: str = knob("", "such as http://10.0.0.5:36001", form=URL, also="")
-    dialect: str = knob("", "textcraft, babyai, alfworld, webshop, ...", form=WORD, also="")
-    train_items: str = knob("", "file with the training items, such as AgentGym-RL's")
-    test_items: str = knob("", "file with the test items, such as AgentEval's")
+    dialect: str = knob(
+        "", "openenv, or textcraft, babyai, alfworld, webshop, ...", form=WORD, also=""
+    )
+    train_items: str = knob("", "file of AgentGym-RL's with the training items; OpenEnv: a split")
+    test_items: str = knob("", "file of AgentEval's with the test items; OpenEnv: a split")
     num_train: int = knob(-1, "of the training items, evenly spread; -1: all", ge=-1, le=10**7)
     num_test: int = knob(-1, "of the test items, evenly spread; -1: all", ge=-1, le=10**7)
     max_turns: int = knob(30, "of an episode", ge=1, le=10**5)
     timeout_s: float = seconds(60.0, "seconds for one of its answers", gt=0)
     max_sessions: int = knob(64, "live episodes", ge=1)
+    action_field: str = knob("", "of an OpenEnv action that the agent's text becomes; its own JSON")
+    observation_field: str = knob("", "of an OpenEnv observation that the agent is told; all")
+    reward: str = knob("last", "of an OpenEnv episode: its rewards'", one_of=("last", "sum"))
+    min_reward: float = knob(0.0, "of an OpenEnv episode; it becomes 0", ge=-1e6, le=1e6)
+    max_reward: float = knob(1.0, "of an OpenEnv episode; it becomes 1", ge=-1e6, le=1e6)
 
     def contradictions(self) -> Iterator[Contradiction]:
         if bool(self.url) != bool(self.dialect):
             yield "url", self.url, "goes together with env.dialect=<name>"
+        if self.min_reward >= self.max_reward:
+            yield "max_reward", self.max_reward, "must be > env.min_reward"
+        own = ("action_field", "observation_field", "reward", "min_reward", "max_reward")
+        for each in fields(self) if self.dialect != "openenv" else ():
+            if each.name in own and (value := getattr(self, each.name)) != each.default:
+                yield each.name, value, "goes together with env.dialect=openenv"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,7 +32,8 @@ def servers_of(
     """Return the servers that these environments ask while they are played."""
     found: list[Server] = []
     if remote.dialect in env_names:
-        remedy = f"start AgentGym's {remote.dialect} server, or give its address"
+        whose = "the OpenEnv" if remote.dialect == "openenv" else f"AgentGym's {remote.dialect}"
+        remedy = f"start {whose} server, or give its address"
         found.append(Server(key="env.url", url=remote.url, remedy=remedy))
     if "searchqa" in env_names and options.searchqa.retriever_url:
         url, key = options.searchqa.retriever_url, "envs.searchqa.retriever_url"

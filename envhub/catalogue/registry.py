@@ -21,6 +21,7 @@ from envhub.tables import read_table
 from envhub.totals import with_totals
 
 REMOTE = "envhub.agentgym.remote"
+REMOTES = {"openenv": "envhub.interop.openenv_remote"}  # of dialects that are not AgentGym's
 OUTSIDE_SESSIONS_PER_WORKER = 64  # of an outside environment that does not ask for a worker itself
 
 
@@ -159,7 +160,7 @@ def load_spec(name: str, options: EnvsSection, remote: RemoteOptions) -> EnvSpec
         spec = replace(spec, isolation=Isolation.WORKER, sessions_per_worker=num_sessions)
         return with_totals(spec)
     if name == remote.dialect:
-        return with_totals(import_module(REMOTE).make_spec(remote))
+        return with_totals(import_module(REMOTES.get(name, REMOTE)).make_spec(remote))
     spec = _call(import_module(LOADERS[name]).make_spec, options)
     spec = with_totals(replace(spec, note=own_tasks(name, options)))
     return with_lists(with_paper(spec, options), options)

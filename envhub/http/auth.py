@@ -2,6 +2,7 @@
 
 import base64
 import hmac
+from urllib.parse import urlsplit
 
 from fastapi import HTTPException, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -32,6 +33,10 @@ class AuthMiddleware:
         self._max_batch_bytes = max_batch_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket" and (refusal := self._no_socket(scope)) is not None:
+            self._refusals.note(scope["client"], REFUSED[refusal.status_code])
+            await refusal(scope, receive, send)
+            return
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -50,6 +55,19 @@ class AuthMiddleware:
         if length is None and b"transfer-encoding" in headers:
             receive = _limited(receive, limit)
         await self._app(scope, receive, send)
+
+    def _no_socket(self, scope: Scope) -> Response | None:
+        """Return why a WebSocket is refused, None if it is not.
+
+        A browser opens one for any page that asks, and says so; no page of others may.
+        """
+        headers = dict(scope["headers"])
+        if not self._is_allowed(scope["path"], headers):
+            return _refusal(401, "a valid bearer token is required")
+        origin, host = headers.get(b"origin"), headers.get(b"host", b"")
+        if origin is not None and urlsplit(origin.decode("latin-1")).netloc.encode() != host:
+            return _refusal(403, "pages of other sites may not open sockets here")
+        return None
 
     def _counted(self, scope: Scope, send: Send) -> Send:
         """Return `send` that counts an answer which refuses a request of its client."""

@@ -1,10 +1,12 @@
 """What a connection may do before anybody has looked at its token: little, and not for long."""
 
 import asyncio
+import logging
 from collections import Counter
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from common.wire.access.connections import RESERVED_FILES, raise_file_limit
 from envhub.http.known_heads import KnownHeads
@@ -129,6 +131,15 @@ class LimitedProtocol(HttpToolsProtocol):
     def _refuse(self, reason: str) -> None:
         self.counts[reason] += 1
         self.refusals.note(self.client, reason)
+
+
+class QuietSocket(WebSocketsSansIOProtocol):
+    """A WebSocket whose coming and going is not worth a line of the log each."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.logger = logging.getLogger("envhub.sockets")
+        self.logger.setLevel(logging.WARNING)
 
 
 def limited_protocol(

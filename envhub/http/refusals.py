@@ -4,7 +4,13 @@ from collections import Counter
 
 MAX_ADDRESSES = 1_000  # whose refused requests are counted apart
 MAX_SHOWN = 50
-REFUSED = {400: "malformed", 401: "token", 413: "too_large", 422: "invalid"}  # by status
+REFUSED = {
+    400: "malformed",
+    401: "token",
+    403: "origin",
+    413: "too_large",
+    422: "invalid",
+}  # by status
 
 
 class Refusals:

@@ -51,6 +51,7 @@ from envhub.http.bodies import (
 from envhub.http.known_heads import KnownHeads
 from envhub.http.metrics import HubMetrics
 from envhub.http.refusals import Refusals
+from envhub.interop.openenv_serve import add_openenv_routes
 
 logger = logging.getLogger(__name__)
 
@@ -123,6 +124,7 @@ def make_app(
     _add_batch_routes(app, sessions)
     patience = agentgym or Patience(lease_s=sessions.lease_s)
     add_agentgym_routes(app, sessions, registry, patience=patience, known=known)
+    add_openenv_routes(app, sessions, registry)
     return app
 
 

@@ -24,10 +24,10 @@ DIRECT: dict[str, Any] = {
 
 
 @contextmanager
-def serve_app(app: Any) -> Iterator[str]:
+def serve_app(app: Any, **more: Any) -> Iterator[str]:
     """Serve an application on a free port of loopback and yield its URL."""
     listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, **more))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:

@@ -1,0 +1,91 @@
+"""What an OpenEnv server says of itself: its actions, its tasks."""
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from common.config.envs import RemoteOptions
+from common.errors import ConfigError
+from envhub.interop.openenv_socket import ask_server, bare
+from envhub.interop.texts import TOOL_FORM
+
+TOOL_ACTIONS = ("Action", "CallToolAction", "ListToolsAction")  # titles of schemas that mean tools
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """What a server says of itself.
+
+    `splits` are its names for our train and test, with their sizes; without them an item is a seed.
+    `text_field` is the one that an agent's text becomes; "" where the text is the action's JSON.
+    """
+
+    description: str
+    schema: dict[str, Any]
+    text_field: str
+    has_tools: bool
+    splits: dict[str, tuple[str, int]] = field(default_factory=dict[str, tuple[str, int]])
+
+
+def look_at(options: RemoteOptions) -> Offer:
+    """Return what a server says of itself.
+
+    Raises: ConfigError: it does not answer, is no OpenEnv server, or lacks what is named.
+    """
+    url = options.url.rstrip("/")
+    status, schemas = ask_server(url, "/schema")
+    schema = schemas.get("action") if isinstance(schemas, dict) else None
+    if status != 200 or not isinstance(schema, dict):
+        raise ConfigError(f"env.url={bare(url)}: /schema answered {status}: no OpenEnv server")
+    known = [name for name in schema.get("properties", {}) if name != "metadata"]
+    required = [name for name in schema.get("required", []) if name in known]
+    chosen = options.action_field
+    if chosen and chosen not in known:
+        raise ConfigError(f"env.action_field={chosen!r}: the server's actions have {known}")
+    if not chosen and len(required or known) == 1:
+        chosen = (required or known)[0]
+    _, told = ask_server(url, "/metadata")
+    described = told.get("description") if isinstance(told, dict) else None
+    return Offer(
+        description=str(described or ""),
+        schema=schema,
+        text_field=chosen,
+        has_tools=not options.action_field and schema.get("title") in TOOL_ACTIONS,
+        splits=_splits(url, options),
+    )
+
+
+def _splits(url: str, options: RemoteOptions) -> dict[str, tuple[str, int]]:
+    """Return the server's splits for ours, and their sizes; {} where it lists no tasks."""
+    status, names = ask_server(url, "/list_environments")
+    if status != 200 or not isinstance(names, list) or not names:
+        return {}
+    base = f"/{names[0]}"
+    status, listed = ask_server(url, f"{base}/splits")
+    known = listed if status == 200 and isinstance(listed, list) else []
+    found: dict[str, tuple[str, int]] = {}
+    for ours, asked in (("train", options.train_items), ("test", options.test_items)):
+        kinds = ("train",) if ours == "train" else ("test", "validation")
+        fitting = [each["name"] for each in known if asked and each.get("name") == asked]
+        if asked and not fitting:
+            names = [each.get("name") for each in known]
+            raise ConfigError(f"env.{ours}_items={asked!r}: the server's splits are {names}")
+        fitting += [each["name"] for each in known if each.get("name") == ours]
+        fitting += [each["name"] for each in known if each.get("type") in kinds]
+        if not fitting:
+            continue
+        status, told = ask_server(url, f"{base}/num_tasks", {"split": fitting[0]})
+        if status == 200 and isinstance(told, dict):
+            found[ours] = (fitting[0], int(told.get("num_tasks", 0)))
+    return found
+
+
+def instruction_of(offer: Offer) -> str:
+    """Return what an agent is told of the environment and of the form of its actions."""
+    form = 'Answer with one action. What follows "Action:" is sent.'
+    if offer.has_tools:
+        form = TOOL_FORM
+    elif not offer.text_field:
+        fields = json.dumps(offer.schema.get("properties", {}), ensure_ascii=False)
+        form = f'Answer with one action, as a JSON object after "Action:". Its fields: {fields}'
+    return f"{offer.description}\n{form}".strip()

@@ -1,0 +1,269 @@
+"""An OpenEnv server as an environment of ours: `env.url=http://... env.dialect=openenv`."""
+
+import asyncio
+import contextlib
+import hashlib
+import json
+from collections.abc import Callable
+from typing import Any
+
+import aiohttp
+
+from common.config.envs import RemoteOptions
+from envhub.env import EnvSpec, Isolation, StepResult, Style, SubsetSpec, action_text, parse_item
+from envhub.interop.openenv_offer import Offer, instruction_of, look_at
+from envhub.interop.openenv_socket import CLOSE_S, RETRY_S, OpenEnvFailure, Socket, bare
+from envhub.interop.texts import (
+    BadAction,
+    RewardRule,
+    Rewards,
+    parse_json,
+    parse_tool_call,
+    tools_text,
+)
+
+NAME = "openenv"
+SUBSET = "all"
+TEST_SEED = 1_000_000_000  # the first seed of a test item; those of training items begin at 0
+NUM_SEEDS = (10_000, 1_000)  # train and test items of a server that lists no tasks
+KINDS: dict[str, Callable[[str], object]] = {"string": str, "integer": int, "number": float}
+TRUTHS = {"true": True, "false": False}
+
+
+class OpenEnvEpisode:
+    """One episode on an OpenEnv server; it has a socket of its own."""
+
+    def __init__(self, server: "Server") -> None:
+        self._server, self._offer, self._options = server, server.offer, server.options
+        self._socket: Socket | None = None
+        self._tools: list[str] = []
+        self._first = self._observation = ""
+        self._rewards = Rewards(server.rule)
+        self._reward = 0.0
+        self._is_done = self._is_success = False
+
+    async def reset(self, item_id: str, seed: int) -> str:
+        """Start an item: a task of the server's split, or the episode of a seed of its own.
+
+        Raises: UnknownItem, OpenEnvFailure.
+        """
+        item = parse_item(item_id, {SUBSET: self._server.subset})
+        if item.split in self._offer.splits:
+            wanted: dict[str, Any] = {"split": self._offer.splits[item.split][0]}
+            wanted["index"] = item.index
+        else:
+            wanted = {"seed": item.index + (TEST_SEED if item.split == "test" else 0)}
+        self._socket, data = await self._server.begin(wanted)
+        self._first = self._text(data)
+        if self._offer.has_tools:
+            listed = await self._ask({"type": "list_tools"}, "the list of tools")
+            tools = listed.get("observation", {}).get("tools", [])
+            self._tools = [str(tool["name"]) for tool in tools]
+            self._first = f"{tools_text(tools)}\n{self._first}"
+        self._observation = self._first
+        return self._first
+
+    async def step(self, action: str) -> StepResult:
+        """Send an action. Raises: OpenEnvFailure: the server failed, or the socket is closed."""
+        if self._is_done or self._socket is None:
+            raise RuntimeError("step before reset, or after the episode has ended")
+        try:
+            sent = self._action(action)
+            data = await self._ask(sent, "a step")
+        except BadAction as error:
+            return self._result(str(error), is_valid=False)
+        except OpenEnvFailure as error:
+            if error.code != "VALIDATION_ERROR":
+                raise
+            return self._result(str(error).partition("): ")[2], is_valid=False)
+        is_done, told = data.get("done") is True, _metadata(data)
+        self._reward = self._rewards.add(data.get("reward"), is_last=is_done)
+        self._is_done = is_done
+        said = told.get("is_success", told.get("success"))
+        is_success = said if isinstance(said, bool) else self._reward >= 1.0
+        self._is_success = is_done and is_success
+        is_valid = told.get("is_valid")
+        state = told.get("state")
+        return self._result(
+            self._text(data),
+            is_valid=is_valid if isinstance(is_valid, bool) else True,
+            state=state if isinstance(state, str) else "",
+        )
+
+    async def valid_actions(self) -> list[str]:
+        """Return []: the servers do not say."""
+        return []
+
+    async def expert_action(self) -> str | None:
+        """Return None: the servers have no expert."""
+        return None
+
+    async def render(self) -> str:
+        return self._observation
+
+    async def fingerprint(self) -> str:
+        """Return the hash of the first observation, which is all that can be seen from here."""
+        return hashlib.sha256(self._first.encode(errors="surrogatepass")).hexdigest()
+
+    async def close(self) -> None:
+        socket, self._socket = self._socket, None
+        if socket is not None:
+            await self._server.end(socket)
+
+    async def _ask(self, action: dict[str, Any], what: str) -> dict[str, Any]:
+        assert self._socket is not None
+        frame, timeout_s = {"type": "step", "data": action}, self._options.timeout_s
+        return await self._socket.ask(frame, what, timeout_s=timeout_s)
+
+    def _action(self, text: str) -> dict[str, Any]:
+        """Return the fields of the action that a text means. Raises: BadAction."""
+        if self._offer.has_tools:
+            name, arguments = parse_tool_call(text, self._tools)
+            return {"type": "call_tool", "tool_name": name, "arguments": arguments}
+        name = self._offer.text_field
+        if not name:
+            return parse_json(text)
+        kind = self._offer.schema.get("properties", {}).get(name, {}).get("type", "string")
+        value = action_text(text)
+        try:
+            read = TRUTHS[value.lower()] if kind == "boolean" else KINDS.get(kind, str)(value)
+        except (ValueError, LookupError) as error:
+            raise BadAction(f"The action must be of type {kind}.") from error
+        return {name: read}
+
+    def _text(self, data: dict[str, Any]) -> str:
+        """Return what of an observation is told to the agent."""
+        observation = data.get("observation")
+        if not isinstance(observation, dict):
+            raise OpenEnvFailure(f"{self._server.shown}: an answer without an observation")
+        told = {k: v for k, v in observation.items() if k not in ("metadata", "done", "reward")}
+        name = self._options.observation_field
+        if name in told:
+            told = {name: told[name]}
+        elif name and self._first:  # that of a reset may have other fields
+            known = ", ".join(told) or "none"
+            raise OpenEnvFailure(
+                f"{self._server.shown}: an observation without {name!r}"
+                f" (env.observation_field); it has {known}"
+            )
+        filled = [value for value in told.values() if value not in (None, "", [], {})]
+        if len(filled) == 1 and isinstance(filled[0], str):
+            return filled[0]
+        return json.dumps(told.get(name, told), ensure_ascii=False)
+
+    def _result(self, text: str, *, is_valid: bool, state: str = "") -> StepResult:
+        """Return the result of a step; without an answer the episode stands where it was."""
+        self._observation = text
+        return StepResult(
+            observation=text,
+            reward=self._reward,
+            done=self._is_done,
+            is_valid=is_valid,
+            is_success=self._is_success,
+            state=state,
+        )
+
+
+class Server:
+    """What the episodes on one server share: its offer, its places, one pool of connections."""
+
+    def __init__(self, options: RemoteOptions, offer: Offer) -> None:
+        self.options, self.offer = options, offer
+        self.url = options.url.rstrip("/")
+        self.shown = f"OpenEnv server {bare(self.url)}"
+        self.rule = RewardRule(
+            kind="sum" if options.reward == "sum" else "last",
+            least=options.min_reward,
+            most=options.max_reward,
+        )
+        sizes = [self._num(split, i) for i, split in enumerate(("train", "test"))]
+        turns = options.max_turns
+        self.subset = SubsetSpec(num_train=sizes[0], num_test=sizes[1], max_turns=turns)
+        self._session: aiohttp.ClientSession | None = None
+
+    def _num(self, split: str, place: int) -> int:
+        """Return how many items of a split there are: what is asked for, of what there is."""
+        asked = (self.options.num_train, self.options.num_test)[place]
+        if split in self.offer.splits:
+            num = self.offer.splits[split][1]
+            return num if asked < 0 else min(asked, num)
+        if self.offer.splits:
+            return 0
+        return NUM_SEEDS[place] if asked < 0 else asked
+
+    async def begin(self, wanted: dict[str, Any]) -> tuple[Socket, dict[str, Any]]:
+        """Return the socket of a new episode, and its first observation's data.
+
+        A server without a free session is asked again, as long as an answer may take.
+
+        Raises: OpenEnvFailure.
+        """
+        if self._session is None:
+            self._session = aiohttp.ClientSession()
+        full: OpenEnvFailure | None = None
+        try:
+            async with asyncio.timeout(self.options.timeout_s):
+                while True:
+                    try:
+                        return await self._reset(self._session, wanted)
+                    except OpenEnvFailure as error:
+                        if error.code != "CAPACITY_REACHED":
+                            raise
+                        full = error
+                    await asyncio.sleep(RETRY_S)
+        except TimeoutError as error:
+            raise full or OpenEnvFailure(
+                f"{self.shown}: no reset within {self.options.timeout_s:g} s"
+            ) from error
+
+    async def _reset(
+        self, session: aiohttp.ClientSession, wanted: dict[str, Any]
+    ) -> tuple[Socket, dict[str, Any]]:
+        async with contextlib.AsyncExitStack() as undo:
+            socket = await Socket.open(session, self.url)
+            undo.push_async_callback(socket.close)
+            frame = {"type": "reset", "data": wanted}
+            data = await socket.ask(frame, f"a reset to {wanted}", timeout_s=self.options.timeout_s)
+            undo.pop_all()
+        return socket, data
+
+    async def end(self, socket: Socket) -> None:
+        await socket.close()
+
+    async def stop(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+
+def make_spec(remote: RemoteOptions) -> EnvSpec:
+    """Return the catalogue entry of an OpenEnv server, named after the dialect.
+
+    Raises: ConfigError: see `look_at`.
+    """
+    server = Server(remote, look_at(remote))
+
+    def make(_: Style) -> OpenEnvEpisode:
+        return OpenEnvEpisode(server)
+
+    return EnvSpec(
+        name=NAME,
+        subsets={SUBSET: server.subset},
+        instruction=dict.fromkeys(Style, instruction_of(server.offer)),
+        make=make,
+        isolation=Isolation.TASK,
+        sessions_per_worker=remote.max_sessions,
+        step_timeout_s=2 * (remote.timeout_s + CLOSE_S),  # a reset, and the list of tools
+        is_repeatable=False,
+        stop=server.stop,
+        stop_timeout_s=CLOSE_S,
+    )
+
+
+def _metadata(data: dict[str, Any]) -> dict[str, Any]:
+    """Return an answer's metadata, wherever it stands."""
+    observation = data.get("observation")
+    inner = observation.get("metadata") if isinstance(observation, dict) else None
+    found: dict[str, Any] = {}
+    for told in (inner, data.get("metadata")):
+        found |= told if isinstance(told, dict) else {}
+    return found

@@ -1,0 +1,258 @@
+"""OpenEnv's routes: its clients play our environments under /openenv/<env>."""
+
+import asyncio
+import contextlib
+import logging
+import random
+from typing import Any
+
+from fastapi import FastAPI, Response, WebSocket
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic_core import from_json
+from starlette.websockets import WebSocketDisconnect
+
+from common.errors import EnvError
+from envhub.catalogue.registry import Registry
+from envhub.env import EnvSpec, StepResult, Style, UnknownItem
+from envhub.errors import CapacityFull, HubDraining, SessionConflict, SessionUnknown, UnknownEnv
+from envhub.hosting.sessions import Sessions
+from envhub.http.bodies import (
+    MAX_NAME_CHARS,
+    MAX_SEED,
+    BadBody,
+    json_bytes,
+    json_response,
+    parse_entry,
+)
+from envhub.interop.openenv_tasks import add_task_routes, index_in, split_of
+
+logger = logging.getLogger(__name__)
+
+CLOSE_SILENT = 1001  # "going away", of a socket that said nothing for a whole lease
+CLOSE_REFUSED = 1013  # "try again later"
+
+
+class TextAction(BaseModel):
+    """What an agent says."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    message: str = Field(description="The agent's text, or the bare action")
+    metadata: dict[str, JsonValue] = Field(default_factory=dict)
+
+
+class TextObservation(BaseModel):
+    """What the environment answers."""
+
+    done: bool = False
+    reward: float | None = None
+    metadata: dict[str, JsonValue] = Field(default_factory=dict)
+    text: str = Field(description="What the agent is told")
+
+
+class EpisodeState(BaseModel):
+    """How an episode stands."""
+
+    episode_id: str | None = None
+    step_count: int = 0
+    item_id: str = ""
+
+
+class ResetData(BaseModel):
+    """What a reset may name: an item, or a split and an index in it; else the seed chooses one."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    seed: int | None = Field(default=None, ge=0, le=MAX_SEED)
+    episode_id: str | None = Field(default=None, max_length=MAX_NAME_CHARS)
+    item_id: str | None = Field(default=None, max_length=MAX_NAME_CHARS)
+    split: str = Field(default="train", max_length=MAX_NAME_CHARS)
+    index: int | None = None
+    style: Style = Style.COMPACT
+
+
+def add_openenv_routes(app: FastAPI, sessions: Sessions, registry: Registry) -> None:
+    """Mount /openenv/<env>/... for each environment of the registry.
+
+    The base URL of an OpenEnv client is the hub's URL + "/openenv/<env>".
+    """
+    base = "/openenv/{env}"
+
+    @app.get(f"{base}/health", tags=["openenv"])
+    async def health(env: str) -> Response:
+        registry.spec(env)
+        return json_response({"status": "degraded" if sessions.is_draining else "healthy"})
+
+    @app.get(f"{base}/metadata", tags=["openenv"])
+    async def metadata(env: str) -> Response:
+        spec = registry.spec(env)
+        described = spec.instruction[Style.COMPACT] or spec.name
+        return json_response({"name": spec.name, "description": described})
+
+    @app.get(f"{base}/schema", tags=["openenv"])
+    async def schema(env: str) -> Response:
+        registry.spec(env)
+        told = {"action": TextAction, "observation": TextObservation, "state": EpisodeState}
+        return json_response({name: kind.model_json_schema() for name, kind in told.items()})
+
+    @app.websocket(f"{base}/ws")
+    async def play(socket: WebSocket, env: str) -> None:
+        try:
+            spec = registry.spec(env)
+        except UnknownEnv as error:
+            await socket.send_denial_response(json_response({"detail": str(error)}, status=404))
+            return
+        await socket.accept()
+        await _Player(socket, sessions, spec).serve()
+
+    add_task_routes(app, registry)
+
+
+class _Refused(Exception):
+    """A frame that is answered with an error; the socket stays open unless it `ends`."""
+
+    def __init__(self, code: str, text: str, *, ends: bool = False, **more: int) -> None:
+        super().__init__(text)
+        self.ends = ends
+        self.frame = {"type": "error", "data": {"message": text, "code": code, **more}}
+
+
+class _Player:
+    """One socket: at most one session of the hub at a time, which ends with it.
+
+    Who says nothing for a whole lease loses both, as a session does over HTTP. Pings are answered
+    and none are sent: a client that is busy generating may miss any number of them.
+    """
+
+    def __init__(self, socket: WebSocket, sessions: Sessions, spec: EnvSpec) -> None:
+        self._socket, self._sessions, self._spec = socket, sessions, spec
+        self._session_id: str | None = None
+        self._state = EpisodeState()
+        self._is_over = True
+
+    async def serve(self) -> None:
+        """Answer frame after frame until the client closes, or is silent for too long."""
+        try:
+            with contextlib.suppress(WebSocketDisconnect):
+                await self._answer_all()
+        finally:
+            if not self._is_over:
+                self._sessions.counts["abandoned"] += 1
+            await self._end()
+
+    async def _answer_all(self) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(self._sessions.lease_s):
+                    received = await self._socket.receive()
+            except TimeoutError:
+                text = f"nothing was heard for {self._sessions.lease_s:g} s: the lease has expired"
+                await self._send(_Refused("SESSION_ERROR", text).frame)
+                await self._socket.close(CLOSE_SILENT, "lease expired")
+                return
+            if received["type"] == "websocket.disconnect":
+                return
+            try:
+                reply = await self._reply(received.get("text") or received.get("bytes") or "")
+            except _Refused as error:
+                await self._send(error.frame)
+                if error.ends:
+                    await self._socket.close(CLOSE_REFUSED, "no session")
+                    return
+                continue
+            if reply is None:
+                await self._end()
+                await self._socket.close()
+                return
+            await self._send(reply)
+
+    async def _send(self, frame: dict[str, Any]) -> None:
+        await self._socket.send_text(json_bytes(frame).decode())
+
+    async def _reply(self, raw: str | bytes) -> dict[str, Any] | None:
+        """Return the answer to a frame, None to a close. Raises: _Refused."""
+        try:
+            frame = from_json(raw)
+        except ValueError as error:
+            raise _Refused("INVALID_JSON", f"Invalid JSON: {error}") from error
+        kind = frame.get("type") if isinstance(frame, dict) else None
+        given = frame.get("data", {}) if isinstance(frame, dict) else {}
+        try:
+            match kind:
+                case "reset":
+                    return await self._reset(parse_entry(ResetData, given))
+                case "step":
+                    return await self._step(parse_entry(TextAction, given).message)
+                case "state":
+                    return {"type": "state", "data": self._state.model_dump()}
+                case "close":
+                    return None
+        except (BadBody, UnknownItem, ValidationError) as error:
+            raise _Refused("VALIDATION_ERROR", str(error)) from error
+        raise _Refused("UNKNOWN_TYPE", f"Unknown message type: {str(kind)[:40]}")
+
+    async def _reset(self, wanted: ResetData) -> dict[str, Any]:
+        """Begin an episode in place of the one that there may be."""
+        item_id = wanted.item_id or self._choose(wanted)
+        await self._end()
+        sessions, name = self._sessions, self._spec.name
+        try:
+            self._session_id, text = await sessions.create(
+                name, item_id, seed=wanted.seed or 0, style=wanted.style
+            )
+        except CapacityFull as error:
+            limit = sessions.placement.capacity(self._spec)
+            counts = {"active_sessions": sessions.num_live[name], "max_sessions": limit}
+            raise _Refused("CAPACITY_REACHED", str(error), ends=True, **counts) from error
+        except HubDraining as error:
+            raise _Refused("SESSION_ERROR", str(error), ends=True) from error
+        except EnvError as error:
+            raise _Refused("EXECUTION_ERROR", str(error)) from error
+        self._is_over = False
+        self._state = EpisodeState(episode_id=wanted.episode_id, item_id=item_id)
+        told = {"item_id": item_id, "instruction": self._spec.instruction[wanted.style]}
+        told["state"] = sessions.first_state(self._session_id)
+        return _observation(text, None, is_done=False, metadata=told)
+
+    def _choose(self, wanted: ResetData) -> str:
+        split = split_of(self._spec, wanted.split)
+        if wanted.index is not None:
+            return split.item(index_in(split, wanted.index))
+        seed = random.randrange(split.num) if wanted.seed is None else wanted.seed
+        return split.item(seed % split.num)
+
+    async def _step(self, action: str) -> dict[str, Any]:
+        if self._session_id is None:
+            raise _Refused("EXECUTION_ERROR", "no episode: reset first")
+        try:
+            result = await self._sessions.step(self._session_id, action)
+        except SessionConflict as error:
+            raise _Refused("EXECUTION_ERROR", str(error)) from error
+        except (SessionUnknown, EnvError) as error:
+            self._session_id, self._is_over = None, True  # the table has counted it
+            is_gone = isinstance(error, SessionUnknown)
+            code = "SESSION_ERROR" if is_gone else "EXECUTION_ERROR"
+            raise _Refused(code, str(error)) from error
+        self._state.step_count += 1
+        self._is_over = result.done
+        return _stepped(result)
+
+    async def _end(self) -> None:
+        session_id, self._session_id = self._session_id, None
+        self._is_over = True
+        if session_id is not None:
+            with contextlib.suppress(SessionUnknown):
+                await self._sessions.delete(session_id)
+
+
+def _stepped(result: StepResult) -> dict[str, Any]:
+    told = {"is_valid": result.is_valid, "is_success": result.is_success, "state": result.state}
+    return _observation(result.observation, result.reward, is_done=result.done, metadata=told)
+
+
+def _observation(
+    text: str, reward: float | None, *, is_done: bool, metadata: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the frame, with the metadata where typed clients and where untyped ones look."""
+    told = {"observation": {"text": text, "metadata": metadata}, "reward": reward}
+    return {"type": "observation", "data": told | {"done": is_done, "metadata": metadata}}

@@ -1,0 +1,166 @@
+"""The wire to an OpenEnv server: what it says of itself, and the socket of one episode."""
+
+import asyncio
+import base64
+import contextlib
+import http.client
+import json
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from common.errors import ConfigError
+from envhub.env import EnvFailure
+
+ASK_S = 10.0  # for what a server says of itself
+MAX_FRAME_BYTES = 16 << 20
+CLOSE_S = 1.0  # for a server to close a socket, and once more for it to say so
+RETRY_S = 0.25  # between two tries for a session of a server that has none free
+
+
+class OpenEnvFailure(EnvFailure):
+    """The server failed; the text names it. `code` is its own word for it, "" without one."""
+
+    def __init__(self, text: str, *, code: str = "") -> None:
+        super().__init__(text)
+        self.code = code
+
+
+class OpenEnvClosed(OpenEnvFailure):
+    """The server, or what lies between, closed the socket in the middle of an episode."""
+
+
+def bare(url: str) -> str:
+    """Return an address as it may be shown: without user and password."""
+    scheme, mark, rest = url.partition("://")
+    return f"{scheme}{mark}{rest.rpartition('@')[2]}"
+
+
+def ask_server(url: str, path: str, body: object = None) -> tuple[int, Any]:
+    """Return status and JSON of one request, a POST if there is a body; None if it is no JSON.
+
+    Raises: ConfigError: nobody answers.
+    """
+    parts = urlsplit(url)
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    headers = {"Content-Type": "application/json"}
+    if parts.username is not None:
+        login = f"{parts.username}:{parts.password or ''}".encode()
+        headers["Authorization"] = f"Basic {base64.b64encode(login).decode()}"
+    connection = kind(parts.hostname or "", parts.port, timeout=ASK_S)
+    try:
+        raw = None if body is None else json.dumps(body)
+        method = "GET" if raw is None else "POST"
+        connection.request(method, f"{parts.path.rstrip('/')}{path}", body=raw, headers=headers)
+        answer = connection.getresponse()
+        text = answer.read(MAX_FRAME_BYTES)
+    except (OSError, http.client.HTTPException) as error:
+        reason = str(error) or type(error).__name__
+        raise ConfigError(f"env.url={bare(url)}: {path}: no answer ({reason})") from error
+    finally:
+        connection.close()
+    try:
+        return answer.status, json.loads(text)
+    except ValueError:
+        return answer.status, None
+
+
+class Socket:
+    """The socket of one episode.
+
+    It is read all the time, so that the server's pings are answered while the policy thinks for
+    minutes, and that a close is known before the next action is sent. Frames have no ids: whoever
+    gave up waiting for an answer must close it.
+    """
+
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse, url: str) -> None:
+        self._socket = socket
+        self._shown = bare(url)
+        self._frames: asyncio.Queue[str | None] = asyncio.Queue()  # None: there are no more
+        self._why = ""  # it was closed
+        self._reader = asyncio.create_task(self._read())
+
+    @classmethod
+    async def open(cls, session: aiohttp.ClientSession, url: str) -> "Socket":
+        """Return a socket. Raises: OpenEnvFailure: there is no such server."""
+        try:
+            timeout = aiohttp.ClientWSTimeout(ws_close=CLOSE_S)  # pyright: ignore[reportCallIssue]
+            socket = await session.ws_connect(
+                f"{url}/ws", max_msg_size=MAX_FRAME_BYTES, timeout=timeout
+            )
+        except (aiohttp.ClientError, OSError) as error:
+            reason = str(error) or type(error).__name__
+            raise OpenEnvFailure(f"OpenEnv server {bare(url)}: no socket: {reason}") from error
+        return cls(socket, url)
+
+    async def ask(self, frame: dict[str, Any], what: str, *, timeout_s: float) -> dict[str, Any]:
+        """Return the data of the answer to a frame.
+
+        Raises:
+            OpenEnvClosed: the socket is closed.
+            OpenEnvFailure: an error frame, something that is no answer, or none in time.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                if not self._why:  # else an error frame may have come before
+                    with contextlib.suppress(ConnectionError):
+                        await self._socket.send_str(json.dumps(frame))
+                text = await self._frames.get()
+        except TimeoutError as error:
+            raise self._failure(f"{what}: no answer within {timeout_s:g} s") from error
+        if text is None:
+            self._frames.put_nowait(None)
+            raise OpenEnvClosed(f"OpenEnv server {self._shown} closed the socket: {self._why}")
+        return self._data(text, what)
+
+    def _data(self, text: str, what: str) -> dict[str, Any]:
+        try:
+            answer = json.loads(text)
+            data = answer["data"]
+        except (ValueError, LookupError, TypeError) as error:
+            raise self._failure(f"{what} was answered {text[:200]!r}") from error
+        if not isinstance(data, dict):
+            raise self._failure(f"{what} was answered {text[:200]!r}")
+        if answer.get("type") == "error":
+            code = str(data.get("code", ""))
+            said = "; ".join([str(data.get("message", "")), *_problems(data)])
+            raise self._failure(f"{what} was refused ({code}): {said[:1000]}", code=code)
+        return data
+
+    def _failure(self, text: str, *, code: str = "") -> OpenEnvFailure:
+        return OpenEnvFailure(f"OpenEnv server {self._shown}: {text}", code=code)
+
+    async def _read(self) -> None:
+        """Take frames until the socket is closed, and note why it was."""
+        while True:
+            message = await self._socket.receive()
+            if message.type is aiohttp.WSMsgType.TEXT:
+                self._frames.put_nowait(message.data)
+                continue
+            if message.type is aiohttp.WSMsgType.CLOSE:
+                self._why = f"code {message.data} {message.extra or ''}".rstrip()
+            elif message.type is aiohttp.WSMsgType.BINARY:
+                self._why = "it sent bytes"
+            else:
+                cause = self._socket.exception()
+                self._why = f"{cause!r}" if cause else "the connection was lost"
+            self._frames.put_nowait(None)
+            return
+
+    async def close(self) -> None:
+        """Say goodbye, and wait a little for the server to give the session's place back."""
+        if not self._why:
+            with contextlib.suppress(ConnectionError):
+                await self._socket.send_str('{"type":"close"}')
+            await asyncio.wait([self._reader], timeout=CLOSE_S)
+        self._reader.cancel()
+        await asyncio.gather(self._reader, return_exceptions=True)
+        await self._socket.close()
+
+
+def _problems(data: dict[str, Any]) -> list[str]:
+    """Return the details of a VALIDATION_ERROR."""
+    errors = data.get("errors")
+    listed = [each for each in errors if isinstance(each, dict)] if isinstance(errors, list) else []
+    return [f"{'.'.join(map(str, e.get('loc', ())))}: {e.get('msg', '')}" for e in listed[:5]]

@@ -1,0 +1,93 @@
+"""Between an agent's texts and the actions, tools and rewards of environments from elsewhere."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from envhub.env import EnvFailure, action_text
+
+TOOL_FORM = """\
+Each turn calls one tool, as JSON after "Action:":
+Action: {"tool": "<its name>", "arguments": {...}}"""
+
+
+class BadAction(ValueError):
+    """The agent's text is no action; the message is what it is told."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardRule:
+    """What the rewards of an episode amount to, and between which bounds that lies."""
+
+    kind: Literal["last", "sum"] = "last"
+    least: float = 0.0
+    most: float = 1.0
+
+
+class Rewards:
+    """The rewards of one episode, as the one number in [0, 1] that a step reports."""
+
+    def __init__(self, rule: RewardRule) -> None:
+        self._rule = rule
+        self._total: float | None = None  # None: none was given yet
+
+    def add(self, reward: object, *, is_last: bool) -> float:
+        """Return what the episode has paid with this reward; None is no reward.
+
+        Raises: EnvFailure: it is no number, beyond the bounds, or the episode ends without one.
+        """
+        if reward is not None:
+            if not isinstance(reward, (int, float)) or not math.isfinite(reward):
+                raise EnvFailure(f"a step answered {reward!r} as its reward")
+            before = (self._total or 0.0) if self._rule.kind == "sum" else 0.0
+            self._total = before + float(reward)
+        if self._total is None:
+            if is_last:
+                raise EnvFailure("the episode ended and never said a reward")
+            return 0.0
+        least, most = self._rule.least, self._rule.most
+        if is_last and not least <= self._total <= most:
+            asked = f"{least:g} to {most:g} was said to be the range"
+            raise EnvFailure(f"the episode pays {self._total:g}, but {asked} (env.*_reward)")
+        return min(max((self._total - least) / (most - least), 0.0), 1.0)
+
+
+def parse_json(text: str) -> dict[str, Any]:
+    """Return the JSON object of an agent's text: after its last "Action:", fenced or not.
+
+    Raises: BadAction.
+    """
+    found = action_text(text)
+    start, end = found.find("{"), found.rfind("}")
+    try:
+        parsed = json.loads(found[start : end + 1]) if 0 <= start < end else None
+    except ValueError as error:
+        raise BadAction(f"The action is no JSON: {error}") from error
+    if not isinstance(parsed, dict):
+        raise BadAction("The action must be a JSON object.")
+    return parsed
+
+
+def parse_tool_call(text: str, names: Sequence[str]) -> tuple[str, dict[str, Any]]:
+    """Return the tool that a text calls, and its arguments. Raises: BadAction."""
+    call = parse_json(text)
+    name = call.get("tool") or call.get("tool_name") or call.get("name")
+    arguments = call.get("arguments", {})
+    if name not in names:
+        raise BadAction(f"No tool {str(name)[:100]!r}; there are: {', '.join(names)}.")
+    if not isinstance(arguments, dict):
+        raise BadAction('"arguments" must be a JSON object.')
+    return str(name), arguments
+
+
+def tools_text(tools: Sequence[Mapping[str, Any]]) -> str:
+    """Return what an agent is told of its tools: name, description, input_schema of each."""
+    lines = ["Tools:"]
+    for tool in tools:
+        schema = tool.get("input_schema") or tool.get("inputSchema") or {}
+        described = " ".join(str(tool.get("description") or "").split())
+        fields = json.dumps(schema.get("properties", {}), ensure_ascii=False)
+        lines.append(f"- {tool['name']}: {described} arguments: {fields}")
+    return "\n".join(lines)

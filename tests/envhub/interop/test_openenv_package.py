@@ -1,0 +1,96 @@
+"""Laws of OpenEnv with its own package, in an environment of its own."""
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.envhub.agentgym.agentgym_clients import DIRECT, serve_envs
+from tests.venvs import python_with
+
+OPENENV = "openenv==0.10.0"
+PLAY = """
+import json, sys
+from openenv import GenericEnvClient
+url, actions = sys.argv[1], json.loads(sys.argv[2])
+with GenericEnvClient(base_url=url).sync() as env:
+    begun = env.reset(split="test", index=0)
+    results = [env.step({"message": action}) for action in actions]
+    told = [(r.observation["text"], r.reward, r.done) for r in results]
+    print(json.dumps([begun.observation["text"], told, env.state(), begun.metadata["item_id"]]))
+"""
+
+
+@contextlib.contextmanager
+def echo_server(folder: Path) -> Iterator[str]:
+    """Yield the URL of the echo environment that the package's own `init` writes."""
+    python = python_with(OPENENV)
+    quiet: dict[str, Any] = {"check": True, "stdout": subprocess.DEVNULL}
+    command = [python, "-m", "openenv.cli", "init", "echo_env", "--output-dir", str(folder)]
+    subprocess.run(command, timeout=60, stderr=subprocess.DEVNULL, **quiet)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [python, "-m", "uvicorn", "echo_env.server.app:app", "--port", str(port)]
+    server = subprocess.Popen(command, cwd=folder, stderr=subprocess.DEVNULL)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        deadline_s = time.monotonic() + 60.0
+        while True:
+            with contextlib.suppress(httpx.TransportError):
+                httpx.get(f"{url}/health", **DIRECT)
+                break
+            assert time.monotonic() < deadline_s
+            assert server.poll() is None
+            time.sleep(0.1)
+        yield url
+    finally:
+        server.terminate()
+        server.wait(timeout=20)
+
+
+@pytest.mark.slow
+def test_its_client_plays_our_environment() -> None:
+    python = python_with(OPENENV)
+    with serve_envs("textcraft") as hub, httpx.Client(base_url=hub, **DIRECT) as client:
+        item = client.get("/v1/envs/textcraft/tasks").json()
+        item_id = next(iter(item.values()))["test"][0]
+        body = {"env": "textcraft", "item_id": item_id}
+        opened = client.post("/v1/sessions", json=body).json()
+        path, actions, told = f"/v1/sessions/{opened['session_id']}", [], []
+        while not told or not told[-1][2]:
+            actions.append(client.get(f"{path}/hint").json()["expert_action"])
+            step = {"action": actions[-1], "seq": len(actions)}
+            answer = client.post(f"{path}/step", json=step).json()
+            told.append([answer["observation"], answer["reward"], answer["done"]])
+        command = [python, "-c", PLAY, f"{hub}/openenv/textcraft", json.dumps(actions)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr[-2000:]
+        first, theirs, state, theirs_id = json.loads(done.stdout)
+        assert (first, theirs, theirs_id) == (opened["observation"], told, item_id)
+        assert state["step_count"] == len(actions)
+        assert theirs[-1][1:] == [1.0, True]
+
+
+@pytest.mark.slow
+def test_its_echo_environment_is_evaluated_here(tmp_path: Path, repository: Path) -> None:
+    with echo_server(tmp_path) as url:
+        hub = ["env.dialect=openenv", f"env.url={url}", "env.observation_field=echoed_message"]
+        done = subprocess.run(
+            [sys.executable, "run.py", "envs", "env=openenv", *hub],
+            cwd=repository,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env=os.environ | {"COLUMNS": "200"},
+        )
+        assert done.returncode == 0, done.stderr
+        assert "10,000" in done.stdout

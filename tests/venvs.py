@@ -1,0 +1,54 @@
+"""Environments of their own for packages that the project itself does not install."""
+
+import fcntl
+import hashlib
+import os
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+import pytest
+
+UNREACHABLE = (
+    "No matching distribution",
+    "Could not find a version",
+    "ConnectionError",
+    "Retrying",
+)
+INSTALL_S = 280.0
+
+
+def python_with(*requirements: str, sees_ours: bool = False) -> str:
+    """Return the interpreter of an environment that holds these packages; it is made once.
+
+    It lies in a folder of the system's temporary files, named by what it holds. With `sees_ours`
+    it also finds what the project's environment has. Skips the test if the index has no answer.
+    """
+    wanted = [*sorted(requirements), str(sees_ours), sys.version, sys.prefix]
+    mark = hashlib.sha256("\n".join(wanted).encode()).hexdigest()[:16]
+    root = Path(tempfile.gettempdir()) / f"longstride-venvs-{os.getuid()}"
+    root.mkdir(mode=0o700, exist_ok=True)
+    folder, python = root / mark, root / mark / "bin" / "python"
+    with (root / f"{mark}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "whole").exists():
+            _make(folder, python, requirements, sees_ours=sees_ours)
+            (folder / "whole").write_text("\n".join(wanted))
+    return str(python)
+
+
+def _make(folder: Path, python: Path, requirements: tuple[str, ...], *, sees_ours: bool) -> None:
+    subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
+    if sees_ours:
+        version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+        own = folder / "lib" / version / "site-packages"
+        (own / "ours.pth").write_text(sysconfig.get_path("purelib"))
+    command = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+    done = subprocess.run(
+        [*command, *requirements], capture_output=True, text=True, timeout=INSTALL_S
+    )
+    if done.returncode and any(mark in done.stderr for mark in UNREACHABLE):
+        pytest.skip(f"the package index has no {requirements}: {done.stderr[-300:]}")
+    assert done.returncode == 0, done.stderr[-3000:]
