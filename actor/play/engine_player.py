@@ -38,6 +38,7 @@ async def play_with_engine(
         max_concurrent=actor.max_concurrent,
         max_tokens=actor.max_model_len,
         turn_tokens=actor.max_turn_tokens,
+        options=actor,
     )
     try:
         await play(job, player)

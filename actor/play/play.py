@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from actor.rollout.env_client import Environments, HubClient
-from actor.rollout.episode import Act, Render, run_episode
+from actor.rollout.episode import WHOLE, Act, Render, run_episode
+from common.config.evaluation import AgentOptions
 from common.errors import LongstrideError
 from common.store.journal import JournalWriter
 from common.wire.messages import EpisodeKind, Lease, Trajectory
@@ -26,6 +27,7 @@ class Player:
     max_concurrent: int
     max_tokens: int  # context limit, in what the renderer counts
     turn_tokens: int  # most of them in one turn
+    options: AgentOptions = WHOLE  # what becomes of an episode that outgrows it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +92,7 @@ async def _play_patiently(
             max_tokens=player.max_tokens,
             turn_tokens=player.turn_tokens,
             actor="play",
+            options=player.options,
         )
         if not trajectory.end_reason.is_infrastructure_failure:
             break

@@ -10,9 +10,10 @@ from typing import Protocol
 
 import numpy as np
 
+from actor.rollout.context import History, Render, Room, Turn
 from actor.rollout.env_client import Hint, StepResult
-from actor.rollout.observations import Observations
 from common.config.curriculum import HorizonUnit
+from common.config.evaluation import AgentOptions
 from common.errors import EnvError, EnvTimeout, HubLost
 from common.states import state_number
 from common.text import valid_text
@@ -27,19 +28,6 @@ class PolicyFailed(Exception):
     """Raised by an act: no answer from a policy that others run. Says nothing about the policy."""
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """What a policy sampled for one turn."""
-
-    token_ids: list[int]  # [num_sampled]
-    logprobs: list[float]  # [num_sampled] nats, of the distribution that was sampled from
-    versions: list[int]  # [num_sampled] weights that sampled each token
-    is_stopped: bool = True  # ended by an end-of-turn token, which is the last of token_ids
-    num_prompt: int = 0  # tokens of the conversation before, as the engine was given them
-    num_cached: int = 0  # of them, those whose keys and values it had already
-    waited_s: float = 0.0  # for others, or for new weights, while it was asked for
-
-
 class Session(Protocol):
     """One episode of an environment; `actor.rollout.env_client.HubSession` is one."""
 
@@ -51,47 +39,15 @@ class Session(Protocol):
     async def close(self) -> None: ...
 
 
-class Render(Protocol):
-    """Text to token ids and back; `actor.rollout.render.Renderer` is one."""
-
-    def first_prompt(
-        self, text: str, *, before: tuple[str, str] | None = None
-    ) -> list[int]: ...  # `before`: an instruction and the agent's answer to it
-    def after_action(self, text: str, *, is_stopped: bool) -> list[int]: ...
-    def action_text(self, token_ids: list[int]) -> str: ...
-
-
+WHOLE = AgentOptions()
 Act = Callable[[list[int], Session], Awaitable[Turn]]  # whole conversation so far -> one turn
 OpenSession = Callable[[], Awaitable[Session]]
 
 
 @dataclass(slots=True)
-class _Tape:
-    """The growing sequence. One place appends, so the columns cannot fall out of step."""
-
-    token_ids: list[int] = field(default_factory=list)
-    loss_mask: list[bool] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    turn_ids: list[int] = field(default_factory=list)
-
-    def observe(self, ids: list[int], turn: int) -> None:
-        self.add(Turn(ids, [0.0] * len(ids), [-1] * len(ids)), turn, is_sampled=False)
-
-    def add(self, taken: Turn, turn: int, *, is_sampled: bool = True) -> None:
-        num_tokens = len(taken.token_ids)
-        self.token_ids += taken.token_ids
-        self.loss_mask += [is_sampled] * num_tokens
-        self.logprobs += taken.logprobs
-        self.versions += taken.versions
-        self.turn_ids += [turn] * num_tokens
-
-
-@dataclass(slots=True)
 class _Play:
     keeps_last: bool
-    tape: _Tape = field(default_factory=_Tape)
-    observations: Observations = field(default_factory=Observations)
+    history: History
     end: EndReason = EndReason.HORIZON
     error: str = ""
     reward: float = 0.0
@@ -104,8 +60,35 @@ class _Play:
     num_cached_tokens: int = 0
     generate_s: float = 0.0
     env_s: float = 0.0
-    turns_s: float = 0.0  # what its turns took, without waiting for others
+    turn_s: float = 0.0  # what the turn took so far, without waiting for others
+    turns_s: float = 0.0  # and all that were answered
     num_sampled: int = 0
+
+    async def ask(self, act: Act, session: Session) -> Turn:
+        """Return a turn of the policy on what it is shown, and count what it took."""
+        asked = time.monotonic()
+        taken = await act(self.history.tape.context, session)
+        took_s = time.monotonic() - asked
+        self.generate_s += took_s
+        self.turn_s += took_s - taken.waited_s
+        self.num_sampled += len(taken.token_ids)
+        self.num_prompt_tokens += taken.num_prompt
+        self.num_cached_tokens += taken.num_cached
+        return taken
+
+    def answered(self, result: StepResult, took_s: float) -> None:
+        """Write down what the environment made of an action."""
+        self.env_s += took_s
+        self.turns_s += max(0.0, self.turn_s + took_s)
+        self.turn_s = 0.0
+        self.num_turns += 1
+        self.invalid_turns.append(not result.is_valid)
+        self.reward = result.reward
+        self.scores.append(result.reward)
+        self.states.append(state_number(result.state or result.observation))
+        if result.done:
+            self.end = EndReason.DONE
+            self.is_success = result.is_success
 
     def may_go_on(self, lease: Lease, turn_tokens: int) -> bool:
         """Return whether the horizon lets a further turn begin."""
@@ -148,6 +131,7 @@ async def run_episode(
     actor: str,
     may_repeat: bool = False,
     keeps_last: bool = False,
+    options: AgentOptions = WHOLE,
 ) -> Trajectory:
     """Play the leased episode to its end and return it. One turn is played at any horizon.
 
@@ -157,26 +141,25 @@ async def run_episode(
     Args:
         act: maps the conversation's token ids to the next turn.
         instruction: before the first observation; apart from it if there is an `acknowledgement`.
-        max_tokens: context limit; an episode that could exceed it in its next turn ends there,
-            and observations are cut to it (`actor.rollout.observations`).
+        max_tokens: context limit; observations are cut to it. An episode that could exceed it in
+            its next turn ends there, or goes on with less, as `options` say.
         turn_tokens: most tokens that one turn may sample.
         may_repeat: the caller plays it again if its hub is gone, so that it is no failure.
         keeps_last: of an episode that is cut short take up the last observation, for a critic.
 
     Raises: HubLost: if `may_repeat`.
     """
-    started, play = time.monotonic(), _Play(keeps_last=keeps_last)
+    room = Room(max_tokens=max_tokens, turn_tokens=turn_tokens, options=options)
+    started, play = time.monotonic(), _Play(keeps_last=keeps_last, history=History(render, room))
     session: Session | None = None
     try:
         async with asyncio.timeout(lease.deadline_s) as deadline:
             session = await open_session()
             text, encode = _opening(render, session, instruction, acknowledgement)
-            play.env_s, max_prompt = time.monotonic() - started, max_tokens - turn_tokens
-            ids = play.observations.fitted(text, encode, max_tokens=max_prompt)
-            if ids is None:
-                raise ContextFull(f"not even the first page's beginning fits into {max_prompt}")
-            play.tape.observe(ids, 0)
-            await _turns(lease, session, play, act, render, max_tokens, max_prompt)
+            play.env_s = time.monotonic() - started
+            if not play.history.begin(text, encode):
+                raise ContextFull("not even the first page's beginning fits")
+            await _turns(lease, session, play, act, render, turn_tokens)
     except ContextFull:
         play.end = EndReason.CONTEXT_FULL
     except PolicyFailed as error:
@@ -198,54 +181,29 @@ async def run_episode(
 
 
 async def _turns(
-    lease: Lease,
-    session: Session,
-    play: _Play,
-    act: Act,
-    render: Render,
-    max_tokens: int,
-    max_prompt: int,
+    lease: Lease, session: Session, play: _Play, act: Act, render: Render, turn_tokens: int
 ) -> None:
+    history, ask = play.history, partial(play.ask, act, session)
     play.states.append(state_number(session.first_state or session.first_observation))
     for turn in count():
-        asked = time.monotonic()
-        taken = await act(play.tape.token_ids, session)
+        taken = await ask()
+        history.tape.add(taken, turn)
         answered = time.monotonic()
-        play.tape.add(taken, turn)
         result = await session.step(render.action_text(taken.token_ids))
-        play.generate_s += answered - asked
-        ended = time.monotonic()
-        play.env_s += ended - answered
-        play.turns_s += max(0.0, ended - asked - taken.waited_s)
-        play.num_sampled += len(taken.token_ids)
-        play.num_turns += 1
-        play.num_prompt_tokens += taken.num_prompt
-        play.num_cached_tokens += taken.num_cached
-        play.invalid_turns.append(not result.is_valid)
-        play.reward = result.reward
-        play.scores.append(result.reward)
-        play.states.append(state_number(result.state or result.observation))
+        play.answered(result, time.monotonic() - answered)
         if result.done:
-            play.end = EndReason.DONE
-            play.is_success = result.is_success
             return
-        encode = partial(render.after_action, is_stopped=taken.is_stopped)
-        num_tokens = len(play.tape.token_ids)
-        if play.may_go_on(lease, max_tokens - max_prompt):
-            ids = play.observations.fitted(result.observation, encode, max_tokens=max_tokens // 2)
-            if ids is not None and num_tokens + len(ids) <= max_prompt:
-                play.tape.observe(ids, turn + 1)
+        if play.may_go_on(lease, turn_tokens):
+            if await history.go_on(result.observation, taken, turn + 1, ask):
                 continue
             play.end = EndReason.CONTEXT_FULL
-        if play.keeps_last:  # of no turn, and seen by no policy, so it is not counted as cut
-            room = max_tokens - num_tokens
-            last = Observations().fitted(result.observation, encode, max_tokens=room)
-            play.tape.observe(last or [], turn)
+        if play.keeps_last:  # of no turn, and seen by no policy
+            history.last(result.observation, taken, turn)
         return
 
 
 def _trajectory(lease: Lease, play: _Play, *, actor: str, wall_s: float) -> Trajectory:
-    tape = play.tape
+    tape, observations = play.history.tape, play.history.observations
     return Trajectory(
         **lease.identity(),
         actor=actor,
@@ -257,8 +215,8 @@ def _trajectory(lease: Lease, play: _Play, *, actor: str, wall_s: float) -> Traj
         num_invalid_actions=sum(play.invalid_turns),
         num_prompt_tokens=play.num_prompt_tokens,
         num_cached_tokens=play.num_cached_tokens,
-        num_cut_observations=play.observations.num_cut,
-        num_repaired_texts=play.observations.num_repaired,
+        num_cut_observations=observations.num_cut,
+        num_repaired_texts=observations.num_repaired,
         generate_s=play.generate_s,
         env_s=play.env_s,
         wall_s=wall_s,
@@ -270,4 +228,5 @@ def _trajectory(lease: Lease, play: _Play, *, actor: str, wall_s: float) -> Traj
         invalid_turns=np.array(play.invalid_turns, dtype=bool),
         turn_scores=np.array(play.scores, dtype=np.float32),
         turn_states=np.array(play.states[: play.num_turns], dtype=np.int32),
+        segment_starts=np.array(tape.starts if len(tape.starts) > 1 else [], dtype=np.int32),
     )

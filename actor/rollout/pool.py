@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from actor.engine.concurrency import Concurrency, EngineLoad
 from actor.links.delivery import Delivery
-from actor.rollout.episode import Act, Render, Turn, run_episode
+from actor.rollout.episode import WHOLE, Act, Render, Turn, run_episode
 from actor.rollout.hubs import Hubs
 from actor.rollout.lockstep import Rounds
 from actor.rollout.render import Renderer
@@ -154,6 +154,7 @@ class Episodes:
             actor=self._actor,
             may_repeat=may_repeat,
             keeps_last=self._keeps_last and lease.kind is EpisodeKind.TRAIN,
+            options=self._cfg if lease.policy is PolicyKind.MODEL else WHOLE,
         )
 
     def _policy(self, lease: Lease) -> tuple[Act, Render]:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+from actor.rollout.context import least_again
 from actor.rollout.observations import CUT_MARK
 from common.config.run_config import ActorSection
 from common.control_tokens import ControlTokens
@@ -108,6 +109,7 @@ class Renderer:
         Raises: ConfigError: it does not, so that no episode could ever be played.
         """
         needed = len(self.first_prompt(f"x{CUT_MARK.format(10**6)}"))
+        needed = max(needed, least_again(self, actor, actor.max_turn_tokens))
         if actor.max_model_len - actor.max_turn_tokens < needed:
             raise ConfigError(
                 f"actor.max_model_len={actor.max_model_len}: with actor.max_turn_tokens="

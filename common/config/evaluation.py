@@ -1,12 +1,54 @@
-"""Options of evaluation, and of a policy that is asked over HTTP instead of run here."""
+"""Options of evaluation, of what a policy is shown, and of one that is asked over HTTP."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
 from common.config.knobs import URL, WORD, Contradiction, knob, seconds
+from common.config.learning import AlgorithmSection, Correction, PolicyLoss
 
 LIMIT_KEYS = ("max_tokens", "max_completion_tokens")
+
+
+class ContextKind(StrEnum):
+    """What becomes of an episode whose next turn has no room in `actor.max_model_len`.
+
+    full: it ends as context_full. window: a new segment begins with the first message and the
+    latest turns. summary: the policy sums up; a new segment begins with the first message and that.
+    """
+
+    FULL = "full"
+    WINDOW = "window"
+    SUMMARY = "summary"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentOptions:
+    """What an episode's policy is shown of it."""
+
+    context: ContextKind = knob(ContextKind.FULL, "when an episode outgrows max_model_len")
+    context_turns: int = knob(
+        4, "latest turns that a segment of context=window begins with", ge=1, le=1000
+    )
+    learn_summaries: bool = knob(True, "those of context=summary are trained as actions are")
+
+    @property
+    def has_segments(self) -> bool:
+        """Whether episodes may be several training rows."""
+        return self.context is not ContextKind.FULL
+
+    def contradictions_of_rows(self, algorithm: AlgorithmSection) -> Iterator[Contradiction]:
+        """Yield what cannot be computed where the tokens of an episode are in several rows."""
+        found: list[tuple[str, object]] = []
+        if algorithm.policy_loss is PolicyLoss.GSPO:
+            found.append(("algorithm.policy_loss", algorithm.policy_loss.value))
+        if algorithm.correction in (Correction.SEQUENCE_TIS, Correction.GEOMETRIC):
+            found.append(("algorithm.correction", algorithm.correction.value))
+        if algorithm.negative_mask_delta > 0:
+            found.append(("algorithm.negative_mask_delta", algorithm.negative_mask_delta))
+        for key, value in found if self.has_segments else []:
+            law = "takes a ratio over a whole episode, whose segments are rows of their own here"
+            yield key, value, f"{law} (actor.context={self.context.value})"
 
 
 class EvalItems(StrEnum):

@@ -17,7 +17,7 @@ from common.config.curriculum import (
     contradictions_of_tasks,
 )
 from common.config.envs import EnvsSection, RemoteOptions
-from common.config.evaluation import EvalSection, PolicySection
+from common.config.evaluation import AgentOptions, EvalSection, PolicySection
 from common.config.knobs import (
     ENV_NAME,
     FILE_NAME,
@@ -197,7 +197,7 @@ class AtUpdate(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ActorSection:
+class ActorSection(AgentOptions):
     """Generation and interaction."""
 
     num_actors: int = knob(1, "started by the launcher; more may join at any time", ge=0, le=10_000)
@@ -210,7 +210,7 @@ class ActorSection:
     min_concurrent: int = knob(
         1, "but so many always", ge=1, le=10**5, must="be at most max_concurrent"
     )
-    max_model_len: int = knob(512, "tokens; a longer episode ends as context_full", ge=16, le=10**8)
+    max_model_len: int = knob(512, "tokens; of a longer episode see context", ge=16, le=10**8)
     max_turn_tokens: int = knob(16, "sampled tokens per turn", ge=1, must="be < max_model_len")
     temperature: float = knob(1.0, "of sampling; the learner divides by it, too", gt=0, le=100)
     top_p: float = knob(1.0, "1: all tokens; else the importance ratio is biased", ge=1, le=1)
@@ -254,11 +254,10 @@ class ActorSection:
             law = f"{engines} x {width} = {wanted}; give that, or 0"
             yield "num_gpus", self.num_gpus, law
         blocks_for = self.kv_cache_blocks * LARGEST_BLOCK_TOKENS
-        if 0 < blocks_for < self.max_model_len:
-            law = f"no room for one episode of actor.max_model_len={self.max_model_len} tokens"
+        if 0 < blocks_for < (longest := self.max_model_len):
+            law = f"no room for one episode of actor.max_model_len={longest} tokens"
             yield "kv_cache_blocks", self.kv_cache_blocks, law
-        is_kept = self.prefixes_at_update is AtUpdate.KEEP
-        if is_kept and self.kv_at_update is AtUpdate.DROP:
+        if self.prefixes_at_update is AtUpdate.KEEP and self.kv_at_update is AtUpdate.DROP:
             law = "must be drop where kv_at_update=drop, which empties the whole cache"
             yield "prefixes_at_update", self.prefixes_at_update.value, law
 
@@ -369,6 +368,7 @@ class RunConfig:
     def contradictions(self) -> Iterator[Contradiction]:
         yield from contradictions_of_tasks(self.horizon, self.curriculum, self.tasks)
         yield from self.horizon.contradictions_of_unit(self.actor)
+        yield from self.actor.contradictions_of_rows(self.algorithm)
         if self.groups.min_size == 1 and self.algorithm.advantage.is_group_relative:
             law = f"algorithm.advantage={self.algorithm.advantage.value} compares the members of a"
             yield "groups.min_size", 1, f"{law} group; give 2 or more, or advantage=running or ppo"

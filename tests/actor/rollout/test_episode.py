@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from actor.rollout.env_client import Hint, StepResult
-from actor.rollout.episode import Act, Render, Session, Turn, run_episode
+from actor.rollout.episode import WHOLE, Act, Render, Session, Turn, run_episode
 from actor.rollout.scripted import ScriptedPolicy, ScriptedRender
 from common.config.curriculum import HorizonUnit
+from common.config.evaluation import AgentOptions
 from common.errors import EngineError, EnvError, EnvTimeout
 from common.states import state_number
 from common.wire.codec import pack_record, unpack_record
@@ -102,6 +103,7 @@ async def episode(
     instruction: str = "",
     max_tokens: int = 100,
     keeps_last: bool = False,
+    options: AgentOptions = WHOLE,
 ) -> Trajectory:
     async def open_session() -> Session:
         if isinstance(session, EnvError):
@@ -118,6 +120,7 @@ async def episode(
         turn_tokens=2,
         actor="actor-0",
         keeps_last=keeps_last,
+        options=options,
     )
 
 

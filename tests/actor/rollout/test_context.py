@@ -1,0 +1,160 @@
+"""Laws of episodes that outgrow their context: what the policy was given is what is trained on."""
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from actor.rollout.context import LEFT_OUT, REQUEST
+from actor.rollout.env_client import StepResult
+from actor.rollout.episode import Session, Turn
+from common.config.evaluation import AgentOptions, ContextKind
+from common.config.learning import AlgorithmSection, Correction, PolicyLoss
+from common.config.run_config import ActorSection, RunConfig
+from common.errors import ConfigError
+from common.segments import as_rows
+from common.wire.messages import EndReason, Trajectory
+from learner.ingest.admission import refusal
+from tests.actor.rollout.test_episode import LEASE, Count, play
+
+WINDOW, SUMMARY = ContextKind.WINDOW, ContextKind.SUMMARY
+LONG = replace(LEASE, horizon=12)
+
+
+class Policy:
+    """Samples one or two letters and keeps what it was asked and what it said."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._random = random.Random(seed)
+        self.asked: list[tuple[list[int], list[int]]] = []
+
+    async def act(self, ids: list[int], _: Session) -> Turn:
+        said = [self._random.randrange(97, 123) for _ in range(self._random.randint(1, 2))]
+        is_stopped = self._random.random() < 0.7
+        said[-1] = 0 if is_stopped else said[-1]
+        self.asked.append((list(ids), said))
+        num = len(said)
+        return Turn(said, [-1.0] * num, [4] * num, is_stopped=is_stopped, num_prompt=len(ids))
+
+
+def saying(text: str) -> list[StepResult | Exception | float]:
+    return [StepResult(observation=text, reward=0.25, done=False, is_valid=True, is_success=False)]
+
+
+def outgrown(
+    options: AgentOptions, *, max_tokens: int, text: str = "o" * 30, seed: int = 0, **how: Any
+) -> tuple[Trajectory, Policy]:
+    policy = Policy(seed)
+    how = {"lease": LONG, "act": policy.act, "max_tokens": max_tokens, "options": options, **how}
+    return play(Count(saying(text)), **how), policy
+
+
+def turns_of(trajectory: Trajectory) -> list[tuple[list[int], list[int]]]:
+    """Return, in order, what lies before each run of sampled tokens of a row, and these."""
+    found: list[tuple[list[int], list[int]]] = []
+    for row in as_rows(trajectory):
+        edges = np.flatnonzero(np.diff(row.loss_mask.astype(int), prepend=0, append=0))
+        for start, end in zip(edges[::2], edges[1::2], strict=True):
+            found.append((row.token_ids[:start].tolist(), row.token_ids[start:end].tolist()))
+    return found
+
+
+def refused(trajectory: Trajectory, max_tokens: int) -> str:
+    how: dict[str, Any] = {"learner_version": 4, "max_group_size": 2, "max_tokens": max_tokens}
+    return refusal(trajectory, **how)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("length", [1, 30, 60, 500])
+@pytest.mark.parametrize("turns", [1, 2, 5])
+def test_what_a_window_showed_is_what_is_trained_on(turns: int, length: int, seed: int) -> None:
+    options = AgentOptions(context=WINDOW, context_turns=turns)
+    how: dict[str, Any] = {"max_tokens": 130, "keeps_last": seed % 2 == 0, "seed": seed}
+    got, policy = outgrown(options, text="o" * length, **how)
+    assert turns_of(got) == policy.asked
+    assert (got.end_reason, got.num_turns) == (EndReason.HORIZON, 12)
+    assert refused(got, 130) == ""
+    assert (len(got.segment_starts) > 1) == (length > 1)
+    assert all(len(prompt) + 2 <= 130 for prompt, _ in policy.asked)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("length", [1, 100, 2000])
+@pytest.mark.parametrize("learns", [True, False])
+def test_what_a_summary_showed_is_what_is_trained_on(learns: bool, length: int, seed: int) -> None:
+    options = AgentOptions(context=SUMMARY, learn_summaries=learns)
+    got, policy = outgrown(options, max_tokens=900, text="o" * length, seed=seed)
+    demand = [ord(c) for c in REQUEST]
+    of_summaries = [each for each in policy.asked if each[0][-len(demand) :] == demand]
+    acts = [each for each in policy.asked if each not in of_summaries]
+    assert turns_of(got) == (policy.asked if learns else acts)
+    assert len(acts) == got.num_turns == 12
+    assert len(of_summaries) == max(len(got.segment_starts) - 1, 0)
+    assert (len(of_summaries) > 0) == (length > 1)
+    assert refused(got, 900) == ""
+    # A new segment begins with the first message, the demand, and the summary as it was sampled.
+    for row, (_, summary) in zip(as_rows(got)[1:], of_summaries, strict=True):
+        head = [*(ord(c) for c in f"first\n\n{REQUEST}"), *summary]
+        assert row.token_ids[: len(head)].tolist() == head
+        assert not row.loss_mask[: len(head)].any()
+
+
+def test_a_window_begins_with_the_first_message_and_the_latest_turns() -> None:
+    said = iter([Turn([97 + n, 0], [-1.0, -2.0], [4, 5]) for n in range(12)])
+
+    async def act(_: list[int], __: Session) -> Turn:
+        return next(said)
+
+    options = AgentOptions(context=WINDOW, context_turns=1)
+    lease = replace(LEASE, horizon=5)
+    got = play(Count(saying("o" * 30)), lease=lease, act=act, max_tokens=110, options=options)
+    rows = as_rows(got)
+    # 5 + 3 * 32 = 101 of 108 tokens; the fourth observation has no room, nor has the fifth.
+    text = ["".join(chr(i) if i else "." for i in row.token_ids) for row in rows]
+    observed = "o" * 30
+    assert text == [
+        f"firsta.{observed}b.{observed}c.{observed}d.",
+        f"first{LEFT_OUT}d.{observed}e.",
+    ]
+    assert rows[1].turn_ids.tolist() == [4] * len(rows[1].token_ids)
+    assert rows[1].loss_mask.sum() == 2
+    assert got.num_turns == 5
+    assert got.num_cut_observations == 0
+
+
+def test_full_still_ends_the_episode() -> None:
+    got, _ = outgrown(AgentOptions(), max_tokens=110)
+    assert got.end_reason is EndReason.CONTEXT_FULL
+    assert got.segment_starts.size == 0
+
+
+def test_a_window_without_room_for_a_new_segment_ends_as_full() -> None:
+    got, _ = outgrown(AgentOptions(context=WINDOW), max_tokens=60)
+    assert got.end_reason is EndReason.CONTEXT_FULL
+    assert refused(got, 60) == ""
+
+
+def test_summaries_count_in_a_horizon_of_tokens() -> None:
+    options = AgentOptions(context=SUMMARY)
+    got, policy = outgrown(options, max_tokens=900, text="o" * 100)
+    assert got.num_prompt_tokens == sum(len(prompt) for prompt, _ in policy.asked)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "named"),
+    [
+        (AlgorithmSection(policy_loss=PolicyLoss.GSPO), "algorithm.policy_loss='gspo'"),
+        (AlgorithmSection(correction=Correction.GEOMETRIC), "algorithm.correction='geometric'"),
+        (AlgorithmSection(correction=Correction.SEQUENCE_TIS), "correction='sequence_tis'"),
+        (AlgorithmSection(negative_mask_delta=0.5), "algorithm.negative_mask_delta=0.5"),
+    ],
+)
+@pytest.mark.parametrize("kind", [WINDOW, SUMMARY])
+def test_ratios_over_an_episode_are_refused_where_it_has_rows(
+    algorithm: AlgorithmSection, named: str, kind: ContextKind
+) -> None:
+    RunConfig(algorithm=algorithm)
+    with pytest.raises(ConfigError, match=named):
+        RunConfig(algorithm=algorithm, actor=ActorSection(context=kind))
