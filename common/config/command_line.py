@@ -138,7 +138,7 @@ def command_help(name: str) -> str:
     """Return what `run.py NAME --help` prints."""
     command = COMMANDS[name]
     arguments = {
-        "help": "[KEY|SECTION|COMMAND]",
+        "help": "[KEY|SECTION|COMMAND|reference]",
         "bench": "--suite NAME [--json FILE]",
         "dashboard": "[RUN|FILE ...] [port=N] [host=H] [token=T]",
         "show": "RUN [--item ID] [--group ID] [--failed] [--best] [num=N] [FILTER=VALUE ...]",

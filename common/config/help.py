@@ -1,6 +1,10 @@
-"""What `run.py help` prints: the text, type, default and law of every key, from its declaration."""
+"""What `run.py help` prints: the text, type, default and law of every key, from its declaration.
+
+`run.py help reference > docs/CONFIGURATION.md` writes that page; a test holds it to this.
+"""
 
 import textwrap
+from collections.abc import Iterable, Iterator
 from dataclasses import Field, fields, is_dataclass
 from enum import Enum
 from inspect import getdoc
@@ -13,6 +17,14 @@ from common.config.keys import declared, describe_kind, field_kinds
 from common.config.knobs import TEXT, Law
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
+
+REFERENCE = "reference"
+HEAD = """# Configuration reference
+
+Every key, its default, what it may be, and what it means. A YAML in `configs/` holds differences
+from these only, and `key=value` on the command line comes last. Written by
+`python run.py help reference > docs/CONFIGURATION.md`; `python run.py help KEY` tells one.
+"""
 
 
 def help_text(topics: list[str]) -> str:
@@ -28,6 +40,8 @@ def help_text(topics: list[str]) -> str:
         )
         return f"{head}\n\n{_section(RunConfig, '')}"
     (topic,) = topics
+    if topic == REFERENCE:
+        return reference_text()
     parts = [command_help(topic)] if topic in COMMANDS else []
     if not parts or topic in field_kinds(RunConfig):
         kind, field = declared(topic, shown=f"help {topic}")
@@ -74,8 +88,60 @@ def _rule(kind: Any, field: Field[Any]) -> str:
 
 
 def _default(field: Field[Any]) -> str:
+    """Return a key's default as it is written."""
     value = field.default_factory() if callable(field.default_factory) else field.default
     if value == MISSING:
         return "(needed)"
     plain = value.value if isinstance(value, Enum) else value
     return str(plain).lower() if isinstance(plain, bool) else str(plain) or '""'
+
+
+def reference_text() -> str:
+    """Return the page."""
+    tops = [field for field in fields(RunConfig) if not is_dataclass(_kind(RunConfig, field.name))]
+    lines = [HEAD, "## Of the whole run", "", *_table([(f.name, RunConfig, f) for f in tops])]
+    for field in fields(RunConfig):
+        kind = _kind(RunConfig, field.name)
+        if is_dataclass(kind):
+            lines += ["", f"## {field.name}", "", _doc(kind), "", *_table(_walk(kind, field.name))]
+        elif get_args(kind) and is_dataclass(get_args(kind)[-1]):
+            element = get_args(kind)[-1]
+            rows = _table(_walk(element, f"{field.name}[0]"))
+            lines += ["", f"## {field.name}", "", _doc(element), "", *rows]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _kind(section: Any, name: str) -> Any:
+    return field_kinds(section)[name]
+
+
+def _walk(section: Any, prefix: str) -> Iterator[tuple[str, Any, Field[Any]]]:
+    """Yield every key below a section with the section and the field that declare it."""
+    for field in fields(section):
+        kind, key = _kind(section, field.name), f"{prefix}.{field.name}"
+        if is_dataclass(kind):
+            yield from _walk(kind, key)
+            continue
+        yield key, section, field
+        element = get_args(kind)[-1] if get_args(kind) else None
+        if is_dataclass(element):
+            yield from _walk(element, f"{key}.NAME")
+
+
+def _table(rows: Iterable[tuple[str, Any, Field[Any]]]) -> list[str]:
+    lines = ["| key | default | may be | meaning |", "|---|---|---|---|"]
+    for key, section, field in rows:
+        kind = _kind(section, field.name)
+        may_be = describe_kind(kind)
+        rule = _rule(kind, field).removeprefix("must be ")
+        may_be += f", {rule}" if rule else ""
+        text = field.metadata["text"]
+        if isinstance(kind, type) and issubclass(kind, Enum):
+            text += f". {' '.join((getdoc(kind) or '').split())}"
+        cells = (f"`{key}`", f"`{_default(field)}`", may_be, text)
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return lines
+
+
+def _doc(section: Any) -> str:
+    return " ".join((getdoc(section) or "").split())

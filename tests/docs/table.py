@@ -1,0 +1,64 @@
+"""How each command of the documentation is checked. The first rule that matches holds.
+
+A command that no rule matches fails: a page may show nothing that nobody checks.
+"""
+
+import re
+from enum import StrEnum
+from typing import NamedTuple
+
+
+class How(StrEnum):
+    """What becomes of a command.
+
+    run: it is run as it stands. dry: with --dry-run. config: its configuration is loaded and
+    checked. parse: only the words of the command line are. make: `make -n`. collect: pytest's
+    --collect-only. none: nothing, on this machine.
+    """
+
+    RUN = "run"
+    DRY = "dry"
+    CONFIG = "config"
+    PARSE = "parse"
+    MAKE = "make"
+    COLLECT = "collect"
+    NONE = "none"
+
+
+class Rule(NamedTuple):
+    """What a command looks like, how it is checked and, where it is not run, why not."""
+
+    pattern: str
+    how: How
+    reason: str = ""
+
+
+PY = r"(\.venv/bin/)?python run\.py "
+RULES = (
+    Rule(PY + r"(--help|--version|help|envs|new-env|check-env|play)\b", How.RUN),
+    Rule(PY + r"(show|replay|journal|status)\b", How.RUN),
+    Rule(PY + r"doctor --quick", How.RUN),
+    Rule(PY + r"doctor\b", How.PARSE, "compiles a kernel, a minute; --quick is run"),
+    Rule(PY + r".*--join", How.PARSE, "wants another machine; tests/common/join and end_to_end"),
+    Rule(PY + r"dashboard( |$)", How.PARSE, "serves until it is stopped; tests/common/dashboard"),
+    Rule(PY + r"bench\b", How.PARSE, "measures for minutes; each suite has its own test"),
+    Rule(PY + r"recompute\b", How.PARSE, "wants a run's weights; tests/learner/recompute"),
+    Rule(PY + r"report\b", How.PARSE, "wants finished runs; tests/common/report"),
+    Rule(PY + r"revoke\b", How.PARSE, "wants a run's keys; tests/common/wire/access"),
+    Rule(PY + r"merge\b", How.PARSE, "wants adapters; tests/learner/offline"),
+    Rule(PY + r".*launcher=ray", How.CONFIG, "asks a Ray cluster; end_to_end/test_run_on_ray"),
+    Rule(PY + r"simulate\b", How.PARSE, "plays for a minute; tests/learner/simulator"),
+    Rule(PY + r"actor\b", How.PARSE, "joins a run that goes on; tests/end_to_end"),
+    Rule(PY, How.DRY, "trains or serves for minutes, on GPUs or a cluster"),
+    Rule(r"make ", How.MAKE, "installs, or runs for minutes"),
+    Rule(r"\.venv/bin/python -m pytest ", How.COLLECT, "the suite runs it"),
+    Rule(r"python -m tests\.envhub\.agentgym\.parity ", How.NONE, "wants a clone of AgentGym"),
+    Rule(r"source \.venv/bin/activate", How.NONE, "changes the reader's own shell"),
+    Rule(r"cp 'docs/daemons/.* systemctl daemon-reload|systemctl ", How.NONE, "wants systemd"),
+    Rule(r"sbatch ", How.NONE, "wants Slurm; tests/common/launch/test_daemons.py runs the script"),
+)
+
+
+def rule_of(command: str) -> Rule | None:
+    """Return how a command is checked; None if nobody knows."""
+    return next((rule for rule in RULES if re.match(rule.pattern, command)), None)

@@ -1,0 +1,224 @@
+"""Every command and code block of the documentation holds: it is run, or the table says why not."""
+
+import io
+import json
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+import run
+from common.config.command_line import parse
+from common.config.help import help_text
+from common.config.keys import declared, field_kinds
+from common.config.load import load_config
+from common.config.run_config import RunConfig
+from common.errors import ConfigError
+from common.repository import ROOT
+from tests.common.dashboard.runs import make_run
+from tests.docs.blocks import PAGES, Block, blocks_of, commands_of, inline_of
+from tests.docs.table import RULES, How, Rule, rule_of
+
+LANGUAGES = ("sh", "bash", "python", "yaml", "json", "text")
+SCRIPTS = ("bash",)  # whole scripts, of which the syntax is checked
+MAY_SAY_NO = ("play", "doctor", "show", "status")  # by exit code 1, and work
+COMMAND = re.compile(r"^\s*(\$ )?(python3? |make |curl |pip |\.venv/)")
+RUNS = ("quickstart", "mygame", "mine", "a", "b")
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+SHELL = [block for block in BLOCKS if block.language == "sh" and "curl" not in block.text]
+COMMANDS = {
+    command: str(block)
+    for block in [*SHELL, *(each for page in PAGES for each in inline_of(page))]
+    for command in commands_of(block)
+    if "..." not in command or "model.path=..." in command
+}
+RULED = [(each, rule) for each in COMMANDS if (rule := rule_of(each))]
+STAND_INS = (  # for what is no command but the shape of one, and what only a reader has
+    (r"model\.path=/models/\S+\0?", ""),
+    (r"model\.path=(\.\.\.|runs/[^\0]+|FOLDER)(?=\0|$)", "model.path=configs/policies/tiny"),
+    (r"--config\0(X|my-config)(?=\0|$)", "--config\0quickstart"),
+    (r"--config\0mine(?=\0|$)", "--config\0textcraft-qwen7b"),
+    (r"^(--config\0environments/mygame\.yaml)$", "\\1\0model.path=configs/policies/tiny"),
+    (r"environments/mygame", "STAGE/environments/mygame"),
+    (r"=runs/mine", "=STAGE/runs/mine"),
+    (r"to=episodes", "to=STAGE/episodes"),
+    (r"\0>\0.*", ""),
+    (r"\bNAME\b", "quickstart"),
+    (r"\bKEY\b", "learner.lr"),
+    (r"\bSECTION\b", "learner"),
+)
+
+
+def test_every_block_says_what_it_is():
+    unmarked = [str(block) for block in BLOCKS if block.language not in LANGUAGES]
+    assert unmarked == []
+
+
+def test_no_command_hides_in_a_block_of_text():
+    hidden = [
+        f"{block}: {line}"
+        for block in BLOCKS
+        if block.language == "text"
+        for line in block.text.splitlines()
+        if COMMAND.match(line)
+    ]
+    assert hidden == []
+
+
+def test_every_command_is_checked_in_some_way_and_what_is_not_run_has_a_reason():
+    known = {command for command, _ in RULED}
+    assert [f"{where}: {each}" for each, where in COMMANDS.items() if each not in known] == []
+    assert [rule.pattern for rule in RULES if rule.how is not How.RUN and not rule.reason] == []
+    assert [rule.pattern for rule in RULES if rule not in {rule for _, rule in RULED}] == []
+
+
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the runs and the environment that the pages speak of."""
+    folder = tmp_path_factory.mktemp("stage")
+    for name in RUNS:
+        make_run(folder / "runs" / name)
+    run.main(["new-env", "mygame", f"to={folder / 'environments'}"])
+    (folder / "policy.yaml").write_text("defaults: quickstart\n")
+    return folder
+
+
+def staged(words: list[str], stage: Path) -> list[str]:
+    """Return a command line whose placeholders are things that are there."""
+    line = "\0".join(words)
+    for old, new in STAND_INS:
+        line = re.sub(old, new, line)
+    return line.replace("STAGE", str(stage)).rstrip("\0").split("\0")
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Carry out a command line in this process; return what it said."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("q\n"))
+
+    def carry_out(words: list[str], *, may_be: tuple[int, ...] = (0,)) -> str:
+        capsys.readouterr()
+        try:
+            code = run.main(words)
+        except SystemExit as ended:  # --help and the like
+            code = ended.code or 0
+        out, err = capsys.readouterr()
+        assert code in may_be, err or out
+        return out
+
+    return carry_out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("command", "rule"), RULED, ids=[command for command, _ in RULED])
+def test_command_of_the_documentation_holds(
+    command: str, rule: Rule, stage: Path, call: Callable[..., str], tmp_path: Path
+):
+    words = shlex.split(command)
+    if rule.how is How.MAKE:
+        subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, check=True, capture_output=True)
+        return
+    if rule.how is How.COLLECT:
+        argv = [sys.executable, *words[1:], "--collect-only", "-p", "no:cacheprovider"]
+        subprocess.run(argv, cwd=ROOT, check=True, capture_output=True)
+        return
+    words = staged(words[2:], stage)
+    if rule.how is How.RUN:
+        own = {"new-env": f"to={tmp_path}", "status": f"run.dir={stage}/runs"}
+        own |= {name: f"run.dir={stage}/runs" for name in ("show", "replay", "journal")}
+        if words == ["status"]:
+            words.append("quickstart")
+        may_be = (0, 1) if words[0] in MAY_SAY_NO else (0,)
+        call([*words, *filter(None, [own.get(words[0])])], may_be=may_be)
+    elif rule.how is How.DRY:
+        call([*words, *([] if "--dry-run" in words else ["--dry-run"])])
+    elif rule.how is How.CONFIG:
+        asked = parse(words, root=ROOT)
+        load_config(asked.config or "quickstart", asked.overrides, root=ROOT)
+    elif rule.how is How.PARSE:
+        assert parse(words, root=ROOT).command in words[0]
+
+
+@pytest.mark.parametrize(
+    "block", [b for b in BLOCKS if b.language in ("python", "yaml", "json")], ids=str
+)
+def test_code_block_of_the_documentation_works(block: Block, tmp_path: Path):
+    if block.language == "python":
+        exec(compile(block.text, str(block), "exec"), {"__name__": "documentation"})
+    elif block.language == "yaml":
+        path = tmp_path / "shown.yaml"
+        path.write_text(yaml.safe_dump({"defaults": "quickstart"}) + block.text)
+        load_config(str(path), [], root=ROOT)
+    else:
+        json.loads(block.text)
+
+
+@pytest.mark.parametrize("block", [b for b in BLOCKS if b.language in SCRIPTS], ids=str)
+def test_script_of_the_documentation_parses(block: Block):
+    subprocess.run(["bash", "-n"], input=block.text, text=True, check=True)
+
+
+@pytest.fixture(scope="module")
+def hub() -> Iterator[str]:
+    """The address of a hub, started as the page says."""
+    argv = [sys.executable, "run.py", "envhub", "env=textcraft,babyai", "port=0"]
+    with subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        lines = iter(process.stdout.readline, "")
+        yield next(line.split()[1] for line in lines if line.startswith("hub: "))
+        process.terminate()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", [b for b in BLOCKS if "curl" in b.text], ids=str)
+def test_requests_of_the_documentation_are_answered(block: Block, hub: str):
+    asked = re.sub(r"localhost:8080|127\.0\.0\.1:8080", hub.removeprefix("http://"), block.text)
+    script = 'set -euo pipefail; curl() { command curl -fsS "$@"; }\n' + asked
+    done = subprocess.run(["bash"], input=script, text=True, capture_output=True, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_reference_of_the_configuration_is_current():
+    page = ROOT / "docs" / "CONFIGURATION.md"
+    written = page.read_text(encoding="utf-8")
+    assert written == help_text(["reference"]), (
+        "python run.py help reference > docs/CONFIGURATION.md"
+    )
+
+
+def test_links_of_the_documentation_lead_somewhere():
+    lost = [
+        f"{page.relative_to(ROOT)}: {target}"
+        for page in PAGES
+        for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
+        if not target.startswith("http") and not (page.parent / target).exists()
+    ]
+    assert lost == []
+
+
+def test_keys_that_the_documentation_names_exist():
+    sections = "|".join(field_kinds(RunConfig))
+    key = re.compile(rf"`(({sections})(\[\d\])?(\.[a-z_0-9]+)+)(=[^`]*)?`")
+    files = (".py", ".md", ".json", ".jsonl", ".yaml", ".log", ".html")
+    unknown: list[str] = []
+    for page in PAGES:
+        for found in key.findall(page.read_text(encoding="utf-8")):
+            if found[0].endswith(files) or is_module(found[0]):
+                continue
+            try:
+                declared(found[0], shown=found[0])
+            except ConfigError as error:
+                unknown.append(f"{page.name}: {error}")
+    assert unknown == []
+
+
+def is_module(name: str) -> bool:
+    """Return whether a dotted name begins with a package of ours and what is in it."""
+    path = ROOT.joinpath(*name.split(".")[:2])
+    return path.is_dir() or path.with_suffix(".py").is_file()
