@@ -178,7 +178,8 @@ class RunSource:
         members = self._members(group_id)
         if not members:
             raise KeyError(group_id)
-        advantages, texts = self._advantages(members), self.texts()
+        is_train = self.index.rows.get(members[0])["kind"] == "train"  # else of many items
+        advantages, texts = self._advantages(members) if is_train else {}, self.texts()
         shown: list[dict[str, Any]] = []
         first = None
         for row in members[:MAX_MEMBERS]:
@@ -189,7 +190,8 @@ class RunSource:
                 first = first or trajectory
                 entry["segments"] = segments_of(trajectory, texts)
                 is_first = trajectory is first
-                entry["differs"] = None if is_first else first_difference(first, trajectory, texts)
+                is_alike = is_train and not is_first
+                entry["differs"] = first_difference(first, trajectory, texts) if is_alike else None
             except WireError as error:
                 entry |= {"segments": [], "differs": None, "problem": str(error)}
             shown.append(entry)

@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from common.cpu import cpu_seconds
 from common.dashboard.reading.run_source import RunSource
-from common.dashboard.reading.tail import as_map
+from common.dashboard.reading.tail import as_map, json_object
 
 NUM_STEPS = 60  # of the timeline
+ON_THIS_DISK = ("scheduler", "envhub")  # which send no heartbeats
 TAIL_BYTES = 1 << 16
 MAX_LINES = 50
 MAX_REPORT_CHARS = 20_000
@@ -35,6 +37,7 @@ def fleet(run: RunSource) -> dict[str, Any]:
     actors: list[object] = status.get("actors") or []
     members = [as_map(each) for each in (status.get("learner"), *actors)]
     roles = [{key: each.get(key) for key in (*LIST_KEYS, *LATER_KEYS)} for each in members if each]
+    roles += [each for role in ON_THIS_DISK if (each := _told_by_itself(run, role))]
     try:
         silent_s = max(0.0, time.time() - run.run_dir.status.stat().st_mtime)
     except OSError:
@@ -52,6 +55,18 @@ def fleet(run: RunSource) -> dict[str, Any]:
         **_events(run.run_dir.logs),
         "stalls": _stalls(run.run_dir.stalls),
     }
+
+
+def _told_by_itself(run: RunSource, role: str) -> dict[str, Any]:
+    """Return what a role without heartbeats notes on the run's disk; {} if there is none."""
+    path = run.run_dir.alive / f"{role}.json"
+    try:
+        age_s = max(0.0, time.time() - path.stat().st_mtime)
+    except OSError:
+        return {}
+    doing = as_map(as_map(json_object(path).get("lines")).get("main"))
+    told = {"waiting_for": doing.get("waits_for"), "cpu_s": cpu_seconds(run.run_dir).get(role)}
+    return {"name": role, "role": role, "last_seen_s": age_s, **told}
 
 
 def slots(lines: Sequence[Mapping[str, float | None]]) -> dict[str, list[float]]:

@@ -43,6 +43,7 @@ def episode(number: int, *, text_ids: Sequence[int] = (5, 6, 7, 8, 9, 10, 11, 12
         kind=EpisodeKind.TRAIN,
         versions=versions,
         turn_ids=np.array([int(i >= 2 * third) for i in range(num)], np.int32),
+        num_invalid_actions=int(not is_solved),
         invalid_turns=np.array([False, not is_solved]),
         turn_scores=np.array([0.0, float(is_solved)], np.float32),
     )

@@ -134,6 +134,28 @@ def test_episode_is_replayed_by_keyboard_and_leads_to_its_group(page: Page) -> N
     expect(page.locator(".members > .card")).to_have_count(4)
 
 
+@pytest.mark.parametrize("width", [1280, 390])
+def test_newcomer_finds_best_and_worst_of_the_hardest_subset_and_where_it_failed(
+    page: Page, width: int
+) -> None:
+    page.set_viewport_size({"width": width, "height": 844})
+    page.reload()
+    subsets = page.locator("section").filter(has=page.get_by_role("heading", name="By subset"))
+    hardest = subsets.locator("tbody tr").first
+    for sort, verdict in (("best", "solved"), ("worst", "not solved")):
+        assert hardest.evaluate("row => row.scrollWidth <= row.closest('.scroll').clientWidth")
+        hardest.get_by_role("link", name=sort, exact=True).click()
+        expect(page.locator("select[name=sort]")).to_have_value(sort)
+        page.locator("tbody a").first.click()
+        expect(page.locator("h1 .chip")).to_have_text(verdict)
+        if sort == "best":
+            page.get_by_role("link", name="Run", exact=True).click()
+    expect(page.locator(".facts")).to_contain_text("the first in turn 2")
+    expect(page.locator(".turn.invalid h3")).to_contain_text("Action 2")
+    expect(page.locator(".turn.invalid h3")).to_contain_text("could not be executed")
+    page.set_viewport_size({"width": 390, "height": 800})
+
+
 def test_hostile_and_huge_texts_are_shown_harmlessly(page: Page) -> None:
     base = page.url.partition("#")[0]
     page.goto(f"{base}#episode?run=a&id=g0000100/1")

@@ -27,6 +27,7 @@ from common.store.records import MAGIC
 from common.store.run_dir import RunDir
 from common.store.segments import pack
 from common.wire.codec import pack_record
+from common.wire.messages import EpisodeKind
 from tests.common.dashboard.runs import TOKENIZER, append, episode, make_run
 
 NUM_MANY = 100_000
@@ -281,6 +282,16 @@ def test_damaged_journal_is_said_again_however_often_it_is_opened(tmp_path: Path
     for _ in range(2):
         told = "\n".join(read(run_dir.root, cache=cache).problems())
         assert "000000.log at offset" in told
+
+
+def test_episodes_of_an_evaluation_are_no_group_to_be_compared(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "a", 0)
+    for i in range(3):
+        played = replace(episode(i), kind=EpisodeKind.EVAL, group_id="eval-after-model")
+        append(run_dir, replace(played, episode_id=f"eval-after-model/{i}", item_id=f"Go-test-{i}"))
+    members = read(run_dir.root).group("eval-after-model")["members"]
+    assert [each["advantage"] for each in members] == [None] * 3
+    assert [each["differs"] for each in members] == [None] * 3
 
 
 def test_what_is_read_while_it_grows_is_whole(tmp_path: Path) -> None:

@@ -70,6 +70,8 @@ export function notes(problems) {
   return h("div", { class: "notes", role: "note" }, h("strong", {}, "Not everything could be read"), h("ul", {}, problems.map((text) => h("li", {}, visible(text)))));
 }
 export function table(head, rows) {
+  // On a phone each row is a card, and its cells have their names beside them.
+  for (const row of rows) [...row.children].forEach((cell, i) => { if (i) cell.dataset.label = head[i]?.title ?? head[i] ?? ""; });
   return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "table" }, h("table", {}, h("thead", {}, h("tr", {}, head.map((each) => h("th", { scope: "col", class: each.right ? "r" : null }, each.title ?? each)))), h("tbody", {}, rows)));
 }
 export function facts(entries) {

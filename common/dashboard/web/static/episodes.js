@@ -155,9 +155,9 @@ export async function episodeView({ run, params, link, isUpdate }) {
     h("section", { class: "card" },
       h("h1", {}, visible(found.id), " ", h("span", { class: `chip ${found.success ? "on" : "off"}` }, found.success ? "solved" : "not solved")),
       h("p", { class: "dim small" }, [found.env, found.item].filter(Boolean).map(visible).join(" · "), isReport ? null : [" · ", h("a", { href: link("episodes", { run: run.name, item: found.item }) }, "same item, all versions")],
-        found.group && !isReport ? [" · ", h("a", { href: link("group", { run: run.name, id: found.group }) }, "its group side by side")] : null),
+        found.group && !isReport ? [" · ", found.kind === "eval" ? h("a", { href: link("episodes", { run: run.name, group: found.group }) }, "its evaluation") : h("a", { href: link("group", { run: run.name, id: found.group }) }, "its group side by side")] : null),
       facts([["Reward", short(found.reward)], ["Advantage", found.advantage == null ? "" : short(found.advantage)], ["Turns", `${found.turns}${found.horizon ? ` of ${found.horizon}` : ""}`], ["Ended", found.end.replace("_", " ")],
-        ["Outcome", found.outcome.replace("_", " ") + (found.cause ? `: ${visible(found.cause)}` : "")], ["Trained in step", found.trained_at >= 0 ? found.trained_at : ""], ["Invalid actions", found.invalid], ["Tokens", short(found.tokens)],
+        ["Outcome", found.outcome.replace("_", " ") + (found.cause ? `: ${visible(found.cause)}` : "")], ["Trained in step", found.trained_at >= 0 ? found.trained_at : ""], ["Invalid actions", found.invalid ? `${found.invalid}, the first in turn ${segments.find((each) => each.invalid)?.turn + 1}` : 0], ["Tokens", short(found.tokens)],
         ["Engine", found.wall_s ? `${short(found.generate_s)} s` : ""], ["Environment", found.wall_s ? `${short(found.env_s)} s` : ""]])),
     h("section", { class: "card" }, buttons, map, h("div", { class: "row" }, h("button", { type: "button", onclick: () => step(-1), "aria-label": "Back" }, "←"), slider, h("button", { type: "button", onclick: () => step(1), "aria-label": "On" }, "→"), h("button", { type: "button", onclick: () => show(1) }, "from the start"), h("button", { type: "button", onclick: () => show(last) }, "all"), position)),
     pictures ? h("div", { class: "sides" }, list, pictures.element) : list,
@@ -195,14 +195,14 @@ export async function groupView({ run, params, link, isUpdate }) {
   if (isUpdate && document.querySelector(".members")) return null;
   const found = await ask(api(run, "/group"), { id: params.get("id") });
   return [
-    h("section", { class: "card" }, h("h1", {}, `Group ${visible(found.group)}`), h("p", { class: "dim small" }, `${found.members.length} members of ${visible(found.members[0].item)}, with how much more each was worth than the others`)),
+    h("section", { class: "card" }, h("h1", {}, `Group ${visible(found.group)}`), h("p", { class: "dim small" }, found.members[0].kind === "eval" ? `${found.members.length} episodes of an evaluation, each of its own item` : `${found.members.length} members of ${visible(found.members[0].item)}, with how much more each was worth than the others`)),
     h("div", { class: "members", tabindex: "0", role: "region", "aria-label": "Members of the group" }, found.members.map((each) => {
       const shared = { version: null, first: each.first_version, advantage: each.advantage };
       return h("section", { class: "card" },
         h("h2", {}, h("a", { href: link("episode", { run: run.name, id: each.id }) }, visible(each.id))),
         facts([["Reward", short(each.reward)], ["Advantage", each.advantage == null ? "" : short(each.advantage)], ["Turns", each.turns], ["Outcome", each.outcome.replace("_", " ")]]),
         each.problem ? h("p", { class: "bad small" }, visible(each.problem)) : null,
-        h("p", { class: "small dim" }, each.differs ? `differs from the first from turn ${each.differs.turn + 1} on, token ${each.differs.token}: “${visible(each.differs.this).slice(0, 40)}”` : "the first, or just like it"),
+        h("p", { class: "small dim" }, each.kind === "eval" ? visible(each.item) : each.differs ? `differs from the first from turn ${each.differs.turn + 1} on, token ${each.differs.token}: “${visible(each.differs.this).slice(0, 40)}”` : "the first, or just like it"),
         each.segments.map((segment) => turn(segment, "probability", shared)));
     })),
   ];

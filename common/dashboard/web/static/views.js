@@ -70,13 +70,14 @@ const right = (value) => h("td", { class: "r" }, value ?? "–");
 function lanes(steps, parts, title, unit) {
   const names = Object.keys(parts), num = steps.length;
   const sums = steps.map((_, i) => names.reduce((sum, name) => sum + parts[name][i], 0));
-  const top = Math.max(...sums, 0), width = 1000, height = 150, slot = width / num;
+  // One long step, such as the first, which waits for the engine, must not flatten all others.
+  const usual = [...sums].sort((a, b) => a - b)[Math.floor(0.9 * (num - 1))], top = Math.min(Math.max(...sums, 0), 2 * usual || Infinity), width = 1000, height = 150, slot = width / num;
   if (!num || !top) return null;
   const shown = (value) => unit ? `${short(value)} ${unit}` : percent(value);
   const rects = steps.map((step, i) => {
     let y = height;
     return names.map((name, k) => {
-      const value = parts[name][i], size = height * value / top;
+      const value = parts[name][i], size = Math.min(height * value / top, Math.max(0, y));
       y -= size;
       return h("rect", { x: i * slot, y, width: Math.max(1, slot - 1.5), height: size, style: { fill: `var(--${COLORS[k]})` } }, h("title", {}, `step ${step}: ${name} ${shown(value)}`));
     });
