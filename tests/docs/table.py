@@ -47,6 +47,7 @@ RULES = (
     Rule(PY + r"revoke\b", How.PARSE, "wants a run's keys; tests/common/wire/access"),
     Rule(PY + r"merge\b", How.PARSE, "wants adapters; tests/learner/offline"),
     Rule(PY + r".*launcher=ray", How.CONFIG, "asks a Ray cluster; end_to_end/test_run_on_ray"),
+    Rule(PY + r"train env\.dialect=", How.CONFIG, "asks a server of others; envhub/interop"),
     Rule(PY + r"simulate\b", How.PARSE, "plays for a minute; tests/learner/simulator"),
     Rule(PY + r"actor\b", How.PARSE, "joins a run that goes on; tests/end_to_end"),
     Rule(PY, How.DRY, "trains or serves for minutes, on GPUs or a cluster"),
@@ -57,6 +58,9 @@ RULES = (
     Rule(r"cp 'docs/daemons/.* systemctl daemon-reload|systemctl ", How.NONE, "wants systemd"),
     Rule(r"sbatch ", How.NONE, "wants Slurm; tests/common/launch/test_daemons.py runs the script"),
 )
+
+# Packages that are not installed with the product; what a block does with them is only compiled.
+FOREIGN = {"openenv": "tests/envhub/interop runs it, in an environment of its own"}
 
 
 def rule_of(command: str) -> Rule | None:
