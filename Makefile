@@ -18,7 +18,7 @@ export PYTHONDONTWRITEBYTECODE :=  # every role and test would compile the produ
 .DEFAULT_GOAL := run
 
 run: $(STAMP)
-	@$(VENV)/bin/python run.py $(if $(CONFIG),--config $(CONFIG)) $(ARGS)
+	@$(VENV)/bin/python run.py $(if $(CONFIG),--config $(CONFIG)) dashboard=true $(ARGS)
 
 test: $(STAMP) system
 ifeq ($(ARGS),)

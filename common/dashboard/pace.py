@@ -62,8 +62,10 @@ class Pace:
 
     def look(self, view: RunView) -> None:
         """Note who has started meanwhile, and which phase goes on."""
-        heard = set(self._starting) - set(view.starting)
-        for role in heard & {each.name for each in view.roles if each.last_seen_s is not None}:
+        known = {each.name for each in view.status.actors if each.last_seen_s is not None}
+        if view.status.learner.last_seen_s is not None:
+            known.add("learner")  # as the launcher calls it
+        for role in (set(self._starting) - set(view.starting)) & known:
             self._usual.note(start_of(role, self._model), self._starting[role])
         for role in set(view.starting) - set(self._starting):
             self._known.pop(role, None)

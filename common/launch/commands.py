@@ -19,6 +19,7 @@ from common.config.run_config import Launcher, RunConfig
 from common.errors import ConfigError
 from common.launch.base import RoleStarter
 from common.log import configure_logging
+from common.repository import ROOT
 from common.store.run_dir import RunDir
 
 if TYPE_CHECKING:
@@ -176,6 +177,8 @@ def _report(cfg: RunConfig, run_dir: RunDir, *, wall_s: float, peak_memory_bytes
     mark_finished(run_dir, version=cfg.train.num_steps, result=summary(report))
     print(f"{cfg.run.name}: {_state(cfg, run_dir)}")
     print(f"report: {run_dir.root / 'report.html'}")
+    where = "" if run_dir.root.parent == ROOT / "runs" else f" run.dir={run_dir.root.parent}"
+    print(f"every episode of it: python run.py dashboard {run_dir.root.name}{where}")
 
 
 def _point_latest(run_dir: RunDir) -> None:

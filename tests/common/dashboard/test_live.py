@@ -190,15 +190,21 @@ def test_what_takes_its_time_tells_how_much_is_left(tmp_path: Path) -> None:
     pace.look(view_of(run_dir))
     state = replace(state, **pace.told())
     assert state.usual_s == {"actor-0": 50.0}
+    assert usual.seconds(start_of("learner", model)) is None  # it had started already
     write_json(run_dir.launch, asdict(replace(state, phase_began_at=time.time() - 20)))
     told["progress"] = {"num_done": 24, "num_total": 64}
     run_dir.status.write_text(json.dumps({**told, "actors": []}))
     line = status_line(view_of(run_dir))
     assert "engine is starting (34s of about 50s)" in line
     assert "24/64 (50s left)" in line  # 16 in 20 s, 40 to go
-    run_dir.status.write_text(json.dumps(told))  # it was heard of
+    both = {"actor-0": time.time() - 34, "learner": time.time() - 34}
+    write_json(run_dir.launch, asdict(replace(state, started_at=both)))
+    run_dir.status.write_text(json.dumps({**told, "actors": [], "learner": {}}))
+    pace.look(view_of(run_dir))
+    run_dir.status.write_text(json.dumps(told))  # they were heard of
     pace.look(view_of(run_dir))
     assert usual.seconds(start_of("actor-7", model)) == pytest.approx(42.0, abs=1.0)
+    assert usual.seconds(start_of("learner", model)) == pytest.approx(34.0, abs=1.0)
     assert Usual(tmp_path / "none").seconds("actor") is None
 
 
