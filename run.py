@@ -16,7 +16,7 @@ from typing import Any
 gc.set_threshold(10_000)
 
 try:
-    from common.config.command_line import Request, parse, version_text
+    from common.config.command_line import STUDIES, Request, parse, version_text
     from common.config.load import config_as_yaml, without_secrets
     from common.config.run_config import RunConfig
     from common.errors import ConfigError
@@ -137,6 +137,12 @@ COMMANDS = {
 JOINED_ROLES = {"actor": Later("actor.main:run_joined"), "envhub": Later("envhub.main:run_joined")}
 
 
+study = Later("learner.bench.study.command:measure").given(
+    make_player=Later("actor.bench.in_process:InProcessPlayer"),
+    make_registry=Later("envhub.catalogue.registry:Registry"),
+)
+
+
 def bench(request: Request) -> int:
     """Measure this machine, write the figures as JSON too; return 0 if every bound holds."""
     suites: dict[str, Callable[[Any], None]] = {  # each adds its figures to a BenchTable
@@ -157,17 +163,22 @@ def bench(request: Request) -> int:
         "verdict": Later("learner.bench.verdict:run_suite"),
         "dashboard": Later("learner.bench.checks.page:run_suite"),
         "gpu": Later("learner.bench.gpu:run_suite"),
-        **Later("learner.bench.studies:SUITES").find(),
+        **{name: partial(study, name, request) for name in STUDIES},
     }
     if request.suite not in suites:
         raise ConfigError(f"--suite={request.suite}: one of {', '.join(suites)}")
     path = Path(request.json or ROOT / "runs" / "bench" / f"{request.suite}.json")
+    if request.suite not in STUDIES and (request.overrides or request.is_dry):
+        asked = " ".join([*request.overrides, *["--dry-run"] * request.is_dry])
+        raise ConfigError(f"{asked}: only studies take it ({', '.join(STUDIES)})")
     above = next(each for each in path.absolute().parents if each.exists())
     if path.is_dir() or not (above.is_dir() and os.access(above, os.W_OK)):
         raise ConfigError(f"--json={path}: no file can be written there")
     configure_logging("bench", "INFO")
     table = Later("common.report.bench_table:BenchTable")(out=sys.stdout)
     suites[request.suite](table)
+    if request.is_dry:
+        return 0
     code: int = table.finish()
     table.save(path, suite=request.suite, product=version_text(ROOT))
     print(f"as JSON: {path}")

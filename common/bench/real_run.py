@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 
 from common.errors import LongstrideError
+from common.launch.guardian import Guardian
 from common.launch.process import ChildProcess, describe_exit, wait_until_ended
 from common.repository import ROOT
 
@@ -53,17 +54,19 @@ def running(
     folder: Path,
     config: str = "quickstart",
     env: Mapping[str, str] | None = None,
+    guardian: Guardian | None = None,
 ) -> Generator[ChildProcess]:
     """Start `train` below `folder`, and stop it in the end if it still runs.
 
     Args:
         env: variables on top of this process's own.
+        guardian: ends the run if this process dies without a word.
     """
     log = folder / f"{name}.log"
     logger.info("run name=%s log=%s", name, log)
     own = (f"run.dir={folder}", f"run.name={name}")
     argv = [sys.executable, "run.py", "train", "--config", config, *own, *overrides]
-    child = ChildProcess(name, argv, log_path=log, cwd=ROOT, env=env)
+    child = ChildProcess(name, argv, log_path=log, cwd=ROOT, env=env, guardian=guardian)
     try:
         yield child
     finally:

@@ -29,12 +29,12 @@ COMMANDS = {
     name: Command(**each)
     for name, each in yaml.safe_load(Path(__file__).with_name("commands.yaml").read_text()).items()
 }
+# Suites that train: they take key=value, study.* among them, and --dry-run.
+STUDIES = ("algorithms", "recipes", "credit", "staleness", "curriculum", "horizon")
 SUITES = (
     "envhub, soak, solve, learner, scheduler, transport, weights, tail, actor, end2end, chaos,"
-    " chaos-short, chaos-long, hostile, soak-run, soak-run-long, verdict, dashboard, gpu,"
-    " algorithms, credit, staleness, staleness-fast, curriculum,"
-    " horizon, horizon-large"
-)
+    " chaos-short, chaos-long, hostile, soak-run, soak-run-long, verdict, dashboard, gpu, "
+) + ", ".join(STUDIES)
 
 
 JOINING = ("actor", "envhub")  # what may join from another machine
@@ -139,7 +139,7 @@ def command_help(name: str) -> str:
     command = COMMANDS[name]
     arguments = {
         "help": "[KEY|SECTION|COMMAND|reference]",
-        "bench": "--suite NAME [--json FILE]",
+        "bench": "--suite NAME [--json FILE] [--dry-run] [key=value ...]",
         "dashboard": "[RUN|FILE ...] [port=N] [host=H] [token=T]",
         "show": "RUN [--item ID] [--group ID] [--failed] [--best] [num=N] [FILTER=VALUE ...]",
         "replay": "RUN EPISODE",

@@ -1,10 +1,10 @@
-"""Options of evaluation, of what a policy is shown, and of one that is asked over HTTP."""
+"""Options of evaluation, of what a policy is shown, of one asked over HTTP, and of studies."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from common.config.knobs import URL, WORD, Contradiction, knob, seconds
+from common.config.knobs import PATH, URL, WORD, Contradiction, knob, seconds
 from common.config.learning import AlgorithmSection, Correction, PolicyLoss
 
 LIMIT_KEYS = ("max_tokens", "max_completion_tokens")
@@ -114,3 +114,15 @@ class PolicySection:
     def contradictions(self) -> Iterator[Contradiction]:
         if self.url and not self.model:
             yield "model", self.model, "policy.url needs the name of a model of that endpoint"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudySection:
+    """A study of `bench --suite NAME`: whole arms of runs over seeds, worked off from a queue."""
+
+    workers: int = knob(2, "runs at once, here or on Ray", ge=1, le=10**4)
+    on_ray: bool = knob(False, "the workers are those of the Ray cluster at ray.address")
+    size: float = knob(1.0, "x the steps of every run, and what counts them", gt=0, le=1000)
+    num_seeds: int = knob(0, "of each arm; 0: as many as the suite has", ge=0, le=1000)
+    only: list[str] = knob([], "runs (ARM-seedN) or arms; []: all that are not done yet")
+    folder: str = knob("", 'below run.dir; "": study-SUITE', form=PATH, also="")

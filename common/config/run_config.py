@@ -17,7 +17,7 @@ from common.config.curriculum import (
     contradictions_of_tasks,
 )
 from common.config.envs import EnvsSection, RemoteOptions
-from common.config.evaluation import AgentOptions, EvalSection, PolicySection
+from common.config.evaluation import AgentOptions, EvalSection, PolicySection, StudySection
 from common.config.knobs import (
     ENV_NAME,
     FILE_NAME,
@@ -358,6 +358,7 @@ class RunConfig:
     dpo: DpoSection = field(default_factory=DpoSection)
     evolve: EvolveSection = field(default_factory=EvolveSection)
     simulator: SimulatorSection = field(default_factory=SimulatorSection)
+    study: StudySection = field(default_factory=StudySection)
     log: LogSection = field(default_factory=LogSection)
     journal: JournalSection = field(default_factory=JournalSection)
     ray: RaySection = field(default_factory=RaySection)

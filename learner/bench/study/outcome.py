@@ -1,37 +1,23 @@
-"""Studies: the same run with one thing changed at a time, over seeds, as a table."""
+"""What one run of a study came to, from its files; kept as JSON."""
 
 import json
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from common.bench.real_run import train
+from common.cpu import cpu_seconds
+from common.errors import ConfigError
 from common.store.journal import read_journal
-from common.wire.messages import EpisodeKind
+from common.store.run_dir import RunDir, write_atomically
+from common.wire.ids import subset_of
+from common.wire.messages import EpisodeKind, Trajectory
 
-RUN_S = 3600.0  # for one run of a study
+BINS = (4, 8, 16, 32)  # most turns that the expert needs
+MAX_ROOMS = 32  # of the environment `rooms`, whose item i has 1 + i mod 32 of them
 LAST_STEPS = 20  # over which training success is averaged
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arm:
-    name: str
-    overrides: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Study:
-    """What is compared. All runs share overrides and number of steps."""
-
-    name: str  # of the folder below runs/
-    arms: tuple[Arm, ...]
-    seeds: tuple[int, ...]
-    overrides: tuple[str, ...]  # of every run
-    num_at_once: int = 1  # runs side by side; in sync mode each keeps about one core busy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,46 +45,34 @@ class Outcome:
     num_trained: int  # of those episodes
     lag_mean: float  # steps, over the trained tokens
     ess_min: float  # smallest effective sample size of a step, as a share of its tokens
-    points: tuple[Point, ...]  # the first is before training, the last the evaluation at the end
+    points: tuple[Point, ...] = ()  # the first before training, the last the evaluation at the end
+    by_distance: tuple[tuple[int, int], ...] = ()  # of `rooms`: (held-out items, solved), by BINS
+    same_as: str = ""  # the run that it would have been, which was made
+    num_skipped: int = 0  # batches, by the controller
+    wall_s: float = 0.0  # from the first step to the last
+    cpu_s: float = 0.0  # of all its processes; 0: not measured
 
 
-def run_study(study: Study, *, folder: Path) -> list[Outcome]:
-    """Run below `folder` what is not finished yet, and return all outcomes, arm by arm.
+def save_outcome(outcome: Outcome, path: Path, overrides: Sequence[str]) -> None:
+    """Write an outcome with what its run was told, for a study that goes on later."""
+    told = {"overrides": list(overrides), "outcome": asdict(outcome)}
+    write_atomically(path, f"{json.dumps(told)}\n")
 
-    Raises: LongstrideError: a run failed; names it and its log.
+
+def load_outcome(path: Path) -> tuple[Outcome, list[str]]:
+    """Return what `save_outcome` wrote: the outcome and the overrides.
+
+    Raises: ConfigError: it is no such file.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    todo = [(arm, seed) for seed in study.seeds for arm in study.arms]
-    with ThreadPoolExecutor(study.num_at_once) as pool:
-        list(pool.map(lambda each: _run(study, *each, folder=folder), todo))
-    return [
-        read_outcome(folder / _run_name(arm, seed), arm=arm.name, seed=seed)
-        for arm in study.arms
-        for seed in study.seeds
-    ]
-
-
-def folders_of(study: Study, *, folder: Path) -> dict[str, list[Path]]:
-    """Return the run directories of every arm."""
-    return {a.name: [folder / _run_name(a, seed) for seed in study.seeds] for a in study.arms}
-
-
-def _run_name(arm: Arm, seed: int) -> str:
-    return f"{arm.name}-seed{seed}"
-
-
-def _run(study: Study, arm: Arm, seed: int, *, folder: Path) -> None:
-    name = _run_name(arm, seed)
-    if (folder / name / "report.json").exists():
-        return
-    overrides = [f"run.seed={seed}", "log.live=false", *merged(study.overrides, arm.overrides)]
-    train(name, overrides, folder=folder, timeout_s=RUN_S)
-
-
-def merged(overrides: Sequence[str], own: Sequence[str]) -> list[str]:
-    """Return all overrides, each key once: an arm's own value holds, and of two the later one."""
-    by_key = {each.partition("=")[0]: each for each in (*overrides, *own)}
-    return list(by_key.values())
+    try:
+        told = json.loads(path.read_text())
+        plain: dict[str, Any] = told["outcome"]
+        points = tuple(Point(**each) for each in plain.pop("points"))
+        pairs: dict[str, Any] = {n: tuple(plain.pop(n)) for n in ("after_ci95", "gain_ci95")}
+        far = tuple((num, solved) for num, solved in plain.pop("by_distance"))
+        return Outcome(**plain, **pairs, points=points, by_distance=far), told["overrides"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{path}: no outcome of a run ({error}); remove it") from error
 
 
 def read_outcome(run: Path, *, arm: str, seed: int) -> Outcome:
@@ -124,7 +98,25 @@ def read_outcome(run: Path, *, arm: str, seed: int) -> Outcome:
         lag_mean=float(np.average(lags, weights=num_tokens)),
         ess_min=min(line["offpolicy/ess_frac"] for line in steps),
         points=_points(run, report, steps),
+        by_distance=_by_distance(run / "journal"),
+        num_skipped=sum(bool(line.get("controller/skipped")) for line in steps),
+        wall_s=steps[-1].get("time_s", 0.0) - steps[0].get("time_s", 0.0),
+        cpu_s=sum(cpu_seconds(RunDir(root=run)).values()),
     )
+
+
+def _by_distance(journal: Path) -> tuple[tuple[int, int], ...]:
+    """Return (items, solved) of the last evaluation for each of `BINS`; () of other tasks."""
+    counts = np.zeros((len(BINS), 2), dtype=int)
+    for _, trajectory in read_journal(journal):
+        if trajectory.group_id == "eval-after-model" and trajectory.env == "rooms":
+            counts[_bin_of(trajectory)] += (1, trajectory.is_success)
+    return tuple((int(num), int(solved)) for num, solved in counts) if counts.any() else ()
+
+
+def _bin_of(trajectory: Trajectory) -> int:
+    index = int(trajectory.item_id.removeprefix(subset_of(trajectory.item_id))[6:])
+    return next(i for i, most in enumerate(BINS) if index % MAX_ROOMS < most)
 
 
 def _points(

@@ -9,17 +9,16 @@ import pytest
 
 from common.store.journal import JournalWriter
 from common.wire.messages import EpisodeKind
-from learner.bench.horizon import (
+from learner.bench.study.horizon import (
     budget_of,
     distance_table,
     has_collapsed,
     horizon_table,
-    iqm,
-    over_seeds,
     success_at,
     success_svg,
 )
-from learner.bench.study import Outcome, Point
+from learner.bench.study.intervals import gap, iqm, over_seeds
+from learner.bench.study.outcome import Outcome, Point, _by_distance
 from tests.learner.builders import make_trajectory
 
 
@@ -64,6 +63,14 @@ def test_interval_over_seeds_holds_the_mean_and_is_none_for_equal_runs() -> None
     assert (low[1], high[1]) == pytest.approx((0.5, 0.5))
 
 
+def test_gap_between_two_arms_is_zero_only_where_its_interval_says_so() -> None:
+    low, (least, most) = gap([0.5, 0.5, 0.5], [0.4, 0.4, 0.4])
+    assert (low, least, most) == pytest.approx((0.1, 0.1, 0.1))
+    nothing, (least, most) = gap([0.1, 0.5, 0.9], [0.2, 0.5, 0.8])
+    assert nothing == pytest.approx(0.0, abs=1e-9)
+    assert least < -0.1 < 0.1 < most
+
+
 def test_arms_are_compared_where_all_of_them_have_spent_as_much() -> None:
     assert budget_of(RUNS, "tokens") == 2000
     assert budget_of(RUNS, "episodes") == 80
@@ -89,10 +96,12 @@ def test_success_by_distance_counts_the_last_evaluation_alone(tmp_path: Path) ->
     ):
         made = make_trajectory([5, 6], [0, 1])
         name = {"episode_id": f"{group}/{number}", "item_id": f"Carry@1..32-test-{index}"}
+        name["env"] = "rooms"
         told = {"group_id": group, "is_success": is_success, "kind": EpisodeKind.EVAL}
         journal.append(replace(made, **name, **told))
     journal.close()
-    row = distance_table({"short": [tmp_path]}).splitlines()[-1]
+    made = replace(RUNS[0], by_distance=_by_distance(tmp_path / "journal"))
+    row = distance_table([made]).splitlines()[-1]
     assert row == "| short | 1.000 (1) | 0.000 (1) | 0.000 (0) | 1.000 (1) |"
 
 

@@ -7,28 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common.config.load import load_config
-from common.errors import LongstrideError
-from common.repository import ROOT
 from common.store.journal import JournalWriter
 from common.wire.messages import EpisodeKind, Trajectory
-from learner.bench.studies import (
-    TABLES,
-    credit_table,
-    curriculum_table,
-    read_study,
-    staleness_table,
-)
-from learner.bench.study import (
-    Arm,
-    Outcome,
-    Point,
-    Study,
-    merged,
-    read_outcome,
-    run_study,
-    success_at_tokens,
-)
+from learner.bench.study.outcome import Outcome, Point, read_outcome, success_at_tokens
+from learner.bench.study.plan import merged
+from learner.bench.study.tables import credit_table, curriculum_table
 from tests.learner.builders import make_trajectory
 
 
@@ -132,29 +115,5 @@ def test_equal_tokens_are_those_of_the_run_that_generated_least() -> None:
     assert table.splitlines()[3].split(" | ")[-1] == "0.500 |"  # 0.4 + 0.4 / 4
 
 
-def test_every_lag_of_the_staleness_study_has_both_arms_in_its_row() -> None:
-    outcomes = [
-        make_outcome(arm.name, (0, 0.4, 0), (9, 0.5, 9)) for arm in read_study("staleness").arms
-    ]
-    rows = staleness_table(outcomes).splitlines()[2:]
-    assert [row.split(" | ")[0] for row in rows] == [f"| {lag}" for lag in (0, 1, 2, 4, 8, 16)]
-
-
 def test_key_of_an_arm_replaces_that_of_the_study() -> None:
     assert merged(("a.b=1", "c=2"), ("a.b=[3,4]",)) == ["a.b=[3,4]", "c=2"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("study", [read_study(name) for name in TABLES])
-def test_every_run_of_every_study_has_a_configuration_that_loads(study: Study) -> None:
-    for arm in study.arms:
-        load_config("quickstart", merged(study.overrides, arm.overrides), root=ROOT)
-
-
-def test_failed_run_of_a_study_is_named_with_its_log(tmp_path: Path) -> None:
-    arm = Arm(name="broken", overrides=("learner.no_such_key=1",))
-    study = Study(name="s", arms=(arm,), seeds=(0,), overrides=())
-    reason = r"broken-seed0 ended with exit code 2.*broken-seed0.log"
-    with pytest.raises(LongstrideError, match=reason):
-        run_study(study, folder=tmp_path)
-    assert "no_such_key" in (tmp_path / "broken-seed0.log").read_text()

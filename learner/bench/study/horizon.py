@@ -1,0 +1,67 @@
+"""What a study of horizons says: success at equal episodes, tokens and seconds, over seeds."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from learner.bench.study.intervals import by_arm, over_seeds
+from learner.bench.study.outcome import BINS, Outcome, interval, markdown
+from learner.bench.study.plot import Line, lines_svg
+
+COLLAPSE_FRAC = 0.5  # of the best evaluation; a run whose last one is below has collapsed
+MIN_BEST = 0.1  # success below it is too little to lose
+AXES = {"episodes": "num_episodes", "tokens": "num_tokens", "seconds": "wall_s"}
+GRID = 24  # points of a curve
+
+
+def success_at(outcome: Outcome, axis: str, at: np.ndarray | float) -> np.ndarray:
+    """Return success where so much had been spent, linear between two evaluations."""
+    spent = [float(getattr(point, AXES[axis])) for point in outcome.points]
+    return np.asarray(np.interp(at, spent, [point.success for point in outcome.points]))
+
+
+def budget_of(outcomes: Sequence[Outcome], axis: str) -> float:
+    """Return what every run has spent: the least of their ends."""
+    return min(float(getattr(each.points[-1], AXES[axis])) for each in outcomes)
+
+
+def has_collapsed(outcome: Outcome) -> bool:
+    """Return whether the last evaluation is below half of the best one, which was no accident."""
+    best = max(point.success for point in outcome.points)
+    return best >= MIN_BEST and outcome.points[-1].success < COLLAPSE_FRAC * best
+
+
+def horizon_table(outcomes: list[Outcome]) -> str:
+    """Return a row for every arm: success at equal spending, the least fortunate run, collapses."""
+    budgets = {axis: budget_of(outcomes, axis) for axis in AXES}
+    heads = [f"at {budget:,.0f} {axis} [95 %]" for axis, budget in budgets.items()]
+    rows: list[list[str]] = []
+    for arm, runs in by_arm(outcomes).items():
+        cells = [arm, str(len(runs))]
+        for axis, budget in budgets.items():
+            at = np.array([float(success_at(each, axis, budget)) for each in runs])
+            mean, low, high = map(float, over_seeds(at))
+            cells.append(interval(mean, (low, high)))
+        num = sum(map(has_collapsed, runs))
+        lowest = min(each.points[-1].success for each in runs)
+        rows.append([*cells, f"{lowest:.3f}", f"{num}/{len(runs)}"])
+    return markdown(["arm", "seeds", *heads, "lowest run's end", "collapsed"], rows)
+
+
+def distance_table(outcomes: Sequence[Outcome]) -> str:
+    """Return a row for every arm: success of the last evaluation by distance, of all its seeds."""
+    rows: list[list[str]] = []
+    for arm, runs in by_arm(outcomes).items():
+        counts = np.sum([each.by_distance or [(0, 0)] * len(BINS) for each in runs], axis=0)
+        rows.append([arm, *(f"{solved / max(num, 1):.3f} ({num})" for num, solved in counts)])
+    return markdown(["arm", *(f"up to {most} turns" for most in BINS)], rows)
+
+
+def success_svg(outcomes: Sequence[Outcome], axis: str = "tokens") -> str:
+    """Return a picture of success against what was spent: the mean of each arm in its interval."""
+    lines: list[Line] = []
+    for arm, runs in by_arm(outcomes).items():
+        at = np.linspace(0, budget_of(runs, axis), GRID)
+        values = np.stack([success_at(each, axis, at) for each in runs], axis=-1)  # [grid, runs]
+        lines.append(Line(arm, at, *over_seeds(values)))
+    return lines_svg(lines, x_title=axis)

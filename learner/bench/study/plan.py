@@ -1,0 +1,214 @@
+"""What a study compares: arms of overrides over seeds, and which of its runs are the same one."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from common.config.evaluation import StudySection
+from common.errors import ConfigError
+
+WRITTEN = Path(__file__).with_name("studies.yaml")
+OWN = ("study.", "run.dir=", "ray.")  # overrides of the study, not of its runs
+CONTROLLER_OFF = tuple(
+    f"learner.controller.{name}=false" for name in ("scale_lr", "tighten_gate", "skip_step")
+)
+
+
+class Does(StrEnum):
+    """What a run of an arm is.
+
+    train: a whole run. in_process: the same loop in one process. commands: those of the arm.
+    """
+
+    TRAIN = "train"
+    IN_PROCESS = "in_process"
+    COMMANDS = "commands"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arm:
+    name: str
+    overrides: tuple[str, ...] = ()
+    does: Does = Does.TRAIN
+    commands: tuple[tuple[str, ...], ...] = ()
+    chunk: str = ""  # arms of a chunk are done one after the other; "": by themselves
+    twin: str = ""  # with the controller: the same run, unless that arm's controller acted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One arm with one seed."""
+
+    arm: Arm
+    seed: int
+    overrides: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.arm.name}-seed{self.seed}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Study:
+    """What is compared. All runs share overrides and number of steps."""
+
+    name: str
+    arms: tuple[Arm, ...]
+    seeds: tuple[int, ...]
+    overrides: tuple[str, ...] = ()  # of every run
+    cpu_s: float = 0.0  # processor seconds that a run takes, about; 0: nobody knows
+    scaled: tuple[str, ...] = ()  # keys that a larger study multiplies
+    size: float = 1.0
+    given: tuple[str, ...] = ()  # the user's, above the study's and below an arm's
+
+    def runs(self) -> list[Run]:
+        """Return every run, seed by seed, so that a study cut short has all arms of some seeds."""
+        return [self._run(arm, seed) for seed in self.seeds for arm in self.arms]
+
+    def _run(self, arm: Arm, seed: int) -> Run:
+        plain = merged(merged(self.overrides, self.given), arm.overrides)
+        told = [self._sized(each) for each in plain]
+        return Run(arm=arm, seed=seed, overrides=(f"run.seed={seed}", *told))
+
+    def _sized(self, override: str) -> str:
+        key, _, value = override.partition("=")
+        if key not in self.scaled or self.size == 1:
+            return override
+        return f"{key}={max(1, round(int(value) * self.size))}"
+
+    def firsts(self) -> dict[str, str]:
+        """Return of each run's name that of the first one that is the same run, mostly itself."""
+        first: dict[tuple[object, ...], str] = {}
+        found: dict[str, str] = {}
+        for run in self.runs():
+            same = (run.arm.does, run.arm.commands, *sorted(run.overrides))
+            found[run.name] = first.setdefault(same, run.name)
+        return found
+
+    def chunks(self, todo: Iterable[Run]) -> list[list[Run]]:
+        """Return the runs in parts, each of which one worker does in turn."""
+        parts: dict[tuple[str, int], list[Run]] = {}
+        for run in todo:
+            parts.setdefault((run.arm.chunk or run.arm.name, run.seed), []).append(run)
+        return list(parts.values())
+
+
+def merged(overrides: Sequence[str], own: Sequence[str]) -> list[str]:
+    """Return all overrides, each key once: an arm's own value holds, and of two the later one."""
+    by_key = {each.partition("=")[0]: each for each in (*overrides, *own)}
+    return list(by_key.values())
+
+
+def names() -> list[str]:
+    """Return the names of all studies."""
+    return [name for name in _written() if name != "all"]
+
+
+def read_study(name: str, section: StudySection | None = None, given: Sequence[str] = ()) -> Study:
+    """Return a study as it ships, in the size that is asked for.
+
+    Args:
+        given: the user's overrides, those of the study's own section among them.
+    """
+    section = section or StudySection()
+    written = _written()
+    own = written[name]
+    seeds = own["seeds"]
+    num = section.num_seeds or len(seeds)
+    study = Study(
+        name=name,
+        arms=tuple(_arms(own)),
+        seeds=tuple(range(seeds[0], seeds[0] + num)),
+        overrides=tuple(merged(written["all"]["overrides"], own.get("overrides", ()))),
+        cpu_s=own.get("cpu_s", 0.0),
+        scaled=tuple(written["all"]["scaled"]),
+        size=section.size,
+        given=tuple(each for each in given if not each.startswith(OWN)),
+    )
+    _check_given(study)
+    return study
+
+
+def _check_given(study: Study) -> None:
+    fixed = {"run.name": "the study names its runs", "run.seed": "give study.num_seeds"}
+    for each in study.given:
+        key, _, value = each.partition("=")
+        if key in fixed:
+            raise ConfigError(f"{each}: {fixed[key]}")
+        if key in study.scaled and not value.isdigit():
+            raise ConfigError(f"{each}: expects a whole number")
+
+
+def _written() -> dict[str, Any]:
+    return yaml.safe_load(WRITTEN.read_text(encoding="utf-8"))
+
+
+def _arms(own: dict[str, Any]) -> Iterable[Arm]:
+    does = Does(own.get("does", Does.TRAIN))
+    if "lags" in own:
+        yield from lag_arms(own)
+        return
+    for name, each in own["arms"].items():
+        if isinstance(each, dict):
+            commands = tuple(tuple(command) for command in each["commands"])
+            yield Arm(name=name, does=Does.COMMANDS, commands=commands, chunk=own["chunk"])
+        else:
+            yield Arm(name=name, overrides=tuple(each), does=does, chunk=own.get("chunk", ""))
+
+
+@dataclass(frozen=True, slots=True)
+class LagArm:
+    """What the name of an arm of forced lag says."""
+
+    rate: str
+    lag: int
+    kind: str
+    is_controlled: bool
+
+    @property
+    def name(self) -> str:
+        return f"{self.rate}-lag{self.lag}-{self.kind}-{'on' if self.is_controlled else 'off'}"
+
+    @classmethod
+    def of(cls, name: str) -> "LagArm":
+        """Return what a name says; kinds may have hyphens themselves."""
+        rate, lag, rest = name.split("-", 2)
+        kind, _, state = rest.rpartition("-")
+        return cls(rate, int(lag.removeprefix("lag")), kind, state == "on")
+
+
+def lag_arms(own: dict[str, Any]) -> Iterable[Arm]:
+    """Yield rate x lag x correction x controller; with it first, since without may be the same.
+
+    At lag 0 a batch of one update has ratios of 1: every correction but those of several updates
+    (`own_at_zero`) is the plain run, and no controller ever acts.
+    """
+    for lag in own["lags"]:
+        for rate, rates in own["rates"].items():
+            for kind, correction in own["corrections"].items():
+                is_plain = lag == 0 and kind not in own["own_at_zero"]
+                told = [
+                    f"learner.hold_back_steps={lag}",
+                    f"learner.max_lag_steps={max(4, lag)}",
+                    f"scheduler.max_ahead_steps={max(1, lag)}",
+                    *rates,
+                    *([] if is_plain else correction),
+                ]
+                on = LagArm(rate, lag, kind, True).name
+                base = Arm(
+                    name=on, overrides=tuple(told), does=Does.IN_PROCESS, chunk=f"{rate}-lag{lag}"
+                )
+                yield base
+                off = LagArm(rate, lag, kind, False).name
+                free = tuple(merged(told, () if lag == 0 else CONTROLLER_OFF))
+                yield Arm(
+                    name=off,
+                    overrides=free,
+                    does=Does.IN_PROCESS,
+                    chunk=base.chunk,
+                    twin="" if lag == 0 else on,
+                )

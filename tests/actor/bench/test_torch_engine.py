@@ -1,0 +1,73 @@
+"""Laws of the engine of plain torch: a row of many is what it would be alone."""
+
+import asyncio
+from collections.abc import Mapping
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from actor.bench.torch_engine import TorchEngine
+from actor.rollout.episode import Turn
+from actor.rollout.render import Renderer
+from common.repository import ROOT
+
+POLICY = str(ROOT / "configs/policies/tiny")
+TEXTS = ("goal: go to the red key\nred key 1 ahead", "goal: open the blue door\nwall 2", "ball 3")
+
+pytestmark = pytest.mark.slow  # transformers takes seconds to import
+
+
+def make_engine() -> tuple[TorchEngine, Renderer]:
+    renderer = Renderer(AutoTokenizer.from_pretrained(POLICY, local_files_only=True))
+    model = AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float32)
+    return TorchEngine(model, renderer.end_of_turn_ids, temperature=1.0), renderer
+
+
+def play(
+    engine: TorchEngine, renderer: Renderer, texts: Mapping[str, str]
+) -> dict[str, list[Turn]]:
+    """Play three turns of each; "a" ends after its second."""
+    ids = {name: renderer.first_prompt(text) for name, text in texts.items()}
+    turns: dict[str, list[Turn]] = {name: [] for name in texts}
+    for number in range(3):
+        running = {name: each for name, each in ids.items() if number < 2 or name != "a"}
+        if not running:
+            continue
+        prompts = {f"{number}:{name}": list(each) for name, each in running.items()}
+        seeds = {f"{number}:{name}": 7 * number + ord(name) for name in running}
+        answer = engine.generate_together(prompts, max_tokens=12, salt="", seeds=seeds)
+        for request, turn in asyncio.run(answer).items():
+            name = request.partition(":")[2]
+            turns[name].append(turn)
+            text = f"you see {number} walls"
+            told = renderer.after_action(text, is_stopped=turn.is_stopped)
+            ids[name] += [*turn.token_ids, *told]
+    return turns
+
+
+def test_row_of_many_is_what_it_would_be_alone_over_turns() -> None:
+    engine, renderer = make_engine()
+    texts = dict(zip("abc", TEXTS, strict=True))
+    together = play(engine, renderer, texts)
+    for name, text in texts.items():
+        alone = play(engine, renderer, {name: text})[name]
+        assert [turn.token_ids for turn in alone] == [turn.token_ids for turn in together[name]]
+        for one, other in zip(alone, together[name], strict=True):
+            assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+
+
+def test_logprobs_are_those_of_the_whole_conversation_and_labels_those_of_the_weights() -> None:
+    engine, renderer = make_engine()
+    model = AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float32)
+    engine.load(model.state_dict(), version=5)
+    prompt = renderer.first_prompt(TEXTS[0])
+    answer = engine.generate_together({"0:a": prompt}, max_tokens=12, salt="", seeds={"0:a": 1})
+    turn = asyncio.run(answer)["0:a"]
+    ids = torch.tensor([prompt + turn.token_ids])
+    with torch.no_grad():
+        scores = model(ids).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
+    known = scores.gather(1, torch.tensor(turn.token_ids)[:, None])[:, 0].tolist()
+    assert turn.logprobs == pytest.approx(known, abs=1e-4)
+    assert turn.versions == [5] * len(turn.token_ids)
+    assert turn.is_stopped == (turn.token_ids[-1] in renderer.end_of_turn_ids)
