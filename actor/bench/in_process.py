@@ -108,6 +108,7 @@ class InProcessPlayer:
                 max_tokens=actor.max_model_len,
                 turn_tokens=actor.max_turn_tokens,
                 actor="in-process",
+                options=actor,
             )
         finally:
             rounds.leave(lease.episode_id)
