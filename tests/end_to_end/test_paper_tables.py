@@ -1,0 +1,52 @@
+"""The evaluation behind AgentGym-RL's Tables 1 to 5, scaled down: a few items of three of them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.actor.toy_servers import ToyEndpoint, serve
+from tests.end_to_end.runs import REPOSITORY
+
+TABLES = {  # environment: the columns of its table
+    "searchqa": ["NQ", "TriviaQA", "PopQA", "HotpotQA", "2Wiki", "Musique", "Bamboogle"],
+    "textcraft": ["Depth 1", "Depth 2", "Depth 3", "Depth 4"],
+    "babyai": ["GoTo", "Pickup", "AOD", "Find", "Room", "SLoc"],
+}
+SUBSETS = {
+    "searchqa": ["nq", "triviaqa", "popqa", "hotpotqa", "2wiki", "musique", "bamboogle"],
+    "textcraft": ["depth1", "depth2", "depth3", "depth4"],
+    "babyai": ["GoTo", "Pickup", "AOD", "Find", "Room", "SLoc"],
+}
+TURNS = {"searchqa": 30, "textcraft": 30, "babyai": 20}
+NUM_ITEMS = 60
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_paper_tables_are_played_at_the_papers_turns_and_laid_out_like_them(tmp_path: Path):
+    tasks = [f"{{env: {env}, subset: {subset}}}" for env in TABLES for subset in SUBSETS[env]]
+    endpoint = ToyEndpoint()  # says "go" for ever, which is no action anywhere
+    with serve(endpoint.app()) as url:
+        argv = [sys.executable, "run.py", "eval", "--config", "agentgym-paper-tables"]
+        argv += [f"run.dir={tmp_path}", "run.name=p", f"tasks=[{', '.join(tasks)}]"]
+        argv += [f"policy.url={url}/v1", "policy.model=toy", f"eval.num_items={NUM_ITEMS}"]
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            argv, cwd=REPOSITORY, capture_output=True, text=True, timeout=150, env=env
+        )
+    assert done.returncode == 0, done.stderr[-2_000:]
+    (entry,) = json.loads((tmp_path / "p/eval.json").read_text())["entries"]
+    assert entry["overall"]["num_episodes"] == NUM_ITEMS
+    assert entry["overall"]["num_failed"] == 0
+    for env, columns in TABLES.items():
+        assert f"| Model |  | {' | '.join(columns)} | Overall |" in done.stdout
+        found = entry["by_env"][env]
+        assert set(found["by_subset"]) <= {*SUBSETS[env]}  # some are too small for a tenth
+        assert (found["success"]["mean"], found["num_turns"]) == (0.0, TURNS[env])
+    assert "Not exactly the published tasks: recipes of our own, not Minecraft's." in done.stdout
+    assert "Not exactly the published tasks: questions on a world of our own." in done.stdout
+    assert f"eval.num_items={NUM_ITEMS} leaves out 530 of the tasks' 590 items" in done.stderr
