@@ -52,7 +52,8 @@ def add_agentgym_routes(
         is_ours = name in registry.names and name in LOADERS
         if is_ours and name != registry.remote.dialect:
             spec = registry.spec(name)
-            instances = Instances(spec, sessions, patience=patience)
+            now_s = sessions.now_s
+            instances = Instances(spec, sessions, patience=patience, now_s=now_s)
             words = vocabulary(registry.options.wordle.words) if dialect is WORDLE else ()
             desk = _Desk(dialect, instances, words=words)
             _add_routes(app, name, desk)

@@ -72,7 +72,7 @@ class Sessions:
 
         `now_s` is a monotonic clock; None: one that stands while this process does.
         """
-        now_s = now_s or AwakeClock()
+        now_s = self.now_s = now_s or AwakeClock()
         self._max_sessions = max_sessions
         self.lease_s = lease_s
         self.is_draining = False

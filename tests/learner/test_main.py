@@ -5,10 +5,11 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from common.config.learning import LearnerSection
-from common.config.run_config import RunConfig
+from common.config.run_config import OnStall, RunConfig
 from common.store.journal import JournalPosition
 from common.store.run_dir import RunDir
 from learner.build import Learner
@@ -21,6 +22,7 @@ from learner.training.controller import Decision
 from learner.training.ranks import Ranks
 from learner.training.state import StateWriter
 from learner.training.trainer import StepResult
+from tests.configs import edited
 from tests.learner.builders import make_model, make_trajectory
 
 
@@ -90,3 +92,43 @@ def test_seconds_of_the_last_checkpoint_are_a_metric_of_the_steps_after_it(tmp_p
     before, after = neighbour.lines
     assert "train/checkpoint_s" not in before
     assert 0.0 < after["train/checkpoint_stall_s"] < after["train/checkpoint_s"] < 60.0
+
+
+class Waiting(Neighbour):
+    """A buffer that has no batch for a while, and what a learner may say meanwhile."""
+
+    has_no_room = False
+
+    def __init__(self, num_timeouts: int) -> None:
+        super().__init__()
+        self.left = num_timeouts
+
+    def next_batch(self, *_: Any, **__: Any) -> tuple[list[Group], list[Any]]:
+        self.left -= 1
+        if self.left >= 0:
+            raise TimeoutError("no batch for 1,800s: 3 groups wait for members of actor-0")
+        return [], []
+
+
+def test_learner_without_a_batch_says_so_and_waits_on_unless_a_stall_is_to_stop_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for policy in (OnStall.WARN, OnStall.RESTART):
+        root = tmp_path / policy
+        root.mkdir()
+        loop = Loop(_config(policy), make_learner(root, Waiting(3)), threading.Event())
+        loop._set_status = lambda **_: None
+        caplog.clear()
+        assert loop._wait_for_batch().groups == []
+        told = [record.getMessage() for record in caplog.records]
+        assert len([text for text in told if "waiting on" in text and "actor-0" in text]) == 3
+    (tmp_path / "stop").mkdir(exist_ok=True)
+    stopping = make_learner(tmp_path / "stop", Waiting(1))
+    loop = Loop(_config(OnStall.STOP), stopping, threading.Event())
+    loop._set_status = lambda **_: None
+    with pytest.raises(TimeoutError, match="actor-0"):
+        loop._wait_for_batch()
+
+
+def _config(policy: OnStall) -> RunConfig:
+    return edited(RunConfig(), {"run.on_stall": policy})

@@ -4,7 +4,8 @@ An episode that an actor no longer has is issued again. One that the actor has f
 a straggler: the actor is told to abandon it, and only when it has done so is it issued again.
 
 Example: actor-0 holds g/0 and g/1 and lists g/0 only, twice -> g/1 is issued again. It falls
-silent -> both are, and the first to list one of them again keeps it.
+silent -> both are, and the first to list one of them again keeps it. While the learner is not heard
+nobody knows whether g/1 has been delivered: it is waited for.
 """
 
 import logging
@@ -16,6 +17,7 @@ from learner.scheduler.members.members import Member
 
 logger = logging.getLogger(__name__)
 
+AWAY_FACTOR = 1.5
 MAX_MISSED = 2  # heartbeats in a row that may not list a lease before it counts as lost
 
 
@@ -66,9 +68,14 @@ def _renew(parts: Components, member: Member, running: list[str], now: float) ->
     """Renew what an actor lists, miss what it does not; return what it should abandon."""
     revoked = [episode_id for episode_id in running if not _keep(parts, member, episode_id, now)]
     listed = set(running)
-    patience_s = parts.members.dead_after_s / 2
+    # Longer than it takes to know that the learner is away, who may have what is not listed.
+    patience_s = max(parts.members.dead_after_s / 2, AWAY_FACTOR * parts.members.silent_after_s)
+    is_learner_away = parts.members.is_learner_away(now)
     for episode in reversed(parts.lifecycle.leases.of(member.name)):
         if episode.episode_id in listed:
+            continue
+        if is_learner_away and not episode.is_revoked:  # who may have it, and would have said so
+            parts.lifecycle.renew(episode, now=now)
             continue
         parts.lifecycle.miss(episode)
         if episode.is_revoked:

@@ -225,6 +225,12 @@ class Members:
         """Return whether somebody of this name is there."""
         return name in self.by_name and not self.by_name[name].is_dead
 
+    def is_learner_away(self, now: float) -> bool:
+        """Return whether there was a learner and none has been heard of lately."""
+        known = self._learners.values()
+        since = now - self.silent_after_s
+        return bool(known) and all(m.is_dead or m.last_seen < since for m in known)
+
     def has_other_actor(self, member: Member) -> bool:
         """True if another actor is alive beside this one."""
         everybody = self.by_name.values()

@@ -11,6 +11,7 @@ import pytest
 
 from common.config.evaluation import EvalSection
 from common.config.run_config import ModelSection, RunConfig, RunSection, TaskSection
+from common.errors import ConfigError
 from common.report.model import Report, SubsetScore
 from common.report.results import Play, paired_gain, score, wilson_interval
 from common.report.write import write_report
@@ -241,3 +242,11 @@ def _line(step: int) -> str:
         "memory/learner_rss_bytes": 100 + step,
     }
     return json.dumps(line) + "\n"
+
+
+def test_damaged_ledger_is_named_with_what_to_do(tmp_path: Path) -> None:
+    run_dir = full_run(tmp_path)
+    for content in (b"{", b"[1]", b"\xff"):
+        run_dir.ledger.write_bytes(content)
+        with pytest.raises(ConfigError, match=r"ledger\.json: damaged .*remove it"):
+            write_report(run_dir, make_config())

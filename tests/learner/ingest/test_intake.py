@@ -1,5 +1,6 @@
 """Laws of the intake, between a real actor's socket and a real scheduler's."""
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from common.wire.messages import (
     EpisodeOutcome,
     Heartbeat,
     Outcome,
+    Progress,
     Rejected,
 )
 from tests.full_disk import no_room_beyond
@@ -264,3 +266,19 @@ def test_a_full_disk_pauses_the_intake_and_loses_nothing(
     assert running.journaled() == ["g/0", "g/1"]
     running.scheduler.pump_until(lambda: not heard()[-1].waiting_for)
     assert running.deliver(member(2)).is_accepted
+
+
+def test_time_without_a_batch_begins_with_the_first_engine(setup: Setup) -> None:
+    """Nobody can play before: an engine of a large model takes long to start."""
+    began, patience_s, starting_s = time.monotonic(), 0.2, 0.8
+
+    def hear() -> None:
+        is_up = time.monotonic() - began > starting_s
+        told = Progress(run_epoch="e", revoked=[], is_finished=False, num_slots=8 * is_up)
+        setup.buffer.apply(told)
+
+    with pytest.raises(TimeoutError, match="no batch"):
+        setup.buffer.next_batch(
+            0, max_lag_steps=1, in_order=False, timeout_s=patience_s, check=hear
+        )
+    assert time.monotonic() - began > starting_s + patience_s - 0.05

@@ -74,7 +74,7 @@ def test_lease_that_two_heartbeats_do_not_list_is_lost() -> None:
     table = joined()
     leases = table.ask("actor-0", 2).leases
     kept, missed = leases
-    table.clock.now += 6
+    table.clock.now += 8
     table.beat("actor-0", [kept.episode_id])
     assert len(table.core.lifecycle.leases) == 2
     table.beat("actor-0", [kept.episode_id])
@@ -108,3 +108,25 @@ def test_actor_is_told_to_abandon_what_another_one_plays_now() -> None:
     table.ask("actor-1", 2)
     assert table.beat("actor-0", ids(leases)).revoked == ids(leases)
     assert table.beat("actor-0", ["g0099999/0", "nonsense"]).revoked == ["g0099999/0", "nonsense"]
+
+
+def test_nothing_is_played_again_while_the_learner_that_may_have_it_is_not_heard() -> None:
+    """What an actor delivers it lists no more, and only the learner knows that it came."""
+    table = joined("actor-0", "learner-0")
+    delivered, lost = table.ask("actor-0", 2).leases
+    for _ in range(40):
+        table.clock.now += 1.0
+        table.beat("actor-0", [])
+        table.core.tick()
+    assert table.core.members.is_learner_away(table.clock.now)
+    assert (table.counts()["reissued"], table.counts()["failed"]) == (0, 0)
+    assert len(table.core.lifecycle.leases) == 2
+    table.hello("learner-0")
+    table.beat("actor-0", [])
+    table.arrive([delivered])
+    for _ in range(8):
+        table.clock.now += 1.0
+        table.beat("learner-0", [])
+        table.beat("actor-0", [])
+    assert lost.episode_id in ids(table.ask("actor-0", 1).leases), "it did not come"
+    assert table.counts()["reissued"] == 1

@@ -100,3 +100,20 @@ def test_spare_plays_once_an_actor_is_silent_and_who_comes_back_is_the_spare() -
     table.hello("actor-0", incarnation="i1")
     assert table.ask("actor-0", 4).reason[:6] == "spare:"
     assert table.ask("actor-1", 4).leases
+
+
+def test_scheduler_that_stood_still_calls_nobody_late_and_hears_who_really_is() -> None:
+    """Of 10 s of silence it was asleep for 90: what came meanwhile lies in its queue."""
+    table = _table()
+    held = table.ask("actor-0", 6).leases
+    table.clock.now += 90.0
+    table.core.wake()
+    assert table.core.tick()
+    assert _silent(table) == []
+    assert table.beat("actor-0", ids(held)).revoked == []
+    assert table.counts()["reissued"] == 0
+    table.clock.now += 10.5
+    table.beat("actor-0", ids(held))
+    assert table.core.tick()
+    assert table.core.members.by_name["actor-1"].is_dead
+    assert not table.core.members.by_name["actor-0"].is_dead
