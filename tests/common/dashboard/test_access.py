@@ -8,7 +8,10 @@ import pytest
 from fastapi.testclient import TestClient
 
 from common.config.command_line import parse
+from common.config.run_config import ModelSection, RunConfig
 from common.dashboard.reading.sources import Sources
+from common.dashboard.run_state import details
+from common.dashboard.run_view import view_run
 from common.dashboard.web.access import Access
 from common.dashboard.web.app import STATIC, make_app
 from common.dashboard.web.fleet import slots
@@ -16,8 +19,10 @@ from common.dashboard.web.overview import flat_config, pools
 from common.dashboard.web.play import PATH, Told
 from common.dashboard.web.server import dashboard, listen
 from common.dashboard.web.watch import Watch
+from common.dashboard.words import status_line
 from common.errors import ConfigError
 from common.repository import ROOT
+from common.store.run_dir import RunDir
 from tests.common.dashboard.runs import make_run
 
 MAX_PAGE_BYTES = 300_000
@@ -135,6 +140,40 @@ def test_answers_tell_what_the_views_need(watch: Watch) -> None:
     compared = page.get("/api/compare", params={"runs": "a,b"}).json()
     assert compared["series"]["b"]["step"]
     assert "run.name" not in compared["config"]
+
+
+STRANGE = (
+    '{"actors": [1, {"last_seen_s": "x"}], "learner": [], "groups": 7, "gain": 3, "lines": 3}',
+    '[[1]]\n{"step": "x"}\n{"step": 1, "time_s": null, "reward/success": "a"}\n[null, null]\n7',
+    "run: 3\ntasks: [1]\nalgorithm: x\nlearner: {num_ranks: w}\nscheduler: {max_ahead_steps: z}\n",
+)
+WRITTEN = (
+    *("config.yaml", "status.json", "ledger.json", "metrics.jsonl", "outcomes.jsonl", "cpu.json"),
+    *("journal/steps.jsonl", "report.json", "launch.json", "alive/scheduler.json", "eval.jsonl"),
+)
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_file_of_a_run_that_holds_something_strange_hides_nothing_else(
+    tmp_path: Path, name: str
+) -> None:
+    for i, text in enumerate(STRANGE):
+        path = make_run(tmp_path / f"a{i}").root / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        run_dir, cfg = RunDir(root=tmp_path / f"a{i}"), RunConfig(model=ModelSection(path="m"))
+        assert status_line(view_run(run_dir, cfg.train, cfg.horizon))
+        assert details(cfg, run_dir)
+    watch = Watch(Sources([], runs=tmp_path))
+    watch.start()
+    page = client(watch)
+    found = {
+        f"a{i}{what}": page.get(f"/api/run/a{i}{what}").status_code
+        for i in range(len(STRANGE))
+        for what in ("", "/metrics", "/fleet", "/episodes", "/episode?id=g0000000/0")
+    }
+    watch.stop()
+    assert set(found.values()) == {200}, found
 
 
 def test_what_is_asked_wrongly_is_named(watch: Watch) -> None:
