@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -77,7 +77,9 @@ class Fleet:
         assert self._forks.stdout is not None
         self._forks.stdin.write(json.dumps([role, arguments, node.name if node else ""]) + "\n")
         self._forks.stdin.flush()
-        self.roles[name] = psutil.Process(int(self._forks.stdout.readline()))
+        answer = self._forks.stdout.readline()
+        assert answer, self.said
+        self.roles[name] = psutil.Process(int(answer))
 
     def start_centre(self, *, node: Node | None = None, host: str = "") -> None:
         """Start the scheduler and the learner's intake, that one on a node if there is one."""
@@ -122,7 +124,7 @@ class Fleet:
 
     @property
     def said(self) -> str:
-        return (self._folder / "fleet.log").read_text(errors="replace")[-3_000:]
+        return (self._folder / "fleet.log").read_text(errors="replace")[-6_000:]
 
     def ledger(self) -> dict[str, Any]:
         """The scheduler's books, written at each step."""
@@ -133,6 +135,13 @@ class Fleet:
     def finished(self) -> Counter[str]:
         """Episodes in the journal by actor."""
         return Counter(t.actor for _, t in read_journal(self.learner_dir.journal))
+
+    def worked_s(self) -> dict[str, float]:
+        """Seconds of the engine's slots for the episodes in the journal, by actor."""
+        worked = defaultdict[str, float](float)
+        for _, trajectory in read_journal(self.learner_dir.journal):
+            worked[trajectory.actor] += trajectory.generate_s
+        return worked
 
     def check_books(self) -> None:
         """Nothing lost, nothing twice, no failure of the machinery."""
@@ -152,8 +161,9 @@ class Fleet:
         assert self._forks.stdin is not None
         assert self._forks.stdout is not None
         self._forks.stdin.close()
-        self._forks.wait(10)
-        self.hub.wait(10)
+        self._forks.kill()
+        for process in (self._forks, self.hub):
+            process.wait(30)
         self._forks.stdout.close()
         self._log.close()
 
