@@ -92,6 +92,10 @@ def parse(argv: Sequence[str], *, root: Path) -> Request:
         raise ConfigError("--probe: status alone has it")
     if command == "status" and words and "=" not in words[0]:
         words[:1] = _run_words(words[0])
+    if asked.format is not None:
+        if command != "journal":
+            raise ConfigError("--format: journal alone has it")
+        words.append(f"format={asked.format}")
     filters = _filters(asked)
     if filters and command != "show":
         raise ConfigError("--item, --group, --failed and --best: show alone has them")
@@ -150,7 +154,7 @@ def command_help(name: str) -> str:
         "check-env": "NAME|FILE.py:FUNCTION [items=N] [style=compact|agentgym] [key=value ...]",
         "play": "NAME|FILE.py:FUNCTION [item=ID] [style=compact|agentgym] [key=value ...]",
         "recompute": "RUN [--steps a:b] [--json FILE] [--dry-run] [key=value ...]",
-        "journal": "RUN list|verify|export|prune [to=FILE] [keep_gb=N] [keep_days=N]",
+        "journal": "RUN list|verify|export|prune [to=FILE] [--format NAME] [keep_gb=N] ...",
     }.get(name, "[--config NAME|FILE] [--dry-run] [key=value ...]")
     lines = [f"usage: run.py {name} {arguments}", "", f"  {command.text}"]
     lines += [f"  suites: {SUITES}"] if name == "bench" else []
@@ -213,6 +217,9 @@ def _make_parser(root: Path) -> _Parser:
     parser.add_argument("--group", metavar="ID", help="of show: the members of this group")
     parser.add_argument("--failed", action="store_true", help="of show: what was not solved")
     parser.add_argument("--best", action="store_true", help="of show: the highest rewards first")
+    parser.add_argument(
+        "--format", metavar="NAME", help="of journal export: json, agenttraj, sft, parquet, atif"
+    )
     parser.add_argument("--suite", metavar="NAME", help=f"of bench: {SUITES}")
     parser.add_argument("--steps", metavar="A:B", help="of recompute: which, both included")
     parser.add_argument(

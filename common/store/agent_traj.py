@@ -7,12 +7,12 @@ messages are imitated, unless their loss is false.
 # What JSON holds is of no known type until it is checked here:
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportMissingTypeArgument=false
-import json
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from common.errors import ConfigError
+from common.exchange.records import as_conversation, read_records
 from common.text import valid_text
 
 logger = logging.getLogger(__name__)
@@ -32,27 +32,22 @@ class Conversation:
     item_id: str
     messages: list[Message]
     reward: float = 1.0  # a record without one is a demonstration
+    is_success: bool = False  # the record says so
 
 
 def read_conversations(path: Path) -> list[Conversation]:
-    """Return all conversations of a JSON-lines file, or of a JSON file that holds one list.
+    """Return all conversations of JSON lines, of one JSON list, or of a Parquet file.
+
+    Beside AgentTraj's records, {"messages": [{"role", "content"}]} and ATIF documents are read.
 
     Halves of characters in a text become U+FFFD; how many texts had some is logged.
 
     Raises:
-        ConfigError: no such file, or a record that is not of this form; names its number.
+        ConfigError: no such file, or a record of no known form; names its number.
     """
     if not path.exists():
         raise ConfigError(f"sft.demonstrations={path}: no such file")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read as UTF-8 text: {error}") from error
-    try:
-        records = json.loads(text) if text.lstrip().startswith("[") else _lines(text, path)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path}: not JSON: {error}") from error
-    told = [_conversation(record, f"{path}: record {i + 1}") for i, record in enumerate(records)]
+    told = [_conversation(record, place) for place, record in read_records(path)]
     read = [replace(each, messages=[*map(_repaired, each.messages)]) for each in told]
     num_broken = sum(
         a.text != b.text
@@ -68,18 +63,9 @@ def _repaired(message: Message) -> Message:
     return replace(message, text=valid_text(message.text))
 
 
-def _lines(text: str, path: Path) -> list[object]:
-    records: list[object] = []
-    lines = [line for line in text.split("\n") if line.strip()]  # splitlines knows other ends, too
-    for i, line in enumerate(lines):
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"{path}: record {i + 1} is not JSON: {error}") from error
-    return records
-
-
 def _conversation(record: object, place: str) -> Conversation:
+    if isinstance(record, dict):
+        record = as_conversation(record, place)
     if not isinstance(record, dict) or not isinstance(record.get("conversations"), list):
         raise ConfigError(f"{place}: no list under 'conversations'")
     messages = []
@@ -96,5 +82,8 @@ def _conversation(record: object, place: str) -> Conversation:
     if isinstance(reward, bool) or not isinstance(reward, (int, float)):
         raise ConfigError(f"{place}: 'reward' is {reward!r}, not a number")
     return Conversation(
-        item_id=str(record.get("item_id", "")), messages=messages, reward=float(reward)
+        item_id=str(record.get("item_id", "")),
+        messages=messages,
+        reward=float(reward),
+        is_success=record.get("success") is True,
     )

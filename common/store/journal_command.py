@@ -3,6 +3,7 @@
 All of it works while the run goes on.
 """
 
+import contextlib
 import json
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import numpy as np
 
 from common.config.command_line import Request
 from common.errors import ConfigError
+from common.exchange.writing import FORMATS, load_framing, write
 from common.store.journal import read_journal
 from common.store.records import PACKED_SUFFIX
 from common.store.run_dir import RunDir, read_json
@@ -21,7 +23,10 @@ from common.store.segments import list_segments, load_pruned, read_around_damage
 from common.store.upkeep import DAY_S, GB, Limits, prune_old
 
 Say = Callable[[str], None]
-USAGE = "journal RUN list|verify|export|prune [to=FILE] [keep_gb=N] [keep_days=N]"
+USAGE = (
+    "journal RUN list|verify|export|prune [to=FILE] [--format json|agenttraj|sft|parquet|atif]"
+    " [keep_gb=N] [keep_days=N]"
+)
 
 
 def journal(request: Request, *, root: Path, say: Say) -> int:
@@ -38,7 +43,7 @@ def journal(request: Request, *, root: Path, say: Say) -> int:
     run_dir = RunDir(root=own if own.exists() else Path(words[0]))
     if not run_dir.journal.is_dir():
         raise ConfigError(f"{words[0]}: no run with a journal is there ({own})")
-    known = {"export": {"to"}, "prune": {"keep_gb", "keep_days"}}.get(words[1], set())
+    known = {"export": {"to", "format"}, "prune": {"keep_gb", "keep_days"}}.get(words[1], set())
     if unknown := sorted(options.keys() - known):
         raise ConfigError(f"{unknown[0]}: {words[1]} has no such option; run.py {USAGE}")
     return actions[words[1]](run_dir, options, say)
@@ -128,11 +133,25 @@ def _consumed(run_dir: RunDir) -> dict[str, int | None]:
 
 
 def _export(run_dir: RunDir, options: dict[str, str], say: Say) -> int:
-    """Write every episode as one JSON line, with the step that consumed it."""
+    """Write every episode as one JSON line, with the step that consumed it; or in a format."""
     if "to" not in options:
         raise ConfigError(f"export needs to=FILE; run.py {USAGE}")
-    target, consumed, num = Path(options["to"]), _consumed(run_dir), 0
+    target, format = Path(options["to"]), options.get("format", "json")
+    if format not in FORMATS:
+        raise ConfigError(f"--format {format}: one of {', '.join(FORMATS)}")
+    if not target.absolute().parent.is_dir():
+        raise ConfigError(f"to={target}: no such folder")
     partial = target.with_name(f".{target.name}.partial")
+    if format != "json":
+        framing = load_framing(run_dir.tokenizer)
+        episodes = (trajectory for _, trajectory in read_journal(run_dir.journal))
+        with contextlib.ExitStack() as stack:
+            stack.callback(partial.unlink, missing_ok=True)
+            num = write(format, partial, episodes, framing)
+            partial.replace(target)
+        say(f"{num} rows to {target}, without scripted play, held-out items and failures")
+        return 0
+    consumed, num = _consumed(run_dir), 0
     with partial.open("w", encoding="utf-8") as out:
         for position, trajectory in read_journal(run_dir.journal):
             row = asdict(trajectory) | {

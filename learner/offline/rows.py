@@ -9,13 +9,13 @@ import numpy as np
 
 from common.control_tokens import ControlTokens
 from common.errors import ConfigError
+from common.exchange.records import read_records, tokens_of
+from common.exchange.writing import TRAIN_ITEM
 from common.segments import as_rows
 from common.store.agent_traj import Conversation, read_conversations
 from common.store.journal import read_journal
 from common.wire.messages import EpisodeKind, PolicyKind, Trajectory
 from learner.batch.batching import TokenBatch, collate_tokens
-
-TRAIN_ITEM = "-train-"  # in the id of every item that may be learnt from
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,10 @@ class Row:
 
 
 def read_rows(path: Path, *, tokenizer: Any, max_tokens: int, key: str) -> list[Row]:
-    """Return the episodes of a run directory, of its `journal/`, or of an AgentTraj-format file.
+    """Return the episodes of a run directory, of its `journal/`, or of a file.
+
+    A file holds AgentTraj's records, messages or ATIF documents, as JSON lines or Parquet; tokens
+    that its records carry are taken as they are.
 
     A journal's tokens are taken as they were sampled, in a row per segment. Failures of the
     infrastructure, scripted play and evaluation on held-out items are left out. Rows are cut on
@@ -65,8 +68,7 @@ def read_rows(path: Path, *, tokenizer: Any, max_tokens: int, key: str) -> list[
             for segment, own in enumerate(as_rows(t))
         ]
     elif path.is_file():
-        control = ControlTokens(tokenizer)
-        rows = [row_of_conversation(tokenizer, c, control) for c in read_conversations(path)]
+        rows = _rows_of_file(path, tokenizer)
     else:
         raise ConfigError(f"{key}={path}: neither a run directory nor a file")
     rows = [
@@ -88,6 +90,34 @@ def newest(rows: list[Row], max_episodes: int) -> list[Row]:
     """Return all rows of the last `max_episodes` episodes."""
     starts = [index for index, row in enumerate(rows) if row.segment == 0]
     return rows[starts[-max_episodes] :] if len(starts) > max_episodes else rows
+
+
+def _rows_of_file(path: Path, tokenizer: Any) -> list[Row]:
+    """Return the tokens of a file whose records all carry them, else those of what was said."""
+    found = [tokens_of(record, place) for place, record in read_records(path)]
+    if not found or not all(found):
+        control = ControlTokens(tokenizer)
+        return [row_of_conversation(tokenizer, c, control) for c in read_conversations(path)]
+    rows = [
+        Row(
+            item_id=each.item_id,
+            reward=each.reward,
+            token_ids=each.token_ids,
+            mask=each.mask,
+            is_success=each.is_success,
+            segment=each.segment,
+            num_segments=each.num_segments,
+        )
+        for each in found
+        if each
+    ]
+    largest = max(int(row.token_ids.max(initial=0)) for row in rows)
+    if largest >= len(tokenizer):
+        raise ConfigError(
+            f"{path}: token {largest} is none of the model's {len(tokenizer)}: another tokenizer"
+            " wrote it; export messages (--format sft)"
+        )
+    return rows
 
 
 def _is_usable(trajectory: Trajectory) -> bool:
@@ -138,6 +168,7 @@ def row_of_conversation(
     return Row(
         item_id=conversation.item_id,
         reward=conversation.reward,
+        is_success=conversation.is_success,
         token_ids=np.array(ids, dtype=np.int32),
         mask=np.array(mask, dtype=bool),
     )

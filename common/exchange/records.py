@@ -1,0 +1,154 @@
+"""Records of a file, whatever wrote them: what was said, and the tokens where it carries them."""
+
+# What JSON holds is of no known type until it is checked here:
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportMissingTypeArgument=false
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from common.errors import ConfigError
+from common.exchange.writing import arrow
+
+Record = dict[str, Any]
+PARQUET = ".parquet"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenRow:
+    """A row of tokens, which of them the agent sampled, and what its episode was worth."""
+
+    item_id: str
+    reward: float
+    is_success: bool
+    segment: int
+    num_segments: int
+    token_ids: np.ndarray = field(repr=False)  # [seq] int32
+    mask: np.ndarray = field(repr=False)  # [seq] bool
+    logprobs: np.ndarray | None = field(default=None, repr=False)  # [seq] nats, 0 if not sampled
+
+
+def read_records(path: Path) -> list[tuple[str, object]]:
+    """Return the records of JSON lines, of one JSON list or of a Parquet file, with their places.
+
+    Raises: ConfigError: it cannot be read; names the record.
+    """
+    if path.suffix == PARQUET:
+        rows: list[object] = arrow("pyarrow.parquet").read_table(str(path)).to_pylist()
+    else:
+        rows = _json_records(path)
+    return [(f"{path}: record {number}", row) for number, row in enumerate(rows, 1)]
+
+
+def _json_records(path: Path) -> list[object]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read as UTF-8 text: {error}") from error
+    if text.lstrip().startswith("["):
+        try:
+            return json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{path}: not JSON: {error}") from error
+    records: list[object] = []
+    lines = [line for line in text.split("\n") if line.strip()]  # splitlines knows other ends, too
+    for number, line in enumerate(lines, 1):
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{path}: record {number} is not JSON: {error}") from error
+    return records
+
+
+def as_conversation(record: Record, place: str) -> Record:
+    """Return a record as AgentTraj has it, whatever its form: messages, or an ATIF document.
+
+    Raises: ConfigError: it is of no known form.
+    """
+    if isinstance(record.get("steps"), list):
+        said = [(_role(each, "source", place), each.get("message")) for each in record["steps"]]
+        about = record.get("extra") or {}
+    elif isinstance(record.get("messages"), list):
+        said = [(_role(each, "role", place), each.get("content")) for each in record["messages"]]
+        about = record
+    else:
+        return record
+    messages: list[Record] = []
+    for role, text in said:
+        if not isinstance(text, str):
+            raise ConfigError(f"{place}: a message is {type(text).__name__}, not text")
+        is_agent = role in ("agent", "assistant")
+        if messages and not is_agent and messages[-1]["from"] == "human":  # a system's and a user's
+            messages[-1]["value"] += f"\n\n{text}"
+        else:
+            messages.append({"from": "gpt" if is_agent else "human", "value": text})
+    return {"conversations": messages, **{k: about[k] for k in _ABOUT if k in about}}
+
+
+_ABOUT = ("item_id", "reward", "success")
+
+
+def _role(message: object, key: str, place: str) -> str:
+    if not isinstance(message, dict):
+        raise ConfigError(f"{place}: a message is {type(message).__name__}, not a map")
+    return str(message.get(key))
+
+
+def tokens_of(record: object, place: str) -> TokenRow | None:
+    """Return the tokens that a record carries; None if it carries none.
+
+    Raises: ConfigError: what it carries does not fit together.
+    """
+    if not isinstance(record, dict):
+        return None
+    if isinstance(record.get("steps"), list):
+        return _of_atif(record, place)
+    if not isinstance(record.get("token_ids"), list):
+        return None
+    if "policy" in record:
+        raise ConfigError(
+            f"{place}: a journal's own record, with whatever else it holds; give the run's folder,"
+            " or export with --format parquet"
+        )
+    ids, mask = record["token_ids"], record.get("loss_mask")
+    if not isinstance(mask, list) or len(mask) != len(ids):
+        raise ConfigError(f"{place}: token_ids and loss_mask are not equally many")
+    return _row(record, ids, mask, record.get("logprobs"))
+
+
+def _of_atif(record: Record, place: str) -> TokenRow | None:
+    """Return the row that the agent's steps make, each with the tokens of those before it."""
+    ids: list[int] = []
+    mask: list[bool] = []
+    logprobs: list[float] = []
+    for step in record["steps"]:
+        metrics = (step.get("metrics") or {}) if isinstance(step, dict) else {}
+        prompt, own = metrics.get("prompt_token_ids"), metrics.get("completion_token_ids")
+        if not isinstance(prompt, list) or not isinstance(own, list):
+            continue
+        if prompt[: len(ids)] != ids:
+            raise ConfigError(
+                f"{place}: the prompt of step {step.get('step_id')} does not begin with the tokens"
+                " of the steps before: its history was rewritten; one document per segment is read"
+            )
+        new = len(prompt) - len(ids)
+        ids, mask = [*prompt, *own], [*mask, *[False] * new, *[True] * len(own)]
+        logprobs += [0.0] * new + list(metrics.get("logprobs") or [0.0] * len(own))
+    about = record.get("extra") or {}
+    return _row(about, ids, mask, logprobs) if ids else None
+
+
+def _row(about: Record, ids: list[int], mask: list[bool], logprobs: Any) -> TokenRow:
+    return TokenRow(
+        item_id=f"{about.get('env', '')}/{about.get('item_id', '')}",
+        reward=float(about.get("reward", 1.0)),
+        is_success=bool(about.get("success", about.get("is_success", False))),
+        segment=int(about.get("segment", 0)) if "num_segments" in about else 0,
+        num_segments=int(about.get("num_segments", 1)),
+        token_ids=np.array(ids, dtype=np.int32),
+        mask=np.array(mask, dtype=bool),
+        logprobs=None if logprobs is None else np.array(logprobs, dtype=np.float32),
+    )

@@ -1,0 +1,174 @@
+"""A run's episodes in the formats of others: AgentTraj, messages, ATIF, Parquet."""
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from importlib import import_module
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from common.errors import ConfigError
+from common.exchange.framing import Framing, Spoken
+from common.repository import product_version
+from common.segments import as_rows
+from common.wire.messages import EpisodeKind, PolicyKind, Trajectory
+
+FORMATS = ("json", "agenttraj", "sft", "parquet", "atif")
+ATIF = "ATIF-v1.7"
+TRAIN_ITEM = "-train-"  # in the id of every item that may be learnt from
+ROWS_AT_ONCE = 1_000  # of a Parquet file
+COLUMNS = {  # Parquet's types, by pyarrow's names
+    **dict.fromkeys(("episode_id", "group_id", "env", "item_id", "end_reason"), "string"),
+    **dict.fromkeys(("segment", "num_segments", "num_turns"), "int32"),
+    **{"reward": "float64", "success": "bool_"},
+}
+LISTS = {"token_ids": "int32", "loss_mask": "bool_", "logprobs": "float32", "versions": "int32"}
+
+
+def load_framing(folder: Path) -> Framing:
+    """Return the framing of a run's tokenizer. Raises: ConfigError: it kept none."""
+    if not (folder / "tokenizer.json").is_file():
+        raise ConfigError(f"{folder}: the run kept no tokenizer; only format=json needs none")
+    transformers = import_module("transformers")
+    return Framing(transformers.AutoTokenizer.from_pretrained(str(folder)))
+
+
+def write(format: str, path: Path, episodes: Iterable[Trajectory], framing: Framing) -> int:
+    """Write the episodes that a policy sampled, a row for each segment; return how many rows.
+
+    Left out are scripted play, evaluation on held-out items and failures of the infrastructure.
+
+    Raises: ConfigError: pyarrow is missing, or a tokenizer that does not explain the tokens.
+    """
+    rows = _rows(episodes, framing)
+    if format == "parquet":
+        return _write_parquet(path, rows)
+    record_of = _RECORDS[format]
+    num = 0
+    with path.open("w", encoding="utf-8") as out:
+        for row, number, count, said in rows:
+            out.write(json.dumps(record_of(row, number, count, said)) + "\n")
+            num += 1
+    return num
+
+
+_Row = tuple[Trajectory, int, int, list[Spoken]]  # a segment, its number, how many, what was said
+
+
+def _rows(episodes: Iterable[Trajectory], framing: Framing) -> Iterator[_Row]:
+    for episode in filter(_is_told, episodes):
+        parts = as_rows(episode)
+        for number, part in enumerate(parts):
+            try:
+                said = framing.messages(part.token_ids, part.loss_mask)
+            except ConfigError as error:
+                raise ConfigError(f"{episode.episode_id}: {error}") from error
+            yield part, number, len(parts), said
+
+
+def _is_told(episode: Trajectory) -> bool:
+    is_held_out = episode.kind is EpisodeKind.EVAL and TRAIN_ITEM not in episode.item_id
+    is_failure = episode.end_reason.is_infrastructure_failure
+    is_sampled = episode.policy is PolicyKind.MODEL and bool(episode.loss_mask.any())
+    return is_sampled and not is_failure and not is_held_out
+
+
+def _about(row: Trajectory, number: int, count: int) -> dict[str, Any]:
+    return {
+        **{"episode_id": row.episode_id, "group_id": row.group_id, "env": row.env},
+        **{"item_id": row.item_id, "end_reason": row.end_reason.value},
+        **{"segment": number, "num_segments": count, "num_turns": row.num_turns},
+        **{"reward": row.reward, "success": row.is_success},
+    }
+
+
+def _agenttraj(row: Trajectory, number: int, count: int, said: list[Spoken]) -> dict[str, Any]:
+    messages = [
+        {
+            "from": "gpt" if each.is_agent else "human",
+            "loss": each.is_sampled if each.is_agent else None,
+            "value": each.text,
+        }
+        for each in said
+    ]
+    return {"conversations": messages, **_about(row, number, count)}
+
+
+def _sft(row: Trajectory, number: int, count: int, said: list[Spoken]) -> dict[str, Any]:
+    return {"messages": _messages(said), **_about(row, number, count)}
+
+
+def _messages(said: list[Spoken]) -> list[dict[str, str]]:
+    return [
+        {"role": "assistant" if each.is_agent else "user", "content": each.text} for each in said
+    ]
+
+
+def _atif(row: Trajectory, number: int, count: int, said: list[Spoken]) -> dict[str, Any]:
+    """Return an ATIF 1.7 document whose agent steps carry what they were given and sampled."""
+    found = np.flatnonzero(np.diff(row.loss_mask, prepend=False, append=False))
+    edges: list[int] = [int(edge) for edge in found]
+    spans = iter(zip(edges[::2], edges[1::2], strict=True))
+    steps: list[dict[str, Any]] = []
+    for each in said:
+        step: dict[str, Any] = {"step_id": len(steps) + 1, "message": each.text}
+        step["source"] = "agent" if each.is_agent else "user"
+        if each.is_sampled:
+            step["metrics"] = _metrics(row, *next(spans))
+        steps.append(step)
+    sampled = int(row.loss_mask.sum())
+    return {
+        "schema_version": ATIF,
+        "session_id": row.episode_id,
+        "trajectory_id": f"{row.episode_id}#{number}",
+        "agent": {"name": "longstride", "version": product_version()},
+        "steps": steps,
+        "final_metrics": {"total_completion_tokens": sampled, "total_steps": len(steps)},
+        "extra": _about(row, number, count),
+    }
+
+
+def _metrics(row: Trajectory, first: int, last: int) -> dict[str, Any]:
+    """Return what a turn was given, and what it sampled: the tokens in [first, last)."""
+    return {
+        **{"prompt_tokens": first, "completion_tokens": last - first},
+        "prompt_token_ids": row.token_ids[:first].tolist(),
+        "completion_token_ids": row.token_ids[first:last].tolist(),
+        "logprobs": row.logprobs[first:last].tolist(),
+        "extra": {"versions": row.versions[first:last].tolist()},
+    }
+
+
+_RECORDS: dict[str, Callable[[Trajectory, int, int, list[Spoken]], dict[str, Any]]] = {
+    "agenttraj": _agenttraj,
+    "sft": _sft,
+    "atif": _atif,
+}
+
+
+def arrow(module: str) -> Any:
+    """Return a module of pyarrow. Raises: ConfigError: it is not installed."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise ConfigError("Parquet needs pyarrow: pip install pyarrow") from error
+
+
+def _write_parquet(path: Path, rows: Iterator[_Row]) -> int:
+    pa, parquet = arrow("pyarrow"), arrow("pyarrow.parquet")
+    message = pa.struct([("role", pa.string()), ("content", pa.string())])
+    fields = [(name, getattr(pa, kind)()) for name, kind in COLUMNS.items()]
+    fields += [(name, pa.list_(getattr(pa, kind)())) for name, kind in LISTS.items()]
+    schema = pa.schema([*fields, ("messages", pa.list_(message))])
+    num = 0
+    with parquet.ParquetWriter(str(path), schema, compression="zstd") as out:
+        while some := list(islice(rows, ROWS_AT_ONCE)):
+            records = [
+                _sft(*row) | {name: getattr(row[0], name).tolist() for name in LISTS}
+                for row in some
+            ]
+            out.write_table(pa.Table.from_pylist(records, schema=schema))
+            num += len(records)
+    return num

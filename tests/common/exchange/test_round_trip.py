@@ -1,0 +1,212 @@
+"""Laws of data in and out: what is written is what was sampled, and is read again as that."""
+
+import json
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+import run
+from actor.rollout.render import Renderer
+from common.config.command_line import parse
+from common.exchange.framing import Framing
+from common.exchange.records import TokenRow, read_records, tokens_of
+from common.exchange.writing import write
+from common.repository import ROOT
+from common.segments import as_rows
+from common.store.agent_traj import read_conversations
+from common.store.journal import JournalWriter
+from common.wire.messages import EndReason, EpisodeKind, PolicyKind, Trajectory
+from learner.offline.rows import read_rows
+from tests.common.store.test_journal import make_trajectory
+from tests.venvs import python_with
+
+POLICY = ROOT / "configs" / "policies" / "tiny"
+TOKENIZER: Any = AutoTokenizer.from_pretrained(str(POLICY))
+OBSERVED = ("goal: go to the red key", "red key 1 <|im_end|> ahead", "it says <|im_start|>user")
+ACTED = ("turn left", "go to red key 1")
+
+
+def episode(name: str = "g0000000/0", *, is_stopped: bool = True) -> Trajectory:
+    """Two turns as an actor records them, whose observations spell control tokens out."""
+    render = Renderer(TOKENIZER)
+    parts: list[tuple[list[int], bool]] = [(render.first_prompt(OBSERVED[0]), False)]
+    for action, page in zip(ACTED, OBSERVED[1:], strict=True):
+        ids = TOKENIZER.encode(action, add_special_tokens=False)
+        parts.append((ids + render.end_of_turn_ids[:1] * is_stopped, True))
+        parts.append((render.after_action(page, is_stopped=is_stopped), False))
+    parts = parts[:-1]
+    ids = [i for part, _ in parts for i in part]
+    mask = np.array([sampled for part, sampled in parts for _ in part])
+    num = len(ids)
+    return replace(
+        make_trajectory(name),
+        item_id="easy-train-3",
+        reward=0.9,
+        is_success=True,
+        token_ids=np.array(ids, np.int32),
+        loss_mask=mask,
+        logprobs=np.where(mask, -0.5 - np.arange(num) / 100, 0).astype(np.float32),
+        versions=np.where(mask, 3, -1).astype(np.int32),
+        turn_ids=np.zeros(num, np.int32),
+    )
+
+
+def segmented() -> Trajectory:
+    """An episode of two segments: the second begins again with a first prompt."""
+    one, two = episode("g0000001/0"), episode("g0000001/0")
+    columns = {
+        name: np.concatenate([getattr(one, name), getattr(two, name)])
+        for name in ("token_ids", "loss_mask", "logprobs", "versions", "turn_ids")
+    }
+    return replace(one, segment_starts=np.array([0, len(two.token_ids)], np.int32), **columns)
+
+
+EPISODES = [episode(), episode("g0000000/1", is_stopped=False), segmented()]
+ROWS = [row for each in EPISODES for row in as_rows(each)]
+
+
+def written(tmp_path: Path, format: str, episodes: list[Trajectory]) -> Path:
+    path = tmp_path / ("rows.parquet" if format == "parquet" else "rows.jsonl")
+    write(format, path, episodes, Framing(TOKENIZER))
+    return path
+
+
+@pytest.mark.parametrize("format", ["agenttraj", "sft", "atif"])
+def test_what_was_said_is_written_and_read_to_the_letter(tmp_path, format: str):
+    read = read_conversations(written(tmp_path, format, EPISODES))
+    assert len(read) == len(ROWS)
+    for each in read:
+        said = [OBSERVED[0], ACTED[0], OBSERVED[1], ACTED[1]]
+        assert [message.text for message in each.messages] == said
+        assert [message.is_agent for message in each.messages] == [False, True] * 2
+        assert (each.item_id, each.reward, each.is_success) == ("easy-train-3", 0.9, True)
+
+
+def test_atif_gives_back_every_token_and_logprob_that_was_sampled(tmp_path):
+    path = written(tmp_path, "atif", EPISODES)
+    read = [tokens_of(record, place) for place, record in read_records(path)]
+    _assert_exact(read)
+
+
+@pytest.mark.parametrize("format", ["agenttraj", "sft", "atif"])
+def test_sft_reads_what_was_exported(tmp_path, format: str):
+    path = written(tmp_path, format, EPISODES)
+    rows = read_rows(path, tokenizer=TOKENIZER, max_tokens=10_000, key="k")
+    assert len(rows) == len(ROWS)
+    assert all(row.is_success and row.reward == 0.9 for row in rows)
+    for row, was in zip(rows, ROWS, strict=True):
+        learnt = TOKENIZER.decode(row.token_ids[row.mask], skip_special_tokens=True)
+        sampled = TOKENIZER.decode(was.token_ids[was.loss_mask], skip_special_tokens=True)
+        assert learnt == sampled
+        if format == "atif":
+            assert row.token_ids.tolist() == was.token_ids.tolist()
+
+
+def _assert_exact(read: list[TokenRow | None]) -> None:
+    assert len(read) == len(ROWS)
+    for row, was in zip(read, ROWS, strict=True):
+        assert row is not None
+        assert row.logprobs is not None
+        assert row.token_ids.tolist() == was.token_ids.tolist()
+        assert row.mask.tolist() == was.loss_mask.tolist()
+        assert np.array_equal(row.logprobs, was.logprobs)
+        assert (row.item_id, row.reward) == (f"{was.env}/easy-train-3", 0.9)
+    assert [(row.segment, row.num_segments) for row in read if row] == [
+        (0, 1),
+        (0, 1),
+        (0, 2),
+        (1, 2),
+    ]
+
+
+def test_what_says_nothing_about_the_policy_or_is_held_out_is_not_exported(tmp_path):
+    others = [
+        replace(episode(), policy=PolicyKind.EXPERT),
+        replace(episode(), end_reason=EndReason.ENV_ERROR),
+        replace(episode(), kind=EpisodeKind.EVAL, item_id="easy-test-3"),
+    ]
+    assert written(tmp_path, "sft", others).read_text() == ""
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        ({"messages": [{"role": "user", "content": 3}]}, "record 1: a message is int, not text"),
+        ({"steps": ["x"]}, "record 1: a message is str, not a map"),
+        ({"token_ids": [1], "loss_mask": []}, "not equally many"),
+        ({"token_ids": [1], "loss_mask": [True], "policy": "model"}, "a journal's own record"),
+        ({"token_ids": [1, 10**6], "loss_mask": [False, True]}, "another tokenizer wrote it"),
+        (
+            {
+                "steps": [
+                    {"metrics": {"prompt_token_ids": [1], "completion_token_ids": [2]}},
+                    {
+                        "step_id": 2,
+                        "metrics": {"prompt_token_ids": [9], "completion_token_ids": [2]},
+                    },
+                ]
+            },
+            "the prompt of step 2 does not begin with the tokens",
+        ),
+    ],
+)
+def test_record_that_does_not_hold_together_is_named(tmp_path, record: Any, words: str):
+    path = tmp_path / "bad.jsonl"
+    path.write_text(json.dumps(record) + "\n")
+    with pytest.raises(Exception, match=words):
+        read_rows(path, tokenizer=TOKENIZER, max_tokens=100, key="k")
+
+
+def test_command_writes_the_format_that_it_is_asked_for(tmp_path, capsys):
+    writer = JournalWriter(tmp_path / "r" / "journal")
+    writer.append(EPISODES[0])
+    writer.close()
+    base = ["journal", str(tmp_path / "r"), "export", f"to={tmp_path / 'out.jsonl'}"]
+    assert run.main([*base, "--format", "atif"]) == 2
+    assert "the run kept no tokenizer" in capsys.readouterr().err
+    (tmp_path / "r" / "tokenizer").symlink_to(POLICY)
+    assert run.main([*base, "--format", "atif"]) == 0
+    assert json.loads((tmp_path / "out.jsonl").read_text())["schema_version"] == "ATIF-v1.7"
+    assert run.main([*base, "--format", "xml"]) == 2
+    assert "--format xml: one of json, agenttraj" in capsys.readouterr().err
+    assert parse([*base, "--format", "sft"], root=ROOT).overrides[-1] == "format=sft"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "r"]
+
+
+@pytest.mark.slow
+def test_harbor_s_own_schema_takes_our_documents(tmp_path):
+    path = written(tmp_path, "atif", EPISODES)
+    script = (
+        "import json, sys\nfrom atif import Trajectory\n"
+        "for line in open(sys.argv[1]): Trajectory.model_validate(json.loads(line))\nprint('taken')"
+    )
+    argv = [python_with("atif==1.7.0"), "-c", script, str(path)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "taken\n", done.stderr
+
+
+PARQUET = """
+import sys; sys.path.insert(0, {root!r})
+from pathlib import Path
+from tests.common.exchange import test_round_trip as t
+path = t.written(Path(sys.argv[1]), "parquet", t.EPISODES)
+t._assert_exact([t.tokens_of(record, place) for place, record in t.read_records(path)])
+rows = t.read_rows(path, tokenizer=t.TOKENIZER, max_tokens=10_000, key="k")
+assert [row.token_ids.tolist() for row in rows] == [row.token_ids.tolist() for row in t.ROWS]
+said = t.read_conversations(path)
+assert [m.text for m in said[0].messages] == [t.OBSERVED[0], t.ACTED[0], t.OBSERVED[1], t.ACTED[1]]
+print("exact")
+"""
+
+
+@pytest.mark.slow
+def test_parquet_gives_back_every_token_with_its_own_package(tmp_path):
+    python = python_with("pyarrow", sees_ours=True)
+    argv = [python, "-c", PARQUET.format(root=str(ROOT)), str(tmp_path)]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout.endswith("exact\n"), done.stderr[-3000:]
