@@ -44,19 +44,17 @@ class LocalSession:
 class InProcessPlayer:
     """Plays leases with the weights it was given last."""
 
-    def __init__(self, cfg: RunConfig, specs: Mapping[str, Any]) -> None:
+    def __init__(self, cfg: RunConfig, specs: Mapping[str, Any], engine: Any = None) -> None:
         """Load model and tokenizer of `model.path`.
 
         Args:
             specs: environment -> its catalogue entry (`envhub.env.EnvSpec`).
+            engine: what samples, with `version` and `generate_together` of `TorchEngine`; None:
+                one of these.
         """
         path = cfg.model.path
         self._renderer = Renderer(AutoTokenizer.from_pretrained(path, local_files_only=True))
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, local_files_only=True
-        )
-        ends = self._renderer.end_of_turn_ids
-        self._engine = TorchEngine(model, ends, temperature=cfg.actor.temperature)
+        self._engine = engine or _make_engine(cfg, self._renderer.end_of_turn_ids)
         self._cfg, self._specs = cfg, specs
 
     def load(self, weights: Mapping[str, Tensor], *, version: int) -> None:
@@ -112,3 +110,10 @@ class InProcessPlayer:
             )
         finally:
             rounds.leave(lease.episode_id)
+
+
+def _make_engine(cfg: RunConfig, end_ids: Sequence[int]) -> TorchEngine:
+    model = AutoModelForCausalLM.from_pretrained(
+        cfg.model.path, dtype=torch.float32, local_files_only=True
+    )
+    return TorchEngine(model, end_ids, temperature=cfg.actor.temperature)

@@ -37,6 +37,9 @@ class DpoSection:
     data: str = knob("", "a run directory (its journal) or AgentTraj-format file with rewards")
     output: str = knob("runs/dpo-policy", "folder of the policy", form=PATH)
     beta: float = knob(0.1, "how strongly the policy is held at the reference", gt=0, le=1000)
+    keep_chosen: float = knob(
+        0.0, "nats of margin per nat that the chosen episode loses (DPO-Positive)", ge=0, le=1000
+    )
     sft_coef: float = knob(0.0, "of the chosen episode's mean NLL (RPO)", ge=0, le=1000)
     normalize_length: bool = knob(False, "divide log-probabilities by the trained tokens")
     min_gap: float = knob(0.5, "in reward, between chosen and rejected", gt=0, le=1)

@@ -1,6 +1,7 @@
 """Direct preference optimisation on whole episodes: loss on the agent's tokens of every turn.
 
-loss = -log sigmoid(beta * [(log pi - log ref)(chosen) - (log pi - log ref)(rejected)])
+loss = -log sigmoid(beta * [(log pi - log ref)(chosen) - (log pi - log ref)(rejected)
+                           - keep_chosen * max(0, (log ref - log pi)(chosen))])
 """
 
 import logging
@@ -125,7 +126,9 @@ def train(
     def loss_of(part: Sequence[int], num_in_batch: int) -> tuple[Tensor, Sums]:
         scores, likelihood = _pair_scores(model, [pairs[i] for i in part], cfg, learner)
         before = reference[list(part)].to(scores.device)
-        losses, margins = preference_loss(scores, before, beta=cfg.beta)
+        losses, margins = preference_loss(
+            scores, before, beta=cfg.beta, keep_chosen=cfg.keep_chosen
+        )
         sums = {
             "loss": losses.detach().sum().item(),
             "accuracy": float((margins > 0).sum()),
@@ -145,22 +148,28 @@ def train(
     )
 
 
-def preference_loss(scores: Tensor, reference: Tensor, *, beta: float) -> tuple[Tensor, Tensor]:
+def preference_loss(
+    scores: Tensor, reference: Tensor, *, beta: float, keep_chosen: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """Return (losses, margins), both [pair].
 
     Args:
         scores: [pair, 2] log-probabilities of the chosen and the rejected episode, in nats.
         reference: [pair, 2] the same under the reference.
         beta: > 0; how much a nat of margin counts.
+        keep_chosen: how many nats of margin a nat is worth that the chosen episode loses.
 
     Returns:
-        Losses -log sigmoid(margin), and margins beta * (chosen's gain - rejected's gain).
+        Losses -log sigmoid(margin - beta * keep_chosen * chosen's loss), and margins
+        beta * (chosen's gain - rejected's gain).
 
-    Source: arXiv:2305.18290.
+    Source: arXiv:2305.18290; keep_chosen is lambda of DPO-Positive, arXiv:2402.13228: episodes of
+    one item share most of their tokens, so what pushes the rejected one down takes the other along.
     """
     gains = scores - reference
     margins = beta * (gains[:, 0] - gains[:, 1])
-    return -F.logsigmoid(margins), margins
+    lost = F.relu(-gains[:, 0])
+    return -F.logsigmoid(margins - beta * keep_chosen * lost), margins
 
 
 def _pair_scores(

@@ -96,7 +96,7 @@ class InProcessRun:
             self._keep()
             self._step(version)
         self._keep()
-        played = self._evaluate(self._cfg.train.num_steps)
+        played = self.evaluate(self._kept[-1], version=self._cfg.train.num_steps)
         num_solved, seen = sum(each.is_success for each in played), self._seen
         arrived = sum(num for num, _ in seen.arrived)
         return Outcome(
@@ -168,7 +168,7 @@ class InProcessRun:
             horizon = self._horizon(item, version)
             for member in range(size):
                 seed = member_seed(cfg.run.seed, number, member)
-                leases.append(_lease(item, f"g{number:07d}", member, seed, horizon, version))
+                leases.append(lease_of(item, f"g{number:07d}", member, seed, horizon, version))
         self._num_opened += num_groups
         played = self._player.play(leases)
         return [
@@ -181,9 +181,10 @@ class InProcessRun:
         stamp = horizon_at(self._cfg.horizon.policy(name), version)
         return min(stamp.horizon, self._catalogue.entry(item.env, item.subset).max_turns)
 
-    def _evaluate(self, version: int) -> list[Trajectory]:
+    def evaluate(self, weights: Mapping[str, Tensor], *, version: int = 0) -> list[Trajectory]:
+        """Return the held-out episodes at the full horizon, played with `weights`."""
         cfg = self._cfg
-        self._player.load(self._kept[-1], version=version)
+        self._player.load(weights, version=version)
         leases = [
             Lease(
                 **_identity("eval-after-model", plan.env, plan.item_id, number),
@@ -204,7 +205,10 @@ def _identity(group_id: str, env: str, item_id: str, member: int) -> dict[str, A
     return {**named, "attempt": 0, "policy": PolicyKind.MODEL, "horizon_stage": 0}
 
 
-def _lease(item: Item, group_id: str, member: int, seed: int, horizon: int, version: int) -> Lease:
+def lease_of(
+    item: Item, group_id: str, member: int, seed: int, horizon: int, version: int
+) -> Lease:
+    """Return the lease of a member of a training group, as a scheduler would grant it."""
     return Lease(
         **_identity(group_id, item.env, item.item_id, member),
         episode_id=episode_id_of(group_id, member),

@@ -36,6 +36,14 @@ def test_loss_matches_hand_computed_numbers() -> None:
     assert losses.tolist() == pytest.approx([log(1 + exp(-1)), log(2)])
 
 
+def test_chosen_episode_that_loses_likelihood_costs_margin_and_one_that_gains_does_not() -> None:
+    reference = torch.full((2, 2), -2.0)
+    scores = torch.tensor([[-3.0, -6.0], [-1.0, -2.0]])  # the first pushed both down
+    losses, margins = preference_loss(scores, reference, beta=0.5, keep_chosen=3.0)
+    assert margins.tolist() == [1.5, 0.5]
+    assert losses.tolist() == pytest.approx([log(2), log(1 + exp(-0.5))])
+
+
 def test_pairs_are_of_one_item_with_a_gap_in_reward() -> None:
     rows = [row("a", 1.0, [2]), row("a", 0.0, [3]), row("a", 0.9, [4]), row("b", 1.0, [5])]
     pairs = make_pairs(rows, DpoSection(min_gap=0.5), seed=0)
