@@ -117,8 +117,10 @@ def view_run(run_dir: RunDir, train: TrainSection, horizon: HorizonSection) -> R
     """Read status.json, the tail of metrics.jsonl and the tails of the logs."""
     status = _read(_STATUS, run_dir.status) or Status()
     tail = tail_metrics(run_dir.metrics, num_steps=WINDOW_STEPS)
-    known = [{k: v for k, v in line.items() if isinstance(v, int | float)} for line in tail]
-    lines: list[MetricsLine] = [line for line in known if "step" in line]
+    known: list[MetricsLine] = [
+        {k: v for k, v in line.items() if isinstance(v, int | float)} for line in tail
+    ]
+    lines = [line for line in known if "step" in line]
     last: MetricsLine = lines[-1] if lines else {}
     success = [value for line in lines if (value := line.get("reward/success")) is not None]
     step = int((last.get("step") or 0) if status.version is None else status.version)

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Generator
@@ -15,8 +16,10 @@ import pytest
 from playwright.sync_api import Page, Request, expect, sync_playwright
 from tokenizers import Tokenizer
 
+from actor.play.doors import Door, door_path
 from common.repository import ROOT
 from common.store.run_dir import RunDir
+from tests.actor.toy_servers import ToyEndpoint, serve
 from tests.common.dashboard.runs import TOKENIZER, append, episode, make_run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -48,13 +51,19 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Generator[str]:
     talk.write_text(json.dumps([{"conversations": said, "item_id": "babyai_1", "reward": 0.5}]))
     argv = [sys.executable, "run.py", "dashboard", "port=0", f"run.dir={folder}", "a", "b", talk]
     env = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache")}
-    server = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=env)
-    try:
-        assert server.stdout is not None
-        yield server.stdout.readline().strip()
-    finally:
-        server.terminate()
-        server.communicate(timeout=20)
+    said_next = {"message": {"role": "assistant", "content": "move right"}}
+    answer = {"choices": [said_next], "model": f"a, version 12 {HOSTILE}"}
+    with serve(ToyEndpoint(script=[answer]).app()) as actor:
+        (run_dir.root / "keys").mkdir()
+        door = Door(url=f"{actor}/v1", key="k", host=socket.gethostname())
+        door_path(run_dir.root, "actor-0").write_text(door.as_text())
+        server = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=env)
+        try:
+            assert server.stdout is not None
+            yield server.stdout.readline().strip()
+        finally:
+            server.terminate()
+            server.communicate(timeout=20)
 
 
 def _as_a_fleet(run_dir: RunDir) -> None:
@@ -234,6 +243,9 @@ def test_environment_is_played_by_hand_and_left_closed(page: Page) -> None:
     page.get_by_role("button", name="move right", exact=True).click()
     expect(page.locator(".facts")).to_contain_text("1 of 50")
     assert page.locator("svg.drawn").inner_html() != before
+    page.get_by_role("button", name="Let the policy of a act").click()
+    expect(page.locator(".facts")).to_contain_text("2 of 50")
+    expect(page.locator(".facts")).to_contain_text("a, version 12 <script>")
     page.get_by_label("Action", exact=True).fill(HOSTILE)
     page.get_by_role("button", name="Act", exact=True).click()
     expect(page.locator(".facts")).to_contain_text("could not be executed")
