@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from envhub.agentgym.instance import EpisodeOver, Instance, InstanceUnknown, NotReset, Patience
 from envhub.env import EnvSpec, Isolation, StepResult, Style, UnknownItem
 from envhub.errors import CapacityFull, EnvRaised, SessionUnknown
-from envhub.hosting.leases import LeaseTable
+from envhub.hosting.leases import LeaseTable, grain_of
 from envhub.hosting.sessions import Sessions
 
 T = TypeVar("T")
@@ -50,10 +50,12 @@ class Instances:
     ) -> None:
         self._spec = spec
         self._sessions = sessions
-        self._instances: LeaseTable[int, Instance] = LeaseTable(patience.lease_s, now_s)
         self._patience = patience
         self._turns: deque[object] = deque()  # of those who wait to be given an instance
         self._puts_aside = spec.is_repeatable and spec.isolation is not Isolation.INLINE
+        lease_s = patience.lease_s  # whose order says whom to put aside
+        grain_s = 0.0 if self._puts_aside else grain_of(lease_s)
+        self._instances: LeaseTable[int, Instance] = LeaseTable(lease_s, now_s, grain_s=grain_s)
 
     def __len__(self) -> int:
         return len(self._instances)

@@ -23,8 +23,8 @@ def call_at_once(
     timeout_s: float,
     budget_s: float,
     note: Callable[[str, float], None],
-) -> Any:
-    """Do as `call_environment` for what is told a text and is not awaited.
+) -> tuple[Any, float]:
+    """Do as `call_environment` for what is told a text and is not awaited; also return its seconds.
 
     What takes longer than `budget_s` is told to `note`, be it that it fails.
     """
@@ -39,7 +39,7 @@ def call_at_once(
         note(env_name, took_s)
         if took_s > timeout_s:
             raise _overrun(env_name, took_s, timeout_s)
-    return result
+    return result, took_s
 
 
 async def call_environment(

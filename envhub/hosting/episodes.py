@@ -30,6 +30,7 @@ class Episode(Protocol):
     is_instant: bool  # a step never gives way to others, so that it is atomic without a lock
     worker: Worker | None  # the process that it lives in, if it lives in one
     first_state: str  # that the environment begins in, "" where it tells none
+    took_s: float  # of the last step that was performed at once
 
     async def open(self, item_id: str, seed: int) -> str: ...
     async def step(self, action: str) -> StepResult: ...
@@ -48,6 +49,7 @@ class LocalEpisode:
 
     worker: Worker | None = None
     first_state = ""
+    took_s = 0.0
 
     def __init__(
         self, spec: EnvSpec, style: Style, inline: InlineBudget, *, timeout_s: float
@@ -84,7 +86,7 @@ class LocalEpisode:
         return self.is_instant and self._name not in self._inline.moved
 
     def _perform(self, work: Callable[[str], StepResult], action: str) -> StepResult:
-        return call_at_once(
+        result, self.took_s = call_at_once(
             self._name,
             work,
             action,
@@ -92,6 +94,7 @@ class LocalEpisode:
             budget_s=self._budget_s,
             note=self._inline.note,
         )
+        return result
 
     async def hint(self) -> tuple[list[str], str | None]:
         valid_actions = await self._call(self._env.valid_actions)
@@ -123,6 +126,7 @@ class LocalEpisode:
 class WorkerEpisode:
     is_instant = False
     first_state = ""
+    took_s = 0.0
 
     def __init__(self, pool: WorkerPool, style: Style, *, timeout_s: float) -> None:
         self.worker: Worker | None = None

@@ -7,6 +7,14 @@ Key = TypeVar("Key")
 Entry = TypeVar("Entry")
 
 
+MAX_GRAIN_S = 1.0
+
+
+def grain_of(lease_s: float) -> float:
+    """Return to within what time a lease may be renewed where every use should be cheap."""
+    return min(MAX_GRAIN_S, lease_s / 100)
+
+
 class LeaseTable(Generic[Key, Entry]):
     """Entries by key, each with a lease that every use renews.
 

@@ -27,7 +27,7 @@ from envhub.errors import (
 )
 from envhub.hosting.env_calls import at_once
 from envhub.hosting.inline import INLINE_STEP_S
-from envhub.hosting.leases import LeaseTable
+from envhub.hosting.leases import LeaseTable, grain_of
 from envhub.hosting.placement import Placement
 from envhub.hosting.session import Alone, Session
 from envhub.hosting.worker import Worker
@@ -40,7 +40,6 @@ MAX_WATCH_INTERVAL_S = 1.0  # also for a clock that finds out by it when nobody 
 SESSIONS_PER_TRIM = 200  # ended sessions after which free memory goes back to the system
 STOP_TIMEOUT_S = 1.0
 MAX_SESSIONS = 16_384
-MAX_GRAIN_S = 1.0  # to within which a lease is renewed
 GONE_S = 1.0  # for an owner whose connection broke to come again
 
 
@@ -87,8 +86,7 @@ class Sessions:
             on_lost=self._end_sessions_of,
         )
         self._registry, self.distances = registry, Distances(registry)
-        grain_s = min(MAX_GRAIN_S, lease_s / 100)
-        self._live: LeaseTable[str, Session] = LeaseTable(lease_s, now_s, grain_s=grain_s)
+        self._live: LeaseTable[str, Session] = LeaseTable(lease_s, now_s, grain_s=grain_of(lease_s))
         self._untold: LeaseTable[str, str] = LeaseTable(lease_s, now_s)  # why the worker was lost
         self._num_running = 0
         self._owners: Counter[str] = Counter()  # connections that stay for an owner
@@ -152,7 +150,7 @@ class Sessions:
                 raise SessionConflict(f"the episode ended at seq {session.seq}")
             began_s = time.perf_counter()
             result = await self._call(session, session.episode.step(action))
-            return self._stepped(session, result, began_s)
+            return self._stepped(session, result, time.perf_counter() - began_s)
 
     def step_at_once(self, session_id: str, action: str) -> StepResult | None:
         """Do as `step` in one go; None: it has to wait or to refuse, and nothing was done.
@@ -165,16 +163,16 @@ class Sessions:
         answer = session.answer
         if answer is not None and answer.done:
             return None
-        began_s = time.perf_counter()
+        episode = session.episode
         try:
-            result = session.episode.step_at_once(action)
+            result = episode.step_at_once(action)
         except EnvError as error:
             self._count_failure(error)
             at_once(self._drop(session))
             raise
-        return None if result is None else self._stepped(session, result, began_s)
+        return None if result is None else self._stepped(session, result, episode.took_s)
 
-    def _stepped(self, session: Session, result: StepResult, began_s: float) -> StepResult:
+    def _stepped(self, session: Session, result: StepResult, took_s: float) -> StepResult:
         """Keep the result of a step, and count it."""
         told = result.observation
         if type(told) is not str or not told.isascii():
@@ -182,7 +180,7 @@ class Sessions:
         session.answer = result
         session.seq += 1
         self.counts["steps"] += 1
-        self.on_step(session.env_name, time.perf_counter() - began_s)
+        self.on_step(session.env_name, took_s)
         return result
 
     def first_state(self, session_id: str) -> str:

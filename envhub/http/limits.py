@@ -75,7 +75,6 @@ class LimitedProtocol(HttpToolsProtocol):
             self._end()
             self.unused.pop(self, None)
         self.transport.write(response)
-        self.server_state.total_requests += 1
         self._answered_at = self.loop.time()
         if self.timeout_keep_alive_task is None:
             self._keep_alive(self.timeout_keep_alive)
