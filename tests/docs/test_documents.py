@@ -140,7 +140,7 @@ def test_command_of_the_documentation_holds(
         call([*words, *([] if "--dry-run" in words else ["--dry-run"])])
     elif rule.how is How.CONFIG:
         asked = parse(words, root=ROOT)
-        load_config(asked.config or "quickstart", asked.overrides, root=ROOT)
+        load_config(asked.config or "quickstart", asked.overrides, root=ROOT, is_dry=True)
     elif rule.how is How.PARSE:
         assert parse(words, root=ROOT).command in words[0]
 
