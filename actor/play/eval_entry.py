@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common.config.evaluation import EvalSection, PolicySection
+from common.config.evaluation import ContextKind, EvalSection, PolicySection
 from common.config.run_config import ActorSection, ModelSection
 from common.errors import ConfigError
 from common.report.evaluation.scores import ItemPlays, all_scores
@@ -33,6 +33,7 @@ def describe_policy(
             "max_turn_tokens": policy.max_turn_tokens,
         }
     files = sorted([*Path(model.path).glob("*.safetensors"), *Path(model.path).glob("*.json")])
+    context = {"context": actor.context.value, "context_turns": actor.context_turns}
     stats = [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]
     return {
         "style": style,
@@ -43,6 +44,7 @@ def describe_policy(
         "temperature": actor.temperature,
         "max_turn_tokens": actor.max_turn_tokens,
         "max_model_len": actor.max_model_len,
+        **({} if actor.context is ContextKind.FULL else context),
     }
 
 

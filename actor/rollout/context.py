@@ -74,6 +74,14 @@ class Tape:
         self.starts.append(len(self.token_ids))
         self.observe(ids, turn)
 
+    def show(self, ids: list[int], turn: int) -> None:
+        """Show exactly these tokens: they go on from the segment, or begin a new one."""
+        num_shown = self.num_in_context
+        if not num_shown or self.context == ids[:num_shown]:
+            self.observe(ids[num_shown:], turn)
+        else:
+            self.restart(ids, turn)
+
     def observe(self, ids: list[int], turn: int) -> None:
         self.add(Turn(ids, [0.0] * len(ids), [-1] * len(ids)), turn, is_sampled=False)
 

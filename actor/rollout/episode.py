@@ -2,7 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -45,7 +46,9 @@ OpenSession = Callable[[], Awaitable[Session]]
 
 
 @dataclass(slots=True)
-class _Play:
+class Play:
+    """What is known of an episode while it is played."""
+
     keeps_last: bool
     history: History
     end: EndReason = EndReason.HORIZON
@@ -150,16 +153,31 @@ async def run_episode(
     Raises: HubLost: if `may_repeat`.
     """
     room = Room(max_tokens=max_tokens, turn_tokens=turn_tokens, options=options)
-    started, play = time.monotonic(), _Play(keeps_last=keeps_last, history=History(render, room))
+    started, play = time.monotonic(), Play(keeps_last=keeps_last, history=History(render, room))
     session: Session | None = None
     try:
-        async with asyncio.timeout(lease.deadline_s) as deadline:
+        async with judged(play, lease, may_repeat=may_repeat):
             session = await open_session()
             text, encode = _opening(render, session, instruction, acknowledgement)
             play.env_s = time.monotonic() - started
             if not play.history.begin(text, encode):
                 raise ContextFull("not even the first page's beginning fits")
             await _turns(lease, session, play, act, render, turn_tokens)
+    finally:
+        if session is not None:
+            await session.close()
+    return trajectory_of(lease, play, actor=actor, wall_s=time.monotonic() - started)
+
+
+@asynccontextmanager
+async def judged(play: Play, lease: Lease, *, may_repeat: bool) -> AsyncIterator[None]:
+    """Give an episode its lease's time, and write on it what ended it before it was over.
+
+    Raises: HubLost: if `may_repeat`; and what says nothing of the episode.
+    """
+    try:
+        async with asyncio.timeout(lease.deadline_s) as deadline:
+            yield
     except ContextFull:
         play.end = EndReason.CONTEXT_FULL
     except PolicyFailed as error:
@@ -174,14 +192,10 @@ async def run_episode(
         if not deadline.expired():  # the engine's, not the lease's
             raise
         play.end, play.error = EndReason.DEADLINE, f"not ended within {lease.deadline_s:g}s"
-    finally:
-        if session is not None:
-            await session.close()
-    return _trajectory(lease, play, actor=actor, wall_s=time.monotonic() - started)
 
 
 async def _turns(
-    lease: Lease, session: Session, play: _Play, act: Act, render: Render, turn_tokens: int
+    lease: Lease, session: Session, play: Play, act: Act, render: Render, turn_tokens: int
 ) -> None:
     history, ask = play.history, partial(play.ask, act, session)
     play.states.append(state_number(session.first_state or session.first_observation))
@@ -202,7 +216,8 @@ async def _turns(
         return
 
 
-def _trajectory(lease: Lease, play: _Play, *, actor: str, wall_s: float) -> Trajectory:
+def trajectory_of(lease: Lease, play: Play, *, actor: str, wall_s: float) -> Trajectory:
+    """Return what is known of an episode that has ended."""
     tape, observations = play.history.tape, play.history.observations
     return Trajectory(
         **lease.identity(),

@@ -3,8 +3,10 @@
 import asyncio
 import logging
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
+from actor.agents.agents import Agents
 from actor.engine.concurrency import Concurrency, EngineLoad
 from actor.links.delivery import Delivery
 from actor.rollout.episode import WHOLE, Act, Render, Turn, run_episode
@@ -59,6 +61,7 @@ class Episodes:
         self._concurrency = Concurrency(least=cfg.min_concurrent, most=cfg.max_concurrent)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._num_requests = 0
+        self._agents = Agents(cfg, actor=actor, renderer=renderer) if cfg.endpoint else None
         self._salts: dict[str, str] = {}  # episode -> that of its first turn
         self.slot_freed = asyncio.Event()
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -105,6 +108,8 @@ class Episodes:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if self._agents is not None:
+            await self._agents.close()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.pop(task.get_name(), None)
@@ -142,13 +147,20 @@ class Episodes:
 
     async def _try(self, lease: Lease, *, may_repeat: bool) -> Trajectory:
         act, render = self._policy(lease)
+        hubs = self._environments
+        open_session = partial(hubs.open, lease.env, lease.item_id, seed=lease.seed)
+        task = hubs.instruction(lease.env), hubs.acknowledgement(lease.env)
+        if self._agents is not None and lease.policy is PolicyKind.MODEL:
+            return await self._agents.play(
+                lease, open_session=open_session, act=act, task=task, may_repeat=may_repeat
+            )
         return await run_episode(
             lease,
-            open_session=lambda: self._environments.open(lease.env, lease.item_id, seed=lease.seed),
+            open_session=open_session,
             act=act,
             render=render,
-            instruction=self._environments.instruction(lease.env),
-            acknowledgement=self._environments.acknowledgement(lease.env),
+            instruction=task[0],
+            acknowledgement=task[1],
             max_tokens=self._cfg.max_model_len,
             turn_tokens=self._cfg.max_turn_tokens,
             actor=self._actor,

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+from jinja2 import TemplateError
+
 from actor.rollout.context import least_again
 from actor.rollout.observations import CUT_MARK
 from common.config.run_config import ActorSection
@@ -33,6 +35,7 @@ class Renderer:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._control = ControlTokens(tokenizer)
+        self.num_tokens = len(tokenizer)
         self._known = lru_cache(NUM_KNOWN_TEXTS)(self._control.encode_between)
         first = self._template([{"role": "user", "content": _USER}])
         self._before_first, _, self._after_user = first.partition(_USER)
@@ -102,6 +105,21 @@ class Renderer:
         """
         lead = "" if is_stopped else self._end_of_turn_text
         return list(self._known(lead + self._between, text, self._after_user))
+
+    def of_messages(self, messages: list[dict[str, str]]) -> list[int]:
+        """Return the ids of any conversation, up to where the assistant starts.
+
+        Raises: ValueError: the chat template refuses it, and why.
+        """
+        broken = [{**each, "content": self._control.broken(each["content"])} for each in messages]
+        try:
+            return self._control.encode(self._template(broken))
+        except (TemplateError, TypeError) as error:
+            raise ValueError(f"the chat template: {error}") from error
+
+    def completion(self, text: str) -> list[int]:
+        """Return the ids of a bare text, control tokens included that it spells out."""
+        return self._tokenizer.encode(text, add_special_tokens=False)
 
     def check_room(self, actor: ActorSection) -> None:
         """Return if a page fits beside a turn, were it only the beginning of one.

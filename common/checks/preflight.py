@@ -21,7 +21,7 @@ from common.checks.memory_plan import check_memory, is_elsewhere, plan_here
 from common.checks.model_shape import ModelShape, read_shape
 from common.config.compute import Offload
 from common.config.offline import SftSection
-from common.config.run_config import Launcher, Resume, RunConfig, check_training
+from common.config.run_config import ActorSection, Launcher, Resume, RunConfig, check_training
 from common.errors import ConfigError
 from common.launch.ray.cluster import cluster_address
 
@@ -54,6 +54,7 @@ def check(cfg: RunConfig, root: Path, *, missing: Sequence[str] = ()) -> None:
     here = on_this_machine(cfg)
     if here.actor.num_actors:
         check_engine()
+        _check_agent(here.actor)
     shape = read_shape(root / cfg.model.path)
     _check_context(cfg, shape)
     check_memory(here, plan_here(here, root), shape)
@@ -99,6 +100,11 @@ def _check_context(cfg: RunConfig, shape: ModelShape) -> None:
     if not has_cuda() and least > actor.kv_cache_gib * GIB:
         law = f"take {least / GIB:.1f} GiB at least, actor.kv_cache_gib={actor.kv_cache_gib}"
         raise ConfigError(f"actor.kv_cache_blocks={actor.kv_cache_blocks}: {law}")
+
+
+def _check_agent(actor: ActorSection) -> None:
+    if actor.endpoint and shutil.which(actor.agent[0]) is None:
+        raise ConfigError(f"actor.agent={actor.agent}: there is no program {actor.agent[0]!r} here")
 
 
 def _check_tasks(cfg: RunConfig) -> None:

@@ -32,13 +32,26 @@ class AgentOptions:
     )
     learn_summaries: bool = knob(True, "those of context=summary are trained as actions are")
 
+    endpoint: bool = knob(False, "episodes are played by programs that ask our endpoint: agent")
+    agent: list[str] = knob([], "command of such a program, started once per episode")
+
     @property
     def has_segments(self) -> bool:
         """Whether episodes may be several training rows."""
-        return self.context is not ContextKind.FULL
+        return self.endpoint or self.context is not ContextKind.FULL
+
+    def contradictions_of_agents(self) -> Iterator[Contradiction]:
+        """Yield what is asked of agents but not told, or cannot be done to them."""
+        if self.endpoint != bool(self.agent):
+            law = "actor.endpoint=true and the command actor.agent go together"
+            yield "actor.agent", self.agent, law
+        if self.endpoint and self.context is not ContextKind.FULL:
+            law = "must be full beside actor.endpoint=true: an agent manages its history itself"
+            yield "actor.context", self.context.value, law
 
     def contradictions_of_rows(self, algorithm: AlgorithmSection) -> Iterator[Contradiction]:
         """Yield what cannot be computed where the tokens of an episode are in several rows."""
+        yield from self.contradictions_of_agents()
         found: list[tuple[str, object]] = []
         if algorithm.policy_loss is PolicyLoss.GSPO:
             found.append(("algorithm.policy_loss", algorithm.policy_loss.value))
@@ -48,7 +61,8 @@ class AgentOptions:
             found.append(("algorithm.negative_mask_delta", algorithm.negative_mask_delta))
         for key, value in found if self.has_segments else []:
             law = "takes a ratio over a whole episode, whose segments are rows of their own here"
-            yield key, value, f"{law} (actor.context={self.context.value})"
+            where = "endpoint=true" if self.endpoint else f"context={self.context.value}"
+            yield key, value, f"{law} (actor.{where})"
 
 
 class EvalItems(StrEnum):

@@ -1,0 +1,339 @@
+"""Laws of agents that run their own loop: what they were answered is what is trained on."""
+
+import asyncio
+import json
+import sys
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import pytest
+
+from actor.agents.agents import Agents
+from actor.agents.episode import AgentEpisode
+from actor.agents.server import AgentServer
+from actor.rollout.context import History, Room
+from actor.rollout.env_client import StepResult
+from actor.rollout.episode import Play, Session, Turn, run_episode
+from actor.rollout.render import Renderer
+from common.config.curriculum import HorizonUnit
+from common.config.evaluation import ContextKind
+from common.config.learning import AlgorithmSection, PolicyLoss
+from common.config.run_config import ActorSection, RunConfig
+from common.errors import ConfigError, EngineError, EnvError, LongstrideError
+from common.segments import as_rows
+from common.wire.messages import EndReason, Lease, Trajectory
+from learner.ingest.admission import refusal
+from tests.actor.rollout.test_episode import LEASE, Count, go_on
+from tests.actor.rollout.test_render import TOKENIZERS
+from tests.venvs import python_with
+
+TOKENIZER = TOKENIZERS["chatml"]
+RENDERER = Renderer(TOKENIZER)
+MAX_TOKENS, TURN_TOKENS = 400, 12
+LOOP = """
+import json, os, sys
+from urllib.request import Request, urlopen
+from urllib.error import HTTPError
+base, key, env = (os.environ[n] for n in ("OPENAI_BASE_URL", "OPENAI_API_KEY", "LONGSTRIDE_ENV"))
+def call(url, body=None):
+    data = None if body is None else json.dumps(body).encode()
+    with urlopen(Request(url, data, {"Authorization": "Bearer " + key})) as answer:
+        return json.load(answer)
+def ask(messages, **more):
+    reply = call(base + "/chat/completions", {"messages": messages, "model": "policy", **more})
+    return reply["choices"][0]["message"]["content"]
+def step(action):
+    return call(env + "/step", {"action": action})
+messages = call(env)["messages"]
+"""
+NATIVE = """
+while True:
+    said = ask(messages)
+    result = step(said)
+    if result["done"] or result["truncated"]:
+        break
+    messages += [{"role": "assistant", "content": said}]
+    messages += [{"role": "user", "content": result["observation"]}]
+"""
+FORGETFUL = """
+while True:
+    result = step(ask(messages))
+    if result["done"] or result["truncated"]:
+        break
+    messages = [{"role": "system", "content": "Be brief."},
+                {"role": "user", "content": result["observation"]}]
+"""
+
+
+async def act(ids: list[int], _: Session) -> Turn:
+    """Say what depends on the whole prompt; now and then without an end of turn."""
+    number = sum(i * each for i, each in enumerate(ids)) % 97
+    said = TOKENIZER.encode(f"go north {number}", add_special_tokens=False)[: TURN_TOKENS - 1]
+    is_stopped = number % 3 > 0
+    said = [*said, RENDERER.end_of_turn_ids[0]] if is_stopped else said
+    logprobs = [-0.01 * (number + i) for i in range(len(said))]
+    return Turn(
+        said, logprobs, [number % 5] * len(said), is_stopped=is_stopped, num_prompt=len(ids)
+    )
+
+
+async def open_session() -> Session:
+    going: list[StepResult | Exception | float] = [
+        go_on(reward=0.1 * n, is_valid=n != 2) for n in range(3)
+    ]
+    return Count([*going, go_on(reward=1.0, done=True)])
+
+
+def settings(*command: str, **changes: Any) -> ActorSection:
+    how = {"max_model_len": MAX_TOKENS, "max_turn_tokens": TURN_TOKENS, **changes}
+    return ActorSection(endpoint=True, agent=list(command), **how)
+
+
+def played(
+    program: str,
+    *,
+    lease: Lease = LEASE,
+    session: Callable[[], Awaitable[Session]] = open_session,
+    policy: Any = act,
+    task: tuple[str, str] = ("Find it.", ""),
+    **changes: Any,
+) -> Trajectory:
+    async def run() -> Trajectory:
+        cfg = settings(sys.executable, "-c", LOOP + program, **changes)
+        agents = Agents(cfg, actor="actor-0", renderer=RENDERER)
+        try:
+            return await agents.play(
+                lease, open_session=session, act=policy, task=task, may_repeat=False
+            )
+        finally:
+            await agents.close()
+
+    return asyncio.run(run())
+
+
+def own_loop(lease: Lease, task: tuple[str, str]) -> Trajectory:
+    how: dict[str, Any] = {"max_tokens": MAX_TOKENS, "turn_tokens": TURN_TOKENS, "actor": "actor-0"}
+    told = {"instruction": task[0], "acknowledgement": task[1]}
+    return asyncio.run(
+        run_episode(lease, open_session=open_session, act=act, render=RENDERER, **told, **how)
+    )
+
+
+def refused(trajectory: Trajectory) -> str:
+    how: dict[str, Any] = {"learner_version": 4, "max_group_size": 2, "max_tokens": MAX_TOKENS}
+    return refusal(trajectory, vocab_size=len(TOKENIZER), **how)
+
+
+def told(trajectory: Trajectory) -> dict[str, Any]:
+    """Return all that does not depend on clocks."""
+    names = trajectory.__dataclass_fields__
+    found = {name: getattr(trajectory, name) for name in names if not name.endswith("_s")}
+    return {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in found.items()}
+
+
+@pytest.mark.parametrize("task", [("Find it.", ""), ("Find it.", "OK."), ("", "")])
+@pytest.mark.parametrize(
+    "lease",
+    [
+        replace(LEASE, horizon=3),
+        replace(LEASE, horizon=9),
+        replace(LEASE, horizon=60, horizon_unit=HorizonUnit.TOKENS, max_turns=9),
+    ],
+)
+def test_an_agent_that_does_as_our_loop_is_captured_as_our_loop(
+    lease: Lease, task: tuple[str, str]
+) -> None:
+    captured = played(NATIVE, lease=lease, task=task)
+    assert told(captured) == told(own_loop(lease, task))
+    assert captured.num_turns > 1
+    assert refused(captured) == ""
+
+
+def test_a_rewritten_history_is_segments_of_what_the_policy_was_given() -> None:
+    given: list[list[int]] = []
+
+    async def noted(ids: list[int], session: Session) -> Turn:
+        given.append(list(ids))
+        return await act(ids, session)
+
+    got = played(FORGETFUL, lease=replace(LEASE, horizon=9), policy=noted)
+    rows = as_rows(got)
+    assert [row.token_ids[: row.loss_mask.argmax()].tolist() for row in rows] == given
+    assert [row.loss_mask.sum() > 0 for row in rows] == [True] * 4
+    assert (got.end_reason, got.num_turns, got.reward) == (EndReason.DONE, 4, 1.0)
+    assert refused(got) == ""
+
+
+def test_an_agent_that_stops_early_ends_its_episode() -> None:
+    got = played("step(ask(messages)); ask(messages)", lease=replace(LEASE, horizon=9))
+    assert (got.end_reason, got.num_turns, got.reward) == (EndReason.DONE, 1, 0.0)
+    assert refused(got) == ""  # what it asked after its last step belongs to that
+    never = played("ask(messages)")
+    assert (never.num_turns, never.num_invalid_actions) == (1, 1)
+    assert refused(never) == ""
+
+
+@pytest.mark.parametrize(
+    ("program", "end", "words"),
+    [
+        ("ask(messages); print('no such door'); sys.exit(3)", EndReason.ABORTED, "no such door"),
+        ("pass", EndReason.ABORTED, "never asked"),
+        ("ask(messages); import time; time.sleep(60)", EndReason.DEADLINE, "within 1s"),
+    ],
+)
+def test_an_agent_that_fails_is_no_reward(program: str, end: EndReason, words: str) -> None:
+    got = played(program, lease=replace(LEASE, deadline_s=1.0 if "sleep" in program else 9.0))
+    assert (got.end_reason, got.reward) == (end, 0.0)
+    assert words in got.error
+    assert refused(got) == ""
+
+
+def test_an_environment_that_fails_is_the_environment_s(tmp_path: Path) -> None:
+    async def failing() -> Session:
+        return Count([EnvError("worker died")])
+
+    got = played(NATIVE, session=failing)
+    assert got.end_reason is EndReason.ENV_ERROR
+    assert "worker died" in got.error
+
+
+def test_an_engine_that_fails_ends_the_actor() -> None:
+    async def dead(_: list[int], __: Session) -> Turn:
+        raise EngineError("engine died")
+
+    with pytest.raises(LongstrideError, match="engine died"):
+        played(NATIVE, policy=dead)
+
+
+def test_a_command_that_is_not_there_is_named() -> None:
+    async def run() -> Trajectory:
+        agents = Agents(settings("/no/such/agent"), actor="a", renderer=RENDERER)
+        try:
+            how: dict[str, Any] = {"task": ("", ""), "may_repeat": False}
+            return await agents.play(LEASE, open_session=open_session, act=act, **how)
+        finally:
+            await agents.close()
+
+    got = asyncio.run(run())
+    assert got.end_reason is EndReason.ABORTED
+    assert "/no/such/agent" in got.error
+
+
+USER = {"messages": [{"role": "user", "content": "x"}]}
+BAD: list[tuple[str, dict[str, Any], int, str | None]] = [
+    ("/v1/chat/completions", {**USER, "n": 2}, 400, "n"),
+    ("/v1/chat/completions", {"messages": [], "model": "m"}, 400, "messages"),
+    ("/v1/chat/completions", {"messages": [{"role": "tool", "content": "x"}]}, 400, "messages"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": 5}]}, 400, "messages"),
+    ("/v1/chat/completions", {**USER, "stream": True}, 400, "stream"),
+    ("/v1/chat/completions", {**USER, "tools": [{"type": "function"}]}, 400, "tools"),
+    ("/v1/chat/completions", {**USER, "max_tokens": 0}, 400, "max_tokens"),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "x " * 900}]},
+        400,
+        "messages",
+    ),
+    ("/v1/completions", {"prompt": [5, 10**6]}, 400, "prompt"),
+    ("/v1/completions", {"prompt": ["a", "b"]}, 400, "prompt"),
+    ("/env/step", {"action": 5}, 400, "action"),
+    ("/v1/embeddings", {}, 404, None),
+]
+
+
+def test_bad_requests_are_named_in_the_api_s_shape_and_counted() -> None:
+    async def run() -> None:
+        server = AgentServer()
+        await server.start()
+        room = Room(max_tokens=MAX_TOKENS, turn_tokens=TURN_TOKENS)
+        play = Play(keeps_last=False, history=History(RENDERER, room))
+        episode = AgentEpisode(
+            LEASE,
+            session=await open_session(),
+            act=act,
+            play=play,
+            renderer=RENDERER,
+            room=(MAX_TOKENS, TURN_TOKENS),
+            task=("", ""),
+        )
+
+        async def post(path: str, body: Any, key: str) -> tuple[int, dict[str, Any]]:
+            headers = {"Authorization": f"Bearer {key}"}
+            async with http.post(server.url + path, data=body, headers=headers) as reply:
+                return reply.status, await reply.json()
+
+        good = json.dumps({**USER, "max_tokens": 3})
+        chat = "/v1/chat/completions"
+        async with aiohttp.ClientSession() as http:
+            with server.serving(episode):
+                for path, body, status, param in BAD:
+                    got, told = await post(path, json.dumps(body), episode.key)
+                    assert (got, told["error"]["param"]) == (status, param), (body, told)
+                    assert all(told["error"][name] for name in ("message", "code", "type"))
+                assert (await post(chat, b"{", episode.key))[0] == 400
+                assert (await post(chat, good, "wrong"))[1]["error"]["code"] == "invalid_api_key"
+                assert not play.history.tape.token_ids  # none of them has left a trace
+                status, answer = await post(chat, good, episode.key)
+                assert (status, answer["usage"]["completion_tokens"]) == (200, 3)
+                assert sum(play.history.tape.loss_mask) == 3
+                assert answer["choices"][0]["finish_reason"] == "length"
+                status, answer = await post("/v1/completions", '{"prompt": "go"}', episode.key)
+                assert (status, answer["object"]) == (200, "text_completion")
+            status, told = await post(chat, good, episode.key)
+            assert (status, told["error"]["code"]) == (410, "episode_ended")
+        await server.close()
+        assert server.refused.total() == len(BAD) + 3
+        assert episode.refused.total() == len(BAD) + 1  # the others were of no episode
+        assert server.refused["context_length_exceeded"] == 1
+
+    asyncio.run(run())
+
+
+def test_answers_asked_for_at_once_are_given_one_after_the_other() -> None:
+    program = """
+from concurrent.futures import ThreadPoolExecutor
+with ThreadPoolExecutor(8) as pool:
+    list(pool.map(lambda n: ask([{"role": "user", "content": f"part {n}"}]), range(8)))
+step("done")
+"""
+    got = played(program)
+    assert len(as_rows(got)) == 8
+    assert refused(got) == ""
+
+
+@pytest.mark.parametrize(
+    ("actor", "algorithm", "named"),
+    [
+        ({"endpoint": True}, {}, "actor.agent"),
+        ({"agent": ["x"]}, {}, "actor.agent"),
+        ({"endpoint": True, "agent": ["x"], "context": ContextKind.WINDOW}, {}, "actor.context"),
+        ({"endpoint": True, "agent": ["x"]}, {"policy_loss": PolicyLoss.GSPO}, "policy_loss"),
+    ],
+)
+def test_contradictions_are_refused(
+    actor: dict[str, Any], algorithm: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ConfigError, match=named):
+        RunConfig(actor=ActorSection(**actor), algorithm=AlgorithmSection(**algorithm))
+
+
+@pytest.mark.slow
+def test_the_documentation_s_agent_with_the_real_openai_package_is_our_loop() -> None:
+    """Run docs/examples/agent.py under an interpreter of its own."""
+    program = str(Path(__file__).parents[3] / "docs" / "examples" / "agent.py")
+    lease = replace(LEASE, horizon=3, deadline_s=60.0)
+    command = [python_with("openai==3.52.0"), program]
+
+    async def run() -> Trajectory:
+        agents = Agents(settings(*command), actor="actor-0", renderer=RENDERER)
+        how: dict[str, Any] = {"task": ("Find it.", ""), "may_repeat": False}
+        try:
+            return await agents.play(lease, open_session=open_session, act=act, **how)
+        finally:
+            await agents.close()
+
+    assert told(asyncio.run(run())) == told(own_loop(lease, ("Find it.", "")))
