@@ -1,0 +1,135 @@
+"""Laws of games by name: gymnasium's with the package of ours, TextArena's with one of its own."""
+
+import json
+import string
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import pytest
+
+from common.errors import ConfigError
+from envhub.catalogue.registry import Registry
+from envhub.env import EnvFailure, Style
+from envhub.interop.games import make_spec
+from tests.venvs import python_with
+
+TEXTARENA = """
+import json, sys
+from envhub.catalogue.registry import Registry
+from envhub.env import Style
+registry = Registry(["textarena:GuessTheNumber-v0?num_test=5"])
+spec = registry.spec("GuessTheNumber-v0")
+env = spec.make(Style.COMPACT)
+firsts = [env.reset(item, 0) for item in ("all-test-3", "all-test-3")]
+told = [env.step("Action: I think")]
+low, high = 1, 20
+while not told[-1].done:
+    guess = (low + high) // 2
+    told.append(env.step(f"Thought: half.\\nAction: [{guess}]"))
+    if "lower" in told[-1].observation.rsplit("target", 1)[-1]:
+        high = guess - 1
+    else:
+        low = guess + 1
+env.close()
+print(json.dumps([firsts, spec.subsets["all"].num_test,
+                  [[each.reward, each.done, each.is_valid, each.is_success] for each in told]]))
+"""
+
+
+class Doors(gymnasium.Env[str, str]):
+    """Say the door that the seed chose; each try costs a tenth."""
+
+    action_space = gymnasium.spaces.Text(8, charset="abcdefgh")
+    observation_space = gymnasium.spaces.Text(64, charset=string.printable)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[str, dict[str, Any]]:
+        """Choose a door."""
+        super().reset(seed=seed)
+        self.door = "abcdefgh"[int(self.np_random.integers(8))]
+        return "Which of a to h?", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Open one."""
+        is_right = action == self.door
+        return "no", 1.0 if is_right else -0.1, is_right, False, {"success": is_right}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered() -> None:
+    gymnasium.register("Doors-v0", entry_point=Doors)
+    gymnasium.register(
+        "Cliff-v0", entry_point="gymnasium.envs.toy_text.cliffwalking:CliffWalkingEnv"
+    )
+
+
+def test_gymnasium_text_environment_pays_the_sum_and_repeats_itself() -> None:
+    spec = make_spec("gymnasium:Doors-v0?min_reward=-1&max_reward=1&num_train=7")
+    assert (spec.name, spec.subsets["all"].num_train) == ("Doors-v0", 7)
+    env: Any = spec.make(Style.COMPACT)
+    runs = []
+    for _ in range(2):
+        assert env.reset("all-train-3", 0) == "Which of a to h?"
+        results = []
+        while not results or not results[-1].done:
+            results.append(env.step(f"Action: {'abcdefgh'[len(results)]}"))
+        runs.append([result.reward for result in results])
+    assert runs[0] == runs[1]
+    paid = 1.0 - 0.1 * (len(runs[0]) - 1)
+    assert runs[0][-1] == pytest.approx((paid + 1) / 2)
+    assert results[-1].is_success
+    refused = env.step("Action: nosuchdoor")
+    assert not refused.is_valid
+
+
+def test_gymnasium_numbers_are_actions_and_an_unsaid_range_is_named() -> None:
+    env: Any = make_spec("gymnasium:Cliff-v0?min_reward=-1000&max_reward=0").make(Style.COMPACT)
+    env.reset("all-train-0", 0)
+    assert not env.step("up").is_valid
+    assert not env.step("4").is_valid
+    assert env.step("Action: 0").is_valid
+    env = make_spec("gymnasium:Doors-v0?max_reward=0.2").make(Style.COMPACT)
+    env.reset("all-train-3", 0)
+    with pytest.raises(EnvFailure, match=r"pays .*, but 0 to 0\.2 was said"):
+        try_all(env)
+
+
+def try_all(env: Any) -> None:
+    for door in "abcdefgh":
+        env.step(door)
+
+
+@pytest.mark.parametrize(
+    ("reference", "why"),
+    [
+        ("gymnasium:Nosuch-v0", "Nosuch"),
+        ("gymnasium:Doors-v0?turns=3", "turns=3: the options are num_train"),
+        ("gymnasium:Doors-v0?max_turns=many", "max_turns=many"),
+        ("gymnasium:Doors-v0?max_turns=0", "the rest >= 1"),
+        ("gymnasium:Pendulum-v1", "its actions are a Box"),
+        (
+            "textarena:Sudoku-v0",
+            r"textarena: the Python package is missing.*longstride\[textarena\]",
+        ),
+    ],
+)
+def test_a_game_that_cannot_be_is_refused_by_name(reference: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        Registry([reference])
+
+
+@pytest.mark.slow
+def test_textarena_game_is_played_with_its_own_package(repository: Path) -> None:
+    python = python_with("textarena==0.7.4", sees_ours=True)
+    done = subprocess.run(
+        [python, "-c", TEXTARENA], cwd=repository, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    (first, again), num_test, told = json.loads(done.stdout.splitlines()[-1])
+    assert first == again
+    assert "Guess The Number" in first
+    assert num_test == 5
+    assert told[0][2] is False  # no number in brackets
+    assert all(reward == 0 and not is_done for reward, is_done, _, _ in told[:-1])
+    assert told[-1] == [1.0, True, True, True]
