@@ -58,7 +58,7 @@ class Doors(gymnasium.Env[str, str]):
 
 @pytest.fixture(scope="module", autouse=True)
 def registered() -> None:
-    gymnasium.register("Doors-v0", entry_point=Doors)
+    gymnasium.register("Doors-v0", entry_point=lambda **_: Doors())
     gymnasium.register(
         "Cliff-v0", entry_point="gymnasium.envs.toy_text.cliffwalking:CliffWalkingEnv"
     )
