@@ -22,6 +22,8 @@ from envhub.interop.texts import BadAction, RewardRule, Rewards
 SUBSET = "all"
 TEST_SEED = 1_000_000_000  # the first seed of a test item; those of training items begin at 0
 SESSIONS_PER_WORKER = 32
+# How a library says that it has no such game, or cannot make it here.
+REFUSALS = (ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError)
 SEEDING = threading.Lock()  # games draw from the process's own source of chance
 
 
@@ -169,7 +171,10 @@ class GymnasiumGame:
 
     def __init__(self, name: str) -> None:
         gymnasium = _library("gymnasium", "envs")
-        self._env: Any = gymnasium.make(name)
+        try:
+            self._env: Any = gymnasium.make(name)
+        except gymnasium.error.Error as error:
+            raise ConfigError(f"gymnasium:{name}: {type(error).__name__}: {error}") from error
         self._space: Any = self._env.action_space
         if not isinstance(self._space, (gymnasium.spaces.Text, gymnasium.spaces.Discrete)):
             kind = type(self._space).__name__
@@ -220,7 +225,7 @@ def make_spec(reference: str) -> EnvSpec:
         make_game(name).close()
     except ConfigError:
         raise
-    except Exception as error:
+    except REFUSALS as error:
         raise ConfigError(f"{reference}: {type(error).__name__}: {error}") from error
     subset = SubsetSpec(
         num_train=options.num_train, num_test=options.num_test, max_turns=options.max_turns
