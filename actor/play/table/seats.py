@@ -67,8 +67,12 @@ class Table:
         found = await client.request("GET", "/v1/envs", None)
         return {name: {"subsets": entry["subsets"]} for name, entry in found.items()}
 
-    async def open(self, env: str, item: str) -> dict[str, Any]:
-        """Begin an episode and return its first look; `id` names it from then on."""
+    async def open(self, env: str, item: str, *, style: str = STYLE) -> dict[str, Any]:
+        """Begin an episode and return its first look; `id` names it from then on.
+
+        Args:
+            style: in which the environment speaks; a run's policy knows the run's own.
+        """
         if len(self._seats) + self._opening >= MAX_SEATS:
             raise ConfigError(f"{MAX_SEATS} episodes are being played; close one of them first")
         self._opening += 1
@@ -77,10 +81,10 @@ class Table:
             entry = (await client.request("GET", "/v1/envs", None)).get(env)
             if entry is None:
                 raise ConfigError(f"{env:.100}: no such environment here")
-            session = await client.open(env, item, seed=0, style=STYLE)
+            session = await client.open(env, item, seed=0, style=style)
         finally:
             self._opening -= 1
-        told = {each: str((entry.get(each) or {}).get(STYLE, "")) for each in HEADS}
+        told = {each: str((entry.get(each) or {}).get(style, "")) for each in HEADS}
         texts = [*filter(None, told.values()), session.first_observation]
         if not told["acknowledgement"]:
             texts = [first_text(told["instruction"], session.first_observation)]

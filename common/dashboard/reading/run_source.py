@@ -30,6 +30,7 @@ from common.store.run_dir import RunDir
 
 VERDICT_STEPS = 20  # the newest, that the verdict is about
 MAX_MEMBERS = 64  # of a group, shown side by side
+COMPACT = "compact"  # of the styles of wording, where a run says none
 
 
 class RunSource:
@@ -169,9 +170,12 @@ class RunSource:
 
         ConfigError: its actions are not known.
         """
-        style = str(_section(self.config(), "envhub").get("style") or "compact")
         trajectory = self.index.open(self.index.rows.row_of[episode_id])
-        return recorded_of(trajectory, self.texts(), style=style)
+        return recorded_of(trajectory, self.texts(), style=self.style())
+
+    def style(self) -> str:
+        """Return the style in which the run's environments speak to its policy."""
+        return str(_section(self.config(), "envhub").get("style") or COMPACT)
 
     def group(self, group_id: str) -> dict[str, Any]:
         """Return the members of a group side by side. Raises: KeyError: it is unknown."""

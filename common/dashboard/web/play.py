@@ -11,7 +11,7 @@ from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 
-from common.dashboard.reading.run_source import RunSource
+from common.dashboard.reading.run_source import COMPACT, RunSource
 from common.errors import EnvError
 
 PATH = "/api/play/"
@@ -23,7 +23,7 @@ class Table(Protocol):
     """What plays: see `actor.play.table.seats`. Raises ConfigError and EnvError."""
 
     async def environments(self) -> Told: ...
-    async def open(self, env: str, item: str) -> Told: ...
+    async def open(self, env: str, item: str, *, style: str) -> Told: ...
     async def step(self, seat_id: str, action: str) -> Told: ...
     async def ask(self, seat_id: str, *, url: str, model: str, key: str) -> Told: ...
     async def ask_run(self, seat_id: str, run: str) -> Told: ...
@@ -35,6 +35,7 @@ class Table(Protocol):
 class _Open(BaseModel):
     env: str = Field(max_length=200)
     item: str = Field(max_length=200)
+    run: str = Field("", max_length=200)  # whose style of wording is wanted
 
 
 class _Seat(BaseModel):
@@ -55,8 +56,9 @@ class _Ask(_Seat):
 def add_play(app: FastAPI, table: Table) -> None:
     """Add the routes over a table, which ends with the application."""
 
-    async def open_one(body: _Open) -> Told:
-        return await table.open(body.env, body.item)
+    async def open_one(body: _Open, request: Request) -> Told:
+        style = _run(request, body.run).style() if body.run else COMPACT
+        return await table.open(body.env, body.item, style=style)
 
     async def step(body: _Step) -> Told:
         return await table.step(body.id, body.action)

@@ -34,8 +34,8 @@ class Echo:
     async def environments(self) -> Told:
         return {"maze": {"subsets": {}}}
 
-    async def open(self, env: str, item: str) -> Told:
-        return {"id": "1", "env": env, "item": item}
+    async def open(self, env: str, item: str, *, style: str) -> Told:
+        return {"id": "1", "env": env, "item": item, "style": style}
 
     async def step(self, seat_id: str, action: str) -> Told:
         return {"id": seat_id, "action": action}
@@ -91,6 +91,13 @@ def test_only_the_page_itself_may_play(watch: Watch) -> None:
         "/api/play/ask", json={"id": "1", "url": "http://x", "model": "m"}, headers=own
     )
     assert (asked.status_code, asked.json()["error"]) == (400, "http://x: no answer")
+    config = watch.sources.get("b").path / "config.yaml"
+    config.write_text(config.read_text().replace("envhub:", "envhub:\n  style: agentgym"))
+    for run, style in (("", "compact"), ("a", "compact"), ("b", "agentgym")):
+        begun = page.post(
+            "/api/play/open", json={"env": "maze", "item": "x", "run": run}, headers=own
+        )
+        assert begun.json()["style"] == style
     own_policy = page.post("/api/play/ask", json={"id": "1", "run": "a"}, headers=own)
     assert own_policy.json()["run"].endswith("/a")
     gone = page.post("/api/play/ask", json={"id": "1", "run": "../../etc"}, headers=own)

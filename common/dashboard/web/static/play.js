@@ -68,7 +68,7 @@ async function fill(place, { run, params, link }) {
   const begin = async (event) => {
     event.preventDefault();
     leave();
-    try { const first = await act("api/play/open", { env, item: `${subset}-${split}-${index}` }); seat = first.id; board(game, first, subsets[subset], run); }
+    try { const first = await act("api/play/open", { env, item: `${subset}-${split}-${index}`, run: run?.kind === "run" ? run.name : "" }); seat = first.id; board(game, first, subsets[subset], run); }
     catch (error) { say(error); }
   };
   replace(place, h("section", { class: "card" }, h("h1", {}, "Play"), h("p", { class: "dim small" }, "An episode of your own: by hand, or by a policy that is asked for each action. Nothing of it is written to a run."),
