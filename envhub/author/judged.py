@@ -69,7 +69,8 @@ def check_players(spec: EnvSpec, plays: Plays) -> Iterator[Finding]:
         yield Finding(Grade.OK, "signal", f"{text}: {signal:.0%} of groups of {GROUP} have signal")
     else:
         why = "every episode is worth the same"
-        cure = "warm-start with `sft`, give more turns, or add easier items"
+        easier = "warm-start with `sft`, give more turns, or add easier items"
+        cure = "add harder items" if rate > 0.5 else easier
         yield Finding(Grade.NOTE, "signal", f"{text}, and {why}: {cure}")
     endless = sum(
         not each.is_over and len(each.results) < max_turns_of(spec, each.item_id)
