@@ -12,7 +12,15 @@ from contextlib import suppress
 from actor.agents.episode import AgentEpisode
 from actor.agents.server import AgentServer
 from actor.rollout.context import History, Room
-from actor.rollout.episode import Act, OpenSession, Play, PolicyFailed, judged, trajectory_of
+from actor.rollout.episode import (
+    Act,
+    ContextFull,
+    OpenSession,
+    Play,
+    PolicyFailed,
+    judged,
+    trajectory_of,
+)
 from actor.rollout.render import Renderer
 from common.config.run_config import ActorSection
 from common.wire.messages import Lease, Trajectory
@@ -108,6 +116,9 @@ class Agents:
             logger.warning(
                 "agent was refused episode=%s requests=%s", lease.episode_id, dict(episode.refused)
             )
+        if episode.is_full and not episode.ended.is_set():  # whatever its agent makes of that
+            episode.leave()
+            raise ContextFull("the agent's last request has no room")
         if process.returncode and not episode.ended.is_set():
             said = b"\n".join(lines).decode(errors="replace")[-600:]
             raise PolicyFailed(f"actor.agent exits with {process.returncode}: {said}")

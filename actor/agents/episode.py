@@ -56,6 +56,7 @@ class AgentEpisode:
         self.key = secrets.token_urlsafe(24)
         self.ended = asyncio.Event()  # nothing more is answered
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.is_full = False  # what was asked for last had no room
         self.refused: Counter[str] = Counter()  # requests, by the error's code
         self._lease, self._session, self._act = lease, session, act
         self._play, self._renderer = play, renderer
@@ -86,7 +87,8 @@ class AgentEpisode:
             self._check_open()
             ids = self._prompt_of(asked)
             tape, turn = self._play.history.tape, self._play.num_turns
-            if len(ids) + self._turn_tokens > self._max_tokens:
+            self.is_full = len(ids) + self._turn_tokens > self._max_tokens
+            if self.is_full:
                 text = f"{len(ids)} tokens and {self._turn_tokens} of an answer; the maximum"
                 told = f"{text} context length is {self._max_tokens}"
                 raise ApiError(400, "context_length_exceeded", told, "messages")

@@ -115,8 +115,8 @@ def played(
     return asyncio.run(run())
 
 
-def own_loop(lease: Lease, task: tuple[str, str]) -> Trajectory:
-    how: dict[str, Any] = {"max_tokens": MAX_TOKENS, "turn_tokens": TURN_TOKENS, "actor": "actor-0"}
+def own_loop(lease: Lease, task: tuple[str, str], *, max_tokens: int = MAX_TOKENS) -> Trajectory:
+    how: dict[str, Any] = {"max_tokens": max_tokens, "turn_tokens": TURN_TOKENS, "actor": "actor-0"}
     told = {"instruction": task[0], "acknowledgement": task[1]}
     return asyncio.run(
         run_episode(lease, open_session=open_session, act=act, render=RENDERER, **told, **how)
@@ -151,6 +151,13 @@ def test_an_agent_that_does_as_our_loop_is_captured_as_our_loop(
     assert told(captured) == told(own_loop(lease, task))
     assert captured.num_turns > 1
     assert refused(captured) == ""
+
+
+def test_an_agent_whose_history_has_no_room_ends_as_our_loop() -> None:
+    lease, task = replace(LEASE, horizon=9), ("Find it.", "")
+    captured = played(NATIVE, lease=lease, task=task, max_model_len=75)
+    assert told(captured) == told(own_loop(lease, task, max_tokens=75))
+    assert captured.end_reason is EndReason.CONTEXT_FULL
 
 
 def test_a_rewritten_history_is_segments_of_what_the_policy_was_given() -> None:
