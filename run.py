@@ -137,10 +137,12 @@ COMMANDS = {
 JOINED_ROLES = {"actor": Later("actor.main:run_joined"), "envhub": Later("envhub.main:run_joined")}
 
 
-study = Later("learner.bench.study.command:measure").given(
-    make_player=Later("actor.bench.in_process:InProcessPlayer"),
-    make_registry=Later("envhub.catalogue.registry:Registry"),
-)
+in_process: dict[str, Any] = {
+    "make_player": Later("actor.bench.in_process:InProcessPlayer"),
+    "make_registry": Later("envhub.catalogue.registry:Registry"),
+}
+study = Later("learner.bench.study.command:measure").given(**in_process)
+peer = Later("learner.bench.study.command:measure_peer").given(**in_process)
 
 
 def bench(request: Request) -> int:
@@ -164,6 +166,7 @@ def bench(request: Request) -> int:
         "dashboard": Later("learner.bench.checks.page:run_suite"),
         "gpu": Later("learner.bench.gpu:run_suite"),
         **{name: partial(study, name, request) for name in STUDIES},
+        "peer": partial(peer, request),
     }
     if request.suite not in suites:
         raise ConfigError(f"--suite={request.suite}: one of {', '.join(suites)}")

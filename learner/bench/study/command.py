@@ -63,6 +63,31 @@ def measure(
     tell(queue, table)
 
 
+def measure_peer(
+    request: Request,
+    table: BenchTable,
+    *,
+    root: Path,
+    make_player: Callable[..., Any],
+    make_registry: Callable[..., Any],
+) -> None:
+    """Compare this project with TRL; the arguments are those of `measure`."""
+    from learner.bench.study import peer
+
+    make = partial(_make_playing, make_player, make_registry)
+    peer.measure(request, table, root=root, evaluate=partial(_heldout, make))
+
+
+def _heldout(make: Callable[..., Any], cfg: RunConfig, policy: Path) -> float:
+    """Return the success of a policy on the held-out items."""
+    from learner.bench.study.in_process import InProcessRun  # torch takes seconds to import
+    from learner.policy.model import load_policy
+
+    model = load_policy(str(policy), device="cpu", gradient_checkpointing=False)
+    played = InProcessRun(cfg, make).evaluate(model.state_dict())
+    return sum(each.is_success for each in played) / len(played)
+
+
 def make_queue(name: str, cfg: RunConfig, overrides: Sequence[str], *, root: Path) -> Queue:
     """Return the queue of a study in the folder that the configuration says."""
     study = read_study(name, cfg.study, overrides)

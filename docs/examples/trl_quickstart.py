@@ -1,0 +1,200 @@
+"""TRL's GRPOTrainer on the quickstart's tasks: the peer of `python run.py bench --suite peer`.
+
+    python docs/examples/trl_quickstart.py SETTINGS.json
+
+The same start policy, training items in the same order, horizons, group size, clip and aggregation;
+vLLM in TRL's own process, rollouts and environments in that process, too. It needs TRL beside this
+project's packages; the suite makes such an environment. It optimises with AdamW, in bf16.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from datasets import Dataset
+from transformers import AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+from vllm import SamplingParams
+
+from actor.bench.in_process import InProcessPlayer
+from actor.rollout.episode import Turn
+from common.config.load import load_config
+from common.repository import ROOT
+from envhub.catalogue.registry import Registry
+from learner.batch.advantage import shaped_reward
+from learner.bench.study.in_process import lease_of
+from learner.scheduler.curriculum.catalogue import parse_catalogue
+from learner.scheduler.curriculum.horizon import horizon_at
+from learner.scheduler.curriculum.sampling import Sampler, member_seed
+
+
+class TrainersEngine:
+    """The engine inside a trainer, as episodes ask for one."""
+
+    def __init__(self, end_ids: Sequence[int]) -> None:
+        self.llm: Any = None
+        self.version = 0
+        self._end_ids = list(end_ids)
+
+    async def generate_together(
+        self, prompts: Mapping[str, list[int]], *, max_tokens: int, **_: Any
+    ) -> dict[str, Turn]:
+        how = SamplingParams(
+            max_tokens=max_tokens, temperature=1.0, logprobs=0, stop_token_ids=self._end_ids
+        )
+        asked = [{"prompt_token_ids": ids} for ids in prompts.values()]
+        answered = self.llm.generate(asked, how, use_tqdm=False)
+        return {
+            name: self._turn(each.outputs[0]) for name, each in zip(prompts, answered, strict=True)
+        }
+
+    def _turn(self, output: Any) -> Turn:
+        ids = list(output.token_ids)
+        scores = [known[token].logprob for token, known in zip(ids, output.logprobs, strict=True)]
+        is_stopped = ids[-1] in self._end_ids
+        return Turn(ids, scores, [self.version] * len(ids), is_stopped=is_stopped)
+
+
+class Rollouts:
+    """Plays the groups of a step as TRL's `rollout_func` wants them."""
+
+    def __init__(self, cfg: Any) -> None:
+        registry = Registry(sorted({task.env for task in cfg.tasks}), cfg.envs, cfg.env)
+        tokenizer = AutoTokenizer.from_pretrained(cfg.model.path)
+        self._cfg = cfg
+        self._catalogue = parse_catalogue(registry.catalogue())
+        self._sampler = Sampler(cfg.tasks, self._catalogue, seed=cfg.run.seed)
+        self._engine = TrainersEngine([tokenizer.eos_token_id])
+        specs = {name: registry.spec(name) for name in registry.names}
+        self._player = InProcessPlayer(cfg, specs, self._engine)
+
+    def horizon(self, step: int) -> int:
+        return horizon_at(self._cfg.horizon.policy(""), step).horizon
+
+    def __call__(self, prompts: list[str], trainer: GRPOTrainer) -> dict[str, list[Any]]:
+        self._engine.llm = trainer.vllm_generation.llm
+        step, seen = trainer.state.global_step, dict[str, int]()
+        leases: list[Any] = []
+        for prompt in prompts:
+            member = seen[prompt] = seen.get(prompt, -1) + 1
+            number = int(prompt)
+            item = self._sampler.item(number)
+            most = self._catalogue.entry(item.env, item.subset).max_turns
+            seed = member_seed(self._cfg.run.seed, number, member)
+            horizon = min(self.horizon(step), most)
+            leases.append(lease_of(item, f"g{number:07d}", member, seed, horizon, step))
+        told: dict[str, list[Any]] = {
+            name: [] for name in ("prompt_ids", "completion_ids", "logprobs", "env_mask", "paid")
+        }
+        penalty = self._cfg.algorithm.invalid_action_penalty
+        for each in self._player.play(leases):
+            start = int(each.loss_mask.argmax())
+            told["prompt_ids"].append(each.token_ids[:start].tolist())
+            told["completion_ids"].append(each.token_ids[start:].tolist())
+            told["logprobs"].append(each.logprobs[start:].tolist())
+            told["env_mask"].append(each.loss_mask[start:].astype(int).tolist())
+            num_turns, num_invalid = each.num_turns, each.num_invalid_actions
+            told["paid"].append(shaped_reward(each.reward, num_invalid, num_turns, penalty))
+        return told
+
+
+class Clock(TrainerCallback):
+    """Writes a line for every step, and keeps policies; its own time is no training time."""
+
+    def __init__(self, rollouts: Rollouts, out: Path, *, every: int) -> None:
+        self._rollouts, self._out, self._every = rollouts, out, every
+        self._apart = (0.0, 0.0)
+        self._start = self._now()
+
+    def _now(self) -> tuple[float, float]:
+        return time.perf_counter(), time.process_time()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **told: Any) -> None:
+        now, step = self._now(), state.global_step
+        wall_s, cpu_s = (now[i] - self._start[i] - self._apart[i] for i in range(2))
+        line = {"step": step, "wall_s": wall_s, "cpu_s": cpu_s}
+        line["horizon"] = self._rollouts.horizon(step - 1)
+        with (self._out / "steps.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        if step % self._every == 0 or step == state.max_steps:
+            told["model"].save_pretrained(self._out / f"policy-{step}")
+        after = self._now()
+        self._apart = tuple(self._apart[i] + after[i] - now[i] for i in range(2))
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._start = self._now()
+
+
+def sync_weights(generation: Any) -> None:
+    """Hand the policy to the engine by vLLM's own reload.
+
+    On a CPU vLLM packs its layers' weights and drops the originals, into which TRL would load.
+    """
+    named = [(name, each.detach().clone()) for name, each in generation._iter_named_params()]
+    generation.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named)})
+    generation.llm.reset_prefix_cache()
+
+
+def reward(paid: list[float], **_: Any) -> list[float]:
+    return paid
+
+
+def main(path: Path) -> None:
+    """Train as the settings say: overrides, keep_every_steps, out."""
+    settings = json.loads(path.read_text())
+    out = Path(settings["out"])
+    cfg = load_config("quickstart", settings["overrides"], root=ROOT)
+    rollouts = Rollouts(cfg)
+    num_groups = cfg.groups.per_step * cfg.train.num_steps
+    size = cfg.groups.size * cfg.groups.per_step
+    options = GRPOConfig(
+        output_dir=str(out / "trl"),
+        per_device_train_batch_size=size,
+        generation_batch_size=size,
+        num_generations=cfg.groups.size,
+        max_completion_length=cfg.actor.max_model_len,
+        max_steps=cfg.train.num_steps,
+        learning_rate=cfg.learner.lr,
+        lr_scheduler_type="linear",
+        epsilon=cfg.algorithm.clip_low,
+        epsilon_high=cfg.algorithm.clip_high,
+        beta=0.0,
+        scale_rewards="none",
+        loss_type="grpo",  # every episode weighs the same, as aggregation=sequence
+        use_vllm=True,
+        vllm_mode="colocate",
+        vllm_max_model_length=cfg.actor.max_model_len,
+        vllm_gpu_memory_utilization=0.3,
+        bf16=True,
+        use_cpu=True,
+        shuffle_dataset=False,
+        gradient_checkpointing=False,
+        save_strategy="no",
+        report_to=[],
+        logging_steps=10,
+        disable_tqdm=True,
+        seed=cfg.run.seed,
+        model_init_kwargs={"attn_implementation": "sdpa", "dtype": "float32"},
+    )
+    trainer = GRPOTrainer(
+        model=cfg.model.path,
+        processing_class=AutoTokenizer.from_pretrained(cfg.model.path),
+        reward_funcs=reward,
+        args=options,
+        train_dataset=Dataset.from_list([{"prompt": str(n)} for n in range(num_groups)]),
+        rollout_func=rollouts,
+        callbacks=[Clock(rollouts, out, every=settings["keep_every_steps"])],
+    )
+    generation = trainer.vllm_generation
+    generation.sync_weights = partial(sync_weights, generation)
+    trainer.train()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

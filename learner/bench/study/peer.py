@@ -1,0 +1,275 @@
+"""The suite `peer`: this project and TRL on the quickstart's tasks, one after the other.
+
+Both begin with the same policy and draw the same training items at the same horizons. Clocks begin
+when the first step does: what starts before, imports and engines, is left out of both. Policies are
+kept on the way and evaluated afterwards, all by the same player on the same held-out items.
+"""
+
+import json
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from common.bench.real_run import train
+from common.config.command_line import Request
+from common.config.load import load_config
+from common.config.run_config import RunConfig
+from common.errors import LongstrideError
+from common.launch.guardian import Guardian
+from common.launch.process import ChildProcess, describe_exit
+from common.report.bench_table import BenchTable
+from common.store.run_dir import write_atomically
+from learner.bench.study.outcome import markdown
+from learner.bench.study.plan import OWN, merged
+
+REQUIREMENT = "trl==1.16.0"
+SCRIPT = "docs/examples/trl_quickstart.py"
+BAR = 0.687  # held-out success, TRL's at the end of 320 steps where this was first measured
+MAX_RATIO = 1 / 3  # of processor seconds until then
+KEEP_EVERY_STEPS = 40
+NUM_STEPS = 320
+STEP_S = 60.0  # after which even a slow machine has made a step
+SIDE_S = 1800.0  # and for what comes before the first one
+PIP_S = 900.0
+NOT_OURS = ("cpu/cores", "cpu/others_s", "cpu/per_trained_episode_s")
+# Both sides sit on the CPU: TRL's engine in its own process, one thread each as ours have.
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TRL_EXPERIMENTAL_SILENCE": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+}
+OVERRIDES = (
+    *(f"train.num_steps={NUM_STEPS}", "log.wandb=disabled", "eval.before=false"),
+    *("eval.after=false", "eval.baselines=false", "eval.num_items=600"),
+    *(f"learner.checkpoint_every_steps={KEEP_EVERY_STEPS}", "learner.keep_checkpoints=1000"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """The clocks at the end of a step, since the first one began."""
+
+    step: int
+    wall_s: float
+    cpu_s: float
+    horizon: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """One of the two."""
+
+    name: str
+    steps: list[Step]
+    success: dict[int, float]  # by step, of the policies that were kept
+
+    def per_step(self, horizon: int) -> tuple[float, float]:
+        """Return (wall, processor) seconds of a step at a horizon; NaN if there was none."""
+        own = [(a, b) for a, b in pairwise(self.steps) if a.horizon == b.horizon == horizon]
+        if not own:
+            return np.nan, np.nan
+        wall = np.mean([b.wall_s - a.wall_s for a, b in own])
+        return float(wall), float(np.mean([b.cpu_s - a.cpu_s for a, b in own]))
+
+    def cpu_s_to(self, success: float) -> float:
+        """Return the processor seconds until held-out success was there; infinite if it never was.
+
+        Linear between two policies that were kept.
+        """
+        clock = {each.step: each.cpu_s for each in self.steps}
+        curve = [(clock[step], value) for step, value in sorted(self.success.items())]
+        before, reached = 0.0, 0.0
+        for cpu_s, value in curve:
+            if value >= success:
+                share = (success - reached) / max(value - reached, 1e-9) if reached else 1.0
+                return before + share * (cpu_s - before)
+            before, reached = cpu_s, value
+        return float("inf")
+
+
+def measure(
+    request: Request, table: BenchTable, *, root: Path, evaluate: Callable[[RunConfig, Path], float]
+) -> None:
+    """Train both sides below `runs/study-peer` and compare them; what is done is not done again.
+
+    Args:
+        evaluate: (configuration, policy's folder) -> held-out success.
+
+    Raises: LongstrideError: a side failed; names its log.
+    """
+    own = [each for each in request.overrides if not each.startswith(OWN)]
+    overrides = merged(OVERRIDES, own)
+    cfg = load_config("quickstart", [*request.overrides, *_free(overrides, own)], root=root)
+    steps = max(1, round(cfg.train.num_steps * cfg.study.size))
+    overrides = merged(overrides, [f"train.num_steps={steps}"])
+    folder = root / cfg.run.dir / (cfg.study.folder or "study-peer")
+    table.title(
+        f"{REQUIREMENT} and this project, {steps} steps each, in {folder}; about "
+        f"{2 * steps * 4 / 3600 + 0.3:.1f} h of an idle two-core machine"
+    )
+    if request.is_dry:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    cfg = load_config("quickstart", overrides, root=root)
+    theirs = _theirs(cfg, overrides, folder, root=root)
+    ours = _ours(cfg, overrides, folder)
+    sides = [_scored(cfg, *each, folder=folder, evaluate=evaluate) for each in (theirs, ours)]
+    tell(table, *sides, horizons=cfg.horizon.stages)
+    text = comparison(sides, horizons=cfg.horizon.stages)
+    write_atomically(folder / "table.md", text)
+    table.title(text.rstrip())
+
+
+def _free(overrides: Sequence[str], given: Sequence[str]) -> list[str]:
+    return [each for each in overrides if each not in given]
+
+
+Played = tuple[str, list[Step], dict[int, Path]]  # name, steps, policies by step
+
+
+def _theirs(cfg: RunConfig, overrides: Sequence[str], folder: Path, *, root: Path) -> Played:
+    """Train with TRL unless that is done."""
+    out = folder / "trl"
+    if not (out / "done").exists():
+        python = peer_python(folder / "environment")
+        out.mkdir(exist_ok=True)
+        (out / "steps.jsonl").unlink(missing_ok=True)
+        settings = {"overrides": list(overrides), "keep_every_steps": KEEP_EVERY_STEPS}
+        path = folder / "trl.json"
+        path.write_text(json.dumps({**settings, "out": str(out)}))
+        timeout_s = SIDE_S + STEP_S * cfg.train.num_steps
+        _run([str(python), SCRIPT, str(path)], folder / "trl.log", root=root, timeout_s=timeout_s)
+        (out / "done").touch()
+    lines = [json.loads(line) for line in (out / "steps.jsonl").read_text().splitlines()]
+    kept = {int(each.name.partition("-")[2]): each for each in out.glob("policy-*")}
+    return REQUIREMENT, [Step(**line) for line in lines], kept
+
+
+def _run(argv: list[str], log: Path, *, root: Path, timeout_s: float) -> None:
+    with closing(Guardian()) as guardian:
+        child = ChildProcess(
+            "trl", argv, log_path=log, cwd=root, env=ENVIRONMENT, guardian=guardian
+        )
+        try:
+            if not child.has_ended_by(time.monotonic() + timeout_s):
+                raise LongstrideError(f"TRL has not ended within {timeout_s:g}s, see {log}")
+            if code := child.poll():
+                last = " / ".join(child.log_tail(max_lines=3))
+                raise LongstrideError(f"TRL ended with {describe_exit(code)}, see {log}: {last}")
+        finally:
+            child.stop(timeout_s=5)
+
+
+def peer_python(folder: Path) -> Path:
+    """Return the interpreter of an environment with TRL beside this project's packages.
+
+    It is made once; nothing is installed into the project's own.
+
+    Raises: LongstrideError: pip failed; holds its last words.
+    """
+    python = folder / "bin" / "python"
+    if (folder / "whole").exists():
+        return python
+    commands = [
+        [sys.executable, "-m", "venv", "--clear", "--without-pip", str(folder)],
+        [sys.executable, "-m", "pip", "-q", "--python", str(python), "install", REQUIREMENT],
+    ]
+    for command in commands:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PIP_S, check=False)
+        if done.returncode:
+            raise LongstrideError(f"{' '.join(command)}: {done.stderr[-400:].strip()}")
+        version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+        own = folder / "lib" / version / "site-packages" / "project.pth"
+        own.write_text(f"{sysconfig.get_path('purelib')}\n")
+    (folder / "whole").touch()
+    return python
+
+
+def _ours(cfg: RunConfig, overrides: Sequence[str], folder: Path) -> Played:
+    """Train with this project unless that is done."""
+    run = folder / "ours"
+    if not (run / "report.json").exists():
+        timeout_s = SIDE_S + STEP_S * cfg.train.num_steps
+        train("ours", ["log.live=false", *overrides], folder=folder, timeout_s=timeout_s)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    kept = {int(each.name[5:]): each for each in (run / "checkpoints").glob("step-*")}
+    return "this project", steps_of(lines), kept
+
+
+def steps_of(lines: Sequence[dict[str, Any]]) -> list[Step]:
+    """Return the clocks of a run's metrics, counted as if its first step took as long as others."""
+    steps = [line for line in lines if line["step"]]
+    used = [
+        sum(v for k, v in line.items() if k.startswith("cpu/") and k not in NOT_OURS)
+        for line in steps
+    ]
+    walls = [line["time_s"] for line in steps]
+    num = max(len(steps) - 1, 1)
+    wall_0, cpu_0 = (each[0] - (each[-1] - each[0]) / num for each in (walls, used))
+    return [
+        Step(
+            step=line["step"],
+            wall_s=wall - wall_0,
+            cpu_s=cpu - cpu_0,
+            horizon=round(line.get("horizon/value", 0)),
+        )
+        for line, wall, cpu in zip(steps, walls, used, strict=True)
+    ]
+
+
+def _scored(
+    cfg: RunConfig,
+    name: str,
+    steps: list[Step],
+    kept: dict[int, Path],
+    *,
+    folder: Path,
+    evaluate: Callable[[RunConfig, Path], float],
+) -> Side:
+    path = folder / f"{name.partition('=')[0].replace(' ', '-')}-success.json"
+    known: dict[str, float] = json.loads(path.read_text()) if path.exists() else {}
+    for step, policy in sorted(kept.items()):
+        if str(step) not in known:
+            known[str(step)] = evaluate(cfg, policy)
+            write_atomically(path, json.dumps(known))
+    return Side(name=name, steps=steps, success={int(k): v for k, v in known.items()})
+
+
+def tell(table: BenchTable, theirs: Side, ours: Side, *, horizons: Sequence[int]) -> None:
+    """Add the figures of both, and the promise: the processor seconds to `BAR`."""
+    for i, what in enumerate(("wall", "CPU")):
+        for horizon in horizons:
+            a, b = ours.per_step(horizon)[i], theirs.per_step(horizon)[i]
+            name = f"{what} seconds of a step, horizon {horizon}"
+            table.compare(name, a, b, "s", against=theirs.name)
+    a, b = ours.cpu_s_to(BAR), theirs.cpu_s_to(BAR)
+    if np.isinf(b):
+        table.note(f"CPU seconds to {BAR}", f"{theirs.name} did not get there")
+        return
+    name = f"CPU seconds to held-out success {BAR}"
+    table.compare(name, a, b, "s", against=theirs.name, at_most=MAX_RATIO)
+
+
+def comparison(sides: Sequence[Side], *, horizons: Sequence[int]) -> str:
+    """Return the table: wall and processor seconds of a step, success after seconds of training."""
+    rows: list[list[str]] = []
+    for side in sides:
+        each = [side.per_step(horizon) for horizon in horizons]
+        clock = {step.step: step.wall_s for step in side.steps}
+        curve = [f"{value:.3f} at {clock[step]:,.0f}" for step, value in side.success.items()]
+        walls, cpus = (" / ".join(f"{pair[i]:.1f}" for pair in each) for i in range(2))
+        rows.append([side.name, f"{walls} s", cpus, ", ".join(curve)])
+    stages = " / ".join(map(str, horizons))
+    heads = [f"wall per step, horizon {stages}", "CPU-seconds per step"]
+    return markdown(["", *heads, "held-out success after s of training"], rows)
