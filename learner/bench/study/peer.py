@@ -204,11 +204,15 @@ def _ours(cfg: RunConfig, overrides: Sequence[str], folder: Path) -> Played:
         train("ours", ["log.live=false", *overrides], folder=folder, timeout_s=timeout_s)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     kept = {int(each.name[5:]): each for each in (run / "checkpoints").glob("step-*")}
-    return "this project", steps_of(lines), kept
+    return "this project", steps_of(lines, cfg.horizon.stages), kept
 
 
-def steps_of(lines: Sequence[dict[str, Any]]) -> list[Step]:
-    """Return the clocks of a run's metrics, counted as if its first step took as long as others."""
+def steps_of(lines: Sequence[dict[str, Any]], stages: Sequence[int]) -> list[Step]:
+    """Return the clocks of a run's metrics, counted as if its first step took as long as others.
+
+    Args:
+        stages: of the horizon; its mean over subsets, some of which are shorter, says no stage.
+    """
     steps = [line for line in lines if line["step"]]
     used = [
         sum(v for k, v in line.items() if k.startswith("cpu/") and k not in NOT_OURS)
@@ -222,7 +226,7 @@ def steps_of(lines: Sequence[dict[str, Any]]) -> list[Step]:
             step=line["step"],
             wall_s=wall - wall_0,
             cpu_s=cpu - cpu_0,
-            horizon=round(line.get("horizon/value", 0)),
+            horizon=stages[round(line["horizon/stage"])],
         )
         for line, wall, cpu in zip(steps, walls, used, strict=True)
     ]

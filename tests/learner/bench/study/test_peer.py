@@ -35,13 +35,14 @@ def test_first_step_of_a_run_counts_as_long_as_the_others_and_foreign_load_does_
             "cpu/engine_s": 7.0 + n,
             "cpu/others_s": 900.0 * n,
             "cpu/cores": 2.0,
-            "horizon/value": 6.0,
+            "horizon/stage": 1.0,
         }
         for n in (1, 2, 3)
     ]
-    steps = steps_of(lines)
+    steps = steps_of(lines, (6, 10))
     assert [each.wall_s for each in steps] == pytest.approx([3.0, 6.0, 9.0])
     assert [each.cpu_s for each in steps] == pytest.approx([3.0, 6.0, 9.0])
+    assert {each.horizon for each in steps} == {10}
 
 
 def test_table_has_a_row_for_each_side_with_both_clocks() -> None:
