@@ -16,6 +16,7 @@ WAITS = {
 SPAWNS = {"run", "check_output", "check_call"}  # of subprocess
 BOUNDS = {"timeout", "timeout_at", "_bounded"}  # an `async with` of these is a deadline
 ALLOWED = {  # file:function -> why no deadline of its own is needed
+    "actor/agents/agents.py:_run": "the pool has the deadline of the whole episode",
     "actor/bench/": "a bench is ended by whoever started it",
     "actor/engine/bare.py:": "the bare engine of a bench, whose task is done when it is asked",
     "actor/engine/weights.py:": "a task that is done; and rest until there is work",
@@ -23,15 +24,18 @@ ALLOWED = {  # file:function -> why no deadline of its own is needed
     "actor/main.py:_work": "the end of the run, or a signal; tasks that are done",
     "actor/rollout/pool.py:_play_out": "aloud, for a hub; the stall rule and revoked leases end it",
     "actor/play/own_process.py:": "a command that a person started waits for its only child",
+    "actor/play/serve.py:_serve": "it serves until the signal of who started it",
     "common/bench/hostile/": "the sockets have their own, RCVTIMEO",
     "common/join/enrol.py:": "polled before with a deadline",
     "common/wire/collective.py:": "Broadcast.wait has the deadline of its group",
     "common/wire/following_dealer.py:": "polled before with a deadline; a send that is done",
+    "common/launch/ray/jobs.py:_command": "whoever waits for the task cancels it by force",
     "common/store/upkeep.py:_next": "rest until there is work; its own thread",
     "common/wire/rendezvous/client.py:_exchange": "the socket has its own, RCVTIMEO",
     "common/wire/transfer/buckets.py:": "a channel's transfers have the deadline of their group",
     "envhub/agentgym/connection.py:": "the caller's request has a deadline",
     "envhub/hosting/session.py:__aenter__": "whoever has the session has the deadline of a step",
+    "learner/bench/study/": "a bench is ended by whoever started it",
     "learner/ingest/bench/": "a bench is ended by whoever started it",
     "learner/ingest/group_commit.py:_next": "rest until there is work; its own thread",
     "learner/recovery/saving.py:": "Checkpoints.wait has the deadline",

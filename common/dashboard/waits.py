@@ -8,6 +8,7 @@ from typing import Any
 MIN_STEPS = 3
 MIN_CPU_S = 10.0  # between two looks at the processors that are far enough apart
 IDLE_CORE = 0.75  # of a core's time, without which one more process takes from the others
+FAIR_FRAC = 0.5  # of all cores' time, that a run gets at least where others want as much
 NO_ROLES = ("cpu/cores", "cpu/per_trained_episode_s", "cpu/others_s")
 CROWDED_FRAC = 0.2  # of the cores' time, which other programs take, and nothing is left of it
 
@@ -59,10 +60,11 @@ class Waits:
     def within_cores(self, seconds: float, cpu_frac: float | None = None) -> float:
         """Return no less than a step that uses `cpu_frac` of the cores now takes at its fastest.
 
-        What others use stays theirs; None: what the roles use.
+        What others use stays theirs, but half of the machine is ours: of programs that all want
+        it, the system gives none the larger share. None: what the roles use.
         """
         own = self.cpu_frac if cpu_frac is None else cpu_frac
-        return max(seconds, self.period_s * own / max(1e-9, 1.0 - self.others_frac))
+        return max(seconds, self.period_s * own / max(1.0 - self.others_frac, FAIR_FRAC))
 
 
 def measure(lines: Sequence[Mapping[str, float | None]]) -> Waits | None:

@@ -355,10 +355,10 @@ class TwoSidesMachine(RuleBasedStateMachine):
         """Whatever has happened: once everybody is well, a step is trained before long."""
         version = self.version
         for number in range(60):
+            self.beat_of_learner()  # while it is not heard, nothing that it may have is lost
             for name in ACTORS:
                 self.beat(name)
                 self.play(name, random.Random(number), 0)
-            self.beat_of_learner()
             if self.groups.is_batch_ready(self.version):
                 self.train(dies=False, seconds=1.0)
             self.wait(6.0)
