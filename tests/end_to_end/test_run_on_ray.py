@@ -70,8 +70,8 @@ def test_node_is_added_and_another_killed_and_the_run_goes_on(tmp_path: Path) ->
             run.wait_until(lambda: actors_of(run).get("actor-1", 0) > 0, timeout_s=ENGINE_S)
             address = (run.root / "addresses" / "scheduler").read_text().removeprefix("tcp://")
             assert len(joined_from(address)) == 3  # hub and actors, without the run's directory
+            run.wait_until(lambda: len(engines_of(joined_from(address))) >= 2, timeout_s=ENGINE_S)
             engines = engines_of(joined_from(address))
-            assert len(engines) >= 2
             nodes.kill(first)
             run.wait_until(lambda: "lost role=actor-0" in run.output)
             run.wait_until(lambda: "actor-0" in run.read("launch.json")["waiting"])
