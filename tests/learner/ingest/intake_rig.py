@@ -179,12 +179,12 @@ class Setup:
         reports = ReportLog()
         self.admission = Admission(index, group_size=3, vocab_size=VOCAB_SIZE, lease_key=lease_key)
         self.buffer = TrajectoryBuffer(table, index, reports, version=HELLO.version)
-        client = SchedulerClient(
+        self.client = SchedulerClient(
             self.run_dir, keys, reports, hello=HELLO, silence_s=silence_s, on_progress=self._apply
         )
         self.router = Router(keys, host=HOST, port=0)
         self.intake = Intake(
-            self.router, self.journal, self.admission, self.buffer, client, heartbeat_s=0.02
+            self.router, self.journal, self.admission, self.buffer, self.client, heartbeat_s=0.02
         )
         self._context = zmq.Context()
         address = f"tcp://{HOST}:{self.intake.port}"
@@ -221,6 +221,9 @@ class Setup:
         if self.intake.is_alive():
             self.intake.stop()
         assert not self.intake.is_alive()
+        if self.intake.ident is None:  # never started: nobody else closes its sockets
+            self.router.close()
+            self.client.close()
         self.scheduler.stop()
         self.journal.close()
         self.actor.close(linger=0)
