@@ -9,6 +9,8 @@ from asyncio.subprocess import PIPE, STDOUT, Process
 from collections import deque
 from contextlib import suppress
 
+import psutil
+
 from actor.agents.episode import AgentEpisode
 from actor.agents.server import AgentServer
 from actor.rollout.context import History, Room
@@ -27,6 +29,8 @@ from common.wire.messages import Lease, Trajectory
 
 logger = logging.getLogger(__name__)
 
+LEFT_S = 1.0  # for what it printed last, once it is ended
+LOOK_S = 0.2
 EXIT_S = 5.0  # for an agent to end by itself once its episode is over
 NUM_LINES = 20  # of what it printed last, told where it fails
 
@@ -97,7 +101,7 @@ class Agents:
             lines: deque[bytes] = deque(maxlen=NUM_LINES)
             reading = asyncio.create_task(_read(process, lines))
             ended = asyncio.create_task(episode.ended.wait())
-            exits = asyncio.create_task(process.wait())
+            exits = asyncio.create_task(_exit_of(process))
             try:
                 await asyncio.wait(
                     [ended, exits, episode.failed], return_when=asyncio.FIRST_COMPLETED
@@ -108,8 +112,11 @@ class Agents:
                     await asyncio.wait([exits], timeout=EXIT_S)
             finally:
                 _kill(process)
-                ended.cancel()
+                await asyncio.wait([reading, exits], timeout=LEFT_S)
+                for each in (reading, exits, ended):
+                    each.cancel()
                 await asyncio.gather(reading, exits, ended, return_exceptions=True)
+                process._transport.close()  # type: ignore[attr-defined] # whoever holds its output
                 if not episode.failed.done():
                     episode.failed.cancel()
         if episode.refused:
@@ -117,7 +124,8 @@ class Agents:
                 "agent was refused episode=%s requests=%s", lease.episode_id, dict(episode.refused)
             )
         if episode.is_full and not episode.ended.is_set():  # whatever its agent makes of that
-            episode.leave()
+            if episode.has_sampled:
+                episode.leave()
             raise ContextFull("the agent's last request has no room")
         if process.returncode and not episode.ended.is_set():
             said = b"\n".join(lines).decode(errors="replace")[-600:]
@@ -131,6 +139,7 @@ class Agents:
             "OPENAI_API_KEY": episode.key,
             "LONGSTRIDE_ENV": f"{url}/env",
             "LONGSTRIDE_EPISODE": lease.episode_id,
+            **_no_proxy(),
         }
         try:
             return await asyncio.create_subprocess_exec(
@@ -145,6 +154,23 @@ class Agents:
             raise PolicyFailed(f"actor.agent={self._cfg.agent}: {error}") from error
 
 
+def _no_proxy() -> dict[str, str]:
+    """Return what keeps a proxy of the environment, and thereby of the agent, out of the way."""
+    known = os.environ.get("NO_PROXY") or os.environ.get("no_proxy")
+    names = ",".join(filter(None, [known, "127.0.0.1"]))
+    return {"NO_PROXY": names, "no_proxy": names}
+
+
+async def _exit_of(process: Process) -> None:
+    """Return when it has ended; its own `wait` waits for whoever else holds its output, too."""
+    waiting = asyncio.ensure_future(process.wait())
+    try:
+        while process.returncode is None:
+            await asyncio.wait([waiting], timeout=LOOK_S)
+    finally:
+        waiting.cancel()
+
+
 async def _read(process: Process, lines: deque[bytes]) -> None:
     """Keep the last that an agent prints, so that it never waits for anybody to read it."""
     stream = process.stdout
@@ -153,6 +179,12 @@ async def _read(process: Process, lines: deque[bytes]) -> None:
 
 
 def _kill(process: Process) -> None:
-    """End an agent with all that it started."""
+    """End an agent with all that it started, also what left its process group."""
+    family: list[psutil.Process] = []
+    with suppress(psutil.Error):
+        family = psutil.Process(process.pid).children(recursive=True)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+    for child in family:
+        with suppress(psutil.Error):
+            child.kill()

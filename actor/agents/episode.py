@@ -64,6 +64,7 @@ class AgentEpisode:
         self._task = task
         self._said: list[Message] = []  # the conversation of this segment, as the agent knows it
         self._is_stopped = True  # its last answer is
+        self._is_left = False  # by its agent
         self._turn = asyncio.Lock()
         play.states.append(state_number(session.first_state or session.first_observation))
 
@@ -94,6 +95,7 @@ class AgentEpisode:
                 raise ApiError(400, "context_length_exceeded", told, "messages")
             tape.show(ids, turn)
             taken = _cut(await self._guarded(self._play.ask(self._act, self._session)), asked)
+            self._check_open()  # its agent may have gone meanwhile: the books are closed
             tape.add(taken, turn)
             text = self._renderer.action_text(taken.token_ids)
             self._said = []
@@ -120,10 +122,16 @@ class AgentEpisode:
                 **{"done": result.done, "truncated": is_cut, "is_success": result.is_success},
             }
 
+    @property
+    def has_sampled(self) -> bool:
+        """Whether the policy has said anything."""
+        return any(self._play.history.tape.loss_mask)
+
     def leave(self) -> None:
         """Learn that the agent is gone; what it has not done by now it never will."""
-        play = self._play
-        if not any(play.history.tape.loss_mask):
+        play, self._is_left = self._play, True
+        play.history.tape.drop_unanswered()  # who asked for it did not wait
+        if not self.has_sampled:
             raise PolicyFailed("the agent never asked the policy for anything")
         if not self.ended.is_set():
             play.end = EndReason.DONE  # of its own will
@@ -133,7 +141,7 @@ class AgentEpisode:
         play.history.tape.turn_ids = [min(turn, last) for turn in play.history.tape.turn_ids]
 
     def _check_open(self) -> None:
-        if self.ended.is_set() or self.failed.done():
+        if self.ended.is_set() or self.failed.done() or self._is_left:
             raise ApiError(410, "episode_ended", "this key's episode has ended")
 
     def _prompt_of(self, asked: Asked) -> list[int]:

@@ -41,7 +41,7 @@ class AgentServer:
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/env", self._task)
         app.router.add_post("/env/step", self._step)
-        self._runner = web.AppRunner(app, access_log=None)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
 
     async def start(self) -> None:
         """Listen on a free port of this machine."""

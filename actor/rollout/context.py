@@ -18,6 +18,7 @@ from typing import Protocol
 
 from actor.rollout.observations import CUT_MARK, Observations
 from common.config.evaluation import AgentOptions, ContextKind
+from common.segments import TOKEN_COLUMNS
 
 LEFT_OUT = "\n[turns that followed are left out here]"
 REQUEST = (
@@ -81,6 +82,14 @@ class Tape:
             self.observe(ids[num_shown:], turn)
         else:
             self.restart(ids, turn)
+
+    def drop_unanswered(self) -> None:
+        """Take back the last segment if nothing was sampled in it and there are others."""
+        cut = self.starts[-1]
+        if cut and not any(self.loss_mask[cut:]):
+            self.starts.pop()
+            for name in TOKEN_COLUMNS:
+                del getattr(self, name)[cut:]
 
     def observe(self, ids: list[int], turn: int) -> None:
         self.add(Turn(ids, [0.0] * len(ids), [-1] * len(ids)), turn, is_sampled=False)

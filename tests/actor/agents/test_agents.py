@@ -3,6 +3,7 @@
 import asyncio
 import json
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -197,6 +198,54 @@ def test_an_agent_that_fails_is_no_reward(program: str, end: EndReason, words: s
     assert (got.end_reason, got.reward) == (end, 0.0)
     assert words in got.error
     assert refused(got) == ""
+
+
+DAEMON = """
+import subprocess, sys
+step(ask(messages))
+left = [sys.executable, "-c", "import time; time.sleep(60)"]
+print(subprocess.Popen(left, start_new_session=True).pid, flush=True)
+"""
+
+
+def test_an_agent_that_leaves_a_daemon_behind_has_ended_all_the_same() -> None:
+    """It holds what the agent printed to open, in a process group of its own."""
+    began = time.monotonic()
+    got = played(DAEMON, lease=replace(LEASE, horizon=9, deadline_s=30.0))
+    assert time.monotonic() - began < 15.0
+    assert (got.end_reason, got.num_turns) == (EndReason.DONE, 1)
+    assert refused(got) == ""
+
+
+UNHEARD = """
+import threading, time
+step(ask(messages))
+other = [{"role": "user", "content": "Another beginning."}]
+threading.Thread(target=lambda: ask(other), daemon=True).start()
+time.sleep(0.3)
+"""
+
+
+def test_an_answer_that_nobody_waits_for_is_none() -> None:
+    num_asked = 0
+
+    async def slow(ids: list[int], session: Session) -> Turn:
+        nonlocal num_asked
+        num_asked += 1
+        await asyncio.sleep(1.0 if num_asked == 2 else 0.0)
+        return await act(ids, session)
+
+    got = played(UNHEARD, lease=replace(LEASE, horizon=9), policy=slow)
+    assert num_asked == 2
+    assert (got.end_reason, got.num_turns, len(got.segment_starts)) == (EndReason.DONE, 1, 0)
+    assert refused(got) == ""
+
+
+def test_a_first_page_without_room_is_a_full_context() -> None:
+    """The agent's question is refused, and it leaves: no failure of anybody."""
+    got = played("ask([{'role': 'user', 'content': 'far ' * 2000}])")
+    assert got.end_reason is EndReason.CONTEXT_FULL
+    assert "never asked" not in got.error
 
 
 def test_an_environment_that_fails_is_the_environment_s(tmp_path: Path) -> None:
