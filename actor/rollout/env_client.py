@@ -82,6 +82,7 @@ class HubClient(BearerClient):
         self._signs = Signs()
         self.stay = partial(stay, self._http, self._url, owner, self._signs.hear)
         self.is_lost = False  # the last request found nobody
+        self.left: list[str] = []  # sessions that were given up while it was
         self.on_lost: Callable[[HubLost], None] = lambda _: None
         self.steps = Batches(self.request, STEP)
         self._opens = Batches(
@@ -126,6 +127,17 @@ class HubClient(BearerClient):
             except EnvError as error:  # a hub of a version before, which closes one by one
                 logger.debug("not closed together reason=%s", error)
         await self._close_alone(entry)
+
+    async def close_left(self) -> None:
+        """Give back what was given up while the hub was gone; one that began anew knows none."""
+        left, self.left = self.left, []
+        for session_id in left:
+            try:
+                await self._close_alone({"session_id": session_id})
+            except EnvError as error:
+                logger.debug("close failed session=%s reason=%s", session_id, error)
+                if self.is_lost:
+                    return
 
     async def _close_alone(self, entry: dict[str, Any]) -> Any:
         await self.request("DELETE", SESSION_PATH + quote(entry["session_id"], safe=""), None)
@@ -251,6 +263,7 @@ class HubSession:
     async def close(self) -> None:
         """Give the session back. One that is already gone, or a hub that is, is no error."""
         if self._hub.is_lost:
+            self._hub.left.append(self._session_id)
             return
         try:
             await self._hub.close_session(self._session_id, is_quick=self._is_quick)

@@ -154,6 +154,9 @@ class Hubs:
                 await asyncio.sleep(PROBE_EVERY_S)
         finally:
             await hub.close()
+        for (url, _), known in list(self._known.items()):
+            if url == place.url:
+                await known.hub.close_left()
         reason, lost_s = self._lost.pop(place.url), time.monotonic() - since
         logger.warning("hub was gone url=%s for_s=%.1f reason=%s", place.url, lost_s, reason)
 

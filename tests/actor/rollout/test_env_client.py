@@ -244,6 +244,21 @@ def test_closing_a_session_that_is_gone_is_no_error(status: int) -> None:
     check(law, script=(200, status))
 
 
+def test_a_session_given_up_while_its_hub_was_gone_is_given_back_once_it_answers() -> None:
+    async def law(hub: Hub, client: HubClient) -> None:
+        session = await client.open("toy", "toy-train-0", seed=0, style="compact")
+        client.is_lost = True
+        num_before = len(hub.requests)
+        await session.close()
+        assert len(hub.requests) == num_before
+        await client.close_left()
+        assert len(hub.requests) == num_before + 1
+        await client.close_left()
+        assert len(hub.requests) == num_before + 1
+
+    check(law)
+
+
 def test_instructions_are_by_environment_and_style() -> None:
     async def law(_: Hub, client: HubClient) -> None:
         environments = await Environments.of(client, style="compact")
