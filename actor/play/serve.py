@@ -46,9 +46,11 @@ class Chat:
 
     async def complete(self, request: web.Request) -> web.Response:
         """Answer one chat completion; what is no conversation is a 400."""
-        told = request.headers.get("authorization", "")
-        if not hmac.compare_digest(told.encode(), f"Bearer {self.key}".encode()) and self.key:
+        told = request.headers.get("authorization", "").encode(errors="surrogateescape")
+        if self.key and not hmac.compare_digest(told, f"Bearer {self.key}".encode()):
             return _error(401, "wrong key")
+        if not self.key and _is_of_a_page(request):
+            return _error(403, "without a key pages of others are not answered")
         try:
             ids = self.encoded(await request.json())
         except (ValueError, KeyError, TypeError) as error:
@@ -81,6 +83,11 @@ class Chat:
         if len(ids) > room:
             raise ValueError(f"context_length_exceeded: {len(ids)} tokens, {room} fit")
         return ids
+
+
+def _is_of_a_page(request: web.Request) -> bool:
+    """Return whether a browser asks for a page of elsewhere, perhaps under a name of its own."""
+    return "origin" in request.headers or request.url.host not in ("127.0.0.1", "localhost")
 
 
 def _error(status: int, text: str) -> web.Response:

@@ -56,6 +56,7 @@ class Table:
         self._token = secrets.token_urlsafe(24)  # of the hubs
         self._services: dict[str, Service] = {}  # by what they are for, one of each kind
         self._words: dict[str, list[str]] = {}
+        self._changing = asyncio.Lock()
         self._clients: dict[str, HubClient] = {}  # by address
         self._seats: dict[str, Seat] = {}
         self._opening = 0
@@ -174,15 +175,17 @@ class Table:
     ) -> str:
         """Return where a command listens, in place of the one of its kind with other words."""
         self._upkeep = self._upkeep or asyncio.create_task(self._close_idle())
-        if self._words.get(kind) != words:
-            if old := self._services.pop(kind, None):
-                await old.stop()
-            self._words[kind] = words
-            token = self._token
-            self._services[kind] = Service(
-                self._root, words, token=token, says=says, start_s=start_s
-            )
-        return await self._services[kind].address()
+        async with self._changing:  # of two pages that ask at once, the later one has its way
+            if self._words.get(kind) != words:
+                if old := self._services.pop(kind, None):
+                    await old.stop()
+                self._words[kind] = words
+                token = self._token
+                self._services[kind] = Service(
+                    self._root, words, token=token, says=says, start_s=start_s
+                )
+            service = self._services[kind]
+        return await service.address()
 
     def _seat(self, seat_id: str) -> Seat:
         seat = self._seats.get(seat_id)

@@ -8,6 +8,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
+import aiohttp
 import pytest
 from transformers import AutoTokenizer
 
@@ -95,6 +96,21 @@ def test_conversation_is_what_an_episode_would_hold_and_only_the_key_lets_in() -
     assert answer[-1] == end
     assert end not in answer[:-1]  # what was typed is letters, and ends no turn
     assert renderer.action_text(answer) == "look<|im_end|>"
+
+
+def test_without_a_key_no_page_of_elsewhere_is_answered() -> None:
+    async def work() -> list[int]:
+        body = json.dumps({"messages": said("goal: go")})
+        plain = {"Content-Type": "text/plain"}
+        found: list[int] = []
+        async with listening(chat(Parrot(), key="")) as url, aiohttp.ClientSession() as http:
+            for headers in (plain, {**plain, "Origin": "http://evil"}, {"Host": "evil.example"}):
+                path = f"{url}/chat/completions"
+                async with http.post(path, data=body, headers=headers) as answer:
+                    found.append(answer.status)
+        return found
+
+    assert asyncio.run(work()) == [200, 403, 403]
 
 
 def test_actor_is_asked_while_it_runs_and_leaves_no_door_behind(tmp_path: Path) -> None:
