@@ -42,16 +42,17 @@ class Rewards:
             if not isinstance(reward, (int, float)) or not math.isfinite(reward):
                 raise EnvFailure(f"a step answered {reward!r} as its reward")
             before = (self._total or 0.0) if self._rule.kind == "sum" else 0.0
-            self._total = before + float(reward)
+            self._total = round(before + float(reward), 12)  # ten times 0.1 is 1
         if self._total is None:
             if is_last:
                 raise EnvFailure("the episode ended and never said a reward")
             return 0.0
         least, most = self._rule.least, self._rule.most
-        if is_last and not least <= self._total <= most:
+        is_beyond = self._total > most and self._rule.kind == "sum"  # at a horizon's cut, too
+        if is_beyond or (is_last and not least <= self._total <= most):
             asked = f"{least:g} to {most:g} was said to be the range"
             raise EnvFailure(f"the episode pays {self._total:g}, but {asked} (env.*_reward)")
-        return min(max((self._total - least) / (most - least), 0.0), 1.0)
+        return round(min(max((self._total - least) / (most - least), 0.0), 1.0), 9)
 
 
 def parse_json(text: str) -> dict[str, Any]:

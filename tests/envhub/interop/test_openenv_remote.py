@@ -218,6 +218,15 @@ def test_rewards_are_the_last_one_or_their_sum_within_their_bounds() -> None:
             play_steps(rewarded(*wrong), *"abc"[: len(wrong)])
 
 
+def test_a_sum_is_whole_to_the_last_digit_and_its_bounds_hold_before_the_end_too() -> None:
+    last = play_steps(rewarded(*[0.05] * 20), *["a"] * 20, reward="sum")[-1]
+    assert (last.reward, last.is_success) == (1.0, True)
+    ninth = {"reward": "sum", "max_reward": 1 / 9}
+    assert play_steps(rewarded(*[1 / 81] * 9), *["a"] * 9, **ninth)[-1].reward == 1.0
+    with pytest.raises(EnvFailure, match="pays 2"):  # where a horizon would have cut it
+        play_steps(rewarded(1, 1, 1, 0), "a", "b", reward="sum")
+
+
 def test_success_is_what_the_server_says_else_the_whole_reward() -> None:
     assert not play_steps(rewarded(0.9), "a")[1].is_success
     assert play_steps(rewarded(1.0), "a")[1].is_success
