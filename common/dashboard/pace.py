@@ -37,9 +37,9 @@ class Usual:
         before = self.seconds(what)
         new = seconds if before is None else WEIGHT * seconds + (1 - WEIGHT) * before
         known = json_object(self._path) | {what: {"seconds": round(new, 1), "at": time.time()}}
-        newest = sorted(known, key=lambda name: as_map(known[name]).get("at", 0.0))[-MAX_KNOWN:]
-        kept = {name: known[name] for name in newest}
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, TypeError):  # or somebody has written into it
+            newest = sorted(known, key=lambda name: as_map(known[name]).get("at", 0.0))
+            kept = {name: known[name] for name in newest[-MAX_KNOWN:]}
             self._path.parent.mkdir(parents=True, exist_ok=True)
             write_json(self._path, kept)
 

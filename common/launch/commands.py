@@ -36,10 +36,7 @@ def belongs_to_no_run(request: Request) -> bool:
 
 
 def load_named(request: Request, *, root: Path, defaults: Sequence[str] = ()) -> RunConfig:
-    """Return the config of a request; a run that is named without a config has its own.
-
-    Overrides of the request come after `defaults`.
-    """
+    """Return the config of a request, its overrides after `defaults`; a named run has its own."""
     overrides = [*defaults, *request.overrides]
     if request.config is None and (name := override_value(overrides, "run.name")) is not None:
         own = own_config(overrides, name, root=root)

@@ -182,3 +182,28 @@ def interval(value: float, ci95: tuple[float, float], *, is_gain: bool = False) 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def is_begun(made: Path, overrides: Sequence[str]) -> bool:
+    """Return whether `begin` has noted a run there.
+
+    Raises: ConfigError: with other settings.
+    """
+    told = made.with_name(f"{made.name}.told")
+    if not told.exists():
+        return False
+    if sorted(json.loads(told.read_text())) != sorted(overrides):
+        raise ConfigError(
+            f"{made} was begun with other settings ({told.name}): give study.folder=NAME for"
+            f" another study, or remove {made} and {told}"
+        )
+    return True
+
+
+def begin(made: Path, overrides: Sequence[str]) -> None:
+    """Note with which settings a run is begun, so that it goes on with no others.
+
+    Raises: as `is_begun`.
+    """
+    if not is_begun(made, overrides):
+        write_atomically(made.with_name(f"{made.name}.told"), json.dumps([*overrides]))

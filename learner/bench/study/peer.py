@@ -28,7 +28,7 @@ from common.launch.guardian import Guardian
 from common.launch.process import ChildProcess, describe_exit
 from common.report.bench_table import BenchTable
 from common.store.run_dir import write_atomically
-from learner.bench.study.outcome import markdown
+from learner.bench.study.outcome import begin, markdown
 from learner.bench.study.plan import OWN, merged
 
 REQUIREMENT = "trl==1.16.0"
@@ -121,6 +121,7 @@ def measure(
     if request.is_dry:
         return
     folder.mkdir(parents=True, exist_ok=True)
+    begin(folder / "sides", overrides)
     cfg = load_config("quickstart", overrides, root=root)
     theirs = _theirs(cfg, overrides, folder, root=root)
     ours = _ours(cfg, overrides, folder)

@@ -20,7 +20,15 @@ from common.errors import ConfigError, LongstrideError
 from common.launch.guardian import Guardian
 from common.launch.process import ChildProcess
 from common.repository import ROOT
-from learner.bench.study.outcome import Outcome, load_outcome, read_outcome, save_outcome
+from common.store.run_dir import write_atomically
+from learner.bench.study.outcome import (
+    Outcome,
+    begin,
+    is_begun,
+    load_outcome,
+    read_outcome,
+    save_outcome,
+)
 from learner.bench.study.plan import Does, Run, Study
 
 logger = logging.getLogger(__name__)
@@ -71,7 +79,8 @@ class Queue:
             outcome, told = load_outcome(path)
             self._check(path, told, run)
             return outcome
-        if run.arm.does is Does.TRAIN and (made / "report.json").exists():
+        is_ours = run.arm.does is Does.TRAIN and is_begun(made, run.overrides)
+        if is_ours and (made / "report.json").exists():
             outcome = read_outcome(made, arm=run.arm.name, seed=run.seed)
             save_outcome(outcome, path, run.overrides)
             return outcome
@@ -160,6 +169,7 @@ class Queue:
     def _perform(self, run: Run) -> tuple[Outcome, bool]:
         if run.arm.does in self.perform:
             return self.perform[run.arm.does](run, self.folder)
+        begin(self.folder / run.name, run.overrides)
         self.train(run.name, run.overrides)
         made = self.folder / run.name
         return read_outcome(made, arm=run.arm.name, seed=run.seed), True
@@ -230,6 +240,6 @@ class Queue:
 
         argv = self.command(chunk, folder="results", run_dir="{here}")
         for name, text in perform(argv, keep="results/*.json", stop=self.stop).items():
-            (self.folder / name).write_text(text, encoding="utf-8")
+            write_atomically(self.folder / name, text)
         if missing := [run.name for run in chunk if not self.path_of(run.name).exists()]:
             raise LongstrideError(f"on Ray, no result of {', '.join(missing)}")

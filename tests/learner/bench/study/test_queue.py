@@ -8,7 +8,7 @@ import pytest
 
 from common.config.evaluation import StudySection
 from common.errors import ConfigError, LongstrideError
-from learner.bench.study.outcome import Outcome, load_outcome
+from learner.bench.study.outcome import Outcome, begin, load_outcome
 from learner.bench.study.plan import Arm, Does, Run, Study, lag_arms, names, read_study
 from learner.bench.study.queue import Queue, Stopped
 
@@ -150,3 +150,17 @@ def test_shipped_size_of_a_study_takes_two_hours_of_two_cores_at_most(name: str)
     study = read_study(name)
     num = len(set(study.firsts().values()))
     assert 0 < study.cpu_s * num <= 2 * 2 * 3600
+
+
+def test_a_run_goes_on_with_the_settings_that_it_was_begun_with_or_not_at_all(
+    tmp_path: Path,
+) -> None:
+    made = tmp_path / "1-seed0"
+    made.mkdir()
+    (made / "report.json").write_text("{}")
+    queue = make_queue(tmp_path, Recorder())
+    assert "1-seed0" in [run.name for run in queue.todo()], "nobody knows how it was made"
+    begin(made, ["learner.lr=1", "run.seed=0"])
+    begin(made, ["run.seed=0", "learner.lr=1"])
+    with pytest.raises(ConfigError, match=r"1-seed0 was begun with other settings"):
+        begin(made, ["learner.lr=2", "run.seed=0"])
