@@ -1,0 +1,125 @@
+"""Laws of the requests that go to a hub together: steps, openings and ends of quick episodes."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from actor.rollout.env_client import Environments, HubClient, HubSession, StepResult
+from common.errors import EnvError, EnvTimeout, HubLost
+from tests.actor.rollout.test_env_client import Hub, check
+
+
+def quick_steps(*actions: str) -> Callable[[HubClient], Awaitable[list[Any]]]:
+    """Return what asks at the same time for a step in as many sessions, and returns what came."""
+
+    async def ask(client: HubClient) -> list[Any]:
+        toy = await Environments.of(client, style="compact")
+        sessions = [await toy.open("toy", "item", seed=0) for _ in actions]
+        steps = [each.step(action) for each, action in zip(sessions, actions, strict=True)]
+        return await asyncio.gather(*steps, return_exceptions=True)
+
+    return ask
+
+
+def test_steps_of_a_quick_environment_at_the_same_time_are_one_request() -> None:
+    async def law(_: Hub, client: HubClient) -> None:
+        answers = await quick_steps("a", "b", "c")(client)
+        told = {"observation": "on", "reward": 1.0, "done": True, "is_valid": False}
+        assert answers == [StepResult(**told, is_success=True)] * 3
+
+    hub = check(law)
+    paths = [path for _, path, _ in hub.requests]
+    assert paths == ["/v1/envs", *["/v1/sessions"] * 3, "/v1/step/batch"]
+    assert [each["action"] for each in hub.requests[-1][2]] == ["a", "b", "c"]
+
+
+def test_sessions_of_a_quick_environment_open_and_close_in_one_request_each() -> None:
+    async def law(_: Hub, client: HubClient) -> None:
+        toy = await Environments.of(client, style="compact")
+        asked = ["a", "unknown", "b", "full"]
+        opened = await asyncio.gather(
+            *(toy.open("toy", item, seed=0) for item in asked), return_exceptions=True
+        )
+        kinds = [HubSession, EnvError, HubSession, HubSession]
+        assert [type(each) for each in opened] == kinds  # HubLost would be asked elsewhere
+        assert "HTTP 404 unknown item" in str(opened[1])
+        await asyncio.gather(*(each.close() for each in opened if isinstance(each, HubSession)))
+        (alone,) = [await toy.open("toy", "c", seed=0)]
+        await alone.close()
+
+    hub = check(law)
+    asked = [(method, path) for method, path, _ in hub.requests]
+    ends = ("POST", "/v1/sessions"), ("DELETE", "/v1/sessions/s")
+    assert asked == [
+        ("GET", "/v1/envs"),
+        ("POST", "/v1/sessions/batch"),
+        ("POST", "/v1/sessions"),  # what found the hub full waits there by itself
+        ("POST", "/v1/close/batch"),
+        *ends,  # who is alone asks as ever
+    ]
+    assert hub.requests[3][2] == [{"session_id": "s"}] * 3
+
+
+def test_a_hub_without_the_route_closes_sessions_one_by_one() -> None:
+    async def law(_: Hub, client: HubClient) -> None:
+        toy = await Environments.of(client, style="compact")
+        opened = [await toy.open("toy", "a", seed=0) for _ in range(2)]
+        await asyncio.gather(*(each.close() for each in opened))
+
+    hub = check(law, script=(200, 200, 200, 404))
+    assert [method for method, _, _ in hub.requests][3:] == ["POST", "DELETE", "DELETE"]
+
+
+def test_a_session_that_opens_for_an_episode_given_up_meanwhile_is_closed() -> None:
+    async def law(hub: Hub, client: HubClient) -> None:
+        toy = await Environments.of(client, style="compact")
+        opening = [asyncio.create_task(toy.open("toy", item, seed=0)) for item in "ab"]
+        while len(hub.requests) < 2:
+            await asyncio.sleep(0)
+        opening[0].cancel()
+        await opening[1]
+        async with asyncio.timeout(5.0):
+            while len(hub.requests) < 3:
+                await asyncio.sleep(0.01)
+
+    hub = check(law)
+    assert [method for method, _, _ in hub.requests] == ["GET", "POST", "DELETE"]
+
+
+def test_a_step_that_fails_in_a_batch_fails_alone_and_by_its_own_reason() -> None:
+    async def law(_: Hub, client: HubClient) -> None:
+        first, gone, slow = await quick_steps("a", "gone", "slow")(client)
+        assert isinstance(first, StepResult)
+        assert type(gone) is HubLost
+        assert "HTTP 404 no such session" in str(gone)
+        assert type(slow) is EnvTimeout
+
+    check(law)
+
+
+def test_a_batch_whose_connection_breaks_is_asked_for_again_with_the_same_numbers() -> None:
+    async def law(_: Hub, client: HubClient) -> None:
+        answers = await quick_steps("a", "b")(client)
+        assert [type(each) for each in answers] == [StepResult, StepResult]
+
+    hub = check(law, script=(200, 200, 200, "lost"))
+    assert hub.requests[-1] == hub.requests[-2]
+
+
+def test_no_step_of_a_batch_that_a_hub_refuses_is_taken_for_done() -> None:
+    async def law(_: Hub, client: HubClient) -> None:
+        answers = await quick_steps("a", "b")(client)
+        assert [type(each) for each in answers] == [EnvError, EnvError]
+
+    check(law, script=(200, 200, 200, 500))
+
+
+@pytest.mark.parametrize("answer", [b"null", b"{}", b"[]", b"[1, 2]", b'[{"status": "ok"}, {}]'])
+def test_batch_that_is_answered_in_another_form_fails_and_is_not_waited_for(answer: bytes) -> None:
+    async def law(_: Hub, client: HubClient) -> None:
+        answers = await quick_steps("a", "b")(client)
+        assert [type(each) for each in answers] == [EnvError, EnvError]
+
+    check(law, script=(200, 200, 200, answer))
