@@ -3,8 +3,9 @@
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
 
@@ -12,15 +13,17 @@ from common.dashboard.reading.tail import as_map, json_object
 from common.store.disk import if_room
 from common.store.run_dir import RunDir, write_json
 
+CGROUPS = Path("/sys/fs/cgroup")
 SAMPLE_S = 5.0  # between two looks: each asks the system about every process of the run
+Key = tuple[int, float]  # a process: its number, and when it was made
 _ROLE = re.compile(r"run\.py (\w+)|EngineCore")
 
 
 class CpuWatch:
     """Adds up what this process and its descendants use, by role; a run that goes on adds to it.
 
-    What a process used after the last look before its end is lost: some seconds at most. Roles on
-    other machines are not counted.
+    What short-lived ones used, such as agents, is counted when they have ended: the system tells it
+    of a process's children. Roles on other machines are not counted.
     """
 
     def __init__(self, run_dir: RunDir) -> None:
@@ -28,7 +31,8 @@ class CpuWatch:
         self._before = cpu_seconds(run_dir)
         self._others_s = _numbers(json_object(run_dir.cpu)).get("others_s", 0.0)
         self._last: tuple[float, float] | None = None  # busy seconds: of the cores, of the run
-        self._used: dict[tuple[int, float], tuple[str, float]] = {}  # process -> role, seconds
+        self._used: dict[Key, tuple[str, float]] = {}  # process -> role, seconds
+        self._parents: dict[Key, Key] = {}
         self._next = 0.0
 
     def sample(self) -> None:
@@ -39,12 +43,12 @@ class CpuWatch:
         self.look()
         told = {role: round(used_s, 2) for role, used_s in sorted(self.used().items())}
         self._note_others(sum(used_s for _, used_s in self._used.values()))
-        about = {"cores": len(os.sched_getaffinity(0)), "others_s": round(self._others_s, 2)}
+        about = {"cores": cores_here(), "others_s": round(self._others_s, 2)}
         if_room(lambda: write_json(self._path, {"roles": told, **about}), self._path)
 
     def _note_others(self, used_s: float) -> None:
         """Add what was used of this run's cores beside it since the last look."""
-        now = (_busy_s(), used_s)
+        now = (busy_s(), used_s)
         if self._last is not None:
             self._others_s += max(0.0, now[0] - self._last[0] - (now[1] - self._last[1]))
         self._last = now
@@ -60,12 +64,36 @@ class CpuWatch:
         """Note this process and its descendants: a role's own, unless they say they are one."""
         root = psutil.Process()
         roles = {root.pid: "launcher"}
+        found: dict[int, tuple[Key, float]] = {}  # pid -> seconds of its ended children
         for process in [root, *root.children(recursive=True)]:
             with suppress(psutil.NoSuchProcess, psutil.ZombieProcess, psutil.AccessDenied):
                 key = (process.pid, process.create_time())
                 own = self._role_of(process, roles, self._used.get(key, ("", 0.0))[0])
                 roles[process.pid] = own
-                self._used[key] = (own, sum(process.cpu_times()[:2]))
+                times = process.cpu_times()
+                found[process.pid] = key, sum(times[2:4])
+                self._used[key] = (own, sum(times[:2]))
+                if parent := found.get(process.ppid()):
+                    self._parents[key] = parent[0]
+        self._add_ended(dict(found.values()))
+
+    def _add_ended(self, reaped: Mapping[Key, float]) -> None:
+        """Add what ended children used that was not seen while they lived.
+
+        Args:
+            reaped: process that lives -> seconds of its children that have ended, and of theirs.
+        """
+        seen: dict[Key, float] = {}
+        for key, (_, used_s) in self._used.items():
+            if key in reaped:
+                continue
+            while (parent := self._parents.get(key)) is not None and parent not in reaped:
+                key = parent
+            if parent is not None:
+                seen[parent] = seen.get(parent, 0.0) + used_s
+        for key, total_s in reaped.items():
+            role, used_s = self._used[key]
+            self._used[key] = (role, used_s + max(0.0, total_s - seen.get(key, 0.0)))
 
     def _role_of(self, process: psutil.Process, roles: Mapping[int, str], before: str) -> str:
         """Return a process's role, looked up anew: an engine names itself later.
@@ -79,8 +107,34 @@ class CpuWatch:
         return roles.get(process.pid) or before or roles.get(process.ppid(), "launcher")
 
 
-def _busy_s() -> float:
-    """Return the seconds for which the cores that this process may use were not idle."""
+def cores_here(root: Path = CGROUPS) -> float:
+    """Return the cores that this process may use: by its affinity, and by its container's quota."""
+    num = float(len(os.sched_getaffinity(0)))
+    return min((num, *(quota for _, quota in _quotas(root))))
+
+
+def _quotas(root: Path) -> Iterator[tuple[Path, float]]:
+    """Yield the control groups that this process is in and that have a quota, with their cores."""
+    own = Path("/proc/self/cgroup").read_text().rpartition("::")[2].strip().strip("/")
+    folder = root / own
+    for each in (folder, *folder.parents):
+        if not each.is_relative_to(root):
+            return
+        with suppress(OSError, ValueError):  # "max": there is none
+            most, period = (each / "cpu.max").read_text().split()
+            yield each, int(most) / int(period)
+
+
+def busy_s(root: Path = CGROUPS) -> float:
+    """Return the seconds that the cores of this process were not idle.
+
+    Where a container has fewer than it sees, those are counted that were used in the container.
+    """
+    num = len(os.sched_getaffinity(0))
+    if least := min(((n, str(each)) for each, n in _quotas(root) if n < num), default=None):
+        for line in (Path(least[1]) / "cpu.stat").read_text().splitlines():
+            if line.startswith("usage_usec "):
+                return int(line.split()[1]) / 1e6
     cores = psutil.cpu_times(percpu=True)
     ours = [cores[i] for i in os.sched_getaffinity(0) if i < len(cores)]
     return sum(sum(each[:8]) - each.idle - getattr(each, "iowait", 0.0) for each in ours)

@@ -16,7 +16,7 @@ WAITS = {
 SPAWNS = {"run", "check_output", "check_call"}  # of subprocess
 BOUNDS = {"timeout", "timeout_at", "_bounded"}  # an `async with` of these is a deadline
 ALLOWED = {  # file:function -> why no deadline of its own is needed
-    "actor/agents/agents.py:_": "the pool has the deadline of the whole episode",
+    "actor/agents/": "who plays has the deadline of the whole episode",
     "actor/bench/": "a bench is ended by whoever started it",
     "actor/engine/bare.py:": "the bare engine of a bench, whose task is done when it is asked",
     "actor/engine/weights.py:": "a task that is done; and rest until there is work",

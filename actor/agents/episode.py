@@ -1,6 +1,7 @@
 """One episode whose agent is a program: it asks for answers and acts, and all of it is captured."""
 
 import asyncio
+import logging
 import secrets
 import time
 from collections import Counter
@@ -11,11 +12,13 @@ from typing import TypeVar
 from actor.agents.requests import ApiError, Asked, Message
 from actor.rollout.context import Turn
 from actor.rollout.env_client import StepResult
-from actor.rollout.episode import Act, Play, PolicyFailed, Session, first_text
+from actor.rollout.episode import Act, ContextFull, Play, PolicyFailed, Session, first_text
 from actor.rollout.render import Renderer
 from common.errors import EnvError, LongstrideError
 from common.states import state_number
 from common.wire.messages import EndReason, Lease
+
+logger = logging.getLogger(__name__)
 
 Taken = TypeVar("Taken")
 
@@ -56,6 +59,8 @@ class AgentEpisode:
         self.key = secrets.token_urlsafe(24)
         self.ended = asyncio.Event()  # nothing more is answered
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.is_over = False  # the environment, or the horizon, says so
+        self.is_taken = False  # by an agent
         self.is_full = False  # what was asked for last had no room
         self.refused: Counter[str] = Counter()  # requests, by the error's code
         self._lease, self._session, self._act = lease, session, act
@@ -65,6 +70,7 @@ class AgentEpisode:
         self._said: list[Message] = []  # the conversation of this segment, as the agent knows it
         self._is_stopped = True  # its last answer is
         self._is_left = False  # by its agent
+        self._complaint = ""  # of an agent that gave up
         self._turn = asyncio.Lock()
         play.states.append(state_number(session.first_state or session.first_observation))
 
@@ -116,32 +122,71 @@ class AgentEpisode:
             self._play.answered(result, time.monotonic() - started)
             is_cut = not result.done and not self._play.may_go_on(self._lease, self._turn_tokens)
             if result.done or is_cut:
+                self.is_over = True
                 self.ended.set()
             return {
                 **{"observation": result.observation, "reward": result.reward},
                 **{"done": result.done, "truncated": is_cut, "is_success": result.is_success},
             }
 
+    async def end(self, complaint: str) -> None:
+        """Take the agent's word that it does no more; a complaint says why it could not."""
+        async with self._turn:
+            self._check_open()
+            self._complaint = complaint
+            self.ended.set()
+
+    @property
+    def lease(self) -> Lease:
+        return self._lease
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it answers nothing any more."""
+        return self.ended.is_set() or self.failed.done() or self._is_left
+
     @property
     def has_sampled(self) -> bool:
         """Whether the policy has said anything."""
         return any(self._play.history.tape.loss_mask)
 
-    def leave(self) -> None:
-        """Learn that the agent is gone; what it has not done by now it never will."""
+    def leave(self, death: str = "") -> None:
+        """Learn that the agent is gone; what it has not done by now it never will.
+
+        Args:
+            death: of an agent that failed, and how.
+
+        Raises: ContextFull: its last request had no room. PolicyFailed: it failed.
+        """
         play, self._is_left = self._play, True
-        play.history.tape.drop_unanswered()  # who asked for it did not wait
+        if self.refused:
+            refused = dict(self.refused)
+            logger.warning(
+                "agent was refused episode=%s requests=%s", self._lease.episode_id, refused
+            )
+        if self.is_full and not self.is_over:  # whatever its agent makes of that
+            if self.has_sampled:
+                self._close_rows()
+            raise ContextFull("the agent's last request has no room")
+        if (death or self._complaint) and not self.is_over:
+            raise PolicyFailed(death or f"the agent gave up: {self._complaint}")
         if not self.has_sampled:
             raise PolicyFailed("the agent never asked the policy for anything")
-        if not self.ended.is_set():
+        if not self.is_over:
             play.end = EndReason.DONE  # of its own will
+        self._close_rows()
+
+    def _close_rows(self) -> None:
+        """Let what was sampled after the last step belong to that."""
+        play = self._play
+        play.history.tape.drop_unanswered()  # who asked for it did not wait
         if not play.num_turns:  # it never acted: one turn, which was none
             play.num_turns, play.invalid_turns, play.scores = 1, [True], [0.0]
         last = play.num_turns - 1
         play.history.tape.turn_ids = [min(turn, last) for turn in play.history.tape.turn_ids]
 
     def _check_open(self) -> None:
-        if self.ended.is_set() or self.failed.done() or self._is_left:
+        if self.is_closed:
             raise ApiError(410, "episode_ended", "this key's episode has ended")
 
     def _prompt_of(self, asked: Asked) -> list[int]:
@@ -174,11 +219,12 @@ class AgentEpisode:
         try:
             return await work
         except (LongstrideError, TimeoutError) as error:
-            self._fail(error)
+            self.fail(error)
             code = "environment_failed" if isinstance(error, EnvError) else "policy_failed"
             raise ApiError(503, code, str(error)) from error
 
-    def _fail(self, error: Exception) -> None:
+    def fail(self, error: Exception) -> None:
+        """End it by what is no end of its own; whoever plays it is told."""
         if not self.failed.done():
             self.failed.set_exception(error)
 

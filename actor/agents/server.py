@@ -1,13 +1,14 @@
 """The policy behind an OpenAI-compatible endpoint for agents that run their own loop.
 
 The API key says which episode a request is of. Beside the API, `GET /env` tells the task and
-`POST /env/step {"action": text}` acts in the episode's environment. Served to this machine only.
+`POST /env/step {"action": text}` acts in the episode's environment, and `POST /env/end` ends it. An
+agent that plays many asks `POST /episodes/...` for the next one. Served to this machine only.
 """
 
 import json
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +19,9 @@ from actor.agents.requests import ApiError, read_asked
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
 NUM_ENDED = 10_000  # keys of episodes that ended which are still known as such
+
+# whether the agent still waits for an answer -> its next episode, None if none comes
+Take = Callable[[Callable[[], bool]], Awaitable[AgentEpisode | None]]
 
 
 class AgentServer:
@@ -33,6 +37,7 @@ class AgentServer:
         """Make one that does not listen yet."""
         self.url = ""
         self.refused: Counter[str] = Counter()  # requests, by the error's code
+        self.takers: dict[str, Take] = {}  # by the key in an agent's address of episodes
         self._episodes: dict[str, AgentEpisode] = {}
         self._ended: deque[str] = deque(maxlen=NUM_ENDED)
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._answered])
@@ -41,6 +46,8 @@ class AgentServer:
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/env", self._task)
         app.router.add_post("/env/step", self._step)
+        app.router.add_post("/env/end", self._end)
+        app.router.add_post("/episodes/{key}", self._next)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
 
     async def start(self) -> None:
@@ -84,10 +91,10 @@ class AgentServer:
 
     def _episode(self, request: web.Request) -> AgentEpisode:
         key = _key(request)
-        if key in self._ended:
-            raise ApiError(410, "episode_ended", "this key's episode has ended")
         episode = self._episodes.get(key)
         if episode is None:
+            if key in self._ended:
+                raise ApiError(410, "episode_ended", "this key's episode has ended")
             raise ApiError(401, "invalid_api_key", "this key is no episode's")
         return episode
 
@@ -121,6 +128,31 @@ class AgentServer:
         if not isinstance(action, str):
             raise ApiError(400, "invalid_value", "action: must be a text", "action")
         return web.json_response(await episode.step(action))
+
+    async def _end(self, request: web.Request) -> web.Response:
+        episode = self._episode(request)
+        body = await _json(request) if request.can_read_body else {}
+        error = body.get("error", "") if isinstance(body, dict) else None
+        if not isinstance(error, str):
+            raise ApiError(400, "invalid_value", "error: must be a text", "error")
+        await episode.end(error)
+        return web.json_response({})
+
+    async def _next(self, request: web.Request) -> web.Response:
+        take = self.takers.get(request.match_info["key"])
+        if take is None:
+            raise ApiError(401, "invalid_api_key", "this address is no running agent's")
+        episode = await take(
+            lambda: not (request.transport is None or request.transport.is_closing())
+        )
+        return (
+            web.Response(status=204) if episode is None else web.json_response(self.told(episode))
+        )
+
+    def told(self, episode: AgentEpisode) -> dict[str, object]:
+        """Return where an episode is played, and what is to be done in it."""
+        where = {"base_url": f"{self.url}/v1", "api_key": episode.key, "env_url": f"{self.url}/env"}
+        return {**where, "episode": episode.lease.episode_id, **episode.first()}
 
 
 def _key(request: web.Request) -> str:

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import psutil
+
 KNOCK_S = 2.0
 
 
@@ -18,6 +20,13 @@ class Door:
     url: str
     key: str
     host: str  # the machine that it is on
+    pid: int = 0  # of the actor; 0: not told
+
+    @property
+    def is_left(self) -> bool:
+        """Whether the actor behind it has ended without taking it away."""
+        is_here = self.host == socket.gethostname()
+        return is_here and self.pid > 0 and not psutil.pid_exists(self.pid)
 
     def as_text(self) -> str:
         """Return what its file holds."""
@@ -27,6 +36,14 @@ class Door:
 def door_path(root: Path, name: str) -> Path:
     """Return where an actor tells it, readable by the run's owner alone."""
     return root / "keys" / f"chat-{name}"
+
+
+def remove_left(root: Path) -> None:
+    """Remove the doors of actors of this machine that were killed."""
+    for path in door_path(root, "").parent.glob("chat-*"):
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            if Door(**json.loads(path.read_text())).is_left:
+                path.unlink()
 
 
 async def open_door(root: Path) -> Door | None:

@@ -4,6 +4,7 @@ from itertools import count
 
 from transformers import AutoTokenizer
 
+from actor.agents.agents import Agents
 from actor.engine.engine import Engine
 from actor.play.play import Job, Player, play
 from actor.rollout.episode import Act, Render, Session, Turn
@@ -33,14 +34,18 @@ async def play_with_engine(
 
         return act, renderer
 
+    agents = Agents(actor, actor="play", renderer=renderer) if actor.endpoint else None
     player = Player(
         policy=policy,
         max_concurrent=actor.max_concurrent,
         max_tokens=actor.max_model_len,
         turn_tokens=actor.max_turn_tokens,
         options=actor,
+        agents=agents,
     )
     try:
         await play(job, player)
     finally:
+        if agents is not None:
+            await agents.close()
         engine.shut_down()

@@ -45,6 +45,7 @@ def describe_policy(
         "max_turn_tokens": actor.max_turn_tokens,
         "max_model_len": actor.max_model_len,
         **({} if actor.context is ContextKind.FULL else context),
+        **({"agent": list(actor.agent)} if actor.endpoint else {}),
     }
 
 

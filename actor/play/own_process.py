@@ -1,7 +1,6 @@
 """Plays given episodes with the checkpoint at `model.path`, in a process of its own."""
 
 import asyncio
-import logging
 import multiprocessing
 import os
 import signal
@@ -17,8 +16,6 @@ from common.launch.guardian import Guardian
 from common.launch.process import describe_exit
 from common.log import configure_logging
 from common.wire.planned import PlannedEpisode
-
-logger = logging.getLogger(__name__)
 
 END_S = 10.0  # until a process that was told to end must have
 
@@ -53,8 +50,6 @@ def play_in_own_process(job: Job, cfg: RunConfig) -> None:
 
     Raises: EngineError: the process failed; its log tells why.
     """
-    if cfg.actor.endpoint:
-        logger.warning("actor.agent is not asked here: our own loop plays")
     context = multiprocessing.get_context("spawn")
     given = (job, cfg.model, cfg.actor, cfg.run.seed, cfg.log.level)
     process = context.Process(target=_play_process, args=given, name="play")

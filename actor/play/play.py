@@ -6,8 +6,10 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 
+from actor.agents.agents import Agents
 from actor.rollout.env_client import Environments, HubClient
 from actor.rollout.episode import WHOLE, Act, Render, run_episode
 from common.config.evaluation import AgentOptions
@@ -28,6 +30,7 @@ class Player:
     max_tokens: int  # context limit, in what the renderer counts
     turn_tokens: int  # most of them in one turn
     options: AgentOptions = WHOLE  # what becomes of an episode that outgrows it
+    agents: Agents | None = None  # programs that play instead of our own loop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,20 +83,9 @@ async def play(job: Job, player: Player) -> None:
 async def _play_patiently(
     plan: PlannedEpisode, environments: Environments, job: Job, player: Player
 ) -> Trajectory:
-    act, render = player.policy(plan)
     for attempt in range(job.max_attempts):
-        trajectory = await run_episode(
-            _lease(plan, attempt=attempt, deadline_s=job.episode_timeout_s),
-            open_session=lambda: environments.open(plan.env, plan.item_id, seed=plan.seed),
-            act=act,
-            render=render,
-            instruction=environments.instruction(plan.env),
-            acknowledgement=environments.acknowledgement(plan.env),
-            max_tokens=player.max_tokens,
-            turn_tokens=player.turn_tokens,
-            actor="play",
-            options=player.options,
-        )
+        lease = _lease(plan, attempt=attempt, deadline_s=job.episode_timeout_s)
+        trajectory = await _play_once(lease, plan, environments, player)
         if not trajectory.end_reason.is_infrastructure_failure:
             break
         logger.warning(
@@ -101,6 +93,30 @@ async def _play_patiently(
             *(plan.episode_id, attempt, trajectory.end_reason, trajectory.error),
         )
     return trajectory
+
+
+async def _play_once(
+    lease: Lease, plan: PlannedEpisode, environments: Environments, player: Player
+) -> Trajectory:
+    act, render = player.policy(plan)
+    open_session = partial(environments.open, plan.env, plan.item_id, seed=plan.seed)
+    task = environments.instruction(plan.env), environments.acknowledgement(plan.env)
+    if player.agents is not None:
+        return await player.agents.play(
+            lease, open_session=open_session, act=act, task=task, may_repeat=False
+        )
+    return await run_episode(
+        lease,
+        open_session=open_session,
+        act=act,
+        render=render,
+        instruction=task[0],
+        acknowledgement=task[1],
+        max_tokens=player.max_tokens,
+        turn_tokens=player.turn_tokens,
+        actor="play",
+        options=player.options,
+    )
 
 
 def _lease(plan: PlannedEpisode, *, attempt: int, deadline_s: float) -> Lease:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import hmac
 import json
+import os
 import secrets
 import signal
 import socket
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 from aiohttp import web
 from transformers import AutoTokenizer
 
-from actor.play.doors import Door, door_path
+from actor.play.doors import Door, door_path, remove_left
 from actor.play.endpoint import read_key
 from actor.rollout.render import Renderer
 from common.config.compute import FULL, LoraSection
@@ -129,9 +130,10 @@ async def door_of(
         name=lambda version: f"{cfg.run.name}, version {version}",
         numbers=count(1),
     )
+    remove_left(run_dir.root)
     path = door_path(run_dir.root, name)
     async with listening(chat) as url:
-        door = Door(url=url, key=key, host=socket.gethostname())
+        door = Door(url=url, key=key, host=socket.gethostname(), pid=os.getpid())
         write_private(path, door.as_text())
         try:
             yield

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from actor.play.endpoint import read_key
 from common.checks.machine import GIB
 from common.checks.model_shape import BYTES_OF, ModelShape, read_shape
-from common.checks.preflight import check_engine, check_model
+from common.checks.preflight import check_agent, check_engine, check_model
 from common.config.command_line import Request
 from common.config.load import override_value
 from common.config.run_config import RunConfig
@@ -56,6 +56,7 @@ def check_evaluation(cfg: RunConfig, root: Path, *, missing: Sequence[str]) -> N
     check_policy(cfg, root)
     if not cfg.policy.url:
         check_engine()
+        check_agent(cfg.actor)
 
 
 def check_policy(cfg: RunConfig, root: Path) -> None:
@@ -70,6 +71,10 @@ def check_policy(cfg: RunConfig, root: Path) -> None:
     if cfg.eval.num_items == 0:
         raise ConfigError("eval.num_items=0: leaves no held-out item; -1: all there are")
     if cfg.policy.url:
+        if cfg.actor.endpoint:
+            raise ConfigError(
+                f"policy.url={cfg.policy.url}: actor.agent plays the checkpoint at model.path"
+            )
         read_key(cfg.policy)
         return
     check_model(cfg.model.path, root)

@@ -54,7 +54,7 @@ def check(cfg: RunConfig, root: Path, *, missing: Sequence[str] = ()) -> None:
     here = on_this_machine(cfg)
     if here.actor.num_actors:
         check_engine()
-        _check_agent(here.actor)
+        check_agent(here.actor)
     shape = read_shape(root / cfg.model.path)
     _check_context(cfg, shape)
     check_memory(here, plan_here(here, root), shape)
@@ -102,7 +102,8 @@ def _check_context(cfg: RunConfig, shape: ModelShape) -> None:
         raise ConfigError(f"actor.kv_cache_blocks={actor.kv_cache_blocks}: {law}")
 
 
-def _check_agent(actor: ActorSection) -> None:
+def check_agent(actor: ActorSection) -> None:
+    """Return if this machine has the program that plays. Raises: ConfigError."""
     if actor.endpoint and shutil.which(actor.agent[0]) is None:
         raise ConfigError(f"actor.agent={actor.agent}: there is no program {actor.agent[0]!r} here")
 

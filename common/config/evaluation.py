@@ -22,6 +22,17 @@ class ContextKind(StrEnum):
     SUMMARY = "summary"
 
 
+class AgentLifetime(StrEnum):
+    """How long a process of `actor.agent` lives.
+
+    episode: one is started for each episode. run: they are started with the actor, and ask for one
+    episode after another, or for many at once.
+    """
+
+    EPISODE = "episode"
+    RUN = "run"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentOptions:
     """What an episode's policy is shown of it."""
@@ -33,7 +44,11 @@ class AgentOptions:
     learn_summaries: bool = knob(True, "those of context=summary are trained as actions are")
 
     endpoint: bool = knob(False, "episodes are played by programs that ask our endpoint: agent")
-    agent: list[str] = knob([], "command of such a program, started once per episode")
+    agent: list[str] = knob([], "command of such a program")
+    agent_lifetime: AgentLifetime = knob(
+        AgentLifetime.EPISODE, "a process of it for each episode, or for the whole run"
+    )
+    num_agents: int = knob(1, "processes beside each actor with agent_lifetime=run", ge=1, le=1000)
 
     @property
     def has_segments(self) -> bool:

@@ -1,12 +1,14 @@
 """Laws of the processor seconds that a run counts."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import psutil
+import pytest
 
-from common.cpu import CpuWatch, cpu_metrics, cpu_seconds, family_cpu_s
+from common.cpu import CpuWatch, busy_s, cores_here, cpu_metrics, cpu_seconds, family_cpu_s
 from common.store.run_dir import RunDir
 
 BURN = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True); input()"
@@ -73,3 +75,51 @@ def test_a_process_keeps_its_role_when_its_command_line_is_gone_as_in_one_that_e
         watch.look()
         child.communicate(b"\n")
     assert watch.used()["learner"] >= 0.25
+
+
+@pytest.mark.slow
+def test_what_short_lived_children_of_a_role_use_is_the_role_s_and_nobody_else_s(
+    tmp_path: Path,
+) -> None:
+    """Agents begin and end between two looks; the system tells their parent what they used."""
+    quick = "import time\nwhile time.process_time() < 0.3: pass"
+    code = f"""
+import subprocess, sys
+for _ in range(2):
+    subprocess.run([sys.executable, "-c", {quick!r}])
+    print(flush=True); input()
+"""
+    watch = CpuWatch(RunDir(root=tmp_path))
+    argv = [sys.executable, "-c", code, "run.py actor"]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as role:
+        assert role.stdin is not None
+        assert role.stdout is not None
+        role.stdout.readline()
+        watch.look()
+        first = watch.used()["actor"]
+        role.stdin.write(b"\n")
+        role.stdin.flush()
+        role.stdout.readline()
+        watch.look()
+        watch.look()  # nothing is counted twice
+        second = watch.used()["actor"]
+        role.communicate(b"\n")
+    assert 0.25 <= first < 1.0
+    assert 0.25 <= second - first < 1.0
+    before = watch.used()
+    watch.look()  # the role has ended, and its parent is told of all of it
+    after = watch.used()
+    assert after["actor"] == before["actor"]
+    assert after["launcher"] - before["launcher"] < 0.25
+
+
+def test_quota_of_a_container_bounds_its_cores_and_what_is_busy_in_it(tmp_path: Path) -> None:
+    own = Path("/proc/self/cgroup").read_text().rpartition("::")[2].strip().strip("/")
+    folder = tmp_path / own
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "cpu.max").write_text("max 100000\n")
+    assert cores_here(tmp_path) == len(os.sched_getaffinity(0))
+    (tmp_path / "cpu.max").write_text("50000 100000\n")
+    (tmp_path / "cpu.stat").write_text("usage_usec 7250000\nuser_usec 1\n")
+    assert cores_here(tmp_path) == 0.5
+    assert busy_s(tmp_path) == 7.25

@@ -1,19 +1,26 @@
 """Laws of playing given items, against a real small hub."""
 
 import asyncio
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from actor.agents.agents import Agents
 from actor.play.play import Job, Player, play
 from actor.rollout.episode import ContextFull, PolicyFailed, Turn
+from actor.rollout.render import Renderer
+from common.config.run_config import ActorSection
 from common.errors import ConfigError, LongstrideError
 from common.store.journal import read_journal
 from common.wire.messages import EndReason, EpisodeKind, Trajectory
 from common.wire.planned import PlannedEpisode
 from tests.actor.rollout.test_episode import Letters
+from tests.actor.rollout.test_render import TOKENIZERS
 from tests.actor.toy_servers import ToyHub, serve
+
+TOKENIZER = TOKENIZERS["chatml"]
 
 
 def plan(number: int, *, name: str = "") -> PlannedEpisode:
@@ -48,6 +55,7 @@ def played(
     going: Going | None = None,
     hub: ToyHub | None = None,
     max_concurrent: int = 4,
+    agents: Agents | None = None,
     **patience: Any,
 ) -> list[Trajectory]:
     """Play into a journal at `folder` and return what it holds."""
@@ -57,6 +65,7 @@ def played(
         max_concurrent=max_concurrent,
         max_tokens=100,
         turn_tokens=2,
+        agents=agents,
     )
     with serve((hub or ToyHub()).app()) as url:
         job = Job(
@@ -121,3 +130,32 @@ def test_journal_holds_what_was_played_as_evaluation(tmp_path: Path) -> None:
     kept = played(tmp_path, [plan(1), plan(2)])
     assert sorted(t.episode_id for t in kept) == ["p/1", "p/2"]
     assert {t.kind for t in kept} == {EpisodeKind.EVAL}
+
+
+ONE_SAYING = """
+import json, os
+from urllib.request import Request, urlopen
+def call(url, body):
+    key = "Bearer " + os.environ["OPENAI_API_KEY"]
+    with urlopen(Request(url, json.dumps(body).encode(), {"Authorization": key})) as answer:
+        return json.load(answer)
+messages = [{"role": "user", "content": "my own way"}]
+reply = call(os.environ["OPENAI_BASE_URL"] + "/chat/completions", {"messages": messages})
+call(os.environ["LONGSTRIDE_ENV"] + "/step", {"action": "go"})
+"""
+
+
+def test_given_episodes_are_played_by_the_agent_s_own_loop(tmp_path: Path) -> None:
+    asked: list[list[int]] = []
+
+    class Noted(Going):
+        async def act(self, ids: list[int], session: Any) -> Turn:
+            asked.append(ids)
+            return Turn(TOKENIZER.encode("go"), [0.0], [0], is_stopped=False)
+
+    command = [sys.executable, "-c", ONE_SAYING]
+    renderer = Renderer(TOKENIZER)
+    agents = Agents(ActorSection(endpoint=True, agent=command), actor="play", renderer=renderer)
+    ended = played(tmp_path, [plan(1), plan(2)], going=Noted(), agents=agents)
+    assert asked == [renderer.first_prompt("my own way")] * 2
+    assert {(t.end_reason, t.num_turns) for t in ended} == {(EndReason.DONE, 1)}

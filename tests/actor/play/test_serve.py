@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import os
 import socket
 import stat
+import subprocess
 from itertools import count
 from pathlib import Path
 from typing import Any, cast
@@ -120,6 +122,11 @@ def test_actor_is_asked_while_it_runs_and_leaves_no_door_behind(tmp_path: Path) 
         away = Door(url="http://127.0.0.1:9/v1", key="x", host=host)  # nobody is behind it
         door_path(tmp_path, name).write_text(away.as_text())
     door_path(tmp_path, "actor-2").write_text("half a li")
+    with subprocess.Popen(["true"]) as gone:
+        pass
+    for name, pid in (("killed", gone.pid), ("alive", os.getpid())):
+        left = Door(url="http://127.0.0.1:9/v1", key="x", host=socket.gethostname(), pid=pid)
+        door_path(tmp_path, name).write_text(left.as_text())
 
     async def work() -> None:
         engine = cast(Any, Parrot())
@@ -128,6 +135,9 @@ def test_actor_is_asked_while_it_runs_and_leaves_no_door_behind(tmp_path: Path) 
             found = await open_door(tmp_path)
             assert found is not None
             path = door_path(tmp_path, "actor-3")
+            kept = {each.name for each in run_dir.keys.iterdir()}
+            assert "chat-killed" not in kept
+            assert {"chat-alive", "chat-actor-0", "chat-actor-1", "chat-actor-2"} <= kept
             assert stat.S_IMODE(path.stat().st_mode) == 0o600
             reply = await ask(found.url, found.key, "goal: go")
             assert (reply.text, reply.model) == ("turn left", f"{CFG.run.name}, version 7")

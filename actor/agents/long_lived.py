@@ -1,0 +1,174 @@
+"""Agents that live as long as the run: each asks for one episode after another, or many at once."""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from actor.agents.episode import AgentEpisode
+from actor.agents.process import AgentProcess
+from actor.agents.server import AgentServer
+from actor.rollout.episode import PolicyFailed
+from common.config.run_config import ActorSection
+
+logger = logging.getLogger(__name__)
+
+ASK_S = 20.0  # that a request for an episode waits for one; then it is told to ask again
+LOOK_S = 1.0  # between looks whether agents take what waits for them
+TOLD_S = 30.0  # of taking nothing while episodes wait, until that is told
+MAX_FRUITLESS = 3  # exits in a row without any episode taken, before those that wait fail
+LAST_PAUSE_S = 30.0  # between an exit without any episode taken and the next start
+
+
+@dataclass(slots=True, eq=False)
+class _Worker:
+    """One process, and what it has taken."""
+
+    process: AgentProcess
+    episodes: list[AgentEpisode] = field(default_factory=list[AgentEpisode])
+    num_asking: int = 0  # requests for an episode that wait
+    num_taken: int = 0
+    heard_at: float = field(default_factory=time.monotonic)
+
+    @property
+    def quiet_s(self) -> float:
+        """Seconds for which it has neither had an episode nor asked for one."""
+        is_busy = self.num_asking or any(not each.is_closed for each in self.episodes)
+        self.heard_at = time.monotonic() if is_busy else self.heard_at
+        return time.monotonic() - self.heard_at
+
+
+class LongLived:
+    """`actor.num_agents` processes of `actor.agent`, started again whenever they exit.
+
+    An exit fails the episodes that the process had taken, nobody else's. One that takes none while
+    episodes wait is told, and started again after `actor.episode_timeout_s`.
+
+    Example: two episodes wait; the agent asks its LONGSTRIDE_EPISODES three times at once: it has
+    both, and the third request waits for another one.
+    """
+
+    def __init__(self, cfg: ActorSection, server: AgentServer) -> None:
+        """Make it; `start` starts the processes."""
+        self._cfg, self._server = cfg, server
+        self._offers: deque[AgentEpisode] = deque()  # that nobody has taken
+        self._offered = asyncio.Condition()
+        self._workers: list[_Worker] = []
+        self._keepers: list[asyncio.Task[None]] = []
+        self._num_fruitless = 0
+
+    def start(self) -> None:
+        """Keep the processes running from now on; its server listens."""
+        work = [self._keep() for _ in range(self._cfg.num_agents)]
+        self._keepers = [asyncio.create_task(each) for each in [*work, self._watch()]]
+
+    async def close(self) -> None:
+        """End the processes."""
+        for each in self._keepers:
+            each.cancel()
+        await asyncio.gather(*self._keepers, return_exceptions=True)
+
+    async def play(self, episode: AgentEpisode) -> None:
+        """Return when an agent has taken and ended the episode. Raises: what made it fail."""
+        await self._offer(episode)
+        ended = asyncio.create_task(episode.ended.wait())
+        try:
+            await asyncio.wait(
+                [ended, episode.failed, *self._keepers], return_when=asyncio.FIRST_COMPLETED
+            )
+            for each in (episode.failed, *self._keepers):
+                if each.done():
+                    each.result()
+        finally:
+            ended.cancel()
+            if episode in self._offers:
+                self._offers.remove(episode)
+
+    async def _offer(self, episode: AgentEpisode) -> None:
+        async with self._offered:
+            self._offers.append(episode)
+            self._offered.notify()
+
+    async def _keep(self) -> None:
+        """Run one process, and again whenever it has exited."""
+        while True:
+            try:
+                await self._run()
+            except PolicyFailed as error:  # it could not even be started
+                self._exited(str(error), has_taken=False)
+            await asyncio.sleep(min(LAST_PAUSE_S, 2.0**self._num_fruitless - 1.0))
+
+    async def _run(self) -> None:
+        url = self._server.url
+        key = secrets.token_urlsafe(24)
+        worker = _Worker(
+            await AgentProcess.start(
+                self._cfg.agent, {"LONGSTRIDE_EPISODES": f"{url}/episodes/{key}"}
+            )
+        )
+        self._workers.append(worker)
+        self._server.takers[key] = lambda is_there: self._take(worker, is_there)
+        try:
+            await asyncio.wait([worker.process.exits], timeout=None)
+            for each in worker.episodes:
+                each.fail(PolicyFailed(worker.process.death))
+            self._exited(worker.process.death, has_taken=worker.num_taken > 0)
+        finally:
+            del self._server.takers[key]
+            self._workers.remove(worker)
+            await worker.process.end()
+
+    def _exited(self, how: str, *, has_taken: bool) -> None:
+        """Count an exit; episodes that wait for an agent that never takes any fail."""
+        logger.warning("an agent has exited, it is started again: %s", how)
+        self._num_fruitless = 0 if has_taken else self._num_fruitless + 1
+        others = any(each.num_taken for each in self._workers if each.process.code is None)
+        if self._num_fruitless < MAX_FRUITLESS or others:
+            return
+        while self._offers:
+            self._offers.popleft().fail(PolicyFailed(how))
+
+    async def _take(self, worker: _Worker, is_there: Callable[[], bool]) -> AgentEpisode | None:
+        """Return the next episode, None if none comes while a request may wait."""
+        worker.num_asking += 1
+        try:
+            async with asyncio.timeout(ASK_S), self._offered:
+                await self._offered.wait_for(lambda: self._offers)
+                if not is_there():  # whoever asked has gone
+                    self._offered.notify()
+                    return None
+                episode = self._offers.popleft()
+            worker.num_taken += 1
+            worker.episodes = [each for each in worker.episodes if not each.is_closed]
+            worker.episodes.append(episode)
+            episode.is_taken = True
+            return episode
+        except TimeoutError:
+            return None
+        finally:
+            worker.num_asking -= 1
+
+    async def _watch(self) -> None:
+        """Tell when episodes wait for agents that neither play nor ask; end those in the end."""
+        told, patience_s = False, min(TOLD_S, self._cfg.episode_timeout_s / 2)
+        while True:
+            await asyncio.sleep(LOOK_S)
+            num_waiting = len(self._offers)
+            quiet = [each for each in self._workers if each.quiet_s > patience_s]
+            if not (num_waiting and quiet):
+                told = False
+                continue
+            if not told:
+                logger.warning(
+                    "agents take no work: they do not ask LONGSTRIDE_EPISODES"
+                    " num_agents=%d num_waiting=%d",
+                    *(len(quiet), num_waiting),
+                )
+                told = True
+            for each in quiet:
+                if each.quiet_s > self._cfg.episode_timeout_s:
+                    logger.warning("an agent that takes no work is started again")
+                    each.process.kill()

@@ -1,0 +1,106 @@
+"""A program of the user's, with all that it starts: begun, read and ended."""
+
+import asyncio
+import os
+import signal
+from asyncio.subprocess import PIPE, STDOUT, Process
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+import psutil
+
+from actor.rollout.episode import PolicyFailed
+
+LEFT_S = 1.0  # for what it printed last, once it is ended
+LOOK_S = 0.2
+NUM_LINES = 20  # of what it printed last, told where it fails
+NUM_SAID = 600  # characters of them
+
+
+class AgentProcess:
+    """A running agent. Whoever started it ends it.
+
+    Example:
+        process = await AgentProcess.start(["python", "agent.py"], {"OPENAI_API_KEY": key})
+        try:
+            await asyncio.wait([process.exits], timeout=9.0)
+        finally:
+            await process.end()
+    """
+
+    def __init__(self, process: Process) -> None:
+        """Read what it prints, so that it never waits for anybody to read it."""
+        self._process = process
+        self._lines: deque[bytes] = deque(maxlen=NUM_LINES)
+        self._reading = asyncio.create_task(self._read())
+        self.exits = asyncio.create_task(self._exit())
+
+    @classmethod
+    async def start(cls, command: Sequence[str], told: Mapping[str, str]) -> "AgentProcess":
+        """Start a command with these variables beside our own. Raises: PolicyFailed."""
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                env={**os.environ, **_no_proxy(), **told},
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=PIPE,
+                stderr=STDOUT,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise PolicyFailed(f"actor.agent={list(command)}: {error}") from error
+        return cls(process)
+
+    @property
+    def code(self) -> int | None:
+        """What it exited with, None while it runs."""
+        return self._process.returncode
+
+    @property
+    def death(self) -> str:
+        """How it exited, and what it said last."""
+        said = b"\n".join(self._lines).decode(errors="replace")[-NUM_SAID:]
+        return f"actor.agent exits with {self.code}: {said}"
+
+    async def end(self) -> None:
+        """End it with all that it started, also what left its process group."""
+        self.kill()
+        tasks = [self._reading, self.exits]
+        await asyncio.wait(tasks, timeout=LEFT_S)
+        for each in tasks:
+            each.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._process._transport.close()  # type: ignore[attr-defined] # whoever holds its output
+
+    def kill(self) -> None:
+        """Kill it and all that it started; `end` awaits that."""
+        family: list[psutil.Process] = []
+        with suppress(psutil.Error):
+            family = psutil.Process(self._process.pid).children(recursive=True)
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        for child in family:
+            with suppress(psutil.Error):
+                child.kill()
+
+    async def _exit(self) -> None:
+        """Return when it has ended; its own `wait` waits for whoever holds its output, too."""
+        waiting = asyncio.ensure_future(self._process.wait())
+        try:
+            while self._process.returncode is None:
+                await asyncio.wait([waiting], timeout=LOOK_S)
+        finally:
+            waiting.cancel()
+
+    async def _read(self) -> None:
+        stream = self._process.stdout
+        while stream is not None and (chunk := await stream.read(1 << 16)):
+            self._lines.extend(chunk[-4096:].splitlines())
+
+
+def _no_proxy() -> dict[str, str]:
+    """Return what keeps a proxy of the environment, and thereby of the agent, out of the way."""
+    known = os.environ.get("NO_PROXY") or os.environ.get("no_proxy")
+    names = ",".join(filter(None, [known, "127.0.0.1"]))
+    return {"NO_PROXY": names, "no_proxy": names}

@@ -1,0 +1,12 @@
+#!/bin/sh
+# An agent of any language: POSIX sh with curl and jq. It forgets all but what it sees.
+set -eu
+ask() { curl -fsS -H "Authorization: Bearer $OPENAI_API_KEY" "$@"; }
+messages=$(ask "$LONGSTRIDE_ENV" | jq -c .messages)
+while :; do
+  said=$(ask "$OPENAI_BASE_URL/chat/completions" -d "{\"messages\": $messages}" |
+    jq -r '.choices[0].message.content')
+  result=$(jq -n --arg action "$said" '{$action}' | ask "$LONGSTRIDE_ENV/step" -d @-)
+  [ "$(echo "$result" | jq '.done or .truncated')" = false ] || exit 0
+  messages=$(echo "$result" | jq -c '[{role: "user", content: .observation}]')
+done

@@ -1,0 +1,185 @@
+"""Laws of agents that play many episodes, each a real process."""
+
+import asyncio
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from actor.agents.agents import Agents
+from actor.rollout.episode import Session
+from common.config.evaluation import AgentLifetime
+from common.wire.messages import EndReason, Lease, Trajectory
+from tests.actor.agents.test_agents import (
+    RENDERER,
+    act,
+    open_session,
+    own_loop,
+    refused,
+    settings,
+    told,
+)
+from tests.actor.rollout.test_episode import LEASE
+
+TASK = ("Find it.", "")
+SERVE = """
+import json, os, sys
+from urllib.request import Request, urlopen
+def call(url, key="", body=None):
+    data = json.dumps(body or {}).encode()
+    with urlopen(Request(url, data, {"Authorization": "Bearer " + key})) as answer:
+        return json.loads(answer.read() or b"null")
+def take():
+    while True:
+        if task := call(os.environ["LONGSTRIDE_EPISODES"]):
+            return task
+def ask(task):
+    body = {"messages": task["messages"], "model": "policy"}
+    reply = call(task["base_url"] + "/chat/completions", task["api_key"], body)
+    return reply["choices"][0]["message"]["content"]
+def step(task, action):
+    return call(task["env_url"] + "/step", task["api_key"], {"action": action})
+def play(task):
+    while True:
+        said = ask(task)
+        result = step(task, said)
+        if result["done"] or result["truncated"]:
+            return
+        task["messages"] += [{"role": "assistant", "content": said}]
+        task["messages"] += [{"role": "user", "content": result["observation"]}]
+"""
+ONE_BY_ONE = """
+while True:
+    play(take())
+"""
+AT_ONCE = """
+from threading import Thread
+def forever():
+    while True:
+        play(take())
+for _ in range(3):
+    Thread(target=forever).start()
+"""
+
+
+def leases(num: int, **changes: Any) -> list[Lease]:
+    return [replace(LEASE, episode_id=f"e{i}", horizon=9, **changes) for i in range(num)]
+
+
+async def playing(agents: Agents, lease: Lease, **changes: Any) -> Trajectory:
+    how: dict[str, Any] = {"open_session": open_session, "act": act, "task": TASK, **changes}
+    return await agents.play(lease, may_repeat=False, **how)
+
+
+def played(program: str, given: list[Lease], **changes: Any) -> list[Trajectory]:
+    async def run() -> list[Trajectory]:
+        command = (sys.executable, "-c", SERVE + program)
+        cfg = settings(*command, agent_lifetime=AgentLifetime.RUN, **changes)
+        agents = Agents(cfg, actor="actor-0", renderer=RENDERER)
+        try:
+            return list(await asyncio.gather(*(playing(agents, each) for each in given)))
+        finally:
+            await agents.close()
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("program", "num_agents"), [(ONE_BY_ONE, 1), (ONE_BY_ONE, 2), (AT_ONCE, 1)]
+)
+def test_agents_that_play_many_episodes_are_captured_as_our_loop(
+    program: str, num_agents: int
+) -> None:
+    given = leases(7)
+    captured = played(program, given, num_agents=num_agents)
+    assert [told(each) for each in captured] == [told(own_loop(each, TASK)) for each in given]
+    assert {refused(each) for each in captured} == {""}
+
+
+@pytest.mark.slow
+def test_exit_of_an_agent_fails_its_episodes_alone_and_it_is_started_again() -> None:
+    program = """
+task = take()
+if task["episode"] == "e1":
+    print("no such door", flush=True)
+    ask(task)
+    sys.exit(3)
+play(task)  # and exits, with 0
+"""
+    captured = played(program, leases(4))
+    ends = [each.end_reason for each in captured]
+    assert ends == [EndReason.DONE, EndReason.ABORTED, EndReason.DONE, EndReason.DONE]
+    assert "exits with 3: no such door" in captured[1].error
+    assert {each.reward for each in captured} == {0.0, 1.0}
+
+
+@pytest.mark.slow
+def test_agent_that_never_starts_to_play_fails_those_that_wait_for_it() -> None:
+    captured = played("sys.exit('no such file')", leases(2, deadline_s=60.0))
+    assert [each.end_reason for each in captured] == [EndReason.ABORTED] * 2
+    assert "exits with 1: no such file" in captured[0].error
+
+
+def test_agent_ends_an_episode_of_its_own_will_or_with_a_complaint() -> None:
+    program = """
+for complaint in ("", "lost my way"):
+    task = take()
+    step(task, ask(task))
+    call(task["env_url"] + "/end", task["api_key"], {"error": complaint} if complaint else None)
+play(take())
+"""
+    will, lost, done = played(program, leases(3))
+    assert (will.end_reason, will.num_turns, refused(will)) == (EndReason.DONE, 1, "")
+    assert (lost.end_reason, lost.reward) == (EndReason.ABORTED, 0.0)
+    assert "gave up: lost my way" in lost.error
+    assert (done.end_reason, done.num_turns) == (EndReason.DONE, 4)
+
+
+@pytest.mark.slow
+def test_episode_that_ended_without_its_agent_is_closed_to_it_and_the_agent_plays_on() -> None:
+    program = """
+from urllib.error import HTTPError
+import time
+task = take()
+time.sleep(1.5)
+try:
+    ask(task)
+except HTTPError as error:
+    assert json.load(error)["error"]["code"] == "episode_ended"
+else:
+    sys.exit(9)
+play(take())
+"""
+
+    late, done = played(program, [*leases(1, deadline_s=1.0), *leases(2)[1:]])
+    assert (late.end_reason, done.end_reason) == (EndReason.DEADLINE, EndReason.DONE)
+
+
+@pytest.mark.slow
+def test_agent_that_takes_no_work_is_told_and_started_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    how: dict[str, Any] = {"episode_timeout_s": 3.0, "turn_timeout_s": 3.0}
+    (got,) = played("import time; time.sleep(60)", leases(1, deadline_s=6.0), **how)
+    assert got.end_reason is EndReason.DEADLINE
+    assert "no agent has taken it" in got.error
+    assert caplog.text.count("agents take no work") >= 1
+    assert "started again" in caplog.text
+
+
+def test_engine_s_failure_ends_whoever_plays_with_long_lived_agents() -> None:
+    async def dead(_: list[int], __: Session) -> Any:
+        raise TimeoutError("engine hangs")
+
+    async def run() -> None:
+        command = (sys.executable, "-c", SERVE + ONE_BY_ONE)
+        cfg = settings(*command, agent_lifetime=AgentLifetime.RUN)
+        agents = Agents(cfg, actor="actor-0", renderer=RENDERER)
+        try:
+            with pytest.raises(TimeoutError, match="engine hangs"):
+                await playing(agents, leases(1)[0], act=dead)
+        finally:
+            await agents.close()
+
+    asyncio.run(run())
