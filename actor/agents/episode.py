@@ -92,6 +92,9 @@ class AgentEpisode:
         """Return the policy's answer. Raises: ApiError."""
         async with self._turn:
             self._check_open()
+            if self.has_sampled and not self._play.may_go_on(self._lease, self._turn_tokens):
+                self.ended.set()  # what it asked for without a step took the horizon
+                self._check_open()
             ids = self._prompt_of(asked)
             tape, turn = self._play.history.tape, self._play.num_turns
             self.is_full = len(ids) + self._turn_tokens > self._max_tokens
@@ -182,8 +185,7 @@ class AgentEpisode:
         play.history.tape.drop_unanswered()  # who asked for it did not wait
         if not play.num_turns:  # it never acted: one turn, which was none
             play.num_turns, play.invalid_turns, play.scores = 1, [True], [0.0]
-        last = play.num_turns - 1
-        play.history.tape.turn_ids = [min(turn, last) for turn in play.history.tape.turn_ids]
+        play.history.tape.end(play.num_turns - 1)
 
     def _check_open(self) -> None:
         if self.is_closed:

@@ -38,7 +38,7 @@ class TorchEngine:
 
     def _forget(self) -> None:
         self._rows: list[str] = []
-        self._known: dict[str, int] = {}  # tokens of each row whose keys and values are here
+        self._known: dict[str, list[int]] = {}  # tokens of each row whose keys and values are here
         self._cache = DynamicCache()
         self._mask = torch.zeros(0, 0, dtype=torch.long)  # [row, column]
 
@@ -57,10 +57,14 @@ class TorchEngine:
             seeds: of each request; a row's tokens depend on nothing but them and its own tokens.
         """
         names = {request.partition(":")[2]: request for request in prompts}
-        if not self._rows or not names.keys() <= set(self._rows):
+        goes_on = names.keys() <= set(self._rows) and all(
+            prompts[request][: len(self._known[row])] == self._known[row]
+            for row, request in names.items()
+        )
+        if not self._rows or not goes_on:  # who begins a new segment is shown other tokens
             self._forget()
             self._rows = list(names)
-            self._known = dict.fromkeys(names, 0)
+            self._known = {row: [] for row in names}
             self._mask = torch.zeros(len(names), 0, dtype=torch.long)
         self._keep([name for name in self._rows if name in names])
         draws = np.stack(
@@ -68,7 +72,7 @@ class TorchEngine:
         )
         with torch.inference_mode():
             taken = self._sample(
-                [prompts[names[row]][self._known[row] :] for row in self._rows],
+                [prompts[names[row]][len(self._known[row]) :] for row in self._rows],
                 torch.from_numpy(draws.astype(np.float32)),
             )
         return {names[row]: turn for row, turn in zip(self._rows, taken, strict=True)}
@@ -124,8 +128,8 @@ class TorchEngine:
             past_key_values=self._cache,
             use_cache=True,
         )
-        for row, num in zip(self._rows, mask.sum(dim=1).tolist(), strict=True):
-            self._known[row] += num
+        for row, own, num in zip(self._rows, ids.tolist(), mask.sum(dim=1).tolist(), strict=True):
+            self._known[row] += own[:num]
         last = (mask.sum(dim=1) - 1).clamp(min=0)
         return out.logits[torch.arange(len(ids)), last]
 

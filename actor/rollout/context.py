@@ -4,6 +4,7 @@ full     the episode ends as context_full.
 window   a new segment begins with the first message and the latest turns.
 summary  the policy is asked to sum up; a new segment begins with the first message, that demand and
          its summary, and learns nothing of it again.
+fold, subagent  the policy opens branches (`actor.rollout.folding`).
 
 A new segment is made of the very tokens that were sampled before and of what was observed: nothing
 sampled is ever encoded from its text.
@@ -91,6 +92,11 @@ class Tape:
             for name in TOKEN_COLUMNS:
                 del getattr(self, name)[cut:]
 
+    def end(self, last_turn: int) -> None:
+        """Drop what nobody answered; what was sampled after the last turn belongs to it."""
+        self.drop_unanswered()
+        self.turn_ids = [min(turn, last_turn) for turn in self.turn_ids]
+
     def observe(self, ids: list[int], turn: int) -> None:
         self.add(Turn(ids, [0.0] * len(ids), [-1] * len(ids)), turn, is_sampled=False)
 
@@ -126,10 +132,11 @@ class History:
         self._render = render
         self._room = room
         self._kind = room.options.context
+        self._request = room.options.summary_request or REQUEST
         self._half = room.max_tokens // 2  # most of it that an observation takes
         reserved = 0
         if self._kind is ContextKind.SUMMARY:  # the demand must find room whenever it is made
-            reserved = room_of_summary(render, room.turn_tokens)
+            reserved = _room_of_summary(render, self._request, room.turn_tokens)
         self.max_prompt = room.max_tokens - room.turn_tokens - reserved
         self._turns: deque[list[int]] = deque(maxlen=room.options.context_turns)
         self._first: tuple[str, Callable[[str], list[int]]] = "", render.first_prompt
@@ -140,6 +147,19 @@ class History:
         ids = self.observations.fitted(text, encode, max_tokens=self.max_prompt)
         self.tape.observe(ids or [], 0)
         return ids is not None
+
+    def is_own(self, action: str) -> bool:
+        """Return whether an action is of a kind that `takes` may take."""
+        return False
+
+    def takes(self, action: str, taken: Turn, turn: int) -> bool:
+        """Return whether an action changed what is shown, and is none of the environment's.
+
+        Args:
+            action: the text of `taken`, the last thing on the tape.
+            turn: the one that it is a part of.
+        """
+        return False
 
     async def go_on(
         self, observation: str, taken: Turn, turn: int, ask: Callable[[], Awaitable[Turn]]
@@ -193,11 +213,11 @@ class History:
         self, observation: str, taken: Turn, turn: int, ask: Callable[[], Awaitable[Turn]]
     ) -> bool:
         room = self.max_prompt - self._room.turn_tokens  # beside the longest summary
-        first = self._first_again(f"\n\n{REQUEST}", room // 2)
+        first = self._first_again(f"\n\n{self._request}", room // 2)
         ids = self._fitted_again(observation, is_stopped=False, room=room // 2)
         if first is None or ids is None:
             return False  # before anything is sampled for a turn that is not to come
-        demand = self._render.after_action(REQUEST, is_stopped=taken.is_stopped)
+        demand = self._render.after_action(self._request, is_stopped=taken.is_stopped)
         self.tape.observe(demand, turn)
         summary = await ask()
         if self._room.options.learn_summaries:
@@ -224,16 +244,19 @@ class History:
 def least_again(render: Render, options: AgentOptions, turn_tokens: int) -> int:
     """Return the tokens before a turn that a new segment takes at least; 0 where there is none."""
     cut = f"x{CUT_MARK.format(10**6)}"
-    if options.context is ContextKind.FULL:
+    if options.context not in (ContextKind.WINDOW, ContextKind.SUMMARY):
         return 0
     is_window = options.context is ContextKind.WINDOW
-    end = LEFT_OUT if is_window else f"\n\n{REQUEST}"
+    request = options.summary_request or REQUEST
+    end = LEFT_OUT if is_window else f"\n\n{request}"
     halves = 2 * max(
         len(render.first_prompt(cut + end)), len(render.after_action(cut, is_stopped=False))
     )
-    return halves if is_window else halves + turn_tokens + room_of_summary(render, turn_tokens)
+    if is_window:
+        return halves
+    return halves + turn_tokens + _room_of_summary(render, request, turn_tokens)
 
 
-def room_of_summary(render: Render, turn_tokens: int) -> int:
+def _room_of_summary(render: Render, request: str, turn_tokens: int) -> int:
     """Return the tokens that a demand for a summary and the summary take at most."""
-    return len(render.after_action(REQUEST, is_stopped=False)) + turn_tokens
+    return len(render.after_action(request, is_stopped=False)) + turn_tokens

@@ -4,15 +4,15 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import count
 from typing import Protocol
 
 import numpy as np
 
 from actor.rollout.context import History, Render, Room, Turn
 from actor.rollout.env_client import Hint, StepResult
+from actor.rollout.folding import history_of
 from common.config.curriculum import HorizonUnit
 from common.config.evaluation import AgentOptions
 from common.errors import EnvError, EnvTimeout, HubLost
@@ -103,7 +103,7 @@ class Play:
             case HorizonUnit.TOKENS:
                 return self.num_sampled + turn_tokens <= lease.horizon
             case HorizonUnit.SECONDS:
-                return self.turns_s < lease.horizon
+                return self.turns_s + self.turn_s < lease.horizon
 
 
 def first_text(instruction: str, observation: str) -> str:
@@ -153,7 +153,7 @@ async def run_episode(
     Raises: HubLost: if `may_repeat`.
     """
     room = Room(max_tokens=max_tokens, turn_tokens=turn_tokens, options=options)
-    started, play = time.monotonic(), Play(keeps_last=keeps_last, history=History(render, room))
+    started, play = time.monotonic(), Play(keeps_last=keeps_last, history=history_of(render, room))
     session: Session | None = None
     try:
         async with judged(play, lease, may_repeat=may_repeat):
@@ -198,22 +198,33 @@ async def _turns(
     lease: Lease, session: Session, play: Play, act: Act, render: Render, turn_tokens: int
 ) -> None:
     history, ask = play.history, partial(play.ask, act, session)
+    may_go_on = partial(play.may_go_on, lease, turn_tokens)
     play.states.append(state_number(session.first_state or session.first_observation))
-    for turn in count():
-        taken = await ask()
+    while True:
+        taken, turn = await ask(), play.num_turns
         history.tape.add(taken, turn)
+        action = render.action_text(taken.token_ids)
+        if history.takes(action, taken, turn):
+            if turn and not may_go_on():  # one turn is played at any horizon
+                break
+            continue
         answered = time.monotonic()
-        result = await session.step(render.action_text(taken.token_ids))
+        result = await session.step(action)
+        if history.is_own(action):  # at a place where it opens or closes nothing
+            result = replace(result, is_valid=False)
         play.answered(result, time.monotonic() - answered)
         if result.done:
-            return
-        if play.may_go_on(lease, turn_tokens):
+            break
+        if may_go_on():
             if await history.go_on(result.observation, taken, turn + 1, ask):
-                continue
+                if may_go_on():
+                    continue
+                break  # a summary took the rest of the horizon
             play.end = EndReason.CONTEXT_FULL
         if play.keeps_last:  # of no turn, and seen by no policy
             history.last(result.observation, taken, turn)
-        return
+        break
+    history.tape.end(play.num_turns - 1)
 
 
 def trajectory_of(lease: Lease, play: Play, *, actor: str, wall_s: float) -> Trajectory:

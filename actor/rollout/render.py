@@ -14,6 +14,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from actor.rollout.context import least_again
+from actor.rollout.folding import least_of_branches
 from actor.rollout.observations import CUT_MARK
 from common.config.run_config import ActorSection
 from common.control_tokens import ControlTokens
@@ -128,6 +129,7 @@ class Renderer:
         """
         needed = len(self.first_prompt(f"x{CUT_MARK.format(10**6)}"))
         needed = max(needed, least_again(self, actor, actor.max_turn_tokens))
+        needed = max(needed, least_of_branches(self, actor, actor.max_turn_tokens))
         if actor.max_model_len - actor.max_turn_tokens < needed:
             raise ConfigError(
                 f"actor.max_model_len={actor.max_model_len}: with actor.max_turn_tokens="

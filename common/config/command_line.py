@@ -30,7 +30,9 @@ COMMANDS = {
     for name, each in yaml.safe_load(Path(__file__).with_name("commands.yaml").read_text()).items()
 }
 # Suites that train: they take key=value, study.* among them, and --dry-run.
-STUDIES = ("algorithms", "recipes", "credit", "staleness", "curriculum", "horizon", "peer")
+STUDIES = (
+    *("algorithms", "recipes", "credit", "context", "staleness", "curriculum", "horizon", "peer"),
+)
 SUITES = (
     "envhub, soak, solve, learner, scheduler, transport, weights, tail, actor, end2end, chaos,"
     " chaos-short, chaos-long, hostile, soak-run, soak-run-long, verdict, dashboard, gpu, "

@@ -15,11 +15,16 @@ class ContextKind(StrEnum):
 
     full: it ends as context_full. window: a new segment begins with the first message and the
     latest turns. summary: the policy sums up; a new segment begins with the first message and that.
+    fold, subagent: it ends, too, but the policy may do a part of its task in a branch, of which
+    only what it returns is kept; a branch of fold is shown all that was before, one of subagent
+    the first message and its call.
     """
 
     FULL = "full"
     WINDOW = "window"
     SUMMARY = "summary"
+    FOLD = "fold"
+    SUBAGENT = "subagent"
 
 
 class AgentLifetime(StrEnum):
@@ -42,6 +47,14 @@ class AgentOptions:
         4, "latest turns that a segment of context=window begins with", ge=1, le=1000
     )
     learn_summaries: bool = knob(True, "those of context=summary are trained as actions are")
+    summary_request: str = knob("", 'how context=summary asks for one; "": in a sentence of ours')
+    branch_turns: int = knob(
+        8, "turns after which a branch of context=fold|subagent is ended", ge=1, le=1000
+    )
+    branch_instruction: str = knob(
+        "",
+        'added to the first message of context=fold|subagent; "": what opens and closes a branch',
+    )
 
     endpoint: bool = knob(False, "episodes are played by programs that ask our endpoint: agent")
     agent: list[str] = knob([], "command of such a program")
@@ -54,6 +67,11 @@ class AgentOptions:
     def has_segments(self) -> bool:
         """Whether episodes may be several training rows."""
         return self.endpoint or self.context is not ContextKind.FULL
+
+    @property
+    def has_branches(self) -> bool:
+        """Whether a policy may open branches."""
+        return self.context in (ContextKind.FOLD, ContextKind.SUBAGENT)
 
     def contradictions_of_agents(self) -> Iterator[Contradiction]:
         """Yield what is asked of agents but not told, or cannot be done to them."""

@@ -77,13 +77,15 @@ def recorded_of(trajectory: Trajectory, texts: Texts, *, style: str) -> dict[str
 
 
 def _acted(t: Trajectory, turn: np.ndarray) -> np.ndarray:
-    """Return which tokens [seq] a turn acted with; what it sampled before a new segment was not."""
-    chosen = turn & t.loss_mask
-    for part in reversed(rows.segments_of(t)):
-        if chosen[part].any():
-            chosen[: part.start] = False
-            break
-    return chosen
+    """Return which tokens [seq] a turn acted with: the last ones that it sampled side by side.
+
+    What it sampled before was no action: a summary, what opened a branch or closed it.
+    """
+    chosen = np.flatnonzero(turn & t.loss_mask)
+    starts = [part.start for part in rows.segments_of(t)]
+    is_first = np.diff(chosen, prepend=-2) > 1
+    is_first |= np.isin(chosen, starts)
+    return chosen[np.flatnonzero(is_first)[-1] :] if chosen.size else chosen
 
 
 def runs_of(values: np.ndarray) -> list[list[int]]:

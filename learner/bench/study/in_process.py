@@ -92,21 +92,23 @@ class InProcessRun:
     def run(self, *, arm: str) -> tuple[Outcome, bool]:
         """Train and evaluate; return the outcome and whether the controller ever acted."""
         started, cpu = time.monotonic(), time.process_time()
+        is_asked = self._cfg.eval.before
+        before = _success(self.evaluate(self.weights())) if is_asked else NAN
         for version in range(self._cfg.train.num_steps):
             self._keep()
             self._step(version)
         self._keep()
         played = self.evaluate(self._kept[-1], version=self._cfg.train.num_steps)
-        num_solved, seen = sum(each.is_success for each in played), self._seen
+        after, seen = _success(played), self._seen
         arrived = sum(num for num, _ in seen.arrived)
         return Outcome(
             arm=arm,
             seed=self._cfg.run.seed,
-            before=NAN,
-            after=num_solved / len(played),
-            after_ci95=wilson_interval(num_solved, len(played)),
+            before=before,
+            after=after,
+            after_ci95=wilson_interval(round(after * len(played)), len(played)),
             num_after=len(played),
-            gain=NAN,
+            gain=after - before,
             gain_ci95=(NAN, NAN),
             trained=sum(good for _, good in seen.arrived) / max(arrived, 1),
             num_trained=arrived,
@@ -198,6 +200,10 @@ class InProcessRun:
             for number, plan in enumerate(plan_heldout(cfg.eval, cfg.tasks, self._catalogue, {}))
         ]
         return self._player.play(leases)
+
+
+def _success(played: Sequence[Trajectory]) -> float:
+    return sum(each.is_success for each in played) / len(played)
 
 
 def _identity(group_id: str, env: str, item_id: str, member: int) -> dict[str, Any]:

@@ -76,6 +76,20 @@ def _pooled(shares: list[tuple[float, int]]) -> str:
     return interval(num_solved / num, wilson_interval(num_solved, num))
 
 
+def context_table(outcomes: list[Outcome]) -> str:
+    """Return a row for every arm: success of all seeds together, before and after training."""
+    header = ["context", "before [95 %]", "after [95 %]", "after, by seed", "CPU s per run"]
+    rows: list[list[str]] = []
+    for arm, own in by_arm(outcomes).items():
+        before, after = (
+            _pooled([(share, each.num_after) for share, each in zip(shares, own, strict=True)])
+            for shares in ([each.before for each in own], [each.after for each in own])
+        )
+        by_seed = ", ".join(f"{each.after:.3f}" for each in own)
+        rows.append([arm, before, after, by_seed, f"{np.mean([e.cpu_s for e in own]):.0f}"])
+    return markdown(header, rows)
+
+
 def staleness_table(outcomes: list[Outcome]) -> str:
     """Return a table for each rate, a row for every lag, with what the default loses to lag 0."""
     arms = {LagArm.of(name): runs for name, runs in by_arm(outcomes).items()}
@@ -219,6 +233,7 @@ TABLES: dict[str, tuple[Table, Pictures]] = {
     "algorithms": (algorithms_table, curves),
     "recipes": (recipes_table, curves),
     "credit": (credit_table, curves),
+    "context": (context_table, curves),
     "staleness": (staleness_table, staleness_svgs),
     "curriculum": (curriculum_table, curves),
     "horizon": (horizons_text, curves),

@@ -28,7 +28,7 @@ from common.errors import ConfigError, EngineError, EnvError, LongstrideError
 from common.segments import as_rows
 from common.wire.messages import EndReason, Lease, Trajectory
 from learner.ingest.admission import refusal
-from tests.actor.rollout.test_episode import LEASE, Count, go_on
+from tests.actor.rollout.playing import LEASE, Count, go_on
 from tests.actor.rollout.test_render import TOKENIZERS
 from tests.venvs import python_with
 
@@ -183,6 +183,14 @@ def test_an_agent_that_stops_early_ends_its_episode() -> None:
     never = played("ask(messages)")
     assert (never.num_turns, never.num_invalid_actions) == (1, 1)
     assert refused(never) == ""
+
+
+def test_answers_without_a_step_count_in_a_horizon_of_tokens() -> None:
+    lease = replace(LEASE, horizon_unit=HorizonUnit.TOKENS, max_turns=9, horizon=3 * TURN_TOKENS)
+    got = played("step(ask(messages))\nwhile True: ask(messages)", lease=lease)
+    assert (got.end_reason, got.num_turns) == (EndReason.HORIZON, 1)
+    assert 2 * TURN_TOKENS < got.loss_mask.sum() <= 3 * TURN_TOKENS
+    assert refused(got) == ""
 
 
 @pytest.mark.parametrize(

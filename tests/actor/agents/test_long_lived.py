@@ -20,7 +20,7 @@ from tests.actor.agents.test_agents import (
     settings,
     told,
 )
-from tests.actor.rollout.test_episode import LEASE
+from tests.actor.rollout.playing import LEASE
 
 TASK = ("Find it.", "")
 SERVE = """

@@ -71,3 +71,22 @@ def test_logprobs_are_those_of_the_whole_conversation_and_labels_those_of_the_we
     assert turn.logprobs == pytest.approx(known, abs=1e-4)
     assert turn.versions == [5] * len(turn.token_ids)
     assert turn.is_stopped == (turn.token_ids[-1] in renderer.end_of_turn_ids)
+
+
+def test_a_row_that_begins_a_new_segment_is_what_it_would_be_alone() -> None:
+    engine, renderer = make_engine()
+    first, other = (renderer.first_prompt(text) for text in TEXTS[:2])
+
+    def turn(engine: TorchEngine, number: int, **prompts: list[int]) -> dict[str, Turn]:
+        asked = {f"{number}:{name}": ids for name, ids in prompts.items()}
+        seeds = {request: number for request in asked}
+        answer = engine.generate_together(asked, max_tokens=12, salt="", seeds=seeds)
+        return {request.partition(":")[2]: each for request, each in asyncio.run(answer).items()}
+
+    said = turn(engine, 0, a=first, b=first)["b"]
+    told = renderer.after_action("wall 3", is_stopped=said.is_stopped)
+    got = turn(engine, 1, a=[*other, *told], b=[*first, *said.token_ids, *told])
+    for name, ids in {"a": [*other, *told], "b": [*first, *said.token_ids, *told]}.items():
+        alone = turn(make_engine()[0], 1, **{name: ids})[name]
+        assert alone.token_ids == got[name].token_ids
+        assert alone.logprobs == pytest.approx(got[name].logprobs, abs=1e-4)

@@ -14,7 +14,7 @@ from common.config.run_config import ActorSection, AtUpdate
 from common.wire.messages import Trajectory
 from tests.actor.engine.engine_rig import Rig
 from tests.actor.engine.test_engine import make_prompts
-from tests.actor.rollout.test_episode import LEASE
+from tests.actor.rollout.playing import LEASE
 
 pytestmark = pytest.mark.slow
 

@@ -16,7 +16,7 @@ from common.errors import ConfigError, LongstrideError
 from common.store.journal import read_journal
 from common.wire.messages import EndReason, EpisodeKind, Trajectory
 from common.wire.planned import PlannedEpisode
-from tests.actor.rollout.test_episode import Letters
+from tests.actor.rollout.playing import Letters
 from tests.actor.rollout.test_render import TOKENIZERS
 from tests.actor.toy_servers import ToyHub, serve
 

@@ -10,6 +10,7 @@ import pytest
 from actor.rollout.context import LEFT_OUT, REQUEST
 from actor.rollout.env_client import StepResult
 from actor.rollout.episode import Session, Turn
+from common.config.curriculum import HorizonUnit
 from common.config.evaluation import AgentOptions, ContextKind
 from common.config.learning import AlgorithmSection, Correction, PolicyLoss
 from common.config.run_config import ActorSection, RunConfig
@@ -17,7 +18,7 @@ from common.errors import ConfigError
 from common.segments import as_rows
 from common.wire.messages import EndReason, Trajectory
 from learner.ingest.admission import refusal
-from tests.actor.rollout.test_episode import LEASE, Count, play
+from tests.actor.rollout.playing import LEASE, Count, play
 
 WINDOW, SUMMARY = ContextKind.WINDOW, ContextKind.SUMMARY
 LONG = replace(LEASE, horizon=12)
@@ -158,3 +159,19 @@ def test_ratios_over_an_episode_are_refused_where_it_has_rows(
     RunConfig(algorithm=algorithm)
     with pytest.raises(ConfigError, match=named):
         RunConfig(algorithm=algorithm, actor=ActorSection(context=kind))
+
+
+def test_a_summary_that_takes_the_rest_of_a_horizon_ends_the_episode() -> None:
+    options = AgentOptions(context=SUMMARY)
+    free, policy = outgrown(options, max_tokens=900, text="o" * 100)
+    said = [own for _, own in policy.asked]
+    at = next(n for n, (ids, _) in enumerate(policy.asked) if ids[-3:] == [*map(ord, REQUEST[-3:])])
+    # Another turn of two letters fits before the summary, and not behind it.
+    horizon = sum(map(len, said[: at + 1])) + 1
+    lease = replace(LONG, horizon_unit=HorizonUnit.TOKENS, max_turns=12, horizon=horizon)
+    got, policy = outgrown(options, max_tokens=900, text="o" * 100, lease=lease)
+    assert [own for _, own in policy.asked] == said[: at + 1]
+    assert (got.end_reason, got.num_turns) == (EndReason.HORIZON, at)
+    assert got.loss_mask.sum() == horizon - 1
+    assert got.token_ids.tolist() == free.token_ids[: len(got.token_ids)].tolist()
+    assert refused(got, 900) == ""

@@ -254,6 +254,9 @@ def test_a_replay_shows_each_segment_s_own_prompt_and_acts_with_what_was_acted()
     summary = replace(episode, turn_ids=np.array([1] * 12, dtype=np.int32))
     summary = replace(summary, turn_ids=np.where(np.arange(12) < 2, 0, 1).astype(np.int32))
     assert recorded_of(summary, Numbers(), style="compact")["actions"][1] == actions[1]
+    # Nor what it sampled before in the same segment: what opened a branch.
+    called = replace(whole, turn_ids=np.array([1] * 8, dtype=np.int32))
+    assert recorded_of(called, Numbers(), style="compact")["actions"][1] == actions[1]
 
 
 def test_imitation_learns_each_segment_and_counts_the_episode_once(tmp_path: Path) -> None:

@@ -1,0 +1,144 @@
+"""Branches: a policy works on a part of its task by itself, and keeps of it only what it returns.
+
+`<branch>what is to be done</branch>` opens one, `<return>what came of it</return>` closes it; the
+environment sees neither. In a branch the policy is shown
+
+fold      all that it was shown before, and then the branch's turns
+subagent  the first message, its call and the latest observation, and then the branch's turns
+
+After it a new segment goes on with what was shown before, the call, what was returned, and the
+latest observation: all that was sampled as it was sampled. A branch opens no other, has a turn of
+the environment at least, and `actor.branch_turns` at most; one that has none left, or no room, is
+ended. What opens or closes none is an action like any other, which the environment is to refuse.
+
+Source: context folding (arXiv 2510.11967), whose branch and return are calls of tools. Here a
+branch of `fold` goes on in its caller's row, since nothing of that was taken away yet.
+"""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from actor.rollout.context import LEFT_OUT, History, Render, Room, Turn
+from actor.rollout.observations import CUT_MARK
+from common.config.evaluation import AgentOptions, ContextKind
+
+HOW = (
+    "\n\nYou may work on a part of the task in a branch: answer <branch>what is to be done</branch>"
+    " to begin it, act, and answer <return>what came of it</return>. Only that will be kept."
+)
+OPENED = "[the branch begins]"
+CLOSED = "[turns of the branch are left out here]"
+ENDED = "[the branch was ended without a return]\n"
+CALL, RETURN = "branch", "return"
+
+
+@dataclass(slots=True)
+class _Call:
+    """What opened a branch."""
+
+    ids: list[int]  # what was shown until then, and the call
+    is_stopped: bool
+    num_turns: int = 0  # of the branch, that the environment has answered
+
+
+class Folding(History):
+    """The history of a policy that may open branches.
+
+    Example (fold): the page p, the call c, then action a with observation o, the return r. Rows:
+    [p c "[the branch begins]" a o r], [p c "[turns ... are left out here]" r o ...].
+    """
+
+    def __init__(self, render: Render, room: Room) -> None:
+        super().__init__(render, room)
+        self._how = room.options.branch_instruction or HOW
+        self._most = room.options.branch_turns
+        self._call: _Call | None = None
+        self._latest = ""  # observation; "": it is in the first message
+        self._reserved = room.turn_tokens + _least(render)  # of what a branch leaves
+
+    def begin(self, text: str, encode: Callable[[str], list[int]]) -> bool:
+        return super().begin(text, lambda cut: encode(cut + self._how))
+
+    def is_own(self, action: str) -> bool:
+        return _says(action, CALL) or _says(action, RETURN)
+
+    def takes(self, action: str, taken: Turn, turn: int) -> bool:
+        is_call, is_return = _says(action, CALL), _says(action, RETURN)
+        if self._call is None:
+            return is_call and not is_return and self._open(taken, turn)
+        if is_call or not is_return or not self._call.num_turns:
+            return False
+        self._close(turn, taken)
+        return True
+
+    async def go_on(
+        self, observation: str, taken: Turn, turn: int, ask: Callable[[], Awaitable[Turn]]
+    ) -> bool:
+        self._latest = observation
+        if self._call is None:
+            return await super().go_on(observation, taken, turn, ask)
+        self._call.num_turns += 1
+        is_last = self._call.num_turns >= self._most
+        if is_last or not await super().go_on(observation, taken, turn, ask):
+            self._close(turn)
+        return True
+
+    def _open(self, taken: Turn, turn: int) -> bool:
+        """Begin a branch, if there is room for it and for what will be left of it."""
+        call = _Call(self.tape.context, taken.is_stopped)
+        if len(call.ids) + self._reserved > self.max_prompt:
+            return False
+        if self._kind is ContextKind.FOLD:
+            self.tape.observe(self._render.after_action(OPENED, is_stopped=call.is_stopped), turn)
+        else:
+            first = self._first_again(LEFT_OUT, self.max_prompt // 2)
+            room = self.max_prompt - len(first or []) - len(taken.token_ids)
+            text = f"{OPENED}\n{self._latest}" if self._latest else OPENED
+            ids = self._fitted_again(text, is_stopped=call.is_stopped, room=room)
+            if first is None or ids is None:
+                return False
+            self.tape.restart([*first, *taken.token_ids, *ids], turn)
+        self._call = call
+        return True
+
+    def _close(self, turn: int, returned: Turn | None = None) -> None:
+        """Go on where the branch was opened; without what it `returned` if it was ended."""
+        assert self._call is not None
+        call, self._call = self._call, None
+        ids, text, is_stopped = call.ids, ENDED + self._latest, call.is_stopped
+        if returned is not None:
+            note = self._render.after_action(CLOSED, is_stopped=is_stopped)
+            ids = [*ids, *note, *returned.token_ids]
+            text, is_stopped = self._latest, returned.is_stopped
+        room = self.max_prompt - len(ids)
+        observed = self._fitted_again(text, is_stopped=is_stopped, room=room)
+        assert observed is not None  # there was room when it was opened
+        self.tape.restart([*ids, *observed], turn)
+
+
+def _says(action: str, tag: str) -> bool:
+    _, _, rest = action.partition(f"<{tag}>")
+    said, closed, _ = rest.partition(f"</{tag}>")
+    return bool(closed and said.strip())
+
+
+def history_of(render: Render, room: Room) -> History:
+    """Return an empty history of the kind that the options say."""
+    return (Folding if room.options.has_branches else History)(render, room)
+
+
+def least_of_branches(render: Render, options: AgentOptions, turn_tokens: int) -> int:
+    """Return the tokens before a turn that a branch and its return take at least; 0: of no kind."""
+    if not options.has_branches:
+        return 0
+    how = options.branch_instruction or HOW
+    first = len(render.first_prompt(f"x{CUT_MARK.format(10**6)}{LEFT_OUT}{how}"))
+    return 2 * (first + turn_tokens) + _least(render)
+
+
+def _least(render: Render) -> int:
+    """Return the tokens of the notes on a branch, and of the least observation after it."""
+    cut = f"{ENDED}x{CUT_MARK.format(10**6)}"
+    return len(render.after_action(CLOSED, is_stopped=False)) + len(
+        render.after_action(cut, is_stopped=False)
+    )

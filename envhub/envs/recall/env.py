@@ -1,0 +1,77 @@
+"""Recall: a sign says which way to go, for this crossing and the two behind it.
+
+For questions about how far back a policy has to see: the way is told at every third crossing and
+nowhere else, so that the latest three turns always name it, the latest two mostly, the first
+message never but at the first three crossings.
+"""
+
+import random
+
+from common.config.envs import EnvsSection
+from envhub.env import EnvSpec, StepResult, SubsetSpec, action_text, parse_item
+from envhub.envs.text_env import TextEnv
+from envhub.tasks import spec_beside
+
+WAYS = {"left": "turn left", "right": "turn right", "ahead": "move forward"}
+NUM_CROSSINGS = 18
+PER_SIGN = 3  # crossings that a sign holds for
+MAX_TURNS = 27  # the episode ends unsolved after so many
+UNTOLD = "nothing"
+SUBSETS = {"Signs": SubsetSpec(num_train=100_000, num_test=3_200, max_turns=MAX_TURNS)}
+
+
+class RecallEnv(TextEnv):
+    """One episode, solved behind the last crossing; each pays its share of the reward.
+
+    The sign's way leads on. Any other leads back to where one stands: a turn is lost.
+    """
+
+    def reset(self, item_id: str, seed: int = 0) -> str:
+        """Start an item; `seed` is unused, since the item fixes all signs."""
+        item = parse_item(item_id, SUBSETS)
+        rng = random.Random(f"{item.split}/{item.index}")
+        self._signs = [rng.choice(list(WAYS)) for _ in range(NUM_CROSSINGS // PER_SIGN)]
+        self._at = self._num_turns = 0
+        self._begin()
+        return self._observation()
+
+    def _step(self, action: str) -> StepResult:
+        self._num_turns += 1
+        name = " ".join(action_text(action).lower().split())
+        is_valid = name in self._valid_actions()
+        self._at += name == self._expert_action()
+        is_won = self._at == NUM_CROSSINGS
+        self._done = is_won or self._num_turns == MAX_TURNS
+        return StepResult(
+            observation="success" if is_won else self._observation(),
+            reward=self._at / NUM_CROSSINGS,
+            done=self._done,
+            is_valid=is_valid,
+            is_success=is_won,
+        )
+
+    def state_text(self) -> str:
+        """Return what tells the present state from others of the item."""
+        return f"crossing {self._at} after {self._num_turns}"
+
+    def _observation(self) -> str:
+        return UNTOLD if self._at % PER_SIGN else f"goal {self._signs[self._at // PER_SIGN]}"
+
+    def _valid_actions(self) -> list[str]:
+        return list(WAYS.values())
+
+    def _expert_action(self) -> str | None:
+        return WAYS[self._signs[self._at // PER_SIGN]]
+
+    def render(self) -> str:
+        """Return all signs, the one that holds now marked."""
+        now = self._at // PER_SIGN
+        return " ".join(f"[{s}]" if i == now else s for i, s in enumerate(self._signs))
+
+    def _state(self) -> str:
+        return repr(self._signs)
+
+
+def make_spec(options: EnvsSection) -> EnvSpec:
+    """Return the catalogue entry of Recall."""
+    return spec_beside(__file__, SUBSETS, RecallEnv)

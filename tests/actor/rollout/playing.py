@@ -1,0 +1,140 @@
+"""What the laws of episodes play with: a session that answers as told, a render of letters."""
+
+import asyncio
+from typing import Any
+
+from actor.rollout.env_client import Hint, StepResult
+from actor.rollout.episode import WHOLE, Act, Render, Session, Turn, run_episode
+from common.config.evaluation import AgentOptions
+from common.errors import EnvError
+from common.wire.messages import EpisodeKind, Lease, PolicyKind, Trajectory
+
+LEASE = Lease(
+    episode_id="g/1",
+    group_id="g",
+    member=1,
+    attempt=2,
+    kind=EpisodeKind.TRAIN,
+    policy=PolicyKind.MODEL,
+    env="toy",
+    item_id="toy-train-0",
+    seed=7,
+    horizon=3,
+    horizon_stage=1,
+    opened_at_version=4,
+    deadline_s=5.0,
+)
+
+
+class Count:
+    """A session that counts; `answers` says what each step does, the last one for ever."""
+
+    def __init__(self, answers: list[StepResult | Exception | float]) -> None:
+        self.first_observation = "first"
+        self.first_state = ""
+        self.actions: list[str] = []
+        self.num_closed = 0
+        self._answers = answers
+
+    async def step(self, action: str) -> StepResult:
+        self.actions.append(action)
+        answer = self._answers[min(len(self.actions), len(self._answers)) - 1]
+        if isinstance(answer, float | int):
+            await asyncio.sleep(answer)
+            raise AssertionError("slept through the deadline")
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async def hint(self) -> Hint:
+        return Hint(valid_actions=["left", "right"], expert_action="jump")
+
+    async def close(self) -> None:
+        self.num_closed += 1
+
+
+class Letters:
+    """Renders each letter as its code; a turn ends with 0."""
+
+    def first_prompt(self, text: str, *, before: tuple[str, str] | None = None) -> list[int]:
+        return [ord(c) for c in "".join(before or ()) + text]
+
+    def after_action(self, text: str, *, is_stopped: bool) -> list[int]:
+        return ([] if is_stopped else [0]) + [ord(c) for c in text]
+
+    def action_text(self, token_ids: list[int]) -> str:
+        return "".join(chr(i) for i in token_ids if i)
+
+
+def go_on(
+    *,
+    reward: float = 0.0,
+    is_valid: bool = True,
+    done: bool = False,
+    is_success: bool | None = None,
+) -> StepResult:
+    solved = done and reward == 1.0 if is_success is None else is_success
+    return StepResult(
+        observation="ab", reward=reward, done=done, is_valid=is_valid, is_success=solved
+    )
+
+
+TURNS = [
+    Turn([120, 0], [-0.5, -0.25], [4, 4], num_prompt=5),
+    Turn([121], [-1.0], [5], is_stopped=False),
+    Turn([122, 0], [-2.0, -3.0], [5, 6], num_prompt=13, num_cached=9),
+]
+
+
+async def episode(
+    session: Count | EnvError,
+    act: Act,
+    *,
+    lease: Lease = LEASE,
+    render: Render | None = None,
+    instruction: str = "",
+    max_tokens: int = 100,
+    turn_tokens: int = 2,
+    keeps_last: bool = False,
+    options: AgentOptions = WHOLE,
+) -> Trajectory:
+    async def open_session() -> Session:
+        if isinstance(session, EnvError):
+            raise session
+        return session
+
+    return await run_episode(
+        lease,
+        open_session=open_session,
+        act=act,
+        render=render or Letters(),
+        instruction=instruction,
+        max_tokens=max_tokens,
+        turn_tokens=turn_tokens,
+        actor="actor-0",
+        keeps_last=keeps_last,
+        options=options,
+    )
+
+
+def play(
+    session: Count,
+    *,
+    lease: Lease = LEASE,
+    turns: list[Turn] = TURNS,
+    act: Act | None = None,
+    prompts: list[list[int]] | None = None,
+    **how: Any,
+) -> Trajectory:
+    remaining = iter(turns)
+
+    async def next_turn(ids: list[int], _: Session) -> Turn:
+        if prompts is not None:
+            prompts.append(list(ids))
+        return next(remaining)
+
+    return asyncio.run(episode(session, act or next_turn, lease=lease, **how))
+
+
+def text_of(got: Trajectory) -> str:
+    return "".join(map(chr, got.token_ids.tolist()))
