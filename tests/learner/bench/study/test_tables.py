@@ -17,6 +17,7 @@ from learner.bench.study.queue import Queue
 from learner.bench.study.tables import (
     TABLES,
     algorithms_table,
+    context_table,
     losses,
     recipes_table,
     staleness_svgs,
@@ -70,6 +71,14 @@ def test_algorithms_and_recipes_have_a_row_for_every_arm_with_an_interval_over_s
     row = algorithms_table(runs).splitlines()[2]
     assert row.startswith("| ppo | 5 | 0.100 [0.100, 0.100] | 0.440 [")
     assert recipes_table(runs).splitlines()[3].startswith("| rloo | 5 | 0.440 [")
+
+
+def test_contexts_have_a_row_each_of_all_seeds_together_before_and_after() -> None:
+    runs = [replace(run("window-1", seed, 0.0, 0.5), num_after=100, cpu_s=7.0) for seed in (0, 1)]
+    (row,) = context_table(runs).splitlines()[2:]
+    # Wilson: 0 and 100 of 200.
+    both = "0.000 [0.000, 0.019] | 0.500 [0.431, 0.569] | 0.500, 0.500"
+    assert row == f"| window-1 | {both} | 7 |"
 
 
 def test_plan_counts_what_is_to_do_and_what_it_takes(tmp_path: Path) -> None:
