@@ -93,7 +93,8 @@ class AgentEpisode:
         async with self._turn:
             self._check_open()
             if self.has_sampled and not self._play.may_go_on(self._lease, self._turn_tokens):
-                self.ended.set()  # what it asked for without a step took the horizon
+                self.is_over = True  # what it asked for without a step took the horizon
+                self.ended.set()
                 self._check_open()
             ids = self._prompt_of(asked)
             tape, turn = self._play.history.tape, self._play.num_turns
@@ -182,7 +183,6 @@ class AgentEpisode:
     def _close_rows(self) -> None:
         """Let what was sampled after the last step belong to that."""
         play = self._play
-        play.history.tape.drop_unanswered()  # who asked for it did not wait
         if not play.num_turns:  # it never acted: one turn, which was none
             play.num_turns, play.invalid_turns, play.scores = 1, [True], [0.0]
         play.history.tape.end(play.num_turns - 1)
