@@ -1,35 +1,49 @@
-"""An agent that owns its loop: it asks the policy with the `openai` package, and acts."""
+"""An agent that owns its loop: it asks the policy with the `openai` package, and acts.
+
+Started for each episode it plays that one; with `actor.agent_lifetime=run` 16 at once, one by one.
+"""
 
 import json
 import os
+from threading import Thread
 from urllib.request import Request, urlopen
 
 from openai import OpenAI
 
-ENV, KEY = os.environ["LONGSTRIDE_ENV"], os.environ["OPENAI_API_KEY"]
 
-
-def call(path: str, body: dict[str, str] | None = None) -> dict:
-    """Ask the episode's environment."""
+def call(url: str, key: str = "", body: dict[str, str] | None = None) -> dict:
+    """Ask the episode's environment, or for an episode."""
     data = None if body is None else json.dumps(body).encode()
-    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
-    with urlopen(Request(ENV + path, data, headers)) as answer:
-        return json.load(answer)
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    with urlopen(Request(url, data, headers)) as answer:
+        return json.loads(answer.read() or b"{}")
 
 
-def main() -> None:
+def play(policy: OpenAI, env: str, messages: list) -> None:
     """Play one episode."""
-    policy = OpenAI()  # reads OPENAI_BASE_URL and OPENAI_API_KEY
-    messages = call("")["messages"]
     while True:
         reply = policy.chat.completions.create(model="policy", messages=messages)
         said = reply.choices[0].message.content or ""
-        result = call("/step", {"action": said})
+        result = call(f"{env}/step", policy.api_key, {"action": said})
         if result["done"] or result["truncated"]:
             return
         messages.append({"role": "assistant", "content": said})
         messages.append({"role": "user", "content": result["observation"]})
 
 
+def play_many(episodes: str, policy: OpenAI) -> None:
+    """Play one episode after the other; an empty answer: there is none at the moment."""
+    while True:
+        if task := call(episodes, body={}):
+            own = policy.with_options(base_url=task["base_url"], api_key=task["api_key"])
+            play(own, task["env_url"], task["messages"])
+
+
 if __name__ == "__main__":
-    main()
+    if episodes := os.environ.get("LONGSTRIDE_EPISODES"):
+        policy = OpenAI(base_url=episodes, api_key="of each episode")
+        for _ in range(16):
+            Thread(target=play_many, args=(episodes, policy)).start()
+    else:  # OPENAI_BASE_URL and OPENAI_API_KEY are read by the package
+        env, policy = os.environ["LONGSTRIDE_ENV"], OpenAI()
+        play(policy, env, call(env, policy.api_key)["messages"])

@@ -1,6 +1,7 @@
 """Laws of agents that play many episodes, each a real process."""
 
 import asyncio
+import shutil
 import sys
 from dataclasses import replace
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from actor.agents.agents import Agents
 from actor.rollout.episode import Session
 from common.config.evaluation import AgentLifetime
+from common.repository import ROOT
 from common.wire.messages import EndReason, Lease, Trajectory
 from tests.actor.agents.test_agents import (
     RENDERER,
@@ -64,7 +66,8 @@ for _ in range(3):
 
 
 def leases(num: int, **changes: Any) -> list[Lease]:
-    return [replace(LEASE, episode_id=f"e{i}", horizon=9, **changes) for i in range(num)]
+    how: dict[str, Any] = {"horizon": 9, "deadline_s": 120.0, **changes}
+    return [replace(LEASE, episode_id=f"e{i}", **how) for i in range(num)]
 
 
 async def playing(agents: Agents, lease: Lease, **changes: Any) -> Trajectory:
@@ -116,7 +119,7 @@ play(task)  # and exits, with 0
 
 @pytest.mark.slow
 def test_agent_that_never_starts_to_play_fails_those_that_wait_for_it() -> None:
-    captured = played("sys.exit('no such file')", leases(2, deadline_s=60.0))
+    captured = played("sys.exit('no such file')", leases(2))
     assert [each.end_reason for each in captured] == [EndReason.ABORTED] * 2
     assert "exits with 1: no such file" in captured[0].error
 
@@ -183,3 +186,33 @@ def test_engine_s_failure_ends_whoever_plays_with_long_lived_agents() -> None:
             await agents.close()
 
     asyncio.run(run())
+
+
+EXAMPLES = ROOT / "docs" / "examples"
+
+
+def examples(*command: str, lifetime: AgentLifetime, num: int) -> list[Trajectory]:
+    async def run() -> list[Trajectory]:
+        cfg = settings(*command, agent_lifetime=lifetime)
+        agents = Agents(cfg, actor="actor-0", renderer=RENDERER)
+        try:
+            return list(await asyncio.gather(*(playing(agents, each) for each in leases(num))))
+        finally:
+            await agents.close()
+
+    return asyncio.run(run())
+
+
+def test_example_that_plays_many_is_our_loop() -> None:
+    command = (sys.executable, str(EXAMPLES / "agent_many.py"), "3")
+    captured = examples(*command, lifetime=AgentLifetime.RUN, num=7)
+    assert [told(each) for each in captured] == [told(own_loop(each, TASK)) for each in leases(7)]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("jq") or not shutil.which("curl"), reason="wants curl and jq")
+def test_example_of_a_shell_plays_with_a_segment_for_each_turn() -> None:
+    command = ("sh", str(EXAMPLES / "agent.sh"))
+    (got,) = examples(*command, lifetime=AgentLifetime.EPISODE, num=1)
+    assert (got.end_reason, got.num_turns, got.reward) == (EndReason.DONE, 4, 1.0)
+    assert (len(got.segment_starts), refused(got)) == (4, "")
