@@ -18,6 +18,7 @@ from transformers import AutoTokenizer
 
 from actor.engine.engine import Engine
 from actor.engine.weights import WeightLink
+from actor.formats.tools import make_renderer
 from actor.links.delivery import Delivery
 from actor.links.scheduler_client import SchedulerClient
 from actor.links.waiting import wait_aloud
@@ -129,7 +130,8 @@ async def _build(cfg: RunConfig, access: Access, context: zmq.asyncio.Context) -
     name, keys, book = access.name, access.keys, access.book
     incarnation = uuid.uuid4().hex[:12]
     exclusive = asyncio.Lock()
-    renderer = Renderer(AutoTokenizer.from_pretrained(cfg.model.path, local_files_only=True))
+    tokenizer = AutoTokenizer.from_pretrained(cfg.model.path, local_files_only=True)
+    renderer = make_renderer(tokenizer, cfg.actor.format)
     renderer.check_room(cfg.actor)
     is_lockstep = cfg.train.mode == "sync"
     engine = await Engine.start(

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from common.wire.messages import Trajectory
+from common.wire.messages import Aside, Trajectory
 
 TOKEN_COLUMNS = ("token_ids", "loss_mask", "logprobs", "versions", "turn_ids")
 _WHOLE = np.zeros(0, dtype=np.int32)
@@ -30,6 +30,7 @@ def as_rows(trajectory: Trajectory) -> list[Trajectory]:
         replace(
             trajectory,
             segment_starts=_WHOLE,
+            asides=np.array(asides_of(trajectory, part), np.int32).ravel(),
             **{name: getattr(trajectory, name)[part] for name in TOKEN_COLUMNS},
         )
         for part in segments_of(trajectory)
@@ -42,7 +43,24 @@ def joined(rows: list[Trajectory]) -> Trajectory:
         return rows[0]
     starts = np.cumsum([0, *(len(row.token_ids) for row in rows[:-1])])
     columns = {name: np.concatenate([getattr(r, name) for r in rows]) for name in TOKEN_COLUMNS}
-    return replace(rows[0], segment_starts=starts.astype(np.int32), **columns)
+    moved = [
+        (first + start, end + start, kind)
+        for row, start in zip(rows, starts.tolist(), strict=True)
+        for first, end, kind in asides_of(row)
+    ]
+    asides = np.array(moved, dtype=np.int32).ravel()
+    return replace(rows[0], segment_starts=starts.astype(np.int32), asides=asides, **columns)
+
+
+def asides_of(trajectory: Trajectory, part: slice | None = None) -> list[tuple[int, int, int]]:
+    """Return first token, one behind the last, and kind of the answers that no environment saw.
+
+    Args:
+        part: only those in it, counted from its beginning.
+    """
+    start, stop = (part.start, part.stop) if part else (0, len(trajectory.token_ids))
+    told: list[list[int]] = trajectory.asides.reshape(-1, 3).tolist()
+    return [(a - start, b - start, kind) for a, b, kind in told if start <= a < stop]
 
 
 def refusal_of_starts(trajectory: Trajectory) -> str:
@@ -52,6 +70,21 @@ def refusal_of_starts(trajectory: Trajectory) -> str:
         return f"segment_starts is {starts.dtype.name} {starts.shape}, not [num_segments] int32"
     if starts.size and (starts[0] != 0 or not (np.diff(starts, append=num_tokens) > 0).all()):
         return f"segment_starts {starts.tolist()[:16]} of {num_tokens} tokens"
+    return ""
+
+
+def refusal_of_asides(trajectory: Trajectory) -> str:
+    """Return why `asides` names no answers, "" if it does."""
+    asides, num_tokens = trajectory.asides, len(trajectory.token_ids)
+    if asides.dtype != np.int32 or asides.ndim != 1 or asides.size % 3:
+        return f"asides is {asides.dtype.name} {asides.shape}, not [3 * num] int32"
+    firsts, ends, kinds = asides.reshape(-1, 3).T
+    edges = asides.reshape(-1, 3)[:, :2].ravel()
+    is_told = (firsts < ends).all() and (np.diff(edges) >= 0).all()
+    if asides.size and not (is_told and edges[0] >= 0 and edges[-1] <= num_tokens):
+        return f"asides {asides.tolist()[:16]} of {num_tokens} tokens"
+    if not set(kinds.tolist()) <= set(Aside):
+        return f"asides of kinds {sorted(set(kinds.tolist()))[:16]}"
     return ""
 
 

@@ -234,6 +234,9 @@ class EnvSpec:
     column_item: Callable[[int], str] | None = None
     note: str = ""
     paper: PaperSet | None = None
+    # What actions call, as {"name", "description", "parameters": JSON schema} each; an action is
+    # then {"tool": name, "arguments": {...}}. (): an action is any text.
+    tools: tuple[Mapping[str, Any], ...] = ()
     stop: Callable[[], Awaitable[None]] | None = None  # when the process that holds episodes ends
     stop_timeout_s: float = 1.0
 

@@ -10,10 +10,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from actor.bench.torch_engine import TorchEngine
+from actor.formats.tools import make_renderer
 from actor.rollout.env_client import Hint, StepResult
 from actor.rollout.episode import Act, Session, Turn, run_episode
 from actor.rollout.lockstep import Rounds
-from actor.rollout.render import Renderer
 from common.config.run_config import RunConfig
 from common.errors import EnvError
 from common.wire.messages import Lease, Trajectory
@@ -53,7 +53,8 @@ class InProcessPlayer:
                 one of these.
         """
         path = cfg.model.path
-        self._renderer = Renderer(AutoTokenizer.from_pretrained(path, local_files_only=True))
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        self._renderer = make_renderer(tokenizer, cfg.actor.format)
         self._engine = engine or _make_engine(cfg, self._renderer.end_of_turn_ids)
         self._cfg, self._specs = cfg, specs
 
@@ -100,7 +101,7 @@ class InProcessPlayer:
         try:
             return await play(
                 act=taken,
-                render=self._renderer,
+                render=self._renderer.of(lease.env),
                 instruction=spec.instruction.get(style, ""),
                 acknowledgement=spec.acknowledgement.get(style, ""),
                 max_tokens=actor.max_model_len,

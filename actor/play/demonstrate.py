@@ -12,7 +12,9 @@ from urllib.parse import urlencode
 from actor.rollout.env_client import Environments, HubClient
 from actor.rollout.episode import first_text
 from actor.rollout.scripted import ScriptedPolicy, ScriptedRender
+from common.agent_formats import in_react, worded
 from common.config.curriculum import subsets_in_use
+from common.config.evaluation import AgentFormat
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.wire.messages import PolicyKind
@@ -32,9 +34,15 @@ def demonstrate(cfg: RunConfig, url: str, token: str, path: Path) -> None:
     policy knows all actions but is good at the chosen tasks only. By the tasks' weights.
 
     Raises:
-        ConfigError: a subset that the hub does not have, or none to show.
+        ConfigError: a subset that the hub does not have, or none to show; or what they would show
+            in is no text, but calls of a chat template.
         EnvError: the hub failed.
     """
+    if cfg.actor.format is AgentFormat.FUNCTION_CALL:
+        raise ConfigError(
+            f"actor.format={cfg.actor.format.value}: demonstrations are texts, without the chat"
+            " template's calls; show them with plain or react"
+        )
     played = asyncio.run(_play_all(cfg, url, token))
     records = [record for record, _ in played]
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -48,7 +56,7 @@ async def _play_all(cfg: RunConfig, url: str, token: str) -> list[tuple[dict[str
 
     async def one(plan: PlannedEpisode, environments: Environments) -> tuple[dict[str, Any], bool]:
         async with slots:
-            return await _play(environments, plan)
+            return await _play(environments, plan, cfg.actor.format)
 
     query = urlencode([("subset", n) for n in subsets_in_use(cfg.curriculum, cfg.tasks)])
     path = f"/v1/envs?{query}" if query else "/v1/envs"
@@ -92,7 +100,9 @@ def _plans(cfg: RunConfig, catalogue: dict[str, Any]) -> Iterator[PlannedEpisode
         )
 
 
-async def _play(environments: Environments, plan: PlannedEpisode) -> tuple[dict[str, Any], bool]:
+async def _play(
+    environments: Environments, plan: PlannedEpisode, kind: AgentFormat
+) -> tuple[dict[str, Any], bool]:
     """Return the episode as AgentGym writes it down, and whether it was solved."""
     render = ScriptedRender()
     policy = ScriptedPolicy(plan.policy, seed=plan.episode_id, render=render)
@@ -100,6 +110,7 @@ async def _play(environments: Environments, plan: PlannedEpisode) -> tuple[dict[
     instruction, answer = (
         each(plan.env) for each in (environments.instruction, environments.acknowledgement)
     )
+    instruction = worded(kind, instruction)
     messages: list[dict[str, Any]] = []
     text = session.first_observation
     if answer:
@@ -114,7 +125,8 @@ async def _play(environments: Environments, plan: PlannedEpisode) -> tuple[dict[
     for turn in range(plan.horizon):
         action = render.action_text((await policy.act([], session)).token_ids)
         result = await session.step(action)
-        messages.append({"from": "gpt", "loss": True, "value": action})
+        said = in_react(action) if kind is AgentFormat.REACT else action
+        messages.append({"from": "gpt", "loss": True, "value": said})
         reward, is_solved = result.reward, result.is_success
         if result.done or turn + 1 == plan.horizon:
             break

@@ -164,7 +164,10 @@ class TextEpisode:
         ]
         return _bytes("\n\n".join(texts))
 
-    def after_action(self, text: str, *, is_stopped: bool) -> list[int]:
+    def after_action(self, observation: str, *, is_stopped: bool) -> list[int]:
+        return self.after_turn(observation, is_stopped=is_stopped)
+
+    def after_turn(self, text: str, *, is_stopped: bool) -> list[int]:
         self._messages.append({"role": "user", "content": text})
         return _bytes(text)
 

@@ -6,9 +6,9 @@ from transformers import AutoTokenizer
 
 from actor.agents.agents import Agents
 from actor.engine.engine import Engine
+from actor.formats.tools import make_renderer
 from actor.play.play import Job, Player, play
 from actor.rollout.episode import Act, Render, Session, Turn
-from actor.rollout.render import Renderer
 from common.config.run_config import ActorSection, ModelSection
 from common.wire.planned import PlannedEpisode
 
@@ -17,7 +17,8 @@ async def play_with_engine(
     job: Job, model: ModelSection, actor: ActorSection, *, seed: int
 ) -> None:
     """Play the job. Raises: EngineError if the engine did not start or failed; and as `play`."""
-    renderer = Renderer(AutoTokenizer.from_pretrained(model.path, local_files_only=True))
+    tokenizer = AutoTokenizer.from_pretrained(model.path, local_files_only=True)
+    renderer = make_renderer(tokenizer, actor.format)
     renderer.check_room(actor)
     engine = await Engine.start(model, actor, end_of_turn_ids=renderer.end_of_turn_ids, seed=seed)
     engine.version = 0

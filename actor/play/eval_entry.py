@@ -31,6 +31,7 @@ def describe_policy(
             "model": policy.model,
             "temperature": policy.temperature,
             "max_turn_tokens": policy.max_turn_tokens,
+            **actor.of_answers(),
         }
     files = sorted([*Path(model.path).glob("*.safetensors"), *Path(model.path).glob("*.json")])
     context = {"context": actor.context.value, "context_turns": actor.context_turns}
@@ -46,6 +47,7 @@ def describe_policy(
         "max_model_len": actor.max_model_len,
         **({} if actor.context is ContextKind.FULL else context),
         **({"agent": list(actor.agent)} if actor.endpoint else {}),
+        **actor.of_answers(),
     }
 
 

@@ -21,7 +21,7 @@ from actor.play.own_process import make_job, play_in_own_process
 from actor.play.play import Job, Player, play
 from actor.rollout.env_client import HubClient
 from actor.rollout.episode import Act, Render
-from common.config.evaluation import EvalItems, PolicySection
+from common.config.evaluation import AgentOptions, EvalItems, PolicySection
 from common.config.run_config import RunConfig
 from common.errors import ConfigError, EnvError, LongstrideError
 from common.launch.hub import serve_hub
@@ -154,7 +154,7 @@ def run(
     problem = ""
     try:
         if todo and cfg.policy.url:
-            asyncio.run(_play_at_endpoint(job, cfg.policy))
+            asyncio.run(_play_at_endpoint(job, cfg.policy, cfg.actor.of_text()))
         elif todo:
             play_in_own_process(job, cfg)
     except ConfigError:
@@ -173,7 +173,7 @@ def run(
     return 1 if problem else 0
 
 
-async def _play_at_endpoint(job: Job, cfg: PolicySection) -> None:
+async def _play_at_endpoint(job: Job, cfg: PolicySection, options: AgentOptions) -> None:
     async with Endpoint(cfg) as endpoint:
 
         def policy(_: PlannedEpisode) -> tuple[Act, Render]:
@@ -181,7 +181,11 @@ async def _play_at_endpoint(job: Job, cfg: PolicySection) -> None:
             return episode.act, episode
 
         player = Player(
-            policy=policy, max_concurrent=cfg.max_concurrent, max_tokens=NO_LIMIT, turn_tokens=0
+            policy=policy,
+            max_concurrent=cfg.max_concurrent,
+            max_tokens=NO_LIMIT,
+            turn_tokens=0,
+            options=options,
         )
         await play(job, player)
         logger.info(

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from actor.agents.agents import Agents
+from actor.formats.tools import rendering
 from actor.rollout.env_client import Environments, HubClient
 from actor.rollout.episode import WHOLE, Act, Render, run_episode
 from common.config.evaluation import AgentOptions
@@ -99,6 +100,7 @@ async def _play_once(
     lease: Lease, plan: PlannedEpisode, environments: Environments, player: Player
 ) -> Trajectory:
     act, render = player.policy(plan)
+    render = rendering(render, plan.env, environments.tools.get(plan.env, []))
     open_session = partial(environments.open, plan.env, plan.item_id, seed=plan.seed)
     task = environments.instruction(plan.env), environments.acknowledgement(plan.env)
     if player.agents is not None:

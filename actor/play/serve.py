@@ -124,7 +124,7 @@ async def door_of(
     key = secrets.token_urlsafe(24)
     chat = Chat(
         engine=engine,
-        renderer=renderer,
+        renderer=renderer.without_tools(),
         actor=cfg.actor,
         key=key,
         name=lambda version: f"{cfg.run.name}, version {version}",

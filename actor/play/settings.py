@@ -10,6 +10,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from actor.play.endpoint import read_key
+from common.agent_formats import check_tools
 from common.checks.machine import GIB
 from common.checks.model_shape import BYTES_OF, ModelShape, read_shape
 from common.checks.preflight import check_agent, check_engine, check_model
@@ -78,6 +79,7 @@ def check_policy(cfg: RunConfig, root: Path) -> None:
         read_key(cfg.policy)
         return
     check_model(cfg.model.path, root)
+    check_tools(cfg.actor.format, root / cfg.model.path)
     _check_vocabulary(root / cfg.model.path, cfg.model.path)
 
 

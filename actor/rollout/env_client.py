@@ -279,6 +279,7 @@ class Environments:
     style: str  # how observations are worded
     instructions: dict[str, dict[str, str]]  # environment -> style -> text
     answers: dict[str, dict[str, str]] = field(default_factory=dict[str, dict[str, str]])
+    tools: dict[str, list[Any]] = field(default_factory=dict[str, list[Any]])  # by environment
     quick: frozenset[str] = frozenset()  # environments whose steps take no time to speak of
 
     @classmethod
@@ -296,8 +297,10 @@ class Environments:
             name: {k: str(v) for k, v in (entry.get("acknowledgement") or {}).items()}
             for name, entry in catalogue.items()
         }
+        tools = {name: list(entry.get("tools") or []) for name, entry in catalogue.items()}
         quick = frozenset(name for name, entry in catalogue.items() if entry.get("is_quick"))
-        return cls(hub=hub, style=style, instructions=texts, answers=answers, quick=quick)
+        own = {"instructions": texts, "answers": answers, "tools": tools}
+        return cls(hub=hub, style=style, quick=quick, **own)
 
     def instruction(self, env: str) -> str:
         """Return the text that goes before the first observation, "" if there is none."""

@@ -4,15 +4,17 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
 import numpy as np
 
+from actor.formats.tools import Read, reader_of
 from actor.rollout.context import History, Render, Room, Turn
 from actor.rollout.env_client import Hint, StepResult
 from actor.rollout.folding import history_of
+from common.agent_formats import MARK, worded
 from common.config.curriculum import HorizonUnit
 from common.config.evaluation import AgentOptions
 from common.errors import EnvError, EnvTimeout, HubLost
@@ -79,19 +81,26 @@ class Play:
         self.num_cached_tokens += taken.num_cached
         return taken
 
-    def answered(self, result: StepResult, took_s: float) -> None:
-        """Write down what the environment made of an action."""
+    def answered(self, result: StepResult, took_s: float, *, is_read: bool = True) -> None:
+        """Write down what the environment made of an action; unread, an answer had none."""
         self.env_s += took_s
         self.turns_s += max(0.0, self.turn_s + took_s)
         self.turn_s = 0.0
         self.num_turns += 1
-        self.invalid_turns.append(not result.is_valid)
+        self.invalid_turns.append(not (result.is_valid and is_read))
         self.reward = result.reward
         self.scores.append(result.reward)
         self.states.append(state_number(result.state or result.observation))
         if result.done:
             self.end = EndReason.DONE
             self.is_success = result.is_success
+
+    def is_to_reflect(self, options: AgentOptions) -> bool:
+        """Return whether the policy reflects on what its last action led to."""
+        every = options.reflect_every
+        return bool(every and self.num_turns % every == 0) or (
+            options.reflect_on_invalid and self.invalid_turns[-1]
+        )
 
     def may_go_on(self, lease: Lease, turn_tokens: int) -> bool:
         """Return whether the horizon lets a further turn begin."""
@@ -153,16 +162,18 @@ async def run_episode(
     Raises: HubLost: if `may_repeat`.
     """
     room = Room(max_tokens=max_tokens, turn_tokens=turn_tokens, options=options)
+    told = worded(options.format, instruction)
+    read = reader_of(render, options.format, is_whole=MARK in instruction)
     started, play = time.monotonic(), Play(keeps_last=keeps_last, history=history_of(render, room))
     session: Session | None = None
     try:
         async with judged(play, lease, may_repeat=may_repeat):
             session = await open_session()
-            text, encode = _opening(render, session, instruction, acknowledgement)
+            text, encode = _opening(render, session, told, acknowledgement)
             play.env_s = time.monotonic() - started
-            if not play.history.begin(text, encode):
+            if not await play.history.begin(text, encode, partial(play.ask, act, session)):
                 raise ContextFull("not even the first page's beginning fits")
-            await _turns(lease, session, play, act, render, turn_tokens)
+            await _turns(lease, session, play, act, read, room)
     finally:
         if session is not None:
             await session.close()
@@ -195,29 +206,31 @@ async def judged(play: Play, lease: Lease, *, may_repeat: bool) -> AsyncIterator
 
 
 async def _turns(
-    lease: Lease, session: Session, play: Play, act: Act, render: Render, turn_tokens: int
+    lease: Lease, session: Session, play: Play, act: Act, read: Read, room: Room
 ) -> None:
     history, ask = play.history, partial(play.ask, act, session)
-    may_go_on = partial(play.may_go_on, lease, turn_tokens)
+    may_go_on = partial(play.may_go_on, lease)
     play.states.append(state_number(session.first_state or session.first_observation))
     while True:
         taken, turn = await ask(), play.num_turns
         history.tape.add(taken, turn)
-        action = render.action_text(taken.token_ids)
-        if history.takes(action, taken, turn):
-            if turn and not may_go_on():  # one turn is played at any horizon
+        said, action = read(taken.token_ids)
+        if history.takes(said, taken, turn):
+            if turn and not may_go_on(room.turn_tokens):  # one turn is played at any horizon
                 break
             continue
         answered = time.monotonic()
-        result = await session.step(action)
-        if history.is_own(action):  # at a place where it opens or closes nothing
-            result = replace(result, is_valid=False)
-        play.answered(result, time.monotonic() - answered)
+        result = await session.step(action or "")  # which environments refuse by themselves
+        # A branch may be opened or closed where there is none to open or close.
+        is_read = action is not None and not history.is_own(said)
+        play.answered(result, time.monotonic() - answered, is_read=is_read)
         if result.done:
             break
-        if may_go_on():
-            if await history.go_on(result.observation, taken, turn + 1, ask):
-                if may_go_on():
+        reflects = play.is_to_reflect(room.options)
+        if may_go_on(room.turn_tokens * (1 + reflects)):
+            seen = result.observation
+            if await history.go_on(seen, taken, turn + 1, ask, reflects=reflects):
+                if may_go_on(room.turn_tokens):
                     continue
                 break  # a summary took the rest of the horizon
             play.end = EndReason.CONTEXT_FULL
@@ -255,4 +268,5 @@ def trajectory_of(lease: Lease, play: Play, *, actor: str, wall_s: float) -> Tra
         turn_scores=np.array(play.scores, dtype=np.float32),
         turn_states=np.array(play.states[: play.num_turns], dtype=np.int32),
         segment_starts=np.array(tape.starts if len(tape.starts) > 1 else [], dtype=np.int32),
+        asides=np.array(tape.asides, dtype=np.int32),
     )

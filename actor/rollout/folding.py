@@ -15,10 +15,9 @@ Source: context folding (arXiv 2510.11967), whose branch and return are calls of
 branch of `fold` goes on in its caller's row, since nothing of that was taken away yet.
 """
 
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from actor.rollout.context import LEFT_OUT, History, Render, Room, Turn
+from actor.rollout.context import LEFT_OUT, Ask, Encode, History, Render, Room, Turn
 from actor.rollout.observations import CUT_MARK
 from common.config.evaluation import AgentOptions, ContextKind
 
@@ -56,8 +55,8 @@ class Folding(History):
         self._latest = ""  # observation; "": it is in the first message
         self._reserved = room.turn_tokens + _least(render)  # of what a branch leaves
 
-    def begin(self, text: str, encode: Callable[[str], list[int]]) -> bool:
-        return super().begin(text, lambda cut: encode(cut + self._how))
+    async def begin(self, text: str, encode: Encode, ask: Ask) -> bool:
+        return await super().begin(text, lambda cut: encode(cut + self._how), ask)
 
     def is_own(self, action: str) -> bool:
         return _says(action, CALL) or _says(action, RETURN)
@@ -72,7 +71,7 @@ class Folding(History):
         return True
 
     async def go_on(
-        self, observation: str, taken: Turn, turn: int, ask: Callable[[], Awaitable[Turn]]
+        self, observation: str, taken: Turn, turn: int, ask: Ask, *, reflects: bool = False
     ) -> bool:
         self._latest = observation
         if self._call is None:

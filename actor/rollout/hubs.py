@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from functools import partial
+from typing import Any
 
 from actor.rollout.env_client import Environments, HubClient, HubSession
 from common.errors import EnvError, HubLost
@@ -45,6 +46,7 @@ class Hubs:
         self._known: dict[tuple[str, str], Environments] = {}  # by url and token
         self._instructions: dict[str, dict[str, str]] = {}  # environment -> style -> text
         self._answers: dict[str, dict[str, str]] = {}  # the agent's to these
+        self._tools: dict[str, list[Any]] = {}  # environment -> what its actions call
         self._failed_at: dict[str, float] = {}  # by url
         self._num_opened: Counter[str] = Counter()  # by url
         self._connecting = asyncio.Lock()
@@ -85,6 +87,10 @@ class Hubs:
     def acknowledgement(self, env: str) -> str:
         """Return the agent's canned answer to the instruction, "" where both are one message."""
         return self._answers.get(env, {}).get(self._style, "")
+
+    def tools(self, env: str) -> list[Any]:
+        """Return what an environment's actions call, [] where they are texts."""
+        return self._tools.get(env, [])
 
     async def open(self, env: str, item_id: str, *, seed: int) -> HubSession:
         """Start an episode at a hub that serves it; at the next one if that does not answer.
@@ -209,4 +215,5 @@ class Hubs:
                     self._keep(hub.stay())
                 self._instructions = environments.instructions | self._instructions
                 self._answers = environments.answers | self._answers
+                self._tools = environments.tools | self._tools
         return self._known[key]

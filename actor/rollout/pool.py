@@ -174,7 +174,8 @@ class Episodes:
             scripted = ScriptedRender()
             policy = ScriptedPolicy(lease.policy, seed=lease.episode_id, render=scripted)
             return policy.act, scripted
-        return (lambda ids, _: self._act(lease, ids)), self._renderer
+        render = self._renderer.of(lease.env, self._environments.tools(lease.env))
+        return (lambda ids, _: self._act(lease, ids)), render
 
     async def _act(self, lease: Lease, ids: list[int]) -> Turn:
         if self._rounds is not None:

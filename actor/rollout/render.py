@@ -13,15 +13,15 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from actor.rollout.context import least_again
+from actor.rollout.context import least_prompt
 from actor.rollout.folding import least_of_branches
-from actor.rollout.observations import CUT_MARK
 from common.config.run_config import ActorSection
 from common.control_tokens import ControlTokens
 from common.errors import ConfigError
 
 NUM_KNOWN_TEXTS = 256  # latest ones; members of a group begin with the same
-_USER, _ASSISTANT, _NEXT = "\u2402user\u2403", "\u2402assistant\u2403", "\u2402next\u2403"
+Message = dict[str, Any]
+USER, ASSISTANT, NEXT = "\u2402user\u2403", "\u2402assistant\u2403", "\u2402next\u2403"
 
 
 class Renderer:
@@ -38,20 +38,20 @@ class Renderer:
         self._control = ControlTokens(tokenizer)
         self.num_tokens = len(tokenizer)
         self._known = lru_cache(NUM_KNOWN_TEXTS)(self._control.encode_between)
-        first = self._template([{"role": "user", "content": _USER}])
-        self._before_first, _, self._after_user = first.partition(_USER)
-        if _USER not in first:
+        first = self._template([{"role": "user", "content": USER}])
+        self._before_first, _, self._after_user = first.partition(USER)
+        if USER not in first:
             raise ConfigError("the chat template drops the user's text")
         both = self._template(
             [
-                {"role": "user", "content": _USER},
-                {"role": "assistant", "content": _ASSISTANT},
-                {"role": "user", "content": _NEXT},
+                {"role": "user", "content": USER},
+                {"role": "assistant", "content": ASSISTANT},
+                {"role": "user", "content": NEXT},
             ]
         )
-        head, _, tail = both.partition(_ASSISTANT)
-        between, _, after_next = tail.partition(_NEXT)
-        if head != first or _NEXT not in tail or after_next != self._after_user:
+        head, _, tail = both.partition(ASSISTANT)
+        between, _, after_next = tail.partition(NEXT)
+        if head != first or NEXT not in tail or after_next != self._after_user:
             raise ConfigError(
                 "the chat template rewrites earlier turns, so token ids cannot be kept; "
                 f"it renders {both!r} after {first!r}"
@@ -60,11 +60,14 @@ class Renderer:
         self._end_of_turn_text: str = tokenizer.decode(self.end_of_turn_ids[:1])
         self._between = between.removeprefix(self._end_of_turn_text)
 
-    def _template(self, messages: list[dict[str, str]]) -> str:
+    def _template(self, messages: Sequence[Message]) -> str:
+        return self._rendered(messages)
+
+    def _rendered(self, messages: Sequence[Message], *, tools: list[Any] | None = None) -> str:
         if not getattr(self._tokenizer, "chat_template", None):
             raise ConfigError("model.path: the tokenizer has no chat template")
         return self._tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True
+            messages, tools=tools, tokenize=False, add_generation_prompt=True
         )
 
     def _end_of_turn(self, between: str) -> list[int]:
@@ -93,19 +96,33 @@ class Renderer:
         ids = self.first_prompt(texts[0])
         for answer, text in zip(texts[1::2], texts[2::2], strict=True):
             ids += self._known("", answer, self._end_of_turn_text)
-            ids += self.after_action(text, is_stopped=True)
+            ids += self.after_turn(text, is_stopped=True)
         return ids
 
-    def after_action(self, text: str, *, is_stopped: bool) -> list[int]:
-        """Return the ids between a sampled action and the next one.
+    def after_turn(self, text: str, *, is_stopped: bool) -> list[int]:
+        """Return the ids between what was sampled and what is next: the user says `text`.
 
         Args:
-            text: the observation.
-            is_stopped: the action ended with an end-of-turn token of its own; if not, one is put
-                in here, unsampled and therefore never trained on.
+            is_stopped: what was sampled ended with an end-of-turn token of its own; if not, one is
+                put in here, unsampled and therefore never trained on.
         """
+        return self._framed(self._between, text, self._after_user, is_stopped=is_stopped)
+
+    def after_action(self, observation: str, *, is_stopped: bool) -> list[int]:
+        """Return the same for what an environment says of an action."""
+        return self.after_turn(observation, is_stopped=is_stopped)
+
+    def of(self, env: str, tools: Sequence[Message] = ()) -> "Renderer":
+        """Return what renders an environment's episodes, whose actions may call `tools`."""
+        return self
+
+    def without_tools(self) -> "Renderer":
+        """Return what renders conversations of texts alone."""
+        return self
+
+    def _framed(self, before: str, text: str, after: str, *, is_stopped: bool) -> list[int]:
         lead = "" if is_stopped else self._end_of_turn_text
-        return list(self._known(lead + self._between, text, self._after_user))
+        return list(self._known(lead + before, text, after))
 
     def of_messages(self, messages: list[dict[str, str]]) -> list[int]:
         """Return the ids of any conversation, up to where the assistant starts.
@@ -127,8 +144,7 @@ class Renderer:
 
         Raises: ConfigError: it does not, so that no episode could ever be played.
         """
-        needed = len(self.first_prompt(f"x{CUT_MARK.format(10**6)}"))
-        needed = max(needed, least_again(self, actor, actor.max_turn_tokens))
+        needed = least_prompt(self, actor, actor.max_turn_tokens)
         needed = max(needed, least_of_branches(self, actor, actor.max_turn_tokens))
         if actor.max_model_len - actor.max_turn_tokens < needed:
             raise ConfigError(

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from common.agent_formats import check_tools
 from common.checks.gpu_placement import Seats, seat
 from common.checks.machine import (
     COMPILER_PACKAGES,
@@ -42,6 +43,7 @@ def check(cfg: RunConfig, root: Path, *, missing: Sequence[str] = ()) -> None:
     if missing:
         raise ConfigError("; ".join(missing))
     check_model(cfg.model.path, root)
+    check_tools(cfg.actor.format, root / cfg.model.path)
     _check_other_models(cfg, root)
     check_ports(cfg)
     run_dir = root / cfg.run.dir / cfg.run.name
@@ -81,6 +83,7 @@ def check_dry(cfg: RunConfig, root: Path, *, missing: Sequence[str] = ()) -> Non
     _check_tasks(cfg)
     if not is_stand_in:
         check_model(cfg.model.path, root)
+        check_tools(cfg.actor.format, root / cfg.model.path)
     _check_other_models(cfg, root)
     here = on_this_machine(cfg)
     shape = read_shape(root / cfg.model.path)

@@ -8,6 +8,7 @@ from common.config.knobs import PATH, URL, WORD, Contradiction, knob, seconds
 from common.config.learning import AlgorithmSection, Correction, PolicyLoss
 
 LIMIT_KEYS = ("max_tokens", "max_completion_tokens")
+OF_ANSWERS = ("format", "plan", "reflect_every", "reflect_on_invalid")
 
 
 class ContextKind(StrEnum):
@@ -38,9 +39,28 @@ class AgentLifetime(StrEnum):
     RUN = "run"
 
 
+class AgentFormat(StrEnum):
+    """How an answer says its action. What cannot be read is an invalid action, and counts as one.
+
+    plain: the answer is the action. react: thoughts, then `Action:` once and what follows it.
+    function_call: one call of a tool, as the model's own chat template writes it.
+    """
+
+    PLAIN = "plain"
+    REACT = "react"
+    FUNCTION_CALL = "function_call"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentOptions:
-    """What an episode's policy is shown of it."""
+    """How an episode's policy answers, and what it is shown."""
+
+    format: AgentFormat = knob(AgentFormat.PLAIN, "how an answer says its action")
+    plan: bool = knob(False, "a turn before the first action in which the policy plans")
+    reflect_every: int = knob(0, "actions after which the policy reflects; 0: never", ge=0, le=1000)
+    reflect_on_invalid: bool = knob(False, "the policy reflects after an invalid action")
+    learn_plans: bool = knob(True, "plans are trained as actions are")
+    learn_reflections: bool = knob(True, "reflections are trained as actions are")
 
     context: ContextKind = knob(ContextKind.FULL, "when an episode outgrows max_model_len")
     context_turns: int = knob(
@@ -64,6 +84,11 @@ class AgentOptions:
     num_agents: int = knob(1, "processes beside each actor with agent_lifetime=run", ge=1, le=1000)
 
     @property
+    def reflects(self) -> bool:
+        """Whether there may be reflections."""
+        return self.reflect_every > 0 or self.reflect_on_invalid
+
+    @property
     def has_segments(self) -> bool:
         """Whether episodes may be several training rows."""
         return self.endpoint or self.context is not ContextKind.FULL
@@ -73,18 +98,50 @@ class AgentOptions:
         """Whether a policy may open branches."""
         return self.context in (ContextKind.FOLD, ContextKind.SUBAGENT)
 
+    def of_text(self) -> "AgentOptions":
+        """Return those of a policy that is asked in texts, and is always shown everything."""
+        return AgentOptions(**{name: getattr(self, name) for name in OF_ANSWERS})
+
+    def of_answers(self) -> dict[str, object]:
+        """Return what of them makes an episode another one, where it is not the default."""
+        told = {name: getattr(self, name) for name in OF_ANSWERS}
+        return {name: value for name, value in told.items() if value not in ("plain", 0)}
+
     def contradictions_of_agents(self) -> Iterator[Contradiction]:
         """Yield what is asked of agents but not told, or cannot be done to them."""
         if self.endpoint != bool(self.agent):
             law = "actor.endpoint=true and the command actor.agent go together"
             yield "actor.agent", self.agent, law
-        if self.endpoint and self.context is not ContextKind.FULL:
-            law = "must be full beside actor.endpoint=true: an agent manages its history itself"
-            yield "actor.context", self.context.value, law
+        told = {
+            "context": (self.context.value, "full"),
+            "format": (self.format.value, "plain"),
+            "plan": (self.plan, False),
+            "reflect_every": (self.reflect_every, 0),
+            "reflect_on_invalid": (self.reflect_on_invalid, False),
+        }
+        for name, (value, only) in told.items() if self.endpoint else ():
+            law = f"must be {only} beside actor.endpoint=true: an agent manages its history itself"
+            if value != only:
+                yield f"actor.{name}", value, law
 
-    def contradictions_of_rows(self, algorithm: AlgorithmSection) -> Iterator[Contradiction]:
-        """Yield what cannot be computed where the tokens of an episode are in several rows."""
+    def contradictions_of_rows(
+        self, algorithm: AlgorithmSection, *, style: str, url: str
+    ) -> Iterator[Contradiction]:
+        """Yield what cannot be computed where the tokens of an episode are in several rows.
+
+        And what formats of answers do not go with. `style`, `url`: envhub.style, policy.url.
+        """
         yield from self.contradictions_of_agents()
+        if self.has_branches and (self.plan or self.reflects):
+            law = "must be full, window or summary beside actor.plan and actor.reflect_*"
+            yield "actor.context", self.context.value, law
+        if self.format is AgentFormat.FUNCTION_CALL:
+            law = "must be {} beside actor.format=function_call: {}"
+            if style != "compact":
+                why = "its instructions demand answers in ReAct's form"
+                yield "envhub.style", style, law.format("compact", why)
+            if url:
+                yield "policy.url", url, law.format('""', "the chat template is the model's own")
         found: list[tuple[str, object]] = []
         if algorithm.policy_loss is PolicyLoss.GSPO:
             found.append(("algorithm.policy_loss", algorithm.policy_loss.value))

@@ -10,21 +10,36 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from jinja2 import TemplateError
 
 from common.errors import ConfigError
 
 _OPEN, _CLOSE = "\ue000", "\ue001"
 _MARK = re.compile(f"{_OPEN}\\d+{_CLOSE}")
 _USER, _ASSISTANT, _NEXT = "\u2402user\u2403", "\u2402assistant\u2403", "\u2402next\u2403"
+_OTHER = "its tokens are framed by another chat template"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spoken:
     """One message; an agent's that was sampled is where its row's `loss_mask` is true."""
 
-    is_agent: bool
+    role: str  # system, user, tool, or assistant: the agent
     text: str
     is_sampled: bool = False
+
+    @property
+    def is_agent(self) -> bool:
+        return self.role == "assistant"
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """What a template puts before a message that follows an agent's, and behind it."""
+
+    role: str
+    before: str
+    after: str
 
 
 class Framing:
@@ -41,11 +56,15 @@ class Framing:
         between, found, _ = both.partition(_ASSISTANT)[2].partition(_NEXT)
         if not found or not both.startswith(head):
             raise ConfigError("the chat template rewrites earlier turns: no messages can be told")
-        self._head, self._after_user = self._framed(head), self._framed(after_user)
+        self._head, after = self._framed(head), self._framed(after_user)
         framed = self._framed(between)
         mark = _MARK.match(framed)
         self._end_of_turn = mark[0] if mark else ""
-        self._between = framed.removeprefix(self._end_of_turn)
+        own = _Frame("user", framed.removeprefix(self._end_of_turn), after)
+        self._frames = [own]
+        self._system = self._system_frame(user)
+        if (told := self._tool_frame(asked[0], head + _USER + after_user)) is not None:
+            self._frames.insert(0, told)  # which may begin as a user's does
 
     def messages(self, token_ids: np.ndarray, loss_mask: np.ndarray) -> list[Spoken]:
         """Return what was said in a row of tokens, user and agent in turn.
@@ -61,28 +80,88 @@ class Framing:
             text = self._marked(token_ids[start:end].tolist())
             if loss_mask[start]:
                 own = _MARK.sub("", text)
-                said.append(Spoken(is_agent=True, text=own, is_sampled=True))
+                said.append(Spoken(role="assistant", text=own, is_sampled=True))
                 continue
-            lead = self._head if start == 0 else self._between
-            text = text if start == 0 else text.removeprefix(self._end_of_turn)
-            if not text.startswith(lead) and end == len(token_ids):
+            if start == 0:
+                said += self._begun(text)
+                continue
+            text = text.removeprefix(self._end_of_turn)
+            if end == len(token_ids) and not any(text.startswith(f.before) for f in self._frames):
                 break  # what a template puts behind the last turn
-            said += self._unsampled(text, lead)
+            said += self._unsampled(text)
         return said
 
-    def _unsampled(self, text: str, lead: str) -> list[Spoken]:
-        if not text.startswith(lead) or not text.endswith(self._after_user):
-            raise ConfigError("its tokens are framed by another chat template")
-        inner = text[len(lead) : len(text) - len(self._after_user)]
-        first, *rest = inner.split(self._after_user)
-        said = [Spoken(is_agent=False, text=first)]
-        for each in rest:
-            answer, found, question = each.partition(self._end_of_turn + self._between)
+    def _begun(self, text: str) -> list[Spoken]:
+        """Return the messages before the first that was sampled."""
+        user = self._frames[-1]
+        if text.startswith(self._head) and not self._has_system(text):
+            return self._unsampled(user.before + text[len(self._head) :])
+        if self._system is None or not text.startswith(self._system.before):
+            raise ConfigError(_OTHER)
+        told, found, rest = text[len(self._system.before) :].partition(self._system.after)
+        if not found:
+            raise ConfigError(_OTHER)
+        return [
+            Spoken(role="system", text=_MARK.sub("", told)),
+            *self._unsampled(user.before + rest),
+        ]
+
+    def _has_system(self, text: str) -> bool:
+        """Return whether a first message in the place of a user's is a system's."""
+        frame, after = self._system, self._frames[-1].after
+        return (
+            frame is not None
+            and text.startswith(frame.before)
+            and _MARK.search(frame.after) is not None
+            and frame.before == self._head
+            and frame.after in text[len(frame.before) :].partition(after)[0]
+        )
+
+    def _unsampled(self, text: str) -> list[Spoken]:
+        said: list[Spoken] = []
+        while True:
+            frame = next((f for f in self._frames if text.startswith(f.before)), None)
+            if frame is None:
+                raise ConfigError(_OTHER)
+            inner, found, text = text[len(frame.before) :].partition(frame.after)
             if not found:
-                raise ConfigError("its tokens are framed by another chat template")
-            said.append(Spoken(is_agent=True, text=answer))
-            said.append(Spoken(is_agent=False, text=question))
-        return said
+                raise ConfigError(_OTHER)
+            said.append(Spoken(role=frame.role, text=_MARK.sub("", inner)))
+            if not text:
+                return said
+            answer, found, text = text.partition(self._end_of_turn)
+            if not found:
+                raise ConfigError(_OTHER)
+            said.append(Spoken(role="assistant", text=answer))
+
+    def _system_frame(self, user: dict[str, Any]) -> _Frame | None:
+        """Return what is around a system's message before a user's; None: there can be none."""
+        try:
+            text = self._render([{"role": "system", "content": _NEXT}, user])
+        except (TemplateError, TypeError):
+            return None
+        before, found, rest = text.partition(_NEXT)
+        between, has_user, _ = rest.partition(_USER)
+        if not (found and has_user and between):
+            return None
+        return _Frame("system", self._framed(before), self._framed(between))
+
+    def _tool_frame(self, user: dict[str, Any], asked: str) -> _Frame | None:
+        """Return what is around a tool's answer; None: the template knows none, or as a user's."""
+        function = {"name": "f", "arguments": {"action": _ASSISTANT}}
+        call = {"type": "function", "id": "call00000", "function": function}
+        called = {"role": "assistant", "content": "", "tool_calls": [call]}
+        told = {"role": "tool", "name": "f", "tool_call_id": "call00000", "content": _NEXT}
+        try:
+            text = self._render([user, called, told])
+        except (TemplateError, TypeError):
+            return None
+        before, found, after = text.removeprefix(asked).partition(_NEXT)
+        _, has_end, lead = self._framed(before).partition(self._end_of_turn)
+        if not (text.startswith(asked) and found and self._end_of_turn and has_end):
+            return None
+        frame = _Frame("tool", lead, self._framed(after))
+        return None if frame.before == self._frames[0].before else frame
 
     def _render(self, messages: list[dict[str, str]]) -> str:
         if not getattr(self._tokenizer, "chat_template", None):

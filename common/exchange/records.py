@@ -31,13 +31,21 @@ class TokenRow:
     logprobs: np.ndarray | None = field(default=None, repr=False)  # [seq] nats, 0 if not sampled
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def read_records(path: Path) -> list[tuple[str, object]]:
     """Return the records of JSON lines, of one JSON list or of a Parquet file, with their places.
 
     Raises: ConfigError: it cannot be read; names the record.
     """
     if path.suffix == PARQUET:
-        rows: list[object] = arrow("pyarrow.parquet").read_table(str(path)).to_pylist()
+        parquet = arrow("pyarrow.parquet")
+        try:
+            rows: list[object] = parquet.read_table(str(path)).to_pylist()
+        except (OSError, ValueError) as error:  # pyarrow's own errors are both
+            raise ConfigError(f"{path}: not a Parquet file: {error}") from error
     else:
         rows = _json_records(path)
     return [(f"{path}: record {number}", row) for number, row in enumerate(rows, 1)]
@@ -51,14 +59,14 @@ def _json_records(path: Path) -> list[object]:
     if text.lstrip().startswith("["):
         try:
             return json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path}: not JSON: {error}") from error
     records: list[object] = []
     lines = [line for line in text.split("\n") if line.strip()]  # splitlines knows other ends, too
     for number, line in enumerate(lines, 1):
         try:
             records.append(json.loads(line))
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path}: record {number} is not JSON: {error}") from error
     return records
 
@@ -70,7 +78,7 @@ def as_conversation(record: Record, place: str) -> Record:
     """
     if isinstance(record.get("steps"), list):
         said = [(_role(each, "source", place), each.get("message")) for each in record["steps"]]
-        about = record.get("extra") or {}
+        about = _about(record, place)
     elif isinstance(record.get("messages"), list):
         said = [(_role(each, "role", place), each.get("content")) for each in record["messages"]]
         about = record
@@ -89,6 +97,14 @@ def as_conversation(record: Record, place: str) -> Record:
 
 
 _ABOUT = ("item_id", "reward", "success")
+
+
+def _about(record: Record, place: str) -> Record:
+    """Return what an ATIF document says of its episode beside the format's own fields."""
+    about = record.get("extra") or {}
+    if not isinstance(about, dict):
+        raise ConfigError(f"{place}: 'extra' is {type(about).__name__}, not a map")
+    return about
 
 
 def _role(message: object, key: str, place: str) -> str:
@@ -116,7 +132,7 @@ def tokens_of(record: object, place: str) -> TokenRow | None:
     ids, mask = record["token_ids"], record.get("loss_mask")
     if not isinstance(mask, list) or len(mask) != len(ids):
         raise ConfigError(f"{place}: token_ids and loss_mask are not equally many")
-    return _row(record, ids, mask, record.get("logprobs"))
+    return _row(record, ids, mask, record.get("logprobs"), place)
 
 
 def _of_atif(record: Record, place: str) -> TokenRow | None:
@@ -126,6 +142,8 @@ def _of_atif(record: Record, place: str) -> TokenRow | None:
     logprobs: list[float] = []
     for step in record["steps"]:
         metrics = (step.get("metrics") or {}) if isinstance(step, dict) else {}
+        if not isinstance(metrics, dict):
+            raise ConfigError(f"{place}: 'metrics' is {type(metrics).__name__}, not a map")
         prompt, own = metrics.get("prompt_token_ids"), metrics.get("completion_token_ids")
         if not isinstance(prompt, list) or not isinstance(own, list):
             continue
@@ -136,18 +154,33 @@ def _of_atif(record: Record, place: str) -> TokenRow | None:
             )
         new = len(prompt) - len(ids)
         ids, mask = [*prompt, *own], [*mask, *[False] * new, *[True] * len(own)]
-        logprobs += [0.0] * new + list(metrics.get("logprobs") or [0.0] * len(own))
-    about = record.get("extra") or {}
-    return _row(about, ids, mask, logprobs) if ids else None
+        told = metrics.get("logprobs") or [0.0] * len(own)
+        if not isinstance(told, list) or len(told) != len(own):
+            raise ConfigError(f"{place}: completion_token_ids and logprobs are not equally many")
+        logprobs += [0.0] * new + told
+    return _row(_about(record, place), ids, mask, logprobs, place) if ids else None
 
 
-def _row(about: Record, ids: list[int], mask: list[bool], logprobs: Any) -> TokenRow:
+def _row(about: Record, ids: list[Any], mask: list[Any], logprobs: Any, place: str) -> TokenRow:
+    if not all(type(each) is int and 0 <= each < 2**31 for each in ids):
+        raise ConfigError(f"{place}: token ids are whole numbers from 0 on, below 2**31")
+    if not all(type(each) is bool for each in mask):
+        raise ConfigError(f"{place}: loss_mask holds true and false")
+    if logprobs is not None and not (
+        isinstance(logprobs, list) and len(logprobs) == len(ids) and all(map(_is_number, logprobs))
+    ):
+        raise ConfigError(f"{place}: logprobs are numbers, as many as the tokens")
+    reward, segment = about.get("reward", 1.0), about.get("segment", 0)
+    num_segments = about.get("num_segments", 1)
+    for name, value in (("reward", reward), ("segment", segment), ("num_segments", num_segments)):
+        if not _is_number(value):
+            raise ConfigError(f"{place}: {name!r} is {value!r:.80}, not a number")
     return TokenRow(
         item_id=f"{about.get('env', '')}/{about.get('item_id', '')}",
-        reward=float(about.get("reward", 1.0)),
+        reward=float(reward),
         is_success=bool(about.get("success", about.get("is_success", False))),
-        segment=int(about.get("segment", 0)) if "num_segments" in about else 0,
-        num_segments=int(about.get("num_segments", 1)),
+        segment=int(segment) if "num_segments" in about else 0,
+        num_segments=int(num_segments),
         token_ids=np.array(ids, dtype=np.int32),
         mask=np.array(mask, dtype=bool),
         logprobs=None if logprobs is None else np.array(logprobs, dtype=np.float32),

@@ -54,6 +54,7 @@ def write(format: str, path: Path, episodes: Iterable[Trajectory], framing: Fram
     return num
 
 
+_SOURCES = {"assistant": "agent", "system": "system", "user": "user", "tool": "user"}  # of ATIF
 _Row = tuple[Trajectory, int, int, list[Spoken]]  # a segment, its number, how many, what was said
 
 
@@ -85,14 +86,14 @@ def _about(row: Trajectory, number: int, count: int) -> dict[str, Any]:
 
 
 def _agenttraj(row: Trajectory, number: int, count: int, said: list[Spoken]) -> dict[str, Any]:
-    messages = [
-        {
-            "from": "gpt" if each.is_agent else "human",
-            "loss": each.is_sampled if each.is_agent else None,
-            "value": each.text,
-        }
-        for each in said
-    ]
+    messages: list[dict[str, Any]] = []
+    for each in said:
+        if each.is_agent:
+            messages.append({"from": "gpt", "loss": each.is_sampled, "value": each.text})
+        elif messages and messages[-1]["from"] == "human":  # a system's message and a user's
+            messages[-1]["value"] += f"\n\n{each.text}"
+        else:
+            messages.append({"from": "human", "loss": None, "value": each.text})
     return {"conversations": messages, **_about(row, number, count)}
 
 
@@ -101,9 +102,7 @@ def _sft(row: Trajectory, number: int, count: int, said: list[Spoken]) -> dict[s
 
 
 def _messages(said: list[Spoken]) -> list[dict[str, str]]:
-    return [
-        {"role": "assistant" if each.is_agent else "user", "content": each.text} for each in said
-    ]
+    return [{"role": each.role, "content": each.text} for each in said]
 
 
 def _atif(row: Trajectory, number: int, count: int, said: list[Spoken]) -> dict[str, Any]:
@@ -114,7 +113,7 @@ def _atif(row: Trajectory, number: int, count: int, said: list[Spoken]) -> dict[
     steps: list[dict[str, Any]] = []
     for each in said:
         step: dict[str, Any] = {"step_id": len(steps) + 1, "message": each.text}
-        step["source"] = "agent" if each.is_agent else "user"
+        step["source"] = _SOURCES[each.role]
         if each.is_sampled:
             step["metrics"] = _metrics(row, *next(spans))
         steps.append(step)

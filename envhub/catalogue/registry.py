@@ -209,6 +209,7 @@ def _entry(spec: EnvSpec) -> dict[str, Any]:
         "tasks": tasks,
         **({"note": spec.note} if spec.note else {}),
         **({"paper": asdict(spec.paper)} if spec.paper else {}),
+        **({"tools": list(spec.tools)} if spec.tools else {}),
         "instruction": {style.value: text for style, text in spec.instruction.items()},
         "acknowledgement": {style.value: text for style, text in spec.acknowledgement.items()},
         "is_quick": spec.isolation is Isolation.INLINE,  # its steps are worth a batch

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from common.segments import refusal_of_segments, refusal_of_starts, segments_of
+from common.segments import refusal_of_asides, refusal_of_segments, refusal_of_starts, segments_of
 from common.wire.access.lease_mac import is_leased
 from common.wire.messages import EndReason, PolicyKind, Trajectory
 from learner.ingest.journal_index import JournalIndex
@@ -123,7 +123,7 @@ def refusal(
             return f"{name} is {column.dtype.name}, not {dtype.name}"
         if column.shape != (num_tokens,):
             return f"{name} has shape {column.shape}, token_ids has {num_tokens} tokens"
-    if reason := refusal_of_starts(trajectory):
+    if reason := refusal_of_starts(trajectory) or refusal_of_asides(trajectory):
         return reason
     longest = max(part.stop - part.start for part in segments_of(trajectory))
     if max_tokens is not None and longest > max_tokens:

@@ -15,7 +15,8 @@ from actor.play.table.redo import Recorded, Redone, redo
 from actor.play.table.service import START_S, TOKEN, Service, options_of
 from actor.rollout.env_client import HubClient, HubSession
 from actor.rollout.episode import ContextFull, PolicyFailed, first_text
-from common.config.evaluation import PolicySection
+from common.agent_formats import MARK, read_react, worded
+from common.config.evaluation import AgentFormat, PolicySection
 from common.errors import ConfigError, EnvError
 
 MAX_SEATS = 8  # episodes at a time; one more is refused
@@ -37,6 +38,7 @@ class Seat:
     session: HubSession
     about: dict[str, Any]  # what does not change
     messages: list[dict[str, str]]
+    format: AgentFormat  # of the answers of a policy; a person says actions
     turn: int = 0
     used_at: float = field(default_factory=time.monotonic)
     is_done: bool = False
@@ -68,11 +70,14 @@ class Table:
         found = await client.request("GET", "/v1/envs", None)
         return {name: {"subsets": entry["subsets"]} for name, entry in found.items()}
 
-    async def open(self, env: str, item: str, *, style: str = STYLE) -> dict[str, Any]:
+    async def open(
+        self, env: str, item: str, *, style: str = STYLE, format: AgentFormat = AgentFormat.PLAIN
+    ) -> dict[str, Any]:
         """Begin an episode and return its first look; `id` names it from then on.
 
         Args:
             style: in which the environment speaks; a run's policy knows the run's own.
+            format: in which a policy that is asked answers.
         """
         if len(self._seats) + self._opening >= MAX_SEATS:
             raise ConfigError(f"{MAX_SEATS} episodes are being played; close one of them first")
@@ -86,14 +91,16 @@ class Table:
         finally:
             self._opening -= 1
         told = {each: str((entry.get(each) or {}).get(style, "")) for each in HEADS}
-        texts = [*filter(None, told.values()), session.first_observation]
+        instruction = worded(format, told["instruction"])
+        heads = filter(None, [instruction, told["acknowledgement"]])
+        texts = [*heads, session.first_observation]
         if not told["acknowledgement"]:
-            texts = [first_text(told["instruction"], session.first_observation)]
+            texts = [first_text(instruction, session.first_observation)]
         roles = ("user", "assistant", "user")[-len(texts) :]
         about = {"id": secrets.token_urlsafe(12), "env": env, "item": item}
         about |= {"instruction": told["instruction"]}
         messages = [{"role": r, "content": t} for r, t in zip(roles, texts, strict=True)]
-        seat = Seat(client=client, session=session, about=about, messages=messages)
+        seat = Seat(client=client, session=session, about=about, messages=messages, format=format)
         self._seats[about["id"]] = seat
         first = {"observation": session.first_observation, "reward": 0.0, "done": False}
         return await self._guarded(seat, lambda: self._look(seat, first))
@@ -111,12 +118,21 @@ class Table:
         async def asked() -> dict[str, Any]:
             if seat.is_done:
                 raise ConfigError("the episode has ended; begin another one")
+            if seat.format is AgentFormat.FUNCTION_CALL:
+                raise ConfigError(
+                    "its policy calls tools (actor.format); texts alone are asked here"
+                )
             try:
                 async with Endpoint(cfg, key=key) as endpoint:
                     reply = await endpoint.complete(seat.messages)
             except (PolicyFailed, ContextFull) as error:
                 raise ConfigError(str(error)) from error
-            return {**await self._step(seat, reply.text.strip()), "by": reply.model}
+            said = reply.text.strip()
+            is_whole = MARK in seat.about["instruction"]
+            action = (
+                read_react(said, is_whole=is_whole) if seat.format is AgentFormat.REACT else said
+            )
+            return {**await self._step(seat, action or "", said=said), "by": reply.model}
 
         return await self._guarded(seat, asked)
 
@@ -203,16 +219,20 @@ class Table:
                 self._seats.pop(seat.about["id"], None)
                 raise
 
-    async def _step(self, seat: Seat, action: str) -> dict[str, Any]:
+    async def _step(self, seat: Seat, action: str, *, said: str | None = None) -> dict[str, Any]:
         if seat.is_done:
             raise ConfigError("the episode has ended; begin another one")
         result = await seat.session.step(action)
         seat.turn, seat.is_done = seat.turn + 1, result.done
         seat.messages += [
-            {"role": "assistant", "content": action},
+            {"role": "assistant", "content": action if said is None else said},
             {"role": "user", "content": result.observation},
         ]
-        told = {"action": action, "observation": result.observation, "reward": result.reward}
+        told = {
+            "action": action if said is None else said,
+            "observation": result.observation,
+            "reward": result.reward,
+        }
         told |= {"done": result.done, "valid": result.is_valid, "success": result.is_success}
         return await self._look(seat, told)
 

@@ -7,8 +7,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from common import segments as rows
+from common.agent_formats import read_any
+from common.config.evaluation import AgentFormat
 from common.errors import ConfigError
-from common.wire.messages import PolicyKind, Trajectory
+from common.wire.messages import Aside, PolicyKind, Trajectory
 
 STD_EPSILON = 1e-6  # as the learner's
 NUM_SHOWN = 24  # tokens around a difference
@@ -29,19 +31,22 @@ class Texts(Protocol):
 def segments_of(trajectory: Trajectory, texts: Texts) -> list[dict[str, Any]]:
     """Return the prompt of each segment, then actions and observations in turn.
 
-    Each has its `kind`, `turn` and the `texts` of its tokens; an action also the `logprobs` of them
-    (nats), `versions` as runs [version, number of tokens], and whether it was `invalid`.
+    Each has its `kind`, `turn` and the `texts` of its tokens; what was sampled also the `logprobs`
+    of them (nats) and `versions` as runs [version, number of tokens], an action whether it was
+    `invalid`. Beside prompt, action and observation there are plans, reflections and summaries.
     """
     t = trajectory
     num = len(t.token_ids)
     starts = {part.start for part in rows.segments_of(t)}
-    edges = sorted({*starts, *(np.flatnonzero(np.diff(t.loss_mask)) + 1).tolist(), num})
+    asides = {first: Aside(kind).name.lower() for first, _, kind in rows.asides_of(t)}
+    edges = {*starts, *(np.flatnonzero(np.diff(t.loss_mask)) + 1).tolist(), num}
+    edges = sorted(edges.union(*(each[:2] for each in rows.asides_of(t))))
     found: list[dict[str, Any]] = []
     for start, end in itertools.pairwise(edges):
         turn, here = int(t.turn_ids[start]), slice(start, end)
         observed = "prompt" if start in starts else "observation"
         segment: dict[str, Any] = {
-            "kind": "action" if t.loss_mask[start] else observed,
+            "kind": asides.get(start) or ("action" if t.loss_mask[start] else observed),
             "turn": turn,
             "start": start,
             "texts": texts.texts(t.token_ids[here].tolist()),
@@ -50,25 +55,36 @@ def segments_of(trajectory: Trajectory, texts: Texts) -> list[dict[str, Any]]:
             logprobs = np.nan_to_num(np.asarray(t.logprobs[here], np.float64))
             segment["logprobs"] = np.round(logprobs, 4).tolist()
             segment["versions"] = runs_of(t.versions[here])
-            is_known = turn < len(t.invalid_turns)
+            is_known = turn < len(t.invalid_turns) and start not in asides
             segment["invalid"] = bool(t.invalid_turns[turn]) if is_known else False
-            segment["score"] = float(t.turn_scores[turn]) if turn < len(t.turn_scores) else None
+            segment["score"] = float(t.turn_scores[turn]) if is_known else None
         found.append(segment)
     return found
 
 
-def recorded_of(trajectory: Trajectory, texts: Texts, *, style: str) -> dict[str, Any]:
+def recorded_of(
+    trajectory: Trajectory, texts: Texts, *, style: str, format: AgentFormat = AgentFormat.PLAIN
+) -> dict[str, Any]:
     """Return what it takes to play an episode again: `actor.play.table.redo.Recorded`.
+
+    Args:
+        style, format: of the run, envhub.style and actor.format.
 
     Raises: ConfigError: its actions are not known.
     """
     t = trajectory
     if t.policy is not PolicyKind.MODEL:
         raise ConfigError(f"what the policy {t.policy.value} did is not in the journal")
+    said = t.loss_mask.copy()
+    for start, end, _ in rows.asides_of(t):
+        said[start:end] = False
     turns = [t.turn_ids == turn for turn in range(t.num_turns)]
     return {
         **{"env": t.env, "item": t.item_id, "style": style},
-        "actions": [texts.text(t.token_ids[_acted(t, each)].tolist()) for each in turns],
+        "actions": [
+            read_any(format, texts.text(t.token_ids[_acted(t, each & said)].tolist()))
+            for each in turns
+        ],
         "shown": [
             "".join(texts.texts(t.token_ids[each & ~t.loss_mask].tolist())) for each in turns
         ],

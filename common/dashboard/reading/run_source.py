@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from common.config.evaluation import AgentFormat
 from common.dashboard.reading.episode import (
     Texts,
     first_difference,
@@ -171,7 +172,13 @@ class RunSource:
         ConfigError: its actions are not known.
         """
         trajectory = self.index.open(self.index.rows.row_of[episode_id])
-        return recorded_of(trajectory, self.texts(), style=self.style())
+        texts, style = self.texts(), self.style()
+        return recorded_of(trajectory, texts, style=style, format=self.format())
+
+    def format(self) -> AgentFormat:
+        """Return how its policy says its actions."""
+        told = _section(self.config(), "actor").get("format")
+        return AgentFormat(told) if told in set(AgentFormat) else AgentFormat.PLAIN
 
     def style(self) -> str:
         """Return the style in which the run's environments speak to its policy."""

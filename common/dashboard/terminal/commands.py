@@ -17,7 +17,7 @@ from common.errors import ConfigError, WireError
 Say = Callable[[str], None]
 NUM_SHOWN = 5
 SHOW = "show RUN [--item ID] [--group ID] [--failed] [--best] [num=N] [FILTER=VALUE ...]"
-MARKS = {"prompt": "task", "observation": "env", "action": "agent"}
+MARKS = {"prompt": "task", "observation": "env", "action": "agent"}  # others by their names
 DIM, BOLD, RESET = "\x1b[2m", "\x1b[1m", "\x1b[0m"
 SHADES = (196, 208, 220, 148, 40)  # of the 256 colours, from improbable to certain
 
@@ -95,14 +95,14 @@ def _conversation(source: Source, episode_id: str, *, is_coloured: bool) -> Iter
         return
     yield _head(episode)
     for segment in episode["segments"]:
-        name = MARKS[segment["kind"]]
+        name = MARKS.get(segment["kind"], segment["kind"])
         turn = f" {segment['turn'] + 1}" if segment["kind"] != "prompt" else ""
         note = ", no action that could be executed" if segment.get("invalid") else ""
         note += _versions(segment)
         text = _coloured(segment) if is_coloured else plain("".join(segment["texts"]))
         title = f"--- {name}{turn}{note}"
         yield f"{BOLD}{title}{RESET}" if is_coloured else title
-        dim = is_coloured and segment["kind"] != "action"
+        dim = is_coloured and "logprobs" not in segment
         yield f"{DIM}{text.strip()}{RESET}" if dim else text.strip()
 
 
@@ -127,8 +127,8 @@ def _versions(segment: dict[str, Any]) -> str:
 
 
 def _coloured(segment: dict[str, Any]) -> str:
-    """Return an action's tokens in the colours of their probabilities."""
-    if segment["kind"] != "action":
+    """Return what was sampled in the colours of its tokens' probabilities."""
+    if "logprobs" not in segment:
         return plain("".join(segment["texts"]))
     parts: list[str] = []
     last = len(SHADES) - 1

@@ -11,6 +11,7 @@ from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 
+from common.config.evaluation import AgentFormat
 from common.dashboard.reading.run_source import COMPACT, RunSource
 from common.errors import EnvError
 
@@ -23,7 +24,7 @@ class Table(Protocol):
     """What plays: see `actor.play.table.seats`. Raises ConfigError and EnvError."""
 
     async def environments(self) -> Told: ...
-    async def open(self, env: str, item: str, *, style: str) -> Told: ...
+    async def open(self, env: str, item: str, *, style: str, format: AgentFormat) -> Told: ...
     async def step(self, seat_id: str, action: str) -> Told: ...
     async def ask(self, seat_id: str, *, url: str, model: str, key: str) -> Told: ...
     async def ask_run(self, seat_id: str, run: str) -> Told: ...
@@ -35,7 +36,7 @@ class Table(Protocol):
 class _Open(BaseModel):
     env: str = Field(max_length=200)
     item: str = Field(max_length=200)
-    run: str = Field("", max_length=200)  # whose style of wording is wanted
+    run: str = Field("", max_length=200)  # whose style of wording and of answers is wanted
 
 
 class _Seat(BaseModel):
@@ -57,8 +58,11 @@ def add_play(app: FastAPI, table: Table) -> None:
     """Add the routes over a table, which ends with the application."""
 
     async def open_one(body: _Open, request: Request) -> Told:
-        style = _run(request, body.run).style() if body.run else COMPACT
-        return await table.open(body.env, body.item, style=style)
+        style, format = COMPACT, AgentFormat.PLAIN
+        if body.run:
+            run = _run(request, body.run)
+            style, format = run.style(), run.format()
+        return await table.open(body.env, body.item, style=style, format=format)
 
     async def step(body: _Step) -> Told:
         return await table.step(body.id, body.action)

@@ -11,8 +11,10 @@ import pytest
 from transformers import AutoTokenizer
 
 import run
+from actor.formats.tools import ToolRenderer
 from actor.rollout.render import Renderer
 from common.config.command_line import parse
+from common.errors import ConfigError
 from common.exchange.framing import Framing
 from common.exchange.records import TokenRow, read_records, tokens_of
 from common.exchange.writing import write
@@ -22,11 +24,15 @@ from common.store.agent_traj import read_conversations
 from common.store.journal import JournalWriter
 from common.wire.messages import EndReason, EpisodeKind, PolicyKind, Trajectory
 from learner.offline.rows import read_rows
+from tests.actor.formats.test_tools import CALLING
+from tests.actor.rollout.test_render import WITH_SYSTEM, make_chatml
 from tests.common.store.test_journal import make_trajectory
 from tests.venvs import python_with
 
 POLICY = ROOT / "configs" / "policies" / "tiny"
 TOKENIZER: Any = AutoTokenizer.from_pretrained(str(POLICY))
+GOOD = {"token_ids": [1, 2], "loss_mask": [False, True]}
+LOGPROBS = {"prompt_token_ids": [1], "completion_token_ids": [2], "logprobs": 3}
 OBSERVED = ("goal: go to the red key", "red key 1 <|im_end|> ahead", "it says <|im_start|>user")
 ACTED = ("turn left", "go to red key 1")
 
@@ -140,6 +146,16 @@ def test_what_says_nothing_about_the_policy_or_is_held_out_is_not_exported(tmp_p
         ({"steps": ["x"]}, "record 1: a message is str, not a map"),
         ({"token_ids": [1], "loss_mask": []}, "not equally many"),
         ({"token_ids": [1], "loss_mask": [True], "policy": "model"}, "a journal's own record"),
+        ({"token_ids": [1, "2"], "loss_mask": [False, True]}, "token ids are whole numbers"),
+        ({"token_ids": [1, 2**40], "loss_mask": [False, True]}, "token ids are whole numbers"),
+        ({"token_ids": [1, 2], "loss_mask": [0, "x"]}, "loss_mask holds true and false"),
+        ({**GOOD, "logprobs": [0.0]}, "logprobs are numbers, as many as the tokens"),
+        ({**GOOD, "logprobs": "no"}, "logprobs are numbers"),
+        ({**GOOD, "reward": "much"}, "'reward' is 'much', not a number"),
+        ({**GOOD, "segment": [], "num_segments": 2}, r"'segment' is \[\], not a number"),
+        ({"steps": [], "extra": [1]}, "'extra' is list, not a map"),
+        ({"steps": [{"metrics": [1]}]}, "'metrics' is list, not a map"),
+        ({"steps": [{"metrics": LOGPROBS}]}, "completion_token_ids and logprobs are not equally"),
         ({"token_ids": [1, 10**6], "loss_mask": [False, True]}, "another tokenizer wrote it"),
         (
             {
@@ -158,8 +174,79 @@ def test_what_says_nothing_about_the_policy_or_is_held_out_is_not_exported(tmp_p
 def test_record_that_does_not_hold_together_is_named(tmp_path, record: Any, words: str):
     path = tmp_path / "bad.jsonl"
     path.write_text(json.dumps(record) + "\n")
-    with pytest.raises(Exception, match=words):
+    with pytest.raises(ConfigError, match=words):
         read_rows(path, tokenizer=TOKENIZER, max_tokens=100, key="k")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("deep.jsonl", b"[1]\n" + b"[" * 100_000, "not JSON"),
+        ("deep.jsonl", b'{"a": ' + b"[" * 100_000, "record 1 is not JSON"),
+        ("long.jsonl", b'{"reward": ' + b"9" * 5_000 + b"}", "record 1 is not JSON"),
+        ("half.jsonl", b"\xff", "cannot be read as UTF-8"),
+    ],
+)
+def test_file_that_cannot_be_read_is_named(tmp_path, name: str, content: bytes, words: str):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=words):
+        read_rows(tmp_path / name, tokenizer=TOKENIZER, max_tokens=100, key="k")
+
+
+TEMPLATES = {"tiny": TOKENIZER, "calling": CALLING, "own_system": make_chatml(WITH_SYSTEM)}
+
+
+@pytest.mark.parametrize("tokenizer", TEMPLATES.values(), ids=TEMPLATES)
+@pytest.mark.parametrize("format", ["agenttraj", "sft", "atif"])
+def test_an_agent_s_system_message_is_exported(tmp_path, format: str, tokenizer: Any):
+    render = Renderer(tokenizer)
+    asked = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "go"}]
+    ids = render.of_messages(asked)
+    said = [*tokenizer.encode("x", add_special_tokens=False), render.end_of_turn_ids[0]]
+    last = render.after_turn("and now?", is_stopped=True)
+    whole, mask = [*ids, *said, *last, *said], [0] * len(ids) + [1] * len(said)
+    mask += [0] * len(last) + [1] * len(said)
+    path = tmp_path / "out.jsonl"
+    write(format, path, [of_tokens(whole, mask)], Framing(tokenizer))
+    (record,) = (json.loads(line) for line in path.read_text().splitlines())
+    if format == "sft" and tokenizer is not TEMPLATES["own_system"]:
+        assert [(each["role"], each["content"]) for each in record["messages"]] == [
+            *(("system", "be brief"), ("user", "go"), ("assistant", "x")),
+            *(("user", "and now?"), ("assistant", "x")),
+        ]
+    (read,) = read_conversations(path)
+    assert "be brief" in read.messages[0].text
+    assert read.messages[0].text.endswith("go")
+    assert [each.text for each in read.messages[1:]] == ["x", "and now?", "x"]
+    assert [each.is_agent for each in read.messages] == [False, True] * 2
+
+
+def test_a_tool_s_answers_are_exported_as_such(tmp_path):
+    render = ToolRenderer(CALLING, env="maze")
+    ids = render.first_prompt("go")
+    said = [*CALLING.encode("x", add_special_tokens=False), render.end_of_turn_ids[0]]
+    seen, asked = (each("y", is_stopped=True) for each in (render.after_action, render.after_turn))
+    parts = [(ids, 0), (said, 1), (seen, 0), (said, 1), (asked, 0), (said, 1)]
+    mask = [sampled for part, sampled in parts for _ in part]
+    path = tmp_path / "out.jsonl"
+    write("sft", path, [of_tokens([i for part, _ in parts for i in part], mask)], Framing(CALLING))
+    (record,) = (json.loads(line) for line in path.read_text().splitlines())
+    roles = [each["role"] for each in record["messages"]]
+    assert roles == ["system", "user", *("assistant", "tool"), *("assistant", "user"), "assistant"]
+    assert '"name": "maze"' in record["messages"][0]["content"]
+    assert [each["content"] for each in record["messages"][1:]] == ["go", "x", "y", "x", "y", "x"]
+
+
+def of_tokens(ids: list[int], mask: list[int]) -> Trajectory:
+    sampled, num = np.array(mask, bool), len(ids)
+    return replace(
+        episode(),
+        token_ids=np.array(ids, np.int32),
+        loss_mask=sampled,
+        logprobs=np.where(sampled, -0.5, 0).astype(np.float32),
+        versions=np.where(sampled, 3, -1).astype(np.int32),
+        turn_ids=np.zeros(num, np.int32),
+    )
 
 
 def test_command_writes_the_format_that_it_is_asked_for(tmp_path, capsys):

@@ -74,7 +74,7 @@ function* tokens(segment) {
 }
 function body(segment, mode, context, from = 0) {
   const text = h("p", { class: "text", dir: "auto" });
-  if (segment.kind !== "action") {
+  if (!segment.logprobs) {  // of others, or not learnt
     const whole = visible(segment.texts.slice(0, 4 * MAX_TOKENS).join(""));
     text.append(whole);
     if (segment.texts.length > 4 * MAX_TOKENS) text.append(` … ${segment.texts.length - 4 * MAX_TOKENS} more tokens`);
@@ -99,9 +99,9 @@ function body(segment, mode, context, from = 0) {
   return text;
 }
 function turn(segment, mode, context) {
-  const name = { prompt: "Prompt", action: "Action", observation: "Observation" }[segment.kind];
+  const name = segment.kind[0].toUpperCase() + segment.kind.slice(1);
   const versions = (segment.versions || []).map(([version]) => version);
-  return h("article", { class: `turn ${segment.kind} ${segment.kind === "action" ? "" : "masked"} ${segment.invalid ? "invalid" : ""}` },
+  return h("article", { class: `turn ${segment.kind} ${segment.logprobs ? "" : "masked"} ${segment.invalid ? "invalid" : ""}` },
     h("h3", {}, h("span", {}, segment.kind === "prompt" ? name : `${name} ${segment.turn + 1}`), h("span", {}, `${segment.texts.length} tokens`),
       versions.length ? h("span", {}, `version ${versions.join(" → ")}`) : null, segment.invalid ? h("span", { class: "bad" }, "could not be executed") : null,
       segment.score != null ? h("span", {}, `score ${short(segment.score)}`) : null),
@@ -172,7 +172,7 @@ function drawMap(canvas, segments, mode, found) {
   context.fillRect(0, 0, width, height);
   let before = null;
   for (const segment of segments) {
-    if (segment.kind !== "action") continue;
+    if (!segment.logprobs) continue;
     for (const { i, version } of tokens(segment)) {
       const x = width * (segment.start + i) / total, size = Math.max(1, width / total);
       context.fillStyle = cssColorOnce("card");

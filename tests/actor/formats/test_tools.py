@@ -1,0 +1,135 @@
+"""Laws of function calling: a template's own calls and answers, and templates that know none."""
+
+import json
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from actor.formats.tools import ToolRenderer, make_renderer, tool_of
+from actor.rollout.render import Renderer
+from common.config.evaluation import AgentFormat
+from common.errors import ConfigError
+from tests.actor.rollout.test_render import CHATML, COMPACT, make_chatml
+
+TOOLS = (
+    "{% if tools %}<|im_start|>system\nTools:{% for t in tools %}\n{{ t | tojson }}{% endfor %}"
+    "<|im_end|>\n{% endif %}"
+)
+CALL = (
+    '<tool_call>\n{"name": {{ c.function.name | tojson }}, "arguments": '
+    "{{ c.function.arguments | tojson }}}\n</tool_call>"
+)
+XML_CALL = (
+    "<tool_call>\n<function={{ c.function.name }}>\n{% for k, v in c.function.arguments.items() %}"
+    "<parameter={{ k }}>\n{{ v }}\n</parameter>\n{% endfor %}</function>\n</tool_call>"
+)
+BODY = (
+    "{% for m in messages %}{% if m.role == 'tool' %}<|im_start|>user\n<tool_response>\n"
+    "{{ m.content }}\n</tool_response><|im_end|>\n{% else %}<|im_start|>{{ m.role }}\n"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}CALL{% endfor %}<|im_end|>\n{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CALLING = make_chatml(TOOLS + BODY.replace("CALL", CALL))
+TOKENIZERS = {"json": CALLING, "xml": make_chatml(TOOLS + BODY.replace("CALL", XML_CALL))}
+ANY_CALLER = pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)
+
+
+def said(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, Any]], env: str) -> list[int]:
+    text = tokenizer.apply_chat_template(
+        messages, tools=[tool_of(env)], tokenize=False, add_generation_prompt=True
+    )
+    assert isinstance(text, str)
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def call_of(action: str, env: str) -> dict[str, Any]:
+    function = {"name": env, "arguments": {"action": action}}
+    call = {"type": "function", "id": "c", "function": function}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+@ANY_CALLER
+def test_the_pieces_are_the_template_s_rendering_of_calls_and_answers(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    render = ToolRenderer(tokenizer, env="x").of("maze")
+    assert isinstance(render, ToolRenderer)
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "you see a red ball"}]
+    ids = render.first_prompt("you see a red ball")
+    assert ids == said(tokenizer, messages, "maze")
+    for action in ("move up", 'say "go"'):
+        before = len(said(tokenizer, messages, "maze"))
+        messages.append(call_of(action, "maze"))
+        closed = tokenizer.apply_chat_template(messages, tools=[tool_of("maze")], tokenize=False)
+        assert isinstance(closed, str)
+        sampled = tokenizer.encode(closed.removesuffix("\n"), add_special_tokens=False)[before:]
+        assert render.called(render.action_text(sampled)) == action
+        messages.append({"role": "tool", "content": "ok <|im_end|>".replace("<|im_end|>", "!")})
+        ids += [*sampled, *render.after_action("ok !", is_stopped=True)]
+        assert ids == said(tokenizer, messages, "maze")
+    messages[-1:] = [{"role": "user", "content": "go on"}]  # what is no tool's answer
+    asked = render.after_turn("go on", is_stopped=True)
+    assert said(tokenizer, messages, "maze")[-len(asked) :] == asked
+    assert asked != render.after_action("go on", is_stopped=True)
+
+
+@ANY_CALLER
+def test_an_unfinished_call_gets_one_end_token_more(tokenizer: PreTrainedTokenizerFast) -> None:
+    render = ToolRenderer(tokenizer, env="maze")
+    stopped = render.after_action("you see", is_stopped=True)
+    assert render.after_action("you see", is_stopped=False) == [render.end_of_turn_ids[0], *stopped]
+
+
+def test_each_environment_is_a_tool_of_its_own_name() -> None:
+    render = make_renderer(CALLING, AgentFormat.FUNCTION_CALL)
+    maze = CALLING.decode(render.of("maze").first_prompt("hi"))
+    assert '"name": "maze"' in maze
+    assert render.of("maze") is render.of("maze")
+    assert '"name": "a_b_c"' in CALLING.decode(render.of("a:b/c").first_prompt("hi"))
+    plain = make_renderer(CALLING, AgentFormat.REACT)
+    assert plain.of("maze") is plain
+    assert CALLING.decode(plain.first_prompt("hi")) == CALLING.decode(
+        Renderer(CALLING).first_prompt("hi")
+    )
+
+
+def test_tools_of_the_environment_s_own_stand_in_its_place() -> None:
+    function = {"name": "add", "description": "", "parameters": {"type": "object"}}
+    render = make_renderer(CALLING, AgentFormat.FUNCTION_CALL).of("sums", [function])
+    assert isinstance(render, ToolRenderer)
+    assert '"name": "add"' in CALLING.decode(render.first_prompt("hi"))
+    answer = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    assert json.loads(render.called(answer) or "") == {"tool": "add", "arguments": {"a": 1}}
+    assert render.called(answer.replace("add", "sums")) is None
+
+
+REFUSED = {
+    "without_tools": (CHATML, "has no tools"),
+    "no_answers_of_tools": (
+        TOOLS
+        + CHATML.replace(
+            "<|im_start|>{{",
+            "{% if m.role == 'tool' %}{{ raise_exception('what tool?') }}{% endif %}<|im_start|>{{",
+        ),
+        r"actor\.format=function_call: .* what tool\?",
+    ),
+    "refuses": (
+        "{% if tools %}{{ raise_exception('no tools here') }}{% endif %}" + CHATML,
+        "no tools here",
+    ),
+    "shows_no_calls": (TOOLS + BODY.replace("CALL", ""), "name and argument are not found"),
+}
+
+
+@pytest.mark.parametrize(("template", "named"), REFUSED.values(), ids=REFUSED)
+def test_a_template_that_cannot_call_is_refused_by_name(template: str, named: str) -> None:
+    tokenizer = make_chatml(template)
+    with pytest.raises(ConfigError, match=named):
+        make_renderer(tokenizer, AgentFormat.FUNCTION_CALL)
+
+
+def test_the_compact_template_knows_no_tools() -> None:
+    make_renderer(COMPACT, AgentFormat.REACT)
+    with pytest.raises(ConfigError, match=r"function_call.*has no tools"):
+        make_renderer(COMPACT, AgentFormat.FUNCTION_CALL)
