@@ -32,7 +32,7 @@ from common.dashboard.reading.episode import segments_of as shown_segments
 from common.segments import as_rows, joined
 from common.store.journal import JournalWriter
 from common.wire.codec import decode, encode, pack_record, unpack_record
-from common.wire.messages import EndReason, Trajectory
+from common.wire.messages import Aside, EndReason, Trajectory
 from learner.batch.batching import Sample, make_microbatches, make_minibatches
 from learner.batch.codec import pack_samples, unpack_samples
 from learner.batch.credit import samples_of
@@ -216,6 +216,11 @@ def test_what_was_recorded_without_segments_is_one_and_has_its_old_digest() -> N
         ({"segment_starts": np.array([4, 8], dtype=np.int32)}, "segment_starts [4, 8] of 20"),
         ({"segment_starts": np.array([0, 4, 4], dtype=np.int32)}, "segment_starts [0, 4, 4]"),
         ({"segment_starts": np.array([0, 20], dtype=np.int32)}, "segment_starts [0, 20] of 20"),
+        ({"asides": np.array([0, 2], dtype=np.int32)}, "asides is int32 (2,), not [3 * num]"),
+        ({"asides": np.array([2, 2, 1], dtype=np.int32)}, "asides [2, 2, 1] of 20 tokens"),
+        ({"asides": np.array([2, 21, 1], dtype=np.int32)}, "asides [2, 21, 1] of 20 tokens"),
+        ({"asides": np.array([2, 4, 1, 3, 5, 1], dtype=np.int32)}, "asides [2, 4, 1, 3, 5, 1] of"),
+        ({"asides": np.array([2, 4, 9], dtype=np.int32)}, "asides of kinds [9]"),
         ({"segment_starts": np.array([0, 2], dtype=np.int32)}, "segment 0 has no sampled token"),
         ({"segment_starts": np.array([0, 3], dtype=np.int32)}, "segment 1 begins with a sampled"),
     ],
@@ -257,6 +262,25 @@ def test_a_replay_shows_each_segment_s_own_prompt_and_acts_with_what_was_acted()
     # Nor what it sampled before in the same segment: what opened a branch.
     called = replace(whole, turn_ids=np.array([1] * 8, dtype=np.int32))
     assert recorded_of(called, Numbers(), style="compact")["actions"][1] == actions[1]
+
+
+def test_a_replay_names_what_no_environment_saw_and_does_not_act_with_it() -> None:
+    whole = played(0, 2)  # sampled in [2, 4) and [6, 8)
+    first, second = recorded_of(whole, Numbers(), style="compact")["actions"]
+    kinds = [each["kind"] for each in shown_segments(whole, Numbers())]
+    assert kinds == ["prompt", "action", "observation", "action"]
+    told = np.array([2, 4, Aside.PLAN, 6, 7, Aside.REFLECTION], dtype=np.int32)
+    thinking = replace(whole, asides=told)
+    shown = shown_segments(thinking, Numbers())
+    kinds = [(each["kind"], each["start"]) for each in shown]
+    assert kinds == [
+        *(("prompt", 0), ("plan", 2), ("observation", 4)),
+        *(("reflection", 6), ("action", 7)),
+    ]
+    assert ["logprobs" in each for each in shown] == [False, True, False, True, True]
+    acted = recorded_of(thinking, Numbers(), style="compact")["actions"]
+    assert first
+    assert acted == ["", second.partition(">")[2]]
 
 
 def test_imitation_learns_each_segment_and_counts_the_episode_once(tmp_path: Path) -> None:
