@@ -14,11 +14,10 @@ from types import FrameType
 import psutil
 import uvloop
 import zmq.asyncio
-from transformers import AutoTokenizer
 
 from actor.engine.engine import Engine
 from actor.engine.weights import WeightLink
-from actor.formats.tools import make_renderer
+from actor.formats.tools import load_renderer
 from actor.links.delivery import Delivery
 from actor.links.scheduler_client import SchedulerClient
 from actor.links.waiting import wait_aloud
@@ -130,8 +129,7 @@ async def _build(cfg: RunConfig, access: Access, context: zmq.asyncio.Context) -
     name, keys, book = access.name, access.keys, access.book
     incarnation = uuid.uuid4().hex[:12]
     exclusive = asyncio.Lock()
-    tokenizer = AutoTokenizer.from_pretrained(cfg.model.path, local_files_only=True)
-    renderer = make_renderer(tokenizer, cfg.actor.format)
+    renderer = load_renderer(cfg.model.path, cfg.actor.format)
     renderer.check_room(cfg.actor)
     is_lockstep = cfg.train.mode == "sync"
     engine = await Engine.start(

@@ -6,12 +6,23 @@ given, none of which is to be learnt there: every sampled token is learnt in exa
 """
 
 from dataclasses import replace
+from enum import IntEnum
 
 import numpy as np
 
-from common.wire.messages import Aside, Trajectory
+from common.wire.messages import Trajectory
 
 TOKEN_COLUMNS = ("token_ids", "loss_mask", "logprobs", "versions", "turn_ids")
+
+
+class Aside(IntEnum):
+    """What an answer is that the environment does not see."""
+
+    SUMMARY = 0
+    PLAN = 1
+    REFLECTION = 2
+
+
 _WHOLE = np.zeros(0, dtype=np.int32)
 
 
@@ -53,7 +64,7 @@ def joined(rows: list[Trajectory]) -> Trajectory:
 
 
 def asides_of(trajectory: Trajectory, part: slice | None = None) -> list[tuple[int, int, int]]:
-    """Return first token, one behind the last, and kind of the answers that no environment saw.
+    """Return first token, one behind the last, and `Aside` of answers that no environment saw.
 
     Args:
         part: only those in it, counted from its beginning.

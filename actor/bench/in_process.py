@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from actor.bench.torch_engine import TorchEngine
-from actor.formats.tools import make_renderer
+from actor.formats.tools import load_renderer
 from actor.rollout.env_client import Hint, StepResult
 from actor.rollout.episode import Act, Session, Turn, run_episode
 from actor.rollout.lockstep import Rounds
@@ -53,8 +53,7 @@ class InProcessPlayer:
                 one of these.
         """
         path = cfg.model.path
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-        self._renderer = make_renderer(tokenizer, cfg.actor.format)
+        self._renderer = load_renderer(path, cfg.actor.format)
         self._engine = engine or _make_engine(cfg, self._renderer.end_of_turn_ids)
         self._cfg, self._specs = cfg, specs
 

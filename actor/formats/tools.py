@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
@@ -25,6 +26,13 @@ def make_renderer(tokenizer: Any, kind: AgentFormat) -> Renderer:
     """
     is_calling = kind is AgentFormat.FUNCTION_CALL
     return ToolRenderer(tokenizer, env=NAME) if is_calling else Renderer(tokenizer)
+
+
+def load_renderer(path: str | Path, kind: AgentFormat) -> Renderer:
+    """Return that of a model's folder; see `make_renderer`."""
+    from transformers import AutoTokenizer  # here only: it takes seconds to load
+
+    return make_renderer(AutoTokenizer.from_pretrained(path, local_files_only=True), kind)
 
 
 def reader_of(render: Render, kind: AgentFormat, *, is_whole: bool) -> Read:

@@ -2,11 +2,9 @@
 
 from itertools import count
 
-from transformers import AutoTokenizer
-
 from actor.agents.agents import Agents
 from actor.engine.engine import Engine
-from actor.formats.tools import make_renderer
+from actor.formats.tools import load_renderer
 from actor.play.play import Job, Player, play
 from actor.rollout.episode import Act, Render, Session, Turn
 from common.config.run_config import ActorSection, ModelSection
@@ -17,8 +15,7 @@ async def play_with_engine(
     job: Job, model: ModelSection, actor: ActorSection, *, seed: int
 ) -> None:
     """Play the job. Raises: EngineError if the engine did not start or failed; and as `play`."""
-    tokenizer = AutoTokenizer.from_pretrained(model.path, local_files_only=True)
-    renderer = make_renderer(tokenizer, actor.format)
+    renderer = load_renderer(model.path, actor.format)
     renderer.check_room(actor)
     engine = await Engine.start(model, actor, end_of_turn_ids=renderer.end_of_turn_ids, seed=seed)
     engine.version = 0

@@ -22,8 +22,7 @@ from typing import Protocol
 
 from actor.rollout.observations import CUT_MARK, Observations
 from common.config.evaluation import AgentOptions, ContextKind
-from common.segments import TOKEN_COLUMNS
-from common.wire.messages import Aside
+from common.segments import TOKEN_COLUMNS, Aside
 
 LEFT_OUT = "\n[turns that followed are left out here]"
 REQUEST = (

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Protocol
 
 from common.config.knobs import PATH, URL, WORD, Contradiction, knob, seconds
 from common.config.learning import AlgorithmSection, Correction, PolicyLoss
@@ -49,6 +50,13 @@ class AgentFormat(StrEnum):
     PLAIN = "plain"
     REACT = "react"
     FUNCTION_CALL = "function_call"
+
+
+class HubStyle(Protocol):
+    """What it takes to know of the section `envhub`."""
+
+    @property
+    def style(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,11 +133,11 @@ class AgentOptions:
                 yield f"actor.{name}", value, law
 
     def contradictions_of_rows(
-        self, algorithm: AlgorithmSection, *, style: str, url: str
+        self, algorithm: AlgorithmSection, envhub: "HubStyle", policy: "PolicySection"
     ) -> Iterator[Contradiction]:
         """Yield what cannot be computed where the tokens of an episode are in several rows.
 
-        And what formats of answers do not go with. `style`, `url`: envhub.style, policy.url.
+        And what formats of answers do not go with.
         """
         yield from self.contradictions_of_agents()
         if self.has_branches and (self.plan or self.reflects):
@@ -137,11 +145,15 @@ class AgentOptions:
             yield "actor.context", self.context.value, law
         if self.format is AgentFormat.FUNCTION_CALL:
             law = "must be {} beside actor.format=function_call: {}"
-            if style != "compact":
+            if envhub.style != "compact":
                 why = "its instructions demand answers in ReAct's form"
-                yield "envhub.style", style, law.format("compact", why)
-            if url:
-                yield "policy.url", url, law.format('""', "the chat template is the model's own")
+                yield "envhub.style", envhub.style, law.format("compact", why)
+            if policy.url:
+                yield (
+                    "policy.url",
+                    policy.url,
+                    law.format('""', "the chat template is the model's own"),
+                )
         found: list[tuple[str, object]] = []
         if algorithm.policy_loss is PolicyLoss.GSPO:
             found.append(("algorithm.policy_loss", algorithm.policy_loss.value))

@@ -369,8 +369,7 @@ class RunConfig:
     def contradictions(self) -> Iterator[Contradiction]:
         yield from contradictions_of_tasks(self.horizon, self.curriculum, self.tasks)
         yield from self.horizon.contradictions_of_unit(self.actor)
-        told = {"style": self.envhub.style, "url": self.policy.url}
-        yield from self.actor.contradictions_of_rows(self.algorithm, **told)
+        yield from self.actor.contradictions_of_rows(self.algorithm, self.envhub, self.policy)
         if self.groups.min_size == 1 and self.algorithm.advantage.is_group_relative:
             law = f"algorithm.advantage={self.algorithm.advantage.value} compares the members of a"
             yield "groups.min_size", 1, f"{law} group; give 2 or more, or advantage=running or ppo"

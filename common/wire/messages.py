@@ -9,7 +9,7 @@ lag         learner version minus the version that sampled a token
 """
 
 from dataclasses import dataclass, field, fields
-from enum import IntEnum, StrEnum
+from enum import StrEnum
 from functools import partial
 from typing import Any
 
@@ -20,14 +20,6 @@ from common.wire.access.bounds import Count, Id, Rate, Seconds, Version
 
 SCHEMA_VERSION = 3
 _none = partial(np.zeros, 0, dtype=np.int32)
-
-
-class Aside(IntEnum):
-    """What an answer is that the environment does not see."""
-
-    SUMMARY = 0
-    PLAN = 1
-    REFLECTION = 2
 
 
 class EndReason(StrEnum):
@@ -286,11 +278,9 @@ class Trajectory(EpisodeIdentity):
     turn_ids: np.ndarray = field(repr=False)  # [seq] int32 0-based turn of a token, prompt = 0
     invalid_turns: np.ndarray = field(repr=False)  # [num_turns] bool, True: no executable action
     turn_scores: np.ndarray = field(repr=False)  # [num_turns] float32 in [0, 1], after each turn
-    turn_states: np.ndarray = field(default_factory=_none, repr=False)  # [num_turns] int32, the
-    # state that each turn was taken in, see `common.states`; [0]: not told
+    turn_states: np.ndarray = field(default_factory=_none, repr=False)  # see common.states; or [0]
     segment_starts: np.ndarray = field(default_factory=_none, repr=False)  # [segment] int32; [0]: 1
-    asides: np.ndarray = field(default_factory=_none, repr=False)  # [3 * num] int32, of each answer
-    # that the environment did not see: first token, one behind the last, number of `Aside`
+    asides: np.ndarray = field(default_factory=_none, repr=False)  # [3 * num] int32, see segments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

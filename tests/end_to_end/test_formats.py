@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from common.segments import asides_of
+from common.segments import Aside, asides_of
 from common.store.journal import read_journal
-from common.wire.messages import Aside, EpisodeKind
+from common.wire.messages import EpisodeKind
 from tests.actor.formats.test_tools import CALL
 from tests.end_to_end.runs import REPOSITORY, Run, balances
 

@@ -10,7 +10,8 @@ from common import segments as rows
 from common.agent_formats import read_any
 from common.config.evaluation import AgentFormat
 from common.errors import ConfigError
-from common.wire.messages import Aside, PolicyKind, Trajectory
+from common.segments import Aside
+from common.wire.messages import PolicyKind, Trajectory
 
 STD_EPSILON = 1e-6  # as the learner's
 NUM_SHOWN = 24  # tokens around a difference

@@ -15,9 +15,9 @@ from common.config.curriculum import HorizonUnit
 from common.config.evaluation import AgentFormat, AgentOptions, ContextKind
 from common.config.run_config import ActorSection
 from common.errors import ConfigError
-from common.segments import as_rows, asides_of, joined
+from common.segments import Aside, as_rows, asides_of, joined
 from common.wire.codec import pack_record, unpack_record
-from common.wire.messages import Aside, EndReason, Trajectory
+from common.wire.messages import EndReason, Trajectory
 from tests.actor.formats.test_tools import CALLING
 from tests.actor.rollout.playing import LEASE, Count, go_on, play
 from tests.actor.rollout.test_context import refused, saying, turns_of

@@ -29,10 +29,10 @@ from common.config.learning import (
 from common.config.offline import DpoSection
 from common.dashboard.reading.episode import recorded_of
 from common.dashboard.reading.episode import segments_of as shown_segments
-from common.segments import as_rows, joined
+from common.segments import Aside, as_rows, joined
 from common.store.journal import JournalWriter
 from common.wire.codec import decode, encode, pack_record, unpack_record
-from common.wire.messages import Aside, EndReason, Trajectory
+from common.wire.messages import EndReason, Trajectory
 from learner.batch.batching import Sample, make_microbatches, make_minibatches
 from learner.batch.codec import pack_samples, unpack_samples
 from learner.batch.credit import samples_of
