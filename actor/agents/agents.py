@@ -32,7 +32,7 @@ class Agents:
         """Make it; it listens from the first episode on."""
         self._cfg = cfg
         self._actor = actor
-        self._renderer = renderer
+        self._renderer = renderer.without_tools()  # an agent tells its own
         self.server = AgentServer()
         self._long_lived: LongLived | None = None
         self._starting = asyncio.Lock()
@@ -108,6 +108,8 @@ class Agents:
         told = {
             "OPENAI_BASE_URL": where["base_url"],
             "OPENAI_API_KEY": where["api_key"],
+            "ANTHROPIC_BASE_URL": where["anthropic_url"],
+            "ANTHROPIC_API_KEY": where["api_key"],
             "LONGSTRIDE_ENV": where["env_url"],
             "LONGSTRIDE_EPISODE": where["episode"],
         }

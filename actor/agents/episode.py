@@ -4,33 +4,20 @@ import asyncio
 import logging
 import secrets
 import time
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Awaitable
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Callable
+from typing import Any
 
-from actor.agents.requests import ApiError, Asked, Message
+from actor.agents.requests import Answer, ApiError, Asked, Message, invalid, with_system
 from actor.rollout.context import Turn
 from actor.rollout.env_client import StepResult
 from actor.rollout.episode import Act, ContextFull, Play, PolicyFailed, Session, first_text
 from actor.rollout.render import Renderer
-from common.errors import EnvError, LongstrideError
 from common.states import state_number
 from common.wire.messages import EndReason, Lease
 
 logger = logging.getLogger(__name__)
-
-Taken = TypeVar("Taken")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """What an agent is told that the policy said."""
-
-    text: str
-    is_stopped: bool  # False: cut at the limit of tokens
-    num_prompt: int
-    num_sampled: int
 
 
 class AgentEpisode:
@@ -68,6 +55,8 @@ class AgentEpisode:
         self._max_tokens, self._turn_tokens = room
         self._task = task
         self._said: list[Message] = []  # the conversation of this segment, as the agent knows it
+        self._tools: list[dict[str, Any]] = []  # that it was told with
+        self._kept: dict[str, list[Message]] = {}  # by their answer, what requests go on from
         self._is_stopped = True  # its last answer is
         self._is_left = False  # by its agent
         self._complaint = ""  # of an agent that gave up
@@ -96,6 +85,8 @@ class AgentEpisode:
                 self.is_over = True  # what it asked for without a step took the horizon
                 self.ended.set()
                 self._check_open()
+            if asked.prompt is None:
+                asked = with_system(asked, self._before(asked))
             ids = self._prompt_of(asked)
             tape, turn = self._play.history.tape, self._play.num_turns
             self.is_full = len(ids) + self._turn_tokens > self._max_tokens
@@ -104,25 +95,39 @@ class AgentEpisode:
                 told = f"{text} context length is {self._max_tokens}"
                 raise ApiError(400, "context_length_exceeded", told, "messages")
             tape.show(ids, turn)
-            taken = _cut(await self._guarded(self._play.ask(self._act, self._session)), asked)
+            taken, stop = self._cut(await self._play.ask(self._act, self._session), asked)
             self._check_open()  # its agent may have gone meanwhile: the books are closed
             tape.add(taken, turn)
-            text = self._renderer.action_text(taken.token_ids)
-            self._said = []
-            if asked.messages is not None:
-                self._said = [*asked.messages, {"role": "assistant", "content": text}]
-            self._is_stopped = taken.is_stopped
-            num_sampled = len(taken.token_ids)
-            return Answer(
-                text=text, is_stopped=taken.is_stopped, num_prompt=len(ids), num_sampled=num_sampled
-            )
+            answer = self._answer(asked, taken, stop, num_prompt=len(ids))
+            self._said = [] if asked.prompt is not None else [*asked.messages, answer.message]
+            self._tools, self._is_stopped = asked.tools, taken.is_stopped
+            if asked.is_kept:
+                first = 1 if asked.instructions else 0
+                self._kept[f"resp_{answer.number}"] = self._said[first:]
+            return answer
+
+    def _answer(self, asked: Asked, taken: Turn, stop: str | None, *, num_prompt: int) -> Answer:
+        text, calls = self._renderer.action_text(taken.token_ids), []
+        if stop is not None:
+            text = self._renderer.plain_text(taken.token_ids).partition(stop)[0].strip()
+        elif asked.tools:
+            text, calls = self._renderer.read_answer(taken.token_ids)
+        return Answer(
+            number=secrets.token_hex(12),
+            text=text,
+            calls=calls,
+            is_stopped=taken.is_stopped,
+            stop=stop,
+            num_prompt=num_prompt,
+            num_sampled=len(taken.token_ids),
+        )
 
     async def step(self, action: str) -> dict[str, object]:
         """Act in the environment; return what came of it. Raises: ApiError."""
         async with self._turn:
             self._check_open()
             started = time.monotonic()
-            result: StepResult = await self._guarded(self._session.step(action))
+            result: StepResult = await self._session.step(action)
             self._play.answered(result, time.monotonic() - started)
             is_cut = not result.done and not self._play.may_go_on(self._lease, self._turn_tokens)
             if result.done or is_cut:
@@ -187,53 +192,80 @@ class AgentEpisode:
             play.num_turns, play.invalid_turns, play.scores = 1, [True], [0.0]
         play.history.tape.end(play.num_turns - 1)
 
+    def fail(self, error: BaseException) -> None:
+        """Tell whoever plays the episode what is not its agent's to fail."""
+        if not self.failed.done():
+            self.failed.set_exception(error)
+
     def _check_open(self) -> None:
         if self.is_closed:
             raise ApiError(410, "episode_ended", "this key's episode has ended")
 
+    def _before(self, asked: Asked) -> list[Message]:
+        if asked.previous not in self._kept and asked.previous:
+            text = f"previous_response_id={asked.previous:.60}: no answer of this episode"
+            raise ApiError(400, "previous_response_not_found", text, "previous_response_id")
+        return self._kept.get(asked.previous, [])
+
     def _prompt_of(self, asked: Asked) -> list[int]:
         """Return the tokens of a prompt; those that this segment has are taken from it."""
-        if asked.messages is None:
-            return self._bare(asked.prompt or "")
-        messages, said = asked.messages, self._said
-        *_, last = messages
-        if said and messages[:-1] == said and last["role"] == "user":
-            after = self._renderer.after_action(last["content"], is_stopped=self._is_stopped)
-            return [*self._play.history.tape.context, *after]
-        roles, texts = zip(*((each["role"], each["content"]) for each in messages), strict=True)
-        if roles == ("user", *("assistant", "user") * (len(roles) // 2)):
-            return self._renderer.conversation(texts)
+        if asked.prompt is not None:
+            return self._bare(asked.prompt)
+        messages, said, tools = asked.messages, self._said, asked.tools
+        roles = [each["role"] for each in messages]
+        has_calls = any(each.get("tool_calls") for each in messages)
+        if (tools or has_calls or "tool" in roles) and (why := self._renderer.why_no_tools):
+            raise ApiError(400, "unsupported_parameter", f"tools: {why}", "tools")
         try:
-            return self._renderer.of_messages(messages)
+            new = messages[len(said) :]
+            goes_on = said and tools == self._tools and messages[: len(said)] == said
+            if goes_on and new and "assistant" not in roles[len(said) :]:
+                return [*self._play.history.tape.context, *self._after(new, tools)]
+            is_plain = not tools and not has_calls
+            if is_plain and roles == ["user", *["assistant", "user"] * (len(roles) // 2)]:
+                return self._renderer.conversation([each["content"] for each in messages])
+            return self._renderer.of_messages(messages, tools=tools)
         except ValueError as error:
-            raise ApiError(400, "invalid_value", str(error), "messages") from error
+            raise invalid(str(error), "messages") from error
+
+    def _after(self, new: list[Message], tools: list[dict[str, Any]]) -> list[int]:
+        is_stopped = self._is_stopped
+        if [each["role"] for each in new] == ["user"]:
+            return self._renderer.after_turn(new[0]["content"], is_stopped=is_stopped)
+        has_calls = "tool_calls" in self._said[-1]
+        how: dict[str, bool] = {"is_stopped": is_stopped, "has_calls": has_calls}
+        return self._renderer.after_calls(new, tools=tools, **how)
 
     def _bare(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
             return self._renderer.completion(prompt)
         if min(prompt) < 0 or max(prompt) >= self._renderer.num_tokens:
             text = f"prompt: token ids below {self._renderer.num_tokens}"
-            raise ApiError(400, "invalid_value", text, "prompt")
+            raise invalid(text, "prompt")
         return prompt
 
-    async def _guarded(self, work: Awaitable[Taken]) -> Taken:
-        """Await what is not the agent's to fail: if it does, whoever plays the episode is told."""
-        try:
-            return await work
-        except (LongstrideError, TimeoutError) as error:
-            self.fail(error)
-            code = "environment_failed" if isinstance(error, EnvError) else "policy_failed"
-            raise ApiError(503, code, str(error)) from error
+    def _cut(self, taken: Turn, asked: Asked) -> tuple[Turn, str | None]:
+        """Return the beginning of a turn that the agent wants shorter, and the text that ended it.
 
-    def fail(self, error: Exception) -> None:
-        """End it by what is no end of its own; whoever plays it is told."""
-        if not self.failed.done():
-            self.failed.set_exception(error)
+        All of it was sampled, so its beginning is what a shorter turn would have been: up to the
+        token that completes the text.
+        """
+        ids, decode = taken.token_ids, self._renderer.plain_text
+        found = [first_with(decode, ids, text) for text in asked.stop]
+        num, stop = min((n for n in found if n is not None), default=len(ids)), None
+        if asked.max_tokens is not None and asked.max_tokens < num:
+            num = asked.max_tokens
+        elif any(n is not None for n in found):
+            text = decode(ids[:num])
+            stop = min((each for each in asked.stop if each in text), key=text.find)
+        if num == len(ids) and stop is None:
+            return taken, None
+        cut = Turn(ids[:num], taken.logprobs[:num], taken.versions[:num], is_stopped=False)
+        return cut, stop
 
 
-def _cut(taken: Turn, asked: Asked) -> Turn:
-    """Return the beginning of a turn that the agent wants shorter; it was sampled all the same."""
-    num = asked.max_tokens
-    if num is None or num >= len(taken.token_ids):
-        return taken
-    return Turn(taken.token_ids[:num], taken.logprobs[:num], taken.versions[:num], is_stopped=False)
+def first_with(decode: Callable[[list[int]], str], ids: list[int], text: str) -> int | None:
+    """Return how many tokens it takes until their text holds another; None: it never does."""
+    if text not in decode(ids):
+        return None
+    return bisect_left(range(len(ids)), True, key=lambda num: text in decode(ids[:num]))

@@ -1,34 +1,32 @@
-"""What agents send to an OpenAI-compatible endpoint, and what they are told that it cannot do."""
+"""What agents ask for and are told, in whatever API they speak; and what they are refused."""
 
 # What JSON holds is of no known type until it is checked here:
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
 
-from dataclasses import dataclass
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from actor.agents.tool_calls import as_call, each_text, read_arguments
 from common.text import valid_text
 
-Message = dict[str, str]  # role, content
-ROLES = ("system", "developer", "user", "assistant")
-UNSUPPORTED = {  # parameter -> values that ask for nothing
-    "n": (None, 1),
-    "best_of": (None, 1),
-    "stream": (None, False),
-    "stop": (None, [], ""),
-    "tools": (None, []),
-    "functions": (None, []),
-    "tool_choice": (None, "none", "auto"),
-    "response_format": (None, {"type": "text"}),
-    "logit_bias": (None, {}),
-    "echo": (None, False),
-    "suffix": (None, ""),
+Message = dict[str, Any]  # as chat templates take them: role, content, perhaps tool_calls
+Event = tuple[str, dict[str, Any]]  # of a stream: its name, "" for none, and what it tells
+IGNORED = {  # the run says how it samples; labels are of no account
+    *("model", "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty"),
+    *("repetition_penalty", "seed", "user", "metadata", "store", "service_tier", "stream"),
+    *("safety_identifier", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+    *("cache_control", "stream_options"),
 }
 WHY = {
-    "tools": "the policy's chat template is asked for plain messages; describe tools in a message",
-    "stream": "an answer is captured whole; ask with stream=false",
     "n": "an episode has one history; ask once more for another answer",
+    "tool_choice": "nothing makes the policy call a tool; auto or none",
+    "parallel_tool_calls": "nothing keeps the policy from several calls",
 }
+CHOICES = (None, "auto", "none", {"type": "auto"}, {"type": "none"})
 
 
 class ApiError(Exception):
@@ -38,75 +36,227 @@ class ApiError(Exception):
         super().__init__(message)
         self.status, self.code, self.message, self.param = status, code, message, param
 
-    @property
-    def body(self) -> dict[str, Any]:
-        """The error in the API's own shape."""
-        kind = "authentication_error" if self.status == 401 else "invalid_request_error"
-        told = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
-        return {"error": told}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
     """A request for one answer."""
 
-    messages: list[Message] | None = None  # of a conversation
+    messages: list[Message] = field(default_factory=list)  # of a conversation
     prompt: str | list[int] | None = None  # of a bare completion
+    instructions: str = ""  # before the conversation
+    previous: str = ""  # the answer that the messages go on from
+    tools: list[dict[str, Any]] = field(default_factory=list)  # as chat templates take them
     max_tokens: int | None = None  # of the answer; None: as many as a turn has
-    model: str = ""
+    stop: list[str] = field(default_factory=list)  # texts that end it
+    is_kept: bool = False  # a later request may go on from it by its id
+    body: dict[str, Any] = field(default_factory=dict)  # as it came
 
 
-def read_asked(body: object, *, is_chat: bool) -> Asked:
-    """Return what a request asks for. Raises: ApiError: something that cannot be had, by name."""
-    if not isinstance(body, dict):
-        raise ApiError(400, "invalid_body", "the body is not a JSON object")
-    for name, harmless in UNSUPPORTED.items():
-        if body.get(name) not in harmless:
-            why = WHY.get(name, "not supported here")
-            raise ApiError(400, "unsupported_parameter", f"{name}={body[name]!r:.80}: {why}", name)
-    limit = body.get("max_completion_tokens", body.get("max_tokens"))
-    if limit is not None and (type(limit) is not int or limit < 1):
-        raise ApiError(
-            400, "invalid_value", f"max_tokens={limit!r:.80}: must be >= 1", "max_tokens"
-        )
-    told = {"max_tokens": limit, "model": str(body.get("model", ""))}
-    if is_chat:
-        return Asked(messages=_messages(body.get("messages")), **told)
-    return Asked(prompt=_prompt(body.get("prompt")), **told)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What an agent is told that the policy said."""
+
+    number: str  # unlike any other's
+    text: str
+    calls: list[dict[str, Any]]  # as chat templates take them
+    is_stopped: bool  # False: cut at the limit of tokens
+    stop: str | None  # which of `Asked.stop` ended it
+    num_prompt: int
+    num_sampled: int
+
+    @property
+    def message(self) -> Message:
+        """What a history that repeats it holds."""
+        said: Message = {"role": "assistant", "content": self.text}
+        return {**said, "tool_calls": self.calls} if self.calls else said
+
+    def named_calls(self, prefix: str) -> list[tuple[str, str, dict[str, Any]]]:
+        """Return id, name and arguments of each call."""
+        told = [(each["function"]["name"], each["function"]["arguments"]) for each in self.calls]
+        return [(f"{prefix}_{self.number}{i}", *each) for i, each in enumerate(told)]
+
+    def reason(self, *, calls: str, stop: str, length: str) -> str:
+        """Return why it ended, in the words of an API."""
+        if not (self.is_stopped or self.stop):
+            return length
+        return calls if self.calls else stop
 
 
-def _messages(given: object) -> list[Message]:
-    if not isinstance(given, list) or not given:
-        raise ApiError(400, "invalid_value", "messages: a list of at least one", "messages")
-    found: list[Message] = []
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Api:
+    """One of the APIs that agents speak."""
+
+    read: Callable[[dict[str, Any]], Asked]  # Raises: ApiError
+    reply: Callable[[Asked, Answer], dict[str, Any]]
+    events: Callable[[Asked, dict[str, Any]], list[Event]]  # the same, told as a stream
+
+
+def openai_error(error: ApiError) -> dict[str, Any]:
+    """Return an error in the shape of OpenAI's APIs."""
+    kind = "authentication_error" if error.status == 401 else "invalid_request_error"
+    kind = kind if error.status < 500 else "server_error"
+    told = {"message": error.message, "type": kind, "param": error.param, "code": error.code}
+    return {"error": told}
+
+
+def invalid(text: str, param: str) -> ApiError:
+    """Return the error of a value that cannot be used."""
+    return ApiError(400, "invalid_value", text, param)
+
+
+def unsupported(name: str, value: object, why: str = "") -> ApiError:
+    """Return the error of what is not to be had here."""
+    text = f"{name}={value!r:.80}: {why or WHY.get(name, 'not supported here')}"
+    return ApiError(400, "unsupported_parameter", text, name)
+
+
+def check_fields(
+    body: dict[str, Any], used: set[str], harmless: dict[str, tuple[Any, ...]]
+) -> None:
+    """Refuse what is not known, and what would change the answer but cannot.
+
+    Args:
+        harmless: field -> values that ask for nothing.
+
+    Raises: ApiError.
+    """
+    for name, value in body.items():
+        if name in used or name in IGNORED or value in harmless.get(name, ()):
+            continue
+        if name in harmless:
+            raise unsupported(name, value)
+        raise ApiError(400, "unknown_parameter", f"Unknown parameter: {name:.80}", name)
+    if body.get("stream") not in (None, False, True):
+        raise invalid("stream: must be true or false", "stream")
+
+
+def read_limit(body: dict[str, Any], *names: str) -> int | None:
+    """Return the first limit of tokens that is set. Raises: ApiError."""
+    for name in names:
+        limit = body.get(name)
+        if limit is not None:
+            if type(limit) is not int or limit < 1:
+                raise invalid(f"{name}={limit!r:.80}: must be >= 1", name)
+            return limit
+    return None
+
+
+def read_stop(body: dict[str, Any], name: str) -> list[str]:
+    """Return the texts that end an answer. Raises: ApiError."""
+    given = body.get(name) or []
+    texts = [given] if isinstance(given, str) else given
+    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
+        raise invalid(f"{name}: a text, or a list of texts", name)
+    return list(map(valid_text, texts))
+
+
+def read_items(body: dict[str, Any], name: str, *, least: int = 0) -> list[dict[str, Any]]:
+    """Return a list of objects. Raises: ApiError."""
+    given = body.get(name) or []
+    if not isinstance(given, list) or len(given) < least:
+        raise invalid(f"{name}: a list of at least {least}", name)
     for number, each in enumerate(given):
-        role = each.get("role") if isinstance(each, dict) else None
-        if role not in ROLES:
-            names = ", ".join(ROLES)
-            text = f"messages[{number}].role={role!r:.40}: must be one of {names}"
-            raise ApiError(400, "invalid_value", text, "messages")
-        if each.get("tool_calls"):
-            raise ApiError(400, "unsupported_parameter", f"tool_calls: {WHY['tools']}", "messages")
-        text = _text(each.get("content"), f"messages[{number}].content")
-        found.append({"role": "system" if role == "developer" else role, "content": text})
-    if found[-1]["role"] == "assistant":
-        raise ApiError(400, "invalid_value", "messages: the last is the assistant's", "messages")
+        if not isinstance(each, dict):
+            raise invalid(f"{name}[{number}]: must be an object", name)
+    return given
+
+
+def read_text(content: object, place: str, *, kinds: tuple[str, ...] = ("text",)) -> str:
+    """Return the text of a message, be it in parts. Raises: ApiError."""
+    param = place.partition("[")[0].partition(".")[0]
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return valid_text(content)
+    if not isinstance(content, list):
+        raise invalid(f"{place}: must be text", param)
+    for number, each in enumerate(content):
+        kind = each.get("type", kinds[0]) if isinstance(each, dict) else None
+        if kind not in kinds or not isinstance(each.get("text"), str):
+            raise invalid(f"{place}[{number}]: must be text, of type {' or '.join(kinds)}", param)
+    return valid_text("".join(each["text"] for each in content))
+
+
+def read_tools(body: dict[str, Any], *, schema: str, inner: str = "") -> list[dict[str, Any]]:
+    """Return the tools of a request, as chat templates take them: none if none is to be called.
+
+    Args:
+        schema: what the API calls a tool's parameters.
+        inner: where in a tool these are; "": in the tool itself.
+
+    Raises: ApiError.
+    """
+    choice = body.get("tool_choice")
+    if choice not in CHOICES:
+        raise unsupported("tool_choice", choice)
+    found: list[dict[str, Any]] = []
+    for number, each in enumerate(read_items(body, "tools")):
+        if each.get("type", "custom") not in ("function", "custom"):
+            raise unsupported("tools", each.get("type"), "tools are functions of the agent's")
+        told = each.get(inner) if inner else each
+        name = told.get("name") if isinstance(told, dict) else None
+        if not isinstance(told, dict) or not isinstance(name, str) or not name:
+            raise invalid(f"tools[{number}]: must have a name", "tools")
+        parameters = told.get(schema) or {"type": "object", "properties": {}}
+        if not isinstance(parameters, dict):
+            raise invalid(f"tools[{number}].{schema}: must be an object", "tools")
+        description = str(told.get("description") or "")
+        shown = {"name": name, "description": description, "parameters": parameters}
+        found.append({"type": "function", "function": each_text(shown, valid_text)})
+    return [] if choice in ("none", {"type": "none"}) else found
+
+
+def read_call(name: object, arguments: object, place: str) -> dict[str, Any]:
+    """Return a call that the agent repeats, as chat templates take it. Raises: ApiError."""
+    param = place.partition("[")[0]
+    if not isinstance(name, str) or not name:
+        raise invalid(f"{place}: must have a name", param)
+    try:
+        told = read_arguments(arguments) if isinstance(arguments, str) else arguments
+    except ValueError as error:
+        raise invalid(f"{place}: arguments: {error}", param) from error
+    if not isinstance(told, dict):
+        raise invalid(f"{place}: arguments: must be an object", param)
+    return each_text(as_call(name, told), valid_text)
+
+
+def joined(messages: list[Message]) -> list[Message]:
+    """Return messages with those of the assistant that follow one another as one."""
+    found: list[Message] = []
+    for each in messages:
+        if found and found[-1]["role"] == each["role"] == "assistant":
+            calls = [*found[-1].get("tool_calls", []), *each.get("tool_calls", [])]
+            text = found[-1]["content"] + each["content"]
+            each = {"role": "assistant", "content": text}
+            each |= {"tool_calls": calls} if calls else {}
+            found.pop()
+        found.append(each)
     return found
 
 
-def _text(content: object, place: str) -> str:
-    if isinstance(content, str):
-        return valid_text(content)
-    if isinstance(content, list):
-        texts = [each.get("text") if isinstance(each, dict) else None for each in content]
-        if all(isinstance(each, str) for each in texts):
-            return valid_text("".join(map(str, texts)))
-    raise ApiError(400, "invalid_value", f"{place}: must be text", "messages")
+def checked(messages: list[Message], param: str) -> list[Message]:
+    """Return a conversation that the policy can answer. Raises: ApiError."""
+    if not messages or messages[-1]["role"] == "assistant":
+        raise invalid(f"{param}: the last is the assistant's, or there is none", param)
+    return messages
 
 
-def _prompt(given: object) -> str | list[int]:
-    if isinstance(given, str) and given:
-        return valid_text(given)
-    if isinstance(given, list) and given and all(type(each) is int for each in given):
-        return given
-    raise ApiError(400, "invalid_value", "prompt: one text, or one list of token ids", "prompt")
+def arguments_text(arguments: dict[str, Any]) -> str:
+    """Return the arguments of a call as agents are told them."""
+    return json.dumps(arguments, ensure_ascii=False)
+
+
+def now() -> int:
+    """Return the time that answers are stamped with."""
+    return int(time.time())
+
+
+def as_model(asked: Asked) -> str:
+    """Return the name of the policy, as the request has it."""
+    return valid_text(str(asked.body.get("model") or "policy"))
+
+
+def with_system(asked: Asked, before: list[Message]) -> Asked:
+    """Return a request whose messages are the whole conversation."""
+    system = [{"role": "system", "content": asked.instructions}] if asked.instructions else []
+    return replace(asked, messages=[*system, *before, *asked.messages])

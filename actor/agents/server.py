@@ -1,24 +1,41 @@
-"""The policy behind an OpenAI-compatible endpoint for agents that run their own loop.
+"""The policy behind the APIs of OpenAI and Anthropic, for agents that run their own loop.
 
 The API key says which episode a request is of. Beside the API, `GET /env` tells the task and
 `POST /env/step {"action": text}` acts in the episode's environment, and `POST /env/end` ends it. An
 agent that plays many asks `POST /episodes/...` for the next one. Served to this machine only.
 """
 
+import asyncio
 import json
-import time
+import logging
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
 
 from aiohttp import web
 
-from actor.agents.episode import AgentEpisode, Answer
-from actor.agents.requests import ApiError, read_asked
+from actor.agents.chat_api import BARE_API, CHAT_API
+from actor.agents.episode import AgentEpisode
+from actor.agents.messages_api import MESSAGES_API, anthropic_error
+from actor.agents.requests import Api, ApiError, Asked, Event, invalid, openai_error
+from actor.agents.responses_api import RESPONSES_API
+from actor.rollout.episode import PolicyFailed
+from common.errors import EnvError, LongstrideError
 
-MAX_BODY_BYTES = 64 * 1024 * 1024
+logger = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 8 * 1024 * 1024
+BODY_S = 30.0  # for a request to arrive whole
 NUM_ENDED = 10_000  # keys of episodes that ended which are still known as such
+ANTHROPIC = "/v1/messages"
+APIS = {
+    "/v1/chat/completions": CHAT_API,
+    "/v1/completions": BARE_API,
+    "/v1/responses": RESPONSES_API,
+    ANTHROPIC: MESSAGES_API,
+}
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 # whether the agent still waits for an answer -> its next episode, None if none comes
 Take = Callable[[Callable[[], bool]], Awaitable[AgentEpisode | None]]
@@ -41,8 +58,8 @@ class AgentServer:
         self._episodes: dict[str, AgentEpisode] = {}
         self._ended: deque[str] = deque(maxlen=NUM_ENDED)
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._answered])
-        app.router.add_post("/v1/chat/completions", self._chat)
-        app.router.add_post("/v1/completions", self._completion)
+        for path, api in APIS.items():
+            app.router.add_post(path, partial(self._policy, api))
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/env", self._task)
         app.router.add_post("/env/step", self._step)
@@ -73,21 +90,23 @@ class AgentServer:
             self._ended.append(episode.key)
 
     @web.middleware
-    async def _answered(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        """Turn errors into the API's shape, and count them."""
+    async def _answered(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Turn errors into the API's shape, and count them; none is left to the agent alone."""
+        answering = asyncio.ensure_future(handler(request))
         try:
-            return await handler(request)
-        except ApiError as error:
-            answer = web.json_response(error.body, status=error.status)
-            code = error.code
-        except web.HTTPException as error:  # no such route, a body that is too large
-            code = (error.reason or "error").lower().replace(" ", "_")
-            told = ApiError(error.status, code, f"{request.method} {request.path}: {error.reason}")
-            answer = web.json_response(told.body, status=error.status)
-        self.refused[code] += 1
-        if (episode := self._episodes.get(_key(request))) is not None:
-            episode.refused[code] += 1
-        return answer
+            await asyncio.wait([answering])
+        finally:
+            answering.cancel()
+        failure = answering.exception()
+        if failure is None:
+            return await answering
+        episode = self._episodes.get(_key(request))
+        told = _told(request, failure, episode)
+        self.refused[told.code] += 1
+        if episode is not None:
+            episode.refused[told.code] += 1
+        shape = anthropic_error if request.path.startswith(ANTHROPIC) else openai_error
+        return web.json_response(shape(told), status=told.status)
 
     def _episode(self, request: web.Request) -> AgentEpisode:
         key = _key(request)
@@ -98,20 +117,20 @@ class AgentServer:
             raise ApiError(401, "invalid_api_key", "this key is no episode's")
         return episode
 
-    async def _chat(self, request: web.Request) -> web.Response:
+    async def _policy(self, api: Api, request: web.Request) -> web.Response:
         episode = self._episode(request)
-        asked = read_asked(await _json(request), is_chat=True)
-        answer = await episode.answer(asked)
-        message = {"role": "assistant", "content": answer.text}
-        choice = {"index": 0, "message": message, "finish_reason": _finish(answer)}
-        return _reply("chat.completion", "chatcmpl", asked.model, choice, answer)
-
-    async def _completion(self, request: web.Request) -> web.Response:
-        episode = self._episode(request)
-        asked = read_asked(await _json(request), is_chat=False)
-        answer = await episode.answer(asked)
-        choice = {"index": 0, "text": answer.text, "finish_reason": _finish(answer)}
-        return _reply("text_completion", "cmpl", asked.model, choice, answer)
+        body = await _json(request)
+        if not isinstance(body, dict):
+            raise ApiError(400, "invalid_body", "the body is not a JSON object")
+        try:
+            asked: Asked = api.read(body)
+        except RecursionError as error:
+            raise ApiError(400, "invalid_body", "the body is nested too deep") from error
+        reply = api.reply(asked, await episode.answer(asked))
+        if not body.get("stream"):
+            return web.json_response(reply)
+        text = "".join(map(_event_text, api.events(asked, reply)))
+        return web.Response(text=text, content_type="text/event-stream")
 
     async def _models(self, request: web.Request) -> web.Response:
         self._episode(request)
@@ -126,7 +145,7 @@ class AgentServer:
         body = await _json(request)
         action = body.get("action") if isinstance(body, dict) else None
         if not isinstance(action, str):
-            raise ApiError(400, "invalid_value", "action: must be a text", "action")
+            raise invalid("action: must be a text", "action")
         return web.json_response(await episode.step(action))
 
     async def _end(self, request: web.Request) -> web.Response:
@@ -134,7 +153,7 @@ class AgentServer:
         body = await _json(request) if request.can_read_body else {}
         error = body.get("error", "") if isinstance(body, dict) else None
         if not isinstance(error, str):
-            raise ApiError(400, "invalid_value", "error: must be a text", "error")
+            raise invalid("error: must be a text", "error")
         await episode.end(error)
         return web.json_response({})
 
@@ -152,33 +171,48 @@ class AgentServer:
     def told(self, episode: AgentEpisode) -> dict[str, object]:
         """Return where an episode is played, and what is to be done in it."""
         where = {"base_url": f"{self.url}/v1", "api_key": episode.key, "env_url": f"{self.url}/env"}
+        where["anthropic_url"] = self.url  # its package adds /v1
         return {**where, "episode": episode.lease.episode_id, **episode.first()}
 
 
 def _key(request: web.Request) -> str:
+    if key := request.headers.get("x-api-key", ""):
+        return key
     scheme, _, key = request.headers.get("Authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else ""
 
 
 async def _json(request: web.Request) -> object:
     try:
-        return await request.json()
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        async with asyncio.timeout(BODY_S):
+            return await request.json()
+    except TimeoutError as error:
+        text = f"the body is not whole within {BODY_S:g} s"
+        raise ApiError(408, "request_timeout", text) from error
+    except (json.JSONDecodeError, UnicodeDecodeError, LookupError, RecursionError) as error:
         raise ApiError(400, "invalid_body", f"the body is not JSON: {error}") from error
+    except (OSError, web.PayloadAccessError, web.RequestPayloadError) as error:
+        raise ApiError(400, "incomplete_body", f"the body is not whole: {error}") from error
 
 
-def _finish(answer: Answer) -> str:
-    return "stop" if answer.is_stopped else "length"
+def _told(request: web.Request, error: BaseException, episode: AgentEpisode | None) -> ApiError:
+    """Return what an agent is told of an error; whoever plays its episode is told of others."""
+    if isinstance(error, ApiError):
+        return error
+    place = f"{request.method} {request.path}"
+    if isinstance(error, web.HTTPException):  # no such route, a body that is too large
+        code = (error.reason or "error").lower().replace(" ", "_")
+        return ApiError(error.status, code, f"{place}: {error.reason}")
+    if not isinstance(error, LongstrideError | TimeoutError | PolicyFailed):
+        logger.error("request failed unexpectedly request=%s", place, exc_info=error)
+        error = PolicyFailed(f"{place}: {type(error).__name__}: {error}")
+    if episode is not None:
+        episode.fail(error)
+    code = "environment_failed" if isinstance(error, EnvError) else "policy_failed"
+    return ApiError(503, code, str(error))
 
 
-def _reply(
-    kind: str, prefix: str, model: str, choice: dict[str, Any], answer: Answer
-) -> web.Response:
-    now = time.time()
-    usage = {
-        "prompt_tokens": answer.num_prompt,
-        "completion_tokens": answer.num_sampled,
-        "total_tokens": answer.num_prompt + answer.num_sampled,
-    }
-    head = {"id": f"{prefix}-{now:.6f}", "object": kind, "created": int(now), "model": model}
-    return web.json_response({**head, "choices": [{**choice, "logprobs": None}], "usage": usage})
+def _event_text(event: Event) -> str:
+    name, told = event
+    head = f"event: {name}\n" if name else ""
+    return f"{head}data: {json.dumps(told) if told else '[DONE]'}\n\n"

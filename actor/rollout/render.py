@@ -8,11 +8,12 @@ template that rewrites earlier turns is refused at start.
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 from jinja2 import TemplateError
 
+from actor.agents.tool_calls import BEGIN, END, PROBE, as_call, each_text, read_calls
 from actor.rollout.context import least_prompt
 from actor.rollout.folding import least_of_branches
 from common.config.run_config import ActorSection
@@ -70,6 +71,26 @@ class Renderer:
             messages, tools=tools, tokenize=False, add_generation_prompt=True
         )
 
+    @cached_property
+    def why_no_tools(self) -> str:
+        """Why tools cannot be offered with this chat template; "" if they can."""
+        call = as_call(PROBE["name"], PROBE["arguments"])
+        told = {"name": "probe_tool", "description": "", "parameters": {"type": "object"}}
+        said = {"role": "assistant", "content": "", "tool_calls": [call]}
+        messages = [{"role": "user", "content": USER}, said, {"role": "tool", "content": NEXT}]
+        try:
+            text = self._rendered(messages, tools=[{"type": "function", "function": told}])
+        except (TemplateError, TypeError) as error:
+            return f"the policy's chat template refuses them: {error}"
+        _, _, after = text.partition(USER)
+        _, begin, after = after.partition(BEGIN)
+        answer, _, _ = after.partition(self._end_of_turn_text)
+        if "probe_tool" not in text or PROBE["name"] not in text or NEXT not in text:
+            return "the policy's chat template has no place for them"
+        if read_calls(begin + answer)[1] != [call]:
+            return f"the policy's chat template writes no calls as {BEGIN}{{JSON}}{END}"
+        return ""
+
     def _end_of_turn(self, between: str) -> list[int]:
         ids = self._tokenizer.encode(between, add_special_tokens=False)
         if not ids or ids[0] not in self._tokenizer.all_special_ids:
@@ -124,15 +145,53 @@ class Renderer:
         lead = "" if is_stopped else self._end_of_turn_text
         return list(self._known(lead + before, text, after))
 
-    def of_messages(self, messages: list[dict[str, str]]) -> list[int]:
+    def of_messages(
+        self, messages: list[dict[str, Any]], *, tools: Sequence[dict[str, Any]] = ()
+    ) -> list[int]:
         """Return the ids of any conversation, up to where the assistant starts.
 
         Raises: ValueError: the chat template refuses it, and why.
         """
-        broken = [{**each, "content": self._control.broken(each["content"])} for each in messages]
+        return self._control.encode(self._safely(messages, tools))
+
+    def after_calls(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        is_stopped: bool,
+        has_calls: bool,
+        tools: Sequence[dict[str, Any]],
+    ) -> list[int]:
+        """Return the ids between a sampled answer and the next: as `after_action`, of any messages.
+
+        Args:
+            has_calls: the answer was calls, which a template may want before their results.
+
+        Raises: ValueError: the chat template refuses it, and why.
+        """
+        said: dict[str, Any] = {"role": "assistant", "content": ASSISTANT}
+        if has_calls:
+            said = {**said, "content": "", "tool_calls": [as_call(ASSISTANT, {})]}
+        whole = self._safely([{"role": "user", "content": USER}, said, *messages], tools)
+        _, _, tail = whole.partition(ASSISTANT)
+        _, end, after = tail.partition(self._end_of_turn_text)
+        if not end:
+            raise ValueError("the chat template does not end the assistant's turn")
+        return self._control.encode(after if is_stopped else end + after)
+
+    def _safely(self, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> str:
+        """Return a conversation as text for `ControlTokens.encode`. Raises: ValueError."""
+        named = ("role", "type")  # are ours
+        broken = self._control.broken
+        safe = [
+            {k: v if k in named else each_text(v, broken) for k, v in each.items()}
+            for each in messages
+        ]
         try:
-            return self._control.encode(self._template(broken))
-        except (TemplateError, TypeError) as error:
+            if not tools:
+                return self._template(safe)
+            return self._rendered(safe, tools=[each_text(each, broken) for each in tools])
+        except (TemplateError, TypeError, RecursionError) as error:
             raise ValueError(f"the chat template: {error}") from error
 
     def completion(self, text: str) -> list[int]:
@@ -154,4 +213,15 @@ class Renderer:
 
     def action_text(self, token_ids: list[int]) -> str:
         """Return the text of a sampled action without special tokens."""
-        return self._tokenizer.decode(token_ids, skip_special_tokens=True).strip()
+        return self.plain_text(token_ids).strip()
+
+    def plain_text(self, token_ids: list[int]) -> str:
+        """Return the text of tokens without special ones, whatever it begins and ends with."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    def read_answer(self, token_ids: list[int]) -> tuple[str, list[dict[str, Any]]]:
+        """Return what a sampled action says, and its tool calls, as chat templates take them."""
+        while token_ids and token_ids[-1] in self.end_of_turn_ids:
+            token_ids = token_ids[:-1]
+        text, calls = read_calls(self._tokenizer.decode(token_ids))
+        return (text, calls) if calls else (self.action_text(token_ids), [])

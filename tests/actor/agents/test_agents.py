@@ -291,9 +291,10 @@ USER = {"messages": [{"role": "user", "content": "x"}]}
 BAD: list[tuple[str, dict[str, Any], int, str | None]] = [
     ("/v1/chat/completions", {**USER, "n": 2}, 400, "n"),
     ("/v1/chat/completions", {"messages": [], "model": "m"}, 400, "messages"),
-    ("/v1/chat/completions", {"messages": [{"role": "tool", "content": "x"}]}, 400, "messages"),
+    ("/v1/chat/completions", {"messages": [{"role": "tool", "content": "x"}]}, 400, "tools"),
+    ("/v1/chat/completions", {"messages": [{"role": "robot", "content": "x"}]}, 400, "messages"),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": 5}]}, 400, "messages"),
-    ("/v1/chat/completions", {**USER, "stream": True}, 400, "stream"),
+    ("/v1/chat/completions", {**USER, "stream": 2}, 400, "stream"),
     ("/v1/chat/completions", {**USER, "tools": [{"type": "function"}]}, 400, "tools"),
     ("/v1/chat/completions", {**USER, "max_tokens": 0}, 400, "max_tokens"),
     (

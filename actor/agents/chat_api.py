@@ -1,0 +1,158 @@
+"""OpenAI's chat completions and completions."""
+
+from typing import Any
+
+from actor.agents.requests import (
+    Answer,
+    Api,
+    Asked,
+    Event,
+    Message,
+    arguments_text,
+    as_model,
+    check_fields,
+    checked,
+    invalid,
+    now,
+    read_call,
+    read_items,
+    read_limit,
+    read_stop,
+    read_text,
+    read_tools,
+    unsupported,
+)
+from common.text import valid_text
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+HARMLESS: dict[str, tuple[Any, ...]] = {
+    "n": (None, 1),
+    "logprobs": (None, False),
+    "logit_bias": (None, {}),
+}
+CHAT: dict[str, tuple[Any, ...]] = {
+    **HARMLESS,
+    "top_logprobs": (None, 0),
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "response_format": (None, {"type": "text"}),
+    "parallel_tool_calls": (None, True),
+    "modalities": (None, ["text"]),
+    **dict.fromkeys(("audio", "prediction", "moderation", "web_search_options"), (None,)),
+    **dict.fromkeys(("reasoning_effort", "verbosity"), (None,)),
+}
+BARE: dict[str, tuple[Any, ...]] = {
+    **HARMLESS,
+    "best_of": (None, 1),
+    "echo": (None, False),
+    "suffix": (None, ""),
+}
+
+
+def _read_chat(body: dict[str, Any]) -> Asked:
+    used = {"messages", "tools", "tool_choice", "stop", "max_tokens", "max_completion_tokens"}
+    check_fields(body, used, CHAT)
+    items = read_items(body, "messages", least=1)
+    messages = [_message(each, f"messages[{i}]") for i, each in enumerate(items)]
+    return Asked(
+        messages=checked(messages, "messages"),
+        tools=read_tools(body, schema="parameters", inner="function"),
+        max_tokens=read_limit(body, "max_completion_tokens", "max_tokens"),
+        stop=read_stop(body, "stop"),
+        body=body,
+    )
+
+
+def _message(given: dict[str, Any], place: str) -> Message:
+    role = given.get("role")
+    if role not in ROLES:
+        names = ", ".join(ROLES)
+        raise invalid(f"{place}.role={role!r:.40}: must be one of {names}", "messages")
+    if given.get("function_call"):
+        raise unsupported("messages", f"{place}.function_call", "use tool_calls")
+    text = read_text(given.get("content"), f"{place}.content")
+    if given.get("content") is None and role != "assistant":
+        raise invalid(f"{place}.content: must be text", "messages")
+    message: Message = {"role": "system" if role == "developer" else role, "content": text}
+    calls = read_items(given, "tool_calls") if role == "assistant" else []
+    told = [each.get("function") or {} for each in calls]
+    if told:
+        message["tool_calls"] = [
+            read_call(each.get("name"), each.get("arguments"), f"{place}.tool_calls")
+            for each in told
+        ]
+    return message
+
+
+def _read_bare(body: dict[str, Any]) -> Asked:
+    check_fields(body, {"prompt", "stop", "max_tokens"}, BARE)
+    limit, stop = read_limit(body, "max_tokens"), read_stop(body, "stop")
+    return Asked(prompt=_prompt(body.get("prompt")), max_tokens=limit, stop=stop, body=body)
+
+
+def _prompt(given: object) -> str | list[int]:
+    if isinstance(given, str) and given:
+        return valid_text(given)
+    if isinstance(given, list) and given and all(type(each) is int for each in given):
+        return given
+    raise invalid("prompt: one text, or one list of token ids", "prompt")
+
+
+def _reply_chat(asked: Asked, answer: Answer) -> dict[str, Any]:
+    calls = [
+        {"id": i, "type": "function", "function": {"name": name, "arguments": arguments_text(told)}}
+        for i, name, told in answer.named_calls("call")
+    ]
+    message: dict[str, Any] = {"role": "assistant", "content": answer.text}
+    if calls:
+        message |= {"content": answer.text or None, "tool_calls": calls}
+    choice = {"index": 0, "message": message, "logprobs": None}
+    return _reply(asked, answer, "chat.completion", f"chatcmpl-{answer.number}", choice)
+
+
+def _reply_bare(asked: Asked, answer: Answer) -> dict[str, Any]:
+    choice = {"index": 0, "text": answer.text, "logprobs": None}
+    return _reply(asked, answer, "text_completion", f"cmpl-{answer.number}", choice)
+
+
+def _reply(
+    asked: Asked, answer: Answer, kind: str, name: str, choice: dict[str, Any]
+) -> dict[str, Any]:
+    reason = answer.reason(calls="tool_calls", stop="stop", length="length")
+    usage = {
+        "prompt_tokens": answer.num_prompt,
+        "completion_tokens": answer.num_sampled,
+        "total_tokens": answer.num_prompt + answer.num_sampled,
+    }
+    head = {"id": name, "object": kind, "created": now(), "model": as_model(asked)}
+    return {**head, "choices": [{**choice, "finish_reason": reason}], "usage": usage}
+
+
+def _chat_events(asked: Asked, reply: dict[str, Any]) -> list[Event]:
+    (choice,) = reply["choices"]
+    said = choice["message"]
+    deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+    if said["content"]:
+        deltas.append({"content": said["content"]})
+    for number, call in enumerate(said.get("tool_calls", [])):
+        deltas.append({"tool_calls": [{"index": number, **call}]})
+    parts = [{"delta": delta, "finish_reason": None} for delta in deltas]
+    parts.append({"delta": {}, "finish_reason": choice["finish_reason"]})
+    return _chunks(asked, {**reply, "object": "chat.completion.chunk"}, parts)
+
+
+def _bare_events(asked: Asked, reply: dict[str, Any]) -> list[Event]:
+    return _chunks(asked, reply, reply["choices"])
+
+
+def _chunks(asked: Asked, reply: dict[str, Any], parts: list[dict[str, Any]]) -> list[Event]:
+    choices = [[{"index": 0, "logprobs": None, **part}] for part in parts]
+    told: list[Event] = [("", {**reply, "choices": each, "usage": None}) for each in choices]
+    options = asked.body.get("stream_options")
+    if isinstance(options, dict) and options.get("include_usage"):
+        told.append(("", {**reply, "choices": []}))
+    return [*told, ("", {})]  # the last one: [DONE]
+
+
+CHAT_API = Api(read=_read_chat, reply=_reply_chat, events=_chat_events)
+BARE_API = Api(read=_read_bare, reply=_reply_bare, events=_bare_events)

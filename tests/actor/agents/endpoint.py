@@ -1,0 +1,90 @@
+"""One episode behind the agents' endpoint, with tools in its template and a policy by heart."""
+
+import io
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from itertools import compress
+from typing import Any
+
+import aiohttp
+
+from actor.agents.episode import AgentEpisode
+from actor.agents.server import AgentServer
+from actor.rollout.context import History, Room, Tape
+from actor.rollout.episode import Play, Session, Turn
+from actor.rollout.render import Renderer
+from tests.actor.agents.test_tool_calls import TOKENIZER
+from tests.actor.rollout.test_episode import LEASE, Count, go_on
+
+RENDERER = Renderer(TOKENIZER)
+MAX_TOKENS, TURN_TOKENS = 4000, 200
+
+
+@dataclass(slots=True)
+class ByHeart:
+    """A policy that says its texts in turn, the last one for ever; a turn ends as it should."""
+
+    texts: Sequence[str | Exception]
+    given: list[list[int]] = field(default_factory=list)
+
+    async def act(self, ids: list[int], _: Session) -> Turn:
+        text = self.texts[min(len(self.given), len(self.texts) - 1)]
+        self.given.append(list(ids))
+        if isinstance(text, Exception):
+            raise text
+        said = [*TOKENIZER.encode(text, add_special_tokens=False), RENDERER.end_of_turn_ids[0]]
+        return Turn(said, [-0.5] * len(said), [3] * len(said), num_prompt=len(ids))
+
+
+@dataclass(slots=True, kw_only=True)
+class Endpoint:
+    """What a test asks, and what is captured of it."""
+
+    server: AgentServer
+    episode: AgentEpisode
+    tape: Tape
+    http: aiohttp.ClientSession
+
+    @property
+    def sampled(self) -> list[int]:
+        """The tokens that are trained on."""
+        return list(compress(self.tape.token_ids, self.tape.loss_mask))
+
+    async def post(
+        self, path: str, body: object, *, key: str | None = None, header: str = "x-api-key"
+    ) -> tuple[int, Any]:
+        """Return status and answer, of a stream its text."""
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {header: self.episode.key if key is None else key}
+        async with self.http.post(
+            self.server.url + path, data=io.BytesIO(raw), headers=headers
+        ) as reply:
+            is_stream = reply.content_type == "text/event-stream"
+            return reply.status, await (reply.text() if is_stream else reply.json())
+
+
+@asynccontextmanager
+async def endpoint(policy: ByHeart, renderer: Renderer = RENDERER) -> AsyncIterator[Endpoint]:
+    """Serve one episode."""
+    server, room = AgentServer(), Room(max_tokens=MAX_TOKENS, turn_tokens=TURN_TOKENS)
+    await server.start()
+    play = Play(keeps_last=False, history=History(renderer, room))
+    episode = AgentEpisode(
+        LEASE,
+        session=Count([go_on()]),
+        act=policy.act,
+        play=play,
+        renderer=renderer,
+        room=(MAX_TOKENS, TURN_TOKENS),
+        task=("", ""),
+    )
+    try:
+        async with aiohttp.ClientSession() as http:
+            with server.serving(episode):
+                yield Endpoint(server=server, episode=episode, tape=play.history.tape, http=http)
+    finally:
+        await server.close()
+        if not episode.failed.done():
+            episode.failed.cancel()
