@@ -1,5 +1,6 @@
 """Laws of episodes that outgrow their context: what the policy was given is what is trained on."""
 
+import asyncio
 import random
 from dataclasses import replace
 from typing import Any
@@ -175,3 +176,21 @@ def test_a_summary_that_takes_the_rest_of_a_horizon_ends_the_episode() -> None:
     assert got.loss_mask.sum() == horizon - 1
     assert got.token_ids.tolist() == free.token_ids[: len(got.token_ids)].tolist()
     assert refused(got, 900) == ""
+
+
+@pytest.mark.slow
+def test_a_summary_that_takes_the_seconds_of_a_horizon_ends_the_episode() -> None:
+    policy = Policy()
+
+    async def act(ids: list[int], session: Session) -> Turn:
+        is_asked = ids[-len(REQUEST) :] == [ord(c) for c in REQUEST]
+        await asyncio.sleep(1.1 if is_asked else 0)
+        return await policy.act(ids, session)
+
+    lease = replace(LONG, horizon_unit=HorizonUnit.SECONDS, max_turns=12, horizon=1)
+    options = AgentOptions(context=SUMMARY)
+    got, _ = outgrown(options, max_tokens=900, text="o" * 100, lease=lease, act=act)
+    assert got.end_reason is EndReason.HORIZON
+    assert 0 < got.num_turns < 12
+    assert policy.asked[-1][0][-len(REQUEST) :] == [ord(c) for c in REQUEST]
+    assert got.segment_starts.size == 0  # the segment that was to follow has nothing sampled
