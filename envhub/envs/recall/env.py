@@ -13,9 +13,9 @@ from envhub.envs.text_env import TextEnv
 from envhub.tasks import spec_beside
 
 WAYS = {"left": "turn left", "right": "turn right", "ahead": "move forward"}
-NUM_CROSSINGS = 18
+NUM_CROSSINGS = 12
 PER_SIGN = 3  # crossings that a sign holds for
-MAX_TURNS = 27  # the episode ends unsolved after so many
+MAX_TURNS = 24  # the episode ends unsolved after so many
 UNTOLD = "nothing"
 SUBSETS = {"Signs": SubsetSpec(num_train=100_000, num_test=3_200, max_turns=MAX_TURNS)}
 

@@ -19,19 +19,19 @@ def test_the_way_is_told_at_every_third_crossing_only() -> None:
     results = [env.step(action) for action in iter(env.expert_action, None)]
     seen = [first, *(each.observation for each in results)]
     told = [number for number, text in enumerate(seen) if text.startswith("goal ")]
-    assert told == [0, 3, 6, 9, 12, 15]
-    assert [text for text in seen if not text.startswith("goal ")] == ["nothing"] * 12 + ["success"]
-    assert [each.reward for each in results] == [at / 18 for at in range(1, 19)]
+    assert told == [0, 3, 6, 9]
+    assert [text for text in seen if not text.startswith("goal ")] == ["nothing"] * 8 + ["success"]
+    assert [each.reward for each in results] == [at / 12 for at in range(1, 13)]
     assert (results[-1].done, results[-1].is_success) == (True, True)
 
 
-def test_a_wrong_way_loses_a_turn_and_there_are_nine_to_lose() -> None:
+def test_a_wrong_way_loses_a_turn_and_there_are_twelve_to_lose() -> None:
     env, first = begun()
-    for _ in range(9):
+    for _ in range(12):
         (wrong, *_) = [each for each in env.valid_actions() if each != env.expert_action()]
         result = env.step(wrong)
         assert (result.observation, result.reward, result.is_valid) == (first, 0.0, True)
     assert not env.step("go home").is_valid
     results = [env.step(action) for action in iter(env.expert_action, None)]
-    assert len(results) == 17
-    assert (results[-1].reward, results[-1].done, results[-1].is_success) == (17 / 18, True, False)
+    assert len(results) == 11
+    assert (results[-1].reward, results[-1].done, results[-1].is_success) == (11 / 12, True, False)
