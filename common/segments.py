@@ -21,6 +21,8 @@ class Aside(IntEnum):
     SUMMARY = 0
     PLAN = 1
     REFLECTION = 2
+    BRANCH = 3
+    RETURN = 4
 
 
 _WHOLE = np.zeros(0, dtype=np.int32)

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from actor.rollout.context import LEFT_OUT, Ask, Encode, History, Render, Room, Turn
 from actor.rollout.observations import CUT_MARK
 from common.config.evaluation import AgentOptions, ContextKind
+from common.segments import Aside
 
 HOW = (
     "\n\nYou may work on a part of the task in a branch: answer <branch>what is to be done</branch>"
@@ -63,12 +64,15 @@ class Folding(History):
 
     def takes(self, action: str, taken: Turn, turn: int) -> bool:
         is_call, is_return = _says(action, CALL), _says(action, RETURN)
+        end, is_closing = len(self.tape.token_ids), self._call is not None
         if self._call is None:
-            return is_call and not is_return and self._open(taken, turn)
-        if is_call or not is_return or not self._call.num_turns:
-            return False
-        self._close(turn, taken)
-        return True
+            is_taken = is_call and not is_return and self._open(taken, turn)
+        elif is_taken := is_return and not is_call and self._call.num_turns > 0:
+            self._close(turn, taken)
+        if is_taken:
+            kind = Aside.RETURN if is_closing else Aside.BRANCH
+            self.tape.asides += [end - len(taken.token_ids), end, kind]
+        return is_taken
 
     async def go_on(
         self, observation: str, taken: Turn, turn: int, ask: Ask, *, reflects: bool = False

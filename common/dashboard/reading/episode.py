@@ -34,7 +34,8 @@ def segments_of(trajectory: Trajectory, texts: Texts) -> list[dict[str, Any]]:
 
     Each has its `kind`, `turn` and the `texts` of its tokens; what was sampled also the `logprobs`
     of them (nats) and `versions` as runs [version, number of tokens], an action whether it was
-    `invalid`. Beside prompt, action and observation there are plans, reflections and summaries.
+    `invalid`. Beside prompt, action and observation there are plans,
+    reflections, summaries, and what began a branch or returned from it.
     """
     t = trajectory
     num = len(t.token_ids)

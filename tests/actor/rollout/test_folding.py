@@ -10,7 +10,7 @@ from actor.rollout.episode import Session, Turn
 from actor.rollout.folding import CLOSED, ENDED, HOW, OPENED
 from common.config.curriculum import HorizonUnit
 from common.config.evaluation import AgentOptions, ContextKind
-from common.segments import as_rows
+from common.segments import Aside, as_rows, asides_of
 from common.wire.messages import EndReason, Trajectory
 from tests.actor.rollout.playing import LEASE, Count, go_on, play
 from tests.actor.rollout.test_context import refused, turns_of
@@ -65,6 +65,8 @@ def test_a_fold_keeps_of_its_branch_the_call_and_what_was_returned() -> None:
     assert learnt_of(got) == [f"x.{CALL}.y.z.{RETURN}.", "w."]
     assert session.actions == ["x", "y", "z", "w"]
     assert (got.num_turns, got.num_invalid_actions) == (4, 0)
+    asides = [(text_of(got.token_ids[a:b].tolist()), kind) for a, b, kind in asides_of(got)]
+    assert asides == [(f"{CALL}.", Aside.BRANCH), (f"{RETURN}.", Aside.RETURN)]
     assert [prompt for prompt, _ in turns_of(got)] == prompts
     assert refused(got, 400) == ""
 
