@@ -9,7 +9,9 @@ from pathlib import Path
 
 import psutil
 
+from common.dashboard.nodes import members_of
 from common.dashboard.reading.tail import as_map, json_object
+from common.stall.report import read_told
 from common.store.disk import if_room
 from common.store.run_dir import RunDir, write_json
 
@@ -23,12 +25,18 @@ class CpuWatch:
     """Adds up what this process and its descendants use, by role; a run that goes on adds to it.
 
     What short-lived ones used, such as agents, is counted when they have ended: the system tells it
-    of a process's children. Roles on other machines are not counted.
+    of a process's children. Of roles that it did not start, on nodes that joined or by Ray, it
+    counts what they told the scheduler, an actor's engine with it.
     """
 
     def __init__(self, run_dir: RunDir) -> None:
-        self._path = run_dir.cpu
+        self._path, self._run_dir = run_dir.cpu, run_dir
+        self._began = time.time()
+        self._elsewhere = _elsewhere(run_dir)
         self._before = cpu_seconds(run_dir)
+        for role, used_s in self._elsewhere.values():
+            self._before[role] = self._before.get(role, 0.0) - used_s
+        self._own: set[str] = set()  # incarnations that are counted here by their process
         self._others_s = _numbers(json_object(run_dir.cpu)).get("others_s", 0.0)
         self._last: tuple[float, float] | None = None  # busy seconds: of the cores, of the run
         self._used: dict[Key, tuple[str, float]] = {}  # process -> role, seconds
@@ -41,9 +49,11 @@ class CpuWatch:
             return
         self._next = time.monotonic() + SAMPLE_S
         self.look()
+        self._look_elsewhere()
         told = {role: round(used_s, 2) for role, used_s in sorted(self.used().items())}
         self._note_others(sum(used_s for _, used_s in self._used.values()))
         about = {"cores": cores_here(), "others_s": round(self._others_s, 2)}
+        about |= {"elsewhere": self._elsewhere}
         if_room(lambda: write_json(self._path, {"roles": told, **about}), self._path)
 
     def _note_others(self, used_s: float) -> None:
@@ -56,7 +66,7 @@ class CpuWatch:
     def used(self) -> dict[str, float]:
         """Return the seconds by role up to the last look, those of earlier starts included."""
         total = dict(self._before)
-        for role, used_s in self._used.values():
+        for role, used_s in (*self._used.values(), *self._elsewhere.values()):
             total[role] = total.get(role, 0.0) + used_s
         return total
 
@@ -94,6 +104,23 @@ class CpuWatch:
         for key, total_s in reaped.items():
             role, used_s = self._used[key]
             self._used[key] = (role, used_s + max(0.0, total_s - seen.get(key, 0.0)))
+
+    def _look_elsewhere(self) -> None:
+        """Note what members told of whom no process is a descendant, nor was when it lived."""
+        try:
+            if self._run_dir.status.stat().st_mtime < self._began:
+                return  # of the launcher before, who counted them
+        except OSError:
+            return
+        pids = {pid for pid, _ in self._used}
+        for member in members_of(json_object(self._run_dir.status)):
+            role, incarnation = member["role"], str(member.get("incarnation") or "")
+            told = read_told(self._run_dir, "learner" if role == "learner" else member["name"])
+            if told is not None and told.pid in pids:
+                self._own.add(incarnation)
+                self._elsewhere.pop(incarnation, None)  # begun between the two looks
+            elif incarnation and incarnation not in self._own and (used_s := member.get("cpu_s")):
+                self._elsewhere[incarnation] = (role, float(used_s))
 
     def _role_of(self, process: psutil.Process, roles: Mapping[int, str], before: str) -> str:
         """Return a process's role, looked up anew: an engine names itself later.
@@ -155,16 +182,32 @@ def cpu_seconds(run_dir: RunDir) -> dict[str, float]:
     return _numbers(json_object(run_dir.cpu).get("roles"))
 
 
+def _elsewhere(run_dir: RunDir) -> dict[str, tuple[str, float]]:
+    """Return (role, seconds) by incarnation of the roles that no launcher of the run started."""
+    found: dict[str, tuple[str, float]] = {}
+    for name, each in as_map(json_object(run_dir.cpu).get("elsewhere")).items():
+        match each:
+            case [str() as role, int() | float() as used_s]:
+                found[name] = (role, float(used_s))
+            case _:
+                pass
+    return found
+
+
 def cpu_metrics(run_dir: RunDir) -> dict[str, float]:
     """Return the metrics of a step: seconds by role so far, of others, cores, per trained episode.
 
-    `cpu/others_s` is what programs beside the run have used of its cores.
+    `cpu/others_s` is what programs beside the run have used of its cores; `cpu/<role>_elsewhere_s`
+    what of the role's seconds was used by processes that the launcher did not start itself.
     """
     used = cpu_seconds(run_dir)
     if not used:
         return {}
     found = {f"cpu/{role}_s": used_s for role, used_s in used.items()}
     found |= {f"cpu/{name}": cores for name, cores in _numbers(json_object(run_dir.cpu)).items()}
+    for role, used_s in _elsewhere(run_dir).values():
+        name = f"cpu/{role}_elsewhere_s"
+        found[name] = found.get(name, 0.0) + used_s
     if trained := _numbers(json_object(run_dir.ledger)).get("trained"):
         found["cpu/per_trained_episode_s"] = sum(used.values()) / trained
     return found

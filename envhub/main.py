@@ -53,12 +53,12 @@ def run(cfg: RunConfig, run_dir: RunDir) -> None:
     with _listener(cfg.envhub.host, port) as listener:
         run_dir.publish_address("envhub", address_of(listener))
         place = HubPlace(
-            url=told_address(cfg, listener), token=keys.hub_token, envs=envs_of_run(cfg)
+            url=told_address(cfg, listener), token=keys.hub_token, envs=sessions.env_names
         )
         hello = HubHello(name="envhub", incarnation=uuid.uuid4().hex[:12], place=place)
         start_s = cfg.actor.start_timeout_s
         with (
-            registered(cfg, run_dir, keys, hello, refused=app.state.refusals.report),
+            registered(cfg, run_dir, keys, hello, serving=(app, sessions)),
             beacon_of(run_dir, "envhub", start_s=start_s) as beacon,
         ):
             on_round = partial(beacon.note, "main", "serving")
@@ -82,11 +82,11 @@ def run_joined(cfg: RunConfig, joined: Joined) -> None:
     except (OSError, ValueError, UnknownEnv) as error:
         raise ConfigError(f"envhub: {error}") from error
     with listener:
-        place = HubPlace(url=told_address(cfg, listener), token=token, envs=names)
+        place = HubPlace(url=told_address(cfg, listener), token=token, envs=sessions.env_names)
         hello = HubHello(name=name, incarnation=uuid.uuid4().hex[:12], place=place)
         silence_s = 4 * cfg.scheduler.dead_after_s
-        refused, own = app.state.refusals.report, joined.key.as_keys()
-        with registered(cfg, book, own, hello, refused=refused, silence_s=silence_s):
+        own, serving = joined.key.as_keys(), (app, sessions)
+        with registered(cfg, book, own, hello, serving=serving, silence_s=silence_s):
             serve(app, sessions, listener, log_level=cfg.log.level)
 
 
@@ -97,16 +97,25 @@ def registered(
     keys: RunKeys,
     hello: HubHello,
     *,
-    refused: Callable[[], dict[str, int]],
+    serving: tuple[FastAPI, Sessions],
     silence_s: float | None = None,
 ) -> Iterator[None]:
-    """Tell the scheduler of this hub meanwhile, and of what it has `refused`.
+    """Tell the scheduler of this hub meanwhile, of what it refused and has in use.
+
+    Args:
+        serving: what `build` returned.
 
     Raises: LongstrideError: the scheduler refuses it, or was silent for `silence_s`.
     """
-    every_s = cfg.scheduler.heartbeat_s
+    app, sessions = serving
     registration = Registration(
-        addresses, keys, hello, every_s=every_s, silence_s=silence_s, refused=refused
+        addresses,
+        keys,
+        hello,
+        every_s=cfg.scheduler.heartbeat_s,
+        silence_s=silence_s,
+        refused=app.state.refusals.report,
+        sessions=lambda: (len(sessions), sessions.num_places),
     )
     registration.start()
     try:

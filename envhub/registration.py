@@ -4,21 +4,25 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
 import zmq
 
+from common.cpu import family_cpu_s
 from common.errors import LongstrideError
-from common.wire.addresses import Addresses, advertised
+from common.memory import resident_bytes
+from common.wire.addresses import Addresses, advertised, node_name
 from common.wire.following_dealer import FollowingDealer
-from common.wire.join_messages import HubGoodbye, HubHello, HubNoted
+from common.wire.join_messages import HubGoodbye, HubHello, HubNoted, HubUse
 from common.wire.messages import Rejected
 from common.wire.security import RunKeys
 
 logger = logging.getLogger(__name__)
 
 CONNECT_S = 1.0  # to an address that is known
+LOOK_S = 5.0  # between two looks at memory and processors: at what the system says of each process
 
 
 class Registration(threading.Thread):
@@ -40,13 +44,16 @@ class Registration(threading.Thread):
         every_s: float,
         silence_s: float | None,
         refused: Callable[[], dict[str, int]] = dict,
+        sessions: Callable[[], tuple[int, int]] = lambda: (0, 0),
     ) -> None:
+        """Make one that is not started; `sessions` returns how many there are, and may be."""
         super().__init__(name="registration", daemon=True)
         self._addresses = addresses
         self._hello = hello
         self._every_s = every_s
         self._silence_s = silence_s
-        self._refused = refused
+        self._refused, self._sessions = refused, sessions
+        self._use, self._look_at = HubUse(), 0.0
         self._context = zmq.Context()
         self._line = FollowingDealer(addresses, "scheduler", keys, context=self._context)
         self._stop_requested = threading.Event()
@@ -76,7 +83,17 @@ class Registration(threading.Thread):
     def _hello_from_here(self) -> HubHello:
         place = self._hello.place
         url = advertised(place.url, towards=self._line.address)
-        return replace(self._hello, place=replace(place, url=url), refused=self._refused())
+        num, most = self._sessions()
+        use = replace(self._used(), num_sessions=num, max_sessions=most)
+        told = replace(self._hello, node=node_name(self._line.address), use=use)
+        return replace(told, place=replace(place, url=url), refused=self._refused())
+
+    def _used(self) -> HubUse:
+        """Return the memory and the processors in use, as the last look found them."""
+        if time.monotonic() >= self._look_at:
+            self._look_at, pid = time.monotonic() + LOOK_S, os.getpid()
+            self._use = HubUse(rss_bytes=resident_bytes([pid])[pid], cpu_s=family_cpu_s())
+        return self._use
 
     def _is_over(self) -> bool:
         """Return whether to end. Raises: LongstrideError: refused, or nothing heard for long."""

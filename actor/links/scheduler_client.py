@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from common.errors import LongstrideError
-from common.wire.addresses import AddressBook
+from common.wire.addresses import AddressBook, node_name
 from common.wire.following_dealer import FollowingDealer
 from common.wire.join_messages import Directory
 from common.wire.messages import (
@@ -52,7 +52,8 @@ class SchedulerClient:
         await self._line.connect_soon(timeout_s=timeout_s)
 
     def _greeting(self) -> Hello:
-        return replace(self._hello, directory=self.book.number)
+        node = node_name(self._line.address)
+        return replace(self._hello, directory=self.book.number, node=node)
 
     async def learn_addresses(self, *, timeout_s: float) -> None:
         """Wait until the scheduler has told where learner, weights and hubs are.

@@ -4,6 +4,7 @@ from dataclasses import asdict
 
 from common.config.run_config import RunConfig
 from common.cpu import cpu_seconds
+from common.dashboard.nodes import node_lines
 from common.dashboard.reading.tail import as_map, json_object
 from common.dashboard.run_view import SILENT_S, WINDOW_STEPS, RunView
 from common.dashboard.verdict import judge
@@ -40,6 +41,7 @@ def details(cfg: RunConfig, run_dir: RunDir) -> list[str]:
     verdict = judge(tail, asdict(cfg), {} if run_dir.finished.exists() else status)
     lines = [told and f"episodes: {told}", causes and f"causes: {', '.join(causes)}"]
     lines.append(_cpu_line(run_dir))
+    lines += node_lines(status)
     return [plain(str(line)) for line in [*lines, f"limit: {verdict.sentence}"] if line]
 
 

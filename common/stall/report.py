@@ -8,6 +8,7 @@ from typing import Any
 import psutil
 from pydantic import TypeAdapter, ValidationError
 
+from common.dashboard.nodes import hub_text
 from common.stall.beacon import Line, boot_id
 from common.store.run_dir import RunDir
 
@@ -101,7 +102,10 @@ def describe(
             doing = f"waits for {waiting[name]}" if waiting.get(name) else "works"
             heard_s = members.get(name, {}).get("last_seen_s")
             heard = "" if heard_s is None else f", heard {heard_s:.0f}s before the last status"
-            yield f"  {name}: {doing}{heard}"
+            node = members.get(name, {}).get("node")
+            yield f"  {name}{f' on {node}' if node else ''}: {doing}{heard}"
+    for hub in status.get("hubs", []):
+        yield f"  hub {hub.get('name')}: {hub_text(hub)}"
     groups: Any = status.get("groups")
     if groups:
         counts = ", ".join(f"{groups.get(key)} {key}" for key in ("open", "ready", "filtered"))

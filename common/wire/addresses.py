@@ -155,6 +155,17 @@ def local_address_towards(host: str) -> str:
         raise WireError(f"no way to {host}: {error.strerror}") from error
 
 
+@functools.lru_cache
+def node_name(towards: str) -> str:
+    """Return what to call this machine: its name, and not on the scheduler's own also its address.
+
+    Args:
+        towards: the address of the scheduler.
+    """
+    name, host = socket.gethostname(), host_of(towards)
+    return name if is_here(host) else f"{name} ({local_address_towards(host)})"
+
+
 def own_host_towards(host: str, peers: Iterable[str]) -> str:
     """Return by which host peers reach one that listens on `host`: on all interfaces, it depends.
 

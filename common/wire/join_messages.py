@@ -6,7 +6,7 @@ its role, says hello, and is told by Directory messages where the other roles ar
 
 from dataclasses import dataclass, field
 
-from common.wire.access.bounds import Count, Id, LongText, Names, Version
+from common.wire.access.bounds import Count, Id, LongText, Names, Seconds, Version
 
 NAME_IN_USE = "somebody who is there has the name"  # a refusal that passes
 
@@ -78,6 +78,16 @@ class Directory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HubUse:
+    """What a hub has in use now."""
+
+    num_sessions: Count = 0
+    max_sessions: Count = 0  # at a time, of all environments; 0: not known
+    rss_bytes: Count = 0  # with all that it started
+    cpu_s: Seconds = 0.0  # of processors, likewise, since its start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HubHello:
     """Hub -> scheduler, with every heartbeat: it is here, and serves."""
 
@@ -86,6 +96,8 @@ class HubHello:
     place: HubPlace
     refused: dict[str, int] = field(default_factory=dict[str, int], compare=False)  # requests and
     # connections since then, by "address/reason"
+    node: Id = ""  # its machine, as `node_name` says
+    use: HubUse = field(default=HubUse(), compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -111,6 +111,7 @@ class Hello:
     addresses: dict[str, str] = field(default_factory=dict[str, str])  # where others reach it: of
     # a learner its "learner" and "weights"; a host "*" is the scheduler's own machine
     directory: Version = -1  # as in Heartbeat
+    node: Id = ""  # its machine, as `common.wire.addresses.node_name` says
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

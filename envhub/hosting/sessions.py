@@ -97,6 +97,17 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._live)
 
+    @property
+    def env_names(self) -> list[str]:
+        """What episodes may be of, by the names that tasks have for them."""
+        return [*self._registry.names]
+
+    @property
+    def num_places(self) -> int:
+        """Sessions that there may be at a time, of all environments."""
+        specs = (self._registry.spec(name) for name in self.env_names)
+        return min(self._max_sessions, sum(self.placement.capacity(spec) for spec in specs))
+
     async def create(
         self,
         env_name: str,

@@ -9,7 +9,7 @@ import zmq
 
 from common.errors import LongstrideError
 from common.store.run_dir import RunDir
-from common.wire.addresses import advertised
+from common.wire.addresses import advertised, node_name
 from common.wire.following_dealer import FollowingDealer
 from common.wire.messages import Goodbye, Heartbeat, Hello, Progress, Rejected, Welcome
 from common.wire.security import RunKeys
@@ -66,7 +66,7 @@ class SchedulerClient:
             role: advertised(address, towards=towards)
             for role, address in self.hello.addresses.items()
         }
-        return replace(self.hello, addresses=addresses)
+        return replace(self.hello, addresses=addresses, node=node_name(towards))
 
     def pump(self) -> None:
         """Take in what has come, send what is queued."""

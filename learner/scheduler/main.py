@@ -32,6 +32,7 @@ from learner.scheduler.event_log import EventLog
 from learner.scheduler.members.enrolment import Enrolments
 from learner.scheduler.members.hubs import Entrance, StoppedEarly, greet_known
 from learner.scheduler.members.registry import Registry
+from learner.scheduler.status import others
 
 logger = logging.getLogger(__name__)
 
@@ -345,7 +346,9 @@ def write_due(parts: Serving) -> None:
 def write_reports(parts: Serving) -> None:
     """Write status.json, the evaluations and the ledger."""
     started_s = time.thread_time()
-    status = parts.core.status() | {"refused": refused(parts)}
+    core, now = parts.core, parts.clock.now
+    told = others(core.members, parts.router, parts.registry, run_epoch=core.run_epoch, now=now)
+    status = core.status() | told
     path = parts.run_dir.status
     if_room(lambda: write_json(path, status, indent=None), path)
     if status["eval_stream"]["evals"]:
@@ -373,14 +376,6 @@ def write_outcomes(parts: Serving) -> None:
             handle.readline()
             half = handle.tell()
         if_room(lambda: cut_head(path, half), path)
-
-
-def refused(parts: Serving) -> dict[str, Any]:
-    """Return what listeners of the run refused: here, and as the learner last said of its own."""
-    told = parts.router.report()
-    learner = {m.name: m.refused for m in parts.core.members.alive("learner") if m.refused}
-    hubs = parts.registry.refused()
-    return {"scheduler": told, "learner": next(iter(learner.values()), {}), "hubs": hubs}
 
 
 def write_ledger(parts: Serving) -> None:

@@ -1,9 +1,16 @@
 """What is going on, as one JSON object for people and displays."""
 
+import socket
+import time
 from typing import Any
 
+import psutil
+
+from common.wire.sockets import Router
 from learner.scheduler.components import Components
 from learner.scheduler.evaluation.phases import Phase
+from learner.scheduler.members.members import Members
+from learner.scheduler.members.registry import Registry
 from learner.scheduler.state import save
 
 
@@ -44,4 +51,28 @@ def build_status(parts: Components, *, now: float) -> dict[str, Any]:
         "eval_stream": parts.stream.report(),
         "actors": parts.members.report("actor", now),
         "learner": learners[-1] if learners else {},
+    }
+
+
+def others(
+    members: Members, router: Router, registry: Registry, *, run_epoch: str, now: float
+) -> dict[str, Any]:
+    """Return what the status says beside that: this process, the hubs, what listeners refused."""
+    learner = [m.refused for m in members.alive("learner") if m.refused]
+    return {
+        "scheduler": {
+            "name": "scheduler",
+            "role": "scheduler",
+            "incarnation": run_epoch,
+            "node": socket.gethostname(),
+            "rss_bytes": psutil.Process().memory_info().rss,
+            "cpu_s": time.process_time(),
+            "last_seen_s": 0.0,
+        },
+        "hubs": registry.report(now),
+        "refused": {
+            "scheduler": router.report(),
+            "learner": learner[0] if learner else {},
+            "hubs": registry.refused(),
+        },
     }

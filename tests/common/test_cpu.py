@@ -1,5 +1,6 @@
 """Laws of the processor seconds that a run counts."""
 
+import json
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import psutil
 import pytest
 
 from common.cpu import CpuWatch, busy_s, cores_here, cpu_metrics, cpu_seconds, family_cpu_s
+from common.stall.beacon import boot_id
 from common.store.run_dir import RunDir
 
 BURN = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True); input()"
@@ -123,3 +125,38 @@ def test_quota_of_a_container_bounds_its_cores_and_what_is_busy_in_it(tmp_path: 
     (tmp_path / "cpu.stat").write_text("usage_usec 7250000\nuser_usec 1\n")
     assert cores_here(tmp_path) == 0.5
     assert busy_s(tmp_path) == 7.25
+
+
+def test_roles_of_other_nodes_are_counted_once_by_what_they_tell(tmp_path: Path) -> None:
+    run_dir = RunDir(root=tmp_path)
+    run_dir.alive.mkdir()
+    told = {"boot_id": boot_id(), "began_at": 0.0, "written_at": 0.0}
+    own = {"name": "actor-0", "role": "actor", "incarnation": "a", "cpu_s": 900.0}
+    (run_dir.alive / "actor-0.json").write_text(json.dumps({**told, "pid": os.getpid()}))
+    joined = {"name": "two", "role": "actor", "incarnation": "b", "cpu_s": 40.0}
+    hub = {"name": "h", "role": "envhub", "incarnation": "c", "cpu_s": 5.0}
+
+    def look(watch: CpuWatch, *actors: dict[str, object]) -> dict[str, float]:
+        run_dir.status.write_text(json.dumps({"actors": actors, "hubs": [hub]}))
+        watch._next = 0.0
+        watch.sample()
+        return cpu_metrics(run_dir)
+
+    before = CpuWatch(run_dir)
+    look(before, own, joined)
+    again = {**joined, "incarnation": "d", "cpu_s": 2.0}  # another process of that name
+    found = look(before, own, again)
+    assert (found["cpu/actor_s"], found["cpu/actor_elsewhere_s"]) == (42.0, 42.0)
+    assert (found["cpu/envhub_s"], found["cpu/envhub_elsewhere_s"]) == (5.0, 5.0)
+    after = CpuWatch(run_dir)  # of the launcher that goes on with the run
+    found = look(after, own, {**again, "cpu_s": 3.0})
+    assert (found["cpu/actor_s"], found["cpu/envhub_s"]) == (43.0, 5.0)
+
+
+def test_what_a_launcher_before_left_in_the_status_is_not_counted_again(tmp_path: Path) -> None:
+    run_dir = RunDir(root=tmp_path)
+    actor = {"name": "actor-0", "role": "actor", "incarnation": "a", "cpu_s": 900.0}
+    run_dir.status.write_text(json.dumps({"actors": [actor]}))
+    os.utime(run_dir.status, (1.0, 1.0))
+    CpuWatch(run_dir).sample()
+    assert "cpu/actor_s" not in cpu_metrics(run_dir)

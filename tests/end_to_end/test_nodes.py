@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from common.dashboard.nodes import node_lines
+from common.dashboard.reading.run_source import RunSource
+from common.dashboard.web.fleet import fleet
 from common.store.journal import read_journal
 from tests.configs import edited
 from tests.end_to_end.nodes import Network, Node, why_not
@@ -49,11 +52,15 @@ OVERRIDES = (
 )
 
 
+def port_of(run: Run) -> str:
+    """Of the scheduler."""
+    return (run.root / "addresses" / "scheduler").read_text().rpartition(":")[2]
+
+
 def join(run: Run, node: Node, network: Network, name: str) -> None:
     """Start an actor that has nothing but an address and a key file."""
-    port = (run.root / "addresses" / "scheduler").read_text().rpartition(":")[2]
     key = node.take(run.root / "keys" / "join.key")
-    where = ("--join", f"{network.host}:{port}", "--key", str(key))
+    where = ("--join", f"{network.host}:{port_of(run)}", "--key", str(key))
     node.start("actor", *where, f"actor.name={name}")
 
 
@@ -148,6 +155,47 @@ def test_a_hub_of_another_machine_is_told_of_by_its_own_address_and_left_out_whi
         wait_for(lambda: run.ask_directory().hubs == [], what="a directory without it")
         node.heal()
         wait_for(lambda: run.ask_directory().hubs == [hub], what="the hub again")
+
+
+def test_status_fleet_and_metrics_tell_of_the_actor_and_the_hub_of_another_node(
+    tmp_path: Path,
+) -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with (
+        Run(folder, *OVERRIDES) as run,
+        Network(os.getpid() % 200) as network,
+        network.node(1, tmp_path / "node", hidden=folder) as node,
+    ):
+        run.wait_until((run.root / "addresses" / "scheduler").exists)
+        join(run, node, network, "first")
+        where = f"{network.host}:{port_of(run)}"
+        node.start("envhub", "--join", where, "--key", str(node.folder / "the.key"))
+        wait_for_more(run, "first", 16, timeout_s=ENGINE_S)
+        run.wait_until(lambda: "cpu/actor_elsewhere_s" in last_metrics(run), timeout_s=HEAL_S)
+        rows = {each["name"]: each for each in fleet(RunSource(run.root, name="r"))["roles"]}
+        joined = next(each for name, each in rows.items() if name.startswith("envhub-"))
+        assert joined["url"].startswith(f"http://{node.host}:")
+        assert joined["envs"] == rows["envhub"]["envs"] == ["slow"]
+        for each in (rows["first"], joined):
+            assert each["node"].endswith(f" ({node.host})")
+            assert each["cpu_s"] > 1.0
+            assert each["rss_bytes"] > 20 << 20
+        assert rows["envhub"]["node"] == rows["scheduler"]["node"] != joined["node"]
+        assert joined["max_sessions"] >= joined["num_sessions"] >= 0
+        metrics = last_metrics(run)
+        assert metrics["cpu/actor_s"] == metrics["cpu/actor_elsewhere_s"] > 1.0
+        assert metrics["cpu/envhub_s"] > metrics["cpu/envhub_elsewhere_s"] > 0.0
+        told = "\n".join(node_lines(run.read("status.json")))
+        assert f"({node.host}): first, {joined['name']}; " in told
+        assert f"hub {joined['name']}: serves slow at http://{node.host}:" in told
+
+
+def last_metrics(run: Run) -> dict[str, float]:
+    """The newest line of metrics, {} before the first."""
+    return (run.metrics() or [{}])[-1]
 
 
 def wait_for(is_so: Callable[[], bool], *, what: str) -> None:

@@ -7,16 +7,20 @@ from pathlib import Path
 from typing import Any
 
 from common.cpu import cpu_seconds
+from common.dashboard.nodes import members_of
 from common.dashboard.reading.run_source import RunSource
 from common.dashboard.reading.tail import as_map, json_object
 
 NUM_STEPS = 60  # of the timeline
-ON_THIS_DISK = ("scheduler", "envhub")  # which send no heartbeats
+ON_THIS_DISK = ("scheduler", "envhub")  # which tell there what they wait for
 TAIL_BYTES = 1 << 16
 MAX_LINES = 50
 MAX_REPORT_CHARS = 20_000
-LIST_KEYS = ("name", "role", "version", "tokens_per_s", "running", "num_slots", "rss_bytes")
-LATER_KEYS = ("cpu_s", "waiting_for", "last_seen_s", "is_dead", "is_silent", "num_finished")
+KEYS = (
+    *("name", "role", "node", "url", "envs", "version", "tokens_per_s", "running", "num_slots"),
+    *("num_sessions", "max_sessions", "rss_bytes", "cpu_s", "waiting_for", "last_seen_s"),
+    *("is_dead", "is_silent", "gone", "num_finished", "num_restarts"),
+)
 _ENDED = re.compile(r"^(\S+ \S+) . .*(role ended|killing role|hangs|stands still).*$")
 _RESTART = re.compile(
     r"^(?P<at>\S+ \S+) . .*role ended role=(?P<role>\S+) exit=(?P<exit>.+?) restart=(?P<number>\S+)"
@@ -34,10 +38,16 @@ SLOTS = ("asks the engine", "waits for the environment", "between the two", "emp
 def fleet(run: RunSource) -> dict[str, Any]:
     """Return roles, the parts of the last steps in seconds, restarts, and the stall reports."""
     status = run.status()
-    actors: list[object] = status.get("actors") or []
-    members = [as_map(each) for each in (status.get("learner"), *actors)]
-    roles = [{key: each.get(key) for key in (*LIST_KEYS, *LATER_KEYS)} for each in members if each]
-    roles += [each for role in ON_THIS_DISK if (each := _told_by_itself(run, role))]
+    events = _events(run.run_dir.logs)
+    roles = {each["name"]: {key: each.get(key) for key in KEYS} for each in members_of(status)}
+    for name in ON_THIS_DISK:
+        if told := _told_by_itself(run, name):
+            known = {k: v for k, v in roles.get(name, {}).items() if v is not None}
+            roles[name] = told | known
+    for name, role in roles.items():
+        own = role["role"] if role["role"] == "learner" else name
+        restarts = sum(each["role"] == own for each in events["restarts"])
+        role["num_restarts"] = max(restarts, role.get("num_restarts") or 0)
     try:
         silent_s = max(0.0, time.time() - run.run_dir.status.stat().st_mtime)
     except OSError:
@@ -45,20 +55,19 @@ def fleet(run: RunSource) -> dict[str, Any]:
     lines = run.metrics.tail(NUM_STEPS)
     return {
         "state": run.state(),
-        "roles": roles,
+        "roles": list(roles.values()),
         "silent_s": silent_s,
         "gate": status.get("gate") or "",
-        "hubs": status.get("hubs") or [],
         "steps": [line.get("step") for line in lines],
         "parts": {name: [line.get(key) or 0.0 for line in lines] for name, key in PARTS.items()},
         "slots": slots(lines),
-        **_events(run.run_dir.logs),
+        **events,
         "stalls": _stalls(run.run_dir.stalls),
     }
 
 
 def _told_by_itself(run: RunSource, role: str) -> dict[str, Any]:
-    """Return what a role without heartbeats notes on the run's disk; {} if there is none."""
+    """Return what a role notes on the run's disk, whoever has heard of it; {} if it has not."""
     path = run.run_dir.alive / f"{role}.json"
     try:
         age_s = max(0.0, time.time() - path.stat().st_mtime)

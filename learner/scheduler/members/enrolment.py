@@ -1,6 +1,7 @@
 """Nodes that join without the run's directory: let in, and given what they need to know."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,9 +85,12 @@ class Enrolments:
             self._give_key(request)
         except ConfigError as error:
             return Rejected(reason=str(error))
+        cfg, envs = self._cfg, {*(task.env for task in self._cfg.tasks), *self._cfg.envhub.envs}
+        if request.role == "envhub":  # serves all of the run, unless it is told otherwise there
+            cfg = replace(cfg, envhub=replace(cfg.envhub, envs=sorted(envs)))
         return Enrolment(
-            run_name=self._cfg.run.name,
-            config=sections_as_yaml(self._cfg, SECTIONS[request.role], without=SECRET),
+            run_name=cfg.run.name,
+            config=sections_as_yaml(cfg, SECTIONS[request.role], without=SECRET),
             files=[] if request.has_model or request.role != "actor" else self._files,
         )
 

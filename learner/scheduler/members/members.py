@@ -22,6 +22,8 @@ class Member:
     name: str
     incarnation: str  # "" until it says hello
     version: int  # of the weights that it holds
+    node: str = ""  # its machine
+    num_restarts: int = 0  # other processes that had its name before
     is_dead: bool = False  # or it has left
     is_silent: bool = field(default=False, metadata=VOLATILE)  # others play what it held
     last_seen: float = field(default=0.0, metadata=VOLATILE)  # core's clock
@@ -82,9 +84,11 @@ class Members:
         is_other = known is not None and known.incarnation not in ("", message.incarnation)
         if is_other and known is not None:
             self.replaced[known.incarnation] = now
+        num_restarts = known.num_restarts + is_other if known else 0
         if known is None or is_other:
             known = self._enter(message)
-        known.incarnation = message.incarnation
+        known.incarnation, known.num_restarts = message.incarnation, num_restarts
+        known.node = message.node
         known.version = message.version
         self.touch(known, now)
         return is_other

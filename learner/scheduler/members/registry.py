@@ -4,10 +4,13 @@ import logging
 from dataclasses import dataclass, field
 from typing import Any
 
+from common.wire.addresses import SAME_MACHINE
 from common.wire.join_messages import Directory, HubGoodbye, HubHello, HubNoted, HubPlace
 from common.wire.messages import Heartbeat, Hello
 
 logger = logging.getLogger(__name__)
+
+FORGET_S = 3600.0  # after which a hub that is gone is not shown any more
 
 
 @dataclass(slots=True)
@@ -17,6 +20,8 @@ class _Hub:
     hello: HubHello
     sender: bytes
     heard_at: float
+    num_restarts: int = 0  # other processes that had its name before
+    gone: str = ""  # why nobody is sent to it
 
 
 @dataclass(slots=True)
@@ -34,6 +39,7 @@ class Registry:
         default_factory=lambda: Directory(number=1, learner="", weights="", hubs=[])
     )
     _hubs: dict[str, _Hub] = field(default_factory=dict[str, _Hub])  # by name
+    _gone: dict[str, _Hub] = field(default_factory=dict[str, _Hub])  # lately, to be shown
 
     def hear(self, message: object) -> Directory | None:
         """Note what a role says of addresses; return what it should know, if it asks."""
@@ -55,7 +61,10 @@ class Registry:
                 known = self._hubs.get(message.name)
                 if known is None or known.hello != message:
                     logger.info("hub name=%s url=%s", message.name, message.place.url)
-                self._hubs[message.name] = _Hub(message, sender, now)
+                before = known or self._gone.pop(message.name, None)
+                is_other = before and before.hello.incarnation != message.incarnation
+                num = before.num_restarts + bool(is_other) if before else 0
+                self._hubs[message.name] = _Hub(message, sender, now, num)
                 self._renew_hubs()
                 return HubNoted(is_finished=is_finished)
             case HubGoodbye():
@@ -71,6 +80,9 @@ class Registry:
         for name, hub in list(self._hubs.items()):
             if now - hub.heard_at > self.dead_after_s:
                 self._forget(name, "silent")
+        for name, hub in list(self._gone.items()):
+            if now - hub.heard_at > FORGET_S:
+                del self._gone[name]
 
     def wake(self, now: float) -> None:
         """Let nobody be late because this process stood still."""
@@ -96,6 +108,32 @@ class Registry:
         """The ROUTER identities of the hubs that are there."""
         return [hub.sender for hub in self._hubs.values()]
 
+    def report(self, now: float) -> list[dict[str, Any]]:
+        """Return the hubs for the status, without their tokens: those gone lately, too."""
+        fixed = [
+            {"name": each.url, "role": "envhub", "url": each.url, "envs": each.envs}
+            for each in self.fixed
+        ]
+        return fixed + [
+            {
+                "name": hub.hello.name,
+                "role": "envhub",
+                "incarnation": hub.hello.incarnation,
+                "node": hub.hello.node,
+                "url": hub.hello.place.url.replace(f"/{SAME_MACHINE}:", f"/{hub.hello.node}:"),
+                "envs": hub.hello.place.envs,
+                "num_restarts": hub.num_restarts,
+                "gone": hub.gone,
+                "last_seen_s": round(now - hub.heard_at, 3),
+                "num_sessions": use.num_sessions,
+                "max_sessions": use.max_sessions,
+                "rss_bytes": use.rss_bytes,
+                "cpu_s": use.cpu_s,
+            }
+            for hub in (*self._hubs.values(), *self._gone.values())
+            for use in (hub.hello.use,)
+        ]
+
     def saved_hubs(self, token: str) -> list[dict[str, Any]]:
         """Return the hubs that have the run's own token, without it, for the next scheduler."""
         hellos = [hub.hello for hub in self._hubs.values() if hub.hello.place.token == token]
@@ -111,7 +149,8 @@ class Registry:
 
     def _forget(self, name: str, reason: str) -> None:
         logger.warning("hub gone name=%s reason=%s", name, reason)
-        del self._hubs[name]
+        self._gone[name] = self._hubs.pop(name)
+        self._gone[name].gone = reason
         self._renew_hubs()
 
     def _renew_hubs(self) -> None:

@@ -71,7 +71,12 @@ def _as_a_fleet(run_dir: RunDir) -> None:
     actor = {"name": "actor-0", "role": "actor", "version": 12, "running": 3, "num_slots": 8}
     actor |= {"tokens_per_s": 900.0, "rss_bytes": 2 << 30, "last_seen_s": 0.4}
     waits = {**actor, "name": HOSTILE[:30], "waiting_for": "a lease"}
+    hub = {"name": "envhub-2", "role": "envhub", "node": "beta (10.0.0.2)", "cpu_s": 77.0}
+    hub |= {"url": "http://10.0.0.2:1", "envs": ["maze", HOSTILE], "rss_bytes": 1 << 30}
+    hub |= {"num_sessions": 3, "max_sessions": 64, "num_restarts": 2, "last_seen_s": 0.5}
+    gone = {**hub, "name": "envhub-3", "gone": "silent"}
     status = {"phase": "train", "version": 12, "actors": [actor, waits], "learner": actor}
+    status |= {"hubs": [hub, gone]}
     run_dir.status.write_text(json.dumps(status))
     run_dir.logs.mkdir()
     (run_dir.logs / "launcher.log").write_text(
@@ -191,6 +196,18 @@ def test_fleet_says_why_a_role_was_started_again_and_what_stood_still(page: Page
     expect(page.get_by_role("row", name=re.compile("waits for a lease"))).to_be_visible()
     page.get_by_text("Stall report 1.txt").click()
     expect(page.get_by_text("learner waits for a batch")).to_be_visible()
+
+
+def test_fleet_has_a_row_for_each_hub_with_its_node_and_what_it_has_in_use(page: Page) -> None:
+    page.goto(page.url.partition("#")[0] + "#fleet?run=a")
+    row = page.get_by_role("row", name=re.compile("envhub-2"))
+    expect(row).to_contain_text("at http://10.0.0.2:1")
+    use = ["3 of 64", "1.0 GiB", "77 s", "2", "0.5 s ago"]
+    expect(row.locator("td").nth(1)).to_be_visible()
+    told = row.locator("td").all_text_contents()
+    assert (told[1:3], told[5:]) == (["beta (10.0.0.2)", "serves"], use)
+    expect(page.get_by_role("row", name=re.compile("envhub-3"))).to_contain_text("silent")
+    expect(page.get_by_text("roles on 1 node")).to_be_visible()
 
 
 def test_keyboard_alone_finds_the_best_episode_and_steps_through_it(page: Page) -> None:

@@ -26,6 +26,7 @@ from learner.scheduler.members.enrolment import Enrolments
 
 WAIT_S = 5.0
 REQUEST = JoinRequest(role="actor", product=product_version(), name="actor-1", public_key="k" * 40)
+OUTSIDE = "environments/mine.py:make_spec"
 TOKENIZER = b'{"v": "' + b"x" * (2 * PART_BYTES) + b'"}'
 
 
@@ -40,7 +41,7 @@ class Scheduler(threading.Thread):
         (model / "tokenizer.json").write_bytes(TOKENIZER)
         self.cfg = RunConfig(
             model=ModelSection(path=str(model)),
-            envhub=EnvhubSection(token="secret", url="http://10.0.0.1:1"),
+            envhub=EnvhubSection(token="secret", url="http://10.0.0.1:1", envs=[OUTSIDE]),
             learner=LearnerSection(host="127.0.0.1"),
         )
         self.keys = create_keys(folder / "keys")
@@ -98,6 +99,15 @@ def test_a_node_gets_the_files_and_what_its_role_needs_of_the_configuration(
     again = enrol(scheduler.address, scheduler.key, REQUEST, timeout_s=WAIT_S)
     assert replace(again, key=joined.key) == joined
     assert scheduler.num_parts == num_parts, "what is here already travels again"
+
+
+def test_a_hub_that_joins_is_told_all_that_tasks_need_and_where_the_outside_ones_come_from(
+    scheduler: Scheduler,
+) -> None:
+    request = replace(REQUEST, role="envhub", name="h")
+    joined = enrol(scheduler.address, scheduler.key, request, timeout_s=WAIT_S)
+    cfg = load_told(joined.config, ["model.path=x"], root=ROOT)
+    assert cfg.envhub.envs == sorted({OUTSIDE, *(task.env for task in scheduler.cfg.tasks)})
 
 
 def test_a_node_with_a_model_of_its_own_is_sent_none(scheduler: Scheduler) -> None:

@@ -100,7 +100,10 @@ def _reads(tree: ast.Module) -> Iterator[str]:
 def _nested() -> set[str]:
     """The messages that travel in others: they are read wherever those are handed on."""
     kinds = [kind for cls in MESSAGES.values() for kind in typing.get_type_hints(cls).values()]
-    return {arg.__name__ for kind in kinds for arg in typing.get_args(kind)} & set(MESSAGES)
+    found = {
+        getattr(each, "__name__", "") for kind in kinds for each in (kind, *typing.get_args(kind))
+    }
+    return found & set(MESSAGES)
 
 
 @pytest.fixture(scope="module")

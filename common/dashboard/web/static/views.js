@@ -16,7 +16,7 @@ export async function runView({ run, link }) {
       h("h1", {}, found.name, " ", h("span", { class: `chip ${found.state === "running" ? "on" : ""}` }, found.state)),
       h("p", { class: "dim small" }, `${steps} · ${found.episodes.toLocaleString("en")} episodes in the journal${indexed}`),
       h("p", { class: "verdict" }, found.verdict.sentence),
-      facts([["Success in training", percent(found.success)], ["Gate", found.gate]])),
+      facts([["Success in training", percent(found.success)], ["Gate", found.gate?.replace(/^gate: /, "")]])),
     evaluationsCard(found),
     subsetsCard(found, run, link),
     ledger(found, run, link),
@@ -50,11 +50,13 @@ function ledger(found, run, link) {
 export async function fleetView({ run }) {
   const found = await ask(api(run, "/fleet"));
   const age = found.silent_s == null ? "the scheduler wrote no status" : `as of ${short(Math.round(found.silent_s))} s ago`;
-  const state = (each) => found.state === "finished" ? "done" : each.is_dead ? "dead" : each.is_silent ? "silent" : each.waiting_for ? `waits for ${each.waiting_for}` : "busy";
+  const state = (each) => found.state === "finished" ? "done" : each.gone || (each.is_dead ? "gone" : each.is_silent ? "silent" : each.waiting_for ? `waits for ${each.waiting_for}` : each.role === "envhub" ? "serves" : "busy");
+  const work = (num, most) => most ? `${num ?? 0} of ${short(most)}` : num;
+  const nodes = new Set(found.roles.map((each) => each.node).filter(Boolean)).size;
   return [
-    h("section", { class: "card" }, h("h1", {}, "Fleet"), h("p", { class: "dim small" }, `${found.state} · ${age}`), found.gate ? h("p", {}, `Gate: ${found.gate}`) : null,
-      found.roles.length ? table(["role", "state", { title: "version", right: true }, { title: "tokens/s", right: true }, { title: "episodes", right: true }, { title: "memory", right: true }, { title: "processor", right: true }, { title: "heard", right: true }],
-        found.roles.map((each) => h("tr", {}, h("td", {}, visible(String(each.name))), h("td", {}, visible(state(each))), right(each.version), right(short(each.tokens_per_s)), right(each.num_slots ? `${each.running} of ${each.num_slots}` : each.running), right(each.rss_bytes ? `${(each.rss_bytes / 2 ** 30).toFixed(1)} GiB` : "–"), right(each.cpu_s ? `${short(each.cpu_s)} s` : "–"), right(each.last_seen_s == null ? "–" : `${short(each.last_seen_s, 2)} s ago`))))
+    h("section", { class: "card" }, h("h1", {}, "Fleet"), h("p", { class: "dim small" }, `${found.state} · ${found.roles.length} roles${nodes ? ` on ${nodes} node${nodes > 1 ? "s" : ""}` : ""} · ${age}`), found.gate ? h("p", {}, visible(`Gate: ${found.gate.replace(/^gate: /, "")}`)) : null,
+      found.roles.length ? table(["role", "node", "state", { title: "version", right: true }, { title: "tokens/s", right: true }, { title: "in work", right: true }, { title: "memory", right: true }, { title: "processor", right: true }, { title: "restarts", right: true }, { title: "heard", right: true }],
+        found.roles.map((each) => h("tr", {}, h("td", { class: "wrap" }, visible(String(each.name)), each.envs ? h("div", { class: "dim small", style: { "font-weight": "400" } }, visible(`${each.envs.join(", ")} at ${each.url}`)) : null), h("td", { class: "wrap" }, visible(each.node || "–")), h("td", { class: "wrap" }, visible(state(each))), right(each.version), right(short(each.tokens_per_s)), right(each.role === "envhub" ? work(each.num_sessions, each.max_sessions) : work(each.running, each.num_slots)), right(each.rss_bytes ? `${(each.rss_bytes / 2 ** 30).toFixed(1)} GiB` : "–"), right(each.cpu_s ? `${short(each.cpu_s)} s` : "–"), right(each.num_restarts || "–"), right(each.last_seen_s == null ? "–" : `${short(each.last_seen_s, 2)} s ago`))))
         : h("p", { class: "dim" }, "No role has been heard of yet.")),
     lanes(found.steps, found.parts, "What the learner did in the last steps", "s"),
     lanes(found.steps, found.slots, "What the actors' slots did meanwhile", ""),

@@ -1,6 +1,8 @@
 """Laws of the one list of addresses."""
 
-from common.wire.join_messages import HubGoodbye, HubHello, HubNoted, HubPlace
+from dataclasses import replace
+
+from common.wire.join_messages import HubGoodbye, HubHello, HubNoted, HubPlace, HubUse
 from common.wire.messages import Goodbye, Heartbeat, Hello
 from learner.scheduler.members.registry import Registry
 
@@ -85,3 +87,29 @@ def test_a_hub_that_restarts_elsewhere_takes_its_own_place() -> None:
     assert registry.hub_senders == [b"2"]
     noted = registry.hear_hub(hub_hello("b", "http://b:2"), b"2", 0.0, is_finished=True)
     assert noted == HubNoted(is_finished=True)
+
+
+def test_hubs_are_reported_with_their_nodes_and_use_and_without_tokens_also_those_lately_gone() -> (
+    None
+):
+    registry = registry_with(HUB)
+    use = HubUse(num_sessions=3, max_sessions=8, rss_bytes=5, cpu_s=1.5)
+    here = replace(hub_hello("envhub", "http://*:1"), node="alpha", use=use)
+    there = replace(hub_hello("b", "http://10.0.0.2:1"), node="beta (10.0.0.2)")
+    for each in (here, there, replace(there, incarnation="j")):
+        registry.hear_hub(each, b"1", 0.0)
+    fixed, own, joined = registry.report(2.0)
+    assert "token" not in str((fixed, own, joined))
+    assert (fixed["name"], fixed["envs"]) == (HUB.url, ["a"])
+    assert (own["url"], own["node"]) == ("http://alpha:1", "alpha")
+    assert [own[key] for key in ("num_sessions", "max_sessions", "rss_bytes")] == [3, 8, 5]
+    assert (own["cpu_s"], own["last_seen_s"]) == (1.5, 2.0)
+    assert (own["num_restarts"], joined["num_restarts"], joined["gone"]) == (0, 1, "")
+    registry.hear_hub(HubGoodbye(name="envhub", incarnation="i"), b"1", 3.0)
+    registry.expire(11.0)
+    assert [each.get("gone") for each in registry.report(11.0)] == [None, "left", "silent"]
+    registry.hear_hub(replace(there, incarnation="k"), b"1", 3600.0)
+    _, back, gone = registry.report(3600.0)
+    assert (back["num_restarts"], back["gone"], gone["name"]) == (2, "", "envhub")
+    registry.expire(3605.0)
+    assert [each["name"] for each in registry.report(3605.0)] == [HUB.url, "b"]
