@@ -153,7 +153,13 @@ async def _build(cfg: RunConfig, access: Access, context: zmq.asyncio.Context) -
     await scheduler.connect(timeout_s=start_s)
     await scheduler.learn_addresses(timeout_s=start_s)
     timeout_s, owner = cfg.actor.env_timeout_s, incarnation
-    hubs = Hubs(book.hubs, style=cfg.envhub.style, timeout_s=timeout_s, owner=owner)
+    hubs = Hubs(
+        book.hubs,
+        style=cfg.envhub.style,
+        timeout_s=timeout_s,
+        patience_s=cfg.actor.episode_timeout_s,
+        owner=owner,
+    )
     await hubs.start(patience_s=start_s)
     delivery = Delivery(book, keys, window=cfg.actor.delivery_window, context=context)
     await delivery.connect(timeout_s=start_s)
@@ -230,7 +236,7 @@ async def _take_leases(cfg: RunConfig, parts: Parts) -> None:
                     await parts.episodes.slot_freed.wait()
             continue
         grant = await parts.scheduler.request_leases(
-            num_free_slots=num_free, version=parts.engine.version
+            num_free_slots=num_free, version=parts.engine.version, absent=parts.hubs.absent()
         )
         parts.episodes.start(grant.leases)
         if grant.leases and not has_leases:

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -72,11 +72,13 @@ class SchedulerClient:
             else:
                 self._receive(message)
 
-    async def request_leases(self, *, num_free_slots: int, version: int) -> LeaseGrant:
-        """Ask for work; an empty grant after `ANSWER_S` without an answer."""
+    async def request_leases(
+        self, *, num_free_slots: int, version: int, absent: Sequence[str] = ()
+    ) -> LeaseGrant:
+        """Ask for work, none in `absent` environments; an empty grant if `ANSWER_S` are over."""
         self._grant = asyncio.get_running_loop().create_future()
         request = LeaseRequest(
-            actor=self._hello.name, num_free_slots=num_free_slots, version=version
+            actor=self._hello.name, num_free_slots=num_free_slots, version=version, absent=[*absent]
         )
         self._line.send(request)
         try:

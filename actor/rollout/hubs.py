@@ -25,18 +25,28 @@ class Hubs:
 
     Example: a and b serve babyai -> episodes are opened at one and the other in turn. b dies: what
     runs there is opened again at a. a dies, too: it is asked twice a second whether it is back, and
-    until it is nothing is opened, and no work asked for.
+    until it is nothing is opened, and no work asked for. Both stay away for `patience_s`: what
+    is opened from then on fails.
     """
 
     def __init__(
-        self, places: Callable[[], list[HubPlace]], *, style: str, timeout_s: float, owner: str = ""
+        self,
+        places: Callable[[], list[HubPlace]],
+        *,
+        style: str,
+        timeout_s: float,
+        patience_s: float,
+        owner: str = "",
     ) -> None:
         """Make one without connections.
 
         Args:
             places: says where hubs are now.
+            patience_s: for which an environment that nobody serves any more is waited for.
             owner: names this process; what it has open ends with it, however it ends.
         """
+        self._patience_s = patience_s
+        self._away_since: dict[str, float] = {}  # environment -> when nobody was seen to serve it
         self._places = places
         self._owner = owner
         self._lost: dict[str, str] = {}  # url -> why; they are being asked
@@ -123,19 +133,38 @@ class Hubs:
         return f"envhub: {places[0].url} does not answer" if places else "envhub: there is none"
 
     async def wait_for(self, env: str | None = None) -> None:
-        """Wait until a hub that serves an environment answers, or any. The caller has a deadline.
+        """Wait until a hub that serves an environment answers, or any; for `patience_s` at most.
 
         Logs who is waited for.
         """
         said_at = time.monotonic()
-        while not any(
-            place.url not in self._lost and (env is None or env in place.envs)
-            for place in self._places()
-        ):
+        while not self._is_served(env):
+            if all(map(self.is_gone, [env] if env else self._instructions or [""])):
+                return
             if time.monotonic() - said_at > SAY_EVERY_S:
                 said_at = time.monotonic()
                 logger.warning("still waiting for a hub env=%s reasons=%s", env, self._lost)
             await asyncio.sleep(PROBE_EVERY_S)
+
+    def _is_served(self, env: str | None) -> bool:
+        """Return whether a hub that serves an environment answers, or any does."""
+        return any(
+            place.url not in self._lost and (not env or env in place.envs)
+            for place in self._places()
+        )
+
+    def is_gone(self, env: str) -> bool:
+        """Return whether nobody has served an environment for so long that nobody will."""
+        if self._is_served(env):
+            self._away_since.pop(env, None)
+            return False
+        since = self._away_since.setdefault(env, time.monotonic())
+        return time.monotonic() - since > self._patience_s
+
+    def absent(self) -> list[str]:
+        """Return the environments that are waited for: nobody serves them now."""
+        known = sorted(self._instructions)
+        return [env for env in known if not self._is_served(env) and not self.is_gone(env)]
 
     def is_lost(self, env: str) -> bool:
         """Return whether nobody serves the environment now, or who does it does not answer."""

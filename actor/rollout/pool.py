@@ -62,6 +62,7 @@ class Episodes:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._num_requests = 0
         self._agents = Agents(cfg, actor=actor, renderer=renderer) if cfg.endpoint else None
+        self._waiting: set[str] = set()  # episodes whose hubs are gone
         self._salts: dict[str, str] = {}  # episode -> that of its first turn
         self.slot_freed = asyncio.Event()
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -73,7 +74,7 @@ class Episodes:
     @property
     def num_free_slots(self) -> int:
         """Episodes that could start now."""
-        return max(0, self.num_slots - len(self._tasks))
+        return max(0, self.num_slots - len(self._tasks) + len(self._waiting))
 
     @property
     def num_slots(self) -> int:
@@ -130,20 +131,26 @@ class Episodes:
     async def _play_out(self, lease: Lease) -> Trajectory:
         """Play an episode, from its beginning again when its hub is gone: that counts nowhere.
 
-        The time without a hub is none of its own. When its sessions vanish from a hub that
-        answers, or it loses hubs again and again, it is a failure. The scheduler takes it away
-        from who waits too long.
+        The time without a hub is none of its own, and it has no slot then. When its sessions
+        vanish from a hub that answers, it loses hubs again and again, or all that serve its
+        environment are gone for as long as an episode may take, it is a failure.
         """
         num_lost = num_vanished = 0
         while True:
             is_last = num_vanished > MAX_VANISHED or num_lost > MAX_LOST
+            is_last = is_last or self._environments.is_gone(lease.env)
             try:
                 return await self._try(lease, may_repeat=not is_last)
             except HubLost as error:
                 num_lost += 1
                 num_vanished += not self._environments.is_lost(lease.env)
                 logger.info("played again episode=%s reason=%s", lease.episode_id, error)
-            await self._environments.wait_for(lease.env)
+            self._waiting.add(lease.episode_id)
+            self.slot_freed.set()
+            try:
+                await self._environments.wait_for(lease.env)
+            finally:
+                self._waiting.discard(lease.episode_id)
 
     async def _try(self, lease: Lease, *, may_repeat: bool) -> Trajectory:
         act, render = self._policy(lease)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from common.config.curriculum import HorizonUnit
-from common.wire.access.bounds import Count, Id, Rate, Seconds, Version
+from common.wire.access.bounds import Count, Id, Names, Rate, Seconds, Version
 
 SCHEMA_VERSION = 3
 _none = partial(np.zeros, 0, dtype=np.int32)
@@ -137,6 +137,7 @@ class LeaseRequest:
     actor: Id
     num_free_slots: Count
     version: Version  # weights that the actor's engine holds
+    absent: Names = field(default_factory=list[str])  # environments that no hub serves it now
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -185,10 +185,12 @@ def test_status_fleet_and_metrics_tell_of_the_actor_and_the_hub_of_another_node(
             assert each["rss_bytes"] > 20 << 20
         assert rows["envhub"]["node"] == rows["scheduler"]["node"] != joined["node"]
         assert joined["max_sessions"] >= joined["num_sessions"] >= 0
-        metrics = last_metrics(run)
+        metrics, status = last_metrics(run), run.read("status.json")
+        run.process.send_signal(signal.SIGTERM)
+        run.wait(timeout_s=60.0)
         assert metrics["cpu/actor_s"] == metrics["cpu/actor_elsewhere_s"] > 1.0
         assert metrics["cpu/envhub_s"] > metrics["cpu/envhub_elsewhere_s"] > 0.0
-        told = "\n".join(node_lines(run.read("status.json")))
+        told = "\n".join(node_lines(status))
         assert f"({node.host}): first, {joined['name']}; " in told
         assert f"hub {joined['name']}: serves slow at http://{node.host}:" in told
 

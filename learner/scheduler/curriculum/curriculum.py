@@ -1,5 +1,6 @@
 """The curriculum: which item comes next, how far its goal is, how long its episodes may be."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,9 @@ from learner.scheduler.curriculum.mixture import Mixture
 from learner.scheduler.curriculum.sampling import Item, member_seed
 from learner.scheduler.episodes.table import EpisodeRecord, GroupRecord
 from learner.scheduler.state import CONFIGURED, FIXED
+
+MAX_DRAWS = 64  # of an item whose environment is not shunned
+FAR = 1 << 40  # beyond the numbers of groups
 
 
 @dataclass(init=False, slots=True)
@@ -64,10 +68,19 @@ class Curriculum:
         mixture.bound_of = lambda env: self._distance(env, self._opening).horizon
         self._opening = 0
 
-    def make_group(self, number: int, *, version: int, now: float) -> GroupRecord:
-        """Return training group `number`, opened at this version; asked for in order, once each."""
+    def make_group(
+        self, number: int, *, version: int, now: float, shunned: Sequence[str] = ()
+    ) -> GroupRecord:
+        """Return training group `number`, opened at this version; asked for in order, once each.
+
+        One of a `shunned` environment is drawn anew, from numbers that no group will have.
+        """
         self._opening = version
         item = self.mixture.item(number)
+        for again in range(1, MAX_DRAWS):
+            if item.env not in shunned:
+                break
+            item = self.mixture.item(number + again * FAR)
         stamp = self.stamp(item.env, version, subset=item.subset)
         max_turns = self._catalogue.entry(item.env, item.subset).max_turns
         is_in_turns = self._horizon.unit is HorizonUnit.TURNS

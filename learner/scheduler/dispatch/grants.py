@@ -1,5 +1,8 @@
 """Which episodes an actor gets when it asks, and the opening of groups for it."""
 
+from collections.abc import Sequence
+from functools import partial
+
 from common.wire.messages import EpisodeKind, Lease, LeaseRequest, PolicyKind
 from learner.scheduler.components import Components
 from learner.scheduler.episodes.queue import Taken
@@ -64,7 +67,8 @@ def _take(
         return not (is_behind and needs_latest and group.policy is PolicyKind.MODEL)
 
     actor, queue = request.actor, parts.lifecycle.queue
-    taken = queue.take(actor, num, is_allowed=is_allowed)
+    take = partial(queue.take, actor, is_allowed=is_allowed, absent=request.absent)
+    taken = take(num)
     reason = ""
     if is_behind and (is_sync or phase.is_eval):
         reason = f"weights: the actor holds version {request.version}, {needed} is needed"
@@ -72,20 +76,28 @@ def _take(
         reason = f"{phase}: all its episodes are being played"
     else:
         while len(taken) < num_fresh and not reason:
-            reason = _open_groups(parts, now)
-            taken += queue.take(actor, num - len(taken), is_allowed=is_allowed)
+            reason = _open_groups(parts, now, request.absent)
+            taken += take(num - len(taken))
     if len(taken) < num:
-        taken += queue.steal(actor, num - len(taken), is_allowed=is_allowed)
+        left = num - len(taken)
+        taken += queue.steal(actor, left, is_allowed=is_allowed, absent=request.absent)
     return taken, reason
 
 
-def _open_groups(parts: Components, now: float) -> str:
-    """Open the next group, in sync mode the whole batch; return why not, "" if opened."""
+def _open_groups(parts: Components, now: float, absent: Sequence[str]) -> str:
+    """Open the next group, in sync mode the whole batch; return why not, "" if opened.
+
+    Args:
+        absent: environments that a group is not drawn from, if others can be: not in sync mode,
+            whose groups follow from their numbers.
+    """
     gate, lifecycle = parts.gate, parts.lifecycle
     verdict = gate.allowed(parts.gate_state())
     for _ in range(verdict.num_allowed if gate.is_sync else min(1, verdict.num_allowed)):
         number, version = lifecycle.table.next_number, parts.run.version
-        lifecycle.open(parts.curriculum.make_group(number, version=version, now=now))
+        shunned = () if gate.is_sync else absent
+        make = parts.curriculum.make_group
+        lifecycle.open(make(number, version=version, now=now, shunned=shunned))
     return verdict.reason
 
 

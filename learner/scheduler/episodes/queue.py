@@ -1,7 +1,7 @@
 """Which episodes are to be granted next, and to whom: the members of a group go together."""
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from learner.scheduler.episodes.table import EpisodeRecord, EpisodeState, GroupRecord, GroupTable
@@ -53,23 +53,37 @@ class EpisodeQueue:
             self.free.append(group_id)
             pending.members.extend(new)
 
-    def take(self, actor: str, num: int, *, is_allowed: IsAllowed) -> Taken:
-        """Remove up to `num` queued episodes: of the actor's groups, then of nobody's."""
+    def take(
+        self, actor: str, num: int, *, is_allowed: IsAllowed, absent: Sequence[str] = ()
+    ) -> Taken:
+        """Remove up to `num` queued episodes: of the actor's groups, then of nobody's.
+
+        Args:
+            absent: environments whose episodes stay.
+        """
         taken: Taken = []
         for source in (list(self.owned.get(actor, ())), list(self.free)):
-            self._take_from(source, actor, num, is_allowed, taken)
+            self._take_from(source, actor, num, is_allowed, absent, taken)
             if len(taken) == num:
                 break
         return taken
 
-    def steal(self, actor: str, num: int, *, is_allowed: IsAllowed) -> Taken:
-        """Remove up to `num` queued episodes of whatever group, also other actors'."""
+    def steal(
+        self, actor: str, num: int, *, is_allowed: IsAllowed, absent: Sequence[str] = ()
+    ) -> Taken:
+        """Remove up to `num` queued episodes of whatever group, also other actors'; see `take`."""
         taken: Taken = []
-        self._take_from(list(self.pending), actor, num, is_allowed, taken)
+        self._take_from(list(self.pending), actor, num, is_allowed, absent, taken)
         return taken
 
     def _take_from(
-        self, group_ids: list[str], actor: str, num: int, is_allowed: IsAllowed, taken: Taken
+        self,
+        group_ids: list[str],
+        actor: str,
+        num: int,
+        is_allowed: IsAllowed,
+        absent: Sequence[str],
+        taken: Taken,
     ) -> None:
         for group_id in group_ids:
             if len(taken) == num:
@@ -77,13 +91,19 @@ class EpisodeQueue:
             pending, group = self.pending[group_id], self.table.groups[group_id]
             if not is_allowed(group):
                 continue
+            stay, num_before = [], len(taken)
             while pending.members and len(taken) < num:
                 episode = group.episodes[pending.members.popleft()]
-                if episode.state is EpisodeState.QUEUED:
+                if episode.state is not EpisodeState.QUEUED:
+                    continue
+                if episode.env in absent:
+                    stay.append(episode.member)
+                else:
                     taken.append((group, episode))
+            pending.members.extendleft(reversed(stay))
             if not pending.members:
                 self.remove(group_id)
-            elif not pending.owner and group.is_train:
+            elif not pending.owner and group.is_train and len(taken) > num_before:
                 self.free.remove(group_id)
                 pending.owner = actor
                 self.owned.setdefault(actor, []).append(group_id)

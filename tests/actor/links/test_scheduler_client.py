@@ -1,6 +1,7 @@
 """Laws of the actor's line to the scheduler."""
 
 import asyncio
+import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,8 @@ from common.wire.sockets import Received
 from tests.actor.links import toy_peer
 from tests.actor.links.toy_peer import Law, Peer
 
-HELLO = Hello(role="actor", name="actor-0", incarnation="i", version=-1)
+NODE = socket.gethostname()  # the scheduler's, too
+HELLO = Hello(role="actor", name="actor-0", incarnation="i", version=-1, node=NODE)
 GREETING = replace(HELLO, directory=0)  # it knows nothing yet of where the others are
 BEAT = Heartbeat(
     role="actor",

@@ -22,9 +22,11 @@ def place(url: str, *envs: str) -> HubPlace:
     return HubPlace(url=url, token="t", envs=list(envs or ("toy",)))
 
 
-def play(places: list[HubPlace], law: Callable[[Hubs], Awaitable[None]]) -> None:
+def play(
+    places: list[HubPlace], law: Callable[[Hubs], Awaitable[None]], *, patience_s: float = 600.0
+) -> None:
     async def run() -> None:
-        hubs = Hubs(lambda: places, style="compact", timeout_s=10.0)
+        hubs = Hubs(lambda: places, style="compact", timeout_s=10.0, patience_s=patience_s)
         await hubs.start()
         try:
             await law(hubs)
@@ -162,6 +164,33 @@ def test_episodes_of_an_environment_without_a_hub_wait_longer_than_they_may_play
 
         play(places, law)
     assert [(t.end_reason, t.is_success) for t in box.taken] == [(EndReason.DONE, True)] * 3
+
+
+def test_episodes_whose_hub_is_gone_for_good_hold_no_slot_and_fail_in_the_end() -> None:
+    box = Box()
+
+    with serve(ToyHub().app()) as a, serve(ToyHub().app()) as b:
+        places = [place(a), place(b, "another")]
+
+        async def law(hubs: Hubs) -> None:
+            await open_many(hubs, 1)
+            assert hubs.absent() == []
+            del places[0]
+            assert hubs.absent() == ["toy"]
+            episodes = start_episodes(hubs, box, 3)
+            await asyncio.sleep(0.2)
+            assert len(episodes.running_ids) == 3
+            assert episodes.num_free_slots == episodes.num_slots
+            while episodes.running_ids:
+                await asyncio.sleep(0.01)
+            assert hubs.absent() == []  # what is leased from now on fails at once
+            episodes.start([lease_of(3)])
+            while episodes.running_ids:
+                await asyncio.sleep(0.01)
+
+        play(places, law, patience_s=1.0)
+    assert [each.end_reason for each in box.taken] == [EndReason.ENV_ERROR] * 4
+    assert "no hub that serves toy answers" in box.taken[0].error
 
 
 @pytest.mark.slow

@@ -1,0 +1,69 @@
+"""Laws of who is granted what, where not every hub is there."""
+
+from dataclasses import replace
+
+import pytest
+
+from common.config.curriculum import TaskSection
+from common.config.run_config import EvalSection, TrainMode
+from common.wire.messages import Lease, LeaseRequest
+from learner.scheduler.components import build_components
+from learner.scheduler.core import SchedulerCore
+from learner.scheduler.curriculum.catalogue import Catalogue
+from tests.learner.scheduler.builders import CATALOGUE, Clock, hello_of, make_config, request_of
+
+SUBSETS = CATALOGUE.envs["maze"]
+
+
+def core_of_two(mode: TrainMode = TrainMode.ASYNC, *, evaluates: bool = False) -> SchedulerCore:
+    """One that hands out two environments, to an actor that has said hello."""
+    tasks = [TaskSection(env="maze", subset="easy"), TaskSection(env="cave", subset="easy")]
+    evaluation = EvalSection(before=evaluates, after=False, num_items=6, baselines=False)
+    cfg = replace(make_config(mode=mode, per_step=8, evaluation=evaluation), tasks=tasks)
+    catalogue = Catalogue(envs={"maze": SUBSETS, "cave": SUBSETS})
+    core = SchedulerCore(build_components(cfg, catalogue), clock=Clock())
+    core.handle("actor-0", hello_of("actor-0"))
+    return core
+
+
+def ask(core: SchedulerCore, num: int, *absent: str) -> list[Lease]:
+    request: LeaseRequest = replace(request_of("actor-0", num), absent=list(absent))
+    return core.handle("actor-0", request).leases
+
+
+def test_groups_are_drawn_of_environments_that_somebody_serves_and_of_all_again_later() -> None:
+    core = core_of_two()
+    assert {lease.env for lease in ask(core, 32, "cave")} == {"maze"}
+    assert {lease.env for lease in ask(core, 32)} == {"maze", "cave"}
+
+
+def test_members_of_a_group_whose_hub_is_gone_wait_in_their_order_for_one_who_reaches_it() -> None:
+    core = core_of_two()
+    some = ask(core, 1)
+    while some[-1].env == "maze":  # a group of the other environment is begun
+        some += ask(core, 1)
+    group = some[-1].group_id
+    assert all(lease.group_id != group for lease in ask(core, 9, "cave"))
+    left = [lease.member for lease in ask(core, 9) if lease.group_id == group]
+    assert left == [1, 2, 3]
+
+
+def test_an_evaluation_goes_on_with_the_environments_that_are_there() -> None:
+    core = core_of_two(evaluates=True)
+    there = ask(core, 100, "cave")
+    assert {lease.env for lease in there} == {"maze"}
+    assert ask(core, 100, "cave") == []
+    rest = ask(core, 100)
+    assert {lease.env for lease in rest} == {"cave"}
+    assert len({lease.episode_id for lease in (*there, *rest)}) == len(there) + len(rest) == 6
+
+
+@pytest.mark.parametrize("absent", [(), ("cave",)])
+def test_rounds_of_the_lockstep_do_not_depend_on_who_is_there(absent: tuple[str, ...]) -> None:
+    core, other = core_of_two(TrainMode.SYNC), core_of_two(TrainMode.SYNC)
+    ask(core, 100, *absent)
+    ask(other, 100)
+    drawn, expected = (
+        [each.item_id for _, each in one.lifecycle.table.episodes()] for one in (core, other)
+    )
+    assert drawn == expected
