@@ -152,14 +152,7 @@ async def _build(cfg: RunConfig, access: Access, context: zmq.asyncio.Context) -
     )
     await scheduler.connect(timeout_s=start_s)
     await scheduler.learn_addresses(timeout_s=start_s)
-    timeout_s, owner = cfg.actor.env_timeout_s, incarnation
-    hubs = Hubs(
-        book.hubs,
-        style=cfg.envhub.style,
-        timeout_s=timeout_s,
-        patience_s=cfg.actor.episode_timeout_s,
-        owner=owner,
-    )
+    hubs = Hubs(book.hubs, cfg.actor, style=cfg.envhub.style, owner=incarnation)
     await hubs.start(patience_s=start_s)
     delivery = Delivery(book, keys, window=cfg.actor.delivery_window, context=context)
     await delivery.connect(timeout_s=start_s)

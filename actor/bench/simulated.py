@@ -76,10 +76,7 @@ async def play(cfg: RunConfig, run_dir: RunDir, *, number: int, token_s: float) 
     scheduler = SchedulerClient(book, keys, hello=hello, context=context, silence_s=START_S)
     await scheduler.connect(timeout_s=START_S)
     await scheduler.learn_addresses(timeout_s=START_S)
-    timeout_s, owner = cfg.actor.env_timeout_s, hello.incarnation
-    hubs = Hubs(
-        book.hubs, style=cfg.envhub.style, timeout_s=timeout_s, patience_s=60.0, owner=owner
-    )
+    hubs = Hubs(book.hubs, cfg.actor, style=cfg.envhub.style, owner=hello.incarnation)
     await hubs.start()
     delivery = Delivery(book, keys, window=cfg.actor.delivery_window, context=context)
     await delivery.connect(timeout_s=START_S)

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from actor.rollout.env_client import Environments, HubClient, HubSession
+from common.config.run_config import ActorSection
 from common.errors import EnvError, HubLost
 from common.wire.join_messages import HubPlace
 
@@ -25,34 +26,34 @@ class Hubs:
 
     Example: a and b serve babyai -> episodes are opened at one and the other in turn. b dies: what
     runs there is opened again at a. a dies, too: it is asked twice a second whether it is back, and
-    until it is nothing is opened, and no work asked for. Both stay away for `patience_s`: what
-    is opened from then on fails.
+    until it is nothing is opened, and no work asked for. Both stay away for longer than an
+    episode may take: what is opened from then on fails.
     """
 
     def __init__(
         self,
         places: Callable[[], list[HubPlace]],
+        cfg: ActorSection,
         *,
         style: str,
-        timeout_s: float,
-        patience_s: float,
         owner: str = "",
     ) -> None:
         """Make one without connections.
 
         Args:
             places: says where hubs are now.
-            patience_s: for which an environment that nobody serves any more is waited for.
+            cfg: how long an answer is waited for, and an environment that nobody serves any more:
+                as long as an episode may take.
             owner: names this process; what it has open ends with it, however it ends.
         """
-        self._patience_s = patience_s
+        self._patience_s = cfg.episode_timeout_s
         self._away_since: dict[str, float] = {}  # environment -> when nobody was seen to serve it
         self._places = places
         self._owner = owner
         self._lost: dict[str, str] = {}  # url -> why; they are being asked
         self._tasks: set[asyncio.Task[None]] = set()
         self._style = style
-        self._timeout_s = timeout_s
+        self._timeout_s = cfg.env_timeout_s
         self._known: dict[tuple[str, str], Environments] = {}  # by url and token
         self._instructions: dict[str, dict[str, str]] = {}  # environment -> style -> text
         self._answers: dict[str, dict[str, str]] = {}  # the agent's to these
@@ -133,7 +134,7 @@ class Hubs:
         return f"envhub: {places[0].url} does not answer" if places else "envhub: there is none"
 
     async def wait_for(self, env: str | None = None) -> None:
-        """Wait until a hub that serves an environment answers, or any; for `patience_s` at most.
+        """Wait until a hub that serves an environment answers, or any; not one that is gone for good.
 
         Logs who is waited for.
         """

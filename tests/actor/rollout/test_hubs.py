@@ -26,7 +26,8 @@ def play(
     places: list[HubPlace], law: Callable[[Hubs], Awaitable[None]], *, patience_s: float = 600.0
 ) -> None:
     async def run() -> None:
-        hubs = Hubs(lambda: places, style="compact", timeout_s=10.0, patience_s=patience_s)
+        cfg = ActorSection(env_timeout_s=10.0, episode_timeout_s=patience_s)
+        hubs = Hubs(lambda: places, cfg, style="compact")
         await hubs.start()
         try:
             await law(hubs)
