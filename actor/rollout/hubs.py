@@ -134,7 +134,7 @@ class Hubs:
         return f"envhub: {places[0].url} does not answer" if places else "envhub: there is none"
 
     async def wait_for(self, env: str | None = None) -> None:
-        """Wait until a hub that serves an environment answers, or any; not one that is gone for good.
+        """Wait until a hub that serves an environment answers, or any; return if it `is_gone`.
 
         Logs who is waited for.
         """
