@@ -108,8 +108,8 @@ class Hello:
     name: Id  # unique per process: "<role>-<index>" or chosen by the user
     incarnation: Id  # random per process start
     version: Version  # weights that the role holds
-    addresses: dict[str, str] = field(default_factory=dict[str, str])  # where others reach it: of
-    # a learner its "learner" and "weights"; a host "*" is the scheduler's own machine
+    # Where others reach a learner: "learner", "weights"; a host "*" is the scheduler's own machine.
+    addresses: dict[str, str] = field(default_factory=dict[str, str])
     directory: Version = -1  # as in Heartbeat
     node: Id = ""  # its machine, as `common.wire.addresses.node_name` says
 
@@ -184,8 +184,7 @@ class Progress:
     run_epoch: Id  # as in Welcome
     revoked: list[str]  # episode ids that an actor should abandon, a learner not wait for
     is_finished: bool  # the run is over: drain and leave
-    lag_bounds: list[LagBound] = field(default_factory=list[LagBound])  # to a learner: those
-    # wider than the configured one
+    lag_bounds: list[LagBound] = field(default_factory=list[LagBound])  # to a learner: wider ones
     num_slots: Count = 0  # to a learner: episodes at once of all living actors
     num_heard: Count = 0  # to a learner: its numbered messages since hello that came without a gap
     num_reports: Count = 0  # of the heartbeat that this answers: more than were heard were lost
@@ -194,8 +193,9 @@ class Progress:
     learner_version: Version = -1  # to a learner: its own as the scheduler knows it; -1: unknown
     num_batch_groups: Count = 0  # ready groups that make the batch of the step after that version,
     # fewer than `groups.per_step` if it must be short; 0: in sync mode, the round is not over
-    silent: list[str] = field(default_factory=list[str])  # to a learner: incarnations of actors
-    # that left, died, or have not been heard of for 5 heartbeats
+    silent: list[str] = field(
+        default_factory=list[str]
+    )  # to a learner: incarnations of gone actors
     refused: dict[str, int] = field(default_factory=dict[str, int])  # to a learner: as in its
     # Heartbeat, by the scheduler and the hubs
 
