@@ -193,9 +193,7 @@ class Progress:
     learner_version: Version = -1  # to a learner: its own as the scheduler knows it; -1: unknown
     num_batch_groups: Count = 0  # ready groups that make the batch of the step after that version,
     # fewer than `groups.per_step` if it must be short; 0: in sync mode, the round is not over
-    silent: list[str] = field(
-        default_factory=list[str]
-    )  # to a learner: incarnations of gone actors
+    silent: list[str] = field(default_factory=list[str])  # to a learner: gone incarnations
     refused: dict[str, int] = field(default_factory=dict[str, int])  # to a learner: as in its
     # Heartbeat, by the scheduler and the hubs
 
