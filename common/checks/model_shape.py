@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from common.errors import ConfigError
 
+CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # sizes, vLLM 0.32
 BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -30,6 +31,19 @@ class ModelShape:
     def kv_bytes_per_token(self, dtype: str) -> int:
         """Return the bytes of the key-value cache that one token takes in all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * BYTES_OF[dtype]
+
+
+def check_heads(shape: ModelShape, path: str) -> None:
+    """Return if vLLM on a CPU has kernels for a model's attention; it would end with a code alone.
+
+    Raises: ConfigError: its heads are too small.
+    """
+    if shape.head_dim < CPU_HEADS[0]:
+        raise ConfigError(
+            f"model.path={path}: attention heads of {shape.head_dim}; the engine (vLLM on a CPU)"
+            f" takes {', '.join(map(str, CPU_HEADS))}: fewer heads, such as sft.num_heads="
+            f"{max(1, shape.hidden // CPU_HEADS[0])} of sft.hidden_size={shape.hidden}, or a GPU"
+        )
 
 
 def read_shape(folder: Path) -> ModelShape:

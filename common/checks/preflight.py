@@ -19,7 +19,7 @@ from common.checks.machine import (
     memory_bytes,
 )
 from common.checks.memory_plan import check_memory, is_elsewhere, plan_here
-from common.checks.model_shape import ModelShape, read_shape
+from common.checks.model_shape import ModelShape, check_heads, read_shape
 from common.config.compute import Offload
 from common.config.offline import SftSection
 from common.config.run_config import ActorSection, Launcher, Resume, RunConfig, check_training
@@ -58,6 +58,8 @@ def check(cfg: RunConfig, root: Path, *, missing: Sequence[str] = ()) -> None:
         check_engine()
         check_agent(here.actor)
     shape = read_shape(root / cfg.model.path)
+    if here.actor.num_actors and not has_cuda():
+        check_heads(shape, cfg.model.path)
     _check_context(cfg, shape)
     check_memory(here, plan_here(here, root), shape)
 

@@ -39,6 +39,18 @@ def test_complete_setting_passes(model: Path, repository: Path) -> None:
     check(configure(model, repository), repository)
 
 
+@pytest.mark.skipif(has_cuda(), reason="a GPU's engine takes smaller heads")
+def test_heads_too_small_for_the_engine_of_a_cpu_are_refused_before_it_starts(
+    tmp_path: Path, repository: Path
+) -> None:
+    sizes = {"hidden_size": 128, "num_attention_heads": 8, "num_hidden_layers": 1}
+    model = write_model(tmp_path / "small", num_rest=1, vocab_size=64, **sizes)
+    words = r"attention heads of 16; .* takes 32, 64, .* sft\.num_heads=4 of sft\.hidden_size=128"
+    with pytest.raises(ConfigError, match=words):
+        check(configure(model, repository), repository)
+    check(configure(model, repository, "actor.num_actors=0"), repository)
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [
