@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from common.config.compute import Moments, OptimizerKind
 from common.config.learning import LearnerSection
+from learner.training.muon import ExactMuon
 
 BLOCK = 256  # 8-bit moments that share a scale, one after the other in memory
 _SMALLEST = 4096  # weights of a rank below which torchao keeps their moments in fp32
@@ -85,8 +86,8 @@ def make_optimizer(model: PreTrainedModel, cfg: LearnerSection) -> PolicyOptimiz
     plain = [each for each in rest if each.ndim < 2]
     optimizers = _adamw([(decayed, cfg.weight_decay), (plain, 0.0)], cfg.lr, cfg)
     if cfg.optimizer is OptimizerKind.MUON:
-        muon = torch.optim.Muon(hidden, lr=cfg.muon_lr, weight_decay=cfg.weight_decay)
-        optimizers.append(muon)
+        make = ExactMuon if hidden[0].device.type == "cpu" else torch.optim.Muon
+        optimizers.append(make(hidden, lr=cfg.muon_lr, weight_decay=cfg.weight_decay))
     return PolicyOptimizer(optimizers)
 
 

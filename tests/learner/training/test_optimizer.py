@@ -5,6 +5,7 @@ import torch
 
 from common.config.compute import OptimizerKind
 from common.config.learning import LearnerSection
+from learner.training.muon import ExactMuon, orthogonalised
 from learner.training.optimizer import lr_scale, make_optimizer
 from tests.learner.builders import make_model
 
@@ -71,3 +72,23 @@ def test_rates_are_scaled_together() -> None:
     optimizer.set_lr_scale(0.1)  # of the configured rate, not of the last one
     assert optimizer.lr == pytest.approx(1e-4)
     assert optimizer.optimizers[1].param_groups[0]["lr"] == pytest.approx(2e-3)
+
+
+def test_muon_on_a_cpu_is_torchs_without_its_rounding() -> None:
+    torch.manual_seed(0)
+    start = [torch.randn(6, 24), torch.randn(24, 6), torch.randn(8, 8)]
+    ours, theirs = ([torch.nn.Parameter(each.clone()) for each in start] for _ in range(2))
+    optimizers = [kind(own, lr=0.1) for kind, own in zip(MUONS, (ours, theirs), strict=True)]
+    for _ in range(3):
+        for one, other in zip(ours, theirs, strict=True):
+            one.grad = torch.randn_like(one)
+            other.grad = one.grad.clone()
+        for each in optimizers:
+            each.step()
+    for one, other, first in zip(ours, theirs, start, strict=True):
+        assert (one - other).norm() < 0.02 * (one - first).norm()
+    singular = torch.linalg.svdvals(orthogonalised(torch.randn(6, 24)))
+    assert 0.6 < singular.min() < singular.max() < 1.3
+
+
+MUONS = (ExactMuon, torch.optim.Muon)
