@@ -140,6 +140,7 @@ JOINED_ROLES = {"actor": Later("actor.main:run_joined"), "envhub": Later("envhub
 in_process: dict[str, Any] = {
     "make_player": Later("actor.bench.in_process:InProcessPlayer"),
     "make_registry": Later("envhub.catalogue.registry:Registry"),
+    "make_distances": Later("envhub.catalogue.distances:Distances"),
 }
 study = Later("learner.bench.study.command:measure").given(**in_process)
 peer = Later("learner.bench.study.command:measure_peer").given(**in_process)

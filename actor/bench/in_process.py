@@ -1,7 +1,7 @@
 """Plays episodes in this very process: no hub, no vLLM, the same episodes and environments."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,19 +14,21 @@ from actor.formats.tools import load_renderer
 from actor.rollout.env_client import Hint, StepResult
 from actor.rollout.episode import Act, Session, Turn, run_episode
 from actor.rollout.lockstep import Rounds
+from common.config.learning import Advantage
 from common.config.run_config import RunConfig
 from common.errors import EnvError
-from common.wire.messages import Lease, Trajectory
+from common.wire.messages import EpisodeKind, Lease, Trajectory
 
 MAX_AT_ONCE = 128
+PlainId = Callable[[str, str], Awaitable[str]]
 
 
 class LocalSession:
     """One episode of an environment that lives in this process."""
 
-    def __init__(self, env: Any, lease: Lease) -> None:
+    def __init__(self, env: Any, item_id: str, seed: int) -> None:
         self._env = env
-        self.first_observation: str = env.reset(lease.item_id, lease.seed)
+        self.first_observation: str = env.reset(item_id, seed)
         told = getattr(env, "state_text", None)
         self.first_state: str = told() if told else ""
 
@@ -44,18 +46,26 @@ class LocalSession:
 class InProcessPlayer:
     """Plays leases with the weights it was given last."""
 
-    def __init__(self, cfg: RunConfig, specs: Mapping[str, Any], engine: Any = None) -> None:
+    def __init__(
+        self,
+        cfg: RunConfig,
+        specs: Mapping[str, Any],
+        engine: Any = None,
+        plain: PlainId | None = None,
+    ) -> None:
         """Load model and tokenizer of `model.path`.
 
         Args:
             specs: environment -> its catalogue entry (`envhub.env.EnvSpec`).
+            plain: (environment, item id) -> the id by which it knows an item at a distance.
             engine: what samples, with `version` and `generate_together` of `TorchEngine`; None:
                 one of these.
         """
         path = cfg.model.path
         self._renderer = load_renderer(path, cfg.actor.format)
         self._engine = engine or _make_engine(cfg, self._renderer.end_of_turn_ids)
-        self._cfg, self._specs = cfg, specs
+        self._cfg, self._specs, self._plain = cfg, specs, plain
+        self._has_critic = cfg.algorithm.advantage is Advantage.PPO
 
     def load(self, weights: Mapping[str, Tensor], *, version: int) -> None:
         """Take other weights for what is played from now on."""
@@ -90,7 +100,8 @@ class InProcessPlayer:
         style = next(each for each in spec.instruction if each.value == self._cfg.envhub.style)
 
         async def open_session() -> Session:
-            return LocalSession(spec.make(style), lease)
+            item_id = await self._plain(lease.env, lease.item_id) if self._plain else lease.item_id
+            return LocalSession(spec.make(style), item_id, lease.seed)
 
         async def act(ids: list[int], _: Session) -> Turn:
             return await rounds.act(lease.episode_id, list(ids))
@@ -106,6 +117,7 @@ class InProcessPlayer:
                 max_tokens=actor.max_model_len,
                 turn_tokens=actor.max_turn_tokens,
                 actor="in-process",
+                keeps_last=self._has_critic and lease.kind is EpisodeKind.TRAIN,
                 options=actor,
             )
         finally:

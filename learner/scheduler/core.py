@@ -178,7 +178,9 @@ class SchedulerCore:
         for group, _ in taken:
             self.parts.stream.granted(group, version=message.version)
         self.lifecycle.grant(taken, member, now=now)
-        return self._answer([grants.lease(self.parts, *each) for each in taken], reason)
+        deadline_s = self.parts.episode_timeout_s
+        leases = [grants.lease(*each, deadline_s=deadline_s) for each in taken]
+        return self._answer(leases, reason)
 
     def _answer(self, leases: list[Lease], reason: str) -> LeaseGrant:
         is_rest = self.phase is Phase.DONE or reason.startswith("spare")

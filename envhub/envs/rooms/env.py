@@ -13,18 +13,26 @@ from envhub.tasks import spec_beside
 
 SUBSET = "Carry"
 MAX_ROOMS = 32
+NUM_BANDS = 4  # of distances, with as many items in each
 NUM_DOORS = 3
 TRIES_PER_ROOM = 2  # the episode ends unsolved after so many turns for each room
 COLOURS = ("red", "green", "blue", "purple", "yellow", "grey")
 GOAL = "goal: open the door of your key"
-VERB = "toggle and go through"
+VERB = "go to"
 SUBSETS = {
     SUBSET: SubsetSpec(num_train=100_000, num_test=3_200, max_turns=TRIES_PER_ROOM * MAX_ROOMS)
 }
 
 
+def num_rooms(index: int) -> int:
+    """Return how many rooms an item has: in turn 1 to 4, 5 to 8, 9 to 16, 17 to 32."""
+    place, band = divmod(index, NUM_BANDS)
+    most = MAX_ROOMS >> (NUM_BANDS - 1 - band)
+    return most - place % (most // 2 if band else most)
+
+
 class RoomsEnv(TextEnv):
-    """One episode. Reward is 1 behind the last room; item i has 1 + i mod 32 rooms.
+    """One episode. Reward is 1 behind the last room; for how many there are see `num_rooms`.
 
     Every room has three closed doors, one of them of the key's colour. It leads on, takes the key,
     and gives another. The others stay shut: a turn is lost, and there are two for each room.
@@ -34,8 +42,7 @@ class RoomsEnv(TextEnv):
         """Start an item; `seed` is unused, since the item fixes all rooms."""
         item = parse_item(item_id, SUBSETS)
         rng = random.Random(f"{item.split}/{item.index}")
-        num_rooms = 1 + item.index % MAX_ROOMS
-        self._rooms = [tuple(rng.sample(COLOURS, NUM_DOORS)) for _ in range(num_rooms)]
+        self._rooms = [tuple(rng.sample(COLOURS, NUM_DOORS)) for _ in range(num_rooms(item.index))]
         self._keys = [rng.choice(doors) for doors in self._rooms]
         self._at = self._num_turns = 0
         self._begin()

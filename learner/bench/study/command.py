@@ -1,5 +1,6 @@
 """The suites of studies: plan, work off, tables and pictures."""
 
+import asyncio
 import contextlib
 import json
 from collections.abc import Callable, Sequence
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from common.config.command_line import Request
+from common.config.curriculum import subsets_in_use
 from common.config.load import load_config
 from common.config.run_config import RunConfig
 from common.errors import LongstrideError
@@ -25,19 +27,12 @@ NAN = float("nan")
 
 
 def measure(
-    name: str,
-    request: Request,
-    table: BenchTable,
-    *,
-    root: Path,
-    make_player: Callable[..., Any],
-    make_registry: Callable[..., Any],
+    name: str, request: Request, table: BenchTable, *, root: Path, **parts: Callable[..., Any]
 ) -> None:
     """Work off the study `name` and add its figures and tables; a dry run prints the plan.
 
     Args:
-        make_player: (configuration, environment -> its entry) to what plays in this process.
-        make_registry: (names, options, remote options) to the environments.
+        parts: `make_player`, `make_registry` and `make_distances` of a run in this process.
 
     Raises: ConfigError: an override is wrong, or results of other settings are in the way.
     """
@@ -50,8 +45,8 @@ def measure(
         table.title(plan_text(queue))
         return
     if any(arm.does is Does.IN_PROCESS for arm in queue.study.arms):
-        make = partial(_make_playing, make_player, make_registry)
-        queue.perform[Does.IN_PROCESS] = partial(_in_process, root, make)
+        make = partial(_make_playing, **parts)
+        queue.perform[Does.IN_PROCESS] = partial(_in_process, root, make, _start(queue))
     queue.perform[Does.COMMANDS] = partial(_commands, queue)
     table.title(plan_text(queue))
     with contextlib.ExitStack() as stack:
@@ -64,17 +59,12 @@ def measure(
 
 
 def measure_peer(
-    request: Request,
-    table: BenchTable,
-    *,
-    root: Path,
-    make_player: Callable[..., Any],
-    make_registry: Callable[..., Any],
+    request: Request, table: BenchTable, *, root: Path, **parts: Callable[..., Any]
 ) -> None:
     """Compare this project with TRL; the arguments are those of `measure`."""
     from learner.bench.study import peer
 
-    make = partial(_make_playing, make_player, make_registry)
+    make = partial(_make_playing, **parts)
     peer.measure(request, table, root=root, evaluate=partial(_heldout, make))
 
 
@@ -147,17 +137,49 @@ def tell(queue: Queue, table: BenchTable) -> None:
 
 
 def _make_playing(
-    make_player: Callable[..., Any], make_registry: Callable[..., Any], cfg: RunConfig
+    cfg: RunConfig,
+    *,
+    make_player: Callable[..., Any],
+    make_registry: Callable[..., Any],
+    make_distances: Callable[..., Any],
 ) -> tuple[Any, dict[str, Any]]:
+    """Return what plays, and what its hub would offer.
+
+    Args:
+        make_player: (configuration, environment -> its entry) to what plays in this process.
+        make_registry: (names, options, remote options) to the environments.
+        make_distances: of these, to their items at a distance.
+    """
     registry = make_registry(sorted({task.env for task in cfg.tasks}), cfg.envs, cfg.env)
     specs = {name: registry.spec(name) for name in registry.names}
-    return make_player(cfg, specs), registry.catalogue()
+    distances = make_distances(registry)
+    offered = asyncio.run(distances.catalogue(subsets_in_use(cfg.curriculum, cfg.tasks)))
+    return make_player(cfg, specs, plain=distances.plain), offered
 
 
-def _in_process(root: Path, make: Callable[..., Any], run: Run, _: Path) -> tuple[Outcome, bool]:
+def _start(queue: Queue) -> list[str]:
+    """Return the overrides that name the policy which the study's runs begin with; make it once.
+
+    Raises: LongstrideError: the command that makes it failed.
+    """
+    study, folder = queue.study, queue.folder
+    if not study.start or any(each.startswith("model.path=") for each in study.given):
+        return []
+    policy = folder / "start" / "policy"
+    if queue.todo() and not (policy / "config.json").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        command, *told = study.start
+        own = [f"run.dir={folder}", "run.name=start"]
+        queue.run_command("start", [command, "--config", CONFIG, *own, *told])
+    return [f"model.path={policy}"]
+
+
+def _in_process(
+    root: Path, make: Callable[..., Any], start: list[str], run: Run, _: Path
+) -> tuple[Outcome, bool]:
     from learner.bench.study.in_process import InProcessRun  # torch takes seconds to import
 
-    cfg = load_config(CONFIG, run.overrides, root=root)
+    cfg = load_config(CONFIG, [*run.overrides, *start], root=root)
     return InProcessRun(cfg, make).run(arm=run.arm.name)
 
 

@@ -10,7 +10,7 @@ import copy
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,11 +22,14 @@ from common.report.results import wilson_interval
 from common.wire.ids import episode_id_of
 from common.wire.messages import EpisodeKind, Lease, PolicyKind, Trajectory
 from learner.batch.credit import group_has_signal, samples_of
-from learner.bench.study.outcome import LAST_STEPS, Outcome
+from learner.bench.study.outcome import LAST_STEPS, Outcome, Point, by_distance
+from learner.ingest.buffer import seen_of
 from learner.ingest.group_assembly import Group
 from learner.scheduler.curriculum.catalogue import Catalogue, parse_catalogue, validate_tasks
-from learner.scheduler.curriculum.horizon import horizon_at
-from learner.scheduler.curriculum.sampling import Item, Sampler, member_seed
+from learner.scheduler.curriculum.curriculum import Curriculum
+from learner.scheduler.curriculum.mixture import Mixture
+from learner.scheduler.dispatch.grants import lease
+from learner.scheduler.episodes.table import GroupRecord
 from learner.scheduler.evaluation.heldout import plan_heldout
 from learner.training.build import load_start, make_trainer
 from learner.training.controller import Decision
@@ -34,6 +37,7 @@ from learner.training.controller import Decision
 MAX_ROUNDS = 4  # of groups, until a batch has as many with signal as it wants
 EPISODE_S = 3600.0  # nothing here hangs
 NAN = float("nan")
+SIGNALS = {"policy/entropy": "entropy", "offpolicy/ess_frac": "ess_frac"}  # to the curriculum
 
 
 class Player(Protocol):
@@ -55,6 +59,10 @@ class _Seen:
     arrived: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=LAST_STEPS))
     has_acted: bool = False  # the controller changed something
     num_skipped: int = 0
+    points: list[Point] = field(default_factory=list[Point])
+    num_episodes: int = 0  # played to train on, those without signal among them
+    num_tokens: int = 0  # sampled in them
+    spent_s: float = 0.0  # of the processor, evaluations left out
 
     def lag_mean(self) -> float:
         lags, num_tokens = zip(*self.lags, strict=True)
@@ -83,7 +91,11 @@ class InProcessRun:
         self._player, offered = make_player(cfg)
         self._catalogue: Catalogue = parse_catalogue(offered)
         validate_tasks(cfg.tasks, self._catalogue, cfg.curriculum)
-        self._sampler = Sampler(cfg.tasks, self._catalogue, seed=cfg.run.seed)
+        seed, size = cfg.run.seed, cfg.groups.size
+        mixture = Mixture(cfg.mixture, cfg.tasks, self._catalogue, seed=seed, group_size=size)
+        self.curriculum = Curriculum(
+            cfg.horizon, mixture, cfg.tasks, self._catalogue, cfg.curriculum
+        )
         self._num_opened = 0
         keep = cfg.learner.hold_back_steps + 1
         self._kept: deque[dict[str, Tensor]] = deque(maxlen=keep)  # the newest version last
@@ -92,32 +104,56 @@ class InProcessRun:
     def run(self, *, arm: str) -> tuple[Outcome, bool]:
         """Train and evaluate; return the outcome and whether the controller ever acted."""
         started, cpu = time.monotonic(), time.process_time()
-        is_asked = self._cfg.eval.before
-        before = _success(self.evaluate(self.weights())) if is_asked else NAN
-        for version in range(self._cfg.train.num_steps):
+        cfg, seen, played = self._cfg, self._seen, list[Trajectory]()
+        for version in range(cfg.train.num_steps + 1):
             self._keep()
-            self._step(version)
-        self._keep()
-        played = self.evaluate(self._kept[-1], version=self._cfg.train.num_steps)
-        after, seen = _success(played), self._seen
+            if self._is_evaluated(version):
+                played = self._point(version)
+            if version < cfg.train.num_steps:
+                begun = time.process_time()
+                self._step(version)
+                seen.spent_s += time.process_time() - begun
+        num_solved, nothing = sum(each.is_success for each in played), (NAN, NAN)
+        before = seen.points[0].success if cfg.eval.before else NAN
         arrived = sum(num for num, _ in seen.arrived)
         return Outcome(
             arm=arm,
-            seed=self._cfg.run.seed,
+            seed=cfg.run.seed,
             before=before,
-            after=after,
-            after_ci95=wilson_interval(round(after * len(played)), len(played)),
+            after=num_solved / len(played),
+            after_ci95=wilson_interval(num_solved, len(played)),
             num_after=len(played),
-            gain=after - before,
-            gain_ci95=(NAN, NAN),
+            gain=num_solved / len(played) - before,
+            gain_ci95=nothing,
             trained=sum(good for _, good in seen.arrived) / max(arrived, 1),
             num_trained=arrived,
             lag_mean=seen.lag_mean(),
             ess_min=min(seen.ess),
+            points=tuple(seen.points),
             num_skipped=seen.num_skipped,
             wall_s=time.monotonic() - started,
             cpu_s=time.process_time() - cpu,
         ), seen.has_acted
+
+    def _is_evaluated(self, version: int) -> bool:
+        options, last = self._cfg.eval, self._cfg.train.num_steps
+        if version in (0, last):
+            return version == last or options.before
+        return options.every_steps > 0 and version % options.every_steps == 0
+
+    def _point(self, version: int) -> list[Trajectory]:
+        """Evaluate the newest version; write it down and return its episodes."""
+        seen, played = self._seen, self.evaluate(self._kept[-1], version=version)
+        point = Point(
+            step=version,
+            success=sum(each.is_success for each in played) / len(played),
+            num_episodes=seen.num_episodes,
+            num_tokens=seen.num_tokens,
+            spent_s=seen.spent_s,
+            by_distance=by_distance(played),
+        )
+        seen.points.append(point)
+        return played
 
     def weights(self) -> dict[str, Tensor]:
         """Return a copy of the policy as it is now."""
@@ -138,6 +174,8 @@ class InProcessRun:
             ahead = self._cfg.scheduler.max_ahead_steps
             self._seen.note(result.metrics, result.decision, most_ahead=ahead)
             if not result.decision.is_skipped:
+                told = {key: result.metrics[name] for name, key in SIGNALS.items()}
+                self.curriculum.step(version + 1, told)
                 return
             is_after_skip = True
 
@@ -149,6 +187,7 @@ class InProcessRun:
             played = self.play(cfg.groups.per_step - len(found), version=version, weights=weights)
             members = [each for group in played for each in group.members]
             num, solved = num + len(members), solved + sum(each.is_success for each in members)
+            self._seen.num_tokens += sum(int(each.loss_mask.sum()) for each in members)
             found += [
                 each
                 for each in played
@@ -157,70 +196,54 @@ class InProcessRun:
             ]
             if len(found) == cfg.groups.per_step:
                 break
+        self._seen.num_episodes += num
         self._seen.arrived.append((num, solved))
         return found or played
 
     def play(self, num_groups: int, *, version: int, weights: Mapping[str, Tensor]) -> list[Group]:
         """Return the next groups of training items, played with `weights`."""
         self._player.load(weights, version=version)
-        size, cfg = self._cfg.groups.size, self._cfg
-        leases: list[Lease] = []
-        for number in range(self._num_opened, self._num_opened + num_groups):
-            item = self._sampler.item(number)
-            horizon = self._horizon(item, version)
-            for member in range(size):
-                seed = member_seed(cfg.run.seed, number, member)
-                leases.append(lease_of(item, f"g{number:07d}", member, seed, horizon, version))
+        numbers = range(self._num_opened, self._num_opened + num_groups)
         self._num_opened += num_groups
-        played = self._player.play(leases)
-        return [
-            Group(group_id=played[i].group_id, members=played[i : i + size])
-            for i in range(0, len(played), size)
-        ]
-
-    def _horizon(self, item: Item, version: int) -> int:
-        name = self._cfg.horizon.name_of(item.env, item.subset)
-        stamp = horizon_at(self._cfg.horizon.policy(name), version)
-        return min(stamp.horizon, self._catalogue.entry(item.env, item.subset).max_turns)
+        groups = [self.curriculum.make_group(n, version=version, now=0.0) for n in numbers]
+        played = self._player.play([each for group in groups for each in _leases_of(group)])
+        size, found = self._cfg.groups.size, list[Group]()
+        for number, group in enumerate(groups):
+            members = played[number * size : (number + 1) * size]
+            for trajectory, episode in zip(members, group.episodes, strict=True):
+                self.curriculum.see(seen_of(trajectory), group, episode)
+            found.append(Group(group_id=group.group_id, members=members))
+        return found
 
     def evaluate(self, weights: Mapping[str, Tensor], *, version: int = 0) -> list[Trajectory]:
         """Return the held-out episodes at the full horizon, played with `weights`."""
         cfg = self._cfg
         self._player.load(weights, version=version)
-        leases = [
-            Lease(
-                **_identity("eval-after-model", plan.env, plan.item_id, number),
-                episode_id=episode_id_of("eval-after-model", number),
-                kind=EpisodeKind.EVAL,
-                seed=plan.seed,
-                horizon=plan.horizon,
-                opened_at_version=version,
-                deadline_s=EPISODE_S,
-            )
-            for number, plan in enumerate(plan_heldout(cfg.eval, cfg.tasks, self._catalogue, {}))
-        ]
-        return self._player.play(leases)
+        group_id = "eval-after-model"
+        return self._player.play(
+            [
+                Lease(
+                    episode_id=episode_id_of(group_id, number),
+                    group_id=group_id,
+                    member=number,
+                    attempt=0,
+                    kind=EpisodeKind.EVAL,
+                    policy=PolicyKind.MODEL,
+                    env=plan.env,
+                    item_id=plan.item_id,
+                    seed=plan.seed,
+                    horizon=plan.horizon,
+                    horizon_stage=0,
+                    opened_at_version=version,
+                    deadline_s=EPISODE_S,
+                )
+                for number, plan in enumerate(
+                    plan_heldout(cfg.eval, cfg.tasks, self._catalogue, {})
+                )
+            ]
+        )
 
 
-def _success(played: Sequence[Trajectory]) -> float:
-    return sum(each.is_success for each in played) / len(played)
-
-
-def _identity(group_id: str, env: str, item_id: str, member: int) -> dict[str, Any]:
-    named = {"group_id": group_id, "env": env, "item_id": item_id, "member": member}
-    return {**named, "attempt": 0, "policy": PolicyKind.MODEL, "horizon_stage": 0}
-
-
-def lease_of(
-    item: Item, group_id: str, member: int, seed: int, horizon: int, version: int
-) -> Lease:
-    """Return the lease of a member of a training group, as a scheduler would grant it."""
-    return Lease(
-        **_identity(group_id, item.env, item.item_id, member),
-        episode_id=episode_id_of(group_id, member),
-        kind=EpisodeKind.TRAIN,
-        seed=seed,
-        horizon=horizon,
-        opened_at_version=version,
-        deadline_s=EPISODE_S,
-    )
+def _leases_of(group: GroupRecord) -> list[Lease]:
+    """Return the leases of a group's members, as a scheduler would grant them."""
+    return [replace(lease(group, each, deadline_s=EPISODE_S), attempt=0) for each in group.episodes]

@@ -1,7 +1,7 @@
 """What one run of a study came to, from its files; kept as JSON."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,9 @@ from common.cpu import cpu_seconds
 from common.errors import ConfigError
 from common.store.journal import read_journal
 from common.store.run_dir import RunDir, write_atomically
-from common.wire.ids import subset_of
 from common.wire.messages import EpisodeKind, Trajectory
 
-BINS = (4, 8, 16, 32)  # most turns that the expert needs
-MAX_ROOMS = 32  # of the environment `rooms`, whose item i has 1 + i mod 32 of them
+BINS = (4, 8, 16, 32)  # most turns that the expert needs; item i of `rooms` is of band i mod 4
 LAST_STEPS = 20  # over which training success is averaged
 
 
@@ -28,7 +26,10 @@ class Point:
     success: float
     num_episodes: int
     num_tokens: int  # sampled
-    wall_s: float = 0.0  # since the first step was made, evaluations beside it included
+    # Seconds of training: in one process the processor's, evaluations left out; of a whole run the
+    # clock's since the first step was made, evaluations beside it included.
+    spent_s: float = 0.0
+    by_distance: tuple[tuple[int, int], ...] = ()  # of `rooms`: (held-out items, solved), by BINS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +47,6 @@ class Outcome:
     lag_mean: float  # steps, over the trained tokens
     ess_min: float  # smallest effective sample size of a step, as a share of its tokens
     points: tuple[Point, ...] = ()  # the first before training, the last the evaluation at the end
-    by_distance: tuple[tuple[int, int], ...] = ()  # of `rooms`: (held-out items, solved), by BINS
     same_as: str = ""  # the run that it would have been, which was made
     num_skipped: int = 0  # batches, by the controller
     wall_s: float = 0.0  # from the first step to the last
@@ -67,12 +67,16 @@ def load_outcome(path: Path) -> tuple[Outcome, list[str]]:
     try:
         told = json.loads(path.read_text())
         plain: dict[str, Any] = told["outcome"]
-        points = tuple(Point(**each) for each in plain.pop("points"))
+        points = tuple(_point(each) for each in plain.pop("points"))
         pairs: dict[str, Any] = {n: tuple(plain.pop(n)) for n in ("after_ci95", "gain_ci95")}
-        far = tuple((num, solved) for num, solved in plain.pop("by_distance"))
-        return Outcome(**plain, **pairs, points=points, by_distance=far), told["overrides"]
+        return Outcome(**plain, **pairs, points=points), told["overrides"]
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{path}: no outcome of a run ({error}); remove it") from error
+
+
+def _point(plain: dict[str, Any]) -> Point:
+    far = tuple((num, solved) for num, solved in plain.pop("by_distance"))
+    return Point(**plain, by_distance=far)
 
 
 def read_outcome(run: Path, *, arm: str, seed: int) -> Outcome:
@@ -98,25 +102,20 @@ def read_outcome(run: Path, *, arm: str, seed: int) -> Outcome:
         lag_mean=float(np.average(lags, weights=num_tokens)),
         ess_min=min(line["offpolicy/ess_frac"] for line in steps),
         points=_points(run, report, steps),
-        by_distance=_by_distance(run / "journal"),
         num_skipped=sum(bool(line.get("controller/skipped")) for line in steps),
         wall_s=steps[-1].get("time_s", 0.0) - steps[0].get("time_s", 0.0),
         cpu_s=sum(cpu_seconds(RunDir(root=run)).values()),
     )
 
 
-def _by_distance(journal: Path) -> tuple[tuple[int, int], ...]:
-    """Return (items, solved) of the last evaluation for each of `BINS`; () of other tasks."""
+def by_distance(played: Iterable[Trajectory]) -> tuple[tuple[int, int], ...]:
+    """Return (items, solved) of held-out episodes for each of `BINS`; () of other tasks."""
     counts = np.zeros((len(BINS), 2), dtype=int)
-    for _, trajectory in read_journal(journal):
-        if trajectory.group_id == "eval-after-model" and trajectory.env == "rooms":
-            counts[_bin_of(trajectory)] += (1, trajectory.is_success)
+    for each in played:
+        if each.env == "rooms":
+            band = int(each.item_id.rpartition("-")[2]) % len(BINS)
+            counts[band] += (1, each.is_success)
     return tuple((int(num), int(solved)) for num, solved in counts) if counts.any() else ()
-
-
-def _bin_of(trajectory: Trajectory) -> int:
-    index = int(trajectory.item_id.removeprefix(subset_of(trajectory.item_id))[6:])
-    return next(i for i, most in enumerate(BINS) if index % MAX_ROOMS < most)
 
 
 def _points(
@@ -136,7 +135,7 @@ def _points(
             success=success[step],
             num_episodes=int(episodes[step]),
             num_tokens=int(tokens[step]),
-            wall_s=max(0.0, made_s.get(step, 0.0) - steps[0].get("time_s", 0.0)),
+            spent_s=max(0.0, made_s.get(step, 0.0) - steps[0].get("time_s", 0.0)),
         )
         for step in sorted(success)
     )

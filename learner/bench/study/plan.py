@@ -64,6 +64,7 @@ class Study:
     scaled: tuple[str, ...] = ()  # keys that a larger study multiplies
     size: float = 1.0
     given: tuple[str, ...] = ()  # the user's, above the study's and below an arm's
+    start: tuple[str, ...] = ()  # command and overrides that make the policy all runs begin with
 
     def runs(self) -> list[Run]:
         """Return every run, seed by seed, so that a study cut short has all arms of some seeds."""
@@ -128,6 +129,7 @@ def read_study(name: str, section: StudySection | None = None, given: Sequence[s
         scaled=tuple(written["all"]["scaled"]),
         size=section.size,
         given=tuple(each for each in given if not each.startswith(OWN)),
+        start=tuple(own.get("start", ())),
     )
     _check_given(study)
     return study

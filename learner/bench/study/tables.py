@@ -8,7 +8,8 @@ from common.report.results import wilson_interval
 from learner.bench.study.horizon import (
     AXES,
     budget_of,
-    distance_table,
+    distance_svg,
+    distance_tables,
     horizon_table,
     success_at,
     success_svg,
@@ -217,10 +218,13 @@ def _along(outcome: Outcome, steps: list[int]) -> list[str]:
 
 
 def horizons_text(outcomes: list[Outcome]) -> str:
-    """Return success at equal spending, and by distance."""
-    by_distance = f"\nHeld-out success by distance (episodes):\n\n{distance_table(outcomes)}"
-    has_any = any(each.by_distance for each in outcomes)
-    return horizon_table(outcomes) + (by_distance if has_any else "")
+    """Return success at equal spending, and by distance along the way."""
+    return horizon_table(outcomes) + distance_tables(outcomes)
+
+
+def horizon_svgs(outcomes: list[Outcome]) -> dict[str, str]:
+    """Return the curves, and success by distance at the end."""
+    return curves(outcomes) | {"distance": distance_svg(outcomes)}
 
 
 def curves(outcomes: list[Outcome]) -> dict[str, str]:
@@ -236,5 +240,5 @@ TABLES: dict[str, tuple[Table, Pictures]] = {
     "context": (context_table, curves),
     "staleness": (staleness_table, staleness_svgs),
     "curriculum": (curriculum_table, curves),
-    "horizon": (horizons_text, curves),
+    "horizon": (horizons_text, horizon_svgs),
 }

@@ -101,7 +101,7 @@ def _open_groups(parts: Components, now: float, absent: Sequence[str]) -> str:
     return verdict.reason
 
 
-def lease(parts: Components, group: GroupRecord, episode: EpisodeRecord) -> Lease:
+def lease(group: GroupRecord, episode: EpisodeRecord, *, deadline_s: float) -> Lease:
     """Return what an actor is told of an episode that it has been granted."""
     return Lease(
         episode_id=episode.episode_id,
@@ -120,5 +120,5 @@ def lease(parts: Components, group: GroupRecord, episode: EpisodeRecord) -> Leas
         distance=group.distance,
         distance_stage=group.distance_stage,
         opened_at_version=group.opened_at_version,
-        deadline_s=parts.episode_timeout_s,
+        deadline_s=deadline_s,
     )

@@ -1,13 +1,13 @@
 """Laws of the engine of plain torch: a row of many is what it would be alone."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from actor.bench.torch_engine import TorchEngine
+from actor.bench.torch_engine import Guesses, TorchEngine
 from actor.rollout.episode import Turn
 from actor.rollout.render import Renderer
 from common.repository import ROOT
@@ -18,10 +18,11 @@ TEXTS = ("goal: go to the red key\nred key 1 ahead", "goal: open the blue door\n
 pytestmark = pytest.mark.slow  # transformers takes seconds to import
 
 
-def make_engine() -> tuple[TorchEngine, Renderer]:
+def make_engine(guesses: Guesses | None = None) -> tuple[TorchEngine, Renderer]:
     renderer = Renderer(AutoTokenizer.from_pretrained(POLICY, local_files_only=True))
     model = AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float32)
-    return TorchEngine(model, renderer.end_of_turn_ids, temperature=1.0), renderer
+    ends = renderer.end_of_turn_ids
+    return TorchEngine(model, ends, temperature=1.0, guesses=guesses), renderer
 
 
 def play(
@@ -90,3 +91,35 @@ def test_a_row_that_begins_a_new_segment_is_what_it_would_be_alone() -> None:
         alone = turn(make_engine()[0], 1, **{name: ids})[name]
         assert alone.token_ids == got[name].token_ids
         assert alone.logprobs == pytest.approx(got[name].logprobs, abs=1e-4)
+
+
+class Wrong(Guesses):
+    """Always sure, and mostly wrong."""
+
+    def after(self, beginning: Sequence[int], most: int) -> list[int]:
+        return [7, 8, 9][:most]
+
+
+def test_tokens_are_those_of_the_draws_whatever_was_guessed() -> None:
+    engine, renderer = make_engine()
+    texts = dict(zip("abc", TEXTS, strict=True))
+    without = play(engine, renderer, texts)  # nothing is known yet
+    again = play(engine, renderer, texts)
+    engine, renderer = make_engine(Wrong(renderer.end_of_turn_ids))
+    misled = play(engine, renderer, texts)
+    for name, turns in without.items():
+        for other in (again[name], misled[name]):
+            assert [turn.token_ids for turn in turns] == [turn.token_ids for turn in other]
+            for one, two in zip(turns, other, strict=True):
+                assert one.logprobs == pytest.approx(two.logprobs, abs=1e-4)
+
+
+def test_guesses_are_what_followed_mostly_and_never_an_end() -> None:
+    guesses = Guesses([3])
+    for colour in (40, 41, 42, 40):
+        guesses.learn([10, 11, colour, 12, 3])
+    assert guesses.after([], 9) == [10, 11]
+    assert guesses.after([], 1) == [10]
+    assert guesses.after([10, 11, 40], 9) == [12]
+    assert guesses.after([10, 11, 42], 9) == []  # seen once
+    assert guesses.after([10, 12], 9) == []

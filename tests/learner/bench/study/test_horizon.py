@@ -2,23 +2,21 @@
 
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from common.store.journal import JournalWriter
-from common.wire.messages import EpisodeKind
 from learner.bench.study.horizon import (
     budget_of,
-    distance_table,
+    distance_svg,
+    distance_tables,
     has_collapsed,
     horizon_table,
     success_at,
     success_svg,
 )
 from learner.bench.study.intervals import gap, iqm, over_seeds
-from learner.bench.study.outcome import Outcome, Point, _by_distance
+from learner.bench.study.outcome import Outcome, Point, by_distance
 from tests.learner.builders import make_trajectory
 
 
@@ -31,7 +29,8 @@ def run(arm: str, seed: int, *curve: float, tokens_per_step: int = 100) -> Outco
             success=success,
             num_episodes=40 * i,
             num_tokens=10 * i * tokens_per_step,
-            wall_s=5.0 * i,
+            spent_s=5.0 * i,
+            by_distance=((4, i), (4, 0), (8, 0), (8, 0)),
         )
         for i, success in enumerate(curve)
     )
@@ -86,23 +85,32 @@ def test_collapsed_runs_are_those_that_end_below_half_of_their_best() -> None:
     assert "at 2,000 tokens" in text
 
 
-def test_success_by_distance_counts_the_last_evaluation_alone(tmp_path: Path) -> None:
-    journal = JournalWriter(tmp_path / "journal")
-    for number, index, group, is_success in (
-        (0, 3, "eval-after-model", True),  # 4 rooms
-        (1, 36, "eval-after-model", False),  # 5
-        (2, 31, "eval-after-model", True),  # 32
-        (3, 0, "eval-before-model", True),
-    ):
-        made = make_trajectory([5, 6], [0, 1])
-        name = {"episode_id": f"{group}/{number}", "item_id": f"Carry@1..32-test-{index}"}
-        name["env"] = "rooms"
-        told = {"group_id": group, "is_success": is_success, "kind": EpisodeKind.EVAL}
-        journal.append(replace(made, **name, **told))
-    journal.close()
-    made = replace(RUNS[0], by_distance=_by_distance(tmp_path / "journal"))
-    row = distance_table([made]).splitlines()[-1]
-    assert row == "| short | 1.000 (1) | 0.000 (1) | 0.000 (0) | 1.000 (1) |"
+def test_success_by_distance_counts_the_items_of_rooms_by_their_turns() -> None:
+    made = make_trajectory([5, 6], [0, 1])
+    told = ((0, True), (4, False), (3, True), (7, True), (2, False))  # 4, 3, 32, 31, 16 turns
+    played = [
+        replace(made, env="rooms", item_id=f"Carry@1..32-test-{index}", is_success=is_success)
+        for index, is_success in told
+    ]
+    assert by_distance(played) == ((2, 1), (0, 0), (1, 0), (2, 2))
+    assert by_distance([made]) == ()
+
+
+def test_distance_at_which_an_arm_differs_from_the_longest_horizon_is_marked() -> None:
+    def shifted(seed: int, solved: int) -> Outcome:
+        plain = run("fixed-short", seed, 0.1, 0.2)
+        points = [
+            replace(each, by_distance=((4, solved * (each.step == 10)), *each.by_distance[1:]))
+            for each in plain.points
+        ]
+        return replace(plain, points=tuple(points))
+
+    base = [run("fixed-long", seed, 0.1, 0.2) for seed in range(5)]
+    first, *others = distance_tables([*(shifted(s, 4) for s in range(5)), *base]).split("\n\n\n")
+    assert "1 to 4 turns" in first
+    assert "| fixed-short | 0.000 [0.000, 0.000] | **1.000 [1.000, 1.000]** |" in first
+    assert "| fixed-long | 0.000 [0.000, 0.000] | 0.250 [0.250, 0.250] |" in first
+    assert "**" not in "".join(others)
 
 
 def test_picture_has_a_line_in_a_band_for_every_arm() -> None:
@@ -110,3 +118,4 @@ def test_picture_has_a_line_in_a_band_for_every_arm() -> None:
     tags = [each.tag.rpartition("}")[2] for each in drawn]
     assert tags.count("polyline") == tags.count("polygon") == 2
     assert "nan" not in success_svg(RUNS, "seconds")
+    assert "nan" not in distance_svg(RUNS)

@@ -1,18 +1,20 @@
 """Laws of a run in one process: exact lag, fresh data after a skipped batch, repeatable."""
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
 
 from actor.bench.in_process import InProcessPlayer
 from common.config.load import load_config
-from common.config.run_config import RunConfig
 from common.repository import ROOT
+from envhub.catalogue.distances import Distances
 from envhub.catalogue.registry import Registry
 from learner.batch.credit import samples_of
+from learner.bench.study.command import _make_playing
 from learner.bench.study.in_process import InProcessRun
-from learner.bench.study.outcome import Outcome
+from learner.bench.study.outcome import Outcome, by_distance
 from learner.bench.study.plan import merged, read_study
 from learner.policy.forward import Networks
 from learner.training.ranks import Ranks
@@ -26,9 +28,13 @@ SMALL = (
 )
 
 
-def make_playing(cfg: RunConfig) -> tuple[InProcessPlayer, dict[str, Any]]:
-    registry = Registry(["babyai"], cfg.envs, cfg.env)
-    return InProcessPlayer(cfg, {"babyai": registry.spec("babyai")}), registry.catalogue()
+ROOMS = (
+    *("tasks=[{env: rooms, subset: Carry, distance: [1, 32]}]", "actor.max_model_len=2048"),
+    *("eval.num_items=4", "groups.size=2", "groups.min_size=2"),
+)
+make_playing = partial(
+    _make_playing, make_player=InProcessPlayer, make_registry=Registry, make_distances=Distances
+)
 
 
 def made(*overrides: str) -> tuple[Outcome, bool, InProcessRun]:
@@ -55,6 +61,46 @@ def test_batch_after_a_skipped_one_is_fresh() -> None:
     assert has_acted
     assert outcome.num_skipped > 0
     assert run.trainer.max_ahead_steps == 0  # the gate closed, so the lag is 0 from there on
+
+
+def test_run_is_evaluated_before_and_on_the_way_with_what_it_had_spent() -> None:
+    outcome, _, _ = made("eval.every_steps=2", "algorithm.filter_zero_variance=false")
+    assert [point.step for point in outcome.points] == [0, 2, 3]
+    assert [point.num_episodes for point in outcome.points] == [0, 16, 24]
+    spent = [point.spent_s for point in outcome.points]
+    assert spent[0] == 0 < spent[1] < spent[2] < outcome.cpu_s
+    assert (outcome.before, outcome.after) == (
+        outcome.points[0].success,
+        outcome.points[-1].success,
+    )
+    assert outcome.points[1].num_tokens > 16
+
+
+def test_gate_decides_on_the_episodes_of_its_run() -> None:
+    _, _, run = made(
+        *("horizon.kind=gated", "horizon.stages=[1,3]", "horizon.gated.window_steps=2"),
+        *("horizon.gated.min_steps=2", "horizon.gated.max_gain=1", "eval.before=false"),
+        "horizon.gated.min_truncated_frac=0.3",  # a single turn solves few of the items
+    )
+    gate = run.curriculum.gated["babyai"]
+    (move,) = gate.moves
+    assert (move.version, move.from_stage, move.to_stage) == (2, 0, 1)
+    assert 0.3 <= move.truncated_frac < 1
+    assert all(step.num_episodes and 0 < step.ess_frac <= 1 for step in gate.steps)
+
+
+def test_distance_grows_with_the_steps_and_evaluation_has_every_distance() -> None:
+    distances = ("curriculum.kind=distance", "curriculum.distance.every_steps=1")
+    cfg = load_config("quickstart", merged(SMALL, (*ROOMS, *distances)), root=ROOT)
+    run = InProcessRun(cfg, make_playing)
+    weights = run.weights()
+    for version, most in ((0, 4), (1, 8), (4, 32)):
+        groups = run.play(4, version=version, weights=weights)
+        assert {each.members[0].item_id.partition("-")[0] for each in groups} == {
+            f"Carry@1..{most}"
+        }
+        assert all(each.num_turns <= 2 * most for group in groups for each in group.members)
+    assert by_distance(run.evaluate(weights)) == ((1, 0), (1, 0), (1, 0), (1, 0))
 
 
 def test_at_lag_zero_every_correction_of_one_update_has_the_same_gradient() -> None:

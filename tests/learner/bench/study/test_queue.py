@@ -1,6 +1,7 @@
 """Laws of the queue of a study: what is done stays done, what is the same is made once."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 
 from common.config.evaluation import StudySection
 from common.errors import ConfigError, LongstrideError
+from learner.bench.study.command import _start
 from learner.bench.study.outcome import Outcome, begin, load_outcome
 from learner.bench.study.plan import Arm, Does, Run, Study, lag_arms, names, read_study
 from learner.bench.study.queue import Queue, Stopped
@@ -136,6 +138,28 @@ def test_users_override_is_above_the_studys_and_below_an_arms() -> None:
     assert not any(each.startswith("study.") for each in runs["ppo"])
     with pytest.raises(ConfigError, match=r"run.seed=3"):
         read_study("algorithms", given=["run.seed=3"])
+
+
+def test_policy_that_all_runs_begin_with_is_made_once_and_never_in_place_of_the_users(
+    tmp_path: Path,
+) -> None:
+    made: list[list[str]] = []
+
+    class Commanded(Queue):
+        def run_command(self, name: str, argv: Sequence[str]) -> None:
+            made.append([name, *argv])
+            (self.folder / "start" / "policy").mkdir(parents=True)
+            (self.folder / "start" / "policy" / "config.json").touch()
+
+    start = ("sft", "sft.num_epochs=1")
+    study = Study(name="s", arms=(Arm(name="a"),), seeds=(0,), start=start)
+    queue = Commanded(study=study, folder=tmp_path, section=StudySection())
+    policy = f"model.path={tmp_path}/start/policy"
+    assert [_start(queue), _start(queue)] == [[policy], [policy]]
+    assert [each[:2] for each in made] == [["start", "sft"]]
+    assert {f"run.dir={tmp_path}", "run.name=start", "sft.num_epochs=1"} <= {*made[0]}
+    given = replace(study, given=("model.path=/own",))
+    assert _start(Commanded(study=given, folder=tmp_path, section=StudySection())) == []
 
 
 def test_stopped_study_stops_the_run_that_goes_on(tmp_path: Path) -> None:
