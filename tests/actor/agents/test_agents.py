@@ -273,6 +273,16 @@ def test_an_engine_that_fails_ends_the_actor() -> None:
         played(NATIVE, policy=dead)
 
 
+def test_an_error_that_nobody_foresaw_fails_its_episode_though_the_agent_swallows_it() -> None:
+    async def broken(_: list[int], __: Session) -> Turn:
+        raise KeyError("slot 7")
+
+    got = played("try:\n    ask(messages)\nexcept HTTPError:\n    step('left')", policy=broken)
+    assert (got.end_reason, got.reward) == (EndReason.ABORTED, 0.0)
+    assert "KeyError: 'slot 7'" in got.error
+    assert refused(got) == ""
+
+
 def test_a_command_that_is_not_there_is_named() -> None:
     async def run() -> Trajectory:
         agents = Agents(settings("/no/such/agent"), actor="a", renderer=RENDERER)

@@ -148,7 +148,7 @@ async def _played(python: str, program: Path, how: str) -> Trajectory:
     agents = Agents(cfg, actor="actor-0", renderer=RENDERER)
     try:
         return await agents.play(
-            replace(LEASE, deadline_s=100.0),
+            replace(LEASE, deadline_s=280.0),
             open_session=session,
             act=ByHeart(TEXTS).act,
             task=("", ""),
