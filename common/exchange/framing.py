@@ -163,7 +163,7 @@ class Framing:
         frame = _Frame("tool", lead, self._framed(after))
         return None if frame.before == self._frames[0].before else frame
 
-    def _render(self, messages: list[dict[str, str]]) -> str:
+    def _render(self, messages: list[dict[str, Any]]) -> str:
         if not getattr(self._tokenizer, "chat_template", None):
             raise ConfigError("the tokenizer has no chat template: no messages can be told")
         return str(
