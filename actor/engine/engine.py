@@ -163,9 +163,11 @@ class Engine:
         """Sample with the adapter in a folder, which peft wrote, instead of a published one."""
         self._named = adapter_at(folder)
 
-    def _sampling(self, max_tokens: int, seed: int | None = None) -> SamplingParams:
+    def _sampling(
+        self, max_tokens: int, seed: int | None = None, *, temperature: float | None = None
+    ) -> SamplingParams:
         return SamplingParams(
-            temperature=self._cfg.temperature,
+            temperature=self._cfg.temperature if temperature is None else temperature,
             top_p=self._cfg.top_p,
             top_k=self._cfg.top_k,
             max_tokens=max_tokens,
@@ -179,7 +181,13 @@ class Engine:
         )
 
     async def generate(
-        self, prompt_ids: list[int], *, request_id: str, max_tokens: int, salt: str
+        self,
+        prompt_ids: list[int],
+        *,
+        request_id: str,
+        max_tokens: int,
+        salt: str,
+        temperature: float | None = None,
     ) -> Turn:
         """Sample one turn.
 
@@ -188,6 +196,7 @@ class Engine:
             max_tokens: most tokens of this turn.
             salt: prefix-cache name space: what was computed under one is never found under
                 another.
+            temperature: None: `actor.temperature`.
 
         Raises: EngineError: the engine died, or took over `actor.turn_timeout_s`.
         """
@@ -196,8 +205,9 @@ class Engine:
         try:
             async with self._bounded("a turn", self._cfg.turn_timeout_s):
                 await self._is_whole.wait()
+                sampling = self._sampling(max_tokens, temperature=temperature)
                 async for output in self._llm.generate(
-                    prompt, self._sampling(max_tokens), request_id, lora_request=self._adapter
+                    prompt, sampling, request_id, lora_request=self._adapter
                 ):
                     if output.finished:
                         return self._turn(output)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 HOST = "127.0.0.1"
 ADAPTERS = "adapter_config.json"
+MAX_HEAT = 2.0  # of a request's temperature
 ROLES = ("user", "assistant")
 
 
@@ -53,13 +54,18 @@ class Chat:
         if not self.key and _is_of_a_page(request):
             return _error(403, "without a key pages of others are not answered")
         try:
-            ids = self.encoded(await request.json())
+            body = await request.json()
+            ids, temperature = self.encoded(body), _temperature(body)
         except (ValueError, KeyError, TypeError) as error:
             return _error(400, f"{error}")
         number, most = f"chat:{next(self.numbers)}", self.actor.max_turn_tokens
         try:
             turn = await self.engine.generate(
-                ids, request_id=number, max_tokens=most, salt=f"chat v{self.engine.version}"
+                ids,
+                request_id=number,
+                max_tokens=most,
+                salt=f"chat v{self.engine.version}",
+                temperature=temperature,
             )
         except EngineError as error:
             return _error(500, f"{error}")
@@ -84,6 +90,16 @@ class Chat:
         if len(ids) > room:
             raise ValueError(f"context_length_exceeded: {len(ids)} tokens, {room} fit")
         return ids
+
+
+def _temperature(body: dict[str, Any]) -> float | None:
+    """Return what a request wants, None if it says nothing. Raises: ValueError: it is none."""
+    told = body.get("temperature")
+    if told is None:
+        return None
+    if isinstance(told, bool) or not isinstance(told, int | float) or not 0 <= told <= MAX_HEAT:
+        raise ValueError(f"temperature: a number in [0, {MAX_HEAT:g}], not {json.dumps(told)[:50]}")
+    return float(told)
 
 
 def _is_of_a_page(request: web.Request) -> bool:

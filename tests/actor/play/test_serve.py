@@ -38,11 +38,13 @@ class Parrot:
 
     def __init__(self, says: str = "turn left") -> None:
         self.asked: list[list[int]] = []
+        self.temperatures: list[float | None] = []
         self.ids = TOKENIZER.encode(says, add_special_tokens=False)
         self.problem = ""
 
-    async def generate(self, prompt_ids: list[int], **_: Any) -> Turn:
+    async def generate(self, prompt_ids: list[int], *, temperature: float | None, **_: Any) -> Turn:
         self.asked.append(prompt_ids)
+        self.temperatures.append(temperature)
         if self.problem:
             raise EngineError(self.problem)
         return Turn(self.ids, [0.0] * len(self.ids), [self.version] * len(self.ids))
@@ -98,6 +100,22 @@ def test_conversation_is_what_an_episode_would_hold_and_only_the_key_lets_in() -
     assert answer[-1] == end
     assert end not in answer[:-1]  # what was typed is letters, and ends no turn
     assert renderer.action_text(answer) == "look<|im_end|>"
+
+
+def test_a_request_is_sampled_at_its_own_temperature_and_one_that_is_none_is_refused() -> None:
+    parrot = Parrot()
+
+    async def work() -> list[int]:
+        found: list[int] = []
+        async with listening(chat(parrot, key="")) as url, aiohttp.ClientSession() as http:
+            for told in ({}, {"temperature": 0}, {"temperature": 1.5}, {"temperature": "hot"}):
+                body = {"messages": said("goal: go"), **told}
+                async with http.post(f"{url}/chat/completions", json=body) as answer:
+                    found.append(answer.status)
+        return found
+
+    assert asyncio.run(work()) == [200, 200, 200, 400]
+    assert parrot.temperatures == [None, 0.0, 1.5]
 
 
 def test_without_a_key_no_page_of_elsewhere_is_answered() -> None:
