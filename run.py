@@ -156,6 +156,7 @@ def bench(request: Request) -> int:
         "weights": Later("learner.weights.bench.suite:run_suite"),
         "tail": Later("learner.bench.tail:run_suite"),
         "actor": Later("actor.bench.suite:run_suite"),
+        "agents": Later("actor.bench.agents:run_suite"),
         "end2end": Later("common.bench.end_to_end:run_suite"),
         "chaos": Later("common.bench.chaos.suite:run_suite"),
         "chaos-short": Later("common.bench.chaos.suite:run_short"),

@@ -1,5 +1,6 @@
 """Plays given episodes with a checkpoint, in an engine of this process."""
 
+from dataclasses import replace
 from itertools import count
 
 from actor.agents.agents import Agents
@@ -7,6 +8,7 @@ from actor.engine.engine import Engine
 from actor.formats.tools import load_renderer
 from actor.play.play import Job, Player, play
 from actor.rollout.episode import Act, Render, Session, Turn
+from actor.rollout.render import Renderer
 from common.config.run_config import ActorSection, ModelSection
 from common.wire.planned import PlannedEpisode
 
@@ -19,6 +21,18 @@ async def play_with_engine(
     renderer.check_room(actor)
     engine = await Engine.start(model, actor, end_of_turn_ids=renderer.end_of_turn_ids, seed=seed)
     engine.version = 0
+    agents = Agents(actor, actor="play", renderer=renderer) if actor.endpoint else None
+    player = replace(player_of(engine, renderer, actor), agents=agents)
+    try:
+        await play(job, player)
+    finally:
+        if agents is not None:
+            await agents.close()
+        engine.shut_down()
+
+
+def player_of(engine: Engine, renderer: Renderer, actor: ActorSection) -> Player:
+    """Return who plays with an engine in our own loop."""
     numbers = count(1)
 
     def policy(plan: PlannedEpisode) -> tuple[Act, Render]:
@@ -32,18 +46,10 @@ async def play_with_engine(
 
         return act, renderer
 
-    agents = Agents(actor, actor="play", renderer=renderer) if actor.endpoint else None
-    player = Player(
+    return Player(
         policy=policy,
         max_concurrent=actor.max_concurrent,
         max_tokens=actor.max_model_len,
         turn_tokens=actor.max_turn_tokens,
         options=actor,
-        agents=agents,
     )
-    try:
-        await play(job, player)
-    finally:
-        if agents is not None:
-            await agents.close()
-        engine.shut_down()
