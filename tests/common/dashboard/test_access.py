@@ -34,8 +34,8 @@ class Echo:
     async def environments(self) -> Told:
         return {"maze": {"subsets": {}}}
 
-    async def open(self, env: str, item: str, *, style: str) -> Told:
-        return {"id": "1", "env": env, "item": item, "style": style}
+    async def open(self, env: str, item: str, *, style: str, format: str) -> Told:
+        return {"id": "1", "env": env, "item": item, "style": style, "format": format}
 
     async def step(self, seat_id: str, action: str) -> Told:
         return {"id": seat_id, "action": action}
@@ -97,7 +97,7 @@ def test_only_the_page_itself_may_play(watch: Watch) -> None:
         begun = page.post(
             "/api/play/open", json={"env": "maze", "item": "x", "run": run}, headers=own
         )
-        assert begun.json()["style"] == style
+        assert (begun.json()["style"], begun.json()["format"]) == (style, "plain")
     own_policy = page.post("/api/play/ask", json={"id": "1", "run": "a"}, headers=own)
     assert own_policy.json()["run"].endswith("/a")
     gone = page.post("/api/play/ask", json={"id": "1", "run": "../../etc"}, headers=own)
