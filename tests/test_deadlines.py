@@ -34,6 +34,7 @@ ALLOWED = {  # file:function -> why no deadline of its own is needed
     "common/wire/rendezvous/client.py:_exchange": "the socket has its own, RCVTIMEO",
     "common/wire/transfer/buckets.py:": "a channel's transfers have the deadline of their group",
     "envhub/agentgym/connection.py:": "the caller's request has a deadline",
+    "envhub/interop/mcp/link.py:": "a task of the connection's own; whoever asks has the deadline",
     "envhub/hosting/session.py:__aenter__": "whoever has the session has the deadline of a step",
     "learner/bench/study/": "a bench is ended by whoever started it",
     "learner/ingest/bench/": "a bench is ended by whoever started it",

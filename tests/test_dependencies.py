@@ -26,6 +26,7 @@ BY_NAME = {
     "ruff": "make check",
     "websockets": "uvicorn's WebSockets",
 }
+THEIRS = "envhub/interop/verifiers/theirs/"  # runs with an interpreter of verifiers' own
 LOCKS = ("requirements-cpu.lock", "requirements-gpu.lock")
 
 project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -63,7 +64,8 @@ def sources(*, environments: bool) -> list[Path]:
     return [
         path
         for path in paths
-        if path.relative_to(ROOT).as_posix().startswith(ENVIRONMENTS) == environments
+        if (name := path.relative_to(ROOT).as_posix()).startswith(ENVIRONMENTS) == environments
+        and not name.startswith(THEIRS)
     ]
 
 

@@ -45,6 +45,7 @@ def _make(folder: Path, python: Path, requirements: tuple[str, ...], *, sees_our
         (folder / "ours.txt").write_text("\n".join(OURS))
         options = ["--excludes", str(folder / "ours.txt")]
     uv = [str(folder / "bin" / "uv"), "pip", "install", "-q", "--python", str(python)]
+    uv.append("--compile-bytecode")  # else each start of theirs compiles it all again
     _install([str(python), "-m", "pip", "install", "-q", "uv"])  # resolves in seconds
     _install([*uv, *options, *requirements])
 

@@ -155,8 +155,9 @@ LABEL = Form(
 )
 DEVICE = Form("auto, cpu, cuda or cuda:<number>", re.compile(r"auto|cpu|cuda(:\d{1,3})?").fullmatch)
 ENV_NAME = Form(
-    "an environment's name, module:function of one of yours, or a game as textarena:Sudoku-v0",
-    re.compile(r"[\w-]+|[^\s:]+:\w+|(textarena|gymnasium):[^\s,]+").fullmatch,
+    "an environment's name, module:function of one of yours, a game as textarena:Sudoku-v0, or"
+    " mcp:FILE.yaml, verifiers:FILE.yaml",
+    re.compile(r"[\w-]+|[^\s:]+:\w+|(textarena|gymnasium|mcp|verifiers):[^\s,]+").fullmatch,
 )
 
 

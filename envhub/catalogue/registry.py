@@ -21,8 +21,12 @@ from envhub.tables import read_table
 from envhub.totals import with_totals
 
 REMOTE = "envhub.agentgym.remote"
-GAMES = "envhub.interop.games"
-LIBRARIES = ("gymnasium", "textarena")  # of games that a reference names
+LIBRARIES = {  # that a reference may name, and who makes an environment of it
+    "gymnasium": "envhub.interop.games",
+    "textarena": "envhub.interop.games",
+    "mcp": "envhub.interop.mcp.spec",
+    "verifiers": "envhub.interop.verifiers.spec",
+}
 REMOTES = {"openenv": "envhub.interop.openenv_remote"}  # of dialects that are not AgentGym's
 OUTSIDE_SESSIONS_PER_WORKER = 64  # of an outside environment that does not ask for a worker itself
 
@@ -56,7 +60,7 @@ class Registry:
     """The environments one hub offers.
 
     A name is one of LOADERS, the dialect of `remote`, or a reference to an environment outside
-    the package: "package.module:function", "path/to/file.py:function", or a game of LIBRARIES. An
+    the package: "package.module:function", "path/to/file.py:function", or one of LIBRARIES. An
     outside environment is offered under the name in its own specification, and always lives in a
     worker.
     """
@@ -143,8 +147,8 @@ def load_spec(name: str, options: EnvsSection, remote: RemoteOptions) -> EnvSpec
 
     Raises: UnknownEnv: the reference names no module or no function in it.
     """
-    if name.partition(":")[0] in LIBRARIES:
-        return import_module(GAMES).make_spec(name)
+    if (maker := LIBRARIES.get(name.partition(":")[0])) is not None:
+        return import_module(maker).make_spec(name)
     if is_reference(name):
         module, _, function = name.rpartition(":")
         make_spec = getattr(_import_outside(module), function, None)

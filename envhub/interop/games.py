@@ -10,16 +10,14 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
-from importlib import import_module
-from types import ModuleType
 from typing import Any, Protocol
 from urllib.parse import parse_qsl
 
 from common.errors import ConfigError
 from envhub.env import EnvSpec, Isolation, StepResult, Style, SubsetSpec, action_text, parse_item
+from envhub.interop.described import SUBSET, optional_package
 from envhub.interop.texts import BadAction, RewardRule, Rewards
 
-SUBSET = "all"
 TEST_SEED = 1_000_000_000  # the first seed of a test item; those of training items begin at 0
 SESSIONS_PER_WORKER = 32
 # How a library says that it has no such game, or cannot make it here.
@@ -139,7 +137,7 @@ class TextArenaGame:
     """A game of TextArena for one player."""
 
     def __init__(self, name: str) -> None:
-        library: Any = _library("textarena", "textarena")
+        library: Any = optional_package("textarena", "textarena")
         self._make: Callable[[], Any] = partial(library.make, env_id=name)
         self._game = self._make()
 
@@ -170,7 +168,7 @@ class GymnasiumGame:
     """An environment of gymnasium whose actions are texts, or a few that have numbers."""
 
     def __init__(self, name: str) -> None:
-        gymnasium = _library("gymnasium", "envs")
+        gymnasium = optional_package("gymnasium", "envs")
         try:
             self._env: Any = gymnasium.make(name)
         except gymnasium.error.Error as error:
@@ -248,15 +246,6 @@ def make_spec(reference: str) -> EnvSpec:
         isolation=Isolation.WORKER,
         sessions_per_worker=SESSIONS_PER_WORKER,
     )
-
-
-def _library(name: str, extra: str) -> ModuleType:
-    """Return an optional package. Raises: ConfigError: it is not installed."""
-    try:
-        return import_module(name)
-    except ImportError as error:
-        remedy = f"pip install 'longstride[{extra}]'"
-        raise ConfigError(f"{name}: the Python package is missing: {remedy}") from error
 
 
 def _told(observation: Any) -> str:

@@ -12,6 +12,8 @@ TOOL_FORM = """\
 Each turn calls one tool, as JSON after "Action:":
 Action: {"tool": "<its name>", "arguments": {...}}"""
 
+SAMPLES = {"integer": 1, "number": 1, "boolean": True, "array": [], "object": {}, "null": None}
+
 
 class BadAction(ValueError):
     """The agent's text is no action; the message is what it is told."""
@@ -64,7 +66,7 @@ def parse_json(text: str) -> dict[str, Any]:
     start, end = found.find("{"), found.rfind("}")
     try:
         parsed = json.loads(found[start : end + 1]) if 0 <= start < end else None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadAction(f"The action is no JSON: {error}") from error
     if not isinstance(parsed, dict):
         raise BadAction("The action must be a JSON object.")
@@ -81,6 +83,32 @@ def parse_tool_call(text: str, names: Sequence[str]) -> tuple[str, dict[str, Any
     if not isinstance(arguments, dict):
         raise BadAction('"arguments" must be a JSON object.')
     return str(name), arguments
+
+
+def check_sendable(value: object) -> None:
+    """Raises: BadAction: it is no JSON that others can read, as NaN or half a character."""
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise BadAction(f"This cannot be sent: {error}"[:300]) from error
+
+
+def shortened(text: str, most: int) -> str:
+    """Return a text of whole characters, and of `most` if it is longer, with a word about it."""
+    whole = text.encode(errors="replace").decode()
+    over = len(whole) - most
+    return whole if over <= 0 else f"{whole[:most]} [{over} more characters]"
+
+
+def sample_call(name: str, schema: Mapping[str, Any]) -> str:
+    """Return a call of a tool with an example of each argument that it needs."""
+    fields = schema.get("properties", {})
+    arguments: dict[str, Any] = {}
+    for each in schema.get("required", []):
+        field = fields.get(each, {})
+        among = [*field.get("enum", []), SAMPLES.get(str(field.get("type")), "text")]
+        arguments[each] = field.get("default", among[0])
+    return json.dumps({"tool": name, "arguments": arguments})
 
 
 def tools_text(tools: Sequence[Mapping[str, Any]]) -> str:

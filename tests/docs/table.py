@@ -35,6 +35,7 @@ class Rule(NamedTuple):
 
 PY = r"(\.venv/bin/)?python run\.py "
 RULES = (
+    Rule(PY + r".*(mcp|verifiers):", How.PARSE, "wants its package; tests/envhub/interop"),
     Rule(PY + r"(--help|--version|help|envs|new-env|check-env|play)\b", How.RUN),
     Rule(PY + r"journal .*--format", How.PARSE, "wants a policy's run; tests/common/exchange"),
     Rule(PY + r"(show|replay|journal|status)\b", How.RUN),

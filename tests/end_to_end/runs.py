@@ -22,9 +22,11 @@ RUN_S = 240.0  # for one small run, engine start included
 class Run:
     """One `python run.py` with its run directory below a test's own folder."""
 
-    def __init__(self, folder: Path, *overrides: str, config: str = "smoke") -> None:
+    def __init__(
+        self, folder: Path, *overrides: str, config: str = "smoke", python: str = sys.executable
+    ) -> None:
         self.root = folder / "r"
-        argv = [sys.executable, "run.py", "--config", config, f"run.dir={folder}", "run.name=r"]
+        argv = [python, "run.py", "--config", config, f"run.dir={folder}", "run.name=r"]
         self._output = (folder / "output.txt").open("ab")
         self.process = subprocess.Popen(
             [*argv, *overrides],

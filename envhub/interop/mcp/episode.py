@@ -1,0 +1,230 @@
+"""An episode on a server of MCP tools."""
+
+import hashlib
+import json
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from envhub.env import StepResult, SubsetSpec, action_text, parse_item
+from envhub.interop.described import SUBSET, optional_package
+from envhub.interop.mcp.link import Link, McpFailure, McpOptions
+from envhub.interop.texts import (
+    BadAction,
+    RewardRule,
+    Rewards,
+    check_sendable,
+    parse_tool_call,
+    sample_call,
+    shortened,
+    tools_text,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tasks:
+    """What the episodes on one server share."""
+
+    options: McpOptions
+    items: list[dict[str, Any]]
+    places: Mapping[str, list[int]]  # of each split's items
+    subset: SubsetSpec
+    rule: RewardRule
+    tools: Mapping[str, dict[str, Any]]  # of the agent, by name
+    pays: bool  # whether the tool that ends an episode is the server's, and its result the reward
+    shared: list[Link]  # the one connection of all sessions, where an argument tells them apart
+
+
+class McpEpisode:
+    """One episode: calls of tools, until one ends it.
+
+    A tool's error is an observation; what no tool takes is an invalid action.
+    """
+
+    def __init__(self, tasks: Tasks) -> None:
+        self._tasks, self._options = tasks, tasks.options
+        self._link: Link | None = None
+        self._item: dict[str, Any] = {}
+        self._session: dict[str, str] = {}
+        self._first = self._text = ""
+        self._is_done = False
+
+    async def reset(self, item_id: str, seed: int) -> str:
+        """Begin a session of the item. Raises: UnknownItem, McpFailure."""
+        tasks, options = self._tasks, self._options
+        item = parse_item(item_id, {SUBSET: tasks.subset})
+        self._item = tasks.items[tasks.places[item.split][item.index]]
+        self._link = await self._connect()
+        told = ""
+        if options.session:
+            self._session = {options.session: uuid.uuid4().hex}
+        if options.begin:
+            given = self._item.get("arguments", {})
+            begun = await self._link.call(options.begin, dict(given))
+            told = self._told(begun)
+            if begun.is_error:
+                raise McpFailure(f"{options.shown}: {options.begin!r} answered {told:.500}")
+            if options.session:
+                handle = _field(begun, options.session)
+                self._session = {options.session: told.strip() if handle is None else str(handle)}
+                told = str(_field(begun, "observation") or "")
+        shown = [{"name": name, **tool} for name, tool in tasks.tools.items()]
+        parts = [tools_text(shown), str(self._item["prompt"]), told]
+        self._first = self._text = "\n".join(filter(None, parts))
+        return self._first
+
+    async def step(self, action: str) -> StepResult:
+        """Call one tool. Raises: McpFailure: the server failed, or gave no reward."""
+        if self._is_done or self._link is None:
+            raise RuntimeError("step before reset, or after the episode has ended")
+        try:
+            name, arguments = self._parse(action)
+            self._check(name, arguments)
+            if name == self._options.submit and not self._tasks.pays:
+                return await self._submit(str(arguments["answer"]))
+            result = await self._link.call(name, arguments | self._session)
+        except BadAction as error:
+            return self._result(str(error), is_valid=False)
+        except McpFailure as error:
+            if not error.is_refusal:
+                raise
+            return self._result(str(error).partition(": ")[2], is_valid=False)
+        if name == self._options.submit and not result.is_error:
+            return self._pay(result)
+        return self._result(self._told(result))
+
+    async def _submit(self, answer: str) -> StepResult:
+        """Return what an answer is worth: what the item's `check` says, or whether it is right."""
+        check = self._item.get("check")
+        if check is not None:
+            given = {"answer": answer, **check.get("arguments", {}), **self._session}
+            assert self._link is not None
+            return self._pay(await self._link.call(str(check["tool"]), given))
+        right = self._item["answer"]
+        accepted = right if isinstance(right, list) else [right]
+        is_right = _plain(answer) in {_plain(str(each)) for each in accepted}
+        self._is_done = True
+        return self._result(
+            "Right." if is_right else "Wrong.", reward=float(is_right), is_success=is_right
+        )
+
+    def _pay(self, result: Any) -> StepResult:
+        """Return the end of an episode whose reward a tool says, as a number or in JSON."""
+        text = self._told(result)
+        if result.is_error:
+            raise McpFailure(f"{self._options.shown}: the tool that pays answered {text:.500}")
+        reward = _field(result, "reward")
+        if reward is None:
+            reward = _field(result, "result")  # where the package wraps a plain number
+        if reward is None:
+            try:
+                reward = float(text)
+            except ValueError as error:
+                raise McpFailure(
+                    f"{self._options.shown}: no reward in {text:.200!r}: a number, or JSON with"
+                    ' "reward"'
+                ) from error
+        paid = Rewards(self._tasks.rule).add(reward, is_last=True)
+        said = _field(result, "is_success")
+        self._is_done = True
+        is_success = said if isinstance(said, bool) else paid >= 1.0
+        return self._result(text, reward=paid, is_success=is_success)
+
+    async def valid_actions(self) -> list[str]:
+        """Return a call of each tool, with examples of arguments."""
+        tools = self._tasks.tools.items()
+        return [sample_call(name, tool["input_schema"]) for name, tool in tools]
+
+    async def expert_action(self) -> str | None:
+        """Return the answer, where the item has one."""
+        right = self._item.get("answer")
+        if self._tasks.pays or right is None:
+            return None
+        answer = str(right[0] if isinstance(right, list) else right)
+        return json.dumps({"tool": self._options.submit, "arguments": {"answer": answer}})
+
+    async def render(self) -> str:
+        return self._text
+
+    async def fingerprint(self) -> str:
+        """Return the hash of the item, which is all that can be seen from here."""
+        return hashlib.sha256(json.dumps(self._item, sort_keys=True).encode()).hexdigest()
+
+    async def close(self) -> None:
+        link, self._link = self._link, None
+        if link is not None and link not in self._tasks.shared:
+            await link.close()
+
+    async def _connect(self) -> Link:
+        """Return a connection: one of the episode's own, unless an argument is the session."""
+        if not self._options.session:
+            return await Link.open(self._options)
+        shared = self._tasks.shared
+        for lost in [link for link in shared if link.is_lost]:
+            shared.remove(lost)
+            await lost.close()
+        if not shared:
+            shared.append(await Link.open(self._options))
+        return shared[-1]
+
+    def _parse(self, action: str) -> tuple[str, dict[str, Any]]:
+        """Return the tool that a text calls, and its arguments. Raises: BadAction."""
+        text = action_text(action)
+        if self._options.plain_answers and "{" not in text:
+            return self._options.submit, {"answer": text}
+        return parse_tool_call(text, list(self._tasks.tools))
+
+    def _check(self, name: str, arguments: dict[str, Any]) -> None:
+        """Raises: BadAction: the tool's schema, or JSON itself, has no such arguments."""
+        check_sendable(arguments)
+        schema: Any = optional_package("jsonschema", "mcp")
+        checker = schema.Draft202012Validator(self._tasks.tools[name]["input_schema"])
+        wrong = next(checker.iter_errors(arguments), None)
+        if wrong is not None:
+            where = ".".join(map(str, wrong.path))
+            raise BadAction(f"{name}: {f'{where}: ' if where else ''}{wrong.message}"[:500])
+
+    def _told(self, result: Any) -> str:
+        """Return a tool's result as text that is whole Unicode and not too long."""
+        parts = [block_text(each) for each in result.content]
+        if not parts and result.structured_content is not None:
+            parts = [json.dumps(result.structured_content, ensure_ascii=False)]
+        return shortened("\n".join(parts), self._options.max_chars)
+
+    def _result(
+        self, text: str, *, is_valid: bool = True, reward: float = 0.0, is_success: bool = False
+    ) -> StepResult:
+        self._text = text
+        return StepResult(
+            observation=text,
+            reward=reward,
+            done=self._is_done,
+            is_valid=is_valid,
+            is_success=is_success,
+        )
+
+
+def block_text(block: Any) -> str:
+    """Return what of a result's part is told to the agent."""
+    if block.type == "text":
+        return str(block.text)
+    if block.type == "resource":
+        return str(getattr(block.resource, "text", f"[resource {block.resource.uri}]"))
+    return f"[{block.type} {getattr(block, 'uri', getattr(block, 'mime_type', ''))}]"
+
+
+def _field(result: Any, name: str) -> Any:
+    """Return a field of a result's JSON; None: there is none."""
+    content = result.structured_content
+    if content is None and len(result.content) == 1 and result.content[0].type == "text":
+        try:
+            content = json.loads(result.content[0].text)
+        except (ValueError, RecursionError):
+            return None
+    return content.get(name) if isinstance(content, dict) else None
+
+
+def _plain(text: str) -> str:
+    """Return a text without what two equal answers may differ in."""
+    return " ".join(text.split()).casefold()

@@ -1,0 +1,167 @@
+"""A connection to an MCP server, over a command's pipes or streamable HTTP."""
+
+import asyncio
+from collections.abc import Awaitable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from envhub.env import EnvFailure
+from envhub.interop.described import optional_package
+from envhub.interop.openenv_socket import bare
+
+CLOSE_S = 5.0  # for a server to end
+INVALID_PARAMS = -32602  # JSON-RPC's word for arguments that the server does not take
+CONNECTION_CLOSED = -32000
+MODES = {"auto": "auto", "2025-11-25": "legacy", "2026-07-28": "2026-07-28"}
+MAX_PAGES = 100  # of a list of tools
+Answer = TypeVar("Answer")
+
+
+class McpFailure(EnvFailure):
+    """The server failed; the text names it. `is_refusal`: it does not take these arguments."""
+
+    def __init__(self, text: str, *, is_refusal: bool = False) -> None:
+        super().__init__(text)
+        self.is_refusal = is_refusal
+
+
+@dataclass(kw_only=True)
+class McpOptions:
+    """What a file says of an MCP server and its tasks."""
+
+    url: str = ""  # of streamable HTTP
+    headers: dict[str, str] = field(default_factory=dict[str, str])
+    command: list[str] = field(default_factory=list[str])  # of a server on its pipes
+    env: dict[str, str] = field(default_factory=dict[str, str])  # for that command
+    revision: str = "auto"  # of the protocol
+    items: str = ""  # a file beside this one, a resource's URI, or tool:NAME
+    num_test: int = -1  # the last so many, where items say no split; -1: a tenth
+    session: str = ""  # the argument that carries the session
+    begin: str = ""  # the tool that begins an episode and gives the session
+    submit: str = "submit"  # the tool that ends an episode
+    plain_answers: bool = False  # whether a turn without a call is the answer
+    hidden: list[str] = field(default_factory=list[str])  # tools that are not the agent's
+    min_reward: float = 0.0
+    max_reward: float = 1.0
+    max_turns: int = 30
+    max_chars: int = 8_000  # of one observation
+    max_sessions: int = 32  # live episodes
+    timeout_s: float = 60.0  # for one answer
+    start_timeout_s: float = 60.0  # for a connection, and a command to begin
+
+    @property
+    def shown(self) -> str:
+        """How texts for people name the server."""
+        return f"MCP server {bare(self.url) or ' '.join(self.command)}"
+
+
+class Link:
+    """One connection. A task of its own enters and leaves the package's client, as that needs.
+
+    Example: two episodes wait for answers; the server dies. Both are told McpFailure at once,
+    `is_lost` is set, and who wants to go on opens another link.
+    """
+
+    def __init__(self, options: McpOptions) -> None:
+        self._options = options
+        self._client: Any = None
+        self._leave = asyncio.Event()
+        self._ready = asyncio.Event()
+        self._owner: asyncio.Task[None] | None = None
+        self.is_lost = False
+
+    @classmethod
+    async def open(cls, options: McpOptions) -> "Link":
+        """Return a connection. Raises: McpFailure: there is no such server."""
+        link = cls(options)
+        link._owner = asyncio.create_task(link._own())
+        try:
+            ready = link._ready.wait()
+            await link._answer(ready, "a connection", timeout_s=options.start_timeout_s)
+        except McpFailure:
+            await link.close()
+            raise
+        return link
+
+    async def tools(self) -> list[Any]:
+        """Return all tools that the server has. Raises: McpFailure."""
+        found: list[Any] = []
+        cursor: str | None = None
+        for _ in range(MAX_PAGES):
+            page = await self._answer(self._client.list_tools(cursor=cursor), "its list of tools")
+            found += page.tools
+            cursor = page.next_cursor
+            if not cursor:
+                return found
+        raise McpFailure(f"{self._options.shown}: its list of tools does not end")
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> Any:
+        """Return the result of a tool. Raises: McpFailure."""
+        return await self._answer(self._client.call_tool(name, arguments), f"tool {name!r}")
+
+    async def read(self, uri: str) -> str:
+        """Return the text of a resource. Raises: McpFailure."""
+        result = await self._answer(self._client.read_resource(uri), f"resource {uri!r}")
+        return "\n".join(getattr(each, "text", "") for each in result.contents)
+
+    async def close(self) -> None:
+        """Leave, and see to it that a command has ended."""
+        self._leave.set()
+        self.is_lost = True
+        if self._owner is not None:
+            await asyncio.wait([self._owner], timeout=CLOSE_S)
+            self._owner.cancel()
+            await asyncio.wait([self._owner], timeout=CLOSE_S)
+
+    async def _own(self) -> None:
+        mcp, options = optional_package("mcp", "mcp"), self._options
+        mode = MODES[options.revision]
+        async with AsyncExitStack() as stack:
+            if options.url:
+                http = optional_package("mcp.client.streamable_http", "mcp")
+                web: Any = optional_package("httpx2", "mcp")
+                patience = web.Timeout(options.timeout_s, read=None)  # `_answer` has the deadline
+                client = web.AsyncClient(headers=options.headers, timeout=patience)
+                await stack.enter_async_context(client)
+                target = http.streamable_http_client(options.url, http_client=client)
+            else:
+                first, *others = options.command
+                target = mcp.StdioServerParameters(command=first, args=others, env=options.env)
+            entered = mcp.Client(target, mode=mode, cache=None)
+            self._client = await stack.enter_async_context(entered)
+            self._ready.set()
+            await self._leave.wait()
+
+    async def _answer(
+        self, asked: Awaitable[Answer], what: str, *, timeout_s: float = 0.0
+    ) -> Answer:
+        """Return an answer in time. Raises: McpFailure: an error, silence, or the link's end."""
+        assert self._owner is not None
+        shown, timeout_s = self._options.shown, timeout_s or self._options.timeout_s
+        waits = asyncio.ensure_future(asked)
+        done, _ = await asyncio.wait(
+            [waits, self._owner], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+        )
+        if waits in done and not waits.cancelled():
+            error = waits.exception()
+            if error is None:
+                return waits.result()
+        else:
+            waits.cancel()
+            await asyncio.wait([waits], timeout=CLOSE_S)
+            if not done:
+                self.is_lost = True  # its other sessions are as silent, or soon will be
+                raise McpFailure(f"{shown}: {what}: no answer within {timeout_s:g} s")
+            is_over = self._owner.done() and not self._owner.cancelled()
+            error = self._owner.exception() if is_over else None
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        code = getattr(error, "code", None)
+        if code == INVALID_PARAMS:
+            raise McpFailure(f"{shown}: {what}: {error}", is_refusal=True) from error
+        self.is_lost = (
+            self.is_lost or self._owner.done() or code == CONNECTION_CLOSED or error is None
+        )
+        why = f"{type(error).__name__}: {error}" if error else "the connection was lost"
+        raise McpFailure(f"{shown}: {what}: {why:.1000}") from error

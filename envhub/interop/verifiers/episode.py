@@ -1,0 +1,165 @@
+"""An episode of a task of verifiers: its requests are observations, our steps their answers."""
+
+import asyncio
+import hashlib
+import json
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from envhub.env import StepResult, SubsetSpec, action_text, parse_item
+from envhub.interop.described import SUBSET
+from envhub.interop.texts import (
+    TOOL_FORM,
+    BadAction,
+    RewardRule,
+    Rewards,
+    check_sendable,
+    parse_tool_call,
+    sample_call,
+    shortened,
+    tools_text,
+)
+from envhub.interop.verifiers.link import Player, TasksetOptions, VerifiersFailure
+
+TURN_FORM = f"{TOOL_FORM}\nWhat is no call is your answer."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shared:
+    """What the episodes of one taskset share; the last player is the one that plays."""
+
+    options: TasksetOptions
+    folder: Path
+    subset: SubsetSpec
+    rule: RewardRule
+    players: list[Player] = field(default_factory=list[Player])
+    starting: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def player(self) -> Player:
+        """Return the process that plays, a new one if there is none. Raises: VerifiersFailure."""
+        async with asyncio.timeout(2 * self.options.start_timeout_s), self.starting:
+            for lost in [each for each in self.players if each.is_lost]:
+                self.players.remove(lost)
+                await lost.close()
+            if not self.players:
+                self.players.append(await Player.start(self.options, self.folder))
+            return self.players[-1]
+
+    async def stop(self) -> None:
+        """End all processes."""
+        for player in self.players:
+            await player.close()
+
+
+class VerifiersEpisode:
+    """One task; the reward is what its own scoring says at the end."""
+
+    def __init__(self, shared: Shared) -> None:
+        self._shared, self._options = shared, shared.options
+        self._player: Player | None = None
+        self._name = uuid.uuid4().hex
+        self._tools: list[str] = []
+        self._calls: list[str] = []  # an example of each tool's
+        self._known: list[Mapping[str, Any]] = []  # messages that the agent was told
+        self._first = self._text = ""
+        self._is_done = False
+
+    async def reset(self, item_id: str, seed: int) -> str:
+        """Begin a task of its split. Raises: UnknownItem, VerifiersFailure."""
+        item = parse_item(item_id, {SUBSET: self._shared.subset})
+        self._player = await self._shared.player()
+        line = await self._player.begin(self._name, item.split, item.index)
+        if "ask" not in line:
+            raise VerifiersFailure(f"{self._options.shown}: {item_id} ended without a question")
+        functions = [tool["function"] for tool in line["tools"]]
+        self._tools = [function["name"] for function in functions]
+        self._calls = [sample_call(each["name"], each.get("parameters", {})) for each in functions]
+        self._first = self._told(line)
+        if functions:
+            listed = [each | {"input_schema": each.get("parameters", {})} for each in functions]
+            self._first = f"{TURN_FORM}\n{tools_text(listed)}\n{self._first}"
+        self._text = self._first
+        return self._first
+
+    async def step(self, action: str) -> StepResult:
+        """Answer with what follows the last "Action:". Raises: VerifiersFailure, EnvFailure."""
+        if self._is_done or self._player is None:
+            raise RuntimeError("step before reset, or after the episode has ended")
+        try:
+            message = self._message(action_text(action))
+        except BadAction as error:
+            return StepResult(observation=str(error), reward=0.0, done=False, is_valid=False)
+        line = await self._player.answer(self._name, message)
+        if "ask" in line:
+            self._known.append(message)
+            self._text = self._told(line)
+            return StepResult(
+                observation=self._text, reward=0.0, done=False, is_valid=True, is_success=False
+            )
+        paid = line["paid"]
+        reward = Rewards(self._shared.rule).add(paid["reward"], is_last=True)
+        self._is_done, self._text = True, f"The episode has ended and pays {paid['reward']:g}."
+        return StepResult(
+            observation=self._text,
+            reward=reward,
+            done=True,
+            is_valid=True,
+            is_success=paid.get("is_success", reward >= 1.0),
+        )
+
+    async def valid_actions(self) -> list[str]:
+        """Return some answer, and a call of each tool with examples of arguments."""
+        return ["I do not know.", *self._calls]
+
+    async def expert_action(self) -> str | None:
+        """Return None: a taskset has no expert."""
+        return None
+
+    async def render(self) -> str:
+        return self._text
+
+    async def fingerprint(self) -> str:
+        """Return the hash of the first observation, which is all that can be seen from here."""
+        return hashlib.sha256(self._first.encode(errors="surrogatepass")).hexdigest()
+
+    async def close(self) -> None:
+        player, self._player = self._player, None
+        if player is not None:
+            player.end(self._name)
+
+    def _message(self, text: str) -> dict[str, Any]:
+        """Return the message that a text means. Raises: BadAction."""
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if self._tools and "{" in text:
+            name, arguments = parse_tool_call(text, self._tools)
+            check_sendable(arguments)
+            function = {"name": name, "arguments": json.dumps(arguments)}
+            call = {"id": uuid.uuid4().hex, "type": "function", "function": function}
+            message |= {"content": None, "tool_calls": [call]}
+        check_sendable(message)
+        return message
+
+    def _told(self, line: Mapping[str, Any]) -> str:
+        """Return what of a request's messages is new, as text."""
+        messages: list[Mapping[str, Any]] = line["ask"]
+        start = len(self._known)
+        if _roles(messages[:start]) != _roles(self._known):
+            start = 0  # the taskset has written its history anew
+        self._known = list(messages)
+        text = "\n\n".join(filter(None, map(_words, messages[start:])))
+        return shortened(text, self._options.max_chars)
+
+
+def _roles(messages: Sequence[Mapping[str, Any]]) -> list[tuple[Any, str]]:
+    return [(message["role"], _words(message)) for message in messages]
+
+
+def _words(message: Mapping[str, Any]) -> str:
+    """Return the text of a message; that of an assistant's turn in an example says so."""
+    content = message.get("content") or ""
+    if not isinstance(content, str):
+        content = "\n".join(part.get("text", f"[{part.get('type')}]") for part in content)
+    return f"Assistant: {content}" if message["role"] == "assistant" else content

@@ -1,0 +1,169 @@
+"""Plays tasks of verifiers with its own interpreter; envhub/interop/verifiers/link.py starts it.
+
+A line of JSON each way. It reads its configuration first and says {"ready": [train, test]}, then
+reads {"start": episode, "split", "index"}, {"answer": episode, "message"} and {"end": episode}, and
+says {"episode", "ask": messages, "tools"}, then {"episode", "paid": {...}} or {"episode", "error"}.
+"""
+
+import asyncio
+import itertools
+import json
+import os
+import sys
+from typing import Any
+
+import verifiers.v1 as vf  # pyright: ignore[reportMissingImports]
+from aiohttp import web
+
+MAX_LINE_BYTES = 64 << 20
+OWN_HARNESS = "longstride_chat"
+TAKEN_OVER = ("", "bash", "null")  # chat loops whose place the one in this process takes
+
+
+class Player:
+    """The episodes that are played at the moment, and the endpoint at which they find a model."""
+
+    def __init__(self, options: dict[str, Any], out: Any) -> None:
+        self._options, self._out = options, out
+        self._env = vf.load_environment(env_config(options))
+        most = options["max_items"]
+        self._tasks = {"train": list(itertools.islice(self._env.taskset, most)), "test": []}
+        if options["test"]:
+            config = env_config(options | {"taskset": options["taskset"] | options["test"]})
+            tests = vf.load_taskset(config.taskset)
+            self._tasks["test"] = list(itertools.islice(tests, most))
+        else:
+            tasks, num = self._tasks["train"], options["num_test"]
+            num = -(-len(tasks) // 10) if num < 0 else min(num, len(tasks))
+            cut = len(tasks) - num
+            self._tasks = {"train": tasks[:cut], "test": tasks[cut:]}
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._asked: dict[str, asyncio.Future[dict[str, Any]]] = {}
+        self._port = 0
+
+    async def serve(self, lines: asyncio.StreamReader) -> None:
+        """Play until the lines end."""
+        app = web.Application(client_max_size=MAX_LINE_BYTES)
+        app.router.add_post("/{episode}/v1/chat/completions", self.chat)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        self._port = runner.addresses[0][1]
+        async with self._env.serving():
+            self.say({"ready": [len(self._tasks["train"]), len(self._tasks["test"])]})
+            while line := await lines.readline():
+                self.take(json.loads(line))
+            for task in self._running.values():
+                task.cancel()
+        await runner.cleanup()
+
+    def take(self, order: dict[str, Any]) -> None:
+        """Do what a line asks for."""
+        if "start" in order:
+            task = self._tasks[order["split"]][order["index"]]
+            playing = asyncio.create_task(self.play(order["start"], task))
+            self._running[order["start"]] = playing
+        elif "answer" in order:
+            waits = self._asked.pop(order["answer"], None)
+            if waits is not None and not waits.done():
+                waits.set_result(order["message"])
+        elif (playing := self._running.pop(order["end"], None)) is not None:
+            playing.cancel()
+
+    async def play(self, episode: str, task: vf.Task) -> None:
+        """Play an episode to its end, and say what it pays or why it failed."""
+        url = f"http://127.0.0.1:{self._port}/{episode}/v1"
+        client = vf.EvalClientConfig(base_url=url, api_key_var="LONGSTRIDE_NO_KEY")
+        context = vf.ModelContext(model="policy", client=client)
+        finished = await self._env.run_episode(task, context)
+        self.say({"episode": episode, **self.judged(finished, url)})
+        self._running.pop(episode, None)
+
+    def judged(self, finished: vf.Episode, url: str) -> dict[str, Any]:
+        """Return what the one trace of the policy pays; or an error, which is never a reward."""
+        errors = [*finished.errors, *(e for trace in finished.traces for e in trace.errors)]
+        if errors or not finished.ok:
+            last = errors[-1] if errors else None
+            return {"error": f"{last.type}: {last.message}" if last else "it did not end well"}
+        ours = [t for t in finished.traces if (c := t.agent.config.client) and c.base_url == url]
+        if seat := self._options["seat"]:
+            ours = [trace for trace in ours if trace.agent.name == seat]
+        if len(ours) != 1:
+            seats = ", ".join(trace.agent.name for trace in ours) or "nobody"
+            return {"error": f"the policy is played by {seats}: `seat` must name one of them"}
+        values = {name: reward and reward.value for name, reward in ours[0].rewards.items()}
+        unsaid = [name for name, value in values.items() if value is None]
+        if unsaid or not values:
+            return {"error": f"no reward: {', '.join(unsaid) or 'the task has none'}"}
+        paid: dict[str, Any] = {"reward": ours[0].reward}
+        if success := self._options["success"]:
+            found = {**ours[0].metrics, **values}.get(success)
+            if found is None:
+                return {"error": f"success={success}: no such metric or reward"}
+            paid["is_success"] = found >= 1.0
+        return {"paid": paid}
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        """Have the policy answer a request of an episode."""
+        episode, body = request.match_info["episode"], await request.json()
+        if episode in self._asked:
+            return web.json_response({"error": "two requests at once"}, status=400)
+        waits = self._asked[episode] = asyncio.get_running_loop().create_future()
+        self.say({"episode": episode, "ask": body["messages"], "tools": body.get("tools", [])})
+        try:
+            message = {"role": "assistant", **await waits}
+        finally:
+            self._asked.pop(episode, None)
+        reason = "tool_calls" if message.get("tool_calls") else "stop"
+        told = {"id": "1", "created": 1, "model": "policy"}
+        if not body.get("stream"):
+            choice = {"index": 0, "message": message, "finish_reason": reason}
+            return web.json_response(told | {"object": "chat.completion", "choices": [choice]})
+        for number, call in enumerate(message.get("tool_calls", ())):
+            call["index"] = number
+        told["object"] = "chat.completion.chunk"
+        parts = [{"delta": message, "finish_reason": None}, {"delta": {}, "finish_reason": reason}]
+        chunks = [json.dumps(told | {"choices": [{"index": 0, **part}]}) for part in parts]
+        text = "".join(f"data: {chunk}\n\n" for chunk in [*chunks, "[DONE]"])
+        return web.Response(text=text, content_type="text/event-stream")
+
+    def say(self, line: dict[str, Any]) -> None:
+        """Write a line at once."""
+        self._out.write(f"{json.dumps(line)}\n")
+        self._out.flush()
+
+
+def env_config(options: dict[str, Any]) -> vf.EnvConfig:
+    """Return the environment's configuration, in which the policy's seats are played from here.
+
+    A seat keeps what the options say of it, a harness of its own, and a runtime in a container.
+    """
+    told = {**options["env"], "taskset": options["taskset"]}
+    taskset = options["taskset"]["id"]
+    form = vf.env_config_type(taskset, told.get("id", ""))
+    own = vf.default_harness_id(taskset)
+    for name, field in form.model_fields.items():
+        if not isinstance(field.default, vf.AgentConfig):
+            continue
+        seat = told[name] = dict(told.get(name, {}))
+        pinned = field.default.harness.id if field.default.harness is not None else own
+        if pinned in TAKEN_OVER:
+            seat.setdefault("harness", {"id": OWN_HARNESS})
+        if isinstance(field.default.runtime, vf.PrimeConfig):
+            seat.setdefault("runtime", {"type": "subprocess"})
+    return vf.resolve_env_config(told)
+
+
+async def main() -> None:
+    """Read the configuration, then play."""
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what a taskset prints belongs in the log
+    loop, lines = asyncio.get_running_loop(), asyncio.StreamReader(limit=MAX_LINE_BYTES)
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
+    options = json.loads(await lines.readline())
+    await Player(options, out).serve(lines)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,258 @@
+"""Laws of MCP servers as environments, with its own package in an environment of its own."""
+
+import contextlib
+import json
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from common.errors import ConfigError
+from envhub.catalogue.registry import Registry
+from tests.end_to_end.runs import Run, balances
+from tests.venvs import python_with
+
+MCP = "mcp==2.3.0"
+SERVER = '''
+import json, os, sys, time
+from mcp.server import MCPServer
+server = MCPServer("tools")
+sums = {}
+
+@server.tool()
+def begin(session: str = "", start: int = 0) -> str:
+    sums[session] = start
+    return session or "opened"
+
+@server.tool()
+def add(number: int, session: str = "") -> str:
+    """Add a number."""
+    if number > 99:
+        raise ValueError("too large")
+    sums[session] = sums.get(session, 0) + number
+    return f"sum {sums[session]} of {len(sums)}"
+
+@server.tool()
+def tell(how: str, session: str = "") -> str:
+    if how == "die":
+        os._exit(3)
+    if how == "sleep":
+        time.sleep(60)
+    return "x\\\\ud800y".encode().decode("unicode_escape") if how == "odd" else "z" * 100_000
+
+@server.tool()
+def grade(answer: str, right: int, session: str = "") -> dict:
+    return {"reward": (answer == str(right)) / 2, "is_success": answer == str(right)}
+
+@server.tool()
+def length(answer: str) -> dict:
+    return {"reward": min(len(answer) / 60, 1.0)}
+
+@server.tool()
+def listed() -> str:
+    """JSON lines."""
+    return "\\n".join(json.dumps({"prompt": f"Say {n}.", "answer": [n, str(n)]}) for n in range(20))
+
+if __name__ == "__main__":
+    if sys.argv[1:]:
+        server.run(transport="streamable-http", port=int(sys.argv[1]))
+    else:
+        server.run()
+'''
+PLAY = """
+import asyncio, json, sys
+from dataclasses import astuple
+from envhub.catalogue.registry import Registry
+from envhub.env import EnvFailure, Style
+spec = Registry([sys.argv[1]]).spec("tools")
+async def play(episodes):
+    told = []
+    for item, actions in episodes:
+        env = spec.make(Style.COMPACT)
+        told.append([await env.reset(item, 0)])
+        for action in actions:
+            try:
+                result = await env.step(action)
+            except EnvFailure as error:
+                told[-1].append(str(error))
+                break
+            told[-1].append([result.observation, result.reward, result.done, result.is_valid,
+                             result.is_success])
+        await env.close()
+    await spec.stop()
+    return told
+print(json.dumps([asyncio.run(play(json.loads(sys.argv[2]))), spec.subsets["all"].num_test]))
+"""
+ITEMS = [{"prompt": "Say 7.", "answer": "Seven  7"}, {"prompt": "Say 8.", "answer": 8}]
+
+
+def call(tool: str, **arguments: object) -> str:
+    return f"Thought: yes.\nAction: {json.dumps({'tool': tool, 'arguments': arguments})}"
+
+
+def described(folder: Path, **options: object) -> str:
+    """Return the reference of the server, with its options and items written to a folder."""
+    (folder / "server.py").write_text(SERVER)
+    (folder / "items.json").write_text(json.dumps(ITEMS))
+    command = [python_with(MCP, sees_ours=True), str(folder / "server.py")]
+    where: dict[str, object] = {} if "url" in options else {"command": command}
+    told = {"items": "items.json", "timeout_s": 60.0, **where, **options}
+    (folder / "tools.yaml").write_text(yaml.safe_dump(told))
+    return f"mcp:{folder / 'tools.yaml'}"
+
+
+def play(reference: str, *episodes: tuple[str, list[str]], root: Path) -> tuple[list[Any], int]:
+    """Return what the episodes were told, and how many items are for testing."""
+    done = subprocess.run(
+        [python_with(MCP, sees_ours=True), "-c", PLAY, reference, json.dumps(episodes)],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return tuple(json.loads(done.stdout.splitlines()[-1]))
+
+
+@contextlib.contextmanager
+def http_server(folder: Path) -> Iterator[str]:
+    """Yield the URL of the server over streamable HTTP."""
+    (folder / "server.py").write_text(SERVER)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [python_with(MCP, sees_ours=True), str(folder / "server.py"), str(port)]
+    server = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    try:
+        deadline_s = time.monotonic() + 60.0
+        while True:
+            with socket.socket() as knock:
+                if knock.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            assert time.monotonic() < deadline_s
+            assert server.poll() is None
+            time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}/mcp"
+    finally:
+        server.kill()
+        server.wait(timeout=20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("revision", ["2025-11-25", "2026-07-28"])
+def test_tools_on_pipes_are_played_in_both_revisions(
+    revision: str, tmp_path: Path, repository: Path
+) -> None:
+    reference = described(tmp_path, revision=revision, max_chars=100, num_test=1, hidden=["begin"])
+    actions = [
+        "hello",
+        call("nosuch"),
+        call("begin"),
+        call("add", number="x"),
+        call("add", number=100),
+        '{"tool": "tell", "arguments": {"how": "\\ud800"}}',
+        '{"tool": "add", "arguments": {"number": %s}}' % ("[" * 5000),
+        call("add", number=3),
+        call("tell", how="long"),
+        call("submit", answer="seven 7 "),
+    ]
+    episodes = [("all-train-0", actions), ("all-test-0", [call("submit", answer="9")])]
+    (first, second), num_test = play(reference, *episodes, root=repository)
+    assert num_test == 1
+    assert "- add: Add a number." in first[0]
+    assert "- begin" not in first[0]
+    assert first[0].endswith("Say 7.")
+    invalid, valid = first[1:5] + first[6:8], [first[5], *first[8:]]
+    assert all(not is_valid and not done for _, _, done, is_valid, _ in invalid), first
+    assert all(is_valid for _, _, _, is_valid, _ in valid)
+    assert "number: 'x' is not of type 'integer'" in first[4][0]
+    assert first[5][0].startswith("Error executing tool add")  # a tool's error is an observation
+    assert first[8][0] == "sum 3 of 1"
+    assert first[9][0] == "z" * 100 + " [99900 more characters]"
+    assert first[10] == ["Right.", 1.0, True, True, True]
+    assert second[1] == ["Wrong.", 0.0, True, True, False]
+
+
+@pytest.mark.slow
+def test_session_is_an_argument_and_a_check_of_the_server_pays(
+    tmp_path: Path, repository: Path
+) -> None:
+    check = {"tool": "grade", "arguments": {"right": 8}}
+    items = [{"prompt": "Say 8.", "check": check, "split": s} for s in ("train", "test")]
+    with http_server(tmp_path) as url:
+        reference = described(tmp_path, url=url, session="session", items="mine.json")
+        (tmp_path / "mine.json").write_text("\n".join(map(json.dumps, items)))
+        moves = [call("add", number=1), call("submit", answer="8")]
+        told, _ = play(reference, *[("all-train-0", moves), ("all-test-0", moves)], root=repository)
+    assert all("session" not in episode[0] and "grade" not in episode[0] for episode in told)
+    assert [episode[1][0] for episode in told] == ["sum 1 of 1", "sum 1 of 2"]
+    assert [episode[2][1:] for episode in told] == [[0.5, True, True, True]] * 2
+
+
+@pytest.mark.slow
+def test_server_that_dies_hangs_or_talks_nonsense_fails_the_episode_by_its_name(
+    tmp_path: Path, repository: Path
+) -> None:
+    options = {"items": "tool:listed", "timeout_s": 8.0, "session": "session", "begin": "begin"}
+    reference = described(tmp_path, **options)
+    ends = [("all-train-0", [call("tell", how=how)]) for how in ("die", "sleep", "odd")]
+    right = ("all-test-1", [call("submit", answer="19")])  # the last tenth of twenty
+    (died, slept, odd, last), num_test = play(reference, *ends, right, root=repository)
+    assert num_test == 2
+    assert "server.py: tool 'tell': MCPError: Connection closed" in died[1]
+    assert "tool 'tell': no answer within 8 s" in slept[1]
+    assert odd[1].startswith("MCP server ")
+    assert last[1] == ["Right.", 1.0, True, True, True]  # another connection is made
+
+
+@pytest.mark.slow
+def test_its_tools_are_trained_on_here(tmp_path: Path) -> None:
+    with http_server(tmp_path) as url:
+        options = {"items": "tool:listed", "submit": "length", "plain_answers": True}
+        reference = described(tmp_path, url=url, **options)
+        where = [f"envhub.envs=[{reference}]", "tasks=[{env: tools, subset: all}]"]
+        told = ["train.num_steps=2", "eval.num_items=2"]
+        python = python_with(MCP, sees_ours=True)
+        with Run(tmp_path, *where, *told, python=python) as run:
+            assert run.wait() == 0, run.output
+            assert run.left_over() == []
+    ledger = run.read("ledger.json")
+    assert balances(ledger)
+    assert (ledger["version"], ledger["failed"]) == (2, 0)
+    assert ledger["trained"] >= 8
+    assert any(line["reward/mean"] > 0 for line in run.metrics())
+
+
+@pytest.mark.slow
+def test_example_is_sound_by_its_own_words(repository: Path) -> None:
+    python = python_with(MCP, sees_ours=True)
+    done = subprocess.run(
+        [python, "run.py", "check-env", "mcp:docs/examples/calculator.yaml"],
+        cwd=repository,
+        capture_output=True,
+        text=True,
+        timeout=250,
+        env={"PATH": f"{Path(python).parent}:/usr/bin:/bin"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("url: http://a\ncommand: [b]", "either url or command"),
+        ("command: [b]\nrevision: '2024'", "revision='2024' must be one of auto, 2025-11-25"),
+        ("command: [b]\ntimeout: 3", "timeout"),
+        ("command: [b]\nmax_turns: many", "max_turns"),
+        ("command: [b", "expected"),
+        ("command: [b]", r"mcp: the Python package is missing.*longstride\[mcp\]"),
+    ],
+)
+def test_a_server_that_cannot_be_is_refused_by_name(text: str, why: str, tmp_path: Path) -> None:
+    (tmp_path / "tools.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=rf"(?s){why}"):
+        Registry([f"mcp:{tmp_path / 'tools.yaml'}"])

@@ -1,0 +1,227 @@
+"""Laws of tasksets of verifiers as environments, with its own package in an environment apart."""
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from common.errors import ConfigError
+from envhub.catalogue.registry import Registry
+from envhub.env import EnvFailure, EnvSpec, StepResult, Style
+from tests.end_to_end.runs import Run, balances
+from tests.envhub.interop.test_verifiers_package import VERIFIERS
+from tests.venvs import python_with
+
+WORDS = """
+from collections.abc import Iterator
+import verifiers.v1 as vf
+
+class Data(vf.TaskData):
+    answer: str = ""
+
+class Words(vf.Task[Data]):
+    @vf.reward
+    async def length(self, task, trace) -> float:
+        if task.answer == "7":
+            raise ValueError("the judge is away")
+        return min(len(trace.last_reply) / 60, 1.0)
+
+    @vf.metric
+    async def right(self, task, trace) -> float:
+        return float(task.answer in trace.last_reply)
+
+class Config(vf.TasksetConfig):
+    first: int = 0
+
+class WordsTaskset(vf.Taskset[Words, Config]):
+    def load(self) -> Iterator[Words]:
+        for n in range(self.config.first, self.config.first + 20):
+            data = Data(prompt=f"Say {n}.", system_prompt="Be short.", answer=str(n))
+            yield Words(data, self.config.task)
+
+__all__ = ["WordsTaskset"]
+"""
+TALK = """
+import os
+from collections.abc import Iterator
+import verifiers.v1 as vf
+
+class Talk(vf.Task):
+    pass
+
+class TalkConfig(vf.EnvConfig):
+    pupil: vf.AgentConfig = vf.AgentConfig()
+
+class TalkEnv(vf.Env[TalkConfig]):
+    async def run(self, task, agents):
+        async with agents.pupil.interaction(task) as interaction:
+            said = [(await interaction.turn()).last_reply]
+            said.append((await interaction.turn("And after that?")).last_reply)
+            if said[0] == "die":
+                os._exit(9)
+        interaction.trace.record_reward("both", 2.0 * (said == ["one", "two"]))
+
+class Tools(vf.Toolset[vf.SharedToolsetConfig]):
+    TOOL_PREFIX = None
+
+    @vf.tool
+    async def ring(self, times: int) -> str:
+        "Ring the bell."
+        return "ding " * times
+
+class TalkTaskset(vf.Taskset[Talk, vf.TasksetConfig]):
+    @classmethod
+    def toolsets(cls, config):
+        return [Tools(vf.SharedToolsetConfig())]
+
+    def load(self) -> Iterator[Talk]:
+        for n in range(4):
+            yield Talk(vf.TaskData(prompt="What is first?"), self.config.task)
+
+__all__ = ["TalkTaskset", "TalkEnv"]
+
+if __name__ == "__main__":
+    Tools.run()
+"""
+
+
+def described(folder: Path, taskset: str, *, first: int = 0, **options: object) -> str:
+    """Return the reference of a taskset, written to a folder with its options."""
+    (folder / "tiny_words.py").write_text(WORDS)
+    (folder / "tiny_talk.py").write_text(TALK)
+    own = {"python": python_with(VERIFIERS), "path": ".", "start_timeout_s": 250.0}
+    told = {
+        **own,
+        **options,
+        "taskset": {"id": taskset, "first": first} if first else {"id": taskset},
+    }
+    (folder / "tasks.yaml").write_text(yaml.safe_dump(told))
+    return f"verifiers:{folder / 'tasks.yaml'}"
+
+
+def play(spec: EnvSpec, episodes: dict[str, list[str]]) -> dict[str, list[Any]]:
+    """Return what each item's episode was told, one after the other; an error ends it."""
+
+    async def all_of() -> dict[str, list[Any]]:
+        told: dict[str, list[Any]] = {}
+        for item, actions in episodes.items():
+            env: Any = spec.make(Style.COMPACT)
+            told[item] = []
+            try:
+                told[item].append(await env.reset(item, 0))
+                for action in actions:
+                    told[item].append(await env.step(action))
+            except EnvFailure as error:
+                told[item].append(str(error))
+            await env.close()
+        assert spec.stop is not None
+        await spec.stop()
+        return told
+
+    return asyncio.run(all_of())
+
+
+def figures(result: StepResult) -> tuple[float, bool, bool, bool | None]:
+    return result.reward, result.done, result.is_valid, result.is_success
+
+
+@pytest.mark.slow
+def test_a_task_is_scored_by_itself_and_its_failure_is_no_reward(tmp_path: Path) -> None:
+    reference = described(tmp_path, "tiny_words", success="right", test={"first": 40})
+    spec = Registry([reference]).spec("tasks")
+    assert (spec.subsets["all"].num_train, spec.subsets["all"].num_test) == (20, 20)
+    said = ["Thought: easy.\nAction: I say 3, of course", "x" * 60]
+    told = play(
+        spec,
+        {
+            "all-train-3": said[:1],
+            "all-test-3": said[1:],
+            "all-train-7": said[:1],
+            "all-train-4": ["\ud800", said[0]],
+        },
+    )
+    assert told["all-train-3"][0] == "Be short.\n\nSay 3."
+    assert told["all-test-3"][0] == "Be short.\n\nSay 43."
+    assert figures(told["all-train-3"][1]) == (pytest.approx(18 / 60), True, True, True)
+    assert figures(told["all-test-3"][1]) == (1.0, True, True, False)
+    assert told["all-train-7"][1].startswith("verifiers taskset 'tiny_words': TaskError")
+    assert "the judge is away" in told["all-train-7"][1]
+    assert figures(told["all-train-4"][1]) == (0.0, False, False, False)
+    assert told["all-train-4"][2].done
+
+
+@pytest.mark.slow
+def test_an_environment_of_its_own_has_turns_tools_and_a_process_that_may_die(
+    tmp_path: Path,
+) -> None:
+    reference = described(tmp_path, "tiny_talk", num_test=1, max_reward=2.0)
+    spec = Registry([reference]).spec("tasks")
+    assert (spec.subsets["all"].num_train, spec.subsets["all"].num_test) == (3, 1)
+    ring = f"Action: {json.dumps({'tool': 'ring', 'arguments': {'times': 2}})}"
+    told = play(
+        spec,
+        {
+            "all-train-0": [ring, '{"tool": "sing"}', "Action: one", "Action: two"],
+            "all-train-1": ["die", "two"],
+            "all-test-0": ["one", "three"],
+        },
+    )
+    first, rung, sung, then, end = told["all-train-0"]
+    assert "- ring: Ring the bell." in first
+    assert first.endswith("What is first?")
+    assert rung.observation.strip() == "ding ding"
+    assert not sung.is_valid
+    assert then.observation == "And after that?"
+    assert figures(end) == (1.0, True, True, True)
+    assert "its process has ended with exit code 9" in told["all-train-1"][2]
+    assert figures(told["all-test-0"][2]) == (0.0, True, True, False)  # in another process
+
+
+@pytest.mark.slow
+def test_its_taskset_is_trained_and_evaluated_here(tmp_path: Path) -> None:
+    reference = described(tmp_path, "tiny_words")
+    where = [f"envhub.envs=[{reference}]", "tasks=[{env: tasks, subset: all}]"]
+    told = ["train.num_steps=2", "eval.num_items=2"]
+    with Run(tmp_path, *where, *told) as run:
+        assert run.wait() == 0, run.output
+        assert run.left_over() == []
+    ledger = run.read("ledger.json")
+    assert balances(ledger)
+    assert ledger["version"] == 2
+    assert ledger["trained"] >= 8
+    assert any(line["reward/mean"] > 0 for line in run.metrics())
+    assert len((run.root / "eval.jsonl").read_text().splitlines()) >= 2
+
+
+@pytest.mark.slow
+def test_its_taskset_is_sound_by_our_words(tmp_path: Path, repository: Path) -> None:
+
+    reference = described(tmp_path, "tiny_words", first=40)
+    done = subprocess.run(
+        [sys.executable, "run.py", "check-env", reference],
+        cwd=repository,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("python: /no/such/python\ntaskset: {id: x}", "/no/such/python: No such file"),
+        ("python: python3\ntaskset: {first: 3}", "taskset.id must name a taskset"),
+        ("python: 'false'\ntaskset: {id: x}", "its process has ended with exit code 1"),
+        ("taskset: {id: x}\nseats: a", "seats"),
+    ],
+)
+def test_a_taskset_that_cannot_be_is_refused_by_name(text: str, why: str, tmp_path: Path) -> None:
+    (tmp_path / "tasks.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=why):
+        Registry([f"verifiers:{tmp_path / 'tasks.yaml'}"])
