@@ -8,7 +8,7 @@ import os
 from threading import Thread
 from urllib.request import Request, urlopen
 
-from openai import OpenAI
+from openai import BadRequestError, OpenAI
 
 
 def call(url: str, key: str = "", body: dict[str, str] | None = None) -> dict:
@@ -36,7 +36,10 @@ def play_many(episodes: str, policy: OpenAI) -> None:
     while True:
         if task := call(episodes, body={}):
             own = policy.with_options(base_url=task["base_url"], api_key=task["api_key"])
-            play(own, task["env_url"], task["messages"])
+            try:
+                play(own, task["env_url"], task["messages"])
+            except BadRequestError:  # no room for it, which the other side knows
+                call(task["env_url"] + "/end", task["api_key"], {})
 
 
 if __name__ == "__main__":
