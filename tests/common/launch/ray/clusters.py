@@ -43,6 +43,8 @@ def running_cluster(folder: Path, **head: Any) -> Generator[Nodes]:
     os.environ.update(ENVIRONMENT)
     from ray.cluster_utils import Cluster
 
+    # Ray writes the address there, and makes it only for clusters without a folder of their own.
+    Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray").mkdir(exist_ok=True)
     config = {"include_dashboard": False, "_system_config": QUICK, "temp_dir": str(folder)}
     cluster = Cluster(initialize_head=True, head_node_args={**config, **head})
     try:
