@@ -33,7 +33,12 @@ def read_description(reference: str, form: type[Described]) -> tuple[Path, Descr
     try:
         merged = OmegaConf.merge(OmegaConf.structured(form), OmegaConf.load(path))
         return path, cast(Described, OmegaConf.to_object(merged))
-    except (OmegaConfBaseException, YAMLError, OSError) as error:
+    except YAMLError as error:
+        line = getattr(getattr(error, "problem_mark", None), "line", None)
+        where = "" if line is None else f" line {line + 1}"
+        problem = getattr(error, "problem", error)
+        raise ConfigError(f"{reference}{where}: not valid YAML: {problem}") from error
+    except (OmegaConfBaseException, ValueError, OSError) as error:
         key = getattr(error, "full_key", None)
         raise ConfigError(
             f"{reference}: {f'{key}: ' if key else ''}{str(error).splitlines()[0]}"
