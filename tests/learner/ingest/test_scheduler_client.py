@@ -1,5 +1,6 @@
 """Laws of what the scheduler is told, and of what the intake hears from it."""
 
+import socket
 import threading
 import time
 from dataclasses import replace
@@ -9,6 +10,8 @@ import pytest
 from common.errors import LongstrideError
 from common.wire.messages import EpisodeKind, Goodbye, StepDone
 from tests.learner.ingest.intake_rig import HELLO, Setup, member
+
+SAID = replace(HELLO, node=socket.gethostname())  # it adds where it is
 
 
 def test_the_scheduler_is_told_of_what_was_seen_and_of_a_complete_group(running: Setup) -> None:
@@ -34,7 +37,7 @@ def test_a_scheduler_that_comes_back_is_told_everything_again(
     scheduler.pump_until(lambda: set(scheduler.seen) == told)
     scheduler.start("epoch-2", is_at_new_address=is_at_new_address)
     scheduler.pump_until(lambda: set(scheduler.seen) == told and scheduler.groups == {"g": True})
-    assert HELLO in scheduler.heard
+    assert SAID in scheduler.heard
     done = StepDone(version=1, is_last=False, max_ahead_steps=1, signals={"entropy": 0.5})
     steps = [message for message in scheduler.heard if isinstance(message, StepDone)]
     assert [replace(message, number=0) for message in steps] == [done]
@@ -78,9 +81,9 @@ def test_message_that_was_lost_on_the_way_is_told_again_at_the_next_heartbeat(
         running.deliver(member(number))
         scheduler.pump_beats(1)
     scheduler.pump_until(lambda: set(scheduler.seen) == {"g/0", "g/1", "g/2"})
-    assert scheduler.heard.count(HELLO) == 2
+    assert scheduler.heard.count(SAID) == 2
     scheduler.pump_beats(40)
-    assert scheduler.heard.count(HELLO) == 2
+    assert scheduler.heard.count(SAID) == 2
 
 
 def test_scheduler_that_lost_its_memory_is_an_error_and_not_a_silent_wait(running: Setup) -> None:
