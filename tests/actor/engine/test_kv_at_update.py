@@ -130,7 +130,11 @@ def test_later_turns_reuse_what_older_weights_computed_only_if_prefixes_are_kept
         path = str(rig.run_dir.root / "policy")
         cfg = ActorSection(max_model_len=512, max_turn_tokens=8, prefixes_at_update=prefixes)
         environments: Any = SimpleNamespace(
-            open=open_session, instruction=lambda _: "", acknowledgement=lambda _: ""
+            open=open_session,
+            instruction=lambda _: "",
+            acknowledgement=lambda _: "",
+            is_gone=lambda _: False,
+            tools=lambda _: [],
         )
         delivery: Any = SimpleNamespace(put=put)
         episodes = Episodes(
@@ -145,8 +149,10 @@ def test_later_turns_reuse_what_older_weights_computed_only_if_prefixes_are_kept
         for number in range(2):  # the second one began under the new weights
             done.clear()
             episodes.start([replace(LEASE, episode_id=f"{prefixes}/{number}", deadline_s=60.0)])
+            is_played = asyncio.ensure_future(done.wait())
             async with asyncio.timeout(240.0):
-                await done.wait()
+                await asyncio.wait({is_played, episodes.failed}, return_when="FIRST_COMPLETED")
+            assert is_played.done(), episodes.failed.exception()
             assert rig.engine.version == first + 1 + number
         assert all(set(each.turn_ids[each.loss_mask].tolist()) == {0, 1, 2} for each in played)
         # Kept: the second and third turn find the prompt, and an episode's first one finds nothing
