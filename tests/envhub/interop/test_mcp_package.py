@@ -17,6 +17,8 @@ from envhub.catalogue.registry import Registry
 from tests.end_to_end.runs import Run, balances
 from tests.venvs import python_with
 
+pytestmark = pytest.mark.timeout(900)  # an environment is made, an engine starts
+
 MCP = "mcp==2.3.0"
 SERVER = '''
 import json, os, sys, time

@@ -18,6 +18,8 @@ from tests.end_to_end.runs import Run, balances
 from tests.envhub.agentgym.agentgym_clients import DIRECT, serve_envs
 from tests.venvs import python_with
 
+pytestmark = pytest.mark.timeout(900)  # an environment is made, an engine starts
+
 OPENENV = "openenv==0.10.0"
 PLAY = """
 import json, sys

@@ -13,6 +13,8 @@ from envhub.env import Style
 from tests.envhub.agentgym.agentgym_clients import native_spec, serve_app, serve_envs
 from tests.venvs import python_with
 
+pytestmark = pytest.mark.timeout(900)  # an environment is made, an engine starts
+
 VERIFIERS = "verifiers==0.4.0"
 ITEMS = ("GoToLocal-test-0", "GoToLocal-test-1")
 

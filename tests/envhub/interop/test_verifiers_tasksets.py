@@ -17,6 +17,8 @@ from tests.end_to_end.runs import Run, balances
 from tests.envhub.interop.test_verifiers_package import VERIFIERS
 from tests.venvs import python_with
 
+pytestmark = pytest.mark.timeout(900)  # an environment is made, an engine starts
+
 WORDS = """
 from collections.abc import Iterator
 import verifiers.v1 as vf
