@@ -13,7 +13,7 @@ from actor.rollout.episode import Session
 from common.config.evaluation import AgentLifetime
 from common.repository import ROOT
 from common.wire.messages import EndReason, Lease, Trajectory
-from tests.actor.agents.test_agents import (
+from tests.actor.agents.programs import (
     RENDERER,
     act,
     open_session,

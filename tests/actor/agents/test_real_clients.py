@@ -12,7 +12,7 @@ from actor.rollout.episode import Session
 from common.config.run_config import ActorSection
 from common.wire.messages import EndReason, Trajectory
 from tests.actor.agents.endpoint import MAX_TOKENS, RENDERER, TURN_TOKENS, ByHeart
-from tests.actor.agents.test_agents import told
+from tests.actor.agents.programs import told
 from tests.actor.agents.test_tool_calls import LOOK
 from tests.actor.rollout.test_episode import LEASE, Count, go_on
 from tests.venvs import python_with
