@@ -48,6 +48,21 @@ CAUSES = {
 }
 
 
+def _monitor_of(watched: Any) -> Any:
+    """Return a socket that hears of a socket's connections, and never makes it wait.
+
+    At a limit libzmq's thread waits under a lock for a reader; whoever ends the monitor waits for
+    that lock and holds the interpreter's, which the reader needs. Each event is a connection that
+    a stranger had to open, so that their number has a bound of its own.
+    """
+    address = f"inproc://connections-{id(watched)}"
+    watched.monitor(address, EVENTS)
+    monitor = watched.context.socket(zmq.PAIR)
+    monitor.setsockopt(zmq.RCVHWM, 0)
+    monitor.connect(address)
+    return monitor
+
+
 def raise_file_limit() -> int:
     """Let this process have as many descriptors as the system allows; return how many."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -91,7 +106,7 @@ class Connections(threading.Thread):
         self._limit -= min(RESERVED_FILES, self._limit // 4)
         self._max_pending = min(MAX_PENDING, self._limit // 2)
         self._watched = watched
-        self._monitor = watched.get_monitor_socket(EVENTS)
+        self._monitor = _monitor_of(watched)
         self._known: dict[int, _Connection] = {}
         self._pending: dict[int, _Connection] = {}  # of them, in their order
         self._stop_requested = threading.Event()
@@ -114,8 +129,8 @@ class Connections(threading.Thread):
 
     def stop(self) -> None:
         """End the thread and the monitor. For the socket's own thread."""
-        self._stop_requested.set()
         self._watched.disable_monitor()
+        self._stop_requested.set()
         self.join(timeout=5.0)
 
     def report(self) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from common.errors import WeightSyncError
 from common.launch.process import KILLED_S
+from common.memory import trim_heap
 from common.repository import ROOT
 from common.wire.rendezvous.server import StoreServer
 from common.wire.transfer.buckets import NUM_SLOTS, Cut, send_buckets
@@ -137,6 +138,7 @@ class _Peak:
     """The most memory that this process has grown by while something ran."""
 
     def __enter__(self) -> "_Peak":
+        trim_heap()  # what was freed before is not there to be taken again
         self._process, self._is_over = psutil.Process(), threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
