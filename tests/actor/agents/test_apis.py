@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from actor.agents.server import MAX_BODY_BYTES
+from actor.agents.http import MAX_BODY_BYTES
 from actor.agents.tool_calls import as_call
 from actor.rollout.render import Renderer
 from common.errors import EngineError, EnvError

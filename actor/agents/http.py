@@ -1,0 +1,205 @@
+"""HTTP/1.1 for the agents of this machine: parsed where it comes in, answered in its order.
+
+Nothing lies between a request and the function that answers it, for an agent sends two a turn.
+"""
+
+import asyncio
+import re
+from collections import deque
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import cast
+
+import httptools
+
+from actor.agents.requests import ApiError
+
+MAX_BODY_BYTES = 8 * 1024 * 1024
+MAX_HEAD_BYTES = 64 * 1024
+BODY_S = 30.0  # for a request to arrive whole
+MAX_WAITING = 64  # requests of one connection that came before the answer to an earlier one
+JSON, EVENTS = "application/json", "text/event-stream"
+UPGRADE = re.compile(rb"\r\n[Uu]pgrade:")  # nowhere else in what is JSON
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A request that has arrived, or what is wrong with it."""
+
+    transport: asyncio.Transport
+    url: bytes = b""
+    method: str = ""
+    api_key: str = ""  # in the header of that name
+    bearer: str = ""
+    body: bytearray = field(default_factory=bytearray)
+    refusal: ApiError | None = None
+    is_last: bool = False  # of its connection
+
+    @property
+    def path(self) -> str:
+        """Where it goes to, without what is asked of that."""
+        return self.url.partition(b"?")[0].decode("latin-1")
+
+    @property
+    def key(self) -> str:
+        """Which episode it is of."""
+        return self.api_key or self.bearer
+
+    @property
+    def is_there(self) -> bool:
+        """Whether anybody still waits for the answer."""
+        return not self.transport.is_closing()
+
+    def refuse(self, status: int, code: str, text: str) -> None:
+        """Let it be answered by the first thing that is wrong with it."""
+        self.refusal = self.refusal or ApiError(status, code, text)
+
+
+def response(content: str = "", *, status: int = 200, kind: str = JSON) -> bytes:
+    """Return a whole answer."""
+    sent = content.encode()
+    line = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n"
+    length = "" if status == HTTPStatus.NO_CONTENT else f"content-length: {len(sent)}\r\n"
+    return f"{line}content-type: {kind}\r\n{length}\r\n".encode() + sent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answering:
+    """Who answers the requests of all connections."""
+
+    answer: Callable[[Request], Coroutine[None, None, bytes]]
+    failed: Callable[[Request, BaseException], bytes]  # makes the answer to one that raised
+    connections: set["Connection"] = field(default_factory=set["Connection"])
+
+
+class Connection(asyncio.Protocol):
+    """One agent's connection. What its requests lack is answered, too: nothing is left unsaid."""
+
+    def __init__(self, answering: Answering) -> None:
+        self._answering = answering
+        self._loop = asyncio.get_running_loop()
+        self._parser = httptools.HttpRequestParser(self)
+        self._request: Request | None = None  # that is arriving
+        self._timer: asyncio.TimerHandle | None = None  # of it
+        self._num_head = 0  # bytes of its head, until that is whole
+        self._waiting: deque[Request] = deque()  # the first one is being answered
+        self._task: asyncio.Task[bytes] | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._answering.connections.add(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._answering.connections.discard(self)
+        self._end(400, "incomplete_body", "the body is not whole")
+
+    def close(self) -> None:
+        """End it, whatever is being answered."""
+        if self._task is not None:
+            self._task.cancel()
+        self._transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        if b"pgrade:" in data:  # to HTTP/2, say: the parser would leave the body to that
+            data = UPGRADE.sub(b"\r\nx-grade:", data)
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self.on_message_begin()
+            self._end(400, "invalid_request", f"this is no HTTP: {error}")
+        if self._request is None:
+            return
+        self._num_head += len(data) if self._num_head >= 0 else 0
+        if self._num_head > MAX_HEAD_BYTES:
+            self._end(431, "request_header_fields_too_large", "the head is too large")
+        elif self._timer is None:
+            text = f"the body is not whole within {BODY_S:g} s"
+            self._timer = self._loop.call_later(BODY_S, self._end, 408, "request_timeout", text)
+
+    def _end(self, status: int, code: str, text: str) -> None:
+        """Answer what has not arrived whole, and nothing after it."""
+        if self._request is not None:
+            self._request.refuse(status, code, text)
+            self._request.is_last = True
+            self._arrived(self._request)
+
+    def on_message_begin(self) -> None:
+        """Begin a request; this and what follows is called by the parser."""
+        self._request, self._num_head = Request(self._transport), 0
+
+    def on_url(self, url: bytes) -> None:
+        """Take in a part of the address."""
+        if self._request is not None:
+            self._request.url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Take in a header."""
+        name, request = name.lower(), self._request
+        if request is None:
+            return
+        if name == b"authorization":
+            scheme, _, key = value.decode("latin-1").partition(" ")
+            request.bearer = key.strip() if scheme.lower() == "bearer" else ""
+        elif name == b"x-api-key":
+            request.api_key = value.decode("latin-1").strip()
+        elif name == b"expect" and value.lower() == b"100-continue" and not self._waiting:
+            self._transport.write(CONTINUE)
+
+    def on_headers_complete(self) -> None:
+        """Know that only the body is to come."""
+        self._num_head = -1
+
+    def on_body(self, body: bytes) -> None:
+        """Take in a part of the body; of one that is too large, nothing more."""
+        request = self._request
+        if request is None or request.refusal is not None:
+            return
+        request.body += body
+        if len(request.body) > MAX_BODY_BYTES:
+            request.body.clear()
+            text = f"the body has more than {MAX_BODY_BYTES} bytes"
+            request.refuse(413, "request_entity_too_large", text)
+
+    def on_message_complete(self) -> None:
+        """Answer the request once those before it are."""
+        if self._request is not None:
+            self._request.method = self._parser.get_method().decode("latin-1")
+            is_old = self._parser.get_http_version() != "1.1" or self._request.method == "HEAD"
+            self._request.is_last = is_old or not self._parser.should_keep_alive()
+            self._arrived(self._request)
+
+    def _arrived(self, request: Request) -> None:
+        self._request = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._waiting and self._waiting[-1].is_last:
+            return
+        self._waiting.append(request)
+        if self._task is None:
+            self._begin()
+        elif len(self._waiting) > MAX_WAITING:
+            self._transport.abort()
+
+    def _begin(self) -> None:
+        self._task = self._loop.create_task(self._answering.answer(self._waiting[0]))
+        self._task.add_done_callback(self._answered)
+
+    def _answered(self, task: asyncio.Task[bytes]) -> None:
+        request, self._task = self._waiting.popleft(), None
+        if task.cancelled():
+            return
+        failure = task.exception()
+        told = task.result() if failure is None else self._answering.failed(request, failure)
+        if self._transport.is_closing():
+            self._waiting.clear()
+            return
+        if request.is_last:
+            told = told.replace(b"\r\n", b"\r\nconnection: close\r\n", 1)
+        self._transport.write(told)
+        if request.is_last:
+            self._transport.close()
+        elif self._waiting:
+            self._begin()
