@@ -258,5 +258,7 @@ def as_model(asked: Asked) -> str:
 
 def with_system(asked: Asked, before: list[Message]) -> Asked:
     """Return a request whose messages are the whole conversation."""
+    if not (asked.instructions or before):
+        return asked
     system = [{"role": "system", "content": asked.instructions}] if asked.instructions else []
     return replace(asked, messages=[*system, *before, *asked.messages])
