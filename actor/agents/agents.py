@@ -13,6 +13,7 @@ from actor.rollout.episode import Act, OpenSession, Play, judged, trajectory_of
 from actor.rollout.render import Renderer
 from common.config.evaluation import AgentLifetime
 from common.config.run_config import ActorSection
+from common.launch.guardian import Guardian
 from common.wire.messages import EndReason, Lease, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -35,22 +36,27 @@ class Agents:
         self._renderer = renderer.without_tools()  # an agent tells its own
         self.server = AgentServer()
         self._long_lived: LongLived | None = None
+        self._guardian: Guardian | None = None  # ends agents when this process is killed
         self._starting = asyncio.Lock()
 
-    async def _start(self) -> None:
+    async def _start(self) -> Guardian:
         async with self._starting:
-            if not self.server.url:
+            if self._guardian is None:
                 await self.server.start()
+                self._guardian = Guardian()
                 logger.info("agents are served url=%s", self.server.url)
                 if self._cfg.agent_lifetime is AgentLifetime.RUN:
-                    self._long_lived = LongLived(self._cfg, self.server)
+                    self._long_lived = LongLived(self._cfg, self.server, self._guardian)
                     self._long_lived.start()
+            return self._guardian
 
     async def close(self) -> None:
         """End agents that live long, and stop listening."""
         if self._long_lived is not None:
             await self._long_lived.close()
         await self.server.close()
+        if self._guardian is not None:
+            await asyncio.to_thread(self._guardian.close)
 
     async def play(
         self,
@@ -62,7 +68,7 @@ class Agents:
         may_repeat: bool,
     ) -> Trajectory:
         """Play an episode to its end, as `run_episode` does; `task` as in `AgentEpisode`."""
-        await self._start()
+        guardian = await self._start()
         started = time.monotonic()
         max_tokens, turn_tokens = self._cfg.max_model_len, self._cfg.max_turn_tokens
         room = Room(max_tokens=max_tokens, turn_tokens=turn_tokens)
@@ -81,7 +87,7 @@ class Agents:
                     room=(max_tokens, turn_tokens),
                     task=task,
                 )
-                await self._run(episode)
+                await self._run(episode, guardian)
         finally:
             if session is not None:
                 await session.close()
@@ -89,20 +95,20 @@ class Agents:
             play.error += ", and no agent has taken it"
         return trajectory_of(lease, play, actor=self._actor, wall_s=time.monotonic() - started)
 
-    async def _run(self, episode: AgentEpisode) -> None:
+    async def _run(self, episode: AgentEpisode, guardian: Guardian) -> None:
         with self.server.serving(episode):
             death = ""
             try:
                 if self._long_lived is not None:
                     await self._long_lived.play(episode)
                 else:
-                    death = await self._run_process(episode)
+                    death = await self._run_process(episode, guardian)
             finally:
                 if not episode.failed.done():
                     episode.failed.cancel()
             episode.leave(death)
 
-    async def _run_process(self, episode: AgentEpisode) -> str:
+    async def _run_process(self, episode: AgentEpisode, guardian: Guardian) -> str:
         """Play with a process of its own; return how that has failed, or ""."""
         where = self.server.told(episode)
         told = {
@@ -114,7 +120,8 @@ class Agents:
             "LONGSTRIDE_EPISODE": where["episode"],
         }
         episode.is_taken = True
-        process = await AgentProcess.start(self._cfg.agent, {k: str(v) for k, v in told.items()})
+        given = {name: str(value) for name, value in told.items()}
+        process = await AgentProcess.start(self._cfg.agent, given, guardian)
         ended = asyncio.create_task(episode.ended.wait())
         try:
             await asyncio.wait(

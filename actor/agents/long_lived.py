@@ -13,6 +13,7 @@ from actor.agents.process import AgentProcess
 from actor.agents.server import AgentServer
 from actor.rollout.episode import PolicyFailed
 from common.config.run_config import ActorSection
+from common.launch.guardian import Guardian
 
 logger = logging.getLogger(__name__)
 
@@ -51,9 +52,9 @@ class LongLived:
     both, and the third request waits for another one.
     """
 
-    def __init__(self, cfg: ActorSection, server: AgentServer) -> None:
+    def __init__(self, cfg: ActorSection, server: AgentServer, guardian: Guardian) -> None:
         """Make it; `start` starts the processes."""
-        self._cfg, self._server = cfg, server
+        self._cfg, self._server, self._guardian = cfg, server, guardian
         self._offers: deque[AgentEpisode] = deque()  # that nobody has taken
         self._offered = asyncio.Condition()
         self._workers: list[_Worker] = []
@@ -106,7 +107,7 @@ class LongLived:
         key = secrets.token_urlsafe(24)
         worker = _Worker(
             await AgentProcess.start(
-                self._cfg.agent, {"LONGSTRIDE_EPISODES": f"{url}/episodes/{key}"}
+                self._cfg.agent, {"LONGSTRIDE_EPISODES": f"{url}/episodes/{key}"}, self._guardian
             )
         )
         self._workers.append(worker)

@@ -11,6 +11,7 @@ from contextlib import suppress
 import psutil
 
 from actor.rollout.episode import PolicyFailed
+from common.launch.guardian import Guardian
 
 LEFT_S = 1.0  # for what it printed last, once it is ended
 LOOK_S = 0.2
@@ -19,25 +20,29 @@ NUM_SAID = 600  # characters of them
 
 
 class AgentProcess:
-    """A running agent. Whoever started it ends it.
+    """A running agent. Whoever started it ends it, its guardian if that one is killed.
 
     Example:
-        process = await AgentProcess.start(["python", "agent.py"], {"OPENAI_API_KEY": key})
+        told = {"OPENAI_API_KEY": key}
+        process = await AgentProcess.start(["python", "agent.py"], told, guardian)
         try:
             await asyncio.wait([process.exits], timeout=9.0)
         finally:
             await process.end()
     """
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: Process, guardian: Guardian) -> None:
         """Read what it prints, so that it never waits for anybody to read it."""
-        self._process = process
+        self._process, self._guardian = process, guardian
+        guardian.add(process.pid)
         self._lines: deque[bytes] = deque(maxlen=NUM_LINES)
         self._reading = asyncio.create_task(self._read())
         self.exits = asyncio.create_task(self._exit())
 
     @classmethod
-    async def start(cls, command: Sequence[str], told: Mapping[str, str]) -> "AgentProcess":
+    async def start(
+        cls, command: Sequence[str], told: Mapping[str, str], guardian: Guardian
+    ) -> "AgentProcess":
         """Start a command with these variables beside our own. Raises: PolicyFailed."""
         try:
             process = await asyncio.create_subprocess_exec(
@@ -50,7 +55,7 @@ class AgentProcess:
             )
         except OSError as error:
             raise PolicyFailed(f"actor.agent={list(command)}: {error}") from error
-        return cls(process)
+        return cls(process, guardian)
 
     @property
     def code(self) -> int | None:
@@ -66,6 +71,7 @@ class AgentProcess:
     async def end(self) -> None:
         """End it with all that it started, also what left its process group."""
         self.kill()
+        self._guardian.remove(self._process.pid)
         tasks = [self._reading, self.exits]
         await asyncio.wait(tasks, timeout=LEFT_S)
         for each in tasks:

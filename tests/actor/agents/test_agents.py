@@ -2,12 +2,16 @@
 
 import asyncio
 import json
+import subprocess
+import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import psutil
 import pytest
 
 from actor.agents.agents import Agents
@@ -16,7 +20,7 @@ from actor.agents.server import AgentServer
 from actor.rollout.context import History, Room
 from actor.rollout.episode import Play, Session, Turn
 from common.config.curriculum import HorizonUnit
-from common.config.evaluation import ContextKind
+from common.config.evaluation import AgentLifetime, ContextKind
 from common.config.learning import AlgorithmSection, PolicyLoss
 from common.config.run_config import ActorSection, RunConfig
 from common.errors import ConfigError, EngineError, EnvError, LongstrideError
@@ -127,6 +131,53 @@ def test_an_agent_that_leaves_a_daemon_behind_has_ended_all_the_same() -> None:
     assert time.monotonic() - began < 15.0
     assert (got.end_reason, got.num_turns) == (EndReason.DONE, 1)
     assert refused(got) == ""
+
+
+SLEEPER = """
+import os, time
+with open(PATH + ".part", "w") as file: file.write(str(os.getpid()))
+os.rename(PATH + ".part", PATH)
+time.sleep(600)
+"""
+PLAYER = """
+import asyncio, sys
+from dataclasses import replace
+from actor.agents.agents import Agents
+from common.config.evaluation import AgentLifetime
+from tests.actor.agents.programs import RENDERER, act, open_session, settings
+from tests.actor.rollout.playing import LEASE
+async def play():
+    cfg = settings(sys.executable, "-c", sys.argv[2], agent_lifetime=AgentLifetime(sys.argv[1]))
+    agents, lease = Agents(cfg, actor="a", renderer=RENDERER), replace(LEASE, deadline_s=600.0)
+    how = {"open_session": open_session, "act": act, "task": ("", ""), "may_repeat": False}
+    await agents.play(lease, **how)
+asyncio.run(play())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lifetime", AgentLifetime)
+def test_agents_end_with_an_actor_that_is_killed(
+    lifetime: AgentLifetime, tmp_path: Path, repository: Path
+) -> None:
+    path = tmp_path / "pid"
+    program = f"PATH = {str(path)!r}\n{SLEEPER}"
+    command = [sys.executable, "-c", PLAYER, lifetime, program]
+    player = subprocess.Popen(command, cwd=repository)
+    try:
+        until(path.exists)
+        agent = psutil.Process(int(path.read_text()))
+    finally:
+        player.kill()
+        player.wait(timeout=20)
+    until(lambda: not agent.is_running() or agent.status() == psutil.STATUS_ZOMBIE)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 200.0
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
 
 
 UNHEARD = """
