@@ -9,6 +9,7 @@ from common.errors import EnvError, EnvTimeout, HubLost
 
 SESSION_PATH = "/v1/sessions/"
 FULL = 429
+CLOSE_S = 1.0  # for requests under way when their client closes
 
 Request = Callable[[str, str, object], Awaitable[Any]]  # method, path, body -> parsed answer
 Entry = dict[str, Any]
@@ -65,6 +66,14 @@ class Batches:
         if len(self._waiting) == 1:
             loop.call_soon(self._send_all)  # behind all that ask in this turn of the loop
         return await answer
+
+    async def close(self) -> None:
+        """End what is under way; what is answered by then is taken, and closed if it must be."""
+        if self._sending:
+            await asyncio.wait(self._sending, timeout=CLOSE_S)
+        for each in list(self._sending):
+            each.cancel()
+        await asyncio.gather(*self._sending, return_exceptions=True)
 
     def _send_all(self) -> None:
         waiting, self._waiting = self._waiting, []

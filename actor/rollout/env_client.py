@@ -112,6 +112,11 @@ class HubClient(BearerClient):
         session.first_state = str(reply.get("state") or "")
         return session
 
+    async def close(self) -> None:
+        """Let requests under way end, then close the connections."""
+        await asyncio.gather(self._opens.close(), self.steps.close(), self._closes.close())
+        await super().close()
+
     async def _open_alone(self, body: dict[str, Any]) -> Any:
         return await self.request("POST", OPEN.alone, body)
 

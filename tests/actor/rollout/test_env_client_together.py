@@ -88,6 +88,18 @@ def test_a_session_that_opens_for_an_episode_given_up_meanwhile_is_closed() -> N
     assert [method for method, _, _ in hub.requests] == ["GET", "POST", "DELETE"]
 
 
+def test_a_session_that_opens_while_its_client_closes_is_closed_first() -> None:
+    async def law(hub: Hub, client: HubClient) -> None:
+        toy = await Environments.of(client, style="compact")
+        opening = asyncio.create_task(toy.open("toy", "a", seed=0))
+        while len(hub.requests) < 2:
+            await asyncio.sleep(0)
+        opening.cancel()  # as by the end of an evaluation
+
+    hub = check(law)
+    assert [method for method, _, _ in hub.requests] == ["GET", "POST", "DELETE"]
+
+
 def test_a_step_that_fails_in_a_batch_fails_alone_and_by_its_own_reason() -> None:
     async def law(_: Hub, client: HubClient) -> None:
         first, gone, slow = await quick_steps("a", "gone", "slow")(client)
