@@ -280,8 +280,7 @@ class _Role:
         self._restarts.append(now)
         self._start_again_at = now + wait_s
         if code == 0:  # most often the run is over, and the learner is about to end, too
-            text = "role left role=%s: begins again in %.0f s if the run goes on"
-            logger.info(text, self.spec.name, wait_s)
+            logger.info("role left role=%s", self.spec.name)
             return
         logger.warning(
             "role ended role=%s exit=%s restart=%d/%d in_s=%.1f last=%s",

@@ -150,13 +150,17 @@ def test_killed_role_is_started_again(tmp_path: Path) -> None:
     assert kept.read_text().count("role ended role=actor-0 exit=killed by SIGKILL restart=") == 2
 
 
-def test_role_that_left_in_good_order_is_started_again_only_after_its_grace(tmp_path: Path) -> None:
+def test_role_that_left_in_good_order_is_started_again_only_after_its_grace(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     starts = tmp_path / "starts"
     code = "import sys; open(sys.argv[1], 'a').write('x')"
     actor = role(tmp_path, "actor-0", code, starts, quiet_exit_grace_s=60.0)
     learner = role(tmp_path, "learner", "import time; time.sleep(0.3)", ends_run=True)
-    assert launch([actor, learner]).exit_code == 0
+    with caplog.at_level("INFO", "common.launch"):
+        assert launch([actor, learner]).exit_code == 0
     assert starts.read_text() == "x"
+    assert "role left role=actor-0" in caplog.messages  # and no word of beginning again
 
 
 def test_role_beyond_its_restarts_fails_the_run_with_its_last_words(tmp_path: Path) -> None:
