@@ -14,6 +14,9 @@ from typing import Any
 # The libraries make a million objects that stay: to look for cycles among them as often as Python
 # does by itself (700) is a fifth of a start, in this process and in those that it spawns.
 gc.set_threshold(10_000)
+# Where nothing compiled may be kept, each of a run's processes compiles the product for itself.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 try:
     from common.config.command_line import STUDIES, Request, parse, version_text

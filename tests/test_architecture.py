@@ -1,6 +1,7 @@
 """The laws of the code's shape: who imports whom, how long things get, what lies where."""
 
 import ast
+import os
 import statistics
 import subprocess
 import sys
@@ -187,6 +188,20 @@ def test_caught_error_has_one_name() -> None:
         if isinstance(node, ast.ExceptHandler) and node.name not in (None, "error")
     ]
     assert other == []
+
+
+def test_what_is_compiled_is_kept_for_the_run_s_other_processes() -> None:
+    name = "PYTHONDONTWRITEBYTECODE"
+    code = f"import os, sys, run; print(sys.dont_write_bytecode, {name!r} in os.environ)"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, name: "1"},
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert done.stdout == "False False\n", done.stderr
 
 
 def test_help_imports_no_heavy_library_and_answers_within_a_second() -> None:
