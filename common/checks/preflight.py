@@ -42,7 +42,7 @@ def check(cfg: RunConfig, root: Path, *, missing: Sequence[str] = ()) -> None:
     _check_tasks(cfg)
     if missing:
         raise ConfigError("; ".join(missing))
-    check_model(cfg.model.path, root)
+    check_model(cfg.model.path, root, output=cfg.sft.output)
     check_tools(cfg.actor.format, root / cfg.model.path)
     _check_other_models(cfg, root)
     check_ports(cfg)
@@ -84,7 +84,7 @@ def check_dry(cfg: RunConfig, root: Path, *, missing: Sequence[str] = ()) -> Non
         return check(cfg, root, missing=missing)
     _check_tasks(cfg)
     if not is_stand_in:
-        check_model(cfg.model.path, root)
+        check_model(cfg.model.path, root, output=cfg.sft.output)
         check_tools(cfg.actor.format, root / cfg.model.path)
     _check_other_models(cfg, root)
     here = on_this_machine(cfg)
@@ -223,14 +223,15 @@ def _check_size_from_scratch(sft: SftSection) -> None:
         )
 
 
-def check_model(path: str, root: Path, *, key: str = "model.path") -> None:
+def check_model(path: str, root: Path, *, key: str = "model.path", output: str = "") -> None:
     """Return if `path`, the value of `key`, holds a transformers checkpoint with its tokenizer.
 
     Raises: ConfigError: it does not; names what is missing.
     """
     folder = root / path
     if not folder.is_dir():
-        remedy = "give a checkpoint directory; `python run.py sft --config tiny` makes one"
+        config = "the same --config" if path == output else "--config tiny"
+        remedy = f"give a checkpoint directory; `python run.py sft` with {config} makes one"
         raise ConfigError(f"{key}={path}: no such directory; {remedy}")
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
         remedy = "`python run.py merge run.name=...` makes a policy of a run's adapters"

@@ -138,6 +138,14 @@ def test_missing_program_is_named(model: Path, repository: Path) -> None:
         check(configure(model, repository), repository, missing=["sciworld needs Java: install it"])
 
 
+def test_policy_that_sft_has_not_made_yet_is_named_with_what_makes_it(repository: Path) -> None:
+    output = "sft.output=runs/nosuch/policy"
+    for told, how in (([], "--config tiny"), ([output], "the same --config")):
+        cfg = load_config("smoke", ["model.path=runs/nosuch/policy", *told], root=repository)
+        with pytest.raises(ConfigError, match=f"no such directory; .* with {how} makes one"):
+            check(cfg, repository)
+
+
 def test_reference_that_is_not_there_is_refused(model: Path, repository: Path) -> None:
     where = "algorithm.reference_path=/nosuch"
     check(configure(model, repository, where), repository)  # no KL term, so nobody loads it
