@@ -17,6 +17,9 @@ from common.text import valid_text
 MARK = "Action:"
 REACT = "Answer in this form:\nThought:\nyour thoughts.\n\nAction:\nyour next action"
 CALLS = "Act by calling a tool, one call in each answer."
+TOOL_FORM = """\
+Each turn calls one tool, as JSON after "Action:":
+Action: {"tool": "<its name>", "arguments": {...}}"""  # as environments of tools are told otherwise
 NO_TOOLS = "actor.format=function_call: the chat template of model.path has no tools"
 ARGUMENT = "action"  # of the one tool that an environment of texts is
 NAME, VALUE = "probe_of_a_name", "probe of an action"  # that a template's call is found out with
@@ -29,6 +32,8 @@ def worded(kind: AgentFormat, instruction: str) -> str:
     if kind is AgentFormat.PLAIN or (kind is AgentFormat.REACT and MARK in instruction):
         return instruction
     how = REACT if kind is AgentFormat.REACT else CALLS
+    if how is CALLS and TOOL_FORM in instruction:
+        return instruction.replace(TOOL_FORM, CALLS)
     return f"{instruction}\n\n{how}" if instruction else how
 
 
@@ -133,15 +138,17 @@ def sent(call: tuple[str, Arguments] | None, names: list[str], *, has_one: bool)
 def read_any(kind: AgentFormat, answer: str) -> str:
     """Return what an answer of a run has sent, whatever its chat template; "" for no action.
 
-    Environments that read `Action:` themselves were sent the same in other words, and those with
-    tools of their own are not known here.
+    Environments that read `Action:` themselves were sent the same in other words.
     """
     if kind is AgentFormat.PLAIN:
         return answer
     if kind is AgentFormat.REACT:
         return read_react(answer) or ""
     called = CallForm().read(answer) or CallForm(arguments_key="parameters").read(answer)
-    return (called and sent(called, [called[0]], has_one=True)) or ""
+    if called is None:
+        return ""
+    has_one = called[1].keys() == {ARGUMENT}  # else the environment has tools of its own
+    return sent(called, [called[0]], has_one=has_one) or ""
 
 
 def _json_object(text: str, start: int) -> tuple[dict[str, Any], int] | None:

@@ -106,6 +106,11 @@ class ToolRenderer(Renderer):
                 f" answers otherwise than turns: {whole!r:.1000} after {first!r:.1000}"
             )
         self._form = CallForm.of(self._as_sampled(said))
+        if self._own and self._form.pattern is not None:
+            raise ConfigError(
+                "actor.format=function_call: the chat template of model.path writes calls in tags,"
+                f" and those of {env}'s own tools are read as JSON only"
+            )
 
     def of(self, env: str, tools: Sequence[Message] = ()) -> Renderer:
         """Return what renders an environment's episodes, whose actions may call `tools`."""

@@ -111,15 +111,23 @@ def _error(status: int, text: str) -> web.Response:
     return web.json_response({"error": {"message": text}}, status=status)
 
 
+def bound(port: int) -> socket.socket:
+    """Return what will listen at a port of this machine; 0: a free one. Raises: ConfigError."""
+    try:
+        return socket.create_server((HOST, port))
+    except OSError as error:
+        raise ConfigError(f"policy.port={port}: {error.strerror}") from error
+
+
 @contextlib.asynccontextmanager
-async def listening(chat: Chat) -> AsyncGenerator[str]:
-    """Answer meanwhile; yields the address."""
+async def listening(chat: Chat, place: socket.socket | None = None) -> AsyncGenerator[str]:
+    """Answer meanwhile, at a free port unless there is a `place`; yields the address."""
     app = web.Application()
     app.router.add_post("/v1/chat/completions", chat.complete)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     try:
-        await web.TCPSite(runner, HOST, 0).start()
+        await web.SockSite(runner, place or bound(0)).start()
         host, port = runner.addresses[0][:2]
         yield f"http://{host}:{port}/v1"
     finally:
@@ -163,14 +171,17 @@ def serve(cfg: RunConfig, run_dir: RunDir) -> int:
     The key that requests must hold is in the variable that `policy.api_key_env` names.
 
     Raises:
-        ConfigError: the key is missing, or the model's chat template cannot be used.
+        ConfigError: the key is missing, the port is taken, or the model's chat template cannot be
+            used.
         EngineError: the engine did not start.
     """
-    asyncio.run(_serve(cfg, read_key(cfg.policy)))
+    key = read_key(cfg.policy)
+    with bound(cfg.policy.port) as place:  # before the engine takes its time
+        asyncio.run(_serve(cfg, key, place))
     return 0
 
 
-async def _serve(cfg: RunConfig, key: str) -> None:
+async def _serve(cfg: RunConfig, key: str, place: socket.socket) -> None:
     from actor.engine.engine import Engine  # here only: it loads vLLM
 
     folder = Path(cfg.model.path)
@@ -199,7 +210,7 @@ async def _serve(cfg: RunConfig, key: str) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
     try:
-        async with listening(chat) as url:
+        async with listening(chat, place) as url:
             print(f"policy: {url}", flush=True)  # noqa: T201 - what it is for
             await ended.wait()
     finally:

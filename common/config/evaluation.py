@@ -216,6 +216,7 @@ class PolicySection:
     )
     model: str = knob("", "as the endpoint calls it")
     api_key_env: str = knob("", 'variable that holds the key; "": none is sent', form=WORD, also="")
+    port: int = knob(0, "of this machine, where `serve` listens; 0: a free one", ge=0, le=65535)
     temperature: float = knob(1.0, "of sampling", ge=0, le=100)
     max_turn_tokens: int = knob(1024, "sampled tokens per turn, hidden reasoning included", ge=1)
     limit_key: str = knob("max_tokens", "what the endpoint calls that limit", one_of=LIMIT_KEYS)

@@ -8,10 +8,6 @@ from typing import Any, Literal
 
 from envhub.env import EnvFailure, action_text
 
-TOOL_FORM = """\
-Each turn calls one tool, as JSON after "Action:":
-Action: {"tool": "<its name>", "arguments": {...}}"""
-
 SAMPLES = {"integer": 1, "number": 1, "boolean": True, "array": [], "object": {}, "null": None}
 
 

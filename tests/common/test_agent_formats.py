@@ -6,6 +6,7 @@ from common.agent_formats import (
     CALLS,
     NAME,
     REACT,
+    TOOL_FORM,
     VALUE,
     CallForm,
     read_any,
@@ -90,6 +91,9 @@ def test_an_instruction_says_the_form_unless_it_does_already() -> None:
     assert worded(AgentFormat.REACT, "") == REACT
     assert worded(AgentFormat.REACT, "Say Action: and it.") == "Say Action: and it."
     assert worded(AgentFormat.FUNCTION_CALL, "Play.") == f"Play.\n\n{CALLS}"
+    told = f"Add.\n{TOOL_FORM}\nQuickly."
+    assert worded(AgentFormat.REACT, told) == told
+    assert worded(AgentFormat.FUNCTION_CALL, told) == f"Add.\n{CALLS}\nQuickly."
 
 
 def test_a_replay_reads_the_actions_of_each_format() -> None:
@@ -99,6 +103,9 @@ def test_a_replay_reads_the_actions_of_each_format() -> None:
     for call in (QWEN, LLAMA):
         assert read_any(AgentFormat.FUNCTION_CALL, call.replace(VALUE, "go")) == "go"
     assert read_any(AgentFormat.FUNCTION_CALL, "go") == ""
+    own = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    told = '{"tool": "add", "arguments": {"a": 1}}'
+    assert read_any(AgentFormat.FUNCTION_CALL, own) == told
 
 
 @pytest.mark.parametrize(

@@ -171,7 +171,7 @@ class McpEpisode:
     def _parse(self, action: str) -> tuple[str, dict[str, Any]]:
         """Return the tool that a text calls, and its arguments. Raises: BadAction."""
         text = action_text(action)
-        if self._options.plain_answers and "{" not in text:
+        if self._options.plain_answers and text and "{" not in text:
             return self._options.submit, {"answer": text}
         return parse_tool_call(text, list(self._tasks.tools))
 

@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from common.agent_formats import TOOL_FORM
 from common.errors import ConfigError
 from envhub.env import EnvSpec, Isolation, Style
 from envhub.interop.described import (
@@ -18,7 +19,6 @@ from envhub.interop.described import (
 )
 from envhub.interop.mcp.episode import McpEpisode, Tasks, block_text
 from envhub.interop.mcp.link import CLOSE_S, MODES, Link, McpFailure, McpOptions
-from envhub.interop.texts import TOOL_FORM
 
 ANSWER = {
     "description": "Ends the episode with your answer.",
@@ -86,6 +86,7 @@ def make_spec(reference: str) -> EnvSpec:
         sessions_per_worker=options.max_sessions,
         step_timeout_s=patience_s,  # a connection, and its first call
         is_repeatable=False,
+        tools=tuple(_as_function(name, tool) for name, tool in tools.items()),
         stop=stop,
         stop_timeout_s=2 * CLOSE_S,
     )
@@ -138,6 +139,12 @@ def _agents_tools(
         if name not in named:
             tools[name] = {**tool, "input_schema": schema}
     return tools
+
+
+def _as_function(name: str, tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool as chat templates are given it."""
+    text = str(tool["description"] or "")
+    return {"name": name, "description": text, "parameters": tool["input_schema"]}
 
 
 def _read(path: Path) -> str:

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from common.agent_formats import TOOL_FORM
 from envhub.env import StepResult, SubsetSpec, action_text, parse_item
 from envhub.interop.described import SUBSET
 from envhub.interop.texts import (
-    TOOL_FORM,
     BadAction,
     RewardRule,
     Rewards,

@@ -102,6 +102,9 @@ def test_tools_of_the_environment_s_own_stand_in_its_place() -> None:
     answer = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
     assert json.loads(render.called(answer) or "") == {"tool": "add", "arguments": {"a": 1}}
     assert render.called(answer.replace("add", "sums")) is None
+    in_tags = make_renderer(TOKENIZERS["xml"], AgentFormat.FUNCTION_CALL)
+    with pytest.raises(ConfigError, match="those of sums's own tools are read as JSON only"):
+        in_tags.of("sums", [function])
 
 
 REFUSED = {

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from actor.play.doors import Door, door_path, open_door
 from actor.play.endpoint import Endpoint
-from actor.play.serve import Chat, base_of, door_of, listening
+from actor.play.serve import Chat, base_of, bound, door_of, listening
 from actor.rollout.episode import ContextFull, PolicyFailed, Turn
 from actor.rollout.render import Renderer
 from common.config.evaluation import PolicySection
@@ -116,6 +116,18 @@ def test_a_request_is_sampled_at_its_own_temperature_and_one_that_is_none_is_ref
 
     assert asyncio.run(work()) == [200, 200, 200, 400]
     assert parrot.temperatures == [None, 0.0, 1.5]
+
+
+def test_the_policy_listens_where_it_is_told_and_a_taken_port_is_named() -> None:
+    async def work(place: socket.socket) -> str:
+        async with listening(chat(Parrot()), place) as url:
+            return (await ask(url, "k", "goal: go")).text
+
+    with bound(0) as place:
+        port = place.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"policy\.port={port}: Address already in use"):
+            bound(port)
+        assert asyncio.run(work(place)) == "turn left"
 
 
 def test_without_a_key_no_page_of_elsewhere_is_answered() -> None:

@@ -12,8 +12,12 @@ from typing import Any
 import pytest
 import yaml
 
+from actor.formats.tools import ToolRenderer, make_renderer
+from common.agent_formats import worded
+from common.config.evaluation import AgentFormat
 from common.errors import ConfigError
 from envhub.catalogue.registry import Registry
+from tests.actor.formats.test_tools import CALLING
 from tests.end_to_end.runs import Run, balances
 from tests.venvs import python_with
 
@@ -209,6 +213,29 @@ def test_server_that_dies_hangs_or_talks_nonsense_fails_the_episode_by_its_name(
     assert "tool 'tell': no answer within 8 s" in slept[1]
     assert odd[1].startswith("MCP server ")
     assert last[1] == ["Right.", 1.0, True, True, True]  # another connection is made
+
+
+@pytest.mark.slow
+def test_a_function_call_of_its_tools_is_sent_as_the_server_s(
+    tmp_path: Path, repository: Path
+) -> None:
+    reference = described(tmp_path, hidden=["tell", "listed", "begin", "length"])
+    told = "import json, sys; from envhub.catalogue.registry import Registry; print(json.dumps("
+    told += "Registry([sys.argv[1]]).catalogue()['tools']))"
+    command = [python_with(MCP, sees_ours=True), "-c", told, reference]
+    shown = subprocess.run(command, cwd=repository, capture_output=True, text=True, timeout=200)
+    assert shown.returncode == 0, shown.stderr[-3000:]
+    entry = json.loads(shown.stdout)
+    tools = entry["tools"]
+    assert [each["name"] for each in tools] == ["add", "grade", "submit"]
+    render = make_renderer(CALLING, AgentFormat.FUNCTION_CALL).of("tools", tools)
+    assert isinstance(render, ToolRenderer)
+    assert "Add a number." in CALLING.decode(render.first_prompt("Say 7."))
+    assert "Action:" not in worded(AgentFormat.FUNCTION_CALL, entry["instruction"]["compact"])
+    action = render.called('<tool_call>{"name": "add", "arguments": {"number": 3}}</tool_call>')
+    assert action is not None
+    ((_, added),), _ = play(reference, ("all-train-0", [action]), root=repository)
+    assert added == ["sum 3 of 1", 0.0, False, True, False]
 
 
 @pytest.mark.slow
