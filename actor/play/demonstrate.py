@@ -1,6 +1,7 @@
 """Demonstrations by the environments' own experts, written as AgentGym conversations."""
 
 import asyncio
+import itertools
 import json
 import logging
 import random
@@ -23,6 +24,7 @@ from common.wire.planned import PlannedEpisode
 logger = logging.getLogger(__name__)
 
 CONCURRENCY = 32
+NUM_TOLD = 5  # times that progress is logged
 FIRST_INDEX = 500_000  # training items from here on, so that runs do not meet them by counting up
 
 
@@ -52,11 +54,15 @@ def demonstrate(cfg: RunConfig, url: str, token: str, path: Path) -> None:
 
 
 async def _play_all(cfg: RunConfig, url: str, token: str) -> list[tuple[dict[str, Any], bool]]:
-    slots = asyncio.Semaphore(CONCURRENCY)
+    slots, numbers = asyncio.Semaphore(CONCURRENCY), itertools.count(1)
+    num_plans = cfg.sft.num_demonstrations
 
     async def one(plan: PlannedEpisode, environments: Environments) -> tuple[dict[str, Any], bool]:
         async with slots:
-            return await _play(environments, plan, cfg.actor.format)
+            played = await _play(environments, plan, cfg.actor.format)
+        if (number := next(numbers)) % max(1, num_plans // NUM_TOLD) == 0:
+            logger.info("played episodes=%d of=%d", number, num_plans)
+        return played
 
     query = urlencode([("subset", n) for n in subsets_in_use(cfg.curriculum, cfg.tasks)])
     path = f"/v1/envs?{query}" if query else "/v1/envs"

@@ -1,6 +1,7 @@
 """An environment hub for as long as a command needs one."""
 
 import contextlib
+import logging
 from collections.abc import Generator
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from common.launch.process import ChildFailed, ChildProcess
 from common.launch.roles import make_role_specs
 from common.store.run_dir import RunDir
 from common.wire.security import create_keys
+
+logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 5.0
 
@@ -29,6 +32,7 @@ def serve_hub(cfg: RunConfig, run_dir: RunDir, *, root: Path) -> Generator[tuple
     if cfg.envhub.url:
         yield cfg.envhub.url, cfg.envhub.token or token
         return
+    logger.info("starting a hub of environments")
     run_dir.forget_address("envhub")
     spec = make_role_specs(cfg.run, run_dir, root=root, num_actors=0, has_hub=True)[0]
     guardian = Guardian()
