@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # Ray's own
 ]
 
-ENGINE_S = 400.0  # an engine's start on a busy machine
+ENGINE_S = 600.0  # an engine's start on a busy machine
 
 
 def joined_from(address: str) -> list[int]:

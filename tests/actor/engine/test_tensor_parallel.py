@@ -28,10 +28,12 @@ def test_weights_arrive_at_every_worker_and_each_checks_what_it_was_sent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    ours = psutil.Process()
+    before = set(ours.children(recursive=True))
     rig = Rig(tmp_path, dtype="float32", is_tied=False, num_workers=NUM_WORKERS)
     started = [
         each
-        for each in psutil.Process().children(recursive=True)
+        for each in set(ours.children(recursive=True)) - before
         if "resource_tracker" not in " ".join(each.cmdline())  # of the tests' own process
     ]
     try:
