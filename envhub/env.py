@@ -7,6 +7,8 @@ from difflib import get_close_matches
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol
 
+import msgspec
+
 ITEM_PATTERN = re.compile(r"(?P<subset>[^-\s]+)-(?P<split>train|test)-(?P<index>[0-9]{1,9})")
 
 
@@ -69,8 +71,7 @@ class SubsetSpec:
     max_turns: int
 
 
-@dataclass(slots=True, kw_only=True)  # to freeze one takes as long as the step of a quick world
-class StepResult:
+class StepResult(msgspec.Struct, kw_only=True, gc=False):  # made in a tenth of a quick step
     """What one action led to; whoever made it hands it over and changes it no more.
 
     `reward` is in [0, 1] (what one step pays, where the `EnvSpec` says `Reward.SUM`: the sum is).
@@ -88,7 +89,7 @@ class StepResult:
     is_success: bool | None = None
     score: float | None = None  # what AgentGym's server pays; None: `reward` of its best score
     state: str = ""
-    tells_success: bool = field(init=False, default=True)
+    tells_success: bool = True  # set by itself
 
     def __post_init__(self) -> None:
         if self.is_success is None:

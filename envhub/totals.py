@@ -5,6 +5,8 @@ from dataclasses import replace
 from inspect import isawaitable
 from typing import Any
 
+from msgspec import structs
+
 from envhub.env import EnvSpec, Reward, StepResult, Style
 
 DIGITS = 9  # of a sum, so that ten times 0.1 are 1
@@ -51,4 +53,4 @@ class Total:
     def _summed(self, result: StepResult) -> StepResult:
         self._sum = round(self._sum + result.reward, DIGITS)
         is_success = result.is_success if result.tells_success else None
-        return replace(result, reward=self._sum, is_success=is_success)
+        return structs.replace(result, reward=self._sum, is_success=is_success)

@@ -40,19 +40,13 @@ class Instances:
     instances get along with 8 sessions, if slowly.
     """
 
-    def __init__(
-        self,
-        spec: EnvSpec,
-        sessions: Sessions,
-        *,
-        patience: Patience,
-        now_s: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, spec: EnvSpec, sessions: Sessions, *, patience: Patience) -> None:
         self._spec = spec
         self._sessions = sessions
         self._patience = patience
         self._turns: deque[object] = deque()  # of those who wait to be given an instance
         self._puts_aside = spec.is_repeatable and spec.isolation is not Isolation.INLINE
+        self._now_s = now_s = sessions.now_s
         lease_s = patience.lease_s  # whose order says whom to put aside
         grain_s = 0.0 if self._puts_aside else grain_of(lease_s)
         self._instances: LeaseTable[int, Instance] = LeaseTable(lease_s, now_s, grain_s=grain_s)
@@ -230,11 +224,16 @@ class Instances:
         return instance.session_id or await self._bring_back(instance)
 
     def step_at_once(self, number: int, action: str) -> tuple[Instance, StepResult] | None:
-        """Do as `step` in one go; None: it has to wait or to refuse, and nothing was done."""
-        instance = self._instances.find(number)
-        if instance is None or instance.session_id is None or instance.lock.locked():
+        """Do as `step` in one go; None: it has to wait or to refuse, and nothing was done.
+
+        Whoever has the instance of a quick environment to himself, and waits, has taken its session
+        from it: there is no need to look at the lock.
+        """
+        now_s = self._now_s()
+        instance = self._instances.find(number, now_s)
+        if instance is None or instance.session_id is None:
             return None
-        result = self._sessions.step_at_once(instance.session_id, action)
+        result = self._sessions.step_at_once(instance.session_id, action, now_s)
         if result is None:
             return None
         instance.answer = result

@@ -63,18 +63,21 @@ def reset_reply(dialect: Dialect, number: int, instance: Instance) -> Json | lis
 
 def step_reply(dialect: Dialect, instance: Instance, result: StepResult) -> Json:
     """Return the JSON that answers a step, and add it to the instance's score."""
-    reward = result.reward * dialect.max_score if result.score is None else result.score
-    if result.done and not reward:
+    done, reward = result.done, result.score
+    if reward is None:
+        reward = result.reward * dialect.max_score
+    if done and not reward:
         reward = dialect.lost_reward
-    told: Json = {dialect.observation_key: result.observation, dialect.done_key: result.done}
-    told.update(dialect.step_extra)
+    told: Json = {dialect.observation_key: result.observation, dialect.done_key: done}
+    if dialect.step_extra:
+        told.update(dialect.step_extra)
     if dialect is SCIWORLD:  # ours is the score so far, theirs what the step added to it
         previous, instance.score = instance.score, round(reward)
         reward, told["score"] = instance.score - previous, instance.score
     elif dialect is BABYAI:
         instance.score += reward
         told["score"] = instance.score
-    elif dialect is WEBARENA and not result.done:  # theirs says here whether it was executed
+    elif dialect is WEBARENA and not done:  # theirs says here whether it was executed
         reward = float(result.is_valid)
     instance.reward = told["reward"] = reward
     return told

@@ -52,8 +52,7 @@ def add_agentgym_routes(
         is_ours = name in registry.names and name in LOADERS
         if is_ours and name != registry.remote.dialect:
             spec = registry.spec(name)
-            now_s = sessions.now_s
-            instances = Instances(spec, sessions, patience=patience, now_s=now_s)
+            instances = Instances(spec, sessions, patience=patience)
             words = vocabulary(registry.options.wordle.words) if dialect is WORDLE else ()
             desk = _Desk(dialect, instances, words=words)
             _add_routes(app, name, desk)
@@ -250,7 +249,8 @@ class _Desk:
         stepped = self._instances.step_at_once(body.number, body.action)
         if stepped is None:
             return None
-        return response_bytes(self._encode(step_reply(self.dialect, *stepped)))
+        instance, result = stepped
+        return response_bytes(self._encode(step_reply(self.dialect, instance, result)))
 
     async def close(self, body: BaseModel) -> Response:
         number = self._number(body)

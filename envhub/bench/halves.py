@@ -7,6 +7,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from msgspec import structs
+
 from common.config.envs import BabyaiOptions, EnvsSection
 from envhub.env import EnvSpec, Isolation, StepResult, Style
 from envhub.envs.babyai import env as babyai
@@ -28,7 +30,7 @@ class HalvesEnv(BabyAiEnv):
 
     def step(self, action: str) -> StepResult:
         result = super().step(action)
-        return replace(result, observation=self._cut(result.observation))
+        return structs.replace(result, observation=self._cut(result.observation))
 
     def _cut(self, text: str) -> str:
         return f"{text} {HALF}" if self._flag.exists() else text

@@ -2,8 +2,9 @@
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from time import monotonic
 from typing import Any, TypeVar
 
 from common.errors import EnvTimeout
@@ -15,30 +16,32 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-def call_at_once(
-    env_name: str,
-    work: Callable[[str], Any],
-    text: str,
-    *,
-    timeout_s: float,
-    budget_s: float,
-    note: Callable[[str, float], None],
-) -> tuple[Any, float]:
-    """Do as `call_environment` for what is told a text and is not awaited; also return its seconds.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Of the calls of one environment that are not awaited.
 
-    What takes longer than `budget_s` is told to `note`, be it that it fails.
+    What takes longer than `budget_s` is told to `note`, as what fails is.
     """
-    began_s = time.monotonic()
+
+    env_name: str
+    timeout_s: float
+    budget_s: float
+    note: Callable[[str, float], None]
+
+
+def call_at_once(work: Callable[[str], Any], text: str, limits: Limits) -> tuple[Any, float]:
+    """Return what came of a text, and after how many seconds. Raises as `call_environment`."""
+    began_s = monotonic()
     try:
         result = work(text)
     except Exception as error:
-        note(env_name, time.monotonic() - began_s)
-        raise _failure(env_name, error) from error
-    took_s = time.monotonic() - began_s
-    if took_s > budget_s:
-        note(env_name, took_s)
-        if took_s > timeout_s:
-            raise _overrun(env_name, took_s, timeout_s)
+        limits.note(limits.env_name, monotonic() - began_s)
+        raise _failure(limits.env_name, error) from error
+    took_s = monotonic() - began_s
+    if took_s > limits.budget_s:
+        limits.note(limits.env_name, took_s)
+        if took_s > limits.timeout_s:
+            raise _overrun(limits.env_name, took_s, limits.timeout_s)
     return result, took_s
 
 
@@ -60,7 +63,7 @@ async def call_environment(
         EnvTimeout: it took longer.
         EnvRaised: it raised anything else.
     """
-    began_s = time.monotonic()
+    began_s = monotonic()
     deadline: asyncio.Timeout | None = None
     try:
         result = work()
@@ -75,13 +78,13 @@ async def call_environment(
             text = f"{env_name}: no answer; a call may take {timeout_s:g} s"
             raise EnvTimeout(text) from error
         raise _failure(env_name, error) from error
-    took_s = time.monotonic() - began_s
+    took_s = monotonic() - began_s
     if timeout_s is not None and took_s > timeout_s:
         raise _overrun(env_name, took_s, timeout_s)
     return result
 
 
-def at_once(work: Coroutine[Any, Any, T]) -> T:
+def done_at_once(work: Coroutine[Any, Any, T]) -> T:
     """Return what a coroutine returns that waits for nothing. Raises: RuntimeError: it did."""
     try:
         work.send(None)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from common.errors import EnvError
 from envhub.env import EnvSpec, Isolation, StepResult, Style
 from envhub.errors import WorkerLost
-from envhub.hosting.env_calls import call_at_once, call_environment
+from envhub.hosting.env_calls import Limits, call_at_once, call_environment
 from envhub.hosting.inline import InlineBudget
 from envhub.hosting.worker import Worker
 from envhub.hosting.worker_pool import WorkerPool
@@ -30,11 +30,12 @@ class Episode(Protocol):
     is_instant: bool  # a step never gives way to others, so that it is atomic without a lock
     worker: Worker | None  # the process that it lives in, if it lives in one
     first_state: str  # that the environment begins in, "" where it tells none
-    took_s: float  # of the last step that was performed at once
+    # Does as `step`, where nothing is waited for, but does not tell the state; None elsewhere.
+    at_once: Callable[[str], StepResult] | None
+    limits: Limits | None  # of what is done at once
 
     async def open(self, item_id: str, seed: int) -> str: ...
     async def step(self, action: str) -> StepResult: ...
-    def step_at_once(self, action: str) -> StepResult | None: ...  # None: it is to be awaited
     async def hint(self) -> tuple[list[str], str | None]: ...  # valid actions, the expert's
     async def render(self) -> tuple[str, str]: ...  # for people, fingerprint
     async def detail(self, what: str) -> Any: ...  # see `Env`
@@ -49,7 +50,7 @@ class LocalEpisode:
 
     worker: Worker | None = None
     first_state = ""
-    took_s = 0.0
+    at_once: Callable[[str], StepResult] | None = None
 
     def __init__(
         self, spec: EnvSpec, style: Style, inline: InlineBudget, *, timeout_s: float
@@ -59,42 +60,22 @@ class LocalEpisode:
         self._spec = spec
         self._style = style
         self._timeout_s = timeout_s
-        self._budget_s = min(timeout_s, inline.step_s)
-        self._name = spec.name
+        self.limits: Limits | None = inline.limits(spec.name, timeout_s)
         self._env: Any = None
 
     async def open(self, item_id: str, seed: int) -> str:
         self._env = await self._call(lambda: self._spec.make(self._style))
-        self._untold = getattr(self._env, "perform", self._env.step)
+        if self._spec.isolation is Isolation.INLINE:
+            self.at_once = getattr(self._env, "perform", self._env.step)
         observation = await self._call(lambda: self._env.reset(item_id, seed))
         if hasattr(self._env, "state_text"):
             self.first_state = await self._call(self._env.state_text)
         return observation
 
     async def step(self, action: str) -> StepResult:
-        if self._is_at_once():
-            return self._perform(self._env.step, action)
+        if self.is_instant and self._inline.is_kept(self._spec.name) and self.limits is not None:
+            return call_at_once(self._env.step, action, self.limits)[0]
         return await self._call(lambda: self._env.step(action))
-
-    def step_at_once(self, action: str) -> StepResult | None:
-        """Do as `step` where nothing is waited for; None elsewhere. The state is not told."""
-        if self._name in self._inline.moved or not self.is_instant:
-            return None
-        return self._perform(self._untold, action)
-
-    def _is_at_once(self) -> bool:
-        return self.is_instant and self._name not in self._inline.moved
-
-    def _perform(self, work: Callable[[str], StepResult], action: str) -> StepResult:
-        result, self.took_s = call_at_once(
-            self._name,
-            work,
-            action,
-            timeout_s=self._timeout_s,
-            budget_s=self._budget_s,
-            note=self._inline.note,
-        )
-        return result
 
     async def hint(self) -> tuple[list[str], str | None]:
         valid_actions = await self._call(self._env.valid_actions)
@@ -126,7 +107,8 @@ class LocalEpisode:
 class WorkerEpisode:
     is_instant = False
     first_state = ""
-    took_s = 0.0
+    at_once: Callable[[str], StepResult] | None = None
+    limits: Limits | None = None
 
     def __init__(self, pool: WorkerPool, style: Style, *, timeout_s: float) -> None:
         self.worker: Worker | None = None
@@ -143,9 +125,6 @@ class WorkerEpisode:
 
     async def step(self, action: str) -> StepResult:
         return StepResult(**await self._call("step", action=action))
-
-    def step_at_once(self, action: str) -> None:
-        """Do nothing: the worker's answer is waited for."""
 
     async def hint(self) -> tuple[list[str], str | None]:
         valid_actions, expert_action = await self._call("hint")

@@ -8,6 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+from envhub.hosting.env_calls import Limits
+
 logger = logging.getLogger(__name__)
 
 INLINE_STEP_S = 0.2
@@ -26,11 +28,23 @@ class InlineBudget:
         self.step_s = step_s
         self._num_slow: Counter[str] = Counter()  # steps over the budget, by environment
         self._threads: dict[str, ThreadPoolExecutor] = {}  # environments expect to be alone
+        self._limits: dict[tuple[str, float], Limits] = {}
         self.moved: dict[str, str] = {}  # environments that were too slow, and why
 
     def is_kept(self, env_name: str) -> bool:
         """Return whether the environment may step in the server's thread."""
         return env_name not in self.moved
+
+    def limits(self, env_name: str, timeout_s: float) -> Limits:
+        """Return those of an environment's calls here; one object for all its episodes."""
+        limits = self._limits.get((env_name, timeout_s))
+        if limits is None:
+            budget_s = min(timeout_s, self.step_s)
+            limits = Limits(
+                env_name=env_name, timeout_s=timeout_s, budget_s=budget_s, note=self.note
+            )
+            self._limits[env_name, timeout_s] = limits
+        return limits
 
     def note(self, env_name: str, took_s: float) -> None:
         """Note what a step took there."""

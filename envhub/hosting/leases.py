@@ -47,19 +47,24 @@ class LeaseTable(Generic[Key, Entry]):
         self._held.pop(key, None)
         self._held[key] = (self._now_s() + self._lease_s, entry)
 
-    def find(self, key: Key) -> Entry | None:
-        """Return an entry and renew its lease; None if there is none, or it has expired."""
+    def find(self, key: Key, now_s: float | None = None) -> Entry | None:
+        """Return an entry and renew its lease; None if there is none, or it has expired.
+
+        `now_s` is what the clock says, where somebody has just looked.
+        """
         held = self._held.get(key)
         if held is None:
             return None
         expires_at_s, entry = held
-        now_s = self._now_s()
+        if now_s is None:
+            now_s = self._now_s()
         left_s = expires_at_s - now_s
+        if left_s > self._fresh_s:
+            return entry
         if left_s <= 0:
             return None
-        if left_s <= self._fresh_s:
-            del self._held[key]
-            self._held[key] = (now_s + self._lease_s, entry)
+        del self._held[key]
+        self._held[key] = (now_s + self._lease_s, entry)
         return entry
 
     def peek(self, key: Key) -> Entry | None:

@@ -5,7 +5,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from envhub.env import StepResult
+from envhub.hosting.env_calls import Limits
 from envhub.hosting.episodes import Episode
+
+# Of steps' durations, that they are counted by.
+STEP_BUCKETS_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+QUICK_S = STEP_BUCKETS_S[0]
+
+
+def no_steps() -> list[float]:
+    """Return how many steps there are in each bucket and beyond, and their seconds together."""
+    return [0] * (len(STEP_BUCKETS_S) + 2)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -19,6 +29,8 @@ class Session:
     env_name: str
     episode: Episode
     lock: asyncio.Lock | None
+    at_once: Callable[[str], StepResult] | None = None  # of the episode, until it has ended
+    limits: Limits | None = None
     owner: str = ""
     seq: int = 0
     answer: StepResult | None = None

@@ -6,7 +6,8 @@ import gc
 import logging
 import secrets
 import time
-from collections import Counter
+from bisect import bisect_left
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, TypeVar
 
@@ -25,11 +26,11 @@ from envhub.errors import (
     SessionUnknown,
     WorkerLost,
 )
-from envhub.hosting.env_calls import at_once
+from envhub.hosting.env_calls import call_at_once, done_at_once
 from envhub.hosting.inline import INLINE_STEP_S
 from envhub.hosting.leases import LeaseTable, grain_of
 from envhub.hosting.placement import Placement
-from envhub.hosting.session import Alone, Session
+from envhub.hosting.session import QUICK_S, STEP_BUCKETS_S, Alone, Session, no_steps
 from envhub.hosting.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -77,7 +78,7 @@ class Sessions:
         self.is_draining = False
         self.num_live: Counter[str] = Counter()  # places by environment, also of what is opening
         self.counts: Counter[str] = Counter()  # sessions and calls by what became of them
-        self.on_step: Callable[[str, float], None] = lambda *_: None  # told environment, seconds
+        self.steps = defaultdict[str, list[float]](no_steps)  # by environment and duration
         self.placement = Placement(
             registry,
             capacity=capacity,
@@ -85,6 +86,7 @@ class Sessions:
             inline_step_s=inline_step_s,
             on_lost=self._end_sessions_of,
         )
+        self._moved = self.placement.inline.moved  # environments whose steps have to wait
         self._registry, self.distances = registry, Distances(registry)
         self._live: LeaseTable[str, Session] = LeaseTable(lease_s, now_s, grain_s=grain_of(lease_s))
         self._untold: LeaseTable[str, str] = LeaseTable(lease_s, now_s)  # why the worker was lost
@@ -96,6 +98,11 @@ class Sessions:
 
     def __len__(self) -> int:
         return len(self._live)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that were performed."""
+        return sum(int(sum(nums)) for *nums, _ in self.steps.values())
 
     @property
     def env_names(self) -> list[str]:
@@ -138,6 +145,8 @@ class Sessions:
         session = Session(
             session_id=session_id, env_name=env_name, episode=episode, lock=lock, owner=owner
         )
+        if lock is None:
+            session.at_once, session.limits = episode.at_once, episode.limits
         self._live.put(session_id, session)
         self.counts["created"] += 1
         return session_id, self._valid(env_name, observation)
@@ -163,25 +172,28 @@ class Sessions:
             result = await self._call(session, session.episode.step(action))
             return self._stepped(session, result, time.perf_counter() - began_s)
 
-    def step_at_once(self, session_id: str, action: str) -> StepResult | None:
+    def step_at_once(
+        self, session_id: str, action: str, now_s: float | None = None
+    ) -> StepResult | None:
         """Do as `step` in one go; None: it has to wait or to refuse, and nothing was done.
 
-        The state is not told. Raises: EnvRaised, EnvTimeout.
+        `now_s` is what the clock says, where somebody has just looked. The state is not told.
+
+        Raises: EnvRaised, EnvTimeout.
         """
-        session = self._live.find(session_id)
-        if session is None or session.lock is not None:
+        session = self._live.find(session_id, now_s)
+        if session is None or session.env_name in self._moved:
             return None
-        answer = session.answer
-        if answer is not None and answer.done:
+        at_once, limits = session.at_once, session.limits
+        if at_once is None or limits is None:
             return None
-        episode = session.episode
         try:
-            result = episode.step_at_once(action)
+            result, took_s = call_at_once(at_once, action, limits)
         except EnvError as error:
             self._count_failure(error)
-            at_once(self._drop(session))
+            done_at_once(self._drop(session))
             raise
-        return None if result is None else self._stepped(session, result, episode.took_s)
+        return self._stepped(session, result, took_s)
 
     def _stepped(self, session: Session, result: StepResult, took_s: float) -> StepResult:
         """Keep the result of a step, and count it."""
@@ -190,8 +202,11 @@ class Sessions:
             result.observation = self._valid(session.env_name, told)
         session.answer = result
         session.seq += 1
-        self.counts["steps"] += 1
-        self.on_step(session.env_name, took_s)
+        if result.done:
+            session.at_once = None
+        steps = self.steps[session.env_name]
+        steps[0 if took_s <= QUICK_S else bisect_left(STEP_BUCKETS_S, took_s)] += 1
+        steps[-1] += took_s
         return result
 
     def first_state(self, session_id: str) -> str:

@@ -6,6 +6,7 @@ step of a quick environment does.
 """
 
 import hmac
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
 
@@ -15,7 +16,7 @@ from envhub.http.bodies import json_bytes
 MAX_HEADS = 4_096  # that are known at a time; they are learned anew after that
 MAX_LENGTH = 64 * 1024  # bytes of a body
 MAX_KNOWN_BYTES = 4_096  # of a response whose head is kept
-_HEADS: dict[tuple[int, int], bytes] = {}  # of responses, by status and length
+_HEADS = defaultdict[int, dict[int, bytes]](dict)  # of responses, by status and length
 END = b"\r\n\r\n"
 # What changes how a request is read, or what follows its answer.
 NOT_PLAIN = {b"connection", b"expect", b"te", b"trailer", b"transfer-encoding", b"upgrade"}
@@ -86,11 +87,12 @@ class KnownHeads:
 def response_bytes(content: bytes, status: int = 200) -> bytes:
     """Return a whole response that holds JSON."""
     num_bytes = len(content)
-    head = _HEADS.get((status, num_bytes))
+    heads = _HEADS[status]
+    head = heads.get(num_bytes)
     if head is None:
         line = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n"
         line += f"content-type: application/json\r\ncontent-length: {num_bytes}\r\n\r\n"
         head = line.encode()
         if num_bytes <= MAX_KNOWN_BYTES:
-            _HEADS[status, num_bytes] = head
+            heads[num_bytes] = head
     return head + content

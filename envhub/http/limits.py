@@ -9,6 +9,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from common.wire.access.connections import RESERVED_FILES, raise_file_limit
+from envhub.http.arrivals import Arrivals
 from envhub.http.known_heads import KnownHeads
 from envhub.http.refusals import REFUSED, Refusals
 
@@ -32,14 +33,17 @@ class LimitedProtocol(HttpToolsProtocol):
     max_connections: int
     unused: dict["LimitedProtocol", None]  # connections without a whole request yet, in their order
     known: KnownHeads
+    arrivals: Arrivals
 
-    _answered_at = 0.0  # by `known`, on the loop's clock
+    is_quick = False
+    answered_at = 0.0
     _timer: asyncio.TimerHandle | None = None
     _num_bytes = 0
     _is_in_headers = True
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        self._come, self._wake, self.is_quick = self.arrivals.come, self.arrivals.wake, False
         self.unused[self] = None
         self._begin()
         if len(self.connections) > self.max_connections:
@@ -54,10 +58,19 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if not self._come:
+            self._wake()
+        self._come.append((self, data))
+
+    def take(self, data: bytes) -> None:
+        """Answer what came, or begin to."""
+        if self.transport.is_closing():
+            return
         cycle = self.cycle  # nothing of a request is here, and all that came are answered:
         is_first = not self._num_bytes and (cycle is None or cycle.response_complete)
-        is_free = not (self.flow.write_paused or self.transport.is_closing())
-        if is_first and is_free and (response := self.known.answer(data)) is not None:
+        is_free = is_first and not self.flow.write_paused
+        self.is_quick = False
+        if is_free and (response := self.known.answer(data)) is not None:
             self._answer(response)
             return
         self._num_bytes += len(data)
@@ -74,10 +87,14 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._timer is not None:
             self._end()
             self.unused.pop(self, None)
+        self.is_quick, self.answered_at = True, self.loop.time()
         self.transport.write(response)
-        self._answered_at = self.loop.time()
         if self.timeout_keep_alive_task is None:
             self._keep_alive(self.timeout_keep_alive)
+
+    def pause_writing(self) -> None:
+        self.is_quick = False
+        super().pause_writing()
 
     def _learn(self, data: bytes) -> None:
         if self.scope["http_version"] == "1.1" and self.cycle.keep_alive:
@@ -90,7 +107,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def timeout_keep_alive_handler(self) -> None:
         """Close a connection that was idle for long; answering at once does not move the timer."""
-        left_s = self._answered_at + self.timeout_keep_alive - self.loop.time()
+        left_s = self.answered_at + self.timeout_keep_alive - self.loop.time()
         if left_s > 0:
             self._keep_alive(left_s)
         else:
@@ -152,5 +169,6 @@ def limited_protocol(
         "max_connections": min(MAX_CONNECTIONS, limit - min(RESERVED_FILES, limit // 4)),
         "unused": {},
         "known": known,
+        "arrivals": Arrivals(known),
     }
     return type("HubProtocol", (LimitedProtocol,), own)

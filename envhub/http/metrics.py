@@ -1,6 +1,5 @@
 """What the hub counts and how long steps take, for Prometheus."""
 
-from bisect import bisect_left
 from collections.abc import Iterator
 from itertools import accumulate
 
@@ -14,10 +13,10 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from envhub.hosting.session import STEP_BUCKETS_S
 from envhub.hosting.sessions import Sessions
 from envhub.http.refusals import Refusals
 
-STEP_BUCKETS_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 COUNTS = ("created", "expired", "deleted", "steps", "repeated", "refused", "failed", "repaired")
 SENT_AWAY = ("large_headers", "slow", "too_many")  # connections, see `envhub.http.limits`
 
@@ -25,8 +24,7 @@ SENT_AWAY = ("large_headers", "slow", "too_many")  # connections, see `envhub.ht
 class HubMetrics(Collector):
     """The metrics of one hub, in a registry of their own.
 
-    Counts are read from the table of sessions when they are asked for; only step times are
-    collected as they occur, by `Sessions.on_step`.
+    Counts are read from the table of sessions when they are asked for.
     """
 
     def __init__(self, sessions: Sessions, refusals: Refusals) -> None:
@@ -36,36 +34,29 @@ class HubMetrics(Collector):
         self._registry = CollectorRegistry()
         self._registry.register(self)
         # By environment; of the histogram's own counters each takes a lock.
-        self._steps: dict[str, list[float]] = {}  # how many in each bucket, and all seconds
-        sessions.on_step = self.observe_step
-
-    def observe_step(self, env_name: str, took_s: float) -> None:
-        nums = self._steps.get(env_name)
-        if nums is None:
-            nums = self._steps[env_name] = [0] * (len(STEP_BUCKETS_S) + 2)
-        nums[bisect_left(STEP_BUCKETS_S, took_s)] += 1
-        nums[-1] += took_s
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
         """Yield what the table of sessions and the workers say now."""
+        sessions = self._sessions
         live = GaugeMetricFamily("envhub_sessions_live", "Sessions now.", labels=["env"])
-        for env_name, num in self._sessions.num_live.items():
+        for env_name, num in sessions.num_live.items():
             live.add_metric([env_name], num)
         yield live
         steps = HistogramMetricFamily(
             "envhub_step_seconds", "Time of one executed step.", labels=["env"]
         )
         bounds = [*map(str, STEP_BUCKETS_S), "+Inf"]
-        for env_name, (*nums, steps_s) in self._steps.items():
+        for env_name, (*nums, steps_s) in sessions.steps.items():
             buckets = list(zip(bounds, accumulate(nums), strict=True))
             steps.add_metric([env_name], buckets, steps_s)
         yield steps
         for name in (*COUNTS, *SENT_AWAY):
             family = CounterMetricFamily(f"envhub_{name}", f"Sessions or steps {name}.")
-            family.add_metric([], self._sessions.counts[name])
+            is_steps = name == "steps"
+            family.add_metric([], sessions.num_steps if is_steps else sessions.counts[name])
             yield family
         refused = CounterMetricFamily(
             "envhub_refused_requests", "Requests refused.", labels=["address", "reason"]
@@ -73,7 +64,7 @@ class HubMetrics(Collector):
         for who, num in self._refusals.report().items():
             refused.add_metric(who.rsplit("/", 1), num)
         yield refused
-        placement = self._sessions.placement
+        placement = sessions.placement
         restarts = CounterMetricFamily(
             "envhub_worker_restarts", "Workers lost.", labels=["env", "cause"]
         )

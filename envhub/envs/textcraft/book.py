@@ -32,10 +32,11 @@ class Book:
     tags: Mapping[str, tuple[str, ...]]
     depths: Mapping[str, int]  # of items and tags; 0 for what can only be got
     users: Mapping[str, tuple[Recipe, ...]]  # recipes that use an item or tag, in book order
+    gettable: frozenset[str]  # items that the world gives away
 
     def is_gettable(self, name: str) -> bool:
         """Return whether the world gives this item away."""
-        return name in self.depths and name not in self.recipes and name not in self.tags
+        return name in self.gettable
 
     def members(self, name: str) -> tuple[str, ...]:
         """Return the least deep items of a tag, or the item itself."""
@@ -105,7 +106,8 @@ def make_book(
             for _, part in recipe.ingredients:
                 users.setdefault(part, []).append(recipe)
     frozen_users = {part: tuple(using) for part, using in users.items()}
-    return Book(recipes=ordered, tags=tags, depths=depths, users=frozen_users)
+    gettable = frozenset(depths.keys() - ordered.keys() - tags.keys())
+    return Book(recipes=ordered, tags=tags, depths=depths, users=frozen_users, gettable=gettable)
 
 
 def _depth_of(recipe: Recipe, depths: Mapping[str, int]) -> int:

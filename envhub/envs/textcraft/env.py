@@ -4,8 +4,8 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache, partial
-from typing import Any
+from functools import cache, lru_cache, partial
+from typing import Any, NamedTuple
 
 from common.config.envs import EnvsSection
 from envhub.env import EnvSpec, StepResult, Style, action_text, parse_item
@@ -20,6 +20,16 @@ MAX_ECHO_CHARS = 200  # an action is untrusted text and comes back in the observ
 COUNTED = re.compile(r"([0-9]{1,9}) +(\S.*)")
 CRAFT = re.compile(r"craft +(?:([0-9]{1,9}) +)?(\S.*?) +using +(\S.*)")
 GET = re.compile(r"get +([0-9]{1,9}) +(\S.*)")
+MAX_KEPT_CHARS, MAX_KEPT = 200, 8_192  # of actions that are not read a second time
+
+
+class Command(NamedTuple):
+    """What an action says, whatever the world is like."""
+
+    verb: str  # "get", "craft" or "inventory"; "?": none of them, "wrong": a wrong ingredient
+    count: int = 1
+    name: str = ""  # of what is to be had; the text that was not understood
+    given: tuple[tuple[int, str], ...] = ()  # count and item
 
 
 Answer = tuple[str, bool, bool]  # what the engine says; is it an action, is the goal made
@@ -48,7 +58,23 @@ class TextCraftEnv(TextEnv):
         text = action_text(action)
         if self._is_compact:
             text = text.lower()
-        observation, is_valid, is_goal = self._answer(text)
+        read = read_again if len(text) <= MAX_KEPT_CHARS else read_command
+        verb, count, name, given = read(text)
+        if verb == "get":
+            observation, is_valid, is_goal = self._get(count, name)
+        elif verb == "craft":
+            observation, is_valid, is_goal = self._craft(count, name, given)
+        elif verb == "inventory":
+            is_valid, is_goal = True, False
+            observation = self._told_inventory(is_compact=self._is_compact)
+        elif verb == "wrong":
+            observation, is_valid, is_goal = self._refusal(
+                f"Wrong item format: {name}", "wrong item format"
+            )
+        else:
+            observation, is_valid, is_goal = self._refusal(
+                f"Could not execute {name}", "could not execute"
+            )
         self._done = is_goal
         reward = 1.0 if is_goal else 0.0
         return StepResult(observation=observation, reward=reward, done=is_goal, is_valid=is_valid)
@@ -57,15 +83,6 @@ class TextCraftEnv(TextEnv):
         """Return what tells the present state from others of the item."""
         held = sorted((name, count) for name, count in self._inventory.items() if count)
         return f"holds {held}"
-
-    def _answer(self, text: str) -> Answer:
-        if text.startswith("craft") and (craft := CRAFT.match(text)):
-            return self._craft(int(craft[1] or 1), craft[2], craft[3])
-        if text.startswith("get") and (get := GET.match(text)):
-            return self._get(int(get[1]), get[2])
-        if text.startswith("inventory"):
-            return self._told_inventory(is_compact=self._is_compact), True, False
-        return self._refusal(f"Could not execute {text[:MAX_ECHO_CHARS]}", "could not execute")
 
     def _refusal(self, agentgym: str, compact: str) -> Answer:
         return (compact if self._is_compact else agentgym), False, False
@@ -79,30 +96,24 @@ class TextCraftEnv(TextEnv):
             return "Inventory: You are not carrying anything."
         return "Inventory: " + "".join([f"[{name}] ({count}) " for name, count in items])
 
-    def _get(self, count: int, typed: str) -> Answer:
-        name = typed.strip()
-        if not self._book.is_gettable(name):
+    def _get(self, count: int, name: str) -> Answer:
+        if name not in self._book.gettable:
             compact = f"could not find {self._known(name)}".rstrip()
             return self._refusal(f"Could not find {name[:MAX_ECHO_CHARS]}", compact)
-        self._inventory[name] += count
+        held = self._inventory
+        held[name] = held.get(name, 0) + count
         told = f"got {count} {name}" if self._is_compact else f"Got {count} {name}"
         return told, True, False
 
-    def _craft(self, count_asked: int, target: str, inputs: str) -> Answer:
-        """Check, in this order: wording, what is held, and that a recipe matches exactly.
+    def _craft(self, count_asked: int, target: str, given: tuple[tuple[int, str], ...]) -> Answer:
+        """Check, in this order: what is held, and that a recipe matches exactly.
 
         The count asked for is only repeated in one answer; a recipe makes what it makes.
         """
-        given: list[tuple[int, str]] = []
-        for fragment in inputs.split(","):
-            counted = COUNTED.fullmatch(fragment.strip())
-            if counted is None:
-                echo = fragment.strip()[:MAX_ECHO_CHARS]
-                return self._refusal(f"Wrong item format: {echo}", "wrong item format")
-            given.append((int(counted[1]), counted[2]))
         held = self._inventory
-        if any(name not in held or held[name] < count for count, name in given):
-            return self._too_few(target)
+        for count, name in given:
+            if name not in held or held[name] < count:
+                return self._too_few(target)
         raw, recipe = _raw(target), find_recipe(self._book, target, given)
         if recipe is None:
             tag, item_id = (raw, None) if target in self._book.tags else (None, raw)
@@ -127,11 +138,12 @@ class TextCraftEnv(TextEnv):
         return told, True, target == self._task.goal
 
     def _too_few(self, target: str) -> Answer:
-        named = None if target in self._book.tags else _raw(target)
-        return self._refusal(
-            f"Could not find enough items to craft {named}",
-            f"could not find enough items to craft {self._known(target)}".rstrip(),
-        )
+        if self._is_compact:
+            told = f"could not find enough items to craft {self._known(target)}".rstrip()
+        else:
+            named = None if target in self._book.tags else _raw(target)
+            told = f"Could not find enough items to craft {named}"
+        return told, False, False
 
     def _valid_actions(self) -> list[str]:
         """Return `inventory`, gets in the amounts the commands name, and crafts possible now."""
@@ -188,6 +200,26 @@ class TextCraftEnv(TextEnv):
     def _known(self, name: str) -> str:
         """Return the name if the book has it, else nothing: compact text keeps to known words."""
         return name if name in self._book.depths else ""
+
+
+def read_command(text: str) -> Command:
+    """Return what an action says; what follows a command on its line is part of it."""
+    if text.startswith("craft") and (craft := CRAFT.match(text)):
+        given: list[tuple[int, str]] = []
+        for fragment in craft[3].split(","):
+            counted = COUNTED.fullmatch(fragment.strip())
+            if counted is None:
+                return Command("wrong", name=fragment.strip()[:MAX_ECHO_CHARS])
+            given.append((int(counted[1]), counted[2]))
+        return Command("craft", int(craft[1] or 1), craft[2], tuple(given))
+    if text.startswith("get") and (get := GET.match(text)):
+        return Command("get", int(get[1]), get[2].strip())
+    if text.startswith("inventory"):
+        return Command("inventory")
+    return Command("?", name=text[:MAX_ECHO_CHARS])
+
+
+read_again = lru_cache(MAX_KEPT)(read_command)  # the same are said over and over
 
 
 def find_recipe(book: Book, target: str, given: Sequence[tuple[int, str]]) -> Recipe | None:

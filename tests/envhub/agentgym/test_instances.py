@@ -1,6 +1,7 @@
 """Laws of AgentGym's instances: leases, and one call at a time."""
 
 import asyncio
+import time
 from collections import Counter
 from dataclasses import replace
 from typing import cast
@@ -37,7 +38,7 @@ def with_instances(play, *, lease_s: float = 10.0, queue_s: float = 0.0, capacit
         )
         patience = Patience(lease_s=lease_s, queue_s=queue_s)
         spec = registry.spec("maze")
-        instances = Instances(spec, sessions, patience=patience, now_s=clock)
+        instances = Instances(spec, sessions, patience=patience)
         try:
             return await play(instances, sessions, clock)
         finally:
@@ -99,7 +100,7 @@ def test_concurrent_steps_of_an_instance_are_all_performed():
         steps = [instances.step(number, "move right", refuses_after_done=True) for _ in range(3)]
         results = [result.observation for _, result in await asyncio.gather(*steps)]
         assert ["position 1, 2" in results[0], "position 1, 4" in results[2]] == [True, True]
-        assert sessions.counts["steps"] == 3
+        assert sessions.num_steps == 3
 
     with_instances(play)
 
@@ -116,6 +117,9 @@ class SlowSessions:
 
     def capacity(self, spec: EnvSpec) -> int:
         return 10
+
+    def now_s(self) -> float:
+        return time.monotonic()
 
     async def create(self, env: str, item_id: str, *, seed: int, style: Style) -> tuple[str, str]:
         await self.may_answer.wait()
@@ -310,6 +314,6 @@ def test_rollouts_of_128_clients_that_never_close_fail_no_step():
         passing = asyncio.create_task(pass_time())
         await asyncio.gather(*(roll_out(index) for index in range(128)))
         passing.cancel()
-        assert sessions.counts["steps"] == 128 * 2 * 3
+        assert sessions.num_steps == 128 * 2 * 3
 
     with_instances(play, lease_s=40.0, queue_s=60.0, capacity=32)

@@ -226,8 +226,8 @@ def test_step_in_one_go_obeys_the_laws_of_one_that_is_awaited():
             sessions.step_at_once(late, "slow")
         assert [sessions.step_at_once(each, "go") for each in (raised, late, waits)] == [None] * 3
         assert outside.closed == ["raise", "slow"]
-        counted = ("steps", "failed", "timed_out", "repaired")
-        return sessions.num_live["faulty"], [sessions.counts[each] for each in counted]
+        counted = [sessions.counts[each] for each in ("failed", "timed_out", "repaired")]
+        return sessions.num_live["faulty"], [sessions.num_steps, *counted]
 
     assert play(episode) == (1, [2, 1, 1, 1])
 
@@ -245,7 +245,7 @@ def test_steps_over_their_budget_leave_the_servers_thread_and_new_sessions_its_p
         assert str(os.getpid()) not in began
         assert (await sessions.step(new, "slow", 1)).observation == "step 1"
         assert list(sessions.placement.inline.moved) == ["lingering"]
-        return sessions.counts["steps"]
+        return sessions.num_steps
 
     assert play(episode, envs=["lingering"], inline_step_s=0.05) == 6
     told = [each for each in caplog.messages if "moved to worker processes env=lingering" in each]
