@@ -18,6 +18,10 @@ from envhub.env import SubsetSpec
 from envhub.interop.texts import RewardRule
 
 SUBSET = "all"
+PACKAGES = {  # of the extras that set-up leaves out, for a shell
+    "mcp": "jsonschema 'mcp>=2.3,<3'",
+    "textarena": "textarena==0.7.4",
+}
 Described = TypeVar("Described")
 Found = TypeVar("Found")
 
@@ -94,9 +98,9 @@ def parse_items(text: str, where: str) -> list[dict[str, Any]]:
 
 
 def optional_package(name: str, extra: str) -> ModuleType:
-    """Return an optional package. Raises: ConfigError: it is not installed."""
+    """Return a package of an extra. Raises: ConfigError: it is not installed."""
     try:
         return import_module(name)
     except ImportError as error:
-        remedy = f"pip install 'longstride[{extra}]'"
+        remedy = f"pip install {PACKAGES[extra]}" if extra in PACKAGES else "make setup"
         raise ConfigError(f"{name}: the Python package is missing: {remedy}") from error

@@ -1,8 +1,10 @@
 """Laws of games by name: gymnasium's with the package of ours, TextArena's with one of its own."""
 
 import json
+import shlex
 import string
 import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 from common.errors import ConfigError
 from envhub.catalogue.registry import Registry
 from envhub.env import EnvFailure, Style
+from envhub.interop.described import PACKAGES
 from envhub.interop.games import make_spec
 from tests.venvs import python_with
 
@@ -100,6 +103,12 @@ def try_all(env: Any) -> None:
         env.step(door)
 
 
+def test_a_missing_package_is_named_as_the_project_s_extras_have_it(repository: Path) -> None:
+    extras = tomllib.loads((repository / "pyproject.toml").read_text())["project"]
+    known = {name: extras["optional-dependencies"][name] for name in PACKAGES}
+    assert {name: shlex.split(text) for name, text in PACKAGES.items()} == known
+
+
 @pytest.mark.parametrize(
     ("reference", "why"),
     [
@@ -110,7 +119,7 @@ def try_all(env: Any) -> None:
         ("gymnasium:Pendulum-v1", "its actions are a Box"),
         (
             "textarena:Sudoku-v0",
-            r"textarena: the Python package is missing.*longstride\[textarena\]",
+            r"textarena: the Python package is missing.*pip install textarena==",
         ),
     ],
 )

@@ -278,7 +278,7 @@ def test_example_is_sound_by_its_own_words(repository: Path) -> None:
         ("command: [b]\ntimeout: 3", "timeout"),
         ("command: [b]\nmax_turns: many", "max_turns"),
         ("command: [b", "expected"),
-        ("command: [b]", r"mcp: the Python package is missing.*longstride\[mcp\]"),
+        ("command: [b]", r"mcp: the Python package is missing.*pip install jsonschema 'mcp>=2\.3"),
     ],
 )
 def test_a_server_that_cannot_be_is_refused_by_name(text: str, why: str, tmp_path: Path) -> None:
