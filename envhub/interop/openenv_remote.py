@@ -12,7 +12,7 @@ import aiohttp
 from common.config.envs import RemoteOptions
 from envhub.env import EnvSpec, Isolation, StepResult, Style, SubsetSpec, action_text, parse_item
 from envhub.interop.openenv_offer import Offer, instruction_of, look_at
-from envhub.interop.openenv_socket import CLOSE_S, RETRY_S, OpenEnvFailure, Socket, bare
+from envhub.interop.openenv_socket import CLOSE_S, NOT_THERE, RETRY_S, OpenEnvFailure, Socket, bare
 from envhub.interop.texts import (
     BadAction,
     RewardRule,
@@ -194,7 +194,7 @@ class Server:
     async def begin(self, wanted: dict[str, Any]) -> tuple[Socket, dict[str, Any]]:
         """Return the socket of a new episode, and its first observation's data.
 
-        A server without a free session is asked again, as long as an answer may take.
+        One without a free session, or that starts again, is asked as long as an answer may take.
 
         Raises: OpenEnvFailure.
         """
@@ -207,7 +207,7 @@ class Server:
                     try:
                         return await self._reset(self._session, wanted)
                     except OpenEnvFailure as error:
-                        if error.code != "CAPACITY_REACHED":
+                        if error.code not in ("CAPACITY_REACHED", NOT_THERE):
                             raise
                         full = error
                     await asyncio.sleep(RETRY_S)

@@ -16,7 +16,8 @@ from envhub.env import EnvFailure
 ASK_S = 10.0  # for what a server says of itself
 MAX_FRAME_BYTES = 16 << 20
 CLOSE_S = 1.0  # for a server to close a socket, and once more for it to say so
-RETRY_S = 0.25  # between two tries for a session of a server that has none free
+RETRY_S = 0.25  # between two tries for a session of a server that has none free, or is not there
+NOT_THERE = "NOT_THERE"  # the code of a failure: nobody listens, as while a server starts again
 
 
 class OpenEnvFailure(EnvFailure):
@@ -91,7 +92,9 @@ class Socket:
             )
         except (aiohttp.ClientError, OSError) as error:
             reason = str(error) or type(error).__name__
-            raise OpenEnvFailure(f"OpenEnv server {bare(url)}: no socket: {reason}") from error
+            is_refusal = isinstance(error, aiohttp.ClientResponseError)
+            text = f"OpenEnv server {bare(url)}: no socket: {reason}"
+            raise OpenEnvFailure(text, code="" if is_refusal else NOT_THERE) from error
         return cls(socket, url)
 
     async def ask(self, frame: dict[str, Any], what: str, *, timeout_s: float) -> dict[str, Any]:

@@ -24,9 +24,9 @@ DIRECT: dict[str, Any] = {
 
 
 @contextmanager
-def serve_app(app: Any, **more: Any) -> Iterator[str]:
-    """Serve an application on a free port of loopback and yield its URL."""
-    listener = socket.create_server(("127.0.0.1", 0))
+def serve_app(app: Any, *, at: int = 0, **more: Any) -> Iterator[str]:
+    """Serve an application on a port of loopback, 0: a free one, and yield its URL."""
+    listener = socket.create_server(("127.0.0.1", at))
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, **more))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()

@@ -33,9 +33,8 @@ with GenericEnvClient(base_url=url).sync() as env:
 """
 
 
-@contextlib.contextmanager
-def echo_server(folder: Path) -> Iterator[str]:
-    """Yield the URL of the echo environment that the package's own `init` writes."""
+def echo_command(folder: Path) -> tuple[list[str], str]:
+    """Write the echo environment of the package's own `init`; return what serves it, and where."""
     python = python_with(OPENENV)
     quiet: dict[str, Any] = {"check": True, "stdout": subprocess.DEVNULL}
     command = [python, "-m", "openenv.cli", "init", "echo_env", "--output-dir", str(folder)]
@@ -44,10 +43,15 @@ def echo_server(folder: Path) -> Iterator[str]:
     app.write_text(app.read_text().replace("max_concurrent_envs=1,", "max_concurrent_envs=16,"))
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [python, "-m", "uvicorn", "echo_env.server.app:app", "--port", str(port)]
+    served = [python, "-m", "uvicorn", "echo_env.server.app:app", "--port", str(port)]
+    return served, f"http://127.0.0.1:{port}"
+
+
+@contextlib.contextmanager
+def listening(command: list[str], folder: Path, url: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Yield a server that answers."""
     server = subprocess.Popen(command, cwd=folder, stderr=subprocess.DEVNULL)
     try:
-        url = f"http://127.0.0.1:{port}"
         deadline_s = time.monotonic() + 60.0
         while True:
             with contextlib.suppress(httpx.TransportError):
@@ -56,10 +60,18 @@ def echo_server(folder: Path) -> Iterator[str]:
             assert time.monotonic() < deadline_s
             assert server.poll() is None
             time.sleep(0.1)
-        yield url
+        yield server
     finally:
         server.terminate()
         server.wait(timeout=20)
+
+
+@contextlib.contextmanager
+def echo_server(folder: Path) -> Iterator[str]:
+    """Yield the URL of the echo environment."""
+    command, url = echo_command(folder)
+    with listening(command, folder, url):
+        yield url
 
 
 @pytest.mark.slow

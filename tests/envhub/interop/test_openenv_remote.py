@@ -4,6 +4,7 @@ import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import httpx
@@ -150,6 +151,34 @@ def test_a_server_that_closes_in_the_middle_is_named_counted_and_leaves_nothing(
                 assert client.post(f"{path}/step", json={"action": "on", "seq": 3}).is_client_error
             health = client.get("/healthz").json()
             assert (health["num_failed"], health["num_sessions"]) == (2, 0)
+
+
+def test_a_server_that_starts_again_is_waited_for_as_long_as_an_answer_may_take() -> None:
+    async def on(ws: WebSocket, _: dict[str, Any]) -> None:
+        await reply(ws, {"text": "on"})
+
+    with serve_app(server_of(on)) as url:
+        remote = RemoteOptions(url=url, dialect="openenv", timeout_s=20.0)
+        waits, gives_up = (make_spec(replace(remote, timeout_s=s)) for s in (20.0, 0.5))
+
+    async def play() -> str:
+        try:
+            with pytest.raises(OpenEnvFailure, match=rf"OpenEnv server {url}: no socket: "):
+                await made(gives_up).reset("all-train-3", 0)
+            env = made(waits)
+            begun = asyncio.create_task(env.reset("all-train-3", 0))
+            await asyncio.sleep(0.5)
+            assert not begun.done()
+            with serve_app(server_of(on), at=int(url.rpartition(":")[2])):
+                first = await begun
+                await env.close()
+            return first
+        finally:
+            for spec in (waits, gives_up):
+                assert spec.stop is not None
+                await spec.stop()
+
+    assert asyncio.run(play()) == "reset {'seed': 3}"
 
 
 def test_pings_are_answered_while_the_policy_generates() -> None:
