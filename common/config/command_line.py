@@ -34,8 +34,8 @@ STUDIES = (
     *("algorithms", "recipes", "credit", "context", "staleness", "curriculum", "horizon", "peer"),
 )
 SUITES = (
-    "envhub, soak, solve, learner, scheduler, transport, weights, tail, actor, agents, end2end,"
-    " chaos, chaos-short, chaos-long, hostile, soak-run, soak-run-long, verdict, dashboard, gpu, "
+    "envhub, echo, soak, solve, learner, scheduler, transport, weights, tail, actor, agents,"
+    " end2end, chaos, chaos-short, chaos-long, hostile, soak-run, soak-run-long, verdict, dashboard, gpu, "
 ) + ", ".join(STUDIES)
 
 

@@ -1,6 +1,7 @@
 """What any Python server is bounded by: `python -m envhub.bench.echo PORT` echoes bodies.
 
 The hub's loop and parser (uvloop, httptools), and nothing else: no routes, no token, no limits.
+It is told of bodies and ends of messages alone; what else the parser finds it does not look at.
 """
 
 import asyncio
