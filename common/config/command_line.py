@@ -35,7 +35,8 @@ STUDIES = (
 )
 SUITES = (
     "envhub, echo, soak, solve, learner, scheduler, transport, weights, tail, actor, agents,"
-    " end2end, chaos, chaos-short, chaos-long, hostile, soak-run, soak-run-long, verdict, dashboard, gpu, "
+    " end2end, chaos, chaos-short, chaos-long, hostile, soak-run, soak-run-long, verdict,"
+    " dashboard, gpu, "
 ) + ", ".join(STUDIES)
 
 
