@@ -29,7 +29,6 @@ ALLOWED = {  # file:function -> why no deadline of its own is needed
     "common/join/enrol.py:": "polled before with a deadline",
     "common/wire/collective.py:": "Broadcast.wait has the deadline of its group",
     "common/wire/following_dealer.py:": "polled before with a deadline; a send that is done",
-    "common/launch/ray/jobs.py:_command": "whoever waits for the task cancels it by force",
     "common/store/upkeep.py:_next": "rest until there is work; its own thread",
     "common/wire/rendezvous/client.py:_exchange": "the socket has its own, RCVTIMEO",
     "common/wire/transfer/buckets.py:": "a channel's transfers have the deadline of their group",

@@ -326,7 +326,7 @@ class RaySection:
     actor_cpus: float = knob(1.0, "CPUs that an actor takes of a node", gt=0, le=10_000)
     envhub_cpus: float = knob(1.0, "CPUs that the hub takes of a node", gt=0, le=10_000)
     place_timeout_s: float = seconds(
-        300.0, "seconds for a node to have room for learner and hub; actors wait on", gt=0
+        300.0, "seconds for room for learner and hub, or a run of a study; actors wait on", gt=0
     )
 
 

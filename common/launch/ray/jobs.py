@@ -5,60 +5,117 @@
 # pyright: reportUnknownArgumentType=false, reportUntypedFunctionDecorator=false
 
 import glob
-import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import ray
 from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from common.errors import LongstrideError
+from common.launch.guardian import Guardian
+from common.launch.process import ChildProcess, describe_exit
 from common.repository import ROOT
 
 LOOK_S = 0.5
 HERE = "{here}"  # in an argument: the folder of the task, which goes at its end
-TAIL_CHARS = 2000
 
 
 @ray.remote(max_retries=2)
 def _command(argv: list[str], keep: str) -> tuple[int, str, dict[str, str]]:
-    """Run it where this task is; return its exit code, its last words and the files to keep."""
-    with tempfile.TemporaryDirectory(prefix="longstride-job-") as here:
+    """Run it where this task is, and no longer; return exit code, last words, files to keep."""
+    with (
+        tempfile.TemporaryDirectory(prefix="longstride-job-") as here,
+        closing(Guardian()) as guardian,  # a task that is cancelled is killed
+    ):
         told = [sys.executable, *(each.replace(HERE, here) for each in argv)]
-        done = subprocess.run(
-            told, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
-        )
+        log = Path(here) / "job.log"
+        child = ChildProcess("job", told, log_path=log, cwd=ROOT, guardian=guardian)
+        while not child.has_ended_by(time.monotonic() + LOOK_S):
+            pass
+        last = " / ".join(child.log_tail(max_lines=3))
+        child.clear_away()
         found = {
             Path(name).name: Path(name).read_text(encoding="utf-8")
             for name in glob.glob(str(Path(here) / keep))
         }
-        return done.returncode, done.stdout[-TAIL_CHARS:], found
+        return child.poll() or 0, last, found
 
 
-def perform(argv: Sequence[str], *, keep: str, stop: threading.Event) -> dict[str, str]:
-    """Run `run.py ...` on a node with a free CPU; return the files it left, name to text.
+class Jobs:
+    """Runs commands on a cluster, from several threads at once, each on a node with a free CPU.
 
-    Every node has this project at the same place, as its roles need it. A task whose node dies is
-    tried on another one.
-
-    Args:
-        argv: "{here}" in it is a folder of the task's own, for results.
-        keep: which files of that folder come back, as a pattern.
-
-    Raises: LongstrideError: it failed and left nothing, or `stop` was set.
+    Example:
+        One CPU, two commands: the second waits as long as the first one runs. When that has ended
+        and somebody else takes its CPU, the second fails after `place_timeout_s`.
     """
-    task = _command.options(num_cpus=1).remote([*argv], keep)
-    try:
-        while not ray.wait([task], timeout=LOOK_S)[0]:
-            if stop.is_set():
-                ray.cancel(task, force=True)
-                raise LongstrideError("stopped")
-        code, last, found = ray.get(task)
-    except RayError as error:
-        raise LongstrideError(f"on Ray: {str(error).splitlines()[0]}") from error
-    if code and not found:
-        raise LongstrideError(f"on Ray, exit code {code}: {' / '.join(last.splitlines()[-3:])}")
-    return found
+
+    def __init__(self, *, stop: threading.Event, place_timeout_s: float) -> None:
+        """Start nothing yet; `stop` ends whatever is under way."""
+        self._stop, self._place_timeout_s = stop, place_timeout_s
+        self._running: set[PlacementGroup] = set()
+
+    def perform(self, argv: Sequence[str], *, keep: str, timeout_s: float) -> dict[str, str]:
+        """Run `run.py ...` where there is room; return the files it left, name to text.
+
+        Every node has this project at the same place, as its roles need it. A task whose node dies
+        is tried on another one.
+
+        Args:
+            argv: "{here}" in it is a folder of the task's own, for results.
+            keep: which files of that folder come back, as a pattern.
+            timeout_s: for the command, once it has room.
+
+        Raises: LongstrideError: it found no room, failed and left nothing, was not in time, or
+            `stop` was set.
+        """
+        group = placement_group([{"CPU": 1.0}])
+        try:
+            self._await_room(group)
+            self._running.add(group)
+            seat = PlacementGroupSchedulingStrategy(group, 0)
+            task = _command.options(num_cpus=1, scheduling_strategy=seat).remote([*argv], keep)
+            code, last, found = self._result(task, timeout_s=timeout_s)
+        except RayError as error:
+            raise LongstrideError(f"on Ray: {str(error).splitlines()[0]}") from error
+        finally:
+            self._running.discard(group)
+            remove_placement_group(group)
+        if code and not found:
+            raise LongstrideError(f"on Ray, {describe_exit(code)}: {last}")
+        return found
+
+    def _await_room(self, group: PlacementGroup) -> None:
+        since = time.monotonic()
+        while not group.wait(LOOK_S):
+            self._check_stop()
+            if self._running:  # who takes the room is one of ours
+                since = time.monotonic()
+            if time.monotonic() - since > self._place_timeout_s:
+                raise LongstrideError(
+                    f"on Ray, no node has had a free CPU for {self._place_timeout_s:g} s"
+                    " (ray.place_timeout_s)"
+                )
+
+    def _result(self, task: Any, *, timeout_s: float) -> tuple[int, str, dict[str, str]]:
+        deadline = time.monotonic() + timeout_s
+        try:
+            while not ray.wait([task], timeout=LOOK_S)[0]:
+                self._check_stop()
+                if time.monotonic() > deadline:
+                    raise LongstrideError(f"on Ray, not done within {timeout_s:g} s")
+        except LongstrideError:
+            ray.cancel(task, force=True)
+            raise
+        return ray.get(task, timeout=LOOK_S)
+
+    def _check_stop(self) -> None:
+        if self._stop.is_set():
+            raise LongstrideError("stopped")

@@ -83,7 +83,8 @@ def make_queue(name: str, cfg: RunConfig, overrides: Sequence[str], *, root: Pat
     study = read_study(name, cfg.study, overrides)
     size = "" if cfg.study.size == 1 else f"-x{cfg.study.size:g}"
     folder = root / cfg.run.dir / (cfg.study.folder or f"study-{name}{size}")
-    return Queue(study=study, folder=folder, section=cfg.study)
+    timeout_s = cfg.ray.place_timeout_s
+    return Queue(study=study, folder=folder, section=cfg.study, place_timeout_s=timeout_s)
 
 
 def plan_text(queue: Queue) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from common.bench.real_run import check_end, running
@@ -51,6 +52,7 @@ class Queue:
     study: Study
     folder: Path
     section: StudySection
+    place_timeout_s: float = 300.0  # for a run to find room on a Ray cluster
     perform: dict[Does, Perform] = field(default_factory=dict[Does, Perform])
     failed: dict[str, str] = field(default_factory=dict[str, str])  # run -> why
     stop: threading.Event = field(default_factory=threading.Event)
@@ -122,7 +124,10 @@ class Queue:
 
     def _worker(self) -> Callable[[list[Run]], None]:
         if self.section.on_ray:
-            return self._on_ray
+            from common.launch.ray.jobs import Jobs  # Ray takes seconds to import
+
+            jobs = Jobs(stop=self.stop, place_timeout_s=self.place_timeout_s)
+            return partial(self._on_ray, jobs.perform)
         is_alone = self.section.workers == 1
         is_in_process = all(arm.does is Does.IN_PROCESS for arm in self.study.arms)
         return self._beside if is_in_process and not is_alone else self._here
@@ -219,6 +224,9 @@ class Queue:
             *(f"run.dir={run_dir}", *self.study.given),
         ]
 
+    def _limit_s(self, chunk: Sequence[Run]) -> float:
+        return RUN_S * len(chunk) * max(1.0, self.study.size)
+
     def _beside(self, chunk: list[Run]) -> None:
         """Make a chunk in a process of its own, which ends with this one."""
         name = f"{chunk[0].arm.chunk or chunk[0].arm.name}-seed{chunk[0].seed}"
@@ -230,16 +238,15 @@ class Queue:
         with closing(Guardian()) as guardian:
             child = ChildProcess(name, argv, log_path=log, cwd=ROOT, env=threads, guardian=guardian)
             try:
-                self.await_end(child, timeout_s=RUN_S * len(chunk) * max(1.0, self.study.size))
+                self.await_end(child, timeout_s=self._limit_s(chunk))
             finally:
                 child.stop(timeout_s=STOP_S)
 
-    def _on_ray(self, chunk: list[Run]) -> None:
+    def _on_ray(self, perform: Callable[..., dict[str, str]], chunk: list[Run]) -> None:
         """Make a chunk on a node that Ray chooses; its results come back as text."""
-        from common.launch.ray.jobs import perform  # Ray takes seconds to import
-
         argv = self.command(chunk, folder="results", run_dir="{here}")
-        for name, text in perform(argv, keep="results/*.json", stop=self.stop).items():
+        told = {"keep": "results/*.json", "timeout_s": self._limit_s(chunk)}
+        for name, text in perform(argv, **told).items():
             write_atomically(self.folder / name, text)
         if missing := [run.name for run in chunk if not self.path_of(run.name).exists()]:
             raise LongstrideError(f"on Ray, no result of {', '.join(missing)}")
