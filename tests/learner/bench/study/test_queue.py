@@ -123,7 +123,7 @@ def test_unknown_run_and_broken_result_are_named(tmp_path: Path) -> None:
 
 
 def test_larger_study_multiplies_what_counts_steps_and_nothing_else() -> None:
-    study = read_study("horizon", StudySection(size=2.5, num_seeds=2))
+    study = read_study("horizon", StudySection(size=5, num_seeds=2))
     run = next(run for run in study.runs() if run.arm.name == "gated")
     assert len(study.seeds) == 2
     assert {"train.num_steps=100", "eval.every_steps=25"} <= {*run.overrides}
