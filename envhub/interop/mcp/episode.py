@@ -1,10 +1,11 @@
 """An episode on a server of MCP tools."""
 
+import asyncio
 import hashlib
 import json
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from envhub.env import StepResult, SubsetSpec, action_text, parse_item
@@ -34,6 +35,7 @@ class Tasks:
     tools: Mapping[str, dict[str, Any]]  # of the agent, by name
     pays: bool  # whether the tool that ends an episode is the server's, and its result the reward
     shared: list[Link]  # the one connection of all sessions, where an argument tells them apart
+    connecting: asyncio.Lock = field(default_factory=asyncio.Lock)  # it is made by one of them
 
 
 class McpEpisode:
@@ -161,12 +163,13 @@ class McpEpisode:
         if not self._options.session:
             return await Link.open(self._options)
         shared = self._tasks.shared
-        for lost in [link for link in shared if link.is_lost]:
-            shared.remove(lost)
-            await lost.close()
-        if not shared:
-            shared.append(await Link.open(self._options))
-        return shared[-1]
+        async with self._tasks.connecting:
+            for lost in [link for link in shared if link.is_lost]:
+                shared.remove(lost)
+                await lost.close()
+            if not shared:
+                shared.append(await Link.open(self._options))
+            return shared[-1]
 
     def _parse(self, action: str) -> tuple[str, dict[str, Any]]:
         """Return the tool that a text calls, and its arguments. Raises: BadAction."""
