@@ -38,7 +38,7 @@ def echo_command(folder: Path) -> tuple[list[str], str]:
     python = python_with(OPENENV)
     quiet: dict[str, Any] = {"check": True, "stdout": subprocess.DEVNULL}
     command = [python, "-m", "openenv.cli", "init", "echo_env", "--output-dir", str(folder)]
-    subprocess.run(command, timeout=60, stderr=subprocess.DEVNULL, **quiet)
+    subprocess.run(command, timeout=240, stderr=subprocess.DEVNULL, **quiet)
     app = folder / "echo_env" / "server" / "app.py"
     app.write_text(app.read_text().replace("max_concurrent_envs=1,", "max_concurrent_envs=16,"))
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -52,7 +52,7 @@ def listening(command: list[str], folder: Path, url: str) -> Iterator[subprocess
     """Yield a server that answers."""
     server = subprocess.Popen(command, cwd=folder, stderr=subprocess.DEVNULL)
     try:
-        deadline_s = time.monotonic() + 60.0
+        deadline_s = time.monotonic() + 180.0
         while True:
             with contextlib.suppress(httpx.TransportError):
                 httpx.get(f"{url}/health", **DIRECT)

@@ -1,0 +1,63 @@
+"""Laws of servers of others that are killed in the middle of training: a real OpenEnv server."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from common.store.journal import read_journal
+from common.wire.messages import EndReason, Trajectory
+from tests.end_to_end.runs import Run, balances
+from tests.envhub.interop.test_openenv_package import echo_command, listening
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+AT_ONCE = 16  # episodes of the smoke run
+DOWN_S = 4.0
+STEP_S = 0.2  # so that there are always episodes in the middle
+
+
+def ended(run: Run, name: str) -> None:
+    """See a run to its end: what failed has failed by the server's name, and is not much."""
+    assert run.wait() == 0, run.output[-3_000:]
+    assert run.left_over() == []
+    ledger = run.read("ledger.json")
+    assert balances(ledger)
+    assert (ledger["version"], ledger["in_flight"]) == (4, 0)
+    failed = failures(run)
+    assert 1 <= ledger["failed"] == len(failed) <= 2 * AT_ONCE
+    assert {each.end_reason for each in failed} == {EndReason.ENV_ERROR}
+    assert all(name in each.error and each.reward == 0 for each in failed), failed[0].error
+
+
+def failures(run: Run) -> list[Trajectory]:
+    played = [each for _, each in read_journal(run.root / "journal")]
+    return [each for each in played if each.end_reason.is_infrastructure_failure]
+
+
+def at_step(run: Run, num: int, is_busy: Callable[[], bool]) -> None:
+    """Wait until so many steps are made and the server is in the middle of episodes."""
+    run.wait_until(lambda: len(run.metrics()) >= num and is_busy())
+
+
+def test_openenv_server_killed_in_training_fails_what_it_held_and_is_waited_for(
+    tmp_path: Path,
+) -> None:
+    command, url = echo_command(tmp_path)
+    environment = tmp_path / "echo_env" / "server" / "echo_env_environment.py"
+    begins = "        self._state.step_count += 1\n"
+    slow = f"        __import__('time').sleep({STEP_S})\n"
+    environment.write_text(environment.read_text().replace(begins, begins + slow))
+    where = ["env.dialect=openenv", f"env.url={url}", "tasks=[{env: openenv, subset: all}]"]
+    told = ["env.observation_field=echoed_message", "train.num_steps=4", "eval.num_items=2"]
+    with listening(command, tmp_path, url) as server:
+        run = Run(tmp_path, *where, *told)
+        with run:
+            held = psutil.Process(server.pid)
+            at_step(run, 1, lambda: len(held.net_connections()) > AT_ONCE // 2)
+            server.kill()
+            time.sleep(DOWN_S)
+            with listening(command, tmp_path, url):
+                ended(run, f"OpenEnv server {url}")
