@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
+from actor.play.branched import play_in_branches
 from actor.rollout.env_client import Environments, HubClient
 from actor.rollout.episode import first_text
 from actor.rollout.scripted import ScriptedPolicy, ScriptedRender
@@ -33,7 +34,8 @@ def demonstrate(cfg: RunConfig, url: str, token: str, path: Path) -> None:
 
     A share `sft.random_frac` is uniform valid play, the rest is the expert on
     `sft.expert_subsets` (all tasks if empty); random play is on the other subsets, so that the
-    policy knows all actions but is good at the chosen tasks only. By the tasks' weights.
+    policy knows all actions but is good at the chosen tasks only. By the tasks' weights. With
+    `actor.context=fold|subagent` both work in branches, and each segment is a record.
 
     Raises:
         ConfigError: a subset that the hub does not have, or none to show; or what they would show
@@ -46,20 +48,26 @@ def demonstrate(cfg: RunConfig, url: str, token: str, path: Path) -> None:
             " template's calls; show them with plain or react"
         )
     played = asyncio.run(_play_all(cfg, url, token))
-    records = [record for record, _ in played]
+    records = [record for own, _ in played for record in own]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     num_solved = sum(is_solved for _, is_solved in played)
-    logger.info("demonstrations episodes=%d solved=%d file=%s", len(records), num_solved, path)
+    logger.info("demonstrations episodes=%d solved=%d file=%s", len(played), num_solved, path)
 
 
-async def _play_all(cfg: RunConfig, url: str, token: str) -> list[tuple[dict[str, Any], bool]]:
+Played = tuple[list[dict[str, Any]], bool]  # its segments, and whether it was solved
+
+
+async def _play_all(cfg: RunConfig, url: str, token: str) -> list[Played]:
     slots, numbers = asyncio.Semaphore(CONCURRENCY), itertools.count(1)
     num_plans = cfg.sft.num_demonstrations
 
-    async def one(plan: PlannedEpisode, environments: Environments) -> tuple[dict[str, Any], bool]:
+    async def one(plan: PlannedEpisode, environments: Environments) -> Played:
         async with slots:
-            played = await _play(environments, plan, cfg.actor.format)
+            if cfg.actor.has_branches:
+                played = await play_in_branches(environments, plan, cfg.actor)
+            else:
+                played = await _play(environments, plan, cfg.actor.format)
         if (number := next(numbers)) % max(1, num_plans // NUM_TOLD) == 0:
             logger.info("played episodes=%d of=%d", number, num_plans)
         return played
@@ -106,9 +114,7 @@ def _plans(cfg: RunConfig, catalogue: dict[str, Any]) -> Iterator[PlannedEpisode
         )
 
 
-async def _play(
-    environments: Environments, plan: PlannedEpisode, kind: AgentFormat
-) -> tuple[dict[str, Any], bool]:
+async def _play(environments: Environments, plan: PlannedEpisode, kind: AgentFormat) -> Played:
     """Return the episode as AgentGym writes it down, and whether it was solved."""
     render = ScriptedRender()
     policy = ScriptedPolicy(plan.policy, seed=plan.episode_id, render=render)
@@ -138,4 +144,4 @@ async def _play(
             break
         messages.append({"from": "human", "loss": None, "value": result.observation})
     await session.close()
-    return {"conversations": messages, "item_id": plan.item_id, "reward": reward}, is_solved
+    return [{"conversations": messages, "item_id": plan.item_id, "reward": reward}], is_solved

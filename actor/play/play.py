@@ -85,7 +85,7 @@ async def _play_patiently(
     plan: PlannedEpisode, environments: Environments, job: Job, player: Player
 ) -> Trajectory:
     for attempt in range(job.max_attempts):
-        lease = _lease(plan, attempt=attempt, deadline_s=job.episode_timeout_s)
+        lease = lease_of(plan, attempt=attempt, deadline_s=job.episode_timeout_s)
         trajectory = await _play_once(lease, plan, environments, player)
         if not trajectory.end_reason.is_infrastructure_failure:
             break
@@ -121,7 +121,7 @@ async def _play_once(
     )
 
 
-def _lease(plan: PlannedEpisode, *, attempt: int, deadline_s: float) -> Lease:
+def lease_of(plan: PlannedEpisode, *, attempt: int, deadline_s: float) -> Lease:
     """Return the lease that an episode wants, as a scheduler would have granted it."""
     return Lease(
         **asdict(plan),

@@ -1,0 +1,122 @@
+"""Demonstrations that work in branches, for a policy that is to begin and end its own.
+
+The player of an episode (`actor.rollout.scripted`) begins a branch wherever it is in none, acts in
+it for half of `actor.branch_turns`, so that whoever learns it may lose turns, and returns. A call
+names the action that comes next, a return the latest one: the form of a branch, and no advice.
+"""
+
+from typing import Any
+
+from actor.play.play import lease_of
+from actor.rollout.context import Turn
+from actor.rollout.env_client import Environments
+from actor.rollout.episode import Session, run_episode
+from actor.rollout.folding import CALL, RETURN
+from actor.rollout.scripted import ScriptedPolicy, ScriptedRender
+from common.agent_formats import in_react
+from common.config.evaluation import AgentFormat, AgentOptions
+from common.errors import ConfigError, EnvError
+from common.segments import as_rows
+from common.wire.planned import PlannedEpisode
+
+NO_END = 10**6  # tokens: whoever learns from the episode has room for its segments, or cuts them
+DEADLINE_S = 600.0
+
+
+class MessageRender(ScriptedRender):
+    """Makes one token of each message, so that the tokens of a segment tell its conversation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._observed: set[int] = set()
+
+    def first_prompt(self, text: str, *, before: tuple[str, str] | None = None) -> list[int]:
+        if before is None:
+            return self._observe(text)
+        return [*self._observe(before[0]), *self.add(before[1]), *self._observe(text)]
+
+    def after_action(self, observation: str, *, is_stopped: bool) -> list[int]:
+        return self._observe(observation)
+
+    def after_turn(self, text: str, *, is_stopped: bool) -> list[int]:
+        return self._observe(text)
+
+    def _observe(self, text: str) -> list[int]:
+        ids = self.add(text)
+        self._observed.update(ids)
+        return ids
+
+    def message(self, token_id: int, *, is_learnt: bool) -> dict[str, Any]:
+        """Return a message as AgentGym writes it down."""
+        text = self.action_text([token_id])
+        if token_id in self._observed:
+            return {"from": "human", "loss": None, "value": text}
+        return {"from": "gpt", "loss": is_learnt, "value": text}
+
+
+class BranchingPolicy:
+    """Plays as a scripted policy does, in branches of so many turns."""
+
+    def __init__(
+        self, policy: ScriptedPolicy, render: ScriptedRender, *, turns: int, form: AgentFormat
+    ) -> None:
+        """`form` is that of actions; what opens and closes a branch has its own."""
+        self._policy, self._render = policy, render
+        self._turns, self._form = turns, form
+        self._next: Turn | None = None  # which the call named
+        self._latest = ""
+        self._num_left = -1  # -1: in no branch
+
+    async def act(self, ids: list[int], session: Session) -> Turn:
+        """Return the next action, or what opens or closes a branch. Raises: EnvError."""
+        if self._num_left == 0:
+            self._num_left = -1
+            return self._said(f"<{RETURN}>{self._latest}</{RETURN}>")
+        taken = self._next or await self._policy.act(ids, session)
+        text = self._render.action_text(taken.token_ids)
+        if self._num_left < 0:
+            self._next, self._num_left = taken, self._turns
+            return self._said(f"<{CALL}>{text}</{CALL}>")
+        self._next, self._latest = None, text
+        self._num_left -= 1
+        return self._said(in_react(text) if self._form is AgentFormat.REACT else text)
+
+    def _said(self, text: str) -> Turn:
+        return Turn(self._render.add(text), logprobs=[0.0], versions=[-1])
+
+
+async def play_in_branches(
+    environments: Environments, plan: PlannedEpisode, options: AgentOptions
+) -> tuple[list[dict[str, Any]], bool]:
+    """Return an episode's segments as AgentGym writes conversations, and whether it was solved.
+
+    Raises: ConfigError: a branch has no turn to lose; EnvError: the hub failed.
+    """
+    turns = options.branch_turns // 2
+    if not turns:
+        raise ConfigError("actor.branch_turns=1: a branch that is demonstrated needs 2 at least")
+    render = MessageRender()
+    scripted = ScriptedPolicy(plan.policy, seed=plan.episode_id, render=render)
+    policy = BranchingPolicy(scripted, render, turns=turns, form=options.format)
+    played = await run_episode(
+        lease_of(plan, attempt=0, deadline_s=DEADLINE_S),
+        open_session=lambda: environments.open(plan.env, plan.item_id, seed=plan.seed),
+        act=policy.act,
+        render=render,
+        instruction=environments.instruction(plan.env),
+        acknowledgement=environments.acknowledgement(plan.env),
+        max_tokens=NO_END,
+        turn_tokens=1,
+        actor="demonstration",
+        options=options,
+    )
+    if played.end_reason.is_infrastructure_failure:
+        raise EnvError(f"{plan.item_id}: {played.end_reason.value}: {played.error}")
+    records: list[dict[str, Any]] = []
+    for row in as_rows(played):
+        tokens = zip(row.token_ids.tolist(), row.loss_mask.tolist(), strict=True)
+        messages = [render.message(token, is_learnt=learnt) for token, learnt in tokens]
+        records.append(
+            {"conversations": messages, "item_id": plan.item_id, "reward": played.reward}
+        )
+    return records, played.is_success

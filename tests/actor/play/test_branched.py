@@ -1,0 +1,93 @@
+"""Laws of demonstrations in branches: what they show is what a policy would be shown."""
+
+import asyncio
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+
+from actor.play.branched import play_in_branches
+from actor.rollout.env_client import Environments, StepResult
+from common.config.evaluation import AgentFormat, AgentOptions, ContextKind
+from common.errors import ConfigError, EnvError
+from common.wire.messages import PolicyKind
+from common.wire.planned import PlannedEpisode
+from tests.actor.rollout.playing import Count, go_on
+
+PLAN = PlannedEpisode(
+    episode_id="0/0", env="toy", item_id="toy-train-0", seed=0, horizon=9, policy=PolicyKind.EXPERT
+)
+SEEN = ["one", "two", "three", "four"]
+CALL, RETURN = "<branch>jump</branch>", "<return>jump</return>"
+OPENED, CLOSED = "[the branch begins]", "[turns of the branch are left out here]"
+
+
+class Toys:
+    """Environments of one toy, whose expert jumps."""
+
+    def __init__(self, answers: list[Any], acknowledgement: str = "") -> None:
+        self._answers, self._acknowledgement = answers, acknowledgement
+
+    def instruction(self, env: str) -> str:
+        return "Jump."
+
+    def acknowledgement(self, env: str) -> str:
+        return self._acknowledgement
+
+    async def open(self, env: str, item_id: str, *, seed: int) -> Count:
+        return Count(self._answers)
+
+
+def answers() -> list[StepResult]:
+    seen = [replace(go_on(), observation=text) for text in SEEN]
+    return [*seen, go_on(reward=1.0, done=True)]
+
+
+def shown(
+    kind: ContextKind, answers: list[Any], acknowledgement: str = "", **told: Any
+) -> tuple[list[list[tuple[str, Any]]], bool]:
+    """Return (text, whether it is learnt; None: not the agent's) of each record's messages."""
+    options = AgentOptions(context=kind, branch_instruction="!", branch_turns=4)
+    toys = cast(Environments, Toys(answers, acknowledgement))
+    made, is_solved = asyncio.run(play_in_branches(toys, PLAN, replace(options, **told)))
+    assert {each["item_id"] for each in made} == {"toy-train-0"}
+    rows = [each["conversations"] for each in made]
+    assert all((m["from"] == "human") == (m["loss"] is None) for row in rows for m in row)
+    return [[(m["value"], m["loss"]) for m in row] for row in rows], is_solved
+
+
+def test_a_branch_of_fold_has_half_of_its_turns_and_leaves_what_it_returned() -> None:
+    rows, is_solved = shown(ContextKind.FOLD, answers())
+    first, jump = ("Jump.\n\nfirst!", None), ("jump", True)
+    opened, left = [(CALL, True), (OPENED, None)], [(CALL, False), (CLOSED, None), (RETURN, False)]
+    returned = [("four", None), (RETURN, True)]
+    assert rows == [
+        [first, *opened, jump, ("one", None), jump, ("two", None), (RETURN, True)],
+        [first, *left, ("two", None), *opened, jump, ("three", None), jump, *returned],
+        [first, *left, ("two", None), *left, ("four", None), *opened, jump],
+    ]
+    assert is_solved
+
+
+def test_a_branch_of_a_subagent_shows_the_first_message_the_call_and_what_is_seen() -> None:
+    rows, _ = shown(ContextKind.SUBAGENT, answers())
+    told = [text for text, _ in rows[3]]
+    assert told[0].startswith("Jump.\n\nfirst")
+    assert told[1:] == [CALL, f"{OPENED}\ntwo", "jump", "three", "jump", "four", RETURN]
+    learnt = [text for row in rows for text, is_learnt in row if is_learnt]
+    assert learnt == [*[CALL, "jump", "jump", RETURN] * 2, CALL, "jump"]
+
+
+def test_actions_have_the_format_and_an_acknowledgement_stays_before_each_segment() -> None:
+    react = {"format": AgentFormat.REACT, "branch_turns": 2}
+    rows, _ = shown(ContextKind.FOLD, answers()[3:], "Yes.", **react)
+    assert [row[1] for row in rows] == [("Yes.", False)] * 2
+    assert rows[0][3][0] == CALL
+    assert rows[0][5][0].endswith("Action:\njump")
+
+
+def test_a_branch_that_could_lose_no_turn_and_a_failed_environment_are_errors() -> None:
+    with pytest.raises(ConfigError, match="branch_turns=1"):
+        shown(ContextKind.FOLD, answers(), branch_turns=1)
+    with pytest.raises(EnvError, match="toy-train-0: env_error: gone"):
+        shown(ContextKind.FOLD, [EnvError("gone")])
