@@ -12,6 +12,7 @@ import pytest
 from common.config.envs import EnvsSection, RemoteOptions
 from common.config.run_config import EnvhubSection
 from envhub import main
+from envhub.agentgym import serve
 from envhub.http import known_heads
 from envhub.http.known_heads import KnownHeads
 from envhub.http.limits import limited_protocol
@@ -159,3 +160,20 @@ def test_idle_heads_are_forgotten_before_they_fill_anything(
             step = request("/step", {"id": number, "action": "inventory"}, more=f"x-a: {i}\r\n")
             assert ask(connection, step)[0] == 200
             assert len(hub.known._heads) <= 3
+
+
+def test_a_response_that_was_made_before_is_one_that_would_be_made_again(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "MAX_KEPT", 3)
+    actions = ["get 7 oak log", "inventory", "craft 4 oak planks using 1 oak log"] * 3  # no test's
+    told: list[list[tuple[int, Any]]] = []
+    for most_bytes in (0, 1_024):  # made each time, and kept
+        monkeypatch.setattr(serve, "MAX_KEPT_BYTES", most_bytes)
+        with hub.connect() as connection:
+            numbers = [ask(connection, request("/create", {}))[1]["id"] for _ in range(2)]
+            steps = [{"id": number, "action": each} for each in actions for number in numbers]
+            told.append([ask(connection, request("/step", each)) for each in steps])
+            ask(connection, request("/close", {"id": numbers[0]}))
+    assert told[0] == told[1]
+    assert told[0][0::2] == told[0][1::2]
