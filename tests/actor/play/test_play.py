@@ -78,7 +78,13 @@ def played(
             journal=folder,
             **patience,
         )
-        asyncio.run(play(job, player))
+
+        async def to_the_end() -> None:
+            await play(job, player)
+            if agents is not None:
+                await agents.close()
+
+        asyncio.run(to_the_end())
     return [trajectory for _, trajectory in read_journal(folder)]
 
 
