@@ -144,6 +144,7 @@ def _add_catalogue_routes(
     @app.get("/healthz", tags=["hub"])
     async def healthz() -> Response:
         counts = {f"num_{name}": num for name, num in sorted(sessions.counts.items())}
+        counts["num_steps"] = sessions.num_steps
         status = "draining" if sessions.is_draining else "ok"
         num_workers = len(sessions.placement.workers())
         state = {"status": status, "num_sessions": len(sessions), "num_workers": num_workers}

@@ -31,7 +31,11 @@ LOOPBACK = "127.0.0.1"
 AUTO = "auto"
 # Read while Ray is imported: a cluster of its own listens on the loopback address only (the name is
 # that of its most common use), and does not kill what it takes for too large.
-OWN = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_memory_monitor_refresh_ms": "0"}
+OWN = {
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_memory_monitor_refresh_ms": "0",
+    "RAY_worker_niceness": "0",  # of 15, as Ray has it, roles starve beside any other program
+}
 
 
 def cluster_address(section: RaySection) -> str:

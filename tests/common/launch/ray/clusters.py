@@ -12,6 +12,7 @@ ENVIRONMENT = {  # read while Ray is imported, and by what it starts
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # the loopback address only
     "RAY_enable_worker_prestart": "0",
     "RAY_memory_monitor_refresh_ms": "0",
+    "RAY_worker_niceness": "0",  # 15 is its own: roles would wait for whatever else runs here
 }
 QUICK = {"health_check_period_ms": 300, "health_check_failure_threshold": 3}
 
