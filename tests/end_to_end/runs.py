@@ -49,7 +49,7 @@ class Run:
                 self.process.wait(15)
             except subprocess.TimeoutExpired:
                 self.process.kill()
-                self.process.wait()
+                self.process.wait(15)
         self._output.close()
         for left in self.left_over():
             os.kill(left, signal.SIGKILL)

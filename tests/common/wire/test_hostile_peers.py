@@ -286,7 +286,7 @@ def ends(child: subprocess.Popen[str]) -> bool:
         return False
     finally:
         child.kill()
-        child.wait()
+        child.wait(10)
 
 
 UNREAD = """

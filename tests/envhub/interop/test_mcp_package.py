@@ -183,6 +183,39 @@ def test_tools_on_pipes_are_played_in_both_revisions(
     assert second[1] == ["Wrong.", 0.0, True, True, False]
 
 
+MCP_TOGETHER = """
+import asyncio, sys
+from envhub.catalogue.registry import Registry
+from envhub.env import Style
+spec = Registry([sys.argv[1]]).spec("tools")
+async def play():
+    envs = [spec.make(Style.COMPACT) for _ in range(3)]
+    await asyncio.gather(*(env.reset("all-test-0", 0) for env in envs))
+    print([(await env.step(sys.argv[2])).observation for env in envs])
+    for env in envs:
+        await env.close()
+    await spec.stop()
+asyncio.run(play())
+"""
+
+
+@pytest.mark.slow
+def test_episodes_that_begin_at_once_share_the_server_of_their_sessions(
+    tmp_path: Path, repository: Path
+) -> None:
+    reference = described(tmp_path, session="session")
+    python = python_with(MCP, sees_ours=True)
+    done = subprocess.run(
+        [python, "-c", MCP_TOGETHER, reference, call("add", number=5)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd=repository,
+    )
+    told = [f"sum 5 of {number}" for number in (1, 2, 3)]
+    assert done.stdout.strip() == str(told), done.stderr[-2_000:]
+
+
 @pytest.mark.slow
 def test_session_is_an_argument_and_a_check_of_the_server_pays(
     tmp_path: Path, repository: Path
