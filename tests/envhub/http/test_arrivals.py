@@ -3,6 +3,9 @@
 import asyncio
 from typing import Any, cast
 
+import pytest
+
+from envhub.http import arrivals
 from envhub.http.arrivals import Arrivals
 from envhub.http.known_heads import KnownHeads
 
@@ -12,9 +15,11 @@ class Wire:
 
     def __init__(self) -> None:
         self.written: list[bytes] = []
-        self.is_aborted = False
+        self.is_aborted = self.is_closed = False
 
     def write(self, data: bytes) -> None:
+        if self.is_closed:
+            raise RuntimeError("the handle is closed")
         self.written.append(data)
 
     def abort(self) -> None:
@@ -44,7 +49,7 @@ class Known(KnownHeads):
         return request.upper() if request.startswith(b"k") else None
 
 
-def taken_in_one_turn(*come: tuple[Link, bytes]) -> list[Any]:
+def taken_in_one_turn(*come: tuple[Link, bytes], known: KnownHeads | None = None) -> list[Any]:
     """Return the failures that the loop was told of."""
     failures: list[Any] = []
 
@@ -52,13 +57,14 @@ def taken_in_one_turn(*come: tuple[Link, bytes]) -> list[Any]:
         asyncio.get_running_loop().set_exception_handler(
             lambda _, told: failures.append(told["exception"])
         )
-        arrivals = Arrivals(Known(None, {}))
-        arrivals.wake()
-        arrivals.come.extend(come)
+        taking = Arrivals(known or Known(None, {}))
+        taking.wake()
+        taking.come.extend(come)
         await asyncio.sleep(0)
-        assert len(arrivals.come) < len(come)
-        await asyncio.sleep(0)
-        assert arrivals.come == []
+        assert len(taking.come) < len(come)
+        for _ in come[1:]:
+            await asyncio.sleep(0)
+        assert taking.come == []
 
     asyncio.run(turn())
     return failures
@@ -66,11 +72,43 @@ def taken_in_one_turn(*come: tuple[Link, bytes]) -> list[Any]:
 
 def test_known_requests_are_answered_and_others_are_taken_in_their_order() -> None:
     quick, slow = Link(is_quick=True), Link(is_quick=False)
-    come = [(quick, b"k1"), (slow, b"k2"), (quick, b"other"), (slow, b"x"), (quick, b"k3")]
+    come = [(quick, b"k1"), (slow, b"k2"), (quick, b"k3"), (quick, b"other"), (slow, b"x")]
     assert taken_in_one_turn(*come) == []
     assert (quick.wire.written, quick.taken) == ([b"K1", b"K3"], [b"other"])
     assert (slow.wire.written, slow.taken) == ([], [b"k2", b"x"])
     assert quick.answered_at > 0.0
+
+
+def test_known_request_does_not_overtake_an_unknown_one_of_its_connection() -> None:
+    link, beside = Link(is_quick=True), Link(is_quick=True)
+    come = [(link, b"k1"), (link, b"other"), (beside, b"k2"), (link, b"k3")]
+    assert taken_in_one_turn(*come) == []
+    assert (link.wire.written, link.taken) == ([b"K1"], [b"other", b"k3"])
+    assert (beside.wire.written, beside.taken) == ([b"K2"], [])
+
+
+def test_answers_do_not_wait_for_slow_ones_behind_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrivals, "MAX_WAIT_S", 0.0)
+    first, second = Link(is_quick=True), Link(is_quick=True)
+    seen: list[int] = []
+
+    class Slow(Known):
+        def answer(self, request: bytes) -> bytes | None:
+            seen.append(len(first.wire.written))
+            return super().answer(request)
+
+    come = (first, b"k1"), (second, b"k2"), (first, b"k3")
+    assert taken_in_one_turn(*come, known=Slow(None, {})) == []
+    assert (seen, first.wire.written, second.wire.written) == ([0, 1, 1], [b"K1", b"K3"], [b"K2"])
+
+
+def test_connection_that_cannot_be_written_to_ends_alone() -> None:
+    closed, waits = Link(is_quick=True), Link(is_quick=True)
+    closed.wire.is_closed = True
+    failures = taken_in_one_turn((closed, b"k1"), (waits, b"k2"), (waits, b"x"))
+    assert [type(each) for each in failures] == [RuntimeError]
+    assert (waits.wire.written, waits.taken) == ([b"K2"], [b"x"])
+    assert (closed.wire.is_aborted, waits.wire.is_aborted) == (True, False)
 
 
 def test_connection_that_fails_ends_alone_and_the_loop_is_told() -> None:
