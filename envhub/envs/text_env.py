@@ -4,6 +4,26 @@ import hashlib
 
 from envhub.env import StepResult, Style
 
+MAX_SAID, MAX_SAID_CHARS = 8_192, 400  # observations that are kept, and of each of them
+_SAID: dict[bool, dict[str, StepResult]] = {True: {}, False: {}}
+
+
+def said(observation: str, is_valid: bool) -> StepResult:
+    """Return a new result of a step that pays nothing and ends nothing.
+
+    The same is said over and over: a copy takes a third of the time.
+    """
+    known = _SAID[is_valid]
+    result = known.get(observation)
+    if result is None:
+        result = StepResult(observation=observation, reward=0.0, done=False, is_valid=is_valid)
+        if len(observation) > MAX_SAID_CHARS:
+            return result
+        if len(known) >= MAX_SAID:
+            known.clear()
+        known[observation] = result
+    return result.__copy__()  # pyright: ignore[reportAttributeAccessIssue]
+
 
 class TextEnv:
     """One episode of a text world; it offers `Env` once the methods with an underscore are there.

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from common.config.envs import EnvsSection
 from envhub.env import EnvSpec, StepResult, Style, action_text, parse_item
-from envhub.envs.text_env import TextEnv
+from envhub.envs.text_env import TextEnv, said
 from envhub.envs.textcraft import solver
 from envhub.envs.textcraft.book import Book, Recipe, the_book
 from envhub.envs.textcraft.minecraft import NAMESPACE, RecipesError, load_book
@@ -30,9 +30,7 @@ class Command(NamedTuple):
     count: int = 1
     name: str = ""  # of what is to be had; the text that was not understood
     given: tuple[tuple[int, str], ...] = ()  # count and item
-
-
-Answer = tuple[str, bool, bool]  # what the engine says; is it an action, is the goal made
+    told: str = ""  # what a success says of "get"; the id of what "craft" makes
 
 
 class TextCraftEnv(TextEnv):
@@ -43,6 +41,7 @@ class TextCraftEnv(TextEnv):
         self._catalogue = catalogue or our_catalogue()
         self._book = self._catalogue.book
         self._inventory: Counter[str] = Counter()
+        self._read = read_lower if self._is_compact else read_exactly
 
     def reset(self, item_id: str, seed: int = 0) -> str:
         """Start an item; `seed` is unused, since the item fixes everything."""
@@ -55,39 +54,27 @@ class TextCraftEnv(TextEnv):
         return f"Crafting commands:\n{commands}\n\nGoal: craft {self._task.goal}."
 
     def _step(self, action: str) -> StepResult:
-        text = action_text(action)
-        if self._is_compact:
-            text = text.lower()
-        read = read_again if len(text) <= MAX_KEPT_CHARS else read_command
-        verb, count, name, given = read(text)
+        read = self._read if len(action) <= MAX_KEPT_CHARS else self._read.__wrapped__
+        verb, count, name, given, told = read(action)
         if verb == "get":
-            observation, is_valid, is_goal = self._get(count, name)
-        elif verb == "craft":
-            observation, is_valid, is_goal = self._craft(count, name, given)
-        elif verb == "inventory":
-            is_valid, is_goal = True, False
-            observation = self._told_inventory(is_compact=self._is_compact)
-        elif verb == "wrong":
-            observation, is_valid, is_goal = self._refusal(
-                f"Wrong item format: {name}", "wrong item format"
-            )
-        else:
-            observation, is_valid, is_goal = self._refusal(
-                f"Could not execute {name}", "could not execute"
-            )
-        self._done = is_goal
-        reward = 1.0 if is_goal else 0.0
-        return StepResult(observation=observation, reward=reward, done=is_goal, is_valid=is_valid)
+            return self._get(count, name, told)
+        if verb == "craft":
+            return self._craft(count, name, given, told)
+        if verb == "inventory":
+            return said(self._told_inventory(self._is_compact), True)
+        if verb == "wrong":
+            return self._refusal(f"Wrong item format: {name}", "wrong item format")
+        return self._refusal(f"Could not execute {name}", "could not execute")
 
     def state_text(self) -> str:
         """Return what tells the present state from others of the item."""
         held = sorted((name, count) for name, count in self._inventory.items() if count)
         return f"holds {held}"
 
-    def _refusal(self, agentgym: str, compact: str) -> Answer:
-        return (compact if self._is_compact else agentgym), False, False
+    def _refusal(self, agentgym: str, compact: str) -> StepResult:
+        return said(compact if self._is_compact else agentgym, False)
 
-    def _told_inventory(self, *, is_compact: bool) -> str:
+    def _told_inventory(self, is_compact: bool) -> str:
         items = self._inventory.items()
         if is_compact:
             listed = ", ".join([f"{count} {name}" for name, count in items if count])
@@ -96,16 +83,17 @@ class TextCraftEnv(TextEnv):
             return "Inventory: You are not carrying anything."
         return "Inventory: " + "".join([f"[{name}] ({count}) " for name, count in items])
 
-    def _get(self, count: int, name: str) -> Answer:
+    def _get(self, count: int, name: str, told: str) -> StepResult:
         if name not in self._book.gettable:
             compact = f"could not find {self._known(name)}".rstrip()
             return self._refusal(f"Could not find {name[:MAX_ECHO_CHARS]}", compact)
         held = self._inventory
         held[name] = held.get(name, 0) + count
-        told = f"got {count} {name}" if self._is_compact else f"Got {count} {name}"
-        return told, True, False
+        return said(told, True)
 
-    def _craft(self, count_asked: int, target: str, given: tuple[tuple[int, str], ...]) -> Answer:
+    def _craft(
+        self, count_asked: int, target: str, given: tuple[tuple[int, str], ...], raw: str
+    ) -> StepResult:
         """Check, in this order: what is held, and that a recipe matches exactly.
 
         The count asked for is only repeated in one answer; a recipe makes what it makes.
@@ -113,8 +101,8 @@ class TextCraftEnv(TextEnv):
         held = self._inventory
         for count, name in given:
             if name not in held or held[name] < count:
-                return self._too_few(target)
-        raw, recipe = _raw(target), find_recipe(self._book, target, given)
+                return self._too_few(target, raw)
+        recipe = find_recipe(self._book, target, given)
         if recipe is None:
             tag, item_id = (raw, None) if target in self._book.tags else (None, raw)
             return self._refusal(
@@ -126,7 +114,7 @@ class TextCraftEnv(TextEnv):
         for count, name in given:
             wanted[name] += count
         if not wanted <= held:  # one kind fills two slots
-            return self._too_few(target)
+            return self._too_few(target, raw)
         for name, count in wanted.items():
             held[name] -= count
             if not held[name]:
@@ -135,15 +123,18 @@ class TextCraftEnv(TextEnv):
         told = f"Crafted {recipe.count} {raw}"
         if self._is_compact:
             told = f"crafted {recipe.count} {target}"
-        return told, True, target == self._task.goal
+        if target != self._task.goal:
+            return said(told, True)
+        self._done = True
+        return StepResult(observation=told, reward=1.0, done=True, is_valid=True)
 
-    def _too_few(self, target: str) -> Answer:
+    def _too_few(self, target: str, raw: str) -> StepResult:
         if self._is_compact:
             told = f"could not find enough items to craft {self._known(target)}".rstrip()
         else:
-            named = None if target in self._book.tags else _raw(target)
+            named = None if target in self._book.tags else raw
             told = f"Could not find enough items to craft {named}"
-        return told, False, False
+        return said(told, False)
 
     def _valid_actions(self) -> list[str]:
         """Return `inventory`, gets in the amounts the commands name, and crafts possible now."""
@@ -176,7 +167,7 @@ class TextCraftEnv(TextEnv):
     def render(self) -> str:
         """Return the goal, the commands and the inventory."""
         commands = "\n".join(recipe.command() for recipe in self._task.recipes)
-        return f"goal: {self._task.goal}\n{commands}\n{self._told_inventory(is_compact=True)}"
+        return f"goal: {self._task.goal}\n{commands}\n{self._told_inventory(True)}"
 
     def detail(self, what: str) -> Any:
         """Return the `picture`: what is held, and the tree of what the goal is made of."""
@@ -202,7 +193,19 @@ class TextCraftEnv(TextEnv):
         return name if name in self._book.depths else ""
 
 
-def read_command(text: str) -> Command:
+@lru_cache(MAX_KEPT)  # the same are said over and over
+def read_exactly(action: str) -> Command:
+    """Return what an action says to AgentGym's engine."""
+    return read_command(action_text(action), "Got")
+
+
+@lru_cache(MAX_KEPT)
+def read_lower(action: str) -> Command:
+    """Return what an action says in compact style."""
+    return read_command(action_text(action).lower(), "got")
+
+
+def read_command(text: str, got: str) -> Command:
     """Return what an action says; what follows a command on its line is part of it."""
     if text.startswith("craft") and (craft := CRAFT.match(text)):
         given: list[tuple[int, str]] = []
@@ -211,15 +214,13 @@ def read_command(text: str) -> Command:
             if counted is None:
                 return Command("wrong", name=fragment.strip()[:MAX_ECHO_CHARS])
             given.append((int(counted[1]), counted[2]))
-        return Command("craft", int(craft[1] or 1), craft[2], tuple(given))
+        return Command("craft", int(craft[1] or 1), craft[2], tuple(given), _raw(craft[2]))
     if text.startswith("get") and (get := GET.match(text)):
-        return Command("get", int(get[1]), get[2].strip())
+        count, name = int(get[1]), get[2].strip()
+        return Command("get", count, name, told=f"{got} {count} {name}")
     if text.startswith("inventory"):
         return Command("inventory")
     return Command("?", name=text[:MAX_ECHO_CHARS])
-
-
-read_again = lru_cache(MAX_KEPT)(read_command)  # the same are said over and over
 
 
 def find_recipe(book: Book, target: str, given: Sequence[tuple[int, str]]) -> Recipe | None:

@@ -36,6 +36,19 @@ def transcript(item_id: str) -> list[str]:
     return [*lines, env.fingerprint()]
 
 
+def test_results_that_say_the_same_are_not_one_result():
+    one, other = (started_with(Style.AGENTGYM, "stick") for _ in range(2))
+    first = one.step("get 1 oak log")
+    other.step("get 2 cobblestone")
+    second = other.step("get 1 oak log")
+    assert first.observation == second.observation == "Got 1 oak log"
+    assert (first.state, second.state) == (
+        "holds [('oak log', 1)]",
+        "holds [('cobblestone', 2), ('oak log', 1)]",
+    )
+    assert (second.is_success, second.tells_success) == (False, False)
+
+
 def test_book_has_many_items_of_each_depth():
     book = the_book()
     assert sum(1 <= book.depths[item] <= 4 for item in book.recipes) >= 300
