@@ -4,6 +4,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from envhub.env import StepResult
+from envhub.hosting.session import Session
 
 
 class InstanceUnknown(LookupError):
@@ -38,12 +39,13 @@ class Instance:
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     session_id: str | None = None
+    session: Session | None = None  # of that id, or of one before; for steps in one go
     item_id: str = ""  # "": there is no episode
     performed: list[str] | None = None  # actions so far; None: it cannot be put aside
     first_observation: str = ""
     answer: StepResult | None = None
-    score: float = 0.0
     reward: float = 0.0  # of the last step, as it was told
+    score: float = 0.0
 
     @property
     def is_over(self) -> bool:

@@ -223,7 +223,7 @@ class Instances:
             raise NotReset
         return instance.session_id or await self._bring_back(instance)
 
-    def step_at_once(self, number: int, action: str) -> tuple[Instance, StepResult] | None:
+    def step_at_once(self, number: int, action: str) -> Instance | None:
         """Do as `step` in one go; None: it has to wait or to refuse, and nothing was done.
 
         Whoever has the instance of a quick environment to himself, and waits, has taken its session
@@ -233,11 +233,16 @@ class Instances:
         instance = self._instances.find(number, now_s)
         if instance is None or instance.session_id is None:
             return None
-        result = self._sessions.step_at_once(instance.session_id, action, now_s)
+        session = instance.session
+        if session is None or session.session_id is not instance.session_id:
+            session = instance.session = self._sessions.handle(instance.session_id)
+            if session is None:
+                return None
+        result = self._sessions.step_at_once(session, action, now_s)
         if result is None:
             return None
         instance.answer = result
-        return instance, result
+        return instance
 
     async def detail(self, instance: Instance, what: str) -> Any:
         """Return what an environment tells AgentGym's pages besides; None if it does not.

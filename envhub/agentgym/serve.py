@@ -132,10 +132,10 @@ class _Desk:
         form: Any = msgspec.defstruct("StepBody", fields, gc=False)
         self._decode_step = msgspec.json.Decoder(form).decode
         self._encode = msgspec.json.Encoder().encode
-        # The others' replies tell what came before, too. By observation, reward and end; with the
-        # reward as it is told.
+        # The others' replies tell what came before, too. By the observation and, if there are any,
+        # reward and end; with the reward as it is told.
         self._keeps = dialect not in (BABYAI, SCIWORLD, WEBARENA)
-        self._kept: dict[tuple[str, float, bool], tuple[bytes, float]] = {}
+        self._kept: dict[str | tuple[str, float, bool], tuple[bytes, float]] = {}
         self._words = words  # of Wordle
         self._instances = instances
         self.resets_at_create = dialect.create_body == {}
@@ -251,11 +251,12 @@ class _Desk:
             body = self._decode_step(raw)
         except (msgspec.MsgspecError, ValueError):
             return None
-        stepped = self._instances.step_at_once(body.number, body.action)
-        if stepped is None:
+        instance = self._instances.step_at_once(body.number, body.action)
+        if instance is None or (result := instance.answer) is None:
             return None
-        instance, result = stepped
-        key = result.observation, result.reward, result.done
+        key, is_paid = result.observation, result.done or result.reward
+        if is_paid:
+            key = key, result.reward, result.done
         kept = self._kept.get(key) if result.score is None else None
         if kept is not None:
             response, instance.reward = kept

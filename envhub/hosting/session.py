@@ -22,18 +22,20 @@ def no_steps() -> list[float]:
 class Session:
     """One live episode. `seq` counts executed steps; `answer` is the last one's result.
 
-    `lock` is None as long as a step is atomic by itself.
+    `lock` is None as long as a step is atomic by itself. What such a step needs stands first.
     """
 
     session_id: str
     env_name: str
-    episode: Episode
-    lock: asyncio.Lock | None
     at_once: Callable[[str], StepResult] | None = None  # of the episode, until it has ended
     limits: Limits | None = None
-    owner: str = ""
-    seq: int = 0
+    renew_at_s: float = 0.0  # on the clock of leases: until then a step need not renew its own
+    steps: list[float] | None = None  # of all of its environment, once it has taken one
     answer: StepResult | None = None
+    seq: int = 0
+    episode: Episode
+    lock: asyncio.Lock | None
+    owner: str = ""
 
     @property
     def is_busy(self) -> bool:

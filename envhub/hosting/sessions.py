@@ -72,7 +72,7 @@ class Sessions:
 
         `now_s` is a monotonic clock; None: one that stands while this process does.
         """
-        now_s = self.now_s = now_s or AwakeClock()
+        now_s = self.now_s = now_s or AwakeClock().__call__  # a method is called faster
         self._max_sessions = max_sessions
         self.lease_s = lease_s
         self.is_draining = False
@@ -172,21 +172,23 @@ class Sessions:
             result = await self._call(session, session.episode.step(action))
             return self._stepped(session, result, time.perf_counter() - began_s)
 
-    def step_at_once(
-        self, session_id: str, action: str, now_s: float | None = None
-    ) -> StepResult | None:
+    def handle(self, session_id: str) -> Session | None:
+        """Return a session for `step_at_once`, which sees when it is live no more."""
+        return self._live.peek(session_id)
+
+    def step_at_once(self, session: Session, action: str, now_s: float) -> StepResult | None:
         """Do as `step` in one go; None: it has to wait or to refuse, and nothing was done.
 
-        `now_s` is what the clock says, where somebody has just looked. The state is not told.
-
-        Raises: EnvRaised, EnvTimeout.
+        `now_s` is what the clock says. The state is not told. Raises: EnvRaised, EnvTimeout.
         """
-        session = self._live.find(session_id, now_s)
-        if session is None or session.env_name in self._moved:
-            return None
         at_once, limits = session.at_once, session.limits
-        if at_once is None or limits is None:
+        if at_once is None or limits is None or session.env_name in self._moved:
             return None
+        if now_s >= session.renew_at_s:
+            if self._live.find(session.session_id, now_s) is None:
+                return None
+            self._live.renew(session.session_id)
+            session.renew_at_s = now_s + grain_of(self.lease_s)
         try:
             result, took_s = call_at_once(at_once, action, limits)
         except EnvError as error:
@@ -204,7 +206,9 @@ class Sessions:
         session.seq += 1
         if result.done:
             session.at_once = None
-        steps = self.steps[session.env_name]
+        steps = session.steps
+        if steps is None:
+            steps = session.steps = self.steps[session.env_name]
         steps[0 if took_s <= QUICK_S else bisect_left(STEP_BUCKETS_S, took_s)] += 1
         steps[-1] += took_s
         return result
@@ -380,6 +384,7 @@ class Sessions:
 
     async def _close(self, session: Session) -> None:
         """Close the episode of a session that is not live any more, and free its place."""
+        session.at_once = None
         try:
             await session.episode.close()
         finally:

@@ -28,6 +28,9 @@ class LimitedProtocol(HttpToolsProtocol):
     What `known` can answer does not go through the application.
     """
 
+    # What a quick answer looks at lies together, and not among the three dozen of the base class.
+    __slots__ = ("_come", "_wake", "answered_at", "is_quick", "transport")
+
     counts: Counter[str]
     refusals: Refusals
     max_connections: int
@@ -35,15 +38,14 @@ class LimitedProtocol(HttpToolsProtocol):
     known: KnownHeads
     arrivals: Arrivals
 
-    is_quick = False
-    answered_at = 0.0
     _timer: asyncio.TimerHandle | None = None
     _num_bytes = 0
     _is_in_headers = True
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self._come, self._wake, self.is_quick = self.arrivals.come, self.arrivals.wake, False
+        self._come, self._wake = self.arrivals.come, self.arrivals.wake
+        self.is_quick, self.answered_at = False, 0.0
         self.unused[self] = None
         self._begin()
         if len(self.connections) > self.max_connections:

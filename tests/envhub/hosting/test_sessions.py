@@ -211,25 +211,44 @@ def test_step_in_one_go_obeys_the_laws_of_one_that_is_awaited():
         async def begun(env="faulty"):
             return (await sessions.create(env, "any-train-0"))[0]
 
-        done, raised, late, waits = (
-            await begun(),
-            await begun(),
-            await begun(),
-            await begun("waiting"),
-        )
-        assert sessions.step_at_once(done, "half").observation == "step 1 \ufffd"
-        assert sessions.step_at_once(done, "end").is_success
-        assert sessions.step_at_once(done, "go") is None, "an ended episode refuses the usual way"
+        ids = [await begun(), await begun(), await begun(), await begun("waiting")]
+        done, raised, late, waits = map(sessions.handle, ids)
+
+        def step(session, action):
+            return sessions.step_at_once(session, action, sessions.now_s())
+
+        assert step(done, "half").observation == "step 1 \ufffd"
+        assert step(done, "end").is_success
+        assert step(done, "go") is None, "an ended episode refuses the usual way"
         with pytest.raises(EnvRaised, match="KeyError"):
-            sessions.step_at_once(raised, "raise")
+            step(raised, "raise")
         with pytest.raises(EnvTimeout):
-            sessions.step_at_once(late, "slow")
-        assert [sessions.step_at_once(each, "go") for each in (raised, late, waits)] == [None] * 3
+            step(late, "slow")
+        assert [step(each, "go") for each in (raised, late, waits)] == [None] * 3
         assert outside.closed == ["raise", "slow"]
         counted = [sessions.counts[each] for each in ("failed", "timed_out", "repaired")]
         return sessions.num_live["faulty"], [sessions.num_steps, *counted]
 
     assert play(episode) == (1, [2, 1, 1, 1])
+
+
+def test_steps_in_one_go_keep_a_session_alive_and_end_with_it():
+    now_s = [0.0]
+
+    async def episode(sessions):
+        ids = [(await sessions.create("faulty", "any-train-0"))[0] for _ in range(3)]
+        used, unused, other = map(sessions.handle, ids)
+        for now_s[0] in (0.1, 0.5, 30.0, 59.9, 118.0):
+            assert sessions.step_at_once(used, "go", now_s[0]) is not None
+        assert sessions.step_at_once(unused, "go", now_s[0]) is None
+        now_s[0] = 118.2  # within the grain of the last renewal
+        await sessions.delete(ids[0])
+        assert sessions.step_at_once(used, "go", now_s[0]) is None
+        assert await sessions.expire() == 2
+        assert sessions.step_at_once(other, "go", now_s[0]) is None
+        return sessions.num_live["faulty"], sessions.num_steps
+
+    assert play(episode, now_s=lambda: now_s[0]) == (0, 5)
 
 
 def test_steps_over_their_budget_leave_the_servers_thread_and_new_sessions_its_process(caplog):
