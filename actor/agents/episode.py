@@ -111,7 +111,7 @@ class AgentEpisode:
         if stop is not None:
             text = self._renderer.plain_text(taken.token_ids).partition(stop)[0].strip()
         elif asked.tools:
-            text, calls = self._renderer.read_answer(taken.token_ids)
+            text, calls = self._renderer.read_answer(taken.token_ids, asked.tools)
         return Answer(
             number=secrets.token_hex(12),
             text=text,
@@ -214,7 +214,8 @@ class AgentEpisode:
         messages, said, tools = asked.messages, self._said, asked.tools
         roles = [each["role"] for each in messages]
         has_calls = any(each.get("tool_calls") for each in messages)
-        if (tools or has_calls or "tool" in roles) and (why := self._renderer.why_no_tools):
+        wants_tools = tools or has_calls or "tool" in roles
+        if wants_tools and isinstance(why := self._renderer.calls, str):
             raise ApiError(400, "unsupported_parameter", f"tools: {why}", "tools")
         try:
             new = messages[len(said) :]

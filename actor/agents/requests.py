@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from actor.agents.tool_calls import as_call, each_text, read_arguments
+from common.formats.calls import as_call, each_text, read_arguments
 from common.text import valid_text
 
 Message = dict[str, Any]  # as chat templates take them: role, content, perhaps tool_calls
@@ -212,11 +212,9 @@ def read_call(name: object, arguments: object, place: str) -> dict[str, Any]:
     if not isinstance(name, str) or not name:
         raise invalid(f"{place}: must have a name", param)
     try:
-        told = read_arguments(arguments) if isinstance(arguments, str) else arguments
+        told = read_arguments(arguments)
     except ValueError as error:
         raise invalid(f"{place}: arguments: {error}", param) from error
-    if not isinstance(told, dict):
-        raise invalid(f"{place}: arguments: must be an object", param)
     return each_text(as_call(name, told), valid_text)
 
 

@@ -1,5 +1,6 @@
 """Function calling by the model's own chat template: tools in the prompt, answers call them."""
 
+import json
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -10,12 +11,13 @@ from jinja2 import TemplateError
 
 from actor.rollout.context import Render
 from actor.rollout.render import NEXT, USER, Message, Renderer
-from common.agent_formats import ARGUMENT, NAME, NO_TOOLS, VALUE, CallForm, read_react, sent
 from common.config.evaluation import AgentFormat
 from common.errors import ConfigError
+from common.formats.answers import ARGUMENT, NO_TOOLS, read_react, sent
+from common.formats.calls import NAME, CallForm, as_call
 
 Read = Callable[[list[int]], tuple[str, str | None]]
-CALL_ID = "call00000"  # of the form that the strictest template wants
+QUOTED = f'{NEXT}"'  # tells whether what a tool says is shown as it is, or as JSON
 MAX_NAME_CHARS = 64
 
 
@@ -41,15 +43,13 @@ def reader_of(render: Render, kind: AgentFormat, *, is_whole: bool) -> Read:
     Args:
         is_whole: as in `read_react`.
     """
-    found: Callable[[str], str | None]
     if kind is AgentFormat.FUNCTION_CALL:
         if not isinstance(render, ToolRenderer):
             raise ConfigError(f"actor.format={kind.value}: {type(render).__name__} calls no tools")
-        found = render.called
-    elif kind is AgentFormat.REACT:
+        return lambda ids: (render.action_text(ids), render.called(ids))
+    found: Callable[[str], str | None] = str
+    if kind is AgentFormat.REACT:
         found = partial(read_react, is_whole=is_whole)
-    else:
-        found = str
 
     def read(token_ids: list[int]) -> tuple[str, str | None]:
         said = render.action_text(token_ids)
@@ -89,28 +89,24 @@ class ToolRenderer(Renderer):
         self._names = [str(each["function"]["name"]) for each in self._tools]
         self._by_env: dict[str, ToolRenderer] = {}
         super().__init__(tokenizer)
-        user = {"role": "user", "content": USER}
-        if self._template([user]) == self._rendered([user]):
-            raise ConfigError(NO_TOOLS)
-        function = {"name": NAME, "arguments": {ARGUMENT: VALUE}}
-        call = {"type": "function", "id": CALL_ID, "function": function}
-        called = {"role": "assistant", "content": "", "tool_calls": [call]}
-        told = {"role": "tool", "name": NAME, "tool_call_id": CALL_ID, "content": NEXT}
+        if isinstance(self.calls, str):
+            raise ConfigError(f"actor.format=function_call: model.path: {self.calls}")
+        user, said = {"role": "user", "content": USER}, as_call(self._names[0], {})
+        called = {"role": "assistant", "content": "", "tool_calls": [said]}
+        told = {"role": "tool", "name": self._names[0], "content": QUOTED}
         whole, first = self._template([user, called, told]), self._template([user])
-        end = self._end_of_turn_text
-        said, is_ended, rest = whole.removeprefix(first).partition(end)
-        self._before_told, has_told, self._after_told = rest.partition(NEXT)
+        if first == self._rendered([user]):
+            raise ConfigError(NO_TOOLS)
+        _, is_ended, rest = whole.removeprefix(first).partition(self._end_of_turn_text)
+        self._as_json = QUOTED not in rest
+        shown = json.dumps(QUOTED, ensure_ascii=False)[1:-1] if self._as_json else QUOTED
+        self._before_told, has_told, self._after_told = rest.partition(shown)
         if not (whole.startswith(first) and is_ended and has_told):
             raise ConfigError(
                 "actor.format=function_call: the chat template of model.path shows calls and their"
                 f" answers otherwise than turns: {whole!r:.1000} after {first!r:.1000}"
             )
-        self._form = CallForm.of(self._as_sampled(said))
-        if self._own and self._form.pattern is not None:
-            raise ConfigError(
-                "actor.format=function_call: the chat template of model.path writes calls in tags,"
-                f" and those of {env}'s own tools are read as JSON only"
-            )
+        self._before_first, _, self._after_first = first.partition(USER)
 
     def of(self, env: str, tools: Sequence[Message] = ()) -> Renderer:
         """Return what renders an environment's episodes, whose actions may call `tools`."""
@@ -125,15 +121,15 @@ class ToolRenderer(Renderer):
     def after_action(self, observation: str, *, is_stopped: bool) -> list[int]:
         """Return the ids between an answer and the next: a tool says `observation`."""
         before, after = self._before_told, self._after_told
+        if self._as_json:
+            observation = json.dumps(observation, ensure_ascii=False)[1:-1]
         return self._framed(before, observation, after, is_stopped=is_stopped)
 
-    def called(self, answer: str) -> str | None:
+    def called(self, token_ids: list[int]) -> str | None:
         """Return what an environment is sent for an answer; None: it calls no tool, or several."""
-        return sent(self._form.read(answer), self._names, has_one=not self._own)
-
-    def _as_sampled(self, said: str) -> str:
-        """Return a text of the template as it reads where the policy has sampled it."""
-        return self.action_text(self._tokenizer.encode(said, add_special_tokens=False))
+        assert isinstance(self.calls, CallForm)
+        _, calls = self.calls.read(self.whole_text(token_ids), self._tools)
+        return sent(calls, self._names, has_one=not self._own)
 
     def _template(self, messages: Sequence[Message]) -> str:
         try:

@@ -13,9 +13,9 @@ from actor.rollout.env_client import Environments
 from actor.rollout.episode import Session, run_episode
 from actor.rollout.folding import CALL, RETURN
 from actor.rollout.scripted import ScriptedPolicy, ScriptedRender
-from common.agent_formats import in_react
 from common.config.evaluation import AgentFormat, AgentOptions
 from common.errors import ConfigError, EnvError
+from common.formats.answers import in_react
 from common.segments import as_rows
 from common.wire.planned import PlannedEpisode
 

@@ -14,11 +14,11 @@ from actor.play.branched import play_in_branches
 from actor.rollout.env_client import Environments, HubClient
 from actor.rollout.episode import first_text
 from actor.rollout.scripted import ScriptedPolicy, ScriptedRender
-from common.agent_formats import in_react, worded
 from common.config.curriculum import subsets_in_use
 from common.config.evaluation import AgentFormat
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
+from common.formats.answers import in_react, worded
 from common.wire.messages import PolicyKind
 from common.wire.planned import PlannedEpisode
 

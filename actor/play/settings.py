@@ -10,7 +10,6 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from actor.play.endpoint import read_key
-from common.agent_formats import check_tools
 from common.checks.machine import GIB
 from common.checks.model_shape import BYTES_OF, ModelShape, read_shape
 from common.checks.preflight import check_agent, check_engine, check_model
@@ -18,6 +17,7 @@ from common.config.command_line import Request
 from common.config.load import override_value
 from common.config.run_config import RunConfig
 from common.errors import ConfigError
+from common.formats.answers import check_tools
 from common.launch.commands import load_named
 
 MAX_MODEL_LEN = 16_384  # tokens; beyond it an episode costs more cache than most machines have

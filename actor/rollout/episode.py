@@ -14,10 +14,10 @@ from actor.formats.tools import Read, reader_of
 from actor.rollout.context import History, Render, Room, Turn
 from actor.rollout.env_client import Hint, StepResult
 from actor.rollout.folding import history_of
-from common.agent_formats import MARK, worded
 from common.config.curriculum import HorizonUnit
 from common.config.evaluation import AgentOptions
 from common.errors import EnvError, EnvTimeout, HubLost
+from common.formats.answers import MARK, worded
 from common.states import state_number
 from common.text import valid_text
 from common.wire.messages import EndReason, Lease, Trajectory

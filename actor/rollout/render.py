@@ -13,15 +13,16 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from actor.agents.tool_calls import BEGIN, END, PROBE, as_call, each_text, read_calls
 from actor.rollout.context import least_prompt
 from actor.rollout.folding import least_of_branches
 from common.config.run_config import ActorSection
 from common.control_tokens import ControlTokens
 from common.errors import ConfigError
+from common.formats.calls import ARGUMENTS, NAME, CallForm, as_call, each_text
 
 NUM_KNOWN_TEXTS = 256  # latest ones; members of a group begin with the same
 Message = dict[str, Any]
+CALL_ID = "call{:05}"  # of the form that the strictest template wants
 USER, ASSISTANT, NEXT = "\u2402user\u2403", "\u2402assistant\u2403", "\u2402next\u2403"
 
 
@@ -39,11 +40,12 @@ class Renderer:
         self._control = ControlTokens(tokenizer)
         self.num_tokens = len(tokenizer)
         self._known = lru_cache(NUM_KNOWN_TEXTS)(self._control.encode_between)
-        first = self._template([{"role": "user", "content": USER}])
+        first = self._rendered([{"role": "user", "content": USER}])
         self._before_first, _, self._after_user = first.partition(USER)
+        self._after_first = self._after_user
         if USER not in first:
             raise ConfigError("the chat template drops the user's text")
-        both = self._template(
+        both = self._rendered(
             [
                 {"role": "user", "content": USER},
                 {"role": "assistant", "content": ASSISTANT},
@@ -61,35 +63,45 @@ class Renderer:
         self._end_of_turn_text: str = tokenizer.decode(self.end_of_turn_ids[:1])
         self._between = between.removeprefix(self._end_of_turn_text)
 
-    def _template(self, messages: Sequence[Message]) -> str:
-        return self._rendered(messages)
-
     def _rendered(self, messages: Sequence[Message], *, tools: list[Any] | None = None) -> str:
         if not getattr(self._tokenizer, "chat_template", None):
             raise ConfigError("model.path: the tokenizer has no chat template")
         return self._tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=False, add_generation_prompt=True
+            with_ids(messages), tools=tools, tokenize=False, add_generation_prompt=True
         )
 
     @cached_property
-    def why_no_tools(self) -> str:
-        """Why tools cannot be offered with this chat template; "" if they can."""
-        call = as_call(PROBE["name"], PROBE["arguments"])
-        told = {"name": "probe_tool", "description": "", "parameters": {"type": "object"}}
-        said = {"role": "assistant", "content": "", "tool_calls": [call]}
-        messages = [{"role": "user", "content": USER}, said, {"role": "tool", "content": NEXT}]
+    def calls(self) -> CallForm | str:
+        """How this chat template writes calls of tools; or why none can be offered with it."""
         try:
-            text = self._rendered(messages, tools=[{"type": "function", "function": told}])
+            full, bare = self._call_of(ARGUMENTS), self._call_of({})
+            return CallForm.of(*map(self._as_sampled, (full, bare)))
         except (TemplateError, TypeError) as error:
-            return f"the policy's chat template refuses them: {error}"
-        _, _, after = text.partition(USER)
-        _, begin, after = after.partition(BEGIN)
-        answer, _, _ = after.partition(self._end_of_turn_text)
-        if "probe_tool" not in text or PROBE["name"] not in text or NEXT not in text:
-            return "the policy's chat template has no place for them"
-        if read_calls(begin + answer)[1] != [call]:
-            return f"the policy's chat template writes no calls as {BEGIN}{{JSON}}{END}"
-        return ""
+            return f"the policy's chat template refuses tools: {error}"
+        except ValueError as error:
+            return f"the policy's chat template {error}"
+
+    def _call_of(self, arguments: dict[str, Any]) -> str:
+        """Return how a call of a tool is written. Raises: ValueError: it is none, and why."""
+        told = {"name": "probe_tool", "description": "", "parameters": {"type": "object"}}
+        tools = [{"type": "function", "function": told}]
+        user = {"role": "user", "content": USER}
+        said = {"role": "assistant", "content": ASSISTANT, "tool_calls": [as_call(NAME, arguments)]}
+        first = self._rendered([user], tools=tools)
+        text = self._rendered([user, said, {"role": "tool", "content": NEXT}], tools=tools)
+        if "probe_tool" not in text or NAME not in text or NEXT not in text:
+            raise ValueError("has no tools, or no place for their calls and answers")
+        _, has_text, call = text.partition(ASSISTANT)  # some leave out what is said beside calls
+        if not (has_text or text.startswith(first)):
+            raise ValueError(f"shows calls otherwise than turns: {text!r:.1000}")
+        call, is_ended, _ = (call or text.removeprefix(first)).partition(self._end_of_turn_text)
+        if not is_ended:
+            raise ValueError(f"does not end a turn of calls: {text!r:.1000}")
+        return call
+
+    def _as_sampled(self, said: str) -> str:
+        """Return a text of the template as it reads where the policy has sampled it."""
+        return self.whole_text(self._tokenizer.encode(said, add_special_tokens=False))
 
     def _end_of_turn(self, between: str) -> list[int]:
         ids = self._tokenizer.encode(between, add_special_tokens=False)
@@ -105,7 +117,7 @@ class Renderer:
             before: an instruction and the assistant's answer to it, which come first.
         """
         if before is None:
-            return list(self._known(self._before_first, text, self._after_user))
+            return list(self._known(self._before_first, text, self._after_first))
         return self.conversation([*before, text])
 
     def conversation(self, texts: Sequence[str]) -> list[int]:
@@ -188,9 +200,7 @@ class Renderer:
             for each in messages
         ]
         try:
-            if not tools:
-                return self._template(safe)
-            return self._rendered(safe, tools=[each_text(each, broken) for each in tools])
+            return self._rendered(safe, tools=[each_text(each, broken) for each in tools] or None)
         except (TemplateError, TypeError, RecursionError) as error:
             raise ValueError(f"the chat template: {error}") from error
 
@@ -219,9 +229,38 @@ class Renderer:
         """Return the text of tokens without special ones, whatever it begins and ends with."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)
 
-    def read_answer(self, token_ids: list[int]) -> tuple[str, list[dict[str, Any]]]:
-        """Return what a sampled action says, and its tool calls, as chat templates take them."""
+    def whole_text(self, token_ids: list[int]) -> str:
+        """Return the text of a sampled answer with the special tokens that it did not end with."""
         while token_ids and token_ids[-1] in self.end_of_turn_ids:
             token_ids = token_ids[:-1]
-        text, calls = read_calls(self._tokenizer.decode(token_ids))
-        return (text, calls) if calls else (self.action_text(token_ids), [])
+        return self._tokenizer.decode(token_ids)
+
+    def read_answer(
+        self, token_ids: list[int], tools: Sequence[Message]
+    ) -> tuple[str, list[dict[str, Any]]]:
+        """Return what a sampled answer says, and its calls of tools, as chat templates take them.
+
+        Raises: AssertionError: with this chat template no tools can be offered.
+        """
+        assert isinstance(self.calls, CallForm)
+        said, calls = self.calls.read(self.whole_text(token_ids), tools)
+        if not calls:
+            return self.action_text(token_ids), []
+        plain = self.action_text(self._tokenizer.encode(said, add_special_tokens=False))
+        return plain, [as_call(*each) for each in calls]
+
+
+def with_ids(messages: Sequence[Message]) -> list[Message]:
+    """Return messages whose calls have an id, as some templates want; so have their answers."""
+    found: list[Message] = []
+    place = 0
+    for each in messages:
+        if each["role"] == "tool":
+            each, place = {"tool_call_id": CALL_ID.format(place), **each}, place + 1
+        else:
+            place = 0
+        if calls := each.get("tool_calls"):
+            named = [{"id": CALL_ID.format(i), **call} for i, call in enumerate(calls)]
+            each = {**each, "tool_calls": named}
+        found.append(each)
+    return found

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from common.agent_formats import check_tools
 from common.checks.gpu_placement import Seats, seat
 from common.checks.machine import (
     COMPILER_PACKAGES,
@@ -24,6 +23,7 @@ from common.config.compute import Offload
 from common.config.offline import SftSection
 from common.config.run_config import ActorSection, Launcher, Resume, RunConfig, check_training
 from common.errors import ConfigError
+from common.formats.answers import check_tools
 from common.launch.ray.cluster import cluster_address
 
 MIN_FREE_DISK_GIB = 2

@@ -4,9 +4,9 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.agent_formats import TOOL_FORM
 from common.config.envs import RemoteOptions
 from common.errors import ConfigError
+from common.formats.answers import TOOL_FORM
 from envhub.interop.openenv_socket import ask_server, bare
 
 TOOL_ACTIONS = ("Action", "CallToolAction", "ListToolsAction")  # titles of schemas that mean tools

@@ -10,17 +10,11 @@ from typing import Any
 import aiohttp
 
 from common.config.envs import RemoteOptions
+from common.formats.answers import tools_text
 from envhub.env import EnvSpec, Isolation, StepResult, Style, SubsetSpec, action_text, parse_item
 from envhub.interop.openenv_offer import Offer, instruction_of, look_at
 from envhub.interop.openenv_socket import CLOSE_S, NOT_THERE, RETRY_S, OpenEnvFailure, Socket, bare
-from envhub.interop.texts import (
-    BadAction,
-    RewardRule,
-    Rewards,
-    parse_json,
-    parse_tool_call,
-    tools_text,
-)
+from envhub.interop.texts import BadAction, RewardRule, Rewards, parse_json, parse_tool_call
 
 NAME = "openenv"
 SUBSET = "all"

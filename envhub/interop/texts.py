@@ -105,14 +105,3 @@ def sample_call(name: str, schema: Mapping[str, Any]) -> str:
         among = [*field.get("enum", []), SAMPLES.get(str(field.get("type")), "text")]
         arguments[each] = field.get("default", among[0])
     return json.dumps({"tool": name, "arguments": arguments})
-
-
-def tools_text(tools: Sequence[Mapping[str, Any]]) -> str:
-    """Return what an agent is told of its tools: name, description, input_schema of each."""
-    lines = ["Tools:"]
-    for tool in tools:
-        schema = tool.get("input_schema") or tool.get("inputSchema") or {}
-        described = " ".join(str(tool.get("description") or "").split())
-        fields = json.dumps(schema.get("properties", {}), ensure_ascii=False)
-        lines.append(f"- {tool['name']}: {described} arguments: {fields}")
-    return "\n".join(lines)

@@ -15,9 +15,9 @@ from actor.play.table.redo import Recorded, Redone, redo
 from actor.play.table.service import START_S, TOKEN, Service, options_of
 from actor.rollout.env_client import HubClient, HubSession
 from actor.rollout.episode import ContextFull, PolicyFailed, first_text
-from common.agent_formats import MARK, read_react, worded
 from common.config.evaluation import AgentFormat, PolicySection
 from common.errors import ConfigError, EnvError
+from common.formats.answers import MARK, read_react, worded
 
 MAX_SEATS = 8  # episodes at a time; one more is refused
 IDLE_S = 300.0  # until an episode that nobody touches is closed, and what nobody uses is ended

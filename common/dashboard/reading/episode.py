@@ -7,9 +7,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from common import segments as rows
-from common.agent_formats import read_any
 from common.config.evaluation import AgentFormat
 from common.errors import ConfigError
+from common.formats.answers import read_any
 from common.segments import Aside
 from common.wire.messages import PolicyKind, Trajectory
 

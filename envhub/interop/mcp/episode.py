@@ -19,7 +19,6 @@ from envhub.interop.texts import (
     parse_tool_call,
     sample_call,
     shortened,
-    tools_text,
 )
 
 
@@ -71,9 +70,8 @@ class McpEpisode:
                 handle = _field(begun, options.session)
                 self._session = {options.session: told.strip() if handle is None else str(handle)}
                 told = str(_field(begun, "observation") or "")
-        shown = [{"name": name, **tool} for name, tool in tasks.tools.items()]
-        parts = [tools_text(shown), str(self._item["prompt"]), told]
-        self._first = self._text = "\n".join(filter(None, parts))
+        parts = filter(None, [str(self._item["prompt"]), told])
+        self._first = self._text = "\n".join(parts)
         return self._first
 
     async def step(self, action: str) -> StepResult:

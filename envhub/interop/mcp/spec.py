@@ -5,8 +5,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common.agent_formats import TOOL_FORM
 from common.errors import ConfigError
+from common.formats.answers import TEXT_ANSWERS, TOOL_FORM, tools_text
 from envhub.env import EnvSpec, Isolation, Style
 from envhub.interop.described import (
     SUBSET,
@@ -74,9 +74,8 @@ def make_spec(reference: str) -> EnvSpec:
     def make(_: Style) -> McpEpisode:
         return McpEpisode(tasks)
 
-    form = TOOL_FORM
-    if options.plain_answers:
-        form += "\nWhat is no call is your answer, and ends the episode."
+    listed_tools = tools_text([{"name": name, **tool} for name, tool in tools.items()])
+    form = f"{listed_tools}\n{TOOL_FORM}{TEXT_ANSWERS if options.plain_answers else ''}"
     return EnvSpec(
         name=path.stem,
         subsets={SUBSET: subset},

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common.agent_formats import TOOL_FORM
+from common.formats.answers import TOOL_FORM, tools_text
 from envhub.env import StepResult, SubsetSpec, action_text, parse_item
 from envhub.interop.described import SUBSET
 from envhub.interop.texts import (
@@ -20,7 +20,6 @@ from envhub.interop.texts import (
     parse_tool_call,
     sample_call,
     shortened,
-    tools_text,
 )
 from envhub.interop.verifiers.link import Player, TasksetOptions, VerifiersFailure
 

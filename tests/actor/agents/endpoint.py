@@ -28,13 +28,14 @@ class ByHeart:
 
     texts: Sequence[str | Exception]
     given: list[list[int]] = field(default_factory=list)
+    renderer: Renderer = RENDERER
 
     async def act(self, ids: list[int], _: Session) -> Turn:
         text = self.texts[min(len(self.given), len(self.texts) - 1)]
         self.given.append(list(ids))
         if isinstance(text, Exception):
             raise text
-        said = [*TOKENIZER.encode(text, add_special_tokens=False), RENDERER.end_of_turn_ids[0]]
+        said = [*self.renderer.completion(text), self.renderer.end_of_turn_ids[0]]
         return Turn(said, [-0.5] * len(said), [3] * len(said), num_prompt=len(ids))
 
 
@@ -66,8 +67,9 @@ class Endpoint:
 
 
 @asynccontextmanager
-async def endpoint(policy: ByHeart, renderer: Renderer = RENDERER) -> AsyncIterator[Endpoint]:
-    """Serve one episode."""
+async def endpoint(policy: ByHeart, renderer: Renderer | None = None) -> AsyncIterator[Endpoint]:
+    """Serve one episode; the renderer is the policy's unless another is given."""
+    renderer = renderer or policy.renderer
     server, room = AgentServer(), Room(max_tokens=MAX_TOKENS, turn_tokens=TURN_TOKENS)
     await server.start()
     play = Play(keeps_last=False, history=History(renderer, room))

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from actor.agents.http import MAX_BODY_BYTES
-from actor.agents.tool_calls import as_call
 from actor.rollout.render import Renderer
 from common.errors import EngineError, EnvError
+from common.formats.calls import as_call
 from tests.actor.agents.endpoint import RENDERER, ByHeart, Endpoint, endpoint
 from tests.actor.agents.test_tool_calls import LOOK, TOKENIZER, TOOL
 from tests.actor.rollout.test_render import TOKENIZERS
@@ -293,7 +293,7 @@ def test_tools_that_the_template_lacks_are_named_in_each_api() -> None:
             ]:
                 status, told = await at.post(path, body)
                 assert (status, code_of(path, told)) == (400, "unsupported_parameter")
-                assert "no place for them" in told["error"]["message"]
+                assert "no place for their calls" in told["error"]["message"]
             assert not at.tape.token_ids
             none = {"messages": [USER], "tools": [TOOL], "tool_choice": "none"}
             assert (await at.post(CHAT, none, header="x-api-key"))[0] == 200

@@ -1,12 +1,12 @@
-"""Laws of tool calls: what is read is what the template writes, and nothing is encoded again."""
+"""Laws of tools that a template lacks, and of their results: nothing is encoded again."""
 
 from typing import Any
 
 import pytest
 from transformers import AddedToken, PreTrainedTokenizerFast
 
-from actor.agents.tool_calls import as_call, read_calls
 from actor.rollout.render import Renderer
+from common.formats.calls import as_call
 from tests.actor.rollout.test_render import CHATML, make_chatml
 
 # The form of Qwen2.5's
@@ -45,7 +45,7 @@ TOOLS_TEMPLATE = """
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
 """
-OTHER_FORM = TOOLS_TEMPLATE.replace("<tool_call>", "[CALL]").replace("</tool_call>", "[/CALL]")
+UNREADABLE = TOOLS_TEMPLATE.replace("arguments | tojson", "arguments")  # as Python writes them
 TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
@@ -69,43 +69,17 @@ TOKENIZER = with_calls()
 
 
 @pytest.mark.parametrize(
-    ("text", "said", "num_calls"),
-    [
-        (LOOK, "", 1),
-        (f"I look.\n{LOOK}\n{LOOK}", "I look.", 2),
-        (LOOK.removesuffix("</tool_call>"), "", 1),  # ended by the end of its turn
-        ("no call at all ", "no call at all", 0),
-        (f"{LOOK}\n<tool_call>\n{{broken", f"{LOOK}\n<tool_call>\n{{broken", 0),
-        ('<tool_call>{"name": 5, "arguments": {}}</tool_call>', None, 0),
-        ('<tool_call>{"name": "x", "arguments": NaN}</tool_call>', None, 0),
-        ("<tool_call>" + "[" * 100_000, None, 0),
-        ('<tool_call>{"name": "x", "arguments": {"a": "</tool_call>"}}</tool_call>', "", 1),
-    ],
-)
-def test_calls_are_read_whole_or_not_at_all(text: str, said: str | None, num_calls: int) -> None:
-    found, calls = read_calls(text)
-    assert found == (text if said is None else said)
-    assert len(calls) == num_calls
-    assert calls[:1] in (
-        [],
-        [as_call("look", {"where": "up"})],
-        [as_call("x", {"a": "</tool_call>"})],
-    )
-
-
-@pytest.mark.parametrize(
     ("template", "words"),
     [
-        (TOOLS_TEMPLATE, ""),
-        (CHATML, "no place for them"),
-        (OTHER_FORM, "<tool_call>{JSON}</tool_call>"),
-        (CHATML + "{% if tools %}{{ raise_exception('no tools') }}{% endif %}", "no tools"),
+        (CHATML, "has no tools, or no place for their calls"),
+        (UNREADABLE, "name and arguments are not found"),
+        (CHATML + "{% if tools %}{{ raise_exception('what tools?') }}{% endif %}", "what tools"),
     ],
 )
 def test_a_template_says_why_it_takes_no_tools(template: str, words: str) -> None:
-    why = Renderer(with_calls(template)).why_no_tools
+    why = Renderer(with_calls(template)).calls
+    assert isinstance(why, str)
     assert words in why
-    assert bool(words) == bool(why)
 
 
 @pytest.mark.parametrize("is_stopped", [True, False])
@@ -122,4 +96,4 @@ def test_results_after_calls_are_the_template_s_rendering_of_the_whole(is_stoppe
     assert ids == renderer.of_messages([user, said, *results], tools=[TOOL])
     (call,) = TOKENIZER.encode("<tool_call>", add_special_tokens=False)
     assert ids.count(call) == 2  # the template's own and the policy's; others' text makes none
-    assert renderer.read_answer(sampled) == ("", said["tool_calls"])
+    assert renderer.read_answer(sampled, [TOOL]) == ("", said["tool_calls"])

@@ -7,37 +7,22 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from actor.formats.tools import ToolRenderer, make_renderer, tool_of
-from actor.rollout.render import Renderer
+from actor.rollout.render import Renderer, with_ids
 from common.config.evaluation import AgentFormat
 from common.errors import ConfigError
+from common.formats.calls import as_call
+from tests.actor.formats.templates import BODY, CALLERS, TOOLS
 from tests.actor.rollout.test_render import CHATML, COMPACT, make_chatml
 
-TOOLS = (
-    "{% if tools %}<|im_start|>system\nTools:{% for t in tools %}\n{{ t | tojson }}{% endfor %}"
-    "<|im_end|>\n{% endif %}"
-)
-CALL = (
-    '<tool_call>\n{"name": {{ c.function.name | tojson }}, "arguments": '
-    "{{ c.function.arguments | tojson }}}\n</tool_call>"
-)
-XML_CALL = (
-    "<tool_call>\n<function={{ c.function.name }}>\n{% for k, v in c.function.arguments.items() %}"
-    "<parameter={{ k }}>\n{{ v }}\n</parameter>\n{% endfor %}</function>\n</tool_call>"
-)
-BODY = (
-    "{% for m in messages %}{% if m.role == 'tool' %}<|im_start|>user\n<tool_response>\n"
-    "{{ m.content }}\n</tool_response><|im_end|>\n{% else %}<|im_start|>{{ m.role }}\n"
-    "{{ m.content }}{% for c in m.tool_calls or [] %}CALL{% endfor %}<|im_end|>\n{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-CALLING = make_chatml(TOOLS + BODY.replace("CALL", CALL))
-TOKENIZERS = {"json": CALLING, "xml": make_chatml(TOOLS + BODY.replace("CALL", XML_CALL))}
-ANY_CALLER = pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)
+CALLING = CALLERS["qwen"]
+ANY_CALLER = pytest.mark.parametrize("tokenizer", CALLERS.values(), ids=CALLERS)
+USER = {"role": "user", "content": "hi"}
+SEEN = 'ok "!"\nyou see'
 
 
 def said(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, Any]], env: str) -> list[int]:
     text = tokenizer.apply_chat_template(
-        messages, tools=[tool_of(env)], tokenize=False, add_generation_prompt=True
+        with_ids(messages), tools=[tool_of(env)], tokenize=False, add_generation_prompt=True
     )
     assert isinstance(text, str)
     return tokenizer.encode(text, add_special_tokens=False)
@@ -45,7 +30,7 @@ def said(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, Any]], env
 
 def call_of(action: str, env: str) -> dict[str, Any]:
     function = {"name": env, "arguments": {"action": action}}
-    call = {"type": "function", "id": "c", "function": function}
+    call = {"type": "function", "function": function}
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
@@ -61,12 +46,14 @@ def test_the_pieces_are_the_template_s_rendering_of_calls_and_answers(
     for action in ("move up", 'say "go"'):
         before = len(said(tokenizer, messages, "maze"))
         messages.append(call_of(action, "maze"))
-        closed = tokenizer.apply_chat_template(messages, tools=[tool_of("maze")], tokenize=False)
+        closed = tokenizer.apply_chat_template(
+            with_ids(messages), tools=[tool_of("maze")], tokenize=False
+        )
         assert isinstance(closed, str)
         sampled = tokenizer.encode(closed.removesuffix("\n"), add_special_tokens=False)[before:]
-        assert render.called(render.action_text(sampled)) == action
-        messages.append({"role": "tool", "content": "ok <|im_end|>".replace("<|im_end|>", "!")})
-        ids += [*sampled, *render.after_action("ok !", is_stopped=True)]
+        assert render.called(sampled) == action
+        messages.append({"role": "tool", "name": "maze", "content": SEEN})
+        ids += [*sampled, *render.after_action(SEEN, is_stopped=True)]
         assert ids == said(tokenizer, messages, "maze")
     messages[-1:] = [{"role": "user", "content": "go on"}]  # what is no tool's answer
     asked = render.after_turn("go on", is_stopped=True)
@@ -94,17 +81,34 @@ def test_each_environment_is_a_tool_of_its_own_name() -> None:
     )
 
 
-def test_tools_of_the_environment_s_own_stand_in_its_place() -> None:
-    function = {"name": "add", "description": "", "parameters": {"type": "object"}}
-    render = make_renderer(CALLING, AgentFormat.FUNCTION_CALL).of("sums", [function])
+@ANY_CALLER
+def test_tools_of_the_environment_s_own_stand_in_its_place(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    fields = {"a": {"type": "integer"}, "b": {"type": "string"}}
+    function = {"name": "add", "description": "", "parameters": {"properties": fields}}
+    render = make_renderer(tokenizer, AgentFormat.FUNCTION_CALL).of("sums", [function])
     assert isinstance(render, ToolRenderer)
-    assert '"name": "add"' in CALLING.decode(render.first_prompt("hi"))
-    answer = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
-    assert json.loads(render.called(answer) or "") == {"tool": "add", "arguments": {"a": 1}}
-    assert render.called(answer.replace("add", "sums")) is None
-    in_tags = make_renderer(TOKENIZERS["xml"], AgentFormat.FUNCTION_CALL)
-    with pytest.raises(ConfigError, match="those of sums's own tools are read as JSON only"):
-        in_tags.of("sums", [function])
+    assert '"name": "add"' in tokenizer.decode(render.first_prompt("hi"))
+
+    def asked(name: str) -> list[int]:
+        given = {"a": 1, "b": "1"}
+        call = {"role": "assistant", "content": "", "tool_calls": [as_call(name, given)]}
+        first, whole = (
+            tokenizer.apply_chat_template(
+                with_ids(each),
+                tools=[{"function": function}],
+                tokenize=False,
+                add_generation_prompt=is_asked,
+            )
+            for each, is_asked in (([USER], True), ([USER, call], False))
+        )
+        return tokenizer.encode(str(whole).removeprefix(str(first)), add_special_tokens=False)
+
+    sent = json.loads(render.called(asked("add")) or "")
+    assert sent == {"tool": "add", "arguments": {"a": 1, "b": "1"}}
+    assert render.called(asked("sums")) is None
+    assert render.called(tokenizer.encode("add", add_special_tokens=False)) is None
 
 
 REFUSED = {
@@ -121,7 +125,7 @@ REFUSED = {
         "{% if tools %}{{ raise_exception('no tools here') }}{% endif %}" + CHATML,
         "no tools here",
     ),
-    "shows_no_calls": (TOOLS + BODY.replace("CALL", ""), "name and argument are not found"),
+    "shows_no_calls": (TOOLS + BODY.replace("CALL", ""), "no place for their calls"),
 }
 
 

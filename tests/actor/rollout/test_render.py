@@ -25,9 +25,11 @@ NO_USER_TEXT = CHATML.replace(
 NO_END = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant: "
 
 
-def make_chatml(template: str, *, eos: str = "<|im_end|>") -> PreTrainedTokenizerFast:
-    """A tokenizer whose special tokens are those of ChatML."""
-    special = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
+def make_chatml(
+    template: str, *, eos: str = "<|im_end|>", more: tuple[str, ...] = ()
+) -> PreTrainedTokenizerFast:
+    """A tokenizer whose special tokens are those of ChatML, and `more`."""
+    special = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", *more]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

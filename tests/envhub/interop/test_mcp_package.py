@@ -13,9 +13,9 @@ import pytest
 import yaml
 
 from actor.formats.tools import ToolRenderer, make_renderer
-from common.agent_formats import worded
 from common.config.evaluation import AgentFormat
 from common.errors import ConfigError
+from common.formats.answers import CALLS, worded
 from envhub.catalogue.registry import Registry
 from tests.actor.formats.test_tools import CALLING
 from tests.end_to_end.runs import Run, balances
@@ -80,7 +80,7 @@ async def play(episodes):
     told = []
     for item, actions in episodes:
         env = spec.make(Style.COMPACT)
-        told.append([await env.reset(item, 0)])
+        told.append([spec.instruction[Style.COMPACT] + await env.reset(item, 0)])
         for action in actions:
             try:
                 result = await env.step(action)
@@ -264,10 +264,14 @@ def test_a_function_call_of_its_tools_is_sent_as_the_server_s(
     render = make_renderer(CALLING, AgentFormat.FUNCTION_CALL).of("tools", tools)
     assert isinstance(render, ToolRenderer)
     assert "Add a number." in CALLING.decode(render.first_prompt("Say 7."))
-    assert "Action:" not in worded(AgentFormat.FUNCTION_CALL, entry["instruction"]["compact"])
-    action = render.called('<tool_call>{"name": "add", "arguments": {"number": 3}}</tool_call>')
+    instruction = entry["instruction"]["compact"]
+    assert "- add: Add a number." in instruction
+    assert worded(AgentFormat.FUNCTION_CALL, instruction) == CALLS  # the template lists the tools
+    text = '<tool_call>{"name": "add", "arguments": {"number": 3}}</tool_call>'
+    action = render.called(CALLING.encode(text, add_special_tokens=False))
     assert action is not None
-    ((_, added),), _ = play(reference, ("all-train-0", [action]), root=repository)
+    ((first, added),), _ = play(reference, ("all-train-0", [action]), root=repository)
+    assert first == instruction + "Say 7."
     assert added == ["sum 3 of 1", 0.0, False, True, False]
 
 

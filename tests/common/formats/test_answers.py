@@ -2,32 +2,25 @@
 
 import pytest
 
-from common.agent_formats import (
-    CALLS,
-    NAME,
-    REACT,
-    TOOL_FORM,
-    VALUE,
-    CallForm,
-    read_any,
-    read_react,
-    sent,
-    worded,
-)
 from common.config.evaluation import AgentFormat, AgentOptions, ContextKind
 from common.config.run_config import ActorSection, EnvhubSection, PolicySection, RunConfig
 from common.errors import ConfigError
-
-QWEN = f'<tool_call>\n{{"name": "{NAME}", "arguments": {{"action": "{VALUE}"}}}}\n</tool_call>'
-LLAMA = f'{{"name": "{NAME}", "parameters": {{"action": "{VALUE}"}}}}'
-MISTRAL = f'[TOOL_CALLS] [{{"name": "{NAME}", "arguments": {{"action": "{VALUE}"}}, "id": "c"}}]'
-AS_TEXT = f'<call>{{"name": "{NAME}", "arguments": "{{\\"action\\": \\"{VALUE}\\"}}"}}</call>'
-XML = (
-    f"<tool_call>\n<function={NAME}>\n<parameter=action>\n{VALUE}\n</parameter>\n</function>\n"
-    "</tool_call>"
+from common.formats.answers import (
+    CALLS,
+    REACT,
+    TEXT_ANSWERS,
+    TOOL_FORM,
+    read_any,
+    read_react,
+    sent,
+    tools_text,
+    worded,
 )
-FORMS = {"qwen": QWEN, "llama": LLAMA, "mistral": MISTRAL, "as_text": AS_TEXT, "xml": XML}
-ANY_FORM = pytest.mark.parametrize("call", FORMS.values(), ids=FORMS)
+
+CALL = '<tool_call>\n{"name": "maze", "arguments": {"action": "go"}}\n</tool_call>'
+LLAMA = '{"name": "maze", "parameters": {"action": "go"}}'
+MISTRAL = '[{"name": "maze", "arguments": {"action": "go"}, "id": "call00000"}]'
+CODER = "<function=maze>\n<parameter=action>\ngo\n</parameter>\n</function>\n</tool_call>"
 
 
 @pytest.mark.parametrize(
@@ -46,43 +39,26 @@ def test_react_reads_the_one_action_and_no_other(answer: str, action: str | None
     assert read_react(answer, is_whole=True) == (None if action is None else answer)
 
 
-@ANY_FORM
-def test_a_call_is_read_as_the_template_writes_it(call: str) -> None:
-    form = CallForm.of(call)
-    mine = call.replace(NAME, "maze").replace(VALUE, "move up")
-    for answer in (mine, f"I go up.\n{mine}\n", mine.replace("\n", " ")):
-        assert form.read(answer) == ("maze", {"action": "move up"}), answer
-    assert sent(form.read(mine), ["maze"], has_one=True) == "move up"
-    assert sent(form.read(mine), ["other"], has_one=True) is None
+@pytest.mark.parametrize("given", [{"act": "up"}, {"action": 3}, {"action": " "}, {}])
+def test_a_call_without_an_action_is_none(given: dict) -> None:
+    assert sent([("maze", given)], ["maze"], has_one=True) is None
 
 
-@ANY_FORM
-def test_what_is_not_one_call_is_no_action(call: str) -> None:
-    form = CallForm.of(call)
-    mine = call.replace(NAME, "maze").replace(VALUE, "move up")
-    for answer in ("", "move up", mine[: len(mine) // 2], mine + mine, "{" * 5000, "[" * 9000):
-        assert sent(form.read(answer), ["maze"], has_one=True) is None, answer[:80]
-
-
-@pytest.mark.parametrize("arguments", ['{"act": "up"}', '{"action": 3}', '{"action": " "}', "[]"])
-def test_a_call_without_an_action_is_none(arguments: str) -> None:
-    call = CallForm.of(QWEN).read(f'<tool_call>{{"name": "maze", "arguments": {arguments}}}')
-    assert sent(call, ["maze"], has_one=True) is None
+def test_one_call_of_a_known_tool_is_sent_and_no_other() -> None:
+    call = ("maze", {"action": " move up "})
+    assert sent([call], ["maze"], has_one=True) == "move up"
+    assert sent([call], ["other"], has_one=True) is None
+    assert sent([call, call], ["maze"], has_one=True) is None
+    assert sent([], ["maze"], has_one=True) is None
 
 
 def test_half_a_character_in_a_call_is_sent_as_a_text() -> None:
-    call = CallForm.of(LLAMA).read('{"name": "maze", "parameters": {"action": "a\\ud83d"}}')
-    assert sent(call, ["maze"], has_one=True) == "a\ufffd"
+    assert sent([("maze", {"action": "a\ud83d"})], ["maze"], has_one=True) == "a\ufffd"
 
 
 def test_tools_of_an_environment_are_called_by_name() -> None:
-    call = CallForm.of(QWEN).read('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
-    assert sent(call, ["add", "sub"], has_one=False) == '{"tool": "add", "arguments": {"a": 1}}'
-
-
-def test_a_template_whose_calls_cannot_be_read_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"actor\.format=function_call: .* not found"):
-        CallForm.of("<tool_call>something</tool_call>")
+    told = sent([("add", {"a": 1})], ["add", "sub"], has_one=False)
+    assert told == '{"tool": "add", "arguments": {"a": 1}}'
 
 
 def test_an_instruction_says_the_form_unless_it_does_already() -> None:
@@ -91,17 +67,28 @@ def test_an_instruction_says_the_form_unless_it_does_already() -> None:
     assert worded(AgentFormat.REACT, "") == REACT
     assert worded(AgentFormat.REACT, "Say Action: and it.") == "Say Action: and it."
     assert worded(AgentFormat.FUNCTION_CALL, "Play.") == f"Play.\n\n{CALLS}"
-    told = f"Add.\n{TOOL_FORM}\nQuickly."
+    told = f"Add.\n{TOOL_FORM}\nQuickly."  # of tools that no template lists
     assert worded(AgentFormat.REACT, told) == told
-    assert worded(AgentFormat.FUNCTION_CALL, told) == f"Add.\n{CALLS}\nQuickly."
+    assert worded(AgentFormat.FUNCTION_CALL, told) == f"{told}\n\n{CALLS}"
+
+
+def test_tools_that_the_template_lists_are_not_listed_again() -> None:
+    schema = {"properties": {"a": {"type": "integer"}}}
+    tools = [{"name": n, "description": "Tools:\n- x", "input_schema": schema} for n in "ab"]
+    for form in (TOOL_FORM, TOOL_FORM + TEXT_ANSWERS):
+        told = f"Add.\n{tools_text(tools)}\n{form}\nQuickly."
+        assert "- a: Tools: - x arguments: {" in told
+        assert worded(AgentFormat.PLAIN, told) == worded(AgentFormat.REACT, told) == told
+        assert worded(AgentFormat.FUNCTION_CALL, told) == f"Add.\n{CALLS}\nQuickly."
 
 
 def test_a_replay_reads_the_actions_of_each_format() -> None:
     assert read_any(AgentFormat.PLAIN, "go") == "go"
     assert read_any(AgentFormat.REACT, "Thought: x\nAction: go") == "go"
     assert read_any(AgentFormat.REACT, "go") == ""
-    for call in (QWEN, LLAMA):
-        assert read_any(AgentFormat.FUNCTION_CALL, call.replace(VALUE, "go")) == "go"
+    for call in (CALL, LLAMA, MISTRAL, CODER):
+        assert read_any(AgentFormat.FUNCTION_CALL, call) == "go"
+    assert read_any(AgentFormat.FUNCTION_CALL, CALL + CALL) == ""
     assert read_any(AgentFormat.FUNCTION_CALL, "go") == ""
     own = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
     told = '{"tool": "add", "arguments": {"a": 1}}'
