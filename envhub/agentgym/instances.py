@@ -46,9 +46,8 @@ class Instances:
         self._patience = patience
         self._turns: deque[object] = deque()  # of those who wait to be given an instance
         self._puts_aside = spec.is_repeatable and spec.isolation is not Isolation.INLINE
-        self._now_s = now_s = sessions.now_s
-        lease_s = patience.lease_s  # whose order says whom to put aside
-        grain_s = 0.0 if self._puts_aside else grain_of(lease_s)
+        lease_s, now_s = patience.lease_s, sessions.now_s
+        grain_s = 0.0 if self._puts_aside else grain_of(lease_s)  # the order says whom
         self._instances: LeaseTable[int, Instance] = LeaseTable(lease_s, now_s, grain_s=grain_s)
 
     def __len__(self) -> int:
@@ -223,13 +222,14 @@ class Instances:
             raise NotReset
         return instance.session_id or await self._bring_back(instance)
 
-    def step_at_once(self, number: int, action: str) -> Instance | None:
+    def step_at_once(self, number: int, action: str, now_s: float) -> Instance | None:
         """Do as `step` in one go; None: it has to wait or to refuse, and nothing was done.
+
+        `now_s` is what the clock of leases says.
 
         Whoever has the instance of a quick environment to himself, and waits, has taken its session
         from it: there is no need to look at the lock.
         """
-        now_s = self._now_s()
         instance = self._instances.find(number, now_s)
         if instance is None or instance.session_id is None:
             return None

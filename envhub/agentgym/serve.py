@@ -242,7 +242,7 @@ class _Desk:
             return self._refused(str(error))
         return json_response(step_reply(self.dialect, instance, result))
 
-    def step_at_once(self, raw: bytes) -> bytes | None:
+    def step_at_once(self, raw: bytes, now_s: float) -> bytes | None:
         """Return the whole response to a step of an environment that is quick.
 
         None: its body is wrong, or it has to wait or to be refused; nothing was done.
@@ -251,7 +251,7 @@ class _Desk:
             body = self._decode_step(raw)
         except (msgspec.MsgspecError, ValueError):
             return None
-        instance = self._instances.step_at_once(body.number, body.action)
+        instance = self._instances.step_at_once(body.number, body.action, now_s)
         if instance is None or (result := instance.answer) is None:
             return None
         key, is_paid = result.observation, result.done or result.reward

@@ -14,8 +14,8 @@ QUICK_S = STEP_BUCKETS_S[0]
 
 
 def no_steps() -> list[float]:
-    """Return how many steps there are in each bucket and beyond, and their seconds together."""
-    return [0] * (len(STEP_BUCKETS_S) + 2)
+    """Return the seconds of all steps, and how many there are in each bucket and beyond."""
+    return [0.0] + [0] * (len(STEP_BUCKETS_S) + 1)
 
 
 @dataclass(slots=True, kw_only=True)

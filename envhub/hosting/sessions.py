@@ -102,7 +102,7 @@ class Sessions:
     @property
     def num_steps(self) -> int:
         """Steps that were performed."""
-        return sum(int(sum(nums)) for *nums, _ in self.steps.values())
+        return sum(int(sum(nums)) for _, *nums in self.steps.values())
 
     @property
     def env_names(self) -> list[str]:
@@ -209,8 +209,8 @@ class Sessions:
         steps = session.steps
         if steps is None:
             steps = session.steps = self.steps[session.env_name]
-        steps[0 if took_s <= QUICK_S else bisect_left(STEP_BUCKETS_S, took_s)] += 1
-        steps[-1] += took_s
+        steps[0] += took_s
+        steps[1 if took_s <= QUICK_S else 1 + bisect_left(STEP_BUCKETS_S, took_s)] += 1
         return result
 
     def first_state(self, session_id: str) -> str:

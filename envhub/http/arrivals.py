@@ -45,14 +45,14 @@ class Arrivals:
             self.wake()
 
     def _answer_quick(self) -> None:
-        answer, now_s = self._known.answer, asyncio.get_running_loop().time()
-        write_at_s = monotonic() + MAX_WAIT_S
+        known, answered_at = self._known, asyncio.get_running_loop().time()
+        answer, now_s, write_at_s = known.answer, known.now_s(), monotonic() + MAX_WAIT_S
         waiting, keep = iter(self.come), self._answers.append
         connection: Connection | None = None
         try:
             for connection, data in waiting:
-                if connection.is_quick and (response := answer(data)) is not None:
-                    connection.answered_at = now_s
+                if connection.is_quick and (response := answer(data, now_s)) is not None:
+                    connection.answered_at = answered_at
                     keep((connection.transport, response))
                 else:
                     connection.is_quick = False  # what comes behind it has to wait, too

@@ -22,7 +22,8 @@ END = b"\r\n\r\n"
 NOT_PLAIN = {b"connection", b"expect", b"te", b"trailer", b"transfer-encoding", b"upgrade"}
 
 Headers = Sequence[tuple[bytes, bytes]]  # names in lower case
-Answer = Callable[[bytes], bytes | None]  # of a body; None: it has to go the ordinary way
+# Of a body, and of what the clock of leases says; None: it has to go the ordinary way.
+Answer = Callable[[bytes, float], bytes | None]
 
 
 class KnownHeads:
@@ -34,8 +35,18 @@ class KnownHeads:
     byte of another token, another length, and it goes the ordinary way.
     """
 
-    def __init__(self, token: str | None, statuses: Mapping[type[Exception], int]) -> None:
-        """`token` and what status tells of which failure, as of the application."""
+    def __init__(
+        self,
+        token: str | None,
+        statuses: Mapping[type[Exception], int],
+        *,
+        now_s: Callable[[], float],
+    ) -> None:
+        """`token` and what status tells of which failure, as of the application.
+
+        `now_s` is the clock of leases.
+        """
+        self.now_s = now_s
         self._statuses = statuses
         self._failures = tuple(statuses)
         self._token = token.encode() if token is not None else None
@@ -45,12 +56,15 @@ class KnownHeads:
     def add(self, path: str, answer: Answer) -> None:
         """Let `answer` make the responses to POST requests of a path.
 
-        It gets the body, and may raise the failures that there are statuses for.
+        It gets the body and the time, and may raise the failures that there are statuses for.
         """
         self._answers[path.encode()] = answer
 
-    def answer(self, request: bytes) -> bytes | None:
-        """Return the response to a whole request; None: it has to go the ordinary way."""
+    def answer(self, request: bytes, now_s: float) -> bytes | None:
+        """Return the response to a whole request; None: it has to go the ordinary way.
+
+        `now_s` is what the clock says.
+        """
         head, _, body = request.partition(END)
         known = self._heads.get(head)
         if known is None:
@@ -59,7 +73,7 @@ class KnownHeads:
         if len(body) != num_bytes:
             return None
         try:
-            return answer(body)
+            return answer(body, now_s)
         except self._failures as error:
             status = next(code for kind, code in self._statuses.items() if isinstance(error, kind))
             return response_bytes(json_bytes({"detail": str(error)}), status)

@@ -72,9 +72,11 @@ class LimitedProtocol(HttpToolsProtocol):
         is_first = not self._num_bytes and (cycle is None or cycle.response_complete)
         is_free = is_first and not self.flow.write_paused
         self.is_quick = False
-        if is_free and (response := self.known.answer(data)) is not None:
-            self._answer(response)
-            return
+        if is_free:
+            response = self.known.answer(data, self.known.now_s())
+            if response is not None:
+                self._answer(response)
+                return
         self._num_bytes += len(data)
         super().data_received(data)
         if self._is_in_headers and self._num_bytes > MAX_HEADER_BYTES:

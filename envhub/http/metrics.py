@@ -49,7 +49,7 @@ class HubMetrics(Collector):
             "envhub_step_seconds", "Time of one executed step.", labels=["env"]
         )
         bounds = [*map(str, STEP_BUCKETS_S), "+Inf"]
-        for env_name, (*nums, steps_s) in sessions.steps.items():
+        for env_name, (steps_s, *nums) in sessions.steps.items():
             buckets = list(zip(bounds, accumulate(nums), strict=True))
             steps.add_metric([env_name], buckets, steps_s)
         yield steps

@@ -104,7 +104,7 @@ def make_app(
         await sessions.stop()
 
     app = FastAPI(title="Longstride environment hub", lifespan=lifespan)
-    app.state.known_heads = known = KnownHeads(token, STATUS_CODES)
+    app.state.known_heads = known = KnownHeads(token, STATUS_CODES, now_s=sessions.now_s)
     app.state.refusals = refusals = Refusals()
     app.add_middleware(
         AuthMiddleware,

@@ -1,6 +1,7 @@
 """Laws of requests that came in one turn of the loop: each is taken, in its order."""
 
 import asyncio
+import time
 from typing import Any, cast
 
 import pytest
@@ -45,7 +46,7 @@ class Link:
 class Known(KnownHeads):
     """Knows what begins with a k."""
 
-    def answer(self, request: bytes) -> bytes | None:
+    def answer(self, request: bytes, now_s: float) -> bytes | None:
         return request.upper() if request.startswith(b"k") else None
 
 
@@ -57,7 +58,7 @@ def taken_in_one_turn(*come: tuple[Link, bytes], known: KnownHeads | None = None
         asyncio.get_running_loop().set_exception_handler(
             lambda _, told: failures.append(told["exception"])
         )
-        taking = Arrivals(known or Known(None, {}))
+        taking = Arrivals(known or Known(None, {}, now_s=time.monotonic))
         taking.wake()
         taking.come.extend(come)
         await asyncio.sleep(0)
@@ -93,12 +94,12 @@ def test_answers_do_not_wait_for_slow_ones_behind_them(monkeypatch: pytest.Monke
     seen: list[int] = []
 
     class Slow(Known):
-        def answer(self, request: bytes) -> bytes | None:
+        def answer(self, request: bytes, now_s: float) -> bytes | None:
             seen.append(len(first.wire.written))
-            return super().answer(request)
+            return super().answer(request, now_s)
 
     come = (first, b"k1"), (second, b"k2"), (first, b"k3")
-    assert taken_in_one_turn(*come, known=Slow(None, {})) == []
+    assert taken_in_one_turn(*come, known=Slow(None, {}, now_s=time.monotonic)) == []
     assert (seen, first.wire.written, second.wire.written) == ([0, 1, 1], [b"K1", b"K3"], [b"K2"])
 
 

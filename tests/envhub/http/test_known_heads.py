@@ -39,8 +39,8 @@ def hub() -> Iterator[Hub]:
     known, answered = app.state.known_heads, list[bytes]()
 
     class Watched(KnownHeads):
-        def answer(self, request: bytes) -> bytes | None:
-            response = known.answer(request)
+        def answer(self, request: bytes, now_s: float) -> bytes | None:
+            response = known.answer(request, now_s)
             answered.extend([response] if response is not None else [])
             return response
 
@@ -48,7 +48,7 @@ def hub() -> Iterator[Hub]:
             known.learn(request, *parsed)
 
     with socket.create_server((HOST, 0)) as listener:
-        http = limited_protocol(sessions.counts, Refusals(), Watched(TOKEN, {}))
+        http = limited_protocol(sessions.counts, Refusals(), Watched(TOKEN, {}, now_s=known.now_s))
         config = main.uvicorn.Config(app, http=http, ws="none", log_config=None)
         server = main.DrainingServer(config, sessions)
         serving = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
