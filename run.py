@@ -71,9 +71,9 @@ class Command:
 missing_for = Later("envhub.command:missing_for")
 
 
-def checked_by(where: str) -> Callable[[RunConfig], None]:
+def checked_by(where: str, *, is_to_train: bool = True) -> Callable[[RunConfig], None]:
     """Return a check that is also told what the environments lack."""
-    return lambda cfg: Later(where)(cfg, ROOT, missing=missing_for(cfg))
+    return lambda cfg: Later(where)(cfg, ROOT, missing=missing_for(cfg, is_to_train=is_to_train))
 
 
 def role(where: str) -> Command:
@@ -116,7 +116,7 @@ COMMANDS = {
             choose_items=Later("learner.offline.commands:choose_held_out")
         ),
         load=Later("actor.play.settings:load_evaluation").given(),
-        check=checked_by("actor.play.settings:check_evaluation"),
+        check=checked_by("actor.play.settings:check_evaluation", is_to_train=False),
         logs_as="eval",
     ),
     "serve": Command(

@@ -13,7 +13,7 @@ from common.log import configure_logging
 from common.repository import ROOT
 from common.store.run_dir import RunDir
 from envhub.catalogue.distances import counted, measured
-from envhub.catalogue.health import hub_at, not_served, servers_of, silent
+from envhub.catalogue.health import hub_at, not_served, servers_of, silent, untrainable
 from envhub.catalogue.listing import format_rows, list_rows
 from envhub.catalogue.registry import (
     LOADERS,
@@ -75,7 +75,7 @@ def list_environments(overrides: Sequence[str], *, root: Path, say: Callable[[st
     return 0
 
 
-def missing_for(cfg: RunConfig) -> list[str]:
+def missing_for(cfg: RunConfig, *, is_to_train: bool = True) -> list[str]:
     """Return what a run's environments lack, one line each; [] if they can all be served.
 
     Where the run uses a hub elsewhere, whether that one answers, takes the token and has the tasks.
@@ -83,7 +83,7 @@ def missing_for(cfg: RunConfig) -> list[str]:
     if url := cfg.envhub.url:
         has_keys = RunDir(root=ROOT / cfg.run.dir / cfg.run.name).keys.exists()
         return silent([hub_at(url)]) or not_served(
-            url, cfg.envhub.token, cfg.tasks, may_be_own=has_keys
+            url, cfg.envhub.token, cfg.tasks, may_be_own=has_keys, is_to_train=is_to_train
         )
     tasks = {task.env for task in cfg.tasks}
     references = [name for name in tasks if is_reference(name)]
@@ -97,12 +97,21 @@ def missing_for(cfg: RunConfig) -> list[str]:
         registry = Registry(names, cfg.envs, cfg.env)
     except UnknownEnv as error:
         return [f"{_key_of(str(error), cfg)}: {error}"]
-    return [
+    unknown = [
         f"tasks[{i}].subset={task.subset!r}: {task.env} has no subset {task.subset!r}; the nearest"
         f" is {nearest(task.subset, list(registry.spec(task.env).subsets))!r}"
         for i, task in enumerate(cfg.tasks)
         if task.subset not in registry.spec(task.env).subsets
-    ] or _too_far(cfg, registry)
+    ]
+    return unknown or _untrainable(cfg, registry) * is_to_train or _too_far(cfg, registry)
+
+
+def _untrainable(cfg: RunConfig, registry: Registry) -> list[str]:
+    """Return which tasks have nothing to train on, one line each."""
+    lines: list[str] = []
+    for i, task in enumerate(cfg.tasks):
+        lines += untrainable(i, task, registry.spec(task.env).subsets[task.subset].num_train)
+    return lines
 
 
 def _too_far(cfg: RunConfig, registry: Registry) -> list[str]:

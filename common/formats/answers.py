@@ -55,7 +55,7 @@ def tools_text(tools: Sequence[Mapping[str, Any]]) -> str:
     """Return what an agent is told of its tools: name, description, input_schema of each."""
     lines = ["Tools:"]
     for tool in tools:
-        schema = tool.get("input_schema") or tool.get("inputSchema") or {}
+        schema: dict[str, Any] = tool.get("input_schema") or tool.get("inputSchema") or {}
         described = " ".join(str(tool.get("description") or "").split())
         fields = json.dumps(schema.get("properties", {}), ensure_ascii=False)
         lines.append(f"- {tool['name']}: {described} arguments: {fields}")
@@ -116,7 +116,8 @@ def read_any(kind: AgentFormat, answer: str) -> str:
         return answer
     if kind is AgentFormat.REACT:
         return read_react(answer) or ""
-    calls = next(filter(None, (form.read(answer)[1] for form in ANY_FORM)), [])
+    found = [form.read(answer)[1] for form in ANY_FORM]
+    calls = max(found, key=len)  # of forms that cannot read it, none
     names = [name for name, _ in calls]
     has_one = any(given.keys() == {ARGUMENT} for _, given in calls)  # else it has its own tools
     return sent(calls, names, has_one=has_one) or ""

@@ -76,12 +76,13 @@ def _problem(server: Server) -> str:
 
 
 def not_served(
-    url: str, token: str, tasks: Sequence[TaskSection], *, may_be_own: bool
+    url: str, token: str, tasks: Sequence[TaskSection], *, may_be_own: bool, is_to_train: bool
 ) -> list[str]:
     """Return what is wrong with playing tasks at a hub that answers, one line each; [] if nothing.
 
     Args:
         may_be_own: the hub may want the token of the run's own keys, which nobody knows here.
+        is_to_train: and not only to be played.
     """
     shown = _shown(url)
     try:
@@ -90,7 +91,11 @@ def not_served(
             does = "refuses this token" if token else "wants a token"
             words = f"the hub at {shown} {does}; give the one that it was started with"
             return [] if may_be_own and not token else [f"envhub.token: {words}"]
-        envs = {name: list(env["subsets"]) for name, env in json.loads(body).items()}
+        catalogue = json.loads(body).items()
+        envs = {
+            name: {subset: int(sizes["num_train"]) for subset, sizes in env["subsets"].items()}
+            for name, env in catalogue
+        }
     except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as error:
         return [f"envhub.url={shown}: /v1/envs is no catalogue of a hub: {error}"]
     lines: list[str] = []
@@ -100,10 +105,19 @@ def not_served(
             near = f"; the nearest is {nearest(task.env, [*envs])!r}" if envs else ""
             lines.append(f"tasks[{i}].env={task.env!r}: the hub at {shown} does not serve it{near}")
         elif task.subset not in known:
-            near = f"; the nearest is {nearest(task.subset, known)!r}" if known else ""
+            near = f"; the nearest is {nearest(task.subset, [*known])!r}" if known else ""
             what = f"the hub at {shown} has no such subset of {task.env}"
             lines.append(f"tasks[{i}].subset={task.subset!r}: {what}{near}")
+        elif is_to_train:
+            lines += untrainable(i, task, known[task.subset])
     return lines
+
+
+def untrainable(number: int, task: TaskSection, num_train: int) -> list[str]:
+    """Return a line if a task is to be trained on and has nothing to train on."""
+    if num_train or task.weight <= 0:
+        return []
+    return [f"tasks[{number}].subset={task.subset!r}: it has no training items in {task.env}"]
 
 
 def _ask(url: str) -> int:

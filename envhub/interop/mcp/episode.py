@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import json
+import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -157,16 +158,20 @@ class McpEpisode:
             await link.close()
 
     async def _connect(self) -> Link:
-        """Return a connection: one of the episode's own, unless an argument is the session."""
+        """Return a connection: one of the episode's own, unless an argument is the session.
+
+        A server that starts again is waited for.
+        """
+        until_s = time.monotonic() + self._options.start_timeout_s
         if not self._options.session:
-            return await Link.open(self._options)
+            return await Link.open(self._options, until_s=until_s)
         shared = self._tasks.shared
         async with self._tasks.connecting:
             for lost in [link for link in shared if link.is_lost]:
                 shared.remove(lost)
                 await lost.close()
             if not shared:
-                shared.append(await Link.open(self._options))
+                shared.append(await Link.open(self._options, until_s=until_s))
             return shared[-1]
 
     def _parse(self, action: str) -> tuple[str, dict[str, Any]]:

@@ -1,6 +1,7 @@
 """A connection to an MCP server, over a command's pipes or streamable HTTP."""
 
 import asyncio
+import time
 from collections.abc import Awaitable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -13,17 +14,22 @@ from envhub.interop.openenv_socket import bare
 CLOSE_S = 5.0  # for a server to end
 INVALID_PARAMS = -32602  # JSON-RPC's word for arguments that the server does not take
 CONNECTION_CLOSED = -32000
+INVALID_REQUEST = -32600  # what a server says that has started again, of a session of before
+RETRY_S = 0.25  # between two tries to reach a server that is not there
 MODES = {"auto": "auto", "2025-11-25": "legacy", "2026-07-28": "2026-07-28"}
 MAX_PAGES = 100  # of a list of tools
 Answer = TypeVar("Answer")
 
 
 class McpFailure(EnvFailure):
-    """The server failed; the text names it. `is_refusal`: it does not take these arguments."""
+    """The server failed; the text names it.
 
-    def __init__(self, text: str, *, is_refusal: bool = False) -> None:
+    `is_refusal`: it does not take these arguments. `is_away`: nobody listens at its address.
+    """
+
+    def __init__(self, text: str, *, is_refusal: bool = False, is_away: bool = False) -> None:
         super().__init__(text)
-        self.is_refusal = is_refusal
+        self.is_refusal, self.is_away = is_refusal, is_away
 
 
 @dataclass(kw_only=True)
@@ -72,17 +78,26 @@ class Link:
         self.is_lost = False
 
     @classmethod
-    async def open(cls, options: McpOptions) -> "Link":
-        """Return a connection. Raises: McpFailure: there is no such server."""
-        link = cls(options)
-        link._owner = asyncio.create_task(link._own())
-        try:
-            ready = link._ready.wait()
-            await link._answer(ready, "a connection", timeout_s=options.start_timeout_s)
-        except McpFailure:
-            await link.close()
-            raise
-        return link
+    async def open(cls, options: McpOptions, *, until_s: float = 0.0) -> "Link":
+        """Return a connection.
+
+        Args:
+            until_s: by the monotonic clock; before it a server that is not there is tried again.
+
+        Raises: McpFailure: there is no such server.
+        """
+        while True:
+            link = cls(options)
+            link._owner = asyncio.create_task(link._own())
+            try:
+                ready = link._ready.wait()
+                await link._answer(ready, "a connection", timeout_s=options.start_timeout_s)
+                return link
+            except McpFailure as error:
+                await link.close()
+                if not error.is_away or time.monotonic() >= until_s:
+                    raise
+            await asyncio.sleep(RETRY_S)
 
     async def tools(self) -> list[Any]:
         """Return all tools that the server has. Raises: McpFailure."""
@@ -130,6 +145,8 @@ class Link:
                 target = mcp.StdioServerParameters(command=first, args=others, env=options.env)
             entered = mcp.Client(target, mode=mode, cache=None)
             self._client = await stack.enter_async_context(entered)
+            if options.url and mode == MODES["2026-07-28"]:  # which begins without a word
+                await self._client.list_tools()
             self._ready.set()
             await self._leave.wait()
 
@@ -160,8 +177,8 @@ class Link:
         code = getattr(error, "code", None)
         if code == INVALID_PARAMS:
             raise McpFailure(f"{shown}: {what}: {error}", is_refusal=True) from error
-        self.is_lost = (
-            self.is_lost or self._owner.done() or code == CONNECTION_CLOSED or error is None
-        )
+        is_gone = self._owner.done() or error is None
+        self.is_lost = self.is_lost or is_gone or code in (CONNECTION_CLOSED, INVALID_REQUEST)
         why = f"{type(error).__name__}: {error}" if error else "the connection was lost"
-        raise McpFailure(f"{shown}: {what}: {why:.1000}") from error
+        is_away = isinstance(error, optional_package("httpx2", "mcp").ConnectError)
+        raise McpFailure(f"{shown}: {what}: {why:.1000}", is_away=is_away) from error

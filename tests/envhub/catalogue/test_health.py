@@ -12,6 +12,7 @@ from common.config.run_config import RunConfig
 from common.errors import ConfigError
 from common.repository import ROOT
 from envhub.catalogue.health import servers_of, silent
+from envhub.catalogue.registry import Registry
 from envhub.command import examine_environments, missing_for
 
 
@@ -76,6 +77,32 @@ def test_hub_elsewhere_must_take_the_token_and_have_the_tasks(serve_hub, tmp_pat
     assert line.endswith("; the nearest is 'babyai'")
     (line,) = missing_for(configured(there, token, "tasks=[{env: babyai, subset: GoToLoca}]"))
     assert line.endswith("has no such subset of babyai; the nearest is 'GoToLocal'")
+
+
+HELD_OUT = """
+from dataclasses import replace
+from envhub.envs.rooms.env import make_spec as whole
+
+def make_spec(options):
+    spec = whole(options)
+    subsets = {name: replace(each, num_train=0) for name, each in spec.subsets.items()}
+    return replace(spec, name="held", subsets=subsets, tasks={})
+"""
+
+
+def test_subset_without_training_items_is_named_before_a_run_and_can_be_evaluated(
+    serve_hub, tmp_path: Path
+) -> None:
+    (tmp_path / "held.py").write_text(HELD_OUT)
+    reference = f"{tmp_path / 'held.py'}:make_spec"
+    (subset, *_) = Registry([reference]).spec("held").subsets
+    tasks = f"tasks=[{{env: held, subset: {subset}}}]"
+    url = str(serve_hub(reference).client.base_url)
+    for where in (f"envhub.envs=[{reference}]", f"envhub.url={url}"):
+        cfg = configured(where, tasks)
+        told = f"tasks[0].subset={subset!r}: it has no training items in held"
+        assert missing_for(cfg) == [told]
+        assert missing_for(cfg, is_to_train=False) == []
 
 
 def test_server_that_answers_with_any_status_is_there(serve_hub) -> None:

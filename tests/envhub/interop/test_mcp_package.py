@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import yaml
@@ -103,7 +104,8 @@ def call(tool: str, **arguments: object) -> str:
 
 def described(folder: Path, **options: object) -> str:
     """Return the reference of the server, with its options and items written to a folder."""
-    (folder / "server.py").write_text(SERVER)
+    if not (folder / "server.py").exists():
+        (folder / "server.py").write_text(SERVER)
     (folder / "items.json").write_text(json.dumps(ITEMS))
     command = [python_with(MCP, sees_ours=True), str(folder / "server.py")]
     where: dict[str, object] = {} if "url" in options else {"command": command}
@@ -126,11 +128,12 @@ def play(reference: str, *episodes: tuple[str, list[str]], root: Path) -> tuple[
 
 
 @contextlib.contextmanager
-def http_server(folder: Path) -> Iterator[str]:
-    """Yield the URL of the server over streamable HTTP."""
-    (folder / "server.py").write_text(SERVER)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+def http_server(folder: Path, *, text: str = SERVER, port: int = 0) -> Iterator[str]:
+    """Yield the URL of the server over streamable HTTP, at a free port unless one is given."""
+    (folder / "server.py").write_text(text)
+    if not port:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
     command = [python_with(MCP, sees_ours=True), str(folder / "server.py"), str(port)]
     server = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     try:
@@ -214,6 +217,50 @@ def test_episodes_that_begin_at_once_share_the_server_of_their_sessions(
     )
     told = [f"sum 5 of {number}" for number in (1, 2, 3)]
     assert done.stdout.strip() == str(told), done.stderr[-2_000:]
+
+
+MCP_AGAIN = """
+import asyncio, sys
+from envhub.catalogue.registry import Registry
+from envhub.env import EnvFailure, Style
+spec = Registry([sys.argv[1]]).spec("tools")
+async def play():
+    env = spec.make(Style.COMPACT)
+    await env.reset("all-train-0", 0)
+    try:
+        print((await env.step(sys.argv[2])).observation, flush=True)
+    except EnvFailure as error:
+        print(error, flush=True)
+    await env.close()
+async def all_of_them():
+    for _ in range(3):
+        await play()
+        sys.stdin.readline()
+    await spec.stop()
+asyncio.run(all_of_them())
+"""
+
+
+@pytest.mark.slow
+def test_a_server_that_has_started_again_between_two_calls_is_used_again(
+    tmp_path: Path, repository: Path
+) -> None:
+    argv = [python_with(MCP, sees_ours=True), "-c", MCP_AGAIN]
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(contextlib.ExitStack())
+        url = server.enter_context(http_server(tmp_path))
+        reference = described(tmp_path, url=url, session="session", revision="2025-11-25")
+        argv += [reference, call("add", number=5)]
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        player = stack.enter_context(subprocess.Popen(argv, cwd=repository, **pipes))
+        stack.callback(player.kill)
+        assert player.stdout is not None
+        assert player.stdout.readline() == "sum 5 of 1\n"
+        server.close()  # killed while nobody waits for an answer
+        stack.enter_context(http_server(tmp_path, port=urlsplit(url).port or 0))
+        told, _ = player.communicate("\n\n\n", timeout=60)
+    assert told.splitlines()[0].startswith(f"MCP server {url}: tool 'add': MCPError: Session")
+    assert told.splitlines()[1:] == ["sum 5 of 1"]
 
 
 @pytest.mark.slow

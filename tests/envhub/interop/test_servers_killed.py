@@ -1,8 +1,10 @@
-"""Laws of servers of others that are killed in the middle of training: a real OpenEnv server."""
+"""Laws of servers of others that are killed in the middle of training, with the real packages."""
 
 import time
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
@@ -10,7 +12,9 @@ import pytest
 from common.store.journal import read_journal
 from common.wire.messages import EndReason, Trajectory
 from tests.end_to_end.runs import Run, balances
+from tests.envhub.interop.test_mcp_package import MCP, SERVER, described, http_server
 from tests.envhub.interop.test_openenv_package import echo_command, listening
+from tests.venvs import python_with
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -61,3 +65,47 @@ def test_openenv_server_killed_in_training_fails_what_it_held_and_is_waited_for(
             time.sleep(DOWN_S)
             with listening(command, tmp_path, url):
                 ended(run, f"OpenEnv server {url}")
+
+
+SLOWLY = f"""
+@server.tool()
+async def slowly(answer: str, session: str = "") -> dict:
+    await __import__("anyio").sleep({STEP_S})
+    return length(answer)
+
+if __name__"""
+SLOW_SERVER = SERVER.replace("\nif __name__", SLOWLY)
+
+
+@pytest.mark.parametrize("revision", ["2025-11-25", "2026-07-28"])
+@pytest.mark.parametrize("is_on_pipes", [True, False], ids=["pipes", "http"])
+def test_mcp_server_killed_in_training_fails_what_it_held_and_is_used_again(
+    revision: str, is_on_pipes: bool, tmp_path: Path
+) -> None:
+    options: dict[str, object] = {"items": "tool:listed", "submit": "slowly", "begin": "begin"}
+    options |= {"plain_answers": True, "session": "session", "revision": revision}
+    program, python = tmp_path / "server.py", python_with(MCP, sees_ours=True)
+    program.write_text(SLOW_SERVER)
+    with ExitStack() as stack:
+        url = "" if is_on_pipes else stack.enter_context(http_server(tmp_path, text=SLOW_SERVER))
+        reference = described(tmp_path, **options, **({"url": url} if url else {}))
+        where = [f"envhub.envs=[{reference}]", "tasks=[{env: tools, subset: all}]"]
+        told = ["train.num_steps=4", "eval.num_items=2"]
+        run = stack.enter_context(Run(tmp_path, *where, *told, python=python))
+        at_step(run, 1, lambda: len(serving(program)) == 1)
+        (first,) = serving(program)
+        first.kill()
+        time.sleep(DOWN_S)
+        if url:
+            port = urlsplit(url).port or 0
+            stack.enter_context(http_server(tmp_path, text=SLOW_SERVER, port=port))
+        ended(run, f"MCP server {url}" if url else "server.py")
+
+
+def serving(program: Path) -> list[psutil.Process]:
+    """Return the processes that run a server's program."""
+    found: list[psutil.Process] = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # it has ended meanwhile
+            found += [process] if str(program) in process.cmdline() else []
+    return found
