@@ -142,6 +142,36 @@ def test_requests_in_pieces_and_several_at_once_are_answered_in_their_order(hub:
         assert "Got 5" in ask(connection, got[4])[1]["observation"]
 
 
+def test_a_request_cut_at_any_byte_is_answered_like_a_whole_one(hub: Hub) -> None:
+    with hub.connect() as connection:
+        number = ask(connection, request("/create", {}))[1]["id"]
+        step = request("/step", {"id": number, "action": "inventory"})
+        whole = ask(connection, step)
+        cuts = range(1, len(step))
+        assert [ask(connection, step[:cut], step[cut:]) for cut in cuts] == [whole] * len(cuts)
+
+
+@pytest.mark.parametrize("is_one_write", [True, False])
+def test_known_and_other_requests_sent_ahead_are_answered_in_their_order(
+    hub: Hub, is_one_write: bool
+) -> None:
+    with hub.connect() as connection:
+        number = ask(connection, request("/create", {}))[1]["id"]
+        sent = list[bytes]()
+        for count in range(1, 10):
+            plain = request("/step", {"id": number, "action": f"get {count} oak log"})
+            assert ask(connection, plain)[0] == 200
+            head, _, body = plain.partition(b"content-length: ")
+            body = body.partition(b"\r\n\r\n")[2]
+            chunked = b"%stransfer-encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n"
+            other = plain.replace(b"host: hub", b"host: other%d" % count)
+            sent.append((plain, chunked % (head, len(body), body), other)[count % 3])
+        for each in [b"".join(sent)] if is_one_write else sent:
+            connection.sendall(each)
+        told = [read_one(connection) for _ in sent]
+        assert [f"Got {count} oak" in each for count, each in enumerate(told, 1)] == [True] * 9
+
+
 def read_one(connection: socket.socket) -> str:
     """Return the body of the next response, and nothing of the one behind it."""
     received = b""
