@@ -6,6 +6,7 @@ import json
 import logging
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -34,8 +35,9 @@ def demonstrate(cfg: RunConfig, url: str, token: str, path: Path) -> None:
 
     A share `sft.random_frac` is uniform valid play, the rest is the expert on
     `sft.expert_subsets` (all tasks if empty); random play is on the other subsets, so that the
-    policy knows all actions but is good at the chosen tasks only. By the tasks' weights. With
-    `actor.context=fold|subagent` both work in branches, and each segment is a record.
+    policy knows all actions but is good at the chosen tasks only. By the tasks' weights. Episodes
+    take turns with `sft.contexts`, or have `actor.context`: in fold and subagent both players work
+    in branches, and each segment is a record.
 
     Raises:
         ConfigError: a subset that the hub does not have, or none to show; or what they would show
@@ -61,11 +63,13 @@ Played = tuple[list[dict[str, Any]], bool]  # its segments, and whether it was s
 async def _play_all(cfg: RunConfig, url: str, token: str) -> list[Played]:
     slots, numbers = asyncio.Semaphore(CONCURRENCY), itertools.count(1)
     num_plans = cfg.sft.num_demonstrations
+    kinds = cfg.sft.contexts or [cfg.actor.context]
 
-    async def one(plan: PlannedEpisode, environments: Environments) -> Played:
+    async def one(place: int, plan: PlannedEpisode, environments: Environments) -> Played:
+        options = replace(cfg.actor, context=kinds[place % len(kinds)])
         async with slots:
-            if cfg.actor.has_branches:
-                played = await play_in_branches(environments, plan, cfg.actor)
+            if options.has_branches:
+                played = await play_in_branches(environments, plan, options)
             else:
                 played = await _play(environments, plan, cfg.actor.format)
         if (number := next(numbers)) % max(1, num_plans // NUM_TOLD) == 0:
@@ -77,7 +81,9 @@ async def _play_all(cfg: RunConfig, url: str, token: str) -> list[Played]:
     async with HubClient(url, token=token, timeout_s=cfg.actor.env_timeout_s) as hub:
         plans = list(_plans(cfg, await hub.request("GET", path, None)))
         environments = await Environments.of(hub, style=cfg.envhub.style)
-        return await asyncio.gather(*(one(plan, environments) for plan in plans))
+        return await asyncio.gather(
+            *(one(place, plan, environments) for place, plan in enumerate(plans))
+        )
 
 
 def _plans(cfg: RunConfig, catalogue: dict[str, Any]) -> Iterator[PlannedEpisode]:

@@ -31,7 +31,8 @@ COMMANDS = {
 }
 # Suites that train: they take key=value, study.* among them, and --dry-run.
 STUDIES = (
-    *("algorithms", "recipes", "credit", "context", "staleness", "curriculum", "horizon", "peer"),
+    *("algorithms", "recipes", "credit", "context", "branches"),
+    *("staleness", "curriculum", "horizon", "peer"),
 )
 SUITES = (
     "envhub, echo, soak, solve, learner, scheduler, transport, weights, tail, actor, agents,"

@@ -267,4 +267,10 @@ def _parse(raw: str, key: str) -> Any:
 
 
 def _plain(items: list[tuple[str, Any]]) -> dict[str, Any]:
-    return {key: value.value if isinstance(value, Enum) else value for key, value in items}
+    return {key: _unnamed(value) for key, value in items}
+
+
+def _unnamed(value: object) -> object:
+    if isinstance(value, list):
+        return [_unnamed(each) for each in cast(list[object], value)]
+    return value.value if isinstance(value, Enum) else value

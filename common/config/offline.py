@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from common.config.evaluation import ContextKind
 from common.config.knobs import NAME, PATH, knob
 
 
@@ -14,6 +15,9 @@ class SftSection:
     demonstrations: str = knob("", 'AgentTraj-format JSON lines; "": made from the experts')
     num_demonstrations: int = knob(6000, "episodes", ge=1, le=10**7)
     expert_subsets: list[str] = knob([], "that the expert plays; []: all of the tasks", form=NAME)
+    contexts: list[ContextKind] = knob(
+        [], "of the demonstrations, one after the other; []: actor.context"
+    )
     min_reward: float = knob(0.0, "episodes worth less are left out", ge=-1e6)
     max_episodes: int = knob(0, "the newest ones of what is left; 0: all", ge=0)
     random_frac: float = knob(0.3, "share of uniform valid play over the mixture", ge=0, le=1)

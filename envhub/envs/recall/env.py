@@ -1,11 +1,12 @@
-"""Recall: a sign says which way to go, for this crossing and the two behind it.
+"""Recall: a sign says which way to go, for this crossing and the two or three behind it.
 
-For questions about how far back a policy has to see: the way is told at every third crossing and
-nowhere else, so that the latest three turns always name it, the latest two mostly, the first
-message never but at the first three crossings.
+For questions about how far back a policy has to see: the way is told at every third crossing (of
+`Halls` at every fourth) and nowhere else, so that the latest three turns always name it, the latest
+two mostly, the first message never but at the first three crossings.
 """
 
 import random
+from typing import NamedTuple
 
 from common.config.envs import EnvsSection
 from envhub.env import EnvSpec, StepResult, SubsetSpec, action_text, parse_item
@@ -13,11 +14,23 @@ from envhub.envs.text_env import TextEnv
 from envhub.tasks import spec_beside
 
 WAYS = {"left": "turn left", "right": "turn right", "ahead": "move forward"}
-NUM_CROSSINGS = 12
-PER_SIGN = 3  # crossings that a sign holds for
-MAX_TURNS = 24  # the episode ends unsolved after so many
 UNTOLD = "nothing"
-SUBSETS = {"Signs": SubsetSpec(num_train=100_000, num_test=3_200, max_turns=MAX_TURNS)}
+SEEN = ("stone", "dust", "moss", "brick", "rust", "sand", "mud", "ash")
+SUBSETS = {
+    "Signs": SubsetSpec(num_train=100_000, num_test=3_200, max_turns=24),
+    "Halls": SubsetSpec(num_train=100_000, num_test=3_200, max_turns=36),
+}
+
+
+class _Walk(NamedTuple):
+    """What the items of a subset have in common."""
+
+    num_crossings: int
+    per_sign: int  # crossings that a sign holds for
+    num_words: int = 0  # of what is seen at every second crossing; 0: nothing is
+
+
+WALKS = {"Signs": _Walk(12, 3), "Halls": _Walk(24, 4, num_words=32)}
 
 
 class RecallEnv(TextEnv):
@@ -30,7 +43,11 @@ class RecallEnv(TextEnv):
         """Start an item; `seed` is unused, since the item fixes all signs."""
         item = parse_item(item_id, SUBSETS)
         rng = random.Random(f"{item.split}/{item.index}")
-        self._signs = [rng.choice(list(WAYS)) for _ in range(NUM_CROSSINGS // PER_SIGN)]
+        self._walk = WALKS[item.subset]
+        self._max_turns = SUBSETS[item.subset].max_turns
+        size, per_sign, num_words = self._walk
+        self._signs = [rng.choice(list(WAYS)) for _ in range(size // per_sign)]
+        self._halls = [" ".join(rng.choices(SEEN, k=num_words)) for _ in range(size // 2)]
         self._at = self._num_turns = 0
         self._begin()
         return self._observation()
@@ -40,11 +57,11 @@ class RecallEnv(TextEnv):
         name = " ".join(action_text(action).lower().split())
         is_valid = name in self._valid_actions()
         self._at += name == self._expert_action()
-        is_won = self._at == NUM_CROSSINGS
-        self._done = is_won or self._num_turns == MAX_TURNS
+        is_won = self._at == self._walk.num_crossings
+        self._done = is_won or self._num_turns == self._max_turns
         return StepResult(
             observation="success" if is_won else self._observation(),
-            reward=self._at / NUM_CROSSINGS,
+            reward=self._at / self._walk.num_crossings,
             done=self._done,
             is_valid=is_valid,
             is_success=is_won,
@@ -55,17 +72,20 @@ class RecallEnv(TextEnv):
         return f"crossing {self._at} after {self._num_turns}"
 
     def _observation(self) -> str:
-        return UNTOLD if self._at % PER_SIGN else f"goal {self._signs[self._at // PER_SIGN]}"
+        number, since_sign = divmod(self._at, self._walk.per_sign)
+        if not since_sign:
+            return f"goal {self._signs[number]}"
+        return self._halls[self._at // 2] or UNTOLD if self._at % 2 else UNTOLD
 
     def _valid_actions(self) -> list[str]:
         return list(WAYS.values())
 
     def _expert_action(self) -> str | None:
-        return WAYS[self._signs[self._at // PER_SIGN]]
+        return WAYS[self._signs[self._at // self._walk.per_sign]]
 
     def render(self) -> str:
         """Return all signs, the one that holds now marked."""
-        now = self._at // PER_SIGN
+        now = self._at // self._walk.per_sign
         return " ".join(f"[{s}]" if i == now else s for i, s in enumerate(self._signs))
 
     def _state(self) -> str:

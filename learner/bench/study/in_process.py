@@ -19,6 +19,7 @@ from torch import Tensor
 
 from common.config.run_config import RunConfig
 from common.report.results import wilson_interval
+from common.segments import segments_of
 from common.wire.ids import episode_id_of
 from common.wire.messages import EpisodeKind, Lease, PolicyKind, Trajectory
 from learner.batch.credit import group_has_signal, samples_of
@@ -133,6 +134,8 @@ class InProcessRun:
             num_skipped=seen.num_skipped,
             wall_s=time.monotonic() - started,
             cpu_s=time.process_time() - cpu,
+            num_segments=float(np.mean([len(segments_of(each)) for each in played])),
+            num_row_tokens=float(np.mean([len(each.token_ids) for each in played])),
         ), seen.has_acted
 
     def _is_evaluated(self, version: int) -> bool:

@@ -51,6 +51,8 @@ class Outcome:
     num_skipped: int = 0  # batches, by the controller
     wall_s: float = 0.0  # from the first step to the last
     cpu_s: float = 0.0  # of all its processes; 0: not measured
+    num_segments: float = 0.0  # mean of the held-out episodes at the end; 0: not measured
+    num_row_tokens: float = 0.0  # likewise: of all segments of an episode
 
 
 def save_outcome(outcome: Outcome, path: Path, overrides: Sequence[str]) -> None:

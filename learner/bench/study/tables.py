@@ -79,7 +79,17 @@ def _pooled(shares: list[tuple[float, int]]) -> str:
 
 def context_table(outcomes: list[Outcome]) -> str:
     """Return a row for every arm: success of all seeds together, before and after training."""
-    header = ["context", "before [95 %]", "after [95 %]", "after, by seed", "CPU s per run"]
+    return _contexts(outcomes, {"CPU s per run": "cpu_s"})
+
+
+def branches_table(outcomes: list[Outcome]) -> str:
+    """Return the same with what held-out episodes take at the end, in all their segments."""
+    sizes = {"segments": "num_segments", "tokens": "num_row_tokens", "CPU s per run": "cpu_s"}
+    return _contexts(outcomes, sizes)
+
+
+def _contexts(outcomes: list[Outcome], sizes: dict[str, str]) -> str:
+    header = ["context", "before [95 %]", "after [95 %]", "after, by seed", *sizes]
     rows: list[list[str]] = []
     for arm, own in by_arm(outcomes).items():
         before, after = (
@@ -87,7 +97,9 @@ def context_table(outcomes: list[Outcome]) -> str:
             for shares in ([each.before for each in own], [each.after for each in own])
         )
         by_seed = ", ".join(f"{each.after:.3f}" for each in own)
-        rows.append([arm, before, after, by_seed, f"{np.mean([e.cpu_s for e in own]):.0f}"])
+        means = [np.mean([getattr(each, name) for each in own]) for name in sizes.values()]
+        told = [f"{mean:.1f}" if mean < 10 else f"{mean:.0f}" for mean in means]
+        rows.append([arm, before, after, by_seed, *told])
     return markdown(header, rows)
 
 
@@ -237,6 +249,7 @@ TABLES: dict[str, tuple[Table, Pictures]] = {
     "algorithms": (algorithms_table, curves),
     "recipes": (recipes_table, curves),
     "credit": (credit_table, curves),
+    "branches": (branches_table, curves),
     "context": (context_table, curves),
     "staleness": (staleness_table, staleness_svgs),
     "curriculum": (curriculum_table, curves),

@@ -1,18 +1,24 @@
 """Laws of demonstrations in branches: what they show is what a policy would be shown."""
 
 import asyncio
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from actor.play.branched import play_in_branches
+from actor.play.demonstrate import demonstrate
 from actor.rollout.env_client import Environments, StepResult
 from common.config.evaluation import AgentFormat, AgentOptions, ContextKind
+from common.config.run_config import RunConfig, TaskSection
 from common.errors import ConfigError, EnvError
 from common.wire.messages import PolicyKind
 from common.wire.planned import PlannedEpisode
 from tests.actor.rollout.playing import Count, go_on
+from tests.actor.toy_servers import ToyHub, serve
+from tests.configs import edited
 
 PLAN = PlannedEpisode(
     episode_id="0/0", env="toy", item_id="toy-train-0", seed=0, horizon=9, policy=PolicyKind.EXPERT
@@ -91,3 +97,27 @@ def test_a_branch_that_could_lose_no_turn_and_a_failed_environment_are_errors() 
         shown(ContextKind.FOLD, answers(), branch_turns=1)
     with pytest.raises(EnvError, match="toy-train-0: env_error: gone"):
         shown(ContextKind.FOLD, [EnvError("gone")])
+
+
+def test_demonstrations_take_turns_with_the_contexts_that_they_are_to_have(tmp_path: Path) -> None:
+    changes = {
+        "tasks": [TaskSection(env="toy", subset="a")],
+        "actor.branch_turns": 2,
+        "actor.branch_instruction": "!",
+        "sft.num_demonstrations": 3,
+        "sft.random_frac": 0.0,
+        "sft.contexts": [ContextKind.FULL, ContextKind.FOLD, ContextKind.WINDOW],
+    }
+    path = tmp_path / "shown.jsonl"
+    with serve(ToyHub().app()) as url:
+        demonstrate(edited(RunConfig(), changes), url, "", path)
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    texts = [[each["value"] for each in record["conversations"]] for record in records]
+    call, back = "<branch>go</branch>", "<return>go</return>"
+    first = [f"Play.\n\nbegin a-train-{number}" for number in range(3)]
+    assert texts == [
+        [first[0], "go", "on", "go"],
+        [f"{first[1]}!", call, OPENED, "go", "on", back],
+        [f"{first[1]}!", call, CLOSED, back, "on", call, OPENED, "go"],
+        [first[2], "go", "on", "go"],
+    ]

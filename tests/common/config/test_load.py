@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from common.config.evaluation import ContextKind
 from common.config.learning import Baseline
 from common.config.load import (
     config_as_yaml,
@@ -165,6 +166,16 @@ def test_shipped_config_survives_saving_and_loading(tmp_path: Path, repository: 
         assert cfg.run.name == name
         save_config(cfg, tmp_path / "deep" / "config.yaml")
         assert load_config(str(tmp_path / "deep" / "config.yaml"), [], root=repository) == cfg
+
+
+def test_list_of_named_values_survives_saving_and_loading(tmp_path: Path, repository: Path) -> None:
+    cfg = load_config(None, [MODEL, "sft.contexts=[full,fold]"], root=repository)
+    assert cfg.sft.contexts == [ContextKind.FULL, ContextKind.FOLD]
+    wrong = error_of([MODEL, "sft.contexts=[whole]"], repository)
+    assert "sft.contexts" in wrong
+    assert "full, window, summary, fold, subagent" in wrong
+    save_config(cfg, tmp_path / "saved.yaml")
+    assert load_config(str(tmp_path / "saved.yaml"), [], root=repository) == cfg
 
 
 def test_what_is_shown_of_a_config_holds_no_secret_and_its_file_is_its_owners(

@@ -9,9 +9,9 @@ from envhub.env import Env, Style
 ITEM = "Signs-test-0"
 
 
-def begun() -> tuple[Env, str]:
+def begun(item_id: str = ITEM) -> tuple[Env, str]:
     env = cast(Env, load_spec("recall", EnvsSection(), RemoteOptions()).make(Style.COMPACT))
-    return env, env.reset(ITEM, 0)
+    return env, env.reset(item_id, 0)
 
 
 def test_the_way_is_told_at_every_third_crossing_only() -> None:
@@ -35,3 +35,18 @@ def test_a_wrong_way_loses_a_turn_and_there_are_twelve_to_lose() -> None:
     results = [env.step(action) for action in iter(env.expert_action, None)]
     assert len(results) == 11
     assert (results[-1].reward, results[-1].done, results[-1].is_success) == (11 / 12, True, False)
+
+
+def test_halls_tell_the_way_at_every_fourth_crossing_and_show_32_words_at_odd_ones() -> None:
+    env, first = begun("Halls-test-0")
+    results = [env.step(action) for action in iter(env.expert_action, None)]
+    seen = [first, *(each.observation for each in results)]
+    assert len(results) == 24
+    assert [at for at, text in enumerate(seen) if text.startswith("goal ")] == [0, 4, 8, 12, 16, 20]
+    assert seen[2:24:4] == ["nothing"] * 6
+    assert {len(text.split()) for text in seen[1::2]} == {32}
+    assert len(set(seen[1::2])) == 12
+    assert (results[-1].reward, results[-1].is_success) == (1.0, True)
+    env, first = begun("Halls-test-1")
+    (wrong, *_) = [each for each in env.valid_actions() if each != env.expert_action()]
+    assert [env.step(wrong).done for _ in range(36)] == [False] * 35 + [True]

@@ -17,6 +17,7 @@ from learner.bench.study.queue import Queue
 from learner.bench.study.tables import (
     TABLES,
     algorithms_table,
+    branches_table,
     context_table,
     losses,
     recipes_table,
@@ -74,11 +75,13 @@ def test_algorithms_and_recipes_have_a_row_for_every_arm_with_an_interval_over_s
 
 
 def test_contexts_have_a_row_each_of_all_seeds_together_before_and_after() -> None:
-    runs = [replace(run("window-1", seed, 0.0, 0.5), num_after=100, cpu_s=7.0) for seed in (0, 1)]
+    runs = [replace(run("window-1", seed, 0.0, 0.5), num_after=100, cpu_s=12.0) for seed in (0, 1)]
     (row,) = context_table(runs).splitlines()[2:]
     # Wilson: 0 and 100 of 200.
     both = "0.000 [0.000, 0.019] | 0.500 [0.431, 0.569] | 0.500, 0.500"
-    assert row == f"| window-1 | {both} | 7 |"
+    assert row == f"| window-1 | {both} | 12 |"
+    runs = [replace(each, num_segments=2.0 + each.seed, num_row_tokens=100.0) for each in runs]
+    assert branches_table(runs).splitlines()[2:] == [f"| window-1 | {both} | 2.5 | 100 | 12 |"]
 
 
 def test_plan_counts_what_is_to_do_and_what_it_takes(tmp_path: Path) -> None:
