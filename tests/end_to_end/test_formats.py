@@ -10,7 +10,7 @@ import pytest
 from common.segments import Aside, asides_of
 from common.store.journal import read_journal
 from common.wire.messages import EpisodeKind
-from tests.actor.formats.test_tools import CALL
+from tests.actor.formats.templates import CALL
 from tests.end_to_end.runs import REPOSITORY, Run, balances
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
