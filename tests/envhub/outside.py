@@ -171,6 +171,11 @@ def make_worker() -> EnvSpec:
     )
 
 
+def make_growing_worker() -> EnvSpec:
+    """Return the same with time to fill its memory, which a busy machine makes it wait for."""
+    return replace(make_worker(), name="growing", step_timeout_s=60.0)
+
+
 def make_async_worker() -> EnvSpec:
     """Return the environment of coroutines that lives in a worker."""
     return replace(make_worker(), name="async", make=WaitingEnv)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow  # each starts processes
 
 @pytest.fixture
 def hub(serve_hub):
-    return serve_hub("make_worker", "make_async_worker")
+    return serve_hub("make_worker", "make_async_worker", "make_growing_worker")
 
 
 def worker_pids(hub) -> list[int]:
@@ -193,23 +193,23 @@ def test_worker_that_exits_in_a_step_says_so(hub):
 
 
 def test_worker_above_its_memory_limit_is_replaced_when_its_sessions_have_ended(hub):
-    path = hub.open("fragile")
+    path = hub.open("growing")
     (pid,) = worker_pids(hub)
-    hub.step(path, "grow", 1)
+    assert hub.step(path, "grow", 1).status_code == 200
     hub.run(hub.sessions.placement.check_memory())
     assert hub.step(path, "go", 2).status_code == 200  # it drains: above the limit, not far above
-    other = hub.open("fragile")
+    other = hub.open("growing")
     assert opened_in(hub, other) != pid
     hub.client.delete(path)
     hub.run(until(lambda: not psutil.pid_exists(pid), 2.0))
     assert hub.step(other, "go", 1).status_code == 200
-    assert hub.sessions.placement.num_lost == {("fragile", "memory"): 1}
+    assert hub.sessions.placement.num_lost == {("growing", "memory"): 1}
 
 
 def test_worker_far_above_its_memory_limit_is_killed_with_its_sessions(hub):
-    growing, beside = hub.open("fragile"), hub.open("fragile")
-    hub.step(growing, "grow", 1)
-    hub.step(beside, "grow", 1)
+    growing, beside = hub.open("growing"), hub.open("growing")
+    for path in (growing, beside):
+        assert hub.step(path, "grow", 1).status_code == 200
     hub.run(hub.sessions.placement.check_memory())
     told = hub.step(growing, "go", 2)
     assert told.status_code == 500
