@@ -3,6 +3,7 @@
 The player of an episode (`actor.rollout.scripted`) begins a branch wherever it is in none, acts in
 it for half of `actor.branch_turns`, so that whoever learns it may lose turns, and returns. A call
 names the action that comes next, a return the latest one: the form of a branch, and no advice.
+A branch that it does not return from is ended, and shows what comes then.
 """
 
 from typing import Any
@@ -55,14 +56,20 @@ class MessageRender(ScriptedRender):
 
 
 class BranchingPolicy:
-    """Plays as a scripted policy does, in branches of so many turns."""
+    """Plays as a scripted policy does, in branches of half of the turns that one may have."""
 
     def __init__(
-        self, policy: ScriptedPolicy, render: ScriptedRender, *, turns: int, form: AgentFormat
+        self,
+        policy: ScriptedPolicy,
+        render: ScriptedRender,
+        *,
+        options: AgentOptions,
+        unreturned: int = -1,
     ) -> None:
-        """`form` is that of actions; what opens and closes a branch has its own."""
+        """Begin in no branch; from that of the number `unreturned` it does not return."""
         self._policy, self._render = policy, render
-        self._turns, self._form = turns, form
+        self._most, self._form = options.branch_turns, options.format
+        self._unreturned, self._num_calls = unreturned, 0
         self._next: Turn | None = None  # which the call named
         self._latest = ""
         self._num_left = -1  # -1: in no branch
@@ -71,11 +78,14 @@ class BranchingPolicy:
         """Return the next action, or what opens or closes a branch. Raises: EnvError."""
         if self._num_left == 0:
             self._num_left = -1
-            return self._said(f"<{RETURN}>{self._latest}</{RETURN}>")
+            if self._num_calls != self._unreturned + 1:  # else it has just been ended
+                return self._said(f"<{RETURN}>{self._latest}</{RETURN}>")
         taken = self._next or await self._policy.act(ids, session)
         text = self._render.action_text(taken.token_ids)
         if self._num_left < 0:
-            self._next, self._num_left = taken, self._turns
+            is_left = self._num_calls == self._unreturned
+            self._num_calls += 1
+            self._next, self._num_left = taken, self._most if is_left else self._most // 2
             return self._said(f"<{CALL}>{text}</{CALL}>")
         self._next, self._latest = None, text
         self._num_left -= 1
@@ -86,18 +96,20 @@ class BranchingPolicy:
 
 
 async def play_in_branches(
-    environments: Environments, plan: PlannedEpisode, options: AgentOptions
+    environments: Environments, plan: PlannedEpisode, options: AgentOptions, unreturned: int = -1
 ) -> tuple[list[dict[str, Any]], bool]:
     """Return an episode's segments as AgentGym writes conversations, and whether it was solved.
 
+    Args:
+        unreturned: number of the branch from which there is no return; -1: of none.
+
     Raises: ConfigError: a branch has no turn to lose; EnvError: the hub failed.
     """
-    turns = options.branch_turns // 2
-    if not turns:
+    if options.branch_turns < 2:
         raise ConfigError("actor.branch_turns=1: a branch that is demonstrated needs 2 at least")
     render = MessageRender()
     scripted = ScriptedPolicy(plan.policy, seed=plan.episode_id, render=render)
-    policy = BranchingPolicy(scripted, render, turns=turns, form=options.format)
+    policy = BranchingPolicy(scripted, render, options=options, unreturned=unreturned)
     played = await run_episode(
         lease_of(plan, attempt=0, deadline_s=DEADLINE_S),
         open_session=lambda: environments.open(plan.env, plan.item_id, seed=plan.seed),

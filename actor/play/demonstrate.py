@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 CONCURRENCY = 32
 NUM_TOLD = 5  # times that progress is logged
+NUM_LEFT = 3  # branches of an episode, one of which may be left without a return
 FIRST_INDEX = 500_000  # training items from here on, so that runs do not meet them by counting up
 
 
@@ -37,7 +38,8 @@ def demonstrate(cfg: RunConfig, url: str, token: str, path: Path) -> None:
     `sft.expert_subsets` (all tasks if empty); random play is on the other subsets, so that the
     policy knows all actions but is good at the chosen tasks only. By the tasks' weights. Episodes
     take turns with `sft.contexts`, or have `actor.context`: in fold and subagent both players work
-    in branches, and each segment is a record.
+    in branches, and each segment is a record. From the first, second or third branch of every other
+    such episode there is no return, so that the policy sees one that is ended.
 
     Raises:
         ConfigError: a subset that the hub does not have, or none to show; or what they would show
@@ -66,14 +68,16 @@ async def _play_all(cfg: RunConfig, url: str, token: str) -> list[Played]:
     kinds = cfg.sft.contexts or [cfg.actor.context]
 
     async def one(place: int, plan: PlannedEpisode, environments: Environments) -> Played:
-        options = replace(cfg.actor, context=kinds[place % len(kinds)])
+        number, kind = divmod(place, len(kinds))
+        options = replace(cfg.actor, context=kinds[kind])
         async with slots:
             if options.has_branches:
-                played = await play_in_branches(environments, plan, options)
+                left = number // 2 % NUM_LEFT if number % 2 else -1
+                played = await play_in_branches(environments, plan, options, left)
             else:
                 played = await _play(environments, plan, cfg.actor.format)
-        if (number := next(numbers)) % max(1, num_plans // NUM_TOLD) == 0:
-            logger.info("played episodes=%d of=%d", number, num_plans)
+        if (done := next(numbers)) % max(1, num_plans // NUM_TOLD) == 0:
+            logger.info("played episodes=%d of=%d", done, num_plans)
         return played
 
     query = urlencode([("subset", n) for n in subsets_in_use(cfg.curriculum, cfg.tasks)])

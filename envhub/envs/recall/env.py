@@ -36,7 +36,8 @@ WALKS = {"Signs": _Walk(12, 3), "Halls": _Walk(24, 4, num_words=32)}
 class RecallEnv(TextEnv):
     """One episode, solved behind the last crossing; each pays its share of the reward.
 
-    The sign's way leads on. Any other leads back to where one stands: a turn is lost.
+    The sign's way leads on. Any other leads back to where one stands: a turn is lost. There a sign
+    is read again, but halls are seen once.
     """
 
     def reset(self, item_id: str, seed: int = 0) -> str:
@@ -56,11 +57,12 @@ class RecallEnv(TextEnv):
         self._num_turns += 1
         name = " ".join(action_text(action).lower().split())
         is_valid = name in self._valid_actions()
-        self._at += name == self._expert_action()
+        leads_on = name == self._expert_action()
+        self._at += leads_on
         is_won = self._at == self._walk.num_crossings
         self._done = is_won or self._num_turns == self._max_turns
         return StepResult(
-            observation="success" if is_won else self._observation(),
+            observation="success" if is_won else self._observation(is_new=leads_on),
             reward=self._at / self._walk.num_crossings,
             done=self._done,
             is_valid=is_valid,
@@ -71,11 +73,11 @@ class RecallEnv(TextEnv):
         """Return what tells the present state from others of the item."""
         return f"crossing {self._at} after {self._num_turns}"
 
-    def _observation(self) -> str:
+    def _observation(self, *, is_new: bool = True) -> str:
         number, since_sign = divmod(self._at, self._walk.per_sign)
         if not since_sign:
             return f"goal {self._signs[number]}"
-        return self._halls[self._at // 2] or UNTOLD if self._at % 2 else UNTOLD
+        return (is_new and self._at % 2 and self._halls[self._at // 2]) or UNTOLD
 
     def _valid_actions(self) -> list[str]:
         return list(WAYS.values())

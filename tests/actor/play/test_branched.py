@@ -50,12 +50,17 @@ def answers() -> list[StepResult]:
 
 
 def shown(
-    kind: ContextKind, answers: list[Any], acknowledgement: str = "", **told: Any
+    kind: ContextKind,
+    answers: list[Any],
+    acknowledgement: str = "",
+    unreturned: int = -1,
+    **told: Any,
 ) -> tuple[list[list[tuple[str, Any]]], bool]:
     """Return (text, whether it is learnt; None: not the agent's) of each record's messages."""
     options = AgentOptions(context=kind, branch_instruction="!", branch_turns=4)
     toys = cast(Environments, Toys(answers, acknowledgement))
-    made, is_solved = asyncio.run(play_in_branches(toys, PLAN, replace(options, **told)))
+    playing = play_in_branches(toys, PLAN, replace(options, **told), unreturned)
+    made, is_solved = asyncio.run(playing)
     assert {each["item_id"] for each in made} == {"toy-train-0"}
     rows = [each["conversations"] for each in made]
     assert all((m["from"] == "human") == (m["loss"] is None) for row in rows for m in row)
@@ -84,6 +89,19 @@ def test_a_branch_of_a_subagent_shows_the_first_message_the_call_and_what_is_see
     assert learnt == [*[CALL, "jump", "jump", RETURN] * 2, CALL, "jump"]
 
 
+def test_a_branch_without_a_return_has_all_its_turns_and_is_ended_before_the_next_call() -> None:
+    rows, _ = shown(ContextKind.FOLD, [*answers()[:3], *answers()], unreturned=0)
+    first, jump, opened = "Jump.\n\nfirst!", "jump", [CALL, OPENED]
+    left = [first, CALL, "[the branch was ended without a return]\none"]
+    texts = [[text for text, _ in row] for row in rows]
+    assert texts == [
+        [first, *opened, jump, "one", jump, "two", jump, "three", jump],
+        [*left, *opened, jump, "two", jump, "three", RETURN],
+        [*left, CALL, CLOSED, RETURN, "three", *opened, jump, "four", jump],
+    ]
+    assert sum(bool(is_learnt) for row in rows for _, is_learnt in row) == 8 + 3 + 1
+
+
 def test_actions_have_the_format_and_an_acknowledgement_stays_before_each_segment() -> None:
     react = {"format": AgentFormat.REACT, "branch_turns": 2}
     rows, _ = shown(ContextKind.FOLD, answers()[3:], "Yes.", **react)
@@ -99,12 +117,14 @@ def test_a_branch_that_could_lose_no_turn_and_a_failed_environment_are_errors() 
         shown(ContextKind.FOLD, [EnvError("gone")])
 
 
-def test_demonstrations_take_turns_with_the_contexts_that_they_are_to_have(tmp_path: Path) -> None:
+def test_demonstrations_take_turns_with_contexts_and_with_branches_that_do_not_return(
+    tmp_path: Path,
+) -> None:
     changes = {
         "tasks": [TaskSection(env="toy", subset="a")],
         "actor.branch_turns": 2,
         "actor.branch_instruction": "!",
-        "sft.num_demonstrations": 3,
+        "sft.num_demonstrations": 5,
         "sft.random_frac": 0.0,
         "sft.contexts": [ContextKind.FULL, ContextKind.FOLD, ContextKind.WINDOW],
     }
@@ -114,10 +134,12 @@ def test_demonstrations_take_turns_with_the_contexts_that_they_are_to_have(tmp_p
     records = [json.loads(line) for line in path.read_text().splitlines()]
     texts = [[each["value"] for each in record["conversations"]] for record in records]
     call, back = "<branch>go</branch>", "<return>go</return>"
-    first = [f"Play.\n\nbegin a-train-{number}" for number in range(3)]
+    first = [f"Play.\n\nbegin a-train-{number}" for number in range(5)]
     assert texts == [
         [first[0], "go", "on", "go"],
         [f"{first[1]}!", call, OPENED, "go", "on", back],
         [f"{first[1]}!", call, CLOSED, back, "on", call, OPENED, "go"],
         [first[2], "go", "on", "go"],
+        [first[3], "go", "on", "go"],
+        [f"{first[4]}!", call, OPENED, "go", "on", "go"],  # of the second there is no return
     ]

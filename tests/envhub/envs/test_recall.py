@@ -50,3 +50,13 @@ def test_halls_tell_the_way_at_every_fourth_crossing_and_show_32_words_at_odd_on
     env, first = begun("Halls-test-1")
     (wrong, *_) = [each for each in env.valid_actions() if each != env.expert_action()]
     assert [env.step(wrong).done for _ in range(36)] == [False] * 35 + [True]
+
+
+def test_a_wrong_way_shows_a_sign_again_and_a_hall_once() -> None:
+    env, first = begun("Halls-test-1")
+    (wrong, *_) = [each for each in env.valid_actions() if each != env.expert_action()]
+    assert env.step(wrong).observation == first
+    assert len(env.step(cast(str, env.expert_action())).observation.split()) == 32
+    assert [env.step(each).observation for each in (wrong, "go home")] == ["nothing"] * 2
+    assert env.step(cast(str, env.expert_action())).observation == "nothing"
+    assert len(env.step(cast(str, env.expert_action())).observation.split()) == 32
