@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 ENGINE_S = 600.0  # for an engine to start and play, on a busy machine
 HEAL_S = 120.0
 SILENT_S = 6.0  # longer than the heartbeats after which nobody waits for an engine
-GENERATING_S = 2.0  # from the start of the engine
+GENERATING_S = 2.0  # from the start of the engine, with a processor for each that wants one
 OVERRIDES = (
     "actor.num_actors=0",
     "scheduler.host=0.0.0.0",
@@ -97,6 +97,11 @@ def generating_after_s(node: Node) -> float:
     return (said_at(node, "first leases") - said_at(node, "engine ready")).total_seconds()
 
 
+def shared_by() -> float:
+    """Return how many share a processor, others on the machine among them; 1 at least."""
+    return max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
+
+
 def test_nodes_without_the_disk_join_lose_their_link_die_and_leave_a_balanced_run(
     tmp_path: Path,
 ) -> None:
@@ -113,12 +118,14 @@ def test_nodes_without_the_disk_join_lose_their_link_die_and_leave_a_balanced_ru
         run.wait_until((run.root / "addresses" / "scheduler").exists)
         join(run, first, network, "first")
         wait_for_more(run, "first", 16, timeout_s=ENGINE_S)
+        shares = [shared_by()]
         first.cut()
         time.sleep(SILENT_S)  # the cut itself is what is waited for
         first.heal()
         wait_for_more(run, "first", 16, timeout_s=HEAL_S)
         join(run, second, network, "second")
         wait_for_more(run, "second", 16, timeout_s=ENGINE_S)
+        shares.append(shared_by())
         together = wait_for_more(run, "second", 24, timeout_s=HEAL_S)
         first.kill()
         run.wait_until(lambda: is_dead(run, "first"), timeout_s=HEAL_S)
@@ -126,7 +133,11 @@ def test_nodes_without_the_disk_join_lose_their_link_die_and_leave_a_balanced_ru
         run.process.send_signal(signal.SIGTERM)
         run.wait(timeout_s=60.0)
         # One of the two: other work on the machine holds either up.
-        assert min(generating_after_s(first), generating_after_s(second)) < GENERATING_S
+        took = [
+            generating_after_s(node) / share
+            for node, share in zip((first, second), shares, strict=True)
+        ]
+        assert min(took) < GENERATING_S
         assert alone > 0.5 * together, "a dead node slows the others down"
         assert not list((tmp_path / "second").rglob("*.safetensors"))
         check_books(run)
