@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 HIGH_WATER_MARK = 10_000  # messages queued in a DEALER before a send blocks
 PEER_QUEUE = 1_000  # messages queued in a ROUTER per peer, either way
 MAX_FRAME_BYTES = 4 << 20  # that a ROUTER takes, also before anybody is let in
-BACKLOG = 1_024  # connections that wait to be accepted
+BACKLOG = 4_096  # connections that wait to be accepted; Linux allows no more by itself
 # TCP's own probes find half-open connections. ZeroMQ's heartbeats abort the process when a peer
 # that fills a queue hangs up (libzmq 4.3.5, stream_engine_base.cpp: assertion !_io_error).
 PROBE_AFTER_S, PROBE_EVERY_S, NUM_PROBES = 3, 2, 3

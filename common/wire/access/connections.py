@@ -19,7 +19,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 logger = logging.getLogger(__name__)
 
-MAX_PENDING = 512  # connections that are not let in yet; one more ends the oldest of them
+MAX_PENDING = 4_096  # connections that are not let in yet; one more ends the oldest of them
 HANDSHAKE_S = 10.0  # after which libzmq itself ends one that is not let in
 MAX_HANDSHAKE_BYTES = 16_384  # that one may have sent before
 MAX_MESSAGE_BYTES = 256 << 20  # that one may send from one message to the next

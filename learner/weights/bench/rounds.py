@@ -140,10 +140,10 @@ class _Peak:
     def __enter__(self) -> "_Peak":
         trim_heap()  # what was freed before is not there to be taken again
         self._process, self._is_over = psutil.Process(), threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
         self._before = self._own_bytes()
         self.grown_bytes = 0
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()  # last: it may sample at once
         return self
 
     def _own_bytes(self) -> int:

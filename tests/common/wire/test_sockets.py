@@ -157,3 +157,28 @@ def test_a_router_listens_on_an_address_of_version_6_as_well(keys: RunKeys) -> N
     dealer.close(linger=0)
     context.destroy(linger=0)
     router.close()
+
+
+@pytest.mark.slow
+def test_a_thousand_peers_that_connect_at_once_are_all_heard_at_once(
+    router: Router, keys: RunKeys
+) -> None:
+    num, context = 1_000, zmq.Context()
+    context.set(zmq.MAX_SOCKETS, 2 * num)
+    address = f"tcp://127.0.0.1:{router.port}"
+    dealers = [connect_dealer(context, keys, address=address) for _ in range(num)]
+    try:
+        for dealer in dealers:
+            dealer.send_multipart(encode(Rejected(reason="here")))
+        heard = receive_until(router, num)
+        assert len({each.sender for each in heard}) == num
+        assert router.report()["connections"] == {
+            "open": num,
+            "accepted": num,
+            "refused": {},
+            "refused_by_address": {},
+        }
+    finally:
+        for dealer in dealers:
+            dealer.close(linger=0)
+        context.destroy(linger=0)
