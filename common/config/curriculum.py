@@ -101,8 +101,8 @@ class GatedSection:
 
     window_steps: int = knob(40, "over which cut episodes and success's slope are measured", ge=2)
     min_steps: int = knob(40, "in a stage before it may advance", ge=2, must="be >= window_steps")
-    min_truncated_frac: float = knob(0.2, "of episodes cut, needed to advance", ge=0, le=1)
-    max_gain: float = knob(0.03, "and success changes by at most this over the window", ge=0)
+    min_truncated_frac: float = knob(0.3, "of episodes cut, needed to advance", ge=0, le=1)
+    max_gain: float = knob(0.01, "and success changes by at most this over the window", ge=0)
     backoff_steps: int = knob(5, "over which a collapse is measured", ge=1)
     entropy_frac: float = knob(0.3, "of the window before; below it back off; 0: off", ge=0, le=1)
     ess_frac: float = knob(0.3, "or the effective sample size below this share; 0: off", ge=0, le=1)
