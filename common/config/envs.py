@@ -19,6 +19,9 @@ class TextcraftOptions(ItemFiles):
     """Crafting from recipes."""
 
     recipes_dir: str = knob("", 'folder of Minecraft-format recipe files; "": our own book')
+    exchanged_frac: float = knob(
+        0.0, "of the training items whose words are exchanged, so that they are read", ge=0, le=1
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

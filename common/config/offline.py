@@ -22,6 +22,9 @@ class SftSection:
     max_episodes: int = knob(0, "the newest ones of what is left; 0: all", ge=0)
     random_frac: float = knob(0.3, "share of uniform valid play over the mixture", ge=0, le=1)
     num_epochs: int = knob(3, "passes over the demonstrations", ge=1)
+    prompt_coef: float = knob(
+        0.0, "weight of a token that the agent only reads, its own weigh 1; 0: no loss", ge=0, le=1
+    )
     batch_tokens: int = knob(4096, "tokens of one optimizer step", ge=1)
     lr: float = knob(1e-3, "learner.optimizer=muon: of embeddings, head, norms", gt=0, le=10)
     muon_lr: float = knob(0.02, "learner.optimizer=muon: of the hidden matrices", gt=0, le=10)

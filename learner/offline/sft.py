@@ -2,8 +2,10 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -107,9 +109,7 @@ def train(
             yield [batch]
 
     def loss_of(batch: Sequence[Row], _: int) -> tuple[Tensor, Sums]:
-        logprobs = row_logprobs(model, list(batch), learner)
-        total = -logprobs.detach().sum().item()
-        return -logprobs.mean(), {"loss": total, WEIGHT: logprobs.numel()}
+        return nll(model, batch, learner, prompt_coef=cfg.prompt_coef)
 
     epochs = train_epochs(
         model,
@@ -122,6 +122,26 @@ def train(
         log=log,
     )
     return [epoch["loss"] for epoch in epochs]
+
+
+def nll(
+    model: PreTrainedModel, batch: Sequence[Row], learner: LearnerSection, *, prompt_coef: float
+) -> tuple[Tensor, Sums]:
+    """Return the weighted mean loss of a batch, and the sums of the agent's tokens alone.
+
+    The agent's tokens weigh 1 and those that it only reads `prompt_coef`. Example: losses 2 and 4
+    of its own, 8 of one that it reads, with 0.5: (2 + 4 + 0.5 * 8) / 2.5 = 4.
+    """
+    rows = [replace(row, mask=np.ones_like(row.mask)) for row in batch] if prompt_coef else batch
+    logprobs = row_logprobs(model, list(rows), learner)
+    scored = np.concatenate(
+        [row.mask[1:][each.mask[1:]] for row, each in zip(batch, rows, strict=True)]
+    )
+    own = torch.from_numpy(scored).to(logprobs)
+    weights = own + prompt_coef * (1 - own)
+    total = -(own * logprobs.detach()).sum().item()
+    loss = -(weights * logprobs).sum() / weights.sum().clamp_min(1e-9)
+    return loss, {"loss": total, WEIGHT: own.sum().item()}
 
 
 def _schedule(progress: float) -> float:

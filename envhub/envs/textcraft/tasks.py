@@ -3,10 +3,11 @@
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 from envhub.env import ItemId, SubsetSpec, TaskSpec
-from envhub.envs.textcraft.book import Book, Recipe
+from envhub.envs.textcraft.book import Book, Recipe, the_book
+from envhub.envs.textcraft.minecraft import RecipesError, load_book
 
 MAX_TURNS = {1: 6, 2: 10, 3: 16, 4: 24}  # of our own book
 MAX_TURNS_FOLDER = {1: 10, 2: 30, 3: 50, 4: 60}  # of a folder's book
@@ -160,3 +161,26 @@ class Catalogue:
         users = self.book.users
         pool = dict.fromkeys(r for part in parts for r in users.get(part, ()) if r not in needed)
         return rng.sample(list(pool), min(self.max_distractors, len(pool)))
+
+
+@cache
+def our_catalogue() -> Catalogue:
+    """Return the tasks of our own book."""
+    return Catalogue(book=the_book(), max_turns=MAX_TURNS)
+
+
+@cache
+def folder_catalogue(folder: str) -> Catalogue:
+    """Return the tasks of a folder of recipe files, with everything shown that may be of use.
+
+    Raises: RecipesError: the folder holds no recipes that can be used.
+    """
+    catalogue = Catalogue(
+        book=load_book(folder),
+        max_turns=MAX_TURNS_FOLDER,
+        max_shown_members=None,
+        max_distractors=10,
+    )
+    if not catalogue.subsets:
+        raise RecipesError(f"{folder}: nothing in it can be crafted")
+    return catalogue

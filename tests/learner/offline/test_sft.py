@@ -120,6 +120,26 @@ def test_the_loss_falls_on_a_toy_corpus_and_what_is_not_trained_is_not_learnt() 
     assert -chosen[~is_trained].mean() > 2.0
 
 
+@pytest.mark.parametrize("prompt_coef", [0.0, 0.25, 1.0])
+def test_what_is_only_read_counts_by_its_weight(prompt_coef: float) -> None:
+    rows = rows_of(*CORPUS[:2])
+    model = make_policy(TINY, TOKENIZER, seed=0)
+    losses: list[Tensor] = []
+    weights: list[Tensor] = []
+    for row in rows:
+        ids = torch.from_numpy(row.token_ids.astype(np.int64))
+        with torch.no_grad():
+            logprobs = model(input_ids=ids[None]).logits[0, :-1].float().log_softmax(-1)
+        losses.append(-logprobs.gather(1, ids[1:, None])[:, 0])
+        weights.append(torch.where(torch.from_numpy(row.mask[1:]), 1.0, prompt_coef))
+    loss, weight = torch.cat(losses), torch.cat(weights)
+    is_own = torch.cat([torch.from_numpy(row.mask[1:]) for row in rows])
+    found, sums = sft.nll(model, rows, LearnerSection(), prompt_coef=prompt_coef)
+    assert found.item() == pytest.approx(((loss * weight).sum() / weight.sum()).item(), rel=1e-4)
+    assert sums["weight"] == is_own.sum()
+    assert sums["loss"] == pytest.approx(loss[is_own].sum().item(), rel=1e-4)
+
+
 @pytest.mark.slow
 def test_a_policy_from_nothing_is_written_where_it_can_be_loaded(tmp_path: Path) -> None:
     path = tmp_path / "demonstrations.jsonl"

@@ -1,0 +1,246 @@
+"""An episode of TextCraft: get ingredients and craft until the goal item is made."""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from envhub.env import StepResult, Style, action_text, parse_item
+from envhub.envs.text_env import TextEnv, said
+from envhub.envs.textcraft import solver
+from envhub.envs.textcraft.book import Book, Recipe
+from envhub.envs.textcraft.minecraft import NAMESPACE
+from envhub.envs.textcraft.tasks import Catalogue, our_catalogue
+
+MAX_ECHO_CHARS = 200  # an action is untrusted text and comes back in the observation
+COUNTED = re.compile(r"([0-9]{1,9}) +(\S.*)")
+CRAFT = re.compile(r"craft +(?:([0-9]{1,9}) +)?(\S.*?) +using +(\S.*)")
+GET = re.compile(r"get +([0-9]{1,9}) +(\S.*)")
+MAX_KEPT_CHARS, MAX_KEPT = 200, 8_192  # of actions that are not read a second time
+
+
+class Command(NamedTuple):
+    """What an action says, whatever the world is like."""
+
+    verb: str  # "get", "craft" or "inventory"; "?": none of them, "wrong": a wrong ingredient
+    count: int = 1
+    name: str = ""  # of what is to be had; the text that was not understood
+    given: tuple[tuple[int, str], ...] = ()  # count and item
+    told: str = ""  # what a success says of "get"; the id of what "craft" makes
+
+
+class TextCraftEnv(TextEnv):
+    """One TextCraft episode. Reward is 1 when the goal item is crafted, which ends it."""
+
+    def __init__(self, style: Style, *, catalogue: Catalogue | None = None) -> None:
+        super().__init__(style)
+        self._catalogue = catalogue or our_catalogue()
+        self._book = self._catalogue.book
+        self._inventory: Counter[str] = Counter()
+        self._read = read_lower if self._is_compact else read_exactly
+
+    def reset(self, item_id: str, seed: int = 0) -> str:
+        """Start an item; `seed` is unused, since the item fixes everything."""
+        self._task = self._catalogue.make_task(parse_item(item_id, self._catalogue.subsets))
+        self._inventory = Counter()
+        self._begin()
+        commands = "\n".join(recipe.command() for recipe in self._task.recipes)
+        if self._is_compact:
+            return f"{commands}\ngoal: {self._task.goal}"
+        return f"Crafting commands:\n{commands}\n\nGoal: craft {self._task.goal}."
+
+    def _step(self, action: str) -> StepResult:
+        read = self._read if len(action) <= MAX_KEPT_CHARS else self._read.__wrapped__
+        verb, count, name, given, told = read(action)
+        if verb == "get":
+            return self._get(count, name, told)
+        if verb == "craft":
+            return self._craft(count, name, given, told)
+        if verb == "inventory":
+            return said(self._told_inventory(self._is_compact), True)
+        if verb == "wrong":
+            return self._refusal(f"Wrong item format: {name}", "wrong item format")
+        return self._refusal(f"Could not execute {name}", "could not execute")
+
+    def state_text(self) -> str:
+        """Return what tells the present state from others of the item."""
+        held = sorted((name, count) for name, count in self._inventory.items() if count)
+        return f"holds {held}"
+
+    def _refusal(self, agentgym: str, compact: str) -> StepResult:
+        return said(compact if self._is_compact else agentgym, False)
+
+    def _told_inventory(self, is_compact: bool) -> str:
+        items = self._inventory.items()
+        if is_compact:
+            listed = ", ".join([f"{count} {name}" for name, count in items if count])
+            return f"inventory: {listed or 'nothing'}"
+        if not items:
+            return "Inventory: You are not carrying anything."
+        return "Inventory: " + "".join([f"[{name}] ({count}) " for name, count in items])
+
+    def _get(self, count: int, name: str, told: str) -> StepResult:
+        if name not in self._book.gettable:
+            compact = f"could not find {self._known(name)}".rstrip()
+            return self._refusal(f"Could not find {name[:MAX_ECHO_CHARS]}", compact)
+        held = self._inventory
+        held[name] = held.get(name, 0) + count
+        return said(told, True)
+
+    def _craft(
+        self, count_asked: int, target: str, given: tuple[tuple[int, str], ...], raw: str
+    ) -> StepResult:
+        """Check, in this order: what is held, and that a recipe matches exactly.
+
+        The count asked for is only repeated in one answer; a recipe makes what it makes.
+        """
+        held = self._inventory
+        for count, name in given:
+            if name not in held or held[name] < count:
+                return self._too_few(target, raw)
+        recipe = find_recipe(self._book, target, given)
+        if recipe is None:
+            tag, item_id = (raw, None) if target in self._book.tags else (None, raw)
+            return self._refusal(
+                "Could not find a valid recipe for ItemTagWithCount(item_tag=ItemTag("
+                f"tag={tag!r}, item_id={item_id!r}), count={count_asked})",
+                f"could not find a valid recipe for {self._known(target)}".rstrip(),
+            )
+        wanted: Counter[str] = Counter()
+        for count, name in given:
+            wanted[name] += count
+        if not wanted <= held:  # one kind fills two slots
+            return self._too_few(target, raw)
+        for name, count in wanted.items():
+            held[name] -= count
+            if not held[name]:
+                del held[name]
+        held[target] += recipe.count
+        told = f"Crafted {recipe.count} {raw}"
+        if self._is_compact:
+            told = f"crafted {recipe.count} {target}"
+        if target != self._task.goal:
+            return said(told, True)
+        self._done = True
+        return StepResult(observation=told, reward=1.0, done=True, is_valid=True)
+
+    def _too_few(self, target: str, raw: str) -> StepResult:
+        if self._is_compact:
+            told = f"could not find enough items to craft {self._known(target)}".rstrip()
+        else:
+            named = None if target in self._book.tags else raw
+            told = f"Could not find enough items to craft {named}"
+        return said(told, False)
+
+    def _valid_actions(self) -> list[str]:
+        """Return `inventory`, gets in the amounts the commands name, and crafts possible now."""
+        actions = {"inventory": None}
+        for recipe in self._task.recipes:
+            for count, part in recipe.ingredients:
+                if self._book.is_gettable(part):
+                    actions[f"get {count} {part}"] = None
+        for recipe in self._task.recipes:
+            command = self._filled(recipe)
+            if command is not None:
+                actions[command] = None
+        return list(actions)
+
+    def _filled(self, recipe: Recipe) -> str | None:
+        """Return the command with held items in its slots; None when something is missing."""
+        used = []
+        for count, part in recipe.ingredients:
+            members = self._book.tags.get(part, (part,))
+            held = [name for name in members if self._inventory[name] >= count]
+            if not held:
+                return None
+            used.append(f"{count} {held[0]}")
+        return f"craft {recipe.count} {recipe.target} using {', '.join(used)}"
+
+    def _expert_action(self) -> str | None:
+        task = self._task
+        return solver.next_action(self._book, task.goal, self._inventory, task.members)
+
+    def render(self) -> str:
+        """Return the goal, the commands and the inventory."""
+        commands = "\n".join(recipe.command() for recipe in self._task.recipes)
+        return f"goal: {self._task.goal}\n{commands}\n{self._told_inventory(True)}"
+
+    def detail(self, what: str) -> Any:
+        """Return the `picture`: what is held, and the tree of what the goal is made of."""
+        if what != "picture":
+            return None
+        held = {name: count for name, count in self._inventory.items() if count}
+        return {"tree": self._tree(self._task.goal, 1), "held": held}
+
+    def _tree(self, name: str, count: int) -> dict[str, object]:
+        """Return what an item is made of; of a tag, what a recipe shown makes for it."""
+        members = self._book.tags.get(name, (name,))
+        made = [recipe for recipe in self._task.recipes if recipe.target in members]
+        parts = made[0].ingredients if made else ()
+        num_held = sum(self._inventory[member] for member in members)
+        below = [self._tree(part, num) for num, part in parts]
+        return {"name": name, "count": count, "held": num_held, "parts": below}
+
+    def _state(self) -> str:
+        return "\n".join([self._task.goal, *(recipe.command() for recipe in self._task.recipes)])
+
+    def _known(self, name: str) -> str:
+        """Return the name if the book has it, else nothing: compact text keeps to known words."""
+        return name if name in self._book.depths else ""
+
+
+@lru_cache(MAX_KEPT)  # the same are said over and over
+def read_exactly(action: str) -> Command:
+    """Return what an action says to AgentGym's engine."""
+    return read_command(action_text(action), "Got")
+
+
+@lru_cache(MAX_KEPT)
+def read_lower(action: str) -> Command:
+    """Return what an action says in compact style."""
+    return read_command(action_text(action).lower(), "got")
+
+
+def read_command(text: str, got: str) -> Command:
+    """Return what an action says; what follows a command on its line is part of it."""
+    if text.startswith("craft") and (craft := CRAFT.match(text)):
+        given: list[tuple[int, str]] = []
+        for fragment in craft[3].split(","):
+            counted = COUNTED.fullmatch(fragment.strip())
+            if counted is None:
+                return Command("wrong", name=fragment.strip()[:MAX_ECHO_CHARS])
+            given.append((int(counted[1]), counted[2]))
+        return Command("craft", int(craft[1] or 1), craft[2], tuple(given), _raw(craft[2]))
+    if text.startswith("get") and (get := GET.match(text)):
+        count, name = int(get[1]), get[2].strip()
+        return Command("get", count, name, told=f"{got} {count} {name}")
+    if text.startswith("inventory"):
+        return Command("inventory")
+    return Command("?", name=text[:MAX_ECHO_CHARS])
+
+
+def find_recipe(book: Book, target: str, given: Sequence[tuple[int, str]]) -> Recipe | None:
+    """Return the recipe of `target` whose slots `given` fills, one each, a tag's by one kind."""
+    for recipe in book.recipes.get(target, ()):
+        if len(recipe.ingredients) == len(given) and _fills(book, recipe, given):
+            return recipe
+    return None
+
+
+def _fills(book: Book, recipe: Recipe, given: Sequence[tuple[int, str]]) -> bool:
+    tags = book.tags
+    left = list(given)
+    for count, part in sorted(recipe.ingredients, key=lambda slot: slot[1] in tags):
+        members = tags.get(part, (part,))
+        fitting = [one for one in left if one[0] == count and one[1] in members]
+        if not fitting:
+            return False
+        left.remove(fitting[0])
+    return True
+
+
+def _raw(name: str) -> str:
+    """Return an item's id as the recipe files have it."""
+    raw = name[:MAX_ECHO_CHARS].replace(" ", "_")
+    return raw if ":" in raw else NAMESPACE + raw

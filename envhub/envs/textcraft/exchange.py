@@ -1,0 +1,99 @@
+"""TextCraft in exchanged words: what is not known by heart has to be read."""
+
+import random
+import re
+from typing import Any
+
+from envhub.env import StepResult, Style, parse_item
+from envhub.envs.textcraft.episode import TextCraftEnv
+from envhub.envs.textcraft.tasks import Catalogue
+
+KEPT = frozenset(("a", "and", "item", "of", "on"))  # our sentences have them, or mean by them
+WORD = re.compile(r"[a-z]+")
+
+
+class Exchange:
+    """Words of a book's items, each said as another of them, one for one.
+
+    Example: with oak -> iron, log -> dye, iron -> oak, "get 1 oak log" is shown as "get 1 iron
+    dye", and that is read as "get 1 oak log".
+    """
+
+    def __init__(self, words: list[str], seed: str) -> None:
+        others = words.copy()
+        random.Random(seed).shuffle(others)
+        self._shown = dict(zip(words, others, strict=True))
+        self._meant = dict(zip(others, words, strict=True))
+
+    def shown(self, text: str) -> str:
+        """Return the world's text as the agent sees it."""
+        return WORD.sub(lambda word: self._shown.get(word[0], word[0]), text)
+
+    def meant(self, text: str) -> str:
+        """Return the agent's text as the world reads it."""
+        return WORD.sub(lambda word: self._meant.get(word[0], word[0]), text)
+
+
+class ExchangedEnv(TextCraftEnv):
+    """TextCraft whose training items have their words exchanged, a share of them.
+
+    An item is always the same. Items of the test split are as they are.
+    """
+
+    def __init__(self, style: Style, *, catalogue: Catalogue, frac: float) -> None:
+        super().__init__(style, catalogue=catalogue)
+        self._frac = frac
+        names = (name.split() for name in catalogue.book.depths)
+        self._vocabulary = sorted({word for name in names for word in name} - KEPT)
+        self._exchange: Exchange | None = None
+
+    def reset(self, item_id: str, seed: int = 0) -> str:
+        """Start an item; `seed` is unused, since the item fixes everything."""
+        told = super().reset(item_id, seed)
+        is_train = parse_item(item_id, self._catalogue.subsets).split == "train"
+        is_exchanged = is_train and random.Random(f"is {item_id}").random() < self._frac
+        self._exchange = Exchange(self._vocabulary, item_id) if is_exchanged else None
+        return self._shown(told)
+
+    def _shown(self, text: str) -> str:
+        return text if self._exchange is None else self._exchange.shown(text)
+
+    def _step(self, action: str) -> StepResult:
+        if self._exchange is None:
+            return super()._step(action)
+        result = super()._step(self._exchange.meant(action.lower() if self._is_compact else action))
+        result.observation = self._exchange.shown(result.observation)
+        return result
+
+    def _valid_actions(self) -> list[str]:
+        return [self._shown(action) for action in super()._valid_actions()]
+
+    def _expert_action(self) -> str | None:
+        action = super()._expert_action()
+        return action and self._shown(action)
+
+    def render(self) -> str:
+        """Return the goal, the commands and the inventory."""
+        return self._shown(super().render())
+
+    def detail(self, what: str) -> Any:
+        """Return the `picture`, as TextCraft's own."""
+        return self._renamed(super().detail(what))
+
+    def _renamed(self, told: Any) -> Any:
+        """Return a picture with its items' names as they are shown."""
+        match told:
+            case dict():
+                fields = {"tree", "held", "name", "count", "parts"}
+                return {
+                    key if key in fields else self._shown(key): self._renamed(value)
+                    for key, value in told.items()
+                }
+            case list():
+                return [self._renamed(each) for each in told]
+            case str():
+                return self._shown(told)
+        return told
+
+    def _state(self) -> str:
+        return self._shown(super()._state())
