@@ -19,7 +19,6 @@ from common.errors import ConfigError
 from learner.batch.batching import Packing
 
 CHUNK_TOKENS = 128  # queries whose scores are computed at once; later keys are left out
-MAX_FLASH_HEAD = 256  # numbers of a head
 MIN_FLASH_CAPABILITY = (8, 0)
 FUSED, PRODUCTS = "packed_fused", "packed_products"
 _FULL = "full_attention"

@@ -26,7 +26,6 @@ logger = logging.getLogger(__name__)
 
 ANSWER_S = 3.0
 OBJECT_STORE_BYTES = 80 << 20  # the least that Ray takes; nothing of a run lies there
-PREFIX = "longstride-ray-"
 LOOPBACK = "127.0.0.1"
 AUTO = "auto"
 # Read while Ray is imported: a cluster of its own listens on the loopback address only (the name is

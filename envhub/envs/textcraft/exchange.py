@@ -77,23 +77,16 @@ class ExchangedEnv(TextCraftEnv):
         return self._shown(super().render())
 
     def detail(self, what: str) -> Any:
-        """Return the `picture`, as TextCraft's own."""
-        return self._renamed(super().detail(what))
+        """Return the `picture`, as TextCraft's own, with names as they are shown."""
+        told = super().detail(what)
+        if told is None or self._exchange is None:
+            return told
+        held = {self._shown(name): count for name, count in told["held"].items()}
+        return {"tree": self._renamed(told["tree"]), "held": held}
 
-    def _renamed(self, told: Any) -> Any:
-        """Return a picture with its items' names as they are shown."""
-        match told:
-            case dict():
-                fields = {"tree", "held", "name", "count", "parts"}
-                return {
-                    key if key in fields else self._shown(key): self._renamed(value)
-                    for key, value in told.items()
-                }
-            case list():
-                return [self._renamed(each) for each in told]
-            case str():
-                return self._shown(told)
-        return told
+    def _renamed(self, tree: dict[str, Any]) -> dict[str, Any]:
+        parts = [self._renamed(part) for part in tree["parts"]]
+        return tree | {"name": self._shown(tree["name"]), "parts": parts}
 
     def _state(self) -> str:
         return self._shown(super()._state())

@@ -50,7 +50,6 @@ ARRIVED = "arrived.json"  # of the intake: how many trajectories it has taken, a
 ARRIVED_EVERY_S = 0.2
 GROUPS_PER_SENDER = 1_000_000
 NEVER_S = 1e9
-ANY_LAG = 1 << 30
 POLL_MS = 100
 
 
