@@ -11,6 +11,7 @@ damaged or foreign message raises `WireError` here and nowhere later.
 import dataclasses
 import functools
 import math
+import threading
 import typing
 from collections.abc import Callable
 from enum import StrEnum
@@ -89,8 +90,18 @@ def pack_frames(frames: list[bytes]) -> bytes:
     return _pack(frames)
 
 
+class _Packer(threading.local):
+    """One for each thread: to make its buffer costs more than to pack a short message."""
+
+    def __init__(self) -> None:
+        self.pack = msgpack.Packer(use_bin_type=True).pack
+
+
+_packer = _Packer()
+
+
 def _pack(value: list[Any]) -> bytes:
-    packed = msgpack.packb(value, use_bin_type=True)
+    packed = _packer.pack(value)
     assert packed is not None  # only with `autoreset=False`
     return packed
 

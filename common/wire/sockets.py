@@ -8,6 +8,7 @@ receive has a deadline, and no answer waits for a peer that does not read.
 import logging
 import os
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -184,9 +185,24 @@ class Router:
 
         A message that is answered with `Rejected` is counted of its sender.
         """
-        if isinstance(message, Rejected):
-            self.note_refused(receiver, message.reason)
-        return self.send_frames(receiver, encode(message))
+        return not self.send_all([(receiver, message)])
+
+    def send_all(self, answers: Sequence[tuple[bytes, Any]]) -> list[bytes]:
+        """Send each as `send` does; return the receivers that are gone or full.
+
+        An object that answers many is encoded once.
+        """
+        encoded: dict[int, list[bytes]] = {}  # by object: `answers` keeps them
+        unsent: list[bytes] = []
+        for receiver, message in answers:
+            if isinstance(message, Rejected):
+                self.note_refused(receiver, message.reason)
+            frames = encoded.get(id(message))
+            if frames is None:
+                frames = encoded[id(message)] = encode(message)
+            if not self.send_frames(receiver, frames):
+                unsent.append(receiver)
+        return unsent
 
     def send_frames(self, receiver: bytes, frames: list[bytes]) -> bool:
         """Send a message that is encoded already, as `send` does."""

@@ -65,6 +65,7 @@ class SchedulerCore:
         self.parts = parts
         self.run, self.lifecycle, self.members = parts.run, parts.lifecycle, parts.members
         self._cursor = ReportCursor()
+        self._go_on = Progress(run_epoch=run_epoch, revoked=[], is_finished=False)  # encoded once
         self._handlers: dict[type, Callable[[Any], Any]] = {
             Hello: self._hello,
             Goodbye: self._goodbye,
@@ -136,8 +137,9 @@ class SchedulerCore:
         revoked = liveness.heartbeat(self.parts, message, self._clock())
         if message.role == "learner":
             return self._progress_of_learner(revoked, num_reports=message.num_reports)
-        is_finished = self.phase is Phase.DONE
-        return Progress(run_epoch=self.run_epoch, revoked=revoked, is_finished=is_finished)
+        if (is_finished := self.phase is Phase.DONE) or revoked:
+            return Progress(run_epoch=self.run_epoch, revoked=revoked, is_finished=is_finished)
+        return self._go_on
 
     def _progress_of_learner(self, revoked: list[str], *, num_reports: int = 0) -> Progress:
         learner_version, num_groups = self._batch()
@@ -164,12 +166,11 @@ class SchedulerCore:
     # --- leases -------------------------------------------------------------------------------
 
     def _lease_request(self, message: LeaseRequest) -> LeaseGrant:
-        member, now = self.members.by_name.get(message.actor), self._clock()
+        member, now, run = self.members.by_name.get(message.actor), self._clock(), self.run
         if member is None:
             return self._answer([], f"{message.actor} is not known, say hello")
         self.members.touch(member, now)
         member.version = message.version
-        run = self.run
         if run.phase is Phase.DONE:
             return self._answer([], "finished")
         if self.members.is_spare(member, now):
@@ -178,8 +179,7 @@ class SchedulerCore:
         for group, _ in taken:
             self.parts.stream.granted(group, version=message.version)
         self.lifecycle.grant(taken, member, now=now)
-        deadline_s = self.parts.episode_timeout_s
-        leases = [grants.lease(*each, deadline_s=deadline_s) for each in taken]
+        leases = [grants.lease(*each, deadline_s=self.parts.episode_timeout_s) for each in taken]
         return self._answer(leases, reason)
 
     def _answer(self, leases: list[Lease], reason: str) -> LeaseGrant:

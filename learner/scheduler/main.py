@@ -45,7 +45,7 @@ ASLEEP_S = 5.0  # between two rounds of the loop: this process stood still
 WAKE = "wake"  # sender of a logged tick that came after such a rest
 OUTSIDE = (JoinRequest, FileRequest, HubHello, HubGoodbye)
 MAX_OUTCOMES_BYTES = 64 << 20  # a million episodes; beyond, the older half goes
-MAX_FILES_FRAC = 0.01  # of a core for either, in runs of thousands of actors less often for that
+MAX_FILES_FRAC = 0.005  # of a core for either, in runs of thousands of actors less often for that
 
 
 @dataclass(slots=True)
@@ -291,8 +291,8 @@ def answer_all(parts: Serving, received: list[Received]) -> None:
     came_meanwhile = parts.disk.write(parts.log.flush, parts.log.path)
     for receiver, answer in answers:
         parts.disk.sent(receiver, answer)
-        if not parts.router.send(receiver, answer):
-            logger.debug("unanswered receiver=%s", parts.names.get(receiver, receiver.hex()))
+    for receiver in parts.router.send_all(answers):
+        logger.debug("unanswered receiver=%s", parts.names.get(receiver, receiver.hex()))
     if came_meanwhile:
         wake_at(parts, time.monotonic())
         answer_all(parts, came_meanwhile)

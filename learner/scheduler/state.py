@@ -21,6 +21,7 @@ VOLATILE = types.MappingProxyType({"state": "volatile"})
 CONFIGURED = types.MappingProxyType({"state": "configured"})  # a map whose keys the configuration
 # gives: its entries are restored in place, those of other keys are left out
 _SCALARS = (str, int, float)
+_AS_IT_IS = frozenset((str, int, float, bool, types.NoneType))  # most of what is saved
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ def _is_frozen(cls: type) -> bool:
 
 def save(value: Any, *, with_volatile: bool = False) -> Any:
     """Return a component, or what a field of one holds, as JSON that shares nothing with it."""
-    if value is None or isinstance(value, _SCALARS):
+    if type(value) in _AS_IT_IS or isinstance(value, _SCALARS):
         return value
     if isinstance(value, dict):
         return _save_map(value, with_volatile)
@@ -67,12 +68,14 @@ def save(value: Any, *, with_volatile: bool = False) -> Any:
         return [save(each, with_volatile=with_volatile) for each in value]
     cls: Any = type(value)
     if _is_frozen(cls):
-        return [save(getattr(value, f.name)) for f in _fields(cls)]
+        held_by_all = (getattr(value, f.name) for f in _fields(cls))
+        return [held if type(held) in _AS_IT_IS else save(held) for held in held_by_all]
     saved: dict[str, Any] = {}
     for f in _fields(cls):
         held = getattr(value, f.name)
         if (with_volatile or f.mark != "volatile") and not f.is_default(held):
-            saved[f.name] = save(held, with_volatile=with_volatile)
+            is_plain = type(held) in _AS_IT_IS
+            saved[f.name] = held if is_plain else save(held, with_volatile=with_volatile)
     return saved
 
 

@@ -209,4 +209,7 @@ class GroupTable:
 
     def num_in_flight(self) -> Counter[EpisodeKind]:
         """Count the episodes without outcome, from the table itself."""
-        return Counter(g.kind for g, e in self.episodes() if e.settled is None)
+        found = Counter[EpisodeKind]()
+        for group in self.groups.values():
+            found[group.kind] += sum(1 for each in group.episodes if each.settled is None)
+        return found

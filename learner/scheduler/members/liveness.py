@@ -67,13 +67,18 @@ def tick(parts: Components, now: float) -> None:
 def _renew(parts: Components, member: Member, running: list[str], now: float) -> list[str]:
     """Renew what an actor lists, miss what it does not; return what it should abandon."""
     revoked = [episode_id for episode_id in running if not _keep(parts, member, episode_id, now)]
-    listed = set(running)
+    held, listed = parts.lifecycle.leases.of(member.name), set(running)
+    if unlisted := [episode for episode in held if episode.episode_id not in listed]:
+        _miss(parts, unlisted, now)
+    return revoked
+
+
+def _miss(parts: Components, unlisted: list[EpisodeRecord], now: float) -> None:
+    """Note that an actor does not list what it should be playing."""
     # Longer than it takes to know that the learner is away, who may have what is not listed.
     patience_s = max(parts.members.dead_after_s / 2, AWAY_FACTOR * parts.members.silent_after_s)
     is_learner_away = parts.members.is_learner_away(now)
-    for episode in reversed(parts.lifecycle.leases.of(member.name)):
-        if episode.episode_id in listed:
-            continue
+    for episode in reversed(unlisted):
         if is_learner_away and not episode.is_revoked:  # who may have it, and would have said so
             parts.lifecycle.renew(episode, now=now)
             continue
@@ -82,7 +87,6 @@ def _renew(parts: Components, member: Member, running: list[str], now: float) ->
             parts.lifecycle.lose(episode, "straggler")
         elif episode.num_missed >= MAX_MISSED and now - episode.listed_at >= patience_s:
             parts.lifecycle.lose(episode, "lost_by_actor")
-    return revoked
 
 
 def _keep(parts: Components, member: Member, episode_id: str, now: float) -> bool:
@@ -119,11 +123,12 @@ def _is_straggler(
     Without a learner nothing is acknowledged, so then nobody is late.
     """
     cfg = parts.gate.groups
-    if cfg.straggler_factor == 0 or not group.is_train:
+    if cfg.straggler_factor == 0 or not group.is_train or episode.granted_at is None:
+        return False
+    if now - episode.granted_at <= cfg.straggler_min_s:
         return False
     usual_s = parts.pace.episode_s(episode.env, episode.horizon)
-    has_learner = bool(parts.members.alive("learner"))
-    if usual_s is None or episode.granted_at is None or not has_learner:
+    if usual_s is None or not parts.members.alive("learner"):
         return False
     limit_s = max(cfg.straggler_min_s, cfg.straggler_factor * usual_s)
     if now - episode.granted_at <= limit_s:

@@ -224,6 +224,14 @@ def test_wire_refuses_a_bool_that_is_neither_0_nor_1() -> None:
         decode([*frames, b"\0\1\2"])
 
 
+def test_a_message_that_cannot_be_packed_leaves_nothing_in_the_next_one() -> None:
+    whole = Rejected(reason="whole")
+    before = encode(whole)
+    with pytest.raises((TypeError, OverflowError)):
+        encode(Rejected(reason=typing.cast(str, ["begun", object()])))
+    assert encode(whole) == before
+
+
 def test_encode_refuses_what_is_no_message() -> None:
     with pytest.raises(WireError, match="dict is not a message"):
         encode({"a": 1})

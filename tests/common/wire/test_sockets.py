@@ -117,6 +117,21 @@ def test_a_port_in_use_is_a_config_error(router: Router, keys: RunKeys) -> None:
         Router(keys, host="127.0.0.1", port=router.port)
 
 
+def test_a_batch_of_answers_reaches_each_and_names_those_that_are_gone(
+    router: Router, connect: Connect
+) -> None:
+    dealers = [connect() for _ in range(3)]
+    for number, dealer in enumerate(dealers):
+        dealer.send_multipart(encode(Rejected(reason=str(number))))
+    senders = {each.message.reason: each.sender for each in receive_until(router, 3)}
+    shared = Ack(episode_id="shared", is_accepted=True, reason="")
+    own = Ack(episode_id="own", is_accepted=True, reason="")
+    batch = [(senders["0"], shared), (b"nobody", shared), (senders["1"], own)]
+    assert router.send_all([*batch, (senders["2"], shared)]) == [b"nobody"]
+    answers = [decode(dealer.recv_multipart()).episode_id for dealer in dealers]
+    assert answers == ["shared", "own", "shared"]
+
+
 def test_sending_to_nobody_returns_false(router: Router) -> None:
     assert not router.send(b"nobody", Rejected(reason=""))
 

@@ -131,6 +131,17 @@ def test_status_tells_what_a_display_needs() -> None:
     assert set(status.success.values()) == {1.0}
 
 
+def test_heartbeats_without_news_are_answered_by_one_object() -> None:
+    table = Table()
+    for name in ("actor-0", "actor-1"):
+        table.hello(name)
+    (lease,) = table.ask("actor-0", 1).leases
+    answer = table.beat("actor-0", [lease.episode_id])
+    assert (answer.revoked, answer.is_finished) == ([], False)
+    assert table.beat("actor-1", []) is answer
+    assert table.beat("actor-1", [lease.episode_id]).revoked == [lease.episode_id]
+
+
 def test_message_that_is_not_for_the_scheduler_is_rejected() -> None:
     join = WeightsJoin(actor="a", incarnation="i", devices=[""], version=0)
     assert isinstance(Table().core.handle("actor-0", join), Rejected)
