@@ -250,6 +250,7 @@ TABLES: dict[str, tuple[Table, Pictures]] = {
     "recipes": (recipes_table, curves),
     "credit": (credit_table, curves),
     "branches": (branches_table, curves),
+    "branches-long": (branches_table, curves),
     "context": (context_table, curves),
     "staleness": (staleness_table, staleness_svgs),
     "curriculum": (curriculum_table, curves),
