@@ -6,8 +6,8 @@ import pytest
 
 from common.config.envs import EnvsSection, TextcraftOptions
 from envhub.env import Env, Style
-from envhub.envs.textcraft.env import make_spec
-from envhub.envs.textcraft.exchange import Exchange
+from envhub.envs.textcraft.env import make_spec, our_catalogue
+from envhub.envs.textcraft.exchange import Exchange, ExchangedEnv
 from tests.envhub.envs.playing import expert_results, new_episode
 
 STYLES = [Style.COMPACT, Style.AGENTGYM]
@@ -67,7 +67,7 @@ def test_items_held_out_are_as_they_are_and_a_share_of_the_others_is_not():
 
 
 def test_a_picture_and_valid_actions_are_in_the_words_that_are_shown():
-    env = made(Style.COMPACT, frac=1.0)
+    env = ExchangedEnv(Style.COMPACT, catalogue=our_catalogue(), frac=1.0)
     shown = env.reset("depth2-train-3", 0)
     actions = env.valid_actions()
     first = next(action for action in actions if action.startswith("get"))
