@@ -169,12 +169,14 @@ class Connections(threading.Thread):
         is_full = len(self._known) > self._limit
         while len(self._pending) > self._max_pending or (is_full and self._pending):
             oldest = next(iter(self._pending.values()))
-            if not self._let_go_if_in(oldest, _info(oldest.descriptor)):
+            if not self._let_go_if_in(oldest, _info(oldest)):
                 self._end(oldest, "too many")
                 return
 
-    def _let_go_if_in(self, connection: _Connection, info: bytes) -> bool:
+    def _let_go_if_in(self, connection: _Connection, info: bytes | None) -> bool:
         """Count a connection no more as pending if it was let in; return whether it was."""
+        if info is None:
+            return False
         is_in = not info or _number(info[BYTES_ACKED]) > MAX_TOLD_BYTES
         if is_in:
             self._pending.pop(connection.descriptor, None)
@@ -184,8 +186,8 @@ class Connections(threading.Thread):
     def _check(self, now: float) -> None:
         """End those that send on and on."""
         for each in list(self._pending.values()):
-            info = _info(each.descriptor)
-            if self._let_go_if_in(each, info):
+            info = _info(each)
+            if info is None or self._let_go_if_in(each, info):
                 continue
             if _number(info[BYTES_RECEIVED]) > MAX_HANDSHAKE_BYTES:
                 self._end(each, "too large")
@@ -196,7 +198,10 @@ class Connections(threading.Thread):
         for each in list(self._known.values()):
             if each.descriptor in self._pending:
                 continue
-            num_bytes = _number(_info(each.descriptor)[BYTES_RECEIVED])
+            info = _info(each)
+            if info is None:
+                continue
+            num_bytes = _number(info[BYTES_RECEIVED])
             if each.descriptor in heard:
                 each.num_bytes = num_bytes
             elif num_bytes - each.num_bytes > MAX_MESSAGE_BYTES:
@@ -243,13 +248,18 @@ def _peer_of(descriptor: int) -> Any:
         return None
 
 
-def _info(descriptor: int) -> bytes:
-    """Return what the system counts of a connection; empty where it does not say."""
+def _info(connection: _Connection) -> bytes | None:
+    """Return what the system counts of a connection; empty where it does not say.
+
+    None: libzmq has closed it, and its descriptor may be another's; the event of its end comes yet.
+    """
     try:
-        with _borrowed(descriptor) as found:
+        with _borrowed(connection.descriptor) as found:
             told = found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
     except OSError:
-        return b""
+        return None
+    if _peer_of(connection.descriptor) not in (None, connection.peer):
+        return None
     return told if len(told) >= BYTES_RECEIVED.stop else b""
 
 

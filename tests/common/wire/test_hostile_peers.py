@@ -14,7 +14,7 @@ import psutil
 import pytest
 import zmq
 
-from common.wire.access.connections import raise_file_limit
+from common.wire.access.connections import Connections, raise_file_limit
 from common.wire.access.identities import revoke
 from common.wire.access.peers import MAX_STRIKES
 from common.wire.codec import decode, encode
@@ -221,6 +221,31 @@ def test_a_stranger_cannot_fill_the_memory(server: Server) -> None:
     told = server.router.report
     wait_for(lambda: sum(told()["connections"]["refused"].values()) == 3, "not counted")
     assert set(told()["connections"]["refused_by_address"]) <= {HOST, ""}
+
+
+def test_a_stranger_that_is_gone_before_the_news_of_its_end_is_taken_is_counted(
+    context: zmq.Context,
+) -> None:
+    watched = context.socket(zmq.ROUTER)
+    watched.setsockopt(zmq.LINGER, 0)
+    connections = Connections(watched)  # by hand, a thread never
+    port = watched.bind_to_random_port(f"tcp://{HOST}")
+    try:
+        with socket.create_connection((HOST, port)) as stranger:
+            wait_for(lambda: connections._monitor.poll(0), "not accepted")
+            connections._take_all()
+            (descriptor,) = connections._pending
+            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        wait_for(lambda: not os.path.exists(f"/proc/self/fd/{descriptor}"), "not closed")
+        connections._check(time.monotonic())
+        assert connections.report()["refused"] == {}
+        connections._take_all()
+        assert connections.report()["refused"] == {"handshake": 1}
+        assert connections.report()["open"] == 0
+    finally:
+        watched.disable_monitor()
+        connections._monitor.close(linger=0)
+        watched.close()
 
 
 SMALL = """
