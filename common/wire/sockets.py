@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 HIGH_WATER_MARK = 10_000  # messages queued in a DEALER before a send blocks
 PEER_QUEUE = 1_000  # messages queued in a ROUTER per peer, either way
 MAX_FRAME_BYTES = 4 << 20  # that a ROUTER takes, also before anybody is let in
+_MORE, _LAST = int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq.NOBLOCK)  # of an enum each | is a search
 BACKLOG = 4_096  # connections that wait to be accepted; Linux allows no more by itself
 # TCP's own probes find half-open connections. ZeroMQ's heartbeats abort the process when a peer
 # that fills a queue hangs up (libzmq 4.3.5, stream_engine_base.cpp: assertion !_io_error).
@@ -206,8 +207,12 @@ class Router:
 
     def send_frames(self, receiver: bytes, frames: list[bytes]) -> bool:
         """Send a message that is encoded already, as `send` does."""
+        first, send = receiver, self._socket.send
         try:
-            self._socket.send_multipart([receiver, *frames], zmq.NOBLOCK)
+            for frame in frames:
+                send(first, _MORE)
+                first = frame
+            send(first, _LAST)
         except zmq.ZMQError as error:
             self._peers.note_unsent(receiver)
             logger.debug("cannot send receiver=%s reason=%s", receiver.hex(), error.strerror)

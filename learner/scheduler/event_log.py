@@ -24,7 +24,7 @@ REMEDY = (
     "restore it from a backup; without it begin a run of another name from the newest checkpoint:"
     " model.path=RUN/checkpoints/step-..."
 )
-MAX_EVENTS = 20_000  # a restart handles them again, in a second or two
+MAX_EVENTS = 40_000  # a restart handles them again, in two or three seconds
 _HEAD = struct.Struct("<dIII")  # time, bytes of the sender's name, bytes of the record, CRC-32
 _CHECK = struct.Struct("<I")  # CRC-32 of the head
 

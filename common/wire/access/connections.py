@@ -32,6 +32,7 @@ BYTES_ACKED, BYTES_RECEIVED = slice(120, 128), slice(128, 136)  # of Linux's str
 # so. Whoever was told more was let in; libzmq's event of that does not say which connection it was.
 MAX_TOLD_BYTES = 64 + 170 + 24
 MAX_ADDRESSES = 1_000  # counted apart
+UNKNOWN = -1
 EVENTS = (
     zmq.EVENT_ACCEPTED
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -79,7 +80,7 @@ class _Connection:
     peer: Any  # as getpeername says
     since: float
     is_counted: bool = False  # as refused
-    num_bytes: int = 0  # when its last message had come
+    num_bytes: int = UNKNOWN  # at the first look after its last message
 
 
 @dataclass(slots=True)
@@ -198,11 +199,14 @@ class Connections(threading.Thread):
         for each in list(self._known.values()):
             if each.descriptor in self._pending:
                 continue
+            if each.descriptor in heard:  # most of thousands: the system is not asked of each
+                each.num_bytes = UNKNOWN
+                continue
             info = _info(each)
             if info is None:
                 continue
             num_bytes = _number(info[BYTES_RECEIVED])
-            if each.descriptor in heard:
+            if each.num_bytes == UNKNOWN:
                 each.num_bytes = num_bytes
             elif num_bytes - each.num_bytes > MAX_MESSAGE_BYTES:
                 self._end(each, "endless message")

@@ -36,7 +36,7 @@ def _keyed(key: bytes) -> hmac.HMAC:
 def marked(grant: LeaseGrant, actor: str, key: bytes) -> LeaseGrant:
     """Return a grant whose leases carry their marks."""
     leases = [replace(each, lease_mac=lease_mac(each, actor, key)) for each in grant.leases]
-    return replace(grant, leases=leases)
+    return LeaseGrant(leases=leases, retry_after_s=grant.retry_after_s, reason=grant.reason)
 
 
 def is_leased(trajectory: Trajectory, key: bytes) -> bool:

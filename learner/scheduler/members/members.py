@@ -148,12 +148,16 @@ class Members:
 
     def first_refused(self, name: str, now: float) -> str:
         """Return which other actor has waited for work longest; "" if none."""
-        for other, refused_at in list(self.refused.items()):
+        late, found = list[str](), ""
+        for other, refused_at in self.refused.items():
             if now - refused_at > REFUSED_S:
-                del self.refused[other]
+                late.append(other)
             elif other != name:
-                return other
-        return ""
+                found = other
+                break
+        for other in late:
+            del self.refused[other]
+        return found
 
     def is_spare(self, member: Member, now: float) -> bool:
         """Return whether an actor holds back, as enough others play; one that need not begins.
