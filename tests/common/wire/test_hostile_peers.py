@@ -14,6 +14,7 @@ import psutil
 import pytest
 import zmq
 
+from common.wire.access import connections as connections_module
 from common.wire.access.connections import Connections, raise_file_limit
 from common.wire.access.identities import revoke
 from common.wire.access.peers import MAX_STRIKES
@@ -223,29 +224,83 @@ def test_a_stranger_cannot_fill_the_memory(server: Server) -> None:
     assert set(told()["connections"]["refused_by_address"]) <= {HOST, ""}
 
 
+@contextlib.contextmanager
+def watched_by_hand(context: zmq.Context) -> Iterator[tuple[Connections, socket.socket]]:
+    """Yield what watches a ROUTER without encryption, never as a thread, and who has connected."""
+    watched = context.socket(zmq.ROUTER)
+    watched.setsockopt(zmq.LINGER, 0)
+    connections = Connections(watched)
+    port = watched.bind_to_random_port(f"tcp://{HOST}")
+    try:
+        with socket.create_connection((HOST, port)) as peer:
+            wait_for(lambda: connections._monitor.poll(0), "not accepted")
+            connections._take_all()
+            yield connections, peer
+    finally:
+        watched.disable_monitor()
+        connections._monitor.close(linger=0)
+        watched.close()
+
+
 def test_a_stranger_that_is_gone_before_the_news_of_its_end_is_taken_is_counted(
     context: zmq.Context,
 ) -> None:
-    watched = context.socket(zmq.ROUTER)
-    watched.setsockopt(zmq.LINGER, 0)
-    connections = Connections(watched)  # by hand, a thread never
-    port = watched.bind_to_random_port(f"tcp://{HOST}")
-    try:
-        with socket.create_connection((HOST, port)) as stranger:
-            wait_for(lambda: connections._monitor.poll(0), "not accepted")
-            connections._take_all()
-            (descriptor,) = connections._pending
-            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    with watched_by_hand(context) as (connections, stranger):
+        (descriptor,) = connections._pending
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        stranger.close()
         wait_for(lambda: not os.path.exists(f"/proc/self/fd/{descriptor}"), "not closed")
         connections._check(time.monotonic())
         assert connections.report()["refused"] == {}
         connections._take_all()
         assert connections.report()["refused"] == {"handshake": 1}
         assert connections.report()["open"] == 0
-    finally:
-        watched.disable_monitor()
-        connections._monitor.close(linger=0)
-        watched.close()
+
+
+PLAIN = GREETING[:12] + b"NULL".ljust(20, b"\0") + bytes(32)
+READY = b"\x04\x1c\x05READY\x0bSocket-Type" + (6).to_bytes(4, "big") + b"DEALER"
+PART = b"\x03" + (1_000_000).to_bytes(8, "big") + bytes(1_000_000)  # and there is more of it
+
+
+def test_a_message_without_end_is_ended_and_many_whole_ones_are_not(
+    context: zmq.Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (
+        ("MAX_TOLD_BYTES", 64),
+        ("MAX_MESSAGE_BYTES", 2_500_000),
+        ("CHECK_ALL_S", 0),
+    ):
+        monkeypatch.setattr(connections_module, name, value)
+    with watched_by_hand(context) as (connections, peer):
+        (each,) = connections._known.values()
+        peer.settimeout(5.0)
+        peer.sendall(PLAIN + READY)
+        peer.recv(100, socket.MSG_WAITALL)
+
+        def is_let_in() -> bool:
+            connections._check(time.monotonic())
+            return not connections._pending
+
+        def num_received() -> int:
+            info = connections_module._info(each)
+            assert info is not None, "it was ended"
+            return connections_module._number(info[connections_module.BYTES_RECEIVED])
+
+        def send_a_part(*, is_heard: bool) -> None:
+            wanted = num_received() + len(PART)
+            peer.sendall(PART)
+            wait_for(lambda: num_received() >= wanted, "not taken")
+            connections.heard = {each.descriptor} if is_heard else set()
+            connections._check(time.monotonic())
+
+        wait_for(is_let_in, "not let in")
+        for _ in range(5):
+            send_a_part(is_heard=True)
+        for _ in range(3):
+            send_a_part(is_heard=False)
+        assert connections.report()["refused"] == {}
+        send_a_part(is_heard=False)
+        assert connections.report()["refused"] == {"endless message": 1}
 
 
 SMALL = """
