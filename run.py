@@ -279,6 +279,7 @@ def main(argv: list[str]) -> int:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
         return 130
     except Exception:  # the log, not the terminal, tells what happened to a role
         logging.exception("ended by an error")

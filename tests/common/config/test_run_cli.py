@@ -2,6 +2,7 @@
 
 import ast
 import resource
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -325,3 +326,20 @@ def test_evaluation_of_a_checkpoint_of_the_configured_policy_keeps_its_settings(
     done = call("eval", "--dry-run", same)
     assert "  max_turn_tokens: 12\n" in done.stdout
     assert done.stderr == ""
+
+
+@pytest.mark.slow
+def test_a_command_that_is_interrupted_says_so() -> None:
+    argv = [sys.executable, str(ROOT / "run.py"), "bench", "--suite", "transport"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(argv, stdout=pipe, stderr=pipe, text=True) as child:
+        assert child.stdout is not None
+        try:
+            child.stdout.readline()
+            child.send_signal(signal.SIGINT)
+            _, said = child.communicate(timeout=TIMEOUT_S)
+        finally:
+            child.kill()
+    assert child.returncode == 130
+    assert said.splitlines()[-1] == "interrupted"
+    assert "Traceback" not in said
