@@ -13,7 +13,7 @@ def test_attacks_on_every_listener_are_counted_of_their_sender_and_hold_nobody_u
     table = BenchTable(out=io.StringIO())
     measure(table, SMALL)
     why = "\n".join(f"{row.name}: {row.value} ({row.note})" for row in table.rows if not row.kept)
-    assert table.failed == [], "\n".join([why, *table.notes])
+    assert table.failed == [], "\n".join([why, *(note["text"] for note in table.notes)])
     promised = [row.name for row in table.rows if row.bound]
     for listener in ("scheduler", "trajectories", "weights", "hub"):
         assert sum(name.startswith(f"{listener}, ") for name in promised) == 3
